@@ -34,6 +34,7 @@ KEY, MANIFEST = "KEY.json", "MANIFEST.json"
 _PART = r"\.(?:KEY\.json|MANIFEST\.json|shard-\d+\.(?:json|safetensors))\.part-"  # of the names of unfinished files
 _SHARD = re.compile(r"shard-\d+\.safetensors")
 _WRITE_AGAIN = "Run fcsd cache-teacher with this recipe; it writes the files that are missing."
+_ROUNDING = 1e-3  # a log-probability is at most zero, but for rounding
 _POSITION = 8  # bytes of each of the k entries of a position: fp32 log-probability and int32 token id
 
 
@@ -227,12 +228,10 @@ def _load(path: Path, entry: dict[str, Any]) -> tuple[TopK, list[int], list[byte
         right = [(positions, kept.words.shape[-1])] * 2 + [(positions,), (rows,), (rows, 32)]
         if [tuple(each.shape) for each in (*kept, counts, tensors["digests"])] != right or bool((counts < 0).any()):
             raise ValueError("tensors of other shapes")
-        if (
-            not bool(torch.isfinite(kept.log_probs).all())
-            or bool(kept.tail.isnan().any())
-            or bool((kept.words < 0).any())
-        ):
-            raise ValueError("values that no teacher gives")
+        if kept.words.is_floating_point() or bool((kept.words < 0).any()):
+            raise ValueError("words that are no token ids")
+        if not all(bool((part <= _ROUNDING).all()) for part in (kept.log_probs, kept.tail)):  # NaN is not, either
+            raise ValueError("values that are no log-probabilities")
     except (safetensors.SafetensorError, KeyError, ValueError, IndexError, RuntimeError, TypeError) as error:
         raise BadInputError(f"{path}: does not hold a teacher's answers: {first_line(error)}", hint) from error
     return kept, [0, *counts.cumsum(0).tolist()], [bytes(row) for row in tensors["digests"].numpy()]
