@@ -225,8 +225,12 @@ def answer(
         options["do_sample"] = False
     else:
         set_seed(seed)
-    with torch.no_grad():
-        ids = model.generate(**inputs.to(model.device), **options)
+    try:
+        with torch.no_grad():
+            ids = model.generate(**inputs.to(model.device), **options)
+    except (ValueError, TypeError) as error:
+        hint = "Its generation_config.json may hold values that cannot be; -v shows the traceback."
+        raise BadInputError(f"{speaker.name}: cannot generate: {first_line(error)}", hint) from error
     return tokenizer.decode(ids[0, length:], skip_special_tokens=True).strip()
 
 

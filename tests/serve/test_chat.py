@@ -1,6 +1,7 @@
 """Answers side by side: the model's own generation settings and chat template, the same every time."""
 
 import json
+import shutil
 from pathlib import Path
 
 import eval_data
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 from fcsd.cli.main import app
 from fcsd.convert import convert_checkpoint
 from fcsd.errors import BadInputError
+from fcsd.models.build import read_generation_config
 from fcsd.serve import chat as chatting
 from fcsd.serve.chat import PROMPTS, Answer, answer, chat, load_speaker, read_prompts, side_by_side
 
@@ -116,6 +118,28 @@ def test_a_chat_template_has_limits(models, monkeypatch):
         monkeypatch.setattr(speaker.tokenizer, "chat_template", template)
         with pytest.raises(BadInputError, match=reason):
             answer(speaker, [{"role": "user", "content": "river"}])
+
+
+DAMAGED = [
+    b"5",
+    b"[1]",
+    b"null",
+    b'{"eos_token_id": "x"}',
+    b'{"do_sample": true, "top_k": -5}',
+    b'{"max_new_tokens": "x"}',
+]
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_damaged_generation_settings_end_in_one_line(content, models, tmp_path):
+    shutil.copytree(models[0], tmp_path / "model")
+    (tmp_path / "model/generation_config.json").write_bytes(content)
+    with pytest.raises(BadInputError) as caught:
+        answer(load_speaker(str(tmp_path / "model"), device="cpu"), [{"role": "user", "content": "river"}])
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+    if not content.startswith(b"{"):
+        with pytest.raises(BadInputError, match=r"generation_config\.json: cannot be used"):
+            read_generation_config(tmp_path / "model")
 
 
 def test_control_characters_of_models_are_never_printed_raw(models, monkeypatch):
