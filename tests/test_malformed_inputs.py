@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 from safetensors.torch import save
 
@@ -23,6 +24,8 @@ from fcsd.eval.code.problems import load_evalplus
 from fcsd.eval.engines.answer_cache import AnswerCache
 from fcsd.eval.perplexity import read_texts
 from fcsd.eval.results import read_results
+from fcsd.foreign_errors import translate
+from fcsd.models.build import load_model
 from fcsd.parallel.machine import read_machine
 from fcsd.parallel.placement.stored import read_orders
 from fcsd.parallel.trace import read_content
@@ -216,3 +219,17 @@ def test_trials_of_a_sweep_are_checked(tmp_path: Path) -> None:
         (tmp_path / "sweep.json").write_text(json.dumps({"trials": {"a": right | change}}))
         with pytest.raises(BadInputError, match=r"sweep\.json: is damaged"):
             _known_trials(tmp_path / "sweep.json")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("attention_bias", "x"), ("hidden_size", None), ("hidden_act", "x"), ("num_attention_heads", 0), ("dtype", [])],
+)
+def test_values_of_a_config_that_cannot_be_are_bad_input(key: str, value: object, tmp_path: Path) -> None:
+    tiny.model("deepseek_v2").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
+    with pytest.raises(Exception) as caught:
+        load_model(tmp_path)
+    known = translate(caught.value)
+    assert known is not None and known.exit_code == 3 and "\n" not in str(known)

@@ -243,7 +243,15 @@ def load_model(
                 ignore_mismatched_sizes=True,  # so that they are reported below, by name
                 **kwargs,
             )
-    except (RuntimeError, ValueError, TypeError, AttributeError, FileNotFoundError) as error:
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        LookupError,
+        ArithmeticError,
+        FileNotFoundError,
+    ) as error:
         hint = f"`fcsd inspect {path} --verify` says what is wrong."
         raise BadInputError(f"{path}: {first_line(error)}", hint) from error
     problems = [
