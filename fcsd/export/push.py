@@ -5,9 +5,10 @@ What has arrived is read back before the merge and after it. No hub is waited fo
 
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,6 +31,7 @@ _REPLACED = ["*.safetensors", "*.safetensors.index.json", "*.py"]
 _SECONDS = 900.0  # for the hub's answers before the upload, and for those after it
 _SLOWEST = 100_000  # bytes per second; an upload that is slower is given up
 _SILENCE = 120.0  # seconds until an answer that does not begin or go on is given up
+_WAITS = (2.0, 10.0)  # seconds
 _PULL = "refs/pr/"
 _MOST_PAGES = 200  # of open pull requests among which that of an interrupted push is looked for
 
@@ -131,10 +133,19 @@ def _open_pull(api: "HfApi", repo: str, title: str) -> str | None:
 
 def _finish(api: "HfApi", repo: str, revision: str, sent: Mapping[str, Sent], merge: bool) -> None:
     """Read back what arrived, merge the pull request if there is one, and read back what was merged."""
-    check_arrival(api, repo, revision, sent, _REPLACED, _AGAIN)
+    _read_back(api, repo, revision, sent, _AGAIN)
     if merge and revision.startswith(_PULL):
         api.merge_pull_request(repo, int(revision.removeprefix(_PULL)))
-        check_arrival(api, repo, "main", sent, _REPLACED, "Look at the pull request on the repository's page.")
+        _read_back(api, repo, "main", sent, "Look at the pull request on the repository's page.")
+
+
+def _read_back(api: "HfApi", repo: str, revision: str, sent: Mapping[str, Sent], hint: str) -> None:
+    """``check_arrival``, again after each of ``_WAITS``: a large hub may take seconds to show what it has."""
+    for wait in _WAITS:
+        with suppress(FcsdError):
+            return check_arrival(api, repo, revision, sent, _REPLACED, hint)
+        time.sleep(wait)
+    check_arrival(api, repo, revision, sent, _REPLACED, hint)
 
 
 def _within(seconds: float, repo: str, call: Callable[[], T]) -> T:

@@ -162,9 +162,24 @@ def keep_earlier_weights(handler: Any, own: Any, named: dict[str, Any]) -> None:
 )
 def test_what_the_hub_did_not_take_is_an_error(hub, exported: Path, monkeypatch, call, answer, message) -> None:
     answering(monkeypatch, call, answer)
+    monkeypatch.setattr(pushing, "_WAITS", (0.0,))
     with pytest.raises(FcsdError, match=message) as caught:
         push_model(exported, "org/mine")
     assert caught.value.hint and files_at(hub, "org/mine").keys() == {".gitattributes"}
+
+
+def test_a_hub_that_shows_it_later_is_asked_again(hub, exported: Path, monkeypatch) -> None:
+    monkeypatch.setattr(pushing, "_WAITS", (0.0,))
+    late = iter([True])
+
+    def empty_at_first(handler: Any, own: Any, named: dict[str, Any]) -> None:
+        if named.get("revision") == "main" and "blobs" in handler.query and next(late, False):
+            return handler._json({"id": "org/mine", "sha": "0", "private": False, "siblings": []})
+        own()
+
+    answering(monkeypatch, "_info", empty_at_first)
+    push_model(exported, "org/mine")
+    assert next(late, None) is None and "modeling_fcsd.py" in files_at(hub, "org/mine")
 
 
 def test_a_second_push_finds_everything_there(hub, exported: Path, monkeypatch) -> None:
