@@ -59,6 +59,7 @@ class Repo:
     refs: dict[str, str] = field(default_factory=dict)
     pulls: int = 0
     open_pulls: dict[int, str] = field(default_factory=dict)  # number -> title
+    authors: dict[int, str] = field(default_factory=dict)  # number -> who opened it, if not ``org``
 
     def commit(self, files: dict[str, Blob], ref: str = "main") -> str:
         """Make a commit on ``ref`` whose content is exactly ``files``."""
@@ -337,7 +338,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _discussions(self, repo: Repo) -> None:
         common = {"createdAt": "2026-01-01T00:00:00.000Z", "status": "open", "isPullRequest": True}
         where = {"repo": {"name": self.repo_id, "type": "model"}}
-        pulls = [{"num": number, "title": title, **common, **where} for number, title in repo.open_pulls.items()]
+        pulls = [
+            {"num": number, "title": title, "author": {"name": repo.authors.get(number, "org")}, **common, **where}
+            for number, title in repo.open_pulls.items()
+        ]
         self._json({"discussions": pulls, "count": len(pulls), "start": 0})
 
     def _merge(self, repo: Repo, number: str) -> None:

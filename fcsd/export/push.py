@@ -107,7 +107,10 @@ def _prepare(api: "HfApi", repo: str, title: str, private: bool, create_pr: bool
 
 
 def _open_pull(api: "HfApi", repo: str, title: str) -> str | None:
-    """The pull request that an interrupted push of the same weights left open."""
+    """The pull request that an interrupted push of the same weights left open.
+
+    Anybody may open one with this title, with files of his own in it: those of others are left alone.
+    """
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
     # huggingface_hub's own function asks for page after page as long as the hub says that there is another one.
@@ -119,11 +122,15 @@ def _open_pull(api: "HfApi", repo: str, title: str) -> str | None:
         hf_raise_for_status(answer)
         try:
             listed: dict[str, Any] = answer.json()
-            pulls, count = [(int(pull["num"]), pull["title"]) for pull in listed["discussions"]], int(listed["count"])
-        except (ValueError, KeyError, TypeError) as error:
+            pulls = [  # a deleted account is no author
+                (int(pull["num"]), pull["title"], dict(pull.get("author") or {}).get("name"))
+                for pull in listed["discussions"]
+            ]
+            count = int(listed["count"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise FcsdError(f"{repo}: the hub's list of pull requests cannot be read", _AGAIN) from error
-        for number, named in pulls:
-            if named == title:
+        for number, named, author in pulls:
+            if named == title and author == api.whoami()["name"]:
                 return f"{_PULL}{number}"
         seen += len(pulls)
         if not pulls or seen >= count:

@@ -168,6 +168,17 @@ def test_what_the_hub_did_not_take_is_an_error(hub, exported: Path, monkeypatch,
     assert caught.value.hint and files_at(hub, "org/mine").keys() == {".gitattributes"}
 
 
+def test_a_pull_request_of_somebody_else_is_not_taken_for_our_own(hub, exported: Path) -> None:
+    hub.faults["POST .*/merge"] = 500
+    with pytest.raises(FcsdError):
+        push_model(exported, "org/mine")
+    repo = hub.repos["org/mine"]
+    repo.authors[1] = "mallory"
+    hub.add("org/mine", {"tokenizer.pkl": b"evil"}, "refs/pr/1")
+    push_model(exported, "org/mine")
+    assert "tokenizer.pkl" not in files_at(hub, "org/mine") and list(repo.open_pulls) == [1] and repo.pulls == 2
+
+
 def test_a_hub_that_shows_it_later_is_asked_again(hub, exported: Path, monkeypatch) -> None:
     monkeypatch.setattr(pushing, "_WAITS", (0.0,))
     late = iter([True])
@@ -201,7 +212,7 @@ def test_a_second_push_finds_everything_there(hub, exported: Path, monkeypatch) 
 
 def test_endless_pages_of_pull_requests_end(hub, exported: Path, monkeypatch) -> None:
     monkeypatch.setattr(pushing, "_MOST_PAGES", 3)
-    other = {"num": 7, "title": "another"}
+    other = {"num": 7, "title": "another", "author": {"name": "org"}}
     answering(
         monkeypatch, "_discussions", lambda handler, own, named: handler._json({"discussions": [other], "count": 10**9})
     )
