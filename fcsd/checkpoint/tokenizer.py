@@ -25,7 +25,9 @@ def load_tokenizer(model: Path) -> "PreTrainedTokenizerBase":
 
     try:
         return AutoTokenizer.from_pretrained(str(model), trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # the libraries do not check the files, and fail in any way on those of another form
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(": ")
         raise BadInputError(
             f"{model}: there is no usable tokenizer ({reason})",

@@ -20,6 +20,7 @@ from fcsd.parallel.quantised.rows import formats_of
 from fcsd.plan import plan_run
 from fcsd.plan.report import to_text
 from fcsd.plan.setup import present
+from fcsd.terminal import printable
 
 _SHOWN = 1024  # the number of tokens of the first row that are printed
 
@@ -32,7 +33,7 @@ def print_dry_run(recipe: Recipe, processes: int) -> None:
         DoesNotFitError: by the plan, the run needs more memory than a GPU has.
     """
     run_dir.require_usable(Path(recipe.output_dir), filter(None, (recipe.model, recipe.teacher)))
-    print(preview(recipe, processes), file=sys.stderr)
+    print(printable(preview(recipe, processes)), file=sys.stderr)
     planned = plan_run(recipe, present(processes))
     print(to_text(planned), file=sys.stderr)
     planned.check()

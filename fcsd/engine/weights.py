@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from fcsd.checkpoint import Layout
@@ -33,7 +33,7 @@ from fcsd.engine.tp_plan import (
 )
 from fcsd.errors import ConfigError
 from fcsd.models.archs import Arch
-from fcsd.models.build import arch_of, decoder_layers, experts_of, register
+from fcsd.models.build import arch_of, decoder_layers, experts_of, read_generation_config, register
 from fcsd.models.wiring import unwire_layers
 from fcsd.parallel.placement.stored import Orders, placements_of
 from fcsd.parallel.weights.loading import empty_model, give_memory, verified_layout
@@ -256,8 +256,7 @@ def load_tensor_parallel(
     config = config or AutoConfig.from_pretrained(path, trust_remote_code=False)
     sharded = _ShardedModel(config, dtype, ranks, experts, orders)
     sharded.fill(layout, torch.device(device))
-    if (path / "generation_config.json").is_file():
-        sharded.model.generation_config = GenerationConfig.from_pretrained(path)
+    sharded.model.generation_config = read_generation_config(path) or sharded.model.generation_config
     return sharded.model
 
 

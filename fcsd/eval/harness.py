@@ -223,7 +223,11 @@ def _lent(model: Loaded, engine: Engine, team: Team) -> Iterator[Adapter]:
     """The adapter of a model that the caller has in memory. The model is in evaluation mode while it is scored."""
     limits: dict[str, Any] = {"batch_size": engine.batch_size, "max_length": engine.max_length}
     with eval_mode(model.model), over(model.model, engine.quantised):
-        yield HFAdapter(model.model, model.tokenizer, team=team, generation=engine.generation, **limits)
+        adapter = HFAdapter(model.model, model.tokenizer, team=team, generation=engine.generation, **limits)
+        try:
+            yield adapter
+        finally:
+            adapter.close()
 
 
 def _torchrun_team(lockstep: bool, together_on_all: bool) -> Team:

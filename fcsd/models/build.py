@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
@@ -243,7 +243,15 @@ def load_model(
                 ignore_mismatched_sizes=True,  # so that they are reported below, by name
                 **kwargs,
             )
-    except (RuntimeError, ValueError, FileNotFoundError) as error:
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        LookupError,
+        ArithmeticError,
+        FileNotFoundError,
+    ) as error:
         hint = f"`fcsd inspect {path} --verify` says what is wrong."
         raise BadInputError(f"{path}: {first_line(error)}", hint) from error
     problems = [
@@ -256,6 +264,20 @@ def load_model(
         hint = 'If the separate tensor is the right one, set "tie_word_embeddings": false in config.json.'
         raise BadInputError(f"{path}: config.json ties {untied} to a tensor that has other values", hint)
     return model if device is None else model.to(device)
+
+
+def read_generation_config(path: Path) -> GenerationConfig | None:
+    """The generation settings in a model directory; None if it has none.
+
+    Raises:
+        BadInputError: the file is damaged.
+    """
+    if not (path / "generation_config.json").is_file():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise BadInputError(f"{path / 'generation_config.json'}: cannot be used: {first_line(error)}") from error
 
 
 def load_on_device(path: str | Path, *, device: str | None, dtype: str | None) -> PreTrainedModel:

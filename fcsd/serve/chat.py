@@ -13,7 +13,9 @@ from fcsd.checkpoint.location import short_names
 from fcsd.disk import read_input_text
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.foreign_errors import first_line
+from fcsd.input_lines import LONGEST_TEXT
 from fcsd.models.load_options import check_device, check_dtype, default_dtype
+from fcsd.terminal import printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -196,11 +198,13 @@ def answer(
         in_step: whether the model is spread over several processes, all of which ask for the same answer.
 
     Raises:
-        BadInputError: the conversation is longer than the model takes.
+        BadInputError: the conversation is longer than the model takes, or its chat template refuses it or exceeds its
+            limits.
     """
     import torch
     from transformers import BatchEncoding, set_seed
 
+    from fcsd.checkpoint.chat_text import chat_text, limited_template
     from fcsd.checkpoint.tokenizer import text_ids
 
     model: Any = speaker.model
@@ -209,9 +213,9 @@ def answer(
         [ids] = text_ids([history[-1]["content"]], tokenizer)
         inputs = BatchEncoding({"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids)).long()})
     else:
-        inputs = tokenizer.apply_chat_template(
-            list(history), add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        )
+        with limited_template(tokenizer) as template:
+            text = chat_text(template, history, speaker.name, add_generation_prompt=True)
+        inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
     length = inputs["input_ids"].shape[1]
     room = model.config.get_text_config().max_position_embeddings - length
     if length == 0 or room < 1:
@@ -222,8 +226,12 @@ def answer(
         options["do_sample"] = False
     else:
         set_seed(seed)
-    with torch.no_grad():
-        ids = model.generate(**inputs.to(model.device), **options)
+    try:
+        with torch.no_grad():
+            ids = model.generate(**inputs.to(model.device), **options)
+    except (ValueError, TypeError) as error:
+        hint = "Its generation_config.json may hold values that cannot be; -v shows the traceback."
+        raise BadInputError(f"{speaker.name}: cannot generate: {first_line(error)}", hint) from error
     return tokenizer.decode(ids[0, length:], skip_special_tokens=True).strip()
 
 
@@ -241,6 +249,8 @@ def read_prompts(path: Path) -> list[str]:
         raise BadInputError(f"{path}: no such file", hint) from None
     except (OSError, UnicodeDecodeError) as error:
         raise BadInputError(f"{path}: this file cannot be read: {first_line(error)}", hint) from error
+    if any(len(line) > LONGEST_TEXT for line in lines):
+        raise BadInputError(f"{path}: a line has over {LONGEST_TEXT:,} characters", hint)
     try:
         prompts = [json.loads(line)["prompt"] for line in lines] if path.suffix == ".jsonl" else lines
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -251,22 +261,25 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def side_by_side(answers: Sequence[Answer], width: int) -> str:
-    """A prompt and its answers as text, in columns that share ``width`` characters, under the models' short names."""
+    """A prompt and its answers as text for a terminal, in columns that share ``width`` characters.
+
+    The columns are headed by the models' short names.
+    """
     gap = " | "
     column = max(20, (width - len(gap) * (len(answers) - 1)) // len(answers))
 
     def wrapped(text: str) -> Iterable[str]:
-        for line in text.splitlines() or [""]:
+        for line in printable(text).splitlines() or [""]:
             # Whitespace is kept, because code would lose its indentation otherwise.
             yield from textwrap.wrap(line, column, drop_whitespace=False, replace_whitespace=False) or [""]
 
-    names = short_names([found.model for found in answers])
+    names = [printable(name) for name in short_names([found.model for found in answers])]
     heads = [[name[-column:], "-" * column] for name in names]
     blocks = [[*head, *wrapped(found.text)] for head, found in zip(heads, answers, strict=True)]
     height = max(map(len, blocks))
     rows = zip(*(block + [""] * (height - len(block)) for block in blocks), strict=True)
     lines = [gap.join(cell.ljust(column) for cell in row).rstrip() for row in rows]
-    return "\n".join([f"Prompt: {answers[0].prompt}", *lines, ""])
+    return "\n".join([f"Prompt: {printable(answers[0].prompt)}", *lines, ""])
 
 
 def _typed() -> Iterator[str]:

@@ -78,7 +78,7 @@ def run(converted: Path, tmp_path: Path) -> Path:
         manifest.write_manifest(folder, content)
         records.append({"step": step, "kl": loss / 2, "held_out_sft": loss})
     (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    row = {"task": "piqa_task", "column": "PIQA", "metric": "acc_norm", "stderr": 0.01, "n": 100, "items": []}
+    row = {"task": "piqa_task", "column": "PIQA", "metric": "acc_norm", "stderr": 0.01, "n": 100, "items": [0.0] * 100}
     rows = [{**row, "model": "mine", "value": 0.625, "baseline": False}]
     rows += [{**row, "model": "base", "value": 0.75, "baseline": True}]
     (path / "eval" / "mine.json").write_text(json.dumps(rows))

@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 
+from fcsd.checkpoint.limited_process import LimitedProcess, LimitExceededError
 from fcsd.checkpoint.tokenizer import load_tokenizer as any_tokenizer
 from fcsd.checkpoint.tokenizer import tokens_before
 from fcsd.config import Source
@@ -26,7 +27,6 @@ from fcsd.distill.data.chat_template import Rendering, read_template, render_cha
 from fcsd.distill.data.encode import Document, encode_rendering, encode_text
 from fcsd.distill.data.examples import Message, Skip, chat_of, row_of_line, text_of, token_ids_of
 from fcsd.distill.data.json_lines import COLUMN
-from fcsd.distill.data.limited_process import LimitedProcess, LimitExceededError
 from fcsd.distill.data.raw_table import RawTable, cache_folder, digest, open_source
 from fcsd.distill.data.token_slices import TokenSlices
 from fcsd.errors import BadInputError

@@ -96,7 +96,7 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """One line for each key whose value differs between the two mappings."""
     absent = "nothing"
     return [
-        f"{key} was {then.get(key, absent)!r} and is now {now.get(key, absent)!r}"
+        f"{key} was {then.get(key, absent)!r:.200} and is now {now.get(key, absent)!r:.200}"
         for key in sorted(then.keys() | now.keys())
         if then.get(key, absent) != now.get(key, absent)
     ]

@@ -18,9 +18,13 @@ from fcsd.disk import open_to_append, write_text
 from fcsd.distill.run.run_dir import CHECKPOINTS
 from fcsd.distill.run.time_left import TimeLeft
 from fcsd.distill.run.trackers import Log, tracking
+from fcsd.errors import BadInputError
+from fcsd.foreign_errors import first_line
+from fcsd.input_lines import read_lines
 from fcsd.progress import duration, progress
 
 METRICS = "metrics.jsonl"
+_LONGEST = 1 << 20  # bytes of a record
 CURVES = "curves.png"
 _NAMED_S = 1.0  # a pause is not named again if the last one of its kind was shorter, in seconds
 # The metrics that are drawn if the run has them, in this order -> the title of the panel
@@ -124,19 +128,46 @@ def reporting(run: Path, resolved: ResolvedRecipe, *, start: int, held_out_token
             time_left = TimeLeft(recipe, start, held_out_tokens)
             yield Reporter(path, track, progress, task, time_left, recipe.train.steps)
     finally:
-        with suppress(OSError):  # if the disk is full, the error of the run itself says more
+        with suppress(OSError, BadInputError):  # if the disk is full, the error of the run itself says more
             draw_curves(run)
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The records of a run. A last line that a crash has cut off is left out."""
-    records = []
-    for line in (run / METRICS).read_text().splitlines():
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            break
+    """The records of a run, and None in place of a value that was not finite.
+
+    A last line that a crash has cut off is left out.
+
+    Raises:
+        BadInputError: the file is missing or damaged.
+    """
+    path = run / METRICS
+    records: list[dict[str, Any]] = []
+    try:
+        lines = [line for line in read_lines(path, _LONGEST) if line.strip()]
+        for number, line in enumerate(lines, 1):
+            try:
+                record = json.loads(line.decode())
+            except ValueError:
+                if number == len(lines):
+                    break
+                raise
+            if not _is_record(record):
+                raise ValueError(f"record {number} is not one of a step")
+            records.append(record)
+    except (OSError, ValueError, RecursionError) as error:
+        hint = "Move it away: the run goes on without the records of its earlier steps."
+        raise BadInputError(f"{path}: cannot be read: {first_line(error)}", hint) from error
     return records
+
+
+def _is_record(record: Any) -> bool:
+    """Whether a value is what ``Reporter`` writes for a step."""
+    return (
+        isinstance(record, dict)
+        and type(step := record.get("step")) is int
+        and step >= 0
+        and all(value is None or (type(value) in (int, float) and math.isfinite(value)) for value in record.values())
+    )
 
 
 def draw_curves(run: Path) -> Path:

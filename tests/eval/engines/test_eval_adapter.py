@@ -12,9 +12,11 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
+from fcsd.distill.own_text import turns_of
 from fcsd.errors import BadInputError, ConfigError, NonFiniteError
 from fcsd.eval.engines.adapter import SLOTS, HFAdapter, scoring_work
 from fcsd.eval.engines.answer_cache import AnswerCache
+from fcsd.eval.evalplus_tasks import _chat_prompt
 from fcsd.models.build import wire
 from fcsd.models.wiring import Wiring
 
@@ -42,6 +44,33 @@ def choices(n: int = 12) -> list[tuple[str, str]]:
         pairs += [(context, f" {letter}") for letter in "ABCD"]
         pairs += [(context + " ", " ".join(rng.choices(words, k=rng.randint(1, 5)))) for _ in range(2)]
     return [*pairs, ("", "river stone"), ("<s>lamp", " garden")]
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_chat_templates_are_rendered_as_hflm_does_and_have_limits(monkeypatch):
+    tokenizer = eval_data.tokenizer()
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    network = model()
+    ours, theirs = HFAdapter(network, tokenizer), HFLM(pretrained=network, tokenizer=tokenizer)
+    chat = [{"role": role, "content": "river"} for role in ("system", "user", "assistant")]
+    for asked, prompt in ((chat[:2], True), (chat, False)):
+        assert ours.apply_chat_template(asked, prompt) == theirs.apply_chat_template(asked, prompt)
+    ours.close()
+    monkeypatch.setattr("fcsd.checkpoint.limited_process.CPU_SECONDS", 0.3)
+    tokenizer.chat_template = ENDLESS
+    for render in (
+        lambda: ours.apply_chat_template(chat),
+        lambda: _chat_prompt("river", ours),
+        lambda: turns_of(tokenizer),
+    ):
+        with pytest.raises(BadInputError, match=r"its chat template ran for more than 0\.3 s"):
+            render()
+    ours.close()
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -47,6 +47,10 @@ class LimitedProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the child. The next call would start another one."""
         self._stop()
 
     def __call__(self, argument: Any) -> Any:
