@@ -16,7 +16,7 @@ from fcsd.checkpoint.rewired import GATED_ATTENTION, describe, has_gated_attenti
 from fcsd.checkpoint.verify import Comparison, compare_tensors
 from fcsd.errors import BadInputError
 from fcsd.models.archs import ARCHS
-from fcsd.models.config_keys import expert_count
+from fcsd.models.config_keys import EXPERTS_PER_TOKEN, SHARED_EXPERTS, expert_count, first_count
 
 _EXPERT = re.compile(r"layers\.(\d+)\.\w+\.experts\.")
 
@@ -158,8 +158,8 @@ def _shape(config: CheckpointConfig, comparison: Comparison | None, names: list[
     moe = {int(match[1]) for name in (parameters or names) if (match := _EXPERT.search(name))}
     moe = {layer for layer in moe if layer < layers}
     experts = expert_count(text) if moe else 0
-    per_token = (text.get("num_experts_per_tok") or 0) if experts else 0
-    shared = any("shared_expert" in name for name in (parameters or names))
+    per_token = first_count(text, EXPERTS_PER_TOKEN) if experts else 0
+    shared = any("shared_expert" in name or ".shared_mlp." in name for name in (parameters or names))
     sizes = {name: prod(shape) for name, shape in parameters.items()}
     routed = sum(size for name, size in sizes.items() if _EXPERT.search(name))
     total = sum(sizes.values())
@@ -172,7 +172,7 @@ def _shape(config: CheckpointConfig, comparison: Comparison | None, names: list[
         "moe_layers": len(moe),
         "experts": experts,
         "experts_per_token": per_token,
-        "shared_experts": (text.get("n_shared_experts") or 1) if shared else 0,
+        "shared_experts": (first_count(text, SHARED_EXPERTS) or 1) if shared else 0,
         "parameters": total if comparison else None,
         "active_parameters": (total - routed + routed * per_token // max(experts, 1)) if comparison else None,
         "wirings": list(row.wirings) if row and config.rewired is None else [],

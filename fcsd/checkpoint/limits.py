@@ -17,9 +17,11 @@ from fcsd.models.config_keys import EXPERT_COUNTS
 # such values can be checked quickly.
 _SIZES: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("num_hidden_layers", "interleave_moe_layer_step", "decoder_sparse_step"), (1, 10_000)),
-    **dict.fromkeys(("n_shared_experts", "first_k_dense_replace"), (0, 10_000)),
+    **dict.fromkeys(
+        ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "first_k_dense_replace"), (0, 10_000)
+    ),
     **dict.fromkeys(EXPERT_COUNTS, (1, 100_000)),
-    **dict.fromkeys(("num_experts_per_tok", "n_group", "topk_group"), (1, 100_000)),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "n_group", "topk_group"), (1, 100_000)),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), (1, 1 << 16)),
     **dict.fromkeys(("hidden_size", "intermediate_size", "intermediate_size_mlp"), (1, 1 << 22)),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), (1, 1 << 22)),
@@ -36,7 +38,7 @@ def _indivisible(divisor: int, number: int) -> bool:
 
 # (key, other key, the relation of their values that is an error, the same relation in words)
 _CONTRADICTIONS: list[tuple[str, str, Callable[[int, int], bool], str]] = [
-    *[("num_experts_per_tok", key, gt, "exceeds") for key in EXPERT_COUNTS],
+    *[(chosen, key, gt, "exceeds") for chosen in ("num_experts_per_tok", "moe_k") for key in EXPERT_COUNTS],
     ("num_experts", "num_local_experts", ne, "is not"),  # both keys name the same number
     ("topk_group", "n_group", gt, "exceeds"),
     ("n_group", "n_routed_experts", _indivisible, "does not divide"),

@@ -34,6 +34,12 @@ class DividedEmbedding(nn.Embedding):
         return found
 
 
+@cache
+def _divided_embedding_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """``DividedEmbedding``, whose result the forward pass of an embedding's own class then scales, as Gemma's does."""
+    return DividedEmbedding if cls is nn.Embedding else type(f"{cls.__name__}OfRanks", (cls, DividedEmbedding), {})
+
+
 class DividedHead(nn.Linear):
     """Output embeddings of which each rank holds a range of rows; every rank gets the logits of all ranks."""
 
@@ -45,7 +51,8 @@ class DividedHead(nn.Linear):
         own = functional.linear(input, self.weight)
         every = own.new_empty(self.ranks.degree, *own.shape)
         dist.all_gather(list(every.unbind()), own.contiguous(), group=self.ranks.group)
-        return every.movedim(0, -2).flatten(-2)[..., : self.vocabulary]
+        logits = every.movedim(0, -2).flatten(-2)[..., : self.vocabulary]
+        return logits if self.bias is None else logits + self.bias  # every rank has the whole bias
 
 
 class SplitNorm(nn.Module):
@@ -84,11 +91,11 @@ def replace_modules(model: PreTrainedModel, arch: Arch, ranks: TensorGroup, voca
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     if ranks.degree > 1:
-        embedding.__class__, embedding.ranks = DividedEmbedding, ranks
+        embedding.__class__, embedding.ranks = _divided_embedding_class(type(embedding)), ranks
         head.__class__, head.ranks, head.vocabulary = DividedHead, ranks, vocabulary
     for layer in decoder_layers(model):
         attention: Any = layer.self_attn
-        if "num_key_value_groups" in vars(attention):
+        if "num_key_value_groups" in vars(attention) and ranks.degree > 1:
             heads = text.num_attention_heads // ranks.degree
             attention.num_key_value_groups = heads // max(text.num_key_value_heads // ranks.degree, 1)
         if ranks.degree == 1:

@@ -89,6 +89,8 @@ class _ShardedModel:
     ) -> None:
         arch = arch_of(config)
         text = config.get_text_config()
+        if arch.no_tp is not None and ranks.degree > 1:
+            raise ConfigError(f"{arch.model_type} cannot be tensor-parallel: {arch.no_tp}", hint="use one GPU")
         check_degree(text, ranks.degree)
         count = experts_of(config)
         if experts == "whole" and count % ranks.degree:

@@ -50,7 +50,8 @@ class Arch:
             name of one of its presets, or its keys. None for types that cannot be expert-parallel.
         no_ep: why the type cannot be expert-parallel although it has experts.
         packs: whether transformers' code keeps attention inside documents where position ids restart.
-        norm_epsilon: the name of the attribute of its RMSNorms that holds epsilon.
+        norm_epsilon: the name of the attribute of its RMSNorms that holds epsilon; None if its norms compute something
+            else, or have no weight, so that no kernel may stand for them.
         norm_offset: what its RMSNorms add to their weight: 0 if they multiply by ``weight``, 1 if by ``1 + weight``.
         rotates_halves: whether rotary embeddings rotate the first half of a head's dimensions against the second, by
             angles that are given twice. Others rotate pairs of neighbours, or give every angle once.
@@ -59,9 +60,10 @@ class Arch:
             ``fcsd.engine.tp_plan`` explains the styles.
         norms_over_heads: the paths inside a layer of norms that normalise over all heads at once, so that
             tensor-parallel ranks must sum their means.
+        no_tp: why several tensor-parallel ranks cannot compute the type; None if they can.
         no_vllm: why the plugin cannot serve the type; None if it can.
-        later_layers: whether checkpoints may have layers after the last one, which predict further tokens. transformers
-            does not load them.
+        later_layers: whether checkpoints may have layers after the last one, or modules called ``mtp``, which predict
+            further tokens. transformers does not load them.
     """
 
     model_type: str
@@ -73,11 +75,12 @@ class Arch:
     autoep: str | Mapping[str, Any] | None = None
     no_ep: str | None = None
     packs: bool = True
-    norm_epsilon: str = "variance_epsilon"
+    norm_epsilon: str | None = "variance_epsilon"
     norm_offset: int = 0
     rotates_halves: bool = True
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     norms_over_heads: tuple[str, ...] = ()
+    no_tp: str | None = None
     no_vllm: str | None = None
     later_layers: bool = False
 
@@ -118,6 +121,7 @@ def _row(model_type: str, stem: str, *, vllm: Mapping[str, Any] | None = None, *
 
 
 _NO_CLASS = "vLLM has no class of its own for this type"
+_UNTRIED = "fcsd's plugin was not tried on any vLLM with this type"
 
 _SHARED_EXPERTS = Blocks(shared="shared_experts")
 
@@ -131,6 +135,8 @@ _LATENT_TP = {
     "self_attn.o_proj": "rowwise",
 }
 _ATTENTION_TP = {"self_attn.[qkv]_proj": "colwise", "self_attn.o_proj": "rowwise"}
+_MLP_TP = {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
+_PACKED_MLP_TP = {"mlp.gate_up_proj": "packed_colwise", "mlp.down_proj": "rowwise"}
 
 # Llama-4's router multiplies the experts' inputs, and its experts are stored [experts, in, out].
 _LLAMA4_VISION = ("Llama4ForConditionalGeneration", "language_model.model")
@@ -162,6 +168,25 @@ _ROWS = (
     _row("cwm", "Cwm"),
     _row("smollm3", "SmolLM3", no_vllm=_NO_CLASS),
     _row("ministral", "Ministral", no_vllm=_NO_CLASS),
+    _row("mistral", "Mistral", no_vllm=_UNTRIED),
+    _row("ministral3", "Ministral3", no_vllm=_UNTRIED),
+    _row("ernie4_5", "Ernie4_5", rotates_halves=False, no_vllm=_UNTRIED),
+    _row("nemotron", "Nemotron", norm_epsilon=None, no_vllm=_UNTRIED),
+    _row("olmo", "Olmo", norm_epsilon=None, no_vllm=_UNTRIED),
+    _row("starcoder2", "Starcoder2", norm_epsilon=None, no_vllm=_UNTRIED),
+    _row("gemma", "Gemma", norm_epsilon="eps", norm_offset=1, no_vllm=_UNTRIED),
+    _row("glm", "Glm", rotates_halves=False, tp_plan=_PACKED_MLP_TP, no_vllm=_UNTRIED),
+    _row(
+        "phi3",
+        "Phi3",
+        blocks=Blocks(dropouts=("resid_attn_dropout", "resid_mlp_dropout")),
+        tp_plan={**_PACKED_MLP_TP, "self_attn.*_proj": "replicated"},
+        no_tp="transformers divides one product into queries, keys and values by the whole model's heads",
+        no_vllm=_UNTRIED,
+    ),
+    _row("hunyuan_v1_dense", "HunYuanDenseV1", tp_plan={**_ATTENTION_TP, **_MLP_TP}, no_vllm=_UNTRIED),
+    _row("helium", "Helium", rotates_halves=False, no_vllm=_NO_CLASS),
+    _row("youtu", "Youtu", rotates_halves=False, tp_plan=_LATENT_TP, no_vllm=_NO_CLASS),
     _row("qwen3", "Qwen3"),
     _row("qwen3_moe", "Qwen3Moe", autoep="qwen3_moe"),
     _row(

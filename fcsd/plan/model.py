@@ -15,7 +15,7 @@ from fcsd.checkpoint import read_config, resolve
 from fcsd.errors import BadInputError
 from fcsd.kernels.packed_attention import attends_to_all
 from fcsd.models.build import arch_of, decoder_layers, decoder_of, register
-from fcsd.models.config_keys import expert_count
+from fcsd.models.config_keys import EXPERTS_PER_TOKEN, expert_count, first_count
 from fcsd.models.fused.model import fuse_parts
 from fcsd.models.fused.norms import fuse_norms
 from fcsd.models.fused.rotary import fuse_rotary
@@ -267,7 +267,7 @@ def _numbers(model: PreTrainedModel, streams: int, attention_width: int) -> Mode
         hidden=outputs.weight.shape[1],
         vocab=outputs.weight.shape[0],
         experts=experts if any(layer.routed for layer in layers) else 0,
-        top_k=text.get("num_experts_per_tok") or 0,
+        top_k=first_count(text, EXPERTS_PER_TOKEN),
         attention=attention_width,
         streams=streams,
     )
