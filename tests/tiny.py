@@ -120,6 +120,83 @@ CONFIGS: dict[str, tuple[str, dict]] = {
             norm_topk_prob=True,
         ),
     ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        dict(intermediate_size=32, head_dim=16, num_local_experts=8, num_experts_per_tok=2),
+    ),
+    "mimo_v2_flash": (
+        "MiMoV2FlashConfig",
+        dict(
+            _MOE,
+            intermediate_size=128,
+            n_routed_experts=8,
+            head_dim=16,
+            v_head_dim=8,
+            sliding_window=16,
+            layer_types=["full_attention", "sliding_attention"] * 2,
+            mlp_layer_types=["dense", *["sparse"] * 3],
+        ),
+    ),
+    "mellum": (
+        "MellumConfig",
+        dict(
+            _MOE,
+            intermediate_size=128,
+            num_local_experts=8,
+            head_dim=16,
+            layer_types=["full_attention"] * 4,
+            mlp_layer_types=["dense", *["sparse"] * 3],
+        ),
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        dict(
+            _MLA,
+            n_shared_experts=1,
+            q_lora_rank=32,
+            n_group=1,
+            topk_group=1,
+            mlp_layer_types=["dense", *["sparse"] * 3],
+        ),
+    ),
+    "dots1": (
+        "Dots1Config",
+        dict(_MOE, intermediate_size=128, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, head_dim=16),
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        dict(
+            intermediate_size=128,
+            moe_intermediate_size=32,
+            moe_num_experts=8,
+            moe_k=2,
+            moe_num_shared_experts=1,
+            moe_layer_start_index=1,
+            moe_layer_end_index=3,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "exaone_moe": (
+        "ExaoneMoeConfig",
+        dict(
+            _MOE,
+            intermediate_size=128,
+            num_experts=8,
+            num_shared_experts=1,
+            head_dim=16,
+            sliding_window=16,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            mlp_layer_types=["dense", *["sparse"] * 3],
+        ),
+    ),
+    "solar_open": (
+        "SolarOpenConfig",
+        dict(moe_intermediate_size=32, num_experts_per_tok=2, n_routed_experts=8, n_shared_experts=1, head_dim=16),
+    ),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1Config",
+        dict(intermediate_size=32, num_experts=8, moe_topk=2, head_dim=16),
+    ),
     "gpt_oss": (
         "GptOssConfig",
         dict(intermediate_size=32, head_dim=16, num_local_experts=8, num_experts_per_tok=2, sliding_window=16),

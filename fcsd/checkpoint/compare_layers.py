@@ -152,7 +152,7 @@ def _compare_outside(
     """
     table = (text["vocab_size"], text["hidden_size"])
     inner, head = decoder.removesuffix("layers."), _head(decoder)
-    expected = {f"{inner}embed_tokens.weight": table, head: table}
+    expected: dict[str, Shape] = {f"{inner}embed_tokens.weight": table, head: table}
     if text.get("use_bias") and (bias := head.replace("weight", "bias")) in outside:  # Ernie's MoE
         expected[bias] = table[:1]
     expected |= {f"{inner}norm.{name}": table[1:] for name in norm}

@@ -37,7 +37,8 @@ class DividedEmbedding(nn.Embedding):
 @cache
 def _divided_embedding_class(cls: type[nn.Module]) -> type[nn.Module]:
     """``DividedEmbedding``, whose result the forward pass of an embedding's own class then scales, as Gemma's does."""
-    return DividedEmbedding if cls is nn.Embedding else type(f"{cls.__name__}OfRanks", (cls, DividedEmbedding), {})
+    bases: Any = (cls, DividedEmbedding)
+    return DividedEmbedding if cls is nn.Embedding else type(f"{cls.__name__}OfRanks", bases, {})
 
 
 class DividedHead(nn.Linear):
@@ -102,7 +103,7 @@ def replace_modules(model: PreTrainedModel, arch: Arch, ranks: TensorGroup, voca
             continue
         for path in arch.norms_over_heads:
             norm: Any = layer.get_submodule(path)
-            norm.ranks, norm.epsilon = ranks, getattr(norm, arch.norm_epsilon)
+            norm.ranks, norm.epsilon = ranks, getattr(norm, arch.norm_epsilon or "")
             norm.__class__ = _split_norm_class(type(norm))
 
 

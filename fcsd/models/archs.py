@@ -138,6 +138,22 @@ _ATTENTION_TP = {"self_attn.[qkv]_proj": "colwise", "self_attn.o_proj": "rowwise
 _MLP_TP = {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
 _PACKED_MLP_TP = {"mlp.gate_up_proj": "packed_colwise", "mlp.down_proj": "rowwise"}
 
+_MINIMAX_M2_AUTOEP = {
+    "moe_layer_pattern": r"model\.layers\.\d+\.mlp",
+    "router_pattern": "gate",
+    "expert_pattern": "experts",
+    "expert_w1": "gate_up_proj",
+    "expert_w2": "down_proj",
+    "expert_w3": None,
+    "num_experts_attr": "num_local_experts",
+    "top_k_attr": "num_experts_per_tok",
+    "score_func": "sigmoid",
+    "score_apply": "post",
+    "route_norm": True,
+}
+
+_SHARED_TP = {name.replace("mlp.", "mlp.shared_experts."): style for name, style in _MLP_TP.items()}
+
 # Llama-4's router multiplies the experts' inputs, and its experts are stored [experts, in, out].
 _LLAMA4_VISION = ("Llama4ForConditionalGeneration", "language_model.model")
 _LLAMA4: Mapping[str, Any] = {
@@ -211,6 +227,74 @@ _ROWS = (
         norms_over_heads=("self_attn.q_norm", "self_attn.k_norm"),
     ),
     _row("glm4_moe", "Glm4Moe", blocks=_SHARED_EXPERTS, autoep="deepseek_v3", later_layers=True),
+    _row(
+        "minimax_m2",
+        "MiniMaxM2",
+        blocks=Blocks(router_bias="e_score_correction_bias"),
+        autoep=_MINIMAX_M2_AUTOEP,
+        norms_over_heads=("self_attn.q_norm", "self_attn.k_norm"),
+        tp_plan={**_ATTENTION_TP, "mlp.e_score_correction_bias": "replicated"},
+        no_vllm=_UNTRIED,
+    ),
+    _row(
+        "mimo_v2_flash",
+        "MiMoV2Flash",
+        autoep="deepseek_v3",
+        no_tp="its layers have different numbers of key-value heads",
+        no_vllm=_UNTRIED,
+        later_layers=True,
+    ),
+    _row("mellum", "Mellum", autoep="qwen3_moe", no_vllm=_UNTRIED, later_layers=True),
+    _row(
+        "glm4_moe_lite",
+        "Glm4MoeLite",
+        blocks=_SHARED_EXPERTS,
+        autoep="deepseek_v3",
+        rotates_halves=False,
+        tp_plan={**_LATENT_TP, **_SHARED_TP},
+        no_vllm=_UNTRIED,
+        later_layers=True,
+    ),
+    _row("dots1", "Dots1", blocks=_SHARED_EXPERTS, autoep="deepseek_v3", no_vllm=_NO_CLASS),
+    _row(
+        "ernie4_5_moe",
+        "Ernie4_5_Moe",
+        blocks=Blocks(shared="shared_experts", flattens=True, shared_first=True),
+        no_ep="DeepSpeed AutoEP cannot read the router's bias, which ernie4_5_moe stores in a module of its own",
+        rotates_halves=False,
+        tp_plan={"mlp.gate.moe_statics": "replicated"},
+        no_vllm=_UNTRIED,
+        later_layers=True,
+    ),
+    _row(
+        "exaone_moe",
+        "ExaoneMoe",
+        blocks=_SHARED_EXPERTS,
+        autoep="deepseek_v3",
+        tp_plan=_SHARED_TP,
+        no_vllm=_UNTRIED,
+        later_layers=True,
+    ),
+    _row(
+        "solar_open",
+        "SolarOpen",
+        blocks=_SHARED_EXPERTS,
+        autoep="deepseek_v3",
+        tp_plan=_SHARED_TP,
+        no_vllm=_NO_CLASS,
+    ),
+    _row(
+        "hunyuan_v1_moe",
+        "HunYuanMoEV1",
+        blocks=Blocks(shared="shared_mlp", shared_first=True),
+        no_ep="DeepSpeed AutoEP cannot read the router's weight, which hunyuan_v1_moe stores in a module inside it",
+        tp_plan={
+            **_ATTENTION_TP,
+            **{name.replace("mlp.", "mlp.shared_mlp."): style for name, style in _MLP_TP.items()},
+            "mlp.gate.wg": "replicated",
+        },
+        no_vllm=_UNTRIED,
+    ),
     _row(
         "deepseek_v2",
         "DeepseekV2",

@@ -129,7 +129,7 @@ def test_the_key_of_the_original_config_counts(tmp_path):
         open_base(str(tmp_path))
 
 
-@pytest.mark.parametrize("arch, layer", [("deepseek_v3", 61), ("glm4_moe", 46)])
+@pytest.mark.parametrize("arch, layer", [("deepseek_v3", 61), ("glm4_moe", 46), ("glm4_moe_lite", 47)])
 def test_multi_token_prediction_is_carried(arch, layer, tmp_path):
     """What the base class declares as ignored stays in the files; one layer further it is unexpected."""
     tiny.model(arch).save_pretrained(tmp_path)
@@ -143,6 +143,24 @@ def test_multi_token_prediction_is_carried(arch, layer, tmp_path):
     extra = f"model.layers.{layer - 1}.eh_proj.weight"
     sparse_checkpoint.write_header(tmp_path / "model.safetensors", {**tensors, extra: ("F32", (64, 128))})
     assert inspect_checkpoint(str(tmp_path), verify=True).problems == [f"1 unexpected ({extra})"]
+
+
+@pytest.mark.parametrize(
+    "arch, extra",
+    [
+        ("exaone_moe", "mtp.layers.0.eh_proj.weight"),
+        ("mimo_v2_flash", "model.mtp.layers.0.eh_proj.weight"),
+        ("ernie4_5_moe", "model.mtp_block.0.eh_proj.weight"),
+        ("mellum", "mtp.fc.weight"),
+    ],
+)
+def test_modules_that_predict_further_tokens_are_carried(arch: str, extra: str, tmp_path: Path) -> None:
+    tiny.model(arch).save_pretrained(tmp_path)
+    tensors = {name: (t.dtype, t.shape) for name, t in read_layout(tmp_path).tensors.items()}
+    sparse_checkpoint.write_header(tmp_path / "model.safetensors", {**tensors, extra: ("F32", (64, 128))})
+    report = inspect_checkpoint(str(tmp_path))
+    assert report.carried == [extra] and report.problems == []
+    assert replace(report, verified=True) == inspect_checkpoint(str(tmp_path), verify=True)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def fuse_norms(model: nn.Module, arch: Arch, fused: bool = True) -> None:
         fused: whether torch's kernel is used.
     """
     concerns = partial(is_norm, arch)
-    swap_classes(model, FusedNorm, concerns, fused, epsilon=arch.norm_epsilon, offset=arch.norm_offset)
+    swap_classes(model, FusedNorm, concerns, fused, epsilon=arch.norm_epsilon or "", offset=arch.norm_offset)
 
 
 def is_norm(arch: Arch, module: nn.Module) -> bool:

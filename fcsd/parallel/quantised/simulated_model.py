@@ -168,7 +168,7 @@ def _tensor_parallel(
         if kinds[index] == "dense":
             divided.append(mlp)
         elif kinds[index] == "moe-shared":
-            divided.append(mlp.get_submodule(blocks.shared))
+            divided.append(mlp.get_submodule(blocks.shared or ""))
         for owner in divided:
             _divide(owner, simulated.tp_degree, stack)
         if kinds[index] != "dense" and simulated.routed_by_tp:
