@@ -17,7 +17,9 @@ from fcsd.checkpoint.verify import Comparison, compare_tensors
 from fcsd.errors import BadInputError
 from fcsd.models.archs import ARCHS
 from fcsd.models.config_keys import EXPERTS_PER_TOKEN, SHARED_EXPERTS, expert_count, first_count
+from fcsd.models.products import product
 
+_HUB_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
 _EXPERT = re.compile(r"layers\.(\d+)\.\w+\.experts\.")
 
 
@@ -28,6 +30,8 @@ class Inspection:
     Parameters are counted over the tensors that the base class loads. ``bytes`` counts all weights files.
 
     Attributes:
+        family: the names under which models of this type are published; None if fcsd does not know them.
+        hub_id: ``org/name`` as config.json has it; None if it has none, or the path of a directory.
         active_parameters: the parameters that one token uses: all but those of the experts it is not routed to.
         dtypes: dtype -> the bytes that are stored in it.
         wirings: the values that ``convert --wiring`` accepts for this model; empty if the model is rewired already.
@@ -42,6 +46,8 @@ class Inspection:
     revision: str | None
     gated: bool
     model_type: str
+    family: str | None
+    hub_id: str | None
     architecture: str
     layers: int
     dense_layers: int
@@ -71,6 +77,7 @@ class Inspection:
         lines = {
             "model": self.model + (f" @ {self.revision}" if self.revision else "") + (" (gated)" if self.gated else ""),
             "architecture": f"{self.architecture} ({self.model_type})",
+            "published as": ", ".join(filter(None, (self.family, self.hub_id and f"here {self.hub_id}"))),
             "layers": f"{self.layers}"
             + (f" ({self.dense_layers} dense, {self.moe_layers} MoE)" if self.experts else ""),
             "experts": f"{self.experts}, {self.experts_per_token} per token{experts}" if self.experts else "none",
@@ -133,6 +140,8 @@ def inspect_checkpoint(model: str | Path, *, verify: bool = False, trust_remote_
         revision=source.revision,
         gated=source.gated,
         model_type=config.model_type,
+        family=product(config.model_type),
+        hub_id=_hub_id(config.raw),
         **_shape(config, comparison, list(tensors)),
         bytes=layout.bytes,
         shards=len(layout.shards) + len(layout.problems.keys() - layout.shards.keys()),
@@ -145,6 +154,12 @@ def inspect_checkpoint(model: str | Path, *, verify: bool = False, trust_remote_
         + differing
         + ([GATED_ATTENTION] if has_gated_attention(config.raw) else []),
     )
+
+
+def _hub_id(raw: dict[str, Any]) -> str | None:
+    """The name on the hub under which the model was loaded when config.json was written."""
+    name = raw.get("_name_or_path")
+    return name if isinstance(name, str) and _HUB_ID.fullmatch(name) else None
 
 
 def _shape(config: CheckpointConfig, comparison: Comparison | None, names: list[str]) -> dict[str, Any]:

@@ -296,13 +296,20 @@ def test_json_is_stable_and_text_is_short(tmp_path):
     tiny.model("mixtral", dtype=torch.bfloat16).save_pretrained(tmp_path)
     report = inspect_checkpoint(str(tmp_path))
     assert list(json.loads(report.to_json())) == [
-        *("model", "revision", "gated", "model_type", "architecture", "layers", "dense_layers", "moe_layers"),
+        *("model", "revision", "gated", "model_type", "family", "hub_id", "architecture", "layers"),
+        *("dense_layers", "moe_layers"),
         *("experts", "experts_per_token", "shared_experts", "parameters", "active_parameters", "bytes", "shards"),
         *("dtypes", "quantization", "wirings", "rewired", "carried", "verified", "problems"),
     ]
     text = report.to_text()
     assert "MixtralForCausalLM (mixtral)" in text and "8, 2 per token" in text and "478 k, 183 k active" in text
-    assert "standard, farskip, ladder, parallel" in text and len(text.splitlines()) < 12
+    assert "standard, farskip, ladder, parallel" in text and len(text.splitlines()) < 13
+    assert "published as  Mixtral\n" in text and report.hub_id is None
+    for name, hub_id in (("mistralai/Mixtral-8x7B-v0.1", True), ("/home/me/model", False), ("../mine", False)):
+        edit_config(tmp_path, _name_or_path=name)
+        report = inspect_checkpoint(str(tmp_path))
+        assert report.hub_id == (name if hub_id else None)
+        assert (f"published as  Mixtral, here {name}\n" in report.to_text()) == hub_id
 
 
 def test_inspecting_imports_no_torch(tmp_path):
