@@ -82,6 +82,22 @@ def _split_norm_class(cls: type[nn.Module]) -> type[nn.Module]:
     return type(f"{cls.__name__}OfRanks", (SplitNorm, cls), {"__module__": cls.__module__})
 
 
+class OwnHeads:
+    """The config of an attention that reads its number of query heads from there: that of a rank; else it is another's.
+
+    Args:
+        config: the config of the whole model, which may change later.
+        num_attention_heads: the query heads of the rank.
+    """
+
+    def __init__(self, config: Any, num_attention_heads: int) -> None:
+        self._config = config
+        self.num_attention_heads = num_attention_heads
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
 def replace_modules(model: PreTrainedModel, arch: Arch, ranks: TensorGroup, vocabulary: int) -> None:
     """Let the modules of a model with narrowed weights compute with the other ranks.
 
@@ -96,11 +112,15 @@ def replace_modules(model: PreTrainedModel, arch: Arch, ranks: TensorGroup, voca
         head.__class__, head.ranks, head.vocabulary = DividedHead, ranks, vocabulary
     for layer in decoder_layers(model):
         attention: Any = layer.self_attn
-        if "num_key_value_groups" in vars(attention) and ranks.degree > 1:
-            heads = text.num_attention_heads // ranks.degree
-            attention.num_key_value_groups = heads // max(text.num_key_value_heads // ranks.degree, 1)
         if ranks.degree == 1:
             continue
+        if "num_key_value_groups" in vars(attention):
+            heads, kv_heads = text.num_attention_heads, text.num_attention_heads // attention.num_key_value_groups
+            own_heads, own_kv_heads = heads // ranks.degree, max(kv_heads // ranks.degree, 1)
+            attention.num_key_value_groups = own_heads // own_kv_heads
+            if hasattr(attention, "qkv_proj"):
+                attention.num_key_value_heads = own_kv_heads
+                attention.config = OwnHeads(attention.config, own_heads)
         for path in arch.norms_over_heads:
             norm: Any = layer.get_submodule(path)
             norm.ranks, norm.epsilon = ranks, getattr(norm, arch.norm_epsilon or "")

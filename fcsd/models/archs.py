@@ -60,7 +60,6 @@ class Arch:
             ``fcsd.engine.tp_plan`` explains the styles.
         norms_over_heads: the paths inside a layer of norms that normalise over all heads at once, so that
             tensor-parallel ranks must sum their means.
-        no_tp: why several tensor-parallel ranks cannot compute the type; None if they can.
         no_vllm: why the plugin cannot serve the type; None if it can.
         later_layers: whether checkpoints may have layers after the last one, or modules called ``mtp``, which predict
             further tokens. transformers does not load them.
@@ -80,7 +79,6 @@ class Arch:
     rotates_halves: bool = True
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     norms_over_heads: tuple[str, ...] = ()
-    no_tp: str | None = None
     no_vllm: str | None = None
     later_layers: bool = False
 
@@ -196,8 +194,7 @@ _ROWS = (
         "phi3",
         "Phi3",
         blocks=Blocks(dropouts=("resid_attn_dropout", "resid_mlp_dropout")),
-        tp_plan={**_PACKED_MLP_TP, "self_attn.*_proj": "replicated"},
-        no_tp="transformers divides one product into queries, keys and values by the whole model's heads",
+        tp_plan={**_PACKED_MLP_TP, "self_attn.qkv_proj": "heads_colwise", "self_attn.o_proj": "rowwise"},
         no_vllm=_UNTRIED,
     ),
     _row("hunyuan_v1_dense", "HunYuanDenseV1", tp_plan={**_ATTENTION_TP, **_MLP_TP}, no_vllm=_UNTRIED),
@@ -240,7 +237,6 @@ _ROWS = (
         "mimo_v2_flash",
         "MiMoV2Flash",
         autoep="deepseek_v3",
-        no_tp="its layers have different numbers of key-value heads",
         no_vllm=_UNTRIED,
         later_layers=True,
     ),
