@@ -21,7 +21,7 @@ _SIZES: dict[str, tuple[int, int]] = {
         ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "first_k_dense_replace"), (0, 10_000)
     ),
     **dict.fromkeys(EXPERT_COUNTS, (1, 100_000)),
-    **dict.fromkeys(("num_experts_per_tok", "moe_k", "n_group", "topk_group"), (1, 100_000)),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "n_group", "topk_group"), (1, 100_000)),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), (1, 1 << 16)),
     **dict.fromkeys(("hidden_size", "intermediate_size", "intermediate_size_mlp"), (1, 1 << 22)),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), (1, 1 << 22)),
@@ -30,6 +30,10 @@ _SIZES: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("vocab_size", "max_position_embeddings"), (1, 1 << 30)),
     **dict.fromkeys(("sliding_window", "attention_chunk_size"), (0, 1 << 40)),
 }
+
+
+# Sizes of which a config may have one a layer, as Hunyuan's have.
+_ONE_A_LAYER = ("moe_intermediate_size", "moe_topk")
 
 
 def _indivisible(divisor: int, number: int) -> bool:
@@ -55,7 +59,10 @@ def check_numbers(config: dict[str, Any], where: str | Path) -> None:
     """
     for key, (least, most) in _SIZES.items():
         value = config.get(key)
-        if value is not None and (type(value) is not int or not least <= value <= most):
+        one_a_layer = key in _ONE_A_LAYER and isinstance(value, list) and value
+        for value in value if one_a_layer else [value]:
+            if value is None or (type(value) is int and least <= value <= most):
+                continue
             shown = quoted(value) if isinstance(value, str) else str(value)[:40]
             raise BadInputError(f"{where}: {key} is {shown}, not a whole number from {least} to {most}")
     if config.get("num_experts_per_tok", 1) is None:  # transformers accepts None and fails at the first token

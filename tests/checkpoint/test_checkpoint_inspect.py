@@ -70,6 +70,18 @@ def test_every_architecture(arch, tmp_path):
     assert report.wirings == list(ARCHS[arch].wirings) and report.rewired is None
 
 
+def test_a_number_for_each_layer(tmp_path: Path) -> None:
+    """As published configs of Hunyuan have them."""
+    model = tiny.model("hunyuan_v1_moe", moe_topk=[2, 2, 3, 2])
+    model.save_pretrained(tmp_path)
+    edit_config(tmp_path, moe_intermediate_size=[32] * 4)
+    report = inspect_checkpoint(str(tmp_path))
+    assert report.problems == [] and (report.experts, report.experts_per_token) == (8, 3)
+    edit_config(tmp_path, moe_intermediate_size=[32, 0, 32, 32])
+    with pytest.raises(BadInputError, match="moe_intermediate_size is 0, not a whole number from 1"):
+        inspect_checkpoint(str(tmp_path))
+
+
 def test_llama4_with_vision(tmp_path):
     """The decoder's numbers come from text_config; vision tensors are expected like any other."""
     config = transformers.Llama4Config(

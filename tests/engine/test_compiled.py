@@ -23,7 +23,12 @@ from fcsd.models.wiring import Wiring
 
 ALONE, ALL, STEPS = TensorGroup(None, 1, 0), (0, 1, 2, 3), 4
 # What differs between layers of one model: some have no rotary embedding, or no sinks.
-DIFFERS = {"llama4_text": "use_rope", "exaone_moe": "is_sliding", "mimo_v2_flash": "num_key_value_groups"}
+DIFFERS = {
+    "llama4_text": "use_rope",
+    "smollm3": "use_rope",
+    "exaone_moe": "is_sliding",
+    "mimo_v2_flash": "num_key_value_groups",
+}
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ MOVED: dict[str, Any] = dict(
     pad_token_id=0,
     bos_token_id=1,
     eos_token_id=2,
-    rope_parameters={"rope_type": "default", "rope_theta": 50.0},
+    rope_parameters={"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.34},
     sliding_window=5,
     layer_types=["full_attention", "sliding_attention"] * 2,
 )
@@ -85,7 +85,8 @@ _YARN = dict(
     mscale_all_dim=0.8,
     llama_4_scaling_beta=0.4,
 )
-_ROPES = {kind: dict(rope_type="default", rope_theta=50.0) for kind in ("full_attention", "sliding_attention")}
+_ROPE = dict(rope_type="default", rope_theta=50.0)  # for classes that fail if a part of a head is not rotated
+_ROPES = dict(full_attention=_ROPE, sliding_attention=_ROPE)
 # What moves the fields that a family has alone, or that would not be moved by the values above.
 OWN: dict[str, dict[str, Any]] = {
     "seed_oss": dict(attention_out_bias=True, residual_dropout=0.3),
@@ -116,7 +117,7 @@ OWN: dict[str, dict[str, Any]] = {
         mlp_layer_types=["sparse", "dense", "sparse", "sparse"],
         rope_parameters=_ROPES,
     ),
-    "glm4_moe_lite": dict(_LATENT, **_GROUPS, rope_interleave=False),
+    "glm4_moe_lite": dict(_LATENT, **_GROUPS, rope_interleave=False, rope_parameters=_ROPE),
     "dots1": {**_EXPERTS, "norm_topk_prob": True, "n_group": 3, "topk_group": 2},
     "ernie4_5_moe": dict(
         pad_token_id=2,
@@ -130,7 +131,7 @@ OWN: dict[str, dict[str, Any]] = {
         moe_norm_min=0.9,
     ),
     "exaone_moe": dict(_EXPERTS, **_GROUPS, pad_token_id=2, num_shared_experts=2, sliding_window_pattern=2),
-    "solar_open": dict(_EXPERTS, **_GROUPS),
+    "solar_open": dict(_EXPERTS, **_GROUPS, rope_parameters=_ROPE),
     "hunyuan_v1_moe": dict(_EXPERTS, moe_topk=3, pad_token_id=2),
     "qwen3_moe": dict(_EXPERTS, norm_topk_prob=True, decoder_sparse_step=2, mlp_only_layers=[1]),
     "qwen2_moe": dict(
