@@ -58,9 +58,8 @@ def check_numbers(config: dict[str, Any], where: str | Path) -> None:
         BadInputError: a size is not a whole number within its bounds, or two of them contradict each other.
     """
     for key, (least, most) in _SIZES.items():
-        value = config.get(key)
-        one_a_layer = key in _ONE_A_LAYER and isinstance(value, list) and value
-        for value in value if one_a_layer else [value]:
+        given = config.get(key)
+        for value in given if key in _ONE_A_LAYER and isinstance(given, list) else [given]:
             if value is None or (type(value) is int and least <= value <= most):
                 continue
             shown = quoted(value) if isinstance(value, str) else str(value)[:40]
