@@ -197,6 +197,21 @@ CONFIGS: dict[str, tuple[str, dict]] = {
         "HunYuanMoEV1Config",
         dict(intermediate_size=32, num_experts=8, moe_topk=2, head_dim=16),
     ),
+    # Fewer heads would often give two keys the same score, of which shapes decide which one is read.
+    "deepseek_v32": (
+        "DeepseekV32Config",
+        dict(
+            _MLA,
+            n_shared_experts=1,
+            q_lora_rank=32,
+            n_group=2,
+            topk_group=1,
+            index_n_heads=16,
+            index_head_dim=16,
+            index_topk=16,
+            mlp_layer_types=["dense", *["sparse"] * 3],
+        ),
+    ),
     "gpt_oss": (
         "GptOssConfig",
         dict(intermediate_size=32, head_dim=16, num_local_experts=8, num_experts_per_tok=2, sliding_window=16),

@@ -292,6 +292,16 @@ _ROWS = (
         no_vllm=_UNTRIED,
     ),
     _row(
+        "deepseek_v32",
+        "DeepseekV32",
+        blocks=_SHARED_EXPERTS,
+        autoep="deepseek_v3",
+        rotates_halves=False,
+        tp_plan={**_LATENT_TP, "self_attn.indexer.*": "replicated"},
+        no_vllm=_UNTRIED,
+        later_layers=True,
+    ),
+    _row(
         "deepseek_v2",
         "DeepseekV2",
         blocks=_SHARED_EXPERTS,

@@ -58,7 +58,6 @@ _STREAMS = "its layers pass on several streams"
 _NEAREST = {
     "kimi_k2": ("deepseek_v3", ""),
     "kimi_k25": ("deepseek_v3", _SEES),
-    "deepseek_v32": ("deepseek_v3", "its attention chooses the keys that it reads"),
     "deepseek_v4": ("deepseek_v3", _STREAMS),
     "glm_moe_dsa": ("glm4_moe_lite", "its attention chooses the keys that it reads"),
     "axk1": ("deepseek_v3", "its layers have a further norm"),

@@ -24,6 +24,7 @@ from fcsd.plan.activations import LayerBytes, OddWidths, RoutedExperts, attentio
 from fcsd.plan.setup import Setup
 
 _ATTENTION = "fcsd_plan"
+_CHOOSES = {"indexed_attention", "deepseek_sparse_attention"}  # as transformers calls it since 5.23, and before
 FINAL_NORM = -1  # the kind under which the final norm is listed beside the kinds of layers
 _CONFIGS = Path(__file__).with_name("configs")
 
@@ -212,7 +213,10 @@ class MetaModel:
     def _run(self, seq_len: int, masked: bool) -> tuple[PreTrainedModel, list[dict[str, Any]], int]:
         """Builds a new model; returns it, the keyword arguments of each layer's call, and the width of attention."""
         widths: list[int] = []
-        AttentionInterface.register(_ATTENTION, attention(masked, widths))
+        # Attention that chooses its keys does so by a mask, and needs one to choose from.
+        kinds = getattr(self.config.get_text_config(), "layer_types", None) or ()
+        chooses = not _CHOOSES.isdisjoint(kinds)
+        AttentionInterface.register(_ATTENTION, attention(masked or chooses, widths))
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
                 self.config, dtype=torch.bfloat16, attn_implementation=_ATTENTION, trust_remote_code=False
@@ -223,8 +227,9 @@ class MetaModel:
             for layer in decoder_layers(model)
         ]
         ids = torch.empty(1, seq_len, dtype=torch.int64, device="meta")
+        mask = torch.empty(1, 1, seq_len, seq_len, dtype=torch.bool, device="meta") if chooses else None
         with torch.no_grad(), OddWidths():
-            decoder_of(model)(input_ids=ids, use_cache=False)
+            decoder_of(model)(input_ids=ids, attention_mask=mask, use_cache=False)
         for hook in hooks:
             hook.remove()
         return model, calls, max(widths)

@@ -37,6 +37,7 @@ SHAPES = {
     "solar_open": (0, 4, 8, 2, 1),
     "hunyuan_v1_moe": (0, 4, 8, 2, 1),
     "gpt_oss": (0, 4, 8, 2, 0),
+    "deepseek_v32": (1, 3, 8, 2, 1),
     "deepseek_v2": (1, 3, 8, 2, 2),
     "deepseek_v3": (1, 3, 8, 2, 1),
     "llama4_text": (2, 2, 4, 1, 1),

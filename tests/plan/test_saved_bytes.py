@@ -72,7 +72,7 @@ def fused_layers(arch: str, device: str) -> list[tuple[nn.Module, "partial[Tenso
     return [(layer, partial(layer, **kwargs)) for layer, kwargs in zip(model.model.layers, given, strict=True)]
 
 
-@pytest.mark.parametrize("arch", tiny.CONFIGS)
+@pytest.mark.parametrize("arch", [arch for arch in tiny.CONFIGS if arch != "deepseek_v32"])  # its masks stand for it
 def test_a_fused_layer_keeps_on_the_meta_device_what_autograd_saves(arch: str) -> None:
     hidden = torch.randn(1, TOKENS, 64, dtype=torch.bfloat16)
     kept: list[list[int]] = []
