@@ -308,6 +308,25 @@ def test_packed_documents_are_separate_ones(arch: str) -> None:
         torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("count", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("arch", "field"),
+    [
+        ("ernie4_5_moe", "moe_num_shared_experts"),  # with none, the block has no module for them
+        ("deepseek_v3", "n_shared_experts"),  # with none, it has one of width 0
+        ("exaone_moe", "num_shared_experts"),
+    ],
+)
+def test_any_number_of_shared_experts(arch: str, field: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OWN, arch, {**OWN[arch], field: count})
+    model, ids = guarded_model(arch), tiny.tokens(length=12)
+    assert off_is_off(model)
+    expected = literal.evaluate(model, ids, "farskip", "full", set(ALL))[-1]
+    wire(model, Wiring("farskip", ALL))
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("arch", tiny.CONFIGS)
 def test_losses_see_the_logits(arch: str) -> None:
     """Losses and the engine multiply final hidden states by the head; a cap or a scale behind it would be left out."""
