@@ -98,7 +98,8 @@ class _ShardedModel:
             raise ConfigError(f"{ranks.degree} ranks cannot share {count} experts evenly", hint="use sliced experts")
         self.ranks, self.experts = ranks, experts
         self.model = empty_model(config, dtype)
-        groups = [vars(layer.self_attn).get("num_key_value_groups") for layer in decoder_layers(self.model)]
+        attentions = [getattr(layer, "self_attn", None) for layer in decoder_layers(self.model)]
+        groups = [getattr(attention, "num_key_value_groups", None) for attention in attentions]
         # Some layers of MiMo have twice as many key-value heads as the config says.
         self._kv_heads = [text.num_attention_heads // count if count else text.num_key_value_heads for count in groups]
         unwire_layers(decoder_layers(self.model))
