@@ -36,7 +36,8 @@ def settled_and_routed(mlp: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     """``(s_k, r_k)``. The output of a dense MLP counts as ``s_k``, that of a MoE without shared experts as ``r_k``."""
     if not hasattr(mlp, "experts"):
         return whole(mlp, x), torch.zeros_like(x)
-    shared = getattr(mlp, "shared_experts", None) or getattr(mlp, "shared_expert", None)
+    names = ("shared_experts", "shared_expert", "shared_mlp")
+    shared = next((child for name in names if (child := getattr(mlp, name, None)) is not None), None)
     if shared is None:
         return torch.zeros_like(x), whole(mlp, x)
     with zeroed(mlp.experts.down_proj):

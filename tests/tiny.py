@@ -1,5 +1,7 @@
 """Tiny random models: one config per architecture, four layers, about 0.3 M parameters."""
 
+from copy import deepcopy
+
 import torch
 import transformers
 
@@ -18,18 +20,16 @@ _SHARED = dict(
     bos_token_id=1,
     eos_token_id=2,
 )
-_MLA = dict(
+_MOE = dict(moe_intermediate_size=32, num_experts_per_tok=2)
+_MLA_DENSE = dict(
     num_key_value_heads=4,
     intermediate_size=128,
-    moe_intermediate_size=32,
-    n_routed_experts=8,
-    num_experts_per_tok=2,
-    first_k_dense_replace=1,
     kv_lora_rank=16,
     qk_nope_head_dim=16,
     qk_rope_head_dim=8,
     v_head_dim=16,
 )
+_MLA = dict(_MLA_DENSE, **_MOE, n_routed_experts=8, first_k_dense_replace=1)
 _LLAMA4 = dict(
     intermediate_size=32,
     intermediate_size_mlp=128,
@@ -38,6 +38,19 @@ _LLAMA4 = dict(
     num_experts_per_tok=1,
     attention_chunk_size=64,
     no_rope_layer_interval=4,
+)
+
+# Queries are scaled by their position from the eighth token on.
+_YARN = dict(
+    rope_type="yarn",
+    rope_theta=1e4,
+    factor=4.0,
+    original_max_position_embeddings=8,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    mscale=1.0,
+    mscale_all_dim=1.0,
+    llama_4_scaling_beta=0.1,
 )
 
 # architecture -> (config class, the fields that differ from _SHARED)
@@ -52,6 +65,21 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     "cwm": ("CwmConfig", dict(intermediate_size=128, head_dim=16, sliding_window=16)),
     "smollm3": ("SmolLM3Config", dict(intermediate_size=128, tie_word_embeddings=False)),
     "ministral": ("MinistralConfig", dict(intermediate_size=128, head_dim=16, sliding_window=16)),
+    "mistral": ("MistralConfig", dict(intermediate_size=128, head_dim=16, sliding_window=None)),
+    "ministral3": ("Ministral3Config", dict(intermediate_size=128, head_dim=16, rope_parameters=_YARN)),
+    "ernie4_5": ("Ernie4_5Config", dict(intermediate_size=128, head_dim=16, tie_word_embeddings=False)),
+    "nemotron": ("NemotronConfig", dict(intermediate_size=128, head_dim=16)),
+    "olmo": ("OlmoConfig", dict(intermediate_size=128)),
+    "starcoder2": ("Starcoder2Config", dict(intermediate_size=128, use_bias=False, tie_word_embeddings=False)),
+    "gemma": ("GemmaConfig", dict(intermediate_size=128, head_dim=16, tie_word_embeddings=False)),
+    "glm": ("GlmConfig", dict(intermediate_size=128, head_dim=16)),
+    "phi3": ("Phi3Config", dict(intermediate_size=128)),
+    "hunyuan_v1_dense": ("HunYuanDenseV1Config", dict(intermediate_size=128, head_dim=16)),
+    "helium": ("HeliumConfig", dict(intermediate_size=128, head_dim=16)),
+    "youtu": (
+        "YoutuConfig",
+        dict(_MLA_DENSE, q_lora_rank=32, head_dim=8, embedding_initializer_range=0.02, tie_word_embeddings=False),
+    ),
     "qwen3": ("Qwen3Config", dict(intermediate_size=128, head_dim=16)),
     "qwen3_moe": (
         "Qwen3MoeConfig",
@@ -92,6 +120,98 @@ CONFIGS: dict[str, tuple[str, dict]] = {
             norm_topk_prob=True,
         ),
     ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        dict(intermediate_size=32, head_dim=16, num_local_experts=8, num_experts_per_tok=2),
+    ),
+    "mimo_v2_flash": (
+        "MiMoV2FlashConfig",
+        dict(
+            _MOE,
+            intermediate_size=128,
+            n_routed_experts=8,
+            head_dim=16,
+            v_head_dim=8,
+            sliding_window=16,
+            layer_types=["full_attention", "sliding_attention"] * 2,
+            mlp_layer_types=["dense", *["sparse"] * 3],
+        ),
+    ),
+    "mellum": (
+        "MellumConfig",
+        dict(
+            _MOE,
+            intermediate_size=128,
+            num_local_experts=8,
+            head_dim=16,
+            layer_types=["full_attention"] * 4,
+            mlp_layer_types=["dense", *["sparse"] * 3],
+        ),
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        dict(
+            _MLA,
+            n_shared_experts=1,
+            q_lora_rank=32,
+            n_group=1,
+            topk_group=1,
+            mlp_layer_types=["dense", *["sparse"] * 3],
+        ),
+    ),
+    "dots1": (
+        "Dots1Config",
+        dict(_MOE, intermediate_size=128, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, head_dim=16),
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        dict(
+            intermediate_size=128,
+            moe_intermediate_size=32,
+            moe_num_experts=8,
+            moe_k=2,
+            moe_num_shared_experts=1,
+            moe_layer_start_index=1,
+            moe_layer_end_index=3,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "exaone_moe": (
+        "ExaoneMoeConfig",
+        dict(
+            _MOE,
+            intermediate_size=128,
+            num_experts=8,
+            num_shared_experts=1,
+            head_dim=16,
+            sliding_window=16,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            mlp_layer_types=["dense", *["sparse"] * 3],
+        ),
+    ),
+    "solar_open": (
+        "SolarOpenConfig",
+        dict(moe_intermediate_size=32, num_experts_per_tok=2, n_routed_experts=8, n_shared_experts=1, head_dim=16),
+    ),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1Config",
+        dict(intermediate_size=32, num_experts=8, moe_topk=2, head_dim=16),
+    ),
+    # Fewer heads would often give two keys the same score, of which shapes decide which one is read.
+    "deepseek_v32": (
+        "DeepseekV32Config",
+        dict(
+            _MLA,
+            n_shared_experts=1,
+            q_lora_rank=32,
+            n_group=2,
+            topk_group=1,
+            index_n_heads=16,
+            index_head_dim=16,
+            index_topk=16,
+            mlp_layer_types=["dense", *["sparse"] * 3],
+        ),
+    ),
     "gpt_oss": (
         "GptOssConfig",
         dict(intermediate_size=32, head_dim=16, num_local_experts=8, num_experts_per_tok=2, sliding_window=16),
@@ -120,7 +240,7 @@ DENSE = tuple(arch for arch in CONFIGS if ARCHS[arch].dense)
 def config(arch: str, **changes):
     """The tiny transformers config of an architecture; ``changes`` override single fields."""
     cls, own = CONFIGS[arch]
-    return getattr(transformers, cls)(**{**_SHARED, **own, **changes})
+    return getattr(transformers, cls)(**deepcopy({**_SHARED, **own, **changes}))
 
 
 def model(arch: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes):

@@ -16,8 +16,10 @@ from fcsd.checkpoint.rewired import GATED_ATTENTION, describe, has_gated_attenti
 from fcsd.checkpoint.verify import Comparison, compare_tensors
 from fcsd.errors import BadInputError
 from fcsd.models.archs import ARCHS
-from fcsd.models.config_keys import expert_count
+from fcsd.models.config_keys import EXPERTS_PER_TOKEN, SHARED_EXPERTS, expert_count, first_count
+from fcsd.models.products import product
 
+_HUB_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
 _EXPERT = re.compile(r"layers\.(\d+)\.\w+\.experts\.")
 
 
@@ -28,6 +30,8 @@ class Inspection:
     Parameters are counted over the tensors that the base class loads. ``bytes`` counts all weights files.
 
     Attributes:
+        family: the names under which models of this type are published; None if fcsd does not know them.
+        hub_id: ``org/name`` as config.json has it; None if it has none, or the path of a directory.
         active_parameters: the parameters that one token uses: all but those of the experts it is not routed to.
         dtypes: dtype -> the bytes that are stored in it.
         wirings: the values that ``convert --wiring`` accepts for this model; empty if the model is rewired already.
@@ -44,6 +48,8 @@ class Inspection:
     revision: str | None
     gated: bool
     model_type: str
+    family: str | None
+    hub_id: str | None
     architecture: str
     layers: int
     dense_layers: int
@@ -74,6 +80,7 @@ class Inspection:
         lines = {
             "model": self.model + (f" @ {self.revision}" if self.revision else "") + (" (gated)" if self.gated else ""),
             "architecture": f"{self.architecture} ({self.model_type})",
+            "published as": ", ".join(filter(None, (self.family, self.hub_id and f"here {self.hub_id}"))),
             "layers": f"{self.layers}"
             + (f" ({self.dense_layers} dense, {self.moe_layers} MoE)" if self.experts else ""),
             "experts": f"{self.experts}, {self.experts_per_token} per token{experts}" if self.experts else "none",
@@ -143,6 +150,8 @@ def inspect_checkpoint(model: str | Path, *, verify: bool = False, trust_remote_
         revision=source.revision,
         gated=source.gated,
         model_type=config.model_type,
+        family=product(config.model_type),
+        hub_id=_hub_id(config.raw),
         **_shape(config, comparison, list(tensors)),
         bytes=layout.bytes,
         shards=len(layout.shards) + len(layout.problems.keys() - layout.shards.keys()),
@@ -158,6 +167,12 @@ def inspect_checkpoint(model: str | Path, *, verify: bool = False, trust_remote_
     )
 
 
+def _hub_id(raw: dict[str, Any]) -> str | None:
+    """The name on the hub under which the model was loaded when config.json was written."""
+    name = raw.get("_name_or_path")
+    return name if isinstance(name, str) and _HUB_ID.fullmatch(name) else None
+
+
 def _shape(config: CheckpointConfig, comparison: Comparison | None, names: list[str]) -> dict[str, Any]:
     """The fields that describe the architecture.
 
@@ -169,8 +184,8 @@ def _shape(config: CheckpointConfig, comparison: Comparison | None, names: list[
     moe = {int(match[1]) for name in (parameters or names) if (match := _EXPERT.search(name))}
     moe = {layer for layer in moe if layer < layers}
     experts = expert_count(text) if moe else 0
-    per_token = (text.get("num_experts_per_tok") or 0) if experts else 0
-    shared = any("shared_expert" in name for name in (parameters or names))
+    per_token = first_count(text, EXPERTS_PER_TOKEN) if experts else 0
+    shared = any("shared_expert" in name or ".shared_mlp." in name for name in (parameters or names))
     sizes = {name: prod(shape) for name, shape in parameters.items()}
     routed = sum(size for name, size in sizes.items() if _EXPERT.search(name))
     total = sum(sizes.values())
@@ -183,7 +198,7 @@ def _shape(config: CheckpointConfig, comparison: Comparison | None, names: list[
         "moe_layers": len(moe),
         "experts": experts,
         "experts_per_token": per_token,
-        "shared_experts": (text.get("n_shared_experts") or 1) if shared else 0,
+        "shared_experts": (first_count(text, SHARED_EXPERTS) or 1) if shared else 0,
         "parameters": total if comparison else None,
         "active_parameters": (total - routed + routed * per_token // max(experts, 1)) if comparison else None,
         "wirings": list(row.wirings) if row and config.rewired is None else [],

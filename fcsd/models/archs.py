@@ -50,7 +50,8 @@ class Arch:
             name of one of its presets, or its keys. None for types that cannot be expert-parallel.
         no_ep: why the type cannot be expert-parallel although it has experts.
         packs: whether transformers' code keeps attention inside documents where position ids restart.
-        norm_epsilon: the name of the attribute of its RMSNorms that holds epsilon.
+        norm_epsilon: the name of the attribute of its RMSNorms that holds epsilon; None if its norms compute something
+            else, or have no weight, so that no kernel may stand for them.
         norm_offset: what its RMSNorms add to their weight: 0 if they multiply by ``weight``, 1 if by ``1 + weight``.
         rotates_halves: whether rotary embeddings rotate the first half of a head's dimensions against the second, by
             angles that are given twice. Others rotate pairs of neighbours, or give every angle once.
@@ -60,8 +61,8 @@ class Arch:
         norms_over_heads: the paths inside a layer of norms that normalise over all heads at once, so that
             tensor-parallel ranks must sum their means.
         no_vllm: why the plugin cannot serve the type; None if it can.
-        later_layers: whether checkpoints may have layers after the last one, which predict further tokens. transformers
-            does not load them.
+        later_layers: whether checkpoints may have layers after the last one, or modules called ``mtp``, which predict
+            further tokens. transformers does not load them.
     """
 
     model_type: str
@@ -73,7 +74,7 @@ class Arch:
     autoep: str | Mapping[str, Any] | None = None
     no_ep: str | None = None
     packs: bool = True
-    norm_epsilon: str = "variance_epsilon"
+    norm_epsilon: str | None = "variance_epsilon"
     norm_offset: int = 0
     rotates_halves: bool = True
     tp_plan: Mapping[str, str] = field(default_factory=dict)
@@ -118,6 +119,7 @@ def _row(model_type: str, stem: str, *, vllm: Mapping[str, Any] | None = None, *
 
 
 _NO_CLASS = "vLLM has no class of its own for this type"
+_UNTRIED = "fcsd's plugin was not tried on any vLLM with this type"
 
 _SHARED_EXPERTS = Blocks(shared="shared_experts")
 
@@ -131,6 +133,24 @@ _LATENT_TP = {
     "self_attn.o_proj": "rowwise",
 }
 _ATTENTION_TP = {"self_attn.[qkv]_proj": "colwise", "self_attn.o_proj": "rowwise"}
+_MLP_TP = {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
+_PACKED_MLP_TP = {"mlp.gate_up_proj": "packed_colwise", "mlp.down_proj": "rowwise"}
+
+_MINIMAX_M2_AUTOEP = {
+    "moe_layer_pattern": r"model\.layers\.\d+\.mlp",
+    "router_pattern": "gate",
+    "expert_pattern": "experts",
+    "expert_w1": "gate_up_proj",
+    "expert_w2": "down_proj",
+    "expert_w3": None,
+    "num_experts_attr": "num_local_experts",
+    "top_k_attr": "num_experts_per_tok",
+    "score_func": "sigmoid",
+    "score_apply": "post",
+    "route_norm": True,
+}
+
+_SHARED_TP = {name.replace("mlp.", "mlp.shared_experts."): style for name, style in _MLP_TP.items()}
 
 # Llama-4's router multiplies the experts' inputs, and its experts are stored [experts, in, out].
 _LLAMA4_VISION = ("Llama4ForConditionalGeneration", "language_model.model")
@@ -162,6 +182,24 @@ _ROWS = (
     _row("cwm", "Cwm"),
     _row("smollm3", "SmolLM3", no_vllm=_NO_CLASS),
     _row("ministral", "Ministral", no_vllm=_NO_CLASS),
+    _row("mistral", "Mistral", no_vllm=_UNTRIED),
+    _row("ministral3", "Ministral3", no_vllm=_UNTRIED),
+    _row("ernie4_5", "Ernie4_5", rotates_halves=False, no_vllm=_UNTRIED),
+    _row("nemotron", "Nemotron", norm_epsilon=None, no_vllm=_UNTRIED),
+    _row("olmo", "Olmo", norm_epsilon=None, no_vllm=_UNTRIED),
+    _row("starcoder2", "Starcoder2", norm_epsilon=None, no_vllm=_UNTRIED),
+    _row("gemma", "Gemma", norm_epsilon="eps", norm_offset=1, no_vllm=_UNTRIED),
+    _row("glm", "Glm", rotates_halves=False, tp_plan=_PACKED_MLP_TP, no_vllm=_UNTRIED),
+    _row(
+        "phi3",
+        "Phi3",
+        blocks=Blocks(dropouts=("resid_attn_dropout", "resid_mlp_dropout")),
+        tp_plan={**_PACKED_MLP_TP, "self_attn.qkv_proj": "heads_colwise", "self_attn.o_proj": "rowwise"},
+        no_vllm=_UNTRIED,
+    ),
+    _row("hunyuan_v1_dense", "HunYuanDenseV1", tp_plan={**_ATTENTION_TP, **_MLP_TP}, no_vllm=_UNTRIED),
+    _row("helium", "Helium", rotates_halves=False, no_vllm=_NO_CLASS),
+    _row("youtu", "Youtu", rotates_halves=False, tp_plan=_LATENT_TP, no_vllm=_NO_CLASS),
     _row("qwen3", "Qwen3"),
     _row("qwen3_moe", "Qwen3Moe", autoep="qwen3_moe"),
     _row(
@@ -186,6 +224,83 @@ _ROWS = (
         norms_over_heads=("self_attn.q_norm", "self_attn.k_norm"),
     ),
     _row("glm4_moe", "Glm4Moe", blocks=_SHARED_EXPERTS, autoep="deepseek_v3", later_layers=True),
+    _row(
+        "minimax_m2",
+        "MiniMaxM2",
+        blocks=Blocks(router_bias="e_score_correction_bias"),
+        autoep=_MINIMAX_M2_AUTOEP,
+        norms_over_heads=("self_attn.q_norm", "self_attn.k_norm"),
+        tp_plan={**_ATTENTION_TP, "mlp.e_score_correction_bias": "replicated"},
+        no_vllm=_UNTRIED,
+    ),
+    _row(
+        "mimo_v2_flash",
+        "MiMoV2Flash",
+        autoep="deepseek_v3",
+        no_vllm=_UNTRIED,
+        later_layers=True,
+    ),
+    _row("mellum", "Mellum", autoep="qwen3_moe", no_vllm=_UNTRIED, later_layers=True),
+    _row(
+        "glm4_moe_lite",
+        "Glm4MoeLite",
+        blocks=_SHARED_EXPERTS,
+        autoep="deepseek_v3",
+        rotates_halves=False,
+        tp_plan={**_LATENT_TP, **_SHARED_TP},
+        no_vllm=_UNTRIED,
+        later_layers=True,
+    ),
+    _row("dots1", "Dots1", blocks=_SHARED_EXPERTS, autoep="deepseek_v3", no_vllm=_NO_CLASS),
+    _row(
+        "ernie4_5_moe",
+        "Ernie4_5_Moe",
+        blocks=Blocks(shared="shared_experts", flattens=True, shared_first=True),
+        no_ep="DeepSpeed AutoEP cannot read the router's bias, which ernie4_5_moe stores in a module of its own",
+        rotates_halves=False,
+        tp_plan={"mlp.gate.moe_statics": "replicated"},
+        no_vllm=_UNTRIED,
+        later_layers=True,
+    ),
+    _row(
+        "exaone_moe",
+        "ExaoneMoe",
+        blocks=_SHARED_EXPERTS,
+        autoep="deepseek_v3",
+        tp_plan=_SHARED_TP,
+        no_vllm=_UNTRIED,
+        later_layers=True,
+    ),
+    _row(
+        "solar_open",
+        "SolarOpen",
+        blocks=_SHARED_EXPERTS,
+        autoep="deepseek_v3",
+        tp_plan=_SHARED_TP,
+        no_vllm=_NO_CLASS,
+    ),
+    _row(
+        "hunyuan_v1_moe",
+        "HunYuanMoEV1",
+        blocks=Blocks(shared="shared_mlp", shared_first=True),
+        no_ep="DeepSpeed AutoEP cannot read the router's weight, which hunyuan_v1_moe stores in a module inside it",
+        tp_plan={
+            **_ATTENTION_TP,
+            **{name.replace("mlp.", "mlp.shared_mlp."): style for name, style in _MLP_TP.items()},
+            "mlp.gate.wg": "replicated",
+        },
+        no_vllm=_UNTRIED,
+    ),
+    _row(
+        "deepseek_v32",
+        "DeepseekV32",
+        blocks=_SHARED_EXPERTS,
+        autoep="deepseek_v3",
+        rotates_halves=False,
+        tp_plan={**_LATENT_TP, "self_attn.indexer.*": "replicated"},
+        no_vllm=_UNTRIED,
+        later_layers=True,
+    ),
     _row(
         "deepseek_v2",
         "DeepseekV2",

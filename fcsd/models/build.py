@@ -24,7 +24,7 @@ from .config_keys import PREFIX, WEIGHTS_FILE, expert_count
 from .fp8 import blocks_of_config
 from .fused.model import fuse_parts
 from .load_options import default_dtype
-from .products import family, supported
+from .products import family, nearest, supported
 from .wiring import WiredModel, hf_parts, wire_layers
 from .wiring_block import DESYNC, Wiring
 
@@ -38,7 +38,8 @@ def arch_of(config: PretrainedConfig) -> Arch:
     model_type = config.model_type.removeprefix(PREFIX)
     if model_type not in ARCHS:
         hint = f"Supported: {supported()}. docs/adding_an_architecture.md says how to add one."
-        raise BadInputError(f"model_type {model_type!r}{family(model_type)} is not supported", hint)
+        text = f"model_type {model_type!r}{family(model_type)} is not supported{nearest(model_type)}"
+        raise BadInputError(text, hint)
     return ARCHS[model_type]
 
 

@@ -47,13 +47,15 @@ def hf_parts(blocks: Blocks, layer: Any) -> Parts:
     autograd sums the contributions to a tensor in the order in which they arrive.
     """
     mlp = layer.get_submodule(blocks.mlp)
+    after_attn, after_mlp = map(layer.get_submodule, blocks.dropouts) if blocks.dropouts else (None, None)
 
     def attn(x: Tensor, **kwargs: Any) -> Tensor:
-        return layer.self_attn(hidden_states=x, **kwargs)[0]
+        out = layer.self_attn(hidden_states=x, **kwargs)[0]
+        return out if after_attn is None else after_attn(out)
 
     if not any(name == "experts" for name, _ in mlp.named_children()):
-        return Parts(attn, mlp, None)
-    if blocks.shared is None:
+        return Parts(attn, mlp if after_mlp is None or not layer.training else nn.Sequential(mlp, after_mlp), None)
+    if blocks.shared is None or getattr(mlp, blocks.shared) is None:
         return Parts(attn, None, partial(_whole, mlp))
 
     router, experts, expert = (mlp.get_submodule(name) for name in (blocks.router, "experts", blocks.shared))
@@ -62,7 +64,7 @@ def hf_parts(blocks: Blocks, layer: Any) -> Parts:
     shared_expert = _remembered(lambda x: expert(seen(x)))
 
     def routed(x: Tensor) -> Tensor:
-        if blocks.shared_gate is not None:
+        if blocks.shared_first or blocks.shared_gate is not None:
             shared_expert(x)  # qwen2_moe runs it before the router, its gate after the experts
         if blocks.prescaled:
             return _prescaled(router, experts, flat(x)).view_as(x)

@@ -15,7 +15,7 @@ from fcsd.checkpoint import read_config, resolve
 from fcsd.errors import BadInputError
 from fcsd.kernels.packed_attention import attends_to_all
 from fcsd.models.build import arch_of, decoder_layers, decoder_of, register
-from fcsd.models.config_keys import expert_count
+from fcsd.models.config_keys import EXPERTS_PER_TOKEN, expert_count, first_count
 from fcsd.models.fused.model import fuse_parts
 from fcsd.models.fused.norms import fuse_norms
 from fcsd.models.fused.rotary import fuse_rotary
@@ -24,6 +24,7 @@ from fcsd.plan.activations import LayerBytes, OddWidths, RoutedExperts, attentio
 from fcsd.plan.setup import Setup
 
 _ATTENTION = "fcsd_plan"
+_CHOOSES = {"indexed_attention", "deepseek_sparse_attention"}  # as transformers calls it since 5.23, and before
 FINAL_NORM = -1  # the kind under which the final norm is listed beside the kinds of layers
 _CONFIGS = Path(__file__).with_name("configs")
 
@@ -212,7 +213,10 @@ class MetaModel:
     def _run(self, seq_len: int, masked: bool) -> tuple[PreTrainedModel, list[dict[str, Any]], int]:
         """Builds a new model; returns it, the keyword arguments of each layer's call, and the width of attention."""
         widths: list[int] = []
-        AttentionInterface.register(_ATTENTION, attention(masked, widths))
+        # Attention that chooses its keys does so by a mask, and needs one to choose from.
+        kinds = getattr(self.config.get_text_config(), "layer_types", None) or ()
+        chooses = not _CHOOSES.isdisjoint(kinds)
+        AttentionInterface.register(_ATTENTION, attention(masked or chooses, widths))
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
                 self.config, dtype=torch.bfloat16, attn_implementation=_ATTENTION, trust_remote_code=False
@@ -223,8 +227,9 @@ class MetaModel:
             for layer in decoder_layers(model)
         ]
         ids = torch.empty(1, seq_len, dtype=torch.int64, device="meta")
+        mask = torch.empty(1, 1, seq_len, seq_len, dtype=torch.bool, device="meta") if chooses else None
         with torch.no_grad(), OddWidths():
-            decoder_of(model)(input_ids=ids, use_cache=False)
+            decoder_of(model)(input_ids=ids, attention_mask=mask, use_cache=False)
         for hook in hooks:
             hook.remove()
         return model, calls, max(widths)
@@ -267,7 +272,7 @@ def _numbers(model: PreTrainedModel, streams: int, attention_width: int) -> Mode
         hidden=outputs.weight.shape[1],
         vocab=outputs.weight.shape[0],
         experts=experts if any(layer.routed for layer in layers) else 0,
-        top_k=text.get("num_experts_per_tok") or 0,
+        top_k=first_count(text, EXPERTS_PER_TOKEN),
         attention=attention_width,
         streams=streams,
     )

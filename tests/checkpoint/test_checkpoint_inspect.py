@@ -28,7 +28,17 @@ SHAPES = {
     "mixtral": (0, 4, 8, 2, 0),
     "olmoe": (0, 4, 8, 2, 0),
     "glm4_moe": (1, 3, 8, 2, 1),
+    "minimax_m2": (0, 4, 8, 2, 0),
+    "mimo_v2_flash": (1, 3, 8, 2, 0),
+    "mellum": (1, 3, 8, 2, 0),
+    "glm4_moe_lite": (1, 3, 8, 2, 1),
+    "dots1": (1, 3, 8, 2, 1),
+    "ernie4_5_moe": (1, 3, 8, 2, 1),
+    "exaone_moe": (1, 3, 8, 2, 1),
+    "solar_open": (0, 4, 8, 2, 1),
+    "hunyuan_v1_moe": (0, 4, 8, 2, 1),
     "gpt_oss": (0, 4, 8, 2, 0),
+    "deepseek_v32": (1, 3, 8, 2, 1),
     "deepseek_v2": (1, 3, 8, 2, 2),
     "deepseek_v3": (1, 3, 8, 2, 1),
     "llama4_text": (2, 2, 4, 1, 1),
@@ -60,6 +70,18 @@ def test_every_architecture(arch, tmp_path):
     assert report.dtypes == {"F32": 4 * total}
     assert report.bytes == sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
     assert report.wirings == list(ARCHS[arch].wirings) and report.rewired is None
+
+
+def test_a_number_for_each_layer(tmp_path: Path) -> None:
+    """As published configs of Hunyuan have them."""
+    model = tiny.model("hunyuan_v1_moe", moe_topk=[2, 2, 3, 2])
+    model.save_pretrained(tmp_path)
+    edit_config(tmp_path, moe_intermediate_size=[32] * 4)
+    report = inspect_checkpoint(str(tmp_path))
+    assert report.problems == [] and (report.experts, report.experts_per_token) == (8, 3)
+    edit_config(tmp_path, moe_intermediate_size=[32, 0, 32, 32])
+    with pytest.raises(BadInputError, match="moe_intermediate_size is 0, not a whole number from 1"):
+        inspect_checkpoint(str(tmp_path))
 
 
 def test_llama4_with_vision(tmp_path):
@@ -121,7 +143,7 @@ def test_the_key_of_the_original_config_counts(tmp_path):
         open_base(str(tmp_path))
 
 
-@pytest.mark.parametrize("arch, layer", [("deepseek_v3", 61), ("glm4_moe", 46)])
+@pytest.mark.parametrize("arch, layer", [("deepseek_v3", 61), ("glm4_moe", 46), ("glm4_moe_lite", 47)])
 def test_multi_token_prediction_is_carried(arch, layer, tmp_path):
     """What the base class declares as ignored stays in the files; one layer further it is unexpected."""
     tiny.model(arch).save_pretrained(tmp_path)
@@ -135,6 +157,24 @@ def test_multi_token_prediction_is_carried(arch, layer, tmp_path):
     extra = f"model.layers.{layer - 1}.eh_proj.weight"
     sparse_checkpoint.write_header(tmp_path / "model.safetensors", {**tensors, extra: ("F32", (64, 128))})
     assert inspect_checkpoint(str(tmp_path), verify=True).problems == [f"1 unexpected ({extra})"]
+
+
+@pytest.mark.parametrize(
+    "arch, extra",
+    [
+        ("exaone_moe", "mtp.layers.0.eh_proj.weight"),
+        ("mimo_v2_flash", "model.mtp.layers.0.eh_proj.weight"),
+        ("ernie4_5_moe", "model.mtp_block.0.eh_proj.weight"),
+        ("mellum", "mtp.fc.weight"),
+    ],
+)
+def test_modules_that_predict_further_tokens_are_carried(arch: str, extra: str, tmp_path: Path) -> None:
+    tiny.model(arch).save_pretrained(tmp_path)
+    tensors = {name: (t.dtype, t.shape) for name, t in read_layout(tmp_path).tensors.items()}
+    sparse_checkpoint.write_header(tmp_path / "model.safetensors", {**tensors, extra: ("F32", (64, 128))})
+    report = inspect_checkpoint(str(tmp_path))
+    assert report.carried == [extra] and report.problems == []
+    assert replace(report, verified=True) == inspect_checkpoint(str(tmp_path), verify=True)
 
 
 @pytest.mark.parametrize(
@@ -288,13 +328,20 @@ def test_json_is_stable_and_text_is_short(tmp_path):
     tiny.model("mixtral", dtype=torch.bfloat16).save_pretrained(tmp_path)
     report = inspect_checkpoint(str(tmp_path))
     assert list(json.loads(report.to_json())) == [
-        *("model", "revision", "gated", "model_type", "architecture", "layers", "dense_layers", "moe_layers"),
+        *("model", "revision", "gated", "model_type", "family", "hub_id", "architecture", "layers"),
+        *("dense_layers", "moe_layers"),
         *("experts", "experts_per_token", "shared_experts", "parameters", "active_parameters", "bytes", "shards"),
         *("dtypes", "quantization", "wirings", "rewired", "original", "carried", "verified", "problems"),
     ]
     text = report.to_text()
     assert "MixtralForCausalLM (mixtral)" in text and "8, 2 per token" in text and "478 k, 183 k active" in text
-    assert "standard, farskip, ladder, parallel" in text and len(text.splitlines()) < 12
+    assert "standard, farskip, ladder, parallel" in text and len(text.splitlines()) < 13
+    assert "published as  Mixtral\n" in text and report.hub_id is None
+    for name, hub_id in (("mistralai/Mixtral-8x7B-v0.1", True), ("/home/me/model", False), ("../mine", False)):
+        edit_config(tmp_path, _name_or_path=name)
+        report = inspect_checkpoint(str(tmp_path))
+        assert report.hub_id == (name if hub_id else None)
+        assert (f"published as  Mixtral, here {name}\n" in report.to_text()) == hub_id
 
 
 def test_inspecting_imports_no_torch(tmp_path):

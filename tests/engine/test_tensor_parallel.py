@@ -85,7 +85,12 @@ def write_placement(folder: Path, model: Any) -> None:
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A checkpoint of each architecture, and in its folder the reference's logits under each wiring."""
     root = tmp_path_factory.mktemp("models")
-    biases = {"llama": {"attention_bias": True, "mlp_bias": True}, "gpt_oss": {"attention_bias": True}}
+    biases = {
+        "llama": {"attention_bias": True, "mlp_bias": True},
+        "gpt_oss": {"attention_bias": True},
+        "starcoder2": {"use_bias": True},
+        "ernie4_5_moe": {"use_bias": True},
+    }
     for arch in ARCHS:
         odd = {} if arch == "llama4" else {"vocab_size": 255}  # which no number of ranks divides
         reference = write(root / arch, arch, **odd, **biases.get(arch, {}))

@@ -32,6 +32,10 @@ def slice_of_rank(linear, x, rank, degree):
     return x[..., columns] @ linear.weight[:, columns].T
 
 
+def projections(mlp):
+    return [module for module in mlp.modules() if isinstance(module, torch.nn.Linear)]
+
+
 @torch.no_grad()
 def simulate(model, ids, kept, degree, converted):
     """Ladder §5, rank by rank: the outputs before ``o_proj`` and ``down_proj`` are cut into the ranks' columns."""
@@ -43,7 +47,7 @@ def simulate(model, ids, kept, degree, converted):
                 lambda x, layer=layer, k=k: layer.self_attn(hidden_states=layer.input_layernorm(x), **kwargs[k])[0],
                 layer.self_attn.o_proj,
             ),
-            (lambda x, layer=layer: layer.mlp(layer.post_attention_layernorm(x)), layer.mlp.down_proj),
+            (lambda x, layer=layer: layer.mlp(layer.post_attention_layernorm(x)), projections(layer.mlp)[-1]),
         )
         for i, (run, projection) in enumerate(subblocks):
             partials = []

@@ -32,7 +32,7 @@ def logits_and_gradients(model):
     model.zero_grad()
     out = model(ids, labels=ids, use_cache=False)
     out.loss.backward()
-    return [out.logits.detach(), *(p.grad.clone() for p in model.parameters())]
+    return [out.logits.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
 def same(left, right) -> bool:
@@ -113,7 +113,7 @@ def test_gradient_checkpointing(arch):
         logits_and_gradients(model)
 
 
-@pytest.mark.parametrize("arch", [a for a in ARCHS if a != "gpt_oss"])  # gpt_oss has sinks: eager only
+@pytest.mark.parametrize("arch", [a for a in ARCHS if a not in ("gpt_oss", "mimo_v2_flash")])  # sinks: eager
 def test_eager_and_sdpa_agree(arch):
     model, ids = wire(tiny.model(arch), Wiring("farskip", ALL)), tiny.tokens()
     model.set_attn_implementation("eager")

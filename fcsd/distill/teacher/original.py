@@ -146,6 +146,12 @@ def without_compiling(recipe: Recipe) -> AbstractContextManager[Any]:
 
 
 def output_head(model: PreTrainedModel) -> Tensor:
-    """The weight of the output head, ``[vocab, hidden]``, which maps final hidden states to logits."""
+    """The weight of the output head, ``[vocab, hidden]``, which maps final hidden states to logits.
+
+    Raises:
+        ConfigError: the head has a bias, too, which the losses would leave out.
+    """
     head: Any = model.get_output_embeddings()
+    if getattr(head, "bias", None) is not None:
+        raise ConfigError("the output head of this model has a bias, without which no loss is computed right")
     return head.weight

@@ -119,6 +119,8 @@ class AutoEPBlock:
     def origin(self, name: str, blocks: Blocks) -> Origin | None:
         if name in _EXPERTS:
             return _EXPERTS[name]
+        if blocks.router_bias is not None and name == "router.e_score_correction_bias":
+            return Origin(blocks.router_bias, (name,))
         renamed = {
             "router.gate.": blocks.router,
             "router.": blocks.router,

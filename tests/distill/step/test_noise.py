@@ -22,7 +22,7 @@ def noisy(arch: str) -> nn.Module:
     return tiny.model(arch, attn_implementation="eager", **changes).train()
 
 
-@pytest.mark.parametrize("arch", tiny.CONFIGS)
+@pytest.mark.parametrize("arch", [arch for arch in tiny.CONFIGS if not arch.startswith("ernie4_5")])  # has no noise
 def test_in_training_the_student_computes_what_it_computes_in_evaluation(arch: str) -> None:
     model, ids = noisy(arch), tiny.tokens()
     wire(model, Wiring("farskip", (1, 2, 3)))  # pyright: ignore[reportArgumentType]

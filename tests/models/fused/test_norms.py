@@ -37,7 +37,8 @@ def test_a_model_with_fused_norms_computes_the_same_and_becomes_itself_again(arc
     for _ in range(2):
         fuse_norms(model, arch_of(model.config))
         norms = [module for module in model.modules() if isinstance(module, FusedNorm)]
-        assert {id(norm.weight) for norm in norms} == {id(p) for name, p in model.named_parameters() if "norm" in name}
+        weights = {id(p) for name, p in model.named_parameters() if "norm" in name and ".indexer." not in name}
+        assert {id(norm.weight) for norm in norms} == (weights if ARCHS[arch].norm_epsilon else set())
     for fused, own in zip(run(model), expected, strict=True):
         assert (fused - own).norm() <= 1e-6 * own.norm()
     wire(model, unwired())
