@@ -38,6 +38,9 @@ def compare_layers(layout: Layout, config: CheckpointConfig) -> Comparison | Non
     """
     refuse_inflated(max(len(layout.tensors), len(layout.weight_map or ())), config, layout.path)
     text: dict[str, Any] = {**{key: config.raw[key] for key in _NEEDED if key in config.raw}, **config.text}
+    row = ARCHS.get(config.model_type)
+    if row is not None and row.text_config is not None:  # transformers does not read the decoder's own value
+        text["tie_word_embeddings"] = config.raw.get("tie_word_embeddings")
     plain = _without_quantisation(layout.tensors)
     outside, stacks = _by_layer(plain)
     decoder = next((stack for stack in stacks if "vision" not in stack), "model.layers.")
@@ -51,7 +54,7 @@ def compare_layers(layout: Layout, config: CheckpointConfig) -> Comparison | Non
     depths = {decoder: text["num_hidden_layers"]}
     vision = config.raw.get("vision_config") or {}
     depths |= {stack: vision.get("num_hidden_layers") for stack in stacks.keys() - depths.keys()}
-    found, row = Comparison({}, [], [], [], [], text), ARCHS.get(config.model_type)
+    found = Comparison({}, [], [], [], [], text)
     for stack, depth in depths.items():
         layers = stacks[stack]
         depth = len(layers) if depth is None else depth
@@ -147,7 +150,8 @@ def _compare_outside(outside: Tensors, decoder: str, text: dict[str, Any], visio
 
 def _head(decoder: str) -> str:
     """The name of the output head beside a decoder whose layers are called ``decoder``."""
-    return decoder.removesuffix("layers.").removesuffix("model.") + "lm_head.weight"
+    prefix = decoder.removesuffix("layers.")
+    return ("" if prefix.startswith("model.") else prefix.removesuffix("model.")) + "lm_head.weight"
 
 
 def _wrong(name: str, found: TensorInfo, shape: Shape) -> str:

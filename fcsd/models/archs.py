@@ -60,6 +60,8 @@ class Arch:
         norms_over_heads: the paths inside a layer of norms that normalise over all heads at once, so that
             tensor-parallel ranks must sum their means.
         no_vllm: why the plugin cannot serve the type; None if it can.
+        injected: for types whose vision tower adds features to the outputs of the first decoder layers: the path, in the
+            config, of a list with an entry for each of these layers. They can pass on the full stream alone.
         later_layers: whether checkpoints may have layers after the last one, which predict further tokens. transformers
             does not load them.
     """
@@ -79,6 +81,7 @@ class Arch:
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     norms_over_heads: tuple[str, ...] = ()
     no_vllm: str | None = None
+    injected: str | None = None
     later_layers: bool = False
 
     @property
@@ -119,6 +122,15 @@ def _row(model_type: str, stem: str, *, vllm: Mapping[str, Any] | None = None, *
 
 _NO_CLASS = "vLLM has no class of its own for this type"
 
+_INJECTED = "vLLM's class adds image features between layers, where the plugin has sums in flight"
+
+
+def _vision(stem: str) -> dict[str, tuple[str, str]]:
+    """The classes of a multimodal type. One serves text and images, so that no tensor is lost for text alone."""
+    whole, bare = (f"{stem}ForConditionalGeneration", "model.language_model"), (f"{stem}Model", "language_model")
+    return {"AutoModel": bare, "AutoModelForCausalLM": whole, "AutoModelForImageTextToText": whole}
+
+
 _SHARED_EXPERTS = Blocks(shared="shared_experts")
 
 # Multi-head latent attention: every rank makes the latents of all heads, and unfolds them for its own heads.
@@ -131,6 +143,7 @@ _LATENT_TP = {
     "self_attn.o_proj": "rowwise",
 }
 _ATTENTION_TP = {"self_attn.[qkv]_proj": "colwise", "self_attn.o_proj": "rowwise"}
+_DENSE_TP = {**_ATTENTION_TP, "mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
 
 # Llama-4's router multiplies the experts' inputs, and its experts are stored [experts, in, out].
 _LLAMA4_VISION = ("Llama4ForConditionalGeneration", "language_model.model")
@@ -239,6 +252,15 @@ _ROWS = (
         autoep={"moe_layer_pattern": r"language_model\.model\.layers\.\d+\.feed_forward", **_LLAMA4_AUTOEP},
         text_config="text_config",
         **_LLAMA4,
+    ),
+    _row(
+        "qwen3_vl",
+        "Qwen3VL",
+        classes=_vision("Qwen3VL"),
+        text_config="text_config",
+        injected="vision_config.deepstack_visual_indexes",
+        tp_plan=_DENSE_TP,
+        no_vllm=_INJECTED,
     ),
 )
 

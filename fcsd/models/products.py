@@ -14,6 +14,7 @@ PRODUCTS = (
     (r"deepseek-?(v3|r1)(?!-distill)", "DeepSeek-V3, -R1", "deepseek_v3"),
     (r"deepseek-?(coder-?)?v2(?!\d)", "DeepSeek-V2, -V2-Lite", "deepseek_v2"),
     (r"glm-?4\.[56](?!v)", "GLM-4.5, GLM-4.6", "glm4_moe"),
+    (r"qwen3-?vl(?!.*(-a\d+b|embedding|reranker))", "Qwen3-VL", "qwen3_vl"),
     (r"qwen3.*next", "Qwen3-Next", "qwen3_next"),
     (r"qwen3(?!\.\d)(?!.*(vl|omni)).*-a\d+b", "Qwen3-30B-A3B, -235B-A22B", "qwen3_moe"),
     (r"qwen3(?![.\d])(?!.*(vl|omni|embedding|reranker))", "Qwen3", "qwen3"),

@@ -48,8 +48,7 @@ def hf_parts(blocks: Blocks, layer: Any) -> Parts:
     """
     mlp = layer.get_submodule(blocks.mlp)
 
-    def attn(x: Tensor, **kwargs: Any) -> Tensor:
-        return layer.self_attn(hidden_states=x, **kwargs)[0]
+    attn = partial(mix, mixer(blocks, layer))
 
     if not any(name == "experts" for name, _ in mlp.named_children()):
         return Parts(attn, mlp, None)
@@ -76,6 +75,31 @@ def hf_parts(blocks: Blocks, layer: Any) -> Parts:
         return out.view_as(x)
 
     return Parts(attn, shared, routed)
+
+
+def mixer(blocks: Blocks, layer: Any) -> Any:
+    """The child of a layer that mixes tokens: softmax or latent attention, or linear attention."""
+    return layer.self_attn if blocks.linear is None or hasattr(layer, "self_attn") else getattr(layer, blocks.linear)
+
+
+def mix(attention: Any, x: Tensor, **kwargs: Any) -> Tensor:
+    """The output of a layer's mixer, called with the arguments with which transformers' layer would call it.
+
+    Linear attention is a recurrence without positions. It keeps its state in the same cache as other layers keep their
+    keys and values, gets it under another name, and returns a bare tensor.
+
+    Args:
+        attention: the result of ``mixer``.
+        x: normalised input ``[batch, seq, hidden]``.
+        kwargs: what transformers' loop over layers passes to a layer.
+    """
+    if hasattr(attention, "A_log"):  # the decay of its state
+        kwargs = {name: value for name, value in kwargs.items() if name not in _OF_POSITIONS}
+        return attention(hidden_states=x, cache_params=kwargs.pop("past_key_values", None), **kwargs)
+    return attention(hidden_states=x, **kwargs)[0]
+
+
+_OF_POSITIONS = ("position_ids", "position_embeddings", "use_cache")
 
 
 def _remembered(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -140,6 +140,7 @@ class Blocks:
         shared_gate: the gate whose sigmoid multiplies the shared experts' output; None if there is none.
         flattens: whether the MoE block flattens its input once for all its children.
         prescaled: whether the router's scores multiply the experts' inputs (llama4) instead of their outputs.
+        linear: the linear attention of a layer that has it in place of ``self_attn``; None if no layer has.
     """
 
     mlp: str = "mlp"
@@ -148,6 +149,7 @@ class Blocks:
     shared_gate: str | None = None
     flattens: bool = False
     prescaled: bool = False
+    linear: str | None = None
 
 
 def kept_reductions(layers: Sequence[int], reduce: str) -> dict[int, tuple[bool, bool]]:

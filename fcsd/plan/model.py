@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, PretrainedConfig, PreTrainedModel
 
 from fcsd.checkpoint import read_config, resolve
 from fcsd.errors import BadInputError
 from fcsd.kernels.packed_attention import attends_to_all
-from fcsd.models.build import arch_of, decoder_layers, decoder_of, register
+from fcsd.models.build import arch_of, causal_lm_class, decoder_layers, decoder_of, register
 from fcsd.models.config_keys import expert_count
 from fcsd.models.fused.model import fuse_parts
 from fcsd.models.fused.norms import fuse_norms
@@ -214,9 +214,8 @@ class MetaModel:
         widths: list[int] = []
         AttentionInterface.register(_ATTENTION, attention(masked, widths))
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                self.config, dtype=torch.bfloat16, attn_implementation=_ATTENTION, trust_remote_code=False
-            ).train()
+            cls: Any = causal_lm_class(self.config)
+            model = cls._from_config(self.config, dtype=torch.bfloat16, attn_implementation=_ATTENTION).train()
         calls: list[dict[str, Any]] = []
         hooks = [
             layer.register_forward_pre_hook(lambda _, args, kwargs: calls.append(kwargs), with_kwargs=True)

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from fcsd.engine.tp_plan import Shard, Sharding, layer_sharding, tp_plan_of
 from fcsd.errors import BadInputError
 from fcsd.models.archs import ARCHS
+from fcsd.models.build import decoder_layers
 
 
 def shardings(arch: str, **changes: Any) -> dict[str, Sharding]:
@@ -19,7 +20,7 @@ def shardings(arch: str, **changes: Any) -> dict[str, Sharding]:
         model: Any = tiny.model(arch, **changes)
     plan = tp_plan_of(ARCHS[arch], model.config)
     return {
-        name: layer_sharding(plan, name, tensor.ndim) for name, tensor in model.model.layers[-1].state_dict().items()
+        name: layer_sharding(plan, name, tensor.ndim) for name, tensor in decoder_layers(model)[-1].state_dict().items()
     }
 
 

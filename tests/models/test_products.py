@@ -19,6 +19,7 @@ NAMES = {
     "Qwen/Qwen3-30B-A3B-Thinking-2507": "qwen3_moe",
     "Qwen/Qwen3-Coder-480B-A35B-Instruct": "qwen3_moe",
     "Qwen/Qwen3-Next-80B-A3B-Instruct": "qwen3_next",
+    "Qwen/Qwen3-VL-2B-Instruct": "qwen3_vl",
     "Qwen/Qwen3-8B": "qwen3",
     "Qwen/Qwen2-57B-A14B": "qwen2_moe",
     "deepseek-ai/DeepSeek-V2-Lite-Chat": "deepseek_v2",

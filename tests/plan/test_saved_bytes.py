@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from fcsd.models.build import arch_of
+from fcsd.models.build import arch_of, decoder_layers
 from fcsd.models.fused.experts import FusedExperts
 from fcsd.models.fused.latent import FusedLatentAttention
 from fcsd.models.fused.mlps import FusedMLP
@@ -57,14 +57,14 @@ def fused_layers(arch: str, device: str) -> list[tuple[nn.Module, Callable[[Tens
     model = tiny.model(arch, dtype=torch.bfloat16).train().to(device)
     model.set_attn_implementation("fcsd_plan")
     given: list[dict[str, Any]] = []
-    for layer in model.model.layers:
+    for layer in decoder_layers(model):
         layer.register_forward_pre_hook(lambda _, args, kwargs: given.append(kwargs), with_kwargs=True)
     with torch.no_grad():
         model.model(input_ids=tiny.tokens(1, TOKENS).to(device), use_cache=False)
     row = arch_of(model.config)
     fuse_parts(model, row, True)
     fuse_norms(model, row, DEVICE == "cuda")
-    return [(layer, partial(layer, **kwargs)) for layer, kwargs in zip(model.model.layers, given, strict=True)]
+    return [(layer, partial(layer, **kwargs)) for layer, kwargs in zip(decoder_layers(model), given, strict=True)]
 
 
 @pytest.mark.parametrize("arch", tiny.CONFIGS)
