@@ -51,8 +51,8 @@ _QWEN_VISION = dict(
     temporal_patch_size=1,
     out_hidden_size=64,
     num_position_embeddings=16,
-    deepstack_visual_indexes=[],
 )
+_DEEPSTACK = dict(_QWEN_VISION, deepstack_visual_indexes=[])
 _QWEN_IMAGES = dict(image_token_id=250, video_token_id=251, vision_start_token_id=252, vision_end_token_id=253)
 _MROPE = dict(
     rope_parameters={
@@ -61,6 +61,22 @@ _MROPE = dict(
         "mrope_section": [4, 2, 2],
         "mrope_interleaved": True,
     }
+)
+
+_GATED_DELTA = dict(
+    head_dim=16,
+    linear_num_value_heads=4,
+    linear_num_key_heads=2,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+)
+_GATED_DELTA_MOE = dict(
+    _GATED_DELTA,
+    moe_intermediate_size=32,
+    shared_expert_intermediate_size=32,
+    num_experts=8,
+    num_experts_per_tok=2,
 )
 
 # architecture -> (config class, the fields that differ from _SHARED; of multimodal types, its whole content)
@@ -138,10 +154,46 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     "llama4_text": ("Llama4TextConfig", dict(_LLAMA4, interleave_moe_layer_step=2)),
     "qwen3_vl": (
         "Qwen3VLConfig",
-        dict(text_config=dict(_MROPE, intermediate_size=128, head_dim=16), vision_config=_QWEN_VISION, **_QWEN_IMAGES),
+        dict(text_config=dict(_MROPE, intermediate_size=128, head_dim=16), vision_config=_DEEPSTACK, **_QWEN_IMAGES),
+    ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoeConfig",
+        dict(
+            text_config=dict(
+                _MROPE,
+                intermediate_size=128,
+                moe_intermediate_size=32,
+                head_dim=16,
+                num_experts=8,
+                num_experts_per_tok=2,
+                mlp_only_layers=[2],
+            ),
+            vision_config=_DEEPSTACK,
+            **_QWEN_IMAGES,
+        ),
+    ),
+    "qwen3_next": ("Qwen3NextConfig", dict(_GATED_DELTA_MOE, intermediate_size=128, mlp_only_layers=[2])),
+    "qwen3_5_text": ("Qwen3_5TextConfig", dict(_GATED_DELTA, **_MROPE, intermediate_size=128)),
+    "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", dict(_GATED_DELTA_MOE, **_MROPE)),
+    "qwen3_5": (
+        "Qwen3_5Config",
+        dict(
+            text_config=dict(_GATED_DELTA, **_MROPE, intermediate_size=128),
+            vision_config=_QWEN_VISION,
+            **_QWEN_IMAGES,
+        ),
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeConfig",
+        dict(
+            text_config=dict(_GATED_DELTA_MOE, **_MROPE),
+            vision_config=_QWEN_VISION,
+            **_QWEN_IMAGES,
+        ),
     ),
 }
 DENSE = tuple(arch for arch in CONFIGS if ARCHS[arch].dense)
+DESYNC = tuple(arch for arch in CONFIGS if ARCHS[arch].no_desync is None)
 
 
 def config(arch: str, **changes):

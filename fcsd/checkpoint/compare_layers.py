@@ -1,8 +1,9 @@
 """Compares the headers with config.json, and the layers with one another, without torch or transformers.
 
-``fcsd inspect`` answers by this comparison, in a fraction of a second. Layers of one kind (dense or MoE) must have the
-same tensors, so a tensor that most of them have and one lacks is missing. What all layers lack is found only by
-:func:`fcsd.checkpoint.verify.compare_tensors`, which builds the base class; ``convert`` always does that.
+``fcsd inspect`` answers by this comparison, in a fraction of a second. Layers of one kind (dense or MoE, with linear
+attention or not) must have the same tensors, so a tensor that most of them have and one lacks is missing. What all
+layers lack is found only by :func:`fcsd.checkpoint.verify.compare_tensors`, which builds the base class; ``convert``
+always does that.
 """
 
 import re
@@ -41,7 +42,8 @@ def compare_layers(layout: Layout, config: CheckpointConfig) -> Comparison | Non
     row = ARCHS.get(config.model_type)
     if row is not None and row.text_config is not None:  # transformers does not read the decoder's own value
         text["tie_word_embeddings"] = config.raw.get("tie_word_embeddings")
-    plain = _without_quantisation(layout.tensors)
+    unread = [name for name in layout.tensors if row is not None and row.unread and name.startswith(row.unread)]
+    plain = _without_quantisation({name: tensor for name, tensor in layout.tensors.items() if name not in set(unread)})
     outside, stacks = _by_layer(plain)
     decoder = next((stack for stack in stacks if "vision" not in stack), "model.layers.")
     moe = any(".experts." in rest for layer in stacks[decoder].values() for rest in layer)
@@ -54,15 +56,15 @@ def compare_layers(layout: Layout, config: CheckpointConfig) -> Comparison | Non
     depths = {decoder: text["num_hidden_layers"]}
     vision = config.raw.get("vision_config") or {}
     depths |= {stack: vision.get("num_hidden_layers") for stack in stacks.keys() - depths.keys()}
-    found = Comparison({}, [], [], [], [], text)
+    found = Comparison({}, [], [], [], unread, text)
     for stack, depth in depths.items():
         layers = stacks[stack]
         depth = len(layers) if depth is None else depth
         found.missing.extend(f"{stack}{number}.*" for number in range(depth) if number not in layers)
         later = [f"{stack}{n}.{rest}" for n, layer in layers.items() if n >= depth for rest in layer]
         (found.carried if row and row.later_layers else found.unexpected).extend(later)
-        for kind in (True, False):
-            own = {n: layer for n, layer in layers.items() if n < depth and _has_experts(layer) is kind}
+        for kind in set(map(_kind, layers.values())):
+            own = {n: layer for n, layer in layers.items() if n < depth and _kind(layer) == kind}
             _compare_with_one_another(stack, own, experts, found)
     _compare_outside(outside, decoder, text, bool(vision), found)
 
@@ -103,8 +105,9 @@ def _by_layer(tensors: Tensors) -> tuple[Tensors, dict[str, dict[int, Tensors]]]
     return outside, stacks
 
 
-def _has_experts(layer: Tensors) -> bool:
-    return any(".experts." in rest for rest in layer)
+def _kind(layer: Tensors) -> tuple[bool, bool]:
+    """Whether a layer has experts, and linear attention, which begins with a convolution."""
+    return any(".experts." in rest for rest in layer), any(".conv1d." in rest for rest in layer)
 
 
 def _compare_with_one_another(stack: str, layers: dict[int, Tensors], experts: int, found: Comparison) -> None:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from fcsd.engine.tp_plan import TensorGroup
 from fcsd.models.archs import Arch
 from fcsd.models.build import decoder_layers
+from fcsd.models.wiring import mixer
 from fcsd.parallel.placement.placement import Placement
 
 
@@ -87,7 +88,7 @@ def replace_modules(model: PreTrainedModel, arch: Arch, ranks: TensorGroup, voca
         embedding.__class__, embedding.ranks = DividedEmbedding, ranks
         head.__class__, head.ranks, head.vocabulary = DividedHead, ranks, vocabulary
     for layer in decoder_layers(model):
-        attention: Any = layer.self_attn
+        attention = mixer(arch.blocks, layer)
         if "num_key_value_groups" in vars(attention):
             heads = text.num_attention_heads // ranks.degree
             attention.num_key_value_groups = heads // max(text.num_key_value_heads // ranks.degree, 1)

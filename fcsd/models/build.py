@@ -96,6 +96,8 @@ def check_desync(config: PretrainedConfig, wiring: Wiring) -> None:
     arch = arch_of(config)
     if not arch.dense:
         raise ConfigError(f"{wiring.name} needs a dense architecture; {arch.model_type} has experts")
+    if arch.no_desync is not None:
+        raise ConfigError(f"{arch.model_type} cannot have the wiring {wiring.name}: {arch.no_desync}")
     heads = config.get_text_config().num_key_value_heads
     if heads % wiring.tp_degree:
         raise ConfigError(

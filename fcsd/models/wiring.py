@@ -78,22 +78,27 @@ def hf_parts(blocks: Blocks, layer: Any) -> Parts:
 
 
 def mixer(blocks: Blocks, layer: Any) -> Any:
-    """The child of a layer that mixes tokens: softmax or latent attention, or linear attention."""
-    return layer.self_attn if blocks.linear is None or hasattr(layer, "self_attn") else getattr(layer, blocks.linear)
+    """The child of a layer that mixes tokens: ``self_attn``, or linear attention under a name of its own."""
+    return layer.self_attn if hasattr(layer, "self_attn") else layer.get_submodule(blocks.linear)
+
+
+def is_linear(attention: nn.Module) -> bool:
+    """Whether a mixer is linear attention: a short convolution over the tokens, and a recurrence."""
+    return hasattr(attention, "conv1d")
 
 
 def mix(attention: Any, x: Tensor, **kwargs: Any) -> Tensor:
-    """The output of a layer's mixer, called with the arguments with which transformers' layer would call it.
+    """The output of a layer's mixer, called as transformers' layer calls it.
 
-    Linear attention is a recurrence without positions. It keeps its state in the same cache as other layers keep their
-    keys and values, gets it under another name, and returns a bare tensor.
+    Linear attention has no positions. It keeps its state in the same cache as other layers keep keys and values, gets
+    it under another name, and returns a bare tensor.
 
     Args:
         attention: the result of ``mixer``.
         x: normalised input ``[batch, seq, hidden]``.
         kwargs: what transformers' loop over layers passes to a layer.
     """
-    if hasattr(attention, "A_log"):  # the decay of its state
+    if is_linear(attention):
         kwargs = {name: value for name, value in kwargs.items() if name not in _OF_POSITIONS}
         return attention(hidden_states=x, cache_params=kwargs.pop("past_key_values", None), **kwargs)
     return attention(hidden_states=x, **kwargs)[0]

@@ -19,7 +19,7 @@ from fcsd.models.config_keys import expert_count
 from fcsd.models.fused.model import fuse_parts
 from fcsd.models.fused.norms import fuse_norms
 from fcsd.models.fused.rotary import fuse_rotary
-from fcsd.models.wiring import Blocks, hf_parts
+from fcsd.models.wiring import Blocks, hf_parts, mixer
 from fcsd.plan.activations import LayerBytes, OddWidths, RoutedExperts, attention, measure_layer
 from fcsd.plan.setup import Setup
 
@@ -62,7 +62,8 @@ class ModelNumbers:
         vocab: rows of the output head.
         experts: routed experts of one MoE layer; 0 for dense models.
         top_k: routed experts that a token is sent to; 0 for dense models.
-        attention: width of a key plus width of a value, summed over a layer's query heads.
+        attention: width of a key plus width of a value, summed over a layer's query heads; the mean over all layers, of
+            which those with linear attention have none.
         streams: residual streams between two layers: 1, or 2 for a rewired model.
     """
 
@@ -210,7 +211,10 @@ class MetaModel:
         return run, list(routed.parameters())
 
     def _run(self, seq_len: int, masked: bool) -> tuple[PreTrainedModel, list[dict[str, Any]], int]:
-        """Builds a new model; returns it, the keyword arguments of each layer's call, and the width of attention."""
+        """Builds a new model; returns it, the keyword arguments of each layer's call, and the width of attention.
+
+        Linear attention counts as none, in the mean over the layers.
+        """
         widths: list[int] = []
         AttentionInterface.register(_ATTENTION, attention(masked, widths))
         with torch.device("meta"):
@@ -226,13 +230,13 @@ class MetaModel:
             decoder_of(model)(input_ids=ids, use_cache=False)
         for hook in hooks:
             hook.remove()
-        return model, calls, max(widths)
+        return model, calls, sum(widths) // len(calls)
 
 
 def _covering(blocks: Blocks, layer: Any) -> tuple[int, int, int]:
     """Parameters of attention before and after attention itself, and of the shared experts."""
-    attention = layer.self_attn
-    output = attention.o_proj.weight.numel()
+    attention = mixer(blocks, layer)
+    output = (attention.out_proj if hasattr(attention, "out_proj") else attention.o_proj).weight.numel()
     mlp = layer.get_submodule(blocks.mlp)
     shared = getattr(mlp, blocks.shared, None) if blocks.shared else None  # a dense layer has none
     inside = sum(parameter.numel() for parameter in shared.parameters()) if shared is not None else 0

@@ -31,6 +31,10 @@ SHAPES = {
     "deepseek_v2": (1, 3, 8, 2, 2),
     "deepseek_v3": (1, 3, 8, 2, 1),
     "llama4_text": (2, 2, 4, 1, 1),
+    "qwen3_vl_moe": (1, 3, 8, 2, 0),
+    "qwen3_5_moe": (0, 4, 8, 2, 1),
+    "qwen3_next": (1, 3, 8, 2, 1),
+    "qwen3_5_moe_text": (0, 4, 8, 2, 1),
 }
 
 

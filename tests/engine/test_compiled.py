@@ -53,7 +53,7 @@ def decode(model: Any, wiring: Wiring, compile_steps: bool, attention: str = "gr
 
 
 @pytest.mark.parametrize("merged", [False, True])
-@pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch != "llama4"])
+@pytest.mark.parametrize("arch", [arch for arch in tiny.CONFIGS if ARCHS[arch].no_tp is None])
 def test_a_function_is_traced_once_for_all_layers_and_changes_nothing(
     arch: str, merged: bool, counted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,7 +85,7 @@ def compare(arch, wiring, kept):
         torch.testing.assert_close(mine, true, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("arch", tiny.DENSE)
+@pytest.mark.parametrize("arch", tiny.DESYNC)
 @pytest.mark.parametrize(("name", "group"), [("desync-2x", 2), ("desync-4x", 4)])
 @pytest.mark.parametrize("degree", [2, 4])
 @pytest.mark.parametrize("layers", [ALL, (0, 1, 2), (1, 3), (1, 2, 3)])
@@ -136,7 +136,7 @@ def test_a_directory_whose_degree_exceeds_its_heads_loads(tmp_path):
     assert torch.equal(build.load_model(tmp_path)(ids).logits, model(ids).logits)
 
 
-@pytest.mark.parametrize("arch", tiny.DENSE)
+@pytest.mark.parametrize("arch", tiny.DESYNC)
 def test_desync_decodes_generates_trains_and_goes_away(arch):
     model, ids = tiny.model(arch), tiny.tokens(length=8)
     before = model(ids).logits

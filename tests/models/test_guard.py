@@ -69,6 +69,17 @@ _LATENT = dict(
     head_dim=8,
     v_head_dim=10,
 )
+_GATED_DELTA = dict(
+    _EXPERTS,
+    num_key_value_heads=1,
+    shared_expert_intermediate_size=40,
+    layer_types=["full_attention", "linear_attention"] * 2,
+    linear_num_value_heads=6,
+    linear_num_key_heads=3,
+    linear_key_head_dim=8,
+    linear_value_head_dim=10,
+    linear_conv_kernel_dim=3,
+)
 _MROPE = {"rope_type": "default", "rope_theta": 50.0, "mrope_section": [3, 2, 1], "mrope_interleaved": True}
 # What moves the fields that a family has alone, or that would not be moved by the values above.
 OWN: dict[str, dict[str, Any]] = {
@@ -92,6 +103,14 @@ OWN: dict[str, dict[str, Any]] = {
     "deepseek_v3": dict(_LATENT, rope_interleave=False, norm_topk_prob=False),
     "gpt_oss": dict(_EXPERTS, attention_bias=False, swiglu_limit=0.5, swiglu_alpha=1.2),
     "qwen3_vl": dict(rope_parameters=_MROPE),
+    "qwen3_vl_moe": dict(
+        _EXPERTS, rope_parameters=_MROPE, decoder_sparse_step=2, mlp_only_layers=[1], sliding_window=None
+    ),
+    "qwen3_next": dict(_GATED_DELTA, norm_topk_prob=False, decoder_sparse_step=2, mlp_only_layers=[1]),
+    "qwen3_5_text": dict(_GATED_DELTA, rope_parameters={**_MROPE, "partial_rotary_factor": 0.5}),
+    "qwen3_5": dict(_GATED_DELTA, rope_parameters={**_MROPE, "partial_rotary_factor": 0.5}),
+    "qwen3_5_moe": dict(_GATED_DELTA, rope_parameters={**_MROPE, "partial_rotary_factor": 0.5}),
+    "qwen3_5_moe_text": dict(_GATED_DELTA, rope_parameters={**_MROPE, "partial_rotary_factor": 0.5}),
     "llama4_text": dict(
         _EXPERTS,
         layer_types=None,

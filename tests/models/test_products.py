@@ -20,6 +20,9 @@ NAMES = {
     "Qwen/Qwen3-Coder-480B-A35B-Instruct": "qwen3_moe",
     "Qwen/Qwen3-Next-80B-A3B-Instruct": "qwen3_next",
     "Qwen/Qwen3-VL-2B-Instruct": "qwen3_vl",
+    "Qwen/Qwen3-VL-30B-A3B": "qwen3_vl_moe",
+    "Qwen/Qwen3.5-35B-A3B": "qwen3_5_moe",
+    "Qwen/Qwen3.6-27B": "qwen3_5",
     "Qwen/Qwen3-8B": "qwen3",
     "Qwen/Qwen2-57B-A14B": "qwen2_moe",
     "deepseek-ai/DeepSeek-V2-Lite-Chat": "deepseek_v2",
@@ -32,8 +35,8 @@ NAMES = {
     "allenai/OLMoE-1B-7B-0924": "olmoe",
     "mistralai/Mixtral-8x7B-v0.1": "mixtral",
 }
-OTHERS = ["deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "Qwen/Qwen2.5-VL-7B", "Qwen/Qwen3-VL-30B-A3B", "zai-org/GLM-4.5V"]
-OTHERS += ["meta-llama/Llama-3.2-11B-Vision", "Qwen/Qwen3.5-30B-A3B", "runs/mine/final", "teacher"]
+OTHERS = ["deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "Qwen/Qwen2.5-VL-7B", "Qwen/Qwen3-VL-Embedding-2B", "zai-org/GLM-4.5V"]
+OTHERS += ["meta-llama/Llama-3.2-11B-Vision", "Qwen/Qwen3.5-35B-A3B-Reranker", "runs/mine/final", "teacher"]
 
 
 @pytest.mark.parametrize("name", NAMES)

