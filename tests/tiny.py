@@ -4,7 +4,7 @@ import torch
 import transformers
 
 from fcsd.models.archs import ARCHS
-from fcsd.models.build import causal_lm_class, decoder_of
+from fcsd.models.build import causal_lm_class
 
 VOCAB = 256
 

@@ -61,8 +61,8 @@ class Arch:
             tensor-parallel ranks must sum their means.
         no_tp: why tensor-parallel ranks cannot share the type; None if they can.
         no_vllm: why the plugin cannot serve the type; None if it can.
-        injected: for types whose vision tower adds features to the outputs of the first decoder layers: the path, in the
-            config, of a list with an entry for each of these layers. They can pass on the full stream alone.
+        injected: for types whose vision tower adds features to the outputs of the first decoder layers: the path, in
+            the config, of a list with an entry for each of these layers. They can pass on the full stream alone.
         later_layers: whether checkpoints may have layers after the last one, which predict further tokens. transformers
             does not load them.
         unread: what the names of such tensors begin with if they lie beside the layers; None if they do not.
@@ -311,7 +311,7 @@ _ROWS = (
         classes=_vision("Qwen3VLMoe"),
         text_config="text_config",
         injected="vision_config.deepstack_visual_indexes",
-        no_ep="transformers stores its experts transposed, by a rule that reads shapes which AutoEP's experts do not have",
+        no_ep="its experts are stored transposed, by a rule that reads shapes which AutoEP's experts do not have",
         no_vllm=_INJECTED,
     ),
     _row("qwen3_next", "Qwen3Next", autoep="qwen3_5_moe", **_GATED_DELTA_MOE),

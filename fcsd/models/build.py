@@ -125,12 +125,14 @@ def check_injected(config: PretrainedConfig, wiring: Wiring) -> None:
     if wiring.name in DESYNC:
         stuck = [i for i in wiring.layers if i < count]
     else:
-        plans = plan_layers(wiring, config.get_text_config().num_hidden_layers, partial(hf_parts, arch_of(config).blocks))
+        plans = plan_layers(
+            wiring, config.get_text_config().num_hidden_layers, partial(hf_parts, arch_of(config).blocks)
+        )
         stuck = [i for i, plan in plans.items() if i < count and plan.hands_on > 1]
     if stuck:
         raise ConfigError(
-            f"{wiring.name}: layer {stuck[-1]} would pass on a partial stream, and the model adds image features to the "
-            f"outputs of layers 0-{count - 1}",
+            f"{wiring.name}: layer {stuck[-1]} would pass on a partial stream, and the model adds image features to "
+            f"the outputs of layers 0-{count - 1}",
             hint="Use layers: all, which leaves these layers as they are, or choose later layers.",
         )
 

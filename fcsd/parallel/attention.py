@@ -80,7 +80,9 @@ def calls_inside(attention: nn.Module, around: Around) -> Iterator[dict[str, Any
         hooks = [children[last].register_forward_hook(lambda *_: around.projected())]
         arguments: dict[str, Any] = {"around": around}
     else:
-        last, output = (next(name for name in names if name in children) for names in (_LAST_OF_LINEAR, _OUTPUT_OF_LINEAR))
+        last, output = (
+            next(name for name in names if name in children) for names in (_LAST_OF_LINEAR, _OUTPUT_OF_LINEAR)
+        )
 
         def before(*_: Any) -> None:
             around.projected()

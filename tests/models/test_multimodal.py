@@ -67,7 +67,12 @@ def without_ids(images: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("arch", INJECTED)
 @pytest.mark.parametrize(
     ("name", "layers", "border"),
-    [("farskip", (1, 2, 3), "full"), ("ladder", (2, 3), "partial"), ("ladder", (1, 2, 3), "full"), ("parallel", ALL, "")],
+    [
+        ("farskip", (1, 2, 3), "full"),
+        ("ladder", (2, 3), "partial"),
+        ("ladder", (1, 2, 3), "full"),
+        ("parallel", ALL, ""),
+    ],
 )
 def test_features_are_added_to_the_full_stream(arch: str, name: str, layers: tuple[int, ...], border: str) -> None:
     model, images = injected(arch), tiny.image(arch)

@@ -35,7 +35,12 @@ NAMES = {
     "allenai/OLMoE-1B-7B-0924": "olmoe",
     "mistralai/Mixtral-8x7B-v0.1": "mixtral",
 }
-OTHERS = ["deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "Qwen/Qwen2.5-VL-7B", "Qwen/Qwen3-VL-Embedding-2B", "zai-org/GLM-4.5V"]
+OTHERS = [
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
+    "Qwen/Qwen2.5-VL-7B",
+    "Qwen/Qwen3-VL-Embedding-2B",
+    "zai-org/GLM-4.5V",
+]
 OTHERS += ["meta-llama/Llama-3.2-11B-Vision", "Qwen/Qwen3.5-35B-A3B-Reranker", "runs/mine/final", "teacher"]
 
 

@@ -49,7 +49,8 @@ def with_fixed_passes(training: Training, recipe: Recipe, models: Sequence[Any])
         models: the student's model and, if there is one, the teacher's.
 
     Raises:
-        ConfigError: a model has linear attention, or on a GPU cannot use packed attention, without which the shapes depend on the data.
+        ConfigError: a model has linear attention, or on a GPU cannot use packed attention, without which the shapes
+            depend on the data.
     """
     if not recipe.train.graph:
         return training

@@ -99,7 +99,7 @@ def final_hidden(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
     decoder = decoder_of(model)
     ids, positions = batch["input_ids"], batch["position_ids"]
     if takes_borders(model):
-        inside = packed_arguments(batch["borders"])
+        inside: dict[str, Any] = packed_arguments(batch["borders"])
     else:
         inside = {"attention_mask": None if arch_of(model.config).packs else _document_masks(decoder, ids, positions)}
     if arch_of(model.config).blocks.linear is not None:

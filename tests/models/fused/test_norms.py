@@ -42,7 +42,9 @@ def test_a_model_with_fused_norms_computes_the_same_and_becomes_itself_again(arc
     for _ in range(2):
         fuse_norms(model, arch_of(model.config))
         norms = [module for module in decoder_of(model).modules() if isinstance(module, FusedNorm)]
-        assert {id(norm.weight) for norm in norms} == {id(p) for name, p in decoder_of(model).named_parameters() if _is_plain_norm(name)}
+        assert {id(norm.weight) for norm in norms} == {
+            id(p) for name, p in decoder_of(model).named_parameters() if _is_plain_norm(name)
+        }
     for fused, own in zip(run(model), expected, strict=True):
         assert (fused - own).norm() <= 1e-6 * own.norm()
     wire(model, unwired())
