@@ -172,6 +172,23 @@ CONFIGS: dict[str, tuple[str, dict]] = {
             **_QWEN_IMAGES,
         ),
     ),
+    "mistral3": (
+        "Mistral3Config",
+        dict(
+            text_config=dict(model_type="mistral", intermediate_size=128, head_dim=16, sliding_window=None),
+            vision_config=dict(
+                model_type="pixtral",
+                hidden_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                head_dim=16,
+                intermediate_size=48,
+                image_size=56,
+                patch_size=14,
+            ),
+            image_token_index=250,
+        ),
+    ),
     "qwen3_next": ("Qwen3NextConfig", dict(_GATED_DELTA_MOE, intermediate_size=128, mlp_only_layers=[2])),
     "qwen3_5_text": ("Qwen3_5TextConfig", dict(_GATED_DELTA, **_MROPE, intermediate_size=128)),
     "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", dict(_GATED_DELTA_MOE, **_MROPE)),
@@ -250,6 +267,9 @@ def image(arch: str) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     if arch == "llama4":
         return {"input_ids": ids, "pixel_values": torch.randn(1, 3, 28, 28, generator=generator)}
+    if arch == "mistral3":
+        pixels = torch.randn(1, 3, 56, 56, generator=generator)
+        return {"input_ids": ids, "pixel_values": pixels, "image_sizes": torch.tensor([[56, 56]])}
     patches = torch.randn(16, 3 * 14 * 14, generator=generator)
     grid = torch.tensor([[1, 4, 4]])
     return {

@@ -314,6 +314,14 @@ _ROWS = (
         no_ep="its experts are stored transposed, by a rule that reads shapes which AutoEP's experts do not have",
         no_vllm=_INJECTED,
     ),
+    _row(
+        "mistral3",
+        "Mistral3",
+        classes=_vision("Mistral3"),
+        text_config="text_config",
+        tp_plan=_DENSE_TP,
+        no_vllm="the plugin was not tried with vLLM's class of this type",
+    ),
     _row("qwen3_next", "Qwen3Next", autoep="qwen3_5_moe", **_GATED_DELTA_MOE),
     _row(
         "qwen3_5_text",

@@ -23,6 +23,7 @@ PRODUCTS = (
     (r"qwen3(?![.\d])(?!.*(vl|omni|embedding|reranker))", "Qwen3", "qwen3"),
     (r"qwen1\.5-moe|qwen2-57b-a14b", "Qwen1.5-MoE, Qwen2-57B-A14B", "qwen2_moe"),
     (r"qwen-?2(\.5)?(?![.\d])(?!.*(vl|omni|audio))", "Qwen2, Qwen2.5", "qwen2"),
+    (r"mistral-small-3\.[12]|magistral-small-25", "Mistral-Small-3.1, -3.2, Magistral-Small", "mistral3"),
     (r"mixtral", "Mixtral", "mixtral"),
     (r"olmoe", "OLMoE", "olmoe"),
     (r"gpt-?oss", "gpt-oss", "gpt_oss"),

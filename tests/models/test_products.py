@@ -33,6 +33,7 @@ NAMES = {
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": "llama4",
     "openai/gpt-oss-20b": "gpt_oss",
     "allenai/OLMoE-1B-7B-0924": "olmoe",
+    "mistralai/Mistral-Small-3.2-24B-Instruct-2506": "mistral3",
     "mistralai/Mixtral-8x7B-v0.1": "mixtral",
 }
 OTHERS = [
