@@ -57,7 +57,8 @@ class ModelNumbers:
         embedding: parameters of the input embedding.
         head: parameters of the output head, also if it is tied to the embedding.
         tied: whether the output head and the embedding are one tensor.
-        other: all other parameters outside of the layers, such as those of the final norm and of a vision tower.
+        other: all other parameters outside of the layers, such as those of the final norm. A vision tower, through which
+            no text passes, is not counted.
         hidden: width of the residual stream.
         vocab: rows of the output head.
         experts: routed experts of one MoE layer; 0 for dense models.
@@ -266,7 +267,7 @@ def _numbers(model: PreTrainedModel, streams: int, attention_width: int) -> Mode
         embedding=embedding,
         head=head,
         tied=tied,
-        other=model.num_parameters() - inside - embedding - head * (not tied),
+        other=sum(p.numel() for p in decoder_of(model).parameters()) - inside - embedding,
         hidden=outputs.weight.shape[1],
         vocab=outputs.weight.shape[0],
         experts=experts if any(layer.routed for layer in layers) else 0,
