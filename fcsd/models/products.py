@@ -10,6 +10,7 @@ from .archs import ARCHS
 # (pattern of a model's name in lower case, the family's name, its model_type); the first row that matches counts
 PRODUCTS = (
     (r"kimi-?k2", "Kimi-K2", "kimi_k2"),
+    (r"kimi-?linear", "Kimi-Linear", "kimi_linear"),
     (r"deepseek-?v3\.2", "DeepSeek-V3.2", "deepseek_v32"),
     (r"deepseek-?(v3|r1)(?!-distill)", "DeepSeek-V3, -R1", "deepseek_v3"),
     (r"deepseek-?(coder-?)?v2(?!\d)", "DeepSeek-V2, -V2-Lite", "deepseek_v2"),

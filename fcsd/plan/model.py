@@ -57,8 +57,8 @@ class ModelNumbers:
         embedding: parameters of the input embedding.
         head: parameters of the output head, also if it is tied to the embedding.
         tied: whether the output head and the embedding are one tensor.
-        other: all other parameters outside of the layers, such as those of the final norm. A vision tower, through which
-            no text passes, is not counted.
+        other: all other parameters outside of the layers, such as those of the final norm. A vision tower, through
+            which no text passes, is not counted.
         hidden: width of the residual stream.
         vocab: rows of the output head.
         experts: routed experts of one MoE layer; 0 for dense models.
