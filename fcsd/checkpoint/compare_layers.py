@@ -1,8 +1,9 @@
 """Compares the headers with config.json, and the layers with one another, without torch or transformers.
 
-``fcsd inspect`` answers by this comparison, in a fraction of a second. Layers of one kind (dense or MoE) must have the
-same tensors, so a tensor that most of them have and one lacks is missing. What all layers lack is found only by
-:func:`fcsd.checkpoint.verify.compare_tensors`, which builds the base class; ``convert`` always does that.
+``fcsd inspect`` answers by this comparison, in a fraction of a second. Layers of one kind (dense or MoE, with linear
+attention or not) must have the same tensors, so a tensor that most of them have and one lacks is missing. What all
+layers lack is found only by :func:`fcsd.checkpoint.verify.compare_tensors`, which builds the base class; ``convert``
+always does that.
 """
 
 import re
@@ -42,6 +43,8 @@ def compare_layers(layout: Layout, config: CheckpointConfig) -> Comparison | Non
     refuse_inflated(max(len(layout.tensors), len(layout.weight_map or ())), config, layout.path)
     text: dict[str, Any] = {**{key: config.raw[key] for key in _NEEDED if key in config.raw}, **config.text}
     row, plain = ARCHS.get(config.model_type), _without_quantisation(layout.tensors)
+    if row is not None and row.text_config is not None:  # transformers does not read the decoder's own value
+        text["tie_word_embeddings"] = config.raw.get("tie_word_embeddings")
     further = [name for name in plain if row and row.later_layers and _FURTHER_TOKENS.search(name)]
     plain = {name: tensor for name, tensor in plain.items() if name not in set(further)}
     outside, stacks = _by_layer(plain)
@@ -64,7 +67,7 @@ def compare_layers(layout: Layout, config: CheckpointConfig) -> Comparison | Non
         later = [f"{stack}{n}.{rest}" for n, layer in layers.items() if n >= depth for rest in layer]
         (found.carried if row and row.later_layers else found.unexpected).extend(later)
         types = (text.get("layer_types") or [None] * depth) if stack == decoder else [None] * depth
-        kinds = {n: (_has_experts(layer), *types[n : n + 1]) for n, layer in layers.items() if n < depth}
+        kinds = {n: (_kind(layer), *types[n : n + 1]) for n, layer in layers.items() if n < depth}
         for kind in dict.fromkeys(kinds.values()):
             _compare_with_one_another(stack, {n: layers[n] for n in kinds if kinds[n] == kind}, experts, found)
     _compare_outside(outside, decoder, _norm(stacks[decoder]), text, bool(vision), found)
@@ -106,8 +109,9 @@ def _by_layer(tensors: Tensors) -> tuple[Tensors, dict[str, dict[int, Tensors]]]
     return outside, stacks
 
 
-def _has_experts(layer: Tensors) -> bool:
-    return any(".experts." in rest for rest in layer)
+def _kind(layer: Tensors) -> tuple[bool, bool]:
+    """Whether a layer has experts, and linear attention, which begins with a convolution."""
+    return any(".experts." in rest for rest in layer), any(".conv1d." in rest for rest in layer)
 
 
 def _compare_with_one_another(stack: str, layers: dict[int, Tensors], experts: int, found: Comparison) -> None:
@@ -169,7 +173,8 @@ def _compare_outside(
 
 def _head(decoder: str) -> str:
     """The name of the output head beside a decoder whose layers are called ``decoder``."""
-    return decoder.removesuffix("layers.").removesuffix("model.") + "lm_head.weight"
+    prefix = decoder.removesuffix("layers.")
+    return ("" if prefix.startswith("model.") else prefix.removesuffix("model.")) + "lm_head.weight"
 
 
 def _wrong(name: str, found: TensorInfo, shape: Shape) -> str:

@@ -27,6 +27,8 @@ _SIZES: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), (1, 1 << 22)),
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), (1, 1 << 22)),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), (1, 1 << 16)),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), (1, 1 << 16)),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), (1, 1 << 16)),
     **dict.fromkeys(("vocab_size", "max_position_embeddings"), (1, 1 << 30)),
     **dict.fromkeys(("sliding_window", "attention_chunk_size"), (0, 1 << 40)),
 }

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from fcsd.engine.tp_plan import TensorGroup
 from fcsd.models.archs import Arch
 from fcsd.models.build import decoder_layers
+from fcsd.models.wiring import mixer
 from fcsd.parallel.placement.placement import Placement
 
 
@@ -111,7 +112,7 @@ def replace_modules(model: PreTrainedModel, arch: Arch, ranks: TensorGroup, voca
         embedding.__class__, embedding.ranks = _divided_embedding_class(type(embedding)), ranks
         head.__class__, head.ranks, head.vocabulary = DividedHead, ranks, vocabulary
     for layer in decoder_layers(model):
-        attention: Any = layer.self_attn
+        attention: Any = mixer(arch.blocks, layer)
         if ranks.degree == 1:
             continue
         if "num_key_value_groups" in vars(attention):

@@ -92,6 +92,8 @@ class _ShardedModel:
     ) -> None:
         arch = arch_of(config)
         text = config.get_text_config()
+        if arch.no_tp is not None and ranks.degree > 1:
+            raise ConfigError(f"{ranks.degree} ranks cannot share a model of {arch.model_type}: {arch.no_tp}")
         check_degree(text, ranks.degree)
         count = experts_of(config)
         if experts == "whole" and count % ranks.degree:

@@ -25,7 +25,7 @@ from .fp8 import blocks_of_config
 from .fused.model import fuse_parts
 from .load_options import default_dtype
 from .products import family, nearest, supported
-from .wiring import WiredModel, hf_parts, wire_layers
+from .wiring import WiredModel, hf_parts, plan_layers, wire_layers
 from .wiring_block import DESYNC, Wiring
 
 
@@ -70,6 +70,7 @@ def wire(model: PreTrainedModel, wiring: Wiring) -> PreTrainedModel:
     """
     arch = arch_of(model.config)
     check_desync(model.config, wiring)
+    check_injected(model.config, wiring)
     layers: Any = decoder_layers(model)
     try:
         wire_layers(layers, wiring, partial(hf_parts, arch.blocks))
@@ -96,11 +97,44 @@ def check_desync(config: PretrainedConfig, wiring: Wiring) -> None:
     arch = arch_of(config)
     if not arch.dense:
         raise ConfigError(f"{wiring.name} needs a dense architecture; {arch.model_type} has experts")
+    if arch.no_desync is not None:
+        raise ConfigError(f"{arch.model_type} cannot have the wiring {wiring.name}: {arch.no_desync}")
     heads = config.get_text_config().num_key_value_heads
     if heads % wiring.tp_degree:
         raise ConfigError(
             f"tp_degree {wiring.tp_degree} does not divide the {heads} key-value heads of the model",
             hint="Choose a tensor-parallel degree that divides them.",
+        )
+
+
+def injected_layers(config: PretrainedConfig) -> int:
+    """To how many of the first layers' outputs the model's own loop adds the features of images."""
+    arch = arch_of(config)
+    found: Any = config
+    for name in arch.injected.split(".") if arch.injected else ():
+        found = getattr(found, name)
+    return 0 if arch.injected is None else len(found)
+
+
+def check_injected(config: PretrainedConfig, wiring: Wiring) -> None:
+    """Refuse a wiring under which a layer passes on several streams where image features are added to one.
+
+    Raises:
+        ConfigError: the message names the layers and the reason.
+    """
+    count = injected_layers(config)
+    if wiring.name in DESYNC:
+        stuck = [i for i in wiring.layers if i < count]
+    else:
+        plans = plan_layers(
+            wiring, config.get_text_config().num_hidden_layers, partial(hf_parts, arch_of(config).blocks)
+        )
+        stuck = [i for i, plan in plans.items() if i < count and plan.hands_on > 1]
+    if stuck:
+        raise ConfigError(
+            f"{wiring.name}: layer {stuck[-1]} would pass on a partial stream, and the model adds image features to "
+            f"the outputs of layers 0-{count - 1}",
+            hint="Use layers: all, which leaves these layers as they are, or choose later layers.",
         )
 
 
@@ -234,7 +268,9 @@ def load_model(
         config = config or AutoConfig.from_pretrained(path, trust_remote_code=False)
         arch_of(config)
         with blocks_of_config():
-            model, report = getattr(transformers, auto).from_pretrained(
+            # transformers' own table has no causal LM, or one without the images, for some multimodal types
+            cls = causal_lm_class(config) if auto == "AutoModelForCausalLM" else getattr(transformers, auto)
+            loaded: Any = cls.from_pretrained(
                 path,
                 config=config,
                 dtype=dtype,
@@ -244,6 +280,7 @@ def load_model(
                 ignore_mismatched_sizes=True,  # so that they are reported below, by name
                 **kwargs,
             )
+            model, report = loaded
     except (
         RuntimeError,
         ValueError,

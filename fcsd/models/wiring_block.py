@@ -143,6 +143,7 @@ class Blocks:
         shared_first: whether the shared experts are computed before the router. A block with a ``shared_gate`` does so.
         router_bias: the buffer of the MoE block that its router gets as an argument; None if the router has its own.
         dropouts: the layer's dropouts of the outputs of attention and MLP, before they are added to the stream.
+        linear: the linear attention of a layer that has it in place of ``self_attn``; None if no layer has.
     """
 
     mlp: str = "mlp"
@@ -154,6 +155,7 @@ class Blocks:
     shared_first: bool = False
     router_bias: str | None = None
     dropouts: tuple[str, str] | None = None
+    linear: str | None = None
 
 
 def kept_reductions(layers: Sequence[int], reduce: str) -> dict[int, tuple[bool, bool]]:

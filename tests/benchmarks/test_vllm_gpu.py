@@ -1,4 +1,4 @@
-"""``benchmarks/carried/vllm_gpu.sh`` leaves what its parts have found, and none of their processes, when it is stopped."""
+"""``vllm_gpu.sh`` leaves what its parts have found, and none of their processes, when it is stopped."""
 
 import json
 import os

@@ -19,6 +19,7 @@ from fcsd.errors import BadInputError
 from fcsd.models.archs import ARCHS
 from fcsd.models.export_template import auto_map
 from fcsd.models.wiring import Wiring
+from fcsd.plan.model import MetaModel
 
 # architecture -> (dense layers, MoE layers, experts, per token, shared) of the tiny models; DENSE_SHAPE if it has none
 DENSE_SHAPE = (4, 0, 0, 0, 0)
@@ -42,6 +43,10 @@ SHAPES = {
     "deepseek_v2": (1, 3, 8, 2, 2),
     "deepseek_v3": (1, 3, 8, 2, 1),
     "llama4_text": (2, 2, 4, 1, 1),
+    "qwen3_vl_moe": (1, 3, 8, 2, 0),
+    "qwen3_5_moe": (0, 4, 8, 2, 1),
+    "qwen3_next": (1, 3, 8, 2, 1),
+    "qwen3_5_moe_text": (0, 4, 8, 2, 1),
 }
 
 
@@ -379,3 +384,53 @@ def test_what_config_leaves_out_is_asked_of_transformers(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     report = inspect_checkpoint(str(tmp_path))
     assert report.verified and report.experts_per_token == transformers.MixtralConfig().num_experts_per_tok
+
+
+def qwen3_vl_2b():
+    text = dict(
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]},
+        tie_word_embeddings=True,
+    )
+    vision = dict(depth=24, hidden_size=1024, intermediate_size=4096, out_hidden_size=2048)
+    vision |= dict(deepstack_visual_indexes=[5, 11, 17])
+    return transformers.Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True)
+
+
+def test_qwen3_vl_of_full_size(tmp_path):
+    folder = sparse_checkpoint.write(tmp_path / "model", qwen3_vl_2b(), "Qwen3VLForConditionalGeneration", shards=2)
+    for verify in (False, True):
+        report = inspect_checkpoint(str(folder), verify=verify)
+        assert report.problems == [] and (report.layers, report.moe_layers) == (28, 0)
+        assert 2.0e9 < report.parameters < 2.3e9
+    numbers = MetaModel(str(folder)).numbers
+    assert 1.6e9 < numbers.total < 1.8e9 and len(numbers.layers) == 28, "the decoder alone"
+
+
+def test_qwen3_5_of_full_size(tmp_path):
+    """Most layers have linear attention, and tensors that predict further tokens lie beside the layers."""
+    config = transformers.Qwen3_5MoeConfig(
+        text_config={"num_hidden_layers": 8}, vision_config={"out_hidden_size": 2048}
+    )
+    folder = sparse_checkpoint.write(tmp_path / "model", config, "Qwen3_5MoeForConditionalGeneration", shards=2)
+    index = json.loads((folder / INDEX).read_text())
+    sparse_checkpoint.write_header(folder / "mtp.safetensors", {"mtp.fc.weight": ("BF16", (2048, 4096))})
+    index["weight_map"]["mtp.fc.weight"] = "mtp.safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+    for verify in (False, True):
+        report = inspect_checkpoint(str(folder), verify=verify)
+        assert report.problems == [] and report.carried == ["mtp.fc.weight"]
+        assert (report.layers, report.moe_layers, report.experts, report.experts_per_token) == (8, 8, 256, 8)
+        assert report.wirings == ["standard", "farskip", "ladder", "parallel"]
+    numbers = MetaModel(str(folder)).numbers
+    assert numbers.attention == 16 * 512 // 4, "one layer of four has softmax attention"
+    edit = {name: file for name, file in index["weight_map"].items() if "layers.2.linear_attn.conv1d" not in name}
+    (folder / INDEX).write_text(json.dumps({**index, "weight_map": edit}))
+    (problem,) = inspect_checkpoint(str(folder), verify=True).problems
+    assert "layers.2.linear_attn.conv1d.weight" in problem

@@ -21,7 +21,7 @@ from torch import Tensor
 from fcsd.distill.teacher.original import final_hidden
 from fcsd.models import archs
 from fcsd.models.archs import ARCHS
-from fcsd.models.build import arch_of, unwired, wire
+from fcsd.models.build import arch_of, causal_lm_class, decoder_layers, decoder_of, unwired, wire
 from fcsd.models.fused.model import fuse_parts
 from fcsd.models.fused.norms import fuse_norms
 from fcsd.models.wiring import Blocks, WiredLayer, Wiring
@@ -87,6 +87,18 @@ _YARN = dict(
 )
 _ROPE = dict(rope_type="default", rope_theta=50.0)  # for classes that fail if a part of a head is not rotated
 _ROPES = dict(full_attention=_ROPE, sliding_attention=_ROPE)
+_GATED_DELTA = dict(
+    _EXPERTS,
+    num_key_value_heads=1,
+    shared_expert_intermediate_size=40,
+    layer_types=["full_attention", "linear_attention"] * 2,
+    linear_num_value_heads=6,
+    linear_num_key_heads=3,
+    linear_key_head_dim=8,
+    linear_value_head_dim=10,
+    linear_conv_kernel_dim=3,
+)
+_MROPE = {"rope_type": "default", "rope_theta": 50.0, "mrope_section": [3, 2, 1], "mrope_interleaved": True}
 # What moves the fields that a family has alone, or that would not be moved by the values above.
 OWN: dict[str, dict[str, Any]] = {
     "seed_oss": dict(attention_out_bias=True, residual_dropout=0.3),
@@ -151,6 +163,15 @@ OWN: dict[str, dict[str, Any]] = {
     "deepseek_v2": _LATENT,
     "deepseek_v3": dict(_LATENT, rope_interleave=False, norm_topk_prob=False),
     "gpt_oss": dict(_EXPERTS, swiglu_limit=0.5, swiglu_alpha=1.2),
+    "qwen3_vl": dict(rope_parameters=_MROPE),
+    "qwen3_vl_moe": dict(
+        _EXPERTS, rope_parameters=_MROPE, decoder_sparse_step=2, mlp_only_layers=[1], sliding_window=None
+    ),
+    "qwen3_next": dict(_GATED_DELTA, norm_topk_prob=False, decoder_sparse_step=2, mlp_only_layers=[1]),
+    "qwen3_5_text": dict(_GATED_DELTA, rope_parameters={**_MROPE, "partial_rotary_factor": 0.5}),
+    "qwen3_5": dict(_GATED_DELTA, rope_parameters={**_MROPE, "partial_rotary_factor": 0.5}),
+    "qwen3_5_moe": dict(_GATED_DELTA, rope_parameters={**_MROPE, "partial_rotary_factor": 0.5}),
+    "qwen3_5_moe_text": dict(_GATED_DELTA, rope_parameters={**_MROPE, "partial_rotary_factor": 0.5}),
     "llama4_text": dict(
         _EXPERTS,
         layer_types=None,
@@ -178,18 +199,25 @@ WORDS = {"hidden_act": "relu", "topk_method": "group_limited_greedy"}
 
 def guarded_config(arch: str, **words: str) -> Any:
     """The config of a row, with ``words``. Fields that the family does not have are left out."""
-    cls = getattr(transformers, ARCHS[arch].config)
-    default = cls()
+    row = ARCHS[arch]
+    whole = getattr(transformers, row.config)
+    default = whole() if row.text_config is None else getattr(whole(), row.text_config)
     flipped = {name: not getattr(default, name) for name in FLIPPED if hasattr(default, name)}
     own = {**MOVED, **flipped, **OWN.get(arch, {})}
-    moved = {name: value for name, value in own.items() if hasattr(default, name)}
-    return cls(**deepcopy(moved), **words, tie_word_embeddings=not default.tie_word_embeddings)
+    moved = deepcopy({name: value for name, value in own.items() if hasattr(default, name)})
+    moved["tie_word_embeddings"] = not whole().tie_word_embeddings
+    if row.text_config is None:
+        return whole(**moved, **words)
+    others = {name: value for name, value in tiny.CONFIGS[arch][1].items() if name != row.text_config}
+    text = {"model_type": default.model_type, **moved, **words}
+    return whole(**others, **{row.text_config: text}, tie_word_embeddings=moved["tie_word_embeddings"])
 
 
 def guarded_model(arch: str, **words: str) -> Any:
     """A random model of the row whose norms are not one and whose biases are not zero, in eval mode."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(guarded_config(arch, **words), dtype=torch.float32).eval()
+    config = guarded_config(arch, **words)
+    model = causal_lm_class(config)._from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for tensor in model.parameters():
             if tensor.ndim == 1:
@@ -210,7 +238,9 @@ def fields_read(model: torch.nn.Module) -> set[str]:
 
 def not_moved(config: Any, read: set[str]) -> set[str]:
     """Those of the fields that are numbers, booleans, tables or None, and as the class has them by default."""
-    default = type(config)()
+    whole, row = type(config)(), arch_of(config)
+    default = whole if row.text_config is None else getattr(whole, row.text_config)
+    config = config.get_text_config()
     values = {name: getattr(config, name, "") for name in read - EXEMPT.keys()}
     values = {name: value for name, value in values.items() if not isinstance(value, str) and not callable(value)}
     return {name for name, value in values.items() if getattr(default, name, "") == value}
@@ -235,7 +265,7 @@ def off_is_off(model: Any) -> bool:
         wire(model, wiring)
         after = outputs(model, ids)
         equal += [len(before) == len(after), *map(torch.equal, before, after)]
-    assert all(isinstance(layer, WiredLayer) for layer in model.model.layers)
+    assert all(isinstance(layer, WiredLayer) for layer in decoder_layers(model))
     wire(model.eval(), unwired())
     return all(equal)
 
@@ -243,7 +273,7 @@ def off_is_off(model: Any) -> bool:
 @pytest.mark.parametrize("arch", tiny.CONFIGS)
 def test_every_field_that_the_code_reads_is_moved(arch: str) -> None:
     model = guarded_model(arch)
-    read = fields_read(model)
+    read = fields_read(decoder_of(model))
     assert {"hidden_size", "num_attention_heads"} < read
     assert not_moved(model.config, read) == set()
 
@@ -292,7 +322,9 @@ def test_on_is_the_table_cached_or_not_and_gradients_flow(arch: str, name: str) 
     assert not torch.allclose(wire(model, unwired())(ids).logits, out.logits, atol=1e-2), "the wiring changes nothing"
     wire(model, Wiring(name, ALL))
     model(ids, labels=ids, use_cache=False).loss.backward()
-    assert {name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()} == frozen
+    read = {*decoder_of(model).parameters(), *model.lm_head.parameters()}  # a vision tower reads no tokens
+    without = {name for name, p in model.named_parameters() if p in read and (p.grad is None or not p.grad.any())}
+    assert without == frozen
 
 
 @pytest.mark.parametrize("arch", tiny.CONFIGS)

@@ -24,6 +24,10 @@ NAMES = {
     "Qwen/Qwen3-30B-A3B-Thinking-2507": "qwen3_moe",
     "Qwen/Qwen3-Coder-480B-A35B-Instruct": "qwen3_moe",
     "Qwen/Qwen3-Next-80B-A3B-Instruct": "qwen3_next",
+    "Qwen/Qwen3-VL-2B-Instruct": "qwen3_vl",
+    "Qwen/Qwen3-VL-30B-A3B": "qwen3_vl_moe",
+    "Qwen/Qwen3.5-35B-A3B": "qwen3_5_moe",
+    "Qwen/Qwen3.6-27B": "qwen3_5",
     "Qwen/Qwen3-8B": "qwen3",
     "Qwen/Qwen2-57B-A14B": "qwen2_moe",
     "zai-org/GLM-4.7-Flash": "glm4_moe_lite",
@@ -54,12 +58,13 @@ NAMES = {
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": "llama4",
     "openai/gpt-oss-20b": "gpt_oss",
     "allenai/OLMoE-1B-7B-0924": "olmoe",
+    "mistralai/Mistral-Small-3.2-24B-Instruct-2506": "mistral3",
     "mistralai/Mixtral-8x7B-v0.1": "mixtral",
 }
-OTHERS = ["deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "Qwen/Qwen2.5-VL-7B", "Qwen/Qwen3-VL-30B-A3B", "zai-org/GLM-4.5V"]
+OTHERS = ["deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "Qwen/Qwen2.5-VL-7B", "Qwen/Qwen3-VL-Embedding-2B"]
 OTHERS += ["google/gemma-2-9b", "google/gemma-3-4b-it", "microsoft/Phi-4-mini-flash-reasoning", "zai-org/GLM-4-9B-0414"]
-OTHERS += ["mistralai/Mistral-Small-3.1-24B", "microsoft/Phi-3.5-MoE-instruct", "allenai/OLMo-2-1124-7B"]
-OTHERS += ["meta-llama/Llama-3.2-11B-Vision", "Qwen/Qwen3.5-30B-A3B", "runs/mine/final", "teacher"]
+OTHERS += ["microsoft/Phi-3.5-MoE-instruct", "allenai/OLMo-2-1124-7B", "zai-org/GLM-4.5V", "runs/mine/final", "teacher"]
+OTHERS += ["meta-llama/Llama-3.2-11B-Vision", "Qwen/Qwen3.5-35B-A3B-Reranker"]
 
 
 @pytest.mark.parametrize("name", NAMES)

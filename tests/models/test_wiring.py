@@ -6,7 +6,7 @@ import tiny
 import torch
 
 from fcsd.errors import ConfigError
-from fcsd.models.build import unwired, wire
+from fcsd.models.build import decoder_layers, unwired, wire
 from fcsd.models.wiring import WiredLayer, Wiring
 
 ALL = (0, 1, 2, 3)
@@ -46,12 +46,12 @@ def test_off_is_off(arch):
         parameter.grad = torch.zeros_like(parameter)
     before = logits_and_gradients(model)
     wire(model, Wiring("standard", ALL))
-    assert all(isinstance(layer, WiredLayer) for layer in model.model.layers)
+    assert all(isinstance(layer, WiredLayer) for layer in decoder_layers(model))
     assert same(before, logits_and_gradients(model))
     wire(model, Wiring("farskip", ALL))
     assert not torch.equal(before[0], logits_and_gradients(model)[0])
     wire(model, unwired())
-    assert not any(isinstance(layer, WiredLayer) for layer in model.model.layers)
+    assert not any(isinstance(layer, WiredLayer) for layer in decoder_layers(model))
     assert same(before, logits_and_gradients(model))
 
 
@@ -104,7 +104,7 @@ def test_gradient_checkpointing(arch):
     before = logits_and_gradients(model)
     calls = []
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    handle = model.model.layers[2].input_layernorm.register_forward_hook(lambda *_: calls.append(1))
+    handle = decoder_layers(model)[2].input_layernorm.register_forward_hook(lambda *_: calls.append(1))
     assert same(before, logits_and_gradients(model))
     assert len(calls) == 2  # once forward, once recomputed: checkpointing did happen
     handle.remove()

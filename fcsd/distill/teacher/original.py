@@ -14,6 +14,7 @@ from fcsd.config import Recipe
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.kernels.packed_attention import packed_arguments, takes_borders, use_packed_attention
 from fcsd.models.build import arch_of, decoder_layers, decoder_of
+from fcsd.models.documents import documents_of, stay_inside_documents
 
 _MOST_COMPILED = 64  # torch's own limit is 8; beyond it layers would silently run uncompiled
 
@@ -91,14 +92,17 @@ def final_hidden(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
 
     Attention stays inside documents because position ids restart and there is neither a mask nor a cache. An
     architecture that does not derive the document boundaries from position ids gets explicit masks. A model with
-    packed attention gets the borders of the documents.
+    packed attention gets the borders of the documents, and linear attention gets each document as a row.
     """
     decoder = decoder_of(model)
     ids, positions = batch["input_ids"], batch["position_ids"]
     if takes_borders(model):
-        inside = packed_arguments(batch["borders"])
+        inside: dict[str, Any] = packed_arguments(batch["borders"])
     else:
         inside = {"attention_mask": None if arch_of(model.config).packs else _document_masks(decoder, ids, positions)}
+    if arch_of(model.config).blocks.linear is not None:
+        stay_inside_documents(decoder_layers(model))
+        inside["documents"] = documents_of(batch["borders"], ids.numel())
     return decoder(input_ids=ids, position_ids=positions, use_cache=False, **inside).last_hidden_state
 
 

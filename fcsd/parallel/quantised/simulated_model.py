@@ -18,7 +18,7 @@ from fcsd.errors import ConfigError
 from fcsd.models.archs import Arch
 from fcsd.models.build import arch_of, decoder_layers, wire, wiring_of
 from fcsd.models.schedule import Kind, Part, kind_of, reductions
-from fcsd.models.wiring import DESYNC, Blocks, Parts, Wiring, hf_parts, wire_layers
+from fcsd.models.wiring import DESYNC, Blocks, Parts, Wiring, hf_parts, mix, mixer, wire_layers
 from fcsd.parallel.quantised.rows import Rounding, simulate
 from fcsd.parallel.quantised.simulated_all_reduce import simulate_all_reduce
 from fcsd.parallel.quantised.simulated_row_parallel import PartialSums, expert_slices, expert_sums, require_divides
@@ -164,7 +164,7 @@ def _tensor_parallel(
     slices: dict[int, list[dict[str, Tensor]]] = {}
     for index, layer in enumerate(layers):
         mlp = layer.get_submodule(blocks.mlp)
-        divided: list[nn.Module] = [layer.get_submodule("self_attn")]
+        divided: list[nn.Module] = [mixer(blocks, layer)]
         if kinds[index] == "dense":
             divided.append(mlp)
         elif kinds[index] == "moe-shared":
@@ -177,9 +177,9 @@ def _tensor_parallel(
 
 
 def _divide(owner: nn.Module, ranks: int, stack: ExitStack) -> None:
-    """Replace the linear layer that makes the output: ``o_proj``, or the last one of an MLP."""
+    """Replace the linear layer that makes the output: ``o_proj``, ``out_proj``, or the last one of an MLP."""
     linears = [name for name, module in owner.named_children() if isinstance(module, nn.Linear)]
-    name = "o_proj" if "o_proj" in linears else linears[-1]
+    name = next((name for name in ("o_proj", "out_proj") if name in linears), linears[-1])
     linear: Any = getattr(owner, name)
     stack.callback(setattr, owner, name, linear)
     setattr(owner, name, PartialSums(linear, ranks))
@@ -197,7 +197,8 @@ def _tensor_parallel_parts(
     The outputs of a group are added on each rank. The part that is computed last returns their sum over the ranks, and
     the others return zeros. No read comes between them, so the stream that the next read sees contains the sum.
     """
-    index = layer.self_attn.layer_idx
+    attention = mixer(blocks, layer)
+    index = attention.layer_idx
     group_of = {part: group for group in groups[index] for part in group}
     mlp = layer.get_submodule(blocks.mlp)
     held: dict[Part, Tensor] = {}  # partial sums [ranks, batch, seq, hidden]
@@ -213,7 +214,7 @@ def _tensor_parallel_parts(
         return simulate_all_reduce(own, simulated.all_reduce or torch.Tensor.float)
 
     def attn(x: Tensor, **kwargs: Any) -> Tensor:
-        return reduced("attn", layer.self_attn(hidden_states=x, **kwargs)[0])
+        return reduced("attn", mix(attention, x, **kwargs))
 
     def dense(x: Tensor) -> Tensor:
         return reduced("shared", mlp(x))

@@ -16,7 +16,7 @@ from fcsd.models.wiring import Wiring
 
 def noisy(arch: str) -> nn.Module:
     """A model whose config has every dropout and jitter that its class knows."""
-    fields = tiny.config(arch).to_dict()
+    fields = tiny.config(arch).get_text_config().to_dict()
     changes = {name: 0.5 for name in fields if "dropout" in name or "jitter" in name or name.endswith("pdrop")}
     assert changes
     return tiny.model(arch, attn_implementation="eager", **changes).train()

@@ -32,6 +32,8 @@ def _full_gradients(model) -> dict[str, torch.Tensor]:
             dist.all_gather(parts, parameter.grad)
             grads[name] = torch.cat(parts)
         else:
+            if parameter.grad is None:  # of a vision tower
+                continue
             grads[name] = parameter.grad.clone()
             dist.all_reduce(grads[name])
     return grads
