@@ -19,6 +19,7 @@ from test_norms import DEVICE
 from torch import Tensor
 
 from fcsd.distill.teacher.original import final_hidden
+from fcsd.kernels.packed_attention import document_borders
 from fcsd.models import archs
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import arch_of, causal_lm_class, decoder_layers, decoder_of, unwired, wire
@@ -335,8 +336,9 @@ def test_packed_documents_are_separate_ones(arch: str) -> None:
     for wiring in (unwired(), Wiring("farskip", ALL)):
         wire(model, wiring)
         with torch.no_grad():
-            packed = final_hidden(model, {"input_ids": ids, "position_ids": positions})
-            alone = [model.model(part, use_cache=False).last_hidden_state for part in ids.split((7, 9), dim=1)]
+            rows = {"input_ids": ids, "position_ids": positions, "borders": document_borders(positions)}
+            packed = final_hidden(model, rows)
+            alone = [decoder_of(model)(part, use_cache=False).last_hidden_state for part in ids.split((7, 9), dim=1)]
         torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-4, atol=1e-4)
 
 
@@ -372,13 +374,13 @@ def test_losses_see_the_logits(arch: str) -> None:
 @pytest.mark.skipif(DEVICE != "cpu", reason="dropout draws other numbers on a GPU")
 def test_other_words_compute_the_same(arch: str) -> None:
     """A kernel knows one activation, and AutoEP and the parts one way of choosing experts."""
-    default = getattr(transformers, ARCHS[arch].config)()
+    default = getattr(transformers, ARCHS[arch].config)().get_text_config()
     read = fields_read(guarded_model(arch))
     words = {name for name in read if isinstance(getattr(default, name, None), str)} - EXEMPT.keys()
     assert words <= WORDS.keys()
     for name in words:
         model = guarded_model(arch, **{name: WORDS[name]})
-        assert getattr(model.config, name) != getattr(default, name) and off_is_off(model)
+        assert getattr(model.config.get_text_config(), name) != getattr(default, name) and off_is_off(model)
         kernels_compute_the_same(model, arch)
 
 
