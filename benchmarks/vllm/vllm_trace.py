@@ -32,12 +32,12 @@ REDUCTION = re.compile(r"AllReduce|cross_device_reduce|one_shot|two_shot|all_red
 
 def planned(path: Path) -> tuple[int, int]:
     """How many reductions one step of a converted MoE model has on the main stream, and on the other one."""
+    from fcsd.models.schedule import layer_plans
     from fcsd.models.wiring_block import Wiring
-    from fcsd.serve.vllm.plan import plan_layers
 
     config = json.loads((path / "config.json").read_text())
     layers = config["num_hidden_layers"]
-    plans = plan_layers(Wiring.from_block(config["fcsd"]), ["moe-shared"] * layers, range(layers))
+    plans = layer_plans(Wiring.from_block(config["fcsd"]), ["moe-shared"] * layers, range(layers))
     steps = [step.then for plan in plans.values() for step in plan.steps]
     of_vllm = 2 * (layers - len(plans)) + 1  # two in each layer that vLLM's own code runs, and one of the embedding
     return of_vllm + steps.count("now"), steps.count("start")
