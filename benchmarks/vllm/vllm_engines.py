@@ -3,7 +3,7 @@
     python benchmarks/vllm/vllm_engines.py OUT --shape llama3-70b --layers 8 --tp 1,2 --batch 1,64
 
 Each engine is one call of ``python -m benchmarks.infer``, whose files are in ``OUT/own`` and ``OUT/vllm``. A row has
-the times of both at one degree and batch: of fcsd's engine with its fastest kind of reduction, and the speed of fcsd's
+the times of both at one degree and batch: of fcsd's engine with its fastest all-reduce backend, and the speed of fcsd's
 engine relative to that of vLLM, above 1 where fcsd's is faster. vLLM's times include its scheduler (docs/engine.md).
 ``benchmarks/vllm/vllm_gpu.sh engines`` runs this on a GPU machine. The exit status is 0 if both calls ended with 0.
 """
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=65)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=3, help="a time is the median of so many")
-    parser.add_argument("--reduce", default="nccl", help="kinds of reduction of fcsd's engine, as nccl,symmetric")
+    parser.add_argument("--reduce", default="nccl", help="all-reduce backends of fcsd's engine, as nccl,symmetric")
     parser.add_argument("--attention", help="of decoding steps of fcsd's engine: grouped or split")
     parser.add_argument("--no-compile", action="store_true", help="compile nothing in fcsd's engine; vLLM compiles")
     given = parser.parse_args()

@@ -250,7 +250,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--fp8", action="store_true", help="weights in fp8, with scales for blocks of 128 x 128")
     parser.add_argument("--apart", action="store_true", help="one engine after the other; does not go with --rates")
-    parser.add_argument("--reduce", type=numbers(str), default=[], help="kinds of reduction besides vLLM's own")
+    parser.add_argument("--reduce", type=numbers(str), default=[], help="all-reduce backends besides vLLM's own")
     parser.add_argument(
         "--overlap-from", type=numbers(int), default=[], help="values of overlap_from besides the default"
     )

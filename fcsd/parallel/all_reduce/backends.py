@@ -112,7 +112,7 @@ def backend_of(name: str, user: User) -> "tuple[Backend, Format | None]":
     for backend in BACKENDS:
         if backend.name == ("quantised:FORMAT" if format else name) and user in backend.users:
             return backend, format
-    raise ConfigError(f"unknown kind of reduction {name!r}; one of {', '.join(known)}")
+    raise ConfigError(f"unknown all-reduce backend {name!r}; one of {', '.join(known)}")
 
 
 def is_bound(name: str, user: User = "engine") -> bool:
@@ -132,6 +132,6 @@ def require_right(name: str) -> None:
     """
     if is_bound(name):
         raise ConfigError(
-            f"reductions of kind {name} give wrong results; only python -m benchmarks.infer takes them",
+            f"the all-reduce backend {name} gives wrong results; only python -m benchmarks.infer takes them",
             hint="leave --reduce out, or use --reduce nccl",
         )

@@ -1,4 +1,4 @@
-"""The kind ``auto``: the kind that was measured to be the fastest for a message of this size among as many GPUs."""
+"""The backend ``auto``: the one that was measured to be the fastest for a message of this size among as many GPUs."""
 
 import math
 from collections.abc import Mapping
@@ -11,18 +11,18 @@ from fcsd.kernels.all_reduce.memory import DTYPES
 from fcsd.parallel.all_reduce.window import try_window
 
 Fastest = Literal["nccl", "symmetric"]
-# By the number of ranks: up to so many bytes of a rank's values, this kind. Ranks that nobody measured reduce by NCCL.
+# By the number of ranks: up to so many bytes of a rank's values, this one. Ranks that nobody measured reduce by NCCL.
 MEASURED: Mapping[int, tuple[tuple[float, Fastest], ...]] = {2: ((2**22, "symmetric"), (math.inf, "nccl"))}
 
 
 def fastest(x: Tensor, group: Any) -> Fastest:
-    """The fastest kind for ``x`` among the ranks of ``group``; the same on all ranks.
+    """The fastest backend for ``x`` among the ranks of ``group``; the same on all ranks.
 
     All ranks make the first call of a group together, and not while a CUDA graph is captured.
     """
     table = MEASURED.get(dist.get_world_size(group), ())
-    for most, kind in table:
+    for most, backend in table:
         if x.nbytes <= most:
             possible = x.dtype in DTYPES and x.is_cuda and try_window(group) is not None
-            return kind if possible else "nccl"
+            return backend if possible else "nccl"
     return "nccl"

@@ -1,4 +1,4 @@
-"""The kind ``symmetric``: all-reduces between the GPUs of one host, each in one kernel over symmetric memory.
+"""The backend ``symmetric``: all-reduces between the GPUs of one host, each in one kernel over symmetric memory.
 
 NVLink multicast is never used. A kernel occupies as many SMs as it has blocks: few for small messages, because the
 fewer it takes, the less it slows the computation beside it.

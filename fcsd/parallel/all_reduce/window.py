@@ -18,7 +18,7 @@ from fcsd.parallel.all_reduce.backends import PEERS
 from fcsd.parallel.transports.copies import PeerBuffers
 from fcsd.parallel.transports.symmetric_memory import open_buffers
 
-_INSTEAD = "use --reduce nccl, or under vLLM the kind vllm"
+_INSTEAD = "use --reduce nccl, or under vLLM the backend vllm"
 _ROOM = 64 * 2**20  # bytes of a rank's values that one call of the kernel for large messages takes
 
 
@@ -60,7 +60,7 @@ def window_of(group: Any) -> Window:
     """
     window = try_window(group)
     if window is None:
-        raise ConfigError(f"this kind of reduction needs {PEERS}", hint=_INSTEAD)
+        raise ConfigError(f"this all-reduce backend needs {PEERS}", hint=_INSTEAD)
     return window
 
 

@@ -40,11 +40,13 @@ def rewire(model: Any, names: VllmNames, wiring: Wiring, reducer: Reducer) -> No
 
 
 def _reducer(vllm_config: Any) -> Reducer:
-    kind, overlap_from = read_settings(vllm_config.additional_config)
-    if is_bound(kind, "plugin"):
-        log.warning("WRONG RESULTS: reduce=%s leaves every sum out. Use it to measure a bound, and nothing else.", kind)
+    backend, overlap_from = read_settings(vllm_config.additional_config)
+    if is_bound(backend, "plugin"):
+        log.warning(
+            "WRONG RESULTS: reduce=%s leaves every sum out. Use it to measure a bound, and nothing else.", backend
+        )
     define_operators()
-    return Reducer(get_tensor_model_parallel_world_size(), get_tp_group().unique_name, kind, overlap_from)
+    return Reducer(get_tensor_model_parallel_world_size(), get_tp_group().unique_name, backend, overlap_from)
 
 
 @cache
