@@ -67,8 +67,8 @@ def bench(load: Workload, out: Path | None = None) -> dict[str, Any]:
         ``out_of_memory`` has no times.
 
     Raises:
-        ConfigError: an all-reduce backend is unknown, or a wiring, a degree or the attention does not fit the model, the
-            processes or the device.
+        ConfigError: an all-reduce backend is unknown, or a wiring, a degree or the attention does not fit the model,
+            the processes or the device.
         BadInputError: the checkpoint cannot be loaded.
     """
     world = join_world()

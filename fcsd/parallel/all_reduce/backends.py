@@ -52,20 +52,21 @@ def _nccl(group: Any, _: "Format | None") -> Start:
 
 
 def _symmetric(group: Any, _: "Format | None") -> Start:
-    """One kernel in the symmetric memory of the GPUs of one host."""
+    """One kernel in the symmetric memory of the GPUs of one host; NCCL for messages for which it is faster."""
     from fcsd.parallel.all_reduce import symmetric, window
 
     window.window_of(group)
-    return lambda x: symmetric.all_reduce(x.detach(), group)
+    nccl = _nccl(group, None)
+    return lambda x: symmetric.all_reduce(x.detach(), group) if x.nbytes <= symmetric.LARGEST else nccl(x)
 
 
 def _auto(group: Any, _: "Format | None") -> Start:
-    """``nccl`` or ``symmetric``, by the size of the message; see ``choice``."""
-    from fcsd.parallel.all_reduce import choice, symmetric, window
+    """``nccl`` or ``symmetric``, whichever was measured to be faster."""
+    from fcsd.parallel.all_reduce import symmetric, window
 
     window.try_window(group)  # now, because it cannot be made while a CUDA graph is captured
     nccl = _nccl(group, None)
-    return lambda x: symmetric.all_reduce(x.detach(), group) if choice.fastest(x, group) == "symmetric" else nccl(x)
+    return lambda x: symmetric.all_reduce(x.detach(), group) if symmetric.pays(x, group) else nccl(x)
 
 
 def _quantised(group: Any, format: "Format | None") -> Start:

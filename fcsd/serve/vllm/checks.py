@@ -76,7 +76,7 @@ def problems(vllm_config: Any, model_type: str) -> Iterator[str]:
         yield "LoRA was not tested; merge the adapter into the model, or leave --enable-lora out"
     backend = read_settings(vllm_config.additional_config).backend
     if is_bound(backend, "plugin") and os.environ.get(RIGHT_RESULTS):
-        yield f"reduce {backend} gives wrong results, which fcsd serve and fcsd eval refuse; start vLLM itself for a bound"
+        yield f"reduce {backend} gives wrong results, which fcsd serve and fcsd eval refuse; start vLLM for a bound"
 
 
 def _wiring_problems(wiring: Wiring, parallel: Any) -> Iterator[str]:
