@@ -1,4 +1,4 @@
-"""Time all-reduces: the kinds of ``reduce`` beside NCCL's and torch's, over sizes (FlashCommunication V2, table 9).
+"""Time all-reduces: the backends of ``reduce`` beside NCCL's and torch's, over sizes (FlashCommunication V2, table 9).
 
     torchrun --nproc-per-node 4 -m benchmarks.comm.all_reduce [--mib 256 64 1] [--formats int8 int5] [--blocks 16 32]
         [--plain] [--out FILE]
@@ -6,8 +6,8 @@
 All ways to reduce are timed in turns, and every result is compared with the reference first, but for those of torch. A
 way with a wrong result is not timed, and makes the program end with exit code 1. Messages of up to 4 MiB are reduced
 ``CALLS`` times in each run, in a CUDA graph where that is possible, as a decoding step reduces them: otherwise the time
-would be that of the host, which starts kernels. With ``--blocks``, the kernels of fcsd run in one and two shots with
-these numbers of blocks, too. With ``--plain`` the quantised reductions in steps are left out. The program runs over
+would be that of the host, which starts kernels. With ``--blocks``, the kernel of fcsd runs in one and two shots with
+these numbers of blocks, too. With ``--plain`` the quantised reductions are left out. The program runs over
 gloo on a machine without GPUs, where the times say nothing about GPUs.
 """
 
@@ -75,8 +75,8 @@ def bench(
         device: this rank's device.
         formats: formats of the quantised reductions.
         repeats: how often each way is timed.
-        blocks: numbers of blocks with which fcsd's kernels also run.
-        plain: whether to leave out the quantised reductions in steps.
+        blocks: numbers of blocks with which fcsd's kernel also runs.
+        plain: whether to leave out the quantised reductions.
 
     Returns: the milliseconds of one reduction in each way, by its name; None if its result is wrong.
     """
@@ -84,10 +84,8 @@ def bench(
     values = torch.randn(rows, WIDTH, device=device, dtype=torch.bfloat16)
     x = values.clone()
     wires = [Format.parse(text) for text in formats]
-    ways = all_reduce_ways.kinds(wires)
-    if plain:
-        ways = {name: way for name, way in ways.items() if way.format is None or way.in_graphs}
-    ways |= all_reduce_ways.shapes(wires[:1], blocks)  # the first format stands for the others
+    ways = all_reduce_ways.kinds([] if plain else wires)
+    ways |= all_reduce_ways.shapes(blocks)
     ways |= all_reduce_ways.of_torch(values)
     correct = {name: not way.checked or right(way, device, min(rows, CHECKED)) for name, way in ways.items()}
     calls = CALLS if values.nbytes <= SMALL else 1
@@ -143,9 +141,9 @@ def main() -> None:
     parser.add_argument("--mib", type=float, nargs="+", default=[64], help="MiB of bf16 values of each rank")
     parser.add_argument("--formats", nargs="*", default=list(FORMATS), metavar="FORMAT")
     parser.add_argument(
-        "--blocks", type=_blocks, nargs="*", default=[], help="time fcsd's kernels with these blocks, too"
+        "--blocks", type=_blocks, nargs="*", default=[], help="time fcsd's kernel with these blocks, too"
     )
-    parser.add_argument("--plain", action="store_true", help="leave out quantised reductions in steps")
+    parser.add_argument("--plain", action="store_true", help="leave out quantised reductions")
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--out", type=out_file, help="JSON file, which is written again after each size")
     arguments = parser.parse_args()

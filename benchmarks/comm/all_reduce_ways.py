@@ -1,4 +1,4 @@
-"""The ways to reduce that ``all_reduce`` times: fcsd's kinds, their variants, and the baselines of torch."""
+"""The ways to reduce that ``all_reduce`` times: fcsd's backends, their variants, and the baselines of torch."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fcsd.kernels.all_reduce.memory import Rooms, Shape
+from fcsd.kernels.all_reduce.memory import Shape
 from fcsd.kernels.bit_split import Format
-from fcsd.parallel.all_reduce import quantised, symmetric
+from fcsd.parallel.all_reduce import quantised
+from fcsd.parallel.all_reduce.reduce import reduce
 from fcsd.parallel.all_reduce.window import OnStream, Window, try_window
 
 
@@ -31,62 +32,43 @@ class Way(NamedTuple):
 
 
 def kinds(formats: Iterable[Format]) -> dict[str, Way]:
-    """The kinds of ``reduce`` by name, and the quantised one in steps. All ranks make this call.
+    """The backends of ``reduce`` by name. All ranks make this call.
 
     Args:
         formats: the formats of quantised reductions.
     """
     group = dist.group.WORLD
     ways = {"nccl": Way(dist.all_reduce)}
-    one_kernel = try_window(group) is not None
-    if one_kernel:
-        ways["symmetric"] = Way(lambda x: symmetric.all_reduce(x, group).wait())
+    if try_window(group) is not None:
+        ways["symmetric"] = Way(lambda x: reduce(x, group, "symmetric").wait())
     for format in formats:
-        if one_kernel:
-            ways[f"quantised:{format}"] = Way(partial(_quantised, format, False), format)
-        ways[f"quantised:{format} in steps"] = Way(partial(_quantised, format, True), format, in_graphs=False)
+        ways[f"quantised:{format} in steps"] = Way(partial(_quantised, format), format, in_graphs=False)
     return ways
 
 
-def _quantised(format: Format, in_steps: bool, x: Tensor) -> None:
-    quantised.all_reduce(x, format, dist.group.WORLD, in_steps).wait()
+def _quantised(format: Format, x: Tensor) -> None:
+    quantised.all_reduce(x, format, dist.group.WORLD).wait()
 
 
-def shapes(formats: Iterable[Format], blocks: Iterable[int]) -> dict[str, Way]:
-    """The kernels of ``symmetric``, and of ``quantised`` in one and two shots, with different numbers of blocks.
+def shapes(blocks: Iterable[int]) -> dict[str, Way]:
+    """The kernel of ``symmetric`` in one and two shots, with different numbers of blocks.
 
     Each block occupies one SM.
     """
     window = try_window(dist.group.WORLD)
     if window is None:
         return {}
-    ways: dict[str, Way] = {}
-    rooms = window.rooms(dist.group.WORLD)
-    assert rooms is not None, "no graph is being captured"
-    for number in blocks:
-        ways[f"symmetric, rooms, {number} blocks"] = Way(partial(_in_rooms, window, rooms, number))
-        for shot in ("one shot", "two shots"):
-            ways[f"symmetric, {shot}, {number} blocks"] = Way(partial(_shaped, window, shot, number, None))
-            for format in formats:
-                run = partial(_shaped, window, shot, number, format)
-                ways[f"quantised:{format}, {shot}, {number} blocks"] = Way(run, format)
-    return ways
+    return {
+        f"symmetric, {shot}, {number} blocks": Way(partial(_shaped, window, Shape(shot == "one shot", number)))
+        for number in blocks
+        for shot in ("one shot", "two shots")
+    }
 
 
-def _shaped(window: Window, shot: str, blocks: int, format: Format | None, x: Tensor) -> None:
+def _shaped(window: Window, shape: Shape, x: Tensor) -> None:
     from fcsd.kernels.all_reduce import launch
 
-    shape = Shape(shot == "one shot", blocks)
-    if format is None:
-        OnStream(window.stream, x, lambda: launch.all_reduce(x, window.memory, shape)).wait()
-    else:
-        OnStream(window.stream, x, lambda: launch.all_reduce_quantised(x, window.memory, shape, format)).wait()
-
-
-def _in_rooms(window: Window, rooms: Rooms, blocks: int, x: Tensor) -> None:
-    from fcsd.kernels.all_reduce import launch
-
-    OnStream(window.stream, x, lambda: launch.all_reduce_large(x, window.memory, rooms, blocks)).wait()
+    OnStream(window.stream, x, lambda: launch.all_reduce(x, window.memory, shape)).wait()
 
 
 def of_torch(x: Tensor) -> dict[str, Way]:

@@ -170,7 +170,7 @@ def all_rows(out: Path, memory: int) -> list[Row]:
 
 
 def cell(rows: list[Row], key: str, **wanted: Any) -> str:
-    """One number of a table: of the fastest kind of reduction that a variant was measured with."""
+    """One number of a table: of the fastest all-reduce backend that a variant was measured with."""
     fit = [row for row in rows if all(row[name] == value for name, value in wanted.items())]
     if not fit:
         return "-"

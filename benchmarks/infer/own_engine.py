@@ -1,4 +1,4 @@
-"""Times prefill and decoding in fcsd's own engine: wirings, kinds of reduction, batches and tensor-parallel degrees.
+"""Times prefill and decoding in fcsd's own engine: wirings, all-reduce backends, batches and tensor-parallel degrees.
 
 All variants of one degree and batch run in turns, on one model and one key-value cache, so that changes of the clocks
 affect all of them alike. The bound of a wiring is the same computation with reductions of kind ``none``: it sends
@@ -41,11 +41,11 @@ from fcsd.errors import ConfigError
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, join_world
 from fcsd.models.wiring_block import DESYNC
-from fcsd.parallel.all_reduce.reduce import Kind, Reduction
+from fcsd.parallel.all_reduce.reduce import Reduction
 
 _PATIENCE = timedelta(hours=2)  # how long ranks that a small degree does not need wait for the others
 T = TypeVar("T")
-Variant = tuple[str, Kind]  # the name of a wiring, and the kind of its reductions
+Variant = tuple[str, str]  # the name of a wiring, and the backend of its reductions
 
 
 def bench(load: Workload, out: Path | None = None) -> dict[str, Any]:
@@ -66,8 +66,8 @@ def bench(load: Workload, out: Path | None = None) -> dict[str, Any]:
         ``out_of_memory`` has no times.
 
     Raises:
-        ConfigError: a kind of reduction is unknown, or a wiring, a degree or the attention does not fit the model, the
-            processes or the device.
+        ConfigError: an all-reduce backend is unknown, or a wiring, a degree or the attention does not fit the model,
+            the processes or the device.
         BadInputError: the checkpoint cannot be loaded.
     """
     world = join_world()

@@ -1,7 +1,7 @@
 """Times prefill and decoding of a workload in vLLM, with rows as those of fcsd's own engine.
 
 The standard wiring is vLLM's own model of the architecture. Every other wiring is that model with fcsd's plugin, once
-for each kind of reduction. A variant is an engine in a process of its own. Two engines rarely fit into the memory of
+for each all-reduce backend. A variant is an engine in a process of its own. Two engines rarely fit into the memory of
 the same GPUs, so the engines run one after the other: the variants do not take turns, and changes of the clocks between
 two engines are not seen in ``drift``, which compares the rounds of one engine.
 
@@ -41,10 +41,10 @@ from fcsd.serve.vllm.config import base_config
 from fcsd.serve.vllm.support import require_vllm
 
 NOTE = (
-    "vLLM's times include its scheduler. Each wiring and kind of reduction was an engine of its own, and the engines "
+    "vLLM's times include its scheduler. Each wiring and all-reduce backend was an engine of its own, and the engines "
     "ran one after the other."
 )
-_OF_VLLM = "vllm"  # the kind of reduction in the rows of a model that is not rewired, and of a single rank
+_OF_VLLM = "vllm"  # the all-reduce backend in the rows of a model that is not rewired, and of a single rank
 Variant = tuple[str, str]  # the name of a wiring, and the kind of its reductions
 
 
@@ -108,7 +108,7 @@ def _wirings(load: Workload, config: PretrainedConfig, degree: int) -> dict[str,
 
 
 def _kinds(load: Workload, name: str, wiring: Wiring, degree: int) -> list[str]:
-    """The kinds of reduction that a wiring is timed with: one where fcsd's plugin reduces nothing."""
+    """The all-reduce backends that a wiring is timed with: one where fcsd's plugin reduces nothing."""
     if not wiring.layers or degree == 1:
         return [_OF_VLLM]
     return [kind for kind in load.kinds if load.times(name, kind)]

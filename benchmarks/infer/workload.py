@@ -15,11 +15,10 @@ from fcsd.errors import ConfigError, unknown_value
 from fcsd.models.build import check_desync, wiring_of
 from fcsd.models.wiring_block import DESYNC, NAMES, Wiring
 from fcsd.parallel.all_reduce.backends import User, backend_of, is_bound
-from fcsd.parallel.all_reduce.reduce import Kind
 from fcsd.serve.vllm.reduction import read_settings
 
 ENGINES = ("own", "vllm")
-REDUCE: dict[str, tuple[Kind, ...]] = {"own": ("nccl", "none"), "vllm": ("vllm", "none")}  # the defaults
+REDUCE: dict[str, tuple[str, ...]] = {"own": ("nccl", "none"), "vllm": ("vllm", "none")}  # the defaults
 USERS: dict[str, User] = {"own": "engine", "vllm": "plugin"}  # in the table of backends
 STANDARD, OWN = "standard", "own"
 Times = dict[str, list[float]]  # milliseconds in each round: of the ``prefill``, and of one step of ``decode``
@@ -37,7 +36,7 @@ class Workload:
         prompt: tokens of a prompt.
         new: tokens that are decoded after each prompt, the first of which comes from the prefill.
         wirings: names of wirings, each applied to every layer; ``own`` is the wiring of the checkpoint.
-        reduce: kinds of reduction of the engine, see ``parallel.all_reduce.backends``. None stands
+        reduce: all-reduce backends of the engine, see ``parallel.all_reduce.backends``. None stands
             for the engine's entry in ``REDUCE``.
         bounds: the wirings that are also timed by the kinds with wrong results; None for all of them.
         experts: how ranks share the experts, see ``load_tensor_parallel``.
@@ -61,7 +60,7 @@ class Workload:
     prompt: int = 1024
     new: int = 512
     wirings: tuple[str, ...] = (STANDARD, "ladder")
-    reduce: tuple[Kind, ...] | None = None
+    reduce: tuple[str, ...] | None = None
     experts: Experts = "sliced"
     dtype: str = "bfloat16"
     graphs: bool = True
@@ -102,12 +101,12 @@ class Workload:
             raise ConfigError(f"{self.model} is neither a shape nor a checkpoint", hint=f"shapes: {', '.join(SHAPES)}")
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """The kinds of reduction."""
+    def kinds(self) -> tuple[str, ...]:
+        """The all-reduce backends."""
         return REDUCE[self.engine] if self.reduce is None else self.reduce
 
-    def times(self, name: str, kind: Kind) -> bool:
-        """Whether a wiring is timed with a kind of reduction; ``bounds`` says which wirings have a bound."""
+    def times(self, name: str, kind: str) -> bool:
+        """Whether a wiring is timed with an all-reduce backend; ``bounds`` says which wirings have a bound."""
         return not is_bound(kind, USERS[self.engine]) or self.bounds is None or name in self.bounds
 
     def prompts(self, batch: int, vocabulary: int) -> list[list[int]]:
@@ -130,7 +129,7 @@ def wiring_for(name: str, config: PretrainedConfig, degree: int) -> Wiring:
     return wiring
 
 
-def row(load: Workload, degree: int, batch: int, wiring: str, kind: Kind, times: Times | None) -> dict[str, Any]:
+def row(load: Workload, degree: int, batch: int, wiring: str, kind: str, times: Times | None) -> dict[str, Any]:
     """One row; ``times`` is None if the variant does not fit into memory."""
     prefill = decode = speed = drift = None
     if times is not None:

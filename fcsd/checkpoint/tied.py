@@ -12,10 +12,6 @@ from fcsd.checkpoint.files import shown
 from fcsd.checkpoint.layout import Layout
 from fcsd.checkpoint.weights import DTYPES, Reader
 
-FIX = (
-    'If the separate tensor is the right one, set "tie_word_embeddings": false in config.json; '
-    "otherwise leave it out of the files."
-)
 _ROWS = 4096  # rows that are compared at a time, so that no tensor is in memory as a whole
 
 

@@ -66,7 +66,8 @@ def verify_tensors(layout: Layout, config: CheckpointConfig) -> Comparison:
         BadInputError: a tensor is missing, is unexpected, or has another shape or dtype than in the base class. Tied
             copies may be present or absent; one that is present has the values of the tensor to which it is tied.
     """
-    from fcsd.checkpoint.tied import FIX, differing_copies
+    from fcsd.checkpoint.tied import differing_copies
+    from fcsd.models.config_keys import UNTIE
 
     comparison = compare_tensors(layout, config)
     if problems := comparison.problems():
@@ -75,7 +76,7 @@ def verify_tensors(layout: Layout, config: CheckpointConfig) -> Comparison:
             "config.json belongs to another model, or the checkpoint is incomplete: download it again.",
         )
     if differing := differing_copies(layout, comparison.tied):
-        raise BadInputError(f"{layout.path}: {'; '.join(differing)}", FIX)
+        raise BadInputError(f"{layout.path}: {'; '.join(differing)}", UNTIE)
     return comparison
 
 

@@ -1,16 +1,14 @@
-"""Runs a tensor-parallel model with its reductions in flight, as ``models/schedule.py`` says.
+"""Runs a tensor-parallel model with its reductions in flight, by the plans of ``models/schedule.py``.
 
 transformers' own loop over layers and its own modules compute everything. A layer passes on a ``Stream`` instead of a
-tensor. The stream starts a reduction when the last output that it sums is computed, and awaits it at the first read
-that includes it. The reads of a model include ever more outputs, so one running sum is enough for every wiring:
-
-    a read of the stream = all outputs whose reductions have been awaited, up to this read
+tensor. The stream does with each output what the layer's plan says, and awaits a reduction at the first read that
+includes it.
 
 Under Desync every rank adds its own outputs to its own residual. A kept reduction sums ``output + residual / degree``
 over the ranks (Ladder-Residual §5), and its result replaces the residual.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +21,7 @@ from fcsd.engine import compiled
 from fcsd.engine.tp_plan import TensorGroup
 from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of, decoder_layers
-from fcsd.models.schedule import Output, Read, Reduction, kind_of, reductions
+from fcsd.models.schedule import LayerPlan, Step, kind_of, layer_plans
 from fcsd.models.wiring import (
     DESYNC,
     Blocks,
@@ -39,25 +37,19 @@ from fcsd.parallel.all_reduce import reduce
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """The reductions of a model, and how they travel.
+class Sums:
+    """How the reductions of a model travel.
 
     Attributes:
-        starts: maps the output after which a reduction starts to the reduction.
-        last: the read of the final norm.
         ranks: the ranks that divide the model.
-        kind: how the ranks reduce; see ``parallel.all_reduce.backends``.
+        backend: how the ranks reduce; see ``parallel.all_reduce.backends``.
         eager: whether every reduction is awaited where it starts. The code is the same, but nothing overlaps.
-        desync: whether the residuals of the ranks differ between reductions.
         compiled: whether the parts of a decoding step with a cache of fixed shape are compiled.
     """
 
-    starts: Mapping[Output, Reduction]
-    last: Read
     ranks: TensorGroup
-    kind: reduce.Kind
+    backend: str
     eager: bool
-    desync: bool
     compiled: bool
 
 
@@ -66,47 +58,44 @@ class Stream:
 
     Args:
         x: the embeddings ``[batch, seq, hidden]``.
-        schedule: the model's reductions.
+        sums: how the reductions travel.
     """
 
-    def __init__(self, x: Tensor, schedule: Schedule) -> None:
-        self._x = x
-        self._schedule = schedule
-        self._computed: dict[Output, Tensor] = {}
-        self._in_flight: list[tuple[Read, Callable[[], Tensor]]] = []
+    def __init__(self, x: Tensor, sums: Sums) -> None:
+        self._landed: Tensor | None = x  # what a read has included; None if the oldest sum in flight holds it, too
+        self._sums = sums
+        self._collected: Tensor | None = None
+        self._in_flight: list[Callable[[], Tensor]] = []  # oldest first; each returns its sum when it has arrived
 
-    def add(self, output: Output, value: Tensor) -> None:
-        """Take this rank's partial sum of an output ``[batch, seq, hidden]``, whose memory may be written over."""
-        reduction = self._schedule.starts.get(output)
-        if self._schedule.desync:
-            if reduction is None:
-                self._x = self._x + value
-                return
-            value = value + self._x / self._schedule.ranks.degree
-        else:
-            self._computed[output] = value
-            if reduction is None:
-                return
-            value = self._computed.pop(reduction.sums[0])
-            for summand in reduction.sums[1:]:
-                value = value + self._computed.pop(summand)
-        started = reduce.reduce(value, self._schedule.ranks.group, self._schedule.kind, output.layer)
-        wait = started.wait
-        if self._schedule.eager:
-            wait = partial(_given, started.wait())
-        self._in_flight.append((reduction.awaited_by, wait))
+    def add(self, step: Step, layer: int, out: Tensor) -> None:
+        """Do with this rank's output of a call ``[batch, seq, hidden]`` what the step says; it may be written over."""
+        if step.joins:
+            assert self._collected is not None, "the first output of a sum is collected"
+            out, self._collected = self._collected + out, None
+        if step.then == "collect":
+            self._collected = out
+            return
+        if step.then == "local":
+            self._in_flight.append(partial(_given, out))
+            return
+        if step.then == "resync":
+            assert self._landed is not None, "a reduction of Desync includes what this rank has added"
+            out, self._landed = out + self._landed / self._sums.ranks.degree, None
+        wait = reduce.reduce(out, self._sums.ranks.group, self._sums.backend, layer).wait
+        self._in_flight.append(partial(_given, wait()) if self._sums.eager else wait)
 
-    def read(self, place: Read) -> Tensor:
-        """The stream ``[batch, seq, hidden]`` as ``place`` reads it; awaits the reductions that it needs first."""
-        waiting, self._in_flight = self._in_flight, []
-        for awaited_by, wait in waiting:
-            if awaited_by != place:
-                self._in_flight.append((awaited_by, wait))
-            elif self._schedule.desync:
-                self._x = wait()
-            else:
-                self._x = self._x + wait()
-        return self._x
+    def read(self, places: Sequence[int]) -> Tensor:
+        """The stream ``[batch, seq, hidden]`` with the sums at ``places`` among those in flight, which are awaited."""
+        for place in places:
+            total = self._in_flight[place]()
+            self._landed = total if self._landed is None else self._landed + total
+        self._in_flight = [wait for n, wait in enumerate(self._in_flight) if n not in places]
+        assert self._landed is not None, "a read under Desync lands what was added before it"
+        return self._landed
+
+    def whole(self) -> Tensor:
+        """The stream with all sums, as the final norm reads it."""
+        return self.read(range(len(self._in_flight)))
 
 
 def _given(x: Tensor) -> Tensor:
@@ -114,61 +103,58 @@ def _given(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class LayerReductions(LayerWiring):
+class LayerSums(LayerWiring):
     """A layer's place in the schedule.
 
     Attributes:
         index: 0-based index of the decoder layer.
-        schedule: the schedule of the whole model.
+        plan: what the layer does.
+        sums: how the reductions of the model travel.
         blocks: the names of the layer's children.
     """
 
     index: int
-    schedule: Schedule
+    plan: LayerPlan
+    sums: Sums
     blocks: Blocks
 
 
 class TensorParallelLayer(WiredLayer):
     """A decoder layer whose parts compute partial sums. It passes on a ``Stream``, and the last layer a tensor."""
 
-    fcsd: LayerReductions
+    fcsd: LayerSums
 
     def forward(self, hidden_states: Any, **kwargs: Any) -> Any:
         if _active_collector.get():
             raise ConfigError("a tensor-parallel model does not return the outputs of single layers")
-        plan = self.fcsd
-        stream = hidden_states if isinstance(hidden_states, Stream) else Stream(hidden_states, plan.schedule)
-        parts = plan.parts(self)
-        if plan.schedule.compiled and compiled.possible(kwargs.get("past_key_values"), plan.index):
+        own, plan = self.fcsd, self.fcsd.plan
+        stream = hidden_states if isinstance(hidden_states, Stream) else Stream(hidden_states, own.sums)
+        parts = own.parts(self)
+        if own.sums.compiled and compiled.possible(kwargs.get("past_key_values"), own.index):
             self._compiled_step(stream, parts, **kwargs)
         else:
-            out = parts.attn(self.input_layernorm(stream.read(Read(plan.index, "attn"))), **kwargs)
-            stream.add(Output(plan.index, "attn"), out)
-            x = self.post_attention_layernorm(stream.read(Read(plan.index, "mlp")))
-            self._add_mlp(stream, x, parts)
-        last = plan.schedule.last
-        return stream.read(last) if plan.index + 1 == last.layer else stream
-
-    def _add_mlp(self, stream: Stream, x: Tensor, parts: Parts) -> None:
-        if parts.shared is not None:
-            stream.add(Output(self.fcsd.index, "shared"), parts.shared(x))
-        if parts.routed is not None:
-            stream.add(Output(self.fcsd.index, "routed"), parts.routed(x))
+            out = parts.attn(self.input_layernorm(stream.read(plan.attn)), **kwargs)
+            stream.add(plan.steps[0], own.index, out)
+            x = self.post_attention_layernorm(stream.read(plan.mlp))
+            computed = [part for part in (parts.shared, parts.routed) if part is not None]
+            for step, part in zip(plan.steps[1:], computed, strict=True):
+                stream.add(step, own.index, part(x))
+        return stream if plan.hands_on is None else stream.whole()
 
     def _compiled_step(self, stream: Stream, parts: Parts, **kwargs: Any) -> None:
-        index, norm = self.fcsd.index, self.post_attention_layernorm
-        x = stream.read(Read(index, "attn"))
-        stream.add(Output(index, "attn"), compiled.attend(self.input_layernorm, self.self_attn, x, **kwargs))
-        x = stream.read(Read(index, "mlp"))
+        index, plan, norm = self.fcsd.index, self.fcsd.plan, self.post_attention_layernorm
+        x = stream.read(plan.attn)
+        stream.add(plan.steps[0], index, compiled.attend(self.input_layernorm, self.self_attn, x, **kwargs))
+        x = stream.read(plan.mlp)
         if parts.routed is None:
             assert isinstance(parts.shared, nn.Module), "the only part of a dense MLP is its module"
-            stream.add(Output(index, "shared"), compiled.dense(norm, parts.shared, x))
+            stream.add(plan.steps[1], index, compiled.dense(norm, parts.shared, x))
         else:
             self._sparse_step(stream, parts.routed, x)
 
     def _sparse_step(self, stream: Stream, routed: Callable[[Tensor], Tensor], x: Tensor) -> None:
         """The step of a sparse MLP. A router that does more than transformers' own is left to ``routed``."""
-        index, blocks = self.fcsd.index, self.fcsd.blocks
+        index, steps, blocks = self.fcsd.index, self.fcsd.plan.steps, self.fcsd.blocks
         mlp: Any = self.get_submodule(blocks.mlp)
         router = mlp.get_submodule(blocks.router)
         shared, gate = (getattr(mlp, name) if name else None for name in (blocks.shared, blocks.shared_gate))
@@ -176,19 +162,19 @@ class TensorParallelLayer(WiredLayer):
             router = None
         found = compiled.before_experts(self.post_attention_layernorm, compiled.Sparse(router, shared, gate), x)
         if found.shared is not None:
-            stream.add(Output(index, "shared"), found.shared)
+            stream.add(steps[1], index, found.shared)
         if router is None:
             out = routed(found.read)
         else:
             out = mlp.experts(found.read.flatten(0, -2), found.chosen, found.weights).view_as(x)
-        stream.add(Output(index, "routed"), out)
+        stream.add(steps[-1], index, out)
 
 
 def wire_tensor_parallel(
     model: PreTrainedModel,
     wiring: Wiring,
     ranks: TensorGroup,
-    kind: reduce.Kind = "nccl",
+    backend: str = "nccl",
     eager: bool = False,
     compile_steps: bool = False,
 ) -> None:
@@ -197,7 +183,7 @@ def wire_tensor_parallel(
     Args:
         wiring: any wiring that fits the model, Desync with a degree that is the number of ranks.
         ranks: the ranks that divide the model.
-        kind: how the ranks reduce; see ``parallel.all_reduce.backends``.
+        backend: how the ranks reduce; see ``parallel.all_reduce.backends``.
         eager: whether every reduction is awaited where it starts; the results are the same, bit for bit.
         compile_steps: whether to compile the parts of decoding steps in slots, see ``compiled``; the results are the
             same up to rounding.
@@ -215,11 +201,11 @@ def wire_tensor_parallel(
     blocks = arch_of(model.config).blocks
     parts = partial(hf_parts, blocks)
     try:
-        found = reductions(wiring, [kind_of(parts(layer)) for layer in layers])
+        kinds = [kind_of(parts(layer)) for layer in layers]
+        plans = layer_plans(wiring, kinds, range(len(layers)), every=True)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    starts = {reduction.starts_after: reduction for layer in found for reduction in layer}
-    schedule = Schedule(starts, Read(len(layers), "norm"), ranks, kind, eager, wiring.name in DESYNC, compile_steps)
+    sums = Sums(ranks, backend, eager, compile_steps)
     for index, layer in enumerate(layers):
         layer.__class__ = wired_class(TensorParallelLayer, type(layer))
-        layer.fcsd = LayerReductions(0, 0, 1, False, parts, index, schedule, blocks)
+        layer.fcsd = LayerSums(0, 0, 1, False, parts, index, plans[index], sums, blocks)

@@ -16,7 +16,7 @@ from fcsd.engine.tp_plan import Experts, TensorGroup
 from fcsd.engine.weights import load_tensor_parallel
 from fcsd.parallel import process_settings
 from fcsd.parallel.all_reduce.backends import require_right
-from fcsd.parallel.all_reduce.reduce import Kind, Reduction
+from fcsd.parallel.all_reduce.reduce import Reduction
 from fcsd.parallel.placement.stored import read_orders
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def open_engine(
     world: "World",
     *,
     dtype: "torch.dtype",
-    reduce: Kind = "nccl",
+    reduce: str = "nccl",
     experts: Experts = "sliced",
     placement: Path | None = None,
     compile_steps: bool = True,
@@ -42,7 +42,7 @@ def open_engine(
         path: the checkpoint directory. A converted model has the wiring that it was converted to.
         world: this process, from ``join_world``.
         dtype: the dtype of the weights in memory.
-        reduce: how the ranks reduce; one of the kinds that give right results.
+        reduce: how the ranks reduce: one of the backends that give right results.
         experts: ``sliced`` gives each rank a slice of every expert, ``whole`` gives it some whole experts.
         placement: the ``placement.json`` of the run that trained the model. Each rank then holds the whole experts that
             this run has placed there.
@@ -54,7 +54,7 @@ def open_engine(
 
     Raises:
         BadInputError: the checkpoint cannot be loaded by tensor parallelism, or ``placement`` is not such a file.
-        ConfigError: the number of ranks, the kind of reduction or the placement does not fit.
+        ConfigError: the number of ranks, the all-reduce backend or the placement does not fit.
     """
     import torch.distributed as dist
 
@@ -64,7 +64,7 @@ def open_engine(
     require_right(reduce)
     if world.device.type == "cuda" and world.size > 1:
         process_settings.warn(os.environ)
-    Reduction(ranks.group, reduce, 0)  # an unknown kind is refused before the weights are read
+    Reduction(ranks.group, reduce, 0)  # an unknown backend is refused before the weights are read
     orders = None if placement is None else read_orders(placement)
     experts = experts if placement is None else "whole"
     model = load_tensor_parallel(path, dtype=dtype, device=world.device, ranks=ranks, experts=experts, orders=orders)

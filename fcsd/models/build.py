@@ -20,7 +20,7 @@ from ..errors import BadInputError, ConfigError
 from ..extras import require_extra
 from ..foreign_errors import first_line
 from .archs import ARCHS, Arch
-from .config_keys import PREFIX, WEIGHTS_FILE, expert_count
+from .config_keys import PREFIX, UNTIE, WEIGHTS_FILE, expert_count
 from .fp8 import blocks_of_config
 from .fused.model import fuse_parts
 from .load_options import default_dtype
@@ -299,8 +299,7 @@ def load_model(
         raise BadInputError(f"{path}: tensors do not match the config: {'; '.join(problems)}")
     if untied := sorted(model.get_expanded_tied_weights_keys(all_submodels=True).keys() - model.all_tied_weights_keys):
         # transformers has found other values than in the tensor to which the config ties them, and kept both
-        hint = 'If the separate tensor is the right one, set "tie_word_embeddings": false in config.json.'
-        raise BadInputError(f"{path}: config.json ties {untied} to a tensor that has other values", hint)
+        raise BadInputError(f"{path}: config.json ties {untied} to a tensor that has other values", UNTIE)
     return model if device is None else model.to(device)
 
 

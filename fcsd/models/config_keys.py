@@ -30,3 +30,9 @@ def first_count(fields: Mapping[str, Any], keys: tuple[str, ...]) -> int:
 # config classes of fcsd ignore the key.
 WEIGHTS_FILE = "transformers_weights"
 REFUSAL = "this model is rewired; load it by an Auto class, with trust_remote_code=True or after `import fcsd`"
+
+# What to do about a checkpoint that holds, beside a tensor, another one that the config ties to it.
+UNTIE = (
+    'If the separate tensor is the right one, set "tie_word_embeddings": false in config.json; '
+    "otherwise leave it out of the files."
+)

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from fcsd.launch.world import World
-    from fcsd.parallel.all_reduce.reduce import Kind
 
 # The first one is the paper's (Figure 7).
 PROMPTS = (
@@ -64,7 +63,7 @@ def chat(
     device: str | None = None,
     dtype: str | None = None,
     divided: bool = False,
-    reduce: "Kind" = "nccl",
+    reduce: str = "nccl",
     placement: Path | None = None,
 ) -> Iterator[list[Answer]]:
     """Answer one prompt after the other. The answer of the baseline comes first.
@@ -104,7 +103,7 @@ def chat(
 
         require_right(reduce)
     elif reduce != "nccl":
-        raise ConfigError("a kind of reduction is for a divided model", "add --gpus, or leave --reduce out")
+        raise ConfigError("an all-reduce backend is for a divided model", "add --gpus, or leave --reduce out")
     elif placement is not None:
         raise ConfigError("a placement of experts is for a divided model", "add --gpus, or leave --placement out")
     interactive = prompts is None and sys.stdin.isatty()
@@ -142,7 +141,7 @@ def load_speaker(model: str, *, device: str | None = None, dtype: str | None = N
 
 
 def load_divided_speaker(
-    model: str, world: "World", reduce: "Kind" = "nccl", dtype: str | None = None, placement: Path | None = None
+    model: str, world: "World", reduce: str = "nccl", dtype: str | None = None, placement: Path | None = None
 ) -> Speaker:
     """Loads a model into fcsd's own engine, and its tokenizer. See ``chat`` for the arguments.
 

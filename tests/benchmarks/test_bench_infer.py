@@ -62,7 +62,7 @@ def ended(pid: int) -> bool:
         (["--bounds", "parallel"], "unknown wiring for a bound 'parallel'"),
         (["--tp", "one"], "not a list of numbers"),
         (["--engine", "vllm", "--no-nvlink"], "--no-nvlink needs --engine own"),
-        (["--engine", "vllm", "--reduce", "vllm,nccl"], "unknown kind of reduction 'nccl'"),
+        (["--engine", "vllm", "--reduce", "vllm,nccl"], "unknown all-reduce backend 'nccl'"),
         (["--engine", "vllm", "--wirings", "standard,lader"], "unknown wiring 'lader'"),
         (["--engine", "vllm", "--tp", "2", "--wirings", "desync-2x"], "needs a dense architecture"),
         (["--engine", "vllm"], "python -m benchmarks.infer --engine vllm needs vllm: pip install 'fcsd[vllm]'"),
@@ -78,7 +78,7 @@ def test_what_does_not_apply_is_refused_in_one_line(options, said, monkeypatch):
 
 def test_every_engine_has_its_own_kinds_of_reduction():
     assert Workload("tiny").kinds == ("nccl", "none") and Workload("tiny", engine="vllm").kinds == ("vllm", "none")
-    with pytest.raises(ConfigError, match="unknown kind of reduction 'vllm'"):
+    with pytest.raises(ConfigError, match="unknown all-reduce backend 'vllm'"):
         Workload("tiny", reduce=("vllm",))
 
 

@@ -241,7 +241,7 @@ def test_a_gpu_compiles_steps_unless_this_is_switched_off(
 
 
 def _by_graphs(path: Path) -> dict[str, tuple[list[list[int]], list[list[int]], list[str]]]:
-    """Answers step by step and by CUDA graphs, and what was logged, for each kind of reduction."""
+    """Answers step by step and by CUDA graphs, and what was logged, for each all-reduce backend."""
     from fcsd.engine.open import open_engine
     from fcsd.launch.world import join_world
 
@@ -266,10 +266,10 @@ def test_two_gpus_decode_by_graphs_as_step_by_step(models: dict[str, Path]) -> N
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["eval", "{model}", "--backend", "own", "--reduce", "none"], "give wrong results"),
+        (["eval", "{model}", "--backend", "own", "--reduce", "none"], "gives wrong results"),
         (["eval", "{model}", "--reduce", "none"], "--reduce is for --backend own"),
         (["eval", "{model}", "--backend", "own", "--ep-size", "2"], "--ep-size is for --backend hf"),
-        (["chat", "{model}", "--gpus", "1", "--reduce", "none"], "give wrong results"),
+        (["chat", "{model}", "--gpus", "1", "--reduce", "none"], "gives wrong results"),
         (["chat", "{model}", "--reduce", "none"], "add --gpus"),
         (["chat", "{model}", "--placement", "placement.json"], "add --gpus"),
         (["chat", "{model}", "--gpus", "1", "--device", "cpu"], "leave it out with --gpus"),

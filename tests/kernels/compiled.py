@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 
 from fcsd.kernels import adamw, copies, gated, latent, rotary, rows, vocabulary
 from fcsd.kernels.all_reduce import launch
-from fcsd.kernels.all_reduce.memory import Memory, Shape, memory_of, rooms_of
+from fcsd.kernels.all_reduce.memory import Memory, Shape, memory_of
 from fcsd.kernels.bit_split import Draws, Format, kernels
 from fcsd.kernels.decode import attention as decode_attention
 from fcsd.kernels.decode import experts as few_experts
@@ -140,10 +140,6 @@ def sums() -> None:
     for number, one_shot in ((2**12, True), (2**20, False)):
         x = torch.zeros(number, dtype=torch.bfloat16)
         launch.all_reduce(x, MEMORY, Shape(one_shot))
-        launch.all_reduce_quantised(x.view(-1, 1024), MEMORY, Shape(one_shot), Format.parse("int5"))
-    rooms = rooms_of([0, 0, 0, 0], 2**22, torch.device("cpu"))
-    launch.all_reduce_large(x, MEMORY, rooms, 32)
-    launch.all_reduce_quantised_large(x, MEMORY, rooms, Format.parse("int5"))
 
 
 if __name__ == "__main__":

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from fcsd.models.archs import VllmNames
-from fcsd.models.schedule import MLP_PARTS, Kind, Output, Read, reads_of
+from fcsd.models.schedule import MLP_PARTS, Kind, Output, Read, layer_plans, reads_of
 from fcsd.models.wiring_block import DESYNC, Wiring, kept_reductions
 from fcsd.serve.vllm.layer import Wired, kind_of, take_apart
-from fcsd.serve.vllm.plan import plan_layers
 from fcsd.serve.vllm.reduction import Reducer, Sum
 
 RANKS, TOKENS, WIDTH = 2, 3, 4
@@ -229,7 +228,7 @@ def run_rank(rank: int, meeting: Meeting, wiring: Wiring, kinds: Sequence[Kind],
         layers = {i: Layer(rank, i, kinds[i], reducer) for i in stage}
         seen: list[Kind] = [kind_of(layers[i], NAMES) if i in stage else "moe-shared" for i in range(len(kinds))]
         assert [seen[i] for i in stage] == [kinds[i] for i in stage]
-        for i, plan in plan_layers(wiring, seen, stage).items():
+        for i, plan in layer_plans(wiring, seen, stage).items():
             take_apart(layers[i], Wired(NAMES, plan, reducer))
         for layer in layers.values():
             assert hidden.shape == (TOKENS, WIDTH)
@@ -285,7 +284,7 @@ def test_pipeline_stages_exchange_a_pair():
             found, _ = run(wiring, MIXED, [range(1), range(1, 3), range(3, 5)])
             torch.testing.assert_close(found, literal(wiring, MIXED), rtol=1e-9, atol=1e-9, msg=str(wiring))
     with pytest.raises(ValueError, match="more than two streams"):
-        plan_layers(Wiring("ladder", (0, 1, 2, 3, 4), distance=3), ("moe",) * 5, range(3))
+        layer_plans(Wiring("ladder", (0, 1, 2, 3, 4), distance=3), ("moe",) * 5, range(3))
 
 
 def test_what_overlaps_under_each_wiring():
@@ -301,13 +300,13 @@ def test_what_overlaps_under_each_wiring():
 
 def test_layers_that_are_not_rewired_stay_vllms_own():
     for kinds in (MIXED, ("dense",) * 5):
-        assert set(plan_layers(Wiring("farskip", (3,)), kinds, range(5))) == {3}
-        assert set(plan_layers(Wiring("ladder", (3,)), kinds, range(5))) == {2, 3}, "its sum is read later"
+        assert set(layer_plans(Wiring("farskip", (3,)), kinds, range(5))) == {3}
+        assert set(layer_plans(Wiring("ladder", (3,)), kinds, range(5))) == {2, 3}, "its sum is read later"
 
 
 def test_experts_that_sum_by_themselves_are_refused():
     layer = Layer(0, 0, "moe", None)
-    (plan,) = plan_layers(Wiring("ladder", (0,)), ("moe",), range(1)).values()
+    (plan,) = layer_plans(Wiring("ladder", (0,)), ("moe",), range(1)).values()
     take_apart(layer, Wired(NAMES, plan, Reducer(1)))
     runner: Any = layer.mlp.experts
     assert torch.equal(runner._maybe_reduce_final_output(torch.ones(1, 4), 3), torch.ones(1, 3))

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 from fcsd.models.archs import VllmNames
+from fcsd.models.schedule import layer_plans
 from fcsd.models.wiring_block import Wiring
 from fcsd.serve.vllm.layer import Wired, take_apart
-from fcsd.serve.vllm.plan import plan_layers
 from fcsd.serve.vllm.reduction import Reducer, Sum, define_operators
 
 
@@ -105,7 +105,7 @@ def order(reducer: Reducer) -> list[str]:
     """Starts, waits and products in the order of the code that Inductor generates for three farskip layers."""
     layers = [Layer(index) for index in range(3)]
     names = VllmNames(shared="shared_experts")
-    for i, plan in plan_layers(Wiring("farskip", (0, 1, 2)), ["moe-shared"] * 3, range(3)).items():
+    for i, plan in layer_plans(Wiring("farskip", (0, 1, 2)), ["moe-shared"] * 3, range(3)).items():
         take_apart(layers[i], Wired(names, plan, reducer))
 
     def model(positions: Tensor, hidden: Tensor) -> Tensor:

@@ -114,7 +114,7 @@ FARSKIP, DESYNC = Wiring("farskip", (1, 2)), Wiring("desync-2x", (1, 2), tp_degr
             '"fp4" is not a format',
         ),
         (settings(FARSKIP, additional_config={"fcsd": {"reduce": "quantised"}}), "is not a format"),
-        (settings(FARSKIP, additional_config={"fcsd": {"reduce": "fast"}}), "unknown kind of reduction 'fast'"),
+        (settings(FARSKIP, additional_config={"fcsd": {"reduce": "fast"}}), "unknown all-reduce backend 'fast'"),
         (settings(FARSKIP, additional_config={"fcsd": {"kind": "vllm"}}), 'the keys "reduce" and "overlap_from"'),
         (settings(FARSKIP, additional_config={"fcsd": {"overlap_from": -1}}), "overlap_from is a number of tokens"),
         (settings(FARSKIP, additional_config={"fcsd": {"overlap_from": "2048"}}), "not '2048'; 0 always overlaps"),

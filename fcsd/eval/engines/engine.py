@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fcsd.disk import json_sha256
 from fcsd.errors import ConfigError, unknown_value
@@ -20,9 +20,6 @@ from fcsd.extras import require_extra
 from fcsd.launch.shared_work import Team
 from fcsd.models.load_options import check_device, check_dtype, default_dtype
 from fcsd.serve.vllm.support import RIGHT_RESULTS, installed_version, require_vllm
-
-if TYPE_CHECKING:
-    from fcsd.parallel.all_reduce.reduce import Kind
 
 HF, VLLM, OWN = "hf", "vllm", "own"
 
@@ -55,7 +52,7 @@ class Engine:
     generation: str | None = None
     ep_size: int = 1
     gpus: int = 1
-    reduce: "Kind" = "nccl"
+    reduce: str = "nccl"
     compile: bool = True
     quantised: QuantisedCommunication | None = None
 

@@ -1,4 +1,4 @@
-"""The memory that the kernels of all ranks share, and when a part of it may be used again.
+"""The memory that the ranks share, and when a part of it may be used again.
 
 Every rank has the same memory. It consists of places. A place belongs to a stage, a block of the kernel, a slot and a
 rank, and has a flag and room for ``slot_bytes`` of data:
@@ -30,10 +30,9 @@ from torch import Tensor
 from fcsd.errors import ConfigError
 
 BLOCKS = 64  # the most blocks of a kernel
-LARGE_BLOCKS = 4096  # the most blocks of the quantised kernel for large messages
 SLOTS = 4
 MOST_RANKS = 8
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of the values that are not quantised
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ROUND = 64 * 1024  # bytes that a rank receives in one stage of a turn of one block
 _STAGES = 2
 
@@ -75,44 +74,16 @@ class Memory:
         return Places(self.size, self.slot_bytes, data_offset(self.size))
 
 
-class Rooms(NamedTuple):
-    """Memory for large messages: each rank has a room with two halves, one for values and one for sums.
-
-    In ``pull_kernel`` a rank writes into its own room, and reads those of the others. In ``large_kernel`` it writes its
-    records into the rooms of the others, and reads its own. In both, a call ends when the rank has awaited the sums of
-    all blocks of all ranks, which were written after the values were read. In the next call, sums are written when the
-    values of all ranks were awaited, which they sent after they had read the sums of the call before.
-
-    Attributes:
-        bases: the addresses of the rooms of all ranks in this process, int64 ``[ranks]``, on the device.
-        size: the bytes of a half, a multiple of 16.
-        flags: the addresses of the flags behind the rooms, int64 ``[ranks]``, on the device.
-        turns: how many calls each block of ``large_kernel`` has made, int32 ``[LARGE_BLOCKS]``, on the device.
-    """
-
-    bases: Tensor
-    size: int
-    flags: Tensor
-    turns: Tensor
-
-    @property
-    def layout(self) -> Places:
-        """Where the flags lie: there is one for each stage, block and rank."""
-        return Places(len(self.bases), slot=0, data=0, blocks=LARGE_BLOCKS, slots=1)
-
-
 class Shape(NamedTuple):
     """How a message is divided. It changes no result, but must be the same on all ranks.
 
     Attributes:
         one_shot: whether every rank sums all values, instead of its share.
         blocks: the most blocks, each of which occupies one SM; at most ``BLOCKS``.
-        record: how many values a record of the quantised kernel has, a power of two from 256 on; None chooses.
     """
 
     one_shot: bool
     blocks: int = 32
-    record: int | None = None
 
 
 def memory_of(rank: int, addresses: Sequence[int], device: torch.device) -> Memory:
@@ -122,20 +93,6 @@ def memory_of(rank: int, addresses: Sequence[int], device: torch.device) -> Memo
     """
     bases = torch.tensor(addresses, dtype=torch.int64, device=device)
     return Memory(rank, len(addresses), bases, torch.zeros(BLOCKS, dtype=torch.int32, device=device))
-
-
-def rooms_of(addresses: Sequence[int], size: int, device: torch.device) -> Rooms:
-    """The rooms of ranks that begin at ``addresses``, with halves of ``size`` bytes.
-
-    Every address is a multiple of 16. A room has ``room_bytes`` bytes, which were set to zero.
-    """
-    bases = torch.tensor(addresses, dtype=torch.int64, device=device)
-    return Rooms(bases, size, bases + 2 * size, torch.zeros(LARGE_BLOCKS, dtype=torch.int32, device=device))
-
-
-def room_bytes(ranks: int, size: int) -> int:
-    """The size of a room with halves of ``size`` bytes, and of its flags."""
-    return 2 * size + 4 * _STAGES * LARGE_BLOCKS * ranks
 
 
 def require_dtype(x: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The Triton kernel of an all-reduce of bf16, fp16 or fp32 values, and what all such kernels share.
+"""The Triton kernel of an all-reduce of bf16, fp16 or fp32 values.
 
 In one shot, every block sends its values to all ranks and sums what arrives. In two shots, the values of a block are
 divided among the ranks; each rank sums its share and sends the sum to all. A turn of a block is pipelined with the next
@@ -6,7 +6,7 @@ one: its values are being sent while those of the turn before it are summed.
 """
 
 # pyright: reportAttributeAccessIssue=false
-# Triton gives the attributes of the tuples ROW and MEMORY, which pyright does not know of.
+# Triton gives the attributes of the tuple MEMORY, which pyright does not know of.
 
 import triton
 import triton.language as tl
@@ -124,48 +124,3 @@ def sum_kernel(x, n, bases, turns, me, MEMORY: tl.constexpr, ONE_SHOT: tl.conste
     if not ONE_SHOT:
         _collect(x, n, bases, me, block, first, count - 1, MEMORY, TILE)
     tl.store(turns + block, first + count)
-
-
-@triton.jit(do_not_specialize=["me"])
-def pull_kernel(x, n, bases, turns, rooms, me, MEMORY: tl.constexpr, TILE: tl.constexpr, HALF: tl.constexpr):
-    """The same in two shots of a single turn, through rooms that hold all values and, ``HALF`` bytes on, all sums.
-
-    The ranks read each other's rooms. A block waits twice, however many values it has.
-    """
-    block, within = tl.program_id(0), tl.arange(0, TILE)
-    first = tl.load(turns + block)
-    RANKS: tl.constexpr = MEMORY.ranks
-    count = tl.cdiv(n, tl.num_programs(0) * RANKS * TILE)
-    own = tl.load(rooms + me)
-    for turn in range(count):
-        for step in range(1, MEMORY.ranks):
-            tile = (turn * tl.num_programs(0) + block) * MEMORY.ranks + (me + step) % MEMORY.ranks
-            at = tile * TILE + within
-            tl.store(_in_room(own, x) + at, tl.load(x + at, mask=at < n), mask=at < n)
-    signal(bases, me, 0, block, first, MEMORY)
-    await_signals(bases, me, 0, block, first, MEMORY)
-    for turn in range(count):
-        at = ((turn * tl.num_programs(0) + block) * MEMORY.ranks + me) * TILE + within
-        mine = tl.load(x + at, mask=at < n)
-        total = tl.zeros([TILE], tl.float32)
-        for rank in tl.static_range(RANKS):  # pyright: ignore[reportGeneralTypeIssues]
-            theirs = tl.load(_in_room(tl.load(rooms + rank), x) + at, mask=(at < n) & (me != rank))
-            total += tl.where(me == rank, mine, theirs).to(tl.float32)
-        sums = total.to(x.dtype.element_ty)
-        tl.store(x + at, sums, mask=at < n)
-        tl.store(_in_room(own + HALF, x) + at, sums, mask=at < n)
-    signal(bases, me, 1, block, first, MEMORY)
-    await_signals(bases, me, 1, block, first, MEMORY)
-    for turn in range(count):
-        for step in range(1, MEMORY.ranks):
-            owner = (me + step) % MEMORY.ranks
-            at = ((turn * tl.num_programs(0) + block) * MEMORY.ranks + owner) * TILE + within
-            sums = tl.load(_in_room(tl.load(rooms + owner) + HALF, x) + at, mask=at < n)
-            tl.store(x + at, sums, mask=at < n)
-    tl.store(turns + block, first + 1)
-
-
-@triton.jit
-def _in_room(base, like):
-    """The address ``base`` as a pointer to values of the dtype of ``like``."""
-    return tl.multiple_of(base.to(tl.pointer_type(like.dtype.element_ty)), 16)

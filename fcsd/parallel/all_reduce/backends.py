@@ -52,20 +52,21 @@ def _nccl(group: Any, _: "Format | None") -> Start:
 
 
 def _symmetric(group: Any, _: "Format | None") -> Start:
-    """One kernel in the symmetric memory of the GPUs of one host."""
+    """One kernel in the symmetric memory of the GPUs of one host; NCCL for messages for which it is faster."""
     from fcsd.parallel.all_reduce import symmetric, window
 
     window.window_of(group)
-    return lambda x: symmetric.all_reduce(x.detach(), group)
+    nccl = _nccl(group, None)
+    return lambda x: symmetric.all_reduce(x.detach(), group) if x.nbytes <= symmetric.LARGEST else nccl(x)
 
 
 def _auto(group: Any, _: "Format | None") -> Start:
-    """``nccl`` or ``symmetric``, by the size of the message; see ``choice``."""
-    from fcsd.parallel.all_reduce import choice, symmetric, window
+    """``nccl`` or ``symmetric``, whichever was measured to be faster."""
+    from fcsd.parallel.all_reduce import symmetric, window
 
     window.try_window(group)  # now, because it cannot be made while a CUDA graph is captured
     nccl = _nccl(group, None)
-    return lambda x: symmetric.all_reduce(x.detach(), group) if choice.fastest(x, group) == "symmetric" else nccl(x)
+    return lambda x: symmetric.all_reduce(x.detach(), group) if symmetric.pays(x, group) else nccl(x)
 
 
 def _quantised(group: Any, format: "Format | None") -> Start:
@@ -112,7 +113,7 @@ def backend_of(name: str, user: User) -> "tuple[Backend, Format | None]":
     for backend in BACKENDS:
         if backend.name == ("quantised:FORMAT" if format else name) and user in backend.users:
             return backend, format
-    raise ConfigError(f"unknown kind of reduction {name!r}; one of {', '.join(known)}")
+    raise ConfigError(f"unknown all-reduce backend {name!r}; one of {', '.join(known)}")
 
 
 def is_bound(name: str, user: User = "engine") -> bool:
@@ -132,6 +133,6 @@ def require_right(name: str) -> None:
     """
     if is_bound(name):
         raise ConfigError(
-            f"reductions of kind {name} give wrong results; only python -m benchmarks.infer takes them",
+            f"the all-reduce backend {name} gives wrong results; only python -m benchmarks.infer takes them",
             hint="leave --reduce out, or use --reduce nccl",
         )

@@ -1,11 +1,10 @@
-"""Runs a quantised all-reduce (FlashCommunication V2, section 4): in one kernel, or in steps over torch.distributed.
+"""Runs a quantised all-reduce (FlashCommunication V2, section 4) in two steps over torch.distributed.
 
-Between GPUs of one host that can access each other's memory, one kernel pipelines encoding, sending and sum
-(``symmetric.all_reduce_quantised``). Elsewhere NCCL or gloo sends the records in two steps: an all-to-all of shares and
-an all-gather of sums. On GPUs both steps run on a stream of their own.
+NCCL or gloo sends the records: an all-to-all of shares, and an all-gather of sums. On GPUs both steps run on a stream
+of their own.
 
 Every value is decoded from what is sent, that of the rank itself too, and sums are added in fp32 in the order of ranks.
-All ranks therefore end with the same bits, which are the same in both ways.
+All ranks therefore end with the same bits.
 """
 
 import math
@@ -19,12 +18,11 @@ from torch import Tensor
 
 from fcsd.kernels.bit_split import Format, decode, encode
 from fcsd.kernels.bit_split.moves import encode_sum
-from fcsd.parallel.all_reduce import symmetric
-from fcsd.parallel.all_reduce.window import OnStream, try_window
+from fcsd.parallel.all_reduce.window import OnStream
 from fcsd.parallel.transports.transport import Work
 
 
-def all_reduce(x: Tensor, format: Format, group: Any, in_steps: bool = False) -> Work:
+def all_reduce(x: Tensor, format: Format, group: Any) -> Work:
     """Start to replace ``x`` by its sum over the ranks, in place. Every rank gets the same bits.
 
     Args:
@@ -32,7 +30,6 @@ def all_reduce(x: Tensor, format: Format, group: Any, in_steps: bool = False) ->
             the returned work was awaited.
         format: the format of the values sent.
         group: the ranks.
-        in_steps: whether torch.distributed makes both steps, although one kernel could make them.
 
     Returns:
         The collective in flight. On GPUs it needs nothing more from the host. On CPUs, only its first step has been
@@ -41,11 +38,6 @@ def all_reduce(x: Tensor, format: Format, group: Any, in_steps: bool = False) ->
     Raises:
         ConfigError: the groups of the format do not divide the rows.
     """
-    if x.is_cuda and not in_steps:
-        window = try_window(group)
-        if window is not None:
-            format.row_bytes(x.shape[-1])  # refuses a format before anything is sent
-            return symmetric.all_reduce_quantised(x.detach(), format, window, group)
     rows = cut(x.detach(), format, dist.get_world_size(group))  # refuses a format before anything is sent
     if x.is_cuda:
         return OnStream(_stream(x.device), rows, lambda: _Stepwise(x, rows, format, group).wait())

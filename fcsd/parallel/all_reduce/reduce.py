@@ -17,26 +17,24 @@ from fcsd.parallel import order
 from fcsd.parallel.all_reduce.backends import Start, backend_of
 from fcsd.parallel.transports.transport import Work
 
-Kind = str  # the name of a backend
-
 
 class Reduction:
     """A sum over the ranks of a group; it may still be in flight.
 
     Raises:
-        ConfigError: the kind or its format is unknown, or the ranks cannot reduce in this way.
+        ConfigError: the backend or its format is unknown, or the ranks cannot reduce in this way.
 
     Attributes:
         exact: whether ``wait`` returns the sum, up to the rounding of a format; False for the bound.
         format: the format of the values sent; None for the values as they are.
     """
 
-    def __init__(self, group: Any, kind: Kind, layer: int) -> None:
-        backend, self.format = backend_of(kind, "engine")
-        self.exact, self._layer = not backend.bound, layer
+    def __init__(self, group: Any, backend: str, layer: int) -> None:
+        found, self.format = backend_of(backend, "engine")
+        self.exact, self._layer = not found.bound, layer
         self._start: Start | None = None
-        if backend.open is not None and dist.get_world_size(group) > 1:
-            self._start = backend.open(group, self.format)
+        if found.open is not None and dist.get_world_size(group) > 1:
+            self._start = found.open(group, self.format)
         self._work: Work | None = None
         self._tensor: Tensor | None = None
 
@@ -57,7 +55,7 @@ class Reduction:
         return tensor
 
 
-def reduce(x: Tensor, group: Any, kind: Kind = "nccl", layer: int = 0) -> Reduction:
+def reduce(x: Tensor, group: Any, backend: str = "nccl", layer: int = 0) -> Reduction:
     """Start to sum ``x``, of any shape, over the ranks of ``group``; differentiable.
 
     The sum is written over ``x``, so nothing else may use ``x`` afterwards. If autograd has saved ``x``, the backward
@@ -65,13 +63,13 @@ def reduce(x: Tensor, group: Any, kind: Kind = "nccl", layer: int = 0) -> Reduct
 
     Args:
         group: the process group.
-        kind: the name of the backend, see ``backends``.
+        backend: the name of the backend, see ``backends``.
         layer: 0-based index of the decoder layer, for the profiler.
 
     Raises:
-        ConfigError: the kind or its format is unknown, or the groups of the format do not divide the rows of ``x``.
+        ConfigError: the backend or its format is unknown, or the groups of the format do not divide the rows of ``x``.
     """
-    reduction = Reduction(group, kind, layer)
+    reduction = Reduction(group, backend, layer)
     x = x.contiguous()
     if x.requires_grad and torch.is_grad_enabled():
         _Reduce.apply(x, reduction)

@@ -1,16 +1,16 @@
-"""The kind ``symmetric``: all-reduces between the GPUs of one host, each in one kernel over symmetric memory.
+"""The backends ``symmetric`` and ``auto``: all-reduces between the GPUs of one host, each in one kernel.
 
-NVLink multicast is never used. A kernel occupies as many SMs as it has blocks: few for small messages, because the
-fewer it takes, the less it slows the computation beside it.
+The kernel works in symmetric memory. NVLink multicast is never used. A kernel occupies as many SMs as it has blocks:
+few for small messages, because the fewer it takes, the less it slows the computation beside it.
 """
 
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
-from fcsd.kernels.all_reduce.memory import BLOCKS, Shape
-from fcsd.kernels.bit_split import Format
-from fcsd.parallel.all_reduce.window import OnStream, Window, window_of
+from fcsd.kernels.all_reduce.memory import DTYPES, Shape
+from fcsd.parallel.all_reduce.window import OnStream, try_window, window_of
 from fcsd.parallel.transports.transport import Work
 
 # Measured on two H200s with nothing else on the GPUs (benchmarks/results/README.md). Up to so many bytes of a rank's
@@ -18,9 +18,8 @@ from fcsd.parallel.transports.transport import Work
 # shot waits once. The numbers for more ranks are estimates.
 _ONE_SHOT = {2: 2**22, 3: 2**18, 4: 2**18}
 _ONE_SHOT_OF_MORE = 2**17
-_BLOCKS = ((2**16, 16), (2**20, 32), (2**62, 64))  # up to so many bytes, so many blocks
-LARGE = 2**22  # bytes above which a message goes through rooms
-_BLOCKS_OF_ROOMS = BLOCKS
+_BLOCKS = ((2**16, 16), (2**20, 32), (2**22, 64))  # up to so many bytes, so many blocks
+LARGEST = 2**22  # bytes of a rank's values above which NCCL is faster
 
 
 def shape_of(x: Tensor, ranks: int) -> Shape:
@@ -33,7 +32,8 @@ def all_reduce(x: Tensor, group: Any) -> Work:
     """Start to replace ``x`` by its sum over the ranks, in place. Every rank gets the same bits.
 
     Args:
-        x: bf16, fp16 or fp32 of any shape, contiguous. Nothing else may use it until the work was awaited.
+        x: bf16, fp16 or fp32 of any shape, contiguous, of at most ``LARGEST`` bytes. Nothing else may use it until the
+            work was awaited.
         group: GPUs of one host.
 
     Raises:
@@ -42,25 +42,15 @@ def all_reduce(x: Tensor, group: Any) -> Work:
     from fcsd.kernels.all_reduce import launch
 
     window = window_of(group)
-    rooms = window.rooms(group) if x.nbytes > LARGE else None
-    if rooms is not None:
-        return OnStream(window.stream, x, lambda: launch.all_reduce_large(x, window.memory, rooms, _BLOCKS_OF_ROOMS))
     shape = shape_of(x, window.memory.size)
     return OnStream(window.stream, x, lambda: launch.all_reduce(x, window.memory, shape))
 
 
-def all_reduce_quantised(x: Tensor, format: Format, window: Window, group: Any) -> Work:
-    """The same with values that are quantised on their way; ``x`` is bf16 or fp32 ``[..., width]``.
+def pays(x: Tensor, group: Any) -> bool:
+    """Whether this kernel was measured to be faster than NCCL for ``x`` among so many GPUs, and they can run it.
 
-    Raises:
-        ConfigError: the groups of the format do not divide the rows.
+    More than two GPUs were not measured. All ranks make the first call of a group together, and not while a CUDA graph
+    is captured.
     """
-    from fcsd.kernels.all_reduce import launch
-
-    rooms = window.rooms(group) if x.nbytes > LARGE else None
-    if rooms is not None:
-        large = launch.all_reduce_quantised_large
-        return OnStream(window.stream, x, lambda: large(x, window.memory, rooms, format))
-    # Encoding and decoding keep the SMs busy, so more blocks are faster from 256 KiB on.
-    shape = shape_of(x, window.memory.size)._replace(blocks=BLOCKS)
-    return OnStream(window.stream, x, lambda: launch.all_reduce_quantised(x, window.memory, shape, format))
+    measured = x.nbytes <= LARGEST and dist.get_world_size(group) == 2
+    return measured and x.dtype in DTYPES and x.is_cuda and try_window(group) is not None

@@ -13,20 +13,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcsd.errors import ConfigError
-from fcsd.kernels.all_reduce.memory import MOST_RANKS, Memory, Rooms, memory_of, room_bytes, rooms_of, total_bytes
+from fcsd.kernels.all_reduce.memory import MOST_RANKS, Memory, memory_of, total_bytes
 from fcsd.parallel.all_reduce.backends import PEERS
 from fcsd.parallel.transports.copies import PeerBuffers
 from fcsd.parallel.transports.symmetric_memory import open_buffers
 
-_INSTEAD = "use --reduce nccl, or under vLLM the kind vllm"
-_ROOM = 64 * 2**20  # bytes of a rank's values that one call of the kernel for large messages takes
+_INSTEAD = "use --reduce nccl, or under vLLM the backend vllm"
 
 
 class Window:
     """The memory of a group of GPUs, and the stream on which it is used.
 
     Attributes:
-        memory: what the kernels of ``kernels.all_reduce`` need.
+        memory: what ``kernels.all_reduce`` needs.
         stream: the stream of all reductions of the group.
     """
 
@@ -34,22 +33,6 @@ class Window:
         self.memory = memory
         self.stream = torch.cuda.Stream(priority=-1)
         self._peers = peers  # keeps the memory mapped
-        self._rooms: tuple[Rooms, PeerBuffers] | None = None
-
-    def rooms(self, group: Any) -> Rooms | None:
-        """The memory for large messages, which all ranks make together when they first need it.
-
-        Returns: None if there is none yet and a CUDA graph is being captured, during which it cannot be made.
-
-        Raises:
-            ConfigError: the memory does not suffice.
-        """
-        if self._rooms is None and not torch.cuda.is_current_stream_capturing():
-            peers = required_buffers(group, room_bytes(self.memory.size, _ROOM))
-            addresses = _cleared(peers, group)
-            self._rooms = rooms_of(addresses, _ROOM, self.memory.bases.device), peers
-            torch.cuda.synchronize()
-        return None if self._rooms is None else self._rooms[0]
 
 
 def window_of(group: Any) -> Window:
@@ -60,22 +43,8 @@ def window_of(group: Any) -> Window:
     """
     window = try_window(group)
     if window is None:
-        raise ConfigError(f"this kind of reduction needs {PEERS}", hint=_INSTEAD)
+        raise ConfigError(f"this all-reduce backend needs {PEERS}", hint=_INSTEAD)
     return window
-
-
-def required_buffers(group: Any, capacity: int) -> PeerBuffers:
-    """Buffers of ``capacity`` bytes of a group that has a window. All ranks make the call together.
-
-    Raises:
-        ConfigError: they cannot be made. The warning of ``open_buffers`` has said why.
-    """
-    peers = open_buffers(group, capacity)
-    if peers is None:
-        raise ConfigError(
-            f"{capacity / 2**20:.0f} MiB of symmetric memory for reductions cannot be made on every GPU", hint=_INSTEAD
-        )
-    return peers
 
 
 @cache
@@ -87,19 +56,13 @@ def try_window(group: Any) -> Window | None:
     peers = open_buffers(group, total_bytes(ranks))
     if peers is None:
         return None
-    device = peers.buffers[peers.rank].device
-    memory = memory_of(peers.rank, _cleared(peers, group), device)
-    torch.cuda.synchronize()
-    return Window(memory, peers)
-
-
-def _cleared(peers: PeerBuffers, group: Any) -> list[int]:
-    """Set the buffers of all ranks to zero, the flags in them too; returns their addresses in this process."""
     own = peers.buffers[peers.rank]
     own.zero_()
     torch.cuda.synchronize()
     dist.barrier(group, device_ids=[own.device.index])  # no rank writes before all flags are zero
-    return [buffer.data_ptr() for buffer in peers.buffers]
+    memory = memory_of(peers.rank, [buffer.data_ptr() for buffer in peers.buffers], own.device)
+    torch.cuda.synchronize()
+    return Window(memory, peers)
 
 
 class OnStream:

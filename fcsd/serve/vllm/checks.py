@@ -74,9 +74,9 @@ def problems(vllm_config: Any, model_type: str) -> Iterator[str]:
         yield f"speculation by {speculation.method} reads streams of the original; use one of {', '.join(_OUTSIDE)}"
     if vllm_config.lora_config is not None:
         yield "LoRA was not tested; merge the adapter into the model, or leave --enable-lora out"
-    kind = read_settings(vllm_config.additional_config).kind
-    if is_bound(kind, "plugin") and os.environ.get(RIGHT_RESULTS):
-        yield f"reduce {kind} gives wrong results, which fcsd serve and fcsd eval refuse; start vLLM itself for a bound"
+    backend = read_settings(vllm_config.additional_config).backend
+    if is_bound(backend, "plugin") and os.environ.get(RIGHT_RESULTS):
+        yield f"reduce {backend} gives wrong results, which fcsd serve and fcsd eval refuse; start vLLM for a bound"
 
 
 def _wiring_problems(wiring: Wiring, parallel: Any) -> Iterator[str]:

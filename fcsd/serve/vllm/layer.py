@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fcsd.models.archs import VllmNames
-from fcsd.models.schedule import Kind
-from fcsd.serve.vllm.plan import LayerPlan, Step
+from fcsd.models.schedule import Kind, LayerPlan, Step
 from fcsd.serve.vllm.reduction import Reducer, Sum
 
 

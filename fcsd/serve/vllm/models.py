@@ -16,11 +16,10 @@ from vllm.model_executor.models.registry import ModelRegistry  # pyright: ignore
 from vllm.model_executor.models.utils import PPMissingLayer  # pyright: ignore[reportMissingImports]
 
 from fcsd.models.archs import ARCHS, VllmNames
-from fcsd.models.schedule import Kind
+from fcsd.models.schedule import Kind, layer_plans
 from fcsd.models.wiring_block import Wiring
 from fcsd.parallel.all_reduce.backends import is_bound
 from fcsd.serve.vllm.layer import Wired, kind_of, take_apart
-from fcsd.serve.vllm.plan import plan_layers
 from fcsd.serve.vllm.reduction import Reducer, define_operators, read_settings
 
 log = logging.getLogger("vllm.fcsd")
@@ -36,16 +35,18 @@ def rewire(model: Any, names: VllmNames, wiring: Wiring, reducer: Reducer) -> No
     own = [i for i, layer in enumerate(layers) if not isinstance(layer, PPMissingLayer)]
     stage = range(own[0], own[-1] + 1)
     kinds: list[Kind] = [kind_of(layer, names) if i in stage else "moe-shared" for i, layer in enumerate(layers)]
-    for i, plan in plan_layers(wiring, kinds, stage).items():
+    for i, plan in layer_plans(wiring, kinds, stage).items():
         take_apart(layers[i], Wired(names, plan, reducer))
 
 
 def _reducer(vllm_config: Any) -> Reducer:
-    kind, overlap_from = read_settings(vllm_config.additional_config)
-    if is_bound(kind, "plugin"):
-        log.warning("WRONG RESULTS: reduce=%s leaves every sum out. Use it to measure a bound, and nothing else.", kind)
+    backend, overlap_from = read_settings(vllm_config.additional_config)
+    if is_bound(backend, "plugin"):
+        log.warning(
+            "WRONG RESULTS: reduce=%s leaves every sum out. Use it to measure a bound, and nothing else.", backend
+        )
     define_operators()
-    return Reducer(get_tensor_model_parallel_world_size(), get_tp_group().unique_name, kind, overlap_from)
+    return Reducer(get_tensor_model_parallel_world_size(), get_tp_group().unique_name, backend, overlap_from)
 
 
 @cache

@@ -1,6 +1,6 @@
 """Reductions under vLLM: an all-reduce that starts on a stream of its own, and is awaited where its sum is read.
 
-Two operators carry it through torch.compile: ``fcsd::reduce_start(x, group, kind, overlap_from) -> y`` and
+Two operators carry it through torch.compile: ``fcsd::reduce_start(x, group, backend, overlap_from) -> y`` and
 ``fcsd::reduce_wait(y, x, after, overlap_from)``. The wait takes ``x`` so that its memory is not given to another tensor
 before the sum is complete. It takes ``after``, the newest tensor that was computed, so that no compiler moves it to an
 earlier place: with ``y`` and ``x`` alone Inductor places every wait directly behind its start. Inductor also moves a
@@ -30,7 +30,6 @@ from torch import Tensor
 from fcsd.errors import ConfigError
 from fcsd.parallel.all_reduce.backends import backend_of, is_bound
 
-Kind = str  # the name of a backend, see ``parallel.all_reduce.backends``
 # Tokens. A server whose steps without a graph had some 1100 tokens was slower with sums in flight; one with 8192 was
 # faster (benchmarks/results, "Serving by vLLM"). Nothing between them was measured.
 OVERLAP_FROM = 2048
@@ -40,11 +39,11 @@ class Settings(NamedTuple):
     """What a user can choose in ``--additional-config``.
 
     Attributes:
-        kind: see ``Kind``.
+        backend: the name of a backend, see ``parallel.all_reduce.backends``.
         overlap_from: the fewest tokens of a step without a CUDA graph whose sums are in flight.
     """
 
-    kind: Kind
+    backend: str
     overlap_from: int
 
 
@@ -67,26 +66,26 @@ class Reducer:
     Attributes:
         size: the number of ranks.
         group: the name of the group in vLLM.
-        kind: see ``Kind``.
+        backend: the name of a backend, see ``parallel.all_reduce.backends``.
         overlap_from: see ``Settings``.
         sends: whether anything is sent. It is a value, because torch.compile reads it.
     """
 
     size: int
     group: str = ""
-    kind: Kind = "auto"
+    backend: str = "auto"
     overlap_from: int = OVERLAP_FROM
     sends: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sends", self.size > 1 and not is_bound(self.kind, "plugin"))
+        object.__setattr__(self, "sends", self.size > 1 and not is_bound(self.backend, "plugin"))
 
     def start(self, x: Tensor) -> Sum:
         """Start to sum ``x``, which must not be changed before the sum is awaited."""
         if not self.sends:
             return Sum(x, None)
         x = x.contiguous()
-        return Sum(torch.ops.fcsd.reduce_start(x, self.group, self.kind, self.overlap_from), x)
+        return Sum(torch.ops.fcsd.reduce_start(x, self.group, self.backend, self.overlap_from), x)
 
     def wait(self, sum_: Sum, newest: Tensor) -> Tensor:
         """Wait for a sum.
@@ -124,17 +123,17 @@ def read_settings(additional_config: Any) -> Settings:
     """The user's choice: ``--additional-config '{"fcsd": {"reduce": "vllm", "overlap_from": 2048}}'``.
 
     Raises:
-        ConfigError: the section ``fcsd`` has another form, or the kind or its format is unknown.
+        ConfigError: the section ``fcsd`` has another form, or the backend or its format is unknown.
     """
     section = additional_config.get("fcsd", {}) if isinstance(additional_config, dict) else {}
     if not isinstance(section, dict) or section.keys() - {"reduce", "overlap_from"}:
         raise ConfigError('--additional-config: the section "fcsd" has the keys "reduce" and "overlap_from" alone')
-    kind = str(section.get("reduce", "auto"))
-    backend_of(kind, "plugin")
+    backend = str(section.get("reduce", "auto"))
+    backend_of(backend, "plugin")
     overlap_from = section.get("overlap_from", OVERLAP_FROM)
     if type(overlap_from) is not int or overlap_from < 0:
         raise ConfigError(f"overlap_from is a number of tokens, not {overlap_from!r}; 0 always overlaps")
-    return Settings(kind, overlap_from)
+    return Settings(backend, overlap_from)
 
 
 class _InFlight:
@@ -160,12 +159,12 @@ def in_flight(x: Tensor, overlap_from: int) -> bool:
     return x.shape[0] >= overlap_from or torch.cuda.is_current_stream_capturing()
 
 
-def _start(x: Tensor, group: str, kind: Kind, overlap_from: int) -> Tensor:
+def _start(x: Tensor, group: str, backend: str, overlap_from: int) -> Tensor:
     from vllm.distributed import parallel_state  # pyright: ignore[reportMissingImports]
 
     ranks = parallel_state._groups[group]()
-    if not backend_of(kind, "plugin")[0].by_vllm:
-        return _start_of_fcsd(x, ranks.device_group, kind, overlap_from)
+    if not backend_of(backend, "plugin")[0].by_vllm:
+        return _start_of_fcsd(x, ranks.device_group, backend, overlap_from)
     if x.device.type == "cpu":
         return ranks._all_reduce_out_place(x.clone())  # the communicator of CPUs writes over its input
     flight = _side()  # made by the first sum of all, before any graph is captured
@@ -180,12 +179,12 @@ def _start(x: Tensor, group: str, kind: Kind, overlap_from: int) -> Tensor:
     return y
 
 
-def _start_of_fcsd(x: Tensor, group: Any, kind: Kind, overlap_from: int) -> Tensor:
-    """The same by fcsd's own kinds, which sum in place."""
+def _start_of_fcsd(x: Tensor, group: Any, backend: str, overlap_from: int) -> Tensor:
+    """The same by fcsd's own backends, which sum in place."""
     from fcsd.parallel.all_reduce.reduce import reduce
 
     y = x.clone()
-    reduction = reduce(y, group, kind)
+    reduction = reduce(y, group, backend)
     if not in_flight(x, overlap_from):
         return reduction.wait()
     _side().waits[y.data_ptr()] = reduction.wait
@@ -216,14 +215,14 @@ def define_operators() -> torch.library.Library:
     """Define the operators. The library that is returned keeps them alive."""
     library = torch.library.Library("fcsd", "FRAGMENT")
     tags = (torch.Tag.needs_fixed_stride_order,)
-    library.define("reduce_start(Tensor x, str group, str kind, int overlap_from) -> Tensor", tags=tags)
+    library.define("reduce_start(Tensor x, str group, str backend, int overlap_from) -> Tensor", tags=tags)
     library.define("reduce_wait(Tensor(a!) y, Tensor x, Tensor after, int overlap_from) -> ()", tags=tags)
     library.define("reduce_cover(Tensor(a!) x, Tensor y) -> ()", tags=tags)
     for device in ("CPU", "CUDA"):
         library.impl("reduce_cover", lambda x, y: None, device)
         library.impl("reduce_start", _start, device)
         library.impl("reduce_wait", _wait, device)
-    library._register_fake("reduce_start", lambda x, group, kind, overlap_from: torch.empty_like(x))
+    library._register_fake("reduce_start", lambda x, group, backend, overlap_from: torch.empty_like(x))
     library._register_fake("reduce_wait", lambda y, x, after, overlap_from: None)
     library._register_fake("reduce_cover", lambda x, y: None)
     return library

@@ -29,7 +29,7 @@ def _write(line: dict[str, Any]) -> None:
 
 
 class AsyncLLM:
-    """Preempts a request if one rank has more than three, and fails with some kinds of reduction."""
+    """Preempts a request if one rank has more than three, and fails with some all-reduce backends."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.arguments, self.running = arguments, 0

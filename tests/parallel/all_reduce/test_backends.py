@@ -15,7 +15,7 @@ def test_each_user_has_names_of_its_own() -> None:
     for name, user in (("vllm", "engine"), ("nccl", "plugin"), ("quick", "engine"), ("quantised:FORMAT", "engine")):
         with pytest.raises(ConfigError):
             backend_of(name, user)
-    with pytest.raises(ConfigError, match="unknown kind of reduction 'quick'; one of nccl, symmetric, auto"):
+    with pytest.raises(ConfigError, match="unknown all-reduce backend 'quick'; one of nccl, symmetric, auto"):
         require_right("quick")
 
 
@@ -24,7 +24,7 @@ def test_the_bound_alone_has_wrong_results() -> None:
     assert is_bound("none") and is_bound("none", "plugin") and not is_bound("quantised:int4:g32")
     assert "none" not in described("engine")
     require_right("quantised:int4:g32")
-    with pytest.raises(ConfigError, match="reductions of kind none give wrong results"):
+    with pytest.raises(ConfigError, match="the all-reduce backend none gives wrong results"):
         require_right("none")
 
 

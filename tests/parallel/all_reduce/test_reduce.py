@@ -9,7 +9,7 @@ from ranks import in_group
 from torch import Tensor
 
 from fcsd.errors import ConfigError
-from fcsd.parallel.all_reduce.reduce import Kind, reduce
+from fcsd.parallel.all_reduce.reduce import reduce
 
 
 class _Late:
@@ -50,7 +50,7 @@ def _drawn(rank: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(rank))
 
 
-def _step(rank: int, blocking: bool, kind: Kind = "nccl") -> dict[str, Tensor]:
+def _step(rank: int, blocking: bool, kind: str = "nccl") -> dict[str, Tensor]:
     """A sub-block with its columns, then its rows divided over two ranks; and a second reader of its input."""
     group = dist.group.WORLD
     stream = _drawn(7, 3, 5, 8).requires_grad_()
@@ -116,7 +116,7 @@ def _none(rank: int) -> bool:
     return torch.equal(bound.wait(), x) and exact.exact and not bound.exact
 
 
-def _refused(kind: Kind) -> str:
+def _refused(kind: str) -> str:
     try:
         reduce(torch.ones(4), dist.group.WORLD, kind)
     except ConfigError as error:
@@ -151,9 +151,9 @@ def test_the_kind_between_gpus_is_refused_on_cpus(two_ranks: list[dict[str, Any]
     for rank in two_ranks:
         said = rank["between GPUs"]
         assert "needs 2 to 8 GPUs of one host" in said
-        assert said.endswith("use --reduce nccl, or under vLLM the kind vllm")
+        assert said.endswith("use --reduce nccl, or under vLLM the backend vllm")
 
 
 def test_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(ConfigError, match="unknown kind of reduction 'fast'"):
+    with pytest.raises(ConfigError, match="unknown all-reduce backend 'fast'"):
         reduce(torch.ones(1), None, "fast")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Reductions over symmetric memory in a CUDA graph give the reference's bits in every replay; which kind is chosen."""
+"""Reductions over symmetric memory in a CUDA graph give the reference's bits in every replay; who is chosen when."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,37 +10,35 @@ from ranks import on_ranks
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from fcsd.kernels.all_reduce import launch
 from fcsd.kernels.bit_split import Format
-from fcsd.parallel.all_reduce import choice, symmetric
-from fcsd.parallel.all_reduce.reduce import Kind, reduce
+from fcsd.parallel.all_reduce import backends, symmetric, window
+from fcsd.parallel.all_reduce.reduce import reduce
 from fcsd.parallel.all_reduce.symmetric import shape_of
 from fcsd.parallel.quantised.simulated_all_reduce import simulate_all_reduce
 
 REPLAYS = 200
 # One row and 64 rows of a decoding step, a message of several turns, and one that shares divide unevenly.
-SIZES = [(1, 8192), (64, 8192), (1000, 8192), (3, 128)]
-KINDS = ("symmetric", "quantised:int8")
+SIZES = [(1, 8192), (64, 8192), (250, 8192), (3, 128)]
+QUANTISED = "quantised:int8"
 
 
-def _expected(x: Tensor, kind: Kind) -> Tensor:
+def _expected(x: Tensor, backend: str = "symmetric") -> Tensor:
     every = [torch.empty_like(x) for _ in range(dist.get_world_size())]
     dist.all_gather(every, x)
-    if kind.startswith("quantised:"):
-        return simulate_all_reduce(torch.stack(every), Format.parse(kind.removeprefix("quantised:")))
+    if backend == QUANTISED:
+        return simulate_all_reduce(torch.stack(every), Format.parse(backend.removeprefix("quantised:")))
     total = torch.zeros_like(x, dtype=torch.float32)
     for one in every:
         total += one
     return total.to(x.dtype)
 
 
-def _sums(inputs: list[Tensor]) -> list[Tensor]:
-    """Two reductions in flight at a time, of every size and kind."""
+def _sums(inputs: list[Tensor], backend: str = "symmetric") -> list[Tensor]:
+    """Two reductions in flight at a time, of every size."""
     found = []
-    for kind in KINDS:
-        for one, two in ((0, 1), (2, 3)):
-            started = [reduce(inputs[number].clone(), dist.group.WORLD, kind) for number in (one, two)]
-            found += [each.wait() for each in started]
+    for one, two in ((0, 1), (2, 3)):
+        started = [reduce(inputs[number].clone(), dist.group.WORLD, backend) for number in (one, two)]
+        found += [each.wait() for each in started]
     return found
 
 
@@ -60,7 +58,7 @@ def _different() -> list[Any]:
         for replay in range(REPLAYS):
             for x in inputs:
                 x.normal_()
-            expected = [_expected(x, kind) for kind in KINDS for x in inputs]
+            expected = [_expected(x) for x in inputs]
             graph.replay()
             sums = {"graph": captured}
             if replay % 3 == 0:  # an odd number of calls between two replays
@@ -70,6 +68,9 @@ def _different() -> list[Any]:
                 same = [torch.equal(a, b) for a, b in zip(each, expected, strict=True)]
                 if not all(same):
                     found.append((how, replay, same))
+        quantised = zip(_sums(inputs, QUANTISED), [_expected(x, QUANTISED) for x in inputs], strict=True)
+        if not all(torch.equal(a, b) for a, b in quantised):
+            found.append(QUANTISED)
     return found
 
 
@@ -80,39 +81,31 @@ def test_every_replay_gives_the_bits_of_the_reference() -> None:
 
 
 def test_small_messages_take_one_shot_and_large_ones_two() -> None:
-    sizes = [torch.empty(rows, 4096, dtype=torch.bfloat16) for rows in (1, 128, 4096)]
-    assert [shape_of(x, 2).one_shot for x in sizes] == [True, True, False]
+    sizes = [torch.empty(rows, 4096, dtype=torch.bfloat16) for rows in (1, 128, 512)]
+    assert [shape_of(x, 2).one_shot for x in sizes] == [True, True, True]
     assert [shape_of(x, 4).one_shot for x in sizes] == [True, False, False]
     assert [shape_of(x, 2).blocks for x in sizes] == [16, 32, 64]
 
 
 def test_auto_takes_what_was_measured_as_the_fastest_and_nccl_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    def chosen(size: int, dtype: torch.dtype = torch.bfloat16, ranks: int = 2, window: Any = "window") -> str:
-        monkeypatch.setattr(choice, "dist", SimpleNamespace(get_world_size=lambda _: ranks))
-        monkeypatch.setattr(choice, "try_window", lambda _: window)
+    def chosen(size: int, dtype: torch.dtype = torch.bfloat16, ranks: int = 2, window: Any = "window") -> bool:
+        monkeypatch.setattr(symmetric, "dist", SimpleNamespace(get_world_size=lambda _: ranks))
+        monkeypatch.setattr(symmetric, "try_window", lambda _: window)
         with FakeTensorMode():
-            return choice.fastest(torch.empty(size, dtype=dtype, device="cuda"), None)
+            return symmetric.pays(torch.empty(size, dtype=dtype, device="cuda"), None)
 
-    assert [chosen(size) for size in (8192, 2**21, 2**21 + 1)] == ["symmetric", "symmetric", "nccl"]
+    assert [chosen(size) for size in (8192, 2**21, 2**21 + 1)] == [True, True, False]
     # A dtype that the kernels do not sum, GPUs that were not measured, and GPUs that cannot access each other's memory.
-    assert {chosen(8192, torch.float64), chosen(8192, ranks=4), chosen(8192, window=None)} == {"nccl"}
+    assert {chosen(8192, torch.float64), chosen(8192, ranks=4), chosen(8192, window=None)} == {False}
 
 
-@pytest.mark.parametrize("has_rooms", [True, False])
-def test_messages_above_4_mib_take_the_kernels_whose_blocks_wait_twice(
-    has_rooms: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The GPU is a double: its stream, its memory and the launches."""
+def test_messages_above_4_mib_are_left_to_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
-    for name in ("all_reduce", "all_reduce_large", "all_reduce_quantised", "all_reduce_quantised_large"):
-        monkeypatch.setattr(launch, name, lambda *_, name=name: called.append(name))
-    memory, rooms = SimpleNamespace(size=2), "rooms" if has_rooms else None
-    window: Any = SimpleNamespace(stream=None, memory=memory, rooms=lambda group: rooms)
-    monkeypatch.setattr(symmetric, "OnStream", lambda stream, tensor, start: start())
-    monkeypatch.setattr(symmetric, "window_of", lambda group: window)
+    monkeypatch.setattr(window, "window_of", lambda group: None)
+    monkeypatch.setattr(symmetric, "all_reduce", lambda x, group: called.append("symmetric"))
+    monkeypatch.setattr(dist, "all_reduce", lambda x, group, async_op: called.append("nccl"))
+    start = backends.backend_of("symmetric", "engine")[0].open
+    assert start is not None
     for number in (2**21, 2**21 + 1):  # bf16 values: 4 MiB, and one more
-        x = torch.empty(number, 1, dtype=torch.bfloat16)
-        symmetric.all_reduce(x, None)
-        symmetric.all_reduce_quantised(x, Format.parse("int8"), window, None)
-    large = "_large" if has_rooms else ""
-    assert called == ["all_reduce", "all_reduce_quantised", f"all_reduce{large}", f"all_reduce_quantised{large}"]
+        start(None, None)(torch.empty(number, dtype=torch.bfloat16))
+    assert called == ["symmetric", "nccl"]
