@@ -261,6 +261,25 @@ class _Writer:
         return next((n + 1 for n in range(seen, len(ids)) if ids[n] in self._ends), None)
 
 
+def own_documents(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: int) -> list[list[int]]:
+    """Documents of token ids that a model in memory writes, at least ``tokens`` in all if it does not end at once.
+
+    Raises:
+        ConfigError: the model cannot decode in slots.
+    """
+    most = min(256, tokens)
+    if reason := why_no_slots(model, 3 * most):
+        raise ConfigError(f"the model cannot write text: {reason}", "Give a text by --calibration.")
+    writing = Writing(form="chat" if tokenizer.chat_template else "document", max_tokens=most)
+    writer = _Writer(model, tokenizer, writing, None, CPU_BATCH)
+    documents: list[list[int]] = []
+    for first in range(0, 8 * CPU_BATCH, CPU_BATCH):
+        if sum(map(len, documents)) >= tokens:
+            break
+        documents += writer.documents(0, first, max(4, min(CPU_BATCH, tokens // most)))
+    return documents
+
+
 def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The token ids that end a turn or a document."""
     ends: Any = getattr(model.generation_config, "eos_token_id", None)
