@@ -29,7 +29,8 @@ from benchmarks.infer.evaluate import (
 from benchmarks.out_file import out_file
 from transformers import AutoTokenizer
 
-from fcsd.eval.engines.adapter import BATCHES, GRAPHS, SLOTS, HFAdapter
+from fcsd.engine.generate import BATCHES, GRAPHS, SLOTS
+from fcsd.eval.engines.adapter import HFAdapter
 
 SHORT = next(iter(PROMPTS))
 

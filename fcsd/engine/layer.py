@@ -21,7 +21,7 @@ from fcsd.engine import compiled
 from fcsd.engine.tp_plan import TensorGroup
 from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of, decoder_layers
-from fcsd.models.schedule import LayerPlan, Step, kind_of, layer_plans
+from fcsd.models.schedule import Kind, LayerPlan, Step, kind_of, layer_plans
 from fcsd.models.wiring import (
     DESYNC,
     Blocks,
@@ -201,7 +201,7 @@ def wire_tensor_parallel(
     blocks = arch_of(model.config).blocks
     parts = partial(hf_parts, blocks)
     try:
-        kinds = [kind_of(parts(layer)) for layer in layers]
+        kinds: list[Kind] = [kind_of(parts(layer)) for layer in layers]
         plans = layer_plans(wiring, kinds, range(len(layers)), every=True)
     except ValueError as error:
         raise ConfigError(str(error)) from error

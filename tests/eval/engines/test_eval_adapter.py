@@ -11,8 +11,9 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
+from fcsd.engine.generate import SLOTS
 from fcsd.errors import BadInputError, ConfigError, NonFiniteError
-from fcsd.eval.engines.adapter import SLOTS, HFAdapter
+from fcsd.eval.engines.adapter import HFAdapter
 from fcsd.eval.engines.answer_cache import AnswerCache
 from fcsd.models.build import wire
 from fcsd.models.wiring import Wiring
