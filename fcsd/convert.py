@@ -17,9 +17,9 @@ from fcsd.checkpoint.rewired import describe, refuse_rewired
 from fcsd.checkpoint.side_files import side_files, without_code
 from fcsd.checkpoint.staging import check_out, copy_small, staged, take_over
 from fcsd.disk import write_text
-from fcsd.models.wiring_block import BORDERS
 from fcsd.errors import ConfigError
 from fcsd.models.selection import is_auto
+from fcsd.models.wiring_block import BORDERS
 from fcsd.parity import Proof, plan_proof, prove_parity
 
 log = logging.getLogger(__name__)

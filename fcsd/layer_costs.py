@@ -66,7 +66,7 @@ def choose_by_cost(model: Path, wiring: Wiring, layers: str, text: Path | None =
         text: a text file (``.jsonl`` or ``.parquet``) to measure on; None for text that the model writes itself.
 
     Raises:
-        ConfigError: the wiring is a Desync one, ``N`` is more than the layers, or the model cannot write text.
+        ConfigError: the wiring is a Desync one, or ``N`` is more than the layers.
         BadInputError: the checkpoint or the text cannot be used.
         NonFiniteError: the model gives NaN or infinite logits.
     """

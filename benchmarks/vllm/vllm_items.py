@@ -24,9 +24,9 @@ sys.path[:0] = [str(ROOT)]
 import torch  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
-from fcsd.engine.answer_end import ending  # noqa: E402
+from fcsd.engine.generate import BATCHES, ending  # noqa: E402
 from fcsd.eval.code.sandbox import find_sandbox  # noqa: E402
-from fcsd.eval.engines.adapter import BATCHES, HFAdapter  # noqa: E402
+from fcsd.eval.engines.adapter import HFAdapter  # noqa: E402
 from fcsd.eval.evalplus_tasks import EvalPlusTask, evalplus_result  # noqa: E402
 from fcsd.eval.suite import EVALPLUS, SANDBOX, select_any  # noqa: E402
 from fcsd.eval.tasks import load_tasks, task_result  # noqa: E402

@@ -255,7 +255,7 @@ def _score(llm: Any, requests: list[Row]) -> list[Row]:
 def _generate(llm: Any, requests: list[Row], tokenizer: Any) -> list[Row]:
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
-    from fcsd.engine.answer_end import Ending
+    from fcsd.engine.generate import Ending
 
     asked = [{"prompt_token_ids": request["prompt"]} for request in requests]
     sampling = [

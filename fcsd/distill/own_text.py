@@ -23,8 +23,8 @@ from fcsd.checkpoint import fingerprint, read_layout, resolve
 from fcsd.checkpoint.chat_text import chat_text, limited_template
 from fcsd.checkpoint.tokenizer import load_tokenizer, tokens_before
 from fcsd.disk import read_input, write_bytes, write_text
-from fcsd.engine.decode import GRAIN, generate_in_slots, plan_slots
-from fcsd.engine.slots import why_no_slots
+from fcsd.engine.decode import GRAIN
+from fcsd.engine.generate import GRAPHS, SLOTS, ending, generate
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.launch.world import World, join_world
 from fcsd.progress import progress
@@ -107,7 +107,7 @@ def write_own_text(
 
     Raises:
         BadInputError: the checkpoint, its tokenizer or the prompts cannot be used.
-        ConfigError: a setting has no meaning, the model cannot decode in slots, or ``out`` holds text that was written
+        ConfigError: a setting has no meaning, or ``out`` holds text that was written
             with other settings.
     """
     world = join_world()
@@ -128,8 +128,6 @@ def write_own_text(
     mine = missing[world.rank :: world.size]
     if mine:
         network = _load(path, world, dtype)
-        if reason := why_no_slots(network, 3 * max_tokens):
-            raise ConfigError(f"{model} cannot write text: {reason}")
         on_gpu = world.device.type == "cuda"
         writer = _Writer(network, tokenizer, writing, questions, batch_size or (GPU_BATCH if on_gpu else CPU_BATCH))
         quiet = world.rank > 0
@@ -210,7 +208,9 @@ class _Writer:
     ) -> None:
         self.model, self.tokenizer, self.writing = model, tokenizer, writing
         self._questions, self._batch_size = questions, batch_size
-        self._ends = _ends(model, tokenizer)
+        self._end = ending(model, tokenizer, ())
+        if not self._end.tokens:
+            raise BadInputError("the model names no token that ends a text: eos_token_id is missing everywhere")
         self._turns = turns_of(tokenizer) if writing.form == "chat" else None
 
     def documents(self, shard: int, first: int, count: int) -> Iterator[list[int]]:
@@ -223,13 +223,13 @@ class _Writer:
         if turns is None:
             before = tokens_before(self.tokenizer)
             bos: Any = self.tokenizer.bos_token_id
-            start = before or [min(self._ends) if bos is None else bos]
+            start = before or [min(self._end.tokens) if bos is None else bos]
             for _, document in self._generate([start] * count, [writing.temperature] * count):
                 yield [*before, *document]
             return
         if self._questions is None:
             invented = self._generate([turns.before] * count, [writing.temperature] * count)
-            asked = [ids[:-1] if ids[-1] in self._ends else ids for _, ids in invented]
+            asked = [ids[:-1] if ids[-1] in self._end.tokens else ids for _, ids in invented]
             asked = [ids for ids in asked if ids]
         else:
             place = shard * _STRIDE + first
@@ -242,34 +242,21 @@ class _Writer:
 
     def _generate(self, prompts: Sequence[list[int]], temperatures: Sequence[float]) -> Iterator[tuple[int, list[int]]]:
         most = self.writing.max_tokens
-        sizes, lengths = [len(prompt) + most for prompt in prompts], list(map(len, prompts))
-        room = self._batch_size * (max(sizes) + GRAIN)
-        count, length, groups = plan_slots(sizes, lengths, self._batch_size, cache_tokens=room)
-        return generate_in_slots(
+        return generate(
             self.model,
             prompts,
-            groups,
-            count=count,
-            length=length,
             max_new_tokens=most,
-            ended=self._ended,
-            graphs=self.model.device.type == "cuda",
+            ended=self._end.of,
+            way=GRAPHS if self.model.device.type == "cuda" else SLOTS,
+            batch_size=self._batch_size,
+            cache_tokens=self._batch_size * (max(map(len, prompts)) + most + GRAIN),
             temperatures=temperatures,
         )
 
-    def _ended(self, ids: list[int], seen: int) -> int | None:
-        return next((n + 1 for n in range(seen, len(ids)) if ids[n] in self._ends), None)
-
 
 def own_documents(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: int) -> list[list[int]]:
-    """Documents of token ids that a model in memory writes, at least ``tokens`` in all if it does not end at once.
-
-    Raises:
-        ConfigError: the model cannot decode in slots.
-    """
+    """Documents of token ids that a model in memory writes, at least ``tokens`` in all if it does not end at once."""
     most = min(256, tokens)
-    if reason := why_no_slots(model, 3 * most):
-        raise ConfigError(f"the model cannot write text: {reason}", "Give a text by --calibration.")
     writing = Writing(form="chat" if tokenizer.chat_template else "document", max_tokens=most)
     writer = _Writer(model, tokenizer, writing, None, CPU_BATCH)
     documents: list[list[int]] = []
@@ -278,17 +265,6 @@ def own_documents(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, to
             break
         documents += writer.documents(0, first, max(4, min(CPU_BATCH, tokens // most)))
     return documents
-
-
-def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The token ids that end a turn or a document."""
-    ends: Any = getattr(model.generation_config, "eos_token_id", None)
-    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-    own: Any = tokenizer.eos_token_id
-    found = frozenset(end for end in [*ends, own] if end is not None)
-    if not found:
-        raise BadInputError("the model names no token that ends a text: eos_token_id is missing everywhere")
-    return found
 
 
 def turns_of(tokenizer: PreTrainedTokenizerBase) -> Turns:

@@ -8,8 +8,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.config import Recipe
 from fcsd.disk import open_to_append, read_input_text, write_text
-from fcsd.errors import BadInputError
+from fcsd.errors import BadInputError, NonFiniteError
 from fcsd.foreign_errors import first_line
+from fcsd.launch.shared_work import ALONE, Team
 from fcsd.launch.world import World
 from fcsd.serve.chat import PROMPTS, Speaker, answer
 from fcsd.terminal import printable
@@ -39,7 +40,7 @@ class Samples:
     ) -> None:
         self._path, self._tokens, self._world = run / SAMPLES, recipe.train.sample_tokens, world
         # A model whose experts are divided among processes must generate on all of them at the same time.
-        self._in_step = recipe.parallel.ep_size > 1
+        self._team = Team(world, lockstep=True) if recipe.parallel.ep_size > 1 else ALONE
         self._student = Speaker("student", student, tokenizer)
         self._teacher = None if teacher is None else Speaker("teacher", teacher, tokenizer)
         self._known: dict[str, str] = {}
@@ -47,7 +48,7 @@ class Samples:
 
     def take(self, step: int) -> None:
         """Lets both models answer all prompts and appends the answers to the file. Every rank calls this."""
-        if self._tokens == 0 or (self._world.rank and not self._in_step):
+        if self._tokens == 0 or (self._world.rank and self._team is ALONE):
             return
         if self._teacher is not None and not self._known:
             self._known = {prompt: self._answer(self._teacher, prompt) for prompt in PROMPTS}
@@ -64,8 +65,8 @@ class Samples:
         speaker.model.eval()
         turn = [{"role": "user", "content": prompt}]
         try:
-            return answer(speaker, turn, seed=None, max_new_tokens=self._tokens, in_step=self._in_step)
-        except BadInputError as error:  # the prompt may be too long for a small model
+            return answer(speaker, turn, seed=None, max_new_tokens=self._tokens, team=self._team)
+        except (BadInputError, NonFiniteError) as error:  # the prompt may be too long for a small model
             return f"({error})"
         finally:
             speaker.model.train(training)

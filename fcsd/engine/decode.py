@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from fcsd.engine.generate import CACHE_TOKENS
+from fcsd.engine.batches import CACHE_TOKENS
 from fcsd.engine.grouped_attention import SPLIT, attention_of_step, usual_attention
 from fcsd.engine.logprobs import FORWARD_TOKENS, batches, decoder_of, head_logits
 from fcsd.engine.slots import Slots
@@ -67,7 +67,7 @@ def generate_in_slots(
     graphs: bool,
     temperatures: Sequence[float] | None = None,
 ) -> Iterator[tuple[int, list[int]]]:
-    """Continue prompts with their most likely tokens, as ``generate_greedy`` does, or with drawn ones.
+    """Continue prompts with their most likely tokens or with drawn ones, as ``generate.generate`` does.
 
     Args:
         model: a causal LM in eval mode for which ``why_no_slots`` returns None.
@@ -126,7 +126,7 @@ def _up(number: int, grain: int) -> int:
     return -(-number // grain) * grain
 
 
-def most_likely(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _most_likely(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The most likely token id of each row of logits ``[rows, vocab]``, ``[rows, 1]``, and whether all are finite."""
     return logits.argmax(-1, keepdim=True), logits.isfinite().all(-1)
 
@@ -242,7 +242,7 @@ class Stepper:
     def _choose(self, logits: torch.Tensor, slots: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """The next token id of each row of logits ``[rows, vocab]``; the rows are all slots, or these."""
         if self._temperatures is None:
-            return most_likely(logits)
+            return _most_likely(logits)
         return drawn(logits, self._temperatures if slots is None else self._temperatures[slots])
 
     def _play(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from fcsd.engine.padded_cache import left_padded, select_rows
+from fcsd.engine.batches import left_padded, select_rows
 from fcsd.errors import BadInputError
 from fcsd.launch.shared_work import ALONE, Team
 

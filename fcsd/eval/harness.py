@@ -19,9 +19,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fcsd.checkpoint import read_config, resolve
 from fcsd.checkpoint.location import short_names
 from fcsd.disk import json_sha256
+from fcsd.engine.generate import BATCHES
 from fcsd.errors import ConfigError
 from fcsd.eval.code.sandbox import find_sandbox
-from fcsd.eval.engines.adapter import BATCHES, HFAdapter
+from fcsd.eval.engines.adapter import HFAdapter
 from fcsd.eval.engines.engine import OWN, Engine, opened, versions
 from fcsd.eval.engines.interface import Adapter
 from fcsd.eval.engines.quantised import over

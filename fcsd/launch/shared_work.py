@@ -75,7 +75,7 @@ class Team:
         return int(numbers)
 
     def require_finite(self, finite: bool) -> None:
-        """Refuse to score a model whose logits are not finite.
+        """Refuse a model whose logits are not finite.
 
         Args:
             finite: whether all logits on this rank are finite.
@@ -84,7 +84,7 @@ class Team:
             NonFiniteError: a logit was NaN or infinite on this rank, or in lockstep on any rank.
         """
         if self.any(not finite):
-            raise NonFiniteError("the model's logits are NaN or infinite", "no score is reported for such a model")
+            raise NonFiniteError("the model's logits are NaN or infinite", "nothing is reported for such a model")
 
 
 ALONE = Team()

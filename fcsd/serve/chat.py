@@ -20,6 +20,7 @@ from fcsd.terminal import printable
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from fcsd.launch.shared_work import Team
     from fcsd.launch.world import World
 
 # The first one is the paper's (Figure 7).
@@ -183,28 +184,33 @@ def answer(
     *,
     seed: int | None = 0,
     max_new_tokens: int | None = None,
-    in_step: bool = False,
+    team: "Team | None" = None,
 ) -> str:
     """The model's answer to a conversation whose last turn is the user's.
 
-    Without a chat template the model continues the text of the last turn alone.
+    Without a chat template the model continues the text of the last turn alone. transformers reads the model's
+    generation settings, and fcsd's loop applies them.
 
     Args:
         speaker: the model.
         history: the turns of the conversation.
         seed: the seed of the sampling; None for greedy decoding, which uses no random numbers.
         max_new_tokens: see ``chat``.
-        in_step: whether the model is spread over several processes, all of which ask for the same answer.
+        team: the processes that ask for the same answer, if the model is spread over several; None for this one alone.
 
     Raises:
         BadInputError: the conversation is longer than the model takes, or its chat template refuses it or exceeds its
             limits.
+        NonFiniteError: the model gives NaN or infinite logits.
     """
     import torch
     from transformers import BatchEncoding, set_seed
 
     from fcsd.checkpoint.chat_text import chat_text, limited_template
     from fcsd.checkpoint.tokenizer import text_ids
+    from fcsd.engine.batches import generate_in_batch
+    from fcsd.engine.generate import ending
+    from fcsd.launch.shared_work import ALONE
 
     model: Any = speaker.model
     tokenizer: Any = speaker.tokenizer
@@ -219,19 +225,32 @@ def answer(
     room = model.config.get_text_config().max_position_embeddings - length
     if length == 0 or room < 1:
         raise BadInputError(f"{speaker.name}: the conversation has {length} tokens, which leaves no room for an answer")
-    wanted = max_new_tokens or model.generation_config.max_new_tokens or MAX_NEW_TOKENS
-    options: dict[str, Any] = {"max_new_tokens": min(wanted, room), "synced_gpus": in_step}
+    most = min(max_new_tokens or model.generation_config.max_new_tokens or MAX_NEW_TOKENS, room)
+    end = ending(model, tokenizer, tuple(model.generation_config.stop_strings or ()))
+
+    def run(model: Any, input_ids: Any, logits_processor: Any, generation_config: Any, **state: Any) -> list[int]:
+        """What transformers calls with the model's settings."""
+
+        def choose(rows: list[int], tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            scores = logits_processor(tokens, logits.float())
+            drawn = generation_config.do_sample
+            return scores.softmax(-1).multinomial(1) if drawn else scores.argmax(-1, keepdim=True)
+
+        options: dict[str, Any] = {"choose": choose, "cache": state["past_key_values"], "team": team or ALONE}
+        [ids] = generate_in_batch(model, input_ids.tolist(), max_new_tokens=most, ended=end.of, **options)
+        return ids
+
+    options: dict[str, Any] = {"max_new_tokens": most}
     if seed is None:
         options["do_sample"] = False
     else:
         set_seed(seed)
     try:
-        with torch.no_grad():
-            ids = model.generate(**inputs.to(model.device), **options)
+        ids = model.generate(**inputs.to(model.device), custom_generate=run, **options)
     except (ValueError, TypeError) as error:
         hint = "Its generation_config.json may hold values that cannot be; -v shows the traceback."
         raise BadInputError(f"{speaker.name}: cannot generate: {first_line(error)}", hint) from error
-    return tokenizer.decode(ids[0, length:], skip_special_tokens=True).strip()
+    return end.text(ids).strip()
 
 
 def read_prompts(path: Path) -> list[str]:

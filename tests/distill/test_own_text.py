@@ -15,7 +15,9 @@ from fcsd.checkpoint.tokenizer import load_tokenizer, tokens_before
 from fcsd.cli.main import app
 from fcsd.distill import own_text
 from fcsd.distill.own_text import loops, repeats, turns_of, write_own_text
+from fcsd.engine import generate as generating
 from fcsd.engine.decode import drawn, generate_in_slots, plan_slots
+from fcsd.engine.generate import SLOTS, generate
 from fcsd.errors import BadInputError, ConfigError
 
 
@@ -52,6 +54,19 @@ def test_prompts_of_temperature_0_are_continued_greedily_beside_drawn_ones() -> 
     mixed = dict(generate_in_slots(model, prompts, groups, temperatures=[0, 0, 1.0, 1.0], **how))
     assert [mixed[0], mixed[1]] == [greedy[0], greedy[1]]
     assert mixed[2] != greedy[2] and mixed[3] != greedy[3]
+
+
+def test_a_model_that_has_no_slots_writes_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.model("llama")
+    prompts = [[5, 6, 7], [9, 8], [5, 6, 7], [9, 8]]
+    how = dict(max_new_tokens=6, ended=lambda ids, seen: None, way=SLOTS)
+    in_slots = dict(generate(model, prompts, **how))
+    monkeypatch.setattr(generating, "why_no_slots", lambda *_: "of a test")
+    assert dict(generate(model, prompts, **how)) == in_slots
+    torch.manual_seed(1)
+    mixed = dict(generate(model, prompts, temperatures=[0, 0, 1.0, 1.0], **how))
+    assert [mixed[0], mixed[1]] == [in_slots[0], in_slots[1]]
+    assert mixed[2] != in_slots[2] and mixed[3] != in_slots[3]
 
 
 def test_a_model_writes_documents_and_a_killed_call_goes_on(

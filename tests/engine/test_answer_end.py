@@ -2,7 +2,7 @@
 
 import pytest
 
-from fcsd.engine.answer_end import Ending
+from fcsd.engine.generate import Ending
 
 
 class Letters:

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from fcsd.cli.main import app
 from fcsd.convert import convert_checkpoint
+from fcsd.engine.batches import generate_in_batch
 from fcsd.engine.decode import generate_in_slots, plan_slots
-from fcsd.engine.generate import generate_greedy
 from fcsd.engine.slots import why_no_slots
 from fcsd.errors import ConfigError
 from fcsd.eval.engines.engine import Engine
@@ -59,7 +59,7 @@ def _prompts(vocabulary: int) -> list[list[int]]:
 
 
 def _greedy(model: Any) -> list[list[int]]:
-    return generate_greedy(model, _prompts(400), max_new_tokens=NEW, ended=lambda *_: None)
+    return generate_in_batch(model, _prompts(400), max_new_tokens=NEW, ended=lambda *_: None)
 
 
 def _in_slots(model: Any, graphs: bool = False) -> list[list[int]]:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from fcsd.cli.main import app
 from fcsd.convert import convert_checkpoint
-from fcsd.errors import BadInputError
+from fcsd.errors import BadInputError, NonFiniteError
 from fcsd.models.build import read_generation_config
 from fcsd.serve import chat as chatting
 from fcsd.serve.chat import PROMPTS, Answer, answer, chat, load_speaker, read_prompts, side_by_side
@@ -53,6 +53,27 @@ def test_each_model_answers_by_its_own_generation_settings(models, tmp_path):
     again = list(chat(str(converted), baseline=str(teacher), prompts=prompts))
     assert again == found
     assert list(chat(str(converted), baseline=str(teacher), prompts=prompts, seed=1)) != found
+
+
+def test_penalties_and_ends_of_the_models_settings_are_kept(models):
+    speaker = load_speaker(str(models[0]))
+    settings = {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2, "top_k": 9, "do_sample": True}
+    speaker.model.generation_config.update(**settings, max_new_tokens=24)
+    ids = speaker.tokenizer("river and stone", return_tensors="pt")["input_ids"]
+    torch.manual_seed(3)
+    whole = speaker.model.generate(ids)[0, ids.shape[1] :].tolist()
+    turn = [{"role": "user", "content": "river and stone"}]
+    assert answer(speaker, turn, seed=3) == speaker.tokenizer.decode(whole, skip_special_tokens=True).strip()
+    speaker.model.generation_config.eos_token_id = [whole[5]]
+    expected = speaker.tokenizer.decode(whole[: whole.index(whole[5])], skip_special_tokens=True).strip()
+    assert answer(speaker, turn, seed=3) == expected
+
+
+def test_no_answer_is_given_for_logits_that_are_not_finite(models):
+    speaker = load_speaker(str(models[0]))
+    speaker.model.lm_head.weight.data[0] = float("nan")
+    with pytest.raises(NonFiniteError, match="NaN or infinite"):
+        answer(speaker, [{"role": "user", "content": "river"}])
 
 
 def test_the_answers_of_a_conversion_are_the_rewired_ones(models):

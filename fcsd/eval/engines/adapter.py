@@ -1,6 +1,5 @@
 """Adapts a Hugging Face model to lm-eval's interface, which asks for log-probabilities and generated texts."""
 
-import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -11,22 +10,13 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.checkpoint.tokenizer import text_ids
-from fcsd.engine.answer_end import ending
-from fcsd.engine.decode import generate_in_slots, plan_slots
-from fcsd.engine.generate import CACHE_TOKENS, generate_greedy
-from fcsd.engine.logprobs import batches, check_head, continuation_logprobs
-from fcsd.engine.slots import why_no_slots
+from fcsd.engine.generate import BATCHES, GRAPHS, ending, generate
+from fcsd.engine.logprobs import check_head, continuation_logprobs
 from fcsd.errors import BadInputError
 from fcsd.eval.engines.answer_cache import AnswerCache, is_loglikelihood, is_text
 from fcsd.eval.engines.interface import Adapter
 from fcsd.launch.shared_work import ALONE, Team
 from fcsd.progress import progress
-
-log = logging.getLogger(__name__)
-
-# The ways to generate answers: in batches over a growing cache, in slots of a fixed cache, or in slots by CUDA graphs.
-BATCHES, SLOTS, GRAPHS = "batches", "slots", "graphs"
-GENERATION = (BATCHES, SLOTS, GRAPHS)
 
 
 class HFAdapter(Adapter):
@@ -42,8 +32,8 @@ class HFAdapter(Adapter):
         max_length: the longest input in tokens, if shorter than the model's own limit.
         cache: where answers are kept, so that a killed evaluation can resume.
         team: the ranks that share the work; all of them make the same calls and get the same answers.
-        generation: one of ``GENERATION``; None for ``graphs`` on a GPU unless the ranks run in step, else ``batches``.
-            A model that cannot generate in slots does so in batches, and the reason is logged.
+        generation: a way of ``fcsd.engine.generate``; None for ``graphs`` on a GPU unless the ranks run in step, else
+            ``batches``.
         backend: what else the result says of the engine, ``name`` among it; None for transformers.
     """
 
@@ -204,23 +194,9 @@ class HFAdapter(Adapter):
     ) -> Iterator[tuple[int, str]]:
         """The answers to this rank's share of the prompts, each with its prompt's index."""
         end = ending(self.model, self.tokenizer, stops)
-        sizes = [len(prompt) + max_new_tokens for prompt in prompts]
-        settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "ended": end.of}
-        if self.generation == BATCHES or not self._takes_slots(max(sizes)):
-            for batch in self.team.share(batches(sizes, CACHE_TOKENS, self.batch_size)):
-                rows = generate_greedy(self.model, [prompts[i] for i in batch], team=self.team, **settings)
-                yield from ((index, end.text(tokens)) for index, tokens in zip(batch, rows, strict=True))
-            return
-        count, length, groups = plan_slots(sizes, [len(prompt) for prompt in prompts], self.batch_size)
-        settings |= {"count": count, "length": length, "graphs": self.generation == GRAPHS}
-        for index, tokens in generate_in_slots(self.model, prompts, self.team.share(groups), **settings):
-            yield index, end.text(tokens)
-
-    def _takes_slots(self, tokens: int) -> bool:
-        reason = "its ranks run in step" if self.team.lockstep else why_no_slots(self.model, tokens)
-        if reason is not None:
-            log.warning("the model cannot generate in %s: %s", self.generation, reason)
-        return reason is None
+        settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "batch_size": self.batch_size}
+        found = generate(self.model, prompts, ended=end.of, way=self.generation, team=self.team, **settings)
+        yield from ((index, end.text(tokens)) for index, tokens in found)
 
     def engine(self) -> dict[str, Any]:
         places = vars(self.model).get("hf_device_map", {})  # set by accelerate

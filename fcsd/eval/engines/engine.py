@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.disk import json_sha256
+from fcsd.engine.generate import BATCHES, GENERATION, SLOTS
 from fcsd.errors import ConfigError, unknown_value
-from fcsd.eval.engines.adapter import BATCHES, GENERATION, SLOTS, HFAdapter
+from fcsd.eval.engines.adapter import HFAdapter
 from fcsd.eval.engines.answer_cache import AnswerCache
 from fcsd.eval.engines.interface import Adapter
 from fcsd.eval.engines.quantised import QuantisedCommunication, over
@@ -36,7 +37,7 @@ class Engine:
             bfloat16 on a GPU.
         batch_size: the most sequences in one forward pass; None for as many as fit fixed token limits.
         max_length: the longest input in tokens; None for the model's own limit.
-        generation: one of ``adapter.GENERATION``; None for the fastest that the device supports.
+        generation: one of ``fcsd.engine.generate.GENERATION``; None for the fastest that the device supports.
         ep_size: the expert-parallel size, the number of ranks that divide the experts of every layer.
         gpus: the tensor-parallel degree under vLLM and in fcsd's engine.
         reduce: how the ranks of fcsd's engine reduce; see ``parallel.all_reduce.backends``.

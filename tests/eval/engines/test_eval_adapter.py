@@ -13,8 +13,9 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from fcsd.distill.own_text import turns_of
+from fcsd.engine.generate import SLOTS
 from fcsd.errors import BadInputError, ConfigError, NonFiniteError
-from fcsd.eval.engines.adapter import SLOTS, HFAdapter, scoring_work
+from fcsd.eval.engines.adapter import HFAdapter, scoring_work
 from fcsd.eval.engines.answer_cache import AnswerCache
 from fcsd.eval.evalplus_tasks import _chat_prompt
 from fcsd.models.build import wire

@@ -1,0 +1,106 @@
+"""Generates in batches over a growing KV cache, which suits every model. Rows whose answers have ended are removed."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from fcsd.launch.shared_work import ALONE, Team
+
+# The most tokens (of prompts and answers, padded) whose keys and values are in memory at once.
+CACHE_TOKENS = 65536
+
+# Chooses the next token ids ``[rows, 1]`` by the places of the rows in the batch, their tokens ``[rows, seq]``, and
+# their logits ``[rows, vocab]``.
+Choose = Callable[[list[int], torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def most_likely(rows: list[int], tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """The ``Choose`` that takes the most likely tokens."""
+    return logits.argmax(-1, keepdim=True)
+
+
+@torch.no_grad()
+def generate_in_batch(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    ended: Callable[[list[int], int], int | None],
+    choose: Choose = most_likely,
+    cache: Cache | None = None,
+    team: Team = ALONE,
+) -> list[list[int]]:
+    """Continue every prompt.
+
+    Args:
+        model: a causal LM in eval mode.
+        prompts: token ids; each sequence is a row of the batch, and none is empty.
+        max_new_tokens: the most tokens to add to a row.
+        ended: called after each step with the new token ids of a row and the number of them that it has seen before;
+            the row ends unless it returns None.
+        choose: chooses the next tokens.
+        cache: an empty cache for the model; None for transformers' ordinary one.
+        team: the ranks. In lockstep, a rank whose rows have all ended continues until the rows of all ranks have ended.
+
+    Returns:
+        The new token ids of each row, including the token that ended it.
+
+    Raises:
+        NonFiniteError: the model gives NaN or infinite logits.
+    """
+    ids, mask, positions = left_padded(prompts, model.device)
+    tokens = ids
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    new: list[list[int]] = [[] for _ in prompts]
+    rows = list(range(len(prompts)))
+    running = set(rows)
+    while True:
+        logits = model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        team.require_finite(bool(logits.isfinite().all()))
+        ids = choose(rows, tokens, logits)
+        for row, token in zip(rows, ids[:, 0].tolist(), strict=True):
+            if row in running:
+                new[row].append(token)
+                if len(new[row]) == max_new_tokens or ended(new[row], len(new[row]) - 1) is not None:
+                    running.discard(row)
+        if not team.any(bool(running)):
+            return new
+        tokens = torch.cat([tokens, ids], dim=1)
+        positions = positions[:, -1:] + 1
+        mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
+        # Copying the cache takes more time than computing a few rows whose results are not used.
+        if 0 < len(running) <= 0.75 * len(rows):
+            keep = torch.tensor([i for i, row in enumerate(rows) if row in running], device=model.device)
+            select_rows(cache, keep, len(rows))
+            ids, tokens, positions, mask = ids[keep], tokens[keep], positions[keep], mask[keep]
+            rows = [row for row in rows if row in running]
+
+
+def left_padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token ids, attention mask and position ids, each ``[batch, width]``, of rows that are padded on the left."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[*[0] * (width - len(row)), *row] for row in rows], device=device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+    return ids, mask, (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def select_rows(cache: Cache, rows: torch.Tensor, batch: int) -> None:
+    """Replace the ``batch`` rows of a cache by those at the indices ``rows``, in that order; indices may repeat.
+
+    Layers with Desync wiring hold ``[ranks * batch, ...]``, one rank after the other.
+    """
+    layers: Any = cache.layers
+    for layer in layers:
+        ranks = layer.keys.shape[0] // batch
+        indices = torch.cat([rows + rank * batch for rank in range(ranks)])
+        layer.batch_select_indices(indices.to(layer.keys.device))  # a device map spreads layers over devices
