@@ -4,11 +4,31 @@ This file does not use ``fcsd.models``. To get the routed or the shared output, 
 output projection of the other half set to zero.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+
+# How a layer of transformers treats its sub-blocks, where it is not llama's way: model type -> the norms (of what the
+# attention reads, of its output, of what the MLP reads, of its output).
+NORMS: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
+    "olmo2": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    "glm4": ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+}
+# The field of the config by which a layer multiplies every output before it adds it.
+MULTIPLIERS: dict[str, str] = {}
+PLAIN = ("input_layernorm", None, "post_attention_layernorm", None)
+
+
+def around(model: nn.Module, layer: nn.Module) -> list[Callable[[Tensor], Tensor]]:
+    """The four functions that ``NORMS`` names; those of outputs also multiply."""
+    config, functions = model.config, []
+    factor = getattr(config, MULTIPLIERS[config.model_type]) if config.model_type in MULTIPLIERS else 1
+    for name, scale in zip(NORMS.get(config.model_type, PLAIN), (1, factor, 1, factor), strict=True):
+        norm = nn.Identity() if name is None else layer.get_submodule(name)
+        functions.append(lambda x, norm=norm, scale=scale: norm(x) * scale)
+    return functions
 
 
 def mlp_of(layer: nn.Module) -> nn.Module:
@@ -68,7 +88,11 @@ def evaluate(
     distance: int = 1,
     border: str | None = None,
 ) -> list[Tensor]:
-    """``[o_0, ..., o_L, logits]`` of a wiring, from an unwired model (DESIGN §1; FarSkip eq. 8, Ladder eq. 2)."""
+    """``[o_0, ..., o_L, logits]`` of a wiring, from an unwired model (DESIGN §1; FarSkip eq. 8, Ladder eq. 2).
+
+    If a layer norms its outputs, ``a`` is the normed output of the attention, and that of the MLP is ``s`` in a dense
+    layer and ``r`` in a MoE layer: shared and routed experts are summed before the norm, so neither is there alone.
+    """
     embeds, kwargs = layer_inputs(model, ids)
     o = [embeds]  # o[k] is the stream before layer k
     zero = torch.zeros_like(embeds)
@@ -83,14 +107,21 @@ def evaluate(
         attn_in = o[k]
         if attn_rewired:
             attn_in = o[k - 1] + (a[k - 1] if distance == 1 else zero) + (s[k - 1] if name == "farskip" else zero)
-        a.append(layer.self_attn(hidden_states=layer.input_layernorm(attn_in), **kwargs[k])[0])
+        before_attn, after_attn, before_mlp, after_mlp = around(model, layer)
+        a.append(after_attn(layer.self_attn(hidden_states=before_attn(attn_in), **kwargs[k])[0]))
 
         mlp_in = o[k] + a[k]
         if mlp_rewired:
             mlp_in = o[k]
             if distance == 2 and k > 0:
                 mlp_in = o[k - 1] + a[k - 1] + (s[k - 1] if name == "farskip" else zero)
-        settled, routed = settled_and_routed(mlp_of(layer), layer.post_attention_layernorm(mlp_in))
+        settled, routed = settled_and_routed(mlp_of(layer), before_mlp(mlp_in))
+        if NORMS.get(model.config.model_type, PLAIN)[3] is None:
+            settled, routed = after_mlp(settled), after_mlp(routed)
+        elif hasattr(mlp_of(layer), "experts"):
+            settled, routed = zero, after_mlp(settled + routed)
+        else:
+            settled, routed = after_mlp(settled), zero
         s.append(settled)
         r.append(routed)
         o.append(o[k] + a[k] + settled + routed)

@@ -113,6 +113,8 @@ CONFIGS: dict[str, tuple[str, dict]] = {
         dict(_MLA, n_shared_experts=1, q_lora_rank=32, n_group=2, topk_group=1),
     ),
     "llama4_text": ("Llama4TextConfig", dict(_LLAMA4, interleave_moe_layer_step=2)),
+    "olmo2": ("Olmo2Config", dict(intermediate_size=128)),
+    "glm4": ("Glm4Config", dict(intermediate_size=128, head_dim=16)),
 }
 DENSE = tuple(arch for arch in CONFIGS if ARCHS[arch].dense)
 

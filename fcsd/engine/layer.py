@@ -6,6 +6,8 @@ that includes it. The reads of a model include ever more outputs, so one running
 
     a read of the stream = all outputs whose reductions have been awaited, up to this read
 
+An output is normed or multiplied, where the architecture does so, when its sum has arrived.
+
 Under Desync every rank adds its own outputs to its own residual. A kept reduction sums ``output + residual / degree``
 over the ranks (Ladder-Residual §5), and its result replaces the residual.
 """
@@ -23,10 +25,9 @@ from fcsd.engine import compiled
 from fcsd.engine.tp_plan import TensorGroup
 from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of, decoder_layers
-from fcsd.models.schedule import Output, Read, Reduction, kind_of, reductions
+from fcsd.models.schedule import Output, Part, Read, Reduction, kind_of, reductions
 from fcsd.models.wiring import (
     DESYNC,
-    Blocks,
     LayerWiring,
     Parts,
     WiredLayer,
@@ -75,10 +76,18 @@ class Stream:
         self._computed: dict[Output, Tensor] = {}
         self._in_flight: list[tuple[Read, Callable[[], Tensor]]] = []
 
-    def add(self, output: Output, value: Tensor) -> None:
-        """Take this rank's partial sum of an output ``[batch, seq, hidden]``, whose memory may be written over."""
+    def add(self, output: Output, value: Tensor, arrive: Callable[[Tensor], Tensor]) -> None:
+        """Take this rank's partial sum of an output.
+
+        Args:
+            output: what was computed.
+            value: the partial sum ``[batch, seq, hidden]``, whose memory may be written over.
+            arrive: what the layer does with the sum over the ranks before it is added to the stream. Outputs that share
+                a reduction have the same one, and under Desync, it acts on a part of an output as on the whole.
+        """
         reduction = self._schedule.starts.get(output)
         if self._schedule.desync:
+            value = arrive(value)
             if reduction is None:
                 self._x = self._x + value
                 return
@@ -94,7 +103,8 @@ class Stream:
         wait = started.wait
         if self._schedule.eager:
             wait = partial(_given, started.wait())
-        self._in_flight.append((reduction.awaited_by, wait))
+        arrived = wait if self._schedule.desync else lambda: arrive(wait())
+        self._in_flight.append((reduction.awaited_by, arrived))
 
     def read(self, place: Read) -> Tensor:
         """The stream ``[batch, seq, hidden]`` as ``place`` reads it; awaits the reductions that it needs first."""
@@ -120,12 +130,10 @@ class LayerReductions(LayerWiring):
     Attributes:
         index: 0-based index of the decoder layer.
         schedule: the schedule of the whole model.
-        blocks: the names of the layer's children.
     """
 
     index: int
     schedule: Schedule
-    blocks: Blocks
 
 
 class TensorParallelLayer(WiredLayer):
@@ -142,46 +150,54 @@ class TensorParallelLayer(WiredLayer):
         if plan.schedule.compiled and compiled.possible(kwargs.get("past_key_values"), plan.index):
             self._compiled_step(stream, parts, **kwargs)
         else:
-            out = parts.attn(self.input_layernorm(stream.read(Read(plan.index, "attn"))), **kwargs)
-            stream.add(Output(plan.index, "attn"), out)
-            x = self.post_attention_layernorm(stream.read(Read(plan.index, "mlp")))
+            x = plan.blocks.read(self, "attn", stream.read(Read(plan.index, "attn")))
+            self._add(stream, "attn", parts.attn(x, **kwargs))
+            x = plan.blocks.read(self, "mlp", stream.read(Read(plan.index, "mlp")))
             self._add_mlp(stream, x, parts)
         last = plan.schedule.last
         return stream.read(last) if plan.index + 1 == last.layer else stream
 
     def _add_mlp(self, stream: Stream, x: Tensor, parts: Parts) -> None:
         if parts.shared is not None:
-            stream.add(Output(self.fcsd.index, "shared"), parts.shared(x))
+            self._add(stream, "shared", parts.shared(x))
         if parts.routed is not None:
-            stream.add(Output(self.fcsd.index, "routed"), parts.routed(x))
+            self._add(stream, "routed", parts.routed(x))
+
+    def _add(self, stream: Stream, part: Part, value: Tensor) -> None:
+        by = "attn" if part == "attn" else "mlp"
+        stream.add(Output(self.fcsd.index, part), value, partial(self.fcsd.blocks.arrive, self, by))
 
     def _compiled_step(self, stream: Stream, parts: Parts, **kwargs: Any) -> None:
-        index, norm = self.fcsd.index, self.post_attention_layernorm
+        index, blocks = self.fcsd.index, self.fcsd.blocks
+        attn_norm, mlp_norm = (
+            nn.Identity() if name is None else getattr(self, name)
+            for name in (blocks.attn_norms[0], blocks.mlp_norms[0])
+        )
         x = stream.read(Read(index, "attn"))
-        stream.add(Output(index, "attn"), compiled.attend(self.input_layernorm, self.self_attn, x, **kwargs))
+        self._add(stream, "attn", compiled.attend(attn_norm, self.self_attn, x, **kwargs))
         x = stream.read(Read(index, "mlp"))
         if parts.routed is None:
             assert isinstance(parts.shared, nn.Module), "the only part of a dense MLP is its module"
-            stream.add(Output(index, "shared"), compiled.dense(norm, parts.shared, x))
+            self._add(stream, "shared", compiled.dense(mlp_norm, parts.shared, x))
         else:
-            self._sparse_step(stream, parts.routed, x)
+            self._sparse_step(stream, parts.routed, mlp_norm, x)
 
-    def _sparse_step(self, stream: Stream, routed: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    def _sparse_step(self, stream: Stream, routed: Callable[[Tensor], Tensor], norm: nn.Module, x: Tensor) -> None:
         """The step of a sparse MLP. A router that does more than transformers' own is left to ``routed``."""
-        index, blocks = self.fcsd.index, self.fcsd.blocks
+        blocks = self.fcsd.blocks
         mlp: Any = self.get_submodule(blocks.mlp)
         router = mlp.get_submodule(blocks.router)
         shared, gate = (mlp.get_submodule(name) if name else None for name in (blocks.shared, blocks.shared_gate))
         if blocks.prescaled or router._forward_hooks:
             router = None
-        found = compiled.before_experts(self.post_attention_layernorm, compiled.Sparse(router, shared, gate), x)
+        found = compiled.before_experts(norm, compiled.Sparse(router, shared, gate), x)
         if found.shared is not None:
-            stream.add(Output(index, "shared"), found.shared)
+            self._add(stream, "shared", found.shared)
         if router is None:
             out = routed(found.read)
         else:
             out = mlp.experts(found.read.flatten(0, -2), found.chosen, found.weights).view_as(x)
-        stream.add(Output(index, "routed"), out)
+        self._add(stream, "routed", out)
 
 
 def wire_tensor_parallel(
@@ -215,11 +231,11 @@ def wire_tensor_parallel(
     blocks = arch_of(model.config).blocks
     parts = partial(hf_parts, blocks)
     try:
-        found = reductions(wiring, [kind_of(parts(layer)) for layer in layers])
+        found = reductions(wiring, [kind_of(parts(layer)) for layer in layers], blocks)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     starts = {reduction.starts_after: reduction for layer in found for reduction in layer}
     schedule = Schedule(starts, Read(len(layers), "norm"), ranks, kind, eager, wiring.name in DESYNC, compile_steps)
     for index, layer in enumerate(layers):
         layer.__class__ = wired_class(TensorParallelLayer, type(layer))
-        layer.fcsd = LayerReductions(0, 0, 1, False, parts, index, schedule, blocks)
+        layer.fcsd = LayerReductions(0, 0, 1, False, parts, blocks, index, schedule)

@@ -83,13 +83,16 @@ class Arch:
 
     @property
     def dense(self) -> bool:
-        """Whether no layer has experts. Only a dense architecture can take a Desync wiring."""
+        """Whether no layer has experts."""
         return self.autoep is None and self.no_ep is None
 
     @property
     def wirings(self) -> tuple[str, ...]:
-        """The names of the wirings that this architecture can have."""
-        return (*READS, *DESYNC) if self.dense else tuple(READS)
+        """The names of the wirings that this architecture can have.
+
+        Desync is for dense architectures, and has no whole outputs that could be normed on arrival.
+        """
+        return (*READS, *DESYNC) if self.dense and not self.blocks.normed else tuple(READS)
 
     @property
     def causal_lm(self) -> str:
@@ -119,7 +122,19 @@ def _row(model_type: str, stem: str, *, vllm: Mapping[str, Any] | None = None, *
 
 _NO_CLASS = "vLLM has no class of its own for this type"
 
+_NORMED = "vLLM's layer norms an output before it is added, which the plugin's does not"
+
 _SHARED_EXPERTS = Blocks(shared="shared_experts")
+
+# Outputs are normed on arrival. The stream is read as it is by the first kind, through norms by the second.
+_OLMO_NORMS: Mapping[str, Any] = {
+    "attn_norms": (None, "post_attention_layernorm"),
+    "mlp_norms": (None, "post_feedforward_layernorm"),
+}
+_GLM_NORMS: Mapping[str, Any] = {
+    "attn_norms": ("input_layernorm", "post_self_attn_layernorm"),
+    "mlp_norms": ("post_attention_layernorm", "post_mlp_layernorm"),
+}
 
 # Multi-head latent attention: every rank makes the latents of all heads, and unfolds them for its own heads.
 _LATENT_TP = {
@@ -131,6 +146,12 @@ _LATENT_TP = {
     "self_attn.o_proj": "rowwise",
 }
 _ATTENTION_TP = {"self_attn.[qkv]_proj": "colwise", "self_attn.o_proj": "rowwise"}
+# transformers gathers gate and up, which are one projection.
+_GATE_UP_TP = {"mlp.gate_up_proj": "packed_colwise", "mlp.down_proj": "rowwise"}
+_NORMS_OVER_HEADS: Mapping[str, Any] = {
+    "tp_plan": _ATTENTION_TP,  # transformers gathers all heads, because of the norms
+    "norms_over_heads": ("self_attn.q_norm", "self_attn.k_norm"),
+}
 
 # Llama-4's router multiplies the experts' inputs, and its experts are stored [experts, in, out].
 _LLAMA4_VISION = ("Llama4ForConditionalGeneration", "language_model.model")
@@ -178,13 +199,7 @@ _ROWS = (
         },
     ),
     _row("mixtral", "Mixtral", autoep="mixtral", vllm={"mlp": "block_sparse_moe"}),
-    _row(
-        "olmoe",
-        "Olmoe",
-        autoep="qwen3_moe",
-        tp_plan=_ATTENTION_TP,  # transformers gathers all heads, because of the norms
-        norms_over_heads=("self_attn.q_norm", "self_attn.k_norm"),
-    ),
+    _row("olmoe", "Olmoe", autoep="qwen3_moe", **_NORMS_OVER_HEADS),
     _row("glm4_moe", "Glm4Moe", blocks=_SHARED_EXPERTS, autoep="deepseek_v3", later_layers=True),
     _row(
         "deepseek_v2",
@@ -239,6 +254,15 @@ _ROWS = (
         autoep={"moe_layer_pattern": r"language_model\.model\.layers\.\d+\.feed_forward", **_LLAMA4_AUTOEP},
         text_config="text_config",
         **_LLAMA4,
+    ),
+    _row("olmo2", "Olmo2", blocks=Blocks(**_OLMO_NORMS), no_vllm=_NORMED, **_NORMS_OVER_HEADS),
+    _row(
+        "glm4",
+        "Glm4",
+        blocks=Blocks(**_GLM_NORMS),
+        rotates_halves=False,
+        tp_plan=_GATE_UP_TP,
+        no_vllm=_NORMED,
     ),
 )
 

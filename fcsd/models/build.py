@@ -1,7 +1,7 @@
 """Makes and registers the classes of converted models, rewires models in place, and loads checkpoints strictly."""
 
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -25,7 +25,7 @@ from .fp8 import blocks_of_config
 from .fused.model import fuse_parts
 from .load_options import default_dtype
 from .products import family, supported
-from .wiring import WiredModel, hf_parts, wire_layers
+from .wiring import WiredModel, wire_layers
 from .wiring_block import DESYNC, Wiring
 
 
@@ -71,7 +71,7 @@ def wire(model: PreTrainedModel, wiring: Wiring) -> PreTrainedModel:
     check_desync(model.config, wiring)
     layers: Any = decoder_layers(model)
     try:
-        wire_layers(layers, wiring, partial(hf_parts, arch.blocks))
+        wire_layers(layers, wiring, arch.blocks)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     fuse_parts(model, arch, False)
@@ -88,13 +88,16 @@ def check_desync(config: PretrainedConfig, wiring: Wiring) -> None:
     conversions are checked, so a directory that was converted before can still be loaded.
 
     Raises:
-        ConfigError: the architecture has experts, or the degree does not divide its key-value heads.
+        ConfigError: the architecture has experts or norms outputs on arrival, or the degree does not divide its
+            key-value heads.
     """
     if wiring.name not in DESYNC:
         return
     arch = arch_of(config)
     if not arch.dense:
         raise ConfigError(f"{wiring.name} needs a dense architecture; {arch.model_type} has experts")
+    if arch.blocks.normed:
+        raise ConfigError(f"{wiring.name} has no whole outputs, which {arch.model_type} norms before it adds them")
     heads = config.get_text_config().num_key_value_heads
     if heads % wiring.tp_degree:
         raise ConfigError(

@@ -6,6 +6,8 @@ read that includes it, and no earlier. One rule follows, and it is the whole sch
     The outputs of one layer that the same read needs first share one reduction. The reduction starts when the last of
     them is computed, and that read awaits it.
 
+Where outputs are normed on arrival, the attention's is normed apart from the MLP's, so these two never share one.
+
 The rule runs the wiring itself: ``read``, ``split`` and ``add`` of ``wiring.py`` on sets of names instead of tensors,
 so the schedule cannot differ from the model. The outputs of a layer are computed in the order attention, shared
 experts, routed experts; a dense MLP counts as shared experts, as everywhere in a wiring.
@@ -15,10 +17,9 @@ they travel.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Literal, NamedTuple
 
-from .wiring import Parts, add, hf_parts, plan_layers, read, split
+from .wiring import Parts, add, plan_layers, read, split
 from .wiring_block import DESYNC, Blocks, Wiring, kept_reductions
 
 Part = Literal["attn", "shared", "routed"]
@@ -77,12 +78,17 @@ def kind_of(parts: Parts) -> Kind:
     return "moe" if parts.shared is None else "moe-shared"
 
 
-def reads_of(wiring: Wiring, kinds: Sequence[Kind]) -> dict[Read, frozenset[Output]]:
+def reads_of(
+    wiring: Wiring,
+    kinds: Sequence[Kind],
+    blocks: Blocks = Blocks(),  # noqa: B008
+) -> dict[Read, frozenset[Output]]:
     """For each read of a model, in the order of execution, the outputs that the stream it reads includes.
 
     Args:
         wiring: any wiring but Desync, whose reads differ from rank to rank.
         kinds: the kind of each decoder layer.
+        blocks: says whether outputs are normed on arrival; by default they are not.
 
     Raises:
         ValueError: the wiring is Desync, or it names a layer that does not exist.
@@ -90,7 +96,7 @@ def reads_of(wiring: Wiring, kinds: Sequence[Kind]) -> dict[Read, frozenset[Outp
     if wiring.name in DESYNC:
         raise ValueError(f"{wiring.name} reads rank-local streams, which no set of whole outputs describes")
     _check_depth(wiring, kinds)
-    plans = plan_layers(wiring, len(kinds), partial(hf_parts, Blocks()), every=True)  # the parts are never called
+    plans = plan_layers(wiring, len(kinds), blocks, every=True)  # the parts are never called
     reads: dict[Read, frozenset[Output]] = {}
     streams: Sequence[_Names] = [_Names()]
     for i, kind in enumerate(kinds):
@@ -99,25 +105,31 @@ def reads_of(wiring: Wiring, kinds: Sequence[Kind]) -> dict[Read, frozenset[Outp
         reads[Read(i, "mlp")], streams = read(streams, plans[i].mlp)
         shared = _Names([Output(i, "shared")]) if "shared" in MLP_PARTS[kind] else None
         routed = _Names([Output(i, "routed")]) if "routed" in MLP_PARTS[kind] else None
-        streams = add(streams, *split(shared, routed, plans[i].settles_shared), keep=plans[i].hands_on)
+        outputs = split(shared, routed, plans[i].settles(routed is not None))
+        streams = add(streams, *outputs, keep=plans[i].hands_on)
     reads[Read(len(kinds), "norm")] = streams[0]
     return reads
 
 
-def reductions(wiring: Wiring, kinds: Sequence[Kind]) -> list[tuple[Reduction, ...]]:
+def reductions(
+    wiring: Wiring,
+    kinds: Sequence[Kind],
+    blocks: Blocks = Blocks(),  # noqa: B008
+) -> list[tuple[Reduction, ...]]:
     """For each decoder layer, the reductions that start in it, in the order in which they start.
 
     Args:
         wiring: any wiring. Reductions that Desync drops do not appear.
         kinds: the kind of each decoder layer.
+        blocks: says whether outputs are normed on arrival; by default they are not.
 
     Raises:
-        ValueError: the wiring names a layer that does not exist.
+        ValueError: the wiring names a layer that does not exist, or it is Desync and outputs are normed on arrival.
     """
     computed = [Output(i, part) for i, kind in enumerate(kinds) for part in ("attn", *MLP_PARTS[kind])]
     find = _kept_sums if wiring.name in DESYNC else _first_needed_together
     found: list[list[Reduction]] = [[] for _ in kinds]
-    for sums, place in find(wiring, kinds, computed):
+    for sums, place in find(wiring, kinds, blocks, computed):
         last = sums[-1]
         later = computed[computed.index(last) + 1 :]
         covered_by = tuple(output for output in later if _when(_input_of(output)) < _when(place))
@@ -126,20 +138,25 @@ def reductions(wiring: Wiring, kinds: Sequence[Kind]) -> list[tuple[Reduction, .
 
 
 def _first_needed_together(
-    wiring: Wiring, kinds: Sequence[Kind], computed: Sequence[Output]
+    wiring: Wiring, kinds: Sequence[Kind], blocks: Blocks, computed: Sequence[Output]
 ) -> list[tuple[list[Output], Read]]:
     first: dict[Output, Read] = {}
-    for place, includes in reads_of(wiring, kinds).items():
+    for place, includes in reads_of(wiring, kinds, blocks).items():
         first |= dict.fromkeys(includes - first.keys(), place)
-    groups: dict[tuple[int, Read], list[Output]] = {}
+    groups: dict[tuple[int, bool, Read], list[Output]] = {}
     for output in computed:
-        groups.setdefault((output.layer, first[output]), []).append(output)
-    return [(sums, place) for (_, place), sums in groups.items()]
+        apart = blocks.normed and output.part == "attn"
+        groups.setdefault((output.layer, apart, first[output]), []).append(output)
+    return [(sums, place) for (*_, place), sums in groups.items()]
 
 
-def _kept_sums(wiring: Wiring, kinds: Sequence[Kind], computed: Sequence[Output]) -> list[tuple[list[Output], Read]]:
+def _kept_sums(
+    wiring: Wiring, kinds: Sequence[Kind], blocks: Blocks, computed: Sequence[Output]
+) -> list[tuple[list[Output], Read]]:
     # A reduction that Desync keeps sums all outputs since the last kept reduction, and the next read awaits it.
     _check_depth(wiring, kinds)
+    if blocks.normed:
+        raise ValueError(f"{wiring.name} has no whole outputs, which the norms of this architecture need")
     keeps = kept_reductions(wiring.layers, wiring.kept)
     groups, local = [], []
     for output in computed:

@@ -7,7 +7,7 @@ shipped verbatim in exported checkpoints.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 VERSION = 1
 # Maps a name to the depth at which (attention, MLP) read; 1 means that the last output may be in flight.
@@ -140,6 +140,12 @@ class Blocks:
         shared_gate: the gate whose sigmoid multiplies the shared experts' output; None if there is none.
         flattens: whether the MoE block flattens its input once for all its children.
         prescaled: whether the router's scores multiply the experts' inputs (llama4) instead of their outputs.
+        attn_norms: the norm of what the attention reads, and the norm of its output on arrival; None for a norm that
+            the layer does not have. A norm on arrival needs the whole output: what tensor-parallel ranks have summed,
+            and for a MoE the routed and the shared experts' together.
+        mlp_norms: the same for the MLP or MoE block.
+        multiplier: the attribute of the layer by which it multiplies every output before it is added to the stream;
+            None if there is none.
     """
 
     mlp: str = "mlp"
@@ -148,6 +154,28 @@ class Blocks:
     shared_gate: str | None = None
     flattens: bool = False
     prescaled: bool = False
+    attn_norms: tuple[str | None, str | None] = ("input_layernorm", None)
+    mlp_norms: tuple[str | None, str | None] = ("post_attention_layernorm", None)
+    multiplier: str | None = None
+
+    @property
+    def normed(self) -> bool:
+        """Whether outputs are normed on arrival. Parts of an output that arrive apart cannot be added apart then."""
+        return self.attn_norms[1] is not None or self.mlp_norms[1] is not None
+
+    def read(self, layer: Any, by: Literal["attn", "mlp"], x: Any) -> Any:
+        """What a sub-block of a layer computes from, if it reads the stream ``x``; tensors ``[batch, seq, hidden]``."""
+        name = (self.attn_norms if by == "attn" else self.mlp_norms)[0]
+        return x if name is None else getattr(layer, name)(x)
+
+    def arrive(self, layer: Any, by: Literal["attn", "mlp"], output: Any) -> Any:
+        """What is added to the stream for an output of a sub-block that has arrived; tensors ``[batch, seq, hidden]``.
+
+        The output must be whole if ``normed``. Otherwise it may be any part of the output.
+        """
+        name = (self.attn_norms if by == "attn" else self.mlp_norms)[1]
+        output = output if name is None else getattr(layer, name)(output)
+        return output if self.multiplier is None else output * getattr(layer, self.multiplier)
 
 
 def kept_reductions(layers: Sequence[int], reduce: str) -> dict[int, tuple[bool, bool]]:

@@ -22,8 +22,8 @@ from fcsd.models.fused.norms import FusedNorm
 from fcsd.models.fused.rotary import FusedRotary
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
-# All their MLPs are experts, and llama4's have another name for the activation.
-NO_MLP = {"mixtral", "olmoe", "gpt_oss", "llama4_text", "arcee", "seed_oss"}
+# All their MLPs are experts, and llama4's have another name for the activation. In glm4's, gate and up are one layer.
+NO_MLP = {"mixtral", "olmoe", "gpt_oss", "llama4_text", "arcee", "seed_oss", "glm4"}
 # One has experts with biases, and one experts whose inputs are weighted.
 OTHER_EXPERTS = {"gpt_oss", "llama4_text"}
 

@@ -13,7 +13,8 @@ from fcsd.models.archs import ARCHS
 
 QUERY_KEY_VALUE, GATE_UP = TOGETHER
 NO_QUERY = {"deepseek_v2", "deepseek_v3"}  # latent attention has other projections
-NO_GATE = {"mixtral", "olmoe", "gpt_oss", "arcee"}  # all their MLPs are experts, or none is gated
+# All their MLPs are experts, none is gated, or gate and up are one layer.
+NO_GATE = {"mixtral", "olmoe", "gpt_oss", "arcee", "glm4"}
 
 
 @torch.no_grad()

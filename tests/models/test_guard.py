@@ -102,6 +102,7 @@ OWN: dict[str, dict[str, Any]] = {
         no_rope_layer_interval=2,
         interleave_moe_layer_step=2,
     ),
+    "glm4": dict(attention_bias=False, num_key_value_heads=1),
 }
 # Fields that the source reads and that no row moves, and why.
 EXEMPT = {

@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 
 from fcsd.models.build import arch_of
@@ -28,7 +29,7 @@ EXAMPLES = {FusedExperts: "mixtral", FusedLatentAttention: "deepseek_v2", FusedM
 
 
 def really_saved(run: Callable[[Tensor], Tensor], parameters: list[nn.Parameter], hidden: Tensor) -> int:
-    """Bytes of what autograd keeps after a forward pass, without the input and the parameters."""
+    """Bytes of what autograd keeps after a forward pass, without the input and the ``parameters``."""
     saved: weakref.WeakSet[Any] = weakref.WeakSet()  # weak, because autograd drops what no gradient needs
 
     def save(tensor: Tensor) -> Tensor:
@@ -48,8 +49,10 @@ def counted(run: Callable[[Tensor], Tensor], parameters: list[nn.Parameter], hid
     return measure_layer(run, parameters, hidden).kept - hidden.element_size()
 
 
-def fused_layers(arch: str, device: str) -> list[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
-    """The layers of a tiny model in bf16 with the attention function of plans, and functions that run them.
+def fused_layers(arch: str, device: str) -> list[tuple[list[Any], nn.Module, Callable[[Tensor], Tensor]]]:
+    """For each layer of a tiny model in bf16: the tensors that it does not make, the layer, and what runs it.
+
+    The attention function is that of plans. The tensors are the parameters, and what the model gives all layers.
 
     Norms are fused on GPUs only, because elsewhere torch has no kernel whose memory could be compared.
     """
@@ -64,7 +67,14 @@ def fused_layers(arch: str, device: str) -> list[tuple[nn.Module, Callable[[Tens
     row = arch_of(model.config)
     fuse_parts(model, row, True)
     fuse_norms(model, row, DEVICE == "cuda")
-    return [(layer, partial(layer, **kwargs)) for layer, kwargs in zip(model.model.layers, given, strict=True)]
+    return [
+        (
+            [*layer.parameters(), *(x for x in tree_leaves(kwargs) if isinstance(x, Tensor))],
+            layer,
+            partial(layer, **kwargs),
+        )
+        for layer, kwargs in zip(model.model.layers, given, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("arch", tiny.CONFIGS)
@@ -73,9 +83,9 @@ def test_a_fused_layer_keeps_on_the_meta_device_what_autograd_saves(arch: str) -
     kept: list[list[int]] = []
     for device, count in ((DEVICE, really_saved), ("meta", counted)):
         layers = fused_layers(arch, device)
-        kept.append([count(run, list(layer.parameters()), hidden.to(device)) for layer, run in layers])
+        kept.append([count(run, others, hidden.to(device)) for others, _, run in layers])
     assert kept[0] == kept[1]
-    modules = [module for layer, _ in layers for module in layer.modules()]
+    modules = [module for _, layer, _ in layers for module in layer.modules()]
     for fused, example in EXAMPLES.items():
         assert arch != example or any(isinstance(module, fused) for module in modules)
 

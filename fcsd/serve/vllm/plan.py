@@ -8,11 +8,9 @@ kept reduction replaces it by the sum over the ranks of ``output + running / deg
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Literal, NamedTuple
 
 from fcsd.models.schedule import MLP_PARTS, Kind, Output, Part, Read, Reduction, reductions
-from fcsd.models.wiring import hf_parts
 from fcsd.models.wiring import plan_layers as layer_wirings
 from fcsd.models.wiring_block import DESYNC, Blocks, Wiring
 
@@ -120,7 +118,7 @@ def _partial_reads(wiring: Wiring, count: int) -> set[int]:
     """The layers whose attention reads a partial stream, with experts or without."""
     if wiring.name in DESYNC:
         return set()
-    plans = layer_wirings(wiring, count, partial(hf_parts, Blocks()), every=True)  # the parts are never called
+    plans = layer_wirings(wiring, count, Blocks(), every=True)  # the parts are never called
     return {i + 1 for i, plan in plans.items() if plan.hands_on > 1}
 
 
