@@ -13,18 +13,42 @@ from torch import Tensor, nn
 # How a layer of transformers treats its sub-blocks, where it is not llama's way: model type -> the norms (of what the
 # attention reads, of its output, of what the MLP reads, of its output).
 NORMS: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
-    "olmo2": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    **dict.fromkeys(
+        ("olmo2", "olmo3", "flex_olmo", "exaone4"),
+        (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    ),
+    **dict.fromkeys(
+        ("gemma2", "gemma3_text"),
+        ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ),
+    "hyperclovax": ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
+    "apertus": ("attention_layernorm", None, "feedforward_layernorm", None),
     "glm4": ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
 }
-# The field of the config by which a layer multiplies every output before it adds it.
-MULTIPLIERS: dict[str, str] = {}
+# What a layer multiplies every output by before it adds it.
+MULTIPLIERS: dict[str, Callable] = {
+    **dict.fromkeys(("granite", "granitemoe", "hyperclovax"), lambda config: config.residual_multiplier),
+    "minicpm3": lambda config: config.scale_depth / config.num_hidden_layers**0.5,
+}
+# What is done to the product of the final norm and the output head.
+LOGITS: dict[str, Callable] = {
+    **dict.fromkeys(("granite", "granitemoe", "minicpm3"), lambda config, logits: logits / config.logits_scaling),
+    "hyperclovax": lambda config, logits: logits * config.logits_scaling,
+    **dict.fromkeys(("gemma2", "gemma3_text"), lambda config, logits: capped(logits, config.final_logit_softcapping)),
+}
+
+
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    return logits if cap is None else (logits / cap).tanh() * cap
+
+
 PLAIN = ("input_layernorm", None, "post_attention_layernorm", None)
 
 
 def around(model: nn.Module, layer: nn.Module) -> list[Callable[[Tensor], Tensor]]:
     """The four functions that ``NORMS`` names; those of outputs also multiply."""
     config, functions = model.config, []
-    factor = getattr(config, MULTIPLIERS[config.model_type]) if config.model_type in MULTIPLIERS else 1
+    factor = MULTIPLIERS[config.model_type](config) if config.model_type in MULTIPLIERS else 1
     for name, scale in zip(NORMS.get(config.model_type, PLAIN), (1, factor, 1, factor), strict=True):
         norm = nn.Identity() if name is None else layer.get_submodule(name)
         functions.append(lambda x, norm=norm, scale=scale: norm(x) * scale)
@@ -32,7 +56,7 @@ def around(model: nn.Module, layer: nn.Module) -> list[Callable[[Tensor], Tensor
 
 
 def mlp_of(layer: nn.Module) -> nn.Module:
-    return layer.feed_forward if hasattr(layer, "feed_forward") else layer.mlp
+    return next(getattr(layer, name) for name in ("feed_forward", "block_sparse_moe", "mlp") if hasattr(layer, name))
 
 
 @contextmanager
@@ -76,6 +100,12 @@ def layer_inputs(model: nn.Module, ids: Tensor) -> tuple[Tensor, list[dict]]:
     for handle in handles:
         handle.remove()
     return seen[0][0][0], [kwargs for _, kwargs in seen]
+
+
+def logits_of(model: nn.Module, stream: Tensor) -> Tensor:
+    """The logits of a full stream after the last layer."""
+    logits = model.lm_head(model.model.norm(stream))
+    return LOGITS.get(model.config.model_type, lambda _, x: x)(model.config, logits)
 
 
 @torch.no_grad()
@@ -125,4 +155,4 @@ def evaluate(
         s.append(settled)
         r.append(routed)
         o.append(o[k] + a[k] + settled + routed)
-    return [*o, model.lm_head(model.model.norm(o[-1]))]
+    return [*o, logits_of(model, o[-1])]

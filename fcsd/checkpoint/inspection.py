@@ -18,7 +18,8 @@ from fcsd.errors import BadInputError
 from fcsd.models.archs import ARCHS
 from fcsd.models.config_keys import expert_count
 
-_EXPERT = re.compile(r"layers\.(\d+)\.\w+\.experts\.")
+# The files of Granite's MoE have all experts' tensors in the block itself.
+_EXPERT = re.compile(r"layers\.(\d+)\.(?:\w+\.experts|block_sparse_moe\.(?:in|out)put_linear)\.")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ docs/adding_an_architecture.md works through an easy row and a hard one.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from .wiring_block import DESYNC, READS, Blocks
 
@@ -60,6 +60,9 @@ class Arch:
         norms_over_heads: the paths inside a layer of norms that normalise over all heads at once, so that
             tensor-parallel ranks must sum their means.
         no_vllm: why the plugin cannot serve the type; None if it can.
+        logits_factor: the field of the config that scales the logits, and 1 or -1 for what they are multiplied by: the
+            field, or its inverse. None if they are the product of the final hidden states and the output head.
+        logits_cap: the field of the config that caps the logits; None if the type has none.
         later_layers: whether checkpoints may have layers after the last one, which predict further tokens. transformers
             does not load them.
     """
@@ -79,6 +82,8 @@ class Arch:
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     norms_over_heads: tuple[str, ...] = ()
     no_vllm: str | None = None
+    logits_factor: tuple[str, Literal[1, -1]] | None = None
+    logits_cap: str | None = None
     later_layers: bool = False
 
     @property
@@ -124,12 +129,19 @@ _NO_CLASS = "vLLM has no class of its own for this type"
 
 _NORMED = "vLLM's layer norms an output before it is added, which the plugin's does not"
 
+_MULTIPLIED = "vLLM's layer multiplies an output before it is added, which the plugin's does not"
+_OTHER_NORMS = "vLLM's class has other names for the norms of a layer than the plugin looks for"
+
 _SHARED_EXPERTS = Blocks(shared="shared_experts")
 
 # Outputs are normed on arrival. The stream is read as it is by the first kind, through norms by the second.
 _OLMO_NORMS: Mapping[str, Any] = {
     "attn_norms": (None, "post_attention_layernorm"),
     "mlp_norms": (None, "post_feedforward_layernorm"),
+}
+_GEMMA_NORMS: Mapping[str, Any] = {
+    "attn_norms": ("input_layernorm", "post_attention_layernorm"),
+    "mlp_norms": ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
 }
 _GLM_NORMS: Mapping[str, Any] = {
     "attn_norms": ("input_layernorm", "post_self_attn_layernorm"),
@@ -173,6 +185,22 @@ _LLAMA4_AUTOEP = {
     "route_norm": False,
     "has_shared_experts": True,
     "shared_experts_pattern": "shared_expert",
+}
+
+# Its router takes the softmax of the chosen experts alone, which is that of all experts, normalised again.
+_GRANITE_AUTOEP = {
+    "moe_layer_pattern": r"model\.layers\.\d+\.block_sparse_moe",
+    "router_pattern": "router",
+    "expert_pattern": "experts",
+    "expert_w1": "gate_up_proj",
+    "expert_w2": "down_proj",
+    "expert_w3": None,
+    "num_experts_attr": "num_local_experts",
+    "top_k_attr": "num_experts_per_tok",
+    "score_func": "softmax",
+    "score_apply": "post",
+    "route_norm": True,
+    "has_shared_experts": False,
 }
 
 _ROWS = (
@@ -256,6 +284,36 @@ _ROWS = (
         **_LLAMA4,
     ),
     _row("olmo2", "Olmo2", blocks=Blocks(**_OLMO_NORMS), no_vllm=_NORMED, **_NORMS_OVER_HEADS),
+    _row("olmo3", "Olmo3", blocks=Blocks(**_OLMO_NORMS), no_vllm=_NORMED, **_NORMS_OVER_HEADS),
+    _row(
+        "flex_olmo",
+        "FlexOlmo",
+        blocks=Blocks(**_OLMO_NORMS),
+        autoep="qwen3_moe",
+        no_vllm=_NORMED,
+        **_NORMS_OVER_HEADS,
+    ),
+    _row("exaone4", "Exaone4", blocks=Blocks(**_OLMO_NORMS), no_vllm=_NORMED),
+    _row(
+        "gemma2",
+        "Gemma2",
+        blocks=Blocks(**_GEMMA_NORMS),
+        norm_epsilon="eps",
+        norm_offset=1,
+        logits_cap="final_logit_softcapping",
+        no_vllm=_NORMED,
+    ),
+    _row(
+        "gemma3_text",
+        "Gemma3",
+        config="Gemma3TextConfig",
+        classes={"AutoModel": ("Gemma3TextModel", ""), "AutoModelForCausalLM": ("Gemma3ForCausalLM", "model")},
+        blocks=Blocks(**_GEMMA_NORMS),
+        norm_epsilon="eps",
+        norm_offset=1,
+        logits_cap="final_logit_softcapping",
+        no_vllm=_NORMED,
+    ),
     _row(
         "glm4",
         "Glm4",
@@ -263,6 +321,50 @@ _ROWS = (
         rotates_halves=False,
         tp_plan=_GATE_UP_TP,
         no_vllm=_NORMED,
+    ),
+    _row(
+        "granite",
+        "Granite",
+        blocks=Blocks(multiplier="residual_multiplier"),
+        logits_factor=("logits_scaling", -1),
+        no_vllm=_MULTIPLIED,
+    ),
+    _row(
+        "granitemoe",
+        "GraniteMoe",
+        blocks=Blocks(mlp="block_sparse_moe", router="router", multiplier="residual_multiplier"),
+        autoep=_GRANITE_AUTOEP,
+        logits_factor=("logits_scaling", -1),
+        tp_plan=_ATTENTION_TP,
+        no_vllm=_MULTIPLIED,
+    ),
+    _row(
+        "hyperclovax",
+        "HyperCLOVAX",
+        blocks=Blocks(
+            attn_norms=("input_layernorm", "post_norm1"),
+            mlp_norms=("post_attention_layernorm", "post_norm2"),
+            multiplier="residual_multiplier",
+        ),
+        logits_factor=("logits_scaling", 1),
+        tp_plan={"post_norm?": "replicated"},
+        no_vllm=_NORMED,
+    ),
+    _row(
+        "minicpm3",
+        "MiniCPM3",
+        blocks=Blocks(multiplier="residual_scale"),
+        rotates_halves=False,  # the kernel of latent attention rotates
+        logits_factor=("logits_scaling", -1),
+        tp_plan=_LATENT_TP,
+        no_vllm=_MULTIPLIED,
+    ),
+    _row(
+        "apertus",
+        "Apertus",
+        blocks=Blocks(attn_norms=("attention_layernorm", None), mlp_norms=("feedforward_layernorm", None)),
+        tp_plan={"mlp.act_fn": "replicated"},  # its activation has two learned numbers
+        no_vllm=_OTHER_NORMS,
     ),
 )
 

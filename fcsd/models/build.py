@@ -122,6 +122,18 @@ def experts_of(config: PretrainedConfig) -> int:
     return expert_count(config.get_text_config().to_dict())
 
 
+def logits_factor(config: PretrainedConfig) -> float:
+    """The number by which a model multiplies the product of its final hidden states and its output head."""
+    row = arch_of(config).logits_factor
+    return 1.0 if row is None else getattr(config.get_text_config(), row[0]) ** row[1]
+
+
+def logits_cap(config: PretrainedConfig) -> float | None:
+    """The number ``c`` of a model whose logits are ``c * tanh(logits / c)``; None if it has none."""
+    name = arch_of(config).logits_cap
+    return None if name is None else getattr(config.get_text_config(), name)
+
+
 @cache
 def config_class(model_type: str) -> type[PretrainedConfig]:
     """The config class of a rewired architecture, for example ``FcsdQwen3MoeConfig``.

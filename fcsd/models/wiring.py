@@ -22,7 +22,7 @@ This file needs torch only and is shipped verbatim in exported checkpoints.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -136,6 +136,15 @@ class LayerWiring:
         """
         return self.settles_shared and not (routed and self.blocks.normed)
 
+    def grouped(self, by: Literal["attn", "mlp"], x: Tensor) -> Tensor:
+        """What a sub-block reads; a view of it if no norm comes before the sub-block, in a converted layer.
+
+        Without a norm the products of a sub-block read the stream itself. In the view their gradients are summed before
+        they are added to the others', so that a layer that overlaps them sums them in the same order.
+        """
+        norm = (self.blocks.attn_norms if by == "attn" else self.blocks.mlp_norms)[0]
+        return x.view_as(x) if norm is None and (self.mlp or (by == "attn" and self.attn)) else x
+
 
 class Addable(Protocol):
     """What ``read``, ``split`` and ``add`` need of a stream: a tensor, or a set of names in ``schedule.py``."""
@@ -187,11 +196,11 @@ class WiredLayer(nn.Module):
         attn, shared, routed = plan.parts(self)
 
         x, streams = self._read(streams, plan.attn)
-        a = attn(plan.blocks.read(self, "attn", x), **kwargs)
+        a = attn(plan.blocks.read(self, "attn", plan.grouped("attn", x)), **kwargs)
         streams = add(streams, None, plan.blocks.arrive(self, "attn", a), keep=plan.mlp + 1)
 
         x, streams = self._read(streams, plan.mlp)
-        x = plan.blocks.read(self, "mlp", x)
+        x = plan.blocks.read(self, "mlp", plan.grouped("mlp", x))
         r = None if routed is None else routed(x)
         s = None if shared is None else shared(x)
         outputs = split(s, r, plan.settles(r is not None))

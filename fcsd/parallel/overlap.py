@@ -132,7 +132,8 @@ class OverlappedLayer(WiredLayer):
         streams = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
         # After a dense layer whose output is settled, both streams are the same tensor and nothing is in flight.
         partial_read = plan.attn > 0 and streams[-1] is not streams[0]
-        x = plan.blocks.read(self, "attn", _private(streams[-1]) if partial_read else _landed(streams[0]))
+        x = plan.grouped("attn", _private(streams[-1]) if partial_read else _landed(streams[0]))
+        x = plan.blocks.read(self, "attn", x)
         mlp = _Mlp(self, dispatch_awaited_at=order.mark() if plan.mlp else None)
 
         def reach(place: Place) -> None:

@@ -31,6 +31,8 @@ SHAPES = {
     "deepseek_v2": (1, 3, 8, 2, 2),
     "deepseek_v3": (1, 3, 8, 2, 1),
     "llama4_text": (2, 2, 4, 1, 1),
+    "flex_olmo": (0, 4, 8, 2, 0),
+    "granitemoe": (0, 4, 8, 2, 0),
 }
 
 

@@ -23,7 +23,9 @@ from fcsd.models.fused.rotary import FusedRotary
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 # All their MLPs are experts, and llama4's have another name for the activation. In glm4's, gate and up are one layer.
+# Gemma's have another activation, and apertus' no gate.
 NO_MLP = {"mixtral", "olmoe", "gpt_oss", "llama4_text", "arcee", "seed_oss", "glm4"}
+NO_MLP |= {"flex_olmo", "granitemoe", "gemma2", "gemma3_text", "apertus"}
 # One has experts with biases, and one experts whose inputs are weighted.
 OTHER_EXPERTS = {"gpt_oss", "llama4_text"}
 

@@ -12,9 +12,9 @@ from fcsd.engine.merged import TOGETHER, First, Next, merge_projections
 from fcsd.models.archs import ARCHS
 
 QUERY_KEY_VALUE, GATE_UP = TOGETHER
-NO_QUERY = {"deepseek_v2", "deepseek_v3"}  # latent attention has other projections
+NO_QUERY = {"deepseek_v2", "deepseek_v3", "minicpm3"}  # latent attention has other projections
 # All their MLPs are experts, none is gated, or gate and up are one layer.
-NO_GATE = {"mixtral", "olmoe", "gpt_oss", "arcee", "glm4"}
+NO_GATE = {"mixtral", "olmoe", "gpt_oss", "arcee", "glm4", "flex_olmo", "granitemoe", "apertus"}
 
 
 @torch.no_grad()

@@ -29,7 +29,15 @@ def test_every_tensor_of_a_layer_has_a_style(arch: str) -> None:
     found = shardings(arch)
     whole = {name for name, sharding in found.items() if sharding == "whole" and name.endswith(".weight")}
     blocks = ARCHS[arch].blocks
-    replicated = ("norm", f"{blocks.mlp}.{blocks.router}", f"{blocks.mlp}.{blocks.shared_gate}", "_a_proj", "_with_mqa")
+    replicated = (
+        "norm",
+        "post_norm1",
+        "post_norm2",
+        f"{blocks.mlp}.{blocks.router}",
+        f"{blocks.mlp}.{blocks.shared_gate}",
+        "_a_proj",
+        "_with_mqa",
+    )
     assert {name for name in whole if not name.removesuffix(".weight").endswith(replicated)} == set()
     assert found["self_attn.o_proj.weight"] == Shard(1)
 

@@ -47,7 +47,7 @@ def test_attention_stays_inside_documents(positions: Tensor) -> None:
     torch.testing.assert_close(attend(q, k, v, borders), expected)
 
 
-WINDOWED = {"gpt_oss", "llama4_text", "llama4", "cwm", "ministral"}
+WINDOWED = {"gpt_oss", "llama4_text", "llama4", "cwm", "ministral", "olmo3", "exaone4", "gemma2", "gemma3_text"}
 
 
 @pytest.mark.parametrize("arch", sorted(tiny.CONFIGS))

@@ -41,28 +41,30 @@ def simulate(model, ids, kept, degree, converted):
     embeds, kwargs = literal.layer_inputs(model, ids)
     ranks, streams = [embeds] * degree, [embeds]
     for k, layer in enumerate(model.model.layers):
+        before_attn, after_attn, before_mlp, after_mlp = literal.around(model, layer)
         subblocks = (
             (
-                lambda x, layer=layer, k=k: layer.self_attn(hidden_states=layer.input_layernorm(x), **kwargs[k])[0],
+                lambda x, layer=layer, k=k, norm=before_attn: layer.self_attn(hidden_states=norm(x), **kwargs[k])[0],
                 layer.self_attn.o_proj,
+                after_attn,
             ),
-            (lambda x, layer=layer: layer.mlp(layer.post_attention_layernorm(x)), layer.mlp.down_proj),
+            (lambda x, layer=layer, norm=before_mlp: layer.mlp(norm(x)), layer.mlp.down_proj, after_mlp),
         )
-        for i, (run, projection) in enumerate(subblocks):
+        for i, (run, projection, after) in enumerate(subblocks):
             partials = []
             for rank in range(degree):
                 seen = []
                 handle = projection.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
                 run(ranks[rank])
                 handle.remove()
-                partials.append(slice_of_rank(projection, seen[0], rank, degree))
+                partials.append(after(slice_of_rank(projection, seen[0], rank, degree)))
             if k not in converted or (k, i) in kept:
                 total = sum(partials) + sum(ranks) / degree
                 ranks = [total] * degree
             else:
                 ranks = [x + p for x, p in zip(ranks, partials, strict=True)]
         streams.append(sum(ranks) / degree)
-    return [*streams, model.lm_head(model.model.norm(streams[-1]))]
+    return [*streams, literal.logits_of(model, streams[-1])]
 
 
 def last_of_every(group, converted):

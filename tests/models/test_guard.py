@@ -17,9 +17,12 @@ import transformers
 from test_norms import DEVICE
 from torch import Tensor
 
+from fcsd.distill.teacher.original import final_hidden, output_head
+from fcsd.engine.logprobs import head_logits
+from fcsd.errors import ConfigError
 from fcsd.models import archs
 from fcsd.models.archs import ARCHS
-from fcsd.models.build import arch_of, unwired, wire
+from fcsd.models.build import arch_of, logits_cap, unwired, wire
 from fcsd.models.fused.model import fuse_parts
 from fcsd.models.wiring import WiredLayer, Wiring
 
@@ -69,6 +72,7 @@ _LATENT = dict(
     head_dim=8,
     v_head_dim=10,
 )
+_GRANITE = dict(residual_multiplier=0.6, embedding_multiplier=3.0, attention_multiplier=0.4, logits_scaling=1.5)
 # What moves the fields that a family has alone, or that would not be moved by the values above.
 OWN: dict[str, dict[str, Any]] = {
     "seed_oss": dict(attention_bias=False, attention_out_bias=True, residual_dropout=0.3),
@@ -102,12 +106,31 @@ OWN: dict[str, dict[str, Any]] = {
         no_rope_layer_interval=2,
         interleave_moe_layer_step=2,
     ),
+    "flex_olmo": dict(_EXPERTS, norm_topk_prob=True),
+    "exaone4": dict(sliding_window_pattern=3),
+    "gemma2": dict(pad_token_id=3, query_pre_attn_scalar=9, final_logit_softcapping=3.0, attn_logit_softcapping=2.0),
+    "gemma3_text": dict(
+        pad_token_id=3,
+        query_pre_attn_scalar=9,
+        final_logit_softcapping=3.0,
+        attn_logit_softcapping=2.0,
+        num_key_value_heads=1,
+        rope_parameters={
+            "full_attention": {"rope_type": "default", "rope_theta": 50.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+        },
+    ),
+    "granite": _GRANITE,
+    "granitemoe": dict(_EXPERTS, **_GRANITE),
+    "hyperclovax": dict(_GRANITE, use_post_norm=False),
+    "minicpm3": dict(_LATENT, scale_depth=0.9, scale_emb=3, dim_model_base=20),
     "glm4": dict(attention_bias=False, num_key_value_heads=1),
 }
 # Fields that the source reads and that no row moves, and why.
 EXEMPT = {
     "output_router_logits": "only adds an output beside the logits",
     "router_aux_loss_coef": "weighs a loss that is off",
+    "use_bidirectional_attention": "makes an encoder of a decoder",
 }
 
 
@@ -220,6 +243,23 @@ def test_on_is_the_table_cached_or_not_and_gradients_flow(arch: str, name: str) 
     wire(model, Wiring(name, ALL))
     model(ids, labels=ids, use_cache=False).loss.backward()
     assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("arch", tiny.CONFIGS)
+def test_scores_and_losses_see_the_logits_of_the_model(arch: str) -> None:
+    """They compute them from final hidden states and the output head, a chunk at a time."""
+    model, ids = guarded_model(arch), tiny.tokens()
+    logits = model(ids, use_cache=False).logits
+    scored = head_logits(model, model.model(ids, use_cache=False).last_hidden_state)
+    torch.testing.assert_close(scored, logits, rtol=1e-4, atol=1e-4)
+    if logits_cap(model.config) is not None:
+        with pytest.raises(ConfigError, match="caps its logits"):
+            output_head(model)
+        return
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    hidden = final_hidden(model, {"input_ids": ids, "position_ids": positions})
+    torch.testing.assert_close(hidden @ output_head(model).T, logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("arch", "stem"), [("granite", "Granite"), ("glm4", "Glm4")])

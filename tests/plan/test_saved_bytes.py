@@ -52,7 +52,7 @@ def counted(run: Callable[[Tensor], Tensor], parameters: list[nn.Parameter], hid
 def fused_layers(arch: str, device: str) -> list[tuple[list[Any], nn.Module, Callable[[Tensor], Tensor]]]:
     """For each layer of a tiny model in bf16: the tensors that it does not make, the layer, and what runs it.
 
-    The attention function is that of plans. The tensors are the parameters, and what the model gives all layers.
+    The attention function is that of plans. The tensors are parameters, buffers, and what the model gives all layers.
 
     Norms are fused on GPUs only, because elsewhere torch has no kernel whose memory could be compared.
     """
@@ -69,7 +69,7 @@ def fused_layers(arch: str, device: str) -> list[tuple[list[Any], nn.Module, Cal
     fuse_norms(model, row, DEVICE == "cuda")
     return [
         (
-            [*layer.parameters(), *(x for x in tree_leaves(kwargs) if isinstance(x, Tensor))],
+            [*layer.parameters(), *layer.buffers(), *(x for x in tree_leaves(kwargs) if isinstance(x, Tensor))],
             layer,
             partial(layer, **kwargs),
         )

@@ -13,7 +13,7 @@ from fcsd.checkpoint.location import read_base_path
 from fcsd.config import Recipe
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.kernels.packed_attention import packed_arguments, takes_borders, use_packed_attention
-from fcsd.models.build import arch_of, decoder_layers, decoder_of
+from fcsd.models.build import arch_of, decoder_layers, decoder_of, logits_cap, logits_factor
 
 _MOST_COMPILED = 64  # torch's own limit is 8; beyond it layers would silently run uncompiled
 
@@ -101,7 +101,9 @@ def final_hidden(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
         inside = packed_arguments(batch["borders"])
     else:
         inside = {"attention_mask": None if arch_of(model.config).packs else _document_masks(decoder, ids, positions)}
-    return decoder(input_ids=ids, position_ids=positions, use_cache=False, **inside).last_hidden_state
+    hidden = decoder(input_ids=ids, position_ids=positions, use_cache=False, **inside).last_hidden_state
+    factor = logits_factor(model.config)
+    return hidden if factor == 1 else hidden * factor
 
 
 def pack_attention(model: PreTrainedModel, recipe: Recipe) -> None:
@@ -148,6 +150,15 @@ def without_compiling(recipe: Recipe) -> AbstractContextManager[Any]:
 
 
 def output_head(model: PreTrainedModel) -> Tensor:
-    """The weight of the output head, ``[vocab, hidden]``, which maps final hidden states to logits."""
+    """The weight of the output head, ``[vocab, hidden]``. Its product with ``final_hidden`` are the logits.
+
+    Raises:
+        ConfigError: the model caps its logits, which the losses do not.
+    """
+    if logits_cap(model.config) is not None:
+        raise ConfigError(
+            f"{model.config.model_type} caps its logits, and a loss that is computed from hidden states does not",
+            hint=f"a config.json with {arch_of(model.config).logits_cap}: null distils without the cap",
+        )
     head: Any = model.get_output_embeddings()
     return head.weight

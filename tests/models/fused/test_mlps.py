@@ -9,9 +9,10 @@ from torch import nn
 from fcsd.models.build import unwired, wire
 from fcsd.models.fused.mlps import FusedMLP, fuse_mlps
 
-# They have routed experts alone, an MLP whose parts have other names, one without a gate, or one with dropout. In
-# glm4's, gate and up are one layer.
+# They have routed experts alone, an MLP whose parts have other names, one without a gate, with dropout or with another
+# activation. In glm4's, gate and up are one layer.
 WITHOUT_MLPS = {"mixtral", "olmoe", "gpt_oss", "llama4_text", "arcee", "seed_oss", "glm4"}
+WITHOUT_MLPS |= {"flex_olmo", "granitemoe", "gemma2", "gemma3_text", "apertus"}
 
 
 @pytest.mark.parametrize("arch", tiny.CONFIGS)

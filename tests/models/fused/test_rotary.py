@@ -15,7 +15,7 @@ from fcsd.models.build import arch_of, unwired, wire
 from fcsd.models.fused.latent import FusedLatentAttention
 from fcsd.models.fused.rotary import FusedRotary, fuse_rotary
 
-LATENT = {"deepseek_v2", "deepseek_v3"}
+LATENT = {"deepseek_v2", "deepseek_v3", "minicpm3"}
 LENGTH = 5  # the interpreter runs one program after the other for each token
 
 
