@@ -4,11 +4,55 @@ This file does not use ``fcsd.models``. To get the routed or the shared output, 
 output projection of the other half set to zero.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+
+# How a layer of transformers treats its sub-blocks, where it is not llama's way: model type -> the norms (of what the
+# attention reads, of its output, of what the MLP reads, of its output).
+NORMS: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
+    **dict.fromkeys(
+        ("olmo2", "olmo3", "flex_olmo", "exaone4"),
+        (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    ),
+    **dict.fromkeys(
+        ("gemma2", "gemma3_text"),
+        ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ),
+    "hyperclovax": ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
+    "apertus": ("attention_layernorm", None, "feedforward_layernorm", None),
+    "glm4": ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+}
+# What a layer multiplies every output by before it adds it.
+MULTIPLIERS: dict[str, Callable] = {
+    **dict.fromkeys(("granite", "granitemoe", "hyperclovax"), lambda config: config.residual_multiplier),
+    "minicpm3": lambda config: config.scale_depth / config.num_hidden_layers**0.5,
+}
+# What is done to the product of the final norm and the output head.
+LOGITS: dict[str, Callable] = {
+    **dict.fromkeys(("granite", "granitemoe", "minicpm3"), lambda config, logits: logits / config.logits_scaling),
+    "hyperclovax": lambda config, logits: logits * config.logits_scaling,
+    **dict.fromkeys(("gemma2", "gemma3_text"), lambda config, logits: capped(logits, config.final_logit_softcapping)),
+}
+
+
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    return logits if cap is None else (logits / cap).tanh() * cap
+
+
+PLAIN = ("input_layernorm", None, "post_attention_layernorm", None)
+
+
+def around(model: nn.Module, layer: nn.Module) -> list[Callable[[Tensor], Tensor]]:
+    """The four functions that ``NORMS`` names; those of outputs also multiply."""
+    config, functions = model.config, []
+    factor = MULTIPLIERS[config.model_type](config) if config.model_type in MULTIPLIERS else 1
+    for name, scale in zip(NORMS.get(config.model_type, PLAIN), (1, factor, 1, factor), strict=True):
+        norm = nn.Identity() if name is None else layer.get_submodule(name)
+        functions.append(lambda x, norm=norm, scale=scale: norm(x) * scale)
+    return functions
 
 
 def decoder_of(model: nn.Module) -> nn.Module:
@@ -16,7 +60,7 @@ def decoder_of(model: nn.Module) -> nn.Module:
 
 
 def mlp_of(layer: nn.Module) -> nn.Module:
-    return layer.feed_forward if hasattr(layer, "feed_forward") else layer.mlp
+    return next(getattr(layer, name) for name in ("feed_forward", "block_sparse_moe", "mlp") if hasattr(layer, name))
 
 
 @contextmanager
@@ -78,6 +122,12 @@ def layer_inputs(model: nn.Module, ids: Tensor, **images: Tensor) -> tuple[Tenso
     return read[0], [kwargs for _, kwargs in seen], added
 
 
+def logits_of(model: nn.Module, stream: Tensor) -> Tensor:
+    """The logits of a full stream after the last layer."""
+    logits = model.lm_head(decoder_of(model).norm(stream))
+    return LOGITS.get(model.config.model_type, lambda _, x: x)(model.config, logits)
+
+
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
@@ -89,7 +139,11 @@ def evaluate(
     border: str | None = None,
     **images: Tensor,
 ) -> list[Tensor]:
-    """``[o_0, ..., o_L, logits]`` of a wiring, from an unwired model (DESIGN §1; FarSkip eq. 8, Ladder eq. 2)."""
+    """``[o_0, ..., o_L, logits]`` of a wiring, from an unwired model (DESIGN §1; FarSkip eq. 8, Ladder eq. 2).
+
+    If a layer norms its outputs, ``a`` is the normed output of the attention, and that of the MLP is ``s`` in a dense
+    layer and ``r`` in a MoE layer: shared and routed experts are summed before the norm, so neither is there alone.
+    """
     embeds, kwargs, added = layer_inputs(model, ids, **images)
     o = [embeds]  # o[k] is the stream before layer k
     zero = torch.zeros_like(embeds)
@@ -104,15 +158,22 @@ def evaluate(
         attn_in = o[k]
         if attn_rewired:
             attn_in = o[k - 1] + (a[k - 1] if distance == 1 else zero) + (s[k - 1] if name == "farskip" else zero)
-        a.append(attended(layer, layer.input_layernorm(attn_in), kwargs[k]))
+        before_attn, after_attn, before_mlp, after_mlp = around(model, layer)
+        a.append(after_attn(attended(layer, before_attn(attn_in), kwargs[k])))
 
         mlp_in = o[k] + a[k]
         if mlp_rewired:
             mlp_in = o[k]
             if distance == 2 and k > 0:
                 mlp_in = o[k - 1] + a[k - 1] + (s[k - 1] if name == "farskip" else zero)
-        settled, routed = settled_and_routed(mlp_of(layer), layer.post_attention_layernorm(mlp_in))
+        settled, routed = settled_and_routed(mlp_of(layer), before_mlp(mlp_in))
+        if NORMS.get(model.config.model_type, PLAIN)[3] is None:
+            settled, routed = after_mlp(settled), after_mlp(routed)
+        elif hasattr(mlp_of(layer), "experts"):
+            settled, routed = zero, after_mlp(settled + routed)
+        else:
+            settled, routed = after_mlp(settled), zero
         s.append(settled)
         r.append(routed)
         o.append(o[k] + a[k] + settled + routed + added[k])
-    return [*o, model.lm_head(decoder_of(model).norm(o[-1]))]
+    return [*o, logits_of(model, o[-1])]

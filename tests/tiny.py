@@ -62,6 +62,7 @@ _MROPE = dict(
         "mrope_interleaved": True,
     }
 )
+_GEMMA = dict(intermediate_size=128, head_dim=16, sliding_window=16, tie_word_embeddings=False)
 
 # Queries are scaled by their position from the eighth token on.
 _YARN = dict(
@@ -328,6 +329,41 @@ CONFIGS: dict[str, tuple[str, dict]] = {
             **_QWEN_IMAGES,
         ),
     ),
+    "olmo2": ("Olmo2Config", dict(intermediate_size=128)),
+    "olmo3": ("Olmo3Config", dict(intermediate_size=128, sliding_window=16)),
+    "flex_olmo": ("FlexOlmoConfig", dict(intermediate_size=32, num_experts=8, num_experts_per_tok=2)),
+    "exaone4": ("Exaone4Config", dict(intermediate_size=128, sliding_window=16)),
+    "gemma2": ("Gemma2Config", _GEMMA),
+    "gemma3_text": ("Gemma3TextConfig", _GEMMA),
+    "glm4": ("Glm4Config", dict(intermediate_size=128, head_dim=16)),
+    "granite": ("GraniteConfig", dict(intermediate_size=128, residual_multiplier=0.5, logits_scaling=2.0)),
+    "granitemoe": (
+        "GraniteMoeConfig",
+        dict(
+            intermediate_size=32,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            residual_multiplier=0.5,
+            logits_scaling=2.0,
+        ),
+    ),
+    "hyperclovax": ("HyperCLOVAXConfig", dict(intermediate_size=128, head_dim=16, use_post_norm=True)),
+    "minicpm3": (
+        "MiniCPM3Config",
+        dict(
+            intermediate_size=128,
+            num_key_value_heads=4,
+            kv_lora_rank=16,
+            q_lora_rank=32,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=16,
+            scale_emb=2,
+            dim_model_base=32,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "apertus": ("ApertusConfig", dict(intermediate_size=128)),
 }
 DENSE = tuple(arch for arch in CONFIGS if ARCHS[arch].dense)
 DESYNC = tuple(arch for arch in CONFIGS if ARCHS[arch].no_desync is None)

@@ -20,7 +20,8 @@ from fcsd.models.config_keys import EXPERTS_PER_TOKEN, SHARED_EXPERTS, expert_co
 from fcsd.models.products import product
 
 _HUB_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
-_EXPERT = re.compile(r"layers\.(\d+)\.\w+\.experts\.")
+# The files of Granite's MoE have all experts' tensors in the block itself.
+_EXPERT = re.compile(r"layers\.(\d+)\.(?:\w+\.experts|block_sparse_moe\.(?:in|out)put_linear)\.")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ transformers' own loop over layers and its own modules compute everything. A lay
 tensor. The stream does with each output what the layer's plan says, and awaits a reduction at the first read that
 includes it.
 
+An output is normed or multiplied, where the architecture does so, when its sum has arrived.
+
 Under Desync every rank adds its own outputs to its own residual. A kept reduction sums ``output + residual / degree``
 over the ranks (Ladder-Residual §5), and its result replaces the residual.
 """
@@ -24,7 +26,6 @@ from fcsd.models.build import arch_of, decoder_layers
 from fcsd.models.schedule import Kind, LayerPlan, Step, kind_of, layer_plans
 from fcsd.models.wiring import (
     DESYNC,
-    Blocks,
     LayerWiring,
     Parts,
     WiredLayer,
@@ -67,8 +68,16 @@ class Stream:
         self._collected: Tensor | None = None
         self._in_flight: list[Callable[[], Tensor]] = []  # oldest first; each returns its sum when it has arrived
 
-    def add(self, step: Step, layer: int, out: Tensor) -> None:
-        """Do with this rank's output of a call ``[batch, seq, hidden]`` what the step says; it may be written over."""
+    def add(self, step: Step, layer: int, out: Tensor, arrive: Callable[[Tensor], Tensor]) -> None:
+        """Do with this rank's output of a call what the step says.
+
+        Args:
+            step: what is called, and what happens to its output.
+            layer: 0-based index of the decoder layer.
+            out: the output ``[batch, seq, hidden]``, which may be written over.
+            arrive: what the layer does with the sum over the ranks before it is added to the stream. Outputs that share
+                a sum have the same one, and under Desync it acts on a part of an output as on the whole.
+        """
         if step.joins:
             assert self._collected is not None, "the first output of a sum is collected"
             out, self._collected = self._collected + out, None
@@ -76,13 +85,16 @@ class Stream:
             self._collected = out
             return
         if step.then == "local":
-            self._in_flight.append(partial(_given, out))
+            self._in_flight.append(partial(_given, arrive(out)))
             return
         if step.then == "resync":
             assert self._landed is not None, "a reduction of Desync includes what this rank has added"
-            out, self._landed = out + self._landed / self._sums.ranks.degree, None
+            out, self._landed = arrive(out) + self._landed / self._sums.ranks.degree, None
+            arrive = _given
         wait = reduce.reduce(out, self._sums.ranks.group, self._sums.backend, layer).wait
-        self._in_flight.append(partial(_given, wait()) if self._sums.eager else wait)
+        if self._sums.eager:
+            wait = partial(_given, wait())
+        self._in_flight.append(lambda: arrive(wait()))
 
     def read(self, places: Sequence[int]) -> Tensor:
         """The stream ``[batch, seq, hidden]`` with the sums at ``places`` among those in flight, which are awaited."""
@@ -110,13 +122,11 @@ class LayerSums(LayerWiring):
         index: 0-based index of the decoder layer.
         plan: what the layer does.
         sums: how the reductions of the model travel.
-        blocks: the names of the layer's children.
     """
 
     index: int
     plan: LayerPlan
     sums: Sums
-    blocks: Blocks
 
 
 class TensorParallelLayer(WiredLayer):
@@ -133,41 +143,50 @@ class TensorParallelLayer(WiredLayer):
         if own.sums.compiled and compiled.possible(kwargs.get("past_key_values"), own.index):
             self._compiled_step(stream, parts, **kwargs)
         else:
-            out = parts.attn(self.input_layernorm(stream.read(plan.attn)), **kwargs)
-            stream.add(plan.steps[0], own.index, out)
-            x = self.post_attention_layernorm(stream.read(plan.mlp))
-            computed = [part for part in (parts.shared, parts.routed) if part is not None]
-            for step, part in zip(plan.steps[1:], computed, strict=True):
-                stream.add(step, own.index, part(x))
+            x = own.blocks.read(self, "attn", stream.read(plan.attn))
+            self._add(stream, 0, parts.attn(x, **kwargs))
+            x = own.blocks.read(self, "mlp", stream.read(plan.mlp))
+            for number, part in enumerate((part for part in (parts.shared, parts.routed) if part is not None), 1):
+                self._add(stream, number, part(x))
         return stream if plan.hands_on is None else stream.whole()
 
+    def _add(self, stream: Stream, number: int, out: Tensor) -> None:
+        """Add the output of the call that has this number in the layer's plan."""
+        own = self.fcsd
+        arrive = partial(own.blocks.arrive, self, "mlp" if number else "attn")
+        stream.add(own.plan.steps[number], own.index, out, arrive)
+
     def _compiled_step(self, stream: Stream, parts: Parts, **kwargs: Any) -> None:
-        index, plan, norm = self.fcsd.index, self.fcsd.plan, self.post_attention_layernorm
+        plan, blocks = self.fcsd.plan, self.fcsd.blocks
+        attn_norm, mlp_norm = (
+            nn.Identity() if name is None else getattr(self, name)
+            for name in (blocks.attn_norms[0], blocks.mlp_norms[0])
+        )
         x = stream.read(plan.attn)
-        stream.add(plan.steps[0], index, compiled.attend(self.input_layernorm, self.self_attn, x, **kwargs))
+        self._add(stream, 0, compiled.attend(attn_norm, self.self_attn, x, **kwargs))
         x = stream.read(plan.mlp)
         if parts.routed is None:
             assert isinstance(parts.shared, nn.Module), "the only part of a dense MLP is its module"
-            stream.add(plan.steps[1], index, compiled.dense(norm, parts.shared, x))
+            self._add(stream, 1, compiled.dense(mlp_norm, parts.shared, x))
         else:
-            self._sparse_step(stream, parts.routed, x)
+            self._sparse_step(stream, parts.routed, mlp_norm, x)
 
-    def _sparse_step(self, stream: Stream, routed: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    def _sparse_step(self, stream: Stream, routed: Callable[[Tensor], Tensor], norm: nn.Module, x: Tensor) -> None:
         """The step of a sparse MLP. A router that does more than transformers' own is left to ``routed``."""
-        index, steps, blocks = self.fcsd.index, self.fcsd.plan.steps, self.fcsd.blocks
+        blocks = self.fcsd.blocks
         mlp: Any = self.get_submodule(blocks.mlp)
         router = mlp.get_submodule(blocks.router)
         shared, gate = (getattr(mlp, name) if name else None for name in (blocks.shared, blocks.shared_gate))
         if blocks.prescaled or blocks.router_bias or router._forward_hooks:
             router = None
-        found = compiled.before_experts(self.post_attention_layernorm, compiled.Sparse(router, shared, gate), x)
+        found = compiled.before_experts(norm, compiled.Sparse(router, shared, gate), x)
         if found.shared is not None:
-            stream.add(steps[1], index, found.shared)
+            self._add(stream, 1, found.shared)
         if router is None:
             out = routed(found.read)
         else:
             out = mlp.experts(found.read.flatten(0, -2), found.chosen, found.weights).view_as(x)
-        stream.add(steps[-1], index, out)
+        self._add(stream, len(self.fcsd.plan.steps) - 1, out)
 
 
 def wire_tensor_parallel(
@@ -202,10 +221,10 @@ def wire_tensor_parallel(
     parts = partial(hf_parts, blocks)
     try:
         kinds: list[Kind] = [kind_of(parts(layer)) for layer in layers]
-        plans = layer_plans(wiring, kinds, range(len(layers)), every=True)
+        plans = layer_plans(wiring, kinds, range(len(layers)), every=True, blocks=blocks)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     sums = Sums(ranks, backend, eager, compile_steps)
     for index, layer in enumerate(layers):
         layer.__class__ = wired_class(TensorParallelLayer, type(layer))
-        layer.fcsd = LayerSums(0, 0, 1, False, parts, index, plans[index], sums, blocks)
+        layer.fcsd = LayerSums(0, 0, 1, False, parts, blocks, index, plans[index], sums)

@@ -11,6 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 from fcsd.engine.batches import left_padded, select_rows
 from fcsd.errors import BadInputError
 from fcsd.launch.shared_work import ALONE, Team
+from fcsd.models.build import logits_cap, logits_factor
 
 # The most padded tokens in one forward pass.
 FORWARD_TOKENS = 16384
@@ -23,9 +24,9 @@ Request = tuple[Sequence[int], Sequence[int]]
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel) -> None:
-    """Make sure that the decoder followed by the output embeddings gives the model's logits.
+    """Make sure that the decoder followed by ``head_logits`` gives the model's logits.
 
-    A model that scales or caps its logits after the output embeddings would be scored wrongly.
+    A model that does more to its logits than its row says would be scored wrongly.
 
     Raises:
         BadInputError: the two give different logits.
@@ -38,7 +39,7 @@ def check_head(model: PreTrainedModel) -> None:
     hidden = decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state[0]
     if (head_logits(model, hidden).to(whole.device) - whole).abs().max() > rounding:
         raise BadInputError(
-            f"{type(model).__name__} does more to its logits than its output embeddings do",
+            f"{type(model).__name__} does more to its logits than its output embeddings and its row do",
             "this architecture cannot be scored yet",
         )
 
@@ -53,7 +54,8 @@ def decoder_of(model: PreTrainedModel) -> Any:
 def head_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
     """fp32 logits ``[rows, vocab]`` of hidden states ``[rows, hidden]``."""
     head: Any = model.get_output_embeddings()
-    return head(hidden).float()
+    logits, cap = head(hidden).float() * logits_factor(model.config), logits_cap(model.config)
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def batches(lengths: Sequence[int], tokens: int, batch_size: int | None) -> Iterator[list[int]]:

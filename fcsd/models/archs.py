@@ -6,7 +6,7 @@ docs/adding_an_architecture.md works through an easy row and a hard one.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from .wiring_block import DESYNC, READS, Blocks
 
@@ -64,6 +64,9 @@ class Arch:
         no_vllm: why the plugin cannot serve the type; None if it can.
         injected: for types whose vision tower adds features to the outputs of the first decoder layers: the path, in
             the config, of a list with an entry for each of these layers. They can pass on the full stream alone.
+        logits_factor: the field of the config that scales the logits, and 1 or -1 for what they are multiplied by: the
+            field, or its inverse. None if they are the product of the final hidden states and the output head.
+        logits_cap: the field of the config that caps the logits; None if the type has none.
         later_layers: whether checkpoints may have layers after the last one, or modules called ``mtp``, which predict
             further tokens. transformers does not load them.
     """
@@ -85,6 +88,8 @@ class Arch:
     no_tp: str | None = None
     no_vllm: str | None = None
     injected: str | None = None
+    logits_factor: tuple[str, Literal[1, -1]] | None = None
+    logits_cap: str | None = None
     later_layers: bool = False
 
     @property
@@ -95,6 +100,8 @@ class Arch:
     @property
     def no_desync(self) -> str | None:
         """Why the architecture cannot have a Desync wiring, whose ranks share every layer; None if it can."""
+        if self.blocks.normed:
+            return "it norms whole outputs before it adds them, and Desync has no whole outputs"
         return self.no_tp if self.dense else "it has experts"
 
     @property
@@ -142,7 +149,26 @@ def _vision(stem: str) -> dict[str, tuple[str, str]]:
     return {"AutoModel": bare, "AutoModelForCausalLM": whole, "AutoModelForImageTextToText": whole}
 
 
+_NORMED = "vLLM's layer norms an output before it is added, which the plugin's does not"
+
+_MULTIPLIED = "vLLM's layer multiplies an output before it is added, which the plugin's does not"
+_OTHER_NORMS = "vLLM's class has other names for the norms of a layer than the plugin looks for"
+
 _SHARED_EXPERTS = Blocks(shared="shared_experts")
+
+# Outputs are normed on arrival. The stream is read as it is by the first kind, through norms by the second.
+_OLMO_NORMS: Mapping[str, Any] = {
+    "attn_norms": (None, "post_attention_layernorm"),
+    "mlp_norms": (None, "post_feedforward_layernorm"),
+}
+_GEMMA_NORMS: Mapping[str, Any] = {
+    "attn_norms": ("input_layernorm", "post_attention_layernorm"),
+    "mlp_norms": ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+}
+_GLM_NORMS: Mapping[str, Any] = {
+    "attn_norms": ("input_layernorm", "post_self_attn_layernorm"),
+    "mlp_norms": ("post_attention_layernorm", "post_mlp_layernorm"),
+}
 
 # Multi-head latent attention: every rank makes the latents of all heads, and unfolds them for its own heads.
 _LATENT_TP = {
@@ -207,6 +233,11 @@ _GATED_DELTA_MOE: Mapping[str, Any] = {
     "blocks": Blocks(shared="shared_expert", shared_gate="shared_expert_gate", flattens=True, linear="linear_attn"),
 }
 
+_NORMS_OVER_HEADS: Mapping[str, Any] = {
+    "tp_plan": _ATTENTION_TP,  # transformers gathers all heads, because of the norms
+    "norms_over_heads": ("self_attn.q_norm", "self_attn.k_norm"),
+}
+
 # Llama-4's router multiplies the experts' inputs, and its experts are stored [experts, in, out].
 _LLAMA4_VISION = ("Llama4ForConditionalGeneration", "language_model.model")
 _LLAMA4: Mapping[str, Any] = {
@@ -227,6 +258,22 @@ _LLAMA4_AUTOEP = {
     "route_norm": False,
     "has_shared_experts": True,
     "shared_experts_pattern": "shared_expert",
+}
+
+# Its router takes the softmax of the chosen experts alone, which is that of all experts, normalised again.
+_GRANITE_AUTOEP = {
+    "moe_layer_pattern": r"model\.layers\.\d+\.block_sparse_moe",
+    "router_pattern": "router",
+    "expert_pattern": "experts",
+    "expert_w1": "gate_up_proj",
+    "expert_w2": "down_proj",
+    "expert_w3": None,
+    "num_experts_attr": "num_local_experts",
+    "top_k_attr": "num_experts_per_tok",
+    "score_func": "softmax",
+    "score_apply": "post",
+    "route_norm": True,
+    "has_shared_experts": False,
 }
 
 _ROWS = (
@@ -271,13 +318,7 @@ _ROWS = (
         },
     ),
     _row("mixtral", "Mixtral", autoep="mixtral", vllm={"mlp": "block_sparse_moe"}),
-    _row(
-        "olmoe",
-        "Olmoe",
-        autoep="qwen3_moe",
-        tp_plan=_ATTENTION_TP,  # transformers gathers all heads, because of the norms
-        norms_over_heads=("self_attn.q_norm", "self_attn.k_norm"),
-    ),
+    _row("olmoe", "Olmoe", autoep="qwen3_moe", **_NORMS_OVER_HEADS),
     _row("glm4_moe", "Glm4Moe", blocks=_SHARED_EXPERTS, autoep="deepseek_v3", later_layers=True),
     _row(
         "minimax_m2",
@@ -468,6 +509,89 @@ _ROWS = (
         text_config="text_config",
         autoep=_QWEN_AUTOEP,
         **_GATED_DELTA_MOE,
+    ),
+    _row("olmo2", "Olmo2", blocks=Blocks(**_OLMO_NORMS), no_vllm=_NORMED, **_NORMS_OVER_HEADS),
+    _row("olmo3", "Olmo3", blocks=Blocks(**_OLMO_NORMS), no_vllm=_NORMED, **_NORMS_OVER_HEADS),
+    _row(
+        "flex_olmo",
+        "FlexOlmo",
+        blocks=Blocks(**_OLMO_NORMS),
+        autoep="qwen3_moe",
+        no_vllm=_NORMED,
+        **_NORMS_OVER_HEADS,
+    ),
+    _row("exaone4", "Exaone4", blocks=Blocks(**_OLMO_NORMS), no_vllm=_NORMED),
+    _row(
+        "gemma2",
+        "Gemma2",
+        blocks=Blocks(**_GEMMA_NORMS),
+        norm_epsilon="eps",
+        norm_offset=1,
+        logits_cap="final_logit_softcapping",
+        no_vllm=_NORMED,
+    ),
+    _row(
+        "gemma3_text",
+        "Gemma3",
+        config="Gemma3TextConfig",
+        classes={"AutoModel": ("Gemma3TextModel", ""), "AutoModelForCausalLM": ("Gemma3ForCausalLM", "model")},
+        blocks=Blocks(**_GEMMA_NORMS),
+        norm_epsilon="eps",
+        norm_offset=1,
+        logits_cap="final_logit_softcapping",
+        no_vllm=_NORMED,
+    ),
+    _row(
+        "glm4",
+        "Glm4",
+        blocks=Blocks(**_GLM_NORMS),
+        rotates_halves=False,
+        tp_plan=_PACKED_MLP_TP,
+        no_vllm=_NORMED,
+    ),
+    _row(
+        "granite",
+        "Granite",
+        blocks=Blocks(multiplier="residual_multiplier"),
+        logits_factor=("logits_scaling", -1),
+        no_vllm=_MULTIPLIED,
+    ),
+    _row(
+        "granitemoe",
+        "GraniteMoe",
+        blocks=Blocks(mlp="block_sparse_moe", router="router", multiplier="residual_multiplier"),
+        autoep=_GRANITE_AUTOEP,
+        logits_factor=("logits_scaling", -1),
+        tp_plan=_ATTENTION_TP,
+        no_vllm=_MULTIPLIED,
+    ),
+    _row(
+        "hyperclovax",
+        "HyperCLOVAX",
+        blocks=Blocks(
+            attn_norms=("input_layernorm", "post_norm1"),
+            mlp_norms=("post_attention_layernorm", "post_norm2"),
+            multiplier="residual_multiplier",
+        ),
+        logits_factor=("logits_scaling", 1),
+        tp_plan={"post_norm?": "replicated"},
+        no_vllm=_NORMED,
+    ),
+    _row(
+        "minicpm3",
+        "MiniCPM3",
+        blocks=Blocks(multiplier="residual_scale"),
+        rotates_halves=False,  # the kernel of latent attention rotates
+        logits_factor=("logits_scaling", -1),
+        tp_plan=_LATENT_TP,
+        no_vllm=_MULTIPLIED,
+    ),
+    _row(
+        "apertus",
+        "Apertus",
+        blocks=Blocks(attn_norms=("attention_layernorm", None), mlp_norms=("feedforward_layernorm", None)),
+        tp_plan={"mlp.act_fn": "replicated"},  # its activation has two learned numbers
+        no_vllm=_OTHER_NORMS,
     ),
 )
 

@@ -1,7 +1,7 @@
 """Makes and registers the classes of converted models, rewires models in place, and loads checkpoints strictly."""
 
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -25,7 +25,7 @@ from .fp8 import blocks_of_config
 from .fused.model import fuse_parts
 from .load_options import default_dtype
 from .products import family, nearest, supported
-from .wiring import WiredModel, hf_parts, plan_layers, wire_layers
+from .wiring import WiredModel, plan_layers, wire_layers
 from .wiring_block import DESYNC, Wiring
 
 
@@ -73,7 +73,7 @@ def wire(model: PreTrainedModel, wiring: Wiring) -> PreTrainedModel:
     check_injected(model.config, wiring)
     layers: Any = decoder_layers(model)
     try:
-        wire_layers(layers, wiring, partial(hf_parts, arch.blocks))
+        wire_layers(layers, wiring, arch.blocks)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     fuse_parts(model, arch, False)
@@ -90,7 +90,8 @@ def check_desync(config: PretrainedConfig, wiring: Wiring) -> None:
     conversions are checked, so a directory that was converted before can still be loaded.
 
     Raises:
-        ConfigError: the architecture has experts, or the degree does not divide its key-value heads.
+        ConfigError: the architecture has experts or norms outputs on arrival, or the degree does not divide its
+            key-value heads.
     """
     if wiring.name not in DESYNC:
         return
@@ -126,9 +127,7 @@ def check_injected(config: PretrainedConfig, wiring: Wiring) -> None:
     if wiring.name in DESYNC:
         stuck = [i for i in wiring.layers if i < count]
     else:
-        plans = plan_layers(
-            wiring, config.get_text_config().num_hidden_layers, partial(hf_parts, arch_of(config).blocks)
-        )
+        plans = plan_layers(wiring, config.get_text_config().num_hidden_layers, arch_of(config).blocks)
         stuck = [i for i, plan in plans.items() if i < count and plan.hands_on > 1]
     if stuck:
         raise ConfigError(
@@ -152,6 +151,18 @@ def wiring_of(config: PretrainedConfig) -> Wiring:
 def experts_of(config: PretrainedConfig) -> int:
     """The number of routed experts of a MoE layer; 0 for a dense architecture."""
     return expert_count(config.get_text_config().to_dict())
+
+
+def logits_factor(config: PretrainedConfig) -> float:
+    """The number by which a model multiplies the product of its final hidden states and its output head."""
+    row = arch_of(config).logits_factor
+    return 1.0 if row is None else getattr(config.get_text_config(), row[0]) ** row[1]
+
+
+def logits_cap(config: PretrainedConfig) -> float | None:
+    """The number ``c`` of a model whose logits are ``c * tanh(logits / c)``; None if it has none."""
+    name = arch_of(config).logits_cap
+    return None if name is None else getattr(config.get_text_config(), name)
 
 
 @cache

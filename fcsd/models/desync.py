@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .wiring_block import Blocks
+
 # Keyword arguments of transformers' layers that have a batch dimension, whose size is that of the batch or 1.
 _PER_SEQUENCE = {"attention_mask", "position_ids", "position_embeddings"}
 
@@ -44,10 +46,9 @@ class DesyncLayer(nn.Module):
     tp_degree: int
     keeps: tuple[bool, bool]  # whether the reduction after (attention, MLP) is kept
     unwired: type[nn.Module]  # transformers' class, which ``undo_desync`` restores
+    blocks: Blocks
     self_attn: Any
     mlp: Any
-    input_layernorm: Any
-    post_attention_layernorm: Any
 
     def forward(self, hidden_states: Tensor | tuple[Tensor, Tensor], **kwargs: Any) -> Tensor | tuple[Tensor, Tensor]:
         if isinstance(hidden_states, tuple):
@@ -58,10 +59,10 @@ class DesyncLayer(nn.Module):
             kwargs[name] = _per_rank(kwargs[name], mean.shape[0], self.tp_degree)
         if "borders" in kwargs:
             kwargs["borders"] = _borders_per_rank(kwargs["borders"], mean.shape[0] * mean.shape[1], self.tp_degree)
-        a = self.self_attn(hidden_states=self.input_layernorm(local), **kwargs)[0]
-        local = self._add(local, a, keep=self.keeps[0])
-        m = self.mlp(self.post_attention_layernorm(local))
-        local = self._add(local, m, keep=self.keeps[1])
+        a = self.self_attn(hidden_states=self.blocks.read(self, "attn", local), **kwargs)[0]
+        local = self._add(local, self.blocks.arrive(self, "attn", a), keep=self.keeps[0])
+        m = self.mlp(self.blocks.read(self, "mlp", local))
+        local = self._add(local, self.blocks.arrive(self, "mlp", m), keep=self.keeps[1])
         ranks = local.unflatten(0, (self.tp_degree, -1))
         return ranks[0] if self.keeps[1] else (ranks.mean(dim=0), local)
 
@@ -97,17 +98,21 @@ def _desync_class(cls: type[nn.Module]) -> type[nn.Module]:
     return type(cls.__name__, (DesyncLayer, cls), {"__module__": cls.__module__, "unwired": cls})
 
 
-def desync_layers(layers: Any, keeps: Mapping[int, tuple[bool, bool]], degree: int) -> None:
+def desync_layers(layers: Any, blocks: Blocks, keeps: Mapping[int, tuple[bool, bool]], degree: int) -> None:
     """Apply Desync to dense layers, in place.
 
     Args:
         layers: the decoder's layers.
+        blocks: the names of a layer's children.
         keeps: as ``wiring_block.kept_reductions`` returns it; its keys are the layers to change.
         degree: the number of tensor-parallel ranks to simulate.
 
     Raises:
-        ValueError: an output projection has a bias, or ``degree`` does not divide the heads or the columns.
+        ValueError: outputs are normed on arrival, an output projection has a bias, or ``degree`` does not divide the
+            heads or the columns.
     """
+    if blocks.normed:
+        raise ValueError("desync has no whole outputs, which the norms of this architecture need")
     rows = {i: _projections(layers[i]) for i in keeps}
     for i, row in ((i, row) for i, pair in rows.items() for row in pair):
         if row.bias is not None:
@@ -118,7 +123,7 @@ def desync_layers(layers: Any, keeps: Mapping[int, tuple[bool, bool]], degree: i
         for row in rows[i]:
             row.__class__, row.tp_degree = RankPartialLinear, degree
         layers[i].__class__ = _desync_class(type(layers[i]))
-        layers[i].tp_degree, layers[i].keeps = degree, keep
+        layers[i].tp_degree, layers[i].keeps, layers[i].blocks = degree, keep, blocks
 
 
 def _projections(layer: Any) -> tuple[Any, Any]:
@@ -133,5 +138,5 @@ def undo_desync(layers: Any) -> None:
             for row in _projections(layer):
                 row.__class__ = nn.Linear
                 del row.tp_degree
-            del layer.tp_degree, layer.keeps
+            del layer.tp_degree, layer.keeps, layer.blocks
             layer.__class__ = layer.unwired  # pyright: ignore[reportAttributeAccessIssue]

@@ -6,6 +6,8 @@ read that includes it, and no earlier. One rule follows, and it is the whole sch
     The outputs of one layer that the same read needs first share one reduction. The reduction starts when the last of
     them is computed, and that read awaits it.
 
+Where outputs are normed on arrival, the attention's is normed apart from the MLP's, so these two never share one.
+
 The rule runs the wiring itself: ``read``, ``split`` and ``add`` of ``wiring.py`` on sets of names instead of tensors,
 so the schedule cannot differ from the model. The outputs of a layer are computed in the order attention, shared
 experts, routed experts; a dense MLP counts as shared experts, as everywhere in a wiring.
@@ -21,10 +23,9 @@ This file contains no communication. Whoever runs a plan decides how the sums tr
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Literal, NamedTuple
 
-from .wiring import Parts, add, hf_parts, plan_layers, read, split
+from .wiring import Parts, add, plan_layers, read, split
 from .wiring_block import DESYNC, Blocks, Wiring, kept_reductions
 
 Part = Literal["attn", "shared", "routed"]
@@ -83,12 +84,17 @@ def kind_of(parts: Parts) -> Kind:
     return "moe" if parts.shared is None else "moe-shared"
 
 
-def reads_of(wiring: Wiring, kinds: Sequence[Kind]) -> dict[Read, frozenset[Output]]:
+def reads_of(
+    wiring: Wiring,
+    kinds: Sequence[Kind],
+    blocks: Blocks = Blocks(),  # noqa: B008
+) -> dict[Read, frozenset[Output]]:
     """For each read of a model, in the order of execution, the outputs that the stream it reads includes.
 
     Args:
         wiring: any wiring but Desync, whose reads differ from rank to rank.
         kinds: the kind of each decoder layer.
+        blocks: says whether outputs are normed on arrival; by default they are not.
 
     Raises:
         ValueError: the wiring is Desync, or it names a layer that does not exist.
@@ -96,7 +102,7 @@ def reads_of(wiring: Wiring, kinds: Sequence[Kind]) -> dict[Read, frozenset[Outp
     if wiring.name in DESYNC:
         raise ValueError(f"{wiring.name} reads rank-local streams, which no set of whole outputs describes")
     _check_depth(wiring, kinds)
-    plans = plan_layers(wiring, len(kinds), partial(hf_parts, Blocks()), every=True)  # the parts are never called
+    plans = plan_layers(wiring, len(kinds), blocks, every=True)  # the parts are never called
     reads: dict[Read, frozenset[Output]] = {}
     streams: Sequence[_Names] = [_Names()]
     for i, kind in enumerate(kinds):
@@ -105,25 +111,31 @@ def reads_of(wiring: Wiring, kinds: Sequence[Kind]) -> dict[Read, frozenset[Outp
         reads[Read(i, "mlp")], streams = read(streams, plans[i].mlp)
         shared = _Names([Output(i, "shared")]) if "shared" in MLP_PARTS[kind] else None
         routed = _Names([Output(i, "routed")]) if "routed" in MLP_PARTS[kind] else None
-        streams = add(streams, *split(shared, routed, plans[i].settles_shared), keep=plans[i].hands_on)
+        outputs = split(shared, routed, plans[i].settles(routed is not None))
+        streams = add(streams, *outputs, keep=plans[i].hands_on)
     reads[Read(len(kinds), "norm")] = streams[0]
     return reads
 
 
-def reductions(wiring: Wiring, kinds: Sequence[Kind]) -> list[tuple[Reduction, ...]]:
+def reductions(
+    wiring: Wiring,
+    kinds: Sequence[Kind],
+    blocks: Blocks = Blocks(),  # noqa: B008
+) -> list[tuple[Reduction, ...]]:
     """For each decoder layer, the reductions that start in it, in the order in which they start.
 
     Args:
         wiring: any wiring. Reductions that Desync drops do not appear.
         kinds: the kind of each decoder layer.
+        blocks: says whether outputs are normed on arrival; by default they are not.
 
     Raises:
-        ValueError: the wiring names a layer that does not exist.
+        ValueError: the wiring names a layer that does not exist, or it is Desync and outputs are normed on arrival.
     """
     computed = [Output(i, part) for i, kind in enumerate(kinds) for part in ("attn", *MLP_PARTS[kind])]
     find = _kept_sums if wiring.name in DESYNC else _first_needed_together
     found: list[list[Reduction]] = [[] for _ in kinds]
-    for sums, place in find(wiring, kinds, computed):
+    for sums, place in find(wiring, kinds, blocks, computed):
         last = sums[-1]
         later = computed[computed.index(last) + 1 :]
         covered_by = tuple(output for output in later if _when(_input_of(output)) < _when(place))
@@ -132,20 +144,25 @@ def reductions(wiring: Wiring, kinds: Sequence[Kind]) -> list[tuple[Reduction, .
 
 
 def _first_needed_together(
-    wiring: Wiring, kinds: Sequence[Kind], computed: Sequence[Output]
+    wiring: Wiring, kinds: Sequence[Kind], blocks: Blocks, computed: Sequence[Output]
 ) -> list[tuple[list[Output], Read]]:
     first: dict[Output, Read] = {}
-    for place, includes in reads_of(wiring, kinds).items():
+    for place, includes in reads_of(wiring, kinds, blocks).items():
         first |= dict.fromkeys(includes - first.keys(), place)
-    groups: dict[tuple[int, Read], list[Output]] = {}
+    groups: dict[tuple[int, bool, Read], list[Output]] = {}
     for output in computed:
-        groups.setdefault((output.layer, first[output]), []).append(output)
-    return [(sums, place) for (_, place), sums in groups.items()]
+        apart = blocks.normed and output.part == "attn"
+        groups.setdefault((output.layer, apart, first[output]), []).append(output)
+    return [(sums, place) for (*_, place), sums in groups.items()]
 
 
-def _kept_sums(wiring: Wiring, kinds: Sequence[Kind], computed: Sequence[Output]) -> list[tuple[list[Output], Read]]:
+def _kept_sums(
+    wiring: Wiring, kinds: Sequence[Kind], blocks: Blocks, computed: Sequence[Output]
+) -> list[tuple[list[Output], Read]]:
     # A reduction that Desync keeps sums all outputs since the last kept reduction, and the next read awaits it.
     _check_depth(wiring, kinds)
+    if blocks.normed:
+        raise ValueError(f"{wiring.name} has no whole outputs, which the norms of this architecture need")
     keeps = kept_reductions(wiring.layers, wiring.kept)
     groups, local = [], []
     for output in computed:
@@ -227,7 +244,13 @@ class _Waiting(NamedTuple):
     in_flight: bool
 
 
-def layer_plans(wiring: Wiring, kinds: Sequence[Kind], stage: range, every: bool = False) -> dict[int, LayerPlan]:
+def layer_plans(
+    wiring: Wiring,
+    kinds: Sequence[Kind],
+    stage: range,
+    every: bool = False,
+    blocks: Blocks = Blocks(),  # noqa: B008
+) -> dict[int, LayerPlan]:
     """What the layers of one pipeline stage do. Layers are left out that read and sum as the original's code does.
 
     Args:
@@ -235,12 +258,13 @@ def layer_plans(wiring: Wiring, kinds: Sequence[Kind], stage: range, every: bool
         kinds: the kind of each decoder layer of the model. Kinds outside of the stage have no effect.
         stage: the indices of the layers of this stage.
         every: whether no layer is left out, and shared and routed experts are always two calls.
+        blocks: says whether outputs are normed on arrival; by default they are not.
 
     Raises:
         ValueError: the wiring names a layer that does not exist, or more streams than vLLM's pair would have to cross
             the border of the stage.
     """
-    schedule = reductions(wiring, kinds)
+    schedule = reductions(wiring, kinds, blocks)
     partial_reads = _partial_reads(wiring, len(kinds))
     wired = [every or i in wiring.layers or not _is_standard(i, kinds[i], schedule[i]) for i in range(len(kinds))]
     # The next stage cannot see the kind of this layer, so what it gets depends on what it reads alone.
@@ -282,7 +306,7 @@ def _partial_reads(wiring: Wiring, count: int) -> set[int]:
     """The layers whose attention reads a partial stream, with experts or without."""
     if wiring.name in DESYNC:
         return set()
-    plans = plan_layers(wiring, count, partial(hf_parts, Blocks()), every=True)  # the parts are never called
+    plans = plan_layers(wiring, count, Blocks(), every=True)  # the parts are never called
     return {i + 1 for i, plan in plans.items() if plan.hands_on > 1}
 
 

@@ -13,13 +13,16 @@ of ``wiring_block.py`` and the choice of what a MoE settles, gives every publish
 partial stream is always built by adding, never by subtracting, so a runtime can hold it before the part in flight
 arrives.
 
+Some architectures norm an output before it is added. The norm needs the whole output, so it is computed when the output
+has arrived: ``s`` and ``f`` are what the norm returns, and the routed and the shared experts of a layer are one output.
+
 This file needs torch only and is shipped verbatim in exported checkpoints.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -147,9 +150,10 @@ class LayerWiring:
         attn: depth at which the attention reads.
         mlp: depth at which the MLP reads.
         hands_on: how many streams the next layer receives.
-        settles_shared: whether the output of ``Parts.shared`` is settled at once; otherwise it is in flight, as the
-            routed output is.
+        settles_shared: whether the output of ``Parts.shared`` is settled at once where it can be (``settles``);
+            otherwise it is in flight, as the routed output is.
         parts: a function that takes a layer apart.
+        blocks: what stands between the stream and the parts.
     """
 
     attn: int
@@ -157,6 +161,23 @@ class LayerWiring:
     hands_on: int
     settles_shared: bool
     parts: Callable[[nn.Module], Parts]
+    blocks: Blocks
+
+    def settles(self, routed: bool) -> bool:
+        """Whether the output of ``Parts.shared`` is settled, in a layer that has routed experts or has none.
+
+        It is in flight, too, if a norm takes it together with the routed output.
+        """
+        return self.settles_shared and not (routed and self.blocks.normed)
+
+    def grouped(self, by: Literal["attn", "mlp"], x: Tensor) -> Tensor:
+        """What a sub-block reads; a view of it if no norm comes before the sub-block, in a converted layer.
+
+        Without a norm the products of a sub-block read the stream itself. In the view their gradients are summed before
+        they are added to the others', so that a layer that overlaps them sums them in the same order.
+        """
+        norm = (self.blocks.attn_norms if by == "attn" else self.blocks.mlp_norms)[0]
+        return x.view_as(x) if norm is None and (self.mlp or (by == "attn" and self.attn)) else x
 
 
 class Addable(Protocol):
@@ -201,8 +222,6 @@ class WiredLayer(nn.Module):
     fcsd: LayerWiring
     unwired: type[nn.Module]  # transformers' class, which ``unwire_layers`` restores
     self_attn: Any
-    input_layernorm: Any
-    post_attention_layernorm: Any
 
     def forward(self, hidden_states: Tensor | tuple[Tensor, ...], **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
         _refuse_reentrant(self)
@@ -211,14 +230,15 @@ class WiredLayer(nn.Module):
         attn, shared, routed = plan.parts(self)
 
         x, streams = self._read(streams, plan.attn)
-        a = attn(self.input_layernorm(x), **kwargs)
-        streams = add(streams, None, a, keep=plan.mlp + 1)
+        a = attn(plan.blocks.read(self, "attn", plan.grouped("attn", x)), **kwargs)
+        streams = add(streams, None, plan.blocks.arrive(self, "attn", a), keep=plan.mlp + 1)
 
         x, streams = self._read(streams, plan.mlp)
-        x = self.post_attention_layernorm(x)
+        x = plan.blocks.read(self, "mlp", plan.grouped("mlp", x))
         r = None if routed is None else routed(x)
         s = None if shared is None else shared(x)
-        settled, in_flight = split(s, r, plan.settles_shared)
+        outputs = split(s, r, plan.settles(r is not None))
+        settled, in_flight = (None if out is None else plan.blocks.arrive(self, "mlp", out) for out in outputs)
         streams = add(streams, settled, in_flight, keep=plan.hands_on)
         return streams[0] if len(streams) == 1 else tuple(streams)
 
@@ -248,39 +268,49 @@ def wired_class(mixin: type[Any], cls: type[nn.Module]) -> type[Any]:
 
 
 def plan_layers(
-    wiring: Wiring, count: int, parts: Callable[[nn.Module], Parts], every: bool = False
+    wiring: Wiring,
+    count: int,
+    blocks: Blocks,
+    parts: Callable[[nn.Module], Parts] | None = None,
+    every: bool = False,
 ) -> dict[int, LayerWiring]:
     """The layers to take apart and how each of them reads; the other layers stay transformers' own.
 
     Args:
         wiring: any wiring but Desync.
         count: number of decoder layers.
-        parts: takes a layer apart.
+        blocks: the names of a layer's children.
+        parts: takes a layer apart; ``hf_parts`` if it is None.
         every: whether to take apart also the layers that the wiring does not change.
     """
     attn, mlp = wiring.reads
     settles = wiring.name == "farskip"
+    parts = parts or partial(hf_parts, blocks)
     plans = {}
     for i in range(count):
         feeds = i + 1 in wiring.layers and (i in wiring.layers or wiring.border == "partial")
         hands_on = attn + 1 if feeds else 1
         if i in wiring.layers:
-            plans[i] = LayerWiring(attn, mlp, hands_on, settles, parts)
+            plans[i] = LayerWiring(attn, mlp, hands_on, settles, parts, blocks)
         elif every or hands_on > 1:
-            plans[i] = LayerWiring(0, 0, hands_on, settles, parts)
+            plans[i] = LayerWiring(0, 0, hands_on, settles, parts, blocks)
     return plans
 
 
 def wire_layers(
-    layers: nn.ModuleList, wiring: Wiring, parts: Callable[[nn.Module], Parts], every: bool = False
+    layers: nn.ModuleList,
+    wiring: Wiring,
+    blocks: Blocks,
+    parts: Callable[[nn.Module], Parts] | None = None,
+    every: bool = False,
 ) -> None:
     """Rewire decoder layers in place. An earlier wiring is undone first.
 
     Args:
         layers: the decoder's layers, with transformers' own classes or with an earlier wiring.
         wiring: the new wiring. If it names no layers, every layer gets transformers' own class back.
-        parts: a function that takes a layer apart: ``hf_parts`` with an architecture's ``Blocks``, or a function of a
-            parallel runtime.
+        blocks: the names of a layer's children, from the architecture's row.
+        parts: a function of a parallel runtime that takes a layer apart; ``hf_parts`` if it is None.
         every: whether to take apart also the layers that the wiring does not change, so that ``parts`` computes all.
 
     Raises:
@@ -290,9 +320,9 @@ def wire_layers(
         raise ValueError(f"layer {wiring.layers[-1]} does not exist: the model has {len(layers)}")
     unwire_layers(layers)
     if wiring.name in DESYNC:
-        desync_layers(layers, kept_reductions(wiring.layers, wiring.kept), wiring.tp_degree)
+        desync_layers(layers, blocks, kept_reductions(wiring.layers, wiring.kept), wiring.tp_degree)
         return
-    for i, plan in plan_layers(wiring, len(layers), parts, every).items():
+    for i, plan in plan_layers(wiring, len(layers), blocks, parts, every).items():
         layer: Any = layers[i]
         layer.__class__ = wired_class(WiredLayer, type(layer))
         layer.fcsd = plan
@@ -339,7 +369,7 @@ class WiredModel(nn.Module):
         refuse_unknown_backend(config)
         super().__init__(config, *args, **kwargs)
         layers: Any = self.get_submodule(self.fcsd_decoder).layers
-        wire_layers(layers, Wiring.from_block(config.fcsd), partial(hf_parts, self.fcsd_blocks))
+        wire_layers(layers, Wiring.from_block(config.fcsd), self.fcsd_blocks)
 
     @classmethod
     def is_backend_compatible(cls) -> bool:

@@ -7,7 +7,7 @@ shipped verbatim in exported checkpoints.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 VERSION = 1
 # Maps a name to the depth at which (attention, MLP) read; 1 means that the last output may be in flight.
@@ -144,6 +144,12 @@ class Blocks:
         router_bias: the buffer of the MoE block that its router gets as an argument; None if the router has its own.
         dropouts: the layer's dropouts of the outputs of attention and MLP, before they are added to the stream.
         linear: the linear attention of a layer that has it in place of ``self_attn``; None if no layer has.
+        attn_norms: the norm of what the attention reads, and the norm of its output on arrival; None for a norm that
+            the layer does not have. A norm on arrival needs the whole output: what tensor-parallel ranks have summed,
+            and for a MoE the routed and the shared experts' together.
+        mlp_norms: the same for the MLP or MoE block.
+        multiplier: the attribute of the layer by which it multiplies every output before it is added to the stream;
+            None if there is none.
     """
 
     mlp: str = "mlp"
@@ -156,6 +162,28 @@ class Blocks:
     router_bias: str | None = None
     dropouts: tuple[str, str] | None = None
     linear: str | None = None
+    attn_norms: tuple[str | None, str | None] = ("input_layernorm", None)
+    mlp_norms: tuple[str | None, str | None] = ("post_attention_layernorm", None)
+    multiplier: str | None = None
+
+    @property
+    def normed(self) -> bool:
+        """Whether outputs are normed on arrival. Parts of an output that arrive apart cannot be added apart then."""
+        return self.attn_norms[1] is not None or self.mlp_norms[1] is not None
+
+    def read(self, layer: Any, by: Literal["attn", "mlp"], x: Any) -> Any:
+        """What a sub-block of a layer computes from, if it reads the stream ``x``; tensors ``[batch, seq, hidden]``."""
+        name = (self.attn_norms if by == "attn" else self.mlp_norms)[0]
+        return x if name is None else getattr(layer, name)(x)
+
+    def arrive(self, layer: Any, by: Literal["attn", "mlp"], output: Any) -> Any:
+        """What is added to the stream for an output of a sub-block that has arrived; tensors ``[batch, seq, hidden]``.
+
+        The output must be whole if ``normed``. Otherwise it may be any part of the output.
+        """
+        name = (self.attn_norms if by == "attn" else self.mlp_norms)[1]
+        output = output if name is None else getattr(layer, name)(output)
+        return output if self.multiplier is None else output * getattr(layer, self.multiplier)
 
 
 def kept_reductions(layers: Sequence[int], reduce: str) -> dict[int, tuple[bool, bool]]:

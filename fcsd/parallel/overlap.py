@@ -134,7 +134,8 @@ class OverlappedLayer(WiredLayer):
         streams = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
         # After a dense layer whose output is settled, both streams are the same tensor and nothing is in flight.
         partial_read = plan.attn > 0 and streams[-1] is not streams[0]
-        x = self.input_layernorm(_private(streams[-1]) if partial_read else _landed(streams[0]))
+        x = plan.grouped("attn", _private(streams[-1]) if partial_read else _landed(streams[0]))
+        x = plan.blocks.read(self, "attn", x)
         mlp = _Mlp(self, dispatch_awaited_at=order.mark() if plan.mlp else None)
 
         def reach(place: Place) -> None:
@@ -152,7 +153,7 @@ class OverlappedLayer(WiredLayer):
         with calls_inside(plan.attention, around) as arguments:
             a = plan.parts(self).attn(x, **arguments, **kwargs)
         reach("after_attn")
-        full = _landed(streams[0]) + a
+        full = _landed(streams[0]) + plan.blocks.arrive(self, "attn", a)
         if not plan.mlp:
             mlp.start(full)
         return mlp.finish(full)
@@ -172,7 +173,7 @@ class _Mlp:
 
     def start(self, stream: Tensor) -> None:
         """Normalise ``stream [batch, seq, hidden]``, route and pack tokens; without a side stream start dispatch."""
-        self.x = self.layer.post_attention_layernorm(stream)
+        self.x = self.plan.blocks.read(self.layer, "mlp", stream)
         plan = self.plan
         if plan.block is not None:
             self.packed = plan.schedule.dispatcher(plan.block, plan.index, self.x, plan.transfer)
@@ -207,21 +208,23 @@ class _Mlp:
             if shared is not None and settled is None:
                 settled = shared(self.x)
             combined = combined.forward()
-        below = full
-        if self.plan.settles_shared and settled is not None:
-            below, settled = full + settled, None
-        in_flight = InFlight(partial(_add, below, combined, settled))
+        below, arrive = full, partial(self.plan.blocks.arrive, self.layer, "mlp")
+        if settled is not None and self.plan.settles(combined is not None):
+            below, settled = full + arrive(settled), None
+        in_flight = InFlight(partial(_add, below, combined, settled, arrive))
         # A recompute must save all tensors inside this layer. Captured hidden states must be full streams.
         awaited = self.plan.hands_on == 1 or combined is None or order.in_backward() or _captures_hidden_states()
         first = in_flight.land() if awaited else in_flight
         return first if self.plan.hands_on == 1 else (first, below)
 
 
-def _add(below: Tensor, combined: Combined | None, settled: Tensor | None) -> Tensor:
+def _add(
+    below: Tensor, combined: Combined | None, settled: Tensor | None, arrive: Callable[[Tensor], Tensor]
+) -> Tensor:
     routed = None if combined is None else combined.land()
     if settled is not None:
         routed = settled if routed is None else routed + settled
-    return below if routed is None else below + routed
+    return below if routed is None else below + arrive(routed)
 
 
 def _landed(stream: Tensor | InFlight) -> Tensor:

@@ -206,9 +206,11 @@ class MetaModel:
         )
 
         def run(stream: Tensor) -> Tensor:
-            stream = stream + parts.attn(layer.input_layernorm(stream), **kwargs)
-            x = layer.post_attention_layernorm(stream)
-            return stream + routed(x) + (0 if parts.shared is None else parts.shared(x))
+            out = parts.attn(blocks.read(layer, "attn", stream), **kwargs)
+            stream = stream + blocks.arrive(layer, "attn", out)
+            x = blocks.read(layer, "mlp", stream)
+            out = routed(x) if parts.shared is None else routed(x) + parts.shared(x)
+            return stream + blocks.arrive(layer, "mlp", out)
 
         return run, list(routed.parameters())
 

@@ -47,6 +47,8 @@ SHAPES = {
     "qwen3_5_moe": (0, 4, 8, 2, 1),
     "qwen3_next": (1, 3, 8, 2, 1),
     "qwen3_5_moe_text": (0, 4, 8, 2, 1),
+    "flex_olmo": (0, 4, 8, 2, 0),
+    "granitemoe": (0, 4, 8, 2, 0),
 }
 
 

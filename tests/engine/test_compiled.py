@@ -28,6 +28,7 @@ DIFFERS = {
     "llama4_text": "use_rope",
     "smollm3": "use_rope",
     "exaone_moe": "is_sliding",
+    "exaone4": "is_sliding",
     "mimo_v2_flash": "num_key_value_groups",
 }
 

@@ -49,11 +49,12 @@ DESYNC = [
     Wiring("desync-4x", (1, 2, 3), tp_degree=2),
     Wiring("desync", ALL, tp_degree=2, reduce="a"),
 ]
-# A dense model, shared experts with a gate, and dense layers between MoE layers; Desync needs dense layers. Every other
-# architecture has the wirings of ``COMMON``.
+# A dense model, shared experts with a gate, norms on arrival, and dense layers between MoE layers; Desync needs dense
+# layers. Every other architecture has the wirings of ``COMMON``.
 WIRINGS = {
     "llama": EVERY,
     "qwen2_moe": EVERY,
+    "olmo2": EVERY,
     "qwen3_moe": [STANDARD, Wiring("farskip", ALL), Wiring("ladder", ALL)],
     "qwen3": [FARSKIP, *DESYNC],
 }

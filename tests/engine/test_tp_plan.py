@@ -32,6 +32,8 @@ def test_every_tensor_of_a_layer_has_a_style(arch: str) -> None:
     blocks = ARCHS[arch].blocks
     replicated = (
         "norm",
+        "post_norm1",
+        "post_norm2",
         f"{blocks.mlp}.{blocks.router}",
         f"{blocks.mlp}.{blocks.shared_gate}",
         "_a_proj",

@@ -7,7 +7,9 @@ import torch
 
 from fcsd.errors import ConfigError
 from fcsd.models import build
+from fcsd.models.archs import ARCHS
 from fcsd.models.build import unwired, wire
+from fcsd.models.desync import desync_layers
 from fcsd.models.wiring_block import Wiring, kept_reductions
 
 ALL = (0, 1, 2, 3)
@@ -42,28 +44,30 @@ def simulate(model, ids, kept, degree, converted):
     embeds, kwargs, _ = literal.layer_inputs(model, ids)
     ranks, streams = [embeds] * degree, [embeds]
     for k, layer in enumerate(literal.decoder_of(model).layers):
+        before_attn, after_attn, before_mlp, after_mlp = literal.around(model, layer)
         subblocks = (
             (
-                lambda x, layer=layer, k=k: layer.self_attn(hidden_states=layer.input_layernorm(x), **kwargs[k])[0],
+                lambda x, layer=layer, k=k, norm=before_attn: layer.self_attn(hidden_states=norm(x), **kwargs[k])[0],
                 layer.self_attn.o_proj,
+                after_attn,
             ),
-            (lambda x, layer=layer: layer.mlp(layer.post_attention_layernorm(x)), projections(layer.mlp)[-1]),
+            (lambda x, layer=layer, norm=before_mlp: layer.mlp(norm(x)), projections(layer.mlp)[-1], after_mlp),
         )
-        for i, (run, projection) in enumerate(subblocks):
+        for i, (run, projection, after) in enumerate(subblocks):
             partials = []
             for rank in range(degree):
                 seen = []
                 handle = projection.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
                 run(ranks[rank])
                 handle.remove()
-                partials.append(slice_of_rank(projection, seen[0], rank, degree))
+                partials.append(after(slice_of_rank(projection, seen[0], rank, degree)))
             if k not in converted or (k, i) in kept:
                 total = sum(partials) + sum(ranks) / degree
                 ranks = [total] * degree
             else:
                 ranks = [x + p for x, p in zip(ranks, partials, strict=True)]
         streams.append(sum(ranks) / degree)
-    return [*streams, model.lm_head(literal.decoder_of(model).norm(streams[-1]))]
+    return [*streams, literal.logits_of(model, streams[-1])]
 
 
 def last_of_every(group, converted):
@@ -162,6 +166,10 @@ def test_desync_decodes_generates_trains_and_goes_away(arch):
 
 
 def test_desync_refuses_what_it_cannot_do():
+    with pytest.raises(ConfigError, match="desync-2x has no whole outputs, which olmo2 norms before it adds them"):
+        wire(tiny.model("olmo2"), Wiring("desync-2x", ALL, tp_degree=2))
+    with pytest.raises(ValueError, match="desync has no whole outputs"):
+        desync_layers([], ARCHS["olmo2"].blocks, {}, 2)
     with pytest.raises(ConfigError, match="dense"):
         wire(tiny.model("qwen3_moe"), Wiring("desync-2x", ALL, tp_degree=2))
     with pytest.raises(ConfigError, match="tp_degree 4 does not divide the 2 key-value heads"):

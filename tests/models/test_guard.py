@@ -18,11 +18,13 @@ import transformers
 from test_norms import DEVICE
 from torch import Tensor
 
-from fcsd.distill.teacher.original import final_hidden
+from fcsd.distill.teacher.original import final_hidden, output_head
+from fcsd.engine.logprobs import head_logits
+from fcsd.errors import ConfigError
 from fcsd.kernels.packed_attention import document_borders
 from fcsd.models import archs
 from fcsd.models.archs import ARCHS
-from fcsd.models.build import arch_of, causal_lm_class, decoder_layers, decoder_of, unwired, wire
+from fcsd.models.build import arch_of, causal_lm_class, decoder_layers, decoder_of, logits_cap, unwired, wire
 from fcsd.models.fused.model import fuse_parts
 from fcsd.models.fused.norms import fuse_norms
 from fcsd.models.wiring import Blocks, WiredLayer, Wiring
@@ -100,6 +102,7 @@ _GATED_DELTA = dict(
     linear_conv_kernel_dim=3,
 )
 _MROPE = {"rope_type": "default", "rope_theta": 50.0, "mrope_section": [3, 2, 1], "mrope_interleaved": True}
+_GRANITE = dict(residual_multiplier=0.6, embedding_multiplier=3.0, attention_multiplier=0.4, logits_scaling=1.5)
 # What moves the fields that a family has alone, or that would not be moved by the values above.
 OWN: dict[str, dict[str, Any]] = {
     "seed_oss": dict(attention_out_bias=True, residual_dropout=0.3),
@@ -185,6 +188,25 @@ OWN: dict[str, dict[str, Any]] = {
         no_rope_layer_interval=2,
         interleave_moe_layer_step=2,
     ),
+    "flex_olmo": dict(_EXPERTS, norm_topk_prob=True),
+    "exaone4": dict(sliding_window_pattern=3),
+    "gemma2": dict(pad_token_id=3, query_pre_attn_scalar=9, final_logit_softcapping=3.0, attn_logit_softcapping=2.0),
+    "gemma3_text": dict(
+        pad_token_id=3,
+        query_pre_attn_scalar=9,
+        final_logit_softcapping=3.0,
+        attn_logit_softcapping=2.0,
+        num_key_value_heads=1,
+        rope_parameters={
+            "full_attention": {"rope_type": "default", "rope_theta": 50.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+        },
+    ),
+    "granite": _GRANITE,
+    "granitemoe": dict(_EXPERTS, **_GRANITE),
+    "hyperclovax": dict(_GRANITE, use_post_norm=False),
+    "minicpm3": dict(_LATENT, scale_depth=0.9, scale_emb=3, dim_model_base=20),
+    "glm4": dict(attention_bias=False, num_key_value_heads=1),
 }
 # Fields that the source reads and that no row moves, and why.
 EXEMPT = {
@@ -361,13 +383,21 @@ def test_any_number_of_shared_experts(arch: str, field: str, count: int, monkeyp
         torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("arch", tiny.CONFIGS)
-def test_losses_see_the_logits(arch: str) -> None:
-    """Losses and the engine multiply final hidden states by the head; a cap or a scale behind it would be left out."""
+def test_scores_and_losses_see_the_logits_of_the_model(arch: str) -> None:
+    """They compute them from final hidden states and the output head, a chunk at a time."""
     model, ids = guarded_model(arch), tiny.tokens()
-    head: Any = model.get_output_embeddings()
-    with torch.no_grad():
-        assert torch.equal(head(model.model(ids).last_hidden_state), model(ids).logits)
+    logits = model(ids, use_cache=False).logits
+    scored = head_logits(model, decoder_of(model)(ids, use_cache=False).last_hidden_state)
+    torch.testing.assert_close(scored, logits, rtol=1e-4, atol=1e-4)
+    if logits_cap(model.config) is not None:
+        with pytest.raises(ConfigError, match="caps its logits"):
+            output_head(model)
+        return
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    hidden = final_hidden(model, {"input_ids": ids, "position_ids": positions, "borders": document_borders(positions)})
+    torch.testing.assert_close(hidden @ output_head(model).T, logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("arch", tiny.CONFIGS)
@@ -426,7 +456,7 @@ def test_a_norm_that_multiplies_by_one_plus_its_weight_is_found(
 def test_a_cap_behind_the_head_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ARCHS, "nanochat", archs._row("nanochat", "NanoChat", norm_epsilon=None))  # pyright: ignore
     with pytest.raises(AssertionError):
-        test_losses_see_the_logits("nanochat")
+        test_scores_and_losses_see_the_logits_of_the_model("nanochat")
 
 
 def test_a_field_that_nothing_moved_is_found() -> None:

@@ -8,11 +8,12 @@ import tiny
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import decoder_layers
 from fcsd.models.schedule import MLP_PARTS, Output, Read, kind_of, reads_of, reductions
-from fcsd.models.wiring import Wiring, hf_parts
+from fcsd.models.wiring import Blocks, Wiring, hf_parts
 
 ALL = (0, 1, 2)
 DENSE, MOE, SHARED = ["dense"] * 3, ["moe"] * 3, ["moe-shared"] * 3
 LETTER = {"attn": "a", "shared": "s", "routed": "r"}
+NORMED = Blocks(attn_norms=("before", "after"), mlp_norms=("before", "after"))
 
 
 def name(output):
@@ -72,6 +73,35 @@ def test_the_cases_of_the_rule(wiring, kinds, first, alike):
     for i in range(alike):
         moved = [moved_by(line, i) for line in first]
         assert found[i] == [line.replace("attn3", "norm").replace("mlp3", "norm") for line in moved]
+
+
+@pytest.mark.parametrize(
+    ("wiring", "kinds", "first"),
+    [
+        # The sum of shared and routed experts is normed, so neither is settled. The attention's is normed by itself.
+        (Wiring("standard", ALL), SHARED, ["a0 -> mlp0 under nothing", "s0+r0 -> attn1 under nothing"]),
+        (Wiring("farskip", ALL), SHARED, ["a0 -> attn1 under s0 r0", "s0+r0 -> mlp1 under a1"]),
+        (Wiring("farskip", ALL), MOE, ["a0 -> attn1 under r0", "r0 -> mlp1 under a1"]),
+        (Wiring("farskip", ALL), DENSE, ["a0 -> attn1 under s0", "s0 -> attn1 under nothing"]),
+        (Wiring("ladder", ALL), SHARED, ["a0 -> attn1 under s0 r0", "s0+r0 -> mlp1 under a1"]),
+        (Wiring("parallel", ALL), DENSE, ["a0 -> attn1 under s0", "s0 -> attn1 under nothing"]),
+        (Wiring("parallel", ALL), SHARED, ["a0 -> attn1 under s0 r0", "s0+r0 -> attn1 under nothing"]),
+        (
+            Wiring("farskip", ALL, variant="attn-only"),
+            SHARED,
+            ["a0 -> mlp0 under nothing", "s0+r0 -> mlp1 under a1"],
+        ),
+    ],
+)
+def test_outputs_that_are_normed_on_arrival(wiring, kinds, first):
+    found = [[shown(reduction) for reduction in layer] for layer in reductions(wiring, kinds, NORMED)]
+    assert found[0] == first
+    assert found[1] == [moved_by(line, 1).replace("mlp3", "norm").replace("attn3", "norm") for line in first]
+
+
+def test_desync_has_no_whole_outputs_that_could_be_normed():
+    with pytest.raises(ValueError, match="desync-2x has no whole outputs"):
+        reductions(Wiring("desync-2x", ALL, tp_degree=2), DENSE, NORMED)
 
 
 def moved_by(line, layers):
@@ -139,10 +169,11 @@ def wirings(depth):
             yield Wiring(kind, layers, variant=variant, border=border, distance=distance)
 
 
-def table(wiring, kinds):
+def table(wiring, kinds, normed):
     """What each read includes, by taking away: the full stream without what the outputs before it have in flight.
 
-    An output that an earlier read includes is not in flight any more.
+    An output that an earlier read includes is not in flight any more. Where the sum of shared and routed experts is
+    normed, the shared experts are in flight with the routed ones.
     """
     reads, landed, in_flight, everything = {}, set(), [], set()
     for k, kind in enumerate(kinds):
@@ -155,25 +186,30 @@ def table(wiring, kinds):
             parts = ("attn",) if by == "attn" else MLP_PARTS[kind]
             outputs = {Output(k, part) for part in parts}
             settled = {output for output in outputs if wiring.name == "farskip" and output.part == "shared"}
+            settled = set() if normed and len(outputs) > 1 else settled
             everything = everything | outputs
             in_flight.append(outputs - settled)
     reads[Read(len(kinds), "norm")] = everything
     return reads
 
 
+@pytest.mark.parametrize("blocks", [Blocks(), NORMED], ids=["plain", "normed"])
 @pytest.mark.parametrize("kinds", list(product(MLP_PARTS, repeat=3)), ids="-".join)
-def test_every_part_is_awaited_by_the_first_read_that_includes_it(kinds):
+def test_every_part_is_awaited_by_the_first_read_that_includes_it(kinds, blocks):
     for wiring in wirings(len(kinds)):
-        reads = table(wiring, kinds)
-        assert reads_of(wiring, kinds) == reads, wiring
+        reads = table(wiring, kinds, blocks is NORMED)
+        assert reads_of(wiring, kinds, blocks) == reads, wiring
         # What a read includes, all later reads include: a tensor-parallel model keeps one running sum.
         sets = list(reads.values())
         assert all(earlier <= later for earlier, later in pairwise(sets)), wiring
         computed = [Output(k, part) for k, kind in enumerate(kinds) for part in ("attn", *MLP_PARTS[kind])]
-        found = reductions(wiring, kinds)
+        found = reductions(wiring, kinds, blocks)
         assert sorted(o for layer in found for r in layer for o in r.sums) == sorted(computed), wiring
         for k, layer in enumerate(found):
-            assert len({r.awaited_by for r in layer}) == len(layer), wiring  # what one read needs is one reduction
+            # What one read needs is one reduction; what is normed apart is not summed before.
+            sums = {(r.awaited_by, blocks is NORMED and r.sums[0].part == "attn") for r in layer}
+            assert len(sums) == len(layer), wiring
+            assert blocks is not NORMED or all(len({o.part == "attn" for o in r.sums}) == 1 for r in layer), wiring
             assert [r.starts_after for r in layer] == sorted((r.starts_after for r in layer), key=computed.index)
             for reduction in layer:
                 assert {o.layer for o in reduction.sums} == {k}

@@ -94,7 +94,7 @@ def _every_wiring(rank: int) -> list[str]:
     batch = tiny.tokens(seed=10 + rank, length=8 + 4 * rank)  # ranks hold different numbers of tokens
     for arch in MOE:
         model = _sharded(arch)
-        for wiring in WIRINGS if arch in ("deepseek_v2", "qwen3_moe") else WIRINGS[:1]:
+        for wiring in WIRINGS if arch in ("deepseek_v2", "qwen3_moe", "flex_olmo") else WIRINGS[:1]:
             _compare(model, wiring, [batch], arch, problems)
     return problems
 

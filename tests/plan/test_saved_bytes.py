@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 
 from fcsd.models.archs import ARCHS
@@ -30,7 +31,7 @@ EXAMPLES = {FusedExperts: "mixtral", FusedLatentAttention: "deepseek_v2", FusedM
 
 
 def really_saved(run: Callable[[Tensor], Tensor], parameters: list[nn.Parameter], hidden: Tensor) -> int:
-    """Bytes of what autograd keeps after a forward pass, without the input and the parameters."""
+    """Bytes of what autograd keeps after a forward pass, without the input and the ``parameters``."""
     saved: weakref.WeakSet[Any] = weakref.WeakSet()  # weak, because autograd drops what no gradient needs
 
     def save(tensor: Tensor) -> Tensor:
@@ -50,12 +51,10 @@ def counted(run: Callable[[Tensor], Tensor], parameters: list[nn.Parameter], hid
     return measure_layer(run, parameters, hidden).kept - hidden.element_size()
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.untyped_storage().nbytes()
+def fused_layers(arch: str, device: str) -> list[tuple[list[Any], nn.Module, Callable[[Tensor], Tensor]]]:
+    """For each layer of a tiny model in bf16: the tensors that it does not make, the layer, and what runs it.
 
-
-def fused_layers(arch: str, device: str) -> list[tuple[nn.Module, "partial[Tensor]"]]:
-    """The layers of a tiny model in bf16 with the attention function of plans, and functions that run them.
+    The attention function is that of plans. The tensors are parameters, buffers, and what the model gives all layers.
 
     Norms are fused on GPUs only, because elsewhere torch has no kernel whose memory could be compared.
     """
@@ -70,7 +69,14 @@ def fused_layers(arch: str, device: str) -> list[tuple[nn.Module, "partial[Tenso
     row = arch_of(model.config)
     fuse_parts(model, row, True)
     fuse_norms(model, row, DEVICE == "cuda")
-    return [(layer, partial(layer, **kwargs)) for layer, kwargs in zip(decoder_layers(model), given, strict=True)]
+    return [
+        (
+            [*layer.parameters(), *layer.buffers(), *(x for x in tree_leaves(kwargs) if isinstance(x, Tensor))],
+            layer,
+            partial(layer, **kwargs),
+        )
+        for layer, kwargs in zip(decoder_layers(model), given, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("arch", [arch for arch in tiny.CONFIGS if arch != "deepseek_v32"])  # its masks stand for it
@@ -79,18 +85,15 @@ def test_a_fused_layer_keeps_on_the_meta_device_what_autograd_saves(arch: str) -
     kept: list[list[int]] = []
     for device, count in ((DEVICE, really_saved), ("meta", counted)):
         layers = fused_layers(arch, device)
-        kept.append([count(run, list(layer.parameters()), hidden.to(device)) for layer, run in layers])
-        angles = [sum(map(_bytes, run.keywords["position_embeddings"])) for _, run in layers]
-    if arch in REPEATS_ANGLES:  # a plan counts those that the layer is given, too, of which it makes others
-        kept[1] = [count - given for count, given in zip(kept[1], angles, strict=True)]
+        kept.append([count(run, others, hidden.to(device)) for others, _, run in layers])
     if DEVICE == "cpu":  # keeps the mean and the scale of a row in bf16, and a GPU in fp32
-        statistics = [sum(isinstance(part, nn.LayerNorm) for part in layer.modules()) for layer, _ in layers]
+        statistics = [sum(isinstance(part, nn.LayerNorm) for part in layer.modules()) for _, layer, _ in layers]
         kept[0] = [count + 2 * 2 * TOKENS * norms for count, norms in zip(kept[0], statistics, strict=True)]
     # In linear attention the decays of a chunk, of which only a view is read, are not seen on the meta device.
     unseen = 0.003 if ARCHS[arch].blocks.linear else 0
     for really, found in zip(*kept, strict=True):
         assert really * (1 - unseen) <= found <= really
-    modules = [module for layer, _ in layers for module in layer.modules()]
+    modules = [module for _, layer, _ in layers for module in layer.modules()]
     for fused, example in EXAMPLES.items():
         assert arch != example or any(isinstance(module, fused) for module in modules)
 

@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from fcsd.disk import file_sha256
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.models.build import decoder_layers, load_on_device, unwired, wire
 from fcsd.models.load_options import check_device, check_dtype
-from fcsd.models.wiring import Blocks, Wiring, hf_parts, plan_layers
+from fcsd.models.wiring import Blocks, Wiring, plan_layers
 from fcsd.version import __version__
 
 # Indices of decoder layers, ascending.
@@ -132,7 +131,7 @@ def reads_in_flight(wiring: Wiring, depth: int) -> int:
     MLP does not wait for its attention. Its attention does not wait either if the layer before passes on a partial
     stream. A dense layer's MLP is counted as if it were a MoE.
     """
-    plans = plan_layers(wiring, depth, partial(hf_parts, Blocks()))
+    plans = plan_layers(wiring, depth, Blocks())
     mlps = sum(plan.mlp > 0 for plan in plans.values())
     attns = sum(plan.attn > 0 and plans[i - 1].hands_on > 1 for i, plan in plans.items() if i - 1 in plans)
     return mlps + attns

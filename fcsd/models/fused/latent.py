@@ -59,7 +59,7 @@ def _attend(
         pairs = Pairs(neighbours=True, to_neighbours=True)
     else:
         cos, sin = (angles[..., : rotated // 2] for angles in position_embeddings)
-        pairs = Pairs(neighbours=module.config.rope_interleave)
+        pairs = Pairs(neighbours=getattr(module.config, "rope_interleave", False))  # MiniCPM3 has no such field
 
     if module.q_lora_rank is None:
         queries = module.q_proj(hidden_states)

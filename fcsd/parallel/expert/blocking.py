@@ -62,6 +62,6 @@ def wire_parallel(
     arch = arch_of(model.config)
     transfer = Transfer(mode="off", fused=fused, quantiser=quantiser, traffic=traffic)
     parts = partial(blocking_parts, arch.blocks, transfer=transfer, dispatcher=dispatcher)
-    wire_layers(decoder_layers(model), wiring, parts, every=True)
+    wire_layers(decoder_layers(model), wiring, arch.blocks, parts, every=True)
     fuse_norms(model, arch, fused)
     fuse_rotary(model, arch, fused)

@@ -67,7 +67,7 @@ def over_formats(model: PreTrainedModel, simulated: SimulatedCommunication) -> I
         else:
             parts = partial(_expert_parallel_parts, arch.blocks, simulated)
         stack.callback(wire, model, wiring)
-        wire_layers(layers, wiring, parts, every=True)
+        wire_layers(layers, wiring, arch.blocks, parts, every=True)
         yield model
 
 
@@ -159,7 +159,7 @@ def _tensor_parallel(
     layers = decoder_layers(model)
     kinds: list[Kind] = [kind_of(hf_parts(blocks, layer)) for layer in layers]
     groups: list[list[list[Part]]] = [
-        [[output.part for output in one.sums] for one in starts] for starts in reductions(wiring, kinds)
+        [[output.part for output in one.sums] for one in starts] for starts in reductions(wiring, kinds, blocks)
     ]
     slices: dict[int, list[dict[str, Tensor]]] = {}
     for index, layer in enumerate(layers):

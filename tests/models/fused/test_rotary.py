@@ -16,7 +16,7 @@ from fcsd.models.fused.latent import FusedLatentAttention
 from fcsd.models.fused.rotary import FusedRotary, fuse_rotary
 from fcsd.models.wiring import is_linear, mixer
 
-LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"}
+LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "minicpm3"}
 LENGTH = 5  # the interpreter runs one program after the other for each token
 
 
