@@ -17,6 +17,7 @@ from fcsd.checkpoint.rewired import describe, refuse_rewired
 from fcsd.checkpoint.side_files import side_files, without_code
 from fcsd.checkpoint.staging import check_out, copy_small, staged, take_over
 from fcsd.disk import write_text
+from fcsd.models.wiring_block import BORDERS
 from fcsd.parity import Proof, plan_proof, prove_parity
 
 log = logging.getLogger(__name__)
@@ -63,16 +64,15 @@ class ConvertReport:
         from rich.filesize import decimal
 
         block = self.wiring
-        extras = [f"{key} {block[key]}" for key in ("distance", "tp_degree") if block[key] > 1]
+        extras = [f"{block['border']} border"] if _has_border(block) else []
+        extras += [f"{key} {block[key]}" for key in ("distance", "tp_degree") if block[key] > 1]
         how = f"{decimal(self.copied_bytes)} copied" if self.copied_bytes else "linked, no byte copied"
         if self.dry_run:
             how = "to be linked, or copied to another file system"
         proven = f"bit-identical with the wiring off: first {self.parity} of {self.depth} layers"
         lines = {
             "model": self.model + (f" @ {self.revision}" if self.revision else ""),
-            "wiring": ", ".join(
-                [describe({"by": "fcsd", **block}).removesuffix(", by fcsd"), f"{block['border']} border", *extras]
-            ),
+            "wiring": ", ".join([describe({"by": "fcsd", **block}).removesuffix(", by fcsd"), *extras]),
             "weights": f"{decimal(self.bytes)} in {self.shards} file{'s' * (self.shards != 1)}, {how}",
             "files": ", ".join(self.files),
             "parity": proven if self.parity_skipped is None else f"not proven: {self.parity_skipped}",
@@ -174,6 +174,12 @@ def convert_checkpoint(
         skipped,
         dry_run,
     )
+
+
+def _has_border(block: dict[str, Any]) -> bool:
+    """Whether the border matters: a converted layer follows one that is not, and its attention has a choice."""
+    follows = any(layer and layer - 1 not in block["layers"] for layer in block["layers"])
+    return follows and block["wiring"] in BORDERS and block["variant"] != "mlp-only"
 
 
 def _why_not(check: bool, dry_run: bool, proof: Proof) -> str | None:

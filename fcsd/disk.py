@@ -8,6 +8,7 @@ import re
 import stat
 import uuid
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -53,22 +54,32 @@ def write_bytes(path: Path, data: bytes) -> None:
     sync(path.parent)
 
 
-def read_input(path: Path, limit: int = 256 << 20) -> bytes:
-    """The content of a file that a user or another program wrote.
-
-    Args:
-        limit: the most bytes that such a file may have.
+def open_input(path: Path) -> BufferedReader:
+    """Open a file that a user or another program wrote, to read it.
 
     Raises:
         FileNotFoundError: the file does not exist.
-        OSError: it cannot be read, is not a regular file, which could be endless or never begin, or is too large.
+        OSError: it cannot be read, or is not a regular file: such a file could be endless or never begin.
     """
     # O_NONBLOCK: the call returns at once at a FIFO, at which it would otherwise wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-    with os.fdopen(descriptor, "rb") as file:
+    return os.fdopen(descriptor, "rb")
+
+
+def read_input(path: Path, limit: int = 256 << 20) -> bytes:
+    """The content of a file, see :func:`open_input`.
+
+    Args:
+        limit: the most bytes that such a file may have.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        OSError: it cannot be read, is not a regular file, or is too large.
+    """
+    with open_input(path) as file:
         data = file.read(limit + 1)
     if len(data) > limit:
         raise OSError(errno.EFBIG, f"larger than {limit >> 20} MB", str(path))
@@ -145,8 +156,12 @@ def bytes_sha256(data: bytes) -> str:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's content, in hexadecimal; the file is read in pieces."""
-    with path.open("rb") as file:
+    """SHA-256 of a file's content, in hexadecimal; the file is read in pieces.
+
+    Raises:
+        OSError: see :func:`open_input`.
+    """
+    with open_input(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

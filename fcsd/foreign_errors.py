@@ -33,6 +33,8 @@ _TABLE: list[tuple[str, str, type[FcsdError], str, str | None]] = [
     ("huggingface_hub", "LocalTokenNotFoundError", ConfigError, "no hub token", "run `hf auth login`"),
     ("huggingface_hub", "HfHubHTTPError", FcsdError, "the hub refused",
      "Check that your token may write there (`hf auth whoami`). In a repository of others, use --create-pr."),
+    ("huggingface_hub", "StrictDataclassError", BadInputError, "config.json holds a value that cannot be",
+     "Correct the value; the class of the model in transformers says what it may be."),
     ("httpx", "TransportError", FcsdError, "the network failed", _NETWORK),
     ("httpx2", "TransportError", FcsdError, "the network failed", _NETWORK),
     ("safetensors", "SafetensorError", BadInputError, "a safetensors file is damaged",

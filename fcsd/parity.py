@@ -151,7 +151,8 @@ def free_memory() -> int:
 def layer_index(arch: "Arch", name: str) -> int | None:
     """The decoder layer that a tensor on disk belongs to; None for a tensor outside of the layers."""
     _, decoder = arch.classes["AutoModelForCausalLM"]
-    match = re.match(rf"{re.escape(decoder)}\.layers\.(\d+)\.", name)
+    older = ".".join(reversed(decoder.split(".")))  # files may say language_model.model for model.language_model
+    match = re.match(rf"(?:{re.escape(decoder)}|{re.escape(older)})\.layers\.(\d+)\.", name)
     return int(match[1]) if match else None
 
 

@@ -9,6 +9,8 @@ from tqdm import tqdm
 
 # Seconds between two lines in a log file.
 INTERVAL_S = 60.0
+# A time left is said after this share of the work, or after so many seconds: the first pieces are often the slowest.
+_SHARE, _SECONDS = 0.02, 600.0
 
 log = logging.getLogger(__name__)
 
@@ -20,8 +22,8 @@ def progress(
     """Yields a function that the caller calls with the amount of work that was done since the call before.
 
     On a terminal a bar shows percentage and time left. Elsewhere a line is logged at most every ``INTERVAL_S``
-    seconds, with what is done, the total, the percentage and the time left. The time left is estimated as if the rest
-    were as fast. Work that takes less than ``INTERVAL_S`` seconds logs nothing.
+    seconds, with what is done, the total, the percentage and, once enough is done, the time left. The time left is
+    estimated as if the rest were as fast. Work that takes less than ``INTERVAL_S`` seconds logs nothing.
 
     Args:
         what: the kind of work, e.g. ``scoring``, and its unit, if it is not a number of things.
@@ -31,7 +33,7 @@ def progress(
     """
     done, began = 0.0, clock()
     said = began
-    with tqdm(total=total, desc=what, disable=True if quiet else None, leave=False) as bar:
+    with tqdm(total=total, desc=what, disable=True if quiet else None, leave=False, smoothing=0) as bar:
 
         def advance(amount: float) -> None:
             nonlocal done, said
@@ -47,8 +49,10 @@ def progress(
 
 def line(what: str, done: float, total: float, seconds: float) -> str:
     """The log line after ``seconds`` of work, for example ``scoring: 1200 of 4800 (25 %), 12 min left``."""
-    left = duration(seconds / done * (total - done))
-    return f"{what}: {done:.0f} of {total:.0f} ({int(100 * done / total)} %), {left} left"
+    text = f"{what}: {done:.0f} of {total:.0f} ({int(100 * done / total)} %)"
+    if done <= 0 or (done < _SHARE * total and seconds < _SECONDS):
+        return text
+    return f"{text}, {duration(seconds / done * (total - done))} left"
 
 
 def duration(seconds: float) -> str:

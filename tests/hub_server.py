@@ -36,6 +36,13 @@ class Blob:
         text = self.content if isinstance(self.content, bytes) else f"{self.content} {self.size}".encode()
         return hashlib.sha256(text).hexdigest()
 
+    @property
+    def git(self) -> str:
+        """The name that git gives to the content; of a large file, another one."""
+        if not isinstance(self.content, bytes):
+            return self.etag[:40]
+        return hashlib.sha1(f"blob {self.size}\0".encode() + self.content).hexdigest()
+
     def read(self, start: int, end: int) -> bytes:
         if isinstance(self.content, bytes):
             return self.content[start:end]
@@ -52,6 +59,7 @@ class Repo:
     refs: dict[str, str] = field(default_factory=dict)
     pulls: int = 0
     open_pulls: dict[int, str] = field(default_factory=dict)  # number -> title
+    authors: dict[int, str] = field(default_factory=dict)  # number -> who opened it, if not ``org``
 
     def commit(self, files: dict[str, Blob], ref: str = "main") -> str:
         """Make a commit on ``ref`` whose content is exactly ``files``."""
@@ -203,7 +211,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _info(self, repo: Repo, revision: str = "main") -> None:
         sha, files = self._at(repo, revision)
-        siblings = [{"rfilename": name, "size": blob.size, "blobId": blob.etag[:40]} for name, blob in files.items()]
+        siblings: list[dict[str, Any]] = []
+        for name, blob in files.items():
+            siblings.append({"rfilename": name, "size": blob.size, "blobId": blob.git})
+            if name.endswith(LFS):
+                siblings[-1]["lfs"] = {"sha256": blob.etag, "size": blob.size, "pointerSize": 134}
         self._json({"id": self.repo_id, "sha": sha, "private": repo.private, "gated": repo.gated, "siblings": siblings})
 
     def _tree(self, repo: Repo, revision: str) -> None:
@@ -326,7 +338,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _discussions(self, repo: Repo) -> None:
         common = {"createdAt": "2026-01-01T00:00:00.000Z", "status": "open", "isPullRequest": True}
         where = {"repo": {"name": self.repo_id, "type": "model"}}
-        pulls = [{"num": number, "title": title, **common, **where} for number, title in repo.open_pulls.items()]
+        pulls = [
+            {"num": number, "title": title, "author": {"name": repo.authors.get(number, "org")}, **common, **where}
+            for number, title in repo.open_pulls.items()
+        ]
         self._json({"discussions": pulls, "count": len(pulls), "start": 0})
 
     def _merge(self, repo: Repo, number: str) -> None:
@@ -336,7 +351,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _entry(name: str, blob: Blob) -> dict[str, Any]:
-    entry: dict[str, Any] = {"type": "file", "path": name, "size": blob.size, "oid": blob.etag[:40]}
+    entry: dict[str, Any] = {"type": "file", "path": name, "size": blob.size, "oid": blob.git}
     if name.endswith(LFS):
         entry["lfs"] = {"oid": blob.etag, "size": blob.size, "pointerSize": 134}
     return entry

@@ -269,11 +269,20 @@ def test_the_border_is_chosen_and_exported(original: Path, tmp_path: Path, wirin
         assert json.loads((tmp_path / name / "config.json").read_text())["fcsd"]["border"] == expected
 
 
+@pytest.mark.parametrize(
+    "how",
+    [{"layers": "all"}, {"layers": "first:2"}, {"layers": "2-3", "variant": "mlp-only"}, {"wiring": "parallel"}],
+)
+def test_no_border_is_named_where_none_is_read(original: Path, tmp_path: Path, how: dict[str, str]) -> None:
+    report = convert_checkpoint(original, tmp_path / "out", **{"wiring": "ladder", "check": False, **how})
+    assert "border" not in report.to_text().splitlines()[1]
+
+
 def test_rewired_models_are_refused(original: Path, tmp_path: Path) -> None:
     convert_checkpoint(str(original), tmp_path / "out", check=False)
     with pytest.raises(BadInputError, match="is converted already") as caught:
         convert_checkpoint(str(tmp_path / "out"), tmp_path / "again")
-    assert "Convert its base model instead: original" in str(caught.value.hint)
+    assert f"Convert its original instead: {original}" in str(caught.value.hint)
     config = json.loads((original / "config.json").read_text())
     (original / "config.json").write_text(json.dumps(config | {"farskip": True, "farskip_start_idx": 1}))
     with pytest.raises(BadInputError, match="AMD's farskip keys"):

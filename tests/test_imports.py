@@ -31,11 +31,13 @@ ROOMS = [
     "kernels",
     "foreign_errors",
     "extras",
+    "input_lines",
     "disk",
     "errors",
     "bundled",
     "markdown",
     "progress",
+    "terminal",
     "version",
 ]
 

@@ -27,6 +27,16 @@ def test_long_work_says_total_and_time_left(said: pytest.LogCaptureFixture) -> N
     assert len(said.messages) == 9, "one line a minute, none at the end"
 
 
+def test_no_time_left_is_said_before_enough_is_measured(said: pytest.LogCaptureFixture) -> None:
+    """The first piece of a thousand took a minute; it says nothing about the rest."""
+    assert line("scoring", 1, 1000, 60.0) == "scoring: 1 of 1000 (0 %)"
+    assert line("scoring", 0, 1000, 6000.0) == "scoring: 0 of 1000 (0 %)"
+    assert line("scoring", 20, 1000, 60.0) == "scoring: 20 of 1000 (2 %), 49 min left"
+    assert line("scoring", 1, 1000, 600.0).endswith("6 d 22 h left"), "work that is so slow must say so"
+    run(1000, 61.0)
+    assert said.messages[0] == "scoring: 1 of 1000 (0 %)"
+
+
 def test_a_short_one_and_another_rank_say_nothing(said: pytest.LogCaptureFixture) -> None:
     run(500, 0.1)
     run(20, 30.0, quiet=True)

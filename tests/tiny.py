@@ -1,9 +1,12 @@
 """Tiny random models: one config per architecture, four layers, about 0.3 M parameters."""
 
+from copy import deepcopy
+
 import torch
 import transformers
 
 from fcsd.models.archs import ARCHS
+from fcsd.models.build import causal_lm_class
 
 VOCAB = 256
 
@@ -18,18 +21,16 @@ _SHARED = dict(
     bos_token_id=1,
     eos_token_id=2,
 )
-_MLA = dict(
+_MOE = dict(moe_intermediate_size=32, num_experts_per_tok=2)
+_MLA_DENSE = dict(
     num_key_value_heads=4,
     intermediate_size=128,
-    moe_intermediate_size=32,
-    n_routed_experts=8,
-    num_experts_per_tok=2,
-    first_k_dense_replace=1,
     kv_lora_rank=16,
     qk_nope_head_dim=16,
     qk_rope_head_dim=8,
     v_head_dim=16,
 )
+_MLA = dict(_MLA_DENSE, **_MOE, n_routed_experts=8, first_k_dense_replace=1)
 _LLAMA4 = dict(
     intermediate_size=32,
     intermediate_size_mlp=128,
@@ -39,8 +40,59 @@ _LLAMA4 = dict(
     attention_chunk_size=64,
     no_rope_layer_interval=4,
 )
+# 56x56 pixels are four image tokens (id 250). No layer's output gets image features unless a test says so.
+_QWEN_VISION = dict(
+    depth=2,
+    hidden_size=32,
+    num_heads=2,
+    intermediate_size=48,
+    patch_size=14,
+    spatial_merge_size=2,
+    temporal_patch_size=1,
+    out_hidden_size=64,
+    num_position_embeddings=16,
+)
+_DEEPSTACK = dict(_QWEN_VISION, deepstack_visual_indexes=[])
+_QWEN_IMAGES = dict(image_token_id=250, video_token_id=251, vision_start_token_id=252, vision_end_token_id=253)
+_MROPE = dict(
+    rope_parameters={
+        "rope_type": "default",
+        "rope_theta": 1000.0,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,
+    }
+)
 
-# architecture -> (config class, the fields that differ from _SHARED)
+# Queries are scaled by their position from the eighth token on.
+_YARN = dict(
+    rope_type="yarn",
+    rope_theta=1e4,
+    factor=4.0,
+    original_max_position_embeddings=8,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    mscale=1.0,
+    mscale_all_dim=1.0,
+    llama_4_scaling_beta=0.1,
+)
+
+_GATED_DELTA = dict(
+    head_dim=16,
+    linear_num_value_heads=4,
+    linear_num_key_heads=2,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+)
+_GATED_DELTA_MOE = dict(
+    _GATED_DELTA,
+    moe_intermediate_size=32,
+    shared_expert_intermediate_size=32,
+    num_experts=8,
+    num_experts_per_tok=2,
+)
+
+# architecture -> (config class, the fields that differ from _SHARED; of multimodal types, its whole content)
 CONFIGS: dict[str, tuple[str, dict]] = {
     "llama": ("LlamaConfig", dict(intermediate_size=128)),
     "qwen2": ("Qwen2Config", dict(intermediate_size=128)),
@@ -52,6 +104,21 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     "cwm": ("CwmConfig", dict(intermediate_size=128, head_dim=16, sliding_window=16)),
     "smollm3": ("SmolLM3Config", dict(intermediate_size=128, tie_word_embeddings=False)),
     "ministral": ("MinistralConfig", dict(intermediate_size=128, head_dim=16, sliding_window=16)),
+    "mistral": ("MistralConfig", dict(intermediate_size=128, head_dim=16, sliding_window=None)),
+    "ministral3": ("Ministral3Config", dict(intermediate_size=128, head_dim=16, rope_parameters=_YARN)),
+    "ernie4_5": ("Ernie4_5Config", dict(intermediate_size=128, head_dim=16, tie_word_embeddings=False)),
+    "nemotron": ("NemotronConfig", dict(intermediate_size=128, head_dim=16)),
+    "olmo": ("OlmoConfig", dict(intermediate_size=128)),
+    "starcoder2": ("Starcoder2Config", dict(intermediate_size=128, use_bias=False, tie_word_embeddings=False)),
+    "gemma": ("GemmaConfig", dict(intermediate_size=128, head_dim=16, tie_word_embeddings=False)),
+    "glm": ("GlmConfig", dict(intermediate_size=128, head_dim=16)),
+    "phi3": ("Phi3Config", dict(intermediate_size=128)),
+    "hunyuan_v1_dense": ("HunYuanDenseV1Config", dict(intermediate_size=128, head_dim=16)),
+    "helium": ("HeliumConfig", dict(intermediate_size=128, head_dim=16)),
+    "youtu": (
+        "YoutuConfig",
+        dict(_MLA_DENSE, q_lora_rank=32, head_dim=8, embedding_initializer_range=0.02, tie_word_embeddings=False),
+    ),
     "qwen3": ("Qwen3Config", dict(intermediate_size=128, head_dim=16)),
     "qwen3_moe": (
         "Qwen3MoeConfig",
@@ -92,6 +159,98 @@ CONFIGS: dict[str, tuple[str, dict]] = {
             norm_topk_prob=True,
         ),
     ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        dict(intermediate_size=32, head_dim=16, num_local_experts=8, num_experts_per_tok=2),
+    ),
+    "mimo_v2_flash": (
+        "MiMoV2FlashConfig",
+        dict(
+            _MOE,
+            intermediate_size=128,
+            n_routed_experts=8,
+            head_dim=16,
+            v_head_dim=8,
+            sliding_window=16,
+            layer_types=["full_attention", "sliding_attention"] * 2,
+            mlp_layer_types=["dense", *["sparse"] * 3],
+        ),
+    ),
+    "mellum": (
+        "MellumConfig",
+        dict(
+            _MOE,
+            intermediate_size=128,
+            num_local_experts=8,
+            head_dim=16,
+            layer_types=["full_attention"] * 4,
+            mlp_layer_types=["dense", *["sparse"] * 3],
+        ),
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        dict(
+            _MLA,
+            n_shared_experts=1,
+            q_lora_rank=32,
+            n_group=1,
+            topk_group=1,
+            mlp_layer_types=["dense", *["sparse"] * 3],
+        ),
+    ),
+    "dots1": (
+        "Dots1Config",
+        dict(_MOE, intermediate_size=128, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, head_dim=16),
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        dict(
+            intermediate_size=128,
+            moe_intermediate_size=32,
+            moe_num_experts=8,
+            moe_k=2,
+            moe_num_shared_experts=1,
+            moe_layer_start_index=1,
+            moe_layer_end_index=3,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "exaone_moe": (
+        "ExaoneMoeConfig",
+        dict(
+            _MOE,
+            intermediate_size=128,
+            num_experts=8,
+            num_shared_experts=1,
+            head_dim=16,
+            sliding_window=16,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            mlp_layer_types=["dense", *["sparse"] * 3],
+        ),
+    ),
+    "solar_open": (
+        "SolarOpenConfig",
+        dict(moe_intermediate_size=32, num_experts_per_tok=2, n_routed_experts=8, n_shared_experts=1, head_dim=16),
+    ),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1Config",
+        dict(intermediate_size=32, num_experts=8, moe_topk=2, head_dim=16),
+    ),
+    # Fewer heads would often give two keys the same score, of which shapes decide which one is read.
+    "deepseek_v32": (
+        "DeepseekV32Config",
+        dict(
+            _MLA,
+            n_shared_experts=1,
+            q_lora_rank=32,
+            n_group=2,
+            topk_group=1,
+            index_n_heads=16,
+            index_head_dim=16,
+            index_topk=16,
+            mlp_layer_types=["dense", *["sparse"] * 3],
+        ),
+    ),
     "gpt_oss": (
         "GptOssConfig",
         dict(intermediate_size=32, head_dim=16, num_local_experts=8, num_experts_per_tok=2, sliding_window=16),
@@ -113,20 +272,82 @@ CONFIGS: dict[str, tuple[str, dict]] = {
         dict(_MLA, n_shared_experts=1, q_lora_rank=32, n_group=2, topk_group=1),
     ),
     "llama4_text": ("Llama4TextConfig", dict(_LLAMA4, interleave_moe_layer_step=2)),
+    "qwen3_vl": (
+        "Qwen3VLConfig",
+        dict(text_config=dict(_MROPE, intermediate_size=128, head_dim=16), vision_config=_DEEPSTACK, **_QWEN_IMAGES),
+    ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoeConfig",
+        dict(
+            text_config=dict(
+                _MROPE,
+                intermediate_size=128,
+                moe_intermediate_size=32,
+                head_dim=16,
+                num_experts=8,
+                num_experts_per_tok=2,
+                mlp_only_layers=[2],
+            ),
+            vision_config=_DEEPSTACK,
+            **_QWEN_IMAGES,
+        ),
+    ),
+    "mistral3": (
+        "Mistral3Config",
+        dict(
+            text_config=dict(model_type="mistral", intermediate_size=128, head_dim=16, sliding_window=None),
+            vision_config=dict(
+                model_type="pixtral",
+                hidden_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                head_dim=16,
+                intermediate_size=48,
+                image_size=56,
+                patch_size=14,
+            ),
+            image_token_index=250,
+        ),
+    ),
+    "qwen3_next": ("Qwen3NextConfig", dict(_GATED_DELTA_MOE, intermediate_size=128, mlp_only_layers=[2])),
+    "qwen3_5_text": ("Qwen3_5TextConfig", dict(_GATED_DELTA, **_MROPE, intermediate_size=128)),
+    "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", dict(_GATED_DELTA_MOE, **_MROPE)),
+    "qwen3_5": (
+        "Qwen3_5Config",
+        dict(
+            text_config=dict(_GATED_DELTA, **_MROPE, intermediate_size=128),
+            vision_config=_QWEN_VISION,
+            **_QWEN_IMAGES,
+        ),
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeConfig",
+        dict(
+            text_config=dict(_GATED_DELTA_MOE, **_MROPE),
+            vision_config=_QWEN_VISION,
+            **_QWEN_IMAGES,
+        ),
+    ),
 }
 DENSE = tuple(arch for arch in CONFIGS if ARCHS[arch].dense)
+DESYNC = tuple(arch for arch in CONFIGS if ARCHS[arch].no_desync is None)
 
 
 def config(arch: str, **changes):
     """The tiny transformers config of an architecture; ``changes`` override single fields."""
     cls, own = CONFIGS[arch]
-    return getattr(transformers, cls)(**{**_SHARED, **own, **changes})
+    if "text_config" not in own:
+        return getattr(transformers, cls)(**deepcopy({**_SHARED, **own, **changes}))
+    text = {"tie_word_embeddings": False, **_SHARED, **own["text_config"], **changes}
+    outer = {name: text[name] for name in ("tie_word_embeddings", "initializer_range") if name in text}
+    return getattr(transformers, cls)(**deepcopy({**own, "text_config": text, **outer}))
 
 
 def model(arch: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes):
     """A randomly initialised causal LM in eval mode, the same for the same seed."""
     torch.manual_seed(seed)
-    return transformers.AutoModelForCausalLM.from_config(config(arch, **changes), dtype=dtype).eval()
+    found = config(arch, **changes)
+    return causal_lm_class(found)._from_config(found, dtype=dtype).eval()
 
 
 def tokens(batch: int = 2, length: int = 24, seed: int = 1) -> torch.Tensor:
@@ -158,3 +379,22 @@ def llama4_vision(seed: int = 0):
     )
     torch.manual_seed(seed)
     return transformers.Llama4ForConditionalGeneration(whole).eval()
+
+
+def image(arch: str) -> dict[str, torch.Tensor]:
+    """Inputs of a tiny multimodal model: token ids ``[1, 15]``, of which four are an image's, and its pixels."""
+    ids = torch.cat([tokens(1, 5).clamp(max=249), torch.full((1, 4), 250), tokens(1, 6, seed=2).clamp(max=249)], dim=1)
+    generator = torch.Generator().manual_seed(3)
+    if arch == "llama4":
+        return {"input_ids": ids, "pixel_values": torch.randn(1, 3, 28, 28, generator=generator)}
+    if arch == "mistral3":
+        pixels = torch.randn(1, 3, 56, 56, generator=generator)
+        return {"input_ids": ids, "pixel_values": pixels, "image_sizes": torch.tensor([[56, 56]])}
+    patches = torch.randn(16, 3 * 14 * 14, generator=generator)
+    grid = torch.tensor([[1, 4, 4]])
+    return {
+        "input_ids": ids,
+        "pixel_values": patches,
+        "image_grid_thw": grid,
+        "mm_token_type_ids": (ids == 250).int(),
+    }

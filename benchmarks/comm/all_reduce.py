@@ -12,7 +12,6 @@ gloo on a machine without GPUs, where the times say nothing about GPUs.
 """
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from benchmarks.comm.all_reduce_ways import Way
 from benchmarks.out_file import out_file
 from torch import Tensor
 
-from fcsd.bench.runner import Timing, timings
+from fcsd.bench.runner import Timing, table, timings, write
 from fcsd.kernels.all_reduce.memory import BLOCKS
 from fcsd.kernels.bit_split import Format
 from fcsd.kernels.bit_split.format import bits_sent
@@ -114,20 +113,16 @@ def _run(way: Way, x: Tensor, calls: int) -> Callable[[], Any]:
 
 def to_text(found: dict[str, dict[str, Timing | None]]) -> str:
     """A table of microseconds: ways below each other, sizes beside each other, each with its ratio to NCCL."""
-    sizes = list(found)
     names = list(dict.fromkeys(name for timed in found.values() for name in timed))
-    width = max(len(name) for name in names)
-    lines = [f"{'microseconds (speed over nccl)':{width}}" + "".join(f"{size:>18}" for size in sizes)]
-    for name in names:
-        cells = [_cell(found[size], name) for size in sizes]
-        lines.append(f"{name:{width}}" + "".join(f"{cell:>18}" for cell in cells))
+    rows = {name: {size: _cell(timed, name) for size, timed in found.items()} for name in names}
+    text = table(rows, "microseconds (speed over nccl)")
     formats = dict.fromkeys(re.split("[ ,]", name)[0].removeprefix(QUANTISED) for name in names if QUANTISED in name)
-    return "\n".join([*lines, f"on the wire: {bits_sent(formats)}"] if formats else lines)
+    return f"{text}\non the wire: {bits_sent(formats)}" if formats else text
 
 
-def _cell(timed: dict[str, Timing | None], name: str) -> str:
+def _cell(timed: dict[str, Timing | None], name: str) -> str | None:
     if name not in timed:
-        return "-"
+        return None
     own, nccl = timed[name], timed["nccl"]
     if own is None or nccl is None:
         return "wrong"
@@ -157,9 +152,8 @@ def main() -> None:
     found: dict[str, dict[str, Timing | None]] = {}
     for mib in arguments.mib:
         found[f"{mib:g} MiB"] = bench(mib, world.device, **given)
-        if world.rank == 0 and arguments.out is not None:
-            result = {"environment": snapshot(), "world": world.size, "width": WIDTH, **given, "ms": found}
-            arguments.out.write_text(json.dumps(result, indent=1))
+        result = {"environment": snapshot(), "world": world.size, "width": WIDTH, **given, "ms": found}
+        write(result, arguments.out, world.rank)
     if world.rank == 0:
         print(to_text(found), file=sys.stderr, flush=True)
     leave(SystemExit(int(any(time is None for timed in found.values() for time in timed.values()))))

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fcsd.bench.runner import Timing, timings
+from fcsd.bench.runner import Timing, table, timings
 from fcsd.errors import FcsdError
 from fcsd.kernels import rows_reference
 from fcsd.kernels.bit_split import Format, decode, encode
@@ -149,16 +149,20 @@ def bench(
 
 def to_text(found: dict[str, dict[str, dict[str, Timing]]], formats: Sequence[str]) -> str:
     """The times as a table; each ratio is that of the median to the median of bf16 over the same transport."""
-    lines = [f"{'rows to experts, ms (ratio to bf16)':48}{'steps':>15}{'fused':>15}{'quartiles':>15}{'wire':>9}"]
+    rows: dict[str, dict[str, str | None]] = {}
     for scenario, of_transport in found.items():
         for name, timing in of_transport.items():
             plain, label = timing["bf16"], f"{scenario}, {name}"
-            quartiles = f"{plain.low:.3f}-{plain.high:.3f}"
-            wire = timing["bf16, wire"].median
-            lines.append(f"{label + ', bf16':48}{plain.median:15.3f}{'':15}{quartiles:>15}{wire:9.3f}")
+            wire = f"{timing['bf16, wire'].median:.3f}"
+            rows[f"{label}, bf16"] = {"steps": f"{plain.median:.3f}", **_fused(plain, plain), "wire": wire}
             for text in formats:
                 steps, fused, wire = (timing[f"{text}, {way}"] for way in ("steps", "fused", "wire"))
-                cells = [f"{one.median:.3f} ({plain.median / one.median:.2f}x)" for one in (steps, fused)]
-                quartiles = f"{fused.low:.3f}-{fused.high:.3f}"
-                lines.append(f"{label + ', ' + text:48}{cells[0]:>15}{cells[1]:>15}{quartiles:>15}{wire.median:9.3f}")
-    return "\n".join([*lines, f"on the wire: {bits_sent(formats)}"])
+                cells = {"steps": f"{steps.median:.3f} ({plain.median / steps.median:.2f}x)", **_fused(fused, plain)}
+                rows[f"{label}, {text}"] = cells | {"wire": f"{wire.median:.3f}"}
+    return f"{table(rows, 'rows to experts, ms (ratio to bf16)')}\non the wire: {bits_sent(formats)}"
+
+
+def _fused(timing: Timing, plain: Timing) -> dict[str, str | None]:
+    """The cells of the fused way; bf16 has only one way, and its quartiles."""
+    ratio = None if timing is plain else f"{timing.median:.3f} ({plain.median / timing.median:.2f}x)"
+    return {"fused": ratio, "quartiles": f"{timing.low:.3f}-{timing.high:.3f}"}

@@ -4,7 +4,6 @@
 # Cases, with the files that they leave in OUT (docs/quantised_communication.md lists the targets):
 #   slow_link    a training step over a slow link: plain, deduplicated, INT8, both        slow_link/step.json
 #   qwen3, v3    the same over NVLink at the widths of Qwen3-30B-A3B and DeepSeek-V3       qwen3/ and v3/step.json
-#   nodes        dispatch and combine over two imitated nodes, HierMoE's ablations         hierarchy.json, moves_nvlink.json
 #   rows         from token rows to rows in the order of experts                           rows.json
 #   all_reduce   the all-reduces, also in steps                                            all_reduce.json
 #   ttft         time to first token of Llama-3 8B and 70B shapes, NVLink and slow link    ttft_*/infer.json
@@ -17,7 +16,7 @@ cd "$(dirname "$0")/../.."
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
 gpus=${1:-4} rounds=${ROUNDS:-3}
 [ $# = 0 ] || shift
-[ $# -gt 0 ] || set -- slow_link qwen3 v3 nodes rows all_reduce ttft swaps kernels
+[ $# -gt 0 ] || set -- slow_link qwen3 v3 rows all_reduce ttft swaps kernels
 mkdir -p "${OUT:?set it to a directory for the results}"
 OUT=$(cd "$OUT" && pwd)
 
@@ -58,7 +57,6 @@ measure() { # CASE
                 --quantised int8 --quantised dispatch=int8,combine=int8 ;;
         qwen3) step qwen3 qwen3-30b-a3b 8 4 copies-fused --quantised int8 ;;
         v3) step v3 deepseek-v3 4 1 copies-fused --quantised int8 ;;
-        nodes) OUT="$OUT" benchmarks/comm/hierarchy.sh "$gpus" ;;
         rows) each benchmarks.comm.transports --quantised int8 int6 int5 int4 int3 int2:sr --out "$OUT/rows.json" ;;
         all_reduce)
             each benchmarks.comm.all_reduce --mib 256 64 1 0.25 0.0625 0.015625 --formats int8 int6 int5 int4 int3 int2:sr \

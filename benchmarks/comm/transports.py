@@ -11,8 +11,6 @@ memory, and a process can use only one backend.
 """
 
 import argparse
-import json
-import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +23,7 @@ from benchmarks.comm import expert_rows
 from benchmarks.out_file import out_file
 from torch import Tensor
 
-from fcsd.bench.runner import together
+from fcsd.bench.runner import table, timings, write
 from fcsd.errors import FcsdError
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, join_world, leave
@@ -131,9 +129,7 @@ def measure(exchange: Callable[[], Any]) -> dict[str, float]:
         wait()
 
     runs = {"alone": lambda: exchange()(), "products": products, "both": both}
-    return {
-        name: statistics.median([together(run, a.device) for _ in range(REPEATS + 2)][2:]) for name, run in runs.items()
-    }
+    return {name: timed.median for name, timed in timings(runs, a.device, REPEATS).items()}
 
 
 def time_rows_to_experts(formats: list[str], tokens: int, repeats: int, out: Path | None) -> NoReturn:
@@ -145,10 +141,8 @@ def time_rows_to_experts(formats: list[str], tokens: int, repeats: int, out: Pat
     timed = expert_rows.bench(world, transports, formats, tokens, repeats)
     if world.rank == 0:
         print(expert_rows.to_text(timed, formats), file=sys.stderr, flush=True)
-        if out is not None:
-            settings = {"world": world.size, "tokens": tokens, "top_k": expert_rows.TOP_K, "width": expert_rows.WIDTH}
-            fields = {"environment": snapshot(), **settings, "repeats": repeats, "ms": timed}
-            out.write_text(json.dumps(fields, indent=1))
+        settings = {"world": world.size, "tokens": tokens, "top_k": expert_rows.TOP_K, "width": expert_rows.WIDTH}
+        write({"environment": snapshot(), **settings, "repeats": repeats, "ms": timed}, out)
     leave(SystemExit(0))
 
 
@@ -160,16 +154,17 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20, help="for --quantised")
     parser.add_argument("--out", type=out_file)
     arguments = parser.parse_args()
+    if arguments.quantised:
+        time_rows_to_experts(arguments.quantised, arguments.tokens, arguments.repeats, arguments.out)
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.comm.transports times exchanges between GPUs, and this machine has none")
-    if arguments.wire:
-        time_rows_to_experts(arguments.wire, arguments.tokens, arguments.repeats, arguments.out)
     if arguments.symmetric_kernel:
         from torch.distributed import _symmetric_memory as symmetric
 
         symmetric.set_backend("NVSHMEM")
     world = join_world()
     found: dict[str, Any] = {"environment": snapshot(), "world": world.size, "rows": SIZES, "ms": {}}
+    shown: dict[str, dict[str, str | None]] = {}
     if not arguments.symmetric_kernel:
         check(CopiesTransport(open_buffers), world)
     for size, count in SIZES.items():
@@ -185,12 +180,11 @@ def main() -> None:
         found["ms"][size] = {name: measure(exchange) for name, exchange in exchanges.items()}
         for name, ms in found["ms"][size].items():
             away = sum(splits.sends) - splits.sends[world.rank]
-            line = f"{size:8s} {name:16s} {ms['alone']:7.3f} ms = {away * WIDTH * 2 / ms['alone'] / 1e6:6.1f} GB/s out"
-            line += f"; products {ms['products']:.3f} ms, both {ms['both']:.3f} ms"
-            if world.rank == 0:
-                print(line, file=sys.stderr, flush=True)
-    if world.rank == 0 and arguments.out is not None:
-        arguments.out.write_text(json.dumps(found, indent=1))
+            speed = {"GB/s out": f"{away * WIDTH * 2 / ms['alone'] / 1e6:.1f}"}
+            shown[f"{size}, {name}"] = {**{part: f"{time:.3f}" for part, time in ms.items()}, **speed}
+    if world.rank == 0:
+        print(table(shown, "ms"), file=sys.stderr, flush=True)
+    write(found, arguments.out, world.rank)
     leave(SystemExit(0))
 
 

@@ -1,8 +1,7 @@
 """Runs and tabulates the measurements of Ladder-Residual's serving tables with fcsd's engine.
 
-    python benchmarks/infer/ladder_serving.py run GPUS OUT [--sizes 70B,...] [--minutes 9]    one piece of work, then
-    the tables python benchmarks/infer/ladder_serving.py tables OUT     tables.md, tables.json and figure_4.png from
-    what was measured
+    python -m benchmarks.infer.ladder_serving run GPUS OUT [--sizes 70B,...] [--minutes 9]    a piece, then the tables
+    python -m benchmarks.infer.ladder_serving tables OUT    tables.md, tables.json and figure_4.png of what is measured
 
 A measurement is one call of ``python -m benchmarks.infer`` for a size, a tensor-parallel degree, a link and a depth. It
 has a folder below OUT, and is not repeated if its ``infer.json`` has all batches. The weights are random and the layers
@@ -27,8 +26,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fcsd.markdown import table
+
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT)]
 
 SIZES = {  # a name in fcsd.bench.shapes, and the layers of the whole model
     "1B": ("llama3-1b", 16), "3B": ("llama3-3b", 28), "8B": ("llama3-8b", 32),
@@ -181,32 +181,27 @@ def cell(rows: list[Row], key: str, **wanted: Any) -> str:
 def speed_table(rows: list[Row], title: str, lines: list[tuple[str, dict[str, Any]]]) -> list[str]:
     """A table with the standard wiring's tokens per second, and how many times that every other variant gives."""
     others = (*WIRINGS[1:], BOUND)
-    text = [
-        f"## {title}",
-        "",
-        f"| | tokens/s, {STANDARD} | {' | '.join(others)} |",
-        f"|---|{'--:|' * (len(others) + 1)}",
-    ]
+    body = []
     for label, wanted in lines:
         cells = [cell(rows, "tokens_per_s", name=STANDARD, **wanted)]
         cells += [cell(rows, "times_standard", name=name, **wanted) for name in others]
         if any(found != "-" for found in cells):
-            text.append(f"| {label} | {' | '.join(cells)} |")
-    return [*text, ""]
+            body.append([label, *cells])
+    return [f"## {title}", "", table(["", f"tokens/s, {STANDARD}", *others], body), ""]
 
 
 def latency_table(rows: list[Row], title: str, batch: int) -> list[str]:
     """Prefill and decode latency of the 70B model at the largest degree that was measured."""
     mine = [row for row in rows if row["size"] == "70B" and row["batch"] == batch]
     degree = max((row["tp"] for row in mine), default=0)
-    text = [f"## {title}, TP {degree}", "", "| link | variant | prefill, ms | decode, ms per token | x standard |"]
-    text.append("|---|---|--:|--:|--:|")
+    body = []
     for link, name in itertools.product(LINKS, (*WIRINGS, BOUND)):
         wanted = dict(link=link, name=name, tp=degree)
         cells = [cell(mine, key, **wanted) for key in ("prefill_ms", "decode_ms", "times_standard")]
         if cells[0] != "-":
-            text.append(f"| {link} | {name} | {' | '.join(cells)} |")
-    return [*text, ""]
+            body.append([link, name, *cells])
+    head = ["link", "variant", "prefill, ms", "decode, ms per token", "x standard"]
+    return [f"## {title}, TP {degree}", "", table(head, body, left=2), ""]
 
 
 def pareto(rows: list[Row]) -> dict[tuple[str, str], list[Row]]:
@@ -252,10 +247,9 @@ def tables(out: Path, memory: int) -> None:
         text += speed_table(rows, f"Figure 2, {link}: 70B", cases)
     text += latency_table(rows, "Table 6: 70B, batch 64", 64)
     lines = pareto(rows)
-    text += ["## Figure 4: 70B, the runs that no other run beats", "", "| link | variant | runs |", "|---|---|---|"]
-    for (link, name), line in lines.items():
-        shown = "TP {tp} batch {batch}: {total_ms:.0f} ms, {per_gpu:.1f} tokens/s per GPU"
-        text.append(f"| {link} | {name} | {'; '.join(shown.format(**row) for row in line)} |")
+    shown = "TP {tp} batch {batch}: {total_ms:.0f} ms, {per_gpu:.1f} tokens/s per GPU"
+    body = [[*variant, "; ".join(shown.format(**row) for row in line)] for variant, line in lines.items()]
+    text += ["## Figure 4: 70B, the runs that no other run beats", "", table(["link", "variant", "runs"], body, left=3)]
     (out / "tables.md").write_text("\n".join(text) + "\n")
     (out / "tables.json").write_text(json.dumps(rows, indent=1))
     draw(lines, out / "figure_4.png")

@@ -18,7 +18,7 @@ export REDUCE OPTIONS=${OPTIONS:-} PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" 
 mkdir -p "$out"
 
 if [ "$what" != short ]; then
-    exec "$python" benchmarks/infer/ladder_serving.py run "$gpus" "$out" --sizes "$what" --minutes "${MINUTES:-9}"
+    exec "$python" -m benchmarks.infer.ladder_serving run "$gpus" "$out" --sizes "$what" --minutes "${MINUTES:-9}"
 fi
 
 # Prompts of 256 tokens: batches of 16 and 64 prefill 4096 and 16384 tokens. Batch 1 and 64 come first.

@@ -14,7 +14,6 @@ What does not fit into a GPU's memory gets a row that says so, and the run goes 
 """
 
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from benchmarks.infer.table import draw, table
 from benchmarks.infer.workload import Times, Workload, compare, row, wiring_for
 from transformers import PreTrainedModel
 
-from fcsd.bench.runner import finished
+from fcsd.bench.runner import finished, write
 from fcsd.bench.shapes import SHAPES
 from fcsd.engine.decode import GRAIN, Stepper
 from fcsd.engine.fused import fuse
@@ -89,9 +88,7 @@ def bench(load: Workload, out: Path | None = None) -> dict[str, Any]:
                 workload["attention"] = load.attention or usual_attention(model)
             for batch in load.batches:
                 result["rows"] += _rows(model, load, ranks, batch, team)
-                if out is not None and world.rank == 0:
-                    out.mkdir(parents=True, exist_ok=True)
-                    (out / "infer.json").write_text(json.dumps(result, indent=1))
+                write(result, out and out / "infer.json", world.rank)
             del model
         world.everywhere(lambda: None)  # a barrier whose timeout is long enough
     if world.rank == 0:

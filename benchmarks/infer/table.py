@@ -3,30 +3,32 @@
 from pathlib import Path
 from typing import Any
 
+from fcsd.bench import runner
 from fcsd.kernels.bit_split.format import bits_sent
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """A line for each row. A bound, whose results are wrong, is marked; what did not fit into memory says OOM."""
-    wide = max([16, *(len(row["reduce"]) for row in rows)])
-    head = f"{'tp':>3s} {'batch':>5s} {'wiring':12s} {'reduce':{wide}s} {'prefill ms':>11s} {'x std':>6s}"
-    decode = f"{'decode ms':>10s} {'x std':>6s} {'of bound':>8s} {'tokens/s':>10s} {'drift':>6s}"
-    lines = [f"{head} {'of bound':>8s} {decode}"]
+    lines = {}
     for row in rows:
-        line = f"{row['tp']:3d} {row['batch']:5d} {row['wiring']:12s} {row['reduce']:{wide}s}"
-        if row["out_of_memory"]:
-            lines.append(f"{line} {'OOM':>11s} {'-':>6s} {'-':>8s} {'OOM':>10s}")
-            continue
-        for phase, width in (("prefill", 11), ("decode", 10)):
-            standard, bound = row[f"{phase}_times_standard"], row[f"{phase}_of_bound"]
-            line += f" {row[f'{phase}_ms']:{width}.3f}"
-            line += f" {'-':>6s}" if standard is None else f" {standard:6.3f}"
-            line += f" {'-':>8s}" if bound is None or not row["exact"] else f" {bound:8.1%}"
-        line += f" {row['tokens_per_s']:10.1f} {row['drift']:6.3f}"
-        lines.append(line if row["exact"] else f"{line}  bound: wrong results")
+        name = f"{row['tp']} x {row['batch']} {row['wiring']}, {row['reduce']}"
+        lines[name if row["exact"] else f"{name} (bound: wrong results)"] = _cells(row)
     kinds = [row["reduce"] for row in rows if row["reduce"].startswith("quantised:")]
     formats = dict.fromkeys(kind.removeprefix("quantised:") for kind in kinds)
-    return "\n".join([*lines, f"on the wire: {bits_sent(formats)}"] if formats else lines)
+    text = runner.table(lines, "tp x batch")
+    return f"{text}\non the wire: {bits_sent(formats)}" if formats else text
+
+
+def _cells(row: dict[str, Any]) -> dict[str, str | None]:
+    cells: dict[str, str | None] = {}
+    for phase in ("prefill", "decode"):
+        time, standard, bound = row[f"{phase}_ms"], row[f"{phase}_times_standard"], row[f"{phase}_of_bound"]
+        cells[f"{phase} ms"] = "OOM" if row["out_of_memory"] else f"{time:.3f}"
+        cells[f"{phase} x standard"] = None if standard is None else f"{standard:.3f}"
+        cells[f"{phase} of bound"] = None if bound is None or not row["exact"] else f"{bound:.1%}"
+    if not row["out_of_memory"]:
+        cells |= {"tokens/s": f"{row['tokens_per_s']:.1f}", "drift": f"{row['drift']:.3f}"}
+    return cells
 
 
 def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:

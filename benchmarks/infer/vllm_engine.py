@@ -29,9 +29,9 @@ from benchmarks.infer.vllm_process import Answer, Engine, started
 from benchmarks.infer.workload import Times, Workload, compare, row, wiring_for
 from transformers import AutoConfig, PretrainedConfig
 
+from fcsd.bench.runner import write
 from fcsd.bench.shapes import SHAPES
 from fcsd.checkpoint import read_config
-from fcsd.disk import write_text
 from fcsd.errors import ConfigError
 from fcsd.launch.environment import snapshot
 from fcsd.models.build import arch_of, experts_of, register_configs
@@ -82,9 +82,7 @@ def bench(load: Workload, out: Path | None = None) -> dict[str, Any]:
                     chosen, times[name, kind] = _measure(load, config, path, options, Path(scratch) / "log")
                     result["vllm"].append({"tp": degree, "wiring": name, "reduce": kind, **chosen})
                     result["rows"] = [*before, *_rows(load, degree, times)]
-                    if out is not None:
-                        out.mkdir(parents=True, exist_ok=True)
-                        write_text(out / "infer.json", json.dumps(result, indent=1))
+                    write(result, out and out / "infer.json")
     print(table(result["rows"]), NOTE, sep="\n", file=sys.stderr, flush=True)
     if out is not None and find_spec("matplotlib") is None:  # where fcsd was installed beside vLLM with --no-deps
         print(f"{out / 'infer.png'} is not drawn: matplotlib is not installed", file=sys.stderr, flush=True)

@@ -13,7 +13,6 @@ copy.
 """
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable
@@ -21,11 +20,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from benchmarks.kernels.rates import copy_rate
 from benchmarks.out_file import out_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from fcsd.bench.runner import on_gpu
+from fcsd.bench.runner import table, timings, write
 from fcsd.bench.shapes import SHAPES
 from fcsd.engine.latent_steps import attend_to_latents
 from fcsd.kernels.decode.attention import decode_attention
@@ -92,12 +92,9 @@ def measure(ways: Ways, read: float, copies: float) -> dict[str, float]:
         read: the bytes that a call has to read.
         copies: the bytes that a copy within the GPU reads and writes in a second.
     """
-    graphs = {name: _captured(way) for name, way in ways.items()}
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(REPEATS):
-        for name, graph in graphs.items():
-            times[name].append(on_gpu(graph.replay) * 1e3 / SETS)
-    return {**{name: statistics.median(each) for name, each in times.items()}, "bound": read / copies * 1e6}
+    graphs = {name: _captured(way).replay for name, way in ways.items()}
+    found = {name: each.median * 1e3 / SETS for name, each in timings(graphs, torch.device("cuda"), REPEATS).items()}
+    return {**found, "bound": read / copies * 1e6}
 
 
 def _captured(way: Callable[[int], Tensor]) -> torch.cuda.CUDAGraph:
@@ -110,21 +107,12 @@ def _captured(way: Callable[[int], Tensor]) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph):
         for number in range(SETS):
             way(number)
-    graph.replay()
     return graph
 
 
 def _generator(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
     generator = torch.Generator(device).manual_seed(0)
     return lambda *shape: torch.randn(*shape, generator=generator, device=device, dtype=dtype)
-
-
-def copy_speed() -> float:
-    """Bytes that a copy within the GPU reads and writes in a second."""
-    source = torch.empty(COPIED, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    target.copy_(source)
-    return 2 * COPIED / (statistics.median(on_gpu(lambda: target.copy_(source)) for _ in range(REPEATS)) / 1e3)
 
 
 def cases(config: PretrainedConfig, tokens: int, keys: int, **where: Any) -> dict[str, tuple[Ways, float]]:
@@ -150,9 +138,9 @@ def main() -> None:
             parser.error(f"no MoE shape {name}: {', '.join(known)}")
     if not torch.cuda.is_available():
         sys.exit("benchmarks.kernels.decode times kernels on a GPU, and this machine has none")
-    copies = copy_speed()
+    copies = copy_rate(torch.empty(COPIED, dtype=torch.uint8, device="cuda"))
     result: dict[str, Any] = {"environment": snapshot(), "copies_bytes_per_s": copies, "keys": given.keys, "rows": []}
-    print(f"{'shape':20s} {'kernel':8s} tokens  kernels us  replaced us      x   bound us")
+    rows: dict[str, dict[str, str | None]] = {}
     for name in shapes:
         for tokens in given.tokens:
             found = cases(SHAPES[name](1), tokens, given.keys, device=torch.device("cuda"), dtype=torch.bfloat16)
@@ -160,14 +148,11 @@ def main() -> None:
                 row = measure(*case, copies)
                 result["rows"].append({"shape": name, "kernel": kernel, "tokens": tokens, **row})
                 gain = row["replaced"] / row["kernels"]
-                print(
-                    f"{name:20s} {kernel:8s} {tokens:6d} {row['kernels']:11.1f} {row['replaced']:12.1f} {gain:6.2f} "
-                    f"{row['bound']:10.1f}",
-                    flush=True,
-                )
+                figures = {key: f"{row[key]:.1f}" for key in ("kernels", "replaced", "bound")}
+                rows[f"{kernel} of {name}, {tokens} rows"] = {**figures, "x replaced": f"{gain:.2f}"}
+                write(result, given.out)
             del found
-    if given.out:
-        given.out.write_text(json.dumps(result, indent=1))
+    print(table(rows, "microseconds"))
 
 
 if __name__ == "__main__":

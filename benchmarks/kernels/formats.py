@@ -10,20 +10,19 @@ also move rows, beside those that move bf16.
 """
 
 import argparse
-import json
 import multiprocessing
 import os
-import statistics
 from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any, Literal
 
 import torch
+from benchmarks.kernels.rates import copy_rate
 from benchmarks.out_file import out_file
 from torch import Tensor
 
-from fcsd.bench.runner import on_gpu
+from fcsd.bench.runner import table, timings, write
 from fcsd.kernels import rows as token_rows
 from fcsd.kernels.bit_split import Draws, Format, kernels, reference
 from fcsd.launch.environment import snapshot
@@ -134,8 +133,7 @@ def milliseconds(run: Callable[[], Any]) -> float:
         for _ in range(RUNS):
             run()
 
-    times = [on_gpu(several) for _ in range(REPEATS + 1)]
-    return statistics.median(times[1:]) / RUNS  # the first repeat is a warm-up
+    return timings({"": several}, torch.device("cuda"), REPEATS)[""].median / RUNS
 
 
 def measure(name: str, rows: Tensor, copy: float, launch: kernels.Launch | None = None) -> dict[str, float]:
@@ -215,6 +213,18 @@ def compile_for(name: str, launch: kernels.Launch) -> None:
     kernels.decode(records, format, WIDTH, rows.dtype, launch=launch)
 
 
+def cells(at: dict[str, float]) -> dict[str, str | None]:
+    """The cells of what ``measure`` found; shares are of a copy's speed."""
+    return {
+        "bits": f"{at['bits_on_the_wire']:.2f}",
+        "encode ms": f"{at['encode_ms']:.3f}",
+        "its share": f"{at['encode_share']:.0%}",
+        "decode ms": f"{at['decode_ms']:.3f}",
+        "share of it": f"{at['decode_share']:.0%}",
+        "both": f"{at['share']:.0%}",
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--sweep", action="store_true", help="also time other launch parameters than the default")
@@ -232,8 +242,7 @@ def main() -> None:
     wrong = {name: parts for name, parts in found.items() if parts}
 
     rows = torch.randn(ROWS, WIDTH, device="cuda", dtype=torch.bfloat16)
-    target = torch.empty_like(rows)
-    copy = 2 * rows.nbytes / milliseconds(lambda: target.copy_(rows))  # bytes per millisecond
+    copy = copy_rate(rows) / 1e3  # bytes per millisecond
     speeds = {name: measure(name, rows, copy) for name in TIMED}
     sweep = [{"format": name, **launch._asdict(), **measure(name, rows, copy, launch)} for name, launch in swept]
     moving = [None, *MOVED] if arguments.moves else []
@@ -253,27 +262,20 @@ def main() -> None:
         "sweep": sweep,
         "moves_ms": moved,
     }
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(result, indent=1))
-
+    write(result, arguments.out)
     print(f"{len(names)} formats: kernels and reference differ in {len(wrong)}")
     for name, parts in list(wrong.items())[:8]:
         print(f"  {name}: {', '.join(parts)}")
     print(f"copy {copy / 1e6:.0f} GB/s read and written, {ROWS} rows of {WIDTH} bf16 values; shares are of this figure")
-    print(f"{'format':22}{'bits':>6}{'encode ms':>11}{'share':>7}{'decode ms':>11}{'share':>7}{'both':>7}")
-    for name, at in speeds.items():
-        print(
-            f"{name:22}{at['bits_on_the_wire']:6.2f}{at['encode_ms']:11.3f}{at['encode_share']:7.0%}"
-            f"{at['decode_ms']:11.3f}{at['decode_share']:7.0%}{at['share']:7.0%}"
-        )
-    for at in sweep:
-        print(
-            f"{at['format']:6} {at['values']:5} values, {at['parts']} words a thread, at most {at['warps']} warps: "
-            f"encode {at['encode_ms']:.3f} ms ({at['encode_share']:.0%}), "
-            f"decode {at['decode_ms']:.3f} ms ({at['decode_share']:.0%})"
-        )
-    for name, each in moved.items():
-        print(f"{name:10}" + "  ".join(f"{way} {at:.3f} ms" for way, at in each.items()))
+    timed = {name: cells(at) for name, at in speeds.items()}
+    timed |= {
+        f"{at['format']}, {at['values']} values, {at['parts']} words a thread, at most {at['warps']} warps": cells(at)
+        for at in sweep
+    }
+    print(table(timed, "format"))
+    if moved:
+        rows_of = {name: {way: f"{at:.3f}" for way, at in each.items()} for name, each in moved.items()}
+        print(table(rows_of, "moves, ms"))
     if wrong:
         raise SystemExit(f"kernels and references differ: {', '.join(wrong)}")
 

@@ -1,6 +1,6 @@
 """Time, memory and error of the distillation loss on one GPU, beside full-logit torch and Liger.
 
-The command is ``python -m benchmarks.kernels.kl [--tune] [--out kl.json]``. It measures forward and backward in bf16
+The command is ``python -m benchmarks.kernels.kl [--out kl.json]``. It measures forward and backward in bf16
 with a trained output head. Each line of the result contains:
 
 - the median milliseconds, also divided by the time of full-logit torch, and divided by the time of the four matrix
@@ -11,21 +11,19 @@ with a trained output head. Each line of the result contains:
 """
 
 import argparse
-import json
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
+from benchmarks.kernels.rates import product_rate
 from benchmarks.out_file import out_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from fcsd.bench.runner import on_gpu
+from fcsd.bench.runner import table, timings, write
 from fcsd.kernels.fused_kl import Tuning, kl_divergence
-from fcsd.kernels.vocabulary import Launch, divergence, log_sum_exp_parts
 
 SHAPES = [(2048, 151_936), (5120, 202_048), (2048, 102_400), (5120, 151_936), (2048, 202_048), (5120, 102_400)]
 TOKENS = [16_384, 4_096]
@@ -136,17 +134,6 @@ def distance(got: Tensor, truth: Tensor) -> float:
     return ((got.float() - truth).norm() / truth.norm()).item() if got.isfinite().all() else float("nan")
 
 
-def product_rate() -> float:
-    """FLOP/s of a large bf16 matrix product on random data."""
-    left, right = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return 2 * 8192**3 / (clock(lambda: left @ right, 10) / 1e3)
-
-
-def clock(work: Callable[[], object], repeats: int) -> float:
-    """Median milliseconds of ``work``, measured by CUDA events after two warm-up runs."""
-    return statistics.median([on_gpu(work) for _ in range(repeats + 2)][2:])
-
-
 def attempt(
     row: Timing, make: Callable[[], Loss], inputs: Sides, truth: tuple[Tensor, Tensor, Tensor], rate: float
 ) -> Timing:
@@ -170,7 +157,7 @@ def attempt(
         del results
         row.temporary_mb, row.gradient_mb = temporary / 1e6, returned / 1e6
         row.temporary_share = temporary / (4 * row.tokens * row.vocab)
-        row.ms = clock(lambda: gradients(loss, inputs), 5)
+        row.ms = timings({"": lambda: gradients(loss, inputs)}, inputs[0].device, 5)[""].median
         row.over_products = row.ms / (8e3 * row.tokens * row.hidden * row.vocab / rate)
     except Exception as error:  # a failing variant must not hide the others
         row.note = f"{type(error).__name__}: {error}".splitlines()[0][:100]
@@ -179,12 +166,12 @@ def attempt(
 
 
 def variants(with_liger: bool) -> dict[str, Callable[[], Loss]]:
-    table: dict[str, Callable[[], Loss]] = {
+    found: dict[str, Callable[[], Loss]] = {
         "torch, full logits": lambda: full_logits,
         "fused": lambda: partial(fused, chunk=512, tuning=Tuning()),
         "fused, fp32 head": lambda: partial(fused, chunk=1024, tuning=Tuning(head_sum=torch.float32)),
     }
-    return table | ({LIGER: lambda: liger(compiled=True)} if with_liger else {})
+    return found | ({LIGER: lambda: liger(compiled=True)} if with_liger else {})
 
 
 def compare(rate: float, began: float, limits: argparse.Namespace) -> list[Timing]:
@@ -209,77 +196,37 @@ def compare(rate: float, began: float, limits: argparse.Namespace) -> list[Timin
                     case.append(attempt(eager, lambda: liger(compiled=False), inputs, truth, rate))
             for row in case:
                 row.over_torch = row.ms / case[0].ms
-                print(line(row), flush=True)
+                print(table({name_of(row): cells(row)}), flush=True)
             rows += case
             del inputs, truth
             torch.cuda.empty_cache()
     return rows
 
 
-def tune(rate: float) -> list[Timing]:
-    """Measures chunk sizes, logit shares and kernel launches at two shapes, and the time of each stage of a chunk."""
-    rows = []
-    for hidden, vocab in SHAPES[:2]:
-        torch.manual_seed(0)
-        inputs = sides(16_384, hidden, vocab)
-        truth = exact(inputs)
-        torch.cuda.empty_cache()
-        cuts = [(256, 1), (384, 1), (512, 1), (512, 2), (768, 2), (768, 3), (768, 4), (1024, 2), (1024, 4), (2048, 4)]
-        launches = [Launch(b, s, w) for b, s, w in ((1024, 8192, 4), (4096, 16384, 8), (4096, 32768, 16))]
-        launches += [Launch(2048, 32768, 4), Launch(2048, 8192, 8), Launch(8192, 65536, 16)]
-        trials = [(chunk, Tuning(share, None)) for chunk, share in cuts]
-        trials += [(1024, Tuning(2, torch.float32)), (2048, Tuning(4, torch.float32))]
-        trials += [(512, Tuning(launch=launch)) for launch in launches]
-        for chunk, tuning in trials:
-            at = tuning.launch
-            name = f"{chunk}/{tuning.logit_share} {at.block},{at.span},{at.warps} {tuning.head_sum or 'bf16'}"
-            row = Timing(16_384, hidden, vocab, name)
-            make = partial(partial, fused, chunk=chunk, tuning=tuning)
-            rows.append(attempt(row, make, inputs, truth, rate))
-            print(line(rows[-1]), flush=True)
-        del truth
-        for chunk in (256, 512, 1024):
-            stages(inputs, chunk)
-        del inputs
-        torch.cuda.empty_cache()
-    return rows
-
-
-@torch.no_grad()
-def stages(inputs: Sides, chunk: int) -> None:
-    """Prints the milliseconds and the TFLOP/s or TB/s of each stage of one chunk."""
-    student, weight, teacher, other = (x.detach() for x in inputs)
-    vocab, hidden = weight.shape
-    x, y = student[:chunk], teacher[:chunk]
-    s, t = (torch.mm(a, b.t(), out_dtype=torch.float32) for a, b in ((x, weight), (y, other)))
-    gradient, to_head, one = torch.empty_like(s, dtype=torch.bfloat16), torch.zeros_like(weight), s.new_ones(())
-    flops, size, launch = 2 * chunk * hidden * vocab, chunk * vocab, Launch()
-    work: dict[str, tuple[Callable[[], object], float, str]] = {
-        "logits": (lambda: torch.mm(x, weight.t(), out_dtype=torch.float32), flops, "TFLOP/s"),
-        "log-sum-exp": (lambda: log_sum_exp_parts(s, 1.0, launch), 4 * size, "TB/s"),
-        "both log-sum-exps, divergence": (lambda: divergence(s, t, gradient, one, 1.0, launch), 18 * size, "TB/s"),
-        "to hidden": (lambda: gradient @ weight, flops, "TFLOP/s"),
-        "to head": (lambda: to_head.addmm_(gradient.t(), x), flops, "TFLOP/s"),
-    }
-    for name, (run, amount, unit) in work.items():
-        ms = clock(run, 9)
-        print(f"  stage {hidden}x{vocab} chunk {chunk:5d} {name:30s} {ms:7.3f} ms {amount / ms / 1e9:7.2f} {unit}")
-
-
-def line(row: Timing) -> str:
-    head = f"{row.tokens:6d} {row.hidden:5d} {row.vocab:7d} {row.variant:26s}"
+def cells(row: Timing) -> dict[str, str | None]:
+    """The cells of a row in the table; a variant that failed has none but its error."""
     if row.note:
-        return f"{head} {row.note}"
-    return (
-        f"{head} {row.ms:8.2f} {row.over_torch:6.2f} {row.over_products:6.2f} {row.temporary_mb:9.1f} "
-        f"{row.temporary_share:7.1%} {row.gradient_mb:7.0f} {row.loss_error:8.1e} {row.hidden_error:8.1e} "
-        f"{row.head_error:8.1e}"
-    )
+        return {"note": row.note}
+    return {
+        "ms": f"{row.ms:.2f}",
+        "over torch": f"{row.over_torch:.2f}",
+        "over products": f"{row.over_products:.2f}",
+        "temporary MB": f"{row.temporary_mb:.1f}",
+        "of fp32 logits": f"{row.temporary_share:.1%}",
+        "gradients MB": f"{row.gradient_mb:.0f}",
+        "loss error": f"{row.loss_error:.1e}",
+        "hidden error": f"{row.hidden_error:.1e}",
+        "head error": f"{row.head_error:.1e}",
+    }
+
+
+def name_of(row: Timing) -> str:
+    """The name of a row in the table."""
+    return f"{row.tokens} tokens, {row.hidden} x {row.vocab}, {row.variant}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--tune", action="store_true", help="time chunk sizes and launches instead of comparing")
     parser.add_argument("--out", type=out_file, help="write all rows as JSON")
     parser.add_argument("--seconds", type=float, default=200, help="start no new shape after this")
     parser.add_argument("--liger-seconds", type=float, default=140, help="leave Liger out after this (it compiles)")
@@ -288,14 +235,10 @@ def main() -> None:
         raise SystemExit("benchmarks.kernels.kl compares kernels on a GPU, and this machine has none")
     began = time.monotonic()
     rate = product_rate()
-    rows = tune(rate) if options.tune else compare(rate, began, options)
-    if options.out:
-        options.out.write_text(json.dumps({"product_rate": rate, "rows": [asdict(row) for row in rows]}, indent=1))
+    rows = compare(rate, began, options)
+    write({"product_rate": rate, "rows": [asdict(row) for row in rows]}, options.out)
     print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, products at {rate / 1e12:.0f} TFLOP/s")
-    columns = "ms  /torch /prod  temp MB  of fp32 grad MB  loss err hidden   head"
-    print(f"tokens hidden vocab variant {'':20s}  {columns}")
-    for row in sorted(rows, key=lambda row: (row.hidden, bool(row.note), row.ms)) if options.tune else rows:
-        print(line(row))
+    print(table({name_of(row): cells(row) for row in rows}))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ distance from the other wiring. ``MODE`` is ``eager``,
 ``pressure`` (so little memory that requests are preempted). ``items`` asks what ``benchmarks/vllm/vllm_items.py
 record`` has written down, with the answers of transformers.
 
-``benchmarks/vllm/vllm_gpu.sh`` runs it on GPUs, and ``benchmarks/vllm/vllm_cpu.sh`` with a build of vLLM for CPUs. The
-exit status is 0 if every row is right.
+``benchmarks/carried/vllm_gpu.sh`` runs it on GPUs, and ``benchmarks/vllm/vllm_cpu.sh`` with a build of vLLM for CPUs.
+The exit status is 0 if every row is right.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The rows in which the parts of ``benchmarks/vllm/vllm_gpu.sh`` say what they found, and the report on all of them.
+"""The rows in which the parts of ``benchmarks/carried/vllm_gpu.sh`` say what they found, and the report on all of them.
 
     python benchmarks/vllm/vllm_report.py LOGS OUT      reads LOGS/*.log and *.rc, writes OUT.json and OUT-logs.tar.gz
 

@@ -21,6 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fcsd.bench.runner import table
 from fcsd.distill.step.phases import PREFIX
 from fcsd.errors import BadInputError
 from fcsd.parallel.trace import LAUNCHES, ON_DEVICE, RANGE, read_content
@@ -150,16 +151,15 @@ def to_text(account: Account) -> str:
 
     Below it are the communication of each phase, and the host's waits.
     """
-    lines = [
-        f"{'phase':20s} " + " ".join(f"{state + ' ms':>13s}" for state in STATES) + f" {'all ms':>9s} {'share':>7s}"
-    ]
-    rows = {**account.phases, "sum": {s: sum(row[s] for row in account.phases.values()) for s in STATES}}
-    for name, row in rows.items():
+    phases = {**account.phases, "sum": {s: sum(row[s] for row in account.phases.values()) for s in STATES}}
+    rows = {}
+    for name, row in phases.items():
         whole = sum(row.values())
-        columns = " ".join(f"{row[state]:13.2f}" for state in STATES)
-        lines.append(f"{name:20s} {columns} {whole:9.2f} {whole / account.total:7.1%}")
+        states = {f"{state} ms": f"{row[state]:.2f}" for state in STATES}
+        rows[name] = {**states, "all ms": f"{whole:.2f}", "share": f"{whole / account.total:.1%}"}
     sent = ", ".join(
         f"{name} {ms:.1f} ms ({hidden / ms:.0%} hidden)" for name, (ms, hidden) in account.communication.items()
     )
     told = ", ".join(f"{name} {count} ({ms:.1f} ms)" for name, (count, ms) in account.synchronisations.items())
-    return "\n".join([*lines, f"communication: {sent or 'none'}", f"the host waited for the device: {told or 'never'}"])
+    below = [f"communication: {sent or 'none'}", f"the host waited for the device: {told or 'never'}"]
+    return "\n".join([table(rows, "phase"), *below])

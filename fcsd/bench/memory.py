@@ -16,7 +16,7 @@ import torch
 from transformers import PretrainedConfig
 
 from fcsd.bench.random_run import random_corpus, random_run
-from fcsd.bench.runner import finished
+from fcsd.bench.runner import finished, ratio, table
 from fcsd.bench.shapes import SHAPES
 from fcsd.config import Recipe
 from fcsd.distill.dtypes import DTYPES
@@ -210,12 +210,12 @@ def to_text(result: dict[str, Any]) -> str:
         f"{parallel['ep_size']}, ZeRO-{parallel['zero_stage']}, {train['dtype']}, {train['batch_tokens']} tokens a "
         f"step in micro-batches of {train['micro_batch_size']} x {recipe['data']['seq_len']}"
     )
-    lines = [title, f"{'':12s} {'predicted GiB':>14s} {'measured GiB':>14s} {'ratio':>7s}"]
+    rows = {}
     for part in ("weights", "teacher", "optimizer", *MOMENTS, "peak", "gpu"):
         one, other = told[part], seen.get(part)
         measured = "not measured" if other is None else f"{other / GIB:.2f}"
-        ratio = f"{one / other:7.3f}" if other else ""
-        lines.append(f"{part:12s} {one / GIB:14.2f} {measured:>14s} {ratio}")
-    rates = [x["tokens_per_second"] for x in (told, seen)]
-    lines.append(f"{'tokens/s':12s} {rates[0]:14,.0f} {rates[1]:14,.0f} {rates[0] / rates[1]:7.3f}")
-    return "\n".join([*lines, "losses       " + " ".join(f"{loss:.4g}" for loss in seen["losses"])])
+        rows[part] = {"predicted GiB": f"{one / GIB:.2f}", "measured GiB": measured, "ratio": ratio(one, other, ".3f")}
+    one, other = told["tokens_per_second"], seen["tokens_per_second"]
+    rates = {"predicted GiB": f"{one:,.0f}", "measured GiB": f"{other:,.0f}"}
+    rows["tokens/s"] = {**rates, "ratio": ratio(one, other, ".3f")}
+    return "\n".join([title, table(rows), "losses " + " ".join(f"{loss:.4g}" for loss in seen["losses"])])

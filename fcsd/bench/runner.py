@@ -37,8 +37,8 @@ def timings(
 ) -> dict[str, Timing]:
     """Time every way once in each repeat. All ranks call this with the same names and start each way together.
 
-    The time of a run is that of the slowest rank. On GPUs it is measured between two events, so that it does not
-    contain the host's wait for the GPU; on CPUs by the clock.
+    The time of a run is that of the slowest rank; a process that has joined no group is alone. On GPUs the time is
+    measured between two events, so that it does not contain the host's wait for the GPU; on CPUs by the clock.
 
     Args:
         ways: the functions to time, by name.
@@ -54,7 +54,8 @@ def timings(
             if repeat >= 0:
                 taken[repeat, number] = milliseconds
     slowest = taken.to(device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    if dist.is_initialized():
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
     found = {}
     for name, column in zip(ways, slowest.T.tolist(), strict=True):
         quartiles = statistics.quantiles(column, n=4, method="inclusive") if repeats > 1 else column * 3
@@ -65,7 +66,8 @@ def timings(
 def together(run: Callable[[], Any], device: torch.device) -> float:
     """Milliseconds of one run on this rank. All ranks call this and start at the same time."""
     finished(device)
-    barrier()
+    if dist.is_initialized():
+        barrier()
     if device.type == "cuda":
         return on_gpu(run)
     start = time.perf_counter()

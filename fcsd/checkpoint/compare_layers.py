@@ -1,8 +1,9 @@
 """Compares the headers with config.json, and the layers with one another, without torch or transformers.
 
-``fcsd inspect`` answers by this comparison, in a fraction of a second. Layers of one kind (dense or MoE) must have the
-same tensors, so a tensor that most of them have and one lacks is missing. What all layers lack is found only by
-:func:`fcsd.checkpoint.verify.compare_tensors`, which builds the base class; ``convert`` always does that.
+``fcsd inspect`` answers by this comparison, in a fraction of a second. Layers of one kind (dense or MoE, with linear
+attention or not) must have the same tensors, so a tensor that most of them have and one lacks is missing. What all
+layers lack is found only by :func:`fcsd.checkpoint.verify.compare_tensors`, which builds the base class; ``convert``
+always does that.
 """
 
 import re
@@ -15,10 +16,13 @@ from fcsd.checkpoint.headers import TensorInfo
 from fcsd.checkpoint.layout import Layout
 from fcsd.checkpoint.verify import FLOATS, MXFP4_BLOCK, Comparison, Shape, refuse_inflated
 from fcsd.models.archs import ARCHS
-from fcsd.models.config_keys import expert_count
+from fcsd.models.config_keys import EXPERTS_PER_TOKEN, expert_count, first_count
 
 _LAYER = re.compile(r"(?P<stack>(?:.*?\.)?layers\.)(?P<number>\d+)\.(?P<rest>.+)")
 _EXPERT = re.compile(r"(?P<block>\w+\.experts\.)(?P<number>\d+)(?P<rest>\..+)")
+# Modules that predict further tokens, if they are not layers after the last one.
+_FURTHER_TOKENS = re.compile(r"(?:^|\.)mtp")
+_INPUT_NORM = "input_layernorm."
 _NEEDED = ("num_hidden_layers", "hidden_size", "vocab_size", "tie_word_embeddings")
 
 Tensors = dict[str, TensorInfo]
@@ -38,11 +42,15 @@ def compare_layers(layout: Layout, config: CheckpointConfig) -> Comparison | Non
     """
     refuse_inflated(max(len(layout.tensors), len(layout.weight_map or ())), config, layout.path)
     text: dict[str, Any] = {**{key: config.raw[key] for key in _NEEDED if key in config.raw}, **config.text}
-    plain = _without_quantisation(layout.tensors)
+    row, plain = ARCHS.get(config.model_type), _without_quantisation(layout.tensors)
+    if row is not None and row.text_config is not None:  # transformers does not read the decoder's own value
+        text["tie_word_embeddings"] = config.raw.get("tie_word_embeddings")
+    further = [name for name in plain if row and row.later_layers and _FURTHER_TOKENS.search(name)]
+    plain = {name: tensor for name, tensor in plain.items() if name not in set(further)}
     outside, stacks = _by_layer(plain)
     decoder = next((stack for stack in stacks if "vision" not in stack), "model.layers.")
     moe = any(".experts." in rest for layer in stacks[decoder].values() for rest in layer)
-    if any(text.get(key) is None for key in (*_NEEDED, *(("num_experts_per_tok",) if moe else ()))):
+    if any(text.get(key) is None for key in _NEEDED) or (moe and not first_count(text, EXPERTS_PER_TOKEN)):
         return None
     experts = expert_count(text)
     if moe and not experts:
@@ -51,17 +59,18 @@ def compare_layers(layout: Layout, config: CheckpointConfig) -> Comparison | Non
     depths = {decoder: text["num_hidden_layers"]}
     vision = config.raw.get("vision_config") or {}
     depths |= {stack: vision.get("num_hidden_layers") for stack in stacks.keys() - depths.keys()}
-    found, row = Comparison({}, [], [], [], [], text), ARCHS.get(config.model_type)
+    found = Comparison({}, [], [], [], further, text)
     for stack, depth in depths.items():
         layers = stacks[stack]
         depth = len(layers) if depth is None else depth
         found.missing.extend(f"{stack}{number}.*" for number in range(depth) if number not in layers)
         later = [f"{stack}{n}.{rest}" for n, layer in layers.items() if n >= depth for rest in layer]
         (found.carried if row and row.later_layers else found.unexpected).extend(later)
-        for kind in (True, False):
-            own = {n: layer for n, layer in layers.items() if n < depth and _has_experts(layer) is kind}
-            _compare_with_one_another(stack, own, experts, found)
-    _compare_outside(outside, decoder, text, bool(vision), found)
+        types = (text.get("layer_types") or [None] * depth) if stack == decoder else [None] * depth
+        kinds = {n: (_kind(layer), *types[n : n + 1]) for n, layer in layers.items() if n < depth}
+        for kind in dict.fromkeys(kinds.values()):
+            _compare_with_one_another(stack, {n: layers[n] for n in kinds if kinds[n] == kind}, experts, found)
+    _compare_outside(outside, decoder, _norm(stacks[decoder]), text, bool(vision), found)
 
     found.carried.extend(name for name in plain if name.endswith("rotary_emb.inv_freq"))
     if config.quantization is None:
@@ -100,8 +109,9 @@ def _by_layer(tensors: Tensors) -> tuple[Tensors, dict[str, dict[int, Tensors]]]
     return outside, stacks
 
 
-def _has_experts(layer: Tensors) -> bool:
-    return any(".experts." in rest for rest in layer)
+def _kind(layer: Tensors) -> tuple[bool, bool]:
+    """Whether a layer has experts, and linear attention, which begins with a convolution."""
+    return any(".experts." in rest for rest in layer), any(".conv1d." in rest for rest in layer)
 
 
 def _compare_with_one_another(stack: str, layers: dict[int, Tensors], experts: int, found: Comparison) -> None:
@@ -129,11 +139,27 @@ def _compare_with_one_another(stack: str, layers: dict[int, Tensors], experts: i
         )
 
 
-def _compare_outside(outside: Tensors, decoder: str, text: dict[str, Any], vision: bool, found: Comparison) -> None:
-    """Compare the embedding, the final norm and the output head with the sizes in config.json."""
+def _norm(layers: dict[int, Tensors]) -> set[str]:
+    """The tensors of a norm, ``weight`` in most families: those of the norm before attention that layers have."""
+    return {
+        name.removeprefix(_INPUT_NORM) for layer in layers.values() for name in layer if name.startswith(_INPUT_NORM)
+    }
+
+
+def _compare_outside(
+    outside: Tensors, decoder: str, norm: set[str], text: dict[str, Any], vision: bool, found: Comparison
+) -> None:
+    """Compare the embedding, the final norm and the output head with the sizes in config.json.
+
+    Args:
+        norm: the tensors that the final norm must have.
+    """
     table = (text["vocab_size"], text["hidden_size"])
     inner, head = decoder.removesuffix("layers."), _head(decoder)
-    expected = {f"{inner}embed_tokens.weight": table, f"{inner}norm.weight": table[1:], head: table}
+    expected: dict[str, Shape] = {f"{inner}embed_tokens.weight": table, head: table}
+    if text.get("use_bias") and (bias := head.replace("weight", "bias")) in outside:  # Ernie's MoE
+        expected[bias] = table[:1]
+    expected |= {f"{inner}norm.{name}": table[1:] for name in norm}
     optional = {head} if text["tie_word_embeddings"] else set()
     found.missing.extend(name for name in expected if name not in outside and name not in optional)
     found.wrong.extend(
@@ -147,7 +173,8 @@ def _compare_outside(outside: Tensors, decoder: str, text: dict[str, Any], visio
 
 def _head(decoder: str) -> str:
     """The name of the output head beside a decoder whose layers are called ``decoder``."""
-    return decoder.removesuffix("layers.").removesuffix("model.") + "lm_head.weight"
+    prefix = decoder.removesuffix("layers.")
+    return ("" if prefix.startswith("model.") else prefix.removesuffix("model.")) + "lm_head.weight"
 
 
 def _wrong(name: str, found: TensorInfo, shape: Shape) -> str:

@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from fcsd.checkpoint.side_files import refuse_code, refuse_foreign_code
 from fcsd.errors import BadInputError
 from fcsd.models.archs import ARCHS
 from fcsd.models.config_keys import REFUSAL, WEIGHTS_FILE
-from fcsd.models.products import family, supported
+from fcsd.models.products import family, nearest, supported
 
 _NAME = re.compile(r"[\w.-]{1,100}")
 _HUB_CODE_KEYS = ("attn_implementation", "experts_implementation")
@@ -131,10 +130,9 @@ def _check_type(config: CheckpointConfig, where: Path) -> None:
     if has_gated_attention(config.raw):
         raise BadInputError(f"{where}: {GATED_ATTENTION}", "Convert a model whose attention transformers implements.")
     if config.model_type not in ARCHS:
-        close = get_close_matches(config.model_type, ARCHS, 1, 0.5)
         raise BadInputError(
             f"{where}: model_type {quoted(config.model_type)}{family(config.model_type)} is not supported"
-            + (f"; closest: {close[0]}" if close else ""),
+            + nearest(config.model_type),
             f"Supported: {supported()}. docs/adding_an_architecture.md says how to add one.",
         )
     ours = ARCHS[config.model_type].causal_lm

@@ -35,23 +35,47 @@ def shown(name: str) -> str:
 def contained(root: Path, *parts: str) -> Path:
     """The file that ``root/parts`` leads to. Only names and links are checked; the file need not exist.
 
-    A link may lead anywhere inside ``root``. A link in a hub cache snapshot may also lead into the ``blobs/`` directory
-    of its repository.
+    A link may lead anywhere inside ``root``, and into the ``blobs/`` directory of a repository in a hub cache, whose
+    files are named by their hashes. Any other link could put a file of the user's into what convert copies and push
+    publishes.
 
     Raises:
         BadInputError: a part is not a plain file name, or the path leads elsewhere.
     """
+    real, home = _followed(root, *parts)
+    blobs = real.parent
+    in_cache = blobs.name == "blobs" and blobs.parent.name.startswith("models--")
+    if not (real.is_relative_to(home) or in_cache):
+        where = root.joinpath(*parts)
+        raise BadInputError(f"{where}: is a link that leaves the checkpoint", "Copy the file it points to there.")
+    return real
+
+
+def weights_file(root: Path, name: str) -> Path:
+    """The file of weights that ``root/name`` leads to. A link may lead to a regular file anywhere.
+
+    Such links are usual, because weights are large. A file that is read as weights shows nothing of another content.
+
+    Raises:
+        BadInputError: ``name`` is not a plain file name, or a link out of ``root`` does not lead to a regular file.
+    """
+    real, home = _followed(root, name)
+    if not real.is_relative_to(home):
+        try:
+            check_regular(real)
+        except BadInputError as error:
+            raise BadInputError(f"{root / name}: is a link, and {error}", "Link or copy the weights again.") from None
+    return real
+
+
+def _followed(root: Path, *parts: str) -> tuple[Path, Path]:
+    """The path that ``root/parts`` leads to, and that of ``root``, both without links."""
     for part in parts:
         if not _PLAIN_NAME.fullmatch(part):
             hint = "Shards must lie in the directory, and file names must be UTF-8."
             raise BadInputError(f"{root}: {quoted(part)} is not a plain file name", hint)
     home = Path(os.path.realpath(root))
-    real = Path(os.path.realpath(home.joinpath(*parts)))
-    in_cache = home.parent.name == "snapshots" and real.parent == home.parent.parent / "blobs"
-    if not (real.is_relative_to(home) or in_cache):
-        where = root.joinpath(*parts)
-        raise BadInputError(f"{where}: is a link that leaves the checkpoint", "Copy the file it points to there.")
-    return real
+    return Path(os.path.realpath(home.joinpath(*parts))), home
 
 
 def check_regular(path: Path) -> int:

@@ -11,13 +11,15 @@ from fcsd.checkpoint.compare_layers import compare_layers
 from fcsd.checkpoint.config_json import CheckpointConfig, read_config
 from fcsd.checkpoint.files import shown
 from fcsd.checkpoint.layout import Layout, read_layout
-from fcsd.checkpoint.location import SMALL_FILES, remote_headers, resolve
+from fcsd.checkpoint.location import SMALL_FILES, recorded_original, remote_headers, resolve
 from fcsd.checkpoint.rewired import GATED_ATTENTION, describe, has_gated_attention
 from fcsd.checkpoint.verify import Comparison, compare_tensors
 from fcsd.errors import BadInputError
 from fcsd.models.archs import ARCHS
-from fcsd.models.config_keys import expert_count
+from fcsd.models.config_keys import EXPERTS_PER_TOKEN, SHARED_EXPERTS, expert_count, first_count
+from fcsd.models.products import product
 
+_HUB_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
 _EXPERT = re.compile(r"layers\.(\d+)\.\w+\.experts\.")
 
 
@@ -28,9 +30,13 @@ class Inspection:
     Parameters are counted over the tensors that the base class loads. ``bytes`` counts all weights files.
 
     Attributes:
+        family: the names under which models of this type are published; None if fcsd does not know them.
+        hub_id: ``org/name`` as config.json has it; None if it has none, or the path of a directory.
         active_parameters: the parameters that one token uses: all but those of the experts it is not routed to.
         dtypes: dtype -> the bytes that are stored in it.
         wirings: the values that ``convert --wiring`` accepts for this model; empty if the model is rewired already.
+        original: what a model that fcsd converted records of its original: its path on this machine or its hub id, or
+            only its name if the directory came from elsewhere; None for other models.
         carried: tensors that are in the files and that the base class does not load.
         verified: whether the tensors were compared with those of transformers' class. Otherwise they were compared with
             config.json and with one another, see :mod:`fcsd.checkpoint.compare_layers`.
@@ -42,6 +48,8 @@ class Inspection:
     revision: str | None
     gated: bool
     model_type: str
+    family: str | None
+    hub_id: str | None
     architecture: str
     layers: int
     dense_layers: int
@@ -57,6 +65,7 @@ class Inspection:
     quantization: str | None
     wirings: list[str]
     rewired: dict[str, Any] | None
+    original: str | None
     carried: list[str]
     verified: bool
     problems: list[str]
@@ -71,6 +80,7 @@ class Inspection:
         lines = {
             "model": self.model + (f" @ {self.revision}" if self.revision else "") + (" (gated)" if self.gated else ""),
             "architecture": f"{self.architecture} ({self.model_type})",
+            "published as": ", ".join(filter(None, (self.family, self.hub_id and f"here {self.hub_id}"))),
             "layers": f"{self.layers}"
             + (f" ({self.dense_layers} dense, {self.moe_layers} MoE)" if self.experts else ""),
             "experts": f"{self.experts}, {self.experts_per_token} per token{experts}" if self.experts else "none",
@@ -79,6 +89,7 @@ class Inspection:
             "dtypes": ", ".join(self.dtypes) + (f" (quantised: {self.quantization})" if self.quantization else ""),
             "wirings": ", ".join(self.wirings) or "none: pass the original model to rewire it",
             "rewired": describe(self.rewired) if self.rewired else "no",
+            "original": self._original(),
             "not loaded": f"{len(self.carried)} tensors, kept as they are ({shown(self.carried[0])}, ...)"
             if self.carried
             else "",
@@ -86,6 +97,12 @@ class Inspection:
         }
         text = [f"{name:<13} {value}" for name, value in lines.items() if value]
         return "\n".join([*text, *(f"{'problem':<13} {problem}" for problem in self.problems)])
+
+    def _original(self) -> str:
+        if self.original is None:
+            return ""
+        gone = Path(self.original).is_absolute() and not Path(self.original).exists()
+        return shown(self.original) + (", which is no longer there" if gone else "")
 
     def _checked(self) -> str:
         if self.verified:
@@ -133,18 +150,27 @@ def inspect_checkpoint(model: str | Path, *, verify: bool = False, trust_remote_
         revision=source.revision,
         gated=source.gated,
         model_type=config.model_type,
+        family=product(config.model_type),
+        hub_id=_hub_id(config.raw),
         **_shape(config, comparison, list(tensors)),
         bytes=layout.bytes,
         shards=len(layout.shards) + len(layout.problems.keys() - layout.shards.keys()),
         dtypes=dtypes,
         quantization=config.quantization,
         rewired=config.rewired,
+        original=recorded_original(source.path, config.raw.get("fcsd") or {}),
         carried=comparison.carried if comparison else [],
         verified=verified,
         problems=_problems(layout, comparison)
         + differing
         + ([GATED_ATTENTION] if has_gated_attention(config.raw) else []),
     )
+
+
+def _hub_id(raw: dict[str, Any]) -> str | None:
+    """The name on the hub under which the model was loaded when config.json was written."""
+    name = raw.get("_name_or_path")
+    return name if isinstance(name, str) and _HUB_ID.fullmatch(name) else None
 
 
 def _shape(config: CheckpointConfig, comparison: Comparison | None, names: list[str]) -> dict[str, Any]:
@@ -158,8 +184,8 @@ def _shape(config: CheckpointConfig, comparison: Comparison | None, names: list[
     moe = {int(match[1]) for name in (parameters or names) if (match := _EXPERT.search(name))}
     moe = {layer for layer in moe if layer < layers}
     experts = expert_count(text) if moe else 0
-    per_token = (text.get("num_experts_per_tok") or 0) if experts else 0
-    shared = any("shared_expert" in name for name in (parameters or names))
+    per_token = first_count(text, EXPERTS_PER_TOKEN) if experts else 0
+    shared = any("shared_expert" in name or ".shared_mlp." in name for name in (parameters or names))
     sizes = {name: prod(shape) for name, shape in parameters.items()}
     routed = sum(size for name, size in sizes.items() if _EXPERT.search(name))
     total = sum(sizes.values())
@@ -172,7 +198,7 @@ def _shape(config: CheckpointConfig, comparison: Comparison | None, names: list[
         "moe_layers": len(moe),
         "experts": experts,
         "experts_per_token": per_token,
-        "shared_experts": (text.get("n_shared_experts") or 1) if shared else 0,
+        "shared_experts": (first_count(text, SHARED_EXPERTS) or 1) if shared else 0,
         "parameters": total if comparison else None,
         "active_parameters": (total - routed + routed * per_token // max(experts, 1)) if comparison else None,
         "wirings": list(row.wirings) if row and config.rewired is None else [],

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fcsd.checkpoint.files import contained, quoted, read_object
+from fcsd.checkpoint.files import contained, quoted, read_object, weights_file
 from fcsd.checkpoint.headers import TensorInfo, read_header
 from fcsd.errors import BadInputError
 
@@ -67,7 +67,7 @@ def read_layout(
 
     Raises:
         BadInputError: a shard is missing, damaged or contradictory and ``strict`` is set; or, in every case, the index
-            is malformed or a shard's path leaves the directory.
+            is malformed or a shard is no plain file name, or a link out of the directory to no regular file.
     """
     remote = remote or {}
     weight_map = _read_index(path) if (path / INDEX).exists() else None
@@ -76,7 +76,7 @@ def read_layout(
     if weight_map is not None and single and names != [SINGLE]:
         raise BadInputError(f"{path}: holds both {SINGLE} and {INDEX}", "Remove the one that is not the model.")
 
-    real = {name: contained(path, name) for name in names}
+    real = {name: weights_file(path, name) for name in names}
     files = {name: file for name, file in real.items() if file.exists() or name not in remote}
     problems: dict[str, str] = {}
 

@@ -17,17 +17,25 @@ from fcsd.models.config_keys import EXPERT_COUNTS
 # such values can be checked quickly.
 _SIZES: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("num_hidden_layers", "interleave_moe_layer_step", "decoder_sparse_step"), (1, 10_000)),
-    **dict.fromkeys(("n_shared_experts", "first_k_dense_replace"), (0, 10_000)),
+    **dict.fromkeys(
+        ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "first_k_dense_replace"), (0, 10_000)
+    ),
     **dict.fromkeys(EXPERT_COUNTS, (1, 100_000)),
-    **dict.fromkeys(("num_experts_per_tok", "n_group", "topk_group"), (1, 100_000)),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "n_group", "topk_group"), (1, 100_000)),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), (1, 1 << 16)),
     **dict.fromkeys(("hidden_size", "intermediate_size", "intermediate_size_mlp"), (1, 1 << 22)),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), (1, 1 << 22)),
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), (1, 1 << 22)),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), (1, 1 << 16)),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), (1, 1 << 16)),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), (1, 1 << 16)),
     **dict.fromkeys(("vocab_size", "max_position_embeddings"), (1, 1 << 30)),
     **dict.fromkeys(("sliding_window", "attention_chunk_size"), (0, 1 << 40)),
 }
+
+
+# Sizes of which a config may have one a layer, as Hunyuan's have.
+_ONE_A_LAYER = ("moe_intermediate_size", "moe_topk")
 
 
 def _indivisible(divisor: int, number: int) -> bool:
@@ -36,7 +44,7 @@ def _indivisible(divisor: int, number: int) -> bool:
 
 # (key, other key, the relation of their values that is an error, the same relation in words)
 _CONTRADICTIONS: list[tuple[str, str, Callable[[int, int], bool], str]] = [
-    *[("num_experts_per_tok", key, gt, "exceeds") for key in EXPERT_COUNTS],
+    *[(chosen, key, gt, "exceeds") for chosen in ("num_experts_per_tok", "moe_k") for key in EXPERT_COUNTS],
     ("num_experts", "num_local_experts", ne, "is not"),  # both keys name the same number
     ("topk_group", "n_group", gt, "exceeds"),
     ("n_group", "n_routed_experts", _indivisible, "does not divide"),
@@ -52,8 +60,10 @@ def check_numbers(config: dict[str, Any], where: str | Path) -> None:
         BadInputError: a size is not a whole number within its bounds, or two of them contradict each other.
     """
     for key, (least, most) in _SIZES.items():
-        value = config.get(key)
-        if value is not None and (type(value) is not int or not least <= value <= most):
+        given = config.get(key)
+        for value in given if key in _ONE_A_LAYER and isinstance(given, list) else [given]:
+            if value is None or (type(value) is int and least <= value <= most):
+                continue
             shown = quoted(value) if isinstance(value, str) else str(value)[:40]
             raise BadInputError(f"{where}: {key} is {shown}, not a whole number from {least} to {most}")
     if config.get("num_experts_per_tok", 1) is None:  # transformers accepts None and fails at the first token

@@ -3,12 +3,12 @@
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from fcsd.bundled import located
 from fcsd.checkpoint.files import contained, read_object
@@ -88,6 +88,27 @@ def origin(source: Location, layout: Layout | None) -> dict[str, str | None]:
     }
 
 
+def short_names(models: Sequence[str], taken: Collection[str] = ()) -> list[str]:
+    """A short name for each model, for tables and files: the last part of its path or hub id.
+
+    A name that another model has too, or that is ``taken``, is preceded by as many folders as tell the models apart:
+    ``a--final`` and ``b--final``. Only the same model twice has the same name twice.
+    """
+    paths = [os.path.abspath(model) if os.path.exists(model) else model for model in models]
+    parts = [tuple(part for part in path.split("/") if part) for path in paths]
+
+    def ends(of: tuple[str, ...], count: int) -> str:
+        return "--".join(of[-count:])
+
+    names = []
+    for own in parts:
+        others = [of for of in parts if of != own]
+        counts = range(1, len(own) + 1)
+        free = (n for n in counts if ends(own, n) not in taken and all(ends(of, n) != ends(own, n) for of in others))
+        names.append(ends(own, next(free, len(own))))
+    return names
+
+
 def base_path_file(source: Location) -> dict[str, str]:
     """The file of a converted directory that records the original's path on this machine, as name -> text.
 
@@ -111,6 +132,23 @@ def read_base_path(directory: Path) -> str | None:
     if not isinstance(path, str):
         raise BadInputError(f"{directory / _BASE_PATH}: has no base_path", "Delete it, and set `teacher:` in recipes.")
     return path
+
+
+def recorded_original(directory: Path, block: dict[str, Any]) -> str | None:
+    """The original that a converted model records: its hub id with the commit, its path here, or only its name.
+
+    Args:
+        directory: the converted model.
+        block: its ``fcsd`` block.
+
+    Returns: None if the block names no original.
+
+    Raises:
+        BadInputError: see :func:`read_base_path`.
+    """
+    if block.get("base_model") and (revision := block.get("base_revision")):
+        return f"{block['base_model']}@{revision}"
+    return block.get("base_model") and (read_base_path(directory) or block["base_model"])
 
 
 def remote_headers(source: Location) -> dict[str, Callable[[], dict[str, TensorInfo]]]:

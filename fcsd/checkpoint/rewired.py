@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from fcsd.checkpoint.files import quoted
+from fcsd.checkpoint.files import quoted, shown
+from fcsd.checkpoint.location import recorded_original
 from fcsd.errors import BadInputError
 from fcsd.models.config_keys import PREFIX
 from fcsd.models.selection import layers_text
@@ -64,7 +65,8 @@ def refuse_rewired(path: Path, rewiring: dict[str, Any] | None) -> None:
             f"{path}: is rewired already, by AMD's farskip keys",
             "Only an original can be converted; this model was trained with its wiring and has no original.",
         )
-    raise BadInputError(f"{path}: is converted already", f"Convert its base model instead: {rewiring['base_model']}")
+    original = shown(recorded_original(path, rewiring) or "it is not recorded")
+    raise BadInputError(f"{path}: is converted already", f"Convert its original instead: {original}")
 
 
 def has_gated_attention(raw: dict[str, Any]) -> bool:

@@ -2,7 +2,7 @@
 
 Tokenizers differ: some put BOS before a text (``add_bos_token``), some append EOS (``add_eos_token``), some do neither.
 A text that a model continues or scores, and the text of a training document, begin with what the tokenizer puts before
-a text, once. They never end with what it appends. A training document ends with one EOS.
+a text, once. They never end with what it appends. A training document ends with one token that ends documents.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,9 @@ def load_tokenizer(model: Path) -> "PreTrainedTokenizerBase":
 
     try:
         return AutoTokenizer.from_pretrained(str(model), trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # the libraries do not check the files, and fail in any way on those of another form
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(": ")
         raise BadInputError(
             f"{model}: there is no usable tokenizer ({reason})",
@@ -68,9 +70,8 @@ def count_before(ids: Sequence[int], before: Sequence[int], tokenizer: Any) -> i
     return int(list(ids[:1]) == [tokenizer.bos_token_id])
 
 
-def document_ids(text: str, tokenizer: Any, before: Sequence[int]) -> list[int]:
-    """The token ids of a training document: ``before`` (see ``tokens_before``), the text and one EOS."""
+def document_ids(text: str, tokenizer: Any, before: Sequence[int], end: int) -> list[int]:
+    """The token ids of a training document: ``before`` (see ``tokens_before``), the text, and ``end`` once."""
     ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     start = [] if count_before(ids, before, tokenizer) else before
-    end = [] if ids[-1:] == [tokenizer.eos_token_id] else [tokenizer.eos_token_id]
-    return [*start, *ids, *end]
+    return [*start, *ids, *([] if ids[-1:] == [end] else [end])]

@@ -1,5 +1,7 @@
 """Makes a wiring from the name, layers and options that a user gives, and checks that it fits the checkpoint."""
 
+import logging
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -8,9 +10,11 @@ import torch
 from fcsd.checkpoint.config_json import CheckpointConfig
 from fcsd.errors import ConfigError
 from fcsd.models.archs import Arch
-from fcsd.models.build import check_desync, config_class, model_classes
+from fcsd.models.build import check_desync, check_injected, config_class, injected_layers, model_classes
 from fcsd.models.selection import select_layers
 from fcsd.models.wiring_block import Wiring
+
+log = logging.getLogger(__name__)
 
 
 def choose_wiring(config: CheckpointConfig, arch: Arch, name: str, layers: str, **fields: Any) -> Wiring:
@@ -34,11 +38,37 @@ def choose_wiring(config: CheckpointConfig, arch: Arch, name: str, layers: str, 
     try:
         chosen = {key: value for key, value in fields.items() if value is not None}
         wiring = Wiring(name, select_layers(layers, config.text["num_hidden_layers"]), **chosen)
+        if layers.strip() == "all":
+            wiring = _without_injected(config, arch, wiring)
         cls = model_classes(arch.model_type)["AutoModelForCausalLM"]
-        raw = {key: value for key, value in config.raw.items() if key not in ("model_type", "quantization_config")}
         with torch.device("meta"):
-            model = cls(config_class(arch.model_type).from_dict({**raw, "fcsd": wiring.to_block()}))
+            model = cls(_converted_config(config, arch, wiring))
         check_desync(model.config, wiring)
+        check_injected(model.config, wiring)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return wiring
+
+
+def _without_injected(config: CheckpointConfig, arch: Arch, wiring: Wiring) -> Wiring:
+    """The wiring of the most layers that still lets the model add image features to the outputs of its first layers."""
+    converted = _converted_config(config, arch, wiring)
+    for start in range(injected_layers(converted) + 2):
+        found = replace(wiring, layers=wiring.layers[start:])
+        try:
+            check_injected(converted, found)
+        except ConfigError:
+            continue
+        if start:
+            log.warning(
+                "layers 0-%d stay standard: the model adds image features to the outputs of its first %d layers",
+                start - 1,
+                injected_layers(converted),
+            )
+        return found
+    return wiring
+
+
+def _converted_config(config: CheckpointConfig, arch: Arch, wiring: Wiring) -> Any:
+    raw = {key: value for key, value in config.raw.items() if key not in ("model_type", "quantization_config")}
+    return config_class(arch.model_type).from_dict({**raw, "fcsd": wiring.to_block()})

@@ -22,6 +22,7 @@ import typer
 from fcsd.cli.panels import PanelCommand
 from fcsd.errors import DiskError, PreemptedError
 from fcsd.foreign_errors import first_line, translate
+from fcsd.terminal import printable
 
 VERBOSE = Parameter(
     "verbose",
@@ -38,7 +39,8 @@ _DATA: contextvars.ContextVar[TextIO] = contextvars.ContextVar("stdout of the ru
 def emit(text: object, end: str = "\n") -> None:
     """Prints a command's result to stdout; anything else that is printed goes to stderr.
 
-    A character that stdout's encoding does not have, as in a file name that is not UTF-8, is printed escaped.
+    A control character, which a terminal would obey, is printed escaped; line feeds and tabs stay. So is a character
+    that stdout's encoding does not have, as in a file name that is not UTF-8.
 
     Raises:
         DiskError: stdout is a file that cannot be written.
@@ -46,9 +48,9 @@ def emit(text: object, end: str = "\n") -> None:
     """
     stream = _DATA.get()
     encoding = stream.encoding or "utf-8"
-    printable = str(text).encode(encoding, "backslashreplace").decode(encoding)
+    shown = printable(str(text)).encode(encoding, "backslashreplace").decode(encoding)
     try:
-        print(printable, end=end, file=stream, flush=True)
+        print(shown, end=end, file=stream, flush=True)
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -125,7 +127,7 @@ def report_error(error: BaseException) -> int:
         # An error that all processes find is said once: when the first process of a machine has failed, torchrun ends
         # the others, which still wait here.
         time.sleep(_FIRST_RANK_SPEAKS)
-    print(f"{rank}error: {message}", file=sys.stderr)
+    print(f"{rank}error: {printable(message)}", file=sys.stderr)
     if hint:
-        print(f"{rank}hint: {hint}", file=sys.stderr)
+        print(f"{rank}hint: {printable(hint)}", file=sys.stderr)
     return code

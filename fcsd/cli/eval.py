@@ -22,7 +22,7 @@ from fcsd.cli.options import (
     UnsafeExec,
 )
 from fcsd.errors import ConfigError
-from fcsd.extras import require_extra
+from fcsd.extras import EXTRAS, require_extra
 from fcsd.launch.world import first_rank
 
 log = logging.getLogger(__name__)
@@ -102,9 +102,9 @@ def evaluate(
         raise ConfigError("--require and --untrained compare with a baseline, and no --baseline is given")
     if tp_degree is not None and quantised is None:
         raise ConfigError("--tp-degree belongs to --quantised all-reduce=FORMAT, and no --quantised is given")
-    require_extra("eval", "fcsd eval")
+    require_extra("eval", "fcsd eval", *(package for package in EXTRAS["eval"] if package != "evalplus"))
 
-    from fcsd.eval.suite import select_any
+    from fcsd.eval.suite import EVALPLUS, select_any
     from fcsd.launch.world import ensure_world
     from fcsd.models.load_options import check_device, check_dtype
 
@@ -113,7 +113,9 @@ def evaluate(
     check_device(device, "auto")
     asked = questions.arguments()
     shown = {key: asked[key] for key in ("num_fewshot", "apply_chat_template")}
-    select_any(questions.suite, asked["tasks"], **shown)
+    benchmarks = select_any(questions.suite, asked["tasks"], **shown)
+    if any(benchmark.harness == EVALPLUS for benchmark in benchmarks):
+        require_extra("eval", "fcsd eval of HumanEval+ and MBPP+", "evalplus")
     if backend != "vllm":  # vLLM starts its processes itself
         ensure_world(gpus)
 

@@ -62,6 +62,11 @@ class Source(Section):
         return self.messages is not None or self.prompt is not None
 
     @property
+    def plain(self) -> bool:
+        """Whether its documents are plain text."""
+        return not self.chat and self.token_ids is None
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """The fields that are read, in the order in which they are asked for."""
         if (only := self.messages or self.token_ids) is not None:
@@ -94,5 +99,10 @@ class Data(Section):
     in the loss; or packed `rows`, padding included."""
     seq_len: Annotated[int, Field(ge=2)] = 256
     """The number of tokens per row. Several short documents are packed into one row."""
+    document_end: Annotated[str, Field(min_length=1)] | None = None
+    """The token at the end of each document of plain text, for example `<|endoftext|>`. Chats and token ids are not
+    changed. null takes the tokenizer's EOS, unless the chat template writes it, as the end of a turn: then
+    `<|endoftext|>` or `<|end_of_text|>` if it is one of the tokenizer's special tokens, else another token at which the
+    model's generation config ends text, else the EOS all the same. `--dry-run` shows the token."""
     held_out: Source | None = None
     """Text that the run does not train on, for the held-out loss; null means that it is not measured."""

@@ -77,7 +77,8 @@ def _write(recipe: Recipe, settings: TeacherCache, folder: Path, world: World, s
         raise ConfigError(
             f"objective.teacher_cache.top_k is {settings.top_k}, the vocabulary has {vocab_size} token ids"
         )
-    corpora, rows, _ = read_data(recipe, load_tokenizer(student_source(recipe).path), vocab_size, world)
+    student = student_source(recipe).path
+    corpora, rows, _ = read_data(recipe, student, load_tokenizer(student), vocab_size, world)
     key = teacher_cache.key_of(recipe, settings, run_identity(recipe, corpora, world), hashes, vocab_size)
     shards = teacher_cache.plan(teacher_cache.rows_needed(recipe), recipe.data.seq_len, settings.top_k, shard_bytes)
     model = expert_parallel.load(path, ep_size, dtype=DTYPES[recipe.train.dtype], device=world.device)

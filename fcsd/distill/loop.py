@@ -7,7 +7,8 @@ The functions follow the order of a run. ``distill_model`` checks the recipe and
 
 import gc
 import math
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from fcsd.distill.run.nonfinite import Skips
 from fcsd.distill.run.report import Reporter, opening, reporting
 from fcsd.distill.run.saver import Saver
 from fcsd.distill.run.signals import Preemption
+from fcsd.distill.run.time_left import CHECKPOINT, HELD_OUT_LOSS, SAMPLES, SCORE
 from fcsd.distill.run.watchdog import Watchdog, watched
 from fcsd.distill.samples import Samples
 from fcsd.distill.step.feed import Feed, feeding
@@ -106,6 +108,12 @@ class Tools:
     preemption: Preemption
     watchdog: Watchdog
 
+    def pause(
+        self, kind: str, doing: str, amount: float | None = None
+    ) -> AbstractContextManager[Callable[[float], None]]:
+        """See ``Reporter.pause``; on the other ranks nothing is shown."""
+        return nullcontext(lambda amount: None) if self.reporter is None else self.reporter.pause(kind, doing, amount)
+
 
 @dataclass(frozen=True)
 class Duties:
@@ -148,7 +156,9 @@ def _train(run: Prepared, scorer: Scorer | None, preemption: Preemption, watchdo
     with ExitStack() as shown:
         reporter = None
         if run.world.rank == 0:
-            reporter = shown.enter_context(reporting(run.directory, run.resolved, start=run.done))
+            reporter = shown.enter_context(
+                reporting(run.directory, run.resolved, start=run.done, held_out_tokens=_held_out_tokens(run))
+            )
             reporter.say(opening(recipe, run.directory, run.done))
         shown.callback(watchdog.leave)  # after the last step, ranks may work for different times, so none is watched
         shown.callback(saver.close)
@@ -221,11 +231,16 @@ def finish_step(
     found = dict(metrics)
     with without_compiling(run.recipe), run.training.without_rounding():
         if duties.evaluate:
-            found |= _held_out(run)
-            if not duties.end:
-                tools.samples.take(step)
+            if tokens := _held_out_tokens(run):
+                doing = f"measuring the held-out loss of step {step}, {tokens:,} tokens"
+                with tools.pause(HELD_OUT_LOSS, doing, tokens) as advance:
+                    found |= _held_out(run, advance)
+            if not duties.end and run.recipe.train.sample_tokens:
+                with tools.pause(SAMPLES, f"writing samples of step {step}"):
+                    tools.samples.take(step)
         if duties.score:
-            found |= tools.scores.take(run.student, run.tokenizer, step, found)
+            with tools.pause(SCORE, f"scoring step {step} by {run.recipe.early_stop.metric}"):
+                found |= tools.scores.take(run.student, run.tokenizer, step, found)
     last = duties.last or tools.scores.verdict.stop
     if last or duties.evaluate or duties.log or skipped:
         _log(run, tools, step, found)
@@ -235,7 +250,8 @@ def finish_step(
     if last or (wanted and tools.saver.seconds < time_left):
         keepers = (tools.scores, tools.skips, tools.swaps, tools.dedup)
         progress = _counts(run, step) | {key: value for one in keepers for key, value in one.progress().items()}
-        tools.saver.save(step, progress, last=last, best=best, wait=time_left < math.inf)
+        with tools.pause(CHECKPOINT, f"saving step {step}"):
+            tools.saver.save(step, progress, last=last, best=best, wait=time_left < math.inf)
         time_left = _time_left(run, tools)  # a signal that came during the save needs no further step
     # A signal that came after the decision not to save lets the run take one more step, which is then saved.
     if not last and time_left < math.inf:
@@ -279,9 +295,13 @@ def _log(run: Prepared, tools: Tools, step: int, metrics: dict[str, float]) -> N
         tools.reporter.log({**_counts(run, step), **metrics, **measured, **tools.swaps.metrics()})
 
 
-def _held_out(run: Prepared) -> dict[str, float]:
+def _held_out(run: Prepared, advance: Callable[[float], None] = lambda tokens: None) -> dict[str, float]:
     """The losses on the held-out text, if there is any."""
-    return measure(run.training, run.held_out, run.recipe, run.world) if run.held_out else {}
+    return measure(run.training, run.held_out, run.recipe, run.world, advance) if run.held_out else {}
+
+
+def _held_out_tokens(run: Prepared) -> int:
+    return run.held_out.per_epoch * run.recipe.data.seq_len if run.held_out else 0
 
 
 def _counts(run: Prepared, step: int) -> dict[str, int]:

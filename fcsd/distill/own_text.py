@@ -20,8 +20,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.checkpoint import fingerprint, read_layout, resolve
+from fcsd.checkpoint.chat_text import chat_text, limited_template
 from fcsd.checkpoint.tokenizer import load_tokenizer, tokens_before
-from fcsd.disk import write_bytes, write_text
+from fcsd.disk import read_input, write_bytes, write_text
 from fcsd.engine.decode import GRAIN
 from fcsd.engine.generate import GRAPHS, SLOTS, ending, generate
 from fcsd.errors import BadInputError, ConfigError
@@ -163,10 +164,12 @@ def _read_prompts(file: Path, tokenizer: PreTrainedTokenizerBase, most: int) -> 
 def _claim(out: Path, identity: dict[str, Any]) -> None:
     """Record the settings in ``out`` before anything is written, or compare them with those that are recorded."""
     file = out / RECORD
-    if file.is_file():
+    if file.exists():
         try:
-            known = json.loads(file.read_text(encoding="utf-8"))["settings"]
-        except (ValueError, KeyError, TypeError) as error:
+            known = json.loads(read_input(file))["settings"]
+            if not isinstance(known, dict):
+                raise ValueError("no settings")
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise BadInputError(f"{file}: is damaged", "Choose another directory.") from error
         changed = [key for key in identity if known.get(key) != identity[key]]
         if changed:
@@ -255,11 +258,12 @@ def turns_of(tokenizer: PreTrainedTokenizerBase) -> Turns:
     """The token ids that the chat template puts before a user's turn, and between it and the answer.
 
     Raises:
-        BadInputError: the template changes the user's text.
+        BadInputError: the template changes the user's text, fails, or exceeds its limits.
     """
     mark = "\ue000fcsd\ue001"  # private-use characters, which occur in no template
     chat = [{"role": "user", "content": mark}]
-    text = str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
+    with limited_template(tokenizer) as template:
+        text = chat_text(template, chat, tokenizer.name_or_path, add_generation_prompt=True)
     if text.count(mark) != 1:
         raise BadInputError("the chat template does not show the user's turn once and unchanged", "--form document")
     before, after = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in text.split(mark))

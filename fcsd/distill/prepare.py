@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, enable_full_d
 from fcsd.checkpoint import resolve
 from fcsd.config import Recipe, ResolvedRecipe, accumulation
 from fcsd.distill.data.corpus import Corpus, load_tokenizer
+from fcsd.distill.data.document_end import document_end
 from fcsd.distill.data.load_on_ranks import load_corpora
 from fcsd.distill.data.rows import Mixture, Rows
 from fcsd.distill.dtypes import DTYPES
@@ -122,17 +123,23 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     original = student_source(recipe)
     config = student_config(recipe, original)
     hashes = world.on_first(lambda: identify_teacher(recipe) if needs_teacher(recipe) else {})
+    say = _say if world.rank == 0 else lambda text: None
+    say("reading the text ...")
     # The data come first, because a fault in them is found in less time than it takes to load a model.
     tokenizer, vocab_size = load_tokenizer(original.path), config.get_text_config().vocab_size
-    corpora, rows, held_out = read_data(recipe, tokenizer, vocab_size, world)
+    corpora, rows, held_out = read_data(recipe, original.path, tokenizer, vocab_size, world)
     trained = checkpoint / manifest.MODEL if checkpoint else None
     orders = orders_of(manifest.read_manifest(checkpoint)["progress"]) if checkpoint else None
+    say(f"loading {recipe.model} ...")
     student = load_student(
         recipe, dtype=DTYPES[recipe.train.dtype], device=world.device, config=config, trained=trained, orders=orders
     )
     traffic = Traffic() if recipe.parallel.ep_size > 1 else None
     dispatcher = expert_parallel.dispatcher_for(recipe.parallel, recipe.parallel.ep_size)
-    teacher = load_teacher(recipe, student, world, traffic, dispatcher) if needs_teacher(recipe) else None
+    teacher = None
+    if needs_teacher(recipe):
+        say(f"loading the teacher {teacher_name(recipe)} ...")
+        teacher = load_teacher(recipe, student, world, traffic, dispatcher)
     source = TeacherSource() if teacher is None else LiveTeacher(teacher, recipe.objective)
     identity = run_identity(recipe, corpora, world)
     if settings := recipe.objective.teacher_cache:
@@ -164,15 +171,19 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
 
 
 def read_data(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size: int, world: World
+    recipe: Recipe, model: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int, world: World
 ) -> tuple[list[Corpus], Mixture, Rows | None]:
     """Loads the corpora of a run.
+
+    Args:
+        model: the directory of the tokenizer.
 
     Returns: the training corpora, the rows of the run, and the held-out rows or None.
     """
     data = recipe.data
     sources = [*data.sources, *([data.held_out] if data.held_out else [])]
-    corpora = load_corpora(sources, tokenizer, vocab_size, data.seq_len, world)
+    end = document_end(data.document_end, model, tokenizer, vocab_size)
+    corpora = load_corpora(sources, tokenizer, vocab_size, data.seq_len, world, end.id)
     held_out = Rows(corpora.pop(), data.seq_len) if data.held_out else None
     return corpora, training_rows(recipe, corpora), held_out
 

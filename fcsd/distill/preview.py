@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fcsd.config import Recipe, accumulation
 from fcsd.distill.data.corpus import Corpus, listed, load_corpus, load_tokenizer
+from fcsd.distill.data.document_end import document_end
 from fcsd.distill.data.rows import Rows, batch
 from fcsd.distill.experts import expert_parallel
 from fcsd.distill.inputs import student_source
@@ -19,6 +20,7 @@ from fcsd.parallel.quantised.rows import formats_of
 from fcsd.plan import plan_run
 from fcsd.plan.report import to_text
 from fcsd.plan.setup import present
+from fcsd.terminal import printable
 
 _SHOWN = 1024  # the number of tokens of the first row that are printed
 
@@ -31,7 +33,7 @@ def print_dry_run(recipe: Recipe, processes: int) -> None:
         DoesNotFitError: by the plan, the run needs more memory than a GPU has.
     """
     run_dir.require_usable(Path(recipe.output_dir), filter(None, (recipe.model, recipe.teacher)))
-    print(preview(recipe, processes), file=sys.stderr)
+    print(printable(preview(recipe, processes)), file=sys.stderr)
     planned = plan_run(recipe, present(processes))
     print(to_text(planned), file=sys.stderr)
     planned.check()
@@ -54,10 +56,11 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
     tokenizer, vocab_size = load_tokenizer(source.path), len(output_head(model))
     start = "" if recipe.init.weights == "loaded" else "random "
     wiring = "" if recipe.init.wiring is None else f", rewired: {recipe.init.wiring}"
-    corpora = [load_corpus(item, tokenizer, vocab_size) for item in data.sources]
+    end = document_end(data.document_end, source.path, tokenizer, vocab_size)
+    corpora = [load_corpus(item, tokenizer, vocab_size, end.id) for item in data.sources]
     packed = [Rows(corpus, data.seq_len, [recipe.seed, n]) for n, corpus in enumerate(corpora)]
     if data.held_out:
-        Rows(load_corpus(data.held_out, tokenizer, vocab_size), data.seq_len)
+        Rows(load_corpus(data.held_out, tokenizer, vocab_size, end.id), data.seq_len)
     teacher = teacher_name(recipe) if needs_teacher(recipe) else "none, the loss is cross-entropy"
     if cache := recipe.objective.teacher_cache:
         teacher = f"{cache.path}, the {cache.top_k} most likely token ids of {teacher_name(recipe)}"
@@ -76,6 +79,10 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
         )
     if (formats := formats_of(recipe.parallel.quantised)) is not None:
         lines.append(f"formats     {formats}")
+    if any(item.plain for item in (*data.sources, *([data.held_out] if data.held_out else []))):
+        lines.append(
+            f"documents   of plain text end with {end.text} ({end.why}); data.document_end names another token"
+        )
     for item, corpus, rows in zip(data.sources, corpora, packed, strict=True):
         left_out = f"; left out: {listed(reasons)}" if (reasons := corpus.left_out(data.seq_len)) else ""
         counted = round(rows.counted * rows.per_epoch * data.seq_len)

@@ -7,11 +7,13 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.config import Recipe
-from fcsd.disk import open_to_append, write_text
+from fcsd.disk import open_to_append, read_input_text, write_text
 from fcsd.errors import BadInputError, NonFiniteError
+from fcsd.foreign_errors import first_line
 from fcsd.launch.shared_work import ALONE, Team
 from fcsd.launch.world import World
 from fcsd.serve.chat import PROMPTS, Speaker, answer
+from fcsd.terminal import printable
 
 SAMPLES = "samples.jsonl"
 
@@ -56,7 +58,7 @@ class Samples:
             lines.append(line | ({"teacher": self._known[prompt]} if self._known else {}))
         if self._world.rank == 0:
             with open_to_append(self._path) as file:
-                file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+                file.writelines(printable(json.dumps(line, ensure_ascii=False)) + "\n" for line in lines)
 
     def _answer(self, speaker: Speaker, prompt: str) -> str:
         training = speaker.model.training
@@ -71,6 +73,10 @@ class Samples:
 
     def _keep(self, start: int) -> None:
         if self._path.exists():
-            lines = self._path.read_text().splitlines(keepends=True)
-            whole = [line for line in lines if line.endswith("\n")]  # a crash may have cut off the last line
-            write_text(self._path, "".join(line for line in whole if json.loads(line)["step"] <= start))
+            try:
+                *whole, _ = read_input_text(self._path).split("\n")  # a crash may have cut off the last line
+                kept = [line for line in whole if json.loads(line)["step"] <= start]
+            except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+                hint = "Move it away: the run goes on without its earlier samples."
+                raise BadInputError(f"{self._path}: cannot be read: {first_line(error)}", hint) from error
+            write_text(self._path, "".join(f"{line}\n" for line in kept))

@@ -157,8 +157,8 @@ class TensorParallelLayer(WiredLayer):
         index, steps, blocks = self.fcsd.index, self.fcsd.plan.steps, self.fcsd.blocks
         mlp: Any = self.get_submodule(blocks.mlp)
         router = mlp.get_submodule(blocks.router)
-        shared, gate = (mlp.get_submodule(name) if name else None for name in (blocks.shared, blocks.shared_gate))
-        if blocks.prescaled or router._forward_hooks:
+        shared, gate = (getattr(mlp, name) if name else None for name in (blocks.shared, blocks.shared_gate))
+        if blocks.prescaled or blocks.router_bias or router._forward_hooks:
             router = None
         found = compiled.before_experts(self.post_attention_layernorm, compiled.Sparse(router, shared, gate), x)
         if found.shared is not None:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from fcsd.engine.tp_plan import TensorGroup
 from fcsd.models.archs import Arch
 from fcsd.models.build import decoder_layers
+from fcsd.models.wiring import mixer
 from fcsd.parallel.placement.placement import Placement
 
 
@@ -34,6 +35,13 @@ class DividedEmbedding(nn.Embedding):
         return found
 
 
+@cache
+def _divided_embedding_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """``DividedEmbedding``, whose result the forward pass of an embedding's own class then scales, as Gemma's does."""
+    bases: Any = (cls, DividedEmbedding)
+    return DividedEmbedding if cls is nn.Embedding else type(f"{cls.__name__}OfRanks", bases, {})
+
+
 class DividedHead(nn.Linear):
     """Output embeddings of which each rank holds a range of rows; every rank gets the logits of all ranks."""
 
@@ -45,7 +53,8 @@ class DividedHead(nn.Linear):
         own = functional.linear(input, self.weight)
         every = own.new_empty(self.ranks.degree, *own.shape)
         dist.all_gather(list(every.unbind()), own.contiguous(), group=self.ranks.group)
-        return every.movedim(0, -2).flatten(-2)[..., : self.vocabulary]
+        logits = every.movedim(0, -2).flatten(-2)[..., : self.vocabulary]
+        return logits if self.bias is None else logits + self.bias  # every rank has the whole bias
 
 
 class SplitNorm(nn.Module):
@@ -74,6 +83,22 @@ def _split_norm_class(cls: type[nn.Module]) -> type[nn.Module]:
     return type(f"{cls.__name__}OfRanks", (SplitNorm, cls), {"__module__": cls.__module__})
 
 
+class OwnHeads:
+    """The config of an attention that reads its number of query heads from there: that of a rank; else it is another's.
+
+    Args:
+        config: the config of the whole model, which may change later.
+        num_attention_heads: the query heads of the rank.
+    """
+
+    def __init__(self, config: Any, num_attention_heads: int) -> None:
+        self._config = config
+        self.num_attention_heads = num_attention_heads
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
 def replace_modules(model: PreTrainedModel, arch: Arch, ranks: TensorGroup, vocabulary: int) -> None:
     """Let the modules of a model with narrowed weights compute with the other ranks.
 
@@ -84,18 +109,22 @@ def replace_modules(model: PreTrainedModel, arch: Arch, ranks: TensorGroup, voca
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     if ranks.degree > 1:
-        embedding.__class__, embedding.ranks = DividedEmbedding, ranks
+        embedding.__class__, embedding.ranks = _divided_embedding_class(type(embedding)), ranks
         head.__class__, head.ranks, head.vocabulary = DividedHead, ranks, vocabulary
     for layer in decoder_layers(model):
-        attention: Any = layer.self_attn
-        if "num_key_value_groups" in vars(attention):
-            heads = text.num_attention_heads // ranks.degree
-            attention.num_key_value_groups = heads // max(text.num_key_value_heads // ranks.degree, 1)
+        attention: Any = mixer(arch.blocks, layer)
         if ranks.degree == 1:
             continue
+        if "num_key_value_groups" in vars(attention):
+            heads, kv_heads = text.num_attention_heads, text.num_attention_heads // attention.num_key_value_groups
+            own_heads, own_kv_heads = heads // ranks.degree, max(kv_heads // ranks.degree, 1)
+            attention.num_key_value_groups = own_heads // own_kv_heads
+            if hasattr(attention, "qkv_proj"):
+                attention.num_key_value_heads = own_kv_heads
+                attention.config = OwnHeads(attention.config, own_heads)
         for path in arch.norms_over_heads:
             norm: Any = layer.get_submodule(path)
-            norm.ranks, norm.epsilon = ranks, getattr(norm, arch.norm_epsilon)
+            norm.ranks, norm.epsilon = ranks, getattr(norm, arch.norm_epsilon or "")
             norm.__class__ = _split_norm_class(type(norm))
 
 

@@ -10,6 +10,7 @@ A TP plan gives modules and tensors inside a decoder layer a style. The styles h
 - ``colwise``: the rows of a matrix as it is stored, ``[..., out, in]``, and what else has one value for each of them.
 - ``rowwise``: the columns of a matrix, ``[..., in]``. Its bias is added once, so the first rank has it.
 - ``packed_colwise``, ``packed_rowwise``: the same for two blocks that lie one after the other (gate and up).
+- ``heads_colwise``: the same as ``colwise`` for all query heads, then all key heads, then all value heads (Phi-3).
 - ``replicated``, ``replicated_with_grad_allreduce``: every rank has the whole tensor.
 
 Every tensor of a decoder layer must have one of these styles. Anything else is an error, because a tensor that is
@@ -55,11 +56,13 @@ class Shard:
         dim: the dimension.
         packed: how many blocks lie one after the other along it (gate and up projections); each block is sharded.
         kv: whether the dimension consists of key-value heads, which are repeated if there are fewer than ranks.
+        query_heads: how many query heads lie before the key heads and the value heads; 0 if there are none.
     """
 
     dim: int
     packed: int = 1
     kv: bool = False
+    query_heads: int = 0
 
 
 # What a rank has of a tensor. Every rank has a ``whole`` one. The ``first`` rank has the bias of a row-parallel
@@ -79,12 +82,17 @@ def tp_plan_of(arch: Arch, config: PretrainedConfig) -> TpPlan:
     Args:
         config: the config of a transformers model or of a converted one.
     """
-    # The attribute of the class: config.json could bring one for the object.
-    theirs = type(config.get_text_config()).base_model_tp_plan or {}
     blocks = arch.blocks
     routers = filter(None, (blocks.router, blocks.shared_gate))
+    text = config.get_text_config()
+    # The attribute of the class: config.json could bring one for the object.
+    theirs = type(text).base_model_tp_plan or {}
+    own = {
+        name: f"{style}:{text.num_attention_heads}" if style == "heads_colwise" else style
+        for name, style in arch.tp_plan.items()
+    }
     return (
-        {**arch.tp_plan, **dict.fromkeys(arch.norms_over_heads, "colwise")},
+        {**own, **dict.fromkeys(arch.norms_over_heads, "colwise")},
         {name.removeprefix("layers.*."): style for name, style in theirs.items()},
         {"*norm": "replicated", **{f"{blocks.mlp}.{router}": "replicated" for router in routers}},
     )
@@ -129,6 +137,8 @@ def layer_sharding(plan: TpPlan, name: str, ndim: int) -> Sharding:
     if style in ("replicated", "replicated_with_grad_allreduce"):
         return "whole"
     way, bias = str(style).removeprefix("packed_"), name.endswith("bias")
+    if way.startswith("heads_colwise:"):
+        return Shard(ndim - 1 if bias else 0, query_heads=int(way.partition(":")[2]))
     if way == "rowwise" and bias:
         return "first"
     if way not in ("colwise", "rowwise"):
@@ -163,6 +173,12 @@ def own_range(sharding: Sharding, size: int, ranks: TensorGroup, kv_heads: int) 
     if sharding.kv and kv_heads < ranks.degree:
         width = size // kv_heads
         return [(ranks.rank * kv_heads // ranks.degree * width, width)]
+    if sharding.query_heads:
+        width = size // (sharding.query_heads + 2 * kv_heads)
+        ends = [end * width for end in (0, sharding.query_heads, sharding.query_heads + kv_heads)]
+        parts = [(Shard(0), sharding.query_heads), *[(Shard(0, kv=True), kv_heads)] * 2]
+        own = [own_range(part, heads * width, ranks, kv_heads)[0] for part, heads in parts]
+        return [(end + start, count) for end, (start, count) in zip(ends, own, strict=True)]
     if size % (sharding.packed * ranks.degree):
         raise ConfigError(
             f"{ranks.degree} ranks cannot share {size // sharding.packed} columns of a weight evenly",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from fcsd.checkpoint import Layout
@@ -33,7 +33,7 @@ from fcsd.engine.tp_plan import (
 )
 from fcsd.errors import ConfigError
 from fcsd.models.archs import Arch
-from fcsd.models.build import arch_of, decoder_layers, experts_of, register
+from fcsd.models.build import arch_of, decoder_layers, experts_of, read_generation_config, register
 from fcsd.models.wiring import unwire_layers
 from fcsd.parallel.placement.stored import Orders, placements_of
 from fcsd.parallel.weights.loading import empty_model, give_memory, verified_layout
@@ -58,6 +58,9 @@ class _Source:
     name: str
     expert: int | None = None
     block: int | None = None
+
+
+_DECODER_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.")
 
 
 class _ShardedModel:
@@ -89,13 +92,18 @@ class _ShardedModel:
     ) -> None:
         arch = arch_of(config)
         text = config.get_text_config()
+        if arch.no_tp is not None and ranks.degree > 1:
+            raise ConfigError(f"{ranks.degree} ranks cannot share a model of {arch.model_type}: {arch.no_tp}")
         check_degree(text, ranks.degree)
         count = experts_of(config)
         if experts == "whole" and count % ranks.degree:
             raise ConfigError(f"{ranks.degree} ranks cannot share {count} experts evenly", hint="use sliced experts")
         self.ranks, self.experts = ranks, experts
-        self._kv_heads = text.num_key_value_heads
         self.model = empty_model(config, dtype)
+        attentions = [getattr(layer, "self_attn", None) for layer in decoder_layers(self.model)]
+        groups = [getattr(attention, "num_key_value_groups", None) for attention in attentions]
+        # Some layers of MiMo have twice as many key-value heads as the config says.
+        self._kv_heads = [text.num_attention_heads // count if count else text.num_key_value_heads for count in groups]
         unwire_layers(decoder_layers(self.model))
         self._shardings = _shardings(self.model, arch)
         if experts == "whole":
@@ -129,7 +137,12 @@ class _ShardedModel:
             if placement.order is None:
                 return whole.narrow(0, first, count)
             return whole[torch.tensor(placement.order[first : first + count], device=whole.device)]
-        return own_part(whole, self._shardings[name], self.ranks, self._kv_heads)
+        return own_part(whole, self._shardings[name], self.ranks, self._kv_heads_of(name))
+
+    def _kv_heads_of(self, name: str) -> int:
+        """The key-value heads of the layer that a tensor belongs to; of the first layer for other tensors."""
+        match = _DECODER_LAYER.search(name)
+        return self._kv_heads[int(match[1]) if match else 0]
 
     @torch.no_grad()
     def fill(self, layout: Layout, device: torch.device) -> None:
@@ -152,13 +165,13 @@ class _ShardedModel:
                 shape = layout.tensors[source.stored].shape[source.row is not None :]
                 rows = None
                 if sharding == "vocabulary" or (
-                    isinstance(sharding, Shard) and sharding.dim == 0 and sharding.packed == 1
+                    isinstance(sharding, Shard) and sharding in (Shard(0), Shard(0, kv=True))
                 ):
-                    (rows,) = own_range(sharding, shape[0], self.ranks, self._kv_heads)
+                    (rows,) = own_range(sharding, shape[0], self.ranks, self._kv_heads_of(source.name))
                     target[rows[1] :] = 0  # the rows that the vocabulary does not have
                     target, sharding = target[: rows[1]], "whole"
                 value = reader.tensor(source.stored, source.row, rows)
-                target.copy_(own_part(value, sharding, self.ranks, self._kv_heads))
+                target.copy_(own_part(value, sharding, self.ranks, self._kv_heads_of(source.name)))
 
     @torch.no_grad()
     def draw(self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, seed: int) -> None:
@@ -256,8 +269,7 @@ def load_tensor_parallel(
     config = config or AutoConfig.from_pretrained(path, trust_remote_code=False)
     sharded = _ShardedModel(config, dtype, ranks, experts, orders)
     sharded.fill(layout, torch.device(device))
-    if (path / "generation_config.json").is_file():
-        sharded.model.generation_config = GenerationConfig.from_pretrained(path)
+    sharded.model.generation_config = read_generation_config(path) or sharded.model.generation_config
     return sharded.model
 
 

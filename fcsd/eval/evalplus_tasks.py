@@ -10,6 +10,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from fcsd.disk import file_sha256, json_sha256
@@ -108,7 +109,7 @@ def evalplus_result(
     row, problems = task.row, task.problems[:limit]
     bare = [problem.prefix.strip() + "\n" for problem in problems]
     chat = row.chat and lm.tokenizer.chat_template is not None
-    prompts = [_chat_prompt(prompt, lm.tokenizer) for prompt in bare] if chat else bare
+    prompts = [_chat_prompt(prompt, lm) for prompt in bare] if chat else bare
     until = _stops(row.task, chat)
     settings = {"until": until, "max_gen_toks": MAX_NEW_TOKENS, "do_sample": False}
     requests = [Instance("generate_until", {}, (prompt, settings), 0) for prompt in prompts]
@@ -162,11 +163,15 @@ def evalplus_result(
     }
 
 
-def _chat_prompt(prompt: str, tokenizer: Any) -> str:
+def _chat_prompt(prompt: str, lm: Adapter) -> str:
     """The user's question and the beginning of the answer, which ends where the code begins."""
     from evalplus.provider.utility import make_raw_chat_prompt
 
-    return make_raw_chat_prompt(prompt, INSTRUCTION, RESPONSE, tokenizer)
+    def in_limits(messages: list[dict[str, str]], tokenize: bool) -> str:
+        return lm.chat_text(messages)
+
+    limited = SimpleNamespace(chat_template=lm.tokenizer.chat_template, apply_chat_template=in_limits)
+    return make_raw_chat_prompt(prompt, INSTRUCTION, RESPONSE, limited)
 
 
 def _stops(task: str, chat: bool) -> list[str]:

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.checkpoint import read_config, resolve
+from fcsd.checkpoint.location import short_names
 from fcsd.disk import json_sha256
 from fcsd.engine.generate import BATCHES
 from fcsd.errors import ConfigError
@@ -26,7 +27,7 @@ from fcsd.eval.engines.engine import OWN, Engine, opened, versions
 from fcsd.eval.engines.interface import Adapter
 from fcsd.eval.engines.quantised import over
 from fcsd.eval.evalplus_tasks import EvalPlusTask, evalplus_result
-from fcsd.eval.perplexity import HeldOut, held_out_result
+from fcsd.eval.perplexity import HELD_OUT, HeldOut, held_out_result
 from fcsd.eval.results import COMPARISON, Result, ResultFile, shown, write_samples
 from fcsd.eval.suite import EVALPLUS, SANDBOX, select_any
 from fcsd.eval.tasks import LoadedTask, load_tasks, task_result
@@ -120,6 +121,8 @@ def evaluate_models(
         if any(benchmark.harness in (SANDBOX, EVALPLUS) for benchmark in chosen):  # refused before hours of work
             team.on_first(lambda: find_sandbox(accept_unsafe_exec=accept_unsafe_exec))
         total = len(ordered) * (len(loaded_tasks) + (text is not None))
+        if team.leads:
+            log.info("%s", announcement(len(ordered), loaded_tasks, text, limit))
         for name, model, own in ordered:
             ours = _lent(model, own, team) if isinstance(model, Loaded) else opened(model, own, directory, team)
             with ours as lm:
@@ -221,7 +224,11 @@ def _lent(model: Loaded, engine: Engine, team: Team) -> Iterator[Adapter]:
     """The adapter of a model that the caller has in memory. The model is in evaluation mode while it is scored."""
     limits: dict[str, Any] = {"batch_size": engine.batch_size, "max_length": engine.max_length}
     with eval_mode(model.model), over(model.model, engine.quantised):
-        yield HFAdapter(model.model, model.tokenizer, team=team, generation=engine.generation, **limits)
+        adapter = HFAdapter(model.model, model.tokenizer, team=team, generation=engine.generation, **limits)
+        try:
+            yield adapter
+        finally:
+            adapter.close()
 
 
 def _torchrun_team(lockstep: bool, together_on_all: bool) -> Team:
@@ -254,6 +261,27 @@ def _results(
         yield held_out_result(text, lm)
 
 
+def announcement(
+    models: int, tasks: Sequence[LoadedTask | EvalPlusTask], text: HeldOut | None, limit: int | None
+) -> str:
+    """How many items each model answers, in total and by task; a limit counts for each task of a group."""
+    counts: dict[str, tuple[int, str]] = {}
+    for task in tasks:
+        if isinstance(task, EvalPlusTask):
+            counts[task.row.column] = len(task.problems[:limit]), ""
+        else:
+            each = [len(leaf.eval_docs) for leaf in task.lm_eval["tasks"].values()]
+            taken = sum(size if limit is None else min(size, limit) for size in each)
+            counts[task.benchmark.column] = taken, f" in {len(each)} tasks" if len(each) > 1 else ""
+    parts = [f"{column} {count:,}{where}" for column, (count, where) in counts.items()]
+    if text is not None:
+        parts.append(f"{HELD_OUT} {len(text.texts):,}")
+        counts[HELD_OUT] = len(text.texts), ""
+    total = sum(count for count, _ in counts.values())
+    cut = "" if limit is None else f", with --limit {limit} for each task"
+    return f"{models} model{'s' * (models > 1)}, {total:,} items each{cut}: {', '.join(parts)}"
+
+
 def summary(result: Result) -> str:
     """A result as one line of text."""
     value = " ± ".join(shown(result))
@@ -263,17 +291,15 @@ def summary(result: Result) -> str:
 
 
 def names_of(paths: Sequence[str]) -> list[str]:
-    """Short, distinct names: the last part of each path, or the whole path where another model has the same last part.
+    """Short, distinct names of models; see ``short_names``.
 
     Raises:
-        ConfigError: the same model is named twice.
+        ConfigError: the same model is named twice, or a model has the name of a file beside the results.
     """
-    if len(set(paths)) < len(paths):
+    taken = Path(COMPARISON).stem
+    names = short_names(paths, (taken,))
+    if len(set(names)) < len(names):
         raise ConfigError("the same model is named twice")
-    last = [Path(path).name or path for path in paths]
-    taken = Path(COMPARISON).stem  # the name of a file beside those of the models
-    whole = [str(Path(path).resolve()) if name == taken else path for name, path in zip(last, paths, strict=True)]
-    return [
-        name if last.count(name) == 1 and name != taken else path.strip("/").replace("/", "--")
-        for name, path in zip(last, whole, strict=True)
-    ]
+    if taken in names:
+        raise ConfigError(f"a model cannot be called {taken!r}, which is a file beside the results", "rename it")
+    return names

@@ -1,15 +1,14 @@
 """Held-out loss: the mean negative log-likelihood per token of documents that no model was trained on."""
 
-import gzip
 import json
-import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fcsd.disk import file_sha256, json_sha256
+from fcsd.disk import file_sha256, json_sha256, open_input
 from fcsd.errors import BadInputError
 from fcsd.eval.statistics import estimate
 from fcsd.foreign_errors import first_line
+from fcsd.input_lines import LONGEST_TEXT, MOST_TEXT, read_lines
 
 if TYPE_CHECKING:
     from fcsd.eval.engines.interface import Adapter
@@ -30,15 +29,16 @@ def read_texts(path: Path) -> list[str]:
     """The documents in the column ``text`` of a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file, without empty ones.
 
     Raises:
-        BadInputError: the file does not exist, is damaged, has another format or no text, or a row lacks the column.
+        BadInputError: the file does not exist, is damaged, has another format or no text, or a row lacks the column; or
+            a document has more than ``LONGEST_TEXT`` bytes, or all of them more than ``MOST_TEXT``.
     """
-    if not path.is_file():
+    if not path.exists():
         raise BadInputError(f"{path}: there is no such text file")
     if not path.name.endswith((".jsonl", ".jsonl.gz", ".parquet")):
         raise BadInputError(f"{path}: a text file must be .jsonl, .jsonl.gz or .parquet")
     try:
         texts = _of_parquet(path) if path.suffix == ".parquet" else _of_lines(path)
-    except (OSError, EOFError, ValueError, zlib.error) as error:
+    except (OSError, ValueError) as error:
         raise BadInputError(f"{path}: this text file cannot be read: {first_line(error)}") from error
     texts = [text for text in texts if text]
     if not texts:
@@ -49,23 +49,38 @@ def read_texts(path: Path) -> list[str]:
 def _of_parquet(path: Path) -> list[str]:
     import pyarrow.parquet
 
-    table = pyarrow.parquet.read_table(path)
-    if COLUMN not in table.column_names:
-        raise BadInputError(f"{path} has no column {COLUMN!r}", f"Its columns are: {', '.join(table.column_names)}")
-    return table[COLUMN].to_pylist()
+    texts: list[str] = []
+    total = 0
+    with open_input(path) as source:
+        file = pyarrow.parquet.ParquetFile(source)
+        if COLUMN not in (names := file.schema_arrow.names):
+            raise BadInputError(f"{path} has no column {COLUMN!r}", f"Its columns are: {', '.join(names)}")
+        # A text that repeats is stored once, so a small file can hold much: few rows are expanded at once.
+        for batch in file.iter_batches(batch_size=64, columns=[COLUMN]):
+            for text in batch.column(0).to_pylist():
+                number = len(texts) + 1
+                if text is not None and not isinstance(text, str):
+                    raise BadInputError(f"{path}: {COLUMN!r} of row {number} is not a text")
+                size = len((text or "").encode())
+                total += size
+                if size > LONGEST_TEXT:
+                    raise BadInputError(f"{path}: row {number} has over {LONGEST_TEXT:,} bytes", "Split it.")
+                if total > MOST_TEXT:
+                    raise BadInputError(f"{path}: holds more than {MOST_TEXT >> 20} MB of text", "Split the file.")
+                texts.append(text or "")
+    return texts
 
 
 def _of_lines(path: Path) -> list[str]:
-    data = path.read_bytes()
-    text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")  # a BOM is no part of the text
-    lines = text.split("\n")  # a text may hold U+2028 or U+0085, which ``splitlines`` takes for the end of a line
-    return [_text(line, number, path) for number, line in enumerate(lines, 1) if line.strip()]
+    # A text may hold U+2028 or U+0085, which ``splitlines`` would take for the end of a line.
+    lines = enumerate(read_lines(path), 1)
+    return [_text(line, number, path) for number, line in lines if line.strip()]
 
 
-def _text(line: str, number: int, path: Path) -> str:
+def _text(line: bytes, number: int, path: Path) -> str:
     try:
-        text = json.loads(line)[COLUMN]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        text = json.loads(line.decode())[COLUMN]
+    except (json.JSONDecodeError, KeyError, TypeError, RecursionError) as error:
         raise BadInputError(f"{path}:{number}: not a JSON object with a {COLUMN!r}") from error
     if not isinstance(text, str):
         raise BadInputError(f"{path}:{number}: {COLUMN!r} is not a text")

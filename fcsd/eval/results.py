@@ -12,6 +12,7 @@ from typing import Any
 from fcsd.disk import read_input, write_text
 from fcsd.errors import BadInputError
 from fcsd.eval.engines.answer_cache import is_number
+from fcsd.terminal import printable
 
 # One model's score on one task, as ``evaluate_models`` describes it.
 Result = dict[str, Any]
@@ -32,11 +33,20 @@ def read_results(path: Path) -> list[Result]:
     """
     try:
         results = json.loads(read_input(path, _MAX_RESULTS))
-        if not all(isinstance(result, dict) and {"model", "column", "items"} <= result.keys() for result in results):
+        if not are_sound(results) or not all(_is_named(result) for result in results):
             raise ValueError("no results")
-    except (OSError, ValueError, TypeError) as error:
-        raise BadInputError(f"{path} is not a result file of fcsd eval") from error
+    except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise BadInputError(
+            f"{path} is not a result file of fcsd eval",
+            "It was changed or damaged: move it away, and evaluate the model again.",
+        ) from error
     return results
+
+
+def _is_named(result: Result) -> bool:
+    """Whether the fields of a result that name things have their types."""
+    texts = all(isinstance(result.get(key), str) for key in ("model", "column", "metric"))
+    return texts and isinstance(result.get("settings", {}), dict) and isinstance(result.get("engine", {}), dict)
 
 
 def are_sound(results: Any) -> bool:
@@ -47,6 +57,7 @@ def are_sound(results: Any) -> bool:
         and needed <= result.keys()
         and is_number(result["value"])
         and (result["n"] == 1 or is_number(result["stderr"]))
+        and isinstance(result["items"], list | tuple)
         and len(result["items"]) == result["n"]
         and all(is_number(x) for item in result["items"] for x in (item if isinstance(item, list | tuple) else [item]))
         for result in results
@@ -94,7 +105,7 @@ def shown(result: Result) -> tuple[str, str]:
 
 def write_samples(folder: Path, task: str, samples: Sequence[dict[str, Any]]) -> None:
     """Write the answers to a task, one JSON object per line. Values that JSON does not have are written as text."""
-    lines = (json.dumps(sample, ensure_ascii=False, default=str) + "\n" for sample in samples)
+    lines = (printable(json.dumps(sample, ensure_ascii=False, default=str)) + "\n" for sample in samples)
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / f"{task}.jsonl", "".join(lines))
 

@@ -2,12 +2,27 @@
 
 import difflib
 import hashlib
+import os
 import re
 from pathlib import Path
 from typing import Any
 
-from fcsd.disk import file_sha256
+import yaml
+from huggingface_hub import DatasetCard
+
+from fcsd.checkpoint.files import quoted
+from fcsd.disk import file_sha256, read_input_text
 from fcsd.errors import BadInputError, ConfigError
+from fcsd.foreign_errors import first_line
+from fcsd.input_lines import LONGEST_TEXT, blocks, lines_of
+
+# Where ``datasets`` looks for the names of a data set's files.
+_CARDS = ("README.md", ".huggingface.yaml")
+_MOST_CARD = 16 << 20  # bytes
+# A reader that needs a whole line takes many times its size.
+_LINES = tuple(
+    f".{kind}{packed}" for kind in ("jsonl", "ndjson", "json", "csv", "tsv", "txt") for packed in ("", ".gz")
+)
 
 
 def task_manager(task: str, directory: str) -> tuple[Any, Path]:
@@ -57,16 +72,68 @@ def definition_sha256(directory: Path) -> str:
 
 
 def mirror_files(column: str, mirror: Path, data_sets: set[str]) -> dict[str, str]:
-    """SHA-256 of every file of the data sets, by its path in the mirror.
+    """SHA-256 of every file of the data sets, by its path in the mirror. Each is checked before anything opens it.
 
     Raises:
-        BadInputError: the mirror lacks a data set. It must not be looked for on the hub instead.
+        BadInputError: the mirror lacks a data set, which must not be looked for on the hub instead; a file of it is not
+            a regular file, or has a line that is too long; or it names data outside of its folder.
     """
     files = {}
     for name in sorted(data_sets):
         root = mirror / name
         if not root.is_dir():
             raise BadInputError(f"{column}: the data mirror has no directory {name}")
-        for path in sorted(p for p in root.rglob("*") if p.is_file()):
-            files[path.relative_to(mirror).as_posix()] = file_sha256(path)
+        try:
+            for path in _files_below(root):
+                if path.parent == root and path.name in _CARDS:
+                    _refuse_outside(path)
+                files[path.relative_to(mirror).as_posix()] = file_sha256(path)
+                if path.name.endswith(_LINES):
+                    _refuse_long_lines(path)
+        except (OSError, ValueError, AttributeError, TypeError, yaml.YAMLError, RecursionError) as error:
+            raise BadInputError(f"{column}: the data mirror cannot be read: {first_line(error)}") from error
     return files
+
+
+def _files_below(root: Path) -> list[Path]:
+    """Every file below a folder, sorted; folders that are links are followed, each once."""
+    found, seen = [], set()
+    for folder, folders, names in os.walk(root, followlinks=True):
+        seen.add(os.path.realpath(folder))
+        folders[:] = [name for name in folders if os.path.realpath(os.path.join(folder, name)) not in seen]
+        found += [Path(folder, name) for name in names]
+    return sorted(found)
+
+
+def _refuse_outside(card: Path) -> None:
+    """Refuse a data set's card whose ``configs``, by which ``datasets`` finds the files, lead out of its folder.
+
+    ``datasets`` would fetch what an address names, also with ``HF_HUB_OFFLINE``.
+    """
+    text = read_input_text(card, _MOST_CARD)
+    # Both are read by what ``datasets`` itself reads them with, so that nothing is found there alone.
+    fields = DatasetCard.load(card).data if card.name == "README.md" else yaml.safe_load(text) or {}
+    waiting = [fields.get("configs")]
+    seen = set()  # an alias of YAML is the same object, which may even hold itself
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict):
+            waiting += [*value, *value.values()]
+        elif isinstance(value, list | tuple | set):
+            waiting += value
+        elif isinstance(value, str) and (
+            "://" in value or "::" in value or value.startswith(("/", "~")) or ".." in re.split(r"[/\\]", value)
+        ):
+            raise BadInputError(
+                f"{card}: names data outside of its folder: {quoted(value)}",
+                "The card of a data set in a mirror may name its own files alone.",
+            )
+
+
+def _refuse_long_lines(path: Path) -> None:
+    for number, line in enumerate(lines_of(blocks(path), LONGEST_TEXT), 1):
+        if line is None:
+            raise BadInputError(f"{path}:{number}: this line has over {LONGEST_TEXT:,} bytes")

@@ -73,6 +73,7 @@ def load_tasks(benchmarks: Sequence[Benchmark], mirror: Path | None) -> Iterator
         elsewhere.mkdir()
         if mirror is not None:
             stack.enter_context(_swapped(datasets.config, "HF_DATASETS_CACHE", temporary / "datasets"))
+            stack.enter_context(_no_linked_files())
         stack.enter_context(_lean_lm_eval())
         with contextlib.chdir(elsewhere if mirror is None else mirror), no_execution():
             # All definitions are found before the data of any task are read, which may take long.
@@ -174,6 +175,25 @@ def _swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _no_linked_files() -> Iterator[None]:
+    """Inside the block, data with a column of images, sounds or other files cannot be read.
+
+    A row of such a column may hold an address instead, which ``datasets`` would fetch.
+    """
+    import datasets.features
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise BadInputError("the data mirror has a column of files, such as images, which may lead anywhere")
+
+    kinds = [kind for kind in vars(datasets.features).values() if isinstance(kind, type)]
+    with contextlib.ExitStack() as stack:
+        for kind in kinds:
+            if hasattr(kind, "_type") and hasattr(kind, "decode_example"):
+                stack.enter_context(_swapped(kind, "decode_example", refuse))
+        yield
+
+
+@contextlib.contextmanager
 def _lean_lm_eval() -> Iterator[None]:
     """Inside the block, lm-eval shows no progress bar per task (57 for MMLU), compiles no template per document, and
     looks at the files of a data set once, not for each of its configurations.
@@ -231,7 +251,7 @@ def task_result(task: LoadedTask, lm: Adapter, limit: int | None, accept_unsafe_
     for leaf in task.lm_eval["tasks"].values():
         leaf.set_fewshot_seed(FEWSHOT_SEED)  # the same examples for every model
     for name, leaf in task.lm_eval["tasks"].items():
-        _check_labels(f"{benchmark.column}: {name}", leaf, limit)
+        _check_questions(f"{benchmark.column}: {name}", leaf, limit, programs=benchmark.harness == SANDBOX)
     try:
         answer: Any = run(
             lm,
@@ -302,20 +322,31 @@ def task_result(task: LoadedTask, lm: Adapter, limit: int | None, accept_unsafe_
     }
 
 
-def _check_labels(what: str, leaf: Any, limit: int | None) -> None:
-    """Refuse questions with choices whose right answer is not among them; lm-eval would count them as wrong.
+def _check_questions(what: str, leaf: Any, limit: int | None, *, programs: bool) -> None:
+    """Refuse data of another form, and questions with choices whose right answer is not among them.
+
+    lm-eval would count such an answer as wrong.
+
+    Args:
+        programs: whether the answers are programs, which are run against the tests of the question.
 
     Raises:
-        BadInputError: the label of a question is not the number or the text of one of its choices.
+        BadInputError: a question cannot be read, or its label is not the number or the text of one of its choices.
     """
-    if leaf.OUTPUT_TYPE != "multiple_choice" or callable(leaf.config.process_results):
-        return
+    choosing = leaf.OUTPUT_TYPE == "multiple_choice" and not callable(leaf.config.process_results)
     for number, doc in enumerate(itertools.islice(leaf.eval_docs, limit)):
         try:
-            choices = leaf.doc_to_choice(doc)
-            gold = leaf.doc_to_text(doc) if leaf.multiple_input else leaf.doc_to_target(doc)
+            text, target = leaf.doc_to_text(doc), leaf.doc_to_target(doc)
+            choices = leaf.doc_to_choice(doc) if choosing else ()
+            if not choosing and (target is None or target == []):
+                raise TypeError("it has no answer")
+            if programs and not (isinstance(doc.get("prompt", ""), str) and isinstance(doc["task_id"], str | int)):
+                raise TypeError("its prompt is not a text, or its task_id is no name")
         except Exception as error:  # a template can fail in any way on data of another form
             raise BadInputError(f"{what}: question {number} cannot be read: {first_line(error):.200}") from error
+        if not choosing:
+            continue
+        gold = text if leaf.multiple_input else target
         right = gold if isinstance(gold, list) else [gold]
         if not right or not all(
             label in choices if isinstance(label, str) else isinstance(label, int) and 0 <= label < len(choices)

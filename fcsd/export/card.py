@@ -168,23 +168,8 @@ def _own(rows: list[Result], run: Path) -> list[Result]:
 def _evaluation(rows: list[Result]) -> str:
     if not rows:
         return ""
-    names = _names(rows)
-    body = [[names[row["model"]], row["column"], row["metric"], " ± ".join(shown(row)), str(row["n"])] for row in rows]
+    body = [[row["model"], row["column"], row["metric"], " ± ".join(shown(row)), str(row["n"])] for row in rows]
     return f"\n## Evaluation\n\n{markdown.table(['model', 'task', 'metric', 'value', 'n'], body, left=3)}\n"
-
-
-def _names(rows: list[Result]) -> dict[str, str]:
-    """The name of each model in the card. Of one that is its whole path, only as many last parts stay as are needed."""
-    models = {row["model"]: str(row.get("path") or "") for row in rows}
-    parts = {
-        model: model.split("--") if path.startswith("/") and model == path.strip("/").replace("/", "--") else [model]
-        for model, path in models.items()
-    }
-    for count in range(1, max(map(len, parts.values())) + 1):
-        names = {model: "--".join(of[-count:]) for model, of in parts.items()}
-        if len(set(names.values())) == len(names):
-            return names
-    return {model: model for model in models}
 
 
 def _eval_results(rows: list[Result]) -> list[Any]:

@@ -1,23 +1,39 @@
-"""The command ``fcsd push``: uploads an exported directory to a pull request, which is merged at the end."""
+"""The command ``fcsd push``: uploads an exported directory to a pull request, which is merged at the end.
+
+What has arrived is read back before the merge and after it. No hub is waited for without end.
+"""
 
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fcsd.checkpoint import read_object
 from fcsd.checkpoint.files import quoted
 from fcsd.errors import ConfigError, FcsdError
+from fcsd.export.arrival import Sent, check_arrival, sent_files
 from fcsd.export.reload import RECORD, check_record
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo, HfApi
 
+T = TypeVar("T")
+
 _NOT_UPLOADED = [RECORD, ".*", "**/__pycache__/**"]
 _AGAIN = "Run it again; what has arrived is not sent twice."
 # Files of an earlier upload that must not stay beside the new ones, which may have other shards and other code.
 _REPLACED = ["*.safetensors", "*.safetensors.index.json", "*.py"]
+
+_SECONDS = 900.0  # for the hub's answers before the upload, and for those after it
+_SLOWEST = 100_000  # bytes per second; an upload that is slower is given up
+_SILENCE = 120.0  # seconds until an answer that does not begin or go on is given up
+_WAITS = (2.0, 10.0)  # seconds
+_PULL = "refs/pr/"
+_MOST_PAGES = 200  # of open pull requests among which that of an interrupted push is looked for
 
 
 def push_model(
@@ -60,35 +76,119 @@ def push_model(
     if not token:
         raise ConfigError("no hub token", "Run: hf auth login")
     title = f"fcsd export {read_object(directory / RECORD)['fingerprint'][:12]}"
+    sent = sent_files(directory, _NOT_UPLOADED)
     api = HfApi(token=token)
-    with _hub_errors(repo):
-        api.create_repo(repo, private=private, exist_ok=True)
-        if private and not api.model_info(repo).private:
-            raise ConfigError(
-                f"{repo}: exists already and is public", "Make it private on its page, or choose another."
-            )
-        if revision:
-            api.create_branch(repo, branch=revision, exist_ok=True)
-            _upload(api, directory, repo, title, revision)
-            return f"{api.endpoint}/{repo}/tree/{revision}"
-        if not create_pr:
-            _refuse_another_model(api, repo)
-        number = _pull_request(api, directory, repo, title)
-        if create_pr:
-            return f"{api.endpoint}/{repo}/discussions/{number}"
-        api.merge_pull_request(repo, number)
+    for_upload = _SECONDS + sum(file.size for file in sent.values()) / _SLOWEST
+    with _hub_errors(repo), _no_silence():
+        target = _within(_SECONDS, repo, lambda: _prepare(api, repo, title, private, create_pr, revision))
+        number = _within(for_upload, repo, lambda: _upload(api, directory, repo, title, target)).pr_num
+        if target is None and number is not None:
+            target = f"refs/pr/{number}"
+        merge = not create_pr and revision is None
+        _within(_SECONDS, repo, lambda: _finish(api, repo, target or "main", sent, merge))
+    if revision:
+        return f"{api.endpoint}/{repo}/tree/{revision}"
+    if create_pr and target:
+        return f"{api.endpoint}/{repo}/discussions/{target.removeprefix(_PULL)}"
     return f"{api.endpoint}/{repo}"
 
 
-def _pull_request(api: "HfApi", directory: Path, repo: str, title: str) -> int:
-    """Upload to a new pull request, or to the one that an interrupted push of the same weights left open."""
-    for pull in api.get_repo_discussions(repo, discussion_type="pull_request", discussion_status="open"):
-        if pull.title == title:
-            _upload(api, directory, repo, title, f"refs/pr/{pull.num}")
-            return pull.num
-    number = _upload(api, directory, repo, title, None).pr_num
-    assert number is not None
-    return number
+def _prepare(api: "HfApi", repo: str, title: str, private: bool, create_pr: bool, branch: str | None) -> str | None:
+    """The revision to upload to: ``branch``, a pull request that is open, or None for one that has to be made."""
+    api.create_repo(repo, private=private, exist_ok=True)
+    if private and not api.model_info(repo).private:
+        raise ConfigError(f"{repo}: exists already and is public", "Make it private on its page, or choose another.")
+    if branch:
+        api.create_branch(repo, branch=branch, exist_ok=True)
+        return branch
+    if not create_pr:
+        _refuse_another_model(api, repo)
+    return _open_pull(api, repo, title)
+
+
+def _open_pull(api: "HfApi", repo: str, title: str) -> str | None:
+    """The pull request that an interrupted push of the same weights left open.
+
+    Anybody may open one with this title, with files of his own in it: those of others are left alone.
+    """
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    # huggingface_hub's own function asks for page after page as long as the hub says that there is another one.
+    address, headers = f"{api.endpoint}/api/models/{repo}/discussions", build_hf_headers(token=api.token)
+    seen = 0
+    for page in range(_MOST_PAGES):
+        asked: dict[str, str | int] = {"type": "pull_request", "status": "open", "p": page}
+        answer = get_session().get(address, headers=headers, params=asked)
+        hf_raise_for_status(answer)
+        try:
+            listed: dict[str, Any] = answer.json()
+            pulls = [  # a deleted account is no author
+                (int(pull["num"]), pull["title"], dict(pull.get("author") or {}).get("name"))
+                for pull in listed["discussions"]
+            ]
+            count = int(listed["count"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise FcsdError(f"{repo}: the hub's list of pull requests cannot be read", _AGAIN) from error
+        for number, named, author in pulls:
+            if named == title and author == api.whoami()["name"]:
+                return f"{_PULL}{number}"
+        seen += len(pulls)
+        if not pulls or seen >= count:
+            break
+    return None
+
+
+def _finish(api: "HfApi", repo: str, revision: str, sent: Mapping[str, Sent], merge: bool) -> None:
+    """Read back what arrived, merge the pull request if there is one, and read back what was merged."""
+    _read_back(api, repo, revision, sent, _AGAIN)
+    if merge and revision.startswith(_PULL):
+        api.merge_pull_request(repo, int(revision.removeprefix(_PULL)))
+        _read_back(api, repo, "main", sent, "Look at the pull request on the repository's page.")
+
+
+def _read_back(api: "HfApi", repo: str, revision: str, sent: Mapping[str, Sent], hint: str) -> None:
+    """``check_arrival``, again after each of ``_WAITS``: a large hub may take seconds to show what it has."""
+    for wait in _WAITS:
+        with suppress(FcsdError):
+            return check_arrival(api, repo, revision, sent, _REPLACED, hint)
+        time.sleep(wait)
+    check_arrival(api, repo, revision, sent, _REPLACED, hint)
+
+
+def _within(seconds: float, repo: str, call: Callable[[], T]) -> T:
+    """The result of a call, which runs in a thread of its own.
+
+    Raises:
+        FcsdError: it takes longer; then the thread ends with the process, or when the hub has been silent for long.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:  # raised again in the thread that waits
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return outcome.result(seconds)
+    except TimeoutError:
+        if outcome.done():
+            raise
+        raise FcsdError(f"{repo}: the hub took more than {seconds:,.0f} s, so the push was given up", _AGAIN) from None
+
+
+@contextmanager
+def _no_silence() -> Iterator[None]:
+    """Inside the block, huggingface_hub gives up a request about which nothing is heard for ``_SILENCE``."""
+    from huggingface_hub import get_session
+
+    session = get_session()
+    before, session.timeout = session.timeout, _SILENCE
+    try:
+        yield
+    finally:
+        session.timeout = before
 
 
 def _upload(api: "HfApi", directory: Path, repo: str, title: str, revision: str | None) -> "CommitInfo":

@@ -50,7 +50,8 @@ class Arch:
             name of one of its presets, or its keys. None for types that cannot be expert-parallel.
         no_ep: why the type cannot be expert-parallel although it has experts.
         packs: whether transformers' code keeps attention inside documents where position ids restart.
-        norm_epsilon: the name of the attribute of its RMSNorms that holds epsilon.
+        norm_epsilon: the name of the attribute of its RMSNorms that holds epsilon; None if its norms compute something
+            else, or have no weight, so that no kernel may stand for them.
         norm_offset: what its RMSNorms add to their weight: 0 if they multiply by ``weight``, 1 if by ``1 + weight``.
         rotates_halves: whether rotary embeddings rotate the first half of a head's dimensions against the second, by
             angles that are given twice. Others rotate pairs of neighbours, or give every angle once.
@@ -59,9 +60,12 @@ class Arch:
             ``fcsd.engine.tp_plan`` explains the styles.
         norms_over_heads: the paths inside a layer of norms that normalise over all heads at once, so that
             tensor-parallel ranks must sum their means.
+        no_tp: why tensor-parallel ranks cannot share the type; None if they can.
         no_vllm: why the plugin cannot serve the type; None if it can.
-        later_layers: whether checkpoints may have layers after the last one, which predict further tokens. transformers
-            does not load them.
+        injected: for types whose vision tower adds features to the outputs of the first decoder layers: the path, in
+            the config, of a list with an entry for each of these layers. They can pass on the full stream alone.
+        later_layers: whether checkpoints may have layers after the last one, or modules called ``mtp``, which predict
+            further tokens. transformers does not load them.
     """
 
     model_type: str
@@ -73,23 +77,30 @@ class Arch:
     autoep: str | Mapping[str, Any] | None = None
     no_ep: str | None = None
     packs: bool = True
-    norm_epsilon: str = "variance_epsilon"
+    norm_epsilon: str | None = "variance_epsilon"
     norm_offset: int = 0
     rotates_halves: bool = True
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     norms_over_heads: tuple[str, ...] = ()
+    no_tp: str | None = None
     no_vllm: str | None = None
+    injected: str | None = None
     later_layers: bool = False
 
     @property
     def dense(self) -> bool:
-        """Whether no layer has experts. Only a dense architecture can take a Desync wiring."""
+        """Whether no layer has experts."""
         return self.autoep is None and self.no_ep is None
+
+    @property
+    def no_desync(self) -> str | None:
+        """Why the architecture cannot have a Desync wiring, whose ranks share every layer; None if it can."""
+        return self.no_tp if self.dense else "it has experts"
 
     @property
     def wirings(self) -> tuple[str, ...]:
         """The names of the wirings that this architecture can have."""
-        return (*READS, *DESYNC) if self.dense else tuple(READS)
+        return (*READS, *DESYNC) if self.no_desync is None else tuple(READS)
 
     @property
     def causal_lm(self) -> str:
@@ -118,6 +129,18 @@ def _row(model_type: str, stem: str, *, vllm: Mapping[str, Any] | None = None, *
 
 
 _NO_CLASS = "vLLM has no class of its own for this type"
+_UNTRIED = "fcsd's plugin was not tried on any vLLM with this type"
+
+_RECURRENT = "linear attention keeps a state for each head, which fcsd does not shard"
+_NOT_TRIED = "vLLM's class has linear attention, with which the plugin was not tried"
+_INJECTED = "vLLM's class adds image features between layers, where the plugin has sums in flight"
+
+
+def _vision(stem: str) -> dict[str, tuple[str, str]]:
+    """The classes of a multimodal type. One serves text and images, so that no tensor is lost for text alone."""
+    whole, bare = (f"{stem}ForConditionalGeneration", "model.language_model"), (f"{stem}Model", "language_model")
+    return {"AutoModel": bare, "AutoModelForCausalLM": whole, "AutoModelForImageTextToText": whole}
+
 
 _SHARED_EXPERTS = Blocks(shared="shared_experts")
 
@@ -131,6 +154,58 @@ _LATENT_TP = {
     "self_attn.o_proj": "rowwise",
 }
 _ATTENTION_TP = {"self_attn.[qkv]_proj": "colwise", "self_attn.o_proj": "rowwise"}
+_MLP_TP = {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
+_PACKED_MLP_TP = {"mlp.gate_up_proj": "packed_colwise", "mlp.down_proj": "rowwise"}
+
+_MINIMAX_M2_AUTOEP = {
+    "moe_layer_pattern": r"model\.layers\.\d+\.mlp",
+    "router_pattern": "gate",
+    "expert_pattern": "experts",
+    "expert_w1": "gate_up_proj",
+    "expert_w2": "down_proj",
+    "expert_w3": None,
+    "num_experts_attr": "num_local_experts",
+    "top_k_attr": "num_experts_per_tok",
+    "score_func": "sigmoid",
+    "score_apply": "post",
+    "route_norm": True,
+}
+
+_SHARED_TP = {name.replace("mlp.", "mlp.shared_experts."): style for name, style in _MLP_TP.items()}
+
+_DENSE_TP = {**_ATTENTION_TP, **_MLP_TP}
+
+# Qwen's mixture of experts inside a multimodal model, where no preset of AutoEP looks for it.
+_QWEN_AUTOEP = {
+    "moe_layer_pattern": r"model\.language_model\.layers\.\d+\.mlp",
+    "router_pattern": "gate",
+    "expert_pattern": "experts",
+    "expert_w1": "gate_up_proj",
+    "expert_w2": "down_proj",
+    "expert_w3": None,
+    "num_experts_attr": "num_experts",
+    "top_k_attr": "num_experts_per_tok",
+    "score_func": "softmax",
+    "score_apply": "post",
+    "route_norm": True,
+    "has_shared_experts": True,
+    "shared_experts_pattern": "shared_expert",
+    "shared_experts_gate_pattern": "shared_expert_gate",
+}
+
+# Qwen3-Next and its successors: linear attention in most layers, and norms that multiply by ``1 + weight``.
+_GATED_DELTA: Mapping[str, Any] = {
+    "norm_epsilon": "eps",
+    "norm_offset": 1,
+    "no_tp": _RECURRENT,
+    "tp_plan": {"linear_attn.*": "replicated"},  # of a single rank
+    "no_vllm": _NOT_TRIED,
+    "later_layers": True,
+}
+_GATED_DELTA_MOE: Mapping[str, Any] = {
+    **_GATED_DELTA,
+    "blocks": Blocks(shared="shared_expert", shared_gate="shared_expert_gate", flattens=True, linear="linear_attn"),
+}
 
 # Llama-4's router multiplies the experts' inputs, and its experts are stored [experts, in, out].
 _LLAMA4_VISION = ("Llama4ForConditionalGeneration", "language_model.model")
@@ -162,6 +237,24 @@ _ROWS = (
     _row("cwm", "Cwm"),
     _row("smollm3", "SmolLM3", no_vllm=_NO_CLASS),
     _row("ministral", "Ministral", no_vllm=_NO_CLASS),
+    _row("mistral", "Mistral", no_vllm=_UNTRIED),
+    _row("ministral3", "Ministral3", no_vllm=_UNTRIED),
+    _row("ernie4_5", "Ernie4_5", rotates_halves=False, no_vllm=_UNTRIED),
+    _row("nemotron", "Nemotron", norm_epsilon=None, no_vllm=_UNTRIED),
+    _row("olmo", "Olmo", norm_epsilon=None, no_vllm=_UNTRIED),
+    _row("starcoder2", "Starcoder2", norm_epsilon=None, no_vllm=_UNTRIED),
+    _row("gemma", "Gemma", norm_epsilon="eps", norm_offset=1, no_vllm=_UNTRIED),
+    _row("glm", "Glm", rotates_halves=False, tp_plan=_PACKED_MLP_TP, no_vllm=_UNTRIED),
+    _row(
+        "phi3",
+        "Phi3",
+        blocks=Blocks(dropouts=("resid_attn_dropout", "resid_mlp_dropout")),
+        tp_plan={**_PACKED_MLP_TP, "self_attn.qkv_proj": "heads_colwise", "self_attn.o_proj": "rowwise"},
+        no_vllm=_UNTRIED,
+    ),
+    _row("hunyuan_v1_dense", "HunYuanDenseV1", tp_plan={**_ATTENTION_TP, **_MLP_TP}, no_vllm=_UNTRIED),
+    _row("helium", "Helium", rotates_halves=False, no_vllm=_NO_CLASS),
+    _row("youtu", "Youtu", rotates_halves=False, tp_plan=_LATENT_TP, no_vllm=_NO_CLASS),
     _row("qwen3", "Qwen3"),
     _row("qwen3_moe", "Qwen3Moe", autoep="qwen3_moe"),
     _row(
@@ -186,6 +279,83 @@ _ROWS = (
         norms_over_heads=("self_attn.q_norm", "self_attn.k_norm"),
     ),
     _row("glm4_moe", "Glm4Moe", blocks=_SHARED_EXPERTS, autoep="deepseek_v3", later_layers=True),
+    _row(
+        "minimax_m2",
+        "MiniMaxM2",
+        blocks=Blocks(router_bias="e_score_correction_bias"),
+        autoep=_MINIMAX_M2_AUTOEP,
+        norms_over_heads=("self_attn.q_norm", "self_attn.k_norm"),
+        tp_plan={**_ATTENTION_TP, "mlp.e_score_correction_bias": "replicated"},
+        no_vllm=_UNTRIED,
+    ),
+    _row(
+        "mimo_v2_flash",
+        "MiMoV2Flash",
+        autoep="deepseek_v3",
+        no_vllm=_UNTRIED,
+        later_layers=True,
+    ),
+    _row("mellum", "Mellum", autoep="qwen3_moe", no_vllm=_UNTRIED, later_layers=True),
+    _row(
+        "glm4_moe_lite",
+        "Glm4MoeLite",
+        blocks=_SHARED_EXPERTS,
+        autoep="deepseek_v3",
+        rotates_halves=False,
+        tp_plan={**_LATENT_TP, **_SHARED_TP},
+        no_vllm=_UNTRIED,
+        later_layers=True,
+    ),
+    _row("dots1", "Dots1", blocks=_SHARED_EXPERTS, autoep="deepseek_v3", no_vllm=_NO_CLASS),
+    _row(
+        "ernie4_5_moe",
+        "Ernie4_5_Moe",
+        blocks=Blocks(shared="shared_experts", flattens=True, shared_first=True),
+        no_ep="DeepSpeed AutoEP cannot read the router's bias, which ernie4_5_moe stores in a module of its own",
+        rotates_halves=False,
+        tp_plan={"mlp.gate.moe_statics": "replicated"},
+        no_vllm=_UNTRIED,
+        later_layers=True,
+    ),
+    _row(
+        "exaone_moe",
+        "ExaoneMoe",
+        blocks=_SHARED_EXPERTS,
+        autoep="deepseek_v3",
+        tp_plan=_SHARED_TP,
+        no_vllm=_UNTRIED,
+        later_layers=True,
+    ),
+    _row(
+        "solar_open",
+        "SolarOpen",
+        blocks=_SHARED_EXPERTS,
+        autoep="deepseek_v3",
+        tp_plan=_SHARED_TP,
+        no_vllm=_NO_CLASS,
+    ),
+    _row(
+        "hunyuan_v1_moe",
+        "HunYuanMoEV1",
+        blocks=Blocks(shared="shared_mlp", shared_first=True),
+        no_ep="DeepSpeed AutoEP cannot read the router's weight, which hunyuan_v1_moe stores in a module inside it",
+        tp_plan={
+            **_ATTENTION_TP,
+            **{name.replace("mlp.", "mlp.shared_mlp."): style for name, style in _MLP_TP.items()},
+            "mlp.gate.wg": "replicated",
+        },
+        no_vllm=_UNTRIED,
+    ),
+    _row(
+        "deepseek_v32",
+        "DeepseekV32",
+        blocks=_SHARED_EXPERTS,
+        autoep="deepseek_v3",
+        rotates_halves=False,
+        tp_plan={**_LATENT_TP, "self_attn.indexer.*": "replicated"},
+        no_vllm=_UNTRIED,
+        later_layers=True,
+    ),
     _row(
         "deepseek_v2",
         "DeepseekV2",
@@ -239,6 +409,65 @@ _ROWS = (
         autoep={"moe_layer_pattern": r"language_model\.model\.layers\.\d+\.feed_forward", **_LLAMA4_AUTOEP},
         text_config="text_config",
         **_LLAMA4,
+    ),
+    _row(
+        "qwen3_vl",
+        "Qwen3VL",
+        classes=_vision("Qwen3VL"),
+        text_config="text_config",
+        injected="vision_config.deepstack_visual_indexes",
+        tp_plan=_DENSE_TP,
+        no_vllm=_INJECTED,
+    ),
+    _row(
+        "qwen3_vl_moe",
+        "Qwen3VLMoe",
+        classes=_vision("Qwen3VLMoe"),
+        text_config="text_config",
+        injected="vision_config.deepstack_visual_indexes",
+        no_ep="its experts are stored transposed, by a rule that reads shapes which AutoEP's experts do not have",
+        no_vllm=_INJECTED,
+    ),
+    _row(
+        "mistral3",
+        "Mistral3",
+        classes=_vision("Mistral3"),
+        text_config="text_config",
+        tp_plan=_DENSE_TP,
+        no_vllm="the plugin was not tried with vLLM's class of this type",
+    ),
+    _row("qwen3_next", "Qwen3Next", autoep="qwen3_5_moe", **_GATED_DELTA_MOE),
+    _row(
+        "qwen3_5_text",
+        "Qwen3_5",
+        config="Qwen3_5TextConfig",
+        classes={"AutoModel": ("Qwen3_5TextModel", ""), "AutoModelForCausalLM": ("Qwen3_5ForCausalLM", "model")},
+        blocks=Blocks(linear="linear_attn"),
+        **_GATED_DELTA,
+    ),
+    _row(
+        "qwen3_5_moe_text",
+        "Qwen3_5Moe",
+        config="Qwen3_5MoeTextConfig",
+        classes={"AutoModel": ("Qwen3_5MoeTextModel", ""), "AutoModelForCausalLM": ("Qwen3_5MoeForCausalLM", "model")},
+        autoep="qwen3_5_moe",
+        **_GATED_DELTA_MOE,
+    ),
+    _row(
+        "qwen3_5",
+        "Qwen3_5",
+        classes=_vision("Qwen3_5"),
+        text_config="text_config",
+        blocks=Blocks(linear="linear_attn"),
+        **_GATED_DELTA,
+    ),
+    _row(
+        "qwen3_5_moe",
+        "Qwen3_5Moe",
+        classes=_vision("Qwen3_5Moe"),
+        text_config="text_config",
+        autoep=_QWEN_AUTOEP,
+        **_GATED_DELTA_MOE,
     ),
 )
 

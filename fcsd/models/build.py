@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
@@ -24,8 +24,8 @@ from .config_keys import PREFIX, UNTIE, WEIGHTS_FILE, expert_count
 from .fp8 import blocks_of_config
 from .fused.model import fuse_parts
 from .load_options import default_dtype
-from .products import family, supported
-from .wiring import WiredModel, hf_parts, wire_layers
+from .products import family, nearest, supported
+from .wiring import WiredModel, hf_parts, plan_layers, wire_layers
 from .wiring_block import DESYNC, Wiring
 
 
@@ -38,7 +38,8 @@ def arch_of(config: PretrainedConfig) -> Arch:
     model_type = config.model_type.removeprefix(PREFIX)
     if model_type not in ARCHS:
         hint = f"Supported: {supported()}. docs/adding_an_architecture.md says how to add one."
-        raise BadInputError(f"model_type {model_type!r}{family(model_type)} is not supported", hint)
+        text = f"model_type {model_type!r}{family(model_type)} is not supported{nearest(model_type)}"
+        raise BadInputError(text, hint)
     return ARCHS[model_type]
 
 
@@ -69,6 +70,7 @@ def wire(model: PreTrainedModel, wiring: Wiring) -> PreTrainedModel:
     """
     arch = arch_of(model.config)
     check_desync(model.config, wiring)
+    check_injected(model.config, wiring)
     layers: Any = decoder_layers(model)
     try:
         wire_layers(layers, wiring, partial(hf_parts, arch.blocks))
@@ -95,11 +97,44 @@ def check_desync(config: PretrainedConfig, wiring: Wiring) -> None:
     arch = arch_of(config)
     if not arch.dense:
         raise ConfigError(f"{wiring.name} needs a dense architecture; {arch.model_type} has experts")
+    if arch.no_desync is not None:
+        raise ConfigError(f"{arch.model_type} cannot have the wiring {wiring.name}: {arch.no_desync}")
     heads = config.get_text_config().num_key_value_heads
     if heads % wiring.tp_degree:
         raise ConfigError(
             f"tp_degree {wiring.tp_degree} does not divide the {heads} key-value heads of the model",
             hint="Choose a tensor-parallel degree that divides them.",
+        )
+
+
+def injected_layers(config: PretrainedConfig) -> int:
+    """To how many of the first layers' outputs the model's own loop adds the features of images."""
+    arch = arch_of(config)
+    found: Any = config
+    for name in arch.injected.split(".") if arch.injected else ():
+        found = getattr(found, name)
+    return 0 if arch.injected is None else len(found)
+
+
+def check_injected(config: PretrainedConfig, wiring: Wiring) -> None:
+    """Refuse a wiring under which a layer passes on several streams where image features are added to one.
+
+    Raises:
+        ConfigError: the message names the layers and the reason.
+    """
+    count = injected_layers(config)
+    if wiring.name in DESYNC:
+        stuck = [i for i in wiring.layers if i < count]
+    else:
+        plans = plan_layers(
+            wiring, config.get_text_config().num_hidden_layers, partial(hf_parts, arch_of(config).blocks)
+        )
+        stuck = [i for i, plan in plans.items() if i < count and plan.hands_on > 1]
+    if stuck:
+        raise ConfigError(
+            f"{wiring.name}: layer {stuck[-1]} would pass on a partial stream, and the model adds image features to "
+            f"the outputs of layers 0-{count - 1}",
+            hint="Use layers: all, which leaves these layers as they are, or choose later layers.",
         )
 
 
@@ -233,7 +268,9 @@ def load_model(
         config = config or AutoConfig.from_pretrained(path, trust_remote_code=False)
         arch_of(config)
         with blocks_of_config():
-            model, report = getattr(transformers, auto).from_pretrained(
+            # transformers' own table has no causal LM, or one without the images, for some multimodal types
+            cls = causal_lm_class(config) if auto == "AutoModelForCausalLM" else getattr(transformers, auto)
+            loaded: Any = cls.from_pretrained(
                 path,
                 config=config,
                 dtype=dtype,
@@ -243,7 +280,16 @@ def load_model(
                 ignore_mismatched_sizes=True,  # so that they are reported below, by name
                 **kwargs,
             )
-    except (RuntimeError, ValueError, FileNotFoundError) as error:
+            model, report = loaded
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        LookupError,
+        ArithmeticError,
+        FileNotFoundError,
+    ) as error:
         hint = f"`fcsd inspect {path} --verify` says what is wrong."
         raise BadInputError(f"{path}: {first_line(error)}", hint) from error
     problems = [
@@ -255,6 +301,20 @@ def load_model(
         # transformers has found other values than in the tensor to which the config ties them, and kept both
         raise BadInputError(f"{path}: config.json ties {untied} to a tensor that has other values", UNTIE)
     return model if device is None else model.to(device)
+
+
+def read_generation_config(path: Path) -> GenerationConfig | None:
+    """The generation settings in a model directory; None if it has none.
+
+    Raises:
+        BadInputError: the file is damaged.
+    """
+    if not (path / "generation_config.json").is_file():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise BadInputError(f"{path / 'generation_config.json'}: cannot be used: {first_line(error)}") from error
 
 
 def load_on_device(path: str | Path, *, device: str | None, dtype: str | None) -> PreTrainedModel:

@@ -7,12 +7,21 @@ from typing import Any
 PREFIX = "fcsd_"
 
 # The number of routed experts; a config has one of these keys, or two of them that are equal.
-EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+# The number of experts that a token is routed to, and of shared experts.
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk")
+SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 
 
 def expert_count(fields: Mapping[str, Any]) -> int:
     """The number of routed experts of a MoE layer, by the fields of a language model's config; 0 if it names none."""
-    return next((fields[key] for key in EXPERT_COUNTS if fields.get(key)), 0)
+    return first_count(fields, EXPERT_COUNTS)
+
+
+def first_count(fields: Mapping[str, Any], keys: tuple[str, ...]) -> int:
+    """The first of these numbers that a config has; 0 if it has none. Of a list with a number a layer, the highest."""
+    found = next((fields[key] for key in keys if fields.get(key)), 0)
+    return max(found) if isinstance(found, list) else found
 
 
 # transformers reads the name of the weights file from this key. If the value is not a file name, transformers refuses

@@ -108,7 +108,7 @@ def desync_layers(layers: Any, keeps: Mapping[int, tuple[bool, bool]], degree: i
     Raises:
         ValueError: an output projection has a bias, or ``degree`` does not divide the heads or the columns.
     """
-    rows = {i: (layers[i].self_attn.o_proj, layers[i].mlp.down_proj) for i in keeps}
+    rows = {i: _projections(layers[i]) for i in keeps}
     for i, row in ((i, row) for i, pair in rows.items() for row in pair):
         if row.bias is not None:
             raise ValueError(f"layer {i}: desync needs output projections without bias")
@@ -121,11 +121,16 @@ def desync_layers(layers: Any, keeps: Mapping[int, tuple[bool, bool]], degree: i
         layers[i].tp_degree, layers[i].keeps = degree, keep
 
 
+def _projections(layer: Any) -> tuple[Any, Any]:
+    """The linear layers whose outputs are added to the residual: that of the attention, and the last one of the MLP."""
+    return layer.self_attn.o_proj, [module for module in layer.mlp.children() if isinstance(module, nn.Linear)][-1]
+
+
 def undo_desync(layers: Any) -> None:
     """Restore transformers' own classes of Desync layers and torch's class of their projections."""
     for layer in layers:
         if isinstance(layer, DesyncLayer):
-            for row in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            for row in _projections(layer):
                 row.__class__ = nn.Linear
                 del row.tp_degree
             del layer.tp_degree, layer.keeps

@@ -4,35 +4,114 @@ The table serves error messages and docs/walkthrough.md. What fcsd supports is i
 """
 
 import re
+from difflib import get_close_matches
 
 from .archs import ARCHS
 
 # (pattern of a model's name in lower case, the family's name, its model_type); the first row that matches counts
 PRODUCTS = (
     (r"kimi-?k2", "Kimi-K2", "kimi_k2"),
+    (r"kimi-?linear", "Kimi-Linear", "kimi_linear"),
     (r"deepseek-?v3\.2", "DeepSeek-V3.2", "deepseek_v32"),
     (r"deepseek-?(v3|r1)(?!-distill)", "DeepSeek-V3, -R1", "deepseek_v3"),
     (r"deepseek-?(coder-?)?v2(?!\d)", "DeepSeek-V2, -V2-Lite", "deepseek_v2"),
     (r"glm-?4\.[56](?!v)", "GLM-4.5, GLM-4.6", "glm4_moe"),
+    (r"glm-?4\.7-flash", "GLM-4.7-Flash", "glm4_moe_lite"),
+    (r"glm-4-9b.*-hf|glm-edge-\d", "GLM-4-9B, GLM-Edge", "glm"),
+    (r"minimax-m2", "MiniMax-M2", "minimax_m2"),
+    (r"mimo-v2-flash", "MiMo-V2-Flash", "mimo_v2_flash"),
+    (r"dots\.llm1", "dots.llm1", "dots1"),
+    (r"ernie-4\.5-\d+b-a\d", "ERNIE-4.5-21B-A3B, -300B-A47B", "ernie4_5_moe"),
+    (r"ernie-4\.5-0\.3b", "ERNIE-4.5-0.3B", "ernie4_5"),
+    (r"k-exaone", "K-EXAONE", "exaone_moe"),
+    (r"solar-open", "Solar Open", "solar_open"),
+    (r"hunyuan-a13b", "Hunyuan-A13B", "hunyuan_v1_moe"),
+    (r"hunyuan-[\d.]+b", "Hunyuan-0.5B to -7B", "hunyuan_v1_dense"),
+    (r"mistral-(7b|nemo)", "Mistral 7B, Mistral Nemo", "mistral"),
+    (r"gemma-\d+b|codegemma", "Gemma, CodeGemma", "gemma"),
+    (r"phi-?3(\.5)?-(mini|medium)|phi-?4(?!.*(flash|multimodal|vision))", "Phi-3, Phi-4", "phi3"),
+    (r"nemotron-(4|mini)", "Nemotron-4, Nemotron-Mini", "nemotron"),
+    (r"olmo-[17]b.*-hf", "OLMo 1", "olmo"),
+    (r"starcoder2", "StarCoder2", "starcoder2"),
+    (r"smollm3", "SmolLM3", "smollm3"),
+    (r"seed-oss", "Seed-OSS", "seed_oss"),
+    (r"helium-1", "Helium 1", "helium"),
+    (r"youtu-llm", "Youtu-LLM", "youtu"),
+    (r"qwen3-?vl(?!.*(-a\d+b|embedding|reranker))", "Qwen3-VL", "qwen3_vl"),
+    (r"qwen3-?vl(?!.*(embedding|reranker)).*-a\d+b", "Qwen3-VL-30B-A3B, -235B-A22B", "qwen3_vl_moe"),
+    (r"qwen3\.[56](?!.*(embedding|reranker)).*-a\d+b", "Qwen3.5-35B-A3B, Qwen3.6-35B-A3B", "qwen3_5_moe"),
+    (r"qwen3\.[56](?!.*(embedding|reranker|-a\d+b))", "Qwen3.5, Qwen3.6", "qwen3_5"),
     (r"qwen3.*next", "Qwen3-Next", "qwen3_next"),
     (r"qwen3(?!\.\d)(?!.*(vl|omni)).*-a\d+b", "Qwen3-30B-A3B, -235B-A22B", "qwen3_moe"),
     (r"qwen3(?![.\d])(?!.*(vl|omni|embedding|reranker))", "Qwen3", "qwen3"),
     (r"qwen1\.5-moe|qwen2-57b-a14b", "Qwen1.5-MoE, Qwen2-57B-A14B", "qwen2_moe"),
     (r"qwen-?2(\.5)?(?![.\d])(?!.*(vl|omni|audio))", "Qwen2, Qwen2.5", "qwen2"),
+    (r"mistral-small-3\.[12]|magistral-small-25", "Mistral-Small-3.1, -3.2, Magistral-Small", "mistral3"),
     (r"mixtral", "Mixtral", "mixtral"),
     (r"olmoe", "OLMoE", "olmoe"),
     (r"gpt-?oss", "gpt-oss", "gpt_oss"),
     (r"llama-?4", "Llama 4", "llama4"),
     (r"llama-?[23](?!.*vision)", "Llama 2, Llama 3", "llama"),
 )
-_LIKE = {"kimi_k2": "deepseek_v3"}  # model_type -> the supported one whose layers it has
+# model_type -> the supported one that is nearest, and what it computes that fcsd does not. Types that fcsd supports by
+# now may be in it: it is read for others alone.
+_NORMS = "its layers normalise what attention and MLP return"
+_SCALES = "its layers multiply what they add to the stream"
+_LINEAR = "some of its layers have linear attention"
+_SEES = "it has an image encoder"
+_PARALLEL = "its attention and its MLP read one stream, which is the wiring parallel already"
+_STREAMS = "its layers pass on several streams"
+_NEAREST = {
+    "kimi_k2": ("deepseek_v3", ""),
+    "kimi_k25": ("deepseek_v3", _SEES),
+    "deepseek_v4": ("deepseek_v3", _STREAMS),
+    "glm_moe_dsa": ("glm4_moe_lite", "its attention chooses the keys that it reads"),
+    "axk1": ("deepseek_v3", "its layers have a further norm"),
+    "mistral3": ("mistral", _SEES),
+    "mistral4": ("deepseek_v3", "transformers has no causal LM of it without its image encoder"),
+    **dict.fromkeys(("gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text"), ("gemma", _NORMS)),
+    "glm4": ("glm", _NORMS),
+    **dict.fromkeys(("olmo2", "olmo3"), ("olmo", _NORMS)),
+    **dict.fromkeys(("exaone4", "afmoe", "flex_olmo"), ("llama", _NORMS)),
+    **dict.fromkeys(("granite", "hyperclovax", "minicpm3"), ("llama", _SCALES)),
+    "granitemoe": ("mixtral", _SCALES),
+    **dict.fromkeys(("laguna", "step3p7", "minimax_m3_vl", "minimax_m3_vl_text"), ("glm4_moe", _SCALES)),
+    "phimoe": ("mixtral", "its router draws experts in training, and its output head has a bias"),
+    "nanochat": ("llama", "it caps its logits, which losses would leave out"),
+    "diffllama": ("llama", "its attention is the difference of two, of heads that ranks would divide"),
+    "bitnet": ("llama", "its output projections read normalised values"),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"), ("qwen2_moe", _LINEAR)),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text"), ("qwen3", _LINEAR)),
+    **dict.fromkeys(("kimi_linear", "bailing_hybrid"), ("deepseek_v3", _LINEAR)),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), ("qwen2", _SEES)),
+    "qwen3_vl": ("qwen3", _SEES),
+    "qwen3_vl_moe": ("qwen3_moe", _SEES),
+    "mllama": ("llama", _SEES),
+    "nemotron_h": ("nemotron", "its layers have one sub-block each"),
+    **dict.fromkeys(("cohere", "cohere2", "phi", "falcon", "gpt_neox", "gptj"), ("llama", _PARALLEL)),
+}
 
 
 def family(model_type: str) -> str:
     """The name of the family in brackets, after a blank; empty for a type that the table does not have."""
-    names = [name for _, name, known in PRODUCTS if known == model_type]
-    like = f"; its layers are those of {_LIKE[model_type]}" if model_type in _LIKE else ""
-    return f" ({names[0]}{like})" if names else ""
+    named = product(model_type)
+    near, lacking = _NEAREST.get(model_type, ("", ""))
+    like = f"; its layers are those of {near}" if near and not lacking else ""
+    return f" ({named}{like})" if named else ""
+
+
+def product(model_type: str) -> str | None:
+    """The names under which models of a type are published; None for a type that the table does not have."""
+    return next((name for _, name, known in PRODUCTS if known == model_type), None)
+
+
+def nearest(model_type: str) -> str:
+    """What a message about an unsupported type ends with: the nearest family, and what fcsd lacks; may be empty."""
+    near, lacking = _NEAREST.get(model_type, ("", ""))
+    if near:
+        return f"; nearest is {near}" + (f", but {lacking}" if lacking else "")
+    close = get_close_matches(model_type, ARCHS, 1, 0.5)
+    return f"; closest: {close[0]}" if close else ""
 
 
 def supported() -> str:

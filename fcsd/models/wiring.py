@@ -47,13 +47,17 @@ def hf_parts(blocks: Blocks, layer: Any) -> Parts:
     autograd sums the contributions to a tensor in the order in which they arrive.
     """
     mlp = layer.get_submodule(blocks.mlp)
+    after_attn, after_mlp = map(layer.get_submodule, blocks.dropouts) if blocks.dropouts else (None, None)
+
+    whole = partial(mix, mixer(blocks, layer))
 
     def attn(x: Tensor, **kwargs: Any) -> Tensor:
-        return layer.self_attn(hidden_states=x, **kwargs)[0]
+        out = whole(x, **kwargs)
+        return out if after_attn is None else after_attn(out)
 
     if not any(name == "experts" for name, _ in mlp.named_children()):
-        return Parts(attn, mlp, None)
-    if blocks.shared is None:
+        return Parts(attn, mlp if after_mlp is None or not layer.training else nn.Sequential(mlp, after_mlp), None)
+    if blocks.shared is None or getattr(mlp, blocks.shared) is None:
         return Parts(attn, None, partial(_whole, mlp))
 
     router, experts, expert = (mlp.get_submodule(name) for name in (blocks.router, "experts", blocks.shared))
@@ -62,7 +66,7 @@ def hf_parts(blocks: Blocks, layer: Any) -> Parts:
     shared_expert = _remembered(lambda x: expert(seen(x)))
 
     def routed(x: Tensor) -> Tensor:
-        if blocks.shared_gate is not None:
+        if blocks.shared_first or blocks.shared_gate is not None:
             shared_expert(x)  # qwen2_moe runs it before the router, its gate after the experts
         if blocks.prescaled:
             return _prescaled(router, experts, flat(x)).view_as(x)
@@ -76,6 +80,36 @@ def hf_parts(blocks: Blocks, layer: Any) -> Parts:
         return out.view_as(x)
 
     return Parts(attn, shared, routed)
+
+
+def mixer(blocks: Blocks, layer: Any) -> Any:
+    """The child of a layer that mixes tokens: ``self_attn``, or linear attention under a name of its own."""
+    return layer.self_attn if hasattr(layer, "self_attn") else layer.get_submodule(blocks.linear)
+
+
+def is_linear(attention: nn.Module) -> bool:
+    """Whether a mixer is linear attention: a short convolution over the tokens, and a recurrence."""
+    return hasattr(attention, "conv1d")
+
+
+def mix(attention: Any, x: Tensor, **kwargs: Any) -> Tensor:
+    """The output of a layer's mixer, called as transformers' layer calls it.
+
+    Linear attention has no positions. It keeps its state in the same cache as other layers keep keys and values, gets
+    it under another name, and returns a bare tensor.
+
+    Args:
+        attention: the result of ``mixer``.
+        x: normalised input ``[batch, seq, hidden]``.
+        kwargs: what transformers' loop over layers passes to a layer.
+    """
+    if is_linear(attention):
+        kwargs = {name: value for name, value in kwargs.items() if name not in _OF_POSITIONS}
+        return attention(hidden_states=x, cache_params=kwargs.pop("past_key_values", None), **kwargs)
+    return attention(hidden_states=x, **kwargs)[0]
+
+
+_OF_POSITIONS = ("position_ids", "position_embeddings", "use_cache")
 
 
 def _remembered(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

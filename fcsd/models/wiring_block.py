@@ -140,6 +140,10 @@ class Blocks:
         shared_gate: the gate whose sigmoid multiplies the shared experts' output; None if there is none.
         flattens: whether the MoE block flattens its input once for all its children.
         prescaled: whether the router's scores multiply the experts' inputs (llama4) instead of their outputs.
+        shared_first: whether the shared experts are computed before the router. A block with a ``shared_gate`` does so.
+        router_bias: the buffer of the MoE block that its router gets as an argument; None if the router has its own.
+        dropouts: the layer's dropouts of the outputs of attention and MLP, before they are added to the stream.
+        linear: the linear attention of a layer that has it in place of ``self_attn``; None if no layer has.
     """
 
     mlp: str = "mlp"
@@ -148,6 +152,10 @@ class Blocks:
     shared_gate: str | None = None
     flattens: bool = False
     prescaled: bool = False
+    shared_first: bool = False
+    router_bias: str | None = None
+    dropouts: tuple[str, str] | None = None
+    linear: str | None = None
 
 
 def kept_reductions(layers: Sequence[int], reduce: str) -> dict[int, tuple[bool, bool]]:

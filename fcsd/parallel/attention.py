@@ -18,21 +18,27 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fcsd.errors import ConfigError
 from fcsd.kernels.packed_attention import NAME as PACKED
+from fcsd.models.wiring import is_linear
 
 PREFIX = "fcsd_"
 SPLIT = ("sdpa", "eager", PACKED)
 # The name of the last projection before rotary embeddings: in latent attention, and in all other attention.
 _LAST = ("kv_a_proj_with_mqa", "v_proj")
+# The same before the convolution of linear attention, and the projection of its output.
+_LAST_OF_LINEAR = ("in_proj_ba", "in_proj_a", "v_proj")
+_OUTPUT_OF_LINEAR = ("out_proj", "o_proj")
 
 
 class Around(NamedTuple):
     """The functions to call around core attention.
 
     Attributes:
+        projected: called after the projections of the input, before rotary embeddings.
         before_core: called when q, k and v are known.
         after_core: called after core attention and before the output projection.
     """
 
+    projected: Callable[[], None]
     before_core: Callable[[], None]
     after_core: Callable[[], None]
 
@@ -62,14 +68,36 @@ def join_attention(model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def after_projections(attention: nn.Module, call: Callable[[], None]) -> Iterator[None]:
-    """Within the block, call ``call`` in ``attention`` after the projections and before the rotary embeddings."""
-    projections = dict(attention.named_children())
-    hook = projections[next(name for name in _LAST if name in projections)].register_forward_hook(lambda *_: call())
+def calls_inside(attention: nn.Module, around: Around) -> Iterator[dict[str, Any]]:
+    """Within the block, ``attention`` calls the functions. It must get the arguments that the block begins with.
+
+    Linear attention has no rotary embeddings and calls no function that could be registered. Its convolution and its
+    recurrence are what runs between its last projection of the input and the projection of its output.
+    """
+    children = dict(attention.named_children())
+    if not is_linear(attention):
+        last = next(name for name in _LAST if name in children)
+        hooks = [children[last].register_forward_hook(lambda *_: around.projected())]
+        arguments: dict[str, Any] = {"around": around}
+    else:
+        last, output = (
+            next(name for name in names if name in children) for names in (_LAST_OF_LINEAR, _OUTPUT_OF_LINEAR)
+        )
+
+        def before(*_: Any) -> None:
+            around.projected()
+            around.before_core()
+
+        hooks = [
+            children[last].register_forward_hook(before),
+            children[output].register_forward_pre_hook(lambda *_: around.after_core()),
+        ]
+        arguments = {}
     try:
-        yield
+        yield arguments
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
 
 
 def _with_calls(name: str) -> Callable[..., Any]:

@@ -18,16 +18,16 @@ from functools import partial
 from typing import Any, Literal, cast, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import _autograd  # pyright: ignore[reportAttributeAccessIssue]
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _active_collector
 
 from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of, decoder_layers
-from fcsd.models.wiring import DESYNC, LayerWiring, WiredLayer, Wiring, _refuse_reentrant, wired_class
+from fcsd.models.wiring import DESYNC, LayerWiring, WiredLayer, Wiring, _refuse_reentrant, mixer, wired_class
 from fcsd.parallel import order, process_settings
-from fcsd.parallel.attention import Around, after_projections, join_attention, split_attention
+from fcsd.parallel.attention import Around, calls_inside, join_attention, split_attention
 from fcsd.parallel.expert.autoep import has_partitioned_parameters
 from fcsd.parallel.expert.block import ExpertBlock, expert_block
 from fcsd.parallel.expert.blocking import wire_parallel
@@ -80,6 +80,7 @@ class LayerOverlap(LayerWiring):
 
     Args:
         index: 0-based index of the decoder layer.
+        attention: the module that mixes its tokens.
         schedule: when its collectives start, and what hides them.
         block: its MoE block; None for a dense layer.
         transfer: how its rows travel.
@@ -87,6 +88,7 @@ class LayerOverlap(LayerWiring):
     """
 
     index: int
+    attention: nn.Module
     schedule: Schedule
     block: ExpertBlock | None
     transfer: Transfer
@@ -146,8 +148,9 @@ class OverlappedLayer(WiredLayer):
             mlp.combine_awaited_at = order.mark() if plan.mlp else None
 
         reach("before_attn")
-        with after_projections(self.self_attn, partial(reach, "before_rotary")):
-            a = plan.parts(self).attn(x, around=Around(before_core, partial(reach, "after_core")), **kwargs)
+        around = Around(partial(reach, "before_rotary"), before_core, partial(reach, "after_core"))
+        with calls_inside(plan.attention, around) as arguments:
+            a = plan.parts(self).attn(x, **arguments, **kwargs)
         reach("after_attn")
         full = _landed(streams[0]) + a
         if not plan.mlp:
@@ -278,7 +281,7 @@ def overlap(
     side = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
     if side is not None and mode == "on":
         process_settings.warn(os.environ)
-    mlp = arch_of(model.config).blocks.mlp
+    blocks = arch_of(model.config).blocks
     for index, layer in enumerate(cast(Any, decoder_layers(model))):
         plan = layer.fcsd
         # Copies need no SM, so they need not be launched before core attention: the host launches core attention
@@ -291,10 +294,11 @@ def overlap(
             raise ConfigError(f"layer {index}: its MLP reads its own attention and cannot start {schedule.start}")
         schedule = replace(schedule, eager=schedule.eager or mode == "eager-sync")
         running: Mode = "eager-sync" if schedule.eager else "on"
-        block = expert_block(layer.get_submodule(mlp))
+        block = expert_block(layer.get_submodule(blocks.mlp))
         layer.fcsd = LayerOverlap(
             **{f.name: getattr(plan, f.name) for f in fields(plan)},
             index=index,
+            attention=mixer(blocks, layer),
             schedule=schedule,
             block=block,
             transfer=Transfer(schedule.transport, running, side, fused, quantiser, traffic),

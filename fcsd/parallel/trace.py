@@ -9,7 +9,6 @@ sequence numbers of autograd, so the links that the profiler makes from the back
 and are not used. HolisticTraceAnalysis counts kernels only; its figure is computed too.
 """
 
-import gzip
 import json
 import math
 import re
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fcsd.errors import BadInputError
+from fcsd.input_lines import blocks
 
 RANGE = re.compile(r"fcsd::(?P<kind>\w+)\.(?P<passes>\w+)\.L(?P<layer>\d+)")
 ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
@@ -106,10 +106,9 @@ def read_content(path: Path) -> dict[str, Any]:
         BadInputError: the file is not such a trace.
     """
     try:
-        text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        content = json.loads(text)
+        content = json.loads(b"".join(blocks(path)))
         return {**content, "traceEvents": [event for event in content["traceEvents"] if event.get("ph") == "X"]}
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+    except (BadInputError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadInputError(f"{path} is not a Chrome trace of torch.profiler") from error
 
 

@@ -9,21 +9,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, PretrainedConfig, PreTrainedModel
 
 from fcsd.checkpoint import read_config, resolve
 from fcsd.errors import BadInputError
 from fcsd.kernels.packed_attention import attends_to_all
-from fcsd.models.build import arch_of, decoder_layers, decoder_of, register
-from fcsd.models.config_keys import expert_count
+from fcsd.models.build import arch_of, causal_lm_class, decoder_layers, decoder_of, register
+from fcsd.models.config_keys import EXPERTS_PER_TOKEN, expert_count, first_count
 from fcsd.models.fused.model import fuse_parts
 from fcsd.models.fused.norms import fuse_norms
 from fcsd.models.fused.rotary import fuse_rotary
-from fcsd.models.wiring import Blocks, hf_parts
+from fcsd.models.wiring import Blocks, hf_parts, mixer
 from fcsd.plan.activations import LayerBytes, OddWidths, RoutedExperts, attention, measure_layer
 from fcsd.plan.setup import Setup
 
 _ATTENTION = "fcsd_plan"
+_CHOOSES = {"indexed_attention", "deepseek_sparse_attention"}  # as transformers calls it since 5.23, and before
 FINAL_NORM = -1  # the kind under which the final norm is listed beside the kinds of layers
 _CONFIGS = Path(__file__).with_name("configs")
 
@@ -57,12 +58,14 @@ class ModelNumbers:
         embedding: parameters of the input embedding.
         head: parameters of the output head, also if it is tied to the embedding.
         tied: whether the output head and the embedding are one tensor.
-        other: all other parameters outside of the layers, such as those of the final norm and of a vision tower.
+        other: all other parameters outside of the layers, such as those of the final norm. A vision tower, through
+            which no text passes, is not counted.
         hidden: width of the residual stream.
         vocab: rows of the output head.
         experts: routed experts of one MoE layer; 0 for dense models.
         top_k: routed experts that a token is sent to; 0 for dense models.
-        attention: width of a key plus width of a value, summed over a layer's query heads.
+        attention: width of a key plus width of a value, summed over a layer's query heads; the mean over all layers, of
+            which those with linear attention have none.
         streams: residual streams between two layers: 1, or 2 for a rewired model.
     """
 
@@ -210,30 +213,36 @@ class MetaModel:
         return run, list(routed.parameters())
 
     def _run(self, seq_len: int, masked: bool) -> tuple[PreTrainedModel, list[dict[str, Any]], int]:
-        """Builds a new model; returns it, the keyword arguments of each layer's call, and the width of attention."""
+        """Builds a new model; returns it, the keyword arguments of each layer's call, and the width of attention.
+
+        Linear attention counts as none, in the mean over the layers.
+        """
         widths: list[int] = []
-        AttentionInterface.register(_ATTENTION, attention(masked, widths))
+        # Attention that chooses its keys does so by a mask, and needs one to choose from.
+        kinds = getattr(self.config.get_text_config(), "layer_types", None) or ()
+        chooses = not _CHOOSES.isdisjoint(kinds)
+        AttentionInterface.register(_ATTENTION, attention(masked or chooses, widths))
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                self.config, dtype=torch.bfloat16, attn_implementation=_ATTENTION, trust_remote_code=False
-            ).train()
+            cls: Any = causal_lm_class(self.config)
+            model = cls._from_config(self.config, dtype=torch.bfloat16, attn_implementation=_ATTENTION).train()
         calls: list[dict[str, Any]] = []
         hooks = [
             layer.register_forward_pre_hook(lambda _, args, kwargs: calls.append(kwargs), with_kwargs=True)
             for layer in decoder_layers(model)
         ]
         ids = torch.empty(1, seq_len, dtype=torch.int64, device="meta")
+        mask = torch.empty(1, 1, seq_len, seq_len, dtype=torch.bool, device="meta") if chooses else None
         with torch.no_grad(), OddWidths():
-            decoder_of(model)(input_ids=ids, use_cache=False)
+            decoder_of(model)(input_ids=ids, attention_mask=mask, use_cache=False)
         for hook in hooks:
             hook.remove()
-        return model, calls, max(widths)
+        return model, calls, sum(widths) // len(calls)
 
 
 def _covering(blocks: Blocks, layer: Any) -> tuple[int, int, int]:
     """Parameters of attention before and after attention itself, and of the shared experts."""
-    attention = layer.self_attn
-    output = attention.o_proj.weight.numel()
+    attention = mixer(blocks, layer)
+    output = (attention.out_proj if hasattr(attention, "out_proj") else attention.o_proj).weight.numel()
     mlp = layer.get_submodule(blocks.mlp)
     shared = getattr(mlp, blocks.shared, None) if blocks.shared else None  # a dense layer has none
     inside = sum(parameter.numel() for parameter in shared.parameters()) if shared is not None else 0
@@ -263,11 +272,11 @@ def _numbers(model: PreTrainedModel, streams: int, attention_width: int) -> Mode
         embedding=embedding,
         head=head,
         tied=tied,
-        other=model.num_parameters() - inside - embedding - head * (not tied),
+        other=sum(p.numel() for p in decoder_of(model).parameters()) - inside - embedding,
         hidden=outputs.weight.shape[1],
         vocab=outputs.weight.shape[0],
         experts=experts if any(layer.routed for layer in layers) else 0,
-        top_k=text.get("num_experts_per_tok") or 0,
+        top_k=first_count(text, EXPERTS_PER_TOKEN),
         attention=attention_width,
         streams=streams,
     )

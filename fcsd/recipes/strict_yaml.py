@@ -13,6 +13,7 @@ from pathlib import Path
 
 import yaml
 
+from fcsd.disk import open_input
 from fcsd.errors import ConfigError
 
 MAX_BYTES = 256 * 1024
@@ -43,7 +44,7 @@ def parse_file(path: Path) -> tuple[object, dict[str, int]]:
         copy = f"`fcsd recipes copy NAME --out {path}` writes a packaged recipe there, for you to edit."
         raise ConfigError(f"{path}: no such file", guess + copy)
     try:
-        with path.open("rb") as file:
+        with open_input(path) as file:
             raw = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error

@@ -9,10 +9,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fcsd.checkpoint.location import short_names
 from fcsd.disk import read_input_text
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.foreign_errors import first_line
+from fcsd.input_lines import LONGEST_TEXT
 from fcsd.models.load_options import check_device, check_dtype, default_dtype
+from fcsd.terminal import printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -186,7 +189,7 @@ def answer(
     """The model's answer to a conversation whose last turn is the user's.
 
     Without a chat template the model continues the text of the last turn alone. transformers reads the model's
-    generation settings, and fcsd's loop applies them.
+    generation settings, and fcsd's loop applies them, except for beam search, which it does not know.
 
     Args:
         speaker: the model.
@@ -196,12 +199,14 @@ def answer(
         team: the processes that ask for the same answer, if the model is spread over several; None for this one alone.
 
     Raises:
-        BadInputError: the conversation is longer than the model takes.
+        BadInputError: the conversation is longer than the model takes, its chat template refuses it or exceeds its
+            limits, or the model's generation settings cannot be.
         NonFiniteError: the model gives NaN or infinite logits.
     """
     import torch
     from transformers import BatchEncoding, set_seed
 
+    from fcsd.checkpoint.chat_text import chat_text, limited_template
     from fcsd.checkpoint.tokenizer import text_ids
     from fcsd.engine.batches import generate_in_batch
     from fcsd.engine.generate import ending
@@ -213,9 +218,9 @@ def answer(
         [ids] = text_ids([history[-1]["content"]], tokenizer)
         inputs = BatchEncoding({"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids)).long()})
     else:
-        inputs = tokenizer.apply_chat_template(
-            list(history), add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        )
+        with limited_template(tokenizer) as template:
+            text = chat_text(template, history, speaker.name, add_generation_prompt=True)
+        inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
     length = inputs["input_ids"].shape[1]
     room = model.config.get_text_config().max_position_embeddings - length
     if length == 0 or room < 1:
@@ -231,7 +236,7 @@ def answer(
             drawn = generation_config.do_sample
             return scores.softmax(-1).multinomial(1) if drawn else scores.argmax(-1, keepdim=True)
 
-        options: dict[str, Any] = {"choose": choose, "cache": state["past_key_values"], "team": team or ALONE}
+        options: dict[str, Any] = {"choose": choose, "cache": state.get("past_key_values"), "team": team or ALONE}
         [ids] = generate_in_batch(model, input_ids.tolist(), max_new_tokens=most, ended=end.of, **options)
         return ids
 
@@ -240,7 +245,11 @@ def answer(
         options["do_sample"] = False
     else:
         set_seed(seed)
-    return end.text(model.generate(**inputs.to(model.device), custom_generate=run, **options)).strip()
+    try:
+        return end.text(model.generate(**inputs.to(model.device), custom_generate=run, **options)).strip()
+    except (ValueError, TypeError) as error:
+        hint = "Its generation_config.json may hold values that cannot be; -v shows the traceback."
+        raise BadInputError(f"{speaker.name}: cannot generate: {first_line(error)}", hint) from error
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -257,6 +266,8 @@ def read_prompts(path: Path) -> list[str]:
         raise BadInputError(f"{path}: no such file", hint) from None
     except (OSError, UnicodeDecodeError) as error:
         raise BadInputError(f"{path}: this file cannot be read: {first_line(error)}", hint) from error
+    if any(len(line) > LONGEST_TEXT for line in lines):
+        raise BadInputError(f"{path}: a line has over {LONGEST_TEXT:,} characters", hint)
     try:
         prompts = [json.loads(line)["prompt"] for line in lines] if path.suffix == ".jsonl" else lines
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -267,20 +278,25 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def side_by_side(answers: Sequence[Answer], width: int) -> str:
-    """A prompt and its answers as text, in columns that share ``width`` characters."""
+    """A prompt and its answers as text for a terminal, in columns that share ``width`` characters.
+
+    The columns are headed by the models' short names.
+    """
     gap = " | "
     column = max(20, (width - len(gap) * (len(answers) - 1)) // len(answers))
 
     def wrapped(text: str) -> Iterable[str]:
-        for line in text.splitlines() or [""]:
+        for line in printable(text).splitlines() or [""]:
             # Whitespace is kept, because code would lose its indentation otherwise.
             yield from textwrap.wrap(line, column, drop_whitespace=False, replace_whitespace=False) or [""]
 
-    blocks = [[found.model[-column:], "-" * column, *wrapped(found.text)] for found in answers]
+    names = [printable(name) for name in short_names([found.model for found in answers])]
+    heads = [[name[-column:], "-" * column] for name in names]
+    blocks = [[*head, *wrapped(found.text)] for head, found in zip(heads, answers, strict=True)]
     height = max(map(len, blocks))
     rows = zip(*(block + [""] * (height - len(block)) for block in blocks), strict=True)
     lines = [gap.join(cell.ljust(column) for cell in row).rstrip() for row in rows]
-    return "\n".join([f"Prompt: {answers[0].prompt}", *lines, ""])
+    return "\n".join([f"Prompt: {printable(answers[0].prompt)}", *lines, ""])
 
 
 def _typed() -> Iterator[str]:

@@ -1,21 +1,20 @@
 """Writes studies/capability/CAPABILITY.md and its picture from the stored results of the capability study.
 
-    python studies/capability/report.py [--results FILE.jsonl] [--page PAGE.md]
+    python -m studies.capability.report [--results FILE.jsonl] [--page PAGE.md]
 
-A table appears when its runs are stored; the page names those that are missing. Results of trials, which used a limit
-on questions or other budgets, are refused.
+A table appears when its runs are stored. Results of trials, which used a limit on questions or other budgets, are
+refused.
 """
 
 import argparse
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs as a program, too
 
 from studies.capability.models import Lines, Models, pm, settings_of, summary
 from studies.capability.picture import PAPERS, draw
 from studies.capability.results import read_lines
-from studies.capability.runs import (
+from studies.capability.rows import (
+    ANNEAL_METHODS,
+    ANNEAL_SHARES,
     BEST_ANNEALED,
     LAYERS,
     LEAST_STEPS,
@@ -23,17 +22,21 @@ from studies.capability.runs import (
     SWEEP_STEPS,
     TABLE_1,
     TABLE_2,
+    TABLE_2_ROWS,
+    TABLE_4,
+    TABLE_4_LAYERS,
+    TABLE_4_METHODS,
     TEXTS,
     TOKEN_IDS,
+    chosen_half,
 )
 from studies.capability.scores import Scores, fit, tokens_to
-from studies.capability.studies import DENSE_ONLY, SIBLINGS, TABLE_4, studies
 from studies.capability.wirings_report import desync, distance, on_policy, scratch, token_ids
 
 from fcsd.markdown import table
 
 REACHED = 0.99
-LARGER_TEACHER = "moe_64"  # of the study ``larger``
+LARGER_TEACHER = "moe_64"
 HEAD = """# Capability: how far healing goes
 
 <!-- studies/capability/report.py writes this page from benchmarks/results/capability{suffix}.jsonl; do not edit it. -->
@@ -43,7 +46,8 @@ fine-tuning on the same text does not. These runs repeat its experiments on {sub
 under the suite `strict`, without a limit on questions. The items are about a small closed world
 ([assets/README.md](../../assets/README.md)), so the scores say how well the methods heal, and nothing about knowledge.
 
-`studies/capability/reproduce.sh` does the runs; `studies/capability/runs.py` has their recipes. {values}
+The [raw file](../../benchmarks/results/capability{suffix}.jsonl) has the settings of every run. The programs that did
+the runs are in the history of the repository (`studies/capability` in commit 8a84521). {values}
 The teacher was trained on {tokens:,.0f} M tokens. Device: {devices}.
 [results](../../benchmarks/results/capability.md#{section}) says what the tables show.
 
@@ -79,28 +83,15 @@ def page(lines: Lines, picture: Path) -> str:
     parts = [HEAD.format(**about, devices=devices_of(models))]
     parts += [table_1(models), larger(models), kinds(models)]
     parts += [recovery(models, tokens, picture), table_2(models), figure_3(models), early_stop(models)]
-    parts += [equal_tokens(models, tokens, "anneal", "Annealed wiring")]
+    parts += [annealed(models, tokens)]
     parts += [chosen_layers(models), token_ids(models), table_4(models)]
     parts += [distance(models), desync(models), scratch(models), on_policy(models), chosen(lines)]
-    missing = {study: [run.name for run in studies()[study] if run.name not in models.lines] for study in due(models)}
-    left = [f"- {study}: {len(names)} of {len(studies()[study])} runs" for study, names in missing.items() if names]
-    parts.append("\n".join(["## Not run", "", *left]) if left else "")
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _of_sibling(name: str) -> dict[str, str]:
     section = "a-larger-model" if name == LARGER_TEACHER else "capability-of-the-siblings"
     return {"suffix": f"_{name}", "section": section}
-
-
-def due(models: Models) -> list[str]:
-    """The studies that the page should have: of the bundled teacher all but those of a dense one; few of a sibling."""
-    about = models.teacher
-    if about.get("teacher") == LARGER_TEACHER:
-        return ["larger"]
-    if about.get("teacher", "teacher") != "teacher":
-        return list(SIBLINGS[about["wiring"]])
-    return [study for study in studies() if study not in (*DENSE_ONLY, "larger")]
 
 
 def subject_of(models: Models) -> str:
@@ -161,7 +152,7 @@ def larger(models: Models) -> str:
     """The larger teacher and its students."""
     rows = {"teacher": [models.teacher], "untrained": [models.untrained]}
     for method in ("KL", "SFT"):
-        if found := models.seeds(method, TOKEN_IDS[0], TABLE_1):
+        if found := models.seeds(method, TOKEN_IDS, TABLE_1):
             rows[method] = found
     if len(rows) == 2:
         return ""
@@ -234,17 +225,16 @@ def _by_share(models: Models, method: str, text: str) -> dict[float, list[dict]]
 
 
 def table_2(models: Models) -> str:
-    """The rows of FarSkip Table 2, in the order of the study."""
-    rows = {run.method: run for run in studies()["table-2"] if run.text}
+    """The rows of FarSkip Table 2."""
     found = {
         method: models.scores(lines)
-        for method, run in rows.items()
-        if (lines := models.seeds(method, "same", run.share, run.layers))
+        for method, (share, layers) in TABLE_2_ROWS.items()
+        if (lines := models.seeds(method, "same", share, layers))
     }
     for share in (50, 75, 90):
         if lines := models.seeds("untrained", layers=f"{share}%"):
             found[f"untrained, last {share}%"] = models.scores(lines)
-    if not any(method in found for method in rows):
+    if not any(method in found for method in TABLE_2_ROWS):
         return ""
     note = (
         "All rows have the batch, the rate and the steps of KL. With 0.25x and 4x the batch these are "
@@ -282,32 +272,33 @@ def early_stop(models: Models) -> str:
     return f"## Early stopping by MBPP+\n\n{said}\n\n{summary({'exported': models.scores(lines)})}"
 
 
-def equal_tokens(models: Models, tokens: int, study: str, title: str) -> str:
-    """The methods of a study against plain KL, at equal tokens."""
-    runs = [run for run in studies()[study] if run.text]
-    methods, shares = list(dict.fromkeys(run.method for run in runs)), sorted({run.share for run in runs})
+def annealed(models: Models, tokens: int) -> str:
+    """Annealed wirings against plain KL, at equal tokens."""
     body = []
-    for method in methods:
-        found = {share: lines for share in shares if (lines := models.seeds(method, "same", share))}
+    for method in ANNEAL_METHODS:
+        found = {share: lines for share in ANNEAL_SHARES if (lines := models.seeds(method, "same", share))}
         if len(found) < 2:
             continue
         scores = {share: models.scores(lines) for share, lines in found.items()}
         reached = tokens_to(REACHED, [(share * tokens, s.above_chance[0]) for share, s in scores.items()])
-        cells = [_with_seconds(scores[share]) if share in scores else "-" for share in shares]
+        cells = [_with_seconds(scores[share]) if share in scores else "-" for share in ANNEAL_SHARES]
         body.append([method, *cells, f"{reached / 1e6:.1f} M" if reached else "not reached"])
     if len(body) < 2:  # plain KL alone, from another study
         return ""
-    head = ["Method", *(f"{share:.1%} of the tokens" for share in shares), f"tokens to {REACHED:.0%}"]
+    head = ["Method", *(f"{share:.1%} of the tokens" for share in ANNEAL_SHARES), f"tokens to {REACHED:.0%}"]
     note = (
         "Above chance, in % of the teacher, and the mean seconds in steps. Runs share GPUs with others, so the seconds "
         "say little. One GPU exchanges nothing that could be hidden."
     )
-    return f"## {title}\n\n{note}\n\n{table(head, body)}"
+    return f"## Annealed wiring\n\n{note}\n\n{table(head, body)}"
 
 
 def chosen_layers(models: Models) -> str:
     """Half of the layers: those that `fcsd choose-layers` chose, and the last ones."""
-    found = _by_method(models, "chosen", TABLE_2)
+    halves = {"KL, last 50%": "50%", "KL, chosen 50%": chosen_half()}
+    rows = [*(("untrained", "", layers) for layers in halves.values())]
+    rows += [(method, "same", layers) for method, layers in halves.items()]
+    found = _of_part(models, rows, TABLE_2)
     if not any(name.startswith("KL, chosen") for name in found):
         return ""
     return f"## Chosen layers: {TABLE_2:.0%} of the tokens, *same*\n\n{summary(found)}"
@@ -315,7 +306,9 @@ def chosen_layers(models: Models) -> str:
 
 def table_4(models: Models) -> str:
     """Ladder Table 4: 16 and 20 of 32 layers."""
-    found = _by_method(models, "table-4", TABLE_4)
+    rows = [*(("untrained", "", layers) for layers in TABLE_4_LAYERS)]
+    rows += [(method, "other", layers) for layers in TABLE_4_LAYERS for method in TABLE_4_METHODS]
+    found = _of_part(models, rows, TABLE_4)
     if not any(name.startswith("SFT") for name in found):
         return ""
     note = (
@@ -326,14 +319,17 @@ def table_4(models: Models) -> str:
     return f"## Ladder Table 4: {TABLE_4:.0%} of the tokens\n\n{note}\n\n{summary(found)}"
 
 
-def _by_method(models: Models, study: str, share: float) -> dict[str, Scores]:
-    """The scores of a study's runs on a part of the layers, by method and layers."""
-    found = {}
-    for run in studies()[study]:
-        lines = models.seeds(run.method, run.text, share if run.text else 0.0, run.layers)
-        if lines and run.layers != "all":
-            found[f"{run.method}, layers {run.layers}"] = models.scores(lines)
-    return found
+def _of_part(models: Models, rows: list[tuple[str, str, str]], share: float) -> dict[str, Scores]:
+    """The scores of runs on a part of the layers, by method and layers.
+
+    Args:
+        rows: method, text and layers of each.
+    """
+    return {
+        f"{method}, layers {layers}": models.scores(lines)
+        for method, text, layers in rows
+        if (lines := models.seeds(method, text, share if text else 0.0, layers))
+    }
 
 
 def _with_seconds(scores: Scores) -> str:
@@ -353,16 +349,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results/capability.jsonl"))
     parser.add_argument("--page", type=Path, default=Path("studies/capability/CAPABILITY.md"))
     args = parser.parse_args()
-    lines = read_lines([args.results])
-    if not {"teacher-all", "untrained-all"} <= lines.keys():
-        raise SystemExit(
-            f"{args.results} has no results of the teacher and the untrained conversion; run a study first"
-        )
-    try:
-        text = page(lines, args.page.parent / "results" / "capability.png")
-    except ValueError as error:
-        raise SystemExit(f"{args.results}: {error}") from error
-    args.page.write_text(text)
+    args.page.write_text(page(read_lines([args.results]), args.results.with_suffix(".png")))
 
 
 if __name__ == "__main__":

@@ -6,10 +6,20 @@ from statistics import mean, stdev
 from typing import Any
 
 from studies.capability.models import Models, pm, summary
-from studies.capability.runs import TABLE_1, TOKEN_IDS, WRITTEN
+from studies.capability.rows import (
+    AVERAGED,
+    DEGREE,
+    DESYNC,
+    DESYNC_WIRINGS,
+    DISTANCE_SHARES,
+    ON_POLICY,
+    SCRATCH,
+    SCRATCH_WIRINGS,
+    TABLE_1,
+    TOKEN_IDS,
+    WRITTEN,
+)
 from studies.capability.scores import by_column
-from studies.capability.scratch import AVERAGED, CONFIGS, DEGREE, DENSE, MOE, SHARE
-from studies.capability.studies import DESYNC, DISTANCE_BUDGETS, ON_POLICY, studies
 
 from fcsd.markdown import table
 
@@ -20,7 +30,7 @@ def distance(models: Models) -> str:
     found = {"untrained": models.scores([models.untrained])}
     if own:
         found["untrained, distance 2"] = models.scores(own, own[0])
-    for share in DISTANCE_BUDGETS:
+    for share in DISTANCE_SHARES:
         for method, start in (("KL", models.untrained), ("KL, distance 2", own[0] if own else None)):
             if lines := models.seeds(method, "same", share):
                 found[f"{method}, {share:.1%} of the tokens"] = models.scores(lines, start)
@@ -35,17 +45,21 @@ def distance(models: Models) -> str:
 
 def token_ids(models: Models) -> str:
     """Table 1 on the teacher's token ids, beside the text, and HumanEval+ by model."""
-    lines: dict[str, list[dict[str, Any]]] = {}
-    for run in studies()["tokens"]:
-        if run.name in models.lines and run.text:
-            words = "as token ids" if run.text in TOKEN_IDS else "as text"
-            lines.setdefault(f"{run.method}, {words}", []).append(models.lines[run.name])
+    lines = {
+        f"{method}, {words}": found
+        for text, words in (("same", "as text"), (TOKEN_IDS, "as token ids"))
+        for method in ("KL", "SFT")
+        if (found := models.seeds(method, text, TABLE_1, stop="best"))
+    }
     if not any("ids" in name for name in lines):
         return ""
     body = [
         [
             name,
-            ", ".join(f"{100 * by_column(line)['HEval+']['value']:.0f}" for line in found),
+            ", ".join(
+                f"{100 * by_column(line)['HEval+']['value']:.0f}"
+                for line in sorted(found, key=lambda line: line["run"]["seed"])
+            ),
             pm(scores.of_teacher, 100),
             pm(scores.above_chance, 100),
         ]
@@ -78,13 +92,12 @@ def desync(models: Models) -> str:
     found = {"untrained": models.scores([models.untrained])}
     if plain := models.seeds("KL", "same", DESYNC):
         found["KL"] = models.scores(plain)
-    for method in dict.fromkeys(run.method for run in studies()["desync"] if run.export):
-        words = method.removeprefix("KL, ")
+    for words in DESYNC_WIRINGS:
         if not (start := models.seeds(f"untrained, {words}")):
             continue
         found[f"untrained, {words}"] = models.scores(start, start[0])
-        if lines := models.seeds(method, "same", DESYNC):
-            found[method] = models.scores(lines, start[0])
+        if lines := models.seeds(f"KL, {words}", "same", DESYNC):
+            found[f"KL, {words}"] = models.scores(lines, start[0])
     if not any("desync" in name for name in found):
         return ""
     note = "Rows without a wiring in their name are the wiring of this page. A Desync model is the function of its "
@@ -96,11 +109,7 @@ def desync(models: Models) -> str:
 
 def scratch(models: Models) -> str:
     """Training from random weights: the loss of each wiring against the standard one."""
-    body = [
-        row
-        for model, wirings in (("", MOE), *((name, DENSE) for name in CONFIGS))
-        for row in _scratch_rows(models, model, wirings)
-    ]
+    body = [row for model, wirings in SCRATCH_WIRINGS.items() for row in _scratch_rows(models, model, wirings)]
     if not body:
         return ""
     note = (
@@ -110,7 +119,7 @@ def scratch(models: Models) -> str:
         "standard and 2.205 for the farskip model, after 50 B tokens."
     )
     head = ["Model", "Parameters", "Wiring", "Loss", "minus standard", "Held-out loss", "models"]
-    return f"## From scratch: {SHARE:.0%} of the teacher's tokens\n\n{note}\n\n{table(head, body, left=3)}"
+    return f"## From scratch: {SCRATCH:.0%} of the teacher's tokens\n\n{note}\n\n{table(head, body, left=3)}"
 
 
 def _scratch_rows(models: Models, model: str, wirings: Sequence[str]) -> list[list[str]]:
@@ -131,8 +140,8 @@ def _scratch_rows(models: Models, model: str, wirings: Sequence[str]) -> list[li
 
 def _by_seed(models: Models, model: str, wiring: str) -> dict[int, dict[str, Any]]:
     """The stored lines of a wiring by seed."""
-    named = [run for run in studies()["scratch"] if run.model == model and run.settings["init.wiring"] == wiring]
-    return {run.seed: models.lines[run.name] for run in named if run.name in models.lines}
+    found = models.seeds(f"from scratch, {wiring}", "same", SCRATCH)
+    return {line["run"]["seed"]: line for line in found if line["run"]["model"] == model}
 
 
 def _mean(values: Sequence[float], form: str = ".4f") -> str:

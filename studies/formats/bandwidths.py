@@ -7,8 +7,6 @@ from a format alone, and what fcsd's collectives reached where they were measure
 from collections.abc import Mapping
 from typing import Any
 
-from studies.formats.formats import studied
-
 from fcsd import markdown
 from fcsd.kernels.bit_split import Format
 
@@ -43,7 +41,7 @@ def to_text(paper: Mapping[str, tuple[float, ...]], measured: Speeds) -> str:
         paper: ``TABLE_9`` or ``TABLE_10``.
         measured: what fcsd's collectives reached; a format that was not measured is missing.
     """
-    bits = [studied(format).bits for format in SENT]
+    bits = [Format.parse(format).bits_per_value for format in SENT]
     head = ["", *(f"`{format}`" for format in SENT)]
     body = [
         ["Bits as sent", *(f"{one:g}" for one in bits)],

@@ -1,6 +1,6 @@
 """Writes the tables of FORMATS_QUALITY.md and the picture beside them from the stored results in benchmarks/results.
 
-    python studies/formats/page.py
+    python -m studies.formats.page
 
 The text around the tables is written by hand. A table stands between a line `<!-- NAME -->` and a line `<!-- end -->`:
 `quality` holds the tables of FlashCommunication V2, and `training` the study of training through the wire.
@@ -8,31 +8,24 @@ The text around the tables is written by hand. A table stands between a line `<!
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs as a program, too
-
-from studies.formats import bandwidths, tables
-from studies.formats import training as wire_study
+from studies.formats import bandwidths, tables, training
 
 PAGE = "studies/formats/FORMATS_QUALITY.md"
 RESULTS = Path("benchmarks/results")
-TRAINING = RESULTS / "wire_study.json"
 
 
 def sections(root: Path) -> dict[str, str]:
-    """The generated tables by name, in Markdown. ``training`` is missing as long as no such study is stored."""
+    """The generated tables by name, in Markdown."""
     results = root / RESULTS
     speeds = (
         bandwidths.of_all_reduce(_read(results / "all_reduce_formats_2xh200.json")),
         bandwidths.of_exchange(_read(results / "rows_to_experts_2xh200.json")),
     )
-    found = {"quality": tables.to_text(_read(results / "wires_quality.json"), *speeds)}
-    if (root / TRAINING).exists():
-        found["training"] = wire_study.table(_read(root / TRAINING)["runs"])
-    return found
+    quality = tables.to_text(_read(results / "wires_quality.json"), *speeds)
+    return {"quality": quality, "training": training.table(_read(results / "wire_study.json")["runs"])}
 
 
 def filled(page: str, parts: dict[str, str]) -> str:

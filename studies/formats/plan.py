@@ -1,8 +1,7 @@
-"""What the study measures: for each of the paper's tables of quality, a direction and the formats of its rows.
+"""The paper's tables of quality: for each a direction, the formats of its rows, and the paper's values.
 
 Source: FlashCommunication V2. Tables 1 and 3 are about the all-reduce, and tables 2 and 8 about dispatch, all in
-perplexity. Table 7 is about the all-reduce in the scores of tasks. The formats that are not in the paper are for the
-pictures: they have other combinations of width, group, spikes and clipping, at sizes between the paper's.
+perplexity. Table 7 is about the all-reduce in the scores of tasks.
 """
 
 from typing import Literal, NamedTuple
@@ -15,7 +14,7 @@ class Row(NamedTuple):
 
     Attributes:
         label: the method and width as the paper writes them.
-        format: its name for ``formats.studied``.
+        format: its name for ``Format.parse``, or that of a baseline of another work, such as ``hadamard4:g32``.
         paper: the paper's value for the table's model; None where the paper has none.
     """
 
@@ -92,28 +91,7 @@ TABLES = (
     ),
 )
 
-# Formats for the pictures, beside those of the tables.
-BETWEEN: dict[Direction, tuple[str, ...]] = {
-    "all-reduce": (
-        *_SR_128[2:5],
-        "int4:g32:int",
-        "int3:g32:int",
-        "int3:g128:sr:clip0.8",
-        "int2:g64:sr:clip0.7",
-        "int2:g128:sr:clip0.6",
-    ),
-    "dispatch": (
-        "int4:g32:int",
-        "int3:g32:int",
-        "int3:g128:sr:clip0.8",
-        "int2:g64:sr:clip0.7",
-        "int2:g128:sr:clip0.6",
-    ),
-    "dispatch+combine": (*_RTN_128, "int4:g128:sr", "int3:g128:sr:clip0.8", "int3:g32:sr", "int2:g32:sr"),
-}
-
 # Table 7: the scores of tasks with a quantised all-reduce. The paper's average over its five tasks is for Llama-3-8B.
-TASKS = ("piqa", "arc_challenge", "arc_easy", "hellaswag", "winogrande")
 TABLE_7 = (
     Row("RTN INT8", "int8", 72.53),
     Row("RTN INT6", "int6", 72.18),
@@ -125,13 +103,3 @@ TABLE_7 = (
     Row("SR INT2", "int2:g32:sr", 61.80),
 )
 TABLE_7_WITHOUT = 72.76  # the paper's FP16
-
-
-def pieces() -> list[tuple[Direction, str]]:
-    """Every direction and format whose perplexity the study measures, each once, the shortest measurements first."""
-    found: dict[tuple[Direction, str], None] = {}
-    for direction in BETWEEN:
-        formats = [row.format for table in TABLES if table.direction == direction for row in table.rows]
-        found |= dict.fromkeys((direction, format) for format in [*formats, *BETWEEN[direction]])
-    order: tuple[Direction, ...] = ("dispatch", "dispatch+combine", "all-reduce")
-    return sorted(found, key=lambda piece: order.index(piece[0]))

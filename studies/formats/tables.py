@@ -23,7 +23,7 @@ def to_text(found: dict[str, Any], all_reduce: Speeds | None = None, exchange: S
     """All tables of a study, in Markdown, in the order of the paper's numbers.
 
     Args:
-        found: the content of ``wires.json``.
+        found: a stored study, such as ``wires_quality.json``.
         all_reduce, exchange: what fcsd's collectives reached, for the tables 9 and 10; see ``bandwidths``.
     """
     parts = [

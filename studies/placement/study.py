@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fcsd.markdown import table
 from fcsd.parallel.expert.levels import tokens_by_group
 from fcsd.parallel.placement.placement import Placement
 from fcsd.parallel.placement.search import Balance, Level, Objective, greedy
@@ -56,14 +57,15 @@ def main() -> None:
         f"{len(routing)} layers, {experts} experts; a search sees {len(seen[0])} tokens, {len(unseen[0])} are held out"
     )
     for ranks in args.ranks:
-        print(f"\n| {ranks} ranks | rows of the busiest | without deduplication | swaps |\n|---|--:|--:|--:|")
         start = [Placement(experts, ranks)] * len(routing)
-        print(line("order of numbers", start, unseen))
+        rows = [line("order of numbers", start, unseen)]
         for name, objective in objectives(ranks).items():
             found, swaps = greedy(seen, start, objective)
-            print(line(name, found, unseen, swaps))
+            rows.append(line(name, found, unseen, swaps))
         if experts <= FEW:
-            print(line("exhaustive search, smooth-max", [exhaustive(one, experts, ranks) for one in seen], unseen))
+            best = [exhaustive(one, experts, ranks) for one in seen]
+            rows.append(line("exhaustive search, smooth-max", best, unseen))
+        print("", table([f"{ranks} ranks", "rows of the busiest", "without deduplication", "swaps"], rows), sep="\n")
 
 
 def objectives(ranks: int) -> dict[str, Objective]:
@@ -128,7 +130,7 @@ def divisions(experts: tuple[int, ...], size: int) -> Iterator[tuple[int, ...]]:
             yield (first, *others, *after)
 
 
-def line(name: str, placements: list[Placement], unseen: list[Tensor], swaps: int | None = None) -> str:
+def line(name: str, placements: list[Placement], unseen: list[Tensor], swaps: int | None = None) -> list[str]:
     """A row of the table."""
     rows, pairs = [], []
     for placement, chosen in zip(placements, unseen, strict=True):
@@ -136,8 +138,7 @@ def line(name: str, placements: list[Placement], unseen: list[Tensor], swaps: in
         rows.append(int(tokens_by_group(positions, placement.experts, placement.ranks).max()))
         pairs.append(int((positions // placement.slots).flatten().bincount(minlength=placement.ranks).max()))
     tokens = len(unseen) * len(unseen[0])
-    shown = "" if swaps is None else swaps
-    return f"| {name} | {sum(rows) / tokens:.3f} | {sum(pairs) / tokens:.3f} | {shown} |"
+    return [name, f"{sum(rows) / tokens:.3f}", f"{sum(pairs) / tokens:.3f}", "" if swaps is None else str(swaps)]
 
 
 if __name__ == "__main__":

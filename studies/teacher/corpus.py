@@ -17,8 +17,8 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 from items import documents
-from pieces import chunks
 
+CHUNK = 3000  # characters; a document is cut at blank lines into pieces of about this size
 # Files that are left out: machine-written tables, and vendored or generated files.
 SKIPPED = (
     "encodings/",
@@ -29,6 +29,17 @@ SKIPPED = (
     "site-packages/",
     "_sysconfigdata",
 )
+
+
+def chunks(text: str) -> list[str]:
+    """The text cut at blank lines into pieces of about CHUNK characters."""
+    pieces, piece = [], ""
+    for block in text.split("\n\n"):
+        if piece and len(piece) + len(block) > CHUNK:
+            pieces.append(piece)
+            piece = ""
+        piece += ("\n\n" if piece else "") + block
+    return [p for p in [*pieces, piece] if len(p) > 200]
 
 
 def sources(stdlib: Path, docs: Path) -> dict[str, str]:

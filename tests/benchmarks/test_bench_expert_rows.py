@@ -1,10 +1,12 @@
 """The benchmark of rows on their way to the experts: it runs over gloo, and both ways bring the right rows."""
 
-from typing import Any
+import sys
+from typing import Any, NoReturn
 
+import pytest
 import torch
 import torch.distributed as dist
-from benchmarks.comm import expert_rows
+from benchmarks.comm import expert_rows, transports
 from ranks import in_group
 
 from fcsd.kernels.bit_split import Format, decode, encode
@@ -47,3 +49,17 @@ def test_rows_arrive_and_every_way_is_timed() -> None:
             f"{text}, {way}" for text in FORMATS for way in ("steps", "fused", "wire")
         ]
         assert expert_rows.to_text(timed, FORMATS).count("\n") == 7
+
+
+def test_the_program_times_rows_in_the_formats_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def note(*given: Any) -> NoReturn:
+        asked.append(given)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(transports, "time_rows_to_experts", note)
+    monkeypatch.setattr(sys, "argv", ["transports", "--quantised", "int8", "int4", "--tokens", "8"])
+    with pytest.raises(SystemExit):
+        transports.main()
+    assert asked == [(["int8", "int4"], 8, 20, None)]

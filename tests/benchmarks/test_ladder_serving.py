@@ -1,19 +1,14 @@
 """``benchmarks/infer/ladder_serving.py``: its measurements, and the tables of whole models that follow from them."""
 
-import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
+from benchmarks.infer import ladder_serving as ladder
 
 pytestmark = pytest.mark.lab
-
-_FILE = Path(__file__).parents[2] / "benchmarks/infer/ladder_serving.py"
-_SPEC = importlib.util.spec_from_file_location("ladder_serving", _FILE)
-assert _SPEC is not None and _SPEC.loader is not None
-ladder = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(ladder)
 
 GIB = 1 << 30
 FASTER = {"standard": 1.0, "ladder": 1.25, "parallel": 1.2, "desync-2x": 1.1, "desync-4x": 1.3}
@@ -70,12 +65,13 @@ def test_times_of_whole_models_lie_on_the_line_through_two_depths(tmp_path, caps
     assert single == {(1, False), (4, True), (16, True), (64, True)}  # 141 GB of weights
     assert {r["wiring"] for r in rows if r["out_of_memory"] and r["tp"] == 4} == {"parallel"}
 
-    text = (tmp_path / "tables.md").read_text()
+    written = (tmp_path / "tables.md").read_text()
+    text = re.sub(" +", " ", written)
     assert "| 8B | 531.2 | 1.25 | 1.2 | 1.1 | 1.3 | 1.5 |" in text
     assert "| TP 1, batch 64 | OOM | OOM | OOM | OOM | OOM | OOM |" in text
     assert "## Table 6: 70B, batch 64, TP 4" in text and "| nvlink | parallel | OOM | OOM | OOM |" in text
     assert (tmp_path / "figure_4.png").stat().st_size > 1000
-    assert text.strip() in capsys.readouterr().out
+    assert written.strip() in capsys.readouterr().out
 
 
 def test_what_does_not_fit_is_known_from_the_sizes():

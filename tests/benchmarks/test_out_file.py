@@ -10,15 +10,10 @@ pytestmark = pytest.mark.lab
 
 PROGRAMS = [
     "benchmarks.comm.all_reduce",
-    "benchmarks.comm.hierarchy.__main__",
     "benchmarks.comm.transports",
-    "benchmarks.distill.memory_settings",
-    "benchmarks.infer.evaluate",
-    "benchmarks.infer.generate",
     "benchmarks.kernels.decode",
     "benchmarks.kernels.formats",
     "benchmarks.kernels.kl",
-    "studies.placement.ablation",
 ]
 
 

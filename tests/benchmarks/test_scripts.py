@@ -63,8 +63,6 @@ def test_the_script_of_wires_gives_commands_that_are_taken(tmp_path):
             options = [word for word in words[words.index(module) :] if word.startswith("--")]
             assert all(f'"{option}"' in text for option in options), line
     assert modules == [
-        "comm.hierarchy",
-        "comm.hierarchy",
         "comm.transports",
         "comm.all_reduce",
         "random_checkpoint",

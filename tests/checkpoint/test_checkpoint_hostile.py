@@ -14,6 +14,7 @@ import pytest
 from gate import edit, open_base, refused, shards, state_of
 
 from fcsd.checkpoint import INDEX, contained, inspect_checkpoint
+from fcsd.convert import convert_checkpoint
 from fcsd.errors import BadInputError
 
 
@@ -124,13 +125,34 @@ def test_shard_is_no_file(model, kind):
     refused(model, shard.name)
 
 
-@pytest.mark.parametrize("name", ["config.json", INDEX, "first shard"])
+@pytest.mark.parametrize("name", ["config.json", INDEX, "tokenizer.json"])
 @pytest.mark.parametrize("relative", [True, False])
 def test_links_out_of_the_directory(model, name, relative):
-    file = shards(model)[0] if name == "first shard" else model / name
+    file = model / name
+    file.touch()
     target = file.rename(model.parent / "outside")
     file.symlink_to("../outside" if relative else target)
-    refused(model, "leaves the checkpoint")
+    refused(model, "leaves the checkpoint", call=lambda path: contained(Path(path), name))
+
+
+@pytest.mark.parametrize("relative", [True, False])
+def test_linked_weights_are_followed(model, tmp_path, relative):
+    """As transformers follows them. A converted model holds the file itself, and the link's target is not changed."""
+    before = open_base(str(model)).comparison
+    for file in shards(model):
+        file.rename(tmp_path / file.name)
+        (tmp_path / f"link to {file.name}").symlink_to(tmp_path / file.name)
+        file.symlink_to((Path("..") if relative else tmp_path) / f"link to {file.name}")
+    assert inspect_checkpoint(model).problems == [] and open_base(str(model)).comparison == before
+    contents = {file.name: (tmp_path / file.name).read_bytes() for file in shards(model)}
+    convert_checkpoint(model, tmp_path / "out", check=False)
+    for name, content in contents.items():
+        assert not (tmp_path / "out" / name).is_symlink() and (tmp_path / "out" / name).samefile(tmp_path / name)
+        assert (tmp_path / name).read_bytes() == content
+    (tmp_path / name).write_text("no weights")
+    refused(model, f"{name}: ")
+    (tmp_path / name).unlink()
+    refused(model, f"{name}: is a link, and ")
 
 
 def test_links_inside_and_into_the_cache_are_followed(good, tmp_path):
@@ -150,9 +172,15 @@ def test_links_inside_and_into_the_cache_are_followed(good, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(snapshot)
     assert open_base(str(link)).layout.files == base.layout.files
-    # The same links in a directory that is no snapshot leave it.
-    shutil.copytree(snapshot, repo / "elsewhere" / "copy", symlinks=True)
-    refused(repo / "elsewhere" / "copy", "leaves the checkpoint")
+    # So are links into the cache from a directory of the user's.
+    (tmp_path / "mine").mkdir()
+    for file in snapshot.iterdir():
+        (tmp_path / "mine" / file.name).symlink_to(file)
+    assert open_base(str(tmp_path / "mine")).layout.files == base.layout.files
+    # A file beside the blobs is no part of a model.
+    (repo / "other").write_text("canary")
+    (snapshot / "LICENSE").symlink_to("../../other")
+    refused(snapshot, "leaves the checkpoint", call=lambda path: contained(Path(path), "LICENSE"))
 
 
 @pytest.mark.parametrize("parts", [("LICENSE",), ("templates", "a.jinja"), ("..", "secret"), ("sub/LICENSE",), ("",)])

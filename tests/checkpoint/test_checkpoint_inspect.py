@@ -14,10 +14,12 @@ import transformers
 from gate import open_base
 
 from fcsd.checkpoint import INDEX, inspect_checkpoint, read_layout
+from fcsd.convert import convert_checkpoint
 from fcsd.errors import BadInputError
 from fcsd.models.archs import ARCHS
 from fcsd.models.export_template import auto_map
 from fcsd.models.wiring import Wiring
+from fcsd.plan.model import MetaModel
 
 # architecture -> (dense layers, MoE layers, experts, per token, shared) of the tiny models; DENSE_SHAPE if it has none
 DENSE_SHAPE = (4, 0, 0, 0, 0)
@@ -27,10 +29,24 @@ SHAPES = {
     "mixtral": (0, 4, 8, 2, 0),
     "olmoe": (0, 4, 8, 2, 0),
     "glm4_moe": (1, 3, 8, 2, 1),
+    "minimax_m2": (0, 4, 8, 2, 0),
+    "mimo_v2_flash": (1, 3, 8, 2, 0),
+    "mellum": (1, 3, 8, 2, 0),
+    "glm4_moe_lite": (1, 3, 8, 2, 1),
+    "dots1": (1, 3, 8, 2, 1),
+    "ernie4_5_moe": (1, 3, 8, 2, 1),
+    "exaone_moe": (1, 3, 8, 2, 1),
+    "solar_open": (0, 4, 8, 2, 1),
+    "hunyuan_v1_moe": (0, 4, 8, 2, 1),
     "gpt_oss": (0, 4, 8, 2, 0),
+    "deepseek_v32": (1, 3, 8, 2, 1),
     "deepseek_v2": (1, 3, 8, 2, 2),
     "deepseek_v3": (1, 3, 8, 2, 1),
     "llama4_text": (2, 2, 4, 1, 1),
+    "qwen3_vl_moe": (1, 3, 8, 2, 0),
+    "qwen3_5_moe": (0, 4, 8, 2, 1),
+    "qwen3_next": (1, 3, 8, 2, 1),
+    "qwen3_5_moe_text": (0, 4, 8, 2, 1),
 }
 
 
@@ -59,6 +75,18 @@ def test_every_architecture(arch, tmp_path):
     assert report.dtypes == {"F32": 4 * total}
     assert report.bytes == sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
     assert report.wirings == list(ARCHS[arch].wirings) and report.rewired is None
+
+
+def test_a_number_for_each_layer(tmp_path: Path) -> None:
+    """As published configs of Hunyuan have them."""
+    model = tiny.model("hunyuan_v1_moe", moe_topk=[2, 2, 3, 2])
+    model.save_pretrained(tmp_path)
+    edit_config(tmp_path, moe_intermediate_size=[32] * 4)
+    report = inspect_checkpoint(str(tmp_path))
+    assert report.problems == [] and (report.experts, report.experts_per_token) == (8, 3)
+    edit_config(tmp_path, moe_intermediate_size=[32, 0, 32, 32])
+    with pytest.raises(BadInputError, match="moe_intermediate_size is 0, not a whole number from 1"):
+        inspect_checkpoint(str(tmp_path))
 
 
 def test_llama4_with_vision(tmp_path):
@@ -120,7 +148,7 @@ def test_the_key_of_the_original_config_counts(tmp_path):
         open_base(str(tmp_path))
 
 
-@pytest.mark.parametrize("arch, layer", [("deepseek_v3", 61), ("glm4_moe", 46)])
+@pytest.mark.parametrize("arch, layer", [("deepseek_v3", 61), ("glm4_moe", 46), ("glm4_moe_lite", 47)])
 def test_multi_token_prediction_is_carried(arch, layer, tmp_path):
     """What the base class declares as ignored stays in the files; one layer further it is unexpected."""
     tiny.model(arch).save_pretrained(tmp_path)
@@ -134,6 +162,24 @@ def test_multi_token_prediction_is_carried(arch, layer, tmp_path):
     extra = f"model.layers.{layer - 1}.eh_proj.weight"
     sparse_checkpoint.write_header(tmp_path / "model.safetensors", {**tensors, extra: ("F32", (64, 128))})
     assert inspect_checkpoint(str(tmp_path), verify=True).problems == [f"1 unexpected ({extra})"]
+
+
+@pytest.mark.parametrize(
+    "arch, extra",
+    [
+        ("exaone_moe", "mtp.layers.0.eh_proj.weight"),
+        ("mimo_v2_flash", "model.mtp.layers.0.eh_proj.weight"),
+        ("ernie4_5_moe", "model.mtp_block.0.eh_proj.weight"),
+        ("mellum", "mtp.fc.weight"),
+    ],
+)
+def test_modules_that_predict_further_tokens_are_carried(arch: str, extra: str, tmp_path: Path) -> None:
+    tiny.model(arch).save_pretrained(tmp_path)
+    tensors = {name: (t.dtype, t.shape) for name, t in read_layout(tmp_path).tensors.items()}
+    sparse_checkpoint.write_header(tmp_path / "model.safetensors", {**tensors, extra: ("F32", (64, 128))})
+    report = inspect_checkpoint(str(tmp_path))
+    assert report.carried == [extra] and report.problems == []
+    assert replace(report, verified=True) == inspect_checkpoint(str(tmp_path), verify=True)
 
 
 @pytest.mark.parametrize(
@@ -188,6 +234,24 @@ def test_converted_by_fcsd(tmp_path):
     assert report.rewired == {"by": "fcsd", **block} and report.wirings == [] and report.problems == []
     assert report.model_type == "deepseek_v2" and report.shared_experts == 2
     assert "farskip, layers 1-3, by fcsd" in report.to_text()
+    assert report.original == "org/base" and "\noriginal      org/base\n" in report.to_text()
+
+
+def test_a_converted_model_names_its_original(tmp_path):
+    """The original is named by its path here, by its commit on the hub, and by its name if it came from elsewhere."""
+    tiny.model("llama").save_pretrained(tmp_path / "original")
+    convert_checkpoint(tmp_path / "original", tmp_path / "out", wiring="ladder", check=False)
+    path = tmp_path / "original"
+    assert inspect_checkpoint(path).original is None and "\noriginal" not in inspect_checkpoint(path).to_text()
+    report = inspect_checkpoint(tmp_path / "out")
+    assert report.original == str(path) and f"original      {path}\n" in report.to_text()
+    path.rename(tmp_path / "moved")
+    assert f"original      {path}, which is no longer there\n" in inspect_checkpoint(tmp_path / "out").to_text()
+    (tmp_path / "out" / ".fcsd.json").unlink()
+    assert inspect_checkpoint(tmp_path / "out").original == "original"
+    block = json.loads((tmp_path / "out" / "config.json").read_text())["fcsd"]
+    edit_config(tmp_path / "out", fcsd=block | {"base_model": "org/base", "base_revision": "0a1b"})
+    assert inspect_checkpoint(tmp_path / "out").original == "org/base@0a1b"
 
 
 def test_trained_by_amd(tmp_path):
@@ -269,13 +333,20 @@ def test_json_is_stable_and_text_is_short(tmp_path):
     tiny.model("mixtral", dtype=torch.bfloat16).save_pretrained(tmp_path)
     report = inspect_checkpoint(str(tmp_path))
     assert list(json.loads(report.to_json())) == [
-        *("model", "revision", "gated", "model_type", "architecture", "layers", "dense_layers", "moe_layers"),
+        *("model", "revision", "gated", "model_type", "family", "hub_id", "architecture", "layers"),
+        *("dense_layers", "moe_layers"),
         *("experts", "experts_per_token", "shared_experts", "parameters", "active_parameters", "bytes", "shards"),
-        *("dtypes", "quantization", "wirings", "rewired", "carried", "verified", "problems"),
+        *("dtypes", "quantization", "wirings", "rewired", "original", "carried", "verified", "problems"),
     ]
     text = report.to_text()
     assert "MixtralForCausalLM (mixtral)" in text and "8, 2 per token" in text and "478 k, 183 k active" in text
-    assert "standard, farskip, ladder, parallel" in text and len(text.splitlines()) < 12
+    assert "standard, farskip, ladder, parallel" in text and len(text.splitlines()) < 13
+    assert "published as  Mixtral\n" in text and report.hub_id is None
+    for name, hub_id in (("mistralai/Mixtral-8x7B-v0.1", True), ("/home/me/model", False), ("../mine", False)):
+        edit_config(tmp_path, _name_or_path=name)
+        report = inspect_checkpoint(str(tmp_path))
+        assert report.hub_id == (name if hub_id else None)
+        assert (f"published as  Mixtral, here {name}\n" in report.to_text()) == hub_id
 
 
 def test_inspecting_imports_no_torch(tmp_path):
@@ -313,3 +384,53 @@ def test_what_config_leaves_out_is_asked_of_transformers(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     report = inspect_checkpoint(str(tmp_path))
     assert report.verified and report.experts_per_token == transformers.MixtralConfig().num_experts_per_tok
+
+
+def qwen3_vl_2b():
+    text = dict(
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]},
+        tie_word_embeddings=True,
+    )
+    vision = dict(depth=24, hidden_size=1024, intermediate_size=4096, out_hidden_size=2048)
+    vision |= dict(deepstack_visual_indexes=[5, 11, 17])
+    return transformers.Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True)
+
+
+def test_qwen3_vl_of_full_size(tmp_path):
+    folder = sparse_checkpoint.write(tmp_path / "model", qwen3_vl_2b(), "Qwen3VLForConditionalGeneration", shards=2)
+    for verify in (False, True):
+        report = inspect_checkpoint(str(folder), verify=verify)
+        assert report.problems == [] and (report.layers, report.moe_layers) == (28, 0)
+        assert 2.0e9 < report.parameters < 2.3e9
+    numbers = MetaModel(str(folder)).numbers
+    assert 1.6e9 < numbers.total < 1.8e9 and len(numbers.layers) == 28, "the decoder alone"
+
+
+def test_qwen3_5_of_full_size(tmp_path):
+    """Most layers have linear attention, and tensors that predict further tokens lie beside the layers."""
+    config = transformers.Qwen3_5MoeConfig(
+        text_config={"num_hidden_layers": 8}, vision_config={"out_hidden_size": 2048}
+    )
+    folder = sparse_checkpoint.write(tmp_path / "model", config, "Qwen3_5MoeForConditionalGeneration", shards=2)
+    index = json.loads((folder / INDEX).read_text())
+    sparse_checkpoint.write_header(folder / "mtp.safetensors", {"mtp.fc.weight": ("BF16", (2048, 4096))})
+    index["weight_map"]["mtp.fc.weight"] = "mtp.safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+    for verify in (False, True):
+        report = inspect_checkpoint(str(folder), verify=verify)
+        assert report.problems == [] and report.carried == ["mtp.fc.weight"]
+        assert (report.layers, report.moe_layers, report.experts, report.experts_per_token) == (8, 8, 256, 8)
+        assert report.wirings == ["standard", "farskip", "ladder", "parallel"]
+    numbers = MetaModel(str(folder)).numbers
+    assert numbers.attention == 16 * 512 // 4, "one layer of four has softmax attention"
+    edit = {name: file for name, file in index["weight_map"].items() if "layers.2.linear_attn.conv1d" not in name}
+    (folder / INDEX).write_text(json.dumps({**index, "weight_map": edit}))
+    (problem,) = inspect_checkpoint(str(folder), verify=True).problems
+    assert "layers.2.linear_attn.conv1d.weight" in problem

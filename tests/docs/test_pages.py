@@ -43,6 +43,37 @@ def test_files_of_the_repository_exist(page, repo):
     assert not [name for name in missing if name != "assets/teacher"]
 
 
+LAB = [Path(f"{folder}/README.md") for folder in ("benchmarks", "benchmarks/carried", "studies")]
+RESULTS = sorted(path.relative_to(_REPO) for path in (_REPO / "benchmarks/results").glob("*.md"))
+STUDIES = sorted(path.relative_to(_REPO) for path in (_REPO / "studies").glob("*/*.md"))
+
+
+def absent_programs(text, repo):
+    """The programs of benchmarks/ and studies/ that a text names, by file or as a module, and that do not exist."""
+    files = set(re.findall(r"(?<![\w/.])(?:benchmarks|studies)/[\w./*-]+\.(?:py|sh)\b", text))
+    modules = set(re.findall(r"-m\s+((?:benchmarks|studies)(?:\.\w+)+)", text))
+    wanting = {name for name in files if not list(repo.glob(name))}
+    for name in modules:
+        path = repo / name.replace(".", "/")
+        if not path.with_suffix(".py").exists() and not (path / "__main__.py").exists():
+            wanting.add(f"{name.replace('.', '/')}.py")
+    return wanting
+
+
+@pytest.mark.parametrize("page", [*PAGES, *LAB, *STUDIES], ids=str)
+def test_programs_of_the_lab_exist(page, repo):
+    assert not absent_programs((repo / page).read_text(), repo)
+
+
+@pytest.mark.parametrize("page", RESULTS, ids=str)
+def test_pages_of_results_say_which_programs_have_gone(page, repo):
+    """A stored figure outlives its program. The page then lists the program, and the last commit that has it."""
+    text = (repo / page).read_text()
+    (listed,) = re.findall(r"^Not in the tree any more: (.*?)\.\n\n", text, re.M | re.S) or [""]
+    assert absent_programs(text, repo) == set(re.findall(r"`([^`]+)`", listed))
+    assert all(re.search(r"\(commit \w{7}\)$", part) for part in listed.split(";") if part)
+
+
 def keys_of(section, key=""):
     """Every dotted key of a recipe, sections included."""
     found = set()

@@ -16,6 +16,7 @@ from torch import Tensor
 from fcsd.checkpoint import SINGLE
 from fcsd.checkpoint.weights import Reader
 from fcsd.engine.layer import wire_tensor_parallel
+from fcsd.engine.slots import why_no_slots
 from fcsd.engine.tp_plan import TensorGroup
 from fcsd.engine.weights import load_tensor_parallel, random_tensor_parallel
 from fcsd.errors import BadInputError, ConfigError
@@ -58,6 +59,7 @@ WIRINGS = {
 }
 COMMON = [STANDARD, FARSKIP, LADDER]
 EXPECTED = "expected.pt"
+SHARED = [arch for arch in ARCHS if ARCHS[arch].no_tp is None]
 
 
 def write(folder: Path, arch: str, **changes: Any) -> Any:
@@ -85,8 +87,13 @@ def write_placement(folder: Path, model: Any) -> None:
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A checkpoint of each architecture, and in its folder the reference's logits under each wiring."""
     root = tmp_path_factory.mktemp("models")
-    biases = {"llama": {"attention_bias": True, "mlp_bias": True}, "gpt_oss": {"attention_bias": True}}
-    for arch in ARCHS:
+    biases = {
+        "llama": {"attention_bias": True, "mlp_bias": True},
+        "gpt_oss": {"attention_bias": True},
+        "starcoder2": {"use_bias": True},
+        "ernie4_5_moe": {"use_bias": True},
+    }
+    for arch in SHARED:
         odd = {} if arch == "llama4" else {"vocab_size": 255}  # which no number of ranks divides
         reference = write(root / arch, arch, **odd, **biases.get(arch, {}))
         ids = tiny.tokens(batch=2, length=20).clamp(max=254)
@@ -95,7 +102,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             expected = {str(one): wire(reference, one)(ids, use_cache=False).logits for one in wirings}
         torch.save((ids, expected), root / arch / EXPECTED)
         write_placement(root / arch, reference)
-    return {arch: root / arch for arch in ARCHS}
+    return {arch: root / arch for arch in SHARED}
 
 
 class _Late:
@@ -345,3 +352,20 @@ def test_what_does_not_fit_the_ranks_is_refused() -> None:
         wire_tensor_parallel(model, Wiring("desync-2x", ALL, tp_degree=2), TensorGroup(None, 4, 0))
     with pytest.raises(ConfigError, match="layer 4 does not exist"):
         wire_tensor_parallel(model, Wiring("ladder", (4,)), TensorGroup(None, 1, 0))
+
+
+@pytest.mark.parametrize("arch", [arch for arch in ARCHS if ARCHS[arch].no_tp is not None])
+def test_what_ranks_cannot_share_runs_on_one_and_is_refused_on_two(arch: str, tmp_path: Path) -> None:
+    reference, ids = write(tmp_path, arch), tiny.tokens()
+    alone = TensorGroup(None, 1, 0)
+    model: Any = load_tensor_parallel(tmp_path, dtype=torch.float32, device="cpu", ranks=alone)
+    with torch.no_grad():
+        for wiring in COMMON:
+            expected = wire(reference, wiring)(ids, use_cache=False).logits
+            wire_tensor_parallel(model, wiring, alone, "none")
+            torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=0, atol=2e-5)
+        steps = model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+        assert torch.equal(steps, reference.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False))
+    assert "keeps a" in (why_no_slots(model, 32) or "")
+    with pytest.raises(ConfigError, match=f"2 ranks cannot share a model of {arch}: linear attention keeps a state"):
+        load_tensor_parallel(tmp_path, dtype=torch.float32, device="cpu", ranks=TensorGroup(None, 2, 0))

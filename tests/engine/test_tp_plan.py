@@ -8,9 +8,10 @@ import tiny
 import torch
 from transformers import PretrainedConfig
 
-from fcsd.engine.tp_plan import Shard, Sharding, layer_sharding, tp_plan_of
+from fcsd.engine.tp_plan import Shard, Sharding, TensorGroup, layer_sharding, own_range, tp_plan_of
 from fcsd.errors import BadInputError
 from fcsd.models.archs import ARCHS
+from fcsd.models.build import decoder_layers
 
 
 def shardings(arch: str, **changes: Any) -> dict[str, Sharding]:
@@ -19,17 +20,25 @@ def shardings(arch: str, **changes: Any) -> dict[str, Sharding]:
         model: Any = tiny.model(arch, **changes)
     plan = tp_plan_of(ARCHS[arch], model.config)
     return {
-        name: layer_sharding(plan, name, tensor.ndim) for name, tensor in model.model.layers[-1].state_dict().items()
+        name: layer_sharding(plan, name, tensor.ndim) for name, tensor in decoder_layers(model)[-1].state_dict().items()
     }
 
 
-@pytest.mark.parametrize("arch", tiny.CONFIGS)
+@pytest.mark.parametrize("arch", [arch for arch in tiny.CONFIGS if ARCHS[arch].no_tp is None])
 def test_every_tensor_of_a_layer_has_a_style(arch: str) -> None:
     """Matrices are sharded, but for those of routers, of gates and of latents; nothing else is replicated."""
     found = shardings(arch)
     whole = {name for name, sharding in found.items() if sharding == "whole" and name.endswith(".weight")}
     blocks = ARCHS[arch].blocks
-    replicated = ("norm", f"{blocks.mlp}.{blocks.router}", f"{blocks.mlp}.{blocks.shared_gate}", "_a_proj", "_with_mqa")
+    replicated = (
+        "norm",
+        f"{blocks.mlp}.{blocks.router}",
+        f"{blocks.mlp}.{blocks.shared_gate}",
+        "_a_proj",
+        "_with_mqa",
+        "gate.wg",
+    )
+    whole = {name for name in whole if ".indexer." not in name}
     assert {name for name in whole if not name.removesuffix(".weight").endswith(replicated)} == set()
     assert found["self_attn.o_proj.weight"] == Shard(1)
 
@@ -43,6 +52,16 @@ def test_key_value_heads_biases_and_packed_blocks() -> None:
     assert moe["mlp.experts.gate_up_proj"] == Shard(1, packed=2) and moe["mlp.experts.down_proj"] == Shard(2)
     assert moe["mlp.shared_expert.down_proj.weight"] == Shard(1)
     assert moe["mlp.gate.weight"] == moe["mlp.shared_expert_gate.weight"] == "whole"
+
+
+@pytest.mark.parametrize(
+    ("degree", "rank", "rows"), [(2, 1, [(4, 4), (10, 2), (14, 2)]), (4, 1, [(2, 2), (8, 2), (12, 2)])]
+)
+def test_heads_in_one_weight_are_divided_by_their_kinds(degree: int, rank: int, rows: list[tuple[int, int]]) -> None:
+    """Four query heads of width 2, then two key heads and two value heads, which are repeated on four ranks."""
+    sharding = shardings("phi3")["self_attn.qkv_proj.weight"]
+    assert sharding == Shard(0, query_heads=4)
+    assert own_range(sharding, 16, TensorGroup(None, degree, rank), kv_heads=2) == rows
 
 
 def test_what_the_rows_add_to_the_plans_of_transformers() -> None:

@@ -1,5 +1,6 @@
 """What must not change a score: kills at any moment, the batch size; and what must not get one."""
 
+import gzip
 import json
 import math
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import eval_data
+import hub_server
 import pytest
 import ranks
 import tiny
@@ -195,3 +197,102 @@ def test_a_label_that_is_no_choice_is_refused(
     assert str(caught.value).startswith(task)
     if change in ({"label": -1}, {"label": 2}):  # a question that is not asked needs no label
         evaluate_models([str(model)], limit=1, **asked)
+
+
+DAMAGE = [
+    ("GSM-8K", "openai/gsm8k/main", {"answer": []}, "question 0 cannot be read: it has no answer"),
+    ("HEval+", "evalplus/humanevalplus/default", {"prompt": None}, "question 0 cannot be read"),
+    ("HEval+", "evalplus/humanevalplus/default", {"prompt": 7}, "question 0 cannot be read"),
+    ("MBPP+", "evalplus/mbppplus/default", {"task_id": []}, "question 0 cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("task", "folder", "change", "says"), DAMAGE)
+def test_a_question_of_another_form_is_refused_before_the_model_answers(
+    task: str, folder: str, change: dict, says: str, model: Path, mirror: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(mirror / folder.split("/")[0], tmp_path / folder.split("/")[0])
+    for path in (tmp_path / folder).iterdir():
+        rows = [json.loads(line) | change for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked: dict = {
+        "suite": "paper",
+        "tasks": [task],
+        "data_mirror": tmp_path,
+        "engine": Engine(device="cpu"),
+        "limit": 1,
+    }
+    with (
+        patch.object(HFAdapter, "generate_until", side_effect=AssertionError),
+        pytest.raises(BadInputError, match=says),
+    ):
+        evaluate_models([str(model)], **asked)
+
+
+CARDS = {
+    "an address": "configs:\n- config_name: default\n  data_files: {address}/a.jsonl\n",
+    "one of two": "configs:\n- config_name: default\n  data_files:\n  - path: [a.jsonl, '{address}/a.jsonl']\n",
+    "an archive": "configs:\n- config_name: default\n  data_files: 'zip://a.jsonl::{address}/a.zip'\n",
+    "an alias": "x: &x [{address}/a.jsonl]\nconfigs:\n- config_name: default\n  data_files: *x\n",
+    "the disk": "configs:\n- config_name: default\n  data_files: /etc/hostname\n",
+    "above": "configs:\n- config_name: default\n  data_files: default/../../../secret.jsonl\n",
+    "a folder": "configs:\n- config_name: default\n  data_dir: ~/x\n",
+}
+
+
+@pytest.mark.parametrize("file", ["README.md", ".huggingface.yaml"])
+@pytest.mark.parametrize("card", CARDS)
+def test_a_mirror_names_its_own_files_alone(file: str, card: str, model: Path, mirror: Path, tmp_path: Path) -> None:
+    shutil.copytree(mirror / "baber", tmp_path / "baber")
+    with hub_server.running() as hub:
+        text = CARDS[card].format(address=hub.url)
+        (tmp_path / "baber/piqa" / file).write_text(f"---\n{text}---\n" if file == "README.md" else text)
+        with pytest.raises(BadInputError, match="names data outside of its folder"):
+            evaluate_models([str(model)], tasks=["PIQA"], data_mirror=tmp_path, engine=Engine(device="cpu"))
+    assert hub.requests == []
+
+
+def test_a_row_of_a_mirror_leads_nowhere(model: Path, mirror: Path, tmp_path: Path) -> None:
+    shutil.copytree(mirror / "baber", tmp_path / "baber")
+    kinds = {"goal": "image", "sol1": "string", "sol2": "string", "label": "int64"}
+    features = "".join(f"  - name: {name}\n    dtype: {kind}\n" for name, kind in kinds.items())
+    card = (tmp_path / "baber/piqa/README.md").read_text().removeprefix("---\n")
+    text = f"---\ndataset_info:\n- config_name: default\n  features:\n{features}{card}"
+    (tmp_path / "baber/piqa/README.md").write_text(text)
+    with hub_server.running() as hub:
+        for file in (tmp_path / "baber/piqa/default").iterdir():
+            row = {"goal": {"path": f"{hub.url}/a.png", "bytes": None}, "sol1": "a", "sol2": "b", "label": 0}
+            file.write_text(json.dumps(row) + "\n")
+        with pytest.raises(BadInputError, match="a column of files"):
+            evaluate_models([str(model)], tasks=["PIQA"], data_mirror=tmp_path, engine=Engine(device="cpu"))
+    assert hub.requests == []
+
+
+def test_a_damaged_card_of_a_mirror_is_refused_in_one_line(model: Path, mirror: Path, tmp_path: Path) -> None:
+    shutil.copytree(mirror / "baber", tmp_path / "baber")
+    for text in ("configs: [", "configs: 3", "- a", "\x00", "a: &a [*a]\nconfigs: " + "[" * 5000):
+        (tmp_path / "baber/piqa/README.md").write_text(f"---\n{text}\n---\n")
+        with pytest.raises(BadInputError) as caught:
+            evaluate_models([str(model)], tasks=["PIQA"], data_mirror=tmp_path, engine=Engine(device="cpu"))
+        assert "PIQA" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["README.md", "dataset_infos.json", "default/more.jsonl", "linked/more.jsonl"])
+def test_a_fifo_in_a_mirror_is_refused_at_once(name: str, model: Path, mirror: Path, tmp_path: Path) -> None:
+    shutil.copytree(mirror / "baber", tmp_path / "baber")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "baber/piqa/linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere/up").symlink_to(tmp_path / "baber/piqa")
+    (tmp_path / "baber/piqa" / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "baber/piqa" / name)
+    with pytest.raises(BadInputError, match="not a regular file"):
+        evaluate_models([str(model)], tasks=["PIQA"], data_mirror=tmp_path, engine=Engine(device="cpu"))
+
+
+@pytest.mark.parametrize("name", ["default/validation.jsonl", "default/more.json.gz"])
+def test_a_very_long_line_of_a_mirror_is_refused(name: str, model: Path, mirror: Path, tmp_path: Path) -> None:
+    shutil.copytree(mirror / "baber", tmp_path / "baber")
+    data = b'{"goal": "' + b"x" * 10_000_000 + b'"}\n'
+    (tmp_path / "baber/piqa" / name).write_bytes(gzip.compress(data, 1) if name.endswith(".gz") else data)
+    with pytest.raises(BadInputError, match=r":1: this line has over 10,000,000 bytes"):
+        evaluate_models([str(model)], tasks=["PIQA"], data_mirror=tmp_path, engine=Engine(device="cpu"))

@@ -36,9 +36,14 @@ def loaded(name: str = "tiny", seed: int = 0) -> Loaded:
 
 
 @pytest.mark.usefixtures("datasets_cache")
-def test_all_nine_tasks_equal_lm_eval_itself(mirror, tmp_path):
+def test_all_nine_tasks_equal_lm_eval_itself(mirror, tmp_path, caplog):
     subject = loaded()
+    caplog.set_level("INFO", "fcsd.eval.harness")
     rows = evaluate_models([subject], tasks=NINE, data_mirror=mirror, limit=3, out=tmp_path / "out", log_samples=True)
+    asked = {row["column"]: row["n"] for row in rows}
+    said = caplog.messages[0]  # before the first question, with all of MMLU's subjects
+    assert said.startswith(f"1 model, {sum(asked.values()):,} items each, with --limit 3 for each task: ")
+    assert f"MMLU {asked['MMLU']:,} in 57 tasks" in said and f"PIQA {asked['PIQA']}," in said
     assert [row["column"] for row in rows] == NINE
     lm_tasks = Path(simple_evaluate.__code__.co_filename).parent / "tasks"
     folders = {row.directory for row in select("paper", NINE)}
@@ -163,14 +168,23 @@ def test_refusals():
         evaluate_models([loaded()], tasks=["piqa"], limit=0)
     with pytest.raises(ConfigError, match="no directory is given"):
         evaluate_models([loaded()], tasks=["piqa"], log_samples=True)
-    with pytest.raises(ConfigError, match="twice"):
-        names_of(["runs/a", "runs/a"])
-    assert names_of(["comparison", "org/base"]) == [str(Path("comparison").resolve())[1:].replace("/", "--"), "base"]
-    assert names_of(["runs/a/final", "/runs/b/final", "org/base"]) == [
-        "runs--a--final",
-        "runs--b--final",
-        "base",
+
+
+def test_models_are_named_by_their_last_folders(tmp_path, monkeypatch):
+    """As many as tell them apart, also if a model is named by an absolute path."""
+    assert names_of(["/data/runs/a/final", "/data/runs/b/final", "org/base"]) == ["a--final", "b--final", "base"]
+    assert names_of(["/x/1/final", "/y/1/final", "/y/2/final", "org/base@main"]) == [
+        *("x--1--final", "y--1--final", "2--final", "base@main"),
     ]
+    (tmp_path / "mine" / "comparison").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "mine")
+    assert names_of([".", "comparison", "bundled:assets/teacher"]) == ["mine", "mine--comparison", "teacher"]
+    for twice in (["runs/a", "runs/a"], [".", str(tmp_path / "mine")]):
+        with pytest.raises(ConfigError, match="twice"):
+            names_of(twice)
+    monkeypatch.chdir(tmp_path / "mine" / "comparison")
+    with pytest.raises(ConfigError, match="cannot be called 'comparison'"):
+        names_of(["comparison"])
 
 
 def test_suites_name_tasks_that_the_installed_lm_eval_has():

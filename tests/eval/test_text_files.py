@@ -2,10 +2,15 @@
 
 import gzip
 import json
+import os
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from fcsd import input_lines
 from fcsd.errors import BadInputError
+from fcsd.eval import perplexity
 from fcsd.eval.perplexity import read_texts
 
 _LINES = b"".join(json.dumps({"text": f"document {n}"}).encode() + b"\n" for n in range(200))
@@ -19,7 +24,10 @@ _LINES = b"".join(json.dumps({"text": f"document {n}"}).encode() + b"\n" for n i
         ("a.jsonl", b"\xff\xfe", "cannot be read"),
         ("a.jsonl", b'{"txt": "a"}', "'text'"),
         ("a.jsonl", b'{"text": ""}', "has no text"),
-        ("a.jsonl.gz", b"not gzip", "cannot be read"),
+        ("a.jsonl.gz", b"not gzip", "a.jsonl.gz:1: not a JSON object"),
+        ("a.jsonl", b'{"text": ' + b"[" * 100_000, "a.jsonl:1: not a JSON object"),
+        ("a.jsonl", _LINES + b'{"text": "' + b"x" * 10_000_000, "a.jsonl:201: this line has over 10,000,000 bytes"),
+        ("a.jsonl.gz", gzip.compress(b"x" * 10_000_001), "a.jsonl.gz:1: this line has over 10,000,000 bytes"),
         ("a.jsonl.gz", gzip.compress(_LINES, mtime=0)[:60], "cannot be read"),
         ("a.parquet", b"not parquet", "cannot be read"),
     ],
@@ -30,6 +38,29 @@ def test_an_unreadable_text_file_is_refused_in_one_line(tmp_path, name, data, sa
     with pytest.raises(BadInputError, match=says) as caught:
         read_texts(tmp_path / name)
     assert name in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_text_file_is_regular_and_bounded(tmp_path, monkeypatch):
+    for name in ("a.jsonl", "a.parquet"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(BadInputError, match="not a regular file"):
+            read_texts(tmp_path / name)
+    (tmp_path / "b.jsonl").write_bytes(_LINES)
+    pq.write_table(pa.table({"text": ["x" * 1000] * 5}), tmp_path / "b.parquet")
+    pq.write_table(pa.table({"text": [1, 2]}), tmp_path / "c.parquet")
+    pq.write_table(pa.table({"text": [None, "", "a", "x" * 500]}), tmp_path / "d.parquet")
+    assert read_texts(tmp_path / "b.parquet") == ["x" * 1000] * 5
+    assert read_texts(tmp_path / "d.parquet") == ["a", "x" * 500]
+    with pytest.raises(BadInputError, match="'text' of row 1 is not a text"):
+        read_texts(tmp_path / "c.parquet")
+    for limit, says in (("MOST_TEXT", "more than 0 MB of text"), ("LONGEST_TEXT", "row 1 has over 999 bytes")):
+        with monkeypatch.context() as patch:
+            patch.setattr(perplexity, limit, 999)
+            with pytest.raises(BadInputError, match=says):
+                read_texts(tmp_path / "b.parquet")
+    assert len(list(input_lines.read_lines(tmp_path / "b.jsonl", most=len(_LINES)))) == 200
+    with pytest.raises(BadInputError, match="more than 0 MB of text"):
+        list(input_lines.read_lines(tmp_path / "b.jsonl", most=len(_LINES) - 2))
 
 
 def test_lines_are_read_compressed_or_not(tmp_path):

@@ -1,19 +1,22 @@
 """push: the real client against a hub on localhost."""
 
 import logging
+import threading
 from pathlib import Path
+from typing import Any
 
 import hub_server
 import pytest
 import tiny
 import transformers
 from files import snapshot
-from huggingface_hub import constants
+from huggingface_hub import constants, get_session
 from reloads import fork_reloads
 
 from fcsd.convert import convert_checkpoint
 from fcsd.errors import BadInputError, ConfigError, FcsdError
 from fcsd.export import final as exporting
+from fcsd.export import push as pushing
 from fcsd.export.final import export_model
 from fcsd.export.push import push_model
 from fcsd.export.reload import RECORD
@@ -113,6 +116,127 @@ def test_what_an_earlier_push_left_is_replaced(hub, exported: Path) -> None:
     hub.add("org/mine", old)
     push_model(exported, "org/mine")
     assert files_at(hub, "org/mine").keys() == local(exported).keys() | {"NOTES"}
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, call: str, answer: Any) -> None:
+    """Let the hub answer a call by ``answer(handler, its own answer, arguments)``."""
+    own = getattr(hub_server._Handler, call)
+    monkeypatch.setattr(
+        hub_server._Handler, call, lambda self, **named: answer(self, lambda: own(self, **named), named)
+    )
+
+
+def ignore_all(handler: Any, own: Any, named: dict[str, Any]) -> None:
+    json, handler._json = handler._json, lambda value: None
+    own()
+    handler._json = json
+    files = [{"path": name, "uploadMode": "regular", "shouldIgnore": True} for name in asked(handler)]
+    json({"files": files, "commitOid": named["repo"].refs["main"]})
+
+
+def asked(handler: Any) -> list[str]:
+    return [file["path"] for file in hub_server.json.loads(handler.body)["files"]]
+
+
+def keep_other_content(handler: Any, own: Any, named: dict[str, Any]) -> None:
+    own()
+    [sha] = [named["repo"].refs[ref] for ref in named["repo"].refs if ref.startswith("refs/pr/")]
+    files = named["repo"].commits[sha]
+    files["config.json"] = hub_server.Blob(files["config.json"].read(0, files["config.json"].size - 1) + b" ")
+
+
+def keep_earlier_weights(handler: Any, own: Any, named: dict[str, Any]) -> None:
+    own()
+    [sha] = [named["repo"].refs[ref] for ref in named["repo"].refs if ref.startswith("refs/pr/")]
+    named["repo"].commits[sha]["model-00001-of-00099.safetensors"] = hub_server.Blob(b"old")
+
+
+@pytest.mark.parametrize(
+    ("call", "answer", "message"),
+    [
+        ("_preupload", ignore_all, "refs/pr/1 lacks LICENSE|refs/pr/1 lacks README.md"),
+        ("_commit", keep_other_content, "refs/pr/1 differs in config.json$"),
+        ("_commit", keep_earlier_weights, "refs/pr/1 still has the earlier model-00001-of-00099.safetensors$"),
+        ("_merge", lambda handler, own, named: handler._json({"newStatus": "merged"}), "main lacks .* more$"),
+    ],
+)
+def test_what_the_hub_did_not_take_is_an_error(hub, exported: Path, monkeypatch, call, answer, message) -> None:
+    answering(monkeypatch, call, answer)
+    monkeypatch.setattr(pushing, "_WAITS", (0.0,))
+    with pytest.raises(FcsdError, match=message) as caught:
+        push_model(exported, "org/mine")
+    assert caught.value.hint and files_at(hub, "org/mine").keys() == {".gitattributes"}
+
+
+def test_a_pull_request_of_somebody_else_is_not_taken_for_our_own(hub, exported: Path) -> None:
+    hub.faults["POST .*/merge"] = 500
+    with pytest.raises(FcsdError):
+        push_model(exported, "org/mine")
+    repo = hub.repos["org/mine"]
+    repo.authors[1] = "mallory"
+    hub.add("org/mine", {"tokenizer.pkl": b"evil"}, "refs/pr/1")
+    push_model(exported, "org/mine")
+    assert "tokenizer.pkl" not in files_at(hub, "org/mine") and list(repo.open_pulls) == [1] and repo.pulls == 2
+
+
+def test_a_hub_that_shows_it_later_is_asked_again(hub, exported: Path, monkeypatch) -> None:
+    monkeypatch.setattr(pushing, "_WAITS", (0.0,))
+    late = iter([True])
+
+    def empty_at_first(handler: Any, own: Any, named: dict[str, Any]) -> None:
+        if named.get("revision") == "main" and "blobs" in handler.query and next(late, False):
+            return handler._json({"id": "org/mine", "sha": "0", "private": False, "siblings": []})
+        own()
+
+    answering(monkeypatch, "_info", empty_at_first)
+    push_model(exported, "org/mine")
+    assert next(late, None) is None and "modeling_fcsd.py" in files_at(hub, "org/mine")
+
+
+def test_a_second_push_finds_everything_there(hub, exported: Path, monkeypatch) -> None:
+    push_model(exported, "org/mine")
+    first = dict(hub.repos["org/mine"].refs)
+
+    def known(handler: Any, own: Any, named: dict[str, Any]) -> None:
+        repo = named["repo"]
+        there = {name: repo.commits[repo.refs["main"]][name] for name in asked(handler)}
+        files = [{"path": name, "uploadMode": "lfs" if name.endswith(hub_server.LFS) else "regular",
+                  "shouldIgnore": False, "oid": blob.etag if name.endswith(hub_server.LFS) else blob.git}
+                 for name, blob in there.items()]  # fmt: skip
+        handler._json({"files": files, "commitOid": repo.refs["main"]})
+
+    answering(monkeypatch, "_preupload", known)
+    assert push_model(exported, "org/mine") == push_model(exported, "org/mine", create_pr=True) == f"{hub.url}/org/mine"
+    assert hub.repos["org/mine"].refs == first
+
+
+def test_endless_pages_of_pull_requests_end(hub, exported: Path, monkeypatch) -> None:
+    monkeypatch.setattr(pushing, "_MOST_PAGES", 3)
+    other = {"num": 7, "title": "another", "author": {"name": "org"}}
+    answering(
+        monkeypatch, "_discussions", lambda handler, own, named: handler._json({"discussions": [other], "count": 10**9})
+    )
+    push_model(exported, "org/mine")
+    assert sum(line.endswith("/discussions") for line in hub.requests) == 3
+    answering(monkeypatch, "_discussions", lambda handler, own, named: handler._json({"discussions": 3}))
+    with pytest.raises(FcsdError, match="list of pull requests cannot be read"):
+        push_model(exported, "org/mine")
+
+
+@pytest.mark.parametrize(
+    ("limit", "message"), [("_SECONDS", "took more than 0 s"), ("_SILENCE", r"broke off \(ReadTimeout\)")]
+)
+def test_a_silent_hub_is_not_waited_for(hub, exported: Path, monkeypatch, limit: str, message: str) -> None:
+    over = threading.Event()
+    answering(monkeypatch, "_create", lambda handler, own, named: over.wait(60))
+    monkeypatch.setattr(pushing, limit, 0.2)
+    before = get_session().timeout
+    try:
+        with pytest.raises(FcsdError, match=message) as caught:
+            push_model(exported, "org/mine")
+    finally:
+        over.set()
+    assert caught.value.hint and get_session().timeout == before
 
 
 def test_what_may_not_be_pushed_is_refused_before_a_request(hub, exported: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -22,7 +23,8 @@ from fcsd.models.wiring import Wiring, refuse_unknown_backend
 
 def wired_directory(arch: str, auto: str, out: Path) -> transformers.PreTrainedModel:
     """Save a tiny farskip model of ``arch`` with its code; the model that was saved."""
-    base = getattr(transformers, auto).from_config(tiny.config(arch))
+    base: Any = tiny.model(arch)
+    base = base.model if auto == "AutoModel" else base
     config = build.converted_config(base.config, Wiring("farskip", (1, 2, 3)).to_block())
     config.auto_map = auto_map(ARCHS[arch])
     model = build.model_classes(arch)[auto](config).eval()

@@ -7,6 +7,7 @@ that sets the field. Here the source of transformers' classes says which fields 
 
 import inspect
 import re
+from copy import deepcopy
 from typing import Any
 
 import literal
@@ -17,11 +18,14 @@ import transformers
 from test_norms import DEVICE
 from torch import Tensor
 
+from fcsd.distill.teacher.original import final_hidden
+from fcsd.kernels.packed_attention import document_borders
 from fcsd.models import archs
 from fcsd.models.archs import ARCHS
-from fcsd.models.build import arch_of, unwired, wire
+from fcsd.models.build import arch_of, causal_lm_class, decoder_layers, decoder_of, unwired, wire
 from fcsd.models.fused.model import fuse_parts
-from fcsd.models.wiring import WiredLayer, Wiring
+from fcsd.models.fused.norms import fuse_norms
+from fcsd.models.wiring import Blocks, WiredLayer, Wiring
 
 ALL = (0, 1, 2, 3)
 # Fields of any family, for the configs that have them. No value is the default of a family.
@@ -36,17 +40,18 @@ MOVED: dict[str, Any] = dict(
     max_position_embeddings=96,
     initializer_range=0.15,
     rms_norm_eps=3e-2,
+    norm_eps=3e-2,
+    norm_epsilon=3e-2,
+    layer_norm_eps=3e-2,
     attention_dropout=0.25,
-    attention_bias=True,
-    mlp_bias=True,
     pad_token_id=0,
     bos_token_id=1,
     eos_token_id=2,
-    rope_parameters={"rope_type": "default", "rope_theta": 50.0},
-    use_sliding_window=True,
+    rope_parameters={"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.34},
     sliding_window=5,
     layer_types=["full_attention", "sliding_attention"] * 2,
 )
+FLIPPED = ("attention_bias", "mlp_bias", "use_bias", "use_sliding_window")
 _EXPERTS = dict(
     moe_intermediate_size=24,
     num_experts=6,
@@ -69,10 +74,79 @@ _LATENT = dict(
     head_dim=8,
     v_head_dim=10,
 )
+_GROUPS = dict(n_group=3, topk_group=2, norm_topk_prob=False, mlp_layer_types=["dense", "dense", "sparse", "sparse"])
+_YARN = dict(
+    rope_type="yarn",
+    rope_theta=50.0,
+    factor=3.0,
+    original_max_position_embeddings=7,
+    beta_fast=16.0,
+    beta_slow=2.0,
+    mscale=1.3,
+    mscale_all_dim=0.8,
+    llama_4_scaling_beta=0.4,
+)
+_ROPE = dict(rope_type="default", rope_theta=50.0)  # for classes that fail if a part of a head is not rotated
+_ROPES = dict(full_attention=_ROPE, sliding_attention=_ROPE)
+_GATED_DELTA = dict(
+    _EXPERTS,
+    num_key_value_heads=1,
+    shared_expert_intermediate_size=40,
+    layer_types=["full_attention", "linear_attention"] * 2,
+    linear_num_value_heads=6,
+    linear_num_key_heads=3,
+    linear_key_head_dim=8,
+    linear_value_head_dim=10,
+    linear_conv_kernel_dim=3,
+)
+_MROPE = {"rope_type": "default", "rope_theta": 50.0, "mrope_section": [3, 2, 1], "mrope_interleaved": True}
 # What moves the fields that a family has alone, or that would not be moved by the values above.
 OWN: dict[str, dict[str, Any]] = {
-    "seed_oss": dict(attention_bias=False, attention_out_bias=True, residual_dropout=0.3),
+    "seed_oss": dict(attention_out_bias=True, residual_dropout=0.3),
     "smollm3": dict(no_rope_layers=[1, 0, 1, 0]),
+    "ministral3": dict(rope_parameters=_YARN),
+    "ernie4_5": dict(num_key_value_heads=1, pad_token_id=2),
+    "olmo": dict(clip_qkv=0.5),
+    "starcoder2": dict(num_key_value_heads=1, embedding_dropout=0.2, residual_dropout=0.3),
+    "gemma": dict(pad_token_id=2),
+    "glm": dict(num_key_value_heads=1),
+    "phi3": dict(resid_pdrop=0.3, original_max_position_embeddings=48),
+    "hunyuan_v1_dense": dict(pad_token_id=2),
+    "helium": dict(head_dim=8),
+    "youtu": dict(_LATENT, rope_interleave=False),
+    "minimax_m2": dict(_EXPERTS, router_jitter_noise=0.1),
+    "mimo_v2_flash": dict(
+        {**_EXPERTS, "n_group": 3, "topk_group": 2},
+        num_key_value_heads=1,
+        v_head_dim=10,
+        norm_topk_prob=False,
+        attention_value_scale=0.6,
+        mlp_layer_types=["sparse", "dense", "sparse", "sparse"],
+        rope_parameters={kind: dict(rope, partial_rotary_factor=0.5) for kind, rope in _ROPES.items()},
+    ),
+    "mellum": dict(
+        _EXPERTS,
+        norm_topk_prob=False,
+        mlp_layer_types=["sparse", "dense", "sparse", "sparse"],
+        rope_parameters=_ROPES,
+    ),
+    "glm4_moe_lite": dict(_LATENT, **_GROUPS, rope_interleave=False, rope_parameters=_ROPE),
+    "dots1": {**_EXPERTS, "norm_topk_prob": True, "n_group": 3, "topk_group": 2},
+    "ernie4_5_moe": dict(
+        pad_token_id=2,
+        moe_intermediate_size=24,
+        moe_num_experts=6,
+        moe_k=3,
+        moe_num_shared_experts=3,
+        moe_layer_start_index=0,
+        moe_layer_end_index=2,
+        moe_layer_interval=2,
+        moe_norm_min=0.9,
+    ),
+    "exaone_moe": dict(_EXPERTS, **_GROUPS, pad_token_id=2, num_shared_experts=2, sliding_window_pattern=2),
+    "solar_open": dict(_EXPERTS, **_GROUPS, rope_parameters=_ROPE),
+    "deepseek_v32": dict({**_LATENT, **_GROUPS}, index_topk=3, index_head_dim=16, index_n_heads=16, layer_types=None),
+    "hunyuan_v1_moe": dict(_EXPERTS, moe_topk=3, pad_token_id=2),
     "qwen3_moe": dict(_EXPERTS, norm_topk_prob=True, decoder_sparse_step=2, mlp_only_layers=[1]),
     "qwen2_moe": dict(
         _EXPERTS,
@@ -89,7 +163,16 @@ OWN: dict[str, dict[str, Any]] = {
     ),
     "deepseek_v2": _LATENT,
     "deepseek_v3": dict(_LATENT, rope_interleave=False, norm_topk_prob=False),
-    "gpt_oss": dict(_EXPERTS, attention_bias=False, swiglu_limit=0.5, swiglu_alpha=1.2),
+    "gpt_oss": dict(_EXPERTS, swiglu_limit=0.5, swiglu_alpha=1.2),
+    "qwen3_vl": dict(rope_parameters=_MROPE),
+    "qwen3_vl_moe": dict(
+        _EXPERTS, rope_parameters=_MROPE, decoder_sparse_step=2, mlp_only_layers=[1], sliding_window=None
+    ),
+    "qwen3_next": dict(_GATED_DELTA, norm_topk_prob=False, decoder_sparse_step=2, mlp_only_layers=[1]),
+    "qwen3_5_text": dict(_GATED_DELTA, rope_parameters={**_MROPE, "partial_rotary_factor": 0.5}),
+    "qwen3_5": dict(_GATED_DELTA, rope_parameters={**_MROPE, "partial_rotary_factor": 0.5}),
+    "qwen3_5_moe": dict(_GATED_DELTA, rope_parameters={**_MROPE, "partial_rotary_factor": 0.5}),
+    "qwen3_5_moe_text": dict(_GATED_DELTA, rope_parameters={**_MROPE, "partial_rotary_factor": 0.5}),
     "llama4_text": dict(
         _EXPERTS,
         layer_types=None,
@@ -107,21 +190,35 @@ OWN: dict[str, dict[str, Any]] = {
 EXEMPT = {
     "output_router_logits": "only adds an output beside the logits",
     "router_aux_loss_coef": "weighs a loss that is off",
+    "use_bidirectional_attention": "makes an encoder, which has no cached steps",
 }
 
 
-def guarded_config(arch: str) -> Any:
-    """The config of a row. Fields that the family does not have are left out."""
-    cls = getattr(transformers, ARCHS[arch].config)
-    default = cls()
-    moved = {name: value for name, value in {**MOVED, **OWN.get(arch, {})}.items() if hasattr(default, name)}
-    return cls(**moved, tie_word_embeddings=not default.tie_word_embeddings)
+# Other values of the fields that are words.
+WORDS = {"hidden_act": "relu", "topk_method": "group_limited_greedy"}
 
 
-def guarded_model(arch: str) -> Any:
+def guarded_config(arch: str, **words: str) -> Any:
+    """The config of a row, with ``words``. Fields that the family does not have are left out."""
+    row = ARCHS[arch]
+    whole = getattr(transformers, row.config)
+    default = whole() if row.text_config is None else getattr(whole(), row.text_config)
+    flipped = {name: not getattr(default, name) for name in FLIPPED if hasattr(default, name)}
+    own = {**MOVED, **flipped, **OWN.get(arch, {})}
+    moved = deepcopy({name: value for name, value in own.items() if hasattr(default, name)})
+    moved["tie_word_embeddings"] = not whole().tie_word_embeddings
+    if row.text_config is None:
+        return whole(**moved, **words)
+    others = {name: value for name, value in tiny.CONFIGS[arch][1].items() if name != row.text_config}
+    text = {"model_type": default.model_type, **moved, **words}
+    return whole(**others, **{row.text_config: text}, tie_word_embeddings=moved["tie_word_embeddings"])
+
+
+def guarded_model(arch: str, **words: str) -> Any:
     """A random model of the row whose norms are not one and whose biases are not zero, in eval mode."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(guarded_config(arch), dtype=torch.float32).eval()
+    config = guarded_config(arch, **words)
+    model = causal_lm_class(config)._from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for tensor in model.parameters():
             if tensor.ndim == 1:
@@ -142,7 +239,9 @@ def fields_read(model: torch.nn.Module) -> set[str]:
 
 def not_moved(config: Any, read: set[str]) -> set[str]:
     """Those of the fields that are numbers, booleans, tables or None, and as the class has them by default."""
-    default = type(config)()
+    whole, row = type(config)(), arch_of(config)
+    default = whole if row.text_config is None else getattr(whole, row.text_config)
+    config = config.get_text_config()
     values = {name: getattr(config, name, "") for name in read - EXEMPT.keys()}
     values = {name: value for name, value in values.items() if not isinstance(value, str) and not callable(value)}
     return {name for name, value in values.items() if getattr(default, name, "") == value}
@@ -167,7 +266,7 @@ def off_is_off(model: Any) -> bool:
         wire(model, wiring)
         after = outputs(model, ids)
         equal += [len(before) == len(after), *map(torch.equal, before, after)]
-    assert all(isinstance(layer, WiredLayer) for layer in model.model.layers)
+    assert all(isinstance(layer, WiredLayer) for layer in decoder_layers(model))
     wire(model.eval(), unwired())
     return all(equal)
 
@@ -175,7 +274,7 @@ def off_is_off(model: Any) -> bool:
 @pytest.mark.parametrize("arch", tiny.CONFIGS)
 def test_every_field_that_the_code_reads_is_moved(arch: str) -> None:
     model = guarded_model(arch)
-    read = fields_read(model)
+    read = fields_read(decoder_of(model))
     assert {"hidden_size", "num_attention_heads"} < read
     assert not_moved(model.config, read) == set()
 
@@ -189,7 +288,11 @@ def test_off_is_off(arch: str) -> None:
 @pytest.mark.skipif(DEVICE != "cpu", reason="dropout draws other numbers on a GPU")
 def test_kernels_compute_the_same(arch: str) -> None:
     """With dropout, which a kernel could leave out."""
-    model, ids = guarded_model(arch), tiny.tokens(batch=1, length=5)
+    kernels_compute_the_same(guarded_model(arch), arch)
+
+
+def kernels_compute_the_same(model: Any, arch: str) -> None:
+    ids = tiny.tokens(batch=1, length=5)
     plain = outputs(model, ids)
     fuse_parts(model, arch_of(model.config), True)
     fused = outputs(model, ids)
@@ -202,6 +305,8 @@ def test_kernels_compute_the_same(arch: str) -> None:
 @pytest.mark.parametrize("name", ["farskip", "ladder", "parallel"])
 def test_on_is_the_table_cached_or_not_and_gradients_flow(arch: str, name: str) -> None:
     model, ids = guarded_model(arch), tiny.tokens(length=12)
+    # Biases of routers, and what chooses the keys that DeepSeek-V3.2 reads, have no gradient in transformers either.
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad or ".indexer." in name}
     *streams, logits = literal.evaluate(model, ids, name, "full", set(ALL))
     wire(model, Wiring(name, ALL))
     with torch.no_grad():
@@ -218,17 +323,110 @@ def test_on_is_the_table_cached_or_not_and_gradients_flow(arch: str, name: str) 
     assert not torch.allclose(wire(model, unwired())(ids).logits, out.logits, atol=1e-2), "the wiring changes nothing"
     wire(model, Wiring(name, ALL))
     model(ids, labels=ids, use_cache=False).loss.backward()
-    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+    read = {*decoder_of(model).parameters(), *model.lm_head.parameters()}  # a vision tower reads no tokens
+    without = {name for name, p in model.named_parameters() if p in read and (p.grad is None or not p.grad.any())}
+    assert without == frozen
 
 
-@pytest.mark.parametrize(("arch", "stem"), [("granite", "Granite"), ("glm4", "Glm4")])
+@pytest.mark.parametrize("arch", tiny.CONFIGS)
+def test_packed_documents_are_separate_ones(arch: str) -> None:
+    """Also where a window, a chunk or a scale by positions would reach across their border."""
+    model, ids = guarded_model(arch), tiny.tokens(batch=1, length=16)
+    positions = torch.cat([torch.arange(7), torch.arange(9)])[None]
+    for wiring in (unwired(), Wiring("farskip", ALL)):
+        wire(model, wiring)
+        with torch.no_grad():
+            rows = {"input_ids": ids, "position_ids": positions, "borders": document_borders(positions)}
+            packed = final_hidden(model, rows)
+            alone = [decoder_of(model)(part, use_cache=False).last_hidden_state for part in ids.split((7, 9), dim=1)]
+        torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("arch", "field"),
+    [
+        ("ernie4_5_moe", "moe_num_shared_experts"),  # with none, the block has no module for them
+        ("deepseek_v3", "n_shared_experts"),  # with none, it has one of width 0
+        ("exaone_moe", "num_shared_experts"),
+    ],
+)
+def test_any_number_of_shared_experts(arch: str, field: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OWN, arch, {**OWN[arch], field: count})
+    model, ids = guarded_model(arch), tiny.tokens(length=12)
+    assert off_is_off(model)
+    expected = literal.evaluate(model, ids, "farskip", "full", set(ALL))[-1]
+    wire(model, Wiring("farskip", ALL))
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("arch", tiny.CONFIGS)
+def test_losses_see_the_logits(arch: str) -> None:
+    """Losses and the engine multiply final hidden states by the head; a cap or a scale behind it would be left out."""
+    model, ids = guarded_model(arch), tiny.tokens()
+    head: Any = model.get_output_embeddings()
+    with torch.no_grad():
+        assert torch.equal(head(model.model(ids).last_hidden_state), model(ids).logits)
+
+
+@pytest.mark.parametrize("arch", tiny.CONFIGS)
+@pytest.mark.skipif(DEVICE != "cpu", reason="dropout draws other numbers on a GPU")
+def test_other_words_compute_the_same(arch: str) -> None:
+    """A kernel knows one activation, and AutoEP and the parts one way of choosing experts."""
+    default = getattr(transformers, ARCHS[arch].config)().get_text_config()
+    read = fields_read(guarded_model(arch))
+    words = {name for name in read if isinstance(getattr(default, name, None), str)} - EXEMPT.keys()
+    assert words <= WORDS.keys()
+    for name in words:
+        model = guarded_model(arch, **{name: WORDS[name]})
+        assert getattr(model.config.get_text_config(), name) != getattr(default, name) and off_is_off(model)
+        kernels_compute_the_same(model, arch)
+
+
+# Bare rows of families whose layers compute something else: a multiplier of residuals or of routed experts, further
+# norms, dropouts, or shared experts before the router. Their configs are moved as far as the difference needs.
+_FLAT = {"blocks": Blocks(shared="shared_experts", flattens=True)}
+_GEMMA3 = {"classes": {"AutoModelForCausalLM": ("Gemma3ForCausalLM", "model")}}
+_MINIMAX_M3 = {"classes": {"AutoModelForCausalLM": ("MiniMaxM3VLForCausalLM", "model")}, **_FLAT}
+_LAGUNA = dict(_EXPERTS, rope_parameters=_ROPES, moe_routed_scaling_factor=2.5)
+BARE: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+    ("granite", "Granite", {}, {"residual_multiplier": 0.5}),
+    ("glm4", "Glm4", {}, {}),
+    ("laguna", "Laguna", _FLAT, _LAGUNA),
+    ("minimax_m3_vl_text", "MiniMaxM3VLText", _MINIMAX_M3, _EXPERTS),
+    ("axk1", "AXK1", {"blocks": Blocks(shared="shared_experts")}, _LATENT),
+    ("gemma3_text", "Gemma3Text", _GEMMA3, {"rope_parameters": _ROPES}),
+    ("phi3", "Phi3", {}, OWN["phi3"]),
+    ("ernie4_5_moe", "Ernie4_5_Moe", _FLAT, OWN["ernie4_5_moe"]),
+]
+
+
+@pytest.mark.parametrize(("arch", "stem", "row", "own"), BARE, ids=[bare[0] for bare in BARE])
 def test_a_family_whose_layer_computes_something_else_is_found(
-    arch: str, stem: str, monkeypatch: pytest.MonkeyPatch
+    arch: str, stem: str, row: dict[str, Any], own: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bare row of a family with a residual multiplier, or with norms after its sub-blocks."""
-    monkeypatch.setitem(ARCHS, arch, archs._row(arch, stem))  # pyright: ignore
-    monkeypatch.setitem(OWN, arch, {"residual_multiplier": 0.5})
+    monkeypatch.setitem(ARCHS, arch, archs._row(arch, stem, **row))  # pyright: ignore
+    monkeypatch.setitem(OWN, arch, own)
     assert not off_is_off(guarded_model(arch))
+
+
+@pytest.mark.parametrize(("norm_offset", "same"), [(1, True), (0, False)])
+def test_a_norm_that_multiplies_by_one_plus_its_weight_is_found(
+    norm_offset: int, same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma's: the kernel would multiply by the weight, and a row that names no epsilon has no kernel."""
+    monkeypatch.setitem(ARCHS, "gemma", archs._row("gemma", "Gemma", norm_epsilon="eps", norm_offset=norm_offset))  # pyright: ignore
+    model, ids = guarded_model("gemma"), tiny.tokens(batch=1, length=5)
+    plain = outputs(model, ids)[0]
+    fuse_norms(model, arch_of(model.config))
+    assert torch.allclose(outputs(model, ids)[0], plain, atol=1e-4) == same
+
+
+def test_a_cap_behind_the_head_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ARCHS, "nanochat", archs._row("nanochat", "NanoChat", norm_epsilon=None))  # pyright: ignore
+    with pytest.raises(AssertionError):
+        test_losses_see_the_logits("nanochat")
 
 
 def test_a_field_that_nothing_moved_is_found() -> None:

@@ -3,12 +3,17 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
+from fcsd.checkpoint.config_json import read_config
 from fcsd.cli.main import app
+from fcsd.errors import BadInputError
+from fcsd.models import products
 from fcsd.models.archs import ARCHS
+from fcsd.models.build import arch_of
 from fcsd.models.products import PRODUCTS, product_hint, supported
 
 NAMES = {
@@ -19,8 +24,32 @@ NAMES = {
     "Qwen/Qwen3-30B-A3B-Thinking-2507": "qwen3_moe",
     "Qwen/Qwen3-Coder-480B-A35B-Instruct": "qwen3_moe",
     "Qwen/Qwen3-Next-80B-A3B-Instruct": "qwen3_next",
+    "Qwen/Qwen3-VL-2B-Instruct": "qwen3_vl",
+    "Qwen/Qwen3-VL-30B-A3B": "qwen3_vl_moe",
+    "Qwen/Qwen3.5-35B-A3B": "qwen3_5_moe",
+    "Qwen/Qwen3.6-27B": "qwen3_5",
     "Qwen/Qwen3-8B": "qwen3",
     "Qwen/Qwen2-57B-A14B": "qwen2_moe",
+    "zai-org/GLM-4.7-Flash": "glm4_moe_lite",
+    "zai-org/glm-4-9b-chat-hf": "glm",
+    "MiniMaxAI/MiniMax-M2": "minimax_m2",
+    "XiaomiMiMo/MiMo-V2-Flash": "mimo_v2_flash",
+    "rednote-hilab/dots.llm1.inst": "dots1",
+    "baidu/ERNIE-4.5-21B-A3B-PT": "ernie4_5_moe",
+    "baidu/ERNIE-4.5-0.3B-PT": "ernie4_5",
+    "LGAI-EXAONE/K-EXAONE-236B-A23B": "exaone_moe",
+    "upstage/Solar-Open-100B": "solar_open",
+    "tencent/Hunyuan-A13B-Instruct": "hunyuan_v1_moe",
+    "tencent/Hunyuan-7B-Instruct": "hunyuan_v1_dense",
+    "mistralai/Mistral-7B-Instruct-v0.3": "mistral",
+    "mistralai/Mistral-Nemo-Instruct-2407": "mistral",
+    "google/gemma-7b-it": "gemma",
+    "microsoft/Phi-3.5-mini-instruct": "phi3",
+    "microsoft/phi-4": "phi3",
+    "nvidia/Nemotron-Mini-4B-Instruct": "nemotron",
+    "allenai/OLMo-7B-hf": "olmo",
+    "bigcode/starcoder2-15b": "starcoder2",
+    "HuggingFaceTB/SmolLM3-3B": "smollm3",
     "deepseek-ai/DeepSeek-V2-Lite-Chat": "deepseek_v2",
     "deepseek-ai/DeepSeek-V3.1": "deepseek_v3",
     "deepseek-ai/DeepSeek-V3.2-Exp": "deepseek_v32",
@@ -29,10 +58,13 @@ NAMES = {
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": "llama4",
     "openai/gpt-oss-20b": "gpt_oss",
     "allenai/OLMoE-1B-7B-0924": "olmoe",
+    "mistralai/Mistral-Small-3.2-24B-Instruct-2506": "mistral3",
     "mistralai/Mixtral-8x7B-v0.1": "mixtral",
 }
-OTHERS = ["deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "Qwen/Qwen2.5-VL-7B", "Qwen/Qwen3-VL-30B-A3B", "zai-org/GLM-4.5V"]
-OTHERS += ["meta-llama/Llama-3.2-11B-Vision", "Qwen/Qwen3.5-30B-A3B", "runs/mine/final", "teacher"]
+OTHERS = ["deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "Qwen/Qwen2.5-VL-7B", "Qwen/Qwen3-VL-Embedding-2B"]
+OTHERS += ["google/gemma-2-9b", "google/gemma-3-4b-it", "microsoft/Phi-4-mini-flash-reasoning", "zai-org/GLM-4-9B-0414"]
+OTHERS += ["microsoft/Phi-3.5-MoE-instruct", "allenai/OLMo-2-1124-7B", "zai-org/GLM-4.5V", "runs/mine/final", "teacher"]
+OTHERS += ["meta-llama/Llama-3.2-11B-Vision", "Qwen/Qwen3.5-35B-A3B-Reranker"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -71,6 +103,29 @@ def test_an_unsupported_type_is_named_with_its_family_and_the_supported_ones(tmp
         assert done.exit_code == 3
         assert "model_type 'kimi_k2' (Kimi-K2; its layers are those of deepseek_v3) is not supported" in done.stderr
         assert "glm4_moe (GLM-4.5, GLM-4.6)" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("model_type", "ends"),
+    [
+        ("kimi_k2", "is not supported; nearest is deepseek_v3"),
+        ("phimoe", "; nearest is mixtral, but its router draws experts in training, and its output head has a bias"),
+        ("gptj", "; nearest is llama, but its attention and its MLP read one stream"),
+        ("qwen4_moe", "is not supported; closest: qwen"),
+        ("t5", "'t5' is not supported"),
+    ],
+)
+def test_the_nearest_family_and_what_is_missing_are_named(model_type: str, ends: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(BadInputError) as read:
+        read_config(tmp_path)
+    with pytest.raises(BadInputError) as built:
+        arch_of(SimpleNamespace(model_type=model_type))  # pyright: ignore[reportArgumentType]
+    assert ends in str(read.value) and ends in str(built.value)
+
+
+def test_the_nearest_family_is_a_supported_one() -> None:
+    assert {near for near, _ in products._NEAREST.values()} <= ARCHS.keys()
 
 
 def test_the_walkthrough_lists_the_table(repo: Path) -> None:

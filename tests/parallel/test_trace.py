@@ -45,7 +45,7 @@ def write(path, events, rank=0):
     return path
 
 
-# Traces that benchmarks/train/store_trace.py cut, and what HolisticTraceAnalysis says of them, in per cent.
+# Traces that were cut to one layer, and what HolisticTraceAnalysis says of them, in per cent.
 STORED = Path(__file__).parents[1] / "data"
 HTA = json.loads((STORED / "hta.json").read_text())
 

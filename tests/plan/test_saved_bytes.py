@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from fcsd.models.build import arch_of
+from fcsd.models.archs import ARCHS
+from fcsd.models.build import arch_of, decoder_layers
 from fcsd.models.fused.experts import FusedExperts
 from fcsd.models.fused.latent import FusedLatentAttention
 from fcsd.models.fused.mlps import FusedMLP
@@ -23,6 +24,7 @@ from fcsd.plan.activations import attention, measure_layer
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 TOKENS = 10
+REPEATS_ANGLES = {"ernie4_5", "ernie4_5_moe", "glm", "helium"}
 # An architecture that has them, for each of the fused modules beside norms.
 EXAMPLES = {FusedExperts: "mixtral", FusedLatentAttention: "deepseek_v2", FusedMLP: "llama", FusedRotary: "qwen3"}
 
@@ -48,7 +50,11 @@ def counted(run: Callable[[Tensor], Tensor], parameters: list[nn.Parameter], hid
     return measure_layer(run, parameters, hidden).kept - hidden.element_size()
 
 
-def fused_layers(arch: str, device: str) -> list[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
+def _bytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+def fused_layers(arch: str, device: str) -> list[tuple[nn.Module, "partial[Tensor]"]]:
     """The layers of a tiny model in bf16 with the attention function of plans, and functions that run them.
 
     Norms are fused on GPUs only, because elsewhere torch has no kernel whose memory could be compared.
@@ -57,24 +63,33 @@ def fused_layers(arch: str, device: str) -> list[tuple[nn.Module, Callable[[Tens
     model = tiny.model(arch, dtype=torch.bfloat16).train().to(device)
     model.set_attn_implementation("fcsd_plan")
     given: list[dict[str, Any]] = []
-    for layer in model.model.layers:
+    for layer in decoder_layers(model):
         layer.register_forward_pre_hook(lambda _, args, kwargs: given.append(kwargs), with_kwargs=True)
     with torch.no_grad():
         model.model(input_ids=tiny.tokens(1, TOKENS).to(device), use_cache=False)
     row = arch_of(model.config)
     fuse_parts(model, row, True)
     fuse_norms(model, row, DEVICE == "cuda")
-    return [(layer, partial(layer, **kwargs)) for layer, kwargs in zip(model.model.layers, given, strict=True)]
+    return [(layer, partial(layer, **kwargs)) for layer, kwargs in zip(decoder_layers(model), given, strict=True)]
 
 
-@pytest.mark.parametrize("arch", tiny.CONFIGS)
+@pytest.mark.parametrize("arch", [arch for arch in tiny.CONFIGS if arch != "deepseek_v32"])  # its masks stand for it
 def test_a_fused_layer_keeps_on_the_meta_device_what_autograd_saves(arch: str) -> None:
     hidden = torch.randn(1, TOKENS, 64, dtype=torch.bfloat16)
     kept: list[list[int]] = []
     for device, count in ((DEVICE, really_saved), ("meta", counted)):
         layers = fused_layers(arch, device)
         kept.append([count(run, list(layer.parameters()), hidden.to(device)) for layer, run in layers])
-    assert kept[0] == kept[1]
+        angles = [sum(map(_bytes, run.keywords["position_embeddings"])) for _, run in layers]
+    if arch in REPEATS_ANGLES:  # a plan counts those that the layer is given, too, of which it makes others
+        kept[1] = [count - given for count, given in zip(kept[1], angles, strict=True)]
+    if DEVICE == "cpu":  # keeps the mean and the scale of a row in bf16, and a GPU in fp32
+        statistics = [sum(isinstance(part, nn.LayerNorm) for part in layer.modules()) for layer, _ in layers]
+        kept[0] = [count + 2 * 2 * TOKENS * norms for count, norms in zip(kept[0], statistics, strict=True)]
+    # In linear attention the decays of a chunk, of which only a view is read, are not seen on the meta device.
+    unseen = 0.003 if ARCHS[arch].blocks.linear else 0
+    for really, found in zip(*kept, strict=True):
+        assert really * (1 - unseen) <= found <= really
     modules = [module for layer, _ in layers for module in layer.modules()]
     for fused, example in EXAMPLES.items():
         assert arch != example or any(isinstance(module, fused) for module in modules)

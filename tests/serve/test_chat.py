@@ -1,6 +1,7 @@
 """Answers side by side: the model's own generation settings and chat template, the same every time."""
 
 import json
+import shutil
 from pathlib import Path
 
 import eval_data
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 from fcsd.cli.main import app
 from fcsd.convert import convert_checkpoint
 from fcsd.errors import BadInputError, NonFiniteError
+from fcsd.models.build import read_generation_config
 from fcsd.serve import chat as chatting
 from fcsd.serve.chat import PROMPTS, Answer, answer, chat, load_speaker, read_prompts, side_by_side
 
@@ -88,27 +90,91 @@ def test_a_typed_conversation_keeps_its_turns(models, monkeypatch):
             return line
         raise EOFError
 
-    real = chatting.load_speaker
+    real, original = chatting.load_speaker, chatting.answer
 
     def with_template(model: str, **options):
         speaker = real(model, **options)
-        tokenizer: type = type(speaker.tokenizer)
         speaker.tokenizer.chat_template = TEMPLATE
-        original = tokenizer.apply_chat_template
-        monkeypatch.setattr(
-            tokenizer,
-            "apply_chat_template",
-            lambda self, turns, **o: (seen.append(turns), original(self, turns, **o))[1],
-        )
         return speaker
 
     monkeypatch.setattr(chatting, "load_speaker", with_template)
+    monkeypatch.setattr(
+        chatting, "answer", lambda s, turns, **o: (seen.append(list(turns)), original(s, turns, **o))[1]
+    )
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", ask)
     first, second = (answers[0] for answers in chat(str(models[0])))
     assert seen[0] == [{"role": "user", "content": "river"}]
     assert [turn["content"] for turn in seen[1]] == ["river", first.text, "stone"]
     assert second.prompt == "stone"
+
+
+def test_a_model_reads_what_its_template_makes_of_a_conversation(models, monkeypatch):
+    speaker = load_speaker(str(models[0]))
+    monkeypatch.setattr(speaker.tokenizer, "chat_template", "{{ bos_token }}" + TEMPLATE)
+    read: list[list[int]] = []
+    generate = speaker.model.generate
+
+    def record(**inputs):
+        read.append(inputs["input_ids"][0].tolist())
+        assert inputs["attention_mask"].all()
+        return generate(**inputs)
+
+    monkeypatch.setattr(speaker.model, "generate", record)
+    turns = [{"role": role, "content": "river"} for role in ("user", "assistant", "user")]
+    answer(speaker, turns)
+    wanted = speaker.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)
+    assert read == [wanted["input_ids"]]
+
+
+def test_a_chat_template_has_limits(models, monkeypatch):
+    monkeypatch.setattr("fcsd.checkpoint.limited_process.CPU_SECONDS", 0.3)
+    speaker = load_speaker(str(models[0]))
+    for template, reason in {
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "ran for more than 0.3 s",
+        "{{ 'x' * 3 * 10 ** 9 }}": "refuses the conversation: MemoryError",
+        "{{ 'x' * 11 * 10 ** 6 }}": "refuses the conversation: over 10,000,000 characters",
+        "{{ raise_exception('\x1b[2Jno') }}": r"refuses the conversation: \\u001b\[2Jno$",
+    }.items():
+        monkeypatch.setattr(speaker.tokenizer, "chat_template", template)
+        with pytest.raises(BadInputError, match=reason):
+            answer(speaker, [{"role": "user", "content": "river"}])
+
+
+DAMAGED = [
+    b"5",
+    b"[1]",
+    b"null",
+    b'{"eos_token_id": "x"}',
+    b'{"do_sample": true, "top_k": -5}',
+    b'{"max_new_tokens": "x"}',
+]
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_damaged_generation_settings_end_in_one_line(content, models, tmp_path):
+    shutil.copytree(models[0], tmp_path / "model")
+    (tmp_path / "model/generation_config.json").write_bytes(content)
+    with pytest.raises(BadInputError) as caught:
+        answer(load_speaker(str(tmp_path / "model"), device="cpu"), [{"role": "user", "content": "river"}])
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+    if not content.startswith(b"{"):
+        with pytest.raises(BadInputError, match=r"generation_config\.json: cannot be used"):
+            read_generation_config(tmp_path / "model")
+
+
+def test_control_characters_of_models_are_never_printed_raw(models, monkeypatch):
+    hostile = "a\tb\n\x1b]0;owned\x07\x9b2J\r\x7f\r\nend"
+    given = [Answer("m\x1b[1m", hostile, hostile)]
+    text = side_by_side(given, 80)
+    assert "\n".join(text.splitlines()) + "\n" == text and text.replace("\n", "").replace("\t", "").isprintable()
+    assert "a\tb" in text and r"\u001b]0;owned\u0007\u009b2J\u000d\u007f" in text and "\nend" in text
+    monkeypatch.setattr(chatting, "chat", lambda *args, **options: iter([given]))
+    shown = CliRunner().invoke(app, ["chat", "any", "--json"]).stdout
+    assert shown.rstrip("\n").isprintable() and json.loads(shown)[0]["text"] == hostile
+    refusal = BadInputError(hostile, hostile)
+    monkeypatch.setattr(chatting, "chat", lambda *args, **options: (_ for _ in ()).throw(refusal))
+    assert "\x1b" not in (said := CliRunner().invoke(app, ["chat", "any"]).stderr) and "owned" in said
 
 
 def test_only_a_newline_ends_a_prompt(tmp_path):
@@ -121,7 +187,13 @@ def test_only_a_newline_ends_a_prompt(tmp_path):
 
 
 def test_bad_prompts_are_refused(models, tmp_path):
-    for name, content in (("a.txt", ""), ("b.jsonl", '{"text": "x"}'), ("c.jsonl", '{"prompt": 3}'), ("d.jsonl", "x")):
+    for name, content in (
+        ("a.txt", ""),
+        ("b.jsonl", '{"text": "x"}'),
+        ("c.jsonl", '{"prompt": 3}'),
+        ("d.jsonl", "x"),
+        ("f.txt", "x" * 10_000_001),
+    ):
         (tmp_path / name).write_text(content)
         with pytest.raises(BadInputError):
             read_prompts(tmp_path / name)
@@ -136,11 +208,11 @@ def test_bad_prompts_are_refused(models, tmp_path):
 def test_columns_keep_lines_and_indentation():
     answers = [
         Answer("teacher", "?", "def f():\n    return 1"),
-        Answer("a/very/long/name/of/a/model", "?", "word " * 9),
+        Answer("/a/very/long/name/of/a/model", "?", "word " * 9),
     ]
     lines = side_by_side(answers, 43).splitlines()
     assert lines[0] == "Prompt: ?" and max(map(len, lines)) <= 43
-    assert lines[1] == "teacher              | long/name/of/a/model"
+    assert lines[1] == "teacher              | model"
     assert lines[3].startswith("def f():") and lines[4].startswith("    return 1")
     assert " ".join(line.split("|")[1].strip() for line in lines[3:] if "|" in line).split() == ["word"] * 9
 

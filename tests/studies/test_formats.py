@@ -1,20 +1,15 @@
-"""The study of quantised wires resumes, and studies/formats/FORMATS_QUALITY.md says what the stored study found."""
+"""studies/formats/FORMATS_QUALITY.md says what the stored study of quantised communication found."""
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import eval_data
 import pytest
-import tiny
-from studies.formats import bandwidths, study, tables
+from studies.formats import bandwidths, tables
 from studies.formats import page as wires_page
-from studies.formats.formats import studied
-from studies.formats.plan import TABLE_7, TABLES, pieces
+from studies.formats.plan import TABLE_7
 
-from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format
 
 pytestmark = pytest.mark.lab
@@ -32,12 +27,13 @@ def nats(stored: dict[str, Any], direction: str, format: str) -> float:
 
 def test_the_page_holds_what_is_stored(repo: Path) -> None:
     page = (repo / wires_page.PAGE).read_text()
-    assert wires_page.filled(page, wires_page.sections(repo)) == page, "run python studies/formats/page.py"
+    assert wires_page.filled(page, wires_page.sections(repo)) == page, "run python -m studies.formats.page"
 
 
-def test_the_stored_study_is_whole(stored: dict[str, Any]) -> None:
-    assert [(piece["direction"], piece["format"]) for piece in stored["losses"]] == pieces()
-    assert all(piece["bits_on_the_wire"] == studied(piece["format"]).bits for piece in stored["losses"])
+def test_the_stored_bits_are_those_of_the_formats(stored: dict[str, Any]) -> None:
+    own = [piece for piece in stored["losses"] if piece["format"].startswith("int")]
+    assert len(own) > 50
+    assert all(piece["bits_on_the_wire"] == Format.parse(piece["format"]).bits_per_value for piece in own)
     assert [row["format"] for row in stored["scores"]] == [None, *(row.format for row in TABLE_7)]
 
 
@@ -86,53 +82,6 @@ def test_speeds_of_stored_collectives_stand_beside_those_of_the_paper() -> None:
     }
 
 
-def test_formats_of_the_study() -> None:
-    assert studied("int4:g32").bits == studied("hadamard4:g32").bits == studied("logfmt4:g32").bits == 5.0
-    assert all(Format.parse(row.format) for table in TABLES for row in table.rows if row.format.startswith("int"))
-    for name in ("hadamard4", "logfmt9:g32", "int4:g33"):
-        with pytest.raises(ConfigError):
-            studied(name)
-
-
-def test_a_killed_study_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: dict[str, Any]) -> None:
-    model = tiny.model("deepseek_v2", hidden_size=128, vocab_size=400, num_hidden_layers=2)
-    model.save_pretrained(tmp_path / "model")
-    eval_data.tokenizer().save_pretrained(tmp_path / "model")
-    text = tmp_path / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": " ".join(eval_data.WORDS[i:])}) + "\n" for i in range(4)))
-    mirror = eval_data.write_mirror(tmp_path / "mirror")
-    tasks: dict[str, Any] = {"tasks": ("piqa",), "limit": 2, "data_mirror": mirror}
-    what = study.Study(str(tmp_path / "model"), text, every=2, max_length=32, tp_degree=2, **tasks)
-    few = pieces()[::8]  # some of every direction
-    monkeypatch.setattr(study, "pieces", lambda: few)
-    for module in (study, tables):
-        monkeypatch.setattr(module, "TABLE_7", TABLE_7[-1:])
-    real, count = study._measure, 0
-
-    def killed(*arguments: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count > 6:  # a piece under a format calls the function twice
-            raise KeyboardInterrupt
-        return real(*arguments)
-
-    monkeypatch.setattr(study, "_measure", killed)
-    with pytest.raises(KeyboardInterrupt):
-        study.run(what, tmp_path / "out")
-    assert not (tmp_path / "out" / study.NAME).exists()
-    count = -1000
-    found = study.run(what, tmp_path / "out")
-    # The two pieces of the tasks, the model without a format, and the first wire were known.
-    assert count == -1000 + 2 * (len(few) - 1)
-    monkeypatch.setattr(study, "_measure", None)
-    again = study.run(what, tmp_path / "out")
-    assert again["losses"] == found["losses"] and found["documents"] == 2
-    assert json.loads((tmp_path / "out" / study.NAME).read_text())["losses"] == found["losses"]
-    assert [row["format"] for row in found["scores"]] == [None, "int2:g32:sr"]
-    monkeypatch.setattr(study, "_measure", real)
-    beside = study.run(replace(what, processes=2, tasks=()), tmp_path / "beside")
-    assert beside["losses"] == found["losses"]
-    table = tables.to_text({**stored, "scores": found["scores"]}).split("### Table 7")[1].split("###")[0]
-    assert "| SR INT2 | `int2:g32:sr` | 4 |" in re.sub(" +", " ", table) and "PIQA" in table
-    tables.draw(found, tmp_path / "pareto.png")
+def test_the_picture_of_the_stored_study(stored: dict[str, Any], tmp_path: Path) -> None:
+    tables.draw(stored, tmp_path / "pareto.png")
     assert (tmp_path / "pareto.png").stat().st_size > 10_000

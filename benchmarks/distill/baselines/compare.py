@@ -8,7 +8,6 @@ take turns, each with the micro-batch at which it was fastest.
 """
 
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from benchmarks.distill.baselines.prepare import held_bytes, prepare
 from benchmarks.distill.baselines.setting import Setting, Side, Watch
 from benchmarks.distill.baselines.table import OWN, table, told
 
+from fcsd.bench.runner import write
 from fcsd.bench.step.workload import Workload
 from fcsd.errors import unknown_value
 from fcsd.extras import require_extra
@@ -100,9 +100,7 @@ def bench(load: Workload, names: tuple[str, ...], out: Path | None = None) -> di
         found = _visit(name, sides[name], with_micro_batch(setting, micro), timed=timed, traced=traced)
         result[part].append(found)
         print(told(found, result), file=sys.stderr, flush=True)
-        if out is not None:  # written after each visit, so that a comparison that is cut short leaves its figures
-            out.mkdir(parents=True, exist_ok=True)
-            (out / "baselines.json").write_text(json.dumps(result, indent=1))
+        write(result, out and out / "baselines.json")  # a comparison that is cut short leaves its figures
         return not found["out_of_memory"]
 
     for name in sides:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from benchmarks.distill.baselines.setting import Setting
+from benchmarks.kernels.rates import product_rate
 
 from fcsd.bench.random_run import random_corpus, random_run
 from fcsd.bench.step.workload import Workload
@@ -38,8 +39,6 @@ def prepare(load: Workload) -> tuple[Setting, float | None, float | None]:
     with random_run(original, "bench", **size, steps=steps, world=world, sets=load.sets) as (recipe, student):
         _check(recipe)
         if world.device.type == "cuda":
-            from benchmarks.kernels.kl import product_rate
-
             rate = product_rate()
             bound = full_speed(recipe, 1, rate)
     draw: Any = {"dtype": DTYPES[recipe.train.dtype], "device": world.device, "seed": recipe.seed}

@@ -3,11 +3,9 @@
 import statistics
 from typing import Any
 
-OWN = "fcsd"  # the name of fcsd's own side
+from fcsd.bench import runner
 
-_NONE = f"{'-':>9s}"
-_TITLES = ("micro", "step ms", "± ms", "tokens/s", "fcsd x", "of bound", "GiB above", "fcsd mem", "same mb")
-_WAITS = ("data", "comm", "host")
+OWN = "fcsd"  # the name of fcsd's own side
 
 
 def told(visit: dict[str, Any], result: dict[str, Any]) -> str:
@@ -16,8 +14,8 @@ def told(visit: dict[str, Any], result: dict[str, Any]) -> str:
     if visit["out_of_memory"]:
         return f"{head}: out of memory"
     speed = result["batch_tokens"] / visit["seconds"]
-    above = _gib(_above(visit, result))
-    return f"{head}: {speed:9,.0f} tokens/s, {above} GiB above, loss {visit['loss']:.6g}"
+    above = _gib(_above(visit, result)) or "-"
+    return f"{head}: {speed:,.0f} tokens/s, {above} GiB above, loss {visit['loss']:.6g}"
 
 
 def table(result: dict[str, Any]) -> str:
@@ -28,7 +26,7 @@ def table(result: dict[str, Any]) -> str:
     by it, at the best micro-batch of fcsd and at that of this side; and the shares of the time spent waiting: for data,
     and, in a traced step, for communication and for the host.
     """
-    lines = [f"{'':12s} " + " ".join(f"{title:>9s}" for title in (*_TITLES, *_WAITS))]
+    lines: dict[str, dict[str, str | None]] = {}
     by_side: dict[str, list[dict[str, Any]]] = {}
     for turn in result["turns"]:
         if not turn["out_of_memory"]:
@@ -39,24 +37,24 @@ def table(result: dict[str, Any]) -> str:
     for name, turns in by_side.items():
         seconds, micro = [turn["seconds"] for turn in turns], turns[0]["micro_batch"]
         speed, above = result["batch_tokens"] / medians[name], _above(turns[-1], result)
-        columns = [
-            f"{micro:9d}",
-            f"{medians[name] * 1e3:9.1f}",
-            f"{(max(seconds) - min(seconds)) / 2 * 1e3:9.1f}" if len(turns) > 1 else _NONE,
-            f"{speed:9,.0f}",
-            f"{medians[name] / medians[OWN]:9.3f}" if OWN in medians else _NONE,
-            _share(speed, result["bound"]),
-            _gib(above),
-            _share(_above(by_side[OWN][-1], result) if OWN in by_side else None, above),
-            _share(_above(own[micro], result) if micro in own else None, above),
-            f"{statistics.median(turn['data_wait'] for turn in turns):9.1%}",
-            *(_NONE if turns[-1][key] is None else f"{turns[-1][key]:9.1%}" for key in ("exposed", "idle")),
-        ]
-        lines.append(f"{name:12s} " + " ".join(columns))
+        waits = {"data": statistics.median(turn["data_wait"] for turn in turns)}
+        waits |= {"comm": turns[-1]["exposed"], "host": turns[-1]["idle"]}
+        lines[name] = {
+            "micro": f"{micro}",
+            "step ms": f"{medians[name] * 1e3:.1f}",
+            "± ms": f"{(max(seconds) - min(seconds)) / 2 * 1e3:.1f}" if len(turns) > 1 else None,
+            "tokens/s": f"{speed:,.0f}",
+            "fcsd x": runner.ratio(medians[name], medians.get(OWN), ".3f"),
+            "of bound": runner.ratio(speed, result["bound"]),
+            "GiB above": _gib(above),
+            "fcsd mem": runner.ratio(_above(by_side[OWN][-1], result) if OWN in by_side else None, above),
+            "same mb": runner.ratio(_above(own[micro], result) if micro in own else None, above),
+            **{title: None if share is None else f"{share:.1%}" for title, share in waits.items()},
+        }
     if result["bound"]:
         step = result["batch_tokens"] / result["bound"] * 1e3
-        lines.append(f"{'bound':12s} {'':9s} {step:9.1f} {'':9s} {result['bound']:9,.0f}")
-    return "\n".join(lines)
+        lines["bound"] = {"step ms": f"{step:.1f}", "tokens/s": f"{result['bound']:,.0f}"}
+    return runner.table(lines)
 
 
 def _above(visit: dict[str, Any], result: dict[str, Any]) -> int | None:
@@ -64,9 +62,5 @@ def _above(visit: dict[str, Any], result: dict[str, Any]) -> int | None:
     return None if visit["peak"] is None else visit["peak"] - result["held"]
 
 
-def _gib(size: int | None) -> str:
-    return _NONE if size is None else f"{size / 2**30:9.2f}"
-
-
-def _share(part: float | None, whole: float | None) -> str:
-    return _NONE if part is None or not whole else f"{part / whole:9.1%}"
+def _gib(size: int | None) -> str | None:
+    return None if size is None else f"{size / 2**30:.2f}"

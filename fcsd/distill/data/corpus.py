@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 
+from fcsd.checkpoint.limited_process import LimitedProcess, LimitExceededError
 from fcsd.checkpoint.tokenizer import load_tokenizer as any_tokenizer
 from fcsd.checkpoint.tokenizer import tokens_before
 from fcsd.config import Source
@@ -26,7 +27,6 @@ from fcsd.distill.data.chat_template import Rendering, read_template, render_cha
 from fcsd.distill.data.encode import Document, encode_rendering, encode_text
 from fcsd.distill.data.examples import Message, Skip, chat_of, row_of_line, text_of, token_ids_of
 from fcsd.distill.data.json_lines import COLUMN
-from fcsd.distill.data.limited_process import LimitedProcess, LimitExceededError
 from fcsd.distill.data.raw_table import RawTable, cache_folder, digest, open_source
 from fcsd.distill.data.token_slices import TokenSlices
 from fcsd.errors import BadInputError
@@ -101,11 +101,12 @@ def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_corpus(source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Corpus:
+def load_corpus(source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: int, end: int | None = None) -> Corpus:
     """Reads and tokenises a source.
 
     Args:
         vocab_size: the vocabulary size of the model; a row with a token id of this size or larger is left out.
+        end: the token that ends a plain text; see ``fcsd.distill.data.document_end``. None is the tokenizer's EOS.
 
     Raises:
         BadInputError: there is no such file, split, column or chat template; a file is not in its format; no row can be
@@ -118,13 +119,24 @@ def load_corpus(source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: 
     sha256 = table.sha256 | {"tokenizer": digest([backend.backend_tokenizer.to_str(), tokenizer.special_tokens_map])}
     if template is not None:
         sha256["chat template"] = digest(template)
+    ending: int = backend.eos_token_id if end is None else end
+    if source.plain and ending != backend.eos_token_id:
+        sha256["end of a document"] = str(ending)
     columns = [COLUMN] if table.lines else list(source.columns)
     chats = (source.message_keys, source.train_on, source.earlier_reasoning)
     read = [source.columns, chats, source.max_rows, table.lines, vocab_size, *(["ids"] if source.token_ids else [])]
     fingerprint = digest([_VERSION, sha256, *read])[:32]
     cache_folder().mkdir(parents=True, exist_ok=True)
     encoded = table.rows.map(
-        partial(_encode, source=source, lines=table.lines, tokenizer=tokenizer, template=template, limit=vocab_size),
+        partial(
+            _encode,
+            source=source,
+            lines=table.lines,
+            tokenizer=tokenizer,
+            template=template,
+            end=ending,
+            limit=vocab_size,
+        ),
         input_columns=columns,
         remove_columns=columns,
         batched=True,
@@ -166,6 +178,7 @@ def _encode(
     lines: bool,
     tokenizer: PreTrainedTokenizerBase,
     template: str | None,
+    end: int,
     limit: int,
 ) -> dict[str, list[Any]]:
     """The tokenised documents of a batch of rows. A row that cannot be used gives an empty document and the reason."""
@@ -185,7 +198,7 @@ def _encode(
                     ids = token_ids_of(row, source.token_ids)
                     documents = [Document(ids, [True] * len(ids))]
                 elif template is None:
-                    documents = [encode_text(text_of(row, source), tokenizer, before)]
+                    documents = [encode_text(text_of(row, source), tokenizer, before, end)]
                 else:
                     renderings = _rendered(chat_of(row, source), limited, source)
                     documents = [encode_rendering(rendering, tokenizer) for rendering in renderings]

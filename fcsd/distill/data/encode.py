@@ -1,6 +1,6 @@
 """Turns a text or a rendered chat into token ids, and marks the tokens that count in the loss.
 
-In a plain text every token counts, including the EOS token at its end. The rendering of a chat is tokenised as it is,
+In a plain text every token counts, including the token at its end. The rendering of a chat is tokenised as it is,
 and no token is added to it.
 """
 
@@ -26,13 +26,14 @@ class Document(NamedTuple):
     counts: list[bool]
 
 
-def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, before: Sequence[int]) -> Document:
-    """The tokens of a plain text, with one EOS at the end. All of them count.
+def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, before: Sequence[int], end: int) -> Document:
+    """The tokens of a plain text, with one ``end`` at its end. All of them count.
 
     Args:
         before: the special tokens that the tokenizer puts before a text; see ``tokens_before``.
+        end: the token that ends a document; see ``fcsd.distill.data.document_end``.
     """
-    ids = document_ids(text, tokenizer, before)
+    ids = document_ids(text, tokenizer, before, end)
     return Document(ids, [True] * len(ids))
 
 

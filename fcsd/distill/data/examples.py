@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from fcsd.checkpoint.chat_text import MAX_CHARACTERS
 from fcsd.config import Source
 from fcsd.distill.data.json_lines import LONGEST_LINE
-
-MAX_CHARACTERS = 10_000_000  # in a text or a chat; a tokenizer needs several hundred bytes of memory per character
 
 # message_keys -> (key of the speaker, key of the text, the names of roles that differ from ours -> our names)
 _KEYS = {

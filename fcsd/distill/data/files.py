@@ -50,7 +50,7 @@ def data_files(path: str) -> list[Path]:
 
 def is_saved_dataset(path: str) -> bool:
     """Whether ``save_to_disk`` of ``datasets`` wrote this folder."""
-    return (Path(path) / "state.json").exists() or (Path(path) / "dataset_dict.json").exists()
+    return (Path(path) / "state.json").is_file() or (Path(path) / "dataset_dict.json").is_file()
 
 
 def _similar(path: str) -> str:

@@ -5,28 +5,21 @@ The lines are kept as bytes, so that a line that is not UTF-8 can be distinguish
 replacement character. The reader holds at most one block and one line of the longest permitted length in memory.
 """
 
-import gzip
 import os
 import tempfile
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, cast
 
 import datasets
 import pyarrow as pa
 
-from fcsd.errors import BadInputError
+from fcsd.input_lines import blocks, lines_of
 
 LONGEST_LINE = 40_000_000  # bytes; a longer line is left out and costs no memory
 COLUMN = "line"
 
-_BLOCK = 1 << 20  # bytes that are read at once
 _BATCH = 32 << 20  # bytes of lines that are written at once
-_GZIP_MAGIC = b"\x1f\x8b"
-_MOST_EXPANSION = 100  # text rarely compresses more than tenfold; a large file beyond this ratio is refused
-_LARGE = 1 << 30  # bytes of decompressed text below which the ratio is not checked
 
 
 def read_json_lines(files: Sequence[Path], cached: Path, max_rows: int | None) -> datasets.Dataset:
@@ -44,45 +37,9 @@ def read_json_lines(files: Sequence[Path], cached: Path, max_rows: int | None) -
         BadInputError: a file is damaged gzip, or expands to more than 100 times its size.
     """
     if not cached.exists():
-        lines = (line for path in files for line in _lines(_blocks(path)))
+        lines = (line for path in files for line in lines_of(blocks(path), LONGEST_LINE))
         _write(islice(lines, max_rows), cached)
     return datasets.Dataset.from_file(str(cached))
-
-
-def _blocks(path: Path) -> Iterator[bytes]:
-    """The contents of a file, decompressed if it begins as a gzip file does."""
-    with path.open("rb") as file:
-        packed = file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
-        file.seek(0)
-        stream = cast(BinaryIO, gzip.GzipFile(fileobj=file)) if packed else file
-        most = max(_LARGE, _MOST_EXPANSION * path.stat().st_size)
-        total = 0
-        try:
-            while block := stream.read(_BLOCK):
-                yield block
-                total += len(block)
-                if packed and total > most:
-                    raise BadInputError(
-                        f"{path}: expands to more than {_MOST_EXPANSION} times its size",
-                        hint="if the file is what you expect, decompress it first",
-                    )
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise BadInputError(f"{path}: cannot be read as gzip: {error}") from error
-
-
-def _lines(blocks: Iterable[bytes]) -> Iterator[bytes | None]:
-    """The lines of a file without their line ends; None for a line longer than ``LONGEST_LINE``."""
-    begun: list[bytes] = []  # the parts of a line that the last block did not end
-    size = 0
-    for block in blocks:
-        *ends, rest = block.split(b"\n")
-        for end in ends:
-            yield b"".join([*begun, end]) if size + len(end) <= LONGEST_LINE else None
-            begun, size = [], 0
-        size += len(rest)
-        begun = [*begun, rest] if size <= LONGEST_LINE else []
-    if size:
-        yield b"".join(begun) if size <= LONGEST_LINE else None
 
 
 def _write(lines: Iterable[bytes | None], cached: Path) -> None:

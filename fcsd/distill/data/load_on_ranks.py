@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from threading import Thread
 
 from transformers import PreTrainedTokenizerBase
@@ -16,9 +17,17 @@ _BEAT = 60.0  # seconds between two collectives while ranks wait; far below the 
 
 
 def load_corpora(
-    sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase, vocab_size: int, seq_len: int, world: World
+    sources: Sequence[Source],
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    seq_len: int,
+    world: World,
+    end: int,
 ) -> list[Corpus]:
     """The corpora of ``sources`` on every rank. Rank 0 prints how many documents rows of ``seq_len`` tokens leave out.
+
+    Args:
+        end: the token that ends a plain text.
 
     Raises:
         BadInputError, ConfigError: see ``load_corpus``; they are raised on every rank.
@@ -26,10 +35,11 @@ def load_corpora(
     corpora: list[Corpus] = []
     # The hosts may or may not share the cache. First rank 0 fills it, then the first process of each other host. The
     # remaining processes then read it.
+    load = partial(load_corpus, tokenizer=tokenizer, vocab_size=vocab_size, end=end)
     mine = 0 if world.rank == 0 else 1 if os.environ["LOCAL_RANK"] == "0" else 2
     for turn in range(3):
         wanted = sources if turn == mine else ()
-        _patiently(world, lambda wanted=wanted: corpora.extend(load_corpus(s, tokenizer, vocab_size) for s in wanted))
+        _patiently(world, lambda wanted=wanted: corpora.extend(map(load, wanted)))
     for corpus in corpora:
         if world.rank == 0 and (left_out := corpus.left_out(seq_len)):
             print(f"{corpus.name}: left out: {listed(left_out)}", file=sys.stderr)

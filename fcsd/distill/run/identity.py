@@ -78,6 +78,7 @@ def _later_fields(recipe: Recipe, world: World) -> dict[str, bool]:
     """
     train, optim, parallel = recipe.train, recipe.optim, recipe.parallel
     return {
+        "data.document_end": False,  # the token that it chooses is among the hashes of the data
         "train.attention": world.device.type == "cuda" and train.attention != "masked",  # other devices ignore it
         "train.compile": train.compile,
         "train.graph": train.graph,
@@ -95,7 +96,7 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """One line for each key whose value differs between the two mappings."""
     absent = "nothing"
     return [
-        f"{key} was {then.get(key, absent)!r} and is now {now.get(key, absent)!r}"
+        f"{key} was {then.get(key, absent)!r:.200} and is now {now.get(key, absent)!r:.200}"
         for key in sorted(then.keys() | now.keys())
         if then.get(key, absent) != now.get(key, absent)
     ]

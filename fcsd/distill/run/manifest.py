@@ -48,7 +48,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     if missing := [name for name, kind in _CONTENT.items() if not isinstance(manifest.get(name), kind)]:
         raise CheckpointError(f"{checkpoint}: {MANIFEST} has no usable {missing[0]!r}")
     for name, entry in manifest["files"].items():
-        if not isinstance(entry, dict) or entry.keys() != {"size", "sha256"}:
+        if not isinstance(entry, dict) or [type(entry.get(key)) for key in ("size", "sha256")] != [int, str]:
             raise CheckpointError(f"{checkpoint}: {MANIFEST} does not give size and sha256 of {name}")
     if step_of(checkpoint) not in (None, manifest["step"]):
         raise CheckpointError(
@@ -83,7 +83,7 @@ def verify(checkpoint: Path) -> None:
     for name, entry in expected.items():
         if (checkpoint / name).stat().st_size != entry["size"]:
             raise CheckpointError(f"{checkpoint}: {name} has the wrong size")
-    for name, sha256 in _each(file_sha256, checkpoint, expected).items():
+    for name, sha256 in _each(_sha256, checkpoint, expected).items():
         if sha256 != expected[name]["sha256"]:
             raise CheckpointError(f"{checkpoint}: {name} is damaged, its sha256 differs")
 
@@ -96,7 +96,7 @@ def verified_model(checkpoint: Path) -> Path:
     """
     recorded = read_manifest(checkpoint)["files"]
     expected = {name: entry["sha256"] for name, entry in recorded.items() if name.startswith(f"{MODEL}/")}
-    found = _each(file_sha256, checkpoint, (name for name in expected if (checkpoint / name).is_file()))
+    found = _each(_sha256, checkpoint, (name for name in expected if (checkpoint / name).is_file()))
     for name, sha256 in expected.items():
         if found.get(name) != sha256:
             raise CheckpointError(f"{checkpoint}: {name} is damaged or missing, its sha256 differs")
@@ -111,6 +111,13 @@ def described(directory: Path, names: Iterable[str]) -> dict[str, Any]:
 def files(directory: Path) -> list[str]:
     """Names of the files in and below a directory."""
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if not path.is_dir())
+
+
+def _sha256(path: Path) -> str:
+    try:
+        return file_sha256(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def _record(path: Path) -> dict[str, Any]:

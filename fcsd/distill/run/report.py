@@ -4,24 +4,29 @@ import json
 import math
 import shlex
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from fcsd.config import Recipe, ResolvedRecipe
 from fcsd.disk import open_to_append, write_text
 from fcsd.distill.run.run_dir import CHECKPOINTS
+from fcsd.distill.run.time_left import TimeLeft
 from fcsd.distill.run.trackers import Log, tracking
-from fcsd.progress import duration
+from fcsd.errors import BadInputError
+from fcsd.foreign_errors import first_line
+from fcsd.input_lines import read_lines
+from fcsd.progress import duration, progress
 
 METRICS = "metrics.jsonl"
+_LONGEST = 1 << 20  # bytes of a record
 CURVES = "curves.png"
+_NAMED_S = 1.0  # a pause is not named again if the last one of its kind was shorter, in seconds
 # The metrics that are drawn if the run has them, in this order -> the title of the panel
 _PANELS = {"kl": "KL(teacher || student)", "sft": "cross-entropy", "hidden": "hidden L2", "held_out_kl": "held-out KL"}
 _PANELS |= {"held_out_sft": "held-out cross-entropy", "score": "early-stopping score"}
@@ -35,13 +40,15 @@ class Reporter:
     Args:
         path: the file ``metrics.jsonl``.
         track: passes metrics on to the tracker.
-        start: the number of steps that were taken before.
+        time_left: estimates the end of the run.
         total: the number of steps at the end of the run.
     """
 
-    def __init__(self, path: Path, track: Log, progress: Progress, task: TaskID, start: int, total: int) -> None:
+    def __init__(
+        self, path: Path, track: Log, progress: Progress, task: TaskID, time_left: TimeLeft, total: int
+    ) -> None:
         self._path, self._track, self._progress, self._task = path, track, progress, task
-        self._start, self._total, self._began = start, total, time.monotonic()
+        self._time_left, self._total, self._name = time_left, total, progress.tasks[task].description
 
     def say(self, text: str) -> None:
         """Prints a line on stderr."""
@@ -49,6 +56,28 @@ class Reporter:
 
     def advance(self, step: int) -> None:
         self._progress.update(self._task, completed=step)
+
+    @contextmanager
+    def pause(self, kind: str, doing: str, amount: float | None = None) -> Iterator[Callable[[float], None]]:
+        """A block in which no step is taken. It is named as it begins, unless the last one of its kind took no second.
+
+        Args:
+            kind: one of the kinds of ``time_left``.
+            doing: what the block does, in words.
+            amount: the amount of its work, if it tells how far it is.
+
+        Yields: a function that the block calls with the amount of work that was done since the call before.
+        """
+        if self._time_left.last(kind) >= _NAMED_S:
+            self.say(f"{doing} ...")
+        self._progress.update(self._task, description=doing)
+        # On a terminal the bar of the run stays alone.
+        quiet = amount is None or not self._progress.disable
+        try:
+            with self._time_left.pause(kind), progress(doing, amount or 1, quiet=quiet) as advance:
+                yield advance
+        finally:
+            self._progress.update(self._task, description=self._name)
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Appends one record to ``metrics.jsonl``, with null for values that are not finite, and prints it.
@@ -64,17 +93,20 @@ class Reporter:
         self.say(f"{shown}  {self._left(metrics['step'])}")
 
     def _left(self, step: int) -> str:
-        """The share of the steps that are done, and the expected end of the run at its speed so far with all pauses."""
-        elapsed, taken = time.monotonic() - self._began, step - self._start
-        seconds = elapsed * (self._total - step) / max(1, taken)
-        end = datetime.now().astimezone() + timedelta(seconds=seconds)
+        """The share of the steps that are done, and the expected end of the run with its evaluations and saves."""
         share = f"{step / self._total:.0%} of {self._total:,} steps"
-        return share if step == self._total else f"{share}, ends in {duration(seconds)}, at {end:%Y-%m-%d %H:%M}"
+        if step == self._total:
+            return share
+        seconds, untimed = self._time_left.after(step)
+        if untimed:
+            return f"{share}, ends in {duration(seconds)} and what was not timed yet: {', '.join(untimed)}"
+        end = datetime.now().astimezone() + timedelta(seconds=seconds)
+        return f"{share}, ends in {duration(seconds)}, at {end:%Y-%m-%d %H:%M}"
 
 
 @contextmanager
-def reporting(run: Path, resolved: ResolvedRecipe, *, start: int) -> Iterator[Reporter]:
-    """A reporter for a run that begins after step ``start``.
+def reporting(run: Path, resolved: ResolvedRecipe, *, start: int, held_out_tokens: int = 0) -> Iterator[Reporter]:
+    """A reporter for a run that begins after step ``start`` and measures its loss on ``held_out_tokens``.
 
     Records of later steps, which an earlier attempt wrote, are dropped. The curves are drawn at the end, whether the
     run succeeds or fails.
@@ -88,27 +120,54 @@ def reporting(run: Path, resolved: ResolvedRecipe, *, start: int) -> Iterator[Re
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TimeRemainingColumn(),
     )
     bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
     try:
         with tracking(run, recipe, start=start) as track, bar as progress:
             task = progress.add_task(recipe.name, total=recipe.train.steps, completed=start)
-            yield Reporter(path, track, progress, task, start, recipe.train.steps)
+            time_left = TimeLeft(recipe, start, held_out_tokens)
+            yield Reporter(path, track, progress, task, time_left, recipe.train.steps)
     finally:
-        with suppress(OSError):  # if the disk is full, the error of the run itself says more
+        with suppress(OSError, BadInputError):  # if the disk is full, the error of the run itself says more
             draw_curves(run)
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The records of a run. A last line that a crash has cut off is left out."""
-    records = []
-    for line in (run / METRICS).read_text().splitlines():
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            break
+    """The records of a run, and None in place of a value that was not finite.
+
+    A last line that a crash has cut off is left out.
+
+    Raises:
+        BadInputError: the file is missing or damaged.
+    """
+    path = run / METRICS
+    records: list[dict[str, Any]] = []
+    try:
+        lines = [line for line in read_lines(path, _LONGEST) if line.strip()]
+        for number, line in enumerate(lines, 1):
+            try:
+                record = json.loads(line.decode())
+            except ValueError:
+                if number == len(lines):
+                    break
+                raise
+            if not _is_record(record):
+                raise ValueError(f"record {number} is not one of a step")
+            records.append(record)
+    except (OSError, ValueError, RecursionError) as error:
+        hint = "Move it away: the run goes on without the records of its earlier steps."
+        raise BadInputError(f"{path}: cannot be read: {first_line(error)}", hint) from error
     return records
+
+
+def _is_record(record: Any) -> bool:
+    """Whether a value is what ``Reporter`` writes for a step."""
+    return (
+        isinstance(record, dict)
+        and type(step := record.get("step")) is int
+        and step >= 0
+        and all(value is None or (type(value) in (int, float) and math.isfinite(value)) for value in record.values())
+    )
 
 
 def draw_curves(run: Path) -> Path:

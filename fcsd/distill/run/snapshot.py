@@ -20,10 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fcsd.disk import write_json
+from fcsd.disk import read_input, write_json
 from fcsd.distill.optim.host_copies import HostCopies, size_of
 from fcsd.distill.train_engine import Trained, TrainEngine
 from fcsd.errors import CheckpointError, DiskError
+from fcsd.foreign_errors import first_line
 from fcsd.launch.world import World
 from fcsd.parallel.weights.saving import OwnPart, own_part
 
@@ -95,10 +96,15 @@ def restore(checkpoint: Path, world: World, trained: Trained) -> None:
     The engine's model has the weights of ``model/`` already.
 
     Raises:
-        CheckpointError: the optimizer's file asks for a class that DeepSpeed's files do not need.
+        CheckpointError: the optimizer's file asks for a class that DeepSpeed's files do not need, or the file of the
+            rank's state holds something else.
     """
     engine = trained.engine
-    saved = json.loads(_states_file(checkpoint, world.rank).read_text())
+    states = _states_file(checkpoint, world.rank)
+    try:
+        saved = json.loads(read_input(states))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{states}: cannot be read: {first_line(error)}") from error
     zero = engine.zero_optimization()
     rank = world.rank if zero else world.rank % own_part(trained.model).group_size
     state = _read_optimizer(_optimizer_file(checkpoint, rank))
@@ -107,9 +113,12 @@ def restore(checkpoint: Path, world: World, trained: Trained) -> None:
         engine.optimizer.load_state_dict([state] * world.size, load_from_fp32_weights=engine.bfloat16_enabled())
     else:
         engine.optimizer.load_state_dict(state)
-    for name in _COUNTERS:
-        setattr(engine, name, saved["engine"][name])
-    set_random_state(saved["random"])
+    try:
+        for name in _COUNTERS:
+            setattr(engine, name, saved["engine"][name])
+        set_random_state(saved["random"])
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"{states}: does not hold the state of a rank: {first_line(error)}") from error
 
 
 def _read_optimizer(path: Path) -> Any:

@@ -1,5 +1,6 @@
 """Sends metrics to a tracker such as wandb. If the tracker fails to start, to answer or to end, the run continues."""
 
+import re
 import sys
 import uuid
 from collections.abc import Callable, Iterator
@@ -8,7 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fcsd.config import Recipe
-from fcsd.disk import write_text
+from fcsd.disk import read_input_text, write_text
+from fcsd.errors import BadInputError
 from fcsd.extras import require_extra
 from fcsd.foreign_errors import first_line
 
@@ -110,4 +112,10 @@ def _id(run: Path) -> str:
     path = run / _ID
     if not path.exists():
         write_text(path, uuid.uuid4().hex[:8])
-    return path.read_text()
+    try:
+        found = read_input_text(path, 1 << 10)
+        if not re.fullmatch(r"[\w-]{1,64}", found):
+            raise ValueError("it is not the id of a run")
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"{path}: cannot be used: {first_line(error)}", "Delete it.") from error
+    return found

@@ -33,6 +33,7 @@ from fcsd.distill.teacher.targets import FixedLosses, Targets, TeacherSource
 from fcsd.errors import ConfigError
 from fcsd.kernels.packed_attention import takes_borders
 from fcsd.models.annealed import Annealing
+from fcsd.models.build import arch_of
 
 _WARM_UPS = 2  # runs before the capture, in which kernels are compiled and libraries allocate their workspaces
 # (columns of a micro-batch, denominator) -> the loss terms [terms] fp32
@@ -48,12 +49,19 @@ def with_fixed_passes(training: Training, recipe: Recipe, models: Sequence[Any])
         models: the student's model and, if there is one, the teacher's.
 
     Raises:
-        ConfigError: a model on a GPU cannot use packed attention, without which the shapes depend on the data.
+        ConfigError: a model has linear attention, or on a GPU cannot use packed attention, without which the shapes
+            depend on the data.
     """
     if not recipe.train.graph:
         return training
     on_gpu = models[0].device.type == "cuda"
     for model in models:
+        if arch_of(model.config).blocks.linear is not None:
+            raise ConfigError(
+                f"train.graph cannot run {model.config.model_type}: linear attention takes each document as a row, and "
+                "their lengths differ",
+                hint="set train.graph: false",
+            )
         if on_gpu and not takes_borders(model):
             raise ConfigError(
                 f"train.graph needs packed attention, which {model.config.model_type} does not have here",

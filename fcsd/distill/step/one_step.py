@@ -1,6 +1,7 @@
 """Takes one optimizer step over all ranks, and measures the loss on held-out text."""
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -164,8 +165,13 @@ def _numbered(
 
 
 @torch.no_grad()
-def measure(training: Training, rows: Rows, recipe: Recipe, world: World) -> dict[str, float]:
+def measure(
+    training: Training, rows: Rows, recipe: Recipe, world: World, advance: Callable[[float], None] = lambda tokens: None
+) -> dict[str, float]:
     """Measures the loss terms per token over all rows of one epoch. No random number is drawn.
+
+    Args:
+        advance: is called with the number of tokens that were measured since the call before, on all ranks together.
 
     Returns: ``held_out_sft``, with a teacher in memory ``held_out_kl``, and ``held_out_hidden`` if the term has a
         weight.
@@ -187,6 +193,7 @@ def measure(training: Training, rows: Rows, recipe: Recipe, world: World) -> dic
             data["labels"].fill_(IGNORE)
         losses = engine(data, source.get_targets(data) if source.any_text else None, one, terms)
         totals += torch.stack([*(losses[name] for name in terms), (data["labels"] != IGNORE).sum()])
+        advance(min(micro * world.size, rows.per_epoch - first) * recipe.data.seq_len)
     engine.train()
     dist.all_reduce(totals)
     *sums, positions = totals.tolist()

@@ -9,18 +9,20 @@ schedule of its own, and the full run starts anew in ``OUT/full``.
 """
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
 from fcsd.config import ResolvedRecipe, Sweep
-from fcsd.disk import write_text
+from fcsd.disk import read_input, write_text
 from fcsd.distill.run import run_dir
 from fcsd.distill.run.report import read_metrics
 from fcsd.distill.sweep.process import Exit, Launch
 from fcsd.distill.sweep.report_table import write_report
 from fcsd.distill.sweep.trials import TRIALS, Trial, all_trials, plan_of, points, starting_values, trial_of
-from fcsd.errors import ConfigError, FcsdError, NonFiniteError, PreemptedError
+from fcsd.errors import BadInputError, ConfigError, FcsdError, NonFiniteError, PreemptedError
+from fcsd.foreign_errors import first_line
 from fcsd.recipes import strict_yaml
 
 RECORD = "sweep.json"
@@ -62,7 +64,7 @@ def sweep(resolved: ResolvedRecipe, launch: Launch, *, dry_run: bool = False) ->
     with run_dir.claim(out):
         (out / TRIALS).mkdir(exist_ok=True)
         if (out / RECORD).exists():
-            record["trials"] = json.loads((out / RECORD).read_text())["trials"]
+            record["trials"] = _known_trials(out / RECORD)
         try:
             for stage in plan.stages:
                 trials = [trial_of(resolved, values | point) for point in points(stage)]
@@ -75,6 +77,28 @@ def sweep(resolved: ResolvedRecipe, launch: Launch, *, dry_run: bool = False) ->
             record["error"] = {"message": str(error), "hint": error.hint, "exit_code": error.exit_code}
         _write(out, record)
     return record
+
+
+def _known_trials(path: Path) -> dict[str, Any]:
+    """The trials in the record of an earlier start of the sweep.
+
+    Raises:
+        BadInputError: the record is damaged.
+    """
+    try:
+        trials = json.loads(read_input(path))["trials"]
+        for name, trial in trials.items():
+            kinds = {"values": dict, "recipe": str, "run": str, "status": str}
+            if trial["status"] == "done":
+                kinds |= {"step": int, "tokens": int, "value": (int, float)}
+            if not all(isinstance(trial[key], kind) for key, kind in kinds.items()):
+                raise ValueError(f"trial {name!r:.80} is not one of a sweep")
+            if trial["status"] == "done" and not math.isfinite(trial["value"]):
+                raise ValueError(f"trial {name!r:.80} has no value")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        hint = "Delete it: trials that are done end at once when they are started again."
+        raise BadInputError(f"{path}: is damaged: {first_line(error)}", hint) from error
+    return trials
 
 
 def require_complete(record: dict[str, Any]) -> None:
@@ -137,8 +161,10 @@ def _entry(trial: Trial, out: Path) -> dict[str, Any]:
 def outcome(run: Path, plan: Sweep) -> dict[str, Any]:
     """The end of a trial: its last ``step``, its ``tokens``, and ``value``, the metric's mean over the last steps."""
     records = [line for line in read_metrics(run) if line["step"] <= plan.steps]
-    first = records[-1]["step"] - plan.window + 1
-    values = [line[plan.metric] for line in records if line["step"] >= first and plan.metric in line]
+    first = records[-1]["step"] - plan.window + 1 if records else 0
+    values: list[Any] = [line[plan.metric] for line in records if line["step"] >= first and plan.metric in line]
+    if not values or None in values or "tokens" not in records[-1]:
+        raise BadInputError(f"{run}: its metrics.jsonl lacks {plan.metric} of the last steps", "Delete this directory.")
     return {"step": records[-1]["step"], "tokens": records[-1]["tokens"], "value": sum(values) / len(values)}
 
 

@@ -8,6 +8,7 @@ hash of each shard when it opens the shard, and checks for every row that its to
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +19,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from fcsd.checkpoint.files import quoted
 from fcsd.config import Recipe, TeacherCache
 from fcsd.disk import left_over, read_input, write_bytes
 from fcsd.distill.loss.top_k import TopK
@@ -25,10 +27,14 @@ from fcsd.distill.run.identity import differences
 from fcsd.distill.teacher.original import expect_fingerprint, identify_teacher, teacher_name
 from fcsd.distill.teacher.targets import Targets, TeacherSource
 from fcsd.errors import BadInputError
+from fcsd.foreign_errors import first_line
 from fcsd.launch.world import World
 
 KEY, MANIFEST = "KEY.json", "MANIFEST.json"
 _PART = r"\.(?:KEY\.json|MANIFEST\.json|shard-\d+\.(?:json|safetensors))\.part-"  # of the names of unfinished files
+_SHARD = re.compile(r"shard-\d+\.safetensors")
+_WRITE_AGAIN = "Run fcsd cache-teacher with this recipe; it writes the files that are missing."
+_ROUNDING = 1e-3  # a log-probability is at most zero, but for rounding
 _POSITION = 8  # bytes of each of the k entries of a position: fp32 log-probability and int32 token id
 
 
@@ -53,6 +59,8 @@ def read_teacher_cache(
     folder = Path(settings.path)
     recorded = read_key(folder)
     teacher = {name: sha for name, sha in recorded.items() if name.startswith("teacher.")}
+    if not isinstance(teacher.get("teacher.fingerprint"), str):
+        raise BadInputError(f"{folder / KEY}: does not name the teacher", "Write another cache by fcsd cache-teacher.")
     if Path(teacher_name(recipe)).is_dir():
         teacher = identify_teacher(recipe)
     else:
@@ -121,7 +129,7 @@ def write_shard(folder: Path, shard: Shard, digests: list[bytes], counts: list[i
 
 def finish(folder: Path, shards: list[Shard]) -> None:
     """Writes the manifest, after which the cache can be read."""
-    commit_json(folder / MANIFEST, {shard.name: json.loads(_record(folder, shard).read_text()) for shard in shards})
+    commit_json(folder / MANIFEST, {shard.name: _entry(_record(folder, shard)) for shard in shards})
 
 
 def read_key(folder: Path) -> dict[str, Any]:
@@ -154,7 +162,7 @@ class CachedTeacher(TeacherSource):
     """
 
     def __init__(self, folder: Path, rows: int) -> None:
-        manifest = _read(folder / MANIFEST)
+        manifest = _manifest(folder)
         held = max(entry["rows"][1] for entry in manifest.values())
         if held < rows:
             raise BadInputError(
@@ -206,15 +214,27 @@ def _load(path: Path, entry: dict[str, Any]) -> tuple[TopK, list[int], list[byte
     Raises:
         BadInputError: the file is missing or damaged.
     """
-    data = path.read_bytes() if path.exists() else b""
+    hint = f"Delete {path.stem}.json and run fcsd cache-teacher again; it writes that shard alone."
+    try:
+        data = read_input(path, entry["size"])
+    except OSError:
+        data = b""
     if hashlib.sha256(data).hexdigest() != entry["sha256"]:
-        raise BadInputError(
-            f"{path}: is missing or damaged, its sha256 differs",
-            f"Delete {path.stem}.json and run fcsd cache-teacher again; it writes that shard alone.",
-        )
-    tensors = safetensors.torch.load(data)
-    ends = [0, *tensors["counts"].cumsum(0).tolist()]
-    return TopK(*(tensors[name] for name in TopK._fields)), ends, [bytes(row) for row in tensors["digests"].numpy()]
+        raise BadInputError(f"{path}: is missing or damaged, its sha256 differs", hint)
+    try:
+        tensors = safetensors.torch.load(data)
+        kept, counts = TopK(*(tensors[name] for name in TopK._fields)), tensors["counts"]
+        rows, positions = entry["rows"][1] - entry["rows"][0], int(counts.sum())
+        right = [(positions, kept.words.shape[-1])] * 2 + [(positions,), (rows,), (rows, 32)]
+        if [tuple(each.shape) for each in (*kept, counts, tensors["digests"])] != right or bool((counts < 0).any()):
+            raise ValueError("tensors of other shapes")
+        if kept.words.is_floating_point() or bool((kept.words < 0).any()):
+            raise ValueError("words that are no token ids")
+        if not all(bool((part <= _ROUNDING).all()) for part in (kept.log_probs, kept.tail)):  # NaN is not, either
+            raise ValueError("values that are no log-probabilities")
+    except (safetensors.SafetensorError, KeyError, ValueError, IndexError, RuntimeError, TypeError) as error:
+        raise BadInputError(f"{path}: does not hold a teacher's answers: {first_line(error)}", hint) from error
+    return kept, [0, *counts.cumsum(0).tolist()], [bytes(row) for row in tensors["digests"].numpy()]
 
 
 def _is_written(folder: Path, shard: Shard) -> bool:
@@ -222,7 +242,7 @@ def _is_written(folder: Path, shard: Shard) -> bool:
     record = _record(folder, shard)
     if not record.exists():
         return False
-    entry, file = json.loads(record.read_text()), folder / shard.name
+    entry, file = _entry(record), folder / shard.name
     same = entry["rows"] == [shard.rows.start, shard.rows.stop]
     return same and file.exists() and file.stat().st_size == entry["size"]
 
@@ -231,12 +251,52 @@ def _record(folder: Path, shard: Shard) -> Path:
     return (folder / shard.name).with_suffix(".json")
 
 
+def _manifest(folder: Path) -> dict[str, Any]:
+    """The shards of a complete cache by name, in the order of their rows, which follow each other.
+
+    Raises:
+        BadInputError: the manifest is missing or damaged.
+    """
+    manifest = _read(folder / MANIFEST)
+    end = 0
+    for name, entry in manifest.items():
+        if not _SHARD.fullmatch(name) or not _is_entry(entry) or entry["rows"][0] != end:
+            raise BadInputError(f"{folder / MANIFEST}: is damaged at {quoted(name)}", _WRITE_AGAIN)
+        end = entry["rows"][1]
+    if not end:
+        raise BadInputError(f"{folder / MANIFEST}: names no rows", _WRITE_AGAIN)
+    return manifest
+
+
+def _entry(record: Path) -> dict[str, Any]:
+    """The record of a shard.
+
+    Raises:
+        BadInputError: it is missing or damaged.
+    """
+    entry = _read(record)
+    if not _is_entry(entry):
+        raise BadInputError(f"{record}: is damaged", f"Delete it. {_WRITE_AGAIN}")
+    return entry
+
+
+def _is_entry(entry: Any) -> bool:
+    """Whether a value is what ``write_shard`` records."""
+    if not isinstance(entry, dict) or entry.keys() != {"rows", "size", "sha256"}:
+        return False
+    rows = entry["rows"]
+    whole = isinstance(rows, list) and len(rows) == 2 and all(type(n) is int for n in [*rows, entry["size"]])
+    return whole and 0 <= rows[0] < rows[1] and entry["size"] >= 0 and isinstance(entry["sha256"], str)
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(read_input(path))
-    except (OSError, ValueError):
-        hint = "Run fcsd cache-teacher with this recipe; it writes the files that are missing."
-        raise BadInputError(f"{path}: is missing or unreadable", hint) from None
+        found = json.loads(read_input(path))
+        if not isinstance(found, dict):
+            raise ValueError("no object")
+    except (OSError, ValueError, RecursionError):
+        raise BadInputError(f"{path}: is missing or unreadable", _WRITE_AGAIN) from None
+    return found
 
 
 def commit_json(path: Path, value: Any) -> None:

@@ -9,11 +9,12 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from fcsd.checkpoint import fingerprint, read_config, read_layout, resolve, sample_sha256
-from fcsd.checkpoint.location import read_base_path
+from fcsd.checkpoint.location import recorded_original
 from fcsd.config import Recipe
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.kernels.packed_attention import packed_arguments, takes_borders, use_packed_attention
 from fcsd.models.build import arch_of, decoder_layers, decoder_of
+from fcsd.models.documents import documents_of, stay_inside_documents
 
 _MOST_COMPILED = 64  # torch's own limit is 8; beyond it layers would silently run uncompiled
 
@@ -36,12 +37,10 @@ def teacher_name(recipe: Recipe) -> str:
         return recipe.teacher
     if recipe.init.wiring is not None and recipe.init.weights == "loaded":
         return recipe.model
-    block = student_block(recipe)
-    if not block.get("base_model"):
+    original = recorded_original(resolve(recipe.model, weights=False).path, student_block(recipe))
+    if original is None:
         raise ConfigError(f"{recipe.model} records no base model", hint="Name the original in the recipe: `teacher:`.")
-    if revision := block.get("base_revision"):
-        return f"{block['base_model']}@{revision}"
-    return read_base_path(resolve(recipe.model, weights=False).path) or block["base_model"]
+    return original
 
 
 def student_block(recipe: Recipe) -> dict[str, Any]:
@@ -93,14 +92,17 @@ def final_hidden(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
 
     Attention stays inside documents because position ids restart and there is neither a mask nor a cache. An
     architecture that does not derive the document boundaries from position ids gets explicit masks. A model with
-    packed attention gets the borders of the documents.
+    packed attention gets the borders of the documents, and linear attention gets each document as a row.
     """
     decoder = decoder_of(model)
     ids, positions = batch["input_ids"], batch["position_ids"]
     if takes_borders(model):
-        inside = packed_arguments(batch["borders"])
+        inside: dict[str, Any] = packed_arguments(batch["borders"])
     else:
         inside = {"attention_mask": None if arch_of(model.config).packs else _document_masks(decoder, ids, positions)}
+    if arch_of(model.config).blocks.linear is not None:
+        stay_inside_documents(decoder_layers(model))
+        inside["documents"] = documents_of(batch["borders"], ids.numel())
     return decoder(input_ids=ids, position_ids=positions, use_cache=False, **inside).last_hidden_state
 
 
@@ -148,6 +150,12 @@ def without_compiling(recipe: Recipe) -> AbstractContextManager[Any]:
 
 
 def output_head(model: PreTrainedModel) -> Tensor:
-    """The weight of the output head, ``[vocab, hidden]``, which maps final hidden states to logits."""
+    """The weight of the output head, ``[vocab, hidden]``, which maps final hidden states to logits.
+
+    Raises:
+        ConfigError: the head has a bias, too, which the losses would leave out.
+    """
     head: Any = model.get_output_embeddings()
+    if getattr(head, "bias", None) is not None:
+        raise ConfigError("the output head of this model has a bias, without which no loss is computed right")
     return head.weight

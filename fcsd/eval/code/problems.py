@@ -7,8 +7,8 @@ expected values stay outside. A test of an unknown shape is refused with `BadInp
 """
 
 import ast
-import gzip
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,12 @@ from typing import Any
 from fcsd.errors import BadInputError
 from fcsd.eval.code.comparison import Case, rule_name
 from fcsd.eval.code.judge import Problem
+from fcsd.foreign_errors import first_line
+from fcsd.input_lines import read_lines
 
 _CONSTRUCTORS = {"set": set, "frozenset": frozenset, "tuple": tuple, "list": list, "dict": dict}
 _CONSTRUCTORS |= {"float": float, "complex": complex}
+_LONGEST_ROW = 40_000_000  # bytes; a row holds all inputs of a problem
 _NAMES = {"inf": float("inf"), "nan": float("nan")}
 
 
@@ -26,21 +29,36 @@ def load_evalplus(path: Path) -> list[Problem]:
     """HumanEvalPlus or MbppPlus from EvalPlus' `.jsonl` or `.jsonl.gz`.
 
     Raises:
-        BadInputError: the file has no rows, or a row is not EvalPlus'.
+        BadInputError: the file cannot be read or has no rows, or a row is not EvalPlus'.
     """
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file if line.strip()]
+    rows = []
+    try:
+        for number, line in enumerate(read_lines(path, _LONGEST_ROW), 1):
+            if line.strip():
+                rows.append((number, json.loads(line.decode())))
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadInputError(f"{path}: cannot be read as EvalPlus' problems: {first_line(error)}") from error
     if not rows:
         raise BadInputError(f"{path} contains no problems")
-    return [evalplus_problem(row) for row in rows]
+    problems = []
+    for number, row in rows:
+        try:
+            problems.append(evalplus_problem(row))
+        except BadInputError as error:
+            raise BadInputError(f"{path}:{number}: {error}", error.hint) from error
+    return problems
 
 
 def evalplus_problem(row: dict[str, Any]) -> Problem:
-    """The problem of a row (task_id, prompt, entry_point, canonical_solution, base_input, plus_input, atol)."""
+    """The problem of a row (task_id, prompt, entry_point, canonical_solution, base_input, plus_input, atol).
+
+    Raises:
+        BadInputError: the row has another form.
+    """
     from evalplus.data.mbpp import mbpp_deserialize_inputs
 
     try:
+        _check_types(row)
         dataset = row["task_id"].split("/")[0]
         rule = rule_name(dataset, row["entry_point"])
         cases = {
@@ -61,7 +79,20 @@ def evalplus_problem(row: dict[str, Any]) -> Problem:
             reference=row["prompt"] + row["canonical_solution"],
         )
     except KeyError as error:
-        raise BadInputError(f"not an EvalPlus row: {row.get('task_id')} has no {error}") from error
+        raise BadInputError(f"not an EvalPlus row: {row.get('task_id')!r:.80} has no {error}") from error
+    except Exception as error:  # EvalPlus' own reader and the checks above can fail in any way on data of another form
+        raise BadInputError(f"not an EvalPlus row: {type(error).__name__}: {first_line(error):.200}") from error
+
+
+def _check_types(row: dict[str, Any]) -> None:
+    for name in ("task_id", "entry_point", "prompt", "canonical_solution"):
+        if not isinstance(row[name], str):
+            raise TypeError(f"{name} is not a text")
+    if type(row["atol"]) not in (int, float) or not 0 <= row["atol"] < math.inf:
+        raise TypeError("atol is not a tolerance")
+    for name in ("base_input", "plus_input"):
+        if row[name] and not (isinstance(row[name], list) and all(isinstance(call, list) for call in row[name])):
+            raise TypeError(f"{name} is not a list of lists of arguments")
 
 
 def problem_from_tests(task_id: str, tests: str) -> Problem:

@@ -1,7 +1,7 @@
 """Adapts a Hugging Face model to lm-eval's interface, which asks for log-probabilities and generated texts."""
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -86,9 +86,8 @@ class HFAdapter(Adapter):
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return self.tokenizer.apply_chat_template(
+        return self.chat_text(
             chat_history,
-            tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )
@@ -125,13 +124,14 @@ class HFAdapter(Adapter):
             self.require_fits(len(context_ids) + len(ids) - 1, context)
         answers: list[Any] = [self.cached(["loglikelihood", *texts], is_loglikelihood) for texts, _, _ in requests]
         open_ = [i for i, answer in enumerate(answers) if answer is None]
-        with self._progress("scoring", len(open_)) as advance:
+        todo = [(requests[i][1], requests[i][2]) for i in open_]
+        work = scoring_work(todo)
+        with self._progress("scoring, tokens", sum(work)) as advance:
 
             def done(index: int, answer: tuple[float, bool]) -> None:
                 self.store(["loglikelihood", *requests[open_[index]][0]], answer)
-                advance(1)
+                advance(work[index])
 
-            todo = [(requests[i][1], requests[i][2]) for i in open_]
             scored = self.team.together(
                 lambda: continuation_logprobs(self.model, todo, batch_size=self.batch_size, done=done, team=self.team)
             )
@@ -171,7 +171,9 @@ class HFAdapter(Adapter):
                 if not prompts[index]:
                     raise BadInputError("a prompt has no tokens")
                 self.require_fits(len(prompts[index]) + max_new_tokens - 1, requests[index].args[0])
-        with self._progress("generating", sum(map(len, groups.values()))) as advance:
+        # An answer's length is unknown before it is written, so each counts as the longest of its task.
+        work = {i: len(prompts[i]) + most for (_, most), members in groups.items() for i in members}
+        with self._progress("generating, tokens", sum(work.values())) as advance:
 
             def generate() -> dict[int, str]:
                 new: dict[int, str] = {}
@@ -179,7 +181,7 @@ class HFAdapter(Adapter):
                     for place, text in self._generate([prompts[i] for i in members], stops, max_new_tokens):
                         new[members[place]] = text
                         self.store(["generate_until", *requests[members[place]].args], text)
-                        advance(1)
+                        advance(work[members[place]])
                 return new
 
             for index, text in self.team.together(generate).items():
@@ -210,6 +212,16 @@ class HFAdapter(Adapter):
             "max_length": self.max_length,
         }
 
-    def _progress(self, what: str, requests: int) -> AbstractContextManager[Callable[[float], None]]:
-        """The progress of this rank's share of the requests. Only the first rank shows it, as an estimate for all."""
-        return progress(what, -(-requests // self.team.shares), quiet=not self.team.leads)
+    def _progress(self, what: str, work: float) -> AbstractContextManager[Callable[[float], None]]:
+        """The progress of this rank's share of the work. Only the first rank shows it, as an estimate for all."""
+        return progress(what, work / self.team.shares, quiet=not self.team.leads)
+
+
+def scoring_work(requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[float]:
+    """The tokens that a model computes for each request ``(context, continuation)``.
+
+    Requests with the same context share its tokens. The longest inputs are computed first, so that counting requests
+    would make the rest appear as slow as these.
+    """
+    sharing = Counter(tuple(context) for context, _ in requests)
+    return [len(context) / sharing[tuple(context)] + len(continuation) for context, continuation in requests]

@@ -3,22 +3,24 @@
 A stored answer is checked before it is used: no score may come from a file that something else has changed.
 """
 
-import contextlib
 import hashlib
 import json
-import math
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fcsd.disk import open_to_append, read_input_text
+from fcsd.disk import open_to_append
 from fcsd.errors import BadInputError
+from fcsd.foreign_errors import first_line
+from fcsd.input_lines import read_lines
 from fcsd.launch.world import World
 
 # A log-probability is at most zero. Rounding may raise a sum of many above it by less than this.
 _ROUNDING = 1e-3
-_MOST = 4 << 30  # bytes of a file of answers
+_MOST, _LONGEST = 4 << 30, 256 << 20  # bytes of a file of answers, and of one of them
+_DELETE = "the file was changed or damaged: delete it, and the evaluation computes its answers again"
 
 
 class AnswerCache:
@@ -51,7 +53,7 @@ class AnswerCache:
         if answer is not None and not valid(answer):
             raise BadInputError(
                 f"{self._path}: a stored answer cannot be right: {answer!r:.80}",
-                "the file was changed or damaged: delete it, and the evaluation computes its answers again",
+                _DELETE,
             )
         return answer
 
@@ -72,7 +74,7 @@ class AnswerCache:
 
 def is_number(value: Any) -> bool:
     """Whether a value is a finite number, and no truth value."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def is_loglikelihood(answer: Any) -> bool:
@@ -105,12 +107,16 @@ def _key(request: Any) -> str:
 
 def _read(files: Sequence[Path]) -> dict[str, Any]:
     answers = {}
-    try:
-        texts = [read_input_text(path, _MOST) for path in files if path.exists()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInputError(f"{files[0]}: stored answers cannot be read: {error}", "delete the file") from error
-    for line in "\n".join(texts).splitlines():
-        with contextlib.suppress(json.JSONDecodeError):  # an empty or incomplete line
-            key, answer = json.loads(line)
-            answers[key] = answer
+    for path in filter(Path.exists, files):
+        try:
+            for line in read_lines(path, _LONGEST, _MOST):
+                try:
+                    stored = json.loads(line.decode())
+                except json.JSONDecodeError:  # an empty or incomplete line
+                    continue
+                if not isinstance(stored, list) or len(stored) != 2 or not isinstance(stored[0], str):
+                    raise ValueError(f"{line[:80]!r} is not the key of a request and its answer")
+                answers[stored[0]] = stored[1]
+        except (OSError, ValueError, RecursionError) as error:
+            raise BadInputError(f"{path}: stored answers cannot be read: {first_line(error)}", _DELETE) from error
     return answers

@@ -152,6 +152,7 @@ def opened(model: str, engine: Engine, out: Path | None, team: Team) -> Iterator
         try:
             yield adapter
         finally:
+            adapter.close()
             del adapter
             gc.collect()
             if torch.cuda.is_available():

@@ -8,6 +8,8 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from fcsd.checkpoint.chat_text import chat_text, limited_template
+from fcsd.checkpoint.limited_process import LimitedProcess
 from fcsd.checkpoint.tokenizer import count_before, text_ids, tokens_before
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.eval.engines.answer_cache import AnswerCache
@@ -29,6 +31,22 @@ class Adapter(TemplateLM):
     tokenizer: Any
     cache: AnswerCache | None
     team: Team
+
+    _template: LimitedProcess | None = None
+
+    def chat_text(self, messages: list[dict[str, str]], **options: Any) -> str:
+        """The text of a conversation by the model's chat template, which runs in a process with limits.
+
+        Raises:
+            BadInputError: the template refuses the conversation or exceeds its limits.
+        """
+        self._template = self._template or limited_template(self.tokenizer)
+        return chat_text(self._template, messages, self.tokenizer.name_or_path, **options)
+
+    def close(self) -> None:
+        """End the process in which the chat template runs. It starts again if it is needed."""
+        if self._template is not None:
+            self._template.close()
 
     @property
     @abc.abstractmethod

@@ -91,6 +91,7 @@ def load_subject(
         BadInputError: the checkpoint cannot be used, or has been converted already.
     """
     from fcsd.checkpoint import read_config, resolve
+    from fcsd.checkpoint.location import short_names
     from fcsd.checkpoint.tokenizer import load_tokenizer
 
     check_dtype(dtype)
@@ -103,7 +104,7 @@ def load_subject(
     if read_config(path).rewired is not None:
         raise BadInputError(f"{path}: is converted already", "Name the original that it was converted from.")
     network = load_on_device(path, device=device, dtype=dtype)
-    return Subject(path.resolve().name, model_sha256(path), network, load_tokenizer(path), template)
+    return Subject(short_names([model])[0], model_sha256(path), network, load_tokenizer(path), template)
 
 
 def model_sha256(path: Path) -> str:

@@ -87,5 +87,6 @@ def _attend(
 
 
 def is_latent(module: nn.Module) -> bool:
-    """Whether a module is a latent attention."""
-    return {"kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"} <= {name for name, _ in module.named_children()}
+    """Whether a module is a latent attention that reads all keys. That of DeepSeek-V3.2 chooses some."""
+    children = {name for name, _ in module.named_children()}
+    return {"kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"} <= children and "indexer" not in children

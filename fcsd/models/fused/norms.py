@@ -61,7 +61,7 @@ def fuse_norms(model: nn.Module, arch: Arch, fused: bool = True) -> None:
         fused: whether torch's kernel is used.
     """
     concerns = partial(is_norm, arch)
-    swap_classes(model, FusedNorm, concerns, fused, epsilon=arch.norm_epsilon, offset=arch.norm_offset)
+    swap_classes(model, FusedNorm, concerns, fused, epsilon=arch.norm_epsilon or "", offset=arch.norm_offset)
 
 
 def is_norm(arch: Arch, module: nn.Module) -> bool:
@@ -70,7 +70,8 @@ def is_norm(arch: Arch, module: nn.Module) -> bool:
     It has the epsilon that the row names, and one parameter: its weight ``[width]``.
     """
     return (
-        hasattr(module, arch.norm_epsilon)
+        arch.norm_epsilon is not None
+        and hasattr(module, arch.norm_epsilon)
         and type(module).forward.__module__.startswith("transformers.")
         and [(name, parameter.ndim) for name, parameter in module.named_parameters()] == [("weight", 1)]
     )

@@ -69,6 +69,9 @@ def fuse_rotary(model: nn.Module, arch: Arch, fused: bool = True) -> None:
 
 
 def _rotates(module: nn.Module) -> bool:
-    """Whether a module calls ``apply_rotary_pos_emb`` in its forward pass."""
+    """Whether a module calls ``apply_rotary_pos_emb`` in its forward pass, with angles of the usual shape.
+
+    Vision towers may have angles without a batch, and then name the dimension that the function adds.
+    """
     code = getattr(type(module).forward, "__code__", None)
-    return code is not None and _NAME in code.co_names
+    return code is not None and _NAME in code.co_names and ("unsqueeze_dim",) not in code.co_consts

@@ -119,6 +119,8 @@ class AutoEPBlock:
     def origin(self, name: str, blocks: Blocks) -> Origin | None:
         if name in _EXPERTS:
             return _EXPERTS[name]
+        if blocks.router_bias is not None and name == "router.e_score_correction_bias":
+            return Origin(blocks.router_bias, (name,))
         renamed = {
             "router.gate.": blocks.router,
             "router.": blocks.router,
@@ -231,8 +233,10 @@ def shard_experts(model: PreTrainedModel, arch: Arch, ep_size: int) -> None:
     config = expert_parallel_config(arch, ep_size)
     accelerator: Any = get_accelerator()
     config["use_grouped_mm"] = accelerator.device_name() == "cuda"
-    config["top_k"] = model.config.get_text_config().num_experts_per_tok  # AutoEP does not read nested configs
+    text: Any = model.config.get_text_config()
+    config["top_k"] = text.num_experts_per_tok
     sharder = AutoEP(model, parse_autoep_config(config))
+    sharder.model_config = text  # AutoEP does not read nested configs
     specs = sharder.ep_parser()
     if not specs:
         raise ConfigError(f"DeepSpeed AutoEP found no MoE block in {type(model).__name__}")

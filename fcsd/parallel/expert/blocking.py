@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from fcsd.models.build import arch_of, decoder_layers
 from fcsd.models.fused.norms import fuse_norms
 from fcsd.models.fused.rotary import fuse_rotary
-from fcsd.models.wiring import Blocks, Parts, Wiring, wire_layers
+from fcsd.models.wiring import Blocks, Parts, Wiring, mix, mixer, wire_layers
 from fcsd.parallel.expert.block import expert_block
 from fcsd.parallel.expert.dispatcher import Dispatcher, Transfer
 from fcsd.parallel.expert.flat import flat
@@ -29,17 +29,14 @@ def blocking_parts(blocks: Blocks, layer: Any, transfer: Transfer, dispatcher: D
         transfer: how rows travel; its mode is ``off``.
         dispatcher: sends rows to the experts and back.
     """
-    mlp = layer.get_submodule(blocks.mlp)
-
-    def attn(x: Tensor, **kwargs: Any) -> Tensor:
-        return layer.self_attn(hidden_states=x, **kwargs)[0]
-
+    mlp, attention = layer.get_submodule(blocks.mlp), mixer(blocks, layer)
+    attn = partial(mix, attention)
     block = expert_block(mlp)
     if block is None:
         return Parts(attn, mlp, None)
 
     def routed(x: Tensor) -> Tensor:
-        packed = dispatcher(block, layer.self_attn.layer_idx, x, transfer)
+        packed = dispatcher(block, attention.layer_idx, x, transfer)
         return packed.dispatch(None).combine(None).land()
 
     return Parts(attn, block.shared, routed)

@@ -27,9 +27,10 @@ def read_orders(path: Path) -> Orders:
     try:
         layers = json.loads(read_input(path))[LAYERS]
         found = {block: tuple(chain.from_iterable(by_rank)) for block, by_rank in layers.items()}
-        if not all(sorted(order) == list(range(len(order))) for order in found.values()):
+        numbers = all(type(number) is int for order in found.values() for number in order)
+        if not numbers or not all(order and sorted(order) == list(range(len(order))) for order in found.values()):
             raise ValueError("a layer does not list each of its experts once")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadInputError(
             f"{path} is not the placement of a run: {error}",
             hint=f"a run with parallel.placement.every writes {FILE} into its directory",

@@ -18,7 +18,7 @@ from fcsd.errors import ConfigError
 from fcsd.models.archs import Arch
 from fcsd.models.build import arch_of, decoder_layers, wire, wiring_of
 from fcsd.models.schedule import Kind, Part, kind_of, reductions
-from fcsd.models.wiring import DESYNC, Blocks, Parts, Wiring, hf_parts, wire_layers
+from fcsd.models.wiring import DESYNC, Blocks, Parts, Wiring, hf_parts, mix, mixer, wire_layers
 from fcsd.parallel.quantised.rows import Rounding, simulate
 from fcsd.parallel.quantised.simulated_all_reduce import simulate_all_reduce
 from fcsd.parallel.quantised.simulated_row_parallel import PartialSums, expert_slices, expert_sums, require_divides
@@ -72,7 +72,8 @@ def over_formats(model: PreTrainedModel, simulated: SimulatedCommunication) -> I
 
 
 def _check(model: PreTrainedModel, arch: Arch, wiring: Wiring, simulated: SimulatedCommunication) -> None:
-    if arch.no_ep is not None:
+    names = [name for layer in decoder_layers(model) for name, _ in layer.named_parameters()]
+    if any(".experts." in name and name.endswith("_bias") for name in names):
         raise ConfigError(f"--quantised cannot be simulated for {arch.model_type}: its experts have biases")
     if wiring.name in DESYNC:
         raise ConfigError(f"--quantised cannot be simulated for {wiring.name}, whose ranks have streams of their own")
@@ -99,7 +100,7 @@ def _routed_over_formats(blocks: Blocks, simulated: SimulatedCommunication, laye
     """
     mlp = layer.get_submodule(blocks.mlp)
     run = _prescaled if blocks.prescaled else _weighted
-    router, experts = mlp.get_submodule(blocks.router), mlp.get_submodule("experts")
+    router, experts = _router(blocks, mlp), mlp.get_submodule("experts")
 
     def routed(x: Tensor) -> Tensor:
         return run(router, experts, x.reshape(-1, x.shape[-1]), simulated).view_as(x)
@@ -107,7 +108,15 @@ def _routed_over_formats(blocks: Blocks, simulated: SimulatedCommunication, laye
     return routed
 
 
-def _weighted(router: nn.Module, experts: nn.Module, flat: Tensor, simulated: SimulatedCommunication) -> Tensor:
+def _router(blocks: Blocks, mlp: Any) -> Callable[[Tensor], Any]:
+    """The router of a MoE block as a function of the tokens alone."""
+    router = mlp.get_submodule(blocks.router)
+    return router if blocks.router_bias is None else lambda x: router(x, getattr(mlp, blocks.router_bias or ""))
+
+
+def _weighted(
+    router: Callable[[Tensor], Any], experts: nn.Module, flat: Tensor, simulated: SimulatedCommunication
+) -> Tensor:
     """The routed experts' output for tokens ``flat [tokens, hidden]``, of the same shape.
 
     The router sees the tokens as they are. A row that goes to several experts is rounded once. On its way back there
@@ -125,7 +134,9 @@ def _weighted(router: nn.Module, experts: nn.Module, flat: Tensor, simulated: Si
     return weighted.view(-1, top_k, flat.shape[1]).sum(dim=1).to(flat.dtype)
 
 
-def _prescaled(router: nn.Module, experts: nn.Module, flat: Tensor, simulated: SimulatedCommunication) -> Tensor:
+def _prescaled(
+    router: Callable[[Tensor], Any], experts: nn.Module, flat: Tensor, simulated: SimulatedCommunication
+) -> Tensor:
     """As ``_weighted`` for llama4, whose router multiplies the rows before they are sent.
 
     transformers runs every expert on every token, with rows of zeros where an expert was not chosen. Every format
@@ -135,7 +146,7 @@ def _prescaled(router: nn.Module, experts: nn.Module, flat: Tensor, simulated: S
     return outputs.view(-1, *flat.shape).float().sum(dim=0).to(flat.dtype)
 
 
-def _prescaled_rows(router: nn.Module, flat: Tensor) -> Tensor:
+def _prescaled_rows(router: Callable[[Tensor], Any], flat: Tensor) -> Tensor:
     """llama4's input to its experts: ``[experts * tokens, hidden]``, zero where an expert was not chosen."""
     scores, _ = router(flat)  # [tokens, experts]
     return flat.repeat(scores.shape[1], 1) * scores.transpose(0, 1).reshape(-1, 1)
@@ -153,11 +164,11 @@ def _tensor_parallel(
     slices: dict[int, list[dict[str, Tensor]]] = {}
     for index, layer in enumerate(layers):
         mlp = layer.get_submodule(blocks.mlp)
-        divided: list[nn.Module] = [layer.get_submodule("self_attn")]
+        divided: list[nn.Module] = [mixer(blocks, layer)]
         if kinds[index] == "dense":
             divided.append(mlp)
-        elif blocks.shared is not None:
-            divided.append(mlp.get_submodule(blocks.shared))
+        elif kinds[index] == "moe-shared":
+            divided.append(mlp.get_submodule(blocks.shared or ""))
         for owner in divided:
             _divide(owner, simulated.tp_degree, stack)
         if kinds[index] != "dense" and simulated.routed_by_tp:
@@ -166,7 +177,9 @@ def _tensor_parallel(
 
 
 def _divide(owner: nn.Module, ranks: int, stack: ExitStack) -> None:
-    name = next(name for name in ("o_proj", "down_proj") if hasattr(owner, name))
+    """Replace the linear layer that makes the output: ``o_proj``, ``out_proj``, or the last one of an MLP."""
+    linears = [name for name, module in owner.named_children() if isinstance(module, nn.Linear)]
+    name = next((name for name in ("o_proj", "out_proj") if name in linears), linears[-1])
     linear: Any = getattr(owner, name)
     stack.callback(setattr, owner, name, linear)
     setattr(owner, name, PartialSums(linear, ranks))
@@ -184,7 +197,8 @@ def _tensor_parallel_parts(
     The outputs of a group are added on each rank. The part that is computed last returns their sum over the ranks, and
     the others return zeros. No read comes between them, so the stream that the next read sees contains the sum.
     """
-    index = layer.self_attn.layer_idx
+    attention = mixer(blocks, layer)
+    index = attention.layer_idx
     group_of = {part: group for group in groups[index] for part in group}
     mlp = layer.get_submodule(blocks.mlp)
     held: dict[Part, Tensor] = {}  # partial sums [ranks, batch, seq, hidden]
@@ -200,7 +214,7 @@ def _tensor_parallel_parts(
         return simulate_all_reduce(own, simulated.all_reduce or torch.Tensor.float)
 
     def attn(x: Tensor, **kwargs: Any) -> Tensor:
-        return reduced("attn", layer.self_attn(hidden_states=x, **kwargs)[0])
+        return reduced("attn", mix(attention, x, **kwargs))
 
     def dense(x: Tensor) -> Tensor:
         return reduced("shared", mlp(x))
@@ -214,7 +228,7 @@ def _tensor_parallel_parts(
 
     def routed(x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        router, experts = mlp.get_submodule(blocks.router), mlp.get_submodule("experts")
+        router, experts = _router(blocks, mlp), mlp.get_submodule("experts")
         if blocks.prescaled:
             sums = expert_sums(experts, slices[index], _prescaled_rows(router, flat))
             sums = sums.view(simulated.tp_degree, -1, *flat.shape).sum(dim=1)
@@ -226,4 +240,4 @@ def _tensor_parallel_parts(
     if not any(name == "experts" for name, _ in mlp.named_children()):
         return Parts(attn, dense, None)
     by_rank = routed if simulated.routed_by_tp else _routed_over_formats(blocks, simulated, layer)
-    return Parts(attn, None if blocks.shared is None else shared, by_rank)
+    return Parts(attn, None if hf_parts(blocks, layer).shared is None else shared, by_rank)

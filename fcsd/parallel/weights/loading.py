@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from fcsd.checkpoint import Layout, read_config, read_layout, verify_tensors
 from fcsd.checkpoint.weights import Reader
 from fcsd.errors import BadInputError
-from fcsd.models.build import arch_of, causal_lm_class, register, wiring_of
+from fcsd.models.build import arch_of, causal_lm_class, read_generation_config, register, wiring_of
 from fcsd.parallel.expert.autoep import shard_experts
 from fcsd.parallel.expert.block import expert_blocks
 from fcsd.parallel.expert.blocking import wire_parallel
@@ -69,8 +69,7 @@ def load_expert_parallel(
         for piece in on_disk(model, pieces(model)):
             if piece.here:
                 put(tensors, piece, reader.tensor(piece.name, piece.row))
-    if (path / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(path)
+    model.generation_config = read_generation_config(path) or model.generation_config
     return model
 
 

@@ -8,6 +8,7 @@ module, and it initialises each expert as a layer with one expert.
 import copy
 import hashlib
 from collections.abc import Iterator
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +65,7 @@ def random_expert_parallel(
         if piece.here:
             groups.setdefault((path, piece.expert), {})[name] = piece
     for (path, expert), members in groups.items():
-        values = _initial(path, original[path], seed, torch.device(device), expert)
+        values = _initial(path, original, seed, torch.device(device), expert)
         for name, piece in members.items():
             put(tensors, piece, values[name])
     return model
@@ -76,17 +77,18 @@ def drawn(model: PreTrainedModel, seed: int, device: torch.device) -> Iterator[d
     The model itself may be on the meta device.
     """
     names = state(model).keys()
-    for path, (module, owner) in _owned(model).items():
+    owned = _owned(model)
+    for path, (module, _) in owned.items():
         prefix = f"{path}." if path else ""
         if not any(f"{prefix}{name}" in names for name in module.state_dict(keep_vars=True) if "." not in name):
             continue
         if path.endswith(".experts"):
             values = {name: torch.empty_like(p, device=device).detach() for name, p in module.named_parameters()}
             for expert in range(len(next(module.parameters()))):
-                for name, value in _initial(path, (module, owner), seed, device, expert).items():
+                for name, value in _initial(path, owned, seed, device, expert).items():
                     values[name][expert] = value
         else:
-            values = _initial(path, (module, owner), seed, device)
+            values = _initial(path, owned, seed, device)
         yield {f"{prefix}{name}": value for name, value in values.items() if f"{prefix}{name}" in names}
 
 
@@ -101,13 +103,13 @@ def _owned(model: PreTrainedModel) -> Owned:
 
 
 @torch.no_grad()
-def _initial(
-    path: str, module: tuple[nn.Module, PreTrainedModel], seed: int, device: torch.device, expert: int | None = None
-) -> dict[str, Tensor]:
+def _initial(path: str, owned: Owned, seed: int, device: torch.device, expert: int | None = None) -> dict[str, Tensor]:
     """The initial values of a module's own parameters and buffers, by name; with ``expert``, those of this expert only.
 
-    A parameter that the family does not initialise is NaN, so that the omission is noticed.
+    A parameter that the family does not initialise is NaN, so that the omission is noticed. Some families initialise a
+    router together with the block that holds it.
     """
+    module = owned[path]
     twin = copy.copy(module[0])
     twin._parameters = dict(twin._parameters)
     for name, p in module[0].named_parameters(recurse=False):
@@ -117,5 +119,11 @@ def _initial(
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(int.from_bytes(digest[:7], "little"))
         module[1]._init_weights(twin)
+        if any(p.isnan().all() for p in twin.parameters(recurse=False)):
+            outer, _, name = path.rpartition(".")
+            holder = copy.copy(owned[outer][0])
+            holder._parameters, holder._modules = {}, {name: twin}
+            with suppress(AttributeError):  # what initialises other children, too, is not about this one
+                module[1]._init_weights(holder)
     made = {name: p.data if expert is None else p.data[0] for name, p in twin.named_parameters(recurse=False)}
     return {**made, **dict(twin.named_buffers(recurse=False))}

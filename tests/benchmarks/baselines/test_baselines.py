@@ -193,7 +193,7 @@ def test_the_table_relates_memory_above_weights_and_optimizer() -> None:
         "0.0%",
         "25.0%",
     ]
-    assert bound == ["bound", "50.0", "20,000"]
+    assert bound[:5] == ["bound", "-", "50.0", "-", "20,000"] and set(bound[5:]) == {"-"}
 
 
 def test_a_baseline_that_is_unknown_or_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 import texts
 import tiny
 
+from fcsd import input_lines
 from fcsd.config import Source
 from fcsd.distill.data import files, json_lines
 from fcsd.distill.data.corpus import Corpus, load_corpus
@@ -59,7 +60,7 @@ def test_a_line_without_end_needs_the_memory_of_a_block(tmp_path: Path, monkeypa
 
 def test_a_line_that_is_too_long_is_counted_and_the_limit_is_exact(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(json_lines, "LONGEST_LINE", len(LINES[0]))
-    monkeypatch.setattr(json_lines, "_BLOCK", 7)
+    monkeypatch.setattr(input_lines, "_BLOCK", 7)
     (tmp_path / "a.jsonl").write_bytes(b"\n".join([*LINES, LINES[0] + b" ", b"", LINES[0]]))
     rows = read_json_lines([tmp_path / "a.jsonl"], tmp_path / "a.arrow", None)
     assert rows["line"][:] == [*LINES, None, b"", LINES[0]]
@@ -67,7 +68,7 @@ def test_a_line_that_is_too_long_is_counted_and_the_limit_is_exact(tmp_path: Pat
 
 
 def test_a_compressed_flood_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_lines, "_LARGE", 4 << 20)
+    monkeypatch.setattr(input_lines, "_LARGE", 4 << 20)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"{}\n" * (3 << 20)))
     with pytest.raises(BadInputError, match=r"a\.jsonl\.gz: expands to more than 100 times its size"):
         corpus(tmp_path / "a.jsonl.gz")

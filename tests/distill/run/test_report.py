@@ -7,6 +7,7 @@ import pytest
 import runs
 
 from fcsd.distill.run import report
+from fcsd.distill.run.time_left import TimeLeft, _times
 
 
 def test_a_run_says_where_it_saves_and_what_resumes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,11 +24,68 @@ def test_every_line_says_when_the_run_will_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     now = 0.0
-    monkeypatch.setattr(report.time, "monotonic", lambda: now)
+    monkeypatch.setattr(report, "TimeLeft", lambda *given: TimeLeft(*given, clock=lambda: now))
     with report.reporting(tmp_path, runs.resolved(tmp_path, train__steps=100), start=20) as reporter:
+        with reporter.pause("checkpoint", "saving step 20"):
+            pass
         now = 600.0
         reporter.log({"step": 30, "loss": 1.0})
         reporter.log({"step": 100, "loss": 1.0})
     said = capfd.readouterr().err
     assert "30% of 100 steps, ends in 1 h 10 min, at 2" in said
     assert said.rstrip().endswith("100% of 100 steps")
+
+
+def test_pauses_are_named_and_counted_in_the_time_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A step takes 10 s. An evaluation has 5120 tokens, the step 256; a save takes 30 s."""
+    now = 0.0
+    monkeypatch.setattr(report, "TimeLeft", lambda *given: TimeLeft(*given, clock=lambda: now))
+    changes = {"train__eval_every": 4, "train__sample_tokens": 8, "checkpoint__every_steps": 5}
+    recipe = runs.resolved(tmp_path, train__steps=10, **changes)
+    with report.reporting(tmp_path, recipe, start=0, held_out_tokens=5120) as reporter:
+        now = 10.0
+        reporter.log({"step": 1})  # 9 steps, and 3 evaluations of 200 s
+        now = 40.0
+        for kind, seconds in (("held-out loss", 100.0), ("samples", 60.0)):
+            with reporter.pause(kind, f"now {kind}"):
+                now += seconds
+        reporter.log({"step": 4})  # 6 steps, 2 evaluations of 160 s, and 2 saves
+        now += 10.0
+        for _ in range(2):
+            with reporter.pause("checkpoint", "saving"):
+                now += 30.0
+        reporter.log({"step": 5})  # 5 steps, 2 evaluations, 2 saves, one of which was just now
+        for _ in range(3):
+            with reporter.pause("score", "scoring"):
+                pass
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0].endswith("ends in 12 min and what was not timed yet: samples, checkpoint")
+    assert lines[1:3] == ["now held-out loss ...", "now samples ..."]
+    assert lines[3].endswith("ends in 6 min and what was not timed yet: checkpoint")
+    assert lines[4:6] == ["saving ...", "saving ..."]
+    assert ", ends in 7 min, at 2" in lines[6]
+    assert lines[7:] == ["scoring ..."], "it takes less than a second, and is named once"
+
+
+@pytest.mark.parametrize("every", [(0, 0), (3, 0), (4, 6), (5, 1), (7, 7), (0, 12)])
+def test_pauses_are_counted_without_going_through_the_steps(every: tuple[int, int]) -> None:
+    for after in range(12):
+        due = [n for n in range(after + 1, 13) if n == 12 or any(each and n % each == 0 for each in every)]
+        assert _times(after, 12, *every) == len(due)
+
+
+def test_a_run_names_what_it_does_between_its_steps(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    teacher, student = runs.write_models(tmp_path, "llama")
+    runs.train(runs.resolved(tmp_path, train__steps=1, train__sample_tokens=2, optim__warmup_steps=0))
+    said = capfd.readouterr().err
+    assert f"reading the text ...\nloading {student} ...\nloading the teacher {teacher} ...\n" in said
+    order = [
+        "measuring the held-out loss of step 1, ",
+        "writing samples of step 1 ...",
+        "step 1  tokens",
+        "saving step 1 ...",
+    ]
+    places = [said.index(text) for text in order]
+    assert places == sorted(places)

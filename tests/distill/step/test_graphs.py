@@ -17,7 +17,7 @@ from torch import Tensor
 from fcsd.config import Hidden, Objective
 from fcsd.distill.loss.losses import IGNORE
 from fcsd.distill.step.engine import Student
-from fcsd.distill.step.graphs import FixedPasses
+from fcsd.distill.step.graphs import FixedPasses, with_fixed_passes
 from fcsd.distill.teacher.targets import LiveTeacher, TeacherSource
 from fcsd.errors import ConfigError
 from fcsd.kernels.packed_attention import document_borders, use_packed_attention
@@ -206,3 +206,10 @@ def test_a_run_with_fixed_passes_is_one_without_up_to_rounding(tmp_path: Path) -
 def test_what_cannot_be_captured_is_refused(tmp_path: Path, changes: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=rf"train\.graph cannot be combined with {why}"):
         runs.resolved(tmp_path, train__graph=True, **changes)
+
+
+def test_linear_attention_whose_documents_differ_in_length_is_refused() -> None:
+    model: Any = tiny.model("qwen3_next")
+    recipe: Any = SimpleNamespace(train=SimpleNamespace(graph=True))
+    with pytest.raises(ConfigError, match=r"train.graph cannot run qwen3_next: .* their lengths differ"):
+        with_fixed_passes(SimpleNamespace(), recipe, [model])  # pyright: ignore[reportArgumentType]

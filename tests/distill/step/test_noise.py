@@ -16,13 +16,13 @@ from fcsd.models.wiring import Wiring
 
 def noisy(arch: str) -> nn.Module:
     """A model whose config has every dropout and jitter that its class knows."""
-    fields = tiny.config(arch).to_dict()
+    fields = tiny.config(arch).get_text_config().to_dict()
     changes = {name: 0.5 for name in fields if "dropout" in name or "jitter" in name or name.endswith("pdrop")}
     assert changes
     return tiny.model(arch, attn_implementation="eager", **changes).train()
 
 
-@pytest.mark.parametrize("arch", tiny.CONFIGS)
+@pytest.mark.parametrize("arch", [arch for arch in tiny.CONFIGS if not arch.startswith("ernie4_5")])  # has no noise
 def test_in_training_the_student_computes_what_it_computes_in_evaluation(arch: str) -> None:
     model, ids = noisy(arch), tiny.tokens()
     wire(model, Wiring("farskip", (1, 2, 3)))  # pyright: ignore[reportArgumentType]

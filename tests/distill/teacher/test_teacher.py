@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from fcsd.checkpoint import fingerprint, read_layout, sample_sha256
 from fcsd.convert import convert_checkpoint
 from fcsd.distill import loop
-from fcsd.distill.teacher.original import identify_teacher
-from fcsd.errors import BadInputError, CheckpointError
+from fcsd.distill.teacher.original import identify_teacher, output_head
+from fcsd.errors import BadInputError, CheckpointError, ConfigError
 
 
 @pytest.fixture
@@ -73,3 +73,9 @@ def test_new_weights_under_the_old_headers_are_noticed_on_resume(folder: Path) -
     shutil.rmtree(folder / "run" / "final")
     (result,) = ranks.on_ranks(1, loop.distill_model, started)
     assert isinstance(result, CheckpointError) and "teacher.sample was" in str(result)
+
+
+def test_a_head_with_a_bias_is_refused_because_losses_would_leave_it_out() -> None:
+    assert output_head(tiny.model("ernie4_5_moe")).shape == (tiny.VOCAB, 64)
+    with pytest.raises(ConfigError, match="output head of this model has a bias"):
+        output_head(tiny.model("ernie4_5_moe", use_bias=True))

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import random
 import subprocess
@@ -81,6 +82,36 @@ def test_given_data_passes(data_dir: Path | None, tmp_path: Path):
     for file in files:
         problems = load_evalplus(file)
         passed(score(problems, [problem.reference or "" for problem in problems]))
+
+
+BROKEN = {
+    "nothing": b"",
+    "cut off": json.dumps(PROBLEMS[0]).encode()[:-3],
+    "binary": bytes(range(256)),
+    "deep": b"[" * 100_000,
+    "a number": b"5",
+    "a list": b"[]",
+    "no solution": json.dumps({k: v for k, v in PROBLEMS[0].items() if k != "canonical_solution"}).encode(),
+    **{
+        f"{key} {value!r}": json.dumps(PROBLEMS[0] | {key: value}).encode()
+        for key, value in [("task_id", 3), ("prompt", None), ("atol", math.nan), ("atol", "1"), ("base_input", 3)]
+    },
+    "inputs": json.dumps(PROBLEMS[0] | {"plus_input": [1]}).encode(),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_damaged_file_of_problems_is_refused_in_one_line(name: str, tmp_path: Path):
+    (tmp_path / "problems.jsonl").write_bytes(BROKEN[name])
+    with pytest.raises(BadInputError, match=r"problems\.jsonl") as caught:
+        load_evalplus(tmp_path / "problems.jsonl")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_a_fifo_in_the_place_of_problems_is_refused_at_once(tmp_path: Path):
+    os.mkfifo(tmp_path / "problems.jsonl")
+    with pytest.raises(BadInputError, match="not a regular file"):
+        load_evalplus(tmp_path / "problems.jsonl")
 
 
 @pytest.mark.nightly

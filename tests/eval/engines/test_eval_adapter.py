@@ -2,6 +2,7 @@
 
 import copy
 import random
+from contextlib import contextmanager
 from dataclasses import replace
 
 import eval_data
@@ -11,10 +12,12 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
+from fcsd.distill.own_text import turns_of
 from fcsd.engine.generate import SLOTS
 from fcsd.errors import BadInputError, ConfigError, NonFiniteError
-from fcsd.eval.engines.adapter import HFAdapter
+from fcsd.eval.engines.adapter import HFAdapter, scoring_work
 from fcsd.eval.engines.answer_cache import AnswerCache
+from fcsd.eval.evalplus_tasks import _chat_prompt
 from fcsd.models.build import wire
 from fcsd.models.wiring import Wiring
 
@@ -42,6 +45,33 @@ def choices(n: int = 12) -> list[tuple[str, str]]:
         pairs += [(context, f" {letter}") for letter in "ABCD"]
         pairs += [(context + " ", " ".join(rng.choices(words, k=rng.randint(1, 5)))) for _ in range(2)]
     return [*pairs, ("", "river stone"), ("<s>lamp", " garden")]
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_chat_templates_are_rendered_as_hflm_does_and_have_limits(monkeypatch):
+    tokenizer = eval_data.tokenizer()
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    network = model()
+    ours, theirs = HFAdapter(network, tokenizer), HFLM(pretrained=network, tokenizer=tokenizer)
+    chat = [{"role": role, "content": "river"} for role in ("system", "user", "assistant")]
+    for asked, prompt in ((chat[:2], True), (chat, False)):
+        assert ours.apply_chat_template(asked, prompt) == theirs.apply_chat_template(asked, prompt)
+    ours.close()
+    monkeypatch.setattr("fcsd.checkpoint.limited_process.CPU_SECONDS", 0.3)
+    tokenizer.chat_template = ENDLESS
+    for render in (
+        lambda: ours.apply_chat_template(chat),
+        lambda: _chat_prompt("river", ours),
+        lambda: turns_of(tokenizer),
+    ):
+        with pytest.raises(BadInputError, match=r"its chat template ran for more than 0\.3 s"):
+            render()
+    ours.close()
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -129,6 +159,24 @@ def test_non_finite_logits_are_an_error(value):
         adapter.loglikelihood(instances("loglikelihood", [("river", " stone")]))
     with pytest.raises(NonFiniteError):
         adapter.generate_until(instances("generate_until", [("river", {"until": []})]))
+
+
+def test_how_far_an_evaluation_is_is_counted_in_tokens(monkeypatch):
+    """The longest questions come first, and choices of one context share its tokens."""
+    assert scoring_work([([1, 2, 3], [4]), ([1, 2, 3], [5, 6]), ([7], [8])]) == [2.5, 3.5, 2]
+    lm, seen = HFAdapter(tiny.model("llama", vocab_size=400), eval_data.tokenizer()), []
+
+    @contextmanager
+    def watched(what, work):
+        seen.append((what, work, []))
+        yield seen[-1][2].append
+
+    monkeypatch.setattr(lm, "_progress", watched)
+    lm.loglikelihood([Instance("loglikelihood", {}, ("lamp " * n, "bread"), 0) for n in (1, 20)])
+    lm.generate_until([Instance("generate_until", {}, ("lamp " * n, {"max_gen_toks": 2}), 0) for n in (1, 20)])
+    assert [what for what, _, _ in seen] == ["scoring, tokens", "generating, tokens"]
+    for _, work, done in seen:
+        assert sum(done) == work and max(done) > 3 * min(done)
 
 
 def test_over_long_prompts_are_an_error_before_any_forward():

@@ -5,25 +5,31 @@ import tiny
 import torch
 from test_norms import DEVICE, run
 from torch import nn
+from transformers.activations import SiLUActivation
 
 from fcsd.models.build import unwired, wire
 from fcsd.models.fused.mlps import FusedMLP, fuse_mlps
 
-# They have routed experts alone, an MLP whose parts have other names, one without a gate, or one with dropout.
-WITHOUT_MLPS = {"mixtral", "olmoe", "gpt_oss", "llama4_text", "arcee", "seed_oss"}
+SILU, DROPOUT = (nn.SiLU, SiLUActivation), "residual_dropout"
+
+
+def gated_mlps(model: nn.Module) -> list[nn.Module]:
+    """The MLPs that have a gate and SiLU. Experts are no such modules, and an MLP with dropout computes more."""
+    gated = [module for module in model.modules() if isinstance(getattr(module, "gate_proj", None), nn.Linear)]
+    return [one for one in gated if isinstance(getattr(one, "act_fn", None), SILU) and not hasattr(one, DROPOUT)]
 
 
 @pytest.mark.parametrize("arch", tiny.CONFIGS)
 def test_a_model_with_fused_mlps_computes_the_same_and_becomes_itself_again(arch: str) -> None:
     model = tiny.model(arch)
     classes, expected = [type(module) for module in model.modules()], run(model)
-    model.to(DEVICE)
+    gated = gated_mlps(model.to(DEVICE))
     for _ in range(2):
         fuse_mlps(model)
-        assert any(isinstance(module, FusedMLP) for module in model.modules()) == (arch not in WITHOUT_MLPS)
+        assert any(isinstance(module, FusedMLP) for module in model.modules()) == (len(gated) > 0)
     if DEVICE == "cpu":
         for fused, own in zip(run(model), expected, strict=True):
-            assert (fused - own).norm() <= 1e-5 * own.norm()
+            assert (fused - own).norm() <= 1e-5 * own.norm() + 1e-8  # a decay may have almost no gradient
     wire(model.to("cpu"), unwired())
     assert [type(module) for module in model.modules()] == classes
     assert all(torch.equal(again, own) for again, own in zip(run(model), expected, strict=True))

@@ -25,11 +25,15 @@ def _full_gradients(model) -> dict[str, torch.Tensor]:
     """Gradients by transformers' names; experts as ``[experts, ...]`` gathered from all ranks."""
     grads = {}
     for name, parameter in model.named_parameters():
+        if parameter.grad is None:  # what chooses the keys that DeepSeek-V3.2 reads
+            continue
         if ".experts.w" in name:
             parts = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
             dist.all_gather(parts, parameter.grad)
             grads[name] = torch.cat(parts)
         else:
+            if parameter.grad is None:  # of a vision tower
+                continue
             grads[name] = parameter.grad.clone()
             dist.all_reduce(grads[name])
     return grads
@@ -43,7 +47,7 @@ def _reference(arch: str, wiring: Wiring, world: int):
         out = model(ids, labels=ids, use_cache=False)
         out.loss.backward()
         logits.append(out.logits.detach())
-    return logits, {name: p.grad for name, p in model.named_parameters()}
+    return logits, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def _sharded(rank: int, arches: list[str]):

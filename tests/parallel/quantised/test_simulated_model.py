@@ -43,7 +43,7 @@ def test_a_wire_that_rounds_nothing_changes_nothing(arch: str) -> None:
         wires.append(SimulatedCommunication(exact, exact, exact, TP, routed_by_tp=False))
         coarse += [SimulatedCommunication(dispatch=int4), SimulatedCommunication(combine=int4)]
     for simulated in wires:
-        assert torch.allclose(_logits(model, simulated), expected, atol=1e-6)
+        assert torch.allclose(_logits(model, simulated), expected, atol=2e-6 * float(expected.abs().max()))
     for simulated in coarse:
         assert not torch.allclose(_logits(model, simulated), expected, atol=1e-4)
     assert torch.equal(_logits(model), expected)
@@ -108,7 +108,7 @@ def test_an_all_reduce_sums_what_the_schedule_sums(farskip: bool, monkeypatch) -
     """
     model = tiny.model("qwen2_moe", dtype=torch.float64, mlp_only_layers=[0])
     model.set_experts_implementation("eager")  # the others do not take fp64
-    embeds, kwargs = literal.layer_inputs(model, tiny.tokens())
+    embeds, kwargs, _ = literal.layer_inputs(model, tiny.tokens())
     streams, partial = embeds, embeds
     for layer, more in zip(model.model.layers, kwargs, strict=True):
         x = layer.input_layernorm(partial if farskip else streams)

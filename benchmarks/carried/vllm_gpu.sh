@@ -1,0 +1,223 @@
+#!/usr/bin/env bash
+# Carries vLLM to a Hopper GPU machine without a network, and checks originals and converted models there.
+#
+# Usage: benchmarks/carried/vllm_gpu.sh COMMAND [FOLDER]
+#   build   on a machine with a package index: downloads vLLM and what it needs, takes out of vLLM what a Hopper GPU does
+#           not run, and writes about 41 MiB to FOLDER
+#   items   in fcsd's own environment: writes the requests of the eleven tasks, with the answers of transformers, to
+#           FOLDER (some minutes on two CPU cores)
+#   one     on one GPU: eager, whole CUDA graphs, compiled; the server
+#   tasks   on one GPU: the eleven tasks
+#   two     on two GPUs: tensor parallelism 2, with and without divided experts; two stages
+#   four    on four GPUs: the same with tensor parallelism 4, and two stages of two GPUs
+#   infer   prefill and decoding, by the options of `python -m benchmarks.infer` in INFER; its files are in $OUT/infer
+#
+# FOLDER is .vllm by default. The GPU machine needs Python 3.12, torch 2.11 for CUDA 13 and transformers 5.17, FOLDER, and
+# fcsd, benchmarks, tests and assets of this repository. Every part ends before second $LIMIT; a part that fails or hangs
+# does not keep the others from running. What the parts have found is in $OUT/COMMAND.json after every row of theirs; it
+# is printed at the end, and the logs are in $OUT/COMMAND-logs.tar.gz then. SIGINT and SIGTERM end all parts. The exit
+# status is 0 if every part ended and found what it should.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+
+version=0.24.0
+command=${1:?build, items, one, tasks, two, four or infer}
+case $command in
+build | items | one | tasks | two | four | infer) ;;
+*) echo "no command $command: build, items, one, tasks, two, four or infer" >&2 && exit 2 ;;
+esac
+folder=${2:-.vllm}
+WORK=${WORK:-/tmp/vllm-work}
+site=$WORK/site
+models=$WORK/models
+logs=$WORK/logs-$command
+# Everything that vLLM 0.24.0 imports and the GPU machine does not have, pydantic for fcsd among it. Versions are given
+# where vLLM asks for one or where a later one is known not to go with 0.24.0.
+wheels="annotated-types apache-tvm-ffi==0.1.15.post2 astor blake3 cachetools cbor2 compressed-tensors==0.17.0 depyf==0.20.0
+    dill diskcache==5.6.3 distro docstring-parser fastapi==0.136.3 httptools httpx-sse ijson interegular jiter jmespath
+    jsonschema jsonschema-specifications lark==1.2.2 llguidance==1.7.6 loguru lm-format-enforcer==0.11.3 mcp==1.30.0
+    model-hosting-container-standards==0.1.16 msgspec openai==2.54.0 openai-harmony==0.0.8 opentelemetry-api
+    opentelemetry-sdk outlines_core==0.2.14 partial-json-parser prometheus-fastapi-instrumentator pybase64
+    pydantic==2.14.3 pydantic-core==2.50.4 pydantic-extra-types pydantic-settings pyjwt python-json-logger
+    python-multipart pyzmq referencing rpds-py setproctitle sniffio sse-starlette starlette==1.1.0 typing-inspection
+    uvicorn watchfiles websockets xgrammar==0.2.8"
+
+build() {
+    set -e
+    local downloaded platforms="--platform manylinux2014_x86_64 --platform manylinux1_x86_64 --platform any"
+    downloaded=$(mktemp -d)
+    for n in $(seq 17 39); do platforms="$platforms --platform manylinux_2_${n}_x86_64"; done
+    local options="--no-deps --only-binary=:all: --python-version 3.12 --implementation cp"
+    options="$options --abi cp312 --abi abi3 --abi none"
+    mkdir -p "$folder"
+    # shellcheck disable=SC2086 # the lists are split into words on purpose
+    python3 -m pip download -q $options $platforms -d "$downloaded/wheels" $wheels
+    # shellcheck disable=SC2086
+    python3 -m pip download -q $options $platforms -d "$downloaded" "vllm==$version"
+    python3 benchmarks/carried/vllm_slim.py "$downloaded"/vllm-*.whl "$folder/vllm.tar.xz"
+    # Unpacked and in one archive, the wheels take two thirds of their size.
+    for wheel in "$downloaded"/wheels/*.whl; do python3 -m zipfile -e "$wheel" "$downloaded/site"; done
+    python3 -c 'import shutil, sys; shutil.make_archive(sys.argv[1], "xztar", sys.argv[2])' \
+        "$folder/packages" "$downloaded/site"
+    rm -r "$downloaded"
+    du -sm "$folder"
+}
+
+# The requests of the eleven tasks, by the tokenizer and with the answers of the original and of the converted teacher.
+items() {
+    set -e
+    local temporary
+    temporary=$(mktemp -d)
+    mkdir -p "$folder"
+    python3 -m fcsd convert assets/teacher "$temporary/teacher" --wiring farskip --layers all --no-check
+    python3 benchmarks/vllm/vllm_items.py record "$temporary/teacher" "$folder/items-teacher.json.gz" --limit "${ITEMS:-50}"
+    python3 benchmarks/vllm/vllm_items.py record assets/teacher "$folder/items-teacher.base.json.gz" --limit "${ITEMS:-50}"
+    rm -r "$temporary"
+}
+
+# Unpack one of the archives that were carried.
+extract() {
+    python3 -c "import sys, tarfile; tarfile.open(sys.argv[1]).extractall(sys.argv[2], filter='data')" \
+        "$folder/$1.tar.xz" "$site"
+}
+
+# Unpack what was carried. A second call on the same machine finds it.
+unpack() {
+    [ -f "$site/complete" ] && return
+    mkdir -p "$site"
+    extract packages &
+    local extracting=$!
+    extract vllm || return
+    wait "$extracting" || return
+    # vLLM finds fcsd's plugin by an entry point, which an installed package has and a copy of the repository has not.
+    mkdir -p "$site/fcsd-0.dist-info"
+    printf 'Metadata-Version: 2.1\nName: fcsd\nVersion: 0\n' > "$site/fcsd-0.dist-info/METADATA"
+    printf '[vllm.general_plugins]\nfcsd = fcsd.serve.vllm.plugin:register\n' > "$site/fcsd-0.dist-info/entry_points.txt"
+    touch "$site/complete"
+}
+
+# The seconds that are left.
+left() {
+    echo $((LIMIT > SECONDS ? LIMIT - SECONDS : 1))
+}
+
+# job NAME COMMAND...: a part in the background. NAME.log is its output, NAME.rc its exit status, NAME.pid its process.
+job() {
+    local name=$1
+    shift
+    (
+        timeout -k 3 "$(left)" "$@" > "$logs/$name.log" 2>&1 &
+        echo $! > "$logs/$name.pid"
+        trap '' INT TERM # the status is written in any case
+        wait $!
+        echo $? > "$logs/$name.rc"
+    ) &
+}
+
+# The parts that are running. A signal to the process of a part reaches all its processes.
+running() {
+    local file
+    for file in "$logs"/*.pid; do
+        [ -e "$file" ] && [ ! -e "${file%.pid}.rc" ] && cat "$file"
+    done
+}
+
+report() {
+    python3 benchmarks/vllm/vllm_report.py "$logs" "$OUT/$command"
+}
+
+# After SIGINT or SIGTERM: end the parts, give them five seconds, and report what they have found.
+stop() {
+    trap '' INT TERM
+    local process
+    for process in $(running); do kill -TERM "$process"; done
+    for _ in $(seq 50); do
+        [ -n "$(running)" ] || break
+        sleep 0.1
+    done
+    report
+    echo "$command: stopped after $SECONDS s"
+    exit 1
+}
+
+# What the machine has of the things that compiling kernels and starting several processes need.
+machine() {
+    nvidia-smi --query-gpu=name,memory.total,memory.used --format=csv,noheader
+    echo "gcc $(command -v gcc), ptxas $(command -v ptxas), cores $(env -u OMP_NUM_THREADS nproc), load $(cut -d" " -f1 /proc/loadavg), $(df -h /dev/shm | tail -1)"
+    python3 -c 'import os, sysconfig; p = sysconfig.get_path("include") + "/Python.h"; print(p, os.path.exists(p))'
+}
+
+if [ "$command" = build ] || [ "$command" = items ]; then
+    $command
+    exit
+fi
+for needed in "$folder/vllm.tar.xz" "$folder/packages.tar.xz" fcsd benchmarks/vllm/vllm_parity.py tests/tiny.py assets/teacher; do
+    [ -e "$needed" ] || { echo "$PWD/$needed is missing; nothing was run" >&2 && exit 2; }
+done
+
+OUT=${OUT:-$WORK/out}
+rm -rf "$logs"
+mkdir -p "$logs" "$OUT"
+ulimit -n 65536 2> /dev/null
+# Caches below $WORK: the home directory may be missing or read-only. Only the loopback interface is sure to exist.
+# vLLM's processes are forked, which saves an import of 15 s each; one thread for OpenMP, which does not survive a fork.
+export HOME=${HOME:-$WORK/home} XDG_CACHE_HOME=$WORK/cache VLLM_CACHE_ROOT=$WORK/cache/vllm
+export TRITON_CACHE_DIR=$WORK/cache/triton TORCHINDUCTOR_CACHE_DIR=$WORK/cache/inductor
+export VLLM_HOST_IP=127.0.0.1 NCCL_SOCKET_IFNAME=lo GLOO_SOCKET_IFNAME=lo VLLM_WORKER_MULTIPROC_METHOD=fork
+export NO_PROXY=127.0.0.1,localhost
+export PYTHONPATH=$site:$PWD PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 OMP_NUM_THREADS=1
+# Left out of the carried vLLM, or off on these machines (NVLink multicast).
+export VLLM_USE_DEEP_GEMM=0 VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_ALLREDUCE_USE_SYMM_MEM=0
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
+SECONDS=0
+LIMIT=${LIMIT:-300} # seconds until every part has to have ended
+export VLLM_LOGS=$logs VLLM_OUT=$OUT/$command
+trap stop INT TERM
+machine
+exec 9> "$WORK/lock" # two commands may run at once, on different GPUs
+flock 9
+unpack 9>&- || { echo "$folder could not be unpacked; nothing was run" >&2 && exit 1; }
+exec 9>&-
+echo "unpacked after $SECONDS s"
+
+if [ "$command" != infer ]; then
+    # Products of float32 by float32 arithmetic; and DeepSeek's attention expanded, because the bundled teacher's latent
+    # vectors are smaller than those that vLLM's kernels for latent attention know.
+    export TRITON_F32_DEFAULT=ieee VLLM_MLA_DISABLE=1
+fi
+# A part imports vLLM once (10 to 20 s) and then serves one model after the other, the most telling ones first.
+serve="python3 benchmarks/vllm/vllm_parity.py serve $models"
+small=qwen2_moe-farskip
+# shellcheck disable=SC2086 # $serve is split into words
+case $command in
+one)
+    job float32 $serve {$small,qwen3_moe-farskip,teacher,glm4_moe-farskip}/float32/eager
+    job bfloat16 $serve $small/bfloat16/graph {$small,teacher}/bfloat16/default
+    job fp8 $serve qwen3_moe-fp8/bfloat16/eager
+    job server python3 benchmarks/vllm/vllm_server.py "$models" --seconds $(($(left) - 8))
+    ;;
+tasks)
+    for name in teacher teacher.base; do
+        job "$name" python3 benchmarks/vllm/vllm_parity.py items "$models" $name --items "$folder" --out "$OUT"
+    done
+    ;;
+two)
+    job float32 $serve --tp 2 $small/float32/{eager,eager/ep,graph,pressure} glm4_moe-farskip/float32/eager
+    job bfloat16 $serve --tp 2 $small/bfloat16/{graph/ep,default} teacher/bfloat16/default
+    job stages $serve --pp 2 $small/float32/eager
+    ;;
+four)
+    job float32 $serve --tp 4 $small/float32/{eager,eager/ep,graph,pressure}
+    job bfloat16 $serve --tp 4 $small/bfloat16/{graph/ep,default} teacher/bfloat16/default
+    job stages $serve --tp 2 --pp 2 $small/float32/eager
+    ;;
+infer)
+    # shellcheck disable=SC2086 # the options are split into words
+    job infer python3 -m benchmarks.infer --out "$OUT/infer" ${INFER:-llama3-70b --engine vllm}
+    ;;
+esac
+wait
+report
+status=$?
+echo "$command: ended after $SECONDS s with $status"
+exit $status

@@ -1,0 +1,62 @@
+"""Computes linear attention inside the documents of packed rows.
+
+Softmax attention stays inside documents by its mask. The convolution and the state of linear attention would run on
+from one document into the next. Here the documents of all rows become rows of their own, which end in padding. Both are
+causal, so padding at the end changes no token before it. transformers' own code computes these rows.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .class_swap import swap_classes
+from .wiring import is_linear
+
+
+class Documents(NamedTuple):
+    """Where the tokens of packed rows are when every document is a row.
+
+    Attributes:
+        tokens: the token in each place, ``[documents, longest]``: its number in the concatenated packed rows. Places
+            after the end of a document hold other tokens, whose results are not used.
+        places: the number of each token's place, ``[batch * seq]``.
+    """
+
+    tokens: Tensor
+    places: Tensor
+
+
+class InsideDocuments(nn.Module):
+    """A linear attention that takes ``documents``; a mixin that precedes transformers' own class."""
+
+    unfused: type[nn.Module]
+
+    def forward(self, hidden_states: Tensor, documents: Documents | None = None, **kwargs: Any) -> Tensor:
+        """``[batch, seq, hidden]`` to the same shape; without ``documents`` each row is one document."""
+        if documents is None:
+            return super().forward(hidden_states=hidden_states, **kwargs)
+        rows = hidden_states.flatten(0, 1)[documents.tokens]
+        out = super().forward(hidden_states=rows, **kwargs)
+        return out.flatten(0, 1)[documents.places].view_as(hidden_states)
+
+
+def stay_inside_documents(layers: Any) -> None:
+    """Let the linear attentions of decoder layers take ``documents``. The call can be repeated."""
+    swap_classes(layers, InsideDocuments, is_linear, True)
+
+
+def documents_of(borders: Tensor, tokens: int) -> Documents:
+    """The documents of packed rows. The host waits for the device once.
+
+    Args:
+        borders: see ``document_borders``; documents may be empty.
+        tokens: the number of tokens of all rows.
+    """
+    starts, ends = borders[:-1].long(), borders[1:].long()
+    longest = int((ends - starts).max())
+    numbers = torch.arange(tokens, device=borders.device)
+    document = torch.bucketize(numbers, ends, right=True)
+    places = document * longest + numbers - starts[document]
+    offsets = torch.arange(longest, device=borders.device)
+    return Documents((starts[:, None] + offsets).clamp(max=tokens - 1), places)

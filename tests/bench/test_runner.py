@@ -1,0 +1,32 @@
+"""The runner of benchmarks: ways take turns, and their figures become a table and a file."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from fcsd.bench.runner import ratio, table, timings, write
+
+
+def test_ways_take_turns_also_in_a_process_without_a_group() -> None:
+    order: list[str] = []
+    ways = {name: lambda name=name: order.append(name) for name in ("one", "other")}
+    found = timings(ways, torch.device("cpu"), 3, before=lambda: order.append("before"))
+    assert order == ["before", "one", "before", "other"] * 5  # two repeats are not counted
+    assert list(found) == ["one", "other"]
+    assert all(0 <= each.low <= each.median <= each.high for each in found.values())
+
+
+def test_a_table_leaves_out_columns_without_a_cell() -> None:
+    rows = {"fast": {"ms": "1.0", "GiB": None}, "slow": {"ms": "20.0", "x": ratio(1, 2, ".2f"), "GiB": None}}
+    assert table(rows, "way").splitlines() == ["way     ms     x", "fast   1.0     -", "slow  20.0  0.50"]
+    assert ratio(1, None) is ratio(1, 0) is None
+
+
+def test_only_the_first_rank_writes_and_makes_the_directory(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "found.json"
+    write({"ms": 1}, path, rank=1)
+    write({"ms": 1}, None)
+    assert not path.parent.exists()
+    write({"ms": 1}, path)
+    assert json.loads(path.read_text()) == {"ms": 1}

@@ -1,0 +1,235 @@
+"""Files that commands read may be cut off, of other types or special: each ends in one line with its exit code."""
+
+import hashlib
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import save
+
+from fcsd.distill.own_text import RECORD as WRITTEN
+from fcsd.distill.own_text import _claim
+from fcsd.distill.run.manifest import read_manifest
+from fcsd.distill.run.report import read_metrics
+from fcsd.distill.run.trackers import _id
+from fcsd.distill.samples import Samples
+from fcsd.distill.sweep.search import _known_trials
+from fcsd.distill.teacher.cache import CachedTeacher, _entry, _load, read_key
+from fcsd.errors import BadInputError, FcsdError
+from fcsd.eval.code.problems import load_evalplus
+from fcsd.eval.engines.answer_cache import AnswerCache
+from fcsd.eval.perplexity import read_texts
+from fcsd.eval.results import read_results
+from fcsd.foreign_errors import translate
+from fcsd.models.build import load_model
+from fcsd.parallel.machine import read_machine
+from fcsd.parallel.placement.stored import read_orders
+from fcsd.parallel.trace import read_content
+from fcsd.recipes.strict_yaml import parse_file
+from fcsd.serve.chat import read_prompts
+
+CONTENTS = {
+    "nothing": b"",
+    "cut off": b'{"step": 1, "los',
+    "a cut line": b'{"step": 1, "los\n{"step": 2}\n',
+    "a number": b"5",
+    "null": b"null",
+    "an empty list": b"[]",
+    "an empty object": b"{}",
+    "a list of numbers": b"[1, 2]",
+    "an object of numbers": b'{"a": 1}',
+    "an object of lists": b'{"a": [], "settings": [], "trials": [], "experts of each rank": []}',
+    "an object of objects": b'{"a": {}, "settings": {}, "trials": {"a": {}}, "experts of each rank": {"a": {}}}',
+    "objects in a list": b'[{"model": 1, "column": 2, "items": 3}]',
+    "not a number": b'{"step": NaN}\n',
+    "huge": b'{"step": 1e400, "a": ' + b"9" * 400 + b"}\n",
+    "very huge": b'{"step": ' + b"9" * 5000 + b"}\n",
+    "binary": bytes(range(256)) * 8,
+    "UTF-16": '{"step": 1}'.encode("utf-16"),
+    "nested": b"[" * 100_000,
+    "nested objects": b'{"a":' * 100_000,
+    "null bytes": b"\0" * 4096,
+}
+
+
+def keep_samples(path: Path, start: int) -> None:
+    """What a run does with the samples of its earlier attempts when it continues after step ``start``."""
+    samples = Samples.__new__(Samples)
+    samples._path = path
+    samples._keep(start)
+
+
+_CUT = {"nothing", "cut off", "UTF-16", "null bytes", "very huge"}  # a crash may cut off the last line
+_ALL = set(CONTENTS)
+_OBJECTS = {text for text in CONTENTS if text.startswith("an object of")} | {
+    "an empty object",
+    "huge",
+    "not a number",
+    "UTF-16",
+}
+_YAML = _ALL - {
+    "cut off",
+    "a cut line",
+    "huge",
+    "very huge",
+    "binary",
+    "UTF-16",
+    "nested",
+    "nested objects",
+    "null bytes",
+}
+
+# The file -> its reader, the exit code of damage, and the contents that may be right.
+READERS = {
+    "machine.json": (read_machine, 2, ()),
+    "placement.json": (read_orders, 3, ()),
+    "results.json": (read_results, 3, {"an empty list"}),
+    "KEY.json": (lambda path: read_key(path.parent), 3, _OBJECTS),
+    "MANIFEST.json": (lambda path: read_manifest(path.parent), 4, ()),
+    "cache/MANIFEST.json": (lambda path: CachedTeacher(path.parent, 1), 3, ()),
+    "shard-000000.json": (_entry, 3, ()),
+    "sweep.json": (_known_trials, 3, ()),
+    WRITTEN: (lambda path: _claim(path.parent, {}), 3, {"an object of objects"}),
+    "metrics.jsonl": (lambda path: read_metrics(path.parent), 3, _CUT),
+    "answers.jsonl": (lambda path: AnswerCache(path).close(), 3, {"nothing", "cut off", "null bytes"}),
+    "texts.jsonl": (read_texts, 3, ()),
+    "problems.jsonl": (load_evalplus, 3, ()),
+    "prompts.jsonl": (read_prompts, 3, ()),
+    "trace.json": (read_content, 3, ()),
+    "tracker_id": (lambda path: _id(path.parent), 3, {"a number", "null"}),
+    "recipe.yaml": (parse_file, 2, _YAML),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_damaged_files_end_in_one_line_with_their_exit_code(name: str, tmp_path: Path) -> None:
+    read, code, taken = READERS[name]
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    for what, content in CONTENTS.items():
+        path.write_bytes(content)
+        if what in taken:
+            read(path)
+            continue
+        with pytest.raises(FcsdError) as caught:
+            read(path)
+        assert caught.value.exit_code == code, what
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 600 and str(path.parent) in str(caught.value)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(FcsdError) as caught:
+        read(path)
+    assert caught.value.exit_code == code
+
+
+@pytest.mark.parametrize("content", [*CONTENTS, "fifo"])
+def test_damaged_samples_end_in_one_line(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    if content == "fifo":
+        os.mkfifo(path)
+    else:
+        path.write_bytes(b'{"step": 0}\n' + CONTENTS[content] + b"\n")
+    with pytest.raises(BadInputError, match=r"samples\.jsonl: cannot be read"):
+        keep_samples(path, 3)
+
+
+def test_samples_may_hold_characters_that_end_lines_elsewhere(tmp_path: Path) -> None:
+    lines = [json.dumps({"step": step, "student": "a\u2028b\x85c\r"}, ensure_ascii=False) + "\n" for step in (1, 2, 3)]
+    (tmp_path / "samples.jsonl").write_text("".join(lines) + '{"step": 2', newline="")
+    keep_samples(tmp_path / "samples.jsonl", 2)
+    assert (tmp_path / "samples.jsonl").read_bytes().decode() == "".join(lines[:2])
+
+
+def test_a_cut_record_of_metrics_is_left_out_and_one_in_the_middle_is_damage(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": null}\n{"step": 3, "lo')
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": None}]
+    for record in (
+        '{"step": 1, "lo',
+        '{"step": -1}',
+        '{"step": 1.5}',
+        '{"loss": 1.0}',
+        '{"step": 1, "loss": NaN}',
+        "[]",
+    ):
+        path.write_text(f'{record}\n{{"step": 3, "loss": 1.0}}\n')
+        with pytest.raises(BadInputError, match=r"metrics\.jsonl: cannot be read"):
+            read_metrics(tmp_path)
+
+
+SHARD = {
+    "log_probs": torch.zeros(6, 2),
+    "words": torch.zeros(6, 2, dtype=torch.int32),
+    "tail": torch.zeros(6),
+    "counts": torch.tensor([2, 4]),
+    "digests": torch.zeros(2, 32, dtype=torch.uint8),
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"tail": None},
+        {"words": torch.zeros(6, 3, dtype=torch.int32)},
+        {"words": torch.full((6, 2), -1, dtype=torch.int32)},
+        {"log_probs": torch.full((6, 2), torch.nan)},
+        {"tail": torch.full((6,), torch.nan)},
+        {"counts": torch.tensor([2, 5])},
+        {"counts": torch.tensor([-2, 8])},
+        {"counts": torch.tensor([6])},
+        {"digests": torch.zeros(2, 31, dtype=torch.uint8)},
+    ],
+)
+def test_a_shard_of_a_teacher_cache_that_was_sealed_anew_is_checked(change: dict, tmp_path: Path) -> None:
+    tensors = {name: tensor for name, tensor in (SHARD | change).items() if tensor is not None}
+    data = save(tensors)
+    (tmp_path / "shard-000000.safetensors").write_bytes(data)
+    entry = {"rows": [0, 2], "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    if not change:
+        assert _load(tmp_path / "shard-000000.safetensors", entry)[1] == [0, 2, 6]
+        return
+    with pytest.raises(BadInputError, match="does not hold a teacher's answers") as caught:
+        _load(tmp_path / "shard-000000.safetensors", entry)
+    assert caught.value.hint
+
+
+def test_a_manifest_of_a_teacher_cache_names_its_own_shards_alone(tmp_path: Path) -> None:
+    entry = {"rows": [0, 2], "size": 1, "sha256": "0"}
+    for manifest in (
+        {"../shard-000000.safetensors": entry},
+        {"shard-000000.safetensors": entry | {"rows": [1, 2]}},
+        {"shard-000000.safetensors": entry | {"rows": [0, 1e30]}},
+        {"shard-000000.safetensors": entry, "shard-000001.safetensors": entry | {"rows": [3, 4]}},
+    ):
+        (tmp_path / "MANIFEST.json").write_text(json.dumps(manifest))
+        with pytest.raises(BadInputError, match="is damaged at"):
+            CachedTeacher(tmp_path, 1)
+
+
+def test_trials_of_a_sweep_are_checked(tmp_path: Path) -> None:
+    right = {"values": {"lr": 1.0}, "recipe": "a", "run": "b", "status": "done", "step": 1, "tokens": 2, "value": 0.5}
+    (tmp_path / "sweep.json").write_text(json.dumps({"trials": {"a": right}}))
+    assert _known_trials(tmp_path / "sweep.json") == {"a": right}
+    for change in ({"value": math.nan}, {"value": None}, {"values": []}, {"status": 3}, {"tokens": "2"}):
+        (tmp_path / "sweep.json").write_text(json.dumps({"trials": {"a": right | change}}))
+        with pytest.raises(BadInputError, match=r"sweep\.json: is damaged"):
+            _known_trials(tmp_path / "sweep.json")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("attention_bias", "x"), ("hidden_size", None), ("hidden_act", "x"), ("num_attention_heads", 0), ("dtype", [])],
+)
+def test_values_of_a_config_that_cannot_be_are_bad_input(key: str, value: object, tmp_path: Path) -> None:
+    tiny.model("deepseek_v2").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
+    with pytest.raises(Exception) as caught:
+        load_model(tmp_path)
+    known = translate(caught.value)
+    assert known is not None and known.exit_code == 3 and "\n" not in str(known)
