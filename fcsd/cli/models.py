@@ -31,7 +31,13 @@ def convert(
     wiring: Annotated[
         str, typer.Option(help="farskip, ladder, parallel, standard, desync-2x, desync-4x or desync.")
     ] = "farskip",
-    layers: Annotated[str, typer.Option(help="all, last:24, first:8, 50%, 12-27 or 0,2,5-7.")] = "all",
+    layers: Annotated[
+        str,
+        typer.Option(
+            help="all, auto, auto:26, last:24, first:8, 50%, 12-27 or 0,2,5-7. auto measures every layer alone "
+            "and leaves standard those that cost most."
+        ),
+    ] = "all",
     variant: Annotated[str, typer.Option(help="full, attn-only or mlp-only.")] = "full",
     border: Annotated[
         str | None,
@@ -51,6 +57,9 @@ def convert(
     no_check: Annotated[
         bool, typer.Option("--no-check", help="Do not compare OUT, with its wiring off, with the original.")
     ] = False,
+    calibration: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A text for --layers auto, in place of the model's own.")
+    ] = None,
     dry_run: DryRun = False,
     force: Force = False,
     trust_remote_code: Trust = False,
@@ -73,6 +82,7 @@ def convert(
         dry_run=dry_run,
         force=force,
         trust_remote_code=trust_remote_code,
+        calibration=calibration,
     )
     emit(done.to_json() if as_json else done.to_text())
 

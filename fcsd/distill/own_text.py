@@ -254,6 +254,19 @@ class _Writer:
         )
 
 
+def own_documents(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: int) -> list[list[int]]:
+    """Documents of token ids that a model in memory writes, at least ``tokens`` in all if it does not end at once."""
+    most = min(256, tokens)
+    writing = Writing(form="chat" if tokenizer.chat_template else "document", max_tokens=most)
+    writer = _Writer(model, tokenizer, writing, None, CPU_BATCH)
+    documents: list[list[int]] = []
+    for first in range(0, 8 * CPU_BATCH, CPU_BATCH):
+        if sum(map(len, documents)) >= tokens:
+            break
+        documents += writer.documents(0, first, max(4, min(CPU_BATCH, tokens // most)))
+    return documents
+
+
 def turns_of(tokenizer: PreTrainedTokenizerBase) -> Turns:
     """The token ids that the chat template puts before a user's turn, and between it and the answer.
 

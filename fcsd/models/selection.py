@@ -40,6 +40,11 @@ def select_layers(spec: str, count: int) -> tuple[int, ...]:
     raise ConfigError(f"layers {spec!r} is not understood", hint="use all, last:24, first:8, 50%, 12-27 or 0,2,5-7")
 
 
+def is_auto(spec: str) -> bool:
+    """Whether the layers are to be measured, by ``fcsd.layer_costs``: ``auto``, or ``auto:N`` for the N cheapest."""
+    return re.fullmatch(r"auto(:\d+)?", spec.strip()) is not None
+
+
 def layers_text(layers: Sequence[int]) -> str:
     """The text from which ``select_layers`` reads these ascending layers: ``0,2,5-7``, or ``none``."""
     runs: list[list[int]] = []

@@ -189,7 +189,7 @@ def answer(
     """The model's answer to a conversation whose last turn is the user's.
 
     Without a chat template the model continues the text of the last turn alone. transformers reads the model's
-    generation settings, and fcsd's loop applies them, except for beam search, which it does not know.
+    generation settings, and fcsd's loop applies them.
 
     Args:
         speaker: the model.
@@ -199,8 +199,8 @@ def answer(
         team: the processes that ask for the same answer, if the model is spread over several; None for this one alone.
 
     Raises:
-        BadInputError: the conversation is longer than the model takes, its chat template refuses it or exceeds its
-            limits, or the model's generation settings cannot be.
+        BadInputError: the conversation is longer than the model takes, or its chat template refuses it or exceeds its
+            limits.
         NonFiniteError: the model gives NaN or infinite logits.
     """
     import torch
@@ -236,7 +236,7 @@ def answer(
             drawn = generation_config.do_sample
             return scores.softmax(-1).multinomial(1) if drawn else scores.argmax(-1, keepdim=True)
 
-        options: dict[str, Any] = {"choose": choose, "cache": state.get("past_key_values"), "team": team or ALONE}
+        options: dict[str, Any] = {"choose": choose, "cache": state["past_key_values"], "team": team or ALONE}
         [ids] = generate_in_batch(model, input_ids.tolist(), max_new_tokens=most, ended=end.of, **options)
         return ids
 
@@ -246,10 +246,11 @@ def answer(
     else:
         set_seed(seed)
     try:
-        return end.text(model.generate(**inputs.to(model.device), custom_generate=run, **options)).strip()
+        ids = model.generate(**inputs.to(model.device), custom_generate=run, **options)
     except (ValueError, TypeError) as error:
         hint = "Its generation_config.json may hold values that cannot be; -v shows the traceback."
         raise BadInputError(f"{speaker.name}: cannot generate: {first_line(error)}", hint) from error
+    return end.text(ids).strip()
 
 
 def read_prompts(path: Path) -> list[str]:

@@ -1,0 +1,134 @@
+"""Measures what converting each layer alone costs, and leaves the dearest ones standard: ``convert --layers auto``.
+
+In real models the first layers cost many times as much as others, and few other layers stand out (docs/REAL_MODELS.md).
+The costs of single layers do not add up, so they tell which layers to leave out and not what the conversion will cost.
+``fcsd choose-layers`` searches over sets of layers instead, which takes much longer.
+"""
+
+import logging
+import statistics
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from fcsd.checkpoint.tokenizer import load_tokenizer
+from fcsd.errors import ConfigError, NonFiniteError
+from fcsd.models.build import load_model, unwired, wire
+from fcsd.models.selection import layers_text
+from fcsd.models.wiring_block import DESYNC, Wiring
+from fcsd.progress import progress
+
+log = logging.getLogger(__name__)
+
+STANDS_OUT = 5.0  # times the median cost
+ROWS, TOKENS = 4, 512  # of the text that each measurement reads
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """What was measured, and what follows from it.
+
+    Attributes:
+        wiring: the wiring, with the layers that are converted.
+        alone: layer -> KL(original || original with this layer converted), in nats per token.
+        together: the same with all layers of ``wiring`` converted.
+        tokens: how many tokens were read.
+    """
+
+    wiring: Wiring
+    alone: dict[int, float]
+    together: float
+    tokens: int
+
+    def to_text(self) -> str:
+        """A table with a line for each layer, and what the standard layers cost a server."""
+        lines = [f"KL from the original in nats per token, over {self.tokens} tokens, of each layer converted alone:"]
+        for layer, cost in self.alone.items():
+            lines.append(f"  {layer:>3}  {cost:8.4f}{'' if layer in self.wiring.layers else '  stays standard'}")
+        kept = len(self.alone) - len(self.wiring.layers)
+        lines.append(f"  all of layers {layers_text(self.wiring.layers)} together, untrained: {self.together:.4f}")
+        lines.append(f"  {kept} of {len(self.alone)} layers stay standard, and a server waits for their sums as before")
+        return "\n".join(lines)
+
+
+def choose_by_cost(model: Path, wiring: Wiring, layers: str, text: Path | None = None) -> LayerCosts:
+    """Measure every layer that ``wiring`` converts, and choose.
+
+    Args:
+        model: the directory of the original.
+        wiring: what to convert to; its layers are those that may be converted.
+        layers: ``auto`` leaves standard what costs at least ``STANDS_OUT`` times the median; ``auto:N`` converts the N
+            layers that cost least.
+        text: a text file (``.jsonl`` or ``.parquet``) to measure on; None for text that the model writes itself.
+
+    Raises:
+        ConfigError: the wiring is a Desync one, or ``N`` is more than the layers.
+        BadInputError: the checkpoint or the text cannot be used.
+        NonFiniteError: the model gives NaN or infinite logits.
+    """
+    if wiring.name in DESYNC:
+        raise ConfigError(f"--layers auto does not measure {wiring.name}", "Choose the layers, or convert all.")
+    number = layers.strip().partition(":")[2]
+    count = int(number) if number else None
+    if count is not None and not 0 < count <= len(wiring.layers):
+        raise ConfigError(f"--layers {layers}: {len(wiring.layers)} layers can be converted")
+    on_gpu = torch.cuda.is_available()
+    device, dtype = ("cuda", "bfloat16") if on_gpu else ("cpu", "float32")
+    network = load_model(model, dtype=dtype, device=device)
+    rows = _rows(network, model, text)
+    alone = dict.fromkeys(wiring.layers, 0.0)
+    together = 0.0
+    with torch.inference_mode(), progress("measuring layers", len(rows) * (len(alone) + 1)) as advance:
+        expected = [_log_probabilities(network, row) for row in rows]
+
+        def cost(chosen: tuple[int, ...]) -> float:
+            wire(network, replace(wiring, layers=chosen))
+            total = 0.0
+            for row, known in zip(rows, expected, strict=True):
+                own = _log_probabilities(network, row)
+                total += float((known.exp() * (known - own)).sum(-1).mean()) / len(rows)
+                advance(1)
+            wire(network, unwired())
+            return total
+
+        for layer in alone:
+            alone[layer] = cost((layer,))
+        if count is None:
+            limit = STANDS_OUT * statistics.median(alone.values())
+            kept = tuple(layer for layer, found in alone.items() if found < limit)
+        else:
+            kept = tuple(sorted(sorted(alone, key=lambda layer: alone[layer])[:count]))
+        together = cost(kept)
+    found = LayerCosts(replace(wiring, layers=kept), alone, together, sum(row.numel() for row in rows))
+    log.info(found.to_text())
+    return found
+
+
+def _rows(network: PreTrainedModel, model: Path, text: Path | None) -> list[Tensor]:
+    """``[1, seq]`` token ids on the model's device."""
+    tokenizer = load_tokenizer(model)
+    if text is None:
+        from fcsd.distill.own_text import own_documents
+
+        documents = own_documents(network, tokenizer, ROWS * TOKENS)
+    else:
+        from fcsd.checkpoint.tokenizer import text_ids
+        from fcsd.eval.perplexity import read_texts
+
+        documents = [ids for part in read_texts(text)[: ROWS * TOKENS] for ids in text_ids([part], tokenizer)]
+    ids = [token for document in documents for token in document][: ROWS * TOKENS]
+    if len(ids) < 2:
+        raise ConfigError("there is no text to measure the layers on", "Give a text by --calibration.")
+    return [row[None] for row in torch.tensor(ids, device=network.device).split(TOKENS) if len(row) > 1]
+
+
+def _log_probabilities(network: PreTrainedModel, row: Tensor) -> Tensor:
+    """``[1, seq, vocab]`` in fp32."""
+    logits = network(row, use_cache=False).logits
+    if not logits.isfinite().all():
+        raise NonFiniteError("the model gives NaN or infinite logits", "Use another checkpoint.")
+    return functional.log_softmax(logits.float(), -1)
