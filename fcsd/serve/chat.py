@@ -189,7 +189,7 @@ def answer(
     """The model's answer to a conversation whose last turn is the user's.
 
     Without a chat template the model continues the text of the last turn alone. transformers reads the model's
-    generation settings, and fcsd's loop applies them.
+    generation settings, and fcsd's loop applies them, except for beam search, which it does not know.
 
     Args:
         speaker: the model.
@@ -236,7 +236,7 @@ def answer(
             drawn = generation_config.do_sample
             return scores.softmax(-1).multinomial(1) if drawn else scores.argmax(-1, keepdim=True)
 
-        options: dict[str, Any] = {"choose": choose, "cache": state["past_key_values"], "team": team or ALONE}
+        options: dict[str, Any] = {"choose": choose, "cache": state.get("past_key_values"), "team": team or ALONE}
         [ids] = generate_in_batch(model, input_ids.tolist(), max_new_tokens=most, ended=end.of, **options)
         return ids
 
