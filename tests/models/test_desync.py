@@ -166,7 +166,7 @@ def test_desync_decodes_generates_trains_and_goes_away(arch):
 
 
 def test_desync_refuses_what_it_cannot_do():
-    with pytest.raises(ConfigError, match="desync-2x has no whole outputs, which olmo2 norms before it adds them"):
+    with pytest.raises(ConfigError, match="olmo2 cannot have the wiring desync-2x: it norms whole outputs"):
         wire(tiny.model("olmo2"), Wiring("desync-2x", ALL, tp_degree=2))
     with pytest.raises(ValueError, match="desync has no whole outputs"):
         desync_layers([], ARCHS["olmo2"].blocks, {}, 2)

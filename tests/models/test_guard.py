@@ -24,7 +24,16 @@ from fcsd.errors import ConfigError
 from fcsd.kernels.packed_attention import document_borders
 from fcsd.models import archs
 from fcsd.models.archs import ARCHS
-from fcsd.models.build import arch_of, causal_lm_class, decoder_layers, decoder_of, logits_cap, unwired, wire
+from fcsd.models.build import (
+    arch_of,
+    causal_lm_class,
+    decoder_layers,
+    decoder_of,
+    logits_cap,
+    logits_factor,
+    unwired,
+    wire,
+)
 from fcsd.models.fused.model import fuse_parts
 from fcsd.models.fused.norms import fuse_norms
 from fcsd.models.wiring import Blocks, WiredLayer, Wiring
@@ -217,7 +226,7 @@ EXEMPT = {
 
 
 # Other values of the fields that are words.
-WORDS = {"hidden_act": "relu", "topk_method": "group_limited_greedy"}
+WORDS = {"hidden_act": "relu", "hidden_activation": "relu", "topk_method": "group_limited_greedy"}
 
 
 def guarded_config(arch: str, **words: str) -> Any:
@@ -361,7 +370,8 @@ def test_packed_documents_are_separate_ones(arch: str) -> None:
             rows = {"input_ids": ids, "position_ids": positions, "borders": document_borders(positions)}
             packed = final_hidden(model, rows)
             alone = [decoder_of(model)(part, use_cache=False).last_hidden_state for part in ids.split((7, 9), dim=1)]
-        torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-4, atol=1e-4)
+        expected = torch.cat(alone, dim=1) * logits_factor(model.config)
+        torch.testing.assert_close(packed, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
@@ -391,8 +401,8 @@ def test_scores_and_losses_see_the_logits_of_the_model(arch: str) -> None:
     logits = model(ids, use_cache=False).logits
     scored = head_logits(model, decoder_of(model)(ids, use_cache=False).last_hidden_state)
     torch.testing.assert_close(scored, logits, rtol=1e-4, atol=1e-4)
-    if logits_cap(model.config) is not None:
-        with pytest.raises(ConfigError, match="caps its logits"):
+    if logits_cap(model.config) is not None or model.lm_head.bias is not None:
+        with pytest.raises(ConfigError, match=r"caps its logits|has a bias"):
             output_head(model)
         return
     positions = torch.arange(ids.shape[1]).expand_as(ids)
