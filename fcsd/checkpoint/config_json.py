@@ -20,6 +20,7 @@ _NAME = re.compile(r"[\w.-]{1,100}")
 _HUB_CODE_KEYS = ("attn_implementation", "experts_implementation")
 _DTYPES = ("float64", "float32", "bfloat16", "float16", "auto")
 _MAX_LABELS = 10_000  # transformers makes a name for each label, and a language model has no tensor for them
+_MAX_VALUES = 100_000  # transformers copies all of them dozens of times; a config of a language model has about fifty
 
 # Key, at any depth -> the condition that its value must satisfy, in words. No tensor confirms these values. With a
 # value that violates its condition, transformers uses up the memory, or computes something that fcsd cannot read.
@@ -28,6 +29,13 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "num_labels": (
         lambda value: type(value) is int and 0 <= value <= _MAX_LABELS,
         f"a whole number from 0 to {_MAX_LABELS}",
+    ),
+    **dict.fromkeys(
+        ("id2label", "label2id"),
+        (
+            lambda value: isinstance(value, dict) and len(value) <= _MAX_LABELS,
+            f"a table of at most {_MAX_LABELS} labels",
+        ),
     ),
     "partial_rotary_factor": (lambda value: type(value) in (int, float) and 0 < value <= 1, "a share of a head"),
     "return_dict": (lambda value: value is True, "true, which fcsd needs"),
@@ -107,9 +115,14 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> CheckpointCon
 
 
 def _check_values(raw: dict[str, Any], where: Path) -> None:
-    for key, value in _walk(raw):
+    for count, (key, value) in enumerate(_walk(raw)):
+        if count == _MAX_VALUES:
+            hint = "A language model needs about fifty: remove the tables that are not its settings."
+            raise BadInputError(f"{where}: holds more than {_MAX_VALUES} values", hint)
         if key in _VALUES and value is not None and not _VALUES[key][0](value):
-            raise BadInputError(f"{where}: {key} is {quoted(str(value))}, not {_VALUES[key][1]}")
+            shown = f"a table of {len(value)}" if isinstance(value, dict) else quoted(str(value))
+            hint = "A language model has no labels: remove the table." if key.endswith(("2label", "2id")) else None
+            raise BadInputError(f"{where}: {key} is {shown}, not {_VALUES[key][1]}", hint)
         if isinstance(value, float) and not math.isfinite(value):
             raise BadInputError(f"{where}: {quoted(key)} is not finite")
         if key.endswith(_HUB_CODE_KEYS) and isinstance(value, str) and "/" in value:

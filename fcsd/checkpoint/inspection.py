@@ -21,6 +21,7 @@ from fcsd.models.products import product
 
 _HUB_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
 # The files of Granite's MoE have all experts' tensors in the block itself.
+_SHARED = re.compile(r"shared_(?:experts?|mlp)\.")
 _EXPERT = re.compile(r"layers\.(\d+)\.(?:\w+\.experts|block_sparse_moe\.(?:in|out)put_linear)\.")
 
 
@@ -186,8 +187,9 @@ def _shape(config: CheckpointConfig, comparison: Comparison | None, names: list[
     moe = {layer for layer in moe if layer < layers}
     experts = expert_count(text) if moe else 0
     per_token = first_count(text, EXPERTS_PER_TOKEN) if experts else 0
-    shared = any("shared_expert" in name or ".shared_mlp." in name for name in (parameters or names))
     sizes = {name: prod(shape) for name, shape in parameters.items()}
+    # A shared expert of width 0 computes nothing, although transformers gives it empty tensors.
+    shared = any(_SHARED.search(name) and sizes.get(name, 1) for name in sizes or names)
     routed = sum(size for name, size in sizes.items() if _EXPERT.search(name))
     total = sum(sizes.values())
     row = ARCHS.get(config.model_type)

@@ -24,7 +24,8 @@ _SIZES: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "n_group", "topk_group"), (1, 100_000)),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), (1, 1 << 16)),
     **dict.fromkeys(("hidden_size", "intermediate_size", "intermediate_size_mlp"), (1, 1 << 22)),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), (1, 1 << 22)),
+    "moe_intermediate_size": (1, 1 << 22),
+    "shared_expert_intermediate_size": (0, 1 << 22),  # 0 for none, as with n_shared_experts
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), (1, 1 << 22)),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), (1, 1 << 16)),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), (1, 1 << 16)),

@@ -140,7 +140,7 @@ def _on_meta(config: CheckpointConfig, where: Path) -> "PreTrainedModel":
     import transformers
 
     row = ARCHS[config.model_type]
-    raw = {key: value for key, value in deepcopy(config.raw).items() if key not in _NOT_FOR_BUILDING}
+    raw = deepcopy({key: value for key, value in config.raw.items() if key not in _NOT_FOR_BUILDING})
     for part in (raw, *(value for value in raw.values() if isinstance(value, dict))):
         for key in [key for key in part if key.endswith("_implementation")]:
             del part[key]
@@ -157,8 +157,9 @@ def _on_meta(config: CheckpointConfig, where: Path) -> "PreTrainedModel":
 def _refuse_shadowing(raw: dict[str, Any], config_class: Any, where: Path) -> None:
     """Refuse keys that would replace a method or a table of transformers' config class."""
     own = {field.name for field in fields(config_class)}
+    taken = {*dir(config_class), *dir(type(config_class))} - own  # looking up each key would be slow: they can be many
     for part in (raw, *(value for value in raw.values() if isinstance(value, dict))):
-        for key in part.keys() - own:
+        for key in part.keys() & taken:
             attribute = getattr_static(config_class, key, None)
             if not isinstance(attribute, property | str | float | None):
                 raise BadInputError(f"{where}: config.json has the key {quoted(key)}, which is no setting")

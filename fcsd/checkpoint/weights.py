@@ -68,7 +68,7 @@ class Reader:
         info = self._layout.shards[shard][name]
         size = (info.end - info.start) // (1 if row is None else info.shape[0])
         start = info.start + (row or 0) * size
-        if part is not None:
+        if part is not None and size:  # a tensor without elements may have no rows
             width = size // info.shape[0 if row is None else 1]
             start, size = start + part[0] * width, part[1] * width
         if shard not in self._files:

@@ -28,9 +28,11 @@ def snapshot() -> dict[str, object]:
     import torch.cuda.nccl
 
     versions = {}
+    installed = importlib.metadata.packages_distributions()
     for name in PACKAGES:
+        distributions = installed.get(name) or [name]  # a build for CPUs has another name than its package
         try:
-            versions[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(distributions[0])
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
     cuda = torch.cuda.is_available()

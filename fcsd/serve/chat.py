@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -301,7 +302,10 @@ def side_by_side(answers: Sequence[Answer], width: int) -> str:
 
 
 def _typed() -> Iterator[str]:
-    """Prompts typed at the terminal, until end of file."""
+    """Prompts typed at the terminal, until end of file. Bytes that are no characters do not end the chat."""
+    for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace")):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors=errors)
     print("End with Ctrl-D.", file=sys.stderr)
     while True:
         try:

@@ -3,13 +3,16 @@
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
+from http.client import HTTPException
 from pathlib import Path
 
 from fcsd.checkpoint import read_config, read_layout, resolve, verify_tensors
@@ -20,7 +23,7 @@ from fcsd.serve.vllm.support import RIGHT_RESULTS, require_vllm
 PORT = 8000  # vLLM's own default
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE = 60.0  # seconds that vLLM has to end its processes after a signal
-_OURS = {"--tensor-parallel-size": "--gpus", "-tp": "--gpus", "--port": "--port", "--model": "MODEL"}
+_OURS = {"--tensor-parallel-size": "--gpus", "--port": "--port", "--model": "MODEL"}
 
 
 def serve(
@@ -56,12 +59,38 @@ def serve(
             f"Add --gpus {degree}.",
         )
     for option in options:
-        if own := _OURS.get(option.partition("=")[0]):
+        if own := _ours(option):
             raise ConfigError(f"{option} behind -- is set by fcsd serve", f"Use {own} before --.")
     _check_port(port)
-    code = run(_command(path, model, gpus, port, options), f"http://127.0.0.1:{port}", ready)
+    code = run(_command(path, model, gpus, port, options), _url(port, options), ready)
     if code:
         raise FcsdError(f"vLLM ended with exit code {code}", "Its messages above say why.")
+
+
+def _ours(option: str) -> str | None:
+    """What sets a vLLM option before ``--``; None if fcsd does not set it. vLLM takes underscores and prefixes, too."""
+    name = option.partition("=")[0].replace("_", "-")
+    if re.fullmatch(r"-tp\d*", name):
+        return "--gpus"
+    abbreviated = name.startswith("--") and len(name) > 3
+    return next((own for full, own in _OURS.items() if abbreviated and full.startswith(name)), None)
+
+
+def _url(port: int, options: Sequence[str]) -> str:
+    """The server's address as this machine reaches it.
+
+    Raises:
+        ConfigError: the server would listen on a Unix socket.
+    """
+    given: dict[str, str] = {}
+    for option, after in zip(options, [*options[1:], ""], strict=False):
+        name, _, value = option.partition("=")
+        given[name.replace("_", "-")] = value or after
+    if "--uds" in given:
+        raise ConfigError("fcsd serve has no Unix sockets", "Leave out --uds, or start vLLM itself.")
+    host = given.get("--host", "")
+    host = "127.0.0.1" if host in ("", "0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    return f"{'https' if '--ssl-certfile' in given else 'http'}://{host}:{port}"
 
 
 def _command(path: Path, model: str, gpus: int, port: int, options: Sequence[str]) -> list[str]:
@@ -133,11 +162,13 @@ def _kill_group(server: "subprocess.Popen[bytes]") -> None:
 
 
 def _answers(url: str) -> bool:
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    # The server is this process's own, and its certificate may name another host.
+    unverified = urllib.request.HTTPSHandler(context=ssl._create_unverified_context())
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}), unverified)
     try:
         with direct.open(url, timeout=1.0) as answer:
             return answer.status == 200
-    except OSError:  # not there yet, or an error status
+    except (OSError, HTTPException):  # not there yet, an error status, or something else that answers at the port
         return False
 
 

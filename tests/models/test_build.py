@@ -1,5 +1,6 @@
 """Converted classes: registered without remote code, saved under the original names, loaded strictly."""
 
+import json
 import subprocess
 import sys
 
@@ -10,6 +11,10 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from fcsd.checkpoint import inspect_checkpoint
+from fcsd.convert import convert_checkpoint
+from fcsd.engine.tp_plan import TensorGroup
+from fcsd.engine.weights import load_tensor_parallel
 from fcsd.errors import BadInputError
 from fcsd.models.build import converted_config, decoder_layers, load_model, model_classes, register, wire
 from fcsd.models.wiring import WiredLayer, Wiring
@@ -118,6 +123,40 @@ assert torch.equal(model(ids).logits, expected) and type(model).__module__ == "f
 def saved(tmp_path, arch="deepseek_v2"):
     tiny.model(arch).save_pretrained(tmp_path)
     return load_file(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("arch", "none"),
+    [("qwen2_moe", "shared_expert_intermediate_size"), ("deepseek_v3", "n_shared_experts")],
+)
+def test_shared_experts_of_width_zero_add_nothing(arch, none, tmp_path):
+    model, ids = tiny.model(arch, **{none: 0}), tiny.tokens()
+    model.save_pretrained(tmp_path / "base")
+    assert inspect_checkpoint(tmp_path / "base", verify=True).shared_experts == 0
+    with torch.no_grad():
+        logits = model(ids).logits
+        assert torch.equal(load_model(tmp_path / "base")(ids).logits, logits)
+        for degree in (1, 2):  # of two ranks, each has half of what is empty
+            ranks = TensorGroup(None, degree, 0)
+            part = load_tensor_parallel(tmp_path / "base", dtype=torch.float32, device="cpu", ranks=ranks)
+            shared = [value for name, value in part.state_dict().items() if "shared_expert" in name]
+            assert not any(value.numel() for value in shared if value.ndim == 2 and 0 in value.shape) and shared
+        convert_checkpoint(tmp_path / "base", tmp_path / "out", wiring="farskip")  # proves: off is off
+        wired = wire(model, Wiring("farskip", (0, 1, 2, 3)))(ids).logits
+        assert torch.equal(load_model(tmp_path / "out")(ids).logits, wired)
+
+
+def test_qwen3_coder_says_by_zero_that_it_has_no_shared_expert(tmp_path):
+    model, ids = tiny.model("qwen3_moe"), tiny.tokens()
+    model.save_pretrained(tmp_path / "base")
+    file = tmp_path / "base" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"shared_expert_intermediate_size": 0}))
+    assert inspect_checkpoint(tmp_path / "base").shared_experts == 0
+    convert_checkpoint(tmp_path / "base", tmp_path / "out", wiring="ladder")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["shared_expert_intermediate_size"] == 0
+    with torch.no_grad():
+        logits = wire(model, Wiring("ladder", (0, 1, 2, 3)))(ids).logits
+        assert torch.equal(load_model(tmp_path / "out")(ids).logits, logits)
 
 
 def test_a_missing_expert_is_an_error(tmp_path):

@@ -1,7 +1,9 @@
 """Answers side by side: the model's own generation settings and chat template, the same every time."""
 
+import io
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import eval_data
@@ -228,3 +230,10 @@ def test_command_line_answers_the_fixed_prompts(models):
     assert result.exit_code == 0, result.stderr
     pairs = [json.loads(line) for line in result.stdout.splitlines()]
     assert [[a["prompt"] for a in pair] for pair in pairs] == [[prompt] * 2 for prompt in PROMPTS]
+
+
+def test_typed_bytes_that_are_no_characters_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\nmore\n"), encoding="utf-8"))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    assert list(chatting._typed()) == ["caf\ufffd", "more"]
+    print("\u2713")  # a terminal that cannot show it gets its number

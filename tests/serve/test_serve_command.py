@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -132,8 +133,9 @@ def test_what_is_checked_before_vllm_starts(models, monkeypatch):
     with pytest.raises(ConfigError, match="converted for 2 tensor-parallel ranks, not 1") as caught:
         server.serve(str(models / "desync"), ready=never)
     assert caught.value.hint == "Add --gpus 2."
-    with pytest.raises(ConfigError, match="-tp behind -- is set by fcsd serve"):
-        server.serve(str(models / "ladder"), options=["-tp", "2"], ready=never)
+    for option in ("-tp", "-tp9", "-tp=9", "--tensor_parallel_size=2", "--tensor-par", "--port", "--mod=x"):
+        with pytest.raises(ConfigError, match=f"{option} behind -- is set by fcsd serve"):
+            server.serve(str(models / "ladder"), options=[option, "2"], ready=never)
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
@@ -146,3 +148,35 @@ def test_what_is_checked_before_vllm_starts(models, monkeypatch):
     assert command[1:6] == ["-P", "-m", "vllm.entrypoints.cli.main", "serve", str(models / "desync")]
     assert command[-2:] == ["--max-model-len", "64"] and url == f"http://127.0.0.1:{port}" and ready is never
     assert command[command.index("--tensor-parallel-size") + 1] == "2"
+
+
+@pytest.mark.parametrize(
+    ("options", "url"),
+    [
+        ([], "http://127.0.0.1:8000"),
+        (["--host", "0.0.0.0"], "http://127.0.0.1:8000"),
+        (["--host=gpu7.example"], "http://gpu7.example:8000"),
+        (["--host", "fe80::1"], "http://[fe80::1]:8000"),
+        (["--ssl_keyfile", "key.pem", "--ssl-certfile", "cert.pem"], "https://127.0.0.1:8000"),
+    ],
+)
+def test_the_address_follows_the_options_of_vllm(options: list[str], url: str) -> None:
+    assert server._url(8000, options) == url
+    with pytest.raises(ConfigError, match="no Unix sockets"):
+        server._url(8000, [*options, "--uds", "/tmp/socket"])
+
+
+def test_what_does_not_speak_http_is_not_ready_and_ends_nothing() -> None:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+
+        def greet() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.sendall(b"SSH-2.0-not http\r\n\r\n")
+
+        greeter = threading.Thread(target=greet)
+        greeter.start()
+        assert not server._answers(f"http://127.0.0.1:{listening.getsockname()[1]}/health")
+        greeter.join()
