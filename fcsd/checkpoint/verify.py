@@ -4,6 +4,7 @@ The expected tensors are not listed here. transformers builds the base class on 
 and the conversion that it would apply on saving gives the on-disk names.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from copy import deepcopy
@@ -71,13 +72,23 @@ def verify_tensors(layout: Layout, config: CheckpointConfig) -> Comparison:
 
     comparison = compare_tensors(layout, config)
     if problems := comparison.problems():
+        hint = "config.json belongs to another model, or the checkpoint is incomplete: download it again."
+        if problems.keys() == {"unexpected"} and all(_is_further(name, config) for name in comparison.unexpected):
+            hint = f"They predict further tokens, which fcsd does not carry for {config.model_type}: remove them."
         raise BadInputError(
             f"{layout.path}: the files do not match config.json: {'; '.join(problems.values())}",
-            "config.json belongs to another model, or the checkpoint is incomplete: download it again.",
+            hint,
         )
     if differing := differing_copies(layout, comparison.tied):
         raise BadInputError(f"{layout.path}: {'; '.join(differing)}", UNTIE)
     return comparison
+
+
+def _is_further(name: str, config: CheckpointConfig) -> bool:
+    """Whether a tensor lies in a layer after the last one, or in a module for multi-token prediction."""
+    layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+    later = layer is not None and int(layer[1]) >= (config.text.get("num_hidden_layers") or math.inf)
+    return later or re.search(r"(?:^|\.)(?:mtp|nextn)", name) is not None
 
 
 def compare_tensors(layout: Layout, config: CheckpointConfig) -> Comparison:

@@ -164,6 +164,9 @@ def test_multi_token_prediction_is_carried(arch, layer, tmp_path):
     extra = f"model.layers.{layer - 1}.eh_proj.weight"
     sparse_checkpoint.write_header(tmp_path / "model.safetensors", {**tensors, extra: ("F32", (64, 128))})
     assert inspect_checkpoint(str(tmp_path), verify=True).problems == [f"1 unexpected ({extra})"]
+    with pytest.raises(BadInputError) as caught:
+        open_base(str(tmp_path))
+    assert caught.value.hint == f"They predict further tokens, which fcsd does not carry for {arch}: remove them."
 
 
 @pytest.mark.parametrize(
