@@ -17,8 +17,6 @@ from fcsd.checkpoint.rewired import describe, refuse_rewired
 from fcsd.checkpoint.side_files import side_files, without_code
 from fcsd.checkpoint.staging import check_out, copy_small, staged, take_over
 from fcsd.disk import write_text
-from fcsd.errors import ConfigError
-from fcsd.models.selection import is_auto
 from fcsd.models.wiring_block import BORDERS
 from fcsd.parity import Proof, plan_proof, prove_parity
 
@@ -42,7 +40,6 @@ class ConvertReport:
         parity: how many of the first layers were compared with the original; None if no layer was compared.
         parity_skipped: why no layer was compared; None if layers were compared.
         dry_run: whether the call was a dry run, which writes nothing.
-        layers_alone: with ``layers="auto"``, what the conversion of each layer alone costs; see ``fcsd.layer_costs``.
     """
 
     model: str
@@ -57,7 +54,6 @@ class ConvertReport:
     parity: int | None
     parity_skipped: str | None
     dry_run: bool
-    layers_alone: dict[int, float] | None = None
 
     def to_json(self) -> str:
         """All fields as JSON, in the order of the class."""
@@ -100,7 +96,6 @@ def convert_checkpoint(
     dry_run: bool = False,
     force: bool = False,
     trust_remote_code: bool = False,
-    calibration: str | Path | None = None,
 ) -> ConvertReport:
     """Write a converted copy of a checkpoint.
 
@@ -109,7 +104,7 @@ def convert_checkpoint(
             written in bf16 to ``OUT-original``.
         out: directory to write; it must be empty or not exist.
         wiring: see ``fcsd.models.wiring_block.NAMES``.
-        layers: see ``fcsd.models.selection.select_layers``; or ``auto`` or ``auto:N``, see ``fcsd.layer_costs``.
+        layers: see ``fcsd.models.selection.select_layers``.
         variant: ``full``, ``attn-only`` or ``mlp-only``.
         border: ``full`` or ``partial``, the stream that a converted layer reads after a layer that is not converted;
             None is the wiring's default, see ``fcsd.models.wiring_block.BORDERS``.
@@ -121,7 +116,6 @@ def convert_checkpoint(
         force: replace an ``out`` that fcsd wrote.
         trust_remote_code: accept a checkpoint that asks for code of its own. That code is never run or copied: fcsd
             uses the classes of transformers.
-        calibration: with ``layers="auto"`` a text file to measure on, in place of text that the model writes.
 
     Raises:
         BadInputError: the checkpoint cannot be used; see ``fcsd.checkpoint``.
@@ -146,17 +140,7 @@ def convert_checkpoint(
     verify_tensors(layout, config)
     arch = ARCHS[config.model_type]
     how = {"variant": variant, "border": border, "tp_degree": tp_degree, "reduce": reduce, "distance": distance}
-    chosen = choose_wiring(config, arch, wiring, "all" if is_auto(layers) else layers, **how)
-    costs = None
-    if is_auto(layers):
-        if dry_run:
-            raise ConfigError("--layers auto reads the weights", "Leave out --dry-run, or choose the layers.")
-        from fcsd.layer_costs import choose_by_cost
-
-        costs = choose_by_cost(source.path, chosen, layers, None if calibration is None else Path(calibration))
-        chosen = costs.wiring
-    elif calibration is not None:
-        raise ConfigError("--calibration is the text for --layers auto, which is not given")
+    chosen = choose_wiring(config, arch, wiring, layers, **how)
 
     hashed = not (dry_run and source.repo_id)  # a dry run does not download the shards of a repository
     block = chosen.to_block(**origin(source, layout if hashed else None))
@@ -189,7 +173,6 @@ def convert_checkpoint(
         None if skipped else proof.layers,
         skipped,
         dry_run,
-        None if costs is None else costs.alone,
     )
 
 

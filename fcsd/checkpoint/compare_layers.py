@@ -15,14 +15,14 @@ from fcsd.checkpoint.files import shown
 from fcsd.checkpoint.headers import TensorInfo
 from fcsd.checkpoint.layout import Layout
 from fcsd.checkpoint.verify import FLOATS, MXFP4_BLOCK, Comparison, Shape, refuse_inflated
-from fcsd.models.archs import ARCHS
+from fcsd.models.archs import ARCHS, Arch
 from fcsd.models.config_keys import EXPERTS_PER_TOKEN, expert_count, first_count
+from fcsd.models.wiring_block import Blocks
 
 _LAYER = re.compile(r"(?P<stack>(?:.*?\.)?layers\.)(?P<number>\d+)\.(?P<rest>.+)")
 _EXPERT = re.compile(r"(?P<block>\w+\.experts\.)(?P<number>\d+)(?P<rest>\..+)")
 # Modules that predict further tokens, if they are not layers after the last one.
 _FURTHER_TOKENS = re.compile(r"(?:^|\.)mtp")
-_INPUT_NORM = "input_layernorm."
 _NEEDED = ("num_hidden_layers", "hidden_size", "vocab_size", "tie_word_embeddings")
 
 Tensors = dict[str, TensorInfo]
@@ -70,7 +70,7 @@ def compare_layers(layout: Layout, config: CheckpointConfig) -> Comparison | Non
         kinds = {n: (_kind(layer), *types[n : n + 1]) for n, layer in layers.items() if n < depth}
         for kind in dict.fromkeys(kinds.values()):
             _compare_with_one_another(stack, {n: layers[n] for n in kinds if kinds[n] == kind}, experts, found)
-    _compare_outside(outside, decoder, _norm(stacks[decoder]), text, bool(vision), found)
+    _compare_outside(outside, decoder, _norm(stacks[decoder], row), text, bool(vision), found)
 
     found.carried.extend(name for name in plain if name.endswith("rotary_emb.inv_freq"))
     if config.quantization is None:
@@ -139,11 +139,11 @@ def _compare_with_one_another(stack: str, layers: dict[int, Tensors], experts: i
         )
 
 
-def _norm(layers: dict[int, Tensors]) -> set[str]:
-    """The tensors of a norm, ``weight`` in most families: those of the norm before attention that layers have."""
-    return {
-        name.removeprefix(_INPUT_NORM) for layer in layers.values() for name in layer if name.startswith(_INPUT_NORM)
-    }
+def _norm(layers: dict[int, Tensors], row: Arch | None) -> set[str]:
+    """The tensors of a norm, ``weight`` in most families: those of a norm about the attention that layers have."""
+    before, after = (row.blocks if row else Blocks()).attn_norms
+    prefix = f"{before or after}."
+    return {name.removeprefix(prefix) for layer in layers.values() for name in layer if name.startswith(prefix)}
 
 
 def _compare_outside(

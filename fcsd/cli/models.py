@@ -8,6 +8,8 @@ import typer
 
 from fcsd.cli.command import emit
 from fcsd.cli.options import AsJson, CreatePr, DryRun, Force, Model, Out, Private, Revision, Trust
+from fcsd.errors import ConfigError
+from fcsd.extras import require_extra
 
 
 def inspect(
@@ -67,7 +69,21 @@ def convert(
 ) -> None:
     """Write a rewired copy of MODEL to OUT. Weights are linked, and parity with MODEL is proven."""
     from fcsd.convert import convert_checkpoint
+    from fcsd.models.selection import is_auto
 
+    if calibration is not None:
+        require_extra("train", "convert --calibration", "pyarrow")
+        if not is_auto(layers):
+            raise ConfigError("--calibration is the text for --layers auto, which is not given")
+    if is_auto(layers):
+        if dry_run or model.endswith(".gguf"):
+            hint = "Leave out --dry-run, or choose the layers; convert a GGUF file first, and then OUT-original."
+            raise ConfigError("--layers auto reads the weights of a directory", hint)
+        from fcsd.distill.layer_costs import choose_by_cost
+        from fcsd.models.selection import layers_text
+
+        how = {"variant": variant, "border": border, "distance": distance, "tp_degree": tp_degree, "reduce": reduce}
+        layers = layers_text(choose_by_cost(model, wiring, layers, calibration, **how).wiring.layers)
     done = convert_checkpoint(
         model,
         out,
@@ -82,7 +98,6 @@ def convert(
         dry_run=dry_run,
         force=force,
         trust_remote_code=trust_remote_code,
-        calibration=calibration,
     )
     emit(done.to_json() if as_json else done.to_text())
 

@@ -21,10 +21,7 @@ from fcsd.parallel.placement.placement import Placement
 
 
 class DividedEmbedding(nn.Embedding):
-    """An embedding of which each rank holds a range of rows; the ranks' results are summed.
-
-    Gemma's own class multiplies by a buffer ``embed_scale``.
-    """
+    """An embedding of which each rank holds a range of rows; the ranks' results are summed."""
 
     ranks: TensorGroup
 
@@ -35,8 +32,7 @@ class DividedEmbedding(nn.Embedding):
         found = functional.embedding(local.masked_fill(elsewhere, 0), self.weight)
         found = found.masked_fill(elsewhere[..., None], 0)
         dist.all_reduce(found, group=self.ranks.group)
-        scale = getattr(self, "embed_scale", None)
-        return found if scale is None else found * scale.to(found.dtype)
+        return found
 
 
 @cache

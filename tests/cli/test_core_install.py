@@ -39,7 +39,7 @@ REFUSED = {
         "fcsd plan --picture needs matplotlib:",
         TRAIN,
     ),
-    "eval teacher": ("fcsd eval needs accelerate, datasets, evalplus, lm_eval, matplotlib, pyarrow, scipy:", EVAL),
+    "eval teacher": ("fcsd eval needs accelerate, datasets, lm_eval, matplotlib, pyarrow, scipy:", EVAL),
     "sweep-layers teacher --out sweep": ("fcsd sweep-layers needs accelerate,", EVAL),
     "choose-layers teacher --text t.jsonl --layers 1 --out chosen": ("fcsd choose-layers needs accelerate,", EVAL),
     "chat teacher --gpus 1": ("fcsd chat --gpus needs accelerate", EVAL),

@@ -80,7 +80,7 @@ def test_early_stopping_is_the_papers(name: str) -> None:
 def test_a_small_dense_model_has_a_recipe_with_the_measured_values(repo: Path) -> None:
     """The defaults of the fields are for no model in particular; these ended lowest in docs/REAL_MODELS.md."""
     recipe = load_recipe("smollm2-135m-ladder").recipe
-    row = f"| ladder | {recipe.init.layers} | own | {recipe.optim.lr} | {recipe.train.batch_tokens} |"
+    row = f"| ladder | {recipe.init.layers} | own | 10 M | {recipe.optim.lr} | {recipe.train.batch_tokens} |"
     assert row in (repo / "docs/REAL_MODELS.md").read_text(encoding="utf-8")
     assert recipe.data.seq_len == 1024 and recipe.data.sources[0].token_ids == "input_ids"
 

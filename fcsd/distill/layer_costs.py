@@ -9,14 +9,19 @@ import logging
 import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from fcsd.checkpoint import read_config, resolve
+from fcsd.checkpoint.rewired import refuse_rewired
 from fcsd.checkpoint.tokenizer import load_tokenizer
+from fcsd.checkpoint.wiring_options import choose_wiring
 from fcsd.errors import ConfigError, NonFiniteError
+from fcsd.models.archs import ARCHS
 from fcsd.models.build import load_model, unwired, wire
 from fcsd.models.selection import layers_text
 from fcsd.models.wiring_block import DESYNC, Wiring
@@ -55,12 +60,13 @@ class LayerCosts:
         return "\n".join(lines)
 
 
-def choose_by_cost(model: Path, wiring: Wiring, layers: str, text: Path | None = None) -> LayerCosts:
-    """Measure every layer that ``wiring`` converts, and choose.
+def choose_by_cost(model: str, wiring: str, layers: str, text: Path | None = None, **how: Any) -> LayerCosts:
+    """Measure every layer that can be converted, and choose.
 
     Args:
-        model: the directory of the original.
-        wiring: what to convert to; its layers are those that may be converted.
+        model: directory or hub id of the original.
+        wiring: the name of the wiring.
+        how: the further options of ``convert`` that say how layers are wired.
         layers: ``auto`` leaves standard what costs at least ``STANDS_OUT`` times the median; ``auto:N`` converts the N
             layers that cost least.
         text: a text file (``.jsonl`` or ``.parquet``) to measure on; None for text that the model writes itself.
@@ -70,6 +76,16 @@ def choose_by_cost(model: Path, wiring: Wiring, layers: str, text: Path | None =
         BadInputError: the checkpoint or the text cannot be used.
         NonFiniteError: the model gives NaN or infinite logits.
     """
+    path = resolve(model).path
+    config = read_config(path)
+    refuse_rewired(path, config.rewired)
+    whole = choose_wiring(config, ARCHS[config.model_type], wiring, "all", **how)
+    found = _measure(path, whole, layers, text)
+    log.info(found.to_text())
+    return found
+
+
+def _measure(model: Path, wiring: Wiring, layers: str, text: Path | None) -> LayerCosts:
     if wiring.name in DESYNC:
         raise ConfigError(f"--layers auto does not measure {wiring.name}", "Choose the layers, or convert all.")
     number = layers.strip().partition(":")[2]
@@ -103,9 +119,7 @@ def choose_by_cost(model: Path, wiring: Wiring, layers: str, text: Path | None =
         else:
             kept = tuple(sorted(sorted(alone, key=lambda layer: alone[layer])[:count]))
         together = cost(kept)
-    found = LayerCosts(replace(wiring, layers=kept), alone, together, sum(row.numel() for row in rows))
-    log.info(found.to_text())
-    return found
+    return LayerCosts(replace(wiring, layers=kept), alone, together, sum(row.numel() for row in rows))
 
 
 def _rows(network: PreTrainedModel, model: Path, text: Path | None) -> list[Tensor]:

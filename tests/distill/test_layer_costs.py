@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from fcsd.checkpoint.tokenizer import load_tokenizer
+from fcsd.cli.main import app
 from fcsd.convert import convert_checkpoint
-from fcsd.errors import ConfigError
+from fcsd.distill.layer_costs import choose_by_cost
 from fcsd.models.build import load_model
 
 
@@ -33,10 +35,10 @@ def model(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_stands_out_stays_standard_and_costs_are_divergences(model: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"
     text.write_text(json.dumps({"text": "Bread is made of flour, water and salt. It is baked in an oven. " * 4}) + "\n")
-    done = convert_checkpoint(model, tmp_path / "out", layers="auto", check=False, calibration=text)
-    assert done.layers_alone is not None
+    done = choose_by_cost(str(model), "farskip", "auto", text)
     # The teacher's first layer stands out by itself.
-    assert done.wiring["layers"] == sorted(done.layers_alone)[2:]
+    assert done.wiring.layers == tuple(done.alone)[2:]
+    assert "  1 " in done.to_text() and done.to_text().count("stays standard") == 2
     alone = convert_checkpoint(model, tmp_path / "alone", layers="1", check=False)
     ids = load_tokenizer(model)(json.loads(text.read_text())["text"], return_tensors="pt")["input_ids"][:, :512]
     with torch.no_grad():
@@ -44,25 +46,25 @@ def test_what_stands_out_stays_standard_and_costs_are_divergences(model: Path, t
             load_model(path, dtype=torch.float32)(ids).logits.log_softmax(-1) for path in (model, alone.out)
         )
     expected = (original.exp() * (original - other)).sum(-1).mean()
-    assert done.layers_alone[1] == pytest.approx(float(expected), rel=0.05)  # an EOS stands at the end there
+    assert done.alone[1] == pytest.approx(float(expected), rel=0.05)  # an EOS stands at the end there
 
 
 def test_as_many_layers_as_asked_for_are_converted_on_text_of_the_model_itself(model: Path, tmp_path: Path) -> None:
-    done = convert_checkpoint(model, tmp_path / "out", wiring="ladder", layers="auto:2", check=False)
-    assert done.layers_alone is not None
-    assert done.wiring["layers"] == sorted(sorted(done.layers_alone, key=done.layers_alone.__getitem__)[:2])
+    done = CliRunner().invoke(app, ["convert", str(model), str(tmp_path / "out"), "--layers", "auto:2", "--json"])
+    assert done.exit_code == 0, done.stderr
+    assert len(json.loads(done.stdout)["wiring"]["layers"]) == 2
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"layers": "auto", "dry_run": True}, "reads the weights"),
-        ({"layers": "auto:99"}, "layers can be converted"),
-        ({"layers": "auto:x"}, "is not understood"),
-        ({"calibration": "text.jsonl"}, "is not given"),
+        (["--layers", "auto", "--dry-run"], "reads the weights"),
+        (["--layers", "auto:99"], "layers can be converted"),
+        (["--layers", "auto:x"], "is not understood"),
+        (["--calibration", "text.jsonl"], "is not given"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(options: dict, words: str, model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=words):
-        convert_checkpoint(model, tmp_path / "out", **options)
+def test_what_cannot_be_measured_is_refused(options: list[str], words: str, model: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["convert", str(model), str(tmp_path / "out"), *options])
+    assert done.exit_code == 2 and words in done.stderr
     assert not (tmp_path / "out").exists()
