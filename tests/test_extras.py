@@ -39,8 +39,8 @@ def source(repo: Path) -> Source:
     return Source(repo)
 
 
-# What some calls of a core command need: --picture, and a GGUF file.
-OPTIONAL = {"plan": {"matplotlib"}, "convert": {"gguf"}}
+# What some calls of a core command need: --picture, a GGUF file, and --calibration.
+OPTIONAL = {"plan": {"matplotlib"}, "convert": {"gguf", "pyarrow"}}
 
 
 @pytest.fixture(scope="module")

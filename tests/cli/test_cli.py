@@ -280,13 +280,13 @@ def test_eval_exits_9_unless_the_verdict_is_met(library) -> None:
     row = {"column": "PIQA", "metric": "acc", "value": 1.0, "stderr": 0.0, "n": 4000, "chance": 50.0, "engine": {}}
     row |= {"settings_sha256": "s", "data_sha256": "d", "items": [1.0] * 4000}
     worse = {**row, "items": [0.0] * 400 + [1.0] * 3600, "value": 0.9}
-    rows = [{**row, "model": "teacher", "baseline": True}, {**worse, "model": "runs--a--final", "baseline": False}]
-    rows += [{**worse, "model": "runs--b--final", "baseline": False}]
+    rows = [{**row, "model": "teacher", "baseline": True}, {**worse, "model": "a--final", "baseline": False}]
+    rows += [{**worse, "model": "b--final", "baseline": False}]
     library("fcsd.eval.harness", "evaluate_models", rows)
     models = ["runs/a/final", "runs/b/final", "--baseline", "teacher", "--untrained", "runs/b/final"]
     met, missed = (run("eval", *models, "--require", f"within {points}") for points in (12, 1))
     assert (met.exit_code, missed.exit_code) == (0, 9)
-    assert "runs--a--final within 1 points of teacher: no (-10.0 ± 0.5)" in missed.stdout
+    assert "a--final within 1 points of teacher: no (-10.0 ± 0.5)" in missed.stdout
 
 
 def test_eval_of_a_model_in_a_run_writes_where_export_looks(library, tmp_path: Path) -> None:
