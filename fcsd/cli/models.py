@@ -68,37 +68,30 @@ def convert(
     as_json: AsJson = False,
 ) -> None:
     """Write a rewired copy of MODEL to OUT. Weights are linked, and parity with MODEL is proven."""
-    from fcsd.convert import convert_checkpoint
-    from fcsd.models.selection import is_auto
+    from fcsd.checkpoint.gguf import is_gguf
+    from fcsd.convert import ConvertReport, convert_checkpoint
+    from fcsd.models.selection import is_auto, layers_text
 
     if calibration is not None:
         require_extra("train", "convert --calibration", "pyarrow")
         if not is_auto(layers):
             raise ConfigError("--calibration is the text for --layers auto, which is not given")
+    how = {"variant": variant, "border": border, "distance": distance, "tp_degree": tp_degree, "reduce": reduce}
+    trust = {"trust_remote_code": trust_remote_code}
+
+    def run(layers: str, dry_run: bool) -> ConvertReport:
+        options = {"check": not no_check, "dry_run": dry_run, "force": force, **trust}
+        return convert_checkpoint(model, out, wiring=wiring, layers=layers, **how, **options)
+
     if is_auto(layers):
-        if dry_run or model.endswith(".gguf"):
+        if dry_run or is_gguf(model):
             hint = "Leave out --dry-run, or choose the layers; convert a GGUF file first, and then OUT-original."
             raise ConfigError("--layers auto reads the weights of a directory", hint)
+        run("all", dry_run=True)  # whatever can be refused is refused before minutes of measuring
         from fcsd.distill.layer_costs import choose_by_cost
-        from fcsd.models.selection import layers_text
 
-        how = {"variant": variant, "border": border, "distance": distance, "tp_degree": tp_degree, "reduce": reduce}
-        layers = layers_text(choose_by_cost(model, wiring, layers, calibration, **how).wiring.layers)
-    done = convert_checkpoint(
-        model,
-        out,
-        wiring=wiring,
-        layers=layers,
-        variant=variant,
-        border=border,
-        tp_degree=tp_degree,
-        reduce=reduce,
-        distance=distance,
-        check=not no_check,
-        dry_run=dry_run,
-        force=force,
-        trust_remote_code=trust_remote_code,
-    )
+        layers = layers_text(choose_by_cost(model, wiring, layers, calibration, **trust, **how).wiring.layers)
+    done = run(layers, dry_run)
     emit(done.to_json() if as_json else done.to_text())
 
 

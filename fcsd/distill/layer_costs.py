@@ -60,7 +60,9 @@ class LayerCosts:
         return "\n".join(lines)
 
 
-def choose_by_cost(model: str, wiring: str, layers: str, text: Path | None = None, **how: Any) -> LayerCosts:
+def choose_by_cost(
+    model: str, wiring: str, layers: str, text: Path | None = None, *, trust_remote_code: bool = False, **how: Any
+) -> LayerCosts:
     """Measure every layer that can be converted, and choose.
 
     Args:
@@ -77,7 +79,7 @@ def choose_by_cost(model: str, wiring: str, layers: str, text: Path | None = Non
         NonFiniteError: the model gives NaN or infinite logits.
     """
     path = resolve(model).path
-    config = read_config(path)
+    config = read_config(path, trust_remote_code=trust_remote_code)
     refuse_rewired(path, config.rewired)
     whole = choose_wiring(config, ARCHS[config.model_type], wiring, "all", **how)
     found = _measure(path, whole, layers, text)

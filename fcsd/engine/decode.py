@@ -141,10 +141,9 @@ def drawn(logits: torch.Tensor, temperatures: torch.Tensor) -> tuple[torch.Tenso
         temperatures: ``[rows]``; 0 takes the most likely token.
     """
     heat = temperatures[:, None]
-    draws = torch.empty_like(logits, dtype=torch.float32).exponential_()
-    noise = -draws.clamp_(
-        min=torch.finfo(torch.float32).tiny
-    ).log()  # a draw of 0 would be infinite, and NaN with heat 0
+    # The noise of a draw of 0 would be infinite, and NaN where the heat is 0.
+    draws = torch.empty_like(logits, dtype=torch.float32).exponential_().clamp_(min=torch.finfo(torch.float32).tiny)
+    noise = -draws.log()
     return (logits.float() + heat * noise).argmax(-1, keepdim=True), logits.isfinite().all(-1)
 
 

@@ -30,9 +30,9 @@ def snapshot() -> dict[str, object]:
     versions = {}
     installed = importlib.metadata.packages_distributions()
     for name in PACKAGES:
-        distributions = installed.get(name) or [name]  # a build for CPUs has another name than its package
+        found = installed.get(name) or [name]  # a build for CPUs has another name than its package
         try:
-            versions[name] = importlib.metadata.version(distributions[0])
+            versions[name] = importlib.metadata.version(name if name in found else found[0])
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
     cuda = torch.cuda.is_available()

@@ -183,8 +183,8 @@ _ATTENTION_TP = {"self_attn.[qkv]_proj": "colwise", "self_attn.o_proj": "rowwise
 _MLP_TP = {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
 _PACKED_MLP_TP = {"mlp.gate_up_proj": "packed_colwise", "mlp.down_proj": "rowwise"}
 
-_MINIMAX_M2_AUTOEP = {
-    "moe_layer_pattern": r"model\.layers\.\d+\.mlp",
+# What the types share for which AutoEP has no preset: experts whose gate and up are one tensor.
+_FUSED_EXPERTS_AUTOEP = {
     "router_pattern": "gate",
     "expert_pattern": "experts",
     "expert_w1": "gate_up_proj",
@@ -192,9 +192,14 @@ _MINIMAX_M2_AUTOEP = {
     "expert_w3": None,
     "num_experts_attr": "num_local_experts",
     "top_k_attr": "num_experts_per_tok",
-    "score_func": "sigmoid",
+    "score_func": "softmax",
     "score_apply": "post",
     "route_norm": True,
+}
+_MINIMAX_M2_AUTOEP = {
+    **_FUSED_EXPERTS_AUTOEP,
+    "moe_layer_pattern": r"model\.layers\.\d+\.mlp",
+    "score_func": "sigmoid",
 }
 
 _SHARED_TP = {name.replace("mlp.", "mlp.shared_experts."): style for name, style in _MLP_TP.items()}
@@ -203,17 +208,9 @@ _DENSE_TP = {**_ATTENTION_TP, **_MLP_TP}
 
 # Qwen's mixture of experts inside a multimodal model, where no preset of AutoEP looks for it.
 _QWEN_AUTOEP = {
+    **_FUSED_EXPERTS_AUTOEP,
     "moe_layer_pattern": r"model\.language_model\.layers\.\d+\.mlp",
-    "router_pattern": "gate",
-    "expert_pattern": "experts",
-    "expert_w1": "gate_up_proj",
-    "expert_w2": "down_proj",
-    "expert_w3": None,
     "num_experts_attr": "num_experts",
-    "top_k_attr": "num_experts_per_tok",
-    "score_func": "softmax",
-    "score_apply": "post",
-    "route_norm": True,
     "has_shared_experts": True,
     "shared_experts_pattern": "shared_expert",
     "shared_experts_gate_pattern": "shared_expert_gate",
@@ -246,13 +243,8 @@ _LLAMA4: Mapping[str, Any] = {
     "rotates_halves": False,
 }
 _LLAMA4_AUTOEP = {
+    **_FUSED_EXPERTS_AUTOEP,
     "router_pattern": "router",
-    "expert_pattern": "experts",
-    "expert_w1": "gate_up_proj",
-    "expert_w2": "down_proj",
-    "expert_w3": None,
-    "num_experts_attr": "num_local_experts",
-    "top_k_attr": "num_experts_per_tok",
     "score_func": "sigmoid",
     "score_apply": "pre",
     "route_norm": False,
@@ -262,17 +254,9 @@ _LLAMA4_AUTOEP = {
 
 # Its router takes the softmax of the chosen experts alone, which is that of all experts, normalised again.
 _GRANITE_AUTOEP = {
+    **_FUSED_EXPERTS_AUTOEP,
     "moe_layer_pattern": r"model\.layers\.\d+\.block_sparse_moe",
     "router_pattern": "router",
-    "expert_pattern": "experts",
-    "expert_w1": "gate_up_proj",
-    "expert_w2": "down_proj",
-    "expert_w3": None,
-    "num_experts_attr": "num_local_experts",
-    "top_k_attr": "num_experts_per_tok",
-    "score_func": "softmax",
-    "score_apply": "post",
-    "route_norm": True,
     "has_shared_experts": False,
 }
 
@@ -299,7 +283,7 @@ _ROWS = (
         tp_plan={**_PACKED_MLP_TP, "self_attn.qkv_proj": "heads_colwise", "self_attn.o_proj": "rowwise"},
         no_vllm=_UNTRIED,
     ),
-    _row("hunyuan_v1_dense", "HunYuanDenseV1", tp_plan={**_ATTENTION_TP, **_MLP_TP}, no_vllm=_UNTRIED),
+    _row("hunyuan_v1_dense", "HunYuanDenseV1", tp_plan=_DENSE_TP, no_vllm=_UNTRIED),
     _row("helium", "Helium", rotates_halves=False, no_vllm=_NO_CLASS),
     _row("youtu", "Youtu", rotates_halves=False, tp_plan=_LATENT_TP, no_vllm=_NO_CLASS),
     _row("qwen3", "Qwen3"),
@@ -475,7 +459,7 @@ _ROWS = (
         classes=_vision("Mistral3"),
         text_config="text_config",
         tp_plan=_DENSE_TP,
-        no_vllm="the plugin was not tried with vLLM's class of this type",
+        no_vllm=_UNTRIED,
     ),
     _row("qwen3_next", "Qwen3Next", autoep="qwen3_5_moe", **_GATED_DELTA_MOE),
     _row(

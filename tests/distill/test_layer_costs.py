@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from fcsd.checkpoint.tokenizer import load_tokenizer
 from fcsd.cli.main import app
 from fcsd.convert import convert_checkpoint
+from fcsd.distill import layer_costs
 from fcsd.distill.layer_costs import choose_by_cost
 from fcsd.models.build import load_model
 
@@ -53,6 +54,17 @@ def test_as_many_layers_as_asked_for_are_converted_on_text_of_the_model_itself(m
     done = CliRunner().invoke(app, ["convert", str(model), str(tmp_path / "out"), "--layers", "auto:2", "--json"])
     assert done.exit_code == 0, done.stderr
     assert len(json.loads(done.stdout)["wiring"]["layers"]) == 2
+
+
+def test_an_out_that_is_taken_is_refused_before_anything_is_measured(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    monkeypatch.setattr(layer_costs, "choose_by_cost", lambda *_, **__: pytest.fail("was measured"))
+    done = CliRunner().invoke(app, ["convert", str(model), str(tmp_path / "out"), "--layers", "auto"])
+    assert done.exit_code == 2 and "out" in done.stderr
+    assert (tmp_path / "out" / "mine.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize(
