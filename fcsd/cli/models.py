@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -76,11 +76,17 @@ def convert(
         require_extra("train", "convert --calibration", "pyarrow")
         if not is_auto(layers):
             raise ConfigError("--calibration is the text for --layers auto, which is not given")
-    how = {"variant": variant, "border": border, "distance": distance, "tp_degree": tp_degree, "reduce": reduce}
-    trust = {"trust_remote_code": trust_remote_code}
+    how: dict[str, Any] = {
+        "variant": variant,
+        "border": border,
+        "distance": distance,
+        "tp_degree": tp_degree,
+        "reduce": reduce,
+    }
+    trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
 
     def run(layers: str, dry_run: bool) -> ConvertReport:
-        options = {"check": not no_check, "dry_run": dry_run, "force": force, **trust}
+        options: dict[str, Any] = {"check": not no_check, "dry_run": dry_run, "force": force, **trust}
         return convert_checkpoint(model, out, wiring=wiring, layers=layers, **how, **options)
 
     if is_auto(layers):
