@@ -80,8 +80,10 @@ def test_a_run_names_what_it_does_between_its_steps(tmp_path: Path, capfd: pytes
     teacher, student = runs.write_models(tmp_path, "llama")
     runs.train(runs.resolved(tmp_path, train__steps=1, train__sample_tokens=2, optim__warmup_steps=0))
     said = capfd.readouterr().err
-    assert f"reading the text ...\nloading {student} ...\nloading the teacher {teacher} ...\n" in said
-    order = [
+    order = [  # other libraries may write between these
+        "reading the text ...\n",
+        f"loading {student} ...\n",
+        f"loading the teacher {teacher} ...\n",
         "measuring the held-out loss of step 1, ",
         "writing samples of step 1 ...",
         "step 1  tokens",
