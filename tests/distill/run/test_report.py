@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import runs
+from ranks import exit_codes
 
+from fcsd.distill.loop import distill_model
 from fcsd.distill.run import report
 from fcsd.distill.run.time_left import TimeLeft, _times
 
@@ -76,10 +78,11 @@ def test_pauses_are_counted_without_going_through_the_steps(every: tuple[int, in
         assert _times(after, 12, *every) == len(due)
 
 
-def test_a_run_names_what_it_does_between_its_steps(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_names_what_it_does_between_its_steps(tmp_path: Path) -> None:
     teacher, student = runs.write_models(tmp_path, "llama")
-    runs.train(runs.resolved(tmp_path, train__steps=1, train__sample_tokens=2, optim__warmup_steps=0))
-    said = capfd.readouterr().err
+    recipe = runs.resolved(tmp_path, train__steps=1, train__sample_tokens=2, optim__warmup_steps=0)
+    codes, said = exit_codes(1, distill_model, recipe)
+    assert codes == [0], said
     order = [  # other libraries may write between these
         "reading the text ...\n",
         f"loading {student} ...\n",
