@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fcsd.checkpoint import CheckpointConfig, Layout
-from fcsd.checkpoint.files import quoted
 from fcsd.errors import BadInputError, FcsdError
-from fcsd.foreign_errors import first_line
+from fcsd.foreign_errors import reason_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,8 +133,7 @@ def _original_logits(
     except (FcsdError, OSError, MemoryError):
         raise
     except Exception as error:  # a config.json value that no check covers can fail anywhere in transformers
-        reason = quoted(first_line(error))
-        raise BadInputError(f"{original.path}: transformers cannot run this model ({reason})") from error
+        raise BadInputError(f"{original.path}: transformers cannot run this model ({reason_of(error)})") from error
 
 
 def free_memory() -> int:

@@ -13,7 +13,7 @@ from fcsd.checkpoint.staging import check_out, staged
 from fcsd.disk import write_text
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.extras import require_extra
-from fcsd.foreign_errors import first_line
+from fcsd.foreign_errors import reason_of
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def _read_header(file: Path) -> tuple[dict[str, Any], list[str]]:
         short = {key: field for key, field in reader.fields.items() if not key.startswith("tokenizer.ggml.")}
         return {key: field.contents() for key, field in short.items()}, [tensor.name for tensor in reader.tensors]
     except (ValueError, OSError, IndexError, KeyError) as error:
-        raise BadInputError(f"{file}: this GGUF file cannot be read: {first_line(error)}") from error
+        raise BadInputError(f"{file}: this GGUF file cannot be read: {reason_of(error)}") from error
 
 
 def _check(file: Path, fields: dict[str, Any], names: list[str]) -> None:
@@ -120,7 +120,7 @@ def _load(file: Path) -> tuple[Any, Any]:
         model, found = loaded
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **where)
     except Exception as error:  # the parsers of transformers and tokenizers raise errors of every class
-        raise BadInputError(f"{file}: transformers cannot read this GGUF file: {first_line(error)}") from error
+        raise BadInputError(f"{file}: transformers cannot read this GGUF file: {reason_of(error)}") from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if found[kind]:
             raise BadInputError(f"{file}: {kind.replace('_', ' ')}: {sorted(found[kind])[0]}")

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fcsd.config import Recipe
 from fcsd.disk import open_to_append, read_input_text, write_text
 from fcsd.errors import BadInputError, NonFiniteError
-from fcsd.foreign_errors import first_line
+from fcsd.foreign_errors import reason_of
 from fcsd.launch.shared_work import ALONE, Team
 from fcsd.launch.world import World
 from fcsd.serve.chat import PROMPTS, Speaker, answer
@@ -78,5 +78,5 @@ class Samples:
                 kept = [line for line in whole if json.loads(line)["step"] <= start]
             except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
                 hint = "Move it away: the run goes on without its earlier samples."
-                raise BadInputError(f"{self._path}: cannot be read: {first_line(error)}", hint) from error
+                raise BadInputError(f"{self._path}: cannot be read: {reason_of(error)}", hint) from error
             write_text(self._path, "".join(f"{line}\n" for line in kept))

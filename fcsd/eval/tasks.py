@@ -25,7 +25,7 @@ from fcsd.eval.results import PERPLEXITIES
 from fcsd.eval.statistics import estimate
 from fcsd.eval.suite import DEFINITIONS, EVALPLUS, SANDBOX, Benchmark
 from fcsd.eval.task_files import definition_sha256, mirror_files, task_manager
-from fcsd.foreign_errors import first_line
+from fcsd.foreign_errors import reason_of
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def _load(benchmark: Benchmark, manager: Any, directory: Path, mirror: Path | No
         loaded: dict[str, Any] = dict(manager.load(benchmark.task))
     except Exception as error:  # datasets raises many kinds for data that is missing, gated or malformed
         hint = "fetch it into the hub cache first, or give --data-mirror DIR" if mirror is None else None
-        message = f"{benchmark.column}: cannot load the data of {benchmark.task}: {first_line(error):.300}"
+        message = f"{benchmark.column}: cannot load the data of {benchmark.task}: {reason_of(error)}"
         raise BadInputError(message, hint) from error
     leaves = list(loaded["tasks"].values())
     if not benchmark.metric:
@@ -343,7 +343,7 @@ def _check_questions(what: str, leaf: Any, limit: int | None, *, programs: bool)
             if programs and not (isinstance(doc.get("prompt", ""), str) and isinstance(doc["task_id"], str | int)):
                 raise TypeError("its prompt is not a text, or its task_id is no name")
         except Exception as error:  # a template can fail in any way on data of another form
-            raise BadInputError(f"{what}: question {number} cannot be read: {first_line(error):.200}") from error
+            raise BadInputError(f"{what}: question {number} cannot be read: {reason_of(error)}") from error
         if not choosing:
             continue
         gold = text if leaf.multiple_input else target

@@ -19,7 +19,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from ..errors import BadInputError, ConfigError
 from ..extras import require_extra
-from ..foreign_errors import first_line
+from ..foreign_errors import reason_of
 from .archs import ARCHS, Arch
 from .config_keys import PREFIX, UNTIE, WEIGHTS_FILE, expert_count
 from .fp8 import blocks_of_config
@@ -351,7 +351,7 @@ def load_model(
         FileNotFoundError,
     ) as error:
         hint = f"`fcsd inspect {path} --verify` says what is wrong."
-        raise BadInputError(f"{path}: {first_line(error)}", hint) from error
+        raise BadInputError(f"{path}: {reason_of(error)}", hint) from error
     problems = [
         f"{kind.removesuffix('_keys')} {keys}" for kind in report if (keys := sorted(map(str, report[kind]))[:5])
     ]
@@ -378,7 +378,7 @@ def read_generation_config(path: Path) -> GenerationConfig | None:
     try:
         return GenerationConfig.from_pretrained(path)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise BadInputError(f"{path / 'generation_config.json'}: cannot be used: {first_line(error)}") from error
+        raise BadInputError(f"{path / 'generation_config.json'}: cannot be used: {reason_of(error)}") from error
 
 
 def load_on_device(path: str | Path, *, device: str | None, dtype: str | None) -> PreTrainedModel:

@@ -24,7 +24,7 @@ from fcsd.disk import read_input, write_json
 from fcsd.distill.optim.host_copies import HostCopies, size_of
 from fcsd.distill.train_engine import Trained, TrainEngine
 from fcsd.errors import CheckpointError, DiskError
-from fcsd.foreign_errors import first_line
+from fcsd.foreign_errors import reason_of
 from fcsd.launch.world import World
 from fcsd.parallel.weights.saving import OwnPart, own_part
 
@@ -104,7 +104,7 @@ def restore(checkpoint: Path, world: World, trained: Trained) -> None:
     try:
         saved = json.loads(read_input(states))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{states}: cannot be read: {first_line(error)}") from error
+        raise CheckpointError(f"{states}: cannot be read: {reason_of(error)}") from error
     zero = engine.zero_optimization()
     rank = world.rank if zero else world.rank % own_part(trained.model).group_size
     state = _read_optimizer(_optimizer_file(checkpoint, rank))
@@ -118,7 +118,7 @@ def restore(checkpoint: Path, world: World, trained: Trained) -> None:
             setattr(engine, name, saved["engine"][name])
         set_random_state(saved["random"])
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"{states}: does not hold the state of a rank: {first_line(error)}") from error
+        raise CheckpointError(f"{states}: does not hold the state of a rank: {reason_of(error)}") from error
 
 
 def _read_optimizer(path: Path) -> Any:
