@@ -155,7 +155,7 @@ def gpu_memory(text: str) -> float:
     Raises:
         ConfigError: the text has another form, or is less than 1.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:Gi?B?)?", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(?:Gi?B?)?", text.strip(), re.IGNORECASE)
     if match is None or float(match[1]) < 1:
         raise ConfigError(f"--gpu-mem {text}: expected a number of GiB, at least 1: 80, 80GB, 80GiB or 80G")
     return float(match[1])
@@ -167,6 +167,6 @@ def numbers(text: str) -> list[int]:
     Raises:
         ConfigError: the text is not such a list.
     """
-    if not re.fullmatch(r"\d+(,\d+)*", text):
+    if not re.fullmatch(r"[0-9]+(,[0-9]+)*", text):
         raise ConfigError(f"{text!r} is not a list of numbers.", "Separate the numbers by commas: 2,5,8")
     return [int(number) for number in text.split(",")]

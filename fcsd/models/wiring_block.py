@@ -227,7 +227,7 @@ def _pattern(reduce: str, longest: int) -> list[tuple[bool, bool]]:
     """
     if reduce == "last":
         return [_KEEPS["-"]]
-    if match := re.fullmatch(r"([1-9]\d{0,3})x", reduce):
+    if match := re.fullmatch(r"([1-9][0-9]{0,3})x", reduce):
         group = int(match[1])
         if group > 1:
             return [(2 * i % group == group - 1, (2 * i + 1) % group == group - 1) for i in range(max(longest, 1))]
