@@ -130,7 +130,10 @@ def test_what_a_converted_model_cannot_do_is_refused_by_name(config, named, monk
 
 def test_what_it_can_do_is_accepted(monkeypatch):
     monkeypatch.delenv(support.RIGHT_RESULTS, raising=False)
+    without = settings(FARSKIP)
+    del without.compilation_config.pass_config.enable_sp  # vLLM 0.32 has no such pass
     for config in (
+        without,
         settings(FARSKIP, pipeline_parallel_size=2),
         settings(DESYNC, tensor_parallel_size=4),
         settings(FARSKIP, moe=False, data_parallel_size=2),
@@ -261,6 +264,14 @@ def test_hooks_of_vllm_keep_what_else_they_have(vllm):
     vllm.top.__version__ = "0.24.0"
     plugin.register()
     assert issubclass(vllm.hooks["MistralForCausalLM"], Own) and vllm.hooks["MistralForCausalLM"].later() == "kept"
+
+
+def test_later_versions_choose_the_model_runner_without_a_list(vllm, monkeypatch):
+    """From 0.29 on vLLM decides by features. The gate is opened for this test alone."""
+    monkeypatch.setattr(support, "TOO_NEW", (0, 30))
+    monkeypatch.delattr(vllm.settings, "DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES")
+    plugin.register()
+    assert "FcsdLlamaForCausalLM" in vllm.models and issubclass(vllm.parsers["hf"], StockParser)
 
 
 @pytest.mark.parametrize("missing", ["register_model", "DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES", "hf"])

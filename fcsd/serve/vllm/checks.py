@@ -67,7 +67,7 @@ def problems(vllm_config: Any, model_type: str) -> Iterator[str]:
         yield "moving experts between ranks was not tested; leave --enable-eplb out"
     if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
         yield "context parallelism was not tested; leave the options --*-context-parallel-size out"
-    if vllm_config.compilation_config.pass_config.enable_sp:
+    if getattr(vllm_config.compilation_config.pass_config, "enable_sp", False):  # gone from 0.32 on
         yield "the compiler pass enable_sp moves the sums that fcsd starts; set it to false"
     speculation = vllm_config.speculative_config
     if speculation is not None and speculation.method not in _OUTSIDE:

@@ -14,10 +14,14 @@ RIGHT_RESULTS = "FCSD_RIGHT_RESULTS"
 INSTALL = "Run pip install 'fcsd[vllm]'."
 
 
+def version_of(version: str) -> tuple[int, ...]:
+    """Major and minor number of a version such as ``0.28.0+cpu``."""
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+
+
 def why_unsupported(version: str) -> str | None:
     """One line that says why the plugin does not work with this version of vLLM; None if it does."""
-    found = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    if OLDEST <= found < TOO_NEW:
+    if OLDEST <= version_of(version) < TOO_NEW:
         return None
     oldest, too_new = (".".join(map(str, edge)) for edge in (OLDEST, TOO_NEW))
     return f"fcsd's plugin needs vLLM >={oldest},<{too_new}, not {version}: converted models cannot be served"
