@@ -1,7 +1,7 @@
 """Lists which of the names that fcsd's plugin uses, or could use, exist in versions of vLLM, from their sources.
 
     python benchmarks/vllm/vllm_names.py 0.24.0=FOLDER ...      print the lists, to add to tests/serve/vllm_names.json
-    python benchmarks/vllm/vllm_names.py breaks 0.34.0=FOLDER   print what the plugin would miss in a version, a line each
+    python benchmarks/vllm/vllm_names.py breaks 0.34.0=FOLDER   print what the plugin would miss, a line each
 
 ``FOLDER`` holds vLLM's Python files in ``vllm/``: an installation, an unpacked wheel, or an unpacked source archive.
 ``breaks`` ends with 1 if anything is missing. It reads names and the first arguments of functions, and runs nothing: a

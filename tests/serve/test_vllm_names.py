@@ -51,7 +51,8 @@ def test_what_the_plugin_no_longer_uses_is_gone_by_then(script: Any) -> None:
 def test_the_next_version_is_judged_by_its_source_folder(script: Any, tmp_path: Path, repo: Path) -> None:
     source = tmp_path / "vllm/distributed"
     source.mkdir(parents=True)
-    (source / "parallel_state.py").write_text("def _all_reduce_out_place(self, renamed): ...\n_groups = unique_name = 1\n")
+    text = "def _all_reduce_out_place(self, renamed): ...\n_groups = unique_name = 1\n"
+    (source / "parallel_state.py").write_text(text)
     found = script.breaks("0.99.0", tmp_path)
     assert "vllm.distributed.parallel_state:_all_reduce_out_place(self,input_" in found
     assert not [name for name in found if name.endswith((":_groups", ":unique_name", ":_all_reduce_out_place"))]
