@@ -170,3 +170,15 @@ def numbers(text: str) -> list[int]:
     if not re.fullmatch(r"\d+(,\d+)*", text):
         raise ConfigError(f"{text!r} is not a list of numbers.", "Separate the numbers by commas: 2,5,8")
     return [int(number) for number in text.split(",")]
+
+
+def shares(text: str) -> tuple[float, ...]:
+    """The numbers in a list such as ``0.3,0.6``.
+
+    Raises:
+        ConfigError: the text is not such a list.
+    """
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{text!r} is not a list of numbers.", "Separate the numbers by commas: 0.3,0.6") from None
