@@ -35,13 +35,13 @@ from fcsd.engine.fused import fuse
 from fcsd.engine.grouped_attention import SPLIT, usual_attention, why_not_split
 from fcsd.engine.layer import wire_tensor_parallel
 from fcsd.engine.slots import Slots, why_no_slots
-from fcsd.engine.tp_plan import TensorGroup
 from fcsd.engine.weights import load_tensor_parallel, random_tensor_parallel
 from fcsd.errors import ConfigError
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, join_world
 from fcsd.models.wiring_block import DESYNC
 from fcsd.parallel.all_reduce.reduce import Reduction
+from fcsd.parallel.tensor.tp_plan import TensorGroup
 
 _PATIENCE = timedelta(hours=2)  # how long ranks that a small degree does not need wait for the others
 T = TypeVar("T")

@@ -10,11 +10,11 @@ from transformers import PretrainedConfig
 
 from fcsd.bench.shapes import SHAPES
 from fcsd.engine.grouped_attention import GROUPED, SPLIT
-from fcsd.engine.tp_plan import Experts
 from fcsd.errors import ConfigError, unknown_value
 from fcsd.models.build import check_desync, wiring_of
 from fcsd.models.wiring_block import DESYNC, NAMES, Wiring
 from fcsd.parallel.all_reduce.backends import User, backend_of, is_bound
+from fcsd.parallel.tensor.tp_plan import Experts
 from fcsd.serve.vllm.reduction import read_settings
 
 ENGINES = ("own", "vllm")

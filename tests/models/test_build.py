@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from fcsd.checkpoint import inspect_checkpoint
 from fcsd.convert import convert_checkpoint
-from fcsd.engine.tp_plan import TensorGroup
 from fcsd.engine.weights import load_tensor_parallel
 from fcsd.errors import BadInputError
 from fcsd.models.build import converted_config, decoder_layers, load_model, model_classes, register, wire
 from fcsd.models.wiring import WiredLayer, Wiring
+from fcsd.parallel.tensor.tp_plan import TensorGroup
 
 ARCHS = list(tiny.CONFIGS)
 
