@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from fcsd.models.archs import Arch
+from fcsd.models.arch import Arch
 from fcsd.models.build import decoder_layers
 from fcsd.models.wiring import mixer
 from fcsd.parallel.placement.placement import Placement

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fcsd.errors import ConfigError
-from fcsd.models.archs import Arch
+from fcsd.models.arch import Arch
 from fcsd.models.build import arch_of, decoder_layers, experts_of
 from fcsd.models.wiring import mixer
 from fcsd.parallel.tensor.tp_plan import Shard, Sharding, TensorGroup, model_shardings, put_part
