@@ -29,12 +29,12 @@ from fcsd.bench.serve.own import PATIENCE, Times, Variant, if_it_fits, random_mo
 from fcsd.bench.serve.workload import wiring_for
 from fcsd.bench.shapes import SHAPES
 from fcsd.engine.grouped_attention import usual_attention
-from fcsd.engine.tp_plan import TensorGroup
 from fcsd.errors import ConfigError
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, join_world
 from fcsd.models.wiring_block import DESYNC
 from fcsd.parallel.all_reduce.reduce import Reduction
+from fcsd.parallel.tensor.tp_plan import TensorGroup
 
 
 def bench(load: Workload, out: Path | None = None) -> dict[str, Any]:

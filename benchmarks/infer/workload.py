@@ -9,10 +9,10 @@ from fcsd.bench.serve.own import Times
 from fcsd.bench.serve.workload import ENGINES, OWN, STANDARD, prompts_of
 from fcsd.bench.shapes import SHAPES
 from fcsd.engine.grouped_attention import GROUPED, SPLIT
-from fcsd.engine.tp_plan import Experts
 from fcsd.errors import ConfigError, unknown_value
 from fcsd.models.wiring_block import NAMES
 from fcsd.parallel.all_reduce.backends import User, backend_of, is_bound
+from fcsd.parallel.tensor.tp_plan import Experts
 from fcsd.serve.vllm.reduction import read_settings
 
 REDUCE: dict[str, tuple[str, ...]] = {"own": ("nccl", "none"), "vllm": ("vllm", "none")}  # the defaults

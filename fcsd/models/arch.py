@@ -56,7 +56,7 @@ class Arch:
             angles that are given twice. Others rotate pairs of neighbours, or give every angle once.
         tp_plan: how tensor-parallel ranks shard what the ``base_model_tp_plan`` of the config class leaves out or says
             in another way: name or pattern of a module or tensor inside a decoder layer -> one of transformers' styles.
-            ``fcsd.engine.tp_plan`` explains the styles.
+            ``fcsd.parallel.tensor.tp_plan`` explains the styles.
         norms_over_heads: the paths inside a layer of norms that normalise over all heads at once, so that
             tensor-parallel ranks must sum their means.
         no_tp: why tensor-parallel ranks cannot share the type; None if they can.

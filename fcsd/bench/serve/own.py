@@ -26,12 +26,12 @@ from fcsd.engine.fused import fuse
 from fcsd.engine.grouped_attention import SPLIT, why_not_split
 from fcsd.engine.layer import wire_tensor_parallel
 from fcsd.engine.slots import Slots, why_no_slots
-from fcsd.engine.tp_plan import Experts, TensorGroup
 from fcsd.engine.weights import load_tensor_parallel, random_tensor_parallel
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World, join_world
 from fcsd.models.wiring_block import Wiring
 from fcsd.parallel.all_reduce.reduce import Reduction
+from fcsd.parallel.tensor.tp_plan import Experts, TensorGroup
 
 PATIENCE = timedelta(hours=2)  # how long ranks wait for others
 NCCL, SYMMETRIC, BOUND = "nccl", "symmetric", "none"  # backends of the engine's reductions
