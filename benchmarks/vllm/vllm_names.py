@@ -17,7 +17,8 @@ from pathlib import Path
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from fcsd.models.archs import ARCHS, Arch
+from fcsd.models.arch import Arch
+from fcsd.models.archs import ARCHS
 
 PLUGIN = Path(__file__).parents[2] / "fcsd" / "serve" / "vllm"
 # What the plugin takes from objects of vLLM, by the module that defines their class.

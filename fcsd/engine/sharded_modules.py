@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from fcsd.engine.tp_plan import TensorGroup
-from fcsd.models.archs import Arch
+from fcsd.models.arch import Arch
 from fcsd.models.build import decoder_layers
 from fcsd.models.wiring import mixer
 from fcsd.parallel.placement.placement import Placement

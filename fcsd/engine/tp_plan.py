@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from fcsd.errors import BadInputError, ConfigError
-from fcsd.models.archs import Arch
+from fcsd.models.arch import Arch
 
 Experts = Literal["sliced", "whole"]
 

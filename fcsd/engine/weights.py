@@ -32,7 +32,7 @@ from fcsd.engine.tp_plan import (
     tp_plan_of,
 )
 from fcsd.errors import ConfigError
-from fcsd.models.archs import Arch
+from fcsd.models.arch import Arch
 from fcsd.models.build import arch_of, decoder_layers, experts_of, read_generation_config, register
 from fcsd.models.wiring import unwire_layers
 from fcsd.parallel.placement.stored import Orders, placements_of

@@ -14,7 +14,7 @@ from fcsd.errors import BadInputError, DoesNotFitError, FcsdError
 from fcsd.parity import first_layers, logits, plan_proof, shortened, token_ids
 
 if TYPE_CHECKING:
-    from fcsd.models.archs import Arch
+    from fcsd.models.arch import Arch
 
 RECORD = "reload_proof.json"
 

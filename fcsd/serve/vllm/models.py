@@ -15,7 +15,8 @@ from vllm.distributed import (  # pyright: ignore[reportMissingImports]
 from vllm.model_executor.models.registry import ModelRegistry  # pyright: ignore[reportMissingImports]
 from vllm.model_executor.models.utils import PPMissingLayer  # pyright: ignore[reportMissingImports]
 
-from fcsd.models.archs import ARCHS, VllmNames
+from fcsd.models.arch import VllmNames
+from fcsd.models.archs import ARCHS
 from fcsd.models.schedule import Kind, layer_plans
 from fcsd.models.wiring_block import Wiring
 from fcsd.parallel.all_reduce.backends import is_bound
