@@ -22,12 +22,22 @@ _OTHER = "Pass the safetensors checkpoint that it was made from."
 # llama.cpp's architecture -> the keys of the file that transformers translates, and those without effect on the model.
 _PROVEN = {
     "llama": (
-        *("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon"),
+        *(
+            "attention.head_count",
+            "attention.head_count_kv",
+            "attention.key_length",
+            "attention.layer_norm_rms_epsilon",
+        ),
         *("attention.value_length", "block_count", "context_length", "embedding_length", "feed_forward_length"),
         *("rope.dimension_count", "rope.freq_base", "vocab_size"),
     ),
     "gemma3": (
-        *("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon"),
+        *(
+            "attention.head_count",
+            "attention.head_count_kv",
+            "attention.key_length",
+            "attention.layer_norm_rms_epsilon",
+        ),
         *("attention.sliding_window", "attention.value_length", "block_count", "context_length", "embedding_length"),
         *("feed_forward_length", "rope.freq_base", "vocab_size"),
     ),

@@ -3,7 +3,7 @@
 Two models that answered the same questions are compared by their differences per question. These vary several times
 less than either score does. The verdict follows from the bounds of ``bounds.py``.
 
-A benchmark on which the baseline is not shown to be above chance measures nothing. It is named, and left out of the mean.
+A benchmark on which the baseline is not above chance measures nothing. It is named, and left out of the mean.
 
 A task whose questions give partial credit (IFEval aggregated) has a verdict too; ``bounds.py`` says how. Losses and
 perplexities have none: they are not counted in points, and are compared in nats.
@@ -248,7 +248,9 @@ def _points(result: Result, baseline: Result, floor: Result | None, counts: Coun
     stderr = max(stderr, resolution)
     recovery = None if floor is None else _recovery(result, baseline, floor, resolution)
     low, high = task_bounds(counts)
-    return Difference(result["column"], 100 * difference, 100 * stderr, 100 * low, 100 * high, recovery, not_above_chance(baseline))
+    return Difference(
+        result["column"], 100 * difference, 100 * stderr, 100 * low, 100 * high, recovery, not_above_chance(baseline)
+    )
 
 
 def _recovery(result: Result, baseline: Result, floor: Result, resolution: float) -> Estimate | None:

@@ -8,8 +8,8 @@ task definitions read real and mirrored data. For the same reason, it would read
 
 import contextlib
 import itertools
-import math
 import logging
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -3,7 +3,7 @@
     python -m studies.real.layers MODEL OUT.json [--text FILE] [--wirings ladder,farskip]
 
 Every part of the stream that a read misses turns the direction of what is read, and the norm behind a read lets only
-the direction pass. ``turned`` is 1 − cos of the angle between the full stream and the stream without the output before
+the direction pass. ``turned`` is 1 - cos of the angle between the full stream and the stream without the output before
 it: the attention's for the read of the MLP, the previous MLP's for the read of the attention.
 """
 
@@ -101,7 +101,7 @@ def stream(network: Any, rows: list[Tensor], blocks: Any) -> list[dict[str, floa
 
 
 def _turned(full: Tensor, without: Tensor) -> float:
-    """The mean of 1 − cos between two streams ``[1, seq, hidden]``, without the first token."""
+    """The mean of 1 - cos between two streams ``[1, seq, hidden]``, without the first token."""
     return float((1 - functional.cosine_similarity(full[:, 1:], without[:, 1:], dim=-1)).mean())
 
 
