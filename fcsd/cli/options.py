@@ -53,7 +53,12 @@ HeldOut = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Measure the loss on this text, too: .jsonl, .jsonl.gz or .parquet.")
 ]
 Limit = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Use only the first N documents of every task and text.")
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Use only N questions of every benchmark, spread evenly over its tasks, and N documents of every text.",
+    ),
 ]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="The most sequences in one forward pass.")]
 Dtype = Annotated[
