@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from fcsd.models.archs import Arch
+    from fcsd.models.arch import Arch
 
 _TOKENS = 24
 _BUG = "This is a bug in fcsd. Please report it with the model's name."

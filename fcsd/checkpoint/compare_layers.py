@@ -15,7 +15,8 @@ from fcsd.checkpoint.files import shown
 from fcsd.checkpoint.headers import TensorInfo
 from fcsd.checkpoint.layout import Layout
 from fcsd.checkpoint.verify import FLOATS, MXFP4_BLOCK, Comparison, Shape, refuse_inflated
-from fcsd.models.archs import ARCHS, Arch
+from fcsd.models.arch import Arch
+from fcsd.models.archs import ARCHS
 from fcsd.models.config_keys import EXPERTS_PER_TOKEN, expert_count, first_count
 from fcsd.models.wiring_block import Blocks
 

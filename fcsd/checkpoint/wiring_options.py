@@ -9,7 +9,7 @@ import torch
 
 from fcsd.checkpoint.config_json import CheckpointConfig
 from fcsd.errors import ConfigError
-from fcsd.models.archs import Arch
+from fcsd.models.arch import Arch
 from fcsd.models.build import check_desync, check_injected, config_class, injected_layers, model_classes
 from fcsd.models.selection import select_layers
 from fcsd.models.wiring_block import Wiring

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, enable_full_d
 
 from fcsd.checkpoint import resolve
 from fcsd.config import Recipe, ResolvedRecipe, accumulation
+from fcsd.distill import tensor_parallel
 from fcsd.distill.data.corpus import Corpus, load_tokenizer
 from fcsd.distill.data.document_end import document_end
 from fcsd.distill.data.load_on_ranks import load_corpora
@@ -38,6 +39,7 @@ from fcsd.distill.teacher.original import (
 from fcsd.distill.teacher.targets import LiveTeacher, TeacherSource, expect_comparable
 from fcsd.launch.world import World
 from fcsd.parallel.expert.dispatcher import Dispatcher
+from fcsd.parallel.tensor.tp_plan import TensorGroup
 from fcsd.parallel.transports.traffic import Traffic
 
 
@@ -47,6 +49,7 @@ class Prepared:
 
     Attributes:
         world: the processes of the run; their collectives run on the device.
+        data: those of them that divide the rows, of which this is one: all, without tensor parallelism.
         hosts: the same processes in a gloo group; its collectives do not make a host wait for its device.
         source: the directory that the student was made from.
         training: the student, its engine, and the source of its targets.
@@ -62,6 +65,7 @@ class Prepared:
 
     resolved: ResolvedRecipe
     world: World
+    data: World
     hosts: World
     source: Path
     training: Training
@@ -115,7 +119,9 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     directory = Path(recipe.output_dir)
     accumulation(recipe, world.size)
     expert_parallel.check(recipe, world.size)
+    tensor_parallel.check(recipe, world.size)
     import_deepspeed()
+    teams = tensor_parallel.teams_of(recipe, world)
     (enable_full_determinism if recipe.deterministic else set_seed)(recipe.seed)
     checkpoint = world.on_first(lambda: checkpoints.find(directory / run_dir.CHECKPOINTS, resume, _say))
     if checkpoint:
@@ -131,21 +137,21 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     trained = checkpoint / manifest.MODEL if checkpoint else None
     orders = orders_of(manifest.read_manifest(checkpoint)["progress"]) if checkpoint else None
     say(f"loading {recipe.model} ...")
-    student = load_student(
-        recipe, dtype=DTYPES[recipe.train.dtype], device=world.device, config=config, trained=trained, orders=orders
-    )
+    placed: Any = {"device": world.device, "orders": orders, "ranks": teams.ranks}
+    student = load_student(recipe, dtype=DTYPES[recipe.train.dtype], config=config, trained=trained, **placed)
     traffic = Traffic() if recipe.parallel.ep_size > 1 else None
     dispatcher = expert_parallel.dispatcher_for(recipe.parallel, recipe.parallel.ep_size)
     teacher = None
     if needs_teacher(recipe):
         say(f"loading the teacher {teacher_name(recipe)} ...")
-        teacher = load_teacher(recipe, student, world, traffic, dispatcher)
+        teacher = load_teacher(recipe, student, world, traffic, dispatcher, teams.ranks)
     source = TeacherSource() if teacher is None else LiveTeacher(teacher, recipe.objective)
     identity = run_identity(recipe, corpora, world)
     if settings := recipe.objective.teacher_cache:
         source, hashes = read_teacher_cache(recipe, settings, identity, vocab_size, world)
     identity |= hashes
-    training = build_training(student, source, recipe, world, traffic, dispatcher)
+    by_zero = checkpoint is not None and checkpoints.of_several(checkpoint)
+    training = build_training(student, source, recipe, world, traffic, dispatcher, by_zero, teams)
     progress = checkpoints.load(checkpoint, world, training, identity) if checkpoint else {"step": 0}
     # Both take what a checkpoint has put into the engine.
     update.install(training.engine, recipe)
@@ -155,6 +161,7 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     return Prepared(
         resolved=resolved,
         world=world,
+        data=teams.data,
         hosts=hosts_of(world),
         source=original.path,
         training=training,
@@ -202,12 +209,14 @@ def load_teacher(
     world: World,
     traffic: Traffic | None = None,
     dispatcher: Dispatcher | None = None,
+    ranks: TensorGroup | None = None,
 ) -> PreTrainedModel:
     """Loads the frozen teacher. Its experts are divided as ``parallel.teacher_placement`` says.
 
     Args:
         traffic: counts the bytes that its dispatch and combine send; None does not count.
         dispatcher: what the student's layers use; a teacher with divided experts uses it, too.
+        ranks: the ranks that shard its decoder layers as the student's; None if every rank has them.
 
     Raises:
         BadInputError: the vocabulary, the hidden size or the number of layers differs from that of ``student``; see
@@ -216,6 +225,12 @@ def load_teacher(
     """
     name, ep_size = teacher_name(recipe), recipe.parallel.teacher_ep_size
     dtype = DTYPES[recipe.train.dtype]
+    if ranks is not None:
+        teacher = tensor_parallel.load(resolve(name).path, ranks, dtype=dtype, device=world.device)
+        expect_comparable(student, teacher, recipe, name)
+        pack_attention(teacher, recipe)
+        tensor_parallel.wire(teacher, ranks, recipe)
+        return teacher.requires_grad_(False)
     teacher = expert_parallel.load(resolve(name).path, ep_size, dtype=dtype, device=world.device)
     expect_comparable(student, teacher, recipe, name)
     pack_attention(teacher, recipe)

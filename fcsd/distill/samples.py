@@ -41,6 +41,8 @@ class Samples:
         self._path, self._tokens, self._world = run / SAMPLES, recipe.train.sample_tokens, world
         # A model whose experts are divided among processes must generate on all of them at the same time.
         self._team = Team(world, lockstep=True) if recipe.parallel.ep_size > 1 else ALONE
+        if recipe.parallel.tp_size > 1:
+            self._team = Team(world, together_on_all=True)
         self._student = Speaker("student", student, tokenizer)
         self._teacher = None if teacher is None else Speaker("teacher", teacher, tokenizer)
         self._known: dict[str, str] = {}

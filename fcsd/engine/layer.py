@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _active_collector
 
 from fcsd.engine import compiled
-from fcsd.engine.tp_plan import TensorGroup
 from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of, decoder_layers
 from fcsd.models.schedule import Kind, LayerPlan, Step, kind_of, layer_plans
@@ -35,6 +34,7 @@ from fcsd.models.wiring import (
     wired_class,
 )
 from fcsd.parallel.all_reduce import reduce
+from fcsd.parallel.tensor.tp_plan import TensorGroup
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from fcsd.foreign_errors import reason_in
 from fcsd.parity import first_layers, logits, plan_proof, shortened, token_ids
 
 if TYPE_CHECKING:
-    from fcsd.models.archs import Arch
+    from fcsd.models.arch import Arch
 
 RECORD = "reload_proof.json"
 

@@ -20,7 +20,8 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from ..errors import BadInputError, ConfigError
 from ..extras import require_extra
 from ..foreign_errors import reason_of
-from .archs import ARCHS, Arch
+from .arch import Arch
+from .archs import ARCHS
 from .config_keys import PREFIX, UNTIE, WEIGHTS_FILE, expert_count
 from .fp8 import blocks_of_config
 from .fused.model import fuse_parts

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,20 @@ class ModelNumbers:
     def active(self) -> int:
         """Parameters that one token passes through."""
         return self.dense + (self.routed * self.top_k // self.experts if self.experts else 0)
+
+
+def of_rank(model: ModelNumbers, degree: int) -> ModelNumbers:
+    """What one of ``degree`` tensor-parallel ranks has of a dense model: a part of each layer, and all of the rest."""
+    layers = tuple(
+        replace(
+            layer,
+            dense=layer.dense // degree,
+            projections=layer.projections // degree,
+            output=layer.output // degree,
+        )
+        for layer in model.layers
+    )
+    return replace(model, layers=layers, attention=model.attention // degree)
 
 
 def packaged_config(name: str) -> PretrainedConfig | None:

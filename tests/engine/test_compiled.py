@@ -16,11 +16,11 @@ from fcsd.engine.decode import Stepper
 from fcsd.engine.layer import wire_tensor_parallel
 from fcsd.engine.merged import merge_projections
 from fcsd.engine.slots import Slots
-from fcsd.engine.tp_plan import TensorGroup
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import decoder_layers
 from fcsd.models.fused.rotary import fuse_rotary
 from fcsd.models.wiring import Wiring
+from fcsd.parallel.tensor.tp_plan import TensorGroup
 
 ALONE, ALL, STEPS = TensorGroup(None, 1, 0), (0, 1, 2, 3), 4
 # What differs between layers of one model: some have no rotary embedding, or no sinks.

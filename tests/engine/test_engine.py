@@ -87,8 +87,8 @@ def _compiled(model: Any, world: Any) -> list[list[int]]:
     """Answers in slots whose steps torch.compile traces; no compiler follows, because it would take long."""
     from fcsd.engine import compiled
     from fcsd.engine.layer import wire_tensor_parallel
-    from fcsd.engine.tp_plan import TensorGroup
     from fcsd.models.build import wiring_of
+    from fcsd.parallel.tensor.tp_plan import TensorGroup
 
     traced: list[Any] = []
 

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from fcsd.checkpoint import inspect_checkpoint
 from fcsd.convert import convert_checkpoint
-from fcsd.engine.tp_plan import TensorGroup
 from fcsd.engine.weights import load_tensor_parallel
 from fcsd.errors import BadInputError
 from fcsd.models.build import (
@@ -26,6 +25,7 @@ from fcsd.models.build import (
     wire,
 )
 from fcsd.models.wiring import WiredLayer, Wiring
+from fcsd.parallel.tensor.tp_plan import TensorGroup
 from fcsd.parallel.weights.random_init import random_model
 from fcsd.parallel.weights.saving import write_configs
 from fcsd.plan.model import MetaModel

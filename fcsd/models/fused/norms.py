@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ..archs import Arch
+from ..arch import Arch
 from ..class_swap import swap_classes
 
 

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from fcsd.errors import ConfigError
-from fcsd.models.archs import Arch
+from fcsd.models.arch import Arch
 from fcsd.models.wiring import Blocks
 from fcsd.parallel.expert.block import ExpertBlock, ExpertOrder, Origin, Routing
 from fcsd.parallel.placement.placement import Placement

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fcsd.errors import ConfigError
-from fcsd.models.archs import Arch
+from fcsd.models.arch import Arch
 from fcsd.models.build import arch_of, decoder_layers, wire, wiring_of
 from fcsd.models.schedule import Kind, Part, kind_of, reductions
 from fcsd.models.wiring import DESYNC, Blocks, Parts, Wiring, hf_parts, mix, mixer, wire_layers

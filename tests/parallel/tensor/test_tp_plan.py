@@ -8,10 +8,10 @@ import tiny
 import torch
 from transformers import PretrainedConfig
 
-from fcsd.engine.tp_plan import Shard, Sharding, TensorGroup, layer_sharding, own_range, tp_plan_of
 from fcsd.errors import BadInputError
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import decoder_layers
+from fcsd.parallel.tensor.tp_plan import Shard, Sharding, TensorGroup, layer_sharding, own_range, tp_plan_of
 
 
 def shardings(arch: str, **changes: Any) -> dict[str, Sharding]:
