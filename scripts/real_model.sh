@@ -58,7 +58,7 @@ chosen=(model="$out/rewired" data.sources.0.path="$out/own/train/*.parquet"
   data.held_out.path="$out/own/held_out/*.parquet" train.tokens="$heal" "${settings[@]}")
 for setting in "${chosen[@]}"; do given+=(--set "$setting"); done
 [ -e "$out/run/final" ] ||
-  fcsd distill --recipe smollm2-135m-ladder --gpus "$gpus" --output-dir "$out/run" --set init=null "${given[@]}"
+  fcsd distill --recipe smollm2-135m-ladder --gpus "$gpus" --output-dir "$out/run" --set init.wiring=null --set init.layers=all "${given[@]}"
 
 if [ -n "${MIRROR:-}" ]; then
   step "evaluate: the original, its untrained conversion and the healed model"
