@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -135,7 +136,8 @@ class _Run:
         """Start a group of variants and time them in turns."""
         self.end(but=[variant.name for variant in group])
         for number, variant in enumerate(group, 1):
-            if variant.name not in self.servers and self._has_time(variant, number):
+            known = self.found["variants"].get(variant.name, {})
+            if variant.name not in self.servers and "failed" not in known and self._has_time(variant, number):
                 self._start(variant, paths[variant.wiring or STANDARD], sharing, logs, environment)
         running = [variant for variant in group if variant.name in self.servers]
         new = [variant for variant in running if not self.found["variants"][variant.name]["rounds"]]
@@ -161,7 +163,7 @@ class _Run:
         row |= {"options": list(variant.options), "environment": dict(variant.environment)}
         self.found["variants"][variant.name] = row
         print(f"{variant.name}: starts", file=sys.stderr, flush=True)
-        own = Variant(**{**vars(variant), "environment": {**environment, **variant.environment}})
+        own = replace(variant, environment={**environment, **variant.environment})
         options = [*_options(self.load, variant), *sharing]
         try:
             self.servers[variant.name] = start(own, path, options, logs, _gpus(), self.until)
