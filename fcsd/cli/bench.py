@@ -259,7 +259,7 @@ def serve(
         tuple(options or ()),
     )
     if engine == "own":
-        require_extra("eval", "fcsd bench serve --engine own", "accelerate")
+        require_extra("eval", "fcsd bench serve --engine own", "accelerate", "matplotlib")
         from fcsd.launch.world import ensure_world
 
         ensure_world(tp)
