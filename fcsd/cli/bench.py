@@ -212,7 +212,9 @@ def serve(
     tp: Annotated[int, typer.Option(min=1, help="The tensor-parallel degree.")] = 1,
     ep: Annotated[bool, typer.Option("--ep", help="Give each rank whole experts.")] = False,
     dp: Annotated[int, typer.Option(min=1, help="Replicas of --tp GPUs each, behind one address.")] = 1,
-    prompts: Annotated[str, typer.Option(metavar="N[,N...]", help="Tokens of a prompt.")] = "512,2048,8192",
+    lengths: Annotated[
+        str, typer.Option("--prompts", metavar="N[,N...]", help="Tokens of a prompt.")
+    ] = "512,2048,8192",
     arrivals: Annotated[int, typer.Option(min=1, help="Prompts that arrive at once.")] = 16,
     answer: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 64,
     batches: Annotated[str, typer.Option(metavar="N[,N...]", help="Answers that are decoded at once.")] = "1,16,64",
@@ -246,7 +248,7 @@ def serve(
         tp,
         dp,
         ep,
-        tuple(numbers(prompts)),
+        tuple(numbers(lengths)),
         arrivals,
         answer,
         tuple(numbers(batches)),
@@ -257,6 +259,7 @@ def serve(
         tuple(options or ()),
     )
     if engine == "own":
+        require_extra("eval", "fcsd bench serve --engine own", "accelerate", "matplotlib")
         from fcsd.launch.world import ensure_world
 
         ensure_world(tp)

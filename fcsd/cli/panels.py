@@ -19,7 +19,7 @@ PANELS = {
     "Layers and wiring": "layers wiring wirings variant variants border distance tp_degree reduce quantised dedup "
     "routers",
     "Size of the work": "batch_size max_length micro_batch seq accumulation tokens points rounds steps recompute "
-    "no_optimizer prompts arrivals answer batches loads minutes heal_hours",
+    "no_optimizer lengths arrivals answer batches loads minutes heal_hours",
     "Machine": "gpus nodes node_rank node_size rendezvous slurm join_timeout ep_size device dtype backend generation "
     "gpu_mem price mfu machine no_compile tp ep dp engine",
     "Output": "out log_samples picture trace dry_run as_json",

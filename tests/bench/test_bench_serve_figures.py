@@ -106,10 +106,10 @@ def test_alternatives_depend_on_the_version_and_on_what_is_installed() -> None:
 def test_servers_share_the_gpus_where_they_fit() -> None:
     one, two, three, four = [*core(("ladder",)), Variant("other", "original")]
     assert [one.name, two.name, three.name] == ["original", "ladder", "bound"]
-    assert groups([one, two, three, four], 4) == [[one, two, three, four]]
-    assert groups([one, two, three, four], 3) == [[one, two, three], [one, four]]
-    assert groups([one, two, three], 2) == [[one, two], [one, three]]
-    assert groups([one, two, three], 1) == [[one], [two], [three]]
+    alone, first = Variant("replicas", "original", replicas=2), [one, two, three]
+    assert groups(first, [alone, four], 4) == [[one, two, three], [one, four], [alone]]
+    assert groups(first, [four], 2) == [[one, two], [one, three], [one, four]]
+    assert groups(first, [alone, four], 1) == [[one], [two], [three], [four], [alone]]
     gib = 1 << 30
     assert room_for(80 * gib, 16 * gib, 8 * gib, ranks=2) == 4  # 12 of weights and cache, 6 of everything else
     assert room_for(24 * gib, 140 * gib, 8 * gib, ranks=8) == 1

@@ -1,6 +1,7 @@
 """The plugin around its layers: what it reads, refuses and registers, at the border to vLLM, which is doubled."""
 
 import ast
+import importlib
 import json
 import pickle
 import subprocess
@@ -250,6 +251,23 @@ def test_registration_adds_our_names_and_keeps_what_belongs_to_the_base(vllm):
         vllm.hooks["FcsdLlamaForCausalLM"].verify_and_update_config(settings(FARSKIP, enable_eplb=True))
     plugin.register()
     assert vllm.parsers["hf"] is parser, "a second call changes nothing"
+
+
+def test_a_family_that_vllm_runs_by_transformers_is_refused(vllm, monkeypatch):
+    """vLLM 0.32 has no class of its own for some families, and transformers' layers cannot be rewired under it."""
+    backend = type("TransformersForCausalLM", (), {"__module__": "vllm.model_executor.models.transformers"})
+    registry = sys.modules["vllm.model_executor.models.registry"]
+    registry.ModelRegistry._try_load_model_cls = lambda name: backend
+    groups = dict.fromkeys(("get_tensor_model_parallel_world_size", "get_tp_group"))
+    monkeypatch.setitem(sys.modules, "vllm.distributed", module("d", **groups))
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.models.utils", module("u", PPMissingLayer=object))
+    monkeypatch.delitem(sys.modules, "fcsd.serve.vllm.models", raising=False)
+    try:
+        models = importlib.import_module("fcsd.serve.vllm.models")
+        with pytest.raises(ImportError, match="runs ArceeForCausalLM by transformers"):
+            getattr(models, ARCHS["arcee"].wired_causal_lm)
+    finally:
+        sys.modules.pop("fcsd.serve.vllm.models", None)
 
 
 def test_a_converted_model_is_not_built_as_another_architecture(vllm):

@@ -176,11 +176,6 @@ def overall(found: Mapping[Figure, float]) -> float | None:
     return statistics.geometric_mean(found.values()) if found else None
 
 
-def hidden(own: float, original: float, bound: float) -> float | None:
-    """The share of the communication's time that a variant saves; None if the bound is no faster than the original."""
-    return (original - own) / (original - bound) if bound < original else None
-
-
 def to_json(rounds: Rounds) -> dict[str, list[float]]:
     """The times with keys that JSON has: ``prefill 2048``."""
     return {f"{kind} {size}": times for (kind, size), times in rounds.items()}

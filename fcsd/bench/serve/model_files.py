@@ -12,7 +12,9 @@ from fcsd.models.wiring_block import Wiring
 from fcsd.serve.vllm.config import base_config
 
 
-def write_directory(model: str, config: PretrainedConfig, wiring: Wiring, path: Path, *, weights: bool) -> Path:
+def write_directory(
+    model: str, config: PretrainedConfig, wiring: Wiring, path: Path, *, weights: bool, positions: int = 0
+) -> Path:
     """Make a directory that vLLM can load.
 
     Args:
@@ -21,6 +23,7 @@ def write_directory(model: str, config: PretrainedConfig, wiring: Wiring, path: 
         wiring: the wiring of the result; the original if it has no layers.
         path: the directory to make.
         weights: whether the files of ``model`` are linked; otherwise config.json is all there is.
+        positions: the tokens that the model takes at least. More than its own number is for random weights alone.
 
     Returns:
         ``path``.
@@ -40,5 +43,7 @@ def write_directory(model: str, config: PretrainedConfig, wiring: Wiring, path: 
     if wiring.layers:
         fields |= {"model_type": PREFIX + arch.model_type, "architectures": [arch.wired_causal_lm]}
         fields["fcsd"] = wiring.to_block()
+    text = fields.get("text_config", fields)
+    text["max_position_embeddings"] = max(text.get("max_position_embeddings", 0), positions)
     (path / "config.json").write_text(json.dumps(fields))
     return path

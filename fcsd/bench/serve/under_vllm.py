@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -76,7 +77,7 @@ def bench(
             "Use --tp and --ep without --dp.",
         )
     version, gpus = installed_version(), load.tp * load.dp
-    weights, cache = weight_bytes(config), cache_bytes(config, tokens_at_once(load))
+    weights, cache = weight_bytes(config), cache_bytes(config, tokens_at_once(load), load.tp)
     fits_one = None if memory is None else weights + cache // gpus + (6 << 30) <= 0.94 * memory
     machine = Machine(version, lambda module: find_spec(module) is not None, gpus, fits_one)
     others, missing = alternatives(machine, tp=load.tp, moe=moe)
@@ -90,13 +91,11 @@ def bench(
     with TemporaryDirectory(prefix="fcsd-bench-serve-") as scratch, _ended_by_signals():
         folder = Path(scratch)
         paths = {
-            name: write_directory(load.model, config, wiring, folder / name, weights=False)
+            name: write_directory(load.model, config, wiring, folder / name, weights=False, positions=load.longest)
             for name, wiring in wirings.items()
         }
-        together = groups([*core(names), *(other for other in others if not other.alone)], room)
-        together[1:1] = [[other] for other in others if other.alone]
         try:
-            for group in together:
+            for group in groups(core(names), others, room):
                 run.time(
                     group, paths, sharing if len(group) > 1 else (), folder, environment=_EVEN_ROUTING if moe else {}
                 )
@@ -115,7 +114,7 @@ class _Run:
         self.vocabulary = config.get_text_config().vocab_size
         self.servers: dict[str, Server] = {}
         self.until = time.monotonic() + 60 * load.minutes
-        self.needed = 0.0  # seconds that starting and timing a variant took so far, at most
+        self.starting, self.timing = 0.0, 0.0  # seconds that a variant took so far, at most
 
     @property
     def left(self) -> float:
@@ -136,8 +135,9 @@ class _Run:
     ) -> None:
         """Start a group of variants and time them in turns."""
         self.end(but=[variant.name for variant in group])
-        for variant in group:
-            if variant.name not in self.servers:
+        for number, variant in enumerate(group, 1):
+            known = self.found["variants"].get(variant.name, {})
+            if variant.name not in self.servers and "failed" not in known and self._has_time(variant, number):
                 self._start(variant, paths[variant.wiring or STANDARD], sharing, logs, environment)
         running = [variant for variant in group if variant.name in self.servers]
         new = [variant for variant in running if not self.found["variants"][variant.name]["rounds"]]
@@ -145,26 +145,30 @@ class _Run:
             return
         begun = time.monotonic()
         self._figures(running)
-        starts = [server.seconds for server in self.servers.values()]
-        self.needed = max(self.needed, (time.monotonic() - begun) / len(running) + max(starts, default=0.0))
+        self.timing = max(self.timing, (time.monotonic() - begun) / len(running))
         self._loads([variant for variant in running if variant.name in self.servers])
         self.write(self.found)
+
+    def _has_time(self, variant: Variant, number: int) -> bool:
+        """Whether there is time to start a variant and to time it with the others before it, by what they took."""
+        enough = self.left > self.starting + number * self.timing
+        if not enough:
+            self.found["missing"][variant.name] = f"no time was left; give it more than {self.load.minutes:g} --minutes"
+        return enough
 
     def _start(
         self, variant: Variant, path: Path, sharing: Sequence[str], logs: Path, environment: dict[str, str]
     ) -> None:
         row: dict[str, Any] = {"role": variant.role, "wiring": variant.wiring, "rounds": {}, "loads": {}}
         row |= {"options": list(variant.options), "environment": dict(variant.environment)}
-        if self.left < self.needed:
-            self.found["missing"][variant.name] = f"no time was left; give it more than {self.load.minutes:g} --minutes"
-            return
         self.found["variants"][variant.name] = row
         print(f"{variant.name}: starts", file=sys.stderr, flush=True)
-        own = Variant(**{**vars(variant), "environment": {**environment, **variant.environment}})
+        own = replace(variant, environment={**environment, **variant.environment})
         options = [*_options(self.load, variant), *sharing]
         try:
             self.servers[variant.name] = start(own, path, options, logs, _gpus(), self.until)
             row["start_s"] = round(self.servers[variant.name].seconds, 1)
+            self.starting = max(self.starting, self.servers[variant.name].seconds)
         except FcsdError as error:
             self._failed(variant.name, str(error))
         self.write(self.found)

@@ -131,26 +131,25 @@ def _no_replicas(machine: Machine) -> str | None:
     return None if machine.fits_one else "the model does not fit into one GPU"
 
 
-def groups(variants: list[Variant], room: int) -> list[list[Variant]]:
+def groups(first: list[Variant], others: list[Variant], room: int) -> list[list[Variant]]:
     """The variants whose servers run at the same time and are timed in turns.
 
-    The core comes first and whole where it fits. The original stands in every later group of two or more, so that what
-    is compared with it takes turns with it.
+    The core comes first, so that the time that is left goes to the alternatives. The original stands in every group of
+    two or more, so that what is compared with it takes turns with it. What needs the GPUs alone comes last.
 
     Args:
-        variants: the core, then the alternatives.
+        first: the core, the original before all others.
+        others: the alternatives.
         room: how many servers fit into the memory of the GPUs at once, at least 1.
     """
+    sharing, alone = [v for v in others if not v.alone], [[v] for v in others if v.alone]
     if room == 1:
-        return [[variant] for variant in variants]
-    if len(variants) <= room:
-        return [variants]
-    first, found = variants[0], []
-    rest = variants[1:]
-    while rest:
-        found.append([first, *rest[: room - 1]])
-        rest = rest[room - 1 :]
-    return found
+        return [*([v] for v in [*first, *sharing]), *alone]
+    found = []
+    for rest in (first[1:], sharing):
+        for begin in range(0, len(rest), room - 1):
+            found.append([first[0], *rest[begin : begin + room - 1]])
+    return found + alone
 
 
 def room_for(memory: int, weights: int, cache: int, ranks: int, reserve: int = 6 << 30) -> int:

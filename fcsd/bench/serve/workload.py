@@ -169,14 +169,14 @@ def weight_bytes(config: PretrainedConfig) -> int:
     return 2 * sum(parameter.numel() for parameter in model.parameters())
 
 
-def cache_bytes(config: PretrainedConfig, tokens: int) -> int:
-    """Bytes of the keys and values of ``tokens`` tokens in bfloat16, on all ranks together.
+def cache_bytes(config: PretrainedConfig, tokens: int, tp: int) -> int:
+    """Bytes of the keys and values of ``tokens`` tokens in bfloat16, on all ranks of a tensor-parallel group together.
 
     This is for plain attention, and more than latent attention needs.
     """
     text = config.get_text_config()
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return tokens * 2 * text.num_key_value_heads * head * text.num_hidden_layers * 2
+    return tokens * 2 * max(tp, text.num_key_value_heads) * head * text.num_hidden_layers * 2
 
 
 def tokens_at_once(load: Workload) -> int:
