@@ -26,7 +26,7 @@ from fcsd.distill.train_engine import Trained, TrainEngine
 from fcsd.errors import CheckpointError, DiskError
 from fcsd.foreign_errors import first_line
 from fcsd.launch.world import World
-from fcsd.parallel.weights.saving import OwnPart, own_part
+from fcsd.parallel.weights.saving import OwnPart, own_part, trained_part
 
 OPTIMIZER = "optimizer"
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # of DeepSpeed's engine
@@ -49,7 +49,7 @@ class Snapshot:
 
 def take(trained: Trained, world: World) -> Snapshot:
     """The state of this rank. Its tensors are those of the run, not copies."""
-    engine, part = trained.engine, own_part(trained.model)
+    engine, part = trained.engine, _part(trained)
     states = {"engine": {name: getattr(engine, name) for name in _COUNTERS}, "random": random_state()}
     return Snapshot(part, _optimizer_state(engine) if _writes(engine, part, world) else None, states)
 
@@ -106,7 +106,7 @@ def restore(checkpoint: Path, world: World, trained: Trained) -> None:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{states}: cannot be read: {first_line(error)}") from error
     zero = engine.zero_optimization()
-    rank = world.rank if zero else world.rank % own_part(trained.model).group_size
+    rank = world.rank if zero else world.rank % _part(trained).group_size
     state = _read_optimizer(_optimizer_file(checkpoint, rank))
     if zero:
         # DeepSpeed expects the states of all ranks, but reads only that of this rank.
@@ -119,6 +119,11 @@ def restore(checkpoint: Path, world: World, trained: Trained) -> None:
         set_random_state(saved["random"])
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{states}: does not hold the state of a rank: {first_line(error)}") from error
+
+
+def _part(trained: Trained) -> OwnPart:
+    """This rank's part of the model, or of what trains if the model's own weights are frozen."""
+    return own_part(trained.model) if trained.adapters is None else trained_part(trained.adapters)
 
 
 def _read_optimizer(path: Path) -> Any:

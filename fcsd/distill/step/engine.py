@@ -22,7 +22,9 @@ from fcsd.distill.teacher.targets import FixedLosses, Targets, TeacherSource, ca
 from fcsd.distill.train_engine import Trained, TrainEngine
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
+from fcsd.models.adapters.adapted import Adapted
 from fcsd.models.annealed import Annealing, anneal
+from fcsd.parallel.expert.autoep import frozen_experts
 from fcsd.parallel.expert.dispatcher import Dispatcher
 from fcsd.parallel.quantised.rows import Quantiser
 from fcsd.parallel.transports.traffic import Traffic
@@ -193,6 +195,7 @@ def build_training(
     traffic: Traffic | None = None,
     dispatcher: Dispatcher | None = None,
     by_zero: bool = False,
+    adapters: Adapted | None = None,
 ) -> Training:
     """Builds a DeepSpeed engine around ``Student(model)`` in training mode. Experts that are already sharded stay so.
 
@@ -200,22 +203,25 @@ def build_training(
         source: gives the targets.
         traffic: counts the bytes that dispatch and combine send; None does not count.
         dispatcher: see ``wire_sharded``.
+        adapters: what trains, if the weights of the model are frozen.
         by_zero: whether DeepSpeed's ZeRO updates the weights also on one process, to compare with it.
     """
     alone = updates_alone(recipe, world.size) and not by_zero
     deepspeed = import_deepspeed()
-    freeze(model, recipe.objective)
+    if adapters is None:
+        freeze(model, recipe.objective)
     pack_attention(model, recipe)
     if recipe.train.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     switch_off_noise(model)
     student = Student(model, recipe.objective).train()
-    engine: TrainEngine = deepspeed.initialize(
-        model=student,
-        model_parameters=parameter_groups(student, recipe),
-        config=deepspeed_config(recipe, world.size, alone),
-        optimizer=own_adamw(recipe, alone),
-    )[0]
+    with nullcontext() if adapters is None else frozen_experts(model):
+        engine: TrainEngine = deepspeed.initialize(
+            model=student,
+            model_parameters=parameter_groups(student, recipe),
+            config=deepspeed_config(recipe, world.size, alone),
+            optimizer=own_adamw(recipe, alone),
+        )[0]
     if alone:
         engine.enable_backward_allreduce = False  # it would copy all gradients, also on one process
     if not engine.zero_optimization():
@@ -226,7 +232,7 @@ def build_training(
     wire_sharded(model, recipe.parallel.ep_size, recipe.parallel, quantiser, traffic, dispatcher)
     annealing = anneal(model) if recipe.train.anneal_share else None
     compile_layers(model, recipe)
-    return Training(engine, model, source, quantiser, annealing)
+    return Training(engine, model, source, quantiser, annealing, adapters=adapters)
 
 
 def import_deepspeed() -> Any:
