@@ -24,7 +24,7 @@ else
   gpus=$(($(env -u OMP_NUM_THREADS nproc) > 1 ? 2 : 1)) # two processes of one thread are faster than one of two
   export OMP_NUM_THREADS=1
   layers=50% write=$((minutes * 2500)) heal=$((minutes * 2500))
-  settings=(data.seq_len=256 train.batch_tokens=1024 train.micro_batch_size=2 train.compile=false train.dtype=fp32
+  settings=(data.seq_len=128 train.batch_tokens=1024 train.micro_batch_size=4 train.compile=false train.dtype=fp32
     train.sample_tokens=0 data.held_out.max_rows=8 optim.warmup_steps=2 optim.lr=3e-4)
 fi
 

@@ -33,6 +33,10 @@ class Optim(Section):
     """The decay rates of AdamW's first and second moment."""
     grad_clip: Weight = 1.0
     """The largest global L2 norm of the gradients; larger gradients are scaled down to it. 0 turns clipping off."""
+    train: list[Annotated[str, Field(min_length=1, max_length=256)]] = Field(default=[])
+    """With `train.adapter`: the parts whose own weights train as well, without adapters: `norms`, `routers`,
+    `embeddings`, `head`, layers as in `init.layers` or by share (`last:8`, `last:25%`), or names in the model's decoder
+    layers such as `o_proj`. Routed experts always stay frozen. Without `train.adapter` all weights train."""
     accumulate_dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """The precision in which the gradients of micro-batches are summed. `auto` is fp32 with `parallel.zero_stage` 0, as
     in section 4.1.1 of the Ladder paper, and `train.dtype` otherwise. With bf16 weights, fp32 takes two more bytes for

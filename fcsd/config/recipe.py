@@ -185,11 +185,35 @@ class Recipe(Section):
             raise ValueError(f"train.graph cannot be combined with {why}")
         if self.parallel.tp_size > 1 and (why := self._not_with_shards()):
             raise ValueError(f"parallel.tp_size above 1 cannot be combined with {why}")
+        if why := self._no_adapter():
+            raise ValueError(why)
         if self.train.eval_every and self.data.held_out is None:
             raise ValueError("train.eval_every needs data.held_out, the text to measure on")
         if self.early_stop.metric == HELD_OUT and self.data.held_out is None:
             raise ValueError("early_stop.metric held_out needs data.held_out, the text to measure on")
         return self
+
+    def _no_adapter(self) -> str | None:
+        """Why the settings around `train.adapter` contradict each other; None if they do not."""
+        if self.train.adapter is None:
+            return "optim.train needs train.adapter: without it all weights train" if self.optim.train else None
+        parts, objective, parallel = self.optim.train, self.objective, self.parallel
+        found = {
+            "init.weights random: adapters are beside weights that have learned something": (
+                self.init.weights == "random"
+            ),
+            "parallel.teacher_placement replicated: the teacher's experts are the student's": (
+                parallel.teacher_placement == "replicated"
+            ),
+            "parallel.placement.every: it moves experts that train": parallel.placement.every > 0,
+            "parallel.quantised with parallel.ep_size 1": parallel.quantised.any and parallel.ep_size == 1,
+            "objective.freeze_embeddings, because optim.train names embeddings": (
+                objective.freeze_embeddings and "embeddings" in parts
+            ),
+            "objective.freeze_lm_head, because optim.train names head": objective.freeze_lm_head and "head" in parts,
+        }
+        why = next((why for why, is_so in found.items() if is_so), None)
+        return why and f"train.adapter cannot be combined with {why}"
 
     def _not_captured(self) -> str | None:
         """The setting because of which the passes of a micro-batch cannot be captured; None if they can be."""
@@ -212,6 +236,7 @@ class Recipe(Section):
             "train.compile": self.train.compile,
             "train.graph": self.train.graph,
             "train.anneal_share": self.train.anneal_share > 0,
+            "train.adapter": self.train.adapter is not None,
             "optim.offload": self.optim.offload != "none",
             "optim.moments bf16": self.optim.moments != "fp32",
             "objective.teacher_cache": self.objective.teacher_cache is not None,

@@ -1,10 +1,33 @@
 """`train`: batches, length and precision of a run, and what it logs."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from fcsd.config.fields import Count, NonNegative, Positive, Section, Share, whole
+
+Word = Annotated[str, Field(min_length=1, max_length=256)]
+ADAPTER_TARGETS = ("attention", "mlp", "shared_experts")  # the groups of linear layers that adapters are beside
+
+
+class Adapter(Section):
+    """Matrices of low rank that train beside frozen weights; docs/adapters.md explains them."""
+
+    kind: Literal["lora"] = "lora"
+    """The kind of adapter: `lora` adds `alpha / rank * B @ A` to a weight, where A has `rank` rows and B `rank`
+    columns."""
+    rank: Positive = 64
+    """The rank of each adapter. More can learn more and takes more memory."""
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    """The numerator of the factor `alpha / rank` of each adapter; null means `rank`, and so a factor of 1."""
+    targets: list[Word] = Field(default=list(ADAPTER_TARGETS), min_length=1)
+    """The linear layers that have adapters: `attention`, `mlp` (dense MLPs), `shared_experts`, or names in the model's
+    decoder layers such as `q_proj` or `self_attn.o_proj`. Routed experts are frozen."""
+
+    @property
+    def factor(self) -> float:
+        """What multiplies the product of an adapter's two matrices."""
+        return 1.0 if self.alpha is None else self.alpha / self.rank
 
 
 class Train(Section):
@@ -35,6 +58,9 @@ class Train(Section):
     plan` does not count, and the loss is computed also at positions that do not count. Results differ in rounding. It
     needs packed attention in bf16, and experts that are not divided. If the passes of a model cannot be captured, the
     first step ends the run and says why. On a CPU the same passes run without capture."""
+    adapter: Adapter | None = None
+    """Train adapters beside frozen weights instead of the weights. The teacher is then the model itself with its
+    adapters off and in the standard wiring, so no second copy of the weights is in memory. null trains the weights."""
     activation_checkpointing: bool = False
     """Recompute the activations of each layer in the backward pass: less memory, one more forward pass per step."""
     anneal_share: Share = 0.0

@@ -10,10 +10,12 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from fcsd.config import ResolvedRecipe
 from fcsd.distill import early_stop, preview
+from fcsd.distill.adapters.files import FOLDER, write_adapters, write_merged
 from fcsd.distill.early_stop import ScoreHistory
 from fcsd.distill.experts.dedup_choice import DedupChoice
 from fcsd.distill.experts.swaps import ExpertSwaps
@@ -33,7 +35,8 @@ from fcsd.distill.student import write_student
 from fcsd.distill.teacher.original import without_compiling
 from fcsd.eval.score import Scorer
 from fcsd.launch.preflight import TIMEOUT
-from fcsd.launch.world import join_world
+from fcsd.launch.world import World, join_world
+from fcsd.parallel.weights.saving import OwnPart
 
 
 def distill_model(
@@ -135,19 +138,18 @@ class Duties:
 def _train(run: Prepared, scorer: Scorer | None, preemption: Preemption, watchdog: Watchdog) -> None:
     """Takes the remaining steps and publishes the model."""
     recipe, first = run.recipe, run.done + 1
-    random = recipe.init.weights == "random"
     saver = Saver(
         run.folder,
         run.world,
         run.training,
         run.identity,
-        lambda part, directory, world: write_student(part, run.source, directory, world, random=random),
+        partial(_write_model, run),
         settings=recipe.checkpoint,
         failures=recipe.faults.save_failures,
         checkpoint=run.checkpoint,
     )
     preemption.defer(lambda: saver.checkpoint)
-    samples = Samples(run.directory, recipe, run.world, run.tokenizer, run.student, run.teacher, run.done)
+    samples = Samples(run.directory, recipe, run.world, run.tokenizer, run.student, run.training.source, run.done)
     scores = ScoreHistory(recipe.early_stop, scorer, run.progress)
     skips = Skips(recipe, run.world, run.progress)
     if scores.missed(run.done):
@@ -277,9 +279,24 @@ def publish_model(run: Prepared, tools: Tools) -> None:
     if tools.reporter and verdict.best is not None:
         stopped = f"stopped early: {verdict.waited} scores in a row were no improvement; " if verdict.stop else ""
         tools.reporter.say(f"{stopped}final/ is the model with the best score, that of step {verdict.best}")
-    run.world.on_first(
-        lambda: run_dir.publish(manifest.verified_model(best) if best else newest / manifest.MODEL, run.directory)
-    )
+    if (adapters := run.training.adapters) is None:
+        run.world.on_first(
+            lambda: run_dir.publish(manifest.verified_model(best) if best else newest / manifest.MODEL, run.directory)
+        )
+        return
+    folder = run.world.on_first(lambda: manifest.verified_model(best or newest, FOLDER))
+    part = run.world.on_first(lambda: run_dir.new_final(run.directory))
+    write_merged(adapters, folder, run.source.path, part, run.world)
+    run.world.on_first(lambda: run_dir.finish(part, run.directory))
+
+
+def _write_model(run: Prepared, part: OwnPart, checkpoint: Path, world: World) -> None:
+    """Writes the model into the directory of a checkpoint, or the adapters if these train."""
+    if run.training.adapters is not None:
+        write_adapters(part, run.source, checkpoint / FOLDER, world)
+        return
+    random = run.recipe.init.weights == "random"
+    write_student(part, run.source.path, checkpoint / manifest.MODEL, world, random=random)
 
 
 def _log_if_skipped(run: Prepared, tools: Tools, launched: LaunchedStep) -> None:

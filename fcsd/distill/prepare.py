@@ -1,7 +1,7 @@
 """Prepares a run for its first step: loads the models and the text, builds the engine, and loads a checkpoint."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,11 @@ import torch.distributed as dist
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, enable_full_determinism, set_seed
 
-from fcsd.checkpoint import resolve
+from fcsd.checkpoint import Location, read_layout, resolve, sample_sha256
 from fcsd.config import Recipe, ResolvedRecipe, accumulation
 from fcsd.distill import tensor_parallel
+from fcsd.distill.adapters.adapt import adapt, chosen_parts
+from fcsd.distill.adapters.files import FOLDER, read_adapters
 from fcsd.distill.data.corpus import Corpus, load_tokenizer
 from fcsd.distill.data.document_end import document_end
 from fcsd.distill.data.load_on_ranks import load_corpora
@@ -36,8 +38,11 @@ from fcsd.distill.teacher.original import (
     pack_attention,
     teacher_name,
 )
+from fcsd.distill.teacher.shared import SharedTeacher, require_own_weights
 from fcsd.distill.teacher.targets import LiveTeacher, TeacherSource, expect_comparable
 from fcsd.launch.world import World
+from fcsd.models.adapters.adapted import Adapted
+from fcsd.models.build import unwired
 from fcsd.parallel.expert.dispatcher import Dispatcher
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 from fcsd.parallel.transports.traffic import Traffic
@@ -51,9 +56,8 @@ class Prepared:
         world: the processes of the run; their collectives run on the device.
         data: those of them that divide the rows, of which this is one: all, without tensor parallelism.
         hosts: the same processes in a gloo group; its collectives do not make a host wait for its device.
-        source: the directory that the student was made from.
+        source: the checkpoint that the student was made from.
         training: the student, its engine, and the source of its targets.
-        teacher: the teacher in memory, if the run has one.
         traffic: counts the bytes that dispatch and combine send; None if no experts are divided.
         dispatcher: makes the dispatchers of the student's layers and of a teacher with divided experts.
         rows: the rows of the whole schedule.
@@ -67,9 +71,8 @@ class Prepared:
     world: World
     data: World
     hosts: World
-    source: Path
+    source: Location
     training: Training
-    teacher: PreTrainedModel | None
     tokenizer: PreTrainedTokenizerBase
     traffic: Traffic | None
     dispatcher: Dispatcher
@@ -129,29 +132,38 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     original = student_source(recipe)
     config = student_config(recipe, original)
     hashes = world.on_first(lambda: identify_teacher(recipe) if needs_teacher(recipe) else {})
+    chosen = chosen_parts(recipe, original)
+    if chosen is not None:
+        hashes |= world.on_first(lambda: identify_frozen(recipe, original, hashes))
     say = _say if world.rank == 0 else lambda text: None
     say("reading the text ...")
     # The data come first, because a fault in them is found in less time than it takes to load a model.
     tokenizer, vocab_size = load_tokenizer(original.path), config.get_text_config().vocab_size
     corpora, rows, held_out = read_data(recipe, original.path, tokenizer, vocab_size, world)
-    trained = checkpoint / manifest.MODEL if checkpoint else None
+    trained = checkpoint / manifest.MODEL if checkpoint and chosen is None else None
     orders = orders_of(manifest.read_manifest(checkpoint)["progress"]) if checkpoint else None
     say(f"loading {recipe.model} ...")
     placed: Any = {"device": world.device, "orders": orders, "ranks": teams.ranks}
     student = load_student(recipe, dtype=DTYPES[recipe.train.dtype], config=config, trained=trained, **placed)
+    adapters = None if chosen is None else adapt(student, recipe, chosen)
+    if adapters is not None and checkpoint:
+        adapters.load(read_adapters(checkpoint / FOLDER), str(checkpoint))
     traffic = Traffic() if recipe.parallel.ep_size > 1 else None
     dispatcher = expert_parallel.dispatcher_for(recipe.parallel, recipe.parallel.ep_size)
     teacher = None
-    if needs_teacher(recipe):
+    if needs_teacher(recipe) and not shares_weights(recipe):
         say(f"loading the teacher {teacher_name(recipe)} ...")
         teacher = load_teacher(recipe, student, world, traffic, dispatcher, teams.ranks)
     source = TeacherSource() if teacher is None else LiveTeacher(teacher, recipe.objective)
     identity = run_identity(recipe, corpora, world)
     if settings := recipe.objective.teacher_cache:
-        source, hashes = read_teacher_cache(recipe, settings, identity, vocab_size, world)
+        source, cached = read_teacher_cache(recipe, settings, identity, vocab_size, world)
+        hashes = hashes | cached
     identity |= hashes
     by_zero = checkpoint is not None and checkpoints.of_several(checkpoint)
-    training = build_training(student, source, recipe, world, traffic, dispatcher, by_zero, teams)
+    training = build_training(student, source, recipe, world, traffic, dispatcher, by_zero, teams, adapters)
+    if adapters is not None and shares_weights(recipe):
+        training = replace(training, source=share_weights(adapters, recipe, traffic, dispatcher))
     progress = checkpoints.load(checkpoint, world, training, identity) if checkpoint else {"step": 0}
     # Both take what a checkpoint has put into the engine.
     update.install(training.engine, recipe)
@@ -163,9 +175,8 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
         world=world,
         data=teams.data,
         hosts=hosts_of(world),
-        source=original.path,
+        source=original,
         training=training,
-        teacher=teacher,
         tokenizer=tokenizer,
         traffic=traffic,
         dispatcher=dispatcher,
@@ -175,6 +186,37 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
         checkpoint=checkpoint,
         progress=progress,
     )
+
+
+def shares_weights(recipe: Recipe) -> bool:
+    """Whether the teacher in memory is the student itself, with its adapters off."""
+    return recipe.train.adapter is not None and needs_teacher(recipe)
+
+
+def share_weights(
+    adapters: Adapted, recipe: Recipe, traffic: Traffic | None = None, dispatcher: Dispatcher | None = None
+) -> SharedTeacher:
+    """The teacher that is the student with its adapters off; the arguments are those of ``load_teacher``."""
+
+    def rewire() -> None:
+        how: Any = {"traffic": traffic, "dispatcher": dispatcher, "wiring": unwired()}
+        expert_parallel.wire_sharded(adapters.model, recipe.parallel.ep_size, recipe.parallel, **how)
+
+    return SharedTeacher(adapters, recipe.objective, rewire if recipe.parallel.ep_size > 1 else None)
+
+
+def identify_frozen(recipe: Recipe, source: Location, teacher: dict[str, str]) -> dict[str, str]:
+    """``frozen.sample``, the hash of the weights beside which adapters train.
+
+    Args:
+        teacher: the result of ``identify_teacher``; empty without a teacher in memory.
+
+    Raises:
+        ConfigError: these weights are not the teacher's.
+    """
+    if teacher:
+        require_own_weights(recipe, teacher["teacher.sample"])
+    return {"frozen.sample": sample_sha256(read_layout(source.path))}
 
 
 def read_data(

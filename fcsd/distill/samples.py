@@ -8,6 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.config import Recipe
 from fcsd.disk import open_to_append, read_input_text, write_text
+from fcsd.distill.teacher.targets import TeacherSource
 from fcsd.errors import BadInputError, NonFiniteError
 from fcsd.foreign_errors import reason_of
 from fcsd.launch.shared_work import ALONE, Team
@@ -24,7 +25,7 @@ class Samples:
     Greedy decoding draws no random number, so samples do not change the course of a run.
 
     Args:
-        teacher: the teacher in memory, or None. Its answers do not change and are generated once.
+        source: has the teacher, if one is in memory. Its answers do not change and are generated once.
         start: the step from which the run continues. Samples that an earlier attempt took after it are dropped.
     """
 
@@ -35,7 +36,7 @@ class Samples:
         world: World,
         tokenizer: PreTrainedTokenizerBase,
         student: PreTrainedModel,
-        teacher: PreTrainedModel | None,
+        source: TeacherSource,
         start: int,
     ) -> None:
         self._path, self._tokens, self._world = run / SAMPLES, recipe.train.sample_tokens, world
@@ -44,7 +45,7 @@ class Samples:
         if recipe.parallel.tp_size > 1:
             self._team = Team(world, together_on_all=True)
         self._student = Speaker("student", student, tokenizer)
-        self._teacher = None if teacher is None else Speaker("teacher", teacher, tokenizer)
+        self._source = source
         self._known: dict[str, str] = {}
         world.on_first(lambda: self._keep(start))
 
@@ -52,8 +53,11 @@ class Samples:
         """Lets both models answer all prompts and appends the answers to the file. Every rank calls this."""
         if self._tokens == 0 or (self._world.rank and self._team is ALONE):
             return
-        if self._teacher is not None and not self._known:
-            self._known = {prompt: self._answer(self._teacher, prompt) for prompt in PROMPTS}
+        if not self._known:
+            with self._source.teacher() as model:
+                if model is not None:
+                    teacher = Speaker("teacher", model, self._student.tokenizer)
+                    self._known = {prompt: self._answer(teacher, prompt) for prompt in PROMPTS}
         lines: list[dict[str, Any]] = []
         for prompt in PROMPTS:
             line = {"step": step, "prompt": prompt, "student": self._answer(self._student, prompt)}

@@ -1,11 +1,13 @@
 """What fcsd uses of DeepSpeed's engine."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from fcsd.models.adapters.adapted import Adapted
 
 
 class PassEngine(Protocol):
@@ -91,7 +93,9 @@ class Trained:
     Attributes:
         engine: runs its passes and its optimizer's steps.
         model: the model inside of the engine.
+        adapters: its adapters; None if its own weights train.
     """
 
     engine: TrainEngine
     model: PreTrainedModel
+    adapters: Adapted | None = field(default=None, kw_only=True)

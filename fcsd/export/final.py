@@ -6,11 +6,13 @@ training. If it deletes the checkpoint that is being exported, another checkpoin
 
 import json
 import logging
+import tempfile
 from pathlib import Path
 
 from fcsd.checkpoint import read_config, read_layout, resolve, verify_tensors
 from fcsd.checkpoint.side_files import side_files
 from fcsd.checkpoint.staging import check_out, copy_small, staged, take_over
+from fcsd.config import load_recipe
 from fcsd.disk import write_text
 from fcsd.errors import BadInputError, CheckpointError, ConfigError, FcsdError
 from fcsd.export.card import model_card
@@ -67,13 +69,21 @@ def export_model(
 
 def _write_checkpoint(run: Path, checkpoint: str | None, out: Path, *, force: bool, title: str | None) -> None:
     """Export a run's checkpoint; see ``export_model``."""
+    from fcsd.distill.adapters.files import FOLDER, merge_checkpoint
     from fcsd.distill.run.manifest import verified_model
 
     for _ in range(_ATTEMPTS):
         chosen = _choose(run, checkpoint)
         log.info("exporting %s", chosen)
         try:
-            return _write(verified_model(chosen), run, out, force=force, title=title)
+            if not (chosen / FOLDER).is_dir():
+                return _write(verified_model(chosen), run, out, force=force, title=title)
+            check_out(out, [], force=force)
+            adapters = verified_model(chosen, FOLDER)
+            with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=".merged-") as scratch:
+                log.info("merging the adapters into the weights")
+                merge_checkpoint(load_recipe(run / "config.resolved.yaml").recipe, adapters, Path(scratch) / "model")
+                return _write(Path(scratch) / "model", run, out, force=force, title=title)
         except (FcsdError, OSError):
             if chosen.exists():
                 raise

@@ -22,7 +22,7 @@ from fcsd.errors import ConfigError
 from fcsd.launch.world import first_rank
 from fcsd.models.build import arch_of, experts_of, load_model, register, wiring_of
 from fcsd.models.fused.model import fuse_parts
-from fcsd.models.wiring import DESYNC
+from fcsd.models.wiring import DESYNC, Wiring
 from fcsd.parallel.expert.dispatcher import Dispatcher, check_formats
 from fcsd.parallel.machine import read_machine, require_far
 from fcsd.parallel.quantised.rows import Quantiser, formats_of
@@ -180,8 +180,9 @@ def wire_sharded(
     quantiser: Quantiser | None = None,
     traffic: Traffic | None = None,
     dispatcher: Dispatcher | None = None,
+    wiring: Wiring | None = None,
 ) -> None:
-    """Installs the overlapped schedule of the model's own wiring, and fused kernels, with the settings of ``parallel``.
+    """Installs the overlapped schedule of the model's wiring, and fused kernels, with the settings of ``parallel``.
 
     Args:
         ep_size: the number of processes that divide the model's experts. With 1 nothing is in flight; without a
@@ -189,6 +190,7 @@ def wire_sharded(
         quantiser: rounds the rows; None sends them as they are.
         traffic: counts the bytes that are sent; None does not count.
         dispatcher: makes the dispatchers; None stands for a new one of ``dispatcher_for``.
+        wiring: used in place of the model's own if the experts are divided.
 
     Raises:
         ConfigError: the wiring cannot be overlapped, or its rows cannot be rounded.
@@ -202,7 +204,7 @@ def wire_sharded(
     from fcsd.parallel.transports.symmetric_memory import open_buffers
     from fcsd.parallel.transports.transport import all_to_all
 
-    wiring = wiring_of(model.config)
+    wiring = wiring or wiring_of(model.config)
     if ep_size == 1 and (wiring.name in DESYNC or wiring.distance > 1):
         raise ConfigError(
             "parallel.quantised supports neither desync nor a distance above 1", hint="remove parallel.quantised"

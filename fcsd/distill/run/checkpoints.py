@@ -1,11 +1,11 @@
 """Saves, finds and loads checkpoints. A checkpoint exists completely or not at all.
 
-``checkpoints/step-N/`` holds ``model/`` (an ordinary Hugging Face directory), ``optimizer/`` (one file of DeepSpeed's
-optimizer for each rank that has a state of its own), one ``rank-R.json`` of random state for each process, and
-``MANIFEST.json``: the size and sha256 of every file, the position of the run, and the facts on which the run depends.
-All files are written to a temporary directory and synced to disk, and then the directory is renamed. A directory that
-does not match its manifest was therefore never complete, or was damaged later. No file of a checkpoint is loaded before
-its hash matches.
+``checkpoints/step-N/`` holds ``model/`` (an ordinary Hugging Face directory; ``adapters/`` instead if these train),
+``optimizer/`` (one file of DeepSpeed's optimizer for each rank that has a state of its own), one ``rank-R.json`` of
+random state for each process, and ``MANIFEST.json``: the size and sha256 of every file, the position of the run, and
+the facts on which the run depends. All files are written to a temporary directory and synced to disk, and then the
+directory is renamed. A directory that does not match its manifest was therefore never complete, or was damaged later.
+No file of a checkpoint is loaded before its hash matches.
 """
 
 import shutil
@@ -42,14 +42,15 @@ def save(
         taken: the state of this rank after the step.
         identity: the facts that a resumed run must share, as a flat mapping; see ``run_identity``.
         progress: the progress of the run, which ``load`` returns.
-        write_model: writes an ordinary model directory. Every rank calls it, and it must fail on all ranks or on none.
+        write_model: writes the model, or what trains of it, into a folder of the directory that it gets. Every rank
+            calls it, and it must fail on all ranks or on none.
 
     Returns: the directory of the checkpoint.
     """
     final = folder / f"step-{step}"
     partial = world.on_first(lambda: _fresh(folder, final.name))
     world.everywhere(lambda: write_states(taken, partial, world.rank))
-    write_model(taken.part, partial / manifest.MODEL, world)
+    write_model(taken.part, partial, world)
     # Every rank hashes a share of the files, no matter which rank wrote them. The files are still in the page cache of
     # the host or of the shared disk.
     parts = world.everywhere(lambda: manifest.described(partial, manifest.files(partial)[world.rank :: world.size]))
@@ -101,7 +102,14 @@ def require_model(checkpoint: Path, fields: dict[str, Any]) -> None:
     def of_model(facts: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in facts.items() if key == "model" or key.startswith("init.")}
 
-    then = of_model(manifest.read_manifest(checkpoint)["identity"])
+    def trained(facts: dict[str, Any]) -> dict[str, Any]:
+        keys = ("train.adapter", "optim.train")
+        return {key: value for key, value in facts.items() if key.startswith(keys) and value is not None}
+
+    identity = manifest.read_manifest(checkpoint)["identity"]
+    if changed := differences(trained(identity), trained(fields)):
+        raise _of_another_run(checkpoint, changed)
+    then = of_model(identity)
     now = {key: value for key, value in of_model(fields).items() if key in then}
     if changed := differences({key: then[key] for key in now}, now):
         raise _of_another_run(checkpoint, changed)

@@ -88,19 +88,22 @@ def verify(checkpoint: Path) -> None:
             raise CheckpointError(f"{checkpoint}: {name} is damaged, its sha256 differs")
 
 
-def verified_model(checkpoint: Path) -> Path:
+def verified_model(checkpoint: Path, folder: str = MODEL) -> Path:
     """The model directory of a checkpoint, after its files were compared with the manifest.
+
+    Args:
+        folder: another folder of the checkpoint, which is verified in its place.
 
     Raises:
         CheckpointError: a file of the model is damaged or missing.
     """
     recorded = read_manifest(checkpoint)["files"]
-    expected = {name: entry["sha256"] for name, entry in recorded.items() if name.startswith(f"{MODEL}/")}
+    expected = {name: entry["sha256"] for name, entry in recorded.items() if name.startswith(f"{folder}/")}
     found = _each(_sha256, checkpoint, (name for name in expected if (checkpoint / name).is_file()))
     for name, sha256 in expected.items():
         if found.get(name) != sha256:
             raise CheckpointError(f"{checkpoint}: {name} is damaged or missing, its sha256 differs")
-    return checkpoint / MODEL
+    return checkpoint / folder
 
 
 def described(directory: Path, names: Iterable[str]) -> dict[str, Any]:

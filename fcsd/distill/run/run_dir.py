@@ -88,8 +88,19 @@ def publish(model: Path, run: Path) -> Path:
 
     The files are hard links, so that the checkpoint itself may be deleted later.
     """
-    final, part = run / FINAL, run / f"{FINAL}.tmp-{uuid.uuid4().hex[:8]}"
+    part = new_final(run)
     shutil.copytree(model, part, copy_function=_link)
+    return finish(part, run)
+
+
+def new_final(run: Path) -> Path:
+    """A new name beside ``run/final``. What is left there under this name is deleted when the run starts again."""
+    return run / f"{FINAL}.tmp-{uuid.uuid4().hex[:8]}"
+
+
+def finish(part: Path, run: Path) -> Path:
+    """Renames a complete directory to ``run/final`` and returns that path."""
+    final = run / FINAL
     if final.exists():
         shutil.rmtree(final)
     part.rename(final)

@@ -29,7 +29,7 @@ from fcsd.foreign_errors import reason_of
 from fcsd.launch.world import World
 from fcsd.parallel.tensor.layer import ranks_of
 from fcsd.parallel.tensor.tp_plan import TensorGroup
-from fcsd.parallel.weights.saving import OwnPart, own_part
+from fcsd.parallel.weights.saving import OwnPart, own_part, trained_part
 
 OPTIMIZER = "optimizer"
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # of DeepSpeed's engine
@@ -52,7 +52,7 @@ class Snapshot:
 
 def take(trained: Trained, world: World) -> Snapshot:
     """The state of this rank. Its tensors are those of the run, not copies."""
-    engine, part = trained.engine, own_part(trained.model)
+    engine, part = trained.engine, _part(trained)
     states = {"engine": {name: getattr(engine, name) for name in _COUNTERS}, "random": random_state()}
     return Snapshot(part, _optimizer_state(engine) if _writes(engine, part, world) else None, states)
 
@@ -116,7 +116,7 @@ def restore(checkpoint: Path, world: World, trained: Trained) -> None:
         files = [_optimizer_file(checkpoint, rank) for rank in range(then * shares)]
         state = resharded(trained, files, then, ranks, _read_optimizer)
     else:
-        rank = world.rank if zero else world.rank % own_part(trained.model).group_size
+        rank = world.rank if zero else world.rank % _part(trained).group_size
         state = _read_optimizer(_optimizer_file(checkpoint, rank))
     if zero:
         # DeepSpeed expects the states of all ranks, but reads only that of this rank.
@@ -129,6 +129,11 @@ def restore(checkpoint: Path, world: World, trained: Trained) -> None:
         set_random_state(saved["random"])
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{states}: does not hold the state of a rank: {reason_of(error)}") from error
+
+
+def _part(trained: Trained) -> OwnPart:
+    """This rank's part of the model, or of what trains if the model's own weights are frozen."""
+    return own_part(trained.model) if trained.adapters is None else trained_part(trained.adapters)
 
 
 def _read_optimizer(path: Path) -> Any:

@@ -24,7 +24,9 @@ from fcsd.distill.tensor_parallel import Teams
 from fcsd.distill.train_engine import Trained, TrainEngine
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
+from fcsd.models.adapters.adapted import Adapted
 from fcsd.models.annealed import Annealing, anneal
+from fcsd.parallel.expert.autoep import frozen_experts
 from fcsd.parallel.expert.dispatcher import Dispatcher
 from fcsd.parallel.quantised.rows import Quantiser
 from fcsd.parallel.transports.traffic import Traffic
@@ -196,6 +198,7 @@ def build_training(
     dispatcher: Dispatcher | None = None,
     by_zero: bool = False,
     teams: Teams | None = None,
+    adapters: Adapted | None = None,
 ) -> Training:
     """Builds a DeepSpeed engine around ``Student(model)`` in training mode. Experts that are already sharded stay so.
 
@@ -203,6 +206,7 @@ def build_training(
         source: gives the targets.
         traffic: counts the bytes that dispatch and combine send; None does not count.
         dispatcher: see ``wire_sharded``.
+        adapters: what trains, if the weights of the model are frozen.
         by_zero: whether DeepSpeed's ZeRO updates the weights also on one process, to compare with it.
         teams: how the processes of the run work together; None stands for data parallelism alone.
     """
@@ -211,19 +215,21 @@ def build_training(
         tensor_parallel.make_trainable(model, sharded)
     alone = updates_alone(recipe, world.size) and not by_zero
     deepspeed = import_deepspeed()
-    freeze(model, recipe.objective)
+    if adapters is None:
+        freeze(model, recipe.objective)
     pack_attention(model, recipe)
     if recipe.train.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     switch_off_noise(model)
     student = Student(model, recipe.objective).train()
-    engine: TrainEngine = deepspeed.initialize(
-        model=student,
-        model_parameters=parameter_groups(student, recipe),
-        config=deepspeed_config(recipe, world.size, alone),
-        optimizer=own_adamw(recipe, alone),
-        mpu=sharded,
-    )[0]
+    with nullcontext() if adapters is None else frozen_experts(model):
+        engine: TrainEngine = deepspeed.initialize(
+            model=student,
+            model_parameters=parameter_groups(student, recipe),
+            config=deepspeed_config(recipe, world.size, alone),
+            optimizer=own_adamw(recipe, alone),
+            mpu=sharded,
+        )[0]
     if alone:
         engine.enable_backward_allreduce = False  # it would copy all gradients, also on one process
     if not engine.zero_optimization():
@@ -238,7 +244,7 @@ def build_training(
         tensor_parallel.wire(model, sharded.ranks, recipe)
     annealing = anneal(model) if recipe.train.anneal_share else None
     compile_layers(model, recipe)
-    return Training(engine, model, source, quantiser, annealing)
+    return Training(engine, model, source, quantiser, annealing, adapters=adapters)
 
 
 def import_deepspeed() -> Any:

@@ -18,6 +18,7 @@ and the only way on a CPU.
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
+from transformers import PreTrainedModel
 
 from fcsd.config import Recipe
 from fcsd.distill.loss.top_k import TopK
@@ -97,6 +99,10 @@ class FixedPasses(TeacherSource):
     def get_targets(self, columns: dict[str, Tensor], stored: TopK | None = None) -> Targets | FixedLosses | None:
         """See ``TeacherSource``. In training they are this object itself."""
         return self if torch.is_grad_enabled() else self._source.get_targets(columns, stored)
+
+    def teacher(self) -> AbstractContextManager[PreTrainedModel | None]:
+        """See ``TeacherSource``."""
+        return self._source.teacher()
 
     def __call__(self, batch: dict[str, Tensor], denominator: Tensor, terms: tuple[str, ...]) -> dict[str, Tensor]:
         """The loss terms by name; arguments and results are those of ``Student.forward``.

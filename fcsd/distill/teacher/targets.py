@@ -1,7 +1,8 @@
 """The targets of the student, and where they come from: a ``TeacherSource``.
 
 A run has one source. This module has that of a teacher in memory. ``fcsd.distill.teacher.cache`` reads targets from
-disk, and ``fcsd.distill.step.graphs`` computes them in the passes of the student.
+disk, ``fcsd.distill.teacher.shared`` computes them with the student's own weights, and
+``fcsd.distill.step.graphs`` in the passes of the student.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -65,6 +66,11 @@ class TeacherSource:
         """
         return None
 
+    @contextmanager
+    def teacher(self) -> Iterator[PreTrainedModel | None]:
+        """A block in which a model in memory is the teacher; None if there is no such model."""
+        yield None
+
 
 class LiveTeacher(TeacherSource):
     """Computes the targets with a frozen model in memory."""
@@ -80,6 +86,11 @@ class LiveTeacher(TeacherSource):
         with captured(self._model, self._layers) as streams:
             hidden = final_hidden(self._model, columns)
         return Targets((hidden, output_head(self._model)), streams)
+
+    @contextmanager
+    def teacher(self) -> Iterator[PreTrainedModel]:
+        """See ``TeacherSource``."""
+        yield self._model
 
 
 def compared_layers(model: PreTrainedModel, objective: Objective) -> tuple[int, ...]:

@@ -4,7 +4,8 @@ This is the only file of ``fcsd/parallel`` that imports DeepSpeed or knows AutoE
 inside functions, because ``expert_parallel_config`` must not load it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,6 +157,25 @@ class Gather(torch.autograd.Function):
         from deepspeed.moe.ep_kernels import gather_rows
 
         return gather_rows(grad, *ctx.saved_tensors), None, None
+
+
+@contextmanager
+def frozen_experts(model: nn.Module) -> Iterator[None]:
+    """A block in which DeepSpeed builds an engine for a model none of whose divided experts train.
+
+    The engine looks for AutoEP's class, and then demands a group of parameters of experts from the optimizer. Without
+    the class it treats all trained parameters alike, which is right for those outside of the experts. It still
+    broadcasts the weights of experts among the ranks that hold the same ones, which the parameters themselves say.
+    """
+    layers = [module for module in model.modules() if adapt(module) is not None]
+    classes = [type(layer) for layer in layers]
+    for layer in layers:
+        layer.__class__ = nn.Module
+    try:
+        yield
+    finally:
+        for layer, cls in zip(layers, classes, strict=True):
+            layer.__class__ = cls
 
 
 def has_partitioned_parameters(model: nn.Module) -> bool:

@@ -19,6 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from fcsd.checkpoint import compare_tensors, read_config, read_layout
 from fcsd.checkpoint.weights import MAX_SHARD, NAMES, Reader, Shape, Writer
+from fcsd.models.adapters.adapted import Adapted
 from fcsd.models.build import arch_of, stored_config
 from fcsd.parallel.expert.block import expert_blocks
 from fcsd.parallel.tensor.layer import ranks_of
@@ -62,6 +63,17 @@ def own_part(model: PreTrainedModel) -> OwnPart:
     return OwnPart(model, _of_pieces(state(model), found), lambda: _own_pieces(model, found, ep_size), ep_size)
 
 
+def trained_part(adapted: Adapted) -> OwnPart:
+    """What trains of a model with adapters, which every rank holds and rank 0 writes. Nothing is copied."""
+
+    def tensors() -> Iterator[Named]:
+        if _rank() == 0:
+            for name, parameter in adapted.tensors():
+                yield name, parameter.detach(), None
+
+    return OwnPart(adapted.model, {}, tensors, 1)
+
+
 def write_part(part: OwnPart, directory: Path, source: Path | None = None, max_shard: int = MAX_SHARD) -> None:
     """Write this rank's part of a model under the original names, as ``save_pretrained`` of the whole model would.
 
@@ -89,7 +101,7 @@ def write_part(part: OwnPart, directory: Path, source: Path | None = None, max_s
         for turn, name in enumerate(carried):
             if _my_turn(turn):
                 writer.write(name, reader.raw(name))
-        if dist.get_rank() == 0:
+        if _rank() == 0:
             writer.describe()
             write_configs(part.model, directory)
 
@@ -154,7 +166,11 @@ def _own_part(model: PreTrainedModel) -> Iterator[Named]:
 
 
 def _my_turn(turn: int) -> bool:
-    return turn % dist.get_world_size() == dist.get_rank()
+    return not dist.is_initialized() or turn % dist.get_world_size() == dist.get_rank()
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0  # `fcsd export` is a process of its own
 
 
 def write_configs(model: PreTrainedModel, directory: Path) -> None:

@@ -1,0 +1,64 @@
+"""Puts adapters into the student of a run."""
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from fcsd.checkpoint import Location
+from fcsd.config import Recipe
+from fcsd.distill.student import meta_student
+from fcsd.extras import require_extra
+from fcsd.models.adapters.adapted import Adapted
+from fcsd.models.adapters.lora import add_adapters
+from fcsd.models.adapters.targets import Chosen, choose
+from fcsd.models.build import arch_of
+from fcsd.parallel.expert.block import expert_blocks
+
+
+def chosen_parts(recipe: Recipe, source: Location) -> Chosen | None:
+    """What trains beside frozen weights, by the names in the recipe; None if all weights train. No weight is read.
+
+    Args:
+        source: the checkpoint that the student is made from.
+
+    Raises:
+        ConfigError: ``peft`` is not installed, or the recipe names a part that the model does not have.
+    """
+    if (adapter := recipe.train.adapter) is None:
+        return None
+    require_extra("train", "train.adapter", "peft")
+    return choose(meta_student(recipe, source), adapter.targets, recipe.optim.train)
+
+
+def adapt(model: PreTrainedModel, recipe: Recipe, chosen: Chosen) -> Adapted:
+    """Puts adapters into a student that has just been loaded, and freezes everything else but ``chosen.trained``.
+
+    The values of the adapters are the same on every rank and at any ``parallel.ep_size``.
+    """
+    adapter = recipe.train.adapter
+    assert adapter is not None
+    parameters, paths = _by_name(model)
+    model.requires_grad_(False)
+    trained = {name: parameters[name].requires_grad_() for name in chosen.trained}
+    originals = {name: parameter.detach().clone() for name, parameter in trained.items()}
+    places = {name: paths[f"{name}.weight"].removesuffix(".weight") for name in chosen.adapted}
+    layers = add_adapters(model, places, adapter.rank, adapter.factor * adapter.rank, recipe.seed)
+    return Adapted(model, layers, trained, originals)
+
+
+def _by_name(model: PreTrainedModel) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
+    """The parameters outside of routed experts, and their names in this model, by their names in transformers.
+
+    The names differ inside of blocks whose experts are divided.
+    """
+    blocks, names = expert_blocks(model), arch_of(model.config).blocks
+    parameters: dict[str, nn.Parameter] = {}
+    paths: dict[str, str] = {}
+    for name, parameter in model.named_parameters():
+        path = next((path for path in blocks if name.startswith(f"{path}.")), None)
+        own: str | None = name
+        if path is not None:
+            origin = blocks[path].origin(name.removeprefix(f"{path}."), names)
+            own = None if origin is None or origin.of_experts else f"{path}.{origin.name}"
+        if own is not None:
+            parameters[own], paths[own] = parameter, name
+    return parameters, paths

@@ -1,0 +1,108 @@
+"""The adapters in a checkpoint, and the ordinary model that is made of them and of the weights beside which they train.
+
+A checkpoint of a run with adapters has the folder ``adapters/`` in place of ``model/``: what trains, in one safetensors
+file under transformers' names, and a JSON file that says where the frozen weights are.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fcsd.checkpoint import Location, read_layout, resolve, sample_sha256
+from fcsd.config import Recipe
+from fcsd.disk import read_input, write_json
+from fcsd.distill.adapters.adapt import adapt, chosen_parts
+from fcsd.distill.dtypes import DTYPES
+from fcsd.distill.inputs import student_source
+from fcsd.distill.student import load_student, write_student
+from fcsd.errors import BadInputError, CheckpointError
+from fcsd.foreign_errors import reason_of
+from fcsd.launch.world import World
+from fcsd.models.adapters.adapted import Adapted
+from fcsd.parallel.weights.saving import OwnPart, own_part
+
+FOLDER = "adapters"
+_WEIGHTS, _SETTINGS = "adapters.safetensors", "adapters.json"
+_VERSION = 1
+
+
+def write_adapters(part: OwnPart, base: Location, directory: Path, world: World) -> None:
+    """Writes the folder of the adapters; every rank calls this.
+
+    Args:
+        part: the result of ``trained_part``.
+        base: the checkpoint of the frozen weights.
+        directory: the folder to create.
+    """
+    name = str(base.path.resolve()) if base.repo_id is None else f"{base.repo_id}@{base.revision}"
+
+    def write() -> None:
+        directory.mkdir()
+        values = {name: value.cpu().contiguous() for name, value, _ in part.tensors()}
+        save_file(values, directory / _WEIGHTS, metadata={"format": "pt"})
+        facts = {"version": _VERSION, "base": name, "base_sample": sample_sha256(read_layout(base.path))}
+        write_json(directory / _SETTINGS, facts)
+
+    world.on_first(write)
+
+
+def read_adapters(folder: Path) -> dict[str, Tensor]:
+    """What ``write_adapters`` has written, in host memory.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    try:
+        return load_file(folder / _WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder / _WEIGHTS}: cannot be read: {reason_of(error)}") from error
+
+
+def write_merged(adapted: Adapted, folder: Path, source: Path, directory: Path, world: World) -> None:
+    """Writes an ordinary model directory, with the adapters of a checkpoint merged into the weights. Every rank calls
+    this at the end of a run; the student is an ordinary model afterwards.
+
+    Args:
+        folder: the folder of the adapters in the checkpoint, which was verified.
+        source: the directory that the student was made from.
+        directory: the directory to create.
+    """
+    world.everywhere(lambda: adapted.load(read_adapters(folder), str(folder)))
+    adapted.merge()
+    write_student(own_part(adapted.model), source, directory, world)
+
+
+def merge_checkpoint(recipe: Recipe, folder: Path, directory: Path) -> None:
+    """Writes the ordinary model of a checkpoint with adapters, in one process. The whole model is in host memory.
+
+    Args:
+        recipe: the recipe of the run.
+        folder: the folder of the adapters, which was verified.
+        directory: the directory to create.
+
+    Raises:
+        BadInputError: the frozen weights are gone, or they changed since the run.
+        CheckpointError: the folder is damaged.
+    """
+    try:
+        facts = json.loads(read_input(folder / _SETTINGS))
+        name, sample = facts["base"], facts["base_sample"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{folder / _SETTINGS}: cannot be read: {reason_of(error)}") from error
+    try:
+        base = resolve(name)
+    except BadInputError as error:
+        error.hint = f"The adapters of {folder.parent} are merged into these weights; put them back."
+        raise
+    if sample_sha256(read_layout(base.path)) != sample:
+        raise BadInputError(f"{name}: the weights are not those beside which {folder} was trained", "Restore them.")
+    parallel = recipe.parallel.model_copy(update={"ep_size": 1})
+    recipe = recipe.model_copy(update={"model": name, "parallel": parallel})
+    chosen = chosen_parts(recipe, student_source(recipe))
+    assert chosen is not None
+    model = load_student(recipe, dtype=DTYPES[recipe.train.dtype], device=torch.device("cpu"))
+    write_merged(adapt(model, recipe, chosen), folder, base.path, directory, World(0, 1, torch.device("cpu")))

@@ -1,0 +1,120 @@
+"""The teacher that is the student itself: the same weights in the standard wiring, with the adapters off.
+
+A run with adapters freezes the weights, so they stay those of the original. No second copy is in memory. Weights of the
+model that train beside the adapters are few: their original values are kept, and take their places for the pass.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fcsd.checkpoint import read_layout, sample_sha256
+from fcsd.config import Objective, Recipe
+from fcsd.distill.inputs import student_source
+from fcsd.distill.loss.top_k import TopK
+from fcsd.distill.teacher.original import final_hidden, output_head, teacher_name
+from fcsd.distill.teacher.targets import Targets, TeacherSource, captured, compared_layers
+from fcsd.errors import ConfigError
+from fcsd.models.adapters.adapted import Adapted
+from fcsd.models.adapters.lora import switch
+from fcsd.models.build import decoder_layers
+from fcsd.parallel.expert.block import expert_blocks
+
+Wired = tuple[type[Any], Any]  # the class of a decoder layer, and what it reads; None in the original wiring
+
+
+def require_own_weights(recipe: Recipe, teacher_sample: str) -> None:
+    """Checks that the student's weights are those of the teacher, before any of them is loaded.
+
+    Args:
+        teacher_sample: ``sample_sha256`` of the teacher.
+
+    Raises:
+        ConfigError: they differ, because the recipe names another teacher or a student that was trained already.
+    """
+    if sample_sha256(read_layout(student_source(recipe).path)) != teacher_sample:
+        raise ConfigError(
+            f"train.adapter needs the weights of the teacher, and those of {recipe.model} differ from those of "
+            f"{teacher_name(recipe)}",
+            hint="remove `teacher:`, train a conversion that was not trained yet, or remove train.adapter",
+        )
+
+
+class SharedTeacher(TeacherSource):
+    """Computes the targets with the student's own weights.
+
+    Args:
+        adapted: the student, which is wired already.
+        objective: says which layers are compared.
+        rewire: wires a student with divided experts as a teacher, whose layers overlap, too; None if no experts are
+            divided.
+    """
+
+    any_text = True
+
+    def __init__(self, adapted: Adapted, objective: Objective, rewire: Callable[[], None] | None = None) -> None:
+        model = self._model = adapted.model
+        self._compared = compared_layers(model, objective)
+        self._adapters = list(adapted.layers.values())
+        self._layers: list[Any] = list(decoder_layers(model))
+        self._originals = [(parameter, adapted.originals[name]) for name, parameter in adapted.trained.items()]
+        self._modules = [vars(module) for module in model.modules()]
+        # Divided blocks count the tokens of each expert. The teacher's are no part of the student's numbers.
+        self._counters = [b for path in expert_blocks(model) for b in model.get_submodule(path).buffers()]
+        self._standard = self._standard_layers(rewire)
+
+    @torch.no_grad()
+    def get_targets(self, columns: dict[str, Tensor], stored: TopK | None = None) -> Targets:
+        """See ``TeacherSource``."""
+        with self.teacher() as model, captured(model, self._compared) as streams:
+            hidden = final_hidden(model, columns)
+            head = output_head(model).detach()  # still the original's if the student's own trains
+        return Targets((hidden, head), streams)
+
+    @contextmanager
+    def teacher(self) -> Iterator[PreTrainedModel]:
+        """A block in which the student is the teacher, in evaluation mode. At its end all is as before."""
+        student = _wired(self._layers)
+        training = [module for module in self._modules if module["training"]]
+        counters = [buffer.clone() for buffer in self._counters]
+        trained = [parameter.data for parameter, _ in self._originals]
+        try:
+            switch(self._adapters, on=False)
+            _rewire(self._layers, self._standard)
+            for parameter, original in self._originals:
+                parameter.data = original
+            for module in training:
+                module["training"] = False
+            yield self._model
+        finally:
+            for module in training:
+                module["training"] = True
+            for (parameter, _), own in zip(self._originals, trained, strict=True):
+                parameter.data = own
+            _rewire(self._layers, student)
+            switch(self._adapters, on=True)
+            for buffer, before in zip(self._counters, counters, strict=True):
+                buffer.copy_(before)
+
+    def _standard_layers(self, rewire: Callable[[], None] | None) -> list[Wired]:
+        if rewire is None:
+            return [(getattr(layer, "unwired", type(layer)), None) for layer in self._layers]
+        student = _wired(self._layers)
+        rewire()
+        standard = _wired(self._layers)
+        _rewire(self._layers, student)
+        return standard
+
+
+def _wired(layers: list[Any]) -> list[Wired]:
+    return [(type(layer), vars(layer).get("fcsd")) for layer in layers]
+
+
+def _rewire(layers: list[Any], wired: list[Wired]) -> None:
+    for layer, (cls, reads) in zip(layers, wired, strict=True):
+        layer.__class__ = cls
+        vars(layer)["fcsd"] = reads

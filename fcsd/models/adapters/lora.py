@@ -1,0 +1,89 @@
+"""Puts ``peft``'s LoRA layers into a model, switches them off and on, and merges them into ordinary weights.
+
+``peft``'s layer computes ``W x + factor * B (A x)``; with its adapter off it computes ``W x`` by the same kernel as
+the linear layer that it holds. A starts at random and B at zero, so a new adapter changes nothing.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_NAME = "default"  # of the only adapter of a layer
+MATRICES = ("lora_A", "lora_B")
+
+
+def add_adapters(model: nn.Module, paths: Mapping[str, str], rank: int, alpha: float, seed: int) -> dict[str, Any]:
+    """Put an adapter beside each of some linear layers, in the dtype and on the device of its weight.
+
+    Every layer has a random generator of its own, so the values depend on the seed and on the layer's name only. No
+    global generator is used. The layers' own weights are frozen.
+
+    Args:
+        model: changed in place.
+        paths: the name of each layer, by which its generator is seeded and the result is keyed, and its path in the
+            model.
+        alpha: the product of both matrices is multiplied by ``alpha / rank``.
+
+    Returns: ``peft``'s layers by name.
+    """
+    from peft import LoraConfig  # not at the top, because it takes long
+    from peft.tuners.lora import Linear
+
+    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, init_lora_weights=False)  # pyright: ignore[reportArgumentType]
+    layers: dict[str, Any] = {}
+    for name, path in paths.items():
+        base: Any = model.get_submodule(path)
+        base.requires_grad_(False)
+        with torch.random.fork_rng(devices=[]):  # the constructor draws values that are replaced
+            layer: Any = Linear(base, _NAME, config=config, r=rank, lora_alpha=alpha)  # pyright: ignore[reportArgumentType]
+        down, up = matrices(layer)
+        if not base.weight.is_meta:
+            digest = hashlib.sha256(f"{seed} adapter {name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+            drawn = torch.empty(down.shape)
+            nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
+            down.data.copy_(drawn)
+        nn.init.zeros_(up)
+        parent, _, own = path.rpartition(".")
+        setattr(model.get_submodule(parent), own, layer.train(base.training))
+        layers[name] = layer
+    return layers
+
+
+def matrices(layer: Any) -> tuple[nn.Parameter, nn.Parameter]:
+    """A ``[rank, in]`` and B ``[out, rank]`` of ``peft``'s layer."""
+    down, up = (getattr(layer, matrix)[_NAME].weight for matrix in MATRICES)
+    return down, up
+
+
+def switch(layers: Sequence[Any], on: bool) -> None:
+    """Switch the adapters of ``peft``'s layers on or off.
+
+    ``peft``'s own switch also changes which tensors require gradients, which a training engine must not see.
+    """
+    for layer in layers:
+        vars(layer)["_disable_adapters"] = not on
+
+
+@torch.no_grad()
+def merged_weight(layer: Any) -> Tensor:
+    """The weight ``[out, in]`` that computes what ``peft``'s layer computes, rounded once to the weight's dtype."""
+    weight: Tensor = layer.base_layer.weight
+    down, up = (matrix.detach().float() for matrix in matrices(layer))
+    return (weight.float() + layer.scaling[_NAME] * (up @ down)).to(weight.dtype)
+
+
+def merge(model: nn.Module, layers: Sequence[Any]) -> None:
+    """Replace ``peft``'s layers by the linear layers that they hold, with merged weights. The model is ordinary again.
+
+    One weight is merged after the other, so little memory is needed.
+    """
+    paths = {module: path for path, module in model.named_modules()}
+    for layer in layers:
+        layer.base_layer.weight.data = merged_weight(layer)
+        parent, _, own = paths[layer].rpartition(".")
+        setattr(model.get_submodule(parent), own, layer.base_layer)

@@ -1,0 +1,149 @@
+"""Chooses by name the linear layers that have adapters, and the parts whose own weights train beside them.
+
+The names are those of transformers' module tree. A model whose experts are divided has other modules in their place;
+its caller knows what they stand for. The model may be on the meta device.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...errors import ConfigError
+from ..build import arch_of, decoder_layers, decoder_of, wiring_of
+from ..selection import select_layers
+from ..wiring import DESYNC, mixer
+
+GROUPS = ("attention", "mlp", "shared_experts")
+PARTS = ("norms", "routers", "embeddings", "head")
+_LAYERS = re.compile(r"all|none|(first|last):\d+%?|\d.*")
+_LAST_SHARE = re.compile(r"last:(\d+%)")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What trains in a model with adapters, by the names that its tensors have in transformers.
+
+    Attributes:
+        adapted: the paths of the linear layers that have an adapter, in the order of the model.
+        trained: the names of the parameters that train themselves.
+    """
+
+    adapted: tuple[str, ...]
+    trained: tuple[str, ...]
+
+
+def choose(model: PreTrainedModel, targets: Sequence[str], parts: Sequence[str]) -> Chosen:
+    """What trains in a model. A layer whose own weight trains has no adapter.
+
+    Args:
+        model: a model whose experts are not divided.
+        targets: the words of ``train.adapter.targets``.
+        parts: the words of ``optim.train``.
+
+    Raises:
+        ConfigError: a word names nothing in this model, the embeddings and the output head are one weight and only one
+            of them is named, nothing is left to adapt, or the wiring is Desync.
+    """
+    if (name := wiring_of(model.config).name) in DESYNC:
+        raise ConfigError(
+            f"train.adapter cannot be combined with the wiring {name}, whose ranks share the weights of a layer",
+            hint="remove train.adapter",
+        )
+    trained = tuple(_trained(model, parts))
+    own = {name.rpartition(".")[0] for name in trained if name.endswith(".weight")}
+    adapted = tuple(path for path in _adapted(model, targets) if path not in own)
+    if not adapted:
+        raise ConfigError("optim.train trains every layer that train.adapter.targets names", "Remove train.adapter.")
+    return Chosen(adapted, trained)
+
+
+def _adapted(model: PreTrainedModel, targets: Sequence[str]) -> Iterator[str]:
+    found = list(_linear_layers(model))
+    groups = {group for _, _, group, _ in found}
+    names = {word for _, inside, _, _ in found for word in _ends(inside)}
+    for word in targets:
+        if word in GROUPS:
+            # The default names all groups, and not every model has all of them.
+            if word not in groups and set(targets) != set(GROUPS):
+                have = ", ".join(sorted(groups))
+                raise ConfigError(f"train.adapter.targets: this model has no {word}; it has {have}")
+        elif word not in names:
+            raise ConfigError(f"train.adapter.targets: this model has no linear layer {word!r}", _meant(word, names))
+    for path, inside, group, direct in found:
+        if (group in targets and direct) or not set(targets).isdisjoint(_ends(inside)):
+            yield path
+
+
+def _linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, str, str, bool]]:
+    """The linear layers that can be adapted: the path, the path inside of the layer, the group, and whether it stands
+    directly in its block. Layers deeper inside, such as those that choose keys, are adapted only if they are named."""
+    blocks = arch_of(model.config).blocks
+    paths = {module: path for path, module in model.named_modules()}
+    for layer in decoder_layers(model):
+        mlp = layer.get_submodule(blocks.mlp)
+        inside: list[tuple[str, Any]] = [("attention", mixer(blocks, layer))]
+        if not any(name == "experts" for name, _ in mlp.named_children()):
+            inside.append(("mlp", mlp))
+        elif blocks.shared and (shared := getattr(mlp, blocks.shared, None)) is not None:
+            inside.append(("shared_experts", shared))
+        for group, block in inside:
+            for name, module in block.named_modules():
+                if isinstance(module, nn.Linear):
+                    path = paths[module]
+                    yield path, path.removeprefix(f"{paths[layer]}."), group, "." not in name
+
+
+def _trained(model: PreTrainedModel, parts: Sequence[str]) -> Iterator[str]:
+    inputs: Any = model.get_input_embeddings()
+    outputs: Any = model.get_output_embeddings()
+    if inputs.weight is outputs.weight and ("embeddings" in parts) != ("head" in parts):
+        raise ConfigError(
+            "this model's embeddings and output head are one weight", hint="name both in optim.train, or neither"
+        )
+    blocks, layers = arch_of(model.config).blocks, decoder_layers(model)
+    inside = [list(layer.named_modules())[1:] for layer in layers]
+    experts = _of(module for of in inside for path, module in of if path.rpartition(".")[2] == "experts")
+    chosen: set[nn.Parameter] = set()
+    for word in parts:
+        if word in ("embeddings", "head"):
+            found = {(inputs if word == "embeddings" else outputs).weight}
+        elif word == "norms":
+            found = _of(module for module in decoder_of(model).modules() if "norm" in type(module).__name__.lower())
+        elif word == "routers":
+            found = _of(module for of in inside for path, module in of if path == f"{blocks.mlp}.{blocks.router}")
+        elif _LAYERS.fullmatch(word):
+            share = _LAST_SHARE.fullmatch(word)
+            found = _of(layers[number] for number in select_layers(share[1] if share else word, len(layers)))
+        else:
+            names = {end for of in inside for path, _ in of for end in _ends(path)}
+            if word not in names:
+                hint = _meant(word, {*names, *PARTS})
+                raise ConfigError(f"optim.train: this model has no part {word!r}", hint)
+            found = _of(module for of in inside for path, module in of if word in _ends(path))
+        if not found - experts:
+            raise ConfigError(f"optim.train: {word!r} names no weight of this model that can train", "Remove it.")
+        chosen |= found - experts
+    for name, parameter in model.named_parameters():
+        if parameter in chosen:
+            yield name
+
+
+def _of(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
+    return {parameter for module in modules for parameter in module.parameters()}
+
+
+def _ends(path: str) -> list[str]:
+    """``b.c``, and then ``c``, of a path ``b.c``."""
+    words = path.split(".")
+    return [".".join(words[number:]) for number in range(len(words))]
+
+
+def _meant(word: str, names: set[str]) -> str:
+    close = get_close_matches(word, sorted(names), 1, 0.5)
+    shown = sorted(name for name in names if "." not in name)
+    return f"Did you mean {close[0]!r}?" if close else f"It has {', '.join(shown)}."

@@ -1,0 +1,237 @@
+"""Runs with adapters: what trains, what checkpoints hold, resume, the merged model, and what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import runs
+import torch
+from reloads import fork_reloads
+from runs import outcome, train
+from safetensors.torch import load_file
+
+from fcsd.distill import loop, prepare
+from fcsd.distill.adapters.adapt import adapt, chosen_parts
+from fcsd.distill.inputs import student_source
+from fcsd.distill.run.report import read_metrics
+from fcsd.distill.student import load_student
+from fcsd.distill.teacher.targets import LiveTeacher
+from fcsd.errors import BadInputError, CheckpointError, ConfigError
+from fcsd.export.final import export_model
+from fcsd.models.build import load_model
+
+LORA: dict[str, Any] = {"train__adapter": {"rank": 4, "alpha": 8.0}, "optim__train": ["norms"]}
+ADAPTERS = Path("adapters") / "adapters.safetensors"
+
+
+@pytest.fixture(scope="module")
+def finished(folder: Path) -> Path:
+    """The directory of a run of four steps with adapters in one process, with checkpoints after two and four."""
+    train(runs.resolved(folder, output_dir=str(folder / "lora"), **LORA))
+    return folder / "lora"
+
+
+def test_checkpoints_hold_what_trains_and_final_is_the_merged_model(folder: Path, finished: Path) -> None:
+    checkpoint = finished / "checkpoints" / "step-4"
+    trained = load_file(checkpoint / ADAPTERS)
+    assert not (checkpoint / "model").exists()
+    adapters = {name for name in trained if "lora_" in name}
+    assert all("norm" in name for name in trained.keys() - adapters) and trained.keys() - adapters
+    states = torch.load(checkpoint / "optimizer" / "rank-0.pt", weights_only=False)
+    moments = next(iter(states["base_optimizer_state"]["state"].values()))["exp_avg"].numel()
+    assert moments == sum(tensor.numel() for tensor in trained.values())
+    base, final = (load_file(path / "model.safetensors") for path in (folder / "student", finished / "final"))
+    assert base.keys() == final.keys()
+    for name, weight in base.items():
+        path = name.removesuffix(".weight")
+        if f"{path}.lora_A.weight" in trained:
+            product = trained[f"{path}.lora_B.weight"] @ trained[f"{path}.lora_A.weight"]
+            torch.testing.assert_close(final[name], weight + 2.0 * product)
+            assert not torch.equal(final[name], weight)
+        elif name in trained:
+            assert torch.equal(final[name], trained[name])
+        else:
+            assert torch.equal(final[name], weight), name
+    losses = [line["held_out_kl"] for line in read_metrics(finished) if "held_out_kl" in line]
+    assert losses and losses[-1] > 0
+
+
+@pytest.mark.parametrize(
+    ("size", "changes"),
+    [
+        (1, {}),
+        (2, {"train__dtype": "bf16", "parallel__zero_stage": 2}),
+        pytest.param(1, {"train__dtype": "bf16"}, marks=pytest.mark.nightly),
+        pytest.param(2, {"parallel__ep_size": 2, "checkpoint__overlap": True}, marks=pytest.mark.nightly),
+        pytest.param(2, {"parallel__zero_stage": 0}, marks=pytest.mark.nightly),
+    ],
+)
+def test_two_steps_and_a_resume_are_four_steps(
+    folder: Path, tmp_path: Path, size: int, changes: dict[str, Any]
+) -> None:
+    train(runs.resolved(folder, output_dir=str(tmp_path / "run"), **LORA, **changes), size)
+    shutil.copytree(tmp_path / "run", tmp_path / "part")
+    shutil.rmtree(tmp_path / "part" / "final")
+    shutil.rmtree(tmp_path / "part" / "checkpoints" / "step-4")
+    train(runs.resolved(folder, output_dir=str(tmp_path / "part"), **LORA, **changes), size)
+    assert outcome(tmp_path / "part") == outcome(tmp_path / "run")
+    last = Path("checkpoints") / "step-4" / ADAPTERS
+    assert (tmp_path / "part" / last).read_bytes() == (tmp_path / "run" / last).read_bytes()
+
+
+def test_any_checkpoint_is_exported_as_an_ordinary_model(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own check reloads it in a process without fcsd. It needs no process group."""
+    fork_reloads(monkeypatch)
+    export_model(finished, tmp_path / "out", checkpoint="latest")
+    exported, final = (load_file(path / "model.safetensors") for path in (tmp_path / "out", finished / "final"))
+    assert exported.keys() == final.keys()
+    assert all(torch.equal(exported[name], final[name]) for name in final)
+    assert (tmp_path / "out" / "reload_proof.json").is_file()
+    assert not list(tmp_path.glob(".merged-*"))
+    ids = torch.arange(9)[None]
+    two = (load_model(path, dtype=torch.float32) for path in (tmp_path / "out", finished / "final"))
+    assert torch.equal(*(model(ids).logits for model in two))
+
+
+def distill_and_get_worse(recipe: Any) -> None:
+    """A run whose score is the number of its step, of which less is better."""
+    take = loop.ScoreHistory.take
+    loop.ScoreHistory.take = lambda self, model, tokenizer, step, metrics: take(
+        self, model, tokenizer, step, {**metrics, "held_out_kl": float(step)}
+    )
+    loop.distill_model(recipe)
+
+
+def test_the_best_checkpoint_is_published_and_not_the_last(folder: Path, tmp_path: Path) -> None:
+    stop = {"metric": "held_out", "every": 2}
+    recipe = runs.resolved(folder, output_dir=str(tmp_path), early_stop=stop, **LORA)
+    assert ranks.on_ranks(1, distill_and_get_worse, recipe) == [None]
+    best, last = (load_file(tmp_path / "checkpoints" / step / ADAPTERS) for step in ("step-2", "step-4"))
+    final = load_file(tmp_path / "final" / "model.safetensors")
+    assert torch.equal(final["model.norm.weight"], best["model.norm.weight"])
+    assert not torch.equal(final["model.norm.weight"], last["model.norm.weight"])
+
+
+def test_the_teachers_pass_leaves_no_trace(folder: Path) -> None:
+    recipe = runs.resolved(folder, **LORA).recipe
+    source, device = student_source(recipe), torch.device("cpu")
+    chosen = chosen_parts(recipe, source)
+    assert chosen is not None
+    student = load_student(recipe, dtype=torch.float32, device=device).train()
+    teacher = load_model(folder / "teacher", dtype=torch.float32)
+    adapted = adapt(student, recipe, chosen)
+    for _, parameter in adapted.tensors():
+        parameter.data.add_(0.01)
+    shared, live = prepare.share_weights(adapted, recipe), LiveTeacher(teacher, recipe.objective)
+    ids = torch.arange(24).reshape(2, 12)
+    columns = {"input_ids": ids, "position_ids": torch.arange(12).repeat(2, 1)}
+
+    def facts() -> Any:
+        layers = [(type(layer), vars(layer).get("fcsd")) for layer in student.model.layers]
+        tensors = {name: value.clone() for name, value in student.state_dict().items()}
+        wants = [
+            (name, parameter.requires_grad, parameter.data_ptr()) for name, parameter in student.named_parameters()
+        ]
+        hooks = [len(module._forward_hooks) for module in student.modules()]
+        return layers, wants, hooks, [module.training for module in student.modules()], tensors, torch.get_rng_state()
+
+    before, logits = facts(), student(ids).logits
+    found, expected = shared.get_targets(columns), live.get_targets(columns)
+    assert torch.equal(found.output[0], expected.output[0]) and torch.equal(found.output[1], expected.output[1])
+    assert not found.output[0].requires_grad and not found.output[1].requires_grad
+    after = facts()
+    assert before[:4] == after[:4]
+    assert all(torch.equal(after[4][name], value) for name, value in before[4].items())
+    assert torch.equal(before[5], after[5])
+    assert torch.equal(student(ids).logits, logits)
+    student(ids).logits.sum().backward()
+    trained = {id(parameter) for _, parameter in adapted.tensors()}
+    assert all((parameter.grad is not None) == (id(parameter) in trained) for parameter in student.parameters())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train__adapter": {"rank": 0}}, "train.adapter.rank"),
+        ({"train__adapter": {"kind": "dora"}}, "train.adapter.kind"),
+        ({"train__adapter": None, "optim__train": ["norms"]}, "optim.train needs train.adapter"),
+        ({"parallel__teacher_placement": "replicated"}, "cannot be combined with parallel.teacher_placement"),
+        ({"init": {"weights": "random"}}, "cannot be combined with init.weights random"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(folder: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        runs.resolved(folder, **{**LORA, **changes})
+    assert "\n" not in str(caught.value)
+
+
+def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_args: object, **_options: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    for name in ("load_student", "load_teacher"):
+        monkeypatch.setattr(prepare, name, load)
+
+
+def refused(recipe: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message) as caught:
+        loop.distill_model(recipe)
+    assert "\n" not in str(caught.value)
+
+
+def test_another_teacher_or_a_trained_student_is_refused_before_anything_loads(
+    folder: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing_loads(monkeypatch)
+    where = {"output_dir": str(tmp_path / "run"), **LORA}
+    refused(runs.resolved(folder, teacher=str(finished / "final"), **where), ConfigError, "needs the weights of the te")
+    trained = {"model": str(finished / "final"), "teacher": str(folder / "teacher")}
+    refused(runs.resolved(folder, **trained, **where), ConfigError, "differ from those of")
+    unknown = {**where, "train__adapter": {"targets": ["q_prj"]}}
+    refused(runs.resolved(folder, **unknown), ConfigError, "no linear layer 'q_prj'")
+    desync = {"model": str(folder / "llama"), "init": {"wiring": "desync-2x", "tp_degree": 2}}
+    runs.write_models(folder / "dense", "llama")
+    desync["model"] = str(folder / "dense" / "teacher")
+    refused(runs.resolved(folder, **desync, **where), ConfigError, "cannot be combined with the wiring desync-2x")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_of_the_other_kind_is_refused_before_anything_loads(
+    folder: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(runs.resolved(folder, output_dir=str(tmp_path / "full"), train__steps=2, optim__horizon=4))
+    nothing_loads(monkeypatch)
+    for run, changes, message in (
+        (finished, {}, "optim.train.0 was 'norms' and is now 'nothing'; train.adapter.alpha was 8.0"),
+        (finished, {**LORA, "train__adapter": {"rank": 8, "alpha": 8.0}}, "train.adapter.rank was 4 and is now 8"),
+        (tmp_path / "full", LORA, "train.adapter.rank was 'nothing' and is now 4"),
+    ):
+        recipe = runs.resolved(folder, output_dir=str(run), **changes)
+        refused(recipe, CheckpointError, message)
+
+
+def test_an_export_needs_the_weights_beside_which_the_adapters_were_trained(
+    folder: Path, finished: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(finished, tmp_path / "run")
+    settings = tmp_path / "run" / "checkpoints" / "step-4" / "adapters" / "adapters.json"
+    facts = json.loads(settings.read_text())
+    assert facts["base"] == str((folder / "student").resolve())
+    moved = folder / "moved"
+    (folder / "student").rename(moved)
+    try:
+        with pytest.raises(BadInputError, match="no such directory") as caught:
+            export_model(finished, tmp_path / "out")
+        assert "merged into these weights" in str(caught.value.hint)
+        shutil.copytree(finished / "final", folder / "student")
+        with pytest.raises(BadInputError, match="are not those beside which"):
+            export_model(finished, tmp_path / "out")
+    finally:
+        shutil.rmtree(folder / "student", ignore_errors=True)
+        moved.rename(folder / "student")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,102 @@
+"""The teacher that is the student with its adapters off equals a second model in memory, to the last bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import runs
+from safetensors.torch import load_file
+
+from fcsd.distill import loop, prepare
+from fcsd.distill.run.report import read_metrics
+
+LORA: dict[str, Any] = {"train__adapter": {"rank": 4, "alpha": 8.0}, "train__eval_every": 2, "train__steps": 2}
+NORMS = {"optim__train": ["norms", "head", "last:25%"], "optim__weight_decay": 0.1}
+CASES: dict[str, dict[str, Any]] = {
+    "fp32, stage 1": {"train__micro_batch_size": 1},
+    "fp32, stage 2": {"parallel__zero_stage": 2, **NORMS},
+    "fp32, stage 0, recomputed": {"parallel__zero_stage": 0, "train__activation_checkpointing": True},
+    "bf16, stage 1": {"train__dtype": "bf16", **NORMS},
+    "bf16, stage 2": {"train__dtype": "bf16", "parallel__zero_stage": 2, "optim__moments": "bf16"},
+    "streams are compared": {"objective__hidden": {"weight": 0.1, "layers": "all"}},
+    "annealed": {"train__anneal_share": 1.0},
+    "fixed passes": {"train__graph": True, "train__dtype": "bf16", **NORMS},
+}
+SHARDED: dict[str, dict[str, Any]] = {
+    "overlapped": {},
+    "overlapped, stage 2, bf16": {"parallel__zero_stage": 2, "train__dtype": "bf16", **NORMS},
+    "overlapped, recomputed": {"train__activation_checkpointing": True, "parallel__zero_stage": 0},
+    "blocking": {"parallel__overlap": "off"},
+    "deduplicated": {"parallel__dedup": "rank"},
+    "only shared experts": {"train__adapter": {"rank": 4, "targets": ["shared_experts"]}},
+    "rounded": {"parallel__quantised": {"dispatch": "int8:g32"}},
+}
+
+
+def distill(cases: list[tuple[Any, bool]]) -> None:
+    """Trains recipes one after the other, each with a shared or a separate teacher."""
+    shares = prepare.shares_weights
+    for recipe, separate in cases:
+        prepare.shares_weights = (lambda recipe: False) if separate else shares
+        loop.distill_model(recipe)
+
+
+def outcome(run: Path) -> tuple[list[dict[str, str]], Any]:
+    """Every loss and norm of a run, to the last bit, and the bytes of its adapters and of the merged model."""
+    named = ("loss", "kl", "sft", "hidden", "lr", "grad_norm", "held_out_kl", "held_out_sft", "held_out_hidden")
+    numbers = [{key: float(line[key]).hex() for key in named if key in line} for line in read_metrics(run)]
+    files = [run / "checkpoints" / "step-2" / "adapters" / "adapters.safetensors", run / "final" / "model.safetensors"]
+    return numbers, [file.read_bytes() for file in files]
+
+
+def both_ways(folder: Path, out: Path, size: int, cases: dict[str, dict[str, Any]]) -> None:
+    """Trains each case with both teachers and compares the runs."""
+    recipes = []
+    for number, changes in enumerate(cases.values()):
+        for separate in (True, False):
+            where = str(out / f"{number}-{separate}")
+            recipes.append((runs.resolved(folder, output_dir=where, **{**LORA, **changes}), separate))
+    for result in ranks.on_ranks(size, distill, recipes):
+        if isinstance(result, Exception):
+            raise result
+    for number, name in enumerate(cases):
+        separate, shared = (outcome(out / f"{number}-{way}") for way in (True, False))
+        assert shared[0] == separate[0], name
+        assert shared[1] == separate[1], name
+        assert any("held_out_kl" in line for line in shared[0]), name
+
+
+@pytest.mark.parametrize(("size", "names"), [(1, ["fp32, stage 2", "streams are compared"]), (2, ["bf16, stage 1"])])
+def test_a_shared_teacher_equals_a_separate_one(folder: Path, tmp_path: Path, size: int, names: list[str]) -> None:
+    both_ways(folder, tmp_path, size, {name: CASES[name] for name in names})
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_shared_teacher_equals_a_separate_one_in_every_setting(folder: Path, tmp_path: Path, size: int) -> None:
+    both_ways(folder, tmp_path, size, CASES)
+
+
+@pytest.mark.parametrize(
+    "names", [["overlapped, stage 2, bf16"], pytest.param([*SHARDED], marks=pytest.mark.nightly)], ids=["one", "all"]
+)
+def test_a_shared_teacher_equals_a_separate_one_with_divided_experts(
+    folder: Path, tmp_path: Path, names: list[str]
+) -> None:
+    both_ways(folder, tmp_path, 2, {name: {"parallel__ep_size": 2, **SHARDED[name]} for name in names})
+
+
+@pytest.mark.parametrize("arch", ["qwen2_moe", pytest.param("llama4_text", marks=pytest.mark.nightly)])
+def test_divided_experts_have_the_adapters_of_one_process(tmp_path: Path, arch: str) -> None:
+    """Also where the shared experts have another name once the experts are divided."""
+    runs.write_models(tmp_path, arch)
+    changes = {**LORA, "optim__train": ["norms"], "optim__lr": 1e-4}
+    runs.train(runs.resolved(tmp_path, output_dir=str(tmp_path / "one"), **changes))
+    runs.train(runs.resolved(tmp_path, output_dir=str(tmp_path / "two"), parallel__ep_size=2, **changes), 2)
+    one, two = (load_file(tmp_path / run / "final" / "model.safetensors") for run in ("one", "two"))
+    assert one.keys() == two.keys()
+    assert all((one[name] - two[name]).abs().max() < 1e-5 for name in one)
+    for mine, reference in zip(*(read_metrics(tmp_path / run) for run in ("two", "one")), strict=True):
+        assert mine["loss"] == pytest.approx(reference["loss"], rel=1e-5)
+        assert mine["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-5)
