@@ -149,3 +149,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(literal: str) -> NoReturn:
     raise ValueError(f"{literal} is not JSON")
+
+
+def with_floats(value: Any) -> Any:
+    """A value of config.json, in which transformers writes infinity as ``{"__float__": "Infinity"}``."""
+    if isinstance(value, dict):
+        if set(value) == {"__float__"}:
+            return float(value["__float__"])
+        return {key: with_floats(inner) for key, inner in value.items()}
+    return [with_floats(inner) for inner in value] if isinstance(value, list) else value

@@ -58,6 +58,7 @@ class _Source:
     block: int | None = None
 
 
+_CONVOLUTIONS = 3  # of the short convolutions of linear attention: queries, keys and values
 _DECODER_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.")
 
 
@@ -201,6 +202,8 @@ class _ShardedModel:
         if source.block is not None and isinstance(sharding, Shard):
             target = target.chunk(sharding.packed, sharding.dim)[source.block]
             sharding = replace(sharding, packed=1)
+        elif source.block is not None and source.expert is None:
+            target = target.chunk(_CONVOLUTIONS)[source.block]
         if self.experts == "whole" and source.expert is not None:
             sharding = "whole"
         return target, sharding
@@ -221,6 +224,9 @@ class _ShardedModel:
                 blocks = sharding.packed if isinstance(sharding, Shard) else 1
                 numbered += [_Source("", None, name, e, b) for e in range(count) for b in range(blocks)]
                 probes[name] = torch.arange(start, len(numbered)).view(count, blocks, 1)
+            elif name.endswith("conv1d.weight"):  # some families store those of queries, keys and values apart
+                numbered += [_Source("", None, name, None, b) for b in range(_CONVOLUTIONS)]
+                probes[name] = torch.arange(start, len(numbered)).view(_CONVOLUTIONS, 1)
             else:
                 numbered.append(_Source("", None, name))
                 probes[name] = torch.tensor([[start]])
@@ -229,6 +235,8 @@ class _ShardedModel:
             if expert_tensor(source.name) and (numbers.ndim == 3 or source.expert is None):
                 # All experts lie in one tensor, which is read expert by expert.
                 yield from (_Source(stored, e, source.name, e) for e in range(count))
+            elif source.expert is None and numbers.numel() > 1:
+                yield replace(source, stored=stored, block=None)
             else:
                 yield replace(source, stored=stored)
 

@@ -48,6 +48,7 @@ class Arch:
         autoep: for types with experts, how DeepSpeed AutoEP, which would look for the ``model_type``, finds them: the
             name of one of its presets, or its keys. None for types that cannot be expert-parallel.
         no_ep: why the type cannot be expert-parallel although it has experts.
+        ep_scale: the field of the config by which the router scales its weights, if AutoEP does not look for it.
         packs: whether transformers' code keeps attention inside documents where position ids restart.
         norm_epsilon: the name of the attribute of its RMSNorms that holds epsilon; None if its norms compute something
             else, or have no weight, so that no kernel may stand for them.
@@ -61,6 +62,7 @@ class Arch:
             tensor-parallel ranks must sum their means.
         no_tp: why tensor-parallel ranks cannot share the type; None if they can.
         no_vllm: why the plugin cannot serve the type; None if it can.
+        final_norm: the norm of the decoder after its last layer.
         injected: for types whose vision tower adds features to the outputs of the first decoder layers: the path, in
             the config, of a list with an entry for each of these layers. They can pass on the full stream alone.
         logits_factor: the field of the config that scales the logits, and 1 or -1 for what they are multiplied by: the
@@ -78,6 +80,7 @@ class Arch:
     text_config: str | None = None
     autoep: str | Mapping[str, Any] | None = None
     no_ep: str | None = None
+    ep_scale: str | None = None
     packs: bool = True
     norm_epsilon: str | None = "variance_epsilon"
     norm_offset: int = 0
@@ -86,6 +89,7 @@ class Arch:
     norms_over_heads: tuple[str, ...] = ()
     no_tp: str | None = None
     no_vllm: str | None = None
+    final_norm: str = "norm"
     injected: str | None = None
     logits_factor: tuple[str, Literal[1, -1]] | None = None
     logits_cap: str | None = None

@@ -30,6 +30,8 @@ def _row(model_type: str, stem: str, *, vllm: Mapping[str, Any] | None = None, *
 _NO_CLASS = "vLLM has no class of its own for this type"
 _UNTRIED = "fcsd's plugin was not tried on any vLLM with this type"
 
+_CONVOLVED = "its short convolutions keep a state for each channel, which fcsd does not shard"
+_STATES = "mamba keeps a state for each channel, which fcsd does not shard"
 _RECURRENT = "linear attention keeps a state for each head, which fcsd does not shard"
 _NOT_TRIED = "vLLM's class has linear attention, with which the plugin was not tried"
 _INJECTED = "vLLM's class adds image features between layers, where the plugin has sums in flight"
@@ -94,6 +96,9 @@ _MINIMAX_M2_AUTOEP = {
     "score_func": "sigmoid",
 }
 
+_AFMOE_ROUTER = {"mlp.router.gate": "replicated", "mlp.expert_bias": "replicated"}
+_HY_V3_AUTOEP = {**_MINIMAX_M2_AUTOEP, "has_shared_experts": True, "shared_experts_pattern": "shared_experts"}
+
 _SHARED_TP = {name.replace("mlp.", "mlp.shared_experts."): style for name, style in _MLP_TP.items()}
 
 _DENSE_TP = {**_ATTENTION_TP, **_MLP_TP}
@@ -150,6 +155,24 @@ _GRANITE_AUTOEP = {
     "moe_layer_pattern": r"model\.layers\.\d+\.block_sparse_moe",
     "router_pattern": "router",
     "has_shared_experts": False,
+}
+
+# The layers of LFM2 begin with a short convolution or with attention, and have names of their own.
+_LFM2_NAMES: Mapping[str, Any] = {
+    "mlp": "feed_forward",
+    "linear": "conv",
+    "attn_norms": ("operator_norm", None),
+    "mlp_norms": ("ffn_norm", None),
+}
+_LFM2, _LFM2_MOE = Blocks(**_LFM2_NAMES), Blocks(router_bias="expert_bias", **_LFM2_NAMES)
+_LFM2_TP = {
+    "self_attn.[qkv]_proj": "colwise",
+    "self_attn.out_proj": "rowwise",
+    "feed_forward.w[13]": "colwise",
+    "feed_forward.w2": "rowwise",
+    "conv.*": "replicated",  # of a single rank
+    "operator_norm": "replicated",
+    "ffn_norm": "replicated",
 }
 
 _ROWS = (
@@ -479,6 +502,130 @@ _ROWS = (
         blocks=Blocks(attn_norms=("attention_layernorm", None), mlp_norms=("feedforward_layernorm", None)),
         tp_plan={"mlp.act_fn": "replicated"},  # its activation has two learned numbers
         no_vllm=_OTHER_NORMS,
+    ),
+    _row(
+        "afmoe",
+        "Afmoe",
+        packs=False,
+        blocks=Blocks(
+            router="router",
+            shared="shared_experts",
+            flattens=True,
+            router_unflattened=True,
+            shared_first=True,
+            router_bias="expert_bias",
+            attn_norms=("input_layernorm", "post_attention_layernorm"),
+            mlp_norms=("pre_mlp_layernorm", "post_mlp_layernorm"),
+        ),
+        no_ep="DeepSpeed AutoEP cannot read the router's bias, which afmoe stores under a name of its own",
+        tp_plan={**_DENSE_TP, **_SHARED_TP, "self_attn.gate_proj": "colwise", **_AFMOE_ROUTER},
+        no_vllm=_NORMED,
+    ),
+    _row(
+        "hy_v3",
+        "HYV3",
+        blocks=Blocks(shared="shared_experts", flattens=True, router_bias="e_score_correction_bias"),
+        autoep=_HY_V3_AUTOEP,
+        ep_scale="router_scaling_factor",
+        tp_plan={"mlp.e_score_correction_bias": "replicated"},
+        no_vllm=_UNTRIED,
+        later_layers=True,
+    ),
+    _row(
+        "laguna",
+        "Laguna",
+        blocks=Blocks(shared="shared_experts", flattens=True, shared_first=True, routed_scale="routed_scaling_factor"),
+        no_ep="DeepSpeed AutoEP does not cap the scores of a router, as laguna can",
+        no_vllm=_UNTRIED,
+    ),
+    _row(
+        "lfm2",
+        "Lfm2",
+        blocks=_LFM2,
+        final_norm="embedding_norm",
+        no_tp=_CONVOLVED,
+        tp_plan=_LFM2_TP,
+        no_vllm=_OTHER_NORMS,
+    ),
+    _row(
+        "lfm2_moe",
+        "Lfm2Moe",
+        blocks=_LFM2_MOE,
+        no_ep="DeepSpeed AutoEP cannot read the router's bias, which lfm2_moe stores under a name of its own",
+        final_norm="embedding_norm",
+        no_tp=_CONVOLVED,
+        tp_plan={**_LFM2_TP, "feed_forward.expert_bias": "replicated"},
+        no_vllm=_OTHER_NORMS,
+    ),
+    _row(
+        "kimi_linear",
+        "KimiLinear",
+        blocks=Blocks(shared="shared_experts", linear="self_attn"),
+        no_ep="its convolutions are stored in three tensors, which fcsd does not write if experts are divided",
+        rotates_halves=False,
+        no_tp=_RECURRENT,
+        tp_plan={"self_attn.*": "replicated"},  # of a single rank
+        no_vllm=_NOT_TRIED,
+    ),
+    _row(
+        "axk1",
+        "AXK1",
+        blocks=Blocks(shared="shared_experts", mlp_norms=("post_attention_layernorm", "mlp.post_mlp_layernorm")),
+        no_ep="its MoE block norms the sum of all experts, for which the block of DeepSpeed AutoEP has no norm",
+        rotates_halves=False,
+        tp_plan={**_LATENT_TP, "mlp.post_mlp_layernorm": "replicated"},
+        no_vllm=_NORMED,
+    ),
+    _row(
+        "phimoe",
+        "Phimoe",
+        blocks=Blocks(router="router"),
+        no_ep="its router draws experts in training, as no router of DeepSpeed AutoEP does",
+        norm_epsilon=None,
+        tp_plan=_ATTENTION_TP,
+        no_vllm=_UNTRIED,
+    ),
+    _row(
+        "nanochat",
+        "NanoChat",
+        norm_epsilon=None,
+        rotates_halves=False,
+        logits_cap="final_logit_softcapping",
+        no_vllm=_NO_CLASS,
+    ),
+    _row(
+        "granitemoehybrid",
+        "GraniteMoeHybrid",
+        blocks=Blocks(
+            mlp="block_sparse_moe",
+            router="router",
+            shared="shared_mlp",
+            shared_beside=True,
+            flattens=True,
+            linear="mamba",
+            multiplier="residual_multiplier",
+        ),
+        no_ep="its shared experts are beside its MoE block, where DeepSpeed AutoEP does not look for them",
+        packs=False,
+        logits_factor=("logits_scaling", -1),
+        no_tp=_STATES,
+        tp_plan={
+            **_ATTENTION_TP,
+            "mamba.*": "replicated",  # of a single rank
+            "shared_mlp.input_linear": "packed_colwise",
+            "shared_mlp.output_linear": "rowwise",
+        },
+        no_vllm=_MULTIPLIED,
+    ),
+    _row(
+        "glm_moe_dsa",
+        "GlmMoeDsa",
+        blocks=Blocks(shared="shared_experts", passes="prev_topk_indices"),
+        autoep="deepseek_v3",
+        rotates_halves=False,
+        tp_plan={**_LATENT_TP, "self_attn.indexer.*": "replicated"},
+        no_vllm=_UNTRIED,
+        later_layers=True,
     ),
 )
 

@@ -26,7 +26,7 @@ from fcsd.models.config_keys import EXPERTS_PER_TOKEN, expert_count, first_count
 from fcsd.models.fused.model import fuse_parts
 from fcsd.models.fused.norms import fuse_norms
 from fcsd.models.fused.rotary import fuse_rotary
-from fcsd.models.wiring import Blocks, hf_parts, mixer
+from fcsd.models.wiring import Blocks, hf_parts, mixer, mlp_of, shared_of
 from fcsd.plan.activations import LayerBytes, OddWidths, RoutedExperts, attention, measure_layer
 from fcsd.plan.setup import Setup
 
@@ -200,11 +200,14 @@ class MetaModel:
             fuse_rotary(model, arch, setup.fused)
         hidden = torch.empty(1, setup.seq_len, self.numbers.hidden, dtype=torch.bfloat16, device="meta")
         decoder, layers = decoder_of(model), decoder_layers(model)
-        found = {FINAL_NORM: measure_layer(decoder.norm, list(decoder.norm.parameters()), hidden)}
+        norm = getattr(decoder, arch.final_norm)
+        found = {FINAL_NORM: measure_layer(norm, list(norm.parameters()), hidden)}
         for layer, numbers, kwargs in zip(layers, self.numbers.layers, calls, strict=True):
             if numbers.kind in found:
                 continue
             run: Callable[[Tensor], Tensor] = partial(layer, **kwargs)
+            if arch.blocks.passes is not None:
+                run = partial(_first, run)
             parameters = list(layer.parameters())
             if numbers.routed and setup.ep_size > 1:
                 run, own = self._over_ranks(layer, kwargs, setup)
@@ -262,12 +265,16 @@ class MetaModel:
         return model, calls, sum(widths) // len(calls)
 
 
+def _first(run: Callable[[Tensor], Any], x: Tensor) -> Tensor:
+    return run(x)[0]
+
+
 def _covering(blocks: Blocks, layer: Any) -> tuple[int, int, int]:
     """Parameters of attention before and after attention itself, and of the shared experts."""
     attention = mixer(blocks, layer)
     output = (attention.out_proj if hasattr(attention, "out_proj") else attention.o_proj).weight.numel()
-    mlp = layer.get_submodule(blocks.mlp)
-    shared = getattr(mlp, blocks.shared, None) if blocks.shared else None  # a dense layer has none
+    mlp = mlp_of(blocks, layer)
+    shared = shared_of(blocks, layer) if hasattr(mlp, "experts") else None
     inside = sum(parameter.numel() for parameter in shared.parameters()) if shared is not None else 0
     return sum(parameter.numel() for parameter in attention.parameters()) - output, output, inside
 

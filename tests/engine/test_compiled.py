@@ -29,6 +29,8 @@ DIFFERS = {
     "smollm3": "use_rope",
     "exaone_moe": "is_sliding",
     "exaone4": "is_sliding",
+    "afmoe": "is_local_attention",
+    "laguna": "is_local_attention",
     "mimo_v2_flash": "num_key_value_groups",
 }
 
@@ -60,10 +62,13 @@ def decode(model: Any, wiring: Wiring, compile_steps: bool, attention: str = "gr
     return first, torch.stack([stepper._step() for _ in range(STEPS)])
 
 
+NO_SLOTS = ("deepseek_v32", "glm_moe_dsa")  # see why_no_slots
+
+
 @pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize(
     "arch",
-    [arch for arch in tiny.CONFIGS if ARCHS[arch].no_tp is None and arch != "deepseek_v32"],  # see why_no_slots
+    [arch for arch in tiny.CONFIGS if ARCHS[arch].no_tp is None and arch not in NO_SLOTS],
 )
 def test_a_function_is_traced_once_for_all_layers_and_changes_nothing(
     arch: str, merged: bool, counted: list[str], monkeypatch: pytest.MonkeyPatch

@@ -368,5 +368,5 @@ def test_what_ranks_cannot_share_runs_on_one_and_is_refused_on_two(arch: str, tm
         steps = model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False)
         assert torch.equal(steps, reference.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False))
     assert "keeps a" in (why_no_slots(model, 32) or "")
-    with pytest.raises(ConfigError, match=f"2 ranks cannot share a model of {arch}: linear attention keeps a state"):
+    with pytest.raises(ConfigError, match=f"2 ranks cannot share a model of {arch}: {ARCHS[arch].no_tp}"):
         load_tensor_parallel(tmp_path, dtype=torch.float32, device="cpu", ranks=TensorGroup(None, 2, 0))
