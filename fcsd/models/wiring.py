@@ -101,8 +101,8 @@ def shared_of(blocks: Blocks, layer: Any) -> Any:
 
 def router_of(blocks: Blocks, mlp: Any) -> Callable[[Tensor], Any]:
     """The router of a MoE block as a function of what it reads alone, in the shape in which the block gives it."""
-    router = mlp.get_submodule(blocks.router)
-    return router if blocks.router_bias is None else lambda x: router(x, getattr(mlp, blocks.router_bias, None))
+    router, bias = mlp.get_submodule(blocks.router), blocks.router_bias
+    return router if bias is None else lambda x: router(x, getattr(mlp, bias, None))
 
 
 def scaled(blocks: Blocks, mlp: Any, out: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ def _whole(mlp: nn.Module, x: Tensor) -> Tensor:
     return out[0] if isinstance(out, tuple) else out  # gpt_oss returns its router scores too
 
 
-def _prescaled(router: nn.Module, experts: nn.Module, flat: Tensor) -> Tensor:
+def _prescaled(router: Callable[[Tensor], Any], experts: nn.Module, flat: Tensor) -> Tensor:
     # Every expert sees every token [experts * tokens, hidden]; scores [tokens, experts] are zero where not chosen.
     scores, _ = router(flat)
     copies = flat.repeat(scores.shape[1], 1) * scores.transpose(0, 1).reshape(-1, 1)
