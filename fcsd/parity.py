@@ -193,11 +193,12 @@ def first_layers(
     import transformers
     from safetensors import safe_open
 
-    from fcsd.models.build import causal_lm_class, register
+    from fcsd.models.build import causal_lm_class, register, without_further_outputs
     from fcsd.models.fp8 import blocks_of_config
 
     register()
     config = shortened(transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False), layers)
+    config, _ = without_further_outputs(config)
     tensors: dict[str, Tensor] = {}
     for shard in shards:
         with safe_open(shard, framework="pt") as file:

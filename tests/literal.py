@@ -18,7 +18,7 @@ NORMS: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
         (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
     ),
     **dict.fromkeys(
-        ("gemma2", "gemma3_text"),
+        ("gemma2", "gemma3_text", "gemma3"),
         ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
     ),
     "hyperclovax": ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),

@@ -335,6 +335,23 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     "exaone4": ("Exaone4Config", dict(intermediate_size=128, sliding_window=16)),
     "gemma2": ("Gemma2Config", _GEMMA),
     "gemma3_text": ("Gemma3TextConfig", _GEMMA),
+    "gemma3": (
+        "Gemma3Config",
+        dict(
+            text_config=_GEMMA,
+            vision_config=dict(
+                model_type="siglip_vision_model",
+                hidden_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                intermediate_size=48,
+                image_size=56,
+                patch_size=14,
+            ),
+            mm_tokens_per_image=4,
+            image_token_index=250,
+        ),
+    ),
     "glm4": ("Glm4Config", dict(intermediate_size=128, head_dim=16)),
     "granite": ("GraniteConfig", dict(intermediate_size=128, residual_multiplier=0.5, logits_scaling=2.0)),
     "granitemoe": (
@@ -383,7 +400,13 @@ def model(arch: str, seed: int = 0, dtype: torch.dtype = torch.float32, **change
     """A randomly initialised causal LM in eval mode, the same for the same seed."""
     torch.manual_seed(seed)
     found = config(arch, **changes)
-    return causal_lm_class(found)._from_config(found, dtype=dtype).eval()
+    made = causal_lm_class(found)._from_config(found, dtype=dtype).eval()
+    if "vision_config" in CONFIGS[arch][1] and made.device.type != "meta":
+        with torch.no_grad():  # Gemma 3's projector of images is zero at the start
+            for tensor in made.parameters():
+                if tensor.ndim == 2 and not tensor.any():
+                    tensor.normal_(std=0.2)
+    return made
 
 
 def tokens(batch: int = 2, length: int = 24, seed: int = 1) -> torch.Tensor:
@@ -426,6 +449,9 @@ def image(arch: str) -> dict[str, torch.Tensor]:
     if arch == "mistral3":
         pixels = torch.randn(1, 3, 56, 56, generator=generator)
         return {"input_ids": ids, "pixel_values": pixels, "image_sizes": torch.tensor([[56, 56]])}
+    if arch == "gemma3":  # the tokens of an image see each other
+        pixels = torch.randn(1, 3, 56, 56, generator=generator)
+        return {"input_ids": ids, "pixel_values": pixels, "token_type_ids": (ids == 250).int()}
     patches = torch.randn(16, 3 * 14 * 14, generator=generator)
     grid = torch.tensor([[1, 4, 4]])
     return {

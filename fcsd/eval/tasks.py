@@ -9,6 +9,7 @@ task definitions read real and mirrored data. For the same reason, it would read
 import contextlib
 import itertools
 import logging
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -234,8 +235,19 @@ def _found_once(find: Callable[..., Any]) -> Callable[..., Any]:
     return module
 
 
+def limit_of_each(limit: int | None, tasks: int) -> int | None:
+    """How many questions each of a benchmark's ``tasks`` asks, so that all ask the same number, and ``limit`` together.
+
+    The number is rounded up, so that every task asks at least one.
+    """
+    return None if limit is None else math.ceil(limit / tasks)
+
+
 def task_result(task: LoadedTask, lm: Adapter, limit: int | None, accept_unsafe_exec: bool = False) -> dict[str, Any]:
     """Run a task and return the fields of its result that come from lm-eval, and ``samples``: what the model answered.
+
+    Args:
+        limit: how many questions of the benchmark are asked; a group spreads them over its tasks.
 
     Raises:
         BadInputError: a prompt is longer than the model takes, the model lacks a chat template that is asked for, or a
@@ -250,13 +262,14 @@ def task_result(task: LoadedTask, lm: Adapter, limit: int | None, accept_unsafe_
         raise BadInputError(f"{benchmark.column}: the model has no chat template", "leave out --apply-chat-template")
     for leaf in task.lm_eval["tasks"].values():
         leaf.set_fewshot_seed(FEWSHOT_SEED)  # the same examples for every model
+    each = limit_of_each(limit, len(task.lm_eval["tasks"]))
     for name, leaf in task.lm_eval["tasks"].items():
-        _check_questions(f"{benchmark.column}: {name}", leaf, limit, programs=benchmark.harness == SANDBOX)
+        _check_questions(f"{benchmark.column}: {name}", leaf, each, programs=benchmark.harness == SANDBOX)
     try:
         answer: Any = run(
             lm,
             task.lm_eval,
-            limit=limit,
+            limit=each,
             bootstrap_iters=0,
             apply_chat_template=benchmark.chat,
             fewshot_as_multiturn=benchmark.chat,

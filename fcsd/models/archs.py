@@ -418,6 +418,17 @@ _ROWS = (
         no_vllm=_NORMED,
     ),
     _row(
+        "gemma3",
+        "Gemma3",
+        classes=_vision("Gemma3"),  # which caps no logits, unlike the class for text alone
+        text_config="text_config",
+        blocks=Blocks(**_GEMMA_NORMS),
+        norm_epsilon="eps",
+        norm_offset=1,
+        tp_plan=_DENSE_TP,
+        no_vllm=_NORMED,
+    ),
+    _row(
         "glm4",
         "Glm4",
         blocks=Blocks(**_GLM_NORMS),

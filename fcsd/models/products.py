@@ -29,6 +29,8 @@ PRODUCTS = (
     (r"hunyuan-[\d.]+b", "Hunyuan-0.5B to -7B", "hunyuan_v1_dense"),
     (r"mistral-(7b|nemo)", "Mistral 7B, Mistral Nemo", "mistral"),
     (r"gemma-\d+b|codegemma", "Gemma, CodeGemma", "gemma"),
+    (r"gemma-3-(270m|1b)", "Gemma 3 270M, 1B", "gemma3_text"),
+    (r"gemma-3-\d+b", "Gemma 3 4B, 12B, 27B", "gemma3"),
     (r"phi-?3(\.5)?-(mini|medium)|phi-?4(?!.*(flash|multimodal|vision))", "Phi-3, Phi-4", "phi3"),
     (r"nemotron-(4|mini)", "Nemotron-4, Nemotron-Mini", "nemotron"),
     (r"olmo-[17]b.*-hf", "OLMo 1", "olmo"),

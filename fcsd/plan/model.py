@@ -14,7 +14,14 @@ from transformers import AttentionInterface, AutoConfig, PretrainedConfig, PreTr
 from fcsd.checkpoint import read_config, resolve
 from fcsd.errors import BadInputError
 from fcsd.kernels.packed_attention import attends_to_all
-from fcsd.models.build import arch_of, causal_lm_class, decoder_layers, decoder_of, register
+from fcsd.models.build import (
+    arch_of,
+    causal_lm_class,
+    decoder_layers,
+    decoder_of,
+    register,
+    without_further_outputs,
+)
 from fcsd.models.config_keys import EXPERTS_PER_TOKEN, expert_count, first_count
 from fcsd.models.fused.model import fuse_parts
 from fcsd.models.fused.norms import fuse_norms
@@ -161,7 +168,7 @@ class MetaModel:
             rewired = rewired or read_config(folder).rewired is not None
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         fields = {key: value for key, value in config.to_dict().items() if key not in ("fcsd", "model_type")}
-        self.config = AutoConfig.for_model(arch_of(config).model_type, **fields)
+        self.config, _ = without_further_outputs(AutoConfig.for_model(arch_of(config).model_type, **fields))
         self._measured: dict[Any, dict[int, LayerBytes]] = {}
         model, _, width = self._run(seq_len=2, masked=False)
         self.numbers = _numbers(model, 2 if rewired else 1, width)

@@ -112,6 +112,17 @@ _GATED_DELTA = dict(
 )
 _MROPE = {"rope_type": "default", "rope_theta": 50.0, "mrope_section": [3, 2, 1], "mrope_interleaved": True}
 _GRANITE = dict(residual_multiplier=0.6, embedding_multiplier=3.0, attention_multiplier=0.4, logits_scaling=1.5)
+_GEMMA3_TEXT = dict(
+    pad_token_id=3,
+    query_pre_attn_scalar=9,
+    final_logit_softcapping=3.0,
+    attn_logit_softcapping=2.0,
+    num_key_value_heads=1,
+    rope_parameters={
+        "full_attention": {"rope_type": "default", "rope_theta": 50.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+    },
+)
 # What moves the fields that a family has alone, or that would not be moved by the values above.
 OWN: dict[str, dict[str, Any]] = {
     "seed_oss": dict(attention_out_bias=True, residual_dropout=0.3),
@@ -200,17 +211,8 @@ OWN: dict[str, dict[str, Any]] = {
     "flex_olmo": dict(_EXPERTS, norm_topk_prob=True),
     "exaone4": dict(sliding_window_pattern=3),
     "gemma2": dict(pad_token_id=3, query_pre_attn_scalar=9, final_logit_softcapping=3.0, attn_logit_softcapping=2.0),
-    "gemma3_text": dict(
-        pad_token_id=3,
-        query_pre_attn_scalar=9,
-        final_logit_softcapping=3.0,
-        attn_logit_softcapping=2.0,
-        num_key_value_heads=1,
-        rope_parameters={
-            "full_attention": {"rope_type": "default", "rope_theta": 50.0},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
-        },
-    ),
+    "gemma3_text": _GEMMA3_TEXT,
+    "gemma3": _GEMMA3_TEXT,
     "granite": _GRANITE,
     "granitemoe": dict(_EXPERTS, **_GRANITE),
     "hyperclovax": dict(_GRANITE, use_post_norm=False),

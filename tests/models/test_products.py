@@ -44,6 +44,8 @@ NAMES = {
     "mistralai/Mistral-7B-Instruct-v0.3": "mistral",
     "mistralai/Mistral-Nemo-Instruct-2407": "mistral",
     "google/gemma-7b-it": "gemma",
+    "google/gemma-3-1b-it": "gemma3_text",
+    "google/gemma-3-4b-it": "gemma3",
     "microsoft/Phi-3.5-mini-instruct": "phi3",
     "microsoft/phi-4": "phi3",
     "nvidia/Nemotron-Mini-4B-Instruct": "nemotron",
@@ -62,7 +64,7 @@ NAMES = {
     "mistralai/Mixtral-8x7B-v0.1": "mixtral",
 }
 OTHERS = ["deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "Qwen/Qwen2.5-VL-7B", "Qwen/Qwen3-VL-Embedding-2B"]
-OTHERS += ["google/gemma-2-9b", "google/gemma-3-4b-it", "microsoft/Phi-4-mini-flash-reasoning", "zai-org/GLM-4-9B-0414"]
+OTHERS += ["google/gemma-2-9b", "microsoft/Phi-4-mini-flash-reasoning", "zai-org/GLM-4-9B-0414"]
 OTHERS += ["microsoft/Phi-3.5-MoE-instruct", "allenai/OLMo-2-1124-7B", "zai-org/GLM-4.5V", "runs/mine/final", "teacher"]
 OTHERS += ["meta-llama/Llama-3.2-11B-Vision", "Qwen/Qwen3.5-35B-A3B-Reranker"]
 

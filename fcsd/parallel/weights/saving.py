@@ -19,7 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from fcsd.checkpoint import compare_tensors, read_config, read_layout
 from fcsd.checkpoint.weights import MAX_SHARD, NAMES, Reader, Shape, Writer
-from fcsd.models.build import arch_of
+from fcsd.models.build import arch_of, stored_config
 from fcsd.parallel.expert.block import expert_blocks
 from fcsd.parallel.tensor.layer import ranks_of
 from fcsd.parallel.tensor.shard import gather, whole_shape
@@ -159,8 +159,9 @@ def _my_turn(turn: int) -> bool:
 
 def write_configs(model: PreTrainedModel, directory: Path) -> None:
     """The JSON files that ``save_pretrained`` writes beside the weights."""
-    model.config.dtype = str(model.dtype).removeprefix("torch.")
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(directory)
+    config = stored_config(model)
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(directory)
     if model.can_generate():
         model.generation_config.save_pretrained(directory)

@@ -56,6 +56,8 @@ def _class(model_type: str) -> type:
     base = ModelRegistry._try_load_model_cls(arch.causal_lm)
     if base is None:
         raise ImportError(f"this vLLM cannot load {arch.causal_lm}")
+    if "transformers" in base.__module__.split("."):
+        raise ImportError(f"this vLLM runs {arch.causal_lm} by transformers, whose layers the plugin cannot rewire")
 
     def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
         base.__init__(self, vllm_config=vllm_config, prefix=prefix)
