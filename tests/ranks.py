@@ -33,6 +33,7 @@ _context.set_forkserver_preload(
         "deepspeed.runtime.zero.muon.muon_optimizer",
         "matplotlib.backends.backend_agg",
         "matplotlib.figure",
+        "peft.tuners.lora",
         "setuptools",
         "fcsd.distill.loop",
         "fcsd.eval.harness",

@@ -18,7 +18,7 @@ from fcsd.launch.world import World
 from fcsd.parallel.trace import overlaps, read
 from fcsd.parallel.transports.traffic import Traffic
 from fcsd.plan.model import MetaModel
-from fcsd.plan.setup import GIB, setup_of
+from fcsd.plan.setup import GIB, setup_of, with_adapters
 from fcsd.plan.speed import PEAK, flops_per_token
 
 WAITS = 0.01  # a warning is printed if a larger share of the steps' time is spent waiting for data
@@ -157,7 +157,10 @@ def full_speed(recipe: Recipe, processes: int, peak: float) -> float:
     The run is assumed to do nothing but the student's forward and backward pass and the teacher's forward pass.
     Recomputed layers do not count (PaLM, appendix B: model FLOPs utilization).
     """
-    student = MetaModel(recipe.model).numbers
+    model = MetaModel(recipe.model)
+    student = model.numbers
     teacher = MetaModel(teacher_name(recipe)).numbers if needs_teacher(recipe) else student
     setup = replace(setup_of(recipe, processes, len(student.layers)), recompute=False)
+    if (adapter := recipe.train.adapter) is not None:
+        setup = with_adapters(setup, model.adapters(adapter.rank, adapter.targets, recipe.optim.train))
     return processes * peak / flops_per_token(student, teacher, setup)

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fcsd.config import Recipe, accumulation
 from fcsd.distill import tensor_parallel
+from fcsd.distill.adapters.adapt import chosen_parts
 from fcsd.distill.data.corpus import Corpus, listed, load_corpus, load_tokenizer
 from fcsd.distill.data.document_end import document_end
 from fcsd.distill.data.rows import Rows, batch
@@ -76,6 +77,12 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
         f" = {train.micro_batch_size} rows * {world_size} processes{shared} * {micro_steps} micro-batches",
         f"run         {train.steps:,} steps, {train.steps * train.batch_tokens:,} tokens{asked}",
     ]
+    if (adapter := train.adapter) is not None:
+        chosen = chosen_parts(recipe, source)
+        assert chosen is not None
+        own = f", and {len(chosen.trained)} tensors of the model itself" if chosen.trained else ""
+        shared = "; the teacher is the student with its adapters off" if needs_teacher(recipe) else ""
+        lines.append(f"adapters    {adapter.kind} of rank {adapter.rank} at {len(chosen.adapted)} layers{own}{shared}")
     if train.anneal_share:
         first = round(train.anneal_share * recipe.schedule_steps) + 1
         lines.append(

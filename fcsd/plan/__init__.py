@@ -10,15 +10,18 @@ also works without the hub.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import takewhile
 
-from fcsd.config import Recipe, ResolvedRecipe, accumulation, vary
+from fcsd.config import Adapter, Recipe, ResolvedRecipe, accumulation, vary
 from fcsd.errors import ConfigError, DoesNotFitError
+from fcsd.models.wiring_block import DESYNC
 from fcsd.parallel.expert.dispatcher import check_formats
 from fcsd.parallel.quantised.rows import formats_of
 from fcsd.plan.memory import Memory, disk_bytes, host_bytes, memory
 from fcsd.plan.model import MetaModel, ModelNumbers, of_rank
-from fcsd.plan.search import assignments, changes, cheapest, quicker
-from fcsd.plan.setup import GIB, Hardware, Setup, setup_of
+from fcsd.plan.search import assignments, candidates, changes, cheapest, quicker
+from fcsd.plan.setup import GIB, Adapters, Hardware, Setup, setup_of, with_adapters
 from fcsd.plan.speed import Speed, readable, speed
 from fcsd.plan.uncounted import uncounted
 
@@ -55,6 +58,7 @@ class Plan:
         change: the cheapest change that makes the recipe fit. None if it fits, or if no change makes it fit.
         faster: the micro-batches, with or without recompute, with which a run that fits is fastest, the assignment that
             gains most first; None if they gain less than a twentieth of the hours.
+        adapted: a change to adapters that makes the recipe fit; None if it fits, or if it cannot or need not be made.
         packaged: names of the models whose configuration comes from ``fcsd/plan/configs``, because neither the hub nor
             its cache had it.
         not_counted: settings of the recipe whose effect the plan does not know, each with a few words about it.
@@ -70,6 +74,7 @@ class Plan:
     disk: int
     change: Change | None
     faster: Change | None = None
+    adapted: Change | None = None
     packaged: tuple[str, ...] = ()
     not_counted: tuple[str, ...] = ()
 
@@ -85,7 +90,18 @@ class Plan:
             raise DoesNotFitError(f"{self.name} does not fit: {need}, of which {have}", hint=self.advice())
 
     def advice(self) -> str:
-        """A sentence that names the cheapest change that makes the recipe fit, or says that there is none."""
+        """A sentence that names the cheapest change that makes the recipe fit, or says that there is none.
+
+        Adapters are named first. They train less, so it also names the cheapest change that trains as much.
+        """
+        if self.adapted is None:
+            return self._full_training()
+        return (
+            f"it fits with adapters in place of a second copy and of all optimizer states: "
+            f"{self.described(self.adapted)}; to train all weights, {self._full_training()}"
+        )
+
+    def _full_training(self) -> str:
         if self.change is None:
             return (
                 "none of the settings that fcsd plan tries makes it fit; larger GPUs or a shorter data.seq_len may, "
@@ -131,6 +147,11 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
     teacher = model if recipe.teacher is None else MetaModel(recipe.teacher)
     named = {recipe.model: model, recipe.teacher or recipe.model: teacher}
     setup = setup_of(recipe, hardware.world, len(model.numbers.layers), model.plain)
+    offer = None
+    if (adapter := recipe.train.adapter) is not None:
+        setup = with_adapters(setup, model.adapters(adapter.rank, adapter.targets, recipe.optim.train))
+    elif recipe.teacher is None and recipe.init.wiring not in DESYNC and not model.desync:
+        offer = partial(model.adapters, Adapter().rank, Adapter().targets, [])
     if not setup.possible(model.numbers.experts):
         raise _misplaced(setup, model.numbers.experts)
 
@@ -141,7 +162,7 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
             return False
         return True
 
-    planned = plan_setup(recipe.name, model, teacher.numbers, setup, hardware, utilisation, accepted)
+    planned = plan_setup(recipe.name, model, teacher.numbers, setup, hardware, utilisation, accepted, offer)
     return replace(
         planned,
         packaged=tuple(name for name, one in named.items() if one.packaged),
@@ -157,11 +178,13 @@ def plan_setup(
     hardware: Hardware,
     utilisation: float | None = None,
     accepted: Callable[[Mapping[str, object]], bool] = lambda _: True,
+    offer: Callable[[], Adapters] | None = None,
 ) -> Plan:
     """Plans as :func:`plan_run` does, for models and a recipe that have been read already.
 
     Args:
         accepted: whether the recipe accepts new values, which are given by dotted key; others are not suggested.
+        offer: counts the adapters that are suggested if the recipe does not fit; None suggests none.
     """
 
     own, teacher = of_rank(model.numbers, setup.tp_size), of_rank(teacher, setup.tp_size)
@@ -186,9 +209,16 @@ def plan_setup(
 
     experts, needed = model.numbers.experts, memory_of(setup, hardware)
     time, change, faster = speed(own, teacher, setup, hardware, utilisation), None, None
+    adapted: Change | None = None
     if not needed.fits:
         found = cheapest(setup, hardware, experts, possible)
         change = None if found is None else changed(*found, written=changes(setup, *found))
+        if offer is not None:
+            here = takewhile(
+                lambda found: found[1] == hardware, candidates(with_adapters(setup, offer()), hardware, experts)
+            )
+            light = next((new for new, _ in here if new.cached == setup.cached and possible(new, hardware)), None)
+            adapted = None if light is None else changed(light, hardware, written=changes(setup, light, hardware))
     elif (best := _best([new for new in quicker(setup, experts) if possible(new, hardware)], hours_of)) is not None:
         parts = replace(setup, micro_batch_size=best.micro_batch_size), replace(setup, recompute=best.recompute)
         written = [text for part in sorted(parts, key=hours_of) for text in changes(setup, part, hardware)]
@@ -205,6 +235,7 @@ def plan_setup(
         disk=disk_bytes(model.numbers, setup),
         change=change,
         faster=faster,
+        adapted=adapted,
     )
 
 

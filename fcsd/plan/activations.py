@@ -181,6 +181,30 @@ class _Rows(torch.autograd.Function):
         return gradient.new_empty(ctx.count, gradient.shape[1]), None
 
 
+class AdaptedLinear(nn.Module):
+    """A frozen linear layer with an adapter, in the steps of ``peft``'s layer, which need not be installed.
+
+    Args:
+        base: the linear layer.
+        rank: the rank of the adapter.
+    """
+
+    def __init__(self, base: Any, rank: int) -> None:
+        super().__init__()
+        how: Any = {"bias": False, "dtype": base.weight.dtype, "device": "meta"}
+        self.base = base
+        self.down, self.up = nn.Linear(base.in_features, rank, **how), nn.Linear(rank, base.out_features, **how)
+
+    @property
+    def weight(self) -> Tensor:
+        """The frozen weight, at which transformers' code may look."""
+        return self.base.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., in]`` to ``[..., out]``."""
+        return self.base(x) + self.up(self.down(x)) * 2.0
+
+
 class RoutedExperts(nn.Module):
     """The routed experts of an expert-parallel rank, with the steps of ``fcsd.parallel.expert.block``, to count bytes.
 

@@ -115,9 +115,11 @@ def optimizer_bytes(own: Shard, setup: Setup) -> int:
 
 
 def teacher_bytes(teacher: ModelNumbers, setup: Setup) -> int:
-    """Bytes of the weights of a frozen teacher on one GPU."""
+    """Bytes of the weights of a frozen teacher on one GPU; beside adapters only of those that the student changes."""
     if setup.teacher == "none":
         return 0
+    if setup.adapters is not None:
+        return setup.width * setup.adapters.own
     ranks = setup.ep_size if setup.teacher == "sharded" else 1
     return setup.width * (teacher.dense + teacher.routed // ranks)
 
@@ -197,12 +199,15 @@ def moments(
         Moment("forward pass", **held, gradients=before, activations=alive - kept[-1] + forward, loss=targets),
         Moment("loss", **held, gradients=before, activations=end, loss=targets + temporary + handed_out),
     ]
-    if held["teacher"]:
+    if setup.teacher != "none":
         found.append(Moment("teacher's forward pass", **held, gradients=before, activations=2 * stream + forward))
 
     grown = setup.gradient_width * model.head * (not setup.freeze_lm_head)
     for number, layer in reversed(list(enumerate(model.layers))):
-        size, gradient = layers[layer.kind], setup.gradient_width * (layer.dense + layer.routed // setup.ep_size)
+        trained = layer.dense + layer.routed // setup.ep_size
+        if setup.adapters is not None:
+            trained = setup.adapters.trained // len(model.layers)
+        size, gradient = layers[layer.kind], setup.gradient_width * trained
         grown += gradient
         if setup.zero == 2:
             # Reduced gradients are in the partition's buffer. At most one layer's gradients wait for their bucket.
@@ -249,7 +254,9 @@ def host_bytes(model: ModelNumbers, setup: Setup) -> int:
 
 
 def checkpoint_bytes(model: ModelNumbers, setup: Setup) -> int:
-    """Bytes of a checkpoint: the model directory and the optimizer's states of the trained parameters."""
+    """Bytes of a checkpoint: the model directory, or the adapters, and the optimizer's states of what trains."""
+    if setup.adapters is not None:
+        return (setup.width + _stored_width(setup)) * setup.adapters.trained
     trained = model.total - shard(model, setup).frozen
     return setup.width * model.total + _stored_width(setup) * trained
 
@@ -263,6 +270,8 @@ def copy_bytes(model: ModelNumbers, setup: Setup) -> int:
     own = shard(model, setup)
     if setup.zero_stage:
         return checkpoint_bytes(model, setup) // setup.world
+    if setup.adapters is not None:
+        return checkpoint_bytes(model, setup)
     return setup.width * model.total // setup.world + _stored_width(setup) * own.trained
 
 
@@ -280,5 +289,9 @@ def cache_bytes(setup: Setup) -> int:
 
 
 def disk_bytes(model: ModelNumbers, setup: Setup) -> int:
-    """Bytes on disk: ``keep`` checkpoints, the best one, one that is being written, and the teacher cache."""
-    return checkpoint_bytes(model, setup) * (setup.keep + setup.best + 1) + cache_bytes(setup)
+    """Bytes on disk: ``keep`` checkpoints, the best one, one that is being written, and the teacher cache.
+
+    Beside checkpoints of adapters the merged model takes its own place.
+    """
+    merged = 0 if setup.adapters is None else setup.width * model.total
+    return checkpoint_bytes(model, setup) * (setup.keep + setup.best + 1) + merged + cache_bytes(setup)

@@ -1,7 +1,7 @@
 """Builds a model from its config on the meta device, to count its parameters and the bytes that its layers keep."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,21 +14,23 @@ from transformers import AttentionInterface, AutoConfig, PretrainedConfig, PreTr
 from fcsd.checkpoint import read_config, resolve
 from fcsd.errors import BadInputError
 from fcsd.kernels.packed_attention import attends_to_all
+from fcsd.models.adapters.targets import choose
 from fcsd.models.build import (
     arch_of,
     causal_lm_class,
     decoder_layers,
     decoder_of,
     register,
+    wiring_of,
     without_further_outputs,
 )
 from fcsd.models.config_keys import EXPERTS_PER_TOKEN, expert_count, first_count
 from fcsd.models.fused.model import fuse_parts
 from fcsd.models.fused.norms import fuse_norms
 from fcsd.models.fused.rotary import fuse_rotary
-from fcsd.models.wiring import Blocks, hf_parts, mixer, mlp_of, shared_of
-from fcsd.plan.activations import LayerBytes, OddWidths, RoutedExperts, attention, measure_layer
-from fcsd.plan.setup import Setup
+from fcsd.models.wiring import DESYNC, Blocks, hf_parts, mixer, mlp_of, shared_of
+from fcsd.plan.activations import AdaptedLinear, LayerBytes, OddWidths, RoutedExperts, attention, measure_layer
+from fcsd.plan.setup import Adapters, Setup
 
 _ATTENTION = "fcsd_plan"
 _CHOOSES = {"indexed_attention", "deepseek_sparse_attention"}  # as transformers calls it since 5.23, and before
@@ -147,6 +149,7 @@ class MetaModel:
         numbers: parameters and dimensions of the model.
         packaged: whether the configuration is that in ``fcsd/plan/configs``, because neither the hub nor its cache had
             it.
+        desync: whether the model is converted to a Desync wiring.
 
     Raises:
         BadInputError: the cases of ``fcsd.checkpoint.resolve`` and ``fcsd.checkpoint.read_config``. For a model that
@@ -167,11 +170,25 @@ class MetaModel:
         else:
             rewired = rewired or read_config(folder).rewired is not None
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        self.desync = wiring_of(config).name in DESYNC
         fields = {key: value for key, value in config.to_dict().items() if key not in ("fcsd", "model_type")}
         self.config, _ = without_further_outputs(AutoConfig.for_model(arch_of(config).model_type, **fields))
         self._measured: dict[Any, dict[int, LayerBytes]] = {}
         model, _, width = self._run(seq_len=2, masked=False)
         self.numbers = _numbers(model, 2 if rewired else 1, width)
+
+    def adapters(self, rank: int, targets: Sequence[str], parts: Sequence[str]) -> Adapters:
+        """What trains with adapters of this rank; the arguments are those of ``choose``.
+
+        Raises:
+            ConfigError: see ``choose``.
+        """
+        model = self._run(seq_len=2, masked=False)[0]
+        chosen = choose(model, targets, parts)
+        layers: list[Any] = [model.get_submodule(path) for path in chosen.adapted]
+        own = [model.get_parameter(name).numel() for name in chosen.trained]
+        sizes = [rank * features for layer in layers for features in (layer.in_features, layer.out_features)]
+        return Adapters(rank, tuple(targets), tuple(parts), sum(sizes), sum(own), max([*sizes, *own]))
 
     @property
     def plain(self) -> bool:
@@ -184,7 +201,7 @@ class MetaModel:
         The bytes are measured for one row in bf16. All of them grow with the number of rows. For fp32 they are doubled.
         This is slightly too much, because what a bf16 model computes in fp32 is doubled as well.
         """
-        key = (setup.seq_len, setup.masked, setup.ep_size > 1, setup.fused, setup.imbalance)
+        key = (setup.seq_len, setup.masked, setup.ep_size > 1, setup.fused, setup.imbalance, setup.adapters)
         if key not in self._measured:
             self._measured[key] = self._measure(setup)
         times = setup.micro_batch_size * setup.width // 2
@@ -192,6 +209,14 @@ class MetaModel:
 
     def _measure(self, setup: Setup) -> dict[int, LayerBytes]:
         model, calls, _ = self._run(setup.seq_len, setup.masked)
+        if (adapters := setup.adapters) is not None:
+            chosen = choose(model, adapters.targets, adapters.parts)
+            model.requires_grad_(False)
+            for name in chosen.trained:
+                model.get_parameter(name).requires_grad_()
+            for path in chosen.adapted:
+                parent, _, own = path.rpartition(".")
+                setattr(model.get_submodule(parent), own, AdaptedLinear(model.get_submodule(path), adapters.rank))
         arch = arch_of(self.config)
         if setup.ep_size == 1:
             fuse_parts(model, arch, setup.fused)
@@ -227,7 +252,7 @@ class MetaModel:
         routed = RoutedExperts(
             *(numbers.hidden, inner, numbers.experts, numbers.top_k, setup.imbalance),
             prescaled=blocks.prescaled,
-        )
+        ).requires_grad_(setup.adapters is None)
 
         def run(stream: Tensor) -> Tensor:
             out = parts.attn(blocks.read(layer, "attn", stream), **kwargs)

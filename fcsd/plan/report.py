@@ -40,9 +40,13 @@ def _run(plan: Plan) -> list[tuple[str, str]]:
     divided = f", experts divided among {setup.ep_size} GPUs" if setup.ep_size > 1 else ""
     divided += f", layers sharded among {setup.tp_size} GPUs" if setup.tp_size > 1 else ""
     rows = [("hardware", hardware.source)] if hardware.source else []  # what everything below it assumes
+    rows += [("recipe", plan.name), ("parameters", parameters)]
+    if (adapters := setup.adapters) is not None:
+        own = f", and {_billions(adapters.own)} of the model itself" if adapters.own else ""
+        beside = "; the teacher is the student with its adapters off" if setup.teacher != "none" else ""
+        text = f"{_billions(adapters.parameters)} in adapters of rank {adapters.rank}{own}{beside}"
+        rows.append(("trained", text))
     rows += [
-        ("recipe", plan.name),
-        ("parameters", parameters),
         (
             "run",
             f"{gpus}{nodes}{divided}, ZeRO-{setup.zero_stage}, {setup.dtype}{_optimizer(setup)}, recompute "
@@ -108,6 +112,7 @@ def to_json(plan: Plan) -> dict[str, object]:
         "recipe": plan.name,
         "fits": memory.fits,
         "change": plan.change.written if plan.change else None,
+        "adapters": plan.adapted.written if plan.adapted else None,
         "faster": plan.faster.written if plan.faster else None,
         "packaged_configs": list(plan.packaged),
         "not_counted": list(plan.not_counted),

@@ -1,7 +1,7 @@
 """The settings of a recipe and the properties of the hardware that a plan depends on."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -65,6 +65,32 @@ def present(gpus: int, nodes: int = 1, price: float | None = None) -> Hardware:
 
 
 @dataclass(frozen=True)
+class Adapters:
+    """What trains in a model with adapters.
+
+    Attributes:
+        rank: the rank of each adapter.
+        targets: the layers that have one, as in ``train.adapter.targets``.
+        parts: the parts of the model itself that train, as in ``optim.train``.
+        parameters: parameters of all adapters.
+        own: parameters of ``parts``.
+        largest: parameters of the largest tensor that trains.
+    """
+
+    rank: int
+    targets: tuple[str, ...]
+    parts: tuple[str, ...]
+    parameters: int
+    own: int
+    largest: int
+
+    @property
+    def trained(self) -> int:
+        """Everything that trains; every process has all of it."""
+        return self.parameters + self.own
+
+
+@dataclass(frozen=True)
 class Setup:
     """The settings of a recipe that memory and speed depend on; every setting that the search may change is a field.
 
@@ -98,6 +124,7 @@ class Setup:
         evaluations: measurements of the held-out loss, on ``held_out`` rows each; every score is one, too.
         benchmarks: how often a benchmark computes a score for early stopping.
         cached: token ids that the teacher cache stores for each position; 0 without a cache.
+        adapters: what trains beside frozen weights, which are the teacher's, too; None if all weights train.
     """
 
     world: int
@@ -135,6 +162,7 @@ class Setup:
     held_out: int = 0
     benchmarks: int = 0
     cached: int = 0
+    adapters: Adapters | None = None
 
     @property
     def steps(self) -> float:
@@ -179,8 +207,14 @@ class Setup:
         return divides and placed and self.world % (self.ep_size * self.tp_size) == 0 and self.accumulation.is_integer()
 
 
+def with_adapters(setup: Setup, adapters: Adapters) -> Setup:
+    """The setup of a run that trains adapters: what is not named is frozen."""
+    frozen = {"freeze_embeddings": "embeddings" not in adapters.parts, "freeze_lm_head": "head" not in adapters.parts}
+    return replace(setup, adapters=adapters, **frozen)
+
+
 def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Setup:
-    """The setup of a recipe on ``world`` processes.
+    """The setup of a recipe on ``world`` processes. Adapters are not in it, because their size depends on the model.
 
     Args:
         layers: decoder layers of the model.

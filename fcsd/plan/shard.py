@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from fcsd.plan.model import ModelNumbers
-from fcsd.plan.setup import Setup
+from fcsd.plan.setup import Adapters, Setup
 
 EXPERT_GROUP = 178_956_971  # most parameters of one of the groups into which DeepSpeed splits experts for its optimizer
 GROUP = 2**28  # most parameters of a group if experts are not divided; that of ``fcsd.distill.optim.adamw_choice``
@@ -36,6 +36,8 @@ def shard(model: ModelNumbers, setup: Setup) -> Shard:
     Args:
         model: what one tensor-parallel rank has of the student; see ``of_rank``.
     """
+    if setup.adapters is not None:
+        return _adapters_shard(model, setup, setup.adapters)
     frozen_embedding = model.embedding if setup.freeze_embeddings else 0
     frozen_head = model.head if setup.freeze_lm_head and not model.tied else 0
     dense = model.dense - frozen_embedding - frozen_head
@@ -53,6 +55,14 @@ def shard(model: ModelNumbers, setup: Setup) -> Shard:
     else:
         groups = _parts(sum(partition), max(GROUP, largest) // ranks)
     return Shard(dense + routed, frozen_embedding + frozen_head, partition, groups, largest)
+
+
+def _adapters_shard(model: ModelNumbers, setup: Setup, adapters: Adapters) -> Shard:
+    ranks = setup.world if setup.zero_stage else 1
+    updated = -(-adapters.trained // ranks)
+    groups = _parts(updated, max(GROUP, adapters.largest) // ranks) if setup.zero_stage else (updated,)
+    frozen = model.dense + model.routed // setup.ep_size - adapters.own
+    return Shard(adapters.trained, frozen, (updated, 0), groups, adapters.largest)
 
 
 def _parts(whole: int, most: int) -> tuple[int, ...]:

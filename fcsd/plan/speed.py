@@ -116,8 +116,16 @@ def attention_flops(model: ModelNumbers, seq_len: int) -> float:
 
 
 def flops_per_token(model: ModelNumbers, teacher: ModelNumbers, setup: Setup) -> float:
-    """FLOPs of one training token: forward, twice as many for backward, recomputed layers, the teacher's forward."""
+    """FLOPs of one training token: forward, twice as many for backward, recomputed layers, the teacher's forward.
+
+    No gradients of frozen weights are computed beside adapters.
+    """
     layers, head = forward_flops(model, setup.seq_len)
+    if (adapters := setup.adapters) is not None:
+        layers += 2.0 * adapters.parameters
+        attention, trained = attention_flops(model, setup.seq_len), 2.0 * adapters.trained
+        student = 2 * (layers + head) + attention + trained + (layers if setup.recompute else 0)
+        return student + (sum(forward_flops(teacher, setup.seq_len)) if setup.teacher != "none" else 0)
     student = 3 * (layers + head) + (layers if setup.recompute else 0)
     return student + (sum(forward_flops(teacher, setup.seq_len)) if setup.teacher != "none" else 0)
 

@@ -117,4 +117,6 @@ def _wired(layers: list[Any]) -> list[Wired]:
 def _rewire(layers: list[Any], wired: list[Wired]) -> None:
     for layer, (cls, reads) in zip(layers, wired, strict=True):
         layer.__class__ = cls
-        vars(layer)["fcsd"] = reads
+        vars(layer).pop("fcsd", None)
+        if reads is not None:
+            vars(layer)["fcsd"] = reads

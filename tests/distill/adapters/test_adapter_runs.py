@@ -132,7 +132,7 @@ def test_the_teachers_pass_leaves_no_trace(folder: Path) -> None:
     columns = {"input_ids": ids, "position_ids": torch.arange(12).repeat(2, 1)}
 
     def facts() -> Any:
-        layers = [(type(layer), vars(layer).get("fcsd")) for layer in student.model.layers]
+        layers = [(type(layer), vars(layer).get("fcsd", "none")) for layer in student.model.layers]
         tensors = {name: value.clone() for name, value in student.state_dict().items()}
         wants = [
             (name, parameter.requires_grad, parameter.data_ptr()) for name, parameter in student.named_parameters()

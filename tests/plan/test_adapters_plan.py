@@ -1,0 +1,101 @@
+"""The plan of a run with adapters: one copy of the weights, the states of what trains, and what it is offered for."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import tiny
+import torch
+
+from fcsd.models.adapters.lora import add_adapters
+from fcsd.models.adapters.targets import choose
+from fcsd.plan import Hardware, Setup, plan_run, plan_setup
+from fcsd.plan.activations import AdaptedLinear, measure_layer
+from fcsd.plan.memory import checkpoint_bytes, disk_bytes, moments, teacher_bytes
+from fcsd.plan.model import MetaModel
+from fcsd.plan.report import to_text
+from fcsd.plan.setup import GIB, Adapters, with_adapters
+from fcsd.plan.shard import shard
+from fcsd.plan.speed import flops_per_token
+
+DEFAULT = ("attention", "mlp", "shared_experts")
+SMALL = Setup(world=2, micro_batch_size=2, seq_len=64, batch_tokens=512, tokens=5120, teacher="replicated")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> MetaModel:
+    tiny.config("deepseek_v2").save_pretrained(tmp_path)
+    return MetaModel(str(tmp_path))
+
+
+def test_what_trains_is_counted_as_it_is_made(model: MetaModel) -> None:
+    found = model.adapters(4, DEFAULT, ("norms",))
+    real = tiny.model("deepseek_v2")
+    chosen = choose(real, DEFAULT, ["norms"])
+    layers = add_adapters(real, {path: path for path in chosen.adapted}, 4, 4.0, seed=0)
+    own = sum(real.get_parameter(name).numel() for name in chosen.trained)
+    made = sum(p.numel() for layer in layers.values() for name, p in layer.named_parameters() if "lora_" in name)
+    assert (found.parameters, found.own) == (made, own)
+
+
+def test_no_second_copy_and_states_of_what_trains_alone(model: MetaModel) -> None:
+    adapters = model.adapters(4, DEFAULT, ("norms",))
+    setup, numbers = with_adapters(SMALL, adapters), model.numbers
+    own = shard(numbers, setup)
+    assert own.trained == adapters.trained and own.trained + own.frozen == numbers.total + adapters.parameters
+    assert sum(own.partition) == -(-adapters.trained // 2)
+    assert teacher_bytes(numbers, setup) == 2 * adapters.own
+    assert teacher_bytes(numbers, SMALL) == 2 * numbers.total
+    assert checkpoint_bytes(numbers, setup) == 14 * adapters.trained
+    assert disk_bytes(numbers, setup) == 3 * 14 * adapters.trained + 2 * numbers.total
+    full, light = (moments(numbers, numbers, model.layer_bytes(one), one) for one in (SMALL, setup))
+    assert max(moment.weights for moment in light) == 2 * (numbers.total + adapters.parameters)
+    assert max(moment.optimizer for moment in light) == 12 * sum(own.partition)
+    assert max(moment.total for moment in light) < max(moment.total for moment in full)
+
+
+def test_no_gradients_of_frozen_weights_are_computed(model: MetaModel) -> None:
+    alone = replace(SMALL, teacher="none")
+    full = flops_per_token(model.numbers, model.numbers, alone)
+    light = flops_per_token(model.numbers, model.numbers, with_adapters(alone, model.adapters(1, DEFAULT, ())))
+    assert 2 / 3 * full < light < 0.8 * full
+
+
+def test_the_stand_in_keeps_what_the_layer_of_peft_keeps() -> None:
+    with torch.device("meta"):
+        hidden = torch.empty(1, 32, 64, dtype=torch.bfloat16)
+        base = torch.nn.Linear(64, 48, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+        holder = torch.nn.Sequential(base)
+    ours = AdaptedLinear(base, 4)
+    theirs = add_adapters(holder, {"0": "0"}, 4, 8.0, seed=0)["0"]
+    found = [measure_layer(partial(layer), list(layer.parameters()), hidden).kept for layer in (ours, theirs)]
+    assert found[0] == found[1] > 0
+
+
+def test_adapters_are_offered_first_where_full_training_does_not_fit(model: MetaModel) -> None:
+    offer = model.adapters(4, DEFAULT, ())
+    needed = {
+        name: plan_setup("a", model, model.numbers, setup, Hardware(2, 1, 100)).memory.total
+        for name, setup in (("full", SMALL), ("light", with_adapters(SMALL, offer)))
+    }
+    between = Hardware(2, 1, sum(needed.values()) / 2 / GIB / 0.99)
+    found = plan_setup("a", model, model.numbers, SMALL, between, offer=lambda: offer)
+    assert not found.memory.fits and found.adapted is not None
+    assert found.adapted.written[-1] == "--set train.adapter.rank=4"
+    assert found.advice().startswith("it fits with adapters") and "to train all weights, " in found.advice()
+    without = plan_setup("a", model, model.numbers, SMALL, between)
+    assert without.adapted is None and without.change == found.change
+    assert plan_setup("a", model, model.numbers, SMALL, Hardware(2, 1, 100), offer=lambda: offer).adapted is None
+
+
+def test_the_plan_of_a_recipe_says_what_trains(tmp_path: Path) -> None:
+    runs.write_models(tmp_path)
+    lora: dict[str, Any] = {"train__adapter": {"rank": 4}, "optim__train": ["norms"]}
+    planned = plan_run(runs.resolved(tmp_path, **lora).recipe, Hardware(1))
+    assert isinstance(planned.setup.adapters, Adapters) and planned.setup.adapters.rank == 4
+    text = to_text(planned)
+    assert "in adapters of rank 4, and" in text and "the teacher is the student with its adapters off" in text
+    assert "not counted  train.adapter" in text
