@@ -39,10 +39,10 @@ class AnnealedLayer(WiredLayer):
 
     annealing: Annealing
 
-    def forward(self, hidden_states: Tensor | tuple[Tensor, ...], **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
+    def forward(self, hidden_states: Tensor | tuple[Tensor, ...], *given: Any, **kwargs: Any) -> Any:
         if self._is_annealed():
-            return WiredLayer.forward(self, hidden_states, **kwargs)  # blocking, also if the layer's class overlaps
-        return super().forward(hidden_states, **kwargs)
+            return WiredLayer.forward(self, hidden_states, *given, **kwargs)  # blocking, also if its class overlaps
+        return super().forward(hidden_states, *given, **kwargs)
 
     def _is_annealed(self) -> bool:
         return self.training and self.annealing.weight < 1
