@@ -78,7 +78,9 @@ def plan_proof(layout: Layout, config: CheckpointConfig, arch: "Arch", free_byte
         elif index < of:
             of_layer[index] += tensor.end - tensor.start
     layers, read, memory = 0, 0, 0
-    for count in range(1, of + 1):
+    # A tensor with a part for each layer fits a model of all layers alone.
+    spans = any(name.endswith(arch.spanning) for name in layout.tensors)
+    for count in (of,) if spans else range(1, of + 1):
         # While transformers fuses the experts of a layer, the layer is in memory twice.
         need = int((rest + sum(of_layer[:count]) + max(of_layer[:count])) * _GROWTH[config.quantization])
         if need > free * _SHARE:
@@ -158,6 +160,9 @@ def shortened(config: Any, layers: int) -> Any:
     """The config, changed in place, of a model that has only the first ``layers`` layers."""
     text = config.get_text_config()
     text.num_hidden_layers = layers
+    if text.is_heterogeneous:
+        own = text.to_dict()["per_layer_config"]
+        text.per_layer_config = {layer: fields for layer, fields in own.items() if int(layer) < layers}
     for key, value in list(vars(text).items()):
         if key in _PER_LAYER and value is not None:
             setattr(text, key, value[:layers])

@@ -18,7 +18,7 @@ NORMS: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
         (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
     ),
     **dict.fromkeys(
-        ("gemma2", "gemma3_text", "gemma3"),
+        ("gemma2", "gemma3_text", "gemma3", "gemma4_text", "gemma4"),
         ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
     ),
     **dict.fromkeys(("lfm2", "lfm2_moe"), ("operator_norm", None, "ffn_norm", None)),
@@ -42,8 +42,8 @@ LOGITS: dict[str, Callable] = {
     ),
     "hyperclovax": lambda config, logits: logits * config.logits_scaling,
     **dict.fromkeys(
-        ("gemma2", "gemma3_text", "nanochat"),
-        lambda config, logits: capped(logits, config.final_logit_softcapping),
+        ("gemma2", "gemma3_text", "gemma4_text", "gemma4", "nanochat"),
+        lambda config, logits: capped(logits, config.get_text_config().final_logit_softcapping),
     ),
 }
 
@@ -113,6 +113,27 @@ def settled_and_routed(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     return s, r
 
 
+def beside(layer: nn.Module, before_mlp: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The sum of Gemma 4's MLP and of its experts, each behind a norm of its own, before the norm of the sum."""
+    dense = layer.post_feedforward_layernorm_1(layer.mlp(before_mlp(x)))
+    flat = x.flatten(0, 1)
+    _, weights, indices = layer.router(flat)
+    routed = layer.experts(layer.pre_feedforward_layernorm_2(flat), indices, weights).view_as(x)
+    return dense + layer.post_feedforward_layernorm_2(routed)
+
+
+def leaving(layer: nn.Module, given: Tensor | None, read: Tensor) -> Callable[[Tensor], Tensor]:
+    """What Gemma 4's layer does with a stream that it passes on.
+
+    It adds what it makes of its features of the tokens, ``given``, and of the stream that the next attention reads.
+    """
+    added = torch.zeros_like(read)
+    if given is not None:
+        gated = layer.act_fn(layer.per_layer_input_gate(read)) * given
+        added = layer.post_per_layer_input_norm(layer.per_layer_projection(gated))
+    return lambda x: (x + added) * getattr(layer, "layer_scalar", 1)
+
+
 def attended(layer: nn.Module, x: Tensor, kwargs: dict) -> tuple[Tensor, object]:
     """What a layer's attention returns first and last; linear attention gets what transformers' layer gives it."""
     linear = next((child for name in LINEAR if (child := getattr(layer, name, None)) is not None), None)
@@ -128,10 +149,13 @@ def first(found: Tensor | tuple) -> Tensor:
     return found[0] if isinstance(found, tuple) else found
 
 
-def layer_inputs(model: nn.Module, ids: Tensor, **images: Tensor) -> tuple[Tensor, list[dict], list[Tensor]]:
+def layer_inputs(
+    model: nn.Module, ids: Tensor, **images: Tensor
+) -> tuple[Tensor, list[Tensor | None], list[dict], list[Tensor]]:
     """The embeddings, and what transformers' loop does with each layer.
 
-    It passes keyword arguments (masks, rotary tables), and may add features of images to the layer's output.
+    It passes features of the tokens by position, and keyword arguments (masks, rotary tables). It may add features of
+    images to the layer's output.
     """
     seen, out, handles = [], [], []
     for layer in decoder_of(model).layers:
@@ -143,7 +167,8 @@ def layer_inputs(model: nn.Module, ids: Tensor, **images: Tensor) -> tuple[Tenso
         handle.remove()
     read = [args[0] for args, _ in seen]
     added = [after - before for before, after in zip(out, [*read[1:], out[-1]], strict=True)]
-    return read[0], [kwargs for _, kwargs in seen], added
+    given = [args[1] if len(args) > 1 else None for args, _ in seen]
+    return read[0], given, [kwargs for _, kwargs in seen], added
 
 
 def logits_of(model: nn.Module, stream: Tensor) -> Tensor:
@@ -169,20 +194,20 @@ def evaluate(
     If a layer norms its outputs, ``a`` is the normed output of the attention, and that of the MLP is ``s`` in a dense
     layer and ``r`` in a MoE layer: shared and routed experts are summed before the norm, so neither is there alone.
     """
-    embeds, kwargs, added = layer_inputs(model, ids, **images)
+    embeds, given, kwargs, added = layer_inputs(model, ids, **images)
     o = [embeds]  # o[k] is the stream before layer k
     zero = torch.zeros_like(embeds)
     border = border or ("full" if name == "farskip" else "partial")
-    a, s, r, keys = [], [], [], None
+
+    def attn_rewired(k: int) -> bool:
+        rewired = name in ("farskip", "ladder") and variant != "mlp-only" and k in converted and k > 0
+        return rewired and (border == "partial" or k - 1 in converted)
+
+    a, s, r, partial, leave, keys = [], [], [], [], [], None
     for k, layer in enumerate(decoder_of(model).layers):
-        attn_rewired = name in ("farskip", "ladder") and variant != "mlp-only" and k in converted and k > 0
-        if border == "full":
-            attn_rewired = attn_rewired and k - 1 in converted
         mlp_rewired = name != "standard" and variant != "attn-only" and k in converted
 
-        attn_in = o[k]
-        if attn_rewired:
-            attn_in = o[k - 1] + (a[k - 1] if distance == 1 else zero) + (s[k - 1] if name == "farskip" else zero)
+        attn_in = leave[k - 1](partial[k - 1]) if attn_rewired(k) else o[k]
         before_attn, after_attn, before_mlp, after_mlp = around(model, layer)
         if KEYS in kwargs[k]:  # not those of the unwired model
             kwargs[k][KEYS] = keys
@@ -193,15 +218,21 @@ def evaluate(
         if mlp_rewired:
             mlp_in = o[k]
             if distance == 2 and k > 0:
-                mlp_in = o[k - 1] + a[k - 1] + (s[k - 1] if name == "farskip" else zero)
-        settled, routed = settled_and_routed(layer, before_mlp(mlp_in))
-        if NORMS.get(model.config.model_type, PLAIN)[3] is None:
-            settled, routed = after_mlp(settled), after_mlp(routed)
-        elif hasattr(mlp_of(layer), "experts"):
-            settled, routed = zero, after_mlp(settled + routed)
+                mlp_in = leave[k - 1](o[k - 1] + a[k - 1] + (s[k - 1] if name == "farskip" else zero))
+        if getattr(layer, "enable_moe_block", False):
+            settled, routed = zero, after_mlp(beside(layer, before_mlp, mlp_in))
         else:
-            settled, routed = after_mlp(settled), zero
+            settled, routed = settled_and_routed(layer, before_mlp(mlp_in))
+            if NORMS.get(model.config.model_type, PLAIN)[3] is None:
+                settled, routed = after_mlp(settled), after_mlp(routed)
+            elif hasattr(mlp_of(layer), "experts"):
+                settled, routed = zero, after_mlp(settled + routed)
+            else:
+                settled, routed = after_mlp(settled), zero
         s.append(settled)
         r.append(routed)
-        o.append(o[k] + a[k] + settled + routed + added[k])
+        full = o[k] + a[k] + settled + routed
+        partial.append(o[k] + (a[k] if distance == 1 else zero) + (s[k] if name == "farskip" else zero))
+        leave.append(leaving(layer, given[k], partial[k] if attn_rewired(k + 1) else full))
+        o.append(leave[k](full) + added[k])
     return [*o, logits_of(model, o[-1])]

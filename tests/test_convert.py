@@ -339,10 +339,11 @@ def test_a_file_named_like_our_code_does_not_take_its_place(original: Path, tmp_
 
 @pytest.mark.parametrize("arch", tiny.CONFIGS)
 def test_parity_in_part_of_the_depth_reads_only_its_tensors(arch: str, tmp_path: Path, monkeypatch) -> None:
-    tiny.model(arch).save_pretrained(tmp_path / "base", max_shard_size="200KB")
+    row = ARCHS[arch]
+    plain = dict(hidden_size_per_layer_input=0, num_kv_shared_layers=0) if row.spanning else {}
+    tiny.model(arch, **plain).save_pretrained(tmp_path / "base", max_shard_size="200KB")
     layout = read_layout(tmp_path / "base")
     config = read_config(tmp_path / "base")
-    row = ARCHS[arch]
     whole = parity.plan_proof(layout, config, row)
     assert (whole.layers, whole.of) == (4, 4)
     assert whole.read_bytes == sum(tensor.end - tensor.start for tensor in layout.tensors.values())
@@ -357,6 +358,13 @@ def test_parity_in_part_of_the_depth_reads_only_its_tensors(arch: str, tmp_path:
     report = convert_checkpoint(str(tmp_path / "base"), tmp_path / "out", layers="1,3")
     assert report.parity == 2 and "first 2 of 4" in report.to_text()
     assert {parity.layer_index(row, name) for name in read} == {None, 0, 1}
+
+
+def test_a_tensor_with_a_part_for_each_layer_is_proven_with_all_layers_or_none(tmp_path: Path) -> None:
+    tiny.model("gemma4_text").save_pretrained(tmp_path)
+    read = read_layout(tmp_path), read_config(tmp_path), ARCHS["gemma4_text"]
+    fits = [parity.plan_proof(*read, free_bytes=free).layers for free in range(0, 4_000_000, 50_000)]
+    assert fits == sorted(fits) and set(fits) == {0, 4}
 
 
 def test_no_memory_for_one_layer_is_said(original: Path, tmp_path: Path, monkeypatch) -> None:

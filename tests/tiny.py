@@ -63,6 +63,21 @@ _MROPE = dict(
     }
 )
 _GEMMA = dict(intermediate_size=128, head_dim=16, sliding_window=16, tie_word_embeddings=False)
+# Experts beside the MLP, features of each token, and layers that read the keys and values of the layers before.
+_GEMMA4 = dict(
+    _GEMMA,
+    moe_intermediate_size=32,
+    enable_moe_block=True,
+    num_experts=8,
+    top_k_experts=2,
+    global_head_dim=32,
+    num_global_key_value_heads=1,
+    attention_k_eq_v=True,
+    hidden_size_per_layer_input=16,
+    vocab_size_per_layer_input=VOCAB,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+    num_kv_shared_layers=2,
+)
 
 # Queries are scaled by their position from the eighth token on.
 _YARN = dict(
@@ -352,6 +367,30 @@ CONFIGS: dict[str, tuple[str, dict]] = {
             image_token_index=250,
         ),
     ),
+    "gemma4_text": ("Gemma4TextConfig", _GEMMA4),
+    "gemma4": (
+        "Gemma4Config",
+        dict(
+            text_config=dict(_GEMMA4, use_bidirectional_attention="vision"),
+            vision_config=dict(
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                num_key_value_heads=2,
+                head_dim=16,
+                patch_size=14,
+                pooling_kernel_size=2,
+                position_embedding_size=16,
+            ),
+            audio_config=None,
+            image_token_id=250,
+            video_token_id=251,
+            boi_token_id=252,
+            eoi_token_id=253,
+            audio_token_id=254,
+        ),
+    ),
     "glm4": ("Glm4Config", dict(intermediate_size=128, head_dim=16)),
     "granite": ("GraniteConfig", dict(intermediate_size=128, residual_multiplier=0.5, logits_scaling=2.0)),
     "granitemoe": (
@@ -561,10 +600,19 @@ def image(arch: str) -> dict[str, torch.Tensor]:
         pixels = torch.randn(1, 3, 56, 56, generator=generator)
         return {"input_ids": ids, "pixel_values": pixels, "token_type_ids": (ids == 250).int()}
     patches = torch.randn(16, 3 * 14 * 14, generator=generator)
+    kinds = (ids == 250).int()
+    if arch == "gemma4":
+        places = torch.cartesian_prod(torch.arange(4), torch.arange(4))[None]
+        return {
+            "input_ids": ids,
+            "pixel_values": patches[None],
+            "image_position_ids": places,
+            "mm_token_type_ids": kinds,
+        }
     grid = torch.tensor([[1, 4, 4]])
     return {
         "input_ids": ids,
         "pixel_values": patches,
         "image_grid_thw": grid,
-        "mm_token_type_ids": (ids == 250).int(),
+        "mm_token_type_ids": kinds,
     }

@@ -24,6 +24,7 @@ _LAYER = re.compile(r"(?P<stack>(?:.*?\.)?layers\.)(?P<number>\d+)\.(?P<rest>.+)
 _KINDS = tuple(map(re.compile, (r"\.experts\.", r"conv(1d)?\.weight$", r"\.indexer\.")))
 _EXPERT = re.compile(r"(?P<block>\w+\.experts\.)(?P<number>\d+)(?P<rest>\..+)")
 # Modules that predict further tokens, if they are not layers after the last one.
+_KEYS = re.compile(r"self_attn\.[kv]_(?:proj|norm)\.")
 _FURTHER_TOKENS = re.compile(r"(?:^|\.)mtp")
 _NEEDED = ("num_hidden_layers", "hidden_size", "vocab_size", "tie_word_embeddings")
 
@@ -48,10 +49,11 @@ def compare_layers(layout: Layout, config: CheckpointConfig) -> Comparison | Non
     if row is not None and row.text_config is not None:  # transformers does not read the decoder's own value
         text["tie_word_embeddings"] = config.raw.get("tie_word_embeddings")
     further = [name for name in plain if row and row.later_layers and _FURTHER_TOKENS.search(name)]
+    further += [name for name in plain if row and row.spanning and _is_replaced(name, text)]
     plain = {name: tensor for name, tensor in plain.items() if name not in set(further)}
     outside, stacks = _by_layer(plain)
     decoder = next((stack for stack in stacks if "vision" not in stack), "model.layers.")
-    moe = any(".experts." in rest for layer in stacks[decoder].values() for rest in layer)
+    moe = any(".experts." in f".{rest}" for layer in stacks[decoder].values() for rest in layer)
     if any(text.get(key) is None for key in _NEEDED) or (moe and not first_count(text, EXPERTS_PER_TOKEN)):
         return None
     experts = expert_count(text)
@@ -69,11 +71,17 @@ def compare_layers(layout: Layout, config: CheckpointConfig) -> Comparison | Non
         later = [f"{stack}{n}.{rest}" for n, layer in layers.items() if n >= depth for rest in layer]
         (found.carried if row and row.later_layers else found.unexpected).extend(later)
         types = (text.get("layer_types") or [None] * depth) if stack == decoder else [None] * depth
-        kinds = {n: (_kind(layer), *types[n : n + 1]) for n, layer in layers.items() if n < depth}
+        own = depth - (text.get("num_kv_shared_layers") or 0)  # the later ones read the keys and values of others
+        kinds = {n: (_kind(layer), n < own, *types[n : n + 1]) for n, layer in layers.items() if n < depth}
         for kind in dict.fromkeys(kinds.values()):
             _compare_with_one_another(stack, {n: layers[n] for n in kinds if kinds[n] == kind}, experts, found)
+    inner = decoder.removesuffix("layers.")
+    spanning = {f"{inner}{name}" for name in (row.spanning if row else ())}
     norm = {f"{row.final_norm if row else 'norm'}.{name}" for name in _norm(stacks[decoder], row)}
-    _compare_outside(outside, decoder, norm, text, bool(vision), found)
+    _compare_outside(
+        {name: tensor for name, tensor in outside.items() if name not in spanning},
+        *(decoder, norm, text, bool(vision), found),
+    )
 
     found.carried.extend(name for name in plain if name.endswith("rotary_emb.inv_freq"))
     if config.quantization is None:
@@ -115,6 +123,12 @@ def _by_layer(tensors: Tensors) -> tuple[Tensors, dict[str, dict[int, Tensors]]]
 def _kind(layer: Tensors) -> tuple[bool, ...]:
     """Whether a layer has experts, linear attention, which begins with a convolution, and an indexer of keys."""
     return tuple(any(kind.search(rest) for rest in layer) for kind in _KINDS)
+
+
+def _is_replaced(name: str, text: dict[str, Any]) -> bool:
+    """Whether a tensor makes keys or values of a layer that reads those of another; such files hold it nevertheless."""
+    match, own = _LAYER.fullmatch(name), text["num_hidden_layers"] - (text.get("num_kv_shared_layers") or 0)
+    return bool(match and int(match["number"]) >= own and _KEYS.match(match["rest"]) and "vision" not in match["stack"])
 
 
 def _compare_with_one_another(stack: str, layers: dict[int, Tensors], experts: int, found: Comparison) -> None:

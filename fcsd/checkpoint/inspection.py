@@ -23,7 +23,7 @@ _HUB_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
 # The files of Granite's MoE have all experts' tensors in the block itself.
 _SHARED = re.compile(r"shared_(?:experts?|mlp)\.")
 _EXPERT = re.compile(
-    r"layers\.(\d+)\.(?:\w+\.experts|block_sparse_moe\.(?:in|out)put_linear)\.(?!e_score_correction_bias)"
+    r"layers\.(\d+)\.(?:(?:\w+\.)?experts|block_sparse_moe\.(?:in|out)put_linear)\.(?!e_score_correction_bias)"
 )
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _active_collector
@@ -69,6 +70,7 @@ class Stream:
         self._landed: Tensor | None = x  # what a read has included; None if the oldest sum in flight holds it, too
         self._sums = sums
         self._collected: Tensor | None = None
+        self._leaving: tuple[LayerSums, Any, Tensor | None] | None = None  # see ``leave``
         self._in_flight: list[Callable[[], Tensor]] = []  # oldest first; each returns its sum when it has arrived
 
     def add(self, step: Step, layer: int, out: Tensor, arrive: Callable[[Tensor], Tensor]) -> None:
@@ -105,8 +107,40 @@ class Stream:
             total = self._in_flight[place]()
             self._landed = total if self._landed is None else self._landed + total
         self._in_flight = [wait for n, wait in enumerate(self._in_flight) if n not in places]
+        landed = self._landed
+        assert landed is not None, "a read under Desync lands what was added before it"
+        if self._leaving is not None:
+            (own, layer, given), self._leaving = self._leaving, None
+            (landed,) = own.blocks.leave(layer, [landed], given)
+            self._landed = landed
+            # A sum that this read does not include is no input of what the layer adds, but it leaves the layer, too.
+            self._in_flight = [partial(_left, own, layer, wait) for wait in self._in_flight]
+        return landed
+
+    def leave(self, own: "LayerSums", layer: Any, given: Tensor | None) -> None:
+        """Let the stream leave a layer, see ``Blocks.leave``, as soon as the next read has landed what it includes.
+
+        Args:
+            own: the layer's place in the schedule.
+            layer: the decoder layer.
+            given: its features of the tokens ``[batch, seq, width]``, if it has any.
+        """
+        self._leaving = own, layer, given
+
+    @property
+    def shape(self) -> torch.Size:
+        """``[batch, seq, hidden]``. transformers' loop over layers may cut tokens off, as it would of a tensor."""
         assert self._landed is not None, "a read under Desync lands what was added before it"
-        return self._landed
+        return self._landed.shape
+
+    def __getitem__(self, place: Any) -> "Stream":
+        assert self._landed is not None, "a read under Desync lands what was added before it"
+        cut = Stream(self._landed[place], self._sums)
+        cut._in_flight = [partial(_cut, place, wait) for wait in self._in_flight]
+        if self._leaving is not None:
+            own, layer, given = self._leaving
+            cut._leaving = own, layer, None if given is None else given[place]
+        return cut
 
     def whole(self) -> Tensor:
         """The stream with all sums, as the final norm reads it."""
@@ -115,6 +149,14 @@ class Stream:
 
 def _given(x: Tensor) -> Tensor:
     return x
+
+
+def _left(own: "LayerSums", layer: Any, wait: Callable[[], Tensor]) -> Tensor:
+    return own.blocks.leave(layer, [wait()])[0]
+
+
+def _cut(place: Any, wait: Callable[[], Tensor]) -> Tensor:
+    return wait()[place]
 
 
 @dataclass(frozen=True)
@@ -137,13 +179,14 @@ class TensorParallelLayer(WiredLayer):
 
     fcsd: LayerSums
 
-    def forward(self, hidden_states: Any, **kwargs: Any) -> Any:
+    def forward(self, hidden_states: Any, given: Tensor | None = None, **kwargs: Any) -> Any:
         if _active_collector.get():
             raise ConfigError("a tensor-parallel model does not return the outputs of single layers")
         own, plan = self.fcsd, self.fcsd.plan
         stream = hidden_states if isinstance(hidden_states, Stream) else Stream(hidden_states, own.sums)
         parts = own.parts(self)
-        if own.sums.compiled and compiled.possible(kwargs.get("past_key_values"), own.index):
+        compiles = own.sums.compiled and own.blocks.beside is None
+        if compiles and compiled.possible(kwargs.get("past_key_values"), own.index):
             self._compiled_step(stream, parts, **kwargs)
         else:
             x = own.blocks.read(self, "attn", stream.read(plan.attn))
@@ -151,6 +194,8 @@ class TensorParallelLayer(WiredLayer):
             x = own.blocks.read(self, "mlp", stream.read(plan.mlp))
             for number, part in enumerate((part for part in (parts.shared, parts.routed) if part is not None), 1):
                 self._add(stream, number, part(x))
+        if own.blocks.inputs is not None or own.blocks.scale is not None:
+            stream.leave(own, self, given)
         return stream if plan.hands_on is None else stream.whole()
 
     def _add(self, stream: Stream, number: int, out: Tensor) -> None:

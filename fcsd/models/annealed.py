@@ -39,13 +39,13 @@ class AnnealedLayer(WiredLayer):
 
     annealing: Annealing
 
-    def forward(self, hidden_states: Tensor | tuple[Tensor, ...], **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
+    def forward(self, hidden_states: Tensor | tuple[Tensor, ...], *given: Any, **kwargs: Any) -> Any:
         if self._is_annealed():
             blocking = partial(WiredLayer.forward, self)  # also if the layer's class overlaps
             blocks = self.fcsd.blocks
             run = blocking if blocks.passes is None else partial(pass_on, blocks, blocking)
-            return run(hidden_states, **kwargs)
-        return super().forward(hidden_states, **kwargs)
+            return run(hidden_states, *given, **kwargs)
+        return super().forward(hidden_states, *given, **kwargs)
 
     def _is_annealed(self) -> bool:
         return self.training and self.annealing.weight < 1

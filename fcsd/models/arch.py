@@ -68,6 +68,8 @@ class Arch:
         logits_factor: the field of the config that scales the logits, and 1 or -1 for what they are multiplied by: the
             field, or its inverse. None if they are the product of the final hidden states and the output head.
         logits_cap: the field of the config that caps the logits; None if the type has none.
+        spanning: the names, inside the decoder, of tensors beside its layers, its embedding and its final norm. They
+            hold a part for each layer, so no model of fewer layers can have them.
         later_layers: whether checkpoints may have layers after the last one, or modules called ``mtp``, which predict
             further tokens. transformers does not load them.
     """
@@ -93,6 +95,7 @@ class Arch:
     injected: str | None = None
     logits_factor: tuple[str, Literal[1, -1]] | None = None
     logits_cap: str | None = None
+    spanning: tuple[str, ...] = ()
     later_layers: bool = False
 
     @property

@@ -47,6 +47,8 @@ _NORMED = "vLLM's layer norms an output before it is added, which the plugin's d
 
 _MULTIPLIED = "vLLM's layer multiplies an output before it is added, which the plugin's does not"
 _OTHER_NORMS = "vLLM's class has other names for the norms of a layer than the plugin looks for"
+_UNEVEN = "its layers differ in heads, and some read the keys and values of others"
+_BESIDE = "experts beside an MLP read the stream through another norm than their router, which AutoEP's cannot"
 
 _SHARED_EXPERTS = Blocks(shared="shared_experts")
 
@@ -62,6 +64,30 @@ _GEMMA_NORMS: Mapping[str, Any] = {
 _GLM_NORMS: Mapping[str, Any] = {
     "attn_norms": ("input_layernorm", "post_self_attn_layernorm"),
     "mlp_norms": ("post_attention_layernorm", "post_mlp_layernorm"),
+}
+
+# The experts stand beside the MLP of a layer, or there are none. Features of each token are added behind the MLP.
+_GEMMA4: Mapping[str, Any] = {
+    "blocks": Blocks(
+        router="router",
+        beside=("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2"),
+        inputs=("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"),
+        scale="layer_scalar",
+        cuts=True,
+        **_GEMMA_NORMS,
+    ),
+    "no_ep": _BESIDE,
+    "norm_epsilon": "eps",
+    "rotates_halves": False,  # its function rotates queries and keys one by one
+    "logits_cap": "final_logit_softcapping",
+    "spanning": (
+        "embed_tokens_per_layer.weight",
+        "per_layer_model_projection.weight",
+        "per_layer_projection_norm.weight",
+    ),
+    "no_tp": _UNEVEN,
+    "tp_plan": dict.fromkeys(("*layernorm_?", "layer_scalar", "per_layer_*", "router.*"), "replicated"),  # of one rank
+    "no_vllm": _NORMED,
 }
 
 # Multi-head latent attention: every rank makes the latents of all heads, and unfolds them for its own heads.
@@ -451,6 +477,14 @@ _ROWS = (
         tp_plan=_DENSE_TP,
         no_vllm=_NORMED,
     ),
+    _row(
+        "gemma4_text",
+        "Gemma4",
+        config="Gemma4TextConfig",
+        classes={"AutoModel": ("Gemma4TextModel", ""), "AutoModelForCausalLM": ("Gemma4ForCausalLM", "model")},
+        **_GEMMA4,
+    ),
+    _row("gemma4", "Gemma4", classes=_vision("Gemma4"), text_config="text_config", **_GEMMA4),
     _row(
         "glm4",
         "Glm4",

@@ -10,6 +10,7 @@ from .archs import ARCHS
 
 # (pattern of a model's name in lower case, the family's name, its model_type); the first row that matches counts
 PRODUCTS = (
+    (r"kimi-?k2\.[56]", "Kimi-K2.5, -K2.6", "kimi_k25"),
     (r"kimi-?k2", "Kimi-K2", "kimi_k2"),
     (r"kimi-?linear", "Kimi-Linear", "kimi_linear"),
     (r"deepseek-?v3\.2", "DeepSeek-V3.2", "deepseek_v32"),
@@ -30,6 +31,7 @@ PRODUCTS = (
     (r"hunyuan-[\d.]+b", "Hunyuan-0.5B to -7B", "hunyuan_v1_dense"),
     (r"mistral-(7b|nemo)", "Mistral 7B, Mistral Nemo", "mistral"),
     (r"gemma-\d+b|codegemma", "Gemma, CodeGemma", "gemma"),
+    (r"gemma-4(?!.*assistant)", "Gemma 4", "gemma4"),
     (r"gemma-3-(270m|1b)", "Gemma 3 270M, 1B", "gemma3_text"),
     (r"gemma-3-\d+b", "Gemma 3 4B, 12B, 27B", "gemma3"),
     (r"phi-?3(\.5)?-(mini|medium)|phi-?4(?!.*(flash|multimodal|vision))", "Phi-3, Phi-4", "phi3"),
@@ -72,12 +74,12 @@ _PARALLEL = "its attention and its MLP read one stream, which is the wiring para
 _STREAMS = "its layers pass on several streams"
 _NEAREST = {
     "kimi_k2": ("deepseek_v3", ""),
-    "kimi_k25": ("deepseek_v3", _SEES),
+    "kimi_k25": ("deepseek_v3", "transformers does not save its layers under the names of the published files"),
     "deepseek_v4": ("deepseek_v3", _STREAMS),
     "axk2": ("deepseek_v32", "its norms have a gate"),
     "mistral3": ("mistral", _SEES),
     "mistral4": ("deepseek_v3", "its router takes a softmax of all groups of experts"),
-    **dict.fromkeys(("gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text"), ("gemma", _NORMS)),
+    **dict.fromkeys(("gemma2", "gemma3", "gemma3_text"), ("gemma", _NORMS)),
     "glm4": ("glm", _NORMS),
     **dict.fromkeys(("olmo2", "olmo3"), ("olmo", _NORMS)),
     **dict.fromkeys(("exaone4", "flex_olmo"), ("llama", _NORMS)),

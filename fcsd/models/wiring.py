@@ -58,6 +58,8 @@ def hf_parts(blocks: Blocks, layer: Any) -> Parts:
         out = whole(x, **kwargs)
         return out if after_attn is None else after_attn(out)
 
+    if blocks.has_beside(layer):
+        return Parts(attn, *_beside(blocks, layer, mlp))
     if not any(name == "experts" for name, _ in mlp.named_children()):
         return Parts(attn, mlp if after_mlp is None or not layer.training else nn.Sequential(mlp, after_mlp), None)
     expert = shared_of(blocks, layer)
@@ -108,6 +110,23 @@ def router_of(blocks: Blocks, mlp: Any) -> Callable[[Tensor], Any]:
 def scaled(blocks: Blocks, mlp: Any, out: Tensor) -> Tensor:
     """The output of the routed experts of a MoE block, times the number that the block multiplies it by, if any."""
     return out if blocks.routed_scale is None else out * getattr(mlp, blocks.routed_scale)
+
+
+def _beside(
+    blocks: Blocks, layer: Any, mlp: nn.Module
+) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """The shared and the routed part of a layer with experts beside its MLP. They read the stream as it is."""
+    assert blocks.beside is not None and blocks.mlp_norms[0] is not None
+    before, before_experts, after, after_experts = map(layer.get_submodule, (blocks.mlp_norms[0], *blocks.beside))
+    shared = _remembered(lambda x: after(mlp(before(x))))
+
+    def routed(x: Tensor) -> Tensor:
+        shared(x)  # the layer computes it before it routes
+        flat = x.reshape(-1, x.shape[-1])
+        _, weights, indices = layer.get_submodule(blocks.router)(flat)
+        return after_experts(layer.experts(before_experts(flat), indices, weights).reshape(x.shape))
+
+    return shared, routed
 
 
 def mixer(blocks: Blocks, layer: Any) -> Any:
@@ -244,6 +263,22 @@ def add(streams: Sequence[S], settled: S | None, in_flight: S | None, keep: int)
     return [full, *below][:keep]
 
 
+class Streams(tuple):
+    """The streams that a layer passes on, the full one first, from which tokens can be cut off as from one stream.
+
+    transformers' loop does so before layers that only read the keys and values of earlier ones, if it needs the last
+    tokens alone.
+    """
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of each stream ``[batch, seq, hidden]``."""
+        return self[0].shape
+
+    def __getitem__(self, place: Any) -> Any:
+        return Streams(x[place] for x in self) if isinstance(place, tuple) else super().__getitem__(place)
+
+
 class WiredLayer(nn.Module):
     """A decoder layer whose sub-blocks read as its ``LayerWiring`` says; a mixin that precedes transformers' own class.
 
@@ -255,7 +290,10 @@ class WiredLayer(nn.Module):
     unwired: type[nn.Module]  # transformers' class, which ``unwire_layers`` restores
     self_attn: Any
 
-    def forward(self, hidden_states: Tensor | tuple[Tensor, ...], **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
+    def forward(
+        self, hidden_states: Tensor | tuple[Tensor, ...], given: Tensor | None = None, **kwargs: Any
+    ) -> Tensor | tuple[Tensor, ...]:
+        """transformers' loop gives a layer its features of the tokens by position, if it has any: ``given``."""
         _refuse_reentrant(self)
         streams = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
         plan = self._plan()
@@ -271,8 +309,8 @@ class WiredLayer(nn.Module):
         s = None if shared is None else shared(x)
         outputs = split(s, r, plan.settles(r is not None))
         settled, in_flight = (None if out is None else plan.blocks.arrive(self, "mlp", out) for out in outputs)
-        streams = add(streams, settled, in_flight, keep=plan.hands_on)
-        return streams[0] if len(streams) == 1 else tuple(streams)
+        streams = plan.blocks.leave(self, add(streams, settled, in_flight, keep=plan.hands_on), given)
+        return streams[0] if len(streams) == 1 else (Streams if plan.blocks.cuts else tuple)(streams)
 
     def _plan(self) -> LayerWiring:
         """What this layer reads; training may replace it (progressive conversion)."""

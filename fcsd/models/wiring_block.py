@@ -157,6 +157,13 @@ class Blocks:
             there is none. The layer returns it beside its output.
         multiplier: the attribute of the layer by which it multiplies every output before it is added to the stream;
             None if there is none.
+        beside: for layers whose router and experts stand beside a dense MLP, as children of the layer: the norms of
+            what the experts read, of the MLP's output and of the experts' output. The router reads the stream itself.
+            The MLP counts as shared experts. None if the experts of every layer are inside its MLP.
+        inputs: for layers that add features of each token to the stream behind the MLP: the gate, which reads the
+            stream, the projection, and the norm of what it returns. None if no layer does.
+        scale: the attribute of the layer by which it multiplies the stream that it passes on; None if there is none.
+        cuts: whether transformers' loop may cut tokens off the stream between two layers.
     """
 
     mlp: str = "mlp"
@@ -176,6 +183,10 @@ class Blocks:
     mlp_norms: tuple[str | None, str | None] = ("post_attention_layernorm", None)
     passes: str | None = None
     multiplier: str | None = None
+    beside: tuple[str, str, str] | None = None
+    inputs: tuple[str, str, str] | None = None
+    scale: str | None = None
+    cuts: bool = False
 
     @property
     def normed(self) -> bool:
@@ -183,8 +194,22 @@ class Blocks:
         return self.attn_norms[1] is not None or self.mlp_norms[1] is not None
 
     def read(self, layer: Any, by: Literal["attn", "mlp"], x: Any) -> Any:
-        """What a sub-block of a layer computes from, if it reads the stream ``x``; tensors ``[batch, seq, hidden]``."""
+        """What a sub-block of a layer computes from, if it reads the stream ``x``; tensors ``[batch, seq, hidden]``.
+
+        It is the stream itself for experts beside an MLP: the MLP, the router and the experts read it through norms of
+        their own.
+        """
+        if by == "mlp" and self.has_beside(layer):
+            return x
         return _normed(layer, (self.attn_norms if by == "attn" else self.mlp_norms)[0], x)
+
+    def has_beside(self, layer: Any) -> bool:
+        """Whether a layer has experts beside its MLP."""
+        return self.beside is not None and hasattr(layer, "experts")
+
+    def sparse(self, layer: Any) -> Any:
+        """The module whose children the router and the experts of a layer are: the layer itself, or its MLP."""
+        return layer if self.has_beside(layer) else layer.get_submodule(self.mlp)
 
     def arrive(self, layer: Any, by: Literal["attn", "mlp"], output: Any) -> Any:
         """What is added to the stream for an output of a sub-block that has arrived; tensors ``[batch, seq, hidden]``.
@@ -193,6 +218,22 @@ class Blocks:
         """
         output = _normed(layer, (self.attn_norms if by == "attn" else self.mlp_norms)[1], output)
         return output if self.multiplier is None else output * getattr(layer, self.multiplier)
+
+    def leave(self, layer: Any, streams: Sequence[Any], given: Any = None) -> list[Any]:
+        """The streams ``[batch, seq, hidden]`` that a layer passes on, after all its outputs were added to them.
+
+        What a layer makes of a token's own features is added to all streams at once, because it is not communicated.
+        It is computed from the last stream, which the next attention reads, so it awaits no output that this read
+        does not await.
+
+        Args:
+            given: the features of the tokens for this layer ``[batch, seq, width]``; None if it has none.
+        """
+        if self.inputs is not None and given is not None:
+            gate, projection, norm = (getattr(layer, name) for name in self.inputs)
+            added = norm(projection(layer.act_fn(gate(streams[-1])) * given))
+            streams = [x + added for x in streams]
+        return [x if self.scale is None else x * getattr(layer, self.scale) for x in streams]
 
 
 def _normed(layer: Any, name: str | None, x: Any) -> Any:

@@ -1,7 +1,8 @@
 """Builds a model from its config on the meta device, to count its parameters and the bytes that its layers keep."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -227,27 +228,25 @@ class MetaModel:
         decoder, layers = decoder_of(model), decoder_layers(model)
         norm = getattr(decoder, arch.final_norm)
         found = {FINAL_NORM: measure_layer(norm, list(norm.parameters()), hidden)}
-        for layer, numbers, kwargs in zip(layers, self.numbers.layers, calls, strict=True):
+        for layer, numbers, (given, kwargs) in zip(layers, self.numbers.layers, calls, strict=True):
             if numbers.kind in found:
                 continue
-            run: Callable[[Tensor], Tensor] = partial(layer, **kwargs)
-            if arch.blocks.passes is not None:
-                run = partial(_first, run)
+            run: Callable[[Tensor], Tensor] = partial(_call, layer, given, kwargs)
             parameters = list(layer.parameters())
             if numbers.routed and setup.ep_size > 1:
-                run, own = self._over_ranks(layer, kwargs, setup)
+                run, own = self._over_ranks(layer, given, kwargs, setup)
                 parameters += own
             with OddWidths():
                 found[numbers.kind] = measure_layer(run, parameters, hidden)
         return found
 
     def _over_ranks(
-        self, layer: Any, kwargs: dict[str, Any], setup: Setup
+        self, layer: Any, given: tuple[Any, ...], kwargs: dict[str, Any], setup: Setup
     ) -> tuple[Callable[[Tensor], Tensor], list[nn.Parameter]]:
         """A function that runs a MoE layer with expert-parallel routed experts, and the parameters of these experts."""
         blocks, numbers = arch_of(self.config).blocks, self.numbers
         parts = hf_parts(blocks, layer)
-        experts = layer.get_submodule(blocks.mlp).get_submodule("experts")
+        experts = blocks.sparse(layer).get_submodule("experts")
         inner = experts.down_proj.numel() // (numbers.experts * numbers.hidden)
         routed = RoutedExperts(
             *(numbers.hidden, inner, numbers.experts, numbers.top_k, setup.imbalance),
@@ -259,12 +258,14 @@ class MetaModel:
             stream = stream + blocks.arrive(layer, "attn", out)
             x = blocks.read(layer, "mlp", stream)
             out = routed(x) if parts.shared is None else routed(x) + parts.shared(x)
-            return stream + blocks.arrive(layer, "mlp", out)
+            return blocks.leave(layer, [stream + blocks.arrive(layer, "mlp", out)], *given)[0]
 
         return run, list(routed.parameters())
 
-    def _run(self, seq_len: int, masked: bool) -> tuple[PreTrainedModel, list[dict[str, Any]], int]:
-        """Builds a new model; returns it, the keyword arguments of each layer's call, and the width of attention.
+    def _run(self, seq_len: int, masked: bool) -> tuple[PreTrainedModel, list[Any], int]:
+        """Builds a new model; returns it, the arguments of each layer's call, and the width of attention.
+
+        The arguments are those by position, without the stream, and those by keyword.
 
         Linear attention counts as none, in the mean over the layers.
         """
@@ -276,11 +277,12 @@ class MetaModel:
         with torch.device("meta"):
             cls: Any = causal_lm_class(self.config)
             model = cls._from_config(self.config, dtype=torch.bfloat16, attn_implementation=_ATTENTION).train()
-        calls: list[dict[str, Any]] = []
-        hooks = [
-            layer.register_forward_pre_hook(lambda _, args, kwargs: calls.append(kwargs), with_kwargs=True)
-            for layer in decoder_layers(model)
-        ]
+        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+        def keep(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls.append((args[1:], own_copies(kwargs)))
+
+        hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in decoder_layers(model)]
         ids = torch.empty(1, seq_len, dtype=torch.int64, device="meta")
         mask = torch.empty(1, 1, seq_len, seq_len, dtype=torch.bool, device="meta") if chooses else None
         with torch.no_grad(), OddWidths():
@@ -290,8 +292,14 @@ class MetaModel:
         return model, calls, sum(widths) // len(calls)
 
 
-def _first(run: Callable[[Tensor], Any], x: Tensor) -> Tensor:
-    return run(x)[0]
+def own_copies(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a layer, with copies of the tables into which layers put keys and values for later layers."""
+    return {name: copy(value) if isinstance(value, MutableMapping) else value for name, value in kwargs.items()}
+
+
+def _call(layer: nn.Module, given: tuple[Any, ...], kwargs: dict[str, Any], stream: Tensor) -> Tensor:
+    out = layer(stream, *given, **kwargs)
+    return out[0] if isinstance(out, tuple) else out  # some pass on a second value
 
 
 def _covering(blocks: Blocks, layer: Any) -> tuple[int, int, int]:
@@ -300,6 +308,8 @@ def _covering(blocks: Blocks, layer: Any) -> tuple[int, int, int]:
     output = (attention.out_proj if hasattr(attention, "out_proj") else attention.o_proj).weight.numel()
     mlp = mlp_of(blocks, layer)
     shared = shared_of(blocks, layer) if hasattr(mlp, "experts") else None
+    if blocks.has_beside(layer):
+        shared = mlp
     inside = sum(parameter.numel() for parameter in shared.parameters()) if shared is not None else 0
     return sum(parameter.numel() for parameter in attention.parameters()) - output, output, inside
 
@@ -312,7 +322,7 @@ def _numbers(model: PreTrainedModel, streams: int, attention_width: int) -> Mode
     layers = []
     for layer in decoder_layers(model):
         shapes = tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
-        routed = sum(shape.numel() for name, shape in shapes if ".experts." in name)
+        routed = sum(shape.numel() for name, shape in shapes if ".experts." in f".{name}")
         whole = sum(shape.numel() for _, shape in shapes)
         kind = kinds.setdefault(shapes, len(kinds))
         layers.append(LayerNumbers(kind, whole - routed, routed, *_covering(blocks, layer)))

@@ -12,11 +12,13 @@ import tiny
 import torch
 import transformers
 from gate import open_base
+from safetensors.torch import load_file, save_file
 
 from fcsd.checkpoint import INDEX, inspect_checkpoint, read_layout
 from fcsd.convert import convert_checkpoint
 from fcsd.errors import BadInputError
 from fcsd.models.archs import ARCHS
+from fcsd.models.build import load_model
 from fcsd.models.export_template import auto_map
 from fcsd.models.wiring import Wiring
 from fcsd.plan.model import MetaModel
@@ -58,6 +60,8 @@ SHAPES = {
     "phimoe": (0, 4, 8, 2, 0),
     "granitemoehybrid": (0, 4, 8, 2, 1),
     "glm_moe_dsa": (1, 3, 8, 2, 1),
+    "gemma4_text": (0, 4, 8, 2, 0),
+    "gemma4": (0, 4, 8, 2, 0),
 }
 
 
@@ -86,6 +90,21 @@ def test_every_architecture(arch, tmp_path):
     assert report.dtypes == {"F32": 4 * total}
     assert report.bytes == sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
     assert report.wirings == list(ARCHS[arch].wirings) and report.rewired is None
+
+
+@pytest.mark.parametrize("arch", ["gemma4_text", "gemma4"])
+def test_projections_of_layers_that_read_the_keys_of_others_are_carried(arch: str, tmp_path: Path) -> None:
+    """As published files hold them."""
+    tiny.model(arch).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    more = {name.replace("layers.0", "layers.2"): x for name, x in tensors.items() if ".0.self_attn.k_" in name}
+    more = {name: x.clone() for name, x in more.items() if "vision" not in name}
+    save_file({**tensors, **more}, path, metadata={"format": "pt"})
+    report = inspect_checkpoint(str(tmp_path))
+    assert report.problems == [] and report.carried == sorted(more) and len(more) == 2
+    assert replace(report, verified=True) == inspect_checkpoint(str(tmp_path), verify=True)
+    load_model(tmp_path)
 
 
 def test_a_number_for_each_layer(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def longrope(short: list[float], long: list[float]) -> dict[str, Any]:
         ({"num_labels": 2_000_000_000}, "num_labels is '2000000000', not a whole number from 0 to 10000"),
         ({"vision_config": {"num_labels": 2_000_000_000}}, "num_labels is '2000000000'"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention is 'True', not false"),
-        ({"text_config": {"use_bidirectional_attention": "vision"}}, "use_bidirectional_attention is 'vision'"),
+        ({"text_config": {"use_bidirectional_attention": "all"}}, "use_bidirectional_attention is 'all'"),
         ({"num_labels": -1}, "num_labels is '-1'"),
         ({"id2label": {str(i): "x" for i in range(10_001)}}, "id2label is a table of 10001, not a table of at most"),
         ({"label2id": ["x"]}, "label2id is \"['x']\", not a table of at most 10000 labels"),

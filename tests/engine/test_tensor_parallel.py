@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fcsd.checkpoint import SINGLE
 from fcsd.checkpoint.weights import Reader
+from fcsd.engine.decode import generate_in_slots
 from fcsd.engine.layer import wire_tensor_parallel
 from fcsd.engine.slots import why_no_slots
 from fcsd.engine.weights import load_tensor_parallel, random_tensor_parallel
@@ -68,7 +69,7 @@ def write(folder: Path, arch: str, **changes: Any) -> Any:
     model: Any = tiny.llama4_vision() if arch == "llama4" else tiny.model(arch, initializer_range=0.1, **changes)
     generator = torch.Generator().manual_seed(5)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if name.endswith((".bias", "_bias", "sinks", "norm.weight")):
+        if name.endswith((".bias", "_bias", "sinks", "norm.weight", "layer_scalar")):
             tensor.data += torch.randn(tensor.shape, generator=generator) * 0.1
     model.save_pretrained(folder)
     return model
@@ -366,7 +367,19 @@ def test_what_ranks_cannot_share_runs_on_one_and_is_refused_on_two(arch: str, tm
             wire_tensor_parallel(model, wiring, alone, "none")
             torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=0, atol=2e-5)
         steps = model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False)
-        assert torch.equal(steps, reference.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False))
+        expected = reference.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    assert torch.equal(steps, expected)
     assert "keeps a" in (why_no_slots(model, 32) or "")
     with pytest.raises(ConfigError, match=f"2 ranks cannot share a model of {arch}: {ARCHS[arch].no_tp}"):
         load_tensor_parallel(tmp_path, dtype=torch.float32, device="cpu", ranks=TensorGroup(None, 2, 0))
+
+
+def test_layers_that_differ_in_their_heads_decode_in_slots() -> None:
+    model = tiny.model("gemma4_text", initializer_range=0.1, hidden_size_per_layer_input=0, num_kv_shared_layers=0)
+    wire(model, FARSKIP)
+    ids = tiny.tokens()
+    assert why_no_slots(model, 32) is None
+    options: dict[str, Any] = {"count": 2, "length": 32, "max_new_tokens": 4, "graphs": False}
+    answers = dict(generate_in_slots(model, ids.tolist(), [[0, 1]], ended=lambda *_: None, **options))
+    expected = model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    assert [answers[0], answers[1]] == expected[:, ids.shape[1] :].tolist()

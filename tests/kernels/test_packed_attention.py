@@ -52,7 +52,7 @@ def test_attention_stays_inside_documents(positions: Tensor) -> None:
 
 WINDOWED = {"gpt_oss", "llama4_text", "llama4", "cwm", "ministral", "exaone_moe", "mimo_v2_flash"}
 WINDOWED |= {"deepseek_v32", "glm_moe_dsa"}  # they choose keys by a mask
-WINDOWED |= {"olmo3", "exaone4", "gemma2", "gemma3_text", "gemma3", "afmoe", "laguna"}
+WINDOWED |= {"olmo3", "exaone4", "gemma2", "gemma3_text", "gemma3", "gemma4_text", "gemma4", "afmoe", "laguna"}
 
 
 @pytest.mark.parametrize("arch", sorted(tiny.CONFIGS))

@@ -41,7 +41,7 @@ def projections(mlp):
 @torch.no_grad()
 def simulate(model, ids, kept, degree, converted):
     """Ladder §5, rank by rank: the outputs before ``o_proj`` and ``down_proj`` are cut into the ranks' columns."""
-    embeds, kwargs, _ = literal.layer_inputs(model, ids)
+    embeds, _, kwargs, _ = literal.layer_inputs(model, ids)
     ranks, streams = [embeds] * degree, [embeds]
     for k, layer in enumerate(literal.decoder_of(model).layers):
         before_attn, after_attn, before_mlp, after_mlp = literal.around(model, layer)

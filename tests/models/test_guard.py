@@ -124,6 +124,24 @@ _GEMMA3_TEXT = dict(
         "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
     },
 )
+_GEMMA4 = dict(
+    _EXPERTS,
+    enable_moe_block=True,
+    top_k_experts=3,
+    pad_token_id=3,
+    final_logit_softcapping=3.0,
+    attention_k_eq_v=True,
+    hidden_size_per_layer_input=8,
+    vocab_size_per_layer_input=tiny.VOCAB,
+    num_kv_shared_layers=2,
+    use_double_wide_mlp=True,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+    per_layer_config={1: {"head_dim": 16, "num_key_value_heads": 1}, 3: {"head_dim": 16, "num_key_value_heads": 1}},
+    rope_parameters={
+        "full_attention": {"rope_type": "proportional", "rope_theta": 50.0, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+    },
+)
 # What moves the fields that a family has alone, or that would not be moved by the values above.
 OWN: dict[str, dict[str, Any]] = {
     "seed_oss": dict(attention_out_bias=True, residual_dropout=0.3),
@@ -214,6 +232,8 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma2": dict(pad_token_id=3, query_pre_attn_scalar=9, final_logit_softcapping=3.0, attn_logit_softcapping=2.0),
     "gemma3_text": _GEMMA3_TEXT,
     "gemma3": _GEMMA3_TEXT,
+    "gemma4_text": _GEMMA4,
+    "gemma4": _GEMMA4,
     "granite": _GRANITE,
     "granitemoe": dict(_EXPERTS, **_GRANITE),
     "hyperclovax": dict(_GRANITE, use_post_norm=False),
@@ -316,6 +336,7 @@ def guarded_config(arch: str, **words: str) -> Any:
     row = ARCHS[arch]
     whole = getattr(transformers, row.config)
     default = whole() if row.text_config is None else getattr(whole(), row.text_config)
+    default.allow_global_per_layer_attribute_access = True  # of fields whose values differ from layer to layer
     flipped = {name: not getattr(default, name) for name in FLIPPED if hasattr(default, name)}
     own = {**MOVED, **flipped, **OWN.get(arch, {})}
     moved = deepcopy({name: value for name, value in own.items() if hasattr(default, name)})
@@ -337,6 +358,9 @@ def guarded_model(arch: str, **words: str) -> Any:
         for tensor in (*model.parameters(), *biases):
             if tensor.ndim == 1:
                 tensor.add_(0.2 * torch.randn_like(tensor))
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.add_(0.2 * torch.randn_like(buffer))
     return model
 
 
@@ -357,6 +381,7 @@ def not_moved(config: Any, read: set[str]) -> set[str]:
     default = whole if row.text_config is None else getattr(whole, row.text_config)
     config = config.get_text_config()
     fixed = EXEMPT.keys() | FIXED.get(config.model_type, set())
+    config.allow_global_per_layer_attribute_access = default.allow_global_per_layer_attribute_access = True
     values = {name: getattr(config, name, "") for name in read - fixed}
     values = {name: value for name, value in values.items() if not isinstance(value, str) and not callable(value)}
     return {name for name, value in values.items() if getattr(default, name, "") == value}
@@ -469,6 +494,10 @@ def test_packed_documents_are_separate_ones(arch: str) -> None:
 )
 def test_any_number_of_shared_experts(arch: str, field: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OWN, arch, {**OWN[arch], field: count})
+    off_is_off_and_farskip_is_the_table(arch)
+
+
+def off_is_off_and_farskip_is_the_table(arch: str) -> None:
     model, ids = guarded_model(arch), tiny.tokens(length=12)
     assert off_is_off(model)
     expected = literal.evaluate(model, ids, "farskip", "full", set(ALL))[-1]
@@ -488,11 +517,41 @@ def test_a_layer_without_experts_has_the_shared_ones_as_its_mlp(monkeypatch: pyt
         torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "without",
+    [
+        dict(enable_moe_block=False),
+        dict(hidden_size_per_layer_input=0, num_kv_shared_layers=0),
+        dict(enable_moe_block=False, hidden_size_per_layer_input=0, num_kv_shared_layers=0),
+    ],
+    ids=["experts", "features of tokens", "both"],
+)
+@pytest.mark.parametrize("arch", ["gemma4_text", "gemma4"])
+def test_layers_without(arch: str, without: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The published models of one type differ in what their layers have: experts, and features of the tokens."""
+    monkeypatch.setitem(OWN, arch, {**OWN[arch], **without})
+    off_is_off_and_farskip_is_the_table(arch)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["farskip", "ladder"])
+def test_tokens_are_cut_off_in_front_of_layers_that_read_the_keys_of_others(name: str) -> None:
+    """transformers' loop does so where the last token's logits are all that is asked for."""
+    model, ids = wire(guarded_model("gemma4_text"), Wiring(name, ALL)), tiny.tokens(length=12)
+    seen: list[torch.Size] = []
+    decoder_layers(model)[3].self_attn.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["hidden_states"].shape), with_kwargs=True
+    )
+    whole, last = model(ids).logits, model(ids, logits_to_keep=1).logits
+    torch.testing.assert_close(last, whole[:, -1:], rtol=1e-4, atol=1e-4)
+    assert [shape[1] for shape in seen] == [12, 1]
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("arch", tiny.CONFIGS)
 def test_scores_and_losses_see_the_logits_of_the_model(arch: str) -> None:
     """They compute them from final hidden states and the output head, a chunk at a time."""
-    model, ids = guarded_model(arch), tiny.tokens()
+    model, ids = guarded_model(arch), tiny.tokens().clamp(max=249)  # a text has no tokens that stand for images
     logits = model(ids, use_cache=False).logits
     scored = head_logits(model, decoder_of(model)(ids, use_cache=False).last_hidden_state)
     torch.testing.assert_close(scored, logits, rtol=1e-4, atol=1e-4)
@@ -510,6 +569,7 @@ def test_scores_and_losses_see_the_logits_of_the_model(arch: str) -> None:
 def test_other_words_compute_the_same(arch: str) -> None:
     """A kernel knows one activation, and AutoEP and the parts one way of choosing experts."""
     default = getattr(transformers, ARCHS[arch].config)().get_text_config()
+    default.allow_global_per_layer_attribute_access = True
     read = fields_read(guarded_model(arch))
     words = {name for name in read if isinstance(getattr(default, name, None), str)} - EXEMPT.keys()
     assert words <= WORDS.keys()

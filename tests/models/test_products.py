@@ -18,6 +18,7 @@ from fcsd.models.products import PRODUCTS, product_hint, supported
 
 NAMES = {
     "moonshotai/Kimi-K2-Instruct-0905": "kimi_k2",
+    "moonshotai/Kimi-K2.5": "kimi_k25",
     "zai-org/GLM-4.6": "glm4_moe",
     "GLM-4.5-Air": "glm4_moe",
     "Qwen/Qwen2.5-7B-Instruct": "qwen2",
@@ -44,6 +45,8 @@ NAMES = {
     "mistralai/Mistral-7B-Instruct-v0.3": "mistral",
     "mistralai/Mistral-Nemo-Instruct-2407": "mistral",
     "google/gemma-7b-it": "gemma",
+    "google/gemma-4-26b-a4b-it": "gemma4",
+    "google/gemma-4-E2B-it": "gemma4",
     "google/gemma-3-1b-it": "gemma3_text",
     "google/gemma-3-4b-it": "gemma3",
     "microsoft/Phi-3.5-mini-instruct": "phi3",

@@ -2,8 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from fcsd.models.fused.model import fuse_parts
 from fcsd.models.fused.norms import fuse_norms
 from fcsd.models.fused.rotary import FusedRotary
 from fcsd.plan.activations import attention, measure_layer
+from fcsd.plan.model import own_copies
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 TOKENS = 10
@@ -62,21 +62,28 @@ def fused_layers(arch: str, device: str) -> list[tuple[list[Any], nn.Module, Cal
     AttentionInterface.register("fcsd_plan", attention(False, []))
     model = tiny.model(arch, dtype=torch.bfloat16).train().to(device)
     model.set_attn_implementation("fcsd_plan")
-    given: list[dict[str, Any]] = []
+    given: list[tuple[list[Any], dict[str, Any]]] = []
     for layer in decoder_layers(model):
-        layer.register_forward_pre_hook(lambda _, args, kwargs: given.append(kwargs), with_kwargs=True)
+        layer.register_forward_pre_hook(
+            lambda _, args, kwargs: given.append(([*args[1:]], own_copies(kwargs))), with_kwargs=True
+        )
     with torch.no_grad():
         model.model(input_ids=tiny.tokens(1, TOKENS).to(device), use_cache=False)
     row = arch_of(model.config)
     fuse_parts(model, row, True)
     fuse_norms(model, row, DEVICE == "cuda")
+    # Among them are the keys and values that earlier layers have put into a table.
+    tables = [
+        [*table.values()] for _, kwargs in given for table in kwargs.values() if isinstance(table, MutableMapping)
+    ]
+    outer = [x for x in tree_leaves([given, tables]) if isinstance(x, Tensor)]
     return [
         (
-            [*layer.parameters(), *layer.buffers(), *(x for x in tree_leaves(kwargs) if isinstance(x, Tensor))],
+            [*layer.parameters(), *layer.buffers(), *outer],
             layer,
-            partial(layer, **kwargs),
+            lambda hidden, layer=layer, args=args, kwargs=kwargs: layer(hidden, *args, **kwargs),
         )
-        for layer, kwargs in zip(decoder_layers(model), given, strict=True)
+        for layer, (args, kwargs) in zip(decoder_layers(model), given, strict=True)
     ]
 
 

@@ -88,6 +88,8 @@ def _check(model: PreTrainedModel, arch: Arch, wiring: Wiring, simulated: Simula
     names = [name for layer in decoder_layers(model) for name, _ in layer.named_parameters()]
     if any(".experts." in name and name.endswith("_bias") for name in names):
         raise ConfigError(f"--quantised cannot be simulated for {arch.model_type}: its experts have biases")
+    if arch.blocks.beside is not None:
+        raise ConfigError(f"--quantised cannot be simulated for {arch.model_type}: its experts are beside an MLP")
     if wiring.name in DESYNC:
         raise ConfigError(f"--quantised cannot be simulated for {wiring.name}, whose ranks have streams of their own")
     if (simulated.dispatch or simulated.combine) and arch.dense:

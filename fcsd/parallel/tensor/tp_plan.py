@@ -108,6 +108,8 @@ def check_degree(config: Any, degree: int) -> None:
     Raises:
         ConfigError: the heads cannot be divided evenly among so many ranks. The message names the numbers.
     """
+    if degree == 1:  # layers may differ in their heads then
+        return
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % degree or (kv_heads % degree and degree % kv_heads):
         raise ConfigError(

@@ -93,7 +93,7 @@ def test_a_packed_document_reads_nothing_of_its_neighbours(tmp_path: Path, arch:
     decoder, together = model.model, final_hidden(model, packed)[0]
     for start, stop in ((0, 12), (12, 20), (20, 28)):
         alone = decoder(input_ids=packed["input_ids"][:, start:stop], use_cache=False).last_hidden_state[0]
-        torch.testing.assert_close(together[start:stop], alone * logits_factor(model.config), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(together[start:stop], alone * logits_factor(model.config), rtol=1e-5, atol=2e-5)
 
 
 def test_a_row_is_the_same_from_anywhere(tmp_path: Path) -> None:

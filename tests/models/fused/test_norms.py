@@ -45,7 +45,7 @@ def test_a_model_with_fused_norms_computes_the_same_and_becomes_itself_again(arc
         weights = {id(p) for name, p in decoder_of(model).named_parameters() if _is_plain_norm(name)}
         assert {id(norm.weight) for norm in norms} == (weights if ARCHS[arch].norm_epsilon else set())
     for fused, own in zip(run(model), expected, strict=True):
-        assert (fused - own).norm() <= 1e-6 * own.norm()
+        assert (fused - own).norm() <= 2e-6 * own.norm()
     wire(model, unwired())
     assert [type(module) for module in model.modules()] == classes
     assert all(torch.equal(again, own) for again, own in zip(run(model), expected, strict=True))
