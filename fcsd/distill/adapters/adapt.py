@@ -38,7 +38,9 @@ def adapt(model: PreTrainedModel, recipe: Recipe, chosen: Chosen) -> Adapted:
     assert adapter is not None
     parameters, paths = _by_name(model)
     model.requires_grad_(False)
-    trained = {name: parameters[name].requires_grad_() for name in chosen.trained}
+    trained = {name: parameters[name] for name in chosen.trained}
+    for parameter in trained.values():
+        parameter.requires_grad_()
     originals = {name: parameter.detach().clone() for name, parameter in trained.items()}
     places = {name: paths[f"{name}.weight"].removesuffix(".weight") for name in chosen.adapted}
     layers = add_adapters(model, places, adapter.rank, adapter.factor * adapter.rank, recipe.seed)
