@@ -6,8 +6,12 @@ and these are compared with the exception's class and its base classes. This fil
 
 import errno
 import os
+from itertools import dropwhile
 
 from fcsd.errors import BadInputError, ConfigError, DiskError, DoesNotFitError, FcsdError, PeerLostError
+from fcsd.terminal import bounded, printable
+
+_MOST = 500  # characters of another library's text in a message
 
 _LOGIN = "check the name; if it is private, run `hf auth login` with an account that may read it"
 _NETWORK = "check the connection; for files already downloaded, set HF_HUB_OFFLINE=1"
@@ -67,16 +71,38 @@ def translate(error: BaseException) -> FcsdError | None:
     return None
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an exception's text, or the name of its class if the text is empty."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+def reason_of(error: BaseException) -> str:
+    """Why another library failed, in one line: the whole text of its exception, or the name of its class without one.
+
+    The text can hold what a file held. Control characters are therefore escaped, and a long text ends with the number
+    of the characters that were left out.
+    """
+    return one_line(str(error)) or type(error).__name__
+
+
+def one_line(text: str) -> str:
+    """A text of another library or process on one line, printable and bounded; see :func:`reason_of`."""
+    return bounded(printable(" ".join(text.split())), _MOST)
+
+
+def reason_in(output: str) -> str:
+    """The reason of the exception with which a Python process ended, from what it printed; ``""`` if it printed none.
+
+    The exception's class and text follow the last place of the traceback, whose source lines are indented. A process
+    that ended without a traceback printed its reason last.
+    """
+    lines = output.strip().splitlines()
+    places = [number for number, line in enumerate(lines) if line.startswith('  File "')]
+    if not places:
+        return one_line(lines[-1]) if lines else ""
+    return one_line(" ".join(dropwhile(lambda line: line.startswith("    "), lines[places[-1] + 1 :])))
 
 
 def _row(error: BaseException) -> FcsdError | None:
     ancestry = {(cls.__module__.split(".")[0], cls.__name__) for cls in type(error).__mro__}
     for package, name, ours, message, hint in _TABLE:
         if (package, name) in ancestry:
-            return ours(f"{message}: {first_line(error)}", hint)
+            return ours(f"{message}: {reason_of(error)}", hint)
     return None
 
 
@@ -85,7 +111,7 @@ def _width(error: BaseException) -> FcsdError | None:
     if not isinstance(error, RuntimeError) or "multiple of 16 bytes" not in str(error):
         return None
     return ConfigError(
-        f"torch cannot compute routed experts of these widths in this data type: {first_line(error)}",
+        f"torch cannot compute routed experts of these widths in this data type: {reason_of(error)}",
         "Each rank's width of an expert, and the model's hidden size, must be multiples of 8 in bf16 and of 4 in fp32: "
         "choose another data type or another number of GPUs.",
     )
@@ -98,5 +124,5 @@ def _disk(error: BaseException) -> FcsdError | None:
         return DiskError(message + (f": {where}" if where else ""), hint)
     for number, (message, hint) in _DISK.items():
         if os.strerror(number) in str(error):  # safetensors and torch keep the text of the error but not its number
-            return DiskError(f"{message}: {first_line(error)}", hint)
+            return DiskError(f"{message}: {reason_of(error)}", hint)
     return None

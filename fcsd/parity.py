@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fcsd.checkpoint import CheckpointConfig, Layout
-from fcsd.checkpoint.files import quoted
 from fcsd.errors import BadInputError, FcsdError
-from fcsd.foreign_errors import first_line
+from fcsd.foreign_errors import reason_of
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from fcsd.models.archs import Arch
+    from fcsd.models.arch import Arch
 
 _TOKENS = 24
 _BUG = "This is a bug in fcsd. Please report it with the model's name."
@@ -134,8 +133,7 @@ def _original_logits(
     except (FcsdError, OSError, MemoryError):
         raise
     except Exception as error:  # a config.json value that no check covers can fail anywhere in transformers
-        reason = quoted(first_line(error))
-        raise BadInputError(f"{original.path}: transformers cannot run this model ({reason})") from error
+        raise BadInputError(f"{original.path}: transformers cannot run this model ({reason_of(error)})") from error
 
 
 def free_memory() -> int:
@@ -193,11 +191,12 @@ def first_layers(
     import transformers
     from safetensors import safe_open
 
-    from fcsd.models.build import causal_lm_class, register
+    from fcsd.models.build import causal_lm_class, register, without_further_outputs
     from fcsd.models.fp8 import blocks_of_config
 
     register()
     config = shortened(transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False), layers)
+    config, _ = without_further_outputs(config)
     tensors: dict[str, Tensor] = {}
     for shard in shards:
         with safe_open(shard, framework="pt") as file:

@@ -12,3 +12,8 @@ def printable(text: str) -> str:
     A carriage return before a line feed is dropped. JSON text keeps its meaning.
     """
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text.replace("\r\n", "\n"))
+
+
+def bounded(text: str, limit: int) -> str:
+    """The first ``limit`` characters of a text and, if there are more, how many were left out."""
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text) - limit} characters more)"

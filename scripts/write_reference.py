@@ -21,7 +21,8 @@ from pydantic_core import PydanticUndefined
 from fcsd.cli.main import app
 from fcsd.cli.panels import ALL, panels
 from fcsd.config import Recipe
-from fcsd.models.archs import ARCHS, Arch
+from fcsd.models.arch import Arch
+from fcsd.models.archs import ARCHS
 
 _README = Path(__file__).resolve().parent.parent / "README.md"
 _FOLDER = _README.parent / "docs" / "reference"

@@ -18,23 +18,33 @@ NORMS: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
         (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
     ),
     **dict.fromkeys(
-        ("gemma2", "gemma3_text"),
+        ("gemma2", "gemma3_text", "gemma3"),
         ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
     ),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), ("operator_norm", None, "ffn_norm", None)),
+    "afmoe": ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"),
     "hyperclovax": ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
     "apertus": ("attention_layernorm", None, "feedforward_layernorm", None),
     "glm4": ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
 }
 # What a layer multiplies every output by before it adds it.
 MULTIPLIERS: dict[str, Callable] = {
-    **dict.fromkeys(("granite", "granitemoe", "hyperclovax"), lambda config: config.residual_multiplier),
+    **dict.fromkeys(
+        ("granite", "granitemoe", "granitemoehybrid", "hyperclovax"), lambda config: config.residual_multiplier
+    ),
     "minicpm3": lambda config: config.scale_depth / config.num_hidden_layers**0.5,
 }
 # What is done to the product of the final norm and the output head.
 LOGITS: dict[str, Callable] = {
-    **dict.fromkeys(("granite", "granitemoe", "minicpm3"), lambda config, logits: logits / config.logits_scaling),
+    **dict.fromkeys(
+        ("granite", "granitemoe", "granitemoehybrid", "minicpm3"),
+        lambda config, logits: logits / config.logits_scaling,
+    ),
     "hyperclovax": lambda config, logits: logits * config.logits_scaling,
-    **dict.fromkeys(("gemma2", "gemma3_text"), lambda config, logits: capped(logits, config.final_logit_softcapping)),
+    **dict.fromkeys(
+        ("gemma2", "gemma3_text", "nanochat"),
+        lambda config, logits: capped(logits, config.final_logit_softcapping),
+    ),
 }
 
 
@@ -42,6 +52,9 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
     return logits if cap is None else (logits / cap).tanh() * cap
 
 
+KEYS = "prev_topk_indices"  # the keys that the attention of the layer before has read
+LINEAR = ("linear_attn", "mamba", "conv")
+FINAL_NORM = {"lfm2": "embedding_norm", "lfm2_moe": "embedding_norm"}
 PLAIN = ("input_layernorm", None, "post_attention_layernorm", None)
 
 
@@ -80,10 +93,15 @@ def whole(mlp: nn.Module, x: Tensor) -> Tensor:
     return (out[0] if isinstance(out, tuple) else out).view_as(x)
 
 
-def settled_and_routed(mlp: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+def settled_and_routed(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     """``(s_k, r_k)``. The output of a dense MLP counts as ``s_k``, that of a MoE without shared experts as ``r_k``."""
+    mlp = mlp_of(layer)
+    if hasattr(layer, "shared_mlp"):  # beside the experts, if there are any
+        return layer.shared_mlp(x), torch.zeros_like(x) if mlp is None else whole(mlp, x)
     if not hasattr(mlp, "experts"):
         return whole(mlp, x), torch.zeros_like(x)
+    if hasattr(mlp, "post_mlp_layernorm"):  # the block norms the sum of the two
+        return torch.zeros_like(x), whole(mlp, x)
     names = ("shared_experts", "shared_expert", "shared_mlp")
     shared = next((child for name in names if (child := getattr(mlp, name, None)) is not None), None)
     if shared is None:
@@ -95,13 +113,19 @@ def settled_and_routed(mlp: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     return s, r
 
 
-def attended(layer: nn.Module, x: Tensor, kwargs: dict) -> Tensor:
-    """The output of a layer's attention; linear attention gets what transformers' layer gives it."""
-    if getattr(layer, "block_type", None) != "linear_attention":
-        return layer.self_attn(hidden_states=x, **kwargs)[0]
-    given = {name: value for name, value in kwargs.items() if name not in ("position_ids", "position_embeddings")}
-    given["cache_params"] = given.pop("past_key_values")
-    return (layer.linear_attn if hasattr(layer, "linear_attn") else layer.self_attn)(hidden_states=x, **given)
+def attended(layer: nn.Module, x: Tensor, kwargs: dict) -> tuple[Tensor, object]:
+    """What a layer's attention returns first and last; linear attention gets what transformers' layer gives it."""
+    linear = next((child for name in LINEAR if (child := getattr(layer, name, None)) is not None), None)
+    if linear is None and getattr(layer, "block_type", None) != "linear_attention":
+        found = layer.self_attn(hidden_states=x, **kwargs)
+        return found[0], found[-1]
+    other = ("position_ids", "position_embeddings", "past_key_values", "use_cache")
+    given = {name: value for name, value in kwargs.items() if name not in other}
+    return (layer.self_attn if linear is None else linear)(hidden_states=x, **given), None
+
+
+def first(found: Tensor | tuple) -> Tensor:
+    return found[0] if isinstance(found, tuple) else found
 
 
 def layer_inputs(model: nn.Module, ids: Tensor, **images: Tensor) -> tuple[Tensor, list[dict], list[Tensor]]:
@@ -113,7 +137,7 @@ def layer_inputs(model: nn.Module, ids: Tensor, **images: Tensor) -> tuple[Tenso
     for layer in decoder_of(model).layers:
         hook = lambda _, args, kwargs: seen.append((args, kwargs))  # noqa: E731
         handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
-        handles.append(layer.register_forward_hook(lambda _, args, found: out.append(found)))
+        handles.append(layer.register_forward_hook(lambda _, args, found: out.append(first(found))))
     model(ids, use_cache=False, **images)
     for handle in handles:
         handle.remove()
@@ -124,7 +148,8 @@ def layer_inputs(model: nn.Module, ids: Tensor, **images: Tensor) -> tuple[Tenso
 
 def logits_of(model: nn.Module, stream: Tensor) -> Tensor:
     """The logits of a full stream after the last layer."""
-    logits = model.lm_head(decoder_of(model).norm(stream))
+    norm = FINAL_NORM.get(model.config.model_type, "norm")
+    logits = model.lm_head(decoder_of(model).get_submodule(norm)(stream))
     return LOGITS.get(model.config.model_type, lambda _, x: x)(model.config, logits)
 
 
@@ -148,7 +173,7 @@ def evaluate(
     o = [embeds]  # o[k] is the stream before layer k
     zero = torch.zeros_like(embeds)
     border = border or ("full" if name == "farskip" else "partial")
-    a, s, r = [], [], []
+    a, s, r, keys = [], [], [], None
     for k, layer in enumerate(decoder_of(model).layers):
         attn_rewired = name in ("farskip", "ladder") and variant != "mlp-only" and k in converted and k > 0
         if border == "full":
@@ -159,14 +184,17 @@ def evaluate(
         if attn_rewired:
             attn_in = o[k - 1] + (a[k - 1] if distance == 1 else zero) + (s[k - 1] if name == "farskip" else zero)
         before_attn, after_attn, before_mlp, after_mlp = around(model, layer)
-        a.append(after_attn(attended(layer, before_attn(attn_in), kwargs[k])))
+        if KEYS in kwargs[k]:  # not those of the unwired model
+            kwargs[k][KEYS] = keys
+        output, keys = attended(layer, before_attn(attn_in), kwargs[k])
+        a.append(after_attn(output))
 
         mlp_in = o[k] + a[k]
         if mlp_rewired:
             mlp_in = o[k]
             if distance == 2 and k > 0:
                 mlp_in = o[k - 1] + a[k - 1] + (s[k - 1] if name == "farskip" else zero)
-        settled, routed = settled_and_routed(mlp_of(layer), before_mlp(mlp_in))
+        settled, routed = settled_and_routed(layer, before_mlp(mlp_in))
         if NORMS.get(model.config.model_type, PLAIN)[3] is None:
             settled, routed = after_mlp(settled), after_mlp(routed)
         elif hasattr(mlp_of(layer), "experts"):

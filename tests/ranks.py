@@ -13,6 +13,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -64,12 +65,38 @@ def exit_codes(size: int, function: Callable[..., Any], *arguments: Any) -> tupl
 
 
 def on_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """The results of ``function(*arguments)`` by rank. The result of a rank that failed is its exception."""
-    results = _context.Queue()
-    ranks = [start(_answer, rank, results, function, arguments, **world) for rank, world in enumerate(_worlds(size))]
-    found = dict(results.get(timeout=300) for _ in ranks)
-    for rank in ranks:
-        _end(rank)
+    """The results of ``function(*arguments)`` by rank. The result of a rank that failed is its exception.
+
+    Raises:
+        ChildProcessError: a rank ended without a result, as when it was killed. The others, which may wait for it, are
+            killed at once.
+    """
+    pipes = [_context.Pipe(duplex=False) for _ in range(size)]
+    ranks = [start(_answer, pipes[rank][1], function, arguments, **world) for rank, world in enumerate(_worlds(size))]
+    for _, sending in pipes:
+        sending.close()  # only its rank holds it now, so the pipe ends with the rank
+    waiting = {receiving: rank for rank, (receiving, _) in enumerate(pipes)}
+    found: dict[int, bytes] = {}
+    try:
+        while waiting:
+            ready = wait(list(waiting), timeout=300)
+            if not ready:
+                raise TimeoutError(f"ranks {sorted(waiting.values())} have no result after 300 s")
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    found[rank] = pipe.recv_bytes()
+                except EOFError:
+                    ranks[rank].join(10)
+                    code = ranks[rank].exitcode
+                    raise ChildProcessError(f"rank {rank} ended without a result, with exit code {code}") from None
+    except BaseException:
+        for process in ranks:
+            process.kill()
+        raise
+    finally:
+        for process in ranks:
+            _end(process)
     return [pickle.loads(found[rank]) for rank in range(size)]
 
 
@@ -149,13 +176,13 @@ def _enter(environment: dict[str, str], function: Callable[..., Any], arguments:
     function(*arguments)
 
 
-def _answer(rank: int, results: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _answer(result: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     try:
         answer = pickle.dumps(function(*arguments))
     except Exception as error:
         traceback.print_exc()
         answer = pickle.dumps(error)
-    results.put((rank, answer))  # as bytes; a tensor would be read from this process, which may have ended
+    result.send_bytes(answer)  # a tensor would be read from this process, which may have ended
 
 
 def _joined(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

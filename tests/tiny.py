@@ -335,6 +335,23 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     "exaone4": ("Exaone4Config", dict(intermediate_size=128, sliding_window=16)),
     "gemma2": ("Gemma2Config", _GEMMA),
     "gemma3_text": ("Gemma3TextConfig", _GEMMA),
+    "gemma3": (
+        "Gemma3Config",
+        dict(
+            text_config=_GEMMA,
+            vision_config=dict(
+                model_type="siglip_vision_model",
+                hidden_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                intermediate_size=48,
+                image_size=56,
+                patch_size=14,
+            ),
+            mm_tokens_per_image=4,
+            image_token_index=250,
+        ),
+    ),
     "glm4": ("Glm4Config", dict(intermediate_size=128, head_dim=16)),
     "granite": ("GraniteConfig", dict(intermediate_size=128, residual_multiplier=0.5, logits_scaling=2.0)),
     "granitemoe": (
@@ -364,6 +381,114 @@ CONFIGS: dict[str, tuple[str, dict]] = {
         ),
     ),
     "apertus": ("ApertusConfig", dict(intermediate_size=128)),
+    "afmoe": (
+        "AfmoeConfig",
+        dict(
+            _MOE,
+            intermediate_size=128,
+            head_dim=16,
+            num_experts=8,
+            num_shared_experts=1,
+            num_dense_layers=1,
+            sliding_window=16,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+        ),
+    ),
+    "hy_v3": (
+        "HYV3Config",
+        dict(
+            _MOE,
+            intermediate_size=128,
+            head_dim=16,
+            num_experts=8,
+            num_shared_experts=1,
+            router_scaling_factor=1.5,
+            mlp_layer_types=["dense", *["sparse"] * 3],
+        ),
+    ),
+    "laguna": (
+        "LagunaConfig",
+        dict(
+            _MOE,
+            intermediate_size=128,
+            shared_expert_intermediate_size=32,
+            head_dim=16,
+            num_experts=8,
+            sliding_window=16,
+            layer_types=["full_attention", "sliding_attention"] * 2,
+            moe_routed_scaling_factor=1.5,
+        ),
+    ),
+    "lfm2": (
+        "Lfm2Config",
+        dict(intermediate_size=128, tie_word_embeddings=False, layer_types=["conv", "full_attention", "conv", "conv"]),
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        dict(
+            _MOE,
+            intermediate_size=128,
+            num_experts=8,
+            num_dense_layers=1,
+            tie_word_embeddings=False,
+            layer_types=["conv", "full_attention", "conv", "conv"],
+        ),
+    ),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        dict(
+            {name: value for name, value in _MLA.items() if name != "n_routed_experts"},
+            num_local_experts=8,
+            q_lora_rank=None,
+            linear_head_dim=16,
+            linear_num_heads=4,
+            layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        ),
+    ),
+    "axk1": (
+        "AXK1Config",
+        dict(
+            _MLA,
+            n_shared_experts=1,
+            q_lora_rank=32,
+            n_group=2,
+            topk_group=1,
+            mlp_layer_types=["dense", *["sparse"] * 3],
+        ),
+    ),
+    "phimoe": ("PhimoeConfig", dict(intermediate_size=32, num_local_experts=8, num_experts_per_tok=2)),
+    "nanochat": ("NanoChatConfig", dict(intermediate_size=128)),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        dict(
+            intermediate_size=32,
+            shared_intermediate_size=32,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            residual_multiplier=0.5,
+            logits_scaling=2.0,
+            layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            mamba_n_heads=4,
+            mamba_d_state=8,
+            mamba_chunk_size=8,
+        ),
+    ),
+    # As many heads of the indexer as those of deepseek_v32.
+    "glm_moe_dsa": (
+        "GlmMoeDsaConfig",
+        dict(
+            _MLA,
+            n_shared_experts=1,
+            q_lora_rank=32,
+            n_group=2,
+            topk_group=1,
+            index_n_heads=16,
+            index_head_dim=16,
+            index_topk=16,
+            indexer_types=["full", "shared", "full", "shared"],
+            mlp_layer_types=["dense", *["sparse"] * 3],
+        ),
+    ),
 }
 DENSE = tuple(arch for arch in CONFIGS if ARCHS[arch].dense)
 DESYNC = tuple(arch for arch in CONFIGS if ARCHS[arch].no_desync is None)
@@ -383,7 +508,13 @@ def model(arch: str, seed: int = 0, dtype: torch.dtype = torch.float32, **change
     """A randomly initialised causal LM in eval mode, the same for the same seed."""
     torch.manual_seed(seed)
     found = config(arch, **changes)
-    return causal_lm_class(found)._from_config(found, dtype=dtype).eval()
+    made = causal_lm_class(found)._from_config(found, dtype=dtype).eval()
+    if "vision_config" in CONFIGS[arch][1] and made.device.type != "meta":
+        with torch.no_grad():  # Gemma 3's projector of images is zero at the start
+            for tensor in made.parameters():
+                if tensor.ndim == 2 and not tensor.any():
+                    tensor.normal_(std=0.2)
+    return made
 
 
 def tokens(batch: int = 2, length: int = 24, seed: int = 1) -> torch.Tensor:
@@ -426,6 +557,9 @@ def image(arch: str) -> dict[str, torch.Tensor]:
     if arch == "mistral3":
         pixels = torch.randn(1, 3, 56, 56, generator=generator)
         return {"input_ids": ids, "pixel_values": pixels, "image_sizes": torch.tensor([[56, 56]])}
+    if arch == "gemma3":  # the tokens of an image see each other
+        pixels = torch.randn(1, 3, 56, 56, generator=generator)
+        return {"input_ids": ids, "pixel_values": pixels, "token_type_ids": (ids == 250).int()}
     patches = torch.randn(16, 3 * 14 * 14, generator=generator)
     grid = torch.tensor([[1, 4, 4]])
     return {

@@ -13,39 +13,28 @@ another one, and every new token is the most likely one.
 What does not fit into a GPU's memory gets a row that says so, and the run goes on.
 """
 
-import gc
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from benchmarks.infer.table import draw, table
-from benchmarks.infer.workload import Times, Workload, compare, row, wiring_for
+from benchmarks.infer.workload import Workload, compare, row
 from transformers import PreTrainedModel
 
-from fcsd.bench.runner import finished, write
+from fcsd.bench.runner import write
+from fcsd.bench.serve.own import PATIENCE, Times, Variant, if_it_fits, random_model, stored_model, turns
+from fcsd.bench.serve.workload import wiring_for
 from fcsd.bench.shapes import SHAPES
-from fcsd.engine.decode import GRAIN, Stepper
-from fcsd.engine.fused import fuse
-from fcsd.engine.grouped_attention import SPLIT, usual_attention, why_not_split
-from fcsd.engine.layer import wire_tensor_parallel
-from fcsd.engine.slots import Slots, why_no_slots
-from fcsd.engine.tp_plan import TensorGroup
-from fcsd.engine.weights import load_tensor_parallel, random_tensor_parallel
+from fcsd.engine.grouped_attention import usual_attention
 from fcsd.errors import ConfigError
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, join_world
 from fcsd.models.wiring_block import DESYNC
 from fcsd.parallel.all_reduce.reduce import Reduction
-
-_PATIENCE = timedelta(hours=2)  # how long ranks that a small degree does not need wait for the others
-T = TypeVar("T")
-Variant = tuple[str, str]  # the name of a wiring, and the backend of its reductions
+from fcsd.parallel.tensor.tp_plan import TensorGroup
 
 
 def bench(load: Workload, out: Path | None = None) -> dict[str, Any]:
@@ -75,15 +64,15 @@ def bench(load: Workload, out: Path | None = None) -> dict[str, Any]:
         raise ConfigError(f"degree {max(load.degrees)} needs as many processes, and there are {world.size}")
     for kind in load.kinds:
         Reduction(dist.group.WORLD, kind, 0)  # a kind that these ranks cannot have is refused here
-    world = replace(world, group=dist.new_group(backend="gloo", timeout=_PATIENCE))
+    world = replace(world, group=dist.new_group(backend="gloo", timeout=PATIENCE))
     workload = {**asdict(load), "reduce": load.kinds}
     result: dict[str, Any] = {"workload": workload, "environment": snapshot(), "rows": []}
     for degree in load.degrees:
         group = dist.new_group(list(range(degree)))
-        talk = dist.new_group(list(range(degree)), backend="gloo", timeout=_PATIENCE)
+        talk = dist.new_group(list(range(degree)), backend="gloo", timeout=PATIENCE)
         if world.rank < degree:
             ranks, team = TensorGroup(group, degree, world.rank), replace(world, size=degree, group=talk)
-            model = _if_it_fits(lambda ranks=ranks: _model(load, ranks, world), team)
+            model = if_it_fits(lambda ranks=ranks: _model(load, ranks, world), team)
             if model is not None:
                 workload["attention"] = load.attention or usual_attention(model)
             for batch in load.batches:
@@ -99,38 +88,10 @@ def bench(load: Workload, out: Path | None = None) -> dict[str, Any]:
 
 
 def _model(load: Workload, ranks: TensorGroup, world: World) -> PreTrainedModel:
-    options: dict[str, Any] = {"dtype": getattr(torch, load.dtype), "device": world.device}
-    options |= {"ranks": ranks, "experts": load.experts}
+    dtype = getattr(torch, load.dtype)
     if load.model in SHAPES:
-        model = random_tensor_parallel(SHAPES[load.model](load.layers), **options)
-    else:
-        model = load_tensor_parallel(load.model, **options)
-    fuse(model, world.device.type == "cuda")
-    return model
-
-
-def _if_it_fits(work: Callable[[], T], team: World) -> T | None:
-    """The result of ``work`` on all ranks of a degree; None if the memory of a GPU did not suffice on one of them.
-
-    The ranks allocate parts of the same size, so they run out of memory in the same call of ``work``, also where it
-    communicates.
-    """
-    found: list[T] = []
-
-    def attempt() -> bool:
-        try:
-            found.append(work())
-        except torch.OutOfMemoryError:
-            return False
-        return True
-
-    if all(team.everywhere(attempt)):
-        return found[0]
-    found.clear()
-    gc.collect()
-    if team.device.type == "cuda":
-        torch.cuda.empty_cache()
-    return None
+        return random_model(SHAPES[load.model](load.layers), ranks, world, dtype, load.experts)
+    return stored_model(load.model, ranks, world, dtype, load.experts)
 
 
 def _rows(
@@ -143,54 +104,21 @@ def _rows(
         (name, kind): None for name in names for kind in load.kinds if load.times(name, kind)
     }
     if model is not None:
-        times |= _times(model, load, ranks, batch, team, list(times))
+        on_gpu = model.device.type == "cuda"
+        times |= turns(
+            model,
+            ranks,
+            team,
+            list(times),
+            {name: wiring_for(name, model.config, ranks.degree) for name in names},
+            load.prompts(batch, model.config.get_text_config().vocab_size),
+            load.new,
+            rounds=load.rounds,
+            graphs=load.graphs and on_gpu,
+            compiles=load.compile and on_gpu,
+            attention=load.attention,
+        )
     rows = [row(load, ranks.degree, batch, *key, found) for key, found in times.items()]
     for own in rows:
         compare(own, rows)
     return rows
-
-
-def _times(
-    model: PreTrainedModel, load: Workload, ranks: TensorGroup, batch: int, team: World, variants: list[Variant]
-) -> dict[Variant, Times]:
-    """Milliseconds of ``prefill`` and of a ``decode`` step in each round, for the variants that fit."""
-    length = -(-(load.prompt + load.new) // GRAIN) * GRAIN
-    reason = why_no_slots(model, length)
-    if reason is not None:
-        raise ConfigError(f"a static cache of {length} tokens cannot hold this model's keys: {reason}")
-    if load.attention == SPLIT and (reason := why_not_split(model)):
-        raise ConfigError(f"this model cannot use --attention {SPLIT}: {reason}", hint="leave the option out")
-    vocabulary = model.config.get_text_config().vocab_size
-    prompts = load.prompts(batch, vocabulary)
-    slots = Slots(batch, length, model.device)
-    on_gpu = model.device.type == "cuda"
-    graphs, compiles = load.graphs and on_gpu, load.compile and on_gpu
-    wirings = {name: wiring_for(name, model.config, ranks.degree) for name, _ in variants}
-    cache = Stepper(model, slots, graphs).cache
-    steppers = {key: Stepper(model, slots, graphs, cache, load.attention) for key in variants}
-    times: dict[Variant, Times] = {key: {"prefill": [], "decode": []} for key in variants}
-
-    def turn(key: Variant) -> tuple[float, float]:
-        stepper = steppers[key]
-        wire_tensor_parallel(model, wirings[key[0]], ranks, key[1], compile_steps=compiles)
-        prefill = _timed(lambda: stepper.prefill(prompts, range(batch)), ranks, team)
-        decode = _timed(lambda: stepper.decode(load.new - 1, list(range(batch))), ranks, team)
-        return prefill, decode / (load.new - 1)
-
-    for round_ in range(-1, load.rounds):  # the first round warms up and captures graphs
-        for key in list(steppers):
-            found = _if_it_fits(lambda key=key: turn(key), team)
-            if found is None:
-                del steppers[key], times[key]  # the memory of its graphs is free for the others
-            elif round_ >= 0:
-                times[key]["prefill"].append(found[0])
-                times[key]["decode"].append(found[1])
-    return times
-
-
-def _timed(work: Callable[[], Any], ranks: TensorGroup, world: World) -> float:
-    """Milliseconds of ``work``, which starts on all ranks at once and ends by reading a result on the host."""
-    dist.barrier(group=ranks.group)
-    start = finished(world.device)
-    work()
-    return (time.perf_counter() - start) * 1e3

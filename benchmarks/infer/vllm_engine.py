@@ -16,7 +16,6 @@ A shape has vLLM's dummy weights. Their values differ from those of fcsd's engin
 weights of a checkpoint are the same in both engines.
 """
 
-import json
 import sys
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -26,18 +25,17 @@ from typing import Any
 
 from benchmarks.infer.table import draw, table
 from benchmarks.infer.vllm_process import Answer, Engine, started
-from benchmarks.infer.workload import Times, Workload, compare, row, wiring_for
-from transformers import AutoConfig, PretrainedConfig
+from benchmarks.infer.workload import Workload, compare, row
+from transformers import PretrainedConfig
 
 from fcsd.bench.runner import write
+from fcsd.bench.serve.model_files import write_directory
+from fcsd.bench.serve.own import Times
+from fcsd.bench.serve.workload import config_of, wiring_for
 from fcsd.bench.shapes import SHAPES
-from fcsd.checkpoint import read_config
-from fcsd.errors import ConfigError
 from fcsd.launch.environment import snapshot
-from fcsd.models.build import arch_of, experts_of, register_configs
-from fcsd.models.config_keys import PREFIX
+from fcsd.models.build import experts_of
 from fcsd.models.wiring_block import DESYNC, Wiring
-from fcsd.serve.vllm.config import base_config
 from fcsd.serve.vllm.support import require_vllm
 
 NOTE = (
@@ -65,7 +63,7 @@ def bench(load: Workload, out: Path | None = None) -> dict[str, Any]:
         BadInputError: the checkpoint cannot be used.
         FcsdError: vLLM failed.
     """
-    config = _config(load)
+    config = config_of(load.model, load.layers)
     wirings = {degree: _wirings(load, config, degree) for degree in load.degrees}
     rewired = any(wiring.layers for found in wirings.values() for wiring in found.values())
     require_vllm("python -m benchmarks.infer --engine vllm", rewired=rewired)
@@ -75,7 +73,8 @@ def bench(load: Workload, out: Path | None = None) -> dict[str, Any]:
         for degree, found in wirings.items():
             before, times = result["rows"], {}
             for name, wiring in found.items():
-                path = _directory(load, config, wiring, Path(scratch) / f"{name}-{degree}")
+                path = Path(scratch) / f"{name}-{degree}"
+                write_directory(load.model, config, wiring, path, weights=True)
                 for kind in _kinds(load, name, wiring, degree):
                     print(f"vLLM: TP {degree}, {name}, {kind}", file=sys.stderr, flush=True)
                     options = _options(load, config, degree, kind if wiring.layers else None)
@@ -92,15 +91,6 @@ def bench(load: Workload, out: Path | None = None) -> dict[str, Any]:
     return result
 
 
-def _config(load: Workload) -> PretrainedConfig:
-    if load.model in SHAPES:
-        return SHAPES[load.model](load.layers)
-    if read_config(Path(load.model)).foreign:
-        raise ConfigError(f"{load.model}: vLLM does not have this model's wiring; it was rewired by another program")
-    register_configs()
-    return AutoConfig.from_pretrained(load.model, trust_remote_code=False)
-
-
 def _wirings(load: Workload, config: PretrainedConfig, degree: int) -> dict[str, Wiring]:
     """The wirings of a degree by their names. Desync drops reductions, and one rank has none."""
     names = [name for name in load.wirings if degree > 1 or name not in DESYNC]
@@ -112,27 +102,6 @@ def _kinds(load: Workload, name: str, wiring: Wiring, degree: int) -> list[str]:
     if not wiring.layers or degree == 1:
         return [_OF_VLLM]
     return [kind for kind in load.kinds if load.times(name, kind)]
-
-
-def _directory(load: Workload, config: PretrainedConfig, wiring: Wiring, path: Path) -> Path:
-    """A directory that vLLM can load: a config.json with this wiring, and links to the files of the checkpoint."""
-    path.mkdir()
-    if load.model in SHAPES:
-        config.save_pretrained(path)
-    else:
-        for file in Path(load.model).iterdir():
-            if file.is_file() and file.name != "config.json":
-                (path / file.name).symlink_to(file.resolve())
-    source = path if load.model in SHAPES else Path(load.model)
-    fields = json.loads((source / "config.json").read_text())
-    converted = base_config(fields, source)
-    fields, arch = fields if converted is None else converted[0], arch_of(config)
-    fields["architectures"] = [arch.causal_lm]
-    if wiring.layers:
-        fields |= {"model_type": PREFIX + arch.model_type, "architectures": [arch.wired_causal_lm]}
-        fields["fcsd"] = wiring.to_block()
-    (path / "config.json").write_text(json.dumps(fields))
-    return path
 
 
 def _options(load: Workload, config: PretrainedConfig, degree: int, kind: str | None) -> dict[str, Any]:

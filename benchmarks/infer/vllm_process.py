@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fcsd.errors import FcsdError
-from fcsd.foreign_errors import first_line
+from fcsd.foreign_errors import reason_of
 
 _GRACE = 20.0  # seconds that vLLM has to end its processes
 _LAST_LINES = 40  # of vLLM's messages, which are shown if it fails
@@ -126,7 +126,7 @@ def _run(pipe: Connection, path: Path, options: dict[str, Any], log: Path) -> No
         asyncio.run(_serve(pipe, path, options))
     except Exception as error:
         traceback.print_exc()
-        pipe.send(f"{type(error).__name__}: {first_line(error)}")
+        pipe.send(f"{type(error).__name__}: {reason_of(error)}")
 
 
 async def _serve(pipe: Connection, path: Path, options: dict[str, Any]) -> None:

@@ -5,23 +5,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import PretrainedConfig
-
+from fcsd.bench.serve.own import Times
+from fcsd.bench.serve.workload import ENGINES, OWN, STANDARD, prompts_of
 from fcsd.bench.shapes import SHAPES
 from fcsd.engine.grouped_attention import GROUPED, SPLIT
-from fcsd.engine.tp_plan import Experts
 from fcsd.errors import ConfigError, unknown_value
-from fcsd.models.build import check_desync, wiring_of
-from fcsd.models.wiring_block import DESYNC, NAMES, Wiring
+from fcsd.models.wiring_block import NAMES
 from fcsd.parallel.all_reduce.backends import User, backend_of, is_bound
+from fcsd.parallel.tensor.tp_plan import Experts
 from fcsd.serve.vllm.reduction import read_settings
 
-ENGINES = ("own", "vllm")
 REDUCE: dict[str, tuple[str, ...]] = {"own": ("nccl", "none"), "vllm": ("vllm", "none")}  # the defaults
 USERS: dict[str, User] = {"own": "engine", "vllm": "plugin"}  # in the table of backends
-STANDARD, OWN = "standard", "own"
-Times = dict[str, list[float]]  # milliseconds in each round: of the ``prefill``, and of one step of ``decode``
 
 
 @dataclass(frozen=True)
@@ -111,22 +106,7 @@ class Workload:
 
     def prompts(self, batch: int, vocabulary: int) -> list[list[int]]:
         """The token ids of the prompts of a batch. They are the same for all variants and for both engines."""
-        generator = torch.Generator().manual_seed(batch)
-        return torch.randint(vocabulary, (batch, self.prompt), generator=generator).tolist()
-
-
-def wiring_for(name: str, config: PretrainedConfig, degree: int) -> Wiring:
-    """The wiring of this name over all layers of a model, or the model's own.
-
-    Raises:
-        ConfigError: the model cannot have this wiring at this tensor-parallel degree.
-    """
-    if name == OWN:
-        return wiring_of(config)
-    layers = () if name == STANDARD else tuple(range(config.get_text_config().num_hidden_layers))
-    wiring = Wiring(name, layers, tp_degree=degree if name in DESYNC else 1)
-    check_desync(config, wiring)
-    return wiring
+        return prompts_of(batch, self.prompt, vocabulary, seed=batch)
 
 
 def row(load: Workload, degree: int, batch: int, wiring: str, kind: str, times: Times | None) -> dict[str, Any]:

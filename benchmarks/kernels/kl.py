@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fcsd.bench.runner import table, timings, write
+from fcsd.foreign_errors import reason_of
 from fcsd.kernels.fused_kl import Tuning, kl_divergence
 
 SHAPES = [(2048, 151_936), (5120, 202_048), (2048, 102_400), (5120, 151_936), (2048, 202_048), (5120, 102_400)]
@@ -160,7 +161,7 @@ def attempt(
         row.ms = timings({"": lambda: gradients(loss, inputs)}, inputs[0].device, 5)[""].median
         row.over_products = row.ms / (8e3 * row.tokens * row.hidden * row.vocab / rate)
     except Exception as error:  # a failing variant must not hide the others
-        row.note = f"{type(error).__name__}: {error}".splitlines()[0][:100]
+        row.note = f"{type(error).__name__}: {reason_of(error)}"
     torch.cuda.empty_cache()
     return row
 

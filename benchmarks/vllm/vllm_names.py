@@ -1,8 +1,12 @@
 """Lists which of the names that fcsd's plugin uses, or could use, exist in versions of vLLM, from their sources.
 
-    python benchmarks/vllm/vllm_names.py 0.24.0=SITE-PACKAGES ... > tests/serve/vllm_names.json
+    python benchmarks/vllm/vllm_names.py 0.24.0=FOLDER ...      print the lists, to add to tests/serve/vllm_names.json
+    python benchmarks/vllm/vllm_names.py breaks 0.34.0=FOLDER   print what the plugin would miss, a line each
 
-``SITE-PACKAGES`` is a folder that holds vLLM's Python files in ``vllm/``: an installation, or an unpacked wheel.
+``FOLDER`` holds vLLM's Python files in ``vllm/``: an installation, an unpacked wheel, or an unpacked source archive.
+``breaks`` ends with 1 if anything is missing. It reads names and the first arguments of functions, and runs nothing: a
+version in which nothing is missing still has to be run before the plugin supports it.
+
 The list has the children of the decoder layers of every causal LM that transformers has, too, so that a family can be
 added without vLLM at hand. ``tests/serve/test_vllm_names.py`` compares the list with what the plugin uses now.
 """
@@ -17,7 +21,9 @@ from pathlib import Path
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from fcsd.models.archs import ARCHS, Arch
+from fcsd.models.arch import Arch
+from fcsd.models.archs import ARCHS
+from fcsd.serve.vllm.support import version_of
 
 PLUGIN = Path(__file__).parents[2] / "fcsd" / "serve" / "vllm"
 # What the plugin takes from objects of vLLM, by the module that defines their class.
@@ -48,6 +54,28 @@ ATTRIBUTES = {
     "vllm.transformers_utils.config": ["_CONFIG_FORMAT_TO_CONFIG_PARSER", "trust_remote_code"],
 }
 
+# The first arguments of functions that the plugin calls, or puts its own in the place of.
+ARGUMENTS = {
+    "vllm.model_executor.layers.fused_moe.runner.moe_runner": [
+        "_maybe_reduce_final_output(self,states,trunc_size",
+        "_select_forward(self",
+    ],
+    "vllm.distributed.parallel_state": ["_all_reduce_out_place(self,input_"],
+    "vllm.model_executor.models.registry": ["register_model(self,model_arch,model_cls"],
+    "vllm.model_executor.models.config": [
+        "verify_and_update_config(vllm_config",
+        "verify_and_update_model_config(model_config",
+    ],
+    "vllm.transformers_utils.config": ["parse(self,model,trust_remote_code,revision,code_revision"],
+}
+# What the plugin uses only in older versions, and the first version in which it does not.
+UNTIL = {
+    "vllm.config.vllm:DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES": (0, 29),
+    "vllm.config.compilation:enable_sp": (0, 32),
+}
+# Families for which vLLM has no class of its own any more, from this version on. The plugin refuses them by name there.
+NO_CLASS_FROM = {"ArceeForCausalLM": (0, 32), "CwmForCausalLM": (0, 32), "SeedOssForCausalLM": (0, 32)}
+
 
 def imported() -> set[tuple[str, str]]:
     """``(module, name)`` of everything that the plugin imports from vLLM."""
@@ -62,9 +90,13 @@ def imported() -> set[tuple[str, str]]:
 
 
 def used() -> set[str]:
-    """Every name that the plugin uses: ``module:name``, and for a row of the table ``class.attribute``."""
+    """Every name that the plugin uses in some version: ``module:name``, and for a row of the table ``class.attribute``.
+
+    A function with its first arguments is ``module:name(argument,argument``.
+    """
     names = {f"{module}:{name}" for module, name in imported()}
-    names |= {f"{module}:{name}" for module, attributes in ATTRIBUTES.items() for name in attributes}
+    for table in (ATTRIBUTES, ARGUMENTS):
+        names |= {f"{module}:{name}" for module, attributes in table.items() for name in attributes}
     for arch in ARCHS.values():
         if arch.no_vllm is not None:
             continue
@@ -72,6 +104,14 @@ def used() -> set[str]:
         if "." not in arch.vllm.decoder:  # the multimodal class holds the language model, whose row has the same layers
             names |= {f"{arch.causal_lm}.{name}" for name in children(arch)}
     return names
+
+
+def used_in(version: str) -> set[str]:
+    """The names of ``used`` that the plugin uses in this version of vLLM."""
+    found = version_of(version)
+    gone = {name for name, first in UNTIL.items() if found >= first}
+    without = {model for model, first in NO_CLASS_FROM.items() if found >= first}
+    return {name for name in used() - gone if name.split(".")[0] not in without}
 
 
 def children(arch: Arch) -> set[str]:
@@ -97,6 +137,8 @@ def exists(site: Path, name: str) -> bool:
     """Whether a name of ``used`` exists in the vLLM below ``site``."""
     if ":" in name:
         module, attribute = name.split(":")
+        if "(" in attribute:
+            return takes(text_of(site, module), *attribute.split("("))
         submodule = text_of(site, f"{module}.{attribute}") or (module, attribute) == ("vllm", "__version__")
         text = text_of(site, module)
         text += "".join(
@@ -106,6 +148,17 @@ def exists(site: Path, name: str) -> bool:
     model, _, attribute = name.partition(".")
     files = list(files_of(site, model))
     return bool(files) and (not attribute or any(f"self.{attribute} = " in file for file in files))
+
+
+def takes(text: str, function: str, first: str) -> bool:
+    """Whether a source has a function of this name whose first arguments are ``first``, divided by commas."""
+    wanted = first.split(",")
+    return any(
+        isinstance(node, ast.FunctionDef)
+        and node.name == function
+        and [argument.arg for argument in node.args.args][: len(wanted)] == wanted
+        for node in ast.walk(ast.parse(text))
+    )
 
 
 def files_of(site: Path, model: str) -> Iterator[str]:
@@ -120,10 +173,20 @@ def files_of(site: Path, model: str) -> Iterator[str]:
 
 
 def main() -> None:
-    """Print version -> the names that exist."""
-    sites = dict(word.split("=", 1) for word in sys.argv[1:])
+    """Print version -> the names that exist, or what is missing."""
+    words = sys.argv[1:]
+    sites = dict(word.split("=", 1) for word in words if "=" in word)
+    if words[:1] == ["breaks"]:
+        missing = [f"{version}: {name}" for version, site in sites.items() for name in breaks(version, Path(site))]
+        print("\n".join(missing) or "every name exists")
+        sys.exit(bool(missing))
     json.dump({version: listed(Path(site)) for version, site in sites.items()}, sys.stdout, indent=1)
     print()
+
+
+def breaks(version: str, site: Path) -> list[str]:
+    """What the plugin uses in this version, or would use if the version is newer than all, and ``site`` lacks."""
+    return sorted(name for name in used_in(version) if not exists(site, name))
 
 
 def listed(site: Path) -> dict[str, str]:

@@ -29,7 +29,7 @@ from fcsd.distill.teacher.original import compile_layers, needs_teacher, pack_at
 from fcsd.distill.teacher.targets import LiveTeacher, TeacherSource
 from fcsd.distill.train_engine import TrainEngine
 from fcsd.errors import unknown_value
-from fcsd.foreign_errors import first_line
+from fcsd.foreign_errors import reason_of
 from fcsd.launch.world import World, join_world
 from fcsd.plan import Hardware, Plan, plan_run
 from fcsd.plan.setup import GIB
@@ -89,7 +89,7 @@ def bench(
     try:
         measured = _measure(recipe, rewired, original, world)
     except torch.OutOfMemoryError as error:
-        measured = {"out_of_memory": first_line(error)}
+        measured = {"out_of_memory": reason_of(error)}
     settings = recipe.model_dump(exclude={"model", "teacher", "output_dir"})  # these directories no longer exist
     result: dict[str, Any] = {"shape": shape, "layers": layers, "processes": world.size, "cap": cap}
     result |= {"recipe": settings}

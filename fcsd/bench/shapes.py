@@ -246,3 +246,21 @@ SHAPES: dict[str, Callable[[int], PretrainedConfig]] = {
     "tiny": tiny,
     "tiny-dense": tiny_dense,
 }
+
+# Decoder layers of the models whose dimensions the shapes have.
+DEPTHS: dict[str, int] = {
+    "deepseek-v2-lite": 27,
+    "deepseek-v2": 60,
+    "deepseek-v3": 61,
+    "qwen3-30b-a3b": 48,
+    "llama4-scout": 48,
+    "llama3-1b": 16,
+    "llama3-3b": 28,
+    "llama3-8b": 32,
+    "llama-34b": 48,
+    "llama3-70b": 80,
+    "llama-176b": 70,
+    "dense-1.5b": 28,
+    "tiny": 4,
+    "tiny-dense": 4,
+}

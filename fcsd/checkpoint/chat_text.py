@@ -9,8 +9,7 @@ from typing import Any
 
 from fcsd.checkpoint.limited_process import LimitedProcess, LimitExceededError
 from fcsd.errors import BadInputError
-from fcsd.foreign_errors import first_line
-from fcsd.terminal import printable
+from fcsd.foreign_errors import reason_of
 
 MAX_CHARACTERS = 10_000_000  # in a text or a chat; a tokenizer needs several hundred bytes of memory per character
 
@@ -52,5 +51,5 @@ def _rendered(tokenizer: Any, call: tuple[list[dict[str, str]], dict[str, Any]])
     try:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
     except Exception as error:  # a template may fail in any way
-        return "", f"{printable(first_line(error)):.200}"
+        return "", reason_of(error)
     return (text, "") if len(text) <= MAX_CHARACTERS else ("", f"over {MAX_CHARACTERS:,} characters")

@@ -15,11 +15,13 @@ from fcsd.checkpoint.files import shown
 from fcsd.checkpoint.headers import TensorInfo
 from fcsd.checkpoint.layout import Layout
 from fcsd.checkpoint.verify import FLOATS, MXFP4_BLOCK, Comparison, Shape, refuse_inflated
-from fcsd.models.archs import ARCHS, Arch
+from fcsd.models.arch import Arch
+from fcsd.models.archs import ARCHS
 from fcsd.models.config_keys import EXPERTS_PER_TOKEN, expert_count, first_count
 from fcsd.models.wiring_block import Blocks
 
 _LAYER = re.compile(r"(?P<stack>(?:.*?\.)?layers\.)(?P<number>\d+)\.(?P<rest>.+)")
+_KINDS = tuple(map(re.compile, (r"\.experts\.", r"conv(1d)?\.weight$", r"\.indexer\.")))
 _EXPERT = re.compile(r"(?P<block>\w+\.experts\.)(?P<number>\d+)(?P<rest>\..+)")
 # Modules that predict further tokens, if they are not layers after the last one.
 _FURTHER_TOKENS = re.compile(r"(?:^|\.)mtp")
@@ -70,7 +72,8 @@ def compare_layers(layout: Layout, config: CheckpointConfig) -> Comparison | Non
         kinds = {n: (_kind(layer), *types[n : n + 1]) for n, layer in layers.items() if n < depth}
         for kind in dict.fromkeys(kinds.values()):
             _compare_with_one_another(stack, {n: layers[n] for n in kinds if kinds[n] == kind}, experts, found)
-    _compare_outside(outside, decoder, _norm(stacks[decoder], row), text, bool(vision), found)
+    norm = {f"{row.final_norm if row else 'norm'}.{name}" for name in _norm(stacks[decoder], row)}
+    _compare_outside(outside, decoder, norm, text, bool(vision), found)
 
     found.carried.extend(name for name in plain if name.endswith("rotary_emb.inv_freq"))
     if config.quantization is None:
@@ -109,9 +112,9 @@ def _by_layer(tensors: Tensors) -> tuple[Tensors, dict[str, dict[int, Tensors]]]
     return outside, stacks
 
 
-def _kind(layer: Tensors) -> tuple[bool, bool]:
-    """Whether a layer has experts, and linear attention, which begins with a convolution."""
-    return any(".experts." in rest for rest in layer), any(".conv1d." in rest for rest in layer)
+def _kind(layer: Tensors) -> tuple[bool, ...]:
+    """Whether a layer has experts, linear attention, which begins with a convolution, and an indexer of keys."""
+    return tuple(any(kind.search(rest) for rest in layer) for kind in _KINDS)
 
 
 def _compare_with_one_another(stack: str, layers: dict[int, Tensors], experts: int, found: Comparison) -> None:
@@ -159,7 +162,7 @@ def _compare_outside(
     expected: dict[str, Shape] = {f"{inner}embed_tokens.weight": table, head: table}
     if text.get("use_bias") and (bias := head.replace("weight", "bias")) in outside:  # Ernie's MoE
         expected[bias] = table[:1]
-    expected |= {f"{inner}norm.{name}": table[1:] for name in norm}
+    expected |= {f"{inner}{name}": table[1:] for name in norm}
     optional = {head} if text["tie_word_embeddings"] else set()
     found.missing.extend(name for name in expected if name not in outside and name not in optional)
     found.wrong.extend(

@@ -39,7 +39,7 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "partial_rotary_factor": (lambda value: type(value) in (int, float) and 0 < value <= 1, "a share of a head"),
     "use_bidirectional_attention": (lambda value: value is False, "false: an encoder generates no text"),
-    "return_dict": (lambda value: value is True, "true, which fcsd needs"),
+    "return_dict": (lambda value: type(value) is bool, "true or false"),
     "torchscript": (lambda value: value is False, "false, which fcsd needs"),
 }
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from fcsd.errors import BadInputError
+from fcsd.terminal import bounded
 
 MAX_JSON = 10 << 20  # bytes; the longest config.json or tokenizer_config.json in the wild is below 1 MB
 
@@ -23,8 +24,8 @@ _KINDS = {
 
 
 def quoted(text: str) -> str:
-    """A text from an untrusted file, safe to print on one line: it is escaped and cut at 100 characters."""
-    return f"{text!r:.100}"
+    """A text from an untrusted file, safe to print on one line: it is escaped, and cut after 100 characters."""
+    return bounded(repr(text), 100)
 
 
 def shown(name: str) -> str:
@@ -148,3 +149,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(literal: str) -> NoReturn:
     raise ValueError(f"{literal} is not JSON")
+
+
+def with_floats(value: Any) -> Any:
+    """A value of config.json, in which transformers writes infinity as ``{"__float__": "Infinity"}``."""
+    if isinstance(value, dict):
+        if set(value) == {"__float__"}:
+            return float(value["__float__"])
+        return {key: with_floats(inner) for key, inner in value.items()}
+    return [with_floats(inner) for inner in value] if isinstance(value, list) else value

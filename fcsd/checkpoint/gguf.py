@@ -13,18 +13,34 @@ from fcsd.checkpoint.staging import check_out, staged
 from fcsd.disk import write_text
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.extras import require_extra
-from fcsd.foreign_errors import first_line
+from fcsd.foreign_errors import reason_of
 
 log = logging.getLogger(__name__)
+
+_OTHER = "Pass the safetensors checkpoint that it was made from."
 
 # llama.cpp's architecture -> the keys of the file that transformers translates, and those without effect on the model.
 _PROVEN = {
     "llama": (
-        *("llama.attention.head_count", "llama.attention.head_count_kv", "llama.attention.key_length"),
-        *("llama.attention.layer_norm_rms_epsilon", "llama.attention.value_length", "llama.block_count"),
-        *("llama.context_length", "llama.embedding_length", "llama.feed_forward_length", "llama.rope.dimension_count"),
-        *("llama.rope.freq_base", "llama.vocab_size"),
-    )
+        *(
+            "attention.head_count",
+            "attention.head_count_kv",
+            "attention.key_length",
+            "attention.layer_norm_rms_epsilon",
+        ),
+        *("attention.value_length", "block_count", "context_length", "embedding_length", "feed_forward_length"),
+        *("rope.dimension_count", "rope.freq_base", "vocab_size"),
+    ),
+    "gemma3": (
+        *(
+            "attention.head_count",
+            "attention.head_count_kv",
+            "attention.key_length",
+            "attention.layer_norm_rms_epsilon",
+        ),
+        *("attention.sliding_window", "attention.value_length", "block_count", "context_length", "embedding_length"),
+        *("feed_forward_length", "rope.freq_base", "vocab_size"),
+    ),
 }
 
 
@@ -39,7 +55,7 @@ def unpack_gguf(file: Path, out: Path) -> None:
     Quantised values are dequantised, and rounded to bf16.
 
     Args:
-        file: one whole GGUF file of llama.cpp's architecture ``llama``.
+        file: one whole GGUF file of one of llama.cpp's architectures ``llama`` and ``gemma3``.
         out: the directory to write; it must be empty or not exist.
 
     Raises:
@@ -54,6 +70,13 @@ def unpack_gguf(file: Path, out: Path) -> None:
     fields, names = _read_header(file)
     _check(file, fields, names)
     model, tokenizer = _load(file)
+    scalar = getattr(model.config, "query_pre_attn_scalar", model.config.head_dim)
+    if scalar != model.config.head_dim:  # llama.cpp knows the scale of such models by their size
+        raise BadInputError(
+            f"{file}: heads have {model.config.head_dim} dimensions and queries are scaled for {scalar}, which is not "
+            "proven for GGUF files",
+            _OTHER,
+        )
     weights = model.state_dict()
     if not all(weight.is_floating_point() for weight in weights.values()):
         raise BadInputError(f"{file}: this version of transformers keeps the weights quantised in memory")
@@ -88,23 +111,23 @@ def _read_header(file: Path) -> tuple[dict[str, Any], list[str]]:
         short = {key: field for key, field in reader.fields.items() if not key.startswith("tokenizer.ggml.")}
         return {key: field.contents() for key, field in short.items()}, [tensor.name for tensor in reader.tensors]
     except (ValueError, OSError, IndexError, KeyError) as error:
-        raise BadInputError(f"{file}: this GGUF file cannot be read: {first_line(error)}") from error
+        raise BadInputError(f"{file}: this GGUF file cannot be read: {reason_of(error)}") from error
 
 
 def _check(file: Path, fields: dict[str, Any], names: list[str]) -> None:
     """Refuse what transformers would read without a word and compute wrongly, or what is not proven."""
     arch = fields.get("general.architecture")
-    hint = "Pass the safetensors checkpoint that it was made from."
     if arch not in _PROVEN:
-        raise BadInputError(f"{file}: GGUF files of {arch} are not proven; proven: {', '.join(_PROVEN)}", hint)
+        raise BadInputError(f"{file}: GGUF files of {arch} are not proven; proven: {', '.join(_PROVEN)}", _OTHER)
     if fields.get("split.count", 1) > 1:
         raise BadInputError(
             f"{file}: is one part of {fields['split.count']}", "Join them with llama-gguf-split --merge."
         )
+    known = {f"{arch}.{key}" for key in _PROVEN[arch]}
     own = {key for key in fields if key.startswith(f"{arch}.")}
-    unknown = sorted(own.difference(_PROVEN[arch])) + [name for name in names if name.startswith("rope_")]
+    unknown = sorted(own - known) + [name for name in names if name.startswith("rope_")]
     if unknown:
-        raise BadInputError(f"{file}: what {unknown[0]} changes in the model is not proven for GGUF files", hint)
+        raise BadInputError(f"{file}: what {unknown[0]} changes in the model is not proven for GGUF files", _OTHER)
 
 
 def _load(file: Path) -> tuple[Any, Any]:
@@ -120,7 +143,7 @@ def _load(file: Path) -> tuple[Any, Any]:
         model, found = loaded
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **where)
     except Exception as error:  # the parsers of transformers and tokenizers raise errors of every class
-        raise BadInputError(f"{file}: transformers cannot read this GGUF file: {first_line(error)}") from error
+        raise BadInputError(f"{file}: transformers cannot read this GGUF file: {reason_of(error)}") from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if found[kind]:
             raise BadInputError(f"{file}: {kind.replace('_', ' ')}: {sorted(found[kind])[0]}")

@@ -22,7 +22,9 @@ from fcsd.models.products import product
 _HUB_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
 # The files of Granite's MoE have all experts' tensors in the block itself.
 _SHARED = re.compile(r"shared_(?:experts?|mlp)\.")
-_EXPERT = re.compile(r"layers\.(\d+)\.(?:\w+\.experts|block_sparse_moe\.(?:in|out)put_linear)\.")
+_EXPERT = re.compile(
+    r"layers\.(\d+)\.(?:\w+\.experts|block_sparse_moe\.(?:in|out)put_linear)\.(?!e_score_correction_bias)"
+)
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,7 @@ def _shape(config: CheckpointConfig, comparison: Comparison | None, names: list[
     per_token = first_count(text, EXPERTS_PER_TOKEN) if experts else 0
     sizes = {name: prod(shape) for name, shape in parameters.items()}
     # A shared expert of width 0 computes nothing, although transformers gives it empty tensors.
-    shared = any(_SHARED.search(name) and sizes.get(name, 1) for name in sizes or names)
+    shared = bool(moe) and any(_SHARED.search(name) and sizes.get(name, 1) for name in sizes or names)
     routed = sum(size for name, size in sizes.items() if _EXPERT.search(name))
     total = sum(sizes.values())
     row = ARCHS.get(config.model_type)

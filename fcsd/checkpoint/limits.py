@@ -11,7 +11,7 @@ from typing import Any
 
 from fcsd.checkpoint.files import quoted
 from fcsd.errors import BadInputError
-from fcsd.models.config_keys import EXPERT_COUNTS
+from fcsd.models.config_keys import EXPERT_COUNTS, EXPERTS_PER_TOKEN
 
 # key -> (least, most). The upper bounds are above the values of every known model, and small enough that a model with
 # such values can be checked quickly.
@@ -21,15 +21,15 @@ _SIZES: dict[str, tuple[int, int]] = {
         ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "first_k_dense_replace"), (0, 10_000)
     ),
     **dict.fromkeys(EXPERT_COUNTS, (1, 100_000)),
-    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "n_group", "topk_group"), (1, 100_000)),
+    **dict.fromkeys((*EXPERTS_PER_TOKEN, "n_group", "topk_group"), (1, 100_000)),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), (1, 1 << 16)),
     **dict.fromkeys(("hidden_size", "intermediate_size", "intermediate_size_mlp"), (1, 1 << 22)),
     "moe_intermediate_size": (1, 1 << 22),
     "shared_expert_intermediate_size": (0, 1 << 22),  # 0 for none, as with n_shared_experts
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), (1, 1 << 22)),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), (1, 1 << 16)),
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), (1, 1 << 16)),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), (1, 1 << 16)),
+    **dict.fromkeys(("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads"), (1, 1 << 16)),
+    **dict.fromkeys(("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"), (1, 1 << 16)),
     **dict.fromkeys(("vocab_size", "max_position_embeddings"), (1, 1 << 30)),
     **dict.fromkeys(("sliding_window", "attention_chunk_size"), (0, 1 << 40)),
 }

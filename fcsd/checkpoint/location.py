@@ -17,6 +17,7 @@ from fcsd.checkpoint.headers import TensorInfo, parse_header
 from fcsd.checkpoint.kind import expect_checkpoint, expect_directory, meant
 from fcsd.checkpoint.layout import Layout
 from fcsd.errors import BadInputError, DiskError
+from fcsd.foreign_errors import reason_of
 
 # Weights in other formats or in a subdirectory. They are the same model again, for another program.
 OTHER_FORMATS = ["*/*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx*"]
@@ -244,7 +245,8 @@ def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
         status = error.response.status_code
         raise BadInputError(f"{repo}: the hub answered {status}", "Try again; a download resumes.") from None
     except HTTPError as error:
-        raise BadInputError(f"{repo}: the download broke off ({type(error).__name__})", "Run it again.") from None
+        why = f"{type(error).__name__}: {reason_of(error)}"
+        raise BadInputError(f"{repo}: the download broke off ({why})", "Run it again.") from None
     except OSError as error:  # caught last, because the hub's own errors are OSErrors too
         raise DiskError(
             f"{constants.HF_HUB_CACHE}: cannot be written ({error.strerror or error})",

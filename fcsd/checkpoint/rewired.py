@@ -11,7 +11,10 @@ from fcsd.models.selection import layers_text
 from fcsd.models.wiring_block import Wiring
 
 _AMD_FLAGS = ("farskip", "attn_only_farskip", "mlp_only_farskip")
-GATED_ATTENTION = "its attention is gated (self_attn.gate_proj), which no class of transformers that fcsd uses has"
+GATED_ATTENTION = (
+    "its attention is gated (self_attn.gate_proj), which no class of transformers that fcsd uses has; nearest is "
+    "deepseek_v3, whose layers are the same otherwise"
+)
 
 
 def read_rewiring(raw: dict[str, Any], model_type: str, where: str | Path) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fcsd.errors import BadInputError
+from fcsd.foreign_errors import reason_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,9 +29,8 @@ def load_tokenizer(model: Path) -> "PreTrainedTokenizerBase":
     except MemoryError:
         raise
     except Exception as error:  # the libraries do not check the files, and fail in any way on those of another form
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(": ")
         raise BadInputError(
-            f"{model}: there is no usable tokenizer ({reason})",
+            f"{model}: there is no usable tokenizer ({reason_of(error)})",
             "Copy tokenizer.json and tokenizer_config.json of the model into this directory.",
         ) from error
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fcsd.checkpoint.config_json import CheckpointConfig
-from fcsd.checkpoint.files import quoted, shown
+from fcsd.checkpoint.files import quoted, shown, with_floats
 from fcsd.checkpoint.headers import TensorInfo
 from fcsd.checkpoint.layout import Layout
 from fcsd.errors import BadInputError
-from fcsd.foreign_errors import first_line
+from fcsd.foreign_errors import reason_of
 from fcsd.models.archs import ARCHS
 from fcsd.models.config_keys import EXPERT_COUNTS, WEIGHTS_FILE
 
@@ -157,12 +157,11 @@ def _on_meta(config: CheckpointConfig, where: Path) -> "PreTrainedModel":
             del part[key]
     _refuse_shadowing(raw, getattr(transformers, row.config), where)
     try:
-        built = getattr(transformers, row.config).from_dict(raw, attn_implementation="eager")
+        built = getattr(transformers, row.config).from_dict(with_floats(raw), attn_implementation="eager")
         with torch.device("meta"):
             return getattr(transformers, row.causal_lm)(built)
     except Exception as error:  # unchecked values can fail anywhere in transformers
-        reason = quoted(first_line(error))
-        raise BadInputError(f"{where}: transformers cannot build this config.json ({reason})") from error
+        raise BadInputError(f"{where}: transformers cannot build this config.json ({reason_of(error)})") from error
 
 
 def _refuse_shadowing(raw: dict[str, Any], config_class: Any, where: Path) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from fcsd.checkpoint.config_json import CheckpointConfig
+from fcsd.checkpoint.files import with_floats
 from fcsd.errors import ConfigError
-from fcsd.models.archs import Arch
+from fcsd.models.arch import Arch
 from fcsd.models.build import check_desync, check_injected, config_class, injected_layers, model_classes
 from fcsd.models.selection import select_layers
 from fcsd.models.wiring_block import Wiring
@@ -71,4 +72,4 @@ def _without_injected(config: CheckpointConfig, arch: Arch, wiring: Wiring) -> W
 
 def _converted_config(config: CheckpointConfig, arch: Arch, wiring: Wiring) -> Any:
     raw = {key: value for key, value in config.raw.items() if key not in ("model_type", "quantization_config")}
-    return config_class(arch.model_type).from_dict({**raw, "fcsd": wiring.to_block()})
+    return config_class(arch.model_type).from_dict({**with_floats(raw), "fcsd": wiring.to_block()})

@@ -1,4 +1,4 @@
-"""The `fcsd bench` commands, which measure a user's own machine: its links, the memory of a step, and its time."""
+"""The `fcsd bench` commands, which measure a user's own machine: links, a step's memory and time, and serving."""
 
 import json
 import os
@@ -9,9 +9,9 @@ import typer
 
 from fcsd.bundled import located
 from fcsd.cli.command import command, emit
-from fcsd.cli.options import AsJson, Gpus, Sets
+from fcsd.cli.options import AsJson, Gpus, Sets, numbers, shares
 from fcsd.disk import write_json
-from fcsd.errors import ConfigError, DoesNotFitError
+from fcsd.errors import ConfigError, DoesNotFitError, FcsdError
 from fcsd.extras import require_extra
 from fcsd.launch.world import first_rank
 
@@ -187,3 +187,89 @@ def step(
     found = bench(load, out, traced=trace)
     if as_json and first_rank():
         emit(json.dumps(found, indent=2))
+
+
+@command(app, "serve")
+def serve(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL|SHAPE", help="A directory in which config.json is enough, or llama3-8b, qwen3-30b-a3b, ..."
+        ),
+    ],
+    options: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- OPTION...", help="Options of `vllm serve` for every variant, behind `--`."),
+    ] = None,
+    wirings: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME[,NAME...]",
+            help="ladder, farskip, parallel, desync-2x, ..., each over all layers; own is that of a converted MODEL. "
+            "The default is own, farskip for an original with experts, and ladder for any other.",
+        ),
+    ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="The tensor-parallel degree.")] = 1,
+    ep: Annotated[bool, typer.Option("--ep", help="Give each rank whole experts.")] = False,
+    dp: Annotated[int, typer.Option(min=1, help="Replicas of --tp GPUs each, behind one address.")] = 1,
+    lengths: Annotated[
+        str, typer.Option("--prompts", metavar="N[,N...]", help="Tokens of a prompt.")
+    ] = "512,2048,8192",
+    arrivals: Annotated[int, typer.Option(min=1, help="Prompts that arrive at once.")] = 16,
+    answer: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 64,
+    batches: Annotated[str, typer.Option(metavar="N[,N...]", help="Answers that are decoded at once.")] = "1,16,64",
+    loads: Annotated[
+        str, typer.Option(metavar="X[,X...]", help="Rates of random arrivals, as shares of the measured peak; or none.")
+    ] = "0.3,0.6,0.9",
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Decoder layers of a SHAPE; the default is all of its model.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often the variants take turns.")] = 3,
+    minutes: Annotated[float, typer.Option(help="The time that everything may take.")] = 10.0,
+    engine: Annotated[
+        str, typer.Option(metavar="vllm|own", help="Servers of vLLM, or fcsd's own engine where there is no vLLM.")
+    ] = "vllm",
+    heal_hours: Annotated[
+        float | None,
+        typer.Option(
+            metavar="H", min=0, help="GPU-hours of healing (hours of `fcsd plan` x GPUs), for the break-even."
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for serve.json and serve.png.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how fast MODEL would be served if it were converted, beside the original at its best and the bound."""
+    from fcsd.bench.serve.workload import Workload
+
+    load = Workload(
+        located(model),
+        layers,
+        () if wirings is None else tuple(wirings.split(",")),
+        tp,
+        dp,
+        ep,
+        tuple(numbers(lengths)),
+        arrivals,
+        answer,
+        tuple(numbers(batches)),
+        () if loads == "none" else shares(loads),
+        rounds,
+        minutes,
+        engine,
+        tuple(options or ()),
+    )
+    if engine == "own":
+        require_extra("eval", "fcsd bench serve --engine own", "accelerate", "matplotlib")
+        from fcsd.launch.world import ensure_world
+
+        ensure_world(tp)
+
+    from fcsd.bench.serve.measure import bench
+
+    found, text = bench(load, out, heal_hours)
+    if first_rank():
+        emit(json.dumps(found, indent=2) if as_json else text)
+    if not found["ratios"]:
+        raise FcsdError(
+            "no converted model was compared with the original", "The result says which variants failed, and of what."
+        )

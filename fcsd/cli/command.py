@@ -21,7 +21,7 @@ import typer
 
 from fcsd.cli.panels import PanelCommand
 from fcsd.errors import DiskError, PreemptedError
-from fcsd.foreign_errors import first_line, translate
+from fcsd.foreign_errors import reason_of, translate
 from fcsd.terminal import printable
 
 VERBOSE = Parameter(
@@ -120,7 +120,7 @@ def report_error(error: BaseException) -> int:
     elif known is not None:
         message, hint, code = str(known), known.hint, known.exit_code
     else:
-        message, hint, code = f"{type(error).__name__}: {first_line(error)}", "-v shows the traceback", 1
+        message, hint, code = f"{type(error).__name__}: {reason_of(error)}", "-v shows the traceback", 1
     rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
     later = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0"
     if later and not isinstance(known, PreemptedError):  # who preempts a run does not wait

@@ -48,9 +48,7 @@ app = typer.Typer(
     epilog=EXAMPLES,
 )
 app.add_typer(recipes_app, name="recipes", help="List, show or copy the packaged recipes, or print their schema.")
-app.add_typer(
-    bench_app, name="bench", help="Measure this machine: its links, and the memory and time of a step beside its bound."
-)
+app.add_typer(bench_app, name="bench", help="Measure this machine: its links, a step's memory and time, and serving.")
 
 
 def main() -> None:
@@ -61,6 +59,7 @@ def main() -> None:
     if not sys.stderr.isatty():  # the libraries would write their progress bars into log files, too
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("TQDM_DISABLE", "1")
     try:
         app()
     except SystemExit as end:

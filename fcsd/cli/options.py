@@ -53,7 +53,12 @@ HeldOut = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Measure the loss on this text, too: .jsonl, .jsonl.gz or .parquet.")
 ]
 Limit = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Use only the first N documents of every task and text.")
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Use only N questions of every benchmark, spread evenly over its tasks, and N documents of every text.",
+    ),
 ]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="The most sequences in one forward pass.")]
 Dtype = Annotated[
@@ -155,7 +160,7 @@ def gpu_memory(text: str) -> float:
     Raises:
         ConfigError: the text has another form, or is less than 1.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:Gi?B?)?", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(?:Gi?B?)?", text.strip(), re.IGNORECASE)
     if match is None or float(match[1]) < 1:
         raise ConfigError(f"--gpu-mem {text}: expected a number of GiB, at least 1: 80, 80GB, 80GiB or 80G")
     return float(match[1])
@@ -167,6 +172,18 @@ def numbers(text: str) -> list[int]:
     Raises:
         ConfigError: the text is not such a list.
     """
-    if not re.fullmatch(r"\d+(,\d+)*", text):
+    if not re.fullmatch(r"[0-9]+(,[0-9]+)*", text):
         raise ConfigError(f"{text!r} is not a list of numbers.", "Separate the numbers by commas: 2,5,8")
     return [int(number) for number in text.split(",")]
+
+
+def shares(text: str) -> tuple[float, ...]:
+    """The numbers in a list such as ``0.3,0.6``.
+
+    Raises:
+        ConfigError: the text is not such a list.
+    """
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{text!r} is not a list of numbers.", "Separate the numbers by commas: 0.3,0.6") from None

@@ -16,11 +16,12 @@ PANELS = {
     "Recipe": "recipe_name sweep sets output_dir seed resume",
     "Questions": "suite tasks num_fewshot apply_chat_template data_mirror held_out text limit",
     "Comparison": "baseline untrained margin require",
-    "Layers and wiring": "layers wiring variant variants border distance tp_degree reduce quantised dedup routers",
+    "Layers and wiring": "layers wiring wirings variant variants border distance tp_degree reduce quantised dedup "
+    "routers",
     "Size of the work": "batch_size max_length micro_batch seq accumulation tokens points rounds steps recompute "
-    "no_optimizer",
+    "no_optimizer lengths arrivals answer batches loads minutes heal_hours",
     "Machine": "gpus nodes node_rank node_size rendezvous slurm join_timeout ep_size device dtype backend generation "
-    "gpu_mem price mfu machine no_compile",
+    "gpu_mem price mfu machine no_compile tp ep dp engine",
     "Output": "out log_samples picture trace dry_run as_json",
 }
 _HEADINGS = {name: heading for heading, names in PANELS.items() for name in names.split()}

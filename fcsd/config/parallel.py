@@ -93,9 +93,15 @@ class Parallel(Section):
     ep_size: Positive = 1
     """The expert-parallel size: the number of processes that divide the experts of each MoE layer among them. It
     divides the number of processes and the number of experts. 1 keeps all experts on every process."""
+    tp_size: Positive = 1
+    """The tensor-parallel size: the number of neighbouring processes that shard the decoder layers of a dense student
+    and its teacher, and compute with the same rows. It divides the number of processes, the heads, the key-value heads
+    and the intermediate size. Every process has the whole embeddings and the whole output head. A run may be resumed
+    with another size, if the number of processes changes alike."""
     overlap: Literal["on", "eager-sync", "off"] = "on"
-    """With `ep_size` above 1: `on` runs other computation during the all-to-alls, `eager-sync` takes the same order but
-    waits for each all-to-all at once, and `off` runs the blocking reference. The results are the same."""
+    """With `ep_size` or `tp_size` above 1: `on` runs other computation during the all-to-alls or all-reduces,
+    `eager-sync` takes the same order but waits for each of them at once, and `off` runs the blocking reference. The
+    results are the same."""
     transport: Literal["auto", "nccl"] = "auto"
     """With `ep_size` above 1: how rows travel between GPUs. `auto` copies them into symmetric memory if the GPUs of an
     expert-parallel group are in one host, and uses NCCL otherwise; `nccl` always uses NCCL."""
@@ -125,6 +131,8 @@ class Parallel(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if self.tp_size > 1 and (why := self._not_sharded()):
+            raise ValueError(f"parallel.tp_size above 1 cannot be combined with {why}")
         if self.teacher_placement == "sharded" and self.ep_size == 1:
             raise ValueError("parallel.teacher_placement sharded needs parallel.ep_size above 1")
         if self.dedup != "off" and self.quantised.stochastic != "off":
@@ -158,6 +166,15 @@ class Parallel(Section):
                 "divide it; if all processes are on one node, set parallel.dedup: rank"
             )
         return self
+
+    def _not_sharded(self) -> str | None:
+        """The setting with which tensor parallelism is not proven; None if there is none."""
+        found = {
+            "parallel.ep_size above 1: it does not shard experts": self.ep_size > 1,
+            "parallel.quantised: it has no dispatch": self.quantised.any,
+            "parallel.zero_stage 0: set it to 1 or 2": self.zero_stage == 0,
+        }
+        return next((why for why, is_so in found.items() if is_so), None)
 
     @property
     def teacher_ep_size(self) -> int:

@@ -183,6 +183,8 @@ class Recipe(Section):
             )
         if self.train.graph and (why := self._not_captured()):
             raise ValueError(f"train.graph cannot be combined with {why}")
+        if self.parallel.tp_size > 1 and (why := self._not_with_shards()):
+            raise ValueError(f"parallel.tp_size above 1 cannot be combined with {why}")
         if why := self._no_adapter():
             raise ValueError(why)
         if self.train.eval_every and self.data.held_out is None:
@@ -225,6 +227,20 @@ class Recipe(Section):
             "train.attention masked: the masks depend on the documents": self.train.attention == "masked",
             "deterministic: some of the deterministic kernels cannot be captured": self.deterministic,
             "objective.teacher_cache: targets come from the host": self.objective.teacher_cache is not None,
+        }
+        return next((why for why, is_so in found.items() if is_so), None)
+
+    def _not_with_shards(self) -> str | None:
+        """The setting with which tensor parallelism is not proven; None if there is none."""
+        found = {
+            "train.compile": self.train.compile,
+            "train.graph": self.train.graph,
+            "train.anneal_share": self.train.anneal_share > 0,
+            "train.adapter": self.train.adapter is not None,
+            "optim.offload": self.optim.offload != "none",
+            "optim.moments bf16": self.optim.moments != "fp32",
+            "objective.teacher_cache": self.objective.teacher_cache is not None,
+            "a benchmark as early_stop.metric": self.early_stop.benchmark is not None,
         }
         return next((why for why, is_so in found.items() if is_so), None)
 

@@ -7,6 +7,7 @@ The costs of single layers do not add up, so they tell which layers to leave out
 
 import logging
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -97,9 +98,23 @@ def _measure(model: Path, wiring: Wiring, layers: str, text: Path | None) -> Lay
     on_gpu = torch.cuda.is_available()
     device, dtype = ("cuda", "bfloat16") if on_gpu else ("cpu", "float32")
     network = load_model(model, dtype=dtype, device=device)
-    rows = _rows(network, model, text)
+    return measure_layers(network, wiring, calibration_rows(network, model, text), count)
+
+
+def measure_layers(
+    network: PreTrainedModel, wiring: Wiring, rows: Sequence[Tensor], count: int | None = None
+) -> LayerCosts:
+    """Convert every layer of ``wiring`` alone, and then all that are chosen; ``network`` is standard again afterwards.
+
+    Args:
+        network: the original, on its device.
+        rows: ``[1, seq]`` token ids on that device.
+        count: how many layers are chosen; None for those that do not stand out.
+
+    Raises:
+        NonFiniteError: the model gives NaN or infinite logits.
+    """
     alone = dict.fromkeys(wiring.layers, 0.0)
-    together = 0.0
     with torch.inference_mode(), progress("measuring layers", len(rows) * (len(alone) + 1)) as advance:
         expected = [_log_probabilities(network, row) for row in rows]
 
@@ -124,8 +139,13 @@ def _measure(model: Path, wiring: Wiring, layers: str, text: Path | None) -> Lay
     return LayerCosts(replace(wiring, layers=kept), alone, together, sum(row.numel() for row in rows))
 
 
-def _rows(network: PreTrainedModel, model: Path, text: Path | None) -> list[Tensor]:
-    """``[1, seq]`` token ids on the model's device."""
+def calibration_rows(network: PreTrainedModel, model: Path, text: Path | None) -> list[Tensor]:
+    """``[1, seq]`` token ids on the model's device, of a text, or of text that the model writes itself.
+
+    Raises:
+        BadInputError: the text cannot be read.
+        ConfigError: it is empty.
+    """
     tokenizer = load_tokenizer(model)
     if text is None:
         from fcsd.distill.own_text import own_documents

@@ -165,7 +165,7 @@ def _train(run: Prepared, scorer: Scorer | None, preemption: Preemption, watchdo
         shown.callback(watchdog.leave)  # after the last step, ranks may work for different times, so none is watched
         shown.callback(saver.close)
         steps = recipe.train.steps if not scores.verdict.stop else run.done
-        feed = shown.enter_context(feeding(run.rows, recipe, run.world, first, steps, run.training.source))
+        feed = shown.enter_context(feeding(run.rows, recipe, run.data, first, steps, run.training.source))
         meter = Meter(run.directory, recipe, run.world, run.hosts, run.done, feed, run.traffic)
         swaps = ExpertSwaps(run.directory, recipe, run.world, run.hosts, run.training, run.progress)
         say = reporter.say if reporter else print
@@ -191,7 +191,7 @@ def take_steps(run: Prepared, tools: Tools, steps: range) -> None:
         tools.saver.poll(run.hosts)
         with tools.meter.step(step):
             with tools.swaps.step(step), tools.dedup.step():
-                launched = launch_step(run.training, tools.feed.take(), run.recipe, run.world, step)
+                launched = launch_step(run.training, tools.feed.take(), run.recipe, run.data, step)
             if unjudged is not None:
                 _log_if_skipped(run, tools, unjudged)
             duties = duties_after(run, tools, step)
@@ -314,7 +314,7 @@ def _log(run: Prepared, tools: Tools, step: int, metrics: dict[str, float]) -> N
 
 def _held_out(run: Prepared, advance: Callable[[float], None] = lambda tokens: None) -> dict[str, float]:
     """The losses on the held-out text, if there is any."""
-    return measure(run.training, run.held_out, run.recipe, run.world, advance) if run.held_out else {}
+    return measure(run.training, run.held_out, run.recipe, run.data, advance) if run.held_out else {}
 
 
 def _held_out_tokens(run: Prepared) -> int:

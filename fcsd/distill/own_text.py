@@ -131,7 +131,7 @@ def write_own_text(
         on_gpu = world.device.type == "cuda"
         writer = _Writer(network, tokenizer, writing, questions, batch_size or (GPU_BATCH if on_gpu else CPU_BATCH))
         quiet = world.rank > 0
-        with progress("writing, million tokens", len(mine) * writing.shard_tokens / 1e6, quiet=quiet) as advance:
+        with progress("writing tokens", len(mine) * writing.shard_tokens, quiet=quiet) as advance:
             for number in mine:
                 _write_shard(out, number, writer, advance)
     world.everywhere(lambda: None)  # waits until all files are there
@@ -302,7 +302,7 @@ def _write_shard(out: Path, number: int, writer: _Writer, advance: Any) -> None:
             else:
                 kept.append(ids)
                 total += len(ids)
-                advance(len(ids) / 1e6)
+                advance(len(ids))
         asked += count
         if not total and asked >= 1000:
             raise BadInputError("the model writes nothing that does not loop or repeat", "raise --temperature")

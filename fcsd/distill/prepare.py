@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, enable_full_d
 
 from fcsd.checkpoint import Location, read_layout, resolve, sample_sha256
 from fcsd.config import Recipe, ResolvedRecipe, accumulation
+from fcsd.distill import tensor_parallel
 from fcsd.distill.adapters.adapt import adapt, chosen_parts
 from fcsd.distill.adapters.files import FOLDER, read_adapters
 from fcsd.distill.data.corpus import Corpus, load_tokenizer
@@ -43,6 +44,7 @@ from fcsd.launch.world import World
 from fcsd.models.adapters.adapted import Adapted
 from fcsd.models.build import unwired
 from fcsd.parallel.expert.dispatcher import Dispatcher
+from fcsd.parallel.tensor.tp_plan import TensorGroup
 from fcsd.parallel.transports.traffic import Traffic
 
 
@@ -52,6 +54,7 @@ class Prepared:
 
     Attributes:
         world: the processes of the run; their collectives run on the device.
+        data: those of them that divide the rows, of which this is one: all, without tensor parallelism.
         hosts: the same processes in a gloo group; its collectives do not make a host wait for its device.
         source: the checkpoint that the student was made from.
         training: the student, its engine, and the source of its targets.
@@ -66,6 +69,7 @@ class Prepared:
 
     resolved: ResolvedRecipe
     world: World
+    data: World
     hosts: World
     source: Location
     training: Training
@@ -118,7 +122,9 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     directory = Path(recipe.output_dir)
     accumulation(recipe, world.size)
     expert_parallel.check(recipe, world.size)
+    tensor_parallel.check(recipe, world.size)
     import_deepspeed()
+    teams = tensor_parallel.teams_of(recipe, world)
     (enable_full_determinism if recipe.deterministic else set_seed)(recipe.seed)
     checkpoint = world.on_first(lambda: checkpoints.find(directory / run_dir.CHECKPOINTS, resume, _say))
     if checkpoint:
@@ -137,9 +143,8 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     trained = checkpoint / manifest.MODEL if checkpoint and chosen is None else None
     orders = orders_of(manifest.read_manifest(checkpoint)["progress"]) if checkpoint else None
     say(f"loading {recipe.model} ...")
-    student = load_student(
-        recipe, dtype=DTYPES[recipe.train.dtype], device=world.device, config=config, trained=trained, orders=orders
-    )
+    placed: Any = {"device": world.device, "orders": orders, "ranks": teams.ranks}
+    student = load_student(recipe, dtype=DTYPES[recipe.train.dtype], config=config, trained=trained, **placed)
     adapters = None if chosen is None else adapt(student, recipe, chosen)
     if adapters is not None and checkpoint:
         adapters.load(read_adapters(checkpoint / FOLDER), str(checkpoint))
@@ -148,14 +153,15 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     teacher = None
     if needs_teacher(recipe) and not shares_weights(recipe):
         say(f"loading the teacher {teacher_name(recipe)} ...")
-        teacher = load_teacher(recipe, student, world, traffic, dispatcher)
+        teacher = load_teacher(recipe, student, world, traffic, dispatcher, teams.ranks)
     source = TeacherSource() if teacher is None else LiveTeacher(teacher, recipe.objective)
     identity = run_identity(recipe, corpora, world)
     if settings := recipe.objective.teacher_cache:
         source, cached = read_teacher_cache(recipe, settings, identity, vocab_size, world)
         hashes = hashes | cached
     identity |= hashes
-    training = build_training(student, source, recipe, world, traffic, dispatcher, adapters=adapters)
+    by_zero = checkpoint is not None and checkpoints.of_several(checkpoint)
+    training = build_training(student, source, recipe, world, traffic, dispatcher, by_zero, teams, adapters)
     if adapters is not None and shares_weights(recipe):
         training = replace(training, source=share_weights(adapters, recipe, traffic, dispatcher))
     progress = checkpoints.load(checkpoint, world, training, identity) if checkpoint else {"step": 0}
@@ -167,6 +173,7 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     return Prepared(
         resolved=resolved,
         world=world,
+        data=teams.data,
         hosts=hosts_of(world),
         source=original,
         training=training,
@@ -244,12 +251,14 @@ def load_teacher(
     world: World,
     traffic: Traffic | None = None,
     dispatcher: Dispatcher | None = None,
+    ranks: TensorGroup | None = None,
 ) -> PreTrainedModel:
     """Loads the frozen teacher. Its experts are divided as ``parallel.teacher_placement`` says.
 
     Args:
         traffic: counts the bytes that its dispatch and combine send; None does not count.
         dispatcher: what the student's layers use; a teacher with divided experts uses it, too.
+        ranks: the ranks that shard its decoder layers as the student's; None if every rank has them.
 
     Raises:
         BadInputError: the vocabulary, the hidden size or the number of layers differs from that of ``student``; see
@@ -258,6 +267,12 @@ def load_teacher(
     """
     name, ep_size = teacher_name(recipe), recipe.parallel.teacher_ep_size
     dtype = DTYPES[recipe.train.dtype]
+    if ranks is not None:
+        teacher = tensor_parallel.load(resolve(name).path, ranks, dtype=dtype, device=world.device)
+        expect_comparable(student, teacher, recipe, name)
+        pack_attention(teacher, recipe)
+        tensor_parallel.wire(teacher, ranks, recipe)
+        return teacher.requires_grad_(False)
     teacher = expert_parallel.load(resolve(name).path, ep_size, dtype=dtype, device=world.device)
     expect_comparable(student, teacher, recipe, name)
     pack_attention(teacher, recipe)

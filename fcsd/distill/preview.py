@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from fcsd.config import Recipe, accumulation
+from fcsd.distill import tensor_parallel
 from fcsd.distill.adapters.adapt import chosen_parts
 from fcsd.distill.data.corpus import Corpus, listed, load_corpus, load_tokenizer
 from fcsd.distill.data.document_end import document_end
@@ -52,6 +53,7 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
     data, train = recipe.data, recipe.train
     micro_steps = accumulation(recipe, world_size)
     expert_parallel.check(recipe, world_size)
+    tensor_parallel.check(recipe, world_size)
     source = student_source(recipe)
     model = meta_student(recipe, source)
     tokenizer, vocab_size = load_tokenizer(source.path), len(output_head(model))
@@ -66,11 +68,13 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
     if cache := recipe.objective.teacher_cache:
         teacher = f"{cache.path}, the {cache.top_k} most likely token ids of {teacher_name(recipe)}"
     asked = f", the {train.tokens:,} asked for rounded up to whole steps" if train.tokens else ""
+    degree = recipe.parallel.tp_size
+    shared = f" / {degree} that shard each model" if degree > 1 else ""
     lines = [
         f"student     {recipe.model}, {model.num_parameters():,} {start}parameters in {train.dtype}{wiring}",
         f"teacher     {teacher}",
         f"batch       {train.batch_tokens:,} tokens = {recipe.rows_per_step} rows of {data.seq_len}"
-        f" = {train.micro_batch_size} rows * {world_size} processes * {micro_steps} micro-batches",
+        f" = {train.micro_batch_size} rows * {world_size} processes{shared} * {micro_steps} micro-batches",
         f"run         {train.steps:,} steps, {train.steps * train.batch_tokens:,} tokens{asked}",
     ]
     if (adapter := train.adapter) is not None:

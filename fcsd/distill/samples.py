@@ -10,7 +10,7 @@ from fcsd.config import Recipe
 from fcsd.disk import open_to_append, read_input_text, write_text
 from fcsd.distill.teacher.targets import TeacherSource
 from fcsd.errors import BadInputError, NonFiniteError
-from fcsd.foreign_errors import first_line
+from fcsd.foreign_errors import reason_of
 from fcsd.launch.shared_work import ALONE, Team
 from fcsd.launch.world import World
 from fcsd.serve.chat import PROMPTS, Speaker, answer
@@ -42,6 +42,8 @@ class Samples:
         self._path, self._tokens, self._world = run / SAMPLES, recipe.train.sample_tokens, world
         # A model whose experts are divided among processes must generate on all of them at the same time.
         self._team = Team(world, lockstep=True) if recipe.parallel.ep_size > 1 else ALONE
+        if recipe.parallel.tp_size > 1:
+            self._team = Team(world, together_on_all=True)
         self._student = Speaker("student", student, tokenizer)
         self._source = source
         self._known: dict[str, str] = {}
@@ -82,5 +84,5 @@ class Samples:
                 kept = [line for line in whole if json.loads(line)["step"] <= start]
             except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
                 hint = "Move it away: the run goes on without its earlier samples."
-                raise BadInputError(f"{self._path}: cannot be read: {first_line(error)}", hint) from error
+                raise BadInputError(f"{self._path}: cannot be read: {reason_of(error)}", hint) from error
             write_text(self._path, "".join(f"{line}\n" for line in kept))

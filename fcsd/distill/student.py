@@ -14,6 +14,7 @@ from fcsd.checkpoint.side_files import side_files
 from fcsd.checkpoint.staging import copy_small
 from fcsd.checkpoint.wiring_options import choose_wiring
 from fcsd.config import Recipe
+from fcsd.distill import tensor_parallel
 from fcsd.distill.experts import expert_parallel
 from fcsd.distill.inputs import student_source
 from fcsd.errors import BadInputError
@@ -22,6 +23,7 @@ from fcsd.models.annealed import require_in_flight
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import arch_of, converted_config, register, wiring_of
 from fcsd.models.export_template import CODE_FILES
+from fcsd.parallel.tensor.tp_plan import TensorGroup
 
 if TYPE_CHECKING:
     from fcsd.parallel.weights.saving import OwnPart
@@ -75,8 +77,9 @@ def load_student(
     config: PretrainedConfig | None = None,
     trained: Path | None = None,
     orders: Mapping[str, Sequence[int]] | None = None,
+    ranks: TensorGroup | None = None,
 ) -> PreTrainedModel:
-    """The student in eval mode. Every rank has the same weights, except for the experts that are divided over ranks.
+    """The student in eval mode. Every rank has the same weights, except for what is sharded over ranks.
 
     Random weights follow the architecture's own rules (``initializer_range`` of the config) and the recipe's seed.
     Each module and each expert has a random generator of its own, so the weights are the same at any
@@ -87,12 +90,15 @@ def load_student(
         trained: the model directory of the checkpoint from which the run continues; its weights and its config are
             used in place of those of the recipe.
         orders: where the experts were when that checkpoint was saved; see ``load_expert_parallel``.
+        ranks: the ranks that shard the decoder layers; None if every rank has them.
 
     Raises:
         BadInputError, ConfigError: see ``student_config``; also if the weights do not match the config.
     """
     parallel = recipe.parallel
     how: Any = {"dtype": dtype, "device": device, "dispatched": parallel.quantised.any}
+    if ranks is not None:
+        return _load_shards(recipe, ranks, dtype=dtype, device=device, config=config, trained=trained)
     if trained is not None:
         return expert_parallel.load(trained, parallel.ep_size, orders=orders, **how)
     source = student_source(recipe)
@@ -100,6 +106,24 @@ def load_student(
     if recipe.init.weights == "loaded":
         return expert_parallel.load(source.path, parallel.ep_size, config=config, **how)
     return expert_parallel.randomise(config, parallel.ep_size, seed=recipe.seed, **how)
+
+
+def _load_shards(
+    recipe: Recipe,
+    ranks: TensorGroup,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    config: PretrainedConfig | None,
+    trained: Path | None,
+) -> PreTrainedModel:
+    if trained is not None:
+        return tensor_parallel.load(trained, ranks, dtype=dtype, device=device)
+    source = student_source(recipe)
+    config = config or student_config(recipe, source)
+    if recipe.init.weights == "loaded":
+        return tensor_parallel.load(source.path, ranks, dtype=dtype, device=device, config=config)
+    return tensor_parallel.randomise(config, ranks, dtype=dtype, device=device, seed=recipe.seed)
 
 
 def meta_student(recipe: Recipe, source: Location) -> PreTrainedModel:

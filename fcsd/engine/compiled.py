@@ -18,7 +18,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.overrides import TorchFunctionMode
 
 from fcsd.engine.sharded_modules import SplitNorm
-from fcsd.foreign_errors import first_line
+from fcsd.foreign_errors import reason_of
 
 # How often one of the functions below may be compiled: once for each batch, degree, and length that attention reads.
 _SHAPES = 64
@@ -133,7 +133,7 @@ class _Compiled:
                     return self._compiled(*args, **kwargs)
             except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # nothing was computed yet
                 name, cause = self._function.__name__.strip("_"), getattr(error, "inner_exception", error)
-                log.warning("decoding with %s uncompiled, which is slower: %s", name, first_line(cause))
+                log.warning("decoding with %s uncompiled, which is slower: %s", name, reason_of(cause))
                 self._compiled = None
         return self._function(*args, **kwargs)
 

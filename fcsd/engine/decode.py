@@ -19,7 +19,7 @@ from fcsd.engine.batches import CACHE_TOKENS
 from fcsd.engine.grouped_attention import SPLIT, attention_of_step, usual_attention
 from fcsd.engine.logprobs import FORWARD_TOKENS, batches, decoder_of, head_logits
 from fcsd.engine.slots import Slots
-from fcsd.foreign_errors import first_line
+from fcsd.foreign_errors import reason_of
 from fcsd.launch.shared_work import ALONE
 
 # Steps after which the host reads the new tokens.
@@ -249,7 +249,7 @@ class Stepper:
             try:
                 self.graphs[self.slots.width] = self._capture()
             except RuntimeError as error:
-                log.warning("generating without CUDA graphs, which is slower: %s", first_line(error))
+                log.warning("generating without CUDA graphs, which is slower: %s", reason_of(error))
                 self.graphs = None
         if self.graphs is None:
             self._step()

@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _active_collector
 
 from fcsd.engine import compiled
-from fcsd.engine.tp_plan import TensorGroup
 from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of, decoder_layers
 from fcsd.models.schedule import Kind, LayerPlan, Step, kind_of, layer_plans
@@ -31,10 +30,14 @@ from fcsd.models.wiring import (
     WiredLayer,
     Wiring,
     hf_parts,
+    mlp_of,
+    scaled,
+    shared_of,
     unwire_layers,
     wired_class,
 )
 from fcsd.parallel.all_reduce import reduce
+from fcsd.parallel.tensor.tp_plan import TensorGroup
 
 
 @dataclass(frozen=True)
@@ -174,9 +177,9 @@ class TensorParallelLayer(WiredLayer):
     def _sparse_step(self, stream: Stream, routed: Callable[[Tensor], Tensor], norm: nn.Module, x: Tensor) -> None:
         """The step of a sparse MLP. A router that does more than transformers' own is left to ``routed``."""
         blocks = self.fcsd.blocks
-        mlp: Any = self.get_submodule(blocks.mlp)
-        router = mlp.get_submodule(blocks.router)
-        shared, gate = (getattr(mlp, name) if name else None for name in (blocks.shared, blocks.shared_gate))
+        mlp: Any = mlp_of(blocks, self)
+        router, shared = mlp.get_submodule(blocks.router), shared_of(blocks, self)
+        gate = getattr(mlp, blocks.shared_gate) if blocks.shared_gate else None
         if blocks.prescaled or blocks.router_bias or router._forward_hooks:
             router = None
         found = compiled.before_experts(norm, compiled.Sparse(router, shared, gate), x)
@@ -185,7 +188,7 @@ class TensorParallelLayer(WiredLayer):
         if router is None:
             out = routed(found.read)
         else:
-            out = mlp.experts(found.read.flatten(0, -2), found.chosen, found.weights).view_as(x)
+            out = scaled(blocks, mlp, mlp.experts(found.read.flatten(0, -2), found.chosen, found.weights)).view_as(x)
         self._add(stream, len(self.fcsd.plan.steps) - 1, out)
 
 
@@ -226,5 +229,5 @@ def wire_tensor_parallel(
         raise ConfigError(str(error)) from error
     sums = Sums(ranks, backend, eager, compile_steps)
     for index, layer in enumerate(layers):
-        layer.__class__ = wired_class(TensorParallelLayer, type(layer))
+        layer.__class__ = wired_class(TensorParallelLayer, type(layer), blocks.passes is not None)
         layer.fcsd = LayerSums(0, 0, 1, False, parts, blocks, index, plans[index], sums)

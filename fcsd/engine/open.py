@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from fcsd.engine.fused import fuse
 from fcsd.engine.layer import wire_tensor_parallel
-from fcsd.engine.tp_plan import Experts, TensorGroup
 from fcsd.engine.weights import load_tensor_parallel
 from fcsd.parallel import process_settings
 from fcsd.parallel.all_reduce.backends import require_right
 from fcsd.parallel.all_reduce.reduce import Reduction
 from fcsd.parallel.placement.stored import read_orders
+from fcsd.parallel.tensor.tp_plan import Experts, TensorGroup
 
 if TYPE_CHECKING:
     import torch

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from fcsd.engine.tp_plan import TensorGroup
-from fcsd.models.archs import Arch
+from fcsd.models.arch import Arch
 from fcsd.models.build import decoder_layers
 from fcsd.models.wiring import mixer
 from fcsd.parallel.placement.placement import Placement
+from fcsd.parallel.tensor.sums import sum_of_parts
+from fcsd.parallel.tensor.tp_plan import TensorGroup
 
 
 class DividedEmbedding(nn.Embedding):
@@ -72,7 +73,10 @@ class SplitNorm(nn.Module):
         """``[..., width of this rank's heads]``, normalised over the heads of all ranks in fp32."""
         x = hidden_states.float()
         squares = x.pow(2).mean(-1, keepdim=True)
-        dist.all_reduce(squares, group=self.ranks.group)
+        if squares.requires_grad:
+            squares = sum_of_parts(squares, self.ranks.group)
+        else:
+            dist.all_reduce(squares, group=self.ranks.group)
         x = x * torch.rsqrt(squares / self.ranks.degree + self.epsilon)
         return self.weight * x.to(hidden_states.dtype)
 
@@ -99,16 +103,16 @@ class OwnHeads:
         return getattr(self._config, name)
 
 
-def replace_modules(model: PreTrainedModel, arch: Arch, ranks: TensorGroup, vocabulary: int) -> None:
+def replace_modules(model: PreTrainedModel, arch: Arch, ranks: TensorGroup, vocabulary: int | None) -> None:
     """Let the modules of a model with narrowed weights compute with the other ranks.
 
     Args:
-        vocabulary: the number of rows of the whole embedding.
+        vocabulary: the number of rows of the whole embedding; None if every rank has the whole one, and the whole head.
     """
     text = model.config.get_text_config()
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
-    if ranks.degree > 1:
+    if ranks.degree > 1 and vocabulary is not None:
         embedding.__class__, embedding.ranks = _divided_embedding_class(type(embedding)), ranks
         head.__class__, head.ranks, head.vocabulary = DividedHead, ranks, vocabulary
     for layer in decoder_layers(model):

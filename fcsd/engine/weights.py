@@ -18,24 +18,22 @@ from transformers.core_model_loading import revert_weight_conversion
 from fcsd.checkpoint import Layout
 from fcsd.checkpoint.weights import Reader
 from fcsd.engine.sharded_modules import keep_own_experts, replace_modules
-from fcsd.engine.tp_plan import (
+from fcsd.errors import ConfigError
+from fcsd.models.build import arch_of, decoder_layers, experts_of, read_generation_config, register
+from fcsd.models.wiring import unwire_layers
+from fcsd.parallel.placement.stored import Orders, placements_of
+from fcsd.parallel.tensor.tp_plan import (
     Experts,
     Shard,
     Sharding,
     TensorGroup,
     check_degree,
     expert_tensor,
-    layer_sharding,
+    model_shardings,
     of_one_expert,
     own_part,
     own_range,
-    tp_plan_of,
 )
-from fcsd.errors import ConfigError
-from fcsd.models.archs import Arch
-from fcsd.models.build import arch_of, decoder_layers, experts_of, read_generation_config, register
-from fcsd.models.wiring import unwire_layers
-from fcsd.parallel.placement.stored import Orders, placements_of
 from fcsd.parallel.weights.loading import empty_model, give_memory, verified_layout
 from fcsd.parallel.weights.random_init import drawn
 from fcsd.parallel.weights.tensor_map import state
@@ -60,6 +58,7 @@ class _Source:
     block: int | None = None
 
 
+_CONVOLUTIONS = 3  # of the short convolutions of linear attention: queries, keys and values
 _DECODER_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.")
 
 
@@ -72,6 +71,7 @@ class _ShardedModel:
         ranks: the ranks that divide the model.
         experts: ``sliced`` gives each rank a slice of every expert, ``whole`` gives it some whole experts.
         orders: for whole experts, their order over the ranks in each MoE block; None for the order of numbers.
+        whole_vocabulary: whether every rank has the whole embeddings and the whole output head.
 
     Attributes:
         model: the model, in eval mode. Its parts compute this rank's partial sums, which nothing reduces until
@@ -89,6 +89,7 @@ class _ShardedModel:
         ranks: TensorGroup,
         experts: Experts,
         orders: Orders | None = None,
+        whole_vocabulary: bool = False,
     ) -> None:
         arch = arch_of(config)
         text = config.get_text_config()
@@ -105,12 +106,12 @@ class _ShardedModel:
         # Some layers of MiMo have twice as many key-value heads as the config says.
         self._kv_heads = [text.num_attention_heads // count if count else text.num_key_value_heads for count in groups]
         unwire_layers(decoder_layers(self.model))
-        self._shardings = _shardings(self.model, arch)
+        self._shardings = model_shardings(self.model, arch, "whole" if whole_vocabulary else "vocabulary")
         if experts == "whole":
             blocks = {block: count for block in dict.fromkeys(map(_block, state(self.model))) if block is not None}
             self._placements = placements_of((orders or {}) if ranks.degree > 1 else {}, blocks, ranks.degree)
         vocabulary = self._narrow()
-        replace_modules(self.model, arch, ranks, vocabulary)
+        replace_modules(self.model, arch, ranks, None if whole_vocabulary else vocabulary)
         if experts == "whole" and ranks.degree > 1:
             for path, placement in self._placements.items():
                 keep_own_experts(self.model.get_submodule(path), arch, ranks, placement)
@@ -201,6 +202,8 @@ class _ShardedModel:
         if source.block is not None and isinstance(sharding, Shard):
             target = target.chunk(sharding.packed, sharding.dim)[source.block]
             sharding = replace(sharding, packed=1)
+        elif source.block is not None and source.expert is None:
+            target = target.chunk(_CONVOLUTIONS)[source.block]
         if self.experts == "whole" and source.expert is not None:
             sharding = "whole"
         return target, sharding
@@ -221,6 +224,9 @@ class _ShardedModel:
                 blocks = sharding.packed if isinstance(sharding, Shard) else 1
                 numbered += [_Source("", None, name, e, b) for e in range(count) for b in range(blocks)]
                 probes[name] = torch.arange(start, len(numbered)).view(count, blocks, 1)
+            elif name.endswith("conv1d.weight"):  # some families store those of queries, keys and values apart
+                numbered += [_Source("", None, name, None, b) for b in range(_CONVOLUTIONS)]
+                probes[name] = torch.arange(start, len(numbered)).view(_CONVOLUTIONS, 1)
             else:
                 numbered.append(_Source("", None, name))
                 probes[name] = torch.tensor([[start]])
@@ -229,6 +235,8 @@ class _ShardedModel:
             if expert_tensor(source.name) and (numbers.ndim == 3 or source.expert is None):
                 # All experts lie in one tensor, which is read expert by expert.
                 yield from (_Source(stored, e, source.name, e) for e in range(count))
+            elif source.expert is None and numbers.numel() > 1:
+                yield replace(source, stored=stored, block=None)
             else:
                 yield replace(source, stored=stored)
 
@@ -242,6 +250,7 @@ def load_tensor_parallel(
     experts: Experts = "sliced",
     orders: Orders | None = None,
     config: PretrainedConfig | None = None,
+    whole_vocabulary: bool = False,
 ) -> PreTrainedModel:
     """Load an original or converted checkpoint directory; this rank holds only its own part.
 
@@ -254,6 +263,7 @@ def load_tensor_parallel(
         orders: for whole experts, their order over the ranks, from ``placements.read_orders``; None for that of
             their numbers.
         config: used in place of the config of the directory.
+        whole_vocabulary: whether every rank has the whole embeddings and the whole output head.
 
     Returns:
         A model in eval mode whose layers compute partial sums; see ``layer.wire_tensor_parallel``.
@@ -267,7 +277,7 @@ def load_tensor_parallel(
     layout = verified_layout(path, "tensor parallelism")
     register()
     config = config or AutoConfig.from_pretrained(path, trust_remote_code=False)
-    sharded = _ShardedModel(config, dtype, ranks, experts, orders)
+    sharded = _ShardedModel(config, dtype, ranks, experts, orders, whole_vocabulary)
     sharded.fill(layout, torch.device(device))
     sharded.model.generation_config = read_generation_config(path) or sharded.model.generation_config
     return sharded.model
@@ -281,18 +291,20 @@ def random_tensor_parallel(
     ranks: TensorGroup,
     experts: Experts = "sliced",
     seed: int = 0,
+    whole_vocabulary: bool = False,
 ) -> PreTrainedModel:
     """A random model, of which this rank holds its own part. The weights do not depend on the number of ranks.
 
     Args:
         config: the config of a transformers model or of a converted one.
+        whole_vocabulary: whether every rank has the whole embeddings and the whole output head.
 
     Raises:
         BadInputError: the architecture is not supported.
         ConfigError: the ranks cannot divide the model evenly.
     """
     register()
-    sharded = _ShardedModel(config, dtype, ranks, experts)
+    sharded = _ShardedModel(config, dtype, ranks, experts, whole_vocabulary=whole_vocabulary)
     sharded.draw(config, dtype, torch.device(device), seed)
     return sharded.model
 
@@ -300,19 +312,3 @@ def random_tensor_parallel(
 def _block(name: str) -> str | None:
     """The path of the MoE block to which a tensor of experts belongs; None for other tensors."""
     return name.rpartition(".experts.")[0] if expert_tensor(name) else None
-
-
-def _shardings(model: PreTrainedModel, arch: Arch) -> dict[str, Sharding]:
-    """What a rank has of every parameter and persistent buffer, by name."""
-    _, decoder = arch.classes["AutoModelForCausalLM"]
-    vocabulary = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}  # pyright: ignore
-    plan = tp_plan_of(arch, model.config)
-    shardings: dict[str, Sharding] = {}
-    inside = re.compile(rf"{re.escape(decoder)}\.layers\.\d+\.(.+)")
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        match = inside.fullmatch(name)
-        if match:
-            shardings[name] = layer_sharding(plan, match[1], tensor.ndim)
-        else:
-            shardings[name] = "vocabulary" if tensor in vocabulary else "whole"
-    return shardings

@@ -3,6 +3,8 @@
 Two models that answered the same questions are compared by their differences per question. These vary several times
 less than either score does. The verdict follows from the bounds of ``bounds.py``.
 
+A benchmark on which the baseline is not above chance measures nothing. It is named, and left out of the mean.
+
 A task whose questions give partial credit (IFEval aggregated) has a verdict too; ``bounds.py`` says how. Losses and
 perplexities have none: they are not counted in points, and are compared in nats.
 """
@@ -36,6 +38,7 @@ class Difference:
             is chance or the untrained conversion's score, whichever is higher. None without an untrained conversion,
             because nobody knows then what was lost, for that conversion itself, and where the baseline is within two
             standard errors of the floor. For ``Avg``, it is the mean over the benchmarks that have a recovery.
+        at_chance: whether the baseline is not above chance, so that the benchmark is not in ``Avg``.
     """
 
     column: str
@@ -44,6 +47,7 @@ class Difference:
     low: float
     high: float
     recovery: Estimate | None = None
+    at_chance: bool = False
 
     def verdict(self, margin: float) -> str:
         """Whether the model is at most ``margin`` points below its baseline: yes, no or not enough samples.
@@ -80,7 +84,8 @@ class Comparison:
 
     Attributes:
         tasks: one difference per benchmark that is counted in points.
-        overall: the mean over these benchmarks with equal weights, as Table 1's Avg.
+        overall: the mean with equal weights, as Table 1's Avg, over those of them on which the baseline is above
+            chance; None if there are none.
         loss: the difference in held-out loss; None without a held-out text.
         perplexities: the benchmarks that are perplexities, as differences in loss.
     """
@@ -99,7 +104,8 @@ class Comparison:
     def sentence(self, margin: float) -> str:
         """The verdict in words. It names every task that is shown to be further below."""
         if self.overall is None:
-            return f"{self.model}: no benchmark to compare on"
+            only = f" on which {self.baseline} is above chance" if self.tasks else ""
+            return f"{self.model}: no benchmark to compare on{only}"
         overall = self.overall
         verdict = overall.verdict(margin)
         points = f"{overall.points:+.1f} ± {overall.stderr:.1f}"
@@ -110,6 +116,8 @@ class Comparison:
         if below := self.further_below(margin):
             named = ", ".join(f"{task.column} ({task.points:+.1f})" for task in below)
             text += f"; further below on {named}"
+        if unknown := [task.column for task in self.tasks if task.at_chance]:
+            text += f"; not counted, because {self.baseline} is not above chance: {', '.join(unknown)}"
         return text
 
     def to_json(self, margin: float) -> dict[str, Any]:
@@ -198,6 +206,11 @@ def compare_models(results: Sequence[Result], *, untrained: str | None = None) -
     ]
 
 
+def not_above_chance(result: Result) -> bool:
+    """Whether a score is at most two standard errors above the score of guessing, where that is known."""
+    return result["chance"] is not None and result["value"] - result["chance"] / 100 <= 2 * result["stderr"]
+
+
 def _compare(model: dict[str, Result], baseline: dict[str, Result], floor: dict[str, Result]) -> Comparison:
     if model.keys() != baseline.keys():
         raise ConfigError("the models were not evaluated on the same tasks")
@@ -210,7 +223,8 @@ def _compare(model: dict[str, Result], baseline: dict[str, Result], floor: dict[
     held_out = [_loss(*three) for three in results if three[0]["column"] == HELD_OUT]
     perplexities = tuple(_loss(*three) for three in results if three[0]["metric"] in PERPLEXITIES)
     name, reference = (next(iter(m.values()))["model"] for m in (model, baseline))
-    overall = _overall(tasks, counts) if tasks else None
+    told = [(task, counted) for task, counted in zip(tasks, counts, strict=True) if not task.at_chance]
+    overall = _overall(*zip(*told, strict=True)) if told else None
     return Comparison(name, reference, tasks, overall, held_out[0] if held_out else None, perplexities)
 
 
@@ -234,7 +248,9 @@ def _points(result: Result, baseline: Result, floor: Result | None, counts: Coun
     stderr = max(stderr, resolution)
     recovery = None if floor is None else _recovery(result, baseline, floor, resolution)
     low, high = task_bounds(counts)
-    return Difference(result["column"], 100 * difference, 100 * stderr, 100 * low, 100 * high, recovery)
+    return Difference(
+        result["column"], 100 * difference, 100 * stderr, 100 * low, 100 * high, recovery, not_above_chance(baseline)
+    )
 
 
 def _recovery(result: Result, baseline: Result, floor: Result, resolution: float) -> Estimate | None:

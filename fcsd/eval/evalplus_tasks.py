@@ -21,6 +21,7 @@ from fcsd.eval.code_tasks import TIMEOUT_S, judged
 from fcsd.eval.engines.interface import Adapter
 from fcsd.eval.statistics import estimate
 from fcsd.eval.suite import Benchmark
+from fcsd.foreign_errors import reason_of
 
 # EvalPlus' own prompts and limit, from evalplus/codegen.py and evalplus/provider/base.py.
 INSTRUCTION = (
@@ -82,7 +83,8 @@ def _published(row: Benchmark) -> Path:
                 make_cache(url, cached)
         except OSError as error:
             raise BadInputError(
-                f"{row.column}: cannot fetch {url}: {error}", f"set {variable} to a copy, or give --data-mirror DIR"
+                f"{row.column}: cannot fetch {url}: {reason_of(error)}",
+                f"set {variable} to a copy, or give --data-mirror DIR",
             ) from error
     if not path.is_file():
         raise BadInputError(f"{row.column}: {path} does not exist")

@@ -30,7 +30,7 @@ from fcsd.eval.evalplus_tasks import EvalPlusTask, evalplus_result
 from fcsd.eval.perplexity import HELD_OUT, HeldOut, held_out_result
 from fcsd.eval.results import COMPARISON, Result, ResultFile, shown, write_samples
 from fcsd.eval.suite import EVALPLUS, SANDBOX, select_any
-from fcsd.eval.tasks import LoadedTask, load_tasks, task_result
+from fcsd.eval.tasks import LoadedTask, limit_of_each, load_tasks, task_result
 from fcsd.launch.shared_work import ALONE, Team
 
 # The time for which a rank waits for the others, which may be judging programs or still be generating.
@@ -77,7 +77,7 @@ def evaluate_models(
             the engine's quantised wire, and may then be one of ``models`` too.
         data_mirror: a directory of data sets under their hub names; None for the hub and its cache.
         held_out: a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` text for one more result, the held-out loss.
-        limit: score only the first ``limit`` documents of every task.
+        limit: score only so many questions of every benchmark; a group of tasks takes the first ones of each task.
         engine: how the models are run. Of models in memory, only limits, ``generation`` and ``quantised`` are used.
         out: a directory for one ``<model>.json`` each. Answers are kept there too: an evaluation that was killed and
             is started again repeats none of them.
@@ -264,21 +264,22 @@ def _results(
 def announcement(
     models: int, tasks: Sequence[LoadedTask | EvalPlusTask], text: HeldOut | None, limit: int | None
 ) -> str:
-    """How many items each model answers, in total and by task; a limit counts for each task of a group."""
+    """How many items each model answers, in total and by benchmark."""
     counts: dict[str, tuple[int, str]] = {}
     for task in tasks:
         if isinstance(task, EvalPlusTask):
             counts[task.row.column] = len(task.problems[:limit]), ""
         else:
             each = [len(leaf.eval_docs) for leaf in task.lm_eval["tasks"].values()]
-            taken = sum(size if limit is None else min(size, limit) for size in each)
+            most = limit_of_each(limit, len(each))
+            taken = sum(size if most is None else min(size, most) for size in each)
             counts[task.benchmark.column] = taken, f" in {len(each)} tasks" if len(each) > 1 else ""
     parts = [f"{column} {count:,}{where}" for column, (count, where) in counts.items()]
     if text is not None:
         parts.append(f"{HELD_OUT} {len(text.texts):,}")
         counts[HELD_OUT] = len(text.texts), ""
     total = sum(count for count, _ in counts.values())
-    cut = "" if limit is None else f", with --limit {limit} for each task"
+    cut = "" if limit is None else f", with --limit {limit}"
     return f"{models} model{'s' * (models > 1)}, {total:,} items each{cut}: {', '.join(parts)}"
 
 

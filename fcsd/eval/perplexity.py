@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fcsd.disk import file_sha256, json_sha256, open_input
 from fcsd.errors import BadInputError
 from fcsd.eval.statistics import estimate
-from fcsd.foreign_errors import first_line
+from fcsd.foreign_errors import reason_of
 from fcsd.input_lines import LONGEST_TEXT, MOST_TEXT, read_lines
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def read_texts(path: Path) -> list[str]:
     try:
         texts = _of_parquet(path) if path.suffix == ".parquet" else _of_lines(path)
     except (OSError, ValueError) as error:
-        raise BadInputError(f"{path}: this text file cannot be read: {first_line(error)}") from error
+        raise BadInputError(f"{path}: this text file cannot be read: {reason_of(error)}") from error
     texts = [text for text in texts if text]
     if not texts:
         raise BadInputError(f"{path}: this file has no text")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fcsd import markdown
 from fcsd.disk import write_text
-from fcsd.eval.compare import Comparison
+from fcsd.eval.compare import Comparison, Difference, not_above_chance
 from fcsd.eval.perplexity import HELD_OUT
 from fcsd.eval.results import COMPARISON, Result, is_accuracy, shown
 
@@ -23,14 +23,20 @@ def report(results: Sequence[Result], out: Path, comparisons: Sequence[Compariso
 
 
 def table_1(results: Sequence[Result]) -> str:
-    """Markdown in the layout of FarSkip Table 1: a row per model, a column per benchmark, points."""
+    """Markdown in the layout of FarSkip Table 1: a row per model, a column per benchmark, points.
+
+    Benchmarks on which the baseline is not above chance are marked by a star and left out of the average.
+    """
     columns, models = _axes(results)
+    unknown = {result["column"] for result in results if result["baseline"] and not_above_chance(result)}
     cells = {(result["model"], result["column"]): shown(result)[0] for result in results}
     benchmarks = [column for column in columns if column != HELD_OUT]
-    head = ["Model", *benchmarks, "Avg", *columns[len(benchmarks) :]]
+    named = [f"{column}*" if column in unknown else column for column in benchmarks]
+    head = ["Model", *named, "Avg", *columns[len(benchmarks) :]]
     body = []
     for model in models:
         own = [result for result in results if result["model"] == model and is_accuracy(result)]
+        own = [result for result in own if result["column"] not in unknown]
         average = f"{100 * sum(result['value'] for result in own) / len(own):.1f}" if own else "-"
         scores = [cells[model, column] for column in benchmarks]
         body.append([model, *scores, average, *(cells[model, c] for c in columns[len(benchmarks) :])])
@@ -79,7 +85,7 @@ def difference_table(comparisons: Sequence[Comparison], margin: float) -> str:
         head.append(comparison.model)
         columns.append(
             [
-                *(f"{task.points:+.1f} ± {task.stderr:.1f}: {task.verdict(margin)}" for task in points),
+                *(f"{task.points:+.1f} ± {task.stderr:.1f}: {_verdict(task, margin)}" for task in points),
                 *(f"{loss.nats:+.4f} ± {loss.stderr:.4f}" for loss in losses),
             ]
         )
@@ -88,6 +94,10 @@ def difference_table(comparisons: Sequence[Comparison], margin: float) -> str:
             head.append("won back")
             columns.append(["-" if recovery is None else _percent(*recovery) for recovery in recoveries])
     return markdown.table(head, list(zip(*columns, strict=True)))
+
+
+def _verdict(task: Difference, margin: float) -> str:
+    return "at chance, not counted" if task.at_chance else task.verdict(margin)
 
 
 def draw_bars(results: Sequence[Result], path: Path) -> None:

@@ -13,7 +13,7 @@ from huggingface_hub import DatasetCard
 from fcsd.checkpoint.files import quoted
 from fcsd.disk import file_sha256, read_input_text
 from fcsd.errors import BadInputError, ConfigError
-from fcsd.foreign_errors import first_line
+from fcsd.foreign_errors import reason_of
 from fcsd.input_lines import LONGEST_TEXT, blocks, lines_of
 
 # Where ``datasets`` looks for the names of a data set's files.
@@ -91,7 +91,7 @@ def mirror_files(column: str, mirror: Path, data_sets: set[str]) -> dict[str, st
                 if path.name.endswith(_LINES):
                     _refuse_long_lines(path)
         except (OSError, ValueError, AttributeError, TypeError, yaml.YAMLError, RecursionError) as error:
-            raise BadInputError(f"{column}: the data mirror cannot be read: {first_line(error)}") from error
+            raise BadInputError(f"{column}: the data mirror cannot be read: {reason_of(error)}") from error
     return files
 
 

@@ -9,6 +9,7 @@ task definitions read real and mirrored data. For the same reason, it would read
 import contextlib
 import itertools
 import logging
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from fcsd.eval.results import PERPLEXITIES
 from fcsd.eval.statistics import estimate
 from fcsd.eval.suite import DEFINITIONS, EVALPLUS, SANDBOX, Benchmark
 from fcsd.eval.task_files import definition_sha256, mirror_files, task_manager
-from fcsd.foreign_errors import first_line
+from fcsd.foreign_errors import reason_of
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ def _load(benchmark: Benchmark, manager: Any, directory: Path, mirror: Path | No
         loaded: dict[str, Any] = dict(manager.load(benchmark.task))
     except Exception as error:  # datasets raises many kinds for data that is missing, gated or malformed
         hint = "fetch it into the hub cache first, or give --data-mirror DIR" if mirror is None else None
-        message = f"{benchmark.column}: cannot load the data of {benchmark.task}: {first_line(error):.300}"
+        message = f"{benchmark.column}: cannot load the data of {benchmark.task}: {reason_of(error)}"
         raise BadInputError(message, hint) from error
     leaves = list(loaded["tasks"].values())
     if not benchmark.metric:
@@ -234,8 +235,19 @@ def _found_once(find: Callable[..., Any]) -> Callable[..., Any]:
     return module
 
 
+def limit_of_each(limit: int | None, tasks: int) -> int | None:
+    """How many questions each of a benchmark's ``tasks`` asks, so that all ask the same number, and ``limit`` together.
+
+    The number is rounded up, so that every task asks at least one.
+    """
+    return None if limit is None else math.ceil(limit / tasks)
+
+
 def task_result(task: LoadedTask, lm: Adapter, limit: int | None, accept_unsafe_exec: bool = False) -> dict[str, Any]:
     """Run a task and return the fields of its result that come from lm-eval, and ``samples``: what the model answered.
+
+    Args:
+        limit: how many questions of the benchmark are asked; a group spreads them over its tasks.
 
     Raises:
         BadInputError: a prompt is longer than the model takes, the model lacks a chat template that is asked for, or a
@@ -250,13 +262,14 @@ def task_result(task: LoadedTask, lm: Adapter, limit: int | None, accept_unsafe_
         raise BadInputError(f"{benchmark.column}: the model has no chat template", "leave out --apply-chat-template")
     for leaf in task.lm_eval["tasks"].values():
         leaf.set_fewshot_seed(FEWSHOT_SEED)  # the same examples for every model
+    each = limit_of_each(limit, len(task.lm_eval["tasks"]))
     for name, leaf in task.lm_eval["tasks"].items():
-        _check_questions(f"{benchmark.column}: {name}", leaf, limit, programs=benchmark.harness == SANDBOX)
+        _check_questions(f"{benchmark.column}: {name}", leaf, each, programs=benchmark.harness == SANDBOX)
     try:
         answer: Any = run(
             lm,
             task.lm_eval,
-            limit=limit,
+            limit=each,
             bootstrap_iters=0,
             apply_chat_template=benchmark.chat,
             fewshot_as_multiturn=benchmark.chat,
@@ -343,7 +356,7 @@ def _check_questions(what: str, leaf: Any, limit: int | None, *, programs: bool)
             if programs and not (isinstance(doc.get("prompt", ""), str) and isinstance(doc["task_id"], str | int)):
                 raise TypeError("its prompt is not a text, or its task_id is no name")
         except Exception as error:  # a template can fail in any way on data of another form
-            raise BadInputError(f"{what}: question {number} cannot be read: {first_line(error):.200}") from error
+            raise BadInputError(f"{what}: question {number} cannot be read: {reason_of(error)}") from error
         if not choosing:
             continue
         gold = text if leaf.multiple_input else target

@@ -13,7 +13,7 @@ from fcsd.eval.results import Result, is_accuracy, is_quantised, read_directory,
 
 if TYPE_CHECKING:
     from fcsd.config import Recipe
-    from fcsd.models.archs import Arch
+    from fcsd.models.arch import Arch
 
 log = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ from fcsd.checkpoint.files import quoted
 from fcsd.errors import ConfigError, FcsdError
 from fcsd.export.arrival import Sent, check_arrival, sent_files
 from fcsd.export.reload import RECORD, check_record
+from fcsd.foreign_errors import reason_of
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo, HfApi
@@ -237,4 +238,6 @@ def _hub_errors(repo: str) -> Iterator[None]:
     except (HTTPError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not isinstance(error.__cause__, HTTPError):
             raise  # the client raises RuntimeError when a large file did not arrive
-        raise FcsdError(f"{repo}: the upload broke off ({type(error.__cause__ or error).__name__})", _AGAIN) from None
+        cause = error.__cause__ or error
+        why = f"{type(cause).__name__}: {reason_of(cause)}"
+        raise FcsdError(f"{repo}: the upload broke off ({why})", _AGAIN) from None

@@ -11,10 +11,11 @@ from fcsd.checkpoint import CheckpointConfig, Layout, fingerprint, read_layout, 
 from fcsd.checkpoint.files import quoted
 from fcsd.disk import bytes_sha256, file_sha256
 from fcsd.errors import BadInputError, DoesNotFitError, FcsdError
+from fcsd.foreign_errors import reason_in
 from fcsd.parity import first_layers, logits, plan_proof, shortened, token_ids
 
 if TYPE_CHECKING:
-    from fcsd.models.archs import Arch
+    from fcsd.models.arch import Arch
 
 RECORD = "reload_proof.json"
 
@@ -129,6 +130,6 @@ def _in_fresh_process(directory: Path, ids: Any, scratch: Path) -> Any:
         text=True,
     )
     if done.returncode:
-        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        raise FcsdError(f"{directory}: does not load without fcsd ({reason})")
+        why = reason_in(done.stderr) or f"exit status {done.returncode}"
+        raise FcsdError(f"{directory}: does not load without fcsd ({why})")
     return load_file(scratch / "logits")["0"]

@@ -10,7 +10,7 @@ from fcsd.launch import own_code
 
 PORT = 29400
 GRACE = 120  # seconds between the signal to save and the time limit of the job
-_ENDPOINT = re.compile(r"(?P<host>[\w.-]+):(?P<port>\d{1,5})")
+_ENDPOINT = re.compile(r"(?P<host>[\w.-]+):(?P<port>[0-9]{1,5})")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ overlaps communication with computation runs as a blocking layer until then.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ..errors import ConfigError
 from .build import decoder_layers, wiring_of
-from .wiring import WiredLayer, read
+from .wiring import WiredLayer, pass_on, read
 from .wiring_block import DESYNC, Wiring
 
 
@@ -41,7 +41,10 @@ class AnnealedLayer(WiredLayer):
 
     def forward(self, hidden_states: Tensor | tuple[Tensor, ...], **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
         if self._is_annealed():
-            return WiredLayer.forward(self, hidden_states, **kwargs)  # blocking, also if the layer's class overlaps
+            blocking = partial(WiredLayer.forward, self)  # also if the layer's class overlaps
+            blocks = self.fcsd.blocks
+            run = blocking if blocks.passes is None else partial(pass_on, blocks, blocking)
+            return run(hidden_states, **kwargs)
         return super().forward(hidden_states, **kwargs)
 
     def _is_annealed(self) -> bool:

@@ -1,123 +1,15 @@
 """The table of supported architectures: one row of data for each ``model_type``.
 
-A family is named here and nowhere else in fcsd. Everything that differs between families is a field of its row.
+A family is named here and nowhere else in fcsd. Everything that differs between families is a field of its row, which
+``arch.py`` defines.
 docs/adding_an_architecture.md works through an easy row and a hard one.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from .wiring_block import DESYNC, READS, Blocks
-
-
-@dataclass(frozen=True)
-class VllmNames:
-    """What vLLM's own class of an architecture calls the parts of its decoder layers.
-
-    Every decoder layer of the table follows one convention in vLLM 0.24 to 0.28: it gets ``(hidden, residual)``, whose
-    sum is the full stream, and returns its MLP's output unadded beside the residual.
-
-    Attributes:
-        decoder: the path, inside the model, of the module that holds ``layers``.
-        attn: the attention of a layer. Its output projection is ``o_proj``.
-        mlp: the MLP of a layer; a dense one has ``down_proj``, a mixture of experts has ``experts``.
-        shared: the shared experts inside the MLP; None if there are none.
-        hidden_first: whether layer and attention take ``(hidden, positions)`` instead of ``(positions, hidden)``.
-        rescales_float16: whether vLLM's layer divides the stream by a constant in float16, which the plugin does not.
-    """
-
-    decoder: str = "model"
-    attn: str = "self_attn"
-    mlp: str = "mlp"
-    shared: str | None = None
-    hidden_first: bool = False
-    rescales_float16: bool = False
-
-
-@dataclass(frozen=True)
-class Arch:
-    """How one ``model_type`` of transformers is built, taken apart, sharded and served.
-
-    Args:
-        model_type: the type as ``config.json`` names it.
-        config: the name of the transformers config class.
-        classes: Auto class -> (transformers model class, path inside it of the module that holds ``layers``).
-        vllm: the names that vLLM's class of the same name uses.
-        blocks: the names of a decoder layer's children.
-        text_config: for multimodal types, the name of the sub-config that describes the language model.
-        autoep: for types with experts, how DeepSpeed AutoEP, which would look for the ``model_type``, finds them: the
-            name of one of its presets, or its keys. None for types that cannot be expert-parallel.
-        no_ep: why the type cannot be expert-parallel although it has experts.
-        packs: whether transformers' code keeps attention inside documents where position ids restart.
-        norm_epsilon: the name of the attribute of its RMSNorms that holds epsilon; None if its norms compute something
-            else, or have no weight, so that no kernel may stand for them.
-        norm_offset: what its RMSNorms add to their weight: 0 if they multiply by ``weight``, 1 if by ``1 + weight``.
-        rotates_halves: whether rotary embeddings rotate the first half of a head's dimensions against the second, by
-            angles that are given twice. Others rotate pairs of neighbours, or give every angle once.
-        tp_plan: how tensor-parallel ranks shard what the ``base_model_tp_plan`` of the config class leaves out or says
-            in another way: name or pattern of a module or tensor inside a decoder layer -> one of transformers' styles.
-            ``fcsd.engine.tp_plan`` explains the styles.
-        norms_over_heads: the paths inside a layer of norms that normalise over all heads at once, so that
-            tensor-parallel ranks must sum their means.
-        no_tp: why tensor-parallel ranks cannot share the type; None if they can.
-        no_vllm: why the plugin cannot serve the type; None if it can.
-        injected: for types whose vision tower adds features to the outputs of the first decoder layers: the path, in
-            the config, of a list with an entry for each of these layers. They can pass on the full stream alone.
-        logits_factor: the field of the config that scales the logits, and 1 or -1 for what they are multiplied by: the
-            field, or its inverse. None if they are the product of the final hidden states and the output head.
-        logits_cap: the field of the config that caps the logits; None if the type has none.
-        later_layers: whether checkpoints may have layers after the last one, or modules called ``mtp``, which predict
-            further tokens. transformers does not load them.
-    """
-
-    model_type: str
-    config: str
-    classes: Mapping[str, tuple[str, str]]
-    vllm: VllmNames
-    blocks: Blocks = field(default_factory=Blocks)
-    text_config: str | None = None
-    autoep: str | Mapping[str, Any] | None = None
-    no_ep: str | None = None
-    packs: bool = True
-    norm_epsilon: str | None = "variance_epsilon"
-    norm_offset: int = 0
-    rotates_halves: bool = True
-    tp_plan: Mapping[str, str] = field(default_factory=dict)
-    norms_over_heads: tuple[str, ...] = ()
-    no_tp: str | None = None
-    no_vllm: str | None = None
-    injected: str | None = None
-    logits_factor: tuple[str, Literal[1, -1]] | None = None
-    logits_cap: str | None = None
-    later_layers: bool = False
-
-    @property
-    def dense(self) -> bool:
-        """Whether no layer has experts."""
-        return self.autoep is None and self.no_ep is None
-
-    @property
-    def no_desync(self) -> str | None:
-        """Why the architecture cannot have a Desync wiring, whose ranks share every layer; None if it can."""
-        if self.blocks.normed:
-            return "it norms whole outputs before it adds them, and Desync has no whole outputs"
-        return self.no_tp if self.dense else "it has experts"
-
-    @property
-    def wirings(self) -> tuple[str, ...]:
-        """The names of the wirings that this architecture can have."""
-        return (*READS, *DESYNC) if self.no_desync is None else tuple(READS)
-
-    @property
-    def causal_lm(self) -> str:
-        """The name of the class of its causal LM, in transformers and in vLLM, for example ``LlamaForCausalLM``."""
-        return self.classes["AutoModelForCausalLM"][0]
-
-    @property
-    def wired_causal_lm(self) -> str:
-        """The name of the class of a converted causal LM, for example ``FcsdLlamaForCausalLM``."""
-        return f"Fcsd{self.causal_lm}"
+from .arch import Arch, VllmNames
+from .wiring_block import Blocks
 
 
 def _row(model_type: str, stem: str, *, vllm: Mapping[str, Any] | None = None, **fields: Any) -> Arch:
@@ -138,6 +30,8 @@ def _row(model_type: str, stem: str, *, vllm: Mapping[str, Any] | None = None, *
 _NO_CLASS = "vLLM has no class of its own for this type"
 _UNTRIED = "fcsd's plugin was not tried on any vLLM with this type"
 
+_CONVOLVED = "its short convolutions keep a state for each channel, which fcsd does not shard"
+_STATES = "mamba keeps a state for each channel, which fcsd does not shard"
 _RECURRENT = "linear attention keeps a state for each head, which fcsd does not shard"
 _NOT_TRIED = "vLLM's class has linear attention, with which the plugin was not tried"
 _INJECTED = "vLLM's class adds image features between layers, where the plugin has sums in flight"
@@ -202,6 +96,9 @@ _MINIMAX_M2_AUTOEP = {
     "score_func": "sigmoid",
 }
 
+_AFMOE_ROUTER = {"mlp.router.gate": "replicated", "mlp.expert_bias": "replicated"}
+_HY_V3_AUTOEP = {**_MINIMAX_M2_AUTOEP, "has_shared_experts": True, "shared_experts_pattern": "shared_experts"}
+
 _SHARED_TP = {name.replace("mlp.", "mlp.shared_experts."): style for name, style in _MLP_TP.items()}
 
 _DENSE_TP = {**_ATTENTION_TP, **_MLP_TP}
@@ -258,6 +155,24 @@ _GRANITE_AUTOEP = {
     "moe_layer_pattern": r"model\.layers\.\d+\.block_sparse_moe",
     "router_pattern": "router",
     "has_shared_experts": False,
+}
+
+# The layers of LFM2 begin with a short convolution or with attention, and have names of their own.
+_LFM2_NAMES: Mapping[str, Any] = {
+    "mlp": "feed_forward",
+    "linear": "conv",
+    "attn_norms": ("operator_norm", None),
+    "mlp_norms": ("ffn_norm", None),
+}
+_LFM2, _LFM2_MOE = Blocks(**_LFM2_NAMES), Blocks(router_bias="expert_bias", **_LFM2_NAMES)
+_LFM2_TP = {
+    "self_attn.[qkv]_proj": "colwise",
+    "self_attn.out_proj": "rowwise",
+    "feed_forward.w[13]": "colwise",
+    "feed_forward.w2": "rowwise",
+    "conv.*": "replicated",  # of a single rank
+    "operator_norm": "replicated",
+    "ffn_norm": "replicated",
 }
 
 _ROWS = (
@@ -526,6 +441,17 @@ _ROWS = (
         no_vllm=_NORMED,
     ),
     _row(
+        "gemma3",
+        "Gemma3",
+        classes=_vision("Gemma3"),  # which caps no logits, unlike the class for text alone
+        text_config="text_config",
+        blocks=Blocks(**_GEMMA_NORMS),
+        norm_epsilon="eps",
+        norm_offset=1,
+        tp_plan=_DENSE_TP,
+        no_vllm=_NORMED,
+    ),
+    _row(
         "glm4",
         "Glm4",
         blocks=Blocks(**_GLM_NORMS),
@@ -576,6 +502,130 @@ _ROWS = (
         blocks=Blocks(attn_norms=("attention_layernorm", None), mlp_norms=("feedforward_layernorm", None)),
         tp_plan={"mlp.act_fn": "replicated"},  # its activation has two learned numbers
         no_vllm=_OTHER_NORMS,
+    ),
+    _row(
+        "afmoe",
+        "Afmoe",
+        packs=False,
+        blocks=Blocks(
+            router="router",
+            shared="shared_experts",
+            flattens=True,
+            router_unflattened=True,
+            shared_first=True,
+            router_bias="expert_bias",
+            attn_norms=("input_layernorm", "post_attention_layernorm"),
+            mlp_norms=("pre_mlp_layernorm", "post_mlp_layernorm"),
+        ),
+        no_ep="DeepSpeed AutoEP cannot read the router's bias, which afmoe stores under a name of its own",
+        tp_plan={**_DENSE_TP, **_SHARED_TP, "self_attn.gate_proj": "colwise", **_AFMOE_ROUTER},
+        no_vllm=_NORMED,
+    ),
+    _row(
+        "hy_v3",
+        "HYV3",
+        blocks=Blocks(shared="shared_experts", flattens=True, router_bias="e_score_correction_bias"),
+        autoep=_HY_V3_AUTOEP,
+        ep_scale="router_scaling_factor",
+        tp_plan={"mlp.e_score_correction_bias": "replicated"},
+        no_vllm=_UNTRIED,
+        later_layers=True,
+    ),
+    _row(
+        "laguna",
+        "Laguna",
+        blocks=Blocks(shared="shared_experts", flattens=True, shared_first=True, routed_scale="routed_scaling_factor"),
+        no_ep="DeepSpeed AutoEP does not cap the scores of a router, as laguna can",
+        no_vllm=_UNTRIED,
+    ),
+    _row(
+        "lfm2",
+        "Lfm2",
+        blocks=_LFM2,
+        final_norm="embedding_norm",
+        no_tp=_CONVOLVED,
+        tp_plan=_LFM2_TP,
+        no_vllm=_OTHER_NORMS,
+    ),
+    _row(
+        "lfm2_moe",
+        "Lfm2Moe",
+        blocks=_LFM2_MOE,
+        no_ep="DeepSpeed AutoEP cannot read the router's bias, which lfm2_moe stores under a name of its own",
+        final_norm="embedding_norm",
+        no_tp=_CONVOLVED,
+        tp_plan={**_LFM2_TP, "feed_forward.expert_bias": "replicated"},
+        no_vllm=_OTHER_NORMS,
+    ),
+    _row(
+        "kimi_linear",
+        "KimiLinear",
+        blocks=Blocks(shared="shared_experts", linear="self_attn"),
+        no_ep="its convolutions are stored in three tensors, which fcsd does not write if experts are divided",
+        rotates_halves=False,
+        no_tp=_RECURRENT,
+        tp_plan={"self_attn.*": "replicated"},  # of a single rank
+        no_vllm=_NOT_TRIED,
+    ),
+    _row(
+        "axk1",
+        "AXK1",
+        blocks=Blocks(shared="shared_experts", mlp_norms=("post_attention_layernorm", "mlp.post_mlp_layernorm")),
+        no_ep="its MoE block norms the sum of all experts, for which the block of DeepSpeed AutoEP has no norm",
+        rotates_halves=False,
+        tp_plan={**_LATENT_TP, "mlp.post_mlp_layernorm": "replicated"},
+        no_vllm=_NORMED,
+    ),
+    _row(
+        "phimoe",
+        "Phimoe",
+        blocks=Blocks(router="router"),
+        no_ep="its router draws experts in training, as no router of DeepSpeed AutoEP does",
+        norm_epsilon=None,
+        tp_plan=_ATTENTION_TP,
+        no_vllm=_UNTRIED,
+    ),
+    _row(
+        "nanochat",
+        "NanoChat",
+        norm_epsilon=None,
+        rotates_halves=False,
+        logits_cap="final_logit_softcapping",
+        no_vllm=_NO_CLASS,
+    ),
+    _row(
+        "granitemoehybrid",
+        "GraniteMoeHybrid",
+        blocks=Blocks(
+            mlp="block_sparse_moe",
+            router="router",
+            shared="shared_mlp",
+            shared_beside=True,
+            flattens=True,
+            linear="mamba",
+            multiplier="residual_multiplier",
+        ),
+        no_ep="its shared experts are beside its MoE block, where DeepSpeed AutoEP does not look for them",
+        packs=False,
+        logits_factor=("logits_scaling", -1),
+        no_tp=_STATES,
+        tp_plan={
+            **_ATTENTION_TP,
+            "mamba.*": "replicated",  # of a single rank
+            "shared_mlp.input_linear": "packed_colwise",
+            "shared_mlp.output_linear": "rowwise",
+        },
+        no_vllm=_MULTIPLIED,
+    ),
+    _row(
+        "glm_moe_dsa",
+        "GlmMoeDsa",
+        blocks=Blocks(shared="shared_experts", passes="prev_topk_indices"),
+        autoep="deepseek_v3",
+        rotates_halves=False,
+        tp_plan={**_LATENT_TP, "self_attn.indexer.*": "replicated"},
+        no_vllm=_UNTRIED,
+        later_layers=True,
     ),
 )
 

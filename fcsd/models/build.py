@@ -1,6 +1,7 @@
 """Makes and registers the classes of converted models, rewires models in place, and loads checkpoints strictly."""
 
 from collections.abc import Mapping
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from types import MethodType
@@ -18,8 +19,9 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from ..errors import BadInputError, ConfigError
 from ..extras import require_extra
-from ..foreign_errors import first_line
-from .archs import ARCHS, Arch
+from ..foreign_errors import reason_of
+from .arch import Arch
+from .archs import ARCHS
 from .config_keys import PREFIX, UNTIE, WEIGHTS_FILE, expert_count
 from .fp8 import blocks_of_config
 from .fused.model import fuse_parts
@@ -27,6 +29,15 @@ from .load_options import default_dtype
 from .products import family, nearest, supported
 from .wiring import WiredModel, plan_layers, wire_layers
 from .wiring_block import DESYNC, Wiring
+
+# With these settings a model returns the logits, and what the next step needs, in an object with names.
+LOGITS_ALONE = {
+    "output_router_logits": False,
+    "output_hidden_states": False,
+    "output_attentions": False,
+    "return_dict": True,
+}
+Asked = list[tuple[str, str, Any]]  # key of a part of a config, one of LOGITS_ALONE, and its value there
 
 
 def arch_of(config: PretrainedConfig) -> Arch:
@@ -244,6 +255,43 @@ def converted_config(config: PretrainedConfig, block: dict[str, Any]) -> Pretrai
     return config_class(arch_of(config).model_type)(**{**fields, "fcsd": block})
 
 
+def without_further_outputs(config: PretrainedConfig) -> tuple[PretrainedConfig, Asked]:
+    """A copy of a config whose models return the logits alone, by name, and the settings in which ``config`` differs.
+
+    transformers computes a loss from router logits, which it cannot do in the steps of a generation: they have fewer
+    router logits than the attention mask has tokens. It computes attention more slowly if it has to return it, and
+    fcsd's engine has no outputs of single layers. A call of the model can still ask for them. A model that is built
+    from the copy has the second result as ``fcsd_asked``, so that :func:`stored_config` can give the config to save.
+    """
+    quiet = deepcopy(config)
+    asked = [
+        (key, name, getattr(part, name))
+        for key, part in _parts(config).items()
+        for name, plain in LOGITS_ALONE.items()
+        if getattr(part, name, plain) != plain
+    ]
+    for key, name, _ in asked:
+        setattr(_parts(quiet)[key], name, LOGITS_ALONE[name])
+    return quiet, asked
+
+
+def stored_config(model: PreTrainedModel) -> PretrainedConfig:
+    """A copy of a loaded model's config, as the user's directory has it; see :func:`without_further_outputs`."""
+    config = deepcopy(model.config)
+    asked: Asked = vars(model).get("fcsd_asked", [])
+    if asked:
+        config._attn_implementation = None  # most refuse to return attentions; it is not written to config.json
+    for key, name, value in asked:
+        setattr(_parts(config)[key], name, value)
+    return config
+
+
+def _parts(config: PretrainedConfig) -> dict[str, PretrainedConfig]:
+    """A config and those inside of it, of text and of images, by key; the config itself has the key ``""``."""
+    inner = {name: getattr(config, name, None) for name in config.sub_configs}
+    return {"": config, **{name: part for name, part in inner.items() if isinstance(part, PretrainedConfig)}}
+
+
 def load_model(
     path: str | Path,
     *,
@@ -257,7 +305,8 @@ def load_model(
     """Load an original or converted checkpoint directory, in eval mode.
 
     A tensor that is missing, left over or of the wrong shape is an error. So is an output head that differs from the
-    embedding although the config ties them: other programs would tie them, and compute another function.
+    embedding although the config ties them: other programs would tie them, and compute another function. The model
+    returns more than logits only if a call asks for it, whatever the config says.
 
     Args:
         path: the directory. A converted model has the wiring that it was converted to.
@@ -278,6 +327,7 @@ def load_model(
     try:
         config = config or AutoConfig.from_pretrained(path, trust_remote_code=False)
         arch_of(config)
+        config, asked = without_further_outputs(config)
         with blocks_of_config():
             # transformers' own table has no causal LM, or one without the images, for some multimodal types
             cls = causal_lm_class(config) if auto == "AutoModelForCausalLM" else getattr(transformers, auto)
@@ -302,7 +352,7 @@ def load_model(
         FileNotFoundError,
     ) as error:
         hint = f"`fcsd inspect {path} --verify` says what is wrong."
-        raise BadInputError(f"{path}: {first_line(error)}", hint) from error
+        raise BadInputError(f"{path}: {reason_of(error)}", hint) from error
     problems = [
         f"{kind.removesuffix('_keys')} {keys}" for kind in report if (keys := sorted(map(str, report[kind]))[:5])
     ]
@@ -311,6 +361,10 @@ def load_model(
     if untied := sorted(model.get_expanded_tied_weights_keys(all_submodels=True).keys() - model.all_tied_weights_keys):
         # transformers has found other values than in the tensor to which the config ties them, and kept both
         raise BadInputError(f"{path}: config.json ties {untied} to a tensor that has other values", UNTIE)
+    vars(model)["fcsd_asked"] = asked
+    if asked and model.can_generate() and not (Path(path) / "generation_config.json").is_file():
+        # transformers has taken them for settings of generation, with which ``generate`` returns no tensor
+        model.generation_config.update(output_hidden_states=None, output_attentions=None, return_dict_in_generate=None)
     return model if device is None else model.to(device)
 
 
@@ -325,7 +379,7 @@ def read_generation_config(path: Path) -> GenerationConfig | None:
     try:
         return GenerationConfig.from_pretrained(path)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise BadInputError(f"{path / 'generation_config.json'}: cannot be used: {first_line(error)}") from error
+        raise BadInputError(f"{path / 'generation_config.json'}: cannot be used: {reason_of(error)}") from error
 
 
 def load_on_device(path: str | Path, *, device: str | None, dtype: str | None) -> PreTrainedModel:

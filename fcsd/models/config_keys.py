@@ -9,7 +9,7 @@ PREFIX = "fcsd_"
 # The number of routed experts; a config has one of these keys, or two of them that are equal.
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 # The number of experts that a token is routed to, and of shared experts.
-EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
 SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 
 

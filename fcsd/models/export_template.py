@@ -12,7 +12,7 @@ from dataclasses import fields
 from importlib.resources import files
 from typing import Any
 
-from .archs import Arch
+from .arch import Arch
 from .config_keys import PREFIX, REFUSAL, WEIGHTS_FILE
 from .wiring_block import Blocks
 

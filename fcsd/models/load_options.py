@@ -23,7 +23,7 @@ def check_device(device: str | None, *others: str) -> None:
     Raises:
         ConfigError: the device is another one. The message names those that are possible.
     """
-    if device is not None and device not in others and not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+    if device is not None and device not in others and not re.fullmatch(r"cpu|cuda(:[0-9]+)?", device):
         raise unknown_value("device", device, ("cuda", "cpu", *others))
 
 

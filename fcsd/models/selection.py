@@ -20,15 +20,15 @@ def select_layers(spec: str, count: int) -> tuple[int, ...]:
         return tuple(range(count))
     if spec == "none":
         return ()
-    if match := re.fullmatch(r"(\d+(?:\.\d+)?)%", spec):
+    if match := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)%", spec):
         share = float(match[1])
         if share > 100:
             raise ConfigError(f"layers {spec}: a share is at most 100 % of the layers")
         return _last(int(count * share / 100 + 0.5), count)
-    if match := re.fullmatch(r"(first|last):(\d+)", spec):
+    if match := re.fullmatch(r"(first|last):([0-9]+)", spec):
         number = int(match[2])
         return _last(number, count) if match[1] == "last" else _last(count, count)[: _bounded(number, count)]
-    if re.fullmatch(r"\d+(-\d+)?(\s*,\s*\d+(-\d+)?)*", spec):
+    if re.fullmatch(r"[0-9]+(-[0-9]+)?(\s*,\s*[0-9]+(-[0-9]+)?)*", spec):
         chosen: set[int] = set()
         for item in spec.split(","):
             start, _, end = item.strip().partition("-")
@@ -42,7 +42,7 @@ def select_layers(spec: str, count: int) -> tuple[int, ...]:
 
 def is_auto(spec: str) -> bool:
     """Whether the layers are to be measured, by ``fcsd.layer_costs``: ``auto``, or ``auto:N`` for the N cheapest."""
-    return re.fullmatch(r"auto(:\d+)?", spec.strip()) is not None
+    return re.fullmatch(r"auto(:[0-9]+)?", spec.strip()) is not None
 
 
 def layers_text(layers: Sequence[int]) -> str:

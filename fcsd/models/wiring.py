@@ -49,7 +49,7 @@ def hf_parts(blocks: Blocks, layer: Any) -> Parts:
     Results and gradients are bit-identical to the layer's own if ``routed`` is called before ``shared``, because
     autograd sums the contributions to a tensor in the order in which they arrive.
     """
-    mlp = layer.get_submodule(blocks.mlp)
+    mlp = mlp_of(blocks, layer)
     after_attn, after_mlp = map(layer.get_submodule, blocks.dropouts) if blocks.dropouts else (None, None)
 
     whole = partial(mix, mixer(blocks, layer))
@@ -60,21 +60,23 @@ def hf_parts(blocks: Blocks, layer: Any) -> Parts:
 
     if not any(name == "experts" for name, _ in mlp.named_children()):
         return Parts(attn, mlp if after_mlp is None or not layer.training else nn.Sequential(mlp, after_mlp), None)
-    if blocks.shared is None or getattr(mlp, blocks.shared) is None:
+    expert = shared_of(blocks, layer)
+    if expert is None:
         return Parts(attn, None, partial(_whole, mlp))
 
-    router, experts, expert = (mlp.get_submodule(name) for name in (blocks.router, "experts", blocks.shared))
+    router, experts = router_of(blocks, mlp), mlp.get_submodule("experts")
     flat = _remembered(lambda x: x.reshape(-1, x.shape[-1]))
     seen = flat if blocks.flattens else lambda x: x
-    shared_expert = _remembered(lambda x: expert(seen(x)))
+    shared_expert = _remembered(lambda x: expert(x if blocks.shared_beside else seen(x)))
 
     def routed(x: Tensor) -> Tensor:
         if blocks.shared_first or blocks.shared_gate is not None:
             shared_expert(x)  # qwen2_moe runs it before the router, its gate after the experts
         if blocks.prescaled:
             return _prescaled(router, experts, flat(x)).view_as(x)
-        _, weights, indices = router(seen(x))
-        return experts(flat(x), indices, weights).view_as(x)
+        _, weights, indices = router(x if blocks.router_unflattened else seen(x))
+        out = experts(flat(x), indices, weights)
+        return scaled(blocks, mlp, out).view_as(x)
 
     def shared(x: Tensor) -> Tensor:
         out = shared_expert(x)
@@ -85,31 +87,61 @@ def hf_parts(blocks: Blocks, layer: Any) -> Parts:
     return Parts(attn, shared, routed)
 
 
+def mlp_of(blocks: Blocks, layer: Any) -> Any:
+    """The MLP of a layer, or its MoE block."""
+    mlp = getattr(layer, blocks.mlp)
+    return getattr(layer, blocks.shared or "") if mlp is None else mlp
+
+
+def shared_of(blocks: Blocks, layer: Any) -> Any:
+    """The shared experts of a layer with a MoE block; None if it has none."""
+    holder = layer if blocks.shared_beside else mlp_of(blocks, layer)
+    return None if blocks.shared is None else getattr(holder, blocks.shared)
+
+
+def router_of(blocks: Blocks, mlp: Any) -> Callable[[Tensor], Any]:
+    """The router of a MoE block as a function of what it reads alone, in the shape in which the block gives it."""
+    router, bias = mlp.get_submodule(blocks.router), blocks.router_bias
+    return router if bias is None else lambda x: router(x, getattr(mlp, bias, None))
+
+
+def scaled(blocks: Blocks, mlp: Any, out: Tensor) -> Tensor:
+    """The output of the routed experts of a MoE block, times the number that the block multiplies it by, if any."""
+    return out if blocks.routed_scale is None else out * getattr(mlp, blocks.routed_scale)
+
+
 def mixer(blocks: Blocks, layer: Any) -> Any:
     """The child of a layer that mixes tokens: ``self_attn``, or linear attention under a name of its own."""
-    return layer.self_attn if hasattr(layer, "self_attn") else layer.get_submodule(blocks.linear)
+    attention = getattr(layer, "self_attn", None)
+    return layer.get_submodule(blocks.linear) if attention is None else attention
 
 
 def is_linear(attention: nn.Module) -> bool:
-    """Whether a mixer is linear attention: a short convolution over the tokens, and a recurrence."""
-    return hasattr(attention, "conv1d")
+    """Whether a mixer is linear attention: a short convolution over the tokens, and a recurrence in most families."""
+    return any(isinstance(child, nn.Conv1d) for child in attention.children())
 
 
-def mix(attention: Any, x: Tensor, **kwargs: Any) -> Tensor:
+def mix(attention: Any, x: Tensor, found: list[Any] | None = None, **kwargs: Any) -> Tensor:
     """The output of a layer's mixer, called as transformers' layer calls it.
 
-    Linear attention has no positions. It keeps its state in the same cache as other layers keep keys and values, gets
-    it under another name, and returns a bare tensor.
+    Linear attention has no positions and returns a bare tensor. It keeps its state in the same cache as other layers
+    keep keys and values. A mixer with a recurrence gets the cache under another name.
 
     Args:
         attention: the result of ``mixer``.
         x: normalised input ``[batch, seq, hidden]``.
+        found: a list to which the last value that the attention returns is added.
         kwargs: what transformers' loop over layers passes to a layer.
     """
     if is_linear(attention):
         kwargs = {name: value for name, value in kwargs.items() if name not in _OF_POSITIONS}
-        return attention(hidden_states=x, cache_params=kwargs.pop("past_key_values", None), **kwargs)
-    return attention(hidden_states=x, **kwargs)[0]
+        if hasattr(attention, "conv1d"):  # a convolution alone is called conv
+            kwargs["cache_params"] = kwargs.pop("past_key_values", None)
+        return attention(hidden_states=x, **kwargs)
+    out = attention(hidden_states=x, **kwargs)
+    if found is not None:
+        found.append(out[-1])
+    return out[0]
 
 
 _OF_POSITIONS = ("position_ids", "position_embeddings", "use_cache")
@@ -135,7 +167,7 @@ def _whole(mlp: nn.Module, x: Tensor) -> Tensor:
     return out[0] if isinstance(out, tuple) else out  # gpt_oss returns its router scores too
 
 
-def _prescaled(router: nn.Module, experts: nn.Module, flat: Tensor) -> Tensor:
+def _prescaled(router: Callable[[Tensor], Any], experts: nn.Module, flat: Tensor) -> Tensor:
     # Every expert sees every token [experts * tokens, hidden]; scores [tokens, experts] are zero where not chosen.
     scores, _ = router(flat)
     copies = flat.repeat(scores.shape[1], 1) * scores.transpose(0, 1).reshape(-1, 1)
@@ -258,13 +290,46 @@ def _refuse_reentrant(layer: Any) -> None:
         raise ValueError("a rewired model needs gradient checkpointing with use_reentrant=False")
 
 
+class PassesOn(nn.Module):
+    """A wired layer that also passes on what its attention returned last; a mixin that precedes ``WiredLayer``."""
+
+    fcsd: LayerWiring
+
+    def forward(self, hidden_states: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return pass_on(self.fcsd.blocks, super().forward, hidden_states, **kwargs)
+
+
+def pass_on(blocks: Blocks, forward: Callable[..., Any], hidden_states: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """What a wired layer returns if it passes on a second value, see ``Blocks.passes``.
+
+    The first value is the full stream, as recorders of hidden states expect it. Other streams are beside the second
+    value.
+
+    Args:
+        blocks: names the argument in which a layer gets the second value.
+        forward: computes the streams, and adds what the attention returned last to the list ``found``.
+        hidden_states: the full stream.
+        kwargs: what transformers' loop over layers passes to a layer.
+    """
+    name, found = blocks.passes or "", []
+    passed, streams = kwargs.pop(name, None), hidden_states
+    if isinstance(passed, tuple):
+        passed, streams = passed
+    out = forward(streams, found=found, **{name: passed}, **kwargs)
+    return (out[0], (found[0], out)) if isinstance(out, tuple) else (out, found[0])
+
+
 @cache
-def wired_class(mixin: type[Any], cls: type[nn.Module]) -> type[Any]:
+def wired_class(mixin: type[Any], cls: type[nn.Module], passes: bool = False) -> type[Any]:
     """transformers' class of a layer with ``mixin``, a ``WiredLayer``, before it; ``unwired`` is that class.
 
     The class keeps its name, because transformers, accelerate, FSDP and DeepSpeed find decoder layers by the name.
+
+    Args:
+        passes: whether layers of the class pass on a second value; see ``Blocks.passes``.
     """
-    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "unwired": cls})
+    bases = (PassesOn, mixin, cls) if passes else (mixin, cls)
+    return type(cls.__name__, bases, {"__module__": cls.__module__, "unwired": cls})
 
 
 def plan_layers(
@@ -324,7 +389,7 @@ def wire_layers(
         return
     for i, plan in plan_layers(wiring, len(layers), blocks, parts, every).items():
         layer: Any = layers[i]
-        layer.__class__ = wired_class(WiredLayer, type(layer))
+        layer.__class__ = wired_class(WiredLayer, type(layer), blocks.passes is not None)
         layer.fcsd = plan
 
 

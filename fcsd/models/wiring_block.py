@@ -137,17 +137,24 @@ class Blocks:
         mlp: the MLP or MoE block of the layer.
         router: the router, inside the MoE block like the next two.
         shared: the shared experts; None if there are none.
+        shared_beside: whether the shared experts are a child of the layer beside the MoE block. A layer whose MoE block
+            is None has them as its MLP.
         shared_gate: the gate whose sigmoid multiplies the shared experts' output; None if there is none.
         flattens: whether the MoE block flattens its input once for all its children.
+        router_unflattened: whether the router of a block that ``flattens`` gets the input as it is.
         prescaled: whether the router's scores multiply the experts' inputs (llama4) instead of their outputs.
         shared_first: whether the shared experts are computed before the router. A block with a ``shared_gate`` does so.
-        router_bias: the buffer of the MoE block that its router gets as an argument; None if the router has its own.
+        router_bias: the tensor of the MoE block that its router gets as an argument; None if the router has its own.
+        routed_scale: the number of the MoE block by which it multiplies the routed experts' output before it adds that
+            of the shared experts; None if there is none.
         dropouts: the layer's dropouts of the outputs of attention and MLP, before they are added to the stream.
         linear: the linear attention of a layer that has it in place of ``self_attn``; None if no layer has.
         attn_norms: the norm of what the attention reads, and the norm of its output on arrival; None for a norm that
             the layer does not have. A norm on arrival needs the whole output: what tensor-parallel ranks have summed,
             and for a MoE the routed and the shared experts' together.
         mlp_norms: the same for the MLP or MoE block.
+        passes: the argument in which a layer's attention gets what that of the layer before it returned last; None if
+            there is none. The layer returns it beside its output.
         multiplier: the attribute of the layer by which it multiplies every output before it is added to the stream;
             None if there is none.
     """
@@ -155,15 +162,19 @@ class Blocks:
     mlp: str = "mlp"
     router: str = "gate"
     shared: str | None = None
+    shared_beside: bool = False
     shared_gate: str | None = None
     flattens: bool = False
+    router_unflattened: bool = False
     prescaled: bool = False
     shared_first: bool = False
     router_bias: str | None = None
+    routed_scale: str | None = None
     dropouts: tuple[str, str] | None = None
     linear: str | None = None
     attn_norms: tuple[str | None, str | None] = ("input_layernorm", None)
     mlp_norms: tuple[str | None, str | None] = ("post_attention_layernorm", None)
+    passes: str | None = None
     multiplier: str | None = None
 
     @property
@@ -173,17 +184,24 @@ class Blocks:
 
     def read(self, layer: Any, by: Literal["attn", "mlp"], x: Any) -> Any:
         """What a sub-block of a layer computes from, if it reads the stream ``x``; tensors ``[batch, seq, hidden]``."""
-        name = (self.attn_norms if by == "attn" else self.mlp_norms)[0]
-        return x if name is None else getattr(layer, name)(x)
+        return _normed(layer, (self.attn_norms if by == "attn" else self.mlp_norms)[0], x)
 
     def arrive(self, layer: Any, by: Literal["attn", "mlp"], output: Any) -> Any:
         """What is added to the stream for an output of a sub-block that has arrived; tensors ``[batch, seq, hidden]``.
 
         The output must be whole if ``normed``. Otherwise it may be any part of the output.
         """
-        name = (self.attn_norms if by == "attn" else self.mlp_norms)[1]
-        output = output if name is None else getattr(layer, name)(output)
+        output = _normed(layer, (self.attn_norms if by == "attn" else self.mlp_norms)[1], output)
         return output if self.multiplier is None else output * getattr(layer, self.multiplier)
+
+
+def _normed(layer: Any, name: str | None, x: Any) -> Any:
+    """``x`` through a norm. A name with a dot is that of a norm inside the MoE block, which a dense MLP lacks."""
+    if name is None:
+        return x
+    inside, _, last = name.rpartition(".")
+    norm = getattr(getattr(layer, inside), last, None) if inside else getattr(layer, name)
+    return x if norm is None else norm(x)
 
 
 def kept_reductions(layers: Sequence[int], reduce: str) -> dict[int, tuple[bool, bool]]:
@@ -227,7 +245,7 @@ def _pattern(reduce: str, longest: int) -> list[tuple[bool, bool]]:
     """
     if reduce == "last":
         return [_KEEPS["-"]]
-    if match := re.fullmatch(r"([1-9]\d{0,3})x", reduce):
+    if match := re.fullmatch(r"([1-9][0-9]{0,3})x", reduce):
         group = int(match[1])
         if group > 1:
             return [(2 * i % group == group - 1, (2 * i + 1) % group == group - 1) for i in range(max(longest, 1))]

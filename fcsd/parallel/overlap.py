@@ -307,4 +307,4 @@ def overlap(
             transfer=Transfer(schedule.transport, running, side, fused, quantiser, traffic),
             accumulations=[] if block is None else order.accumulations(block.experts),
         )
-        layer.__class__ = wired_class(OverlappedLayer, layer.unwired)
+        layer.__class__ = wired_class(OverlappedLayer, layer.unwired, blocks.passes is not None)

@@ -19,7 +19,7 @@ from fcsd.models.wiring_block import DESYNC
 from fcsd.parallel.expert.dispatcher import check_formats
 from fcsd.parallel.quantised.rows import formats_of
 from fcsd.plan.memory import Memory, disk_bytes, host_bytes, memory
-from fcsd.plan.model import MetaModel, ModelNumbers
+from fcsd.plan.model import MetaModel, ModelNumbers, of_rank
 from fcsd.plan.search import assignments, candidates, changes, cheapest, quicker
 from fcsd.plan.setup import GIB, Adapters, Hardware, Setup, setup_of, with_adapters
 from fcsd.plan.speed import Speed, readable, speed
@@ -187,18 +187,20 @@ def plan_setup(
         offer: counts the adapters that are suggested if the recipe does not fit; None suggests none.
     """
 
+    own, teacher = of_rank(model.numbers, setup.tp_size), of_rank(teacher, setup.tp_size)
+
     def memory_of(setup: Setup, hardware: Hardware) -> Memory:
-        return memory(model.numbers, teacher, model.layer_bytes(setup), setup, hardware)
+        return memory(own, teacher, model.layer_bytes(setup), setup, hardware)
 
     def hours_of(new: Setup, hardware: Hardware = hardware) -> float:
-        return speed(model.numbers, teacher, new, hardware, utilisation).hours
+        return speed(own, teacher, new, hardware, utilisation).hours
 
     def changed(new: Setup, hardware: Hardware, written: list[str]) -> Change:
         return Change(
             written=written,
             total=memory_of(new, hardware).total,
             disk=disk_bytes(model.numbers, new),
-            host=host_bytes(model.numbers, new),
+            host=host_bytes(own, new),
             hours=hours_of(new, hardware),
         )
 
@@ -206,7 +208,7 @@ def plan_setup(
         return memory_of(new, hardware).fits and accepted(assignments(setup, new))
 
     experts, needed = model.numbers.experts, memory_of(setup, hardware)
-    time, change, faster = speed(model.numbers, teacher, setup, hardware, utilisation), None, None
+    time, change, faster = speed(own, teacher, setup, hardware, utilisation), None, None
     adapted: Change | None = None
     if not needed.fits:
         found = cheapest(setup, hardware, experts, possible)
@@ -229,7 +231,7 @@ def plan_setup(
         hardware=hardware,
         memory=needed,
         speed=time,
-        host=host_bytes(model.numbers, setup),
+        host=host_bytes(own, setup),
         disk=disk_bytes(model.numbers, setup),
         change=change,
         faster=faster,

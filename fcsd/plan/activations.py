@@ -155,7 +155,7 @@ def attention(masked: bool, widths: list[int]) -> Callable[..., tuple[Tensor, No
         widths: a list to which each call appends its layer's ``heads * (d_k + d_v)``.
     """
 
-    def run(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> tuple[Tensor, None]:
+    def run(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         widths.append(query.shape[1] * (query.shape[-1] + value.shape[-1]))
         bias: Tensor | None = None
         repeats = query.shape[1] // key.shape[1]

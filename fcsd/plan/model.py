@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,20 @@ from fcsd.checkpoint import read_config, resolve
 from fcsd.errors import BadInputError
 from fcsd.kernels.packed_attention import attends_to_all
 from fcsd.models.adapters.targets import choose
-from fcsd.models.build import arch_of, causal_lm_class, decoder_layers, decoder_of, register, wiring_of
+from fcsd.models.build import (
+    arch_of,
+    causal_lm_class,
+    decoder_layers,
+    decoder_of,
+    register,
+    wiring_of,
+    without_further_outputs,
+)
 from fcsd.models.config_keys import EXPERTS_PER_TOKEN, expert_count, first_count
 from fcsd.models.fused.model import fuse_parts
 from fcsd.models.fused.norms import fuse_norms
 from fcsd.models.fused.rotary import fuse_rotary
-from fcsd.models.wiring import DESYNC, Blocks, hf_parts, mixer
+from fcsd.models.wiring import DESYNC, Blocks, hf_parts, mixer, mlp_of, shared_of
 from fcsd.plan.activations import AdaptedLinear, LayerBytes, OddWidths, RoutedExperts, attention, measure_layer
 from fcsd.plan.setup import Adapters, Setup
 
@@ -103,6 +111,20 @@ class ModelNumbers:
         return self.dense + (self.routed * self.top_k // self.experts if self.experts else 0)
 
 
+def of_rank(model: ModelNumbers, degree: int) -> ModelNumbers:
+    """What one of ``degree`` tensor-parallel ranks has of a dense model: a part of each layer, and all of the rest."""
+    layers = tuple(
+        replace(
+            layer,
+            dense=layer.dense // degree,
+            projections=layer.projections // degree,
+            output=layer.output // degree,
+        )
+        for layer in model.layers
+    )
+    return replace(model, layers=layers, attention=model.attention // degree)
+
+
 def packaged_config(name: str) -> PretrainedConfig | None:
     """Reads the configuration of a model of the packaged recipes from ``fcsd/plan/configs``; None for other models.
 
@@ -150,7 +172,7 @@ class MetaModel:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         self.desync = wiring_of(config).name in DESYNC
         fields = {key: value for key, value in config.to_dict().items() if key not in ("fcsd", "model_type")}
-        self.config = AutoConfig.for_model(arch_of(config).model_type, **fields)
+        self.config, _ = without_further_outputs(AutoConfig.for_model(arch_of(config).model_type, **fields))
         self._measured: dict[Any, dict[int, LayerBytes]] = {}
         model, _, width = self._run(seq_len=2, masked=False)
         self.numbers = _numbers(model, 2 if rewired else 1, width)
@@ -203,11 +225,14 @@ class MetaModel:
             fuse_rotary(model, arch, setup.fused)
         hidden = torch.empty(1, setup.seq_len, self.numbers.hidden, dtype=torch.bfloat16, device="meta")
         decoder, layers = decoder_of(model), decoder_layers(model)
-        found = {FINAL_NORM: measure_layer(decoder.norm, list(decoder.norm.parameters()), hidden)}
+        norm = getattr(decoder, arch.final_norm)
+        found = {FINAL_NORM: measure_layer(norm, list(norm.parameters()), hidden)}
         for layer, numbers, kwargs in zip(layers, self.numbers.layers, calls, strict=True):
             if numbers.kind in found:
                 continue
             run: Callable[[Tensor], Tensor] = partial(layer, **kwargs)
+            if arch.blocks.passes is not None:
+                run = partial(_first, run)
             parameters = list(layer.parameters())
             if numbers.routed and setup.ep_size > 1:
                 run, own = self._over_ranks(layer, kwargs, setup)
@@ -265,12 +290,16 @@ class MetaModel:
         return model, calls, sum(widths) // len(calls)
 
 
+def _first(run: Callable[[Tensor], Any], x: Tensor) -> Tensor:
+    return run(x)[0]
+
+
 def _covering(blocks: Blocks, layer: Any) -> tuple[int, int, int]:
     """Parameters of attention before and after attention itself, and of the shared experts."""
     attention = mixer(blocks, layer)
     output = (attention.out_proj if hasattr(attention, "out_proj") else attention.o_proj).weight.numel()
-    mlp = layer.get_submodule(blocks.mlp)
-    shared = getattr(mlp, blocks.shared, None) if blocks.shared else None  # a dense layer has none
+    mlp = mlp_of(blocks, layer)
+    shared = shared_of(blocks, layer) if hasattr(mlp, "experts") else None
     inside = sum(parameter.numel() for parameter in shared.parameters()) if shared is not None else 0
     return sum(parameter.numel() for parameter in attention.parameters()) - output, output, inside
 

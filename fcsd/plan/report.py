@@ -38,6 +38,7 @@ def _run(plan: Plan) -> list[tuple[str, str]]:
     nodes = f" on {hardware.nodes} nodes" if hardware.nodes > 1 else ""
     gpus = "1 GPU" if hardware.world == 1 else f"{hardware.world} GPUs"
     divided = f", experts divided among {setup.ep_size} GPUs" if setup.ep_size > 1 else ""
+    divided += f", layers sharded among {setup.tp_size} GPUs" if setup.tp_size > 1 else ""
     rows = [("hardware", hardware.source)] if hardware.source else []  # what everything below it assumes
     rows += [("recipe", plan.name), ("parameters", parameters)]
     if (adapters := setup.adapters) is not None:

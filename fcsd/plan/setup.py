@@ -112,6 +112,7 @@ class Setup:
         offload: what is on the host: nothing, AdamW's moments, or all of its states, so that it runs there.
         overlap_comm: DeepSpeed's option of that name, which reduces gradients during backward through two buckets.
         document: mean number of tokens of a document in a row; with None, a row counts as one document.
+        tp_size: processes that shard the decoder layers of a model; they compute with the same rows.
         fused: whether each norm and each rotation is one kernel and, if no experts are divided, also the product inside
             each gated MLP and each move of rows to and from routed experts.
         alone: whether one process may update its weights with ``OneProcessAdamW`` instead of ZeRO; see ``zero``.
@@ -138,6 +139,7 @@ class Setup:
     offload: Literal["none", "moments", "host"] = "none"
     recompute: bool = False
     ep_size: int = 1
+    tp_size: int = 1
     teacher: Literal["none", "replicated", "sharded"] = "none"
     terms: tuple[str, ...] = ("kl",)
     compared: int = 0
@@ -189,15 +191,20 @@ class Setup:
         return 0 if self.alone and self.world == 1 and plain else self.zero_stage
 
     @property
+    def copies(self) -> int:
+        """The processes, or groups of processes that shard a model, which divide the rows."""
+        return self.world // self.tp_size
+
+    @property
     def accumulation(self) -> float:
         """Micro-batches of an optimizer step; a fraction if the processes cannot split the batch into whole ones."""
-        return self.batch_tokens / (self.micro_batch_size * self.seq_len * self.world)
+        return self.batch_tokens / (self.micro_batch_size * self.seq_len * self.copies)
 
     def possible(self, experts: int) -> bool:
         """Whether a run accepts this setup for a model with ``experts`` routed experts in a layer (0 if dense)."""
         divides = experts % self.ep_size == 0 if experts else self.ep_size == 1
         placed = self.zero_stage > 0 or self.offload != "host"
-        return divides and placed and self.world % self.ep_size == 0 and self.accumulation.is_integer()
+        return divides and placed and self.world % (self.ep_size * self.tp_size) == 0 and self.accumulation.is_integer()
 
 
 def with_adapters(setup: Setup, adapters: Adapters) -> Setup:
@@ -232,6 +239,7 @@ def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Set
         offload=recipe.optim.offload,
         recompute=train.activation_checkpointing,
         ep_size=parallel.ep_size,
+        tp_size=parallel.tp_size,
         teacher=_placement(parallel) if (objective.kl or compared) and cache is None else "none",
         terms=tuple(name for name, weight in weights.items() if weight),
         compared=len(select_layers(objective.hidden.layers, layers)) if compared else 0,

@@ -31,14 +31,18 @@ class Shard:
 
 
 def shard(model: ModelNumbers, setup: Setup) -> Shard:
-    """The student's parameters on one GPU."""
+    """The student's parameters on one GPU.
+
+    Args:
+        model: what one tensor-parallel rank has of the student; see ``of_rank``.
+    """
     if setup.adapters is not None:
         return _adapters_shard(model, setup, setup.adapters)
     frozen_embedding = model.embedding if setup.freeze_embeddings else 0
     frozen_head = model.head if setup.freeze_lm_head and not model.tied else 0
     dense = model.dense - frozen_embedding - frozen_head
     routed = model.routed // setup.ep_size
-    ranks = setup.world if setup.zero_stage else 1
+    ranks = setup.copies if setup.zero_stage else 1
     expert_ranks = setup.world // setup.ep_size if setup.zero_stage else 1
     partition = (-(-dense // ranks), -(-routed // expert_ranks))
     # The largest tensor of experts holds two of the three matrices of every expert in a layer.

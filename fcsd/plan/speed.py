@@ -177,7 +177,7 @@ def reading_seconds(model: ModelNumbers, setup: Setup, divided: bool) -> float:
     """
     tokens = setup.micro_batch_size * setup.seq_len
     device = sum(forward_flops(model, setup.seq_len)) * tokens / forward_rate(setup)
-    return max(device, len(model.layers) * launch_seconds(model, divided, graph=False)) / (tokens * setup.world)
+    return max(device, len(model.layers) * launch_seconds(model, divided, graph=False)) / (tokens * setup.copies)
 
 
 def update_seconds(model: ModelNumbers, setup: Setup, gpus: int = 8) -> float:
@@ -211,13 +211,14 @@ def checkpoint_hours(model: ModelNumbers, setup: Setup, hardware: Hardware, hour
     checkpoint.
 
     Args:
+        model: what one tensor-parallel rank has of the student. A checkpoint has the parts of all ranks.
         hours: the duration of the run without its checkpoints.
     """
     saves = setup.saves + setup.saves_per_hour * hours
-    write = checkpoint_bytes(model, setup) / (WRITE * hardware.nodes) / 3600
+    write = setup.tp_size * checkpoint_bytes(model, setup) / (WRITE * hardware.nodes) / 3600
     if not setup.saves_beside or saves <= 1:
         return saves * write
-    copy = copy_bytes(model, setup) / COPY / 3600
+    copy = setup.tp_size * copy_bytes(model, setup) / COPY / 3600
     return (saves - 1) * (copy + max(0.0, write - hours / saves)) + write
 
 
@@ -237,7 +238,8 @@ def speed(
     """
     if utilisation is not None and not LEAST_SHARE <= utilisation <= 1:
         raise ConfigError(f"no run reaches {utilisation:g} of the peak", hint="--mfu takes a share, such as 0.4")
-    useful = flops_per_token(model, teacher, replace(setup, recompute=False))  # recomputed layers do not count
+    # Recomputed layers do not count. Every rank that shards a model computes its part for each token.
+    useful = setup.tp_size * flops_per_token(model, teacher, replace(setup, recompute=False))
     peak = hardware.world * PEAK[setup.dtype]
     device, host = micro_batch_seconds(model, teacher, setup)
     seconds = step_seconds(model, teacher, setup, hardware.gpus)
@@ -262,7 +264,7 @@ def speed(
         raise ConfigError("the checkpoints take no finite time", hint="set a larger checkpoint.every_minutes")
     gpu_hours = hours * hardware.world
     return Speed(
-        flops=flops_per_token(model, teacher, setup),
+        flops=setup.tp_size * flops_per_token(model, teacher, setup),
         utilisation=rate * useful / peak,
         tokens_per_second=rate,
         limited_by_host=host > device,

@@ -20,6 +20,7 @@ def uncounted(recipe: Recipe, hardware: Hardware) -> list[str]:
         "deterministic: slower kernels": recipe.deterministic,
         "objective.hidden: the overlap that the compared layers lose": divided and recipe.objective.hidden.weight > 0,
         "parallel.overlap: time that all-to-alls expose": divided and parallel.overlap != "on",
+        "parallel.tp_size: time that all-reduces expose, and the activations that sharding saves": parallel.tp_size > 1,
         "parallel.dedup: what it saves and costs (--machine predicts both)": parallel.dedup != "off",
         "parallel.quantised: what formats save and cost (--machine predicts both)": parallel.quantised.any,
         "parallel.placement: searches and swaps of experts": parallel.placement.every > 0,

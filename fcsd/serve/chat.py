@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fcsd.checkpoint.location import short_names
 from fcsd.disk import read_input_text
 from fcsd.errors import BadInputError, ConfigError
-from fcsd.foreign_errors import first_line
+from fcsd.foreign_errors import reason_of
 from fcsd.input_lines import LONGEST_TEXT
 from fcsd.models.load_options import check_device, check_dtype, default_dtype
 from fcsd.terminal import printable
@@ -250,7 +250,7 @@ def answer(
         ids = model.generate(**inputs.to(model.device), custom_generate=run, **options)
     except (ValueError, TypeError) as error:
         hint = "Its generation_config.json may hold values that cannot be; -v shows the traceback."
-        raise BadInputError(f"{speaker.name}: cannot generate: {first_line(error)}", hint) from error
+        raise BadInputError(f"{speaker.name}: cannot generate: {reason_of(error)}", hint) from error
     return end.text(ids).strip()
 
 
@@ -267,7 +267,7 @@ def read_prompts(path: Path) -> list[str]:
     except FileNotFoundError:
         raise BadInputError(f"{path}: no such file", hint) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise BadInputError(f"{path}: this file cannot be read: {first_line(error)}", hint) from error
+        raise BadInputError(f"{path}: this file cannot be read: {reason_of(error)}", hint) from error
     if any(len(line) > LONGEST_TEXT for line in lines):
         raise BadInputError(f"{path}: a line has over {LONGEST_TEXT:,} characters", hint)
     try:

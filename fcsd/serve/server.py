@@ -124,7 +124,7 @@ def run(command: Sequence[str], url: str, ready: Callable[[str], None], grace: f
     """
     caught: list[tuple[int, float]] = []
     server = subprocess.Popen(
-        command, stdout=2, env={**os.environ, RIGHT_RESULTS: "1"}, start_new_session=True, preexec_fn=_end_with_parent
+        command, stdout=2, env={**os.environ, RIGHT_RESULTS: "1"}, start_new_session=True, preexec_fn=end_with_parent
     )
 
     def pass_on(number: int, frame: object) -> None:
@@ -136,12 +136,12 @@ def run(command: Sequence[str], url: str, ready: Callable[[str], None], grace: f
     told = False
     try:
         while server.poll() is None and not (caught and time.monotonic() - caught[0][1] > grace):
-            if not told and not caught and _answers(f"{url}/health"):
+            if not told and not caught and answers(f"{url}/health"):
                 told = True
                 ready(url)
             time.sleep(0.2)
     finally:
-        _kill_group(server)
+        kill_group(server)
         for number, handler in before.items():
             signal.signal(number, handler)
     if caught and caught[0][0] == signal.SIGINT:
@@ -151,17 +151,20 @@ def run(command: Sequence[str], url: str, ready: Callable[[str], None], grace: f
     return server.returncode
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """Ask the kernel to send SIGTERM to the calling process when its parent ends: a ``preexec_fn`` of ``Popen``."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
-def _kill_group(server: "subprocess.Popen[bytes]") -> None:
+def kill_group(server: "subprocess.Popen[bytes]") -> None:
+    """Kill all processes of the group of a process that was started as the first of its own, and wait for it."""
     with contextlib.suppress(ProcessLookupError):  # no process of the group is left
         os.killpg(server.pid, signal.SIGKILL)
     server.wait()
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
+    """Whether ``url`` answers with status 200 within a second."""
     # The server is this process's own, and its certificate may name another host.
     unverified = urllib.request.HTTPSHandler(context=ssl._create_unverified_context())
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}), unverified)

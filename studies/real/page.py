@@ -1,8 +1,12 @@
 """Writes the tables of ``docs/REAL_MODELS.md`` from the stored runs: ``python -m studies.real.page``."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
+
+from fcsd.eval.compare import not_above_chance
+from fcsd.eval.suite import SUITES
 
 PAGE = Path("docs/REAL_MODELS.md")
 RAW = (
@@ -28,18 +32,42 @@ def runs(raw: list[dict[str, Any]]) -> str:
 
 
 def scores(raw: list[dict[str, Any]]) -> str:
-    """Markdown with the scores of the original and of every model, and the mean difference with its standard error."""
+    """Markdown with the scores of the original and of every model, and the mean difference with its standard error.
+
+    A star marks a benchmark on which the original is not above chance. It is not in the mean.
+    """
     (file,) = (file for file in raw if "scores" in file)
-    differences = {found["model"]: found["overall"] for found in file["differences"]}
-    (baseline,) = file["scores"].keys() - differences.keys()
+    told = informative(file)
+    baseline = baseline_of(file)
     columns = list(file["scores"][baseline])
-    lines = [f"| model | {' | '.join(columns)} | mean minus original |", "|---|" + "--:|" * (len(columns) + 1)]
-    for name in (baseline, *differences):
+    heads = [column if column in told else f"{column}*" for column in columns]
+    lines = [f"| model | {' | '.join(heads)} | mean minus original |", "|---|" + "--:|" * (len(columns) + 1)]
+    for name in (baseline, *(found["model"] for found in file["differences"])):
         values = " | ".join(f"{100 * file['scores'][name][column]['value']:.1f}" for column in columns)
-        found = differences.get(name)
-        mean = "" if found is None else f"{found['points']:+.1f} ± {found['stderr']:.1f}"
-        lines.append(f"| {'original' if found is None else name} | {values} | {mean} |")
+        mean = "" if name == baseline else "{:+.1f} ± {:.1f}".format(*mean_difference(file, name))
+        lines.append(f"| {'original' if name == baseline else name} | {values} | {mean} |")
     return "\n".join(lines) + "\n"
+
+
+def baseline_of(file: dict[str, Any]) -> str:
+    """The name of the original in a file with scores."""
+    (baseline,) = file["scores"].keys() - {found["model"] for found in file["differences"]}
+    return baseline
+
+
+def informative(file: dict[str, Any]) -> list[str]:
+    """The benchmarks on which the original is above chance, by the rule of ``fcsd eval``."""
+    chance = {benchmark.column: benchmark.chance for benchmark in SUITES["paper"]}
+    original = file["scores"][baseline_of(file)]
+    return [name for name, score in original.items() if not not_above_chance({**score, "chance": chance[name]})]
+
+
+def mean_difference(file: dict[str, Any], model: str) -> tuple[float, float]:
+    """Points of a model minus those of the original, over the informative benchmarks, and their standard error."""
+    (found,) = (found for found in file["differences"] if found["model"] == model)
+    tasks = [task for task in found["tasks"] if task["column"] in informative(file)]
+    points = sum(task["points"] for task in tasks) / len(tasks)
+    return points, math.hypot(*(task["stderr"] for task in tasks)) / len(tasks)
 
 
 def _change(run: dict[str, Any], text: str) -> str:

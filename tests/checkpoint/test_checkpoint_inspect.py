@@ -49,6 +49,15 @@ SHAPES = {
     "qwen3_5_moe_text": (0, 4, 8, 2, 1),
     "flex_olmo": (0, 4, 8, 2, 0),
     "granitemoe": (0, 4, 8, 2, 0),
+    "afmoe": (1, 3, 8, 2, 1),
+    "hy_v3": (1, 3, 8, 2, 1),
+    "laguna": (1, 3, 8, 2, 1),
+    "lfm2_moe": (1, 3, 8, 2, 0),
+    "kimi_linear": (1, 3, 8, 2, 1),
+    "axk1": (1, 3, 8, 2, 1),
+    "phimoe": (0, 4, 8, 2, 0),
+    "granitemoehybrid": (0, 4, 8, 2, 1),
+    "glm_moe_dsa": (1, 3, 8, 2, 1),
 }
 
 

@@ -25,6 +25,20 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+GEMMA_NAMES = {
+    **NAMES,
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+}
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {  # by llama.cpp's architecture
+    "llama": ("llama", dict(tie_word_embeddings=False, intermediate_size=128), NAMES),
+    # Files of Gemma 3 say neither how often full attention comes, nor the angles of the others, nor the queries' scale.
+    "gemma3": ("gemma3_text", dict(num_hidden_layers=6, num_attention_heads=2, num_key_value_heads=1, head_dim=256,
+                                   tie_word_embeddings=True), GEMMA_NAMES),
+}  # fmt: skip
 
 
 def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -33,9 +47,10 @@ def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def write(path: Path, *, arch: str = "llama", quantised: Any = None, **more: Any) -> dict[str, torch.Tensor]:
-    """A tiny llama as a GGUF file; the tensors by transformers' names."""
-    config = tiny.config("llama", tie_word_embeddings=False, intermediate_size=128)
-    model = tiny.model("llama", tie_word_embeddings=False)
+    """A tiny model as a GGUF file; the tensors by transformers' names."""
+    model_type, changes, names_of = MODELS.get(arch, MODELS["llama"])
+    model = tiny.model(model_type, **changes)
+    config = model.config
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -43,10 +58,15 @@ def write(path: Path, *, arch: str = "llama", quantised: Any = None, **more: Any
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
+    if arch == "gemma3":
+        writer.add_key_length(config.head_dim)
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_rope_freq_base(config.rope_parameters["full_attention"]["rope_theta"])
+    else:
+        writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_tokenizer_model("gpt2")
     names = ["<unk>", "<s>", "</s>", "a", "b", "ab"]
     writer.add_token_list(names + [f"<{number}>" for number in range(len(names), config.vocab_size)])
@@ -57,16 +77,21 @@ def write(path: Path, *, arch: str = "llama", quantised: Any = None, **more: Any
     for key, value in more.items():
         writer.add_uint32(key.replace("__", "."), value)
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        del weights["lm_head.weight"]
     for name, weight in weights.items():
         if name.startswith("model.layers."):
             number, rest = name.removeprefix("model.layers.").removesuffix(".weight").split(".", 1)
-            stored = f"blk.{number}.{NAMES[rest]}.weight"
+            stored = f"blk.{number}.{names_of[rest]}.weight"
         else:
             stored = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}[
                 name.removesuffix(".weight")
             ] + ".weight"
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+        heads = heads if arch == "llama" else None
         rows = (weight if heads is None else interleaved(weight, heads)).numpy()
+        if arch == "gemma3" and "norm" in name:
+            rows = rows + 1  # llama.cpp multiplies by the weight itself
         if quantised is not None and rows.ndim == 2:
             packed = gguf.quants.quantize(rows, quantised)
             read = torch.from_numpy(gguf.quants.dequantize(packed, quantised).copy())
@@ -83,19 +108,30 @@ def write(path: Path, *, arch: str = "llama", quantised: Any = None, **more: Any
     return weights
 
 
-@pytest.mark.parametrize("quantised", [None, gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_1])
-def test_a_conversion_has_the_weights_of_the_file(tmp_path: Path, quantised: Any) -> None:
-    expected = write(tmp_path / "m.gguf", quantised=quantised)
+@pytest.mark.parametrize(
+    ("arch", "quantised"),
+    [
+        ("llama", None),
+        ("llama", gguf.GGMLQuantizationType.Q8_0),
+        ("llama", gguf.GGMLQuantizationType.Q4_1),
+        ("gemma3", None),
+        ("gemma3", gguf.GGMLQuantizationType.Q5_0),
+    ],
+)
+def test_a_conversion_has_the_weights_of_the_file(tmp_path: Path, arch: str, quantised: Any) -> None:
+    expected = write(tmp_path / "m.gguf", arch=arch, quantised=quantised)
+    model_type, changes, _ = MODELS[arch]
     before = (tmp_path / "m.gguf").read_bytes()
     report = convert_checkpoint(tmp_path / "m.gguf", tmp_path / "out", wiring="ladder")
     original = tmp_path / "out-original"
-    assert report.model == str(original) and report.parity == 4
+    assert report.model == str(original) and report.parity == changes.get("num_hidden_layers", 4)
     found = load_file(original / "model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], weight.bfloat16()) for name, weight in expected.items())
     if quantised is None:
-        plain = tiny.model("llama", tie_word_embeddings=False)
-        plain.load_state_dict({name: weight.bfloat16().float() for name, weight in expected.items()})
+        plain = tiny.model(model_type, **changes)
+        rounded = {name: weight.bfloat16().float() for name, weight in expected.items()}
+        plain.load_state_dict(rounded, strict=not plain.config.tie_word_embeddings)
         loaded = AutoModelForCausalLM.from_pretrained(original, dtype=torch.float32).eval()
         with torch.no_grad():
             assert torch.equal(loaded(tiny.tokens()).logits, plain(tiny.tokens()).logits)
@@ -110,6 +146,7 @@ def test_a_conversion_has_the_weights_of_the_file(tmp_path: Path, quantised: Any
         ({"split__count": 3}, "is one part of 3"),
         ({"llama__expert_count": 8}, "what llama.expert_count changes"),
         ({"llama__rope__scaling__factor": 8}, "what llama.rope.scaling.factor changes"),
+        ({"arch": "gemma3", "gemma3__final_logit_softcapping": 30}, "what gemma3.final_logit_softcapping changes"),
     ],
 )
 def test_what_is_not_proven_is_refused_and_nothing_is_written(
@@ -117,6 +154,17 @@ def test_what_is_not_proven_is_refused_and_nothing_is_written(
 ) -> None:
     write(tmp_path / "m.gguf", **changes)
     with pytest.raises(BadInputError, match=reason):
+        unpack_gguf(tmp_path / "m.gguf", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_a_scale_of_queries_that_the_file_does_not_say_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 3 27B has heads of 128 dimensions and scales queries for 168, which llama.cpp knows by the model's size."""
+    monkeypatch.setitem(MODELS, "gemma3", (*MODELS["gemma3"][:1], dict(MODELS["gemma3"][1], head_dim=128), GEMMA_NAMES))
+    write(tmp_path / "m.gguf", arch="gemma3")
+    with pytest.raises(BadInputError, match="heads have 128 dimensions and queries are scaled for 256"):
         unpack_gguf(tmp_path / "m.gguf", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
 

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from fcsd.checkpoint import SINGLE, inspect_checkpoint, read_config, read_layout, verify_tensors
 from fcsd.checkpoint.tied import differing_copies
 from fcsd.convert import convert_checkpoint
-from fcsd.engine.tp_plan import TensorGroup
 from fcsd.engine.weights import load_tensor_parallel
 from fcsd.errors import BadInputError
 from fcsd.models.build import load_model
+from fcsd.parallel.tensor.tp_plan import TensorGroup
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 FIX = '"tie_word_embeddings": false'

@@ -392,7 +392,7 @@ def test_unexpected_error(library) -> None:
     library("fcsd.checkpoint", "inspect_checkpoint", raises=ZeroDivisionError("first\nsecond"))
     done = run("inspect", "m")
     assert (done.exit_code, done.stdout) == (1, "")
-    assert done.stderr == "error: ZeroDivisionError: first\nhint: -v shows the traceback\n"
+    assert done.stderr == "error: ZeroDivisionError: first second\nhint: -v shows the traceback\n"
     assert "Traceback" in run("inspect", "m", "--verbose").stderr
 
 

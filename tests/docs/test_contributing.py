@@ -12,7 +12,8 @@ import pytest
 import test_rotary
 
 from fcsd.models import archs
-from fcsd.models.archs import ARCHS, Arch
+from fcsd.models.arch import Arch
+from fcsd.models.archs import ARCHS
 
 # The line below which each of the two files of the page gets a new entry.
 TABLES = {"fcsd/models/archs.py": "_ROWS = (", "tests/tiny.py": "CONFIGS: dict[str, tuple[str, dict]] = {"}

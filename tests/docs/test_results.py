@@ -715,6 +715,21 @@ def test_kernels_of_a_decoding_step(page: str, raw: Raw) -> None:
         ] in table
 
 
+def test_the_page_of_the_engine_says_how_fast_the_kernels_of_a_decoding_step_are(repo: Path, raw: Raw) -> None:
+    said = " ".join((repo / "docs/engine.md").read_text().split())
+    found = raw("decode_kernels_1xh100")["rows"]
+
+    def shares(kernel: str, tokens: int) -> list[float]:
+        chosen = [row for row in found if (row["kernel"], row["tokens"]) == (kernel, tokens)]
+        return sorted(row["kernels"] / row["replaced"] for row in chosen)
+
+    (least, most), (least_64, most_64) = shares("experts", 1), shares("experts", 64)
+    assert f"{least:.2f} to {most:.2f} of the time of grouped products for one token" in said
+    assert f"and {least_64:.2f} to {most_64:.2f} for 64 tokens" in said
+    (one,), (many,) = shares("latents", 1), shares("latents", 64)
+    assert f"of 64 slots is {1 / many:.1f}x as fast" in said and f"and {1 / one:.1f}x for one slot" in said
+
+
 @pytest.mark.parametrize(
     ("heading", "file", "base", "bound"),
     [

@@ -16,11 +16,11 @@ from fcsd.engine.decode import Stepper
 from fcsd.engine.layer import wire_tensor_parallel
 from fcsd.engine.merged import merge_projections
 from fcsd.engine.slots import Slots
-from fcsd.engine.tp_plan import TensorGroup
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import decoder_layers
 from fcsd.models.fused.rotary import fuse_rotary
 from fcsd.models.wiring import Wiring
+from fcsd.parallel.tensor.tp_plan import TensorGroup
 
 ALONE, ALL, STEPS = TensorGroup(None, 1, 0), (0, 1, 2, 3), 4
 # What differs between layers of one model: some have no rotary embedding, or no sinks.
@@ -29,6 +29,8 @@ DIFFERS = {
     "smollm3": "use_rope",
     "exaone_moe": "is_sliding",
     "exaone4": "is_sliding",
+    "afmoe": "is_local_attention",
+    "laguna": "is_local_attention",
     "mimo_v2_flash": "num_key_value_groups",
 }
 
@@ -60,10 +62,13 @@ def decode(model: Any, wiring: Wiring, compile_steps: bool, attention: str = "gr
     return first, torch.stack([stepper._step() for _ in range(STEPS)])
 
 
+NO_SLOTS = ("deepseek_v32", "glm_moe_dsa")  # see why_no_slots
+
+
 @pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize(
     "arch",
-    [arch for arch in tiny.CONFIGS if ARCHS[arch].no_tp is None and arch != "deepseek_v32"],  # see why_no_slots
+    [arch for arch in tiny.CONFIGS if ARCHS[arch].no_tp is None and arch not in NO_SLOTS],
 )
 def test_a_function_is_traced_once_for_all_layers_and_changes_nothing(
     arch: str, merged: bool, counted: list[str], monkeypatch: pytest.MonkeyPatch

@@ -38,6 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"wiring": "desync-2x", "tp_degree": 2},
 }
 COMPILED = ("llama", "olmoe")  # whose steps are also compiled; olmoe sums inside of its attention, too
+ASKED = {"output_router_logits": True, "output_hidden_states": True, "output_attentions": True, "return_dict": False}
 TASKS: dict[str, Any] = {"tasks": ["PIQA", "GSM-8K"], "limit": 1}
 
 
@@ -48,6 +49,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for arch, wiring in MODELS.items():
         model = tiny.model(arch, vocab_size=400, max_position_embeddings=1024, initializer_range=0.1)
         model.save_pretrained(root / "original" / arch)
+        config = root / "original" / arch / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | ASKED))  # what no answer needs
         eval_data.tokenizer().save_pretrained(root / "original" / arch)
         convert_checkpoint(str(root / "original" / arch), root / arch, check=False, **wiring)
     return {arch: root / arch for arch in MODELS}
@@ -84,8 +87,8 @@ def _compiled(model: Any, world: Any) -> list[list[int]]:
     """Answers in slots whose steps torch.compile traces; no compiler follows, because it would take long."""
     from fcsd.engine import compiled
     from fcsd.engine.layer import wire_tensor_parallel
-    from fcsd.engine.tp_plan import TensorGroup
     from fcsd.models.build import wiring_of
+    from fcsd.parallel.tensor.tp_plan import TensorGroup
 
     traced: list[Any] = []
 

@@ -13,7 +13,6 @@ from test_mlps import gated_mlps
 from fcsd.engine.fused import fuse
 from fcsd.engine.merged import First
 from fcsd.engine.sharded_modules import SplitNorm, _split_norm_class
-from fcsd.engine.tp_plan import TensorGroup
 from fcsd.launch.world import World
 from fcsd.models.archs import ARCHS
 from fcsd.models.fused import experts
@@ -21,10 +20,11 @@ from fcsd.models.fused.experts import FusedExperts
 from fcsd.models.fused.mlps import FusedMLP
 from fcsd.models.fused.norms import FusedNorm
 from fcsd.models.fused.rotary import FusedRotary
+from fcsd.parallel.tensor.tp_plan import TensorGroup
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
-# One has experts with biases, and one experts whose inputs are weighted.
-OTHER_EXPERTS = {"gpt_oss", "llama4_text"}
+# One has experts with biases, one experts whose inputs are weighted, and one an activation that is no module.
+OTHER_EXPERTS = {"gpt_oss", "llama4_text", "lfm2_moe"}
 
 
 def parts(model: Any, kind: type) -> int:

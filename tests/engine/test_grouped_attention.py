@@ -19,9 +19,9 @@ from fcsd.engine.decode import Stepper
 from fcsd.engine.fused import fuse
 from fcsd.engine.layer import wire_tensor_parallel
 from fcsd.engine.slots import Slots
-from fcsd.engine.tp_plan import TensorGroup
 from fcsd.models.build import wire
 from fcsd.models.wiring import Wiring
+from fcsd.parallel.tensor.tp_plan import TensorGroup
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 WINDOW: dict[str, Any] = {"sliding_window": 8}

@@ -17,7 +17,6 @@ from fcsd.checkpoint import SINGLE
 from fcsd.checkpoint.weights import Reader
 from fcsd.engine.layer import wire_tensor_parallel
 from fcsd.engine.slots import why_no_slots
-from fcsd.engine.tp_plan import TensorGroup
 from fcsd.engine.weights import load_tensor_parallel, random_tensor_parallel
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.models.archs import ARCHS
@@ -26,6 +25,7 @@ from fcsd.models.schedule import Output, kind_of, reductions
 from fcsd.models.wiring import Wiring, hf_parts
 from fcsd.parallel.all_reduce import reduce
 from fcsd.parallel.placement.stored import FILE, LAYERS, placements_of, read_orders
+from fcsd.parallel.tensor.tp_plan import TensorGroup
 from fcsd.parallel.weights.random_init import random_model
 from fcsd.parallel.weights.tensor_map import state
 
@@ -368,5 +368,5 @@ def test_what_ranks_cannot_share_runs_on_one_and_is_refused_on_two(arch: str, tm
         steps = model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False)
         assert torch.equal(steps, reference.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False))
     assert "keeps a" in (why_no_slots(model, 32) or "")
-    with pytest.raises(ConfigError, match=f"2 ranks cannot share a model of {arch}: linear attention keeps a state"):
+    with pytest.raises(ConfigError, match=f"2 ranks cannot share a model of {arch}: {ARCHS[arch].no_tp}"):
         load_tensor_parallel(tmp_path, dtype=torch.float32, device="cpu", ranks=TensorGroup(None, 2, 0))

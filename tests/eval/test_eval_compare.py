@@ -112,6 +112,24 @@ def test_nothing_is_won_back_without_an_untrained_conversion_to_compare_with():
     assert "won back" in difference_table(compare_models(table(), untrained="untrained"), 1.0)
 
 
+def test_a_benchmark_on_which_the_baseline_guesses_is_named_and_not_counted():
+    """A baseline two standard errors above chance or less; what the model does there cannot change the mean."""
+    rows = [*table(drop=40), *(row(m, "C", [1.0] * 27 + [0.0] * 73) for m in ("teacher", "untrained"))]
+    rows.append(row("student", "C", [1.0] * 60 + [0.0] * 40))
+    student = next(c for c in compare_models(rows) if c.model == "student")
+    assert [task.at_chance for task in student.tasks] == [False, False, True]
+    assert student.overall is not None and student.overall.points == pytest.approx(-4.0)
+    assert student.sentence(1.0).endswith("not counted, because teacher is not above chance: C")
+    assert "+33.0 ± 4.7: at chance, not counted" in difference_table([student], 1.0)
+    lines = table_1(rows).splitlines()
+    assert " C* " in lines[0] and [line.split("|")[5].strip() for line in lines[2:]] == ["80.0", "40.0", "76.0"]
+    guessed = [dict(result, chance=80.0) if result["chance"] else result for result in rows]
+    nothing = next(c for c in compare_models(guessed) if c.model == "student")
+    assert nothing.overall is None and nothing.sentence(1.0).endswith("on which teacher is above chance")
+    with pytest.raises(VerdictError, match="above chance"):
+        require("within 1.0", [nothing])
+
+
 def require(text: str, comparisons: list) -> None:
     Requirement.parse(text).check(comparisons)
 

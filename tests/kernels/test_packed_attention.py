@@ -5,6 +5,7 @@ import tiny
 import torch
 from torch import Tensor
 
+from fcsd.distill.teacher.original import _document_masks
 from fcsd.kernels.packed_attention import (
     attend,
     attend_masked,
@@ -50,8 +51,8 @@ def test_attention_stays_inside_documents(positions: Tensor) -> None:
 
 
 WINDOWED = {"gpt_oss", "llama4_text", "llama4", "cwm", "ministral", "exaone_moe", "mimo_v2_flash"}
-WINDOWED |= {"deepseek_v32"}  # it chooses keys by a mask
-WINDOWED |= {"olmo3", "exaone4", "gemma2", "gemma3_text"}
+WINDOWED |= {"deepseek_v32", "glm_moe_dsa"}  # they choose keys by a mask
+WINDOWED |= {"olmo3", "exaone4", "gemma2", "gemma3_text", "gemma3", "afmoe", "laguna"}
 
 
 @pytest.mark.parametrize("arch", sorted(tiny.CONFIGS))
@@ -69,7 +70,8 @@ def test_decoders_take_borders(arch: str) -> None:
     if ARCHS[arch].blocks.linear is not None:  # which stays inside documents in a way of its own
         stay_inside_documents(decoder_layers(model))
         rows = {"documents": documents_of(borders, POSITIONS.numel())}
-    for results, arguments in ((expected, rows), (found, {**packed_arguments(borders), **rows})):
+    masks = {} if ARCHS[arch].packs else {"attention_mask": _document_masks(decoder, ids, POSITIONS)}
+    for results, arguments in ((expected, {**masks, **rows}), (found, {**packed_arguments(borders), **rows})):
         model.zero_grad()
         hidden = decoder(input_ids=ids, position_ids=POSITIONS, use_cache=False, **arguments).last_hidden_state
         hidden.square().sum().backward()

@@ -14,7 +14,7 @@ from fcsd.models.wiring import Wiring
 
 ALL = (0, 1, 2, 3)
 WIRINGS = [Wiring("farskip", ALL), Wiring("ladder", (1, 2, 3)), Wiring("ladder", ALL, distance=2)]
-ARCHS = ("llama", "deepseek_v2", "qwen3_moe")
+ARCHS = ("llama", "deepseek_v2", "qwen3_moe", "glm_moe_dsa")
 
 
 def relative_error(value: Tensor, expected: Tensor) -> float:

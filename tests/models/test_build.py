@@ -13,11 +13,22 @@ from safetensors.torch import load_file, save_file
 
 from fcsd.checkpoint import inspect_checkpoint
 from fcsd.convert import convert_checkpoint
-from fcsd.engine.tp_plan import TensorGroup
 from fcsd.engine.weights import load_tensor_parallel
 from fcsd.errors import BadInputError
-from fcsd.models.build import converted_config, decoder_layers, load_model, model_classes, register, wire
+from fcsd.models.build import (
+    LOGITS_ALONE,
+    converted_config,
+    decoder_layers,
+    load_model,
+    model_classes,
+    register,
+    wire,
+)
 from fcsd.models.wiring import WiredLayer, Wiring
+from fcsd.parallel.tensor.tp_plan import TensorGroup
+from fcsd.parallel.weights.random_init import random_model
+from fcsd.parallel.weights.saving import write_configs
+from fcsd.plan.model import MetaModel
 
 ARCHS = list(tiny.CONFIGS)
 
@@ -123,6 +134,43 @@ assert torch.equal(model(ids).logits, expected) and type(model).__module__ == "f
 def saved(tmp_path, arch="deepseek_v2"):
     tiny.model(arch).save_pretrained(tmp_path)
     return load_file(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("arch", ["mixtral", "gpt_oss"])
+def test_router_logits_that_the_config_asks_for_do_not_keep_a_batch_from_generating(arch, tmp_path):
+    tiny.model(arch, output_router_logits=True).save_pretrained(tmp_path / "asks")
+    batch = {"input_ids": torch.tensor([[0, 0, 3, 4], [5, 6, 7, 8]])}
+    batch["attention_mask"] = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    expected = tiny.model(arch).generate(**batch, max_new_tokens=4, do_sample=False)
+    model = load_model(tmp_path / "asks")
+    assert torch.equal(model.generate(**batch, max_new_tokens=4, do_sample=False), expected)
+    assert len(model(tiny.tokens(), output_router_logits=True).router_logits) == 4
+
+
+@pytest.mark.parametrize("name", [None, *LOGITS_ALONE])
+def test_a_config_that_asks_for_more_than_logits_changes_nothing_and_is_saved_as_it_was(name, tmp_path):
+    """Conversion with its proof, the plan, generation, and the configs that a run writes."""
+    tiny.model("mixtral").save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "generation_config.json").unlink()  # transformers makes one of the config
+    file, ids = tmp_path / "base" / "config.json", tiny.tokens()
+    numbers = MetaModel(str(tmp_path / "base")).numbers
+    asked = {name: not LOGITS_ALONE[name]} if name else {}
+    file.write_text(json.dumps(written := json.loads(file.read_text()) | asked))
+    convert_checkpoint(tmp_path / "base", tmp_path / "out", wiring="farskip")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()).items() >= asked.items()
+    assert MetaModel(str(tmp_path / "base")).numbers == numbers
+    expected = tiny.model("mixtral").generate(ids, max_new_tokens=4, do_sample=False)
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "base")
+    loaded = load_model(tmp_path / "base", config=config)
+    random = random_model(config, dtype=torch.float32, device="cpu", seed=0)
+    assert torch.equal(loaded.generate(ids, max_new_tokens=4, do_sample=False), expected)
+    assert loaded.config._attn_implementation == "sdpa"
+    for model in (loaded, random):
+        assert set(model(ids)) == {"logits", "past_key_values"}
+        (folder := tmp_path / str(id(model))).mkdir()
+        write_configs(model, folder)
+        assert json.loads((folder / "config.json").read_text()) == written
+    assert name is None or getattr(config, name) == asked[name]
 
 
 @pytest.mark.parametrize(

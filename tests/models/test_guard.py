@@ -110,8 +110,20 @@ _GATED_DELTA = dict(
     linear_value_head_dim=10,
     linear_conv_kernel_dim=3,
 )
+_CONVOLVED = dict(conv_bias=True, conv_L_cache=4, layer_types=["full_attention", "conv"] * 2, tie_word_embeddings=False)
 _MROPE = {"rope_type": "default", "rope_theta": 50.0, "mrope_section": [3, 2, 1], "mrope_interleaved": True}
 _GRANITE = dict(residual_multiplier=0.6, embedding_multiplier=3.0, attention_multiplier=0.4, logits_scaling=1.5)
+_GEMMA3_TEXT = dict(
+    pad_token_id=3,
+    query_pre_attn_scalar=9,
+    final_logit_softcapping=3.0,
+    attn_logit_softcapping=2.0,
+    num_key_value_heads=1,
+    rope_parameters={
+        "full_attention": {"rope_type": "default", "rope_theta": 50.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+    },
+)
 # What moves the fields that a family has alone, or that would not be moved by the values above.
 OWN: dict[str, dict[str, Any]] = {
     "seed_oss": dict(attention_out_bias=True, residual_dropout=0.3),
@@ -200,28 +212,98 @@ OWN: dict[str, dict[str, Any]] = {
     "flex_olmo": dict(_EXPERTS, norm_topk_prob=True),
     "exaone4": dict(sliding_window_pattern=3),
     "gemma2": dict(pad_token_id=3, query_pre_attn_scalar=9, final_logit_softcapping=3.0, attn_logit_softcapping=2.0),
-    "gemma3_text": dict(
-        pad_token_id=3,
-        query_pre_attn_scalar=9,
-        final_logit_softcapping=3.0,
-        attn_logit_softcapping=2.0,
-        num_key_value_heads=1,
-        rope_parameters={
-            "full_attention": {"rope_type": "default", "rope_theta": 50.0},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
-        },
-    ),
+    "gemma3_text": _GEMMA3_TEXT,
+    "gemma3": _GEMMA3_TEXT,
     "granite": _GRANITE,
     "granitemoe": dict(_EXPERTS, **_GRANITE),
     "hyperclovax": dict(_GRANITE, use_post_norm=False),
     "minicpm3": dict(_LATENT, scale_depth=0.9, scale_emb=3, dim_model_base=20),
     "glm4": dict(attention_bias=False, num_key_value_heads=1),
+    "afmoe": dict(
+        _EXPERTS,
+        num_shared_experts=3,
+        num_dense_layers=2,
+        route_scale=1.7,
+        mup_enabled=True,
+        global_attn_every_n_layers=2,
+    ),
+    "hy_v3": dict(
+        _EXPERTS,
+        num_shared_experts=2,
+        router_scaling_factor=1.7,
+        enable_moe_fp32_combine=False,
+        mlp_layer_types=["sparse", "dense", "sparse", "sparse"],
+    ),
+    "laguna": dict(
+        _EXPERTS,
+        shared_expert_intermediate_size=40,
+        rope_parameters=_ROPES,
+        gating="per-element",
+        num_attention_heads_per_layer=[4, 2, 6, 4],
+        mlp_layer_types=["sparse", "dense", "sparse", "sparse"],
+        moe_routed_scaling_factor=1.7,
+        moe_router_logit_softcapping=0.9,
+    ),
+    "lfm2": dict(
+        _CONVOLVED, pad_token_id=2, block_multiple_of=8, block_ffn_dim_multiplier=1.4, block_auto_adjust_ff_dim=False
+    ),
+    "lfm2_moe": dict(
+        _EXPERTS,
+        **_CONVOLVED,
+        pad_token_id=2,
+        num_dense_layers=1,
+        use_expert_bias=False,
+        norm_topk_prob=False,
+    ),
+    "kimi_linear": dict(
+        _LATENT,
+        n_group=3,
+        topk_group=2,
+        norm_topk_prob=False,
+        linear_head_dim=8,
+        linear_num_heads=3,
+        linear_conv_kernel_dim=3,
+        layer_types=["full_attention", "linear_attention"] * 2,
+        mlp_layer_types=["dense", "sparse", "sparse", "dense"],
+    ),
+    "axk1": dict(_LATENT, **_GROUPS, rope_interleave=False, rope_parameters=_ROPE),
+    "phimoe": dict(_EXPERTS, num_experts_per_tok=2, router_jitter_noise=0.1, input_jitter_noise=0.1, lm_head_bias=True),
+    "nanochat": dict(pad_token_id=2, final_logit_softcapping=3.0),
+    "granitemoehybrid": dict(
+        _EXPERTS,
+        **_GRANITE,
+        shared_intermediate_size=40,
+        position_embedding_type="rope",
+        layer_types=["full_attention", "linear_attention"] * 2,
+        mamba_n_heads=6,
+        mamba_n_groups=2,
+        mamba_d_state=6,
+        mamba_d_conv=3,
+        mamba_expand=3,
+        mamba_chunk_size=4,
+        mamba_conv_bias=False,
+        mamba_proj_bias=True,
+    ),
+    "glm_moe_dsa": dict(
+        {**_LATENT, **_GROUPS},
+        index_topk=3,
+        index_head_dim=16,
+        index_n_heads=16,
+        layer_types=None,
+        indexer_types=["full", "full", "shared", "shared"],
+    ),
 }
 # Fields that the source reads and that no row moves, and why.
 EXEMPT = {
     "output_router_logits": "only adds an output beside the logits",
     "router_aux_loss_coef": "weighs a loss that is off",
     "use_bidirectional_attention": "makes an encoder, which has no cached steps",
+}
+# Fields of a family that have one value here. transformers refuses another one, or computes it in one way with a cache
+# and in another way without.
+FIXED = {
+    "phimoe": {"num_experts_per_tok"},  # its router makes two choices
+    "granitemoehybrid": {"time_step_limit"},  # transformers' own steps with a cache leave it out
 }
 
 
@@ -251,7 +333,8 @@ def guarded_model(arch: str, **words: str) -> Any:
     config = guarded_config(arch, **words)
     model = causal_lm_class(config)._from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
-        for tensor in model.parameters():
+        biases = [tensor for name, tensor in model.named_buffers() if name.endswith("bias")]
+        for tensor in (*model.parameters(), *biases):
             if tensor.ndim == 1:
                 tensor.add_(0.2 * torch.randn_like(tensor))
     return model
@@ -273,7 +356,8 @@ def not_moved(config: Any, read: set[str]) -> set[str]:
     whole, row = type(config)(), arch_of(config)
     default = whole if row.text_config is None else getattr(whole, row.text_config)
     config = config.get_text_config()
-    values = {name: getattr(config, name, "") for name in read - EXEMPT.keys()}
+    fixed = EXEMPT.keys() | FIXED.get(config.model_type, set())
+    values = {name: getattr(config, name, "") for name in read - fixed}
     values = {name: value for name, value in values.items() if not isinstance(value, str) and not callable(value)}
     return {name for name, value in values.items() if getattr(default, name, "") == value}
 
@@ -386,6 +470,17 @@ def test_packed_documents_are_separate_ones(arch: str) -> None:
 def test_any_number_of_shared_experts(arch: str, field: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OWN, arch, {**OWN[arch], field: count})
     model, ids = guarded_model(arch), tiny.tokens(length=12)
+    assert off_is_off(model)
+    expected = literal.evaluate(model, ids, "farskip", "full", set(ALL))[-1]
+    wire(model, Wiring("farskip", ALL))
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_without_experts_has_the_shared_ones_as_its_mlp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Granite 4.0's dense models have."""
+    monkeypatch.setitem(OWN, "granitemoehybrid", {**OWN["granitemoehybrid"], "num_local_experts": 0})
+    model, ids = guarded_model("granitemoehybrid"), tiny.tokens(length=12)
     assert off_is_off(model)
     expected = literal.evaluate(model, ids, "farskip", "full", set(ALL))[-1]
     wire(model, Wiring("farskip", ALL))

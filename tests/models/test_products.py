@@ -44,12 +44,22 @@ NAMES = {
     "mistralai/Mistral-7B-Instruct-v0.3": "mistral",
     "mistralai/Mistral-Nemo-Instruct-2407": "mistral",
     "google/gemma-7b-it": "gemma",
+    "google/gemma-3-1b-it": "gemma3_text",
+    "google/gemma-3-4b-it": "gemma3",
     "microsoft/Phi-3.5-mini-instruct": "phi3",
     "microsoft/phi-4": "phi3",
     "nvidia/Nemotron-Mini-4B-Instruct": "nemotron",
     "allenai/OLMo-7B-hf": "olmo",
     "bigcode/starcoder2-15b": "starcoder2",
     "HuggingFaceTB/SmolLM3-3B": "smollm3",
+    "moonshotai/Kimi-Linear-48B-A3B-Instruct": "kimi_linear",
+    "zai-org/GLM-5": "glm_moe_dsa",
+    "ibm-granite/granite-4.0-h-tiny": "granitemoehybrid",
+    "LiquidAI/LFM2-8B-A1B": "lfm2_moe",
+    "LiquidAI/LFM2-1.2B": "lfm2",
+    "arcee-ai/Trinity-Mini": "afmoe",
+    "microsoft/Phi-3.5-MoE-instruct": "phimoe",
+    "skt/A.X-K1": "axk1",
     "deepseek-ai/DeepSeek-V2-Lite-Chat": "deepseek_v2",
     "deepseek-ai/DeepSeek-V3.1": "deepseek_v3",
     "deepseek-ai/DeepSeek-V3.2-Exp": "deepseek_v32",
@@ -62,8 +72,8 @@ NAMES = {
     "mistralai/Mixtral-8x7B-v0.1": "mixtral",
 }
 OTHERS = ["deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "Qwen/Qwen2.5-VL-7B", "Qwen/Qwen3-VL-Embedding-2B"]
-OTHERS += ["google/gemma-2-9b", "google/gemma-3-4b-it", "microsoft/Phi-4-mini-flash-reasoning", "zai-org/GLM-4-9B-0414"]
-OTHERS += ["microsoft/Phi-3.5-MoE-instruct", "allenai/OLMo-2-1124-7B", "zai-org/GLM-4.5V", "runs/mine/final", "teacher"]
+OTHERS += ["google/gemma-2-9b", "microsoft/Phi-4-mini-flash-reasoning", "zai-org/GLM-4-9B-0414"]
+OTHERS += ["allenai/OLMo-2-1124-7B", "zai-org/GLM-4.5V", "runs/mine/final", "teacher"]
 OTHERS += ["meta-llama/Llama-3.2-11B-Vision", "Qwen/Qwen3.5-35B-A3B-Reranker"]
 
 
@@ -109,7 +119,7 @@ def test_an_unsupported_type_is_named_with_its_family_and_the_supported_ones(tmp
     ("model_type", "ends"),
     [
         ("kimi_k2", "is not supported; nearest is deepseek_v3"),
-        ("phimoe", "; nearest is mixtral, but its router draws experts in training, and its output head has a bias"),
+        ("nemotron_h", "; nearest is granitemoehybrid, but its layers have one sub-block each"),
         ("gptj", "; nearest is llama, but its attention and its MLP read one stream"),
         ("qwen4_moe", "is not supported; closest: qwen"),
         ("t5", "'t5' is not supported"),

@@ -2,14 +2,19 @@
 
 import io
 import json
+import os
+import pty
+import select
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import eval_data
 import pytest
 import tiny
 import torch
+from ranks import start
 from typer.testing import CliRunner
 
 from fcsd.cli.main import app
@@ -237,3 +242,36 @@ def test_typed_bytes_that_are_no_characters_are_replaced(monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     assert list(chatting._typed()) == ["caf\ufffd", "more"]
     print("\u2713")  # a terminal that cannot show it gets its number
+
+
+def _at_terminal(terminal: str, encoding: str, errors: str, words: list[str]) -> None:
+    """Run ``fcsd WORDS`` at a terminal, with the streams that Python makes for this encoding."""
+    from fcsd.cli.main import main
+
+    for number in range(3):
+        os.dup2(os.open(terminal, os.O_RDWR | os.O_NOCTTY), number)
+    sys.stdin = os.fdopen(0, encoding=encoding, errors=errors, closefd=False)
+    sys.stdout = os.fdopen(1, "w", encoding=encoding, errors=errors, closefd=False)
+    sys.stderr = os.fdopen(2, "w", encoding=encoding, errors="backslashreplace", buffering=1, closefd=False)
+    sys.argv = ["fcsd", *words]
+    main()
+
+
+@pytest.mark.parametrize(("encoding", "errors"), [("ascii", "surrogateescape"), ("utf-8", "strict")])
+def test_a_chat_at_a_terminal_takes_and_shows_any_bytes(models, encoding: str, errors: str) -> None:
+    """Under LC_ALL=C without Python's UTF-8 mode, the streams are ASCII."""
+    ours, terminal = pty.openpty()
+    os.write(ours, "café\n".encode() + b"\xff\xfe river\n\x04")  # two prompts, and Ctrl-D
+    chats = start(_at_terminal, os.ttyname(terminal), encoding, errors, ["chat", str(models[0]), "--device", "cpu"])
+    said = b""
+    while chats.is_alive():
+        if select.select([ours], [], [], 0.1)[0]:
+            said += os.read(ours, 1 << 16)
+    os.close(terminal)
+    with suppress(OSError):  # what is left; then nobody holds the terminal
+        while block := os.read(ours, 1 << 16):
+            said += block
+    os.close(ours)
+    assert chats.exitcode == 0 and b"Traceback" not in said
+    assert said.count(b"Prompt: ") == 2, said.decode(errors="replace")
+    assert f"Prompt: {'café' if encoding == 'utf-8' else 'caf'}" in said.decode(errors="replace")

@@ -178,5 +178,5 @@ def test_what_does_not_speak_http_is_not_ready_and_ends_nothing() -> None:
 
         greeter = threading.Thread(target=greet)
         greeter.start()
-        assert not server._answers(f"http://127.0.0.1:{listening.getsockname()[1]}/health")
+        assert not server.answers(f"http://127.0.0.1:{listening.getsockname()[1]}/health")
         greeter.join()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from fcsd.models.archs import VllmNames
+from fcsd.models.arch import VllmNames
 from fcsd.models.schedule import MLP_PARTS, Kind, Output, Read, layer_plans, reads_of
 from fcsd.models.wiring_block import DESYNC, Wiring, kept_reductions
 from fcsd.serve.vllm.layer import Wired, kind_of, take_apart

@@ -1,13 +1,16 @@
-"""Every name of vLLM that the plugin uses exists in the versions that it supports, by a list of their names."""
+"""Every name of vLLM that the plugin uses exists in the versions that were read, by a list of their names."""
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fcsd.serve.vllm.support import why_unsupported
+from fcsd.serve.vllm.support import TOO_NEW, version_of, why_unsupported
 
 VERSIONS = json.loads((Path(__file__).parent / "vllm_names.json").read_text())
 
@@ -23,16 +26,41 @@ def script(repo: Path) -> Any:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_names_exist(version: str, script: Any) -> None:
-    assert why_unsupported(version) is None
     listed = set()
     for owner, names in VERSIONS[version].items():
         module = owner.startswith("vllm")
         listed |= {f"{owner}{':' if module else '.'}{name}" for name in names.split()} | (set() if module else {owner})
-    assert not script.used() - listed, "see benchmarks/vllm/vllm_names.py"
+    assert not script.used_in(version) - listed, "see benchmarks/vllm/vllm_names.py"
 
 
 def test_every_supported_minor_version_is_listed() -> None:
-    assert [version.rsplit(".", 1)[0] for version in VERSIONS] == ["0.24", "0.25", "0.26", "0.27", "0.28"]
+    minor = [version_of(version)[1] for version in VERSIONS]
+    assert minor == list(range(24, 34))
+    assert [n for n in range(20, 40) if why_unsupported(f"0.{n}.0") is None] == [n for n in minor if n < TOO_NEW[1]]
+
+
+def test_what_the_plugin_no_longer_uses_is_gone_by_then(script: Any) -> None:
+    """A name that is still there would mean that the plugin leaves it out for nothing."""
+    for name, first in script.UNTIL.items():
+        owner, _, inner = name.partition(":")
+        have = [version for version, names in VERSIONS.items() if inner in names.get(owner, "").split()]
+        assert {version_of(version) < first for version in have} == {True}
+        assert not any(name in script.used_in(version) for version in VERSIONS if version not in have)
+
+
+def test_the_next_version_is_judged_by_its_source_folder(script: Any, tmp_path: Path, repo: Path) -> None:
+    source = tmp_path / "vllm/distributed"
+    source.mkdir(parents=True)
+    text = "def _all_reduce_out_place(self, renamed): ...\n_groups = unique_name = 1\n"
+    (source / "parallel_state.py").write_text(text)
+    found = script.breaks("0.99.0", tmp_path)
+    assert "vllm.distributed.parallel_state:_all_reduce_out_place(self,input_" in found
+    assert not [name for name in found if name.endswith((":_groups", ":unique_name", ":_all_reduce_out_place"))]
+    assert not [name for name in found if name in script.UNTIL or name.startswith("ArceeForCausalLM")]
+    command = [sys.executable, str(repo / "benchmarks/vllm/vllm_names.py"), "breaks", f"0.99.0={tmp_path}"]
+    environment = {**os.environ, "PYTHONPATH": str(repo)}
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert ran.returncode == 1 and ran.stdout.splitlines() == [f"0.99.0: {name}" for name in found]
 
 
 def test_a_name_that_is_gone_is_found(script: Any, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
-from fcsd.models.archs import VllmNames
+from fcsd.models.arch import VllmNames
 from fcsd.models.schedule import layer_plans
 from fcsd.models.wiring_block import Wiring
 from fcsd.serve.vllm.layer import Wired, take_apart

@@ -1,6 +1,7 @@
 """The plugin around its layers: what it reads, refuses and registers, at the border to vLLM, which is doubled."""
 
 import ast
+import importlib
 import json
 import pickle
 import subprocess
@@ -19,6 +20,7 @@ import transformers
 import fcsd.serve.vllm
 from fcsd.convert import convert_checkpoint
 from fcsd.errors import BadInputError, ConfigError
+from fcsd.markdown import table
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import model_classes
 from fcsd.models.wiring_block import Wiring
@@ -92,35 +94,34 @@ def settings(wiring: Wiring, dtype: torch.dtype = torch.bfloat16, moe: bool = Tr
 FARSKIP, DESYNC = Wiring("farskip", (1, 2)), Wiring("desync-2x", (1, 2), tp_degree=4)
 
 
-@pytest.mark.parametrize(
-    ("config", "named"),
-    [
-        (settings(DESYNC), "converted for 4 tensor-parallel ranks, not 2; use --tensor-parallel-size 4"),
-        (settings(DESYNC, tensor_parallel_size=4, pipeline_parallel_size=2), "desync-2x does not go with pipeline"),
-        (settings(Wiring("ladder", (1,), distance=2), pipeline_parallel_size=2), "distance 2 does not go with"),
-        (settings(FARSKIP, dtype=torch.float16), "rescales deepseek_v3 in float16"),
-        (settings(FARSKIP, use_sequence_parallel_moe=True), "sequence-parallel experts"),
-        (settings(FARSKIP, data_parallel_size=2), "data-parallel attention"),
-        (settings(FARSKIP, use_ubatching=True), "two-batch overlap"),
-        (settings(FARSKIP, enable_eplb=True), "moving experts"),
-        (settings(FARSKIP, decode_context_parallel_size=2), "context parallelism"),
-        (settings(FARSKIP, enable_sp=True), "enable_sp"),
-        (settings(FARSKIP, speculative_config=SimpleNamespace(method="mtp")), "speculation by mtp"),
-        (settings(FARSKIP, speculative_config=SimpleNamespace(method="eagle3")), "speculation by eagle3"),
-        (settings(FARSKIP, lora_config=object()), "LoRA was not tested"),
-        (settings(FARSKIP, additional_config={"fcsd": {"reduce": "none"}}), "reduce none gives wrong results"),
-        (
-            settings(FARSKIP, additional_config={"fcsd": {"reduce": "quantised:fp4"}}),
-            '"fp4" is not a format',
-        ),
-        (settings(FARSKIP, additional_config={"fcsd": {"reduce": "quantised"}}), "is not a format"),
-        (settings(FARSKIP, additional_config={"fcsd": {"reduce": "fast"}}), "unknown all-reduce backend 'fast'"),
-        (settings(FARSKIP, additional_config={"fcsd": {"kind": "vllm"}}), 'the keys "reduce" and "overlap_from"'),
-        (settings(FARSKIP, additional_config={"fcsd": {"overlap_from": -1}}), "overlap_from is a number of tokens"),
-        (settings(FARSKIP, additional_config={"fcsd": {"overlap_from": "2048"}}), "not '2048'; 0 always overlaps"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
+REFUSED = [
+    (settings(DESYNC), "--tensor-parallel-size 4, not 2"),
+    (settings(DESYNC, tensor_parallel_size=4, pipeline_parallel_size=2), "pipeline parallelism of Desync"),
+    (settings(Wiring("ladder", (1,), distance=2), pipeline_parallel_size=2), "at a distance of 2 or more"),
+    (settings(FARSKIP, dtype=torch.float16), "rescales their stream in float16"),
+    (settings(FARSKIP, use_sequence_parallel_moe=True), "sequence-parallel experts"),
+    (settings(FARSKIP, data_parallel_size=2), "data-parallel attention"),
+    (settings(FARSKIP, use_ubatching=True), "two-batch overlap"),
+    (settings(FARSKIP, enable_eplb=True), "moving experts"),
+    (settings(FARSKIP, decode_context_parallel_size=2), "context parallelism"),
+    (settings(FARSKIP, enable_sp=True), "async TP by the compiler"),
+    (settings(FARSKIP, speculative_config=SimpleNamespace(method="mtp")), "speculation by MTP layers"),
+    (settings(FARSKIP, speculative_config=SimpleNamespace(method="eagle3")), "use one of ngram"),
+    (settings(FARSKIP, lora_config=object()), "LoRA adapters: "),
+    (settings(FARSKIP, additional_config={"fcsd": {"reduce": "none"}}), "reduce none gives wrong results"),
+    (
+        settings(FARSKIP, additional_config={"fcsd": {"reduce": "quantised:fp4"}}),
+        '"fp4" is not a format',
+    ),
+    (settings(FARSKIP, additional_config={"fcsd": {"reduce": "quantised"}}), "is not a format"),
+    (settings(FARSKIP, additional_config={"fcsd": {"reduce": "fast"}}), "unknown all-reduce backend 'fast'"),
+    (settings(FARSKIP, additional_config={"fcsd": {"kind": "vllm"}}), 'the keys "reduce" and "overlap_from"'),
+    (settings(FARSKIP, additional_config={"fcsd": {"overlap_from": -1}}), "overlap_from is a number of tokens"),
+    (settings(FARSKIP, additional_config={"fcsd": {"overlap_from": "2048"}}), "not '2048'; 0 always overlaps"),
+]
+
+
+@pytest.mark.parametrize(("config", "named"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
 def test_what_a_converted_model_cannot_do_is_refused_by_name(config, named, monkeypatch):
     monkeypatch.setenv(support.RIGHT_RESULTS, "1")
     with pytest.raises(ConfigError) as caught:
@@ -128,9 +129,30 @@ def test_what_a_converted_model_cannot_do_is_refused_by_name(config, named, monk
     assert named in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_all_that_is_lost_is_refused_and_on_the_page(repo, monkeypatch):
+    """The plugin's messages and the table of docs/serving.md are both made of ``LOST``."""
+    monkeypatch.setenv(support.RIGHT_RESULTS, "1")
+    said = [problem for config, _ in REFUSED for problem in found_problems(config)]
+    for name in support.LOST:
+        assert any(problem.startswith(support.refusal(name)) for problem in said), name
+    page = (repo / "docs/serving.md").read_text()
+    rows = [[lost.what, f"`{lost.option}`", lost.why, lost.cost, lost.instead] for lost in support.LOST.values()]
+    assert table(["what", "asked by", "refused, because", "what that costs", "instead"], rows, left=5) in page
+
+
+def found_problems(config: Any) -> list[str]:
+    try:
+        return list(problems(config, "deepseek_v3"))
+    except ConfigError:  # the section of fcsd in --additional-config cannot be read at all
+        return []
+
+
 def test_what_it_can_do_is_accepted(monkeypatch):
     monkeypatch.delenv(support.RIGHT_RESULTS, raising=False)
+    without = settings(FARSKIP)
+    del without.compilation_config.pass_config.enable_sp  # vLLM 0.32 has no such pass
     for config in (
+        without,
         settings(FARSKIP, pipeline_parallel_size=2),
         settings(DESYNC, tensor_parallel_size=4),
         settings(FARSKIP, moe=False, data_parallel_size=2),
@@ -231,6 +253,23 @@ def test_registration_adds_our_names_and_keeps_what_belongs_to_the_base(vllm):
     assert vllm.parsers["hf"] is parser, "a second call changes nothing"
 
 
+def test_a_family_that_vllm_runs_by_transformers_is_refused(vllm, monkeypatch):
+    """vLLM 0.32 has no class of its own for some families, and transformers' layers cannot be rewired under it."""
+    backend = type("TransformersForCausalLM", (), {"__module__": "vllm.model_executor.models.transformers"})
+    registry = sys.modules["vllm.model_executor.models.registry"]
+    registry.ModelRegistry._try_load_model_cls = lambda name: backend
+    groups = dict.fromkeys(("get_tensor_model_parallel_world_size", "get_tp_group"))
+    monkeypatch.setitem(sys.modules, "vllm.distributed", module("d", **groups))
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.models.utils", module("u", PPMissingLayer=object))
+    monkeypatch.delitem(sys.modules, "fcsd.serve.vllm.models", raising=False)
+    try:
+        models = importlib.import_module("fcsd.serve.vllm.models")
+        with pytest.raises(ImportError, match="runs ArceeForCausalLM by transformers"):
+            getattr(models, ARCHS["arcee"].wired_causal_lm)
+    finally:
+        sys.modules.pop("fcsd.serve.vllm.models", None)
+
+
 def test_a_converted_model_is_not_built_as_another_architecture(vllm):
     """``--hf-overrides`` renames it, and ``--model-impl transformers`` builds it by vLLM's own backend."""
     vllm.top.__version__ = "0.24.0"
@@ -261,6 +300,14 @@ def test_hooks_of_vllm_keep_what_else_they_have(vllm):
     vllm.top.__version__ = "0.24.0"
     plugin.register()
     assert issubclass(vllm.hooks["MistralForCausalLM"], Own) and vllm.hooks["MistralForCausalLM"].later() == "kept"
+
+
+def test_later_versions_choose_the_model_runner_without_a_list(vllm, monkeypatch):
+    """From 0.29 on vLLM decides by features. The gate is opened for this test alone."""
+    monkeypatch.setattr(support, "TOO_NEW", (0, 30))
+    monkeypatch.delattr(vllm.settings, "DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES")
+    plugin.register()
+    assert "FcsdLlamaForCausalLM" in vllm.models and issubclass(vllm.parsers["hf"], StockParser)
 
 
 @pytest.mark.parametrize("missing", ["register_model", "DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES", "hf"])

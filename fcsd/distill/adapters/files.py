@@ -21,7 +21,7 @@ from fcsd.distill.inputs import student_source
 from fcsd.distill.student import load_student, write_student
 from fcsd.errors import BadInputError, CheckpointError
 from fcsd.extras import require_extra
-from fcsd.foreign_errors import first_line
+from fcsd.foreign_errors import reason_of
 from fcsd.launch.world import World
 from fcsd.models.adapters.adapted import Adapted
 from fcsd.parallel.weights.saving import OwnPart, own_part
@@ -60,7 +60,7 @@ def read_adapters(folder: Path) -> dict[str, Tensor]:
     try:
         return load_file(folder / _WEIGHTS)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{folder / _WEIGHTS}: cannot be read: {first_line(error)}") from error
+        raise CheckpointError(f"{folder / _WEIGHTS}: cannot be read: {reason_of(error)}") from error
 
 
 def write_merged(adapted: Adapted, folder: Path, source: Path, directory: Path, world: World) -> None:
@@ -95,7 +95,7 @@ def merge_checkpoint(recipe: Recipe, folder: Path, directory: Path) -> None:
         facts = json.loads(read_input(folder / _SETTINGS))
         name, sample = facts["base"], facts["base_sample"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{folder / _SETTINGS}: cannot be read: {first_line(error)}") from error
+        raise CheckpointError(f"{folder / _SETTINGS}: cannot be read: {reason_of(error)}") from error
     try:
         base = resolve(name)
     except BadInputError as error:

@@ -31,8 +31,7 @@ from fcsd.config import Source
 from fcsd.disk import read_input_text
 from fcsd.distill.data.examples import Message, Skip, too_long
 from fcsd.errors import BadInputError, ConfigError
-from fcsd.foreign_errors import first_line
-from fcsd.terminal import printable
+from fcsd.foreign_errors import reason_of
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PLACEHOLDER = "\ue000fcsd\ue001"  # stands for the text of a response; private-use characters occur in no chat
@@ -103,7 +102,7 @@ def render_chat(
     except Skip as skip:
         return str(skip)
     except Exception as error:  # a template may fail in any way
-        return f"refused by the chat template: {printable(first_line(error)):.80}"
+        return f"refused by the chat template: {reason_of(error)}"
     if sum(len(rendering.text) for rendering in found) > MAX_CHARACTERS:
         return str(too_long())
     if source.train_on == "all":

@@ -24,7 +24,7 @@ from fcsd.disk import file_sha256
 from fcsd.distill.data.files import data_files, is_saved_dataset
 from fcsd.distill.data.json_lines import COLUMN, read_json_lines
 from fcsd.errors import BadInputError, ConfigError
-from fcsd.foreign_errors import first_line, translate
+from fcsd.foreign_errors import reason_of, translate
 
 _ENDINGS = {"jsonl": (".jsonl", ".ndjson", ".jsonl.gz"), "parquet": (".parquet",)}
 
@@ -74,7 +74,7 @@ def open_source(source: Source) -> RawTable:
     except (DatasetGenerationError, pa.ArrowException, OSError, ValueError, RuntimeError) as error:
         if (known := translate(error)) is not None:  # such as a cache that cannot be written
             raise known from None
-        cause = first_line(error.__cause__ or error)
+        cause = reason_of(error.__cause__ or error)
         raise BadInputError(f"{source.path}: cannot be read as {kind}: {cause}") from error
     if source.max_rows is not None and source.max_rows < len(rows):
         rows = rows.select(range(source.max_rows))

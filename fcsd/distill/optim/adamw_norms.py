@@ -13,6 +13,7 @@ from torch import Tensor
 from fcsd.config import Recipe
 from fcsd.distill.train_engine import TrainEngine
 from fcsd.launch.world import World
+from fcsd.parallel.tensor.shard import SHARDED
 
 
 def found_inf(norm: Tensor) -> Tensor:
@@ -37,7 +38,7 @@ def partitions_norm(zero: Any, dtype: torch.dtype) -> Tensor:
 
     Args:
         zero: DeepSpeed's optimizer. Each rank has the gradients of its partitions in ``averaged_gradients``, a list for
-            each group of parameters. No gradient is in the partitions of two ranks.
+            each group of parameters. No gradient is in the partitions of two ranks, unless they shard a model.
         dtype: the dtype of the sums over a tensor. With fp64, which needs a copy of the gradient, the result has the
             bits of DeepSpeed's norm for an optimizer on the host. For one beside the weights DeepSpeed takes the root
             in fp32, whose last bit may differ.
@@ -46,6 +47,9 @@ def partitions_norm(zero: Any, dtype: torch.dtype) -> Tensor:
     for number in range(len(zero.bit16_groups)):
         partition = zero.averaged_gradients[number]
         gradients = [gradient for gradient in partition if not getattr(gradient, "_zero_padding", False)]
+        if zero.model_parallel_rank > 0:  # what every tensor-parallel rank has counts once
+            members = zero.params_in_partition[number]
+            gradients = [each for each, of in zip(gradients, members, strict=False) if getattr(of, SHARDED, False)]
         if gradients:
             norms = torch._foreach_norm(gradients, 2, dtype=dtype)  # pyright: ignore[reportPrivateImportUsage]
             squares.append(torch.stack(list(norms)).double().square().sum().float())
@@ -53,6 +57,8 @@ def partitions_norm(zero: Any, dtype: torch.dtype) -> Tensor:
             squares.append(torch.zeros((), device=zero.device))
     whole = torch.stack(squares)
     dist.all_reduce(whole, group=zero.dp_process_group)
+    if zero.model_parallel_world_size > 1:
+        dist.all_reduce(whole, group=zero.model_parallel_group)
     norms = whole.double().sqrt().float()  # a root in fp32 may be wrong in its last bit on CPUs
     return torch.linalg.vector_norm(norms).nan_to_num(nan=math.inf, posinf=math.inf)
 

@@ -84,6 +84,11 @@ def load(checkpoint: Path, world: World, trained: Trained, identity: dict[str, A
     return content["progress"]
 
 
+def of_several(checkpoint: Path) -> bool:
+    """Whether several processes have saved a checkpoint. ZeRO then has its optimizer's state, if there is ZeRO."""
+    return len(list(checkpoint.glob("rank-*.json"))) > 1
+
+
 def require_model(checkpoint: Path, fields: dict[str, Any]) -> None:
     """Checks that the recipe still names the student that a checkpoint was made with, before the student is loaded.
 

@@ -30,6 +30,7 @@ _FREE = (
     "optim.horizon",
     "parallel.overlap",
     "parallel.transport",
+    "parallel.tp_size",
     "train.log_every",
     "train.eval_every",
     "train.trace_every",
@@ -47,7 +48,10 @@ _SCHEDULE = "optim.horizon (or train.steps)"  # the number of steps of the learn
 
 
 def run_identity(recipe: Recipe, corpora: "list[Corpus]", world: World) -> dict[str, object]:
-    """The facts that a run must have in common with the checkpoints from which it resumes, as a flat mapping."""
+    """The facts that a run must have in common with the checkpoints from which it resumes, as a flat mapping.
+
+    Processes that shard a model count as one.
+    """
     fields = flat(recipe.model_dump())
     unused = tuple(key for key, is_used in _later_fields(recipe, world).items() if not is_used)
     fields = {key: value for key, value in fields.items() if not key.startswith(unused)}
@@ -67,7 +71,13 @@ def run_identity(recipe: Recipe, corpora: "list[Corpus]", world: World) -> dict[
     code = {"version of fcsd": __version__} | {f"version of {name}": version(name) for name in _CODE}
     own |= {"optim.accumulate_dtype": recipe.accumulate_dtype, "optim.reduce_dtype": recipe.reduce_dtype}
     own["optim.decay_norms"] = recipe.optim.decay_norms or not recipe.optim.weight_decay
-    return {**own, **made_of, **code, _SCHEDULE: recipe.schedule_steps, "processes": world.size}
+    return {
+        **own,
+        **made_of,
+        **code,
+        _SCHEDULE: recipe.schedule_steps,
+        "processes": world.size // recipe.parallel.tp_size,
+    }
 
 
 def _later_fields(recipe: Recipe, world: World) -> dict[str, bool]:

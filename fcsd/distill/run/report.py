@@ -19,7 +19,7 @@ from fcsd.distill.run.run_dir import CHECKPOINTS
 from fcsd.distill.run.time_left import TimeLeft
 from fcsd.distill.run.trackers import Log, tracking
 from fcsd.errors import BadInputError
-from fcsd.foreign_errors import first_line
+from fcsd.foreign_errors import reason_of
 from fcsd.input_lines import read_lines
 from fcsd.progress import duration, progress
 
@@ -156,7 +156,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
             records.append(record)
     except (OSError, ValueError, RecursionError) as error:
         hint = "Move it away: the run goes on without the records of its earlier steps."
-        raise BadInputError(f"{path}: cannot be read: {first_line(error)}", hint) from error
+        raise BadInputError(f"{path}: cannot be read: {reason_of(error)}", hint) from error
     return records
 
 

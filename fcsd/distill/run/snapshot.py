@@ -22,10 +22,13 @@ from torch import Tensor
 
 from fcsd.disk import read_input, write_json
 from fcsd.distill.optim.host_copies import HostCopies, size_of
+from fcsd.distill.run.resharded import resharded
 from fcsd.distill.train_engine import Trained, TrainEngine
 from fcsd.errors import CheckpointError, DiskError
-from fcsd.foreign_errors import first_line
+from fcsd.foreign_errors import reason_of
 from fcsd.launch.world import World
+from fcsd.parallel.tensor.layer import ranks_of
+from fcsd.parallel.tensor.tp_plan import TensorGroup
 from fcsd.parallel.weights.saving import OwnPart, own_part, trained_part
 
 OPTIMIZER = "optimizer"
@@ -99,15 +102,22 @@ def restore(checkpoint: Path, world: World, trained: Trained) -> None:
         CheckpointError: the optimizer's file asks for a class that DeepSpeed's files do not need, or the file of the
             rank's state holds something else.
     """
-    engine = trained.engine
-    states = _states_file(checkpoint, world.rank)
+    engine, ranks = trained.engine, ranks_of(trained.model) or TensorGroup(None, 1, 0)
+    # The number of ranks that divide the rows is part of the identity. What is left is the degree of the saved run.
+    shares = world.size // ranks.degree
+    then = len(list(checkpoint.glob("rank-*.json"))) // shares
+    states = _states_file(checkpoint, world.rank if then == ranks.degree else world.rank // ranks.degree * then)
     try:
         saved = json.loads(read_input(states))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{states}: cannot be read: {first_line(error)}") from error
+        raise CheckpointError(f"{states}: cannot be read: {reason_of(error)}") from error
     zero = engine.zero_optimization()
-    rank = world.rank if zero else world.rank % _part(trained).group_size
-    state = _read_optimizer(_optimizer_file(checkpoint, rank))
+    if then != ranks.degree:
+        files = [_optimizer_file(checkpoint, rank) for rank in range(then * shares)]
+        state = resharded(trained, files, then, ranks, _read_optimizer)
+    else:
+        rank = world.rank if zero else world.rank % _part(trained).group_size
+        state = _read_optimizer(_optimizer_file(checkpoint, rank))
     if zero:
         # DeepSpeed expects the states of all ranks, but reads only that of this rank.
         engine.optimizer.load_state_dict([state] * world.size, load_from_fp32_weights=engine.bfloat16_enabled())
@@ -118,7 +128,7 @@ def restore(checkpoint: Path, world: World, trained: Trained) -> None:
             setattr(engine, name, saved["engine"][name])
         set_random_state(saved["random"])
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"{states}: does not hold the state of a rank: {first_line(error)}") from error
+        raise CheckpointError(f"{states}: does not hold the state of a rank: {reason_of(error)}") from error
 
 
 def _part(trained: Trained) -> OwnPart:

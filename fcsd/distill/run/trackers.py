@@ -12,7 +12,7 @@ from fcsd.config import Recipe
 from fcsd.disk import read_input_text, write_text
 from fcsd.errors import BadInputError
 from fcsd.extras import require_extra
-from fcsd.foreign_errors import first_line
+from fcsd.foreign_errors import reason_of
 
 Log = Callable[[dict[str, Any], int], None]  # metrics and their step
 
@@ -52,7 +52,7 @@ def tracking(run: Path, recipe: Recipe, *, start: int) -> Iterator[Log]:
             with redirect_stdout(sys.stderr):  # stdout is reserved for data
                 return action()
         except Exception as error:
-            print(f"warning: {recipe.report}: {first_line(error)}; the run goes on without it", file=sys.stderr)
+            print(f"warning: {recipe.report}: {reason_of(error)}; the run goes on without it", file=sys.stderr)
             return None
 
     def log(metrics: dict[str, Any], step: int) -> None:
@@ -117,5 +117,5 @@ def _id(run: Path) -> str:
         if not re.fullmatch(r"[\w-]{1,64}", found):
             raise ValueError("it is not the id of a run")
     except (OSError, ValueError) as error:
-        raise BadInputError(f"{path}: cannot be used: {first_line(error)}", "Delete it.") from error
+        raise BadInputError(f"{path}: cannot be used: {reason_of(error)}", "Delete it.") from error
     return found

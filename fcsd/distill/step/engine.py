@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fcsd.config import Objective, Recipe, accumulation
+from fcsd.distill import tensor_parallel
 from fcsd.distill.dtypes import DTYPES
 from fcsd.distill.experts.expert_parallel import quantiser_of, wire_sharded
 from fcsd.distill.loss.losses import IGNORE, cross_entropy, kl_divergence, only_counted, squared_distance
@@ -19,6 +20,7 @@ from fcsd.distill.optim.adamw_choice import adamw_settings, chunked, own_adamw, 
 from fcsd.distill.step.phases import phase
 from fcsd.distill.teacher.original import compile_layers, final_hidden, output_head, pack_attention
 from fcsd.distill.teacher.targets import FixedLosses, Targets, TeacherSource, captured, compared_layers
+from fcsd.distill.tensor_parallel import Teams
 from fcsd.distill.train_engine import Trained, TrainEngine
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
@@ -195,6 +197,7 @@ def build_training(
     traffic: Traffic | None = None,
     dispatcher: Dispatcher | None = None,
     by_zero: bool = False,
+    teams: Teams | None = None,
     adapters: Adapted | None = None,
 ) -> Training:
     """Builds a DeepSpeed engine around ``Student(model)`` in training mode. Experts that are already sharded stay so.
@@ -205,7 +208,11 @@ def build_training(
         dispatcher: see ``wire_sharded``.
         adapters: what trains, if the weights of the model are frozen.
         by_zero: whether DeepSpeed's ZeRO updates the weights also on one process, to compare with it.
+        teams: how the processes of the run work together; None stands for data parallelism alone.
     """
+    sharded = teams if teams is not None and teams.ranks is not None else None
+    if sharded is not None:
+        tensor_parallel.make_trainable(model, sharded)
     alone = updates_alone(recipe, world.size) and not by_zero
     deepspeed = import_deepspeed()
     if adapters is None:
@@ -221,6 +228,7 @@ def build_training(
             model_parameters=parameter_groups(student, recipe),
             config=deepspeed_config(recipe, world.size, alone),
             optimizer=own_adamw(recipe, alone),
+            mpu=sharded,
         )[0]
     if alone:
         engine.enable_backward_allreduce = False  # it would copy all gradients, also on one process
@@ -229,7 +237,11 @@ def build_training(
             if parameter.requires_grad:
                 parameter.grad_dtype = DTYPES[recipe.accumulate_dtype]  # autograd and DeepSpeed sum in it
     quantiser = quantiser_of(recipe)
-    wire_sharded(model, recipe.parallel.ep_size, recipe.parallel, quantiser, traffic, dispatcher)
+    if sharded is None:
+        wire_sharded(model, recipe.parallel.ep_size, recipe.parallel, quantiser, traffic, dispatcher)
+    else:
+        assert sharded.ranks is not None
+        tensor_parallel.wire(model, sharded.ranks, recipe)
     annealing = anneal(model) if recipe.train.anneal_share else None
     compile_layers(model, recipe)
     return Training(engine, model, source, quantiser, annealing, adapters=adapters)

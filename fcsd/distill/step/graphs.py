@@ -33,6 +33,7 @@ from fcsd.distill.loss.top_k import TopK
 from fcsd.distill.step.engine import Student, Training
 from fcsd.distill.teacher.targets import FixedLosses, Targets, TeacherSource
 from fcsd.errors import ConfigError
+from fcsd.foreign_errors import reason_of
 from fcsd.kernels.packed_attention import takes_borders
 from fcsd.models.annealed import Annealing
 from fcsd.models.build import arch_of
@@ -237,9 +238,8 @@ class Passes:
                 cause = error.__context__ or error  # the end of a failed capture raises an error of its own
                 if isinstance(cause, torch.OutOfMemoryError):
                     raise cause from None
-                why = str(cause).partition("\n")[0]
                 raise ConfigError(
-                    f"the passes of this model cannot be captured as CUDA graphs: {why}",
+                    f"the passes of this model cannot be captured as CUDA graphs: {reason_of(cause)}",
                     hint="set train.graph: false",
                 ) from error
         self._terms = self._terms.detach()

@@ -101,11 +101,12 @@ def launch_step(training: Training, micros: list[MicroBatch], recipe: Recipe, wo
 
     Args:
         micros: this rank's part of the step, on the device.
+        world: the ranks that divide the rows.
         step: the number of the step, counted from 1.
     """
     engine, weights = training.engine, loss_weights(recipe)
     counted = torch.stack([micro.counted for micro in micros]).sum()
-    dist.all_reduce(counted)
+    dist.all_reduce(counted, group=world.group)
     denominator = counted.clamp(min=1) if recipe.objective.reduction == "mean" else torch.ones_like(counted)
     rate = learning_rate(recipe, step)
     settings: dict[str, Any] = {"lr": rate}
@@ -124,7 +125,7 @@ def launch_step(training: Training, micros: list[MicroBatch], recipe: Recipe, wo
             loss = torch.stack([weight * terms[name] for name, weight in weights.items()]).sum()
             last = micro is micros[-1]
             if last:
-                dist.all_reduce(totals)
+                dist.all_reduce(totals, group=world.group)
                 # If a term is not finite on one rank, the loss becomes NaN on all. The gradients are then NaN as
                 # well, and the update skips the step.
                 loss = loss * torch.where(totals.isfinite().all(), 1.0, math.nan)
@@ -171,6 +172,7 @@ def measure(
     """Measures the loss terms per token over all rows of one epoch. No random number is drawn.
 
     Args:
+        world: the ranks that divide the rows.
         advance: is called with the number of tokens that were measured since the call before, on all ranks together.
 
     Returns: ``held_out_sft``, with a teacher in memory ``held_out_kl``, and ``held_out_hidden`` if the term has a
@@ -195,6 +197,6 @@ def measure(
         totals += torch.stack([*(losses[name] for name in terms), (data["labels"] != IGNORE).sum()])
         advance(min(micro * world.size, rows.per_epoch - first) * recipe.data.seq_len)
     engine.train()
-    dist.all_reduce(totals)
+    dist.all_reduce(totals, group=world.group)
     *sums, positions = totals.tolist()
     return {f"held_out_{name}": value / max(1, positions) for name, value in zip(terms, sums, strict=True)}

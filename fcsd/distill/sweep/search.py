@@ -22,7 +22,7 @@ from fcsd.distill.sweep.process import Exit, Launch
 from fcsd.distill.sweep.report_table import write_report
 from fcsd.distill.sweep.trials import TRIALS, Trial, all_trials, plan_of, points, starting_values, trial_of
 from fcsd.errors import BadInputError, ConfigError, FcsdError, NonFiniteError, PreemptedError
-from fcsd.foreign_errors import first_line
+from fcsd.foreign_errors import reason_of
 from fcsd.recipes import strict_yaml
 
 RECORD = "sweep.json"
@@ -97,7 +97,7 @@ def _known_trials(path: Path) -> dict[str, Any]:
                 raise ValueError(f"trial {name!r:.80} has no value")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         hint = "Delete it: trials that are done end at once when they are started again."
-        raise BadInputError(f"{path}: is damaged: {first_line(error)}", hint) from error
+        raise BadInputError(f"{path}: is damaged: {reason_of(error)}", hint) from error
     return trials
 
 

@@ -27,7 +27,7 @@ from fcsd.distill.run.identity import differences
 from fcsd.distill.teacher.original import expect_fingerprint, identify_teacher, teacher_name
 from fcsd.distill.teacher.targets import Targets, TeacherSource
 from fcsd.errors import BadInputError
-from fcsd.foreign_errors import first_line
+from fcsd.foreign_errors import reason_of
 from fcsd.launch.world import World
 
 KEY, MANIFEST = "KEY.json", "MANIFEST.json"
@@ -233,7 +233,7 @@ def _load(path: Path, entry: dict[str, Any]) -> tuple[TopK, list[int], list[byte
         if not all(bool((part <= _ROUNDING).all()) for part in (kept.log_probs, kept.tail)):  # NaN is not, either
             raise ValueError("values that are no log-probabilities")
     except (safetensors.SafetensorError, KeyError, ValueError, IndexError, RuntimeError, TypeError) as error:
-        raise BadInputError(f"{path}: does not hold a teacher's answers: {first_line(error)}", hint) from error
+        raise BadInputError(f"{path}: does not hold a teacher's answers: {reason_of(error)}", hint) from error
     return kept, [0, *counts.cumsum(0).tolist()], [bytes(row) for row in tensors["digests"].numpy()]
 
 

@@ -121,10 +121,10 @@ def _document_masks(decoder: Any, ids: Tensor, positions: Tensor) -> dict[str, T
     """The masks, by kind of attention, that other decoders derive from the position ids themselves."""
     given = {"config": decoder.config, "inputs_embeds": decoder.embed_tokens(ids), "attention_mask": None}
     given |= {"past_key_values": None, "position_ids": positions}
-    return {
-        "full_attention": create_causal_mask(**given),
-        "sliding_attention": create_sliding_window_causal_mask(**given),
-    }
+    masks = {"full_attention": create_causal_mask(**given), "linear_attention": None}  # this has a row a document
+    if getattr(decoder.config, "sliding_window", None) is not None:
+        masks["sliding_attention"] = create_sliding_window_causal_mask(**given)
+    return masks
 
 
 def compile_layers(model: PreTrainedModel, recipe: Recipe, backend: str = "inductor") -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from fcsd.errors import BadInputError
 from fcsd.eval.code.comparison import Case, rule_name
 from fcsd.eval.code.judge import Problem
-from fcsd.foreign_errors import first_line
+from fcsd.foreign_errors import reason_of
 from fcsd.input_lines import read_lines
 
 _CONSTRUCTORS = {"set": set, "frozenset": frozenset, "tuple": tuple, "list": list, "dict": dict}
@@ -37,7 +37,7 @@ def load_evalplus(path: Path) -> list[Problem]:
             if line.strip():
                 rows.append((number, json.loads(line.decode())))
     except (OSError, ValueError, RecursionError) as error:
-        raise BadInputError(f"{path}: cannot be read as EvalPlus' problems: {first_line(error)}") from error
+        raise BadInputError(f"{path}: cannot be read as EvalPlus' problems: {reason_of(error)}") from error
     if not rows:
         raise BadInputError(f"{path} contains no problems")
     problems = []
@@ -81,7 +81,7 @@ def evalplus_problem(row: dict[str, Any]) -> Problem:
     except KeyError as error:
         raise BadInputError(f"not an EvalPlus row: {row.get('task_id')!r:.80} has no {error}") from error
     except Exception as error:  # EvalPlus' own reader and the checks above can fail in any way on data of another form
-        raise BadInputError(f"not an EvalPlus row: {type(error).__name__}: {first_line(error):.200}") from error
+        raise BadInputError(f"not an EvalPlus row: {type(error).__name__}: {reason_of(error)}") from error
 
 
 def _check_types(row: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from fcsd.disk import open_to_append
 from fcsd.errors import BadInputError
-from fcsd.foreign_errors import first_line
+from fcsd.foreign_errors import reason_of
 from fcsd.input_lines import read_lines
 from fcsd.launch.world import World
 
@@ -118,5 +118,5 @@ def _read(files: Sequence[Path]) -> dict[str, Any]:
                     raise ValueError(f"{line[:80]!r} is not the key of a request and its answer")
                 answers[stored[0]] = stored[1]
         except (OSError, ValueError, RecursionError) as error:
-            raise BadInputError(f"{path}: stored answers cannot be read: {first_line(error)}", _DELETE) from error
+            raise BadInputError(f"{path}: stored answers cannot be read: {reason_of(error)}", _DELETE) from error
     return answers

@@ -6,7 +6,7 @@ transformers' code, up to rounding.
 
 from torch import nn
 
-from ..archs import Arch
+from ..arch import Arch
 from .experts import fuse_experts
 from .mlps import fuse_mlps
 from .norms import fuse_norms

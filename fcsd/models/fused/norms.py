@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ..archs import Arch
+from ..arch import Arch
 from ..class_swap import swap_classes
 
 
@@ -67,11 +67,13 @@ def fuse_norms(model: nn.Module, arch: Arch, fused: bool = True) -> None:
 def is_norm(arch: Arch, module: nn.Module) -> bool:
     """Whether a module is an RMSNorm that transformers' code computes.
 
-    It has the epsilon that the row names, and one parameter: its weight ``[width]``.
+    It has the epsilon that the row names, one argument, and one parameter: its weight ``[width]``. The norms of linear
+    attention take a gate, too.
     """
     return (
         arch.norm_epsilon is not None
         and hasattr(module, arch.norm_epsilon)
         and type(module).forward.__module__.startswith("transformers.")
+        and type(module).forward.__code__.co_argcount == 2
         and [(name, parameter.ndim) for name, parameter in module.named_parameters()] == [("weight", 1)]
     )

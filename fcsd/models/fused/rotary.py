@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..archs import Arch
+from ..arch import Arch
 from ..class_swap import swap_classes
 from .latent import FusedLatentAttention, is_latent
 

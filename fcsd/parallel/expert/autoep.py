@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from fcsd.errors import ConfigError
-from fcsd.models.archs import Arch
+from fcsd.models.arch import Arch
 from fcsd.models.wiring import Blocks
 from fcsd.parallel.expert.block import ExpertBlock, ExpertOrder, Origin, Routing
 from fcsd.parallel.placement.placement import Placement
@@ -255,6 +255,8 @@ def shard_experts(model: PreTrainedModel, arch: Arch, ep_size: int) -> None:
     config["use_grouped_mm"] = accelerator.device_name() == "cuda"
     text: Any = model.config.get_text_config()
     config["top_k"] = text.num_experts_per_tok
+    if arch.ep_scale is not None:
+        config["routed_scaling_factor"] = getattr(text, arch.ep_scale)
     sharder = AutoEP(model, parse_autoep_config(config))
     sharder.model_config = text  # AutoEP does not read nested configs
     specs = sharder.ep_parser()

@@ -15,10 +15,23 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fcsd.errors import ConfigError
-from fcsd.models.archs import Arch
+from fcsd.models.arch import Arch
 from fcsd.models.build import arch_of, decoder_layers, wire, wiring_of
 from fcsd.models.schedule import Kind, Part, kind_of, reductions
-from fcsd.models.wiring import DESYNC, Blocks, Parts, Wiring, hf_parts, mix, mixer, wire_layers
+from fcsd.models.wiring import (
+    DESYNC,
+    Blocks,
+    Parts,
+    Wiring,
+    hf_parts,
+    mix,
+    mixer,
+    mlp_of,
+    router_of,
+    scaled,
+    shared_of,
+    wire_layers,
+)
 from fcsd.parallel.quantised.rows import Rounding, simulate
 from fcsd.parallel.quantised.simulated_all_reduce import simulate_all_reduce
 from fcsd.parallel.quantised.simulated_row_parallel import PartialSums, expert_slices, expert_sums, require_divides
@@ -98,20 +111,21 @@ def _routed_over_formats(blocks: Blocks, simulated: SimulatedCommunication, laye
 
     Every row is rounded, those of tokens whose experts lie on their own rank too, as the quantised all-to-all does.
     """
-    mlp = layer.get_submodule(blocks.mlp)
+    mlp = mlp_of(blocks, layer)
     run = _prescaled if blocks.prescaled else _weighted
     router, experts = _router(blocks, mlp), mlp.get_submodule("experts")
 
     def routed(x: Tensor) -> Tensor:
-        return run(router, experts, x.reshape(-1, x.shape[-1]), simulated).view_as(x)
+        return scaled(blocks, mlp, run(router, experts, x.reshape(-1, x.shape[-1]), simulated)).view_as(x)
 
     return routed
 
 
 def _router(blocks: Blocks, mlp: Any) -> Callable[[Tensor], Any]:
-    """The router of a MoE block as a function of the tokens alone."""
-    router = mlp.get_submodule(blocks.router)
-    return router if blocks.router_bias is None else lambda x: router(x, getattr(mlp, blocks.router_bias or ""))
+    """The router of a MoE block as a function of tokens ``[tokens, hidden]``."""
+    router = router_of(blocks, mlp)
+    flat = not blocks.router_unflattened and (blocks.flattens or blocks.shared is None)
+    return router if flat else lambda tokens: router(tokens.unsqueeze(0))
 
 
 def _weighted(
@@ -163,12 +177,12 @@ def _tensor_parallel(
     ]
     slices: dict[int, list[dict[str, Tensor]]] = {}
     for index, layer in enumerate(layers):
-        mlp = layer.get_submodule(blocks.mlp)
+        mlp = mlp_of(blocks, layer)
         divided: list[nn.Module] = [mixer(blocks, layer)]
         if kinds[index] == "dense":
             divided.append(mlp)
         elif kinds[index] == "moe-shared":
-            divided.append(mlp.get_submodule(blocks.shared or ""))
+            divided.append(shared_of(blocks, layer))
         for owner in divided:
             _divide(owner, simulated.tp_degree, stack)
         if kinds[index] != "dense" and simulated.routed_by_tp:
@@ -200,7 +214,7 @@ def _tensor_parallel_parts(
     attention = mixer(blocks, layer)
     index = attention.layer_idx
     group_of = {part: group for group in groups[index] for part in group}
-    mlp = layer.get_submodule(blocks.mlp)
+    mlp = mlp_of(blocks, layer)
     held: dict[Part, Tensor] = {}  # partial sums [ranks, batch, seq, hidden]
 
     def reduced(part: Part, partials: Tensor) -> Tensor:
@@ -221,7 +235,7 @@ def _tensor_parallel_parts(
 
     def shared(x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        sums = mlp.get_submodule(blocks.shared or "")(flat)
+        sums = shared_of(blocks, layer)(flat)
         if blocks.shared_gate is not None:
             sums = torch.sigmoid(mlp.get_submodule(blocks.shared_gate)(flat)) * sums
         return reduced("shared", sums.view(-1, *x.shape))
@@ -234,7 +248,7 @@ def _tensor_parallel_parts(
             sums = sums.view(simulated.tp_degree, -1, *flat.shape).sum(dim=1)
         else:
             _, weights, indices = router(flat)
-            sums = expert_sums(experts, slices[index], flat, indices, weights)
+            sums = scaled(blocks, mlp, expert_sums(experts, slices[index], flat, indices, weights))
         return reduced("routed", sums.view(-1, *x.shape))
 
     if not any(name == "experts" for name, _ in mlp.named_children()):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import _profiler_enabled  # pyright: ignore[reportPrivateImportUsage]
 
+from fcsd.foreign_errors import reason_of
 from fcsd.parallel.process_settings import OverlapWarning
 from fcsd.parallel.transports.copies import PeerBuffers
 from fcsd.parallel.transports.transport import Work
@@ -39,7 +40,7 @@ def open_buffers(group: Any, capacity: int, beside_slow_nccl: bool = False) -> P
     try:
         buffers = SymmetricBuffers(group, capacity)
     except (RuntimeError, ImportError) as error:  # no peer access, or no CUDA bindings, as under ROCm
-        problem = str(error)
+        problem = reason_of(error)
     # This collective also makes sure that no flag is set before all ranks have cleared theirs.
     problems = [found for found in _gather(problem, group) if found]
     if problems:

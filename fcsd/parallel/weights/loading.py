@@ -15,7 +15,14 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from fcsd.checkpoint import Layout, read_config, read_layout, verify_tensors
 from fcsd.checkpoint.weights import Reader
 from fcsd.errors import BadInputError
-from fcsd.models.build import arch_of, causal_lm_class, read_generation_config, register, wiring_of
+from fcsd.models.build import (
+    arch_of,
+    causal_lm_class,
+    read_generation_config,
+    register,
+    wiring_of,
+    without_further_outputs,
+)
 from fcsd.parallel.expert.autoep import shard_experts
 from fcsd.parallel.expert.block import expert_blocks
 from fcsd.parallel.expert.blocking import wire_parallel
@@ -99,8 +106,10 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
     Raises:
         BadInputError: the architecture is not supported.
     """
+    config, asked = without_further_outputs(config)
     with init_empty_weights(include_buffers=False):
         model = causal_lm_class(config)._from_config(config, dtype=dtype)
+    vars(model)["fcsd_asked"] = asked
     model.tie_weights()
     if dtype in (torch.bfloat16, torch.float16):
         _keep_in_fp32(model)

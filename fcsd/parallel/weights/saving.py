@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -19,7 +20,11 @@ from transformers.core_model_loading import revert_weight_conversion
 from fcsd.checkpoint import compare_tensors, read_config, read_layout
 from fcsd.checkpoint.weights import MAX_SHARD, NAMES, Reader, Shape, Writer
 from fcsd.models.adapters.adapted import Adapted
+from fcsd.models.build import arch_of, stored_config
 from fcsd.parallel.expert.block import expert_blocks
+from fcsd.parallel.tensor.layer import ranks_of
+from fcsd.parallel.tensor.shard import gather, whole_shape
+from fcsd.parallel.tensor.tp_plan import TensorGroup, model_shardings
 from fcsd.parallel.weights.tensor_map import Piece, State, on_disk, pieces, shape, state, take
 
 Specs = dict[str, tuple[str, Shape]]  # name on disk -> dtype and shape, for the tensors of all ranks
@@ -44,7 +49,13 @@ class OwnPart:
 
 
 def own_part(model: PreTrainedModel) -> OwnPart:
-    """This rank's part of a model. Its experts are divided, or every rank holds the whole model. Nothing is copied."""
+    """This rank's part of a model.
+
+    Its experts are divided, or every rank holds the whole model, and nothing is copied. If decoder layers are sharded,
+    all ranks must call this: whole tensors are gathered, and every rank gets its share of them, in host memory.
+    """
+    if (ranks := ranks_of(model)) is not None:
+        return _gathered_part(model, ranks)
     block = next(iter(expert_blocks(model).values()), None)
     if block is None:
         return OwnPart(model, specs_of(model), lambda: _own_part(model), 1)
@@ -95,6 +106,26 @@ def write_part(part: OwnPart, directory: Path, source: Path | None = None, max_s
             write_configs(part.model, directory)
 
 
+def _gathered_part(model: PreTrainedModel, ranks: TensorGroup) -> OwnPart:
+    """The tensors that this rank writes of a model whose decoder layers are sharded. The ranks take turns."""
+    tensors, own = state(model), []
+    shardings = model_shardings(model, arch_of(model.config), "whole")
+    kv_heads = model.config.get_text_config().num_key_value_heads
+    empty = {
+        name: torch.empty(whole_shape(tensor, shardings[name], ranks.degree), dtype=tensor.dtype, device="meta")
+        for name, tensor in tensors.items()
+    }
+    for turn, (name, tensor) in enumerate(tensors.items()):
+        writer = turn % dist.get_world_size()
+        if writer // ranks.degree != dist.get_rank() // ranks.degree:
+            continue
+        whole = gather(tensor.detach(), shardings[name], ranks, kv_heads)
+        if writer == dist.get_rank():
+            stored = revert_weight_conversion(model, {name: whole.cpu()})
+            own += [(on_disk_name, value, None) for on_disk_name, value in stored.items()]
+    return OwnPart(model, _specs(model, empty), lambda: iter(own), ranks.degree)
+
+
 def _of_pieces(tensors: State, found: list[Piece]) -> Specs:
     rows = Counter(piece.name for piece in found if piece.row is not None)
     specs: Specs = {}
@@ -115,7 +146,11 @@ def _own_pieces(model: PreTrainedModel, found: list[Piece], ep_size: int) -> Ite
 
 def specs_of(model: PreTrainedModel) -> Specs:
     """The tensors on disk of a model whose experts are not divided. The model may be on the meta device."""
-    empty = {name: tensor.detach().to("meta") for name, tensor in state(model).items()}
+    return _specs(model, {name: tensor.detach().to("meta") for name, tensor in state(model).items()})
+
+
+def _specs(model: PreTrainedModel, empty: dict[str, Tensor]) -> Specs:
+    """The tensors on disk of a model with these tensors on the meta device."""
     return {
         name: (NAMES[tensor.dtype], tuple(tensor.shape))
         for name, tensor in revert_weight_conversion(model, empty).items()
@@ -140,8 +175,9 @@ def _rank() -> int:
 
 def write_configs(model: PreTrainedModel, directory: Path) -> None:
     """The JSON files that ``save_pretrained`` writes beside the weights."""
-    model.config.dtype = str(model.dtype).removeprefix("torch.")
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(directory)
+    config = stored_config(model)
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(directory)
     if model.can_generate():
         model.generation_config.save_pretrained(directory)

@@ -12,7 +12,7 @@ from fcsd.models.archs import ARCHS
 from fcsd.models.wiring_block import DESYNC, Wiring
 from fcsd.parallel.all_reduce.backends import is_bound
 from fcsd.serve.vllm.reduction import read_settings
-from fcsd.serve.vllm.support import RIGHT_RESULTS
+from fcsd.serve.vllm.support import RIGHT_RESULTS, refusal
 
 # Methods of speculation that read nothing inside of the model.
 _OUTSIDE = ("ngram", "ngram_gpu", "suffix", "draft_model")
@@ -55,25 +55,19 @@ def problems(vllm_config: Any, model_type: str) -> Iterator[str]:
     parallel = vllm_config.parallel_config
     yield from _wiring_problems(wiring, parallel)
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
-    if ARCHS[model_type].vllm.rescales_float16 and dtype == "float16":
-        yield f"vLLM rescales {model_type} in float16, and the plugin does not; use --dtype bfloat16"
-    if parallel.use_sequence_parallel_moe:
-        yield "sequence-parallel experts do not leave the sums to fcsd; use --data-parallel-size 1"
-    if parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe:
-        yield "data-parallel attention is not supported; start a server per replica with --data-parallel-size 1"
-    if parallel.use_ubatching:
-        yield "two-batch overlap would put two batches on one stream of sums; leave --enable-dbo out"
-    if parallel.enable_eplb:
-        yield "moving experts between ranks was not tested; leave --enable-eplb out"
-    if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
-        yield "context parallelism was not tested; leave the options --*-context-parallel-size out"
-    if vllm_config.compilation_config.pass_config.enable_sp:
-        yield "the compiler pass enable_sp moves the sums that fcsd starts; set it to false"
-    speculation = vllm_config.speculative_config
-    if speculation is not None and speculation.method not in _OUTSIDE:
-        yield f"speculation by {speculation.method} reads streams of the original; use one of {', '.join(_OUTSIDE)}"
-    if vllm_config.lora_config is not None:
-        yield "LoRA was not tested; merge the adapter into the model, or leave --enable-lora out"
+    passes, speculation = vllm_config.compilation_config.pass_config, vllm_config.speculative_config
+    asked = {
+        "float16": ARCHS[model_type].vllm.rescales_float16 and dtype == "float16",
+        "sequence_parallel": parallel.use_sequence_parallel_moe,
+        "data_parallel": parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe,
+        "dbo": parallel.use_ubatching,
+        "eplb": parallel.enable_eplb,
+        "context": max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1,
+        "enable_sp": getattr(passes, "enable_sp", False),  # vLLM 0.32 has no such pass
+        "speculation": speculation is not None and speculation.method not in _OUTSIDE,
+        "lora": vllm_config.lora_config is not None,
+    }
+    yield from (refusal(name) for name, found in asked.items() if found)
     backend = read_settings(vllm_config.additional_config).backend
     if is_bound(backend, "plugin") and os.environ.get(RIGHT_RESULTS):
         yield f"reduce {backend} gives wrong results, which fcsd serve and fcsd eval refuse; start vLLM for a bound"
@@ -82,11 +76,6 @@ def problems(vllm_config: Any, model_type: str) -> Iterator[str]:
 def _wiring_problems(wiring: Wiring, parallel: Any) -> Iterator[str]:
     tensor, pipeline = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     if wiring.name in DESYNC and tensor != wiring.tp_degree:
-        yield (
-            f"{wiring.name} was converted for {wiring.tp_degree} tensor-parallel ranks, not {tensor}; "
-            f"use --tensor-parallel-size {wiring.tp_degree}"
-        )
-    if wiring.name in DESYNC and pipeline > 1:
-        yield f"{wiring.name} does not go with pipeline parallelism; use --pipeline-parallel-size 1"
-    if wiring.distance > 1 and pipeline > 1:
-        yield f"distance {wiring.distance} does not go with pipeline parallelism; use --pipeline-parallel-size 1"
+        yield f"{refusal('degree')}: --tensor-parallel-size {wiring.tp_degree}, not {tensor}"
+    if pipeline > 1 and (wiring.name in DESYNC or wiring.distance > 1):
+        yield refusal("pipeline")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fcsd.models.archs import VllmNames
+from fcsd.models.arch import VllmNames
 from fcsd.models.schedule import Kind, LayerPlan, Step
 from fcsd.serve.vllm.reduction import Reducer, Sum
 

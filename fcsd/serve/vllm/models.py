@@ -15,7 +15,8 @@ from vllm.distributed import (  # pyright: ignore[reportMissingImports]
 from vllm.model_executor.models.registry import ModelRegistry  # pyright: ignore[reportMissingImports]
 from vllm.model_executor.models.utils import PPMissingLayer  # pyright: ignore[reportMissingImports]
 
-from fcsd.models.archs import ARCHS, VllmNames
+from fcsd.models.arch import VllmNames
+from fcsd.models.archs import ARCHS
 from fcsd.models.schedule import Kind, layer_plans
 from fcsd.models.wiring_block import Wiring
 from fcsd.parallel.all_reduce.backends import is_bound
@@ -55,6 +56,8 @@ def _class(model_type: str) -> type:
     base = ModelRegistry._try_load_model_cls(arch.causal_lm)
     if base is None:
         raise ImportError(f"this vLLM cannot load {arch.causal_lm}")
+    if "transformers" in base.__module__.split("."):
+        raise ImportError(f"this vLLM runs {arch.causal_lm} by transformers, whose layers the plugin cannot rewire")
 
     def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
         base.__init__(self, vllm_config=vllm_config, prefix=prefix)

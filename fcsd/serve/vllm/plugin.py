@@ -8,6 +8,7 @@ configs.
 
 import logging
 
+from fcsd.foreign_errors import reason_of
 from fcsd.serve.vllm.support import why_unsupported
 
 log = logging.getLogger("vllm.fcsd")  # below vLLM's logger, whose settings it shares
@@ -25,7 +26,5 @@ def register() -> None:
 
         registration.register()
     except Exception as error:  # anything in vLLM may have another name or form than the plugin expects
-        reason = (str(error).strip().splitlines() or [""])[0]
-        log.error(
-            "fcsd's plugin cannot be used, so converted models cannot be served: %s: %s", type(error).__name__, reason
-        )
+        why = f"{type(error).__name__}: {reason_of(error)}"
+        log.error("fcsd's plugin cannot be used, so converted models cannot be served: %s", why)

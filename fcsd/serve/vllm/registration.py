@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import vllm.config.vllm as settings  # pyright: ignore[reportMissingImports]
+from vllm import __version__  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP  # pyright: ignore[reportMissingImports]
 from vllm.model_executor.models.registry import ModelRegistry  # pyright: ignore[reportMissingImports]
 from vllm.transformers_utils import config as parsing  # pyright: ignore[reportMissingImports]
@@ -20,8 +21,10 @@ from fcsd.models.archs import ARCHS
 from fcsd.models.build import register_configs
 from fcsd.serve.vllm.checks import check, refuse_other_architecture
 from fcsd.serve.vllm.config import parser_for
+from fcsd.serve.vllm.support import version_of
 
 _MODELS = "fcsd.serve.vllm.models"
+NO_LIST_OF_RUNNERS = (0, 29)  # the first version of vLLM without a list of architectures for its second model runner
 
 
 def register() -> None:
@@ -42,14 +45,27 @@ def register() -> None:
     for arch in ARCHS.values():
         ModelRegistry.register_model(arch.wired_causal_lm, f"{_MODELS}:{arch.wired_causal_lm}")
     MODELS_CONFIG_MAP.update(hooks)
-    # vLLM has two model runners. A converted model gets that of its base, or the two could not be compared.
+    _share_model_runner()
+    register_configs()
+    formats["hf"] = parser
+
+
+def _share_model_runner() -> None:
+    """Give a converted model the model runner of its base, or the two could not be compared.
+
+    Up to 0.28 vLLM has a list of the architectures that its second runner serves by default. Later versions decide by
+    the features that are asked for, never by the architecture.
+
+    Raises:
+        AttributeError: this version should have the list, and has not.
+    """
+    if version_of(__version__) >= NO_LIST_OF_RUNNERS:
+        return
     defaults = settings.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES
     same = {arch.wired_causal_lm for arch in ARCHS.values() if arch.causal_lm in defaults}
     settings.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES = defaults | same
     if hasattr(settings, "default_v2_model_runner_architectures"):
         settings.default_v2_model_runner_architectures.cache_clear()
-    register_configs()
-    formats["hf"] = parser
 
 
 def _hooks(checked: Callable[[Any], None], base: Any) -> type:

@@ -1,7 +1,10 @@
-"""Says which versions of vLLM the plugin supports, and whether this environment can serve a converted model."""
+"""Says which versions of vLLM the plugin supports, what of vLLM a converted model goes without, and whether this
+environment can serve one.
+"""
 
 import os
 from importlib.metadata import entry_points
+from typing import NamedTuple
 
 from fcsd.errors import ConfigError
 from fcsd.extras import require_extra
@@ -14,10 +17,121 @@ RIGHT_RESULTS = "FCSD_RIGHT_RESULTS"
 INSTALL = "Run pip install 'fcsd[vllm]'."
 
 
+class Lost(NamedTuple):
+    """Something that vLLM does for an original and the plugin refuses for a converted model.
+
+    Attributes:
+        what: its name.
+        option: the option of ``vllm serve`` that asks for it.
+        why: the reason.
+        instead: what to do.
+        cost: what a user gives up.
+    """
+
+    what: str
+    option: str
+    why: str
+    instead: str
+    cost: str
+
+
+# ``checks.py`` makes its messages of these, and docs/serving.md has them as a table.
+LOST = {
+    "data_parallel": Lost(
+        "data-parallel attention of a model with experts",
+        "--data-parallel-size N",
+        "its gather and scatter of tokens are not in the schedule of the wiring",
+        "start a server per replica with --data-parallel-size 1",
+        "latent attention keeps a copy of its keys and values on every rank, so fewer answers fit; experts stay on the "
+        "ranks of one server",
+    ),
+    "sequence_parallel": Lost(
+        "sequence-parallel experts",
+        "--data-parallel-size N with tensor and expert parallelism",
+        "they do not leave the sums to fcsd",
+        "use --data-parallel-size 1",
+        "nothing beyond data-parallel attention, with which vLLM turns them on",
+    ),
+    "dbo": Lost(
+        "two-batch overlap",
+        "--enable-dbo",
+        "it would put two batches on one stream of sums",
+        "leave --enable-dbo out",
+        "the other way to hide the communication of experts; the wiring is in its place",
+    ),
+    "eplb": Lost(
+        "moving experts between ranks (EPLB)",
+        "--enable-eplb",
+        "it was not tested",
+        "leave --enable-eplb out",
+        "a step waits for the rank whose experts are chosen most",
+    ),
+    "context": Lost(
+        "context parallelism",
+        "--decode-context-parallel-size N",
+        "it was not tested",
+        "leave the options --*-context-parallel-size out",
+        "keys and values of one long prompt are not divided further than by tensor parallelism",
+    ),
+    "enable_sp": Lost(
+        "sequence parallelism and async TP by the compiler (up to 0.31)",
+        "pass_config.enable_sp",
+        "the pass moves the sums that fcsd starts",
+        "set it to false",
+        "the original can hide its sums without a conversion where vLLM has the pass; measure it by `fcsd bench serve`",
+    ),
+    "speculation": Lost(
+        "speculation by MTP layers, EAGLE and other readers of the model's streams",
+        "--speculative-config",
+        "they were trained on streams of the original",
+        "use one of ngram, ngram_gpu, suffix, draft_model",
+        "the MTP layers of a checkpoint stay in its files unused; the other methods guess fewer tokens rightly",
+    ),
+    "lora": Lost(
+        "LoRA adapters",
+        "--enable-lora",
+        "they were not tested, and were trained on the original",
+        "merge the adapter into the model, or leave --enable-lora out",
+        "a server per adapter",
+    ),
+    "float16": Lost(
+        "float16 for DeepSeek models",
+        "--dtype float16",
+        "vLLM rescales their stream in float16, and the plugin does not",
+        "use --dtype bfloat16",
+        "nothing on GPUs that have bfloat16",
+    ),
+    "pipeline": Lost(
+        "pipeline parallelism of Desync, or at a distance of 2 or more",
+        "--pipeline-parallel-size N",
+        "a stage hands on one pair of streams",
+        "use --pipeline-parallel-size 1",
+        "a model that needs more GPUs than a host has",
+    ),
+    "degree": Lost(
+        "another tensor-parallel degree for Desync",
+        "--tensor-parallel-size N",
+        "the function depends on the degree",
+        "convert again for this degree, or use that of the conversion",
+        "one directory serves one degree",
+    ),
+}
+
+
+def refusal(name: str) -> str:
+    """What the plugin says of an entry of ``LOST``, without who says it: one line."""
+    lost = LOST[name]
+    return f"{lost.what}: {lost.why}; {lost.instead}"
+
+
+def version_of(version: str) -> tuple[int, ...]:
+    """Major and minor number of a version such as ``0.28.0+cpu``."""
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+
+
 def why_unsupported(version: str) -> str | None:
     """One line that says why the plugin does not work with this version of vLLM; None if it does."""
-    found = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    if OLDEST <= found < TOO_NEW:
+    if OLDEST <= version_of(version) < TOO_NEW:
         return None
     oldest, too_new = (".".join(map(str, edge)) for edge in (OLDEST, TOO_NEW))
     return f"fcsd's plugin needs vLLM >={oldest},<{too_new}, not {version}: converted models cannot be served"

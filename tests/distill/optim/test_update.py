@@ -49,6 +49,7 @@ def test_the_norm_of_partitions_counts_every_gradient_once_and_reads_no_value(mo
 
     def norm(groups: list[list[torch.Tensor]], dtype: torch.dtype) -> torch.Tensor:
         named = {"bit16_groups": groups, "averaged_gradients": dict(enumerate(groups)), "dp_process_group": None}
+        named |= {"model_parallel_rank": 0, "model_parallel_world_size": 1}
         return adamw_norms.partitions_norm(SimpleNamespace(**named, device=groups[0][0].device), dtype)
 
     expected = torch.cat([groups[0][0], groups[0][1], groups[2][0]]).double().norm()

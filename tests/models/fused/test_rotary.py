@@ -16,7 +16,8 @@ from fcsd.models.fused.latent import FusedLatentAttention
 from fcsd.models.fused.rotary import FusedRotary, fuse_rotary
 from fcsd.models.wiring import is_linear, mixer
 
-LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "minicpm3"}
+LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "minicpm3", "axk1"}
+CHOOSES = {"deepseek_v32", "glm_moe_dsa"}  # which keys it reads
 LENGTH = 5  # the interpreter runs one program after the other for each token
 
 
@@ -40,7 +41,7 @@ def test_a_model_with_fused_rotations_computes_the_same_and_becomes_itself_again
 
 
 @pytest.mark.parametrize(
-    "arch", [a for a in tiny.CONFIGS if not ARCHS[a].rotates_halves and a not in {*LATENT, "deepseek_v32"}]
+    "arch", [a for a in tiny.CONFIGS if not ARCHS[a].rotates_halves and a not in {*LATENT, *CHOOSES}]
 )
 def test_a_family_without_the_kernel_could_not_have_it(arch: str) -> None:
     """A row that says so by mistake would lose the kernel without a message."""

@@ -26,10 +26,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from fcsd.errors import BadInputError, ConfigError
-from fcsd.models.archs import Arch
+from fcsd.models.arch import Arch
 
 Experts = Literal["sliced", "whole"]
 
@@ -150,6 +150,29 @@ def layer_sharding(plan: TpPlan, name: str, ndim: int) -> Sharding:
     return Shard(dim, 1 if style == way else 2, kv=way == "colwise" and _KV_HEADS.search(name) is not None)
 
 
+def model_shardings(model: PreTrainedModel, arch: Arch, vocabulary: Sharding = "vocabulary") -> dict[str, Sharding]:
+    """What a rank has of every parameter and persistent buffer of a model, by name.
+
+    Args:
+        vocabulary: what it has of the embeddings and the output head.
+
+    Raises:
+        BadInputError: see ``layer_sharding``.
+    """
+    _, decoder = arch.classes["AutoModelForCausalLM"]
+    heads = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}  # pyright: ignore
+    plan = tp_plan_of(arch, model.config)
+    shardings: dict[str, Sharding] = {}
+    inside = re.compile(rf"{re.escape(decoder)}\.layers\.\d+\.(.+)")
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        match = inside.fullmatch(name)
+        if match:
+            shardings[name] = layer_sharding(plan, match[1], tensor.ndim)
+        else:
+            shardings[name] = vocabulary if tensor in heads else "whole"
+    return shardings
+
+
 def _style(plan: TpPlan, name: str) -> str | None:
     for source in plan:
         for path in (name, name.rpartition(".")[0]):  # the tensor, then its module
@@ -207,6 +230,21 @@ def own_part(value: Tensor, sharding: Sharding, ranks: TensorGroup, kv_heads: in
         missing = vocabulary_rows(value.shape[0], ranks.degree) - part.shape[0]
         part = torch.cat([part, part.new_zeros(missing, *part.shape[1:])]) if missing else part
     return part
+
+
+def put_part(whole: Tensor, part: Tensor, sharding: Sharding, ranks: TensorGroup, kv_heads: int) -> None:
+    """Write one rank's part into a whole tensor, in place: ``own_part`` the other way round.
+
+    Args:
+        ranks: the rank whose part it is.
+    """
+    if sharding == "whole" or (sharding == "first" and ranks.rank == 0):
+        whole.copy_(part)
+    elif sharding != "first":
+        dim, start = sharding.dim if isinstance(sharding, Shard) else 0, 0
+        for first, count in own_range(sharding, whole.shape[dim], ranks, kv_heads):
+            whole.narrow(dim, first, count).copy_(part.narrow(dim, start, count))
+            start += count
 
 
 def of_one_expert(sharding: Sharding) -> Sharding:

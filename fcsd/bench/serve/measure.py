@@ -1,0 +1,77 @@
+"""``fcsd bench serve`` as a whole: which engine is asked, what is printed, and what the result says of the run."""
+
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from fcsd.bench import runner
+from fcsd.bench.serve import figures, own, table, under_vllm
+from fcsd.bench.serve.workload import Workload, config_of
+from fcsd.launch.environment import snapshot
+from fcsd.launch.world import first_rank
+
+
+def bench(load: Workload, out: Path | None = None, heal_hours: float | None = None) -> tuple[dict[str, Any], str]:
+    """Measure a workload. With ``--engine own``, every process of the run must call this function.
+
+    Args:
+        load: the workload.
+        out: directory for ``serve.json``, which is written again as the run goes on, and for ``serve.png``.
+        heal_hours: GPU-hours of healing, for the break-even.
+
+    Returns:
+        What ``serve.json`` holds, and the text to print. The content is ``workload``, ``command``, ``environment``
+        (versions, GPUs and settings), ``link``, ``seconds``, ``variants`` with the milliseconds of each round,
+        ``missing``, ``notes``; and for each wired variant in ``ratios`` its speed over the best original, in
+        ``verdicts`` the sentence, and in ``break_even_days`` when healing is won back, null if never.
+
+    Raises:
+        ConfigError: the engine is missing, or the model cannot have a wiring.
+        BadInputError: config.json cannot be read.
+    """
+    begun = time.monotonic()
+    config = config_of(load.model, load.layers)
+    facts: dict[str, Any] = snapshot()
+    gpus, rank = load.tp * load.dp, 0 if first_rank() else 1
+    head = {"workload": asdict(load), "command": shlex.join(["fcsd", *sys.argv[1:]]), "environment": facts}
+    head["link"] = under_vllm.link()
+
+    def write(found: Mapping[str, Any]) -> None:
+        runner.write(head | stored(found, heal_hours, gpus), out and out / "serve.json", rank)
+
+    if load.engine == "own":
+        found = own.bench(load, config)
+    else:
+        cards: Any = facts["gpus"]
+        memory = int(min(card["memory_gib"] for card in cards) * 2**30) if cards else None
+        found = under_vllm.bench(load, config, memory, write)
+    head["seconds"] = round(time.monotonic() - begun, 1)
+    write(found)
+    if out is not None and rank == 0 and table.ratios_of(found):
+        if find_spec("matplotlib") is None:  # where fcsd was installed beside vLLM with --no-deps
+            found["notes"].append("serve.png is not drawn: matplotlib is not installed")
+        else:
+            table.draw(found, f"{load.model}, {gpus} GPUs", out / "serve.png")
+    return head | stored(found, heal_hours, gpus), table.text(found, heal_hours, gpus)
+
+
+def stored(found: Mapping[str, Any], heal_hours: float | None, gpus: int) -> dict[str, Any]:
+    """What was found, with keys that JSON has, and what follows from it."""
+    variants = {name: {**row, "rounds": figures.to_json(row["rounds"])} for name, row in found["variants"].items()}
+    ratios = table.ratios_of(found)
+    result = {**found, "variants": variants}
+    result["ratios"] = {
+        name: {f"{kind} {size}": ratio for (kind, size), ratio in own.items()} for name, own in ratios.items()
+    }
+    result["verdicts"] = {name: figures.verdict(name, own) for name, own in ratios.items()}
+    if heal_hours is not None:
+        days = {
+            name: figures.break_even_days(heal_hours, figures.overall(own) or 1.0, gpus) for name, own in ratios.items()
+        }
+        result["break_even_days"] = {name: None if day == float("inf") else day for name, day in days.items()}
+    return result

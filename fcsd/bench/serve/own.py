@@ -1,0 +1,225 @@
+"""Times prefill and decoding in fcsd's own engine, all variants in turns on one model and one key-value cache.
+
+All variants of one batch share the weights, so that changes of the clocks affect all of them alike. The bound of a
+wiring is the same computation with reductions of the backend ``none``: it sends nothing inside the layers, and its
+results are wrong. The sum of the embedding and the exchange of logits remain, in the bound too.
+
+The engine answers a whole batch at once and has no arrivals, so there is no load here: that is for vLLM.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from transformers import PretrainedConfig, PreTrainedModel
+
+from fcsd.bench.runner import finished, say
+from fcsd.bench.serve import figures
+from fcsd.bench.serve.workload import STANDARD, Workload, prompts_of, usual_wirings, wiring_for
+from fcsd.engine.decode import GRAIN, Stepper
+from fcsd.engine.fused import fuse
+from fcsd.engine.grouped_attention import SPLIT, why_not_split
+from fcsd.engine.layer import wire_tensor_parallel
+from fcsd.engine.slots import Slots, why_no_slots
+from fcsd.engine.weights import load_tensor_parallel, random_tensor_parallel
+from fcsd.errors import ConfigError
+from fcsd.launch.world import World, join_world
+from fcsd.models.wiring_block import Wiring
+from fcsd.parallel.all_reduce.reduce import Reduction
+from fcsd.parallel.tensor.tp_plan import Experts, TensorGroup
+
+PATIENCE = timedelta(hours=2)  # how long ranks wait for others
+NCCL, SYMMETRIC, BOUND = "nccl", "symmetric", "none"  # backends of the engine's reductions
+Variant = tuple[str, str]  # the name of a wiring, and the backend of its reductions
+Times = dict[str, list[float]]  # milliseconds in each round: of the ``prefill``, and of one step of ``decode``
+T = TypeVar("T")
+
+
+def bench(load: Workload, config: PretrainedConfig) -> dict[str, Any]:
+    """Measure the original, the wirings and the bound. Every process of the run must call this function.
+
+    Args:
+        load: the workload; there are ``tp`` processes.
+        config: the config of its model.
+
+    Returns:
+        ``variants``, ``missing`` and ``notes``, as of ``under_vllm.bench``.
+    """
+    until = time.monotonic() + 60 * load.minutes
+    world = join_world()
+    world = replace(world, group=dist.new_group(backend="gloo", timeout=PATIENCE))
+    if world.size != load.tp:
+        raise ConfigError(f"--tp {load.tp} needs as many processes, and there are {world.size}")
+    names = usual_wirings(load, config)
+    wirings = {name: wiring_for(name, config, load.tp) for name in (STANDARD, *names)}
+    ranks, missing = TensorGroup(dist.group.WORLD, load.tp, world.rank), {}
+    backends = [NCCL]
+    try:
+        Reduction(dist.group.WORLD, SYMMETRIC, 0)
+        backends.append(SYMMETRIC)
+    except ConfigError as error:
+        missing["symmetric memory"] = str(error)
+    missing["load"] = "fcsd's engine has no arrivals; --engine vllm has"
+    variants = {label(name, backend): (name, backend) for name in (STANDARD, *names) for backend in backends} | {
+        "bound": (names[0], BOUND)
+    }
+    model = random_model(config, ranks, world, torch.bfloat16, "whole" if load.ep else "sliced")
+    rounds: dict[str, figures.Rounds] = {name: {} for name in variants}
+
+    def more() -> bool:
+        return world.lowest(until - time.monotonic()) > 0
+
+    work = [("decode", n, n, load.short, load.answer) for n in load.batches]
+    work += [("prefill", tokens, load.arrivals, tokens, 1) for tokens in load.prompts]
+    notes = ["one model had all wirings, and all variants took turns"]
+    for kind, size, batch, prompt, new in work:
+        if not more():
+            notes.append(f"no time was left for {kind} {size}; give it more --minutes")
+            continue
+        say(world, f"{kind} {size}")
+        prompts = prompts_of(batch, prompt, config.get_text_config().vocab_size, seed=size)
+        keys = list(variants.values())
+        on_gpu = model.device.type == "cuda"
+        options = {"rounds": load.rounds, "graphs": on_gpu, "compiles": on_gpu, "more": more}
+        times = turns(model, ranks, world, keys, wirings, prompts, new, **options)
+        for name, key in variants.items():
+            if times.get(key) is None:
+                notes.append(f"{name}: {kind} {size} does not fit into memory")
+            elif times[key][kind]:
+                rounds[name][kind, size] = times[key][kind]
+    found = {
+        name: {"role": role(wiring, backend), "wiring": wiring, "rounds": rounds[name]}
+        for name, (wiring, backend) in variants.items()
+    }
+    return {"variants": found, "missing": missing, "notes": notes}
+
+
+def label(wiring: str, backend: str) -> str:
+    """The name of a variant: ``original`` or the wiring, and the backend unless it is NCCL."""
+    name = "original" if wiring == STANDARD else wiring
+    return name if backend == NCCL else f"{name}, {backend}"
+
+
+def role(wiring: str, backend: str) -> str:
+    """The role of a variant, as in ``variants``."""
+    return "bound" if backend == BOUND else "original" if wiring == STANDARD else "wired"
+
+
+def random_model(
+    config: PretrainedConfig, ranks: TensorGroup, world: World, dtype: torch.dtype, experts: Experts
+) -> PreTrainedModel:
+    """A model with random weights in the engine, with the modules that the engine fuses."""
+    model = random_tensor_parallel(config, dtype=dtype, device=world.device, ranks=ranks, experts=experts)
+    fuse(model, world.device.type == "cuda")
+    return model
+
+
+def stored_model(path: str, ranks: TensorGroup, world: World, dtype: torch.dtype, experts: Experts) -> PreTrainedModel:
+    """The same with the weights of a checkpoint."""
+    model = load_tensor_parallel(path, dtype=dtype, device=world.device, ranks=ranks, experts=experts)
+    fuse(model, world.device.type == "cuda")
+    return model
+
+
+def if_it_fits(work: Callable[[], T], team: World) -> T | None:
+    """The result of ``work`` on all ranks; None if the memory of a GPU did not suffice on one of them.
+
+    The ranks allocate parts of the same size, so they run out of memory in the same call of ``work``, also where it
+    communicates.
+    """
+    found: list[T] = []
+
+    def attempt() -> bool:
+        try:
+            found.append(work())
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    if all(team.everywhere(attempt)):
+        return found[0]
+    found.clear()
+    gc.collect()
+    if team.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return None
+
+
+def turns(
+    model: PreTrainedModel,
+    ranks: TensorGroup,
+    team: World,
+    variants: Sequence[Variant],
+    wirings: Mapping[str, Wiring],
+    prompts: Sequence[Sequence[int]],
+    new: int,
+    *,
+    rounds: int,
+    graphs: bool,
+    compiles: bool,
+    attention: str | None = None,
+    more: Callable[[], bool] = lambda: True,
+) -> dict[Variant, Times]:
+    """Milliseconds of ``prefill`` and of a ``decode`` step in each round, for the variants that fit into memory.
+
+    Args:
+        model: the model, which is rewired in place.
+        ranks: the tensor-parallel group.
+        team: the processes of the group.
+        variants: what takes turns.
+        wirings: the wiring of each name.
+        prompts: lists of token ids of the same length.
+        new: tokens of an answer, the first of which comes from the prefill; 1 decodes nothing.
+        rounds: how often each variant is timed.
+        graphs: whether decoding is captured as CUDA graphs.
+        compiles: whether the parts of decoding steps are compiled.
+        attention: how steps attend, see ``engine.grouped_attention``; None chooses.
+        more: says before each round but the first two, on all ranks alike, whether there is time for it.
+
+    Raises:
+        ConfigError: the model cannot have a static cache, or this attention.
+    """
+    length = -(-(len(prompts[0]) + new) // GRAIN) * GRAIN
+    reason = why_no_slots(model, length)
+    if reason is not None:
+        raise ConfigError(f"a static cache of {length} tokens cannot hold this model's keys: {reason}")
+    if attention == SPLIT and (reason := why_not_split(model)):
+        raise ConfigError(f"this model cannot use --attention {SPLIT}: {reason}", hint="leave the option out")
+    batch = range(len(prompts))
+    slots = Slots(len(prompts), length, model.device)
+    cache = Stepper(model, slots, graphs).cache
+    steppers = {key: Stepper(model, slots, graphs, cache, attention) for key in variants}
+    times: dict[Variant, Times] = {key: {"prefill": [], "decode": []} for key in variants}
+
+    def turn(key: Variant) -> tuple[float, float]:
+        stepper = steppers[key]
+        wire_tensor_parallel(model, wirings[key[0]], ranks, key[1], compile_steps=compiles)
+        prefill = _timed(lambda: stepper.prefill(prompts, batch), ranks, team)
+        if new == 1:
+            return prefill, 0.0
+        return prefill, _timed(lambda: stepper.decode(new - 1, list(batch)), ranks, team) / (new - 1)
+
+    for round_ in range(-1, rounds):  # the first round warms up and captures graphs
+        if round_ > 0 and not more():
+            break
+        for key in list(steppers):
+            found = if_it_fits(lambda key=key: turn(key), team)
+            if found is None:
+                del steppers[key], times[key]  # the memory of its graphs is free for the others
+            elif round_ >= 0:
+                times[key]["prefill"].append(found[0])
+                times[key]["decode"].append(found[1])
+    return times
+
+
+def _timed(work: Callable[[], Any], ranks: TensorGroup, world: World) -> float:
+    """Milliseconds of ``work``, which starts on all ranks at once and ends by reading a result on the host."""
+    dist.barrier(group=ranks.group)
+    start = finished(world.device)
+    work()
+    return (time.perf_counter() - start) * 1e3

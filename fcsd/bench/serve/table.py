@@ -1,0 +1,120 @@
+"""What ``fcsd bench serve`` prints: the verdict, then a line for each variant, and what was not run."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fcsd.bench import runner
+from fcsd.bench.serve import figures
+from fcsd.bench.serve.figures import Figure, Rounds
+
+
+def rounds_of(found: Mapping[str, Any], role: str) -> dict[str, Rounds]:
+    """The times of the variants of a role, by name."""
+    return {name: row["rounds"] for name, row in found["variants"].items() if row["role"] == role and row["rounds"]}
+
+
+def ratios_of(found: Mapping[str, Any]) -> dict[str, dict[Figure, float]]:
+    """For each wired variant, its speed over that of the best original; see ``figures.ratios``."""
+    originals = rounds_of(found, "original")
+    return {name: figures.ratios(rounds, originals) for name, rounds in rounds_of(found, "wired").items()}
+
+
+def text(found: Mapping[str, Any], heal_hours: float | None = None, gpus: int = 1) -> str:
+    """Everything that is printed: the verdict first.
+
+    Args:
+        found: ``variants``, ``missing`` and ``notes``; see ``under_vllm.bench``.
+        heal_hours: GPU-hours of healing, for the break-even.
+        gpus: GPUs that serve.
+    """
+    lines = []
+    originals, ratios = rounds_of(found, "original"), ratios_of(found)
+    for name, ratio in ratios.items():
+        lines.append(figures.verdict(name, ratio))
+    if not ratios:
+        lines.append("no converted model was measured beside the original")
+    if len(originals) > 1:
+        winners = {winner for _, winner in figures.best(originals).values()}
+        lines.append(f"compared with the fastest original for each figure: {'; '.join(sorted(winners))}")
+    for name, ratio in ratios.items():
+        if heal_hours is not None and (speed := figures.overall(ratio)) is not None:
+            lines.append(f"{name}: {figures.break_even(heal_hours, speed, gpus)}")
+    lines += ["", table(found), ""]
+    if loads := load_table(found):
+        lines += [loads, ""]
+    lines += [f"{name} failed: {row['failed']}" for name, row in found["variants"].items() if "failed" in row]
+    lines += [f"not run: {name}: {why}" for name, why in found["missing"].items()]
+    return "\n".join([*lines, *found["notes"]])
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """Median milliseconds of each figure, and for all but the best original the speed over it in brackets."""
+    against = figures.best(rounds_of(found, "original"))
+    rows: dict[str, dict[str, str | None]] = {}
+    for name, row in found["variants"].items():
+        cells: dict[str, str | None] = {}
+        for figure, time in figures.medians(row["rounds"]).items():
+            cells[title(figure)] = f"{time:.4g}"
+            if figure in against and against[figure][1] != name:
+                cells[title(figure)] = f"{time:.4g} ({against[figure][0] / time:.2f}x)"
+        if cells:
+            rows[name if row["role"] != "bound" else f"{name} (wrong results)"] = cells
+    return runner.table(rows, "ms")
+
+
+def title(figure: Figure) -> str:
+    """The title of a column."""
+    kind, size = figure
+    return {"decode": f"step, batch {size}", "prefill": f"first token, {size}", "peak": "request at peak"}[kind]
+
+
+def load_table(found: Mapping[str, Any]) -> str:
+    """A line for each load and variant; empty if no load was measured."""
+    rows: dict[str, dict[str, str | None]] = {}
+    variants = found["variants"]
+    first = next(iter(variants.values()), {}).get("loads", {})
+    for share in first:
+        for name, row in variants.items():
+            if share in row.get("loads", {}):
+                own = row["loads"][share]
+                faster = figures.load_ratios(own, first[share]) if row["loads"] is not first else {}
+                rows[f"{share}, {name}"] = {
+                    column: f"{own[key]:.4g}" + (f" ({faster[key]:.2f}x)" if key in faster else "")
+                    for key, column in _LOAD.items()
+                    if key in own
+                }
+    return runner.table(rows, "load, ms") if rows else ""
+
+
+_LOAD = {
+    "first_p50": "first token p50",
+    "first_p99": "first token p99",
+    "token_p50": "step p50",
+    "token_p99": "step p99",
+}
+
+
+def draw(found: Mapping[str, Any], title_: str, path: Path) -> None:
+    """A PNG with a group of bars for each figure: the speed of every variant over the best original."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure as Picture
+
+    originals = rounds_of(found, "original")
+    shown = {name: row for name, row in found["variants"].items() if row["rounds"]}
+    columns = list(figures.best(originals))
+    picture = Picture(figsize=(max(6.4, 1.1 * len(columns) + 2), 4.2), layout="constrained")
+    FigureCanvasAgg(picture)
+    axes = picture.add_subplot()
+    width = 0.8 / max(1, len(shown))
+    for number, (name, row) in enumerate(shown.items()):
+        ratios = figures.ratios(row["rounds"], originals)
+        places = [n + (number - (len(shown) - 1) / 2) * width for n, figure in enumerate(columns) if figure in ratios]
+        heights = [ratios[figure] for figure in columns if figure in ratios]
+        axes.bar(places, heights, width, label=name, hatch="//" if row["role"] == "bound" else None)
+    axes.axhline(1, color="#999999", linewidth=0.8)
+    axes.set_xticks(range(len(columns)), [title(figure).replace(", ", "\n") for figure in columns], fontsize=8)
+    axes.set_ylabel("x the best original")
+    picture.suptitle(title_, fontsize=10)
+    picture.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    picture.savefig(path, dpi=150)

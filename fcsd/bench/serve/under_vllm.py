@@ -1,0 +1,292 @@
+"""Times the original, what a user would do instead, the wirings and the bound as servers of vLLM, by a client.
+
+A variant is a server in a process of its own. As many of them as fit hold the memory of the GPUs at the same time and
+are timed in turns, so that changes of the clocks affect all of them alike; a server that waits computes nothing. A
+variant that fails is named with its last error and does not end the others.
+
+The figures are those of a client of the server, so they include vLLM's scheduler and the transport between its
+processes. Prefix caching is off, prompts are random, and no answer ends early.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from fcsd.bench.serve import figures
+from fcsd.bench.serve.client import ask
+from fcsd.bench.serve.figures import Answer
+from fcsd.bench.serve.model_files import write_directory
+from fcsd.bench.serve.running import Server, failed, start, stop
+from fcsd.bench.serve.variants import ORIGINAL, Machine, Variant, alternatives, core, groups, room_for
+from fcsd.bench.serve.workload import (
+    STANDARD,
+    Workload,
+    cache_bytes,
+    prompts_of,
+    tokens_at_once,
+    usual_wirings,
+    weight_bytes,
+    wiring_for,
+)  # fmt: skip
+from fcsd.errors import ConfigError, FcsdError
+from fcsd.models.build import experts_of
+from fcsd.serve.vllm.support import installed_version, require_vllm
+
+LOAD_SECONDS = 15  # of arrivals under each load
+LEAST, MOST = 24, 600  # requests under a load
+_BUSY = "the host is too busy to time its steps"
+_EVEN_ROUTING = {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"}
+
+
+def bench(
+    load: Workload, config: PretrainedConfig, memory: int | None, write: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Measure all variants within ``load.minutes``.
+
+    Args:
+        load: the workload.
+        config: the config of its model.
+        memory: bytes of each GPU; None if there are none.
+        write: gets what was found so far, after each variant has started and each group was timed.
+
+    Returns:
+        ``vllm``, its version; ``variants``, by name: ``role``, ``wiring``, ``rounds`` (see ``figures``), ``loads`` by
+        the share of the peak, ``start_s``, and ``failed`` with the last error of a variant that did; ``missing``, what
+        a user could do elsewhere and why not here; ``notes``.
+
+    Raises:
+        ConfigError: vLLM or the plugin is missing, or the workload cannot be served.
+    """
+    require_vllm("fcsd bench serve", rewired=True)
+    names, moe = usual_wirings(load, config), experts_of(config) > 0
+    wirings = {name: wiring_for(name, config, load.tp) for name in (STANDARD, *names)}
+    if moe and load.dp > 1:
+        raise ConfigError(
+            "a converted model with experts is not served with data-parallel attention",
+            "Use --tp and --ep without --dp.",
+        )
+    version, gpus = installed_version(), load.tp * load.dp
+    weights, cache = weight_bytes(config), cache_bytes(config, tokens_at_once(load), load.tp)
+    fits_one = None if memory is None else weights + cache // gpus + (6 << 30) <= 0.94 * memory
+    machine = Machine(version, lambda module: find_spec(module) is not None, gpus, fits_one)
+    others, missing = alternatives(machine, tp=load.tp, moe=moe)
+    room = 1 if memory is None else room_for(memory, weights * load.dp, cache, gpus)
+    run = _Run(load, config, {"vllm": version, "variants": {}, "missing": missing, "notes": []}, write)
+    if room == 1:
+        run.found["notes"].append("the GPUs hold one server at a time, so that the variants ran one after the other")
+    sharing = () if room == 1 else ("--gpu-memory-utilization", f"{0.94 / room:.3f}")
+    if room > 1:
+        sharing += ("--kv-cache-memory-bytes", str(cache // gpus))
+    with TemporaryDirectory(prefix="fcsd-bench-serve-") as scratch, _ended_by_signals():
+        folder = Path(scratch)
+        paths = {
+            name: write_directory(load.model, config, wiring, folder / name, weights=False, positions=load.longest)
+            for name, wiring in wirings.items()
+        }
+        try:
+            for group in groups(core(names), others, room):
+                run.time(
+                    group, paths, sharing if len(group) > 1 else (), folder, environment=_EVEN_ROUTING if moe else {}
+                )
+        finally:
+            run.end()
+    return run.found
+
+
+class _Run:
+    """The servers that run, and what was found so far."""
+
+    def __init__(
+        self, load: Workload, config: PretrainedConfig, found: dict[str, Any], write: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self.load, self.found, self.write = load, found, write
+        self.vocabulary = config.get_text_config().vocab_size
+        self.servers: dict[str, Server] = {}
+        self.until = time.monotonic() + 60 * load.minutes
+        self.starting, self.timing = 0.0, 0.0  # seconds that a variant took so far, at most
+
+    @property
+    def left(self) -> float:
+        return self.until - time.monotonic()
+
+    def end(self, but: Sequence[str] = ()) -> None:
+        """Stop all servers but some."""
+        for name in [name for name in self.servers if name not in but]:
+            stop(self.servers.pop(name))
+
+    def time(
+        self,
+        group: list[Variant],
+        paths: dict[str, Path],
+        sharing: Sequence[str],
+        logs: Path,
+        environment: dict[str, str],
+    ) -> None:
+        """Start a group of variants and time them in turns."""
+        self.end(but=[variant.name for variant in group])
+        for number, variant in enumerate(group, 1):
+            known = self.found["variants"].get(variant.name, {})
+            if variant.name not in self.servers and "failed" not in known and self._has_time(variant, number):
+                self._start(variant, paths[variant.wiring or STANDARD], sharing, logs, environment)
+        running = [variant for variant in group if variant.name in self.servers]
+        new = [variant for variant in running if not self.found["variants"][variant.name]["rounds"]]
+        if not new:
+            return
+        begun = time.monotonic()
+        self._figures(running)
+        self.timing = max(self.timing, (time.monotonic() - begun) / len(running))
+        self._loads([variant for variant in running if variant.name in self.servers])
+        self.write(self.found)
+
+    def _has_time(self, variant: Variant, number: int) -> bool:
+        """Whether there is time to start a variant and to time it with the others before it, by what they took."""
+        enough = self.left > self.starting + number * self.timing
+        if not enough:
+            self.found["missing"][variant.name] = f"no time was left; give it more than {self.load.minutes:g} --minutes"
+        return enough
+
+    def _start(
+        self, variant: Variant, path: Path, sharing: Sequence[str], logs: Path, environment: dict[str, str]
+    ) -> None:
+        row: dict[str, Any] = {"role": variant.role, "wiring": variant.wiring, "rounds": {}, "loads": {}}
+        row |= {"options": list(variant.options), "environment": dict(variant.environment)}
+        self.found["variants"][variant.name] = row
+        print(f"{variant.name}: starts", file=sys.stderr, flush=True)
+        own = replace(variant, environment={**environment, **variant.environment})
+        options = [*_options(self.load, variant), *sharing]
+        try:
+            self.servers[variant.name] = start(own, path, options, logs, _gpus(), self.until)
+            row["start_s"] = round(self.servers[variant.name].seconds, 1)
+            self.starting = max(self.starting, self.servers[variant.name].seconds)
+        except FcsdError as error:
+            self._failed(variant.name, str(error))
+        self.write(self.found)
+
+    def _failed(self, name: str, why: str) -> None:
+        print(f"{name} failed: {why}", file=sys.stderr, flush=True)
+        self.found["variants"][name]["failed"] = why
+        if name in self.servers:
+            stop(self.servers.pop(name))
+
+    def _ask(self, variant: Variant, prompts: list[list[int]], new: int, at: list[float] | None = None) -> list[Answer]:
+        """The answers of a variant; empty if it failed, which is noted, or if there is no time."""
+        server = self.servers.get(variant.name)
+        if server is None or self.left <= 0:
+            return []
+        try:
+            return ask(server.ports, prompts, new, at, limit=max(1.0, self.left))
+        except FcsdError as error:
+            if self.left > 0:
+                time.sleep(0.5)  # a server that dies closes its connections first
+                self._failed(variant.name, failed(server) or str(error))
+            return []
+
+    def _figures(self, running: list[Variant]) -> None:
+        load = self.load
+        work = [("decode", n, n, load.short, load.answer, figures.step_ms) for n in load.batches]
+        work += [("prefill", tokens, load.arrivals, tokens, 1, figures.first_token_ms) for tokens in load.prompts]
+        if load.loads:
+            work.append((*figures.PEAK, load.peak_requests, load.short, load.answer, figures.request_ms))
+        for kind, size, count, tokens, new, measure in work:
+            prompts = prompts_of(count, tokens, self.vocabulary, seed=size)
+            for round_ in range(-1, 1 if kind == "peak" else load.rounds):  # the first round warms up
+                for variant in running:
+                    answers = self._ask(variant, prompts, new)
+                    if answers and round_ >= 0:
+                        if kind == "decode" and figures.in_bursts(answers):
+                            self._note(f"{variant.name}: most tokens of batch {size} came in bursts; {_BUSY}")
+                        rounds = self.found["variants"][variant.name]["rounds"]
+                        rounds.setdefault((kind, size), []).append(measure(answers))
+            if self.left <= 0:
+                self.found["notes"].append(f"the time ended at {kind} {size}; give it more --minutes")
+                return
+
+    def _note(self, text: str) -> None:
+        if text not in self.found["notes"]:
+            self.found["notes"].append(text)
+
+    def _loads(self, running: list[Variant]) -> None:
+        """Random arrivals for the core; an alternative has a peak instead."""
+        original = self.found["variants"].get(ORIGINAL, {}).get("rounds", {})
+        if figures.PEAK not in original:
+            return
+        peak = 1e3 / figures.medians(original)[figures.PEAK]
+        for share in self.load.loads:
+            count = min(MOST, max(LEAST, round(share * peak * LOAD_SECONDS)))
+            prompts = prompts_of(count, self.load.short, self.vocabulary, seed=0)
+            at = figures.arrivals(count, share * peak, seed=0)
+            for variant in running:
+                loads = self.found["variants"][variant.name]["loads"]
+                if str(share) in loads or "," in variant.name:
+                    continue
+                if self.left < at[-1]:
+                    self.found["notes"].append(f"no time was left for load {share:g} of {variant.name}")
+                elif answers := self._ask(variant, prompts, self.load.answer, at):
+                    loads[str(share)] = {**figures.under_load(answers), "rate": share * peak, "requests": count}
+
+
+def _options(load: Workload, variant: Variant) -> list[str]:
+    """The options of ``vllm serve`` that all variants have, in the form of this one's parallelism."""
+    tp, dp, ep = load.tp, load.dp, load.ep
+    if variant.replicas:
+        tp, dp, ep = 1, 1, False
+    elif variant.spread:
+        tp, dp, ep = 1, tp * dp, True
+    options = ["--tensor-parallel-size", str(tp), "--load-format", "dummy", "--dtype", "bfloat16"]
+    options += ["--skip-tokenizer-init", "--no-enable-prefix-caching", "--max-model-len", str(load.longest)]
+    options += ["--data-parallel-size", str(dp)] if dp > 1 else []
+    return [*options, *(["--enable-expert-parallel"] if ep else []), *load.options]
+
+
+def _gpus() -> list[str]:
+    """The names of the GPUs that this process may use."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [name for name in chosen.split(",") if name]
+    import torch
+
+    return [str(n) for n in range(torch.cuda.device_count())]
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the command as SIGINT does: with everything that it has started."""
+
+    def end(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def link() -> str | None:
+    """How the first two GPUs are connected, as ``nvidia-smi topo -m`` says it; None if there are no two."""
+    try:
+        ran = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return read_link(ran.stdout)
+
+
+def read_link(matrix: str) -> str | None:
+    """The entry of GPU0 and GPU1 in the matrix of ``nvidia-smi topo -m``: NV18, PIX, PHB, SYS, ..."""
+    for line in matrix.splitlines():
+        cells = line.replace("\x1b[4m", "").replace("\x1b[0m", "").split()
+        if cells[:1] == ["GPU0"] and len(cells) > 2 and cells[1] == "X" and cells[2].isalnum():
+            return cells[2]
+    return None

@@ -1,0 +1,185 @@
+"""What ``fcsd bench serve`` times: the model, the wirings, and the prompts, batches and loads of a user."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from fcsd.bench.shapes import DEPTHS, SHAPES
+from fcsd.checkpoint import read_config
+from fcsd.errors import ConfigError, unknown_value
+from fcsd.models.build import (
+    arch_of,
+    causal_lm_class,
+    check_desync,
+    experts_of,
+    register_configs,
+    wiring_of,
+)
+from fcsd.models.wiring_block import DESYNC, NAMES, Wiring
+
+ENGINES = ("vllm", "own")
+STANDARD, OWN = "standard", "own"  # names beside those of wirings: the original, and the wiring of a converted model
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is timed. Weights are random, because speed does not depend on them.
+
+    Attributes:
+        model: a name in ``fcsd.bench.shapes``, or a directory in which config.json is enough.
+        layers: decoder layers of a shape; None is the depth of its model.
+        wirings: names of wirings, each over all layers; ``own`` is that of a converted model. Empty chooses ``own`` for
+            a converted model, ``farskip`` for one with experts, and ``ladder`` for a dense one.
+        tp: the tensor-parallel degree.
+        dp: data-parallel replicas, each of ``tp`` ranks, behind one address.
+        ep: whether ranks hold whole experts.
+        prompts: tokens of a prompt, of which ``arrivals`` come at once. The smallest is the prompt of decoding and
+            load.
+        arrivals: prompts that come at once where the time to the first token is measured.
+        answer: tokens of an answer where decoding and load are measured.
+        batches: answers that are decoded at once.
+        loads: rates of random arrivals, as shares of the requests per second that the original can answer at most.
+        rounds: how often each variant is timed.
+        minutes: the time that everything may take.
+        engine: ``vllm`` or ``own``.
+        options: further options of ``vllm serve``, which every variant gets.
+
+    Raises:
+        ConfigError: a value is unknown or out of range.
+    """
+
+    model: str
+    layers: int | None = None
+    wirings: tuple[str, ...] = ()
+    tp: int = 1
+    dp: int = 1
+    ep: bool = False
+    prompts: tuple[int, ...] = (512, 2048, 8192)
+    arrivals: int = 16
+    answer: int = 64
+    batches: tuple[int, ...] = (1, 16, 64)
+    loads: tuple[float, ...] = (0.3, 0.6, 0.9)
+    rounds: int = 3
+    minutes: float = 10.0
+    engine: str = "vllm"
+    options: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            raise unknown_value("engine", self.engine, ENGINES)
+        for name in self.wirings:
+            known = [OWN, *(known for known in NAMES if known not in ("desync", STANDARD))]
+            if name not in known:
+                raise unknown_value("wiring", name, known)
+        if self.model not in SHAPES and not (Path(self.model) / "config.json").is_file():
+            raise ConfigError(
+                f"{self.model} is neither a shape nor a directory with a config.json",
+                f"shapes: {', '.join(SHAPES)}; of a model on the hub, config.json alone is enough",
+            )
+        if self.model not in SHAPES and self.layers is not None:
+            raise ConfigError("--layers is for a SHAPE", f"{self.model} has its own number of layers")
+        if (
+            not self.prompts
+            or not self.batches
+            or min((*self.prompts, *self.batches, self.tp, self.dp, self.rounds)) < 1
+        ):
+            raise ConfigError("prompts, batches, degrees and rounds are at least 1, and there are some")
+        if self.answer < 2 or self.arrivals < 1:
+            raise ConfigError("an answer has at least 2 tokens, and at least one prompt arrives")
+        if any(not 0 < load <= 1 for load in self.loads):
+            raise ConfigError("a load is a share of the peak, above 0 and at most 1: 0.3,0.6,0.9")
+        if self.minutes <= 0:
+            raise ConfigError("--minutes is above 0")
+        if self.options and self.engine == "own":
+            raise ConfigError("options behind -- are for --engine vllm")
+        if self.engine == "own" and self.dp > 1:
+            raise ConfigError("--dp needs --engine vllm: fcsd's engine has no replicas")
+
+    @property
+    def short(self) -> int:
+        """Tokens of a prompt where decoding and load are measured."""
+        return min(self.prompts)
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a prompt and its answer."""
+        return max(max(self.prompts) + 1, self.short + self.answer)
+
+    @property
+    def peak_requests(self) -> int:
+        """Requests that come at once where the peak is measured."""
+        return 4 * max(self.batches)
+
+
+def prompts_of(count: int, tokens: int, vocabulary: int, seed: int) -> list[list[int]]:
+    """``count`` prompts of ``tokens`` random token ids, the same for every variant and engine."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocabulary, (count, tokens), generator=generator).tolist()
+
+
+def config_of(model: str, layers: int | None) -> PretrainedConfig:
+    """The config of a shape, or of a directory; see ``Workload``.
+
+    Raises:
+        ConfigError: the directory was rewired by another program.
+        BadInputError: its config.json cannot be read.
+    """
+    if model in SHAPES:
+        return SHAPES[model](DEPTHS[model] if layers is None else layers)
+    if read_config(Path(model)).foreign:
+        raise ConfigError(f"{model}: it was rewired by another program, whose wiring the engines do not have")
+    register_configs()
+    return AutoConfig.from_pretrained(model, trust_remote_code=False)
+
+
+def usual_wirings(load: Workload, config: PretrainedConfig) -> tuple[str, ...]:
+    """The names of the wirings that are timed."""
+    if load.wirings:
+        return load.wirings
+    if wiring_of(config).layers:
+        return (OWN,)
+    return ("farskip",) if experts_of(config) else ("ladder",)
+
+
+def wiring_for(name: str, config: PretrainedConfig, degree: int) -> Wiring:
+    """The wiring of this name over all layers of a model, or the model's own.
+
+    Raises:
+        ConfigError: the model cannot have this wiring at this tensor-parallel degree, or ``own`` is asked of an
+            original.
+    """
+    if name == OWN:
+        if not wiring_of(config).layers:
+            raise ConfigError("own is the wiring of a converted model, and this is an original", "name a wiring")
+        return wiring_of(config)
+    layers = () if name == STANDARD else tuple(range(config.get_text_config().num_hidden_layers))
+    wiring = Wiring(name, layers, tp_degree=degree if name in DESYNC else 1)
+    check_desync(config, wiring)
+    return wiring
+
+
+def weight_bytes(config: PretrainedConfig) -> int:
+    """Bytes of the weights in bfloat16, by the model on the meta device."""
+    fields = {key: value for key, value in config.to_dict().items() if key not in ("fcsd", "model_type")}
+    plain = AutoConfig.for_model(arch_of(config).model_type, **fields)
+    with torch.device("meta"):
+        model = causal_lm_class(plain)(plain)
+    return 2 * sum(parameter.numel() for parameter in model.parameters())
+
+
+def cache_bytes(config: PretrainedConfig, tokens: int, tp: int) -> int:
+    """Bytes of the keys and values of ``tokens`` tokens in bfloat16, on all ranks of a tensor-parallel group together.
+
+    This is for plain attention, and more than latent attention needs.
+    """
+    text = config.get_text_config()
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return tokens * 2 * max(tp, text.num_key_value_heads) * head * text.num_hidden_layers * 2
+
+
+def tokens_at_once(load: Workload) -> int:
+    """The most tokens whose keys and values are in memory at once, with a tenth to spare for blocks."""
+    decoding = (load.short + load.answer) * max(load.peak_requests, *load.batches)
+    return int(1.1 * max(load.arrivals * (max(load.prompts) + 1), decoding))

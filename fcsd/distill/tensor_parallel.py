@@ -1,0 +1,140 @@
+"""Tensor parallelism of a run: which processes shard a model, which divide the rows, and how models are loaded.
+
+Each group of ``parallel.tp_size`` neighbouring processes shards the decoder layers of student and teacher, and computes
+with the same rows. The processes at the same place of these groups have the same part of the weights. They are the data
+parallel processes: they divide the rows, average the gradients, and divide the optimizer's states by ZeRO.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from fcsd.checkpoint import resolve
+from fcsd.config import Recipe
+from fcsd.distill.teacher.original import needs_teacher, teacher_name
+from fcsd.engine.weights import load_tensor_parallel, random_tensor_parallel
+from fcsd.errors import ConfigError
+from fcsd.launch.world import World
+from fcsd.models.build import arch_of, register, wiring_of
+from fcsd.models.fused.model import fuse_parts
+from fcsd.models.wiring import DESYNC
+from fcsd.parallel.tensor.layer import wire_training
+from fcsd.parallel.tensor.shard import check_trainable, prepare
+from fcsd.parallel.tensor.tp_plan import TensorGroup
+
+
+@dataclass(frozen=True)
+class Teams:
+    """How this process works together with the others.
+
+    Attributes:
+        data: the processes that divide the rows, of which this is one; all processes without tensor parallelism.
+        ranks: the processes that shard the models together with this one; None without tensor parallelism.
+        small: the same processes in a group of their own, for the gradients of small weights.
+    """
+
+    data: World
+    ranks: TensorGroup | None = None
+    small: Any = None
+
+    def get_model_parallel_world_size(self) -> int:
+        """The number of ranks that shard a model. DeepSpeed calls this method and the following ones."""
+        assert self.ranks is not None, "DeepSpeed gets the teams of a run with tensor parallelism only"
+        return self.ranks.degree
+
+    def get_model_parallel_rank(self) -> int:
+        """The place of this rank among those that shard a model."""
+        assert self.ranks is not None
+        return self.ranks.rank
+
+    def get_model_parallel_group(self) -> Any:
+        """The ranks that shard a model, as a process group."""
+        assert self.ranks is not None
+        return self.ranks.group
+
+    def get_data_parallel_world_size(self) -> int:
+        """The number of ranks that divide the rows."""
+        return self.data.size
+
+    def get_data_parallel_rank(self) -> int:
+        """The place of this rank among those that divide the rows."""
+        return self.data.rank
+
+    def get_data_parallel_group(self) -> Any:
+        """The ranks that divide the rows, as a process group."""
+        return self.data.group
+
+
+def teams_of(recipe: Recipe, world: World) -> Teams:
+    """The teams of this process. All processes call this, because process groups are made."""
+    degree = recipe.parallel.tp_size
+    if degree == 1:
+        return Teams(world)
+    place, first = world.rank % degree, world.rank - world.rank % degree
+    found: dict[Any, Any] = {}
+    for start in range(0, world.size, degree):
+        for kind in ("large", "small"):
+            found[kind, start] = dist.new_group(list(range(start, start + degree)))
+    for offset in range(degree):
+        found["data", offset] = dist.new_group(list(range(offset, world.size, degree)))
+    data = World(world.rank // degree, world.size // degree, world.device, found["data", place])
+    return Teams(data, TensorGroup(found["large", first], degree, place), found["small", first])
+
+
+def check(recipe: Recipe, processes: int) -> None:
+    """Checks ``parallel.tp_size`` against the number of processes and the models' configs. No weight is read.
+
+    Raises:
+        ConfigError: ``tp_size`` does not divide the number of processes, or student or teacher cannot be sharded or has
+            a Desync wiring.
+    """
+    degree = recipe.parallel.tp_size
+    if degree == 1:
+        return
+    if processes % degree:
+        raise ConfigError(
+            f"parallel.tp_size {degree} does not divide the {processes} processes",
+            hint=f"start a multiple of {degree}, with --gpus, or lower parallel.tp_size",
+        )
+    register()
+    models = [(recipe.model, recipe.init.wiring)]
+    if needs_teacher(recipe):
+        models.append((teacher_name(recipe), None))
+    for name, rewired in models:
+        config = AutoConfig.from_pretrained(resolve(name, weights=False).path, trust_remote_code=False)
+        check_trainable(name, config, degree)
+        if (wiring := rewired or wiring_of(config).name) in DESYNC:
+            raise ConfigError(
+                f"{name}: tensor-parallel training does not support the wiring {wiring}",
+                hint="set parallel.tp_size: 1; each process then trains all ranks of the wiring",
+            )
+
+
+def load(
+    path: Path, ranks: TensorGroup, *, dtype: torch.dtype, device: torch.device, config: PretrainedConfig | None = None
+) -> PreTrainedModel:
+    """Loads a model in eval mode with this process's part of the decoder layers."""
+    return load_tensor_parallel(path, dtype=dtype, device=device, ranks=ranks, config=config, whole_vocabulary=True)
+
+
+def randomise(
+    config: PretrainedConfig, ranks: TensorGroup, *, dtype: torch.dtype, device: torch.device, seed: int
+) -> PreTrainedModel:
+    """Like ``load``, but with random weights, which are the same at any degree."""
+    return random_tensor_parallel(config, dtype=dtype, device=device, ranks=ranks, seed=seed, whole_vocabulary=True)
+
+
+def wire(model: PreTrainedModel, ranks: TensorGroup, recipe: Recipe) -> None:
+    """Installs the schedule of the model's own wiring, and fused kernels, with the settings of ``parallel``."""
+    fuse_parts(model, arch_of(model.config), recipe.parallel.fused and model.device.type == "cuda")
+    wire_training(model, wiring_of(model.config), ranks, recipe.parallel.overlap)
+
+
+def make_trainable(model: PreTrainedModel, teams: Teams) -> None:
+    """Marks what is sharded, and lets gradients that a rank has a part of be summed. See ``shard.prepare``."""
+    assert teams.ranks is not None
+    prepare(model, teams.ranks, teams.small)

@@ -1,0 +1,123 @@
+"""What a row of the table of architectures says: how one family of transformers is built, taken apart and served.
+
+The rows are in ``archs.py``. docs/adding_an_architecture.md explains every field.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .wiring_block import DESYNC, READS, Blocks
+
+
+@dataclass(frozen=True)
+class VllmNames:
+    """What vLLM's own class of an architecture calls the parts of its decoder layers.
+
+    Every decoder layer of the table follows one convention in vLLM 0.24 to 0.28: it gets ``(hidden, residual)``, whose
+    sum is the full stream, and returns its MLP's output unadded beside the residual.
+
+    Attributes:
+        decoder: the path, inside the model, of the module that holds ``layers``.
+        attn: the attention of a layer. Its output projection is ``o_proj``.
+        mlp: the MLP of a layer; a dense one has ``down_proj``, a mixture of experts has ``experts``.
+        shared: the shared experts inside the MLP; None if there are none.
+        hidden_first: whether layer and attention take ``(hidden, positions)`` instead of ``(positions, hidden)``.
+        rescales_float16: whether vLLM's layer divides the stream by a constant in float16, which the plugin does not.
+    """
+
+    decoder: str = "model"
+    attn: str = "self_attn"
+    mlp: str = "mlp"
+    shared: str | None = None
+    hidden_first: bool = False
+    rescales_float16: bool = False
+
+
+@dataclass(frozen=True)
+class Arch:
+    """How one ``model_type`` of transformers is built, taken apart, sharded and served.
+
+    Args:
+        model_type: the type as ``config.json`` names it.
+        config: the name of the transformers config class.
+        classes: Auto class -> (transformers model class, path inside it of the module that holds ``layers``).
+        vllm: the names that vLLM's class of the same name uses.
+        blocks: the names of a decoder layer's children.
+        text_config: for multimodal types, the name of the sub-config that describes the language model.
+        autoep: for types with experts, how DeepSpeed AutoEP, which would look for the ``model_type``, finds them: the
+            name of one of its presets, or its keys. None for types that cannot be expert-parallel.
+        no_ep: why the type cannot be expert-parallel although it has experts.
+        ep_scale: the field of the config by which the router scales its weights, if AutoEP does not look for it.
+        packs: whether transformers' code keeps attention inside documents where position ids restart.
+        norm_epsilon: the name of the attribute of its RMSNorms that holds epsilon; None if its norms compute something
+            else, or have no weight, so that no kernel may stand for them.
+        norm_offset: what its RMSNorms add to their weight: 0 if they multiply by ``weight``, 1 if by ``1 + weight``.
+        rotates_halves: whether rotary embeddings rotate the first half of a head's dimensions against the second, by
+            angles that are given twice. Others rotate pairs of neighbours, or give every angle once.
+        tp_plan: how tensor-parallel ranks shard what the ``base_model_tp_plan`` of the config class leaves out or says
+            in another way: name or pattern of a module or tensor inside a decoder layer -> one of transformers' styles.
+            ``fcsd.parallel.tensor.tp_plan`` explains the styles.
+        norms_over_heads: the paths inside a layer of norms that normalise over all heads at once, so that
+            tensor-parallel ranks must sum their means.
+        no_tp: why tensor-parallel ranks cannot share the type; None if they can.
+        no_vllm: why the plugin cannot serve the type; None if it can.
+        final_norm: the norm of the decoder after its last layer.
+        injected: for types whose vision tower adds features to the outputs of the first decoder layers: the path, in
+            the config, of a list with an entry for each of these layers. They can pass on the full stream alone.
+        logits_factor: the field of the config that scales the logits, and 1 or -1 for what they are multiplied by: the
+            field, or its inverse. None if they are the product of the final hidden states and the output head.
+        logits_cap: the field of the config that caps the logits; None if the type has none.
+        later_layers: whether checkpoints may have layers after the last one, or modules called ``mtp``, which predict
+            further tokens. transformers does not load them.
+    """
+
+    model_type: str
+    config: str
+    classes: Mapping[str, tuple[str, str]]
+    vllm: VllmNames
+    blocks: Blocks = field(default_factory=Blocks)
+    text_config: str | None = None
+    autoep: str | Mapping[str, Any] | None = None
+    no_ep: str | None = None
+    ep_scale: str | None = None
+    packs: bool = True
+    norm_epsilon: str | None = "variance_epsilon"
+    norm_offset: int = 0
+    rotates_halves: bool = True
+    tp_plan: Mapping[str, str] = field(default_factory=dict)
+    norms_over_heads: tuple[str, ...] = ()
+    no_tp: str | None = None
+    no_vllm: str | None = None
+    final_norm: str = "norm"
+    injected: str | None = None
+    logits_factor: tuple[str, Literal[1, -1]] | None = None
+    logits_cap: str | None = None
+    later_layers: bool = False
+
+    @property
+    def dense(self) -> bool:
+        """Whether no layer has experts."""
+        return self.autoep is None and self.no_ep is None
+
+    @property
+    def no_desync(self) -> str | None:
+        """Why the architecture cannot have a Desync wiring, whose ranks share every layer; None if it can."""
+        if self.blocks.normed:
+            return "it norms whole outputs before it adds them, and Desync has no whole outputs"
+        return self.no_tp if self.dense else "it has experts"
+
+    @property
+    def wirings(self) -> tuple[str, ...]:
+        """The names of the wirings that this architecture can have."""
+        return (*READS, *DESYNC) if self.no_desync is None else tuple(READS)
+
+    @property
+    def causal_lm(self) -> str:
+        """The name of the class of its causal LM, in transformers and in vLLM, for example ``LlamaForCausalLM``."""
+        return self.classes["AutoModelForCausalLM"][0]
+
+    @property
+    def wired_causal_lm(self) -> str:
+        """The name of the class of a converted causal LM, for example ``FcsdLlamaForCausalLM``."""
+        return f"Fcsd{self.causal_lm}"

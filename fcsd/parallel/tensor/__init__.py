@@ -1,0 +1,1 @@
+"""Tensor parallelism: which rank has which part of a weight, and the sums over ranks in training."""

@@ -1,0 +1,109 @@
+"""Makes a model with sharded weights trainable: which gradients are whole, and which a rank has a part of.
+
+A sharded weight has a gradient of its own on each rank. A weight that every rank has is trained alike everywhere, so
+its gradient must have the same bits on all ranks. Outside of attention and MLP it has: norms, embeddings and the output
+head read and give whole tensors, and all sums over ranks give the same bits on each of them. Inside, a rank computes
+with its own heads or columns alone, so gradients of weights such as the norm of each head are summed over the ranks.
+The bias of a row-parallel product is added once, by the first rank, which alone trains it.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from fcsd.errors import ConfigError
+from fcsd.models.arch import Arch
+from fcsd.models.build import arch_of, decoder_layers, experts_of
+from fcsd.models.wiring import mixer
+from fcsd.parallel.tensor.tp_plan import Shard, Sharding, TensorGroup, model_shardings, put_part
+
+# DeepSpeed reads this attribute of a parameter, too: with it, the parameter is another one on each rank.
+SHARDED = "tensor_model_parallel"
+
+
+def check_trainable(name: str, config: PretrainedConfig, degree: int) -> None:
+    """Refuse a model that ``degree`` ranks cannot train together. Only the config is read.
+
+    Args:
+        name: names the model in messages.
+
+    Raises:
+        ConfigError: the type of the model cannot be sharded, it has experts, or the degree does not divide its heads,
+            its key-value heads or its intermediate size.
+    """
+    arch, text, hint = arch_of(config), config.get_text_config(), "set parallel.tp_size: 1"
+    if arch.no_tp is not None:
+        raise ConfigError(f"{name}: parallel.tp_size {degree}: {arch.model_type}: {arch.no_tp}", hint)
+    if experts_of(config):
+        raise ConfigError(f"{name}: parallel.tp_size {degree}: tensor-parallel training does not shard experts", hint)
+    for what in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        size = getattr(text, what, None)
+        if isinstance(size, int) and size % degree:
+            raise ConfigError(f"{name}: parallel.tp_size {degree} does not divide {what} {size}", hint)
+
+
+def prepare(model: PreTrainedModel, ranks: TensorGroup, group: Any = None) -> dict[str, Sharding]:
+    """Let the parameters of a sharded model be trained, in place. The call can be repeated.
+
+    Args:
+        model: a dense model whose decoder layers are sharded by the TP plan, with whole embeddings and a whole head.
+        group: the ranks of ``ranks`` in another process group, for the sums of the gradients of small weights. On GPUs
+            such a sum then does not wait for the larger ones in flight. None takes the group of ``ranks``.
+
+    Returns: what this rank has of every parameter and persistent buffer, by name.
+    """
+    arch = arch_of(model.config)
+    shardings = model_shardings(model, arch, "whole")
+    inside = _inside_of_parts(model, arch)
+    model.requires_grad_(True)
+    for name, parameter in model.named_parameters():
+        sharding, prepared = shardings[name], hasattr(parameter, SHARDED)
+        setattr(parameter, SHARDED, sharding != "whole")
+        if sharding == "first":
+            parameter.requires_grad_(ranks.rank == 0)
+        if sharding == "whole" and parameter in inside and ranks.degree > 1 and not prepared:
+            parameter.register_hook(partial(_summed, ranks.group if group is None else group))
+    return shardings
+
+
+def whole_shape(part: Tensor, sharding: Sharding, degree: int) -> list[int]:
+    """The shape of the tensor of which ``part`` is one rank's part."""
+    shape = list(part.shape)
+    if isinstance(sharding, Shard):
+        shape[sharding.dim] *= degree
+    return shape
+
+
+def gather(part: Tensor, sharding: Sharding, ranks: TensorGroup, kv_heads: int) -> Tensor:
+    """The whole tensor of which every rank of ``ranks`` has a part. All of them call this.
+
+    Args:
+        kv_heads: the key-value heads of the whole model, of which every rank has some.
+    """
+    if sharding == "whole" or ranks.degree == 1:
+        return part
+    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(ranks.degree)]
+    dist.all_gather(parts, part.contiguous(), group=ranks.group)
+    whole = part.new_empty(whole_shape(part, sharding, ranks.degree))
+    for rank, each in enumerate(parts):
+        put_part(whole, each, sharding, TensorGroup(None, ranks.degree, rank), kv_heads)
+    return whole
+
+
+def _inside_of_parts(model: PreTrainedModel, arch: Arch) -> set[Any]:
+    """The parameters of attention and MLPs."""
+    found: set[Any] = set()
+    for layer in decoder_layers(model):
+        for part in (mixer(arch.blocks, layer), layer.get_submodule(arch.blocks.mlp)):
+            found.update(part.parameters())
+    return found
+
+
+def _summed(group: Any, grad: Tensor) -> Tensor:
+    total = grad.clone()
+    dist.all_reduce(total, group=group)
+    return total

@@ -1,0 +1,232 @@
+"""``fcsd bench serve``: servers of a double of vLLM are asked over HTTP and ended, and fcsd's engine really runs."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import tiny
+from ranks import fcsd
+from ranks import start as start_process
+from typer.testing import CliRunner
+
+from fcsd.bench.serve import under_vllm
+from fcsd.bench.serve.client import ask
+from fcsd.bench.serve.model_files import write_directory
+from fcsd.bench.serve.workload import Workload, config_of, prompts_of, usual_wirings, weight_bytes, wiring_for
+from fcsd.cli.main import app
+from fcsd.convert import convert_checkpoint
+from fcsd.errors import ConfigError, FcsdError
+from fcsd.models.build import unwired
+from fcsd.models.wiring_block import Wiring
+
+SMALL: dict[str, Any] = {
+    "prompts": (8, 16),
+    "arrivals": 2,
+    "answer": 3,
+    "batches": (1, 2),
+    "loads": (0.5,),
+    "rounds": 2,
+}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, repo: Path) -> Any:
+    """Puts the double in the place of vLLM. The function that it returns reads what its servers were given."""
+    double = repo / "tests/doubles/http_vllm"
+    monkeypatch.syspath_prepend(str(double))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setenv("PYTHONPATH", str(double))
+    monkeypatch.setenv("FCSD_DOUBLE", str(tmp_path / "asked"))
+    monkeypatch.setattr(under_vllm, "require_vllm", lambda what, *, rewired: None)
+    monkeypatch.setattr(under_vllm, "LOAD_SECONDS", 0)
+    monkeypatch.setattr(under_vllm, "LEAST", 4)
+    yield lambda: [json.loads(line) for line in (tmp_path / "asked").read_text().splitlines()]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        del sys.modules[name]
+
+
+def ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def run(load: Workload, memory: int | None = None) -> dict[str, Any]:
+    return under_vllm.bench(load, config_of(load.model, load.layers), memory, lambda found: None)
+
+
+def test_every_variant_is_a_server_that_is_timed_in_turns(asked):
+    found = run(Workload("tiny-dense", 2, tp=2, **SMALL), memory=80 << 30)
+    variants, servers = found["variants"], asked()
+    # The replicas are two servers and run alone, after those that share the GPUs.
+    names = ["original", "ladder", "bound", "original, async TP", "original, symmetric memory by NCCL"]
+    names += ["original, no custom all-reduce", "original, one replica a GPU"]
+    assert list(variants) == names and len(servers) == 8
+    for name in ("original", "ladder", "bound", "original, one replica a GPU"):
+        rounds = variants[name]["rounds"]
+        turns = 2 if name == "original" else 1  # it takes turns with the alternatives, too
+        assert {figure: len(times) for figure, times in rounds.items()} == {
+            ("decode", 1): 2 * turns, ("decode", 2): 2 * turns, ("prefill", 8): 2 * turns, ("prefill", 16): 2 * turns,
+            ("peak", 0): turns,
+        }  # fmt: skip
+        assert all(time > 0 for times in rounds.values() for time in times)
+    assert variants["ladder"]["loads"]["0.5"].keys() >= {"first_p50", "first_p99", "token_p50", "token_p99", "rate"}
+    assert variants["original, no custom all-reduce"]["failed"] == "ValueError: no way to sum"
+    assert variants["original, async TP"]["failed"] == "torch.OutOfMemoryError: no memory"
+    assert found["missing"]["fused all-reduce and norm"] == "flashinfer is not installed" and found["vllm"] == "0.28.0"
+
+    original, ladder, bound = (server["config"] for server in servers[:3])
+    assert original["architectures"] == ["LlamaForCausalLM"] and "fcsd" not in original
+    assert Wiring.from_block(ladder["fcsd"]).layers == (0, 1) and ladder["model_type"] == bound["model_type"]
+    arguments = servers[2]["arguments"]
+    assert arguments[arguments.index("--additional-config") + 1] == '{"fcsd": {"reduce": "none"}}'
+    assert {"--load-format", "dummy", "--skip-tokenizer-init", "--kv-cache-memory-bytes"} <= set(arguments)
+    degrees = [server["arguments"][server["arguments"].index("--tensor-parallel-size") + 1] for server in servers]
+    assert degrees == ["2"] * 6 + ["1"] * 2
+    assert {server["config"]["max_position_embeddings"] for server in servers} == {4096}
+    assert servers[4]["settings"]["VLLM_USE_NCCL_SYMM_MEM"] == "1"
+    assert all(ended(pid) for server in servers for pid in server["processes"]), "no process is left"
+
+
+def test_without_room_the_servers_run_one_after_the_other_and_time_bounds_them(asked, monkeypatch):
+    monkeypatch.setattr(under_vllm, "alternatives", lambda machine, **_: ([], {}))
+    more = {"loads": (), "options": ("--quantization", "fp8")}
+    load = Workload("tiny", 2, wirings=("farskip",), tp=2, ep=True, **{**SMALL, **more})
+    found = run(load)
+    assert any("one after the other" in note for note in found["notes"])
+    assert ("peak", 0) not in found["variants"]["farskip"]["rounds"]
+    arguments = [server["arguments"] for server in asked()]
+    assert all(words[words.index("--quantization") + 1] == "fp8" for words in arguments)
+    assert all("--enable-expert-parallel" in words and "--kv-cache-memory-bytes" not in words for words in arguments)
+    routed = [server["settings"]["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] for server in asked()]
+    assert routed == ["uniform_random"] * 3, "all variants route alike"
+
+    found = run(Workload("tiny", 2, **{**SMALL, "minutes": 1e-9}))
+    assert not found["variants"] and found["missing"]["original"].startswith("no time was left")
+
+
+def test_a_server_that_refuses_or_is_slow_is_an_error(asked, tmp_path):
+    from fcsd.bench.serve.running import start, stop
+    from fcsd.bench.serve.variants import Variant
+
+    config_of("tiny-dense", 1).save_pretrained(tmp_path / "model")
+    with pytest.raises(FcsdError, match="did not answer in time"):
+        start(Variant("original", "original"), tmp_path / "model", [], tmp_path, [], time.monotonic() - 1)
+    server = start(Variant("original", "original"), tmp_path / "model", [], tmp_path, [], time.monotonic() + 60)
+    try:
+        first, second = ask(server.ports, prompts_of(2, 4, 99, seed=0), 3, at=[0.0, 0.05])
+        assert (
+            first.tokens == second.tokens == 3
+            and 1 <= first.moments <= 3
+            and 0 < first.first < first.last
+            and second.sent >= 0.05
+        )
+        with pytest.raises(FcsdError, match=r"^the server answered 400: .*too long"):
+            ask(server.ports, [[1] * 901], 2)
+        with pytest.raises(FcsdError, match="were not answered within 0 s"):
+            ask(server.ports, [[1]], 200, limit=0.05)
+    finally:
+        stop(server)
+    with pytest.raises(FcsdError, match="closed the connection"):
+        ask(server.ports, [[1]], 2)
+
+
+def serve_for_long(double: str) -> None:
+    sys.path.insert(0, double)
+    under_vllm.require_vllm = lambda what, *, rewired: None
+    under_vllm.bench(Workload("tiny-dense", 1, answer=30000), config_of("tiny-dense", 1), None, lambda found: None)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_leave_no_process(asked, tmp_path, number):
+    process = start_process(serve_for_long, os.environ["PYTHONPATH"])
+    until = time.monotonic() + 120
+    while not (tmp_path / "asked").is_file() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert process.pid is not None
+    os.kill(process.pid, number)
+    process.join(120)
+    assert process.exitcode not in (0, None)
+    assert all(ended(pid) for server in asked() for pid in server["processes"])
+
+
+def test_the_engine_of_fcsd_is_measured_on_this_machine(tmp_path):
+    options = [
+        "--engine",
+        "own",
+        "--layers",
+        2,
+        "--prompts",
+        "8,16",
+        "--arrivals",
+        2,
+        "--answer",
+        3,
+        "--batches",
+        "1,2",
+    ]
+    options += ["--tp", 2, "--rounds", 1, "--heal-hours", 1, "--json", "--out", tmp_path]
+    found = fcsd("bench", "serve", "tiny-dense", *options, size=2)
+    assert found.returncode == 0, found.stderr
+    stored = json.loads((tmp_path / "serve.json").read_text())
+    assert stored["verdicts"]["ladder"].startswith("ladder is ") and stored["missing"]["load"]
+    assert json.loads(found.stdout)["ratios"] == stored["ratios"] and stored["break_even_days"].keys() == {"ladder"}
+    keys = {"decode 1", "decode 2", "prefill 8", "prefill 16"}
+    assert [row["rounds"].keys() for row in stored["variants"].values()] == [keys] * 3
+    assert stored["command"].startswith("fcsd ") and stored["environment"]["packages"]["torch"]
+    assert (tmp_path / "serve.png").stat().st_size > 1000
+
+
+def test_a_config_alone_is_enough_and_chooses_the_wiring(tmp_path):
+    for arch, wiring in (("llama", "ladder"), ("qwen3_moe", "farskip")):
+        model = tiny.model(arch)
+        model.config.save_pretrained(tmp_path / arch)
+        load = Workload(str(tmp_path / arch))
+        config = config_of(load.model, None)
+        assert usual_wirings(load, config) == (wiring,)
+        assert weight_bytes(config) == 2 * sum(parameter.numel() for parameter in model.parameters())
+    config = config_of("tiny-dense", 1)
+    path = write_directory(
+        "tiny-dense", config, wiring_for("ladder", config, 2), tmp_path / "m", weights=False, positions=9
+    )
+    assert json.loads((path / "config.json").read_text())["max_position_embeddings"] == 4096
+    path = write_directory(str(path), config, unwired(), tmp_path / "n", weights=True, positions=5000)
+    fields = json.loads((path / "config.json").read_text())
+    assert fields["max_position_embeddings"] == 5000 and "fcsd" not in fields
+    tiny.model("llama").save_pretrained(tmp_path / "base")
+    convert_checkpoint(tmp_path / "base", tmp_path / "wired", wiring="ladder", layers="1-2", check=False)
+    load = Workload(str(tmp_path / "wired"))
+    assert usual_wirings(load, config_of(load.model, None)) == ("own",)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["nothing"], "neither a shape nor a directory"),
+        (["tiny", "--engine", "fast"], "unknown engine 'fast'"),
+        (["tiny", "--wirings", "lader"], "unknown wiring 'lader'"),
+        (["tiny", "--loads", "2"], "a share of the peak"),
+        (["tiny", "--loads", "half"], "not a list of numbers"),
+        (["tiny", "--minutes", "0"], "--minutes is above 0"),
+        (["tiny", "--engine", "own", "--dp", "2"], "--dp needs --engine vllm"),
+        (["tiny-dense", "--engine", "own", "--wirings", "own"], "own is the wiring of a converted model"),
+        (["tiny", "--engine", "own", "--", "--seed", "1"], "options behind -- are for"),
+        (["tiny"], "fcsd bench serve needs vllm"),
+    ],
+)
+def test_what_does_not_apply_is_refused_in_one_line(options, said):
+    found = CliRunner().invoke(app, ["bench", "serve", *options])
+    assert found.exit_code == 2 and said in found.stderr.splitlines()[0]
+
+
+def test_data_parallel_attention_of_a_converted_model_is_refused(asked):
+    with pytest.raises(ConfigError, match="data-parallel attention"):
+        run(Workload("tiny", 2, dp=2, **SMALL))

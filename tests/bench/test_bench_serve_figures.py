@@ -1,0 +1,150 @@
+"""What ``fcsd bench serve`` makes of its times: ratios, percentiles, the verdict, the break-even; and its choices."""
+
+import math
+
+import pytest
+
+from fcsd.bench.serve import figures, table
+from fcsd.bench.serve.figures import PEAK, Answer
+from fcsd.bench.serve.running import last_error
+from fcsd.bench.serve.under_vllm import read_link
+from fcsd.bench.serve.variants import Machine, Variant, alternatives, core, groups, room_for
+
+# Two requests: the second is sent 0.5 s later, and has its first token when the first one has its third.
+ANSWERS = [Answer(0.0, 1.0, 3.0, 5, 5), Answer(0.5, 1.5, 3.5, 5, 5)]
+
+
+def test_the_times_of_a_batch() -> None:
+    assert figures.first_token_ms(ANSWERS) == 1250
+    assert figures.step_ms(ANSWERS) == pytest.approx(1e3 * (4.0 - 2.0) / 4)
+    assert figures.request_ms(ANSWERS) == 2000
+    assert not figures.in_bursts(ANSWERS) and figures.in_bursts([Answer(0.0, 1.0, 1.0, 8, 1)])
+
+
+def test_percentiles_lie_between_neighbours() -> None:
+    values = [4.0, 1.0, 3.0, 2.0]
+    assert [figures.percentile(values, p) for p in (0, 50, 100)] == [1.0, 2.5, 4.0]
+    assert figures.percentile(range(101), 99) == 99 and figures.percentile([7.0], 99) == 7
+    with pytest.raises(ValueError, match="no values"):
+        figures.percentile([], 50)
+
+
+def test_times_under_load() -> None:
+    found = figures.under_load([*ANSWERS, Answer(1.0, 2.0, 2.0, 1, 1)])  # one token has no time after it
+    assert found == {"first_p50": 1500, "first_p99": pytest.approx(1990), "token_p50": 500, "token_p99": 500}
+    assert figures.load_ratios({"first_p50": 500.0, "new": 1.0}, found) == {"first_p50": 3.0}
+
+
+def test_arrivals_are_random_and_the_same_for_all() -> None:
+    at = figures.arrivals(2000, rate=4.0, seed=1)
+    assert at == figures.arrivals(2000, rate=4.0, seed=1) and at[0] == 0 and at == sorted(at)
+    assert at[-1] == pytest.approx(500, rel=0.1)
+
+
+ORIGINALS = {
+    "original": {("decode", 1): [10.0, 30.0, 20.0], ("decode", 16): [20.0], ("prefill", 512): [100.0], PEAK: [50.0]},
+    "original, async TP": {("decode", 1): [40.0], ("decode", 16): [10.0]},
+}
+
+
+def test_a_ratio_is_to_the_fastest_original_of_each_figure() -> None:
+    assert figures.best(ORIGINALS)["decode", 1] == (20.0, "original")
+    own = {("decode", 1): [10.0], ("decode", 16): [20.0, 20.0], ("prefill", 512): [80.0], ("prefill", 9): [1.0]}
+    assert figures.ratios(own, ORIGINALS) == {("decode", 1): 2.0, ("decode", 16): 0.5, ("prefill", 512): 1.25}
+
+
+def test_the_verdict_is_one_sentence() -> None:
+    found = {("decode", 1): 1.02, ("decode", 16): 1.31, ("prefill", 2048): 1.44, PEAK: 1.1}
+    assert figures.verdict("ladder", found) == (
+        "ladder is 1.31x at batch 16, 1.02x at batch 1; prefill 1.44x at 2048 tokens; throughput 1.10x at full load: "
+        "faster in part, and nowhere slower"
+    )
+    assert figures.verdict("ladder", {}) == "ladder was not measured beside the original"
+    said = {figures.judged({("decode", n): ratio for n, ratio in enumerate(ratios)}) for ratios in [(1.1, 1.2)]}
+    assert said == {"faster everywhere"}
+    assert figures.judged({("decode", 1): 1.1, ("decode", 2): 0.9}) == "faster in part, and slower elsewhere"
+    assert figures.judged({("decode", 1): 1.01, ("decode", 2): 0.9}) == "converting does not pay here"
+    assert figures.judged({PEAK: 1.0}) == "no difference, converting does not pay here"
+
+
+def test_the_break_even_is_what_the_gpus_save() -> None:
+    assert figures.break_even_days(350, 1.10, 8) == pytest.approx(20, abs=0.1)
+    assert figures.break_even(350, 1.10, 8) == (
+        "350 GPU-hours of healing are won back after 20 days of serving by 8 GPUs at 1.10x"
+    )
+    assert math.isinf(figures.break_even_days(350, 1.0, 8)) and "never" in figures.break_even(350, 0.9, 8)
+    assert figures.overall({PEAK: 1.2, ("decode", 1): 3.0}) == 1.2
+    assert figures.overall({("decode", 1): 4.0, ("decode", 2): 1.0}) == pytest.approx(2) and figures.overall({}) is None
+
+
+def machine(
+    version: str = "0.28.0", installed: tuple[str, ...] = (), gpus: int = 2, fits: bool | None = True
+) -> Machine:
+    return Machine(version, installed.__contains__, gpus, fits)
+
+
+def test_alternatives_depend_on_the_version_and_on_what_is_installed() -> None:
+    found, missing = alternatives(machine(installed=("flashinfer", "deep_ep")), tp=2, moe=True)
+    assert not missing and [variant.name.partition(", ")[2] for variant in found] == [
+        "one replica a GPU", "fused all-reduce and norm", "async TP", "symmetric memory by NCCL",
+        "no custom all-reduce", "data-parallel attention", "dual batch overlap",
+    ]  # fmt: skip
+    assert {variant.role for variant in found} == {"original"} and found[0].replicas == 2
+    assert [variant.name for variant in found if variant.alone] == [found[0].name, found[5].name, found[6].name]
+
+    found, missing = alternatives(machine("0.32.0"), tp=2, moe=False)
+    assert "up to 0.31" in missing["async TP"] and missing["fused all-reduce and norm"] == "flashinfer is not installed"
+    assert "experts" in missing["dual batch overlap"]
+    assert len(found) + len(missing) == 7
+    _, missing = alternatives(machine(fits=False), tp=2, moe=True)
+    assert missing["one replica a GPU"] == "the model does not fit into one GPU"
+    assert missing["dual batch overlap"] == "deep_ep is not installed"
+    found, _ = alternatives(machine(gpus=1), tp=1, moe=False)
+    assert not found, "one rank sums nothing"
+
+
+def test_servers_share_the_gpus_where_they_fit() -> None:
+    one, two, three, four = [*core(("ladder",)), Variant("other", "original")]
+    assert [one.name, two.name, three.name] == ["original", "ladder", "bound"]
+    alone, first = Variant("replicas", "original", replicas=2), [one, two, three]
+    assert groups(first, [alone, four], 4) == [[one, two, three], [one, four], [alone]]
+    assert groups(first, [four], 2) == [[one, two], [one, three], [one, four]]
+    assert groups(first, [alone, four], 1) == [[one], [two], [three], [four], [alone]]
+    gib = 1 << 30
+    assert room_for(80 * gib, 16 * gib, 8 * gib, ranks=2) == 4  # 12 of weights and cache, 6 of everything else
+    assert room_for(24 * gib, 140 * gib, 8 * gib, ranks=8) == 1
+
+
+def test_a_failure_is_named_by_its_cause() -> None:
+    messages = (
+        "INFO 11-22 02:46:00 [core.py:9] starts\n"
+        "(EngineCore pid=7) ERROR 11-22 02:46:00 [core.py:9] torch.OutOfMemoryError: CUDA out of memory\n"
+        "RuntimeError: Engine core initialization failed. See root cause above.\n"
+    )
+    assert last_error(messages) == "torch.OutOfMemoryError: CUDA out of memory"
+    assert last_error("Segmentation fault\n\n") == "Segmentation fault" and last_error("") == ""
+
+
+def test_the_link_is_read() -> None:
+    matrix = "\t\x1b[4mGPU0\tGPU1\tCPU Affinity\x1b[0m\nGPU0\t X \tNV18\t0-31\nGPU1\tNV18\t X \t0-31\n"
+    assert read_link(matrix) == "NV18" and read_link("GPU0  X  0-31\n") is None and read_link("") is None
+
+
+def test_the_text_begins_with_the_verdict() -> None:
+    def row(role: str, step: float, **more: object) -> dict[str, object]:
+        return {"role": role, "rounds": {("decode", 1): [step]}, "loads": {"0.5": {"first_p50": 10 * step}}, **more}
+
+    variants = {
+        "original": row("original", 2.0),
+        "ladder": row("wired", 1.0),
+        "bound": row("bound", 0.5),
+        "broken": {"role": "original", "rounds": {}, "failed": "ValueError: no"},
+    }
+    found = {"variants": variants, "missing": {"async TP": "gone"}, "notes": ["a note"]}
+    lines = table.text(found, heal_hours=24, gpus=2).splitlines()
+    assert lines[0] == "ladder is 2.00x at batch 1: faster everywhere"
+    assert lines[1] == "ladder: 24 GPU-hours of healing are won back after 1 days of serving by 2 GPUs at 2.00x"
+    assert lines[-3:] == ["broken failed: ValueError: no", "not run: async TP: gone", "a note"]
+    cells = {line.split("  ")[0]: line for line in lines[2:]}
+    assert cells["ladder"].endswith("1 (2.00x)") and cells["bound (wrong results)"].endswith("0.5 (4.00x)")
+    assert cells["0.5, ladder"].endswith("10 (2.00x)") and cells["0.5, original"].endswith("20")

@@ -1,0 +1,182 @@
+"""Tensor parallelism in whole runs: the numbers of one process, the bits of blocking sums, and checkpoints of both."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import runs
+import tiny
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from fcsd.config import ResolvedRecipe
+from fcsd.distill import loop
+from fcsd.distill.preview import preview
+from fcsd.distill.run.report import read_metrics
+from fcsd.errors import CheckpointError, ConfigError
+from fcsd.parallel.tensor.shard import SHARDED
+
+SHARDED_RUN = {"parallel__tp_size": 2}
+STEPS = {"train__steps": 2, "optim__lr": 1e-4, "checkpoint__every_steps": 0, "optim__grad_clip": 0.5}
+RECOMPUTED = {"train__activation_checkpointing": True, "train__micro_batch_size": 1, "train__sample_tokens": 2}
+HIDDEN = {"objective__hidden": {"weight": 0.1, "layers": "all"}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A teacher, its conversion and a corpus."""
+    folder = tmp_path_factory.mktemp("qwen3")
+    runs.write_models(folder, "qwen3")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same for a family whose row-parallel products have biases, which the first rank alone trains."""
+    folder = tmp_path_factory.mktemp("starcoder2")
+    name, fields = tiny.CONFIGS["starcoder2"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tiny.CONFIGS, "starcoder2", (name, {**fields, "use_bias": True}))
+        runs.write_models(folder, "starcoder2")
+    return folder
+
+
+def distill(recipes: list[ResolvedRecipe]) -> None:
+    """Runs recipes one after the other; what every rank has must have the same bits on all ranks after each step."""
+    finish = loop.finish_step
+
+    def finish_and_compare(run: Any, *arguments: Any) -> None:
+        finish(run, *arguments)
+        whole = [p.detach() for p in run.student.parameters() if not getattr(p, SHARDED, False)]
+        mine = torch.cat([parameter.reshape(-1).double() for parameter in whole])
+        first = mine.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(mine, first)
+
+    loop.finish_step = finish_and_compare
+    for recipe in recipes:
+        loop.distill_model(recipe)
+
+
+def run_all(folder: Path, out: Path, size: int, cases: dict[str, dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
+    """Metrics and weights of runs in ``size`` processes, by the name of the case."""
+    recipes = [runs.resolved(folder, output_dir=str(out / name), **{**STEPS, **cases[name]}) for name in cases]
+    for result in ranks.on_ranks(size, distill, recipes):
+        if isinstance(result, Exception):
+            raise result
+    return {name: numbers(out / name) for name in cases}
+
+
+def numbers(run: Path) -> tuple[Any, Any]:
+    kept = ("loss", "kl", "sft", "hidden", "grad_norm", "held_out_kl", "held_out_sft")
+    metrics = [{key: line[key] for key in kept if key in line} for line in read_metrics(run)]
+    return metrics, load_file(run / "final" / "model.safetensors")
+
+
+def assert_close(one: tuple[Any, Any], other: tuple[Any, Any], what: str) -> None:
+    """Two runs agree up to rounding in fp32."""
+    for mine, reference in zip(one[0], other[0], strict=True):
+        assert mine == pytest.approx(reference, rel=2e-5), what
+    assert one[1].keys() == other[1].keys()
+    for name, weight in other[1].items():
+        torch.testing.assert_close(one[1][name], weight, rtol=1e-5, atol=1e-5, msg=lambda m: f"{what} {name}: {m}")  # noqa: B023
+
+
+def assert_same(one: tuple[Any, Any], other: tuple[Any, Any]) -> None:
+    assert one[0] == other[0]
+    assert all(torch.equal(one[1][name], weight) for name, weight in other[1].items())
+
+
+def test_runs_are_those_of_one_process(folder: Path, tmp_path: Path) -> None:
+    single = run_all(folder, tmp_path / "1", 1, {"plain": {}, "hidden": HIDDEN})
+    two = run_all(
+        folder,
+        tmp_path / "2",
+        2,
+        {
+            "plain": SHARDED_RUN,
+            "blocking": {**SHARDED_RUN, "parallel__overlap": "off"},
+            "recomputed": {**SHARDED_RUN, **RECOMPUTED},
+            "hidden": {**SHARDED_RUN, **HIDDEN, "train__activation_checkpointing": True, "parallel__zero_stage": 2},
+            "bf16": {**SHARDED_RUN, "train__dtype": "bf16"},
+            "bf16 blocking": {**SHARDED_RUN, "train__dtype": "bf16", "parallel__overlap": "off"},
+        },
+    )
+    four = run_all(folder, tmp_path / "4", 4, {"plain": {**SHARDED_RUN, "parallel__zero_stage": 2}})
+    assert_same(two["plain"], two["blocking"])
+    assert_same(two["bf16"], two["bf16 blocking"])
+    for name, run in (*two.items(), ("plain", four["plain"])):
+        if not name.startswith("bf16"):
+            assert_close(run, single[name if name in single else "plain"], name)
+    assert (tmp_path / "2" / "recomputed" / "samples.jsonl").exists()
+
+
+def cut_short(run: Path, copy: Path) -> Path:
+    """A copy of a finished run of four steps as it was after its second step."""
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "final")
+    shutil.rmtree(copy / "checkpoints" / "step-4")
+    return copy
+
+
+def test_checkpoints_do_not_depend_on_the_degree(biased: Path, tmp_path: Path) -> None:
+    """Runs of one and of two ranks for each copy of the model, and the same runs resumed by other numbers of ranks."""
+
+    def recipe(run: Path, degree: int, dtype: str) -> ResolvedRecipe:
+        options = {"train__dtype": dtype, "optim__lr": 1e-4, "optim__weight_decay": 0.1, "train__eval_every": 0}
+        return runs.resolved(biased, output_dir=str(run), parallel__tp_size=degree, **options)
+
+    def resumed(case: tuple[str, int, int], size: int) -> ResolvedRecipe:
+        dtype, then, now = case
+        name = f"{dtype}-{then}" if now == size else f"{dtype}-{then}-copies"
+        return recipe(cut_short(tmp_path / name, tmp_path / f"{name}-{now}"), now, dtype)
+
+    for size in (1, 2):
+        runs.train_all([recipe(tmp_path / f"{dtype}-{size}", size, dtype) for dtype in ("fp32", "bf16")], size)
+    runs.train(recipe(tmp_path / "fp32-2-copies", 2, "fp32"), 4)
+    runs.train_all([resumed(("fp32", 2, 2), 2), resumed(("fp32", 1, 2), 2)], 2)
+    runs.train_all([resumed(("fp32", 2, 1), 1), resumed(("bf16", 2, 1), 1)], 1)
+    runs.train(resumed(("fp32", 2, 1), 2), 2)
+    assert_same(numbers(tmp_path / "fp32-2-2"), numbers(tmp_path / "fp32-2"))
+    for name, tolerance in (("fp32-1-2", 1e-4), ("fp32-2-1", 1e-4), ("fp32-2-copies-1", 1e-4), ("bf16-2-1", 2e-2)):
+        mine, reference = numbers(tmp_path / name), numbers(tmp_path / name.rpartition("-")[0])
+        assert mine[0][:2] == reference[0][:2]
+        for one, other in zip(mine[0][2:], reference[0][2:], strict=True):
+            assert one == pytest.approx(other, rel=tolerance), name
+        for weight_name, weight in reference[1].items():
+            # Attention does not change with the bias of its keys, so AdamW trains that bias by rounding errors.
+            if not weight_name.endswith("k_proj.bias"):
+                torch.testing.assert_close(mine[1][weight_name], weight, rtol=tolerance, atol=tolerance / 10)
+    with pytest.raises(CheckpointError, match="of one process in bf16 cannot be resumed"):
+        runs.train(resumed(("bf16", 1, 2), 2), 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parallel__tp_size": 3}, r"parallel.tp_size 3 does not divide the 4 processes"),
+        ({"parallel__tp_size": 4}, r"student: parallel.tp_size 4 does not divide num_key_value_heads 2"),
+        ({"parallel__tp_size": 2, "parallel__ep_size": 2}, "parallel.ep_size above 1: it does not shard experts"),
+        ({"parallel__tp_size": 2, "parallel__zero_stage": 0}, "cannot be combined with parallel.zero_stage 0"),
+        ({"parallel__tp_size": 2, "optim__offload": "moments"}, "cannot be combined with optim.offload"),
+        ({"parallel__tp_size": 2, "train__compile": True}, "cannot be combined with train.compile"),
+        (
+            {"parallel__tp_size": 2, "model": "teacher", "init__wiring": "desync-2x", "init__tp_degree": 2},
+            "tensor-parallel training does not support the wiring desync-2x",
+        ),
+    ],
+)
+def test_what_tensor_parallelism_cannot_do_is_refused_before_anything_loads(
+    folder: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    changes = {**changes, **({"model": str(folder / changes["model"])} if "model" in changes else {})}
+    with pytest.raises(ConfigError, match=message):
+        preview(runs.resolved(folder, output_dir=str(tmp_path), **changes).recipe, 4)
+
+
+def test_a_dry_run_says_how_the_processes_are_divided(folder: Path, tmp_path: Path) -> None:
+    text = preview(runs.resolved(folder, output_dir=str(tmp_path), **SHARDED_RUN).recipe, 4)
+    assert "256 tokens = 8 rows of 32 = 2 rows * 4 processes / 2 that shard each model * 2 micro-batches" in text
