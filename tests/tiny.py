@@ -529,6 +529,7 @@ CONFIGS: dict[str, tuple[str, dict]] = {
         ),
     ),
 }
+CONFIGS = {arch: config for arch, config in CONFIGS.items() if arch in ARCHS}  # an old transformers lacks some
 DENSE = tuple(arch for arch in CONFIGS if ARCHS[arch].dense)
 DESYNC = tuple(arch for arch in CONFIGS if ARCHS[arch].no_desync is None)
 

@@ -70,6 +70,8 @@ class Arch:
         logits_cap: the field of the config that caps the logits; None if the type has none.
         spanning: the names, inside the decoder, of tensors beside its layers, its embedding and its final norm. They
             hold a part for each layer, so no model of fewer layers can have them.
+        since: the oldest version of transformers whose code for the type computes what fcsd takes apart. With an older
+            one the type is not supported.
         later_layers: whether checkpoints may have layers after the last one, or modules called ``mtp``, which predict
             further tokens. transformers does not load them.
     """
@@ -96,6 +98,7 @@ class Arch:
     logits_factor: tuple[str, Literal[1, -1]] | None = None
     logits_cap: str | None = None
     spanning: tuple[str, ...] = ()
+    since: tuple[int, int] = (5, 17)
     later_layers: bool = False
 
     @property

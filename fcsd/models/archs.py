@@ -6,6 +6,7 @@ docs/adding_an_architecture.md works through an easy row and a hard one.
 """
 
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any
 
 from .arch import Arch, VllmNames
@@ -579,6 +580,7 @@ _ROWS = (
         final_norm="embedding_norm",
         no_tp=_CONVOLVED,
         tp_plan=_LFM2_TP,
+        since=(5, 23),
         no_vllm=_OTHER_NORMS,
     ),
     _row(
@@ -589,6 +591,7 @@ _ROWS = (
         final_norm="embedding_norm",
         no_tp=_CONVOLVED,
         tp_plan={**_LFM2_TP, "feed_forward.expert_bias": "replicated"},
+        since=(5, 23),
         no_vllm=_OTHER_NORMS,
     ),
     _row(
@@ -649,6 +652,7 @@ _ROWS = (
             "shared_mlp.input_linear": "packed_colwise",
             "shared_mlp.output_linear": "rowwise",
         },
+        since=(5, 23),
         no_vllm=_MULTIPLIED,
     ),
     _row(
@@ -663,4 +667,10 @@ _ROWS = (
     ),
 )
 
-ARCHS: Mapping[str, Arch] = {row.model_type: row for row in _ROWS}
+
+def _proven(row: Arch) -> bool:
+    """Whether the installed transformers is one that the row was proven with."""
+    return tuple(map(int, version("transformers").split(".")[:2])) >= row.since
+
+
+ARCHS: Mapping[str, Arch] = {row.model_type: row for row in _ROWS if _proven(row)}

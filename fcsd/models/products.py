@@ -69,6 +69,7 @@ PRODUCTS = (
 _NORMS = "its layers normalise what attention and MLP return"
 _SCALES = "its layers multiply what they add to the stream"
 _LINEAR = "some of its layers have linear attention"
+_NEWER = "the type itself takes transformers 5.23 or newer"
 _SEES = "it has an image encoder"
 _PARALLEL = "its attention and its MLP read one stream, which is the wiring parallel already"
 _STREAMS = "its layers pass on several streams"
@@ -90,6 +91,8 @@ _NEAREST = {
         ("minimax_m3_vl", "minimax_m3_vl_text"),
         ("minimax_m2", "its attention chooses blocks of keys by positions, which restart in packed rows"),
     ),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), ("kimi_linear", _NEWER)),
+    "granitemoehybrid": ("granitemoe", _NEWER),
     "diffllama": ("llama", "its attention is the difference of two, of heads that ranks would divide"),
     "jamba": ("granitemoehybrid", "transformers keeps the borders of packed documents from its layers with mamba"),
     "bitnet": ("llama", "its output projections read normalised values"),
