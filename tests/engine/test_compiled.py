@@ -60,10 +60,14 @@ def decode(model: Any, wiring: Wiring, compile_steps: bool, attention: str = "gr
     return first, torch.stack([stepper._step() for _ in range(STEPS)])
 
 
-@pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize(
-    "arch",
-    [arch for arch in tiny.CONFIGS if ARCHS[arch].no_tp is None and arch != "deepseek_v32"],  # see why_no_slots
+    ("arch", "merged"),
+    [
+        *(
+            (arch, True) for arch in tiny.CONFIGS if ARCHS[arch].no_tp is None and arch != "deepseek_v32"
+        ),  # has no slots
+        *((arch, False) for arch in ("llama", "qwen2_moe", "deepseek_v3")),  # the engine merges projections always
+    ],
 )
 def test_a_function_is_traced_once_for_all_layers_and_changes_nothing(
     arch: str, merged: bool, counted: list[str], monkeypatch: pytest.MonkeyPatch

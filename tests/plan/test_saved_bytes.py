@@ -24,7 +24,7 @@ from fcsd.models.fused.rotary import FusedRotary
 from fcsd.plan.activations import attention, measure_layer
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
-TOKENS = 10
+TOKENS = 4  # the interpreter runs one program after the other for each token
 REPEATS_ANGLES = {"ernie4_5", "ernie4_5_moe", "glm", "helium"}
 # An architecture that has them, for each of the fused modules beside norms.
 EXAMPLES = {FusedExperts: "mixtral", FusedLatentAttention: "deepseek_v2", FusedMLP: "llama", FusedRotary: "qwen3"}
