@@ -128,7 +128,7 @@ def _rows(network: PreTrainedModel, model: Path, text: Path | None) -> list[Tens
     """``[1, seq]`` token ids on the model's device."""
     tokenizer = load_tokenizer(model)
     if text is None:
-        from fcsd.distill.own_text import own_documents
+        from fcsd.distill.writer import own_documents
 
         documents = own_documents(network, tokenizer, ROWS * TOKENS)
     else:

@@ -12,7 +12,7 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from fcsd.distill.own_text import turns_of
+from fcsd.distill.writer import turns_of
 from fcsd.engine.generate import SLOTS, _say_once
 from fcsd.errors import BadInputError, ConfigError, NonFiniteError
 from fcsd.eval.engines.adapter import HFAdapter, scoring_work
