@@ -1,5 +1,6 @@
 """Makes every test run offline, on one thread, with caches that are deleted at the end of the session."""
 
+import gc
 import os
 import tempfile
 from pathlib import Path
@@ -41,6 +42,12 @@ def datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets cache")
     return tmp_path / "datasets cache"
+
+
+def pytest_collection_finish() -> None:
+    """The collector need not visit what all tests share: the imported modules and the tests themselves."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

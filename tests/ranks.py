@@ -2,6 +2,7 @@
 
 import gc
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import random
@@ -13,10 +14,13 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from fcsd.cli.command import report_error
 from fcsd.models.archs import ARCHS
@@ -29,6 +33,7 @@ _FOLDERS = {model_type.removesuffix("_text") for model_type in ARCHS}  # of tran
 _context.set_forkserver_preload(
     [
         "deepspeed.module_inject.auto_ep",
+        "deepspeed.module_inject.auto_ep_layer",
         "deepspeed.ops.op_builder.all_ops",
         "deepspeed.runtime.zero.muon.muon_optimizer",
         "matplotlib.backends.backend_agg",
@@ -38,16 +43,29 @@ _context.set_forkserver_preload(
         "fcsd.distill.loop",
         "fcsd.eval.harness",
         "lm_eval.tasks",
+        "pytest",
         *(f"transformers.models.{folder}.modeling_{folder}" for folder in sorted(_FOLDERS)),
+        "runs",
+        "family_tables",
     ]
 )
 
 
 def start(function: Callable[..., Any], *arguments: Any, **environment: str) -> BaseProcess:
     """Start a process that runs ``function(*arguments)``. ``environment`` is added to the environment variables."""
+    _start_server()
     process = _context.Process(target=_enter, args=({**os.environ, **environment}, function, arguments))
     process.start()
     return process
+
+
+@cache
+def _start_server() -> None:
+    """Starts the process that forks. It finds the modules of this folder by the path that is set while it starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+        multiprocessing.forkserver.ensure_running()
 
 
 def exit_code(function: Callable[..., Any], *arguments: Any) -> int:

@@ -148,7 +148,7 @@ def calibration_rows(network: PreTrainedModel, model: Path, text: Path | None) -
     """
     tokenizer = load_tokenizer(model)
     if text is None:
-        from fcsd.distill.own_text import own_documents
+        from fcsd.distill.writer import own_documents
 
         documents = own_documents(network, tokenizer, ROWS * TOKENS)
     else:

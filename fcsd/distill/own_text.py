@@ -1,74 +1,36 @@
-"""``fcsd write``: a model writes the text on which its own conversion is healed.
+"""``fcsd write``: a model writes the text on which its own conversion is healed, into files.
 
 A conversion heals best on text of the kind that its teacher was trained on, which few people have. The teacher can
-write it. A model with a chat template first invents the user's turn, after the template's text up to it, and then
-answers; other models write documents from their first token on. Documents are token ids, so training reads exactly
-what was written.
+write it (``writer.py``). Documents are token ids, so training reads exactly what was written. Those that repeat
+themselves or nearly another document of their file are dropped.
 """
 
 import hashlib
 import io
 import json
-import logging
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.checkpoint import fingerprint, read_layout, resolve
-from fcsd.checkpoint.chat_text import chat_text, limited_template
-from fcsd.checkpoint.tokenizer import load_tokenizer, tokens_before
+from fcsd.checkpoint.tokenizer import load_tokenizer
 from fcsd.disk import read_input, write_bytes, write_text
-from fcsd.engine.decode import GRAIN
-from fcsd.engine.generate import GRAPHS, SLOTS, ending, generate
+from fcsd.distill.writer import CPU_BATCH, GPU_BATCH, Writer, Writing
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.launch.world import World, join_world
 from fcsd.progress import progress
 
-log = logging.getLogger(__name__)
-
 RECORD = "write.json"
-GPU_BATCH, CPU_BATCH = 512, 32  # documents that are written at a time
 TRAIN, HELD_OUT = "train", "held_out"
 _HELD_OUT_EACH = 50  # one document of so many is for the held-out loss
 _SHINGLE = 8  # tokens
 _HASHES, _BANDS = 8, 4
-_STRIDE = 1_000_003  # prompts of a file from one shard to the next; a prime, so that shards begin elsewhere
 _LOOP = 0.5  # the least share of distinct shingles
 _LOOP_TOKENS = 64  # shorter documents cannot loop
-
-
-@dataclass(frozen=True)
-class Writing:
-    """How text is written; ``write.json`` records it, and a call that goes on needs the same values.
-
-    Attributes:
-        temperature: of the distribution from which tokens are drawn.
-        greedy: the share of answers that are written with the most likely tokens. Users' turns are always drawn.
-        form: ``chat``, a user's turn and its answer in the chat template, or ``document``.
-        max_tokens: the most tokens of a user's turn, of an answer and of a document.
-        shard_tokens: about how many tokens a file holds.
-        seed: of the random numbers.
-    """
-
-    temperature: float = 1.0
-    greedy: float = 0.0
-    form: str = "chat"
-    max_tokens: int = 512
-    shard_tokens: int = 2_000_000
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Turns:
-    """The token ids of a chat template around the user's turn and the answer."""
-
-    before: list[int]
-    after: list[int]
 
 
 def write_own_text(
@@ -129,7 +91,7 @@ def write_own_text(
     if mine:
         network = _load(path, world, dtype)
         on_gpu = world.device.type == "cuda"
-        writer = _Writer(network, tokenizer, writing, questions, batch_size or (GPU_BATCH if on_gpu else CPU_BATCH))
+        writer = Writer(network, tokenizer, writing, questions, batch_size or (GPU_BATCH if on_gpu else CPU_BATCH))
         quiet = world.rank > 0
         with progress("writing tokens", len(mine) * writing.shard_tokens, quiet=quiet) as advance:
             for number in mine:
@@ -195,95 +157,7 @@ def _load(path: Path, world: World, dtype: str | None) -> PreTrainedModel:
     return network
 
 
-class _Writer:
-    """A model in memory that writes documents."""
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        writing: Writing,
-        questions: list[list[int]] | None,
-        batch_size: int,
-    ) -> None:
-        self.model, self.tokenizer, self.writing = model, tokenizer, writing
-        self._questions, self._batch_size = questions, batch_size
-        self._end = ending(model, tokenizer, ())
-        if not self._end.tokens:
-            raise BadInputError("the model names no token that ends a text: eos_token_id is missing everywhere")
-        self._turns = turns_of(tokenizer) if writing.form == "chat" else None
-
-    def documents(self, shard: int, first: int, count: int) -> Iterator[list[int]]:
-        """``count`` documents of token ids, the ``first`` and those after it of a shard.
-
-        Those whose user's turn is empty are left out.
-        """
-        writing, turns = self.writing, self._turns
-        torch.manual_seed(int.from_bytes(hashlib.sha256(f"{writing.seed} {shard} {first}".encode()).digest()[:7]))
-        if turns is None:
-            before = tokens_before(self.tokenizer)
-            bos: Any = self.tokenizer.bos_token_id
-            start = before or [min(self._end.tokens) if bos is None else bos]
-            for _, document in self._generate([start] * count, [writing.temperature] * count):
-                yield [*before, *document]
-            return
-        if self._questions is None:
-            invented = self._generate([turns.before] * count, [writing.temperature] * count)
-            asked = [ids[:-1] if ids[-1] in self._end.tokens else ids for _, ids in invented]
-            asked = [ids for ids in asked if ids]
-        else:
-            place = shard * _STRIDE + first
-            asked = [self._questions[(place + i) % len(self._questions)] for i in range(count)]
-        prompts = [[*turns.before, *ids, *turns.after] for ids in asked]
-        greedy = int(writing.greedy * len(prompts))
-        heat = [0.0] * greedy + [writing.temperature] * (len(prompts) - greedy)
-        for index, answer in self._generate(prompts, heat):
-            yield [*prompts[index], *answer]
-
-    def _generate(self, prompts: Sequence[list[int]], temperatures: Sequence[float]) -> Iterator[tuple[int, list[int]]]:
-        most = self.writing.max_tokens
-        return generate(
-            self.model,
-            prompts,
-            max_new_tokens=most,
-            ended=self._end.of,
-            way=GRAPHS if self.model.device.type == "cuda" else SLOTS,
-            batch_size=self._batch_size,
-            cache_tokens=self._batch_size * (max(map(len, prompts)) + most + GRAIN),
-            temperatures=temperatures,
-        )
-
-
-def own_documents(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: int) -> list[list[int]]:
-    """Documents of token ids that a model in memory writes, at least ``tokens`` in all if it does not end at once."""
-    most = min(256, tokens)
-    writing = Writing(form="chat" if tokenizer.chat_template else "document", max_tokens=most)
-    writer = _Writer(model, tokenizer, writing, None, CPU_BATCH)
-    documents: list[list[int]] = []
-    for first in range(0, 8 * CPU_BATCH, CPU_BATCH):
-        if sum(map(len, documents)) >= tokens:
-            break
-        documents += writer.documents(0, first, max(4, min(CPU_BATCH, tokens // most)))
-    return documents
-
-
-def turns_of(tokenizer: PreTrainedTokenizerBase) -> Turns:
-    """The token ids that the chat template puts before a user's turn, and between it and the answer.
-
-    Raises:
-        BadInputError: the template changes the user's text, fails, or exceeds its limits.
-    """
-    mark = "\ue000fcsd\ue001"  # private-use characters, which occur in no template
-    chat = [{"role": "user", "content": mark}]
-    with limited_template(tokenizer) as template:
-        text = chat_text(template, chat, tokenizer.name_or_path, add_generation_prompt=True)
-    if text.count(mark) != 1:
-        raise BadInputError("the chat template does not show the user's turn once and unchanged", "--form document")
-    before, after = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in text.split(mark))
-    return Turns(before, after)
-
-
-def _write_shard(out: Path, number: int, writer: _Writer, advance: Any) -> None:
+def _write_shard(out: Path, number: int, writer: Writer, advance: Any) -> None:
     """Write documents until the shard has its tokens. Its training file comes last, and says that it is whole."""
     import pyarrow as pa
 

@@ -9,6 +9,7 @@ settings read all tokens so far, which no fixed cache holds.
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ def generate(
     Sampling settings and penalties in the model's ``generation_config`` are not applied.
 
     Args:
-        model: a causal LM in eval mode. One that cannot generate in slots does so in batches, and the reason is logged.
+        model: a causal LM in eval mode. One that cannot generate in slots does so in batches, and logs why, once.
         prompts: token ids, none empty.
         max_new_tokens: the most tokens to add to a prompt.
         ended: called with the new token ids of an answer and the number of them that it has seen before; returns the
@@ -78,8 +79,14 @@ def generate(
 def _takes_slots(model: PreTrainedModel, tokens: int, way: str, team: Team) -> bool:
     reason = "its ranks run in step" if team.lockstep else why_no_slots(model, tokens)
     if reason is not None:
-        log.warning("the model cannot generate in %s: %s", way, reason)
+        _say_once(model.name_or_path, way, reason)
     return reason is None
+
+
+@cache
+def _say_once(model: str, way: str, reason: str) -> None:
+    """Says why a model generates in batches, once however often it is asked."""
+    log.warning("the model cannot generate in %s: %s", way, reason)
 
 
 def _drawing(temperatures: list[float], device: torch.device) -> Choose:

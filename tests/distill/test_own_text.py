@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from fcsd.checkpoint.tokenizer import load_tokenizer, tokens_before
 from fcsd.cli.main import app
 from fcsd.distill import own_text
-from fcsd.distill.own_text import loops, repeats, turns_of, write_own_text
+from fcsd.distill.own_text import loops, repeats, write_own_text
+from fcsd.distill.writer import turns_of
 from fcsd.engine import generate as generating
 from fcsd.engine.decode import drawn, generate_in_slots, plan_slots
 from fcsd.engine.generate import SLOTS, generate

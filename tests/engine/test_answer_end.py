@@ -1,8 +1,9 @@
 """Where an answer ends: at an end-of-text token, or at a stop string wherever it lies in the tokens."""
 
 import pytest
+import tiny
 
-from fcsd.engine.generate import Ending
+from fcsd.engine.generate import SLOTS, Ending, _say_once, generate
 
 
 class Letters:
@@ -33,3 +34,11 @@ def test_an_end_of_text_token_ends_an_answer_where_it_stands() -> None:
     answer = [*ids("ab"), 0, *ids("STOP")]
     assert STOP.of(answer, 0) == STOP.of(answer, 2) == 3
     assert STOP.text(answer[:3]) == "ab"
+
+
+def test_a_model_that_no_slots_suit_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    _say_once.cache_clear()
+    model = tiny.model("deepseek_v32")
+    answers = [dict(generate(model, [[5, 6, 7]], max_new_tokens=2, ended=lambda *_: None, way=SLOTS)) for _ in range(2)]
+    assert answers[0] == answers[1] and len(answers[0][0]) == 2
+    assert len([line for line in caplog.messages if "cannot generate in slots" in line]) == 1

@@ -63,12 +63,12 @@ def decode(model: Any, wiring: Wiring, compile_steps: bool, attention: str = "gr
 
 
 NO_SLOTS = ("deepseek_v32", "glm_moe_dsa")  # see why_no_slots
+SHARDED = [arch for arch in tiny.CONFIGS if ARCHS[arch].no_tp is None and arch not in NO_SLOTS]
 
 
-@pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize(
-    "arch",
-    [arch for arch in tiny.CONFIGS if ARCHS[arch].no_tp is None and arch not in NO_SLOTS],
+    ("arch", "merged"),  # the engine merges projections always
+    [*((arch, True) for arch in SHARDED), *((arch, False) for arch in ("llama", "qwen2_moe", "deepseek_v3"))],
 )
 def test_a_function_is_traced_once_for_all_layers_and_changes_nothing(
     arch: str, merged: bool, counted: list[str], monkeypatch: pytest.MonkeyPatch

@@ -187,7 +187,9 @@ def test_two_ranks_give_the_logits_of_the_reference(checkpoints: dict[str, Path]
 
 
 def test_four_ranks_repeat_key_value_heads_and_divide_experts(checkpoints: dict[str, Path]) -> None:
-    cases = [(arch, path, "sliced", [FARSKIP, LADDER]) for arch, path in checkpoints.items()]
+    """What depends on the number of ranks is how weights are divided; two ranks run the schedules of all wirings."""
+    cases = [(arch, path, "sliced", [FARSKIP]) for arch, path in checkpoints.items()]
+    cases += [("llama", checkpoints["llama"], "sliced", [LADDER])]
     cases += [(arch, checkpoints[arch], "whole", [STANDARD]) for arch in ("qwen3_moe", "llama4_text")]
     cases += [("deepseek_v3", checkpoints["deepseek_v3"], "placed", [STANDARD])]
     _check(on_ranks(4, _compare, cases, 4), sum(len(wirings) for *_, wirings in cases))

@@ -16,7 +16,7 @@ from fcsd.kernels.vocabulary import Launch
 # The interpreter is numpy, which reports what lanes outside the vocabulary compute.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning", "ignore:divide by zero:RuntimeWarning")
 
-TOKENS, HIDDEN, WIDER, VOCAB = 13, 16, 24, 301
+TOKENS, HIDDEN, WIDER, VOCAB = 7, 16, 24, 301
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 SMALL = Tuning(launch=Launch(block=32, span=64))  # five spans, the last with a ragged block
 

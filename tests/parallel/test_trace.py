@@ -136,6 +136,7 @@ def layers_of(passes, kinds, first, step):
     return events
 
 
+@pytest.mark.lab
 def test_a_layer_is_drawn(tmp_path):
     events = layers_of("fwd", ("dispatch", "combine"), 1000, 1) + layers_of("bwd", ("combine", "dispatch"), 2000, 2)
     found = trace.read(write(tmp_path / "t.json", events))

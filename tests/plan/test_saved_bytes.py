@@ -24,7 +24,7 @@ from fcsd.plan.activations import attention, measure_layer
 from fcsd.plan.model import own_copies
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
-TOKENS = 10
+TOKENS = 4  # the interpreter runs one program after the other for each token
 REPEATS_ANGLES = {"ernie4_5", "ernie4_5_moe", "glm", "helium"}
 MASKED = {"deepseek_v32", "glm_moe_dsa"}  # their masks stand for the keys that they choose
 # An architecture that has them, for each of the fused modules beside norms.

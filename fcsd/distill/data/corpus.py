@@ -1,5 +1,8 @@
 """Makes documents of token ids from a source, and marks the tokens that count in the loss.
 
+In a plain text every token counts, including the token at its end. The rendering of a chat is tokenised as it is, and
+no token is added to it.
+
 A source is tokenised once and memory-mapped from the cache of ``datasets``. A row that cannot be used is left out, and
 such rows are counted by reason. A source without a single usable row is an error.
 """
@@ -7,12 +10,12 @@ such rows are counted by reason. A source without a single usable row is an erro
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
@@ -20,14 +23,12 @@ import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 
 from fcsd.checkpoint.limited_process import LimitedProcess, LimitExceededError
+from fcsd.checkpoint.tokenizer import document_ids, tokens_before
 from fcsd.checkpoint.tokenizer import load_tokenizer as any_tokenizer
-from fcsd.checkpoint.tokenizer import tokens_before
 from fcsd.config import Source
 from fcsd.distill.data.chat_template import Rendering, read_template, render_chat
-from fcsd.distill.data.encode import Document, encode_rendering, encode_text
 from fcsd.distill.data.examples import Message, Skip, chat_of, row_of_line, text_of, token_ids_of
-from fcsd.distill.data.json_lines import COLUMN
-from fcsd.distill.data.raw_table import RawTable, cache_folder, digest, open_source
+from fcsd.distill.data.raw_table import COLUMN, RawTable, cache_folder, digest, open_source
 from fcsd.distill.data.token_slices import TokenSlices
 from fcsd.errors import BadInputError
 
@@ -39,6 +40,18 @@ _FEATURES = {
     "counts": datasets.List(datasets.Value("bool")),
     "skipped": datasets.Value("string"),
 }
+
+
+class Document(NamedTuple):
+    """A document as tokens.
+
+    Attributes:
+        ids: the token ids.
+        counts: for each token, whether it counts in the loss.
+    """
+
+    ids: list[int]
+    counts: list[bool]
 
 
 @dataclass(frozen=True)
@@ -210,6 +223,26 @@ def _encode(
                 for name, value in zip(encoded, (*document, reason), strict=True):
                     encoded[name].append(value)
     return encoded
+
+
+def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, before: Sequence[int], end: int) -> Document:
+    """The tokens of a plain text, with one ``end`` at its end. All of them count.
+
+    Args:
+        before: the special tokens that the tokenizer puts before a text; see ``tokens_before``.
+        end: the token that ends a document; see ``fcsd.distill.data.document_end``.
+    """
+    ids = document_ids(text, tokenizer, before, end)
+    return Document(ids, [True] * len(ids))
+
+
+def encode_rendering(rendering: Rendering, tokenizer: PreTrainedTokenizerBase) -> Document:
+    """The tokens of a rendered chat. A token counts if it begins inside a span that counts."""
+    encoded: Any = tokenizer(rendering.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    starts = np.array([start for start, _ in encoded["offset_mapping"]], dtype=np.int64)
+    borders = np.array(rendering.spans, dtype=np.int64).ravel()  # ascending: begin and end of each span
+    counts = np.searchsorted(borders, starts, side="right") % 2 == 1
+    return Document(encoded["input_ids"], counts.tolist())
 
 
 def _rendered(messages: list[Message], render: LimitedProcess, source: Source) -> list[Rendering]:

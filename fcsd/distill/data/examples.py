@@ -8,7 +8,7 @@ import numpy as np
 
 from fcsd.checkpoint.chat_text import MAX_CHARACTERS
 from fcsd.config import Source
-from fcsd.distill.data.json_lines import LONGEST_LINE
+from fcsd.distill.data.raw_table import LONGEST_LINE
 
 # message_keys -> (key of the speaker, key of the text, the names of roles that differ from ours -> our names)
 _KEYS = {

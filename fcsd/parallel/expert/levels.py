@@ -150,15 +150,3 @@ def pairs_sent(positions: Tensor, experts: int, ranks: int) -> int:
     """
     senders = torch.arange(ranks, device=positions.device).view(-1, 1, 1)
     return int((positions // (experts // ranks) != senders).sum())
-
-
-def duplicates(positions: Tensor, experts: int, groups: int) -> float:
-    """The share of the (token, expert) pairs, from 0 to 1, whose row deduplication saves (HierMoE Table II).
-
-    With random routing it is about ``1 - fcsd.parallel.cost.expected_groups(experts, top_k, groups) / top_k``.
-
-    Args:
-        positions: ``[..., tokens, top_k]``, the positions of the chosen experts.
-        groups: the number of groups that receive one row per token each.
-    """
-    return 1 - int(tokens_by_group(positions, experts, groups).sum()) / positions.numel()

@@ -13,8 +13,7 @@ from tokenizers import decoders
 
 from fcsd.config import Source
 from fcsd.distill.data.chat_template import render_chat
-from fcsd.distill.data.corpus import Corpus, load_corpus
-from fcsd.distill.data.encode import Document, encode_rendering
+from fcsd.distill.data.corpus import Corpus, Document, encode_rendering, load_corpus
 from fcsd.distill.data.rows import Mixture, Rows, batch
 from fcsd.distill.loss.losses import IGNORE
 from fcsd.distill.preview import preview, show_first_row

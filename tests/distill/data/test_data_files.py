@@ -12,10 +12,10 @@ import tiny
 
 from fcsd import input_lines
 from fcsd.config import Source
-from fcsd.distill.data import files, json_lines
+from fcsd.distill.data import files, raw_table
 from fcsd.distill.data.corpus import Corpus, load_corpus
 from fcsd.distill.data.files import find_files
-from fcsd.distill.data.json_lines import read_json_lines
+from fcsd.distill.data.raw_table import read_json_lines
 from fcsd.errors import BadInputError
 
 LINES = [json.dumps({"text": f"document {n}"}).encode() for n in range(5)]
@@ -43,7 +43,7 @@ def test_odd_bytes_cost_at_most_their_row(tmp_path: Path) -> None:
 
 
 def test_a_line_without_end_needs_the_memory_of_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_lines, "LONGEST_LINE", 1 << 20)
+    monkeypatch.setattr(raw_table, "LONGEST_LINE", 1 << 20)
     long = b"x" * (30 << 20)
     plain, packed = tmp_path / "a.jsonl", tmp_path / "a.jsonl.gz"
     plain.write_bytes(b"\n".join([LINES[0], long, LINES[1]]) + b"\n" + long)
@@ -59,7 +59,7 @@ def test_a_line_without_end_needs_the_memory_of_a_block(tmp_path: Path, monkeypa
 
 
 def test_a_line_that_is_too_long_is_counted_and_the_limit_is_exact(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(json_lines, "LONGEST_LINE", len(LINES[0]))
+    monkeypatch.setattr(raw_table, "LONGEST_LINE", len(LINES[0]))
     monkeypatch.setattr(input_lines, "_BLOCK", 7)
     (tmp_path / "a.jsonl").write_bytes(b"\n".join([*LINES, LINES[0] + b" ", b"", LINES[0]]))
     rows = read_json_lines([tmp_path / "a.jsonl"], tmp_path / "a.arrow", None)

@@ -12,8 +12,8 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from fcsd.distill.own_text import turns_of
-from fcsd.engine.generate import SLOTS
+from fcsd.distill.writer import turns_of
+from fcsd.engine.generate import SLOTS, _say_once
 from fcsd.errors import BadInputError, ConfigError, NonFiniteError
 from fcsd.eval.engines.adapter import HFAdapter, scoring_work
 from fcsd.eval.engines.answer_cache import AnswerCache
@@ -106,6 +106,7 @@ def test_generations_equal_hflm(arch, caplog):
     )
     assert ours == theirs == one
     slots = HFAdapter(network, TOKENIZER, batch_size=4, generation=SLOTS)
+    _say_once.cache_clear()
     with caplog.at_level("WARNING"):
         assert slots.generate_until(instances("generate_until", arguments)) == theirs
     assert "cannot generate in" not in caplog.text

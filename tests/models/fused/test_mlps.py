@@ -11,6 +11,7 @@ from fcsd.models.build import unwired, wire
 from fcsd.models.fused.mlps import FusedMLP, fuse_mlps
 
 SILU, DROPOUT = (nn.SiLU, SiLUActivation), "residual_dropout"
+LENGTH = 4  # the interpreter runs one program after the other for each token
 
 
 def gated_mlps(model: nn.Module) -> list[nn.Module]:
@@ -22,17 +23,17 @@ def gated_mlps(model: nn.Module) -> list[nn.Module]:
 @pytest.mark.parametrize("arch", tiny.CONFIGS)
 def test_a_model_with_fused_mlps_computes_the_same_and_becomes_itself_again(arch: str) -> None:
     model = tiny.model(arch)
-    classes, expected = [type(module) for module in model.modules()], run(model)
+    classes, expected = [type(module) for module in model.modules()], run(model, LENGTH)
     gated = gated_mlps(model.to(DEVICE))
     for _ in range(2):
         fuse_mlps(model)
         assert any(isinstance(module, FusedMLP) for module in model.modules()) == (len(gated) > 0)
     if DEVICE == "cpu":
-        for fused, own in zip(run(model), expected, strict=True):
+        for fused, own in zip(run(model, LENGTH), expected, strict=True):
             assert (fused - own).norm() <= 1e-5 * own.norm() + 1e-8  # a decay may have almost no gradient
     wire(model.to("cpu"), unwired())
     assert [type(module) for module in model.modules()] == classes
-    assert all(torch.equal(again, own) for again, own in zip(run(model), expected, strict=True))
+    assert all(torch.equal(again, own) for again, own in zip(run(model, LENGTH), expected, strict=True))
 
 
 def test_a_compiler_sees_the_code_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

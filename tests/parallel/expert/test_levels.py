@@ -10,11 +10,11 @@ from fcsd.parallel.cost import expected_groups
 from fcsd.parallel.expert.levels import (
     Levels,
     all_groups,
-    duplicates,
     one_level,
     pairs_sent,
     row_matrices,
     rows_sent,
+    tokens_by_group,
     two_levels,
 )
 from fcsd.parallel.expert.records import Layout
@@ -24,6 +24,16 @@ def choices(ranks: int, tokens: int, experts: int, top_k: int) -> Tensor:
     """Random choices of distinct experts, ``[ranks, tokens, top_k]``."""
     generator = torch.Generator().manual_seed(0)
     return torch.rand(ranks, tokens, experts, generator=generator).argsort(dim=-1)[..., :top_k]
+
+
+def duplicates(positions: Tensor, experts: int, groups: int) -> float:
+    """The share of the (token, expert) pairs, from 0 to 1, whose row deduplication saves (HierMoE Table II).
+
+    Args:
+        positions: ``[..., tokens, top_k]``, the positions of the chosen experts.
+        groups: the number of groups that receive one row per token each.
+    """
+    return 1 - int(tokens_by_group(positions, experts, groups).sum()) / positions.numel()
 
 
 def sent_one_by_one(positions: Tensor, experts: int, levels: Levels) -> list[list[list[int]]]:
