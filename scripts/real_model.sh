@@ -8,7 +8,7 @@
 # Installs first what is missing, as scripts/test.sh does. FCSD_VENV=DIR uses another environment than .venv.
 set -euo pipefail
 minutes="${1:-10}" out="${2:-real_model}"
-[[ "$minutes" =~ ^[1-9][0-9]*$ ]] || { sed -n '3,5s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+[[ "$minutes" =~ ^[1-9][0-9]*$ ]] || { sed -n '3,7s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 out="$(realpath -m "$out")"
 mkdir -p "$out"
 cd "$(dirname "$0")/.."
@@ -71,18 +71,22 @@ step "export: an ordinary checkpoint, reloaded by a process that has no fcsd"
 [ -e "$out/healed" ] || fcsd export "$out/run" "$out/healed"
 
 step "done"
-python - "$out" <<'PYTHON'
+HF_HUB_DISABLE_PROGRESS_BARS=1 python - "$out" <<'PYTHON'
 import json
 import sys
 from pathlib import Path
 
+from studies.real.heal import measure
+
 out = Path(sys.argv[1])
 lines = [json.loads(line) for line in (out / "run/metrics.jsonl").read_text().splitlines()]
-measured = [line for line in lines if line.get("held_out_kl") is not None]
-first, last = measured[0], measured[-1]
+untrained, healed = (measure(out / name, out / "rewired-original", {"own": out / "own"})["own"]
+                     for name in ("rewired", "healed"))
 print(f"model  {out}/healed")
 print(
-    f"KL from the original on text that it wrote and that was not read in healing, in nats per token: "
-    f"{first['held_out_kl']:.3f} untrained, {last['held_out_kl']:.3f} after {last['tokens']:,} tokens"
+    f"KL from the original in nats per token, on {healed['tokens']:,} tokens that it wrote and that were not read: "
+    f"{untrained['kl']:.3f} untrained, {healed['kl']:.3f} after {lines[-1]['tokens']:,} tokens"
 )
+if healed["kl"] >= untrained["kl"]:
+    sys.exit("the healed model is no nearer to the original than the untrained conversion")
 PYTHON

@@ -179,7 +179,8 @@ def measure(student: Path, teacher: Path, texts: dict[str, Path]) -> dict[str, A
                 ids += row.as_py()
             if len(ids) >= HELD_OUT_ROWS * SEQ:
                 break
-        rows = torch.tensor(ids[: len(ids) // SEQ * SEQ][: HELD_OUT_ROWS * SEQ], device=device).view(-1, SEQ)
+        seq = min(SEQ, len(ids))  # a short text is one row
+        rows = torch.tensor(ids[: len(ids) // seq * seq][: HELD_OUT_ROWS * seq], device=device).view(-1, seq)
         sums = torch.zeros(3, dtype=torch.float64)
         for batch in rows.split(4):
             with torch.no_grad():
@@ -187,7 +188,7 @@ def measure(student: Path, teacher: Path, texts: dict[str, Path]) -> dict[str, A
             kl = (theirs.exp() * (theirs - own)).sum(-1)
             losses = [-log.gather(-1, batch[:, 1:, None]) for log in (own, theirs)]
             sums += torch.stack([value.double().sum().cpu() for value in (kl, *losses)])
-        tokens = rows.shape[0] * (SEQ - 1)
+        tokens = rows.shape[0] * (seq - 1)
         found[name] = dict(zip(("kl", "loss", "teacher_loss"), (sums / tokens).tolist(), strict=True))
         found[name]["tokens"] = tokens
     return found

@@ -1,9 +1,14 @@
 """The page of real models holds the stored runs, and a case becomes a recipe that is taken."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from statistics import median
 
+import pytest
 from studies.real import page
 from studies.real.heal import recipe_of
 
@@ -34,3 +39,29 @@ def test_every_stored_case_is_a_recipe(repo: Path, tmp_path: Path) -> None:
         read = Recipe.model_validate(recipe_of(case, tmp_path / "student", tmp_path, texts))
         assert read.optim.lr == case["lr"] and read.train.steps == case["steps"]
         assert len(read.data.sources) == len(case["text"].split("+"))
+
+
+def real_model(repo: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the script with this environment, from another folder."""
+    env = {**os.environ, "FCSD_VENV": sys.prefix}
+    return subprocess.run(
+        [str(repo / "scripts/real_model.sh"), *arguments], cwd=cwd, env=env, capture_output=True, text=True
+    )
+
+
+def test_minutes_that_are_no_number_print_the_usage(repo: Path, tmp_path: Path) -> None:
+    done = real_model(repo, tmp_path, "soon")
+    assert done.returncode == 2 and "Usage: scripts/real_model.sh [MINUTES] [OUT]" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.nightly
+def test_a_real_model_is_healed_from_its_package(repo: Path, tmp_path: Path) -> None:
+    """It downloads 98 MB and takes minutes. A second call repeats nothing and says the same."""
+    done = real_model(repo, tmp_path, "1", "out")
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-1]
+    untrained, healed = map(float, re.findall(r"([\d.]+) (?:untrained|after)", last))
+    assert healed < untrained
+    assert (tmp_path / "out/healed/model.safetensors").is_file()
+    assert real_model(repo, tmp_path, "1", "out").stdout.splitlines()[-1] == last
