@@ -45,6 +45,7 @@ class Arch:
         vllm: the names that vLLM's class of the same name uses.
         blocks: the names of a decoder layer's children.
         text_config: for multimodal types, the name of the sub-config that describes the language model.
+        texts: for multimodal types that take any language model: the types of those that are proven.
         autoep: for types with experts, how DeepSpeed AutoEP, which would look for the ``model_type``, finds them: the
             name of one of its presets, or its keys. None for types that cannot be expert-parallel.
         no_ep: why the type cannot be expert-parallel although it has experts.
@@ -82,6 +83,7 @@ class Arch:
     vllm: VllmNames
     blocks: Blocks = field(default_factory=Blocks)
     text_config: str | None = None
+    texts: tuple[str, ...] = ()
     autoep: str | Mapping[str, Any] | None = None
     no_ep: str | None = None
     ep_scale: str | None = None

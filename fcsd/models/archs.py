@@ -400,6 +400,7 @@ _ROWS = (
         "Mistral3",
         classes=_vision("Mistral3"),
         text_config="text_config",
+        texts=("mistral",),
         tp_plan=_DENSE_TP,
         no_vllm=_UNTRIED,
     ),

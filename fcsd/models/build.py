@@ -44,14 +44,17 @@ def arch_of(config: PretrainedConfig) -> Arch:
     """The row of ``ARCHS`` for the config of an original or converted model.
 
     Raises:
-        BadInputError: no row has this ``model_type``.
+        BadInputError: no row has this ``model_type``, or the row is not proven with the type of the language model.
     """
     model_type = config.model_type.removeprefix(PREFIX)
     if model_type not in ARCHS:
         hint = f"Supported: {supported()}. docs/adding_an_architecture.md says how to add one."
         text = f"model_type {model_type!r}{family(model_type)} is not supported{nearest(model_type)}"
         raise BadInputError(text, hint)
-    return ARCHS[model_type]
+    arch = ARCHS[model_type]
+    if arch.texts and (text := config.get_text_config().model_type) not in arch.texts:
+        raise BadInputError(f"{model_type} with text layers of {text} is not supported", f"proven: {arch.texts}")
+    return arch
 
 
 def decoder_of(model: PreTrainedModel) -> Any:

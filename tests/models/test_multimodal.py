@@ -11,9 +11,9 @@ import tiny
 import torch
 
 from fcsd.convert import convert_checkpoint
-from fcsd.errors import ConfigError
+from fcsd.errors import BadInputError, ConfigError
 from fcsd.models.archs import ARCHS
-from fcsd.models.build import decoder_layers, load_model, unwired, wire
+from fcsd.models.build import arch_of, decoder_layers, load_model, unwired, wire
 from fcsd.models.wiring import WiredLayer, Wiring
 
 ALL = (0, 1, 2, 3)
@@ -131,3 +131,11 @@ def test_a_converted_model_sees(arch: str, tmp_path: Path) -> None:
         wire(loaded, Wiring("farskip", ALL))
         cached = loaded.generate(**images, use_cache=True, **greedy)
         assert torch.equal(cached, loaded.generate(**images, use_cache=False, **greedy))
+
+
+def test_a_wrapper_of_any_text_is_refused_with_text_layers_that_are_not_proven() -> None:
+    config = tiny.config("mistral3")
+    assert arch_of(config).model_type == "mistral3"
+    config.text_config = tiny.config("ministral3")
+    with pytest.raises(BadInputError, match="mistral3 with text layers of ministral3 is not supported"):
+        arch_of(config)
