@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -70,17 +71,46 @@ def mean_difference(file: dict[str, Any], model: str) -> tuple[float, float]:
     return points, math.hypot(*(task["stderr"] for task in tasks)) / len(tasks)
 
 
+LAYERS = {
+    "SmolLM2-135M-Instruct": Path("benchmarks/results/real_layers_smollm2_cpu.json"),
+    "Gemma-3-270m": Path("benchmarks/results/real_layers_gemma3_cpu.json"),
+}
+
+
+def layers(repo: Path = Path()) -> str:
+    """Markdown with the layers of each model that cost at least three times the median, and with the median layer."""
+    lines = [
+        "| model | layer | KL, ladder | KL, farskip | attention's read turned | MLP's read turned "
+        "| attention to the first token | largest value / median |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for model, file in LAYERS.items():
+        found = json.loads((repo / file).read_text())
+        rows = [
+            [ladder, farskip, *(layer[name] for name in ("attn_turned", "mlp_turned", "first_token", "largest"))]
+            for ladder, farskip, layer in zip(
+                found["ladder"]["alone"], found["farskip"]["alone"], found["layers"], strict=True
+            )
+        ]
+        middle = [statistics.median(column) for column in zip(*rows, strict=True)]
+        dear = {str(n): row for n, row in enumerate(rows) if any(row[i] >= 3 * middle[i] for i in (0, 1))}
+        for name, row in {**dear, "median": middle}.items():
+            values = " | ".join([f"{round(value, 3) + 0:.3f}" for value in row[:-1]])
+            lines.append(f"| {model} | {name} | {values} | {row[-1]:.0f} |")
+    return "\n".join(lines) + "\n"
+
+
 def _change(run: dict[str, Any], text: str) -> str:
     healed = f"{run['kl'][text]['kl']:.3f}"
     return f"{run['untrained_kl'][text]['kl']:.2f} → {healed}" if "untrained_kl" in run else healed
 
 
-def filled(page: str, raw: list[dict[str, Any]]) -> str:
-    """The page with both tables of the stored runs."""
-    for name, table in (("runs", runs), ("scores", scores)):
+def filled(page: str, raw: list[dict[str, Any]], repo: Path = Path()) -> str:
+    """The page with the tables of the stored runs and of the layers."""
+    for name, table in (("runs", runs(raw)), ("scores", scores(raw)), ("layers", layers(repo))):
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
         before, rest = page.split(begin)
-        page = before + begin + table(raw) + end + rest.split(end)[1]
+        page = before + begin + table + end + rest.split(end)[1]
     return page
 
 

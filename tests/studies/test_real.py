@@ -17,20 +17,39 @@ from fcsd.config import Recipe
 
 def test_the_page_holds_what_is_stored(repo: Path) -> None:
     text, raw = (repo / page.PAGE).read_text(), page.read(repo)
-    assert page.filled(text, raw) == text, "run python -m studies.real.page"
+    assert page.filled(text, raw, repo) == text, "run python -m studies.real.page"
     assert len(page.runs(raw).splitlines()) == 2 + sum("kl" in run for file in raw for run in file["runs"])
 
 
-def test_the_figures_of_single_layers_are_those_of_the_raw_file(repo: Path) -> None:
-    text = (repo / page.PAGE).read_text()
-    raw = json.loads((repo / "benchmarks/results/real_smollm2_layers_cpu.json").read_text())
-    ladder, farskip = (raw[wiring]["alone"] for wiring in ("ladder", "farskip"))
-    rest = max(cost for layer, cost in enumerate(ladder) if layer not in (0, 1, 12, 29))
-    assert f"Ladder: {ladder[0]:.2f} for layer 0, {ladder[1]:.2f} for layer 1, {ladder[12]:.2f} for layer 12" in text
-    assert f"{ladder[29]:.2f} for layer 29, at most {rest:.2f} for any\nother, and {median(ladder):.2f} in" in text
-    assert f"Farskip: {farskip[0]:.2f}, {farskip[1]:.2f}, then at most {max(farskip[2:]):.2f}" in text
-    two, three = (raw["ladder"]["standard_layers"][layers] for layers in ("0,1", "0,1,12"))
-    assert f"{two:.2f} on this text" in text and f"standard as well {three:.2f}" in text
+def test_the_figures_of_single_layers_are_those_of_the_raw_files(repo: Path) -> None:
+    text = " ".join((repo / page.PAGE).read_text().split())
+    smol, gemma = (json.loads((repo / file).read_text()) for file in page.LAYERS.values())
+    turned = {
+        (m["command"], n): (x["attn_turned"], x["mlp_turned"]) for m in (smol, gemma) for n, x in enumerate(m["layers"])
+    }
+    own, other = smol["command"], gemma["command"]
+    assert f"{turned[own, 0][1]:.2f} (SmolLM2) and {turned[other, 0][1]:.2f} (Gemma)" in text
+    assert f"one that is turned by {turned[own, 1][0]:.2f}" in text and f"turned by {turned[other, 5][1]:.2f}." in text
+    middle = [median(pair[i] for (of, _), pair in turned.items() if of == m) for m in (own, other) for i in (0, 1)]
+    assert max(middle) < 0.035 and "turned by at most 0.03." in text
+    assert all(layer["first_token"] < 0.01 for layer in smol["layers"][:2])
+    ranks = {
+        name: sorted(
+            m[wiring][f"rank correlation with {name}"] for m in (smol, gemma) for wiring in ("ladder", "farskip")
+        )
+        for name in ("first_token", "mlp_turned")
+    }
+    assert f"({ranks['first_token'][-1]:.2f} to {ranks['first_token'][0]:.2f})" in text
+    assert f"{ranks['mlp_turned'][0]:.2f} to {ranks['mlp_turned'][-1]:.2f}" in text
+    times = [smol["ladder"]["alone"][n] / smol["farskip"]["alone"][n] for n in (7, 12)]
+    assert f"cost {times[0]:.0f} and {times[1]:.0f} times" in text
+    assert "from {:.0f} to {:.0f} times".format(*(smol["layers"][n]["largest"] for n in (11, 12))) in text
+    assert set(range(30)) - set(smol["ladder"]["kept"]) == {0, 1, 29} and len(gemma["ladder"]["kept"]) == 18
+    assert f"are {gemma['ladder']['together']:.1f} nats away" in text
+    before = json.loads((repo / "benchmarks/results/real_smollm2_layers_cpu.json").read_text())["ladder"]
+    assert f"cost {before['alone'][12]:.2f} and layer 29 {before['alone'][29]:.2f}" in text
+    two, three = (before["standard_layers"][layers] for layers in ("0,1", "0,1,12"))
+    assert f"ladder had {two:.2f} there" in text and f"and {three:.2f} with layer 12" in text
 
 
 def test_every_stored_case_is_a_recipe(repo: Path, tmp_path: Path) -> None:
