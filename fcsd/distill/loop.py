@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fcsd.config import ResolvedRecipe
 from fcsd.distill import early_stop, preview
-from fcsd.distill.adapters.files import FOLDER, write_adapters, write_merged
+from fcsd.distill.adapters.files import write_adapters, write_merged
 from fcsd.distill.early_stop import ScoreHistory
 from fcsd.distill.experts.dedup_choice import DedupChoice
 from fcsd.distill.experts.swaps import ExpertSwaps
@@ -284,7 +284,7 @@ def publish_model(run: Prepared, tools: Tools) -> None:
             lambda: run_dir.publish(manifest.verified_model(best) if best else newest / manifest.MODEL, run.directory)
         )
         return
-    folder = run.world.on_first(lambda: manifest.verified_model(best or newest, FOLDER))
+    folder = run.world.on_first(lambda: manifest.verified_model(best or newest, manifest.ADAPTERS))
     part = run.world.on_first(lambda: run_dir.new_final(run.directory))
     write_merged(adapters, folder, run.source.path, part, run.world)
     run.world.on_first(lambda: run_dir.finish(part, run.directory))
@@ -293,7 +293,7 @@ def publish_model(run: Prepared, tools: Tools) -> None:
 def _write_model(run: Prepared, part: OwnPart, checkpoint: Path, world: World) -> None:
     """Writes the model into the directory of a checkpoint, or the adapters if these train."""
     if run.training.adapters is not None:
-        write_adapters(part, run.source, checkpoint / FOLDER, world)
+        write_adapters(part, run.source, checkpoint / manifest.ADAPTERS, world)
         return
     random = run.recipe.init.weights == "random"
     write_student(part, run.source.path, checkpoint / manifest.MODEL, world, random=random)

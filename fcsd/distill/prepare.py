@@ -15,7 +15,7 @@ from fcsd.checkpoint import Location, read_layout, resolve, sample_sha256
 from fcsd.config import Recipe, ResolvedRecipe, accumulation
 from fcsd.distill import tensor_parallel
 from fcsd.distill.adapters.adapt import adapt, chosen_parts
-from fcsd.distill.adapters.files import FOLDER, read_adapters
+from fcsd.distill.adapters.files import read_adapters
 from fcsd.distill.data.corpus import Corpus, load_tokenizer
 from fcsd.distill.data.document_end import document_end
 from fcsd.distill.data.load_on_ranks import load_corpora
@@ -147,7 +147,7 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     student = load_student(recipe, dtype=DTYPES[recipe.train.dtype], config=config, trained=trained, **placed)
     adapters = None if chosen is None else adapt(student, recipe, chosen)
     if adapters is not None and checkpoint:
-        adapters.load(read_adapters(checkpoint / FOLDER), str(checkpoint))
+        adapters.load(read_adapters(checkpoint / manifest.ADAPTERS), str(checkpoint))
     traffic = Traffic() if recipe.parallel.ep_size > 1 else None
     dispatcher = expert_parallel.dispatcher_for(recipe.parallel, recipe.parallel.ep_size)
     teacher = None

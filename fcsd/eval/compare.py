@@ -104,8 +104,9 @@ class Comparison:
     def sentence(self, margin: float) -> str:
         """The verdict in words. It names every task that is shown to be further below."""
         if self.overall is None:
-            only = f" on which {self.baseline} is above chance" if self.tasks else ""
-            return f"{self.model}: no benchmark to compare on{only}"
+            if self.tasks:
+                return f"{self.model}: {self.baseline} is not above chance on any benchmark, so none can tell"
+            return f"{self.model}: no benchmark to compare on"
         overall = self.overall
         verdict = overall.verdict(margin)
         points = f"{overall.points:+.1f} ± {overall.stderr:.1f}"

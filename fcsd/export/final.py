@@ -17,6 +17,7 @@ from fcsd.disk import write_text
 from fcsd.errors import BadInputError, CheckpointError, ConfigError, FcsdError
 from fcsd.export.card import model_card
 from fcsd.export.reload import RECORD, prove_reload
+from fcsd.extras import require_extra
 
 log = logging.getLogger(__name__)
 
@@ -69,17 +70,19 @@ def export_model(
 
 def _write_checkpoint(run: Path, checkpoint: str | None, out: Path, *, force: bool, title: str | None) -> None:
     """Export a run's checkpoint; see ``export_model``."""
-    from fcsd.distill.adapters.files import FOLDER, merge_checkpoint
-    from fcsd.distill.run.manifest import verified_model
+    from fcsd.distill.run.manifest import ADAPTERS, verified_model
 
     for _ in range(_ATTEMPTS):
         chosen = _choose(run, checkpoint)
         log.info("exporting %s", chosen)
         try:
-            if not (chosen / FOLDER).is_dir():
+            if not (chosen / ADAPTERS).is_dir():
                 return _write(verified_model(chosen), run, out, force=force, title=title)
+            require_extra("train", "the export of a run with adapters")
+            from fcsd.distill.adapters.files import merge_checkpoint
+
             check_out(out, [], force=force)
-            adapters = verified_model(chosen, FOLDER)
+            adapters = verified_model(chosen, ADAPTERS)
             with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=".merged-") as scratch:
                 log.info("merging the adapters into the weights")
                 merge_checkpoint(load_recipe(run / "config.resolved.yaml").recipe, adapters, Path(scratch) / "model")

@@ -72,4 +72,4 @@ def test_a_run_whose_gpu_memory_is_exhausted_leaves_a_row(monkeypatch, tmp_path)
     found = CliRunner().invoke(bench_app, ["memory", "tiny", "--layers", "2", "--seq", "64", "--out", f"{tmp_path}/x"])
     assert found.exit_code == 8
     measured = json.loads((tmp_path / "x").read_text())["measured"]
-    assert measured == {"out_of_memory": "CUDA out of memory. Tried to allocate 2 GiB."}
+    assert measured == {"out_of_memory": "CUDA out of memory. Tried to allocate 2 GiB. More lines"}

@@ -140,6 +140,7 @@ def test_a_server_that_refuses_or_is_slow_is_an_error(asked, tmp_path):
 
 
 def serve_for_long(double: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins without it
     sys.path.insert(0, double)
     under_vllm.require_vllm = lambda what, *, rewired: None
     under_vllm.bench(Workload("tiny-dense", 1, answer=30000), config_of("tiny-dense", 1), None, lambda found: None)

@@ -125,8 +125,8 @@ def test_a_benchmark_on_which_the_baseline_guesses_is_named_and_not_counted():
     assert " C* " in lines[0] and [line.split("|")[5].strip() for line in lines[2:]] == ["80.0", "40.0", "76.0"]
     guessed = [dict(result, chance=80.0) if result["chance"] else result for result in rows]
     nothing = next(c for c in compare_models(guessed) if c.model == "student")
-    assert nothing.overall is None and nothing.sentence(1.0).endswith("on which teacher is above chance")
-    with pytest.raises(VerdictError, match="above chance"):
+    assert nothing.overall is None and nothing.sentence(1.0).startswith("student: teacher is not above chance")
+    with pytest.raises(VerdictError, match="not above chance"):
         require("within 1.0", [nothing])
 
 

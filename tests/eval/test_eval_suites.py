@@ -195,8 +195,8 @@ def test_tasks_that_cannot_be_scored_are_refused_before_the_model_runs(
         tasks.load_tasks(select_any("paper", ["MMLU", "nosuch"]), mirror / "..").__enter__()
     with pytest.raises(BadInputError, match="no-model: no such directory"):
         evaluate_models(["no-model"], tasks=["MMLU"], data_mirror=mirror / "..")
-    (tmp_path / "config.json").write_text('{"model_type": "phimoe"}')
-    with pytest.raises(BadInputError, match="model_type 'phimoe' is not supported"):
+    (tmp_path / "config.json").write_text('{"model_type": "bitnet"}')
+    with pytest.raises(BadInputError, match="model_type 'bitnet' is not supported"):
         evaluate_models([tmp_path], tasks=["MMLU"], data_mirror=mirror / "..")
     with pytest.raises(ConfigError, match="runs generated programs outside of fcsd's sandbox"):
         tasks.load_tasks(select_any("quickstart", ["humaneval_plus"]), mirror).__enter__()

@@ -20,13 +20,11 @@ from fcsd.distill.dtypes import DTYPES
 from fcsd.distill.inputs import student_source
 from fcsd.distill.student import load_student, write_student
 from fcsd.errors import BadInputError, CheckpointError
-from fcsd.extras import require_extra
 from fcsd.foreign_errors import reason_of
 from fcsd.launch.world import World
 from fcsd.models.adapters.adapted import Adapted
 from fcsd.parallel.weights.saving import OwnPart, own_part
 
-FOLDER = "adapters"
 _WEIGHTS, _SETTINGS = "adapters.safetensors", "adapters.json"
 _VERSION = 1
 
@@ -86,11 +84,9 @@ def merge_checkpoint(recipe: Recipe, folder: Path, directory: Path) -> None:
         directory: the directory to create.
 
     Raises:
-        ConfigError: a package of the extra ``train`` is not installed.
         BadInputError: the frozen weights are gone, or they changed since the run.
         CheckpointError: the folder is damaged.
     """
-    require_extra("train", "the export of a run with adapters")
     try:
         facts = json.loads(read_input(folder / _SETTINGS))
         name, sample = facts["base"], facts["base_sample"]

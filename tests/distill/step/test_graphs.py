@@ -142,7 +142,7 @@ def failing_capture(why: str, kind: type[RuntimeError], end: type[RuntimeError])
 @pytest.mark.parametrize(
     ("kind", "raised", "words"),
     [
-        (RuntimeError, ConfigError, "CUDA graphs: the host waits$"),
+        (RuntimeError, ConfigError, "CUDA graphs: the host waits and a second line$"),
         (torch.OutOfMemoryError, torch.OutOfMemoryError, "the host waits"),
     ],
 )
