@@ -26,7 +26,7 @@ from fcsd.distill.teacher.cache import Shard, row_digest
 from fcsd.distill.teacher.original import final_hidden, identify_teacher, output_head, pack_attention, teacher_name
 from fcsd.errors import ConfigError, NonFiniteError
 from fcsd.launch.world import World, join_world
-from fcsd.models.build import register
+from fcsd.models.build import logits_cap, register
 from fcsd.progress import progress
 
 log = logging.getLogger(__name__)
@@ -149,4 +149,5 @@ def _top_k_of(model: PreTrainedModel, micro: dict[str, Tensor], recipe: Recipe, 
         settings.top_k,
         temperature=objective.temperature,
         chunk_tokens=objective.chunk(len(output_head(model))),
+        cap=logits_cap(model.config),
     )

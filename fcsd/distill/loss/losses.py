@@ -34,6 +34,7 @@ def kl_divergence(
     denominator: float | Tensor = 1.0,
     chunk_tokens: int = 512,
     kept: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """KL(teacher ‖ student) of the next-token distributions (FarSkip eq. 4).
 
@@ -47,10 +48,11 @@ def kl_divergence(
         kept: ``[counted]`` int64, the positions in the flattened ``mask`` that count, if the caller knows them.
             Otherwise they are computed here, and on a GPU the host then waits for the device. It may hold positions
             that do not count if the hidden states there are 0, see ``only_counted``.
+        cap: both models' logits are ``cap * tanh(logits / cap)``; None if they cap nothing. The kernels cap nothing.
 
     Returns: an fp32 scalar with gradients to ``student_hidden`` and, if it requires them, ``student_head``.
     """
-    if _fuses(student_head):
+    if _fuses(student_head) and cap is None:
         from fcsd.kernels import fused_kl
 
         return fused_kl.kl_divergence(
@@ -70,7 +72,7 @@ def kl_divergence(
 
     def chunk_loss(student_logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         log_p = (student_logits / temperature).log_softmax(-1)
-        log_q = (logits_of(teacher_rows[rows], teacher_weight) / temperature).log_softmax(-1)
+        log_q = (logits_of(teacher_rows[rows], teacher_weight, cap) / temperature).log_softmax(-1)
         q = log_q.exp()
         gap = log_q.sub_(log_p).masked_fill_(q == 0, 0.0)  # 0 * log 0 = 0
         divergence = gap.mul_(q).sum()
@@ -79,7 +81,7 @@ def kl_divergence(
         # errors from the divergence: each addend q log(q/p) + p - q is non-negative by itself.
         return (divergence + difference.sum()) * temperature**2, difference.mul_(temperature)
 
-    return chunked(student_hidden.flatten(0, -2)[keep], student_head, chunk_loss, chunk_tokens) / denominator
+    return chunked(student_hidden.flatten(0, -2)[keep], student_head, chunk_loss, chunk_tokens, cap) / denominator
 
 
 def cross_entropy(
@@ -90,6 +92,7 @@ def cross_entropy(
     denominator: float | Tensor = 1.0,
     chunk_tokens: int = 512,
     kept: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Negative log-likelihood of the data (FarSkip eq. 3).
 
@@ -97,11 +100,11 @@ def cross_entropy(
         student_hidden: ``[..., hidden]`` after the final norm.
         student_head: ``[vocab, hidden]`` output weight.
         labels: ``[...]`` int64, already shifted: the token that each position predicts, or ``IGNORE``.
-        denominator, chunk_tokens, kept: as in ``kl_divergence``.
+        denominator, chunk_tokens, kept, cap: as in ``kl_divergence``.
 
     Returns: an fp32 scalar with gradients to ``student_hidden`` and, if it requires them, ``student_head``.
     """
-    if _fuses(student_head):
+    if _fuses(student_head) and cap is None:
         from fcsd.kernels import fused_kl
 
         return fused_kl.cross_entropy(
@@ -118,7 +121,7 @@ def cross_entropy(
         gradient = log_p.exp_()
         return loss, gradient.scatter_add_(1, targets[rows], -torch.ones_like(gradient[:, :1]))
 
-    return chunked(student_hidden.flatten(0, -2)[keep], student_head, chunk_loss, chunk_tokens) / denominator
+    return chunked(student_hidden.flatten(0, -2)[keep], student_head, chunk_loss, chunk_tokens, cap) / denominator
 
 
 def only_counted(hidden: Tensor, mask: Tensor) -> Tensor:
@@ -165,9 +168,12 @@ def _fuses(head: Tensor) -> bool:
     return head.is_cuda and head.dtype != torch.float64
 
 
-def chunked(hidden: Tensor, head: Tensor, chunk_loss: ChunkLoss, chunk_tokens: int) -> Tensor:
-    """The sum of ``chunk_loss`` over all chunks of the rows of ``hidden`` ``[tokens, hidden]``."""
-    return _ChunkedHeadLoss.apply(hidden, head, chunk_loss, chunk_tokens, torch.is_grad_enabled())  # type: ignore[return-value]
+def chunked(hidden: Tensor, head: Tensor, chunk_loss: ChunkLoss, chunk_tokens: int, cap: float | None = None) -> Tensor:
+    """The sum of ``chunk_loss`` over all chunks of the rows of ``hidden`` ``[tokens, hidden]``.
+
+    The logits that ``chunk_loss`` gets are capped by ``cap``, and so are those at which it gives the gradient.
+    """
+    return _ChunkedHeadLoss.apply(hidden, head, chunk_loss, chunk_tokens, torch.is_grad_enabled(), cap)  # type: ignore[return-value]
 
 
 class _ChunkedHeadLoss(torch.autograd.Function):
@@ -175,7 +181,13 @@ class _ChunkedHeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, chunk_loss: ChunkLoss, chunk_tokens: int, training: bool
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        chunk_loss: ChunkLoss,
+        chunk_tokens: int,
+        training: bool,
+        cap: float | None,
     ) -> Tensor:
         accurate = torch.promote_types(hidden.dtype, torch.float32)
         total = hidden.new_zeros((), dtype=accurate)
@@ -184,7 +196,11 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         weight = for_matmul(head)
         for start in range(0, len(hidden), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            loss, gradient = chunk_loss(logits_of(hidden[rows], weight), rows)
+            logits = logits_of(hidden[rows], weight, cap)
+            slope = None if cap is None else 1 - (logits / cap).square()  # of the cap: 1 - tanh²
+            loss, gradient = chunk_loss(logits, rows)
+            if slope is not None:
+                gradient = gradient * slope
             total += loss
             gradient = gradient.to(weight.dtype)
             if to_hidden is not None:
@@ -199,7 +215,7 @@ class _ChunkedHeadLoss(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         to_hidden, to_head = ctx.saved_tensors
         scaled = [None if g is None else g * upstream.to(g.dtype) for g in (to_hidden, to_head)]
-        return (*scaled, None, None, None)
+        return (*scaled, None, None, None, None)
 
 
 def for_matmul(head: Tensor) -> Tensor:
@@ -218,6 +234,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     return left @ right
 
 
-def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
-    """The logits ``[tokens, vocab]`` of ``hidden`` ``[tokens, hidden]``, in fp32 or fp64."""
-    return _product(hidden.to(weight.dtype), weight.t())
+def logits_of(hidden: Tensor, weight: Tensor, cap: float | None = None) -> Tensor:
+    """The logits ``[tokens, vocab]`` of ``hidden`` ``[tokens, hidden]``, in fp32 or fp64, capped by ``cap``."""
+    logits = _product(hidden.to(weight.dtype), weight.t())
+    return logits if cap is None else cap * torch.tanh(logits / cap)

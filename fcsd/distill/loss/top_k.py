@@ -31,7 +31,15 @@ class TopK(NamedTuple):
 
 
 @torch.no_grad()
-def top_k(hidden: Tensor, head: Tensor, k: int, *, temperature: float = 1.0, chunk_tokens: int = 512) -> TopK:
+def top_k(
+    hidden: Tensor,
+    head: Tensor,
+    k: int,
+    *,
+    temperature: float = 1.0,
+    chunk_tokens: int = 512,
+    cap: float | None = None,
+) -> TopK:
     """The k most likely next token ids at each position, and the tail.
 
     Args:
@@ -40,11 +48,12 @@ def top_k(hidden: Tensor, head: Tensor, k: int, *, temperature: float = 1.0, chu
         k: the number of token ids, at most ``vocab``.
         temperature: the temperature of the softmax.
         chunk_tokens: the number of positions whose logits are computed at a time.
+        cap: as in ``kl_divergence``.
     """
     weight = for_matmul(head)
     chunks = []
     for rows in hidden.split(chunk_tokens):
-        log_q = (logits_of(rows, weight) / temperature).log_softmax(-1)
+        log_q = (logits_of(rows, weight, cap) / temperature).log_softmax(-1)
         log_probs, words = log_q.topk(k)
         tail = log_q.scatter_(1, words, -torch.inf).logsumexp(1)
         chunks.append(TopK(log_probs, words.int(), tail))
@@ -61,6 +70,7 @@ def kl_from_top_k(
     denominator: float | Tensor = 1.0,
     chunk_tokens: int = 512,
     kept: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """The divergence ``KL_k`` of this module's docstring, a lower bound of FarSkip's equation 4.
 
@@ -70,7 +80,7 @@ def kl_from_top_k(
         teacher: the teacher's distribution at the positions where ``mask`` is true, in their order and at the same
             temperature.
         mask: ``[...]`` bool, true where the position counts.
-        temperature, denominator, chunk_tokens, kept: as in ``kl_divergence``.
+        temperature, denominator, chunk_tokens, kept, cap: as in ``kl_divergence``.
 
     Returns: an fp32 scalar with gradients to ``student_hidden`` and, if it requires them, ``student_head``.
     """
@@ -92,4 +102,4 @@ def kl_from_top_k(
         return loss * temperature**2, gradient.mul_(temperature)
 
     keep = mask.flatten().nonzero().squeeze(1) if kept is None else kept
-    return chunked(student_hidden.flatten(0, -2)[keep], student_head, chunk_loss, chunk_tokens) / denominator
+    return chunked(student_hidden.flatten(0, -2)[keep], student_head, chunk_loss, chunk_tokens, cap) / denominator

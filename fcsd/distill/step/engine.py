@@ -26,6 +26,7 @@ from fcsd.errors import ConfigError
 from fcsd.launch.world import World
 from fcsd.models.adapters.adapted import Adapted
 from fcsd.models.annealed import Annealing, anneal
+from fcsd.models.build import logits_cap
 from fcsd.parallel.expert.autoep import frozen_experts
 from fcsd.parallel.expert.dispatcher import Dispatcher
 from fcsd.parallel.quantised.rows import Quantiser
@@ -64,7 +65,7 @@ class Student(nn.Module):
             hidden = final_hidden(self.model, batch)
         with phase("loss"):
             head, labels = output_head(self.model), batch["labels"]
-            chunk = self.objective.chunk(len(head))
+            chunk, cap = self.objective.chunk(len(head)), logits_cap(self.model.config)
             counts, kept = labels != IGNORE, batch.get("kept")
             everywhere = kept is not None and len(kept) == labels.numel()
             if everywhere:
@@ -87,6 +88,7 @@ class Student(nn.Module):
                     "denominator": denominator,
                     "chunk_tokens": chunk,
                     "kept": kept,
+                    "cap": cap,
                 }
                 if isinstance(targets.output, TopK):
                     losses["kl"] = kl_from_top_k(hidden, head, targets.output, counts, **options)
@@ -96,7 +98,7 @@ class Student(nn.Module):
                     losses["kl"] = kl_divergence(hidden, head, theirs, their_head, counts, **options)
             if "sft" in terms:
                 losses["sft"] = cross_entropy(
-                    hidden, head, labels, denominator=denominator, chunk_tokens=chunk, kept=kept
+                    hidden, head, labels, denominator=denominator, chunk_tokens=chunk, kept=kept, cap=cap
                 )
         return losses
 

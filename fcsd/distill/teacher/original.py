@@ -13,7 +13,7 @@ from fcsd.checkpoint.location import recorded_original
 from fcsd.config import Recipe
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.kernels.packed_attention import packed_arguments, takes_borders, use_packed_attention
-from fcsd.models.build import arch_of, decoder_layers, decoder_of, logits_cap, logits_factor
+from fcsd.models.build import arch_of, decoder_layers, decoder_of, logits_factor
 from fcsd.models.documents import documents_of, stay_inside_documents
 
 _MOST_COMPILED = 64  # torch's own limit is 8; beyond it layers would silently run uncompiled
@@ -152,16 +152,13 @@ def without_compiling(recipe: Recipe) -> AbstractContextManager[Any]:
 
 
 def output_head(model: PreTrainedModel) -> Tensor:
-    """The weight of the output head, ``[vocab, hidden]``. Its product with ``final_hidden`` are the logits.
+    """The weight of the output head, ``[vocab, hidden]``.
+
+    Its product with ``final_hidden`` are the logits, which a model may still cap (``logits_cap``).
 
     Raises:
-        ConfigError: the head has a bias, or the model caps its logits, which the losses would leave out.
+        ConfigError: the head has a bias, which the losses would leave out.
     """
-    if logits_cap(model.config) is not None:
-        raise ConfigError(
-            f"{model.config.model_type} caps its logits, and a loss that is computed from hidden states does not",
-            hint=f"a config.json with {arch_of(model.config).logits_cap}: null distils without the cap",
-        )
     head: Any = model.get_output_embeddings()
     if getattr(head, "bias", None) is not None:
         raise ConfigError("the output head of this model has a bias, without which no loss is computed right")

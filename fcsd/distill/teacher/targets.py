@@ -17,7 +17,7 @@ from fcsd.config import Objective, Recipe
 from fcsd.distill.loss.top_k import TopK
 from fcsd.distill.teacher.original import final_hidden, output_head
 from fcsd.errors import BadInputError
-from fcsd.models.build import decoder_layers
+from fcsd.models.build import decoder_layers, logits_cap
 from fcsd.models.selection import select_layers
 
 
@@ -130,11 +130,12 @@ def expect_comparable(student: PreTrainedModel, teacher: PreTrainedModel, recipe
     """Checks that the objective can compare a student with the teacher called ``name``.
 
     Raises:
-        BadInputError: the sizes of their vocabularies differ. If streams are compared, also if their hidden sizes or
-            numbers of layers differ.
+        BadInputError: the sizes of their vocabularies, or the caps of their logits, differ. If streams are compared,
+            also if their hidden sizes or numbers of layers differ.
         ConfigError: ``objective.hidden.layers`` names a layer that the models do not have.
     """
     pairs = [("vocabulary", *(len(output_head(model)) for model in (student, teacher)))]
+    pairs.append(("cap of the logits", *(logits_cap(model.config) for model in (student, teacher))))
     if recipe.objective.hidden.weight:
         compared_layers(student, recipe.objective)
         pairs += [

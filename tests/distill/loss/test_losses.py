@@ -23,34 +23,41 @@ def some(seed: int = 3) -> Tensor:
     return torch.rand(1, TOKENS, generator=torch.Generator().manual_seed(seed)) < 0.6
 
 
-def full_kl(hidden, head, teacher_hidden, teacher_head, mask, temperature: float) -> Tensor:
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    return logits if cap is None else cap * (logits / cap).tanh()
+
+
+def full_kl(hidden, head, teacher_hidden, teacher_head, mask, temperature: float, cap: float | None = None) -> Tensor:
     """Equation 4 as written, every logit in float64."""
-    log_p = (hidden.double() @ head.double().T / temperature).log_softmax(-1)
-    log_q = (teacher_hidden.double() @ teacher_head.double().T / temperature).log_softmax(-1)
+    log_p = (capped(hidden.double() @ head.double().T, cap) / temperature).log_softmax(-1)
+    log_q = (capped(teacher_hidden.double() @ teacher_head.double().T, cap) / temperature).log_softmax(-1)
     return ((log_q.exp() * (log_q - log_p)).sum(-1) * mask).sum() * temperature**2
 
 
+@pytest.mark.parametrize("cap", [None, 3.0])
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize("chunk_tokens", [1, 8, 1000])
-def test_kl_and_gradients_equal_full_logits(temperature: float, chunk_tokens: int) -> None:
+def test_kl_and_gradients_equal_full_logits(temperature: float, chunk_tokens: int, cap: float | None) -> None:
     hidden, head, teacher_hidden, teacher_head = sides(torch.float64)
     mask = some()
     ours, theirs = [(hidden.clone().requires_grad_(), head.clone().requires_grad_()) for _ in range(2)]
-    loss = kl_divergence(*ours, teacher_hidden, teacher_head, mask, temperature=temperature, chunk_tokens=chunk_tokens)
-    expected = full_kl(*theirs, teacher_hidden, teacher_head, mask, temperature)
+    how = {"temperature": temperature, "chunk_tokens": chunk_tokens, "cap": cap}
+    loss = kl_divergence(*ours, teacher_hidden, teacher_head, mask, **how)
+    expected = full_kl(*theirs, teacher_hidden, teacher_head, mask, temperature, cap)
     (3 * loss).backward()
     (3 * expected).backward()
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close([x.grad for x in ours], [x.grad for x in theirs])
 
 
+@pytest.mark.parametrize("cap", [None, 3.0])
 @pytest.mark.parametrize("chunk_tokens", [1, 8, 1000])
-def test_cross_entropy_and_gradients_equal_full_logits(chunk_tokens: int) -> None:
+def test_cross_entropy_and_gradients_equal_full_logits(chunk_tokens: int, cap: float | None) -> None:
     hidden, head, _, _ = sides(torch.float64)
     labels = torch.randint(VOCAB, (1, TOKENS)).masked_fill(~some(), IGNORE)
     ours, theirs = [(hidden.clone().requires_grad_(), head.clone().requires_grad_()) for _ in range(2)]
-    loss = cross_entropy(*ours, labels, chunk_tokens=chunk_tokens)
-    logits = (theirs[0] @ theirs[1].T).flatten(0, 1)
+    loss = cross_entropy(*ours, labels, chunk_tokens=chunk_tokens, cap=cap)
+    logits = capped(theirs[0] @ theirs[1].T, cap).flatten(0, 1)
     expected = torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
     loss.backward()
     expected.backward()
@@ -146,9 +153,9 @@ def test_logits_are_never_held_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
     product = losses.logits_of
 
-    def watched(hidden: Tensor, weight: Tensor) -> Tensor:
+    def watched(hidden: Tensor, weight: Tensor, cap: float | None) -> Tensor:
         sizes.append(len(hidden))
-        return product(hidden, weight)
+        return product(hidden, weight, cap)
 
     monkeypatch.setattr(losses, "logits_of", watched)
     hidden, head, teacher_hidden, teacher_head = sides()

@@ -22,8 +22,8 @@ def sides(dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, Te
 
 
 def from_cache(hidden: Tensor, head: Tensor, teacher: Tensor, teacher_head: Tensor, mask: Tensor, k: int, **options):
-    temperature = options.get("temperature", 1.0)
-    kept = top_k(teacher[mask], teacher_head, k, temperature=temperature, chunk_tokens=7)
+    same = {name: options[name] for name in ("temperature", "cap") if name in options}
+    kept = top_k(teacher[mask], teacher_head, k, chunk_tokens=7, **same)
     return kl_from_top_k(hidden, head, kept, mask, **options)
 
 
@@ -57,12 +57,13 @@ def test_loss_and_gradients_are_the_formulas(temperature: float, k: int, chunk_t
     torch.testing.assert_close([x.grad for x in ours], [x.grad for x in theirs])
 
 
+@pytest.mark.parametrize("cap", [None, 3.0])
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
-def test_all_words_give_the_full_divergence(temperature: float) -> None:
+def test_all_words_give_the_full_divergence(temperature: float, cap: float | None) -> None:
     hidden, head, teacher, teacher_head, mask = sides()
     ours, theirs = [(hidden.clone().requires_grad_(), head.clone().requires_grad_()) for _ in range(2)]
-    loss = from_cache(*ours, teacher, teacher_head, mask, VOCAB, temperature=temperature)
-    expected = kl_divergence(*theirs, teacher, teacher_head, mask, temperature=temperature)
+    loss = from_cache(*ours, teacher, teacher_head, mask, VOCAB, temperature=temperature, cap=cap)
+    expected = kl_divergence(*theirs, teacher, teacher_head, mask, temperature=temperature, cap=cap)
     loss.backward()
     expected.backward()
     torch.testing.assert_close(loss, expected)
@@ -141,9 +142,9 @@ def test_logits_are_never_held_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
     product = losses.logits_of
 
-    def watched(hidden: Tensor, weight: Tensor) -> Tensor:
+    def watched(hidden: Tensor, weight: Tensor, cap: float | None) -> Tensor:
         sizes.append(len(hidden))
-        return product(hidden, weight)
+        return product(hidden, weight, cap)
 
     monkeypatch.setattr(losses, "logits_of", watched)
     monkeypatch.setattr(module, "logits_of", watched)
