@@ -209,7 +209,9 @@ def compare_models(results: Sequence[Result], *, untrained: str | None = None) -
 
 def not_above_chance(result: Result) -> bool:
     """Whether a score is at most two standard errors above the score of guessing, where that is known."""
-    return result["chance"] is not None and result["value"] - result["chance"] / 100 <= 2 * result["stderr"]
+    if result["chance"] is None:
+        return False
+    return bool(result["value"] - result["chance"] / 100 <= 2 * result["stderr"])  # lm-eval's values are numpy's
 
 
 def _compare(model: dict[str, Result], baseline: dict[str, Result], floor: dict[str, Result]) -> Comparison:

@@ -1,8 +1,10 @@
 """Paired statistics against simulation, verdicts, tables."""
 
+import json
 import math
 import random
 
+import numpy as np
 import pytest
 
 from fcsd.errors import ConfigError, VerdictError
@@ -118,6 +120,8 @@ def test_a_benchmark_on_which_the_baseline_guesses_is_named_and_not_counted():
     rows.append(row("student", "C", [1.0] * 60 + [0.0] * 40))
     student = next(c for c in compare_models(rows) if c.model == "student")
     assert [task.at_chance for task in student.tasks] == [False, False, True]
+    numpy_rows = [{**result, "value": np.float64(result["value"])} for result in rows]
+    assert json.dumps([found.to_json(1.0) for found in compare_models(numpy_rows)])
     assert student.overall is not None and student.overall.points == pytest.approx(-4.0)
     assert student.sentence(1.0).endswith("not counted, because teacher is not above chance: C")
     assert "+33.0 ± 4.7: at chance, not counted" in difference_table([student], 1.0)
