@@ -134,9 +134,11 @@ def _bench(out: Path) -> list[list[dict[str, Any]]]:
     """Rows of two runs. In the first one, ladder with two prompts does not fit; in the second one, the weights."""
     from benchmarks.infer import own_engine as infer
 
+    from fcsd.bench.serve import own
+
     rank = join_world().rank
     wired = [""]
-    wire, prefill, weights = infer.wire_tensor_parallel, infer.Stepper.prefill, infer.random_tensor_parallel
+    wire, prefill, weights = own.wire_tensor_parallel, own.Stepper.prefill, own.random_tensor_parallel
 
     def noted(model: Any, wiring: Any, *rest: Any, **options: Any) -> Any:
         wired[0] = wiring.name
@@ -154,9 +156,9 @@ def _bench(out: Path) -> list[list[dict[str, Any]]]:
 
     load = infer.Workload("tiny-dense", layers=2, degrees=(1, 2), batches=(1, 2), prompt=8, new=3, dtype="float32",
                           wirings=("standard", "ladder", "desync-2x"), rounds=1)  # fmt: skip
-    infer.wire_tensor_parallel, infer.Stepper.prefill = noted, small_memory
+    own.wire_tensor_parallel, own.Stepper.prefill = noted, small_memory
     rows = [infer.bench(load, out)["rows"]]
-    infer.random_tensor_parallel = smaller_memory
+    own.random_tensor_parallel = smaller_memory
     return [*rows, infer.bench(replace(load, degrees=(2,), batches=(1,), bounds=("standard",)))["rows"]]
 
 
