@@ -57,7 +57,8 @@ Limit = Annotated[
     typer.Option(
         min=1,
         metavar="N",
-        help="Use only N questions of every benchmark, spread evenly over its tasks, and N documents of every text.",
+        help="Use only N questions of every benchmark, spread evenly over its tasks; sweep-layers also N documents of "
+        "its text.",
     ),
 ]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="The most sequences in one forward pass.")]

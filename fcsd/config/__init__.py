@@ -13,10 +13,9 @@ from fcsd.config.optim import Optim
 from fcsd.config.parallel import Parallel, Quantised
 from fcsd.config.recipe import HELD_OUT, NO_METRIC, EarlyStop, Recipe, Sweep
 from fcsd.config.resolve import ResolvedRecipe, load_recipe, value_of, vary
-from fcsd.config.train import ADAPTER_TARGETS, Adapter, Train
+from fcsd.config.train import Adapter, Train
 
 __all__ = [
-    "ADAPTER_TARGETS",
     "HELD_OUT",
     "NO_METRIC",
     "Adapter",

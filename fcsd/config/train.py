@@ -5,9 +5,9 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from fcsd.config.fields import Count, NonNegative, Positive, Section, Share, whole
+from fcsd.models.adapters import GROUPS
 
 Word = Annotated[str, Field(min_length=1, max_length=256)]
-ADAPTER_TARGETS = ("attention", "mlp", "shared_experts")  # the groups of linear layers that adapters are beside
 
 
 class Adapter(Section):
@@ -20,7 +20,7 @@ class Adapter(Section):
     """The rank of each adapter. More can learn more and takes more memory."""
     alpha: Annotated[float, Field(gt=0)] | None = None
     """The numerator of the factor `alpha / rank` of each adapter; null means `rank`, and so a factor of 1."""
-    targets: list[Word] = Field(default=list(ADAPTER_TARGETS), min_length=1)
+    targets: list[Word] = Field(default=list(GROUPS), min_length=1)
     """The linear layers that have adapters: `attention`, `mlp` (dense MLPs), `shared_experts`, or names in the model's
     decoder layers such as `q_proj` or `self_attn.o_proj`. Routed experts are frozen."""
 

@@ -40,7 +40,7 @@ def main() -> None:
     network = load_model(given.model, dtype="float32", device=device)
     rows = calibration_rows(network, given.model, given.text)
     found: dict[str, Any] = {
-        "command": " ".join(["python -m studies.real.layers", *sys.argv[1:]]),
+        "command": " ".join(["python -m studies.real.layers", *(Path(word).name for word in sys.argv[1:])]),
         "machine": torch.cuda.get_device_name() if device == "cuda" else "CPU",
         "torch": torch.__version__,
         "dtype": "float32",

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from ...errors import ConfigError
 from ..build import arch_of, decoder_layers, decoder_of, wiring_of
 from ..selection import select_layers
-from ..wiring import DESYNC, mixer
+from ..wiring import DESYNC, mixer, mlp_of, shared_of
+from . import GROUPS
 
-GROUPS = ("attention", "mlp", "shared_experts")
 PARTS = ("norms", "routers", "embeddings", "head")
 _LAYERS = re.compile(r"all|none|(first|last):\d+%?|\d.*")
 _LAST_SHARE = re.compile(r"last:(\d+%)")
@@ -85,11 +85,11 @@ def _linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, str, str, bool
     blocks = arch_of(model.config).blocks
     paths = {module: path for path, module in model.named_modules()}
     for layer in decoder_layers(model):
-        mlp = layer.get_submodule(blocks.mlp)
+        mlp = mlp_of(blocks, layer)
         inside: list[tuple[str, Any]] = [("attention", mixer(blocks, layer))]
         if not any(name == "experts" for name, _ in mlp.named_children()):
             inside.append(("mlp", mlp))
-        elif blocks.shared and (shared := getattr(mlp, blocks.shared, None)) is not None:
+        elif (shared := shared_of(blocks, layer)) is not None:
             inside.append(("shared_experts", shared))
         for group, block in inside:
             for name, module in block.named_modules():

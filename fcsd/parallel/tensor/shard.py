@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fcsd.errors import ConfigError
 from fcsd.models.arch import Arch
 from fcsd.models.build import arch_of, decoder_layers, experts_of
-from fcsd.models.wiring import mixer
+from fcsd.models.wiring import mixer, mlp_of
 from fcsd.parallel.tensor.tp_plan import Shard, Sharding, TensorGroup, model_shardings, put_part
 
 # DeepSpeed reads this attribute of a parameter, too: with it, the parameter is another one on each rank.
@@ -98,7 +98,7 @@ def _inside_of_parts(model: PreTrainedModel, arch: Arch) -> set[Any]:
     """The parameters of attention and MLPs."""
     found: set[Any] = set()
     for layer in decoder_layers(model):
-        for part in (mixer(arch.blocks, layer), layer.get_submodule(arch.blocks.mlp)):
+        for part in (mixer(arch.blocks, layer), mlp_of(arch.blocks, layer)):
             found.update(part.parameters())
     return found
 

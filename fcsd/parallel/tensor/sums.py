@@ -72,24 +72,23 @@ def partial_output(out: Tensor, sums: TrainingSums, layer: int) -> Reduction:
     return reduce(out, sums.ranks.group, sums.backend, layer)
 
 
-class _AwaitGradient(torch.autograd.Function):
+class _Gradient(torch.autograd.Function):
+    """Passes a tensor on, and keeps the sum of its gradient for the backward pass."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, gradient: Reduction, waits: bool) -> Tensor:
         ctx.gradient, ctx.waits = gradient, waits
         return x.view_as(x)
 
+
+class _AwaitGradient(_Gradient):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         # ``grad`` is the memory of the sum, which may still be in flight.
         return grad if ctx.waits else ctx.gradient.wait(), None, None
 
 
-class _StartGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gradient: Reduction, waits: bool) -> Tensor:
-        ctx.gradient, ctx.waits = gradient, waits
-        return x.view_as(x)
-
+class _StartGradient(_Gradient):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         # The sub-block's products made this gradient and nothing else reads it, so the sum is written over it.

@@ -22,6 +22,8 @@ def kinds(paths: tuple[str, ...]) -> set[str]:
         ("llama", "mlp.gate_proj mlp.up_proj mlp.down_proj self_attn.q_proj self_attn.k_proj self_attn.v_proj "),
         ("qwen2_moe", "mlp.shared_expert.gate_proj mlp.shared_expert.up_proj mlp.shared_expert.down_proj "),
         ("deepseek_v32", "mlp.shared_experts.up_proj self_attn.kv_b_proj self_attn.q_a_proj mlp.down_proj"),
+        ("granitemoehybrid", "shared_mlp.input_linear shared_mlp.output_linear self_attn.q_proj"),
+        ("gemma4_text", "mlp.gate_proj self_attn.o_proj"),
         ("qwen3_next", "linear_attn.in_proj_qkvz linear_attn.out_proj self_attn.o_proj mlp.shared_expert.up_proj"),
     ],
 )
