@@ -62,6 +62,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, Tensor]:
         (weight,) = ctx.saved_tensors
+        grad = grad.contiguous()  # once for both products
         found = grad @ weight if ctx.needs_input_grad[0] else None
         return found, None, grad.flatten(0, -2).sum(0) if ctx.biased else None, grad
 
