@@ -110,6 +110,44 @@ def _compiled(model: Any, world: Any) -> list[list[int]]:
     return answers
 
 
+def _by_table(path: Path, world: Any, file: Path, expected: torch.Tensor) -> dict[str, Any]:
+    """How far logits are from those without a table, by what the table changes; and the ways in which steps summed."""
+    from fcsd.engine import layer
+    from fcsd.engine.open import open_engine
+
+    if world.rank == 0:
+        for name, kind in (("exact", "nccl"), ("rounded", "quantised:int8:g64")):
+            rows = {
+                "decode": [
+                    {"from": 1, "reduce": "auto", "travels": True},
+                    {"from": 2, "reduce": "nccl", "travels": False},
+                ],
+                "prefill": [{"from": 20, "reduce": kind, "travels": False}],
+            }
+            head = {"version": 1, "user": "engine", "tp": 2, "wiring": "ladder", "model": "", "command": ""}
+            file.with_stem(name).write_text(json.dumps(head | rows))
+    torch.distributed.barrier()
+    used: set[Any] = set()
+    real = layer.reduce.reduce
+
+    def noted(x: torch.Tensor, group: Any, backend: str, index: int) -> Any:
+        used.add((x.shape[0] * x.shape[1], backend))
+        return real(x, group, backend, index)
+
+    layer.reduce.reduce = noted
+    try:
+        found: dict[str, Any] = {}
+        for name in ("exact", "rounded"):
+            model: Any = open_engine(path, world, dtype=torch.float32, reduce=str(file.with_stem(name)))
+            found[name] = float((_step_by_step(model, tiny.tokens(length=30)) - expected).abs().max())
+        used.clear()
+        found["slots"] = _in_slots(model)
+        found["used"] = used
+        return found
+    finally:
+        layer.reduce.reduce = real
+
+
 def _everything(models: dict[str, Path], mirror: Path, prompts: Path, out: Path) -> dict[str, Any]:
     from fcsd.engine.merged import First
     from fcsd.engine.open import open_engine
@@ -122,6 +160,8 @@ def _everything(models: dict[str, Path], mirror: Path, prompts: Path, out: Path)
         found[arch]["slots"] = _in_slots(model)
         if arch in COMPILED:
             found[arch]["compiled"] = _compiled(model, world)
+        if arch == "llama":
+            found["table"] = _by_table(path, world, out.with_suffix(".json"), found[arch]["steps"])
     found["chat"] = [answers[0].text for answers in chat(str(models["llama"]), prompts=prompts, divided=True)]
     quantised = chat(str(models["llama"]), prompts=prompts, divided=True, reduce="quantised:int4")
     found["quantised"] = [answers[0].text for answers in quantised]
@@ -180,6 +220,14 @@ def test_two_ranks_answer_and_score_as_one(models: dict[str, Path], tmp_path: Pa
             whole = reference(tiny.tokens(length=30), use_cache=False).logits
         assert max(float((found[arch]["steps"] - whole).abs().max()) for found in ranks) < 2e-5
 
+    table_ = [found["table"] for found in ranks]
+    assert [found["exact"] for found in table_] == [0.0, 0.0], "the ways of a table change no bit of exact sums"
+    assert all(0 < found["rounded"] < 1 for found in table_)
+    for found in table_:
+        # The slots, not the answers that still run, are the tokens of a step, and so of a graph.
+        rounded = "quantised:int8:g64"
+        assert found["used"] == {(3, "nccl"), (7, "nccl"), (23, rounded), (40, rounded)}
+        assert len(found["slots"]) == 3
     chatted = [answers[0].text for answers in chat(str(models["llama"]), prompts=prompts)]
     assert [found["chat"] for found in ranks] == [chatted, chatted] and any(chatted)
 
