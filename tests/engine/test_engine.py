@@ -110,22 +110,24 @@ def _compiled(model: Any, world: Any) -> list[list[int]]:
     return answers
 
 
+def _write_table(file: Path, decode: list[tuple[int, str, bool]], prefill: list[tuple[int, str, bool]]) -> None:
+    head = {"version": 1, "user": "engine", "tp": 2, "wiring": "ladder", "model": "", "command": ""}
+    rows = {
+        step: [{"from": least, "reduce": kind, "travels": travels} for least, kind, travels in given]
+        for step, given in (("decode", decode), ("prefill", prefill))
+    }
+    file.write_text(json.dumps(head | rows))
+
+
 def _by_table(path: Path, world: Any, file: Path, expected: torch.Tensor) -> dict[str, Any]:
     """How far logits are from those without a table, by what the table changes; and the ways in which steps summed."""
     from fcsd.engine import layer
     from fcsd.engine.open import open_engine
 
+    decode = [(1, "auto", True), (2, "nccl", False)]
     if world.rank == 0:
-        for name, kind in (("exact", "nccl"), ("rounded", "quantised:int8:g64")):
-            rows = {
-                "decode": [
-                    {"from": 1, "reduce": "auto", "travels": True},
-                    {"from": 2, "reduce": "nccl", "travels": False},
-                ],
-                "prefill": [{"from": 20, "reduce": kind, "travels": False}],
-            }
-            head = {"version": 1, "user": "engine", "tp": 2, "wiring": "ladder", "model": "", "command": ""}
-            file.with_stem(name).write_text(json.dumps(head | rows))
+        _write_table(file.with_stem("exact"), decode, [(20, "nccl", False)])
+        _write_table(file.with_stem("rounded"), decode, [(20, "quantised:int8:g64", False)])
     torch.distributed.barrier()
     used: set[Any] = set()
     real = layer.reduce.reduce
@@ -300,7 +302,7 @@ def test_a_gpu_compiles_steps_unless_this_is_switched_off(
     assert given == [device == "cuda", compiles]
 
 
-def _by_graphs(path: Path) -> dict[str, tuple[list[list[int]], list[list[int]], list[str]]]:
+def _by_graphs(path: Path, *kinds: str) -> dict[str, tuple[list[list[int]], list[list[int]], list[str]]]:
     """Answers step by step and by CUDA graphs, and what was logged, for each all-reduce backend."""
     from fcsd.engine.open import open_engine
 
@@ -309,17 +311,19 @@ def _by_graphs(path: Path) -> dict[str, tuple[list[list[int]], list[list[int]], 
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("fcsd").addHandler(handler)
     world, found = join_world(), {}
-    for kind in ("nccl", "symmetric"):
+    for kind in kinds:
         model: Any = open_engine(path, world, dtype=torch.float32, reduce=kind)
         found[kind] = _in_slots(model), _in_slots(model, graphs=True), list(said)
     return found
 
 
 @pytest.mark.multi_gpu
-def test_two_gpus_decode_by_graphs_as_step_by_step(models: dict[str, Path]) -> None:
+def test_two_gpus_decode_by_graphs_as_step_by_step(models: dict[str, Path], tmp_path: Path) -> None:
     expected = _greedy(load_model(models["llama"], dtype=torch.float32))
-    for found in on_ranks(2, _by_graphs, models["llama"]):
-        assert found == dict.fromkeys(("nccl", "symmetric"), (expected, expected, []))
+    _write_table(tmp_path / "table.json", [(1, "nccl", False), (3, "symmetric", False)], [(9, "nccl", True)])
+    kinds = ("nccl", "symmetric", str(tmp_path / "table.json"))
+    for found in on_ranks(2, _by_graphs, models["llama"], *kinds):
+        assert found == dict.fromkeys(kinds, (expected, expected, []))
 
 
 @pytest.mark.parametrize(
