@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--text", action="append", required=True, metavar="NAME=DIR")
     parser.add_argument("--mirror", type=Path)
     parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--together", type=int, default=1, help="cases that run at the same time on each GPU")
     parser.add_argument("--limit", type=int, default=1000)
     parser.add_argument("--measure", type=Path, metavar="STUDENT", help="print the divergences of one model, and stop")
     given = parser.parse_args()
@@ -49,20 +50,20 @@ def main() -> None:
             queue.put(json.loads(line))
     writing = threading.Lock()
 
-    def work(gpu: int) -> None:
+    def work(worker: int) -> None:
         while True:
             try:
                 case = queue.get_nowait()
             except Empty:
                 return
             try:
-                found = heal(case, given.teacher, given.out, texts, given.mirror, given.limit, gpu)
+                found = heal(case, given.teacher, given.out, texts, given.mirror, given.limit, worker, given.gpus)
             except (subprocess.CalledProcessError, OSError, ValueError) as error:
                 found = {**case, "failed": str(error)[-500:]}
             with writing, results.open("a") as file:
                 file.write(json.dumps(found) + "\n")
 
-    workers = [threading.Thread(target=work, args=(gpu,)) for gpu in range(given.gpus)]
+    workers = [threading.Thread(target=work, args=(n,)) for n in range(given.gpus * given.together)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -70,13 +71,21 @@ def main() -> None:
 
 
 def heal(
-    case: dict[str, Any], teacher: Path, out: Path, texts: dict[str, Path], mirror: Path | None, limit: int, gpu: int
+    case: dict[str, Any],
+    teacher: Path,
+    out: Path,
+    texts: dict[str, Path],
+    mirror: Path | None,
+    limit: int,
+    worker: int,
+    gpus: int,
 ) -> dict[str, Any]:
-    """Convert, distil and measure one case on one GPU."""
+    """Convert, distil and measure one case on the GPU of a worker."""
     name, began = case["name"], time.time()
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu), "MASTER_PORT": str(29600 + gpu), "OMP_NUM_THREADS": "4"}
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": str(worker % gpus), "MASTER_PORT": str(29600 + worker)}
+    env.setdefault("OMP_NUM_THREADS", "4")
 
     def fcsd(*arguments: object, out: Path | None = None) -> None:
         with (folder / "log.txt").open("a") as log:
