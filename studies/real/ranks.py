@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--layers", default="all")
     parser.add_argument("--batch", type=int, default=32768, help="tokens of a step")
     parser.add_argument("--full-lr", type=float, default=1e-3)
-    parser.add_argument("--lrs", default="1e-2", help="learning rates of adapters")
+    parser.add_argument("--lrs", default="3e-3", help="learning rates of adapters")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=JSON", help="of every recipe")
     given = parser.parse_args()
     if given.what == "page":

@@ -1,4 +1,4 @@
-"""The sides of fcsd: the feed, the engine, the loss and the step of ``fcsd distill``, training all weights or adapters."""
+"""The sides of fcsd: the feed, the engine, the loss and the step of ``fcsd distill``, of all weights or of adapters."""
 
 from dataclasses import replace
 from typing import Any, cast
