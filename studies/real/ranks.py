@@ -5,7 +5,8 @@
     python -m studies.real.ranks page
 
 The first command prints the cases that ``studies.real.heal`` runs. ``docs/adapters.md`` receives the table of the
-stored results from the last one. TEACHER is the bundled model or a real one; ``fcsd write`` makes its text.
+stored results from the last one. TEACHER is the bundled model or a real one; ``fcsd write`` makes its text. For the
+bundled model ``python -m studies.real.ranks text DIR`` writes its corpus as token ids in the same form.
 """
 
 import argparse
@@ -24,9 +25,10 @@ ALPHA = 32.0  # of every rank, so that one learning rate suits all ranks
 
 
 def main() -> None:
-    """Print cases, or write the page."""
+    """Print cases, write the page, or write the text of the bundled model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("cases", "page"))
+    parser.add_argument("what", choices=("cases", "page", "text"))
+    parser.add_argument("out", nargs="?", type=Path, help="the directory of `text`")
     parser.add_argument("--ranks", default="full,4,16,64,256")
     parser.add_argument("--tokens", default="10e6", help="one or several numbers")
     parser.add_argument("--seeds", default="0")
@@ -39,6 +41,9 @@ def main() -> None:
     given = parser.parse_args()
     if given.what == "page":
         PAGE.write_text(filled(PAGE.read_text(), read()))
+        return
+    if given.what == "text":
+        write_text(given.out)
         return
     print("\n".join(map(json.dumps, cases(given))))
 
@@ -56,6 +61,28 @@ def cases(given: argparse.Namespace) -> list[dict[str, Any]]:
                 case["set"] |= {"train.adapter.rank": int(rank), "train.adapter.alpha": ALPHA, "optim.train": ["norms"]}
             found.append(case if found else case | {"untrained": True})
     return found
+
+
+def write_text(out: Path, held_out: int = 20_000) -> None:
+    """Writes the bundled corpus as token ids, as ``fcsd write`` leaves a text; ``held_out`` is in tokens."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained("assets/teacher")
+    corpus = Path("assets/corpus")
+    texts = {
+        "train": pq.read_table(corpus / "train.parquet")["text"].to_pylist(),
+        "held_out": [json.loads(line)["text"] for line in (corpus / "held_out.jsonl").read_text().splitlines()],
+    }
+    for part, documents in texts.items():
+        ids: list[list[int]] = []
+        for document in documents:
+            if part == "held_out" and sum(map(len, ids)) > held_out:
+                break
+            ids.append([*tokenizer(document)["input_ids"], tokenizer.eos_token_id])
+        (out / part).mkdir(parents=True)
+        pq.write_table(pa.table({"input_ids": ids}), out / part / "part-00000.parquet")
 
 
 def table(raw: list[dict[str, Any]]) -> str:
