@@ -1,7 +1,7 @@
 """Rank against loss: one conversion healed by full training and by adapters of several ranks, at equal tokens.
 
     python -m studies.real.ranks cases --tokens 10e6 > CASES
-    python -m studies.real.heal TEACHER OUT --cases CASES --text own=DIR --together 3
+    python -m studies.real.heal TEACHER OUT --cases CASES --text own=DIR --at-once 3
     python -m studies.real.ranks page
 
 The first command prints the cases that ``studies.real.heal`` runs. ``docs/adapters.md`` receives the table of the
