@@ -55,7 +55,7 @@ def cases(given: argparse.Namespace) -> list[dict[str, Any]]:
     how: dict[str, Any] = {"wiring": given.wiring, "layers": given.layers, "text": "own", "batch": given.batch}
     for tokens, seed, rank in product(*(part.split(",") for part in (given.tokens, given.seeds, given.ranks))):
         for lr in (given.full_lr,) if rank == FULL else map(float, given.lrs.split(",")):
-            case = {**how, "name": f"{rank}-{tokens}-{lr:g}-{seed}", "rank": rank, "tokens": float(tokens), "lr": lr}
+            case = {**how, "name": f"{rank}-{tokens}-{lr:g}-{seed}", "tokens": float(tokens), "lr": lr}
             case |= {"seed": int(seed), "set": dict(settings)}
             if rank != FULL:
                 case["set"] |= {"train.adapter.rank": int(rank), "train.adapter.alpha": ALPHA, "optim.train": ["norms"]}
@@ -97,17 +97,23 @@ def table(raw: list[dict[str, Any]]) -> str:
         done = [run for run in file["runs"] if "kl" in run]
         (before,) = {run["untrained_kl"]["own"]["kl"] for run in done if "untrained_kl" in run}
         for tokens in sorted({run["tokens"] for run in done}):
-            kept: dict[str, float] = {}
-            for rank in sorted({run["rank"] for run in done}, key=lambda rank: (rank != FULL, rank.zfill(4))):
-                lr, values = _best([run for run in done if (run["tokens"], run["rank"]) == (tokens, rank)])
+            kept: dict[int, float] = {}
+            here = [run for run in done if run["tokens"] == tokens]
+            for rank in sorted({_rank(run) for run in here}):
+                lr, values = _best([run for run in here if _rank(run) == rank])
                 mean = statistics.mean(values)
                 kept[rank] = 1 - mean / before
                 spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-                share = f"{kept[rank] / kept[FULL]:.1%}" if FULL in kept else "-"
-                name = "all weights" if rank == FULL else f"rank {rank}"
+                share = f"{kept[rank] / kept[0]:.1%}" if 0 in kept else "-"
+                name = f"rank {rank}" if rank else "all weights"
                 cells = [file["model"], f"{tokens / 1e6:g} M", name, f"{lr:g}", f"{len(values)}"]
                 body.append([*cells, f"{before:.2f} → {mean:.3f}{spread}", f"{kept[rank]:.1%}", share])
     return markdown_table(head, body, left=3) + "\n"
+
+
+def _rank(run: dict[str, Any]) -> int:
+    """The rank of the adapters of a run; 0 if all weights trained."""
+    return run["set"].get("train.adapter.rank", 0)
 
 
 def _best(runs: list[dict[str, Any]]) -> tuple[float, list[float]]:
