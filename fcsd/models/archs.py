@@ -619,6 +619,7 @@ _ROWS = (
         "Phimoe",
         blocks=Blocks(router="router"),
         no_ep="its router draws experts in training, as no router of DeepSpeed AutoEP does",
+        draws=True,
         norm_epsilon=None,
         tp_plan=_ATTENTION_TP,
         no_vllm=_UNTRIED,
