@@ -34,6 +34,7 @@ from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, join_world
 from fcsd.models.wiring_block import DESYNC
 from fcsd.parallel.all_reduce.reduce import Reduction
+from fcsd.parallel.all_reduce.ways import Way
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 
 
@@ -101,7 +102,7 @@ def _rows(
     # Nothing can be dropped on one rank, so Desync has no row there.
     names = [name for name in load.wirings if ranks.degree > 1 or name not in DESYNC]
     times: dict[Variant, Times | None] = {
-        Variant(name, kind): None for name in names for kind in load.kinds if load.times(name, kind)
+        Variant(name, Way(kind)): None for name in names for kind in load.kinds if load.times(name, kind)
     }
     if model is not None:
         on_gpu = model.device.type == "cuda"
@@ -118,7 +119,7 @@ def _rows(
             compiles=load.compile and on_gpu,
             attention=load.attention,
         )
-    rows = [row(load, ranks.degree, batch, key.wiring, key.reduce, found) for key, found in times.items()]
+    rows = [row(load, ranks.degree, batch, key.wiring, key.way.reduce, found) for key, found in times.items()]
     for own in rows:
         compare(own, rows)
     return rows
