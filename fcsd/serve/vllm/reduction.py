@@ -189,7 +189,7 @@ def way_of(x: Tensor, reduce: str, overlap_from: int) -> Way:
 
 @cache
 def _open(reduce: str, group: Any) -> None:
-    """Prepare the backends of a table, which a capture of a graph does not allow. vLLM runs a step before it captures."""
+    """Prepare the backends of a table. This cannot be done while a graph is captured; vLLM runs a step before that."""
     from fcsd.parallel.all_reduce.reduce import Reduction
 
     for backend in _ways(reduce).backends:
