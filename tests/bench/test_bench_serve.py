@@ -207,11 +207,9 @@ def test_a_config_alone_is_enough_and_chooses_the_wiring(tmp_path):
         assert usual_wirings(load, config) == (wiring,)
         assert weight_bytes(config) == 2 * sum(parameter.numel() for parameter in model.parameters())
     config = config_of("tiny-dense", 1)
-    path = write_directory(
-        "tiny-dense", config, wiring_for("ladder", config, 2), tmp_path / "m", weights=False, positions=9
-    )
+    path = write_directory("tiny-dense", config, wiring_for("ladder", config, 2), tmp_path / "m", 9)
     assert json.loads((path / "config.json").read_text())["max_position_embeddings"] == 4096
-    path = write_directory(str(path), config, unwired(), tmp_path / "n", weights=True, positions=5000)
+    path = write_directory(str(path), config, unwired(), tmp_path / "n", 5000)
     fields = json.loads((path / "config.json").read_text())
     assert fields["max_position_embeddings"] == 5000 and "fcsd" not in fields
     tiny.model("llama").save_pretrained(tmp_path / "base")

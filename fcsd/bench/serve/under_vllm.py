@@ -95,7 +95,7 @@ def bench(
     with TemporaryDirectory(prefix="fcsd-bench-serve-") as scratch, _ended_by_signals():
         folder = Path(scratch)
         paths = {
-            name: write_directory(load.model, config, wiring, folder / name, weights=False, positions=load.longest)
+            name: write_directory(load.model, config, wiring, folder / name, load.longest)
             for name, wiring in wirings.items()
         }
         try:
