@@ -26,6 +26,7 @@ _EXPERT = re.compile(r"(?P<block>\w+\.experts\.)(?P<number>\d+)(?P<rest>\..+)")
 # Modules that predict further tokens, if they are not layers after the last one.
 _KEYS = re.compile(r"self_attn\.[kv]_(?:proj|norm)\.")
 _FURTHER_TOKENS = re.compile(r"(?:^|\.)mtp")
+_EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight")
 _NEEDED = ("num_hidden_layers", "hidden_size", "vocab_size", "tie_word_embeddings")
 
 Tensors = dict[str, TensorInfo]
@@ -157,10 +158,13 @@ def _compare_with_one_another(stack: str, layers: dict[int, Tensors], experts: i
 
 
 def _norm(layers: dict[int, Tensors], row: Arch | None) -> set[str]:
-    """The tensors of a norm, ``weight`` in most families: those of a norm about the attention that layers have."""
+    """The tensors of a norm, ``weight`` in most families: those of a norm about the attention that layers have.
+
+    Those of a gate that such a norm has are left out. The norm itself is called ``norm`` then.
+    """
     before, after = (row.blocks if row else Blocks()).attn_norms
-    prefix = f"{before or after}."
-    return {name.removeprefix(prefix) for layer in layers.values() for name in layer if name.startswith(prefix)}
+    own = re.compile(rf"{before or after}\.(?:norm\.)?(\w+)")
+    return {match[1] for layer in layers.values() for name in layer if (match := own.fullmatch(name))}
 
 
 def _compare_outside(
@@ -173,7 +177,8 @@ def _compare_outside(
     """
     table = (text["vocab_size"], text["hidden_size"])
     inner, head = decoder.removesuffix("layers."), _head(decoder)
-    expected: dict[str, Shape] = {f"{inner}embed_tokens.weight": table, head: table}
+    embedding = next((name for name in _EMBEDDINGS if f"{inner}{name}" in outside), _EMBEDDINGS[0])
+    expected: dict[str, Shape] = {f"{inner}{embedding}": table, head: table}
     if text.get("use_bias") and (bias := head.replace("weight", "bias")) in outside:  # Ernie's MoE
         expected[bias] = table[:1]
     expected |= {f"{inner}{name}": table[1:] for name in norm}

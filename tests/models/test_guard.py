@@ -152,6 +152,7 @@ OWN: dict[str, dict[str, Any]] = {
     "seed_oss": dict(attention_out_bias=True, residual_dropout=0.3),
     "smollm3": dict(no_rope_layers=[1, 0, 1, 0]),
     "ministral3": dict(rope_parameters=_YARN),
+    "mistral3": dict(rope_parameters=_YARN),
     "ernie4_5": dict(num_key_value_heads=1, pad_token_id=2),
     "olmo": dict(clip_qkv=0.5),
     "starcoder2": dict(num_key_value_heads=1, embedding_dropout=0.2, residual_dropout=0.3),
@@ -319,18 +320,6 @@ OWN: dict[str, dict[str, Any]] = {
     ),
     "mistral4": dict({**_LATENT, "n_group": 3, "topk_group": 2, "head_dim": 20}, rope_interleave=False, norm_topk_prob=False, rope_parameters=_YARN),
     "axk2": dict({**_LATENT, **_GROUPS}, gated_norm_rank=4, index_topk=3, index_head_dim=16, index_n_heads=20, layer_types=None),
-    "step3p7": dict(
-        _EXPERTS,
-        share_expert_dim=40,
-        num_nextn_predict_layers=1,
-        num_sliding_attention_heads=6,
-        query_pre_attn_scalar=9,
-        moe_router_scaling_factor=1.7,
-        swiglu_limits=[0.3, 0.2, 0.3, 0.2],
-        swiglu_limits_shared=[0.3, 0.2, 0.2, 0.3],
-        mlp_layer_types=["sparse", "dense", "sparse", "sparse"],
-        rope_parameters={kind: dict(rope, partial_rotary_factor=0.5) for kind, rope in _ROPES.items()},
-    ),
     "glm4v": dict(num_key_value_heads=1, rope_parameters=_GLM_MROPE),
     "glm4v_moe": dict(
         _EXPERTS, norm_topk_prob=False, first_k_dense_replace=2, topk_group=2, n_group=3, rope_parameters=_GLM_MROPE
@@ -344,8 +333,6 @@ OWN: dict[str, dict[str, Any]] = {
         layer_types=["full_attention", "linear_attention"] * 2,
         mlp_layer_types=["dense", "sparse", "sparse", "dense"],
     ),
-    "diffllama": dict(lambda_std_dev=0.3, attention_dropout=0.0),
-    "kimi_k25": dict(_LATENT, rope_interleave=False, norm_topk_prob=False),
 }
 # Fields that the source reads and that no row moves, and why.
 EXEMPT = {
@@ -357,8 +344,6 @@ EXEMPT = {
 # and in another way without.
 FIXED = {
     "phimoe": {"num_experts_per_tok"},  # its router makes two choices
-    "diffllama": {"attention_dropout"},
-    "step3p5": {"gating", "hidden_act"},  # of the class, whatever a config says
     "granitemoehybrid": {"time_step_limit"},  # transformers' own steps with a cache leave it out
 }
 
@@ -371,17 +356,25 @@ def guarded_config(arch: str, **words: str) -> Any:
     """The config of a row, with ``words``. Fields that the family does not have are left out."""
     row = ARCHS[arch]
     whole = getattr(transformers, row.config)
-    default = whole() if row.text_config is None else getattr(whole(), row.text_config)
+    default = whole() if row.text_config is None else default_text(arch)
     default.allow_global_per_layer_attribute_access = True  # of fields whose values differ from layer to layer
     flipped = {name: not getattr(default, name) for name in FLIPPED if hasattr(default, name)}
     own = {**MOVED, **flipped, **OWN.get(arch, {})}
     moved = deepcopy({name: value for name, value in own.items() if hasattr(default, name)})
-    moved["tie_word_embeddings"] = not getattr(whole(), "tie_word_embeddings", False)
+    moved["tie_word_embeddings"] = not whole().tie_word_embeddings
     if row.text_config is None:
         return whole(**moved, **words)
     others = {name: value for name, value in tiny.CONFIGS[arch][1].items() if name != row.text_config}
     text = {"model_type": default.model_type, **moved, **words}
     return whole(**others, **{row.text_config: text}, tie_word_embeddings=moved["tie_word_embeddings"])
+
+
+def default_text(arch: str) -> Any:
+    """The default config of the language model inside a multimodal type, of the kind that the tiny model has."""
+    row, own = ARCHS[arch], tiny.CONFIGS[arch][1]
+    default = getattr(getattr(transformers, row.config)(), row.text_config or "")
+    kind = own[row.text_config].get("model_type", default.model_type)
+    return default if kind == default.model_type else transformers.AutoConfig.for_model(kind)
 
 
 def guarded_model(arch: str, **words: str) -> Any:
@@ -425,7 +418,7 @@ def fields_of_classes(module: str) -> dict[str, set[str]]:
 def not_moved(config: Any, read: set[str]) -> set[str]:
     """Those of the fields that are numbers, booleans, tables or None, and as the class has them by default."""
     whole, row = type(config)(), arch_of(config)
-    default = whole if row.text_config is None else getattr(whole, row.text_config)
+    default = whole if row.text_config is None else default_text(row.model_type)
     config = config.get_text_config()
     fixed = EXEMPT.keys() | FIXED.get(config.model_type, set())
     config.allow_global_per_layer_attribute_access = default.allow_global_per_layer_attribute_access = True
@@ -530,6 +523,22 @@ def test_packed_documents_are_separate_ones(arch: str) -> None:
         torch.testing.assert_close(packed, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_another_text_inside_a_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny model has ministral3, which also scales queries by their positions."""
+    cls, own = tiny.CONFIGS["mistral3"]
+    text = dict(model_type="mistral", **tiny.CONFIGS["mistral"][1])
+    monkeypatch.setitem(tiny.CONFIGS, "mistral3", (cls, {**own, "text_config": text}))
+    monkeypatch.setitem(OWN, "mistral3", {})
+    assert guarded_config("mistral3").text_config.model_type == "mistral"
+    for check in (test_every_field_that_the_code_reads_is_moved, test_off_is_off, test_kernels_compute_the_same):
+        check("mistral3")
+    for check in (test_packed_documents_are_separate_ones, test_other_words_compute_the_same):
+        check("mistral3")
+    test_scores_and_losses_see_the_logits_of_the_model("mistral3")
+    for name in ("farskip", "ladder", "parallel"):
+        test_on_is_the_table_cached_or_not_and_gradients_flow("mistral3", name)
+
+
 @pytest.mark.parametrize("count", [0, 1, 2])
 @pytest.mark.parametrize(
     ("arch", "field"),
@@ -616,11 +625,11 @@ def test_scores_and_losses_see_the_logits_of_the_model(arch: str) -> None:
 @pytest.mark.skipif(DEVICE != "cpu", reason="dropout draws other numbers on a GPU")
 def test_other_words_compute_the_same(arch: str) -> None:
     """A kernel knows one activation, and AutoEP and the parts one way of choosing experts."""
-    default = getattr(transformers, ARCHS[arch].config)().get_text_config()
+    row = ARCHS[arch]
+    default = default_text(arch) if row.text_config else getattr(transformers, row.config)()
     default.allow_global_per_layer_attribute_access = True
     read = fields_read(guarded_model(arch))
-    fixed = EXEMPT.keys() | FIXED.get(default.model_type, set())
-    words = {name for name in read if isinstance(getattr(default, name, None), str)} - fixed
+    words = {name for name in read if isinstance(getattr(default, name, None), str)} - EXEMPT.keys()
     assert words <= WORDS.keys()
     for name in words:
         model = guarded_model(arch, **{name: WORDS[name]})
