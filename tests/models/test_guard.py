@@ -318,8 +318,15 @@ OWN: dict[str, dict[str, Any]] = {
         layer_types=None,
         indexer_types=["full", "full", "shared", "shared"],
     ),
-    "mistral4": dict({**_LATENT, "n_group": 3, "topk_group": 2, "head_dim": 20}, rope_interleave=False, norm_topk_prob=False, rope_parameters=_YARN),
-    "axk2": dict({**_LATENT, **_GROUPS}, gated_norm_rank=4, index_topk=3, index_head_dim=16, index_n_heads=20, layer_types=None),
+    "mistral4": dict(
+        {**_LATENT, "n_group": 3, "topk_group": 2, "head_dim": 20},
+        rope_interleave=False,
+        norm_topk_prob=False,
+        rope_parameters=_YARN,
+    ),
+    "axk2": dict(
+        {**_LATENT, **_GROUPS}, gated_norm_rank=4, index_topk=3, index_head_dim=16, index_n_heads=20, layer_types=None
+    ),
     "glm4v": dict(num_key_value_heads=1, rope_parameters=_GLM_MROPE),
     "glm4v_moe": dict(
         _EXPERTS, norm_topk_prob=False, first_k_dense_replace=2, topk_group=2, n_group=3, rope_parameters=_GLM_MROPE

@@ -117,7 +117,7 @@ def pack_attention(model: PreTrainedModel, recipe: Recipe) -> None:
         use_packed_attention(model)
 
 
-def _document_masks(decoder: Any, ids: Tensor, positions: Tensor) -> Tensor | None | dict[str, Tensor | None]:
+def _document_masks(decoder: Any, ids: Tensor, positions: Tensor) -> Tensor | dict[str, Tensor | None] | None:
     """The masks, by kind of attention if there are kinds, that other decoders derive from the position ids."""
     given = {"config": decoder.config, "inputs_embeds": decoder.embed_tokens(ids), "attention_mask": None}
     given |= {"past_key_values": None, "position_ids": positions}

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-
 _OWN = {"kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"}
 _OF_QUERIES = {"q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj"}
 
