@@ -105,6 +105,9 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> CheckpointCon
         quantization=None,
         rewired=rewired,
     )
+    for part in (raw, config.text, raw.get("vision_config", {})):
+        if not isinstance(part, dict):
+            raise BadInputError(f"{where}: text_config and vision_config must be objects")
     if not config.foreign:
         _check_type(config, where)  # before what another flag or another file of the same model could change
         if rewired is not None and not trust_remote_code:
@@ -113,8 +116,6 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> CheckpointCon
     if rewired is None and not trust_remote_code:
         refuse_code(path)
     for part in (raw, config.text, raw.get("vision_config", {})):
-        if not isinstance(part, dict):
-            raise BadInputError(f"{where}: text_config and vision_config must be objects")
         check_numbers(part, where)
     return config
 
@@ -154,8 +155,9 @@ def _check_type(config: CheckpointConfig, where: Path) -> None:
             f"Supported: {supported()}. docs/adding_an_architecture.md says how to add one.",
         )
     row = ARCHS[config.model_type]
-    if reason := unsupported_text(row, config.text.get("model_type")):
-        raise BadInputError(f"{where}: {reason}")
+    text = config.text.get("model_type")
+    if unsupported_text(row, text):
+        raise BadInputError(f"{where}: {unsupported_text(row, quoted(str(text)))}")
     ours = row.causal_lm
     found = config.raw.get("architectures")
     if config.rewired is None and found is not None and list(map(_plain, found)) != [_plain(ours)]:
