@@ -596,18 +596,6 @@ CONFIGS: dict[str, tuple[str, dict]] = {
             layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
         ),
     ),
-    "olmo_hybrid": (
-        "OlmoHybridConfig",
-        dict(
-            intermediate_size=128,
-            linear_num_value_heads=4,
-            linear_num_key_heads=2,
-            linear_key_head_dim=16,
-            linear_value_head_dim=16,
-            rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
-            layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
-        ),
-    ),
 }
 CONFIGS = {arch: config for arch, config in CONFIGS.items() if arch in ARCHS}  # an old transformers lacks some
 DENSE = tuple(arch for arch in CONFIGS if ARCHS[arch].dense)

@@ -724,18 +724,6 @@ _ROWS = (
         later_layers=True,
         since=(5, 23),
     ),
-    _row(
-        "olmo_hybrid",
-        "OlmoHybrid",
-        blocks=Blocks(
-            linear="linear_attn",
-            linear_norms=(("input_layernorm", None), ("post_attention_layernorm", None)),
-            **_OLMO_NORMS,
-        ),
-        no_tp=_RECURRENT,
-        tp_plan={"linear_attn.*": "replicated", "self_attn.*": "replicated"},  # of a single rank
-        no_vllm=_NORMED,
-    ),
 )
 
 

@@ -109,6 +109,7 @@ _NEAREST = {
     "bitnet": ("llama", "its output projections read normalised values"),
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"), ("qwen2_moe", _LINEAR)),
     **dict.fromkeys(("qwen3_5", "qwen3_5_text"), ("qwen3", _LINEAR)),
+    "olmo_hybrid": ("olmo3", "transformers saves the norms of its two kinds of layers under one name"),
     "bailing_hybrid": ("kimi_linear", _NEWER),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), ("qwen2", _SEES)),
     "qwen3_vl": ("qwen3", _SEES),
