@@ -26,7 +26,6 @@ _EXPERT = re.compile(r"(?P<block>\w+\.experts\.)(?P<number>\d+)(?P<rest>\..+)")
 # Modules that predict further tokens, if they are not layers after the last one.
 _KEYS = re.compile(r"self_attn\.[kv]_(?:proj|norm)\.")
 _FURTHER_TOKENS = re.compile(r"(?:^|\.)mtp")
-_EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight")
 _NEEDED = ("num_hidden_layers", "hidden_size", "vocab_size", "tie_word_embeddings")
 
 Tensors = dict[str, TensorInfo]
@@ -177,8 +176,7 @@ def _compare_outside(
     """
     table = (text["vocab_size"], text["hidden_size"])
     inner, head = decoder.removesuffix("layers."), _head(decoder)
-    embedding = next((name for name in _EMBEDDINGS if f"{inner}{name}" in outside), _EMBEDDINGS[0])
-    expected: dict[str, Shape] = {f"{inner}{embedding}": table, head: table}
+    expected: dict[str, Shape] = {f"{inner}embed_tokens.weight": table, head: table}
     if text.get("use_bias") and (bias := head.replace("weight", "bias")) in outside:  # Ernie's MoE
         expected[bias] = table[:1]
     expected |= {f"{inner}{name}": table[1:] for name in norm}

@@ -710,19 +710,6 @@ _ROWS = (
         blocks=_SHARED_EXPERTS,
         autoep={"preset_model": "deepseek_v3", "moe_layer_pattern": r"model\.language_model\.layers\.\d+\.mlp"},
         no_vllm=_UNTRIED,
-        later_layers=True,
-    ),
-    _row(
-        "bailing_hybrid",
-        "BailingHybrid",
-        blocks=Blocks(shared="shared_experts", linear="self_attn"),
-        no_ep="its convolutions are stored in three tensors, which fcsd does not write if experts are divided",
-        rotates_halves=False,
-        no_tp=_RECURRENT,
-        tp_plan={"self_attn.*": "replicated"},  # of a single rank
-        no_vllm=_NOT_TRIED,
-        later_layers=True,
-        since=(5, 23),
     ),
 )
 

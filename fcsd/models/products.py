@@ -110,7 +110,7 @@ _NEAREST = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"), ("qwen2_moe", _LINEAR)),
     **dict.fromkeys(("qwen3_5", "qwen3_5_text"), ("qwen3", _LINEAR)),
     "olmo_hybrid": ("olmo3", "transformers saves the norms of its two kinds of layers under one name"),
-    "bailing_hybrid": ("kimi_linear", _NEWER),
+    "bailing_hybrid": ("kimi_linear", "transformers saves the outputs of its two kinds of attention under one name"),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), ("qwen2", _SEES)),
     "qwen3_vl": ("qwen3", _SEES),
     "qwen3_vl_moe": ("qwen3_moe", _SEES),

@@ -60,8 +60,7 @@ SHAPES = {
     "phimoe": (0, 4, 8, 2, 0),
     "granitemoehybrid": (0, 4, 8, 2, 1),
     "glm_moe_dsa": (1, 3, 8, 2, 1),
-    **dict.fromkeys(("axk2", "glm4v_moe", "bailing_hybrid"), (1, 3, 8, 2, 1)),
-    "mistral4": (1, 3, 8, 2, 1),
+    **dict.fromkeys(("mistral4", "axk2", "glm4v_moe"), (1, 3, 8, 2, 1)),
     "gemma4_text": (0, 4, 8, 2, 0),
     "gemma4": (0, 4, 8, 2, 0),
 }

@@ -331,15 +331,6 @@ OWN: dict[str, dict[str, Any]] = {
     "glm4v_moe": dict(
         _EXPERTS, norm_topk_prob=False, first_k_dense_replace=2, topk_group=2, n_group=3, rope_parameters=_GLM_MROPE
     ),
-    "bailing_hybrid": dict(
-        _LATENT,
-        norm_topk_prob=False,
-        short_conv_kernel_size=3,
-        kda_safe_gate=False,
-        kda_lower_bound=-3.0,
-        layer_types=["full_attention", "linear_attention"] * 2,
-        mlp_layer_types=["dense", "sparse", "sparse", "dense"],
-    ),
 }
 # Fields that the source reads and that no row moves, and why.
 EXEMPT = {
