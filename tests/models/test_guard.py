@@ -521,6 +521,7 @@ def test_packed_documents_are_separate_ones(arch: str) -> None:
         torch.testing.assert_close(packed, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="dropout draws other numbers on a GPU")
 def test_another_text_inside_a_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny model has ministral3, which also scales queries by their positions."""
     cls, own = tiny.CONFIGS["mistral3"]
