@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,9 @@ EVERY = [
     Wiring("farskip", (1, 2, 3), border="partial"),
     Wiring("ladder", ALL, distance=2),
     Wiring("farskip", ALL, distance=3),
+    Wiring("desync-2x", ALL, tp_degree=2),
+    Wiring("desync-4x", (1, 2, 3), tp_degree=2),
+    Wiring("desync", (0, 1, 3), tp_degree=2, reduce="-,am"),
 ]
 DENSE = [arch for arch in tiny.CONFIGS if ARCHS[arch].dense and ARCHS[arch].no_tp is None]
 # Biases inside and after the products, norms of each head, norms on arrival, and norms over all heads.
@@ -55,7 +59,7 @@ def model_of(folder: Path, arch: str) -> Any:
 
 
 def batches() -> list[Tensor]:
-    return [tiny.tokens(batch=1, length=8 + i, seed=i) for i in range(2)]
+    return [tiny.tokens(batch=1, length=8 + 4 * i, seed=i) for i in range(2)]
 
 
 def backward(loss: Tensor) -> None:
@@ -82,33 +86,44 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> str | None:
 
 
 class _Late:
-    """A sum that appears only when it is awaited; until then its tensor holds NaN."""
+    """A result that appears only when it is awaited; until then its tensor holds NaN."""
 
-    def __init__(self, tensor: Tensor, group: Any) -> None:
-        self.tensor, self.summed = tensor, tensor.clone()
-        self.work: Any = _all_reduce(self.summed, group=group, async_op=True)
+    def __init__(self, tensor: Tensor, result: Tensor, work: Any) -> None:
+        self.tensor, self.result, self.work = tensor, result, work
         tensor.detach().fill_(float("nan"))
 
     def wait(self) -> None:
         self.work.wait()
-        self.tensor.detach().copy_(self.summed)
+        self.tensor.detach().copy_(self.result)
 
 
-_all_reduce = dist.all_reduce
+_all_reduce, _gather, _scatter = dist.all_reduce, dist.all_gather_into_tensor, dist.reduce_scatter_tensor
 
 
 @contextmanager
 def late_sums():
-    dist.all_reduce = lambda tensor, *args, group=None, async_op=False: (
-        _Late(tensor, group) if async_op else _all_reduce(tensor, *args, group=group)
-    )
+    def sum_(tensor: Tensor, *args: Any, group: Any = None, async_op: bool = False) -> Any:
+        if not async_op:
+            return _all_reduce(tensor, *args, group=group)
+        summed = tensor.clone()
+        return _Late(tensor, summed, _all_reduce(summed, group=group, async_op=True))
+
+    def of_rows(send: Any, out: Tensor, x: Tensor, group: Any, async_op: bool) -> _Late:
+        assert async_op
+        result = torch.empty_like(out)
+        return _Late(out, result, send(result, x.detach().clone(), group=group, async_op=True))
+
+    dist.all_reduce = sum_
+    dist.all_gather_into_tensor, dist.reduce_scatter_tensor = partial(of_rows, _gather), partial(of_rows, _scatter)
     try:
         yield
     finally:
-        dist.all_reduce = _all_reduce
+        dist.all_reduce, dist.all_gather_into_tensor, dist.reduce_scatter_tensor = _all_reduce, _gather, _scatter
 
 
-def _compare(rank: int, cases: list[tuple[str, str, list[Wiring]]], references: str, degree: int) -> list[str]:
+def _compare(
+    rank: int, cases: list[tuple[str, str, list[Wiring]]], references: str, degree: int, sequence: bool
+) -> list[str]:
     """Overlapped and eager sums against blocking ones, with recompute and without; and all against one process."""
     ranks, problems = TensorGroup(dist.group.WORLD, degree, rank), []
     for arch, folder, wirings in cases:
@@ -122,7 +137,7 @@ def _compare(rank: int, cases: list[tuple[str, str, list[Wiring]]], references: 
             for mode, recompute in modes:
                 if recompute:
                     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-                wire_training(model, wiring, ranks, mode)
+                wire_training(model, wiring, ranks, mode, sequence=sequence)
                 with late_sums():
                     found[mode, recompute] = passes(model)
                 model.gradient_checkpointing_disable()
@@ -150,8 +165,8 @@ def write_references(folder: Path, cases: dict[str, list[Wiring]]) -> list[tuple
     return [(arch, str(folder / arch), wirings) for arch, wirings in cases.items()]
 
 
-def _check(size: int, folder: Path, cases: dict[str, list[Wiring]]) -> None:
-    for problems in in_group(size, _compare, write_references(folder, cases), str(folder), size):
+def _check(size: int, folder: Path, cases: dict[str, list[Wiring]], sequence: bool = False) -> None:
+    for problems in in_group(size, _compare, write_references(folder, cases), str(folder), size, sequence):
         assert problems == []
 
 
@@ -164,7 +179,14 @@ def test_two_ranks_train_every_dense_family(tmp_path: Path) -> None:
 
 
 def test_four_ranks_train_every_schedule(tmp_path: Path) -> None:
-    _check(4, tmp_path, {"llama": [LADDER, Wiring("farskip", (1, 3))]})
+    _check(4, tmp_path, {"qwen3": [LADDER, Wiring("farskip", (1, 3)), Wiring("desync-4x", ALL, tp_degree=4)]})
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_with_rows_of_their_own_train_every_schedule(size: int, tmp_path: Path) -> None:
+    wirings = [STANDARD, *(Wiring(name, ALL) for name in ("ladder", "parallel")), Wiring("farskip", (1, 2))]
+    cases = {"qwen3": [*wirings, Wiring("ladder", ALL, distance=2)], "olmo2": [LADDER], "starcoder2": [LADDER]}
+    _check(size, tmp_path, cases if size == 2 else {"qwen3": wirings[:2]}, sequence=True)
 
 
 def _steps(rank: int, folder: str, degree: int) -> list[Any]:
@@ -276,7 +298,7 @@ def _without_grad(rank: int, folder: str) -> list[str]:
         with torch.no_grad(), late_sums():
             logits += [model(ids, attention_mask=mask, use_cache=False).logits for ids, mask in frozen_batches()]
     said = []
-    for call in (lambda: wire_training(model, Wiring("desync-2x", ALL, tp_degree=2), ranks),
+    for call in (lambda: wire_training(model, Wiring("desync-2x", ALL, tp_degree=4), ranks),
                  lambda: wire_training(model, Wiring("ladder", (4,)), ranks),
                  lambda: model(tiny.tokens(), output_hidden_states=True)):  # fmt: skip
         try:
@@ -303,7 +325,7 @@ def test_a_frozen_model_gives_the_logits_of_one_process_and_what_does_not_fit_is
             reference = model(ids, attention_mask=mask, use_cache=False).logits
             torch.testing.assert_close(logits.pop(0), reference, rtol=0, atol=2e-5)
     assert said == [
-        "tensor-parallel training does not support desync-2x",
+        "2 tensor-parallel ranks cannot train desync-2x of tp_degree 4",
         "layer 4 does not exist: the model has 4",
         "a tensor-parallel model does not return the outputs of single layers",
     ]
