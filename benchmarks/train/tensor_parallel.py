@@ -8,11 +8,11 @@ A step is that of ``fcsd distill`` with a teacher in memory: the teacher's forwa
 ZeRO and AdamW. Student and teacher have random weights and are sharded alike; the teacher keeps the standard wiring.
 All variants run in turns on the same models. ``own-weights`` hides the sum of an input's gradient under the weight
 gradients of the same products, as Megatron-LM does, and blocks in the forward pass. ``overlapped`` computes the rows of
-the teacher in two groups; ``one-group`` does not. First the overlapped passes of each wiring are compared with the
-blocking ones: the loss and the gradient of every weight must have the same bits, or the program ends with exit code 1.
-The bound sends nothing and gives wrong results; its time is what no overlap can beat. ``NCCL_P2P_DISABLE=1`` in the
-environment lets NCCL send through host memory, as on machines whose GPUs have no NVLink. Over gloo the times say
-nothing.
+the teacher in two groups; ``one-group`` does not. ``rows`` and ``rows-blocking`` are the sequence-parallel form. First
+the overlapped passes of each wiring are compared with the blocking ones: the loss and the gradient of every weight must
+have the same bits, or the program ends with exit code 1. The bound sends nothing and gives wrong results; its time is
+what no overlap can beat. ``NCCL_P2P_DISABLE=1`` in the environment lets NCCL send through host memory, as on machines
+whose GPUs have no NVLink. Over gloo the times say nothing.
 """
 
 import argparse
@@ -47,7 +47,7 @@ from fcsd.errors import ConfigError
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, join_world, leave
 from fcsd.models.build import register, unwired
-from fcsd.models.wiring_block import READS, Wiring
+from fcsd.models.wiring_block import DESYNC, READS, Wiring
 from fcsd.parallel import process_settings
 from fcsd.parallel.tensor.layer import wire_training
 from fcsd.parallel.tensor.shard import prepare
@@ -60,6 +60,7 @@ class Way(NamedTuple):
     mode: Mode
     backend: str = "nccl"
     row_groups: int = 1
+    sequence: bool = False
 
 
 WAYS = {
@@ -67,8 +68,11 @@ WAYS = {
     "own-weights": Way("own-weights"),
     "one-group": Way("on"),
     "overlapped": Way("on", row_groups=2),
+    "rows-blocking": Way("off", sequence=True),
+    "rows": Way("on", row_groups=2, sequence=True),
     "bound": Way("off", "none"),
 }
+DEFAULT_WAYS = ["blocking", "own-weights", "overlapped", "bound"]
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,10 @@ def draw(recipe: Recipe, config: Any, wirings: list[str], world: World) -> Model
     options: Any = {"dtype": DTYPES[recipe.train.dtype], "device": world.device, "seed": recipe.seed}
     student, teacher = (tensor_parallel.randomise(config, teams.ranks, **options) for _ in range(2))
     every = tuple(range(config.num_hidden_layers))
-    named = {name: Wiring(name, () if name == "standard" else every) for name in wirings}
+    named = {
+        name: Wiring(name, () if name == "standard" else every, tp_degree=teams.ranks.degree if name in DESYNC else 1)
+        for name in wirings
+    }
     models = Models(student, teacher.requires_grad_(False), teams, named)
     pack_attention(teacher, recipe)
     for model in (student, teacher):
@@ -203,8 +210,10 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama3-8b", help="a dense one")
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--wirings", nargs="+", choices=list(READS), default=["standard", "ladder", "farskip"])
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=[way for way in WAYS if way != "one-group"])
+    parser.add_argument(
+        "--wirings", nargs="+", choices=[*READS, "desync-2x", "desync-4x"], default=["standard", "ladder", "farskip"]
+    )
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=DEFAULT_WAYS)
     parser.add_argument("--tp", type=int, help="ranks that shard the models; default: all")
     parser.add_argument("--seq", type=int, default=4096, help="tokens of a row")
     parser.add_argument("--micro-batch", type=int, default=2, help="rows of a forward pass")

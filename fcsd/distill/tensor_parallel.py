@@ -101,7 +101,7 @@ def check(recipe: Recipe, processes: int) -> None:
             hint=f"start a multiple of {degree}, with --gpus, or lower parallel.tp_size",
         )
     register()
-    models = [(recipe.model, recipe.init)]
+    models: list[tuple[str, Any]] = [(recipe.model, recipe.init)]
     if needs_teacher(recipe):
         models.append((teacher_name(recipe), None))
     for name, init in models:

@@ -180,11 +180,14 @@ def test_checkpoints_do_not_depend_on_the_degree(biased: Path, tmp_path: Path) -
         ({"parallel__tp_size": 3}, r"parallel.tp_size 3 does not divide the 4 processes"),
         ({"parallel__tp_size": 4}, r"student: parallel.tp_size 4 does not divide num_key_value_heads 2"),
         ({"parallel__tp_size": 2, "parallel__ep_size": 2}, "parallel.ep_size above 1: it does not shard experts"),
-        ({**ROWS, "data__seq_len": 33}, "parallel.tp_size 2 does not divide data.seq_len 33"),
+        (
+            {**ROWS, "data__seq_len": 33, "train__batch_tokens": 66},
+            "parallel.tp_size 2 does not divide data.seq_len 33",
+        ),
         ({"parallel__sequence": True}, "parallel.sequence needs parallel.tp_size above 1"),
         (
             {**ROWS, "model": "teacher", "init__wiring": "desync-2x", "init__tp_degree": 2},
-            "desync-2x cannot divide rows: each rank has its own stream",
+            "desync-2x cannot divide rows, because each rank has its own stream",
         ),
         ({"parallel__tp_size": 2, "parallel__zero_stage": 0}, "cannot be combined with parallel.zero_stage 0"),
         ({"parallel__tp_size": 2, "optim__offload": "moments"}, "cannot be combined with optim.offload"),

@@ -242,10 +242,11 @@ class TrainedTensorLayer(WiredLayer):
 
         def ahead() -> None:
             nonlocal stream
-            reader, places = (self, own.plan.mlp) if by == "attn" else (own.following, ())
-            if reader is not self and reader is not None:
-                places = reader.fcsd.plan.attn
-            if reader is None or any(place >= len(stream.in_flight) for place in places):
+            reader = self if by == "attn" else own.following
+            if reader is None:
+                return
+            places = own.plan.mlp if reader is self else reader.fcsd.plan.attn
+            if any(place >= len(stream.in_flight) for place in places):
                 return
             if reader is self:
                 stream = self._gather("mlp", stream, places)
@@ -275,7 +276,7 @@ class TrainedTensorLayer(WiredLayer):
             assert stream.landed is not None and not stream.in_flight
             out, arrive = arrive(out) + stream.landed / own.sums.ranks.degree, _given
             stream = replace(stream, landed=None, local=False)
-        read_here = number == 0 and len(stream.in_flight) in own.plan.mlp
+        read_here = number == 0 and stream.gathered is None and len(stream.in_flight) in own.plan.mlp
         if order.in_backward() and not read_here and not own.blocks.normed:
             # No tensor that a recompute saves depends on the sum.
             given = out if stream.by_rows is None else part_of(out.flatten(0, -2), own.sums)[None]

@@ -41,7 +41,8 @@ class Transfer:
         self._found, self._sent = x.new_empty(rows, x.shape[1]), x
         send = dist.all_gather_into_tensor if self._gathers else dist.reduce_scatter_tensor
         with record_function(f"fcsd::{'gather' if self._gathers else 'scatter'}.{passes}.L{self._layer}"):
-            self._work = send(self._found, x, group=ranks.group, async_op=True)  # pyright: ignore[reportAttributeAccessIssue]
+            # A work may write when it is awaited (gloo's scatter does), which autograd must not see.
+            self._work = send(self._found.detach(), x, group=ranks.group, async_op=True)  # pyright: ignore[reportAttributeAccessIssue]
         return self._found
 
     def wait(self) -> None:
@@ -100,6 +101,9 @@ def scatter_output(out: Tensor, sums: TrainingSums, layer: int) -> Any:
 
     def land() -> Tensor:
         transfer.wait()
+        if own.requires_grad:
+            # The gradients of its readers come from here, and its own gather starts at once.
+            order.run_at(own, order.mark())
         return own[None]
 
     return land

@@ -59,7 +59,7 @@ def check_desync(name: str, tp_degree: int, degree: int, sequence: bool) -> None
     """
     if sequence:
         raise ConfigError(
-            f"{name} cannot divide rows: each rank has a stream of its own", "set parallel.sequence: false"
+            f"{name} cannot divide rows, because each rank has its own stream", "set parallel.sequence: false"
         )
     if tp_degree != degree:
         raise ConfigError(
