@@ -78,13 +78,13 @@ def numbers(run: Path) -> tuple[Any, Any]:
     return metrics, load_file(run / "final" / "model.safetensors")
 
 
-def assert_close(one: tuple[Any, Any], other: tuple[Any, Any], what: str) -> None:
+def assert_close(one: tuple[Any, Any], other: tuple[Any, Any], what: str, atol: float) -> None:
     """Two runs agree up to rounding in fp32."""
     for mine, reference in zip(one[0], other[0], strict=True):
         assert mine == pytest.approx(reference, rel=2e-5), what
     assert one[1].keys() == other[1].keys()
     for name, weight in other[1].items():
-        torch.testing.assert_close(one[1][name], weight, rtol=1e-5, atol=1e-5, msg=lambda m: f"{what} {name}: {m}")  # noqa: B023
+        torch.testing.assert_close(one[1][name], weight, rtol=1e-5, atol=atol, msg=lambda m: f"{what} {name}: {m}")  # noqa: B023
 
 
 def assert_same(one: tuple[Any, Any], other: tuple[Any, Any]) -> None:
@@ -129,8 +129,10 @@ def test_runs_are_those_of_one_process(folder: Path, tmp_path: Path) -> None:
         assert len(losses) == 6 and losses[-1] < losses[0] - 0.1  # the model learns something
     assert_same(two["rows plain"], two["rows blocking"])
     for name, run in (*two.items(), *four.items()):
+        kind = name.removeprefix("rows ")
         if not name.startswith("bf16"):
-            assert_close(run, single.get(name.removeprefix("rows "), single["plain"]), name)
+            # AdamW's first steps have the size of the learning rate, however small a gradient is.
+            assert_close(run, single.get(kind, single["plain"]), name, atol=3e-4 if kind in scratch else 1e-5)
     assert (tmp_path / "2" / "recomputed" / "samples.jsonl").exists()
 
 

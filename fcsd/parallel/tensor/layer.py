@@ -208,7 +208,9 @@ class TrainedTensorLayer(WiredLayer):
         if stream.begun:
             awaited_at, begun = stream.begun[0], (*stream.begun[1:], order.mark())
             weights_at = order.mark()
-        if not own.sums.orders:
+            if not own.sums.orders:
+                awaited_at = begun[-1]  # behind the weight gradients, before all earlier sub-blocks
+        if own.sums.mode == "off":
             awaited_at = None
         compute_weights_at(self._part(by), None if own.sums.mode == "off" else weights_at)
         stream = replace(stream, begun=begun)
