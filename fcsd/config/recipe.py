@@ -185,6 +185,11 @@ class Recipe(Section):
             raise ValueError(f"train.graph cannot be combined with {why}")
         if self.parallel.tp_size > 1 and (why := self._not_with_shards()):
             raise ValueError(f"parallel.tp_size above 1 cannot be combined with {why}")
+        if self.parallel.sequence and self.data.seq_len % self.parallel.tp_size:
+            raise ValueError(
+                f"parallel.sequence: parallel.tp_size {self.parallel.tp_size} does not divide data.seq_len "
+                f"{self.data.seq_len}"
+            )
         if why := self._no_adapter():
             raise ValueError(why)
         if self.train.eval_every and self.data.held_out is None:

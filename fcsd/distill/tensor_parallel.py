@@ -23,7 +23,7 @@ from fcsd.models.build import arch_of, register, wiring_of
 from fcsd.models.fused.model import fuse_parts
 from fcsd.models.wiring import DESYNC
 from fcsd.parallel.tensor.layer import wire_training
-from fcsd.parallel.tensor.shard import check_trainable, prepare
+from fcsd.parallel.tensor.shard import check_desync, check_trainable, prepare
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 
 
@@ -90,7 +90,7 @@ def check(recipe: Recipe, processes: int) -> None:
 
     Raises:
         ConfigError: ``tp_size`` does not divide the number of processes, or student or teacher cannot be sharded or has
-            a Desync wiring.
+            a Desync wiring for another number of ranks.
     """
     degree = recipe.parallel.tp_size
     if degree == 1:
@@ -101,17 +101,18 @@ def check(recipe: Recipe, processes: int) -> None:
             hint=f"start a multiple of {degree}, with --gpus, or lower parallel.tp_size",
         )
     register()
-    models = [(recipe.model, recipe.init.wiring)]
+    models: list[tuple[str, Any]] = [(recipe.model, recipe.init)]
     if needs_teacher(recipe):
         models.append((teacher_name(recipe), None))
-    for name, rewired in models:
+    for name, init in models:
         config = AutoConfig.from_pretrained(resolve(name, weights=False).path, trust_remote_code=False)
         check_trainable(name, config, degree)
-        if (wiring := rewired or wiring_of(config).name) in DESYNC:
-            raise ConfigError(
-                f"{name}: tensor-parallel training does not support the wiring {wiring}",
-                hint="set parallel.tp_size: 1; each process then trains all ranks of the wiring",
-            )
+        own = wiring_of(config)
+        wiring, made_for = own.name, own.tp_degree
+        if init is not None and init.wiring is not None:
+            wiring, made_for = init.wiring, init.tp_degree
+        if wiring in DESYNC:
+            check_desync(f"{name}: {wiring}", made_for, degree, recipe.parallel.sequence)
 
 
 def load(
@@ -131,7 +132,8 @@ def randomise(
 def wire(model: PreTrainedModel, ranks: TensorGroup, recipe: Recipe) -> None:
     """Installs the schedule of the model's own wiring, and fused kernels, with the settings of ``parallel``."""
     fuse_parts(model, arch_of(model.config), recipe.parallel.fused and model.device.type == "cuda")
-    wire_training(model, wiring_of(model.config), ranks, recipe.parallel.overlap)
+    parallel = recipe.parallel
+    wire_training(model, wiring_of(model.config), ranks, parallel.overlap, sequence=parallel.sequence)
 
 
 def make_trainable(model: PreTrainedModel, teams: Teams) -> None:

@@ -31,6 +31,7 @@ _FREE = (
     "parallel.overlap",
     "parallel.transport",
     "parallel.tp_size",
+    "parallel.sequence",
     "train.log_every",
     "train.eval_every",
     "train.trace_every",

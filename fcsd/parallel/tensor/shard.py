@@ -3,7 +3,8 @@
 A sharded weight has a gradient of its own on each rank. A weight that every rank has is trained alike everywhere, so
 its gradient must have the same bits on all ranks. Outside of attention and MLP it has: norms, embeddings and the output
 head read and give whole tensors, and all sums over ranks give the same bits on each of them. Inside, a rank computes
-with its own heads or columns alone, so gradients of weights such as the norm of each head are summed over the ranks.
+with its own heads or columns alone, so gradients of weights such as the norm of each head are summed over the ranks. So
+are those of norms that read a stream of the rank alone.
 The bias of a row-parallel product is added once, by the first rank, which alone trains it.
 """
 
@@ -16,13 +17,13 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fcsd.errors import ConfigError
-from fcsd.models.arch import Arch
 from fcsd.models.build import arch_of, decoder_layers, experts_of
 from fcsd.models.wiring import mixer, mlp_of
 from fcsd.parallel.tensor.tp_plan import Shard, Sharding, TensorGroup, model_shardings, put_part
 
 # DeepSpeed reads this attribute of a parameter, too: with it, the parameter is another one on each rank.
 SHARDED = "tensor_model_parallel"
+_PARTIAL = "partial_gradient"
 
 
 def check_trainable(name: str, config: PretrainedConfig, degree: int) -> None:
@@ -46,6 +47,27 @@ def check_trainable(name: str, config: PretrainedConfig, degree: int) -> None:
             raise ConfigError(f"{name}: parallel.tp_size {degree} does not divide {what} {size}", hint)
 
 
+def check_desync(name: str, tp_degree: int, degree: int, sequence: bool) -> None:
+    """Refuse a Desync wiring for another number of ranks: each rank keeps its own residual stream.
+
+    Args:
+        name: names the wiring in messages.
+        tp_degree: the number of ranks that the wiring was made for.
+
+    Raises:
+        ConfigError: ``degree`` is another number, or the rows are divided.
+    """
+    if sequence:
+        raise ConfigError(
+            f"{name} cannot divide rows, because each rank has its own stream", "set parallel.sequence: false"
+        )
+    if tp_degree != degree:
+        raise ConfigError(
+            f"{degree} tensor-parallel ranks cannot train {name} of tp_degree {tp_degree}",
+            f"set parallel.tp_size to {tp_degree}, or to 1: one process then trains all ranks of the wiring",
+        )
+
+
 def prepare(model: PreTrainedModel, ranks: TensorGroup, group: Any = None) -> dict[str, Sharding]:
     """Let the parameters of a sharded model be trained, in place. The call can be repeated.
 
@@ -58,16 +80,25 @@ def prepare(model: PreTrainedModel, ranks: TensorGroup, group: Any = None) -> di
     """
     arch = arch_of(model.config)
     shardings = model_shardings(model, arch, "whole")
-    inside = _inside_of_parts(model, arch)
+    layers = {parameter for layer in decoder_layers(model) for parameter in layer.parameters()}
+    parts = [part(arch.blocks, layer) for layer in decoder_layers(model) for part in (mixer, mlp_of)]
     model.requires_grad_(True)
     for name, parameter in model.named_parameters():
         sharding, prepared = shardings[name], hasattr(parameter, SHARDED)
         setattr(parameter, SHARDED, sharding != "whole")
         if sharding == "first":
             parameter.requires_grad_(ranks.rank == 0)
-        if sharding == "whole" and parameter in inside and ranks.degree > 1 and not prepared:
-            parameter.register_hook(partial(_summed, ranks.group if group is None else group))
+        if sharding == "whole" and parameter in layers and ranks.degree > 1 and not prepared:
+            parameter.register_hook(partial(_summed, parameter, ranks.group if group is None else group))
+    for part in parts:
+        mark_partial(part, True)
     return shardings
+
+
+def mark_partial(module: torch.nn.Module, is_partial: bool) -> None:
+    """Say whether a rank computes only a part of the gradients of those parameters that every rank has as a whole."""
+    for parameter in module.parameters():
+        setattr(parameter, _PARTIAL, is_partial)
 
 
 def whole_shape(part: Tensor, sharding: Sharding, degree: int) -> list[int]:
@@ -94,16 +125,9 @@ def gather(part: Tensor, sharding: Sharding, ranks: TensorGroup, kv_heads: int) 
     return whole
 
 
-def _inside_of_parts(model: PreTrainedModel, arch: Arch) -> set[Any]:
-    """The parameters of attention and MLPs."""
-    found: set[Any] = set()
-    for layer in decoder_layers(model):
-        for part in (mixer(arch.blocks, layer), mlp_of(arch.blocks, layer)):
-            found.update(part.parameters())
-    return found
-
-
-def _summed(group: Any, grad: Tensor) -> Tensor:
+def _summed(parameter: Tensor, group: Any, grad: Tensor) -> Tensor | None:
+    if not getattr(parameter, _PARTIAL, False):
+        return None
     total = grad.clone()
     dist.all_reduce(total, group=group)
     return total

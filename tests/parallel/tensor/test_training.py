@@ -1,7 +1,8 @@
 """Tensor-parallel training: overlapped is blocking to the last bit, and both are one process up to rounding."""
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,9 @@ EVERY = [
     Wiring("farskip", (1, 2, 3), border="partial"),
     Wiring("ladder", ALL, distance=2),
     Wiring("farskip", ALL, distance=3),
+    Wiring("desync-2x", ALL, tp_degree=2),
+    Wiring("desync-4x", (1, 2, 3), tp_degree=2),
+    Wiring("desync", (0, 1, 3), tp_degree=2, reduce="-,am"),
 ]
 DENSE = [arch for arch in tiny.CONFIGS if ARCHS[arch].dense and ARCHS[arch].no_tp is None]
 # Biases inside and after the products, norms of each head, norms on arrival, and norms over all heads.
@@ -55,7 +59,7 @@ def model_of(folder: Path, arch: str) -> Any:
 
 
 def batches() -> list[Tensor]:
-    return [tiny.tokens(batch=1, length=8 + i, seed=i) for i in range(2)]
+    return [tiny.tokens(batch=1 + i, length=8 - 4 * i, seed=i) for i in range(2)]
 
 
 def backward(loss: Tensor) -> None:
@@ -82,33 +86,44 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> str | None:
 
 
 class _Late:
-    """A sum that appears only when it is awaited; until then its tensor holds NaN."""
+    """A result that appears only when it is awaited; until then its tensor holds NaN."""
 
-    def __init__(self, tensor: Tensor, group: Any) -> None:
-        self.tensor, self.summed = tensor, tensor.clone()
-        self.work: Any = _all_reduce(self.summed, group=group, async_op=True)
+    def __init__(self, tensor: Tensor, result: Tensor, work: Any) -> None:
+        self.tensor, self.result, self.work = tensor, result, work
         tensor.detach().fill_(float("nan"))
 
     def wait(self) -> None:
         self.work.wait()
-        self.tensor.detach().copy_(self.summed)
+        self.tensor.detach().copy_(self.result)
 
 
-_all_reduce = dist.all_reduce
+_all_reduce, _gather, _scatter = dist.all_reduce, dist.all_gather_into_tensor, dist.reduce_scatter_tensor
 
 
 @contextmanager
 def late_sums():
-    dist.all_reduce = lambda tensor, *args, group=None, async_op=False: (
-        _Late(tensor, group) if async_op else _all_reduce(tensor, *args, group=group)
-    )
+    def sum_(tensor: Tensor, *args: Any, group: Any = None, async_op: bool = False) -> Any:
+        if not async_op:
+            return _all_reduce(tensor, *args, group=group)
+        summed = tensor.clone()
+        return _Late(tensor, summed, _all_reduce(summed, group=group, async_op=True))
+
+    def of_rows(send: Any, out: Tensor, x: Tensor, group: Any, async_op: bool) -> _Late:
+        assert async_op
+        result = torch.empty_like(out)
+        return _Late(out, result, send(result, x.detach().clone(), group=group, async_op=True))
+
+    dist.all_reduce = sum_
+    dist.all_gather_into_tensor, dist.reduce_scatter_tensor = partial(of_rows, _gather), partial(of_rows, _scatter)
     try:
         yield
     finally:
-        dist.all_reduce = _all_reduce
+        dist.all_reduce, dist.all_gather_into_tensor, dist.reduce_scatter_tensor = _all_reduce, _gather, _scatter
 
 
-def _compare(rank: int, cases: list[tuple[str, str, list[Wiring]]], references: str, degree: int) -> list[str]:
+def _compare(
+    rank: int, cases: list[tuple[str, str, list[Wiring]]], references: str, degree: int, sequence: bool
+) -> list[str]:
     """Overlapped and eager sums against blocking ones, with recompute and without; and all against one process."""
     ranks, problems = TensorGroup(dist.group.WORLD, degree, rank), []
     for arch, folder, wirings in cases:
@@ -122,8 +137,8 @@ def _compare(rank: int, cases: list[tuple[str, str, list[Wiring]]], references: 
             for mode, recompute in modes:
                 if recompute:
                     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-                wire_training(model, wiring, ranks, mode)
-                with late_sums():
+                wire_training(model, wiring, ranks, mode, sequence=sequence)
+                with late_sums() if mode == "on" else nullcontext():
                     found[mode, recompute] = passes(model)
                 model.gradient_checkpointing_disable()
                 if difference := differing(found["off", False], found[mode, recompute]):
@@ -150,8 +165,8 @@ def write_references(folder: Path, cases: dict[str, list[Wiring]]) -> list[tuple
     return [(arch, str(folder / arch), wirings) for arch, wirings in cases.items()]
 
 
-def _check(size: int, folder: Path, cases: dict[str, list[Wiring]]) -> None:
-    for problems in in_group(size, _compare, write_references(folder, cases), str(folder), size):
+def _check(size: int, folder: Path, cases: dict[str, list[Wiring]], sequence: bool = False) -> None:
+    for problems in in_group(size, _compare, write_references(folder, cases), str(folder), size, sequence):
         assert problems == []
 
 
@@ -164,7 +179,14 @@ def test_two_ranks_train_every_dense_family(tmp_path: Path) -> None:
 
 
 def test_four_ranks_train_every_schedule(tmp_path: Path) -> None:
-    _check(4, tmp_path, {"llama": [LADDER, Wiring("farskip", (1, 3))]})
+    _check(4, tmp_path, {"qwen3": [LADDER, Wiring("farskip", (1, 3)), Wiring("desync-4x", ALL, tp_degree=4)]})
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_with_rows_of_their_own_train_every_schedule(size: int, tmp_path: Path) -> None:
+    wirings = [STANDARD, *(Wiring(name, ALL) for name in ("ladder", "parallel")), Wiring("farskip", (1, 2))]
+    cases = {"qwen3": [*wirings, Wiring("ladder", ALL, distance=2)], "olmo2": [LADDER], "starcoder2": [LADDER]}
+    _check(size, tmp_path, cases if size == 2 else {"qwen3": wirings[:2]}, sequence=True)
 
 
 def _steps(rank: int, folder: str, degree: int) -> list[Any]:
@@ -257,6 +279,57 @@ def test_a_gradient_is_in_flight_as_long_as_no_part_needs_it(wiring: Wiring, tmp
         assert under == free[: max(1, *wiring.reads)], (part, under)
 
 
+def _exposed(rank: int, folder: str, wiring: Wiring, recompute: bool = False) -> list[int]:
+    """How many gathers and scatters of rows no product hides in the forward and in the backward pass; and how many."""
+    ranks, computed, exposed = TensorGroup(dist.group.WORLD, 2, rank), [], []
+    model: Any = load_tensor_parallel(folder, dtype=torch.float32, device="cpu", ranks=ranks, whole_vocabulary=True)
+    prepare(model.train(), ranks)
+    wire_training(model, wiring, ranks, sequence=True)
+    if recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for module in model.model.layers.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(lambda *_: computed.append(0))
+            module.weight.register_hook(lambda _: computed.append(0))
+
+    class Seen:
+        def __init__(self, work: Any) -> None:
+            self.work, self.started = work, len(computed)
+
+        def wait(self) -> None:
+            self.work.wait()
+            exposed.append(self.started == len(computed))
+
+    def seen(send: Any, out: Tensor, x: Tensor, group: Any, async_op: bool) -> Seen:
+        return Seen(send(out, x, group=group, async_op=async_op))
+
+    dist.all_gather_into_tensor, dist.reduce_scatter_tensor = partial(seen, _gather), partial(seen, _scatter)
+    try:
+        ids = tiny.tokens()
+        loss = model(ids, labels=ids, use_cache=False).loss
+        forward = len(exposed)
+        backward(loss)
+    finally:
+        dist.all_gather_into_tensor, dist.reduce_scatter_tensor = _gather, _scatter
+    return [sum(exposed[:forward]), sum(exposed[forward:]), forward, len(exposed) - forward]
+
+
+@pytest.mark.parametrize(
+    ("wiring", "exposed", "recomputed"), [(STANDARD, [17, 9, 17, 17], 12), (LADDER, [3, 2, 16, 16], 4)]
+)
+def test_products_hide_gathers_and_scatters_of_rows_as_the_wiring_allows(
+    wiring: Wiring, exposed: list[int], recomputed: int, tmp_path: Path
+) -> None:
+    """Ladder exposes the first and the last transfer of a direction, and the gather for the final norm.
+
+    Its last two outputs share one scatter. A recompute of a layer gathers the input of its MLP. Under standard, it also
+    repeats what comes before.
+    """
+    model_of(tmp_path, "llama")
+    assert in_group(2, _exposed, str(tmp_path), wiring) == [exposed] * 2
+    assert in_group(2, _exposed, str(tmp_path), wiring, True)[0][2:] == [exposed[2], exposed[3] + recomputed]
+
+
 @pytest.mark.parametrize(("wiring", "recomputed"), [(STANDARD, 4), (LADDER, 0)])
 def test_a_recompute_sends_the_sums_that_its_layer_reads_and_no_others(
     wiring: Wiring, recomputed: int, tmp_path: Path
@@ -276,7 +349,7 @@ def _without_grad(rank: int, folder: str) -> list[str]:
         with torch.no_grad(), late_sums():
             logits += [model(ids, attention_mask=mask, use_cache=False).logits for ids, mask in frozen_batches()]
     said = []
-    for call in (lambda: wire_training(model, Wiring("desync-2x", ALL, tp_degree=2), ranks),
+    for call in (lambda: wire_training(model, Wiring("desync-2x", ALL, tp_degree=4), ranks),
                  lambda: wire_training(model, Wiring("ladder", (4,)), ranks),
                  lambda: model(tiny.tokens(), output_hidden_states=True)):  # fmt: skip
         try:
@@ -303,7 +376,7 @@ def test_a_frozen_model_gives_the_logits_of_one_process_and_what_does_not_fit_is
             reference = model(ids, attention_mask=mask, use_cache=False).logits
             torch.testing.assert_close(logits.pop(0), reference, rtol=0, atol=2e-5)
     assert said == [
-        "tensor-parallel training does not support desync-2x",
+        "2 tensor-parallel ranks cannot train desync-2x of tp_degree 4",
         "layer 4 does not exist: the model has 4",
         "a tensor-parallel model does not return the outputs of single layers",
     ]
@@ -312,7 +385,7 @@ def test_a_frozen_model_gives_the_logits_of_one_process_and_what_does_not_fit_is
 def test_a_group_of_rows_attends_inside_the_documents_of_its_rows() -> None:
     positions = torch.tensor([[0, 1, 2, 3], [0, 1, 0, 1], [0, 0, 1, 2]])
     whole = {"borders": document_borders(positions), "position_ids": positions, "scale": None}
-    groups = RowGroups(tuple(SummedStream(rows) for rows in torch.zeros(3, 4, 1).tensor_split(2)))
+    groups = RowGroups(tuple(SummedStream(rows, rows.shape) for rows in torch.zeros(3, 4, 1).tensor_split(2)))
     query, key, value = torch.randn(3, 3, 2, 4, 8, generator=torch.Generator().manual_seed(0))
     expected = attend(query, key, value, whole["borders"])
     for group, rows in enumerate((slice(0, 2), slice(2, 3))):
