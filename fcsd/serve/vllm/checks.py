@@ -56,10 +56,12 @@ def problems(vllm_config: Any, model_type: str) -> Iterator[str]:
     yield from _wiring_problems(wiring, parallel)
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
     passes, speculation = vllm_config.compilation_config.pass_config, vllm_config.speculative_config
+    exchanges = parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe
     asked = {
         "float16": ARCHS[model_type].vllm.rescales_float16 and dtype == "float16",
         "sequence_parallel": parallel.use_sequence_parallel_moe,
-        "data_parallel": parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe,
+        "data_parallel": exchanges and (not parallel.enable_expert_parallel or parallel.pipeline_parallel_size > 1),
+        "all2all": exchanges and parallel.all2all_backend != "allgather_reducescatter",
         "dbo": parallel.use_ubatching,
         "eplb": parallel.enable_eplb,
         "context": max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1,

@@ -41,10 +41,12 @@ class Settings(NamedTuple):
     Attributes:
         backend: the name of a backend, see ``parallel.all_reduce.backends``.
         overlap_from: the fewest tokens of a step without a CUDA graph whose sums are in flight.
+        exchange: ``at once``, by vLLM, or ``in flight``: how tokens travel under data-parallel attention.
     """
 
     backend: str
     overlap_from: int
+    exchange: str
 
 
 class Sum(NamedTuple):
@@ -123,30 +125,33 @@ def read_settings(additional_config: Any) -> Settings:
     """The user's choice: ``--additional-config '{"fcsd": {"reduce": "vllm", "overlap_from": 2048}}'``.
 
     Raises:
-        ConfigError: the section ``fcsd`` has another form, or the backend or its format is unknown.
+        ConfigError: the section ``fcsd`` has another form, or one of its values is unknown.
     """
     section = additional_config.get("fcsd", {}) if isinstance(additional_config, dict) else {}
-    if not isinstance(section, dict) or section.keys() - {"reduce", "overlap_from"}:
-        raise ConfigError('--additional-config: the section "fcsd" has the keys "reduce" and "overlap_from" alone')
+    if not isinstance(section, dict) or section.keys() - {"reduce", "overlap_from", "exchange"}:
+        keys = '"reduce", "overlap_from" and "exchange"'
+        raise ConfigError(f'--additional-config: the section "fcsd" has the keys {keys} alone')
     backend = str(section.get("reduce", "auto"))
     backend_of(backend, "plugin")
     overlap_from = section.get("overlap_from", OVERLAP_FROM)
     if type(overlap_from) is not int or overlap_from < 0:
         raise ConfigError(f"overlap_from is a number of tokens, not {overlap_from!r}; 0 always overlaps")
-    return Settings(backend, overlap_from)
-
-
-class _InFlight:
-    """The side stream of this process, and what waits for each sum in flight, by the address of its memory."""
-
-    def __init__(self) -> None:
-        self.stream = torch.cuda.Stream(priority=-1)
-        self.waits: dict[int, Callable[[], object]] = {}
+    exchange = section.get("exchange", "at once")
+    if exchange not in ("at once", "in flight"):
+        raise ConfigError(f'exchange is "at once" or "in flight", not {exchange!r}')
+    return Settings(backend, overlap_from, exchange)
 
 
 @cache
-def _side() -> _InFlight:
-    return _InFlight()
+def _side() -> torch.cuda.Stream:
+    """The stream of this process on which sums travel."""
+    return torch.cuda.Stream(priority=-1)
+
+
+@cache
+def waits() -> dict[int, Callable[[], Any]]:
+    """What waits for each tensor in flight of this process, by the address of its memory."""
+    return {}
 
 
 def in_flight(x: Tensor, overlap_from: int) -> bool:
@@ -167,15 +172,15 @@ def _start(x: Tensor, group: str, backend: str, overlap_from: int) -> Tensor:
         return _start_of_fcsd(x, ranks.device_group, backend, overlap_from)
     if x.device.type == "cpu":
         return ranks._all_reduce_out_place(x.clone())  # the communicator of CPUs writes over its input
-    flight = _side()  # made by the first sum of all, before any graph is captured
+    side = _side()  # made by the first sum of all, before any graph is captured
     if not in_flight(x, overlap_from):
         return ranks._all_reduce_out_place(x)
-    flight.stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(flight.stream):
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
         y = ranks._all_reduce_out_place(x)
         event = torch.cuda.Event()
-        event.record(flight.stream)
-    flight.waits[y.data_ptr()] = lambda: torch.cuda.current_stream().wait_event(event)
+        event.record(side)
+    waits()[y.data_ptr()] = lambda: torch.cuda.current_stream().wait_event(event)
     return y
 
 
@@ -187,17 +192,16 @@ def _start_of_fcsd(x: Tensor, group: Any, backend: str, overlap_from: int) -> Te
     reduction = reduce(y, group, backend)
     if not in_flight(x, overlap_from):
         return reduction.wait()
-    _side().waits[y.data_ptr()] = reduction.wait
+    waits()[y.data_ptr()] = reduction.wait
     return y
 
 
 def _wait(y: Tensor, x: Tensor, after: Tensor, overlap_from: int) -> None:
-    if not in_flight(y, overlap_from):
-        return
-    wait = _side().waits.pop(y.data_ptr(), None)
-    if wait is None:
+    wait = waits().pop(y.data_ptr(), None)
+    if wait is not None:
+        wait()
+    elif in_flight(y, overlap_from):
         raise RuntimeError("a compiler copied a sum that is in flight, which would be read before it is complete")
-    wait()
 
 
 def _captures_a_piece() -> bool:

@@ -38,19 +38,25 @@ class Lost(NamedTuple):
 # ``checks.py`` makes its messages of these, and docs/serving.md has them as a table.
 LOST = {
     "data_parallel": Lost(
-        "data-parallel attention of a model with experts",
+        "data-parallel attention of a model with experts, without expert parallelism or with pipeline stages",
         "--data-parallel-size N",
-        "its gather and scatter of tokens are not in the schedule of the wiring",
-        "start a server per replica with --data-parallel-size 1",
-        "latent attention keeps a copy of its keys and values on every rank, so fewer answers fit; experts stay on the "
-        "ranks of one server",
+        "it was not tested",
+        "add --enable-expert-parallel and leave --pipeline-parallel-size out, or start a server per replica",
+        "experts that are divided by matrices over the ranks, which is the slower way for most models",
     ),
     "sequence_parallel": Lost(
         "sequence-parallel experts",
         "--data-parallel-size N with tensor and expert parallelism",
         "they do not leave the sums to fcsd",
-        "use --data-parallel-size 1",
-        "nothing beyond data-parallel attention, with which vLLM turns them on",
+        "use --tensor-parallel-size 1 or --data-parallel-size 1",
+        "a model whose attention needs more than one GPU gives up data-parallel attention",
+    ),
+    "all2all": Lost(
+        "other exchanges of tokens than vLLM's default",
+        "--all2all-backend BACKEND with --data-parallel-size N",
+        "no machine of these tests has their libraries",
+        "use allgather_reducescatter",
+        "between nodes they send a token to its experts alone; the default sends every token to every rank",
     ),
     "dbo": Lost(
         "two-batch overlap",
