@@ -70,9 +70,11 @@ def problems(vllm_config: Any, model_type: str) -> Iterator[str]:
         "lora": vllm_config.lora_config is not None,
     }
     yield from (refusal(name) for name, found in asked.items() if found)
-    backend = read_settings(vllm_config.additional_config).backend
-    if is_bound(backend, "plugin") and os.environ.get(RIGHT_RESULTS):
-        yield f"reduce {backend} gives wrong results, which fcsd serve and fcsd eval refuse; start vLLM for a bound"
+    chosen, strict = read_settings(vllm_config.additional_config), bool(os.environ.get(RIGHT_RESULTS))
+    if strict and is_bound(chosen.backend, "plugin"):
+        yield f"reduce {chosen.backend} gives wrong results, which fcsd serve and fcsd eval refuse; start vLLM for a bound"
+    if strict and chosen.exchange == "in flight":
+        yield "exchange in flight has run on CPUs alone, so fcsd serve and fcsd eval refuse it; start vLLM to try it"
 
 
 def _wiring_problems(wiring: Wiring, parallel: Any) -> Iterator[str]:

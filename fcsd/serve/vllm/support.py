@@ -42,7 +42,7 @@ LOST = {
         "--data-parallel-size N",
         "it was not tested",
         "add --enable-expert-parallel and leave --pipeline-parallel-size out, or start a server per replica",
-        "experts that are divided by matrices over the ranks, which is the slower way for most models",
+        "experts whose matrices are divided over data-parallel ranks",
     ),
     "sequence_parallel": Lost(
         "sequence-parallel experts",
@@ -68,7 +68,7 @@ LOST = {
     "eplb": Lost(
         "moving experts between ranks (EPLB)",
         "--enable-eplb",
-        "it was not tested",
+        "vLLM has it on GPUs alone, and none of these tests ran it",
         "leave --enable-eplb out",
         "a step waits for the rank whose experts are chosen most",
     ),
@@ -96,7 +96,7 @@ LOST = {
     "lora": Lost(
         "LoRA adapters",
         "--enable-lora",
-        "they were not tested, and were trained on the original",
+        "vLLM puts modules of its own around the layers that are rewired, and adapters were trained on the original",
         "merge the adapter into the model, or leave --enable-lora out",
         "a server per adapter",
     ),
