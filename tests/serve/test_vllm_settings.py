@@ -80,12 +80,16 @@ def settings(wiring: Wiring, dtype: torch.dtype = torch.bfloat16, moe: bool = Tr
         prefill_context_parallel_size=1, use_sequence_parallel_moe=False, use_ubatching=False, enable_eplb=False,
         enable_expert_parallel=True, all2all_backend="allgather_reducescatter",
     )  # fmt: skip
-    whole: dict[str, Any] = dict(speculative_config=None, lora_config=None, additional_config={})
+    whole: dict[str, Any] = dict(
+        speculative_config=None, lora_config=None, additional_config={}, kv_transfer_config=None
+    )
     for name, value in changes.items():
         (parallel if name in parallel else whole)[name] = value
     config = SimpleNamespace(fcsd=wiring.to_block())
     return SimpleNamespace(
-        model_config=SimpleNamespace(hf_config=config, dtype=dtype, is_moe=moe),
+        model_config=SimpleNamespace(
+            hf_config=config, dtype=dtype, is_moe=moe, runner_type=whole.pop("runner_type", "generate")
+        ),
         parallel_config=SimpleNamespace(**parallel),
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=whole.pop("enable_sp", False))),
         **whole,
@@ -113,6 +117,8 @@ REFUSED = [
     (settings(FARSKIP, speculative_config=SimpleNamespace(method="mtp")), "speculation by MTP layers"),
     (settings(FARSKIP, speculative_config=SimpleNamespace(method="eagle3")), "use one of ngram"),
     (settings(FARSKIP, lora_config=object()), "LoRA adapters: "),
+    (settings(FARSKIP, runner_type="pooling"), "embeddings and scores"),
+    (settings(FARSKIP, kv_transfer_config=object()), "leave --kv-transfer-config out"),
     (settings(FARSKIP, additional_config={"fcsd": {"reduce": "none"}}), "reduce none gives wrong results"),
     (
         settings(FARSKIP, additional_config={"fcsd": {"reduce": "quantised:fp4"}}),

@@ -68,11 +68,14 @@ def problems(vllm_config: Any, model_type: str) -> Iterator[str]:
         "enable_sp": getattr(passes, "enable_sp", False),  # vLLM 0.32 has no such pass
         "speculation": speculation is not None and speculation.method not in _OUTSIDE,
         "lora": vllm_config.lora_config is not None,
+        "pooling": vllm_config.model_config.runner_type == "pooling",
+        "connectors": vllm_config.kv_transfer_config is not None,
     }
     yield from (refusal(name) for name, found in asked.items() if found)
     chosen, strict = read_settings(vllm_config.additional_config), bool(os.environ.get(RIGHT_RESULTS))
     if strict and is_bound(chosen.backend, "plugin"):
-        yield f"reduce {chosen.backend} gives wrong results, which fcsd serve and fcsd eval refuse; start vLLM for a bound"
+        wrong = f"reduce {chosen.backend} gives wrong results"
+        yield f"{wrong}, which fcsd serve and fcsd eval refuse; start vLLM for a bound"
     if strict and chosen.exchange == "in flight":
         yield "exchange in flight has run on CPUs alone, so fcsd serve and fcsd eval refuse it; start vLLM to try it"
 

@@ -91,9 +91,11 @@ class WiredLayer(nn.Module):
         sums = tuple(sum_ for n, sum_ in enumerate(flight.sums) if n not in places)
         for total in totals[:-1]:
             landed = total if landed is None else landed + total
+        first = totals[-1] if totals else landed
+        assert first is not None, "a read under Desync lands what was added before it"
+        if all(flight.sums[n].summand is None for n in places):  # no wait keeps this read behind the newest start
+            self.fcsd.reducer.cover(first, flight.newest, flight.sums)
         if not totals:
-            assert landed is not None, "a read under Desync lands what was added before it"
-            self.fcsd.reducer.cover(landed, flight.newest, flight.sums)
             x = norm(landed)
         elif landed is None:
             landed = totals[-1]

@@ -100,6 +100,20 @@ LOST = {
         "merge the adapter into the model, or leave --enable-lora out",
         "a server per adapter",
     ),
+    "pooling": Lost(
+        "embeddings and scores instead of text",
+        "--runner pooling",
+        "they were not tested",
+        "compute them with transformers",
+        "vLLM's speed for them",
+    ),
+    "connectors": Lost(
+        "keys and values that other servers compute or store",
+        "--kv-transfer-config",
+        "it was not tested",
+        "leave --kv-transfer-config out",
+        "prefill and decoding on different servers, and caches outside of the GPU",
+    ),
     "float16": Lost(
         "float16 for DeepSeek models",
         "--dtype float16",
