@@ -2,8 +2,8 @@
 
     python benchmarks/vllm/vllm_exchange.py FOLDER CASE/ROLE/EXCHANGE...
 
-It starts two processes of vLLM's build for CPUs for each plan, with whole experts divided over them. They have different
-numbers of prompts, and one of them stops earlier. ROLE is ``original`` or ``converted``, and EXCHANGE is ``at-once``, by
+For each plan it starts two processes of vLLM's build for CPUs, with whole experts divided over them. They have different
+numbers of prompts, and one of them stops earlier. ROLE is ``original`` or ``converted``. EXCHANGE is ``at-once``, by
 vLLM, or ``in-flight``, by fcsd's plugin. The models are those of ``benchmarks/vllm/vllm_cases.py``, in float32.
 
 The build for CPUs lacks two things, which ``fill_in`` gives it: gathers and scatters of different numbers of rows, and
@@ -59,16 +59,19 @@ def fill_in() -> None:
             setattr(self, name, getattr(layer, name))
 
     def apply(self: Any, hidden_states: Any, w1: Any, w2: Any, router_logits: Any, **given: Any) -> Any:
+        assert given["activation"].value == "silu"
         names = ("num_expert_group", "topk_group", "e_score_correction_bias", "routed_scaling_factor")
         weights, ids = self._select_experts(hidden_states, router_logits, **{name: given[name] for name in names})
-        assert given["activation"].value == "silu" and (on_input := given["apply_router_weight_on_input"]) in (0, 1)
         out, places = torch.zeros_like(hidden_states), given["expert_map"]
         for expert, place in enumerate(range(len(w1)) if places is None else places.tolist()):
-            rows, slots = (ids == expert).nonzero(as_tuple=True) if place >= 0 else (ids[:0, 0], None)
-            scale = weights[rows, slots, None].to(out.dtype) if len(rows) else 1
-            gate, up = (hidden_states[rows] * (scale if on_input else 1) @ w1[place].T).chunk(2, -1)
-            found = (torch.nn.functional.silu(gate) * up) @ w2[place].T
-            out.index_add_(0, rows, found * (1 if on_input else scale))
+            if place < 0:  # another rank has it
+                continue
+            rows, slots = (ids == expert).nonzero(as_tuple=True)
+            x, scale = hidden_states[rows], weights[rows, slots, None].to(out.dtype)
+            if given["apply_router_weight_on_input"]:
+                x, scale = x * scale, torch.ones_like(scale)
+            gate, up = (x @ w1[place].T).chunk(2, -1)
+            out.index_add_(0, rows, (torch.nn.functional.silu(gate) * up) @ w2[place].T * scale)
         return out
 
     CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = all_gatherv, reduce_scatterv
@@ -89,10 +92,9 @@ def answer(rank: int, port: int, path: Path, asked: list[list[int]], exchange: s
         max_tokens=NEW - 4 * rank, temperature=0, detokenize=False, prompt_logprobs=1, logprobs=1, ignore_eos=True
     )
     mine = asked[rank::RANKS]
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in mine], sampling, use_tqdm=False)
     rows = []
-    for ids, output in zip(
-        mine, llm.generate([{"prompt_token_ids": ids} for ids in mine], sampling, use_tqdm=False), strict=True
-    ):
+    for ids, output in zip(mine, outputs, strict=True):
         said = list(output.outputs[0].token_ids)
         per_token = zip([*output.prompt_logprobs[1:], *output.outputs[0].logprobs], [*ids[1:], *said], strict=True)
         rows.append((ids, said, [entry[token].logprob for entry, token in per_token]))

@@ -4,9 +4,9 @@
     python benchmarks/vllm/vllm_names.py breaks WHEEL ...       print what the plugin would miss, a line each
 
 ``FOLDER`` holds vLLM's Python files in ``vllm/``: an installation, an unpacked wheel, or an unpacked source archive. A
-WHEEL is a file ``vllm-VERSION-*.whl``; both are taken everywhere. ``breaks`` ends with 1 if anything is missing. It reads
-names and the first arguments of functions, and imports and runs nothing: a version in which nothing is missing still has
-to be run before the plugin supports it.
+WHEEL is a file ``vllm-VERSION-*.whl``. Both commands take either. ``breaks`` ends with 1 if anything is missing. It
+reads names and the first arguments of functions, and imports and runs nothing: a version in which nothing is missing
+still has to be run before the plugin supports it.
 
 The list has the children of the decoder layers of every causal LM that transformers has, too, so that a family can be
 added without vLLM at hand. ``tests/serve/test_vllm_names.py`` compares the list with what the plugin uses now.

@@ -10,8 +10,8 @@ The collectives are those of torch.distributed on vLLM's own data-parallel group
 Two operators carry them through torch.compile: ``fcsd::gather_start(x, overlap_from) -> token`` and
 ``fcsd::experts(x, token, own, after, layer, overlap_from) -> y``. ``y`` is complete after ``fcsd::reduce_wait``. Ranks
 have different numbers of tokens, which no compiler knows. The gathered tokens therefore stay between the two operators,
-and ``token`` stands for them. ``gather_start`` declares that it writes ``x``: what reads ``x`` covers the gather, and no
-compiler moves it before the start.
+and ``token`` stands for them. ``gather_start`` declares that it writes ``x``: no compiler moves what reads ``x``, and
+covers the gather, before it.
 """
 
 from dataclasses import dataclass
