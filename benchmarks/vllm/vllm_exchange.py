@@ -2,7 +2,7 @@
 
     python benchmarks/vllm/vllm_exchange.py FOLDER CASE/ROLE/EXCHANGE...
 
-For each plan it starts two processes of vLLM's build for CPUs, with whole experts divided over them. They have different
+It starts two processes of vLLM's build for CPUs for a plan, with whole experts divided over them. They have different
 numbers of prompts, and one of them stops earlier. ROLE is ``original`` or ``converted``. EXCHANGE is ``at-once``, by
 vLLM, or ``in-flight``, by fcsd's plugin. The models are those of ``benchmarks/vllm/vllm_cases.py``, in float32.
 
