@@ -94,7 +94,7 @@ class WiredLayer(nn.Module):
         first = totals[-1] if totals else landed
         assert first is not None, "a read under Desync lands what was added before it"
         if all(flight.sums[n].summand is None for n in places):  # no wait keeps this read behind the newest start
-            self.fcsd.reducer.cover(first, flight.newest, flight.sums)
+            self.fcsd.reducer.cover(first, flight.newest, sums)
         if not totals:
             x = norm(landed)
         elif landed is None:
