@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs fcsd's vLLM plugin on CPUs, in an environment of its own, and compares it with fcsd's reference in transformers:
-# all eleven architectures on one rank, four of them on two, and the refusals without the plugin. It needs no GPU.
+# all eleven architectures on one rank, four of them on two, eight models with data-parallel attention, and the refusals
+# without the plugin. It needs no GPU.
 #
 #   benchmarks/vllm/vllm_cpu.sh [ENVIRONMENT]      default: .venv-vllm
 #
@@ -38,3 +39,8 @@ VLLM_PLUGINS='' $parity refused "$folder" llama-ladder qwen2_moe-farskip
 unset VLLM_ENABLE_V1_MULTIPROCESSING
 $parity serve "$folder" --tp 2 {qwen2_moe-farskip,llama-desync-2x,mixtral-ladder,deepseek_v2-farskip}/float32/eager \
     qwen2_moe-farskip/float32/default
+
+export VLLM_ENABLE_V1_MULTIPROCESSING=0 # each data-parallel rank is one process
+"$environment/bin/python" benchmarks/vllm/vllm_exchange.py "$folder" \
+    {qwen2_moe,deepseek_v2,deepseek_v3,glm4_moe,qwen3_moe,llama4_text}-farskip/converted/{at-once,in-flight} \
+    {mixtral-ladder,qwen2_moe-partly}/converted/{at-once,in-flight} {qwen2_moe,deepseek_v2,glm4_moe}-farskip/original/at-once

@@ -1,11 +1,12 @@
 """Lists which of the names that fcsd's plugin uses, or could use, exist in versions of vLLM, from their sources.
 
     python benchmarks/vllm/vllm_names.py 0.24.0=FOLDER ...      print the lists, to add to tests/serve/vllm_names.json
-    python benchmarks/vllm/vllm_names.py breaks 0.34.0=FOLDER   print what the plugin would miss, a line each
+    python benchmarks/vllm/vllm_names.py breaks WHEEL ...       print what the plugin would miss, a line each
 
-``FOLDER`` holds vLLM's Python files in ``vllm/``: an installation, an unpacked wheel, or an unpacked source archive.
-``breaks`` ends with 1 if anything is missing. It reads names and the first arguments of functions, and runs nothing: a
-version in which nothing is missing still has to be run before the plugin supports it.
+``FOLDER`` holds vLLM's Python files in ``vllm/``: an installation, an unpacked wheel, or an unpacked source archive. A
+WHEEL is a file ``vllm-VERSION-*.whl``. Both commands take either. ``breaks`` ends with 1 if anything is missing. It
+reads names and the first arguments of functions, and imports and runs nothing: a version in which nothing is missing
+still has to be run before the plugin supports it.
 
 The list has the children of the decoder layers of every causal LM that transformers has, too, so that a family can be
 added without vLLM at hand. ``tests/serve/test_vllm_names.py`` compares the list with what the plugin uses now.
@@ -15,6 +16,7 @@ import ast
 import json
 import re
 import sys
+import zipfile
 from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -25,6 +27,8 @@ from fcsd.models.arch import Arch
 from fcsd.models.archs import ARCHS
 from fcsd.serve.vllm.support import version_of
 
+Site = Path | zipfile.Path  # a folder or a wheel that has ``vllm/``
+
 PLUGIN = Path(__file__).parents[2] / "fcsd" / "serve" / "vllm"
 # What the plugin takes from objects of vLLM, by the module that defines their class.
 ATTRIBUTES = {
@@ -34,23 +38,46 @@ ATTRIBUTES = {
         "_select_forward",
         "_maybe_reduce_final_output",
         "_fused_output_is_reduced",
+        "layer_name",
+        "moe_config",
     ],
+    "vllm.model_executor.layers.fused_moe.config": ["moe_parallel_config", "dp_size"],
     "vllm.model_executor.layers.fused_moe.runner.shared_experts": ["_layer"],
     "vllm.model_executor.layers.linear": ["reduce_results"],
-    "vllm.distributed.parallel_state": ["_groups", "_all_reduce_out_place", "unique_name"],
-    "vllm.forward_context": ["cudagraph_runtime_mode"],
+    "vllm.distributed.parallel_state": [
+        "_groups",
+        "_all_reduce_out_place",
+        "unique_name",
+        "device_group",
+        "rank_in_group",
+    ],
+    "vllm.forward_context": [
+        "cudagraph_runtime_mode",
+        "dp_metadata",
+        "num_tokens_across_dp_cpu",
+        "no_compile_layers",
+    ],
     "vllm.model_executor.models.registry": ["register_model", "_try_load_model_cls", "is_backend_compatible"],
     "vllm.model_executor.models.config": ["verify_and_update_config", "verify_and_update_model_config"],
-    "vllm.config.vllm": ["DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES", "additional_config", "speculative_config"],
+    "vllm.config.vllm": [
+        "DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES",
+        "additional_config",
+        "speculative_config",
+        "kv_transfer_config",
+    ],
+    "vllm.config.model": ["runner_type"],
     "vllm.config.parallel": [
         "use_sequence_parallel_moe",
         "use_ubatching",
         "enable_eplb",
+        "enable_expert_parallel",
+        "all2all_backend",
+        "allgather_reducescatter",
         "data_parallel_size",
         "decode_context_parallel_size",
         "prefill_context_parallel_size",
     ],
-    "vllm.config.compilation": ["pass_config", "enable_sp", "PIECEWISE"],
+    "vllm.config.compilation": ["pass_config", "enable_sp", "PIECEWISE", "static_forward_context"],
     "vllm.transformers_utils.config": ["_CONFIG_FORMAT_TO_CONFIG_PARSER", "trust_remote_code"],
 }
 
@@ -127,13 +154,14 @@ def possible() -> set[str]:
 
 
 @cache
-def text_of(site: Path, module: str) -> str:
+def text_of(site: Site, module: str) -> str:
     """The source of a module; empty if there is none."""
-    stem = site / module.replace(".", "/")
-    return next((path.read_text() for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()), "")
+    stem = module.replace(".", "/")
+    files = (site / f"{stem}.py", site / f"{stem}/__init__.py")
+    return next((file.read_text("utf-8") for file in files if file.is_file()), "")
 
 
-def exists(site: Path, name: str) -> bool:
+def exists(site: Site, name: str) -> bool:
     """Whether a name of ``used`` exists in the vLLM below ``site``."""
     if ":" in name:
         module, attribute = name.split(":")
@@ -161,7 +189,7 @@ def takes(text: str, function: str, first: str) -> bool:
     )
 
 
-def files_of(site: Path, model: str) -> Iterator[str]:
+def files_of(site: Site, model: str) -> Iterator[str]:
     """The sources of a class of vLLM's registry, and of the model classes that they build on."""
     registry = text_of(site, "vllm.model_executor.models.registry")
     entry = re.search(rf'"{model}": \("(\w+)", "\w+"\)', registry)
@@ -175,21 +203,29 @@ def files_of(site: Path, model: str) -> Iterator[str]:
 def main() -> None:
     """Print version -> the names that exist, or what is missing."""
     words = sys.argv[1:]
-    sites = dict(word.split("=", 1) for word in words if "=" in word)
+    sites = dict(map(site_of, (word for word in words if word != "breaks")))
     if words[:1] == ["breaks"]:
-        missing = [f"{version}: {name}" for version, site in sites.items() for name in breaks(version, Path(site))]
+        missing = [f"{version}: {name}" for version, site in sites.items() for name in breaks(version, site)]
         print("\n".join(missing) or "every name exists")
         sys.exit(bool(missing))
-    json.dump({version: listed(Path(site)) for version, site in sites.items()}, sys.stdout, indent=1)
+    json.dump({version: listed(site) for version, site in sites.items()}, sys.stdout, indent=1)
     print()
 
 
-def breaks(version: str, site: Path) -> list[str]:
+def site_of(word: str) -> tuple[str, Site]:
+    """The version and the files that an argument names: ``VERSION=FOLDER``, or the file of a wheel."""
+    if word.endswith(".whl"):
+        return Path(word).name.split("-")[1], zipfile.Path(word)
+    version, _, folder = word.partition("=")
+    return version, Path(folder)
+
+
+def breaks(version: str, site: Site) -> list[str]:
     """What the plugin uses in this version, or would use if the version is newer than all, and ``site`` lacks."""
     return sorted(name for name in used_in(version) if not exists(site, name))
 
 
-def listed(site: Path) -> dict[str, str]:
+def listed(site: Site) -> dict[str, str]:
     """The names that exist: module or class -> its names, divided by spaces."""
     found: dict[str, list[str]] = {}
     for name in sorted(filter(partial(exists, site), possible())):

@@ -136,8 +136,8 @@ def compare(folder: Path, case: str, role: str, dtype: str, mode: str, ranks: in
     del llm
     release()
 
-    references = {name: _reference(path) for name, path in paths.items()}
-    rounded = _reference(paths[role]).to(torch.bfloat16) if dtype == "bfloat16" and case not in FP8 else None
+    references = {name: reference(path) for name, path in paths.items()}
+    rounded = reference(paths[role]).to(torch.bfloat16) if dtype == "bfloat16" and case not in FP8 else None
     found, expected, other, own = [], [], [], []
     answers, greedy = 0.0, 0
     for ids, output in zip(asked, outputs, strict=True):
@@ -145,14 +145,14 @@ def compare(folder: Path, case: str, role: str, dtype: str, mode: str, ranks: in
         per_token = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
         tokens = [*ids[1:], *answer]
         values = torch.tensor([entry[token].logprob for entry, token in zip(per_token, tokens, strict=True)]).double()
-        right, likely = _logprobs(references[role], ids + answer)
+        right, likely = logprobs(references[role], ids + answer)
         answers = max(answers, (values - right)[-new:].abs().max().item())
         greedy += bool(likely[-new:].all())
         found.append(values)
         expected.append(right)
-        other.append(_logprobs(references["converted" if role == "original" else "original"], ids + answer)[0])
+        other.append(logprobs(references["converted" if role == "original" else "original"], ids + answer)[0])
         if rounded is not None:
-            own.append(_logprobs(rounded, ids + answer)[0])
+            own.append(logprobs(rounded, ids + answer)[0])
     error, apart = torch.cat(found) - torch.cat(expected), torch.cat(found) - torch.cat(other)
     result: Row = dict(
         largest=error.abs().max().item(), rms=error.square().mean().sqrt().item(), answers=answers, greedy=greedy,
@@ -170,7 +170,7 @@ def compare(folder: Path, case: str, role: str, dtype: str, mode: str, ranks: in
     return result | dict(rms_transformers=rms, tolerance=tolerance, right=result["rms"] <= tolerance)
 
 
-def _reference(path: Path) -> Any:
+def reference(path: Path) -> Any:
     """The model in transformers, float32, on the CPU."""
     import torch
     import transformers
@@ -186,7 +186,7 @@ def _reference(path: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(path, **options).eval().float()
 
 
-def _logprobs(model: Any, tokens: list[int]) -> tuple[Any, Any]:
+def logprobs(model: Any, tokens: list[int]) -> tuple[Any, Any]:
     """For each token but the first, ``[tokens - 1]``: its log-probability, and whether it is the likeliest."""
     import torch
 

@@ -190,18 +190,25 @@ def norm(x: torch.Tensor) -> torch.Tensor:
     return x / (1 + x.abs())
 
 
-def literal(wiring: Wiring, kinds: Sequence[Kind]) -> torch.Tensor:
-    """The stream that the final norm reads, output by output from the sets that each read includes."""
+def literal(
+    wiring: Wiring, kinds: Sequence[Kind], start: torch.Tensor | None = None, whole: Sequence[str] = ()
+) -> torch.Tensor:
+    """The stream that the final norm reads, output by output from the sets that each read includes.
+
+    ``start`` is the embedding. The parts ``whole`` are on every rank, and the others are sums over the ranks.
+    """
     reads, outputs = reads_of(wiring, kinds), {}
+    start = embedding() if start is None else start
 
     def stream(place: Read) -> torch.Tensor:
-        return embedding() + sum(outputs[output] for output in sorted(reads[place]))
+        return start + sum(outputs[output] for output in sorted(reads[place]))
 
     for i, kind in enumerate(kinds):
         for part in ("attn", *MLP_PARTS[kind]):
             x = norm(stream(Read(i, "attn" if part == "attn" else "mlp")))
             seed = seed_of(i, part)
-            outputs[Output(i, part)] = sum(x @ weight(rank, seed) for rank in range(RANKS))
+            ranks = range(1 if part in whole else RANKS)
+            outputs[Output(i, part)] = sum(x @ weight(rank, seed) for rank in ranks)
     return stream(Read(len(kinds), "norm"))
 
 

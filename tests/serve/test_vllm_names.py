@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def test_what_the_plugin_no_longer_uses_is_gone_by_then(script: Any) -> None:
         assert not any(name in script.used_in(version) for version in VERSIONS if version not in have)
 
 
-def test_the_next_version_is_judged_by_its_source_folder(script: Any, tmp_path: Path, repo: Path) -> None:
+def test_the_next_version_is_judged_by_its_sources_or_its_wheel(script: Any, tmp_path: Path, repo: Path) -> None:
     source = tmp_path / "vllm/distributed"
     source.mkdir(parents=True)
     text = "def _all_reduce_out_place(self, renamed): ...\n_groups = unique_name = 1\n"
@@ -57,7 +58,10 @@ def test_the_next_version_is_judged_by_its_source_folder(script: Any, tmp_path: 
     assert "vllm.distributed.parallel_state:_all_reduce_out_place(self,input_" in found
     assert not [name for name in found if name.endswith((":_groups", ":unique_name", ":_all_reduce_out_place"))]
     assert not [name for name in found if name in script.UNTIL or name.startswith("ArceeForCausalLM")]
-    command = [sys.executable, str(repo / "benchmarks/vllm/vllm_names.py"), "breaks", f"0.99.0={tmp_path}"]
+    wheel = tmp_path / "vllm-0.99.0-cp38-abi3-manylinux_2_31_x86_64.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("vllm/distributed/parallel_state.py", text)
+    command = [sys.executable, str(repo / "benchmarks/vllm/vllm_names.py"), "breaks", str(wheel)]
     environment = {**os.environ, "PYTHONPATH": str(repo)}
     ran = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert ran.returncode == 1 and ran.stdout.splitlines() == [f"0.99.0: {name}" for name in found]

@@ -13,6 +13,7 @@ from torch._inductor.utils import run_and_get_code
 from fcsd.models.arch import VllmNames
 from fcsd.models.schedule import layer_plans
 from fcsd.models.wiring_block import Wiring
+from fcsd.serve.vllm import exchange
 from fcsd.serve.vllm.layer import Wired, take_apart
 from fcsd.serve.vllm.reduction import Reducer, Sum, define_operators
 
@@ -101,12 +102,43 @@ class Layer(nn.Module):
         self.self_attn, self.mlp = Attention(10 * index), Moe(10 * index + 1)
 
 
-def order(reducer: Reducer) -> list[str]:
-    """Starts, waits and products in the order of the code that Inductor generates for three farskip layers."""
-    layers = [Layer(index) for index in range(3)]
-    names = VllmNames(shared="shared_experts")
-    for i, plan in layer_plans(Wiring("farskip", (0, 1, 2)), ["moe-shared"] * 3, range(3)).items():
-        take_apart(layers[i], Wired(names, plan, reducer))
+@pytest.fixture
+def blocks(ranks: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """vLLM's data-parallel group of two ranks that hold the same, and the MoE blocks of its context by their names."""
+    found: dict[str, Any] = {}
+    metadata = SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor([8, 8]))
+    context: Any = ModuleType("vllm.forward_context")
+    context.get_forward_context = lambda: SimpleNamespace(dp_metadata=metadata, no_compile_layers=found)
+    monkeypatch.setitem(sys.modules, context.__name__, context)
+    group = SimpleNamespace(device_group=None, rank_in_group=0)
+    monkeypatch.setattr(sys.modules["vllm.distributed.parallel_state"], "get_dp_group", lambda: group, raising=False)
+    done = SimpleNamespace(wait=lambda: None)
+
+    def gather(out: Tensor, x: Tensor, group: Any, async_op: bool) -> Any:
+        out.copy_(torch.cat((x, x)))
+        return done
+
+    def scatter(out: Tensor, x: Tensor, group: Any, async_op: bool) -> Any:
+        out.copy_(2 * x[: len(out)])
+        return done
+
+    monkeypatch.setattr(exchange.dist, "all_gather_into_tensor", gather)
+    monkeypatch.setattr(exchange.dist, "reduce_scatter_tensor", scatter)
+    exchange.define_operators()
+    return found
+
+
+def order(reducer: Reducer, count: int, blocks: dict[str, Any] | None = None) -> list[str]:
+    """Starts, waits and products in the order of the code that Inductor generates for farskip layers.
+
+    If there are ``blocks``, tokens are exchanged in flight.
+    """
+    layers = [Layer(index) for index in range(count)]
+    names, wiring, kinds = VllmNames(shared="shared_experts"), Wiring("farskip", tuple(range(count))), ["moe-shared"]
+    for i, plan in layer_plans(wiring, kinds * count, range(count), every=blocks is not None).items():
+        take_apart(layers[i], Wired(names, plan, reducer, None if blocks is None else exchange.Exchange(f"{i}", 0)))
+        if blocks is not None:
+            blocks[f"{i}"] = layers[i].mlp
 
     def model(positions: Tensor, hidden: Tensor) -> Tensor:
         residual = None
@@ -121,7 +153,9 @@ def order(reducer: Reducer) -> list[str]:
         found, code = run_and_get_code(torch.compile(model, fullgraph=True), positions, hidden.clone())
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     body = code[-1][code[-1].index("def call(") :]
-    calls = re.findall(r"ops\.fcsd\.reduce_(start|wait)\.default\(|extern_kernels\.\w*?(mm)\(", body)
+    calls = re.findall(
+        r"ops\.fcsd\.(?:reduce_)?(start|wait|gather|experts)\w*\.default\(|extern_kernels\.\w*?(mm)\(", body
+    )
     return ["".join(call) for call in calls]
 
 
@@ -129,5 +163,11 @@ def test_a_compiler_keeps_what_covers_a_sum(ranks: None) -> None:
     first = ["mm", "mm", "start", "mm", "start"]  # attention and shared experts; routed experts under their sum
     later = ["wait", "mm", "wait", "mm", "start", "mm", "start"]  # the attention under the routed experts' sum
     last = ["wait", "mm", "wait", "mm", "mm"]
-    assert order(Reducer(2, "tp:0")) == [*first, *later, *last]
-    assert order(Hasty(2, "tp:0")) != [*first, *later, *last]
+    assert order(Reducer(2, "tp:0"), 3) == [*first, *later, *last]
+    assert order(Hasty(2, "tp:0"), 2) != [*first, *last]
+
+
+def test_a_compiler_keeps_what_covers_an_exchange(blocks: dict[str, Any]) -> None:
+    first = ["gather", "mm", "mm", "experts"]  # attention and shared experts under the first gather
+    last = ["mm", "wait", "gather", "mm", "experts", "wait"]  # attention under the sum, shared experts under the gather
+    assert order(Reducer(1), 2, blocks) == [*first, *last]

@@ -78,13 +78,18 @@ def settings(wiring: Wiring, dtype: torch.dtype = torch.bfloat16, moe: bool = Tr
     parallel = dict(
         tensor_parallel_size=2, pipeline_parallel_size=1, data_parallel_size=1, decode_context_parallel_size=1,
         prefill_context_parallel_size=1, use_sequence_parallel_moe=False, use_ubatching=False, enable_eplb=False,
+        enable_expert_parallel=True, all2all_backend="allgather_reducescatter",
     )  # fmt: skip
-    whole: dict[str, Any] = dict(speculative_config=None, lora_config=None, additional_config={})
+    whole: dict[str, Any] = dict(
+        speculative_config=None, lora_config=None, additional_config={}, kv_transfer_config=None
+    )
     for name, value in changes.items():
         (parallel if name in parallel else whole)[name] = value
     config = SimpleNamespace(fcsd=wiring.to_block())
     return SimpleNamespace(
-        model_config=SimpleNamespace(hf_config=config, dtype=dtype, is_moe=moe),
+        model_config=SimpleNamespace(
+            hf_config=config, dtype=dtype, is_moe=moe, runner_type=whole.pop("runner_type", "generate")
+        ),
         parallel_config=SimpleNamespace(**parallel),
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=whole.pop("enable_sp", False))),
         **whole,
@@ -100,7 +105,11 @@ REFUSED = [
     (settings(Wiring("ladder", (1,), distance=2), pipeline_parallel_size=2), "at a distance of 2 or more"),
     (settings(FARSKIP, dtype=torch.float16), "rescales their stream in float16"),
     (settings(FARSKIP, use_sequence_parallel_moe=True), "sequence-parallel experts"),
-    (settings(FARSKIP, data_parallel_size=2), "data-parallel attention"),
+    (settings(FARSKIP, data_parallel_size=2, enable_expert_parallel=False), "data-parallel attention of a model with"),
+    (settings(FARSKIP, data_parallel_size=2, pipeline_parallel_size=2), "or with pipeline stages"),
+    (settings(FARSKIP, data_parallel_size=2, all2all_backend="deepep_low_latency"), "use allgather_reducescatter"),
+    (settings(FARSKIP, additional_config={"fcsd": {"exchange": "in flight"}}), "exchange in flight"),
+    (settings(FARSKIP, additional_config={"fcsd": {"exchange": "later"}}), "not 'later'"),
     (settings(FARSKIP, use_ubatching=True), "two-batch overlap"),
     (settings(FARSKIP, enable_eplb=True), "moving experts"),
     (settings(FARSKIP, decode_context_parallel_size=2), "context parallelism"),
@@ -108,6 +117,8 @@ REFUSED = [
     (settings(FARSKIP, speculative_config=SimpleNamespace(method="mtp")), "speculation by MTP layers"),
     (settings(FARSKIP, speculative_config=SimpleNamespace(method="eagle3")), "use one of ngram"),
     (settings(FARSKIP, lora_config=object()), "LoRA adapters: "),
+    (settings(FARSKIP, runner_type="pooling"), "embeddings and scores"),
+    (settings(FARSKIP, kv_transfer_config=object()), "leave --kv-transfer-config out"),
     (settings(FARSKIP, additional_config={"fcsd": {"reduce": "none"}}), "reduce none gives wrong results"),
     (
         settings(FARSKIP, additional_config={"fcsd": {"reduce": "quantised:fp4"}}),
@@ -115,7 +126,10 @@ REFUSED = [
     ),
     (settings(FARSKIP, additional_config={"fcsd": {"reduce": "quantised"}}), "is not a format"),
     (settings(FARSKIP, additional_config={"fcsd": {"reduce": "fast"}}), "unknown all-reduce backend 'fast'"),
-    (settings(FARSKIP, additional_config={"fcsd": {"kind": "vllm"}}), 'the keys "reduce" and "overlap_from"'),
+    (
+        settings(FARSKIP, additional_config={"fcsd": {"kind": "vllm"}}),
+        'the keys "reduce", "overlap_from" and "exchange"',
+    ),
     (settings(FARSKIP, additional_config={"fcsd": {"overlap_from": -1}}), "overlap_from is a number of tokens"),
     (settings(FARSKIP, additional_config={"fcsd": {"overlap_from": "2048"}}), "not '2048'; 0 always overlaps"),
     (settings(FARSKIP, additional_config={"fcsd": {"reduce": "no.json"}}), "no.json is not a table of sums for this"),
@@ -156,7 +170,9 @@ def test_what_it_can_do_is_accepted(monkeypatch):
         without,
         settings(FARSKIP, pipeline_parallel_size=2),
         settings(DESYNC, tensor_parallel_size=4),
-        settings(FARSKIP, moe=False, data_parallel_size=2),
+        settings(FARSKIP, moe=False, data_parallel_size=2, enable_expert_parallel=False),
+        settings(FARSKIP, data_parallel_size=2),
+        settings(FARSKIP, data_parallel_size=2, additional_config={"fcsd": {"exchange": "in flight"}}),
         settings(FARSKIP, speculative_config=SimpleNamespace(method="ngram")),
         settings(FARSKIP, additional_config={"fcsd": {"reduce": "none"}}),  # by vllm serve itself, for a bound
         settings(FARSKIP, additional_config={"fcsd": {"reduce": "vllm"}, "other": 1}),

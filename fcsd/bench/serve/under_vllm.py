@@ -77,7 +77,7 @@ def bench(
     wirings = {name: wiring_for(name, config, load.tp) for name in (STANDARD, *names)}
     if moe and load.dp > 1:
         raise ConfigError(
-            "a converted model with experts is not served with data-parallel attention",
+            "under data-parallel attention a converted model with experts has nothing in flight that could be measured",
             "Use --tp and --ep without --dp.",
         )
     version, gpus = installed_version(), load.tp * load.dp

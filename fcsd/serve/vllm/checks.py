@@ -56,21 +56,29 @@ def problems(vllm_config: Any, model_type: str) -> Iterator[str]:
     yield from _wiring_problems(wiring, parallel)
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
     passes, speculation = vllm_config.compilation_config.pass_config, vllm_config.speculative_config
+    exchanges = parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe
     asked = {
         "float16": ARCHS[model_type].vllm.rescales_float16 and dtype == "float16",
         "sequence_parallel": parallel.use_sequence_parallel_moe,
-        "data_parallel": parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe,
+        "data_parallel": exchanges and (not parallel.enable_expert_parallel or parallel.pipeline_parallel_size > 1),
+        "all2all": exchanges and parallel.all2all_backend != "allgather_reducescatter",
         "dbo": parallel.use_ubatching,
         "eplb": parallel.enable_eplb,
         "context": max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1,
         "enable_sp": getattr(passes, "enable_sp", False),  # vLLM 0.32 has no such pass
         "speculation": speculation is not None and speculation.method not in _OUTSIDE,
         "lora": vllm_config.lora_config is not None,
+        "pooling": vllm_config.model_config.runner_type == "pooling",
+        "connectors": vllm_config.kv_transfer_config is not None,
     }
     yield from (refusal(name) for name, found in asked.items() if found)
-    reduce = read_settings(vllm_config.additional_config, parallel.tensor_parallel_size).reduce
-    if leaves_out(reduce) and os.environ.get(RIGHT_RESULTS):
-        yield f"reduce {reduce} gives wrong results, which fcsd serve and fcsd eval refuse; start vLLM for a bound"
+    chosen = read_settings(vllm_config.additional_config, parallel.tensor_parallel_size)
+    strict = bool(os.environ.get(RIGHT_RESULTS))
+    if strict and leaves_out(chosen.reduce):
+        wrong = f"reduce {chosen.reduce} gives wrong results"
+        yield f"{wrong}, which fcsd serve and fcsd eval refuse; start vLLM for a bound"
+    if strict and chosen.exchange == "in flight":
+        yield "exchange in flight has run on CPUs alone, so fcsd serve and fcsd eval refuse it; start vLLM to try it"
 
 
 def _wiring_problems(wiring: Wiring, parallel: Any) -> Iterator[str]:

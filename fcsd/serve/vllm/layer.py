@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fcsd.models.arch import VllmNames
 from fcsd.models.schedule import Kind, LayerPlan, Step
+from fcsd.serve.vllm.exchange import Exchange
 from fcsd.serve.vllm.reduction import Reducer, Sum
 
 
@@ -42,6 +43,7 @@ class Wired:
     names: VllmNames
     plan: LayerPlan
     reducer: Reducer
+    exchange: Exchange | None = None  # of tokens, where it is in flight; the plan then calls shared experts apart
 
 
 class WiredLayer(nn.Module):
@@ -64,9 +66,15 @@ class WiredLayer(nn.Module):
         out = self._attention(positions, x, args[3:])
         flight, collected = self._add(flight, None, out, plan.steps[0])
         x, flight = self._read(flight, plan.mlp, self.post_attention_layernorm)
+        exchange = self.fcsd.exchange
+        token = None if exchange is None else exchange.gather(x)
         for step in plan.steps[1:]:
             self.fcsd.reducer.cover(x, flight.newest, flight.sums)
-            flight, collected = self._add(flight, collected, self._mlp(x, step), step)
+            if exchange is None or token is None or step.call == "shared":
+                flight, collected = self._add(flight, collected, self._mlp(x, step), step)
+            else:
+                sum_ = exchange.experts(x, token, collected if step.joins else None, flight.newest)
+                flight = self._exchanged(flight, sum_, step)
         return (flight.newest, flight) if plan.hands_on is None else self._leave(flight, plan.hands_on)
 
     def _attention(self, positions: Tensor, x: Tensor, extra: Sequence[Any]) -> Tensor:
@@ -83,9 +91,11 @@ class WiredLayer(nn.Module):
         sums = tuple(sum_ for n, sum_ in enumerate(flight.sums) if n not in places)
         for total in totals[:-1]:
             landed = total if landed is None else landed + total
+        first = totals[-1] if totals else landed
+        assert first is not None, "a read under Desync lands what was added before it"
+        if all(flight.sums[n].summand is None for n in places):  # no wait keeps this read behind the newest start
+            self.fcsd.reducer.cover(first, flight.newest, sums)
         if not totals:
-            assert landed is not None, "a read under Desync lands what was added before it"
-            self.fcsd.reducer.cover(landed, flight.newest, flight.sums)
             x = norm(landed)
         elif landed is None:
             landed = totals[-1]
@@ -113,6 +123,12 @@ class WiredLayer(nn.Module):
             assert landed is not None, "a reduction of Desync includes what this rank has added"
             landed, sum_ = None, reducer.now(out + landed / reducer.size)
         return Flight(landed, (*sums, sum_), sum_.total), collected
+
+    def _exchanged(self, flight: Flight, sum_: Sum, step: Step) -> Flight:
+        """The state with the sum of an exchange, which is awaited at once if nothing covers it."""
+        if step.then == "now":
+            sum_ = Sum(self.fcsd.reducer.wait(sum_, sum_.total), None)
+        return Flight(flight.landed, (*flight.sums, sum_), sum_.total)
 
     def _leave(self, flight: Flight, places: Sequence[int]) -> tuple[Tensor, Tensor]:
         """vLLM's pair: ``hidden``, and the residual with the sums at ``places``."""

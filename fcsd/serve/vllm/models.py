@@ -19,35 +19,57 @@ from fcsd.models.arch import VllmNames
 from fcsd.models.archs import ARCHS
 from fcsd.models.schedule import Kind, layer_plans
 from fcsd.models.wiring_block import Wiring
+from fcsd.serve.vllm.exchange import Exchange
+from fcsd.serve.vllm.exchange import define_operators as define_exchange
 from fcsd.serve.vllm.layer import Wired, kind_of, take_apart
-from fcsd.serve.vllm.reduction import Reducer, define_operators, leaves_out, read_settings
+from fcsd.serve.vllm.reduction import Reducer, Settings, define_operators, leaves_out, read_settings
 
 log = logging.getLogger("vllm.fcsd")
 
 
-def rewire(model: Any, names: VllmNames, wiring: Wiring, reducer: Reducer) -> None:
+def rewire(model: Any, names: VllmNames, vllm_config: Any) -> None:
     """Rewire one of vLLM's models in place. Under pipeline parallelism this is about the layers of the own stage.
+
+    Args:
+        model: vLLM's model.
+        names: what vLLM calls the parts of its layers.
+        vllm_config: vLLM's ``VllmConfig``, whose ``hf_config`` has the ``fcsd`` block.
 
     Raises:
         ValueError: the wiring does not fit the model or the pipeline stages.
     """
+    wiring = Wiring.from_block(vllm_config.model_config.hf_config.fcsd)
+    settings, parallel = read_settings(vllm_config.additional_config), vllm_config.parallel_config
+    reducer = _reducer(settings)
     layers = model.get_submodule(names.decoder).layers
     own = [i for i, layer in enumerate(layers) if not isinstance(layer, PPMissingLayer)]
     stage = range(own[0], own[-1] + 1)
     kinds: list[Kind] = [kind_of(layer, names) if i in stage else "moe-shared" for i, layer in enumerate(layers)]
-    for i, plan in layer_plans(wiring, kinds, stage).items():
-        take_apart(layers[i], Wired(names, plan, reducer))
+    exchanges = settings.exchange == "in flight" and parallel.data_parallel_size > 1
+    for i, plan in layer_plans(wiring, kinds, stage, every=exchanges).items():
+        exchange = _exchange(getattr(layers[i], names.mlp), vllm_config) if exchanges and kinds[i] != "dense" else None
+        take_apart(layers[i], Wired(names, plan, reducer, exchange))
 
 
-def _reducer(vllm_config: Any) -> Reducer:
-    size = get_tensor_model_parallel_world_size()
-    reduce, overlap_from = read_settings(vllm_config.additional_config, size)
-    if leaves_out(reduce):
+def _exchange(mlp: Any, vllm_config: Any) -> Exchange:
+    """How a MoE block exchanges tokens in flight. Its experts stop exchanging them, and are found by their name."""
+    define_exchange()
+    name = f"{mlp.experts.layer_name}.fcsd"
+    vllm_config.compilation_config.static_forward_context[name] = mlp
+    # vLLM's kernels for experts are made later. They gather and scatter if there are several data-parallel ranks.
+    mlp.experts.moe_config.moe_parallel_config.dp_size = 1
+    return Exchange(name, read_settings(vllm_config.additional_config).overlap_from)
+
+
+def _reducer(settings: Settings) -> Reducer:
+    if leaves_out(settings.reduce):
         log.warning(
-            "WRONG RESULTS: reduce=%s leaves every sum out. Use it to measure a bound, and nothing else.", reduce
+            "WRONG RESULTS: reduce=%s leaves every sum out. Use it to measure a bound, and nothing else.",
+            settings.reduce,
         )
     define_operators()
-    return Reducer(size, get_tp_group().unique_name, reduce, overlap_from)
+    ranks, group = get_tensor_model_parallel_world_size(), get_tp_group().unique_name
+    return Reducer(ranks, group, settings.reduce, settings.overlap_from)
 
 
 @cache
@@ -61,7 +83,7 @@ def _class(model_type: str) -> type:
 
     def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
         base.__init__(self, vllm_config=vllm_config, prefix=prefix)
-        rewire(self, arch.vllm, Wiring.from_block(vllm_config.model_config.hf_config.fcsd), _reducer(vllm_config))
+        rewire(self, arch.vllm, vllm_config)
 
     return type(arch.wired_causal_lm, (base,), {"__init__": __init__, "__module__": __name__})
 

@@ -47,10 +47,12 @@ class Settings(NamedTuple):
     Attributes:
         reduce: the name of a backend, see ``parallel.all_reduce.backends``; or the file of a table.
         overlap_from: the fewest tokens of a step without a CUDA graph whose sums are in flight; a table does not ask.
+        exchange: ``at once``, by vLLM, or ``in flight``: how tokens travel under data-parallel attention.
     """
 
     reduce: str
     overlap_from: int
+    exchange: str
 
 
 class Sum(NamedTuple):
@@ -138,12 +140,13 @@ def read_settings(additional_config: Any, degree: int | None = None) -> Settings
         degree: the tensor-parallel degree, for which a table has to be; None if it is not known.
 
     Raises:
-        ConfigError: the section ``fcsd`` has another form, or the backend or its format is unknown.
+        ConfigError: the section ``fcsd`` has another form, or one of its values is unknown.
         BadInputError: the file is not a table for this.
     """
     section = additional_config.get("fcsd", {}) if isinstance(additional_config, dict) else {}
-    if not isinstance(section, dict) or section.keys() - {"reduce", "overlap_from"}:
-        raise ConfigError('--additional-config: the section "fcsd" has the keys "reduce" and "overlap_from" alone')
+    if not isinstance(section, dict) or section.keys() - {"reduce", "overlap_from", "exchange"}:
+        keys = '"reduce", "overlap_from" and "exchange"'
+        raise ConfigError(f'--additional-config: the section "fcsd" has the keys {keys} alone')
     reduce = str(section.get("reduce", "auto"))
     read_ways(reduce, "plugin", degree)
     if is_table(reduce) and "overlap_from" in section:
@@ -153,20 +156,24 @@ def read_settings(additional_config: Any, degree: int | None = None) -> Settings
     overlap_from = section.get("overlap_from", OVERLAP_FROM)
     if type(overlap_from) is not int or overlap_from < 0:
         raise ConfigError(f"overlap_from is a number of tokens, not {overlap_from!r}; 0 always overlaps")
-    return Settings(reduce, overlap_from)
-
-
-class _InFlight:
-    """The side stream of this process, and what waits for each sum in flight, by the address of its memory."""
-
-    def __init__(self) -> None:
-        self.stream = torch.cuda.Stream(priority=-1)
-        self.waits: dict[int, Callable[[], object]] = {}
+    exchange = section.get("exchange", "at once")
+    if exchange not in ("at once", "in flight"):
+        raise ConfigError(f'exchange is "at once" or "in flight", not {exchange!r}')
+    if is_table(reduce) and exchange == "in flight":
+        raise ConfigError(f"exchange in flight does not go with {reduce}, a table that was measured without it")
+    return Settings(reduce, overlap_from, exchange)
 
 
 @cache
-def _side() -> _InFlight:
-    return _InFlight()
+def _side() -> torch.cuda.Stream:
+    """The stream of this process on which sums travel."""
+    return torch.cuda.Stream(priority=-1)
+
+
+@cache
+def waits() -> dict[int, Callable[[], Any]]:
+    """What waits for each tensor in flight of this process, by the address of its memory."""
+    return {}
 
 
 @cache
@@ -208,15 +215,15 @@ def _start(x: Tensor, group: str, reduce: str, overlap_from: int) -> Tensor:
         return _start_of_fcsd(x, ranks.device_group, way)
     if x.device.type == "cpu":
         return ranks._all_reduce_out_place(x.clone())  # the communicator of CPUs writes over its input
-    flight = _side()  # made by the first sum of all, before any graph is captured
+    side = _side()  # made by the first sum of all, before any graph is captured
     if not way.travels:
         return ranks._all_reduce_out_place(x)
-    flight.stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(flight.stream):
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
         y = ranks._all_reduce_out_place(x)
         event = torch.cuda.Event()
-        event.record(flight.stream)
-    flight.waits[y.data_ptr()] = lambda: torch.cuda.current_stream().wait_event(event)
+        event.record(side)
+    waits()[y.data_ptr()] = lambda: torch.cuda.current_stream().wait_event(event)
     return y
 
 
@@ -228,17 +235,16 @@ def _start_of_fcsd(x: Tensor, group: Any, way: Way) -> Tensor:
     reduction = reduce(y, group, way.reduce)
     if not way.travels:
         return reduction.wait()
-    _side().waits[y.data_ptr()] = reduction.wait
+    waits()[y.data_ptr()] = reduction.wait
     return y
 
 
 def _wait(y: Tensor, x: Tensor, after: Tensor, reduce: str, overlap_from: int) -> None:
-    if not way_of(y, reduce, overlap_from).travels:
-        return
-    wait = _side().waits.pop(y.data_ptr(), None)
-    if wait is None:
+    wait = waits().pop(y.data_ptr(), None)
+    if wait is not None:
+        wait()
+    elif way_of(y, reduce, overlap_from).travels:
         raise RuntimeError("a compiler copied a sum that is in flight, which would be read before it is complete")
-    wait()
 
 
 def _captures_a_piece() -> bool:

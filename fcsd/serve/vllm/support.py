@@ -38,19 +38,25 @@ class Lost(NamedTuple):
 # ``checks.py`` makes its messages of these, and docs/serving.md has them as a table.
 LOST = {
     "data_parallel": Lost(
-        "data-parallel attention of a model with experts",
+        "data-parallel attention of a model with experts, without expert parallelism or with pipeline stages",
         "--data-parallel-size N",
-        "its gather and scatter of tokens are not in the schedule of the wiring",
-        "start a server per replica with --data-parallel-size 1",
-        "latent attention keeps a copy of its keys and values on every rank, so fewer answers fit; experts stay on the "
-        "ranks of one server",
+        "it was not tested",
+        "add --enable-expert-parallel and leave --pipeline-parallel-size out, or start a server per replica",
+        "experts whose matrices are divided over data-parallel ranks",
     ),
     "sequence_parallel": Lost(
         "sequence-parallel experts",
         "--data-parallel-size N with tensor and expert parallelism",
         "they do not leave the sums to fcsd",
-        "use --data-parallel-size 1",
-        "nothing beyond data-parallel attention, with which vLLM turns them on",
+        "use --tensor-parallel-size 1 or --data-parallel-size 1",
+        "a model whose attention needs more than one GPU gives up data-parallel attention",
+    ),
+    "all2all": Lost(
+        "other exchanges of tokens than vLLM's default",
+        "--all2all-backend BACKEND with --data-parallel-size N",
+        "no machine of these tests has their libraries",
+        "use allgather_reducescatter",
+        "between nodes they send a token to its experts alone; the default sends every token to every rank",
     ),
     "dbo": Lost(
         "two-batch overlap",
@@ -62,7 +68,7 @@ LOST = {
     "eplb": Lost(
         "moving experts between ranks (EPLB)",
         "--enable-eplb",
-        "it was not tested",
+        "vLLM has it on GPUs alone, and none of these tests ran it",
         "leave --enable-eplb out",
         "a step waits for the rank whose experts are chosen most",
     ),
@@ -90,9 +96,23 @@ LOST = {
     "lora": Lost(
         "LoRA adapters",
         "--enable-lora",
-        "they were not tested, and were trained on the original",
+        "vLLM puts modules of its own around the layers that are rewired, and adapters were trained on the original",
         "merge the adapter into the model, or leave --enable-lora out",
         "a server per adapter",
+    ),
+    "pooling": Lost(
+        "embeddings and scores instead of text",
+        "--runner pooling",
+        "they were not tested",
+        "compute them with transformers",
+        "vLLM's speed for them",
+    ),
+    "connectors": Lost(
+        "keys and values that other servers compute or store",
+        "--kv-transfer-config",
+        "it was not tested",
+        "leave --kv-transfer-config out",
+        "prefill and decoding on different servers, and caches outside of the GPU",
     ),
     "float16": Lost(
         "float16 for DeepSeek models",
