@@ -139,6 +139,7 @@ def load(
     config: PretrainedConfig | None = None,
     dispatched: bool = False,
     orders: Mapping[str, Sequence[int]] | None = None,
+    partitioned: bool = False,
 ) -> PreTrainedModel:
     """Loads a model in eval mode with this process's share of the experts.
 
@@ -148,7 +149,12 @@ def load(
         config: is used in place of the config in the directory.
         dispatched: whether rows pass through a dispatcher even if no experts are divided, so that they can be rounded.
         orders: where the experts are if they have changed places; see ``load_expert_parallel``.
+        partitioned: whether ZeRO-3 divides the weights of a dense model.
     """
+    if partitioned:
+        from fcsd.parallel.weights.partitioned import load_partitioned
+
+        return load_partitioned(path, dtype=dtype, device=device, config=config)
     if ep_size == 1 and not dispatched:
         return load_model(path, dtype=dtype, device=device, config=config)
     from fcsd.parallel.weights.loading import load_expert_parallel
@@ -164,8 +170,13 @@ def randomise(
     device: torch.device,
     seed: int,
     dispatched: bool = False,
+    partitioned: bool = False,
 ) -> PreTrainedModel:
     """Like ``load``, but with random weights, which are the same at any ``ep_size``."""
+    if partitioned:
+        from fcsd.parallel.weights.partitioned import random_partitioned
+
+        return random_partitioned(config, dtype=dtype, device=device, seed=seed)
     from fcsd.parallel.weights.random_init import random_expert_parallel, random_model
 
     if ep_size == 1 and not dispatched:

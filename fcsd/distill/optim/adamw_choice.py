@@ -31,7 +31,7 @@ def updates_alone(recipe: Recipe, processes: int) -> bool:
     """
     optim, parallel = recipe.optim, recipe.parallel
     plain = (recipe.train.dtype, optim.moments, optim.offload) == ("bf16", "fp32", "none")
-    return processes == 1 and parallel.zero_stage > 0 and plain and not parallel.quantised.any
+    return processes == 1 and parallel.zero_stage in (1, 2) and plain and not parallel.quantised.any
 
 
 def chunked(recipe: Recipe) -> bool:
