@@ -63,8 +63,21 @@ def numbers(run: Path) -> tuple[Any, Any]:
 
 
 def test_proto(folder: Path, tmp_path: Path) -> None:
-    both = run_all(folder, tmp_path, {"1": {"parallel__zero_stage": 1}, "3": STAGE})
-    for a, b in zip(both["1"][0], both["3"][0]):
-        print(a, b)
-    for name in both["1"][1]:
-        print(name, (both["1"][1][name]-both["3"][1][name]).abs().max())
+    base = {"optim__grad_clip": 0.0, "train__steps": 10, "checkpoint__every_steps": 5}
+    cases = {
+        "plain": base,
+        "recomputed": base | {"train__activation_checkpointing": True, "train__micro_batch_size": 1, "train__sample_tokens": 2},
+        "hidden": base | {"objective__hidden": {"weight": 0.1, "layers": "all"}},
+        "bf16": base | {"train__dtype": "bf16"},
+        "frozen": base | {"objective__freeze_embeddings": True, "objective__freeze_lm_head": True, "optim__weight_decay": 0.1},
+        "sft": base | {"objective__kl": 0.0},
+    }
+    one = run_all(folder, tmp_path / "1", {name: {**case, "parallel__zero_stage": 1} for name, case in cases.items()})
+    three = run_all(folder, tmp_path / "3", {name: {**case, "parallel__zero_stage": 3} for name, case in cases.items()})
+    for name in cases:
+        print(name)
+        for a, b in zip(one[name][0], three[name][0]):
+            print(a == b, {k: (a[k]-b[k])/a[k] for k in a})
+        for w in one[name][1]:
+            d = (one[name][1][w].float()-three[name][1][w].float()).abs().max()
+            if d: print(w, d)
