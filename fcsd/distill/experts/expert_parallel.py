@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from fcsd.checkpoint import resolve
+from fcsd.checkpoint import read_config, resolve
 from fcsd.config import Parallel, Recipe
 from fcsd.distill.teacher.original import needs_teacher, teacher_name
-from fcsd.errors import ConfigError
+from fcsd.errors import BadInputError, ConfigError
 from fcsd.launch.world import first_rank
 from fcsd.models.build import arch_of, experts_of, load_model, register, wiring_of
 from fcsd.models.fused.model import fuse_parts
@@ -38,8 +38,9 @@ def check(recipe: Recipe, processes: int) -> None:
 
     Raises:
         ConfigError: ``ep_size`` does not divide the number of processes or of experts, or a model does not support
-            expert parallelism; or the rows of the student cannot be rounded to the formats; or ``parallel.machine`` is
+            expert parallelism; or ZeRO-3 would divide experts; or the rows of the student cannot be rounded to the formats; or ``parallel.machine`` is
             damaged, describes another GPU or larger nodes, or lacks a link that the processes use.
+        BadInputError: ZeRO-3 would divide a quantised model.
     """
     ep_size = recipe.parallel.ep_size
     if recipe.parallel.machine is not None:
@@ -47,6 +48,10 @@ def check(recipe: Recipe, processes: int) -> None:
     if (formats := formats_of(recipe.parallel.quantised)) is not None:
         register()
         check_formats(formats, _config(recipe.model), recipe.model)
+    if recipe.parallel.zero_stage == 3:
+        register()
+        for name in (recipe.model, *([teacher_name(recipe)] if needs_teacher(recipe) else [])):
+            _check_dense(name)
     if ep_size == 1:
         return
     if processes % ep_size:
@@ -118,6 +123,19 @@ def _check_model(name: str, ep_size: int, hint: str) -> PretrainedConfig:
     if experts_of(config) % ep_size:
         raise ConfigError(f"parallel.ep_size {ep_size} does not divide the {experts_of(config)} experts of {name}")
     return config
+
+
+def _check_dense(name: str) -> None:
+    config, checked = _config(name), read_config(resolve(name, weights=False).path)
+    if experts_of(config):
+        raise ConfigError(
+            f"{name}: parallel.zero_stage 3 does not divide experts", hint="set it to 2, and raise parallel.ep_size"
+        )
+    if checked.quantization is not None:
+        raise BadInputError(
+            f"{name} is quantised ({checked.quantization}), and parallel.zero_stage 3 cannot load that",
+            "save a dequantised copy in bf16 first",
+        )
 
 
 def _config(name: str) -> PretrainedConfig:
