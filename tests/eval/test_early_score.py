@@ -68,8 +68,8 @@ def train(rank: int, repo: Path, stage: int, scored: bool) -> tuple[str, list[Sc
 
 def both(rank: int, repo: Path) -> dict[str, Any]:
     evalplus_tasks.MAX_NEW_TOKENS = 64
-    without, _ = train(rank, repo, stage=1, scored=False)
-    with_, scores = train(rank, repo, stage=1, scored=True)
+    without, _ = train(rank, repo, stage=3, scored=False)
+    with_, scores = train(rank, repo, stage=3, scored=True)
     return {"without": without, "with": with_, "scores": scores, "error": broken_scorer(rank, repo)}
 
 

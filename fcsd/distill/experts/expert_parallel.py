@@ -50,8 +50,9 @@ def check(recipe: Recipe, processes: int) -> None:
         check_formats(formats, _config(recipe.model), recipe.model)
     if recipe.parallel.zero_stage == 3:
         register()
-        for name in (recipe.model, *([teacher_name(recipe)] if needs_teacher(recipe) else [])):
-            _check_dense(name)
+        _check_dense(recipe.model)
+        if needs_teacher(recipe):
+            _check_dense(teacher_name(recipe))
     if ep_size == 1:
         return
     if processes % ep_size:
