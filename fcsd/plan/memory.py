@@ -252,9 +252,7 @@ def moments(
         reduced, flat = partition, 0
     found.append(Moment("gradient reduction", **held, gradients=reduced, communication=buckets + flat))
     remaining = whole if setup.zero == 0 or (setup.offload == "host" and setup.zero_stage == 1) else 0
-    found.append(
-        Moment("optimizer step", **held, gradients=remaining + step_bytes(own, setup), communication=always)
-    )
+    found.append(Moment("optimizer step", **held, gradients=remaining + step_bytes(own, setup), communication=always))
     return tuple(found)
 
 

@@ -236,9 +236,7 @@ def test_families_are_trained_alike(folder: Path, tmp_path: Path, archs: list[st
         ({"optim__offload": "host"}, "cannot be combined with optim.offload host"),
     ],
 )
-def test_settings_that_are_not_proven_are_refused_by_name(
-    folder: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_settings_that_are_not_proven_are_refused_by_name(folder: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"parallel.zero_stage 3 {message}"):
         runs.resolved(folder, parallel__zero_stage=3, **changes)
 

@@ -38,8 +38,9 @@ def check(recipe: Recipe, processes: int) -> None:
 
     Raises:
         ConfigError: ``ep_size`` does not divide the number of processes or of experts, or a model does not support
-            expert parallelism; or ZeRO-3 would divide experts; or the rows of the student cannot be rounded to the formats; or ``parallel.machine`` is
-            damaged, describes another GPU or larger nodes, or lacks a link that the processes use.
+            expert parallelism; or ZeRO-3 would divide experts; or the rows of the student cannot be rounded to the
+            formats; or ``parallel.machine`` is damaged, describes another GPU or larger nodes, or lacks a link that the
+            processes use.
         BadInputError: ZeRO-3 would divide a quantised model.
     """
     ep_size = recipe.parallel.ep_size

@@ -153,7 +153,9 @@ def expect_comparable(student: PreTrainedModel, teacher: PreTrainedModel, recipe
             also if their hidden sizes or numbers of layers differ.
         ConfigError: ``objective.hidden.layers`` names a layer that the models do not have.
     """
-    pairs: list[tuple[Any, ...]] = [("vocabulary", *(whole_shape(output_head(model))[0] for model in (student, teacher)))]
+    pairs: list[tuple[Any, ...]] = [
+        ("vocabulary", *(whole_shape(output_head(model))[0] for model in (student, teacher)))
+    ]
     pairs.append(("cap of the logits", *(logits_cap(model.config) for model in (student, teacher))))
     if recipe.objective.hidden.weight:
         compared_layers(student, recipe.objective)

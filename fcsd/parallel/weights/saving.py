@@ -22,8 +22,8 @@ from fcsd.checkpoint.weights import MAX_SHARD, NAMES, Reader, Shape, Writer
 from fcsd.models.adapters.adapted import Adapted
 from fcsd.models.build import arch_of, stored_config
 from fcsd.parallel.expert.block import expert_blocks
-from fcsd.parallel.tensor.layer import ranks_of
 from fcsd.parallel.tensor import shard
+from fcsd.parallel.tensor.layer import ranks_of
 from fcsd.parallel.tensor.tp_plan import TensorGroup, model_shardings
 from fcsd.parallel.weights.partitioned import gathered, is_partitioned, whole_shape
 from fcsd.parallel.weights.tensor_map import Piece, State, on_disk, pieces, shape, state, take
@@ -140,8 +140,7 @@ def _gathered_part(
     """
     tensors, own = state(model), []
     empty = {
-        name: torch.empty(shape_of(name, tensor), dtype=tensor.dtype, device="meta")
-        for name, tensor in tensors.items()
+        name: torch.empty(shape_of(name, tensor), dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()
     }
     for turn, (name, tensor) in enumerate(tensors.items()):
         writer = turn % dist.get_world_size()
