@@ -249,8 +249,8 @@ class Recipe(Section):
     def _not_with_zero_3(self) -> str | None:
         """The setting with which weights that ZeRO-3 divides are not proven; None if there is none."""
         found = {
-            "parallel.ep_size above 1: set it to 1 or 2": self.parallel.ep_size > 1,
-            "parallel.tp_size above 1: set it to 1 or 2": self.parallel.tp_size > 1,
+            "parallel.ep_size above 1: experts need stage 1 or 2": self.parallel.ep_size > 1,
+            "parallel.tp_size above 1: shards need stage 1 or 2": self.parallel.tp_size > 1,
             "parallel.quantised: it has no dispatch": self.parallel.quantised.any,
             "train.compile": self.train.compile,
             "train.graph": self.train.graph,
