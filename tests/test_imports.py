@@ -118,7 +118,7 @@ DEEPSPEED = {
     "distill/run/snapshot.py",
     "distill/optim/adamw_norms.py",
     "parallel/expert/autoep.py",
-    "parallel/weights/partitioned.py",
+    "parallel/partitions.py",
 }
 
 

@@ -32,11 +32,11 @@ from fcsd.parallel.expert.block import ExpertBlock, expert_block
 from fcsd.parallel.expert.blocking import wire_parallel
 from fcsd.parallel.expert.dispatcher import Combined, Dispatched, Dispatcher, Mode, Packed, Transfer
 from fcsd.parallel.expert.flat import flat
+from fcsd.parallel.partitions import is_partitioned
 from fcsd.parallel.quantised.rows import Quantiser
 from fcsd.parallel.transports.copies import CopiesTransport
 from fcsd.parallel.transports.traffic import Traffic
 from fcsd.parallel.transports.transport import Transport, all_to_all
-from fcsd.parallel.weights.partitioned import is_partitioned
 
 Place = Literal["before_attn", "before_rotary", "before_core", "after_core", "after_attn"]
 _ORDER: tuple[Place, ...] = get_args(Place)

@@ -28,7 +28,8 @@ from fcsd.errors import BadInputError, ConfigError, NonFiniteError
 from fcsd.launch.world import World
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import experts_of, load_model
-from fcsd.parallel.weights.partitioned import gathered, is_partitioned, load_partitioned
+from fcsd.parallel.partitions import gathered, is_partitioned
+from fcsd.parallel.weights.partitioned import load_partitioned
 from fcsd.parallel.weights.tensor_map import state
 
 # With these settings ZeRO-3 divides the smallest weight, too, and no weight is whole for longer than a pass needs it.

@@ -19,7 +19,7 @@ from fcsd.distill.teacher.original import final_hidden, output_head
 from fcsd.errors import BadInputError
 from fcsd.models.build import decoder_layers, logits_cap
 from fcsd.models.selection import select_layers
-from fcsd.parallel.weights.partitioned import gathered, whole_shape
+from fcsd.parallel.partitions import gathered, whole_shape
 
 
 class Targets(NamedTuple):

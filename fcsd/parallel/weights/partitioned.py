@@ -1,16 +1,11 @@
-"""Loads dense models whose weights ZeRO-3 divides among all ranks, and makes single weights whole again.
+"""Loads dense models whose weights ZeRO-3 divides among all ranks.
 
 The model is built on the meta device, which takes no memory. Then one tensor after the other is filled on rank 0 and
 sent to the others, and every rank keeps its part of it. No rank ever holds the whole model.
-
-DeepSpeed leaves an empty tensor in place of a weight that it has divided. Its hooks gather the weights of a module for
-the passes of that module. Whoever reads a weight elsewhere must gather it with ``gathered``.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,29 +13,10 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from fcsd.checkpoint.weights import Reader
 from fcsd.models.build import read_generation_config, register
+from fcsd.parallel.partitions import partition
 from fcsd.parallel.weights.loading import empty_model, verified_layout
 from fcsd.parallel.weights.random_init import drawn
 from fcsd.parallel.weights.tensor_map import on_disk, pieces, state
-
-
-def is_partitioned(tensor: Tensor) -> bool:
-    """Whether ZeRO-3 has divided a weight."""
-    return hasattr(tensor, "ds_id")
-
-
-def whole_shape(tensor: Tensor) -> torch.Size:
-    """The shape of a weight, which may be divided."""
-    return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
-
-
-def gathered(*tensors: Tensor) -> AbstractContextManager[Any]:
-    """A block in which weights are whole; all ranks enter it together. Aliases that are made in it stay whole."""
-    divided = [tensor for tensor in tensors if is_partitioned(tensor)]
-    if not divided:
-        return nullcontext()
-    from deepspeed.runtime.zero import GatheredParameters
-
-    return GatheredParameters(divided)
 
 
 def load_partitioned(
@@ -88,8 +64,6 @@ def random_partitioned(
 @torch.no_grad()
 def _fill(model: PreTrainedModel, values: Iterator[dict[str, Tensor]], device: torch.device) -> None:
     """Gives the tensors of a model on the meta device their values, by the names of ``state``, and divides them."""
-    from deepspeed.runtime.zero import Init
-
     tensors = state(model)
     places: dict[Tensor, list[tuple[nn.Module, str]]] = {}  # tied weights remain one parameter
     for module in model.modules():
@@ -108,5 +82,5 @@ def _fill(model: PreTrainedModel, values: Iterator[dict[str, Tensor]], device: t
             made.append(nn.Parameter(value, like.requires_grad))
             for module, own in places.pop(like):
                 setattr(module, own, made[-1])
-        Init(module=nn.ParameterList(made))
+        partition(made)
     assert not places, "every parameter has a value"

@@ -22,10 +22,10 @@ from fcsd.checkpoint.weights import MAX_SHARD, NAMES, Reader, Shape, Writer
 from fcsd.models.adapters.adapted import Adapted
 from fcsd.models.build import arch_of, stored_config
 from fcsd.parallel.expert.block import expert_blocks
+from fcsd.parallel.partitions import gathered, is_partitioned, whole_shape
 from fcsd.parallel.tensor import shard
 from fcsd.parallel.tensor.layer import ranks_of
 from fcsd.parallel.tensor.tp_plan import TensorGroup, model_shardings
-from fcsd.parallel.weights.partitioned import gathered, is_partitioned, whole_shape
 from fcsd.parallel.weights.tensor_map import Piece, State, on_disk, pieces, shape, state, take
 
 Specs = dict[str, tuple[str, Shape]]  # name on disk -> dtype and shape, for the tensors of all ranks
