@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from fcsd.bench.random_run import random_corpus
-from fcsd.config import ResolvedRecipe
+from fcsd.config import Recipe, ResolvedRecipe
 from fcsd.distill import loop
 from fcsd.distill.optim import update
 from fcsd.distill.prepare import training_rows
@@ -63,6 +63,7 @@ CASES: dict[str, tuple[int | None, dict[str, Any], dict[str, Any]]] = {
     "bf16": (2, BF16, {"optim__offload": "moments", "checkpoint__overlap": True}),
     "bf16 moments": (None, {**BF16, "optim__moments": "bf16"}, {}),
 }
+UNTIED = ("recomputed", "frozen")  # the others train a model whose head is its embeddings
 # Families whose parts read weights that are not their own, or that have a tower beside the decoder.
 PECULIAR = ("qwen3_5_text", "lfm2", "apertus", "gemma3")
 DENSE = sorted(name for name in ARCHS if name in tiny.CONFIGS and not experts_of(tiny.config(name)))
@@ -95,13 +96,13 @@ def recipe(folder: Path, out: Path, name: str, stage: int) -> ResolvedRecipe:
 
 
 def distill(recipes: list[ResolvedRecipe]) -> None:
-    """Runs recipes one after the other. Under ZeRO-3 no weight may be whole after a step."""
+    """Runs recipes one after the other. Where ZeRO-3 divides all weights, none may be whole after a step."""
     divide_all()
     finish = loop.finish_step
 
     def finish_and_look(run: Any, *arguments: Any) -> None:
         finish(run, *arguments)
-        if run.recipe.parallel.zero_stage == 3:
+        if divides_all(run.recipe):
             assert not any(weight.numel() for weight in run.student.parameters())
             with run.training.source.teacher() as teacher:
                 assert not any(weight.numel() for weight in teacher.parameters())
@@ -111,12 +112,17 @@ def distill(recipes: list[ResolvedRecipe]) -> None:
         loop.distill_model(each)
 
 
+def divides_all(each: Recipe) -> bool:
+    """Runs with bf16 moments have DeepSpeed's own settings, which keep weights as small as these whole."""
+    return each.parallel.zero_stage == 3 and each.optim.moments == "fp32"
+
+
 def divide_all() -> None:
     configure = engine.deepspeed_config
 
-    def with_settings(*arguments: Any, **options: Any) -> dict[str, Any]:
-        config = configure(*arguments, **options)
-        config["zero_optimization"] |= AT_ONCE if config["zero_optimization"]["stage"] == 3 else {}
+    def with_settings(each: Recipe, *arguments: Any, **options: Any) -> dict[str, Any]:
+        config = configure(each, *arguments, **options)
+        config["zero_optimization"] |= AT_ONCE if divides_all(each) else {}
         return config
 
     engine.deepspeed_config = with_settings
@@ -133,7 +139,7 @@ def finished(folder: Path, untied: Path, tmp_path_factory: pytest.TempPathFactor
     """The runs of all cases, with ZeRO-3 in ``NAME-3`` and with the other stage in ``NAME-1`` or ``NAME-2``."""
     out = tmp_path_factory.mktemp("runs")
     stages = [(name, stage) for name, (other, *_) in CASES.items() for stage in (other, 3) if stage is not None]
-    of = {name: untied if name in ("frozen", "recomputed") else folder for name in CASES}
+    of = {name: untied if name in UNTIED else folder for name in CASES}
     on_ranks(2, distill, [recipe(of[name], out / f"{name}-{stage}", name, stage) for name, stage in stages])
     return out
 
@@ -152,6 +158,7 @@ def test_runs_are_those_of_the_other_stages(finished: Path, name: str) -> None:
     for one, other in zip(mine[0], reference[0], strict=True):
         assert one == pytest.approx(other, rel=1e-6, abs=1e-7)
     assert mine[1].keys() == reference[1].keys()
+    assert ("lm_head.weight" in mine[1]) == (name in UNTIED)
     for key, weight in reference[1].items():
         torch.testing.assert_close(mine[1][key], weight, rtol=0, atol=5e-5)
     assert (finished / f"{name}-3" / "samples.jsonl").exists() == (name == "recomputed")
@@ -245,7 +252,7 @@ def test_settings_that_are_not_proven_are_refused_by_name(folder: Path, changes:
 def test_models_that_are_not_proven_are_refused_before_anything_loads(folder: Path, tmp_path: Path) -> None:
     tiny.config("qwen3_moe").save_pretrained(tmp_path / "experts")
     quantised = tiny.config("llama")
-    quantised.quantization_config = {"quant_method": "fp8"}
+    quantised.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     quantised.save_pretrained(tmp_path / "quantised")
     for name in ("experts", "quantised"):
         texts.tokenizer().save_pretrained(tmp_path / name)

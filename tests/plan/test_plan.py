@@ -537,6 +537,9 @@ def test_bad_models_and_batches(tmp_path):
         with pytest.raises(ConfigError, match=f"is {2 * factor}, but it must divide 2 GPUs and the 8 experts") as no:
             plan_run(changed, Hardware(2))
         assert "--set parallel.ep_size=2" in str(no.value.hint)
+    parallel = recipe.parallel.model_copy(update={"zero_stage": 3})
+    with pytest.raises(ConfigError, match="parallel.zero_stage 3 does not divide experts"):
+        plan_run(recipe.model_copy(update={"parallel": parallel}), Hardware(2))
 
 
 def test_a_model_rewired_on_the_way_in_has_two_streams(tmp_path):
