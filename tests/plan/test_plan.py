@@ -538,7 +538,7 @@ def test_bad_models_and_batches(tmp_path):
             plan_run(changed, Hardware(2))
         assert "--set parallel.ep_size=2" in str(no.value.hint)
     parallel = recipe.parallel.model_copy(update={"zero_stage": 3})
-    with pytest.raises(ConfigError, match="parallel.zero_stage 3 does not divide experts"):
+    with pytest.raises(ConfigError, match=r"parallel\.zero_stage 3 does not divide experts"):
         plan_run(recipe.model_copy(update={"parallel": parallel}), Hardware(2))
 
 
