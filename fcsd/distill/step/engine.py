@@ -39,6 +39,8 @@ class Losses(nn.Module):
     It is a module of its own because ZeRO-3 gathers the head for its passes; see ``build_training``.
     """
 
+    model: PreTrainedModel
+
     def __init__(self, model: PreTrainedModel, objective: Objective) -> None:
         super().__init__()
         vars(self)["model"] = model  # not as a part of this module, which only reads its head
