@@ -59,7 +59,7 @@ CASES: dict[str, tuple[int | None, dict[str, Any], dict[str, Any]]] = {
         {"train__activation_checkpointing": True, "train__sample_tokens": 2},
     ),
     "frozen": (2, {**SHORT, **FROZEN, "train__anneal_share": 0.5}, {}),
-    "desync": (2, {**SHORT, "init__wiring": "desync-2x", "init__tp_degree": 2}, {}),
+    "random": (2, {**SHORT, "init__weights": "random", "init__wiring": "desync-2x", "init__tp_degree": 2}, {}),
     "bf16": (2, BF16, {"optim__offload": "moments", "checkpoint__overlap": True}),
     "bf16 moments": (None, {**BF16, "optim__moments": "bf16"}, {}),
 }
@@ -90,7 +90,7 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recipe(folder: Path, out: Path, name: str, stage: int) -> ResolvedRecipe:
     _, settings, own = CASES[name]
-    wired = {"model": str(folder / "teacher")} if "init__wiring" in settings else {}
+    wired = dict.fromkeys(("model", "teacher"), str(folder / "teacher")) if "init__wiring" in settings else {}
     changes = {**settings, **(own if stage == 3 else {}), **wired}
     return runs.resolved(folder, output_dir=str(out), parallel__zero_stage=stage, **changes)
 
