@@ -23,10 +23,10 @@ from fcsd.distill.dtypes import DTYPES
 from fcsd.distill.experts.expert_parallel import randomise, wire_sharded
 from fcsd.distill.optim import update
 from fcsd.distill.prepare import training_rows
-from fcsd.distill.step.engine import build_training
+from fcsd.distill.step.engine import build_training, live_teacher
 from fcsd.distill.step.one_step import train_step
 from fcsd.distill.teacher.original import compile_layers, needs_teacher, pack_attention
-from fcsd.distill.teacher.targets import LiveTeacher, TeacherSource
+from fcsd.distill.teacher.targets import TeacherSource
 from fcsd.distill.train_engine import TrainEngine
 from fcsd.errors import unknown_value
 from fcsd.foreign_errors import reason_of
@@ -131,6 +131,7 @@ def _measure(recipe: Recipe, rewired: PretrainedConfig, original: PretrainedConf
 
     train, parallel = recipe.train, recipe.parallel
     draw: Any = {"dtype": DTYPES[train.dtype], "device": world.device, "seed": recipe.seed}
+    draw["partitioned"] = parallel.zero_stage == 3
     model = randomise(rewired, parallel.ep_size, **draw, dispatched=parallel.quantised.any)
     sizes, source = {"weights": since(), "teacher": 0}, TeacherSource()
     if needs_teacher(recipe):
@@ -138,7 +139,7 @@ def _measure(recipe: Recipe, rewired: PretrainedConfig, original: PretrainedConf
         pack_attention(teacher, recipe)
         compile_layers(teacher, recipe)
         wire_sharded(teacher, parallel.teacher_ep_size, parallel)
-        source = LiveTeacher(teacher.requires_grad_(False), recipe.objective)
+        source = live_teacher(teacher.requires_grad_(False), recipe, world.size)
         sizes["teacher"] = since()
     built = build_training(model, source, recipe, world)
     update.install(built.engine, recipe)

@@ -76,6 +76,7 @@ def draw_models(
     """Random weights for the student, and for the frozen teacher if the recipe needs one."""
     parallel = recipe.parallel
     draw: Any = {"dtype": DTYPES[recipe.train.dtype], "device": world.device, "seed": recipe.seed}
+    draw["partitioned"] = parallel.zero_stage == 3
     student = randomise(rewired, parallel.ep_size, **draw, dispatched=parallel.quantised.any)
     if not needs_teacher(recipe):
         return student, None

@@ -2,20 +2,10 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from fcsd.config.fields import InputPath, NonNegative, Positive, Section
 from fcsd.errors import ConfigError
-
-
-def _no_stage_3(value: object) -> object:
-    if value == 3:
-        raise ValueError(
-            "ZeRO-3 is not supported: it shards the output head, which the loss reads outside of its module, and it "
-            "releases parameters that the reordered backward pass of overlapped experts still needs; raise "
-            "parallel.ep_size instead, which divides most of the weights"
-        )
-    return value
 
 
 def _known_format(value: str) -> str:
@@ -87,9 +77,10 @@ class Placement(Section):
 class Parallel(Section):
     """How a run is divided among processes, and how they communicate."""
 
-    zero_stage: Annotated[Literal[0, 1, 2], BeforeValidator(_no_stage_3)] = 1
+    zero_stage: Literal[0, 1, 2, 3] = 1
     """The DeepSpeed ZeRO stage: 0 keeps optimizer states and gradients on every process, 1 divides the optimizer
-    states among the processes, 2 the gradients, too."""
+    states among the processes, 2 the gradients, too. 3 also divides the weights of a dense student and its teacher,
+    and gathers those of a layer for each of its passes. docs/planning.md says what it costs."""
     ep_size: Positive = 1
     """The expert-parallel size: the number of processes that divide the experts of each MoE layer among them. It
     divides the number of processes and the number of experts. 1 keeps all experts on every process."""

@@ -161,7 +161,7 @@ class Recipe(Section):
         if self.train.dtype == "fp32" and "bf16" in (self.optim.accumulate_dtype, self.optim.reduce_dtype):
             raise ValueError("optim.accumulate_dtype and optim.reduce_dtype cannot be bf16 if train.dtype is fp32")
         if self.train.dtype == "bf16" and self.parallel.zero_stage == 1 and self.accumulate_dtype == "fp32":
-            raise ValueError("optim.accumulate_dtype fp32 needs parallel.zero_stage 0 or 2: ZeRO-1 sums in bf16")
+            raise ValueError("optim.accumulate_dtype fp32 needs parallel.zero_stage 0, 2 or 3: ZeRO-1 sums in bf16")
         if self.optim.offload == "host" and self.parallel.zero_stage == 0:
             raise ValueError(
                 "optim.offload host needs parallel.zero_stage 1 or 2; with 0, optim.offload can be moments"
@@ -190,6 +190,8 @@ class Recipe(Section):
                 f"parallel.sequence: parallel.tp_size {self.parallel.tp_size} does not divide data.seq_len "
                 f"{self.data.seq_len}"
             )
+        if self.parallel.zero_stage == 3 and (why := self._not_with_zero_3()):
+            raise ValueError(f"parallel.zero_stage 3 cannot be combined with {why}")
         if why := self._no_adapter():
             raise ValueError(why)
         if self.train.eval_every and self.data.held_out is None:
@@ -246,6 +248,19 @@ class Recipe(Section):
             "optim.moments bf16": self.optim.moments != "fp32",
             "objective.teacher_cache": self.objective.teacher_cache is not None,
             "a benchmark as early_stop.metric": self.early_stop.benchmark is not None,
+        }
+        return next((why for why, is_so in found.items() if is_so), None)
+
+    def _not_with_zero_3(self) -> str | None:
+        """The setting with which weights that ZeRO-3 divides are not proven; None if there is none."""
+        found = {
+            "parallel.ep_size above 1: experts need stage 1 or 2": self.parallel.ep_size > 1,
+            "parallel.tp_size above 1: shards need stage 1 or 2": self.parallel.tp_size > 1,
+            "parallel.quantised: it has no dispatch": self.parallel.quantised.any,
+            "train.compile": self.train.compile,
+            "train.graph": self.train.graph,
+            "train.adapter": self.train.adapter is not None,
+            "optim.offload host; it can be moments": self.optim.offload == "host",
         }
         return next((why for why, is_so in found.items() if is_so), None)
 

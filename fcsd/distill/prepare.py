@@ -28,7 +28,7 @@ from fcsd.distill.optim import update
 from fcsd.distill.run import checkpoints, manifest, run_dir
 from fcsd.distill.run.identity import flat, require_agreement, run_identity
 from fcsd.distill.step import graphs
-from fcsd.distill.step.engine import Training, build_training, import_deepspeed
+from fcsd.distill.step.engine import Training, build_training, import_deepspeed, live_teacher
 from fcsd.distill.student import load_student, student_config
 from fcsd.distill.teacher.cache import read_teacher_cache
 from fcsd.distill.teacher.original import (
@@ -39,7 +39,7 @@ from fcsd.distill.teacher.original import (
     teacher_name,
 )
 from fcsd.distill.teacher.shared import SharedTeacher, require_own_weights
-from fcsd.distill.teacher.targets import LiveTeacher, TeacherSource, expect_comparable
+from fcsd.distill.teacher.targets import TeacherSource, expect_comparable
 from fcsd.launch.world import World
 from fcsd.models.adapters.adapted import Adapted
 from fcsd.models.build import unwired
@@ -154,7 +154,7 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     if needs_teacher(recipe) and not shares_weights(recipe):
         say(f"loading the teacher {teacher_name(recipe)} ...")
         teacher = load_teacher(recipe, student, world, traffic, dispatcher, teams.ranks)
-    source = TeacherSource() if teacher is None else LiveTeacher(teacher, recipe.objective)
+    source = TeacherSource() if teacher is None else live_teacher(teacher, recipe, world.size)
     identity = run_identity(recipe, corpora, world)
     if settings := recipe.objective.teacher_cache:
         source, cached = read_teacher_cache(recipe, settings, identity, vocab_size, world)
@@ -273,7 +273,8 @@ def load_teacher(
         pack_attention(teacher, recipe)
         tensor_parallel.wire(teacher, ranks, recipe)
         return teacher.requires_grad_(False)
-    teacher = expert_parallel.load(resolve(name).path, ep_size, dtype=dtype, device=world.device)
+    how: Any = {"dtype": dtype, "device": world.device, "partitioned": recipe.parallel.zero_stage == 3}
+    teacher = expert_parallel.load(resolve(name).path, ep_size, **how)
     expect_comparable(student, teacher, recipe, name)
     pack_attention(teacher, recipe)
     shared = dispatcher if ep_size > 1 else None

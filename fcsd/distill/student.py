@@ -97,6 +97,7 @@ def load_student(
     """
     parallel = recipe.parallel
     how: Any = {"dtype": dtype, "device": device, "dispatched": parallel.quantised.any}
+    how["partitioned"] = parallel.zero_stage == 3
     if ranks is not None:
         return _load_shards(recipe, ranks, dtype=dtype, device=device, config=config, trained=trained)
     if trained is not None:

@@ -77,6 +77,10 @@ class TrainEngine(PassEngine, Protocol):
         """Whether ZeRO divides the optimizer's states."""
         ...
 
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether ZeRO divides the weights, too."""
+        ...
+
     def bfloat16_enabled(self) -> bool:
         """Whether the weights are in bf16, and fp32 ones are kept beside them."""
         ...

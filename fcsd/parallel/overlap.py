@@ -28,11 +28,11 @@ from fcsd.models.build import arch_of, decoder_layers
 from fcsd.models.wiring import DESYNC, LayerWiring, WiredLayer, Wiring, _refuse_reentrant, mixer, wired_class
 from fcsd.parallel import order, process_settings
 from fcsd.parallel.attention import Around, calls_inside, join_attention, split_attention
-from fcsd.parallel.expert.autoep import has_partitioned_parameters
 from fcsd.parallel.expert.block import ExpertBlock, expert_block
 from fcsd.parallel.expert.blocking import wire_parallel
 from fcsd.parallel.expert.dispatcher import Combined, Dispatched, Dispatcher, Mode, Packed, Transfer
 from fcsd.parallel.expert.flat import flat
+from fcsd.parallel.partitions import is_partitioned
 from fcsd.parallel.quantised.rows import Quantiser
 from fcsd.parallel.transports.copies import CopiesTransport
 from fcsd.parallel.transports.traffic import Traffic
@@ -269,7 +269,7 @@ def overlap(
     if wiring.name in DESYNC or wiring.distance > 1:
         what = wiring.name if wiring.name in DESYNC else f"distance {wiring.distance}"
         raise ConfigError(f"overlap does not support {what}", hint="set parallel.ep_size: 1")
-    if mode != "off" and has_partitioned_parameters(model):
+    if mode != "off" and any(map(is_partitioned, model.parameters())):
         raise ConfigError(
             "overlap does not support ZeRO-3: the backward pass runs nodes of several layers in turn, and ZeRO-3 "
             "releases a layer's parameters before the last node of the layer has run",

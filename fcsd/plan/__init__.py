@@ -261,7 +261,9 @@ def _best(setups: list[Setup], hours_of: Callable[[Setup], float]) -> Setup | No
 
 
 def _misplaced(setup: Setup, experts: int) -> ConfigError:
-    """Says why ``parallel.ep_size`` is impossible for a model with ``experts`` in a layer, and what to set."""
+    """Says why the division is impossible for a model with ``experts`` in a layer, and what to set."""
+    if experts and setup.zero_stage == 3:
+        return ConfigError("parallel.zero_stage 3 does not divide experts", hint="--set parallel.zero_stage=2")
     if not experts:
         why = "the model is dense and has no experts to divide"
         return ConfigError(f"parallel.ep_size is {setup.ep_size}, but {why}", hint="--set parallel.ep_size=1")

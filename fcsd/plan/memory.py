@@ -8,7 +8,8 @@ them.
 
 ZeRO works as in DeepSpeed 0.19.8 (``runtime/zero/stage_1_and_2.py``) with the configuration of ``distill.step.engine``:
 dense parameters are partitioned over all processes, and routed experts over the ``world / ep_size`` processes that hold
-the same experts.
+the same experts. For ZeRO-3 it is ``runtime/zero/stage3.py``: the gradients' partition and one bucket are allocated for
+the whole run.
 """
 
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from fcsd.plan.setup import GIB, USABLE, Hardware, Setup
 from fcsd.plan.shard import Shard, shard
 
 BUCKET = 500_000_000  # elements of DeepSpeed's reduce_bucket_size
+LIVE = 1_000_000_000  # weights that ZeRO-3 keeps whole for their next use, stage3_max_live_parameters
+PREFETCH = 50_000_000  # weights that ZeRO-3 gathers ahead, stage3_prefetch_bucket_size
 CHUNK = 2**23  # parameters that ``fcsd.distill.optim.adamw_chunked`` updates at a time
 SLOTS = 3  # pairs of buffers for moments on their way; that of ``fcsd.distill.optim.adamw_host_moments``
 
@@ -95,9 +98,10 @@ class Memory:
 def state_width(setup: Setup) -> int:
     """Bytes per updated parameter of AdamW's two moments, and of the fp32 copy of the weight where one is made.
 
-    ZeRO copies its partition even if the weights are in fp32. Stage 0 keeps a copy for weights in bf16 only.
+    ZeRO-1 and ZeRO-2 copy their partition even if the weights are in fp32. The other stages keep a copy for weights in
+    bf16 only.
     """
-    return 2 * setup.moment_width + (4 if setup.zero_stage or setup.dtype == "bf16" else 0)
+    return 2 * setup.moment_width + (4 if setup.zero_stage in (1, 2) or setup.dtype == "bf16" else 0)
 
 
 def optimizer_bytes(own: Shard, setup: Setup) -> int:
@@ -121,7 +125,7 @@ def teacher_bytes(teacher: ModelNumbers, setup: Setup) -> int:
     if setup.adapters is not None:
         return setup.width * setup.adapters.own
     ranks = setup.ep_size if setup.teacher == "sharded" else 1
-    return setup.width * (teacher.dense + teacher.routed // ranks)
+    return setup.width * -(-(teacher.dense + teacher.routed // ranks) // setup.weight_ranks)
 
 
 def loss_bytes(model: ModelNumbers, setup: Setup) -> tuple[int, int]:
@@ -166,10 +170,10 @@ def moments(
     Args:
         layers: bytes of a layer by its kind, from ``MetaModel.layer_bytes``.
     """
-    own, width = shard(model, setup), setup.width
+    own, width, divided = shard(model, setup), setup.width, setup.zero_stage == 3
     stream = setup.micro_batch_size * setup.seq_len * model.hidden * width
     held = {
-        "weights": width * (own.trained + own.frozen),
+        "weights": width * -(-(own.trained + own.frozen) // setup.weight_ranks),
         "optimizer": optimizer_bytes(own, setup),
         "teacher": teacher_bytes(teacher, setup),
     }
@@ -177,16 +181,24 @@ def moments(
     # The teacher's final hidden states, and both streams of each compared layer. The loss replaces these two streams by
     # their difference.
     targets = stream * (1 + 2 * setup.compared) if setup.teacher != "none" else 0
+    # The teacher's head is whole until the loss has read it.
+    read = targets + (width * teacher.head if divided and setup.teacher != "none" else 0)
     several = setup.accumulation > 1
     # ZeRO's partition of the gradients; with the optimizer on the host, they leave the GPU tensor by tensor.
     leaves = setup.offload == "host" and (setup.zero_stage == 1 or not several or summed_on_host(setup))
     partition = 0 if leaves else setup.gradient_width * sum(own.partition)
     whole = setup.gradient_width * own.trained
 
-    # Gradients from earlier micro-batches. ZeRO-2 keeps only this rank's partition of them.
-    before = (partition if setup.zero == 2 else whole) if several else 0
+    # Gradients from earlier micro-batches. ZeRO-2 and ZeRO-3 keep only this rank's partition of them.
+    before = (partition if setup.zero >= 2 else whole) if several or divided else 0
     buckets = BUCKET * width * (2 if setup.overlap_comm else 1) if setup.zero else 0
     flat = min(BUCKET, own.trained) * width if setup.zero or not setup.zero_stage else 0
+    always = gathered = ahead = 0
+    if divided:
+        always = BUCKET * setup.gradient_width
+        buckets = 2 * always + always // setup.world  # a bucket is copied to be sent, and this rank's part comes back
+        gathered = width * min(LIVE, own.trained + own.frozen)
+        ahead = width * (PREFETCH + max(own.largest, teacher.head))
 
     if setup.recompute:
         kept = [stream * model.streams] * len(model.layers)
@@ -198,11 +210,27 @@ def moments(
     forward = max(layers[layer.kind].forward for layer in model.layers)
     end = alive + layers[FINAL_NORM].kept
     found = [
-        Moment("forward pass", **held, gradients=before, activations=alive - kept[-1] + forward, loss=targets),
-        Moment("loss", **held, gradients=before, activations=end, loss=targets + temporary + handed_out),
+        Moment(
+            "forward pass",
+            **held,
+            gradients=before,
+            activations=alive - kept[-1] + forward,
+            loss=read,
+            communication=always + gathered,
+        ),
+        Moment(
+            "loss",
+            **held,
+            gradients=before,
+            activations=end,
+            loss=read + temporary + handed_out,
+            communication=always + gathered,
+        ),
     ]
     if setup.teacher != "none":
-        found.append(Moment("teacher's forward pass", **held, gradients=before, activations=2 * stream + forward))
+        activations = 2 * stream + forward
+        parts = {"gradients": before, "activations": activations, "communication": always + ahead}
+        found.append(Moment("teacher's forward pass", **held, **parts))
 
     grown = setup.gradient_width * model.head * (not setup.freeze_lm_head)
     for number, layer in reversed(list(enumerate(model.layers))[frozen:]):
@@ -211,20 +239,22 @@ def moments(
             trained = setup.adapters.trained // (len(model.layers) - frozen)
         size, gradient = layers[layer.kind], setup.gradient_width * trained
         grown += gradient
-        if setup.zero == 2:
+        if setup.zero >= 2:
             # Reduced gradients are in the partition's buffer. At most one layer's gradients wait for their bucket.
-            gradients = before + partition + gradient
+            gradients = (partition if divided else before + partition) + gradient
         else:
             gradients = max(before, grown) + (gradient if several else 0)
         recomputed = size.kept if setup.recompute else 0
         parts = {"gradients": gradients, "activations": alive + recomputed + size.backward, "loss": targets}
-        found.append(Moment(f"backward pass of layer {number}", **held, **parts, communication=buckets))
+        found.append(Moment(f"backward pass of layer {number}", **held, **parts, communication=buckets + gathered))
         alive -= kept[number]
 
     reduced = before + partition if setup.zero == 2 else whole + (partition if setup.zero else 0)
+    if divided:
+        reduced, flat = partition, 0
     found.append(Moment("gradient reduction", **held, gradients=reduced, communication=buckets + flat))
     remaining = whole if setup.zero == 0 or (setup.offload == "host" and setup.zero_stage == 1) else 0
-    found.append(Moment("optimizer step", **held, gradients=remaining + step_bytes(own, setup)))
+    found.append(Moment("optimizer step", **held, gradients=remaining + step_bytes(own, setup), communication=always))
     return tuple(found)
 
 
@@ -251,7 +281,7 @@ def host_bytes(model: ModelNumbers, setup: Setup) -> int:
     """
     own = shard(model, setup)
     layer = max(layer.dense + layer.routed for layer in model.layers)
-    loading = setup.width * (own.trained + own.frozen + layer)
+    loading = setup.width * ((own.trained + own.frozen) // setup.weight_ranks + layer)
     return max(loading, host_optimizer_bytes(own, setup)) + 2 * GIB
 
 

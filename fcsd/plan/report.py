@@ -6,7 +6,7 @@ from fcsd.plan import Plan
 from fcsd.plan.memory import cache_bytes, copy_bytes
 from fcsd.plan.offload import BUS, HOST
 from fcsd.plan.setup import GIB, Setup
-from fcsd.plan.speed import PEAK, Speed, readable, shared_layers
+from fcsd.plan.speed import GATHER, PEAK, Speed, readable, shared_layers
 
 _PLACES = {"none": "", "moments": "AdamW with its moments on the host", "host": "AdamW on the host"}
 
@@ -94,6 +94,9 @@ def _costs(plan: Plan) -> list[tuple[str, str]]:
     ]
     if setup.ep_size > 1:
         rows.append(("assumed", f"the GPU with the most rows for its experts receives {setup.imbalance:g}x the mean"))
+    if setup.zero_stage == 3:
+        rates = f"{GATHER['inside'] / 1e9:g} GB/s inside a node, {GATHER['between'] / 1e9:g} GB/s between nodes"
+        rows.append(("assumed", f"for the weights that ZeRO-3 gathers: {rates}; no run has measured it"))
     if setup.offload != "none":
         rates = f"{BUS / 1e9:g} GB/s between GPU and host, {HOST / 1e9:g} GB/s of a node's memory"
         measured = "one run has measured the first" if setup.offload == "moments" else "no run has measured it"

@@ -20,6 +20,7 @@ def candidates(setup: Setup, hardware: Hardware, experts: int) -> Iterator[tuple
     - recompute, which costs one more forward pass
     - smaller micro-batches, which give each kernel less work
     - ZeRO-2, which reduces gradients at every micro-batch
+    - ZeRO-3 for dense models, which gathers all weights in every pass
     - bf16 moments, which round what the optimizer remembers
     - sharding the teacher's experts, and experts over more ranks, which both need more all-to-all
     - a teacher cache, which needs disk and restricts the divergence to the stored token ids
@@ -37,7 +38,7 @@ def candidates(setup: Setup, hardware: Hardware, experts: int) -> Iterator[tuple
         inner = list(
             product(
                 ("fp32", "bf16") if setup.moments == "fp32" else ("bf16",),
-                sorted({setup.zero_stage, 2}),
+                sorted({setup.zero_stage, 2, *([3] if larger.world > 1 else [])}),
                 list(_halved(setup.micro_batch_size)),
                 sorted({setup.recompute, True}),
             )

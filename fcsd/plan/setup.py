@@ -192,8 +192,13 @@ class Setup:
     @property
     def zero(self) -> int:
         """The stage of ZeRO that runs; 0 on one process whose weights ``OneProcessAdamW`` updates."""
-        plain = (self.dtype, self.moments, self.offload) == ("bf16", "fp32", "none")
+        plain = (self.dtype, self.moments, self.offload) == ("bf16", "fp32", "none") and self.zero_stage < 3
         return 0 if self.alone and self.world == 1 and plain else self.zero_stage
+
+    @property
+    def weight_ranks(self) -> int:
+        """The processes among which ZeRO-3 divides the weights of both models; 1 with any other stage."""
+        return self.world if self.zero_stage == 3 else 1
 
     @property
     def copies(self) -> int:
@@ -208,7 +213,10 @@ class Setup:
     def possible(self, experts: int) -> bool:
         """Whether a run accepts this setup for a model with ``experts`` routed experts in a layer (0 if dense)."""
         divides = experts % self.ep_size == 0 if experts else self.ep_size == 1
-        placed = self.zero_stage > 0 or self.offload != "host"
+        placed = self.offload != "host" or 0 < self.zero_stage < 3
+        dense = not experts and self.tp_size == 1 and self.adapters is None and not self.graph
+        if self.zero_stage == 3 and not dense:
+            return False
         return divides and placed and self.world % (self.ep_size * self.tp_size) == 0 and self.accumulation.is_integer()
 
 

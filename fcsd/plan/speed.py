@@ -66,6 +66,10 @@ UPDATE_ALONE = 6.92e-12
 # measured in one run.
 ROUND = 19e-12
 
+# Bytes per second at which a GPU receives the weights that ZeRO-3 gathers: from the GPUs of its node, and from others.
+# Both values are assumed, and so is that the transfer runs beside the computation: the longer of them counts.
+GATHER = {"inside": 300e9, "between": 40e9}
+
 # Bytes per second that a node writes into a checkpoint, bytes per second that each process copies to host memory, and
 # seconds that a benchmark needs for one score. These values are assumed, not measured.
 WRITE = 2e9
@@ -221,9 +225,22 @@ def update_seconds(model: ModelNumbers, setup: Setup, gpus: int = 8) -> float:
     return here + (moments_seconds(own, setup, gpus) if setup.offload == "moments" else 0.0)
 
 
+def gather_seconds(model: ModelNumbers, teacher: ModelNumbers, setup: Setup, gpus: int) -> float:
+    """Seconds for which ZeRO-3 receives weights and gradients in one micro-batch.
+
+    The student's weights are gathered for the forward and for the backward pass, which recompute shares, and the
+    teacher's for its pass. The gradients are as large as the weights.
+    """
+    if setup.zero_stage < 3:
+        return 0.0
+    received = 3 * model.total + (teacher.total if setup.teacher != "none" else 0)
+    return setup.width * received / GATHER["inside" if setup.world <= gpus else "between"]
+
+
 def step_seconds(model: ModelNumbers, teacher: ModelNumbers, setup: Setup, gpus: int = 8) -> float:
     """Seconds of a step: all its micro-batches, and the optimizer; see ``update_seconds``."""
-    return setup.accumulation * max(micro_batch_seconds(model, teacher, setup)) + update_seconds(model, setup, gpus)
+    passes = max(*micro_batch_seconds(model, teacher, setup), gather_seconds(model, teacher, setup, gpus))
+    return setup.accumulation * passes + update_seconds(model, setup, gpus)
 
 
 def checkpoint_hours(model: ModelNumbers, setup: Setup, hardware: Hardware, hours: float) -> float:

@@ -31,11 +31,12 @@ def teacher(repo: Path) -> tuple[Any, Any]:
 
 
 def fingerprint(engine: Any) -> str:
-    """Weights, optimizer state, random number generators and the mode of every module."""
+    """Weights, optimizer state, random number generators and the mode of every module, as this rank has them."""
     digest = hashlib.sha256()
-    for tensor in [*engine.module.state_dict().values(), torch.get_rng_state()]:
-        digest.update(tensor.contiguous().numpy().tobytes())
-    state = engine.optimizer.optimizer.state_dict()["state"]
+    weights = [getattr(weight, "ds_tensor", weight) for weight in engine.module.state_dict(keep_vars=True).values()]
+    for tensor in [*weights, torch.get_rng_state()]:
+        digest.update(tensor.detach().contiguous().numpy().tobytes())
+    state = engine.optimizer.optimizer.state
     digest.update(repr([float(v.double().sum()) for s in state.values() for v in s.values()]).encode())
     digest.update(repr([random.getstate(), numpy.random.get_state()[1].tolist()]).encode())
     digest.update(repr([module.training for module in engine.module.modules()]).encode())
@@ -67,9 +68,10 @@ def train(rank: int, repo: Path, stage: int, scored: bool) -> tuple[str, list[Sc
 
 
 def both(rank: int, repo: Path) -> dict[str, Any]:
+    """What ZeRO-3 does, whose weights no rank has as a whole."""
     evalplus_tasks.MAX_NEW_TOKENS = 64
-    without, _ = train(rank, repo, stage=1, scored=False)
-    with_, scores = train(rank, repo, stage=1, scored=True)
+    without, _ = train(rank, repo, stage=3, scored=False)
+    with_, scores = train(rank, repo, stage=3, scored=True)
     return {"without": without, "with": with_, "scores": scores, "error": broken_scorer(rank, repo)}
 
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
-from fcsd.bench.shapes import deepseek_v2_lite
+from fcsd.bench.shapes import deepseek_v2_lite, llama3_8b
 from fcsd.cli.main import app
 from fcsd.config import load_recipe
 from fcsd.distill.optim import adamw_choice, adamw_host_moments
@@ -19,7 +19,17 @@ from fcsd.distill.optim.adamw_choice import updates_alone
 from fcsd.errors import BadInputError, ConfigError, DoesNotFitError
 from fcsd.models.build import decoder_of
 from fcsd.plan import Hardware, Setup, plan_run, plan_setup
-from fcsd.plan.memory import BUCKET, CHUNK, SLOTS, checkpoint_bytes, copy_bytes, disk_bytes, loss_bytes, optimizer_bytes
+from fcsd.plan.memory import (
+    BUCKET,
+    CHUNK,
+    LIVE,
+    SLOTS,
+    checkpoint_bytes,
+    copy_bytes,
+    disk_bytes,
+    loss_bytes,
+    optimizer_bytes,
+)
 from fcsd.plan.model import MetaModel, ModelNumbers
 from fcsd.plan.offload import BUS, HOST, host_optimizer_bytes
 from fcsd.plan.report import to_text
@@ -29,6 +39,7 @@ from fcsd.plan.shard import GROUP, shard
 from fcsd.plan.speed import (
     BENCHMARK,
     COPY,
+    GATHER,
     GRAPH,
     LAUNCH,
     MASKED_ATTENTION,
@@ -40,8 +51,10 @@ from fcsd.plan.speed import (
     attention_flops,
     flops_per_token,
     forward_flops,
+    gather_seconds,
     micro_batch_seconds,
     speed,
+    step_seconds,
     update_seconds,
     work_per_token,
 )
@@ -164,6 +177,41 @@ def test_each_knob_saves_memory(tmp_path):
         assert total(**change) < whole, change
     assert total(ep_size=8, teacher="sharded") < total(ep_size=8)
     assert total(zero_stage=0) > whole
+
+
+def test_zero_3_divides_the_weights_of_dense_models_and_sends_them_in_every_pass(tmp_path):
+    model = meta(tmp_path, llama3_8b(16))
+    numbers = model.numbers
+    setup = replace(
+        SMALL, world=8, seq_len=4096, batch_tokens=2**20, teacher="replicated", recompute=True, zero_stage=2
+    )
+
+    def planned(gib=141.0, **changes):
+        return plan_setup("x", model, numbers, replace(setup, **changes), Hardware(8, memory=gib))
+
+    two, three = (planned(zero_stage=stage).memory for stage in (2, 3))
+    for one, other in zip(two.moments, three.moments, strict=True):
+        assert (one.weights, one.teacher) == (2 * numbers.total, 2 * numbers.total)
+        assert other.weights == other.teacher == -(-one.weights // 8) and other.optimizer == one.optimizer
+        assert other.communication >= 2 * BUCKET  # one bucket stays for the whole run
+    forward = next(moment for moment in three.moments if moment.name == "forward pass")
+    assert forward.communication == 2 * BUCKET + 2 * LIVE and forward.gradients == 2 * numbers.total // 8
+    assert forward.loss - two.moments[0].loss == 2 * numbers.head  # the teacher's head is whole until the loss
+
+    tight = planned(gib=(three.total / GIB + 1) / USABLE)
+    assert tight.change is not None and tight.change.written[-1] == "--set parallel.zero_stage=3"
+    assert any("300 GB/s inside a node" in line for line in to_text(planned(zero_stage=3)).splitlines())
+    received = 2 * 4 * numbers.total
+    slow = replace(setup, zero_stage=3)
+    for gpus, rate in ((8, GATHER["inside"]), (4, GATHER["between"])):
+        assert gather_seconds(numbers, numbers, slow, gpus) == pytest.approx(received / rate)
+    between = slow.accumulation * received / GATHER["between"] + update_seconds(numbers, slow, 4)
+    assert step_seconds(numbers, numbers, slow, 4) == pytest.approx(between)
+    assert step_seconds(numbers, numbers, slow, 8) == step_seconds(numbers, numbers, setup, 8), "computation is longer"
+    assert not any(one.zero_stage == 3 for one, _ in candidates(setup, Hardware(8), experts=8))
+    alone = replace(setup, world=1, batch_tokens=2**17)
+    first = (one for one, hardware in candidates(alone, Hardware(1), experts=0) if hardware.world == 1)
+    assert not any(one.zero_stage == 3 for one in first), "one process has nothing to divide"
 
 
 def test_masked_attention_weighs_every_pass_over_a_layer(tmp_path):
@@ -489,6 +537,9 @@ def test_bad_models_and_batches(tmp_path):
         with pytest.raises(ConfigError, match=f"is {2 * factor}, but it must divide 2 GPUs and the 8 experts") as no:
             plan_run(changed, Hardware(2))
         assert "--set parallel.ep_size=2" in str(no.value.hint)
+    parallel = recipe.parallel.model_copy(update={"zero_stage": 3})
+    with pytest.raises(ConfigError, match=r"parallel\.zero_stage 3 does not divide experts"):
+        plan_run(recipe.model_copy(update={"parallel": parallel}), Hardware(2))
 
 
 def test_a_model_rewired_on_the_way_in_has_two_streams(tmp_path):

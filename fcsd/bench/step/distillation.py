@@ -21,11 +21,11 @@ from fcsd.distill.metrics import full_speed, gpu_peak
 from fcsd.distill.optim import update
 from fcsd.distill.prepare import training_rows
 from fcsd.distill.step import graphs
-from fcsd.distill.step.engine import build_training
+from fcsd.distill.step.engine import build_training, live_teacher
 from fcsd.distill.step.feed import feeding
 from fcsd.distill.step.one_step import launch_step, train_step
 from fcsd.distill.teacher.original import compile_layers, pack_attention
-from fcsd.distill.teacher.targets import LiveTeacher, TeacherSource
+from fcsd.distill.teacher.targets import TeacherSource
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World, barrier
 from fcsd.models.build import wiring_of
@@ -62,7 +62,7 @@ class Distillation:
         if teacher is not None:
             compile_layers(teacher, recipe)
             self.models.append(teacher)
-            source = LiveTeacher(teacher, recipe.objective)
+            source = live_teacher(teacher, recipe, world.size)
         built = build_training(student, source, recipe, world)
         update.install(built.engine, recipe)
         self._built = self._training = replace(built, engine=in_phases(built.engine))

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from fcsd.checkpoint import resolve
+from fcsd.checkpoint import read_config, resolve
 from fcsd.config import Parallel, Recipe
 from fcsd.distill.teacher.original import needs_teacher, teacher_name
-from fcsd.errors import ConfigError
+from fcsd.errors import BadInputError, ConfigError
 from fcsd.launch.world import first_rank
 from fcsd.models.build import arch_of, experts_of, load_model, register, wiring_of
 from fcsd.models.fused.model import fuse_parts
@@ -38,8 +38,10 @@ def check(recipe: Recipe, processes: int) -> None:
 
     Raises:
         ConfigError: ``ep_size`` does not divide the number of processes or of experts, or a model does not support
-            expert parallelism; or the rows of the student cannot be rounded to the formats; or ``parallel.machine`` is
-            damaged, describes another GPU or larger nodes, or lacks a link that the processes use.
+            expert parallelism; or ZeRO-3 would divide experts; or the rows of the student cannot be rounded to the
+            formats; or ``parallel.machine`` is damaged, describes another GPU or larger nodes, or lacks a link that the
+            processes use.
+        BadInputError: ZeRO-3 would divide a quantised model.
     """
     ep_size = recipe.parallel.ep_size
     if recipe.parallel.machine is not None:
@@ -47,6 +49,11 @@ def check(recipe: Recipe, processes: int) -> None:
     if (formats := formats_of(recipe.parallel.quantised)) is not None:
         register()
         check_formats(formats, _config(recipe.model), recipe.model)
+    if recipe.parallel.zero_stage == 3:
+        register()
+        _check_dense(recipe.model)
+        if needs_teacher(recipe):
+            _check_dense(teacher_name(recipe))
     if ep_size == 1:
         return
     if processes % ep_size:
@@ -120,6 +127,19 @@ def _check_model(name: str, ep_size: int, hint: str) -> PretrainedConfig:
     return config
 
 
+def _check_dense(name: str) -> None:
+    config, checked = _config(name), read_config(resolve(name, weights=False).path)
+    if experts_of(config):
+        raise ConfigError(
+            f"{name}: parallel.zero_stage 3 does not divide experts", hint="set it to 2, and raise parallel.ep_size"
+        )
+    if checked.quantization is not None:
+        raise BadInputError(
+            f"{name} is quantised ({checked.quantization}), and parallel.zero_stage 3 cannot load that",
+            "save a dequantised copy in bf16 first",
+        )
+
+
 def _config(name: str) -> PretrainedConfig:
     return AutoConfig.from_pretrained(resolve(name, weights=False).path, trust_remote_code=False)
 
@@ -139,6 +159,7 @@ def load(
     config: PretrainedConfig | None = None,
     dispatched: bool = False,
     orders: Mapping[str, Sequence[int]] | None = None,
+    partitioned: bool = False,
 ) -> PreTrainedModel:
     """Loads a model in eval mode with this process's share of the experts.
 
@@ -148,7 +169,12 @@ def load(
         config: is used in place of the config in the directory.
         dispatched: whether rows pass through a dispatcher even if no experts are divided, so that they can be rounded.
         orders: where the experts are if they have changed places; see ``load_expert_parallel``.
+        partitioned: whether ZeRO-3 divides the weights of a dense model.
     """
+    if partitioned:
+        from fcsd.parallel.weights.partitioned import load_partitioned
+
+        return load_partitioned(path, dtype=dtype, device=device, config=config)
     if ep_size == 1 and not dispatched:
         return load_model(path, dtype=dtype, device=device, config=config)
     from fcsd.parallel.weights.loading import load_expert_parallel
@@ -164,8 +190,13 @@ def randomise(
     device: torch.device,
     seed: int,
     dispatched: bool = False,
+    partitioned: bool = False,
 ) -> PreTrainedModel:
     """Like ``load``, but with random weights, which are the same at any ``ep_size``."""
+    if partitioned:
+        from fcsd.parallel.weights.partitioned import random_partitioned
+
+        return random_partitioned(config, dtype=dtype, device=device, seed=seed)
     from fcsd.parallel.weights.random_init import random_expert_parallel, random_model
 
     if ep_size == 1 and not dispatched:

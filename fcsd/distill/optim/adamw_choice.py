@@ -14,6 +14,7 @@ from fcsd.config import Recipe
 from fcsd.distill.dtypes import DTYPES
 from fcsd.distill.optim.adamw_chunked import ChunkedAdamW
 from fcsd.distill.optim.adamw_one_process import OneProcessAdamW
+from fcsd.parallel.partitions import whole_shape
 
 GROUP = 2**28  # most parameters of a group of the optimizer, unless one tensor has more
 
@@ -31,7 +32,7 @@ def updates_alone(recipe: Recipe, processes: int) -> bool:
     """
     optim, parallel = recipe.optim, recipe.parallel
     plain = (recipe.train.dtype, optim.moments, optim.offload) == ("bf16", "fp32", "none")
-    return processes == 1 and parallel.zero_stage > 0 and plain and not parallel.quantised.any
+    return processes == 1 and parallel.zero_stage in (1, 2) and plain and not parallel.quantised.any
 
 
 def chunked(recipe: Recipe) -> bool:
@@ -79,7 +80,7 @@ def parameter_groups(student: nn.Module, recipe: Recipe) -> list[Any]:
     if recipe.optim.weight_decay and not recipe.optim.decay_norms:
         by_decay: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for name, parameter in trained:
-            by_decay[parameter.ndim > 1 and "bias" not in name.rpartition(".")[2]].append(parameter)
+            by_decay[len(whole_shape(parameter)) > 1 and "bias" not in name.rpartition(".")[2]].append(parameter)
         decayed = {"name": "decayed", "params": by_decay[True], "weight_decay": recipe.optim.weight_decay}
         spared = {"name": "not decayed", "params": by_decay[False], "weight_decay": 0.0}
         groups = [group for group in (decayed, spared) if group["params"]]
@@ -93,11 +94,12 @@ def _parts(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     parts: list[list[nn.Parameter]] = [[]]
     size = 0
     for parameter in parameters:
-        if parts[-1] and size + parameter.numel() > GROUP:
+        elements = whole_shape(parameter).numel()
+        if parts[-1] and size + elements > GROUP:
             parts.append([])
             size = 0
         parts[-1].append(parameter)
-        size += parameter.numel()
+        size += elements
     return parts
 
 

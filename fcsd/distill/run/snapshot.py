@@ -119,6 +119,8 @@ def restore(checkpoint: Path, world: World, trained: Trained) -> None:
         rank = world.rank if zero else world.rank % _part(trained).group_size
         state = _read_optimizer(_optimizer_file(checkpoint, rank))
     if zero:
+        if engine.zero_optimization_partition_weights():
+            state.setdefault(_master(engine), engine.optimizer.fp32_partitioned_groups_flat)  # ZeRO-3 always reads them
         # DeepSpeed expects the states of all ranks, but reads only that of this rank.
         engine.optimizer.load_state_dict([state] * world.size, load_from_fp32_weights=engine.bfloat16_enabled())
     else:
@@ -160,12 +162,18 @@ def _writes(engine: TrainEngine, part: OwnPart, world: World) -> bool:
 
 
 def _optimizer_state(engine: TrainEngine) -> dict[str, Any]:
-    from deepspeed.checkpoint.constants import SINGLE_PARTITION_OF_FP32_GROUPS
-
     state = engine.optimizer.state_dict()
     if engine.zero_optimization() and not engine.bfloat16_enabled():
-        del state[SINGLE_PARTITION_OF_FP32_GROUPS]  # equal to the weights, see ``restore``
+        del state[_master(engine)]  # equal to the weights, see ``restore``
     return state
+
+
+def _master(engine: TrainEngine) -> str:
+    """The key in the state of ZeRO under which its partitions of the fp32 weights are."""
+    from deepspeed.checkpoint import constants
+
+    stage_3 = engine.zero_optimization_partition_weights()
+    return constants.FP32_FLAT_GROUPS if stage_3 else constants.SINGLE_PARTITION_OF_FP32_GROUPS
 
 
 def _mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:

@@ -20,7 +20,7 @@ from fcsd.distill.optim.adamw_choice import adamw_settings, chunked, own_adamw, 
 from fcsd.distill.step.phases import phase
 from fcsd.distill.teacher.original import compile_layers, final_hidden, output_head, pack_attention
 from fcsd.distill.teacher.prefix import left_out
-from fcsd.distill.teacher.targets import FixedLosses, Targets, TeacherSource, captured, compared_layers
+from fcsd.distill.teacher.targets import FixedLosses, LiveTeacher, Targets, TeacherSource, captured, compared_layers
 from fcsd.distill.tensor_parallel import Teams
 from fcsd.distill.train_engine import Trained, TrainEngine
 from fcsd.errors import ConfigError
@@ -34,6 +34,72 @@ from fcsd.parallel.quantised.rows import Quantiser
 from fcsd.parallel.transports.traffic import Traffic
 
 
+class Losses(nn.Module):
+    """Computes the terms of the loss from hidden states and the output head.
+
+    It is a module of its own because ZeRO-3 gathers the head for its passes; see ``build_training``.
+    """
+
+    model: PreTrainedModel
+
+    def __init__(self, model: PreTrainedModel, objective: Objective) -> None:
+        super().__init__()
+        vars(self)["model"] = model  # not as a part of this module, which only reads its head
+        self.objective = objective
+
+    def forward(
+        self,
+        hidden: Tensor,
+        streams: dict[int, Tensor],
+        batch: dict[str, Tensor],
+        targets: Targets | None,
+        denominator: Tensor,
+        terms: tuple[str, ...],
+    ) -> dict[str, Tensor]:
+        """See ``Student``.
+
+        Args:
+            hidden: ``final_hidden``, ``[batch, seq, hidden]``.
+            streams: as in ``Targets``, but the student's.
+        """
+        head, labels = output_head(self.model), batch["labels"]
+        chunk, cap = self.objective.chunk(len(head)), logits_cap(self.model.config)
+        counts, kept = labels != IGNORE, batch.get("kept")
+        everywhere = kept is not None and len(kept) == labels.numel()
+        if everywhere:
+            hidden = only_counted(hidden, counts)
+        losses = {}
+        if "hidden" in terms:
+            assert targets is not None
+            wanted = targets.streams
+            # The streams are removed from the dicts one by one, so that both streams of a layer are freed as soon as
+            # only their difference is kept for backward.
+            distances = [
+                squared_distance(streams.pop(k), wanted.pop(k), counts, denominator=denominator) for k in tuple(wanted)
+            ]
+            losses["hidden"] = torch.stack(distances).sum()
+        if "kl" in terms:
+            assert targets is not None
+            options: Any = {
+                "temperature": self.objective.temperature,
+                "denominator": denominator,
+                "chunk_tokens": chunk,
+                "kept": kept,
+                "cap": cap,
+            }
+            if isinstance(targets.output, TopK):
+                losses["kl"] = kl_from_top_k(hidden, head, targets.output, counts, **options)
+            else:
+                theirs, their_head = targets.output
+                theirs = only_counted(theirs, counts) if everywhere else theirs
+                losses["kl"] = kl_divergence(hidden, head, theirs, their_head, counts, **options)
+        if "sft" in terms:
+            losses["sft"] = cross_entropy(
+                hidden, head, labels, denominator=denominator, chunk_tokens=chunk, kept=kept, cap=cap
+            )
+        return losses
+
+
 class Student(nn.Module):
     """A causal LM together with the objective that it is trained on."""
 
@@ -41,6 +107,7 @@ class Student(nn.Module):
         super().__init__()
         self.model = model
         self.objective = objective
+        self.losses = Losses(model, objective)
 
     def forward(
         self,
@@ -66,43 +133,7 @@ class Student(nn.Module):
         with captured(self.model, compared) as streams, left_out(self.model, prefix):
             hidden = final_hidden(self.model, batch)
         with phase("loss"):
-            head, labels = output_head(self.model), batch["labels"]
-            chunk, cap = self.objective.chunk(len(head)), logits_cap(self.model.config)
-            counts, kept = labels != IGNORE, batch.get("kept")
-            everywhere = kept is not None and len(kept) == labels.numel()
-            if everywhere:
-                hidden = only_counted(hidden, counts)
-            losses = {}
-            if "hidden" in terms:
-                assert targets is not None
-                wanted = targets.streams
-                # The streams are removed from the dicts one by one, so that both streams of a layer are freed as soon
-                # as only their difference is kept for backward.
-                distances = [
-                    squared_distance(streams.pop(k), wanted.pop(k), counts, denominator=denominator)
-                    for k in tuple(wanted)
-                ]
-                losses["hidden"] = torch.stack(distances).sum()
-            if "kl" in terms:
-                assert targets is not None
-                options: Any = {
-                    "temperature": self.objective.temperature,
-                    "denominator": denominator,
-                    "chunk_tokens": chunk,
-                    "kept": kept,
-                    "cap": cap,
-                }
-                if isinstance(targets.output, TopK):
-                    losses["kl"] = kl_from_top_k(hidden, head, targets.output, counts, **options)
-                else:
-                    theirs, their_head = targets.output
-                    theirs = only_counted(theirs, counts) if everywhere else theirs
-                    losses["kl"] = kl_divergence(hidden, head, theirs, their_head, counts, **options)
-            if "sft" in terms:
-                losses["sft"] = cross_entropy(
-                    hidden, head, labels, denominator=denominator, chunk_tokens=chunk, kept=kept, cap=cap
-                )
-        return losses
+            return self.losses(hidden, streams, batch, targets, denominator, terms)
 
 
 def switch_off_noise(model: nn.Module) -> None:
@@ -234,6 +265,8 @@ def build_training(
             optimizer=own_adamw(recipe, alone),
             mpu=sharded,
         )[0]
+    if recipe.parallel.zero_stage == 3:
+        deepspeed.zero.register_external_parameter(student.losses, output_head(model))
     if alone:
         engine.enable_backward_allreduce = False  # it would copy all gradients, also on one process
     if not engine.zero_optimization():
@@ -249,6 +282,21 @@ def build_training(
     annealing = anneal(model) if recipe.train.anneal_share else None
     compile_layers(model, recipe)
     return Training(engine, model, source, quantiser, annealing, adapters=adapters)
+
+
+def live_teacher(model: PreTrainedModel, recipe: Recipe, world_size: int) -> LiveTeacher:
+    """The source of targets behind a frozen teacher. If ZeRO-3 has divided its weights, it gathers them for its passes.
+
+    Args:
+        model: the teacher; no weight of it requires gradients.
+    """
+    source = LiveTeacher(model, recipe.objective)
+    if recipe.parallel.zero_stage == 3:
+        config = deepspeed_config(recipe, world_size)
+        config.pop("optimizer", None)  # an engine without one only has weights
+        import_deepspeed().initialize(model=source.passes, config=config)
+        source.passes.eval()
+    return source
 
 
 def import_deepspeed() -> Any:

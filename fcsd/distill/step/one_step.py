@@ -121,6 +121,7 @@ def launch_step(training: Training, micros: list[MicroBatch], recipe: Recipe, wo
             with phase("teacher"):
                 targets = training.source.get_targets(micro.columns, micro.stored)
             terms = engine(micro.columns, targets, denominator, tuple(weights))
+            del targets  # the loss has read them
             totals += torch.stack([terms[name].detach() for name in weights])
             loss = torch.stack([weight * terms[name] for name, weight in weights.items()]).sum()
             last = micro is micros[-1]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fcsd.config import Objective, Recipe
@@ -20,6 +20,7 @@ from fcsd.distill.teacher.prefix import Prefix
 from fcsd.errors import BadInputError
 from fcsd.models.build import decoder_layers, logits_cap
 from fcsd.models.selection import select_layers
+from fcsd.parallel.partitions import gathered, whole_shape
 
 
 class Targets(NamedTuple):
@@ -75,20 +76,38 @@ class TeacherSource:
         yield None
 
 
+class FinalHidden(nn.Module):
+    """Computes ``final_hidden`` of a model. It is what DeepSpeed takes for a model whose passes begin and end."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, columns: dict[str, Tensor]) -> Tensor:
+        """See ``final_hidden``."""
+        return final_hidden(self.model, columns)
+
+
 class LiveTeacher(TeacherSource):
-    """Computes the targets with a frozen model in memory."""
+    """Computes the targets with a frozen model in memory.
+
+    Attributes:
+        passes: the module that is called for a pass.
+    """
 
     any_text = True
 
     def __init__(self, model: PreTrainedModel, objective: Objective) -> None:
         self._model, self._layers = model, compared_layers(model, objective)
+        self.passes = FinalHidden(model)
 
     @torch.no_grad()
     def get_targets(self, columns: dict[str, Tensor], stored: TopK | None = None) -> Targets:
         """See ``TeacherSource``."""
         with captured(self._model, self._layers) as streams:
-            hidden = final_hidden(self._model, columns)
-        return Targets((hidden, output_head(self._model)), streams)
+            hidden = self.passes(columns)
+        with gathered(head := output_head(self._model)):
+            return Targets((hidden, head.detach()), streams)
 
     @contextmanager
     def teacher(self) -> Iterator[PreTrainedModel]:
@@ -137,14 +156,20 @@ def expect_comparable(student: PreTrainedModel, teacher: PreTrainedModel, recipe
             also if their hidden sizes or numbers of layers differ.
         ConfigError: ``objective.hidden.layers`` names a layer that the models do not have.
     """
-    pairs: list[tuple[Any, ...]] = [("vocabulary", *(len(output_head(model)) for model in (student, teacher)))]
+    pairs: list[tuple[Any, ...]] = [
+        ("vocabulary", *(whole_shape(output_head(model))[0] for model in (student, teacher)))
+    ]
     pairs.append(("cap of the logits", *(logits_cap(model.config) for model in (student, teacher))))
     if recipe.objective.hidden.weight:
         compared_layers(student, recipe.objective)
         pairs += [
             ("number of layers", *(len(decoder_layers(model)) for model in (student, teacher))),
-            ("hidden size", *(cast(Any, model.get_input_embeddings()).weight.shape[1] for model in (student, teacher))),
+            ("hidden size", *(whole_shape(_embeddings(model))[1] for model in (student, teacher))),
         ]
     for what, ours, theirs in pairs:
         if ours != theirs:
             raise BadInputError(f"the {what} of student {recipe.model} is {ours}, that of teacher {name} {theirs}")
+
+
+def _embeddings(model: PreTrainedModel) -> Tensor:
+    return cast(Any, model.get_input_embeddings()).weight

@@ -178,13 +178,6 @@ def frozen_experts(model: nn.Module) -> Iterator[None]:
             layer.__class__ = cls
 
 
-def has_partitioned_parameters(model: nn.Module) -> bool:
-    """Whether ZeRO-3 has divided the parameters of a model."""
-    from deepspeed.runtime.zero.partition_parameters import is_zero_param
-
-    return any(map(is_zero_param, model.parameters()))
-
-
 def expert_parallel_config(arch: Arch, ep_size: int) -> dict[str, Any]:
     """The ``expert_parallel`` section of a DeepSpeed config.
 

@@ -6,7 +6,7 @@ makes from the tensors in memory.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +22,9 @@ from fcsd.checkpoint.weights import MAX_SHARD, NAMES, Reader, Shape, Writer
 from fcsd.models.adapters.adapted import Adapted
 from fcsd.models.build import arch_of, stored_config
 from fcsd.parallel.expert.block import expert_blocks
+from fcsd.parallel.partitions import gathered, is_partitioned, whole_shape
+from fcsd.parallel.tensor import shard
 from fcsd.parallel.tensor.layer import ranks_of
-from fcsd.parallel.tensor.shard import gather, whole_shape
 from fcsd.parallel.tensor.tp_plan import TensorGroup, model_shardings
 from fcsd.parallel.weights.tensor_map import Piece, State, on_disk, pieces, shape, state, take
 
@@ -52,10 +53,13 @@ def own_part(model: PreTrainedModel) -> OwnPart:
     """This rank's part of a model.
 
     Its experts are divided, or every rank holds the whole model, and nothing is copied. If decoder layers are sharded,
-    all ranks must call this: whole tensors are gathered, and every rank gets its share of them, in host memory.
+    or ZeRO-3 divides all weights, all ranks must call this: whole tensors are gathered, and every rank gets its share
+    of them, in host memory.
     """
     if (ranks := ranks_of(model)) is not None:
-        return _gathered_part(model, ranks)
+        return _part_of_shards(model, ranks)
+    if any(map(is_partitioned, model.parameters())):
+        return _gathered_part(model, lambda _, tensor: whole_shape(tensor), _whole, dist.get_world_size())
     block = next(iter(expert_blocks(model).values()), None)
     if block is None:
         return OwnPart(model, specs_of(model), lambda: _own_part(model), 1)
@@ -106,24 +110,48 @@ def write_part(part: OwnPart, directory: Path, source: Path | None = None, max_s
             write_configs(part.model, directory)
 
 
-def _gathered_part(model: PreTrainedModel, ranks: TensorGroup) -> OwnPart:
-    """The tensors that this rank writes of a model whose decoder layers are sharded. The ranks take turns."""
-    tensors, own = state(model), []
+def _part_of_shards(model: PreTrainedModel, ranks: TensorGroup) -> OwnPart:
     shardings = model_shardings(model, arch_of(model.config), "whole")
     kv_heads = model.config.get_text_config().num_key_value_heads
+    return _gathered_part(
+        model,
+        lambda name, tensor: shard.whole_shape(tensor, shardings[name], ranks.degree),
+        lambda name, tensor: shard.gather(tensor.detach(), shardings[name], ranks, kv_heads),
+        ranks.degree,
+    )
+
+
+def _whole(_: str, tensor: Tensor) -> Tensor:
+    with gathered(tensor):
+        return tensor.detach()
+
+
+def _gathered_part(
+    model: PreTrainedModel,
+    shape_of: Callable[[str, Tensor], Sequence[int]],
+    gather: Callable[[str, Tensor], Tensor],
+    degree: int,
+) -> OwnPart:
+    """The tensors that this rank writes of a model that each ``degree`` ranks hold together. The ranks take turns.
+
+    Args:
+        shape_of: the shape of a whole tensor, from its name and what this rank has of it.
+        gather: a whole tensor, from the same; the ranks that hold it together call this together.
+    """
+    tensors, own = state(model), []
     empty = {
-        name: torch.empty(whole_shape(tensor, shardings[name], ranks.degree), dtype=tensor.dtype, device="meta")
-        for name, tensor in tensors.items()
+        name: torch.empty(shape_of(name, tensor), dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()
     }
     for turn, (name, tensor) in enumerate(tensors.items()):
         writer = turn % dist.get_world_size()
-        if writer // ranks.degree != dist.get_rank() // ranks.degree:
+        if writer // degree != dist.get_rank() // degree:
             continue
-        whole = gather(tensor.detach(), shardings[name], ranks, kv_heads)
+        whole = gather(name, tensor)
         if writer == dist.get_rank():
-            stored = revert_weight_conversion(model, {name: whole.cpu()})
+            # Not the gathered memory itself, which the next pass may use again.
+            stored = revert_weight_conversion(model, {name: whole.to("cpu", copy=True)})
             own += [(on_disk_name, value, None) for on_disk_name, value in stored.items()]
-    return OwnPart(model, _specs(model, empty), lambda: iter(own), ranks.degree)
+    return OwnPart(model, _specs(model, empty), lambda: iter(own), degree)
 
 
 def _of_pieces(tensors: State, found: list[Piece]) -> Specs:

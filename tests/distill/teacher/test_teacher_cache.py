@@ -80,8 +80,11 @@ def test_ranks_share_the_work_and_a_cache_trains_on_any_of_them(folder: Path, wr
     alone = recipe(folder, tmp_path / "alone")
     on_ranks(1, write, alone)
     assert contents(tmp_path / "alone" / "cache") == contents(written / "cache")
-    on_ranks(2, loop.distill_model, recipe(folder, tmp_path))
+    divided = recipe(folder, tmp_path, output_dir=str(tmp_path / "divided"), parallel__zero_stage=3)
+    on_ranks(2, both, recipe(folder, tmp_path), divided)
     metrics = read_metrics(tmp_path / "run")
+    for one, other in zip(read_metrics(tmp_path / "divided"), metrics, strict=True):
+        assert (one["kl"], one["grad_norm"]) == pytest.approx((other["kl"], other["grad_norm"]), rel=1e-6)
     live = runs.resolved(folder, output_dir=str(tmp_path / "live"), objective__sft=0.0)
     on_ranks(1, loop.distill_model, live)
     first = read_metrics(tmp_path / "live")[0]["kl"]

@@ -1,0 +1,265 @@
+"""ZeRO-3 in whole runs: the numbers and checkpoints of ZeRO-1 and ZeRO-2, while no process has a whole weight."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import runs
+import texts
+import tiny
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from fcsd.bench.random_run import random_corpus
+from fcsd.config import Recipe, ResolvedRecipe
+from fcsd.distill import loop
+from fcsd.distill.optim import update
+from fcsd.distill.prepare import training_rows
+from fcsd.distill.preview import preview
+from fcsd.distill.run.report import read_metrics
+from fcsd.distill.step import engine
+from fcsd.distill.step.one_step import train_step
+from fcsd.distill.teacher import targets
+from fcsd.distill.teacher.targets import TeacherSource
+from fcsd.errors import BadInputError, ConfigError, NonFiniteError
+from fcsd.launch.world import World
+from fcsd.models.archs import ARCHS
+from fcsd.models.build import experts_of, load_model
+from fcsd.parallel.partitions import gathered, is_partitioned
+from fcsd.parallel.weights.partitioned import load_partitioned
+from fcsd.parallel.weights.tensor_map import state
+
+# With these settings ZeRO-3 divides the smallest weight, too, and no weight is whole for longer than a pass needs it.
+AT_ONCE = {
+    "stage3_param_persistence_threshold": 0,
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_prefetch_bucket_size": 5000,
+}
+PLAIN = {
+    "train__steps": 10,
+    "train__eval_every": 5,
+    "checkpoint__every_steps": 5,
+    "optim__grad_clip": 0.5,
+    "optim__weight_decay": 0.1,
+    "early_stop": {"metric": "held_out", "every": 5},
+}
+SHORT = {"train__steps": 2, "checkpoint__every_steps": 1}
+FROZEN = {"objective__freeze_embeddings": True, "objective__freeze_lm_head": True}
+BF16 = {**SHORT, "train__dtype": "bf16", "optim__accumulate_dtype": "fp32"}
+# By name: the stage that the run is compared with, if any, its settings, and those that only ZeRO-3 gets.
+CASES: dict[str, tuple[int | None, dict[str, Any], dict[str, Any]]] = {
+    "plain": (1, PLAIN, {}),
+    "recomputed": (
+        1,
+        {**SHORT, "train__micro_batch_size": 1, "objective__hidden": {"weight": 0.1, "layers": "all"}},
+        {"train__activation_checkpointing": True, "train__sample_tokens": 2},
+    ),
+    "frozen": (2, {**SHORT, **FROZEN, "train__anneal_share": 0.5}, {}),
+    "random": (2, {**SHORT, "init__weights": "random", "init__wiring": "desync-2x", "init__tp_degree": 2}, {}),
+    "bf16": (2, BF16, {"optim__offload": "moments", "checkpoint__overlap": True}),
+    "bf16 moments": (None, {**BF16, "optim__moments": "bf16"}, {}),
+}
+UNTIED = ("recomputed", "frozen")  # the others train a model whose head is its embeddings
+# Families whose parts read weights that are not their own, or that have a tower beside the decoder.
+PECULIAR = ("qwen3_5_text", "lfm2", "apertus", "gemma3")
+DENSE = sorted(name for name in ARCHS if name in tiny.CONFIGS and not experts_of(tiny.config(name)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A teacher whose head is its embeddings, its conversion and a corpus."""
+    folder = tmp_path_factory.mktemp("llama")
+    name, fields = tiny.CONFIGS["llama"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tiny.CONFIGS, "llama", (name, {**fields, "tie_word_embeddings": True}))
+        runs.write_models(folder, "llama")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a head of its own."""
+    folder = tmp_path_factory.mktemp("qwen3")
+    runs.write_models(folder, "qwen3")
+    return folder
+
+
+def recipe(folder: Path, out: Path, name: str, stage: int) -> ResolvedRecipe:
+    _, settings, own = CASES[name]
+    wired = dict.fromkeys(("model", "teacher"), str(folder / "teacher")) if "init__wiring" in settings else {}
+    changes = {**settings, **(own if stage == 3 else {}), **wired}
+    return runs.resolved(folder, output_dir=str(out), parallel__zero_stage=stage, **changes)
+
+
+def distill(recipes: list[ResolvedRecipe]) -> None:
+    """Runs recipes one after the other. Where ZeRO-3 divides all weights, none may be whole after a step."""
+    divide_all()
+    finish = loop.finish_step
+
+    def finish_and_look(run: Any, *arguments: Any) -> None:
+        finish(run, *arguments)
+        if divides_all(run.recipe):
+            assert not any(weight.numel() for weight in run.student.parameters())
+            with run.training.source.teacher() as teacher:
+                assert not any(weight.numel() for weight in teacher.parameters())
+
+    loop.finish_step = finish_and_look
+    for each in recipes:
+        loop.distill_model(each)
+
+
+def divides_all(each: Recipe) -> bool:
+    """Runs with bf16 moments have DeepSpeed's own settings, which keep weights as small as these whole."""
+    return each.parallel.zero_stage == 3 and each.optim.moments == "fp32"
+
+
+def divide_all() -> None:
+    configure = engine.deepspeed_config
+
+    def with_settings(each: Recipe, *arguments: Any, **options: Any) -> dict[str, Any]:
+        config = configure(each, *arguments, **options)
+        config["zero_optimization"] |= AT_ONCE if divides_all(each) else {}
+        return config
+
+    engine.deepspeed_config = with_settings
+
+
+def on_ranks(size: int, function: Any, *arguments: Any) -> None:
+    for result in ranks.on_ranks(size, function, *arguments):
+        if isinstance(result, Exception):
+            raise result
+
+
+@pytest.fixture(scope="module")
+def finished(folder: Path, untied: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The runs of all cases, with ZeRO-3 in ``NAME-3`` and with the other stage in ``NAME-1`` or ``NAME-2``."""
+    out = tmp_path_factory.mktemp("runs")
+    stages = [(name, stage) for name, (other, *_) in CASES.items() for stage in (other, 3) if stage is not None]
+    of = {name: untied if name in UNTIED else folder for name in CASES}
+    on_ranks(2, distill, [recipe(of[name], out / f"{name}-{stage}", name, stage) for name, stage in stages])
+    return out
+
+
+def numbers(run: Path) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    kept = ("loss", "kl", "sft", "hidden", "grad_norm", "held_out_kl", "held_out_sft", "best_step")
+    metrics = [{key: line[key] for key in kept if key in line} for line in read_metrics(run)]
+    return metrics, load_file(run / "final" / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", [name for name, (other, *_) in CASES.items() if other is not None])
+def test_runs_are_those_of_the_other_stages(finished: Path, name: str) -> None:
+    """Equal up to rounding: the norm is summed in another order, and AdamW meets the weights in other places."""
+    mine, reference = numbers(finished / f"{name}-3"), numbers(finished / f"{name}-{CASES[name][0]}")
+    assert len(mine[0]) == len(reference[0]) == CASES[name][1]["train__steps"]
+    for one, other in zip(mine[0], reference[0], strict=True):
+        assert one == pytest.approx(other, rel=1e-6, abs=1e-7)
+    assert mine[1].keys() == reference[1].keys()
+    assert ("lm_head.weight" in mine[1]) == (name in UNTIED)
+    for key, weight in reference[1].items():
+        torch.testing.assert_close(mine[1][key], weight, rtol=0, atol=5e-5)
+    assert (finished / f"{name}-3" / "samples.jsonl").exists() == (name == "recomputed")
+
+
+def test_a_resumed_run_is_the_run_that_was_not_interrupted(finished: Path, folder: Path, tmp_path: Path) -> None:
+    names = ("plain", "bf16", "bf16 moments")
+    for name in names:
+        steps, every = (CASES[name][1][key] for key in ("train__steps", "checkpoint__every_steps"))
+        run = tmp_path / name
+        shutil.copytree(finished / f"{name}-3", run)
+        shutil.rmtree(run / "final")
+        shutil.rmtree(run / "checkpoints" / f"step-{steps}")
+        assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{steps - every}"]
+    on_ranks(2, distill, [recipe(folder, tmp_path / name, name, 3) for name in names])
+    for name in names:
+        assert runs.outcome(tmp_path / name) == runs.outcome(finished / f"{name}-3")
+
+
+def poisoned(each: ResolvedRecipe) -> None:
+    """A run whose teacher gives NaN from step 3 on, on rank 1 only."""
+    calls, real = 0, targets.final_hidden
+
+    def final_hidden(model: Any, columns: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return real(model, columns) * (torch.nan if calls > 4 and dist.get_rank() == 1 else 1.0)
+
+    targets.final_hidden = final_hidden
+    distill([each])
+
+
+def test_a_loss_that_is_not_finite_stops_every_rank(folder: Path, tmp_path: Path) -> None:
+    each = runs.resolved(folder, output_dir=str(tmp_path / "run"), parallel__zero_stage=3)
+    results = ranks.on_ranks(2, poisoned, each)
+    assert all(isinstance(error, NonFiniteError) for error in results)
+    assert all("step 3" in str(error) and "step-2" in error.hint for error in results)
+
+
+def train_family(rank: int, folder: Path, archs: list[str], recipes: list[Any]) -> None:
+    """Compares weights after some steps of ZeRO-1 with those of ZeRO-3, whose weights were read one by one."""
+    divide_all()
+    world = World(rank, dist.get_world_size(), torch.device("cpu"))
+    for arch in archs:
+        world.on_first(lambda arch=arch: tiny.model(arch).save_pretrained(folder / arch))
+        found = []
+        for resolved in recipes:
+            how: Any = {"dtype": torch.float32, "device": world.device}
+            divided = resolved.recipe.parallel.zero_stage == 3
+            model = (load_partitioned if divided else load_model)(folder / arch, **how)
+            assert divided == all(map(is_partitioned, model.parameters())) == (not any(map(len, model.parameters())))
+            built = engine.build_training(model, TeacherSource(), resolved.recipe, world)
+            update.install(built.engine, resolved.recipe)
+            rows = training_rows(resolved.recipe, [random_corpus(tiny.VOCAB, resolved.recipe.data.seq_len)])
+            losses = torch.tensor([train_step(built, rows, resolved.recipe, world, n)["loss"] for n in (1, 2)])
+            found.append({"losses": losses})
+            for name, tensor in state(model).items():
+                with gathered(tensor):
+                    found[-1][name] = tensor.detach().clone()
+            built.engine.destroy()
+        reference, mine = found
+        assert mine.keys() == reference.keys()
+        for name, value in reference.items():
+            torch.testing.assert_close(mine[name], value, rtol=1e-6, atol=5e-5, msg=lambda m: f"{arch} {name}: {m}")  # noqa: B023
+
+
+@pytest.mark.parametrize("archs", [PECULIAR, pytest.param(DENSE, marks=pytest.mark.nightly)])
+def test_families_are_trained_alike(folder: Path, tmp_path: Path, archs: list[str]) -> None:
+    changes = {"objective__kl": 0.0, "optim__weight_decay": 0.1}
+    recipes = [runs.resolved(folder, **changes, parallel__zero_stage=stage) for stage in (1, 3)]
+    ranks.in_group(2, train_family, tmp_path, archs, recipes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parallel__ep_size": 2}, "cannot be combined with parallel.ep_size above 1"),
+        ({"parallel__tp_size": 2}, "cannot be combined with parallel.tp_size above 1"),
+        ({"parallel__quantised": {"dispatch": "int8"}}, "cannot be combined with parallel.quantised"),
+        ({"train__compile": True}, "cannot be combined with train.compile"),
+        ({"train__graph": True}, "cannot be combined with train.graph"),
+        ({"train__adapter": {"rank": 4}}, "cannot be combined with train.adapter"),
+        ({"optim__offload": "host"}, "cannot be combined with optim.offload host"),
+    ],
+)
+def test_settings_that_are_not_proven_are_refused_by_name(folder: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"parallel.zero_stage 3 {message}"):
+        runs.resolved(folder, parallel__zero_stage=3, **changes)
+
+
+def test_models_that_are_not_proven_are_refused_before_anything_loads(folder: Path, tmp_path: Path) -> None:
+    tiny.config("qwen3_moe").save_pretrained(tmp_path / "experts")
+    quantised = tiny.config("llama")
+    quantised.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    quantised.save_pretrained(tmp_path / "quantised")
+    for name in ("experts", "quantised"):
+        texts.tokenizer().save_pretrained(tmp_path / name)
+    for error, changes, message in [
+        (ConfigError, {"model": str(tmp_path / "experts")}, "experts: parallel.zero_stage 3 does not divide experts"),
+        (ConfigError, {"teacher": str(tmp_path / "experts")}, "experts: parallel.zero_stage 3 does not divide experts"),
+        (BadInputError, {"teacher": str(tmp_path / "quantised")}, r"is quantised \(fp8\), and parallel.zero_stage 3"),
+    ]:
+        with pytest.raises(error, match=message):
+            preview(runs.resolved(folder, parallel__zero_stage=3, **changes).recipe, 2)
