@@ -657,6 +657,27 @@ _ROWS = (
         no_vllm=_MULTIPLIED,
     ),
     _row(
+        "nemotron_h",
+        "NemotronH",
+        blocks=Blocks(
+            mlp="mixer",
+            shared="shared_experts",
+            linear="mixer",
+            attn_norms=("norm", None),
+            mlp_norms=("norm", None),
+            alone=("block_type", ("mlp", "moe")),
+            latent=("fc1_latent_proj", "fc2_latent_proj"),
+        ),
+        no_ep="its experts have no gate, which those of DeepSpeed AutoEP have",
+        norm_epsilon=None,  # its norms multiply by the weight before they round
+        no_tp=_STATES,
+        tp_plan={"mixer.*": "replicated"},  # of a single rank
+        final_norm="norm_f",
+        since=(5, 23),
+        no_vllm="vLLM's layer has one sub-block, and the plugin's has two",
+        later_layers=True,
+    ),
+    _row(
         "glm_moe_dsa",
         "GlmMoeDsa",
         blocks=Blocks(shared="shared_experts", passes="prev_topk_indices"),

@@ -34,11 +34,11 @@ from .wiring_block import DESYNC, Blocks, Wiring, kept_reductions
 class Parts(NamedTuple):
     """The sub-blocks of one layer, each ``[batch, seq, hidden] -> [batch, seq, hidden]`` on normalised input.
 
-    ``shared`` needs no communication between experts: it is the shared experts, or the whole of a dense MLP.
+    A layer may have one sub-block: ``attn`` alone, or none of it. ``shared`` needs no communication between experts: it is the shared experts, or the whole of a dense MLP.
     ``routed`` is the routed experts.
     """
 
-    attn: Callable[..., Tensor]
+    attn: Callable[..., Tensor] | None
     shared: Callable[[Tensor], Tensor] | None
     routed: Callable[[Tensor], Tensor] | None
 
@@ -54,10 +54,14 @@ def hf_parts(blocks: Blocks, layer: Any) -> Parts:
 
     whole = partial(mix, mixer(blocks, layer))
 
-    def attn(x: Tensor, **kwargs: Any) -> Tensor:
+    def dropped(x: Tensor, **kwargs: Any) -> Tensor:
         out = whole(x, **kwargs)
         return out if after_attn is None else after_attn(out)
 
+    has_attn, has_mlp = blocks.halves(layer)
+    attn = dropped if has_attn else None
+    if not has_mlp:
+        return Parts(attn, None, None)
     if blocks.has_beside(layer):
         return Parts(attn, *_beside(blocks, layer, mlp))
     if not any(name == "experts" for name, _ in mlp.named_children()):
@@ -77,7 +81,12 @@ def hf_parts(blocks: Blocks, layer: Any) -> Parts:
         if blocks.prescaled:
             return _prescaled(router, experts, flat(x)).view_as(x)
         _, weights, indices = router(x if blocks.router_unflattened else seen(x))
-        out = experts(flat(x), indices, weights)
+        rows = flat(x)
+        if blocks.latent is None:
+            out = experts(rows, indices, weights)
+        else:
+            before, after = map(mlp.get_submodule, blocks.latent)
+            out = after(experts(before(rows), indices, weights))
         return scaled(blocks, mlp, out).view_as(x)
 
     def shared(x: Tensor) -> Tensor:
@@ -299,17 +308,21 @@ class WiredLayer(nn.Module):
         plan = self._plan()
         attn, shared, routed = plan.parts(self)
 
-        x, streams = self._read(streams, plan.attn)
-        a = attn(plan.blocks.read(self, "attn", plan.grouped("attn", x)), **kwargs)
-        streams = add(streams, None, plan.blocks.arrive(self, "attn", a), keep=plan.mlp + 1)
-
-        x, streams = self._read(streams, plan.mlp)
-        x = plan.blocks.read(self, "mlp", plan.grouped("mlp", x))
-        r = None if routed is None else routed(x)
-        s = None if shared is None else shared(x)
-        outputs = split(s, r, plan.settles(r is not None))
-        settled, in_flight = (None if out is None else plan.blocks.arrive(self, "mlp", out) for out in outputs)
-        streams = plan.blocks.leave(self, add(streams, settled, in_flight, keep=plan.hands_on), given)
+        has_mlp = shared is not None or routed is not None
+        if attn is not None:
+            x, streams = self._read(streams, plan.attn)
+            a = attn(plan.blocks.read(self, "attn", plan.grouped("attn", x)), **kwargs)
+            keep = plan.mlp + 1 if has_mlp else plan.hands_on
+            streams = add(streams, None, plan.blocks.arrive(self, "attn", a), keep)
+        if has_mlp:
+            x, streams = self._read(streams, plan.mlp)
+            x = plan.blocks.read(self, "mlp", plan.grouped("mlp", x))
+            r = None if routed is None else routed(x)
+            s = None if shared is None else shared(x)
+            outputs = split(s, r, plan.settles(r is not None))
+            settled, in_flight = (None if out is None else plan.blocks.arrive(self, "mlp", out) for out in outputs)
+            streams = add(streams, settled, in_flight, keep=plan.hands_on)
+        streams = plan.blocks.leave(self, streams, given)
         return streams[0] if len(streams) == 1 else (Streams if plan.blocks.cuts else tuple)(streams)
 
     def _plan(self) -> LayerWiring:
@@ -376,8 +389,12 @@ def plan_layers(
     blocks: Blocks,
     parts: Callable[[nn.Module], Parts] | None = None,
     every: bool = False,
+    halves: Sequence[tuple[bool, bool]] | None = None,
 ) -> dict[int, LayerWiring]:
     """The layers to take apart and how each of them reads; the other layers stay transformers' own.
+
+    The streams that a layer passes on are those of the next layer's first read. ``Wiring.border`` is about attention,
+    so it does not change the first read of a layer that is an MLP alone.
 
     Args:
         wiring: any wiring but Desync.
@@ -385,14 +402,16 @@ def plan_layers(
         blocks: the names of a layer's children.
         parts: takes a layer apart; ``hf_parts`` if it is None.
         every: whether to take apart also the layers that the wiring does not change.
+        halves: for each layer, see ``Blocks.halves``; by default all layers have both.
     """
     attn, mlp = wiring.reads
     settles = wiring.name == "farskip"
     parts = parts or partial(hf_parts, blocks)
     plans = {}
     for i in range(count):
-        feeds = i + 1 in wiring.layers and (i in wiring.layers or wiring.border == "partial")
-        hands_on = attn + 1 if feeds else 1
+        attends = halves is None or i + 1 == count or halves[i + 1][0]
+        feeds = i + 1 in wiring.layers and (not attends or i in wiring.layers or wiring.border == "partial")
+        hands_on = (attn if attends else mlp) + 1 if feeds else 1
         if i in wiring.layers:
             plans[i] = LayerWiring(attn, mlp, hands_on, settles, parts, blocks)
         elif every or hands_on > 1:
@@ -425,7 +444,8 @@ def wire_layers(
     if wiring.name in DESYNC:
         desync_layers(layers, blocks, kept_reductions(wiring.layers, wiring.kept), wiring.tp_degree)
         return
-    for i, plan in plan_layers(wiring, len(layers), blocks, parts, every).items():
+    halves = [blocks.halves(layer) for layer in layers]
+    for i, plan in plan_layers(wiring, len(layers), blocks, parts, every, halves).items():
         layer: Any = layers[i]
         layer.__class__ = wired_class(WiredLayer, type(layer), blocks.passes is not None)
         layer.fcsd = plan

@@ -308,6 +308,29 @@ OWN: dict[str, dict[str, Any]] = {
         mamba_conv_bias=False,
         mamba_proj_bias=True,
     ),
+    "nemotron_h": dict(
+        _EXPERTS,
+        layer_types=["linear_attention", "full_attention", "moe", "mlp"],
+        moe_shared_expert_intermediate_size=40,
+        moe_latent_size=20,
+        n_group=3,
+        topk_group=2,
+        norm_topk_prob=False,
+        ssm_state_size=6,
+        mamba_num_heads=6,
+        mamba_head_dim=8,
+        n_groups=2,
+        conv_kernel=3,
+        time_step_min=0.01,
+        time_step_max=0.2,
+        time_step_floor=1e-3,
+        rescale_prenorm_residual=False,
+        use_mamba_kernels=False,
+        use_conv_bias=False,
+        chunk_size=4,
+        layer_norm_epsilon=3e-2,
+        num_logits_to_keep=2,
+    ),
     "glm_moe_dsa": dict(
         {**_LATENT, **_GROUPS},
         index_topk=3,
@@ -328,11 +351,16 @@ EXEMPT = {
 FIXED = {
     "phimoe": {"num_experts_per_tok"},  # its router makes two choices
     "granitemoehybrid": {"time_step_limit"},  # transformers' own steps with a cache leave it out
+    "nemotron_h": {"num_hidden_layers"},  # the length of the list of layers
 }
 
 
 # Other values of the fields that are words.
-WORDS = {"hidden_act": "relu", "hidden_activation": "relu", "topk_method": "group_limited_greedy"}
+WORDS = {
+    **dict.fromkeys(("hidden_act", "hidden_activation", "mlp_hidden_act"), "relu"),
+    "mamba_hidden_act": "gelu",
+    "topk_method": "group_limited_greedy",
+}
 
 
 def guarded_config(arch: str, **words: str) -> Any:

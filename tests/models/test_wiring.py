@@ -106,7 +106,7 @@ def test_gradient_checkpointing(arch):
     calls = []
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     layer = decoder_layers(model)[2]
-    handle = mixer(arch_of(model.config).blocks, layer).register_forward_hook(lambda *_: calls.append(1))
+    handle = mixer(arch_of(model.config).blocks, layer).register_forward_pre_hook(lambda *_: calls.append(1))
     assert same(before, logits_and_gradients(model))
     assert len(calls) == 2  # once forward, once recomputed: checkpointing did happen
     handle.remove()

@@ -97,6 +97,7 @@ class TrainedTensorLayer(WiredLayer):
         own, plan = self.fcsd, self.fcsd.plan
         stream = hidden_states if isinstance(hidden_states, SummedStream) else self._first(hidden_states)
         parts = own.parts(self)
+        assert parts.attn is not None, "ranks do not share layers with one sub-block"
         x, stream = self._read("attn", stream, plan.attn)
         stream = self._add(0, parts.attn(x, **kwargs), stream)
         x, stream = self._read("mlp", stream, plan.mlp)
