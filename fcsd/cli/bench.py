@@ -113,7 +113,8 @@ def step(
         typer.Option(
             metavar="NAME[,NAME...]",
             help="Names from docs/overlap.md. The default is stock, standard, eager-sync, overlapped and comm-free (on "
-            "GPUs all but stock are fused), or with --teacher overlapped, masked, blocking and comm-free.",
+            "GPUs stock-tuned, too, and all but these two are fused), or with --teacher overlapped, masked, blocking "
+            "and comm-free.",
         ),
     ] = None,
     quantised: Annotated[

@@ -1,16 +1,25 @@
-"""Heals conversions of one real model by several recipes, a run on each GPU at a time, and measures what came back.
+"""Heals conversions of one real model by several recipes, some runs at a time, and measures what came back.
 
-    python -m studies.real.heal TEACHER OUT --cases FILE --text own=DIR --text foreign=DIR [--mirror DIR] [--gpus N]
+    python -m studies.real.heal TEACHER OUT --cases FILE --text own=DIR [--text foreign=DIR] [--mirror DIR]
+        [--gpus N] [--at-once N]
 
-A case is a line of JSON: its name, what `fcsd convert` takes (wiring, layers), the text (a name, or two with `+`), the
-tokens, and what else the recipe sets, by dotted keys. `eval` asks for the benchmarks as well. A directory of text holds
-`train` and `held_out` with parquet files of token ids, as `fcsd write` leaves them. `OUT/results.jsonl` receives a line
-for each case that has ended; cases that are there are not run again.
+A case is a line of JSON. It has a `name`, what `fcsd convert` takes (`wiring`, `layers`), the `text` (a name, or two
+with `+`), the `tokens` and the learning rate `lr`. It may have a `seed`, the tokens of a step (`batch`), and in `set`
+every other value of the recipe by its dotted key, such as `objective.temperature`, `objective.hidden.weight` or
+`optim.betas`. `untrained` measures the conversion before it is healed as well, and `eval` asks for the benchmarks. All
+cases are checked before the first one runs.
+
+A directory of text holds `train` and `held_out` with parquet files of token ids, as `fcsd write` leaves them. Each GPU
+runs `--at-once` cases at a time; the rates of such runs are no rates of a run that has the GPU to itself.
+`OUT/results.jsonl` receives a line for each case that has ended. The same command runs the cases that have not ended,
+and those that failed, and a killed run goes on from its last checkpoint. The checkpoints of a case that has ended are
+removed; its healed model stays in `OUT/NAME/run/final`.
 """
 
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -19,9 +28,13 @@ from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
 
+from fcsd.config import Recipe
+
 TASKS = "piqa,arc_easy,arc_challenge,hellaswag,openbookqa,winogrande,commonsense_qa"
 SEQ, BATCH, MICRO = 1024, 131072, 32
 HELD_OUT_ROWS = 128
+NEEDED = {"name", "wiring", "layers", "text", "tokens", "lr"}
+POSSIBLE = {"seed", "batch", "set", "untrained", "eval"}
 
 
 def main() -> None:
@@ -33,6 +46,7 @@ def main() -> None:
     parser.add_argument("--text", action="append", required=True, metavar="NAME=DIR")
     parser.add_argument("--mirror", type=Path)
     parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--at-once", type=int, default=1, help="runs at a time on each GPU")
     parser.add_argument("--limit", type=int, default=1000)
     parser.add_argument("--measure", type=Path, metavar="STUDENT", help="print the divergences of one model, and stop")
     given = parser.parse_args()
@@ -40,43 +54,72 @@ def main() -> None:
     if given.measure:
         print(json.dumps(measure(given.measure, given.teacher, texts)))
         return
+    cases = read_cases(given.cases, texts)
     given.out.mkdir(parents=True, exist_ok=True)
     results = given.out / "results.jsonl"
-    ended = {json.loads(line)["name"] for line in results.read_text().splitlines()} if results.exists() else set()
+    lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    ended = {line["name"] for line in lines if "failed" not in line}
     queue: Queue[dict[str, Any]] = Queue()
-    for line in given.cases.read_text().splitlines():
-        if line.strip() and json.loads(line)["name"] not in ended:
-            queue.put(json.loads(line))
+    for case in cases:
+        if case["name"] not in ended:
+            queue.put(case)
     writing = threading.Lock()
 
-    def work(gpu: int) -> None:
+    def work(number: int) -> None:
+        # Two runs of one GPU must not meet at one port. On a CPU the number of the GPU means nothing.
+        env = {**os.environ, "CUDA_VISIBLE_DEVICES": str(number % given.gpus), "MASTER_PORT": str(29600 + number)}
+        env.setdefault("OMP_NUM_THREADS", "4")
         while True:
             try:
                 case = queue.get_nowait()
             except Empty:
                 return
             try:
-                found = heal(case, given.teacher, given.out, texts, given.mirror, given.limit, gpu)
+                found = heal(case, given.teacher, given.out, texts, given.mirror, given.limit, env)
             except (subprocess.CalledProcessError, OSError, ValueError) as error:
-                found = {**case, "failed": str(error)[-500:]}
+                log = given.out / case["name"] / "log.txt"
+                found = {**case, "failed": f"{error}"[-500:], "log": log.read_text()[-500:] if log.exists() else ""}
             with writing, results.open("a") as file:
                 file.write(json.dumps(found) + "\n")
+            what = found.get("failed") or ", ".join(f"KL {kl['kl']:.4f} on {text}" for text, kl in found["kl"].items())
+            print(f"{case['name']}: {what}", flush=True)
 
-    workers = [threading.Thread(target=work, args=(gpu,)) for gpu in range(given.gpus)]
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(given.gpus * given.at_once)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
 
 
+def read_cases(file: Path, texts: dict[str, Path]) -> list[dict[str, Any]]:
+    """The cases of a file, whose recipes are checked.
+
+    Raises:
+        ValueError: a line is no case, has a key that means nothing, or two cases have one name.
+    """
+    cases = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
+    for case in cases:
+        if wrong := (case.keys() - NEEDED - POSSIBLE) | (NEEDED - case.keys()):
+            raise ValueError(f"case {case.get('name')}: {', '.join(sorted(wrong))} missing or unknown")
+        Recipe.model_validate(recipe_of(case, Path(), Path(), texts))
+    if len({case["name"] for case in cases}) < len(cases):
+        raise ValueError(f"{file}: two cases have one name")
+    return cases
+
+
 def heal(
-    case: dict[str, Any], teacher: Path, out: Path, texts: dict[str, Path], mirror: Path | None, limit: int, gpu: int
+    case: dict[str, Any],
+    teacher: Path,
+    out: Path,
+    texts: dict[str, Path],
+    mirror: Path | None,
+    limit: int,
+    env: dict[str, str],
 ) -> dict[str, Any]:
-    """Convert, distil and measure one case on one GPU."""
+    """Convert, distil and measure one case, in processes with the environment ``env``."""
     name, began = case["name"], time.time()
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu), "MASTER_PORT": str(29600 + gpu), "OMP_NUM_THREADS": "4"}
 
     def fcsd(*arguments: object, out: Path | None = None) -> None:
         with (folder / "log.txt").open("a") as log:
@@ -120,6 +163,7 @@ def heal(
             for file in sorted((folder / "eval").glob("*.json"))
             if isinstance(json.loads(file.read_text()), list)
         }
+    shutil.rmtree(folder / "run" / "checkpoints")  # of many short runs they would fill the disk
     return {**found, "seconds": time.time() - began}
 
 

@@ -5,12 +5,13 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from statistics import median
 
 import pytest
-from studies.real import page
-from studies.real.heal import recipe_of
+from studies.real import heal, page
+from studies.real.heal import read_cases, recipe_of
 
 from fcsd.config import Recipe
 
@@ -58,6 +59,56 @@ def test_every_stored_case_is_a_recipe(repo: Path, tmp_path: Path) -> None:
         read = Recipe.model_validate(recipe_of(case, tmp_path / "student", tmp_path, texts))
         assert read.optim.lr == case["lr"] and read.train.steps == case["steps"]
         assert len(read.data.sources) == len(case["text"].split("+"))
+
+
+def test_cases_are_checked_before_the_first_one_runs(tmp_path: Path) -> None:
+    case = {"name": "a", "wiring": "ladder", "layers": "50%", "text": "own", "tokens": 1e7, "lr": 1e-3, "seed": 1}
+    texts, file = {"own": tmp_path}, tmp_path / "cases.jsonl"
+
+    def read(*cases: dict) -> list[dict]:
+        file.write_text("\n".join(map(json.dumps, cases)))
+        return read_cases(file, texts)
+
+    own = {"set": {"objective.temperature": 2.0, "objective.hidden.weight": 1e-4, "optim.betas": [0.9, 0.98]}}
+    (taken,) = read(case | own)
+    recipe = Recipe.model_validate(recipe_of(taken, tmp_path, tmp_path, texts))
+    assert (recipe.seed, recipe.objective.temperature, recipe.objective.hidden.weight) == (1, 2.0, 1e-4)
+    assert recipe.optim.betas == [0.9, 0.98]
+    with pytest.raises(ValueError, match="two cases have one name"):
+        read(case, case)
+    with pytest.raises(ValueError, match="case a: seeds missing or unknown"):
+        read(case | {"seeds": [1, 2]})
+    with pytest.raises(ValueError, match="heat"):
+        read(case | {"set": {"objective.heat": 2}})
+
+
+def test_failed_cases_run_again_and_two_runs_of_a_gpu_have_two_ports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = {"wiring": "ladder", "layers": "50%", "text": "own", "tokens": 1e7, "lr": 1e-3}
+    cases, out, ran = tmp_path / "cases.jsonl", tmp_path / "out", []
+    cases.write_text("\n".join(json.dumps({"name": name, **case}) for name in "abc"))
+    both = threading.Barrier(2)
+
+    def pretended(case: dict, *given: object) -> dict:
+        ran.append((case["name"], given[-1]))
+        if len(ran) <= 2:
+            both.wait(60)  # two are at work at the same time
+        if len(ran) <= 3 and case["name"] == "b":
+            raise ValueError("lost")
+        return {**case, "kl": {}}
+
+    monkeypatch.setattr(heal, "heal", pretended)
+    words = ["heal", "teacher", str(out), "--cases", str(cases), "--text", "own=own", "--at-once", "2"]
+    for expected in ("abc", "b", ""):
+        before = len(ran)
+        monkeypatch.setattr(sys, "argv", words)
+        heal.main()
+        assert sorted(name for name, _ in ran[before:]) == list(expected)
+    assert len({env["MASTER_PORT"] for _, env in ran[:2]}) == 2
+    assert {env["CUDA_VISIBLE_DEVICES"] for _, env in ran} == {"0"}
+    lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    assert [line.get("failed") for line in lines if line["name"] == "b"] == ["lost", None]
 
 
 def real_model(repo: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -48,6 +48,8 @@ BASELINES: dict[str, Baseline] = {
     "trl": Baseline("trl", "trl", lambda: gkd.training(fp32_logits=True)),
     "trl-bf16": Baseline("trl", "trl", lambda: gkd.training(fp32_logits=False)),
     "loop-liger": Baseline("liger_kernel", "liger-kernel", lambda: loop.looping(loop.liger)),
+    "loop-liger-kl": Baseline("liger_kernel", "liger-kernel", lambda: loop.looping(loop.liger_kl)),
+    "loop-liger-model": Baseline("liger_kernel", "liger-kernel", lambda: loop.looping(loop.liger, kernels=True)),
     "loop-trl": Baseline("trl", "trl", lambda: loop.looping(loop.trl_chunked)),
     "fcsd-plain": Baseline("deepspeed", "deepspeed", lambda: own.distill_plainly),
 }
