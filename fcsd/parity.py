@@ -26,7 +26,8 @@ _BUG = "This is a bug in fcsd. Please report it with the model's name."
 _SHARE = 0.7  # share of the free memory that weights may take; a forward pass of _TOKENS tokens needs little more
 # Bytes in memory for each byte on disk: a quantised checkpoint is dequantised to bf16.
 _GROWTH = {None: 1.0, "fp8": 2.0, "mxfp4": 64 / 17}
-_PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # config lists with one entry a layer
+# config lists with one entry a layer
+_PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers")
 _LAYER_LISTS = ("mlp_only_layers", "moe_layers")  # config lists of layer indices
 
 
@@ -152,7 +153,8 @@ def layer_index(arch: "Arch", name: str) -> int | None:
     """The decoder layer that a tensor on disk belongs to; None for a tensor outside of the layers."""
     _, decoder = arch.classes["AutoModelForCausalLM"]
     older = ".".join(reversed(decoder.split(".")))  # files may say language_model.model for model.language_model
-    match = re.match(rf"(?:{re.escape(decoder)}|{re.escape(older)})\.layers\.(\d+)\.", name)
+    names = "|".join(map(re.escape, (decoder, older, arch.stored or decoder)))
+    match = re.match(rf"(?:{names})\.layers\.(\d+)\.", name)
     return int(match[1]) if match else None
 
 

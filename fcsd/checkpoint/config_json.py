@@ -12,6 +12,7 @@ from fcsd.checkpoint.limits import check_numbers
 from fcsd.checkpoint.rewired import GATED_ATTENTION, PREFIX, has_gated_attention, read_rewiring
 from fcsd.checkpoint.side_files import refuse_code, refuse_foreign_code
 from fcsd.errors import BadInputError
+from fcsd.models.arch import Arch
 from fcsd.models.archs import ARCHS
 from fcsd.models.config_keys import REFUSAL, WEIGHTS_FILE
 from fcsd.models.products import family, nearest, supported
@@ -101,7 +102,7 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> CheckpointCon
     config = CheckpointConfig(
         raw,
         model_type=model_type,
-        text=raw.get(row.text_config, raw) if row and row.text_config else raw,
+        text=_text(raw, row),
         quantization=_quantization(raw, where),
         rewired=rewired,
     )
@@ -116,6 +117,14 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> CheckpointCon
             raise BadInputError(f"{where}: text_config and vision_config must be objects")
         check_numbers(part, where)
     return config
+
+
+def _text(raw: dict[str, Any], row: Arch | None) -> dict[str, Any]:
+    """The decoder's part of config.json, with the number of its layers."""
+    if row is None or row.text_config:
+        return raw.get(row.text_config, raw) if row else raw
+    lists = [raw[key] for key in row.layer_lists if isinstance(raw.get(key), list | str)]
+    return {**raw, "num_hidden_layers": len(lists[0])} if lists else raw
 
 
 def _check_values(raw: dict[str, Any], where: Path) -> None:

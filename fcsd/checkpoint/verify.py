@@ -108,6 +108,7 @@ def compare_tensors(layout: Layout, config: CheckpointConfig) -> Comparison:
     expected = _QUANTISED[config.quantization](parameters, tensors, config)
     optional = {name: (shape, FLOATS) for name, shape in copies.items()}
 
+    text = model.config.get_text_config()
     carried_patterns = {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"}
     lacking_patterns = model._keys_to_ignore_on_load_missing or ()
     left_over = [name for name in tensors if name not in expected and name not in optional]
@@ -121,7 +122,7 @@ def compare_tensors(layout: Layout, config: CheckpointConfig) -> Comparison:
             if (found := tensors.get(name)) and (found.shape != shape or found.dtype not in dtypes)
         ],
         carried=[name for name in left_over if _matches(name, carried_patterns)],
-        text=model.config.get_text_config().to_dict(),
+        text={**text.to_dict(), "num_hidden_layers": text.num_hidden_layers},
         tied={
             one: other
             for copy, source in model.all_tied_weights_keys.items()

@@ -670,9 +670,13 @@ _ROWS = (
         ),
         no_ep="its experts have no gate, which those of DeepSpeed AutoEP have",
         norm_epsilon=None,  # its norms multiply by the weight before they round
+        rotates_halves=False,  # its attention has no positions
         no_tp=_STATES,
         tp_plan={"mixer.*": "replicated"},  # of a single rank
         final_norm="norm_f",
+        stored="backbone",
+        embedding="embeddings",
+        layer_lists=("layers_block_type", "hybrid_override_pattern"),
         since=(5, 23),
         no_vllm="vLLM's layer has one sub-block, and the plugin's has two",
         later_layers=True,

@@ -35,6 +35,7 @@ PRODUCTS = (
     (r"gemma-3-(270m|1b)", "Gemma 3 270M, 1B", "gemma3_text"),
     (r"gemma-3-\d+b", "Gemma 3 4B, 12B, 27B", "gemma3"),
     (r"phi-?3(\.5)?-(mini|medium)|phi-?4(?!.*(flash|multimodal|vision))", "Phi-3, Phi-4", "phi3"),
+    (r"nemotron-(h-\d|3-|nano-\d+b-v2)(?!.*(vl|omni|embed))", "Nemotron-H, Nano 2, Nemotron 3", "nemotron_h"),
     (r"nemotron-(4|mini)", "Nemotron-4, Nemotron-Mini", "nemotron"),
     (r"olmo-[17]b.*-hf", "OLMo 1", "olmo"),
     (r"starcoder2", "StarCoder2", "starcoder2"),
@@ -104,7 +105,7 @@ _NEAREST = {
     "qwen3_vl": ("qwen3", _SEES),
     "qwen3_vl_moe": ("qwen3_moe", _SEES),
     "mllama": ("llama", _SEES),
-    "nemotron_h": ("granitemoehybrid", "its layers have one sub-block each, and a wiring is about layers with two"),
+    "nemotron_h": ("granitemoehybrid", _NEWER),
     **dict.fromkeys(("cohere", "cohere2", "phi", "falcon", "gpt_neox", "gptj"), ("llama", _PARALLEL)),
 }
 

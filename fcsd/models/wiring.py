@@ -34,8 +34,8 @@ from .wiring_block import DESYNC, Blocks, Wiring, kept_reductions
 class Parts(NamedTuple):
     """The sub-blocks of one layer, each ``[batch, seq, hidden] -> [batch, seq, hidden]`` on normalised input.
 
-    A layer may have one sub-block: ``attn`` alone, or none of it. ``shared`` needs no communication between experts: it is the shared experts, or the whole of a dense MLP.
-    ``routed`` is the routed experts.
+    ``shared`` needs no communication between experts: it is the shared experts, or the whole of a dense MLP.
+    ``routed`` is the routed experts. A layer of one sub-block has ``attn`` alone, or no ``attn``.
     """
 
     attn: Callable[..., Tensor] | None

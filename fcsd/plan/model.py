@@ -254,9 +254,9 @@ class MetaModel:
         ).requires_grad_(setup.adapters is None)
 
         def run(stream: Tensor) -> Tensor:
-            assert parts.attn is not None, "experts of layers with one sub-block are not divided"
-            out = parts.attn(blocks.read(layer, "attn", stream), **kwargs)
-            stream = stream + blocks.arrive(layer, "attn", out)
+            if parts.attn is not None:
+                out = parts.attn(blocks.read(layer, "attn", stream), **kwargs)
+                stream = stream + blocks.arrive(layer, "attn", out)
             x = blocks.read(layer, "mlp", stream)
             out = routed(x) if parts.shared is None else routed(x) + parts.shared(x)
             return blocks.leave(layer, [stream + blocks.arrive(layer, "mlp", out)], *given)[0]

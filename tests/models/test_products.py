@@ -52,6 +52,8 @@ NAMES = {
     "microsoft/Phi-3.5-mini-instruct": "phi3",
     "microsoft/phi-4": "phi3",
     "nvidia/Nemotron-Mini-4B-Instruct": "nemotron",
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "nemotron_h",
+    "nvidia/NVIDIA-Nemotron-Nano-9B-v2": "nemotron_h",
     "allenai/OLMo-7B-hf": "olmo",
     "bigcode/starcoder2-15b": "starcoder2",
     "HuggingFaceTB/SmolLM3-3B": "smollm3",
@@ -122,7 +124,7 @@ def test_an_unsupported_type_is_named_with_its_family_and_the_supported_ones(tmp
     ("model_type", "ends"),
     [
         ("kimi_k2", "is not supported; nearest is deepseek_v3"),
-        ("nemotron_h", "; nearest is granitemoehybrid, but its layers have one sub-block each"),
+        ("olmo_hybrid", "; nearest is olmo3, but its layers with linear attention have their norms elsewhere"),
         ("gptj", "; nearest is llama, but its attention and its MLP read one stream"),
         ("qwen4_moe", "is not supported; closest: qwen"),
         ("t5", "'t5' is not supported"),
