@@ -24,6 +24,7 @@ NORMS: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
     **dict.fromkeys(("lfm2", "lfm2_moe"), ("operator_norm", None, "ffn_norm", None)),
     "afmoe": ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"),
     "hyperclovax": ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
+    "jamba": ("input_layernorm", None, "pre_ff_layernorm", None),
     "apertus": ("attention_layernorm", None, "feedforward_layernorm", None),
     "glm4": ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
 }
@@ -54,7 +55,7 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
 
 KEYS = "prev_topk_indices"  # the keys that the attention of the layer before has read
 LINEAR = ("linear_attn", "mamba", "conv")
-FINAL_NORM = {"lfm2": "embedding_norm", "lfm2_moe": "embedding_norm", "nemotron_h": "norm_f"}
+FINAL_NORM = {"lfm2": "embedding_norm", "lfm2_moe": "embedding_norm", "nemotron_h": "norm_f", "jamba": "final_layernorm"}
 PLAIN = ("input_layernorm", None, "post_attention_layernorm", None)
 
 

@@ -513,6 +513,18 @@ CONFIGS: dict[str, tuple[str, dict]] = {
         ),
     ),
     # As many heads of the indexer as those of deepseek_v32.
+    "jamba": (
+        "JambaConfig",
+        dict(
+            intermediate_size=64,
+            num_experts=8,
+            num_experts_per_tok=2,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            expert_layer_offset=0,
+            mamba_d_state=8,
+        ),
+    ),
     "nemotron_h": (
         "NemotronHConfig",
         dict(

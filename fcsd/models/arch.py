@@ -51,6 +51,7 @@ class Arch:
         no_ep: why the type cannot be expert-parallel although it has experts.
         ep_scale: the field of the config by which the router scales its weights, if AutoEP does not look for it.
         packs: whether transformers' code keeps attention inside documents where position ids restart.
+        keeps_documents: whether transformers' layers hand on to linear attention what its loop over layers passes them.
         norm_epsilon: the name of the attribute of its RMSNorms that holds epsilon; None if its norms compute something
             else, or have no weight, so that no kernel may stand for them.
         norm_offset: what its RMSNorms add to their weight: 0 if they multiply by ``weight``, 1 if by ``1 + weight``.
@@ -92,6 +93,7 @@ class Arch:
     no_ep: str | None = None
     ep_scale: str | None = None
     packs: bool = True
+    keeps_documents: bool = True
     norm_epsilon: str | None = "variance_epsilon"
     norm_offset: int = 0
     rotates_halves: bool = True

@@ -184,6 +184,15 @@ _GRANITE_AUTOEP = {
     "has_shared_experts": False,
 }
 
+_JAMBA_AUTOEP = {
+    **_FUSED_EXPERTS_AUTOEP,
+    "moe_layer_pattern": r"model\.layers\.\d+\.feed_forward",
+    "router_pattern": "router",
+    "num_experts_attr": "num_experts",
+    "route_norm": False,
+    "has_shared_experts": False,
+}
+
 # The layers of LFM2 begin with a short convolution or with attention, and have names of their own.
 _LFM2_NAMES: Mapping[str, Any] = {
     "mlp": "feed_forward",
@@ -655,6 +664,25 @@ _ROWS = (
         },
         since=(5, 23),
         no_vllm=_MULTIPLIED,
+    ),
+    _row(
+        "jamba",
+        "Jamba",
+        blocks=Blocks(mlp="feed_forward", router="router", linear="mamba", mlp_norms=("pre_ff_layernorm", None)),
+        autoep=_JAMBA_AUTOEP,
+        keeps_documents=False,
+        rotates_halves=False,  # its attention has no positions
+        no_tp=_STATES,
+        tp_plan={
+            **_ATTENTION_TP,
+            "mamba.*": "replicated",  # of a single rank
+            "feed_forward.gate_proj": "colwise",
+            "feed_forward.up_proj": "colwise",
+            "feed_forward.down_proj": "rowwise",
+        },
+        final_norm="final_layernorm",
+        since=(5, 23),
+        no_vllm=_NOT_TRIED,
     ),
     _row(
         "nemotron_h",

@@ -446,9 +446,13 @@ def wire_layers(
         return
     halves = [blocks.halves(layer) for layer in layers]
     for i, plan in plan_layers(wiring, len(layers), blocks, parts, every, halves).items():
-        layer: Any = layers[i]
-        layer.__class__ = wired_class(WiredLayer, type(layer), blocks.passes is not None)
-        layer.fcsd = plan
+        take_apart(layers[i], plan)
+
+
+def take_apart(layer: Any, plan: LayerWiring) -> None:
+    """Let a decoder layer with transformers' own class read and pass on streams as its plan says."""
+    layer.__class__ = wired_class(WiredLayer, type(layer), plan.blocks.passes is not None)
+    layer.fcsd = plan
 
 
 def unwire_layers(layers: Any) -> None:

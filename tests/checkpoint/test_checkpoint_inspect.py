@@ -59,6 +59,7 @@ SHAPES = {
     "axk1": (1, 3, 8, 2, 1),
     "phimoe": (0, 4, 8, 2, 0),
     "granitemoehybrid": (0, 4, 8, 2, 1),
+    "jamba": (2, 2, 8, 2, 0),
     "nemotron_h": (3, 1, 8, 2, 1),
     "glm_moe_dsa": (1, 3, 8, 2, 1),
     "gemma4_text": (0, 4, 8, 2, 0),

@@ -308,6 +308,23 @@ OWN: dict[str, dict[str, Any]] = {
         mamba_conv_bias=False,
         mamba_proj_bias=True,
     ),
+    "jamba": dict(
+        _EXPERTS,
+        pad_token_id=2,
+        attn_layer_period=3,
+        attn_layer_offset=1,
+        expert_layer_period=3,
+        expert_layer_offset=0,
+        mamba_d_state=6,
+        mamba_d_conv=3,
+        mamba_expand=3,
+        mamba_dt_rank=5,
+        mamba_conv_bias=False,
+        mamba_proj_bias=True,
+        use_mamba_kernels=False,
+        use_mambapy=True,
+        use_associative_scan=False,
+    ),
     "nemotron_h": dict(
         _EXPERTS,
         layer_types=["linear_attention", "full_attention", "moe", "mlp"],
@@ -371,7 +388,8 @@ def guarded_config(arch: str, **words: str) -> Any:
     default.allow_global_per_layer_attribute_access = True  # of fields whose values differ from layer to layer
     flipped = {name: not getattr(default, name) for name in FLIPPED if hasattr(default, name)}
     own = {**MOVED, **flipped, **OWN.get(arch, {})}
-    moved = deepcopy({name: value for name, value in own.items() if hasattr(default, name)})
+    derived = {name for name in own if getattr(getattr(type(default), name, None), "fset", True) is None}
+    moved = deepcopy({name: value for name, value in own.items() if hasattr(default, name) and name not in derived})
     moved["tie_word_embeddings"] = not whole().tie_word_embeddings
     if row.text_config is None:
         return whole(**moved, **words)
