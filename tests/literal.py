@@ -55,7 +55,11 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
 
 KEYS = "prev_topk_indices"  # the keys that the attention of the layer before has read
 LINEAR = ("linear_attn", "mamba", "conv")
-FINAL_NORM = {"lfm2": "embedding_norm", "lfm2_moe": "embedding_norm", "nemotron_h": "norm_f", "jamba": "final_layernorm"}
+FINAL_NORM = {
+    **dict.fromkeys(("lfm2", "lfm2_moe"), "embedding_norm"),
+    "nemotron_h": "norm_f",
+    "jamba": "final_layernorm",
+}
 PLAIN = ("input_layernorm", None, "post_attention_layernorm", None)
 
 
