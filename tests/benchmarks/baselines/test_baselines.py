@@ -194,6 +194,19 @@ def test_each_side_takes_turns_at_its_fastest_micro_batch(tmp_path: Path) -> Non
     assert ours.split()[:5] == ["fcsd", "4", "250.0", "0.0", "512"] and small.split()[5] == "2.000"
 
 
+def compared_with_adapters(out: Path) -> dict[str, Any]:
+    load = compare.Workload("tiny", 2, 1, 16, teacher=True, rounds=1, steps=1, sets=("optim.moments=bf16",))
+    return compare.bench(load, ("fcsd-adapters",), out)
+
+
+def test_adapters_begin_where_full_training_does_and_have_no_second_model(tmp_path: Path) -> None:
+    (result,) = on_ranks(1, compared_with_adapters, tmp_path)
+    full, adapters = result["turns"]
+    assert (full["side"], adapters["side"]) == ("fcsd", "fcsd-adapters")
+    assert adapters["loss"] == pytest.approx(full["loss"], rel=1e-6) and full["loss"] > 0
+    assert full["seconds"] > 0 and adapters["seconds"] > 0
+
+
 def test_the_table_relates_memory_above_weights_and_optimizer() -> None:
     turn = {"out_of_memory": False, "seconds": 0.1, "data_wait": 0.0, "idle": 0.25, "exposed": 0.0, "micro_batch": 2}
     each = [turn | {"side": name, "peak": 2**30 * peak} for name, peak in (("fcsd", 12), ("trl", 14))]
