@@ -162,6 +162,7 @@ def shortened(config: Any, layers: int) -> Any:
     """The config, changed in place, of a model that has only the first ``layers`` layers."""
     text = config.get_text_config()
     text.num_hidden_layers = layers
+    vars(config).pop("farskip", None)  # of a model that AMD trained: its wiring is off where the other's is
     if text.is_heterogeneous:
         own = text.to_dict()["per_layer_config"]
         text.per_layer_config = {layer: fields for layer, fields in own.items() if int(layer) < layers}

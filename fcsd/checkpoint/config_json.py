@@ -109,7 +109,7 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> CheckpointCon
     if rewired is None and not trust_remote_code:
         refuse_code(path)
     if not config.foreign:
-        _check_type(config, where)
+        check_type(config, where)
         if rewired is not None and not trust_remote_code:
             _check_own_code(config, path)
     for part in (raw, config.text, raw.get("vision_config", {})):
@@ -152,16 +152,23 @@ def _is_dtype(value: Any) -> bool:
     return isinstance(value, str) and value.removeprefix("torch.") in _DTYPES
 
 
-def _check_type(config: CheckpointConfig, where: Path) -> None:
-    if has_gated_attention(config.raw):
+def check_type(config: CheckpointConfig, where: Path) -> None:
+    """Check that fcsd has the model's type.
+
+    Raises:
+        BadInputError: it has not; or the attention is gated, and the model is not one that AMD trained, or of another
+            type.
+    """
+    row = ARCHS.get(config.model_type)
+    if has_gated_attention(config.raw) and (config.rewired is None or row is None or row.blocks.gated is None):
         raise BadInputError(f"{where}: {GATED_ATTENTION}", "Convert a model whose attention transformers implements.")
-    if config.model_type not in ARCHS:
+    if row is None:
         raise BadInputError(
             f"{where}: model_type {quoted(config.model_type)}{family(config.model_type)} is not supported"
             + nearest(config.model_type),
             f"Supported: {supported()}. docs/adding_an_architecture.md says how to add one.",
         )
-    ours = ARCHS[config.model_type].causal_lm
+    ours = row.causal_lm
     found = config.raw.get("architectures")
     if config.rewired is None and found not in (None, [ours]):
         raise BadInputError(f"{where}: architectures is {quoted(str(found))}, not [{ours!r}]")

@@ -344,10 +344,10 @@ _ROWS = (
     _row(
         "deepseek_v3",
         "DeepseekV3",
-        blocks=_SHARED_EXPERTS,
+        blocks=Blocks(shared="shared_experts", gated="gated_attention"),
         autoep="deepseek_v3",
         rotates_halves=False,
-        tp_plan=_LATENT_TP,
+        tp_plan={**_LATENT_TP, "self_attn.gate_proj": "colwise"},
         vllm={"rescales_float16": True},
         later_layers=True,
     ),

@@ -15,6 +15,7 @@ PRODUCTS = (
     (r"kimi-?linear", "Kimi-Linear", "kimi_linear"),
     (r"deepseek-?v3\.2", "DeepSeek-V3.2", "deepseek_v32"),
     (r"deepseek-?(v3|r1)(?!-distill)", "DeepSeek-V3, -R1", "deepseek_v3"),
+    (r"instella-moe", "Instella-MoE, trained with FarSkip", "deepseek_v3"),
     (r"deepseek-?(coder-?)?v2(?!\d)", "DeepSeek-V2, -V2-Lite", "deepseek_v2"),
     (r"glm-?4\.[56](?!v)", "GLM-4.5, GLM-4.6", "glm4_moe"),
     (r"glm-?5(?!.*v)", "GLM-5", "glm_moe_dsa"),

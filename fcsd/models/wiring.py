@@ -464,6 +464,42 @@ def unwire_layers(layers: Any) -> None:
             layer.__class__ = layer.unwired  # pyright: ignore[reportAttributeAccessIssue]
 
 
+class GatedAttention(nn.Module):
+    """An attention whose result is multiplied by ``sigmoid(gate_proj(x))`` in front of its output projection.
+
+    A mixin that precedes transformers' own class, which has no gate. AMD's Instella-MoE gates latent attention so.
+    """
+
+    gate_proj: nn.Module
+    o_proj: nn.Module
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """``hidden_states`` is the normalised input ``[batch, seq, hidden]``."""
+        gate = torch.sigmoid(self.gate_proj(hidden_states))
+        # The projection may be another module by now: one with an adapter, or of one rank.
+        hook = self.o_proj.register_forward_pre_hook(lambda _, inputs: (inputs[0] * gate,))
+        try:
+            return super().forward(hidden_states, *args, **kwargs)
+        finally:
+            hook.remove()
+
+
+def gate_attentions(layers: Any) -> None:
+    """Give the attentions of decoder layers a gate, which a checkpoint has as ``self_attn.gate_proj``."""
+    for layer in layers:
+        attention, config = layer.self_attn, layer.self_attn.config
+        attention.gate_proj = nn.Linear(config.hidden_size, attention.o_proj.in_features, bias=False)
+        nn.init.normal_(attention.gate_proj.weight, std=config.initializer_range)
+        attention.__class__ = _gated_class(type(attention))
+
+
+@cache
+def _gated_class(cls: type[nn.Module]) -> type[nn.Module]:
+    # A compiled forward pass would keep the gate of the pass in which it was compiled: the hook is no guard of it.
+    namespace = {"__module__": cls.__module__, "forward": torch.compiler.disable(GatedAttention.forward)}
+    return type(cls.__name__, (GatedAttention, cls), namespace)
+
+
 # What transformers itself attends by, and fcsd's training. ``paged|`` comes before a name, ``/`` is in hub kernels.
 _ATTENTION = ("eager", "sdpa", "flash_attention", "flex_attention", "paged|", "fcsd_", "packed")
 
@@ -496,7 +532,11 @@ class WiredModel(nn.Module):
         refuse_unknown_backend(config)
         super().__init__(config, *args, **kwargs)
         layers: Any = self.get_submodule(self.fcsd_decoder).layers
-        wire_layers(layers, Wiring.from_block(config.fcsd), self.fcsd_blocks)
+        gated, block = self.fcsd_blocks.gated, getattr(config, "fcsd", None)
+        if gated is not None and getattr(config, gated, False):
+            gate_attentions(layers)
+        if block is not None:
+            wire_layers(layers, Wiring.from_block(block), self.fcsd_blocks)
 
     @classmethod
     def is_backend_compatible(cls) -> bool:

@@ -168,6 +168,8 @@ class Blocks:
             layer that says what it is, and the values that say an MLP or a MoE block. None if layers have two.
         latent: for experts of another width than the stream: the projections, inside the MoE block, of what they read
             and of their weighted sum. None if there are none.
+        gated: the field of the config that says that attentions are gated, see ``GatedAttention``; None if the family
+            has none. transformers' own class does not read it.
     """
 
     mlp: str = "mlp"
@@ -193,6 +195,7 @@ class Blocks:
     cuts: bool = False
     alone: tuple[str, tuple[str, ...]] | None = None
     latent: tuple[str, str] | None = None
+    gated: str | None = None
 
     @property
     def normed(self) -> bool:

@@ -357,8 +357,14 @@ def test_gated_attention_is_named(tmp_path):
         inspect_checkpoint(str(tmp_path))
     edit_config(tmp_path, farskip=True, architectures=["InstellaMoEForCausalLM"])
     report = inspect_checkpoint(str(tmp_path))
-    assert report.wirings == [] and len(report.problems) == 1
+    assert report.wirings == [] and report.problems == []
+    assert "the model was trained with its own, which `fcsd convert` keeps" in report.to_text()
+    edit_config(tmp_path, model_type="instella_moe")  # a type that neither transformers nor fcsd has
+    report = inspect_checkpoint(str(tmp_path))
+    assert len(report.problems) == 1
     assert "problem       its attention is gated (self_attn.gate_proj)" in report.to_text()
+    with pytest.raises(BadInputError, match="its attention is gated"):
+        convert_checkpoint(tmp_path, tmp_path / "out")
     edit_config(tmp_path, farskip=False, model_type="instella_moe", gated_attention=False)
     with pytest.raises(BadInputError, match="its attention is gated"):
         inspect_checkpoint(str(tmp_path))

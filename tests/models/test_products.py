@@ -52,6 +52,7 @@ NAMES = {
     "microsoft/Phi-3.5-mini-instruct": "phi3",
     "microsoft/phi-4": "phi3",
     "nvidia/Nemotron-Mini-4B-Instruct": "nemotron",
+    "amd/Instella-MoE-16B-A3B-Think": "deepseek_v3",
     "ai21labs/AI21-Jamba-1.5-Mini": "jamba",
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "nemotron_h",
     "nvidia/NVIDIA-Nemotron-Nano-9B-v2": "nemotron_h",

@@ -89,9 +89,9 @@ def _attend(
 def is_latent(module: nn.Module) -> bool:
     """Whether a module is a latent attention that reads all keys and has positions.
 
-    That of DeepSeek-V3.2 has an indexer, which chooses some keys, or None for those of the layer before it. That of
-    Kimi-Linear has no positions.
+    One with a gate computes more. That of DeepSeek-V3.2 has an indexer, which chooses some keys, or None for those of
+    the layer before it. That of Kimi-Linear has no positions.
     """
     children = {name for name, _ in module.named_children()}
     latent = {"kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"} <= children and not hasattr(module, "indexer")
-    return latent and getattr(module.config, "rope_parameters", None) is not None
+    return latent and "gate_proj" not in children and getattr(module.config, "rope_parameters", None) is not None
