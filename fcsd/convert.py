@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.checkpoint import read_config, read_layout, remote_headers, resolve, verify_tensors
+from fcsd.checkpoint.config_json import check_type
 from fcsd.checkpoint.gguf import is_gguf, unpack_beside
 from fcsd.checkpoint.location import SMALL_FILES, base_path_file, origin
-from fcsd.checkpoint.rewired import describe, refuse_rewired
+from fcsd.checkpoint.rewired import AMD_CLASS, AMD_KEYS, describe, refuse_rewired
 from fcsd.checkpoint.side_files import side_files, without_code
 from fcsd.checkpoint.staging import check_out, copy_small, staged, take_over
 from fcsd.disk import write_text
@@ -135,7 +136,10 @@ def convert_checkpoint(
     source = resolve(str(model), allow_patterns=SMALL_FILES if dry_run else None)
     former = check_out(out, [source.path], force=force)
     config = read_config(source.path, trust_remote_code=trust_remote_code)
-    refuse_rewired(source.path, config.rewired)
+    if config.foreign and config.raw.get("architectures") == [AMD_CLASS]:
+        check_type(config, source.path / "config.json")
+    else:
+        refuse_rewired(source.path, config.rewired)
     layout = read_layout(source.path, remote=remote_headers(source) if dry_run else None)
     verify_tensors(layout, config)
     arch = ARCHS[config.model_type]
@@ -144,7 +148,8 @@ def convert_checkpoint(
 
     hashed = not (dry_run and source.repo_id)  # a dry run does not download the shards of a repository
     block = chosen.to_block(**origin(source, layout if hashed else None))
-    texts = converted_files(config.raw, arch, block)
+    raw = {key: value for key, value in config.raw.items() if key not in AMD_KEYS}
+    texts = converted_files(raw, arch, block)
     others = side_files(source.path, texts.keys() | layout.shards.keys())
     texts |= without_code(others) | base_path_file(source)
     proof = plan_proof(layout, config, arch)

@@ -26,7 +26,8 @@ _BUG = "This is a bug in fcsd. Please report it with the model's name."
 _SHARE = 0.7  # share of the free memory that weights may take; a forward pass of _TOKENS tokens needs little more
 # Bytes in memory for each byte on disk: a quantised checkpoint is dequantised to bf16.
 _GROWTH = {None: 1.0, "fp8": 2.0, "mxfp4": 64 / 17}
-_PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # config lists with one entry a layer
+# config lists with one entry a layer
+_PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers")
 _LAYER_LISTS = ("mlp_only_layers", "moe_layers")  # config lists of layer indices
 
 
@@ -152,7 +153,8 @@ def layer_index(arch: "Arch", name: str) -> int | None:
     """The decoder layer that a tensor on disk belongs to; None for a tensor outside of the layers."""
     _, decoder = arch.classes["AutoModelForCausalLM"]
     older = ".".join(reversed(decoder.split(".")))  # files may say language_model.model for model.language_model
-    match = re.match(rf"(?:{re.escape(decoder)}|{re.escape(older)})\.layers\.(\d+)\.", name)
+    names = "|".join(map(re.escape, (decoder, older, arch.stored or decoder)))
+    match = re.match(rf"(?:{names})\.layers\.(\d+)\.", name)
     return int(match[1]) if match else None
 
 
@@ -160,6 +162,7 @@ def shortened(config: Any, layers: int) -> Any:
     """The config, changed in place, of a model that has only the first ``layers`` layers."""
     text = config.get_text_config()
     text.num_hidden_layers = layers
+    vars(config).pop("farskip", None)  # of a model that AMD trained: its wiring is off where the other's is
     if text.is_heterogeneous:
         own = text.to_dict()["per_layer_config"]
         text.per_layer_config = {layer: fields for layer, fields in own.items() if int(layer) < layers}

@@ -24,6 +24,7 @@ NORMS: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
     **dict.fromkeys(("lfm2", "lfm2_moe"), ("operator_norm", None, "ffn_norm", None)),
     "afmoe": ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"),
     "hyperclovax": ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
+    "jamba": ("input_layernorm", None, "pre_ff_layernorm", None),
     "apertus": ("attention_layernorm", None, "feedforward_layernorm", None),
     **dict.fromkeys(
         ("glm4", "glm4v"),
@@ -57,7 +58,11 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
 
 KEYS = "prev_topk_indices"  # the keys that the attention of the layer before has read
 LINEAR = ("linear_attn", "mamba", "conv")
-FINAL_NORM = {"lfm2": "embedding_norm", "lfm2_moe": "embedding_norm"}
+FINAL_NORM = {
+    **dict.fromkeys(("lfm2", "lfm2_moe"), "embedding_norm"),
+    "nemotron_h": "norm_f",
+    "jamba": "final_layernorm",
+}
 PLAIN = ("input_layernorm", None, "post_attention_layernorm", None)
 
 
@@ -76,7 +81,8 @@ def decoder_of(model: nn.Module) -> nn.Module:
 
 
 def mlp_of(layer: nn.Module) -> nn.Module:
-    return next(getattr(layer, name) for name in ("feed_forward", "block_sparse_moe", "mlp") if hasattr(layer, name))
+    names = ("feed_forward", "block_sparse_moe", "mlp", "mixer")
+    return next(getattr(layer, name) for name in names if hasattr(layer, name))
 
 
 @contextmanager
@@ -109,7 +115,8 @@ def settled_and_routed(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     shared = next((child for name in names if (child := getattr(mlp, name, None)) is not None), None)
     if shared is None:
         return torch.zeros_like(x), whole(mlp, x)
-    with zeroed(mlp.experts.down_proj):
+    latent = getattr(mlp, "fc2_latent_proj", nn.Identity())  # behind the sum of Nemotron's experts
+    with zeroed(mlp.experts.down_proj, *latent.parameters()):
         s = whole(mlp, x)
     with zeroed(*shared.down_proj.parameters()):  # the weight, and the bias if there is one
         r = whole(mlp, x)
@@ -181,6 +188,38 @@ def logits_of(model: nn.Module, stream: Tensor) -> Tensor:
     return LOGITS.get(model.config.model_type, lambda _, x: x)(model.config, logits)
 
 
+def evaluate_alone(
+    model: nn.Module, ids: Tensor, name: str, variant: str, converted: set[int], distance: int, border: str
+) -> list[Tensor]:
+    """As ``evaluate``, for layers with one sub-block each: what the last sub-blocks have in flight may be missing.
+
+    A read does not miss what an earlier read included.
+    """
+    embeds, _, kwargs, _ = layer_inputs(model, ids)
+    outputs, streams, missing = [], [embeds], set()
+    for k, layer in enumerate(decoder_of(model).layers):
+        mixes = layer.block_type not in ("mlp", "moe")
+        depth = distance if k in converted and name != "standard" else 0
+        if mixes and (name == "parallel" or variant == "mlp-only" or (border == "full" and k - 1 not in converted)):
+            depth = 0
+        if not mixes and variant == "attn-only":
+            depth = 0
+        missing = (missing | {k - 1}) & set(range(max(k - depth, 0), k))
+        seen = embeds + sum(s + (0 if j in missing else f) for j, (s, f) in enumerate(outputs))
+        x = layer.norm(seen)
+        if layer.block_type == "full_attention":
+            settled, in_flight = torch.zeros_like(x), layer.mixer(hidden_states=x, **kwargs[k])[0]
+        elif mixes:
+            settled, in_flight = torch.zeros_like(x), layer.mixer(x, attention_mask=kwargs[k]["attention_mask"])
+        else:
+            settled, in_flight = settled_and_routed(layer, x)
+            if name != "farskip":
+                settled, in_flight = torch.zeros_like(x), settled + in_flight
+        outputs.append((settled, in_flight))
+        streams.append(streams[-1] + settled + in_flight)
+    return [*streams, logits_of(model, streams[-1])]
+
+
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
@@ -197,10 +236,12 @@ def evaluate(
     If a layer norms its outputs, ``a`` is the normed output of the attention, and that of the MLP is ``s`` in a dense
     layer and ``r`` in a MoE layer: shared and routed experts are summed before the norm, so neither is there alone.
     """
+    border = border or ("full" if name == "farskip" else "partial")
+    if model.config.model_type == "nemotron_h":
+        return evaluate_alone(model, ids, name, variant, converted, distance, border)
     embeds, given, kwargs, added = layer_inputs(model, ids, **images)
     o = [embeds]  # o[k] is the stream before layer k
     zero = torch.zeros_like(embeds)
-    border = border or ("full" if name == "farskip" else "partial")
 
     def attn_rewired(k: int) -> bool:
         rewired = name in ("farskip", "ladder") and variant != "mlp-only" and k in converted and k > 0

@@ -538,6 +538,34 @@ CONFIGS: dict[str, tuple[str, dict]] = {
         ),
     ),
     # As many heads of the indexer as those of deepseek_v32.
+    "jamba": (
+        "JambaConfig",
+        dict(
+            intermediate_size=64,
+            num_experts=8,
+            num_experts_per_tok=2,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            expert_layer_offset=0,
+            mamba_d_state=8,
+        ),
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        dict(
+            intermediate_size=128,
+            head_dim=16,
+            moe_intermediate_size=32,
+            moe_shared_expert_intermediate_size=32,
+            moe_latent_size=48,
+            num_experts_per_tok=2,
+            layers_block_type=["linear_attention", "moe", "full_attention", "mlp"],
+            ssm_state_size=16,
+            mamba_num_heads=8,
+            mamba_head_dim=16,
+            n_groups=2,
+        ),
+    ),
     "glm_moe_dsa": (
         "GlmMoeDsaConfig",
         dict(

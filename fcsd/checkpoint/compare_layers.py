@@ -21,7 +21,7 @@ from fcsd.models.config_keys import EXPERTS_PER_TOKEN, expert_count, first_count
 from fcsd.models.wiring_block import Blocks
 
 _LAYER = re.compile(r"(?P<stack>(?:.*?\.)?layers\.)(?P<number>\d+)\.(?P<rest>.+)")
-_KINDS = tuple(map(re.compile, (r"\.experts\.", r"conv(1d)?\.weight$", r"\.indexer\.")))
+_KINDS = tuple(map(re.compile, (r"\.experts\.", r"conv(1d)?\.weight$", r"\.indexer\.", r"\.o_proj\.")))
 _EXPERT = re.compile(r"(?P<block>\w+\.experts\.)(?P<number>\d+)(?P<rest>\..+)")
 # Modules that predict further tokens, if they are not layers after the last one.
 _KEYS = re.compile(r"self_attn\.[kv]_(?:proj|norm)\.")
@@ -78,9 +78,10 @@ def compare_layers(layout: Layout, config: CheckpointConfig) -> Comparison | Non
     inner = decoder.removesuffix("layers.")
     spanning = {f"{inner}{name}" for name in (row.spanning if row else ())}
     norm = {f"{row.final_norm if row else 'norm'}.{name}" for name in _norm(stacks[decoder], row)}
+    head = "lm_head.weight" if row and row.stored else _head(decoder)
     _compare_outside(
         {name: tensor for name, tensor in outside.items() if name not in spanning},
-        *(decoder, norm, text, bool(vision), found),
+        *(inner, f"{inner}{row.embedding if row else 'embed_tokens'}.weight", head, norm, text, bool(vision), found),
     )
 
     found.carried.extend(name for name in plain if name.endswith("rotary_emb.inv_freq"))
@@ -90,7 +91,7 @@ def compare_layers(layout: Layout, config: CheckpointConfig) -> Comparison | Non
             for name, tensor in plain.items()
             if tensor.dtype not in FLOATS
         )
-    left_out = {*found.carried, *found.unexpected, *([_head(decoder)] if text["tie_word_embeddings"] else [])}
+    left_out = {*found.carried, *found.unexpected, *([head] if text["tie_word_embeddings"] else [])}
     found.parameters.update({name: tensor.shape for name, tensor in plain.items() if name not in left_out})
     return found
 
@@ -121,7 +122,7 @@ def _by_layer(tensors: Tensors) -> tuple[Tensors, dict[str, dict[int, Tensors]]]
 
 
 def _kind(layer: Tensors) -> tuple[bool, ...]:
-    """Whether a layer has experts, linear attention, which begins with a convolution, and an indexer of keys."""
+    """Whether a layer has experts, linear attention, which begins with a convolution, an indexer of keys, attention."""
     return tuple(any(kind.search(rest) for rest in layer) for kind in _KINDS)
 
 
@@ -167,16 +168,25 @@ def _norm(layers: dict[int, Tensors], row: Arch | None) -> set[str]:
 
 
 def _compare_outside(
-    outside: Tensors, decoder: str, norm: set[str], text: dict[str, Any], vision: bool, found: Comparison
+    outside: Tensors,
+    inner: str,
+    embedding: str,
+    head: str,
+    norm: set[str],
+    text: dict[str, Any],
+    vision: bool,
+    found: Comparison,
 ) -> None:
     """Compare the embedding, the final norm and the output head with the sizes in config.json.
 
     Args:
+        inner: what the names inside the decoder start with.
+        embedding: the name of the embedding.
+        head: the name of the output head.
         norm: the tensors that the final norm must have.
     """
     table = (text["vocab_size"], text["hidden_size"])
-    inner, head = decoder.removesuffix("layers."), _head(decoder)
-    expected: dict[str, Shape] = {f"{inner}embed_tokens.weight": table, head: table}
+    expected: dict[str, Shape] = {embedding: table, head: table}
     if text.get("use_bias") and (bias := head.replace("weight", "bias")) in outside:  # Ernie's MoE
         expected[bias] = table[:1]
     expected |= {f"{inner}{name}": table[1:] for name in norm}

@@ -12,6 +12,7 @@ from fcsd.checkpoint.limits import check_numbers
 from fcsd.checkpoint.rewired import GATED_ATTENTION, PREFIX, has_gated_attention, read_rewiring
 from fcsd.checkpoint.side_files import refuse_code, refuse_foreign_code
 from fcsd.errors import BadInputError
+from fcsd.models.arch import Arch
 from fcsd.models.archs import ARCHS
 from fcsd.models.config_keys import REFUSAL, WEIGHTS_FILE
 from fcsd.models.products import family, nearest, supported, unsupported_text
@@ -101,7 +102,7 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> CheckpointCon
     config = CheckpointConfig(
         raw,
         model_type=model_type,
-        text=raw.get(row.text_config, raw) if row and row.text_config else raw,
+        text=_text(raw, row),
         quantization=None,
         rewired=rewired,
     )
@@ -109,7 +110,7 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> CheckpointCon
         if not isinstance(part, dict):
             raise BadInputError(f"{where}: text_config and vision_config must be objects")
     if not config.foreign:
-        _check_type(config, where)  # before what another flag or another file of the same model could change
+        check_type(config, where)  # before what another flag or another file of the same model could change
         if rewired is not None and not trust_remote_code:
             _check_own_code(config, path)
     config = replace(config, quantization=_quantization(raw, where))
@@ -118,6 +119,14 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> CheckpointCon
     for part in (raw, config.text, raw.get("vision_config", {})):
         check_numbers(part, where)
     return config
+
+
+def _text(raw: dict[str, Any], row: Arch | None) -> dict[str, Any]:
+    """The decoder's part of config.json, with the number of its layers."""
+    if row is None or row.text_config:
+        return raw.get(row.text_config, raw) if row else raw
+    lists = [raw[key] for key in row.layer_lists if isinstance(raw.get(key), list | str)]
+    return {**raw, "num_hidden_layers": len(lists[0])} if lists else raw
 
 
 def _check_values(raw: dict[str, Any], where: Path) -> None:
@@ -145,16 +154,22 @@ def _is_dtype(value: Any) -> bool:
     return isinstance(value, str) and value.removeprefix("torch.") in _DTYPES
 
 
-def _check_type(config: CheckpointConfig, where: Path) -> None:
-    if has_gated_attention(config.raw):
+def check_type(config: CheckpointConfig, where: Path) -> None:
+    """Check that fcsd has the model's type.
+
+    Raises:
+        BadInputError: it has not; or the attention is gated, and the model is not one that AMD trained, or of another
+            type.
+    """
+    row = ARCHS.get(config.model_type)
+    if has_gated_attention(config.raw) and (config.rewired is None or row is None or row.blocks.gated is None):
         raise BadInputError(f"{where}: {GATED_ATTENTION}", "Convert a model whose attention transformers implements.")
-    if config.model_type not in ARCHS:
+    if row is None:
         raise BadInputError(
             f"{where}: model_type {quoted(config.model_type)}{family(config.model_type)} is not supported"
             + nearest(config.model_type),
             f"Supported: {supported()}. docs/adding_an_architecture.md says how to add one.",
         )
-    row = ARCHS[config.model_type]
     text = config.text.get("model_type")
     if unsupported_text(row, text):
         raise BadInputError(f"{where}: {unsupported_text(row, quoted(str(text)))}")

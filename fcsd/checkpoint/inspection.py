@@ -12,7 +12,7 @@ from fcsd.checkpoint.config_json import CheckpointConfig, read_config
 from fcsd.checkpoint.files import shown
 from fcsd.checkpoint.layout import Layout, read_layout
 from fcsd.checkpoint.location import SMALL_FILES, recorded_original, remote_headers, resolve
-from fcsd.checkpoint.rewired import GATED_ATTENTION, describe, has_gated_attention
+from fcsd.checkpoint.rewired import AMD_CLASS, GATED_ATTENTION, describe, has_gated_attention
 from fcsd.checkpoint.verify import Comparison, compare_tensors
 from fcsd.errors import BadInputError
 from fcsd.models.archs import ARCHS
@@ -91,7 +91,7 @@ class Inspection:
             "parameters": f"{_short(self.parameters)}, {_short(self.active_parameters)} active",
             "size": f"{_short(self.bytes, 'kMGT')}B in {self.shards} file{'s' * (self.shards != 1)}",
             "dtypes": ", ".join(self.dtypes) + (f" (quantised: {self.quantization})" if self.quantization else ""),
-            "wirings": ", ".join(self.wirings) or "none: pass the original model to rewire it",
+            "wirings": ", ".join(self.wirings) or f"none: {self._why_none()}",
             "rewired": describe(self.rewired) if self.rewired else "no",
             "original": self._original(),
             "not loaded": f"{len(self.carried)} tensors, kept as they are ({shown(self.carried[0])}, ...)"
@@ -101,6 +101,11 @@ class Inspection:
         }
         text = [f"{name:<13} {value}" for name, value in lines.items() if value]
         return "\n".join([*text, *(f"{'problem':<13} {problem}" for problem in self.problems)])
+
+    def _why_none(self) -> str:
+        if self.rewired and self.rewired["by"] != "fcsd" and self.architecture == AMD_CLASS and not self.problems:
+            return "the model was trained with its own, which `fcsd convert` keeps"
+        return "pass the original model to rewire it"
 
     def _original(self) -> str:
         if self.original is None:
@@ -167,8 +172,13 @@ def inspect_checkpoint(model: str | Path, *, verify: bool = False, trust_remote_
         verified=verified,
         problems=_problems(layout, comparison)
         + differing
-        + ([GATED_ATTENTION] if has_gated_attention(config.raw) else []),
+        + ([GATED_ATTENTION] if has_gated_attention(config.raw) and not _has_gates(config) else []),
     )
+
+
+def _has_gates(config: CheckpointConfig) -> bool:
+    row = ARCHS.get(config.model_type)
+    return row is not None and row.blocks.gated is not None
 
 
 def _hub_id(raw: dict[str, Any]) -> str | None:

@@ -11,6 +11,8 @@ from fcsd.models.selection import layers_text
 from fcsd.models.wiring_block import Wiring
 
 _AMD_FLAGS = ("farskip", "attn_only_farskip", "mlp_only_farskip")
+AMD_CLASS = "InstellaMoEForCausalLM"  # whose file was read: what it computes, fcsd's class computes
+AMD_KEYS = (*_AMD_FLAGS, "farskip_start_idx", "farskip_end_idx")
 GATED_ATTENTION = (
     "its attention is gated (self_attn.gate_proj), which no class of transformers that fcsd uses has; nearest is "
     "deepseek_v3, whose layers are the same otherwise"
@@ -66,7 +68,7 @@ def refuse_rewired(path: Path, rewiring: dict[str, Any] | None) -> None:
     if rewiring["by"] != "fcsd":
         raise BadInputError(
             f"{path}: is rewired already, by AMD's farskip keys",
-            "Only an original can be converted; this model was trained with its wiring and has no original.",
+            "Only an original can be rewired, and this model has none; `fcsd convert` takes Instella-MoE as it is.",
         )
     original = shown(recorded_original(path, rewiring) or "it is not recorded")
     raise BadInputError(f"{path}: is converted already", f"Convert its original instead: {original}")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 FLOATS = ("F64", "F32", "BF16", "F16")
 _SHOWN = 5  # the most names in a message
-_NOT_FOR_BUILDING = ("auto_map", "fcsd", WEIGHTS_FILE, "quantization_config", "model_type", "architectures")
+_NOT_FOR_BUILDING = ("auto_map", "fcsd", WEIGHTS_FILE, "quantization_config", "model_type", "architectures", "farskip")
 MXFP4_BLOCK = 32  # the number of values that share a scale; they are packed in 16 bytes
 
 
@@ -108,6 +108,7 @@ def compare_tensors(layout: Layout, config: CheckpointConfig) -> Comparison:
     expected = _QUANTISED[config.quantization](parameters, tensors, config)
     optional = {name: (shape, FLOATS) for name, shape in copies.items()}
 
+    text = model.config.get_text_config()
     carried_patterns = {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"}
     lacking_patterns = model._keys_to_ignore_on_load_missing or ()
     left_over = [name for name in tensors if name not in expected and name not in optional]
@@ -121,7 +122,7 @@ def compare_tensors(layout: Layout, config: CheckpointConfig) -> Comparison:
             if (found := tensors.get(name)) and (found.shape != shape or found.dtype not in dtypes)
         ],
         carried=[name for name in left_over if _matches(name, carried_patterns)],
-        text=model.config.get_text_config().to_dict(),
+        text={**text.to_dict(), "num_hidden_layers": text.num_hidden_layers},
         tied={
             one: other
             for copy, source in model.all_tied_weights_keys.items()
@@ -150,6 +151,8 @@ def _on_meta(config: CheckpointConfig, where: Path) -> "PreTrainedModel":
     import torch
     import transformers
 
+    from fcsd.models.build import causal_lm_class
+
     row = ARCHS[config.model_type]
     raw = deepcopy({key: value for key, value in config.raw.items() if key not in _NOT_FOR_BUILDING})
     for part in (raw, *(value for value in raw.values() if isinstance(value, dict))):
@@ -159,7 +162,7 @@ def _on_meta(config: CheckpointConfig, where: Path) -> "PreTrainedModel":
     try:
         built = getattr(transformers, row.config).from_dict(with_floats(raw), attn_implementation="eager")
         with torch.device("meta"):
-            return getattr(transformers, row.causal_lm)(built)
+            return causal_lm_class(built)(built)
     except Exception as error:  # unchecked values can fail anywhere in transformers
         raise BadInputError(f"{where}: transformers cannot build this config.json ({reason_of(error)})") from error
 

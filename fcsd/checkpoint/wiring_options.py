@@ -12,7 +12,7 @@ from fcsd.checkpoint.files import with_floats
 from fcsd.errors import ConfigError
 from fcsd.models.arch import Arch
 from fcsd.models.build import check_desync, check_injected, config_class, injected_layers, model_classes
-from fcsd.models.selection import select_layers
+from fcsd.models.selection import layers_text, select_layers
 from fcsd.models.wiring_block import Wiring
 
 log = logging.getLogger(__name__)
@@ -31,6 +31,8 @@ def choose_wiring(config: CheckpointConfig, arch: Arch, name: str, layers: str, 
     Raises:
         ConfigError: the wiring does not fit the model, or its options do not go together.
     """
+    if config.foreign:
+        name, layers, fields = _as_trained(config, name, layers, fields)
     if name not in arch.wirings:
         guess = "".join(f"Did you mean {close}? " for close in get_close_matches(name, arch.wirings, n=1))
         raise ConfigError(f"{arch.model_type} has no wiring {name!r}", f"{guess}One of {', '.join(arch.wirings)}.")
@@ -49,6 +51,22 @@ def choose_wiring(config: CheckpointConfig, arch: Arch, name: str, layers: str, 
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return wiring
+
+
+def _as_trained(
+    config: CheckpointConfig, name: str, layers: str, fields: dict[str, Any]
+) -> tuple[str, str, dict[str, Any]]:
+    """The wiring that AMD trained a model with, as options. AMD's transformers file has a partial border."""
+    defaults = {"variant": "full", "border": None, "tp_degree": 1, "reduce": None, "distance": 1}
+    if (name, layers.strip()) != ("farskip", "all") or any(fields[key] != defaults[key] for key in fields):
+        raise ConfigError(
+            "the model was trained with a wiring of its own, which cannot be changed",
+            "Leave out --wiring, --layers and the other options of a wiring: fcsd reads AMD's keys.",
+        )
+    own, depth = config.rewired or {}, config.text["num_hidden_layers"]
+    found = list(range(own["start"], min(own["end"] + 1, depth)))
+    border = None if own["variant"] == "mlp-only" else "partial"
+    return "farskip", layers_text(found), {"variant": own["variant"], "border": border}
 
 
 def _without_injected(config: CheckpointConfig, arch: Arch, wiring: Wiring) -> Wiring:

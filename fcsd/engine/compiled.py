@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from fcsd.engine.sharded_modules import SplitNorm
 from fcsd.foreign_errors import reason_of
+from fcsd.models.wiring import GatedAttention
 
 # How often one of the functions below may be compiled: once for each batch, degree, and length that attention reads.
 _SHAPES = 64
@@ -60,7 +61,8 @@ def attend(norm: nn.Module, attention: Any, x: Tensor, **kwargs: Any) -> Tensor:
     """
     index = attention.layer_idx
     kwargs["past_key_values"] = OneLayer(kwargs["past_key_values"].layers[index])
-    if any(isinstance(module, SplitNorm) for module in attention.modules()):  # it reduces, which is not compiled
+    # A norm over all ranks reduces, and a gate is a hook; neither is compiled.
+    if any(isinstance(module, SplitNorm | GatedAttention) for module in attention.modules()):
         return attention(hidden_states=compute(_normed, norm, x), **kwargs)[0]
     attention.layer_idx = 0
     try:

@@ -22,7 +22,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from fcsd.engine import compiled
 from fcsd.errors import ConfigError
-from fcsd.models.build import arch_of, decoder_layers
+from fcsd.models.build import arch_of, decoder_layers, wire
 from fcsd.models.schedule import Kind, LayerPlan, Step, kind_of, layer_plans
 from fcsd.models.wiring import (
     DESYNC,
@@ -192,6 +192,7 @@ class TensorParallelLayer(WiredLayer):
         if compiles and compiled.possible(kwargs.get("past_key_values"), own.index):
             self._compiled_step(stream, parts, **kwargs)
         else:
+            assert parts.attn is not None, "layers with one sub-block have no plan"
             x = own.blocks.read(self, "attn", stream.read(plan.attn))
             self._add(stream, 0, parts.attn(x, **kwargs))
             x = own.blocks.read(self, "mlp", stream.read(plan.mlp))
@@ -272,6 +273,9 @@ def wire_tensor_parallel(
     layers: Any = decoder_layers(model)
     unwire_layers(layers)
     blocks = arch_of(model.config).blocks
+    if blocks.alone is not None:  # such layers are on one rank, which awaits nothing
+        wire(model, wiring)
+        return
     parts = partial(hf_parts, blocks)
     try:
         kinds: list[Kind] = [kind_of(parts(layer)) for layer in layers]

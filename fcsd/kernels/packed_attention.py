@@ -121,10 +121,10 @@ def _attention(
 def attends_to_all(model_config: PretrainedConfig) -> bool:
     """Whether every layer attends to all tokens before a token, that is, has no window and no chunks.
 
-    Linear attention and a short convolution have neither, and call no attention function.
+    Linear attention, a short convolution and an MLP have neither, and call no attention function.
     """
     config = model_config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
-        return set(kinds) - {"linear_attention", "conv"} == {"full_attention"}
+        return set(kinds) - {"linear_attention", "conv", "mlp", "moe"} == {"full_attention"}
     return getattr(config, "sliding_window", None) is None and getattr(config, "attention_chunk_size", None) is None

@@ -184,6 +184,15 @@ _GRANITE_AUTOEP = {
     "has_shared_experts": False,
 }
 
+_JAMBA_AUTOEP = {
+    **_FUSED_EXPERTS_AUTOEP,
+    "moe_layer_pattern": r"model\.layers\.\d+\.feed_forward",
+    "router_pattern": "router",
+    "num_experts_attr": "num_experts",
+    "route_norm": False,
+    "has_shared_experts": False,
+}
+
 # The layers of LFM2 begin with a short convolution or with attention, and have names of their own.
 _LFM2_NAMES: Mapping[str, Any] = {
     "mlp": "feed_forward",
@@ -335,10 +344,10 @@ _ROWS = (
     _row(
         "deepseek_v3",
         "DeepseekV3",
-        blocks=_SHARED_EXPERTS,
+        blocks=Blocks(shared="shared_experts", gated="gated_attention"),
         autoep="deepseek_v3",
         rotates_halves=False,
-        tp_plan=_LATENT_TP,
+        tp_plan={**_LATENT_TP, "self_attn.gate_proj": "colwise"},
         vllm={"rescales_float16": True},
         later_layers=True,
     ),
@@ -656,6 +665,50 @@ _ROWS = (
         },
         since=(5, 23),
         no_vllm=_MULTIPLIED,
+    ),
+    _row(
+        "jamba",
+        "Jamba",
+        blocks=Blocks(mlp="feed_forward", router="router", linear="mamba", mlp_norms=("pre_ff_layernorm", None)),
+        autoep=_JAMBA_AUTOEP,
+        keeps_documents=False,
+        rotates_halves=False,  # its attention has no positions
+        no_tp=_STATES,
+        tp_plan={
+            **_ATTENTION_TP,
+            "mamba.*": "replicated",  # of a single rank
+            "feed_forward.gate_proj": "colwise",
+            "feed_forward.up_proj": "colwise",
+            "feed_forward.down_proj": "rowwise",
+        },
+        final_norm="final_layernorm",
+        since=(5, 23),
+        no_vllm=_NOT_TRIED,
+    ),
+    _row(
+        "nemotron_h",
+        "NemotronH",
+        blocks=Blocks(
+            mlp="mixer",
+            shared="shared_experts",
+            linear="mixer",
+            attn_norms=("norm", None),
+            mlp_norms=("norm", None),
+            alone=("block_type", ("mlp", "moe")),
+            latent=("fc1_latent_proj", "fc2_latent_proj"),
+        ),
+        no_ep="its experts have no gate, which those of DeepSpeed AutoEP have",
+        norm_epsilon=None,  # its norms multiply by the weight before they round
+        rotates_halves=False,  # its attention has no positions
+        no_tp=_STATES,
+        tp_plan={"mixer.*": "replicated"},  # of a single rank
+        final_norm="norm_f",
+        stored="backbone",
+        embedding="embeddings",
+        layer_lists=("layers_block_type", "hybrid_override_pattern"),
+        since=(5, 23),
+        no_vllm="vLLM's layer has one sub-block, and the plugin's has two",
+        later_layers=True,
     ),
     _row(
         "glm_moe_dsa",

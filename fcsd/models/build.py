@@ -44,9 +44,13 @@ def arch_of(config: PretrainedConfig) -> Arch:
     """The row of ``ARCHS`` for the config of an original or converted model.
 
     Raises:
-        BadInputError: no row has this ``model_type``, or the row is not proven with the type of the language model.
+        BadInputError: no row has this ``model_type``, or the row is not proven with the type of the language model; or
+            the model was trained with a wiring that AMD's code has and transformers' has not.
     """
     model_type = config.model_type.removeprefix(PREFIX)
+    if getattr(config, "farskip", False):
+        hint = "`fcsd convert MODEL OUT` writes a copy of Instella-MoE with its wiring, which every command takes."
+        raise BadInputError("the model was trained with AMD's farskip keys, which transformers does not read", hint)
     if model_type not in ARCHS:
         hint = f"Supported: {supported()}. docs/adding_an_architecture.md says how to add one."
         text = f"model_type {model_type!r}{family(model_type)} is not supported{nearest(model_type)}"
@@ -222,7 +226,8 @@ def causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
         BadInputError: the architecture is not supported.
     """
     arch = arch_of(config)
-    if config.model_type.startswith(PREFIX):
+    gated = arch.blocks.gated is not None and getattr(config, arch.blocks.gated, False)
+    if config.model_type.startswith(PREFIX) or gated:
         return model_classes(arch.model_type)["AutoModelForCausalLM"]
     return getattr(transformers, arch.causal_lm)
 

@@ -5,13 +5,14 @@ from one document into the next. Here the documents of all rows become rows of t
 causal, so padding at the end changes no token before it. transformers' own code computes these rows.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .class_swap import swap_classes
-from .wiring import is_linear
+from .wiring import Blocks, LayerWiring, WiredLayer, hf_parts, is_linear, take_apart
 
 
 class Documents(NamedTuple):
@@ -41,9 +42,18 @@ class InsideDocuments(nn.Module):
         return out.flatten(0, 1)[documents.places].view_as(hidden_states)
 
 
-def stay_inside_documents(layers: Any) -> None:
-    """Let the linear attentions of decoder layers take ``documents``. The call can be repeated."""
+def stay_inside_documents(layers: Any, blocks: Blocks | None = None) -> None:
+    """Let the linear attentions of decoder layers take ``documents``. The call can be repeated.
+
+    Args:
+        layers: changed in place.
+        blocks: the names of a layer's children, if transformers' own layers do not hand ``documents`` on. These layers
+            are taken apart then, which changes no bit of what they compute.
+    """
     swap_classes(layers, InsideDocuments, is_linear, True)
+    for layer in layers if blocks is not None else ():
+        if not isinstance(layer, WiredLayer):
+            take_apart(layer, LayerWiring(0, 0, 1, False, partial(hf_parts, blocks), blocks))
 
 
 def documents_of(borders: Tensor, tokens: int) -> Documents:

@@ -35,10 +35,10 @@ class Parts(NamedTuple):
     """The sub-blocks of one layer, each ``[batch, seq, hidden] -> [batch, seq, hidden]`` on normalised input.
 
     ``shared`` needs no communication between experts: it is the shared experts, or the whole of a dense MLP.
-    ``routed`` is the routed experts.
+    ``routed`` is the routed experts. A layer of one sub-block has ``attn`` alone, or no ``attn``.
     """
 
-    attn: Callable[..., Tensor]
+    attn: Callable[..., Tensor] | None
     shared: Callable[[Tensor], Tensor] | None
     routed: Callable[[Tensor], Tensor] | None
 
@@ -54,10 +54,14 @@ def hf_parts(blocks: Blocks, layer: Any) -> Parts:
 
     whole = partial(mix, mixer(blocks, layer))
 
-    def attn(x: Tensor, **kwargs: Any) -> Tensor:
+    def dropped(x: Tensor, **kwargs: Any) -> Tensor:
         out = whole(x, **kwargs)
         return out if after_attn is None else after_attn(out)
 
+    has_attn, has_mlp = blocks.halves(layer)
+    attn = dropped if has_attn else None
+    if not has_mlp:
+        return Parts(attn, None, None)
     if blocks.has_beside(layer):
         return Parts(attn, *_beside(blocks, layer, mlp))
     if not any(name == "experts" for name, _ in mlp.named_children()):
@@ -77,7 +81,12 @@ def hf_parts(blocks: Blocks, layer: Any) -> Parts:
         if blocks.prescaled:
             return _prescaled(router, experts, flat(x)).view_as(x)
         _, weights, indices = router(x if blocks.router_unflattened else seen(x))
-        out = experts(flat(x), indices, weights)
+        rows = flat(x)
+        if blocks.latent is None:
+            out = experts(rows, indices, weights)
+        else:
+            before, after = map(mlp.get_submodule, blocks.latent)
+            out = after(experts(before(rows), indices, weights))
         return scaled(blocks, mlp, out).view_as(x)
 
     def shared(x: Tensor) -> Tensor:
@@ -299,17 +308,21 @@ class WiredLayer(nn.Module):
         plan = self._plan()
         attn, shared, routed = plan.parts(self)
 
-        x, streams = self._read(streams, plan.attn)
-        a = attn(plan.blocks.read(self, "attn", plan.grouped("attn", x)), **kwargs)
-        streams = add(streams, None, plan.blocks.arrive(self, "attn", a), keep=plan.mlp + 1)
-
-        x, streams = self._read(streams, plan.mlp)
-        x = plan.blocks.read(self, "mlp", plan.grouped("mlp", x))
-        r = None if routed is None else routed(x)
-        s = None if shared is None else shared(x)
-        outputs = split(s, r, plan.settles(r is not None))
-        settled, in_flight = (None if out is None else plan.blocks.arrive(self, "mlp", out) for out in outputs)
-        streams = plan.blocks.leave(self, add(streams, settled, in_flight, keep=plan.hands_on), given)
+        has_mlp = shared is not None or routed is not None
+        if attn is not None:
+            x, streams = self._read(streams, plan.attn)
+            a = attn(plan.blocks.read(self, "attn", plan.grouped("attn", x)), **kwargs)
+            keep = plan.mlp + 1 if has_mlp else plan.hands_on
+            streams = add(streams, None, plan.blocks.arrive(self, "attn", a), keep)
+        if has_mlp:
+            x, streams = self._read(streams, plan.mlp)
+            x = plan.blocks.read(self, "mlp", plan.grouped("mlp", x))
+            r = None if routed is None else routed(x)
+            s = None if shared is None else shared(x)
+            outputs = split(s, r, plan.settles(r is not None))
+            settled, in_flight = (None if out is None else plan.blocks.arrive(self, "mlp", out) for out in outputs)
+            streams = add(streams, settled, in_flight, keep=plan.hands_on)
+        streams = plan.blocks.leave(self, streams, given)
         return streams[0] if len(streams) == 1 else (Streams if plan.blocks.cuts else tuple)(streams)
 
     def _plan(self) -> LayerWiring:
@@ -376,8 +389,12 @@ def plan_layers(
     blocks: Blocks,
     parts: Callable[[nn.Module], Parts] | None = None,
     every: bool = False,
+    halves: Sequence[tuple[bool, bool]] | None = None,
 ) -> dict[int, LayerWiring]:
     """The layers to take apart and how each of them reads; the other layers stay transformers' own.
+
+    The streams that a layer passes on are those of the next layer's first read. ``Wiring.border`` is about attention,
+    so it does not change the first read of a layer that is an MLP alone.
 
     Args:
         wiring: any wiring but Desync.
@@ -385,14 +402,16 @@ def plan_layers(
         blocks: the names of a layer's children.
         parts: takes a layer apart; ``hf_parts`` if it is None.
         every: whether to take apart also the layers that the wiring does not change.
+        halves: for each layer, see ``Blocks.halves``; by default all layers have both.
     """
     attn, mlp = wiring.reads
     settles = wiring.name == "farskip"
     parts = parts or partial(hf_parts, blocks)
     plans = {}
     for i in range(count):
-        feeds = i + 1 in wiring.layers and (i in wiring.layers or wiring.border == "partial")
-        hands_on = attn + 1 if feeds else 1
+        attends = halves is None or i + 1 == count or halves[i + 1][0]
+        feeds = i + 1 in wiring.layers and (not attends or i in wiring.layers or wiring.border == "partial")
+        hands_on = (attn if attends else mlp) + 1 if feeds else 1
         if i in wiring.layers:
             plans[i] = LayerWiring(attn, mlp, hands_on, settles, parts, blocks)
         elif every or hands_on > 1:
@@ -425,10 +444,15 @@ def wire_layers(
     if wiring.name in DESYNC:
         desync_layers(layers, blocks, kept_reductions(wiring.layers, wiring.kept), wiring.tp_degree)
         return
-    for i, plan in plan_layers(wiring, len(layers), blocks, parts, every).items():
-        layer: Any = layers[i]
-        layer.__class__ = wired_class(WiredLayer, type(layer), blocks.passes is not None)
-        layer.fcsd = plan
+    halves = [blocks.halves(layer) for layer in layers]
+    for i, plan in plan_layers(wiring, len(layers), blocks, parts, every, halves).items():
+        take_apart(layers[i], plan)
+
+
+def take_apart(layer: Any, plan: LayerWiring) -> None:
+    """Let a decoder layer with transformers' own class read and pass on streams as its plan says."""
+    layer.__class__ = wired_class(WiredLayer, type(layer), plan.blocks.passes is not None)
+    layer.fcsd = plan
 
 
 def unwire_layers(layers: Any) -> None:
@@ -438,6 +462,42 @@ def unwire_layers(layers: Any) -> None:
         if isinstance(layer, WiredLayer):
             del layer.fcsd
             layer.__class__ = layer.unwired  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class GatedAttention(nn.Module):
+    """An attention whose result is multiplied by ``sigmoid(gate_proj(x))`` in front of its output projection.
+
+    A mixin that precedes transformers' own class, which has no gate. AMD's Instella-MoE gates latent attention so.
+    """
+
+    gate_proj: nn.Module
+    o_proj: nn.Module
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """``hidden_states`` is the normalised input ``[batch, seq, hidden]``."""
+        gate = torch.sigmoid(self.gate_proj(hidden_states))
+        # The projection may be another module by now: one with an adapter, or of one rank.
+        hook = self.o_proj.register_forward_pre_hook(lambda _, inputs: (inputs[0] * gate,))
+        try:
+            return super().forward(hidden_states, *args, **kwargs)
+        finally:
+            hook.remove()
+
+
+def gate_attentions(layers: Any) -> None:
+    """Give the attentions of decoder layers a gate, which a checkpoint has as ``self_attn.gate_proj``."""
+    for layer in layers:
+        attention, config = layer.self_attn, layer.self_attn.config
+        attention.gate_proj = nn.Linear(config.hidden_size, attention.o_proj.in_features, bias=False)
+        nn.init.normal_(attention.gate_proj.weight, std=config.initializer_range)
+        attention.__class__ = _gated_class(type(attention))
+
+
+@cache
+def _gated_class(cls: type[nn.Module]) -> type[nn.Module]:
+    # A compiled forward pass would keep the gate of the pass in which it was compiled: the hook is no guard of it.
+    namespace = {"__module__": cls.__module__, "forward": torch.compiler.disable(GatedAttention.forward)}
+    return type(cls.__name__, (GatedAttention, cls), namespace)
 
 
 # What transformers itself attends by, and fcsd's training. ``paged|`` comes before a name, ``/`` is in hub kernels.
@@ -472,7 +532,11 @@ class WiredModel(nn.Module):
         refuse_unknown_backend(config)
         super().__init__(config, *args, **kwargs)
         layers: Any = self.get_submodule(self.fcsd_decoder).layers
-        wire_layers(layers, Wiring.from_block(config.fcsd), self.fcsd_blocks)
+        gated, block = self.fcsd_blocks.gated, getattr(config, "fcsd", None)
+        if gated is not None and getattr(config, gated, False):
+            gate_attentions(layers)
+        if block is not None:
+            wire_layers(layers, Wiring.from_block(block), self.fcsd_blocks)
 
     @classmethod
     def is_backend_compatible(cls) -> bool:

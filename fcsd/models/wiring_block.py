@@ -164,6 +164,12 @@ class Blocks:
             stream, the projection, and the norm of what it returns. None if no layer does.
         scale: the attribute of the layer by which it multiplies the stream that it passes on; None if there is none.
         cuts: whether transformers' loop may cut tokens off the stream between two layers.
+        alone: for layers that have one sub-block each, which ``linear`` and ``mlp`` both name: the attribute of the
+            layer that says what it is, and the values that say an MLP or a MoE block. None if layers have two.
+        latent: for experts of another width than the stream: the projections, inside the MoE block, of what they read
+            and of their weighted sum. None if there are none.
+        gated: the field of the config that says that attentions are gated, see ``GatedAttention``; None if the family
+            has none. transformers' own class does not read it.
     """
 
     mlp: str = "mlp"
@@ -187,11 +193,22 @@ class Blocks:
     inputs: tuple[str, str, str] | None = None
     scale: str | None = None
     cuts: bool = False
+    alone: tuple[str, tuple[str, ...]] | None = None
+    latent: tuple[str, str] | None = None
+    gated: str | None = None
 
     @property
     def normed(self) -> bool:
         """Whether outputs are normed on arrival. Parts of an output that arrive apart cannot be added apart then."""
         return self.attn_norms[1] is not None or self.mlp_norms[1] is not None
+
+    def halves(self, layer: Any) -> tuple[bool, bool]:
+        """Whether a layer has a sub-block that mixes tokens, and whether it has an MLP or a MoE block."""
+        if self.alone is None:
+            return True, True
+        attribute, mlps = self.alone
+        has_mlp = getattr(layer, attribute) in mlps
+        return not has_mlp, has_mlp
 
     def read(self, layer: Any, by: Literal["attn", "mlp"], x: Any) -> Any:
         """What a sub-block of a layer computes from, if it reads the stream ``x``; tensors ``[batch, seq, hidden]``.

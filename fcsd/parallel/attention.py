@@ -25,7 +25,7 @@ SPLIT = ("sdpa", "eager", PACKED)
 # The name of the last projection before rotary embeddings: in latent attention, and in all other attention.
 _LAST = ("kv_a_proj_with_mqa", "v_proj")
 # The same before the convolution of linear attention, and the projection of its output.
-_LAST_OF_LINEAR = ("in_proj_ba", "in_proj_a", "v_proj")
+_LAST_OF_LINEAR = ("in_proj_ba", "in_proj_a", "v_proj", "in_proj")
 _OUTPUT_OF_LINEAR = ("out_proj", "o_proj")
 
 

@@ -150,8 +150,10 @@ class OverlappedLayer(WiredLayer):
 
         reach("before_attn")
         around = Around(partial(reach, "before_rotary"), before_core, partial(reach, "after_core"))
+        attn = plan.parts(self).attn
+        assert attn is not None, "experts of layers with one sub-block are not divided"
         with calls_inside(plan.attention, around) as arguments:
-            a = plan.parts(self).attn(x, **arguments, **kwargs)
+            a = attn(x, **arguments, **kwargs)
         reach("after_attn")
         full = _landed(streams[0]) + plan.blocks.arrive(self, "attn", a)
         if not plan.mlp:

@@ -265,8 +265,9 @@ class MetaModel:
         ).requires_grad_(setup.adapters is None)
 
         def run(stream: Tensor) -> Tensor:
-            out = parts.attn(blocks.read(layer, "attn", stream), **kwargs)
-            stream = stream + blocks.arrive(layer, "attn", out)
+            if parts.attn is not None:
+                out = parts.attn(blocks.read(layer, "attn", stream), **kwargs)
+                stream = stream + blocks.arrive(layer, "attn", out)
             x = blocks.read(layer, "mlp", stream)
             out = routed(x) if parts.shared is None else routed(x) + parts.shared(x)
             return blocks.leave(layer, [stream + blocks.arrive(layer, "mlp", out)], *given)[0]
@@ -315,13 +316,16 @@ def _call(layer: nn.Module, given: tuple[Any, ...], kwargs: dict[str, Any], stre
 
 def _covering(blocks: Blocks, layer: Any) -> tuple[int, int, int]:
     """Parameters of attention before and after attention itself, and of the shared experts."""
-    attention = mixer(blocks, layer)
-    output = (attention.out_proj if hasattr(attention, "out_proj") else attention.o_proj).weight.numel()
+    has_attn, _ = blocks.halves(layer)
     mlp = mlp_of(blocks, layer)
     shared = shared_of(blocks, layer) if hasattr(mlp, "experts") else None
     if blocks.has_beside(layer):
         shared = mlp
     inside = sum(parameter.numel() for parameter in shared.parameters()) if shared is not None else 0
+    if not has_attn:
+        return 0, 0, inside
+    attention = mixer(blocks, layer)
+    output = (attention.out_proj if hasattr(attention, "out_proj") else attention.o_proj).weight.numel()
     return sum(parameter.numel() for parameter in attention.parameters()) - output, output, inside
 
 

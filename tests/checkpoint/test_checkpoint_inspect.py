@@ -18,7 +18,7 @@ from fcsd.checkpoint import INDEX, inspect_checkpoint, read_layout
 from fcsd.convert import convert_checkpoint
 from fcsd.errors import BadInputError
 from fcsd.models.archs import ARCHS
-from fcsd.models.build import load_model
+from fcsd.models.build import load_model, wire
 from fcsd.models.export_template import auto_map
 from fcsd.models.wiring import Wiring
 from fcsd.plan.model import MetaModel
@@ -59,6 +59,8 @@ SHAPES = {
     "axk1": (1, 3, 8, 2, 1),
     "phimoe": (0, 4, 8, 2, 0),
     "granitemoehybrid": (0, 4, 8, 2, 1),
+    "jamba": (2, 2, 8, 2, 0),
+    "nemotron_h": (3, 1, 8, 2, 1),
     "glm_moe_dsa": (1, 3, 8, 2, 1),
     **dict.fromkeys(("mistral4", "axk2", "glm4v_moe"), (1, 3, 8, 2, 1)),
     "gemma4_text": (0, 4, 8, 2, 0),
@@ -179,6 +181,21 @@ def test_the_key_of_the_original_config_counts(tmp_path):
         open_base(str(tmp_path))
 
 
+def test_letters_say_what_the_layers_are(tmp_path: Path) -> None:
+    """As in published files of Nemotron-H. transformers does not read the number of layers beside them."""
+    tiny.model("nemotron_h").save_pretrained(tmp_path / "base")
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    config |= {"hybrid_override_pattern": "ME*-", "num_hidden_layers": 9}
+    del config["layers_block_type"]
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    report = inspect_checkpoint(str(tmp_path / "base"))
+    assert (report.layers, report.moe_layers) == (4, 1) and report.problems == [] and not report.verified
+    convert_checkpoint(tmp_path / "base", tmp_path / "out", layers="last:2")
+    with torch.no_grad():
+        logits = wire(load_model(tmp_path / "base"), Wiring("farskip", (2, 3)))(tiny.tokens()).logits
+        assert torch.equal(load_model(tmp_path / "out")(tiny.tokens()).logits, logits)
+
+
 @pytest.mark.parametrize("arch, layer", [("deepseek_v3", 61), ("glm4_moe", 46), ("glm4_moe_lite", 47)])
 def test_multi_token_prediction_is_carried(arch, layer, tmp_path):
     """What the base class declares as ignored stays in the files; one layer further it is unexpected."""
@@ -205,6 +222,7 @@ def test_multi_token_prediction_is_carried(arch, layer, tmp_path):
         ("mimo_v2_flash", "model.mtp.layers.0.eh_proj.weight"),
         ("ernie4_5_moe", "model.mtp_block.0.eh_proj.weight"),
         ("mellum", "mtp.fc.weight"),
+        ("nemotron_h", "mtp.layers.0.eh_proj.weight"),
     ],
 )
 def test_modules_that_predict_further_tokens_are_carried(arch: str, extra: str, tmp_path: Path) -> None:
@@ -340,8 +358,14 @@ def test_gated_attention_is_named(tmp_path):
         inspect_checkpoint(str(tmp_path))
     edit_config(tmp_path, farskip=True, architectures=["InstellaMoEForCausalLM"])
     report = inspect_checkpoint(str(tmp_path))
-    assert report.wirings == [] and len(report.problems) == 1
+    assert report.wirings == [] and report.problems == []
+    assert "the model was trained with its own, which `fcsd convert` keeps" in report.to_text()
+    edit_config(tmp_path, model_type="instella_moe")  # a type that neither transformers nor fcsd has
+    report = inspect_checkpoint(str(tmp_path))
+    assert len(report.problems) == 1
     assert "problem       its attention is gated (self_attn.gate_proj)" in report.to_text()
+    with pytest.raises(BadInputError, match="its attention is gated"):
+        convert_checkpoint(tmp_path, tmp_path / "out")
     edit_config(tmp_path, farskip=False, model_type="instella_moe", gated_attention=False)
     with pytest.raises(BadInputError, match="its attention is gated"):
         inspect_checkpoint(str(tmp_path))

@@ -23,9 +23,9 @@ from fcsd.models.fused.rotary import FusedRotary
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
-# One has experts with biases, one experts whose inputs are weighted, one an activation that is no module, and the last
-# ones experts beside the MLP.
-OTHER_EXPERTS = {"gpt_oss", "llama4_text", "lfm2_moe", "gemma4_text", "gemma4"}
+# One has experts with biases, one experts whose inputs are weighted, one an activation that is no module, two have
+# experts beside the MLP, and the last one experts without a gate.
+OTHER_EXPERTS = {"gpt_oss", "llama4_text", "lfm2_moe", "gemma4_text", "gemma4", "nemotron_h"}
 
 
 def parts(model: Any, kind: type) -> int:

@@ -310,6 +310,46 @@ OWN: dict[str, dict[str, Any]] = {
         mamba_conv_bias=False,
         mamba_proj_bias=True,
     ),
+    "jamba": dict(
+        _EXPERTS,
+        pad_token_id=2,
+        attn_layer_period=3,
+        attn_layer_offset=1,
+        expert_layer_period=3,
+        expert_layer_offset=0,
+        mamba_d_state=6,
+        mamba_d_conv=3,
+        mamba_expand=3,
+        mamba_dt_rank=5,
+        mamba_conv_bias=False,
+        mamba_proj_bias=True,
+        use_mamba_kernels=False,
+        use_mambapy=True,
+        use_associative_scan=False,
+    ),
+    "nemotron_h": dict(
+        _EXPERTS,
+        layer_types=["linear_attention", "full_attention", "moe", "mlp"],
+        moe_shared_expert_intermediate_size=40,
+        moe_latent_size=20,
+        n_group=3,
+        topk_group=2,
+        norm_topk_prob=False,
+        ssm_state_size=6,
+        mamba_num_heads=6,
+        mamba_head_dim=8,
+        n_groups=2,
+        conv_kernel=3,
+        time_step_min=0.01,
+        time_step_max=0.2,
+        time_step_floor=1e-3,
+        rescale_prenorm_residual=False,
+        use_mamba_kernels=False,
+        use_conv_bias=False,
+        chunk_size=4,
+        layer_norm_epsilon=3e-2,
+        num_logits_to_keep=2,
+    ),
     "glm_moe_dsa": dict(
         {**_LATENT, **_GROUPS},
         index_topk=3,
@@ -343,11 +383,16 @@ EXEMPT = {
 FIXED = {
     "phimoe": {"num_experts_per_tok"},  # its router makes two choices
     "granitemoehybrid": {"time_step_limit"},  # transformers' own steps with a cache leave it out
+    "nemotron_h": {"num_hidden_layers"},  # the length of the list of layers
 }
 
 
 # Other values of the fields that are words.
-WORDS = {"hidden_act": "relu", "hidden_activation": "relu", "topk_method": "group_limited_greedy"}
+WORDS = {
+    **dict.fromkeys(("hidden_act", "hidden_activation", "mlp_hidden_act"), "relu"),
+    "mamba_hidden_act": "gelu",
+    "topk_method": "group_limited_greedy",
+}
 
 
 def guarded_config(arch: str, **words: str) -> Any:
@@ -358,7 +403,8 @@ def guarded_config(arch: str, **words: str) -> Any:
     default.allow_global_per_layer_attribute_access = True  # of fields whose values differ from layer to layer
     flipped = {name: not getattr(default, name) for name in FLIPPED if hasattr(default, name)}
     own = {**MOVED, **flipped, **OWN.get(arch, {})}
-    moved = deepcopy({name: value for name, value in own.items() if hasattr(default, name)})
+    derived = {name for name in own if getattr(getattr(type(default), name, None), "fset", True) is None}
+    moved = deepcopy({name: value for name, value in own.items() if hasattr(default, name) and name not in derived})
     moved["tie_word_embeddings"] = not whole().tie_word_embeddings
     if row.text_config is None:
         return whole(**moved, **words)

@@ -69,7 +69,7 @@ def test_on_is_the_table(arch, name, variant, layers):
         torch.testing.assert_close(mine, true, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen3_moe", "qwen2_moe", "deepseek_v2"])
+@pytest.mark.parametrize("arch", ["llama", "qwen3_moe", "qwen2_moe", "deepseek_v2", "nemotron_h"])
 @pytest.mark.parametrize("name", ["farskip", "ladder"])
 def test_distance_two(arch, name):
     model, ids = tiny.model(arch), tiny.tokens()
@@ -106,7 +106,7 @@ def test_gradient_checkpointing(arch):
     calls = []
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     layer = decoder_layers(model)[2]
-    handle = mixer(arch_of(model.config).blocks, layer).register_forward_hook(lambda *_: calls.append(1))
+    handle = mixer(arch_of(model.config).blocks, layer).register_forward_pre_hook(lambda *_: calls.append(1))
     assert same(before, logits_and_gradients(model))
     assert len(calls) == 2  # once forward, once recomputed: checkpointing did happen
     handle.remove()
@@ -138,7 +138,7 @@ def test_mlp_only_is_parallel():
     assert torch.equal(only, wire(model, Wiring("parallel", ALL))(ids).logits)
 
 
-@pytest.mark.parametrize("arch", ["deepseek_v2", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("arch", ["deepseek_v2", "llama", "qwen3_moe", "nemotron_h"])
 @pytest.mark.parametrize("name", ["farskip", "ladder"])
 @pytest.mark.parametrize("variant", ["full", "attn-only"])
 @pytest.mark.parametrize("border", ["full", "partial"])

@@ -100,8 +100,9 @@ def final_hidden(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
         inside: dict[str, Any] = packed_arguments(batch["borders"])
     else:
         inside = {"attention_mask": None if arch_of(model.config).packs else _document_masks(decoder, ids, positions)}
-    if arch_of(model.config).blocks.linear is not None:
-        stay_inside_documents(decoder_layers(model))
+    arch = arch_of(model.config)
+    if arch.blocks.linear is not None:
+        stay_inside_documents(decoder_layers(model), None if arch.keeps_documents else arch.blocks)
         inside["documents"] = documents_of(batch["borders"], ids.numel())
     hidden = decoder(input_ids=ids, position_ids=positions, use_cache=False, **inside).last_hidden_state
     factor = logits_factor(model.config)

@@ -267,5 +267,5 @@ def _share(budget: str) -> float:
 
 
 def _plain(step: Step, subject: Subject) -> dict[str, Any]:
-    reads = reads_in_flight(subject.wired(step.layers), subject.depth)
+    reads = reads_in_flight(subject.wired(step.layers), subject.halves)
     return {"n": len(step.layers), "spec": layers_text(step.layers), **asdict(step), "reads_in_flight": reads}

@@ -33,7 +33,7 @@ def compare_choice(measure: Callable[[Layers], Items], chosen: Layers, subject: 
         return {
             "layers": list(layers),
             "spec": layers_text(layers),
-            "reads_in_flight": reads_in_flight(subject.wired(layers), depth),
+            "reads_in_flight": reads_in_flight(subject.wired(layers), subject.halves),
             "loss": loss,
             "increase": loss / estimate(measure(()))[0] - 1,
             "difference": paired_difference(measure(layers), measure(chosen)),

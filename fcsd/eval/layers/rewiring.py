@@ -1,7 +1,7 @@
 """Holds an original model in memory and rewires it in place repeatedly, for a sweep and a search over layers."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.disk import file_sha256
 from fcsd.errors import BadInputError, ConfigError
-from fcsd.models.build import decoder_layers, load_on_device, unwired, wire
+from fcsd.models.build import arch_of, decoder_layers, load_on_device, unwired, wire
 from fcsd.models.load_options import check_device, check_dtype
 from fcsd.models.wiring import Blocks, Wiring, plan_layers
 from fcsd.version import __version__
@@ -40,6 +40,11 @@ class Subject:
     def depth(self) -> int:
         """The number of decoder layers."""
         return len(decoder_layers(self.model))
+
+    @property
+    def halves(self) -> list[tuple[bool, bool]]:
+        """For each decoder layer, see ``Blocks.halves``."""
+        return [arch_of(self.model.config).blocks.halves(layer) for layer in decoder_layers(self.model)]
 
     def wired(self, layers: Layers) -> Wiring:
         """The wiring that converts exactly these layers."""
@@ -124,14 +129,16 @@ def last(n: int, depth: int) -> Layers:
     return tuple(range(depth - n, depth))
 
 
-def reads_in_flight(wiring: Wiring, depth: int) -> int:
-    """How many of a model's ``2 * depth`` reads do not wait for the sub-block just before them.
+def reads_in_flight(wiring: Wiring, halves: Sequence[tuple[bool, bool]]) -> int:
+    """How many of a model's reads, one for each sub-block, do not wait for the sub-block just before them.
 
     This number measures how much a conversion gains. A layer that is converted alone adds one such read, because its
     MLP does not wait for its attention. Its attention does not wait either if the layer before passes on a partial
     stream. A dense layer's MLP is counted as if it were a MoE.
     """
-    plans = plan_layers(wiring, depth, Blocks())
-    mlps = sum(plan.mlp > 0 for plan in plans.values())
-    attns = sum(plan.attn > 0 and plans[i - 1].hands_on > 1 for i, plan in plans.items() if i - 1 in plans)
-    return mlps + attns
+    plans, found = plan_layers(wiring, len(halves), Blocks(), halves=halves), 0
+    for i, plan in plans.items():
+        attends, has_mlp = halves[i]
+        found += attends and has_mlp and plan.mlp > 0
+        found += (plan.attn if attends else plan.mlp) > 0 and i - 1 in plans and plans[i - 1].hands_on > 1
+    return found

@@ -166,7 +166,7 @@ def _sweep(
                 for row in measured[layers]
             }
             point = {"end": end, "n": n, "layers": layers_text(layers)}
-            reads = reads_in_flight(subject.wired(layers), subject.depth)
+            reads = reads_in_flight(subject.wired(layers), subject.halves)
             points.append({**point, "reads_in_flight": reads, "scores": scores})
     keys = ("column", "task", "metric", "n", "chance", "settings_sha256", "data_sha256")
     return {

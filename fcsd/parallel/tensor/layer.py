@@ -158,6 +158,7 @@ class TrainedTensorLayer(WiredLayer):
         if _active_collector.get():
             raise ConfigError("a tensor-parallel model does not return the outputs of single layers")
         plan, parts = self.fcsd.plan, self.fcsd.parts(self)
+        assert parts.attn is not None, "ranks do not share layers with one sub-block"
         groups = hidden_states if isinstance(hidden_states, RowGroups) else self._first(hidden_states, kwargs)
         streams = list(groups.streams)
         mlp = parts.shared

@@ -146,7 +146,21 @@ def test_rewiring_a_model_that_accelerate_has_dispatched():
     ],
 )
 def test_reads_in_flight(wiring, reads):
-    assert reads_in_flight(wiring, 4) == reads
+    assert reads_in_flight(wiring, [(True, True)] * 4) == reads
+
+
+@pytest.mark.parametrize(
+    ("wiring", "reads"),
+    [
+        (Wiring("farskip", (0, 1, 2, 3)), 3),
+        (Wiring("farskip", (1, 3)), 1),  # with a full border, the attention after an MLP reads everything
+        (Wiring("farskip", (1, 3), border="partial"), 2),
+        (Wiring("parallel", (0, 1, 2, 3)), 1),
+    ],
+)
+def test_reads_in_flight_of_layers_with_one_sub_block(wiring: Wiring, reads: int) -> None:
+    attention, mlp = (True, False), (False, True)
+    assert reads_in_flight(wiring, [attention, mlp, attention, attention]) == reads
 
 
 @pytest.mark.parametrize("layers", [(), (0,), (0, 1), (0, 2, 5, 6, 7), (3, 9), tuple(range(10))])

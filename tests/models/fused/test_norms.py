@@ -25,7 +25,7 @@ def run(model: nn.Module, length: int = 24) -> list[Tensor]:
     return [out.logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-_OTHERS = ("linear_attn", ".o_norm.", ".mamba.", ".indexer.", "norm.mlp.")
+_OTHERS = ("linear_attn", ".o_norm.", ".mamba.norm.", ".indexer.", "norm.mlp.")
 
 
 def _is_plain_norm(name: str) -> bool:

@@ -31,9 +31,10 @@ def _logits(model: Any, simulated: SimulatedCommunication | None = None) -> Tens
         return model(tiny.tokens()).logits
 
 
-@pytest.mark.parametrize(
-    "arch", [arch for arch in tiny.CONFIGS if arch != "gpt_oss" and ARCHS[arch].blocks.beside is None]
-)
+REFUSED = {arch for arch in tiny.CONFIGS if arch == "gpt_oss" or ARCHS[arch].blocks.beside or ARCHS[arch].blocks.alone}
+
+
+@pytest.mark.parametrize("arch", [arch for arch in tiny.CONFIGS if arch not in REFUSED])
 def test_a_wire_that_rounds_nothing_changes_nothing(arch: str) -> None:
     """Also, a wire that rounds changes the logits, and afterwards the model is what it was, bit for bit."""
     model = tiny.model(arch)
@@ -167,6 +168,7 @@ def test_what_cannot_be_simulated_is_refused() -> None:
     rounding = rounding_of(CODES)
     refusals = [
         ("gpt_oss", SimulatedCommunication(dispatch=rounding), "gpt_oss: its experts have biases"),
+        ("nemotron_h", SimulatedCommunication(dispatch=rounding), "nemotron_h: its layers have one sub-block each"),
         ("llama", SimulatedCommunication(combine=rounding), "need routed experts, which llama does not have"),
         (
             "llama",
