@@ -101,7 +101,7 @@ def _rows(
     # Nothing can be dropped on one rank, so Desync has no row there.
     names = [name for name in load.wirings if ranks.degree > 1 or name not in DESYNC]
     times: dict[Variant, Times | None] = {
-        (name, kind): None for name in names for kind in load.kinds if load.times(name, kind)
+        Variant(name, kind): None for name in names for kind in load.kinds if load.times(name, kind)
     }
     if model is not None:
         on_gpu = model.device.type == "cuda"
@@ -118,7 +118,7 @@ def _rows(
             compiles=load.compile and on_gpu,
             attention=load.attention,
         )
-    rows = [row(load, ranks.degree, batch, *key, found) for key, found in times.items()]
+    rows = [row(load, ranks.degree, batch, key.wiring, key.reduce, found) for key, found in times.items()]
     for own in rows:
         compare(own, rows)
     return rows

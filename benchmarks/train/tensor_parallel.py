@@ -1,24 +1,29 @@
 """Time tensor-parallel distillation steps: overlapped sums, blocking sums of the same code, and no sums at all.
 
     torchrun --nproc-per-node 2 -m benchmarks.train.tensor_parallel [--shape llama3-8b] [--layers 12]
-        [--wirings standard ladder] [--tp 2] [--seq 4096] [--micro-batch 1] [--accumulation 1] [--rounds 5] [--steps 3]
-        [--set KEY=VALUE ...] [--out FILE]
+        [--wirings standard ladder farskip] [--ways blocking own-weights overlapped bound] [--tp 2] [--seq 4096]
+        [--micro-batch 2] [--accumulation 1] [--rounds 3] [--steps 3] [--set KEY=VALUE ...] [--out FILE]
 
 A step is that of ``fcsd distill`` with a teacher in memory: the teacher's forward pass, the student's passes, the loss,
 ZeRO and AdamW. Student and teacher have random weights and are sharded alike; the teacher keeps the standard wiring.
-All variants run in turns on the same models. First the overlapped passes of each wiring are compared with the blocking
-ones: the loss and the gradient of every weight must have the same bits, or the program ends with exit code 1. The bound
-sends nothing and gives wrong results; its time is what no overlap can beat. ``NCCL_P2P_DISABLE=1`` in the environment
-lets NCCL send through host memory, as on machines whose GPUs have no NVLink. Over gloo the times say nothing.
+All variants run in turns on the same models. ``own-weights`` hides the sum of an input's gradient under the weight
+gradients of the same products, as Megatron-LM does, and blocks in the forward pass. ``overlapped`` computes the rows of
+the teacher in two groups; ``one-group`` does not. First the overlapped passes of each wiring are compared with the
+blocking ones: the loss and the gradient of every weight must have the same bits, or the program ends with exit code 1.
+The bound sends nothing and gives wrong results; its time is what no overlap can beat. ``NCCL_P2P_DISABLE=1`` in the
+environment lets NCCL send through host memory, as on machines whose GPUs have no NVLink. Over gloo the times say
+nothing.
 """
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,7 +32,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fcsd.bench.random_run import random_corpus, random_recipe
-from fcsd.bench.runner import peak_gib, reset_peak, say, table, together, write
+from fcsd.bench.runner import peak_gib, ratio, reset_peak, say, table, together, write
 from fcsd.bench.shapes import SHAPES
 from fcsd.config import Recipe
 from fcsd.distill import tensor_parallel
@@ -43,15 +48,26 @@ from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, join_world, leave
 from fcsd.models.build import register, unwired
 from fcsd.models.wiring_block import READS, Wiring
+from fcsd.parallel import process_settings
 from fcsd.parallel.tensor.layer import wire_training
 from fcsd.parallel.tensor.shard import prepare
 from fcsd.parallel.tensor.sums import Mode
 
-# How sums travel in a variant: the mode, and the backend.
-WAYS: dict[str, tuple[Mode, str]] = {
-    "blocking": ("off", "nccl"),
-    "overlapped": ("on", "nccl"),
-    "bound": ("off", "none"),
+
+class Way(NamedTuple):
+    """How sums travel in a variant; see ``wire_training``."""
+
+    mode: Mode
+    backend: str = "nccl"
+    row_groups: int = 1
+
+
+WAYS = {
+    "blocking": Way("off"),
+    "own-weights": Way("own-weights"),
+    "one-group": Way("on"),
+    "overlapped": Way("on", row_groups=2),
+    "bound": Way("off", "none"),
 }
 
 
@@ -67,10 +83,9 @@ class Models:
     def choose(self, variant: str) -> None:
         """Wires both models for a variant."""
         wiring, way = variant.split(", ")
-        mode, backend = WAYS[way]
         assert self.teams.ranks is not None
-        wire_training(self.student, self.wirings[wiring], self.teams.ranks, mode, backend)
-        wire_training(self.teacher, unwired(), self.teams.ranks, mode, backend)
+        wire_training(self.student, self.wirings[wiring], self.teams.ranks, *WAYS[way])
+        wire_training(self.teacher, unwired(), self.teams.ranks, *WAYS[way])
 
 
 def draw(recipe: Recipe, config: Any, wirings: list[str], world: World) -> Models:
@@ -100,9 +115,12 @@ def gradients(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
 def same_bits(models: Models, wiring: str, ids: Tensor) -> bool:
     """Whether overlapped passes give all ranks the loss and the gradients of blocking ones."""
     found = []
-    for way in ("blocking", "overlapped"):
-        models.choose(f"{wiring}, {way}")
-        found.append(gradients(models.student, ids))
+    with warnings.catch_warnings(action="ignore"):  # kernels without a deterministic form say so
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        for way in ("blocking", "overlapped"):
+            models.choose(f"{wiring}, {way}")
+            found.append(gradients(models.student, ids))
+        torch.use_deterministic_algorithms(False)
     same = all(torch.equal(one, other) for one, other in zip(*found, strict=True))
     wrong = torch.tensor(int(not same), device=ids.device)
     dist.all_reduce(wrong)
@@ -123,7 +141,7 @@ def bench(arguments: argparse.Namespace, world: World) -> dict[str, Any]:
     sets = ["parallel.ep_size=1", f"parallel.tp_size={degree}", *arguments.set]
     config = SHAPES[arguments.shape](arguments.layers)
     tokens = world.size // degree * arguments.micro_batch * arguments.accumulation * arguments.seq
-    variants = [f"{wiring}, {way}" for wiring in arguments.wirings for way in WAYS]
+    variants = [f"{wiring}, {way}" for wiring in arguments.wirings for way in arguments.ways]
     most = len(variants) * arguments.rounds * (arguments.steps + 1)
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(f"{folder}/student")
@@ -164,20 +182,17 @@ def bench(arguments: argparse.Namespace, world: World) -> dict[str, Any]:
 
 
 def to_text(found: dict[str, Any]) -> str:
-    """A line for each variant: its median step, its ratio to blocking sums, and its share of the wiring's bound."""
+    """A line for each variant: its median step, its ratios to baselines, and its share of the wiring's bound."""
     medians = {name: statistics.median(one["ms"]) for name, one in found["variants"].items()}
     rows = {}
     for name, median in medians.items():
         wiring, way = name.split(", ")
-        blocking, bound, peak = (
-            medians[f"{wiring}, blocking"],
-            medians[f"{wiring}, bound"],
-            found["variants"][name]["peak_gib"],
-        )
+        bound, peak = medians.get(f"{wiring}, bound"), found["variants"][name]["peak_gib"]
         rows[f"{name} (wrong results)" if way == "bound" else name] = {
             "step ms": f"{median:.1f}",
-            "x blocking": f"{blocking / median:.3f}",
-            "of bound": None if way == "bound" else f"{bound / median:.1%}",
+            "x blocking": ratio(medians.get(f"{wiring}, blocking"), median, ".3f"),
+            "x standard own-weights": ratio(medians.get("standard, own-weights"), median, ".3f"),
+            "of bound": None if way == "bound" else ratio(bound, median),
             "tokens/s": f"{found['tokens'] / median * 1e3:,.0f}",
             "peak GiB": None if peak is None else f"{peak:.2f}",
         }
@@ -188,16 +203,18 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama3-8b", help="a dense one")
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--wirings", nargs="+", choices=list(READS), default=["standard", "ladder"])
+    parser.add_argument("--wirings", nargs="+", choices=list(READS), default=["standard", "ladder", "farskip"])
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=[way for way in WAYS if way != "one-group"])
     parser.add_argument("--tp", type=int, help="ranks that shard the models; default: all")
     parser.add_argument("--seq", type=int, default=4096, help="tokens of a row")
-    parser.add_argument("--micro-batch", type=int, default=1, help="rows of a forward pass")
+    parser.add_argument("--micro-batch", type=int, default=2, help="rows of a forward pass")
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
-    parser.add_argument("--rounds", type=int, default=5, help="how often each variant has its turn")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each variant has its turn")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a turn")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="changes the recipe")
     parser.add_argument("--out", type=out_file, help="JSON file")
     arguments = parser.parse_args(words)
+    process_settings.set_defaults(os.environ)
     world = join_world()
     found = bench(arguments, world)
     given = {name: value for name, value in vars(arguments).items() if name != "out"}

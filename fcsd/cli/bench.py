@@ -113,7 +113,8 @@ def step(
         typer.Option(
             metavar="NAME[,NAME...]",
             help="Names from docs/overlap.md. The default is stock, standard, eager-sync, overlapped and comm-free (on "
-            "GPUs all but stock are fused), or with --teacher overlapped, masked, blocking and comm-free.",
+            "GPUs stock-tuned, too, and all but these two are fused), or with --teacher overlapped, masked, blocking "
+            "and comm-free.",
         ),
     ] = None,
     quantised: Annotated[
@@ -229,6 +230,19 @@ def serve(
     engine: Annotated[
         str, typer.Option(metavar="vllm|own", help="Servers of vLLM, or fcsd's own engine where there is no vLLM.")
     ] = "vllm",
+    sums: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND[,KIND...]",
+            help="The backends of --reduce with which a wiring is timed, in flight and at once, such as "
+            "nccl,quantised:int8; a quantised one changes results. The default is nccl, and symmetric where it works; "
+            "under vLLM it is vllm.",
+        ),
+    ] = None,
+    table: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the fastest way to sum for each size to this new .json file."),
+    ] = None,
     heal_hours: Annotated[
         float | None,
         typer.Option(
@@ -257,7 +271,12 @@ def serve(
         minutes,
         engine,
         tuple(options or ()),
+        () if sums is None else tuple(sums.split(",")),
     )
+    if table is not None:
+        from fcsd.bench.serve.choice import check_table
+
+        check_table(load, table)
     if engine == "own":
         require_extra("eval", "fcsd bench serve --engine own", "accelerate", "matplotlib")
         from fcsd.launch.world import ensure_world
@@ -266,7 +285,7 @@ def serve(
 
     from fcsd.bench.serve.measure import bench
 
-    found, text = bench(load, out, heal_hours)
+    found, text = bench(load, out, heal_hours, table)
     if first_rank():
         emit(json.dumps(found, indent=2) if as_json else text)
     if not found["ratios"]:

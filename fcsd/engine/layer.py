@@ -38,6 +38,8 @@ from fcsd.models.wiring import (
     wired_class,
 )
 from fcsd.parallel.all_reduce import reduce
+from fcsd.parallel.all_reduce.backends import backend_of
+from fcsd.parallel.all_reduce.ways import Way, Ways
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 
 
@@ -47,14 +49,13 @@ class Sums:
 
     Attributes:
         ranks: the ranks that divide the model.
-        backend: how the ranks reduce; see ``parallel.all_reduce.backends``.
-        eager: whether every reduction is awaited where it starts. The code is the same, but nothing overlaps.
+        ways: how the ranks reduce in each step, and whether a reduction is awaited where it starts. The code is the
+            same then, but nothing overlaps.
         compiled: whether the parts of a decoding step with a cache of fixed shape are compiled.
     """
 
     ranks: TensorGroup
-    backend: str
-    eager: bool
+    ways: Ways
     compiled: bool
 
 
@@ -64,11 +65,13 @@ class Stream:
     Args:
         x: the embeddings ``[batch, seq, hidden]``.
         sums: how the reductions travel.
+        way: the way of this pass; None chooses it by the tokens of ``x``, of which a pass may later cut some off.
     """
 
-    def __init__(self, x: Tensor, sums: Sums) -> None:
+    def __init__(self, x: Tensor, sums: Sums, way: Way | None = None) -> None:
         self._landed: Tensor | None = x  # what a read has included; None if the oldest sum in flight holds it, too
         self._sums = sums
+        self._way = way or sums.ways.of("decode" if x.shape[1] == 1 else "prefill", x.shape[0] * x.shape[1])
         self._collected: Tensor | None = None
         self._leaving: tuple[LayerSums, Any, Tensor | None] | None = None  # see ``leave``
         self._in_flight: list[Callable[[], Tensor]] = []  # oldest first; each returns its sum when it has arrived
@@ -96,8 +99,8 @@ class Stream:
             assert self._landed is not None, "a reduction of Desync includes what this rank has added"
             out, self._landed = arrive(out) + self._landed / self._sums.ranks.degree, None
             arrive = _given
-        wait = reduce.reduce(out, self._sums.ranks.group, self._sums.backend, layer).wait
-        if self._sums.eager:
+        wait = reduce.reduce(out, self._sums.ranks.group, self._way.reduce, layer).wait
+        if not self._way.travels:
             wait = partial(_given, wait())
         self._in_flight.append(lambda: arrive(wait()))
 
@@ -135,7 +138,7 @@ class Stream:
 
     def __getitem__(self, place: Any) -> "Stream":
         assert self._landed is not None, "a read under Desync lands what was added before it"
-        cut = Stream(self._landed[place], self._sums)
+        cut = Stream(self._landed[place], self._sums, self._way)
         cut._in_flight = [partial(_cut, place, wait) for wait in self._in_flight]
         if self._leaving is not None:
             own, layer, given = self._leaving
@@ -241,8 +244,7 @@ def wire_tensor_parallel(
     model: PreTrainedModel,
     wiring: Wiring,
     ranks: TensorGroup,
-    backend: str = "nccl",
-    eager: bool = False,
+    ways: Ways = Ways(Way("nccl")),  # noqa: B008
     compile_steps: bool = False,
 ) -> None:
     """Wire a model whose weights are divided (``weights.py``), in place. The call can be repeated on one model.
@@ -250,14 +252,18 @@ def wire_tensor_parallel(
     Args:
         wiring: any wiring that fits the model, Desync with a degree that is the number of ranks.
         ranks: the ranks that divide the model.
-        backend: how the ranks reduce; see ``parallel.all_reduce.backends``.
-        eager: whether every reduction is awaited where it starts; the results are the same, bit for bit.
+        ways: how the ranks reduce in each step. Whether a reduction is awaited where it starts changes no bit of the
+            results.
         compile_steps: whether to compile the parts of decoding steps in slots, see ``compiled``; the results are the
             same up to rounding.
 
     Raises:
-        ConfigError: the wiring does not fit the model or the number of ranks.
+        ConfigError: the wiring does not fit the model or the number of ranks, or a format of quantised reductions does
+            not fit the width of the model.
     """
+    for backend in ways.backends:
+        if (format := backend_of(backend, "engine")[1]) is not None:
+            format.row_bytes(model.config.get_text_config().hidden_size)
     if wiring.name in DESYNC and wiring.tp_degree != ranks.degree:
         raise ConfigError(
             f"a {wiring.name} model of degree {wiring.tp_degree} cannot run on {ranks.degree} tensor-parallel ranks",
@@ -272,7 +278,7 @@ def wire_tensor_parallel(
         plans = layer_plans(wiring, kinds, range(len(layers)), every=True, blocks=blocks)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    sums = Sums(ranks, backend, eager, compile_steps)
+    sums = Sums(ranks, ways, compile_steps)
     for index, layer in enumerate(layers):
         layer.__class__ = wired_class(TensorParallelLayer, type(layer), blocks.passes is not None)
         layer.fcsd = LayerSums(0, 0, 1, False, parts, blocks, index, plans[index], sums)

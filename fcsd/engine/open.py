@@ -16,6 +16,7 @@ from fcsd.engine.weights import load_tensor_parallel
 from fcsd.parallel import process_settings
 from fcsd.parallel.all_reduce.backends import require_right
 from fcsd.parallel.all_reduce.reduce import Reduction
+from fcsd.parallel.all_reduce.ways import read_ways
 from fcsd.parallel.placement.stored import read_orders
 from fcsd.parallel.tensor.tp_plan import Experts, TensorGroup
 
@@ -42,7 +43,8 @@ def open_engine(
         path: the checkpoint directory. A converted model has the wiring that it was converted to.
         world: this process, from ``join_world``.
         dtype: the dtype of the weights in memory.
-        reduce: how the ranks reduce: one of the backends that give right results.
+        reduce: how the ranks reduce: one of the backends that give right results, or the file of a table, see
+            ``parallel.all_reduce.ways``.
         experts: ``sliced`` gives each rank a slice of every expert, ``whole`` gives it some whole experts.
         placement: the ``placement.json`` of the run that trained the model. Each rank then holds the whole experts that
             this run has placed there.
@@ -53,22 +55,26 @@ def open_engine(
         A causal LM in eval mode: token ids ``[batch, seq]``, equal on all ranks, give logits ``[batch, seq, vocab]``.
 
     Raises:
-        BadInputError: the checkpoint cannot be loaded by tensor parallelism, or ``placement`` is not such a file.
-        ConfigError: the number of ranks, the all-reduce backend or the placement does not fit.
+        BadInputError: the checkpoint cannot be loaded by tensor parallelism, or ``placement`` or ``reduce`` is not such
+            a file.
+        ConfigError: the number of ranks, the all-reduce backend, its table or the placement does not fit.
     """
     import torch.distributed as dist
 
     from fcsd.models.build import wiring_of
 
     ranks = TensorGroup(dist.group.WORLD, world.size, world.rank)
-    require_right(reduce)
+    ways = read_ways(reduce, "engine", world.size)
+    for backend in ways.backends:
+        require_right(backend)
     if world.device.type == "cuda" and world.size > 1:
         process_settings.warn(os.environ)
-    Reduction(ranks.group, reduce, 0)  # an unknown backend is refused before the weights are read
+    for backend in ways.backends:
+        Reduction(ranks.group, backend, 0)  # what these ranks cannot have is refused before the weights are read
     orders = None if placement is None else read_orders(placement)
     experts = experts if placement is None else "whole"
     model = load_tensor_parallel(path, dtype=dtype, device=world.device, ranks=ranks, experts=experts, orders=orders)
     on_gpu = world.device.type == "cuda"
     fuse(model, on_gpu)
-    wire_tensor_parallel(model, wiring_of(model.config), ranks, reduce, compile_steps=compile_steps and on_gpu)
+    wire_tensor_parallel(model, wiring_of(model.config), ranks, ways, compile_steps=compile_steps and on_gpu)
     return model

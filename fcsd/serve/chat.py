@@ -94,7 +94,8 @@ def chat(
         For each prompt, a list with one answer per model.
 
     Raises:
-        BadInputError: a model, the prompts or the placement cannot be used, or a prompt leaves no room for an answer.
+        BadInputError: a model, the prompts, the placement or the table of ``reduce`` cannot be used, or a prompt leaves
+            no room for an answer.
         ConfigError: ``dtype`` or ``device`` is unknown, a model cannot be divided over this number of processes or by
             this placement, or ``reduce`` gives wrong results.
     """
@@ -102,8 +103,10 @@ def chat(
     check_device(device)
     if divided:
         from fcsd.parallel.all_reduce.backends import require_right
+        from fcsd.parallel.all_reduce.ways import read_ways
 
-        require_right(reduce)
+        for backend in read_ways(reduce, "engine").backends:
+            require_right(backend)
     elif reduce != "nccl":
         raise ConfigError("an all-reduce backend is for a divided model", "add --gpus, or leave --reduce out")
     elif placement is not None:

@@ -24,6 +24,7 @@ from fcsd.convert import convert_checkpoint
 from fcsd.errors import ConfigError, FcsdError
 from fcsd.models.build import unwired
 from fcsd.models.wiring_block import Wiring
+from fcsd.parallel.all_reduce.ways import read_ways
 
 SMALL: dict[str, Any] = {
     "prompts": (8, 16),
@@ -53,10 +54,16 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, repo: Path) -> Any:
 
 
 def ended(pid: int) -> bool:
+    """Whether a process ends within 20 seconds. One that was killed lives on until the kernel has dealt with it."""
     try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        process = psutil.Process(pid)
+        for _ in range(200):
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return True
+            time.sleep(0.1)
     except psutil.NoSuchProcess:
         return True
+    return False
 
 
 def run(load: Workload, memory: int | None = None) -> dict[str, Any]:
@@ -175,13 +182,21 @@ def test_the_engine_of_fcsd_is_measured_on_this_machine(tmp_path):
         "1,2",
     ]
     options += ["--tp", 2, "--rounds", 1, "--heal-hours", 1, "--json", "--out", tmp_path]
+    options += ["--sums", "nccl,quantised:int8:g64", "--table", tmp_path / "table.json"]
     found = fcsd("bench", "serve", "tiny-dense", *options, size=2)
     assert found.returncode == 0, found.stderr
     stored = json.loads((tmp_path / "serve.json").read_text())
     assert stored["verdicts"]["ladder"].startswith("ladder is ") and stored["missing"]["load"]
-    assert json.loads(found.stdout)["ratios"] == stored["ratios"] and stored["break_even_days"].keys() == {"ladder"}
+    wired = {"ladder", "ladder, by its table"}
+    assert json.loads(found.stdout)["ratios"] == stored["ratios"] and stored["break_even_days"].keys() == wired
     keys = {"decode 1", "decode 2", "prefill 8", "prefill 16"}
-    assert [row["rounds"].keys() for row in stored["variants"].values()] == [keys] * 3
+    assert {name: row["rounds"].keys() for name, row in stored["variants"].items()} == dict.fromkeys(
+        ("original", "original, quantised:int8:g64", "ladder", "ladder, quantised:int8:g64", "ladder, sums at once",
+         "ladder, quantised:int8:g64, sums at once", "bound", "ladder, by its table"), keys,
+    )  # fmt: skip
+    ways = read_ways(str(tmp_path / "table.json"), "engine", 2)
+    assert ways.to_rows() == stored["tables"]["ladder"]
+    assert ways.decode[0][0] == 1 and ways.prefill[0][0] == 16, "the tokens of a step"
     assert stored["command"].startswith("fcsd ") and stored["environment"]["packages"]["torch"]
     assert (tmp_path / "serve.png").stat().st_size > 1000
 
@@ -221,6 +236,12 @@ def test_a_config_alone_is_enough_and_chooses_the_wiring(tmp_path):
         (["tiny-dense", "--engine", "own", "--wirings", "own"], "own is the wiring of a converted model"),
         (["tiny", "--engine", "own", "--", "--seed", "1"], "options behind -- are for"),
         (["tiny"], "fcsd bench serve needs vllm"),
+        (["tiny", "--engine", "own", "--sums", "vllm"], "unknown all-reduce backend 'vllm'"),
+        (["tiny", "--engine", "own", "--sums", "none"], "--sums none gives wrong results"),
+        (["tiny", "--engine", "own", "--table", "t.txt"], "--table t.txt does not end in .json"),
+        (["tiny", "--engine", "own", "--table", "no/t.json"], "--table no/t.json has no directory"),
+        (["tiny", "--wirings", "ladder,farskip", "--table", "t.json"], "--table is the table of one wiring"),
+        (["tiny", "--table", "t.json"], "how many tokens a step of vLLM has"),
     ],
 )
 def test_what_does_not_apply_is_refused_in_one_line(options, said):

@@ -4,11 +4,13 @@ import math
 
 import pytest
 
-from fcsd.bench.serve import figures, table
+from fcsd.bench.serve import choice, figures, table
 from fcsd.bench.serve.figures import PEAK, Answer
 from fcsd.bench.serve.running import last_error
 from fcsd.bench.serve.under_vllm import read_link
 from fcsd.bench.serve.variants import Machine, Variant, alternatives, core, groups, room_for
+from fcsd.bench.serve.workload import Workload
+from fcsd.parallel.all_reduce.ways import Way
 
 # Two requests: the second is sent 0.5 s later, and has its first token when the first one has its third.
 ANSWERS = [Answer(0.0, 1.0, 3.0, 5, 5), Answer(0.5, 1.5, 3.5, 5, 5)]
@@ -75,6 +77,37 @@ def test_the_break_even_is_what_the_gpus_save() -> None:
     assert math.isinf(figures.break_even_days(350, 1.0, 8)) and "never" in figures.break_even(350, 0.9, 8)
     assert figures.overall({PEAK: 1.2, ("decode", 1): 3.0}) == 1.2
     assert figures.overall({("decode", 1): 4.0, ("decode", 2): 1.0}) == pytest.approx(2) and figures.overall({}) is None
+
+
+AT_ONCE, ROUNDED = Way("nccl", False), Way("quantised:int8")
+
+
+def test_a_table_has_the_fastest_way_for_each_number_of_tokens() -> None:
+    load = Workload("tiny-dense", engine="own", tp=2, arrivals=4)
+    figures_ = [("decode", 1), ("decode", 16), ("decode", 64), ("prefill", 512), ("prefill", 2048), PEAK]
+    times = {
+        Way("nccl"): [2.0, 1.0, 1.0, 10.0, 90.0, 1.0],
+        AT_ONCE: [1.0, 2.0, 2.0, 11.0, 99.0, 1.0],
+        ROUNDED: [9.0, 0.99, 3.0, 9.9, 70.0, 1.0],  # 1 % is not worth what it changes
+    }
+    known = {way: {f: [t + 9, t, t - 9] for f, t in zip(figures_, ts, strict=True)} for way, ts in times.items()}
+    ways = choice.choose(load, known)
+    assert ways.decode == ((1, AT_ONCE), (16, Way("nccl")))
+    assert ways.prefill == ((4 * 512, Way("nccl")), (4 * 2048, ROUNDED)) and ways.rest == AT_ONCE
+    chosen = figures.medians(choice.by_table(load, known, ways))
+    assert list(chosen.values()) == [1.0, 1.0, 1.0, 10.0, 70.0], "and nothing for the peak, which has many sizes"
+    assert choice.choose(load, {ROUNDED: {}}).decode == ()
+
+
+def test_vllm_reads_prompts_in_steps_of_its_budget() -> None:
+    load = Workload("tiny-dense", tp=2, arrivals=4, options=("--seed", "1", "--max-num-batched-tokens=4096"))
+    plain, at_once = Way("vllm"), Way("vllm", False)
+    known = {
+        plain: {("prefill", 512): [5.0], ("prefill", 1024): [9.0], ("prefill", 2048): [9.0]},
+        at_once: {("prefill", 512): [4.0], ("prefill", 1024): [8.0], ("prefill", 2048): [11.0]},
+    }
+    # The two longer prompts have steps of the same size, and one way for both.
+    assert choice.choose(load, known).prefill == ((2048, at_once), (4096, plain))
 
 
 def machine(

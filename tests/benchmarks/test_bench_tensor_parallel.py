@@ -19,8 +19,9 @@ def test_every_variant_is_timed_beside_its_bound_and_overlapped_sums_have_the_bi
     codes, said = exit_codes(2, tensor_parallel.main, [*TINY, "--out", str(out)])
     assert codes == [0, 0], said
     found = json.loads(out.read_text())
-    assert found["equal"] == {"standard": True, "ladder": True}
-    names = [f"{wiring}, {way}" for wiring in ("standard", "ladder") for way in tensor_parallel.WAYS]
+    assert found["equal"] == {"standard": True, "ladder": True, "farskip": True}
+    ways = ("blocking", "own-weights", "overlapped", "bound")
+    names = [f"{wiring}, {way}" for wiring in found["equal"] for way in ways]
     assert list(found["variants"]) == names and all(len(one["ms"]) == 2 for one in found["variants"].values())
     assert "ladder, bound (wrong results)" in said and "of bound" in said
 

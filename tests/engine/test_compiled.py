@@ -20,6 +20,7 @@ from fcsd.models.archs import ARCHS
 from fcsd.models.build import decoder_layers
 from fcsd.models.fused.rotary import fuse_rotary
 from fcsd.models.wiring import Wiring
+from fcsd.parallel.all_reduce.ways import Way, Ways
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 
 ALONE, ALL, STEPS = TensorGroup(None, 1, 0), (0, 1, 2, 3), 4
@@ -54,7 +55,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 @torch.no_grad()
 def decode(model: Any, wiring: Wiring, compile_steps: bool, attention: str = "grouped") -> tuple[list[int], Tensor]:
     """The first token of three prompts, and the logits ``[steps, prompts, vocab]`` of the steps after it."""
-    wire_tensor_parallel(model, wiring, ALONE, "none", compile_steps=compile_steps)
+    wire_tensor_parallel(model, wiring, ALONE, Ways(Way("none")), compile_steps=compile_steps)
     stepper = Stepper(model, Slots(3, 64, model.device), graphs=False, attention=attention)
     stepper.slots.width = 32
     ids = tiny.tokens(batch=3, length=20).tolist()
@@ -123,7 +124,7 @@ def test_inductors_code_gives_the_same_logits(attention: str) -> None:
 
 def test_what_has_no_fixed_shape_is_not_compiled(counted: list[str]) -> None:
     model: Any = tiny.model("llama")
-    wire_tensor_parallel(model, Wiring("ladder", ALL), ALONE, "none", compile_steps=True)
+    wire_tensor_parallel(model, Wiring("ladder", ALL), ALONE, Ways(Way("none")), compile_steps=True)
     with torch.no_grad():
         first = model(tiny.tokens(length=9), use_cache=True)  # transformers' own cache grows
         model(tiny.tokens(length=1), past_key_values=first.past_key_values, use_cache=True)
@@ -169,7 +170,7 @@ def test_a_gpu_captures_compiled_steps() -> None:
     model: Any = tiny.model("llama", initializer_range=0.1).cuda()
     answers = []
     for compile_steps in (False, True):
-        wire_tensor_parallel(model, Wiring("ladder", ALL), ALONE, "none", compile_steps=compile_steps)
+        wire_tensor_parallel(model, Wiring("ladder", ALL), ALONE, Ways(Way("none")), compile_steps=compile_steps)
         stepper = Stepper(model, Slots(3, 64, model.device), graphs=compile_steps)
         first = stepper.prefill(tiny.tokens(batch=3, length=20).tolist(), [0, 1, 2])
         answers.append((first, stepper.decode(40, [0, 1, 2])))

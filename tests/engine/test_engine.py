@@ -110,6 +110,46 @@ def _compiled(model: Any, world: Any) -> list[list[int]]:
     return answers
 
 
+def _write_table(file: Path, decode: list[tuple[int, str, bool]], prefill: list[tuple[int, str, bool]]) -> None:
+    head = {"version": 1, "user": "engine", "tp": 2, "wiring": "ladder", "model": "", "command": ""}
+    rows = {
+        step: [{"from": least, "reduce": kind, "travels": travels} for least, kind, travels in given]
+        for step, given in (("decode", decode), ("prefill", prefill))
+    }
+    file.write_text(json.dumps(head | rows))
+
+
+def _by_table(path: Path, world: Any, file: Path, expected: torch.Tensor) -> dict[str, Any]:
+    """How far logits are from those without a table, by what the table changes; and the ways in which steps summed."""
+    from fcsd.engine import layer
+    from fcsd.engine.open import open_engine
+
+    decode = [(1, "auto", True), (2, "nccl", False)]
+    if world.rank == 0:
+        _write_table(file.with_stem("exact"), decode, [(20, "nccl", False)])
+        _write_table(file.with_stem("rounded"), decode, [(20, "quantised:int8:g64", False)])
+    torch.distributed.barrier()
+    used: set[Any] = set()
+    real = layer.reduce.reduce
+
+    def noted(x: torch.Tensor, group: Any, backend: str, index: int) -> Any:
+        used.add((x.shape[0] * x.shape[1], backend))
+        return real(x, group, backend, index)
+
+    layer.reduce.reduce = noted
+    try:
+        found: dict[str, Any] = {}
+        for name in ("exact", "rounded"):
+            model: Any = open_engine(path, world, dtype=torch.float32, reduce=str(file.with_stem(name)))
+            found[name] = float((_step_by_step(model, tiny.tokens(length=30)) - expected).abs().max())
+        used.clear()
+        found["slots"] = _in_slots(model)
+        found["used"] = used
+        return found
+    finally:
+        layer.reduce.reduce = real
+
+
 def _everything(models: dict[str, Path], mirror: Path, prompts: Path, out: Path) -> dict[str, Any]:
     from fcsd.engine.merged import First
     from fcsd.engine.open import open_engine
@@ -122,6 +162,8 @@ def _everything(models: dict[str, Path], mirror: Path, prompts: Path, out: Path)
         found[arch]["slots"] = _in_slots(model)
         if arch in COMPILED:
             found[arch]["compiled"] = _compiled(model, world)
+        if arch == "llama":
+            found["table"] = _by_table(path, world, out.with_suffix(".json"), found[arch]["steps"])
     found["chat"] = [answers[0].text for answers in chat(str(models["llama"]), prompts=prompts, divided=True)]
     quantised = chat(str(models["llama"]), prompts=prompts, divided=True, reduce="quantised:int4")
     found["quantised"] = [answers[0].text for answers in quantised]
@@ -180,6 +222,14 @@ def test_two_ranks_answer_and_score_as_one(models: dict[str, Path], tmp_path: Pa
             whole = reference(tiny.tokens(length=30), use_cache=False).logits
         assert max(float((found[arch]["steps"] - whole).abs().max()) for found in ranks) < 2e-5
 
+    table_ = [found["table"] for found in ranks]
+    assert [found["exact"] for found in table_] == [0.0, 0.0], "the ways of a table change no bit of exact sums"
+    assert all(0 < found["rounded"] < 1 for found in table_)
+    for found in table_:
+        # The slots, not the answers that still run, are the tokens of a step, and so of a graph.
+        rounded = "quantised:int8:g64"
+        assert found["used"] == {(3, "nccl"), (7, "nccl"), (23, rounded), (40, rounded)}
+        assert len(found["slots"]) == 3
     chatted = [answers[0].text for answers in chat(str(models["llama"]), prompts=prompts)]
     assert [found["chat"] for found in ranks] == [chatted, chatted] and any(chatted)
 
@@ -252,7 +302,7 @@ def test_a_gpu_compiles_steps_unless_this_is_switched_off(
     assert given == [device == "cuda", compiles]
 
 
-def _by_graphs(path: Path) -> dict[str, tuple[list[list[int]], list[list[int]], list[str]]]:
+def _by_graphs(path: Path, *kinds: str) -> dict[str, tuple[list[list[int]], list[list[int]], list[str]]]:
     """Answers step by step and by CUDA graphs, and what was logged, for each all-reduce backend."""
     from fcsd.engine.open import open_engine
 
@@ -261,17 +311,19 @@ def _by_graphs(path: Path) -> dict[str, tuple[list[list[int]], list[list[int]], 
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("fcsd").addHandler(handler)
     world, found = join_world(), {}
-    for kind in ("nccl", "symmetric"):
+    for kind in kinds:
         model: Any = open_engine(path, world, dtype=torch.float32, reduce=kind)
         found[kind] = _in_slots(model), _in_slots(model, graphs=True), list(said)
     return found
 
 
 @pytest.mark.multi_gpu
-def test_two_gpus_decode_by_graphs_as_step_by_step(models: dict[str, Path]) -> None:
+def test_two_gpus_decode_by_graphs_as_step_by_step(models: dict[str, Path], tmp_path: Path) -> None:
     expected = _greedy(load_model(models["llama"], dtype=torch.float32))
-    for found in on_ranks(2, _by_graphs, models["llama"]):
-        assert found == dict.fromkeys(("nccl", "symmetric"), (expected, expected, []))
+    _write_table(tmp_path / "table.json", [(1, "nccl", False), (3, "symmetric", False)], [(9, "nccl", True)])
+    kinds = ("nccl", "symmetric", str(tmp_path / "table.json"))
+    for found in on_ranks(2, _by_graphs, models["llama"], *kinds):
+        assert found == dict.fromkeys(kinds, (expected, expected, []))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from fcsd.engine.layer import wire_tensor_parallel
 from fcsd.engine.slots import Slots
 from fcsd.models.build import wire
 from fcsd.models.wiring import Wiring
+from fcsd.parallel.all_reduce.ways import Way, Ways
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
@@ -128,7 +129,9 @@ def test_split_steps_leave_latents_as_they_are(compile_steps: bool, monkeypatch:
     model: Any = tiny.model("deepseek_v2", initializer_range=0.1, num_hidden_layers=2).to(DEVICE)
     fuse(model, kernels=True)
     monkeypatch.setattr(compiled, "_compiled", cache(partial(torch.compile, backend="eager", fullgraph=True)))
-    wire_tensor_parallel(model, Wiring("standard", ()), TensorGroup(None, 1, 0), "none", compile_steps=compile_steps)
+    wire_tensor_parallel(
+        model, Wiring("standard", ()), TensorGroup(None, 1, 0), Ways(Way("none")), compile_steps=compile_steps
+    )
     classes = [type(module) for module in model.modules()]
     short = (5, 2, 3)  # the interpreter runs every kernel of the prefill for every token
     expected = answers(model, "grouped", lengths=short)
@@ -175,8 +178,8 @@ def test_a_gpu_captures_steps_with_split_keys(arch: str, changes: dict[str, Any]
     model: Any = tiny.model(arch, initializer_range=0.1, num_hidden_layers=2, **changes).cuda()
     wiring, alone = Wiring("ladder", ALL), TensorGroup(None, 1, 0)
     assert grouped_attention.why_not_split(model) is None
-    wire_tensor_parallel(model, wiring, alone, "none")
+    wire_tensor_parallel(model, wiring, alone, Ways(Way("none")))
     first, tokens, _ = answers(model, "grouped")
     fuse(model, kernels=True)
-    wire_tensor_parallel(model, wiring, alone, "none", compile_steps=compile_steps)
+    wire_tensor_parallel(model, wiring, alone, Ways(Way("none")), compile_steps=compile_steps)
     assert answers(model, "split", graphs=True)[:2] == (first, tokens)

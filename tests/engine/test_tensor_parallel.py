@@ -25,6 +25,7 @@ from fcsd.models.build import wire
 from fcsd.models.schedule import Output, kind_of, reductions
 from fcsd.models.wiring import Wiring, hf_parts
 from fcsd.parallel.all_reduce import reduce
+from fcsd.parallel.all_reduce.ways import Way, Ways
 from fcsd.parallel.placement.stored import FILE, LAYERS, placements_of, read_orders
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 from fcsd.parallel.weights.random_init import random_model
@@ -142,12 +143,12 @@ def _compare(cases: list[tuple[str, Path, str, list[Wiring]]], degree: int) -> d
                 division = {"experts": "whole", "orders": read_orders(path / FILE)}
             model: Any = load_tensor_parallel(path, dtype=torch.float32, device="cpu", ranks=ranks, **division)
 
-            def logits(wiring: Wiring, *options: Any, ids: Tensor = ids, model: Any = model) -> Tensor:
-                wire_tensor_parallel(model, wiring, ranks, *options)
+            def logits(wiring: Wiring, *way: Any, ids: Tensor = ids, model: Any = model) -> Tensor:
+                wire_tensor_parallel(model, wiring, ranks, Ways(Way(*way or ("nccl",))))
                 return model(ids, use_cache=False).logits
 
             for wiring in wirings:
-                blocking = logits(wiring, "nccl", True)
+                blocking = logits(wiring, "nccl", False)
                 dist.all_reduce = _late
                 overlapped = logits(wiring)
                 dist.all_reduce = _all_reduce
@@ -366,7 +367,7 @@ def test_what_ranks_cannot_share_runs_on_one_and_is_refused_on_two(arch: str, tm
     with torch.no_grad():
         for wiring in COMMON:
             expected = wire(reference, wiring)(ids, use_cache=False).logits
-            wire_tensor_parallel(model, wiring, alone, "none")
+            wire_tensor_parallel(model, wiring, alone, Ways(Way("none")))
             torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=0, atol=2e-5)
         steps = model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False)
         expected = reference.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False)

@@ -48,8 +48,11 @@ BASELINES: dict[str, Baseline] = {
     "trl": Baseline("trl", "trl", lambda: gkd.training(fp32_logits=True)),
     "trl-bf16": Baseline("trl", "trl", lambda: gkd.training(fp32_logits=False)),
     "loop-liger": Baseline("liger_kernel", "liger-kernel", lambda: loop.looping(loop.liger)),
+    "loop-liger-kl": Baseline("liger_kernel", "liger-kernel", lambda: loop.looping(loop.liger_kl)),
+    "loop-liger-model": Baseline("liger_kernel", "liger-kernel", lambda: loop.looping(loop.liger, kernels=True)),
     "loop-trl": Baseline("trl", "trl", lambda: loop.looping(loop.trl_chunked)),
     "fcsd-plain": Baseline("deepspeed", "deepspeed", lambda: own.distill_plainly),
+    "fcsd-adapters": Baseline("peft", "peft", lambda: own.distill_adapters),
 }
 
 
@@ -79,7 +82,7 @@ def bench(load: Workload, names: tuple[str, ...], out: Path | None = None) -> di
         ConfigError: a baseline is unknown or not installed; or see ``prepare``.
     """
     check_names(names)
-    setting, rate, bound = prepare(load)
+    setting, rate, bound = prepare(load, public=not all(name.startswith(OWN) for name in names))
     sides = {OWN: own.distill, **{name: BASELINES[name].make() for name in names}}
 
     result: dict[str, Any] = {
@@ -147,7 +150,8 @@ def _visit(name: str, side: Side, setting: Setting, *, timed: int, traced: bool)
     except torch.OutOfMemoryError:
         return found | {"out_of_memory": True}
     found["visit_seconds"] = time.perf_counter() - began
-    measured = ("seconds", "data_wait", "peak", "idle", "exposed", "synchronisations", "kernels")
+    measured = ("seconds", "data_wait", "peak", "weights", "activations")
+    measured += ("idle", "exposed", "synchronisations", "kernels")
     return found | {"out_of_memory": False, "loss": loss, **{key: getattr(watch, key) for key in measured}}
 
 

@@ -3,7 +3,9 @@
 Both divergences compute the logits chunk by chunk from the hidden states and the output heads.
 """
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +34,42 @@ def liger() -> Divergence:
     )
 
 
+def liger_kl() -> Divergence:
+    """Liger's KL fused with the student's head. It takes the teacher's probabilities, which are computed whole."""
+    from liger_kernel.transformers.fused_linear_kl_div import (  # pyright: ignore[reportMissingImports]
+        LigerFusedLinearKLDivLoss,
+    )
+
+    loss = LigerFusedLinearKLDivLoss(ignore_index=IGNORE, reduction="sum")
+
+    def divergence(
+        student: Tensor, student_head: Tensor, teacher: Tensor, teacher_head: Tensor, labels: Tensor
+    ) -> Tensor:
+        with torch.no_grad():
+            probabilities = (teacher @ teacher_head.T).softmax(-1, dtype=torch.float32)
+        return loss(student, student_head, probabilities, labels) / (labels != IGNORE).sum()
+
+    return divergence
+
+
+@contextmanager
+def liger_kernels(student: Any, teacher: Any) -> Iterator[Any]:
+    """A block in which llamas run Liger's norms, MLPs and rotary embeddings. Yields the teacher, which is a copy.
+
+    Liger replaces functions of transformers' module, too. They are put back at the end, for the other sides.
+    """
+    from liger_kernel.transformers import apply_liger_kernel_to_llama  # pyright: ignore[reportMissingImports]
+    from transformers.models.llama import modeling_llama
+
+    before, teacher = dict(vars(modeling_llama)), copy.deepcopy(teacher)
+    try:
+        for model in (student, teacher):
+            apply_liger_kernel_to_llama(fused_linear_cross_entropy=False, model=model)
+        yield teacher
+    finally:
+        vars(modeling_llama).update(before)
+
+
 def trl_chunked() -> Divergence:
     """The chunked divergence of TRL's ``DistillationTrainer`` at beta 0, which is KL(teacher ‖ student)."""
     from trl.kernels.chunked_divergence import ChunkedDivergenceFunction  # pyright: ignore[reportMissingImports]
@@ -46,17 +84,28 @@ def trl_chunked() -> Divergence:
     return divergence
 
 
-def looping(make: Callable[[], Divergence]) -> Side:
-    """The ``Side`` that trains in a plain loop with the divergence that ``make`` returns."""
+def looping(make: Callable[[], Divergence], kernels: bool = False) -> Side:
+    """The ``Side`` that trains in a plain loop with the divergence that ``make`` returns.
+
+    Args:
+        kernels: whether the models, which are llamas then, run Liger's kernels.
+    """
 
     def side(setting: Setting, watch: Watch) -> float:
+        student: Any = setting.new_student().train()
+        with (
+            liger_kernels(student, setting.plain_teacher())
+            if kernels
+            else nullcontext(setting.plain_teacher()) as teacher
+        ):
+            return train(setting, watch, student, teacher)
+
+    def train(setting: Setting, watch: Watch, student: Any, teacher: Any) -> float:
         recipe, device, accumulation = setting.recipe, setting.world.device, setting.accumulation
         divergence = make()
-        student: Any = setting.new_student().train()
         compile_layers(student, recipe)
         if recipe.train.activation_checkpointing:
             student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        teacher: Any = setting.plain_teacher()
         heads = output_head(student), output_head(teacher).detach()
         trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
         optimizer = MasterWeightsAdamW(trained, **adamw_settings(recipe))

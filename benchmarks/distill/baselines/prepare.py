@@ -17,11 +17,12 @@ from fcsd.errors import ConfigError
 from fcsd.launch.world import join_world
 
 
-def prepare(load: Workload) -> tuple[Setting, float | None, float | None]:
+def prepare(load: Workload, public: bool = True) -> tuple[Setting, float | None, float | None]:
     """Builds the setting of a comparison, and measures the bound.
 
     Args:
         load: see ``benchmarks.distill.baselines.compare.bench``.
+        public: whether public trainers are among the baselines, which do not have all settings of fcsd.
 
     Returns: the setting; the FLOP/s of a large bf16 matrix product on this device; and the tokens per second of a step
         in which everything ran at that rate. The last two are None on CPUs.
@@ -37,7 +38,8 @@ def prepare(load: Workload) -> tuple[Setting, float | None, float | None]:
     steps = load.steps + 4  # of a visit: those that are not timed, and a traced one, are among them
     rate = bound = None
     with random_run(original, "bench", **size, steps=steps, world=world, sets=load.sets) as (recipe, student):
-        _check(recipe)
+        if public:
+            _check(recipe)
         if world.device.type == "cuda":
             rate = product_rate()
             bound = full_speed(recipe, 1, rate)
@@ -61,10 +63,11 @@ def _check(recipe: Recipe) -> None:
 
 
 def held_bytes(setting: Setting) -> int:
-    """The bytes of both models' weights, and of the student's master weights and moments in fp32.
+    """The bytes of both models' weights, and of the student's master weights and moments.
 
     They are the same on every side. The memory above them holds activations, logits, gradients and buffers.
     """
     weights = list(setting.teacher.parameters())
     masters = 4 if setting.recipe.train.dtype == "bf16" else 0
-    return 2 * sum(p.nbytes for p in weights) + (masters + 8) * sum(p.numel() for p in weights)
+    moments = 4 if setting.recipe.optim.moments == "bf16" else 8
+    return 2 * sum(p.nbytes for p in weights) + (masters + moments) * sum(p.numel() for p in weights)

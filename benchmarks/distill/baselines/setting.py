@@ -76,6 +76,8 @@ class Watch:
             step was traced.
         synchronisations: how often the host waited for the device in the traced step.
         kernels: what took the most time on the device in the traced step; see ``longest``.
+        weights, activations: the bytes of the student's weights, and those that its forward pass leaves for the
+            backward pass; only the sides of fcsd say it, on GPUs.
     """
 
     def __init__(self, device: torch.device, untimed: int, timed: int, *, traced: bool) -> None:
@@ -86,6 +88,8 @@ class Watch:
         self._began = self._waited = self.waited = 0.0
         self.seconds = self.data_wait = float("nan")
         self.peak: int | None = None
+        self.weights: int | None = None
+        self.activations: int | None = None
         self.idle: float | None = None
         self.exposed: float | None = None
         self.synchronisations: int | None = None

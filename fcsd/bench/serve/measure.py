@@ -10,25 +10,31 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.bench import runner
-from fcsd.bench.serve import figures, own, table, under_vllm
+from fcsd.bench.serve import choice, figures, own, table, under_vllm
 from fcsd.bench.serve.workload import Workload, config_of
+from fcsd.disk import write_json
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import first_rank
 
 
-def bench(load: Workload, out: Path | None = None, heal_hours: float | None = None) -> tuple[dict[str, Any], str]:
+def bench(
+    load: Workload, out: Path | None = None, heal_hours: float | None = None, table_file: Path | None = None
+) -> tuple[dict[str, Any], str]:
     """Measure a workload. With ``--engine own``, every process of the run must call this function.
 
     Args:
         load: the workload.
         out: directory for ``serve.json``, which is written again as the run goes on, and for ``serve.png``.
         heal_hours: GPU-hours of healing, for the break-even.
+        table_file: the file that gets the table of ways, see ``choice.check_table``. Nothing is written if the wiring
+            was not timed in two ways.
 
     Returns:
         What ``serve.json`` holds, and the text to print. The content is ``workload``, ``command``, ``environment``
         (versions, GPUs and settings), ``link``, ``seconds``, ``variants`` with the milliseconds of each round,
-        ``missing``, ``notes``; and for each wired variant in ``ratios`` its speed over the best original, in
-        ``verdicts`` the sentence, and in ``break_even_days`` when healing is won back, null if never.
+        ``missing``, ``notes``, ``tables`` with the fastest way of each wiring for each size; and for each wired variant
+        in ``ratios`` its speed over the best original, in ``verdicts`` the sentence, and in ``break_even_days`` when
+        healing is won back, null if never.
 
     Raises:
         ConfigError: the engine is missing, or the model cannot have a wiring.
@@ -50,8 +56,11 @@ def bench(load: Workload, out: Path | None = None, heal_hours: float | None = No
         cards: Any = facts["gpus"]
         memory = int(min(card["memory_gib"] for card in cards) * 2**30) if cards else None
         found = under_vllm.bench(load, config, memory, write)
+    choice.add_tables(load, found)
     head["seconds"] = round(time.monotonic() - begun, 1)
     write(found)
+    if table_file is not None and rank == 0 and found["tables"]:
+        write_json(table_file, choice.file_of(load, found, head["command"]))
     if out is not None and rank == 0 and table.ratios_of(found):
         if find_spec("matplotlib") is None:  # where fcsd was installed beside vLLM with --no-deps
             found["notes"].append("serve.png is not drawn: matplotlib is not installed")

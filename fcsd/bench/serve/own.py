@@ -1,6 +1,7 @@
 """Times prefill and decoding in fcsd's own engine, all variants in turns on one model and one key-value cache.
 
-All variants of one batch share the weights, so that changes of the clocks affect all of them alike. The bound of a
+All variants of one batch share the weights, so that changes of the clocks affect all of them alike. A
+wiring is timed with its sums in flight and with its sums at once. The bound of a
 wiring is the same computation with reductions of the backend ``none``: it sends nothing inside the layers, and its
 results are wrong. The sum of the embedding and the exchange of logits remain, in the bound too.
 
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from fcsd.bench.runner import finished, say
 from fcsd.bench.serve import figures
+from fcsd.bench.serve.variants import Role
 from fcsd.bench.serve.workload import STANDARD, Workload, prompts_of, usual_wirings, wiring_for
 from fcsd.engine.decode import GRAIN, Stepper
 from fcsd.engine.fused import fuse
@@ -31,13 +33,21 @@ from fcsd.errors import ConfigError
 from fcsd.launch.world import World, join_world
 from fcsd.models.wiring_block import Wiring
 from fcsd.parallel.all_reduce.reduce import Reduction
+from fcsd.parallel.all_reduce.ways import Way, Ways
 from fcsd.parallel.tensor.tp_plan import Experts, TensorGroup
 
 PATIENCE = timedelta(hours=2)  # how long ranks wait for others
 NCCL, SYMMETRIC, BOUND = "nccl", "symmetric", "none"  # backends of the engine's reductions
-Variant = tuple[str, str]  # the name of a wiring, and the backend of its reductions
 Times = dict[str, list[float]]  # milliseconds in each round: of the ``prefill``, and of one step of ``decode``
 T = TypeVar("T")
+
+
+class Variant(NamedTuple):
+    """What takes turns: the name of a wiring, and the way of its reductions in all steps."""
+
+    wiring: str
+    reduce: str
+    travels: bool = True
 
 
 def bench(load: Workload, config: PretrainedConfig) -> dict[str, Any]:
@@ -58,16 +68,19 @@ def bench(load: Workload, config: PretrainedConfig) -> dict[str, Any]:
     names = usual_wirings(load, config)
     wirings = {name: wiring_for(name, config, load.tp) for name in (STANDARD, *names)}
     ranks, missing = TensorGroup(dist.group.WORLD, load.tp, world.rank), {}
-    backends = [NCCL]
-    try:
-        Reduction(dist.group.WORLD, SYMMETRIC, 0)
-        backends.append(SYMMETRIC)
-    except ConfigError as error:
-        missing["symmetric memory"] = str(error)
+    backends = []
+    for backend in load.sums or (NCCL, SYMMETRIC):
+        try:
+            Reduction(dist.group.WORLD, backend, 0)
+            backends.append(backend)
+        except ConfigError as error:
+            if load.sums:
+                raise
+            missing["symmetric memory"] = str(error)
     missing["load"] = "fcsd's engine has no arrivals; --engine vllm has"
-    variants = {label(name, backend): (name, backend) for name in (STANDARD, *names) for backend in backends} | {
-        "bound": (names[0], BOUND)
-    }
+    keys = [Variant(STANDARD, backend) for backend in backends]
+    keys += [Variant(name, backend, way) for name in names for way in (True, False) for backend in backends]
+    variants = {label(key): key for key in keys} | {"bound": Variant(names[0], BOUND)}
     model = random_model(config, ranks, world, torch.bfloat16, "whole" if load.ep else "sliced")
     rounds: dict[str, figures.Rounds] = {name: {} for name in variants}
 
@@ -83,31 +96,35 @@ def bench(load: Workload, config: PretrainedConfig) -> dict[str, Any]:
             continue
         say(world, f"{kind} {size}")
         prompts = prompts_of(batch, prompt, config.get_text_config().vocab_size, seed=size)
-        keys = list(variants.values())
         on_gpu = model.device.type == "cuda"
         options = {"rounds": load.rounds, "graphs": on_gpu, "compiles": on_gpu, "more": more}
-        times = turns(model, ranks, world, keys, wirings, prompts, new, **options)
+        times = turns(model, ranks, world, [*variants.values()], wirings, prompts, new, **options)
         for name, key in variants.items():
             if times.get(key) is None:
                 notes.append(f"{name}: {kind} {size} does not fit into memory")
             elif times[key][kind]:
                 rounds[name][kind, size] = times[key][kind]
     found = {
-        name: {"role": role(wiring, backend), "wiring": wiring, "rounds": rounds[name]}
-        for name, (wiring, backend) in variants.items()
+        name: {"role": role(key, backends[0]), **key._asdict(), "rounds": rounds[name]}
+        for name, key in variants.items()
     }
     return {"variants": found, "missing": missing, "notes": notes}
 
 
-def label(wiring: str, backend: str) -> str:
-    """The name of a variant: ``original`` or the wiring, and the backend unless it is NCCL."""
-    name = "original" if wiring == STANDARD else wiring
-    return name if backend == NCCL else f"{name}, {backend}"
+def label(variant: Variant) -> str:
+    """The name of a variant: ``original`` or the wiring, the backend unless it is NCCL, and whether it sums at once."""
+    name = "original" if variant.wiring == STANDARD else variant.wiring
+    name = name if variant.reduce == NCCL else f"{name}, {variant.reduce}"
+    return name if variant.travels else f"{name}, sums at once"
 
 
-def role(wiring: str, backend: str) -> str:
-    """The role of a variant, as in ``variants``."""
-    return "bound" if backend == BOUND else "original" if wiring == STANDARD else "wired"
+def role(variant: Variant, first: str) -> Role:
+    """The role of a variant. A wiring is ``wired`` with the first backend in flight, and has other ways beside it."""
+    if variant.reduce == BOUND:
+        return "bound"
+    if variant.wiring == STANDARD:
+        return "original"
+    return "wired" if variant.travels and variant.reduce == first else "way"
 
 
 def random_model(
@@ -198,7 +215,8 @@ def turns(
 
     def turn(key: Variant) -> tuple[float, float]:
         stepper = steppers[key]
-        wire_tensor_parallel(model, wirings[key[0]], ranks, key[1], compile_steps=compiles)
+        ways = Ways(Way(key.reduce, key.travels))
+        wire_tensor_parallel(model, wirings[key.wiring], ranks, ways, compile_steps=compiles)
         prefill = _timed(lambda: stepper.prefill(prompts, batch), ranks, team)
         if new == 1:
             return prefill, 0.0

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from fcsd.serve.vllm.support import version_of
 
-Role = Literal["original", "wired", "bound"]
+Role = Literal["original", "wired", "way", "bound"]  # a way: another one for the sums of a wiring
 ORIGINAL = "original"
 _NO_SEQUENCE_PARALLEL = (0, 32)  # vLLM took the passes for sequence parallelism and async TP out
 

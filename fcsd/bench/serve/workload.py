@@ -18,8 +18,10 @@ from fcsd.models.build import (
     wiring_of,
 )
 from fcsd.models.wiring_block import DESYNC, NAMES, Wiring
+from fcsd.parallel.all_reduce.backends import User, is_bound
 
 ENGINES = ("vllm", "own")
+BUDGET = "--max-num-batched-tokens"
 STANDARD, OWN = "standard", "own"  # names beside those of wirings: the original, and the wiring of a converted model
 
 
@@ -45,6 +47,8 @@ class Workload:
         minutes: the time that everything may take.
         engine: ``vllm`` or ``own``.
         options: further options of ``vllm serve``, which every variant gets.
+        sums: the all-reduce backends with which each wiring is timed, in flight and at once; the first is the one of
+            the verdict. Empty stands for ``nccl``, and ``symmetric`` where it works, or under vLLM for ``vllm``.
 
     Raises:
         ConfigError: a value is unknown or out of range.
@@ -65,6 +69,7 @@ class Workload:
     minutes: float = 10.0
     engine: str = "vllm"
     options: tuple[str, ...] = ()
+    sums: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
@@ -94,8 +99,22 @@ class Workload:
             raise ConfigError("--minutes is above 0")
         if self.options and self.engine == "own":
             raise ConfigError("options behind -- are for --engine vllm")
+        for backend in self.sums:
+            if is_bound(backend, self.user):
+                raise ConfigError(f"--sums {backend} gives wrong results; the bound is measured in any case")
         if self.engine == "own" and self.dp > 1:
             raise ConfigError("--dp needs --engine vllm: fcsd's engine has no replicas")
+
+    @property
+    def user(self) -> User:
+        """Who sums, in the table of backends."""
+        return "engine" if self.engine == "own" else "plugin"
+
+    @property
+    def budget(self) -> int | None:
+        """The most tokens of a step of vLLM, if the options say it; None for fcsd's engine, which reads all at once."""
+        words = " ".join(self.options).replace("=", " ").split()
+        return int(words[words.index(BUDGET) + 1]) if BUDGET in words[:-1] else None
 
     @property
     def short(self) -> int:

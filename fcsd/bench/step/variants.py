@@ -18,10 +18,12 @@ from fcsd.bench.step.workload import (
     STANDARD,
     STANDARD_COPIES,
     STOCK,
+    TUNED,
     Workload,
 )
 from fcsd.models.build import unwired, wire
 from fcsd.models.wiring import LayerWiring, Wiring
+from fcsd.parallel.expert.autoep import adapt
 from fcsd.parallel.expert.dispatcher import Dispatcher
 from fcsd.parallel.overlap import Schedule, overlap
 from fcsd.parallel.transports.copies import CopiesTransport
@@ -66,4 +68,18 @@ def variants(model: PreTrainedModel, load: Workload, dispatcher: Dispatcher, tra
         },
     }
     fused = {name + FUSED: partial(make, fused=True) for name, make in ours.items()}
-    return {STOCK: partial(wire, model, standard), **ours, **fused}
+    return {STOCK: partial(_stock, model, tuned=False), TUNED: partial(_stock, model, tuned=True), **ours, **fused}
+
+
+def _stock(model: PreTrainedModel, tuned: bool) -> None:
+    """AutoEP's own layers under the standard wiring, with its defaults or with the options that it offers for speed.
+
+    These are ``combine_impl: fused_weighted_sum``, one kernel that weighs and adds the rows of a token, and
+    ``async_split_plan``, which reads the sizes of an exchange while rows are packed. Its other backend for
+    exchanges, ``deepep``, needs a package that no index has.
+    """
+    wire(model, unwired())
+    for layer in model.modules():
+        if adapt(layer) is not None:
+            layer.combine_impl = "fused_weighted_sum" if tuned else "weighted_sum"
+            layer.async_split_plan = tuned

@@ -14,6 +14,7 @@ from fcsd.parallel.cost import Dedup
 from fcsd.parallel.quantised.rows import Formats
 
 STOCK, STANDARD, EAGER, OVERLAPPED, BOUND = "stock", "standard", "eager-sync", "overlapped", "comm-free"
+TUNED = "stock-tuned"  # AutoEP's own layer with the options that it offers for speed; on GPUs
 # Variants that copy rows into the peers' memory: overlapped, and under the standard wiring with blocking collectives.
 COPIES, STANDARD_COPIES = "copies", "standard-copies"
 # Overlapped variants with another schedule: name -> changed fields of the schedule.
@@ -26,7 +27,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 OVERLAPS = (OVERLAPPED, COPIES, *SCHEDULES)
 OURS = (STANDARD, STANDARD_COPIES, EAGER, BOUND, *OVERLAPS)
 FUSED = "-fused"  # suffix of the variants that run one kernel for each norm and each permutation of rows
-VARIANTS = (STOCK, *OURS, *(name + FUSED for name in OURS))
+VARIANTS = (STOCK, TUNED, *OURS, *(name + FUSED for name in OURS))
 # Variants of the distillation step: with a mask instead of packed attention, and with every collective awaited at once.
 MASKED, BLOCKING = "masked", "blocking"
 WITH_TEACHER = (OVERLAPPED, MASKED, BLOCKING, BOUND)
@@ -122,6 +123,8 @@ class Workload:
             raise unknown_value("shape", self.shape, SHAPES)
         if self.shape not in SHAPES and not Path(self.shape, "config.json").is_file():
             raise ConfigError(f"{self.shape}: neither a shape ({', '.join(SHAPES)}) nor a checkpoint's directory")
+        if TUNED in self.variants and not torch.cuda.is_available():
+            raise ConfigError(f"{TUNED} needs GPUs: AutoEP's options for speed are CUDA's", hint=f"--variants {STOCK}")
         if "node" in (self.dedup, *self.more_dedups) and self.node_size is None:
             raise ConfigError("dedup node needs the number of ranks of a node", hint="--node-size")
         for format in self.formats:
@@ -167,5 +170,5 @@ class Workload:
 
 def _usual() -> tuple[str, ...]:
     """The variants of training that are timed if none is named. As in training runs, they fuse on GPUs only."""
-    fused = FUSED if torch.cuda.is_available() else ""
-    return (STOCK, *(name + fused for name in (STANDARD, EAGER, OVERLAPPED, BOUND)))
+    fused, tuned = (FUSED, (TUNED,)) if torch.cuda.is_available() else ("", ())
+    return (STOCK, *tuned, *(name + fused for name in (STANDARD, EAGER, OVERLAPPED, BOUND)))

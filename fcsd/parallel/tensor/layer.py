@@ -9,6 +9,7 @@ A ``SummedStream`` never changes, because activation checkpointing runs a layer 
 A recompute sends only the sums that it reads itself, which under ladder are none.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,11 +30,14 @@ from fcsd.models.wiring import (
     Wiring,
     _refuse_reentrant,
     hf_parts,
+    mixer,
+    mlp_of,
     unwire_layers,
     wired_class,
 )
-from fcsd.parallel import order
+from fcsd.parallel import order, process_settings
 from fcsd.parallel.overlap import InFlight
+from fcsd.parallel.tensor.products import compute_weights_at, split_products
 from fcsd.parallel.tensor.sums import Mode, TrainingSums, column_input, partial_output
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 
@@ -69,6 +73,41 @@ class SummedStream:
 
 
 @dataclass(frozen=True)
+class RowGroups:
+    """The streams of groups of rows. While the sum of one group is in flight, the next group is computed.
+
+    The rows of a forward pass without gradients are parted, because the wiring of a teacher hides no sum.
+    """
+
+    streams: tuple[SummedStream, ...]
+
+    def land(self) -> Tensor:
+        """The full stream ``[batch, seq, hidden]`` of all rows."""
+        landed = [stream.land() for stream in self.streams]
+        return landed[0] if len(landed) == 1 else torch.cat(landed)
+
+    def of_rows(self, group: int, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What transformers' loop passes to a layer, for the rows of one group."""
+        if len(self.streams) == 1:
+            return kwargs
+        counts = [stream.landed.shape[0] for stream in self.streams]
+        first, rows = sum(counts[:group]), counts[group]
+
+        def part(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(part, value))
+            has_rows = isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] == sum(counts)
+            return value[first : first + rows] if has_rows else value
+
+        found = {name: part(value) for name, value in kwargs.items()}
+        if "borders" in kwargs:
+            # Documents of other groups become empty ones. The host need not know how many there are.
+            seq = self.streams[0].landed.shape[1]
+            found["borders"] = (kwargs["borders"] - first * seq).clamp(0, rows * seq)
+        return found
+
+
+@dataclass(frozen=True)
 class LayerSums(LayerWiring):
     """A layer's place in the schedule.
 
@@ -77,12 +116,14 @@ class LayerSums(LayerWiring):
         plan: what the layer does.
         sums: how the sums of the model travel.
         distance: under how many earlier sub-blocks the sum of an input's gradient can run.
+        row_groups: in how many groups the rows of a forward pass without gradients are computed.
     """
 
     index: int
     plan: LayerPlan
     sums: TrainingSums
     distance: int
+    row_groups: int
 
 
 class TrainedTensorLayer(WiredLayer):
@@ -94,24 +135,33 @@ class TrainedTensorLayer(WiredLayer):
         _refuse_reentrant(self)
         if _active_collector.get():
             raise ConfigError("a tensor-parallel model does not return the outputs of single layers")
-        own, plan = self.fcsd, self.fcsd.plan
-        stream = hidden_states if isinstance(hidden_states, SummedStream) else self._first(hidden_states)
-        parts = own.parts(self)
-        x, stream = self._read("attn", stream, plan.attn)
-        stream = self._add(0, parts.attn(x, **kwargs), stream)
-        x, stream = self._read("mlp", stream, plan.mlp)
-        for number, part in enumerate((part for part in (parts.shared, parts.routed) if part is not None), 1):
-            stream = self._add(number, part(x), stream)
+        plan, parts = self.fcsd.plan, self.fcsd.parts(self)
+        groups = hidden_states if isinstance(hidden_states, RowGroups) else self._first(hidden_states, kwargs)
+        streams = list(groups.streams)
+        for group, stream in enumerate(streams):
+            x, stream = self._read("attn", stream, plan.attn)
+            streams[group] = self._add(0, parts.attn(x, **groups.of_rows(group, kwargs)), stream)
+        for group, stream in enumerate(streams):
+            x, stream = self._read("mlp", stream, plan.mlp)
+            for number, part in enumerate((part for part in (parts.shared, parts.routed) if part is not None), 1):
+                stream = self._add(number, part(x), stream)
+            streams[group] = stream
+        groups = replace(groups, streams=tuple(streams))
         if order.in_backward():
             # A recompute must save all tensors inside this layer, in the order in which the first pass saved them.
-            stream.land()
-        return stream if plan.hands_on is None else stream.land()
+            groups.land()
+        return groups if plan.hands_on is None else groups.land()
 
-    def _first(self, x: Tensor) -> SummedStream:
-        """The stream of the embeddings ``[batch, seq, hidden]``."""
+    def _first(self, x: Tensor, kwargs: dict[str, Any]) -> RowGroups:
+        """The streams of the embeddings ``[batch, seq, hidden]``."""
+        if torch.is_grad_enabled() or kwargs.get("past_key_values") is not None:
+            count = 1
+        else:
+            count = min(self.fcsd.row_groups, x.shape[0])
         # Two sums that are awaited at one place would be awaited in any order, so the places differ from the beginning.
         places = range(self.fcsd.distance if torch.is_grad_enabled() else 0)
-        return SummedStream(x, begun=tuple(order.mark() for _ in places))
+        begun = tuple(order.mark() for _ in places)
+        return RowGroups(tuple(SummedStream(rows, begun=begun) for rows in x.tensor_split(count)))
 
     def _read(
         self, by: Literal["attn", "mlp"], stream: SummedStream, places: Sequence[int]
@@ -120,8 +170,14 @@ class TrainedTensorLayer(WiredLayer):
         own = self.fcsd
         stream = stream.read(places)
         x = own.blocks.read(self, by, stream.landed)
-        awaited_at = stream.begun[0] if stream.begun else None
-        begun = (*stream.begun[1:], order.mark()) if stream.begun else ()
+        awaited_at, begun, weights_at = None, (), None
+        if stream.begun:
+            awaited_at, begun = stream.begun[0], (*stream.begun[1:], order.mark())
+            weights_at = order.mark()
+        if not own.sums.orders:
+            awaited_at = None
+        part = (mixer if by == "attn" else mlp_of)(own.blocks, self)
+        compute_weights_at(part, None if own.sums.mode == "off" else weights_at)
         return column_input(x, own.sums, own.index, awaited_at), replace(stream, begun=begun)
 
     def _add(self, number: int, out: Tensor, stream: SummedStream) -> SummedStream:
@@ -154,7 +210,12 @@ def ranks_of(model: PreTrainedModel) -> TensorGroup | None:
 
 
 def wire_training(
-    model: PreTrainedModel, wiring: Wiring, ranks: TensorGroup, mode: Mode = "on", backend: str = "nccl"
+    model: PreTrainedModel,
+    wiring: Wiring,
+    ranks: TensorGroup,
+    mode: Mode = "on",
+    backend: str = "nccl",
+    row_groups: int = 2,
 ) -> None:
     """Wire a model whose weights are sharded for training, in place. The call can be repeated on one model.
 
@@ -163,6 +224,8 @@ def wire_training(
         wiring: any wiring but Desync.
         mode: see ``TrainingSums``; outputs and gradients are the same in every bit.
         backend: see ``TrainingSums``.
+        row_groups: in how many groups the rows of a forward pass without gradients are computed, if the wiring leaves
+            any sum exposed. The mode has no effect on it, so that all modes give the same bits.
 
     Raises:
         ConfigError: the model has experts, or the wiring is Desync or does not fit the model.
@@ -180,7 +243,12 @@ def wire_training(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     unwire_layers(layers)
+    split_products(model)
+    if mode == "on" and model.device.type == "cuda":
+        process_settings.warn(os.environ)
     sums, distance = TrainingSums(ranks, mode, backend), max(1, *wiring.reads)
+    if ranks.degree == 1 or not any(step.then == "now" for plan in plans.values() for step in plan.steps):
+        row_groups = 1
     for index, layer in enumerate(layers):
         layer.__class__ = wired_class(TrainedTensorLayer, type(layer))
-        layer.fcsd = LayerSums(0, 0, 1, False, parts, blocks, index, plans[index], sums, distance)
+        layer.fcsd = LayerSums(0, 0, 1, False, parts, blocks, index, plans[index], sums, distance, row_groups)

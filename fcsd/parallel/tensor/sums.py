@@ -23,7 +23,7 @@ from fcsd.parallel import order
 from fcsd.parallel.all_reduce.reduce import Reduction, reduce
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 
-Mode = Literal["on", "eager-sync", "off"]
+Mode = Literal["on", "eager-sync", "own-weights", "off"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class TrainingSums:
         ranks: the ranks that shard the model.
         mode: ``on`` awaits every sum where it is first needed. ``eager-sync`` takes the same order, but awaits every
             sum where it starts. ``off`` sums at once and leaves the order of the backward pass to autograd.
+            ``own-weights`` sums at once in the forward pass, and hides the sum of a gradient under the weight gradients
+            of the products that made it, as Megatron-LM does.
         backend: how the ranks sum; see ``parallel.all_reduce.backends``. ``none`` sends nothing, which gives wrong
             results in the time without communication.
     """
@@ -44,8 +46,13 @@ class TrainingSums:
 
     @property
     def waits(self) -> bool:
-        """Whether every sum is awaited where it starts."""
+        """Whether the sums of the forward pass are awaited where they start."""
         return self.mode != "on"
+
+    @property
+    def orders(self) -> bool:
+        """Whether sums of gradients are awaited last; otherwise autograd's own order holds."""
+        return self.mode in ("on", "eager-sync")
 
 
 def column_input(x: Tensor, sums: TrainingSums, layer: int, gradient_awaited_at: int | None) -> Tensor:
@@ -62,9 +69,10 @@ def column_input(x: Tensor, sums: TrainingSums, layer: int, gradient_awaited_at:
     gradient = Reduction(sums.ranks.group, sums.backend, layer)
     if sums.mode == "off":
         return _SumGradient.apply(x, gradient)
-    x = _AwaitGradient.apply(x, gradient, sums.waits)
+    waits = sums.mode == "eager-sync"
+    x = _AwaitGradient.apply(x, gradient, waits)
     order.run_at(x, gradient_awaited_at)
-    return _StartGradient.apply(x, gradient, sums.waits)
+    return _StartGradient.apply(x, gradient, waits)
 
 
 def partial_output(out: Tensor, sums: TrainingSums, layer: int) -> Reduction:

@@ -64,6 +64,28 @@ def test_the_divergence_of_each_baseline_is_ours(name: str, inputs: list[Tensor]
     torch.testing.assert_close(gradients(theirs, inputs), wanted, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.gpu
+def test_ligers_divergence_with_a_fused_head_is_ours(inputs: list[Tensor]) -> None:
+    placed = [value.cuda() for value in inputs]
+    torch.testing.assert_close(gradients(loop.liger_kl(), placed), gradients(own, placed), rtol=1e-2, atol=1e-4)
+
+
+def test_ligers_kernels_are_in_the_models_of_their_side_alone() -> None:
+    from liger_kernel.transformers.rope import liger_rotary_pos_emb  # pyright: ignore[reportMissingImports]
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama import modeling_llama
+
+    config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    student, teacher = LlamaForCausalLM(config), LlamaForCausalLM(config)
+    ours = modeling_llama.apply_rotary_pos_emb
+    with loop.liger_kernels(student, teacher) as kept:
+        assert modeling_llama.apply_rotary_pos_emb is liger_rotary_pos_emb
+        for model in (student, kept):
+            assert "liger" in repr(model.model.norm.forward).lower()
+    assert modeling_llama.apply_rotary_pos_emb is ours
+    assert "liger" not in repr(teacher.model.norm.forward).lower()
+
+
 def test_master_weights_are_adamw_in_fp32_rounded_after_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizers, "_TOGETHER", 40)  # so that the tensors are updated in three parts
     torch.manual_seed(0)
@@ -170,6 +192,19 @@ def test_each_side_takes_turns_at_its_fastest_micro_batch(tmp_path: Path) -> Non
     assert json.loads((tmp_path / "baselines.json").read_text())["turns"] == result["turns"]
     *_, ours, small = compare.table(result).splitlines()
     assert ours.split()[:5] == ["fcsd", "4", "250.0", "0.0", "512"] and small.split()[5] == "2.000"
+
+
+def compared_with_adapters(out: Path) -> dict[str, Any]:
+    load = compare.Workload("tiny", 2, 1, 16, teacher=True, rounds=1, steps=1, sets=("optim.moments=bf16",))
+    return compare.bench(load, ("fcsd-adapters",), out)
+
+
+def test_adapters_begin_where_full_training_does_and_have_no_second_model(tmp_path: Path) -> None:
+    (result,) = on_ranks(1, compared_with_adapters, tmp_path)
+    full, adapters = result["turns"]
+    assert (full["side"], adapters["side"]) == ("fcsd", "fcsd-adapters")
+    assert adapters["loss"] == pytest.approx(full["loss"], rel=1e-6) and full["loss"] > 0
+    assert full["seconds"] > 0 and adapters["seconds"] > 0
 
 
 def test_the_table_relates_memory_above_weights_and_optimizer() -> None:

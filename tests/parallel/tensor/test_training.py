@@ -14,11 +14,12 @@ from torch import Tensor
 
 from fcsd.engine.weights import load_tensor_parallel
 from fcsd.errors import ConfigError
+from fcsd.kernels.packed_attention import attend, document_borders
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import wire
 from fcsd.models.schedule import Output, Read, reads_of
 from fcsd.models.wiring import Wiring
-from fcsd.parallel.tensor.layer import wire_training
+from fcsd.parallel.tensor.layer import RowGroups, SummedStream, wire_training
 from fcsd.parallel.tensor.shard import SHARDED, check_trainable, prepare
 from fcsd.parallel.tensor.tp_plan import TensorGroup, own_part
 
@@ -209,6 +210,11 @@ def _order(rank: int, folder: str, wiring: Wiring, recompute: bool = False) -> l
             (Output(index, "shared"), layer.mlp.down_proj),
         ):
             module.weight.register_hook(lambda grad, name=name: events.append(("computes", name)))
+        for name, module in (
+            (Output(index, "attn"), layer.self_attn.q_proj),
+            (Output(index, "shared"), layer.mlp.up_proj),
+        ):
+            module.weight.register_hook(lambda grad, name=name: events.append(("own weights", name)))
 
     class Seen:
         def __init__(self, work: Any, number: int) -> None:
@@ -245,6 +251,7 @@ def test_a_gradient_is_in_flight_as_long_as_no_part_needs_it(wiring: Wiring, tmp
     for number, part in enumerate(parts[:-1]):
         place = Read(part.layer, "attn" if part.part == "attn" else "mlp")
         starts, awaited = events.index(("starts", number)), events.index(("awaited", number))
+        assert ("own weights", part) in events[starts:awaited]
         under = [name for kind, name in events[starts:awaited] if kind == "computes"]
         free = [other for other in parts[number + 1 :] if other not in reads[place]]
         assert under == free[: max(1, *wiring.reads)], (part, under)
@@ -262,9 +269,12 @@ def test_a_recompute_sends_the_sums_that_its_layer_reads_and_no_others(
 def _without_grad(rank: int, folder: str) -> list[str]:
     ranks = TensorGroup(dist.group.WORLD, 2, rank)
     model: Any = load_tensor_parallel(folder, dtype=torch.float32, device="cpu", ranks=ranks, whole_vocabulary=True)
-    wire_training(model.requires_grad_(False), LADDER, ranks)
-    with torch.no_grad():
-        logits = model(tiny.tokens(), use_cache=False).logits
+    model.requires_grad_(False)
+    logits = []
+    for wiring in (LADDER, STANDARD):
+        wire_training(model, wiring, ranks)
+        with torch.no_grad(), late_sums():
+            logits += [model(ids, attention_mask=mask, use_cache=False).logits for ids, mask in frozen_batches()]
     said = []
     for call in (lambda: wire_training(model, Wiring("desync-2x", ALL, tp_degree=2), ranks),
                  lambda: wire_training(model, Wiring("ladder", (4,)), ranks),
@@ -276,15 +286,39 @@ def _without_grad(rank: int, folder: str) -> list[str]:
     return [*said, logits]
 
 
+def frozen_batches() -> list[tuple[Tensor, Tensor | None]]:
+    """Three rows, which two groups cannot divide evenly, with and without padding; and a single row."""
+    ids = tiny.tokens(batch=3)
+    padded = torch.ones_like(ids)
+    padded[1, :3] = 0
+    return [(ids, None), (ids, padded), (ids[:1], None)]
+
+
 def test_a_frozen_model_gives_the_logits_of_one_process_and_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    reference = wire(model_of(tmp_path, "qwen3"), LADDER)
+    model = model_of(tmp_path, "qwen3")
     *said, logits = in_group(2, _without_grad, str(tmp_path))[1]
-    torch.testing.assert_close(logits, reference(tiny.tokens(), use_cache=False).logits, rtol=0, atol=2e-5)
+    for wiring in (LADDER, STANDARD):
+        wire(model, wiring)
+        for ids, mask in frozen_batches():
+            reference = model(ids, attention_mask=mask, use_cache=False).logits
+            torch.testing.assert_close(logits.pop(0), reference, rtol=0, atol=2e-5)
     assert said == [
         "tensor-parallel training does not support desync-2x",
         "layer 4 does not exist: the model has 4",
         "a tensor-parallel model does not return the outputs of single layers",
     ]
+
+
+def test_a_group_of_rows_attends_inside_the_documents_of_its_rows() -> None:
+    positions = torch.tensor([[0, 1, 2, 3], [0, 1, 0, 1], [0, 0, 1, 2]])
+    whole = {"borders": document_borders(positions), "position_ids": positions, "scale": None}
+    groups = RowGroups(tuple(SummedStream(rows) for rows in torch.zeros(3, 4, 1).tensor_split(2)))
+    query, key, value = torch.randn(3, 3, 2, 4, 8, generator=torch.Generator().manual_seed(0))
+    expected = attend(query, key, value, whole["borders"])
+    for group, rows in enumerate((slice(0, 2), slice(2, 3))):
+        found = groups.of_rows(group, whole)
+        assert torch.equal(found["position_ids"], positions[rows])
+        torch.testing.assert_close(attend(query[rows], key[rows], value[rows], found["borders"]), expected[rows])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,105 @@
+"""Rank against loss: one conversion healed by full training and by adapters of several ranks, at equal tokens.
+
+    python -m studies.real.ranks cases --tokens 10e6 > CASES
+    python -m studies.real.heal TEACHER OUT --cases CASES --text own=DIR --at-once 3
+    python -m studies.real.ranks page
+
+The first command prints the cases that ``studies.real.heal`` runs. ``docs/adapters.md`` receives the table of the
+stored results from the last one. TEACHER is the bundled model or a real one; ``fcsd write`` makes its text.
+"""
+
+import argparse
+import json
+import statistics
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from fcsd.markdown import table as markdown_table
+
+PAGE = Path("docs/adapters.md")
+RAW = sorted(Path("benchmarks/results").glob("adapter_ranks_*.json"))
+FULL = "full"
+ALPHA = 32.0  # of every rank, so that one learning rate suits all ranks
+
+
+def main() -> None:
+    """Print cases, or write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("cases", "page"))
+    parser.add_argument("--ranks", default="full,4,16,64,256")
+    parser.add_argument("--tokens", default="10e6", help="one or several numbers")
+    parser.add_argument("--seeds", default="0")
+    parser.add_argument("--wiring", default="ladder")
+    parser.add_argument("--layers", default="all")
+    parser.add_argument("--batch", type=int, default=32768, help="tokens of a step")
+    parser.add_argument("--full-lr", type=float, default=1e-3)
+    parser.add_argument("--lrs", default="1e-2", help="learning rates of adapters")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=JSON", help="of every recipe")
+    given = parser.parse_args()
+    if given.what == "page":
+        PAGE.write_text(filled(PAGE.read_text(), read()))
+        return
+    print("\n".join(map(json.dumps, cases(given))))
+
+
+def cases(given: argparse.Namespace) -> list[dict[str, Any]]:
+    """The cases of a study, each as ``studies.real.heal`` reads it; the divergence before healing is measured once."""
+    found: list[dict[str, Any]] = []
+    settings = {key: json.loads(value) for key, _, value in (text.partition("=") for text in given.set)}
+    how: dict[str, Any] = {"wiring": given.wiring, "layers": given.layers, "text": "own", "batch": given.batch}
+    for tokens, seed, rank in product(*(part.split(",") for part in (given.tokens, given.seeds, given.ranks))):
+        for lr in (given.full_lr,) if rank == FULL else map(float, given.lrs.split(",")):
+            case = {**how, "name": f"{rank}-{tokens}-{lr:g}-{seed}", "rank": rank, "tokens": float(tokens), "lr": lr}
+            case |= {"seed": int(seed), "set": dict(settings)}
+            if rank != FULL:
+                case["set"] |= {"train.adapter.rank": int(rank), "train.adapter.alpha": ALPHA, "optim.train": ["norms"]}
+            found.append(case if found else case | {"untrained": True})
+    return found
+
+
+def table(raw: list[dict[str, Any]]) -> str:
+    """Markdown with a row for each model, budget and rank, at the learning rate with the lowest mean divergence.
+
+    *Kept* is 1 minus the divergence divided by that of the untrained conversion. The last column divides it by what
+    full training keeps with the same tokens.
+    """
+    head = ["model", "tokens", "trained", "learning rate", "runs", "KL", "kept", "of full training"]
+    body = []
+    for file in raw:
+        done = [run for run in file["runs"] if "kl" in run]
+        (before,) = {run["untrained_kl"]["own"]["kl"] for run in done if "untrained_kl" in run}
+        for tokens in sorted({run["tokens"] for run in done}):
+            kept: dict[str, float] = {}
+            for rank in sorted({run["rank"] for run in done}, key=lambda rank: (rank != FULL, rank.zfill(4))):
+                lr, values = _best([run for run in done if (run["tokens"], run["rank"]) == (tokens, rank)])
+                mean = statistics.mean(values)
+                kept[rank] = 1 - mean / before
+                spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+                share = f"{kept[rank] / kept[FULL]:.1%}" if FULL in kept else "-"
+                name = "all weights" if rank == FULL else f"rank {rank}"
+                cells = [file["model"], f"{tokens / 1e6:g} M", name, f"{lr:g}", f"{len(values)}"]
+                body.append([*cells, f"{before:.2f} → {mean:.3f}{spread}", f"{kept[rank]:.1%}", share])
+    return markdown_table(head, body, left=3) + "\n"
+
+
+def _best(runs: list[dict[str, Any]]) -> tuple[float, list[float]]:
+    """The learning rate with the lowest mean divergence, and the divergences of its runs, which differ in the seed."""
+    by_rate = {lr: [run["kl"]["own"]["kl"] for run in runs if run["lr"] == lr] for lr in {run["lr"] for run in runs}}
+    return min(by_rate.items(), key=lambda found: statistics.mean(found[1]))
+
+
+def filled(page: str, raw: list[dict[str, Any]]) -> str:
+    """The page with the table of the stored runs."""
+    begin, end = "<!-- ranks -->\n", "<!-- end of ranks -->\n"
+    before, rest = page.split(begin)
+    return before + begin + table(raw) + end + rest.split(end)[1]
+
+
+def read(repo: Path = Path()) -> list[dict[str, Any]]:
+    """The stored studies."""
+    return [json.loads((repo / file).read_text()) for file in RAW]
+
+
+if __name__ == "__main__":
+    main()
