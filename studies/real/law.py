@@ -88,9 +88,9 @@ def sentence(found: dict[str, Any]) -> str:
         f"The loss is a law that `studies/real/law.py` fitted to {found['kl']['runs']} runs of {found['model']}: "
         f"the divergence on own text is {math.exp(c):.3f} * S^{a:.2f} * T^{-b:.2f} nats per token, where S is the sum "
         f"of what the converted layers cost alone and T the tokens in millions ({first} to {last}). A single run is "
-        f"a factor of {away:.2f} away from it (one standard deviation). The points lost on the tasks on which the model "
-        f"is above chance are {math.exp(p):.1f} * KL^{q:.2f}, by {found['points']['runs']} models, with a factor of "
-        f"{points:.2f}."
+        f"a factor of {away:.2f} away from it (one standard deviation). The points lost on the tasks on which the "
+        f"model is above chance are {math.exp(p):.1f} * KL^{q:.2f}, by {found['points']['runs']} models, with a "
+        f"factor of {points:.2f}."
     )
     return textwrap.fill(said, 120) + "\n"
 
