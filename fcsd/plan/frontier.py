@@ -258,9 +258,9 @@ def _kind(layer: LayerNumbers) -> Kind:
 
 
 def _kv_share(config: Any) -> float:
-    """The key-value heads as a share of the query heads."""
+    """The key-value heads as a share of the query heads; 1 where the config does not say it."""
     text = config.get_text_config()
-    heads = text.num_attention_heads
+    heads = getattr(text, "num_attention_heads", None) or 1
     return (getattr(text, "num_key_value_heads", None) or heads) / heads
 
 
