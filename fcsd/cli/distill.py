@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fcsd.bundled import located
 from fcsd.cli.command import emit
 from fcsd.cli.options import (
     AsJson,
@@ -246,11 +247,30 @@ def plan(
         str, typer.Option(help="With --machine: the format of the rows with quantised communication.")
     ] = "int8",
     picture: Annotated[Path | None, typer.Option(help="With --machine: draw the prediction into this PNG.")] = None,
+    frontier: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="In place of a recipe: predict for this model how fast each wiring of a share of the layers would be "
+            "served over --gpus (2), and what it would lose after healing.",
+        ),
+    ] = None,
+    costs: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --frontier: the costs of the model's layers (docs/planning.md)."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say whether a recipe fits, how long it takes and what it costs. Reads no weight; exit 8 if it does not fit."""
     from fcsd.config import load_recipe
 
+    if frontier is not None:
+        if recipe is not None or recipe_name is not None or sets:
+            raise ConfigError("--frontier is about a model, and a recipe is given too", "Leave out one of them.")
+        _frontier(frontier, 2 if gpus is None else gpus, machine, costs, as_json)
+        return
+    if costs is not None:
+        raise ConfigError("--costs is for --frontier, which is not given", "Give --frontier MODEL too.")
     named = one_recipe(recipe, recipe_name)
     read = load_recipe(named, sets).recipe
     memory = None if gpu_mem is None else gpu_memory(gpu_mem)
@@ -291,6 +311,17 @@ def plan(
         parts += [cluster.to_text(predictions, described.assumed)] if described is not None and predictions else []
         emit("\n\n".join(parts))
     planned.check()
+
+
+def _frontier(model: str, gpus: int, machine: Path | None, costs: Path | None, as_json: bool) -> None:
+    """Print what conversions of a model are predicted to gain and to lose."""
+    from fcsd.parallel.machine import read_machine
+    from fcsd.plan import frontier
+    from fcsd.plan.model import MetaModel
+
+    described = None if machine is None else read_machine(machine)
+    rows = frontier.frontier(MetaModel(located(model)), gpus, described, costs)
+    emit(json.dumps(frontier.to_json(rows), indent=2) if as_json else frontier.to_text(rows, gpus, described, costs))
 
 
 def _require_extras(recipe: "config.Recipe") -> None:

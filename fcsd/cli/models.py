@@ -37,7 +37,7 @@ def convert(
         str,
         typer.Option(
             help="all, auto, auto:26, last:24, first:8, 50%, 12-27 or 0,2,5-7. auto measures every layer alone "
-            "and leaves standard those that cost most."
+            "and leaves the dearest standard, until the others cost half of the sum."
         ),
     ] = "all",
     variant: Annotated[str, typer.Option(help="full, attn-only or mlp-only.")] = "full",

@@ -50,7 +50,11 @@ DataMirror = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Read data sets from this directory instead of from the hub.")
 ]
 HeldOut = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Measure the loss on this text, too: .jsonl, .jsonl.gz or .parquet.")
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Measure the loss on this text or token ids (column input_ids), too: .jsonl, .jsonl.gz or .parquet.",
+    ),
 ]
 Limit = Annotated[
     int | None,

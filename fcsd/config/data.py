@@ -106,3 +106,19 @@ class Data(Section):
     model's generation config ends text, else the EOS all the same. `--dry-run` shows the token."""
     held_out: Source | None = None
     """Text that the run does not train on, for the held-out loss; null means that it is not measured."""
+    held_out_own: Source | None = None
+    """Text that the teacher wrote and that the run does not train on, as `fcsd write` keeps some apart. It is measured
+    beside `held_out`, so that the run says whether the text that it trains on leads away from what the teacher is. null
+    means that it is not measured."""
+
+    @property
+    def measured(self) -> dict[str, Source]:
+        """The texts that are measured on and never trained on, by the field that names them."""
+        texts = {"held_out": self.held_out, "held_out_own": self.held_out_own}
+        return {name: source for name, source in texts.items() if source is not None}
+
+    @model_validator(mode="after")
+    def _two_texts(self) -> Self:
+        if self.held_out_own is not None and self.held_out is None:
+            raise ValueError("held_out_own is measured beside held_out: give held_out, too, or name the text there")
+        return self

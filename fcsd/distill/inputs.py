@@ -21,7 +21,7 @@ def require_inputs(recipe: Recipe, conversion: str | None = None) -> None:
     if recipe.teacher is not None:
         resolve(recipe.teacher, weights=False)
     data = recipe.data
-    for source in [*data.sources, *([data.held_out] if data.held_out else [])]:
+    for source in [*data.sources, *data.measured.values()]:
         if source.format != "hf" and not is_saved_dataset(source.path):
             data_files(source.path)
 

@@ -1,12 +1,12 @@
 """Measures what converting each layer alone costs, and leaves the dearest ones standard: ``convert --layers auto``.
 
-In real models the first layers cost many times as much as others, and few other layers stand out (docs/REAL_MODELS.md).
-The costs of single layers do not add up, so they tell which layers to leave out and not what the conversion will cost.
-``fcsd choose-layers`` searches over sets of layers instead, which takes much longer.
+In real models the first layers cost many times as much as others (docs/REAL_MODELS.md). The costs of single layers do
+not add up to that of the untrained conversion, but what healing leaves follows their sum: a set of layers that is far
+away untrained, and costs little layer by layer, heals as well as one that is near. ``fcsd choose-layers`` searches over
+sets of layers by the untrained loss instead, which takes much longer.
 """
 
 import logging
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +30,9 @@ from fcsd.progress import progress
 
 log = logging.getLogger(__name__)
 
-STANDS_OUT = 5.0  # times the median cost
+# The dearest layers stay standard until the others cost this share of the sum, or this many nats if that is more.
+SHARE, ENOUGH = 0.5, 1.0
+MOST = 0.25  # of the layers that stay standard, because a server waits for each of them
 ROWS, TOKENS = 4, 512  # of the text that each measurement reads
 
 
@@ -56,7 +58,9 @@ class LayerCosts:
         for layer, cost in self.alone.items():
             lines.append(f"  {layer:>3}  {cost:8.4f}{'' if layer in self.wiring.layers else '  stays standard'}")
         kept = len(self.alone) - len(self.wiring.layers)
-        lines.append(f"  all of layers {layers_text(self.wiring.layers)} together, untrained: {self.together:.4f}")
+        whole, rest = sum(self.alone.values()), sum(self.alone[layer] for layer in self.wiring.layers)
+        lines.append(f"  sum over all layers {whole:.4f}, and over layers {layers_text(self.wiring.layers)} {rest:.4f}")
+        lines.append(f"  these layers together, untrained: {self.together:.4f}")
         lines.append(f"  {kept} of {len(self.alone)} layers stay standard, and a server waits for their sums as before")
         return "\n".join(lines)
 
@@ -70,8 +74,7 @@ def choose_by_cost(
         model: directory or hub id of the original.
         wiring: the name of the wiring.
         how: the further options of ``convert`` that say how layers are wired.
-        layers: ``auto`` leaves standard what costs at least ``STANDS_OUT`` times the median; ``auto:N`` converts the N
-            layers that cost least.
+        layers: ``auto`` chooses as ``cheapest`` does; ``auto:N`` converts the N layers that cost least.
         text: a text file (``.jsonl`` or ``.parquet``) to measure on; None for text that the model writes itself.
 
     Raises:
@@ -109,34 +112,54 @@ def measure_layers(
     Args:
         network: the original, on its device.
         rows: ``[1, seq]`` token ids on that device.
-        count: how many layers are chosen; None for those that do not stand out.
+        count: how many layers are chosen; None for the choice of ``cheapest``.
 
     Raises:
         NonFiniteError: the model gives NaN or infinite logits.
     """
-    alone = dict.fromkeys(wiring.layers, 0.0)
-    with torch.inference_mode(), progress("measuring layers", len(rows) * (len(alone) + 1)) as advance:
-        expected = [_log_probabilities(network, row) for row in rows]
+    alone = dict(zip(wiring.layers, divergences(network, wiring, rows, [(n,) for n in wiring.layers]), strict=True))
+    kept = cheapest(alone, count)
+    (together,) = divergences(network, wiring, rows, [kept])
+    return LayerCosts(replace(wiring, layers=kept), alone, together, sum(row.numel() for row in rows))
 
-        def cost(chosen: tuple[int, ...]) -> float:
-            wire(network, replace(wiring, layers=chosen))
+
+def divergences(
+    network: PreTrainedModel, wiring: Wiring, rows: Sequence[Tensor], sets: Sequence[tuple[int, ...]]
+) -> list[float]:
+    """KL(original || original with these layers converted), in nats per token, for each set of layers.
+
+    Arguments and errors are those of ``measure_layers``.
+    """
+    found = []
+    with torch.inference_mode(), progress("measuring layers", len(rows) * len(sets)) as advance:
+        expected = [_log_probabilities(network, row) for row in rows]
+        for layers in sets:
+            wire(network, replace(wiring, layers=layers))
             total = 0.0
             for row, known in zip(rows, expected, strict=True):
                 own = _log_probabilities(network, row)
                 total += float((known.exp() * (known - own)).sum(-1).mean()) / len(rows)
                 advance(1)
             wire(network, unwired())
-            return total
+            found.append(total)
+    return found
 
-        for layer in alone:
-            alone[layer] = cost((layer,))
-        if count is None:
-            limit = STANDS_OUT * statistics.median(alone.values())
-            kept = tuple(layer for layer, found in alone.items() if found < limit)
-        else:
-            kept = tuple(sorted(sorted(alone, key=lambda layer: alone[layer])[:count]))
-        together = cost(kept)
-    return LayerCosts(replace(wiring, layers=kept), alone, together, sum(row.numel() for row in rows))
+
+def cheapest(alone: dict[int, float], count: int | None = None) -> tuple[int, ...]:
+    """The layers to convert, ascending: the ``count`` that cost least.
+
+    Without ``count`` the dearest layers are left out one by one until the costs of the others sum to at most ``SHARE``
+    of the whole, or to ``ENOUGH`` nats if that is more; at most ``MOST`` of the layers are left out.
+
+    Args:
+        alone: layer -> KL(original || original with this layer converted), in nats per token.
+    """
+    by_cost = sorted(alone, key=lambda layer: alone[layer])
+    if count is None:
+        count, enough = len(alone), max(SHARE * sum(alone.values()), ENOUGH)
+        while sum(alone[layer] for layer in by_cost[:count]) > enough and count - 1 >= (1 - MOST) * len(alone):
+            count -= 1
+    return tuple(sorted(by_cost[:count]))
 
 
 def calibration_rows(network: PreTrainedModel, model: Path, text: Path | None) -> list[Tensor]:

@@ -23,7 +23,7 @@ from fcsd.distill.metrics import Meter
 from fcsd.distill.prepare import Prepared, hide_progress_bars, prepare_run
 from fcsd.distill.run import checkpoints, identity, manifest, run_dir, signals, trackers
 from fcsd.distill.run.nonfinite import Skips
-from fcsd.distill.run.report import Reporter, opening, reporting
+from fcsd.distill.run.report import Reporter, closing, opening, reporting
 from fcsd.distill.run.saver import Saver
 from fcsd.distill.run.signals import Preemption
 from fcsd.distill.run.time_left import CHECKPOINT, HELD_OUT_LOSS, SAMPLES, SCORE
@@ -274,6 +274,8 @@ def publish_model(run: Prepared, tools: Tools) -> None:
     newest = tools.saver.checkpoint
     if newest is None:
         return
+    if tools.reporter and (told := closing(run.directory)):
+        tools.reporter.say(told)
     verdict = tools.scores.verdict
     best = checkpoints.best(run.folder, verdict.best)
     if tools.reporter and verdict.best is not None:
@@ -313,12 +315,16 @@ def _log(run: Prepared, tools: Tools, step: int, metrics: dict[str, float]) -> N
 
 
 def _held_out(run: Prepared, advance: Callable[[float], None] = lambda tokens: None) -> dict[str, float]:
-    """The losses on the held-out text, if there is any."""
-    return measure(run.training, run.held_out, run.recipe, run.data, advance) if run.held_out else {}
+    """The losses on the held-out texts, if there are any: ``held_out_kl``, ``held_out_own_kl``, ..."""
+    found: dict[str, float] = {}
+    for name, rows in run.held_out.items():
+        losses = measure(run.training, rows, run.recipe, run.data, advance)
+        found |= {f"{name}_{term}": value for term, value in losses.items()}
+    return found
 
 
 def _held_out_tokens(run: Prepared) -> int:
-    return run.held_out.per_epoch * run.recipe.data.seq_len if run.held_out else 0
+    return sum(rows.per_epoch for rows in run.held_out.values()) * run.recipe.data.seq_len
 
 
 def _counts(run: Prepared, step: int) -> dict[str, int]:

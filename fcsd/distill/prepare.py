@@ -61,7 +61,7 @@ class Prepared:
         traffic: counts the bytes that dispatch and combine send; None if no experts are divided.
         dispatcher: makes the dispatchers of the student's layers and of a teacher with divided experts.
         rows: the rows of the whole schedule.
-        held_out: rows that are only evaluated and never trained on.
+        held_out: rows that are only evaluated and never trained on, by the field of ``data`` that names their text.
         identity: the facts that a run must share with this one in order to continue from its checkpoints.
         checkpoint: the checkpoint from which the run continues; None if it starts anew.
         progress: the progress stored in ``checkpoint``; ``{"step": 0}`` without a checkpoint.
@@ -77,7 +77,7 @@ class Prepared:
     traffic: Traffic | None
     dispatcher: Dispatcher
     rows: Mixture
-    held_out: Rows | None
+    held_out: dict[str, Rows]
     identity: dict[str, Any]
     checkpoint: Path | None
     progress: dict[str, Any]
@@ -221,20 +221,21 @@ def identify_frozen(recipe: Recipe, source: Location, teacher: dict[str, str]) -
 
 def read_data(
     recipe: Recipe, model: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int, world: World
-) -> tuple[list[Corpus], Mixture, Rows | None]:
+) -> tuple[list[Corpus], Mixture, dict[str, Rows]]:
     """Loads the corpora of a run.
 
     Args:
         model: the directory of the tokenizer.
 
-    Returns: the training corpora, the rows of the run, and the held-out rows or None.
+    Returns: the training corpora, the rows of the run, and the held-out rows by the field that names them.
     """
     data = recipe.data
-    sources = [*data.sources, *([data.held_out] if data.held_out else [])]
+    sources = [*data.sources, *data.measured.values()]
     end = document_end(data.document_end, model, tokenizer, vocab_size)
     corpora = load_corpora(sources, tokenizer, vocab_size, data.seq_len, world, end.id)
-    held_out = Rows(corpora.pop(), data.seq_len) if data.held_out else None
-    return corpora, training_rows(recipe, corpora), held_out
+    trained, others = corpora[: len(data.sources)], corpora[len(data.sources) :]
+    held_out = {name: Rows(corpus, data.seq_len) for name, corpus in zip(data.measured, others, strict=True)}
+    return trained, training_rows(recipe, trained), held_out
 
 
 def training_rows(recipe: Recipe, corpora: list[Corpus]) -> Mixture:

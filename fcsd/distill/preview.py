@@ -62,8 +62,8 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
     end = document_end(data.document_end, source.path, tokenizer, vocab_size)
     corpora = [load_corpus(item, tokenizer, vocab_size, end.id) for item in data.sources]
     packed = [Rows(corpus, data.seq_len, [recipe.seed, n]) for n, corpus in enumerate(corpora)]
-    if data.held_out:
-        Rows(load_corpus(data.held_out, tokenizer, vocab_size, end.id), data.seq_len)
+    for item in data.measured.values():
+        Rows(load_corpus(item, tokenizer, vocab_size, end.id), data.seq_len)
     teacher = teacher_name(recipe) if needs_teacher(recipe) else "none, the loss is cross-entropy"
     if cache := recipe.objective.teacher_cache:
         teacher = f"{cache.path}, the {cache.top_k} most likely token ids of {teacher_name(recipe)}"
@@ -90,7 +90,7 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
         )
     if (formats := formats_of(recipe.parallel.quantised)) is not None:
         lines.append(f"formats     {formats}")
-    if any(item.plain for item in (*data.sources, *([data.held_out] if data.held_out else []))):
+    if any(item.plain for item in (*data.sources, *data.measured.values())):
         lines.append(
             f"documents   of plain text end with {end.text} ({end.why}); data.document_end names another token"
         )

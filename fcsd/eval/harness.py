@@ -76,7 +76,8 @@ def evaluate_models(
         baseline: one more model, evaluated first; the others are compared with it afterwards. It is evaluated without
             the engine's quantised wire, and may then be one of ``models`` too.
         data_mirror: a directory of data sets under their hub names; None for the hub and its cache.
-        held_out: a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` text for one more result, the held-out loss.
+        held_out: a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` text for one more result, the held-out loss; or a
+            ``.parquet`` file of token ids.
         limit: score only so many questions of every benchmark; a group of tasks takes the first ones of each task.
         engine: how the models are run. Of models in memory, only limits, ``generation`` and ``quantised`` are used.
         out: a directory for one ``<model>.json`` each. Answers are kept there too: an evaluation that was killed and

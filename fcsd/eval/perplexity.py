@@ -15,14 +15,19 @@ if TYPE_CHECKING:
 
 HELD_OUT = "Held-out loss"
 COLUMN = "text"  # of a file of documents
+IDS = "input_ids"  # of a file of documents that are tokenised already, as `fcsd write` leaves them
 
 
 class HeldOut:
-    """A held-out text: its documents, and the file that they came from."""
+    """A held-out text: its documents, and the file that they came from.
+
+    The documents are token ids if the file is a ``.parquet`` one with the column ``input_ids`` and without ``text``.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.texts = read_texts(path)
+        ids = _token_ids(path) if path.suffix == ".parquet" and path.exists() else None
+        self.texts: list[str] | list[list[int]] = read_texts(path) if ids is None else ids
 
 
 def read_texts(path: Path) -> list[str]:
@@ -69,6 +74,32 @@ def _of_parquet(path: Path) -> list[str]:
                     raise BadInputError(f"{path}: holds more than {MOST_TEXT >> 20} MB of text", "Split the file.")
                 texts.append(text or "")
     return texts
+
+
+def _token_ids(path: Path) -> list[list[int]] | None:
+    """The documents of a parquet file of token ids, without empty ones; None if it is no such file."""
+    import pyarrow.parquet
+
+    documents: list[list[int]] = []
+    total = 0
+    try:
+        with open_input(path) as source:
+            file = pyarrow.parquet.ParquetFile(source)
+            if COLUMN in (names := file.schema_arrow.names) or IDS not in names:
+                return None
+            for batch in file.iter_batches(batch_size=64, columns=[IDS]):
+                for ids in batch.column(0).to_pylist():
+                    if not isinstance(ids, list) or not all(type(one) is int and one >= 0 for one in ids):
+                        raise BadInputError(f"{path}: {IDS!r} of row {len(documents) + 1} is not a list of token ids")
+                    total += 4 * len(ids)
+                    if total > MOST_TEXT:
+                        raise BadInputError(f"{path}: holds more than {MOST_TEXT >> 20} MB of token ids", "Split it.")
+                    documents.append(ids)
+    except (OSError, ValueError):
+        return None  # reading it as text says what is wrong
+    if not any(documents):
+        raise BadInputError(f"{path}: this file has no token ids")
+    return [ids for ids in documents if ids]
 
 
 def _of_lines(path: Path) -> list[str]:

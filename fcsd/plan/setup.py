@@ -238,7 +238,7 @@ def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Set
     weights = {"kl": objective.kl, "sft": objective.sft}
     compared = bool(objective.hidden.weight)
     scored = 0 if stop.metric == NO_METRIC else stop.every
-    held_out = recipe.data.held_out
+    held_out = sum(text.max_rows or HELD_OUT_ROWS for text in recipe.data.measured.values())
     return Setup(
         world=world,
         micro_batch_size=train.micro_batch_size,
@@ -269,7 +269,7 @@ def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Set
         saves_per_hour=60 / save.every_minutes if save.every_minutes else 0.0,
         saves_beside=save.overlap,
         evaluations=_times(train.steps, train.eval_every, scored) if held_out else 0,
-        held_out=(held_out.max_rows or HELD_OUT_ROWS) if held_out else 0,
+        held_out=held_out,
         benchmarks=train.steps // stop.every if stop.benchmark else 0,
         cached=cache.top_k if cache else 0,
     )

@@ -173,6 +173,8 @@ def recipe_of(case: dict[str, Any], student: Path, folder: Path, texts: dict[str
     batch, lr = case.get("batch", BATCH), case["lr"]
     steps = max(1, round(case["tokens"] / batch))
 
+    both = "own" in texts and names[0] != "own"
+
     def source(name: str, part: str) -> dict[str, Any]:
         return {"path": f"{texts[name]}/{part}/*.parquet", "token_ids": "input_ids"}
 
@@ -185,6 +187,7 @@ def recipe_of(case: dict[str, Any], student: Path, folder: Path, texts: dict[str
             "seq_len": SEQ,
             "sources": [source(name, "train") for name in names],
             "held_out": {**source(names[0], "held_out"), "max_rows": 300},
+            "held_out_own": {**source("own", "held_out"), "max_rows": 300} if both else None,
         },
         "objective": {"kl": 1.0, "sft": 0.0},
         "train": {"batch_tokens": batch, "micro_batch_size": min(MICRO, batch // SEQ), "steps": steps, "log_every": 5,

@@ -4,7 +4,8 @@
 
 Every part of the stream that a read misses turns the direction of what is read, and the norm behind a read lets only
 the direction pass. ``turned`` is 1 - cos of the angle between the full stream and the stream without the output before
-it: the attention's for the read of the MLP, the previous MLP's for the read of the attention.
+it: the attention's for the read of the MLP, the previous MLP's for the read of the attention. ``standard`` holds the
+dearest layers, dearest first, and the divergence of all layers but the first 0, 1, 2, ... of these, untrained.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from torch.nn import functional
 
 from fcsd.checkpoint import read_config
 from fcsd.checkpoint.wiring_options import choose_wiring
-from fcsd.distill.layer_costs import calibration_rows, measure_layers
+from fcsd.distill.layer_costs import calibration_rows, divergences, measure_layers
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import load_model
 
@@ -48,8 +49,12 @@ def main() -> None:
         "layers": stream(network, rows, ARCHS[config.model_type].blocks),
     }
     for name in given.wirings.split(","):
-        costs = measure_layers(network, choose_wiring(config, ARCHS[config.model_type], name, "all"), rows)
+        whole = choose_wiring(config, ARCHS[config.model_type], name, "all")
+        costs = measure_layers(network, whole, rows)
         found[name] = {"alone": list(costs.alone.values()), "kept": costs.wiring.layers, "together": costs.together}
+        order = sorted(costs.alone, key=lambda layer: -costs.alone[layer])[: len(costs.alone) // 2]
+        sets = [tuple(sorted(costs.alone.keys() - order[:count])) for count in range(len(order) + 1)]
+        found[name]["standard"] = {"order": order, "together": divergences(network, whole, rows, sets)}
         for measured in ("attn_turned", "mlp_turned", "first_token", "largest"):
             values = [layer[measured] for layer in found["layers"]]
             found[name][f"rank correlation with {measured}"] = float(spearmanr(values, found[name]["alone"])[0])

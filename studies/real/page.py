@@ -6,8 +6,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from fcsd.distill.layer_costs import cheapest
 from fcsd.eval.compare import not_above_chance
 from fcsd.eval.suite import SUITES
+from fcsd.models.selection import layers_text
 
 PAGE = Path("docs/REAL_MODELS.md")
 RAW = (
@@ -100,6 +102,31 @@ def layers(repo: Path = Path()) -> str:
     return "\n".join(lines) + "\n"
 
 
+def rules(repo: Path = Path()) -> str:
+    """Markdown with the layers that stay standard by two rules, and what the other layers cost."""
+    lines = [
+        "| model | wiring | rule | layers that stay standard | sum of the others | others together, untrained |",
+        "|---|---|---|---|--:|--:|",
+    ]
+    for model, file in LAYERS.items():
+        found = json.loads((repo / file).read_text())
+        for wiring in ("ladder", "farskip"):
+            alone, dear = found[wiring]["alone"], found[wiring]["standard"]
+            limit = 5 * statistics.median(alone)
+            for rule, kept in (
+                ("none", range(len(alone))),
+                ("five times the median", [n for n, cost in enumerate(alone) if cost < limit]),
+                ("`auto`", cheapest(dict(enumerate(alone)))),
+            ):
+                standard = sorted(set(range(len(alone))) - set(kept))
+                assert standard == sorted(dear["order"][: len(standard)])
+                total, together = sum(alone[n] for n in kept), dear["together"][len(standard)]
+                lines.append(
+                    f"| {model} | {wiring} | {rule} | {layers_text(standard)} | {total:.2f} | {together:.2f} |"
+                )
+    return "\n".join(lines) + "\n"
+
+
 def _change(run: dict[str, Any], text: str) -> str:
     healed = f"{run['kl'][text]['kl']:.3f}"
     return f"{run['untrained_kl'][text]['kl']:.2f} → {healed}" if "untrained_kl" in run else healed
@@ -107,7 +134,7 @@ def _change(run: dict[str, Any], text: str) -> str:
 
 def filled(page: str, raw: list[dict[str, Any]], repo: Path = Path()) -> str:
     """The page with the tables of the stored runs and of the layers."""
-    for name, table in (("runs", runs(raw)), ("scores", scores(raw)), ("layers", layers(repo))):
+    for name, table in (("runs", runs(raw)), ("scores", scores(raw)), ("layers", layers(repo)), ("rules", rules(repo))):
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
         before, rest = page.split(begin)
         page = before + begin + table + end + rest.split(end)[1]

@@ -94,8 +94,11 @@ def test_a_run_leaves_what_the_next_command_needs(
 ) -> None:
     monkeypatch.setenv(ranks.DRAW_CURVES, "1")
     run = tmp_path / "run"
-    metrics = train(folder, run, train__activation_checkpointing=True)
+    own = {"path": str(folder / "corpus.jsonl"), "max_rows": 3}
+    changes = {"train__activation_checkpointing": True, "data__held_out_own": own}
+    metrics = train(folder, run, **changes)
     assert metrics[-1]["held_out_kl"] > 0 and metrics[-1]["held_out_sft"] > 0
+    assert 0 < metrics[-1]["held_out_own_kl"] != metrics[-1]["held_out_kl"]
     assert {"config.resolved.yaml", "env.json", "command.txt", "curves.png", "final"} <= {
         path.name for path in run.iterdir()
     }
@@ -103,7 +106,7 @@ def test_a_run_leaves_what_the_next_command_needs(
     assert torch.__version__.startswith(versions["torch"])  # some builds name CUDA in one of the two only
     assert (
         runs.load_recipe(run / "config.resolved.yaml").recipe
-        == runs.resolved(folder, output_dir=str(run), train__activation_checkpointing=True).recipe
+        == runs.resolved(folder, output_dir=str(run), **changes).recipe
     )
     trained, before = load_model(run / "final"), load_file(folder / "student" / "model.safetensors")
     assert type(trained) is type(load_model(folder / "student"))

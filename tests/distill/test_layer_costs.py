@@ -1,45 +1,35 @@
-"""--layers auto: every layer is measured alone, and those that stand out stay standard."""
+"""--layers auto: every layer is measured alone, and the few that cost half of the sum stay standard."""
 
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from fcsd.checkpoint.tokenizer import load_tokenizer
 from fcsd.cli.main import app
 from fcsd.convert import convert_checkpoint
 from fcsd.distill import layer_costs
-from fcsd.distill.layer_costs import choose_by_cost
+from fcsd.distill.layer_costs import cheapest, choose_by_cost
 from fcsd.models.build import load_model
 
 
 @pytest.fixture(scope="module")
-def model(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled teacher, whose second layer's attention is ten times as large."""
-    folder, teacher = tmp_path_factory.mktemp("models") / "original", repo / "assets" / "teacher"
-    folder.mkdir()
-    for file in teacher.iterdir():
-        if file.suffix != ".safetensors":
-            (folder / file.name).write_bytes(file.read_bytes())
-            continue
-        tensors = load_file(file)
-        for name in tensors:
-            if name.endswith("layers.1.self_attn.o_proj.weight"):
-                tensors[name] = tensors[name] * 10
-        save_file(tensors, folder / file.name, {"format": "pt"})
-    return folder
+def model(repo: Path) -> Path:
+    return repo / "assets" / "teacher"
 
 
-def test_what_stands_out_stays_standard_and_costs_are_divergences(model: Path, tmp_path: Path) -> None:
+def test_what_costs_most_stays_standard_and_costs_are_divergences(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer_costs, "ENOUGH", 0.1)  # of this small model all layers together cost less than a nat
     text = tmp_path / "text.jsonl"
     text.write_text(json.dumps({"text": "Bread is made of flour, water and salt. It is baked in an oven. " * 4}) + "\n")
     done = choose_by_cost(str(model), "farskip", "auto", text)
-    # The teacher's first layer stands out by itself.
-    assert done.wiring.layers == tuple(done.alone)[2:]
-    assert "  1 " in done.to_text() and done.to_text().count("stays standard") == 2
+    assert done.wiring.layers == cheapest(done.alone)
+    standard = done.alone.keys() - done.wiring.layers
+    assert 0 in standard and done.to_text().count("stays standard") == len(standard) <= 2
     alone = convert_checkpoint(model, tmp_path / "alone", layers="1", check=False)
     ids = load_tokenizer(model)(json.loads(text.read_text())["text"], return_tensors="pt")["input_ids"][:, :512]
     with torch.no_grad():
@@ -48,6 +38,22 @@ def test_what_stands_out_stays_standard_and_costs_are_divergences(model: Path, t
         )
     expected = (original.exp() * (original - other)).sum(-1).mean()
     assert done.alone[1] == pytest.approx(float(expected), rel=0.05)  # an EOS stands at the end there
+
+
+@pytest.mark.parametrize(
+    ("costs", "standard"),
+    [
+        ([3.0, 2.0, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5], {0, 1}),  # the others cost 3 of 8
+        ([0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.2], set()),  # all cost less than one nat
+        ([0.6, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.2], {0}),  # the others cost 0.8, which is less than one nat
+        ([1.0, 1.1, 1.0, 1.0, 1.2, 1.0, 1.0, 1.0], {1, 4}),  # no more than a quarter, and then the dearest
+        ([2.0, 0.1, 0.1], set()),  # of three layers none is a quarter
+    ],
+)
+def test_the_dearest_layers_stay_standard_until_the_others_cost_little(costs: list[float], standard: set[int]) -> None:
+    kept = cheapest(dict(enumerate(costs)))
+    assert set(range(len(costs))) - set(kept) == standard and list(kept) == sorted(kept)
+    assert cheapest(dict(enumerate(costs)), 2) == tuple(sorted(sorted(range(len(costs)), key=costs.__getitem__)[:2]))
 
 
 def test_as_many_layers_as_asked_for_are_converted_on_text_of_the_model_itself(model: Path, tmp_path: Path) -> None:

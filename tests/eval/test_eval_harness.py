@@ -8,6 +8,8 @@ from pathlib import Path
 
 import datasets
 import eval_data
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import tiny
 import torch
@@ -17,6 +19,7 @@ from lm_eval.tasks import TaskManager
 
 from fcsd.engine import logprobs
 from fcsd.errors import BadInputError, ConfigError, NonFiniteError
+from fcsd.eval.compare import compare_models
 from fcsd.eval.engines import adapter
 from fcsd.eval.harness import Loaded, evaluate_models, names_of
 from fcsd.eval.results import read_results
@@ -95,6 +98,15 @@ def test_models_get_the_same_questions_and_held_out_loss_is_the_models_own(mirro
         batch = torch.tensor([[one.tokenizer.bos_token_id, *tokens]])
         total += one.model(input_ids=batch, labels=batch).loss.item() * len(tokens)
     assert loss["value"] == pytest.approx(total / sum(map(len, ids)), rel=1e-5)
+    tokens = tmp_path / "ids.parquet"  # the same documents, of which some begin with BOS
+    documents = [[one.tokenizer.bos_token_id] * (i % 2) + row for i, row in enumerate(ids)]
+    pq.write_table(pa.table({"input_ids": [*documents, []]}), tokens)
+    again = evaluate_models([two], baseline=one, tasks=["gsm8k"], data_mirror=mirror, held_out=tokens, limit=1)
+    assert again[1]["value"] == pytest.approx(loss["value"], rel=1e-5) and again[1]["items"][0][1] == len(ids[0])
+    assert compare_models(again)[0].loss.stderr > 0  # paired over the documents
+    pq.write_table(pa.table({"input_ids": [[1, 10**6]]}), tokens)
+    with pytest.raises(BadInputError, match="token id 1000000 is not one of"):
+        evaluate_models([one], tasks=["gsm8k"], data_mirror=mirror, held_out=tokens, limit=1)
 
 
 def test_evaluation_leaves_no_trace(mirror, tmp_path, monkeypatch):

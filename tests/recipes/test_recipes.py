@@ -177,7 +177,7 @@ def test_packaged_configurations_are_those_of_the_recipes(tmp_path: Path, monkey
 @pytest.mark.parametrize("name", NAMES)
 def test_bundled_files_a_recipe_names_exist(name: str, repo: Path) -> None:
     data = load_recipe(name).recipe.data
-    paths = [source.path for source in [*data.sources, *([data.held_out] if data.held_out else [])]]
+    paths = [source.path for source in [*data.sources, *data.measured.values()]]
     bundled = [Path(path) for path in paths if Path(path).is_relative_to(repo / "assets")]
     assert all(path.is_file() for path in bundled) and len(bundled) == (2 if name.startswith("tiny") else 0)
 

@@ -45,12 +45,17 @@ def test_the_figures_of_single_layers_are_those_of_the_raw_files(repo: Path) -> 
     times = [smol["ladder"]["alone"][n] / smol["farskip"]["alone"][n] for n in (7, 12)]
     assert f"cost {times[0]:.0f} and {times[1]:.0f} times" in text
     assert "from {:.0f} to {:.0f} times".format(*(smol["layers"][n]["largest"] for n in (11, 12))) in text
-    assert set(range(30)) - set(smol["ladder"]["kept"]) == {0, 1, 29} and len(gemma["ladder"]["kept"]) == 18
-    assert f"are {gemma['ladder']['together']:.1f} nats away" in text
+    assert set(range(30)) - set(smol["ladder"]["kept"]) == {0, 1} and len(gemma["ladder"]["kept"]) == 14
+    whole = gemma["ladder"]["standard"]["together"][0]
+    assert f"is {gemma['ladder']['together']:.1f} nats away where the conversion of all layers is {whole:.1f}" in text
     before = json.loads((repo / "benchmarks/results/real_smollm2_layers_cpu.json").read_text())["ladder"]
     assert f"cost {before['alone'][12]:.2f} and layer 29 {before['alone'][29]:.2f}" in text
     two, three = (before["standard_layers"][layers] for layers in ("0,1", "0,1,12"))
     assert f"ladder had {two:.2f} there" in text and f"and {three:.2f} with layer 12" in text
+    runs = {run["name"]: run["held_out"] for file in page.read(repo) for run in file["runs"]}
+    two, three = ([value for _, value in runs[name]] for name in ("ladder-2-29-own-41m", "ladder-auto-own-41m"))
+    assert {f"{value:.3f}" for value in (two[0], three[0])} == {"0.224"} and "both had 0.224" in text
+    assert f"{two[-1]:.3f} with two and {three[-1]:.3f} with three" in text
 
 
 def test_every_stored_case_is_a_recipe(repo: Path, tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ CURVES = "curves.png"
 _NAMED_S = 1.0  # a pause is not named again if the last one of its kind was shorter, in seconds
 # The metrics that are drawn if the run has them, in this order -> the title of the panel
 _PANELS = {"kl": "KL(teacher || student)", "sft": "cross-entropy", "hidden": "hidden L2", "held_out_kl": "held-out KL"}
-_PANELS |= {"held_out_sft": "held-out cross-entropy", "score": "early-stopping score"}
+_PANELS |= {"held_out_own_kl": "held-out KL, the teacher's own text", "held_out_sft": "held-out cross-entropy"}
+_PANELS |= {"score": "early-stopping score"}
 _PANELS |= {"grad_norm": "gradient norm", "lr": "learning rate"}
 _PANELS |= {"tokens_per_second": "tokens/s", "mfu": "model FLOPs utilization"}
 
@@ -186,10 +187,33 @@ def draw_curves(run: Path) -> Path:
         axes.set_xlabel("step")
         axes.set_title(_PANELS[name])
         axes.grid(alpha=0.3)
-        if name in ("kl", "held_out_kl") and all(value > 0 for _, value in points):
+        if name in ("kl", "held_out_kl", "held_out_own_kl") and all(value > 0 for _, value in points):
             axes.set_yscale("log")
     figure.savefig(run / CURVES, dpi=120)
     return run / CURVES
+
+
+def closing(run: Path) -> str:
+    """What the run's text has done, in words: the last divergence on every held-out text, and the lowest if it rose.
+
+    The cross-entropy takes the place of the divergence where the run has no teacher in memory. Empty if nothing was
+    measured.
+    """
+    records = read_metrics(run)
+    term, word = ("kl", "KL") if any("held_out_kl" in record for record in records) else ("sft", "cross-entropy")
+    texts = {"held_out": "data.held_out", "held_out_own": "text that the teacher wrote"}
+    parts, risen = [], []
+    for key, text in texts.items():
+        found = [(record[f"{key}_{term}"], record["step"]) for record in records if record.get(f"{key}_{term}")]
+        if not found:
+            continue
+        (last, step), (lowest, early) = found[-1], min(found)
+        parts.append(f"{last:.4g} on {text}" + (f" (lowest at step {early:,}: {lowest:.4g})" if early < step else ""))
+        risen += [key] * (early < step)
+    told = f"held-out {word}, after the last step: {', '.join(parts)}" if parts else ""
+    if risen == ["held_out_own"]:
+        told += "\nwarning: only the one on the teacher's own text rose: the training text leads away from the teacher"
+    return told
 
 
 def opening(recipe: Recipe, run: Path, start: int) -> str:

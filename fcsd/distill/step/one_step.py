@@ -176,8 +176,7 @@ def measure(
         world: the ranks that divide the rows.
         advance: is called with the number of tokens that were measured since the call before, on all ranks together.
 
-    Returns: ``held_out_sft``, with a teacher in memory ``held_out_kl``, and ``held_out_hidden`` if the term has a
-        weight.
+    Returns: ``sft``, with a teacher in memory ``kl``, and ``hidden`` if the term has a weight.
     """
     engine, source = training.engine, training.source
     terms = ("kl", "sft") if source.any_text else ("sft",)
@@ -200,4 +199,4 @@ def measure(
     engine.train()
     dist.all_reduce(totals, group=world.group)
     *sums, positions = totals.tolist()
-    return {f"held_out_{name}": value / max(1, positions) for name, value in zip(terms, sums, strict=True)}
+    return {name: value / max(1, positions) for name, value in zip(terms, sums, strict=True)}

@@ -58,21 +58,32 @@ class Adapter(TemplateLM):
         """The most tokens of a text that are scored at once."""
         return self.max_length
 
-    def text_loglikelihoods(self, texts: list[str]) -> list[tuple[float, int]]:
+    def text_loglikelihoods(self, texts: list[str] | list[list[int]]) -> list[tuple[float, int]]:
         """``(log-likelihood in nats, tokens)`` of each text, in disjoint windows of ``window`` tokens.
 
         The special tokens before a text (BOS) are read and not scored, since they are the same for every text. A text
         without them begins after the prefix token. lm-eval's ``loglikelihood_rolling`` scores a BOS after a BOS.
+
+        Args:
+            texts: texts, or texts as token ids, to which no token is added.
+
+        Raises:
+            BadInputError: a token id is not one of the tokenizer's.
         """
-        before = tokens_before(self.tokenizer, texts)
+        plain = [text for text in texts if isinstance(text, str)]
+        documents = text_ids(plain, self.tokenizer) or [text for text in texts if not isinstance(text, str)]
+        if (highest := max((max(ids, default=0) for ids in documents), default=0)) >= len(self.tokenizer):
+            raise BadInputError(f"token id {highest} is not one of the {len(self.tokenizer):,} of this tokenizer")
+        before = tokens_before(self.tokenizer, plain)
         owners, requests, counts = [], [], []
-        for owner, ids in enumerate(text_ids(texts, self.tokenizer)):
+        for owner, ids in enumerate(documents):
             held = count_before(ids, before, self.tokenizer)
             first, *others = ids[:held] or [self.prefix_token_id]
             windows = get_rolling_token_windows([*others, *ids[held:]], first, self.window, context_len=1)
             for number, (context, scored) in enumerate(map(make_disjoint_window, windows)):
                 read = 0 if number else len(others)
-                request = ((f"window {number} of a document", texts[owner]), context + scored[:read], scored[read:])
+                name = (f"window {number} of a document", str(texts[owner]))
+                request = (name, context + scored[:read], scored[read:])
                 if request[2]:
                     owners.append(owner)
                     requests.append(request)

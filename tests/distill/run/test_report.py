@@ -1,5 +1,6 @@
 """What a run says of itself: how far it goes, where it saves, how it is resumed, and when it will end."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -94,3 +95,21 @@ def test_a_run_names_what_it_does_between_its_steps(tmp_path: Path) -> None:
     ]
     places = [said.index(text) for text in order]
     assert places == sorted(places)
+
+
+def test_the_end_of_a_run_says_what_its_text_does(tmp_path: Path) -> None:
+    """A text that only the teacher's own divergence rises on is warned of; a run without held-out text says nothing."""
+
+    def told(*records: dict) -> str:
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        return report.closing(tmp_path)
+
+    first = {"step": 10, "held_out_kl": 0.5, "held_out_sft": 2.0, "held_out_own_kl": 0.25, "held_out_own_sft": 3.0}
+    assert told({"step": 10, "loss": 1.0}) == ""
+    fell = told(first, {**first, "step": 20, "held_out_kl": 0.4, "held_out_own_kl": 0.2})
+    assert fell == "held-out KL, after the last step: 0.4 on data.held_out, 0.2 on text that the teacher wrote"
+    rose = told(first, {**first, "step": 20, "held_out_kl": 0.4, "held_out_own_kl": 0.3})
+    assert "0.3 on text that the teacher wrote (lowest at step 10: 0.25)\nwarning: only" in rose
+    both = told(first, {**first, "step": 20, "held_out_kl": 0.6, "held_out_own_kl": 0.3})
+    assert "0.6 on data.held_out (lowest at step 10: 0.5)" in both and "warning" not in both
+    assert told({"step": 5, "held_out_sft": 1.5}) == "held-out cross-entropy, after the last step: 1.5 on data.held_out"

@@ -1,0 +1,140 @@
+"""What conversions gain and lose by prediction: beside what was measured, and by the law that was fitted."""
+
+import json
+from pathlib import Path
+
+import pytest
+from studies.real.law import OUT, PAGE, filled, law
+from transformers import LlamaConfig
+from typer.testing import CliRunner
+
+from fcsd.cli.main import app
+from fcsd.models.archs import ARCHS
+from fcsd.models.schedule import Kind
+from fcsd.models.wiring_block import DESYNC, Blocks, Wiring
+from fcsd.plan import frontier
+from fcsd.plan.model import MetaModel, packaged_config
+
+MEASURED = "benchmarks/results/infer_slow_16_layers_2xh100.json"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Llama-3 8B's dimensions with the 16 layers that were measured."""
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    config = packaged_config("meta-llama/Llama-3.1-8B-Instruct")
+    assert isinstance(config, LlamaConfig)
+    config.num_hidden_layers = 16
+    config.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rows(model: Path) -> dict[tuple[str, str], frontier.Row]:
+    return {(row.wiring, row.layers.split()[0]): row for row in frontier.frontier(MetaModel(str(model)), 2)}
+
+
+def test_the_stored_law_is_the_fit_of_the_stored_runs(repo: Path) -> None:
+    fitted, page = law(repo), (repo / PAGE).read_text()
+    assert frontier.law() == json.loads((repo / OUT).read_text()) == fitted, "run python -m studies.real.law"
+    assert filled(page, fitted) == page, "run python -m studies.real.law"
+
+
+def test_the_speed_is_near_what_was_measured(repo: Path, rows: dict[tuple[str, str], frontier.Row]) -> None:
+    """The rates were fitted to this file; the ratios were not."""
+    stored = json.loads((repo / MEASURED).read_text())["rows"]
+    measured = {row["wiring"]: row for row in stored if row["batch"] == frontier.PROMPTS and row["reduce"] == "nccl"}
+    for name in ("ladder", "desync-4x"):
+        row = rows[name, "100%"]
+        assert row.decode == pytest.approx(measured[name]["decode_times_standard"], rel=0.1)
+        assert row.prefill == pytest.approx(measured[name]["prefill_times_standard"], rel=0.1)
+
+
+def test_the_assumed_link_and_rates_are_near_what_was_measured(repo: Path, model: Path) -> None:
+    stored = json.loads((repo / MEASURED).read_text())["rows"]
+    standard = {
+        kind: next(r for r in stored if (r["batch"], r["wiring"], r["reduce"]) == (16, "standard", kind))
+        for kind in ("nccl", "none")
+    }
+    meta = MetaModel(str(model))
+    kinds: list[Kind] = ["dense"] * 16
+    for prefill, key in ((False, "decode_ms"), (True, "prefill_ms")):
+        serving = frontier._Serving(meta.numbers, kinds, ARCHS["llama"].blocks, 2, None, 0.25, prefill)
+        whole = 1e3 * serving.seconds(Wiring("standard", ()))
+        sent = 2 * serving.rows * meta.numbers.hidden  # two ranks send what they sum
+        assert whole == pytest.approx(standard["nccl"][key], rel=0.1)
+        assert whole - 32e3 * frontier.SLOW.seconds(sent) == pytest.approx(standard["none"][key], rel=0.15)
+
+
+def test_more_layers_are_faster_and_lose_more(rows: dict[tuple[str, str], frontier.Row]) -> None:
+    for name in dict(rows):
+        assert name[1] != "auto"  # nobody has measured this model's layers
+    for name in ("ladder", "farskip", "desync-2x"):
+        some = [rows[name, share] for share in frontier.SHARES]
+        assert 1 < some[0].decode < some[-1].decode and 1 < some[0].prefill < some[-1].prefill
+        if name in DESYNC:
+            assert some[0].kl is None and some[0].points is None
+            continue
+        bounds = [row.kl for row in some if row.kl is not None]
+        assert len(bounds) == 4 and bounds == sorted(bounds) and all(low < high for low, high in bounds)
+    assert rows["ladder", "25%"].fitted is False  # below the least that any run converted
+
+
+def test_costs_are_those_of_a_measured_wiring_only_where_all_reads_are_alike() -> None:
+    dense: list[Kind] = ["dense"] * 4
+    alike = {
+        (name, variant): frontier.measured_alike(Wiring(name, (0, 1, 2, 3), variant), dense, Blocks())
+        for name, variant in frontier.WIRINGS
+        if name not in DESYNC
+    }
+    assert alike["parallel", "full"] == alike["ladder", "mlp-only"] == alike["farskip", "full"] == "farskip"
+    assert alike["ladder", "full"] == "ladder" and alike["ladder", "attn-only"] is None
+    assert frontier.measured_alike(Wiring("parallel", (0, 1)), ["moe-shared"] * 2, Blocks()) is None
+
+
+def test_the_place_in_the_depth_decides_the_cost_of_a_model_of_other_depth() -> None:
+    alone = [2.0, 1.0, 0.5]
+    assert frontier.sum_over(alone, range(3), 3) == pytest.approx(3.5)
+    assert frontier.sum_over(alone, range(7), 7) == pytest.approx(3.5)
+    assert frontier.sum_over(alone, [1, 2], 4) == pytest.approx(0.25 * 2 + 1.0 + 0.25 * 0.5)
+
+
+def test_the_command_says_that_it_predicts_and_what_it_assumes(model: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["plan", "--frontier", str(model)])
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.startswith("Predicted, not measured.") and "assumed, those of two H100s without" in done.stdout
+    assert "as in SmolLM2-135M-Instruct or Gemma-3-270m" in " ".join(done.stdout.split())
+    costs, machine = tmp_path / "costs.json", tmp_path / "machine.json"
+    costs.write_text(json.dumps({"tokens": 9, "ladder": {"alone": [3.0, 1.0, *[0.1] * 14]}}))
+    machine.write_text(json.dumps({"gpus_per_node": 2, "near": {"latency_us": 10, "gb_per_s": 300}}))
+    options = ["--costs", str(costs), "--machine", str(machine)]
+    told = CliRunner().invoke(app, ["plan", "--frontier", str(model), *options])
+    assert "| ladder | auto (1-15)" in " ".join(told.stdout.split()) and "those of the machine file" in told.stdout
+    words = ["plan", "--frontier", str(model), "--json"]
+    before, after = (json.loads(CliRunner().invoke(app, given).stdout) for given in (words, [*words, *options]))
+    ladder, farskip = (
+        [next(row for row in found if row["wiring"] == name) for found in (before, after)]
+        for name in ("ladder", "farskip")
+    )
+    assert ladder[1]["decode"] < ladder[0]["decode"] and ladder[1]["cost"] == [pytest.approx(0.4)] * 2
+    assert farskip[0]["kl"] is not None and farskip[1]["kl"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--gpus", "1"], "one GPU sends nothing"),
+        (["tiny"], "a recipe is given too"),
+        (["--costs", "none.json"], "has no costs of layers"),
+        (["--costs", "short.json"], "no costs of a model of 16 layers"),
+    ],
+)
+def test_what_cannot_be_predicted_is_refused(
+    options: list[str], words: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("short.json").write_text(json.dumps({"ladder": {"alone": [1.0, 2.0]}}))
+    done = CliRunner().invoke(app, ["plan", "--frontier", str(model), *options])
+    assert done.exit_code == 2 and words in done.stderr
+    other = CliRunner().invoke(app, ["plan", "tiny", "--costs", "short.json"])
+    assert other.exit_code == 2 and "--costs is for --frontier" in other.stderr
