@@ -25,13 +25,12 @@ from fcsd.models.selection import select_layers
 
 OUT, PAGE = Path("fcsd/plan/healing_law.json"), Path("docs/planning.md")
 HEALED = "SmolLM2-135M-Instruct"
-FILES = (*RAW, Path("benchmarks/results/real_smollm2_seeds_2xh100.json"))
 OTHER_LOSS = ("objective.", "optim.kind")  # runs that set one of these have another loss or optimizer
 
 
 def law(repo: Path = Path()) -> dict[str, Any]:
     """The file's content: both fits, the profiles of costs that were measured, and where all of it comes from."""
-    raw = [json.loads((repo / file).read_text()) for file in FILES]
+    raw = [json.loads((repo / file).read_text()) for file in RAW]
     costs = {name: json.loads((repo / file).read_text()) for name, file in LAYERS.items()}
     runs = [run for file in raw for run in file["runs"] if "kl" in run and "own" in run["text"].split("+")]
     runs = [run for run in runs if not any(key.startswith(OTHER_LOSS) for key in run.get("set", {}))]
@@ -50,7 +49,7 @@ def law(repo: Path = Path()) -> dict[str, Any]:
         lost.append(math.log(-mean_difference(scored, name)[0]))
         divergence.append([1.0, math.log(kl)])
     return {
-        "from": [str(file) for file in (*FILES, *LAYERS.values())],
+        "from": [str(file) for file in (*RAW, *LAYERS.values())],
         "model": HEALED,
         "kl": {**_fit(rows, known), "of": ["1", "log sum of costs", "-log millions of tokens"]},
         "points": {**_fit(divergence, lost), "of": ["1", "log KL"]},

@@ -15,31 +15,39 @@ PAGE = Path("docs/REAL_MODELS.md")
 RAW = (
     Path("benchmarks/results/real_smollm2_100m_2xh100.json"),
     Path("benchmarks/results/real_smollm2_10m_2xh100.json"),
+    Path("benchmarks/results/real_smollm2_seeds_2xh100.json"),
 )
+SEEDS = RAW[2]
 
 
 def runs(raw: list[dict[str, Any]]) -> str:
     """Markdown with a row for each run that was measured to its end, and its divergence on both held-out texts."""
     lines = [
-        "| wiring | layers | text | tokens | learning rate | tokens a step "
+        "| wiring | layers | text | tokens | learning rate | tokens a step | also "
         "| KL, own text | KL, foreign text | tokens/s |",
-        "|---|---|---|--:|--:|--:|--:|--:|--:|",
+        "|---|---|---|--:|--:|--:|---|--:|--:|--:|",
     ]
     for run in (run for file in raw for run in file["runs"] if "kl" in run):
         own, foreign = (_change(run, text) for text in ("own", "foreign"))
         lines.append(
             f"| {run['wiring']} | {run['layers']} | {run['text']} | {run['tokens'] / 1e6:g} M | {run['lr']:g} "
-            f"| {run.get('batch', 131072)} | {own} | {foreign} | {run['tokens_per_second']:.0f} |"
+            f"| {run.get('batch', 131072)} | {_also(run)} | {own} | {foreign} | {run['tokens_per_second']:.0f} |"
         )
     return "\n".join(lines) + "\n"
 
 
-def scores(raw: list[dict[str, Any]]) -> str:
+def _also(run: dict[str, Any]) -> str:
+    """What a run sets beside the columns of the table."""
+    named = {"optim.kind": "Muon", "objective.hidden.weight": "hidden states"}
+    changed = [named[key] for key in run.get("set", {}) if key in named]
+    return ", ".join([*changed, f"seed {run['seed']}"] if run.get("seed") else changed)
+
+
+def scores(file: dict[str, Any]) -> str:
     """Markdown with the scores of the original and of every model, and the mean difference with its standard error.
 
     A star marks a benchmark on which the original is not above chance. It is not in the mean.
     """
-    (file,) = (file for file in raw if "scores" in file)
     told = informative(file)
     baseline = baseline_of(file)
     columns = list(file["scores"][baseline])
@@ -134,7 +142,8 @@ def _change(run: dict[str, Any], text: str) -> str:
 
 def filled(page: str, raw: list[dict[str, Any]], repo: Path = Path()) -> str:
     """The page with the tables of the stored runs and of the layers."""
-    for name, table in (("runs", runs(raw)), ("scores", scores(raw)), ("layers", layers(repo)), ("rules", rules(repo))):
+    tables = {"runs": runs(raw), "scores": scores(raw[0]), "seeds": scores(raw[RAW.index(SEEDS)])}
+    for name, table in {**tables, "layers": layers(repo), "rules": rules(repo)}.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
         before, rest = page.split(begin)
         page = before + begin + table + end + rest.split(end)[1]
