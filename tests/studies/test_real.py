@@ -61,6 +61,8 @@ def test_the_figures_of_single_layers_are_those_of_the_raw_files(repo: Path) -> 
 def test_every_stored_case_is_a_recipe(repo: Path, tmp_path: Path) -> None:
     texts = {"own": tmp_path / "own", "foreign": tmp_path / "foreign"}
     for case in (case for file in page.read(repo) for case in file["runs"]):
+        if "optim.kind" in case.get("set", {}):
+            continue  # Muon, which lost and was removed (docs/LOG.md)
         read = Recipe.model_validate(recipe_of(case, tmp_path / "student", tmp_path, texts))
         assert read.optim.lr == case["lr"] and read.train.steps == case["steps"]
         assert len(read.data.sources) == len(case["text"].split("+"))
