@@ -123,8 +123,10 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> CheckpointCon
 
 def _text(raw: dict[str, Any], row: Arch | None) -> dict[str, Any]:
     """The decoder's part of config.json, with the number of its layers."""
-    if row is None or row.text_config:
-        return raw.get(row.text_config, raw) if row else raw
+    if row is None:
+        return raw
+    if row.text_config is not None:
+        return raw.get(row.text_config, raw)
     lists = [raw[key] for key in row.layer_lists if isinstance(raw.get(key), list | str)]
     return {**raw, "num_hidden_layers": len(lists[0])} if lists else raw
 

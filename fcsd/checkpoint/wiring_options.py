@@ -9,6 +9,7 @@ import torch
 
 from fcsd.checkpoint.config_json import CheckpointConfig
 from fcsd.checkpoint.files import with_floats
+from fcsd.checkpoint.rewired import AMD_KEYS
 from fcsd.errors import ConfigError
 from fcsd.models.arch import Arch
 from fcsd.models.build import check_desync, check_injected, config_class, injected_layers, model_classes
@@ -89,5 +90,6 @@ def _without_injected(config: CheckpointConfig, arch: Arch, wiring: Wiring) -> W
 
 
 def _converted_config(config: CheckpointConfig, arch: Arch, wiring: Wiring) -> Any:
-    raw = {key: value for key, value in config.raw.items() if key not in ("model_type", "quantization_config")}
+    left_out = ("model_type", "quantization_config", *AMD_KEYS)
+    raw = {key: value for key, value in config.raw.items() if key not in left_out}
     return config_class(arch.model_type).from_dict({**with_floats(raw), "fcsd": wiring.to_block()})

@@ -51,7 +51,9 @@ def stay_inside_documents(layers: Any, blocks: Blocks | None = None) -> None:
             are taken apart then, which changes no bit of what they compute.
     """
     swap_classes(layers, InsideDocuments, is_linear, True)
-    for layer in layers if blocks is not None else ():
+    if blocks is None:
+        return
+    for layer in layers:
         if not isinstance(layer, WiredLayer):
             take_apart(layer, LayerWiring(0, 0, 1, False, partial(hf_parts, blocks), blocks))
 
