@@ -169,7 +169,8 @@ class MetaModel:
                 raise
             self.packaged = True
         else:
-            rewired = rewired or read_config(folder).rewired is not None
+            found = read_config(folder, trust_remote_code=True)  # no code of a checkpoint is run here
+            rewired = rewired or found.rewired is not None
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         self.wiring = wiring_of(config)
         fields = {key: value for key, value in config.to_dict().items() if key not in ("fcsd", "model_type")}
