@@ -21,6 +21,7 @@ from fcsd.distill.dtypes import DTYPES
 from fcsd.distill.experts.expert_parallel import check, randomise
 from fcsd.distill.step.engine import import_deepspeed
 from fcsd.distill.teacher.original import needs_teacher
+from fcsd.errors import ConfigError
 from fcsd.launch.world import World
 from fcsd.models.build import converted_config, register
 from fcsd.models.wiring import Wiring
@@ -55,7 +56,7 @@ def random_run(
         sets: ``--set`` assignments that change the recipe.
 
     Raises:
-        ConfigError: the recipe is invalid for this model or this number of processes.
+        ConfigError: the recipe is invalid for this model or this number of processes, or it has adapters.
     """
     import_deepspeed()
     register()
@@ -67,6 +68,11 @@ def random_run(
         tokens = world.size * micro_batch * accumulation * seq
         recipe = random_recipe(Path(folder), name, seq, micro_batch, tokens, steps, world, sets)
         check(recipe, world.size)
+        if recipe.train.adapter is not None:
+            raise ConfigError(
+                "the benchmarks of a step train all weights, so --set train.adapter has no place here",
+                hint="`python -m benchmarks.distill.baselines SHAPE --against fcsd-adapters` times adapters",
+            )
         yield recipe, rewired
 
 

@@ -106,7 +106,8 @@ def table(raw: list[dict[str, Any]]) -> str:
                 spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
                 share = f"{kept[rank] / kept[0]:.1%}" if 0 in kept else "-"
                 name = f"rank {rank}" if rank else "all weights"
-                cells = [file["model"], f"{tokens / 1e6:g} M", name, f"{lr:g}", f"{len(values)}"]
+                length = f"{tokens / 1e6:g} M" if tokens >= 1e6 else f"{tokens:,.0f}"
+                cells = [file["model"], length, name, f"{lr:g}", f"{len(values)}"]
                 body.append([*cells, f"{before:.2f} → {mean:.3f}{spread}", f"{kept[rank]:.1%}", share])
     return markdown_table(head, body, left=3) + "\n"
 

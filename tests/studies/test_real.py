@@ -136,6 +136,9 @@ def test_the_cases_of_the_study_of_ranks_are_taken_and_its_table_is_that_of_the_
     ]
     page_of_ranks = (repo / ranks.PAGE).read_text()
     assert ranks.filled(page_of_ranks, ranks.read(repo)) == page_of_ranks, "run python -m studies.real.ranks page"
+    (kept,) = re.findall(r"rank 64 keeps ([\d.]+) % .* rank 4 keeps ([\d.]+) %", " ".join(page_of_ranks.split()))
+    stored = [re.search(rf"40,960 .*\| rank {rank} .* ([\d.]+)%", page_of_ranks) for rank in (64, 4)]
+    assert [found and found[1] for found in stored] == [*kept]
 
 
 def real_model(repo: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

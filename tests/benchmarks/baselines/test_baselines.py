@@ -250,6 +250,9 @@ def refusals(cases: list[str]) -> list[str]:
 
 
 def test_settings_that_the_baselines_do_not_have() -> None:
-    (told,) = on_ranks(1, refusals, ["objective.temperature=2", "objective.sft=1", "optim.moments=bf16"])
+    (told,) = on_ranks(
+        1, refusals, ["objective.temperature=2", "objective.sft=1", "optim.moments=bf16", "train.adapter.rank=4"]
+    )
     assert told[0] == told[1] == "the baselines compute KL at temperature 1 only"
     assert told[2].startswith("the baselines keep fp32 moments")
+    assert told[3].startswith("the benchmarks of a step train all weights")
