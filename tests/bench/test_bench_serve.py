@@ -54,10 +54,16 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, repo: Path) -> Any:
 
 
 def ended(pid: int) -> bool:
+    """Whether a process ends within 20 seconds. One that was killed lives on until the kernel has dealt with it."""
     try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        process = psutil.Process(pid)
+        for _ in range(200):
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return True
+            time.sleep(0.1)
     except psutil.NoSuchProcess:
         return True
+    return False
 
 
 def run(load: Workload, memory: int | None = None) -> dict[str, Any]:
