@@ -243,6 +243,7 @@ def test_a_config_alone_is_enough_and_chooses_the_wiring(tmp_path):
         (["tiny", "--engine", "own", "--table", "no/t.json"], "--table no/t.json has no directory"),
         (["tiny", "--wirings", "ladder,farskip", "--table", "t.json"], "--table is the table of one wiring"),
         (["tiny", "--table", "t.json"], "how many tokens a step of vLLM has"),
+        (["tiny", "--table", "t.json", "--", "--max-num-batched-tokens=8k"], "how many tokens a step of vLLM has"),
     ],
 )
 def test_what_does_not_apply_is_refused_in_one_line(options, said):

@@ -114,7 +114,8 @@ class Workload:
     def budget(self) -> int | None:
         """The most tokens of a step of vLLM, if the options say it; None for fcsd's engine, which reads all at once."""
         words = " ".join(self.options).replace("=", " ").split()
-        return int(words[words.index(BUDGET) + 1]) if BUDGET in words[:-1] else None
+        said = words[words.index(BUDGET) + 1] if BUDGET in words[:-1] else ""
+        return int(said) if said.isdecimal() else None  # vLLM also takes 8k
 
     @property
     def short(self) -> int:
