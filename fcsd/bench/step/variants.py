@@ -79,7 +79,7 @@ def _stock(model: PreTrainedModel, tuned: bool) -> None:
     exchanges, ``deepep``, needs a package that no index has.
     """
     wire(model, unwired())
-    for layer in model.modules():
-        if adapt(layer) is not None:
-            layer.combine_impl = "fused_weighted_sum" if tuned else "weighted_sum"
-            layer.async_split_plan = tuned
+    layers: list[Any] = [module for module in model.modules() if adapt(module) is not None]
+    for layer in layers:
+        layer.combine_impl = "fused_weighted_sum" if tuned else "weighted_sum"
+        layer.async_split_plan = tuned
