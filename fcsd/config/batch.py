@@ -8,13 +8,8 @@ def accumulation(recipe: Recipe, world_size: int) -> int:
     """The number of micro-batches per process and optimizer step. Processes that shard a model have the same rows.
 
     Raises:
-        ConfigError: the batch cannot be split evenly, or the optimizer of the recipe updates in one process only.
+        ConfigError: the batch cannot be split evenly.
     """
-    if recipe.optim.kind == "muon" and world_size > 1:
-        raise ConfigError(
-            f"optim.kind muon needs one process, and this run has {world_size}",
-            hint="set optim.kind: adamw, or start one process: each updates whole matrices",
-        )
     degree = recipe.parallel.tp_size
     together = recipe.train.micro_batch_size * recipe.data.seq_len * (world_size // degree or 1)
     if recipe.train.batch_tokens % together:

@@ -10,11 +10,8 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Optim(Section):
-    """The optimizer and the schedule of its learning rate."""
+    """AdamW and the schedule of its learning rate."""
 
-    kind: Literal["adamw", "muon"] = "adamw"
-    """`muon` updates the matrices of the decoder layers by Muon, with `lr` scaled so that updates are as large as
-    AdamW's, and all other weights by AdamW. It needs a run of one process in bf16 with `parallel.zero_stage` 1 or 2."""
     lr: Annotated[float, Field(gt=0)] = 2e-5
     """The highest learning rate of AdamW; the schedule reaches it after the warm-up."""
     min_lr: Weight = 0.0

@@ -166,8 +166,6 @@ class Recipe(Section):
             raise ValueError(
                 "optim.offload host needs parallel.zero_stage 1 or 2; with 0, optim.offload can be moments"
             )
-        if self.optim.kind == "muon" and (why := self._not_with_muon()):
-            raise ValueError(f"optim.kind muon cannot be combined with {why}; set optim.kind adamw")
         if self.optim.offload != "none" and self.parallel.placement.every:
             raise ValueError(
                 "parallel.placement.every needs optim.offload none: the states of experts move between GPUs, not hosts"
@@ -216,21 +214,6 @@ class Recipe(Section):
         }
         why = next((why for why, is_so in found.items() if is_so), None)
         return why and f"train.adapter cannot be combined with {why}"
-
-    def _not_with_muon(self) -> str | None:
-        """The setting with which Muon is not proven; None if there is none."""
-        parallel, optim = self.parallel, self.optim
-        found = {
-            "train.dtype fp32": self.train.dtype == "fp32",
-            "parallel.zero_stage 0": parallel.zero_stage == 0,
-            "parallel.ep_size above 1": parallel.ep_size > 1,
-            "parallel.tp_size above 1": parallel.tp_size > 1,
-            "parallel.quantised": parallel.quantised.any,
-            "optim.moments bf16": optim.moments == "bf16",
-            "optim.offload": optim.offload != "none",
-            "train.adapter": self.train.adapter is not None,
-        }
-        return next((why for why, is_so in found.items() if is_so), None)
 
     def _not_captured(self) -> str | None:
         """The setting because of which the passes of a micro-batch cannot be captured; None if they can be."""

@@ -62,19 +62,14 @@ def test_the_figures_of_the_first_screen_follow_from_the_raw_files(readme, repo)
     def says(row, *figures):
         assert [figure for figure in figures if figure not in rows[row]] == [], rows[row]
 
-    slow = {
-        (row["wiring"], row["batch"]): row
-        for row in raw("infer_slow_16_layers_2xh100")["rows"]
-        if row["reduce"] == "nccl"
-    }
-    gains = {
-        (batch, part): f"{slow['standard', batch][part] / slow['ladder', batch][part]:.2f}x"
-        for batch in (1, 16)
-        for part in ("decode_ms", "prefill_ms")
-    }
-    many, one = ((gains[batch, "decode_ms"], gains[batch, "prefill_ms"]) for batch in (16, 1))
-    says("serving without NVLink", f"{many[0]} in decoding and {many[1]} to the first tokens at 16 prompts")
-    says("serving without NVLink", f"{one[0]} and {one[1]} at one")
+    serving = raw("serve_own_slow_2xh100")["ratios"]
+    ladder, table = (
+        {key: f"{gain:.2f}x" for key, gain in serving[name].items()} for name in ("ladder", "ladder, by its table")
+    )
+    one, many, most = (ladder[f"decode {batch}"] for batch in (1, 16, 64))
+    says("serving without NVLink", f"{one} in decoding at one prompt, {many} at 16, {most} at 64")
+    says("serving without NVLink", f"{ladder['prefill 512']} and {ladder['prefill 2048']} to the first tokens of 16")
+    says("serving without NVLink", f"with INT8 sums {table['prefill 512']} and {table['prefill 2048']}")
     scout = raw("vllm_first_tokens_scout_2xh200")["time-1"]["rows"]
     gained = [f"{row['mean_ms_times_original']:.2f}x" for row in scout if row["role"] == "converted"]
     says("serving over NVLink", *gained)

@@ -750,3 +750,26 @@ def test_steps_on_two_h100s(page: str, raw: Raw, heading: str, file: str, base: 
         [name, f"{ms:.1f}", f"{steps[base] / ms:.3f}", f"{100 * steps[bound] / ms:.1f}"] for name, ms in steps.items()
     ]
     assert [row[:4] for row in rows(page, heading)[1:]] == expected
+
+
+def test_serving_by_the_own_engine_without_peer_access(repo: Path, raw: Raw) -> None:
+    found = raw("serve_own_slow_2xh100")["variants"]
+    medians = {name: {key: median(times) for key, times in one["rounds"].items()} for name, one in found.items()}
+    points = list(medians["original"])
+    fastest = {key: min(medians[name][key] for name in found if found[name]["role"] == "original") for key in points}
+    page = (repo / "benchmarks/results/all_reduce.md").read_text()
+    for name, times in medians.items():
+        digits = {key: 3 if key.startswith("decode") else 1 for key in points}
+        cells = [f"{times[key]:.{digits[key]}f} ({fastest[key] / times[key]:.2f}x)" for key in points]
+        assert f"| {'the bound, which sends nothing' if name == 'bound' else name} | {' | '.join(cells)} |" in page
+
+
+def test_a_tensor_parallel_step_without_peer_access(repo: Path, raw: Raw) -> None:
+    found = raw("tensor_parallel_slow_2xh100")
+    assert found["equal"] == {"standard": False, "ladder": False}  # the page says so
+    steps = {name: median(one["ms"]) for name, one in found["variants"].items()}
+    page = (repo / "benchmarks/results/training.md").read_text()
+    for name, ms in steps.items():
+        bound = steps[f"{name.split(',')[0]}, bound"]
+        gain, share = steps["standard, own-weights"] / ms, 100 * bound / ms
+        assert f"| {name} | {ms:.1f} | {gain:.3f} | {share:.1f} |" in page

@@ -1,4 +1,4 @@
-"""The sides of fcsd: the feed, the engine, the loss and the step of ``fcsd distill``, training all weights or adapters."""
+"""The sides of fcsd: the feed, engine, loss and step of ``fcsd distill``, which trains all weights or adapters."""
 
 from dataclasses import replace
 from typing import Any, cast

@@ -1,7 +1,6 @@
 """Chooses the implementation of AdamW that a recipe asks for, and the groups of parameters that it updates.
 
-AdamW runs in one of three implementations. ``OneProcessAdamW`` updates the weights of a run of one process, and so does
-``OneProcessMuon``, which updates matrices by Muon.
+AdamW runs in one of three implementations. ``OneProcessAdamW`` updates the weights of a run of one process.
 ``ChunkedAdamW`` keeps its moments in bf16 or in host memory. In all other runs DeepSpeed makes torch's fused AdamW from
 its configuration (``fcsd.distill.step.engine.deepspeed_config``). ``update`` clips and skips for all of them.
 """
@@ -15,7 +14,6 @@ from fcsd.config import Recipe
 from fcsd.distill.dtypes import DTYPES
 from fcsd.distill.optim.adamw_chunked import ChunkedAdamW
 from fcsd.distill.optim.adamw_one_process import OneProcessAdamW
-from fcsd.distill.optim.muon import OneProcessMuon, muon_groups
 
 GROUP = 2**28  # most parameters of a group of the optimizer, unless one tensor has more
 
@@ -48,8 +46,9 @@ def own_adamw(recipe: Recipe, alone: bool) -> Callable[[Any], ChunkedAdamW | One
         alone: whether the optimizer is ``OneProcessAdamW``.
     """
     if alone:
-        made = OneProcessMuon if recipe.optim.kind == "muon" else OneProcessAdamW
-        return lambda parameters: made(parameters, **adamw_settings(recipe), grad_clip=recipe.optim.grad_clip)
+        return lambda parameters: OneProcessAdamW(
+            parameters, **adamw_settings(recipe), grad_clip=recipe.optim.grad_clip
+        )
     if not chunked(recipe):
         return None
 
@@ -84,8 +83,6 @@ def parameter_groups(student: nn.Module, recipe: Recipe) -> list[Any]:
         decayed = {"name": "decayed", "params": by_decay[True], "weight_decay": recipe.optim.weight_decay}
         spared = {"name": "not decayed", "params": by_decay[False], "weight_decay": 0.0}
         groups = [group for group in (decayed, spared) if group["params"]]
-    if recipe.optim.kind == "muon":
-        return muon_groups(student, groups)
     if recipe.parallel.zero_stage and not _divided_by_deepspeed(recipe):
         groups = [{**group, "params": part} for group in groups for part in _parts(group["params"])]
     return groups if len(groups) > 1 or "weight_decay" in groups[0] else groups[0]["params"]

@@ -64,27 +64,17 @@ class OneProcessAdamW(Optimizer):
         The others stay as they are, as in torch. ZeRO gives them a gradient of zeros, so that their weights decay.
         """
         assert closure is None
-        self._measure()
-        for group in self.param_groups:
-            self._adamw(group)
-
-    def _measure(self) -> None:
-        """Computes the norm of all gradients, and counts the step if it is finite."""
         gradients = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
         self.norm = l2_norm(gradients, self.taken.device)
         self.taken += self.norm.isfinite()
-
-    def _rates(self, group: dict[str, Any]) -> Rates:
-        beta1, beta2 = group["betas"]
-        return Rates(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
-
-    def _adamw(self, group: dict[str, Any]) -> None:
-        rates = self._rates(group)
-        numbers = adamw.device_numbers(self.norm, self.taken, self._grad_clip, rates)
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                kept = Moments(*(self.state[parameter][name] for name in _NAMES))
-                adamw.update(parameter, parameter.grad, kept, numbers, rates)
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            rates = Rates(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
+            numbers = adamw.device_numbers(self.norm, self.taken, self._grad_clip, rates)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    kept = Moments(*(self.state[parameter][name] for name in _NAMES))
+                    adamw.update(parameter, parameter.grad, kept, numbers, rates)
 
     def state_dict(self) -> dict[str, Any]:
         """The state; its tensors are those of the optimizer, not copies."""

@@ -95,7 +95,6 @@ def _later_fields(recipe: Recipe, world: World) -> dict[str, bool]:
         "train.anneal_share": train.anneal_share > 0,
         "train.adapter": train.adapter is not None,
         "optim.train": bool(optim.train),
-        "optim.kind": optim.kind != "adamw",
         "optim.moments": optim.moments != "fp32",
         "optim.offload": optim.offload != "none",
         "parallel.dedup": parallel.dedup != "off",

@@ -10,8 +10,7 @@ from typing import Any
 from fcsd.errors import ConfigError
 from fcsd.models.archs import ARCHS
 from fcsd.models.wiring_block import DESYNC, Wiring
-from fcsd.parallel.all_reduce.backends import is_bound
-from fcsd.serve.vllm.reduction import read_settings
+from fcsd.serve.vllm.reduction import leaves_out, read_settings
 from fcsd.serve.vllm.support import RIGHT_RESULTS, refusal
 
 # Methods of speculation that read nothing inside of the model.
@@ -27,6 +26,7 @@ def check(vllm_config: Any, model_type: str) -> None:
 
     Raises:
         ConfigError: a setting does not go with the model. The message names it and says what to do.
+        BadInputError: the file of a table of sums is none for this.
     """
     for problem in problems(vllm_config, model_type):
         raise ConfigError(f"converted model: {problem}")
@@ -68,9 +68,9 @@ def problems(vllm_config: Any, model_type: str) -> Iterator[str]:
         "lora": vllm_config.lora_config is not None,
     }
     yield from (refusal(name) for name, found in asked.items() if found)
-    backend = read_settings(vllm_config.additional_config).backend
-    if is_bound(backend, "plugin") and os.environ.get(RIGHT_RESULTS):
-        yield f"reduce {backend} gives wrong results, which fcsd serve and fcsd eval refuse; start vLLM for a bound"
+    reduce = read_settings(vllm_config.additional_config, parallel.tensor_parallel_size).reduce
+    if leaves_out(reduce) and os.environ.get(RIGHT_RESULTS):
+        yield f"reduce {reduce} gives wrong results, which fcsd serve and fcsd eval refuse; start vLLM for a bound"
 
 
 def _wiring_problems(wiring: Wiring, parallel: Any) -> Iterator[str]:

@@ -19,9 +19,8 @@ from fcsd.models.arch import VllmNames
 from fcsd.models.archs import ARCHS
 from fcsd.models.schedule import Kind, layer_plans
 from fcsd.models.wiring_block import Wiring
-from fcsd.parallel.all_reduce.backends import is_bound
 from fcsd.serve.vllm.layer import Wired, kind_of, take_apart
-from fcsd.serve.vllm.reduction import Reducer, define_operators, read_settings
+from fcsd.serve.vllm.reduction import Reducer, define_operators, leaves_out, read_settings
 
 log = logging.getLogger("vllm.fcsd")
 
@@ -41,13 +40,14 @@ def rewire(model: Any, names: VllmNames, wiring: Wiring, reducer: Reducer) -> No
 
 
 def _reducer(vllm_config: Any) -> Reducer:
-    backend, overlap_from = read_settings(vllm_config.additional_config)
-    if is_bound(backend, "plugin"):
+    size = get_tensor_model_parallel_world_size()
+    reduce, overlap_from = read_settings(vllm_config.additional_config, size)
+    if leaves_out(reduce):
         log.warning(
-            "WRONG RESULTS: reduce=%s leaves every sum out. Use it to measure a bound, and nothing else.", backend
+            "WRONG RESULTS: reduce=%s leaves every sum out. Use it to measure a bound, and nothing else.", reduce
         )
     define_operators()
-    return Reducer(get_tensor_model_parallel_world_size(), get_tp_group().unique_name, backend, overlap_from)
+    return Reducer(size, get_tp_group().unique_name, reduce, overlap_from)
 
 
 @cache
