@@ -147,6 +147,7 @@ def convert_checkpoint(
     chosen = choose_wiring(config, arch, wiring, layers, **how)
 
     hashed = not (dry_run and source.repo_id)  # a dry run does not download the shards of a repository
+    hashed = hashed and not config.foreign  # such a model's teacher is a copy, whose config.json differs
     block = chosen.to_block(**origin(source, layout if hashed else None))
     raw = {key: value for key, value in config.raw.items() if key not in AMD_KEYS}
     texts = converted_files(raw, arch, block)

@@ -532,11 +532,11 @@ class WiredModel(nn.Module):
         refuse_unknown_backend(config)
         super().__init__(config, *args, **kwargs)
         layers: Any = self.get_submodule(self.fcsd_decoder).layers
-        gated, block = self.fcsd_blocks.gated, getattr(config, "fcsd", None)
-        if gated is not None and getattr(config, gated, False):
+        gated = self.fcsd_blocks.gated is not None and getattr(config, self.fcsd_blocks.gated, False)
+        if gated:
             gate_attentions(layers)
-        if block is not None:
-            wire_layers(layers, Wiring.from_block(block), self.fcsd_blocks)
+        if not gated or hasattr(config, "fcsd"):  # the config of an original with gates is transformers' own
+            wire_layers(layers, Wiring.from_block(config.fcsd), self.fcsd_blocks)
 
     @classmethod
     def is_backend_compatible(cls) -> bool:

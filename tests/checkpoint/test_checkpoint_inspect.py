@@ -365,7 +365,7 @@ def test_gated_attention_is_named(tmp_path):
     assert len(report.problems) == 1
     assert "problem       its attention is gated (self_attn.gate_proj)" in report.to_text()
     with pytest.raises(BadInputError, match="its attention is gated"):
-        convert_checkpoint(tmp_path, tmp_path / "out")
+        convert_checkpoint(tmp_path, Path(f"{tmp_path}-out"))
     edit_config(tmp_path, farskip=False, model_type="instella_moe", gated_attention=False)
     with pytest.raises(BadInputError, match="its attention is gated"):
         inspect_checkpoint(str(tmp_path))

@@ -29,6 +29,7 @@ from fcsd.errors import BadInputError, ConfigError
 from fcsd.export.final import export_model
 from fcsd.models.adapters.lora import add_adapters
 from fcsd.models.build import load_model, unwired, wire, wiring_of
+from fcsd.parallel.all_reduce.ways import Way, Ways
 from fcsd.parallel.quantised.simulated_model import SimulatedCommunication, over_formats
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 from fcsd.plan.model import MetaModel
@@ -148,9 +149,9 @@ def test_its_wiring_cannot_be_changed(folders: tuple[Path, Path], how: dict[str,
 def test_without_the_copy_it_is_refused_by_name(folders: tuple[Path, Path], tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match="trained with AMD's farskip keys"):
         load_model(folders[0])
-    write(tmp_path, architectures=["OtherForCausalLM"])
+    write(tmp_path / "other", architectures=["OtherForCausalLM"])
     with pytest.raises(BadInputError, match="rewired already, by AMD's farskip keys"):
-        convert_checkpoint(tmp_path, tmp_path / "out")
+        convert_checkpoint(tmp_path / "other", tmp_path / "out")
     with pytest.raises(BadInputError, match="vLLM's attention of deepseek_v3 has no gate"):
         base_config(json.loads((folders[1] / "config.json").read_text()), "there")
 
@@ -178,7 +179,7 @@ def test_the_engine_computes_it_on_one_rank_and_on_two(folders: tuple[Path, Path
     amd, out = folders
     expected, alone = oracle(amd, tiny.tokens()), TensorGroup(None, 1, 0)
     model: Any = load_tensor_parallel(out, dtype=torch.float32, device="cpu", ranks=alone)
-    wire_tensor_parallel(model, wiring_of(model.config), alone)
+    wire_tensor_parallel(model, wiring_of(model.config), alone, Ways(Way("none")))
     with torch.no_grad():
         torch.testing.assert_close(model(tiny.tokens(), use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
     for logits in in_group(2, _sharded, out):

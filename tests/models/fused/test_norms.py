@@ -29,7 +29,7 @@ _OTHERS = ("linear_attn", ".o_norm.", ".mamba.norm.", ".indexer.", "norm.mlp.")
 
 
 def _is_plain_norm(name: str) -> bool:
-    """The norms of linear attention take a gate, those of an indexer are no RMSNorms, and A.X K2 gates their output."""
+    """Most norms of linear attention take a gate, an indexer has no RMSNorms, and A.X K2 gates what norms return."""
     return "norm" in name and not any(part in name for part in _OTHERS)
 
 
