@@ -315,15 +315,16 @@ def _exposed(rank: int, folder: str, wiring: Wiring, recompute: bool = False) ->
 
 
 @pytest.mark.parametrize(
-    ("wiring", "exposed", "recomputed"), [(STANDARD, [17, 9, 17, 17], 12), (LADDER, [3, 2, 16, 16], 4)]
+    ("wiring", "exposed", "recomputed"), [(STANDARD, [17, 9, 17, 17], 12), (LADDER, [3, 2, 16, 16], 5)]
 )
 def test_products_hide_gathers_and_scatters_of_rows_as_the_wiring_allows(
     wiring: Wiring, exposed: list[int], recomputed: int, tmp_path: Path
 ) -> None:
     """Ladder exposes the first and the last transfer of a direction, and the gather for the final norm.
 
-    Its last two outputs share one scatter. A recompute of a layer gathers the input of its MLP. Under standard, it also
-    repeats what comes before.
+    Its last two outputs share one scatter. A recompute of a layer gathers the input of its MLP; that of the first layer
+    also the input of its attention, which no layer before has gathered. Under standard, every layer repeats that and
+    the scatter between the two.
     """
     model_of(tmp_path, "llama")
     assert in_group(2, _exposed, str(tmp_path), wiring) == [exposed] * 2
