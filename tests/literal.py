@@ -25,7 +25,10 @@ NORMS: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
     "afmoe": ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"),
     "hyperclovax": ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
     "apertus": ("attention_layernorm", None, "feedforward_layernorm", None),
-    "glm4": ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+    **dict.fromkeys(
+        ("glm4", "glm4v"),
+        ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+    ),
 }
 # What a layer multiplies every output by before it adds it.
 MULTIPLIERS: dict[str, Callable] = {

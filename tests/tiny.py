@@ -54,6 +54,31 @@ _QWEN_VISION = dict(
 )
 _DEEPSTACK = dict(_QWEN_VISION, deepstack_visual_indexes=[])
 _QWEN_IMAGES = dict(image_token_id=250, video_token_id=251, vision_start_token_id=252, vision_end_token_id=253)
+_GLM_VISION = dict(
+    depth=2,
+    hidden_size=32,
+    num_heads=2,
+    image_size=56,
+    intermediate_size=48,
+    out_hidden_size=64,
+    temporal_patch_size=1,
+)
+_GLM_IMAGES = dict(
+    image_token_id=250,
+    video_token_id=251,
+    image_start_token_id=252,
+    image_end_token_id=253,
+    video_start_token_id=254,
+    video_end_token_id=255,
+)
+_GLM_MROPE = dict(
+    rope_parameters={
+        "rope_type": "default",
+        "rope_theta": 1000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+    }
+)
 _MROPE = dict(
     rope_parameters={
         "rope_type": "default",
@@ -311,7 +336,7 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     "mistral3": (
         "Mistral3Config",
         dict(
-            text_config=dict(model_type="mistral", intermediate_size=128, head_dim=16, sliding_window=None),
+            text_config=dict(model_type="ministral3", intermediate_size=128, head_dim=16, rope_parameters=_YARN),
             vision_config=dict(
                 model_type="pixtral",
                 hidden_size=32,
@@ -526,6 +551,38 @@ CONFIGS: dict[str, tuple[str, dict]] = {
             index_topk=16,
             indexer_types=["full", "shared", "full", "shared"],
             mlp_layer_types=["dense", *["sparse"] * 3],
+        ),
+    ),
+    "mistral4": ("Mistral4Config", dict(_MLA, n_shared_experts=1, q_lora_rank=32, n_group=2, topk_group=1)),
+    "axk2": (
+        "AXK2Config",
+        dict(
+            {name: value for name, value in _MLA.items() if name != "first_k_dense_replace"},
+            n_shared_experts=1,
+            q_lora_rank=32,
+            gated_norm_rank=4,
+            index_n_heads=16,
+            index_head_dim=16,
+            index_topk=16,
+            mlp_layer_types=["dense", *["sparse"] * 3],
+        ),
+    ),
+    "glm4v": (
+        "Glm4vConfig",
+        dict(text_config=dict(_GLM_MROPE, intermediate_size=128), vision_config=_GLM_VISION, **_GLM_IMAGES),
+    ),
+    "glm4v_moe": (
+        "Glm4vMoeConfig",
+        dict(
+            text_config=dict(
+                _MOE,
+                **_GLM_MROPE,
+                intermediate_size=128,
+                n_routed_experts=8,
+                first_k_dense_replace=1,
+            ),
+            vision_config=_GLM_VISION,
+            **_GLM_IMAGES,
         ),
     ),
 }

@@ -10,7 +10,7 @@
 #   tasks   on one GPU: the eleven tasks
 #   two     on two GPUs: tensor parallelism 2, with and without divided experts; two stages
 #   four    on four GPUs: the same with tensor parallelism 4, and two stages of two GPUs
-#   infer   prefill and decoding, by the options of `python -m benchmarks.infer` in INFER; its files are in $OUT/infer
+#   serve   times originals, wirings and bounds: `fcsd bench serve` with the words in SERVE; its files are in $OUT/serve
 #
 # FOLDER is .vllm by default. The GPU machine needs Python 3.12, torch 2.11 for CUDA 13 and transformers 5.17, FOLDER, and
 # fcsd, benchmarks, tests and assets of this repository. Every part ends before second $LIMIT; a part that fails or hangs
@@ -21,10 +21,10 @@ set -uo pipefail
 cd "$(dirname "$0")/../.."
 
 version=0.24.0
-command=${1:?build, items, one, tasks, two, four or infer}
+command=${1:?build, items, one, tasks, two, four or serve}
 case $command in
-build | items | one | tasks | two | four | infer) ;;
-*) echo "no command $command: build, items, one, tasks, two, four or infer" >&2 && exit 2 ;;
+build | items | one | tasks | two | four | serve) ;;
+*) echo "no command $command: build, items, one, tasks, two, four or serve" >&2 && exit 2 ;;
 esac
 folder=${2:-.vllm}
 WORK=${WORK:-/tmp/vllm-work}
@@ -180,7 +180,7 @@ unpack 9>&- || { echo "$folder could not be unpacked; nothing was run" >&2 && ex
 exec 9>&-
 echo "unpacked after $SECONDS s"
 
-if [ "$command" != infer ]; then
+if [ "$command" != serve ]; then
     # Products of float32 by float32 arithmetic; and DeepSeek's attention expanded, because the bundled teacher's latent
     # vectors are smaller than those that vLLM's kernels for latent attention know.
     export TRITON_F32_DEFAULT=ieee VLLM_MLA_DISABLE=1
@@ -211,9 +211,9 @@ four)
     job bfloat16 $serve --tp 4 $small/bfloat16/{graph/ep,default} teacher/bfloat16/default
     job stages $serve --tp 2 --pp 2 $small/float32/eager
     ;;
-infer)
-    # shellcheck disable=SC2086 # the options are split into words
-    job infer python3 -m benchmarks.infer --out "$OUT/infer" ${INFER:-llama3-70b --engine vllm}
+serve)
+    # shellcheck disable=SC2086 # the words are split
+    job serve python3 -m fcsd bench serve --out "$OUT/serve" --minutes $(($(left) / 60)) ${SERVE:-llama3-8b --tp 2}
     ;;
 esac
 wait

@@ -1,1 +1,1 @@
-"""The benchmark of inference: one workload for fcsd's own engine and for vLLM, with rows of the same form."""
+"""The benchmark of fcsd's inference engine: more degrees, wirings and backends than ``fcsd bench serve`` takes."""

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.infer MODEL|SHAPE``: prefill and decoding in fcsd's engine or in vLLM, beside the bound."""
+"""``python -m benchmarks.infer MODEL|SHAPE``: prefill and decoding in fcsd's engine, beside the bound."""
 
 import json
 import os
@@ -10,7 +10,6 @@ import typer
 from fcsd.bundled import located
 from fcsd.cli.command import command, emit
 from fcsd.cli.options import AsJson, NoCompile, numbers
-from fcsd.errors import ConfigError
 from fcsd.extras import require_extra
 from fcsd.launch.world import first_rank
 
@@ -33,13 +32,12 @@ def infer(
         ),
     ] = "standard,ladder",
     reduce: Annotated[
-        str | None,
+        str,
         typer.Option(
             metavar="KIND[,KIND...]",
-            help="How ranks sum; none is the bound, with wrong results. The default is nccl,none, or vllm,none with "
-            "--engine vllm.",
+            help="How ranks sum; none is the bound, with wrong results.",
         ),
-    ] = None,
+    ] = "nccl,none",
     bounds: Annotated[
         str | None, typer.Option(metavar="WIRING[,WIRING...]", help="The wirings whose bound is timed; default: all.")
     ] = None,
@@ -49,9 +47,6 @@ def infer(
     layers: Annotated[int, typer.Option(min=1, help="Decoder layers of a SHAPE.")] = 8,
     dtype: Annotated[str, typer.Option(metavar="bfloat16|float32", help="Data type of the weights.")] = "bfloat16",
     rounds: Annotated[int, typer.Option(min=1, help="How often each variant is timed.")] = 3,
-    engine: Annotated[
-        str, typer.Option(metavar="own|vllm", help="Time fcsd's own engine, or vLLM with fcsd's plugin.")
-    ] = "own",
     no_compile: NoCompile = False,
     attention: Annotated[
         str | None,
@@ -61,31 +56,23 @@ def infer(
             "between programs and read no others; default: split on a GPU, except for gpt-oss.",
         ),
     ] = None,
-    no_graphs: Annotated[
-        bool, typer.Option("--no-graphs", help="Decode without CUDA graphs; vLLM does not compile then, either.")
-    ] = False,
+    no_graphs: Annotated[bool, typer.Option("--no-graphs", help="Decode without CUDA graphs.")] = False,
     no_nvlink: Annotated[
         bool, typer.Option("--no-nvlink", help="Let NCCL send through host memory, as on machines without NVLink.")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Directory for infer.json and infer.png.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time prefill and decoding in fcsd's tensor-parallel engine or in vLLM, beside the bound without reductions."""
+    """Time prefill and decoding in fcsd's tensor-parallel engine, beside the bound without reductions."""
     degrees = tuple(numbers(tp))
-    if engine == "own":
-        require_extra("eval", "benchmarks.infer", "accelerate", "matplotlib", "triton")
-        from fcsd.launch.world import ensure_world
+    require_extra("eval", "benchmarks.infer", "accelerate", "matplotlib", "triton")
+    from fcsd.launch.world import ensure_world
 
-        if no_nvlink:
-            os.environ["NCCL_P2P_DISABLE"] = "1"  # NCCL reads it when the processes start
-        ensure_world(max(degrees), module="benchmarks.infer")
+    if no_nvlink:
+        os.environ["NCCL_P2P_DISABLE"] = "1"  # NCCL reads it when the processes start
+    ensure_world(max(degrees), module="benchmarks.infer")
 
-        from benchmarks.infer.own_engine import bench
-    else:
-        if no_nvlink:
-            raise ConfigError("--no-nvlink needs --engine own: vLLM's own all-reduces use NVLink without NCCL")
-        from benchmarks.infer.vllm_engine import bench  # vLLM starts its own processes
-
+    from benchmarks.infer.own_engine import bench
     from benchmarks.infer.workload import Workload
 
     load = Workload(
@@ -96,13 +83,12 @@ def infer(
         prompt,
         new,
         tuple(wirings.split(",")),
-        None if reduce is None else tuple(reduce.split(",")),
+        tuple(reduce.split(",")),
         experts,  # type: ignore[arg-type]
         dtype,
         graphs=not no_graphs,
         rounds=rounds,
         bounds=None if bounds is None else tuple(bounds.split(",")),
-        engine=engine,
         compile=not no_compile,
         attention=attention,
     )

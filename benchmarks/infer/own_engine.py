@@ -34,6 +34,7 @@ from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, join_world
 from fcsd.models.wiring_block import DESYNC
 from fcsd.parallel.all_reduce.reduce import Reduction
+from fcsd.parallel.all_reduce.ways import Way
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 
 
@@ -62,10 +63,10 @@ def bench(load: Workload, out: Path | None = None) -> dict[str, Any]:
     world = join_world()
     if max(load.degrees) > world.size:
         raise ConfigError(f"degree {max(load.degrees)} needs as many processes, and there are {world.size}")
-    for kind in load.kinds:
+    for kind in load.reduce:
         Reduction(dist.group.WORLD, kind, 0)  # a kind that these ranks cannot have is refused here
     world = replace(world, group=dist.new_group(backend="gloo", timeout=PATIENCE))
-    workload = {**asdict(load), "reduce": load.kinds}
+    workload = asdict(load)
     result: dict[str, Any] = {"workload": workload, "environment": snapshot(), "rows": []}
     for degree in load.degrees:
         group = dist.new_group(list(range(degree)))
@@ -101,7 +102,7 @@ def _rows(
     # Nothing can be dropped on one rank, so Desync has no row there.
     names = [name for name in load.wirings if ranks.degree > 1 or name not in DESYNC]
     times: dict[Variant, Times | None] = {
-        Variant(name, kind): None for name in names for kind in load.kinds if load.times(name, kind)
+        Variant(name, Way(kind)): None for name in names for kind in load.reduce if load.times(name, kind)
     }
     if model is not None:
         on_gpu = model.device.type == "cuda"
@@ -118,7 +119,7 @@ def _rows(
             compiles=load.compile and on_gpu,
             attention=load.attention,
         )
-    rows = [row(load, ranks.degree, batch, key.wiring, key.reduce, found) for key, found in times.items()]
+    rows = [row(load, ranks.degree, batch, key.wiring, key.way.reduce, found) for key, found in times.items()]
     for own in rows:
         compare(own, rows)
     return rows

@@ -1,4 +1,4 @@
-"""What ``python -m benchmarks.infer`` times, and the row of results for each variant. Both engines use this file."""
+"""What ``python -m benchmarks.infer`` times, and the row of results for each variant."""
 
 import statistics
 from dataclasses import dataclass
@@ -6,17 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.bench.serve.own import Times
-from fcsd.bench.serve.workload import ENGINES, OWN, STANDARD, prompts_of
+from fcsd.bench.serve.workload import OWN, STANDARD, prompts_of
 from fcsd.bench.shapes import SHAPES
 from fcsd.engine.grouped_attention import GROUPED, SPLIT
 from fcsd.errors import ConfigError, unknown_value
 from fcsd.models.wiring_block import NAMES
-from fcsd.parallel.all_reduce.backends import User, backend_of, is_bound
+from fcsd.parallel.all_reduce.backends import backend_of, is_bound
 from fcsd.parallel.tensor.tp_plan import Experts
-from fcsd.serve.vllm.reduction import read_settings
-
-REDUCE: dict[str, tuple[str, ...]] = {"own": ("nccl", "none"), "vllm": ("vllm", "none")}  # the defaults
-USERS: dict[str, User] = {"own": "engine", "vllm": "plugin"}  # in the table of backends
 
 
 @dataclass(frozen=True)
@@ -31,18 +27,15 @@ class Workload:
         prompt: tokens of a prompt.
         new: tokens that are decoded after each prompt, the first of which comes from the prefill.
         wirings: names of wirings, each applied to every layer; ``own`` is the wiring of the checkpoint.
-        reduce: all-reduce backends of the engine, see ``parallel.all_reduce.backends``. None stands
-            for the engine's entry in ``REDUCE``.
+        reduce: all-reduce backends, see ``parallel.all_reduce.backends``.
         bounds: the wirings that are also timed by the kinds with wrong results; None for all of them.
         experts: how ranks share the experts, see ``load_tensor_parallel``.
         dtype: ``float32`` or ``bfloat16``.
-        graphs: whether decoding is captured as CUDA graphs; on CPUs nothing is captured. Without graphs vLLM does not
-            compile either.
+        graphs: whether decoding is captured as CUDA graphs; on CPUs nothing is captured.
         rounds: how often each variant is timed.
-        engine: ``own`` or ``vllm``.
-        compile: whether fcsd's engine compiles the parts of decoding steps on a GPU, see ``engine.compiled``.
-        attention: how decoding steps of fcsd's engine attend, ``grouped`` or ``split``; see
-            ``serve.grouped_attention``. None chooses by the model and its device.
+        compile: whether the parts of decoding steps are compiled on a GPU, see ``engine.compiled``.
+        attention: how decoding steps attend, ``grouped`` or ``split``; see ``engine.grouped_attention``. None chooses
+            by the model and its device.
 
     Raises:
         ConfigError: a value is unknown or out of range.
@@ -55,19 +48,16 @@ class Workload:
     prompt: int = 1024
     new: int = 512
     wirings: tuple[str, ...] = (STANDARD, "ladder")
-    reduce: tuple[str, ...] | None = None
+    reduce: tuple[str, ...] = ("nccl", "none")
     experts: Experts = "sliced"
     dtype: str = "bfloat16"
     graphs: bool = True
     rounds: int = 3
     bounds: tuple[str, ...] | None = None
-    engine: str = "own"
     compile: bool = True
     attention: str | None = None
 
     def __post_init__(self) -> None:
-        if self.engine not in ENGINES:
-            raise unknown_value("engine", self.engine, ENGINES)
         for name in self.wirings:
             known = [OWN, *(known for known in NAMES if known != "desync")]
             if name not in known:
@@ -75,17 +65,10 @@ class Workload:
         for name in self.bounds or ():
             if name not in self.wirings:
                 raise unknown_value("wiring for a bound", name, self.wirings)
-        for kind in self.kinds:
-            if self.engine == "own":
-                backend_of(kind, "engine")
-            else:
-                read_settings({"fcsd": {"reduce": kind}})
-        if not self.compile and self.engine != "own":
-            raise ConfigError("--no-compile is for --engine own", hint="under vLLM, --no-graphs compiles nothing")
+        for kind in self.reduce:
+            backend_of(kind, "engine")
         if self.attention not in (GROUPED, SPLIT, None):
             raise unknown_value("attention", self.attention, (GROUPED, SPLIT))
-        if self.attention is not None and self.engine != "own":
-            raise ConfigError("--attention is for --engine own", hint="leave it out: vLLM chooses its own kernels")
         if self.experts not in ("sliced", "whole"):
             raise unknown_value("division of experts", self.experts, ("sliced", "whole"))
         if self.dtype not in ("float32", "bfloat16"):
@@ -95,17 +78,12 @@ class Workload:
         if self.model not in SHAPES and not (Path(self.model) / "config.json").is_file():
             raise ConfigError(f"{self.model} is neither a shape nor a checkpoint", hint=f"shapes: {', '.join(SHAPES)}")
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """The all-reduce backends."""
-        return REDUCE[self.engine] if self.reduce is None else self.reduce
-
     def times(self, name: str, kind: str) -> bool:
         """Whether a wiring is timed with an all-reduce backend; ``bounds`` says which wirings have a bound."""
-        return not is_bound(kind, USERS[self.engine]) or self.bounds is None or name in self.bounds
+        return not is_bound(kind) or self.bounds is None or name in self.bounds
 
     def prompts(self, batch: int, vocabulary: int) -> list[list[int]]:
-        """The token ids of the prompts of a batch. They are the same for all variants and for both engines."""
+        """The token ids of the prompts of a batch. They are the same for all variants."""
         return prompts_of(batch, self.prompt, vocabulary, seed=batch)
 
 
@@ -121,7 +99,7 @@ def row(load: Workload, degree: int, batch: int, wiring: str, kind: str, times: 
         "batch": batch,
         "wiring": wiring,
         "reduce": kind,
-        "exact": not is_bound(kind, USERS[load.engine]),
+        "exact": not is_bound(kind),
         "out_of_memory": times is None,
         "prefill_ms": prefill,
         "decode_ms": decode,

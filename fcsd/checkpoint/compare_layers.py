@@ -157,10 +157,13 @@ def _compare_with_one_another(stack: str, layers: dict[int, Tensors], experts: i
 
 
 def _norm(layers: dict[int, Tensors], row: Arch | None) -> set[str]:
-    """The tensors of a norm, ``weight`` in most families: those of a norm about the attention that layers have."""
+    """The tensors of a norm, ``weight`` in most families: those of a norm about the attention that layers have.
+
+    Those of a gate that such a norm has are left out. The norm itself is called ``norm`` then.
+    """
     before, after = (row.blocks if row else Blocks()).attn_norms
-    prefix = f"{before or after}."
-    return {name.removeprefix(prefix) for layer in layers.values() for name in layer if name.startswith(prefix)}
+    own = re.compile(rf"{before or after}\.(?:norm\.)?(\w+)")
+    return {match[1] for layer in layers.values() for name in layer if (match := own.fullmatch(name))}
 
 
 def _compare_outside(

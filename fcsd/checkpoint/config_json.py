@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from fcsd.checkpoint.side_files import refuse_code, refuse_foreign_code
 from fcsd.errors import BadInputError
 from fcsd.models.archs import ARCHS
 from fcsd.models.config_keys import REFUSAL, WEIGHTS_FILE
-from fcsd.models.products import family, nearest, supported
+from fcsd.models.products import family, nearest, supported, unsupported_text
 
 _NAME = re.compile(r"[\w.-]{1,100}")
 _HUB_CODE_KEYS = ("attn_implementation", "experts_implementation")
@@ -102,18 +102,20 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> CheckpointCon
         raw,
         model_type=model_type,
         text=raw.get(row.text_config, raw) if row and row.text_config else raw,
-        quantization=_quantization(raw, where),
+        quantization=None,
         rewired=rewired,
     )
-    if rewired is None and not trust_remote_code:
-        refuse_code(path)
-    if not config.foreign:
-        _check_type(config, where)
-        if rewired is not None and not trust_remote_code:
-            _check_own_code(config, path)
     for part in (raw, config.text, raw.get("vision_config", {})):
         if not isinstance(part, dict):
             raise BadInputError(f"{where}: text_config and vision_config must be objects")
+    if not config.foreign:
+        _check_type(config, where)  # before what another flag or another file of the same model could change
+        if rewired is not None and not trust_remote_code:
+            _check_own_code(config, path)
+    config = replace(config, quantization=_quantization(raw, where))
+    if rewired is None and not trust_remote_code:
+        refuse_code(path)
+    for part in (raw, config.text, raw.get("vision_config", {})):
         check_numbers(part, where)
     return config
 
@@ -152,18 +154,32 @@ def _check_type(config: CheckpointConfig, where: Path) -> None:
             + nearest(config.model_type),
             f"Supported: {supported()}. docs/adding_an_architecture.md says how to add one.",
         )
-    ours = ARCHS[config.model_type].causal_lm
+    row = ARCHS[config.model_type]
+    text = config.text.get("model_type")
+    if unsupported_text(row, text):
+        raise BadInputError(f"{where}: {unsupported_text(row, quoted(str(text)))}")
+    ours = row.causal_lm
     found = config.raw.get("architectures")
-    if config.rewired is None and found not in (None, [ours]):
+    if config.rewired is None and found is not None and list(map(_plain, found)) != [_plain(ours)]:
         raise BadInputError(f"{where}: architectures is {quoted(str(found))}, not [{ours!r}]")
 
 
+def _plain(name: str) -> str:
+    """The name of a class without the differences of spelling between published files and transformers."""
+    return name.replace("_", "").lower()
+
+
 def _quantization(raw: dict[str, Any], where: Path) -> str | None:
+    inner = raw.get("text_config")
     block = raw.get("quantization_config")
+    if block is None and isinstance(inner, dict) and "quantization_config" in inner:
+        raise BadInputError(f"{where}: the language model alone is quantised, which is not supported")
+    if block is None and (where.parent / "hf_quant_config.json").exists():
+        block = {"quant_algo": "of hf_quant_config.json"}
     if block is None:
         return None
     block = block if isinstance(block, dict) else {}
-    method, sizes = block.get("quant_method"), block.get("weight_block_size")
+    method, sizes = block.get("quant_method", block.get("quant_algo")), block.get("weight_block_size")
     if method == "mxfp4":
         return "mxfp4"
     if method == "fp8" and isinstance(sizes, list) and [type(n) is int and n > 0 for n in sizes] == [True, True]:

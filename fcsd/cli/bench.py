@@ -288,6 +288,8 @@ def serve(
     found, text = bench(load, out, heal_hours, table)
     if first_rank():
         emit(json.dumps(found, indent=2) if as_json else text)
+    if table is not None and not found["tables"]:
+        raise FcsdError("no table was written: the wiring was not timed in two ways", "The result says what failed.")
     if not found["ratios"]:
         raise FcsdError(
             "no converted model was compared with the original", "The result says which variants failed, and of what."

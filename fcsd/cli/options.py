@@ -80,7 +80,8 @@ Reduce = Annotated[
     str,
     typer.Option(
         metavar="KIND",
-        help=f"How the ranks of fcsd's engine sum partial results: {described('engine')}; see docs/engine.md.",
+        help=f"How the ranks of fcsd's engine sum partial results: {described('engine')}; or, in fcsd chat, "
+        "by the table FILE.json that fcsd bench serve has written. See docs/engine.md.",
     ),
 ]
 NoCompile = Annotated[

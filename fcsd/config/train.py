@@ -23,6 +23,9 @@ class Adapter(Section):
     targets: list[Word] = Field(default=list(GROUPS), min_length=1)
     """The linear layers that have adapters: `attention`, `mlp` (dense MLPs), `shared_experts`, or names in the model's
     decoder layers such as `q_proj` or `self_attn.o_proj`. Routed experts are frozen."""
+    layers: Word = "all"
+    """The decoder layers that have adapters: `converted`, those that the wiring names, or as in `init.layers`. Student
+    and teacher share the first layers if these are not converted and nothing trains in them or before them."""
 
     @property
     def factor(self) -> float:

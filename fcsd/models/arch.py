@@ -75,6 +75,7 @@ class Arch:
             one the type is not supported.
         later_layers: whether checkpoints may have layers after the last one, or modules called ``mtp``, which predict
             further tokens. transformers does not load them.
+        draws: whether its router draws experts at random in training.
     """
 
     model_type: str
@@ -102,6 +103,7 @@ class Arch:
     spanning: tuple[str, ...] = ()
     since: tuple[int, int] = (5, 17)
     later_layers: bool = False
+    draws: bool = False
 
     @property
     def dense(self) -> bool:

@@ -26,7 +26,7 @@ from .config_keys import PREFIX, UNTIE, WEIGHTS_FILE, expert_count
 from .fp8 import blocks_of_config
 from .fused.model import fuse_parts
 from .load_options import default_dtype
-from .products import family, nearest, supported
+from .products import family, nearest, supported, unsupported_text
 from .wiring import WiredModel, plan_layers, wire_layers
 from .wiring_block import DESYNC, Wiring
 
@@ -52,8 +52,8 @@ def arch_of(config: PretrainedConfig) -> Arch:
         text = f"model_type {model_type!r}{family(model_type)} is not supported{nearest(model_type)}"
         raise BadInputError(text, hint)
     arch = ARCHS[model_type]
-    if arch.texts and (text := config.get_text_config().model_type) not in arch.texts:
-        raise BadInputError(f"{model_type} with text layers of {text} is not supported", f"proven: {arch.texts}")
+    if reason := unsupported_text(arch, config.get_text_config().model_type):
+        raise BadInputError(reason)
     return arch
 
 

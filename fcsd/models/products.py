@@ -6,16 +6,19 @@ The table serves error messages and docs/walkthrough.md. What fcsd supports is i
 import re
 from difflib import get_close_matches
 
+from .arch import Arch
 from .archs import ARCHS
 
 # (pattern of a model's name in lower case, the family's name, its model_type); the first row that matches counts
 PRODUCTS = (
-    (r"kimi-?k2\.[56]", "Kimi-K2.5, -K2.6", "kimi_k25"),
+    (r"kimi-?k2\.[5-7]", "Kimi-K2.5 to -K2.7", "kimi_k25"),
     (r"kimi-?k2", "Kimi-K2", "kimi_k2"),
     (r"kimi-?linear", "Kimi-Linear", "kimi_linear"),
     (r"deepseek-?v3\.2", "DeepSeek-V3.2", "deepseek_v32"),
     (r"deepseek-?(v3|r1)(?!-distill)", "DeepSeek-V3, -R1", "deepseek_v3"),
     (r"deepseek-?(coder-?)?v2(?!\d)", "DeepSeek-V2, -V2-Lite", "deepseek_v2"),
+    (r"glm-?4\.5v", "GLM-4.5V", "glm4v_moe"),
+    (r"glm-?4\.1v", "GLM-4.1V", "glm4v"),
     (r"glm-?4\.[56](?!v)", "GLM-4.5, GLM-4.6", "glm4_moe"),
     (r"glm-?5(?!.*v)", "GLM-5", "glm_moe_dsa"),
     (r"glm-?4\.7-flash", "GLM-4.7-Flash", "glm4_moe_lite"),
@@ -44,6 +47,9 @@ PRODUCTS = (
     (r"trinity-(nano|mini|large)", "Trinity", "afmoe"),
     (r"phi-3\.5-moe", "Phi-3.5-MoE", "phimoe"),
     (r"a\.x-k1", "A.X K1", "axk1"),
+    (r"a\.x-k2", "A.X K2", "axk2"),
+    (r"ling-3", "Ling 3.0", "bailing_hybrid"),
+    (r"step-3\.7", "Step-3.7", "step3p7"),
     (r"smollm3", "SmolLM3", "smollm3"),
     (r"seed-oss", "Seed-OSS", "seed_oss"),
     (r"helium-1", "Helium 1", "helium"),
@@ -57,7 +63,11 @@ PRODUCTS = (
     (r"qwen3(?![.\d])(?!.*(vl|omni|embedding|reranker))", "Qwen3", "qwen3"),
     (r"qwen1\.5-moe|qwen2-57b-a14b", "Qwen1.5-MoE, Qwen2-57B-A14B", "qwen2_moe"),
     (r"qwen-?2(\.5)?(?![.\d])(?!.*(vl|omni|audio))", "Qwen2, Qwen2.5", "qwen2"),
-    (r"mistral-small-3\.[12]|magistral-small-25", "Mistral-Small-3.1, -3.2, Magistral-Small", "mistral3"),
+    (
+        r"mistral-small-3\.[12]|magistral-small-25|ministral-3-",
+        "Mistral-Small-3.1, -3.2, Magistral-Small, Ministral 3",
+        "mistral3",
+    ),
     (r"mixtral", "Mixtral", "mixtral"),
     (r"olmoe", "OLMoE", "olmoe"),
     (r"gpt-?oss", "gpt-oss", "gpt_oss"),
@@ -75,31 +85,32 @@ _PARALLEL = "its attention and its MLP read one stream, which is the wiring para
 _STREAMS = "its layers pass on several streams"
 _NEAREST = {
     "kimi_k2": ("deepseek_v3", ""),
-    "kimi_k25": ("deepseek_v3", "transformers does not save its layers under the names of the published files"),
+    "kimi_k25": (
+        "deepseek_v3",
+        "its published experts are in INT4, and transformers saves its layers under other names",
+    ),
     "deepseek_v4": ("deepseek_v3", _STREAMS),
-    "axk2": ("deepseek_v32", "its norms have a gate"),
     "mistral3": ("mistral", _SEES),
-    "mistral4": ("deepseek_v3", "its router takes a softmax of all groups of experts"),
     **dict.fromkeys(("gemma2", "gemma3", "gemma3_text"), ("gemma", _NORMS)),
     "glm4": ("glm", _NORMS),
     **dict.fromkeys(("olmo2", "olmo3"), ("olmo", _NORMS)),
     **dict.fromkeys(("exaone4", "flex_olmo"), ("llama", _NORMS)),
     **dict.fromkeys(("granite", "hyperclovax", "minicpm3"), ("llama", _SCALES)),
     "granitemoe": ("mixtral", _SCALES),
-    "step3p7": ("laguna", _SEES),
+    "step3p7": ("laguna", "transformers computes its experts one after the other, which no plan can count"),
     **dict.fromkeys(
-        ("minimax_m3_vl", "minimax_m3_vl_text"),
+        ("minimax_m3", "minimax_m3_vl", "minimax_m3_vl_text"),
         ("minimax_m2", "its attention chooses blocks of keys by positions, which restart in packed rows"),
     ),
     **dict.fromkeys(("lfm2", "lfm2_moe"), ("kimi_linear", _NEWER)),
     "granitemoehybrid": ("granitemoe", _NEWER),
-    "diffllama": ("llama", "its attention is the difference of two, of heads that ranks would divide"),
+    "diffllama": ("llama", "its attention is the difference of two, of which plans cannot count the backward pass"),
     "jamba": ("granitemoehybrid", "transformers keeps the borders of packed documents from its layers with mamba"),
     "bitnet": ("llama", "its output projections read normalised values"),
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"), ("qwen2_moe", _LINEAR)),
     **dict.fromkeys(("qwen3_5", "qwen3_5_text"), ("qwen3", _LINEAR)),
-    "olmo_hybrid": ("olmo3", "its layers with linear attention have their norms elsewhere"),
-    "bailing_hybrid": ("kimi_linear", "the oldest transformers that fcsd supports does not have it"),
+    "olmo_hybrid": ("olmo3", "transformers saves the norms of its two kinds of layers under one name"),
+    "bailing_hybrid": ("kimi_linear", "transformers saves the outputs of its two kinds of attention under one name"),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), ("qwen2", _SEES)),
     "qwen3_vl": ("qwen3", _SEES),
     "qwen3_vl_moe": ("qwen3_moe", _SEES),
@@ -125,10 +136,23 @@ def product(model_type: str) -> str | None:
 def nearest(model_type: str) -> str:
     """What a message about an unsupported type ends with: the nearest family, and what fcsd lacks; may be empty."""
     near, lacking = _NEAREST.get(model_type, ("", ""))
+    if near and not lacking:
+        return f"; nearest is {near}, and with that as its model_type in config.json it is"
     if near:
-        return f"; nearest is {near}" + (f", but {lacking}" if lacking else "")
+        return f"; nearest is {near}, but {lacking}"
     close = get_close_matches(model_type, ARCHS, 1, 0.5)
     return f"; closest: {close[0]}" if close else ""
+
+
+def unsupported_text(row: Arch, text: str | None) -> str | None:
+    """Why a type that takes any language model is not supported around one of this type; None if it is, or may be.
+
+    Args:
+        text: the type of the language model; None is the default of transformers.
+    """
+    if not row.texts or text in (None, *row.texts):
+        return None
+    return f"{row.model_type} with text layers of {text} is not supported, only with those of {' and '.join(row.texts)}"
 
 
 def supported() -> str:

@@ -15,7 +15,8 @@ from itertools import takewhile
 
 from fcsd.config import Adapter, Recipe, ResolvedRecipe, accumulation, vary
 from fcsd.errors import ConfigError, DoesNotFitError
-from fcsd.models.wiring_block import DESYNC
+from fcsd.models.selection import select_layers
+from fcsd.models.wiring_block import DESYNC, Wiring
 from fcsd.parallel.expert.dispatcher import check_formats
 from fcsd.parallel.quantised.rows import formats_of
 from fcsd.plan.memory import Memory, disk_bytes, host_bytes, memory
@@ -149,8 +150,9 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
     setup = setup_of(recipe, hardware.world, len(model.numbers.layers), model.plain)
     offer = None
     if (adapter := recipe.train.adapter) is not None:
-        setup = with_adapters(setup, model.adapters(adapter.rank, adapter.targets, recipe.optim.train))
-    elif recipe.teacher is None and recipe.init.wiring not in DESYNC and not model.desync:
+        what = adapter.rank, adapter.targets, recipe.optim.train, adapter.layers
+        setup = with_adapters(setup, model.adapters(*what, wiring=_wiring_of(recipe, model)))
+    elif recipe.teacher is None and not {recipe.init.wiring, model.wiring.name} & {*DESYNC}:
         offer = partial(model.adapters, Adapter().rank, Adapter().targets, [])
     if not setup.possible(model.numbers.experts):
         raise _misplaced(setup, model.numbers.experts)
@@ -237,6 +239,19 @@ def plan_setup(
         faster=faster,
         adapted=adapted,
     )
+
+
+def _wiring_of(recipe: Recipe, model: MetaModel) -> Wiring:
+    """The wiring of the student: that of the recipe, or else its own."""
+    init = recipe.init
+    if init.wiring is None:
+        return model.wiring
+    layers = select_layers(init.layers, len(model.numbers.layers))
+    how = init.variant, init.border or "", init.distance, init.tp_degree, init.reduce or ""
+    try:
+        return Wiring(init.wiring, layers, *how)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _best(setups: list[Setup], hours_of: Callable[[Setup], float]) -> Setup | None:

@@ -192,6 +192,8 @@ def moments(
         kept = [stream * model.streams] * len(model.layers)
     else:
         kept = [layers[layer.kind].kept for layer in model.layers]
+    frozen = 0 if setup.adapters is None else setup.adapters.frozen  # layers through which no gradient passes
+    kept[:frozen] = [0] * frozen
     alive = stream + sum(kept)  # the embeddings' output and what the layers keep
     forward = max(layers[layer.kind].forward for layer in model.layers)
     end = alive + layers[FINAL_NORM].kept
@@ -203,10 +205,10 @@ def moments(
         found.append(Moment("teacher's forward pass", **held, gradients=before, activations=2 * stream + forward))
 
     grown = setup.gradient_width * model.head * (not setup.freeze_lm_head)
-    for number, layer in reversed(list(enumerate(model.layers))):
+    for number, layer in reversed(list(enumerate(model.layers))[frozen:]):
         trained = layer.dense + layer.routed // setup.ep_size
         if setup.adapters is not None:
-            trained = setup.adapters.trained // len(model.layers)
+            trained = setup.adapters.trained // (len(model.layers) - frozen)
         size, gradient = layers[layer.kind], setup.gradient_width * trained
         grown += gradient
         if setup.zero == 2:

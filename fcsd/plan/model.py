@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AutoConfig, PretrainedConfig, PreTr
 from fcsd.checkpoint import read_config, resolve
 from fcsd.errors import BadInputError
 from fcsd.kernels.packed_attention import attends_to_all
-from fcsd.models.adapters.targets import choose
+from fcsd.models.adapters.targets import choose, shared_prefix
 from fcsd.models.build import (
     arch_of,
     causal_lm_class,
@@ -29,7 +29,7 @@ from fcsd.models.config_keys import EXPERTS_PER_TOKEN, expert_count, first_count
 from fcsd.models.fused.model import fuse_parts
 from fcsd.models.fused.norms import fuse_norms
 from fcsd.models.fused.rotary import fuse_rotary
-from fcsd.models.wiring import DESYNC, Blocks, hf_parts, mixer, mlp_of, shared_of
+from fcsd.models.wiring import Blocks, Wiring, hf_parts, mixer, mlp_of, shared_of
 from fcsd.plan.activations import AdaptedLinear, LayerBytes, OddWidths, RoutedExperts, attention, measure_layer
 from fcsd.plan.setup import Adapters, Setup
 
@@ -150,7 +150,7 @@ class MetaModel:
         numbers: parameters and dimensions of the model.
         packaged: whether the configuration is that in ``fcsd/plan/configs``, because neither the hub nor its cache had
             it.
-        desync: whether the model is converted to a Desync wiring.
+        wiring: the wiring that the model is converted to.
 
     Raises:
         BadInputError: the cases of ``fcsd.checkpoint.resolve`` and ``fcsd.checkpoint.read_config``. For a model that
@@ -169,27 +169,37 @@ class MetaModel:
                 raise
             self.packaged = True
         else:
-            rewired = rewired or read_config(folder).rewired is not None
+            found = read_config(folder, trust_remote_code=True)  # no code of a checkpoint is run here
+            rewired = rewired or found.rewired is not None
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        self.desync = wiring_of(config).name in DESYNC
+        self.wiring = wiring_of(config)
         fields = {key: value for key, value in config.to_dict().items() if key not in ("fcsd", "model_type")}
         self.config, _ = without_further_outputs(AutoConfig.for_model(arch_of(config).model_type, **fields))
         self._measured: dict[Any, dict[int, LayerBytes]] = {}
         model, _, width = self._run(seq_len=2, masked=False)
         self.numbers = _numbers(model, 2 if rewired else 1, width)
 
-    def adapters(self, rank: int, targets: Sequence[str], parts: Sequence[str]) -> Adapters:
+    def adapters(
+        self,
+        rank: int,
+        targets: Sequence[str],
+        parts: Sequence[str],
+        layers: str = "all",
+        wiring: Wiring | None = None,
+    ) -> Adapters:
         """What trains with adapters of this rank; the arguments are those of ``choose``.
 
         Raises:
             ConfigError: see ``choose``.
         """
         model = self._run(seq_len=2, masked=False)[0]
-        chosen = choose(model, targets, parts)
-        layers: list[Any] = [model.get_submodule(path) for path in chosen.adapted]
+        wiring = wiring or self.wiring
+        chosen = choose(model, targets, parts, layers, wiring)
+        beside: list[Any] = [model.get_submodule(path) for path in chosen.adapted]
         own = [model.get_parameter(name).numel() for name in chosen.trained]
-        sizes = [rank * features for layer in layers for features in (layer.in_features, layer.out_features)]
-        return Adapters(rank, tuple(targets), tuple(parts), sum(sizes), sum(own), max([*sizes, *own]))
+        sizes = [rank * features for layer in beside for features in (layer.in_features, layer.out_features)]
+        counts = sum(sizes), sum(own), max([*sizes, *own])
+        return Adapters(rank, chosen, tuple(parts), *counts, *shared_prefix(model, chosen, wiring))
 
     @property
     def plain(self) -> bool:
@@ -211,11 +221,10 @@ class MetaModel:
     def _measure(self, setup: Setup) -> dict[int, LayerBytes]:
         model, calls, _ = self._run(setup.seq_len, setup.masked)
         if (adapters := setup.adapters) is not None:
-            chosen = choose(model, adapters.targets, adapters.parts)
             model.requires_grad_(False)
-            for name in chosen.trained:
+            for name in adapters.chosen.trained:
                 model.get_parameter(name).requires_grad_()
-            for path in chosen.adapted:
+            for path in adapters.chosen.adapted:
                 parent, _, own = path.rpartition(".")
                 setattr(model.get_submodule(parent), own, AdaptedLinear(model.get_submodule(path), adapters.rank))
         arch = arch_of(self.config)
@@ -228,7 +237,9 @@ class MetaModel:
         decoder, layers = decoder_of(model), decoder_layers(model)
         norm = getattr(decoder, arch.final_norm)
         found = {FINAL_NORM: measure_layer(norm, list(norm.parameters()), hidden)}
-        for layer, numbers, (given, kwargs) in zip(layers, self.numbers.layers, calls, strict=True):
+        each = list(zip(layers, self.numbers.layers, calls, strict=True))
+        start = 0 if adapters is None else adapters.frozen  # what trains is in layers from here on
+        for layer, numbers, (given, kwargs) in (*each[start:], *each[:start]):
             if numbers.kind in found:
                 continue
             run: Callable[[Tensor], Tensor] = partial(_call, layer, given, kwargs)

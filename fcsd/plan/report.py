@@ -6,7 +6,7 @@ from fcsd.plan import Plan
 from fcsd.plan.memory import cache_bytes, copy_bytes
 from fcsd.plan.offload import BUS, HOST
 from fcsd.plan.setup import GIB, Setup
-from fcsd.plan.speed import PEAK, Speed, readable
+from fcsd.plan.speed import PEAK, Speed, readable, shared_layers
 
 _PLACES = {"none": "", "moments": "AdamW with its moments on the host", "host": "AdamW on the host"}
 
@@ -44,6 +44,8 @@ def _run(plan: Plan) -> list[tuple[str, str]]:
     if (adapters := setup.adapters) is not None:
         own = f", and {_billions(adapters.own)} of the model itself" if adapters.own else ""
         beside = "; the teacher is the student with its adapters off" if setup.teacher != "none" else ""
+        if (shared := shared_layers(setup)) > 0:
+            beside += f", and the first {shared} layers are computed once for both"
         text = f"{_billions(adapters.parameters)} in adapters of rank {adapters.rank}{own}{beside}"
         rows.append(("trained", text))
     rows += [

@@ -8,6 +8,7 @@ import torch
 
 from fcsd.config import NO_METRIC, Parallel, Recipe
 from fcsd.errors import ConfigError
+from fcsd.models.adapters.targets import Chosen
 from fcsd.models.selection import select_layers
 
 GIB = 2**30
@@ -70,19 +71,23 @@ class Adapters:
 
     Attributes:
         rank: the rank of each adapter.
-        targets: the layers that have one, as in ``train.adapter.targets``.
+        chosen: the names of all that trains.
         parts: the parts of the model itself that train, as in ``optim.train``.
         parameters: parameters of all adapters.
         own: parameters of ``parts``.
         largest: parameters of the largest tensor that trains.
+        frozen: the first decoder layers, in which and before which nothing trains.
+        shared: those of them that student and teacher compute once; see ``shared_prefix``.
     """
 
     rank: int
-    targets: tuple[str, ...]
+    chosen: Chosen
     parts: tuple[str, ...]
     parameters: int
     own: int
     largest: int
+    frozen: int
+    shared: int
 
     @property
     def trained(self) -> int:

@@ -118,16 +118,36 @@ def attention_flops(model: ModelNumbers, seq_len: int) -> float:
 def flops_per_token(model: ModelNumbers, teacher: ModelNumbers, setup: Setup) -> float:
     """FLOPs of one training token: forward, twice as many for backward, recomputed layers, the teacher's forward.
 
-    No gradients of frozen weights are computed beside adapters.
+    No gradients of frozen weights are computed beside adapters, and none at all in frozen first layers. Those that
+    student and teacher share are computed in the teacher's pass alone.
     """
     layers, head = forward_flops(model, setup.seq_len)
     if (adapters := setup.adapters) is not None:
         layers += 2.0 * adapters.parameters
         attention, trained = attention_flops(model, setup.seq_len), 2.0 * adapters.trained
         student = 2 * (layers + head) + attention + trained + (layers if setup.recompute else 0)
+        for count, passes in ((shared_layers(setup), 1), (adapters.frozen, 1 + setup.recompute)):
+            student -= passes * _first_flops(model, setup.seq_len, count)
+        student -= attention * adapters.frozen / len(model.layers)
         return student + (sum(forward_flops(teacher, setup.seq_len)) if setup.teacher != "none" else 0)
     student = 3 * (layers + head) + (layers if setup.recompute else 0)
     return student + (sum(forward_flops(teacher, setup.seq_len)) if setup.teacher != "none" else 0)
+
+
+def shared_layers(setup: Setup) -> int:
+    """The first layers that are computed once for student and teacher; see ``fcsd.distill.teacher.shared``."""
+    if setup.adapters is None or setup.teacher == "none" or setup.ep_size > 1 or setup.compared:
+        return 0
+    return setup.adapters.shared
+
+
+def _first_flops(model: ModelNumbers, seq_len: int, count: int) -> float:
+    """FLOPs of the first layers for one token in a forward pass."""
+    active = sum(
+        layer.dense + (layer.routed * model.top_k // model.experts if model.experts else 0)
+        for layer in model.layers[:count]
+    )
+    return 2.0 * active + attention_flops(model, seq_len) * count / len(model.layers)
 
 
 def work_per_token(model: ModelNumbers, teacher: ModelNumbers, setup: Setup) -> float:
@@ -137,7 +157,8 @@ def work_per_token(model: ModelNumbers, teacher: ModelNumbers, setup: Setup) -> 
     rows.
     """
     factor = MASKED_ATTENTION if setup.masked else (setup.document or setup.seq_len) / setup.seq_len
-    attention = (3 + setup.recompute) * attention_flops(model, setup.seq_len)
+    passes = layer_passes(model, teacher, setup)[0] / len(model.layers)
+    attention = passes * attention_flops(model, setup.seq_len)
     if setup.teacher != "none":
         attention += attention_flops(teacher, setup.seq_len)
     return flops_per_token(model, teacher, setup) + (factor - 1) * attention
@@ -145,7 +166,9 @@ def work_per_token(model: ModelNumbers, teacher: ModelNumbers, setup: Setup) -> 
 
 def layer_passes(model: ModelNumbers, teacher: ModelNumbers, setup: Setup) -> tuple[int, int]:
     """Forward passes of a layer in one micro-batch, of student and teacher; a backward pass counts as two."""
-    return (3 + setup.recompute) * len(model.layers), len(teacher.layers) if setup.teacher != "none" else 0
+    frozen = 0 if setup.adapters is None else setup.adapters.frozen
+    student = (3 + setup.recompute) * len(model.layers) - (2 + setup.recompute) * frozen - shared_layers(setup)
+    return student, len(teacher.layers) if setup.teacher != "none" else 0
 
 
 def launch_seconds(model: ModelNumbers, divided: bool, graph: bool) -> float:

@@ -5,7 +5,8 @@
     python -m studies.real.ranks page
 
 The first command prints the cases that ``studies.real.heal`` runs. ``docs/adapters.md`` receives the table of the
-stored results from the last one. TEACHER is the bundled model or a real one; ``fcsd write`` makes its text.
+stored results from the last one. TEACHER is the bundled model or a real one; ``fcsd write`` makes its text. For the
+bundled model ``python -m studies.real.ranks text DIR`` writes its corpus as token ids in the same form.
 """
 
 import argparse
@@ -24,9 +25,10 @@ ALPHA = 32.0  # of every rank, so that one learning rate suits all ranks
 
 
 def main() -> None:
-    """Print cases, or write the page."""
+    """Print cases, write the page, or write the text of the bundled model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("cases", "page"))
+    parser.add_argument("what", choices=("cases", "page", "text"))
+    parser.add_argument("out", nargs="?", type=Path, help="the directory of `text`")
     parser.add_argument("--ranks", default="full,4,16,64,256")
     parser.add_argument("--tokens", default="10e6", help="one or several numbers")
     parser.add_argument("--seeds", default="0")
@@ -34,11 +36,14 @@ def main() -> None:
     parser.add_argument("--layers", default="all")
     parser.add_argument("--batch", type=int, default=32768, help="tokens of a step")
     parser.add_argument("--full-lr", type=float, default=1e-3)
-    parser.add_argument("--lrs", default="1e-2", help="learning rates of adapters")
+    parser.add_argument("--lrs", default="3e-3", help="learning rates of adapters")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=JSON", help="of every recipe")
     given = parser.parse_args()
     if given.what == "page":
         PAGE.write_text(filled(PAGE.read_text(), read()))
+        return
+    if given.what == "text":
+        write_text(given.out)
         return
     print("\n".join(map(json.dumps, cases(given))))
 
@@ -50,12 +55,34 @@ def cases(given: argparse.Namespace) -> list[dict[str, Any]]:
     how: dict[str, Any] = {"wiring": given.wiring, "layers": given.layers, "text": "own", "batch": given.batch}
     for tokens, seed, rank in product(*(part.split(",") for part in (given.tokens, given.seeds, given.ranks))):
         for lr in (given.full_lr,) if rank == FULL else map(float, given.lrs.split(",")):
-            case = {**how, "name": f"{rank}-{tokens}-{lr:g}-{seed}", "rank": rank, "tokens": float(tokens), "lr": lr}
+            case = {**how, "name": f"{rank}-{tokens}-{lr:g}-{seed}", "tokens": float(tokens), "lr": lr}
             case |= {"seed": int(seed), "set": dict(settings)}
             if rank != FULL:
                 case["set"] |= {"train.adapter.rank": int(rank), "train.adapter.alpha": ALPHA, "optim.train": ["norms"]}
             found.append(case if found else case | {"untrained": True})
     return found
+
+
+def write_text(out: Path, held_out: int = 20_000) -> None:
+    """Writes the bundled corpus as token ids, as ``fcsd write`` leaves a text; ``held_out`` is in tokens."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained("assets/teacher")
+    corpus = Path("assets/corpus")
+    texts = {
+        "train": pq.read_table(corpus / "train.parquet")["text"].to_pylist(),
+        "held_out": [json.loads(line)["text"] for line in (corpus / "held_out.jsonl").read_text().splitlines()],
+    }
+    for part, documents in texts.items():
+        ids: list[list[int]] = []
+        for document in documents:
+            if part == "held_out" and sum(map(len, ids)) > held_out:
+                break
+            ids.append([*tokenizer(document)["input_ids"], tokenizer.eos_token_id])
+        (out / part).mkdir(parents=True)
+        pq.write_table(pa.table({"input_ids": ids}), out / part / "part-00000.parquet")
 
 
 def table(raw: list[dict[str, Any]]) -> str:
@@ -70,17 +97,23 @@ def table(raw: list[dict[str, Any]]) -> str:
         done = [run for run in file["runs"] if "kl" in run]
         (before,) = {run["untrained_kl"]["own"]["kl"] for run in done if "untrained_kl" in run}
         for tokens in sorted({run["tokens"] for run in done}):
-            kept: dict[str, float] = {}
-            for rank in sorted({run["rank"] for run in done}, key=lambda rank: (rank != FULL, rank.zfill(4))):
-                lr, values = _best([run for run in done if (run["tokens"], run["rank"]) == (tokens, rank)])
+            kept: dict[int, float] = {}
+            here = [run for run in done if run["tokens"] == tokens]
+            for rank in sorted({_rank(run) for run in here}):
+                lr, values = _best([run for run in here if _rank(run) == rank])
                 mean = statistics.mean(values)
                 kept[rank] = 1 - mean / before
                 spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-                share = f"{kept[rank] / kept[FULL]:.1%}" if FULL in kept else "-"
-                name = "all weights" if rank == FULL else f"rank {rank}"
+                share = f"{kept[rank] / kept[0]:.1%}" if 0 in kept else "-"
+                name = f"rank {rank}" if rank else "all weights"
                 cells = [file["model"], f"{tokens / 1e6:g} M", name, f"{lr:g}", f"{len(values)}"]
                 body.append([*cells, f"{before:.2f} → {mean:.3f}{spread}", f"{kept[rank]:.1%}", share])
     return markdown_table(head, body, left=3) + "\n"
+
+
+def _rank(run: dict[str, Any]) -> int:
+    """The rank of the adapters of a run; 0 if all weights trained."""
+    return run["set"].get("train.adapter.rank", 0)
 
 
 def _best(runs: list[dict[str, Any]]) -> tuple[float, list[float]]:

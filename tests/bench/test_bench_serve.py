@@ -74,10 +74,10 @@ def test_every_variant_is_a_server_that_is_timed_in_turns(asked):
     found = run(Workload("tiny-dense", 2, tp=2, **SMALL), memory=80 << 30)
     variants, servers = found["variants"], asked()
     # The replicas are two servers and run alone, after those that share the GPUs.
-    names = ["original", "ladder", "bound", "original, async TP", "original, symmetric memory by NCCL"]
-    names += ["original, no custom all-reduce", "original, one replica a GPU"]
-    assert list(variants) == names and len(servers) == 8
-    for name in ("original", "ladder", "bound", "original, one replica a GPU"):
+    names = ["original", "ladder", "bound", "ladder, sums at once", "original, async TP"]
+    names += ["original, symmetric memory by NCCL", "original, no custom all-reduce", "original, one replica a GPU"]
+    assert list(variants) == names and len(servers) == 9
+    for name in ("original", "ladder", "bound", "ladder, sums at once", "original, one replica a GPU"):
         rounds = variants[name]["rounds"]
         turns = 2 if name == "original" else 1  # it takes turns with the alternatives, too
         assert {figure: len(times) for figure, times in rounds.items()} == {
@@ -96,10 +96,13 @@ def test_every_variant_is_a_server_that_is_timed_in_turns(asked):
     arguments = servers[2]["arguments"]
     assert arguments[arguments.index("--additional-config") + 1] == '{"fcsd": {"reduce": "none"}}'
     assert {"--load-format", "dummy", "--skip-tokenizer-init", "--kv-cache-memory-bytes"} <= set(arguments)
+    told = json.loads(servers[3]["arguments"][servers[3]["arguments"].index("--additional-config") + 1])
+    assert told["fcsd"]["reduce"].endswith("/at-once-1.json") and "--additional-config" not in servers[1]["arguments"]
+    assert [variants[name].get("travels") for name in names[:4]] == [None, True, None, False]
     degrees = [server["arguments"][server["arguments"].index("--tensor-parallel-size") + 1] for server in servers]
-    assert degrees == ["2"] * 6 + ["1"] * 2
+    assert degrees == ["2"] * 7 + ["1"] * 2
     assert {server["config"]["max_position_embeddings"] for server in servers} == {4096}
-    assert servers[4]["settings"]["VLLM_USE_NCCL_SYMM_MEM"] == "1"
+    assert servers[5]["settings"]["VLLM_USE_NCCL_SYMM_MEM"] == "1"
     assert all(ended(pid) for server in servers for pid in server["processes"]), "no process is left"
 
 
@@ -114,7 +117,7 @@ def test_without_room_the_servers_run_one_after_the_other_and_time_bounds_them(a
     assert all(words[words.index("--quantization") + 1] == "fp8" for words in arguments)
     assert all("--enable-expert-parallel" in words and "--kv-cache-memory-bytes" not in words for words in arguments)
     routed = [server["settings"]["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] for server in asked()]
-    assert routed == ["uniform_random"] * 3, "all variants route alike"
+    assert routed == ["uniform_random"] * 4, "all variants route alike"
 
     found = run(Workload("tiny", 2, **{**SMALL, "minutes": 1e-9}))
     assert not found["variants"] and found["missing"]["original"].startswith("no time was left")
@@ -210,11 +213,9 @@ def test_a_config_alone_is_enough_and_chooses_the_wiring(tmp_path):
         assert usual_wirings(load, config) == (wiring,)
         assert weight_bytes(config) == 2 * sum(parameter.numel() for parameter in model.parameters())
     config = config_of("tiny-dense", 1)
-    path = write_directory(
-        "tiny-dense", config, wiring_for("ladder", config, 2), tmp_path / "m", weights=False, positions=9
-    )
+    path = write_directory("tiny-dense", config, wiring_for("ladder", config, 2), tmp_path / "m", 9)
     assert json.loads((path / "config.json").read_text())["max_position_embeddings"] == 4096
-    path = write_directory(str(path), config, unwired(), tmp_path / "n", weights=True, positions=5000)
+    path = write_directory(str(path), config, unwired(), tmp_path / "n", 5000)
     fields = json.loads((path / "config.json").read_text())
     assert fields["max_position_embeddings"] == 5000 and "fcsd" not in fields
     tiny.model("llama").save_pretrained(tmp_path / "base")

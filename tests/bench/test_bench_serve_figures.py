@@ -137,7 +137,11 @@ def test_alternatives_depend_on_the_version_and_on_what_is_installed() -> None:
 
 
 def test_servers_share_the_gpus_where_they_fit() -> None:
-    one, two, three, four = [*core(("ladder",)), Variant("other", "original")]
+    ways: dict[Way, str | None] = {Way("vllm"): None, Way("vllm", False): "t.json", Way("symmetric"): "symmetric"}
+    *_, last, symmetric = core(("ladder",), ways)
+    assert (last.name, symmetric.name) == ("ladder, sums at once", "ladder, symmetric")
+    assert last.options == ("--additional-config", '{"fcsd": {"reduce": "t.json"}}') and last.role == "way"
+    one, two, three, four = [*core(("ladder",), {Way("vllm"): None}), Variant("other", "original")]
     assert [one.name, two.name, three.name] == ["original", "ladder", "bound"]
     alone, first = Variant("replicas", "original", replicas=2), [one, two, three]
     assert groups(first, [alone, four], 4) == [[one, two, three], [one, four], [alone]]

@@ -765,7 +765,7 @@ def test_serving_by_the_own_engine_without_peer_access(repo: Path, raw: Raw) -> 
 
 
 def test_a_tensor_parallel_step_without_peer_access(repo: Path, raw: Raw) -> None:
-    found = raw("train_tensor_parallel_slow_2xh100")
+    found = raw("tensor_parallel_slow_2xh100")
     assert found["equal"] == {"standard": False, "ladder": False}  # the page says so
     steps = {name: median(one["ms"]) for name, one in found["variants"].items()}
     page = (repo / "benchmarks/results/training.md").read_text()

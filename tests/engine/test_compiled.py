@@ -63,7 +63,7 @@ def decode(model: Any, wiring: Wiring, compile_steps: bool, attention: str = "gr
     return first, torch.stack([stepper._step() for _ in range(STEPS)])
 
 
-NO_SLOTS = ("deepseek_v32", "glm_moe_dsa")  # see why_no_slots
+NO_SLOTS = ("deepseek_v32", "glm_moe_dsa", "axk2")  # see why_no_slots
 SHARDED = [arch for arch in tiny.CONFIGS if ARCHS[arch].no_tp is None and arch not in NO_SLOTS]
 
 

@@ -330,6 +330,7 @@ def test_two_gpus_decode_by_graphs_as_step_by_step(models: dict[str, Path], tmp_
     ("words", "message"),
     [
         (["eval", "{model}", "--backend", "own", "--reduce", "none"], "gives wrong results"),
+        (["eval", "{model}", "--backend", "own", "--reduce", "t.json"], "some scores in another way"),
         (["eval", "{model}", "--reduce", "none"], "--reduce is for --backend own"),
         (["eval", "{model}", "--backend", "own", "--ep-size", "2"], "--ep-size is for --backend hf"),
         (["chat", "{model}", "--gpus", "1", "--reduce", "none"], "gives wrong results"),

@@ -116,6 +116,7 @@ _GATED_DELTA = dict(
 )
 _CONVOLVED = dict(conv_bias=True, conv_L_cache=4, layer_types=["full_attention", "conv"] * 2, tie_word_embeddings=False)
 _MROPE = {"rope_type": "default", "rope_theta": 50.0, "mrope_section": [3, 2, 1], "mrope_interleaved": True}
+_GLM_MROPE = {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.75, "mrope_section": [1, 1, 1]}
 _GRANITE = dict(residual_multiplier=0.6, embedding_multiplier=3.0, attention_multiplier=0.4, logits_scaling=1.5)
 _GEMMA3_TEXT = dict(
     pad_token_id=3,
@@ -151,6 +152,7 @@ OWN: dict[str, dict[str, Any]] = {
     "seed_oss": dict(attention_out_bias=True, residual_dropout=0.3),
     "smollm3": dict(no_rope_layers=[1, 0, 1, 0]),
     "ministral3": dict(rope_parameters=_YARN),
+    "mistral3": dict(rope_parameters=_YARN),
     "ernie4_5": dict(num_key_value_heads=1, pad_token_id=2),
     "olmo": dict(clip_qkv=0.5),
     "starcoder2": dict(num_key_value_heads=1, embedding_dropout=0.2, residual_dropout=0.3),
@@ -316,6 +318,19 @@ OWN: dict[str, dict[str, Any]] = {
         layer_types=None,
         indexer_types=["full", "full", "shared", "shared"],
     ),
+    "mistral4": dict(
+        {**_LATENT, "n_group": 3, "topk_group": 2, "head_dim": 20},
+        rope_interleave=False,
+        norm_topk_prob=False,
+        rope_parameters=_YARN,
+    ),
+    "axk2": dict(
+        {**_LATENT, **_GROUPS}, gated_norm_rank=4, index_topk=3, index_head_dim=16, index_n_heads=20, layer_types=None
+    ),
+    "glm4v": dict(num_key_value_heads=1, rope_parameters=_GLM_MROPE),
+    "glm4v_moe": dict(
+        _EXPERTS, norm_topk_prob=False, first_k_dense_replace=2, topk_group=2, n_group=3, rope_parameters=_GLM_MROPE
+    ),
 }
 # Fields that the source reads and that no row moves, and why.
 EXEMPT = {
@@ -339,7 +354,7 @@ def guarded_config(arch: str, **words: str) -> Any:
     """The config of a row, with ``words``. Fields that the family does not have are left out."""
     row = ARCHS[arch]
     whole = getattr(transformers, row.config)
-    default = whole() if row.text_config is None else getattr(whole(), row.text_config)
+    default = whole() if row.text_config is None else default_text(arch)
     default.allow_global_per_layer_attribute_access = True  # of fields whose values differ from layer to layer
     flipped = {name: not getattr(default, name) for name in FLIPPED if hasattr(default, name)}
     own = {**MOVED, **flipped, **OWN.get(arch, {})}
@@ -350,6 +365,14 @@ def guarded_config(arch: str, **words: str) -> Any:
     others = {name: value for name, value in tiny.CONFIGS[arch][1].items() if name != row.text_config}
     text = {"model_type": default.model_type, **moved, **words}
     return whole(**others, **{row.text_config: text}, tie_word_embeddings=moved["tie_word_embeddings"])
+
+
+def default_text(arch: str) -> Any:
+    """The default config of the language model inside a multimodal type, of the kind that the tiny model has."""
+    row, own = ARCHS[arch], tiny.CONFIGS[arch][1]
+    default = getattr(getattr(transformers, row.config)(), row.text_config or "")
+    kind = own[row.text_config].get("model_type", default.model_type)
+    return default if kind == default.model_type else transformers.AutoConfig.for_model(kind)
 
 
 def guarded_model(arch: str, **words: str) -> Any:
@@ -393,7 +416,7 @@ def fields_of_classes(module: str) -> dict[str, set[str]]:
 def not_moved(config: Any, read: set[str]) -> set[str]:
     """Those of the fields that are numbers, booleans, tables or None, and as the class has them by default."""
     whole, row = type(config)(), arch_of(config)
-    default = whole if row.text_config is None else getattr(whole, row.text_config)
+    default = whole if row.text_config is None else default_text(row.model_type)
     config = config.get_text_config()
     fixed = EXEMPT.keys() | FIXED.get(config.model_type, set())
     config.allow_global_per_layer_attribute_access = default.allow_global_per_layer_attribute_access = True
@@ -498,6 +521,23 @@ def test_packed_documents_are_separate_ones(arch: str) -> None:
         torch.testing.assert_close(packed, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="dropout draws other numbers on a GPU")
+def test_another_text_inside_a_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny model has ministral3, which also scales queries by their positions."""
+    cls, own = tiny.CONFIGS["mistral3"]
+    text = dict(model_type="mistral", **tiny.CONFIGS["mistral"][1])
+    monkeypatch.setitem(tiny.CONFIGS, "mistral3", (cls, {**own, "text_config": text}))
+    monkeypatch.setitem(OWN, "mistral3", {})
+    assert guarded_config("mistral3").text_config.model_type == "mistral"
+    for check in (test_every_field_that_the_code_reads_is_moved, test_off_is_off, test_kernels_compute_the_same):
+        check("mistral3")
+    for check in (test_packed_documents_are_separate_ones, test_other_words_compute_the_same):
+        check("mistral3")
+    test_scores_and_losses_see_the_logits_of_the_model("mistral3")
+    for name in ("farskip", "ladder", "parallel"):
+        test_on_is_the_table_cached_or_not_and_gradients_flow("mistral3", name)
+
+
 @pytest.mark.parametrize("count", [0, 1, 2])
 @pytest.mark.parametrize(
     ("arch", "field"),
@@ -584,7 +624,8 @@ def test_scores_and_losses_see_the_logits_of_the_model(arch: str) -> None:
 @pytest.mark.skipif(DEVICE != "cpu", reason="dropout draws other numbers on a GPU")
 def test_other_words_compute_the_same(arch: str) -> None:
     """A kernel knows one activation, and AutoEP and the parts one way of choosing experts."""
-    default = getattr(transformers, ARCHS[arch].config)().get_text_config()
+    row = ARCHS[arch]
+    default = default_text(arch) if row.text_config else getattr(transformers, row.config)()
     default.allow_global_per_layer_attribute_access = True
     read = fields_read(guarded_model(arch))
     words = {name for name in read if isinstance(getattr(default, name, None), str)} - EXEMPT.keys()

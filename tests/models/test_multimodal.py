@@ -136,6 +136,6 @@ def test_a_converted_model_sees(arch: str, tmp_path: Path) -> None:
 def test_a_wrapper_of_any_text_is_refused_with_text_layers_that_are_not_proven() -> None:
     config = tiny.config("mistral3")
     assert arch_of(config).model_type == "mistral3"
-    config.text_config = tiny.config("ministral3")
-    with pytest.raises(BadInputError, match="mistral3 with text layers of ministral3 is not supported"):
+    config.text_config = tiny.config("qwen3")
+    with pytest.raises(BadInputError, match="mistral3 with text layers of qwen3 is not supported"):
         arch_of(config)

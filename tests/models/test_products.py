@@ -63,6 +63,12 @@ NAMES = {
     "arcee-ai/Trinity-Mini": "afmoe",
     "microsoft/Phi-3.5-MoE-instruct": "phimoe",
     "skt/A.X-K1": "axk1",
+    "skt/A.X-K2-Light": "axk2",
+    "inclusionAI/Ling-3.0-Flash": "bailing_hybrid",
+    "zai-org/GLM-4.5V": "glm4v_moe",
+    "zai-org/GLM-4.1V-9B-Thinking": "glm4v",
+    "mistralai/Ministral-3-8B-Base-2512": "mistral3",
+    "stepfun-ai/Step-3.7-Flash": "step3p7",
     "deepseek-ai/DeepSeek-V2-Lite-Chat": "deepseek_v2",
     "deepseek-ai/DeepSeek-V3.1": "deepseek_v3",
     "deepseek-ai/DeepSeek-V3.2-Exp": "deepseek_v32",
@@ -76,7 +82,7 @@ NAMES = {
 }
 OTHERS = ["deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "Qwen/Qwen2.5-VL-7B", "Qwen/Qwen3-VL-Embedding-2B"]
 OTHERS += ["google/gemma-2-9b", "microsoft/Phi-4-mini-flash-reasoning", "zai-org/GLM-4-9B-0414"]
-OTHERS += ["allenai/OLMo-2-1124-7B", "zai-org/GLM-4.5V", "runs/mine/final", "teacher"]
+OTHERS += ["allenai/OLMo-2-1124-7B", "zai-org/GLM-4.6V", "runs/mine/final", "teacher"]
 OTHERS += ["meta-llama/Llama-3.2-11B-Vision", "Qwen/Qwen3.5-35B-A3B-Reranker"]
 
 

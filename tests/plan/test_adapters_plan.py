@@ -12,6 +12,7 @@ import torch
 
 from fcsd.models.adapters.lora import add_adapters
 from fcsd.models.adapters.targets import choose
+from fcsd.models.wiring import Wiring
 from fcsd.plan import Hardware, Setup, plan_run, plan_setup
 from fcsd.plan.activations import AdaptedLinear, measure_layer
 from fcsd.plan.memory import checkpoint_bytes, disk_bytes, moments, teacher_bytes
@@ -19,7 +20,7 @@ from fcsd.plan.model import MetaModel
 from fcsd.plan.report import to_text
 from fcsd.plan.setup import GIB, Adapters, with_adapters
 from fcsd.plan.shard import shard
-from fcsd.plan.speed import flops_per_token
+from fcsd.plan.speed import flops_per_token, forward_flops, layer_passes
 
 DEFAULT = ("attention", "mlp", "shared_experts")
 SMALL = Setup(world=2, micro_batch_size=2, seq_len=64, batch_tokens=512, tokens=5120, teacher="replicated")
@@ -98,4 +99,32 @@ def test_the_plan_of_a_recipe_says_what_trains(tmp_path: Path) -> None:
     assert isinstance(planned.setup.adapters, Adapters) and planned.setup.adapters.rank == 4
     text = to_text(planned)
     assert "in adapters of rank 4, and" in text and "the teacher is the student with its adapters off" in text
+    assert "computed once" not in text
+    half = {"model": str(tmp_path / "teacher"), "init": {"wiring": "farskip", "layers": "50%"}}
+    lora = {"train__adapter": {"rank": 4, "layers": "converted"}, **half}
+    assert "and the first 2 layers are computed once for both" in to_text(
+        plan_run(runs.resolved(tmp_path, **lora).recipe, Hardware(1))
+    )
     assert "not counted  train.adapter" in text
+
+
+def test_first_layers_that_are_shared_cost_one_pass_and_no_memory(model: MetaModel) -> None:
+    wiring = Wiring("farskip", (2, 3))
+    late, all_of_it = (model.adapters(4, DEFAULT, (), layers, wiring) for layers in ("converted", "all"))
+    assert (late.frozen, late.shared) == (2, 2) and (all_of_it.frozen, all_of_it.shared) == (0, 0)
+    assert late.trained < all_of_it.trained
+    setups = [with_adapters(replace(SMALL, world=1), one) for one in (late, all_of_it)]
+    few, many = (moments(model.numbers, model.numbers, model.layer_bytes(one), one) for one in setups)
+    backward = [moment.name for moment in few if moment.name.startswith("backward pass")]
+    assert backward == ["backward pass of layer 3", "backward pass of layer 2"]
+    kept = {moment.name: moment.activations for moment in few}["loss"]
+    assert kept < 0.75 * {moment.name: moment.activations for moment in many}["loss"]
+    numbers, (first, whole) = model.numbers, setups
+    assert layer_passes(numbers, numbers, first)[0] == 3 * 2 and layer_passes(numbers, numbers, whole)[0] == 3 * 4
+    alone = replace(first, teacher="none")
+    before = flops_per_token(numbers, numbers, alone) - (
+        flops_per_token(numbers, numbers, first) - sum(forward_flops(numbers, first.seq_len))
+    )
+    active = sum(layer.dense + layer.routed * numbers.top_k // numbers.experts for layer in numbers.layers[:2])
+    assert before == pytest.approx(2 * active + numbers.attention * first.seq_len * 2)
+    assert layer_passes(numbers, numbers, replace(first, ep_size=2))[0] == 4 + 2 + 2

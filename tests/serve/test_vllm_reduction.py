@@ -1,7 +1,9 @@
 """The plugin's operators, and which sums are in flight; vLLM is doubled at its border."""
 
+import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -24,6 +26,44 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
         return found
 
     return double
+
+
+@pytest.fixture
+def graphs(module: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
+    """Says that a graph of this mode is captured, or none."""
+
+    def capture(graph: str | None) -> None:
+        mode = SimpleNamespace(FULL="full", PIECEWISE="piecewise")
+        context = SimpleNamespace(cudagraph_runtime_mode=graph and getattr(mode, graph))
+        module("vllm.config", CUDAGraphMode=mode)
+        available = {"is_forward_context_available": lambda: bool(graph)}
+        module("vllm.forward_context", get_forward_context=lambda: context, **available)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: graph is not None)
+
+    return capture
+
+
+@pytest.fixture
+def write_table(tmp_path: Path) -> Callable[[], str]:
+    """Writes a table of sums, and returns its name."""
+
+    def write() -> str:
+        decode = [(16, "symmetric", True), (32, "vllm", False)]
+        rows = {"decode": decode, "prefill": [(2048, "quantised:int8", True)]}
+        table: dict[str, Any] = {
+            "version": 1,
+            "user": "plugin",
+            "tp": 2,
+            "wiring": "ladder",
+            "model": "",
+            "command": "",
+        }
+        for step, ways in rows.items():
+            table[step] = [dict(zip(("from", "reduce", "travels"), way, strict=True)) for way in ways]
+        (tmp_path / "table.json").write_text(json.dumps(table))
+        return str(tmp_path / "table.json")
+
+    return write
 
 
 def test_both_operators_sum_at_once_on_a_cpu(module, monkeypatch):
@@ -62,7 +102,7 @@ def test_a_wait_stays_behind_another_tensor_than_the_one_it_completes(module):
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is torch.ops.fcsd.reduce_wait.default:
-                total, _, after, _ = args
+                total, _, after, *_ = args
                 behind.append((after, total))
             return func(*args, **(kwargs or {}))
 
@@ -85,14 +125,45 @@ def test_a_wait_stays_behind_another_tensor_than_the_one_it_completes(module):
         ("PIECEWISE", 8192, 0, False),
     ],
 )
-def test_a_sum_is_in_flight_where_that_pays(module, monkeypatch, graph, tokens, overlap_from, expected):
-    mode = SimpleNamespace(FULL="full", PIECEWISE="piecewise")
-    context = SimpleNamespace(cudagraph_runtime_mode=graph and getattr(mode, graph))
-    module("vllm.config", CUDAGraphMode=mode)
-    module(
-        "vllm.forward_context", get_forward_context=lambda: context, is_forward_context_available=lambda: bool(graph)
-    )
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: graph is not None)
+def test_a_sum_is_in_flight_where_that_pays(graphs, graph, tokens, overlap_from, expected):
+    graphs(graph)
     summand: Any = SimpleNamespace(device=torch.device("cuda"), shape=(tokens, 16))
-    assert reduction.in_flight(summand, overlap_from) is expected
-    assert not reduction.in_flight(torch.ones(tokens, 1), overlap_from), "on a CPU nothing is"
+    assert reduction.way_of(summand, "vllm", overlap_from) == ("vllm", expected)
+    assert not reduction.way_of(torch.ones(tokens, 1), "vllm", overlap_from).travels, "on a CPU nothing is"
+
+
+@pytest.mark.parametrize(
+    ("graph", "tokens", "expected"),
+    [
+        ("FULL", 8, ("vllm", False)),  # before the first row
+        ("FULL", 16, ("symmetric", True)),
+        ("FULL", 32, ("vllm", False)),
+        ("PIECEWISE", 4096, ("quantised:int8", False)),  # of the other steps, and never in flight
+        (None, 32, ("vllm", False)),
+        (None, 4096, ("quantised:int8", True)),
+    ],
+)
+def test_a_table_chooses_for_the_one_size_of_a_graph(graphs, write_table, graph, tokens, expected):
+    graphs(graph)
+    summand: Any = SimpleNamespace(device=torch.device("cuda"), shape=(tokens, 16))
+    assert reduction.way_of(summand, write_table(), 0) == expected
+
+
+def test_what_a_table_chooses_sums_and_is_made_before_a_graph_is_captured(module, write_table, monkeypatch):
+    ranks = SimpleNamespace(_all_reduce_out_place=lambda x: x.mul_(2), device_group="the process group")
+    parallel_state = module("vllm.distributed.parallel_state", _groups={"tp:0": lambda: ranks})
+    module("vllm.distributed", parallel_state=parallel_state)
+    reduction.define_operators()
+    made, asked = [], []
+    monkeypatch.setattr("fcsd.parallel.all_reduce.reduce.Reduction", lambda group, kind, layer: made.append(kind))
+
+    def reduce(x: torch.Tensor, group: Any, kind: str) -> Any:
+        asked.append(kind)
+        return SimpleNamespace(wait=lambda: x.mul_(2))
+
+    monkeypatch.setattr("fcsd.parallel.all_reduce.reduce.reduce", reduce)
+    by_table, plain = reduction.Reducer(2, "tp:0", write_table(), 0), reduction.Reducer(2, "tp:0")
+    for tokens in (3, 4096):
+        x = torch.ones(tokens, 2)
+        assert torch.equal(by_table.wait(by_table.start(x), x), plain.wait(plain.start(x), x))
+    assert made == ["symmetric", "quantised:int8"] and asked == ["quantised:int8"], "each once, with the first sum"

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from studies.real import heal, page
+from studies.real import heal, page, ranks
 from studies.real.heal import read_cases, recipe_of
 
 from fcsd.config import Recipe
@@ -109,6 +109,26 @@ def test_failed_cases_run_again_and_two_runs_of_a_gpu_have_two_ports(
     assert {env["CUDA_VISIBLE_DEVICES"] for _, env in ran} == {"0"}
     lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     assert [line.get("failed") for line in lines if line["name"] == "b"] == ["lost", None]
+
+
+def test_the_cases_of_the_study_of_ranks_are_taken_and_its_table_is_that_of_the_stored_runs(
+    repo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["ranks", "cases", "--ranks", "full,4", "--lrs", "1e-3,3e-3", "--tokens", "1e6", "--set", "seed=7"]
+    monkeypatch.setattr(sys, "argv", command)
+    ranks.main()
+    (tmp_path / "cases").write_text(capsys.readouterr().out)
+    cases = read_cases(tmp_path / "cases", {"own": tmp_path})
+    assert [case["set"].get("train.adapter.rank") for case in cases] == [None, 4, 4]
+    runs = [{**case, "kl": {"own": {"kl": kl}}} for case, kl in zip(cases, (0.5, 0.9, 0.6), strict=True)]
+    runs[0]["untrained_kl"] = {"own": {"kl": 2.0}}
+    rows = ranks.table([{"model": "tiny", "runs": runs}]).splitlines()[2:]
+    assert [[cell.strip() for cell in row.split("|")[3:-1]] for row in rows] == [
+        ["all weights", "0.001", "1", "2.00 → 0.500", "75.0%", "100.0%"],
+        ["rank 4", "0.003", "1", "2.00 → 0.600", "70.0%", "93.3%"],
+    ]
+    page_of_ranks = (repo / ranks.PAGE).read_text()
+    assert ranks.filled(page_of_ranks, ranks.read(repo)) == page_of_ranks, "run python -m studies.real.ranks page"
 
 
 def real_model(repo: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -14,6 +14,7 @@ from fcsd.bench.serve.workload import BUDGET, Workload
 from fcsd.errors import ConfigError
 from fcsd.parallel.all_reduce.backends import backend_of
 from fcsd.parallel.all_reduce.ways import PLAIN, SUFFIX, VERSION, Step, Way, Ways
+from fcsd.serve.vllm.reduction import OVERLAP_FROM
 
 _WORTH = 0.98  # a format changes results, so it has to take less than this share of the time of exact values
 
@@ -71,6 +72,8 @@ def choose(load: Workload, times: Mapping[Way, Rounds]) -> Ways:
             way = min(
                 spent, key=lambda way, spent=spent: spent[way] / (1 if _exact(load, way) else _WORTH), default=None
             )
+            if way is not None and load.user == "plugin" and step == "prefill" and tokens < OVERLAP_FROM:
+                way = way._replace(travels=False)  # as the plugin did by itself
             if way is not None and (not chosen or chosen[-1][1] != way):
                 chosen.append((tokens, way))
     return Ways(Way(PLAIN[load.user], False), tuple(rows["decode"]), tuple(rows["prefill"]))
@@ -93,6 +96,8 @@ def by_table(load: Workload, times: Mapping[Way, Rounds], ways: Ways) -> Rounds:
 def add_tables(load: Workload, found: dict[str, Any]) -> None:
     """Add to a result the table of each wiring, and what it makes of the wiring as a variant of its own."""
     found["tables"] = {}
+    if load.engine == "vllm" and load.budget is None:
+        return  # nothing says how many tokens a step has
     for wiring in dict.fromkeys(row["wiring"] for row in found["variants"].values() if row["role"] == "wired"):
         times = ways_of(found, wiring)
         if len(times) > 1:
@@ -103,7 +108,7 @@ def add_tables(load: Workload, found: dict[str, Any]) -> None:
 
 
 def file_of(load: Workload, found: Mapping[str, Any], command: str) -> dict[str, Any]:
-    """The content of the file of a table, for the only wiring of a workload."""
+    """The content of the file of a table, for the only wiring that ``found`` has in ``tables``."""
     ((wiring, rows),) = found["tables"].items()
     head = {"version": VERSION, "user": load.user, "tp": load.tp, "wiring": wiring, "model": load.model}
     return {**head, "command": command, **rows}

@@ -1,4 +1,4 @@
-"""A directory that vLLM loads: the config.json of the original or of a wiring, and links to a checkpoint's files."""
+"""A directory that vLLM loads with random weights: the config.json of the original or of a wiring."""
 
 import json
 from pathlib import Path
@@ -12,9 +12,7 @@ from fcsd.models.wiring_block import Wiring
 from fcsd.serve.vllm.config import base_config
 
 
-def write_directory(
-    model: str, config: PretrainedConfig, wiring: Wiring, path: Path, *, weights: bool, positions: int = 0
-) -> Path:
+def write_directory(model: str, config: PretrainedConfig, wiring: Wiring, path: Path, positions: int) -> Path:
     """Make a directory that vLLM can load.
 
     Args:
@@ -22,8 +20,7 @@ def write_directory(
         config: the config of the model.
         wiring: the wiring of the result; the original if it has no layers.
         path: the directory to make.
-        weights: whether the files of ``model`` are linked; otherwise config.json is all there is.
-        positions: the tokens that the model takes at least. More than its own number is for random weights alone.
+        positions: the tokens that the model takes at least, which may be more than its own number.
 
     Returns:
         ``path``.
@@ -32,10 +29,6 @@ def write_directory(
     source = path if model in SHAPES else Path(model)
     if model in SHAPES:
         config.save_pretrained(path)
-    elif weights:
-        for file in source.iterdir():
-            if file.is_file() and file.name != "config.json":
-                (path / file.name).symlink_to(file.resolve())
     fields = json.loads((source / "config.json").read_text())
     converted = base_config(fields, source)
     fields, arch = fields if converted is None else converted[0], arch_of(config)

@@ -21,7 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from fcsd.bench.runner import finished, say
 from fcsd.bench.serve import figures
-from fcsd.bench.serve.variants import Role
+from fcsd.bench.serve.variants import Role, label
 from fcsd.bench.serve.workload import STANDARD, Workload, prompts_of, usual_wirings, wiring_for
 from fcsd.engine.decode import GRAIN, Stepper
 from fcsd.engine.fused import fuse
@@ -43,11 +43,10 @@ T = TypeVar("T")
 
 
 class Variant(NamedTuple):
-    """What takes turns: the name of a wiring, and the way of its reductions in all steps."""
+    """What takes turns: the name of a wiring, and how it sums in all steps."""
 
     wiring: str
-    reduce: str
-    travels: bool = True
+    way: Way
 
 
 def bench(load: Workload, config: PretrainedConfig) -> dict[str, Any]:
@@ -78,9 +77,11 @@ def bench(load: Workload, config: PretrainedConfig) -> dict[str, Any]:
                 raise
             missing["symmetric memory"] = str(error)
     missing["load"] = "fcsd's engine has no arrivals; --engine vllm has"
-    keys = [Variant(STANDARD, backend) for backend in backends]
-    keys += [Variant(name, backend, way) for name in names for way in (True, False) for backend in backends]
-    variants = {label(key): key for key in keys} | {"bound": Variant(names[0], BOUND)}
+    first, *others = [Way(backend, travels) for travels in (True, False) for backend in backends]
+    variants = {label("original", way, first): Variant(STANDARD, way) for way in (first, *others) if way.travels} | {
+        label(name, way, first): Variant(name, way) for name in names for way in (first, *others)
+    }
+    variants["bound"] = Variant(names[0], Way(BOUND))
     model = random_model(config, ranks, world, torch.bfloat16, "whole" if load.ep else "sliced")
     rounds: dict[str, figures.Rounds] = {name: {} for name in variants}
 
@@ -105,26 +106,19 @@ def bench(load: Workload, config: PretrainedConfig) -> dict[str, Any]:
             elif times[key][kind]:
                 rounds[name][kind, size] = times[key][kind]
     found = {
-        name: {"role": role(key, backends[0]), **key._asdict(), "rounds": rounds[name]}
+        name: {"role": role(key, first), "wiring": key.wiring, **key.way._asdict(), "rounds": rounds[name]}
         for name, key in variants.items()
     }
     return {"variants": found, "missing": missing, "notes": notes}
 
 
-def label(variant: Variant) -> str:
-    """The name of a variant: ``original`` or the wiring, the backend unless it is NCCL, and whether it sums at once."""
-    name = "original" if variant.wiring == STANDARD else variant.wiring
-    name = name if variant.reduce == NCCL else f"{name}, {variant.reduce}"
-    return name if variant.travels else f"{name}, sums at once"
-
-
-def role(variant: Variant, first: str) -> Role:
-    """The role of a variant. A wiring is ``wired`` with the first backend in flight, and has other ways beside it."""
-    if variant.reduce == BOUND:
+def role(variant: Variant, first: Way) -> Role:
+    """The role of a variant; a wiring is ``wired`` in the first way, and has other ways beside it."""
+    if variant.way.reduce == BOUND:
         return "bound"
     if variant.wiring == STANDARD:
         return "original"
-    return "wired" if variant.travels and variant.reduce == first else "way"
+    return "wired" if variant.way == first else "way"
 
 
 def random_model(
@@ -215,8 +209,7 @@ def turns(
 
     def turn(key: Variant) -> tuple[float, float]:
         stepper = steppers[key]
-        ways = Ways(Way(key.reduce, key.travels))
-        wire_tensor_parallel(model, wirings[key.wiring], ranks, ways, compile_steps=compiles)
+        wire_tensor_parallel(model, wirings[key.wiring], ranks, Ways(key.way), compile_steps=compiles)
         prefill = _timed(lambda: stepper.prefill(prompts, batch), ranks, team)
         if new == 1:
             return prefill, 0.0

@@ -24,6 +24,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from fcsd.bench.serve import figures
+from fcsd.bench.serve.choice import file_of
 from fcsd.bench.serve.client import ask
 from fcsd.bench.serve.figures import Answer
 from fcsd.bench.serve.model_files import write_directory
@@ -39,8 +40,10 @@ from fcsd.bench.serve.workload import (
     weight_bytes,
     wiring_for,
 )  # fmt: skip
+from fcsd.disk import write_json
 from fcsd.errors import ConfigError, FcsdError
 from fcsd.models.build import experts_of
+from fcsd.parallel.all_reduce.ways import PLAIN, SUFFIX, Way, Ways
 from fcsd.serve.vllm.support import installed_version, require_vllm
 
 LOAD_SECONDS = 15  # of arrivals under each load
@@ -61,9 +64,10 @@ def bench(
         write: gets what was found so far, after each variant has started and each group was timed.
 
     Returns:
-        ``vllm``, its version; ``variants``, by name: ``role``, ``wiring``, ``rounds`` (see ``figures``), ``loads`` by
-        the share of the peak, ``start_s``, and ``failed`` with the last error of a variant that did; ``missing``, what
-        a user could do elsewhere and why not here; ``notes``.
+        ``vllm``, its version; ``variants``, by name: ``role``, ``wiring``, of a wiring ``reduce`` and ``travels``
+        (see ``Way``), ``rounds`` (see ``figures``), ``loads`` by the share of the peak, ``start_s``, and ``failed``
+        with the last error of a variant that did; ``missing``, what a user could do elsewhere and why not here;
+        ``notes``.
 
     Raises:
         ConfigError: vLLM or the plugin is missing, or the workload cannot be served.
@@ -91,11 +95,11 @@ def bench(
     with TemporaryDirectory(prefix="fcsd-bench-serve-") as scratch, _ended_by_signals():
         folder = Path(scratch)
         paths = {
-            name: write_directory(load.model, config, wiring, folder / name, weights=False, positions=load.longest)
+            name: write_directory(load.model, config, wiring, folder / name, load.longest)
             for name, wiring in wirings.items()
         }
         try:
-            for group in groups(core(names), others, room):
+            for group in groups(core(names, _ways(load, folder)), others, room):
                 run.time(
                     group, paths, sharing if len(group) > 1 else (), folder, environment=_EVEN_ROUTING if moe else {}
                 )
@@ -160,6 +164,7 @@ class _Run:
         self, variant: Variant, path: Path, sharing: Sequence[str], logs: Path, environment: dict[str, str]
     ) -> None:
         row: dict[str, Any] = {"role": variant.role, "wiring": variant.wiring, "rounds": {}, "loads": {}}
+        row |= {} if variant.way is None else variant.way._asdict()
         row |= {"options": list(variant.options), "environment": dict(variant.environment)}
         self.found["variants"][variant.name] = row
         print(f"{variant.name}: starts", file=sys.stderr, flush=True)
@@ -234,6 +239,21 @@ class _Run:
                     self.found["notes"].append(f"no time was left for load {share:g} of {variant.name}")
                 elif answers := self._ask(variant, prompts, self.load.answer, at):
                     loads[str(share)] = {**figures.under_load(answers), "rate": share * peak, "requests": count}
+
+
+def _ways(load: Workload, folder: Path) -> dict[Way, str | None]:
+    """The ways in which a wiring is timed, and what tells the plugin so: nothing, a backend, or a table in ``folder``.
+
+    The first is the plugin's own choice, if no other is asked for.
+    """
+    found: dict[Way, str | None] = {}
+    for backend in load.sums or (PLAIN["plugin"],):
+        found[Way(backend)] = backend if load.sums else None
+        at_once, path = Way(backend, False), folder / f"at-once-{len(found)}{SUFFIX}"
+        ways = Ways(at_once, ((1, at_once),), ((1, at_once),))
+        write_json(path, file_of(load, {"tables": {"": ways.to_rows()}}, "fcsd bench serve"))
+        found[at_once] = str(path)
+    return found
 
 
 def _options(load: Workload, variant: Variant) -> list[str]:

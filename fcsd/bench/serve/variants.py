@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from fcsd.parallel.all_reduce.ways import Way
 from fcsd.serve.vllm.support import version_of
 
 Role = Literal["original", "wired", "way", "bound"]  # a way: another one for the sums of a wiring
@@ -28,6 +29,7 @@ class Variant:
         environment: environment variables.
         replicas: servers of one GPU each, between which requests are divided in turn; 0 is one server of all GPUs.
         spread: whether attention is data-parallel over all GPUs, with whole experts on each.
+        way: how a wiring sums; None for an original and a bound.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Variant:
     environment: Mapping[str, str] = field(default_factory=dict)
     replicas: int = 0
     spread: bool = False
+    way: Way | None = None
 
     @property
     def alone(self) -> bool:
@@ -60,14 +63,36 @@ class Machine(NamedTuple):
     fits_one: bool | None
 
 
-def core(wirings: tuple[str, ...]) -> list[Variant]:
-    """The original with vLLM's own choices, each wiring, and the bound of the first."""
-    bound = ("--additional-config", json.dumps({"fcsd": {"reduce": "none"}}))
+def core(wirings: tuple[str, ...], ways: Mapping[Way, str | None]) -> list[Variant]:
+    """The original with vLLM's own choices, each wiring, the bound of the first, and other ways to sum.
+
+    Args:
+        wirings: their names.
+        ways: for each way, what the plugin is told to choose it; None for its own choice. The first is that of the
+            verdict.
+    """
+    (first, told), *others = ways.items()
     return [
         Variant(ORIGINAL, "original"),
-        *(Variant(name, "wired", name) for name in wirings),
-        Variant("bound", "bound", wirings[0], bound),
+        *(Variant(name, "wired", name, _plugin(told), way=first) for name in wirings),
+        Variant("bound", "bound", wirings[0], _plugin("none")),
+        *(
+            Variant(label(name, way, first), "way", name, _plugin(told), way=way)
+            for name in wirings
+            for way, told in others
+        ),
     ]
+
+
+def _plugin(reduce: str | None) -> tuple[str, ...]:
+    """The options of ``vllm serve`` that tell the plugin how to sum."""
+    return () if reduce is None else ("--additional-config", json.dumps({"fcsd": {"reduce": reduce}}))
+
+
+def label(name: str, way: Way, first: Way) -> str:
+    """The name of a variant: the model's, its backend if not that of the first way, and whether it sums at once."""
+    name = name if way.reduce == first.reduce else f"{name}, {way.reduce}"
+    return name if way.travels else f"{name}, sums at once"
 
 
 def alternatives(machine: Machine, *, tp: int, moe: bool) -> tuple[list[Variant], dict[str, str]]:

@@ -26,7 +26,7 @@ def chosen_parts(recipe: Recipe, source: Location) -> Chosen | None:
     if (adapter := recipe.train.adapter) is None:
         return None
     require_extra("train", "train.adapter", "peft")
-    return choose(meta_student(recipe, source), adapter.targets, recipe.optim.train)
+    return choose(meta_student(recipe, source), adapter.targets, recipe.optim.train, adapter.layers)
 
 
 def adapt(model: PreTrainedModel, recipe: Recipe, chosen: Chosen) -> Adapted:

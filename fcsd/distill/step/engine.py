@@ -19,6 +19,7 @@ from fcsd.distill.loss.top_k import TopK, kl_from_top_k
 from fcsd.distill.optim.adamw_choice import adamw_settings, chunked, own_adamw, parameter_groups, updates_alone
 from fcsd.distill.step.phases import phase
 from fcsd.distill.teacher.original import compile_layers, final_hidden, output_head, pack_attention
+from fcsd.distill.teacher.prefix import left_out
 from fcsd.distill.teacher.targets import FixedLosses, Targets, TeacherSource, captured, compared_layers
 from fcsd.distill.tensor_parallel import Teams
 from fcsd.distill.train_engine import Trained, TrainEngine
@@ -61,7 +62,8 @@ class Student(nn.Module):
         if targets is not None and not isinstance(targets, Targets):
             return targets(batch, denominator, terms)
         compared = compared_layers(self.model, self.objective) if targets is not None and "hidden" in terms else ()
-        with captured(self.model, compared) as streams:
+        prefix = None if targets is None else targets.prefix
+        with captured(self.model, compared) as streams, left_out(self.model, prefix):
             hidden = final_hidden(self.model, batch)
         with phase("loss"):
             head, labels = output_head(self.model), batch["labels"]

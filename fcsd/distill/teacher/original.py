@@ -117,14 +117,14 @@ def pack_attention(model: PreTrainedModel, recipe: Recipe) -> None:
         use_packed_attention(model)
 
 
-def _document_masks(decoder: Any, ids: Tensor, positions: Tensor) -> dict[str, Tensor | None]:
-    """The masks, by kind of attention, that other decoders derive from the position ids themselves."""
+def _document_masks(decoder: Any, ids: Tensor, positions: Tensor) -> Tensor | dict[str, Tensor | None] | None:
+    """The masks, by kind of attention if there are kinds, that other decoders derive from the position ids."""
     given = {"config": decoder.config, "inputs_embeds": decoder.embed_tokens(ids), "attention_mask": None}
     given |= {"past_key_values": None, "position_ids": positions}
     masks = {"full_attention": create_causal_mask(**given), "linear_attention": None}  # this has a row a document
     if getattr(decoder.config, "sliding_window", None) is not None:
         masks["sliding_attention"] = create_sliding_window_causal_mask(**given)
-    return masks
+    return masks if hasattr(decoder.config, "layer_types") else masks["full_attention"]
 
 
 def compile_layers(model: PreTrainedModel, recipe: Recipe, backend: str = "inductor") -> None:

@@ -2,6 +2,7 @@
 
 A run with adapters freezes the weights, so they stay those of the original. No second copy is in memory. Weights of the
 model that train beside the adapters are few: their original values are kept, and take their places for the pass.
+The first layers, if nothing trains in them and they are not rewired, are computed once for both; see ``prefix``.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,10 +18,12 @@ from fcsd.config import Objective, Recipe
 from fcsd.distill.inputs import student_source
 from fcsd.distill.loss.top_k import TopK
 from fcsd.distill.teacher.original import final_hidden, output_head, teacher_name
+from fcsd.distill.teacher.prefix import noted
 from fcsd.distill.teacher.targets import Targets, TeacherSource, captured, compared_layers
 from fcsd.errors import ConfigError
 from fcsd.models.adapters.adapted import Adapted
 from fcsd.models.adapters.lora import switch
+from fcsd.models.adapters.targets import Chosen, shared_prefix
 from fcsd.models.build import decoder_layers
 from fcsd.parallel.expert.block import expert_blocks
 
@@ -66,14 +69,17 @@ class SharedTeacher(TeacherSource):
         # Divided blocks count the tokens of each expert. The teacher's are no part of the student's numbers.
         self._counters = [b for path in expert_blocks(model) for b in model.get_submodule(path).buffers()]
         self._standard = self._standard_layers(rewire)
+        shared = shared_prefix(model, Chosen(tuple(adapted.layers), tuple(adapted.trained)))[1]
+        # Divided experts count their tokens in each pass, and their rows may be rounded in the student's alone.
+        self._prefix = shared if rewire is None and not self._compared else 0
 
     @torch.no_grad()
     def get_targets(self, columns: dict[str, Tensor], stored: TopK | None = None) -> Targets:
         """See ``TeacherSource``."""
-        with self.teacher() as model, captured(model, self._compared) as streams:
+        with self.teacher() as model, captured(model, self._compared) as streams, noted(model, self._prefix) as prefix:
             hidden = final_hidden(model, columns)
             head = output_head(model).detach()  # still the original's if the student's own trains
-        return Targets((hidden, head), streams)
+        return Targets((hidden, head), streams, *prefix)
 
     @contextmanager
     def teacher(self) -> Iterator[PreTrainedModel]:

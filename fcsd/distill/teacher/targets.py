@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from fcsd.config import Objective, Recipe
 from fcsd.distill.loss.top_k import TopK
 from fcsd.distill.teacher.original import final_hidden, output_head
+from fcsd.distill.teacher.prefix import Prefix
 from fcsd.errors import BadInputError
 from fcsd.models.build import decoder_layers, logits_cap
 from fcsd.models.selection import select_layers
@@ -29,10 +30,12 @@ class Targets(NamedTuple):
             distribution from a cache.
         streams: the full stream ``[batch, seq, hidden]`` after each layer that the objective compares, by the 0-based
             index of the layer.
+        prefix: the first layers, if the student is to take the teacher's output of them.
     """
 
     output: tuple[Tensor, Tensor] | TopK
     streams: dict[int, Tensor]
+    prefix: Prefix | None = None
 
 
 # (micro-batch, denominator, names of the terms) -> the loss terms by name; see ``Student.forward``

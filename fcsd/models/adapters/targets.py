@@ -16,9 +16,10 @@ from transformers import PreTrainedModel
 from ...errors import ConfigError
 from ..build import arch_of, decoder_layers, decoder_of, wiring_of
 from ..selection import select_layers
-from ..wiring import DESYNC, mixer, mlp_of, shared_of
+from ..wiring import DESYNC, Wiring, mixer, mlp_of, plan_layers, shared_of
 from . import GROUPS
 
+CONVERTED = "converted"
 PARTS = ("norms", "routers", "embeddings", "head")
 _LAYERS = re.compile(r"all|none|(first|last):\d+%?|\d.*")
 _LAST_SHARE = re.compile(r"last:(\d+%)")
@@ -37,29 +38,77 @@ class Chosen:
     trained: tuple[str, ...]
 
 
-def choose(model: PreTrainedModel, targets: Sequence[str], parts: Sequence[str]) -> Chosen:
+def choose(
+    model: PreTrainedModel,
+    targets: Sequence[str],
+    parts: Sequence[str],
+    layers: str = "all",
+    wiring: Wiring | None = None,
+) -> Chosen:
     """What trains in a model. A layer whose own weight trains has no adapter.
 
     Args:
         model: a model whose experts are not divided.
         targets: the words of ``train.adapter.targets``.
         parts: the words of ``optim.train``.
+        layers: ``train.adapter.layers``.
+        wiring: the wiring of the student, if it is not that of the model's config.
 
     Raises:
         ConfigError: a word names nothing in this model, the embeddings and the output head are one weight and only one
             of them is named, nothing is left to adapt, or the wiring is Desync.
     """
-    if (name := wiring_of(model.config).name) in DESYNC:
+    wiring = wiring or wiring_of(model.config)
+    if wiring.name in DESYNC:
         raise ConfigError(
-            f"train.adapter cannot be combined with the wiring {name}, whose ranks share the weights of a layer",
+            f"train.adapter cannot be combined with the wiring {wiring.name}, whose ranks share the weights of a layer",
             hint="remove train.adapter",
         )
     trained = tuple(_trained(model, parts))
     own = {name.rpartition(".")[0] for name in trained if name.endswith(".weight")}
-    adapted = tuple(path for path in _adapted(model, targets) if path not in own)
+    inside = _chosen_layers(layers, model, wiring)
+    adapted = tuple(path for path in _adapted(model, targets) if path not in own and path.startswith(inside))
     if not adapted:
+        if layers != "all":
+            hint = "Change train.adapter.layers or train.adapter.targets."
+            raise ConfigError(f"train.adapter.layers {layers}: nothing there is left to adapt", hint)
         raise ConfigError("optim.train trains every layer that train.adapter.targets names", "Remove train.adapter.")
     return Chosen(adapted, trained)
+
+
+def shared_prefix(model: PreTrainedModel, chosen: Chosen, wiring: Wiring | None = None) -> tuple[int, int]:
+    """How many of the first decoder layers are frozen, and how many of these student and teacher have in common.
+
+    Nothing trains in frozen layers or before them. In common are those that the wiring leaves as transformers built
+    them; none where later layers may read keys and values of earlier ones (``Blocks.cuts``), or where the student draws
+    experts at random.
+
+    Args:
+        chosen: what trains.
+        wiring: the wiring of the student, if it is not that of the model's config.
+    """
+    arch, layers = arch_of(model.config), decoder_layers(model)
+    paths = {module: f"{path}." for path, module in model.named_modules()}
+    after = paths[getattr(decoder_of(model), arch.final_norm)], paths[model.get_output_embeddings()]
+    inside = [(number, paths[layer]) for number, layer in enumerate(layers)]
+    first = [
+        next((number for number, path in inside if name.startswith(path)), 0)
+        for name in (*chosen.adapted, *chosen.trained)
+        if not name.startswith(after)
+    ]
+    frozen = min([len(layers), *first])
+    planned = plan_layers(wiring or wiring_of(model.config), len(layers), arch.blocks)
+    return frozen, 0 if arch.blocks.cuts or arch.draws else min([frozen, *planned])
+
+
+def _chosen_layers(spec: str, model: PreTrainedModel, wiring: Wiring) -> tuple[str, ...]:
+    """The paths of the layers that ``train.adapter.layers`` names, each with a dot at its end."""
+    if spec == CONVERTED and not wiring.layers:
+        raise ConfigError("train.adapter.layers: no layer of this model is converted", hint="use all, or name layers")
+    layers = decoder_layers(model)
+    numbers = wiring.layers if spec == CONVERTED else select_layers(spec, len(layers))
+    paths = {module: path for path, module in model.named_modules()}
+    return tuple(f"{paths[layers[number]]}." for number in numbers)
 
 
 def _adapted(model: PreTrainedModel, targets: Sequence[str]) -> Iterator[str]:

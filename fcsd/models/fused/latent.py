@@ -14,6 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+_OWN = {"kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"}
+_OF_QUERIES = {"q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj"}
+
 
 class FusedLatentAttention(nn.Module):
     """Latent attention whose queries and keys kernels make; a mixin that precedes transformers' own class."""
@@ -87,11 +90,12 @@ def _attend(
 
 
 def is_latent(module: nn.Module) -> bool:
-    """Whether a module is a latent attention that reads all keys and has positions.
+    """Whether a module is a latent attention that reads all keys, has positions and computes nothing else.
 
-    That of DeepSeek-V3.2 has an indexer, which chooses some keys, or None for those of the layer before it. That of
-    Kimi-Linear has no positions.
+    That of DeepSeek-V3.2 has an indexer, which chooses some keys, or None for those of the layer before it. Others gate
+    their output, or scale queries by their position. That of Kimi-Linear has no positions.
     """
     children = {name for name, _ in module.named_children()}
-    latent = {"kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"} <= children and not hasattr(module, "indexer")
-    return latent and getattr(module.config, "rope_parameters", None) is not None
+    latent = _OWN <= children <= _OWN | _OF_QUERIES and not hasattr(module, "indexer")
+    positions = getattr(module.config, "rope_parameters", None) if latent else None
+    return positions is not None and "llama_4_scaling_beta" not in positions

@@ -133,6 +133,6 @@ def require_right(name: str) -> None:
     """
     if is_bound(name):
         raise ConfigError(
-            f"the all-reduce backend {name} gives wrong results; only python -m benchmarks.infer takes them",
+            f"the all-reduce backend {name} gives wrong results; only benchmarks take it",
             hint="leave --reduce out, or use --reduce nccl",
         )

@@ -10,8 +10,7 @@ from typing import Any
 from fcsd.errors import ConfigError
 from fcsd.models.archs import ARCHS
 from fcsd.models.wiring_block import DESYNC, Wiring
-from fcsd.parallel.all_reduce.backends import is_bound
-from fcsd.serve.vllm.reduction import read_settings
+from fcsd.serve.vllm.reduction import leaves_out, read_settings
 from fcsd.serve.vllm.support import RIGHT_RESULTS, refusal
 
 # Methods of speculation that read nothing inside of the model.
@@ -27,6 +26,7 @@ def check(vllm_config: Any, model_type: str) -> None:
 
     Raises:
         ConfigError: a setting does not go with the model. The message names it and says what to do.
+        BadInputError: the file of a table of sums is none for this.
     """
     for problem in problems(vllm_config, model_type):
         raise ConfigError(f"converted model: {problem}")
@@ -72,9 +72,10 @@ def problems(vllm_config: Any, model_type: str) -> Iterator[str]:
         "connectors": vllm_config.kv_transfer_config is not None,
     }
     yield from (refusal(name) for name, found in asked.items() if found)
-    chosen, strict = read_settings(vllm_config.additional_config), bool(os.environ.get(RIGHT_RESULTS))
-    if strict and is_bound(chosen.backend, "plugin"):
-        wrong = f"reduce {chosen.backend} gives wrong results"
+    chosen = read_settings(vllm_config.additional_config, parallel.tensor_parallel_size)
+    strict = bool(os.environ.get(RIGHT_RESULTS))
+    if strict and leaves_out(chosen.reduce):
+        wrong = f"reduce {chosen.reduce} gives wrong results"
         yield f"{wrong}, which fcsd serve and fcsd eval refuse; start vLLM for a bound"
     if strict and chosen.exchange == "in flight":
         yield "exchange in flight has run on CPUs alone, so fcsd serve and fcsd eval refuse it; start vLLM to try it"

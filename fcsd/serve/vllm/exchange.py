@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fcsd.serve.vllm.reduction import OVERLAP_FROM, Sum, in_flight, waits
+from fcsd.serve.vllm.reduction import OVERLAP_FROM, Sum, waits, way_of
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _step() -> _Step:
 
 def _travels(x: Tensor, overlap_from: int) -> bool:
     """Whether an exchange of ``x``, ``[tokens, hidden]``, is in flight behind its operator; over gloo it can be."""
-    return len(x) >= overlap_from if x.device.type == "cpu" else in_flight(x, overlap_from)
+    return len(x) >= overlap_from if x.device.type == "cpu" else way_of(x, "auto", overlap_from).travels
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:

@@ -1,11 +1,12 @@
 """Reductions under vLLM: an all-reduce that starts on a stream of its own, and is awaited where its sum is read.
 
-Two operators carry it through torch.compile: ``fcsd::reduce_start(x, group, backend, overlap_from) -> y`` and
-``fcsd::reduce_wait(y, x, after, overlap_from)``. The wait takes ``x`` so that its memory is not given to another tensor
-before the sum is complete. It takes ``after``, the newest tensor that was computed, so that no compiler moves it to an
-earlier place: with ``y`` and ``x`` alone Inductor places every wait directly behind its start. Inductor also moves a
-start behind the computation that should cover it. A third operator, ``fcsd::reduce_cover(x, y)``, does nothing, but
-declares that it writes ``x``. It is applied to what the cover reads, which is thereby computed after the start.
+Two operators carry it through torch.compile: ``fcsd::reduce_start(x, group, reduce, overlap_from) -> y`` and
+``fcsd::reduce_wait(y, x, after, reduce, overlap_from)``. The wait takes ``x`` so that its memory is not given to
+another tensor before the sum is complete. It takes ``after``, the newest tensor that was computed, so that no
+compiler moves it to an earlier place: with ``y`` and ``x`` alone Inductor places every wait directly behind its
+start. Inductor also moves a start behind the computation that should cover it. A third operator,
+``fcsd::reduce_cover(x, y)``, does nothing, but declares that it writes ``x``. It is applied to what the cover reads,
+which is thereby computed after the start.
 
 All sums of a process that are in flight travel on one stream of high priority. vLLM's communicators reuse their
 buffers from one sum to the next, which is right if all sums of a group are on one stream, or are joined: sums with
@@ -17,6 +18,10 @@ A sum is complete when ``reduce_start`` returns, and nothing is overlapped, in t
 - in a piecewise CUDA graph, which vLLM captures part by part: a stream that forks in one part cannot join in the next;
 - in a step without a graph that has fewer than ``overlap_from`` tokens. Such a step waits for the host, and the second
   stream and its events are more work for the host.
+
+A table (``parallel.all_reduce.ways``) decides the last case by itself: by its decoding rows what a whole graph covers,
+by its other rows every other step. Compiled code holds the name of the table and not its rows, which are read when the
+process starts; a whole graph asks when it is captured, for the one size that it has.
 """
 
 from collections.abc import Callable
@@ -29,6 +34,7 @@ from torch import Tensor
 
 from fcsd.errors import ConfigError
 from fcsd.parallel.all_reduce.backends import backend_of, is_bound
+from fcsd.parallel.all_reduce.ways import Way, Ways, is_table, read_ways
 
 # Tokens. A server whose steps without a graph had some 1100 tokens was slower with sums in flight; one with 8192 was
 # faster (benchmarks/results, "Serving by vLLM"). Nothing between them was measured.
@@ -39,12 +45,12 @@ class Settings(NamedTuple):
     """What a user can choose in ``--additional-config``.
 
     Attributes:
-        backend: the name of a backend, see ``parallel.all_reduce.backends``.
-        overlap_from: the fewest tokens of a step without a CUDA graph whose sums are in flight.
+        reduce: the name of a backend, see ``parallel.all_reduce.backends``; or the file of a table.
+        overlap_from: the fewest tokens of a step without a CUDA graph whose sums are in flight; a table does not ask.
         exchange: ``at once``, by vLLM, or ``in flight``: how tokens travel under data-parallel attention.
     """
 
-    backend: str
+    reduce: str
     overlap_from: int
     exchange: str
 
@@ -68,26 +74,26 @@ class Reducer:
     Attributes:
         size: the number of ranks.
         group: the name of the group in vLLM.
-        backend: the name of a backend, see ``parallel.all_reduce.backends``.
+        reduce: see ``Settings``.
         overlap_from: see ``Settings``.
         sends: whether anything is sent. It is a value, because torch.compile reads it.
     """
 
     size: int
     group: str = ""
-    backend: str = "auto"
+    reduce: str = "auto"
     overlap_from: int = OVERLAP_FROM
     sends: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sends", self.size > 1 and not is_bound(self.backend, "plugin"))
+        object.__setattr__(self, "sends", self.size > 1 and not leaves_out(self.reduce))
 
     def start(self, x: Tensor) -> Sum:
         """Start to sum ``x``, which must not be changed before the sum is awaited."""
         if not self.sends:
             return Sum(x, None)
         x = x.contiguous()
-        return Sum(torch.ops.fcsd.reduce_start(x, self.group, self.backend, self.overlap_from), x)
+        return Sum(torch.ops.fcsd.reduce_start(x, self.group, self.reduce, self.overlap_from), x)
 
     def wait(self, sum_: Sum, newest: Tensor) -> Tensor:
         """Wait for a sum.
@@ -98,7 +104,7 @@ class Reducer:
         """
         if sum_.summand is not None:
             after = sum_.summand if newest is sum_.total else newest
-            torch.ops.fcsd.reduce_wait(sum_.total, sum_.summand, after, self.overlap_from)
+            torch.ops.fcsd.reduce_wait(sum_.total, sum_.summand, after, self.reduce, self.overlap_from)
         return sum_.total
 
     def cover(self, x: Tensor, newest: Tensor, sums: tuple[Sum, ...]) -> None:
@@ -121,25 +127,41 @@ class Reducer:
         return Sum(tensor_model_parallel_all_reduce(x.contiguous()), None)
 
 
-def read_settings(additional_config: Any) -> Settings:
+def leaves_out(reduce: str) -> bool:
+    """Whether every sum is left out, which gives wrong results; see ``Settings``."""
+    return not is_table(reduce) and is_bound(reduce, "plugin")
+
+
+def read_settings(additional_config: Any, degree: int | None = None) -> Settings:
     """The user's choice: ``--additional-config '{"fcsd": {"reduce": "vllm", "overlap_from": 2048}}'``.
+
+    Args:
+        additional_config: vLLM's setting.
+        degree: the tensor-parallel degree, for which a table has to be; None if it is not known.
 
     Raises:
         ConfigError: the section ``fcsd`` has another form, or one of its values is unknown.
+        BadInputError: the file is not a table for this.
     """
     section = additional_config.get("fcsd", {}) if isinstance(additional_config, dict) else {}
     if not isinstance(section, dict) or section.keys() - {"reduce", "overlap_from", "exchange"}:
         keys = '"reduce", "overlap_from" and "exchange"'
         raise ConfigError(f'--additional-config: the section "fcsd" has the keys {keys} alone')
-    backend = str(section.get("reduce", "auto"))
-    backend_of(backend, "plugin")
+    reduce = str(section.get("reduce", "auto"))
+    read_ways(reduce, "plugin", degree)
+    if is_table(reduce) and "overlap_from" in section:
+        raise ConfigError(
+            f"overlap_from does not go with {reduce}, which says for each size what travels; leave it out"
+        )
     overlap_from = section.get("overlap_from", OVERLAP_FROM)
     if type(overlap_from) is not int or overlap_from < 0:
         raise ConfigError(f"overlap_from is a number of tokens, not {overlap_from!r}; 0 always overlaps")
     exchange = section.get("exchange", "at once")
     if exchange not in ("at once", "in flight"):
         raise ConfigError(f'exchange is "at once" or "in flight", not {exchange!r}')
-    return Settings(backend, overlap_from, exchange)
+    if is_table(reduce) and exchange == "in flight":
+        raise ConfigError(f"exchange in flight does not go with {reduce}, which is about sums; leave one of them out")
+    return Settings(reduce, overlap_from, exchange)
 
 
 @cache
@@ -154,26 +176,47 @@ def waits() -> dict[int, Callable[[], Any]]:
     return {}
 
 
-def in_flight(x: Tensor, overlap_from: int) -> bool:
-    """Whether the sum of ``x``, ``[tokens, hidden]``, is in flight between its start and its wait.
+@cache
+def _ways(reduce: str) -> Ways:
+    return read_ways(reduce, "plugin")
+
+
+def way_of(x: Tensor, reduce: str, overlap_from: int) -> Way:
+    """How ``x``, ``[tokens, hidden]``, is summed, and whether its sum is in flight between its start and its wait.
 
     The start and the wait of a sum ask the same question, and get the same answer.
     """
     if x.device.type == "cpu" or _captures_a_piece():
-        return False
-    return x.shape[0] >= overlap_from or torch.cuda.is_current_stream_capturing()
+        return _ways(reduce).of("prefill", x.shape[0])._replace(travels=False)
+    captured = torch.cuda.is_current_stream_capturing()
+    if is_table(reduce):
+        return _ways(reduce).of("decode" if captured else "prefill", x.shape[0])
+    return Way(reduce, captured or x.shape[0] >= overlap_from)
 
 
-def _start(x: Tensor, group: str, backend: str, overlap_from: int) -> Tensor:
+@cache
+def _open(reduce: str, group: Any) -> None:
+    """Prepare the backends of a table. This cannot be done while a graph is captured; vLLM runs a step before that."""
+    from fcsd.parallel.all_reduce.reduce import Reduction
+
+    for backend in _ways(reduce).backends:
+        if not backend_of(backend, "plugin")[0].by_vllm:
+            Reduction(group, backend, 0)
+
+
+def _start(x: Tensor, group: str, reduce: str, overlap_from: int) -> Tensor:
     from vllm.distributed import parallel_state  # pyright: ignore[reportMissingImports]
 
     ranks = parallel_state._groups[group]()
-    if not backend_of(backend, "plugin")[0].by_vllm:
-        return _start_of_fcsd(x, ranks.device_group, backend, overlap_from)
+    way = way_of(x, reduce, overlap_from)
+    if is_table(reduce):
+        _open(reduce, ranks.device_group)
+    if not backend_of(way.reduce, "plugin")[0].by_vllm:
+        return _start_of_fcsd(x, ranks.device_group, way)
     if x.device.type == "cpu":
         return ranks._all_reduce_out_place(x.clone())  # the communicator of CPUs writes over its input
     side = _side()  # made by the first sum of all, before any graph is captured
-    if not in_flight(x, overlap_from):
+    if not way.travels:
         return ranks._all_reduce_out_place(x)
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -184,23 +227,23 @@ def _start(x: Tensor, group: str, backend: str, overlap_from: int) -> Tensor:
     return y
 
 
-def _start_of_fcsd(x: Tensor, group: Any, backend: str, overlap_from: int) -> Tensor:
+def _start_of_fcsd(x: Tensor, group: Any, way: Way) -> Tensor:
     """The same by fcsd's own backends, which sum in place."""
     from fcsd.parallel.all_reduce.reduce import reduce
 
     y = x.clone()
-    reduction = reduce(y, group, backend)
-    if not in_flight(x, overlap_from):
+    reduction = reduce(y, group, way.reduce)
+    if not way.travels:
         return reduction.wait()
     waits()[y.data_ptr()] = reduction.wait
     return y
 
 
-def _wait(y: Tensor, x: Tensor, after: Tensor, overlap_from: int) -> None:
+def _wait(y: Tensor, x: Tensor, after: Tensor, reduce: str, overlap_from: int) -> None:
     wait = waits().pop(y.data_ptr(), None)
     if wait is not None:
         wait()
-    elif in_flight(y, overlap_from):
+    elif way_of(y, reduce, overlap_from).travels:
         raise RuntimeError("a compiler copied a sum that is in flight, which would be read before it is complete")
 
 
@@ -219,14 +262,14 @@ def define_operators() -> torch.library.Library:
     """Define the operators. The library that is returned keeps them alive."""
     library = torch.library.Library("fcsd", "FRAGMENT")
     tags = (torch.Tag.needs_fixed_stride_order,)
-    library.define("reduce_start(Tensor x, str group, str backend, int overlap_from) -> Tensor", tags=tags)
-    library.define("reduce_wait(Tensor(a!) y, Tensor x, Tensor after, int overlap_from) -> ()", tags=tags)
+    library.define("reduce_start(Tensor x, str group, str reduce, int overlap_from) -> Tensor", tags=tags)
+    library.define("reduce_wait(Tensor(a!) y, Tensor x, Tensor after, str reduce, int overlap_from) -> ()", tags=tags)
     library.define("reduce_cover(Tensor(a!) x, Tensor y) -> ()", tags=tags)
     for device in ("CPU", "CUDA"):
         library.impl("reduce_cover", lambda x, y: None, device)
         library.impl("reduce_start", _start, device)
         library.impl("reduce_wait", _wait, device)
-    library._register_fake("reduce_start", lambda x, group, backend, overlap_from: torch.empty_like(x))
-    library._register_fake("reduce_wait", lambda y, x, after, overlap_from: None)
+    library._register_fake("reduce_start", lambda x, group, reduce, overlap_from: torch.empty_like(x))
+    library._register_fake("reduce_wait", lambda y, x, after, reduce, overlap_from: None)
     library._register_fake("reduce_cover", lambda x, y: None)
     return library

@@ -107,10 +107,11 @@ def distill_and_get_worse(recipe: Any) -> None:
     loop.distill_model(recipe)
 
 
-def test_the_best_checkpoint_is_published_and_not_the_last(folder: Path, tmp_path: Path) -> None:
-    stop = {"metric": "held_out", "every": 2}
-    recipe = runs.resolved(folder, output_dir=str(tmp_path), early_stop=stop, **LORA)
+def test_a_run_stops_early_and_publishes_the_best_checkpoint_and_not_the_last(folder: Path, tmp_path: Path) -> None:
+    stop = {"metric": "held_out", "every": 2, "patience": 1}
+    recipe = runs.resolved(folder, output_dir=str(tmp_path), early_stop=stop, train__steps=6, **LORA)
     assert ranks.on_ranks(1, distill_and_get_worse, recipe) == [None]
+    assert read_metrics(tmp_path)[-1]["step"] == 4
     best, last = (load_file(tmp_path / "checkpoints" / step / ADAPTERS) for step in ("step-2", "step-4"))
     final = load_file(tmp_path / "final" / "model.safetensors")
     assert torch.equal(final["model.norm.weight"], best["model.norm.weight"])

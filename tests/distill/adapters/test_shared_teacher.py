@@ -15,13 +15,26 @@ LORA: dict[str, Any] = {"train__adapter": {"rank": 4, "alpha": 8.0}, "train__eva
 NORMS = {"optim__train": ["norms", "head", "last:25%"], "optim__weight_decay": 0.1}
 CASES: dict[str, dict[str, Any]] = {
     "fp32, stage 1": {"train__micro_batch_size": 1},
-    "fp32, stage 2": {"parallel__zero_stage": 2, **NORMS},
+    "fp32, stage 2, streams are compared": {
+        "parallel__zero_stage": 2,
+        "objective__hidden": {"weight": 0.1, "layers": "all"},
+        **NORMS,
+    },
     "fp32, stage 0, recomputed": {"parallel__zero_stage": 0, "train__activation_checkpointing": True},
     "bf16, stage 1": {"train__dtype": "bf16", **NORMS},
     "bf16, stage 2": {"train__dtype": "bf16", "parallel__zero_stage": 2, "optim__moments": "bf16"},
-    "streams are compared": {"objective__hidden": {"weight": 0.1, "layers": "all"}},
     "annealed": {"train__anneal_share": 1.0},
     "fixed passes": {"train__graph": True, "train__dtype": "bf16", **NORMS},
+}
+# The last two of four layers are converted, and they alone have adapters: the first two are computed once.
+LAST = {"init": {"wiring": "farskip", "layers": "last:2"}, "train__adapter": {"rank": 4, "layers": "converted"}}
+PREFIX: dict[str, dict[str, Any]] = {
+    "prefix, recomputed": {"train__activation_checkpointing": True},
+    "prefix, bf16": {"train__dtype": "bf16", "train__micro_batch_size": 1, "optim__train": ["head", "last:1"]},
+    "prefix, fixed passes": {"train__graph": True, "train__dtype": "bf16"},
+    "prefix, stage 0": {"parallel__zero_stage": 0, "train__micro_batch_size": 8},
+    "prefix, annealed": {"train__anneal_share": 1.0},
+    "streams are compared, no prefix": {"objective__hidden": {"weight": 0.1, "layers": "last:1"}},
 }
 SHARDED: dict[str, dict[str, Any]] = {
     "overlapped": {},
@@ -67,7 +80,7 @@ def both_ways(folder: Path, out: Path, size: int, cases: dict[str, dict[str, Any
         assert any("held_out_kl" in line for line in shared[0]), name
 
 
-@pytest.mark.parametrize(("size", "names"), [(1, ["fp32, stage 2", "streams are compared"]), (2, ["bf16, stage 1"])])
+@pytest.mark.parametrize(("size", "names"), [(1, ["fp32, stage 2, streams are compared"]), (2, ["bf16, stage 1"])])
 def test_a_shared_teacher_equals_a_separate_one(folder: Path, tmp_path: Path, size: int, names: list[str]) -> None:
     both_ways(folder, tmp_path, size, {name: CASES[name] for name in names})
 
@@ -76,6 +89,15 @@ def test_a_shared_teacher_equals_a_separate_one(folder: Path, tmp_path: Path, si
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_shared_teacher_equals_a_separate_one_in_every_setting(folder: Path, tmp_path: Path, size: int) -> None:
     both_ways(folder, tmp_path, size, CASES)
+
+
+@pytest.mark.parametrize(
+    "names", [["prefix, recomputed"], pytest.param([*PREFIX], marks=pytest.mark.nightly)], ids=["one", "all"]
+)
+def test_first_layers_computed_once_are_those_computed_twice(folder: Path, tmp_path: Path, names: list[str]) -> None:
+    """Each step has several micro-batches, and each row several documents."""
+    model = {"model": str(folder / "teacher"), **LAST}
+    both_ways(folder, tmp_path, 1, {name: {**model, **PREFIX[name]} for name in names})
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ from fcsd.distill.sweep.process import Exit
 from fcsd.distill.sweep.report_table import to_text
 from fcsd.distill.sweep.search import require_complete, sweep
 from fcsd.distill.sweep.trials import all_trials, points
-from fcsd.errors import ConfigError, FcsdError
+from fcsd.errors import ConfigError, FcsdError, PreemptedError
+from fcsd.models.build import load_model
 
 TWO_STAGES = {
     "stages": [{"train.batch_tokens": [64, 128]}, {"optim.lr": [1e-3, 2e-3]}],
@@ -102,6 +103,51 @@ def test_two_stages_share_a_run_and_the_chosen_one_becomes_the_full_run(folder: 
 
     with pytest.raises(ConfigError, match=r"optim\.weight_decay was 0\.0 and is now 0\.5"):
         sweep(recipe(folder, out, TWO_STAGES, optim__weight_decay=0.5), recorded(launches))
+
+
+def ended_after_two_steps(path: Path) -> None:
+    """A run that is asked to end when its second step is saved."""
+    finish = loop.finish_step
+
+    def finish_and_end(run: Any, tools: Any, duties: Any, step: int, *rest: Any) -> None:
+        finish(run, tools, duties, step, *rest)
+        if step == 2:
+            raise PreemptedError("step 2 was the last")
+
+    loop.finish_step = finish_and_end
+    distilled(path)
+
+
+def test_ranks_and_learning_rates_of_adapters_are_chosen_and_a_trial_that_was_ended_goes_on(
+    folder: Path, tmp_path: Path
+) -> None:
+    plan = {"stages": [{"train.adapter.rank": [1, 8]}, {"optim.lr": [1e-3, 4e-3]}], "steps": 4, "window": 1}
+    out, launches = tmp_path / "sweep", []
+    resolved = recipe(folder, out, plan, train__adapter={"alpha": 8.0}, optim__train=["norms"])
+
+    def end_the_second(path: Path) -> Exit:
+        launches.append(path.stem)
+        run = ended_after_two_steps if len(launches) == 2 else distilled
+        return Exit(ranks.exit_code(run, path))
+
+    with pytest.raises(PreemptedError):
+        sweep(resolved, end_the_second)
+    ended = out / "trials" / launches[1]
+    assert [line["step"] for line in read_metrics(ended)] == [1, 2]
+    record = sweep(resolved, recorded(launches))
+    require_complete(record)
+    losses = {name: entry["value"] for name, entry in record["trials"].items()}
+    assert len(losses) == 3 and launches == [*list(losses)[:2], *list(losses)[1:], "full"]
+    for stage in record["stages"]:
+        assert stage["chosen"] == min(stage["trials"], key=losses.__getitem__)
+    assert len(set(losses.values())) == 3
+    values = record["trials"][ended.name]["values"]
+    alone = {"train__adapter": {"alpha": 8.0, "rank": values["train.adapter.rank"]}, "optim__train": ["norms"]}
+    runs.train(runs.resolved(folder, output_dir=str(tmp_path), train__steps=6, optim__lr=values["optim.lr"], **alone))
+    numbers = [[(m["loss"], m["grad_norm"]) for m in read_metrics(run)][:4] for run in (ended, tmp_path)]
+    assert numbers[0] == numbers[1], "a trial that was ended and went on is a run without interruption"
+    assert read_metrics(Path(record["run"]))[-1]["step"] == 6
+    assert load_model(Path(record["run"]) / "final").config.model_type == "fcsd_deepseek_v2"
 
 
 def test_a_trial_that_fails_is_in_the_table_and_alone_repeated(folder: Path, tmp_path: Path) -> None:

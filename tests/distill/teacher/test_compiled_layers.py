@@ -7,7 +7,11 @@ import runs
 import tiny
 import torch
 
-from fcsd.distill.teacher.original import compile_layers, without_compiling
+from fcsd.distill import prepare
+from fcsd.distill.adapters.adapt import adapt, chosen_parts
+from fcsd.distill.inputs import student_source
+from fcsd.distill.student import load_student
+from fcsd.distill.teacher.original import compile_layers, final_hidden, without_compiling
 from fcsd.errors import ConfigError
 from fcsd.models.build import decoder_layers, wire
 from fcsd.models.wiring import Wiring
@@ -31,6 +35,34 @@ def test_compiled_layers_give_the_same_gradients(tmp_path: Path) -> None:
         for name, value in one.items():
             torch.testing.assert_close(other[name], value)
     assert decoder_layers(model)[0]._compiled_call_impl is not None
+
+
+@pytest.mark.parametrize("arch", ["llama", pytest.param("deepseek_v2", marks=pytest.mark.nightly)])
+def test_compiled_layers_are_student_and_teacher_in_turn(tmp_path: Path, arch: str) -> None:
+    """With adapters the layers change their wiring, their adapters and their norms between two passes of a step."""
+    runs.write_models(tmp_path, arch)
+    lora = {"train__adapter": {"rank": 4, "alpha": 8.0}, "optim__train": ["norms"], "train__compile": True}
+    recipe = runs.resolved(tmp_path, **lora).recipe
+    chosen, positions = chosen_parts(recipe, student_source(recipe)), torch.arange(12).repeat(2, 1)
+    assert chosen is not None
+    columns = {"input_ids": torch.arange(24).view(2, 12), "position_ids": positions}
+    results = []
+    for compiled in (False, True):
+        student = load_student(recipe, dtype=torch.float32, device=torch.device("cpu")).train()
+        adapted, generator = adapt(student, recipe, chosen), torch.Generator().manual_seed(0)
+        for _, parameter in adapted.tensors():
+            parameter.data.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+        if compiled:
+            compile_layers(student, recipe, backend="eager")
+        source, passes = prepare.share_weights(adapted, recipe), []
+        for _ in range(2):
+            theirs, ours = source.get_targets(columns).output[0], final_hidden(student, columns)
+            assert (theirs - ours).abs().max() > 0.1
+            (theirs - ours).square().mean().backward()
+            passes += [theirs, ours.detach()]
+        results.append([*passes, *(parameter.grad for _, parameter in adapted.tensors())])
+    for plain, other in zip(*results, strict=True):
+        torch.testing.assert_close(other, plain)
 
 
 def test_without_the_field_nothing_is_compiled(tmp_path: Path) -> None:

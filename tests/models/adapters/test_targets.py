@@ -7,7 +7,8 @@ from torch import nn
 
 from fcsd.errors import ConfigError
 from fcsd.models.adapters.lora import add_adapters, matrices, merge, switch
-from fcsd.models.adapters.targets import choose
+from fcsd.models.adapters.targets import choose, shared_prefix
+from fcsd.models.wiring import Wiring
 
 DEFAULT = ["attention", "mlp", "shared_experts"]
 
@@ -105,3 +106,37 @@ def test_an_adapter_starts_alike_whatever_other_layers_have_one() -> None:
     other = add_adapters(tiny.model("llama"), {path: path}, 4, 4.0, seed=4)[path]
     assert torch.equal(matrices(alone)[0], matrices(among)[0])
     assert not torch.equal(matrices(alone)[0], matrices(other)[0])
+
+
+@pytest.mark.parametrize(
+    ("wiring", "parts", "layers", "expected"),
+    [
+        (Wiring("farskip", (2, 3)), [], "converted", (2, 2)),
+        (Wiring("farskip", (2, 3)), [], "last:1", (3, 2)),
+        (Wiring("farskip", (2, 3)), [], "all", (0, 0)),
+        (Wiring("ladder", (2, 3)), [], "converted", (2, 1)),  # layer 1 passes on what layer 2 is not to read
+        (Wiring("farskip", (1, 3)), ["head"], "converted", (1, 1)),
+        (Wiring("farskip", (2, 3)), ["norms"], "converted", (0, 0)),
+        (Wiring("farskip", (2, 3)), ["embeddings"], "converted", (0, 0)),
+        (Wiring("farskip", (2, 3)), ["last:25%"], "converted", (2, 2)),
+    ],
+)
+def test_layers_before_all_that_trains_and_all_that_is_rewired_are_shared(
+    wiring: Wiring, parts: list[str], layers: str, expected: tuple[int, int]
+) -> None:
+    model = tiny.model("llama", tie_word_embeddings=False)
+    assert shared_prefix(model, choose(model, DEFAULT, parts, layers, wiring), wiring) == expected
+
+
+def test_a_head_that_is_the_embedding_is_before_the_layers() -> None:
+    model, wiring = tiny.model("llama", tie_word_embeddings=True), Wiring("farskip", (2, 3))
+    assert shared_prefix(model, choose(model, DEFAULT, ["embeddings", "head"], "converted", wiring), wiring) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [("converted", "no layer of this model is converted"), ("last:9", "needs 9 layers"), ("none", "nothing there is")],
+)
+def test_layers_that_cannot_have_adapters_are_refused(layers: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        choose(tiny.model("llama"), DEFAULT, [], layers)

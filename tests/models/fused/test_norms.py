@@ -25,9 +25,12 @@ def run(model: nn.Module, length: int = 24) -> list[Tensor]:
     return [out.logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
+_OTHERS = ("linear_attn", ".o_norm.", ".mamba.", ".indexer.", "norm.mlp.")
+
+
 def _is_plain_norm(name: str) -> bool:
-    """The norms of linear attention take a gate, too, and those of an indexer are no RMSNorms."""
-    return "norm" in name and not any(part in name for part in ("linear_attn", ".o_norm.", ".mamba.", ".indexer."))
+    """The norms of linear attention take a gate, those of an indexer are no RMSNorms, and A.X K2 gates their output."""
+    return "norm" in name and not any(part in name for part in _OTHERS)
 
 
 @pytest.mark.parametrize("arch", tiny.CONFIGS)
