@@ -39,7 +39,8 @@ def rewire(model: Any, names: VllmNames, vllm_config: Any) -> None:
         ValueError: the wiring does not fit the model or the pipeline stages.
     """
     wiring = Wiring.from_block(vllm_config.model_config.hf_config.fcsd)
-    settings, parallel = read_settings(vllm_config.additional_config), vllm_config.parallel_config
+    parallel = vllm_config.parallel_config
+    settings = read_settings(vllm_config.additional_config, parallel.tensor_parallel_size)
     reducer = _reducer(settings)
     layers = model.get_submodule(names.decoder).layers
     own = [i for i, layer in enumerate(layers) if not isinstance(layer, PPMissingLayer)]
@@ -47,18 +48,20 @@ def rewire(model: Any, names: VllmNames, vllm_config: Any) -> None:
     kinds: list[Kind] = [kind_of(layer, names) if i in stage else "moe-shared" for i, layer in enumerate(layers)]
     exchanges = settings.exchange == "in flight" and parallel.data_parallel_size > 1
     for i, plan in layer_plans(wiring, kinds, stage, every=exchanges).items():
-        exchange = _exchange(getattr(layers[i], names.mlp), vllm_config) if exchanges and kinds[i] != "dense" else None
+        exchange = None
+        if exchanges and kinds[i] != "dense":
+            exchange = _exchange(getattr(layers[i], names.mlp), vllm_config, settings.overlap_from)
         take_apart(layers[i], Wired(names, plan, reducer, exchange))
 
 
-def _exchange(mlp: Any, vllm_config: Any) -> Exchange:
+def _exchange(mlp: Any, vllm_config: Any, overlap_from: int) -> Exchange:
     """How a MoE block exchanges tokens in flight. Its experts stop exchanging them, and are found by their name."""
     define_exchange()
     name = f"{mlp.experts.layer_name}.fcsd"
     vllm_config.compilation_config.static_forward_context[name] = mlp
     # vLLM's kernels for experts are made later. They gather and scatter if there are several data-parallel ranks.
     mlp.experts.moe_config.moe_parallel_config.dp_size = 1
-    return Exchange(name, read_settings(vllm_config.additional_config).overlap_from)
+    return Exchange(name, overlap_from)
 
 
 def _reducer(settings: Settings) -> Reducer:

@@ -160,7 +160,7 @@ def read_settings(additional_config: Any, degree: int | None = None) -> Settings
     if exchange not in ("at once", "in flight"):
         raise ConfigError(f'exchange is "at once" or "in flight", not {exchange!r}')
     if is_table(reduce) and exchange == "in flight":
-        raise ConfigError(f"exchange in flight does not go with {reduce}, a table that was measured without it")
+        raise ConfigError(f"exchange in flight does not go with {reduce}, which is about sums; leave one of them out")
     return Settings(reduce, overlap_from, exchange)
 
 
