@@ -14,7 +14,7 @@ from .wiring_block import DESYNC, READS, Blocks
 class VllmNames:
     """What vLLM's own class of an architecture calls the parts of its decoder layers.
 
-    Every decoder layer of the table follows one convention in vLLM 0.24 to 0.28: it gets ``(hidden, residual)``, whose
+    Every decoder layer of the table follows one convention in vLLM 0.24 to 0.32: it gets ``(hidden, residual)``, whose
     sum is the full stream, and returns its MLP's output unadded beside the residual.
 
     Attributes:

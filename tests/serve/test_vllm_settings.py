@@ -210,7 +210,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     models: dict[str, str] = {}
     fakes = {
-        "vllm": module("vllm", __version__="0.29.1"),
+        "vllm": module("vllm", __version__="0.33.1"),
         "vllm.config": module("vllm.config"),
         "vllm.config.vllm": module(
             "vllm.config.vllm", DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES=frozenset({"LlamaForCausalLM"})
@@ -248,7 +248,7 @@ def test_an_unsupported_version_changes_nothing_and_says_so(vllm, caplog):
     plugin.register()
     assert vllm.models == {} and vllm.parsers == {"hf": StockParser}
     (record,) = caplog.records
-    assert record.levelname == "ERROR" and "needs vLLM >=0.24,<0.29, not 0.29.1" in record.getMessage()
+    assert record.levelname == "ERROR" and "needs vLLM >=0.24,<0.33, not 0.33.1" in record.getMessage()
 
 
 def test_registration_adds_our_names_and_keeps_what_belongs_to_the_base(vllm):
@@ -320,8 +320,8 @@ def test_hooks_of_vllm_keep_what_else_they_have(vllm):
 
 
 def test_later_versions_choose_the_model_runner_without_a_list(vllm, monkeypatch):
-    """From 0.29 on vLLM decides by features. The gate is opened for this test alone."""
-    monkeypatch.setattr(support, "TOO_NEW", (0, 30))
+    """From 0.29 on vLLM decides by features."""
+    vllm.top.__version__ = "0.29.0"
     monkeypatch.delattr(vllm.settings, "DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES")
     plugin.register()
     assert "FcsdLlamaForCausalLM" in vllm.models and issubclass(vllm.parsers["hf"], StockParser)
