@@ -24,15 +24,12 @@ from fcsd.checkpoint.wiring_options import choose_wiring
 from fcsd.errors import ConfigError, NonFiniteError
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import load_model, unwired, wire
-from fcsd.models.selection import layers_text
+from fcsd.models.selection import cheapest, layers_text
 from fcsd.models.wiring_block import DESYNC, Wiring
 from fcsd.progress import progress
 
 log = logging.getLogger(__name__)
 
-# The dearest layers stay standard until the others cost this share of the sum, or this many nats if that is more.
-SHARE, ENOUGH = 0.5, 1.0
-MOST = 0.25  # of the layers that stay standard, because a server waits for each of them
 ROWS, TOKENS = 4, 512  # of the text that each measurement reads
 
 
@@ -143,23 +140,6 @@ def divergences(
             wire(network, unwired())
             found.append(total)
     return found
-
-
-def cheapest(alone: dict[int, float], count: int | None = None) -> tuple[int, ...]:
-    """The layers to convert, ascending: the ``count`` that cost least.
-
-    Without ``count`` the dearest layers are left out one by one until the costs of the others sum to at most ``SHARE``
-    of the whole, or to ``ENOUGH`` nats if that is more; at most ``MOST`` of the layers are left out.
-
-    Args:
-        alone: layer -> KL(original || original with this layer converted), in nats per token.
-    """
-    by_cost = sorted(alone, key=lambda layer: alone[layer])
-    if count is None:
-        count, enough = len(alone), max(SHARE * sum(alone.values()), ENOUGH)
-        while sum(alone[layer] for layer in by_cost[:count]) > enough and count - 1 >= (1 - MOST) * len(alone):
-            count -= 1
-    return tuple(sorted(by_cost[:count]))
 
 
 def calibration_rows(network: PreTrainedModel, model: Path, text: Path | None) -> list[Tensor]:

@@ -5,6 +5,10 @@ from collections.abc import Sequence
 
 from ..errors import ConfigError
 
+# The dearest layers stay standard until the others cost this share of the sum, or this many nats if that is more.
+SHARE, ENOUGH = 0.5, 1.0
+MOST = 0.25  # of the layers that stay standard, because a server waits for each of them
+
 
 def select_layers(spec: str, count: int) -> tuple[int, ...]:
     """The 0-based layers, ascending, that ``spec`` names in a model of ``count`` decoder layers.
@@ -43,6 +47,23 @@ def select_layers(spec: str, count: int) -> tuple[int, ...]:
 def is_auto(spec: str) -> bool:
     """Whether the layers are to be measured, by ``fcsd.layer_costs``: ``auto``, or ``auto:N`` for the N cheapest."""
     return re.fullmatch(r"auto(:[0-9]+)?", spec.strip()) is not None
+
+
+def cheapest(alone: dict[int, float], count: int | None = None) -> tuple[int, ...]:
+    """The layers to convert, ascending: the ``count`` that cost least.
+
+    Without ``count`` the dearest layers are left out one by one until the costs of the others sum to at most ``SHARE``
+    of the whole, or to ``ENOUGH`` nats if that is more; at most ``MOST`` of the layers are left out.
+
+    Args:
+        alone: layer -> KL(original || original with this layer converted), in nats per token.
+    """
+    by_cost = sorted(alone, key=lambda layer: alone[layer])
+    if count is None:
+        count, enough = len(alone), max(SHARE * sum(alone.values()), ENOUGH)
+        while sum(alone[layer] for layer in by_cost[:count]) > enough and count - 1 >= (1 - MOST) * len(alone):
+            count -= 1
+    return tuple(sorted(by_cost[:count]))
 
 
 def layers_text(layers: Sequence[int]) -> str:

@@ -19,7 +19,7 @@ from fcsd.errors import ConfigError
 from fcsd.markdown import table
 from fcsd.models.archs import ARCHS
 from fcsd.models.schedule import Kind, Output, reads_of, reductions
-from fcsd.models.selection import layers_text, select_layers
+from fcsd.models.selection import cheapest, layers_text, select_layers
 from fcsd.models.wiring_block import DESYNC, Blocks, Wiring
 from fcsd.parallel.cost import Collective, Line
 from fcsd.parallel.machine import Machine
@@ -99,8 +99,6 @@ def frontier(model: MetaModel, ranks: int, machine: Machine | None = None, costs
         alike = measured_alike(whole, kinds, arch.blocks)
         choices = {share: select_layers(share, depth) for share in SHARES}
         if given is not None and alike in given:
-            from fcsd.distill.layer_costs import cheapest
-
             choices["auto"] = cheapest(dict(enumerate(given[alike])))
         for share, layers in choices.items():
             decode, prefill = (one.times(replace(whole, layers=layers)) for one in serving)

@@ -6,10 +6,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from fcsd.distill.layer_costs import cheapest
 from fcsd.eval.compare import not_above_chance
 from fcsd.eval.suite import SUITES
-from fcsd.models.selection import layers_text
+from fcsd.models.selection import cheapest, layers_text
 
 PAGE = Path("docs/REAL_MODELS.md")
 RAW = (

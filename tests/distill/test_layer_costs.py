@@ -11,8 +11,10 @@ from fcsd.checkpoint.tokenizer import load_tokenizer
 from fcsd.cli.main import app
 from fcsd.convert import convert_checkpoint
 from fcsd.distill import layer_costs
-from fcsd.distill.layer_costs import cheapest, choose_by_cost
+from fcsd.distill.layer_costs import choose_by_cost
+from fcsd.models import selection
 from fcsd.models.build import load_model
+from fcsd.models.selection import cheapest
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +25,7 @@ def model(repo: Path) -> Path:
 def test_what_costs_most_stays_standard_and_costs_are_divergences(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layer_costs, "ENOUGH", 0.1)  # of this small model all layers together cost less than a nat
+    monkeypatch.setattr(selection, "ENOUGH", 0.1)  # of this small model all layers together cost less than a nat
     text = tmp_path / "text.jsonl"
     text.write_text(json.dumps({"text": "Bread is made of flour, water and salt. It is baked in an oven. " * 4}) + "\n")
     done = choose_by_cost(str(model), "farskip", "auto", text)

@@ -102,7 +102,9 @@ def test_the_place_in_the_depth_decides_the_cost_of_a_model_of_other_depth() -> 
 def test_the_command_says_that_it_predicts_and_what_it_assumes(model: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["plan", "--frontier", str(model)])
     assert done.exit_code == 0, done.stderr
-    assert done.stdout.startswith("Predicted, not measured.") and "assumed, those of two H100s without" in done.stdout
+    assert (
+        done.stdout.startswith("Predicted, not measured.") and "are assumed: those of two H100s without" in done.stdout
+    )
     assert "as in SmolLM2-135M-Instruct or Gemma-3-270m" in " ".join(done.stdout.split())
     costs, machine = tmp_path / "costs.json", tmp_path / "machine.json"
     costs.write_text(json.dumps({"tokens": 9, "ladder": {"alone": [3.0, 1.0, *[0.1] * 14]}}))
