@@ -41,7 +41,8 @@ def poisoned(recipe: Any, where: str, steps: tuple[int, ...]) -> None:
             factor = next((factor for place, factor in TEACHERS.items() if broken(place)), 1.0)
             return targets._replace(output=(hidden * factor, head))
 
-    prepare.build_training, loop.launch_step, prepare.LiveTeacher = built, counted, Spoilt
+    prepare.build_training, loop.launch_step = built, counted
+    prepare.live_teacher = lambda model, recipe, _: Spoilt(model, recipe.objective)
     loop.distill_model(recipe)
 
 
