@@ -101,13 +101,13 @@ def frontier(model: MetaModel, ranks: int, machine: Machine | None = None, costs
         if given is not None and alike in given:
             choices["auto"] = cheapest(dict(enumerate(given[alike])))
         for share, layers in choices.items():
-            speeds = [one.times(replace(whole, layers=layers)) for one in serving]
+            decode, prefill = (one.times(replace(whole, layers=layers)) for one in serving)
             lost: dict[str, Any] = {}
             if alike is not None and all(alike in profile for profile in profiles):
                 sums = sorted(sum_over(profile[alike], layers, depth) for profile in profiles)
                 lost = losses((sums[0], sums[-1]))
             label = name if variant == "full" else f"{name} {variant}"
-            found.append(Row(label, f"{share} ({layers_text(layers)})", *speeds, **lost))
+            found.append(Row(label, f"{share} ({layers_text(layers)})", decode, prefill, **lost))
     return found
 
 
