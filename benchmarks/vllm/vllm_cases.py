@@ -34,12 +34,51 @@ SIZES: dict[str, dict[str, Any]] = {
         v_head_dim=32, q_lora_rank=64, topk_method="noaux_tc", scoring_func="sigmoid",
     ),
     "llama4_text": dict(intermediate_size=64, intermediate_size_mlp=256, head_dim=32, attention_chunk_size=128),
+    **{
+        arch: dict(intermediate_size=256, head_dim=32)
+        for arch in ("mistral", "ernie4_5", "glm", "nemotron")
+    },
+    # Queries are scaled by their position from the eighth token on.
+    "ministral3": dict(
+        intermediate_size=256, head_dim=32, rope_parameters=dict(
+            rope_type="yarn", rope_theta=1e4, factor=32.0, original_max_position_embeddings=8, beta_fast=32.0,
+            beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1,
+        ),
+    ),
+    "phi3": dict(intermediate_size=256),
+    "gemma": dict(intermediate_size=256, head_dim=32, tie_word_embeddings=True),  # which vLLM asserts
+    "minimax_m2": dict(
+        intermediate_size=64, head_dim=32, rotary_dim=16, use_routing_bias=True, scoring_func="sigmoid"
+    ),
+    "ernie4_5_moe": dict(intermediate_size=256, moe_intermediate_size=64),
+    "mimo_v2_flash": dict(
+        intermediate_size=256, moe_intermediate_size=64, head_dim=32, v_head_dim=32, hybrid_layer_pattern=[0, 1] * 2,
+        layer_types=["full_attention", "sliding_attention"] * 2, moe_layer_freq=[0, 1, 1, 1], layernorm_epsilon=1e-5,
+        scoring_func="sigmoid", topk_method="noaux_tc", rope_theta=5e6, swa_rope_theta=1e4, partial_rotary_factor=0.334,
+        sliding_window_size=16, swa_num_attention_heads=4, swa_num_key_value_heads=4, swa_head_dim=32,
+        swa_v_head_dim=32, add_swa_attention_sink_bias=True,
+    ),
+    # vLLM norms latents with this epsilon, and transformers with 1e-6 always.
+    "glm4_moe_lite": dict(
+        rms_norm_eps=1e-6, intermediate_size=256, moe_intermediate_size=64, kv_lora_rank=64, qk_nope_head_dim=32,
+        qk_rope_head_dim=32, v_head_dim=32, q_lora_rank=64,
+    ),
+    "mellum": dict(intermediate_size=256, moe_intermediate_size=64, head_dim=32),
+    "laguna": dict(
+        intermediate_size=256, moe_intermediate_size=64, shared_expert_intermediate_size=64, head_dim=32,
+        mlp_only_layers=[0], decoder_sparse_step=1,
+    ),
 }  # fmt: skip
 # Cases whose weights are saved in fp8, in blocks of 128 x 128 with a scale each. vLLM divides a matrix at whole blocks.
 FP8 = ("qwen3_moe-fp8",)
 FP8_SIZES: dict[str, Any] = dict(
     hidden_size=256, head_dim=128, intermediate_size=256, moe_intermediate_size=256, vocab_size=256
 )
+# Families with two cases each: three of four layers (``ARCH-WIRING``), and all (``ARCH-WIRING-all``).
+MORE = {
+    "ladder": ("mistral", "gemma", "phi3", "ernie4_5", "glm", "nemotron"),
+    "farskip": ("minimax_m2", "ernie4_5_moe", "glm4_moe_lite", "mellum", "laguna"),
+}
 # Name of the case -> architecture, layers, and the other options of `fcsd convert`.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama-ladder": ("llama", "1-3", dict(wiring="ladder")),
@@ -58,6 +97,15 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama-mlp-only": ("llama", "0,2-3", dict(wiring="ladder", variant="mlp-only")),
     "qwen3_moe-fp8": ("qwen3_moe", "1-3", dict(wiring="farskip")),
     "llama-desync-2x": ("llama", "1-3", dict(wiring="desync-2x", tp_degree=2)),
+    # The plugin refuses these two: vLLM computes something else for the originals, too.
+    "ministral3-ladder": ("ministral3", "1-3", dict(wiring="ladder")),
+    "mimo_v2_flash-sinks": ("mimo_v2_flash", "1-3", dict(wiring="farskip")),
+    **{
+        f"{arch}-{wiring}{suffix}": (arch, layers, dict(wiring=wiring))
+        for wiring, archs in MORE.items()
+        for arch in archs
+        for suffix, layers in (("", "1-3"), ("-all", "all"))
+    },
 }
 
 
@@ -146,3 +194,20 @@ def inspect_here() -> None:
     import vllm.model_executor.models.registry as registry  # pyright: ignore[reportMissingImports]
 
     registry._run_in_subprocess = lambda work: work()
+
+
+def score_by_sigmoid() -> None:
+    """Give vLLM's build for CPUs routers that score by a sigmoid without groups, as those that have a single group.
+
+    The build has them with groups alone.
+    """
+    import vllm.model_executor.layers.fused_moe.experts.cpu_moe as experts  # pyright: ignore[reportMissingImports]
+
+    stock = experts.select_experts
+
+    def select_experts(**given: Any) -> Any:
+        if given["scoring_func"] == "sigmoid" and not given["use_grouped_topk"]:
+            given |= dict(use_grouped_topk=True, num_expert_group=1, topk_group=1)
+        return stock(**given)
+
+    experts.select_experts = select_experts

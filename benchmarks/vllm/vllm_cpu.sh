@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs fcsd's vLLM plugin on CPUs, in an environment of its own, and compares it with fcsd's reference in transformers:
-# all eleven architectures on one rank, four of them on two, eight models with data-parallel attention, and the refusals
+# twenty-two architectures on one rank, four of them on two, eight models with data-parallel attention, and the refusals
 # without the plugin. It needs no GPU.
 #
 #   benchmarks/vllm/vllm_cpu.sh [ENVIRONMENT]      default: .venv-vllm
@@ -33,7 +33,9 @@ parity="$environment/bin/python benchmarks/vllm/vllm_parity.py"
 export VLLM_ENABLE_V1_MULTIPROCESSING=0 # the engine of one rank runs in this process
 $parity serve "$folder" {llama-ladder,qwen3-parallel,qwen3_moe-farskip,qwen2_moe-farskip,mixtral-ladder}/float32/eager \
     {olmoe-farskip,glm4_moe-farskip,llama4_text-farskip,deepseek_v2-farskip,deepseek_v3-farskip}/float32/eager \
-    {qwen2_moe-partly,glm4_moe-attn-only,llama-mlp-only}/float32/eager gpt_oss-farskip/bfloat16/eager
+    {qwen2_moe-partly,glm4_moe-attn-only,llama-mlp-only}/float32/eager gpt_oss-farskip/bfloat16/eager \
+    {mistral,gemma,phi3,ernie4_5,glm,nemotron}-ladder{,-all}/float32/eager \
+    {minimax_m2,ernie4_5_moe,glm4_moe_lite,mellum,laguna}-farskip{,-all}/float32/eager
 VLLM_PLUGINS='' $parity refused "$folder" llama-ladder qwen2_moe-farskip
 
 unset VLLM_ENABLE_V1_MULTIPROCESSING

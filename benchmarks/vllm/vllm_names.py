@@ -101,7 +101,8 @@ UNTIL = {
     "vllm.config.compilation:enable_sp": (0, 32),
 }
 # Families for which vLLM has no class of its own any more, from this version on. The plugin refuses them by name there.
-NO_CLASS_FROM = {"ArceeForCausalLM": (0, 32), "CwmForCausalLM": (0, 32), "SeedOssForCausalLM": (0, 32)}
+_FAMILIES = ("Arcee", "Cwm", "Glm", "Mellum", "SeedOss")
+NO_CLASS_FROM = {f"{name}ForCausalLM": (0, 32) for name in _FAMILIES}
 
 
 def imported() -> set[tuple[str, str]]:

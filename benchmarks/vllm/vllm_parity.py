@@ -31,7 +31,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent)]
 
-from vllm_cases import FP8, inspect_here, made, prompts  # noqa: E402
+from vllm_cases import FP8, inspect_here, made, prompts, score_by_sigmoid  # noqa: E402
 from vllm_report import Row, report  # noqa: E402
 
 NEW, REPLAYS = 8, 200  # tokens of an answer, and where the same step is taken again and again
@@ -61,9 +61,11 @@ def engine(path: Path, dtype: str, **options: Any) -> Any:
     if torch.cuda.is_available():
         if dtype == "float32":
             options["attention_config"] = dict(backend="TRITON_ATTN")  # FlashAttention has no float32
-    elif "deepseek" in json.loads((path / "config.json").read_text())["model_type"]:
-        # With the CPU kernels of its norms and rotary embeddings, the original is wrong as well (docs/serving.md).
-        options["compilation_config"] = dict(custom_ops=["none"])
+    else:
+        score_by_sigmoid()
+        if "kv_lora_rank" in json.loads((path / "config.json").read_text()):
+            # With the CPU kernels of its norms and rotary embeddings, the original is wrong as well (docs/serving.md).
+            options["compilation_config"] = dict(custom_ops=["none"])
     return LLM(
         str(path), dtype=dtype, skip_tokenizer_init=True, enable_prefix_caching=False, gpu_memory_utilization=0.1,
         **options,

@@ -23,6 +23,8 @@ class VllmNames:
         mlp: the MLP of a layer; a dense one has ``down_proj``, a mixture of experts has ``experts``.
         shared: the shared experts inside the MLP; None if there are none.
         hidden_first: whether layer and attention take ``(hidden, positions)`` instead of ``(positions, hidden)``.
+        unscaled: whether the layer gives its attention one more argument than vLLM's loop gives the layer: no scale of
+            the queries.
         rescales_float16: whether vLLM's layer divides the stream by a constant in float16, which the plugin does not.
     """
 
@@ -31,6 +33,7 @@ class VllmNames:
     mlp: str = "mlp"
     shared: str | None = None
     hidden_first: bool = False
+    unscaled: bool = False
     rescales_float16: bool = False
 
 

@@ -30,6 +30,7 @@ def _row(model_type: str, stem: str, *, vllm: Mapping[str, Any] | None = None, *
 
 _NO_CLASS = "vLLM has no class of its own for this type"
 _UNTRIED = "fcsd's plugin was not tried on any vLLM with this type"
+_SPARSE = "vLLM's sparse attention runs on GPUs alone, where fcsd's plugin was not tried with it"
 
 _CONVOLVED = "its short convolutions keep a state for each channel, which fcsd does not shard"
 _STATES = "mamba keeps a state for each channel, which fcsd does not shard"
@@ -219,22 +220,21 @@ _ROWS = (
     _row("cwm", "Cwm"),
     _row("smollm3", "SmolLM3", no_vllm=_NO_CLASS),
     _row("ministral", "Ministral", no_vllm=_NO_CLASS),
-    _row("mistral", "Mistral", no_vllm=_UNTRIED),
-    _row("ministral3", "Ministral3", no_vllm=_UNTRIED),
-    _row("ernie4_5", "Ernie4_5", rotates_halves=False, no_vllm=_UNTRIED),
-    _row("nemotron", "Nemotron", norm_epsilon=None, no_vllm=_UNTRIED),
-    _row("olmo", "Olmo", norm_epsilon=None, no_vllm=_UNTRIED),
-    _row("starcoder2", "Starcoder2", norm_epsilon=None, no_vllm=_UNTRIED),
-    _row("gemma", "Gemma", norm_epsilon="eps", norm_offset=1, no_vllm=_UNTRIED),
-    _row("glm", "Glm", rotates_halves=False, tp_plan=_PACKED_MLP_TP, no_vllm=_UNTRIED),
+    _row("mistral", "Mistral"),
+    _row("ministral3", "Ministral3", no_vllm="vLLM reads the scales of its positions in another format alone"),
+    _row("ernie4_5", "Ernie4_5", rotates_halves=False),
+    _row("nemotron", "Nemotron", norm_epsilon=None),
+    _row("olmo", "Olmo", norm_epsilon=None, no_vllm=f"{_NO_CLASS} from 0.26 on"),
+    _row("starcoder2", "Starcoder2", norm_epsilon=None, no_vllm=f"{_NO_CLASS} from 0.25 on"),
+    _row("gemma", "Gemma", norm_epsilon="eps", norm_offset=1),
+    _row("glm", "Glm", rotates_halves=False, tp_plan=_PACKED_MLP_TP),
     _row(
         "phi3",
         "Phi3",
         blocks=Blocks(dropouts=("resid_attn_dropout", "resid_mlp_dropout")),
         tp_plan={**_PACKED_MLP_TP, "self_attn.qkv_proj": "heads_colwise", "self_attn.o_proj": "rowwise"},
-        no_vllm=_UNTRIED,
     ),
-    _row("hunyuan_v1_dense", "HunYuanDenseV1", tp_plan=_DENSE_TP, no_vllm=_UNTRIED),
+    _row("hunyuan_v1_dense", "HunYuanDenseV1", tp_plan=_DENSE_TP, no_vllm=f"{_NO_CLASS} from 0.29 on"),
     _row("helium", "Helium", rotates_halves=False, no_vllm=_NO_CLASS),
     _row("youtu", "Youtu", rotates_halves=False, tp_plan=_LATENT_TP, no_vllm=_NO_CLASS),
     _row("qwen3", "Qwen3"),
@@ -262,16 +262,16 @@ _ROWS = (
         autoep=_MINIMAX_M2_AUTOEP,
         norms_over_heads=("self_attn.q_norm", "self_attn.k_norm"),
         tp_plan={**_ATTENTION_TP, "mlp.e_score_correction_bias": "replicated"},
-        no_vllm=_UNTRIED,
+        vllm={"mlp": "block_sparse_moe"},
     ),
     _row(
         "mimo_v2_flash",
         "MiMoV2Flash",
         autoep="deepseek_v3",
-        no_vllm=_UNTRIED,
+        no_vllm="its windows are one token shorter in vLLM than in transformers",
         later_layers=True,
     ),
-    _row("mellum", "Mellum", autoep="qwen3_moe", no_vllm=_UNTRIED, later_layers=True),
+    _row("mellum", "Mellum", autoep="qwen3_moe", later_layers=True),
     _row(
         "glm4_moe_lite",
         "Glm4MoeLite",
@@ -279,7 +279,7 @@ _ROWS = (
         autoep="deepseek_v3",
         rotates_halves=False,
         tp_plan={**_LATENT_TP, **_SHARED_TP},
-        no_vllm=_UNTRIED,
+        vllm={"unscaled": True},
         later_layers=True,
     ),
     _row("dots1", "Dots1", blocks=_SHARED_EXPERTS, autoep="deepseek_v3", no_vllm=_NO_CLASS),
@@ -290,7 +290,6 @@ _ROWS = (
         no_ep="DeepSpeed AutoEP cannot read the router's bias, which ernie4_5_moe stores in a module of its own",
         rotates_halves=False,
         tp_plan={"mlp.gate.moe_statics": "replicated"},
-        no_vllm=_UNTRIED,
         later_layers=True,
     ),
     _row(
@@ -299,7 +298,7 @@ _ROWS = (
         blocks=_SHARED_EXPERTS,
         autoep="deepseek_v3",
         tp_plan=_SHARED_TP,
-        no_vllm=_UNTRIED,
+        no_vllm="vLLM up to 0.26 has its class under another name",
         later_layers=True,
     ),
     _row(
@@ -320,7 +319,7 @@ _ROWS = (
             **{name.replace("mlp.", "mlp.shared_mlp."): style for name, style in _MLP_TP.items()},
             "mlp.gate.wg": "replicated",
         },
-        no_vllm=_UNTRIED,
+        no_vllm=f"{_NO_CLASS} from 0.29 on",
     ),
     _row(
         "deepseek_v32",
@@ -329,7 +328,7 @@ _ROWS = (
         autoep="deepseek_v3",
         rotates_halves=False,
         tp_plan={**_LATENT_TP, "self_attn.indexer.*": "replicated"},
-        no_vllm=_UNTRIED,
+        no_vllm=_SPARSE,
         later_layers=True,
     ),
     _row(
@@ -581,7 +580,7 @@ _ROWS = (
         "Laguna",
         blocks=Blocks(shared="shared_experts", flattens=True, shared_first=True, routed_scale="routed_scaling_factor"),
         no_ep="DeepSpeed AutoEP does not cap the scores of a router, as laguna can",
-        no_vllm=_UNTRIED,
+        vllm={"shared": "shared_expert"},
     ),
     _row(
         "lfm2",
@@ -631,7 +630,7 @@ _ROWS = (
         draws=True,
         norm_epsilon=None,
         tp_plan=_ATTENTION_TP,
-        no_vllm=_UNTRIED,
+        no_vllm="vLLM's layer adds its outputs to the stream itself",
     ),
     _row(
         "nanochat",
@@ -717,7 +716,7 @@ _ROWS = (
         autoep="deepseek_v3",
         rotates_halves=False,
         tp_plan={**_LATENT_TP, "self_attn.indexer.*": "replicated"},
-        no_vllm=_UNTRIED,
+        no_vllm=_SPARSE,
         later_layers=True,
     ),
     _row(
@@ -727,7 +726,7 @@ _ROWS = (
         autoep={"preset_model": "deepseek_v3", "score_func": "softmax"},
         rotates_halves=False,
         tp_plan=_LATENT_TP,
-        no_vllm=_UNTRIED,
+        no_vllm=_NO_CLASS,
     ),
     _row(
         "axk2",
@@ -742,7 +741,7 @@ _ROWS = (
             "*norm.mlp.*": "replicated",
             "*norm.norm": "replicated",
         },
-        no_vllm=_UNTRIED,
+        no_vllm=_NO_CLASS,
     ),
     _row(
         "glm4v",

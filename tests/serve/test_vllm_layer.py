@@ -7,6 +7,7 @@ add the residual, projections with ``reduce_results``, and experts that hold the
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -319,6 +320,26 @@ def test_experts_that_sum_by_themselves_are_refused():
     assert torch.equal(runner._maybe_reduce_final_output(torch.ones(1, 4), 3), torch.ones(1, 3))
     with pytest.raises(RuntimeError, match="sums over the ranks itself"):
         runner._maybe_reduce_final_output(torch.ones(1, 4), None, True)
+
+
+def test_what_a_loop_names_and_the_scale_that_a_layer_leaves_out():
+    class Scaled(Attention):
+        def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor, scale: Any) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            assert scale is None
+            return super().forward(positions, hidden_states)
+
+    layer = Layer(0, 0, "dense", None)
+    layer.self_attn = Scaled(0, seed_of(0, "attn"), None)
+    (plan,) = layer_plans(Wiring("parallel", (0,)), ("dense",), range(1)).values()
+    take_apart(layer, Wired(replace(NAMES, unscaled=True), plan, Reducer(1)))
+    rewired: Any = layer
+    hidden, residual = rewired(torch.arange(TOKENS), embedding(), None, t_cond=None)
+    x = norm(embedding())
+    assert torch.allclose(
+        hidden + residual, embedding() + sum(x @ weight(0, seed_of(0, p)) for p in ("attn", "shared"))
+    )
+    with pytest.raises(RuntimeError, match="no condition of time"):
+        rewired(torch.arange(TOKENS), embedding(), None, t_cond=torch.ones(1))
 
 
 def test_every_kind_of_layer_is_known():

@@ -281,8 +281,9 @@ def test_a_family_that_vllm_runs_by_transformers_is_refused(vllm, monkeypatch):
     monkeypatch.delitem(sys.modules, "fcsd.serve.vllm.models", raising=False)
     try:
         models = importlib.import_module("fcsd.serve.vllm.models")
-        with pytest.raises(ImportError, match="runs ArceeForCausalLM by transformers"):
-            getattr(models, ARCHS["arcee"].wired_causal_lm)
+        for family in ("arcee", "glm", "mellum"):
+            with pytest.raises(ImportError, match=f"runs {ARCHS[family].causal_lm} by transformers"):
+                getattr(models, ARCHS[family].wired_causal_lm)
     finally:
         sys.modules.pop("fcsd.serve.vllm.models", None)
 

@@ -53,13 +53,19 @@ class WiredLayer(nn.Module):
     input_layernorm: Any
     post_attention_layernorm: Any
 
-    def forward(self, *args: Any) -> tuple[Tensor, Any]:
+    def forward(self, *args: Any, t_cond: None = None) -> tuple[Tensor, Any]:
         """Run the layer.
 
         Args:
             args: positions and ``hidden`` in the order of ``VllmNames``, then ``residual``, then what vLLM's loop adds
                 for the attention.
+            t_cond: what one of vLLM's loops passes for models of speech, which are not served.
+
+        Raises:
+            RuntimeError: ``t_cond`` is given.
         """
+        if t_cond is not None:
+            raise RuntimeError("a rewired layer takes no condition of time")
         positions, hidden = (args[1], args[0]) if self.fcsd.names.hidden_first else (args[0], args[1])
         flight, plan = _enter(hidden, args[2]), self.fcsd.plan
         x, flight = self._read(flight, plan.attn, self.input_layernorm)
@@ -79,6 +85,8 @@ class WiredLayer(nn.Module):
 
     def _attention(self, positions: Tensor, x: Tensor, extra: Sequence[Any]) -> Tensor:
         attention = getattr(self, self.fcsd.names.attn)
+        if self.fcsd.names.unscaled:
+            extra = (None,)
         return attention(x, positions) if self.fcsd.names.hidden_first else attention(positions, x, *extra)
 
     def _mlp(self, x: Tensor, step: Step) -> Tensor:
