@@ -222,7 +222,10 @@ def train_family(rank: int, folder: Path, archs: list[str], recipes: list[Any]) 
         reference, mine = found
         assert mine.keys() == reference.keys()
         for name, value in reference.items():
-            torch.testing.assert_close(mine[name], value, rtol=1e-6, atol=5e-5, msg=lambda m: f"{arch} {name}: {m}")  # noqa: B023
+            # AdamW's first steps move a weight whose gradient is nearly 0 by up to the learning rate, with the sign of the
+            # gradient's rounding. A step that was not taken, or another decay, moves all weights.
+            distance = (mine[name] - value).norm()
+            assert distance <= 2e-3 * value.norm(), f"{arch} {name}: {distance}"
 
 
 @pytest.mark.parametrize("archs", [PECULIAR, pytest.param(DENSE, marks=pytest.mark.nightly)])
