@@ -222,8 +222,8 @@ def train_family(rank: int, folder: Path, archs: list[str], recipes: list[Any]) 
         reference, mine = found
         assert mine.keys() == reference.keys()
         for name, value in reference.items():
-            # AdamW's first steps move a weight whose gradient is nearly 0 by up to the learning rate, with the sign of the
-            # gradient's rounding. A step that was not taken, or another decay, moves all weights.
+            # AdamW's first steps move a weight whose gradient is nearly 0 by up to the learning rate, with the
+            # sign of its rounding. A step that was not taken, or another decay, moves all weights.
             distance = (mine[name] - value).norm()
             assert distance <= 2e-3 * value.norm(), f"{arch} {name}: {distance}"
 
