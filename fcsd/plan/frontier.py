@@ -80,11 +80,14 @@ def frontier(model: MetaModel, ranks: int, machine: Machine | None = None, costs
             is a row, too, and the law takes these costs in place of those of the models that were measured.
 
     Raises:
-        ConfigError: ``ranks`` is 1, where nothing is sent, or ``costs`` does not fit the model.
+        ConfigError: ``ranks`` is 1, where nothing is sent, or does not divide the attention heads; or ``costs`` does
+            not fit the model.
     """
     if ranks < 2:
         raise ConfigError("--frontier is about tensor parallelism: one GPU sends nothing", "Give --gpus 2 or more.")
     config, numbers = model.config, model.numbers
+    if (heads := getattr(config.get_text_config(), "num_attention_heads", None) or ranks) % ranks:
+        raise ConfigError(f"--gpus {ranks} does not divide the {heads} attention heads", "Give a number that does.")
     arch, depth = ARCHS[config.model_type], len(numbers.layers)
     kinds: list[Kind] = [_kind(layer) for layer in numbers.layers]
     given = None if costs is None else read_costs(costs, depth)

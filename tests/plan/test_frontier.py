@@ -126,6 +126,7 @@ def test_the_command_says_that_it_predicts_and_what_it_assumes(model: Path, tmp_
     ("options", "words"),
     [
         (["--gpus", "1"], "one GPU sends nothing"),
+        (["--gpus", "3"], "--gpus 3 does not divide the 32 attention heads"),
         (["tiny"], "a recipe is given too"),
         (["--costs", "none.json"], "has no costs of layers"),
         (["--costs", "short.json"], "no costs of a model of 16 layers"),
