@@ -267,6 +267,11 @@ def plan(
     if frontier is not None:
         if recipe is not None or recipe_name is not None or sets:
             raise ConfigError("--frontier is about a model, and a recipe is given too", "Leave out one of them.")
+        if nodes > 1 or picture is not None or any(given is not None for given in (gpu_mem, price, mfu)):
+            raise ConfigError(
+                "--nodes, --gpu-mem, --price, --mfu and --picture are about runs of a recipe, not for --frontier",
+                "Leave them out.",
+            )
         _frontier(frontier, 2 if gpus is None else gpus, machine, costs, as_json)
         return
     if costs is not None:

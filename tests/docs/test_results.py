@@ -762,6 +762,10 @@ def test_serving_by_the_own_engine_without_peer_access(repo: Path, raw: Raw) -> 
         digits = {key: 3 if key.startswith("decode") else 1 for key in points}
         cells = [f"{times[key]:.{digits[key]}f} ({fastest[key] / times[key]:.2f}x)" for key in points]
         assert f"| {'the bound, which sends nothing' if name == 'bound' else name} | {' | '.join(cells)} |" in page
+    plain, said = medians["original"], " ".join(page.split())
+    for name, words in (("original, quantised:int8", "prefill {} and {} as fast"), ("ladder", "gain {} and {} there;")):
+        gains = [f"{plain[key] / medians[name][key]:.2f}x" for key in ("prefill 512", "prefill 2048")]
+        assert words.format(*gains) in said
 
 
 def test_a_tensor_parallel_step_without_peer_access(repo: Path, raw: Raw) -> None:
@@ -773,3 +777,9 @@ def test_a_tensor_parallel_step_without_peer_access(repo: Path, raw: Raw) -> Non
         bound = steps[f"{name.split(',')[0]}, bound"]
         gain, share = steps["standard, own-weights"] / ms, 100 * bound / ms
         assert f"| {name} | {ms:.1f} | {gain:.3f} | {share:.1f} |" in page
+    ladder, base = steps["ladder, overlapped"], steps["standard, own-weights"]
+    gained = [f"{base / steps[f'{name}, overlapped']:.2f}x" for name in ("ladder", "standard")]
+    assert "in flight gain {}. The standard wiring gains {} from".format(*gained) in " ".join(page.split())
+    index = (repo / "benchmarks/results/README.md").read_text()
+    share = f"{100 * steps['ladder, bound'] / ladder:.1f} % of the bound"
+    assert f"ladder {gained[0]} of the standard wiring, **{share}" in index

@@ -48,6 +48,10 @@ def test_the_speed_is_near_what_was_measured(repo: Path, rows: dict[tuple[str, s
         row = rows[name, "100%"]
         assert row.decode == pytest.approx(measured[name]["decode_times_standard"], rel=0.1)
         assert row.prefill == pytest.approx(measured[name]["prefill_times_standard"], rel=0.1)
+    one = next(r for r in stored if (r["batch"], r["wiring"], r["reduce"]) == (1, "ladder", "nccl"))
+    told = " ".join((repo / PAGE).read_text().split())
+    times = f"{rows['ladder', '100%'].prefill:.2f}x as fast and was measured {one['prefill_times_standard']:.2f}x"
+    assert f"Ladder's first token of one prompt is predicted {times}" in told
 
 
 def test_the_assumed_link_and_rates_are_near_what_was_measured(repo: Path, model: Path) -> None:
@@ -128,6 +132,7 @@ def test_the_command_says_that_it_predicts_and_what_it_assumes(model: Path, tmp_
         (["--gpus", "1"], "one GPU sends nothing"),
         (["--gpus", "3"], "--gpus 3 does not divide the 32 attention heads"),
         (["tiny"], "a recipe is given too"),
+        (["--price", "2"], "are about runs of a recipe, not for --frontier"),
         (["--costs", "none.json"], "has no costs of layers"),
         (["--costs", "short.json"], "no costs of a model of 16 layers"),
     ],

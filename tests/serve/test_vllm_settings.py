@@ -153,6 +153,8 @@ def test_all_that_is_lost_is_refused_and_on_the_page(repo, monkeypatch):
     page = (repo / "docs/serving.md").read_text()
     rows = [[lost.what, f"`{lost.option}`", lost.why, lost.cost, lost.instead] for lost in support.LOST.values()]
     assert table(["what", "asked by", "refused, because", "what that costs", "instead"], rows, left=5) in page
+    served = f"{sum(arch.no_vllm is None for arch in ARCHS.values())} types"
+    assert f"The {served}" in page and f"models of {served}" in (repo / "CHANGELOG.md").read_text()
 
 
 def found_problems(config: Any) -> list[str]:

@@ -58,6 +58,35 @@ def test_the_figures_of_single_layers_are_those_of_the_raw_files(repo: Path) -> 
     assert f"{two[-1]:.3f} with two and {three[-1]:.3f} with three" in text
 
 
+def test_the_figures_of_the_seeds_are_those_of_the_raw_file(repo: Path) -> None:
+    whole, seeds = (json.loads((repo / page.RAW[n]).read_text()) for n in (0, 2))
+    text, log, index = (
+        " ".join((repo / file).read_text().split())
+        for file in (page.PAGE, "docs/LOG.md", "benchmarks/results/README.md")
+    )
+    lower = {
+        found["model"]: "{:.1f} ± {:.1f}".format(*map(abs, page.mean_difference(file, found["model"])))
+        for file in (whole, seeds)
+        for found in file["differences"]
+    }
+    half, most = lower["ladder-half-both-41m"], lower["ladder-auto-both-100m"]
+    assert f"{half} in one run of steps of 32,768 tokens, and {lower['half-0']} and {lower['half-1']} in two runs" in text
+    assert f"{lower['farskip-auto-both-100m']} (farskip) and {most} (ladder) after 100 million tokens" in text
+    late = sorted(float(lower[name].split()[0]) for name in ("auto-0", "auto-1", "far-0"))
+    assert f"and {late[0]} to {late[-1]} after 41 million" in text
+    assert f"last half {half} points below the original, by a second recipe **{lower['half-0']}**" in index
+    assert f"27 of 30 layers **{most}** and **{lower['auto-0']}**" in index
+    kl = {run["name"]: [f"{run['kl'][name]['kl']:.3f}" for name in ("own", "foreign")] for run in seeds["runs"]}
+    (long,) = (run["kl"] for run in whole["runs"] if run["name"] == "ladder-half-both-41m")
+    ends = [*kl["half-0"], *(f"{long[name]['kl']:.3f}" for name in ("own", "foreign"))]
+    assert "at {} and {} (own and foreign text) with them, and with steps of 32,768 at {} and {}".format(*ends) in text
+    muon = "{} and {} at AdamW's learning rate of 1e-3, {} and {} at 3e-3;".format(*kl["s-muon"], *kl["s-muon-3e-3"])
+    adamw = "AdamW {} and {}, with another seed {} and {}.".format(*kl["s-base"], *kl["s-base-seed1"])
+    assert f"{muon} {adamw}" in log
+    assert "tokens {} and {}, AdamW {} and {}.".format(*kl["s-muon-16k"], *kl["s-16k"]) in log
+    assert "the same run): {} and {}.".format(*kl["s-hidden"]) in log
+
+
 def test_every_stored_case_is_a_recipe(repo: Path, tmp_path: Path) -> None:
     texts = {"own": tmp_path / "own", "foreign": tmp_path / "foreign"}
     for case in (case for file in page.read(repo) for case in file["runs"]):

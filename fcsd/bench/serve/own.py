@@ -1,9 +1,9 @@
 """Times prefill and decoding in fcsd's own engine, all variants in turns on one model and one key-value cache.
 
-All variants of one batch share the weights, so that changes of the clocks affect all of them alike. A
-wiring is timed with its sums in flight and with its sums at once. The bound of a
-wiring is the same computation with reductions of the backend ``none``: it sends nothing inside the layers, and its
-results are wrong. The sum of the embedding and the exchange of logits remain, in the bound too.
+All variants of one batch share the weights, so that changes of the clocks affect all of them alike. A wiring is timed
+with its sums in flight and with its sums at once. The bound of a wiring is the same computation with reductions of the
+backend ``none``: it sends nothing inside the layers, and its results are wrong. The sum of the embedding and the
+exchange of logits remain, in the bound too.
 
 The engine answers a whole batch at once and has no arrivals, so there is no load here: that is for vLLM.
 """
