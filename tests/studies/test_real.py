@@ -70,7 +70,9 @@ def test_the_figures_of_the_seeds_are_those_of_the_raw_file(repo: Path) -> None:
         for found in file["differences"]
     }
     half, most = lower["ladder-half-both-41m"], lower["ladder-auto-both-100m"]
-    assert f"{half} in one run of steps of 32,768 tokens, and {lower['half-0']} and {lower['half-1']} in two runs" in text
+    assert (
+        f"{half} in one run of steps of 32,768 tokens, and {lower['half-0']} and {lower['half-1']} in two runs" in text
+    )
     assert f"{lower['farskip-auto-both-100m']} (farskip) and {most} (ladder) after 100 million tokens" in text
     late = sorted(float(lower[name].split()[0]) for name in ("auto-0", "auto-1", "far-0"))
     assert f"and {late[0]} to {late[-1]} after 41 million" in text
