@@ -812,13 +812,11 @@ def test_adapters_zero_3_and_the_kernels_of_liger(repo: Path, raw: Raw) -> None:
 
     found = steps("baselines_adapters_1xh100")
     full, own = (median(turn["seconds"] for turn in found[side]) for side in ("fcsd", "fcsd-adapters"))
-    (turn,) = {turn["peak"]: turn for turn in found["fcsd-adapters"][:1]}.values()
+    turn = found["fcsd-adapters"][0]
     memory = (turn["peak"] - turn["before"]) / (turn["weights"] + turn["activations"])
     assert f"{full / own:.2f}x" in index and f"{memory:.2f}x of weights and activations" in index
-    assert (
-        f"{1e3 * own:.1f} ms instead of {1e3 * full:.1f}, {full / own:.2f}x" in adapters
-        and f"{memory:.2f}x" in adapters
-    )
+    assert f"{1e3 * own:.1f} ms instead of {1e3 * full:.1f}, {full / own:.2f}x" in adapters
+    assert f"The peak is {memory:.2f}x" in adapters
     one, three = (raw(f"memory_zero{stage}_2xh100")["measured"] for stage in (1, 3))
     peaks = f"{three['peak'] / 2**30:.1f} GiB of tensors instead of {one['peak'] / 2**30:.1f}"
     assert peaks in planning and peaks in index
