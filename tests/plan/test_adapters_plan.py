@@ -10,6 +10,7 @@ import runs
 import tiny
 import torch
 
+from fcsd.config import Adapter
 from fcsd.models.adapters.lora import add_adapters
 from fcsd.models.adapters.targets import choose
 from fcsd.models.wiring import Wiring
@@ -18,7 +19,7 @@ from fcsd.plan.activations import AdaptedLinear, measure_layer
 from fcsd.plan.memory import checkpoint_bytes, disk_bytes, moments, teacher_bytes
 from fcsd.plan.model import MetaModel
 from fcsd.plan.report import to_text
-from fcsd.plan.setup import GIB, Adapters, with_adapters
+from fcsd.plan.setup import GIB, Parts, with_parts
 from fcsd.plan.shard import shard
 from fcsd.plan.speed import flops_per_token, forward_flops, layer_passes
 
@@ -33,27 +34,27 @@ def model(tmp_path: Path) -> MetaModel:
 
 
 def test_what_trains_is_counted_as_it_is_made(model: MetaModel) -> None:
-    found = model.adapters(4, DEFAULT, ("norms",))
+    found = model.parts(Adapter(rank=4), ("norms",))
     real = tiny.model("deepseek_v2")
     chosen = choose(real, DEFAULT, ["norms"])
     layers = add_adapters(real, {path: path for path in chosen.adapted}, 4, 4.0, seed=0)
     own = sum(real.get_parameter(name).numel() for name in chosen.trained)
     made = sum(p.numel() for layer in layers.values() for name, p in layer.named_parameters() if "lora_" in name)
-    assert (found.parameters, found.own) == (made, own)
+    assert (found.in_adapters, found.own) == (made, own)
 
 
 def test_no_second_copy_and_states_of_what_trains_alone(model: MetaModel) -> None:
-    adapters = model.adapters(4, DEFAULT, ("norms",))
-    setup, numbers = with_adapters(SMALL, adapters), model.numbers
+    parts = model.parts(Adapter(rank=4), ("norms",))
+    setup, numbers = with_parts(SMALL, parts), model.numbers
     own = shard(numbers, setup)
-    assert own.trained == adapters.trained and own.trained + own.frozen == numbers.total + adapters.parameters
-    assert sum(own.partition) == -(-adapters.trained // 2)
-    assert teacher_bytes(numbers, setup) == 2 * adapters.own
+    assert own.trained == parts.trained and own.trained + own.frozen == numbers.total + parts.in_adapters
+    assert sum(own.partition) == -(-parts.trained // 2)
+    assert teacher_bytes(numbers, setup) == 2 * parts.own
     assert teacher_bytes(numbers, SMALL) == 2 * numbers.total
-    assert checkpoint_bytes(numbers, setup) == 14 * adapters.trained
-    assert disk_bytes(numbers, setup) == 3 * 14 * adapters.trained + 2 * numbers.total
+    assert checkpoint_bytes(numbers, setup) == 14 * parts.trained
+    assert disk_bytes(numbers, setup) == 3 * 14 * parts.trained + 2 * numbers.total
     full, light = (moments(numbers, numbers, model.layer_bytes(one), one) for one in (SMALL, setup))
-    assert max(moment.weights for moment in light) == 2 * (numbers.total + adapters.parameters)
+    assert max(moment.weights for moment in light) == 2 * (numbers.total + parts.in_adapters)
     assert max(moment.optimizer for moment in light) == 12 * sum(own.partition)
     assert max(moment.total for moment in light) < max(moment.total for moment in full)
 
@@ -61,7 +62,7 @@ def test_no_second_copy_and_states_of_what_trains_alone(model: MetaModel) -> Non
 def test_no_gradients_of_frozen_weights_are_computed(model: MetaModel) -> None:
     alone = replace(SMALL, teacher="none")
     full = flops_per_token(model.numbers, model.numbers, alone)
-    light = flops_per_token(model.numbers, model.numbers, with_adapters(alone, model.adapters(1, DEFAULT, ())))
+    light = flops_per_token(model.numbers, model.numbers, with_parts(alone, model.parts(Adapter(rank=1), ())))
     assert 2 / 3 * full < light < 0.8 * full
 
 
@@ -77,10 +78,10 @@ def test_the_stand_in_keeps_what_the_layer_of_peft_keeps() -> None:
 
 
 def test_adapters_are_offered_first_where_full_training_does_not_fit(model: MetaModel) -> None:
-    offer = model.adapters(4, DEFAULT, ())
+    offer = model.parts(Adapter(rank=4), ())
     needed = {
         name: plan_setup("a", model, model.numbers, setup, Hardware(2, 1, 100)).memory.total
-        for name, setup in (("full", SMALL), ("light", with_adapters(SMALL, offer)))
+        for name, setup in (("full", SMALL), ("light", with_parts(SMALL, offer)))
     }
     between = Hardware(2, 1, sum(needed.values()) / 2 / GIB / 0.99)
     found = plan_setup("a", model, model.numbers, SMALL, between, offer=lambda: offer)
@@ -96,7 +97,7 @@ def test_the_plan_of_a_recipe_says_what_trains(tmp_path: Path) -> None:
     runs.write_models(tmp_path)
     lora: dict[str, Any] = {"train__adapter": {"rank": 4}, "optim__train": ["norms"]}
     planned = plan_run(runs.resolved(tmp_path, **lora).recipe, Hardware(1))
-    assert isinstance(planned.setup.adapters, Adapters) and planned.setup.adapters.rank == 4
+    assert isinstance(planned.setup.parts, Parts) and planned.setup.parts.rank == 4
     text = to_text(planned)
     assert "in adapters of rank 4, and" in text and "the teacher is the student with its adapters off" in text
     assert "computed once" not in text
@@ -110,10 +111,10 @@ def test_the_plan_of_a_recipe_says_what_trains(tmp_path: Path) -> None:
 
 def test_first_layers_that_are_shared_cost_one_pass_and_no_memory(model: MetaModel) -> None:
     wiring = Wiring("farskip", (2, 3))
-    late, all_of_it = (model.adapters(4, DEFAULT, (), layers, wiring) for layers in ("converted", "all"))
+    late, all_of_it = (model.parts(Adapter(rank=4, layers=layers), (), wiring) for layers in ("converted", "all"))
     assert (late.frozen, late.shared) == (2, 2) and (all_of_it.frozen, all_of_it.shared) == (0, 0)
     assert late.trained < all_of_it.trained
-    setups = [with_adapters(replace(SMALL, world=1), one) for one in (late, all_of_it)]
+    setups = [with_parts(replace(SMALL, world=1), one) for one in (late, all_of_it)]
     few, many = (moments(model.numbers, model.numbers, model.layer_bytes(one), one) for one in setups)
     backward = [moment.name for moment in few if moment.name.startswith("backward pass")]
     assert backward == ["backward pass of layer 3", "backward pass of layer 2"]

@@ -8,8 +8,8 @@ import tiny
 import torch
 
 from fcsd.distill import prepare
-from fcsd.distill.adapters.adapt import adapt, chosen_parts
 from fcsd.distill.inputs import student_source
+from fcsd.distill.parts.chosen import chosen_parts, train_parts
 from fcsd.distill.student import load_student
 from fcsd.distill.teacher.original import compile_layers, final_hidden, without_compiling
 from fcsd.errors import ConfigError
@@ -49,18 +49,18 @@ def test_compiled_layers_are_student_and_teacher_in_turn(tmp_path: Path, arch: s
     results = []
     for compiled in (False, True):
         student = load_student(recipe, dtype=torch.float32, device=torch.device("cpu")).train()
-        adapted, generator = adapt(student, recipe, chosen), torch.Generator().manual_seed(0)
-        for _, parameter in adapted.tensors():
+        parts, generator = train_parts(student, recipe, chosen), torch.Generator().manual_seed(0)
+        for _, parameter in parts.tensors():
             parameter.data.add_(0.05 * torch.randn(parameter.shape, generator=generator))
         if compiled:
             compile_layers(student, recipe, backend="eager")
-        source, passes = prepare.share_weights(adapted, recipe), []
+        source, passes = prepare.share_weights(parts, recipe), []
         for _ in range(2):
             theirs, ours = source.get_targets(columns).output[0], final_hidden(student, columns)
             assert (theirs - ours).abs().max() > 0.1
             (theirs - ours).square().mean().backward()
             passes += [theirs, ours.detach()]
-        results.append([*passes, *(parameter.grad for _, parameter in adapted.tensors())])
+        results.append([*passes, *(parameter.grad for _, parameter in parts.tensors())])
     for plain, other in zip(*results, strict=True):
         torch.testing.assert_close(other, plain)
 

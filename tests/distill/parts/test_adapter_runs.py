@@ -14,8 +14,8 @@ from runs import outcome, train
 from safetensors.torch import load_file
 
 from fcsd.distill import loop, prepare
-from fcsd.distill.adapters.adapt import adapt, chosen_parts
 from fcsd.distill.inputs import student_source
+from fcsd.distill.parts.chosen import chosen_parts, train_parts
 from fcsd.distill.run.report import read_metrics
 from fcsd.distill.student import load_student
 from fcsd.distill.teacher.targets import LiveTeacher
@@ -24,7 +24,7 @@ from fcsd.export.final import export_model
 from fcsd.models.build import load_model
 
 LORA: dict[str, Any] = {"train__adapter": {"rank": 4, "alpha": 8.0}, "optim__train": ["norms"]}
-ADAPTERS = Path("adapters") / "adapters.safetensors"
+PARTS = Path("parts") / "parts.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def finished(folder: Path) -> Path:
 
 def test_checkpoints_hold_what_trains_and_final_is_the_merged_model(folder: Path, finished: Path) -> None:
     checkpoint = finished / "checkpoints" / "step-4"
-    trained = load_file(checkpoint / ADAPTERS)
+    trained = load_file(checkpoint / PARTS)
     assert not (checkpoint / "model").exists()
     adapters = {name for name in trained if "lora_" in name}
     assert all("norm" in name for name in trained.keys() - adapters) and trained.keys() - adapters
@@ -78,7 +78,7 @@ def test_two_steps_and_a_resume_are_four_steps(
     shutil.rmtree(tmp_path / "part" / "checkpoints" / "step-4")
     train(runs.resolved(folder, output_dir=str(tmp_path / "part"), **LORA, **changes), size)
     assert outcome(tmp_path / "part") == outcome(tmp_path / "run")
-    last = Path("checkpoints") / "step-4" / ADAPTERS
+    last = Path("checkpoints") / "step-4" / PARTS
     assert (tmp_path / "part" / last).read_bytes() == (tmp_path / "run" / last).read_bytes()
 
 
@@ -112,7 +112,7 @@ def test_a_run_stops_early_and_publishes_the_best_checkpoint_and_not_the_last(fo
     recipe = runs.resolved(folder, output_dir=str(tmp_path), early_stop=stop, train__steps=6, **LORA)
     assert ranks.on_ranks(1, distill_and_get_worse, recipe) == [None]
     assert read_metrics(tmp_path)[-1]["step"] == 4
-    best, last = (load_file(tmp_path / "checkpoints" / step / ADAPTERS) for step in ("step-2", "step-4"))
+    best, last = (load_file(tmp_path / "checkpoints" / step / PARTS) for step in ("step-2", "step-4"))
     final = load_file(tmp_path / "final" / "model.safetensors")
     assert torch.equal(final["model.norm.weight"], best["model.norm.weight"])
     assert not torch.equal(final["model.norm.weight"], last["model.norm.weight"])
@@ -125,10 +125,10 @@ def test_the_teachers_pass_leaves_no_trace(folder: Path) -> None:
     assert chosen is not None
     student = load_student(recipe, dtype=torch.float32, device=device).train()
     teacher = load_model(folder / "teacher", dtype=torch.float32)
-    adapted = adapt(student, recipe, chosen)
-    for _, parameter in adapted.tensors():
+    parts = train_parts(student, recipe, chosen)
+    for _, parameter in parts.tensors():
         parameter.data.add_(0.01)
-    shared, live = prepare.share_weights(adapted, recipe), LiveTeacher(teacher, recipe.objective)
+    shared, live = prepare.share_weights(parts, recipe), LiveTeacher(teacher, recipe.objective)
     ids = torch.arange(24).reshape(2, 12)
     columns = {"input_ids": ids, "position_ids": torch.arange(12).repeat(2, 1)}
 
@@ -151,7 +151,7 @@ def test_the_teachers_pass_leaves_no_trace(folder: Path) -> None:
     assert torch.equal(before[5], after[5])
     assert torch.equal(student(ids).logits, logits)
     student(ids).logits.sum().backward()
-    trained = {id(parameter) for _, parameter in adapted.tensors()}
+    trained = {id(parameter) for _, parameter in parts.tensors()}
     assert all((parameter.grad is not None) == (id(parameter) in trained) for parameter in student.parameters())
 
 
@@ -220,7 +220,7 @@ def test_an_export_needs_the_weights_beside_which_the_adapters_were_trained(
     folder: Path, finished: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(finished, tmp_path / "run")
-    settings = tmp_path / "run" / "checkpoints" / "step-4" / "adapters" / "adapters.json"
+    settings = tmp_path / "run" / "checkpoints" / "step-4" / "parts" / "parts.json"
     facts = json.loads(settings.read_text())
     assert facts["base"] == str((folder / "student").resolve())
     moved = folder / "moved"
