@@ -11,6 +11,7 @@ import tiny
 import torch
 
 from fcsd.config import Adapter
+from fcsd.errors import ConfigError
 from fcsd.models.adapters.lora import add_adapters
 from fcsd.models.adapters.targets import choose
 from fcsd.models.wiring import Wiring
@@ -107,6 +108,32 @@ def test_the_plan_of_a_recipe_says_what_trains(tmp_path: Path) -> None:
         plan_run(runs.resolved(tmp_path, **lora).recipe, Hardware(1))
     )
     assert "not counted  train.adapter" in text
+    planned = plan_run(runs.resolved(tmp_path, optim__train=["converted"], **half).recipe, Hardware(1))
+    text = to_text(planned)
+    assert "of the model itself (converted); the teacher is the student with its first weights, and the first 2" in text
+    assert "adapters" not in text
+
+
+def test_the_converted_layers_alone_are_counted_with_the_experts_that_a_token_takes(model: MetaModel) -> None:
+    wiring = Wiring("farskip", (2, 3))
+    parts, numbers = model.parts(None, ["converted"], wiring), model.numbers
+    layers = numbers.layers[2:]
+    assert (parts.rank, parts.in_adapters, parts.frozen, parts.shared) == (0, 0, 2, 2)
+    assert parts.own == sum(layer.dense + layer.routed for layer in layers) and parts.routed > 0
+    assert parts.routed == sum(layer.routed for layer in layers)
+    setup = with_parts(replace(SMALL, world=1), parts)
+    assert teacher_bytes(numbers, setup) == 2 * parts.own and shard(numbers, setup).trained == parts.own
+    # Two of four alike layers: their gradients, 5 passes in place of 8; the head has no gradient of its own.
+    passes = layer_passes(numbers, numbers, setup), layer_passes(numbers, numbers, replace(SMALL, world=1))
+    assert [sum(one) for one in passes] == [10, 16]
+    active = sum(layer.dense + layer.routed * numbers.top_k // numbers.experts for layer in layers)
+    alone = replace(setup, teacher="none")
+    student = flops_per_token(numbers, numbers, alone)
+    whole = sum(forward_flops(numbers, setup.seq_len)) + 2 * numbers.head
+    half = 2 * (2 * active + numbers.attention * setup.seq_len * 2)
+    assert student == pytest.approx(whole + half, rel=1e-6)
+    with pytest.raises(ConfigError, match="'converted' has routed experts"):
+        model.parts(None, ["converted"], wiring, divided=True)
 
 
 def test_first_layers_that_are_shared_cost_one_pass_and_no_memory(model: MetaModel) -> None:
