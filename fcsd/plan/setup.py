@@ -219,6 +219,8 @@ class Setup:
         dense = not experts and self.tp_size == 1 and self.parts is None and not self.graph
         if self.zero_stage == 3 and not dense:
             return False
+        if self.ep_size > 1 and self.parts is not None and self.parts.routed:
+            return False
         return divides and placed and self.world % (self.ep_size * self.tp_size) == 0 and self.accumulation.is_integer()
 
 

@@ -132,6 +132,7 @@ def test_the_converted_layers_alone_are_counted_with_the_experts_that_a_token_ta
     whole = sum(forward_flops(numbers, setup.seq_len)) + 2 * numbers.head
     half = 2 * (2 * active + numbers.attention * setup.seq_len * 2)
     assert student == pytest.approx(whole + half, rel=1e-6)
+    assert setup.possible(numbers.experts) and not replace(setup, world=2, ep_size=2).possible(numbers.experts)
     with pytest.raises(ConfigError, match="'converted' has routed experts"):
         model.parts(None, ["converted"], wiring, divided=True)
 

@@ -85,7 +85,9 @@ def test_parts_without_adapters_train_with_their_routed_experts_or_are_refused()
     assert (
         not any(".experts." in name for name in beside.trained) and "model.layers.2.mlp.gate.weight" in beside.trained
     )
-    with pytest.raises(ConfigError, match="'last:50%' has routed experts, which cannot train so if divided") as caught:
+    with pytest.raises(
+        ConfigError, match="'last:50%' has routed experts; divided ones train with all weights only"
+    ) as caught:
         choose_parts(model, ["norms", "last:50%"], wiring, divided=True)
     assert "parallel.ep_size: 1" in str(caught.value.hint)
     assert choose_parts(model, ["norms", "self_attn"], wiring, divided=True).trained
