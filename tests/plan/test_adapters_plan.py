@@ -129,7 +129,7 @@ def test_the_converted_layers_alone_are_counted_with_the_experts_that_a_token_ta
     active = sum(layer.dense + layer.routed * numbers.top_k // numbers.experts for layer in layers)
     alone = replace(setup, teacher="none")
     student = flops_per_token(numbers, numbers, alone)
-    whole = sum(forward_flops(numbers, setup.seq_len)) + 2 * numbers.head
+    whole = sum(forward_flops(numbers, setup.seq_len)) + 2 * (numbers.head + numbers.hidden)  # of head and last norm
     half = 2 * (2 * active + numbers.attention * setup.seq_len * 2)
     assert student == pytest.approx(whole + half, rel=1e-6)
     assert setup.possible(numbers.experts) and not replace(setup, world=2, ep_size=2).possible(numbers.experts)

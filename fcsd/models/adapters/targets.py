@@ -207,9 +207,7 @@ def _trained(
             found = _of(module for of in inside for path, module in of if word in _ends(path))
         if routed == "refused" and found & experts:
             hint = "set parallel.ep_size: 1, or name other parts, such as self_attn, norms or routers"
-            raise ConfigError(
-                f"optim.train: {word!r} has routed experts; divided ones train with all weights only", hint
-            )
+            raise ConfigError(f"optim.train: {word!r} has routed experts, and divided ones cannot train so", hint)
         if not found - left_out:
             raise ConfigError(f"optim.train: {word!r} names no weight of this model that can train", "Remove it.")
         chosen |= found - left_out
