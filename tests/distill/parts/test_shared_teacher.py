@@ -63,6 +63,7 @@ SHARDED: dict[str, dict[str, Any]] = {
     "deduplicated": {"parallel__dedup": "rank"},
     "only shared experts": {"train__adapter": {"rank": 4, "targets": ["shared_experts"]}},
     "rounded": {"parallel__quantised": {"dispatch": "int8:g32"}},
+    "no adapters": {"train__adapter": None, "optim__train": ["self_attn", "shared_experts", "norms", "routers"]},
 }
 
 
