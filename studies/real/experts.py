@@ -14,8 +14,9 @@ where the router has no preference, each active neuron has the weight that it ha
 out. Nothing stands in for them. Powers of two are exact in every float format.
 
 **The split** reads the activations on the text. The importance of neuron i for a token is ``|a_i| * norm(down_i)``,
-where ``a`` is what ``down_proj`` multiplies, over its mean for the token. The neurons that most often are among the most important ``S + K`` shares
-of a token are shared. The others are grouped by their importance over the tokens: balanced k-means on the sphere.
+where ``a`` is what ``down_proj`` multiplies, over its mean for the token. The neurons that most often are among those
+of the highest importance, as many as a token will use, are shared. The others are grouped by their importance over the
+tokens: balanced k-means on the sphere.
 
 **The router** is linear. ``fitted`` is the least squares fit of the norms of the experts' outputs, over their mean for
 the token. ``gate-rows`` is the mean of the rows of an expert's ``gate_proj``. Both are scaled so that the logits have
@@ -45,11 +46,7 @@ from fcsd.checkpoint.staging import copy_small, staged
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.models.build import load_model
 
-KEPT = (
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-    "hidden_act max_position_embeddings initializer_range rms_norm_eps rope_theta rope_parameters rope_scaling "
-    "tie_word_embeddings dtype torch_dtype bos_token_id eos_token_id pad_token_id use_cache attention_dropout"
-).split()
+DENSE_ONLY = {"mlp_bias", "attention_bias", "pretraining_tp", "_name_or_path", "transformers_version"}
 CALIBRATION = 4096  # tokens, divided among the texts
 RIDGE = 1e-3  # of the mean of the squared inputs
 ROUNDS = 12  # of k-means
@@ -80,13 +77,17 @@ def main() -> None:
     parser.add_argument("--split", choices=("clustered", "random"), default="clustered")
     parser.add_argument("--router", choices=("fitted", "gate-rows"), default="fitted")
     parser.add_argument("--spread", type=float, default=0.02, help="standard deviation of the router's logits")
-    parser.add_argument("--text", action="append", required=True, metavar="NAME=DIR", help="as studies.real.heal has it")
+    parser.add_argument(
+        "--text", action="append", required=True, metavar="NAME=DIR", help="as studies.real.heal has it"
+    )
     parser.add_argument("--compare", action="store_true")
     parser.add_argument("--rows", type=int, default=4, help="held-out rows of each text that --compare measures on")
     given = parser.parse_args()
     texts = {name: Path(folder) for name, folder in (text.split("=", 1) for text in given.text)}
     inputs = list(mlp_inputs(given.dense, texts))
-    choice = {name: getattr(given, name) for name in ("experts", "active", "shared", "split", "router", "spread", "seed")}
+    choice = {
+        name: getattr(given, name) for name in ("experts", "active", "shared", "split", "router", "spread", "seed")
+    }
     if not given.compare:
         write(given.dense, given.out, inputs, **choice)
         return
@@ -182,7 +183,7 @@ def write(
         weights[f"{place}.gate.weight"] = logits.to(gate)
         weights[f"{place}.shared_expert_gate.weight"] = torch.zeros_like(gate[:1])
     config = {
-        **{key: raw[key] for key in KEPT if key in raw},
+        **{key: value for key, value in raw.items() if key not in DENSE_ONLY},
         "model_type": "qwen2_moe",
         "architectures": ["Qwen2MoeForCausalLM"],
         "qkv_bias": False,
@@ -208,7 +209,9 @@ def write(
         copy_small(side_files(dense, written), folder)
 
 
-def grouped(important: Tensor, experts: int, shared: int, used: int, random: torch.Generator) -> tuple[Tensor, list[Tensor]]:
+def grouped(
+    important: Tensor, experts: int, shared: int, used: int, random: torch.Generator
+) -> tuple[Tensor, list[Tensor]]:
     """The shared neurons, and those of each expert.
 
     Args:

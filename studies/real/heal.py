@@ -205,8 +205,9 @@ def recipe_of(case: dict[str, Any], student: Path, folder: Path, texts: dict[str
             "held_out_own": {**source("own", "held_out"), "max_rows": 300} if both else None,
         },
         "objective": {"kl": 1.0, "sft": 0.0},
-        "train": {"batch_tokens": batch, "micro_batch_size": min(MICRO, batch // SEQ // case.get("gpus", 1)), "steps": steps, "log_every": 5,
-                  "eval_every": max(1, steps // 3), "sample_tokens": 0, "compile": True},
+        "train": {"batch_tokens": batch, "micro_batch_size": min(MICRO, batch // SEQ // case.get("gpus", 1)),
+                  "steps": steps, "log_every": 5, "eval_every": max(1, steps // 3), "sample_tokens": 0,
+                  "compile": True},
         "optim": {"lr": lr, "min_lr": lr / 50, "warmup_steps": max(1, min(50, steps // 10))},
         "checkpoint": {"every_steps": 0, "keep": 1},
     }  # fmt: skip
