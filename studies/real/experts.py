@@ -95,6 +95,7 @@ def main() -> None:
         "command": " ".join(["python -m studies.real.experts", *(Path(word).name for word in sys.argv[1:])]),
         "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "torch": torch.__version__,
+        "neurons": read_config(given.dense).raw["intermediate_size"],
         "calibration_tokens": len(inputs[0]),
         "models": [],
     }
@@ -252,7 +253,8 @@ def fitted(read: Tensor, outputs: Tensor, spread: float) -> Tensor:
     wanted = outputs / outputs.mean(1, keepdim=True) - 1
     square = (read.T @ read).double()
     square += RIDGE * square.diagonal().mean() * torch.eye(len(square), dtype=torch.double, device=square.device)
-    return scaled(torch.linalg.solve(square, (read.T @ wanted).double()).T.float(), read, spread)
+    found = torch.linalg.solve(square, (read.T @ wanted).double())
+    return scaled(found.T.float().contiguous(), read, spread)
 
 
 def scaled(router: Tensor, read: Tensor, spread: float) -> Tensor:

@@ -128,11 +128,12 @@ def test_the_whole_chain_heals_to_the_dense_model_with_divided_experts(dense: Pa
     logs = [file.read_text()[-2000:] for file in tmp_path.glob("*/log.txt")]
     assert done.returncode == 0, (done.stderr[-2000:], logs)
     found = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert [case["name"] for case in found] == ["moe", "moe-farskip-2-29", "moe-farskip-all", "moe-again"]
+    assert [case["name"] for case in found] == ["moe", "farskip-2-29", "farskip-all", "moe-again"]
     for case in found:
         assert case["kl"]["own"]["kl"] < case["untrained_kl"]["own"]["kl"], case
         recipe = json.loads((tmp_path / case["name"] / "recipe.yaml").read_text())
-        assert recipe["teacher"] == str(dense / "dense") and recipe["parallel"]["ep_size"] == 2
+        assert recipe["teacher"] == str(dense / "dense")
+        assert recipe.get("parallel", {}).get("ep_size") == (2 if case["wiring"] == "farskip" else None)
     assert found[1]["untrained_kl"]["own"]["kl"] > found[0]["kl"]["own"]["kl"]
     answers = (tmp_path / "answers.jsonl").read_text().splitlines()
     assert answers and all(json.loads(line) for line in answers)
