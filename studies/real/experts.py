@@ -223,7 +223,7 @@ def grouped(
     often = torch.bincount(top.flatten(), minlength=important.shape[1])
     order = often.argsort(descending=True, stable=True)
     common, others = order[:shared], order[shared:]
-    points = functional.normalize(important[:, others].T, dim=1)
+    points = functional.normalize(important.T[others], dim=1)
     centres = points[torch.randperm(len(points), generator=random)[:experts].to(points.device)]
     groups: list[Tensor] = []
     for _ in range(ROUNDS):
