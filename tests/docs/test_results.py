@@ -795,12 +795,9 @@ def test_serving_by_vllm_without_peer_access(repo: Path, raw: Raw) -> None:
     }
     page = (repo / "benchmarks/results/vllm.md").read_text()
     for name, times in found.items():
-        cells = [
         digits = {key: 3 if key.startswith("decode") else 1 for key in times}
         gains = {key: found["original"][key] / ms for key, ms in times.items()}
         cells = [f"{ms:.{digits[key]}f} ({gains[key]:.2f}x)" for key, ms in times.items()]
-            for key, ms in times.items()
-        ]
         assert f"| {'the bound, which sends nothing' if name == 'bound' else name} | {' | '.join(cells)} |" in page
 
 
