@@ -613,6 +613,29 @@ CONFIGS: dict[str, tuple[str, dict]] = {
             **_GLM_IMAGES,
         ),
     ),
+    "bailing_hybrid": (
+        "BailingHybridConfig",
+        dict(
+            {name: value for name, value in _MLA.items() if name != "n_routed_experts"},
+            num_local_experts=8,
+            head_dim=16,
+            n_group=2,
+            topk_group=1,
+            layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        ),
+    ),
+    "olmo_hybrid": (
+        "OlmoHybridConfig",
+        dict(
+            intermediate_size=128,
+            linear_num_value_heads=4,
+            linear_num_key_heads=2,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+            rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+            layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        ),
+    ),
 }
 CONFIGS = {arch: config for arch, config in CONFIGS.items() if arch in ARCHS}  # an old transformers lacks some
 DENSE = tuple(arch for arch in CONFIGS if ARCHS[arch].dense)

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from fcsd.checkpoint import Layout
+from fcsd.checkpoint.names import stored
 from fcsd.checkpoint.weights import Reader
 from fcsd.engine.sharded_modules import keep_own_experts, replace_modules
 from fcsd.errors import ConfigError
@@ -155,7 +155,7 @@ class _ShardedModel:
         give_memory(self.model, device)
         tensors = state(self.model)
         with Reader(layout) as reader:
-            for source in self._sources():
+            for source in self._sources(layout):
                 place = self._place(tensors[source.name], source)
                 if place is None:
                     continue
@@ -208,11 +208,10 @@ class _ShardedModel:
             sharding = "whole"
         return target, sharding
 
-    def _sources(self) -> Iterator[_Source]:
+    def _sources(self, layout: Layout) -> Iterator[_Source]:
         """All tensors on disk.
 
-        Their names follow from transformers' own conversion: it is reversed for small tensors that hold numbers in
-        place of values, one number for each block of each expert.
+        Their names are found for small tensors that hold numbers in place of values, one for each block of each expert.
         """
         numbered: list[_Source] = []
         probes: dict[str, Tensor] = {}
@@ -230,15 +229,15 @@ class _ShardedModel:
             else:
                 numbered.append(_Source("", None, name))
                 probes[name] = torch.tensor([[start]])
-        for stored, numbers in revert_weight_conversion(self.model, probes).items():
+        for name, numbers in stored(self.model, probes, layout.tensors).items():
             source = numbered[int(numbers.flatten()[0])]
             if expert_tensor(source.name) and (numbers.ndim == 3 or source.expert is None):
                 # All experts lie in one tensor, which is read expert by expert.
-                yield from (_Source(stored, e, source.name, e) for e in range(count))
+                yield from (_Source(name, e, source.name, e) for e in range(count))
             elif source.expert is None and numbers.numel() > 1:
-                yield replace(source, stored=stored, block=None)
+                yield replace(source, stored=name, block=None)
             else:
-                yield replace(source, stored=stored)
+                yield replace(source, stored=name)
 
 
 def load_tensor_parallel(

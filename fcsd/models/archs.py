@@ -765,6 +765,30 @@ _ROWS = (
         autoep={"preset_model": "deepseek_v3", "moe_layer_pattern": r"model\.language_model\.layers\.\d+\.mlp"},
         no_vllm=_UNTRIED,
     ),
+    _row(
+        "bailing_hybrid",
+        "BailingHybrid",
+        blocks=Blocks(shared="shared_experts", linear="self_attn"),
+        no_ep="its convolutions are stored in three tensors, which fcsd does not write if experts are divided",
+        rotates_halves=False,
+        no_tp=_RECURRENT,
+        tp_plan={"self_attn.*": "replicated"},  # of a single rank
+        no_vllm=_NOT_TRIED,
+        later_layers=True,
+        since=(5, 23),
+    ),
+    _row(
+        "olmo_hybrid",
+        "OlmoHybrid",
+        blocks=Blocks(
+            linear="linear_attn",
+            linear_norms=(("input_layernorm", None), ("post_attention_layernorm", None)),
+            **_OLMO_NORMS,
+        ),
+        no_tp=_RECURRENT,
+        tp_plan={"linear_attn.*": "replicated", "self_attn.*": "replicated"},  # of a single rank
+        no_vllm=_NORMED,
+    ),
 )
 
 

@@ -73,7 +73,7 @@ def load_expert_parallel(
     give_memory(model, torch.device(device))
     tensors = state(model)
     with Reader(layout) as reader:
-        for piece in on_disk(model, pieces(model)):
+        for piece in on_disk(model, pieces(model), layout.tensors):
             if piece.here:
                 put(tensors, piece, reader.tensor(piece.name, piece.row))
     model.generation_config = read_generation_config(path) or model.generation_config

@@ -39,7 +39,7 @@ def load_partitioned(
 
     def read() -> Iterator[dict[str, Tensor]]:
         with Reader(layout) as reader:
-            for piece in on_disk(model, pieces(model)):
+            for piece in on_disk(model, pieces(model), layout.tensors):
                 (name,) = piece.parts
                 like = tensors[name]
                 # Buffers are not sent, so all ranks read them.

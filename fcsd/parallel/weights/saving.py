@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from fcsd.checkpoint import compare_tensors, read_config, read_layout
+from fcsd.checkpoint.names import names_like, stored
 from fcsd.checkpoint.weights import MAX_SHARD, NAMES, Reader, Shape, Writer
 from fcsd.models.adapters.adapted import Adapted
 from fcsd.models.build import arch_of, stored_config
@@ -79,7 +79,7 @@ def trained_part(adapted: Adapted) -> OwnPart:
 
 
 def write_part(part: OwnPart, directory: Path, source: Path | None = None, max_shard: int = MAX_SHARD) -> None:
-    """Write this rank's part of a model under the original names, as ``save_pretrained`` of the whole model would.
+    """Write this rank's part of a model under the names that ``source`` has, or those of ``save_pretrained``.
 
     Rank 0 writes the configs as well.
 
@@ -99,9 +99,11 @@ def write_part(part: OwnPart, directory: Path, source: Path | None = None, max_s
             reader = held.enter_context(Reader(layout))
             names = compare_tensors(layout, read_config(source)).carried
             carried = {name: (layout.tensors[name].dtype, layout.tensors[name].shape) for name in names}
-        writer = held.enter_context(Writer(directory, {**part.specs, **carried}, max_shard))
+        own = names_like(part.model, part.specs, () if source is None else layout.tensors)
+        specs = {own[name]: spec for name, spec in part.specs.items()}
+        writer = held.enter_context(Writer(directory, {**specs, **carried}, max_shard))
         for name, value, row in part.tensors():
-            writer.write(name, value, row)
+            writer.write(own[name], value, row)
         for turn, name in enumerate(carried):
             if _my_turn(turn):
                 writer.write(name, reader.raw(name))
@@ -149,8 +151,8 @@ def _gathered_part(
         whole = gather(name, tensor)
         if writer == dist.get_rank():
             # Not the gathered memory itself, which the next pass may use again.
-            stored = revert_weight_conversion(model, {name: whole.to("cpu", copy=True)})
-            own += [(on_disk_name, value, None) for on_disk_name, value in stored.items()]
+            written = stored(model, {name: whole.to("cpu", copy=True)})
+            own += [(on_disk_name, value, None) for on_disk_name, value in written.items()]
     return OwnPart(model, _specs(model, empty), lambda: iter(own), degree)
 
 
@@ -181,7 +183,7 @@ def _specs(model: PreTrainedModel, empty: dict[str, Tensor]) -> Specs:
     """The tensors on disk of a model with these tensors on the meta device."""
     return {
         name: (NAMES[tensor.dtype], tuple(tensor.shape))
-        for name, tensor in revert_weight_conversion(model, empty).items()
+        for name, tensor in stored(model, empty).items()
     }
 
 
@@ -189,7 +191,7 @@ def _own_part(model: PreTrainedModel) -> Iterator[Named]:
     """The tensors that this rank writes of a model that every rank holds."""
     for turn, (name, tensor) in enumerate(state(model).items()):
         if _my_turn(turn):
-            for on_disk_name, value in revert_weight_conversion(model, {name: tensor.detach()}).items():
+            for on_disk_name, value in stored(model, {name: tensor.detach()}).items():
                 yield on_disk_name, value, None
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
+from fcsd.checkpoint.names import stored
 from fcsd.models.build import arch_of
 from fcsd.parallel.expert.block import ExpertBlock, Origin, expert_blocks
 
@@ -77,11 +77,13 @@ def _experts(path: str, origin: Origin, block: ExpertBlock, transposed: bool) ->
         yield Piece(f"{path}.{origin.name}", parts, transposed, expert, local, row=expert)
 
 
-def on_disk(model: PreTrainedModel, found: Iterable[Piece]) -> Iterator[Piece]:
+def on_disk(model: PreTrainedModel, found: Iterable[Piece], held: Iterable[str] = ()) -> Iterator[Piece]:
     """The same pieces under the names and in the layout of the files.
 
-    The layout follows from transformers' own conversion: it is reversed for small tensors that hold the numbers of the
-    parts in place of their values.
+    The layout is found for small tensors that hold the numbers of the parts in place of their values.
+
+    Args:
+        held: the names in the files, if there are any; see ``stored``.
     """
     numbered: list[tuple[Piece, str]] = []
     probes: dict[str, list[Tensor]] = {}
@@ -94,7 +96,7 @@ def on_disk(model: PreTrainedModel, found: Iterable[Piece]) -> Iterator[Piece]:
         name: torch.stack(rows) if numbered[rows[0].min()][0].row is not None else rows[0]
         for name, rows in probes.items()
     }
-    for name, numbers in revert_weight_conversion(model, fused).items():
+    for name, numbers in stored(model, fused, held).items():
         rows = list(enumerate(numbers)) if numbers.ndim == 3 else [(None, numbers)]
         for row, inside in rows:
             chosen = [numbered[number] for number in inside.flatten().tolist()]
