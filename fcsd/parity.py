@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fcsd.checkpoint import CheckpointConfig, Layout
+from fcsd.checkpoint.names import LAYERS
 from fcsd.errors import BadInputError, FcsdError
 from fcsd.foreign_errors import reason_of
 
@@ -154,7 +155,7 @@ def layer_index(arch: "Arch", name: str) -> int | None:
     _, decoder = arch.classes["AutoModelForCausalLM"]
     older = ".".join(reversed(decoder.split(".")))  # files may say language_model.model for model.language_model
     names = "|".join(map(re.escape, (decoder, older, arch.stored or decoder)))
-    match = re.match(rf"(?:{names})\.layers\.(\d+)\.", name)
+    match = re.match(rf"(?:{names})\.{LAYERS}(\d+)\.", name)
     return int(match[1]) if match else None
 
 

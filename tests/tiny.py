@@ -613,15 +613,31 @@ CONFIGS: dict[str, tuple[str, dict]] = {
             **_GLM_IMAGES,
         ),
     ),
-    "bailing_hybrid": (
-        "BailingHybridConfig",
+    "kimi_k25": (
+        "Kimi_K25Config",
         dict(
-            {name: value for name, value in _MLA.items() if name != "n_routed_experts"},
-            num_local_experts=8,
-            head_dim=16,
-            n_group=2,
-            topk_group=1,
-            layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            text_config=dict(
+                _MLA,
+                model_type="deepseek_v3",
+                n_shared_experts=1,
+                q_lora_rank=32,
+                n_group=2,
+                topk_group=1,
+            ),
+            vision_config=dict(
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                patch_size=14,
+                pos_emb_height=4,
+                pos_emb_width=4,
+            ),
+            projection_hidden_size=32,
+            image_token_id=250,
+            video_token_id=251,
+            vision_start_token_id=252,
+            vision_end_token_id=253,
         ),
     ),
     "olmo_hybrid": (
@@ -719,6 +735,8 @@ def image(arch: str) -> dict[str, torch.Tensor]:
             "mm_token_type_ids": kinds,
         }
     grid = torch.tensor([[1, 4, 4]])
+    if arch == "kimi_k25":
+        return {"input_ids": ids, "pixel_values": patches.view(16, 3, 14, 14), "image_grid_thw": grid}
     return {
         "input_ids": ids,
         "pixel_values": patches,

@@ -17,7 +17,7 @@ from fcsd.checkpoint.config_json import CheckpointConfig
 from fcsd.checkpoint.files import quoted, shown, with_floats
 from fcsd.checkpoint.headers import TensorInfo
 from fcsd.checkpoint.layout import Layout
-from fcsd.checkpoint.names import stored
+from fcsd.checkpoint.names import LAYERS, stored
 from fcsd.errors import BadInputError
 from fcsd.foreign_errors import reason_of
 from fcsd.models.archs import ARCHS
@@ -87,7 +87,7 @@ def verify_tensors(layout: Layout, config: CheckpointConfig) -> Comparison:
 
 def _is_further(name: str, config: CheckpointConfig) -> bool:
     """Whether a tensor lies in a layer after the last one, or in a module for multi-token prediction."""
-    layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+    layer = re.search(rf"(?:^|\.){LAYERS}(\d+)\.", name)
     later = layer is not None and int(layer[1]) >= (config.text.get("num_hidden_layers") or math.inf)
     return later or re.search(r"(?:^|\.)(?:mtp|nextn)", name) is not None
 

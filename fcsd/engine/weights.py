@@ -36,7 +36,7 @@ from fcsd.parallel.tensor.tp_plan import (
 )
 from fcsd.parallel.weights.loading import empty_model, give_memory, verified_layout
 from fcsd.parallel.weights.random_init import drawn
-from fcsd.parallel.weights.tensor_map import state
+from fcsd.parallel.weights.tensor_map import apart, read_apart, state
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,6 @@ class _Source:
     block: int | None = None
 
 
-_CONVOLUTIONS = 3  # of the short convolutions of linear attention: queries, keys and values
 _DECODER_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.")
 
 
@@ -173,6 +172,7 @@ class _ShardedModel:
                     target, sharding = target[: rows[1]], "whole"
                 value = reader.tensor(source.stored, source.row, rows)
                 target.copy_(own_part(value, sharding, self.ranks, self._kv_heads_of(source.name)))
+            read_apart(self.model, reader, layout.tensors)
 
     @torch.no_grad()
     def draw(self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, seed: int) -> None:
@@ -202,30 +202,28 @@ class _ShardedModel:
         if source.block is not None and isinstance(sharding, Shard):
             target = target.chunk(sharding.packed, sharding.dim)[source.block]
             sharding = replace(sharding, packed=1)
-        elif source.block is not None and source.expert is None:
-            target = target.chunk(_CONVOLUTIONS)[source.block]
         if self.experts == "whole" and source.expert is not None:
             sharding = "whole"
         return target, sharding
 
     def _sources(self, layout: Layout) -> Iterator[_Source]:
-        """All tensors on disk.
+        """All tensors on disk but those of ``apart``.
 
         Their names are found for small tensors that hold numbers in place of values, one for each block of each expert.
         """
         numbered: list[_Source] = []
         probes: dict[str, Tensor] = {}
         count = experts_of(self.model.config)
+        left_out = set(apart(self.model))
         for name, tensor in state(self.model).items():
+            if name in left_out:
+                continue
             sharding = self._shardings[name]
             start = len(numbered)
             if expert_tensor(name) and tensor.ndim == 3:
                 blocks = sharding.packed if isinstance(sharding, Shard) else 1
                 numbered += [_Source("", None, name, e, b) for e in range(count) for b in range(blocks)]
                 probes[name] = torch.arange(start, len(numbered)).view(count, blocks, 1)
-            elif name.endswith("conv1d.weight"):  # some families store those of queries, keys and values apart
-                numbered += [_Source("", None, name, None, b) for b in range(_CONVOLUTIONS)]
-                probes[name] = torch.arange(start, len(numbered)).view(_CONVOLUTIONS, 1)
             else:
                 numbered.append(_Source("", None, name))
                 probes[name] = torch.tensor([[start]])
@@ -234,8 +232,6 @@ class _ShardedModel:
             if expert_tensor(source.name) and (numbers.ndim == 3 or source.expert is None):
                 # All experts lie in one tensor, which is read expert by expert.
                 yield from (_Source(name, e, source.name, e) for e in range(count))
-            elif source.expert is None and numbers.numel() > 1:
-                yield replace(source, stored=name, block=None)
             else:
                 yield replace(source, stored=name)
 

@@ -112,7 +112,7 @@ _NEAREST = {
     "bitnet": ("llama", "its output projections read normalised values"),
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"), ("qwen2_moe", _LINEAR)),
     **dict.fromkeys(("qwen3_5", "qwen3_5_text"), ("qwen3", _LINEAR)),
-    "bailing_hybrid": ("kimi_linear", _NEWER),
+    "bailing_hybrid": ("kimi_linear", "transformers does not limit what its experts compute, as its config.json asks"),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), ("qwen2", _SEES)),
     "qwen3_vl": ("qwen3", _SEES),
     "qwen3_vl_moe": ("qwen3_moe", _SEES),

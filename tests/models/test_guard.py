@@ -367,6 +367,7 @@ OWN: dict[str, dict[str, Any]] = {
     "axk2": dict(
         {**_LATENT, **_GROUPS}, gated_norm_rank=4, index_topk=3, index_head_dim=16, index_n_heads=20, layer_types=None
     ),
+    "kimi_k25": dict(_LATENT, rope_interleave=False, norm_topk_prob=False),
     "olmo_hybrid": dict(
         layer_types=["full_attention", "linear_attention"] * 2,
         linear_num_value_heads=6,
@@ -384,15 +385,6 @@ OWN: dict[str, dict[str, Any]] = {
     "glm4v": dict(num_key_value_heads=1, rope_parameters=_GLM_MROPE),
     "glm4v_moe": dict(
         _EXPERTS, norm_topk_prob=False, first_k_dense_replace=2, topk_group=2, n_group=3, rope_parameters=_GLM_MROPE
-    ),
-    "bailing_hybrid": dict(
-        _LATENT,
-        norm_topk_prob=False,
-        short_conv_kernel_size=3,
-        kda_safe_gate=False,
-        kda_lower_bound=-3.0,
-        layer_types=["full_attention", "linear_attention"] * 2,
-        mlp_layer_types=["dense", "sparse", "sparse", "dense"],
     ),
 }
 # Fields that the source reads and that no row moves, and why.

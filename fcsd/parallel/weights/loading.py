@@ -27,7 +27,7 @@ from fcsd.parallel.expert.autoep import shard_experts
 from fcsd.parallel.expert.block import expert_blocks
 from fcsd.parallel.expert.blocking import wire_parallel
 from fcsd.parallel.placement.placement import Placement
-from fcsd.parallel.weights.tensor_map import on_disk, pieces, put, state
+from fcsd.parallel.weights.tensor_map import on_disk, pieces, put, read_apart, state
 
 
 def load_expert_parallel(
@@ -76,6 +76,7 @@ def load_expert_parallel(
         for piece in on_disk(model, pieces(model), layout.tensors):
             if piece.here:
                 put(tensors, piece, reader.tensor(piece.name, piece.row))
+        read_apart(model, reader, layout.tensors)
     model.generation_config = read_generation_config(path) or model.generation_config
     return model
 
