@@ -613,6 +613,7 @@ CONFIGS: dict[str, tuple[str, dict]] = {
             **_GLM_IMAGES,
         ),
     ),
+    "diffllama": ("DiffLlamaConfig", dict(intermediate_size=128, head_dim=16)),
     "kimi_k25": (
         "Kimi_K25Config",
         dict(

@@ -766,6 +766,13 @@ _ROWS = (
         no_vllm=_UNTRIED,
     ),
     _row(
+        "diffllama",
+        "DiffLlama",
+        no_tp="its attention is the difference of two, of heads that ranks would divide",
+        tp_plan={"self_attn.lambda_*": "replicated"},  # of a single rank
+        no_vllm=_NO_CLASS,
+    ),
+    _row(
         "kimi_k25",
         "Kimi_K25",
         classes=_vision("Kimi_K25"),

@@ -42,6 +42,7 @@ PRODUCTS = (
     (r"(ai21-)?jamba", "Jamba", "jamba"),
     (r"nemotron-(h-\d|3-|nano-\d+b-v2)(?!.*(vl|omni|embed))", "Nemotron-H, Nano 2, Nemotron 3", "nemotron_h"),
     (r"nemotron-(4|mini)", "Nemotron-4, Nemotron-Mini", "nemotron"),
+    (r"olmo-hybrid", "OLMo-Hybrid", "olmo_hybrid"),
     (r"olmo-[17]b.*-hf", "OLMo 1", "olmo"),
     (r"starcoder2", "StarCoder2", "starcoder2"),
     (r"granite-4\.", "Granite 4.0", "granitemoehybrid"),
@@ -88,10 +89,6 @@ _PARALLEL = "its attention and its MLP read one stream, which is the wiring para
 _STREAMS = "its layers pass on several streams"
 _NEAREST = {
     "kimi_k2": ("deepseek_v3", ""),
-    "kimi_k25": (
-        "deepseek_v3",
-        "its published experts are in INT4, and transformers saves its layers under other names",
-    ),
     "deepseek_v4": ("deepseek_v3", _STREAMS),
     "mistral3": ("mistral", _SEES),
     **dict.fromkeys(("gemma2", "gemma3", "gemma3_text"), ("gemma", _NORMS)),
@@ -107,7 +104,6 @@ _NEAREST = {
     ),
     **dict.fromkeys(("lfm2", "lfm2_moe"), ("kimi_linear", _NEWER)),
     "granitemoehybrid": ("granitemoe", _NEWER),
-    "diffllama": ("llama", "its attention is the difference of two, of which plans cannot count the backward pass"),
     "jamba": ("granitemoehybrid", _NEWER),
     "bitnet": ("llama", "its output projections read normalised values"),
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"), ("qwen2_moe", _LINEAR)),

@@ -289,6 +289,7 @@ class MetaModel:
         with torch.device("meta"):
             cls: Any = causal_lm_class(self.config)
             model = cls._from_config(self.config, dtype=torch.bfloat16, attn_implementation=_ATTENTION).train()
+        model.to("meta")  # what torch.normal has made is on the CPU
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
         def keep(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

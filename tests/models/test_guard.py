@@ -367,6 +367,7 @@ OWN: dict[str, dict[str, Any]] = {
     "axk2": dict(
         {**_LATENT, **_GROUPS}, gated_norm_rank=4, index_topk=3, index_head_dim=16, index_n_heads=20, layer_types=None
     ),
+    "diffllama": dict(lambda_std_dev=0.3, attention_dropout=0.0),
     "kimi_k25": dict(_LATENT, rope_interleave=False, norm_topk_prob=False),
     "olmo_hybrid": dict(
         layer_types=["full_attention", "linear_attention"] * 2,
@@ -397,6 +398,7 @@ EXEMPT = {
 # and in another way without.
 FIXED = {
     "phimoe": {"num_experts_per_tok"},  # its router makes two choices
+    "diffllama": {"attention_dropout"},  # transformers refuses it
     "granitemoehybrid": {"time_step_limit"},  # transformers' own steps with a cache leave it out
     "nemotron_h": {"num_hidden_layers"},  # the length of the list of layers
 }

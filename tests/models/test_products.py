@@ -57,6 +57,7 @@ NAMES = {
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "nemotron_h",
     "nvidia/NVIDIA-Nemotron-Nano-9B-v2": "nemotron_h",
     "allenai/OLMo-7B-hf": "olmo",
+    "allenai/Olmo-Hybrid-7B": "olmo_hybrid",
     "bigcode/starcoder2-15b": "starcoder2",
     "HuggingFaceTB/SmolLM3-3B": "smollm3",
     "moonshotai/Kimi-Linear-48B-A3B-Instruct": "kimi_linear",
