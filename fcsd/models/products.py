@@ -11,7 +11,7 @@ from .archs import ARCHS
 
 # (pattern of a model's name in lower case, the family's name, its model_type); the first row that matches counts
 PRODUCTS = (
-    (r"kimi-?k2\.[5-7]", "Kimi-K2.5 to -K2.7", "kimi_k25"),
+    (r"kimi-?k2\.[5-7]", "Kimi-K2.5 to -K2.7 in bf16", "kimi_k25"),
     (r"kimi-?k2", "Kimi-K2", "kimi_k2"),
     (r"kimi-?linear", "Kimi-Linear", "kimi_linear"),
     (r"deepseek-?v3\.2", "DeepSeek-V3.2", "deepseek_v32"),
