@@ -769,7 +769,7 @@ _ROWS = (
         "diffllama",
         "DiffLlama",
         no_tp="its attention is the difference of two, of heads that ranks would divide",
-        tp_plan={"self_attn.lambda_*": "replicated"},  # of a single rank
+        tp_plan={"self_attn.*": "replicated", **_MLP_TP},  # of a single rank
         no_vllm=_NO_CLASS,
     ),
     _row(
