@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 Held = Mapping[str, TensorInfo]  # name in files -> what the header says
 _CONVOLUTION = re.compile(r"(.+)\.[qkv]_conv1d\.weight")
-# How names say in which layer a tensor is. transformers saves the layers of Kimi-K2.5 as blocks.
-LAYERS = r"(?:layers|blocks)\."
+# What stands before the number of a layer. transformers saves the layers of a decoder as blocks, if those of the image
+# encoder beside it are called so in files.
+LAYERS = r"(?:layers|(?<=language_model\.model\.)blocks)\."
 _IN_LAYER = re.compile(rf"(?:^|\.){LAYERS}\d+\.")
 
 

@@ -777,7 +777,7 @@ _ROWS = (
         "Kimi_K25",
         classes=_vision("Kimi_K25"),
         text_config="text_config",
-        texts=("deepseek_v3",),
+        texts=("deepseek_v3", "kimi_k2"),  # transformers takes the second for the first
         blocks=_SHARED_EXPERTS,
         autoep={"preset_model": "deepseek_v3", "moe_layer_pattern": r"model\.language_model\.layers\.\d+\.mlp"},
         rotates_halves=False,

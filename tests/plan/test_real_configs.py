@@ -5,6 +5,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,7 +34,7 @@ REFUSED = {
 }
 
 
-def folder(name: str, tmp_path: Path, **changes: str) -> Path:
+def folder(name: str, tmp_path: Path, **changes: Any) -> Path:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIGS[name], **changes}))
     return tmp_path
 
@@ -48,6 +49,13 @@ def test_a_published_model_is_planned_at_its_size(name: str, tmp_path: Path) -> 
     total, active = SIZES[name]
     assert numbers.total / 1e9 == pytest.approx(total, rel=0.04)
     assert numbers.active / 1e9 == pytest.approx(active, rel=0.3)  # some leave out the embedding
+
+
+def test_a_model_whose_experts_were_dequantised_is_planned_at_its_size(tmp_path: Path) -> None:
+    """Its makers give a thousand billion parameters, 32 of them active."""
+    text = {k: v for k, v in CONFIGS["moonshotai/Kimi-K2.5"]["text_config"].items() if k != "quantization_config"}
+    numbers = MetaModel(str(folder("moonshotai/Kimi-K2.5", tmp_path, text_config=text))).numbers
+    assert numbers.total / 1e12 == pytest.approx(1, rel=0.04) and numbers.active / 1e9 == pytest.approx(32, rel=0.04)
 
 
 @pytest.mark.parametrize("name", REFUSED)
