@@ -98,10 +98,12 @@ def names_like(model: "PreTrainedModel", names: Iterable[str], held: Held) -> di
     It is the name itself if the files have it, or if they have no other one.
     """
     names = list(names)
-    if held.keys() >= set(names):
+    if not held or held.keys() >= set(names):
         return {name: name for name in names}
-    theirs = {inner: name for name, inner in _renamed(model, held).items()}
-    return {name: name if name in held else theirs.get(inner, name) for name, inner in _renamed(model, names).items()}
+    theirs = _renamed(model, held)
+    of = {inner: name for name, inner in theirs.items()}
+    own = _renamed(model, names).items()
+    return {name: name if theirs.get(name) == inner else of.get(inner, name) for name, inner in own}
 
 
 def _renamed(model: "PreTrainedModel", names: Iterable[str]) -> dict[str, str]:

@@ -172,7 +172,8 @@ class _ShardedModel:
                     target, sharding = target[: rows[1]], "whole"
                 value = reader.tensor(source.stored, source.row, rows)
                 target.copy_(own_part(value, sharding, self.ranks, self._kv_heads_of(source.name)))
-            read_apart(self.model, reader, layout.tensors)
+            for name, value in read_apart(self.model, reader, layout.tensors).items():
+                tensors[name].copy_(value)
 
     @torch.no_grad()
     def draw(self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, seed: int) -> None:

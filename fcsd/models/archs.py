@@ -608,7 +608,7 @@ _ROWS = (
         "kimi_linear",
         "KimiLinear",
         blocks=Blocks(shared="shared_experts", linear="self_attn"),
-        no_ep="its convolutions are stored in three tensors, which fcsd does not write if experts are divided",
+        autoep={"preset_model": "deepseek_v3", "num_experts_attr": "num_local_experts"},
         rotates_halves=False,
         no_tp=_RECURRENT,
         tp_plan={"self_attn.*": "replicated"},  # of a single rank

@@ -76,7 +76,8 @@ def load_expert_parallel(
         for piece in on_disk(model, pieces(model), layout.tensors):
             if piece.here:
                 put(tensors, piece, reader.tensor(piece.name, piece.row))
-        read_apart(model, reader, layout.tensors)
+        for name, value in read_apart(model, reader, layout.tensors).items():
+            tensors[name].data.copy_(value)
     model.generation_config = read_generation_config(path) or model.generation_config
     return model
 

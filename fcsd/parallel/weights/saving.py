@@ -218,7 +218,8 @@ def _own_part(model: PreTrainedModel) -> Iterator[Named]:
 def _written_together(model: PreTrainedModel) -> list[list[str]]:
     """The names of a model's tensors in the groups that files may join: each tensor of a text layer, and all others."""
     outside = outside_layers(model)
-    return [outside, *([name] for name in state(model) if name not in outside)]
+    left_out = set(outside)
+    return [outside, *([name] for name in state(model) if name not in left_out)]
 
 
 def _my_turn(turn: int) -> bool:

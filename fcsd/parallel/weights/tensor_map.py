@@ -16,6 +16,7 @@ from fcsd.checkpoint.names import Held, loaded, rewritten, stored
 from fcsd.checkpoint.weights import Reader
 from fcsd.models.build import arch_of
 from fcsd.parallel.expert.block import ExpertBlock, Origin, expert_blocks
+from fcsd.parallel.partitions import whole_shape
 
 State = Mapping[str, Tensor]
 
@@ -122,15 +123,11 @@ def outside_layers(model: PreTrainedModel) -> list[str]:
     return [name for name in state(model) if not name.startswith(stack)]
 
 
-def read_apart(model: PreTrainedModel, reader: Reader, held: Held) -> None:
-    """Fill the tensors of ``apart`` from files that hold the tensors ``held``."""
+def read_apart(model: PreTrainedModel, reader: Reader, held: Held) -> dict[str, Tensor]:
+    """The values of the tensors of ``apart``, from files that hold the tensors ``held``."""
     tensors = state(model)
-    if names := apart(model):
-        on_disk_names = stored(model, {name: tensors[name].to("meta") for name in names}, held)
-        values = loaded(model, {name: reader.tensor(name) for name in on_disk_names})
-        with torch.no_grad():
-            for name in names:
-                tensors[name].copy_(values[name])
+    empty = {name: torch.empty(whole_shape(tensors[name]), device="meta") for name in apart(model)}
+    return loaded(model, {name: reader.tensor(name) for name in stored(model, empty, held)})
 
 
 def put(tensors: State, piece: Piece, value: Tensor) -> None:
