@@ -28,7 +28,7 @@ _SHARE = 0.7  # share of the free memory that weights may take; a forward pass o
 # Bytes in memory for each byte on disk: a quantised checkpoint is dequantised to bf16.
 _GROWTH = {None: 1.0, "fp8": 2.0, "mxfp4": 64 / 17}
 # config lists with one entry a layer
-_PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers")
+_PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers", "swiglu_limits")
 _LAYER_LISTS = ("mlp_only_layers", "moe_layers")  # config lists of layer indices
 
 

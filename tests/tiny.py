@@ -641,6 +641,32 @@ CONFIGS: dict[str, tuple[str, dict]] = {
             vision_end_token_id=253,
         ),
     ),
+    "step3p7": (
+        "Step3p7Config",
+        dict(
+            text_config=dict(
+                _MOE,
+                intermediate_size=128,
+                head_dim=16,
+                n_routed_experts=8,
+                share_expert_dim=32,
+                sliding_window=16,
+                layer_types=["full_attention", "sliding_attention"] * 2,
+                mlp_layer_types=["dense", *["sparse"] * 3],
+                swiglu_limits=[0, 0, 0.5, 0.5],
+                moe_router_scaling_factor=1.5,
+            ),
+            vision_config=dict(
+                hidden_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                mlp_ratio=2.0,
+                image_size=112,
+                patch_size=14,
+            ),
+            image_token_id=250,
+        ),
+    ),
     "olmo_hybrid": (
         "OlmoHybridConfig",
         dict(
@@ -725,6 +751,8 @@ def image(arch: str) -> dict[str, torch.Tensor]:
     if arch == "gemma3":  # the tokens of an image see each other
         pixels = torch.randn(1, 3, 56, 56, generator=generator)
         return {"input_ids": ids, "pixel_values": pixels, "token_type_ids": (ids == 250).int()}
+    if arch == "step3p7":
+        return {"input_ids": ids, "pixel_values": torch.randn(1, 3, 112, 112, generator=generator)}
     patches = torch.randn(16, 3 * 14 * 14, generator=generator)
     kinds = (ids == 250).int()
     if arch == "gemma4":

@@ -20,7 +20,7 @@ from fcsd.models.archs import ARCHS
 from fcsd.models.config_keys import EXPERTS_PER_TOKEN, expert_count, first_count
 
 _LAYER = re.compile(rf"(?P<stack>(?:.*?\.)?{LAYERS})(?P<number>\d+)\.(?P<rest>.+)")
-_KINDS = tuple(map(re.compile, (r"\.experts\.", r"conv(1d)?\.weight$", r"\.indexer\.", r"\.o_proj\.")))
+_KINDS = tuple(map(re.compile, (r"\.experts\.|^moe\.", r"conv(1d)?\.weight$", r"\.indexer\.", r"\.o_proj\.")))
 _NORM = re.compile(r"\w*norm\w*\.(?:norm\.)?(\w+)")
 _EXPERT = re.compile(r"(?P<block>\w+\.experts\.)(?P<number>\d+)(?P<rest>\..+)")
 # Modules that predict further tokens, if they are not layers after the last one.

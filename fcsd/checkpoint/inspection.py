@@ -22,9 +22,9 @@ from fcsd.models.products import product
 
 _HUB_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
 # The files of Granite's MoE have all experts' tensors in the block itself.
-_SHARED = re.compile(r"shared_(?:experts?|mlp)\.")
+_SHARED = re.compile(r"shared?_(?:experts?|mlp)\.")
 _EXPERT = re.compile(
-    rf"{LAYERS}(\d+)\.(?:(?:\w+\.)?experts|block_sparse_moe\.(?:in|out)put_linear)\.(?!e_score_correction_bias)"
+    rf"{LAYERS}(\d+)\.(?:(?:\w+\.)?experts|block_sparse_moe\.(?:in|out)put_linear|moe\.(?:gate|up|down)_proj)\.(?!e_score_correction_bias)"
 )
 
 

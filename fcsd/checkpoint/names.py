@@ -131,4 +131,4 @@ def _changes(model: "PreTrainedModel") -> tuple[list[Any], list[Any]]:
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
     found = get_model_conversion_mapping(model, add_legacy=False)
-    return tuple([c for c in found if isinstance(c, kind)] for kind in (WeightRenaming, WeightConverter))
+    return [c for c in found if isinstance(c, WeightRenaming)], [c for c in found if isinstance(c, WeightConverter)]

@@ -232,7 +232,8 @@ class _ShardedModel:
             source = numbered[int(numbers.flatten()[0])]
             if expert_tensor(source.name) and (numbers.ndim == 3 or source.expert is None):
                 # All experts lie in one tensor, which is read expert by expert.
-                yield from (_Source(name, e, source.name, e) for e in range(count))
+                block = source.block if numbers.numel() == count else None
+                yield from (_Source(name, e, source.name, e, block) for e in range(count))
             else:
                 yield replace(source, stored=name)
 

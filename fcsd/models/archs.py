@@ -786,6 +786,20 @@ _ROWS = (
         later_layers=True,
     ),
     _row(
+        "step3p7",
+        "Step3p7",
+        classes=_vision("Step3p7"),
+        text_config="text_config",
+        blocks=Blocks(shared="shared_experts", flattens=True, shared_first=True, routed_scale="routed_scaling_factor"),
+        no_ep="DeepSpeed AutoEP does not limit what experts compute, as step3p7 does",
+        norm_epsilon="eps",
+        norm_offset=1,
+        tp_plan={**_DENSE_TP, **_SHARED_TP, "self_attn.g_proj": "colwise"},
+        no_vllm=_UNTRIED,
+        later_layers=True,
+        since=(5, 23),
+    ),
+    _row(
         "olmo_hybrid",
         "OlmoHybrid",
         blocks=Blocks(
