@@ -97,7 +97,6 @@ _NEAREST = {
     **dict.fromkeys(("exaone4", "flex_olmo"), ("llama", _NORMS)),
     **dict.fromkeys(("granite", "hyperclovax", "minicpm3"), ("llama", _SCALES)),
     "granitemoe": ("mixtral", _SCALES),
-    "step3p7": ("laguna", "transformers computes its experts one after the other, which no plan can count"),
     **dict.fromkeys(
         ("minimax_m3", "minimax_m3_vl", "minimax_m3_vl_text"),
         ("minimax_m2", "its attention chooses blocks of keys by positions, which restart in packed rows"),

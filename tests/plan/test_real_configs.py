@@ -29,7 +29,6 @@ SIZES = {
 REFUSED = {
     "moonshotai/Kimi-K2-Instruct": "nearest is deepseek_v3, and with that as its model_type in config.json it is",
     "moonshotai/Kimi-K2.5": "the language model alone is quantised",
-    "stepfun-ai/Step-3.7-Flash": "nearest is laguna, but transformers computes its experts one after the other",
     "deepseek-ai/DeepSeek-V4-Flash": "nearest is deepseek_v3, but its layers pass on several streams",
 }
 
