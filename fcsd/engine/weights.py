@@ -101,9 +101,10 @@ class _ShardedModel:
         self.ranks, self.experts = ranks, experts
         self.model = empty_model(config, dtype)
         attentions = [getattr(layer, "self_attn", None) for layer in decoder_layers(self.model)]
+        heads = [a.num_heads if hasattr(a, "num_heads") else text.num_attention_heads for a in attentions]
         groups = [getattr(attention, "num_key_value_groups", None) for attention in attentions]
-        # Some layers of MiMo have twice as many key-value heads as the config says.
-        self._kv_heads = [text.num_attention_heads // count if count else text.num_key_value_heads for count in groups]
+        # Layers of MiMo and Laguna may have other numbers of heads than the config says.
+        self._kv_heads = [h // g if g else text.num_key_value_heads for h, g in zip(heads, groups, strict=True)]
         unwire_layers(decoder_layers(self.model))
         self._shardings = model_shardings(self.model, arch, "whole" if whole_vocabulary else "vocabulary")
         if experts == "whole":

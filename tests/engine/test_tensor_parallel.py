@@ -90,15 +90,16 @@ def write_placement(folder: Path, model: Any) -> None:
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A checkpoint of each architecture, and in its folder the reference's logits under each wiring."""
     root = tmp_path_factory.mktemp("models")
-    biases = {
+    own = {
         "llama": {"attention_bias": True, "mlp_bias": True},
         "gpt_oss": {"attention_bias": True},
         "starcoder2": {"use_bias": True},
         "ernie4_5_moe": {"use_bias": True},
+        "laguna": {"num_attention_heads_per_layer": [4, 8, 4, 8]},
     }
     for arch in SHARED:
         odd = {} if arch == "llama4" else {"vocab_size": 255}  # which no number of ranks divides
-        reference = write(root / arch, arch, **odd, **biases.get(arch, {}))
+        reference = write(root / arch, arch, **odd, **own.get(arch, {}))
         ids = tiny.tokens(batch=2, length=20).clamp(max=254)
         with torch.no_grad():
             wirings = {*WIRINGS.get(arch, []), *COMMON}
