@@ -1,7 +1,7 @@
 """Writes tiny checkpoints under the names of published files, where transformers would save other names.
 
 The names are written down here, and follow neither from fcsd's code nor from transformers'. Those of OLMo-Hybrid are
-in the script that converted its weights, those of Kimi-K2.5 in the list of its files.
+in the script that converted its weights, those of Kimi-K2.5 in the loaders of other programs.
 """
 
 import re
