@@ -98,7 +98,7 @@ def names_like(model: "PreTrainedModel", names: Iterable[str], held: Held) -> di
     It is the name itself if the files have it, or if they have no other one.
     """
     names = list(names)
-    if not held or held.keys() >= set(names):
+    if not held or held.keys() >= set(names) or not _changes(model)[0]:
         return {name: name for name in names}
     theirs = _renamed(model, held)
     of = {inner: name for name, inner in theirs.items()}

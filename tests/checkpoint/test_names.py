@@ -97,11 +97,11 @@ def test_two_names_for_one_tensor_are_refused(tmp_path: Path) -> None:
 
 def test_the_name_of_the_inner_model_is_not_added_to_layers(tmp_path: Path) -> None:
     """Files of a decoder without a head: they are refused, as no other part of fcsd would find their layers."""
-    model = tiny.model("llama")
+    model = tiny.model("olmo_hybrid")
     model.save_pretrained(tmp_path)
     tensors = {name.removeprefix("model."): x for name, x in load_file(tmp_path / SINGLE).items()}
     save_file(tensors, tmp_path / SINGLE, metadata={"format": "pt"})
     layout = read_layout(tmp_path)
     assert names_like(model, ["model.norm.weight"], layout.tensors) == {"model.norm.weight": "norm.weight"}
-    with pytest.raises(BadInputError, match=r"36 missing \(model.layers.0"):
+    with pytest.raises(BadInputError, match=r"missing \(model.layers.0"):
         verify_tensors(layout, read_config(tmp_path))
