@@ -36,8 +36,8 @@ def write_random_checkpoint(
         ConfigError: ``out`` may not be written.
     """
     from transformers import AutoConfig
-    from transformers.core_model_loading import revert_weight_conversion
 
+    from fcsd.checkpoint.names import stored
     from fcsd.checkpoint.weights import Writer
     from fcsd.models.build import register
     from fcsd.parallel.weights.loading import empty_model
@@ -51,7 +51,7 @@ def write_random_checkpoint(
     with staged(out, former) as stage:
         with Writer(stage, specs_of(model), max_shard) as writer:
             for values in drawn(model, seed, device):
-                for name, value in revert_weight_conversion(model, values).items():
+                for name, value in stored(model, values).items():
                     writer.write(name, value)
             writer.describe()
         write_configs(model, stage)

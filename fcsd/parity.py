@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fcsd.checkpoint import CheckpointConfig, Layout
+from fcsd.checkpoint.names import LAYERS
 from fcsd.errors import BadInputError, FcsdError
 from fcsd.foreign_errors import reason_of
 
@@ -27,7 +28,7 @@ _SHARE = 0.7  # share of the free memory that weights may take; a forward pass o
 # Bytes in memory for each byte on disk: a quantised checkpoint is dequantised to bf16.
 _GROWTH = {None: 1.0, "fp8": 2.0, "mxfp4": 64 / 17}
 # config lists with one entry a layer
-_PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers")
+_PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers", "swiglu_limits")
 _LAYER_LISTS = ("mlp_only_layers", "moe_layers")  # config lists of layer indices
 
 
@@ -154,7 +155,7 @@ def layer_index(arch: "Arch", name: str) -> int | None:
     _, decoder = arch.classes["AutoModelForCausalLM"]
     older = ".".join(reversed(decoder.split(".")))  # files may say language_model.model for model.language_model
     names = "|".join(map(re.escape, (decoder, older, arch.stored or decoder)))
-    match = re.match(rf"(?:{names})\.layers\.(\d+)\.", name)
+    match = re.match(rf"(?:{names})\.{LAYERS}(\d+)\.", name)
     return int(match[1]) if match else None
 
 

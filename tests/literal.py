@@ -14,7 +14,7 @@ from torch import Tensor, nn
 # attention reads, of its output, of what the MLP reads, of its output).
 NORMS: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
     **dict.fromkeys(
-        ("olmo2", "olmo3", "flex_olmo", "exaone4"),
+        ("olmo2", "olmo3", "olmo_hybrid", "flex_olmo", "exaone4"),
         (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
     ),
     **dict.fromkeys(
@@ -70,7 +70,10 @@ def around(model: nn.Module, layer: nn.Module) -> list[Callable[[Tensor], Tensor
     """The four functions that ``NORMS`` names; those of outputs also multiply."""
     config, functions = model.config, []
     factor = MULTIPLIERS[config.model_type](config) if config.model_type in MULTIPLIERS else 1
-    for name, scale in zip(NORMS.get(config.model_type, PLAIN), (1, factor, 1, factor), strict=True):
+    names = NORMS.get(config.model_type, PLAIN)
+    if config.model_type == "olmo_hybrid" and hasattr(layer, "linear_attn"):
+        names = PLAIN
+    for name, scale in zip(names, (1, factor, 1, factor), strict=True):
         norm = nn.Identity() if name is None else layer.get_submodule(name)
         functions.append(lambda x, norm=norm, scale=scale: norm(x) * scale)
     return functions

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.core_model_loading import revert_weight_conversion
+
+from fcsd.checkpoint.names import stored
 
 BYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "U8": 1}
 
@@ -24,7 +25,7 @@ def write(path: Path, config: Any, cls: str, shards: int = 50, quantize: str | N
     with torch.device("meta"):
         model = getattr(transformers, cls)(config)
     state = {name: value for name, value in model.state_dict().items() if name not in model.all_tied_weights_keys}
-    shapes = {name: tuple(value.shape) for name, value in revert_weight_conversion(model, state).items()}
+    shapes = {name: tuple(value.shape) for name, value in stored(model, state).items()}
     tensors = {name: ("BF16", shape) for name, shape in shapes.items()}
     config.architectures = [cls]
     fields = config.to_dict()

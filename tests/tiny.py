@@ -613,6 +613,72 @@ CONFIGS: dict[str, tuple[str, dict]] = {
             **_GLM_IMAGES,
         ),
     ),
+    "diffllama": ("DiffLlamaConfig", dict(intermediate_size=128, head_dim=16)),
+    "kimi_k25": (
+        "Kimi_K25Config",
+        dict(
+            text_config=dict(
+                _MLA,
+                model_type="deepseek_v3",
+                n_shared_experts=1,
+                q_lora_rank=32,
+                n_group=2,
+                topk_group=1,
+            ),
+            vision_config=dict(
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                patch_size=14,
+                pos_emb_height=4,
+                pos_emb_width=4,
+            ),
+            projection_hidden_size=32,
+            image_token_id=250,
+            video_token_id=251,
+            vision_start_token_id=252,
+            vision_end_token_id=253,
+        ),
+    ),
+    "step3p7": (
+        "Step3p7Config",
+        dict(
+            text_config=dict(
+                _MOE,
+                intermediate_size=128,
+                head_dim=16,
+                n_routed_experts=8,
+                share_expert_dim=32,
+                sliding_window=16,
+                layer_types=["full_attention", "sliding_attention"] * 2,
+                mlp_layer_types=["dense", *["sparse"] * 3],
+                swiglu_limits=[0, 0, 0.5, 0.5],
+                moe_router_scaling_factor=1.5,
+            ),
+            vision_config=dict(
+                hidden_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                mlp_ratio=2.0,
+                image_size=112,
+                patch_size=14,
+            ),
+            image_token_id=250,
+        ),
+    ),
+    "olmo_hybrid": (
+        "OlmoHybridConfig",
+        dict(
+            intermediate_size=128,
+            linear_num_value_heads=4,
+            linear_num_key_heads=2,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+            rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+            layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        ),
+    ),
 }
 CONFIGS = {arch: config for arch, config in CONFIGS.items() if arch in ARCHS}  # an old transformers lacks some
 DENSE = tuple(arch for arch in CONFIGS if ARCHS[arch].dense)
@@ -685,6 +751,8 @@ def image(arch: str) -> dict[str, torch.Tensor]:
     if arch == "gemma3":  # the tokens of an image see each other
         pixels = torch.randn(1, 3, 56, 56, generator=generator)
         return {"input_ids": ids, "pixel_values": pixels, "token_type_ids": (ids == 250).int()}
+    if arch == "step3p7":
+        return {"input_ids": ids, "pixel_values": torch.randn(1, 3, 112, 112, generator=generator)}
     patches = torch.randn(16, 3 * 14 * 14, generator=generator)
     kinds = (ids == 250).int()
     if arch == "gemma4":
@@ -696,6 +764,8 @@ def image(arch: str) -> dict[str, torch.Tensor]:
             "mm_token_type_ids": kinds,
         }
     grid = torch.tensor([[1, 4, 4]])
+    if arch == "kimi_k25":
+        return {"input_ids": ids, "pixel_values": patches.view(16, 3, 14, 14), "image_grid_thw": grid}
     return {
         "input_ids": ids,
         "pixel_values": patches,

@@ -14,14 +14,14 @@ from fcsd.checkpoint.config_json import CheckpointConfig
 from fcsd.checkpoint.files import shown
 from fcsd.checkpoint.headers import TensorInfo
 from fcsd.checkpoint.layout import Layout
+from fcsd.checkpoint.names import LAYERS
 from fcsd.checkpoint.verify import FLOATS, MXFP4_BLOCK, Comparison, Shape, refuse_inflated
-from fcsd.models.arch import Arch
 from fcsd.models.archs import ARCHS
 from fcsd.models.config_keys import EXPERTS_PER_TOKEN, expert_count, first_count
-from fcsd.models.wiring_block import Blocks
 
-_LAYER = re.compile(r"(?P<stack>(?:.*?\.)?layers\.)(?P<number>\d+)\.(?P<rest>.+)")
-_KINDS = tuple(map(re.compile, (r"\.experts\.", r"conv(1d)?\.weight$", r"\.indexer\.", r"\.o_proj\.")))
+_LAYER = re.compile(rf"(?P<stack>(?:.*?\.)?{LAYERS})(?P<number>\d+)\.(?P<rest>.+)")
+_KINDS = tuple(map(re.compile, (r"\.experts\.|^moe\.", r"conv(1d)?\.weight$", r"\.indexer\.", r"\.o_proj\.")))
+_NORM = re.compile(r"\w*norm\w*\.(?:norm\.)?(\w+)")
 _EXPERT = re.compile(r"(?P<block>\w+\.experts\.)(?P<number>\d+)(?P<rest>\..+)")
 # Modules that predict further tokens, if they are not layers after the last one.
 _KEYS = re.compile(r"self_attn\.[kv]_(?:proj|norm)\.")
@@ -75,9 +75,9 @@ def compare_layers(layout: Layout, config: CheckpointConfig) -> Comparison | Non
         kinds = {n: (_kind(layer), n < own, *types[n : n + 1]) for n, layer in layers.items() if n < depth}
         for kind in dict.fromkeys(kinds.values()):
             _compare_with_one_another(stack, {n: layers[n] for n in kinds if kinds[n] == kind}, experts, found)
-    inner = decoder.removesuffix("layers.")
+    inner = _inner(decoder)
     spanning = {f"{inner}{name}" for name in (row.spanning if row else ())}
-    norm = {f"{row.final_norm if row else 'norm'}.{name}" for name in _norm(stacks[decoder], row)}
+    norm = {f"{row.final_norm if row else 'norm'}.{name}" for name in _norm(stacks[decoder])}
     head = "lm_head.weight" if row and row.stored else _head(decoder)
     _compare_outside(
         {name: tensor for name, tensor in outside.items() if name not in spanning},
@@ -157,14 +157,12 @@ def _compare_with_one_another(stack: str, layers: dict[int, Tensors], experts: i
         )
 
 
-def _norm(layers: dict[int, Tensors], row: Arch | None) -> set[str]:
-    """The tensors of a norm, ``weight`` in most families: those of a norm about the attention that layers have.
+def _norm(layers: dict[int, Tensors]) -> set[str]:
+    """The tensors of a norm of the stream, ``weight`` in most families: those of a norm that is a child of a layer.
 
     Those of a gate that such a norm has are left out. The norm itself is called ``norm`` then.
     """
-    before, after = (row.blocks if row else Blocks()).attn_norms
-    own = re.compile(rf"{before or after}\.(?:norm\.)?(\w+)")
-    return {match[1] for layer in layers.values() for name in layer if (match := own.fullmatch(name))}
+    return {match[1] for layer in layers.values() for name in layer if (match := _NORM.fullmatch(name))}
 
 
 def _compare_outside(
@@ -203,8 +201,13 @@ def _compare_outside(
 
 def _head(decoder: str) -> str:
     """The name of the output head beside a decoder whose layers are called ``decoder``."""
-    prefix = decoder.removesuffix("layers.")
+    prefix = _inner(decoder)
     return ("" if prefix.startswith("model.") else prefix.removesuffix("model.")) + "lm_head.weight"
+
+
+def _inner(decoder: str) -> str:
+    """What the names inside a decoder start with."""
+    return re.sub(f"{LAYERS}$", "", decoder)
 
 
 def _wrong(name: str, found: TensorInfo, shape: Shape) -> str:

@@ -12,6 +12,7 @@ from fcsd.checkpoint.config_json import CheckpointConfig, read_config
 from fcsd.checkpoint.files import shown
 from fcsd.checkpoint.layout import Layout, read_layout
 from fcsd.checkpoint.location import SMALL_FILES, recorded_original, remote_headers, resolve
+from fcsd.checkpoint.names import LAYERS
 from fcsd.checkpoint.rewired import AMD_CLASS, GATED_ATTENTION, describe, has_gated_attention
 from fcsd.checkpoint.verify import Comparison, compare_tensors
 from fcsd.errors import BadInputError
@@ -21,9 +22,9 @@ from fcsd.models.products import product
 
 _HUB_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
 # The files of Granite's MoE have all experts' tensors in the block itself.
-_SHARED = re.compile(r"shared_(?:experts?|mlp)\.")
+_SHARED = re.compile(r"shared?_(?:experts?|mlp)\.")
 _EXPERT = re.compile(
-    r"layers\.(\d+)\.(?:(?:\w+\.)?experts|block_sparse_moe\.(?:in|out)put_linear)\.(?!e_score_correction_bias)"
+    rf"{LAYERS}(\d+)\.(?:(?:\w+\.)?experts|block_sparse_moe\.(?:in|out)put_linear|moe\.(?:gate|up|down)_proj)\.(?!e_score_correction_bias)"
 )
 
 

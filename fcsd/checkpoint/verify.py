@@ -1,7 +1,7 @@
 """Compares names, shapes and dtypes of the tensors in the headers with those that config.json describes.
 
 The expected tensors are not listed here. transformers builds the base class on the meta device, which takes no memory,
-and the conversion that it would apply on saving gives the on-disk names.
+and ``names.py`` says how files name its tensors.
 """
 
 import math
@@ -17,6 +17,7 @@ from fcsd.checkpoint.config_json import CheckpointConfig
 from fcsd.checkpoint.files import quoted, shown, with_floats
 from fcsd.checkpoint.headers import TensorInfo
 from fcsd.checkpoint.layout import Layout
+from fcsd.checkpoint.names import LAYERS, stored
 from fcsd.errors import BadInputError
 from fcsd.foreign_errors import reason_of
 from fcsd.models.archs import ARCHS
@@ -86,7 +87,7 @@ def verify_tensors(layout: Layout, config: CheckpointConfig) -> Comparison:
 
 def _is_further(name: str, config: CheckpointConfig) -> bool:
     """Whether a tensor lies in a layer after the last one, or in a module for multi-token prediction."""
-    layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+    layer = re.search(rf"(?:^|\.){LAYERS}(\d+)\.", name)
     later = layer is not None and int(layer[1]) >= (config.text.get("num_hidden_layers") or math.inf)
     return later or re.search(r"(?:^|\.)(?:mtp|nextn)", name) is not None
 
@@ -103,8 +104,8 @@ def compare_tensors(layout: Layout, config: CheckpointConfig) -> Comparison:
     model = _on_meta(config, layout.path)
     state = model.state_dict()
     tied = set(model.all_tied_weights_keys)
-    parameters = _on_disk(model, {name: tensor for name, tensor in state.items() if name not in tied})
-    copies = _on_disk(model, {name: tensor for name, tensor in state.items() if name in tied})
+    parameters = _shapes(stored(model, {name: tensor for name, tensor in state.items() if name not in tied}, tensors))
+    copies = _shapes(stored(model, {name: tensor for name, tensor in state.items() if name in tied}, tensors))
     expected = _QUANTISED[config.quantization](parameters, tensors, config)
     optional = {name: (shape, FLOATS) for name, shape in copies.items()}
 
@@ -127,7 +128,7 @@ def compare_tensors(layout: Layout, config: CheckpointConfig) -> Comparison:
             one: other
             for copy, source in model.all_tied_weights_keys.items()
             for one, other in zip(
-                _on_disk(model, {copy: state[copy]}), _on_disk(model, {source: state[source]}), strict=True
+                *(stored(model, {name: state[name]}, tensors) for name in (copy, source)), strict=True
             )
         },
     )
@@ -178,10 +179,8 @@ def _refuse_shadowing(raw: dict[str, Any], config_class: Any, where: Path) -> No
                 raise BadInputError(f"{where}: config.json has the key {quoted(key)}, which is no setting")
 
 
-def _on_disk(model: "PreTrainedModel", state: dict[str, Any]) -> dict[str, Shape]:
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, state).items()}
+def _shapes(tensors: Mapping[str, Any]) -> dict[str, Shape]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 Expected = dict[str, tuple[Shape, tuple[str, ...]]]  # name -> shape, dtypes it may have

@@ -120,7 +120,8 @@ def replace_modules(model: PreTrainedModel, arch: Arch, ranks: TensorGroup, voca
         if ranks.degree == 1:
             continue
         if "num_key_value_groups" in vars(attention):
-            heads, kv_heads = text.num_attention_heads, text.num_attention_heads // attention.num_key_value_groups
+            heads = getattr(attention, "num_heads", text.num_attention_heads)  # layers may differ in them
+            kv_heads = heads // attention.num_key_value_groups
             own_heads, own_kv_heads = heads // ranks.degree, max(kv_heads // ranks.degree, 1)
             attention.num_key_value_groups = own_heads // own_kv_heads
             if hasattr(attention, "qkv_proj"):

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from fcsd.checkpoint import Layout
+from fcsd.checkpoint.names import stored
 from fcsd.checkpoint.weights import Reader
 from fcsd.engine.sharded_modules import keep_own_experts, replace_modules
 from fcsd.errors import ConfigError
@@ -36,7 +36,7 @@ from fcsd.parallel.tensor.tp_plan import (
 )
 from fcsd.parallel.weights.loading import empty_model, give_memory, verified_layout
 from fcsd.parallel.weights.random_init import drawn
-from fcsd.parallel.weights.tensor_map import state
+from fcsd.parallel.weights.tensor_map import apart, read_apart, state
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,6 @@ class _Source:
     block: int | None = None
 
 
-_CONVOLUTIONS = 3  # of the short convolutions of linear attention: queries, keys and values
 _DECODER_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.")
 
 
@@ -102,9 +101,10 @@ class _ShardedModel:
         self.ranks, self.experts = ranks, experts
         self.model = empty_model(config, dtype)
         attentions = [getattr(layer, "self_attn", None) for layer in decoder_layers(self.model)]
+        heads = [a.num_heads if hasattr(a, "num_heads") else text.num_attention_heads for a in attentions]
         groups = [getattr(attention, "num_key_value_groups", None) for attention in attentions]
-        # Some layers of MiMo have twice as many key-value heads as the config says.
-        self._kv_heads = [text.num_attention_heads // count if count else text.num_key_value_heads for count in groups]
+        # Layers of MiMo and Laguna may have other numbers of heads than the config says.
+        self._kv_heads = [h // g if g else text.num_key_value_heads for h, g in zip(heads, groups, strict=True)]
         unwire_layers(decoder_layers(self.model))
         self._shardings = model_shardings(self.model, arch, "whole" if whole_vocabulary else "vocabulary")
         if experts == "whole":
@@ -155,7 +155,7 @@ class _ShardedModel:
         give_memory(self.model, device)
         tensors = state(self.model)
         with Reader(layout) as reader:
-            for source in self._sources():
+            for source in self._sources(layout):
                 place = self._place(tensors[source.name], source)
                 if place is None:
                     continue
@@ -173,6 +173,8 @@ class _ShardedModel:
                     target, sharding = target[: rows[1]], "whole"
                 value = reader.tensor(source.stored, source.row, rows)
                 target.copy_(own_part(value, sharding, self.ranks, self._kv_heads_of(source.name)))
+            for name, value in read_apart(self.model, reader, layout.tensors).items():
+                tensors[name].copy_(value)
 
     @torch.no_grad()
     def draw(self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, seed: int) -> None:
@@ -202,43 +204,39 @@ class _ShardedModel:
         if source.block is not None and isinstance(sharding, Shard):
             target = target.chunk(sharding.packed, sharding.dim)[source.block]
             sharding = replace(sharding, packed=1)
-        elif source.block is not None and source.expert is None:
-            target = target.chunk(_CONVOLUTIONS)[source.block]
         if self.experts == "whole" and source.expert is not None:
             sharding = "whole"
         return target, sharding
 
-    def _sources(self) -> Iterator[_Source]:
-        """All tensors on disk.
+    def _sources(self, layout: Layout) -> Iterator[_Source]:
+        """All tensors on disk but those of ``apart``.
 
-        Their names follow from transformers' own conversion: it is reversed for small tensors that hold numbers in
-        place of values, one number for each block of each expert.
+        Their names are found for small tensors that hold numbers in place of values, one for each block of each expert.
         """
         numbered: list[_Source] = []
         probes: dict[str, Tensor] = {}
         count = experts_of(self.model.config)
+        left_out = set(apart(self.model))
         for name, tensor in state(self.model).items():
+            if name in left_out:
+                continue
             sharding = self._shardings[name]
             start = len(numbered)
             if expert_tensor(name) and tensor.ndim == 3:
                 blocks = sharding.packed if isinstance(sharding, Shard) else 1
                 numbered += [_Source("", None, name, e, b) for e in range(count) for b in range(blocks)]
                 probes[name] = torch.arange(start, len(numbered)).view(count, blocks, 1)
-            elif name.endswith("conv1d.weight"):  # some families store those of queries, keys and values apart
-                numbered += [_Source("", None, name, None, b) for b in range(_CONVOLUTIONS)]
-                probes[name] = torch.arange(start, len(numbered)).view(_CONVOLUTIONS, 1)
             else:
                 numbered.append(_Source("", None, name))
                 probes[name] = torch.tensor([[start]])
-        for stored, numbers in revert_weight_conversion(self.model, probes).items():
+        for name, numbers in stored(self.model, probes, layout.tensors).items():
             source = numbered[int(numbers.flatten()[0])]
             if expert_tensor(source.name) and (numbers.ndim == 3 or source.expert is None):
                 # All experts lie in one tensor, which is read expert by expert.
-                yield from (_Source(stored, e, source.name, e) for e in range(count))
-            elif source.expert is None and numbers.numel() > 1:
-                yield replace(source, stored=stored, block=None)
+                block = source.block if numbers.numel() == count else None
+                yield from (_Source(name, e, source.name, e, block) for e in range(count))
             else:
-                yield replace(source, stored=stored)
+                yield replace(source, stored=name)
 
 
 def load_tensor_parallel(

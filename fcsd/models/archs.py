@@ -608,7 +608,7 @@ _ROWS = (
         "kimi_linear",
         "KimiLinear",
         blocks=Blocks(shared="shared_experts", linear="self_attn"),
-        no_ep="its convolutions are stored in three tensors, which fcsd does not write if experts are divided",
+        autoep={"preset_model": "deepseek_v3", "num_experts_attr": "num_local_experts"},
         rotates_halves=False,
         no_tp=_RECURRENT,
         tp_plan={"self_attn.*": "replicated"},  # of a single rank
@@ -764,6 +764,53 @@ _ROWS = (
         blocks=_SHARED_EXPERTS,
         autoep={"preset_model": "deepseek_v3", "moe_layer_pattern": r"model\.language_model\.layers\.\d+\.mlp"},
         no_vllm=_UNTRIED,
+    ),
+    _row(
+        "diffllama",
+        "DiffLlama",
+        no_tp="its attention is the difference of two, of heads that ranks would divide",
+        tp_plan={"self_attn.*": "replicated", **_MLP_TP},  # of a single rank
+        no_vllm=_NO_CLASS,
+    ),
+    _row(
+        "kimi_k25",
+        "Kimi_K25",
+        classes=_vision("Kimi_K25"),
+        text_config="text_config",
+        texts=("deepseek_v3", "kimi_k2"),  # transformers takes the second for the first
+        blocks=_SHARED_EXPERTS,
+        autoep={"preset_model": "deepseek_v3", "moe_layer_pattern": r"model\.language_model\.layers\.\d+\.mlp"},
+        rotates_halves=False,
+        tp_plan=_LATENT_TP,
+        no_vllm=_UNTRIED,
+        later_layers=True,
+    ),
+    _row(
+        "step3p7",
+        "Step3p7",
+        classes=_vision("Step3p7"),
+        text_config="text_config",
+        blocks=Blocks(shared="shared_experts", flattens=True, shared_first=True, routed_scale="routed_scaling_factor"),
+        no_ep="DeepSpeed AutoEP does not limit what experts compute, as step3p7 does",
+        norm_epsilon="eps",
+        norm_offset=1,
+        no_tp="its layers differ in their number of heads, for which tensor parallelism has one number",
+        tp_plan={**_DENSE_TP, **_SHARED_TP, "self_attn.g_proj": "colwise"},  # of a single rank
+        no_vllm=_UNTRIED,
+        later_layers=True,
+        since=(5, 23),
+    ),
+    _row(
+        "olmo_hybrid",
+        "OlmoHybrid",
+        blocks=Blocks(
+            linear="linear_attn",
+            linear_norms=(("input_layernorm", None), ("post_attention_layernorm", None)),
+            **_OLMO_NORMS,
+        ),
+        no_tp=_RECURRENT,
+        tp_plan={"linear_attn.*": "replicated", "self_attn.*": "replicated"},  # of a single rank
+        no_vllm=_NORMED,
     ),
 )
 

@@ -11,7 +11,7 @@ from .archs import ARCHS
 
 # (pattern of a model's name in lower case, the family's name, its model_type); the first row that matches counts
 PRODUCTS = (
-    (r"kimi-?k2\.[5-7]", "Kimi-K2.5 to -K2.7", "kimi_k25"),
+    (r"kimi-?k2\.[5-7]", "Kimi-K2.5 to -K2.7 in bf16", "kimi_k25"),
     (r"kimi-?k2", "Kimi-K2", "kimi_k2"),
     (r"kimi-?linear", "Kimi-Linear", "kimi_linear"),
     (r"deepseek-?v3\.2", "DeepSeek-V3.2", "deepseek_v32"),
@@ -42,6 +42,7 @@ PRODUCTS = (
     (r"(ai21-)?jamba", "Jamba", "jamba"),
     (r"nemotron-(h-\d|3-|nano-\d+b-v2)(?!.*(vl|omni|embed))", "Nemotron-H, Nano 2, Nemotron 3", "nemotron_h"),
     (r"nemotron-(4|mini)", "Nemotron-4, Nemotron-Mini", "nemotron"),
+    (r"olmo-hybrid", "OLMo-Hybrid", "olmo_hybrid"),
     (r"olmo-[17]b.*-hf", "OLMo 1", "olmo"),
     (r"starcoder2", "StarCoder2", "starcoder2"),
     (r"granite-4\.", "Granite 4.0", "granitemoehybrid"),
@@ -88,10 +89,6 @@ _PARALLEL = "its attention and its MLP read one stream, which is the wiring para
 _STREAMS = "its layers pass on several streams"
 _NEAREST = {
     "kimi_k2": ("deepseek_v3", ""),
-    "kimi_k25": (
-        "deepseek_v3",
-        "its published experts are in INT4, and transformers saves its layers under other names",
-    ),
     "deepseek_v4": ("deepseek_v3", _STREAMS),
     "mistral3": ("mistral", _SEES),
     **dict.fromkeys(("gemma2", "gemma3", "gemma3_text"), ("gemma", _NORMS)),
@@ -100,20 +97,17 @@ _NEAREST = {
     **dict.fromkeys(("exaone4", "flex_olmo"), ("llama", _NORMS)),
     **dict.fromkeys(("granite", "hyperclovax", "minicpm3"), ("llama", _SCALES)),
     "granitemoe": ("mixtral", _SCALES),
-    "step3p7": ("laguna", "transformers computes its experts one after the other, which no plan can count"),
     **dict.fromkeys(
         ("minimax_m3", "minimax_m3_vl", "minimax_m3_vl_text"),
         ("minimax_m2", "its attention chooses blocks of keys by positions, which restart in packed rows"),
     ),
     **dict.fromkeys(("lfm2", "lfm2_moe"), ("kimi_linear", _NEWER)),
     "granitemoehybrid": ("granitemoe", _NEWER),
-    "diffllama": ("llama", "its attention is the difference of two, of which plans cannot count the backward pass"),
     "jamba": ("granitemoehybrid", _NEWER),
     "bitnet": ("llama", "its output projections read normalised values"),
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"), ("qwen2_moe", _LINEAR)),
     **dict.fromkeys(("qwen3_5", "qwen3_5_text"), ("qwen3", _LINEAR)),
-    "olmo_hybrid": ("olmo3", "transformers saves the norms of its two kinds of layers under one name"),
-    "bailing_hybrid": ("kimi_linear", "transformers saves the outputs of its two kinds of attention under one name"),
+    "bailing_hybrid": ("kimi_linear", "transformers does not limit what its experts compute, as its config.json asks"),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), ("qwen2", _SEES)),
     "qwen3_vl": ("qwen3", _SEES),
     "qwen3_vl_moe": ("qwen3_moe", _SEES),

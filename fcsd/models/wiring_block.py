@@ -153,6 +153,8 @@ class Blocks:
             the layer does not have. A norm on arrival needs the whole output: what tensor-parallel ranks have summed,
             and for a MoE the routed and the shared experts' together.
         mlp_norms: the same for the MLP or MoE block.
+        linear_norms: ``attn_norms`` and ``mlp_norms`` of the layers that ``linear`` names, where they differ from those
+            of the other layers; None if they do not.
         passes: the argument in which a layer's attention gets what that of the layer before it returned last; None if
             there is none. The layer returns it beside its output.
         multiplier: the attribute of the layer by which it multiplies every output before it is added to the stream;
@@ -187,6 +189,7 @@ class Blocks:
     linear: str | None = None
     attn_norms: tuple[str | None, str | None] = ("input_layernorm", None)
     mlp_norms: tuple[str | None, str | None] = ("post_attention_layernorm", None)
+    linear_norms: tuple[tuple[str | None, str | None], tuple[str | None, str | None]] | None = None
     passes: str | None = None
     multiplier: str | None = None
     beside: tuple[str, str, str] | None = None
@@ -218,7 +221,7 @@ class Blocks:
         """
         if by == "mlp" and self.has_beside(layer):
             return x
-        return _normed(layer, (self.attn_norms if by == "attn" else self.mlp_norms)[0], x)
+        return _normed(layer, self._norms(layer, by)[0], x)
 
     def has_beside(self, layer: Any) -> bool:
         """Whether a layer has experts beside its MLP."""
@@ -233,8 +236,14 @@ class Blocks:
 
         The output must be whole if ``normed``. Otherwise it may be any part of the output.
         """
-        output = _normed(layer, (self.attn_norms if by == "attn" else self.mlp_norms)[1], output)
+        output = _normed(layer, self._norms(layer, by)[1], output)
         return output if self.multiplier is None else output * getattr(layer, self.multiplier)
+
+    def _norms(self, layer: Any, by: Literal["attn", "mlp"]) -> tuple[str | None, str | None]:
+        attn, mlp = self.attn_norms, self.mlp_norms
+        if self.linear_norms is not None and hasattr(layer, self.linear or ""):
+            attn, mlp = self.linear_norms
+        return attn if by == "attn" else mlp
 
     def leave(self, layer: Any, streams: Sequence[Any], given: Any = None) -> list[Any]:
         """The streams ``[batch, seq, hidden]`` that a layer passes on, after all its outputs were added to them.

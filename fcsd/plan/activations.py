@@ -110,19 +110,33 @@ def measure_layer(run: Callable[[Tensor], Tensor], parameters: list[nn.Parameter
     return LayerBytes(kept=kept, forward=idle.peak, backward=max(0, seen.peak - kept - own) + incoming)
 
 
-class OddWidths(TorchFunctionMode):
-    """While this is active, a grouped product of odd widths is computed with the first expert's weights.
+class MetaExperts(TorchFunctionMode):
+    """While this is active, routed experts run on the meta device where they would not, and keep the bytes of a GPU.
 
-    torch refuses rows that are not a multiple of 16 bytes on GPUs and on the meta device, although nothing is computed
-    there. It computes them on CPUs, where such models are trained in tests. The product with one expert's weights keeps
-    and returns the same bytes. All other products stay as they are.
+    torch refuses grouped products whose rows are not a multiple of 16 bytes on GPUs and on the meta device, although
+    nothing is computed there. It computes them on CPUs, where such models are trained in tests. The product with one
+    expert's weights keeps and returns the same bytes.
+
+    A family whose experts are computed one after the other asks which of them have rows, and which rows those are. No
+    shape says so. Here all have some, and as many as the others, so that the copies of their weights that autograd
+    keeps are all counted.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._experts = 1
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         grouped = getattr(torch, "_grouped_mm", None)
         if func is grouped and any(size % _ALIGNED for size in args[1].shape[1:]):
             rows, weights = args[0], args[1]  # [rows, in] and [experts, in, out]
             return rows @ weights[0]
+        if func is Tensor.nonzero and args[0].is_meta:
+            self._experts = args[0].numel() - 1  # the last number stands for no expert
+            return torch.arange(self._experts)[:, None]
+        if func is torch.where and len(args) == 1 and args[0].is_meta:
+            rows = -(-args[0].numel() // self._experts)
+            return tuple(torch.empty(rows, dtype=torch.int64, device="meta") for _ in args[0].shape)
         return func(*args, **(kwargs or {}))
 
 

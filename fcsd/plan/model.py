@@ -31,7 +31,7 @@ from fcsd.models.fused.model import fuse_parts
 from fcsd.models.fused.norms import fuse_norms
 from fcsd.models.fused.rotary import fuse_rotary
 from fcsd.models.wiring import Blocks, Wiring, hf_parts, mixer, mlp_of, shared_of
-from fcsd.plan.activations import AdaptedLinear, LayerBytes, OddWidths, RoutedExperts, attention, measure_layer
+from fcsd.plan.activations import AdaptedLinear, LayerBytes, MetaExperts, RoutedExperts, attention, measure_layer
 from fcsd.plan.setup import Parts, Setup
 
 _ATTENTION = "fcsd_plan"
@@ -253,7 +253,7 @@ class MetaModel:
             if numbers.routed and setup.ep_size > 1:
                 run, own = self._over_ranks(layer, given, kwargs, setup)
                 parameters += own
-            with OddWidths():
+            with MetaExperts():
                 found[numbers.kind] = measure_layer(run, parameters, hidden)
         return found
 
@@ -295,6 +295,7 @@ class MetaModel:
         with torch.device("meta"):
             cls: Any = causal_lm_class(self.config)
             model = cls._from_config(self.config, dtype=torch.bfloat16, attn_implementation=_ATTENTION).train()
+        model.to("meta")  # what torch.normal has made is on the CPU
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
         def keep(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -303,7 +304,7 @@ class MetaModel:
         hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in decoder_layers(model)]
         ids = torch.empty(1, seq_len, dtype=torch.int64, device="meta")
         mask = torch.empty(1, 1, seq_len, seq_len, dtype=torch.bool, device="meta") if chooses else None
-        with torch.no_grad(), OddWidths():
+        with torch.no_grad(), MetaExperts():
             decoder_of(model)(input_ids=ids, attention_mask=mask, use_cache=False)
         for hook in hooks:
             hook.remove()

@@ -64,8 +64,8 @@ CASES: dict[str, tuple[int | None, dict[str, Any], dict[str, Any]]] = {
     "bf16 moments": (None, {**BF16, "optim__moments": "bf16"}, {}),
 }
 UNTIED = ("recomputed", "frozen")  # the others train a model whose head is its embeddings
-# Families whose parts read weights that are not their own, or that have a tower beside the decoder.
-PECULIAR = ("qwen3_5_text", "lfm2", "apertus", "gemma3")
+# Families whose parts read weights of others, whose files cut a weight, or with a tower beside the decoder.
+PECULIAR = ("olmo_hybrid", "lfm2", "apertus", "gemma3")
 DENSE = sorted(name for name in ARCHS if name in tiny.CONFIGS and not experts_of(tiny.config(name)))
 
 

@@ -57,6 +57,7 @@ NAMES = {
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "nemotron_h",
     "nvidia/NVIDIA-Nemotron-Nano-9B-v2": "nemotron_h",
     "allenai/OLMo-7B-hf": "olmo",
+    "allenai/Olmo-Hybrid-7B": "olmo_hybrid",
     "bigcode/starcoder2-15b": "starcoder2",
     "HuggingFaceTB/SmolLM3-3B": "smollm3",
     "moonshotai/Kimi-Linear-48B-A3B-Instruct": "kimi_linear",
@@ -132,7 +133,7 @@ def test_an_unsupported_type_is_named_with_its_family_and_the_supported_ones(tmp
     ("model_type", "ends"),
     [
         ("kimi_k2", "is not supported; nearest is deepseek_v3"),
-        ("olmo_hybrid", "; nearest is olmo3, but transformers saves the norms of its two kinds of layers"),
+        ("bailing_hybrid", "; nearest is kimi_linear, but transformers does not limit what its experts compute"),
         ("gptj", "; nearest is llama, but its attention and its MLP read one stream"),
         ("qwen4_moe", "is not supported; closest: qwen"),
         ("t5", "'t5' is not supported"),

@@ -5,6 +5,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,13 +28,12 @@ SIZES = {
 }
 REFUSED = {
     "moonshotai/Kimi-K2-Instruct": "nearest is deepseek_v3, and with that as its model_type in config.json it is",
-    "moonshotai/Kimi-K2.5": "nearest is deepseek_v3, but its published experts are in INT4",
-    "stepfun-ai/Step-3.7-Flash": "nearest is laguna, but transformers computes its experts one after the other",
+    "moonshotai/Kimi-K2.5": "the language model alone is quantised",
     "deepseek-ai/DeepSeek-V4-Flash": "nearest is deepseek_v3, but its layers pass on several streams",
 }
 
 
-def folder(name: str, tmp_path: Path, **changes: str) -> Path:
+def folder(name: str, tmp_path: Path, **changes: Any) -> Path:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIGS[name], **changes}))
     return tmp_path
 
@@ -48,6 +48,13 @@ def test_a_published_model_is_planned_at_its_size(name: str, tmp_path: Path) -> 
     total, active = SIZES[name]
     assert numbers.total / 1e9 == pytest.approx(total, rel=0.04)
     assert numbers.active / 1e9 == pytest.approx(active, rel=0.3)  # some leave out the embedding
+
+
+def test_a_model_whose_experts_were_dequantised_is_planned_at_its_size(tmp_path: Path) -> None:
+    """Its makers give a thousand billion parameters, 32 of them active."""
+    text = {k: v for k, v in CONFIGS["moonshotai/Kimi-K2.5"]["text_config"].items() if k != "quantization_config"}
+    numbers = MetaModel(str(folder("moonshotai/Kimi-K2.5", tmp_path, text_config=text))).numbers
+    assert numbers.total / 1e12 == pytest.approx(1, rel=0.04) and numbers.active / 1e9 == pytest.approx(32, rel=0.04)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -3,6 +3,7 @@
 import os
 import weakref
 from collections.abc import Callable, MutableMapping
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,13 +21,14 @@ from fcsd.models.fused.mlps import FusedMLP
 from fcsd.models.fused.model import fuse_parts
 from fcsd.models.fused.norms import fuse_norms
 from fcsd.models.fused.rotary import FusedRotary
-from fcsd.plan.activations import attention, measure_layer
+from fcsd.plan.activations import MetaExperts, attention, measure_layer
 from fcsd.plan.model import own_copies
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 TOKENS = 4  # the interpreter runs one program after the other for each token
 REPEATS_ANGLES = {"ernie4_5", "ernie4_5_moe", "glm", "helium"}
 MASKED = {"deepseek_v32", "glm_moe_dsa", "axk2"}  # their masks stand for the keys that they choose
+ONE_BY_ONE = {"step3p7"}  # a plan counts the weights of all experts, and here some have no rows
 # An architecture that has them, for each of the fused modules beside norms.
 EXAMPLES = {FusedExperts: "mixtral", FusedLatentAttention: "deepseek_v2", FusedMLP: "llama", FusedRotary: "qwen3"}
 
@@ -92,15 +94,17 @@ def test_a_fused_layer_keeps_on_the_meta_device_what_autograd_saves(arch: str) -
     hidden = torch.randn(1, TOKENS, 64, dtype=torch.bfloat16)
     kept: list[list[int]] = []
     for device, count in ((DEVICE, really_saved), ("meta", counted)):
-        layers = fused_layers(arch, device)
-        kept.append([count(run, others, hidden.to(device)) for others, _, run in layers])
+        with MetaExperts() if device == "meta" else nullcontext():
+            layers = fused_layers(arch, device)
+            kept.append([count(run, others, hidden.to(device)) for others, _, run in layers])
     if DEVICE == "cpu":  # keeps the mean and the scale of a row in bf16, and a GPU in fp32
         statistics = [sum(isinstance(part, nn.LayerNorm) for part in layer.modules()) for _, layer, _ in layers]
         kept[0] = [count + 2 * 2 * TOKENS * norms for count, norms in zip(kept[0], statistics, strict=True)]
     # In linear attention the decays of a chunk, of which only a view is read, are not seen on the meta device.
     unseen = 0.005 if ARCHS[arch].blocks.linear else 0
     for really, found in zip(*kept, strict=True):
-        assert really * (1 - unseen) <= found <= really
+        assert really * (1 - unseen) <= found
+        assert found <= really or arch in ONE_BY_ONE
     modules = [module for _, layer, _ in layers for module in layer.modules()]
     for fused, example in EXAMPLES.items():
         assert arch != example or any(isinstance(module, fused) for module in modules)

@@ -47,8 +47,9 @@ def fuse_mlps(model: nn.Module, fused: bool = True) -> None:
 def is_gated_mlp(module: Any) -> bool:
     """Whether a module computes ``down(silu(gate(x)) * up(x))`` and consists of these four parts.
 
-    One that drops outputs while it trains computes more than that.
+    One that drops outputs while it trains, or limits what it multiplies, computes more than that.
     """
-    if {name for name, _ in module.named_children()} != _PARTS or "dropout" in type(module).forward.__code__.co_names:
+    more = {"dropout", "clamp"}.intersection(type(module).forward.__code__.co_names)
+    if {name for name, _ in module.named_children()} != _PARTS or more:
         return False
     return isinstance(module.act_fn, SiLUActivation | nn.SiLU)

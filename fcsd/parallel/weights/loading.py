@@ -27,7 +27,7 @@ from fcsd.parallel.expert.autoep import shard_experts
 from fcsd.parallel.expert.block import expert_blocks
 from fcsd.parallel.expert.blocking import wire_parallel
 from fcsd.parallel.placement.placement import Placement
-from fcsd.parallel.weights.tensor_map import on_disk, pieces, put, state
+from fcsd.parallel.weights.tensor_map import on_disk, pieces, put, read_apart, state
 
 
 def load_expert_parallel(
@@ -73,9 +73,11 @@ def load_expert_parallel(
     give_memory(model, torch.device(device))
     tensors = state(model)
     with Reader(layout) as reader:
-        for piece in on_disk(model, pieces(model)):
+        for piece in on_disk(model, pieces(model), layout.tensors):
             if piece.here:
                 put(tensors, piece, reader.tensor(piece.name, piece.row))
+        for name, value in read_apart(model, reader, layout.tensors).items():
+            tensors[name].data.copy_(value)
     model.generation_config = read_generation_config(path) or model.generation_config
     return model
 

@@ -16,7 +16,7 @@ from fcsd.models.build import read_generation_config, register
 from fcsd.parallel.partitions import partition
 from fcsd.parallel.weights.loading import empty_model, verified_layout
 from fcsd.parallel.weights.random_init import drawn
-from fcsd.parallel.weights.tensor_map import on_disk, pieces, state
+from fcsd.parallel.weights.tensor_map import on_disk, pieces, read_apart, state
 
 
 def load_partitioned(
@@ -39,12 +39,14 @@ def load_partitioned(
 
     def read() -> Iterator[dict[str, Tensor]]:
         with Reader(layout) as reader:
-            for piece in on_disk(model, pieces(model)):
+            for piece in on_disk(model, pieces(model), layout.tensors):
                 (name,) = piece.parts
                 like = tensors[name]
                 # Buffers are not sent, so all ranks read them.
                 mine = torch.distributed.get_rank() == 0 or not isinstance(like, nn.Parameter)
                 yield {name: reader.tensor(piece.name) if mine else torch.empty_like(like, device=device)}
+            for name, value in read_apart(model, reader, layout.tensors).items():  # small, so all ranks read them
+                yield {name: value}
 
     _fill(model, read(), device)
     model.generation_config = read_generation_config(path) or model.generation_config

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from fcsd.checkpoint import compare_tensors, read_config, read_layout
+from fcsd.checkpoint.names import Held, cut_like, names_like, stored
 from fcsd.checkpoint.weights import MAX_SHARD, NAMES, Reader, Shape, Writer
 from fcsd.models.adapters.trained import TrainedParts
 from fcsd.models.build import arch_of, stored_config
@@ -26,7 +26,7 @@ from fcsd.parallel.partitions import gathered, is_partitioned, whole_shape
 from fcsd.parallel.tensor import shard
 from fcsd.parallel.tensor.layer import ranks_of
 from fcsd.parallel.tensor.tp_plan import TensorGroup, model_shardings
-from fcsd.parallel.weights.tensor_map import Piece, State, on_disk, pieces, shape, state, take
+from fcsd.parallel.weights.tensor_map import Piece, State, apart, on_disk, outside_layers, pieces, shape, state, take
 
 Specs = dict[str, tuple[str, Shape]]  # name on disk -> dtype and shape, for the tensors of all ranks
 Named = tuple[str, Tensor, int | None]  # name on disk, values, and their row if they are one expert of the tensor
@@ -63,8 +63,10 @@ def own_part(model: PreTrainedModel) -> OwnPart:
     block = next(iter(expert_blocks(model).values()), None)
     if block is None:
         return OwnPart(model, specs_of(model), lambda: _own_part(model), 1)
-    found, ep_size = list(on_disk(model, pieces(model))), block.placement.ranks
-    return OwnPart(model, _of_pieces(state(model), found), lambda: _own_pieces(model, found, ep_size), ep_size)
+    found, ep_size, tensors = list(on_disk(model, pieces(model))), block.placement.ranks, state(model)
+    others = {name: tensors[name].detach() for name in apart(model)}
+    specs = _of_pieces(tensors, found) | _specs(model, {name: tensor.to("meta") for name, tensor in others.items()})
+    return OwnPart(model, specs, lambda: _own_pieces(model, found, others, ep_size), ep_size)
 
 
 def trained_part(parts: TrainedParts) -> OwnPart:
@@ -79,7 +81,7 @@ def trained_part(parts: TrainedParts) -> OwnPart:
 
 
 def write_part(part: OwnPart, directory: Path, source: Path | None = None, max_shard: int = MAX_SHARD) -> None:
-    """Write this rank's part of a model under the original names, as ``save_pretrained`` of the whole model would.
+    """Write this rank's part of a model under the names that ``source`` has, or those of ``save_pretrained``.
 
     Rank 0 writes the configs as well.
 
@@ -93,14 +95,16 @@ def write_part(part: OwnPart, directory: Path, source: Path | None = None, max_s
         max_shard: the largest size of a file in bytes, unless a single tensor is larger.
     """
     with ExitStack() as held:
-        carried: Specs = {}
+        carried, theirs = Specs(), {}
         if source is not None:
             layout = read_layout(source)
             reader = held.enter_context(Reader(layout))
             names = compare_tensors(layout, read_config(source)).carried
             carried = {name: (layout.tensors[name].dtype, layout.tensors[name].shape) for name in names}
-        writer = held.enter_context(Writer(directory, {**part.specs, **carried}, max_shard))
-        for name, value, row in part.tensors():
+            theirs = layout.tensors
+        specs, tensors = _like(part, theirs)
+        writer = held.enter_context(Writer(directory, {**specs, **carried}, max_shard))
+        for name, value, row in tensors:
             writer.write(name, value, row)
         for turn, name in enumerate(carried):
             if _my_turn(turn):
@@ -108,6 +112,22 @@ def write_part(part: OwnPart, directory: Path, source: Path | None = None, max_s
         if _rank() == 0:
             writer.describe()
             write_configs(part.model, directory)
+
+
+def _like(part: OwnPart, held: Held) -> tuple[Specs, Iterator[Named]]:
+    """The specs and tensors of a part, under the names and in the layout of files that hold the tensors ``held``."""
+    own = names_like(part.model, part.specs, held)
+    empty = [(own[name], torch.empty(shape, device="meta")) for name, (_, shape) in part.specs.items()]
+    shapes = {name: tuple(tensor.shape) for name, tensor in cut_like(empty, held)}
+    specs = {own[name]: (dtype, shapes[own[name]]) for name, (dtype, _) in part.specs.items()}
+    rows: dict[str, int | None] = {}
+
+    def named() -> Iterator[tuple[str, Tensor]]:
+        for name, value, row in part.tensors():
+            rows[own[name]] = row
+            yield own[name], value
+
+    return specs, ((name, value, rows[name]) for name, value in cut_like(named(), held))
 
 
 def _part_of_shards(model: PreTrainedModel, ranks: TensorGroup) -> OwnPart:
@@ -139,18 +159,20 @@ def _gathered_part(
         gather: a whole tensor, from the same; the ranks that hold it together call this together.
     """
     tensors, own = state(model), []
+    groups = _written_together(model)
     empty = {
         name: torch.empty(shape_of(name, tensor), dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()
     }
-    for turn, (name, tensor) in enumerate(tensors.items()):
+    for turn, names in enumerate(groups):
         writer = turn % dist.get_world_size()
         if writer // degree != dist.get_rank() // degree:
             continue
-        whole = gather(name, tensor)
-        if writer == dist.get_rank():
-            # Not the gathered memory itself, which the next pass may use again.
-            stored = revert_weight_conversion(model, {name: whole.to("cpu", copy=True)})
-            own += [(on_disk_name, value, None) for on_disk_name, value in stored.items()]
+        wholes = {}
+        for name in names:
+            whole = gather(name, tensors[name])
+            if writer == dist.get_rank():
+                wholes[name] = whole.to("cpu", copy=True)  # the next pass may use the gathered memory again
+        own += [(name, value, None) for name, value in stored(model, wholes).items()]
     return OwnPart(model, _specs(model, empty), lambda: iter(own), degree)
 
 
@@ -163,8 +185,10 @@ def _of_pieces(tensors: State, found: list[Piece]) -> Specs:
     return specs
 
 
-def _own_pieces(model: PreTrainedModel, found: list[Piece], ep_size: int) -> Iterator[Named]:
+def _own_pieces(model: PreTrainedModel, found: list[Piece], others: State, ep_size: int) -> Iterator[Named]:
     """The tensors that this rank writes. If several ranks hold a tensor, one of them writes it, in turns."""
+    if _rank() == 0:
+        yield from ((name, value, None) for name, value in stored(model, others).items())
     tensors = state(model)
     replica, replicas = dist.get_rank() // ep_size, dist.get_world_size() // ep_size
     for turn, piece in enumerate(found):
@@ -179,18 +203,23 @@ def specs_of(model: PreTrainedModel) -> Specs:
 
 def _specs(model: PreTrainedModel, empty: dict[str, Tensor]) -> Specs:
     """The tensors on disk of a model with these tensors on the meta device."""
-    return {
-        name: (NAMES[tensor.dtype], tuple(tensor.shape))
-        for name, tensor in revert_weight_conversion(model, empty).items()
-    }
+    return {name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in stored(model, empty).items()}
 
 
 def _own_part(model: PreTrainedModel) -> Iterator[Named]:
     """The tensors that this rank writes of a model that every rank holds."""
-    for turn, (name, tensor) in enumerate(state(model).items()):
+    tensors = state(model)
+    for turn, names in enumerate(_written_together(model)):
         if _my_turn(turn):
-            for on_disk_name, value in revert_weight_conversion(model, {name: tensor.detach()}).items():
-                yield on_disk_name, value, None
+            for name, value in stored(model, {name: tensors[name].detach() for name in names}).items():
+                yield name, value, None
+
+
+def _written_together(model: PreTrainedModel) -> list[list[str]]:
+    """The names of a model's tensors in the groups that files may join: each tensor of a text layer, and all others."""
+    outside = outside_layers(model)
+    left_out = set(outside)
+    return [outside, *([name] for name in state(model) if name not in left_out)]
 
 
 def _my_turn(turn: int) -> bool:

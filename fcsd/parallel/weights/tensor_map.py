@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
+from fcsd.checkpoint.names import Held, loaded, rewritten, stored
+from fcsd.checkpoint.weights import Reader
 from fcsd.models.build import arch_of
 from fcsd.parallel.expert.block import ExpertBlock, Origin, expert_blocks
+from fcsd.parallel.partitions import whole_shape
 
 State = Mapping[str, Tensor]
 
@@ -77,15 +79,20 @@ def _experts(path: str, origin: Origin, block: ExpertBlock, transposed: bool) ->
         yield Piece(f"{path}.{origin.name}", parts, transposed, expert, local, row=expert)
 
 
-def on_disk(model: PreTrainedModel, found: Iterable[Piece]) -> Iterator[Piece]:
-    """The same pieces under the names and in the layout of the files.
+def on_disk(model: PreTrainedModel, found: Iterable[Piece], held: Held | None = None) -> Iterator[Piece]:
+    """The same pieces under the names and in the layout of the files, without the tensors of ``apart``.
 
-    The layout follows from transformers' own conversion: it is reversed for small tensors that hold the numbers of the
-    parts in place of their values.
+    The layout is found for small tensors that hold the numbers of the parts in place of their values.
+
+    Args:
+        held: the tensors in the files, if there are any; see ``stored``.
     """
     numbered: list[tuple[Piece, str]] = []
     probes: dict[str, list[Tensor]] = {}
+    left_out = set(apart(model))
     for piece in found:
+        if piece.name in left_out:
+            continue
         start = len(numbered)
         numbered += [(piece, part) for part in piece.parts]
         probe = torch.arange(start, len(numbered)).view(-1, 1)
@@ -94,11 +101,33 @@ def on_disk(model: PreTrainedModel, found: Iterable[Piece]) -> Iterator[Piece]:
         name: torch.stack(rows) if numbered[rows[0].min()][0].row is not None else rows[0]
         for name, rows in probes.items()
     }
-    for name, numbers in revert_weight_conversion(model, fused).items():
+    for name, numbers in stored(model, fused, held).items():
         rows = list(enumerate(numbers)) if numbers.ndim == 3 else [(None, numbers)]
         for row, inside in rows:
             chosen = [numbered[number] for number in inside.flatten().tolist()]
             yield replace(chosen[0][0], name=name, parts=tuple(part for _, part in chosen), row=row)
+
+
+def apart(model: PreTrainedModel) -> list[str]:
+    """The tensors that files hold in another layout, but for those of experts.
+
+    They are the convolutions of linear attention and tensors of image encoders. They are small, and files may join or
+    cut them or change the order of their rows.
+    """
+    return rewritten(model, [name for name in state(model) if ".experts." not in name])
+
+
+def outside_layers(model: PreTrainedModel) -> list[str]:
+    """The names of the tensors outside of the decoder's layers: embeddings, final norm and head, and image encoders."""
+    stack = f"{arch_of(model.config).classes['AutoModelForCausalLM'][1]}.layers."
+    return [name for name in state(model) if not name.startswith(stack)]
+
+
+def read_apart(model: PreTrainedModel, reader: Reader, held: Held) -> dict[str, Tensor]:
+    """The values of the tensors of ``apart``, from files that hold the tensors ``held``."""
+    tensors = state(model)
+    empty = {name: torch.empty(whole_shape(tensors[name]), device="meta") for name in apart(model)}
+    return loaded(model, {name: reader.tensor(name) for name in stored(model, empty, held)})
 
 
 def put(tensors: State, piece: Piece, value: Tensor) -> None:

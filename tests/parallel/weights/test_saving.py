@@ -2,6 +2,7 @@
 
 import json
 
+import published
 import tiny
 import torch
 from ranks import on_ranks
@@ -50,7 +51,12 @@ def test_ranks_write_what_save_pretrained_writes(tmp_path):
     sources["tied"] = write_checkpoint(tmp_path / "tied", "qwen3_moe", tie_word_embeddings=True)
     sources["plain"] = write_checkpoint(tmp_path / "plain", "mixtral", wiring=None)
     cases = [(source, tmp_path / f"{name} again") for name, source in sources.items()]
-    assert on_ranks(2, _save, cases, 2, 10**9) == [None, None]
+    published.write("kimi_k25", tmp_path / "published")
+    named = (tmp_path / "published", tmp_path / "published again")
+    assert on_ranks(2, _save, [*cases, named], 2, 10**9) == [None, None]
+    found = contents(named[1])
+    assert found.keys() == contents(named[0]).keys()  # which save_pretrained names in another way
+    assert all(torch.equal(tensor, found[name]) for name, tensor in contents(named[0]).items())
     for source, out in cases:
         load_model(source).save_pretrained(tmp_path / f"{source.name} reference")
         assert [file.name for file in out.glob("*.safetensors")] == [SINGLE]
