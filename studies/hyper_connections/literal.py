@@ -34,7 +34,7 @@ def evaluate(
         border: as in ``Wiring``.
         choice: a ``Choice`` of ``wired.py``.
     """
-    decoder, kwargs, written = model.model, _kwargs(model, ids), []
+    decoder, kwargs, written = model.model, passed_on(model, ids), []
     embedded = decoder.embed_tokens(ids)
     ones = torch.ones(*ids.shape, model.config.hc_mult, dtype=embedded.dtype)
     outputs: dict[str, Tensor] = {"e": embedded}
@@ -73,7 +73,7 @@ def evaluate(
     return model.lm_head(decoder.norm(decoder.hc_head(streams(weights, set())))), written
 
 
-def _kwargs(model: Any, ids: Tensor) -> dict[str, Any]:
+def passed_on(model: Any, ids: Tensor) -> dict[str, Any]:
     """What transformers' loop passes to every layer."""
     found: list[dict[str, Any]] = []
     hook = model.model.layers[0].register_forward_pre_hook(lambda *call: found.append(call[2]), with_kwargs=True)

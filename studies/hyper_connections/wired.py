@@ -136,7 +136,11 @@ def experts(mlp: Any, x: Tensor, input_ids: Tensor | None) -> tuple[Tensor, Tens
 
 
 def wire(
-    model: Any, wiring: Wiring, choice: Choice = Choice(), start: Callable[[Tensor], Arrive] = at_once, every: bool = False
+    model: Any,
+    wiring: Wiring,
+    choice: Choice = Choice(),
+    start: Callable[[Tensor], Arrive] = at_once,
+    every: bool = False,
 ) -> None:
     """Rewire a ``DeepseekV4ForCausalLM`` in place; an earlier wiring is undone.
 
