@@ -1,4 +1,4 @@
-"""The layers of a rewired deepseek_v4 written out: slow, and nothing shared with ``wired.py`` but transformers' modules.
+"""The layers of a rewired deepseek_v4 written out: slow, and sharing with ``wired.py`` transformers' modules alone.
 
 The streams are never held. Every output of the model so far stays apart with one weight for each stream, and a read
 sums the outputs that its row of ``reads`` names, each times its weights.

@@ -28,7 +28,7 @@ from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 from fcsd.models.wiring_block import Wiring
 
 LAYERS, SEQ, BATCH = 4, 128, 8
-TRAIN, HEAL, SEEDS, HELD_OUT = 1000, 200, 3, 64  # steps, steps, seeds, rows of SEQ bytes
+TRAIN, HEAL, SEEDS, HELD_OUT = 600, 150, 3, 64  # steps, steps, seeds, rows of SEQ bytes
 WIRINGS = ("ladder", "farskip")
 
 
@@ -138,7 +138,8 @@ def measure(streams: int, seed: int, text: Tensor, rows: Tensor, steps: int, hea
     trained = steps > 0
     model: Any = DeepseekV4ForCausalLM(config(streams, initializer_range=0.02 if trained else 0.1)).eval()
     start_as_residual(model)
-    train(model, text, steps, seed, 3e-3)
+    if trained:
+        train(model, text, steps, seed, 3e-3)
     known = logits_of(model, rows)
     loss = float(F.cross_entropy(known[:, :-1].flatten(0, 1), rows[:, 1:].flatten()))
     own = {"streams": streams, "seed": seed, "steps": steps, "loss": loss, "moved": moved(model, rows[:BATCH])}

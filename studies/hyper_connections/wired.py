@@ -138,7 +138,7 @@ def experts(mlp: Any, x: Tensor, input_ids: Tensor | None) -> tuple[Tensor, Tens
 def wire(
     model: Any,
     wiring: Wiring,
-    choice: Choice = Choice(),
+    choice: Choice = CHOICES["carried"],
     start: Callable[[Tensor], Arrive] = at_once,
     every: bool = False,
 ) -> None:
