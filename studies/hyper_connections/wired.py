@@ -130,8 +130,9 @@ def spread(weights: Tensor, output: Tensor) -> Tensor:
 
 def experts(mlp: Any, x: Tensor, input_ids: Tensor | None) -> tuple[Tensor, Tensor]:
     """The outputs of the shared and of the routed experts, computed in the order in which transformers does."""
+    rows = x.view(-1, x.shape[-1])
     _, weights, indices = mlp.gate(x, input_ids) if mlp.is_hash else mlp.gate(x)
-    routed = mlp.experts(x.view(-1, x.shape[-1]), indices, weights).view_as(x)
+    routed = mlp.experts(rows, indices, weights).view_as(x)
     return mlp.shared_experts(x), routed
 
 
