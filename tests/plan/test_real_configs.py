@@ -29,7 +29,7 @@ REFUSED = {
     "moonshotai/Kimi-K2-Instruct": "nearest is deepseek_v3, and with that as its model_type in config.json it is",
     "moonshotai/Kimi-K2.5": "nearest is deepseek_v3, but its published experts are in INT4",
     "stepfun-ai/Step-3.7-Flash": "nearest is laguna, but transformers computes its experts one after the other",
-    "deepseek-ai/DeepSeek-V4-Flash": "nearest is deepseek_v3, but its layers pass on several streams, see docs/hyper_connections.md",
+    "deepseek-ai/DeepSeek-V4-Flash": "nearest is deepseek_v3, but its layers pass on several streams",
 }
 
 
