@@ -12,10 +12,10 @@ PAGE, RAW = "docs/hyper_connections.md", "benchmarks/results/hyper_connections_c
 PLACE = re.compile(r"(<!-- table -->\n).*?(\n<!-- end -->)", re.DOTALL)
 
 
-def values(runs: list[dict[str, Any]], wiring: str, choice: str, key: str, streams: int = 4) -> list[float]:
+def values(runs: list[dict[str, Any]], wiring: str, choice: str, key: str) -> list[float]:
     """The KL of trained models by seed; under the key ``random`` that of the models that were not trained."""
     random, key = key == "random", "kl" if key == "random" else key
-    found = [run for run in runs if (run["wiring"], run["choice"], run["streams"]) == (wiring, choice, streams)]
+    found = [run for run in runs if (run["wiring"], run["choice"]) == (wiring, choice)]
     return [run[key] for run in sorted(found, key=lambda run: run["seed"]) if random == (run["steps"] == 0)]
 
 
@@ -26,19 +26,17 @@ def table(runs: list[dict[str, Any]]) -> str:
     heads = [f"{wiring}, {names[key]}" for wiring, key in columns]
     heads += [f"{wiring}, healed, less than `carried`" for wiring in ("ladder", "farskip")]
     rows = [["choice", *heads], ["---"] * (len(heads) + 1)]
-    for name, streams in [*((name, 4) for name in CHOICES), ("carried", 1)]:
-        cells = [mean(values(runs, wiring, name, key, streams)) for wiring, key in columns]
+    for name in CHOICES:
+        cells = [mean(values(runs, wiring, name, key)) for wiring, key in columns]
         for wiring in ("ladder", "farskip"):
             own, base = (values(runs, wiring, one, "kl_healed") for one in (name, "carried"))
             paired = [b - a for a, b in zip(own, base, strict=True)]
             cells.append(mean(paired) if name != "carried" else "")
-        rows.append([f"`{name}`" if streams > 1 else "one stream", *cells])
+        rows.append([f"`{name}`", *cells])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def mean(found: list[float]) -> str:
-    if not found:
-        return ""
     return f"{statistics.mean(found):.3f} ± {statistics.stdev(found) / len(found) ** 0.5:.3f}"
 
 
