@@ -180,5 +180,14 @@ def test_outputs_in_flight_give_the_bits_of_blocking_sums(wiring: Wiring) -> Non
 def test_the_page_holds_what_is_stored(repo: Path) -> None:
     text = (repo / page.PAGE).read_text()
     assert page.filled(text, repo) == text, "run python -m studies.hyper_connections.page"
-    stored = json.loads((repo / page.RAW).read_text())
-    assert {run["choice"] for run in stored["runs"]} == set(CHOICES)
+
+
+@pytest.mark.parametrize("wiring", ["ladder", "farskip"])
+@pytest.mark.parametrize("key", ["kl", "kl_healed"])
+def test_what_the_page_says_of_the_order_holds_in_every_seed(repo: Path, wiring: str, key: str) -> None:
+    runs = json.loads((repo / page.RAW).read_text())["runs"]
+    by_choice = {name: page.values(runs, wiring, name, key) for name in CHOICES}
+    assert all(len(found) == measure.SEEDS for found in by_choice.values())
+    for seed in range(measure.SEEDS):
+        order = sorted(CHOICES, key=lambda name: by_choice[name][seed])
+        assert order[0] == "fresh" and order[-1] == "joined"
