@@ -86,7 +86,7 @@ _LINEAR = "some of its layers have linear attention"
 _NEWER = "the type itself takes transformers 5.23 or newer"
 _SEES = "it has an image encoder"
 _PARALLEL = "its attention and its MLP read one stream, which is the wiring parallel already"
-_STREAMS = "its layers pass on several streams"
+_STREAMS = "its layers pass on several streams, see docs/hyper_connections.md"
 _NEAREST = {
     "kimi_k2": ("deepseek_v3", ""),
     "deepseek_v4": ("deepseek_v3", _STREAMS),

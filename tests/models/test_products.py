@@ -134,6 +134,7 @@ def test_an_unsupported_type_is_named_with_its_family_and_the_supported_ones(tmp
     [
         ("kimi_k2", "is not supported; nearest is deepseek_v3"),
         ("bailing_hybrid", "; nearest is kimi_linear, but transformers does not limit what its experts compute"),
+        ("deepseek_v4", "but its layers pass on several streams, see docs/hyper_connections.md"),
         ("gptj", "; nearest is llama, but its attention and its MLP read one stream"),
         ("qwen4_moe", "is not supported; closest: qwen"),
         ("t5", "'t5' is not supported"),
