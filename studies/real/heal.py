@@ -6,8 +6,9 @@
 A case is a line of JSON. It has a `name`, what `fcsd convert` takes (`wiring`, `layers`), the `text` (a name, or two
 with `+`), the `tokens` and the learning rate `lr`. It may have a `seed`, the tokens of a step (`batch`), and in `set`
 every other value of the recipe by its dotted key, such as `objective.temperature`, `objective.hidden.weight` or
-`optim.betas`. `untrained` measures the conversion before it is healed as well, and `eval` asks for the benchmarks. All
-cases are checked before the first one runs.
+`optim.betas`. `untrained` measures the conversion before it is healed as well, and `eval` asks for the benchmarks. With
+`from`, the name of a case that has ended, its healed model goes on instead of a new conversion. All cases are checked
+before the first one runs.
 
 A directory of text holds `train` and `held_out` with parquet files of token ids, as `fcsd write` leaves them. Each GPU
 runs `--at-once` cases at a time; the rates of such runs are no rates of a run that has the GPU to itself.
@@ -34,7 +35,7 @@ TASKS = "piqa,arc_easy,arc_challenge,hellaswag,openbookqa,winogrande,commonsense
 SEQ, BATCH, MICRO = 1024, 131072, 32
 HELD_OUT_ROWS = 128
 NEEDED = {"name", "wiring", "layers", "text", "tokens", "lr"}
-POSSIBLE = {"seed", "batch", "set", "untrained", "eval"}
+POSSIBLE = {"seed", "batch", "set", "untrained", "eval", "from"}
 
 
 def main() -> None:
@@ -127,10 +128,12 @@ def heal(
             where = log if out is None else out.open("w")
             subprocess.run(words, check=True, env=env, stdout=where, stderr=log)
 
-    student = folder / "student"
-    if not student.exists():
+    student = out / case["from"] / "run" / "final" if "from" in case else folder / "student"
+    if "from" not in case and not student.exists():
         fcsd("convert", teacher, student, "--wiring", case["wiring"], "--layers", case["layers"], "--no-check")
     recipe = recipe_of(case, student, folder, texts)
+    if "from" in case:  # the healed model records the name of its original, and not where that lies
+        recipe["teacher"] = str(teacher)
     (folder / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
     fcsd("distill", folder / "recipe.yaml")
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -205,7 +208,7 @@ def recipe_of(case: dict[str, Any], student: Path, folder: Path, texts: dict[str
 
 
 def measure(student: Path, teacher: Path, texts: dict[str, Path]) -> dict[str, Any]:
-    """KL(teacher || student) and both losses in nats per token, on the held-out rows of every text.
+    """KL(teacher || student), KL(student || teacher) and both losses in nats per token, on held-out rows of every text.
 
     Rows are packed as in training, but attention reads over the borders of documents, for both models alike.
     """
@@ -228,15 +231,15 @@ def measure(student: Path, teacher: Path, texts: dict[str, Path]) -> dict[str, A
                 break
         seq = min(SEQ, len(ids))  # a short text is one row
         rows = torch.tensor(ids[: len(ids) // seq * seq][: HELD_OUT_ROWS * seq], device=device).view(-1, seq)
-        sums = torch.zeros(3, dtype=torch.float64)
+        sums = torch.zeros(4, dtype=torch.float64)
         for batch in rows.split(4):
             with torch.no_grad():
                 own, theirs = (F.log_softmax(model(batch).logits[:, :-1].float(), -1) for model in models)
-            kl = (theirs.exp() * (theirs - own)).sum(-1)
+            kls = [(a.exp() * (a - b)).sum(-1) for a, b in ((theirs, own), (own, theirs))]
             losses = [-log.gather(-1, batch[:, 1:, None]) for log in (own, theirs)]
-            sums += torch.stack([value.double().sum().cpu() for value in (kl, *losses)])
+            sums += torch.stack([value.double().sum().cpu() for value in (*kls, *losses)])
         tokens = rows.shape[0] * (seq - 1)
-        found[name] = dict(zip(("kl", "loss", "teacher_loss"), (sums / tokens).tolist(), strict=True))
+        found[name] = dict(zip(("kl", "reverse_kl", "loss", "teacher_loss"), (sums / tokens).tolist(), strict=True))
         found[name]["tokens"] = tokens
     return found
 

@@ -92,6 +92,8 @@ class Losses(nn.Module):
             else:
                 theirs, their_head = targets.output
                 theirs = only_counted(theirs, counts) if everywhere else theirs
+                # A held-out divergence is KL(teacher ‖ student), whatever the run trains.
+                options["kind"] = self.objective.divergence if self.training else "kl"
                 losses["kl"] = kl_divergence(hidden, head, theirs, their_head, counts, **options)
         if "sft" in terms:
             losses["sft"] = cross_entropy(
