@@ -38,9 +38,6 @@ class Objective(Section):
 
     kl: Weight = 1.0
     """The weight of KL(teacher || student), the divergence from the teacher's distribution; 0 turns it off."""
-    divergence: Literal["kl", "reverse_kl", "jsd"] = "kl"
-    """The divergence that `kl` weighs: kl is KL(teacher || student), reverse_kl is KL(student || teacher), and jsd is
-    the Jensen-Shannon divergence. The last two are for text that the student wrote."""
     sft: Weight = 0.0
     """The weight of the cross-entropy with the text itself; 0 turns it off."""
     hidden: Hidden = Hidden()
@@ -70,9 +67,8 @@ class Objective(Section):
     def _something_to_learn(self) -> Self:
         if self.kl == 0 and self.sft == 0 and self.hidden.weight == 0:
             raise ValueError("objective.kl, objective.sft and objective.hidden.weight are all 0, so nothing is learned")
-        if self.teacher_cache and (self.kl == 0 or self.hidden.weight or self.divergence != "kl"):
+        if self.teacher_cache and (self.kl == 0 or self.hidden.weight):
             raise ValueError(
-                "objective.teacher_cache is for the KL alone: objective.kl must not be 0, objective.hidden.weight must,"
-                " and objective.divergence must be kl"
+                "objective.teacher_cache is for the KL alone: objective.kl must not be 0, objective.hidden.weight must"
             )
         return self

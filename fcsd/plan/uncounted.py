@@ -18,7 +18,6 @@ def uncounted(recipe: Recipe, hardware: Hardware) -> list[str]:
         "train.trace_every: steps that are profiled": train.trace_every > 0,
         "init.wiring: all-to-alls that the standard wiring exposes": divided and recipe.init.wiring == "standard",
         "deterministic: slower kernels": recipe.deterministic,
-        "objective.divergence: logits of losses without fcsd's kernel": recipe.objective.divergence != "kl",
         "objective.hidden: the overlap that the compared layers lose": divided and recipe.objective.hidden.weight > 0,
         "parallel.overlap: time that all-to-alls expose": divided and parallel.overlap != "on",
         "parallel.tp_size: time that all-reduces expose, and the activations that sharding saves": parallel.tp_size > 1,

@@ -9,10 +9,8 @@ import threading
 from pathlib import Path
 from statistics import median
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from studies.real import heal, on_policy, page, ranks
+from studies.real import heal, page, ranks
 from studies.real.heal import read_cases, recipe_of
 
 from fcsd.config import Recipe
@@ -110,10 +108,11 @@ def test_cases_are_checked_before_the_first_one_runs(tmp_path: Path) -> None:
         return read_cases(file, texts)
 
     own = {"set": {"objective.temperature": 2.0, "objective.hidden.weight": 1e-4, "optim.betas": [0.9, 0.98]}}
+    own["set"]["optim.train"] = ["converted"]
     (taken,) = read(case | own)
     recipe = Recipe.model_validate(recipe_of(taken, tmp_path, tmp_path, texts))
     assert (recipe.seed, recipe.objective.temperature, recipe.objective.hidden.weight) == (1, 2.0, 1e-4)
-    assert recipe.optim.betas == [0.9, 0.98]
+    assert (recipe.optim.betas, recipe.optim.train) == ([0.9, 0.98], ["converted"])
     with pytest.raises(ValueError, match="two cases have one name"):
         read(case, case)
     with pytest.raises(ValueError, match="case a: seeds missing or unknown"):
@@ -172,43 +171,6 @@ def test_the_cases_of_the_study_of_ranks_are_taken_and_its_table_is_that_of_the_
     (kept,) = re.findall(r"rank 64 keeps ([\d.]+) % .* rank 4 keeps ([\d.]+) %", " ".join(page_of_ranks.split()))
     stored = [re.search(rf"40,960 .*\| rank {rank} .* ([\d.]+)%", page_of_ranks) for rank in (64, 4)]
     assert [found and found[1] for found in stored] == [*kept]
-
-
-def test_a_tail_goes_on_from_the_healed_model_and_the_table_is_that_of_the_stored_runs(
-    repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[str, dict]] = []
-
-    def pretended(case: dict, teacher: Path, out: Path, texts: dict, *_: object) -> dict:
-        recipe = Recipe.model_validate(recipe_of(case, out / "student", out, texts))
-        asked.append((case["name"], {"from": case.get("from"), "divergence": recipe.objective.divergence}))
-        return {**case, "kl": {"unread": {"kl": 1.0, "reverse_kl": 2.0}}}
-
-    monkeypatch.setattr(on_policy, "heal", pretended)
-    monkeypatch.setattr(on_policy, "measure", lambda *_: {"self": {"kl": 3.0, "reverse_kl": 4.0}})
-    monkeypatch.setattr(on_policy, "write", lambda given, model, out, *_: out)
-    own = tmp_path / "own"
-    for part in ("train", "held_out"):
-        (own / part).mkdir(parents=True)
-        pq.write_table(pa.table({"input_ids": [[n] for n in range(100)]}), own / part / "part-00000.parquet")
-    words = ["on_policy", "run", "teacher", str(tmp_path / "out"), "--own", str(own), "--seeds", "0,1"]
-    monkeypatch.setattr(sys, "argv", words)
-    for _ in range(2):  # the second call repeats nothing
-        on_policy.main()
-    assert len(asked) == 2 * len(on_policy.TITLES)
-    assert dict(asked)["base-1"] == {"from": None, "divergence": "kl"}
-    assert dict(asked)["student-reverse-1"] == {"from": "base-1", "divergence": "reverse_kl"}
-    read = [pq.read_table(tmp_path / "out" / name / "train")["input_ids"].to_pylist() for name in on_policy.PARTS]
-    assert [ids for part in read for ids in part] == [[n] for n in range(100)] and [len(part) for part in read] == [
-        57,
-        38,
-        5,
-    ]
-    lines = [json.loads(line) for line in (tmp_path / "out/results.jsonl").read_text().splitlines()]
-    row = on_policy.table({"runs": lines}).splitlines()[-1]
-    assert [cell.strip() for cell in row.split("|")[2:-1]] == ["1.000 ± 0.000", "2.000 ± 0.000", "4.000 ± 0.000"]
-    page, raw = (repo / on_policy.PAGE).read_text(), json.loads((repo / on_policy.RAW).read_text())
-    assert on_policy.filled(page, raw) == page, "run python -m studies.real.on_policy page"
 
 
 def real_model(repo: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

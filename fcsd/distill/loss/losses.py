@@ -10,9 +10,8 @@ Every loss is a sum over the positions where ``mask`` is true, divided by ``deno
 equations 3 to 5, so that neither accumulation nor the number of ranks changes the gradient.
 """
 
-import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,9 +35,8 @@ def kl_divergence(
     chunk_tokens: int = 512,
     kept: Tensor | None = None,
     cap: float | None = None,
-    kind: Literal["kl", "reverse_kl", "jsd"] = "kl",
 ) -> Tensor:
-    """A divergence of the next-token distributions: KL(teacher ‖ student) (FarSkip eq. 4), or another ``kind``.
+    """KL(teacher ‖ student) of the next-token distributions (FarSkip eq. 4).
 
     Args:
         student_hidden, teacher_hidden: ``[..., hidden]`` after the final norm. The two widths may differ.
@@ -51,12 +49,10 @@ def kl_divergence(
             Otherwise they are computed here, and on a GPU the host then waits for the device. It may hold positions
             that do not count if the hidden states there are 0, see ``only_counted``.
         cap: both models' logits are ``cap * tanh(logits / cap)``; None if they cap nothing. The kernels cap nothing.
-        kind: ``reverse_kl`` is KL(student ‖ teacher), and ``jsd`` the mean of the KL of both to the mean of both (GKD,
-            Agarwal et al. 2024, eq. 1 with β = 1/2). The kernels have neither.
 
     Returns: an fp32 scalar with gradients to ``student_hidden`` and, if it requires them, ``student_head``.
     """
-    if _fuses(student_head) and cap is None and kind == "kl":
+    if _fuses(student_head) and cap is None:
         from fcsd.kernels import fused_kl
 
         return fused_kl.kl_divergence(
@@ -77,8 +73,6 @@ def kl_divergence(
     def chunk_loss(student_logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         log_p = (student_logits / temperature).log_softmax(-1)
         log_q = (logits_of(teacher_rows[rows], teacher_weight, cap) / temperature).log_softmax(-1)
-        if kind != "kl":
-            return _of_student(log_p, log_q, kind, temperature)
         q = log_q.exp()
         gap = log_q.sub_(log_p).masked_fill_(q == 0, 0.0)  # 0 * log 0 = 0
         divergence = gap.mul_(q).sum()
@@ -88,25 +82,6 @@ def kl_divergence(
         return (divergence + difference.sum()) * temperature**2, difference.mul_(temperature)
 
     return chunked(student_hidden.flatten(0, -2)[keep], student_head, chunk_loss, chunk_tokens, cap) / denominator
-
-
-def _of_student(log_p: Tensor, log_q: Tensor, kind: str, temperature: float) -> tuple[Tensor, Tensor]:
-    """The divergences whose expectation runs over the student's ``p``, see ``ChunkLoss``.
-
-    With ``f = log(p / r)``, where ``r`` is the teacher's ``q`` or the mean of both, the gradient at the logits is
-    ``p (f - E_p f)``.
-    """
-    p = log_p.exp()
-    mean = torch.logaddexp(log_p, log_q) - math.log(2)
-    f = (log_p - (log_q if kind == "reverse_kl" else mean)).masked_fill_(p == 0, 0.0)  # 0 * log 0 = 0
-    expected = (p * f).sum(-1, keepdim=True)
-    gradient = p * (f - expected) * temperature
-    if kind == "reverse_kl":
-        # As in kl_divergence, each addend p log(p/q) + q - p is non-negative by itself.
-        return (expected.sum() + (log_q.exp() - p).sum()) * temperature**2, gradient
-    q = log_q.exp()
-    to_mean = (log_q - mean).masked_fill_(q == 0, 0.0).mul_(q)
-    return (expected.sum() + to_mean.sum()) / 2 * temperature**2, gradient / 2
 
 
 def cross_entropy(

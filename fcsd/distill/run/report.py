@@ -28,17 +28,8 @@ _LONGEST = 1 << 20  # bytes of a record
 CURVES = "curves.png"
 _NAMED_S = 1.0  # a pause is not named again if the last one of its kind was shorter, in seconds
 # The metrics that are drawn if the run has them, in this order -> the title of the panel
-_PANELS = {
-    "kl": "divergence from the teacher",
-    "sft": "cross-entropy",
-    "hidden": "hidden L2",
-    "held_out_kl": "held-out KL",
-}
-_PANELS |= {
-    "held_out_kl": "held-out KL",
-    "held_out_own_kl": "held-out KL, the teacher's own text",
-    "held_out_sft": "held-out cross-entropy",
-}
+_PANELS = {"kl": "KL(teacher || student)", "sft": "cross-entropy", "hidden": "hidden L2", "held_out_kl": "held-out KL"}
+_PANELS |= {"held_out_own_kl": "held-out KL, the teacher's own text", "held_out_sft": "held-out cross-entropy"}
 _PANELS |= {"score": "early-stopping score"}
 _PANELS |= {"grad_norm": "gradient norm", "lr": "learning rate"}
 _PANELS |= {"tokens_per_second": "tokens/s", "mfu": "model FLOPs utilization"}
