@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -100,7 +101,7 @@ class _ShardedModel:
             raise ConfigError(f"{ranks.degree} ranks cannot share {count} experts evenly", hint="use sliced experts")
         self.ranks, self.experts = ranks, experts
         self.model = empty_model(config, dtype)
-        attentions = [getattr(layer, "self_attn", None) for layer in decoder_layers(self.model)]
+        attentions: list[Any] = [getattr(layer, "self_attn", None) for layer in decoder_layers(self.model)]
         heads = [a.num_heads if hasattr(a, "num_heads") else text.num_attention_heads for a in attentions]
         groups = [getattr(attention, "num_key_value_groups", None) for attention in attentions]
         # Layers of MiMo and Laguna may have other numbers of heads than the config says.

@@ -794,6 +794,7 @@ _ROWS = (
         no_ep="DeepSpeed AutoEP does not limit what experts compute, as step3p7 does",
         norm_epsilon="eps",
         norm_offset=1,
+        stored="model",
         no_tp="its layers differ in their number of heads, for which tensor parallelism has one number",
         tp_plan={**_DENSE_TP, **_SHARED_TP, "self_attn.g_proj": "colwise"},  # of a single rank
         no_vllm=_UNTRIED,

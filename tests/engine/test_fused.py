@@ -24,8 +24,8 @@ from fcsd.parallel.tensor.tp_plan import TensorGroup
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 # One has experts with biases, one experts whose inputs are weighted, one an activation that is no module, two have
-# experts beside the MLP, and the last one experts without a gate.
-OTHER_EXPERTS = {"gpt_oss", "llama4_text", "lfm2_moe", "gemma4_text", "gemma4", "nemotron_h"}
+# experts beside the MLP, one experts without a gate, and the last one limits what experts multiply.
+OTHER_EXPERTS = {"gpt_oss", "llama4_text", "lfm2_moe", "gemma4_text", "gemma4", "nemotron_h", "step3p7"}
 
 
 def parts(model: Any, kind: type) -> int:

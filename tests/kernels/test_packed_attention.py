@@ -53,6 +53,7 @@ def test_attention_stays_inside_documents(positions: Tensor) -> None:
 WINDOWED = {"gpt_oss", "llama4_text", "llama4", "cwm", "ministral", "exaone_moe", "mimo_v2_flash"}
 WINDOWED |= {"deepseek_v32", "glm_moe_dsa", "axk2"}  # they choose keys by a mask
 WINDOWED |= {"olmo3", "exaone4", "gemma2", "gemma3_text", "gemma3", "gemma4_text", "gemma4", "afmoe", "laguna"}
+WINDOWED |= {"step3p7"}
 
 
 @pytest.mark.parametrize("arch", sorted(tiny.CONFIGS))

@@ -17,7 +17,9 @@ LENGTH = 4  # the interpreter runs one program after the other for each token
 def gated_mlps(model: nn.Module) -> list[nn.Module]:
     """The MLPs that have a gate and SiLU. Experts are no such modules, and an MLP with dropout computes more."""
     gated = [module for module in model.modules() if isinstance(getattr(module, "gate_proj", None), nn.Linear)]
-    return [one for one in gated if isinstance(getattr(one, "act_fn", None), SILU) and not hasattr(one, DROPOUT)]
+    more = (DROPOUT, "limit")
+    silu = [one for one in gated if isinstance(getattr(one, "act_fn", None), SILU)]
+    return [one for one in silu if not any(hasattr(one, name) for name in more)]
 
 
 @pytest.mark.parametrize("arch", tiny.CONFIGS)
