@@ -5,11 +5,11 @@
 
 A case is a line of JSON. It has a `name`, what `fcsd convert` takes (`wiring`, `layers`), the `text` (a name, or two
 with `+`), the `tokens` and the learning rate `lr`. It may have a `seed`, the tokens of a step (`batch`), and in `set`
-every other value of the recipe by its dotted key, such as `objective.temperature`, `objective.hidden.weight` or
-`optim.betas`. `untrained` measures the conversion before it is healed as well, and `eval` asks for the benchmarks.
-`from` names another model than TEACHER that is converted and healed to TEACHER: an earlier case, whose healed model is
-meant, or a directory in OUT. With the wiring `standard` nothing is converted. `gpus` divides a run over the first GPUs.
-All cases are checked before the first one runs.
+every other value of the recipe by its dotted key, such as `objective.temperature`, `optim.betas` or `optim.train`
+(`["converted"]` trains the converted layers alone). `untrained` measures the conversion before it is healed as well,
+and `eval` asks for the benchmarks. `from` names another model than TEACHER that is converted and healed to TEACHER: an
+earlier case, whose healed model is meant, or a directory in OUT. With the wiring `standard` nothing is converted.
+`gpus` divides a run over the first GPUs. All cases are checked before the first one runs.
 
 A directory of text holds `train` and `held_out` with parquet files of token ids, as `fcsd write` leaves them. Each GPU
 runs `--at-once` cases at a time; the rates of such runs are no rates of a run that has the GPU to itself.
