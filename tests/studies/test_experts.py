@@ -109,6 +109,25 @@ def test_a_router_is_fitted_to_the_experts_with_the_largest_outputs() -> None:
     assert abs(float((logits - logits.mean(1, keepdim=True)).std()) - 0.5) < 1e-3
 
 
+def test_choices_are_compared_by_their_divergence_from_the_dense_model(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = [{"active": 4}, {"active": 2, "split": "random"}]
+    monkeypatch.setattr(experts, "COMPARED", [{"experts": 4, "shared": 32, **case} for case in cases])
+    words = [
+        str(dense / "dense"),
+        str(tmp_path / "out.json"),
+        "--compare",
+        f"--text=own={dense / 'own'}",
+        "--rows",
+        "1",
+    ]
+    monkeypatch.setattr(sys, "argv", ["experts", *words])
+    experts.main()
+    whole, some = json.loads((tmp_path / "out.json").read_text())["models"]
+    assert abs(whole["kl"]["own"]["kl"]) < 1e-6 < 1e-3 < some["kl"]["own"]["kl"] and some["split"] == "random"
+
+
 def test_what_cannot_be_divided_is_refused_and_nothing_is_written(dense: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="128 neurons do not make 30 shared ones and 4 experts with 2 active ones"):
         experts.write(dense / "dense", tmp_path / "out", [], experts=4, active=2, shared=30)
