@@ -135,20 +135,28 @@ def rules(repo: Path = Path()) -> str:
     return "\n".join(lines) + "\n"
 
 
-SPLITS = Path("benchmarks/results/real_experts_smollm2_cpu.json")
+EXPERTS = Path("benchmarks/results/real_experts_smollm2_2xh100.json")
 
 
-def splits(file: dict[str, Any]) -> str:
-    """Markdown with the divergence of each untrained mixture of experts from the dense model."""
-    head = ["experts", "active", "shared neurons", "neurons of a token", "split", "router", "spread of its logits", "KL"]
+def experts(file: dict[str, Any]) -> str:
+    """Markdown with the runs of the mixture of experts. Those that were cut off have no measurement after the run."""
+    head = [
+        "run",
+        "begins from",
+        "wiring",
+        "layers",
+        "own text, during the run",
+        "KL, own text",
+        "KL, foreign text",
+        "tokens/s",
+    ]
     body = []
-    for model in file["models"]:
-        experts, active, shared = (model[name] for name in ("experts", "active", "shared"))
-        used = shared + (file["neurons"] - shared) // experts * active
-        how = [model["split"], model["router"], f"{model['spread']:g}"] if active < experts else ["-"] * 3
-        kl = abs(model["kl"]["foreign"]["kl"])  # of equal models it is rounding, of either sign
-        body.append([*map(str, (experts, active, shared, used)), *how, f"{kl:.1e}" if kl < 1e-4 else f"{kl:.2f}"])
-    return table(head, body, left=0) + "\n"
+    for run in file["runs"]:
+        during = ", ".join(f"{kl:.3f}" for _, kl in run["held_out"][:3])
+        after = [_change(run, text) for text in ("own", "foreign")] if "kl" in run else ["not measured"] * 2
+        names = [run[name] for name in ("name", "from", "wiring", "layers")]
+        body.append([*names, during, *after, f"{run['tokens_per_second']:.0f}"])
+    return table(head, body, left=4) + "\n"
 
 
 def _change(run: dict[str, Any], text: str) -> str:
@@ -159,7 +167,11 @@ def _change(run: dict[str, Any], text: str) -> str:
 def filled(page: str, raw: list[dict[str, Any]], repo: Path = Path()) -> str:
     """The page with the tables of the stored runs and of the layers."""
     tables = {"runs": runs(raw), "scores": scores(raw[0]), "seeds": scores(raw[RAW.index(SEEDS)])}
-    tables |= {"layers": layers(repo), "rules": rules(repo), "splits": splits(json.loads((repo / SPLITS).read_text()))}
+    tables |= {
+        "layers": layers(repo),
+        "rules": rules(repo),
+        "experts": experts(json.loads((repo / EXPERTS).read_text())),
+    }
     for name, text in tables.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
         before, rest = page.split(begin)

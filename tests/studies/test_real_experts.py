@@ -13,7 +13,7 @@ import texts
 import tiny
 import torch
 from safetensors.torch import load_file
-from studies.real import experts
+from studies.real import experts, page
 from torch.nn import functional
 
 from fcsd.errors import BadInputError, ConfigError
@@ -109,6 +109,25 @@ def test_a_router_is_fitted_to_the_experts_with_the_largest_outputs() -> None:
     assert abs(float((logits - logits.mean(1, keepdim=True)).std()) - 0.5) < 1e-3
 
 
+def test_choices_are_compared_by_their_divergence_from_the_dense_model(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = [{"active": 4}, {"active": 2, "split": "random"}]
+    monkeypatch.setattr(experts, "COMPARED", [{"experts": 4, "shared": 32, **case} for case in cases])
+    words = [
+        str(dense / "dense"),
+        str(tmp_path / "out.json"),
+        "--compare",
+        f"--text=own={dense / 'own'}",
+        "--rows",
+        "1",
+    ]
+    monkeypatch.setattr(sys, "argv", ["experts", *words])
+    experts.main()
+    whole, some = json.loads((tmp_path / "out.json").read_text())["models"]
+    assert abs(whole["kl"]["own"]["kl"]) < 1e-6 < 1e-3 < some["kl"]["own"]["kl"] and some["split"] == "random"
+
+
 def test_what_cannot_be_divided_is_refused_and_nothing_is_written(dense: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="128 neurons do not make 30 shared ones and 4 experts with 2 active ones"):
         experts.write(dense / "dense", tmp_path / "out", [], experts=4, active=2, shared=30)
@@ -116,6 +135,19 @@ def test_what_cannot_be_divided_is_refused_and_nothing_is_written(dense: Path, t
     with pytest.raises(BadInputError, match="is no llama without biases"):
         experts.write(tmp_path / "qwen3", tmp_path / "out", [], experts=4, active=2, shared=32)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_figures_of_the_page_are_those_of_the_raw_file(repo: Path) -> None:
+    text = " ".join((repo / page.PAGE).read_text().split())
+    runs = {run["name"]: run for run in json.loads((repo / page.EXPERTS).read_text())["runs"]}
+    own = [runs["moe"][when]["own"]["kl"] for when in ("untrained_kl", "kl")]
+    assert "mixture is {:.2f} nats from the dense model on own text, and {:.2f} after 4 million".format(*own) in text
+    half, whole, control = (runs[n]["held_out"][2] for n in ("farskip-2-29", "farskip-all", "moe-again"))
+    assert {step for step, _ in (half, whole, control)} == {120} and 120 * 32768 == 3_932_160  # "3.9 million tokens"
+    assert f"ends {half[1] - control[1]:.2f} nats above the control" in text
+    assert f"({half[1]:.3f} and {control[1]:.3f}), and on all layers {whole[1] - control[1]:.2f} above" in text
+    assert f"above it ({whole[1]:.3f})" in text
+    assert not any("kl" in runs[name] for name in ("farskip-2-29", "farskip-all"))
 
 
 @pytest.mark.nightly
