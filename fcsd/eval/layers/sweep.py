@@ -16,7 +16,7 @@ from fcsd.eval.harness import Loaded, evaluate_models
 from fcsd.eval.layers.rewiring import Layers, Subject, first, last, load_subject, reads_in_flight
 from fcsd.eval.perplexity import HeldOut, held_out_result
 from fcsd.eval.results import Result, are_sound, is_accuracy, shown
-from fcsd.eval.statistics import paired_difference
+from fcsd.eval.statistics import paired_difference, spread
 from fcsd.models.selection import layers_text
 from fcsd.progress import progress
 
@@ -54,7 +54,7 @@ def sweep_layers(
             the same model and settings repeats none of them.
         points: values of N; None for at most ``POINTS`` from 0 to all layers. 0 is always measured.
         tasks: some of ``suite`` or of lm-eval's; None for none, then only the held-out loss is measured.
-        limit: use only the first ``limit`` documents of every task and of the held-out text.
+        limit: use only so many documents of every task and of the held-out text, evenly spread.
         num_fewshot, apply_chat_template, data_mirror, held_out: see ``evaluate_models``.
         batch_size: see ``engine.Engine``; device, dtype: see ``load_subject``.
 
@@ -70,7 +70,7 @@ def sweep_layers(
         raise ConfigError("a sweep needs something to measure", "Give --tasks, --held-out or both.")
     text = None if held_out is None else HeldOut(Path(held_out))
     if text is not None:
-        text.texts = text.texts[:limit]
+        text.texts = [text.texts[i] for i in spread(len(text.texts), limit)]  # type: ignore[assignment]
     subject = load_subject(model, wiring=wiring, variant=variant, device=device, dtype=dtype)
     numbers = _points(points, subject.depth)
     settings = {
