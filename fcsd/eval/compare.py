@@ -19,7 +19,7 @@ from typing import Any
 from fcsd.errors import ConfigError, VerdictError
 from fcsd.eval.bounds import Counts, count, mean_bounds, task_bounds
 from fcsd.eval.perplexity import HELD_OUT
-from fcsd.eval.results import LOSSES, PERPLEXITIES, Result, in_mean, is_accuracy
+from fcsd.eval.results import PERPLEXITIES, UNITS, Result, in_mean, is_accuracy
 from fcsd.eval.statistics import Item, paired_difference, share_recovered
 
 YES, NO, UNDECIDED = "yes", "no", "not enough samples"
@@ -288,18 +288,17 @@ def _recovery(result: Result, baseline: Result, floor: Result, resolution: float
 
 
 def _loss(result: Result, baseline: Result, floor: Result | None) -> LossDifference:
-    items, reference = _nats(result), _nats(baseline)
+    items, reference = nats(result), nats(baseline)
     difference, stderr = paired_difference(items, reference)
     recovery = None
     if floor is not None:
-        lost, noise = paired_difference(_nats(floor), reference)
+        lost, noise = paired_difference(nats(floor), reference)
         if lost > 2 * noise:
-            recovery = share_recovered(items, reference, _nats(floor))
-    unit = {**PERPLEXITIES, **LOSSES}[result["metric"]]
-    return LossDifference(result["column"], difference, unit, stderr, recovery)
+            recovery = share_recovered(items, reference, nats(floor))
+    return LossDifference(result["column"], difference, UNITS[result["metric"]], stderr, recovery)
 
 
-def _nats(result: Result) -> list[Item]:
+def nats(result: Result) -> list[Item]:
     """The loss of every document in nats, with its number of tokens, words or bytes."""
     if result["metric"] not in PERPLEXITIES:
         return result["items"]

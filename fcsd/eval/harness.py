@@ -89,11 +89,11 @@ def evaluate_models(
 
     Returns:
         One result per model and task: ``model, path, suite, baseline, column, task, metric, filter, value, stderr, n,
-        chance, beside, items, settings, settings_sha256, data_sha256, data_files, sandbox, engine, wire, wire_sha256, versions,
-        seconds``.
-        ``value`` is a fraction (or a loss in nats per token, or a perplexity); ``items`` holds the results of the
-        single questions in a fixed order, by which ``compare_models`` pairs models. ``path`` is the model's absolute
-        path, or its hub id; None for a model in memory. ``wire`` holds the formats of quantised communication, which
+        chance, beside, items, settings, settings_sha256, data_sha256, data_files, sandbox, engine, wire, wire_sha256,
+        versions, seconds``. A task such as LAMBADA has two, the second one for the loss of the right answer.
+        ``value`` is a fraction (or a loss in nats per token or answer, or a perplexity); ``items`` holds the results of
+        the single questions in a fixed order, by which ``compare_models`` pairs models. ``path`` is the model's
+        absolute path, or its hub id; None for a model in memory. ``wire`` holds the formats of quantised communication, which
         are a part of the model's name too; None without any.
 
     Raises:

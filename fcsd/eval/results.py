@@ -23,8 +23,8 @@ _MAX_RESULTS = 4 << 30  # bytes; a file holds every item of every task
 
 # Metrics whose items are (log-likelihood, units), and the unit. Their value is exp(-log-likelihood per unit).
 PERPLEXITIES = {"word_perplexity": "word", "byte_perplexity": "byte"}
-# Metrics that are losses in nats, and the unit.
-LOSSES = {"nll_per_token": "token", "nll_per_answer": "answer"}
+# The metrics that are counted in nats, and per what: losses, and the perplexities by their logarithms.
+UNITS = {"nll_per_token": "token", "nll_per_answer": "answer", **PERPLEXITIES}
 
 
 def read_results(path: Path) -> list[Result]:
@@ -89,7 +89,7 @@ def run_of(model: str) -> Path | None:
 
 def is_accuracy(result: Result) -> bool:
     """Whether the value is a fraction, shown in points; otherwise it is a loss or a perplexity."""
-    return result["metric"] not in (*PERPLEXITIES, *LOSSES)
+    return result["metric"] not in UNITS
 
 
 def in_mean(result: Result) -> bool:

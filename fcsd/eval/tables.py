@@ -64,8 +64,8 @@ def difference_table(comparisons: Sequence[Comparison], margin: float) -> str:
     recovery ("won back").
 
     The difference is in points from the baseline, with its paired standard error and the verdict against ``margin``;
-    that of a perplexity or a loss is in nats, without a verdict. The recovery is 0 at the floor (chance or the untrained
-    conversion) and 1 at the baseline. Benchmarks beside the mean come after it.
+    that of a perplexity or a loss is in nats, without a verdict. The recovery is 0 at the floor (chance or the
+    untrained conversion) and 1 at the baseline. Benchmarks beside the mean come after it.
     """
     first = comparisons[0]
     names = [task.column for task in _points(first)] + [f"{loss.column}, nats per {loss.unit}" for loss in first.losses]

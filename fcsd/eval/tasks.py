@@ -348,10 +348,10 @@ def task_results(
         return [result]
     losses = [-sample[benchmark.loss] for sample in samples]
     value, stderr = estimate(losses)
+    loss = result | {"column": f"{benchmark.column} loss", "metric": "nll_per_answer", "samples": None}
+    loss |= {"value": value, "stderr": stderr, "items": losses, "chance": None, "beside": True}
     settings = {**settings, "metric": "nll_per_answer"}
-    named_otherwise = {"column": f"{benchmark.column} loss", "metric": "nll_per_answer", "samples": None}
-    scored = {"value": value, "stderr": stderr, "items": losses, "chance": None, "beside": True}
-    return [result, result | named_otherwise | scored | {"settings": settings, "settings_sha256": json_sha256(settings)}]
+    return [result, {**loss, "settings": settings, "settings_sha256": json_sha256(settings)}]
 
 
 def _chance(task: LoadedTask, samples: Sequence[dict[str, Any]]) -> float | None:

@@ -6,9 +6,9 @@
 A case is a line of JSON. It has a `name`, what `fcsd convert` takes (`wiring`, `layers`), the `text` (a name, or two
 with `+`), the `tokens` and the learning rate `lr`. It may have a `seed`, the tokens of a step (`batch`), and in `set`
 every other value of the recipe by its dotted key, such as `objective.temperature`, `objective.hidden.weight` or
-`optim.betas`. `untrained` measures the conversion before it is healed as well, and `eval` asks for the benchmarks, and
-for passages whose last word is missing if the mirror has them (`studies.real.passages` makes such a mirror, whose folder
-may be copied into another one). All cases are checked before the first one runs.
+`optim.betas`. `untrained` measures the conversion before it is healed as well. `eval` asks for the benchmarks, and for
+the last words of passages if the mirror has them (`studies.real.passages` writes them into a mirror). All cases are
+checked before the first one runs.
 
 A directory of text holds `train` and `held_out` with parquet files of token ids, as `fcsd write` leaves them. Each GPU
 runs `--at-once` cases at a time; the rates of such runs are no rates of a run that has the GPU to itself.
@@ -29,9 +29,10 @@ from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
 
+from studies.real.passages import DATA_SET
+
 from fcsd.config import Recipe
 from fcsd.eval.results import COMPARISON
-from studies.real.passages import DATA_SET
 
 TASKS = "piqa,arc_easy,arc_challenge,hellaswag,openbookqa,winogrande,commonsense_qa"
 SEQ, BATCH, MICRO = 1024, 131072, 32

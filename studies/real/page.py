@@ -49,8 +49,8 @@ def _also(run: dict[str, Any]) -> str:
 def scores(file: dict[str, Any]) -> str:
     """Markdown with the scores of the original and of every model, and the mean difference with its standard error.
 
-    A star marks a benchmark on which the original is not above chance. It is not in the mean. What stands beside the mean
-    has a table of its own below.
+    A star marks a benchmark on which the original is not above chance. It is not in the mean. What stands
+    beside the mean has a table of its own below.
     """
     told = informative(file)
     baseline = baseline_of(file)

@@ -22,7 +22,7 @@ from fcsd.eval.perplexity import read_texts
 from fcsd.eval.statistics import spread
 
 DATA_SET = "EleutherAI/lambada_openai"
-SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"'”’)])) (?=[\"'“‘(]*[A-Z])")
+SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"'\u201d\u2019)])) (?=[\"'\u201c\u2018(]*[A-Z])")
 SENTENCES = range(3, 6)
 WORDS = range(30, 161)  # of a passage
 PROSE = 0.97  # the share of letters, spaces and ordinary punctuation; dictionaries and tables have less

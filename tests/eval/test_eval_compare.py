@@ -210,8 +210,8 @@ def test_differences_as_a_table():
 
 def test_a_benchmark_beside_the_mean_is_compared_and_not_counted():
     beside = {"chance": None, "beside": True}
-    rows = [*table(n=2000)[3:6], *(row(m, "L", questions(h), **beside) for m, h in (("teacher", 300), ("student", 200)))]
-    rows += [row("untrained", "L", questions(0), **beside)]
+    rows = table(n=2000)[3:6]
+    rows += [row(m, "L", questions(n), **beside) for m, n in (("teacher", 300), ("student", 200), ("untrained", 0))]
     untrained, student = compare_models(rows, untrained="untrained")
     assert untrained.overall is not None and untrained.overall.points == pytest.approx(-40)
     assert student.overall is not None and student.overall.points == 0 and student.tasks[1].recovery is not None
@@ -229,8 +229,9 @@ def test_a_benchmark_beside_the_mean_is_compared_and_not_counted():
 
 def test_few_answers_do_not_show_that_a_baseline_is_above_chance():
     """They have no spread if all are right, and one answer has no standard error at all."""
-    for right, chance, expected in ((1, 25.0, True), (2, 50.0, True), (3, 50.0, True), (9, 50.0, False), (1, 0.0, True)):
-        assert not_above_chance(row("teacher", "A", [1.0] * right, chance=chance)) is expected
+    for right, chance in ((1, 0.0), (1, 25.0), (2, 50.0), (3, 50.0)):
+        assert not_above_chance(row("teacher", "A", [1.0] * right, chance=chance)) is True
+    assert not_above_chance(row("teacher", "A", [1.0] * 9, chance=50.0)) is False
     assert not_above_chance(row("teacher", "A", [1.0, 0.0, 0.0], chance=None)) is False
 
 

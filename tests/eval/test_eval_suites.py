@@ -109,7 +109,7 @@ def test_wikitext_is_a_perplexity_over_words(subject: Loaded, mirror: Path) -> N
 
 
 def test_ifeval_judges_by_its_rules(subject: Loaded, mirror: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the even rows nothing but commas is asked, the odd ones want lower case as well. Rows 0, 7, 15, 22 are asked."""
+    """Rows 0, 7, 15 and 22 are asked: of the even ones nothing but commas, the odd ones want lower case as well."""
     answers = [
         "The river runs past the garden.",
         "the river runs past the garden and the old stone lamp.",
@@ -133,7 +133,8 @@ def aggregates(subjects: list[Loaded], mirror: Path) -> dict[str, float]:
     os.chdir(mirror)
     try:
         lm = adapter.HFAdapter(subjects[0].model, subjects[0].tokenizer)
-        found = simple_evaluate(lm, tasks=["ifeval"], task_manager=manager, samples={"ifeval": [0, 7, 15, 22]}, bootstrap_iters=0)["results"]
+        asked = {"samples": {"ifeval": [0, 7, 15, 22]}, "bootstrap_iters": 0}
+        found = simple_evaluate(lm, tasks=["ifeval"], task_manager=manager, **asked)["results"]
     finally:
         os.chdir(before)
     return {name: value for name, value in found["ifeval"].items() if name.endswith("_acc,none")}
@@ -179,8 +180,11 @@ def test_any_task_of_lm_eval_is_scored_as_lm_eval_scores_it(subject: Loaded, mir
 
 def test_the_last_word_of_a_passage_stands_beside_the_mean(mirror: Path, tmp_path: Path, monkeypatch) -> None:
     """Greedy accuracy and the loss of the right word, paired, resumed from the answers, and in no mean."""
-    models = [Loaded(name, tiny.model("llama", seed=seed, vocab_size=400), eval_data.tokenizer()) for seed, name in
-              enumerate(("original", "student"))]  # fmt: skip
+    shape = {"vocab_size": 400, "max_position_embeddings": 512}
+    models = [
+        Loaded(name, tiny.model("llama", seed=seed, **shape), eval_data.tokenizer())
+        for seed, name in enumerate(("original", "student"))
+    ]
     ask = {"tasks": ["lambada_openai", "piqa"], "data_mirror": mirror, "log_samples": True, "out": tmp_path}
     rows = evaluate_models(models[1:], baseline=models[0], **ask)
     mine = [row for row in rows if row["model"] == "student"]
@@ -190,7 +194,7 @@ def test_the_last_word_of_a_passage_stands_beside_the_mean(mirror: Path, tmp_pat
     answers = [sample["filtered_resps"][0] for sample in logged]
     assert [row["items"] for row in mine[:2]] == [[float(g) for _, g in answers], [-log for log, _ in answers]]
     passage = json.loads((mirror / "EleutherAI/lambada_openai/default/test.jsonl").read_text().splitlines()[0])["text"]
-    assert logged[0]["arguments"][0] == passage.rsplit(" ", 1)[:1] + [" " + passage.rsplit(" ", 1)[1]]
+    assert logged[0]["arguments"][0] == [passage.rsplit(" ", 1)[0], " " + passage.split()[-1]]
     (student,) = compare_models(rows)
     assert [task.beside for task in student.tasks] == [True, False]
     (loss,) = student.losses
