@@ -93,8 +93,8 @@ def evaluate_models(
         versions, seconds``. A task such as LAMBADA has two, the second one for the loss of the right answer.
         ``value`` is a fraction (or a loss in nats per token or answer, or a perplexity); ``items`` holds the results of
         the single questions in a fixed order, by which ``compare_models`` pairs models. ``path`` is the model's
-        absolute path, or its hub id; None for a model in memory. ``wire`` holds the formats of quantised communication, which
-        are a part of the model's name too; None without any.
+        absolute path, or its hub id; None for a model in memory. ``wire`` holds the formats of quantised communication,
+        which are a part of the model's name too; None without any.
 
     Raises:
         ConfigError: a suite or task is unknown, a task cannot run here, two models have the same name, or samples are

@@ -9,7 +9,7 @@ import pytest
 
 from fcsd.errors import ConfigError, VerdictError
 from fcsd.eval.compare import NO, UNDECIDED, YES, Difference, Requirement, compare_models, not_above_chance
-from fcsd.eval.statistics import estimate, paired_difference, share_recovered
+from fcsd.eval.statistics import estimate, paired_difference, share_recovered, spread
 from fcsd.eval.tables import difference_table, plain_table, report, table_1
 
 
@@ -19,6 +19,15 @@ def test_stderr_of_a_mean_is_the_usual_one():
     assert value == 0.6
     assert stderr == pytest.approx(math.sqrt(0.3 / 5))
     assert math.isnan(estimate([1.0])[1])
+
+
+def test_some_questions_of_many_are_spread_evenly():
+    assert spread(10, None) == spread(10, 10) == spread(10, 99) == list(range(10))
+    for total, limit in ((10, 3), (10, 7), (10042, 1000)):
+        chosen = spread(total, limit)
+        assert len(set(chosen)) == limit and chosen == sorted(chosen) and chosen[-1] < total
+        steps = {after - before for before, after in zip(chosen, [*chosen[1:], total], strict=True)}
+        assert max(steps) - min(steps) <= 1
 
 
 def test_standard_errors_describe_repeated_experiments():
@@ -254,7 +263,7 @@ def test_report_writes_tables_and_a_picture(tmp_path):
     report(rows, tmp_path, comparisons)
     assert "| teacher   | 80.0 | 80.0 | 80.0 | 2.003         |" in table_1(rows)
     text = plain_table(rows)
-    assert "| A                  | acc           | 1000 | 80.0 ± 1.3" in text
+    assert "| A             | acc           | 1000 | 80.0 ± 1.3" in text
     written = (tmp_path / "table.md").read_text()
     assert "student within 1 points of teacher: no" in written
     assert difference_table(comparisons, 1.0) in written
