@@ -32,8 +32,10 @@ SLOTS = 3  # pairs of buffers for moments on their way; that of ``fcsd.distill.o
 CONTEXT = int(0.8 * GIB)  # CUDA context, kernels, cuBLAS workspaces
 # NCCL's buffers of one process group. There are up to three: all ranks, expert-parallel, expert-data-parallel.
 COMMUNICATOR = int(0.5 * GIB)
-# Share of the memory that is allocated and freed within a step: blocks that the caching allocator cannot reuse.
+# Share of the memory that is allocated and freed within a step: blocks that the caching allocator cannot reuse. Under
+# ZeRO-3, which gathers and frees tensors of many sizes, it was about all of it in the one measured run.
 SLACK = 0.1
+SLACK_ZERO_3 = 1.0
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,13 @@ class Memory:
     Attributes:
         context: bytes of the CUDA context, of NCCL's buffers and of the buffers that rows are received into.
         usable: bytes that the GPU has for the run.
+        slack_share: ``SLACK`` or ``SLACK_ZERO_3``.
     """
 
     moments: tuple[Moment, ...]
     context: int
     usable: int
+    slack_share: float = SLACK
 
     @property
     def peak(self) -> Moment:
@@ -82,7 +86,7 @@ class Memory:
     def slack(self) -> int:
         """Bytes that the caching allocator holds and cannot reuse, estimated from the peak."""
         peak = self.peak
-        return int(SLACK * (peak.total - peak.weights - peak.optimizer - peak.teacher))
+        return int(self.slack_share * (peak.total - peak.weights - peak.optimizer - peak.teacher))
 
     @property
     def total(self) -> int:
@@ -271,7 +275,8 @@ def memory(
         # largest exchange.
         buffers = copies.BUFFERS * copies.SLACK * rows * model.hidden * setup.width
         context += int(sharded * buffers)
-    return Memory(moments(model, teacher, layers, setup), context, int(USABLE * hardware.memory * GIB))
+    share = SLACK_ZERO_3 if setup.zero_stage == 3 else SLACK
+    return Memory(moments(model, teacher, layers, setup), context, int(USABLE * hardware.memory * GIB), share)
 
 
 def host_bytes(model: ModelNumbers, setup: Setup) -> int:

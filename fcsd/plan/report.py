@@ -96,7 +96,7 @@ def _costs(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("assumed", f"the GPU with the most rows for its experts receives {setup.imbalance:g}x the mean"))
     if setup.zero_stage == 3:
         rates = f"{GATHER['inside'] / 1e9:g} GB/s inside a node, {GATHER['between'] / 1e9:g} GB/s between nodes"
-        rows.append(("assumed", f"for the weights that ZeRO-3 gathers: {rates}; no run has measured it"))
+        rows.append(("assumed", f"for the weights that ZeRO-3 gathers: {rates}; one run has measured the first"))
     if setup.offload != "none":
         rates = f"{BUS / 1e9:g} GB/s between GPU and host, {HOST / 1e9:g} GB/s of a node's memory"
         measured = "one run has measured the first" if setup.offload == "moments" else "no run has measured it"

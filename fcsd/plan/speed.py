@@ -67,8 +67,8 @@ UPDATE_ALONE = 6.92e-12
 ROUND = 19e-12
 
 # Bytes per second at which a GPU receives the weights that ZeRO-3 gathers: from the GPUs of its node, and from others.
-# Both values are assumed, and so is that the transfer runs beside the computation: the longer of them counts.
-GATHER = {"inside": 300e9, "between": 40e9}
+# The first is what one run on two H100s waited for, in addition to the computation; the second is assumed.
+GATHER = {"inside": 58e9, "between": 40e9}
 
 # Bytes per second that a node writes into a checkpoint, bytes per second that each process copies to host memory, and
 # seconds that a benchmark needs for one score. These values are assumed, not measured.
@@ -234,12 +234,13 @@ def gather_seconds(model: ModelNumbers, teacher: ModelNumbers, setup: Setup, gpu
     if setup.zero_stage < 3:
         return 0.0
     received = 3 * model.total + (teacher.total if setup.teacher != "none" else 0)
-    return setup.width * received / GATHER["inside" if setup.world <= gpus else "between"]
+    share = (setup.world - 1) / setup.world  # a GPU has its own part
+    return share * setup.width * received / GATHER["inside" if setup.world <= gpus else "between"]
 
 
 def step_seconds(model: ModelNumbers, teacher: ModelNumbers, setup: Setup, gpus: int = 8) -> float:
     """Seconds of a step: all its micro-batches, and the optimizer; see ``update_seconds``."""
-    passes = max(*micro_batch_seconds(model, teacher, setup), gather_seconds(model, teacher, setup, gpus))
+    passes = max(*micro_batch_seconds(model, teacher, setup)) + gather_seconds(model, teacher, setup, gpus)
     return setup.accumulation * passes + update_seconds(model, setup, gpus)
 
 

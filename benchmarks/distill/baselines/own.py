@@ -59,15 +59,17 @@ def _take(setting: Setting, watch: Watch, training: Training) -> float:
         watch.weights = sum(parameter.nbytes for parameter in training.model.parameters())
         training = replace(training, engine=cast(TrainEngine, _Weighed(training.engine, watch)))
     loss = float("nan")
-    with feeding(setting.rows, recipe, world, 1, watch.steps, training.source) as feed:
-        for step in range(1, watch.steps + 1):
-            micros = feed.take()
-            watch.waited = feed.waited
-            launched = launch_step(training, micros, recipe, world, step)
-            if step == 1:
-                loss = launched.metrics()["loss"]
-            watch.ended(step)
-    training.engine.destroy()
+    try:
+        with feeding(setting.rows, recipe, world, 1, watch.steps, training.source) as feed:
+            for step in range(1, watch.steps + 1):
+                micros = feed.take()
+                watch.waited = feed.waited
+                launched = launch_step(training, micros, recipe, world, step)
+                if step == 1:
+                    loss = launched.metrics()["loss"]
+                watch.ended(step)
+    finally:  # DeepSpeed would keep the memory of a step that did not end
+        training.engine.destroy()
     return loss
 
 
