@@ -111,17 +111,18 @@ class Comparison:
 
     def sentence(self, margin: float) -> str:
         """The verdict in words. It names every task that is shown to be further below."""
-        if self.overall is None:
-            if any(task.at_chance for task in self.tasks):
-                return f"{self.model}: {self.baseline} is not above chance on any benchmark, so none can tell"
-            return f"{self.model}: no benchmark of a mean to compare on"
         overall = self.overall
-        verdict = overall.verdict(margin)
-        points = f"{overall.points:+.1f} ± {overall.stderr:.1f}"
-        bounds = {YES: [f"at least {overall.low:+.2f}"], NO: [f"at most {overall.high:+.2f}"]}
-        bound = " and ".join(bounds.get(verdict, [*bounds[YES], *bounds[NO]]))
-        text = f"{self.model} within {margin:g} points of {self.baseline}: {verdict} ({points})"
-        text += f", {bound} with 95 % confidence"
+        if overall is not None:
+            verdict = overall.verdict(margin)
+            points = f"{overall.points:+.1f} ± {overall.stderr:.1f}"
+            bounds = {YES: [f"at least {overall.low:+.2f}"], NO: [f"at most {overall.high:+.2f}"]}
+            bound = " and ".join(bounds.get(verdict, [*bounds[YES], *bounds[NO]]))
+            text = f"{self.model} within {margin:g} points of {self.baseline}: {verdict} ({points})"
+            text += f", {bound} with 95 % confidence"
+        elif any(task.at_chance for task in self.tasks):
+            text = f"{self.model}: {self.baseline} is not above chance on any benchmark, so none can tell"
+        else:
+            text = f"{self.model}: no benchmark that counts in the mean"
         if below := self.further_below(margin):
             named = ", ".join(f"{task.column} ({task.points:+.1f})" for task in below)
             text += f"; further below on {named}"

@@ -128,14 +128,30 @@ def test_a_mirror_of_passages_is_read_by_the_task_of_lm_eval(
     assert heal.tasks_of(tmp_path) == heal.TASKS
 
 
+def test_the_figures_of_the_last_words_are_those_of_the_raw_files(repo: Path) -> None:
+    stored, whole = json.loads((repo / page.PASSAGES).read_text()), page.read(repo)[0]
+    text = " ".join((repo / page.PAGE).read_text().split())
+    original = stored["scores"]["original"]["lambada_openai"]
+    assert f"of {original['n']} LAMBADA-like passages" in text
+    assert f"{stored['scores']['original']['Held-out loss']['n']} documents" in text
+    lost = [found["tasks"][0] for found in stored["differences"]]
+    said = " and ".join(f"{-task['points']:.1f} ± {task['stderr']:.1f}" for task in lost)
+    means = [page.mean_difference(whole, f"ladder-{name}-untrained") for name in ("half-both-41m", "auto-both-100m")]
+    mean = " and ".join(f"{-points:.1f} ± {error:.1f}" for points, error in means)
+    assert f"cost {said} points of it, and {mean} points of the mean" in text
+    alone = stored["last_sentence"]["scores"]["original"]["lambada_openai"]
+    last, passage = (f"{100 * score['value']:.1f} %" for score in (alone, original))
+    assert f"writes {last} of the last words, and from the whole passage {passage}" in text
+
+
 def test_what_stands_beside_the_mean_is_shown_where_a_raw_file_has_it(repo: Path) -> None:
     (whole, stored) = page.read(repo)[0], json.loads((repo / page.PASSAGES).read_text())
     before, columns = page.scores(whole), [name for name in page.beside(stored).split("|")[2:-1:2]]
     assert len(page.beside(stored).splitlines()) == 2 + len(stored["scores"]) and len(columns) >= 3
-    name = whole["differences"][0]["model"]
+    original, name = page.baseline_of(whole), whole["differences"][0]["model"]
     loss = {"column": "lambada_openai loss", "nats": 0.25, "stderr": 0.01, "unit": "answer"}
     whole["differences"][0]["perplexities"] = [loss]
-    for model, value in ((page.baseline_of(whole), 2.0), (name, 2.25)):
+    for model, value in ((original, 2.0), (name, 2.25)):
         whole["scores"][model]["lambada_openai loss"] = {
             "value": value,
             "stderr": 0.1,
@@ -143,7 +159,7 @@ def test_what_stands_beside_the_mean_is_shown_where_a_raw_file_has_it(repo: Path
             "metric": "nll_per_answer",
         }
     whole["differences"] = whole["differences"][:1]
-    whole["scores"] = {model: whole["scores"][model] for model in (page.baseline_of(whole), name)}
+    whole["scores"] = {model: whole["scores"][model] for model in (original, name)}
     first, beside = page.scores(whole).split("\n\n")
     assert set(first.splitlines()) <= set(before.splitlines()), "the mean and its table stay the same"
     assert beside.splitlines()[2:] == ["| original | 2.000 |  |", f"| {name} | 2.250 | +0.250 ± 0.010 |"]
