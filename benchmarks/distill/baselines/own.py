@@ -7,9 +7,9 @@ import torch
 from benchmarks.distill.baselines.setting import Setting, Watch
 
 from fcsd.config import Adapter
-from fcsd.distill.adapters.adapt import adapt
 from fcsd.distill.experts.expert_parallel import wire_sharded
 from fcsd.distill.optim import update
+from fcsd.distill.parts.chosen import train_parts
 from fcsd.distill.prepare import share_weights
 from fcsd.distill.step.engine import Training, build_training
 from fcsd.distill.step.feed import feeding
@@ -38,9 +38,9 @@ def distill_adapters(setting: Setting, watch: Watch) -> float:
     train = recipe.train.model_copy(update={"adapter": Adapter()})
     recipe = recipe.model_copy(update={"train": train})
     model = setting.new_student()
-    adapted = adapt(model, recipe, choose(model, Adapter().targets, recipe.optim.train))
-    training = build_training(model, TeacherSource(), recipe, setting.world, adapters=adapted)
-    return _take(setting, watch, replace(training, source=share_weights(adapted, recipe)))
+    parts = train_parts(model, recipe, choose(model, Adapter().targets, recipe.optim.train))
+    training = build_training(model, TeacherSource(), recipe, setting.world, parts=parts)
+    return _take(setting, watch, replace(training, source=share_weights(parts, recipe)))
 
 
 def _full(setting: Setting, by_zero: bool = False) -> Training:
