@@ -166,6 +166,10 @@ def _wikitext(rng: random.Random, i: int) -> dict:
     return {"page": _sentence(rng, 40)}
 
 
+def _lambada(rng: random.Random, i: int) -> dict:
+    return {"text": _sentence(rng, 12)}
+
+
 def _dataset(root: Path, name: str, configs: dict[str, dict[str, list[dict]]]) -> None:
     """Write one data set: ``configs`` maps configuration -> split -> rows."""
     lines = ["---", "configs:"]
@@ -188,7 +192,7 @@ def mmlu_subjects() -> list[str]:
 
 
 def write_mirror(root: Path, rows: int = 8, seed: int = 0) -> Path:
-    """Write the data of every suite except EvalPlus' files. The same seed gives the same data."""
+    """Write the data of every suite except EvalPlus' files, and LAMBADA's. The same seed gives the same data."""
     rng = random.Random(seed)
 
     def splits(make, *names: str, n: int = rows) -> dict[str, list[dict]]:
@@ -212,6 +216,7 @@ def write_mirror(root: Path, rows: int = 8, seed: int = 0) -> Path:
     _dataset(root, "EleutherAI/wikitext_document_level", wikitext)
     mmlu = {s: splits(_mmlu, "test", n=2) | splits(_mmlu, "dev", n=5) for s in mmlu_subjects()}
     _dataset(root, "cais/mmlu", mmlu)
+    _dataset(root, "EleutherAI/lambada_openai", {"default": splits(_lambada, "test")})
     return root
 
 

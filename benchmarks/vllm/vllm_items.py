@@ -29,7 +29,7 @@ from fcsd.eval.code.sandbox import find_sandbox  # noqa: E402
 from fcsd.eval.engines.adapter import HFAdapter  # noqa: E402
 from fcsd.eval.evalplus_tasks import EvalPlusTask, evalplus_result  # noqa: E402
 from fcsd.eval.suite import EVALPLUS, SANDBOX, select_any  # noqa: E402
-from fcsd.eval.tasks import load_tasks, task_result  # noqa: E402
+from fcsd.eval.tasks import load_tasks, task_results  # noqa: E402
 from fcsd.models.build import load_model  # noqa: E402
 
 MIRROR = ROOT / "assets" / "mirror"
@@ -90,8 +90,11 @@ def run_tasks(adapter: HFAdapter, limit: int | None, tasks: list[str] | None, mi
     items = {}
     with load_tasks(chosen, mirror) as loaded:
         for task in loaded:
-            run = evalplus_result if isinstance(task, EvalPlusTask) else task_result
-            result = run(task, adapter, limit)  # type: ignore[operator]
+            result = (
+                evalplus_result(task, adapter, limit)
+                if isinstance(task, EvalPlusTask)
+                else task_results(task, adapter, limit)[0]
+            )
             items[result["column"]] = [float(item) for item in result["items"]]
             print(f"{result['column']}: {result['value']:.3f} of {result['n']}", flush=True)
     return items

@@ -52,8 +52,8 @@ DataMirror = Annotated[
 HeldOut = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE",
-        help="Measure the loss on this text or token ids (column input_ids), too: .jsonl, .jsonl.gz or .parquet.",
+        metavar="FILE|DIR",
+        help="Measure the loss on this text or token ids (column input_ids), too: .jsonl, .jsonl.gz or .parquet files.",
     ),
 ]
 Limit = Annotated[
@@ -61,8 +61,8 @@ Limit = Annotated[
     typer.Option(
         min=1,
         metavar="N",
-        help="Use only N questions of every benchmark, spread evenly over its tasks; sweep-layers also N documents of "
-        "its text.",
+        help="Use only N questions of every benchmark, spread evenly over its tasks and over each task; sweep-layers "
+        "also N documents of its text.",
     ),
 ]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="The most sequences in one forward pass.")]

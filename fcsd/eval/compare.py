@@ -3,7 +3,8 @@
 Two models that answered the same questions are compared by their differences per question. These vary several times
 less than either score does. The verdict follows from the bounds of ``bounds.py``.
 
-A benchmark on which the baseline is not above chance measures nothing. It is named, and left out of the mean.
+A benchmark on which the baseline is not above chance measures nothing. It is named, and left out of the mean. A
+benchmark that stands beside the mean, such as LAMBADA, has a verdict of its own and is left out of it, too.
 
 A task whose questions give partial credit (IFEval aggregated) has a verdict too; ``bounds.py`` says how. Losses and
 perplexities have none: they are not counted in points, and are compared in nats.
@@ -18,7 +19,7 @@ from typing import Any
 from fcsd.errors import ConfigError, VerdictError
 from fcsd.eval.bounds import Counts, count, mean_bounds, task_bounds
 from fcsd.eval.perplexity import HELD_OUT
-from fcsd.eval.results import PERPLEXITIES, Result, is_accuracy
+from fcsd.eval.results import PERPLEXITIES, UNITS, Result, in_mean, is_accuracy
 from fcsd.eval.statistics import Item, paired_difference, share_recovered
 
 YES, NO, UNDECIDED = "yes", "no", "not enough samples"
@@ -39,6 +40,7 @@ class Difference:
             because nobody knows then what was lost, for that conversion itself, and where the baseline is within two
             standard errors of the floor. For ``Avg``, it is the mean over the benchmarks that have a recovery.
         at_chance: whether the baseline is not above chance, so that the benchmark is not in ``Avg``.
+        beside: whether the benchmark stands beside ``Avg``, whatever the baseline's score is.
     """
 
     column: str
@@ -48,6 +50,7 @@ class Difference:
     high: float
     recovery: Estimate | None = None
     at_chance: bool = False
+    beside: bool = False
 
     def verdict(self, margin: float) -> str:
         """Whether the model is at most ``margin`` points below its baseline: yes, no or not enough samples.
@@ -65,7 +68,7 @@ class LossDifference:
 
     Attributes:
         column: the text.
-        nats: the difference, in nats per ``unit`` (token, word or byte); positive where the model is worse.
+        nats: the difference, in nats per ``unit`` (token, word, byte or answer); positive where the model is worse.
         stderr: its paired standard error, from text to text.
         recovery: the share of the untrained conversion's increase in loss that training removed, with its standard
             error.
@@ -87,7 +90,7 @@ class Comparison:
         overall: the mean with equal weights, as Table 1's Avg, over those of them on which the baseline is above
             chance; None if there are none.
         loss: the difference in held-out loss; None without a held-out text.
-        perplexities: the benchmarks that are perplexities, as differences in loss.
+        perplexities: the benchmarks that are perplexities or losses, as differences in loss.
     """
 
     model: str
@@ -97,28 +100,36 @@ class Comparison:
     loss: LossDifference | None
     perplexities: tuple[LossDifference, ...] = ()
 
+    @property
+    def losses(self) -> tuple[LossDifference, ...]:
+        """All differences in loss, that of the held-out text last."""
+        return self.perplexities if self.loss is None else (*self.perplexities, self.loss)
+
     def further_below(self, margin: float) -> list[Difference]:
         """The tasks shown to be more than ``margin`` points below the baseline, the lowest first."""
         return sorted((task for task in self.tasks if task.verdict(margin) == NO), key=lambda task: task.points)
 
     def sentence(self, margin: float) -> str:
         """The verdict in words. It names every task that is shown to be further below."""
-        if self.overall is None:
-            if self.tasks:
-                return f"{self.model}: {self.baseline} is not above chance on any benchmark, so none can tell"
-            return f"{self.model}: no benchmark to compare on"
         overall = self.overall
-        verdict = overall.verdict(margin)
-        points = f"{overall.points:+.1f} ± {overall.stderr:.1f}"
-        bounds = {YES: [f"at least {overall.low:+.2f}"], NO: [f"at most {overall.high:+.2f}"]}
-        bound = " and ".join(bounds.get(verdict, [*bounds[YES], *bounds[NO]]))
-        text = f"{self.model} within {margin:g} points of {self.baseline}: {verdict} ({points})"
-        text += f", {bound} with 95 % confidence"
+        if overall is not None:
+            verdict = overall.verdict(margin)
+            points = f"{overall.points:+.1f} ± {overall.stderr:.1f}"
+            bounds = {YES: [f"at least {overall.low:+.2f}"], NO: [f"at most {overall.high:+.2f}"]}
+            bound = " and ".join(bounds.get(verdict, [*bounds[YES], *bounds[NO]]))
+            text = f"{self.model} within {margin:g} points of {self.baseline}: {verdict} ({points})"
+            text += f", {bound} with 95 % confidence"
+        elif any(task.at_chance for task in self.tasks):
+            text = f"{self.model}: {self.baseline} is not above chance on any benchmark, so none can tell"
+        else:
+            text = f"{self.model}: no benchmark that counts in the mean"
         if below := self.further_below(margin):
             named = ", ".join(f"{task.column} ({task.points:+.1f})" for task in below)
             text += f"; further below on {named}"
         if unknown := [task.column for task in self.tasks if task.at_chance]:
             text += f"; not counted, because {self.baseline} is not above chance: {', '.join(unknown)}"
+        if beside := [f"{task.column} ({task.points:+.1f} ± {task.stderr:.1f})" for task in self.tasks if task.beside]:
+            text += f"; beside the mean: {', '.join(beside)}"
         return text
 
     def to_json(self, margin: float) -> dict[str, Any]:
@@ -208,10 +219,16 @@ def compare_models(results: Sequence[Result], *, untrained: str | None = None) -
 
 
 def not_above_chance(result: Result) -> bool:
-    """Whether a score is at most two standard errors above the score of guessing, where that is known."""
+    """Whether a score is at most two standard errors above the score of guessing, where that is known.
+
+    The error is the score's own, or that of guessing if it is larger: a few answers that are all right have no spread.
+    One answer shows nothing.
+    """
     if result["chance"] is None:
         return False
-    return bool(result["value"] - result["chance"] / 100 <= 2 * result["stderr"])  # lm-eval's values are numpy's
+    chance = result["chance"] / 100
+    error = max(result["stderr"], math.sqrt(chance * (1 - chance) / result["n"]))  # NaN for one answer
+    return not result["value"] - chance > 2 * error
 
 
 def _compare(model: dict[str, Result], baseline: dict[str, Result], floor: dict[str, Result]) -> Comparison:
@@ -224,9 +241,11 @@ def _compare(model: dict[str, Result], baseline: dict[str, Result], floor: dict[
     counts = [count(result["items"], reference["items"]) for result, reference, _ in scored]
     tasks = tuple(_points(*three, counted) for three, counted in zip(scored, counts, strict=True))
     held_out = [_loss(*three) for three in results if three[0]["column"] == HELD_OUT]
-    perplexities = tuple(_loss(*three) for three in results if three[0]["metric"] in PERPLEXITIES)
+    perplexities = tuple(
+        _loss(*three) for three in results if not is_accuracy(three[0]) and three[0]["column"] != HELD_OUT
+    )
     name, reference = (next(iter(m.values()))["model"] for m in (model, baseline))
-    told = [(task, counted) for task, counted in zip(tasks, counts, strict=True) if not task.at_chance]
+    told = [both for both in zip(tasks, counts, strict=True) if not both[0].at_chance and not both[0].beside]
     overall = _overall(*zip(*told, strict=True)) if told else None
     return Comparison(name, reference, tasks, overall, held_out[0] if held_out else None, perplexities)
 
@@ -251,9 +270,9 @@ def _points(result: Result, baseline: Result, floor: Result | None, counts: Coun
     stderr = max(stderr, resolution)
     recovery = None if floor is None else _recovery(result, baseline, floor, resolution)
     low, high = task_bounds(counts)
-    return Difference(
-        result["column"], 100 * difference, 100 * stderr, 100 * low, 100 * high, recovery, not_above_chance(baseline)
-    )
+    points, error, low, high = (100 * share for share in (difference, stderr, low, high))
+    beside = not in_mean(result)
+    return Difference(result["column"], points, error, low, high, recovery, not_above_chance(baseline), beside)
 
 
 def _recovery(result: Result, baseline: Result, floor: Result, resolution: float) -> Estimate | None:
@@ -270,18 +289,17 @@ def _recovery(result: Result, baseline: Result, floor: Result, resolution: float
 
 
 def _loss(result: Result, baseline: Result, floor: Result | None) -> LossDifference:
-    items, reference = _nats(result), _nats(baseline)
+    items, reference = nats(result), nats(baseline)
     difference, stderr = paired_difference(items, reference)
     recovery = None
     if floor is not None:
-        lost, noise = paired_difference(_nats(floor), reference)
+        lost, noise = paired_difference(nats(floor), reference)
         if lost > 2 * noise:
-            recovery = share_recovered(items, reference, _nats(floor))
-    unit = PERPLEXITIES.get(result["metric"], "token")
-    return LossDifference(result["column"], difference, unit, stderr, recovery)
+            recovery = share_recovered(items, reference, nats(floor))
+    return LossDifference(result["column"], difference, UNITS[result["metric"]], stderr, recovery)
 
 
-def _nats(result: Result) -> list[Item]:
+def nats(result: Result) -> list[Item]:
     """The loss of every document in nats, with its number of tokens, words or bytes."""
     if result["metric"] not in PERPLEXITIES:
         return result["items"]

@@ -19,7 +19,7 @@ from fcsd.eval.code.judge import Problem, pass_at_1
 from fcsd.eval.code.problems import load_evalplus
 from fcsd.eval.code_tasks import TIMEOUT_S, judged
 from fcsd.eval.engines.interface import Adapter
-from fcsd.eval.statistics import estimate
+from fcsd.eval.statistics import estimate, spread
 from fcsd.eval.suite import Benchmark
 from fcsd.foreign_errors import reason_of
 
@@ -108,7 +108,7 @@ def evalplus_result(
     """
     from lm_eval.api.instance import Instance
 
-    row, problems = task.row, task.problems[:limit]
+    row, problems = task.row, [task.problems[i] for i in spread(len(task.problems), limit)]
     bare = [problem.prefix.strip() + "\n" for problem in problems]
     chat = row.chat and lm.tokenizer.chat_template is not None
     prompts = [_chat_prompt(prompt, lm) for prompt in bare] if chat else bare
@@ -147,6 +147,7 @@ def evalplus_result(
         "stderr": stderr,
         "n": len(items),
         "chance": row.chance,
+        "beside": row.beside,
         "items": items,
         "settings": used,
         "settings_sha256": json_sha256(used),

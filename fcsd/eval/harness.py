@@ -29,8 +29,9 @@ from fcsd.eval.engines.quantised import over
 from fcsd.eval.evalplus_tasks import EvalPlusTask, evalplus_result
 from fcsd.eval.perplexity import HELD_OUT, HeldOut, held_out_result
 from fcsd.eval.results import COMPARISON, Result, ResultFile, shown, write_samples
+from fcsd.eval.statistics import spread
 from fcsd.eval.suite import EVALPLUS, SANDBOX, select_any
-from fcsd.eval.tasks import LoadedTask, limit_of_each, load_tasks, task_result
+from fcsd.eval.tasks import LoadedTask, asked_of_each, load_tasks, task_results
 from fcsd.launch.shared_work import ALONE, Team
 
 # The time for which a rank waits for the others, which may be judging programs or still be generating.
@@ -77,8 +78,8 @@ def evaluate_models(
             the engine's quantised wire, and may then be one of ``models`` too.
         data_mirror: a directory of data sets under their hub names; None for the hub and its cache.
         held_out: a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` text for one more result, the held-out loss; or a
-            ``.parquet`` file of token ids.
-        limit: score only so many questions of every benchmark; a group of tasks takes the first ones of each task.
+            ``.parquet`` file of token ids; or a folder with files of either kind.
+        limit: score only so many questions of every benchmark, spread evenly over its tasks and over each task.
         engine: how the models are run. Of models in memory, only limits, ``generation`` and ``quantised`` are used.
         out: a directory for one ``<model>.json`` each. Answers are kept there too: an evaluation that was killed and
             is started again repeats none of them.
@@ -88,12 +89,12 @@ def evaluate_models(
 
     Returns:
         One result per model and task: ``model, path, suite, baseline, column, task, metric, filter, value, stderr, n,
-        chance, items, settings, settings_sha256, data_sha256, data_files, sandbox, engine, wire, wire_sha256, versions,
-        seconds``.
-        ``value`` is a fraction (or a loss in nats per token, or a perplexity); ``items`` holds the results of the
-        single questions in a fixed order, by which ``compare_models`` pairs models. ``path`` is the model's absolute
-        path, or its hub id; None for a model in memory. ``wire`` holds the formats of quantised communication, which
-        are a part of the model's name too; None without any.
+        chance, beside, items, settings, settings_sha256, data_sha256, data_files, sandbox, engine, wire, wire_sha256,
+        versions, seconds``. A task such as LAMBADA has two, the second one for the loss of the right answer.
+        ``value`` is a fraction (or a loss in nats per token or answer, or a perplexity); ``items`` holds the results of
+        the single questions in a fixed order, by which ``compare_models`` pairs models. ``path`` is the model's
+        absolute path, or its hub id; None for a model in memory. ``wire`` holds the formats of quantised communication,
+        which are a part of the model's name too; None without any.
 
     Raises:
         ConfigError: a suite or task is unknown, a task cannot run here, two models have the same name, or samples are
@@ -121,7 +122,8 @@ def evaluate_models(
     with preserved_rng(), load_tasks(chosen, mirror) as loaded_tasks:
         if any(benchmark.harness in (SANDBOX, EVALPLUS) for benchmark in chosen):  # refused before hours of work
             team.on_first(lambda: find_sandbox(accept_unsafe_exec=accept_unsafe_exec))
-        total = len(ordered) * (len(loaded_tasks) + (text is not None))
+        lost = sum(isinstance(task, LoadedTask) and bool(task.benchmark.loss) for task in loaded_tasks)
+        total = len(ordered) * (len(loaded_tasks) + lost + (text is not None))
         if team.leads:
             log.info("%s", announcement(len(ordered), loaded_tasks, text, limit))
         for name, model, own in ordered:
@@ -257,7 +259,7 @@ def _results(
         if isinstance(task, EvalPlusTask):
             yield evalplus_result(task, lm, limit, accept_unsafe_exec)
         else:
-            yield task_result(task, lm, limit, accept_unsafe_exec)
+            yield from task_results(task, lm, limit, accept_unsafe_exec)
     if text is not None:
         yield held_out_result(text, lm)
 
@@ -269,12 +271,10 @@ def announcement(
     counts: dict[str, tuple[int, str]] = {}
     for task in tasks:
         if isinstance(task, EvalPlusTask):
-            counts[task.row.column] = len(task.problems[:limit]), ""
+            counts[task.row.column] = len(spread(len(task.problems), limit)), ""
         else:
-            each = [len(leaf.eval_docs) for leaf in task.lm_eval["tasks"].values()]
-            most = limit_of_each(limit, len(each))
-            taken = sum(size if most is None else min(size, most) for size in each)
-            counts[task.benchmark.column] = taken, f" in {len(each)} tasks" if len(each) > 1 else ""
+            each = asked_of_each(task, limit).values()
+            counts[task.benchmark.column] = sum(map(len, each)), f" in {len(each)} tasks" if len(each) > 1 else ""
     parts = [f"{column} {count:,}{where}" for column, (count, where) in counts.items()]
     if text is not None:
         parts.append(f"{HELD_OUT} {len(text.texts):,}")

@@ -15,19 +15,31 @@ if TYPE_CHECKING:
 
 HELD_OUT = "Held-out loss"
 COLUMN = "text"  # of a file of documents
+KINDS = (".jsonl", ".jsonl.gz", ".parquet")
 IDS = "input_ids"  # of a file of documents that are tokenised already, as `fcsd write` leaves them
 
 
 class HeldOut:
-    """A held-out text: its documents, and the file that they came from.
+    """A held-out text: its documents, and the files that they came from.
 
-    The documents are token ids if the file is a ``.parquet`` one with the column ``input_ids`` and without ``text``.
+    The path is a file, or a folder with such files. The documents are token ids if the files are ``.parquet`` ones with
+    the column ``input_ids`` and without ``text``.
+
+    Raises:
+        BadInputError: as ``read_texts``; or a folder has no such file, or has texts and token ids.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        ids = _token_ids(path) if path.suffix == ".parquet" and path.exists() else None
-        self.texts: list[str] | list[list[int]] = read_texts(path) if ids is None else ids
+        self.files = [path]
+        if path.is_dir():
+            self.files = sorted(file for file in path.iterdir() if file.name.endswith(KINDS))
+            if not self.files:
+                raise BadInputError(f"{path}: this folder has no file that ends with {', '.join(KINDS)}")
+        ids = [_token_ids(file) if file.suffix == ".parquet" and file.exists() else None for file in self.files]
+        parts = [part for part in ids if part is not None] or [read_texts(file) for file in self.files]
+        if len(parts) < len(self.files):
+            raise BadInputError(f"{path}: some files of this folder have texts, and others token ids", "Part them.")
+        self.texts: list[str] | list[list[int]] = [document for part in parts for document in part]  # type: ignore
 
 
 def read_texts(path: Path) -> list[str]:
@@ -39,7 +51,7 @@ def read_texts(path: Path) -> list[str]:
     """
     if not path.exists():
         raise BadInputError(f"{path}: there is no such text file")
-    if not path.name.endswith((".jsonl", ".jsonl.gz", ".parquet")):
+    if not path.name.endswith(KINDS):
         raise BadInputError(f"{path}: a text file must be .jsonl, .jsonl.gz or .parquet")
     try:
         texts = _of_parquet(path) if path.suffix == ".parquet" else _of_lines(path)
@@ -135,10 +147,11 @@ def held_out_result(text: HeldOut, lm: "Adapter") -> dict[str, Any]:
         "stderr": stderr,
         "n": len(items),
         "chance": None,
+        "beside": True,
         "items": items,
         "settings": settings,
         "settings_sha256": json_sha256(settings),
         "data_sha256": json_sha256(text.texts),
-        "data_files": {text.path.name: file_sha256(text.path)},
+        "data_files": {file.name: file_sha256(file) for file in text.files},
         "sandbox": None,
     }

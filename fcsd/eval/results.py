@@ -23,6 +23,8 @@ _MAX_RESULTS = 4 << 30  # bytes; a file holds every item of every task
 
 # Metrics whose items are (log-likelihood, units), and the unit. Their value is exp(-log-likelihood per unit).
 PERPLEXITIES = {"word_perplexity": "word", "byte_perplexity": "byte"}
+# The metrics that are counted in nats, and per what: losses, and the perplexities by their logarithms.
+UNITS = {"nll_per_token": "token", "nll_per_answer": "answer", **PERPLEXITIES}
 
 
 def read_results(path: Path) -> list[Result]:
@@ -87,7 +89,12 @@ def run_of(model: str) -> Path | None:
 
 def is_accuracy(result: Result) -> bool:
     """Whether the value is a fraction, shown in points; otherwise it is a loss or a perplexity."""
-    return result["metric"] not in (*PERPLEXITIES, "nll_per_token")
+    return result["metric"] not in UNITS
+
+
+def in_mean(result: Result) -> bool:
+    """Whether a benchmark counts in the mean, if the baseline is above chance on it."""
+    return is_accuracy(result) and not result.get("beside", False)  # files of earlier versions do not know the field
 
 
 def is_quantised(result: Result) -> bool:

@@ -30,6 +30,14 @@ def _stderr(pulls: Sequence[float]) -> float:
     return math.sqrt(sum(p * p for p in pulls) / (n - 1) / n) if n > 1 else math.nan
 
 
+def spread(total: int, limit: int | None) -> list[int]:
+    """Which of ``total`` questions are asked if only ``limit`` are: evenly spread ones, in order.
+
+    Data sets have an order: HellaSwag's, for example, begins with a thousand short questions about videos.
+    """
+    return list(range(total)) if limit is None or limit >= total else [i * total // limit for i in range(limit)]
+
+
 def estimate(items: Sequence[Item]) -> tuple[float, float]:
     """``(value, standard error)``; the error of a single item is NaN."""
     ratio, pulls = _influence(items)

@@ -40,7 +40,11 @@ class Benchmark:
         filter: lm-eval's filter, which extracts the answer from the model's text.
         chat: whether the tokenizer's chat template wraps the prompt.
         generation: settings that override the task's own (``max_gen_toks``); None for none.
-        chance: the score of guessing, in points; None where the metric has no such level.
+        chance: the score of guessing, in points; None where the metric has no such level, or where the questions
+            say it by the number of their choices.
+        beside: whether the score stands beside the mean over the tasks.
+        loss: a metric of lm-eval's that logs the log-likelihood of the right answer, which becomes a second result;
+            empty for none.
         published: the original models' points in FarSkip Table 1, in the order of ``TEACHERS``.
     """
 
@@ -55,6 +59,8 @@ class Benchmark:
     chat: bool = False
     generation: dict[str, int] | None = None
     chance: float | None = None
+    beside: bool = False
+    loss: str = ""
     published: tuple[float, float, float] | None = None
 
 

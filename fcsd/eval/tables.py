@@ -7,8 +7,7 @@ from pathlib import Path
 from fcsd import markdown
 from fcsd.disk import write_text
 from fcsd.eval.compare import Comparison, Difference, not_above_chance
-from fcsd.eval.perplexity import HELD_OUT
-from fcsd.eval.results import COMPARISON, Result, is_accuracy, shown
+from fcsd.eval.results import COMPARISON, Result, in_mean, is_accuracy, shown
 
 
 def report(results: Sequence[Result], out: Path, comparisons: Sequence[Comparison], *, margin: float = 1.0) -> None:
@@ -17,7 +16,7 @@ def report(results: Sequence[Result], out: Path, comparisons: Sequence[Compariso
     out.mkdir(parents=True, exist_ok=True)
     data = json.dumps([comparison.to_json(margin) for comparison in comparisons], indent=2)
     write_text(out / COMPARISON, data + "\n")
-    parts = [table_1(results), plain_table(results, comparisons), difference_table(comparisons, margin), *verdicts]
+    parts = [table_1(results), plain_table(results), difference_table(comparisons, margin), *verdicts]
     write_text(out / "table.md", "\n\n".join(filter(None, parts)) + "\n")
     draw_bars(results, out / "bars.png")
 
@@ -25,29 +24,28 @@ def report(results: Sequence[Result], out: Path, comparisons: Sequence[Compariso
 def table_1(results: Sequence[Result]) -> str:
     """Markdown in the layout of FarSkip Table 1: a row per model, a column per benchmark, points.
 
-    Benchmarks on which the baseline is not above chance are marked by a star and left out of the average.
+    Benchmarks on which the baseline is not above chance are marked by a star and left out of the average. What is no
+    part of the average in any case stands behind it.
     """
     columns, models = _axes(results)
     unknown = {result["column"] for result in results if result["baseline"] and not_above_chance(result)}
     cells = {(result["model"], result["column"]): shown(result)[0] for result in results}
-    benchmarks = [column for column in columns if column != HELD_OUT]
-    named = [f"{column}*" if column in unknown else column for column in benchmarks]
-    head = ["Model", *named, "Avg", *columns[len(benchmarks) :]]
+    counted = [column for column in columns if any(in_mean(r) for r in results if r["column"] == column)]
+    beside = columns[len(counted) :]
+    head = ["Model", *(f"{column}*" if column in unknown else column for column in counted), "Avg", *beside]
     body = []
     for model in models:
-        own = [result for result in results if result["model"] == model and is_accuracy(result)]
+        own = [result for result in results if result["model"] == model and in_mean(result)]
         own = [result for result in own if result["column"] not in unknown]
         average = f"{100 * sum(result['value'] for result in own) / len(own):.1f}" if own else "-"
-        scores = [cells[model, column] for column in benchmarks]
-        body.append([model, *scores, average, *(cells[model, c] for c in columns[len(benchmarks) :])])
+        body.append([model, *(cells[model, c] for c in counted), average, *(cells[model, c] for c in beside)])
     return markdown.table(head, body)
 
 
-def plain_table(results: Sequence[Result], comparisons: Sequence[Comparison] = ()) -> str:
+def plain_table(results: Sequence[Result]) -> str:
     """Markdown with a row per benchmark and a column per model, each value with its standard error.
 
-    If models were scored under quantised communication, a row says how many bits per value each direction took. The
-    last row is the share of the untrained conversion's increase in held-out loss that training removed.
+    If models were scored under quantised communication, a row says how many bits per value each direction took.
     """
     columns, models = _axes(results)
     by_cell = {(result["model"], result["column"]): result for result in results}
@@ -58,10 +56,6 @@ def plain_table(results: Sequence[Result], comparisons: Sequence[Comparison] = (
         body.append([column, cells[0]["metric"], str(cells[0]["n"]), *values])
     if any(result.get("wire") is not None for result in results):
         body.append(["Bits as sent", "", "", *(_bits(by_cell[model, columns[0]]) for model in models)])
-    won = {c.model: c.loss.recovery for c in comparisons if c.loss is not None and c.loss.recovery is not None}
-    if won:
-        shares = [_percent(*won[model]) if model in won else "-" for model in models]
-        body.append(["Lost loss won back", "", "", *shares])
     return markdown.table(["Task", "Metric", "n", *models], body)
 
 
@@ -70,18 +64,14 @@ def difference_table(comparisons: Sequence[Comparison], margin: float) -> str:
     recovery ("won back").
 
     The difference is in points from the baseline, with its paired standard error and the verdict against ``margin``;
-    a perplexity's is in nats, without a verdict. The recovery is 0 at the floor (chance or the untrained conversion)
-    and 1 at the baseline. The text is empty if there are no benchmarks.
+    that of a perplexity or a loss is in nats, without a verdict. The recovery is 0 at the floor (chance or the
+    untrained conversion) and 1 at the baseline. Benchmarks beside the mean come after it.
     """
     first = comparisons[0]
-    names = [*(task.column for task in first.tasks), *(["Avg"] if first.overall else [])]
-    names += [f"{loss.column}, nats per {loss.unit}" for loss in first.perplexities]
-    if not names:
-        return ""
+    names = [task.column for task in _points(first)] + [f"{loss.column}, nats per {loss.unit}" for loss in first.losses]
     head, columns = [f"Minus {first.baseline}"], [names]
     for comparison in comparisons:
-        points = [*comparison.tasks, *([comparison.overall] if comparison.overall else [])]
-        losses = comparison.perplexities
+        points, losses = _points(comparison), comparison.losses
         head.append(comparison.model)
         columns.append(
             [
@@ -94,6 +84,13 @@ def difference_table(comparisons: Sequence[Comparison], margin: float) -> str:
             head.append("won back")
             columns.append(["-" if recovery is None else _percent(*recovery) for recovery in recoveries])
     return markdown.table(head, list(zip(*columns, strict=True)))
+
+
+def _points(comparison: Comparison) -> list[Difference]:
+    """The differences in points: the benchmarks, their mean, and those that stand beside it."""
+    counted = [task for task in comparison.tasks if not task.beside]
+    mean = [] if comparison.overall is None else [comparison.overall]
+    return [*counted, *mean, *(task for task in comparison.tasks if task.beside)]
 
 
 def _verdict(task: Difference, margin: float) -> str:
@@ -141,6 +138,6 @@ def _percent(share: float, stderr: float) -> str:
 
 
 def _axes(results: Sequence[Result]) -> tuple[list[str], list[str]]:
-    """The columns, held-out loss last, and the models, in order of appearance."""
-    columns = list(dict.fromkeys(result["column"] for result in results))
-    return sorted(columns, key=lambda c: c == HELD_OUT), list(dict.fromkeys(result["model"] for result in results))
+    """The columns, those that no mean counts last, and the models, in order of appearance."""
+    columns = dict.fromkeys(r["column"] for r in sorted(results, key=in_mean, reverse=True))
+    return list(columns), list(dict.fromkeys(result["model"] for result in results))

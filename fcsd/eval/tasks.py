@@ -7,7 +7,6 @@ task definitions read real and mirrored data. For the same reason, it would read
 """
 
 import contextlib
-import itertools
 import logging
 import math
 import tempfile
@@ -23,7 +22,7 @@ from fcsd.eval.engines.interface import Adapter
 from fcsd.eval.evalplus_tasks import EvalPlusTask, load_evalplus_task
 from fcsd.eval.ifeval import AGGREGATED, aggregated_items, require_ifeval_tools
 from fcsd.eval.results import PERPLEXITIES
-from fcsd.eval.statistics import estimate
+from fcsd.eval.statistics import estimate, spread
 from fcsd.eval.suite import DEFINITIONS, EVALPLUS, SANDBOX, Benchmark
 from fcsd.eval.task_files import definition_sha256, mirror_files, task_manager
 from fcsd.foreign_errors import reason_of
@@ -133,8 +132,9 @@ def _load(benchmark: Benchmark, manager: Any, directory: Path, mirror: Path | No
 def _completed(benchmark: Benchmark, leaves: Sequence[Any]) -> Benchmark:
     """A task outside of the suites, with the metric and the filter that it is scored by.
 
-    The metric is ``acc_norm`` where the task has it, else the first of its metrics that is a mean over questions or a
-    perplexity. The filter is the task's first.
+    The metric is ``acc_norm`` where the task has it, else the first of its metrics that is a mean over questions, else
+    the first that is a perplexity. The filter is the task's first. A task whose answer must be the continuation that
+    the model finds likeliest, such as LAMBADA, has no level of guessing and stands beside the mean.
 
     Raises:
         ConfigError: the task has no such metric, or it runs generated programs.
@@ -147,13 +147,16 @@ def _completed(benchmark: Benchmark, leaves: Sequence[Any]) -> Benchmark:
             f"{benchmark.task} runs generated programs outside of fcsd's sandbox",
             "HumanEval+ and MBPP+ of the suites run in it",
         )
-    usable = [name for name, how in first.aggregation().items() if how is mean or name in PERPLEXITIES]
+    metrics = first.aggregation()
+    usable = [name for name, how in metrics.items() if how is mean] + [name for name in metrics if name in PERPLEXITIES]
     if not usable:
         raise ConfigError(f"{benchmark.task} has no metric that is a mean over its questions, so models are not paired")
     shots = benchmark.shots if benchmark.shots is not None else first.config.num_fewshot
     filters = [entry["name"] for entry in first.config.filter_list or [{"name": "none"}]]
     metric = "acc_norm" if "acc_norm" in usable else usable[0]
-    return replace(benchmark, metric=metric, filter=filters[0], shots=shots)
+    continuation = first.OUTPUT_TYPE == "loglikelihood"
+    loss = "perplexity" if continuation and "perplexity" in metrics else ""
+    return replace(benchmark, metric=metric, filter=filters[0], shots=shots, beside=continuation, loss=loss)
 
 
 def _data_sets(manager: Any, task: str) -> set[str]:
@@ -235,16 +238,23 @@ def _found_once(find: Callable[..., Any]) -> Callable[..., Any]:
     return module
 
 
-def limit_of_each(limit: int | None, tasks: int) -> int | None:
-    """How many questions each of a benchmark's ``tasks`` asks, so that all ask the same number, and ``limit`` together.
+def asked_of_each(task: LoadedTask, limit: int | None) -> dict[str, list[int]]:
+    """The numbers of the questions that are asked, by the name of the task; see ``spread``.
 
-    The number is rounded up, so that every task asks at least one.
+    All tasks of a group ask the same number of questions, ``limit`` together. The number is rounded up, so that every
+    task asks at least one.
     """
-    return None if limit is None else math.ceil(limit / tasks)
+    leaves = task.lm_eval["tasks"]
+    each = None if limit is None else math.ceil(limit / len(leaves))
+    return {name: spread(len(leaf.eval_docs), each) for name, leaf in leaves.items()}
 
 
-def task_result(task: LoadedTask, lm: Adapter, limit: int | None, accept_unsafe_exec: bool = False) -> dict[str, Any]:
+def task_results(
+    task: LoadedTask, lm: Adapter, limit: int | None, accept_unsafe_exec: bool = False
+) -> list[dict[str, Any]]:
     """Run a task and return the fields of its result that come from lm-eval, and ``samples``: what the model answered.
+
+    A task that logs the log-likelihood of the right answer has a second result: the loss in nats per answer.
 
     Args:
         limit: how many questions of the benchmark are asked; a group spreads them over its tasks.
@@ -262,14 +272,14 @@ def task_result(task: LoadedTask, lm: Adapter, limit: int | None, accept_unsafe_
         raise BadInputError(f"{benchmark.column}: the model has no chat template", "leave out --apply-chat-template")
     for leaf in task.lm_eval["tasks"].values():
         leaf.set_fewshot_seed(FEWSHOT_SEED)  # the same examples for every model
-    each = limit_of_each(limit, len(task.lm_eval["tasks"]))
+    asked = asked_of_each(task, limit)
     for name, leaf in task.lm_eval["tasks"].items():
-        _check_questions(f"{benchmark.column}: {name}", leaf, each, programs=benchmark.harness == SANDBOX)
+        _check_questions(f"{benchmark.column}: {name}", leaf, asked[name], programs=benchmark.harness == SANDBOX)
     try:
         answer: Any = run(
             lm,
             task.lm_eval,
-            limit=each,
+            samples=None if limit is None else asked,
             bootstrap_iters=0,
             apply_chat_template=benchmark.chat,
             fewshot_as_multiturn=benchmark.chat,
@@ -313,7 +323,7 @@ def task_result(task: LoadedTask, lm: Adapter, limit: int | None, accept_unsafe_
         "definition_sha256": task.definition_sha256,
         "prompts_sha256": json_sha256([sample["prompt_hash"] for sample in samples]),
     }
-    return {
+    result = {
         "column": benchmark.column,
         "task": benchmark.task,
         "metric": benchmark.metric,
@@ -321,7 +331,8 @@ def task_result(task: LoadedTask, lm: Adapter, limit: int | None, accept_unsafe_
         "value": value,
         "stderr": stderr * value if benchmark.metric in PERPLEXITIES else stderr,
         "n": len(items),
-        "chance": benchmark.chance,
+        "chance": _chance(task, samples) if benchmark.chance is None else benchmark.chance,
+        "beside": benchmark.beside,
         "items": items,
         "settings": settings,
         "settings_sha256": json_sha256(settings),
@@ -333,25 +344,46 @@ def task_result(task: LoadedTask, lm: Adapter, limit: int | None, accept_unsafe_
             for (name, sample), item in zip(named, items, strict=True)
         ],
     }
+    if not benchmark.loss:
+        return [result]
+    losses = [-sample[benchmark.loss] for sample in samples]
+    value, stderr = estimate(losses)
+    loss = result | {"column": f"{benchmark.column} loss", "metric": "nll_per_answer", "samples": None}
+    loss |= {"value": value, "stderr": stderr, "items": losses, "chance": None, "beside": True}
+    settings = {**settings, "metric": "nll_per_answer"}
+    return [result, {**loss, "settings": settings, "settings_sha256": json_sha256(settings)}]
 
 
-def _check_questions(what: str, leaf: Any, limit: int | None, *, programs: bool) -> None:
+def _chance(task: LoadedTask, samples: Sequence[dict[str, Any]]) -> float | None:
+    """The score of guessing among the choices of the questions, in points; None where nothing is chosen."""
+    leaves = task.lm_eval["tasks"].values()
+    chosen = all(leaf.OUTPUT_TYPE == "multiple_choice" and not callable(leaf.config.process_results) for leaf in leaves)
+    if not chosen or task.benchmark.metric not in ("acc", "acc_norm"):
+        return None
+    return 100 * estimate([1 / len(sample["arguments"]) for sample in samples])[0]
+
+
+def _check_questions(what: str, leaf: Any, asked: Sequence[int], *, programs: bool) -> None:
     """Refuse data of another form, and questions with choices whose right answer is not among them.
 
     lm-eval would count such an answer as wrong.
 
     Args:
+        asked: the numbers of the questions that are asked.
         programs: whether the answers are programs, which are run against the tests of the question.
 
     Raises:
         BadInputError: a question cannot be read, or its label is not the number or the text of one of its choices.
     """
     choosing = leaf.OUTPUT_TYPE == "multiple_choice" and not callable(leaf.config.process_results)
-    for number, doc in enumerate(itertools.islice(leaf.eval_docs, limit)):
+    docs = leaf.eval_docs
+    for number in asked:
+        doc = docs[number]
         try:
             text, target = leaf.doc_to_text(doc), leaf.doc_to_target(doc)
             choices = leaf.doc_to_choice(doc) if choosing else ()
-            if not choosing and (target is None or target == []):
+            continuation = leaf.OUTPUT_TYPE == "loglikelihood"
+            if not choosing and (target is None or target == [] or (continuation and not str(target).strip())):
                 raise TypeError("it has no answer")
             if programs and not (isinstance(doc.get("prompt", ""), str) and isinstance(doc["task_id"], str | int)):
                 raise TypeError("its prompt is not a text, or its task_id is no name")

@@ -15,7 +15,7 @@
 #   --gpus 1             GPUs of the machine
 #   --gpu-mem 80         memory of a GPU in GiB, for the plan
 #   --tasks NAMES        benchmarks (piqa,arc_easy,arc_challenge,hellaswag)
-#   --limit N            only the first N questions of each benchmark
+#   --limit N            only N questions of each benchmark, evenly spread
 #   --data-mirror DIR    take the benchmarks from a directory; docs/evaluation.md says how to make it
 #   --set KEY=VALUE      override a value of the recipe; repeatable
 #   --downloads          list the downloads, for a machine without a network, and stop

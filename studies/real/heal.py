@@ -6,10 +6,11 @@
 A case is a line of JSON. It has a `name`, what `fcsd convert` takes (`wiring`, `layers`), the `text` (a name, or two
 with `+`), the `tokens` and the learning rate `lr`. It may have a `seed`, the tokens of a step (`batch`), and in `set`
 every other value of the recipe by its dotted key, such as `objective.temperature`, `optim.betas` or `optim.train`
-(`["converted"]` trains the converted layers alone). `untrained` measures the conversion before it is healed as well,
-and `eval` asks for the benchmarks. `from` names another model than TEACHER that is converted and healed to TEACHER: an
-earlier case, whose healed model is meant, or a directory in OUT. With the wiring `standard` nothing is converted.
-`gpus` divides a run over the first GPUs. All cases are checked before the first one runs.
+(`["converted"]` trains the converted layers alone). `untrained` measures the conversion before it is healed as well.
+`eval` asks for the benchmarks, and for the last words of passages if the mirror has them (`studies.real.passages`
+writes them). `from` names another model than TEACHER that is converted and healed to TEACHER: an earlier case, whose
+healed model is meant, or a directory in OUT. With the wiring `standard` nothing is converted. `gpus` divides a run
+over the first GPUs. All cases are checked before the first one runs.
 
 A directory of text holds `train` and `held_out` with parquet files of token ids, as `fcsd write` leaves them. Each GPU
 runs `--at-once` cases at a time; the rates of such runs are no rates of a run that has the GPU to itself.
@@ -30,8 +31,11 @@ from pathlib import Path
 from queue import Empty, Queue
 from typing import TYPE_CHECKING, Any
 
+from studies.real.passages import DATA_SET
+
 from fcsd.checkpoint import fingerprint, read_layout
 from fcsd.config import Recipe
+from fcsd.eval.results import COMPARISON
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -168,18 +172,27 @@ def heal(
         found["untrained_kl"] = json.loads(run[0].stdout)
     if case.get("eval") and mirror is not None:
         answers = folder / "eval.json"
-        words = ["--baseline", teacher, "--tasks", TASKS, "--data-mirror", mirror, "--limit", limit]
+        words = ["--baseline", teacher, "--tasks", tasks_of(mirror), "--data-mirror", mirror, "--limit", limit]
         if case.get("untrained"):
             words += ["--untrained", student]
         models = [student, final] if case.get("untrained") else [final]
         fcsd("eval", *models, *words, "--out", folder / "eval", "--json", out=answers)
         found["scores"] = {
-            Path(file).stem: {row["column"]: [row["value"], row["stderr"]] for row in json.loads(file.read_text())}
+            file.stem: {
+                row["column"]: {key: row[key] for key in ("value", "stderr", "n", "metric")}
+                for row in json.loads(file.read_text())
+            }
             for file in sorted((folder / "eval").glob("*.json"))
-            if isinstance(json.loads(file.read_text()), list)
+            if file.name != COMPARISON
         }
+        found["differences"] = json.loads((folder / "eval" / COMPARISON).read_text())  # paired
     shutil.rmtree(folder / "run" / "checkpoints")  # of many short runs they would fill the disk
     return {**found, "seconds": time.time() - began}
+
+
+def tasks_of(mirror: Path) -> str:
+    """The benchmarks, and LAMBADA's task if the mirror has its data set."""
+    return f"{TASKS},lambada_openai" if (mirror / DATA_SET).is_dir() else TASKS
 
 
 def recipe_of(case: dict[str, Any], student: Path, folder: Path, texts: dict[str, Path]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.eval.compare import not_above_chance
+from fcsd.eval.results import shown
 from fcsd.eval.suite import SUITES
 from fcsd.markdown import table
 from fcsd.models.selection import cheapest, layers_text
@@ -18,6 +19,9 @@ RAW = (
     Path("benchmarks/results/real_smollm2_seeds_2xh100.json"),
 )
 SEEDS = RAW[2]
+PASSAGES = Path("benchmarks/results/real_smollm2_passages_cpu.json")
+# The benchmarks that count in a mean, and their chance.
+CHANCE = {benchmark.column: benchmark.chance for benchmark in SUITES["paper"]}
 
 
 def runs(raw: list[dict[str, Any]]) -> str:
@@ -46,17 +50,41 @@ def _also(run: dict[str, Any]) -> str:
 def scores(file: dict[str, Any]) -> str:
     """Markdown with the scores of the original and of every model, and the mean difference with its standard error.
 
-    A star marks a benchmark on which the original is not above chance. It is not in the mean.
+    A star marks a benchmark on which the original is not above chance. It is not in the mean. What stands
+    beside the mean has a table of its own below.
     """
     told = informative(file)
     baseline = baseline_of(file)
-    columns = list(file["scores"][baseline])
+    columns = [column for column in file["scores"][baseline] if column in CHANCE]
     heads = [column if column in told else f"{column}*" for column in columns]
     lines = [f"| model | {' | '.join(heads)} | mean minus original |", "|---|" + "--:|" * (len(columns) + 1)]
     for name in (baseline, *(found["model"] for found in file["differences"])):
         values = " | ".join(f"{100 * file['scores'][name][column]['value']:.1f}" for column in columns)
         mean = "" if name == baseline else "{:+.1f} ± {:.1f}".format(*mean_difference(file, name))
         lines.append(f"| {'original' if name == baseline else name} | {values} | {mean} |")
+    more = f"\n{beside(file)}" if file["scores"][baseline].keys() - CHANCE.keys() else ""
+    return "\n".join(lines) + "\n" + more
+
+
+def beside(file: dict[str, Any]) -> str:
+    """Markdown with what no mean counts: accuracies in points, losses in nats, each with the paired difference."""
+    baseline = baseline_of(file)
+    columns = [column for column in file["scores"][baseline] if column not in CHANCE]
+    lines = [
+        f"| model | {' | '.join(f'{column} | minus original' for column in columns)} |",
+        "|---|" + "--:|" * 2 * len(columns),
+    ]
+    for name, found in {baseline: {}, **{found["model"]: found for found in file["differences"]}}.items():
+        # A comparison has the differences of accuracies, of losses, and that of the held-out loss.
+        told = [*found.get("tasks", []), *found.get("perplexities", []), found.get("loss")]
+        cells = ["original" if name == baseline else name]
+        for column in columns:
+            cells.append(shown(file["scores"][name][column])[0])
+            one = next((one for one in told if one is not None and one["column"] == column), None)
+            digits = 1 if one is not None and "points" in one else 3
+            value = None if one is None else one.get("points", one.get("nats"))
+            cells.append("" if one is None else f"{value:+.{digits}f} ± {one['stderr']:.{digits}f}")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -68,9 +96,8 @@ def baseline_of(file: dict[str, Any]) -> str:
 
 def informative(file: dict[str, Any]) -> list[str]:
     """The benchmarks on which the original is above chance, by the rule of ``fcsd eval``."""
-    chance = {benchmark.column: benchmark.chance for benchmark in SUITES["paper"]}
-    original = file["scores"][baseline_of(file)]
-    return [name for name, score in original.items() if not not_above_chance({**score, "chance": chance[name]})]
+    counted = {name: score for name, score in file["scores"][baseline_of(file)].items() if name in CHANCE}
+    return [name for name, score in counted.items() if not not_above_chance({**score, "chance": CHANCE[name]})]
 
 
 def mean_difference(file: dict[str, Any], model: str) -> tuple[float, float]:
@@ -172,6 +199,7 @@ def filled(page: str, raw: list[dict[str, Any]], repo: Path = Path()) -> str:
         "rules": rules(repo),
         "experts": experts(json.loads((repo / EXPERTS).read_text())),
     }
+    tables["passages"] = beside(json.loads((repo / PASSAGES).read_text()))
     for name, text in tables.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
         before, rest = page.split(begin)

@@ -16,6 +16,7 @@ from fcsd.eval.code.judge import pass_at_1, score
 from fcsd.eval.code.problems import load_evalplus
 from fcsd.eval.engines import adapter
 from fcsd.eval.harness import Loaded, evaluate_models
+from fcsd.eval.statistics import spread
 from fcsd.eval.suite import SUITES
 
 CODE = ["HEval+", "MBPP+"]
@@ -68,7 +69,10 @@ def test_strict_scores_the_teachers_programs_by_evalplus(repo, mirror, monkeypat
 @pytest.mark.parametrize("chat", [False, True])
 def test_strict_asks_as_evalplus_does_and_sanitizes(chat, mirror, monkeypatch):
     asked = []
-    problems = {task: load_evalplus(mirror / f"evalplus/{name}.jsonl")[:4] for task, (name, _) in FILES.items()}
+    problems = {}
+    for task, (name, _) in FILES.items():
+        whole = load_evalplus(mirror / f"evalplus/{name}.jsonl")
+        problems[task] = [whole[i] for i in spread(len(whole), 4)]
 
     def answers(self, requests):
         asked.append([request.args for request in requests])

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from fcsd.errors import ConfigError, VerdictError
-from fcsd.eval.compare import NO, UNDECIDED, YES, Difference, Requirement, compare_models
-from fcsd.eval.statistics import estimate, paired_difference, share_recovered
+from fcsd.eval.compare import NO, UNDECIDED, YES, Difference, Requirement, compare_models, not_above_chance
+from fcsd.eval.statistics import estimate, paired_difference, share_recovered, spread
 from fcsd.eval.tables import difference_table, plain_table, report, table_1
 
 
@@ -19,6 +19,15 @@ def test_stderr_of_a_mean_is_the_usual_one():
     assert value == 0.6
     assert stderr == pytest.approx(math.sqrt(0.3 / 5))
     assert math.isnan(estimate([1.0])[1])
+
+
+def test_some_questions_of_many_are_spread_evenly():
+    assert spread(10, None) == spread(10, 10) == spread(10, 99) == list(range(10))
+    for total, limit in ((10, 3), (10, 7), (10042, 1000)):
+        chosen = spread(total, limit)
+        assert len(set(chosen)) == limit and chosen == sorted(chosen) and chosen[-1] < total
+        steps = {after - before for before, after in zip(chosen, [*chosen[1:], total], strict=True)}
+        assert max(steps) - min(steps) <= 1
 
 
 def test_standard_errors_describe_repeated_experiments():
@@ -110,7 +119,7 @@ def test_nothing_is_won_back_without_an_untrained_conversion_to_compare_with():
     """An unhealed model that happens to lose nothing would have won back everything."""
     comparisons = compare_models(table())
     assert all(task.recovery is None for c in comparisons for task in (*c.tasks, c.overall, c.loss))
-    assert "won back" not in difference_table(comparisons, 1.0) + plain_table(table(), comparisons)
+    assert "won back" not in difference_table(comparisons, 1.0)
     assert "won back" in difference_table(compare_models(table(), untrained="untrained"), 1.0)
 
 
@@ -191,7 +200,7 @@ def test_perplexities_are_compared_in_nats_and_partial_credit_in_points():
 
 
 def test_differences_as_a_table():
-    header, _, *tasks, overall = difference_table(
+    header, _, *tasks, overall, loss = difference_table(
         compare_models(table(drop=40), untrained="untrained"), 1.0
     ).splitlines()
     assert [cell.strip() for cell in header.split("|")[1:-1]] == [
@@ -202,8 +211,41 @@ def test_differences_as_a_table():
     ]
     cells = [cell.strip() for cell in overall.split("|")[1:-1]]
     assert len(tasks) == 2 and cells[0] == "Avg" and cells[2].startswith("-4.0 ± 0.4: no") and "90.0 ±" in cells[3]
+    cells = [cell.strip() for cell in loss.split("|")[1:-1]]
+    assert cells[0] == "Held-out loss, nats per token" and cells[2].startswith("+0.2000 ±") and "90.0 ±" in cells[3]
     only_loss = [row for row in table() if row["column"] == "Held-out loss"]
-    assert difference_table(compare_models(only_loss), 1.0) == ""
+    assert len(difference_table(compare_models(only_loss), 1.0).splitlines()) == 3
+
+
+def test_a_benchmark_beside_the_mean_is_compared_and_not_counted():
+    beside = {"chance": None, "beside": True}
+    rows = table(n=2000)[3:6]
+    rows += [row(m, "L", questions(n), **beside) for m, n in (("teacher", 300), ("student", 200), ("untrained", 0))]
+    untrained, student = compare_models(rows, untrained="untrained")
+    assert untrained.overall is not None and untrained.overall.points == pytest.approx(-40)
+    assert student.overall is not None and student.overall.points == 0 and student.tasks[1].recovery is not None
+    assert student.sentence(1.0).endswith("; further below on L (-10.0); beside the mean: L (-10.0 ± 0.9)")
+    require("within 1.0", [student])
+    with pytest.raises(VerdictError, match="more than 3 points below teacher on L"):
+        require("within 1.0, each within 3", [student])
+    lines = [line.split("|")[1].strip() for line in difference_table([student], 1.0).splitlines()[2:]]
+    assert lines == ["B", "Avg", "L"]
+    header, _, teacher, *_ = [line.split("|")[1:-1] for line in table_1(rows).splitlines()]
+    assert [cell.strip() for cell in header] == ["Model", "B", "Avg", "L"] and teacher[2].strip() == "80.0"
+    (alone,) = compare_models([r for r in rows if r["column"] == "L" and r["model"] != "untrained"])
+    assert alone.overall is None and alone.sentence(1.0).startswith(
+        "student: no benchmark that counts in the mean; fur"
+    )
+    with pytest.raises(VerdictError, match="no benchmark that counts in the mean"):
+        require("within 1.0", [alone])
+
+
+def test_few_answers_do_not_show_that_a_baseline_is_above_chance():
+    """They have no spread if all are right, and one answer has no standard error at all."""
+    for right, chance in ((1, 0.0), (1, 25.0), (2, 50.0), (3, 50.0)):
+        assert not_above_chance(row("teacher", "A", [1.0] * right, chance=chance)) is True
+    assert not_above_chance(row("teacher", "A", [1.0] * 9, chance=50.0)) is False
+    assert not_above_chance(row("teacher", "A", [1.0, 0.0, 0.0], chance=None)) is False
 
 
 def test_unequal_evaluations_are_not_compared():
@@ -224,9 +266,8 @@ def test_report_writes_tables_and_a_picture(tmp_path):
     comparisons = compare_models(rows, untrained="untrained")
     report(rows, tmp_path, comparisons)
     assert "| teacher   | 80.0 | 80.0 | 80.0 | 2.003         |" in table_1(rows)
-    text = plain_table(rows, comparisons)
-    assert "| A                  | acc           | 1000 | 80.0 ± 1.3" in text
-    assert text.splitlines()[-1].count("90.0 ±") == 1
+    text = plain_table(rows)
+    assert "| A             | acc           | 1000 | 80.0 ± 1.3" in text
     written = (tmp_path / "table.md").read_text()
     assert "student within 1 points of teacher: no" in written
     assert difference_table(comparisons, 1.0) in written

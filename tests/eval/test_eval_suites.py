@@ -1,5 +1,7 @@
 """The suites besides Table 1's: every row runs on data of its schema and scores what lm-eval itself scores."""
 
+import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -17,6 +19,7 @@ from lm_eval.tasks import TaskManager
 from fcsd import extras
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.eval import tasks
+from fcsd.eval.compare import compare_models
 from fcsd.eval.engines import adapter
 from fcsd.eval.harness import Loaded, evaluate_models
 from fcsd.eval.suite import DEFINITIONS, EVALPLUS, SUITES, select, select_any
@@ -102,22 +105,22 @@ def test_wikitext_is_a_perplexity_over_words(subject: Loaded, mirror: Path) -> N
     (row,) = evaluate_models([subject], suite="pretrain-ladder", tasks=["wikitext"], data_mirror=mirror)
     assert row["n"] == 3 and [words for _, words in row["items"]] == [40, 40, 40]
     assert row["value"] > 40 and 0 < row["stderr"] < row["value"]
-    assert table_1([row]).splitlines()[-1].split("|")[3].strip() == "-", "no part of an average of accuracies"
+    assert table_1([row]).splitlines()[-1].split("|")[2].strip() == "-", "no part of an average of accuracies"
 
 
 def test_ifeval_judges_by_its_rules(subject: Loaded, mirror: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the even rows nothing but commas is asked, the odd ones want lower case as well."""
+    """Rows 0, 7, 15 and 22 are asked: of the even ones nothing but commas, the odd ones want lower case as well."""
     answers = [
         "The river runs past the garden.",
         "the river runs past the garden and the old stone lamp.",
-        "The river, the stone.",
         "THE RIVER RUNS PAST THE GARDEN.",
+        "The river, the stone.",
     ]
     monkeypatch.setattr(adapter.HFAdapter, "generate_until", lambda self, requests: answers)
     (row,) = evaluate_models([subject], suite="ladder", tasks=["IFEval"], data_mirror=mirror, limit=4)
-    # Two of four prompts are followed, strictly and loosely; and four of six instructions: 1, 2, 0 and 1.
+    # Two of four prompts are followed, strictly and loosely; and four of six instructions: 1, 2, 1 and 0.
     assert row["value"] == pytest.approx((2 / 4 + 4 / 6) / 2)
-    assert row["items"] == pytest.approx([(1 + 4 / 6) / 2, (1 + 8 / 6) / 2, 0, 4 / 6 / 2])
+    assert row["items"] == pytest.approx([(1 + 4 / 6) / 2, (1 + 8 / 6) / 2, 4 / 6 / 2, 0])
     theirs = aggregates([subject], mirror)
     assert row["value"] == pytest.approx(sum(theirs.values()) / 4), "the mean of lm-eval's four accuracies"
 
@@ -130,7 +133,8 @@ def aggregates(subjects: list[Loaded], mirror: Path) -> dict[str, float]:
     os.chdir(mirror)
     try:
         lm = adapter.HFAdapter(subjects[0].model, subjects[0].tokenizer)
-        found = simple_evaluate(lm, tasks=["ifeval"], task_manager=manager, limit=4, bootstrap_iters=0)["results"]
+        asked = {"samples": {"ifeval": [0, 7, 15, 22]}, "bootstrap_iters": 0}
+        found = simple_evaluate(lm, tasks=["ifeval"], task_manager=manager, **asked)["results"]
     finally:
         os.chdir(before)
     return {name: value for name, value in found["ifeval"].items() if name.endswith("_acc,none")}
@@ -148,10 +152,15 @@ def test_suite_ladder_follows_its_section() -> None:
 def test_any_task_of_lm_eval_is_scored_as_lm_eval_scores_it(subject: Loaded, mirror: Path, monkeypatch) -> None:
     """Neither of these is in suite `paper`; the shots of the second are lm-eval's, those of the first are asked for."""
     folder = Path(simple_evaluate.__code__.co_filename).parent / "tasks"
-    for name, directory, metric, shots in (("sciq", "sciq", "acc_norm", 2), ("boolq", "super_glue/boolq", "acc", None)):
-        (row,) = evaluate_models([subject], tasks=[name], num_fewshot=shots, data_mirror=mirror, limit=3)
+    for name, directory, metric, shots, chance in (
+        ("sciq", "sciq", "acc_norm", 2, 25.0),
+        ("boolq", "super_glue/boolq", "acc", None, 50.0),
+        ("lambada_openai", "lambada", "acc", None, None),
+    ):
+        row, *more = evaluate_models([subject], tasks=[name], num_fewshot=shots, data_mirror=mirror, limit=3)
         assert (row["column"], row["task"], row["metric"], row["n"]) == (name, name, metric, 3)
-        assert row["settings"]["shots"] == shots and row["data_files"] and row["chance"] is None
+        assert row["settings"]["shots"] == shots and row["data_files"]
+        assert row["chance"] == chance, "by the number of choices"
         with monkeypatch.context() as inside:
             inside.chdir(mirror)
             theirs = simple_evaluate(
@@ -159,10 +168,54 @@ def test_any_task_of_lm_eval_is_scored_as_lm_eval_scores_it(subject: Loaded, mir
                 tasks=[name],
                 task_manager=TaskManager(include_path=folder / directory, include_defaults=False),
                 num_fewshot=shots,
-                limit=3,
+                samples={name: [0, 10, 20]},  # three of thirty, evenly spread
                 bootstrap_iters=0,
             )["results"][name]
         assert row["value"] == pytest.approx(theirs[f"{metric},none"])
+        for loss in more:
+            assert (loss["column"], loss["metric"], name) == ("lambada_openai loss", "nll_per_answer", "lambada_openai")
+            assert math.exp(loss["value"]) == pytest.approx(theirs["perplexity,none"], rel=1e-5)
+        assert len(more) == (name == "lambada_openai")
+
+
+def test_the_last_word_of_a_passage_stands_beside_the_mean(mirror: Path, tmp_path: Path, monkeypatch) -> None:
+    """Greedy accuracy and the loss of the right word, paired, logged, and in no mean."""
+    original, student = (Loaded(name, tiny.model("llama"), eval_data.tokenizer()) for name in ("original", "student"))
+
+    def answers(lm: adapter.HFAdapter, requests: list[Any]) -> list[tuple[float, bool]]:
+        worse = lm.model is student.model
+        return [(-1 - i % 5 - worse * (i % 2), i % (3 + worse) == 0) for i in range(len(requests))]
+
+    monkeypatch.setattr(adapter.HFAdapter, "loglikelihood", answers)
+    ask = {"tasks": ["lambada_openai", "piqa"], "data_mirror": mirror, "log_samples": True, "out": tmp_path}
+    rows = evaluate_models([student], baseline=original, **ask)
+    acc, nats, piqa = (row for row in rows if row["model"] == "student")
+    assert [row["column"] for row in (acc, nats, piqa)] == ["lambada_openai", "lambada_openai loss", "PIQA"]
+    assert [row["beside"] for row in (acc, nats, piqa)] == [True, True, False]
+    assert acc["items"] == [float(i % 4 == 0) for i in range(30)] and nats["n"] == 30
+    assert nats["items"] == [1 + i % 5 + i % 2 for i in range(30)] and nats["value"] == 3.5
+    passage = json.loads((mirror / "EleutherAI/lambada_openai/default/test.jsonl").read_text().splitlines()[0])["text"]
+    (line, *others) = (tmp_path / "samples/student/paper/lambada_openai.jsonl").read_text().splitlines()
+    assert json.loads(line)["arguments"][0] == [passage.rsplit(" ", 1)[0], " " + passage.split()[-1]]
+    assert len(others) == 29
+    (compared,) = compare_models(rows)
+    task = compared.tasks[0]
+    assert task.beside and task.points == pytest.approx(100 * (8 - 10) / 30) and task.low < task.points < task.high
+    (loss,) = compared.losses
+    assert (loss.column, loss.unit, loss.nats) == ("lambada_openai loss", "answer", 0.5)
+    assert loss.stderr == pytest.approx(math.sqrt(30 * 0.25 / 29 / 30)), "paired: every second answer lost one nat"
+    head = [cell.strip(" *") for cell in table_1(rows).splitlines()[0].split("|")[1:-1]]
+    assert head == ["Model", "PIQA", "Avg", "lambada_openai", "lambada_openai loss"]
+
+
+def test_passages_that_are_missing_or_empty_are_refused(subject: Loaded, mirror: Path, tmp_path: Path) -> None:
+    ask = {"tasks": ["lambada_openai"], "data_mirror": tmp_path}
+    with pytest.raises(BadInputError, match="the data mirror has no directory EleutherAI/lambada_openai"):
+        evaluate_models([subject], **ask)
+    shutil.copytree(mirror / "EleutherAI/lambada_openai", tmp_path / "EleutherAI/lambada_openai")
+    (tmp_path / "EleutherAI/lambada_openai/default/test.jsonl").write_text('{"text": "a river"}\n{"text": ""}\n')
+    with pytest.raises(BadInputError, match="question 1 cannot be read"):
+        evaluate_models([subject], **ask)
 
 
 def test_settings_of_named_tasks(subject: Loaded, mirror: Path) -> None:

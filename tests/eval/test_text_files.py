@@ -16,6 +16,24 @@ from fcsd.eval.perplexity import read_texts
 _LINES = b"".join(json.dumps({"text": f"document {n}"}).encode() + b"\n" for n in range(200))
 
 
+def test_a_folder_of_held_out_documents_is_its_files_in_order(tmp_path):
+    """As `fcsd write` leaves them: token ids in several files."""
+    for number in (1, 0):
+        pq.write_table(pa.table({"input_ids": [[number], [number, number]]}), tmp_path / f"part-{number}.parquet")
+    (tmp_path / "notes.txt").write_text("no text file")
+    text = perplexity.HeldOut(tmp_path)
+    assert text.texts == [[0], [0, 0], [1], [1, 1]] and [file.name[5] for file in text.files] == ["0", "1"]
+    (tmp_path / "a.jsonl").write_bytes(_LINES)
+    with pytest.raises(BadInputError, match="some files of this folder have texts, and others token ids"):
+        perplexity.HeldOut(tmp_path)
+    for number in (0, 1):
+        (tmp_path / f"part-{number}.parquet").unlink()
+    assert len(perplexity.HeldOut(tmp_path).texts) == 200
+    (tmp_path / "a.jsonl").unlink()
+    with pytest.raises(BadInputError, match="has no file that ends with"):
+        perplexity.HeldOut(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "data", "says"),
     [

@@ -10,10 +10,12 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from studies.real import heal, page, ranks
+from studies.real import heal, page, passages, ranks
 from studies.real.heal import read_cases, recipe_of
 
 from fcsd.config import Recipe
+from fcsd.eval.suite import select_any
+from fcsd.eval.tasks import load_tasks
 
 
 def test_the_page_holds_what_is_stored(repo: Path) -> None:
@@ -87,6 +89,79 @@ def test_the_figures_of_the_seeds_are_those_of_the_raw_file(repo: Path) -> None:
     assert f"{muon} {adamw}" in log
     assert "tokens {} and {}, AdamW {} and {}.".format(*kl["s-muon-16k"], *kl["s-16k"]) in log
     assert "the same run): {} and {}.".format(*kl["s-hidden"]) in log
+
+
+def test_passages_end_with_a_word_of_an_earlier_sentence() -> None:
+    """A name is asked. A short or new word, one of the last sentence, and what is no prose are not."""
+    passage = (
+        'The captain had a parrot, and its name was Barnaby. "It talks," he said to the boy. All of the sailors feared '
+        "the old bird, because it never forgot a word that was spoken. So the boy asked who stole the bread, "
+        "and the captain looked at the parrot and said that it was {}."
+    )
+    (found,) = passages.passages(passage.format("Barnaby"), 4)
+    assert len(found) == 4 and found[1] == '"It talks," he said to the boy.' and found[-1].endswith("it was Barnaby")
+    for word in ("he", "nobody", "captain", "Barnaby2", "0x7f [1] {a} == <tag> (b|c) #define Barnaby"):
+        assert passages.passages(passage.format(word), 4) == [], word
+    several = "\n\n".join(
+        passage.replace("parrot", f"{name} parrot").format("Barnaby") for name in ("red", "old", "big")
+    )
+    assert [p[0][18:21] for p in passages.passages(several, 2)] == ["red", "old"]
+
+
+def test_a_mirror_of_passages_is_read_by_the_task_of_lm_eval(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sentences = "The old fox lived in the wood for many years. It was known to all as Reynard by name. Nobody there "
+    sentences += "was as clever, and the hunters who came each winter went home with nothing but cold feet and stories "
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": f"{sentences}of Reynard."}) + "\n")
+    for folder, *more in (["whole"], ["last", "--last-sentence"]):
+        monkeypatch.setattr(sys, "argv", ["passages", str(tmp_path / "text.jsonl"), str(tmp_path / folder), *more])
+        passages.main()
+        assert capsys.readouterr().out.startswith("1 passages in")
+        with load_tasks(select_any("paper", ["lambada_openai"]), tmp_path / folder) as (task,):
+            (leaf,) = task.lm_eval["tasks"].values()
+            assert leaf.doc_to_target(leaf.eval_docs[0]) == " Reynard"
+            assert leaf.doc_to_text(leaf.eval_docs[0]).startswith(
+                "The old fox" if folder == "whole" else "Nobody there"
+            )
+        assert task.benchmark.beside and heal.tasks_of(tmp_path / folder) == f"{heal.TASKS},lambada_openai"
+    assert heal.tasks_of(tmp_path) == heal.TASKS
+
+
+def test_the_figures_of_the_last_words_are_those_of_the_raw_files(repo: Path) -> None:
+    stored, whole = json.loads((repo / page.PASSAGES).read_text()), page.read(repo)[0]
+    text = " ".join((repo / page.PAGE).read_text().split())
+    original = stored["scores"]["original"]["lambada_openai"]
+    assert f"of {original['n']} LAMBADA-like passages" in text
+    assert f"{stored['scores']['original']['Held-out loss']['n']} documents" in text
+    (auto,) = (found["tasks"][0] for found in stored["differences"] if found["model"] == "ladder-auto-untrained")
+    points, error = page.mean_difference(whole, "ladder-auto-both-100m-untrained")
+    costs, mean = f"{-auto['points']:.1f} ± {auto['stderr']:.1f}", f"{-points:.1f} ± {error:.1f}"
+    assert f"ladder on 27 layers costs {costs} points of it, and {mean} points of the mean" in text
+    alone = stored["last_sentence"]["scores"]["original"]["lambada_openai"]
+    last, passage = (f"{100 * score['value']:.1f} %" for score in (alone, original))
+    assert f"writes {last} of the last words, and from the whole passage {passage}" in text
+
+
+def test_what_stands_beside_the_mean_is_shown_where_a_raw_file_has_it(repo: Path) -> None:
+    (whole, stored) = page.read(repo)[0], json.loads((repo / page.PASSAGES).read_text())
+    before, columns = page.scores(whole), [name for name in page.beside(stored).split("|")[2:-1:2]]
+    assert len(page.beside(stored).splitlines()) == 2 + len(stored["scores"]) and len(columns) >= 3
+    original, name = page.baseline_of(whole), whole["differences"][0]["model"]
+    loss = {"column": "lambada_openai loss", "nats": 0.25, "stderr": 0.01, "unit": "answer"}
+    whole["differences"][0]["perplexities"] = [loss]
+    for model, value in ((original, 2.0), (name, 2.25)):
+        whole["scores"][model]["lambada_openai loss"] = {
+            "value": value,
+            "stderr": 0.1,
+            "n": 9,
+            "metric": "nll_per_answer",
+        }
+    whole["differences"] = whole["differences"][:1]
+    whole["scores"] = {model: whole["scores"][model] for model in (original, name)}
+    first, beside = page.scores(whole).split("\n\n")
+    assert set(first.splitlines()) <= set(before.splitlines()), "the mean and its table stay the same"
+    assert beside.splitlines()[2:] == ["| original | 2.000 |  |", f"| {name} | 2.250 | +0.250 ± 0.010 |"]
 
 
 def test_every_stored_case_is_a_recipe(repo: Path, tmp_path: Path) -> None:

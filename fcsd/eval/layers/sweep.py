@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,15 @@ from typing import Any
 from fcsd import markdown
 from fcsd.disk import file_sha256, json_sha256, write_text
 from fcsd.errors import ConfigError
+from fcsd.eval.compare import nats
 from fcsd.eval.engines.adapter import HFAdapter
 from fcsd.eval.engines.answer_cache import AnswerCache
 from fcsd.eval.engines.engine import Engine
 from fcsd.eval.harness import Loaded, evaluate_models
 from fcsd.eval.layers.rewiring import Layers, Subject, first, last, load_subject, reads_in_flight
 from fcsd.eval.perplexity import HeldOut, held_out_result
-from fcsd.eval.results import Result, are_sound, is_accuracy, shown
-from fcsd.eval.statistics import paired_difference
+from fcsd.eval.results import PERPLEXITIES, UNITS, Result, are_sound, is_accuracy, shown
+from fcsd.eval.statistics import paired_difference, spread
 from fcsd.models.selection import layers_text
 from fcsd.progress import progress
 
@@ -54,13 +56,13 @@ def sweep_layers(
             the same model and settings repeats none of them.
         points: values of N; None for at most ``POINTS`` from 0 to all layers. 0 is always measured.
         tasks: some of ``suite`` or of lm-eval's; None for none, then only the held-out loss is measured.
-        limit: use only the first ``limit`` documents of every task and of the held-out text.
+        limit: use only so many documents of every task and of the held-out text, evenly spread.
         num_fewshot, apply_chat_template, data_mirror, held_out: see ``evaluate_models``.
         batch_size: see ``engine.Engine``; device, dtype: see ``load_subject``.
 
     Returns:
         The content of ``sweep.json``. Each point has a score per column with its ``change`` from the unconverted
-        model as ``[difference, paired standard error]``.
+        model as ``[difference, paired standard error]``; that of a perplexity is in nats.
 
     Raises:
         ConfigError: there is nothing to measure, a point is outside the model, or as ``evaluate_models``.
@@ -70,7 +72,7 @@ def sweep_layers(
         raise ConfigError("a sweep needs something to measure", "Give --tasks, --held-out or both.")
     text = None if held_out is None else HeldOut(Path(held_out))
     if text is not None:
-        text.texts = text.texts[:limit]
+        text.texts = [text.texts[i] for i in spread(len(text.texts), limit)]  # type: ignore[assignment]
     subject = load_subject(model, wiring=wiring, variant=variant, device=device, dtype=dtype)
     numbers = _points(points, subject.depth)
     settings = {
@@ -161,7 +163,7 @@ def _sweep(
                 row["column"]: {
                     "value": row["value"],
                     "stderr": row["stderr"],
-                    "change": paired_difference(row["items"], reference[row["column"]]["items"]),
+                    "change": paired_difference(nats(row), nats(reference[row["column"]])),
                 }
                 for row in measured[layers]
             }
@@ -180,12 +182,21 @@ def _sweep(
 
 
 def to_text(sweep: dict[str, Any]) -> str:
-    """The points as a Markdown table: accuracies in points, the held-out loss in nats per token."""
+    """The points as a Markdown table: accuracies in points, losses in nats.
+
+    Behind each is the change from the unconverted model with its paired standard error.
+    """
     columns = sweep["columns"]
     head = ["Converted", "N", *(column["column"] for column in columns)]
     body = []
     for point in sweep["points"]:
-        cells = [" ± ".join(shown({**column, **point["scores"][column["column"]]})) for column in columns]
+        cells = []
+        for column in columns:
+            score = point["scores"][column["column"]]
+            scale, digits = (100, 1) if is_accuracy(column) else (1, 3)
+            change, error = (scale * value for value in score["change"])
+            paired = f" ({change:+.{digits}f} ± {error:.{digits}f})" if point["n"] else f" ± {shown(column | score)[1]}"
+            cells.append(shown(column | score)[0] + paired)
         body.append([point["end"], str(point["n"]), *cells])
     return markdown.table(head, body)
 
@@ -193,7 +204,8 @@ def to_text(sweep: dict[str, Any]) -> str:
 def draw(sweep: dict[str, Any], path: Path) -> None:
     """A PNG with one panel per column: both curves over N, chance as a dotted line.
 
-    Whiskers are the paired standard errors of the change from the unconverted model.
+    Whiskers are the paired standard errors of the change from the unconverted model. Perplexities are drawn as their
+    logarithms, in which they are compared.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -207,7 +219,8 @@ def draw(sweep: dict[str, Any], path: Path) -> None:
         for end, colour in ENDS.items():
             points = [point for point in sweep["points"] if point["end"] == end]
             scores = [point["scores"][column["column"]] for point in points]
-            values = [scale * score["value"] for score in scores]
+            logs = column["metric"] in PERPLEXITIES
+            values = [math.log(score["value"]) if logs else scale * score["value"] for score in scores]
             errors = [scale * score["change"][1] for score in scores]
             numbers = [point["n"] for point in points]
             axes.errorbar(numbers, values, errors, color=colour, marker="o", markersize=3, label=f"{end} N layers")
@@ -215,7 +228,7 @@ def draw(sweep: dict[str, Any], path: Path) -> None:
             axes.axhline(column["chance"], color="black", linestyle="dotted", linewidth=1)
         axes.set_title(column["column"])
         axes.set_xlabel(f"N converted layers of {sweep['depth']}, untrained")
-        axes.set_ylabel("points" if scale == 100 else "nats per token")
+        axes.set_ylabel("points" if scale == 100 else f"nats per {UNITS[column['metric']]}")
         axes.grid(alpha=0.3)
     figure.axes[0].legend(fontsize="small")
     figure.savefig(path, dpi=110)

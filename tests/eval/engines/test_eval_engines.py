@@ -19,7 +19,7 @@ from fcsd.eval.harness import evaluate_models
 from fcsd.models import build
 from fcsd.serve.vllm import support
 
-TASKS = ["PIQA", "CSQa", "GSM-8K"]
+TASKS = ["PIQA", "CSQa", "GSM-8K", "lambada_openai"]
 VLLM = Engine(backend="vllm")
 
 
@@ -62,7 +62,11 @@ _loaded: list[Any] = []  # lm-eval's module keeps the first one it saw
 
 
 def scores(rows: list[dict[str, Any]]) -> list[Any]:
-    return [(row["column"], row["value"], row["items"]) for row in rows]
+    """What models scored; losses are rounded."""
+    found = [(row["column"], row["value"], row["items"]) for row in rows]
+    return [
+        (name, round(value, 4), [round(i, 4) for i in own] if "loss" in name else own) for name, value, own in found
+    ]
 
 
 def test_vllm_scores_as_transformers_and_resumes(vllm, model, mirror, tmp_path):
@@ -72,8 +76,8 @@ def test_vllm_scores_as_transformers_and_resumes(vllm, model, mirror, tmp_path):
     expected = evaluate_models([str(model)], **options)
     engine = Engine(backend="vllm", gpus=2, max_length=900, dtype="float32", batch_size=8)
     rows = evaluate_models([str(model)], engine=engine, out=tmp_path / "out", **options)
-    assert scores(rows[:3]) == scores(expected[:3])
-    assert rows[3]["value"] == pytest.approx(expected[3]["value"], rel=1e-5)
+    assert scores(rows[:-1]) == scores(expected[:-1])
+    assert rows[-1]["value"] == pytest.approx(expected[-1]["value"], rel=1e-5)
     assert rows[0]["engine"]["name"] == "vllm" and rows[0]["engine"]["version"] == "0.24.0"
     assert rows[0]["versions"]["vllm"] == "0.24.0" and rows[0]["engine"]["tensor_parallel"] == 2
     (made,) = vllm.made
@@ -147,7 +151,7 @@ def test_experts_spread_over_two_ranks_score_the_same(model, mirror, tmp_path):
     options: dict[str, Any] = dict(tasks=TASKS, data_mirror=mirror, limit=3, engine=Engine(device="cpu"))
     with eval_data.short_answers():
         assert first == second == scores(evaluate_models([str(model), str(tmp_path / "rewired")], **options))
-    assert again == first[: len(TASKS)]
+    assert again == first[: len(first) // 2]
     assert engine["ranks"] == 2 and engine["ep_size"] == 2
     # Each rank read its own experts and no others.
     on_disk = {name for name in read_layout(model).tensors if ".experts." in name}

@@ -58,7 +58,8 @@ def held_out_loss(teacher: Path, layers: tuple[int, ...], name: str = "farskip")
 
 
 def test_every_point_is_the_rewired_models_own_score(teacher, mirror, text, tmp_path):
-    sweep = sweep_layers(str(teacher), out=tmp_path, tasks=["piqa"], data_mirror=mirror, held_out=text)
+    tasks = ["piqa", "lambada_openai"]
+    sweep = sweep_layers(str(teacher), out=tmp_path, tasks=tasks, data_mirror=mirror, held_out=text)
     assert [(point["end"], point["n"]) for point in sweep["points"]] == [
         (e, n) for e in ("first", "last") for n in range(5)
     ]
@@ -73,7 +74,9 @@ def test_every_point_is_the_rewired_models_own_score(teacher, mirror, text, tmp_
     items = {layers: next(r for r in rows if r["task"] == "held_out")["items"] for layers, rows in rows.items()}
     assert losses["last", 2]["change"] == pytest.approx(paired_difference(items[2, 3], items[()]))
     assert json.loads((tmp_path / "sweep.json").read_text()) == json.loads(json.dumps(sweep))
-    assert (tmp_path / "sweep.md").read_text().count("\n") == 2 + 10
+    lines = (tmp_path / "sweep.md").read_text().splitlines()
+    change, error = losses["last", 2]["change"]
+    assert len(lines) == 2 + 10 and f"{losses['last', 2]['value']:.3f} ({change:+.3f} ± {error:.3f})" in lines[2 + 7]
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
