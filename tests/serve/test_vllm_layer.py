@@ -42,7 +42,7 @@ class LateReducer(Reducer):
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         super().__init__(RANKS)
-        vars(self).update(rank=rank, meeting=meeting, started=[], log=[], awaited=0)
+        vars(self).update(rank=rank, meeting=meeting, started=[], log=[], awaited=0, own=[], inner={})
 
     def start(self, x: torch.Tensor) -> Sum:
         number = len(self.started)
@@ -52,10 +52,24 @@ class LateReducer(Reducer):
         self.log.append("start")
         return Sum(total, x)
 
+    def hold(self, x: torch.Tensor, own: torch.Tensor | None) -> None:
+        self.own.append((own, None if own is None else own.clone()))
+
+    def start_held(self, x: torch.Tensor, joins: bool) -> torch.Tensor:
+        own, _ = self.own[-1]
+        assert joins == (own is not None)
+        total = self.start(x if own is None else own + x).total
+        self.inner[len(self.started) - 1] = self.own.pop()
+        return total
+
     def wait(self, sum_: Sum, newest: torch.Tensor) -> torch.Tensor:
         if sum_.summand is not None:
             number = next(n for n, total in enumerate(self.started) if total is sum_.total)
-            assert torch.equal(sum_.summand, self.meeting.summands[number, self.rank]), "overwritten in flight"
+            sent = self.meeting.summands[number, self.rank]
+            if number in self.inner:
+                own, sent = self.inner[number]
+                assert own is None or own is sum_.summand, "kept until the sum is awaited"
+            assert sent is None or torch.equal(sum_.summand, sent), "overwritten in flight"
             sum_.total.copy_(self.meeting.total(number))
             vars(self)["awaited"] += 1
             self.log.append("wait")
@@ -134,13 +148,18 @@ class Runner(nn.Module):
 
     def _select_forward(self) -> Any:
         shared = self._shared_experts
-        return (lambda x: x @ self.weight) if shared is None else (lambda x: shared._layer(x) + x @ self.weight)
+        return lambda x: (None if shared is None else shared._layer(x), x @ self.weight)
+
+    def _maybe_reduce_shared_expert_output(self, output: torch.Tensor | None) -> torch.Tensor | None:
+        return output
 
     def _maybe_reduce_final_output(self, states: torch.Tensor, trunc_size: int | None) -> torch.Tensor:
         return self.reducer.now(states).total
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._maybe_reduce_final_output(self._forward_entry(x), None)
+        shared, routed = self._forward_entry(x)
+        shared = self._maybe_reduce_shared_expert_output(shared)
+        return self._maybe_reduce_final_output(routed if shared is None else shared + routed, None)
 
 
 class Moe(nn.Module):

@@ -44,8 +44,6 @@ def base_config(raw: dict[str, Any], where: str | Path) -> tuple[dict[str, Any],
         raise BadInputError(f"{where}: the vLLM plugin does not have the architecture {model_type!r}")
     if (reason := ARCHS[model_type].no_vllm) is not None:
         raise BadInputError(f"{where}: the vLLM plugin cannot serve {model_type}: {reason}", "Use fcsd's own engine.")
-    if (gated := ARCHS[model_type].blocks.gated) is not None and raw.get(gated):
-        raise BadInputError(f"{where}: vLLM's attention of {model_type} has no gate", "Use fcsd's own engine.")
     try:
         Wiring.from_block(block)
     except (ValueError, TypeError, KeyError) as error:
