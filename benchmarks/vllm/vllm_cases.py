@@ -64,11 +64,38 @@ SIZES: dict[str, dict[str, Any]] = {
         qk_rope_head_dim=32, v_head_dim=32, q_lora_rank=64,
     ),
     "mellum": dict(intermediate_size=256, moe_intermediate_size=64, head_dim=32),
+    # Outputs are normed on arrival. vLLM asserts that Gemma's output head is its embedding.
+    **{
+        arch: dict(intermediate_size=256, head_dim=32, tie_word_embeddings=True)
+        for arch in ("gemma2", "gemma3_text", "gemma3")
+    },
+    "glm4": dict(intermediate_size=256, head_dim=32),
+    "afmoe": dict(intermediate_size=256, moe_intermediate_size=64, head_dim=32),
+    "apertus": dict(intermediate_size=256),
+    "hy_v3": dict(intermediate_size=256, moe_intermediate_size=64, head_dim=32),
+    "exaone_moe": dict(intermediate_size=256, moe_intermediate_size=64, head_dim=32),
+    "glm4v_moe": dict(intermediate_size=256, moe_intermediate_size=64),
+    "qwen3_vl": dict(intermediate_size=256, head_dim=32),
+    "qwen3_vl_moe": dict(intermediate_size=256, moe_intermediate_size=64, head_dim=32),
+    "mistral3": dict(
+        model_type="mistral", intermediate_size=256, head_dim=32, sliding_window=None,
+        rope_parameters=dict(rope_type="default", rope_theta=1e4),
+    ),
+    # vLLM's build for CPUs has linear attention in bfloat16 alone.
+    **{
+        arch: dict(
+            intermediate_size=256, head_dim=32, moe_intermediate_size=64, shared_expert_intermediate_size=64,
+            linear_key_head_dim=64, linear_value_head_dim=64,
+        )
+        for arch in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
+    },
     "laguna": dict(
         intermediate_size=256, moe_intermediate_size=64, shared_expert_intermediate_size=64, head_dim=32,
         mlp_only_layers=[0], decoder_sparse_step=1,
     ),
 }  # fmt: skip
+# Cases as AMD publishes Instella-MoE: DeepSeek-V3 with gates, trained with FarSkip. vLLM has no class of that name.
+GATED = ("deepseek_v3-gated",)
 # Cases whose weights are saved in fp8, in blocks of 128 x 128 with a scale each. vLLM divides a matrix at whole blocks.
 FP8 = ("qwen3_moe-fp8",)
 FP8_SIZES: dict[str, Any] = dict(
@@ -76,8 +103,14 @@ FP8_SIZES: dict[str, Any] = dict(
 )
 # Families with two cases each: three of four layers (``ARCH-WIRING``), and all (``ARCH-WIRING-all``).
 MORE = {
-    "ladder": ("mistral", "gemma", "phi3", "ernie4_5", "glm", "nemotron"),
-    "farskip": ("minimax_m2", "ernie4_5_moe", "glm4_moe_lite", "mellum", "laguna"),
+    "ladder": (
+        *("mistral", "gemma", "phi3", "ernie4_5", "glm", "nemotron", "gemma2", "gemma3_text", "gemma3", "glm4"),
+        *("apertus", "qwen3_vl", "mistral3", "qwen3_5_text", "qwen3_5"),
+    ),
+    "farskip": (
+        *("minimax_m2", "ernie4_5_moe", "glm4_moe_lite", "mellum", "laguna", "afmoe", "hy_v3", "exaone_moe"),
+        *("glm4v_moe", "qwen3_vl_moe", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe"),
+    ),
 }
 # Name of the case -> architecture, layers, and the other options of `fcsd convert`.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -97,6 +130,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama-mlp-only": ("llama", "0,2-3", dict(wiring="ladder", variant="mlp-only")),
     "qwen3_moe-fp8": ("qwen3_moe", "1-3", dict(wiring="farskip")),
     "llama-desync-2x": ("llama", "1-3", dict(wiring="desync-2x", tp_degree=2)),
+    "deepseek_v3-gated": ("deepseek_v3", "", {}),  # AMD's keys say how it is wired
     # The plugin refuses these two: vLLM computes something else for the originals, too.
     "ministral3-ladder": ("ministral3", "1-3", dict(wiring="ladder")),
     "mimo_v2_flash-sinks": ("mimo_v2_flash", "1-3", dict(wiring="farskip")),
@@ -139,6 +173,8 @@ def _make(case: str, original: Path, converted: Path) -> None:
 
     arch, layers, options = CASES[case]
     sizes = FP8_SIZES if case in FP8 else dict(hidden_size=HIDDEN) | SIZES[arch]
+    if case in GATED:
+        sizes |= dict(q_lora_rank=None)
     model = tiny.model(arch, **sizes)
     for parameter in model.parameters():
         if parameter.ndim > 1:
@@ -146,7 +182,27 @@ def _make(case: str, original: Path, converted: Path) -> None:
     model.save_pretrained(original)
     if case in FP8:
         quantise(original)
+    if case in GATED:
+        gate(original)
+        convert_checkpoint(original, converted, check=False)
+        return
     convert_checkpoint(original, converted, layers=layers, check=False, **options)
+
+
+def gate(path: Path) -> None:
+    """Turn a checkpoint of DeepSeek-V3 into one as AMD publishes Instella-MoE, whose first layer is standard."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    file = path / "model.safetensors"
+    tensors, config = load_file(file), json.loads((path / "config.json").read_text())
+    heads, generator = config["num_attention_heads"] * config["v_head_dim"], torch.Generator().manual_seed(7)
+    for layer in range(config["num_hidden_layers"]):
+        name = f"model.layers.{layer}.self_attn.gate_proj.weight"
+        tensors[name] = 0.2 * torch.randn(heads, config["hidden_size"], generator=generator)
+    save_file(tensors, file, metadata={"format": "pt"})
+    keys = dict(architectures=["InstellaMoEForCausalLM"], gated_attention=True, farskip=True, farskip_start_idx=1)
+    (path / "config.json").write_text(json.dumps(config | keys))
 
 
 def quantise(path: Path) -> None:

@@ -31,7 +31,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent)]
 
-from vllm_cases import FP8, inspect_here, made, prompts, score_by_sigmoid  # noqa: E402
+from vllm_cases import FP8, GATED, inspect_here, made, prompts, score_by_sigmoid  # noqa: E402
 from vllm_report import Row, report  # noqa: E402
 
 NEW, REPLAYS = 8, 200  # tokens of an answer, and where the same step is taken again and again
@@ -63,6 +63,8 @@ def engine(path: Path, dtype: str, **options: Any) -> Any:
             options["attention_config"] = dict(backend="TRITON_ATTN")  # FlashAttention has no float32
     else:
         score_by_sigmoid()
+        if "vision_config" in json.loads((path / "config.json").read_text()):
+            options["limit_mm_per_prompt"] = dict(image=0, video=0)  # the processors of images need torchvision
         if "kv_lora_rank" in json.loads((path / "config.json").read_text()):
             # With the CPU kernels of its norms and rotary embeddings, the original is wrong as well (docs/serving.md).
             options["compilation_config"] = dict(custom_ops=["none"])
@@ -177,6 +179,7 @@ def reference(path: Path) -> Any:
     import torch
     import transformers
 
+    from fcsd.models.archs import ARCHS
     from fcsd.models.build import load_model
 
     config = json.loads((path / "config.json").read_text())
@@ -185,6 +188,8 @@ def reference(path: Path) -> Any:
         options["quantization_config"] = transformers.FineGrainedFP8Config(dequantize=True)
     if "fcsd" in config:
         return load_model(path, **options).eval().float()
+    # vLLM puts classes of its own in the place of some of transformers' configs.
+    options["config"] = getattr(transformers, ARCHS[config["model_type"]].config).from_pretrained(path)
     return transformers.AutoModelForCausalLM.from_pretrained(path, **options).eval().float()
 
 
@@ -301,7 +306,8 @@ def main() -> None:
         case, *rest = word.split("/")
         if given.part == "serve":
             dtype, mode, *experts = rest
-            for role in ("converted", "original"):  # the former first, in case that the time ends
+            # The converted first, in case that the time ends.
+            for role in ("converted",) if case in GATED else ("converted", "original"):
                 row = dict(case=case, role=role, dtype=dtype, mode=mode, ranks=given.tp, stages=given.pp)
                 row |= dict(experts=bool(experts))
                 rows.append(report(row, in_a_fork, compare, given.folder, *row.values()))

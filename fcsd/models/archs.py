@@ -148,7 +148,6 @@ _GATED_DELTA: Mapping[str, Any] = {
     "norm_offset": 1,
     "no_tp": _RECURRENT,
     "tp_plan": {"linear_attn.*": "replicated"},  # of a single rank
-    "no_vllm": _NOT_TRIED,
     "later_layers": True,
 }
 _GATED_DELTA_MOE: Mapping[str, Any] = {
@@ -300,7 +299,6 @@ _ROWS = (
         blocks=_SHARED_EXPERTS,
         autoep="deepseek_v3",
         tp_plan=_SHARED_TP,
-        no_vllm="vLLM up to 0.26 has its class under another name",
         later_layers=True,
     ),
     _row(
@@ -394,7 +392,7 @@ _ROWS = (
         text_config="text_config",
         injected="vision_config.deepstack_visual_indexes",
         tp_plan=_DENSE_TP,
-        no_vllm=_INJECTED,
+        vllm={"decoder": "language_model.model"},
     ),
     _row(
         "qwen3_vl_moe",
@@ -403,7 +401,7 @@ _ROWS = (
         text_config="text_config",
         injected="vision_config.deepstack_visual_indexes",
         no_ep="its experts are stored transposed, by a rule that reads shapes which AutoEP's experts do not have",
-        no_vllm=_INJECTED,
+        vllm={"decoder": "language_model.model"},
     ),
     _row(
         "mistral3",
@@ -412,7 +410,7 @@ _ROWS = (
         text_config="text_config",
         texts=("mistral", "ministral3"),
         tp_plan=_DENSE_TP,
-        no_vllm=_UNTRIED,
+        vllm={"decoder": "language_model.model"},
     ),
     _row("qwen3_next", "Qwen3Next", autoep="qwen3_5_moe", **_GATED_DELTA_MOE),
     _row(
@@ -438,6 +436,7 @@ _ROWS = (
         text_config="text_config",
         blocks=Blocks(linear="linear_attn"),
         **_GATED_DELTA,
+        vllm={"decoder": "language_model.model"},
     ),
     _row(
         "qwen3_5_moe",
@@ -446,6 +445,7 @@ _ROWS = (
         text_config="text_config",
         autoep=_QWEN_AUTOEP,
         **_GATED_DELTA_MOE,
+        vllm={"decoder": "language_model.model"},
     ),
     _row("olmo2", "Olmo2", blocks=Blocks(**_OLMO_NORMS), no_vllm=_NORMED, **_NORMS_OVER_HEADS),
     _row("olmo3", "Olmo3", blocks=Blocks(**_OLMO_NORMS), no_vllm=_NORMED, **_NORMS_OVER_HEADS),
@@ -465,7 +465,6 @@ _ROWS = (
         norm_epsilon="eps",
         norm_offset=1,
         logits_cap="final_logit_softcapping",
-        no_vllm=_NORMED,
     ),
     _row(
         "gemma3_text",
@@ -476,7 +475,6 @@ _ROWS = (
         norm_epsilon="eps",
         norm_offset=1,
         logits_cap="final_logit_softcapping",
-        no_vllm=_NORMED,
     ),
     _row(
         "gemma3",
@@ -487,7 +485,7 @@ _ROWS = (
         norm_epsilon="eps",
         norm_offset=1,
         tp_plan=_DENSE_TP,
-        no_vllm=_NORMED,
+        vllm={"decoder": "language_model.model"},
     ),
     _row(
         "gemma4_text",
@@ -503,7 +501,6 @@ _ROWS = (
         blocks=Blocks(**_GLM_NORMS),
         rotates_halves=False,
         tp_plan=_PACKED_MLP_TP,
-        no_vllm=_NORMED,
     ),
     _row(
         "granite",
@@ -547,7 +544,6 @@ _ROWS = (
         "Apertus",
         blocks=Blocks(attn_norms=("attention_layernorm", None), mlp_norms=("feedforward_layernorm", None)),
         tp_plan={"mlp.act_fn": "replicated"},  # its activation has two learned numbers
-        no_vllm=_OTHER_NORMS,
     ),
     _row(
         "afmoe",
@@ -565,7 +561,6 @@ _ROWS = (
         ),
         no_ep="DeepSpeed AutoEP cannot read the router's bias, which afmoe stores under a name of its own",
         tp_plan={**_DENSE_TP, **_SHARED_TP, "self_attn.gate_proj": "colwise", **_AFMOE_ROUTER},
-        no_vllm=_NORMED,
     ),
     _row(
         "hy_v3",
@@ -574,7 +569,6 @@ _ROWS = (
         autoep=_HY_V3_AUTOEP,
         ep_scale="router_scaling_factor",
         tp_plan={"mlp.e_score_correction_bias": "replicated"},
-        no_vllm=_UNTRIED,
         later_layers=True,
     ),
     _row(
@@ -764,7 +758,7 @@ _ROWS = (
         text_config="text_config",
         blocks=_SHARED_EXPERTS,
         autoep={"preset_model": "deepseek_v3", "moe_layer_pattern": r"model\.language_model\.layers\.\d+\.mlp"},
-        no_vllm=_UNTRIED,
+        vllm={"decoder": "language_model.model"},
     ),
 )
 

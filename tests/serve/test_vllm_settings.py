@@ -73,6 +73,13 @@ def test_a_family_that_vllm_does_not_have_is_refused_by_name():
         base_config(raw, "x")
 
 
+def test_a_multimodal_type_is_served_with_the_language_models_that_the_plugin_serves():
+    raw: dict[str, Any] = {"model_type": "fcsd_mistral3", "fcsd": Wiring("ladder", (1,)).to_block()}
+    assert base_config({**raw, "text_config": {"model_type": "mistral"}}, "x") is not None
+    with pytest.raises(BadInputError, match=r"^x: the vLLM plugin cannot serve mistral3 with ministral3: vLLM reads"):
+        base_config({**raw, "text_config": {"model_type": "ministral3"}}, "x")
+
+
 def settings(wiring: Wiring, dtype: torch.dtype = torch.bfloat16, moe: bool = True, **changes: Any) -> Any:
     """vLLM's settings; the changes are to ``parallel_config``, or replace a whole part of the settings."""
     parallel = dict(
@@ -81,11 +88,11 @@ def settings(wiring: Wiring, dtype: torch.dtype = torch.bfloat16, moe: bool = Tr
         enable_expert_parallel=True, all2all_backend="allgather_reducescatter",
     )  # fmt: skip
     whole: dict[str, Any] = dict(
-        speculative_config=None, lora_config=None, additional_config={}, kv_transfer_config=None
+        quant_config=None, speculative_config=None, lora_config=None, additional_config={}, kv_transfer_config=None
     )
     for name, value in changes.items():
         (parallel if name in parallel else whole)[name] = value
-    config = SimpleNamespace(fcsd=wiring.to_block())
+    config = SimpleNamespace(fcsd=wiring.to_block(), gated_attention="quant_config" in changes)
     return SimpleNamespace(
         model_config=SimpleNamespace(
             hf_config=config, dtype=dtype, is_moe=moe, runner_type=whole.pop("runner_type", "generate")
@@ -117,6 +124,7 @@ REFUSED = [
     (settings(FARSKIP, speculative_config=SimpleNamespace(method="mtp")), "speculation by MTP layers"),
     (settings(FARSKIP, speculative_config=SimpleNamespace(method="eagle3")), "use one of ngram"),
     (settings(FARSKIP, lora_config=object()), "LoRA adapters: "),
+    (settings(FARSKIP, quant_config=object()), "quantised weights with gated attention"),
     (settings(FARSKIP, runner_type="pooling"), "embeddings and scores"),
     (settings(FARSKIP, kv_transfer_config=object()), "leave --kv-transfer-config out"),
     (settings(FARSKIP, additional_config={"fcsd": {"reduce": "none"}}), "reduce none gives wrong results"),

@@ -8,7 +8,7 @@ RMSNorm of vLLM takes a tensor and a residual, and returns the norm of their sum
 its arguments. That is harmless here: a sum that has landed and the running sum before it are never read again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from inspect import signature
@@ -54,13 +54,24 @@ class WiredLayer(nn.Module):
 
     fcsd: Wired
 
-    def forward(self, *args: Any, t_cond: None = None, **named: Any) -> tuple[Tensor, Any]:
+    def forward(
+        self,
+        *args: Any,
+        positions: Any = None,
+        hidden_states: Any = None,
+        residual: Any = None,
+        idx: int = -1,
+        t_cond: None = None,
+    ) -> tuple[Tensor, Any]:
         """Run the layer.
 
         Args:
             args: positions and ``hidden`` in the order of ``VllmNames``, then ``residual``, then what vLLM's loop adds
-                for the attention.
-            named: ``positions``, ``hidden_states`` and ``residual``, if the loop names them.
+                for the attention; empty if the loop names the next three.
+            positions: of the tokens.
+            hidden_states: see ``Flight``.
+            residual: see ``Flight``.
+            idx: the number of the layer, which one of vLLM's loops passes and no layer reads.
             t_cond: what one of vLLM's loops passes for models of speech, which are not served.
 
         Raises:
@@ -69,7 +80,7 @@ class WiredLayer(nn.Module):
         if t_cond is not None:
             raise RuntimeError("a rewired layer takes no condition of time")
         names = self.fcsd.names
-        args = args or (named["positions"], named["hidden_states"], named["residual"])
+        args = args or (positions, hidden_states, residual)
         positions, hidden = (args[1], args[0]) if names.hidden_first else (args[0], args[1])
         flight, plan = _enter(hidden, args[2]), self.fcsd.plan
         x, flight = self._read(flight, plan.attn, getattr(self, names.attn_norms[0] or ""))
@@ -162,7 +173,7 @@ class WiredLayer(nn.Module):
             landed, sum_ = None, reducer.now(out + landed / reducer.size)
         arrival = (self.fcsd.names.attn_norms if step.call == "attn" else self.fcsd.names.mlp_norms)[1]
         if arrival is not None:
-            sum_ = sum_._replace(norm=getattr(self, arrival))
+            sum_ = Sum(sum_.total, sum_.summand, getattr(self, arrival))
         return Flight(landed, (*sums, sum_), sum_.total), collected
 
     def _exchanged(self, flight: Flight, sum_: Sum, step: Step) -> Flight:
@@ -212,6 +223,20 @@ def kind_of(layer: Any, names: VllmNames) -> Kind:
     if not hasattr(mlp, "experts"):
         return "dense"
     return "moe" if mlp.experts._shared_experts is None else "moe-shared"
+
+
+def check_handed_on(plans: Mapping[int, LayerPlan], count: int) -> None:
+    """Refuse a model to whose first ``count`` layers' outputs vLLM adds image features, if these would get lost.
+
+    Raises:
+        ValueError: one of these layers hands on sums in flight, beside the tensor to which vLLM adds.
+    """
+    for i, plan in plans.items():
+        if i < count and plan.hands_on is None:
+            raise ValueError(
+                f"vLLM adds image features to the output of layer {i}, which hands on sums in flight; "
+                f"convert layers from {count + 1} on alone"
+            )
 
 
 def take_apart(layer: Any, wired: Wired) -> None:

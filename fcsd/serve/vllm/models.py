@@ -20,11 +20,12 @@ from vllm.model_executor.models.utils import PPMissingLayer  # pyright: ignore[r
 
 from fcsd.models.arch import VllmNames
 from fcsd.models.archs import ARCHS
+from fcsd.models.build import injected_layers
 from fcsd.models.schedule import Kind, layer_plans
 from fcsd.models.wiring_block import Blocks, Wiring
 from fcsd.serve.vllm.exchange import Exchange
 from fcsd.serve.vllm.exchange import define_operators as define_exchange
-from fcsd.serve.vllm.layer import Wired, gate_attention, kind_of, take_apart
+from fcsd.serve.vllm.layer import Wired, check_handed_on, gate_attention, kind_of, take_apart
 from fcsd.serve.vllm.reduction import Reducer, Settings, define_operators, leaves_out, read_settings
 
 GATE = ".self_attn.gate_proj.weight"  # a tensor of a gated attention, as checkpoints name it
@@ -52,7 +53,9 @@ def rewire(model: Any, names: VllmNames, vllm_config: Any) -> None:
     kinds: list[Kind] = [kind_of(layer, names) if i in stage else "moe-shared" for i, layer in enumerate(layers)]
     exchanges = settings.exchange == "in flight" and parallel.data_parallel_size > 1
     blocks = Blocks(attn_norms=names.attn_norms, mlp_norms=names.mlp_norms)
-    for i, plan in layer_plans(wiring, kinds, stage, exchanges, blocks).items():
+    plans = layer_plans(wiring, kinds, stage, exchanges, blocks)
+    check_handed_on(plans, injected_layers(vllm_config.model_config.hf_config))
+    for i, plan in plans.items():
         exchange = None
         if exchanges and kinds[i] != "dense":
             exchange = _exchange(getattr(layers[i], names.mlp), vllm_config, settings.overlap_from)
@@ -87,12 +90,10 @@ def add_gates(model: Any, names: VllmNames) -> None:
             attention = getattr(layer, names.attn)
             projection = attention.o_proj
             gate = ColumnParallelLinear(projection.output_size, projection.input_size, bias=False)
-            gate_attention(attention, gate.to(next(projection.parameters()).device))
+            gate_attention(attention, gate)
 
 
-def _load_gates(
-    model: Any, weights: Iterable[tuple[str, Tensor]], gates: set[str]
-) -> Iterator[tuple[str, Tensor]]:
+def _load_gates(model: Any, weights: Iterable[tuple[str, Tensor]], gates: set[str]) -> Iterator[tuple[str, Tensor]]:
     """Load the gates of attentions, put their names into ``gates``, and pass on all other tensors of a checkpoint.
 
     vLLM's own loader would take a gate for that of an MLP. Other pipeline stages load those that are not in ``model``.
