@@ -7,7 +7,7 @@ import fcntl
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # fcsd, and the tiny models of the tests
@@ -72,22 +72,43 @@ SIZES: dict[str, dict[str, Any]] = {
     "glm4": dict(intermediate_size=256, head_dim=32),
     "afmoe": dict(intermediate_size=256, moe_intermediate_size=64, head_dim=32),
     "apertus": dict(intermediate_size=256),
-    "hy_v3": dict(intermediate_size=256, moe_intermediate_size=64, head_dim=32),
-    "exaone_moe": dict(intermediate_size=256, moe_intermediate_size=64, head_dim=32),
-    "glm4v_moe": dict(intermediate_size=256, moe_intermediate_size=64),
-    "qwen3_vl": dict(intermediate_size=256, head_dim=32),
-    "qwen3_vl_moe": dict(intermediate_size=256, moe_intermediate_size=64, head_dim=32),
+    # vLLM reads the width of an expert and the windows of layers in fields of its own.
+    "hy_v3": dict(intermediate_size=256, moe_intermediate_size=64, expert_hidden_dim=64, head_dim=32),
+    "exaone_moe": dict(
+        intermediate_size=256, moe_intermediate_size=64, head_dim=32, sliding_windows=[16, None] * 2,
+        mtp_sliding_windows=None,
+    ),
+    "qwen3_next": dict(
+        intermediate_size=256, head_dim=32, moe_intermediate_size=64, shared_expert_intermediate_size=64,
+        linear_key_head_dim=64, linear_value_head_dim=64,
+    ),
+    # The sections of rotary embeddings are half of the dimensions that are rotated.
+    "glm4v_moe": dict(
+        use_qk_norm=False, intermediate_size=256, moe_intermediate_size=64, head_dim=32, rope_parameters=dict(
+            rope_type="default", rope_theta=1e3, partial_rotary_factor=0.5, mrope_section=[4, 2, 2],
+        ),
+    ),
+    **{
+        arch: dict(
+            norm_topk_prob=True, intermediate_size=256, moe_intermediate_size=32, head_dim=32, rope_parameters=dict(
+                rope_type="default", rope_theta=1e3, mrope_section=[8, 4, 4], mrope_interleaved=True,
+            ),
+        )
+        for arch in ("qwen3_vl", "qwen3_vl_moe")
+    },
     "mistral3": dict(
         model_type="mistral", intermediate_size=256, head_dim=32, sliding_window=None,
         rope_parameters=dict(rope_type="default", rope_theta=1e4),
     ),
-    # vLLM's build for CPUs has linear attention in bfloat16 alone.
     **{
         arch: dict(
             intermediate_size=256, head_dim=32, moe_intermediate_size=64, shared_expert_intermediate_size=64,
-            linear_key_head_dim=64, linear_value_head_dim=64,
+            linear_key_head_dim=64, linear_value_head_dim=64, rope_parameters=dict(
+                rope_type="default", rope_theta=1e3, partial_rotary_factor=0.25, mrope_section=[2, 1, 1],
+                mrope_interleaved=True,
+            ),
         )
-        for arch in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
+        for arch in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
     },
     "laguna": dict(
         intermediate_size=256, moe_intermediate_size=64, shared_expert_intermediate_size=64, head_dim=32,
@@ -259,7 +280,9 @@ def score_by_sigmoid() -> None:
     """
     import vllm.model_executor.layers.fused_moe.experts.cpu_moe as experts  # pyright: ignore[reportMissingImports]
 
-    stock = experts.select_experts
+    stock = getattr(experts, "select_experts", None)  # 0.32 has no such function
+    if stock is None:
+        return
 
     def select_experts(**given: Any) -> Any:
         if given["scoring_func"] == "sigmoid" and not given["use_grouped_topk"]:
@@ -267,3 +290,53 @@ def score_by_sigmoid() -> None:
         return stock(**given)
 
     experts.select_experts = select_experts
+
+
+def attend_linearly_in_float32() -> None:
+    """Give vLLM's build for CPUs the gated delta rule in float32, token by token. It has it in bfloat16 alone."""
+    import torch
+    import vllm.model_executor.layers.mamba.ops.cpu.gdn_attention as build  # pyright: ignore[reportMissingImports]
+    from torch.nn.functional import silu, softplus
+
+    stock = build.cpu_gdn_attention_core
+
+    def core(mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any, layer_name: Any) -> None:
+        context = build.get_forward_context()
+        if mixed_qkv.dtype != torch.float32 or context.attn_metadata is None:
+            stock(mixed_qkv, b, a, core_attn_out, layer_name)
+            return
+        layer = context.no_compile_layers[build._resolve_layer_name(layer_name)]
+        steps = context.attn_metadata[layer.prefix]
+        starts, slots = steps.non_spec_query_start_loc.tolist(), steps.non_spec_state_indices_tensor.tolist()
+        goes_on = [True] * steps.num_decodes
+        if steps.num_prefills:
+            goes_on += steps.has_initial_state.tolist()[steps.num_decodes :]
+        for first, end, slot, before in zip(starts, starts[1:], slots, goes_on, strict=False):
+            out = one(layer, mixed_qkv[first:end], b[first:end], a[first:end], slot, before)
+            core_attn_out[first:end] = out
+
+    def one(layer: Any, x: Any, b: Any, a: Any, slot: int, before: bool) -> Any:
+        """One sequence, ``[tokens, channels]``; the convolution and the delta rule go on where its states end."""
+        past, state = build._conv_buffer_view(layer)[slot], layer.kv_cache[1][slot]  # [channels, width - 1], [h, v, k]
+        if not before:
+            past.zero_()
+            state.zero_()
+        weight = build._unpacked_conv_weight(layer)
+        whole = torch.cat((past.T, x))
+        past.copy_(whole[-past.shape[1] :].T)
+        windows = whole.unfold(0, weight.shape[1], 1)  # [tokens, channels, width]
+        query, key, value = (part.squeeze(0) for part in layer.rearrange_mixed_qkv(silu((windows * weight).sum(-1))))
+        groups = value.shape[1] // key.shape[1]
+        norms = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + 1e-6) for part in (query, key))
+        query, key = (part.repeat_interleave(groups, 1) for part in norms)
+        decay, beta = torch.exp(-layer.A_log.exp() * softplus(a + layer.dt_bias)), b.sigmoid()
+        found = []
+        for t in range(len(x)):
+            state *= decay[t, :, None, None]
+            missing = value[t] - (state @ key[t, :, :, None]).squeeze(-1)
+            state += (beta[t, :, None] * missing)[..., None] * key[t, :, None]
+            found.append((state @ query[t, :, :, None]).squeeze(-1) / query.shape[-1] ** 0.5)
+        return torch.stack(found)
+
+    core.__annotations__ = get_type_hints(stock) | {"return": None}  # vLLM makes an operator of it
+    build.cpu_gdn_attention_core = core

@@ -31,7 +31,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent)]
 
-from vllm_cases import FP8, GATED, inspect_here, made, prompts, score_by_sigmoid  # noqa: E402
+from vllm_cases import FP8, GATED, attend_linearly_in_float32, inspect_here, made, prompts, score_by_sigmoid  # noqa: E402
 from vllm_report import Row, report  # noqa: E402
 
 NEW, REPLAYS = 8, 200  # tokens of an answer, and where the same step is taken again and again
@@ -65,6 +65,9 @@ def engine(path: Path, dtype: str, **options: Any) -> Any:
         score_by_sigmoid()
         if "vision_config" in json.loads((path / "config.json").read_text()):
             options["limit_mm_per_prompt"] = dict(image=0, video=0)  # the processors of images need torchvision
+        if "linear_key_head_dim" in (path / "config.json").read_text():
+            options["mamba_ssm_cache_dtype"] = "float32"
+            attend_linearly_in_float32()
         if "kv_lora_rank" in json.loads((path / "config.json").read_text()):
             # With the CPU kernels of its norms and rotary embeddings, the original is wrong as well (docs/serving.md).
             options["compilation_config"] = dict(custom_ops=["none"])
@@ -180,7 +183,7 @@ def reference(path: Path) -> Any:
     import transformers
 
     from fcsd.models.archs import ARCHS
-    from fcsd.models.build import load_model
+    from fcsd.models.build import causal_lm_class, load_model
 
     config = json.loads((path / "config.json").read_text())
     options: dict[str, Any] = dict(dtype=torch.float32)
@@ -190,7 +193,7 @@ def reference(path: Path) -> Any:
         return load_model(path, **options).eval().float()
     # vLLM puts classes of its own in the place of some of transformers' configs.
     options["config"] = getattr(transformers, ARCHS[config["model_type"]].config).from_pretrained(path)
-    return transformers.AutoModelForCausalLM.from_pretrained(path, **options).eval().float()
+    return causal_lm_class(options["config"]).from_pretrained(path, **options).eval().float()
 
 
 def logprobs(model: Any, tokens: list[int]) -> tuple[Any, Any]:
