@@ -83,6 +83,11 @@ SIZES: dict[str, dict[str, Any]] = {
         linear_key_head_dim=64, linear_value_head_dim=64,
     ),
     # The sections of rotary embeddings are half of the dimensions that are rotated.
+    "glm4v": dict(
+        intermediate_size=256, head_dim=32, rope_parameters=dict(
+            rope_type="default", rope_theta=1e3, partial_rotary_factor=0.5, mrope_section=[4, 2, 2],
+        ),
+    ),
     "glm4v_moe": dict(
         use_qk_norm=False, intermediate_size=256, moe_intermediate_size=64, head_dim=32, rope_parameters=dict(
             rope_type="default", rope_theta=1e3, partial_rotary_factor=0.5, mrope_section=[4, 2, 2],
@@ -126,7 +131,7 @@ FP8_SIZES: dict[str, Any] = dict(
 MORE = {
     "ladder": (
         *("mistral", "gemma", "phi3", "ernie4_5", "glm", "nemotron", "gemma2", "gemma3_text", "gemma3", "glm4"),
-        *("apertus", "qwen3_vl", "mistral3", "qwen3_5_text", "qwen3_5"),
+        *("apertus", "qwen3_vl", "glm4v", "mistral3", "qwen3_5_text", "qwen3_5"),
     ),
     "farskip": (
         *("minimax_m2", "ernie4_5_moe", "glm4_moe_lite", "mellum", "laguna", "afmoe", "hy_v3", "exaone_moe"),
@@ -317,16 +322,18 @@ def attend_linearly_in_float32() -> None:
 
     def one(layer: Any, x: Any, b: Any, a: Any, slot: int, before: bool) -> Any:
         """One sequence, ``[tokens, channels]``; the convolution and the delta rule go on where its states end."""
-        past, state = build._conv_buffer_view(layer)[slot], layer.kv_cache[1][slot]  # [channels, width - 1], [h, v, k]
+        past, kept = build._conv_buffer_view(layer)[slot], layer.kv_cache[1][slot]  # [channels, width - 1], [h, v, k]
         if not before:
             past.zero_()
-            state.zero_()
+            kept.zero_()
+        state = kept.double()
         weight = build._unpacked_conv_weight(layer)
         whole = torch.cat((past.T, x))
         past.copy_(whole[-past.shape[1] :].T)
         windows = whole.unfold(0, weight.shape[1], 1)  # [tokens, channels, width]
         query, key, value = (part.squeeze(0) for part in layer.rearrange_mixed_qkv(silu((windows * weight).sum(-1))))
         groups = value.shape[1] // key.shape[1]
+        query, key, value = query.double(), key.double(), value.double()
         norms = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + 1e-6) for part in (query, key))
         query, key = (part.repeat_interleave(groups, 1) for part in norms)
         decay, beta = torch.exp(-layer.A_log.exp() * softplus(a + layer.dt_bias)), b.sigmoid()
@@ -336,6 +343,7 @@ def attend_linearly_in_float32() -> None:
             missing = value[t] - (state @ key[t, :, :, None]).squeeze(-1)
             state += (beta[t, :, None] * missing)[..., None] * key[t, :, None]
             found.append((state @ query[t, :, :, None]).squeeze(-1) / query.shape[-1] ** 0.5)
+        kept.copy_(state)
         return torch.stack(found)
 
     core.__annotations__ = get_type_hints(stock) | {"return": None}  # vLLM makes an operator of it

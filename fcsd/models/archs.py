@@ -36,8 +36,7 @@ _SPARSE = "vLLM's sparse attention runs on GPUs alone, where fcsd's plugin was n
 _CONVOLVED = "its short convolutions keep a state for each channel, which fcsd does not shard"
 _STATES = "mamba keeps a state for each channel, which fcsd does not shard"
 _RECURRENT = "linear attention keeps a state for each head, which fcsd does not shard"
-_NOT_TRIED = "vLLM's class has linear attention, with which the plugin was not tried"
-_INJECTED = "vLLM's class adds image features between layers, where the plugin has sums in flight"
+_NOT_TRIED = "vLLM's class has states for each channel or head, with which the plugin was not tried"
 
 
 def _vision(stem: str) -> dict[str, tuple[str, str]]:
@@ -46,10 +45,8 @@ def _vision(stem: str) -> dict[str, tuple[str, str]]:
     return {"AutoModel": bare, "AutoModelForCausalLM": whole, "AutoModelForImageTextToText": whole}
 
 
-_NORMED = "vLLM's layer norms an output before it is added, which the plugin's does not"
-
+_ADDS = "vLLM's layer adds its outputs to the stream itself"
 _MULTIPLIED = "vLLM's layer multiplies an output before it is added, which the plugin's does not"
-_OTHER_NORMS = "vLLM's class has other names for the norms of a layer than the plugin looks for"
 _UNEVEN = "its layers differ in heads, and some read the keys and values of others"
 _BESIDE = "experts beside an MLP read the stream through another norm than their router, which AutoEP's cannot"
 
@@ -90,7 +87,7 @@ _GEMMA4: Mapping[str, Any] = {
     ),
     "no_tp": _UNEVEN,
     "tp_plan": dict.fromkeys(("*layernorm_?", "layer_scalar", "per_layer_*", "router.*"), "replicated"),  # of one rank
-    "no_vllm": _NORMED,
+    "no_vllm": "vLLM's layer adds features of each token to the stream and multiplies it, which the plugin's does not",
 }
 
 # Multi-head latent attention: every rank makes the latents of all heads, and unfolds them for its own heads.
@@ -447,17 +444,17 @@ _ROWS = (
         **_GATED_DELTA_MOE,
         vllm={"decoder": "language_model.model"},
     ),
-    _row("olmo2", "Olmo2", blocks=Blocks(**_OLMO_NORMS), no_vllm=_NORMED, **_NORMS_OVER_HEADS),
-    _row("olmo3", "Olmo3", blocks=Blocks(**_OLMO_NORMS), no_vllm=_NORMED, **_NORMS_OVER_HEADS),
+    _row("olmo2", "Olmo2", blocks=Blocks(**_OLMO_NORMS), no_vllm=_ADDS, **_NORMS_OVER_HEADS),
+    _row("olmo3", "Olmo3", blocks=Blocks(**_OLMO_NORMS), no_vllm=_ADDS, **_NORMS_OVER_HEADS),
     _row(
         "flex_olmo",
         "FlexOlmo",
         blocks=Blocks(**_OLMO_NORMS),
         autoep="qwen3_moe",
-        no_vllm=_NORMED,
+        no_vllm=_ADDS,
         **_NORMS_OVER_HEADS,
     ),
-    _row("exaone4", "Exaone4", blocks=Blocks(**_OLMO_NORMS), no_vllm=_NORMED),
+    _row("exaone4", "Exaone4", blocks=Blocks(**_OLMO_NORMS), no_vllm=_ADDS),
     _row(
         "gemma2",
         "Gemma2",
@@ -528,7 +525,7 @@ _ROWS = (
         ),
         logits_factor=("logits_scaling", 1),
         tp_plan={"post_norm?": "replicated"},
-        no_vllm=_NORMED,
+        no_vllm=_MULTIPLIED,
     ),
     _row(
         "minicpm3",
@@ -586,7 +583,7 @@ _ROWS = (
         no_tp=_CONVOLVED,
         tp_plan=_LFM2_TP,
         since=(5, 23),
-        no_vllm=_OTHER_NORMS,
+        no_vllm=_NOT_TRIED,
     ),
     _row(
         "lfm2_moe",
@@ -597,7 +594,7 @@ _ROWS = (
         no_tp=_CONVOLVED,
         tp_plan={**_LFM2_TP, "feed_forward.expert_bias": "replicated"},
         since=(5, 23),
-        no_vllm=_OTHER_NORMS,
+        no_vllm=_NOT_TRIED,
     ),
     _row(
         "kimi_linear",
@@ -616,7 +613,7 @@ _ROWS = (
         no_ep="its MoE block norms the sum of all experts, for which the block of DeepSpeed AutoEP has no norm",
         rotates_halves=False,
         tp_plan={**_LATENT_TP, "mlp.post_mlp_layernorm": "replicated"},
-        no_vllm=_NORMED,
+        no_vllm="vLLM's layer norms the output of experts and not that of a dense MLP, and the plugin's norms both",
     ),
     _row(
         "phimoe",
@@ -626,7 +623,7 @@ _ROWS = (
         draws=True,
         norm_epsilon=None,
         tp_plan=_ATTENTION_TP,
-        no_vllm="vLLM's layer adds its outputs to the stream itself",
+        no_vllm=_ADDS,
     ),
     _row(
         "nanochat",
@@ -748,7 +745,7 @@ _ROWS = (
         blocks=Blocks(**_GLM_NORMS),
         rotates_halves=False,
         tp_plan=_PACKED_MLP_TP,
-        no_vllm=_NORMED,
+        vllm={"decoder": "language_model.model"},
     ),
     _row(
         "glm4v_moe",
