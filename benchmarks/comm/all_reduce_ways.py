@@ -21,13 +21,11 @@ class Way(NamedTuple):
     Attributes:
         run: replaces its argument by the sum over the ranks, on the current stream.
         format: the format of the values sent; None for the values as they are.
-        in_graphs: whether a CUDA graph of it can be replayed: no host code runs between its steps.
         checked: whether ``run`` uses its argument, so that its result can be compared with the reference.
     """
 
     run: Callable[[Tensor], Any]
     format: Format | None = None
-    in_graphs: bool = True
     checked: bool = True
 
 
@@ -41,8 +39,9 @@ def kinds(formats: Iterable[Format]) -> dict[str, Way]:
     ways = {"nccl": Way(dist.all_reduce)}
     if try_window(group) is not None:
         ways["symmetric"] = Way(lambda x: reduce(x, group, "symmetric").wait())
+    steps = "one step" if quantised.is_one_step(group) else "steps"
     for format in formats:
-        ways[f"quantised:{format} in steps"] = Way(partial(_quantised, format), format, in_graphs=False)
+        ways[f"quantised:{format} in {steps}"] = Way(partial(_quantised, format), format)
     return ways
 
 

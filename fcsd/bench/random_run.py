@@ -56,7 +56,7 @@ def random_run(
         sets: ``--set`` assignments that change the recipe.
 
     Raises:
-        ConfigError: the recipe is invalid for this model or this number of processes, or it has adapters.
+        ConfigError: the recipe is invalid for this model or this number of processes, or it freezes weights.
     """
     import_deepspeed()
     register()
@@ -68,9 +68,9 @@ def random_run(
         tokens = world.size * micro_batch * accumulation * seq
         recipe = random_recipe(Path(folder), name, seq, micro_batch, tokens, steps, world, sets)
         check(recipe, world.size)
-        if recipe.train.adapter is not None:
+        if recipe.frozen_beside is not None:
             raise ConfigError(
-                "the benchmarks of a step train all weights, so --set train.adapter has no place here",
+                f"the benchmarks of a step train all weights, so --set {recipe.frozen_beside} has no place here",
                 hint="`python -m benchmarks.distill.baselines SHAPE --against fcsd-adapters` times adapters",
             )
         yield recipe, rewired

@@ -192,7 +192,7 @@ class Recipe(Section):
             )
         if self.parallel.zero_stage == 3 and (why := self._not_with_zero_3()):
             raise ValueError(f"parallel.zero_stage 3 cannot be combined with {why}")
-        if why := self._no_adapter():
+        if why := self._not_frozen():
             raise ValueError(why)
         if self.train.eval_every and self.data.held_out is None:
             raise ValueError("train.eval_every needs data.held_out, the text to measure on")
@@ -200,15 +200,13 @@ class Recipe(Section):
             raise ValueError("early_stop.metric held_out needs data.held_out, the text to measure on")
         return self
 
-    def _no_adapter(self) -> str | None:
-        """Why the settings around `train.adapter` contradict each other; None if they do not."""
-        if self.train.adapter is None:
-            return "optim.train needs train.adapter: without it all weights train" if self.optim.train else None
+    def _not_frozen(self) -> str | None:
+        """Why the settings around frozen weights contradict each other; None if they do not."""
+        if self.frozen_beside is None:
+            return None
         parts, objective, parallel = self.optim.train, self.objective, self.parallel
         found = {
-            "init.weights random: adapters are beside weights that have learned something": (
-                self.init.weights == "random"
-            ),
+            "init.weights random: what is frozen must have learned something": (self.init.weights == "random"),
             "parallel.teacher_placement replicated: the teacher's experts are the student's": (
                 parallel.teacher_placement == "replicated"
             ),
@@ -220,7 +218,7 @@ class Recipe(Section):
             "objective.freeze_lm_head, because optim.train names head": objective.freeze_lm_head and "head" in parts,
         }
         why = next((why for why, is_so in found.items() if is_so), None)
-        return why and f"train.adapter cannot be combined with {why}"
+        return why and f"{self.frozen_beside} cannot be combined with {why}"
 
     def _not_captured(self) -> str | None:
         """The setting because of which the passes of a micro-batch cannot be captured; None if they can be."""
@@ -243,7 +241,7 @@ class Recipe(Section):
             "train.compile": self.train.compile,
             "train.graph": self.train.graph,
             "train.anneal_share": self.train.anneal_share > 0,
-            "train.adapter": self.train.adapter is not None,
+            f"{self.frozen_beside}": self.frozen_beside is not None,
             "optim.offload": self.optim.offload != "none",
             "optim.moments bf16": self.optim.moments != "fp32",
             "objective.teacher_cache": self.objective.teacher_cache is not None,
@@ -259,10 +257,17 @@ class Recipe(Section):
             "parallel.quantised: it has no dispatch": self.parallel.quantised.any,
             "train.compile": self.train.compile,
             "train.graph": self.train.graph,
-            "train.adapter": self.train.adapter is not None,
+            f"{self.frozen_beside}": self.frozen_beside is not None,
             "optim.offload host; it can be moments": self.optim.offload == "host",
         }
         return next((why for why, is_so in found.items() if is_so), None)
+
+    @property
+    def frozen_beside(self) -> Literal["train.adapter", "optim.train"] | None:
+        """The setting that names what trains beside frozen weights; None if all weights train."""
+        if self.train.adapter is not None:
+            return "train.adapter"
+        return "optim.train" if self.optim.train else None
 
     @property
     def accumulate_dtype(self) -> Literal["bf16", "fp32"]:

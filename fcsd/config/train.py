@@ -63,7 +63,8 @@ class Train(Section):
     first step ends the run and says why. On a CPU the same passes run without capture."""
     adapter: Adapter | None = None
     """Train adapters beside frozen weights instead of the weights. The teacher is then the model itself with its
-    adapters off and in the standard wiring, so no second copy of the weights is in memory. null trains the weights."""
+    adapters off and in the standard wiring, so no second copy of the weights is in memory. null trains the weights, or
+    those parts that `optim.train` names."""
     activation_checkpointing: bool = False
     """Recompute the activations of each layer in the backward pass: less memory, one more forward pass per step."""
     anneal_share: Share = 0.0

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from fcsd.config import ResolvedRecipe
 from fcsd.distill import early_stop, preview
-from fcsd.distill.adapters.files import write_adapters, write_merged
 from fcsd.distill.early_stop import ScoreHistory
 from fcsd.distill.experts.dedup_choice import DedupChoice
 from fcsd.distill.experts.swaps import ExpertSwaps
 from fcsd.distill.metrics import Meter
+from fcsd.distill.parts.files import write_merged, write_parts
 from fcsd.distill.prepare import Prepared, hide_progress_bars, prepare_run
 from fcsd.distill.run import checkpoints, identity, manifest, run_dir, signals, trackers
 from fcsd.distill.run.nonfinite import Skips
@@ -281,21 +281,21 @@ def publish_model(run: Prepared, tools: Tools) -> None:
     if tools.reporter and verdict.best is not None:
         stopped = f"stopped early: {verdict.waited} scores in a row were no improvement; " if verdict.stop else ""
         tools.reporter.say(f"{stopped}final/ is the model with the best score, that of step {verdict.best}")
-    if (adapters := run.training.adapters) is None:
+    if (parts := run.training.parts) is None:
         run.world.on_first(
             lambda: run_dir.publish(manifest.verified_model(best) if best else newest / manifest.MODEL, run.directory)
         )
         return
-    folder = run.world.on_first(lambda: manifest.verified_model(best or newest, manifest.ADAPTERS))
-    part = run.world.on_first(lambda: run_dir.new_final(run.directory))
-    write_merged(adapters, folder, run.source.path, part, run.world)
-    run.world.on_first(lambda: run_dir.finish(part, run.directory))
+    folder = run.world.on_first(lambda: manifest.verified_model(best or newest, manifest.PARTS))
+    final = run.world.on_first(lambda: run_dir.new_final(run.directory))
+    write_merged(parts, folder, run.source.path, final, run.world)
+    run.world.on_first(lambda: run_dir.finish(final, run.directory))
 
 
 def _write_model(run: Prepared, part: OwnPart, checkpoint: Path, world: World) -> None:
-    """Writes the model into the directory of a checkpoint, or the adapters if these train."""
-    if run.training.adapters is not None:
-        write_adapters(part, run.source, checkpoint / manifest.ADAPTERS, world)
+    """Writes the model into the directory of a checkpoint, or what trains beside frozen weights."""
+    if run.training.parts is not None:
+        write_parts(part, run.source, checkpoint / manifest.PARTS, world)
         return
     random = run.recipe.init.weights == "random"
     write_student(part, run.source.path, checkpoint / manifest.MODEL, world, random=random)

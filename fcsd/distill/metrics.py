@@ -17,8 +17,9 @@ from fcsd.errors import BadInputError
 from fcsd.launch.world import World
 from fcsd.parallel.trace import overlaps, read
 from fcsd.parallel.transports.traffic import Traffic
+from fcsd.plan import setup_for
 from fcsd.plan.model import MetaModel
-from fcsd.plan.setup import GIB, setup_of, with_adapters
+from fcsd.plan.setup import GIB
 from fcsd.plan.speed import PEAK, flops_per_token
 
 WAITS = 0.01  # a warning is printed if a larger share of the steps' time is spent waiting for data
@@ -160,7 +161,5 @@ def full_speed(recipe: Recipe, processes: int, peak: float) -> float:
     model = MetaModel(recipe.model)
     student = model.numbers
     teacher = MetaModel(teacher_name(recipe)).numbers if needs_teacher(recipe) else student
-    setup = replace(setup_of(recipe, processes, len(student.layers)), recompute=False)
-    if (adapter := recipe.train.adapter) is not None:
-        setup = with_adapters(setup, model.adapters(adapter.rank, adapter.targets, recipe.optim.train))
+    setup = replace(setup_for(recipe, processes, model), recompute=False)
     return processes * peak / flops_per_token(student, teacher, setup)

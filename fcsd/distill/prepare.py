@@ -14,8 +14,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, enable_full_d
 from fcsd.checkpoint import Location, read_layout, resolve, sample_sha256
 from fcsd.config import Recipe, ResolvedRecipe, accumulation
 from fcsd.distill import tensor_parallel
-from fcsd.distill.adapters.adapt import adapt, chosen_parts
-from fcsd.distill.adapters.files import read_adapters
 from fcsd.distill.data.corpus import Corpus, load_tokenizer
 from fcsd.distill.data.document_end import document_end
 from fcsd.distill.data.load_on_ranks import load_corpora
@@ -25,6 +23,8 @@ from fcsd.distill.experts import expert_parallel
 from fcsd.distill.experts.swaps import orders_of
 from fcsd.distill.inputs import student_source
 from fcsd.distill.optim import update
+from fcsd.distill.parts.chosen import chosen_parts, train_parts
+from fcsd.distill.parts.files import read_parts
 from fcsd.distill.run import checkpoints, manifest, run_dir
 from fcsd.distill.run.identity import flat, require_agreement, run_identity
 from fcsd.distill.step import graphs
@@ -41,7 +41,7 @@ from fcsd.distill.teacher.original import (
 from fcsd.distill.teacher.shared import SharedTeacher, require_own_weights
 from fcsd.distill.teacher.targets import TeacherSource, expect_comparable
 from fcsd.launch.world import World
-from fcsd.models.adapters.adapted import Adapted
+from fcsd.models.adapters.trained import TrainedParts
 from fcsd.models.build import unwired
 from fcsd.parallel.expert.dispatcher import Dispatcher
 from fcsd.parallel.tensor.tp_plan import TensorGroup
@@ -145,9 +145,9 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     say(f"loading {recipe.model} ...")
     placed: Any = {"device": world.device, "orders": orders, "ranks": teams.ranks}
     student = load_student(recipe, dtype=DTYPES[recipe.train.dtype], config=config, trained=trained, **placed)
-    adapters = None if chosen is None else adapt(student, recipe, chosen)
-    if adapters is not None and checkpoint:
-        adapters.load(read_adapters(checkpoint / manifest.ADAPTERS), str(checkpoint))
+    parts = None if chosen is None else train_parts(student, recipe, chosen)
+    if parts is not None and checkpoint:
+        parts.load(read_parts(checkpoint / manifest.PARTS), str(checkpoint))
     traffic = Traffic() if recipe.parallel.ep_size > 1 else None
     dispatcher = expert_parallel.dispatcher_for(recipe.parallel, recipe.parallel.ep_size)
     teacher = None
@@ -161,9 +161,9 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
         hashes = hashes | cached
     identity |= hashes
     by_zero = checkpoint is not None and checkpoints.of_several(checkpoint)
-    training = build_training(student, source, recipe, world, traffic, dispatcher, by_zero, teams, adapters)
-    if adapters is not None and shares_weights(recipe):
-        training = replace(training, source=share_weights(adapters, recipe, traffic, dispatcher))
+    training = build_training(student, source, recipe, world, traffic, dispatcher, by_zero, teams, parts)
+    if parts is not None and shares_weights(recipe):
+        training = replace(training, source=share_weights(parts, recipe, traffic, dispatcher))
     progress = checkpoints.load(checkpoint, world, training, identity) if checkpoint else {"step": 0}
     # Both take what a checkpoint has put into the engine.
     update.install(training.engine, recipe)
@@ -189,24 +189,24 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
 
 
 def shares_weights(recipe: Recipe) -> bool:
-    """Whether the teacher in memory is the student itself, with its adapters off."""
-    return recipe.train.adapter is not None and needs_teacher(recipe)
+    """Whether the teacher in memory is the student itself, whose frozen weights are the teacher's."""
+    return recipe.frozen_beside is not None and needs_teacher(recipe)
 
 
 def share_weights(
-    adapters: Adapted, recipe: Recipe, traffic: Traffic | None = None, dispatcher: Dispatcher | None = None
+    parts: TrainedParts, recipe: Recipe, traffic: Traffic | None = None, dispatcher: Dispatcher | None = None
 ) -> SharedTeacher:
-    """The teacher that is the student with its adapters off; the arguments are those of ``load_teacher``."""
+    """The teacher that is the student with its first weights; the other arguments are those of ``load_teacher``."""
 
     def rewire() -> None:
         how: Any = {"traffic": traffic, "dispatcher": dispatcher, "wiring": unwired()}
-        expert_parallel.wire_sharded(adapters.model, recipe.parallel.ep_size, recipe.parallel, **how)
+        expert_parallel.wire_sharded(parts.model, recipe.parallel.ep_size, recipe.parallel, **how)
 
-    return SharedTeacher(adapters, recipe.objective, rewire if recipe.parallel.ep_size > 1 else None)
+    return SharedTeacher(parts, recipe.objective, rewire if recipe.parallel.ep_size > 1 else None)
 
 
 def identify_frozen(recipe: Recipe, source: Location, teacher: dict[str, str]) -> dict[str, str]:
-    """``frozen.sample``, the hash of the weights beside which adapters train.
+    """``frozen.sample``, the hash of the weights that the student starts with.
 
     Args:
         teacher: the result of ``identify_teacher``; empty without a teacher in memory.

@@ -8,13 +8,13 @@ from transformers import PreTrainedTokenizerBase
 
 from fcsd.config import Recipe, accumulation
 from fcsd.distill import tensor_parallel
-from fcsd.distill.adapters.adapt import chosen_parts
 from fcsd.distill.data.corpus import Corpus, listed, load_corpus, load_tokenizer
 from fcsd.distill.data.document_end import document_end
 from fcsd.distill.data.rows import Rows, batch
 from fcsd.distill.experts import expert_parallel
 from fcsd.distill.inputs import student_source
 from fcsd.distill.loss.losses import IGNORE
+from fcsd.distill.parts.chosen import chosen_parts
 from fcsd.distill.run import run_dir
 from fcsd.distill.student import meta_student
 from fcsd.distill.teacher.original import needs_teacher, output_head, teacher_name
@@ -77,12 +77,13 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
         f" = {train.micro_batch_size} rows * {world_size} processes{shared} * {micro_steps} micro-batches",
         f"run         {train.steps:,} steps, {train.steps * train.batch_tokens:,} tokens{asked}",
     ]
-    if (adapter := train.adapter) is not None:
-        chosen = chosen_parts(recipe, source)
-        assert chosen is not None
-        own = f", and {len(chosen.trained)} tensors of the model itself" if chosen.trained else ""
-        shared = "; the teacher is the student with its adapters off" if needs_teacher(recipe) else ""
-        lines.append(f"adapters    {adapter.kind} of rank {adapter.rank} at {len(chosen.adapted)} layers{own}{shared}")
+    if (chosen := chosen_parts(recipe, source)) is not None:
+        adapter, own = train.adapter, f"{len(chosen.trained)} tensors of the model itself"
+        found = [f"{adapter.kind} of rank {adapter.rank} at {len(chosen.adapted)} layers"] if adapter else []
+        found += [own] if chosen.trained else []
+        first = "adapters off" if adapter else "first weights"
+        shared = f"; the teacher is the student with its {first}" if needs_teacher(recipe) else ""
+        lines.append(f"trained     {', and '.join(found)}{shared}")
     if train.anneal_share:
         first = round(train.anneal_share * recipe.schedule_steps) + 1
         lines.append(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fcsd.models.adapters.adapted import Adapted
+from fcsd.models.adapters.trained import TrainedParts
 
 
 class PassEngine(Protocol):
@@ -97,9 +97,9 @@ class Trained:
     Attributes:
         engine: runs its passes and its optimizer's steps.
         model: the model inside of the engine.
-        adapters: its adapters; None if its own weights train.
+        parts: what trains beside frozen weights; None if all weights train.
     """
 
     engine: TrainEngine
     model: PreTrainedModel
-    adapters: Adapted | None = field(default=None, kw_only=True)
+    parts: TrainedParts | None = field(default=None, kw_only=True)

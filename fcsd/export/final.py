@@ -70,22 +70,22 @@ def export_model(
 
 def _write_checkpoint(run: Path, checkpoint: str | None, out: Path, *, force: bool, title: str | None) -> None:
     """Export a run's checkpoint; see ``export_model``."""
-    from fcsd.distill.run.manifest import ADAPTERS, verified_model
+    from fcsd.distill.run.manifest import PARTS, verified_model
 
     for _ in range(_ATTEMPTS):
         chosen = _choose(run, checkpoint)
         log.info("exporting %s", chosen)
         try:
-            if not (chosen / ADAPTERS).is_dir():
+            if not (chosen / PARTS).is_dir():
                 return _write(verified_model(chosen), run, out, force=force, title=title)
-            require_extra("train", "the export of a run with adapters")
-            from fcsd.distill.adapters.files import merge_checkpoint
+            require_extra("train", "the export of a run with frozen weights")
+            from fcsd.distill.parts.files import merge_checkpoint
 
             check_out(out, [], force=force)
-            adapters = verified_model(chosen, ADAPTERS)
+            parts = verified_model(chosen, PARTS)
             with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=".merged-") as scratch:
-                log.info("merging the adapters into the weights")
-                merge_checkpoint(load_recipe(run / "config.resolved.yaml").recipe, adapters, Path(scratch) / "model")
+                log.info("merging what was trained into the weights")
+                merge_checkpoint(load_recipe(run / "config.resolved.yaml").recipe, parts, Path(scratch) / "model")
                 return _write(Path(scratch) / "model", run, out, force=force, title=title)
         except (FcsdError, OSError):
             if chosen.exists():

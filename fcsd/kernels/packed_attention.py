@@ -81,7 +81,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, borders: Tensor, scale: fl
     if not (query.is_cuda and query.dtype in _HALF):
         return attend_masked(query, key, value, borders, scale)
     narrow = value.shape[-1]
-    value = F.pad(value, (0, width - narrow))  # the kernel needs one width for all three
+    if narrow < width:
+        value = F.pad(value, (0, width - narrow))  # the kernel needs one width for all three; torch copies in any case
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     found = torch.ops.aten._flash_attention_forward(q, k, v, borders, borders, seq, seq, 0.0, True, False, scale=scale)[
         0

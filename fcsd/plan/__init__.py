@@ -22,7 +22,7 @@ from fcsd.parallel.quantised.rows import formats_of
 from fcsd.plan.memory import Memory, disk_bytes, host_bytes, memory
 from fcsd.plan.model import MetaModel, ModelNumbers, of_rank
 from fcsd.plan.search import assignments, candidates, changes, cheapest, quicker
-from fcsd.plan.setup import GIB, Adapters, Hardware, Setup, setup_of, with_adapters
+from fcsd.plan.setup import GIB, Hardware, Parts, Setup, setup_of, with_parts
 from fcsd.plan.speed import Speed, readable, speed
 from fcsd.plan.uncounted import uncounted
 
@@ -147,13 +147,10 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
         check_formats(formats, model.config, recipe.model)
     teacher = model if recipe.teacher is None else MetaModel(recipe.teacher)
     named = {recipe.model: model, recipe.teacher or recipe.model: teacher}
-    setup = setup_of(recipe, hardware.world, len(model.numbers.layers), model.plain)
+    setup = setup_for(recipe, hardware.world, model)
     offer = None
-    if (adapter := recipe.train.adapter) is not None:
-        what = adapter.rank, adapter.targets, recipe.optim.train, adapter.layers
-        setup = with_adapters(setup, model.adapters(*what, wiring=_wiring_of(recipe, model)))
-    elif recipe.teacher is None and not {recipe.init.wiring, model.wiring.name} & {*DESYNC}:
-        offer = partial(model.adapters, Adapter().rank, Adapter().targets, [])
+    if setup.parts is None and recipe.teacher is None and not {recipe.init.wiring, model.wiring.name} & {*DESYNC}:
+        offer = partial(model.parts, Adapter(), [])
     if not setup.possible(model.numbers.experts):
         raise _misplaced(setup, model.numbers.experts)
 
@@ -180,7 +177,7 @@ def plan_setup(
     hardware: Hardware,
     utilisation: float | None = None,
     accepted: Callable[[Mapping[str, object]], bool] = lambda _: True,
-    offer: Callable[[], Adapters] | None = None,
+    offer: Callable[[], Parts] | None = None,
 ) -> Plan:
     """Plans as :func:`plan_run` does, for models and a recipe that have been read already.
 
@@ -217,7 +214,7 @@ def plan_setup(
         change = None if found is None else changed(*found, written=changes(setup, *found))
         if offer is not None:
             here = takewhile(
-                lambda found: found[1] == hardware, candidates(with_adapters(setup, offer()), hardware, experts)
+                lambda found: found[1] == hardware, candidates(with_parts(setup, offer()), hardware, experts)
             )
             light = next((new for new, _ in here if new.cached == setup.cached and possible(new, hardware)), None)
             adapted = None if light is None else changed(light, hardware, written=changes(setup, light, hardware))
@@ -238,6 +235,21 @@ def plan_setup(
         change=change,
         faster=faster,
         adapted=adapted,
+    )
+
+
+def setup_for(recipe: Recipe, world: int, model: MetaModel) -> Setup:
+    """The setup of a recipe on ``world`` processes, with what trains beside frozen weights of ``model``, the student.
+
+    Raises:
+        ConfigError: the recipe names a part that the model does not have.
+    """
+    setup = setup_of(recipe, world, len(model.numbers.layers), model.plain)
+    if recipe.frozen_beside is None:
+        return setup
+    divided = setup.ep_size > 1
+    return with_parts(
+        setup, model.parts(recipe.train.adapter, recipe.optim.train, _wiring_of(recipe, model), divided=divided)
     )
 
 

@@ -32,8 +32,10 @@ SLOTS = 3  # pairs of buffers for moments on their way; that of ``fcsd.distill.o
 CONTEXT = int(0.8 * GIB)  # CUDA context, kernels, cuBLAS workspaces
 # NCCL's buffers of one process group. There are up to three: all ranks, expert-parallel, expert-data-parallel.
 COMMUNICATOR = int(0.5 * GIB)
-# Share of the memory that is allocated and freed within a step: blocks that the caching allocator cannot reuse.
+# Share of the memory that is allocated and freed within a step: blocks that the caching allocator cannot reuse. Under
+# ZeRO-3, which gathers and frees tensors of many sizes, it was about all of it in the one measured run.
 SLACK = 0.1
+SLACK_ZERO_3 = 1.0
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,13 @@ class Memory:
     Attributes:
         context: bytes of the CUDA context, of NCCL's buffers and of the buffers that rows are received into.
         usable: bytes that the GPU has for the run.
+        slack_share: ``SLACK`` or ``SLACK_ZERO_3``.
     """
 
     moments: tuple[Moment, ...]
     context: int
     usable: int
+    slack_share: float = SLACK
 
     @property
     def peak(self) -> Moment:
@@ -82,7 +86,7 @@ class Memory:
     def slack(self) -> int:
         """Bytes that the caching allocator holds and cannot reuse, estimated from the peak."""
         peak = self.peak
-        return int(SLACK * (peak.total - peak.weights - peak.optimizer - peak.teacher))
+        return int(self.slack_share * (peak.total - peak.weights - peak.optimizer - peak.teacher))
 
     @property
     def total(self) -> int:
@@ -119,11 +123,11 @@ def optimizer_bytes(own: Shard, setup: Setup) -> int:
 
 
 def teacher_bytes(teacher: ModelNumbers, setup: Setup) -> int:
-    """Bytes of the weights of a frozen teacher on one GPU; beside adapters only of those that the student changes."""
+    """Bytes of the weights of a frozen teacher on one GPU; if parts train, only of those that the student changes."""
     if setup.teacher == "none":
         return 0
-    if setup.adapters is not None:
-        return setup.width * setup.adapters.own
+    if setup.parts is not None:
+        return setup.width * setup.parts.own
     ranks = setup.ep_size if setup.teacher == "sharded" else 1
     return setup.width * -(-(teacher.dense + teacher.routed // ranks) // setup.weight_ranks)
 
@@ -204,7 +208,7 @@ def moments(
         kept = [stream * model.streams] * len(model.layers)
     else:
         kept = [layers[layer.kind].kept for layer in model.layers]
-    frozen = 0 if setup.adapters is None else setup.adapters.frozen  # layers through which no gradient passes
+    frozen = 0 if setup.parts is None else setup.parts.frozen  # layers through which no gradient passes
     kept[:frozen] = [0] * frozen
     alive = stream + sum(kept)  # the embeddings' output and what the layers keep
     forward = max(layers[layer.kind].forward for layer in model.layers)
@@ -235,8 +239,8 @@ def moments(
     grown = setup.gradient_width * model.head * (not setup.freeze_lm_head)
     for number, layer in reversed(list(enumerate(model.layers))[frozen:]):
         trained = layer.dense + layer.routed // setup.ep_size
-        if setup.adapters is not None:
-            trained = setup.adapters.trained // (len(model.layers) - frozen)
+        if setup.parts is not None:
+            trained = setup.parts.trained // (len(model.layers) - frozen)
         size, gradient = layers[layer.kind], setup.gradient_width * trained
         grown += gradient
         if setup.zero >= 2:
@@ -271,7 +275,8 @@ def memory(
         # largest exchange.
         buffers = copies.BUFFERS * copies.SLACK * rows * model.hidden * setup.width
         context += int(sharded * buffers)
-    return Memory(moments(model, teacher, layers, setup), context, int(USABLE * hardware.memory * GIB))
+    share = SLACK_ZERO_3 if setup.zero_stage == 3 else SLACK
+    return Memory(moments(model, teacher, layers, setup), context, int(USABLE * hardware.memory * GIB), share)
 
 
 def host_bytes(model: ModelNumbers, setup: Setup) -> int:
@@ -286,9 +291,9 @@ def host_bytes(model: ModelNumbers, setup: Setup) -> int:
 
 
 def checkpoint_bytes(model: ModelNumbers, setup: Setup) -> int:
-    """Bytes of a checkpoint: the model directory, or the adapters, and the optimizer's states of what trains."""
-    if setup.adapters is not None:
-        return (setup.width + _stored_width(setup)) * setup.adapters.trained
+    """Bytes of a checkpoint: the model directory, or what trains of it, and the optimizer's states of what trains."""
+    if setup.parts is not None:
+        return (setup.width + _stored_width(setup)) * setup.parts.trained
     trained = model.total - shard(model, setup).frozen
     return setup.width * model.total + _stored_width(setup) * trained
 
@@ -302,7 +307,7 @@ def copy_bytes(model: ModelNumbers, setup: Setup) -> int:
     own = shard(model, setup)
     if setup.zero_stage:
         return checkpoint_bytes(model, setup) // setup.world
-    if setup.adapters is not None:
+    if setup.parts is not None:
         return checkpoint_bytes(model, setup)
     return setup.width * model.total // setup.world + _stored_width(setup) * own.trained
 
@@ -323,7 +328,7 @@ def cache_bytes(setup: Setup) -> int:
 def disk_bytes(model: ModelNumbers, setup: Setup) -> int:
     """Bytes on disk: ``keep`` checkpoints, the best one, one that is being written, and the teacher cache.
 
-    Beside checkpoints of adapters the merged model takes its own place.
+    Beside checkpoints of parts the merged model takes its own place.
     """
-    merged = 0 if setup.adapters is None else setup.width * model.total
+    merged = 0 if setup.parts is None else setup.width * model.total
     return checkpoint_bytes(model, setup) * (setup.keep + setup.best + 1) + merged + cache_bytes(setup)

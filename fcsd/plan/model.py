@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, PretrainedConfig, PreTrainedModel
 
 from fcsd.checkpoint import read_config, resolve
+from fcsd.config import Adapter
 from fcsd.errors import BadInputError
 from fcsd.kernels.packed_attention import attends_to_all
-from fcsd.models.adapters.targets import choose, shared_prefix
+from fcsd.models.adapters.targets import choose, choose_parts, shared_prefix
 from fcsd.models.build import (
     arch_of,
     causal_lm_class,
@@ -31,7 +32,7 @@ from fcsd.models.fused.norms import fuse_norms
 from fcsd.models.fused.rotary import fuse_rotary
 from fcsd.models.wiring import Blocks, Wiring, hf_parts, mixer, mlp_of, shared_of
 from fcsd.plan.activations import AdaptedLinear, LayerBytes, OddWidths, RoutedExperts, attention, measure_layer
-from fcsd.plan.setup import Adapters, Setup
+from fcsd.plan.setup import Parts, Setup
 
 _ATTENTION = "fcsd_plan"
 _CHOOSES = {"indexed_attention", "deepseek_sparse_attention"}  # as transformers calls it since 5.23, and before
@@ -179,27 +180,32 @@ class MetaModel:
         model, _, width = self._run(seq_len=2, masked=False)
         self.numbers = _numbers(model, 2 if rewired else 1, width)
 
-    def adapters(
-        self,
-        rank: int,
-        targets: Sequence[str],
-        parts: Sequence[str],
-        layers: str = "all",
-        wiring: Wiring | None = None,
-    ) -> Adapters:
-        """What trains with adapters of this rank; the arguments are those of ``choose``.
+    def parts(
+        self, adapter: Adapter | None, words: Sequence[str], wiring: Wiring | None = None, *, divided: bool = False
+    ) -> Parts:
+        """What trains beside frozen weights.
+
+        Args:
+            adapter: ``train.adapter``.
+            words: ``optim.train``.
+            wiring: the wiring of the student, if it is not that of the model's config.
+            divided: whether experts are divided among processes.
 
         Raises:
             ConfigError: see ``choose``.
         """
         model = self._run(seq_len=2, masked=False)[0]
-        wiring = wiring or self.wiring
-        chosen = choose(model, targets, parts, layers, wiring)
+        wiring, rank = wiring or self.wiring, adapter.rank if adapter else 0
+        if adapter is None:
+            chosen = choose_parts(model, words, wiring, divided=divided)
+        else:
+            chosen = choose(model, adapter.targets, words, adapter.layers, wiring)
         beside: list[Any] = [model.get_submodule(path) for path in chosen.adapted]
         own = [model.get_parameter(name).numel() for name in chosen.trained]
+        routed = sum(size for name, size in zip(chosen.trained, own, strict=True) if ".experts." in name)
         sizes = [rank * features for layer in beside for features in (layer.in_features, layer.out_features)]
-        counts = sum(sizes), sum(own), max([*sizes, *own])
-        return Adapters(rank, chosen, tuple(parts), *counts, *shared_prefix(model, chosen, wiring))
+        counts = sum(sizes), sum(own), routed, max([*sizes, *own])
+        return Parts(rank, chosen, tuple(words), *counts, *shared_prefix(model, chosen, wiring))
 
     @property
     def plain(self) -> bool:
@@ -212,7 +218,7 @@ class MetaModel:
         The bytes are measured for one row in bf16. All of them grow with the number of rows. For fp32 they are doubled.
         This is slightly too much, because what a bf16 model computes in fp32 is doubled as well.
         """
-        key = (setup.seq_len, setup.masked, setup.ep_size > 1, setup.fused, setup.imbalance, setup.adapters)
+        key = (setup.seq_len, setup.masked, setup.ep_size > 1, setup.fused, setup.imbalance, setup.parts)
         if key not in self._measured:
             self._measured[key] = self._measure(setup)
         times = setup.micro_batch_size * setup.width // 2
@@ -220,13 +226,13 @@ class MetaModel:
 
     def _measure(self, setup: Setup) -> dict[int, LayerBytes]:
         model, calls, _ = self._run(setup.seq_len, setup.masked)
-        if (adapters := setup.adapters) is not None:
+        if (parts := setup.parts) is not None:
             model.requires_grad_(False)
-            for name in adapters.chosen.trained:
+            for name in parts.chosen.trained:
                 model.get_parameter(name).requires_grad_()
-            for path in adapters.chosen.adapted:
+            for path in parts.chosen.adapted:
                 parent, _, own = path.rpartition(".")
-                setattr(model.get_submodule(parent), own, AdaptedLinear(model.get_submodule(path), adapters.rank))
+                setattr(model.get_submodule(parent), own, AdaptedLinear(model.get_submodule(path), parts.rank))
         arch = arch_of(self.config)
         if setup.ep_size == 1:
             fuse_parts(model, arch, setup.fused)
@@ -238,7 +244,7 @@ class MetaModel:
         norm = getattr(decoder, arch.final_norm)
         found = {FINAL_NORM: measure_layer(norm, list(norm.parameters()), hidden)}
         each = list(zip(layers, self.numbers.layers, calls, strict=True))
-        start = 0 if adapters is None else adapters.frozen  # what trains is in layers from here on
+        start = 0 if parts is None else parts.frozen  # what trains is in layers from here on
         for layer, numbers, (given, kwargs) in (*each[start:], *each[:start]):
             if numbers.kind in found:
                 continue
@@ -262,7 +268,7 @@ class MetaModel:
         routed = RoutedExperts(
             *(numbers.hidden, inner, numbers.experts, numbers.top_k, setup.imbalance),
             prescaled=blocks.prescaled,
-        ).requires_grad_(setup.adapters is None)
+        ).requires_grad_(setup.parts is None)
 
         def run(stream: Tensor) -> Tensor:
             if parts.attn is not None:

@@ -41,13 +41,14 @@ def _run(plan: Plan) -> list[tuple[str, str]]:
     divided += f", layers sharded among {setup.tp_size} GPUs" if setup.tp_size > 1 else ""
     rows = [("hardware", hardware.source)] if hardware.source else []  # what everything below it assumes
     rows += [("recipe", plan.name), ("parameters", parameters)]
-    if (adapters := setup.adapters) is not None:
-        own = f", and {_billions(adapters.own)} of the model itself" if adapters.own else ""
-        beside = "; the teacher is the student with its adapters off" if setup.teacher != "none" else ""
+    if (parts := setup.parts) is not None:
+        found = [f"{_billions(parts.in_adapters)} in adapters of rank {parts.rank}"] if parts.rank else []
+        found += [f"{_billions(parts.own)} of the model itself ({', '.join(parts.words)})"] if parts.own else []
+        first = "adapters off" if parts.rank else "first weights"
+        beside = f"; the teacher is the student with its {first}" if setup.teacher != "none" else ""
         if (shared := shared_layers(setup)) > 0:
             beside += f", and the first {shared} layers are computed once for both"
-        text = f"{_billions(adapters.parameters)} in adapters of rank {adapters.rank}{own}{beside}"
-        rows.append(("trained", text))
+        rows.append(("trained", ", and ".join(found) + beside))
     rows += [
         (
             "run",
@@ -96,7 +97,7 @@ def _costs(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("assumed", f"the GPU with the most rows for its experts receives {setup.imbalance:g}x the mean"))
     if setup.zero_stage == 3:
         rates = f"{GATHER['inside'] / 1e9:g} GB/s inside a node, {GATHER['between'] / 1e9:g} GB/s between nodes"
-        rows.append(("assumed", f"for the weights that ZeRO-3 gathers: {rates}; no run has measured it"))
+        rows.append(("assumed", f"for the weights that ZeRO-3 gathers: {rates}; one run has measured the first"))
     if setup.offload != "none":
         rates = f"{BUS / 1e9:g} GB/s between GPU and host, {HOST / 1e9:g} GB/s of a node's memory"
         measured = "one run has measured the first" if setup.offload == "moments" else "no run has measured it"

@@ -99,7 +99,7 @@ def assignments(before: Setup, after: Setup) -> dict[str, object]:
         "parallel.teacher_placement": (before.teacher, before.teacher if after.cached else after.teacher),
         "parallel.ep_size": (before.ep_size, after.ep_size),
         "optim.offload": (before.offload, after.offload),
-        "train.adapter.rank": (before.adapters and before.adapters.rank, after.adapters and after.adapters.rank),
+        "train.adapter.rank": (before.parts and before.parts.rank, after.parts and after.parts.rank),
     }
     values: dict[str, object] = {key: new for key, (old, new) in keys.items() if old != new}
     if after.cached and not before.cached:

@@ -66,15 +66,16 @@ def present(gpus: int, nodes: int = 1, price: float | None = None) -> Hardware:
 
 
 @dataclass(frozen=True)
-class Adapters:
-    """What trains in a model with adapters.
+class Parts:
+    """What trains beside frozen weights.
 
     Attributes:
-        rank: the rank of each adapter.
+        rank: the rank of each adapter; 0 without adapters.
         chosen: the names of all that trains.
-        parts: the parts of the model itself that train, as in ``optim.train``.
-        parameters: parameters of all adapters.
-        own: parameters of ``parts``.
+        words: the parts of the model itself that train, as in ``optim.train``.
+        in_adapters: parameters of all adapters.
+        own: parameters of the parts of the model itself.
+        routed: those of them that are in routed experts.
         largest: parameters of the largest tensor that trains.
         frozen: the first decoder layers, in which and before which nothing trains.
         shared: those of them that student and teacher compute once; see ``shared_prefix``.
@@ -82,9 +83,10 @@ class Adapters:
 
     rank: int
     chosen: Chosen
-    parts: tuple[str, ...]
-    parameters: int
+    words: tuple[str, ...]
+    in_adapters: int
     own: int
+    routed: int
     largest: int
     frozen: int
     shared: int
@@ -92,7 +94,7 @@ class Adapters:
     @property
     def trained(self) -> int:
         """Everything that trains; every process has all of it."""
-        return self.parameters + self.own
+        return self.in_adapters + self.own
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ class Setup:
         evaluations: measurements of the held-out loss, on ``held_out`` rows each; every score is one, too.
         benchmarks: how often a benchmark computes a score for early stopping.
         cached: token ids that the teacher cache stores for each position; 0 without a cache.
-        adapters: what trains beside frozen weights, which are the teacher's, too; None if all weights train.
+        parts: what trains beside frozen weights, which are the teacher's, too; None if all weights train.
     """
 
     world: int
@@ -167,7 +169,7 @@ class Setup:
     held_out: int = 0
     benchmarks: int = 0
     cached: int = 0
-    adapters: Adapters | None = None
+    parts: Parts | None = None
 
     @property
     def steps(self) -> float:
@@ -214,20 +216,22 @@ class Setup:
         """Whether a run accepts this setup for a model with ``experts`` routed experts in a layer (0 if dense)."""
         divides = experts % self.ep_size == 0 if experts else self.ep_size == 1
         placed = self.offload != "host" or 0 < self.zero_stage < 3
-        dense = not experts and self.tp_size == 1 and self.adapters is None and not self.graph
+        dense = not experts and self.tp_size == 1 and self.parts is None and not self.graph
         if self.zero_stage == 3 and not dense:
+            return False
+        if self.ep_size > 1 and self.parts is not None and self.parts.routed:
             return False
         return divides and placed and self.world % (self.ep_size * self.tp_size) == 0 and self.accumulation.is_integer()
 
 
-def with_adapters(setup: Setup, adapters: Adapters) -> Setup:
-    """The setup of a run that trains adapters: what is not named is frozen."""
-    frozen = {"freeze_embeddings": "embeddings" not in adapters.parts, "freeze_lm_head": "head" not in adapters.parts}
-    return replace(setup, adapters=adapters, **frozen)
+def with_parts(setup: Setup, parts: Parts) -> Setup:
+    """The setup of a run that trains these parts: what is not named is frozen."""
+    frozen = {"freeze_embeddings": "embeddings" not in parts.words, "freeze_lm_head": "head" not in parts.words}
+    return replace(setup, parts=parts, **frozen)
 
 
 def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Setup:
-    """The setup of a recipe on ``world`` processes. Adapters are not in it, because their size depends on the model.
+    """The setup of a recipe on ``world`` processes, without what trains beside frozen weights; see ``setup_for``.
 
     Args:
         layers: decoder layers of the model.

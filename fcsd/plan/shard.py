@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from fcsd.plan.model import ModelNumbers
-from fcsd.plan.setup import Adapters, Setup
+from fcsd.plan.setup import Parts, Setup
 
 EXPERT_GROUP = 178_956_971  # most parameters of one of the groups into which DeepSpeed splits experts for its optimizer
 GROUP = 2**28  # most parameters of a group if experts are not divided; that of ``fcsd.distill.optim.adamw_choice``
@@ -36,8 +36,8 @@ def shard(model: ModelNumbers, setup: Setup) -> Shard:
     Args:
         model: what one tensor-parallel rank has of the student; see ``of_rank``.
     """
-    if setup.adapters is not None:
-        return _adapters_shard(model, setup, setup.adapters)
+    if setup.parts is not None:
+        return _frozen_shard(model, setup, setup.parts)
     frozen_embedding = model.embedding if setup.freeze_embeddings else 0
     frozen_head = model.head if setup.freeze_lm_head and not model.tied else 0
     dense = model.dense - frozen_embedding - frozen_head
@@ -57,12 +57,12 @@ def shard(model: ModelNumbers, setup: Setup) -> Shard:
     return Shard(dense + routed, frozen_embedding + frozen_head, partition, groups, largest)
 
 
-def _adapters_shard(model: ModelNumbers, setup: Setup, adapters: Adapters) -> Shard:
+def _frozen_shard(model: ModelNumbers, setup: Setup, parts: Parts) -> Shard:
     ranks = setup.world if setup.zero_stage else 1
-    updated = -(-adapters.trained // ranks)
-    groups = _parts(updated, max(GROUP, adapters.largest) // ranks) if setup.zero_stage else (updated,)
-    frozen = model.dense + model.routed // setup.ep_size - adapters.own
-    return Shard(adapters.trained, frozen, (updated, 0), groups, adapters.largest)
+    updated = -(-parts.trained // ranks)
+    groups = _parts(updated, max(GROUP, parts.largest) // ranks) if setup.zero_stage else (updated,)
+    frozen = model.dense + model.routed // setup.ep_size - parts.own
+    return Shard(parts.trained, frozen, (updated, 0), groups, parts.largest)
 
 
 def _parts(whole: int, most: int) -> tuple[int, ...]:

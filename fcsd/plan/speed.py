@@ -67,8 +67,8 @@ UPDATE_ALONE = 6.92e-12
 ROUND = 19e-12
 
 # Bytes per second at which a GPU receives the weights that ZeRO-3 gathers: from the GPUs of its node, and from others.
-# Both values are assumed, and so is that the transfer runs beside the computation: the longer of them counts.
-GATHER = {"inside": 300e9, "between": 40e9}
+# The first is what one run on two H100s waited for, in addition to the computation; the second is assumed.
+GATHER = {"inside": 58e9, "between": 40e9}
 
 # Bytes per second that a node writes into a checkpoint, bytes per second that each process copies to host memory, and
 # seconds that a benchmark needs for one score. These values are assumed, not measured.
@@ -122,17 +122,18 @@ def attention_flops(model: ModelNumbers, seq_len: int) -> float:
 def flops_per_token(model: ModelNumbers, teacher: ModelNumbers, setup: Setup) -> float:
     """FLOPs of one training token: forward, twice as many for backward, recomputed layers, the teacher's forward.
 
-    No gradients of frozen weights are computed beside adapters, and none at all in frozen first layers. Those that
+    No gradients of frozen weights are computed, and none at all in frozen first layers. Those that
     student and teacher share are computed in the teacher's pass alone.
     """
     layers, head = forward_flops(model, setup.seq_len)
-    if (adapters := setup.adapters) is not None:
-        layers += 2.0 * adapters.parameters
-        attention, trained = attention_flops(model, setup.seq_len), 2.0 * adapters.trained
+    if (parts := setup.parts) is not None:
+        layers += 2.0 * parts.in_adapters
+        active = parts.trained - parts.routed + parts.routed * model.top_k / max(1, model.experts)
+        attention, trained = attention_flops(model, setup.seq_len), 2.0 * active
         student = 2 * (layers + head) + attention + trained + (layers if setup.recompute else 0)
-        for count, passes in ((shared_layers(setup), 1), (adapters.frozen, 1 + setup.recompute)):
+        for count, passes in ((shared_layers(setup), 1), (parts.frozen, 1 + setup.recompute)):
             student -= passes * _first_flops(model, setup.seq_len, count)
-        student -= attention * adapters.frozen / len(model.layers)
+        student -= attention * parts.frozen / len(model.layers)
         return student + (sum(forward_flops(teacher, setup.seq_len)) if setup.teacher != "none" else 0)
     student = 3 * (layers + head) + (layers if setup.recompute else 0)
     return student + (sum(forward_flops(teacher, setup.seq_len)) if setup.teacher != "none" else 0)
@@ -140,9 +141,9 @@ def flops_per_token(model: ModelNumbers, teacher: ModelNumbers, setup: Setup) ->
 
 def shared_layers(setup: Setup) -> int:
     """The first layers that are computed once for student and teacher; see ``fcsd.distill.teacher.shared``."""
-    if setup.adapters is None or setup.teacher == "none" or setup.ep_size > 1 or setup.compared:
+    if setup.parts is None or setup.teacher == "none" or setup.ep_size > 1 or setup.compared:
         return 0
-    return setup.adapters.shared
+    return setup.parts.shared
 
 
 def _first_flops(model: ModelNumbers, seq_len: int, count: int) -> float:
@@ -170,7 +171,7 @@ def work_per_token(model: ModelNumbers, teacher: ModelNumbers, setup: Setup) -> 
 
 def layer_passes(model: ModelNumbers, teacher: ModelNumbers, setup: Setup) -> tuple[int, int]:
     """Forward passes of a layer in one micro-batch, of student and teacher; a backward pass counts as two."""
-    frozen = 0 if setup.adapters is None else setup.adapters.frozen
+    frozen = 0 if setup.parts is None else setup.parts.frozen
     student = (3 + setup.recompute) * len(model.layers) - (2 + setup.recompute) * frozen - shared_layers(setup)
     return student, len(teacher.layers) if setup.teacher != "none" else 0
 
@@ -234,12 +235,13 @@ def gather_seconds(model: ModelNumbers, teacher: ModelNumbers, setup: Setup, gpu
     if setup.zero_stage < 3:
         return 0.0
     received = 3 * model.total + (teacher.total if setup.teacher != "none" else 0)
-    return setup.width * received / GATHER["inside" if setup.world <= gpus else "between"]
+    share = (setup.world - 1) / setup.world  # a GPU has its own part
+    return share * setup.width * received / GATHER["inside" if setup.world <= gpus else "between"]
 
 
 def step_seconds(model: ModelNumbers, teacher: ModelNumbers, setup: Setup, gpus: int = 8) -> float:
     """Seconds of a step: all its micro-batches, and the optimizer; see ``update_seconds``."""
-    passes = max(*micro_batch_seconds(model, teacher, setup), gather_seconds(model, teacher, setup, gpus))
+    passes = max(*micro_batch_seconds(model, teacher, setup)) + gather_seconds(model, teacher, setup, gpus)
     return setup.accumulation * passes + update_seconds(model, setup, gpus)
 
 

@@ -29,6 +29,7 @@ TABLE_10 = {
 WAYS = {
     "": "in one kernel",
     "in steps": "in two steps",
+    "in one step": "in one step",
 }
 
 Speeds = Mapping[str, Mapping[str, float]]  # what was measured -> format of ``SENT`` -> times as fast as bf16

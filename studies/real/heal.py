@@ -5,9 +5,11 @@
 
 A case is a line of JSON. It has a `name`, what `fcsd convert` takes (`wiring`, `layers`), the `text` (a name, or two
 with `+`), the `tokens` and the learning rate `lr`. It may have a `seed`, the tokens of a step (`batch`), and in `set`
-every other value of the recipe by its dotted key, such as `objective.temperature`, `objective.hidden.weight` or
-`optim.betas`. `untrained` measures the conversion before it is healed as well, and `eval` asks for the benchmarks. All
-cases are checked before the first one runs.
+every other value of the recipe by its dotted key, such as `objective.temperature`, `optim.betas` or `optim.train`
+(`["converted"]` trains the converted layers alone). `untrained` measures the conversion before it is healed as well,
+and `eval` asks for the benchmarks. `from` names another model than TEACHER that is converted and healed to TEACHER: an
+earlier case, whose healed model is meant, or a directory in OUT. With the wiring `standard` nothing is converted.
+`gpus` divides a run over the first GPUs. All cases are checked before the first one runs.
 
 A directory of text holds `train` and `held_out` with parquet files of token ids, as `fcsd write` leaves them. Each GPU
 runs `--at-once` cases at a time; the rates of such runs are no rates of a run that has the GPU to itself.
@@ -26,15 +28,19 @@ import threading
 import time
 from pathlib import Path
 from queue import Empty, Queue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from fcsd.checkpoint import fingerprint, read_layout
 from fcsd.config import Recipe
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TASKS = "piqa,arc_easy,arc_challenge,hellaswag,openbookqa,winogrande,commonsense_qa"
 SEQ, BATCH, MICRO = 1024, 131072, 32
 HELD_OUT_ROWS = 128
 NEEDED = {"name", "wiring", "layers", "text", "tokens", "lr"}
-POSSIBLE = {"seed", "batch", "set", "untrained", "eval"}
+POSSIBLE = {"seed", "batch", "set", "untrained", "eval", "from", "gpus"}
 
 
 def main() -> None:
@@ -117,9 +123,11 @@ def heal(
     env: dict[str, str],
 ) -> dict[str, Any]:
     """Convert, distil and measure one case, in processes with the environment ``env``."""
-    name, began = case["name"], time.time()
+    name, began, gpus = case["name"], time.time(), case.get("gpus", 1)
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
+    if gpus > 1:
+        env = {**env, "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus)))}
 
     def fcsd(*arguments: object, out: Path | None = None) -> None:
         with (folder / "log.txt").open("a") as log:
@@ -127,12 +135,19 @@ def heal(
             where = log if out is None else out.open("w")
             subprocess.run(words, check=True, env=env, stdout=where, stderr=log)
 
-    student = folder / "student"
-    if not student.exists():
-        fcsd("convert", teacher, student, "--wiring", case["wiring"], "--layers", case["layers"], "--no-check")
+    original, student = teacher, folder / "student"
+    if "from" in case:
+        healed = out / case["from"] / "run" / "final"
+        original = healed if healed.exists() else out / case["from"]
+    if case["wiring"] == "standard":
+        student = original
+    elif not student.exists():
+        fcsd("convert", original, student, "--wiring", case["wiring"], "--layers", case["layers"], "--no-check")
     recipe = recipe_of(case, student, folder, texts)
+    if "from" in case:  # a conversion records the model that it was made from, which is not this teacher
+        recipe |= {"teacher": str(teacher), "teacher_sha256": fingerprint(read_layout(teacher))}
     (folder / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
-    fcsd("distill", folder / "recipe.yaml")
+    fcsd("distill", folder / "recipe.yaml", "--gpus", gpus)
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     rates = sorted(line["tokens_per_second"] for line in lines if "tokens_per_second" in line)
     held_out = [[line["step"], line["held_out_kl"]] for line in lines if "held_out_kl" in line]
@@ -190,8 +205,9 @@ def recipe_of(case: dict[str, Any], student: Path, folder: Path, texts: dict[str
             "held_out_own": {**source("own", "held_out"), "max_rows": 300} if both else None,
         },
         "objective": {"kl": 1.0, "sft": 0.0},
-        "train": {"batch_tokens": batch, "micro_batch_size": min(MICRO, batch // SEQ), "steps": steps, "log_every": 5,
-                  "eval_every": max(1, steps // 3), "sample_tokens": 0, "compile": True},
+        "train": {"batch_tokens": batch, "micro_batch_size": min(MICRO, batch // SEQ // case.get("gpus", 1)),
+                  "steps": steps, "log_every": 5, "eval_every": max(1, steps // 3), "sample_tokens": 0,
+                  "compile": True},
         "optim": {"lr": lr, "min_lr": lr / 50, "warmup_steps": max(1, min(50, steps // 10))},
         "checkpoint": {"every_steps": 0, "keep": 1},
     }  # fmt: skip
@@ -204,12 +220,11 @@ def recipe_of(case: dict[str, Any], student: Path, folder: Path, texts: dict[str
     return recipe
 
 
-def measure(student: Path, teacher: Path, texts: dict[str, Path]) -> dict[str, Any]:
-    """KL(teacher || student) and both losses in nats per token, on the held-out rows of every text.
+def measure(student: Path, teacher: Path, texts: dict[str, Path], rows: int = HELD_OUT_ROWS) -> dict[str, Any]:
+    """KL(teacher || student) and both losses in nats per token, on ``rows`` held-out rows of every text.
 
     Rows are packed as in training, but attention reads over the borders of documents, for both models alike.
     """
-    import pyarrow.parquet as pq
     import torch
     import torch.nn.functional as F
 
@@ -220,25 +235,34 @@ def measure(student: Path, teacher: Path, texts: dict[str, Path]) -> dict[str, A
     models = [load_model(path, dtype=dtype).to(device).eval() for path in (student, teacher)]
     found = {}
     for name, folder in texts.items():
-        ids: list[int] = []
-        for file in sorted((folder / "held_out").glob("*.parquet")):
-            for row in pq.read_table(file)["input_ids"]:
-                ids += row.as_py()
-            if len(ids) >= HELD_OUT_ROWS * SEQ:
-                break
-        seq = min(SEQ, len(ids))  # a short text is one row
-        rows = torch.tensor(ids[: len(ids) // seq * seq][: HELD_OUT_ROWS * seq], device=device).view(-1, seq)
+        held_out = token_rows(folder / "held_out", rows * SEQ).to(device)
         sums = torch.zeros(3, dtype=torch.float64)
-        for batch in rows.split(4):
+        for batch in held_out.split(4):
             with torch.no_grad():
                 own, theirs = (F.log_softmax(model(batch).logits[:, :-1].float(), -1) for model in models)
             kl = (theirs.exp() * (theirs - own)).sum(-1)
             losses = [-log.gather(-1, batch[:, 1:, None]) for log in (own, theirs)]
             sums += torch.stack([value.double().sum().cpu() for value in (kl, *losses)])
-        tokens = rows.shape[0] * (seq - 1)
+        tokens = held_out.shape[0] * (held_out.shape[1] - 1)
         found[name] = dict(zip(("kl", "loss", "teacher_loss"), (sums / tokens).tolist(), strict=True))
         found[name]["tokens"] = tokens
     return found
+
+
+def token_rows(folder: Path, tokens: int) -> "Tensor":
+    """The first ids of a part of a text, at most ``tokens``, in rows ``[rows, seq]``; a short text is one row."""
+    import pyarrow.parquet as pq
+    import torch
+
+    ids: list[int] = []
+    for file in sorted(folder.glob("*.parquet")):
+        for row in pq.read_table(file)["input_ids"]:
+            ids += row.as_py()
+            if len(ids) >= tokens:
+                break
+    ids = ids[:tokens]
+    seq = min(SEQ, len(ids))
+    return torch.tensor(ids[: len(ids) // seq * seq]).view(-1, seq)
 
 
 if __name__ == "__main__":

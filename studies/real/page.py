@@ -8,6 +8,7 @@ from typing import Any
 
 from fcsd.eval.compare import not_above_chance
 from fcsd.eval.suite import SUITES
+from fcsd.markdown import table
 from fcsd.models.selection import cheapest, layers_text
 
 PAGE = Path("docs/REAL_MODELS.md")
@@ -134,6 +135,22 @@ def rules(repo: Path = Path()) -> str:
     return "\n".join(lines) + "\n"
 
 
+SPLITS = Path("benchmarks/results/real_experts_smollm2_cpu.json")
+
+
+def splits(file: dict[str, Any]) -> str:
+    """Markdown with the divergence of each untrained mixture of experts from the dense model."""
+    head = ["experts", "active", "shared neurons", "neurons of a token", "split", "router", "spread of its logits", "KL"]
+    body = []
+    for model in file["models"]:
+        experts, active, shared = (model[name] for name in ("experts", "active", "shared"))
+        used = shared + (file["neurons"] - shared) // experts * active
+        how = [model["split"], model["router"], f"{model['spread']:g}"] if active < experts else ["-"] * 3
+        kl = abs(model["kl"]["foreign"]["kl"])  # of equal models it is rounding, of either sign
+        body.append([*map(str, (experts, active, shared, used)), *how, f"{kl:.1e}" if kl < 1e-4 else f"{kl:.2f}"])
+    return table(head, body, left=0) + "\n"
+
+
 def _change(run: dict[str, Any], text: str) -> str:
     healed = f"{run['kl'][text]['kl']:.3f}"
     return f"{run['untrained_kl'][text]['kl']:.2f} → {healed}" if "untrained_kl" in run else healed
@@ -142,10 +159,11 @@ def _change(run: dict[str, Any], text: str) -> str:
 def filled(page: str, raw: list[dict[str, Any]], repo: Path = Path()) -> str:
     """The page with the tables of the stored runs and of the layers."""
     tables = {"runs": runs(raw), "scores": scores(raw[0]), "seeds": scores(raw[RAW.index(SEEDS)])}
-    for name, table in {**tables, "layers": layers(repo), "rules": rules(repo)}.items():
+    tables |= {"layers": layers(repo), "rules": rules(repo), "splits": splits(json.loads((repo / SPLITS).read_text()))}
+    for name, text in tables.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
         before, rest = page.split(begin)
-        page = before + begin + table + end + rest.split(end)[1]
+        page = before + begin + text + end + rest.split(end)[1]
     return page
 
 

@@ -244,6 +244,7 @@ def test_families_are_trained_alike(folder: Path, tmp_path: Path, archs: list[st
         ({"train__compile": True}, "cannot be combined with train.compile"),
         ({"train__graph": True}, "cannot be combined with train.graph"),
         ({"train__adapter": {"rank": 4}}, "cannot be combined with train.adapter"),
+        ({"optim__train": ["converted"]}, "cannot be combined with optim.train"),
         ({"optim__offload": "host"}, "cannot be combined with optim.offload host"),
     ],
 )

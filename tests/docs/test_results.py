@@ -736,6 +736,18 @@ def test_the_page_of_the_engine_says_how_fast_the_kernels_of_a_decoding_step_are
         ("A distillation step over a slow link, two H100s", "distill_v2lite_slow_2xh100", "blocking", "comm-free"),
         ("A training step over NVLink, two H100s", "train_v2lite_2xh100", "stock", "comm-free-fused"),
         (
+            "A training step beside AutoEP's options for speed, two H100s",
+            "train_v2lite_tuned_2xh100",
+            "stock",
+            "comm-free-fused",
+        ),
+        (
+            "A distillation step over a slow link with deduplicated rows, two H100s",
+            "distill_v2lite_slow_dedup_2xh100",
+            "blocking",
+            "comm-free",
+        ),
+        (
             "A training step over a slow link, two H100s",
             "train_v2lite_slow_dedup_2xh100",
             "standard-fused",
@@ -768,18 +780,51 @@ def test_serving_by_the_own_engine_without_peer_access(repo: Path, raw: Raw) -> 
         assert words.format(*gains) in said
 
 
-def test_a_tensor_parallel_step_without_peer_access(repo: Path, raw: Raw) -> None:
-    found = raw("tensor_parallel_slow_2xh100")
-    assert found["equal"] == {"standard": False, "ladder": False}  # the page says so
+@pytest.mark.parametrize("link", ["slow_", ""])
+def test_tensor_parallel_steps(repo: Path, raw: Raw, link: str) -> None:
+    found = raw(f"tensor_parallel_{link}2xh100")
+    assert found["equal"] == {"standard": None, "ladder": None}  # the page says so
     steps = {name: median(one["ms"]) for name, one in found["variants"].items()}
     page = (repo / "benchmarks/results/training.md").read_text()
     for name, ms in steps.items():
         bound = steps[f"{name.split(',')[0]}, bound"]
         gain, share = steps["standard, own-weights"] / ms, 100 * bound / ms
         assert f"| {name} | {ms:.1f} | {gain:.3f} | {share:.1f} |" in page
-    ladder, base = steps["ladder, overlapped"], steps["standard, own-weights"]
-    gained = [f"{base / steps[f'{name}, overlapped']:.2f}x" for name in ("ladder", "standard")]
-    assert "in flight gain {}. The standard wiring gains {} from".format(*gained) in " ".join(page.split())
+    gain = steps["standard, own-weights"] / steps["ladder, overlapped"]
+    share = f"{100 * steps['ladder, bound'] / steps['ladder, overlapped']:.1f} % of the bound"
     index = (repo / "benchmarks/results/README.md").read_text()
-    share = f"{100 * steps['ladder, bound'] / ladder:.1f} % of the bound"
-    assert f"ladder {gained[0]} of the standard wiring, **{share}" in index
+    said = f"ladder {gain:.2f}x of the standard wiring, **{share}**" if link else f"**{gain:.2f}x**, {share}"
+    assert said in index
+
+
+def test_adapters_zero_3_and_the_kernels_of_liger(repo: Path, raw: Raw) -> None:
+    pages = (
+        "benchmarks/results/README.md",
+        "docs/adapters.md",
+        "docs/planning.md",
+        "benchmarks/results/distillation.md",
+    )
+    index, adapters, planning, distillation = (" ".join((repo / page).read_text().split()) for page in pages)
+
+    def steps(name: str) -> dict[str, Any]:
+        turns = [turn for turn in raw(name)["turns"] if not turn["out_of_memory"]]
+        return {side: [turn for turn in turns if turn["side"] == side] for side in {turn["side"] for turn in turns}}
+
+    found = steps("baselines_adapters_1xh100")
+    full, own = (median(turn["seconds"] for turn in found[side]) for side in ("fcsd", "fcsd-adapters"))
+    turn = found["fcsd-adapters"][0]
+    memory = (turn["peak"] - turn["before"]) / (turn["weights"] + turn["activations"])
+    assert f"{full / own:.2f}x" in index and f"{memory:.2f}x of weights and activations" in index
+    assert f"{1e3 * own:.1f} ms instead of {1e3 * full:.1f}, {full / own:.2f}x" in adapters
+    assert f"The peak is {memory:.2f}x" in adapters
+    one, three = (raw(f"memory_zero{stage}_2xh100")["measured"] for stage in (1, 3))
+    peaks = f"{three['peak'] / 2**30:.1f} GiB of tensors instead of {one['peak'] / 2**30:.1f}"
+    assert peaks in planning and peaks in index
+    assert f"{three['tokens_per_second'] / one['tokens_per_second']:.2f}x" in planning
+    found = steps("baselines_liger_1xh100")
+    own = found["fcsd"][0]["seconds"]
+    for side in ("loop-liger-model", "loop-liger-kl"):
+        assert (
+            f"| {side} | {1e3 * found[side][0]['seconds']:.1f} | {found[side][0]['seconds'] / own:.2f}x |"
+            in distillation
+        )

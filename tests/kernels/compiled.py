@@ -128,7 +128,8 @@ def records() -> None:
         packed = kernels.encode(x, format, weight=weight, places=places, count=8)
         kernels.decode(packed, format, 2048, torch.bfloat16, source=places[:, 0])
         kernels.decode_sum(packed, format, 2048, torch.bfloat16, weight, places)
-        kernels.encode_sum(packed.view(2, 4, -1), format, 2048)
+        kernels.encode_sum(packed.view(2, 4, -1), format, 2048, packed[:4])
+        kernels.decode(packed, format, 2048, torch.bfloat16, ranks=2)
     kernels.decode_dots(packed, format, x, places)
     kernels.encode(x, Format.parse("int8"), Draws(1, 2, 3, 0, torch.zeros(4, dtype=torch.int64)))
 

@@ -60,12 +60,22 @@ def test_one_kernel_gives_the_bits_of_two_steps(name: str, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("name", ["int8:g32", "int5:g32", "int3:g32:sr"])
-def test_sums_of_records_are_encoded_as_in_two_steps(name: str) -> None:
+def test_records_of_ranks_are_added_and_encoded_as_in_two_steps(name: str) -> None:
     format = Format.parse(name)
     rows = torch.cat([draw(torch.float32)[0], draw(torch.float32)[0].flip(1) * 3])
     records = moves.encode_at(rows, format, None, torch.arange(2 * ROWS)[:, None], 2 * ROWS).view(2, ROWS, -1)
-    expected = moves.encode_sum(records, format, WIDTH)
-    assert torch.equal(kernels.encode_sum(records.to(DEVICE), format, WIDTH).cpu(), expected)
+    added = [moves.decode_from(one, format, WIDTH, torch.float32, torch.arange(ROWS)) for one in records]
+    for dtype in (torch.bfloat16, torch.float32):
+        sums, found = (torch.empty(ROWS, WIDTH, dtype=dtype, device=device) for device in ("cpu", DEVICE))
+        moves.decode_ranks(records, format, sums)
+        assert equal_bits(sums, (added[0] + added[1]).to(dtype))
+        kernels.decode(records.flatten(0, 1).to(DEVICE), format, WIDTH, dtype, out=found, ranks=2)
+        assert equal_bits(found.cpu(), sums)
+    expected, encoded = torch.empty_like(records[0]), torch.empty_like(records[0], device=DEVICE)
+    moves.encode_sum(records, format, WIDTH, expected)
+    kernels.encode_sum(records.to(DEVICE), format, WIDTH, encoded)
+    assert torch.equal(encoded.cpu(), expected)
+    assert torch.equal(expected, moves.encode_at(added[0] + added[1], format, None, torch.arange(ROWS)[:, None], ROWS))
 
 
 def test_scalar_products_with_records() -> None:

@@ -10,6 +10,8 @@ import runs
 import tiny
 import torch
 
+from fcsd.config import Adapter
+from fcsd.errors import ConfigError
 from fcsd.models.adapters.lora import add_adapters
 from fcsd.models.adapters.targets import choose
 from fcsd.models.wiring import Wiring
@@ -18,7 +20,7 @@ from fcsd.plan.activations import AdaptedLinear, measure_layer
 from fcsd.plan.memory import checkpoint_bytes, disk_bytes, moments, teacher_bytes
 from fcsd.plan.model import MetaModel
 from fcsd.plan.report import to_text
-from fcsd.plan.setup import GIB, Adapters, with_adapters
+from fcsd.plan.setup import GIB, Parts, with_parts
 from fcsd.plan.shard import shard
 from fcsd.plan.speed import flops_per_token, forward_flops, layer_passes
 
@@ -33,27 +35,27 @@ def model(tmp_path: Path) -> MetaModel:
 
 
 def test_what_trains_is_counted_as_it_is_made(model: MetaModel) -> None:
-    found = model.adapters(4, DEFAULT, ("norms",))
+    found = model.parts(Adapter(rank=4), ("norms",))
     real = tiny.model("deepseek_v2")
     chosen = choose(real, DEFAULT, ["norms"])
     layers = add_adapters(real, {path: path for path in chosen.adapted}, 4, 4.0, seed=0)
     own = sum(real.get_parameter(name).numel() for name in chosen.trained)
     made = sum(p.numel() for layer in layers.values() for name, p in layer.named_parameters() if "lora_" in name)
-    assert (found.parameters, found.own) == (made, own)
+    assert (found.in_adapters, found.own) == (made, own)
 
 
 def test_no_second_copy_and_states_of_what_trains_alone(model: MetaModel) -> None:
-    adapters = model.adapters(4, DEFAULT, ("norms",))
-    setup, numbers = with_adapters(SMALL, adapters), model.numbers
+    parts = model.parts(Adapter(rank=4), ("norms",))
+    setup, numbers = with_parts(SMALL, parts), model.numbers
     own = shard(numbers, setup)
-    assert own.trained == adapters.trained and own.trained + own.frozen == numbers.total + adapters.parameters
-    assert sum(own.partition) == -(-adapters.trained // 2)
-    assert teacher_bytes(numbers, setup) == 2 * adapters.own
+    assert own.trained == parts.trained and own.trained + own.frozen == numbers.total + parts.in_adapters
+    assert sum(own.partition) == -(-parts.trained // 2)
+    assert teacher_bytes(numbers, setup) == 2 * parts.own
     assert teacher_bytes(numbers, SMALL) == 2 * numbers.total
-    assert checkpoint_bytes(numbers, setup) == 14 * adapters.trained
-    assert disk_bytes(numbers, setup) == 3 * 14 * adapters.trained + 2 * numbers.total
+    assert checkpoint_bytes(numbers, setup) == 14 * parts.trained
+    assert disk_bytes(numbers, setup) == 3 * 14 * parts.trained + 2 * numbers.total
     full, light = (moments(numbers, numbers, model.layer_bytes(one), one) for one in (SMALL, setup))
-    assert max(moment.weights for moment in light) == 2 * (numbers.total + adapters.parameters)
+    assert max(moment.weights for moment in light) == 2 * (numbers.total + parts.in_adapters)
     assert max(moment.optimizer for moment in light) == 12 * sum(own.partition)
     assert max(moment.total for moment in light) < max(moment.total for moment in full)
 
@@ -61,7 +63,7 @@ def test_no_second_copy_and_states_of_what_trains_alone(model: MetaModel) -> Non
 def test_no_gradients_of_frozen_weights_are_computed(model: MetaModel) -> None:
     alone = replace(SMALL, teacher="none")
     full = flops_per_token(model.numbers, model.numbers, alone)
-    light = flops_per_token(model.numbers, model.numbers, with_adapters(alone, model.adapters(1, DEFAULT, ())))
+    light = flops_per_token(model.numbers, model.numbers, with_parts(alone, model.parts(Adapter(rank=1), ())))
     assert 2 / 3 * full < light < 0.8 * full
 
 
@@ -77,10 +79,10 @@ def test_the_stand_in_keeps_what_the_layer_of_peft_keeps() -> None:
 
 
 def test_adapters_are_offered_first_where_full_training_does_not_fit(model: MetaModel) -> None:
-    offer = model.adapters(4, DEFAULT, ())
+    offer = model.parts(Adapter(rank=4), ())
     needed = {
         name: plan_setup("a", model, model.numbers, setup, Hardware(2, 1, 100)).memory.total
-        for name, setup in (("full", SMALL), ("light", with_adapters(SMALL, offer)))
+        for name, setup in (("full", SMALL), ("light", with_parts(SMALL, offer)))
     }
     between = Hardware(2, 1, sum(needed.values()) / 2 / GIB / 0.99)
     found = plan_setup("a", model, model.numbers, SMALL, between, offer=lambda: offer)
@@ -96,7 +98,7 @@ def test_the_plan_of_a_recipe_says_what_trains(tmp_path: Path) -> None:
     runs.write_models(tmp_path)
     lora: dict[str, Any] = {"train__adapter": {"rank": 4}, "optim__train": ["norms"]}
     planned = plan_run(runs.resolved(tmp_path, **lora).recipe, Hardware(1))
-    assert isinstance(planned.setup.adapters, Adapters) and planned.setup.adapters.rank == 4
+    assert isinstance(planned.setup.parts, Parts) and planned.setup.parts.rank == 4
     text = to_text(planned)
     assert "in adapters of rank 4, and" in text and "the teacher is the student with its adapters off" in text
     assert "computed once" not in text
@@ -106,14 +108,41 @@ def test_the_plan_of_a_recipe_says_what_trains(tmp_path: Path) -> None:
         plan_run(runs.resolved(tmp_path, **lora).recipe, Hardware(1))
     )
     assert "not counted  train.adapter" in text
+    planned = plan_run(runs.resolved(tmp_path, optim__train=["converted"], **half).recipe, Hardware(1))
+    text = to_text(planned)
+    assert "of the model itself (converted); the teacher is the student with its first weights, and the first 2" in text
+    assert "adapters" not in text
+
+
+def test_the_converted_layers_alone_are_counted_with_the_experts_that_a_token_takes(model: MetaModel) -> None:
+    wiring = Wiring("farskip", (2, 3))
+    parts, numbers = model.parts(None, ["converted"], wiring), model.numbers
+    layers = numbers.layers[2:]
+    assert (parts.rank, parts.in_adapters, parts.frozen, parts.shared) == (0, 0, 2, 2)
+    assert parts.own == sum(layer.dense + layer.routed for layer in layers) and parts.routed > 0
+    assert parts.routed == sum(layer.routed for layer in layers)
+    setup = with_parts(replace(SMALL, world=1), parts)
+    assert teacher_bytes(numbers, setup) == 2 * parts.own and shard(numbers, setup).trained == parts.own
+    # Two of four alike layers: their gradients, 5 passes in place of 8; the head has no gradient of its own.
+    passes = layer_passes(numbers, numbers, setup), layer_passes(numbers, numbers, replace(SMALL, world=1))
+    assert [sum(one) for one in passes] == [10, 16]
+    active = sum(layer.dense + layer.routed * numbers.top_k // numbers.experts for layer in layers)
+    alone = replace(setup, teacher="none")
+    student = flops_per_token(numbers, numbers, alone)
+    whole = sum(forward_flops(numbers, setup.seq_len)) + 2 * (numbers.head + numbers.hidden)  # of head and last norm
+    half = 2 * (2 * active + numbers.attention * setup.seq_len * 2)
+    assert student == pytest.approx(whole + half, rel=1e-6)
+    assert setup.possible(numbers.experts) and not replace(setup, world=2, ep_size=2).possible(numbers.experts)
+    with pytest.raises(ConfigError, match="'converted' has routed experts"):
+        model.parts(None, ["converted"], wiring, divided=True)
 
 
 def test_first_layers_that_are_shared_cost_one_pass_and_no_memory(model: MetaModel) -> None:
     wiring = Wiring("farskip", (2, 3))
-    late, all_of_it = (model.adapters(4, DEFAULT, (), layers, wiring) for layers in ("converted", "all"))
+    late, all_of_it = (model.parts(Adapter(rank=4, layers=layers), (), wiring) for layers in ("converted", "all"))
     assert (late.frozen, late.shared) == (2, 2) and (all_of_it.frozen, all_of_it.shared) == (0, 0)
     assert late.trained < all_of_it.trained
-    setups = [with_adapters(replace(SMALL, world=1), one) for one in (late, all_of_it)]
+    setups = [with_parts(replace(SMALL, world=1), one) for one in (late, all_of_it)]
     few, many = (moments(model.numbers, model.numbers, model.layer_bytes(one), one) for one in setups)
     backward = [moment.name for moment in few if moment.name.startswith("backward pass")]
     assert backward == ["backward pass of layer 3", "backward pass of layer 2"]

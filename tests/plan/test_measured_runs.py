@@ -354,3 +354,17 @@ def test_groups_without_a_bound_took_more_memory_in_an_earlier_version() -> None
         assert run["cap"] == 75
         size = re.search(r"Tried to allocate ([\d.]+) GiB", run["measured"]["out_of_memory"])
         assert size and float(size[1]) == pytest.approx(width * sum(own.partition) / GIB, rel=0.01), "the copy in fp32"
+
+
+def test_zero_3_is_planned_as_it_ran() -> None:
+    """The run that ``GATHER`` and ``SLACK_ZERO_3`` were set on."""
+    found = read("memory_zero3_2xh100")
+    setup = Setup(
+        **dict(world=2, micro_batch_size=1, seq_len=4096, batch_tokens=4 * 4096, tokens=2**20, recompute=True),
+        **dict(teacher="replicated", zero_stage=3, document=4096),
+    )
+    model = meta("llama3-8b", 8)
+    planned = plan_setup("llama3-8b", model, model.numbers, setup, Hardware(gpus=2)).memory
+    assert planned.total == pytest.approx(found["measured"]["gpu"], rel=0.03)
+    ran = statistics.median(found["measured"]["seconds"][1:])
+    assert step_seconds(model.numbers, model.numbers, setup, 2) == pytest.approx(ran, rel=SPEED)

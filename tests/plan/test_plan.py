@@ -200,14 +200,13 @@ def test_zero_3_divides_the_weights_of_dense_models_and_sends_them_in_every_pass
 
     tight = planned(gib=(three.total / GIB + 1) / USABLE)
     assert tight.change is not None and tight.change.written[-1] == "--set parallel.zero_stage=3"
-    assert any("300 GB/s inside a node" in line for line in to_text(planned(zero_stage=3)).splitlines())
-    received = 2 * 4 * numbers.total
+    assert any("58 GB/s inside a node" in line for line in to_text(planned(zero_stage=3)).splitlines())
+    received = 7 / 8 * 2 * 4 * numbers.total
     slow = replace(setup, zero_stage=3)
     for gpus, rate in ((8, GATHER["inside"]), (4, GATHER["between"])):
         assert gather_seconds(numbers, numbers, slow, gpus) == pytest.approx(received / rate)
-    between = slow.accumulation * received / GATHER["between"] + update_seconds(numbers, slow, 4)
-    assert step_seconds(numbers, numbers, slow, 4) == pytest.approx(between)
-    assert step_seconds(numbers, numbers, slow, 8) == step_seconds(numbers, numbers, setup, 8), "computation is longer"
+        more = step_seconds(numbers, numbers, slow, gpus) - step_seconds(numbers, numbers, setup, gpus)
+        assert more == pytest.approx(slow.accumulation * received / rate)
     assert not any(one.zero_stage == 3 for one, _ in candidates(setup, Hardware(8), experts=8))
     alone = replace(setup, world=1, batch_tokens=2**17)
     first = (one for one, hardware in candidates(alone, Hardware(1), experts=0) if hardware.world == 1)

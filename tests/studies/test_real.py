@@ -108,10 +108,11 @@ def test_cases_are_checked_before_the_first_one_runs(tmp_path: Path) -> None:
         return read_cases(file, texts)
 
     own = {"set": {"objective.temperature": 2.0, "objective.hidden.weight": 1e-4, "optim.betas": [0.9, 0.98]}}
+    own["set"]["optim.train"] = ["converted"]
     (taken,) = read(case | own)
     recipe = Recipe.model_validate(recipe_of(taken, tmp_path, tmp_path, texts))
     assert (recipe.seed, recipe.objective.temperature, recipe.objective.hidden.weight) == (1, 2.0, 1e-4)
-    assert recipe.optim.betas == [0.9, 0.98]
+    assert (recipe.optim.betas, recipe.optim.train) == ([0.9, 0.98], ["converted"])
     with pytest.raises(ValueError, match="two cases have one name"):
         read(case, case)
     with pytest.raises(ValueError, match="case a: seeds missing or unknown"):

@@ -7,9 +7,9 @@ import torch
 from benchmarks.distill.baselines.setting import Setting, Watch
 
 from fcsd.config import Adapter
-from fcsd.distill.adapters.adapt import adapt
 from fcsd.distill.experts.expert_parallel import wire_sharded
 from fcsd.distill.optim import update
+from fcsd.distill.parts.chosen import train_parts
 from fcsd.distill.prepare import share_weights
 from fcsd.distill.step.engine import Training, build_training
 from fcsd.distill.step.feed import feeding
@@ -38,9 +38,9 @@ def distill_adapters(setting: Setting, watch: Watch) -> float:
     train = recipe.train.model_copy(update={"adapter": Adapter()})
     recipe = recipe.model_copy(update={"train": train})
     model = setting.new_student()
-    adapted = adapt(model, recipe, choose(model, Adapter().targets, recipe.optim.train))
-    training = build_training(model, TeacherSource(), recipe, setting.world, adapters=adapted)
-    return _take(setting, watch, replace(training, source=share_weights(adapted, recipe)))
+    parts = train_parts(model, recipe, choose(model, Adapter().targets, recipe.optim.train))
+    training = build_training(model, TeacherSource(), recipe, setting.world, parts=parts)
+    return _take(setting, watch, replace(training, source=share_weights(parts, recipe)))
 
 
 def _full(setting: Setting, by_zero: bool = False) -> Training:
@@ -59,15 +59,17 @@ def _take(setting: Setting, watch: Watch, training: Training) -> float:
         watch.weights = sum(parameter.nbytes for parameter in training.model.parameters())
         training = replace(training, engine=cast(TrainEngine, _Weighed(training.engine, watch)))
     loss = float("nan")
-    with feeding(setting.rows, recipe, world, 1, watch.steps, training.source) as feed:
-        for step in range(1, watch.steps + 1):
-            micros = feed.take()
-            watch.waited = feed.waited
-            launched = launch_step(training, micros, recipe, world, step)
-            if step == 1:
-                loss = launched.metrics()["loss"]
-            watch.ended(step)
-    training.engine.destroy()
+    try:
+        with feeding(setting.rows, recipe, world, 1, watch.steps, training.source) as feed:
+            for step in range(1, watch.steps + 1):
+                micros = feed.take()
+                watch.waited = feed.waited
+                launched = launch_step(training, micros, recipe, world, step)
+                if step == 1:
+                    loss = launched.metrics()["loss"]
+                watch.ended(step)
+    finally:  # DeepSpeed would keep the memory of a step that did not end
+        training.engine.destroy()
     return loss
 
 

@@ -6,13 +6,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from fcsd.bench.serve.client import MODEL
 from fcsd.bench.serve.variants import Variant
-from fcsd.errors import FcsdError
 from fcsd.serve.server import answers, end_with_parent, kill_group
 from fcsd.serve.vllm.support import RIGHT_RESULTS
 
@@ -30,19 +29,17 @@ class Server(NamedTuple):
         ports: the ports at which they listen.
         processes: the processes, each the first of its group.
         logs: the files of their messages.
-        seconds: how long they took to answer.
+        begun: ``time.monotonic()`` at which they were started.
     """
 
     ports: list[int]
     processes: "list[subprocess.Popen[bytes]]"
     logs: list[Path]
-    seconds: float
+    begun: float
 
 
-def start(
-    variant: Variant, path: Path, options: Sequence[str], logs: Path, gpus: Sequence[str], until: float
-) -> Server:
-    """Start the servers of a variant, and wait until all answer.
+def start(variant: Variant, path: Path, options: Sequence[str], logs: Path, gpus: Sequence[str]) -> Server:
+    """Start the servers of a variant.
 
     Args:
         variant: the variant.
@@ -50,13 +47,8 @@ def start(
         options: options of ``vllm serve`` that all variants have. For replicas they are those of one GPU.
         logs: a folder for the messages.
         gpus: the names of the GPUs, as in CUDA_VISIBLE_DEVICES; replicas get one each.
-        until: ``time.monotonic()`` at which the servers have to answer.
-
-    Raises:
-        FcsdError: a server ended or did not answer in time. The message is its last error.
-        KeyboardInterrupt: SIGINT came. Whatever happens, no process is left.
     """
-    begun, found = time.monotonic(), Server([], [], [], 0.0)
+    found = Server([], [], [], time.monotonic())
     try:
         for number in range(max(1, variant.replicas)):
             one = {"CUDA_VISIBLE_DEVICES": gpus[number]} if variant.replicas and gpus else {}
@@ -66,16 +58,33 @@ def start(
             found.processes.append(
                 _popen(path, [*options, *variant.options], port, log, {**variant.environment, **one})
             )
-        while not all(answers(f"http://127.0.0.1:{port}/health") for port in found.ports):
-            if (problem := failed(found)) is not None:
-                raise FcsdError(problem)
-            if time.monotonic() > until:
-                raise FcsdError("its server did not answer in time", "Give it more --minutes.")
-            time.sleep(0.1)
     except BaseException:
         stop(found)
         raise
-    return found._replace(seconds=time.monotonic() - begun)
+    return found
+
+
+def await_answers(servers: Mapping[str, Server], until: float) -> Iterator[tuple[str, float | str]]:
+    """Wait until servers that start at the same time answer.
+
+    Args:
+        servers: by the name of their variant.
+        until: ``time.monotonic()`` at which all have to answer.
+
+    Yields:
+        A name, and the seconds that its servers took or why they failed, in the order in which they are ready.
+    """
+    waiting = dict(servers)
+    while waiting:
+        for name, server in list(waiting.items()):
+            if all(answers(f"http://127.0.0.1:{port}/health") for port in server.ports):
+                outcome: float | str | None = time.monotonic() - server.begun
+            elif (outcome := failed(server)) is None and time.monotonic() > until:
+                outcome = "its server did not answer in time; give it more --minutes"
+            if outcome is not None:
+                del waiting[name]
+                yield name, outcome
+        time.sleep(0.1)
 
 
 def failed(server: Server) -> str | None:

@@ -28,7 +28,7 @@ from fcsd.bench.serve.choice import file_of
 from fcsd.bench.serve.client import ask
 from fcsd.bench.serve.figures import Answer
 from fcsd.bench.serve.model_files import write_directory
-from fcsd.bench.serve.running import Server, failed, start, stop
+from fcsd.bench.serve.running import Server, await_answers, failed, start, stop
 from fcsd.bench.serve.variants import ORIGINAL, Machine, Variant, alternatives, core, groups, room_for
 from fcsd.bench.serve.workload import (
     STANDARD,
@@ -137,12 +137,21 @@ class _Run:
         logs: Path,
         environment: dict[str, str],
     ) -> None:
-        """Start a group of variants and time them in turns."""
+        """Start a group of variants, all at the same time, and time them in turns."""
         self.end(but=[variant.name for variant in group])
+        waiting: dict[str, Server] = {}
         for number, variant in enumerate(group, 1):
             known = self.found["variants"].get(variant.name, {})
             if variant.name not in self.servers and "failed" not in known and self._has_time(variant, number):
-                self._start(variant, paths[variant.wiring or STANDARD], sharing, logs, environment)
+                server = self._start(variant, paths[variant.wiring or STANDARD], sharing, logs, environment)
+                self.servers[variant.name] = waiting[variant.name] = server
+        for name, outcome in await_answers(waiting, self.until):
+            if isinstance(outcome, str):
+                self._failed(name, outcome)
+            else:
+                self.found["variants"][name]["start_s"] = round(outcome, 1)
+                self.starting = max(self.starting, outcome)
+            self.write(self.found)
         running = [variant for variant in group if variant.name in self.servers]
         new = [variant for variant in running if not self.found["variants"][variant.name]["rounds"]]
         if not new:
@@ -162,21 +171,14 @@ class _Run:
 
     def _start(
         self, variant: Variant, path: Path, sharing: Sequence[str], logs: Path, environment: dict[str, str]
-    ) -> None:
+    ) -> Server:
         row: dict[str, Any] = {"role": variant.role, "wiring": variant.wiring, "rounds": {}, "loads": {}}
         row |= {} if variant.way is None else variant.way._asdict()
         row |= {"options": list(variant.options), "environment": dict(variant.environment)}
         self.found["variants"][variant.name] = row
         print(f"{variant.name}: starts", file=sys.stderr, flush=True)
         own = replace(variant, environment={**environment, **variant.environment})
-        options = [*_options(self.load, variant), *sharing]
-        try:
-            self.servers[variant.name] = start(own, path, options, logs, _gpus(), self.until)
-            row["start_s"] = round(self.servers[variant.name].seconds, 1)
-            self.starting = max(self.starting, self.servers[variant.name].seconds)
-        except FcsdError as error:
-            self._failed(variant.name, str(error))
-        self.write(self.found)
+        return start(own, path, [*_options(self.load, variant), *sharing], logs, _gpus())
 
     def _failed(self, name: str, why: str) -> None:
         print(f"{name} failed: {why}", file=sys.stderr, flush=True)

@@ -105,6 +105,6 @@ def _parts(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 def _divided_by_deepspeed(recipe: Recipe) -> bool:
     """Whether DeepSpeed separates the experts from the other parameters and limits the size of their groups."""
-    if recipe.train.adapter is not None:
-        return False  # no experts train
+    if recipe.frozen_beside is not None:
+        return False  # no divided experts train
     return recipe.parallel.ep_size > 1 or recipe.parallel.quantised.any

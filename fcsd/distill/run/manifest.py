@@ -12,7 +12,7 @@ from fcsd.errors import CheckpointError, CheckpointVersionError
 T = TypeVar("T")
 
 MANIFEST = "MANIFEST.json"
-MODEL, ADAPTERS = "model", "adapters"  # folders of a checkpoint, which has one of the two
+MODEL, PARTS = "model", "parts"  # folders of a checkpoint, which has one of the two
 _VERSION = 2
 _CONTENT = {"step": int, "identity": dict, "progress": dict, "files": dict}  # required keys and their types
 

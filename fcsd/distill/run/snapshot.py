@@ -135,7 +135,7 @@ def restore(checkpoint: Path, world: World, trained: Trained) -> None:
 
 def _part(trained: Trained) -> OwnPart:
     """This rank's part of the model, or of what trains if the model's own weights are frozen."""
-    return own_part(trained.model) if trained.adapters is None else trained_part(trained.adapters)
+    return own_part(trained.model) if trained.parts is None else trained_part(trained.parts)
 
 
 def _read_optimizer(path: Path) -> Any:

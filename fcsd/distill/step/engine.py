@@ -25,7 +25,7 @@ from fcsd.distill.tensor_parallel import Teams
 from fcsd.distill.train_engine import Trained, TrainEngine
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
-from fcsd.models.adapters.adapted import Adapted
+from fcsd.models.adapters.trained import TrainedParts
 from fcsd.models.annealed import Annealing, anneal
 from fcsd.models.build import logits_cap
 from fcsd.parallel.expert.autoep import frozen_experts
@@ -233,7 +233,7 @@ def build_training(
     dispatcher: Dispatcher | None = None,
     by_zero: bool = False,
     teams: Teams | None = None,
-    adapters: Adapted | None = None,
+    parts: TrainedParts | None = None,
 ) -> Training:
     """Builds a DeepSpeed engine around ``Student(model)`` in training mode. Experts that are already sharded stay so.
 
@@ -241,7 +241,7 @@ def build_training(
         source: gives the targets.
         traffic: counts the bytes that dispatch and combine send; None does not count.
         dispatcher: see ``wire_sharded``.
-        adapters: what trains, if the weights of the model are frozen.
+        parts: what trains, if the other weights are frozen.
         by_zero: whether DeepSpeed's ZeRO updates the weights also on one process, to compare with it.
         teams: how the processes of the run work together; None stands for data parallelism alone.
     """
@@ -250,14 +250,14 @@ def build_training(
         tensor_parallel.make_trainable(model, sharded)
     alone = updates_alone(recipe, world.size) and not by_zero
     deepspeed = import_deepspeed()
-    if adapters is None:
+    if parts is None:
         freeze(model, recipe.objective)
     pack_attention(model, recipe)
     if recipe.train.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     switch_off_noise(model)
     student = Student(model, recipe.objective).train()
-    with nullcontext() if adapters is None else frozen_experts(model):
+    with nullcontext() if parts is None else frozen_experts(model):
         engine: TrainEngine = deepspeed.initialize(
             model=student,
             model_parameters=parameter_groups(student, recipe),
@@ -281,7 +281,7 @@ def build_training(
         tensor_parallel.wire(model, sharded.ranks, recipe)
     annealing = anneal(model) if recipe.train.anneal_share else None
     compile_layers(model, recipe)
-    return Training(engine, model, source, quantiser, annealing, adapters=adapters)
+    return Training(engine, model, source, quantiser, annealing, parts=parts)
 
 
 def live_teacher(model: PreTrainedModel, recipe: Recipe, world_size: int) -> LiveTeacher:

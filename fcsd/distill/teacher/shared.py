@@ -1,7 +1,7 @@
 """The teacher that is the student itself: the same weights in the standard wiring, with the adapters off.
 
-A run with adapters freezes the weights, so they stay those of the original. No second copy is in memory. Weights of the
-model that train beside the adapters are few: their original values are kept, and take their places for the pass.
+A run that trains adapters or named parts freezes all other weights, so they stay those of the original. No second copy
+is in memory. Only of the weights that train the original values are kept, and they take their places for the pass.
 The first layers, if nothing trains in them and they are not rewired, are computed once for both; see ``prefix``.
 """
 
@@ -21,9 +21,9 @@ from fcsd.distill.teacher.original import final_hidden, output_head, teacher_nam
 from fcsd.distill.teacher.prefix import noted
 from fcsd.distill.teacher.targets import Targets, TeacherSource, captured, compared_layers
 from fcsd.errors import ConfigError
-from fcsd.models.adapters.adapted import Adapted
 from fcsd.models.adapters.lora import switch
 from fcsd.models.adapters.targets import Chosen, shared_prefix
+from fcsd.models.adapters.trained import TrainedParts
 from fcsd.models.build import decoder_layers
 from fcsd.parallel.expert.block import expert_blocks
 
@@ -41,9 +41,9 @@ def require_own_weights(recipe: Recipe, teacher_sample: str) -> None:
     """
     if sample_sha256(read_layout(student_source(recipe).path)) != teacher_sample:
         raise ConfigError(
-            f"train.adapter needs the weights of the teacher, and those of {recipe.model} differ from those of "
-            f"{teacher_name(recipe)}",
-            hint="remove `teacher:`, train a conversion that was not trained yet, or remove train.adapter",
+            f"{recipe.frozen_beside} needs the weights of the teacher, and those of {recipe.model} differ from those "
+            f"of {teacher_name(recipe)}",
+            hint=f"remove `teacher:`, train a conversion that was not trained yet, or remove {recipe.frozen_beside}",
         )
 
 
@@ -51,7 +51,7 @@ class SharedTeacher(TeacherSource):
     """Computes the targets with the student's own weights.
 
     Args:
-        adapted: the student, which is wired already.
+        parts: the student, which is wired already.
         objective: says which layers are compared.
         rewire: wires a student with divided experts as a teacher, whose layers overlap, too; None if no experts are
             divided.
@@ -59,17 +59,17 @@ class SharedTeacher(TeacherSource):
 
     any_text = True
 
-    def __init__(self, adapted: Adapted, objective: Objective, rewire: Callable[[], None] | None = None) -> None:
-        model = self._model = adapted.model
+    def __init__(self, parts: TrainedParts, objective: Objective, rewire: Callable[[], None] | None = None) -> None:
+        model = self._model = parts.model
         self._compared = compared_layers(model, objective)
-        self._adapters = list(adapted.layers.values())
+        self._adapters = list(parts.layers.values())
         self._layers: list[Any] = list(decoder_layers(model))
-        self._originals = [(parameter, adapted.originals[name]) for name, parameter in adapted.trained.items()]
+        self._originals = [(parameter, parts.originals[name]) for name, parameter in parts.trained.items()]
         self._modules = [vars(module) for module in model.modules()]
         # Divided blocks count the tokens of each expert. The teacher's are no part of the student's numbers.
         self._counters = [b for path in expert_blocks(model) for b in model.get_submodule(path).buffers()]
         self._standard = self._standard_layers(rewire)
-        shared = shared_prefix(model, Chosen(tuple(adapted.layers), tuple(adapted.trained)))[1]
+        shared = shared_prefix(model, Chosen(tuple(parts.layers), tuple(parts.trained)))[1]
         # Divided experts count their tokens in each pass, and their rows may be rounded in the student's alone.
         self._prefix = shared if rewire is None and not self._compared else 0
 

@@ -8,11 +8,12 @@ from fcsd.kernels.bit_split.draws import Draws
 from fcsd.kernels.bit_split.format import Format
 
 
-def encode(rows: Tensor, format: Format, draws: Draws | None = None) -> Tensor:
+def encode(rows: Tensor, format: Format, draws: Draws | None = None, out: Tensor | None = None) -> Tensor:
     """Encode rows ``[n, width]``, bf16 or fp32, as records, uint8 ``[n, row_bytes]``.
 
     Args:
         draws: random numbers for stochastic rounding, which is right on average; None rounds to the nearest code.
+        out: contiguous records to write to and return; None makes new ones.
 
     Raises:
         ConfigError: the format's groups do not divide the row.
@@ -20,8 +21,9 @@ def encode(rows: Tensor, format: Format, draws: Draws | None = None) -> Tensor:
     if rows.is_cuda:
         from fcsd.kernels.bit_split import kernels
 
-        return kernels.encode(rows, format, draws)
-    return reference.encode(rows, format, draws)
+        return kernels.encode(rows, format, draws, out=out)
+    records = reference.encode(rows, format, draws)
+    return records if out is None else out.copy_(records)
 
 
 def decode(records: Tensor, format: Format, width: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:

@@ -62,6 +62,7 @@ def encode(
     weight: Tensor | None = None,
     places: Tensor | None = None,
     count: int | None = None,
+    out: Tensor | None = None,
     launch: Launch | None = None,
 ) -> Tensor:
     """Encode rows ``[n, width]``, bf16 or fp32, as records, uint8 ``[count, row_bytes]``.
@@ -73,6 +74,7 @@ def encode(
         weight: see ``moves.encode_at``.
         places: see ``moves.encode_at``; None encodes row i as record i.
         count: the number of records; None for as many as rows.
+        out: contiguous records to write to; None makes new ones.
         launch: how the kernel is launched; None for the fastest way that was measured.
 
     Raises:
@@ -80,7 +82,9 @@ def encode(
     """
     number, width = rows.shape
     plan = plan_of(format, width, launch or launch_of_encode(format))
-    records = rows.new_empty(number if count is None else count, plan.row.bytes, dtype=torch.uint8)
+    records = out
+    if records is None:
+        records = rows.new_empty(number if count is None else count, plan.row.bytes, dtype=torch.uint8)
     key = {"pair": None, "seed": 0, "step_number": 0, "lane": 0}
     if draws is not None:
         key = {"pair": draws.pair.contiguous(), "seed": draws.seed, "step_number": draws.step, "lane": draws.lane}
@@ -98,17 +102,19 @@ def decode(
     dtype: torch.dtype,
     source: Tensor | None = None,
     out: Tensor | None = None,
+    ranks: int = 1,
     launch: Launch | None = None,
 ) -> Tensor:
-    """Decode records, uint8 ``[n, row_bytes]``, to rows ``[n, width]`` of ``dtype``, bf16 or fp32.
+    """Decode records, uint8 ``[ranks * n, row_bytes]``, to rows ``[n, width]`` of ``dtype``, bf16 or fp32.
 
     Args:
-        records: what to decode.
+        records: what to decode: n records of each rank. The records of a row are added; see ``moves.decode_ranks``.
         format: the format of the records.
         width: the number of values of a row.
         dtype: the dtype of the rows.
-        source: see ``moves.decode_from``; None decodes record i as row i.
+        source: see ``moves.decode_from``; None decodes record i as row i. Not with several ranks.
         out: contiguous rows to write to; None makes new ones.
+        ranks: how many records a row has.
         launch: how the kernel is launched; None for the fastest way that was measured.
 
     Raises:
@@ -116,10 +122,10 @@ def decode(
     """
     rows = out
     if rows is None:
-        rows = records.new_empty(len(records) if source is None else len(source), width, dtype=dtype)
+        rows = records.new_empty(len(records) // ranks if source is None else len(source), width, dtype=dtype)
     plan = plan_of(format, width, launch or launch_of_decode(format))
     tensors = [rows, records.contiguous(), _plain(source)]
-    _start(programs.decode_kernel, (len(rows), plan.programs), tensors, plan)
+    _start(programs.decode_kernel, (len(rows), plan.programs), tensors, plan, RANKS=ranks)
     return rows
 
 
@@ -140,14 +146,12 @@ def decode_sum(
     return rows
 
 
-def encode_sum(records: Tensor, format: Format, width: int, launch: Launch | None = None) -> Tensor:
+def encode_sum(records: Tensor, format: Format, width: int, sums: Tensor, launch: Launch | None = None) -> None:
     """Sum records ``[ranks, n, row_bytes]`` over ranks and encode the sums; see ``moves.encode_sum``."""
     ranks, count, _ = records.shape
-    sums = torch.empty_like(records[0])
     plan = plan_of(format, width, launch or launch_of_encode(format))
     tensors: list[Tensor | None] = [records.contiguous(), sums]
     _start(programs.encode_sum_kernel, (count, plan.programs), tensors, plan, RANKS=ranks)
-    return sums
 
 
 def decode_dots(records: Tensor, format: Format, rows: Tensor, places: Tensor, launch: Launch = _DOTS) -> Tensor:

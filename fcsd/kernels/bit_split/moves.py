@@ -90,17 +90,15 @@ def decode_sum(
     return sums
 
 
-def encode_sum(records: Tensor, format: Format, width: int) -> Tensor:
-    """Encode the sum of records that hold the same row on several ranks.
+def decode_ranks(records: Tensor, format: Format, rows: Tensor) -> None:
+    """Replace rows by the sum of their records, of which each rank has one.
 
-    Records are decoded to fp32 and added from the first rank to the last.
+    Records are decoded to fp32 and added from the first rank to the last, and sums are rounded once.
 
     Args:
-        records: uint8 ``[ranks, n, row_bytes]``.
-        format: the format of these records and of the result.
-        width: the number of values of a row.
-
-    Returns: uint8 ``[n, row_bytes]``.
+        records: uint8 ``[ranks, n, row_bytes]``, contiguous.
+        format: the format of the records.
+        rows: bf16 or fp32 ``[n, width]``, contiguous.
 
     Raises:
         ConfigError: the format's groups do not divide the row.
@@ -108,11 +106,37 @@ def encode_sum(records: Tensor, format: Format, width: int) -> Tensor:
     if records.is_cuda:
         from fcsd.kernels.bit_split import kernels
 
-        return kernels.encode_sum(records, format, width)
+        kernels.decode(records.flatten(0, 1), format, rows.shape[1], rows.dtype, out=rows, ranks=len(records))
+    else:
+        rows.copy_(_added(records, format, rows.shape[1]))
+
+
+def encode_sum(records: Tensor, format: Format, width: int, sums: Tensor) -> None:
+    """Encode the sums that ``decode_ranks`` computes, before they are rounded.
+
+    Args:
+        records: uint8 ``[ranks, n, row_bytes]``, contiguous.
+        format: the format of these records and of the result.
+        width: the number of values of a row.
+        sums: where the result is written: uint8 ``[n, row_bytes]``, contiguous.
+
+    Raises:
+        ConfigError: the format's groups do not divide the row.
+    """
+    if records.is_cuda:
+        from fcsd.kernels.bit_split import kernels
+
+        kernels.encode_sum(records, format, width, sums)
+    else:
+        sums.copy_(reference.encode(_added(records, format, width), format))
+
+
+def _added(records: Tensor, format: Format, width: int) -> Tensor:
+    """The sums of records ``[ranks, n, row_bytes]`` over ranks, fp32 ``[n, width]``."""
     total = reference.decode(records[0], format, width, torch.float32)
     for one in records[1:]:
         total += reference.decode(one, format, width, torch.float32)
-    return reference.encode(total, format)
+    return total
 
 
 def decode_dots(records: Tensor, format: Format, rows: Tensor, places: Tensor) -> Tensor:

@@ -64,8 +64,8 @@ def store_rows(out, x, inside):
 
 
 @triton.jit
-def decode_kernel(rows, records, places, ROW: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+def decode_kernel(rows, records, places, ROW: tl.constexpr, RANKS: tl.constexpr):
+    row, count = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     group = tl.program_id(1) * ROW.block + tl.arange(0, ROW.block)
     inside = group < ROW.width // ROW.group
     word = words_of(group, ROW)
@@ -75,6 +75,8 @@ def decode_kernel(rows, records, places, ROW: tl.constexpr):
         at = tl.load(places + row).to(tl.int64)
         inside = inside & (at >= 0)
     x = load_values(records + at * ROW.bytes, word, group, inside, ROW)
+    for rank in tl.static_range(1, RANKS):  # pyright: ignore[reportGeneralTypeIssues]
+        x += load_values(records + (rank * count + at) * ROW.bytes, word, group, inside, ROW)
     store_rows(rows + row * ROW.width + column, x, column < ROW.width)
 
 

@@ -1,4 +1,4 @@
-"""Chooses by name the linear layers that have adapters, and the parts whose own weights train beside them.
+"""Chooses by name the linear layers that have adapters, and the parts whose own weights train, with adapters or alone.
 
 The names are those of transformers' module tree. A model whose experts are divided has other modules in their place;
 its caller knows what they stand for. The model may be on the meta device.
@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -27,7 +27,7 @@ _LAST_SHARE = re.compile(r"last:(\d+%)")
 
 @dataclass(frozen=True)
 class Chosen:
-    """What trains in a model with adapters, by the names that its tensors have in transformers.
+    """What trains in a model beside frozen weights, by the names that its tensors have in transformers.
 
     Attributes:
         adapted: the paths of the linear layers that have an adapter, in the order of the model.
@@ -58,13 +58,8 @@ def choose(
         ConfigError: a word names nothing in this model, the embeddings and the output head are one weight and only one
             of them is named, nothing is left to adapt, or the wiring is Desync.
     """
-    wiring = wiring or wiring_of(model.config)
-    if wiring.name in DESYNC:
-        raise ConfigError(
-            f"train.adapter cannot be combined with the wiring {wiring.name}, whose ranks share the weights of a layer",
-            hint="remove train.adapter",
-        )
-    trained = tuple(_trained(model, parts))
+    wiring = _proven("train.adapter", wiring or wiring_of(model.config))
+    trained = tuple(_trained(model, parts, wiring, "frozen"))
     own = {name.rpartition(".")[0] for name in trained if name.endswith(".weight")}
     inside = _chosen_layers(layers, model, wiring)
     adapted = tuple(path for path in _adapted(model, targets) if path not in own and path.startswith(inside))
@@ -74,6 +69,30 @@ def choose(
             raise ConfigError(f"train.adapter.layers {layers}: nothing there is left to adapt", hint)
         raise ConfigError("optim.train trains every layer that train.adapter.targets names", "Remove train.adapter.")
     return Chosen(adapted, trained)
+
+
+def choose_parts(
+    model: PreTrainedModel, parts: Sequence[str], wiring: Wiring | None = None, *, divided: bool = False
+) -> Chosen:
+    """What trains in a model without adapters: the parts that ``optim.train`` names, with their routed experts.
+
+    Args:
+        divided: whether the experts are divided among processes. Parts with routed experts are then refused.
+
+    Raises:
+        ConfigError: see ``choose``.
+    """
+    wiring = _proven("optim.train", wiring or wiring_of(model.config))
+    return Chosen((), tuple(_trained(model, parts, wiring, "refused" if divided else "trained")))
+
+
+def _proven(setting: str, wiring: Wiring) -> Wiring:
+    if wiring.name in DESYNC:
+        raise ConfigError(
+            f"{setting} cannot be combined with the wiring {wiring.name}, whose ranks share the weights of a layer",
+            hint=f"remove {setting}",
+        )
+    return wiring
 
 
 def shared_prefix(model: PreTrainedModel, chosen: Chosen, wiring: Wiring | None = None) -> tuple[int, int]:
@@ -103,12 +122,16 @@ def shared_prefix(model: PreTrainedModel, chosen: Chosen, wiring: Wiring | None 
 
 def _chosen_layers(spec: str, model: PreTrainedModel, wiring: Wiring) -> tuple[str, ...]:
     """The paths of the layers that ``train.adapter.layers`` names, each with a dot at its end."""
-    if spec == CONVERTED and not wiring.layers:
-        raise ConfigError("train.adapter.layers: no layer of this model is converted", hint="use all, or name layers")
     layers = decoder_layers(model)
-    numbers = wiring.layers if spec == CONVERTED else select_layers(spec, len(layers))
+    numbers = _converted("train.adapter.layers", wiring) if spec == CONVERTED else select_layers(spec, len(layers))
     paths = {module: path for path, module in model.named_modules()}
     return tuple(f"{paths[layers[number]]}." for number in numbers)
+
+
+def _converted(setting: str, wiring: Wiring) -> tuple[int, ...]:
+    if not wiring.layers:
+        raise ConfigError(f"{setting}: no layer of this model is converted", hint="use all, or name layers")
+    return wiring.layers
 
 
 def _adapted(model: PreTrainedModel, targets: Sequence[str]) -> Iterator[str]:
@@ -149,7 +172,10 @@ def _linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, str, str, bool
                     yield path, path.removeprefix(f"{paths[layer]}."), group, "." not in name
 
 
-def _trained(model: PreTrainedModel, parts: Sequence[str]) -> Iterator[str]:
+def _trained(
+    model: PreTrainedModel, parts: Sequence[str], wiring: Wiring, routed: Literal["trained", "frozen", "refused"]
+) -> Iterator[str]:
+    """The names of the parameters in ``parts``; ``routed`` says what becomes of routed experts among them."""
     inputs: Any = model.get_input_embeddings()
     outputs: Any = model.get_output_embeddings()
     if inputs.weight is outputs.weight and ("embeddings" in parts) != ("head" in parts):
@@ -159,6 +185,7 @@ def _trained(model: PreTrainedModel, parts: Sequence[str]) -> Iterator[str]:
     blocks, layers = arch_of(model.config).blocks, decoder_layers(model)
     inside = [list(layer.named_modules())[1:] for layer in layers]
     experts = _of(module for of in inside for path, module in of if path.rpartition(".")[2] == "experts")
+    left_out: set[nn.Parameter] = set() if routed == "trained" else experts
     chosen: set[nn.Parameter] = set()
     for word in parts:
         if word in ("embeddings", "head"):
@@ -167,18 +194,23 @@ def _trained(model: PreTrainedModel, parts: Sequence[str]) -> Iterator[str]:
             found = _of(module for module in decoder_of(model).modules() if "norm" in type(module).__name__.lower())
         elif word == "routers":
             found = _of(module for of in inside for path, module in of if path == f"{blocks.mlp}.{blocks.router}")
+        elif word == CONVERTED:
+            found = _of(layers[number] for number in _converted("optim.train", wiring))
         elif _LAYERS.fullmatch(word):
             share = _LAST_SHARE.fullmatch(word)
             found = _of(layers[number] for number in select_layers(share[1] if share else word, len(layers)))
         else:
             names = {end for of in inside for path, _ in of for end in _ends(path)}
             if word not in names:
-                hint = _meant(word, {*names, *PARTS})
+                hint = _meant(word, {*names, *PARTS, CONVERTED})
                 raise ConfigError(f"optim.train: this model has no part {word!r}", hint)
             found = _of(module for of in inside for path, module in of if word in _ends(path))
-        if not found - experts:
+        if routed == "refused" and found & experts:
+            hint = "set parallel.ep_size: 1, or name other parts, such as self_attn, norms or routers"
+            raise ConfigError(f"optim.train: {word!r} has routed experts, and divided ones cannot train so", hint)
+        if not found - left_out:
             raise ConfigError(f"optim.train: {word!r} names no weight of this model that can train", "Remove it.")
-        chosen |= found - experts
+        chosen |= found - left_out
     for name, parameter in model.named_parameters():
         if parameter in chosen:
             yield name

@@ -19,7 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from fcsd.checkpoint import compare_tensors, read_config, read_layout
 from fcsd.checkpoint.weights import MAX_SHARD, NAMES, Reader, Shape, Writer
-from fcsd.models.adapters.adapted import Adapted
+from fcsd.models.adapters.trained import TrainedParts
 from fcsd.models.build import arch_of, stored_config
 from fcsd.parallel.expert.block import expert_blocks
 from fcsd.parallel.partitions import gathered, is_partitioned, whole_shape
@@ -67,15 +67,15 @@ def own_part(model: PreTrainedModel) -> OwnPart:
     return OwnPart(model, _of_pieces(state(model), found), lambda: _own_pieces(model, found, ep_size), ep_size)
 
 
-def trained_part(adapted: Adapted) -> OwnPart:
-    """What trains of a model with adapters, which every rank holds and rank 0 writes. Nothing is copied."""
+def trained_part(parts: TrainedParts) -> OwnPart:
+    """What trains beside frozen weights, which every rank holds and rank 0 writes. Nothing is copied."""
 
     def tensors() -> Iterator[Named]:
         if _rank() == 0:
-            for name, parameter in adapted.tensors():
+            for name, parameter in parts.tensors():
                 yield name, parameter.detach(), None
 
-    return OwnPart(adapted.model, {}, tensors, 1)
+    return OwnPart(parts.model, {}, tensors, 1)
 
 
 def write_part(part: OwnPart, directory: Path, source: Path | None = None, max_shard: int = MAX_SHARD) -> None:

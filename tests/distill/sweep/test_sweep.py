@@ -118,12 +118,19 @@ def ended_after_two_steps(path: Path) -> None:
     distilled(path)
 
 
-def test_ranks_and_learning_rates_of_adapters_are_chosen_and_a_trial_that_was_ended_goes_on(
-    folder: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("key", "choices", "fixed"),
+    [
+        ("train.adapter.rank", [1, 8], {"train__adapter": {"alpha": 8.0}, "optim__train": ["norms"]}),
+        pytest.param("optim.train", [["norms"], ["converted"]], {}, marks=pytest.mark.nightly),
+    ],
+)
+def test_what_trains_and_learning_rates_are_chosen_and_a_trial_that_was_ended_goes_on(
+    folder: Path, tmp_path: Path, key: str, choices: list[Any], fixed: dict[str, Any]
 ) -> None:
-    plan = {"stages": [{"train.adapter.rank": [1, 8]}, {"optim.lr": [1e-3, 4e-3]}], "steps": 4, "window": 1}
+    plan = {"stages": [{key: choices}, {"optim.lr": [1e-3, 4e-3]}], "steps": 4, "window": 1}
     out, launches = tmp_path / "sweep", []
-    resolved = recipe(folder, out, plan, train__adapter={"alpha": 8.0}, optim__train=["norms"])
+    resolved = recipe(folder, out, plan, **fixed)
 
     def end_the_second(path: Path) -> Exit:
         launches.append(path.stem)
@@ -142,7 +149,7 @@ def test_ranks_and_learning_rates_of_adapters_are_chosen_and_a_trial_that_was_en
         assert stage["chosen"] == min(stage["trials"], key=losses.__getitem__)
     assert len(set(losses.values())) == 3
     values = record["trials"][ended.name]["values"]
-    alone = {"train__adapter": {"alpha": 8.0, "rank": values["train.adapter.rank"]}, "optim__train": ["norms"]}
+    alone = {**fixed, key.replace(".", "__"): values[key]}
     runs.train(runs.resolved(folder, output_dir=str(tmp_path), train__steps=6, optim__lr=values["optim.lr"], **alone))
     numbers = [[(m["loss"], m["grad_norm"]) for m in read_metrics(run)][:4] for run in (ended, tmp_path)]
     assert numbers[0] == numbers[1], "a trial that was ended and went on is a run without interruption"

@@ -1,6 +1,7 @@
 """Compiled layers compute what uncompiled ones do, and are not compiled again for the shapes of generation."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import runs
@@ -8,10 +9,11 @@ import tiny
 import torch
 
 from fcsd.distill import prepare
-from fcsd.distill.adapters.adapt import adapt, chosen_parts
 from fcsd.distill.inputs import student_source
+from fcsd.distill.parts.chosen import chosen_parts, train_parts
 from fcsd.distill.student import load_student
 from fcsd.distill.teacher.original import compile_layers, final_hidden, without_compiling
+from fcsd.distill.teacher.prefix import left_out
 from fcsd.errors import ConfigError
 from fcsd.models.build import decoder_layers, wire
 from fcsd.models.wiring import Wiring
@@ -37,30 +39,48 @@ def test_compiled_layers_give_the_same_gradients(tmp_path: Path) -> None:
     assert decoder_layers(model)[0]._compiled_call_impl is not None
 
 
-@pytest.mark.parametrize("arch", ["llama", pytest.param("deepseek_v2", marks=pytest.mark.nightly)])
-def test_compiled_layers_are_student_and_teacher_in_turn(tmp_path: Path, arch: str) -> None:
-    """With adapters the layers change their wiring, their adapters and their norms between two passes of a step."""
+LORA: dict[str, Any] = {"train__adapter": {"rank": 4, "alpha": 8.0}, "optim__train": ["norms"]}
+HALF: dict[str, Any] = {"init": {"wiring": "ladder", "layers": "50%"}, "optim__train": ["converted"]}
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes", "shared"),
+    [
+        ("llama", LORA, None),
+        ("llama", HALF, 1),
+        pytest.param("deepseek_v2", LORA, None, marks=pytest.mark.nightly),
+        pytest.param("deepseek_v2", HALF, 1, marks=pytest.mark.nightly),
+    ],
+)
+def test_compiled_layers_are_student_and_teacher_in_turn(
+    tmp_path: Path, arch: str, changes: dict[str, Any], shared: int | None
+) -> None:
+    """The layers change their wiring, their adapters and their weights between two passes of a step."""
     runs.write_models(tmp_path, arch)
-    lora = {"train__adapter": {"rank": 4, "alpha": 8.0}, "optim__train": ["norms"], "train__compile": True}
-    recipe = runs.resolved(tmp_path, **lora).recipe
+    model = str(tmp_path / ("teacher" if "init" in changes else "student"))
+    recipe = runs.resolved(tmp_path, model=model, train__compile=True, **changes).recipe
     chosen, positions = chosen_parts(recipe, student_source(recipe)), torch.arange(12).repeat(2, 1)
     assert chosen is not None
     columns = {"input_ids": torch.arange(24).view(2, 12), "position_ids": positions}
     results = []
     for compiled in (False, True):
         student = load_student(recipe, dtype=torch.float32, device=torch.device("cpu")).train()
-        adapted, generator = adapt(student, recipe, chosen), torch.Generator().manual_seed(0)
-        for _, parameter in adapted.tensors():
+        parts, generator = train_parts(student, recipe, chosen), torch.Generator().manual_seed(0)
+        for _, parameter in parts.tensors():
             parameter.data.add_(0.05 * torch.randn(parameter.shape, generator=generator))
         if compiled:
             compile_layers(student, recipe, backend="eager")
-        source, passes = prepare.share_weights(adapted, recipe), []
+        source, passes = prepare.share_weights(parts, recipe), []
         for _ in range(2):
-            theirs, ours = source.get_targets(columns).output[0], final_hidden(student, columns)
+            targets = source.get_targets(columns)
+            assert shared == (targets.prefix and targets.prefix.layers)
+            theirs = targets.output[0]
+            with left_out(student, targets.prefix):
+                ours = final_hidden(student, columns)
             assert (theirs - ours).abs().max() > 0.1
             (theirs - ours).square().mean().backward()
             passes += [theirs, ours.detach()]
-        results.append([*passes, *(parameter.grad for _, parameter in adapted.tensors())])
+        results.append([*passes, *(parameter.grad for _, parameter in parts.tensors())])
     for plain, other in zip(*results, strict=True):
         torch.testing.assert_close(other, plain)
 

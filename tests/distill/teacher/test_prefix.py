@@ -10,8 +10,8 @@ import tiny
 import torch
 
 from fcsd.distill import prepare
-from fcsd.distill.adapters.adapt import adapt, chosen_parts
 from fcsd.distill.inputs import student_source
+from fcsd.distill.parts.chosen import chosen_parts, train_parts
 from fcsd.distill.step.engine import Student, switch_off_noise
 from fcsd.distill.student import load_student
 from fcsd.distill.teacher.original import compile_layers, final_hidden
@@ -90,7 +90,7 @@ def test_a_step_with_adapters_computes_the_first_layers_once(
     chosen = chosen_parts(recipe, student_source(recipe))
     assert chosen is not None
     model = load_student(recipe, dtype=torch.float32, device=torch.device("cpu")).train()
-    source = prepare.share_weights(adapt(model, recipe, chosen), recipe)
+    source = prepare.share_weights(train_parts(model, recipe, chosen), recipe)
     ones, counts = torch.ones(()), counted(model)
     batch = {**COLUMNS, "labels": COLUMNS["input_ids"]}
     targets = source.get_targets(batch)

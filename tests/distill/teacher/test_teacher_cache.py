@@ -58,9 +58,10 @@ def written(folder: Path) -> Path:
     return folder / "written"
 
 
-def test_a_cache_of_all_words_trains_as_the_teacher_does(folder: Path, tmp_path: Path) -> None:
-    whole = recipe(folder, tmp_path, top_k=VOCAB)
-    live = runs.resolved(folder, output_dir=str(tmp_path / "live"), objective__sft=0.0)
+@pytest.mark.parametrize("own", [{}, pytest.param({"optim__train": ["2-3", "head"]}, marks=pytest.mark.nightly)])
+def test_a_cache_of_all_words_trains_as_the_teacher_does(folder: Path, tmp_path: Path, own: dict[str, Any]) -> None:
+    whole = recipe(folder, tmp_path, top_k=VOCAB, **own)
+    live = runs.resolved(folder, output_dir=str(tmp_path / "live"), objective__sft=0.0, **own)
     on_ranks(1, three, whole, live)
     cached, direct = read_metrics(tmp_path / "run"), read_metrics(tmp_path / "live")
     assert [line["kl"] for line in cached] == pytest.approx([line["kl"] for line in direct], rel=1e-5)

@@ -7,7 +7,7 @@ from torch import nn
 
 from fcsd.errors import ConfigError
 from fcsd.models.adapters.lora import add_adapters, matrices, merge, switch
-from fcsd.models.adapters.targets import choose, shared_prefix
+from fcsd.models.adapters.targets import choose, choose_parts, shared_prefix
 from fcsd.models.wiring import Wiring
 
 DEFAULT = ["attention", "mlp", "shared_experts"]
@@ -72,6 +72,24 @@ def test_routed_experts_never_train_and_tied_heads_train_together() -> None:
         choose(tiny.model("deepseek_v2"), DEFAULT, ["experts"])
     with pytest.raises(ConfigError, match="embeddings and output head are one weight"):
         choose(tiny.model("llama", tie_word_embeddings=True), DEFAULT, ["head"])
+
+
+def test_parts_without_adapters_train_with_their_routed_experts_or_are_refused() -> None:
+    model, wiring = tiny.model("deepseek_v2"), Wiring("farskip", (2, 3))
+    chosen = choose_parts(model, ["converted"], wiring)
+    layers = ("model.layers.2.", "model.layers.3.")
+    assert chosen.trained == tuple(name for name, _ in model.named_parameters() if name.startswith(layers))
+    assert any(".experts." in name for name in chosen.trained) and chosen.adapted == ()
+    assert shared_prefix(model, chosen, wiring) == (2, 2)
+    beside = choose(model, ["attention"], ["converted"], "all", wiring)
+    assert "model.layers.2.mlp.gate.weight" in beside.trained
+    assert not any(".experts." in name for name in beside.trained)
+    with pytest.raises(ConfigError, match="has routed experts, and divided ones cannot train so") as caught:
+        choose_parts(model, ["norms", "last:50%"], wiring, divided=True)
+    assert "parallel.ep_size: 1" in str(caught.value.hint)
+    assert choose_parts(model, ["norms", "self_attn"], wiring, divided=True).trained
+    with pytest.raises(ConfigError, match=r"optim\.train: no layer of this model is converted"):
+        choose_parts(model, ["converted"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,5 +1,6 @@
 """Every rank ends a quantised all-reduce with the bits of the reference, over gloo."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,20 +12,21 @@ from ranks import in_group
 from torch import Tensor
 
 from fcsd.errors import ConfigError
-from fcsd.kernels.bit_split import Format
+from fcsd.kernels.bit_split import Format, decode, encode
 from fcsd.parallel.all_reduce import quantised
 from fcsd.parallel.all_reduce.quantised import cut
 from fcsd.parallel.all_reduce.reduce import reduce
 from fcsd.parallel.quantised.simulated_all_reduce import simulate_all_reduce
 
-# (format, shape, dtype, ranks). One row is cut into pieces, or, where it has a single group, padded; 15 rows do not
-# divide evenly among 4 ranks.
+# (format, shape, dtype, ranks). One row is cut into pieces, or, where it has a single group, is the share of one rank
+# alone; 15 rows do not divide evenly among 4 ranks.
 CASES = [
     ("int8", (2, 6, 256), torch.bfloat16, 4),
     ("int5", (3, 5, 256), torch.bfloat16, 4),
     ("int4", (1, 1, 256), torch.bfloat16, 4),
-    ("int6", (1, 128), torch.float32, 4),
+    ("int6:sr", (1, 128), torch.float32, 4),
     ("int3:g64:sr", (7, 128), torch.bfloat16, 2),
+    ("int8", (3, 128), torch.float32, 2),
     ("int2:g32:sr", (9, 256), torch.float32, 4),
     ("int8", (0, 256), torch.bfloat16, 4),
 ]
@@ -50,7 +52,7 @@ def _found(rank: int) -> dict[str, Any]:
         with _Counted(rank) as counted:
             quantised.all_reduce(x, Format.parse(format), groups[ranks]).wait()
         sums.append(x)
-        sent.append(counted.across)
+        sent.append((counted.across, counted.collectives))
     bench = all_reduce.bench(0.0625, torch.device("cpu"), formats=("int5", "int4"), repeats=1)
     return {"sums": sums, "sent": sent, "reduce": _kinds(rank), "bench": bench}
 
@@ -74,10 +76,14 @@ def _kinds(rank: int) -> dict[str, Tensor]:
 
 
 class _Counted:
-    """Counts the bytes that this rank hands to torch.distributed for ranks of the other node of two."""
+    """Counts the bytes that this rank hands to torch.distributed for ranks of the other node of two.
+
+    ``collectives`` has the name of each collective, and the bytes that it sends to every rank.
+    """
 
     def __init__(self, rank: int) -> None:
         self.across, self._node = 0, rank // 2
+        self.collectives: list[tuple[str, int]] = []
 
     def __enter__(self) -> "_Counted":
         self._real = {name: getattr(dist, name) for name in ("all_to_all_single", "all_gather_into_tensor")}
@@ -93,7 +99,9 @@ class _Counted:
         def counting(received: Tensor, sent: Tensor, group: Any, async_op: bool = False) -> Any:
             ranks = dist.get_process_group_ranks(group)
             others = sum(rank // 2 != self._node for rank in ranks)
-            self.across += others * (sent.nbytes // len(ranks) if shares else sent.nbytes)
+            to_each = sent.nbytes // len(ranks) if shares else sent.nbytes
+            self.across += others * to_each
+            self.collectives.append((real.__name__, to_each))
             return real(received, sent, group=group, async_op=async_op)
 
         return counting
@@ -113,6 +121,14 @@ def test_all_ranks_end_with_the_bits_of_the_reference(ranks: list[dict[str, Any]
             assert torch.equal(found["sums"][number], ranks[first]["sums"][number])
 
 
+def test_the_reference_rounds_a_sum_of_two_ranks_once_and_of_more_twice() -> None:
+    format, partials = Format.parse("int4"), torch.stack([_drawn(rank, (2, 128), torch.float32) for rank in range(3)])
+    first, second, third = (decode(encode(one, format), format, 128, torch.float32) for one in partials)
+    assert torch.equal(simulate_all_reduce(partials[:2], format), first + second)
+    twice = decode(encode(first + second + third, format), format, 128, torch.float32)
+    assert torch.equal(simulate_all_reduce(partials, format), twice)
+
+
 def test_a_quantised_sum_is_close_to_the_sum(ranks: list[dict[str, Any]]) -> None:
     partials = [_drawn(rank, *CASES[0][1:3]).float() for rank in range(4)]
     error = ranks[0]["sums"][0].float() - sum(partials)
@@ -128,12 +144,16 @@ def test_the_kind_of_reduce_quantises_values_and_passes_gradients_on(ranks: list
         assert torch.equal(kinds["identity"], _drawn(10 + rank, (2, 3, 128), torch.float32))
 
 
-def test_bytes_between_two_halves_of_four_ranks(ranks: list[dict[str, Any]]) -> None:
-    """2M from one half to the other (table 5); M is one rank's records."""
-    format, shape, *_ = CASES[0]
-    rows = cut(torch.ones(shape), Format.parse(format), 4)
-    volume = len(rows) * Format.parse(format).row_bytes(rows.shape[1])
-    assert ranks[0]["sent"][0] + ranks[1]["sent"][0] == 2 * volume
+def test_two_steps_send_two_shares_and_one_step_sends_all_rows_once(ranks: list[dict[str, Any]]) -> None:
+    """2M from one half of four ranks to the other (table 5); M is one rank's records, a share is M / 4."""
+    volumes = []
+    for format, shape, *_ in CASES[0], CASES[5]:
+        volumes.append(math.prod(shape[:-1]) * Format.parse(format).row_bytes(shape[-1]))
+    (first, collectives), (second, _) = (ranks[rank]["sent"][0] for rank in (0, 1))
+    assert first + second == 2 * volumes[0]
+    share = volumes[0] // 4
+    assert collectives == [("all_to_all_single", share), ("all_gather_into_tensor", share)]
+    assert ranks[3]["sent"][5] == (0, [("all_gather_into_tensor", volumes[1])])
 
 
 def _wrong_on_eight(rank: int) -> list[str]:
@@ -164,11 +184,10 @@ def test_the_benchmark_times_every_way_and_format(ranks: list[dict[str, Any]]) -
 
 def test_rows_are_cut_only_where_ranks_do_not_divide_them() -> None:
     format = Format.parse("int4")  # groups of 32
-    assert cut(torch.ones(2, 4, 256), format, 4).shape == (8, 256)
+    assert cut(torch.ones(8, 256), format, 4).shape == (8, 256)
     assert cut(torch.ones(1, 256), format, 4).shape == (4, 64)
     assert cut(torch.ones(6, 256), format, 4).shape == (12, 128)
-    padded = cut(torch.ones(3, 32), format, 4)
-    assert padded.shape == (4, 32) and padded.sum() == 3 * 32
+    assert cut(torch.ones(3, 32), format, 4).shape == (3, 32)
     assert cut(torch.ones(0, 256), format, 4).shape == (0, 256)
 
 
@@ -176,4 +195,4 @@ def test_formats_that_do_not_suit_are_refused() -> None:
     with pytest.raises(ConfigError, match='"fp8" is not a format'):
         reduce(torch.ones(2, 128), None, "quantised:fp8")
     with pytest.raises(ConfigError, match="do not divide rows of 96 values"):
-        cut(torch.ones(2, 96), Format.parse("int8"), 2)
+        quantised.all_reduce(torch.ones(2, 96), Format.parse("int8"), None)

@@ -1,4 +1,4 @@
-"""Runs with adapters: what trains, what checkpoints hold, resume, the merged model, and what is refused."""
+"""Runs with frozen weights: what trains, what checkpoints hold, resume, the merged model, and what is refused."""
 
 import json
 import shutil
@@ -14,8 +14,8 @@ from runs import outcome, train
 from safetensors.torch import load_file
 
 from fcsd.distill import loop, prepare
-from fcsd.distill.adapters.adapt import adapt, chosen_parts
 from fcsd.distill.inputs import student_source
+from fcsd.distill.parts.chosen import chosen_parts, train_parts
 from fcsd.distill.run.report import read_metrics
 from fcsd.distill.student import load_student
 from fcsd.distill.teacher.targets import LiveTeacher
@@ -24,7 +24,9 @@ from fcsd.export.final import export_model
 from fcsd.models.build import load_model
 
 LORA: dict[str, Any] = {"train__adapter": {"rank": 4, "alpha": 8.0}, "optim__train": ["norms"]}
-ADAPTERS = Path("adapters") / "adapters.safetensors"
+# The last two of four layers are converted, and nothing else trains, their routed experts included.
+HALF: dict[str, Any] = {"init": {"wiring": "farskip", "layers": "50%"}, "optim__train": ["converted"]}
+PARTS = Path("parts") / "parts.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,7 @@ def finished(folder: Path) -> Path:
 
 def test_checkpoints_hold_what_trains_and_final_is_the_merged_model(folder: Path, finished: Path) -> None:
     checkpoint = finished / "checkpoints" / "step-4"
-    trained = load_file(checkpoint / ADAPTERS)
+    trained = load_file(checkpoint / PARTS)
     assert not (checkpoint / "model").exists()
     adapters = {name for name in trained if "lora_" in name}
     assert all("norm" in name for name in trained.keys() - adapters) and trained.keys() - adapters
@@ -59,26 +61,35 @@ def test_checkpoints_hold_what_trains_and_final_is_the_merged_model(folder: Path
     assert losses and losses[-1] > 0
 
 
+def half_run(folder: Path, out: Path, **changes: Any) -> Any:
+    return runs.resolved(folder, model=str(folder / "teacher"), output_dir=str(out), **{**HALF, **changes})
+
+
 @pytest.mark.parametrize(
     ("size", "changes"),
     [
-        (1, {}),
-        (2, {"train__dtype": "bf16", "parallel__zero_stage": 2}),
-        pytest.param(1, {"train__dtype": "bf16"}, marks=pytest.mark.nightly),
-        pytest.param(2, {"parallel__ep_size": 2, "checkpoint__overlap": True}, marks=pytest.mark.nightly),
-        pytest.param(2, {"parallel__zero_stage": 0}, marks=pytest.mark.nightly),
+        (1, LORA),
+        (2, {"train__dtype": "bf16", "parallel__zero_stage": 2, **LORA}),
+        (1, {"train__dtype": "bf16", **HALF}),
+        pytest.param(2, {"parallel__zero_stage": 2, "checkpoint__overlap": True, **HALF}, marks=pytest.mark.nightly),
+        pytest.param(2, {"train__dtype": "bf16", "parallel__zero_stage": 0, **HALF}, marks=pytest.mark.nightly),
+        pytest.param(1, {"train__graph": True, "train__dtype": "bf16", **HALF}, marks=pytest.mark.nightly),
+        pytest.param(1, {"train__dtype": "bf16", **LORA}, marks=pytest.mark.nightly),
+        pytest.param(2, {"parallel__ep_size": 2, "checkpoint__overlap": True, **LORA}, marks=pytest.mark.nightly),
+        pytest.param(2, {"parallel__zero_stage": 0, **LORA}, marks=pytest.mark.nightly),
     ],
 )
 def test_two_steps_and_a_resume_are_four_steps(
     folder: Path, tmp_path: Path, size: int, changes: dict[str, Any]
 ) -> None:
-    train(runs.resolved(folder, output_dir=str(tmp_path / "run"), **LORA, **changes), size)
+    changes = {"model": str(folder / "teacher"), **changes} if "init" in changes else changes
+    train(runs.resolved(folder, output_dir=str(tmp_path / "run"), **changes), size)
     shutil.copytree(tmp_path / "run", tmp_path / "part")
     shutil.rmtree(tmp_path / "part" / "final")
     shutil.rmtree(tmp_path / "part" / "checkpoints" / "step-4")
-    train(runs.resolved(folder, output_dir=str(tmp_path / "part"), **LORA, **changes), size)
+    train(runs.resolved(folder, output_dir=str(tmp_path / "part"), **changes), size)
     assert outcome(tmp_path / "part") == outcome(tmp_path / "run")
-    last = Path("checkpoints") / "step-4" / ADAPTERS
+    last = Path("checkpoints") / "step-4" / PARTS
     assert (tmp_path / "part" / last).read_bytes() == (tmp_path / "run" / last).read_bytes()
 
 
@@ -98,6 +109,29 @@ def test_any_checkpoint_is_exported_as_an_ordinary_model(
     assert torch.equal(*(model(ids).logits for model in two))
 
 
+def test_parts_that_train_alone_are_all_that_changes_and_are_exported(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_reloads(monkeypatch)
+    train(half_run(folder, tmp_path / "run", train__steps=2, train__dtype="bf16"))
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-2"
+    trained, states = (
+        load_file(checkpoint / PARTS),
+        torch.load(checkpoint / "optimizer" / "rank-0.pt", weights_only=False),
+    )
+    assert not (checkpoint / "model").exists() and any(".experts." in name for name in trained)
+    assert {name.split(".")[2] for name in trained} == {"2", "3"}
+    assert len(states["state"]) == len(trained)
+    base, final = (load_file(path / "model.safetensors") for path in (folder / "teacher", tmp_path / "run" / "final"))
+    assert base.keys() == final.keys()
+    for name, weight in base.items():
+        changes = "layers.2." in name or "layers.3." in name
+        assert torch.equal(final[name], weight.bfloat16()) != changes or weight.ndim == 1, name
+    export_model(tmp_path / "run", tmp_path / "out", checkpoint="latest")
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert exported.keys() == final.keys() and all(torch.equal(exported[name], final[name]) for name in final)
+
+
 def distill_and_get_worse(recipe: Any) -> None:
     """A run whose score is the number of its step, of which less is better."""
     take = loop.ScoreHistory.take
@@ -107,12 +141,15 @@ def distill_and_get_worse(recipe: Any) -> None:
     loop.distill_model(recipe)
 
 
-def test_a_run_stops_early_and_publishes_the_best_checkpoint_and_not_the_last(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [LORA, pytest.param({"optim__train": ["norms"]}, marks=pytest.mark.nightly)])
+def test_a_run_stops_early_and_publishes_the_best_checkpoint_and_not_the_last(
+    folder: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
     stop = {"metric": "held_out", "every": 2, "patience": 1}
-    recipe = runs.resolved(folder, output_dir=str(tmp_path), early_stop=stop, train__steps=6, **LORA)
+    recipe = runs.resolved(folder, output_dir=str(tmp_path), early_stop=stop, train__steps=6, **changes)
     assert ranks.on_ranks(1, distill_and_get_worse, recipe) == [None]
     assert read_metrics(tmp_path)[-1]["step"] == 4
-    best, last = (load_file(tmp_path / "checkpoints" / step / ADAPTERS) for step in ("step-2", "step-4"))
+    best, last = (load_file(tmp_path / "checkpoints" / step / PARTS) for step in ("step-2", "step-4"))
     final = load_file(tmp_path / "final" / "model.safetensors")
     assert torch.equal(final["model.norm.weight"], best["model.norm.weight"])
     assert not torch.equal(final["model.norm.weight"], last["model.norm.weight"])
@@ -125,10 +162,10 @@ def test_the_teachers_pass_leaves_no_trace(folder: Path) -> None:
     assert chosen is not None
     student = load_student(recipe, dtype=torch.float32, device=device).train()
     teacher = load_model(folder / "teacher", dtype=torch.float32)
-    adapted = adapt(student, recipe, chosen)
-    for _, parameter in adapted.tensors():
+    parts = train_parts(student, recipe, chosen)
+    for _, parameter in parts.tensors():
         parameter.data.add_(0.01)
-    shared, live = prepare.share_weights(adapted, recipe), LiveTeacher(teacher, recipe.objective)
+    shared, live = prepare.share_weights(parts, recipe), LiveTeacher(teacher, recipe.objective)
     ids = torch.arange(24).reshape(2, 12)
     columns = {"input_ids": ids, "position_ids": torch.arange(12).repeat(2, 1)}
 
@@ -151,7 +188,7 @@ def test_the_teachers_pass_leaves_no_trace(folder: Path) -> None:
     assert torch.equal(before[5], after[5])
     assert torch.equal(student(ids).logits, logits)
     student(ids).logits.sum().backward()
-    trained = {id(parameter) for _, parameter in adapted.tensors()}
+    trained = {id(parameter) for _, parameter in parts.tensors()}
     assert all((parameter.grad is not None) == (id(parameter) in trained) for parameter in student.parameters())
 
 
@@ -160,7 +197,8 @@ def test_the_teachers_pass_leaves_no_trace(folder: Path) -> None:
     [
         ({"train__adapter": {"rank": 0}}, "train.adapter.rank"),
         ({"train__adapter": {"kind": "dora"}}, "train.adapter.kind"),
-        ({"train__adapter": None, "optim__train": ["norms"]}, "optim.train needs train.adapter"),
+        ({"train__adapter": None, "init": {"weights": "random"}}, "optim.train cannot be combined with init.weights"),
+        ({"optim__train": ["head"], "objective__freeze_lm_head": True}, "cannot be combined with objective.freeze_lm"),
         ({"parallel__teacher_placement": "replicated"}, "cannot be combined with parallel.teacher_placement"),
         ({"init": {"weights": "random"}}, "cannot be combined with init.weights random"),
     ],
@@ -199,6 +237,14 @@ def test_another_teacher_or_a_trained_student_is_refused_before_anything_loads(
     runs.write_models(folder / "dense", "llama")
     desync["model"] = str(folder / "dense" / "teacher")
     refused(runs.resolved(folder, **desync, **where), ConfigError, "cannot be combined with the wiring desync-2x")
+    refused(half_run(folder, tmp_path / "run", parallel__ep_size=2), ConfigError, "divide the 1 processes")
+    monkeypatch.setattr(prepare.expert_parallel, "check", lambda *_: None)
+    refused(half_run(folder, tmp_path / "run", parallel__ep_size=2), ConfigError, "'converted' has routed experts")
+    for word, message in (("nrms", "no part 'nrms'"), ("experts", "has routed experts")):
+        named = half_run(folder, tmp_path / "run", parallel__ep_size=2, optim__train=[word])
+        refused(named, ConfigError, message)
+    healed = {"teacher": str(finished / "final"), "optim__train": ["norms"]}
+    refused(half_run(folder, tmp_path / "run", **healed), ConfigError, "optim.train needs the weights of the teacher")
     assert not (tmp_path / "run").exists()
 
 
@@ -211,6 +257,7 @@ def test_a_checkpoint_of_the_other_kind_is_refused_before_anything_loads(
         (finished, {}, "optim.train.0 was 'norms' and is now 'nothing'; train.adapter.alpha was 8.0"),
         (finished, {**LORA, "train__adapter": {"rank": 8, "alpha": 8.0}}, "train.adapter.rank was 4 and is now 8"),
         (tmp_path / "full", LORA, "train.adapter.rank was 'nothing' and is now 4"),
+        (tmp_path / "full", {"optim__train": ["norms"]}, "optim.train.0 was 'nothing' and is now 'norms'"),
     ):
         recipe = runs.resolved(folder, output_dir=str(run), **changes)
         refused(recipe, CheckpointError, message)
@@ -220,7 +267,7 @@ def test_an_export_needs_the_weights_beside_which_the_adapters_were_trained(
     folder: Path, finished: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(finished, tmp_path / "run")
-    settings = tmp_path / "run" / "checkpoints" / "step-4" / "adapters" / "adapters.json"
+    settings = tmp_path / "run" / "checkpoints" / "step-4" / "parts" / "parts.json"
     facts = json.loads(settings.read_text())
     assert facts["base"] == str((folder / "student").resolve())
     moved = folder / "moved"

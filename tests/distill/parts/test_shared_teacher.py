@@ -1,4 +1,4 @@
-"""The teacher that is the student with its adapters off equals a second model in memory, to the last bit."""
+"""The teacher that is the student with its first weights equals a second model in memory, to the last bit."""
 
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,25 @@ PREFIX: dict[str, dict[str, Any]] = {
     "prefix, annealed": {"train__anneal_share": 1.0},
     "streams are compared, no prefix": {"objective__hidden": {"weight": 0.1, "layers": "last:1"}},
 }
+# Without adapters the converted layers train themselves. Of four layers two are converted, and one or two are shared.
+PARTS: dict[str, Any] = {"train__adapter": None, "optim__train": ["converted"], "init": LAST["init"]}
+LADDER = {"init": {"wiring": "ladder", "layers": "last:2"}}
+ALONE: dict[str, dict[str, Any]] = {
+    "parts, bf16, stage 1": {"train__dtype": "bf16", "optim__weight_decay": 0.1},
+    "parts, fp32, stage 2, ladder": {"parallel__zero_stage": 2, **LADDER},
+    "parts, stage 0, recomputed": {"parallel__zero_stage": 0, "train__activation_checkpointing": True},
+    "parts, bf16, stage 2, bf16 moments": {
+        "train__dtype": "bf16",
+        "parallel__zero_stage": 2,
+        "optim__moments": "bf16",
+        "optim__train": ["last:50%", "norms", "head"],
+    },
+    "parts, fixed passes": {"train__graph": True, "train__dtype": "bf16", **LADDER},
+    "parts, moments on the host": {"optim__offload": "moments", "optim__train": ["2-3"]},
+    "parts, annealed": {"train__anneal_share": 1.0},
+    "parts, streams are compared": {"objective__hidden": {"weight": 0.1, "layers": "all"}},
+    "parts, one micro-batch": {"train__micro_batch_size": 4, "train__dtype": "bf16"},
+}
 SHARDED: dict[str, dict[str, Any]] = {
     "overlapped": {},
     "overlapped, stage 2, bf16": {"parallel__zero_stage": 2, "train__dtype": "bf16", **NORMS},
@@ -44,6 +63,7 @@ SHARDED: dict[str, dict[str, Any]] = {
     "deduplicated": {"parallel__dedup": "rank"},
     "only shared experts": {"train__adapter": {"rank": 4, "targets": ["shared_experts"]}},
     "rounded": {"parallel__quantised": {"dispatch": "int8:g32"}},
+    "no adapters": {"train__adapter": None, "optim__train": ["self_attn", "shared_experts", "norms", "routers"]},
 }
 
 
@@ -59,7 +79,7 @@ def outcome(run: Path) -> tuple[list[dict[str, str]], Any]:
     """Every loss and norm of a run, to the last bit, and the bytes of its adapters and of the merged model."""
     named = ("loss", "kl", "sft", "hidden", "lr", "grad_norm", "held_out_kl", "held_out_sft", "held_out_hidden")
     numbers = [{key: float(line[key]).hex() for key in named if key in line} for line in read_metrics(run)]
-    files = [run / "checkpoints" / "step-2" / "adapters" / "adapters.safetensors", run / "final" / "model.safetensors"]
+    files = [run / "checkpoints" / "step-2" / "parts" / "parts.safetensors", run / "final" / "model.safetensors"]
     return numbers, [file.read_bytes() for file in files]
 
 
@@ -98,6 +118,24 @@ def test_first_layers_computed_once_are_those_computed_twice(folder: Path, tmp_p
     """Each step has several micro-batches, and each row several documents."""
     model = {"model": str(folder / "teacher"), **LAST}
     both_ways(folder, tmp_path, 1, {name: {**model, **PREFIX[name]} for name in names})
+
+
+@pytest.mark.parametrize(
+    ("size", "names"),
+    [
+        (1, ["parts, bf16, stage 1", "parts, fixed passes"]),
+        (2, ["parts, fp32, stage 2, ladder"]),
+        pytest.param(1, [*ALONE], marks=pytest.mark.nightly),
+        pytest.param(2, [*ALONE], marks=pytest.mark.nightly),
+    ],
+    ids=["one", "two", "all", "all of two"],
+)
+def test_parts_that_train_without_adapters_have_a_shared_teacher(
+    folder: Path, tmp_path: Path, size: int, names: list[str]
+) -> None:
+    """The converted layers have routed experts, which train with them."""
+    model = {"model": str(folder / "teacher"), **PARTS}
+    both_ways(folder, tmp_path, size, {name: {**model, **ALONE[name]} for name in names})
 
 
 @pytest.mark.parametrize(

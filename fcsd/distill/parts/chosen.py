@@ -1,4 +1,6 @@
-"""Puts adapters into the student of a run."""
+"""Freezes the student of a run but for what trains: adapters, named parts, or both."""
+
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -6,10 +8,11 @@ from transformers import PreTrainedModel
 from fcsd.checkpoint import Location
 from fcsd.config import Recipe
 from fcsd.distill.student import meta_student
+from fcsd.distill.teacher.original import needs_teacher
 from fcsd.extras import require_extra
-from fcsd.models.adapters.adapted import Adapted
 from fcsd.models.adapters.lora import add_adapters
-from fcsd.models.adapters.targets import Chosen, choose
+from fcsd.models.adapters.targets import Chosen, choose, choose_parts
+from fcsd.models.adapters.trained import TrainedParts
 from fcsd.models.build import arch_of
 from fcsd.parallel.expert.block import expert_blocks
 
@@ -23,32 +26,35 @@ def chosen_parts(recipe: Recipe, source: Location) -> Chosen | None:
     Raises:
         ConfigError: ``peft`` is not installed, or the recipe names a part that the model does not have.
     """
-    if (adapter := recipe.train.adapter) is None:
+    if recipe.frozen_beside is None:
         return None
+    model, parts = meta_student(recipe, source), recipe.optim.train
+    if (adapter := recipe.train.adapter) is None:
+        return choose_parts(model, parts, divided=recipe.parallel.ep_size > 1)
     require_extra("train", "train.adapter", "peft")
-    return choose(meta_student(recipe, source), adapter.targets, recipe.optim.train, adapter.layers)
+    return choose(model, adapter.targets, parts, adapter.layers)
 
 
-def adapt(model: PreTrainedModel, recipe: Recipe, chosen: Chosen) -> Adapted:
-    """Puts adapters into a student that has just been loaded, and freezes everything else but ``chosen.trained``.
+def train_parts(model: PreTrainedModel, recipe: Recipe, chosen: Chosen) -> TrainedParts:
+    """Freezes everything but ``chosen.trained`` in a student that has just been loaded, and puts adapters into it.
 
     The values of the adapters are the same on every rank and at any ``parallel.ep_size``.
     """
-    adapter = recipe.train.adapter
-    assert adapter is not None
     parameters, paths = _by_name(model)
     model.requires_grad_(False)
     trained = {name: parameters[name] for name in chosen.trained}
     for parameter in trained.values():
         parameter.requires_grad_()
-    originals = {name: parameter.detach().clone() for name, parameter in trained.items()}
+    originals = {name: p.detach().clone() for name, p in trained.items()} if needs_teacher(recipe) else {}
     places = {name: paths[f"{name}.weight"].removesuffix(".weight") for name in chosen.adapted}
-    layers = add_adapters(model, places, adapter.rank, adapter.factor * adapter.rank, recipe.seed)
-    return Adapted(model, layers, trained, originals)
+    layers: dict[str, Any] = {}
+    if (adapter := recipe.train.adapter) is not None:
+        layers = add_adapters(model, places, adapter.rank, adapter.factor * adapter.rank, recipe.seed)
+    return TrainedParts(model, layers, trained, originals)
 
 
 def _by_name(model: PreTrainedModel) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
-    """The parameters outside of routed experts, and their names in this model, by their names in transformers.
+    """The parameters outside of divided experts, and their names in this model, by their names in transformers.
 
     The names differ inside of blocks whose experts are divided.
     """

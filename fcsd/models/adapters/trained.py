@@ -1,4 +1,4 @@
-"""A model with adapters: which of its tensors train, and the values that those of the model itself had before."""
+"""A model with frozen weights: which tensors train beside them, and the values that the model's own had before."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from .lora import MATRICES, matrices, merge
 
 
 @dataclass(frozen=True)
-class Adapted:
-    """The trained parts of a model with adapters. All names are those that transformers has for a whole model.
+class TrainedParts:
+    """What trains beside frozen weights. All names are those that transformers has for a whole model.
 
     Attributes:
-        model: the model, of which every rank has the same adapters.
-        layers: ``peft``'s layers, by the name of the linear layer that each holds.
+        model: the model. Every rank has all that trains.
+        layers: ``peft``'s layers, by the name of the linear layer that each holds; empty without adapters.
         trained: the parameters of the model itself that train, by name.
-        originals: the values that these had before the run, which the teacher has.
+        originals: the values that these had before the run, which a teacher in memory has; empty without one.
     """
 
     model: PreTrainedModel
@@ -40,14 +40,14 @@ class Adapted:
         """Takes the values of a checkpoint.
 
         Raises:
-            CheckpointError: they are not those of these adapters; ``source`` says where they come from.
+            CheckpointError: they are not those of these parts; ``source`` says where they come from.
         """
         own = dict(self.tensors())
         shapes = {name: tuple(value.shape) for name, value in values.items()}
         if shapes != (expected := {name: tuple(parameter.shape) for name, parameter in own.items()}):
             name = min(name for name in {*shapes, *expected} if shapes.get(name) != expected.get(name))
             has, needs = shapes.get(name), expected.get(name)
-            raise CheckpointError(f"{source}: {name} has the shape {has}, and these adapters need {needs}")
+            raise CheckpointError(f"{source}: {name} has the shape {has}, and this run needs {needs}")
         for name, parameter in own.items():
             parameter.data.copy_(values[name])
 

@@ -1,7 +1,7 @@
-"""The adapters in a checkpoint, and the ordinary model that is made of them and of the weights beside which they train.
+"""What trains, in a checkpoint, and the ordinary model that is made of it and of the weights beside which it trains.
 
-A checkpoint of a run with adapters has the folder ``adapters/`` in place of ``model/``: what trains, in one safetensors
-file under transformers' names, and a JSON file that says where the frozen weights are.
+A checkpoint of a run that freezes weights has the folder ``parts/`` in place of ``model/``: what trains, in one
+safetensors file under transformers' names, and a JSON file that says where the frozen weights are.
 """
 
 import json
@@ -15,22 +15,22 @@ from torch import Tensor
 from fcsd.checkpoint import Location, read_layout, resolve, sample_sha256
 from fcsd.config import Recipe
 from fcsd.disk import read_input, write_json
-from fcsd.distill.adapters.adapt import adapt, chosen_parts
 from fcsd.distill.dtypes import DTYPES
 from fcsd.distill.inputs import student_source
+from fcsd.distill.parts.chosen import chosen_parts, train_parts
 from fcsd.distill.student import load_student, write_student
 from fcsd.errors import BadInputError, CheckpointError
 from fcsd.foreign_errors import reason_of
 from fcsd.launch.world import World
-from fcsd.models.adapters.adapted import Adapted
+from fcsd.models.adapters.trained import TrainedParts
 from fcsd.parallel.weights.saving import OwnPart, own_part
 
-_WEIGHTS, _SETTINGS = "adapters.safetensors", "adapters.json"
+_WEIGHTS, _SETTINGS = "parts.safetensors", "parts.json"
 _VERSION = 1
 
 
-def write_adapters(part: OwnPart, base: Location, directory: Path, world: World) -> None:
-    """Writes the folder of the adapters; every rank calls this.
+def write_parts(part: OwnPart, base: Location, directory: Path, world: World) -> None:
+    """Writes the folder of what trains; every rank calls this.
 
     Args:
         part: the result of ``trained_part``.
@@ -49,8 +49,8 @@ def write_adapters(part: OwnPart, base: Location, directory: Path, world: World)
     world.on_first(write)
 
 
-def read_adapters(folder: Path) -> dict[str, Tensor]:
-    """What ``write_adapters`` has written, in host memory.
+def read_parts(folder: Path) -> dict[str, Tensor]:
+    """What ``write_parts`` has written, in host memory.
 
     Raises:
         CheckpointError: the file cannot be read.
@@ -61,26 +61,26 @@ def read_adapters(folder: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{folder / _WEIGHTS}: cannot be read: {reason_of(error)}") from error
 
 
-def write_merged(adapted: Adapted, folder: Path, source: Path, directory: Path, world: World) -> None:
-    """Writes an ordinary model directory, with the adapters of a checkpoint merged into the weights. Every rank calls
+def write_merged(parts: TrainedParts, folder: Path, source: Path, directory: Path, world: World) -> None:
+    """Writes an ordinary model directory, with what a checkpoint has merged into the weights. Every rank calls
     this at the end of a run; the student is an ordinary model afterwards.
 
     Args:
-        folder: the folder of the adapters in the checkpoint, which was verified.
+        folder: the folder ``parts/`` of the checkpoint, which was verified.
         source: the directory that the student was made from.
         directory: the directory to create.
     """
-    world.everywhere(lambda: adapted.load(read_adapters(folder), str(folder)))
-    adapted.merge()
-    write_student(own_part(adapted.model), source, directory, world)
+    world.everywhere(lambda: parts.load(read_parts(folder), str(folder)))
+    parts.merge()
+    write_student(own_part(parts.model), source, directory, world)
 
 
 def merge_checkpoint(recipe: Recipe, folder: Path, directory: Path) -> None:
-    """Writes the ordinary model of a checkpoint with adapters, in one process. The whole model is in host memory.
+    """Writes the ordinary model of a checkpoint with frozen weights, in one process. The whole model is in host memory.
 
     Args:
         recipe: the recipe of the run.
-        folder: the folder of the adapters, which was verified.
+        folder: the folder ``parts/`` of the checkpoint, which was verified.
         directory: the directory to create.
 
     Raises:
@@ -95,7 +95,7 @@ def merge_checkpoint(recipe: Recipe, folder: Path, directory: Path) -> None:
     try:
         base = resolve(name)
     except BadInputError as error:
-        error.hint = f"The adapters of {folder.parent} are merged into these weights; put them back."
+        error.hint = f"What {folder.parent} has trained is merged into these weights; put them back."
         raise
     if sample_sha256(read_layout(base.path)) != sample:
         raise BadInputError(f"{name}: the weights are not those beside which {folder} was trained", "Restore them.")
@@ -104,4 +104,4 @@ def merge_checkpoint(recipe: Recipe, folder: Path, directory: Path) -> None:
     chosen = chosen_parts(recipe, student_source(recipe))
     assert chosen is not None
     model = load_student(recipe, dtype=DTYPES[recipe.train.dtype], device=torch.device("cpu"))
-    write_merged(adapt(model, recipe, chosen), folder, base.path, directory, World(0, 1, torch.device("cpu")))
+    write_merged(train_parts(model, recipe, chosen), folder, base.path, directory, World(0, 1, torch.device("cpu")))
