@@ -93,14 +93,11 @@ SIZES: dict[str, dict[str, Any]] = {
             rope_type="default", rope_theta=1e3, partial_rotary_factor=0.5, mrope_section=[4, 2, 2],
         ),
     ),
-    **{
-        arch: dict(
-            norm_topk_prob=True, intermediate_size=256, moe_intermediate_size=32, head_dim=32, rope_parameters=dict(
-                rope_type="default", rope_theta=1e3, mrope_section=[8, 4, 4], mrope_interleaved=True,
-            ),
-        )
-        for arch in ("qwen3_vl", "qwen3_vl_moe")
-    },
+    "qwen3_vl": dict(
+        intermediate_size=256, head_dim=32, rope_parameters=dict(
+            rope_type="default", rope_theta=1e3, mrope_section=[8, 4, 4], mrope_interleaved=True,
+        ),
+    ),
     "mistral3": dict(
         model_type="mistral", intermediate_size=256, head_dim=32, sliding_window=None,
         rope_parameters=dict(rope_type="default", rope_theta=1e4),
@@ -135,7 +132,7 @@ MORE = {
     ),
     "farskip": (
         *("minimax_m2", "ernie4_5_moe", "glm4_moe_lite", "mellum", "laguna", "afmoe", "hy_v3", "exaone_moe"),
-        *("glm4v_moe", "qwen3_vl_moe", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe"),
+        *("glm4v_moe", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe"),
     ),
 }
 # Name of the case -> architecture, layers, and the other options of `fcsd convert`.

@@ -170,6 +170,8 @@ def compare(folder: Path, case: str, role: str, dtype: str, mode: str, ranks: in
         return result | dict(tolerance=tolerance, right=result["rms"] <= tolerance)
     if rounded is None:
         tolerance = FLOAT32_TOLERANCE["cuda" if torch.cuda.is_available() else "cpu"]
+        if "linear_key_head_dim" in (paths["original"] / "config.json").read_text():
+            tolerance *= 2  # transformers computes the gated delta rule in chunks, which rounds more
         right = result["largest"] <= tolerance and result.get("preemptions") != 0
         return result | dict(tolerance=tolerance, right=right)
     rms = (torch.cat(own) - torch.cat(expected)).square().mean().sqrt().item()

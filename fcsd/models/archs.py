@@ -398,7 +398,7 @@ _ROWS = (
         text_config="text_config",
         injected="vision_config.deepstack_visual_indexes",
         no_ep="its experts are stored transposed, by a rule that reads shapes which AutoEP's experts do not have",
-        vllm={"decoder": "language_model.model"},
+        no_vllm=_UNTRIED,
     ),
     _row(
         "mistral3",
@@ -566,6 +566,7 @@ _ROWS = (
         autoep=_HY_V3_AUTOEP,
         ep_scale="router_scaling_factor",
         tp_plan={"mlp.e_score_correction_bias": "replicated"},
+        vllm={"shared": "shared_mlp"},
         later_layers=True,
     ),
     _row(

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -280,22 +281,57 @@ def test_registration_adds_our_names_and_keeps_what_belongs_to_the_base(vllm):
     assert vllm.parsers["hf"] is parser, "a second call changes nothing"
 
 
-def test_a_family_that_vllm_runs_by_transformers_is_refused(vllm, monkeypatch):
+class Column(torch.nn.Linear):
+    """vLLM's ``ColumnParallelLinear`` on one rank."""
+
+    def __init__(self, *sizes: int, bias: bool) -> None:
+        super().__init__(*sizes, bias=bias)
+        vars(self.weight)["weight_loader"] = lambda weight, tensor: weight.data.copy_(tensor)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), None
+
+
+@pytest.fixture
+def models(vllm, monkeypatch) -> Iterator[Any]:
+    """The plugin's module of model classes."""
+    groups = dict.fromkeys(("get_tensor_model_parallel_world_size", "get_tp_group"))
+    monkeypatch.setitem(sys.modules, "vllm.distributed", module("d", **groups))
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.models.utils", module("u", PPMissingLayer=torch.nn.Identity))
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.layers.linear", module("l", ColumnParallelLinear=Column))
+    monkeypatch.delitem(sys.modules, "fcsd.serve.vllm.models", raising=False)
+    yield importlib.import_module("fcsd.serve.vllm.models")
+    sys.modules.pop("fcsd.serve.vllm.models", None)
+
+
+def test_a_family_that_vllm_runs_by_transformers_is_refused(models):
     """vLLM 0.32 has no class of its own for some families, and transformers' layers cannot be rewired under it."""
     backend = type("TransformersForCausalLM", (), {"__module__": "vllm.model_executor.models.transformers"})
     registry = sys.modules["vllm.model_executor.models.registry"]
     registry.ModelRegistry._try_load_model_cls = lambda name: backend
-    groups = dict.fromkeys(("get_tensor_model_parallel_world_size", "get_tp_group"))
-    monkeypatch.setitem(sys.modules, "vllm.distributed", module("d", **groups))
-    monkeypatch.setitem(sys.modules, "vllm.model_executor.models.utils", module("u", PPMissingLayer=object))
-    monkeypatch.delitem(sys.modules, "fcsd.serve.vllm.models", raising=False)
-    try:
-        models = importlib.import_module("fcsd.serve.vllm.models")
-        for family in ("arcee", "glm", "mellum"):
-            with pytest.raises(ImportError, match=f"runs {ARCHS[family].causal_lm} by transformers"):
-                getattr(models, ARCHS[family].wired_causal_lm)
-    finally:
-        sys.modules.pop("fcsd.serve.vllm.models", None)
+    for family in ("arcee", "glm", "mellum"):
+        with pytest.raises(ImportError, match=f"runs {ARCHS[family].causal_lm} by transformers"):
+            getattr(models, ARCHS[family].wired_causal_lm)
+
+
+def test_the_gates_of_a_checkpoint_reach_the_attentions_and_nothing_else_does(models):
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.self_attn: Any = torch.nn.Module()
+            self.self_attn.o_proj = Column(6, 4, bias=False)
+            vars(self.self_attn.o_proj).update(input_size=6, output_size=4)
+
+    model: Any = torch.nn.Module()
+    model.model = torch.nn.Module()
+    model.model.layers = torch.nn.ModuleList([Layer(), torch.nn.Identity()])  # the second is of another stage
+    models.add_gates(model, ARCHS["deepseek_v3"].vllm)
+    gate, other = torch.ones(6, 4), torch.ones(1)
+    names = ["model.layers.0.self_attn.gate_proj.weight", "model.layers.1.self_attn.gate_proj.weight"]
+    given = [(names[0], gate), ("model.layers.0.mlp.gate_proj.weight", other), (names[1], gate)]
+    loaded: set[str] = set()
+    assert list(models._load_gates(model, given, loaded)) == [given[1]] and loaded == {names[0]}
+    assert torch.equal(model.model.layers[0].self_attn.gate_proj.weight, gate)
 
 
 def test_a_converted_model_is_not_built_as_another_architecture(vllm):

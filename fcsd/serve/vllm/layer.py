@@ -171,16 +171,18 @@ class WiredLayer(nn.Module):
         else:
             assert landed is not None, "a reduction of Desync includes what this rank has added"
             landed, sum_ = None, reducer.now(out + landed / reducer.size)
-        arrival = (self.fcsd.names.attn_norms if step.call == "attn" else self.fcsd.names.mlp_norms)[1]
-        if arrival is not None:
-            sum_ = Sum(sum_.total, sum_.summand, getattr(self, arrival))
-        return Flight(landed, (*sums, sum_), sum_.total), collected
+        return Flight(landed, (*sums, self._arriving(sum_, step)), sum_.total), collected
+
+    def _arriving(self, sum_: Sum, step: Step) -> Sum:
+        """The sum with its norm on arrival."""
+        norm = (self.fcsd.names.attn_norms if step.call == "attn" else self.fcsd.names.mlp_norms)[1]
+        return sum_ if norm is None else Sum(sum_.total, sum_.summand, getattr(self, norm))
 
     def _exchanged(self, flight: Flight, sum_: Sum, step: Step) -> Flight:
         """The state with the sum of an exchange, which is awaited at once if nothing covers it."""
         if step.then == "now":
             sum_ = Sum(self.fcsd.reducer.wait(sum_, sum_.total), None)
-        return Flight(flight.landed, (*flight.sums, sum_), sum_.total)
+        return Flight(flight.landed, (*flight.sums, self._arriving(sum_, step)), sum_.total)
 
     def _leave(self, flight: Flight, places: Sequence[int]) -> tuple[Tensor, Tensor]:
         """vLLM's pair: ``hidden``, and the residual with the sums at ``places``."""
@@ -265,7 +267,7 @@ def take_apart(layer: Any, wired: Wired) -> None:
             runner._forward_entry = runner._select_forward()
         elif wired.plan.splits:
             step = wired.plan.steps[1]
-            assert step.then == "start", "the routed experts cover the sum of the shared ones"
+            assert step.then == "start" and names.mlp_norms[1] is None, "routed experts cover the sum of shared ones"
             shared = runner._shared_experts._layer
             shared.__class__ = _mixed(SummedExperts, type(shared))
             shared.fcsd = Held(wired.reducer, step.joins)
