@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs fcsd's vLLM plugin on CPUs, in an environment of its own, and compares it with fcsd's reference in transformers:
-# forty architectures on one rank, seven of them on two, eight models with data-parallel attention, and the refusals
+# thirty-eight architectures on one rank, seven of them on two, eight models with data-parallel attention, and the refusals
 # without the plugin. It needs no GPU.
 #
 #   benchmarks/vllm/vllm_cpu.sh [ENVIRONMENT]      default: .venv-vllm

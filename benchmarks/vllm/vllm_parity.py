@@ -63,6 +63,7 @@ def engine(path: Path, dtype: str, **options: Any) -> Any:
             options["attention_config"] = dict(backend="TRITON_ATTN")  # FlashAttention has no float32
     else:
         score_by_sigmoid()
+        options.setdefault("block_size", 128)  # with windows on two ranks the build chooses one that its kernel refuses
         if "vision_config" in json.loads((path / "config.json").read_text()):
             options["limit_mm_per_prompt"] = dict(image=0, video=0)  # the processors of images need torchvision
         if "linear_key_head_dim" in (path / "config.json").read_text():
@@ -185,7 +186,7 @@ def reference(path: Path) -> Any:
     import transformers
 
     from fcsd.models.archs import ARCHS
-    from fcsd.models.build import causal_lm_class, load_model
+    from fcsd.models.build import load_model
 
     config = json.loads((path / "config.json").read_text())
     options: dict[str, Any] = dict(dtype=torch.float32)
@@ -195,7 +196,8 @@ def reference(path: Path) -> Any:
         return load_model(path, **options).eval().float()
     # vLLM puts classes of its own in the place of some of transformers' configs.
     options["config"] = getattr(transformers, ARCHS[config["model_type"]].config).from_pretrained(path)
-    return causal_lm_class(options["config"]).from_pretrained(path, **options).eval().float()
+    model_class = getattr(transformers, ARCHS[config["model_type"]].causal_lm)
+    return model_class.from_pretrained(path, **options).eval().float()
 
 
 def logprobs(model: Any, tokens: list[int]) -> tuple[Any, Any]:
