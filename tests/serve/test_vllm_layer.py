@@ -434,6 +434,8 @@ def test_a_layer_with_linear_attention_and_a_loop_that_names_its_arguments(fills
         take_apart(layer, Wired(names, plan, Reducer(1)))
         hidden, residual = layer(positions=torch.arange(TOKENS), hidden_states=embedding(), residual=None)
         assert torch.allclose(hidden + residual, expected)
+        own = layer.self_attn.o_proj if attention is None else attention.out_proj
+        assert not own.reduce_results, "the plugin sums the output"
     layer.layer_scale = True
     with pytest.raises(ValueError, match="multiply their outputs"):
         take_apart(layer, Wired(names, plan, Reducer(1)))
