@@ -24,7 +24,6 @@ from benchmarks.comm import all_reduce_ways
 from benchmarks.comm.all_reduce_ways import Way
 from benchmarks.out_file import out_file
 from torch import Tensor
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from fcsd.bench.runner import Timing, table, timings, write
@@ -138,7 +137,7 @@ def kernels_of(way: Way, x: Tensor) -> list[str]:
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         way.run(x)
         torch.cuda.synchronize()
-    return [event.name for event in profiled.events() if event.device_type == DeviceType.CUDA]
+    return [event.name for event in profiled.events() or () if event.device_type.name == "CUDA"]
 
 
 def _kernels(device: torch.device, formats: Sequence[str]) -> dict[str, list[str]]:
