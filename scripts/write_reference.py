@@ -48,7 +48,7 @@ def with_architectures(readme: str) -> str:
     for arch in ARCHS.values():
         name = f"`{arch.model_type}`" + (" (with vision)" if arch.text_config else "")
         groups.setdefault(_arch_cells(arch), []).append(name)
-    head = "| `model_type` | experts | wirings | expert parallelism |\n|---|---|---|---|\n"
+    head = "| `model_type` | experts | wirings | expert parallelism | vLLM |\n|---|---|---|---|---|\n"
     rows = "".join(f"| {', '.join(names)} | {cells}|\n" for cells, names in groups.items())
     before, found, rest = readme.partition(head)
     if not found:
@@ -59,7 +59,8 @@ def with_architectures(readme: str) -> str:
 def _arch_cells(arch: Arch) -> str:
     experts = "none (dense)" if arch.dense else "routed and shared" if arch.blocks.shared else "routed"
     parallel = "" if arch.dense else f"no: {arch.no_ep}" if arch.no_ep else "yes"
-    return " | ".join((experts, " ".join(f"`{wiring}`" for wiring in arch.wirings), parallel and f"{parallel} "))
+    served = f"no: {arch.no_vllm}" if arch.no_vllm else "yes"
+    return " | ".join((experts, " ".join(f"`{wiring}`" for wiring in arch.wirings), parallel, f"{served} "))
 
 
 def recipe_page() -> str:

@@ -7,7 +7,7 @@ import fcntl
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # fcsd, and the tiny models of the tests
@@ -64,11 +64,61 @@ SIZES: dict[str, dict[str, Any]] = {
         qk_rope_head_dim=32, v_head_dim=32, q_lora_rank=64,
     ),
     "mellum": dict(intermediate_size=256, moe_intermediate_size=64, head_dim=32),
+    # Outputs are normed on arrival. vLLM asserts that Gemma's output head is its embedding.
+    **{
+        arch: dict(intermediate_size=256, head_dim=32, tie_word_embeddings=True)
+        for arch in ("gemma2", "gemma3_text", "gemma3")
+    },
+    "glm4": dict(intermediate_size=256, head_dim=32),
+    "afmoe": dict(intermediate_size=256, moe_intermediate_size=64, head_dim=32),
+    "apertus": dict(intermediate_size=256),
+    # vLLM reads the width of an expert and the windows of layers in fields of its own.
+    "hy_v3": dict(intermediate_size=256, moe_intermediate_size=64, expert_hidden_dim=64, head_dim=32),
+    "exaone_moe": dict(
+        intermediate_size=256, moe_intermediate_size=64, head_dim=32, sliding_windows=[16, None] * 2,
+        mtp_sliding_windows=None,
+    ),
+    "qwen3_next": dict(
+        intermediate_size=256, head_dim=32, moe_intermediate_size=64, shared_expert_intermediate_size=64,
+        linear_key_head_dim=64, linear_value_head_dim=64,
+    ),
+    # The sections of rotary embeddings are half of the dimensions that are rotated.
+    "glm4v": dict(
+        intermediate_size=256, head_dim=32, rope_parameters=dict(
+            rope_type="default", rope_theta=1e3, partial_rotary_factor=0.5, mrope_section=[4, 2, 2],
+        ),
+    ),
+    "glm4v_moe": dict(
+        use_qk_norm=False, intermediate_size=256, moe_intermediate_size=64, head_dim=32, rope_parameters=dict(
+            rope_type="default", rope_theta=1e3, partial_rotary_factor=0.5, mrope_section=[4, 2, 2],
+        ),
+    ),
+    "qwen3_vl": dict(
+        intermediate_size=256, head_dim=32, rope_parameters=dict(
+            rope_type="default", rope_theta=1e3, mrope_section=[8, 4, 4], mrope_interleaved=True,
+        ),
+    ),
+    "mistral3": dict(
+        model_type="mistral", intermediate_size=256, head_dim=32, sliding_window=None,
+        rope_parameters=dict(rope_type="default", rope_theta=1e4),
+    ),
+    **{
+        arch: dict(
+            intermediate_size=256, head_dim=32, moe_intermediate_size=64, shared_expert_intermediate_size=64,
+            linear_key_head_dim=64, linear_value_head_dim=64, rope_parameters=dict(
+                rope_type="default", rope_theta=1e3, partial_rotary_factor=0.25, mrope_section=[2, 1, 1],
+                mrope_interleaved=True,
+            ),
+        )
+        for arch in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
+    },
     "laguna": dict(
         intermediate_size=256, moe_intermediate_size=64, shared_expert_intermediate_size=64, head_dim=32,
         mlp_only_layers=[0], decoder_sparse_step=1,
     ),
 }  # fmt: skip
+# Cases as AMD publishes Instella-MoE: DeepSeek-V3 with gates, trained with FarSkip. vLLM has no class of that name.
+GATED = ("deepseek_v3-gated",)
 # Cases whose weights are saved in fp8, in blocks of 128 x 128 with a scale each. vLLM divides a matrix at whole blocks.
 FP8 = ("qwen3_moe-fp8",)
 FP8_SIZES: dict[str, Any] = dict(
@@ -76,8 +126,14 @@ FP8_SIZES: dict[str, Any] = dict(
 )
 # Families with two cases each: three of four layers (``ARCH-WIRING``), and all (``ARCH-WIRING-all``).
 MORE = {
-    "ladder": ("mistral", "gemma", "phi3", "ernie4_5", "glm", "nemotron"),
-    "farskip": ("minimax_m2", "ernie4_5_moe", "glm4_moe_lite", "mellum", "laguna"),
+    "ladder": (
+        *("mistral", "gemma", "phi3", "ernie4_5", "glm", "nemotron", "gemma2", "gemma3_text", "gemma3", "glm4"),
+        *("apertus", "qwen3_vl", "glm4v", "mistral3", "qwen3_5_text", "qwen3_5"),
+    ),
+    "farskip": (
+        *("minimax_m2", "ernie4_5_moe", "glm4_moe_lite", "mellum", "laguna", "afmoe", "hy_v3", "exaone_moe"),
+        *("glm4v_moe", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe"),
+    ),
 }
 # Name of the case -> architecture, layers, and the other options of `fcsd convert`.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -97,6 +153,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama-mlp-only": ("llama", "0,2-3", dict(wiring="ladder", variant="mlp-only")),
     "qwen3_moe-fp8": ("qwen3_moe", "1-3", dict(wiring="farskip")),
     "llama-desync-2x": ("llama", "1-3", dict(wiring="desync-2x", tp_degree=2)),
+    "deepseek_v3-gated": ("deepseek_v3", "", {}),  # AMD's keys say how it is wired
     # The plugin refuses these two: vLLM computes something else for the originals, too.
     "ministral3-ladder": ("ministral3", "1-3", dict(wiring="ladder")),
     "mimo_v2_flash-sinks": ("mimo_v2_flash", "1-3", dict(wiring="farskip")),
@@ -139,6 +196,8 @@ def _make(case: str, original: Path, converted: Path) -> None:
 
     arch, layers, options = CASES[case]
     sizes = FP8_SIZES if case in FP8 else dict(hidden_size=HIDDEN) | SIZES[arch]
+    if case in GATED:
+        sizes |= dict(q_lora_rank=None)
     model = tiny.model(arch, **sizes)
     for parameter in model.parameters():
         if parameter.ndim > 1:
@@ -146,7 +205,27 @@ def _make(case: str, original: Path, converted: Path) -> None:
     model.save_pretrained(original)
     if case in FP8:
         quantise(original)
+    if case in GATED:
+        gate(original)
+        convert_checkpoint(original, converted, check=False)
+        return
     convert_checkpoint(original, converted, layers=layers, check=False, **options)
+
+
+def gate(path: Path) -> None:
+    """Turn a checkpoint of DeepSeek-V3 into one as AMD publishes Instella-MoE, whose first layer is standard."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    file = path / "model.safetensors"
+    tensors, config = load_file(file), json.loads((path / "config.json").read_text())
+    heads, generator = config["num_attention_heads"] * config["v_head_dim"], torch.Generator().manual_seed(7)
+    for layer in range(config["num_hidden_layers"]):
+        name = f"model.layers.{layer}.self_attn.gate_proj.weight"
+        tensors[name] = 0.2 * torch.randn(heads, config["hidden_size"], generator=generator)
+    save_file(tensors, file, metadata={"format": "pt"})
+    keys = dict(architectures=["InstellaMoEForCausalLM"], gated_attention=True, farskip=True, farskip_start_idx=1)
+    (path / "config.json").write_text(json.dumps(config | keys))
 
 
 def quantise(path: Path) -> None:
@@ -203,7 +282,9 @@ def score_by_sigmoid() -> None:
     """
     import vllm.model_executor.layers.fused_moe.experts.cpu_moe as experts  # pyright: ignore[reportMissingImports]
 
-    stock = experts.select_experts
+    stock = getattr(experts, "select_experts", None)  # 0.32 has no such function
+    if stock is None:
+        return
 
     def select_experts(**given: Any) -> Any:
         if given["scoring_func"] == "sigmoid" and not given["use_grouped_topk"]:
@@ -211,3 +292,56 @@ def score_by_sigmoid() -> None:
         return stock(**given)
 
     experts.select_experts = select_experts
+
+
+def attend_linearly_in_float32() -> None:
+    """Give vLLM's build for CPUs the gated delta rule in float32, token by token. It has it in bfloat16 alone."""
+    import torch
+    import vllm.model_executor.layers.mamba.ops.cpu.gdn_attention as build  # pyright: ignore[reportMissingImports]
+    from torch.nn.functional import silu, softplus
+
+    stock = build.cpu_gdn_attention_core
+
+    def core(mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any, layer_name: Any) -> None:
+        context = build.get_forward_context()
+        if mixed_qkv.dtype != torch.float32 or context.attn_metadata is None:
+            stock(mixed_qkv, b, a, core_attn_out, layer_name)
+            return
+        layer = context.no_compile_layers[build._resolve_layer_name(layer_name)]
+        steps = context.attn_metadata[layer.prefix]
+        starts, slots = steps.non_spec_query_start_loc.tolist(), steps.non_spec_state_indices_tensor.tolist()
+        goes_on = [True] * steps.num_decodes
+        if steps.num_prefills:
+            goes_on += steps.has_initial_state.tolist()[steps.num_decodes :]
+        for first, end, slot, before in zip(starts, starts[1:], slots, goes_on, strict=False):
+            out = one(layer, mixed_qkv[first:end], b[first:end], a[first:end], slot, before)
+            core_attn_out[first:end] = out
+
+    def one(layer: Any, x: Any, b: Any, a: Any, slot: int, before: bool) -> Any:
+        """One sequence, ``[tokens, channels]``; the convolution and the delta rule go on where its states end."""
+        past, kept = build._conv_buffer_view(layer)[slot], layer.kv_cache[1][slot]  # [channels, width - 1], [h, v, k]
+        if not before:
+            past.zero_()
+            kept.zero_()
+        state = kept.double()
+        weight = build._unpacked_conv_weight(layer)
+        whole = torch.cat((past.T, x))
+        past.copy_(whole[-past.shape[1] :].T)
+        windows = whole.unfold(0, weight.shape[1], 1)  # [tokens, channels, width]
+        query, key, value = (part.squeeze(0) for part in layer.rearrange_mixed_qkv(silu((windows * weight).sum(-1))))
+        groups = value.shape[1] // key.shape[1]
+        query, key, value = query.double(), key.double(), value.double()
+        norms = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + 1e-6) for part in (query, key))
+        query, key = (part.repeat_interleave(groups, 1) for part in norms)
+        decay, beta = torch.exp(-layer.A_log.exp() * softplus(a + layer.dt_bias)), b.sigmoid()
+        found = []
+        for t in range(len(x)):
+            state *= decay[t, :, None, None]
+            missing = value[t] - (state @ key[t, :, :, None]).squeeze(-1)
+            state += (beta[t, :, None] * missing)[..., None] * key[t, :, None]
+            found.append((state @ query[t, :, :, None]).squeeze(-1) / query.shape[-1] ** 0.5)
+        kept.copy_(state)
+        return torch.stack(found)
+
+    core.__annotations__ = get_type_hints(stock) | {"return": None}  # vLLM makes an operator of it
+    build.cpu_gdn_attention_core = core

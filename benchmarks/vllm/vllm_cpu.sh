@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs fcsd's vLLM plugin on CPUs, in an environment of its own, and compares it with fcsd's reference in transformers:
-# twenty-two architectures on one rank, four of them on two, eight models with data-parallel attention, and the refusals
+# thirty-seven architectures on one rank, seven of them on two, eight models with data-parallel attention, and the refusals
 # without the plugin. It needs no GPU.
 #
 #   benchmarks/vllm/vllm_cpu.sh [ENVIRONMENT]      default: .venv-vllm
@@ -22,6 +22,13 @@ if [ ! -d "$environment" ]; then
 fi
 "$environment/bin/pip" install --no-deps --force-reinstall .
 
+# vLLM's classes of multimodal models and of Qwen3.5 import torchvision, whose operators are for GPUs: a copy without.
+vision=$environment/vision
+if [ ! -d "$vision" ]; then
+    "$environment/bin/pip" install --no-deps --target "$vision" torchvision==0.28.0
+    : > "$vision/torchvision/_meta_registrations.py"
+fi
+
 # vLLM's CPU build has no latent attention, so DeepSeek models run with the expanded form of theirs. Its attention with
 # sinks (gpt_oss) exists in bfloat16 only.
 export VLLM_HOST_IP=127.0.0.1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_MLA_DISABLE=1
@@ -35,12 +42,16 @@ $parity serve "$folder" {llama-ladder,qwen3-parallel,qwen3_moe-farskip,qwen2_moe
     {olmoe-farskip,glm4_moe-farskip,llama4_text-farskip,deepseek_v2-farskip,deepseek_v3-farskip}/float32/eager \
     {qwen2_moe-partly,glm4_moe-attn-only,llama-mlp-only}/float32/eager gpt_oss-farskip/bfloat16/eager \
     {mistral,gemma,phi3,ernie4_5,glm,nemotron}-ladder{,-all}/float32/eager \
-    {minimax_m2,ernie4_5_moe,glm4_moe_lite,mellum,laguna}-farskip{,-all}/float32/eager
+    {minimax_m2,ernie4_5_moe,glm4_moe_lite,mellum,laguna}-farskip{,-all}/float32/eager \
+    {gemma2,gemma3_text,glm4}-ladder{,-all}/float32/eager {afmoe,hy_v3,exaone_moe,qwen3_next}-farskip{,-all}/float32/eager \
+    deepseek_v3-gated/float32/eager
+PYTHONPATH=$vision $parity serve "$folder" qwen3_5_text-ladder{,-all}/float32/eager qwen3_5_moe_text-farskip{,-all}/float32/eager \
+    {qwen3_5,qwen3_vl,gemma3,glm4v}-ladder/float32/eager {qwen3_5_moe,glm4v_moe}-farskip/float32/eager
 VLLM_PLUGINS='' $parity refused "$folder" llama-ladder qwen2_moe-farskip
 
 unset VLLM_ENABLE_V1_MULTIPROCESSING
 $parity serve "$folder" --tp 2 {qwen2_moe-farskip,llama-desync-2x,mixtral-ladder,deepseek_v2-farskip}/float32/eager \
-    qwen2_moe-farskip/float32/default
+    {gemma3_text-ladder,afmoe-farskip,deepseek_v3-gated}/float32/eager {qwen2_moe-farskip,gemma3_text-ladder}/float32/default
 
 export VLLM_ENABLE_V1_MULTIPROCESSING=0 # each data-parallel rank is one process
 "$environment/bin/python" benchmarks/vllm/vllm_exchange.py "$folder" \

@@ -37,13 +37,15 @@ ATTRIBUTES = {
         "_forward_entry",
         "_select_forward",
         "_maybe_reduce_final_output",
+        "_maybe_reduce_shared_expert_output",
         "_fused_output_is_reduced",
         "layer_name",
         "moe_config",
     ],
     "vllm.model_executor.layers.fused_moe.config": ["moe_parallel_config", "dp_size"],
     "vllm.model_executor.layers.fused_moe.runner.shared_experts": ["_layer"],
-    "vllm.model_executor.layers.linear": ["reduce_results"],
+    "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn": ["out_proj"],
+    "vllm.model_executor.layers.linear": ["reduce_results", "input_size", "output_size", "weight_loader"],
     "vllm.distributed.parallel_state": [
         "_groups",
         "_all_reduce_out_place",
@@ -62,6 +64,7 @@ ATTRIBUTES = {
     "vllm.config.vllm": [
         "DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES",
         "additional_config",
+        "quant_config",
         "speculative_config",
         "kv_transfer_config",
     ],
@@ -85,6 +88,7 @@ ATTRIBUTES = {
 ARGUMENTS = {
     "vllm.model_executor.layers.fused_moe.runner.moe_runner": [
         "_maybe_reduce_final_output(self,states,trunc_size",
+        "_maybe_reduce_shared_expert_output(self,shared_output",
         "_select_forward(self",
     ],
     "vllm.distributed.parallel_state": ["_all_reduce_out_place(self,input_"],
@@ -103,6 +107,9 @@ UNTIL = {
 # Families for which vLLM has no class of its own any more, from this version on. The plugin refuses them by name there.
 _FAMILIES = ("Arcee", "Cwm", "Glm", "Mellum", "SeedOss")
 NO_CLASS_FROM = {f"{name}ForCausalLM": (0, 32) for name in _FAMILIES}
+
+# Classes that vLLM does not have before this version.
+CLASS_FROM = {f"{name}ForCausalLM": (0, 27) for name in ("ExaoneMoe", "Qwen3_5", "Qwen3_5Moe")}
 
 
 def imported() -> set[tuple[str, str]]:
@@ -139,12 +146,15 @@ def used_in(version: str) -> set[str]:
     found = version_of(version)
     gone = {name for name, first in UNTIL.items() if found >= first}
     without = {model for model, first in NO_CLASS_FROM.items() if found >= first}
+    without |= {model for model, first in CLASS_FROM.items() if found < first}
     return {name for name in used() - gone if name.split(".")[0] not in without}
 
 
 def children(arch: Arch) -> set[str]:
     """What the plugin takes from a decoder layer of this architecture and from its parts."""
-    return {name for name in (arch.vllm.attn, arch.vllm.mlp, arch.vllm.shared, "o_proj") if name}
+    names = arch.vllm
+    parts = (names.attn, names.linear, names.mlp, names.shared, "o_proj")
+    return {name for name in (*parts, *names.attn_norms, *names.mlp_norms) if name}
 
 
 def possible() -> set[str]:
@@ -193,7 +203,7 @@ def takes(text: str, function: str, first: str) -> bool:
 def files_of(site: Site, model: str) -> Iterator[str]:
     """The sources of a class of vLLM's registry, and of the model classes that they build on."""
     registry = text_of(site, "vllm.model_executor.models.registry")
-    entry = re.search(rf'"{model}": \("(\w+)", "\w+"\)', registry)
+    entry = re.search(rf'"{model}":\s*\(\s*"(\w+)",\s*"\w+",?\s*\)', registry)
     if entry:
         text = text_of(site, f"vllm.model_executor.models.{entry[1]}")
         yield text

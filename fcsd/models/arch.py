@@ -20,8 +20,12 @@ class VllmNames:
     Attributes:
         decoder: the path, inside the model, of the module that holds ``layers``.
         attn: the attention of a layer. Its output projection is ``o_proj``.
+        linear: the linear attention of a layer that has it instead. Its output projection is ``out_proj``. A loop over
+            layers of which some have it names what it gives them. None if no layer has it.
         mlp: the MLP of a layer; a dense one has ``down_proj``, a mixture of experts has ``experts``.
         shared: the shared experts inside the MLP; None if there are none.
+        attn_norms: the norm of what the attention reads, and the norm of its output on arrival, or None.
+        mlp_norms: the same for the MLP.
         hidden_first: whether layer and attention take ``(hidden, positions)`` instead of ``(positions, hidden)``.
         unscaled: whether the layer gives its attention one more argument than vLLM's loop gives the layer: no scale of
             the queries.
@@ -30,8 +34,11 @@ class VllmNames:
 
     decoder: str = "model"
     attn: str = "self_attn"
+    linear: str | None = None
     mlp: str = "mlp"
     shared: str | None = None
+    attn_norms: tuple[str | None, str | None] = Blocks.attn_norms
+    mlp_norms: tuple[str | None, str | None] = Blocks.mlp_norms
     hidden_first: bool = False
     unscaled: bool = False
     rescales_float16: bool = False

@@ -24,7 +24,8 @@ def _row(model_type: str, stem: str, *, vllm: Mapping[str, Any] | None = None, *
     classes = {"AutoModel": (f"{stem}Model", ""), "AutoModelForCausalLM": (f"{stem}ForCausalLM", "model")}
     fields = {"config": f"{stem}Config", "classes": classes, "blocks": Blocks(), **fields}
     decoder, blocks = fields["classes"]["AutoModelForCausalLM"][1], fields["blocks"]
-    names = {"decoder": decoder, "mlp": blocks.mlp, "shared": blocks.shared, **(vllm or {})}
+    same = ("mlp", "shared", "linear", "attn_norms", "mlp_norms")
+    names = {"decoder": decoder} | {name: getattr(blocks, name) for name in same} | dict(vllm or {})
     return Arch(model_type, vllm=VllmNames(**names), **fields)
 
 
@@ -35,8 +36,7 @@ _SPARSE = "vLLM's sparse attention runs on GPUs alone, where fcsd's plugin was n
 _CONVOLVED = "its short convolutions keep a state for each channel, which fcsd does not shard"
 _STATES = "mamba keeps a state for each channel, which fcsd does not shard"
 _RECURRENT = "linear attention keeps a state for each head, which fcsd does not shard"
-_NOT_TRIED = "vLLM's class has linear attention, with which the plugin was not tried"
-_INJECTED = "vLLM's class adds image features between layers, where the plugin has sums in flight"
+_NOT_TRIED = "vLLM's class has states for each channel or head, with which the plugin was not tried"
 
 
 def _vision(stem: str) -> dict[str, tuple[str, str]]:
@@ -45,10 +45,8 @@ def _vision(stem: str) -> dict[str, tuple[str, str]]:
     return {"AutoModel": bare, "AutoModelForCausalLM": whole, "AutoModelForImageTextToText": whole}
 
 
-_NORMED = "vLLM's layer norms an output before it is added, which the plugin's does not"
-
+_ADDS = "vLLM's layer adds its outputs to the stream itself"
 _MULTIPLIED = "vLLM's layer multiplies an output before it is added, which the plugin's does not"
-_OTHER_NORMS = "vLLM's class has other names for the norms of a layer than the plugin looks for"
 _UNEVEN = "its layers differ in heads, and some read the keys and values of others"
 _BESIDE = "experts beside an MLP read the stream through another norm than their router, which AutoEP's cannot"
 
@@ -89,7 +87,7 @@ _GEMMA4: Mapping[str, Any] = {
     ),
     "no_tp": _UNEVEN,
     "tp_plan": dict.fromkeys(("*layernorm_?", "layer_scalar", "per_layer_*", "router.*"), "replicated"),  # of one rank
-    "no_vllm": _NORMED,
+    "no_vllm": "vLLM's layer adds features of each token to the stream and multiplies it, which the plugin's does not",
 }
 
 # Multi-head latent attention: every rank makes the latents of all heads, and unfolds them for its own heads.
@@ -147,7 +145,6 @@ _GATED_DELTA: Mapping[str, Any] = {
     "norm_offset": 1,
     "no_tp": _RECURRENT,
     "tp_plan": {"linear_attn.*": "replicated"},  # of a single rank
-    "no_vllm": _NOT_TRIED,
     "later_layers": True,
 }
 _GATED_DELTA_MOE: Mapping[str, Any] = {
@@ -299,7 +296,6 @@ _ROWS = (
         blocks=_SHARED_EXPERTS,
         autoep="deepseek_v3",
         tp_plan=_SHARED_TP,
-        no_vllm="vLLM up to 0.26 has its class under another name",
         later_layers=True,
     ),
     _row(
@@ -393,7 +389,7 @@ _ROWS = (
         text_config="text_config",
         injected="vision_config.deepstack_visual_indexes",
         tp_plan=_DENSE_TP,
-        no_vllm=_INJECTED,
+        vllm={"decoder": "language_model.model"},
     ),
     _row(
         "qwen3_vl_moe",
@@ -402,7 +398,7 @@ _ROWS = (
         text_config="text_config",
         injected="vision_config.deepstack_visual_indexes",
         no_ep="its experts are stored transposed, by a rule that reads shapes which AutoEP's experts do not have",
-        no_vllm=_INJECTED,
+        no_vllm=_UNTRIED,
     ),
     _row(
         "mistral3",
@@ -411,7 +407,7 @@ _ROWS = (
         text_config="text_config",
         texts=("mistral", "ministral3"),
         tp_plan=_DENSE_TP,
-        no_vllm=_UNTRIED,
+        vllm={"decoder": "language_model.model"},
     ),
     _row("qwen3_next", "Qwen3Next", autoep="qwen3_5_moe", **_GATED_DELTA_MOE),
     _row(
@@ -437,6 +433,7 @@ _ROWS = (
         text_config="text_config",
         blocks=Blocks(linear="linear_attn"),
         **_GATED_DELTA,
+        vllm={"decoder": "language_model.model"},
     ),
     _row(
         "qwen3_5_moe",
@@ -445,18 +442,19 @@ _ROWS = (
         text_config="text_config",
         autoep=_QWEN_AUTOEP,
         **_GATED_DELTA_MOE,
+        vllm={"decoder": "language_model.model"},
     ),
-    _row("olmo2", "Olmo2", blocks=Blocks(**_OLMO_NORMS), no_vllm=_NORMED, **_NORMS_OVER_HEADS),
-    _row("olmo3", "Olmo3", blocks=Blocks(**_OLMO_NORMS), no_vllm=_NORMED, **_NORMS_OVER_HEADS),
+    _row("olmo2", "Olmo2", blocks=Blocks(**_OLMO_NORMS), no_vllm=_ADDS, **_NORMS_OVER_HEADS),
+    _row("olmo3", "Olmo3", blocks=Blocks(**_OLMO_NORMS), no_vllm=_ADDS, **_NORMS_OVER_HEADS),
     _row(
         "flex_olmo",
         "FlexOlmo",
         blocks=Blocks(**_OLMO_NORMS),
         autoep="qwen3_moe",
-        no_vllm=_NORMED,
+        no_vllm=_ADDS,
         **_NORMS_OVER_HEADS,
     ),
-    _row("exaone4", "Exaone4", blocks=Blocks(**_OLMO_NORMS), no_vllm=_NORMED),
+    _row("exaone4", "Exaone4", blocks=Blocks(**_OLMO_NORMS), no_vllm=_ADDS),
     _row(
         "gemma2",
         "Gemma2",
@@ -464,7 +462,6 @@ _ROWS = (
         norm_epsilon="eps",
         norm_offset=1,
         logits_cap="final_logit_softcapping",
-        no_vllm=_NORMED,
     ),
     _row(
         "gemma3_text",
@@ -475,7 +472,6 @@ _ROWS = (
         norm_epsilon="eps",
         norm_offset=1,
         logits_cap="final_logit_softcapping",
-        no_vllm=_NORMED,
     ),
     _row(
         "gemma3",
@@ -486,7 +482,7 @@ _ROWS = (
         norm_epsilon="eps",
         norm_offset=1,
         tp_plan=_DENSE_TP,
-        no_vllm=_NORMED,
+        vllm={"decoder": "language_model.model"},
     ),
     _row(
         "gemma4_text",
@@ -502,7 +498,6 @@ _ROWS = (
         blocks=Blocks(**_GLM_NORMS),
         rotates_halves=False,
         tp_plan=_PACKED_MLP_TP,
-        no_vllm=_NORMED,
     ),
     _row(
         "granite",
@@ -530,7 +525,7 @@ _ROWS = (
         ),
         logits_factor=("logits_scaling", 1),
         tp_plan={"post_norm?": "replicated"},
-        no_vllm=_NORMED,
+        no_vllm=_MULTIPLIED,
     ),
     _row(
         "minicpm3",
@@ -546,7 +541,7 @@ _ROWS = (
         "Apertus",
         blocks=Blocks(attn_norms=("attention_layernorm", None), mlp_norms=("feedforward_layernorm", None)),
         tp_plan={"mlp.act_fn": "replicated"},  # its activation has two learned numbers
-        no_vllm=_OTHER_NORMS,
+        no_vllm="vLLM's own class differs from transformers in float32 by more than rounding",
     ),
     _row(
         "afmoe",
@@ -564,7 +559,6 @@ _ROWS = (
         ),
         no_ep="DeepSpeed AutoEP cannot read the router's bias, which afmoe stores under a name of its own",
         tp_plan={**_DENSE_TP, **_SHARED_TP, "self_attn.gate_proj": "colwise", **_AFMOE_ROUTER},
-        no_vllm=_NORMED,
     ),
     _row(
         "hy_v3",
@@ -573,7 +567,7 @@ _ROWS = (
         autoep=_HY_V3_AUTOEP,
         ep_scale="router_scaling_factor",
         tp_plan={"mlp.e_score_correction_bias": "replicated"},
-        no_vllm=_UNTRIED,
+        vllm={"shared": "shared_mlp"},
         later_layers=True,
     ),
     _row(
@@ -591,7 +585,7 @@ _ROWS = (
         no_tp=_CONVOLVED,
         tp_plan=_LFM2_TP,
         since=(5, 23),
-        no_vllm=_OTHER_NORMS,
+        no_vllm=_NOT_TRIED,
     ),
     _row(
         "lfm2_moe",
@@ -602,7 +596,7 @@ _ROWS = (
         no_tp=_CONVOLVED,
         tp_plan={**_LFM2_TP, "feed_forward.expert_bias": "replicated"},
         since=(5, 23),
-        no_vllm=_OTHER_NORMS,
+        no_vllm=_NOT_TRIED,
     ),
     _row(
         "kimi_linear",
@@ -621,7 +615,7 @@ _ROWS = (
         no_ep="its MoE block norms the sum of all experts, for which the block of DeepSpeed AutoEP has no norm",
         rotates_halves=False,
         tp_plan={**_LATENT_TP, "mlp.post_mlp_layernorm": "replicated"},
-        no_vllm=_NORMED,
+        no_vllm="vLLM's layer norms the output of experts and not that of a dense MLP, and the plugin's norms both",
     ),
     _row(
         "phimoe",
@@ -631,7 +625,7 @@ _ROWS = (
         draws=True,
         norm_epsilon=None,
         tp_plan=_ATTENTION_TP,
-        no_vllm="vLLM's layer adds its outputs to the stream itself",
+        no_vllm=_ADDS,
     ),
     _row(
         "nanochat",
@@ -753,7 +747,7 @@ _ROWS = (
         blocks=Blocks(**_GLM_NORMS),
         rotates_halves=False,
         tp_plan=_PACKED_MLP_TP,
-        no_vllm=_NORMED,
+        vllm={"decoder": "language_model.model"},
     ),
     _row(
         "glm4v_moe",
@@ -763,7 +757,7 @@ _ROWS = (
         text_config="text_config",
         blocks=_SHARED_EXPERTS,
         autoep={"preset_model": "deepseek_v3", "moe_layer_pattern": r"model\.language_model\.layers\.\d+\.mlp"},
-        no_vllm=_UNTRIED,
+        vllm={"decoder": "language_model.model"},
     ),
     _row(
         "diffllama",

@@ -6,6 +6,7 @@ its part of the routed ones, and the ranks have different numbers of tokens.
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,11 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import in_group
-from test_vllm_layer import MIXED, NAMES, RANKS, WIDTH, Layer, literal, seed_of, weight, wirings
+from test_vllm_layer import MIXED, NAMES, NORMED, RANKS, WIDTH, Layer, NormedLayer, literal, seed_of, weight, wirings
 from torch import Tensor
 
 from fcsd.models.schedule import Kind, layer_plans
-from fcsd.models.wiring_block import Wiring
+from fcsd.models.wiring_block import Blocks, Wiring
 from fcsd.serve.vllm import exchange, reduction
 from fcsd.serve.vllm.layer import Wired, take_apart
 
@@ -70,17 +71,26 @@ def stream(tokens: int) -> Tensor:
     return torch.randn(tokens, WIDTH, generator=torch.Generator().manual_seed(tokens), dtype=torch.float64)
 
 
-def run(wiring: Wiring, kinds: Sequence[Kind], rank: int, hidden: Tensor, blocks: Any, overlap_from: int) -> Tensor:
-    """What the final norm reads on one rank, by vLLM's loop."""
-    reducer = reduction.Reducer(1)
-    layers = [Layer(0, i, kind, SimpleNamespace(now=lambda x: reduction.Sum(x, None))) for i, kind in enumerate(kinds)]
-    for i, plan in layer_plans(wiring, kinds, range(len(kinds)), every=True).items():
+def run(
+    wiring: Wiring,
+    kinds: Sequence[Kind],
+    rank: int,
+    hidden: Tensor,
+    blocks: Any,
+    overlap_from: int,
+    norms: dict[str, Any] | None = None,
+) -> Tensor:
+    """What the final norm reads on one rank, by vLLM's loop; ``norms`` names those of outputs on arrival."""
+    reducer, layer = reduction.Reducer(1), Layer if norms is None else NormedLayer
+    layers = [layer(0, i, kind, SimpleNamespace(now=lambda x: reduction.Sum(x, None))) for i, kind in enumerate(kinds)]
+    names, of_layers = replace(NAMES, **(norms or {})), Blocks(**(norms or {}))
+    for i, plan in layer_plans(wiring, kinds, range(len(kinds)), True, of_layers).items():
         mlp: Any = layers[i].mlp
         at = None
         if kinds[i] != "dense":
             mlp.experts.weight = weight(rank, seed_of(i, "routed"))
             blocks[f"{i}"], at = mlp, exchange.Exchange(f"{i}", overlap_from)
-        take_apart(layers[i], Wired(NAMES, plan, reducer, at))
+        take_apart(layers[i], Wired(names, plan, reducer, at))
     hidden, residual = hidden.clone(), None
     for layer in layers:
         hidden, residual = layer(torch.arange(len(hidden)), hidden, residual)
@@ -98,6 +108,11 @@ def on_a_rank(rank: int) -> None:
                     found = run(wiring, kinds, rank, stream(tokens[rank]), blocks, overlap_from=0)
                     expected = literal(wiring, kinds, stream(tokens[rank]), whole=("attn", "shared"))
                     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9, msg=str(wiring))
+            for wiring in wirings()[:: 4 * stride]:
+                found = run(wiring, MIXED, rank, stream(tokens[rank]), blocks, 0, NORMED)
+                start, normed = stream(tokens[rank]), Blocks(**NORMED)
+                expected = literal(wiring, MIXED, start, whole=("attn", "shared"), blocks=normed)
+                torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9, msg=f"normed {wiring}")
             moe: tuple[Kind, ...] = ("moe-shared",) * 2
             events.clear()
             run(Wiring("farskip", (0, 1)), moe, rank, stream(tokens[rank]), blocks, overlap_from=0)

@@ -16,12 +16,15 @@ from torch import nn
 
 from fcsd.models.arch import VllmNames
 from fcsd.models.schedule import MLP_PARTS, Kind, Output, Read, layer_plans, reads_of
-from fcsd.models.wiring_block import DESYNC, Wiring, kept_reductions
-from fcsd.serve.vllm.layer import Wired, kind_of, take_apart
+from fcsd.models.wiring_block import DESYNC, Blocks, Wiring, kept_reductions
+from fcsd.serve.vllm.layer import Wired, check_handed_on, gate_attention, kind_of, take_apart
 from fcsd.serve.vllm.reduction import Reducer, Sum
 
 RANKS, TOKENS, WIDTH = 2, 3, 4
 NAMES = VllmNames(shared="shared_experts")
+NORMED: dict[str, Any] = dict(
+    attn_norms=("input_layernorm", "post_self_attn_layernorm"), mlp_norms=("post_attention_layernorm", "post_mlp")
+)
 MIXED: tuple[Kind, ...] = ("dense", "moe-shared", "moe", "moe-shared", "dense")
 
 
@@ -42,7 +45,7 @@ class LateReducer(Reducer):
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         super().__init__(RANKS)
-        vars(self).update(rank=rank, meeting=meeting, started=[], log=[], awaited=0)
+        vars(self).update(rank=rank, meeting=meeting, started=[], log=[], awaited=0, own=[], inner={})
 
     def start(self, x: torch.Tensor) -> Sum:
         number = len(self.started)
@@ -52,10 +55,24 @@ class LateReducer(Reducer):
         self.log.append("start")
         return Sum(total, x)
 
+    def hold(self, x: torch.Tensor, own: torch.Tensor | None) -> None:
+        self.own.append((own, None if own is None else own.clone()))
+
+    def start_held(self, x: torch.Tensor, joins: bool) -> torch.Tensor:
+        own, _ = self.own[-1]
+        assert joins == (own is not None)
+        total = self.start(x if own is None else own + x).total
+        self.inner[len(self.started) - 1] = self.own.pop()
+        return total
+
     def wait(self, sum_: Sum, newest: torch.Tensor) -> torch.Tensor:
         if sum_.summand is not None:
             number = next(n for n, total in enumerate(self.started) if total is sum_.total)
-            assert torch.equal(sum_.summand, self.meeting.summands[number, self.rank]), "overwritten in flight"
+            sent = self.meeting.summands[number, self.rank]
+            if number in self.inner:
+                own, sent = self.inner[number]
+                assert own is None or own is sum_.summand, "kept until the sum is awaited"
+            assert sent is None or torch.equal(sum_.summand, sent), "overwritten in flight"
             sum_.total.copy_(self.meeting.total(number))
             vars(self)["awaited"] += 1
             self.log.append("wait")
@@ -134,13 +151,18 @@ class Runner(nn.Module):
 
     def _select_forward(self) -> Any:
         shared = self._shared_experts
-        return (lambda x: x @ self.weight) if shared is None else (lambda x: shared._layer(x) + x @ self.weight)
+        return lambda x: (None if shared is None else shared._layer(x), x @ self.weight)
+
+    def _maybe_reduce_shared_expert_output(self, output: torch.Tensor | None) -> torch.Tensor | None:
+        return output
 
     def _maybe_reduce_final_output(self, states: torch.Tensor, trunc_size: int | None) -> torch.Tensor:
         return self.reducer.now(states).total
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._maybe_reduce_final_output(self._forward_entry(x), None)
+        shared, routed = self._forward_entry(x)
+        shared = self._maybe_reduce_shared_expert_output(shared)
+        return self._maybe_reduce_final_output(routed if shared is None else shared + routed, None)
 
 
 class Moe(nn.Module):
@@ -175,6 +197,23 @@ class Layer(nn.Module):
         return self.mlp(hidden), residual
 
 
+class NormedLayer(Layer):
+    """A decoder layer that norms its outputs before it adds them."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.post_self_attn_layernorm, self.post_mlp = Norm(), Norm()
+
+    def forward(self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None) -> Any:
+        if residual is None:
+            hidden, residual = self.input_layernorm(hidden), hidden
+        else:
+            hidden, residual = self.input_layernorm(hidden, residual)
+        hidden = self.post_self_attn_layernorm(self.self_attn(positions, hidden))
+        hidden, residual = self.post_attention_layernorm(hidden, residual)
+        return self.post_mlp(self.mlp(hidden)), residual
+
+
 def seed_of(index: int, part: str) -> int:
     return 10 * index + {"attn": 0, "shared": 1, "routed": 2}[part]
 
@@ -192,13 +231,18 @@ def norm(x: torch.Tensor) -> torch.Tensor:
 
 
 def literal(
-    wiring: Wiring, kinds: Sequence[Kind], start: torch.Tensor | None = None, whole: Sequence[str] = ()
+    wiring: Wiring,
+    kinds: Sequence[Kind],
+    start: torch.Tensor | None = None,
+    whole: Sequence[str] = (),
+    blocks: Blocks = Blocks(),  # noqa: B008
 ) -> torch.Tensor:
     """The stream that the final norm reads, output by output from the sets that each read includes.
 
-    ``start`` is the embedding. The parts ``whole`` are on every rank, and the others are sums over the ranks.
+    ``start`` is the embedding. The parts ``whole`` are on every rank, and the others are sums over the ranks. A norm on
+    arrival takes shared and routed experts together.
     """
-    reads, outputs = reads_of(wiring, kinds), {}
+    reads, outputs = reads_of(wiring, kinds, blocks), {}
     start = embedding() if start is None else start
 
     def stream(place: Read) -> torch.Tensor:
@@ -210,6 +254,11 @@ def literal(
             seed = seed_of(i, part)
             ranks = range(1 if part in whole else RANKS)
             outputs[Output(i, part)] = sum(x @ weight(rank, seed) for rank in ranks)
+            if blocks.normed and part in ("attn", MLP_PARTS[kind][-1]):
+                first = Output(i, "attn" if part == "attn" else MLP_PARTS[kind][0])
+                both = {Output(i, part), first}
+                normed = norm(sum(outputs[output] for output in both))
+                outputs |= dict.fromkeys(both, torch.zeros(())) | {first: normed}
     return stream(Read(len(kinds), "norm"))
 
 
@@ -228,16 +277,19 @@ def literal_desync(wiring: Wiring, kinds: Sequence[Kind]) -> torch.Tensor:
     return local[0]
 
 
-def run_rank(rank: int, meeting: Meeting, wiring: Wiring, kinds: Sequence[Kind], stages: list[range]) -> Any:
+def run_rank(
+    rank: int, meeting: Meeting, wiring: Wiring, kinds: Sequence[Kind], stages: list[range], normed: bool
+) -> Any:
     """The final stream on one rank, by vLLM's loop; and what the reducer was asked."""
     reducer: Any = LateReducer(rank, meeting)
     hidden, residual = embedding(), None
+    names, blocks = (replace(NAMES, **NORMED), Blocks(**NORMED)) if normed else (NAMES, Blocks())
     for stage in stages:
-        layers = {i: Layer(rank, i, kinds[i], reducer) for i in stage}
+        layers = {i: (NormedLayer if normed else Layer)(rank, i, kinds[i], reducer) for i in stage}
         seen: list[Kind] = [kind_of(layers[i], NAMES) if i in stage else "moe-shared" for i in range(len(kinds))]
         assert [seen[i] for i in stage] == [kinds[i] for i in stage]
-        for i, plan in layer_plans(wiring, seen, stage).items():
-            take_apart(layers[i], Wired(NAMES, plan, reducer))
+        for i, plan in layer_plans(wiring, seen, stage, blocks=blocks).items():
+            take_apart(layers[i], Wired(names, plan, reducer))
         for layer in layers.values():
             assert hidden.shape == (TOKENS, WIDTH)
             hidden, residual = layer(torch.arange(TOKENS), hidden, residual)
@@ -245,12 +297,12 @@ def run_rank(rank: int, meeting: Meeting, wiring: Wiring, kinds: Sequence[Kind],
     return hidden + residual, reducer.log
 
 
-def run(wiring: Wiring, kinds: Sequence[Kind], stages: list[range] | None = None) -> tuple[torch.Tensor, list[str]]:
-    meeting = Meeting()
+def run(
+    wiring: Wiring, kinds: Sequence[Kind], stages: list[range] | None = None, normed: bool = False
+) -> tuple[torch.Tensor, list[str]]:
+    meeting, stages = Meeting(), stages or [range(len(kinds))]
     with ThreadPoolExecutor(RANKS) as ranks:
-        jobs = [
-            ranks.submit(run_rank, rank, meeting, wiring, kinds, stages or [range(len(kinds))]) for rank in range(RANKS)
-        ]
+        jobs = [ranks.submit(run_rank, rank, meeting, wiring, kinds, stages, normed) for rank in range(RANKS)]
         (first, log), (second, _) = (job.result(timeout=60) for job in jobs)
     torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-12)
     return first, log
@@ -273,6 +325,15 @@ def test_every_wiring_is_computed_as_its_reads_say(kinds):
     for wiring in wirings():
         found, _ = run(wiring, kinds)
         torch.testing.assert_close(found, literal(wiring, kinds), rtol=1e-9, atol=1e-9, msg=str(wiring))
+
+
+def test_outputs_are_normed_when_their_sums_have_arrived():
+    for wiring in wirings()[::3]:
+        for stages in (None, [range(2), range(2, 5)]):
+            if stages is None or wiring.distance == 1:
+                found, _ = run(wiring, MIXED, stages, normed=True)
+                expected = literal(wiring, MIXED, blocks=Blocks(**NORMED))
+                torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9, msg=str(wiring))
 
 
 @pytest.mark.parametrize("name", DESYNC)
@@ -340,6 +401,66 @@ def test_what_a_loop_names_and_the_scale_that_a_layer_leaves_out():
     )
     with pytest.raises(RuntimeError, match="no condition of time"):
         rewired(torch.arange(TOKENS), embedding(), None, t_cond=torch.ones(1))
+
+
+@pytest.mark.parametrize("fills", [False, True])
+def test_a_layer_with_linear_attention_and_a_loop_that_names_its_arguments(fills):
+    class Named(Attention):
+        def forward(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return super().forward(positions, hidden_states)
+
+    class Linear(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out_proj = Projection(0, seed_of(0, "attn"), None)
+
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return self.out_proj(hidden_states)
+
+    class Filling(Linear):
+        def forward(self, hidden_states: torch.Tensor, output: torch.Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+            output[:] = self.out_proj(hidden_states)
+
+    names, x = replace(NAMES, linear="linear_attn"), norm(embedding())
+    expected = embedding() + sum(x @ weight(0, seed_of(0, part)) for part in ("attn", "shared"))
+    (plan,) = layer_plans(Wiring("parallel", (0,)), ("dense",), range(1)).values()
+    for attention in (Filling() if fills else Linear(), None):
+        layer: Any = Layer(0, 0, "dense", None)
+        if attention is None:
+            layer.self_attn = Named(0, seed_of(0, "attn"), None)
+        else:
+            del layer.self_attn
+            layer.linear_attn = attention
+        take_apart(layer, Wired(names, plan, Reducer(1)))
+        hidden, residual = layer(positions=torch.arange(TOKENS), hidden_states=embedding(), residual=None)
+        assert torch.allclose(hidden + residual, expected)
+        own = layer.self_attn.o_proj if attention is None else attention.out_proj
+        assert not own.reduce_results, "the plugin sums the output"
+    layer.layer_scale = True
+    with pytest.raises(ValueError, match="multiply their outputs"):
+        take_apart(layer, Wired(names, plan, Reducer(1)))
+
+
+def test_features_that_vllm_adds_behind_a_layer_are_never_lost():
+    for name, first in (("parallel", 0), ("ladder", 1), ("farskip", 1)):
+        plans = layer_plans(Wiring(name, tuple(range(first, 5))), MIXED, range(5))
+        check_handed_on(plans, 0)
+        with pytest.raises(ValueError, match="adds image features to the output of layer"):
+            check_handed_on(plans, 2)
+    check_handed_on(layer_plans(Wiring("ladder", (3, 4)), MIXED, range(5)), 2)
+
+
+def test_a_gate_multiplies_what_the_output_projection_reads():
+    class Gate(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return 3 * x, None
+
+    layer, x = Layer(0, 0, "dense", None), norm(embedding())
+    gate_attention(layer.self_attn, Gate())
+    layer.self_attn.o_proj.reduce_results = False
+    found = layer.self_attn(positions=torch.arange(TOKENS), hidden_states=x)
+    assert torch.allclose(found, (x * torch.sigmoid(3 * x)) @ weight(0, seed_of(0, "attn")))
+    assert torch.equal(layer.self_attn(torch.arange(TOKENS), x), found)
 
 
 def test_every_kind_of_layer_is_known():

@@ -2,7 +2,8 @@
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fcsd.errors import ConfigError
+from fcsd.parallel.all_reduce.ways import Way
 from fcsd.serve.vllm import reduction
 
 
@@ -90,6 +92,73 @@ def test_both_operators_sum_at_once_on_a_cpu(module, monkeypatch):
     assert asked == [("the process group", "quantised:int8")]
     for alone in (reduction.Reducer(1, "tp:0"), reduction.Reducer(2, "tp:0", "none")):
         assert alone.start(x).total is x and alone.now(x).total is x and alone.wait(alone.start(x), x) is x
+
+
+def test_shared_experts_start_their_sum_with_what_is_held(module):
+    ranks = SimpleNamespace(_all_reduce_out_place=lambda x: x.mul_(2), device_group="the process group")
+    parallel_state = module("vllm.distributed.parallel_state", _groups={"tp:0": lambda: ranks})
+    module("vllm.distributed", parallel_state=parallel_state)
+    reduction.define_operators()
+    reducer, own, x, later = reduction.Reducer(2, "tp:0"), torch.ones(2, 3), torch.full((2, 3), 4.0), torch.zeros(2, 3)
+    reducer.hold(x, own)
+    total = reducer.start_held(x, True)
+    started = reducer.held(total, own, later)
+    assert torch.equal(reducer.wait(started, total), torch.full((2, 3), 10.0)) and started.summand is own
+    reducer.hold(x, None)
+    alone = reducer.held(reducer.start_held(x, False), None, later)
+    assert torch.equal(alone.total, torch.full((2, 3), 8.0)) and alone.summand is later
+    assert torch.equal(own, torch.ones(2, 3)) and torch.equal(x, torch.full((2, 3), 4.0))
+    for silent in (reduction.Reducer(1, "tp:0"), reduction.Reducer(2, "tp:0", "none")):
+        silent.hold(x, own)
+        assert silent.start_held(x, True) is x and not reduction._kept()
+        assert torch.equal(silent.held(x, own, later).total, own + x) and silent.held(x, None, later).total is x
+
+
+@pytest.mark.parametrize("travels", [True, False])
+def test_a_sum_of_shared_experts_starts_on_the_stream_that_computed_them(module, monkeypatch, travels):
+    """vLLM may compute them beside the routed experts. Streams are doubled, and tensors have no content."""
+    events: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Any) -> None:
+            events.append(f"{self.name} waits for {other.name}")
+
+        def wait_event(self, event: Any) -> None:
+            events.append(f"{self.name} waits for the sum")
+
+    current, side = [Stream("main"), Stream("second")], Stream("sums")
+
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    def all_reduce(x: torch.Tensor) -> torch.Tensor:
+        events.append(f"sum on {current[-1].name}")
+        return torch.empty_like(x)
+
+    ranks = SimpleNamespace(_all_reduce_out_place=all_reduce, device_group=None)
+    parallel_state = module("vllm.distributed.parallel_state", _groups={"tp:0": lambda: ranks})
+    module("vllm.distributed", parallel_state=parallel_state)
+    monkeypatch.setattr(reduction, "_side", lambda: side)
+    monkeypatch.setattr(reduction, "way_of", lambda x, reduce, overlap_from: Way("vllm", travels))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None))
+    own, x = torch.empty(2, 3, device="meta"), torch.empty(2, 3, device="meta")
+    reduction._hold(x, own)
+    total = reduction._start_held(x, True, "tp:0", "vllm", 0)
+    current.pop()
+    if travels:
+        (wait,) = reduction.waits().values()
+        assert any(isinstance(kept, torch.Tensor) for kept in wait.args), "what is summed stays until then"  # pyright: ignore[reportFunctionMemberAccess]
+    reduction._wait(total, own, x, "vllm", 0)
+    in_flight = ["sums waits for second", "sum on sums", "main waits for the sum"]
+    assert events == (in_flight if travels else ["sum on second"]) and not reduction.waits()
 
 
 def test_a_wait_stays_behind_another_tensor_than_the_one_it_completes(module):

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -73,6 +74,13 @@ def test_a_family_that_vllm_does_not_have_is_refused_by_name():
         base_config(raw, "x")
 
 
+def test_a_multimodal_type_is_served_with_the_language_models_that_the_plugin_serves():
+    raw: dict[str, Any] = {"model_type": "fcsd_mistral3", "fcsd": Wiring("ladder", (1,)).to_block()}
+    assert base_config({**raw, "text_config": {"model_type": "mistral"}}, "x") is not None
+    with pytest.raises(BadInputError, match=r"^x: the vLLM plugin cannot serve mistral3 with ministral3: vLLM reads"):
+        base_config({**raw, "text_config": {"model_type": "ministral3"}}, "x")
+
+
 def settings(wiring: Wiring, dtype: torch.dtype = torch.bfloat16, moe: bool = True, **changes: Any) -> Any:
     """vLLM's settings; the changes are to ``parallel_config``, or replace a whole part of the settings."""
     parallel = dict(
@@ -81,11 +89,11 @@ def settings(wiring: Wiring, dtype: torch.dtype = torch.bfloat16, moe: bool = Tr
         enable_expert_parallel=True, all2all_backend="allgather_reducescatter",
     )  # fmt: skip
     whole: dict[str, Any] = dict(
-        speculative_config=None, lora_config=None, additional_config={}, kv_transfer_config=None
+        quant_config=None, speculative_config=None, lora_config=None, additional_config={}, kv_transfer_config=None
     )
     for name, value in changes.items():
         (parallel if name in parallel else whole)[name] = value
-    config = SimpleNamespace(fcsd=wiring.to_block())
+    config = SimpleNamespace(fcsd=wiring.to_block(), gated_attention="quant_config" in changes)
     return SimpleNamespace(
         model_config=SimpleNamespace(
             hf_config=config, dtype=dtype, is_moe=moe, runner_type=whole.pop("runner_type", "generate")
@@ -117,6 +125,7 @@ REFUSED = [
     (settings(FARSKIP, speculative_config=SimpleNamespace(method="mtp")), "speculation by MTP layers"),
     (settings(FARSKIP, speculative_config=SimpleNamespace(method="eagle3")), "use one of ngram"),
     (settings(FARSKIP, lora_config=object()), "LoRA adapters: "),
+    (settings(FARSKIP, quant_config=object()), "quantised weights with gated attention"),
     (settings(FARSKIP, runner_type="pooling"), "embeddings and scores"),
     (settings(FARSKIP, kv_transfer_config=object()), "leave --kv-transfer-config out"),
     (settings(FARSKIP, additional_config={"fcsd": {"reduce": "none"}}), "reduce none gives wrong results"),
@@ -272,22 +281,57 @@ def test_registration_adds_our_names_and_keeps_what_belongs_to_the_base(vllm):
     assert vllm.parsers["hf"] is parser, "a second call changes nothing"
 
 
-def test_a_family_that_vllm_runs_by_transformers_is_refused(vllm, monkeypatch):
+class Column(torch.nn.Linear):
+    """vLLM's ``ColumnParallelLinear`` on one rank."""
+
+    def __init__(self, *sizes: int, bias: bool) -> None:
+        super().__init__(*sizes, bias=bias)
+        vars(self.weight)["weight_loader"] = lambda weight, tensor: weight.data.copy_(tensor)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), None
+
+
+@pytest.fixture
+def models(vllm, monkeypatch) -> Iterator[Any]:
+    """The plugin's module of model classes."""
+    groups = dict.fromkeys(("get_tensor_model_parallel_world_size", "get_tp_group"))
+    monkeypatch.setitem(sys.modules, "vllm.distributed", module("d", **groups))
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.models.utils", module("u", PPMissingLayer=torch.nn.Identity))
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.layers.linear", module("l", ColumnParallelLinear=Column))
+    monkeypatch.delitem(sys.modules, "fcsd.serve.vllm.models", raising=False)
+    yield importlib.import_module("fcsd.serve.vllm.models")
+    sys.modules.pop("fcsd.serve.vllm.models", None)
+
+
+def test_a_family_that_vllm_runs_by_transformers_is_refused(models):
     """vLLM 0.32 has no class of its own for some families, and transformers' layers cannot be rewired under it."""
     backend = type("TransformersForCausalLM", (), {"__module__": "vllm.model_executor.models.transformers"})
     registry = sys.modules["vllm.model_executor.models.registry"]
     registry.ModelRegistry._try_load_model_cls = lambda name: backend
-    groups = dict.fromkeys(("get_tensor_model_parallel_world_size", "get_tp_group"))
-    monkeypatch.setitem(sys.modules, "vllm.distributed", module("d", **groups))
-    monkeypatch.setitem(sys.modules, "vllm.model_executor.models.utils", module("u", PPMissingLayer=object))
-    monkeypatch.delitem(sys.modules, "fcsd.serve.vllm.models", raising=False)
-    try:
-        models = importlib.import_module("fcsd.serve.vllm.models")
-        for family in ("arcee", "glm", "mellum"):
-            with pytest.raises(ImportError, match=f"runs {ARCHS[family].causal_lm} by transformers"):
-                getattr(models, ARCHS[family].wired_causal_lm)
-    finally:
-        sys.modules.pop("fcsd.serve.vllm.models", None)
+    for family in ("arcee", "glm", "mellum"):
+        with pytest.raises(ImportError, match=f"runs {ARCHS[family].causal_lm} by transformers"):
+            getattr(models, ARCHS[family].wired_causal_lm)
+
+
+def test_the_gates_of_a_checkpoint_reach_the_attentions_and_nothing_else_does(models):
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.self_attn: Any = torch.nn.Module()
+            self.self_attn.o_proj = Column(6, 4, bias=False)
+            vars(self.self_attn.o_proj).update(input_size=6, output_size=4)
+
+    model: Any = torch.nn.Module()
+    model.model = torch.nn.Module()
+    model.model.layers = torch.nn.ModuleList([Layer(), torch.nn.Identity()])  # the second is of another stage
+    models.add_gates(model, ARCHS["deepseek_v3"].vllm)
+    gate, other = torch.ones(6, 4), torch.ones(1)
+    names = ["model.layers.0.self_attn.gate_proj.weight", "model.layers.1.self_attn.gate_proj.weight"]
+    given = [(names[0], gate), ("model.layers.0.mlp.gate_proj.weight", other), (names[1], gate)]
+    loaded: set[str] = set()
+    assert list(models._load_gates(model, given, loaded)) == [given[1]] and loaded == {names[0]}
+    assert torch.equal(model.model.layers[0].self_attn.gate_proj.weight, gate)
 
 
 def test_a_converted_model_is_not_built_as_another_architecture(vllm):

@@ -57,7 +57,9 @@ def problems(vllm_config: Any, model_type: str) -> Iterator[str]:
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
     passes, speculation = vllm_config.compilation_config.pass_config, vllm_config.speculative_config
     exchanges = parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe
+    gated = ARCHS[model_type].blocks.gated
     asked = {
+        "gates": bool(gated and getattr(vllm_config.model_config.hf_config, gated, False) and vllm_config.quant_config),
         "float16": ARCHS[model_type].vllm.rescales_float16 and dtype == "float16",
         "sequence_parallel": parallel.use_sequence_parallel_moe,
         "data_parallel": exchanges and (not parallel.enable_expert_parallel or parallel.pipeline_parallel_size > 1),

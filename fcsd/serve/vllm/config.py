@@ -40,12 +40,15 @@ def base_config(raw: dict[str, Any], where: str | Path) -> tuple[dict[str, Any],
     model_type = declared.removeprefix(PREFIX)
     if not isinstance(block, dict) or not declared.startswith(PREFIX):
         raise BadInputError(f"{where}: model_type {declared!r} and its fcsd block do not belong together")
-    if model_type not in ARCHS:
-        raise BadInputError(f"{where}: the vLLM plugin does not have the architecture {model_type!r}")
-    if (reason := ARCHS[model_type].no_vllm) is not None:
-        raise BadInputError(f"{where}: the vLLM plugin cannot serve {model_type}: {reason}", "Use fcsd's own engine.")
-    if (gated := ARCHS[model_type].blocks.gated) is not None and raw.get(gated):
-        raise BadInputError(f"{where}: vLLM's attention of {model_type} has no gate", "Use fcsd's own engine.")
+    text = model_type  # the type of the language model, which is another one in a type that takes several
+    if model_type in ARCHS and ARCHS[model_type].texts:
+        text = str(raw.get("text_config", {}).get("model_type"))
+    if missing := {model_type, text} - ARCHS.keys():
+        raise BadInputError(f"{where}: the vLLM plugin does not have the architecture {missing.pop()!r}")
+    if (reason := ARCHS[model_type].no_vllm or ARCHS[text].no_vllm) is not None:
+        inside = "" if text == model_type else f" with {text}"
+        what = f"the vLLM plugin cannot serve {model_type}{inside}"
+        raise BadInputError(f"{where}: {what}: {reason}", "Use fcsd's own engine.")
     try:
         Wiring.from_block(block)
     except (ValueError, TypeError, KeyError) as error:

@@ -8,9 +8,10 @@ RMSNorm of vLLM takes a tensor and a residual, and returns the norm of their sum
 its arguments. That is harmless here: a sum that has landed and the running sum before it are never read again.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -44,21 +45,33 @@ class Wired:
     plan: LayerPlan
     reducer: Reducer
     exchange: Exchange | None = None  # of tokens, where it is in flight; the plan then calls shared experts apart
+    linear: bool = False  # whether the layer has linear attention
+    fills: bool = False  # whether the attention writes its output where it is told to, as linear layers' up to 0.25
 
 
 class WiredLayer(nn.Module):
     """A decoder layer that runs by its plan; a mixin that precedes vLLM's own class."""
 
     fcsd: Wired
-    input_layernorm: Any
-    post_attention_layernorm: Any
 
-    def forward(self, *args: Any, t_cond: None = None) -> tuple[Tensor, Any]:
+    def forward(
+        self,
+        *args: Any,
+        positions: Any = None,
+        hidden_states: Any = None,
+        residual: Any = None,
+        idx: int = -1,
+        t_cond: None = None,
+    ) -> tuple[Tensor, Any]:
         """Run the layer.
 
         Args:
             args: positions and ``hidden`` in the order of ``VllmNames``, then ``residual``, then what vLLM's loop adds
-                for the attention.
+                for the attention; empty if the loop names the next three.
+            positions: of the tokens.
+            hidden_states: see ``Flight``.
+            residual: see ``Flight``.
+            idx: the number of the layer, which one of vLLM's loops passes and no layer reads.
             t_cond: what one of vLLM's loops passes for models of speech, which are not served.
 
         Raises:
@@ -66,15 +79,19 @@ class WiredLayer(nn.Module):
         """
         if t_cond is not None:
             raise RuntimeError("a rewired layer takes no condition of time")
-        positions, hidden = (args[1], args[0]) if self.fcsd.names.hidden_first else (args[0], args[1])
+        names = self.fcsd.names
+        args = args or (positions, hidden_states, residual)
+        positions, hidden = (args[1], args[0]) if names.hidden_first else (args[0], args[1])
         flight, plan = _enter(hidden, args[2]), self.fcsd.plan
-        x, flight = self._read(flight, plan.attn, self.input_layernorm)
+        x, flight = self._read(flight, plan.attn, getattr(self, names.attn_norms[0] or ""))
         out = self._attention(positions, x, args[3:])
         flight, collected = self._add(flight, None, out, plan.steps[0])
-        x, flight = self._read(flight, plan.mlp, self.post_attention_layernorm)
-        exchange = self.fcsd.exchange
+        x, flight = self._read(flight, plan.mlp, getattr(self, names.mlp_norms[0] or ""))
+        exchange, steps = self.fcsd.exchange, plan.steps[1:]
         token = None if exchange is None else exchange.gather(x)
-        for step in plan.steps[1:]:
+        if plan.splits and exchange is None:
+            flight, steps = self._experts(flight, collected, x), ()
+        for step in steps:
             self.fcsd.reducer.cover(x, flight.newest, flight.sums)
             if exchange is None or token is None or step.call == "shared":
                 flight, collected = self._add(flight, collected, self._mlp(x, step), step)
@@ -84,10 +101,34 @@ class WiredLayer(nn.Module):
         return (flight.newest, flight) if plan.hands_on is None else self._leave(flight, plan.hands_on)
 
     def _attention(self, positions: Tensor, x: Tensor, extra: Sequence[Any]) -> Tensor:
-        attention = getattr(self, self.fcsd.names.attn)
-        if self.fcsd.names.unscaled:
+        names, linear = self.fcsd.names, self.fcsd.linear
+        attention = getattr(self, _attention_name(names, linear))
+        if names.linear is not None:
+            given = {"hidden_states": x} if linear else {"hidden_states": x, "positions": positions}
+            if not self.fcsd.fills:
+                return attention(**given)
+            out = torch.empty_like(x)
+            attention(output=out, **given)
+            return out
+        if names.unscaled:
             extra = (None,)
-        return attention(x, positions) if self.fcsd.names.hidden_first else attention(positions, x, *extra)
+        return attention(x, positions) if names.hidden_first else attention(positions, x, *extra)
+
+    def _experts(self, flight: Flight, collected: Tensor | None, x: Tensor) -> Flight:
+        """Compute shared and routed experts by one call of vLLM's, which runs small steps of them on two streams.
+
+        The sum of the shared experts starts where they end, so it travels under the routed ones on either stream.
+        """
+        shared, routed = self.fcsd.plan.steps[1:]
+        reducer = self.fcsd.reducer
+        own, collected = (collected, None) if shared.joins else (None, collected)
+        reducer.cover(x, flight.newest, flight.sums)
+        reducer.hold(x, own)
+        mlp = getattr(self, self.fcsd.names.mlp)
+        out = mlp(x)
+        sum_ = reducer.held(mlp.experts.fcsd_apart.pop(), own, out)
+        flight = Flight(flight.landed, (*flight.sums, sum_), sum_.total)
+        return self._add(flight, collected, out, routed)[0]
 
     def _mlp(self, x: Tensor, step: Step) -> Tensor:
         mlp = getattr(self, self.fcsd.names.mlp)
@@ -130,13 +171,18 @@ class WiredLayer(nn.Module):
         else:
             assert landed is not None, "a reduction of Desync includes what this rank has added"
             landed, sum_ = None, reducer.now(out + landed / reducer.size)
-        return Flight(landed, (*sums, sum_), sum_.total), collected
+        return Flight(landed, (*sums, self._arriving(sum_, step)), sum_.total), collected
+
+    def _arriving(self, sum_: Sum, step: Step) -> Sum:
+        """The sum with its norm on arrival."""
+        norm = (self.fcsd.names.attn_norms if step.call == "attn" else self.fcsd.names.mlp_norms)[1]
+        return sum_ if norm is None else Sum(sum_.total, sum_.summand, getattr(self, norm))
 
     def _exchanged(self, flight: Flight, sum_: Sum, step: Step) -> Flight:
         """The state with the sum of an exchange, which is awaited at once if nothing covers it."""
         if step.then == "now":
             sum_ = Sum(self.fcsd.reducer.wait(sum_, sum_.total), None)
-        return Flight(flight.landed, (*flight.sums, sum_), sum_.total)
+        return Flight(flight.landed, (*flight.sums, self._arriving(sum_, step)), sum_.total)
 
     def _leave(self, flight: Flight, places: Sequence[int]) -> tuple[Tensor, Tensor]:
         """vLLM's pair: ``hidden``, and the residual with the sums at ``places``."""
@@ -151,7 +197,9 @@ class WiredLayer(nn.Module):
         return zeros if hidden is None else hidden, zeros if residual is None else residual
 
     def _await(self, flight: Flight, places: Sequence[int]) -> list[Tensor]:
-        return [self.fcsd.reducer.wait(flight.sums[n], flight.newest) for n in places]
+        sums = [flight.sums[n] for n in places]
+        totals = [self.fcsd.reducer.wait(sum_, flight.newest) for sum_ in sums]
+        return [total if sum_.norm is None else sum_.norm(total) for sum_, total in zip(sums, totals, strict=True)]
 
 
 def _enter(hidden: Tensor, residual: Any) -> Flight:
@@ -163,8 +211,12 @@ def _enter(hidden: Tensor, residual: Any) -> Flight:
 
 
 @cache
-def _wired_class(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(cls.__name__, (WiredLayer, cls), {"__module__": cls.__module__})
+def _mixed(mixin: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
+    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
+
+
+def _attention_name(names: VllmNames, linear: bool) -> str:
+    return names.linear if linear and names.linear is not None else names.attn
 
 
 def kind_of(layer: Any, names: VllmNames) -> Kind:
@@ -175,32 +227,121 @@ def kind_of(layer: Any, names: VllmNames) -> Kind:
     return "moe" if mlp.experts._shared_experts is None else "moe-shared"
 
 
+def check_handed_on(plans: Mapping[int, LayerPlan], count: int) -> None:
+    """Refuse a model to whose first ``count`` layers' outputs vLLM adds image features, if these would get lost.
+
+    Raises:
+        ValueError: one of these layers hands on sums in flight, beside the tensor to which vLLM adds.
+    """
+    for i, plan in plans.items():
+        if i < count and plan.hands_on is None:
+            raise ValueError(
+                f"vLLM adds image features to the output of layer {i}, which hands on sums in flight; "
+                f"convert layers from {count + 1} on alone"
+            )
+
+
 def take_apart(layer: Any, wired: Wired) -> None:
     """Turn one of vLLM's decoder layers into a ``WiredLayer``, in place. Its weights and their names stay.
 
     Args:
         layer: a layer of vLLM's own class.
         wired: what the layer needs to run.
+
+    Raises:
+        ValueError: the layer multiplies its outputs, which the plugin's does not.
     """
-    mlp = getattr(layer, wired.names.mlp)
-    getattr(layer, wired.names.attn).o_proj.reduce_results = False
+    if getattr(layer, "layer_scale", False):
+        raise ValueError("the layers multiply their outputs (layer_scale), which rewired layers do not")
+    names, mlp = wired.names, getattr(layer, wired.names.mlp)
+    linear = names.linear is not None and hasattr(layer, names.linear)
+    attention = getattr(layer, _attention_name(names, linear))
+    (attention.out_proj if linear else attention.o_proj).reduce_results = False
+    fills = "output" in signature(attention.forward).parameters
     if hasattr(mlp, "experts"):
         runner = mlp.experts
-        runner.__class__ = _unreduced_class(type(runner))
-        if wired.plan.splits:
+        runner.__class__ = _mixed(UnreducedExperts, type(runner))
+        if wired.plan.splits and wired.exchange is not None:
             # The layer calls the shared experts itself. They stay where the checkpoint's names find them.
             runner._shared_experts = None
             runner._forward_entry = runner._select_forward()
+        elif wired.plan.splits:
+            step = wired.plan.steps[1]
+            assert step.then == "start" and names.mlp_norms[1] is None, "routed experts cover the sum of shared ones"
+            shared = runner._shared_experts._layer
+            shared.__class__ = _mixed(SummedExperts, type(shared))
+            shared.fcsd = Held(wired.reducer, step.joins)
+            runner.fcsd_apart = []
     else:
         mlp.down_proj.reduce_results = False
-    layer.__class__ = _wired_class(type(layer))
-    layer.fcsd = wired
+    layer.__class__ = _mixed(WiredLayer, type(layer))
+    layer.fcsd = replace(wired, linear=linear, fills=fills)
+
+
+class Held(NamedTuple):
+    """What shared experts need to start the sum of their output: see ``Reducer.start_held``."""
+
+    reducer: Reducer
+    joins: bool
+
+
+class SummedExperts(nn.Module):
+    """Shared experts that return their sum over the ranks, which may be in flight; a mixin.
+
+    vLLM calls them inside its operator for experts, on a stream that it chooses for the number of tokens.
+    """
+
+    fcsd: Held
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[tokens, hidden]`` to the same: see ``Reducer.start_held``."""
+        reducer, joins = self.fcsd
+        return reducer.start_held(super().forward(x), joins)
+
+
+class GatedAttention(nn.Module):
+    """An attention whose result is multiplied by ``sigmoid(gate_proj(x))`` in front of its output projection; a mixin.
+
+    The reference is ``fcsd.models.wiring.GatedAttention``.
+    """
+
+    gate_proj: Any
+    o_proj: Any
+
+    def forward(self, positions: Tensor, hidden_states: Tensor, *extra: Any, **named: Any) -> Tensor:
+        """``hidden_states`` is the normalised input ``[tokens, hidden]``."""
+        self.o_proj.fcsd_gates.append(torch.sigmoid(self.gate_proj(hidden_states)[0]))
+        return super().forward(positions, hidden_states, *extra, **named)
+
+
+class GatedProjection(nn.Module):
+    """The output projection of a gated attention; a mixin."""
+
+    fcsd_gates: list[Tensor]
+
+    def forward(self, x: Tensor) -> Any:
+        """``x`` is the result of the attention, ``[tokens, heads * head]`` of this rank."""
+        return super().forward(x * self.fcsd_gates.pop())
+
+
+def gate_attention(attention: Any, gate_proj: nn.Module) -> None:
+    """Give an attention a gate, in place: ``gate_proj`` returns this rank's part of it, and None."""
+    attention.gate_proj, attention.o_proj.fcsd_gates = gate_proj, []
+    attention.o_proj.__class__ = _mixed(GatedProjection, type(attention.o_proj))
+    attention.__class__ = _mixed(GatedAttention, type(attention))
 
 
 class UnreducedExperts(nn.Module):
     """Routed experts whose output stays this rank's part of the sum; a mixin that precedes vLLM's ``MoERunner``."""
 
     _fused_output_is_reduced: bool
+    fcsd_apart: list[Tensor] | None = None  # takes the output of the shared experts, where it has a sum of its own
+
+    def _maybe_reduce_shared_expert_output(self, output: Tensor | None, *reduced: Any) -> Tensor | None:
+        if self.fcsd_apart is None or output is None:
+            return output
+        self.fcsd_apart.append(output)
+        return None
 
     def _maybe_reduce_final_output(self, states: Tensor, trunc_size: int | None, *reduced: Any) -> Tensor:
         if self._fused_output_is_reduced or True in reduced:
@@ -208,8 +349,3 @@ class UnreducedExperts(nn.Module):
                 "vLLM chose a kernel for experts that sums over the ranks itself, before fcsd starts the sum"
             )
         return states if trunc_size is None else states[..., :trunc_size]
-
-
-@cache
-def _unreduced_class(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(cls.__name__, (UnreducedExperts, cls), {"__module__": cls.__module__})

@@ -5,25 +5,30 @@ asked for.
 """
 
 import logging
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
+from torch import Tensor
 from vllm.distributed import (  # pyright: ignore[reportMissingImports]
     get_tensor_model_parallel_world_size,
     get_tp_group,
 )
+from vllm.model_executor.layers.linear import ColumnParallelLinear  # pyright: ignore[reportMissingImports]
 from vllm.model_executor.models.registry import ModelRegistry  # pyright: ignore[reportMissingImports]
 from vllm.model_executor.models.utils import PPMissingLayer  # pyright: ignore[reportMissingImports]
 
 from fcsd.models.arch import VllmNames
 from fcsd.models.archs import ARCHS
+from fcsd.models.build import injected_layers
 from fcsd.models.schedule import Kind, layer_plans
-from fcsd.models.wiring_block import Wiring
+from fcsd.models.wiring_block import Blocks, Wiring
 from fcsd.serve.vllm.exchange import Exchange
 from fcsd.serve.vllm.exchange import define_operators as define_exchange
-from fcsd.serve.vllm.layer import Wired, kind_of, take_apart
+from fcsd.serve.vllm.layer import Wired, check_handed_on, gate_attention, kind_of, take_apart
 from fcsd.serve.vllm.reduction import Reducer, Settings, define_operators, leaves_out, read_settings
 
+GATE = ".self_attn.gate_proj.weight"  # a tensor of a gated attention, as checkpoints name it
 log = logging.getLogger("vllm.fcsd")
 
 
@@ -47,7 +52,10 @@ def rewire(model: Any, names: VllmNames, vllm_config: Any) -> None:
     stage = range(own[0], own[-1] + 1)
     kinds: list[Kind] = [kind_of(layer, names) if i in stage else "moe-shared" for i, layer in enumerate(layers)]
     exchanges = settings.exchange == "in flight" and parallel.data_parallel_size > 1
-    for i, plan in layer_plans(wiring, kinds, stage, every=exchanges).items():
+    blocks = Blocks(attn_norms=names.attn_norms, mlp_norms=names.mlp_norms)
+    plans = layer_plans(wiring, kinds, stage, exchanges, blocks)
+    check_handed_on(plans, injected_layers(vllm_config.model_config.hf_config))
+    for i, plan in plans.items():
         exchange = None
         if exchanges and kinds[i] != "dense":
             exchange = _exchange(getattr(layers[i], names.mlp), vllm_config, settings.overlap_from)
@@ -75,6 +83,30 @@ def _reducer(settings: Settings) -> Reducer:
     return Reducer(ranks, group, settings.reduce, settings.overlap_from)
 
 
+def add_gates(model: Any, names: VllmNames) -> None:
+    """Give every attention of one of vLLM's models a gate, in place. Ranks share it as they share the heads."""
+    for layer in model.get_submodule(names.decoder).layers:
+        if not isinstance(layer, PPMissingLayer):
+            attention = getattr(layer, names.attn)
+            projection = attention.o_proj
+            gate = ColumnParallelLinear(projection.output_size, projection.input_size, bias=False)
+            gate_attention(attention, gate)
+
+
+def _load_gates(model: Any, weights: Iterable[tuple[str, Tensor]], gates: set[str]) -> Iterator[tuple[str, Tensor]]:
+    """Load the gates of attentions, put their names into ``gates``, and pass on all other tensors of a checkpoint.
+
+    vLLM's own loader would take a gate for that of an MLP. Other pipeline stages load those that are not in ``model``.
+    """
+    parameters = dict(model.named_parameters())
+    for name, tensor in weights:
+        if not name.endswith(GATE):
+            yield name, tensor
+        elif name in parameters:
+            parameters[name].weight_loader(parameters[name], tensor)
+            gates.add(name)
+
+
 @cache
 def _class(model_type: str) -> type:
     arch = ARCHS[model_type]
@@ -86,9 +118,17 @@ def _class(model_type: str) -> type:
 
     def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
         base.__init__(self, vllm_config=vllm_config, prefix=prefix)
+        if arch.blocks.gated is not None and getattr(vllm_config.model_config.hf_config, arch.blocks.gated, False):
+            add_gates(self, arch.vllm)
         rewire(self, arch.vllm, vllm_config)
 
-    return type(arch.wired_causal_lm, (base,), {"__init__": __init__, "__module__": __name__})
+    def load_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> Any:
+        gates: set[str] = set()
+        loaded = base.load_weights(self, _load_gates(self, weights, gates))
+        return loaded if loaded is None else loaded | gates
+
+    methods = {"__init__": __init__} | ({} if arch.blocks.gated is None else {"load_weights": load_weights})
+    return type(arch.wired_causal_lm, (base,), {**methods, "__module__": __name__})
 
 
 def __getattr__(name: str) -> type:

@@ -26,7 +26,7 @@ process starts; a whole graph asks when it is captured, for the one size that it
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -61,10 +61,12 @@ class Sum(NamedTuple):
     Attributes:
         total: the sum, ``[tokens, hidden]``; not complete before ``Reducer.wait`` if it is in flight.
         summand: what this rank adds to it; None if the sum is complete.
+        norm: the norm of the sum on arrival, before it is added to the stream; None if there is none.
     """
 
     total: Tensor
     summand: Tensor | None
+    norm: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,32 @@ class Reducer:
             return Sum(x, None)
         x = x.contiguous()
         return Sum(torch.ops.fcsd.reduce_start(x, self.group, self.reduce, self.overlap_from), x)
+
+    def hold(self, x: Tensor, own: Tensor | None) -> None:
+        """Keep ``own`` for the next ``start_held``, which what is computed from ``x`` will ask for."""
+        if self.sends and own is not None:
+            torch.ops.fcsd.reduce_hold(x, own)
+
+    def start_held(self, x: Tensor, joins: bool) -> Tensor:
+        """Start to sum ``x``, to which what is held is added first if it ``joins``; or return ``x`` if nothing is sent.
+
+        vLLM calls it where no argument can be handed over: inside its operator for experts.
+        """
+        if not self.sends:
+            return x
+        return torch.ops.fcsd.reduce_held(x, joins, self.group, self.reduce, self.overlap_from)
+
+    def held(self, total: Tensor, own: Tensor | None, later: Tensor) -> Sum:
+        """The sum that ``start_held`` started.
+
+        Args:
+            total: what it returned.
+            own: what was held; it is read until the sum is awaited.
+            later: a tensor that was computed after the start.
+        """
+        if not self.sends:
+            return Sum(total if own is None else own + total, None)
+        return Sum(total, later if own is None else own)
 
     def wait(self, sum_: Sum, newest: Tensor) -> Tensor:
         """Wait for a sum.
@@ -223,8 +251,13 @@ def _start(x: Tensor, group: str, reduce: str, overlap_from: int) -> Tensor:
         y = ranks._all_reduce_out_place(x)
         event = torch.cuda.Event()
         event.record(side)
-    waits()[y.data_ptr()] = lambda: torch.cuda.current_stream().wait_event(event)
+    waits()[y.data_ptr()] = partial(_arrived, event, x)
     return y
+
+
+def _arrived(event: torch.cuda.Event, summand: Tensor) -> None:
+    """Wait for a sum; ``summand``, which it reads, had to stay until now."""
+    torch.cuda.current_stream().wait_event(event)
 
 
 def _start_of_fcsd(x: Tensor, group: Any, way: Way) -> Tensor:
@@ -237,6 +270,20 @@ def _start_of_fcsd(x: Tensor, group: Any, way: Way) -> Tensor:
         return reduction.wait()
     waits()[y.data_ptr()] = reduction.wait
     return y
+
+
+@cache
+def _kept() -> dict[str, Tensor]:
+    """What is held for the next sum of shared experts."""
+    return {}
+
+
+def _hold(x: Tensor, own: Tensor) -> None:
+    _kept()["own"] = own
+
+
+def _start_held(x: Tensor, joins: bool, group: str, reduce: str, overlap_from: int) -> Tensor:
+    return _start(_kept().pop("own") + x if joins else x.contiguous(), group, reduce, overlap_from)
 
 
 def _wait(y: Tensor, x: Tensor, after: Tensor, reduce: str, overlap_from: int) -> None:
@@ -265,11 +312,18 @@ def define_operators() -> torch.library.Library:
     library.define("reduce_start(Tensor x, str group, str reduce, int overlap_from) -> Tensor", tags=tags)
     library.define("reduce_wait(Tensor(a!) y, Tensor x, Tensor after, str reduce, int overlap_from) -> ()", tags=tags)
     library.define("reduce_cover(Tensor(a!) x, Tensor y) -> ()", tags=tags)
+    library.define("reduce_hold(Tensor(a!) x, Tensor own) -> ()", tags=tags)
+    held = "Tensor x, bool joins, str group, str reduce, int overlap_from"
+    library.define(f"reduce_held({held}) -> Tensor", tags=tags)
     for device in ("CPU", "CUDA"):
         library.impl("reduce_cover", lambda x, y: None, device)
+        library.impl("reduce_hold", _hold, device)
+        library.impl("reduce_held", _start_held, device)
         library.impl("reduce_start", _start, device)
         library.impl("reduce_wait", _wait, device)
     library._register_fake("reduce_start", lambda x, group, reduce, overlap_from: torch.empty_like(x))
     library._register_fake("reduce_wait", lambda y, x, after, reduce, overlap_from: None)
     library._register_fake("reduce_cover", lambda x, y: None)
+    library._register_fake("reduce_hold", lambda x, own: None)
+    library._register_fake("reduce_held", lambda x, joins, group, reduce, overlap_from: torch.empty_like(x))
     return library

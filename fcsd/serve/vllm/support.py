@@ -121,6 +121,13 @@ LOST = {
         "use --dtype bfloat16",
         "nothing on GPUs that have bfloat16",
     ),
+    "gates": Lost(
+        "quantised weights with gated attention",
+        "--quantization METHOD",
+        "the plugin makes the gates, and it makes them for weights as they are",
+        "leave --quantization out, and serve a checkpoint that is not quantised",
+        "GPU memory",
+    ),
     "pipeline": Lost(
         "pipeline parallelism of Desync, or at a distance of 2 or more",
         "--pipeline-parallel-size N",
