@@ -62,14 +62,14 @@ def test_the_figures_of_the_first_screen_follow_from_the_raw_files(readme, repo)
     def says(row, *figures):
         assert [figure for figure in figures if figure not in rows[row]] == [], rows[row]
 
-    serving = raw("serve_own_slow_2xh100")["ratios"]
-    ladder, table = (
-        {key: f"{gain:.2f}x" for key, gain in serving[name].items()} for name in ("ladder", "ladder, by its table")
-    )
-    one, many, most = (ladder[f"decode {batch}"] for batch in (1, 16, 64))
-    says("serving without NVLink", f"{one} in decoding at one prompt, {many} at 16, {most} at 64")
-    says("serving without NVLink", f"{ladder['prefill 512']} and {ladder['prefill 2048']} to the first tokens of 16")
-    says("serving without NVLink", f"with INT8 sums {table['prefill 512']} and {table['prefill 2048']}")
+    own, vllm = (raw(f"serve_{engine}_slow_2xh100")["ratios"] for engine in ("own", "vllm"))
+    points = ["prefill 512", "prefill 2048"], [f"decode {batch}" for batch in (1, 16, 64)]
+    for found, words in (
+        (vllm["ladder"], "2048 tokens {}, a step of 1, 16 and 64 answers {}."),
+        (own["ladder, by its table"], "INT4 included: {} and {};"),
+        (own["ladder"], "under the standard wiring {}** and {}"),
+    ):
+        says("serving without NVLink", words.format(*(", ".join(f"{found[key]:.2f}x" for key in of) for of in points)))
     scout = raw("vllm_first_tokens_scout_2xh200")["time-1"]["rows"]
     gained = [f"{row['mean_ms_times_original']:.2f}x" for row in scout if row["role"] == "converted"]
     says("serving over NVLink", *gained)

@@ -674,10 +674,13 @@ def test_how_many_runs_were_captured(page: str, models: Models) -> None:
 def test_quantised_all_reduces_without_peer_access(page: str, raw: Raw) -> None:
     table = rows(page, "Quantised all-reduces without peer access")
     formats, checked = ("quantised:int8", "quantised:int5", "quantised:int4"), 0
-    for size, timed in raw("all_reduce_slow_2xh100")["ms"].items():
+    for size, timed in raw("all_reduce_one_step_slow_2xh100")["ms"].items():
         for cells in (row for row in table if row[0] == size):
-            nccl, *others = (timed[name][0] for name in ("nccl", *(f"{format} in steps" for format in formats)))
-            assert cells[1:] == [f"{nccl:.3f}", *(f"{time:.3f} ({nccl / time:.2f}x)" for time in others)]
+            names = [f"{format} in one step" for format in formats]
+            pairs = [("nccl", name) for name in names] + [("nccl, no graph", f"{names[0]}, no graph")]
+            times = [(timed[nccl][0], timed[name][0]) for nccl, name in pairs]
+            expected = [f"{time:.3f} ({nccl / time:.2f}x)" for nccl, time in times]
+            assert cells[1:] == [f"{timed['nccl'][0]:.3f}", *expected]
             checked += 1
     found = {(row["batch"], row["wiring"], row["reduce"]): row for row in raw("infer_slow_2xh100")["rows"]}
     for batch, wiring, *cells in (row for row in table if row[1] in ("standard", "ladder")):
@@ -687,7 +690,7 @@ def test_quantised_all_reduces_without_peer_access(page: str, raw: Raw) -> None:
             expected += [f"{nccl:.{digits}f}", *(f"{time:.{digits}f} ({nccl / time:.2f}x)" for time in others)]
         assert cells == expected
         checked += 1
-    assert checked == 7
+    assert checked == 12
 
 
 def test_wirings_without_peer_access(page: str, raw: Raw) -> None:
@@ -775,9 +778,27 @@ def test_serving_by_the_own_engine_without_peer_access(repo: Path, raw: Raw) -> 
         cells = [f"{times[key]:.{digits[key]}f} ({fastest[key] / times[key]:.2f}x)" for key in points]
         assert f"| {'the bound, which sends nothing' if name == 'bound' else name} | {' | '.join(cells)} |" in page
     plain, said = medians["original"], " ".join(page.split())
-    for name, words in (("original, quantised:int8", "prefill {} and {} as fast"), ("ladder", "gain {} and {} there;")):
+    for name, words in (
+        ("original, quantised:int8", "prefill {} and {} as fast by INT8"),
+        ("original, quantised:int4", "{} and {} by INT4"),
+        ("ladder", "would seem to gain {} and {} there"),
+    ):
         gains = [f"{plain[key] / medians[name][key]:.2f}x" for key in ("prefill 512", "prefill 2048")]
         assert words.format(*gains) in said
+
+
+def test_serving_by_vllm_without_peer_access(repo: Path, raw: Raw) -> None:
+    found = {
+        name: {key: median(times) for key, times in one["rounds"].items()}
+        for name, one in raw("serve_vllm_slow_2xh100")["variants"].items()
+        if one["rounds"]
+    }
+    page = (repo / "benchmarks/results/vllm.md").read_text()
+    for name, times in found.items():
+        digits = {key: 3 if key.startswith("decode") else 1 for key in times}
+        gains = {key: found["original"][key] / ms for key, ms in times.items()}
+        cells = [f"{ms:.{digits[key]}f} ({gains[key]:.2f}x)" for key, ms in times.items()]
+        assert f"| {'the bound, which sends nothing' if name == 'bound' else name} | {' | '.join(cells)} |" in page
 
 
 @pytest.mark.parametrize("link", ["slow_", ""])
