@@ -805,7 +805,7 @@ _ROWS = (
         ),
         no_tp=_RECURRENT,
         tp_plan={"linear_attn.*": "replicated", "self_attn.*": "replicated"},  # of a single rank
-        no_vllm=_NORMED,
+        no_vllm=_UNTRIED,
     ),
 )
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import pytest
 from studies.real import heal, page, passages, ranks
@@ -162,6 +162,27 @@ def test_what_stands_beside_the_mean_is_shown_where_a_raw_file_has_it(repo: Path
     first, beside = page.scores(whole).split("\n\n")
     assert set(first.splitlines()) <= set(before.splitlines()), "the mean and its table stay the same"
     assert beside.splitlines()[2:] == ["| original | 2.000 |  |", f"| {name} | 2.250 | +0.250 ± 0.010 |"]
+
+
+def test_the_figures_of_the_on_policy_tail_are_those_of_the_raw_file(repo: Path) -> None:
+    raw = json.loads((repo / "benchmarks/results/on_policy_bundled_cpu.json").read_text())
+    log = " ".join((repo / "docs/LOG.md").read_text().split())
+
+    def told(tail: str) -> str:
+        """Its three divergences, each as the mean over the seeds."""
+        runs = [run["kl"] for run in raw["runs"] if run["name"].rsplit("-", 1)[0] == tail]
+        assert len(runs) == 3
+        values = [[kl[text][kind] for kl in runs] for text, kind in columns]
+        return "{:.3f}, {:.3f} and {:.3f}".format(*map(mean, values))
+
+    columns = (("unread", "kl"), ("unread", "reverse_kl"), ("self", "reverse_kl"))
+    assert f"before it {told('base')}" in log
+    assert f"KL without a break {told('whole')}" in log
+    assert f"reverse KL {told('student-reverse')}, the Jensen-Shannon divergence {told('student-jsd')}" in log
+    assert f"KL {told('student-kl')}" in log and f"KL on the teacher's text {told('own-kl')}" in log
+    rates = [run["tokens_per_second"] for run in raw["runs"]]
+    writing = [26_000 / run["seconds_to_write_26000_tokens"] for run in raw["runs"] if run["name"].startswith("base")]
+    assert f"{median(writing):.0f} tokens/s, and trained on {median(rates):.0f}" in log
 
 
 def test_every_stored_case_is_a_recipe(repo: Path, tmp_path: Path) -> None:
