@@ -62,10 +62,11 @@ _loaded: list[Any] = []  # lm-eval's module keeps the first one it saw
 
 
 def scores(rows: list[dict[str, Any]]) -> list[Any]:
-    """What models scored; losses are rounded."""
+    """What models scored; the losses of last words are rounded."""
     found = [(row["column"], row["value"], row["items"]) for row in rows]
     return [
-        (name, round(value, 4), [round(i, 4) for i in own] if "loss" in name else own) for name, value, own in found
+        (name, round(value, 4), [round(i, 4) for i in own]) if name == "lambada_openai loss" else (name, value, own)
+        for name, value, own in found
     ]
 
 
