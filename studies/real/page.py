@@ -140,16 +140,7 @@ SPLITS = Path("benchmarks/results/real_experts_smollm2_cpu.json")
 
 def splits(file: dict[str, Any]) -> str:
     """Markdown with the divergence of each untrained mixture of experts from the dense model."""
-    head = [
-        "experts",
-        "active",
-        "shared neurons",
-        "neurons of a token",
-        "split",
-        "router",
-        "spread of its logits",
-        "KL",
-    ]
+    head = ["experts", "active", "shared neurons", "neurons of a token", "split", "router", "spread of its logits", "KL"]
     body = []
     for model in file["models"]:
         experts, active, shared = (model[name] for name in ("experts", "active", "shared"))
