@@ -25,7 +25,7 @@ from fcsd.models.selection import select_layers
 
 OUT, PAGE = Path("fcsd/plan/healing_law.json"), Path("docs/planning.md")
 HEALED = "SmolLM2-135M-Instruct"
-OTHER_LOSS = ("objective.", "optim.kind")  # runs that set one of these have another loss or optimizer
+OTHER_RECIPE = ("objective.", "optim.kind", "optim.train")  # runs that set one of these are left out
 
 
 def law(repo: Path = Path()) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def law(repo: Path = Path()) -> dict[str, Any]:
     raw = [json.loads((repo / file).read_text()) for file in RAW]
     costs = {name: json.loads((repo / file).read_text()) for name, file in LAYERS.items()}
     runs = [run for file in raw for run in file["runs"] if "kl" in run and "own" in run["text"].split("+")]
-    runs = [run for run in runs if not any(key.startswith(OTHER_LOSS) for key in run.get("set", {}))]
+    runs = [run for run in runs if not any(key.startswith(OTHER_RECIPE) for key in run.get("set", {}))]
     rows, known = [], []
     for run in runs:
         alone = costs[HEALED][run["wiring"]]["alone"]

@@ -17,8 +17,9 @@ RAW = (
     Path("benchmarks/results/real_smollm2_100m_2xh100.json"),
     Path("benchmarks/results/real_smollm2_10m_2xh100.json"),
     Path("benchmarks/results/real_smollm2_seeds_2xh100.json"),
+    Path("benchmarks/results/real_smollm2_parts_2xh100.json"),
 )
-SEEDS = RAW[2]
+SEEDS, PARTS = RAW[2:]
 PASSAGES = Path("benchmarks/results/real_smollm2_passages_cpu.json")
 # The benchmarks that count in a mean, and their chance.
 CHANCE = {benchmark.column: benchmark.chance for benchmark in SUITES["paper"]}
@@ -42,7 +43,11 @@ def runs(raw: list[dict[str, Any]]) -> str:
 
 def _also(run: dict[str, Any]) -> str:
     """What a run sets beside the columns of the table."""
-    named = {"optim.kind": "Muon", "objective.hidden.weight": "hidden states"}
+    named = {
+        "optim.kind": "Muon",
+        "objective.hidden.weight": "hidden states",
+        "optim.train": "converted layers alone",
+    }
     changed = [named[key] for key in run.get("set", {}) if key in named]
     return ", ".join([*changed, f"seed {run['seed']}"] if run.get("seed") else changed)
 
@@ -194,6 +199,7 @@ def _change(run: dict[str, Any], text: str) -> str:
 def filled(page: str, raw: list[dict[str, Any]], repo: Path = Path()) -> str:
     """The page with the tables of the stored runs and of the layers."""
     tables = {"runs": runs(raw), "scores": scores(raw[0]), "seeds": scores(raw[RAW.index(SEEDS)])}
+    tables["parts"] = scores(raw[RAW.index(PARTS)])
     tables |= {
         "layers": layers(repo),
         "rules": rules(repo),
