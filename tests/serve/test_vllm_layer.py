@@ -278,7 +278,7 @@ def literal_desync(wiring: Wiring, kinds: Sequence[Kind]) -> torch.Tensor:
 
 
 def run_rank(
-    rank: int, meeting: Meeting, wiring: Wiring, kinds: Sequence[Kind], stages: list[range], normed: bool
+    rank: int, meeting: Meeting, wiring: Wiring, kinds: Sequence[Kind], stages: list[range], normed: bool, beside: bool
 ) -> Any:
     """The final stream on one rank, by vLLM's loop; and what the reducer was asked."""
     reducer: Any = LateReducer(rank, meeting)
@@ -289,7 +289,7 @@ def run_rank(
         seen: list[Kind] = [kind_of(layers[i], NAMES) if i in stage else "moe-shared" for i in range(len(kinds))]
         assert [seen[i] for i in stage] == [kinds[i] for i in stage]
         for i, plan in layer_plans(wiring, seen, stage, blocks=blocks).items():
-            take_apart(layers[i], Wired(names, plan, reducer))
+            take_apart(layers[i], Wired(names, plan, reducer, beside=beside))
         for layer in layers.values():
             assert hidden.shape == (TOKENS, WIDTH)
             hidden, residual = layer(torch.arange(TOKENS), hidden, residual)
@@ -298,11 +298,11 @@ def run_rank(
 
 
 def run(
-    wiring: Wiring, kinds: Sequence[Kind], stages: list[range] | None = None, normed: bool = False
+    wiring: Wiring, kinds: Sequence[Kind], stages: list[range] | None = None, normed: bool = False, beside: bool = False
 ) -> tuple[torch.Tensor, list[str]]:
     meeting, stages = Meeting(), stages or [range(len(kinds))]
     with ThreadPoolExecutor(RANKS) as ranks:
-        jobs = [ranks.submit(run_rank, rank, meeting, wiring, kinds, stages, normed) for rank in range(RANKS)]
+        jobs = [ranks.submit(run_rank, rank, meeting, wiring, kinds, stages, normed, beside) for rank in range(RANKS)]
         (first, log), (second, _) = (job.result(timeout=60) for job in jobs)
     torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-12)
     return first, log
@@ -321,9 +321,10 @@ def wirings() -> list[Wiring]:
 @pytest.mark.parametrize(
     "kinds", [MIXED, ("moe-shared", "dense", "dense", "moe", "moe-shared")], ids=["mixed", "others"]
 )
-def test_every_wiring_is_computed_as_its_reads_say(kinds):
+@pytest.mark.parametrize("beside", [False, True], ids=["apart", "beside"])
+def test_every_wiring_is_computed_as_its_reads_say(kinds, beside):
     for wiring in wirings():
-        found, _ = run(wiring, kinds)
+        found, _ = run(wiring, kinds, beside=beside)
         torch.testing.assert_close(found, literal(wiring, kinds), rtol=1e-9, atol=1e-9, msg=str(wiring))
 
 

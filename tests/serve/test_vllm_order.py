@@ -166,7 +166,7 @@ def blocks(ranks: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return found
 
 
-def order(reducer: Reducer, count: int, blocks: dict[str, Any] | None = None) -> list[str]:
+def order(reducer: Reducer, count: int, blocks: dict[str, Any] | None = None, beside: bool = False) -> list[str]:
     """Starts, waits and products in the order of the code that Inductor generates for farskip layers.
 
     If there are ``blocks``, tokens are exchanged in flight.
@@ -174,7 +174,8 @@ def order(reducer: Reducer, count: int, blocks: dict[str, Any] | None = None) ->
     layers = [Layer(index) for index in range(count)]
     names, wiring, kinds = VllmNames(shared="shared_experts"), Wiring("farskip", tuple(range(count))), ["moe-shared"]
     for i, plan in layer_plans(wiring, kinds * count, range(count), every=blocks is not None).items():
-        take_apart(layers[i], Wired(names, plan, reducer, None if blocks is None else exchange.Exchange(f"{i}", 0)))
+        at = None if blocks is None else exchange.Exchange(f"{i}", 0)
+        take_apart(layers[i], Wired(names, plan, reducer, at, beside))
         if blocks is not None:
             blocks[f"{i}"] = layers[i].mlp
 
@@ -200,11 +201,18 @@ def order(reducer: Reducer, count: int, blocks: dict[str, Any] | None = None) ->
 
 
 def test_a_compiler_keeps_what_covers_a_sum(ranks: None) -> None:
-    first = ["mm", "hold", "moe", "start"]  # the sum of attention and shared experts starts inside the operator
-    later = ["wait", "mm", "wait", "hold", "moe", "start"]  # the attention under the routed experts' sum
-    last = ["wait", "mm", "wait", "moe"]
+    first = ["mm", "mm", "start", "mm", "start"]  # attention and shared experts; routed experts under their sum
+    later = ["wait", "mm", "wait", "mm", "start", "mm", "start"]  # the attention under the routed experts' sum
+    last = ["wait", "mm", "wait", "moe"]  # nothing is left to cover a sum of the shared experts
     assert order(Reducer(2, "tp:0"), 3) == [*first, *later, *last]
     assert order(Hasty(2, "tp:0"), 2) != [*first, *last]
+
+
+def test_a_compiler_keeps_what_covers_a_sum_that_starts_inside_an_operator(ranks: None) -> None:
+    first = ["mm", "hold", "moe", "start"]  # the sum of attention and shared experts
+    later = ["wait", "mm", "wait", "hold", "moe", "start"]
+    last = ["wait", "mm", "wait", "moe"]
+    assert order(Reducer(2, "tp:0"), 3, beside=True) == [*first, *later, *last]
 
 
 def test_a_compiler_keeps_what_covers_an_exchange(blocks: dict[str, Any]) -> None:

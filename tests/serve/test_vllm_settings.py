@@ -118,6 +118,8 @@ REFUSED = [
     (settings(FARSKIP, data_parallel_size=2, all2all_backend="deepep_low_latency"), "use allgather_reducescatter"),
     (settings(FARSKIP, additional_config={"fcsd": {"exchange": "in flight"}}), "exchange in flight"),
     (settings(FARSKIP, additional_config={"fcsd": {"exchange": "later"}}), "not 'later'"),
+    (settings(FARSKIP, additional_config={"fcsd": {"shared_experts": "beside"}}), "shared_experts beside has run"),
+    (settings(FARSKIP, additional_config={"fcsd": {"shared_experts": "first"}}), "not 'first'"),
     (settings(FARSKIP, use_ubatching=True), "two-batch overlap"),
     (settings(FARSKIP, enable_eplb=True), "moving experts"),
     (settings(FARSKIP, decode_context_parallel_size=2), "context parallelism"),
@@ -137,7 +139,7 @@ REFUSED = [
     (settings(FARSKIP, additional_config={"fcsd": {"reduce": "fast"}}), "unknown all-reduce backend 'fast'"),
     (
         settings(FARSKIP, additional_config={"fcsd": {"kind": "vllm"}}),
-        'the keys "reduce", "overlap_from" and "exchange"',
+        'the keys "reduce", "overlap_from", "exchange" and "shared_experts"',
     ),
     (settings(FARSKIP, additional_config={"fcsd": {"overlap_from": -1}}), "overlap_from is a number of tokens"),
     (settings(FARSKIP, additional_config={"fcsd": {"overlap_from": "2048"}}), "not '2048'; 0 always overlaps"),

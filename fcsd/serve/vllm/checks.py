@@ -79,8 +79,10 @@ def problems(vllm_config: Any, model_type: str) -> Iterator[str]:
     if strict and leaves_out(chosen.reduce):
         wrong = f"reduce {chosen.reduce} gives wrong results"
         yield f"{wrong}, which fcsd serve and fcsd eval refuse; start vLLM for a bound"
-    if strict and chosen.exchange == "in flight":
-        yield "exchange in flight has run on CPUs alone, so fcsd serve and fcsd eval refuse it; start vLLM to try it"
+    unproven = {"exchange in flight": chosen.exchange == "in flight"}
+    unproven["shared_experts beside"] = chosen.shared_experts == "beside"
+    for name in (name for name, is_so in unproven.items() if is_so and strict):
+        yield f"{name} has run on CPUs alone, so fcsd serve and fcsd eval refuse it; start vLLM to try it"
 
 
 def _wiring_problems(wiring: Wiring, parallel: Any) -> Iterator[str]:

@@ -44,7 +44,8 @@ class Wired:
     names: VllmNames
     plan: LayerPlan
     reducer: Reducer
-    exchange: Exchange | None = None  # of tokens, where it is in flight; the plan then calls shared experts apart
+    exchange: Exchange | None = None  # of tokens, where it is in flight; the layer then calls shared experts apart
+    beside: bool = False  # whether it leaves to vLLM where shared experts with a sum of their own are computed
     linear: bool = False  # whether the layer has linear attention
     fills: bool = False  # whether the attention writes its output where it is told to, as linear layers' up to 0.25
 
@@ -89,7 +90,7 @@ class WiredLayer(nn.Module):
         x, flight = self._read(flight, plan.mlp, getattr(self, names.mlp_norms[0] or ""))
         exchange, steps = self.fcsd.exchange, plan.steps[1:]
         token = None if exchange is None else exchange.gather(x)
-        if plan.splits and exchange is None:
+        if plan.splits and self.fcsd.beside:
             flight, steps = self._experts(flight, collected, x), ()
         for step in steps:
             self.fcsd.reducer.cover(x, flight.newest, flight.sums)
@@ -261,7 +262,7 @@ def take_apart(layer: Any, wired: Wired) -> None:
     if hasattr(mlp, "experts"):
         runner = mlp.experts
         runner.__class__ = _mixed(UnreducedExperts, type(runner))
-        if wired.plan.splits and wired.exchange is not None:
+        if wired.plan.splits and not wired.beside:
             # The layer calls the shared experts itself. They stay where the checkpoint's names find them.
             runner._shared_experts = None
             runner._forward_entry = runner._select_forward()

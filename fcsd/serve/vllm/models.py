@@ -59,7 +59,8 @@ def rewire(model: Any, names: VllmNames, vllm_config: Any) -> None:
         exchange = None
         if exchanges and kinds[i] != "dense":
             exchange = _exchange(getattr(layers[i], names.mlp), vllm_config, settings.overlap_from)
-        take_apart(layers[i], Wired(names, plan, reducer, exchange))
+        beside = settings.shared_experts == "beside" and exchange is None
+        take_apart(layers[i], Wired(names, plan, reducer, exchange, beside))
 
 
 def _exchange(mlp: Any, vllm_config: Any, overlap_from: int) -> Exchange:

@@ -48,11 +48,14 @@ class Settings(NamedTuple):
         reduce: the name of a backend, see ``parallel.all_reduce.backends``; or the file of a table.
         overlap_from: the fewest tokens of a step without a CUDA graph whose sums are in flight; a table does not ask.
         exchange: ``at once``, by vLLM, or ``in flight``: how tokens travel under data-parallel attention.
+        shared_experts: ``apart``, before the routed ones, or ``beside``, by vLLM's call for both, which computes few
+            tokens of them on a second stream; where both have sums of their own.
     """
 
     reduce: str
     overlap_from: int
     exchange: str
+    shared_experts: str
 
 
 class Sum(NamedTuple):
@@ -172,8 +175,8 @@ def read_settings(additional_config: Any, degree: int | None = None) -> Settings
         BadInputError: the file is not a table for this.
     """
     section = additional_config.get("fcsd", {}) if isinstance(additional_config, dict) else {}
-    if not isinstance(section, dict) or section.keys() - {"reduce", "overlap_from", "exchange"}:
-        keys = '"reduce", "overlap_from" and "exchange"'
+    if not isinstance(section, dict) or section.keys() - set(Settings._fields):
+        keys = " and ".join((", ".join(f'"{key}"' for key in Settings._fields[:-1]), f'"{Settings._fields[-1]}"'))
         raise ConfigError(f'--additional-config: the section "fcsd" has the keys {keys} alone')
     reduce = str(section.get("reduce", "auto"))
     read_ways(reduce, "plugin", degree)
@@ -184,12 +187,14 @@ def read_settings(additional_config: Any, degree: int | None = None) -> Settings
     overlap_from = section.get("overlap_from", OVERLAP_FROM)
     if type(overlap_from) is not int or overlap_from < 0:
         raise ConfigError(f"overlap_from is a number of tokens, not {overlap_from!r}; 0 always overlaps")
-    exchange = section.get("exchange", "at once")
+    exchange, shared_experts = section.get("exchange", "at once"), section.get("shared_experts", "apart")
     if exchange not in ("at once", "in flight"):
         raise ConfigError(f'exchange is "at once" or "in flight", not {exchange!r}')
+    if shared_experts not in ("apart", "beside"):
+        raise ConfigError(f'shared_experts is "apart" or "beside", not {shared_experts!r}')
     if is_table(reduce) and exchange == "in flight":
         raise ConfigError(f"exchange in flight does not go with {reduce}, which is about sums; leave one of them out")
-    return Settings(reduce, overlap_from, exchange)
+    return Settings(reduce, overlap_from, exchange, shared_experts)
 
 
 @cache
