@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .class_swap import swap_classes
 from .wiring import Blocks, LayerWiring, WiredLayer, hf_parts, is_linear, take_apart
@@ -54,7 +55,8 @@ def stay_inside_documents(layers: Any, blocks: Blocks | None = None) -> None:
     if blocks is None:
         return
     for layer in layers:
-        if not isinstance(layer, WiredLayer):
+        # What stands in for a layer that is left out of a pass is no layer of transformers.
+        if isinstance(layer, GradientCheckpointingLayer) and not isinstance(layer, WiredLayer):
             take_apart(layer, LayerWiring(0, 0, 1, False, partial(hf_parts, blocks), blocks))
 
 

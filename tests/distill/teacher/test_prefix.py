@@ -21,7 +21,7 @@ from fcsd.models.archs import ARCHS
 from fcsd.models.build import decoder_layers, wire
 from fcsd.models.wiring import Wiring
 
-SOME = ("llama", "deepseek_v2", "qwen3_next", "glm_moe_dsa", "gemma3_text")  # the last two pass on or choose more
+SOME = ("llama", "deepseek_v2", "jamba", "glm_moe_dsa", "gemma3_text")  # the last two pass on or choose more
 LAST = Wiring("parallel", (2, 3))
 COLUMNS = {
     "input_ids": torch.arange(24).reshape(2, 12),
