@@ -57,8 +57,8 @@ def test_a_student_in_training_goes_on_with_what_the_teacher_computed(arch: str)
     with torch.no_grad(), noted(model, 2) as found:
         final_hidden(model, COLUMNS)
     switch_off_noise(wire(model.train(), LAST))
-    classes = [type(layer) for layer in decoder_layers(model)]
     whole, counts = final_hidden(model, COLUMNS), counted(model)
+    classes = [type(layer) for layer in decoder_layers(model)]
     with left_out(model, *found):
         rest = final_hidden(model, COLUMNS)
     assert counts[:2] == [0, 0] and all(counts[2:])
