@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 from benchmarks.out_file import out_file
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from fcsd.bench.random_run import random_corpus, random_recipe
@@ -137,9 +136,7 @@ def same_bits(models: Models, wiring: str, ids: Tensor) -> bool | None:
 
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        # cuDNN's attention, which torch prefers on Hopper GPUs, gives other bits in every backward pass.
-        attention = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
-        with attention, warnings.catch_warnings(action="ignore"):  # kernels without a deterministic form say so
+        with warnings.catch_warnings(action="ignore"):  # kernels without a deterministic form say so
             blocking = passes("blocking")
             return None if differ(blocking, passes("blocking")) else not differ(blocking, passes("overlapped"))
     finally:

@@ -70,13 +70,20 @@ def run(load: Workload, memory: int | None = None) -> dict[str, Any]:
     return under_vllm.bench(load, config_of(load.model, load.layers), memory, lambda found: None)
 
 
-def test_every_variant_is_a_server_that_is_timed_in_turns(asked):
+def test_every_variant_is_a_server_that_is_timed_in_turns(asked, monkeypatch):
+    started, await_answers = [], under_vllm.await_answers
+    monkeypatch.setattr(
+        under_vllm,
+        "await_answers",
+        lambda servers, until: started.append(list(servers)) or await_answers(servers, until),
+    )
     found = run(Workload("tiny-dense", 2, tp=2, **SMALL), memory=80 << 30)
     variants, servers = found["variants"], asked()
     # The replicas are two servers and run alone, after those that share the GPUs.
     names = ["original", "ladder", "bound", "ladder, sums at once", "original, async TP"]
     names += ["original, symmetric memory by NCCL", "original, no custom all-reduce", "original, one replica a GPU"]
     assert list(variants) == names and len(servers) == 9
+    assert started[0] == names[:4], "those that share the GPUs start together"
     for name in ("original", "ladder", "bound", "ladder, sums at once", "original, one replica a GPU"):
         rounds = variants[name]["rounds"]
         turns = 2 if name == "original" else 1  # it takes turns with the alternatives, too

@@ -799,12 +799,18 @@ def test_serving_by_vllm_without_peer_access(repo: Path, raw: Raw) -> None:
         gains = {key: found["original"][key] / ms for key, ms in times.items()}
         cells = [f"{ms:.{digits[key]}f} ({gains[key]:.2f}x)" for key, ms in times.items()]
         assert f"| {'the bound, which sends nothing' if name == 'bound' else name} | {' | '.join(cells)} |" in page
+    together, alone = (raw(f"serve_vllm_slow_{kind}2xh100") for kind in ("", "original_"))
+    starts = {round(one["start_s"]) for one in together["variants"].values()}
+    said = " ".join(page.split())
+    assert f"at the same time in {max(starts)} s; the whole command took {together['seconds']:.0f} s" in said
+    assert f"the original alone took {alone['variants']['original']['start_s']:.0f} s to start" in said
 
 
 @pytest.mark.parametrize("link", ["slow_", ""])
 def test_tensor_parallel_steps(repo: Path, raw: Raw, link: str) -> None:
     found = raw(f"tensor_parallel_{link}2xh100")
-    assert found["equal"] == {"standard": None, "ladder": None}  # the page says so
+    bits = raw("tensor_parallel_bits_2xh100")["equal"]
+    assert found["equal"] == bits == {"standard": None, "ladder": None}  # the page says so
     steps = {name: median(one["ms"]) for name, one in found["variants"].items()}
     page = (repo / "benchmarks/results/training.md").read_text()
     for name, ms in steps.items():
@@ -849,3 +855,21 @@ def test_adapters_zero_3_and_the_kernels_of_liger(repo: Path, raw: Raw) -> None:
             f"| {side} | {1e3 * found[side][0]['seconds']:.1f} | {found[side][0]['seconds'] / own:.2f}x |"
             in distillation
         )
+
+
+def test_the_best_of_autoep_and_sums_of_two_ranks_in_the_index(repo: Path, raw: Raw) -> None:
+    index = (repo / "benchmarks/results/README.md").read_text()
+    steps = raw("train_v2lite_tuned_2xh100")["routers"]["uniform"]["variants"]
+    own, bound, tuned, stock = (
+        median(steps[name]["step"]) for name in ("overlapped-fused", "comm-free-fused", "stock-tuned", "stock")
+    )
+    said = f"**{tuned / own:.2f}x** of AutoEP's step with them, {stock / own:.2f}x without; {100 * bound / own:.1f} %"
+    assert said in index
+    timed = raw("all_reduce_one_step_slow_2xh100")["ms"]
+    gains = {
+        size: [timed[size]["nccl"][0] / timed[size][f"quantised:{kind} in one step"][0] for kind in ("int8", "int4")]
+        for size in ("64 MiB", "1 MiB", "0.015625 MiB")
+    }
+    large, middle, small = gains.values()
+    assert "INT8 {:.2f}x and INT4 {:.2f}x of NCCL at 64 MiB".format(*large) in index
+    assert "{:.2f}x and {:.2f}x at 1 MiB, **{:.2f}x and {:.2f}x** at 16 KiB".format(*middle, *small) in index

@@ -293,3 +293,24 @@ def test_a_real_model_is_healed_from_its_package(repo: Path, tmp_path: Path) -> 
     assert healed < untrained
     assert (tmp_path / "out/healed/model.safetensors").is_file()
     assert real_model(repo, tmp_path, "1", "out").stdout.splitlines()[-1] == last
+
+
+def test_what_training_the_converted_layers_alone_gains_is_that_of_the_raw_file(repo: Path) -> None:
+    raw = json.loads((repo / page.PARTS).read_text())
+    pages = (repo / file for file in (page.PAGE, "docs/adapters.md"))
+    text, adapters = (" ".join(file.read_text().split()) for file in pages)
+    full, parts = raw["runs"]
+    rates = [run["tokens_per_second"] for run in (parts, full)]
+    assert f"alone is {rates[0] / rates[1]:.2f}x as fast" in text
+    seconds = [run["tokens"] / run["tokens_per_second"] for run in (parts, full)]
+    assert "41 million tokens in {:.0f} s of steps, and full training 24 million in {:.0f} s".format(*seconds) in text
+    ends = [run["kl"][name]["kl"] for run in (parts, full) for name in ("own", "foreign")]
+    assert "{:.3f} and {:.3f} nats (own and foreign text) instead of {:.3f} and {:.3f}".format(*ends) in text
+    during = parts["held_out"][1][1], full["held_out"][-1][1]
+    assert "at {:.3f} on the run's held-out text, full training after 24 million at {:.3f}".format(*during) in text
+    assert "{:,.0f} tokens/s, and {:,.0f} with all weights".format(*(round(rate, -3) for rate in rates)) in adapters
+    shares = re.findall(
+        r"(teacher|student|loss|backward|optimizer) .* ([\d.]+)%$", "\n".join(raw["account"]["text"]), re.M
+    )
+    told = "teacher {:.0f} %, student's forward pass {:.0f} %, loss {:.0f} %, backward pass {:.0f} %, update {:.0f} %"
+    assert told.format(*(float(share) for _, share in shares)) in text
