@@ -42,7 +42,8 @@ from fcsd.bench.serve.workload import (
 )  # fmt: skip
 from fcsd.disk import write_json
 from fcsd.errors import ConfigError, FcsdError
-from fcsd.models.build import experts_of
+from fcsd.models.build import arch_of, experts_of
+from fcsd.models.wiring_block import Wiring
 from fcsd.parallel.all_reduce.ways import PLAIN, SUFFIX, Way, Ways
 from fcsd.serve.vllm.support import installed_version, require_vllm
 
@@ -75,17 +76,15 @@ def bench(
     require_vllm("fcsd bench serve", rewired=True)
     names, moe = usual_wirings(load, config), experts_of(config) > 0
     wirings = {name: wiring_for(name, config, load.tp) for name in (STANDARD, *names)}
-    if moe and load.dp > 1:
-        raise ConfigError(
-            "under data-parallel attention a converted model with experts has nothing in flight that could be measured",
-            "Use --tp and --ep without --dp.",
-        )
+    spread = moe and load.dp > 1
+    if spread and not load.ep:
+        raise ConfigError("under data-parallel attention the plugin serves divided experts alone", "Add --ep.")
     version, gpus = installed_version(), load.tp * load.dp
     weights, cache = weight_bytes(config), cache_bytes(config, tokens_at_once(load), load.tp)
     fits_one = None if memory is None else weights + cache // gpus + (6 << 30) <= 0.94 * memory
     machine = Machine(version, lambda module: find_spec(module) is not None, gpus, fits_one)
-    others, missing = alternatives(machine, tp=load.tp, moe=moe)
-    room = 1 if memory is None else room_for(memory, weights * load.dp, cache, gpus)
+    others, missing = alternatives(machine, tp=load.tp, moe=moe, dp=load.dp)
+    room = 1 if memory is None else room_for(memory, weight_bytes(config, load.dp, load.ep), cache, gpus)
     run = _Run(load, config, {"vllm": version, "variants": {}, "missing": missing, "notes": []}, write)
     if room == 1:
         run.found["notes"].append("the GPUs hold one server at a time, so that the variants ran one after the other")
@@ -99,7 +98,10 @@ def bench(
             for name, wiring in wirings.items()
         }
         try:
-            for group in groups(core(names, _ways(load, folder)), others, room):
+            first = core(names, _ways(load, folder), _forms(config, wirings[names[0]], spread))
+            if spread:  # what a bound leaves out is sums, and the original exchanges tokens
+                first = [variant for variant in first if variant.role in ("original", "wired")]
+            for group in groups(first, others, room):
                 run.time(
                     group, paths, sharing if len(group) > 1 else (), folder, environment=_EVEN_ROUTING if moe else {}
                 )
@@ -256,6 +258,15 @@ def _ways(load: Workload, folder: Path) -> dict[Way, str | None]:
         write_json(path, file_of(load, {"tables": {"": ways.to_rows()}}, "fcsd bench serve"))
         found[at_once] = str(path)
     return found
+
+
+def _forms(config: PretrainedConfig, wiring: Wiring, spread: bool) -> dict[str, dict[str, str]]:
+    """Further forms of a wiring that the plugin has, which it does not choose by itself."""
+    if spread:
+        return {"exchange in flight": {"exchange": "in flight"}}
+    if wiring.name == "farskip" and experts_of(config) and arch_of(config).vllm.shared is not None:
+        return {"shared experts beside": {"shared_experts": "beside"}}
+    return {}
 
 
 def _options(load: Workload, variant: Variant) -> list[str]:
