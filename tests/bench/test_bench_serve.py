@@ -48,6 +48,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, repo: Path) -> Any:
     monkeypatch.setattr(under_vllm, "require_vllm", lambda what, *, rewired: None)
     monkeypatch.setattr(under_vllm, "LOAD_SECONDS", 0)
     monkeypatch.setattr(under_vllm, "LEAST", 4)
+    monkeypatch.setattr(under_vllm, "ENOUGH", 0)
     yield lambda: [json.loads(line) for line in (tmp_path / "asked").read_text().splitlines()]
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
         del sys.modules[name]

@@ -11,6 +11,7 @@ processes. Prefix caching is off, prompts are random, and no answer ends early.
 import contextlib
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -49,6 +50,7 @@ from fcsd.serve.vllm.support import installed_version, require_vllm
 
 LOAD_SECONDS = 15  # of arrivals under each load
 LEAST, MOST = 24, 600  # requests under a load
+ENOUGH = 0.5  # seconds for which a round measures a figure of a variant: one short answer says little
 _BUSY = "the host is too busy to time its steps"
 _EVEN_ROUTING = {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"}
 
@@ -210,13 +212,16 @@ class _Run:
         for kind, size, count, tokens, new, measure in work:
             prompts = prompts_of(count, tokens, self.vocabulary, seed=size)
             for round_ in range(-1, 1 if kind == "peak" else load.rounds):  # the first round warms up
-                for variant in running:
-                    answers = self._ask(variant, prompts, new)
-                    if answers and round_ >= 0:
+                turn = (round_ + 1) % len(running)  # each begins once, so that none is always behind the same one
+                for variant in running[turn:] + running[:turn]:
+                    times, until = [], time.monotonic() + (0 if round_ < 0 or kind == "peak" else ENOUGH)
+                    while (not times or time.monotonic() < until) and (answers := self._ask(variant, prompts, new)):
                         if kind == "decode" and figures.in_bursts(answers):
                             self._note(f"{variant.name}: most tokens of batch {size} came in bursts; {_BUSY}")
+                        times.append(measure(answers))
+                    if times and round_ >= 0:
                         rounds = self.found["variants"][variant.name]["rounds"]
-                        rounds.setdefault((kind, size), []).append(measure(answers))
+                        rounds.setdefault((kind, size), []).append(statistics.median(times))
             if self.left <= 0:
                 self.found["notes"].append(f"the time ended at {kind} {size}; give it more --minutes")
                 return
