@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.bench import runner
-from fcsd.bench.serve import choice, figures, own, table, under_vllm
+from fcsd.bench.serve import choice, figures, table, under_vllm
 from fcsd.bench.serve.workload import Workload, config_of
 from fcsd.disk import write_json
 from fcsd.launch.environment import snapshot
@@ -51,6 +51,8 @@ def bench(
         runner.write(head | stored(found, heal_hours, gpus), out and out / "serve.json", rank)
 
     if load.engine == "own":
+        from fcsd.bench.serve import own  # needs accelerate, which an image of vLLM may lack
+
         found = own.bench(load, config)
     else:
         cards: Any = facts["gpus"]
