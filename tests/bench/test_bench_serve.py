@@ -211,6 +211,8 @@ def test_the_engine_of_fcsd_is_measured_on_this_machine(tmp_path):
     assert ways.to_rows() == stored["tables"]["ladder"]
     assert ways.decode[0][0] == 1 and ways.prefill[0][0] == 16, "the tokens of a step"
     assert stored["command"].startswith("fcsd ") and stored["environment"]["packages"]["torch"]
+    written = [(tmp_path / name).read_text() for name in ("serve.json", "table.json")]
+    assert all(str(tmp_path) not in text and "--table table.json" in text for text in written), "names alone"
     assert (tmp_path / "serve.png").stat().st_size > 1000
 
 
