@@ -65,7 +65,7 @@ def answer(raw: list[dict[str, Any]], repo: Path = Path()) -> str:
     A target is reached where the upper end of the interval of 90 % is within it.
     """
     head = ["converted", "wiring", "tokens", "trained", "points lost", "untrained", "KL, own text", "KL, foreign text"]
-    head += ["step, first tokens", "with NVLink"]
+    head += ["served: step / first tokens", "with NVLink"]
     body, reached = [], []
     for run in best(raw):
         count, wiring = run["count"], run["wiring"]

@@ -267,7 +267,7 @@ def test_failed_cases_run_again_and_two_runs_of_a_gpu_have_two_ports(
 ) -> None:
     case = {"wiring": "ladder", "layers": "50%", "text": "own", "tokens": 1e7, "lr": 1e-3}
     cases, out, ran = tmp_path / "cases.jsonl", tmp_path / "out", []
-    cases.write_text("\n".join(json.dumps({"name": name, **case}) for name in "abc"))
+    cases.write_text("\n".join(json.dumps({"name": name, "eval": name == "c", **case}) for name in "abc"))
     both = threading.Barrier(2)
 
     def pretended(case: dict, *given: object) -> dict:
@@ -280,7 +280,7 @@ def test_failed_cases_run_again_and_two_runs_of_a_gpu_have_two_ports(
 
     monkeypatch.setattr(heal, "heal", pretended)
     monkeypatch.setattr(heal, "scores", lambda *_: {"scores": {}})
-    words = ["heal", "teacher", str(out), "--cases", str(cases), "--text", "own=own", "--at-once", "2"]
+    words = ["heal", "teacher", str(out), "--cases", str(cases), "--text", "own=own", "--at-once", "2", "--mirror", "m"]
     for expected in ("abc", "b", ""):
         before = len(ran)
         monkeypatch.setattr(sys, "argv", words)
@@ -290,6 +290,9 @@ def test_failed_cases_run_again_and_two_runs_of_a_gpu_have_two_ports(
     assert {env["CUDA_VISIBLE_DEVICES"] for _, env in ran} == {"0"}
     lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     assert [line.get("failed") for line in lines if line["name"] == "b"] == ["lost", None]
+    before, after = (line for line in lines if line["name"] == "c")  # a run is kept while its benchmarks are asked
+    assert before["failed"] == "the benchmarks have not ended" and before["kl"] == {}
+    assert after["scores"] == {} and "failed" not in after
 
 
 def test_the_cases_of_the_study_of_ranks_are_taken_and_its_table_is_that_of_the_stored_runs(
