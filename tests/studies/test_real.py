@@ -231,7 +231,7 @@ def test_the_figures_of_the_on_policy_tail_are_those_of_the_raw_file(repo: Path)
 
 
 def test_every_stored_case_is_a_recipe(repo: Path, tmp_path: Path) -> None:
-    texts = {"own": tmp_path / "own", "foreign": tmp_path / "foreign"}
+    texts = {name: tmp_path / name for name in ("own", "doc", "foreign")}
     for case in (case for file in page.read(repo) for case in file["runs"]):
         if "optim.kind" in case.get("set", {}):
             continue  # Muon, which lost and was removed (docs/LOG.md)
