@@ -155,12 +155,13 @@ def test_what_the_page_says_of_the_divisions_is_that_of_the_raw_file(repo: Path)
     models = json.loads((repo / page.SPLITS).read_text())["models"]
     choices = [{key: value for key, value in one.items() if key != "kl"} for one in models]
     assert all(case.items() <= choice.items() for case, choice in zip(experts.COMPARED, choices, strict=True))
-    whole, used, random, two, gates, wide, small, *_ = (one["kl"]["foreign"]["kl"] for one in models)
+    whole, used, random, two, gates, wide, small, less, more = (one["kl"]["foreign"]["kl"] for one in models)
     assert abs(whole) < 1e-6 and random > 2 * used and 0 < used - small < 0.02 < 0.4 < wide - used
     assert (
         f"{used:.2f} nats, and {random:.2f} with a random split" in text and f"the fitted one has {gates:.2f}." in text
     )
     assert f"prefers some ({wide:.2f})" in text and f"gain little ({small:.2f})" in text
+    assert f"in use {less:.2f} if 256 are shared, {used:.2f} with 512 and {more:.2f} with 768" in text
     assert round(two / used, 1) == 2.0 and f"double the divergence ({two:.2f})" in text
 
 
