@@ -350,16 +350,10 @@ def test_what_the_page_says_of_the_longer_runs_is_that_of_the_raw_file(repo: Pat
         next(found for found in raw["differences"] if found["model"].startswith(name)) for name in ("half", "far")
     )
     tasks = [{task["column"]: task for task in found["tasks"]} for found in (half, far)]
-    lost = ["{:.1f} ± {:.1f}".format(-found["HS"]["points"], found["HS"]["stderr"]) for found in tasks]
-    assert f"HellaSwag's: {lost[0]} points of it with `half` and {lost[1]} with `far`" in text
-    others = [-task["points"] for found in tasks for name, task in found.items() if name in ("PIQA", "ARC-E", "OBook")]
-    assert max(others) < 0.9 and "The other three tasks are within 0.9 points" in text
     runs = {run["name"].split("-")[0]: run for run in raw["runs"]}
-    ends = [runs["half"]["kl"][name]["kl"] for name in ("own", "foreign")]
-    assert "half of the layers are at {:.3f} and {:.3f} nats".format(*ends) in text
     (full,) = (run for run in page.read(repo)[0]["runs"] if run["name"] == "farskip-auto-both-100m")
     rates = [run["tokens_per_second"] for run in (runs["far"], full)]
-    assert f"training is {rates[0] / rates[1]:.2f}x as fast as that of all weights" in text
+    assert f"With layers 2-29 converted it is {rates[0] / rates[1]:.2f}x as fast" in text
     words = [found["lambada_openai"] for found in tasks]
     assert all(0 <= task["points"] <= 1.8 and task["stderr"] < 1.8 for task in words)
     assert all(found["loss"]["nats"] < 0 for found in (half, far))
