@@ -344,6 +344,22 @@ def test_a_real_model_is_healed_from_its_package(repo: Path, tmp_path: Path) -> 
     assert real_model(repo, tmp_path, "1", "out").stdout.splitlines()[-1] == last
 
 
+def test_what_the_page_says_of_the_longer_runs_is_that_of_the_raw_file(repo: Path) -> None:
+    raw, text = json.loads((repo / page.CONVERTED).read_text()), " ".join((repo / page.PAGE).read_text().split())
+    half, far = (
+        next(found for found in raw["differences"] if found["model"].startswith(name)) for name in ("half", "far")
+    )
+    tasks = [{task["column"]: task for task in found["tasks"]} for found in (half, far)]
+    runs = {run["name"].split("-")[0]: run for run in raw["runs"]}
+    (full,) = (run for run in page.read(repo)[0]["runs"] if run["name"] == "farskip-auto-both-100m")
+    rates = [run["tokens_per_second"] for run in (runs["far"], full)]
+    assert f"With layers 2-29 converted it is {rates[0] / rates[1]:.2f}x as fast" in text
+    words = [found["lambada_openai"] for found in tasks]
+    assert all(0 <= task["points"] <= 1.8 and task["stderr"] < 1.8 for task in words)
+    assert all(found["loss"]["nats"] < 0 for found in (half, far))
+    assert {f"{found['perplexities'][0]['nats']:.2f}" for found in (half, far)} == {"0.09"}
+
+
 def test_what_training_the_converted_layers_alone_gains_is_that_of_the_raw_file(repo: Path) -> None:
     raw = json.loads((repo / page.PARTS).read_text())
     pages = (repo / file for file in (page.PAGE, "docs/adapters.md"))
