@@ -13,6 +13,7 @@ from fcsd.errors import BadInputError
 _KINDS: list[tuple[tuple[str, ...], str, str]] = [
     (("model_index.json",), "a diffusers pipeline", "fcsd rewires language models only."),
     (("config.resolved.yaml",), "an fcsd run", "Export it first: fcsd export RUN OUT."),
+    (("MANIFEST.json",), "a checkpoint of an fcsd run", "Export it first: fcsd export RUN OUT --checkpoint step-N."),
     (
         ("adapter_config.json", "adapter_model.*"),
         "a LoRA adapter",

@@ -173,7 +173,10 @@ def test_a_scale_of_queries_that_the_file_does_not_say_is_refused(
 def test_what_does_not_fit_is_refused_before_a_weight_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = sum(weight.numel() for weight in write(tmp_path / "m.gguf").values())
     monkeypatch.setattr("fcsd.checkpoint.gguf._load", lambda file: pytest.fail("weights were read"))
-    for wrong, reason in (({"wiring": "lader"}, "no wiring 'lader'"), ({"layers": "2-9"}, "the choice needs 10 layers")):
+    for wrong, reason in (
+        ({"wiring": "lader"}, "no wiring 'lader'"),
+        ({"layers": "2-9"}, "the choice needs 10 layers"),
+    ):
         with pytest.raises(ConfigError, match=reason):
             convert_checkpoint(tmp_path / "m.gguf", tmp_path / "out", **wrong)
     disk = SimpleNamespace(free=2 * values - 1)
