@@ -127,9 +127,11 @@ def _write(model: Path, run: Path | None, out: Path, *, force: bool, title: str 
 
 def _trained(run: Path | None) -> list[Path]:
     """What a run has trained. It would be lost if ``--force`` replaced it by an export."""
+    if run is None:
+        return []
     from fcsd.distill.run import run_dir
 
-    return [run / run_dir.CHECKPOINTS, run / run_dir.FINAL] if run else []
+    return [run / run_dir.CHECKPOINTS, run / run_dir.FINAL]
 
 
 def _choose(run: Path, checkpoint: str | None) -> Path:
