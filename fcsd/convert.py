@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.checkpoint import read_config, read_layout, remote_headers, resolve, verify_tensors
-from fcsd.checkpoint.config_json import check_type
+from fcsd.checkpoint.config_json import CheckpointConfig, check_type
 from fcsd.checkpoint.gguf import is_gguf, unpack_beside
 from fcsd.checkpoint.location import SMALL_FILES, base_path_file, origin
 from fcsd.checkpoint.rewired import AMD_CLASS, AMD_KEYS, describe, refuse_rewired
 from fcsd.checkpoint.side_files import side_files, without_code
 from fcsd.checkpoint.staging import check_out, copy_small, staged, take_over
 from fcsd.disk import write_text
-from fcsd.models.wiring_block import BORDERS
+from fcsd.models.wiring_block import BORDERS, Wiring
 from fcsd.parity import Proof, plan_proof, prove_parity
 
 log = logging.getLogger(__name__)
@@ -130,9 +130,14 @@ def convert_checkpoint(
     from fcsd.models.export_template import converted_files
 
     out = Path(out)
+    how = {"variant": variant, "border": border, "tp_degree": tp_degree, "reduce": reduce, "distance": distance}
+
+    def choose(config: CheckpointConfig) -> Wiring:
+        return choose_wiring(config, ARCHS[config.model_type], wiring, layers, **how)
+
     if is_gguf(model):
         check_out(out, [Path(model)], force=force)
-        model = unpack_beside(Path(model), out, dry_run=dry_run)
+        model = unpack_beside(Path(model), out, dry_run=dry_run, accept=choose)
     source = resolve(str(model), allow_patterns=SMALL_FILES if dry_run else None)
     former = check_out(out, [source.path], force=force)
     config = read_config(source.path, trust_remote_code=trust_remote_code)
@@ -143,8 +148,7 @@ def convert_checkpoint(
     layout = read_layout(source.path, remote=remote_headers(source) if dry_run else None)
     verify_tensors(layout, config)
     arch = ARCHS[config.model_type]
-    how = {"variant": variant, "border": border, "tp_degree": tp_degree, "reduce": reduce, "distance": distance}
-    chosen = choose_wiring(config, arch, wiring, layers, **how)
+    chosen = choose(config)
 
     hashed = not (dry_run and source.repo_id)  # a dry run does not download the shards of a repository
     hashed = hashed and not config.foreign  # such a model's teacher is a copy, whose config.json differs

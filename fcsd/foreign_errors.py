@@ -57,6 +57,8 @@ _DISK = {  # number of the error -> message, hint
     errno.EFBIG: ("a file may not grow so large", _SPACE),
     errno.EROFS: ("the file system is read-only", _ACCESS),
     errno.EACCES: ("the system refuses access", _ACCESS),
+    errno.ENOTDIR: ("a part of the path is a file", "choose another directory"),
+    errno.EEXIST: ("a file is in the way", "choose another directory"),
 }
 
 

@@ -17,7 +17,7 @@ from fcsd.checkpoint import inspect_checkpoint
 from fcsd.checkpoint.chat_text import chat_text, limited_template
 from fcsd.checkpoint.files import quoted
 from fcsd.config.recipe import Recipe
-from fcsd.errors import BadInputError
+from fcsd.errors import BadInputError, DiskError
 from fcsd.foreign_errors import one_line, reason_in, reason_of, translate
 
 
@@ -69,6 +69,14 @@ def test_all_lines_of_a_reason_are_said(fail, kind: type[Exception], parts: list
     assert [part for part in parts if part not in said] == [] and said.isprintable()
     known = translate(caught.value)  # of these, the table knows those of safetensors and of transformers' configs
     assert known is None or str(known).endswith(said)
+
+
+@pytest.mark.parametrize("out", ["file", "file/below"])
+def test_a_file_in_the_place_of_a_directory_is_an_error_of_the_disk(tmp_path: Path, out: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError) as caught:
+        (tmp_path / out).mkdir(parents=True, exist_ok=True)
+    assert isinstance(error := translate(caught.value), DiskError) and str(tmp_path / out) in str(error)
 
 
 def test_a_reason_is_printable_and_says_how_much_is_left_out() -> None:

@@ -6,17 +6,21 @@ here: scaled rotary embeddings, experts, files in several parts, and keys of the
 
 import logging
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fcsd.checkpoint.config_json import CheckpointConfig
 from fcsd.checkpoint.staging import check_out, staged
 from fcsd.disk import write_text
-from fcsd.errors import BadInputError, ConfigError
+from fcsd.errors import BadInputError, ConfigError, DiskError
 from fcsd.extras import require_extra
 from fcsd.foreign_errors import reason_of
 
 log = logging.getLogger(__name__)
 
+_DAMAGED = "If the file is damaged or not complete, download it again."
 _OTHER = "Pass the safetensors checkpoint that it was made from."
 
 # llama.cpp's architecture -> the keys of the file that transformers translates, and those without effect on the model.
@@ -49,7 +53,7 @@ def is_gguf(model: str | Path) -> bool:
     return str(model).endswith(".gguf")
 
 
-def unpack_gguf(file: Path, out: Path) -> None:
+def unpack_gguf(file: Path, out: Path, accept: Callable[[CheckpointConfig], object] = lambda _: None) -> None:
     """Write the model of a GGUF file as a directory of bf16 weights, with its config and its tokenizer.
 
     Quantised values are dequantised, and rounded to bf16.
@@ -57,18 +61,28 @@ def unpack_gguf(file: Path, out: Path) -> None:
     Args:
         file: one whole GGUF file of one of llama.cpp's architectures ``llama`` and ``gemma3``.
         out: the directory to write; it must be empty or not exist.
+        accept: is called with the model's config before any weight is read, and raises what speaks against it.
 
     Raises:
         BadInputError: the file is missing, damaged, in several parts, or of an architecture or with keys that are not
             proven.
         ConfigError: ``out`` is not empty, or the package ``gguf`` is missing.
+        DiskError: the weights would not fit.
     """
     require_extra("gguf", f"{file.name}:", "gguf")
     if not file.is_file():
         raise BadInputError(f"{file}: there is no such file")
     check_out(out, [file], force=False)
-    fields, names = _read_header(file)
+    fields, sizes = _read_header(file)
+    names = list(sizes)
     _check(file, fields, names)
+    accept(_config(file))
+    above = next(path for path in out.absolute().parents if path.exists())
+    if 2 * sum(sizes.values()) > shutil.disk_usage(above).free:
+        raise DiskError(
+            f"{above}: {2 * sum(sizes.values())} bytes of bf16 weights do not fit",
+            "Free some space, or choose another directory.",
+        )
     model, tokenizer = _load(file)
     scalar = getattr(model.config, "query_pre_attn_scalar", model.config.head_dim)
     if scalar != model.config.head_dim:  # llama.cpp knows the scale of such models by their size
@@ -102,16 +116,29 @@ def unpack_gguf(file: Path, out: Path) -> None:
         write_text(stage / "README.md", _card(file, fields))
 
 
-def _read_header(file: Path) -> tuple[dict[str, Any], list[str]]:
-    """The short values of a file's header by key, and the names of its tensors."""
+def _read_header(file: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """The short values of a file's header by key, and how many values each of its tensors has, by name."""
     import gguf
 
     try:
         reader = gguf.GGUFReader(file)
         short = {key: field for key, field in reader.fields.items() if not key.startswith("tokenizer.ggml.")}
-        return {key: field.contents() for key, field in short.items()}, [tensor.name for tensor in reader.tensors]
+        sizes = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
+        return {key: field.contents() for key, field in short.items()}, sizes
     except (ValueError, OSError, IndexError, KeyError) as error:
-        raise BadInputError(f"{file}: this GGUF file cannot be read: {reason_of(error)}") from error
+        raise BadInputError(f"{file}: this GGUF file cannot be read: {reason_of(error)}", _DAMAGED) from error
+
+
+def _config(file: Path) -> CheckpointConfig:
+    """The config that transformers makes of a file's header."""
+    from transformers import AutoConfig
+
+    try:
+        found = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    except Exception as error:  # the parser of transformers raises errors of every class
+        raise BadInputError(f"{file}: transformers cannot read this GGUF file: {reason_of(error)}", _DAMAGED) from error
+    raw = found.to_dict()
+    return CheckpointConfig(raw, raw["model_type"], raw, None, None)
 
 
 def _check(file: Path, fields: dict[str, Any], names: list[str]) -> None:
@@ -143,7 +170,7 @@ def _load(file: Path) -> tuple[Any, Any]:
         model, found = loaded
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **where)
     except Exception as error:  # the parsers of transformers and tokenizers raise errors of every class
-        raise BadInputError(f"{file}: transformers cannot read this GGUF file: {reason_of(error)}") from error
+        raise BadInputError(f"{file}: transformers cannot read this GGUF file: {reason_of(error)}", _DAMAGED) from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if found[kind]:
             raise BadInputError(f"{file}: {kind.replace('_', ' ')}: {sorted(found[kind])[0]}")
@@ -163,17 +190,18 @@ def original_beside(out: Path) -> Path:
     return out.with_name(f"{out.name}-original")
 
 
-def unpack_beside(file: Path, out: Path, *, dry_run: bool) -> Path:
-    """Write the model of a GGUF file beside ``out``, and return that directory.
+def unpack_beside(file: Path, out: Path, *, dry_run: bool, accept: Callable[[CheckpointConfig], object]) -> Path:
+    """Write the model of a GGUF file beside ``out``, and return that directory; see :func:`unpack_gguf`.
 
     Raises:
         ConfigError: it exists, or nothing may be written.
     """
     original = original_beside(out)
     if dry_run:
-        raise ConfigError("--dry-run cannot read a GGUF file, because its weights must be written first")
+        hint = f"Convert without it, which writes {original}; then fcsd convert {original} OUT --dry-run."
+        raise ConfigError("--dry-run cannot read a GGUF file, because its weights must be written first", hint)
     if os.path.lexists(original):
         raise ConfigError(f"{original}: exists", f"If it is the model of this file: fcsd convert {original} {out}")
-    unpack_gguf(file, original)
+    unpack_gguf(file, original, accept)
     log.info("%s: dequantised to bf16 in %s", file.name, original)
     return original

@@ -13,6 +13,7 @@ from fcsd.errors import BadInputError
 _KINDS: list[tuple[tuple[str, ...], str, str]] = [
     (("model_index.json",), "a diffusers pipeline", "fcsd rewires language models only."),
     (("config.resolved.yaml",), "an fcsd run", "Export it first: fcsd export RUN OUT."),
+    (("MANIFEST.json",), "a checkpoint of an fcsd run", "Export it first: fcsd export RUN OUT --checkpoint step-N."),
     (
         ("adapter_config.json", "adapter_model.*"),
         "a LoRA adapter",
@@ -78,7 +79,10 @@ def expect_directory(path: Path, *, weights: bool = True) -> None:
                 f"{path}: no such directory",
                 f"{meant(str(path))}MODEL is a directory or a hub id: org/name[@revision].",
             )
-        kind = {".gguf": "a GGUF model", ".safetensors": "a single weights file"}.get(path.suffix, "a file")
+        if path.suffix == ".gguf":
+            hint = f"Only fcsd convert reads it: fcsd convert {path} OUT writes its weights to OUT-original."
+            raise BadInputError(f"{path}: is a GGUF model, not a checkpoint directory", hint)
+        kind = "a single weights file" if path.suffix == ".safetensors" else "a file"
         raise BadInputError(f"{path}: is {kind}, not a checkpoint directory", _EXPECTED)
     try:
         names = os.listdir(path)

@@ -39,14 +39,17 @@ def check_out(out: Path, sources: list[Path], *, force: bool) -> Contents | None
         The entries of ``out``, which ``staged`` may replace; None if ``out`` is empty or does not exist.
 
     Raises:
-        ConfigError: ``out`` overlaps with a source, is not a directory, is not empty without ``force``, or holds files
-            that fcsd has not written.
+        ConfigError: ``out`` overlaps with a source, is not a directory or lies below a file, is not empty without
+            ``force``, or holds files that fcsd has not written.
     """
     real = out.resolve()
     for source in (source.resolve() for source in sources):
         if real.is_relative_to(source) or source.is_relative_to(real):
             raise ConfigError(f"{out}: overlaps with its source {source}", "Choose a directory beside it.")
-    if not real.exists():
+    above = next(path for path in (real, *real.parents) if path.exists())
+    if above != real and not above.is_dir():
+        raise ConfigError(f"{out}: {above} is a file, not a directory", "OUT is the directory to write.")
+    if above != real:
         return None
     if not real.is_dir():
         raise ConfigError(f"{out}: is a file", "OUT is the directory to write.")

@@ -129,7 +129,7 @@ class Questions:
 
     def arguments(self) -> dict[str, Any]:
         """The options as keyword arguments of the library functions."""
-        names = [name.strip() for name in self.tasks.split(",") if name.strip()] if self.tasks else None
+        names = [name.strip() for name in self.tasks.split(",") if name.strip()] if self.tasks is not None else None
         return {**asdict(self), "tasks": names}
 
 

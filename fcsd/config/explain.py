@@ -36,7 +36,7 @@ def explain(problem: ErrorDetails, places: Mapping[str, str], schema: type[BaseM
             return f"{nearest(written, places)}: {message}"
     given = problem["input"]
     shown = "" if isinstance(given, dict | list) else f", got {given!r:.200}"
-    meant = _meant_value(problem) if kind == "literal_error" else ""
+    meant = _meant_value(problem)
     where = place if place == f"--set {key}" else f"{place}: {key}"
     return f"{where}: {message}{shown}{meant}"
 
@@ -50,7 +50,12 @@ def nearest(key: str, known: Mapping[str, str]) -> str:
 
 
 def _meant_value(problem: ErrorDetails) -> str:
-    """The end of a message that suggests the closest value that a field allows; empty if no value is close."""
+    """The end of a message that suggests how to write what was meant; empty if nothing is near."""
+    given = problem["input"]
+    if problem["type"] == "string_type" and type(given) in (int, float):
+        return f"; did you mean '{given}', in quotes?"
+    if problem["type"] == "int_type" and (unit := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([kmbt])", str(given).lower())):
+        return f"; did you mean {unit[1]}e{ {'k': 3, 'm': 6, 'b': 9, 't': 12}[unit[2]] }?"
     allowed = re.findall(r"'([^']*)'", problem.get("ctx", {}).get("expected", ""))
     close = difflib.get_close_matches(str(problem["input"]).lower(), allowed, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -81,8 +81,9 @@ def _write_checkpoint(run: Path, checkpoint: str | None, out: Path, *, force: bo
             require_extra("train", "the export of a run with frozen weights")
             from fcsd.distill.parts.files import merge_checkpoint
 
-            check_out(out, [], force=force)
+            check_out(out, _trained(run), force=force)
             parts = verified_model(chosen, PARTS)
+            out.absolute().parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=".merged-") as scratch:
                 log.info("merging what was trained into the weights")
                 merge_checkpoint(load_recipe(run / "config.resolved.yaml").recipe, parts, Path(scratch) / "model")
@@ -102,7 +103,7 @@ def _write(model: Path, run: Path | None, out: Path, *, force: bool, title: str 
     from fcsd.models.archs import ARCHS
     from fcsd.models.export_template import converted_files
 
-    former = check_out(out, [model], force=force)
+    former = check_out(out, [model, *_trained(run)], force=force)
     config = read_config(model)
     if config.rewired is None or config.foreign:
         raise BadInputError(f"{model}: is not converted by fcsd", "Convert it first: fcsd convert MODEL OUT.")
@@ -122,6 +123,15 @@ def _write(model: Path, run: Path | None, out: Path, *, force: bool, title: str 
         record = prove_reload(layout, stage, config, arch)
         write_text(stage / RECORD, json.dumps(record, indent=2) + "\n")
     log.info("reloaded without fcsd: logits of the first %d of %d layers are equal", record["layers"], record["of"])
+
+
+def _trained(run: Path | None) -> list[Path]:
+    """What a run has trained. It would be lost if ``--force`` replaced it by an export."""
+    if run is None:
+        return []
+    from fcsd.distill.run import run_dir
+
+    return [run / run_dir.CHECKPOINTS, run / run_dir.FINAL]
 
 
 def _choose(run: Path, checkpoint: str | None) -> Path:

@@ -80,7 +80,8 @@ def layers_text(layers: Sequence[int]) -> str:
 def _bounded(number: int, count: int) -> int:
     if number > count:
         raise ConfigError(
-            f"layers: the choice needs {number} layers, and the model has {count}, numbered 0 to {count - 1}"
+            f"layers: the choice needs {number} layers, and the model has {count}, numbered 0 to {count - 1}",
+            f"A number is that of one layer. For several: all, first:{count // 2}, last:{count // 2} or 50%.",
         )
     return number
 

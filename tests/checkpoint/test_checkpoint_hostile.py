@@ -226,6 +226,7 @@ class Payload:
         (["model_index.json", "unet/config.json"], "is a diffusers pipeline"),
         (["config.json", "tf_model.h5"], "is a TensorFlow checkpoint"),
         (["config.json", "flax_model.msgpack"], "is a Flax checkpoint"),
+        (["MANIFEST.json", "parts/parts.json"], "is a checkpoint of an fcsd run"),
         (["config.resolved.yaml", "metrics.jsonl", "checkpoints/step-1/MANIFEST.json"], "is an fcsd run"),
     ],
 )

@@ -1,6 +1,7 @@
 """GGUF files: the weights, config and tokenizer are those that were written; what is not proven is refused by name."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from fcsd.checkpoint.gguf import unpack_gguf
 from fcsd.convert import convert_checkpoint
-from fcsd.errors import BadInputError, ConfigError
+from fcsd.errors import BadInputError, ConfigError, DiskError
 
 NAMES = {
     "input_layernorm": "attn_norm",
@@ -166,6 +167,22 @@ def test_a_scale_of_queries_that_the_file_does_not_say_is_refused(
     write(tmp_path / "m.gguf", arch="gemma3")
     with pytest.raises(BadInputError, match="heads have 128 dimensions and queries are scaled for 256"):
         unpack_gguf(tmp_path / "m.gguf", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_what_does_not_fit_is_refused_before_a_weight_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = sum(weight.numel() for weight in write(tmp_path / "m.gguf").values())
+    monkeypatch.setattr("fcsd.checkpoint.gguf._load", lambda file: pytest.fail("weights were read"))
+    for wrong, reason in (
+        ({"wiring": "lader"}, "no wiring 'lader'"),
+        ({"layers": "2-9"}, "the choice needs 10 layers"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            convert_checkpoint(tmp_path / "m.gguf", tmp_path / "out", **wrong)
+    disk = SimpleNamespace(free=2 * values - 1)
+    monkeypatch.setattr("fcsd.checkpoint.gguf.shutil.disk_usage", lambda path: disk)
+    with pytest.raises(DiskError, match=f"{2 * values} bytes of bf16 weights do not fit"):
+        convert_checkpoint(tmp_path / "m.gguf", tmp_path / "new" / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
 
 

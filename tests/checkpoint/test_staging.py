@@ -24,6 +24,13 @@ def changed() -> Any:
     return pytest.raises(ConfigError, match="changed while this command ran")
 
 
+def test_a_directory_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("irreplaceable")
+    for out in ("file/out", "file/deeper/out"):
+        with pytest.raises(ConfigError, match=f"{out}: .*/file is a file, not a directory"):
+            check_out(tmp_path / out, [], force=True)
+
+
 def test_a_file_that_appears_in_out_stays(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with (

@@ -258,6 +258,8 @@ def test_eval(library) -> None:
     fake = library("fcsd.eval.harness", "evaluate_models", [row])
     done = run("eval", "m", "n", "--tasks", "piqa,arc_easy", "--data-mirror", "d", "--limit", "3", "--json")
     assert done.exit_code == 0, done.output
+    nothing = run("eval", "m", "--tasks", "")  # as an empty variable of a shell gives it
+    assert nothing.exit_code == 2 and "--tasks must name at least one task" in nothing.output
     (shown,) = json.loads(done.stdout)["rows"]
     assert shown == {key: value for key, value in row.items() if key != "items"}
     assert fake.call_args.args == (["m", "n"],)

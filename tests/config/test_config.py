@@ -222,6 +222,8 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
         ("weight: 2.5", "wieght: 2.5", 7, "did you mean 'data.sources.0.weight'?"),
         ("lr: 2e-5", "trust_remote_code: true", 10, "--trust-remote-code"),
         ("lr: 2e-5", "lr: '2e-5'", 10, "optim.lr: should be a valid number, got '2e-5'"),
+        ("optim:", "train:\n  tokens: 1.5M\noptim:", 10, "should be a valid integer, got '1.5M'; did you mean 1.5e6?"),
+        ("optim:", "init:\n  layers: 9\noptim:", 10, "should be a valid string, got 9; did you mean '9', in quotes?"),
         ("lr: 2e-5", "lr: -1.0", 10, "greater than 0"),
         ("lr: 2e-5", "lr: .nan", 10, "not a finite number"),
         ("lr: 2e-5", "lr: true", 10, "should be a valid number"),

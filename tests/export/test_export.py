@@ -212,6 +212,9 @@ def test_what_cannot_be_exported_is_refused(run: Path, converted: Path, tmp_path
         export_model(str(converted), tmp_path / "base")
     with pytest.raises(ConfigError, match="overlaps"):
         export_model(str(converted), converted, force=True)
+    for trained in ("checkpoints/step-10/model", "checkpoints", "final"):
+        with pytest.raises(ConfigError, match="overlaps"):
+            export_model(str(run), run / trained, checkpoint="step-20", force=True)
     assert snapshot(tmp_path) == before
     (run / "checkpoints" / "step-20" / "model" / "chat_template.jinja").write_text("{{ other }}")
     with pytest.raises(CheckpointError, match=r"model/chat_template\.jinja is damaged"):

@@ -19,6 +19,8 @@ from fcsd.launch import environment
 CHECKPOINTS = "checkpoints"
 FINAL = "final"
 _LOCK = ".lock"
+_RECIPE = "config.resolved.yaml"  # the first file that a run writes, by which its directory is known
+_REPLACED = (FINAL, "metrics.jsonl", "samples.jsonl", "curves.png", "env.json")
 
 
 def require_usable(run: Path, models: Iterable[str]) -> None:
@@ -28,12 +30,18 @@ def require_usable(run: Path, models: Iterable[str]) -> None:
         models: directories or hub ids of the models that the run reads.
 
     Raises:
-        ConfigError: ``run`` is a file, it cannot be created, or it is the directory of one of the models.
+        ConfigError: ``run`` is a file, it cannot be created, it or its ``final`` is the directory of one of the models,
+            or it is no run's directory and holds what a run would replace.
     """
     hint = "set another output_dir"
     for model in models:
-        if Path(model).is_dir() and run.resolve() == Path(model).resolve():
-            raise ConfigError(f"output_dir {run} is the directory of the model {model}", hint)
+        for own in (run, run / FINAL):  # a run replaces its final/ at its end
+            if Path(model).is_dir() and own.resolve() == Path(model).resolve():
+                raise ConfigError(f"output_dir {run}: {own} is the directory of the model {model}", hint)
+    if not (run / _RECIPE).exists():
+        for name in _REPLACED:
+            if os.path.lexists(run / name):
+                raise ConfigError(f"output_dir {run}: {run / name} is not of a run, and would be replaced", hint)
     place = run
     while not (place.exists() or place.is_symlink()) and place != place.parent:
         place = place.parent
@@ -77,7 +85,7 @@ def claim(run: Path) -> Iterator[None]:
 
 def describe(run: Path, resolved: ResolvedRecipe) -> None:
     """Writes ``config.resolved.yaml`` and ``env.json``, and appends the command to ``command.txt``."""
-    write_text(run / "config.resolved.yaml", resolved.to_yaml())
+    write_text(run / _RECIPE, resolved.to_yaml())
     write_text(run / "env.json", json.dumps(environment.snapshot(), indent=2) + "\n")
     with open_to_append(run / "command.txt") as file:
         file.write(shlex.join(sys.argv) + "\n")

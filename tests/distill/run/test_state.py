@@ -268,10 +268,17 @@ def test_what_only_looks_unfinished_stays(tmp_path: Path) -> None:
 
 def test_an_output_dir_that_cannot_be_one_is_refused_first(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
+    for name in ("final", "metrics.jsonl"):  # of somebody, and of the names that a run writes
+        (tmp_path / f"has {name}" / name).mkdir(parents=True)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "final").symlink_to(folder / "student")
     for place, reason in [
         (folder / "student", "is the directory of the model"),
         (tmp_path / "file", "is not a directory"),
         (tmp_path / "file" / "below", "is not a directory"),
+        (tmp_path / "model", "final is the directory of the model"),
+        (tmp_path / "has final", "final is not of a run, and would be replaced"),
+        (tmp_path / "has metrics.jsonl", "metrics.jsonl is not of a run, and would be replaced"),
     ]:
         for dry_run in (True, False):
             with pytest.raises(ConfigError, match=reason):
