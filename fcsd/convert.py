@@ -126,7 +126,6 @@ def convert_checkpoint(
         FcsdError: parity does not hold.
     """
     from fcsd.checkpoint.wiring_options import choose_wiring
-    from fcsd.models.archs import ARCHS
     from fcsd.models.export_template import converted_files
 
     out = Path(out)
@@ -142,7 +141,7 @@ def convert_checkpoint(
         refuse_rewired(source.path, config.rewired)
     layout = read_layout(source.path, remote=remote_headers(source) if dry_run else None)
     verify_tensors(layout, config)
-    arch = ARCHS[config.model_type]
+    arch = config.arch
     how = {"variant": variant, "border": border, "tp_degree": tp_degree, "reduce": reduce, "distance": distance}
     chosen = choose_wiring(config, arch, wiring, layers, **how)
 

@@ -685,9 +685,27 @@ DENSE = tuple(arch for arch in CONFIGS if ARCHS[arch].dense)
 DESYNC = tuple(arch for arch in CONFIGS if ARCHS[arch].no_desync is None)
 
 
+# The language models, inside types that take several, that the tiny configs above do not have.
+OTHER_TEXTS = [
+    (arch, text)
+    for arch, (_, own) in CONFIGS.items()
+    for text in ARCHS[arch].texts
+    if text in CONFIGS and text != own["text_config"]["model_type"]
+]
+# Those whose layers differ from the others', as names that ``config``, ``model`` and ``image`` take.
+INSIDE = tuple(f"{arch}+{text}" for arch, text in OTHER_TEXTS if ARCHS[arch].texts[text])
+
+
+def with_inside(name: str) -> tuple[str, dict]:
+    """The entry of ``CONFIGS`` of an architecture, or of a type with another language model inside, ``TYPE+TEXT``."""
+    arch, _, text = name.partition("+")
+    cls, own = CONFIGS[arch]
+    return (cls, {**own, "text_config": dict(model_type=text, **CONFIGS[text][1])}) if text else (cls, own)
+
+
 def config(arch: str, **changes):
     """The tiny transformers config of an architecture; ``changes`` override single fields."""
-    cls, own = CONFIGS[arch]
+    cls, own = with_inside(arch)
     if "text_config" not in own:
         return getattr(transformers, cls)(**deepcopy({**_SHARED, **own, **changes}))
     text = {"tie_word_embeddings": False, **_SHARED, **own["text_config"], **changes}
@@ -700,7 +718,7 @@ def model(arch: str, seed: int = 0, dtype: torch.dtype = torch.float32, **change
     torch.manual_seed(seed)
     found = config(arch, **changes)
     made = causal_lm_class(found)._from_config(found, dtype=dtype).eval()
-    if "vision_config" in CONFIGS[arch][1] and made.device.type != "meta":
+    if "vision_config" in with_inside(arch)[1] and made.device.type != "meta":
         with torch.no_grad():  # Gemma 3's projector of images is zero at the start
             for tensor in made.parameters():
                 if tensor.ndim == 2 and not tensor.any():
@@ -743,6 +761,7 @@ def image(arch: str) -> dict[str, torch.Tensor]:
     """Inputs of a tiny multimodal model: token ids ``[1, 15]``, of which four are an image's, and its pixels."""
     ids = torch.cat([tokens(1, 5).clamp(max=249), torch.full((1, 4), 250), tokens(1, 6, seed=2).clamp(max=249)], dim=1)
     generator = torch.Generator().manual_seed(3)
+    arch = arch.partition("+")[0]
     if arch == "llama4":
         return {"input_ids": ids, "pixel_values": torch.randn(1, 3, 28, 28, generator=generator)}
     if arch == "mistral3":

@@ -205,7 +205,7 @@ def _shape(config: CheckpointConfig, comparison: Comparison | None, names: list[
     shared = bool(moe) and any(_SHARED.search(name) and sizes.get(name, 1) for name in sizes or names)
     routed = sum(size for name, size in sizes.items() if _EXPERT.search(name))
     total = sum(sizes.values())
-    row = ARCHS.get(config.model_type)
+    row = config.arch if config.model_type in ARCHS else None
     architectures = config.raw.get("architectures") or [row.causal_lm if row else "unknown"]
     return {
         "architecture": str(architectures[0]),

@@ -122,6 +122,7 @@ _MINIMAX_M2_AUTOEP = {
     "score_func": "sigmoid",
 }
 
+_MISTRAL4_AUTOEP = {"preset_model": "deepseek_v3", "score_func": "softmax"}
 _AFMOE_ROUTER = {"mlp.router.gate": "replicated", "mlp.expert_bias": "replicated"}
 _HY_V3_AUTOEP = {**_MINIMAX_M2_AUTOEP, "has_shared_experts": True, "shared_experts_pattern": "shared_experts"}
 
@@ -405,8 +406,17 @@ _ROWS = (
         "Mistral3",
         classes=_vision("Mistral3"),
         text_config="text_config",
-        texts=("mistral", "ministral3"),
+        blocks=_SHARED_EXPERTS,
         tp_plan=_DENSE_TP,
+        texts={
+            "mistral": {},
+            "ministral3": {},
+            "mistral4": {
+                "autoep": {**_MISTRAL4_AUTOEP, "moe_layer_pattern": r"model\.language_model\.layers\.\d+\.mlp"},
+                "rotates_halves": False,
+                "tp_plan": _LATENT_TP,
+            },
+        },
         vllm={"decoder": "language_model.model"},
     ),
     _row("qwen3_next", "Qwen3Next", autoep="qwen3_5_moe", **_GATED_DELTA_MOE),
@@ -718,7 +728,7 @@ _ROWS = (
         "mistral4",
         "Mistral4",
         blocks=_SHARED_EXPERTS,
-        autoep={"preset_model": "deepseek_v3", "score_func": "softmax"},
+        autoep=_MISTRAL4_AUTOEP,
         rotates_halves=False,
         tp_plan=_LATENT_TP,
         no_vllm=_NO_CLASS,
@@ -771,7 +781,7 @@ _ROWS = (
         "Kimi_K25",
         classes=_vision("Kimi_K25"),
         text_config="text_config",
-        texts=("deepseek_v3", "kimi_k2"),  # transformers takes the second for the first
+        texts={"deepseek_v3": {}, "kimi_k2": {}},  # transformers takes the second for the first
         blocks=_SHARED_EXPERTS,
         autoep={"preset_model": "deepseek_v3", "moe_layer_pattern": r"model\.language_model\.layers\.\d+\.mlp"},
         rotates_halves=False,

@@ -58,7 +58,7 @@ def arch_of(config: PretrainedConfig) -> Arch:
     arch = ARCHS[model_type]
     if reason := unsupported_text(arch, config.get_text_config().model_type):
         raise BadInputError(reason)
-    return arch
+    return arch.around(config.get_text_config().model_type)
 
 
 def decoder_of(model: PreTrainedModel) -> Any:

@@ -597,21 +597,19 @@ def test_packed_documents_are_separate_ones(arch: str) -> None:
         torch.testing.assert_close(packed, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("arch", "text"), tiny.OTHER_TEXTS)
 @pytest.mark.skipif(DEVICE != "cpu", reason="dropout draws other numbers on a GPU")
-def test_another_text_inside_a_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiny model has ministral3, which also scales queries by their positions."""
-    cls, own = tiny.CONFIGS["mistral3"]
-    text = dict(model_type="mistral", **tiny.CONFIGS["mistral"][1])
-    monkeypatch.setitem(tiny.CONFIGS, "mistral3", (cls, {**own, "text_config": text}))
-    monkeypatch.setitem(OWN, "mistral3", {})
-    assert guarded_config("mistral3").text_config.model_type == "mistral"
+def test_another_text_inside_a_wrapper(arch: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tiny.CONFIGS, arch, tiny.with_inside(f"{arch}+{text}"))
+    monkeypatch.setitem(OWN, arch, OWN.get(text, {}))
+    assert guarded_config(arch).text_config.model_type == text
     for check in (test_every_field_that_the_code_reads_is_moved, test_off_is_off, test_kernels_compute_the_same):
-        check("mistral3")
+        check(arch)
     for check in (test_packed_documents_are_separate_ones, test_other_words_compute_the_same):
-        check("mistral3")
-    test_scores_and_losses_see_the_logits_of_the_model("mistral3")
+        check(arch)
+    test_scores_and_losses_see_the_logits_of_the_model(arch)
     for name in ("farskip", "ladder", "parallel"):
-        test_on_is_the_table_cached_or_not_and_gradients_flow("mistral3", name)
+        test_on_is_the_table_cached_or_not_and_gradients_flow(arch, name)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
