@@ -117,6 +117,22 @@ _YARN = dict(
     llama_4_scaling_beta=0.1,
 )
 
+# Attention that chooses two blocks of four keys.
+_MINIMAX_M3 = dict(
+    _MOE,
+    intermediate_size=32,
+    dense_intermediate_size=128,
+    shared_intermediate_size=32,
+    num_local_experts=8,
+    head_dim=16,
+    index_n_heads=2,
+    index_head_dim=16,
+    index_block_size=4,
+    index_topk_blocks=2,
+    layer_types=["full_attention", *["minimax_m3_sparse"] * 3],
+    mlp_layer_types=["dense", *["sparse"] * 3],
+)
+
 _GATED_DELTA = dict(
     head_dim=16,
     linear_num_value_heads=4,
@@ -582,6 +598,25 @@ CONFIGS: dict[str, tuple[str, dict]] = {
         ),
     ),
     "mistral4": ("Mistral4Config", dict(_MLA, n_shared_experts=1, q_lora_rank=32, n_group=2, topk_group=1)),
+    "minimax_m3_vl_text": ("MiniMaxM3VLTextConfig", _MINIMAX_M3),
+    "minimax_m3_vl": (
+        "MiniMaxM3VLConfig",
+        dict(
+            text_config=_MINIMAX_M3,
+            vision_config=dict(
+                hidden_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                intermediate_size=48,
+                image_size=56,
+                patch_size=14,
+                temporal_patch_size=1,
+            ),
+            projector_hidden_size=32,
+            image_token_index=250,
+            video_token_index=251,
+        ),
+    ),
     "axk2": (
         "AXK2Config",
         dict(
@@ -783,6 +818,8 @@ def image(arch: str) -> dict[str, torch.Tensor]:
             "mm_token_type_ids": kinds,
         }
     grid = torch.tensor([[1, 4, 4]])
+    if arch == "minimax_m3_vl":
+        return {"input_ids": ids, "pixel_values": patches, "image_grid_thw": grid}
     if arch == "kimi_k25":
         return {"input_ids": ids, "pixel_values": patches.view(16, 3, 14, 14), "image_grid_thw": grid}
     return {

@@ -62,6 +62,8 @@ class Arch:
         no_ep: why the type cannot be expert-parallel although it has experts.
         ep_scale: the field of the config by which the router scales its weights, if AutoEP does not look for it.
         packs: whether transformers' code keeps attention inside documents where position ids restart.
+        apart: the child of an attention by which it chooses keys by their places in a row, so that it must get each
+            document as a row; None if no attention does.
         keeps_documents: whether transformers' layers hand on to linear attention what its loop over layers passes them.
         norm_epsilon: the name of the attribute of its RMSNorms that holds epsilon; None if its norms compute something
             else, or have no weight, so that no kernel may stand for them.
@@ -105,6 +107,7 @@ class Arch:
     no_ep: str | None = None
     ep_scale: str | None = None
     packs: bool = True
+    apart: str | None = None
     keeps_documents: bool = True
     norm_epsilon: str | None = "variance_epsilon"
     norm_offset: int = 0

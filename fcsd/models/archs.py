@@ -123,6 +123,28 @@ _MINIMAX_M2_AUTOEP = {
 }
 
 _MISTRAL4_AUTOEP = {"preset_model": "deepseek_v3", "score_func": "softmax"}
+# MiniMax-M3's attention chooses blocks of keys in most layers. Rounding could choose others.
+_MINIMAX_M3: Mapping[str, Any] = {
+    "blocks": Blocks(shared="shared_experts", flattens=True, shared_first=True, routed_scale="routed_scaling_factor"),
+    "no_ep": "DeepSpeed AutoEP does not limit what experts compute, as MiniMax-M3 does",
+    "apart": "indexer",
+    "norm_epsilon": "eps",
+    "norm_offset": 1,
+    "rotates_halves": False,
+    "no_tp": "its heads choose keys in groups, which fcsd does not divide",
+    "tp_plan": {
+        **_ATTENTION_TP,
+        "mlp.gate_up_proj": "packed_colwise",
+        "mlp.down_proj": "rowwise",
+        "mlp.shared_experts.gate_up_proj": "packed_colwise",
+        "mlp.shared_experts.down_proj": "rowwise",
+        "self_attn.indexer.*": "replicated",  # of a single rank
+    },
+    "no_vllm": _UNTRIED,
+    "later_layers": True,
+    "since": (5, 23),
+}
+
 _AFMOE_ROUTER = {"mlp.router.gate": "replicated", "mlp.expert_bias": "replicated"}
 _HY_V3_AUTOEP = {**_MINIMAX_M2_AUTOEP, "has_shared_experts": True, "shared_experts_pattern": "shared_experts"}
 
@@ -732,6 +754,20 @@ _ROWS = (
         rotates_halves=False,
         tp_plan=_LATENT_TP,
         no_vllm=_NO_CLASS,
+    ),
+    _row(
+        "minimax_m3_vl_text",
+        "MiniMaxM3VL",
+        config="MiniMaxM3VLTextConfig",
+        classes={"AutoModel": ("MiniMaxM3VLTextModel", ""), "AutoModelForCausalLM": ("MiniMaxM3VLForCausalLM", "model")},
+        **_MINIMAX_M3,
+    ),
+    _row(
+        "minimax_m3_vl",
+        "MiniMaxM3VL",
+        classes={**_vision("MiniMaxM3Sparse"), "AutoModel": ("MiniMaxM3VLModel", "language_model")},
+        text_config="text_config",
+        **_MINIMAX_M3,
     ),
     _row(
         "axk2",

@@ -364,6 +364,24 @@ OWN: dict[str, dict[str, Any]] = {
         norm_topk_prob=False,
         rope_parameters=_YARN,
     ),
+    **dict.fromkeys(
+        ("minimax_m3_vl_text", "minimax_m3_vl"),
+        dict(
+            _EXPERTS,
+            intermediate_size=24,
+            dense_intermediate_size=40,
+            shared_intermediate_size=28,
+            swiglu_alpha=1.2,
+            swiglu_limit=0.5,
+            index_n_heads=2,
+            index_head_dim=16,
+            index_block_size=2,
+            index_topk_blocks=3,
+            index_local_blocks=2,
+            layer_types=["full_attention", "minimax_m3_sparse"] * 2,
+            mlp_layer_types=["sparse", "dense", "sparse", "sparse"],
+        ),
+    ),
     "axk2": dict(
         {**_LATENT, **_GROUPS}, gated_norm_rank=4, index_topk=3, index_head_dim=16, index_n_heads=20, layer_types=None
     ),
@@ -412,6 +430,7 @@ FIXED = {
     "phimoe": {"num_experts_per_tok"},  # its router makes two choices
     "diffllama": {"attention_dropout"},  # transformers refuses it
     "step3p5": {"gating", "hidden_act"},  # of the class, whatever a config says
+    "minimax_m3_vl_text": {"hidden_act"},  # the same
     "granitemoehybrid": {"time_step_limit"},  # transformers' own steps with a cache leave it out
     "nemotron_h": {"num_hidden_layers"},  # the length of the list of layers
 }
