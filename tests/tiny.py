@@ -87,6 +87,7 @@ _MROPE = dict(
         "mrope_interleaved": True,
     }
 )
+_QWEN2_MROPE = dict(rope_parameters={"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [4, 2, 2]})
 _GEMMA = dict(intermediate_size=128, head_dim=16, sliding_window=16, tie_word_embeddings=False)
 # Experts beside the MLP, features of each token, and layers that read the keys and values of the layers before.
 _GEMMA4 = dict(
@@ -329,6 +330,50 @@ CONFIGS: dict[str, tuple[str, dict]] = {
         dict(_MLA, n_shared_experts=1, q_lora_rank=32, n_group=2, topk_group=1),
     ),
     "llama4_text": ("Llama4TextConfig", dict(_LLAMA4, interleave_moe_layer_step=2)),
+    "qwen2_vl": (
+        "Qwen2VLConfig",
+        dict(
+            text_config=dict(_QWEN2_MROPE, intermediate_size=128),
+            vision_config=dict(
+                depth=2, embed_dim=32, hidden_size=64, num_heads=2, mlp_ratio=2, patch_size=14, temporal_patch_size=1
+            ),
+            **_QWEN_IMAGES,
+        ),
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLConfig",
+        dict(
+            text_config=dict(_QWEN2_MROPE, intermediate_size=128),
+            vision_config=dict(
+                depth=2,
+                hidden_size=32,
+                intermediate_size=48,
+                num_heads=2,
+                out_hidden_size=64,
+                patch_size=14,
+                temporal_patch_size=1,
+                window_size=28,
+                fullatt_block_indexes=[1],
+            ),
+            **_QWEN_IMAGES,
+        ),
+    ),
+    "internvl": (
+        "InternVLConfig",
+        dict(
+            text_config=dict(model_type="qwen3", intermediate_size=128, head_dim=16),
+            vision_config=dict(
+                hidden_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                intermediate_size=48,
+                image_size=56,
+                patch_size=14,
+            ),
+            image_seq_length=4,
+            image_token_id=250,
+        ),
+    ),
     "qwen3_vl": (
         "Qwen3VLConfig",
         dict(text_config=dict(_MROPE, intermediate_size=128, head_dim=16), vision_config=_DEEPSTACK, **_QWEN_IMAGES),
@@ -805,6 +850,8 @@ def image(arch: str) -> dict[str, torch.Tensor]:
     if arch == "gemma3":  # the tokens of an image see each other
         pixels = torch.randn(1, 3, 56, 56, generator=generator)
         return {"input_ids": ids, "pixel_values": pixels, "token_type_ids": (ids == 250).int()}
+    if arch == "internvl":
+        return {"input_ids": ids, "pixel_values": torch.randn(1, 3, 56, 56, generator=generator)}
     if arch == "step3p7":
         return {"input_ids": ids, "pixel_values": torch.randn(1, 3, 112, 112, generator=generator)}
     patches = torch.randn(16, 3 * 14 * 14, generator=generator)

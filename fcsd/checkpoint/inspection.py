@@ -9,7 +9,7 @@ from typing import Any
 
 from fcsd.checkpoint.compare_layers import compare_layers
 from fcsd.checkpoint.config_json import CheckpointConfig, read_config
-from fcsd.checkpoint.files import shown
+from fcsd.checkpoint.files import read_object, shown
 from fcsd.checkpoint.layout import Layout, read_layout
 from fcsd.checkpoint.location import SMALL_FILES, recorded_original, remote_headers, resolve
 from fcsd.checkpoint.names import LAYERS
@@ -17,7 +17,7 @@ from fcsd.checkpoint.rewired import AMD_CLASS, GATED_ATTENTION, describe, has_ga
 from fcsd.checkpoint.verify import Comparison, compare_tensors
 from fcsd.errors import BadInputError
 from fcsd.models.archs import ARCHS
-from fcsd.models.config_keys import EXPERTS_PER_TOKEN, SHARED_EXPERTS, expert_count, first_count
+from fcsd.models.config_keys import EXPERTS_PER_TOKEN, PREFIX, SHARED_EXPERTS, expert_count, first_count
 from fcsd.models.products import product
 
 _HUB_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
@@ -137,7 +137,12 @@ def inspect_checkpoint(model: str | Path, *, verify: bool = False, trust_remote_
             if transformers cannot build it; or its only weights file is unusable. Missing tensors, and missing and
             damaged shards of several, are reported in the result instead.
     """
-    source = resolve(str(model), allow_patterns=SMALL_FILES)
+    try:
+        source = resolve(str(model), allow_patterns=SMALL_FILES)
+    except BadInputError:
+        if _names_another_type(Path(model)):
+            read_config(Path(model))  # refuses the type, whatever else is missing
+        raise
     config = read_config(source.path, trust_remote_code=trust_remote_code)
     layout = read_layout(source.path, strict=False, remote=remote_headers(source))
     if layout.problems and not layout.indexed:  # no tensor is left to describe
@@ -175,6 +180,15 @@ def inspect_checkpoint(model: str | Path, *, verify: bool = False, trust_remote_
         + differing
         + ([GATED_ATTENTION] if has_gated_attention(config.raw) and not _has_gates(config) else []),
     )
+
+
+def _names_another_type(path: Path) -> bool:
+    """Whether the config.json of a directory names a type that fcsd does not have."""
+    try:
+        declared = read_object(path / "config.json").get("model_type")
+    except BadInputError:
+        return False
+    return isinstance(declared, str) and declared.removeprefix(PREFIX) not in ARCHS
 
 
 def _has_gates(config: CheckpointConfig) -> bool:

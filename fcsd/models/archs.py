@@ -50,6 +50,7 @@ _MULTIPLIED = "vLLM's layer multiplies an output before it is added, which the p
 _UNEVEN = "its layers differ in heads, and some read the keys and values of others"
 _BESIDE = "experts beside an MLP read the stream through another norm than their router, which AutoEP's cannot"
 
+_INSIDE_VISION = r"model\.language_model\.layers\.\d+\.mlp"  # where a multimodal type of ``_vision`` has experts
 _SHARED_EXPERTS = Blocks(shared="shared_experts")
 
 # Outputs are normed on arrival. The stream is read as it is by the first kind, through norms by the second.
@@ -155,7 +156,7 @@ _DENSE_TP = {**_ATTENTION_TP, **_MLP_TP}
 # Qwen's mixture of experts inside a multimodal model, where no preset of AutoEP looks for it.
 _QWEN_AUTOEP = {
     **_FUSED_EXPERTS_AUTOEP,
-    "moe_layer_pattern": r"model\.language_model\.layers\.\d+\.mlp",
+    "moe_layer_pattern": _INSIDE_VISION,
     "num_experts_attr": "num_experts",
     "has_shared_experts": True,
     "shared_experts_pattern": "shared_expert",
@@ -406,6 +407,36 @@ _ROWS = (
         **_LLAMA4,
     ),
     _row(
+        "qwen2_vl",
+        "Qwen2VL",
+        classes=_vision("Qwen2VL"),
+        text_config="text_config",
+        packs=False,
+        stored="model",
+        no_vllm=_UNTRIED,
+    ),
+    _row(
+        "qwen2_5_vl",
+        "Qwen2_5_VL",
+        classes=_vision("Qwen2_5_VL"),
+        text_config="text_config",
+        packs=False,
+        stored="model",
+        no_vllm=_UNTRIED,
+    ),
+    _row(
+        "internvl",
+        "InternVL",
+        classes=_vision("InternVL"),
+        text_config="text_config",
+        no_vllm=_UNTRIED,
+        texts={
+            "qwen2": {},
+            "qwen3": {},
+            "qwen3_moe": {"autoep": {"preset_model": "qwen3_moe", "moe_layer_pattern": _INSIDE_VISION}},
+        },
+    ),
+    _row(
         "qwen3_vl",
         "Qwen3VL",
         classes=_vision("Qwen3VL"),
@@ -434,7 +465,7 @@ _ROWS = (
             "mistral": {},
             "ministral3": {},
             "mistral4": {
-                "autoep": {**_MISTRAL4_AUTOEP, "moe_layer_pattern": r"model\.language_model\.layers\.\d+\.mlp"},
+                "autoep": {**_MISTRAL4_AUTOEP, "moe_layer_pattern": _INSIDE_VISION},
                 "rotates_halves": False,
                 "tp_plan": _LATENT_TP,
             },
@@ -759,7 +790,10 @@ _ROWS = (
         "minimax_m3_vl_text",
         "MiniMaxM3VL",
         config="MiniMaxM3VLTextConfig",
-        classes={"AutoModel": ("MiniMaxM3VLTextModel", ""), "AutoModelForCausalLM": ("MiniMaxM3VLForCausalLM", "model")},
+        classes={
+            "AutoModel": ("MiniMaxM3VLTextModel", ""),
+            "AutoModelForCausalLM": ("MiniMaxM3VLForCausalLM", "model"),
+        },
         **_MINIMAX_M3,
     ),
     _row(
@@ -802,7 +836,7 @@ _ROWS = (
         classes=_vision("Glm4vMoe"),
         text_config="text_config",
         blocks=_SHARED_EXPERTS,
-        autoep={"preset_model": "deepseek_v3", "moe_layer_pattern": r"model\.language_model\.layers\.\d+\.mlp"},
+        autoep={"preset_model": "deepseek_v3", "moe_layer_pattern": _INSIDE_VISION},
         vllm={"decoder": "language_model.model"},
     ),
     _row(
@@ -819,7 +853,7 @@ _ROWS = (
         text_config="text_config",
         texts={"deepseek_v3": {}, "kimi_k2": {}},  # transformers takes the second for the first
         blocks=_SHARED_EXPERTS,
-        autoep={"preset_model": "deepseek_v3", "moe_layer_pattern": r"model\.language_model\.layers\.\d+\.mlp"},
+        autoep={"preset_model": "deepseek_v3", "moe_layer_pattern": _INSIDE_VISION},
         rotates_halves=False,
         tp_plan=_LATENT_TP,
         no_vllm=_UNTRIED,

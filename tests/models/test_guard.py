@@ -147,6 +147,22 @@ _GEMMA4 = dict(
         "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
     },
 )
+_QWEN2_VL = dict(rope_parameters={"rope_type": "default", "rope_theta": 50.0, "mrope_section": [2, 1, 1]})
+_MINIMAX_M3_TEXT = dict(
+    _EXPERTS,
+    intermediate_size=24,
+    dense_intermediate_size=40,
+    shared_intermediate_size=28,
+    swiglu_alpha=1.2,
+    swiglu_limit=0.5,
+    index_n_heads=2,
+    index_head_dim=16,
+    index_block_size=2,
+    index_topk_blocks=3,
+    index_local_blocks=2,
+    layer_types=["full_attention", "minimax_m3_sparse"] * 2,
+    mlp_layer_types=["sparse", "dense", "sparse", "sparse"],
+)
 # What moves the fields that a family has alone, or that would not be moved by the values above.
 OWN: dict[str, dict[str, Any]] = {
     "seed_oss": dict(attention_out_bias=True, residual_dropout=0.3),
@@ -212,6 +228,8 @@ OWN: dict[str, dict[str, Any]] = {
     "deepseek_v2": _LATENT,
     "deepseek_v3": dict(_LATENT, rope_interleave=False, norm_topk_prob=False),
     "gpt_oss": dict(_EXPERTS, swiglu_limit=0.5, swiglu_alpha=1.2),
+    "qwen2_vl": _QWEN2_VL,
+    "qwen2_5_vl": _QWEN2_VL,
     "qwen3_vl": dict(rope_parameters=_MROPE),
     "qwen3_vl_moe": dict(
         _EXPERTS, rope_parameters=_MROPE, decoder_sparse_step=2, mlp_only_layers=[1], sliding_window=None
@@ -364,24 +382,8 @@ OWN: dict[str, dict[str, Any]] = {
         norm_topk_prob=False,
         rope_parameters=_YARN,
     ),
-    **dict.fromkeys(
-        ("minimax_m3_vl_text", "minimax_m3_vl"),
-        dict(
-            _EXPERTS,
-            intermediate_size=24,
-            dense_intermediate_size=40,
-            shared_intermediate_size=28,
-            swiglu_alpha=1.2,
-            swiglu_limit=0.5,
-            index_n_heads=2,
-            index_head_dim=16,
-            index_block_size=2,
-            index_topk_blocks=3,
-            index_local_blocks=2,
-            layer_types=["full_attention", "minimax_m3_sparse"] * 2,
-            mlp_layer_types=["sparse", "dense", "sparse", "sparse"],
-        ),
-    ),
+    "minimax_m3_vl_text": _MINIMAX_M3_TEXT,
+    "minimax_m3_vl": _MINIMAX_M3_TEXT,
     "axk2": dict(
         {**_LATENT, **_GROUPS}, gated_norm_rank=4, index_topk=3, index_head_dim=16, index_n_heads=20, layer_types=None
     ),

@@ -30,7 +30,7 @@ _OTHERS = ("linear_attn", ".o_norm.", ".mamba.norm.", "norm.mlp.")
 
 
 def _is_plain_norm(name: str, names: Container[str]) -> bool:
-    """Most norms of linear attention take a gate, some of an indexer have a bias, and A.X K2 gates what norms return."""
+    """Most norms of linear attention take a gate, an indexer may have one with a bias, and A.X K2 gates norms."""
     biased = name.replace(".weight", ".bias") in names
     return "norm" in name and not biased and not any(part in name for part in _OTHERS)
 
