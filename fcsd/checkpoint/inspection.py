@@ -18,7 +18,7 @@ from fcsd.checkpoint.verify import Comparison, compare_tensors
 from fcsd.errors import BadInputError
 from fcsd.models.archs import ARCHS
 from fcsd.models.config_keys import EXPERTS_PER_TOKEN, PREFIX, SHARED_EXPERTS, expert_count, first_count
-from fcsd.models.products import product
+from fcsd.models.products import product, unsupported_text
 
 _HUB_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
 # The files of Granite's MoE have all experts' tensors in the block itself.
@@ -183,12 +183,15 @@ def inspect_checkpoint(model: str | Path, *, verify: bool = False, trust_remote_
 
 
 def _names_another_type(path: Path) -> bool:
-    """Whether the config.json of a directory names a type that fcsd does not have."""
+    """Whether the config.json of a directory names a type, or one of a language model inside, that fcsd lacks."""
     try:
-        declared = read_object(path / "config.json").get("model_type")
+        raw = read_object(path / "config.json")
     except BadInputError:
         return False
-    return isinstance(declared, str) and declared.removeprefix(PREFIX) not in ARCHS
+    declared, text = raw.get("model_type"), raw.get("text_config")
+    row = ARCHS.get(str(declared).removeprefix(PREFIX))
+    inside = text.get("model_type") if isinstance(text, dict) else None
+    return declared is not None and (row is None or unsupported_text(row, inside) is not None)
 
 
 def _has_gates(config: CheckpointConfig) -> bool:
