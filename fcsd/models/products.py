@@ -103,7 +103,7 @@ def nearest(model_type: str) -> str:
     near, why = refused().get(model_type, ("", ""))
     if near and not why:
         return f"; nearest is {near}, and with that as its model_type in config.json it is"
-    if near:
+    if near in ARCHS:  # an old transformers lacks some
         return f"; nearest is {near}, but {why}"
     if why:
         return f": {why}"

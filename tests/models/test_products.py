@@ -2,6 +2,7 @@
 
 import json
 import re
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -156,10 +157,15 @@ def test_the_nearest_family_and_what_is_missing_are_named(model_type: str, ends:
     assert ends in str(read.value) and ends in str(built.value)
 
 
+NEW = pytest.mark.skipif(not version("transformers").startswith("5.23."), reason="the table has the types of 5.23")
+
+
+@NEW
 def test_the_nearest_family_is_a_supported_one() -> None:
     assert {near for near, _ in refused().values()} - {""} <= ARCHS.keys()
 
 
+@NEW
 def test_every_type_of_transformers_is_supported_or_refused_with_the_reason() -> None:
     from transformers.models.auto import modeling_auto as auto
 
