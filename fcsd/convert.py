@@ -126,14 +126,13 @@ def convert_checkpoint(
         FcsdError: parity does not hold.
     """
     from fcsd.checkpoint.wiring_options import choose_wiring
-    from fcsd.models.archs import ARCHS
     from fcsd.models.export_template import converted_files
 
     out = Path(out)
     how = {"variant": variant, "border": border, "tp_degree": tp_degree, "reduce": reduce, "distance": distance}
 
     def choose(config: CheckpointConfig) -> Wiring:
-        return choose_wiring(config, ARCHS[config.model_type], wiring, layers, **how)
+        return choose_wiring(config, config.arch, wiring, layers, **how)
 
     if is_gguf(model):
         check_out(out, [Path(model)], force=force)
@@ -147,7 +146,7 @@ def convert_checkpoint(
         refuse_rewired(source.path, config.rewired)
     layout = read_layout(source.path, remote=remote_headers(source) if dry_run else None)
     verify_tensors(layout, config)
-    arch = ARCHS[config.model_type]
+    arch = config.arch
     chosen = choose(config)
 
     hashed = not (dry_run and source.repo_id)  # a dry run does not download the shards of a repository

@@ -9,6 +9,7 @@ import re
 import types
 import typing
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -23,6 +24,7 @@ from fcsd.cli.panels import ALL, panels
 from fcsd.config import Recipe
 from fcsd.models.arch import Arch
 from fcsd.models.archs import ARCHS
+from fcsd.models.refused import refused
 
 _README = Path(__file__).resolve().parent.parent / "README.md"
 _FOLDER = _README.parent / "docs" / "reference"
@@ -39,7 +41,7 @@ def main() -> None:
 
 def pages() -> dict[str, str]:
     """The text of every page, by file name below docs/reference."""
-    return {"recipe.md": recipe_page(), "commands.md": commands_page()}
+    return {"recipe.md": recipe_page(), "commands.md": commands_page(), "refused.md": refused_page()}
 
 
 def with_architectures(readme: str) -> str:
@@ -48,6 +50,11 @@ def with_architectures(readme: str) -> str:
     for arch in ARCHS.values():
         name = f"`{arch.model_type}`" + (" (with vision)" if arch.text_config else "")
         groups.setdefault(_arch_cells(arch), []).append(name)
+        for text, differing in arch.texts.items():
+            if differing:
+                served = arch.no_vllm or ARCHS[text].no_vllm
+                cells = _arch_cells(replace(arch.around(text), no_vllm=served))
+                groups.setdefault(cells, []).append(f"{name} around `{text}`")
     head = "| `model_type` | experts | wirings | expert parallelism | vLLM |\n|---|---|---|---|---|\n"
     rows = "".join(f"| {', '.join(names)} | {cells}|\n" for cells, names in groups.items())
     before, found, rest = readme.partition(head)
@@ -61,6 +68,22 @@ def _arch_cells(arch: Arch) -> str:
     parallel = "" if arch.dense else f"no: {arch.no_ep}" if arch.no_ep else "yes"
     served = f"no: {arch.no_vllm}" if arch.no_vllm else "yes"
     return " | ".join((experts, " ".join(f"`{wiring}`" for wiring in arch.wirings), parallel, f"{served} "))
+
+
+def refused_page() -> str:
+    """The types of transformers that fcsd does not take, by the reason."""
+    groups: dict[str, list[str]] = {}
+    for model_type, (near, why) in sorted(refused().items()):
+        if model_type not in ARCHS:
+            same = f"it is taken with {near} as its model_type in config.json"
+            groups.setdefault(why or same, []).append(f"`{model_type}`" + (f" ({near})" if near else ""))
+    intro = (
+        "The types of transformers 5.23 for causal language models, and for images and text, that fcsd does not take, "
+        "and some others that people meet. The supported type that is nearest is in brackets. "
+        "[Add an architecture](../adding_an_architecture.md) says what a row needs."
+    )
+    lines = [f"- {why[0].upper()}{why[1:]}: {', '.join(types)}." for why, types in groups.items()]
+    return "\n\n".join(["# Model types that are refused", _GENERATED, intro, "\n".join(lines)]) + "\n"
 
 
 def recipe_page() -> str:

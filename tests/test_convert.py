@@ -55,7 +55,7 @@ def sharded(path: Path) -> list[str]:
     return sorted(file.name for file in path.glob("*.safetensors"))
 
 
-@pytest.mark.parametrize("arch", tiny.CONFIGS)
+@pytest.mark.parametrize("arch", [*tiny.CONFIGS, *tiny.INSIDE])
 def test_every_architecture_converts_and_loads_wired(arch: str, tmp_path: Path) -> None:
     base = tiny.model(arch)
     base.save_pretrained(tmp_path / "base")
@@ -67,12 +67,14 @@ def test_every_architecture_converts_and_loads_wired(arch: str, tmp_path: Path) 
     loaded = build.load_model(tmp_path / "out")
     build.wire(base, Wiring("farskip", (1, 2, 3)))
     with torch.no_grad():
+        for tensor in loaded.parameters():  # a mapped file is not aligned, on which the bits of a product may depend
+            tensor.data = tensor.data.clone()
         assert torch.equal(loaded(tiny.tokens()).logits, base(tiny.tokens()).logits)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     original = json.loads((tmp_path / "base" / "config.json").read_text())
     own = ("model_type", "architectures", "auto_map", "transformers_weights", "fcsd")
     assert {k: v for k, v in config.items() if k not in own} == {k: v for k, v in original.items() if k not in own}
-    assert config["model_type"] == f"fcsd_{arch}"
+    assert config["model_type"] == f"fcsd_{arch.partition('+')[0]}"
 
 
 def test_the_base_class_refuses_a_converted_directory(original: Path, tmp_path: Path) -> None:

@@ -87,6 +87,7 @@ _MROPE = dict(
         "mrope_interleaved": True,
     }
 )
+_QWEN2_MROPE = dict(rope_parameters={"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [4, 2, 2]})
 _GEMMA = dict(intermediate_size=128, head_dim=16, sliding_window=16, tie_word_embeddings=False)
 # Experts beside the MLP, features of each token, and layers that read the keys and values of the layers before.
 _GEMMA4 = dict(
@@ -115,6 +116,22 @@ _YARN = dict(
     mscale=1.0,
     mscale_all_dim=1.0,
     llama_4_scaling_beta=0.1,
+)
+
+# Attention that chooses two blocks of four keys.
+_MINIMAX_M3 = dict(
+    _MOE,
+    intermediate_size=32,
+    dense_intermediate_size=128,
+    shared_intermediate_size=32,
+    num_local_experts=8,
+    head_dim=16,
+    index_n_heads=2,
+    index_head_dim=16,
+    index_block_size=4,
+    index_topk_blocks=2,
+    layer_types=["full_attention", *["minimax_m3_sparse"] * 3],
+    mlp_layer_types=["dense", *["sparse"] * 3],
 )
 
 _GATED_DELTA = dict(
@@ -313,6 +330,50 @@ CONFIGS: dict[str, tuple[str, dict]] = {
         dict(_MLA, n_shared_experts=1, q_lora_rank=32, n_group=2, topk_group=1),
     ),
     "llama4_text": ("Llama4TextConfig", dict(_LLAMA4, interleave_moe_layer_step=2)),
+    "qwen2_vl": (
+        "Qwen2VLConfig",
+        dict(
+            text_config=dict(_QWEN2_MROPE, intermediate_size=128),
+            vision_config=dict(
+                depth=2, embed_dim=32, hidden_size=64, num_heads=2, mlp_ratio=2, patch_size=14, temporal_patch_size=1
+            ),
+            **_QWEN_IMAGES,
+        ),
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLConfig",
+        dict(
+            text_config=dict(_QWEN2_MROPE, intermediate_size=128),
+            vision_config=dict(
+                depth=2,
+                hidden_size=32,
+                intermediate_size=48,
+                num_heads=2,
+                out_hidden_size=64,
+                patch_size=14,
+                temporal_patch_size=1,
+                window_size=28,
+                fullatt_block_indexes=[1],
+            ),
+            **_QWEN_IMAGES,
+        ),
+    ),
+    "internvl": (
+        "InternVLConfig",
+        dict(
+            text_config=dict(model_type="qwen3", intermediate_size=128, head_dim=16),
+            vision_config=dict(
+                hidden_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                intermediate_size=48,
+                image_size=56,
+                patch_size=14,
+            ),
+            image_seq_length=4,
+            image_token_id=250,
+        ),
+    ),
     "qwen3_vl": (
         "Qwen3VLConfig",
         dict(text_config=dict(_MROPE, intermediate_size=128, head_dim=16), vision_config=_DEEPSTACK, **_QWEN_IMAGES),
@@ -582,6 +643,25 @@ CONFIGS: dict[str, tuple[str, dict]] = {
         ),
     ),
     "mistral4": ("Mistral4Config", dict(_MLA, n_shared_experts=1, q_lora_rank=32, n_group=2, topk_group=1)),
+    "minimax_m3_vl_text": ("MiniMaxM3VLTextConfig", _MINIMAX_M3),
+    "minimax_m3_vl": (
+        "MiniMaxM3VLConfig",
+        dict(
+            text_config=_MINIMAX_M3,
+            vision_config=dict(
+                hidden_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                intermediate_size=48,
+                image_size=56,
+                patch_size=14,
+                temporal_patch_size=1,
+            ),
+            projector_hidden_size=32,
+            image_token_index=250,
+            video_token_index=251,
+        ),
+    ),
     "axk2": (
         "AXK2Config",
         dict(
@@ -685,9 +765,27 @@ DENSE = tuple(arch for arch in CONFIGS if ARCHS[arch].dense)
 DESYNC = tuple(arch for arch in CONFIGS if ARCHS[arch].no_desync is None)
 
 
+# The language models, inside types that take several, that the tiny configs above do not have.
+OTHER_TEXTS = [
+    (arch, text)
+    for arch, (_, own) in CONFIGS.items()
+    for text in ARCHS[arch].texts
+    if text in CONFIGS and text != own["text_config"]["model_type"]
+]
+# Those whose layers differ from the others', as names that ``config``, ``model`` and ``image`` take.
+INSIDE = tuple(f"{arch}+{text}" for arch, text in OTHER_TEXTS if ARCHS[arch].texts[text])
+
+
+def with_inside(name: str) -> tuple[str, dict]:
+    """The entry of ``CONFIGS`` of an architecture, or of a type with another language model inside, ``TYPE+TEXT``."""
+    arch, _, text = name.partition("+")
+    cls, own = CONFIGS[arch]
+    return (cls, {**own, "text_config": dict(model_type=text, **CONFIGS[text][1])}) if text else (cls, own)
+
+
 def config(arch: str, **changes):
     """The tiny transformers config of an architecture; ``changes`` override single fields."""
-    cls, own = CONFIGS[arch]
+    cls, own = with_inside(arch)
     if "text_config" not in own:
         return getattr(transformers, cls)(**deepcopy({**_SHARED, **own, **changes}))
     text = {"tie_word_embeddings": False, **_SHARED, **own["text_config"], **changes}
@@ -700,7 +798,7 @@ def model(arch: str, seed: int = 0, dtype: torch.dtype = torch.float32, **change
     torch.manual_seed(seed)
     found = config(arch, **changes)
     made = causal_lm_class(found)._from_config(found, dtype=dtype).eval()
-    if "vision_config" in CONFIGS[arch][1] and made.device.type != "meta":
+    if "vision_config" in with_inside(arch)[1] and made.device.type != "meta":
         with torch.no_grad():  # Gemma 3's projector of images is zero at the start
             for tensor in made.parameters():
                 if tensor.ndim == 2 and not tensor.any():
@@ -743,6 +841,7 @@ def image(arch: str) -> dict[str, torch.Tensor]:
     """Inputs of a tiny multimodal model: token ids ``[1, 15]``, of which four are an image's, and its pixels."""
     ids = torch.cat([tokens(1, 5).clamp(max=249), torch.full((1, 4), 250), tokens(1, 6, seed=2).clamp(max=249)], dim=1)
     generator = torch.Generator().manual_seed(3)
+    arch = arch.partition("+")[0]
     if arch == "llama4":
         return {"input_ids": ids, "pixel_values": torch.randn(1, 3, 28, 28, generator=generator)}
     if arch == "mistral3":
@@ -751,6 +850,8 @@ def image(arch: str) -> dict[str, torch.Tensor]:
     if arch == "gemma3":  # the tokens of an image see each other
         pixels = torch.randn(1, 3, 56, 56, generator=generator)
         return {"input_ids": ids, "pixel_values": pixels, "token_type_ids": (ids == 250).int()}
+    if arch == "internvl":
+        return {"input_ids": ids, "pixel_values": torch.randn(1, 3, 56, 56, generator=generator)}
     if arch == "step3p7":
         return {"input_ids": ids, "pixel_values": torch.randn(1, 3, 112, 112, generator=generator)}
     patches = torch.randn(16, 3 * 14 * 14, generator=generator)
@@ -764,6 +865,8 @@ def image(arch: str) -> dict[str, torch.Tensor]:
             "mm_token_type_ids": kinds,
         }
     grid = torch.tensor([[1, 4, 4]])
+    if arch == "minimax_m3_vl":
+        return {"input_ids": ids, "pixel_values": patches, "image_grid_thw": grid}
     if arch == "kimi_k25":
         return {"input_ids": ids, "pixel_values": patches.view(16, 3, 14, 14), "image_grid_thw": grid}
     return {

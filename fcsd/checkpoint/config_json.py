@@ -67,6 +67,11 @@ class CheckpointConfig:
     rewired: dict[str, Any] | None
 
     @property
+    def arch(self) -> Arch:
+        """The row of a type that fcsd has, with its language model inside."""
+        return ARCHS[self.model_type].around(self.text.get("model_type"))
+
+    @property
     def foreign(self) -> bool:
         """Whether the model's own code computes something else than transformers' class of its type, as AMD's does."""
         return self.rewired is not None and self.rewired["by"] != "fcsd"

@@ -9,7 +9,7 @@ from typing import Any
 
 from fcsd.checkpoint.compare_layers import compare_layers
 from fcsd.checkpoint.config_json import CheckpointConfig, read_config
-from fcsd.checkpoint.files import shown
+from fcsd.checkpoint.files import read_object, shown
 from fcsd.checkpoint.layout import Layout, read_layout
 from fcsd.checkpoint.location import SMALL_FILES, recorded_original, remote_headers, resolve
 from fcsd.checkpoint.names import LAYERS
@@ -17,8 +17,8 @@ from fcsd.checkpoint.rewired import AMD_CLASS, GATED_ATTENTION, describe, has_ga
 from fcsd.checkpoint.verify import Comparison, compare_tensors
 from fcsd.errors import BadInputError
 from fcsd.models.archs import ARCHS
-from fcsd.models.config_keys import EXPERTS_PER_TOKEN, SHARED_EXPERTS, expert_count, first_count
-from fcsd.models.products import product
+from fcsd.models.config_keys import EXPERTS_PER_TOKEN, PREFIX, SHARED_EXPERTS, expert_count, first_count
+from fcsd.models.products import product, unsupported_text
 
 _HUB_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
 # The files of Granite's MoE have all experts' tensors in the block itself.
@@ -137,7 +137,12 @@ def inspect_checkpoint(model: str | Path, *, verify: bool = False, trust_remote_
             if transformers cannot build it; or its only weights file is unusable. Missing tensors, and missing and
             damaged shards of several, are reported in the result instead.
     """
-    source = resolve(str(model), allow_patterns=SMALL_FILES)
+    try:
+        source = resolve(str(model), allow_patterns=SMALL_FILES)
+    except BadInputError:
+        if _names_another_type(Path(model)):
+            read_config(Path(model))  # refuses the type, whatever else is missing
+        raise
     config = read_config(source.path, trust_remote_code=trust_remote_code)
     layout = read_layout(source.path, strict=False, remote=remote_headers(source))
     if layout.problems and not layout.indexed:  # no tensor is left to describe
@@ -177,6 +182,18 @@ def inspect_checkpoint(model: str | Path, *, verify: bool = False, trust_remote_
     )
 
 
+def _names_another_type(path: Path) -> bool:
+    """Whether the config.json of a directory names a type, or one of a language model inside, that fcsd lacks."""
+    try:
+        raw = read_object(path / "config.json")
+    except BadInputError:
+        return False
+    declared, text = raw.get("model_type"), raw.get("text_config")
+    row = ARCHS.get(str(declared).removeprefix(PREFIX))
+    inside = text.get("model_type") if isinstance(text, dict) else None
+    return declared is not None and (row is None or unsupported_text(row, inside) is not None)
+
+
 def _has_gates(config: CheckpointConfig) -> bool:
     row = ARCHS.get(config.model_type)
     return row is not None and row.blocks.gated is not None
@@ -205,7 +222,7 @@ def _shape(config: CheckpointConfig, comparison: Comparison | None, names: list[
     shared = bool(moe) and any(_SHARED.search(name) and sizes.get(name, 1) for name in sizes or names)
     routed = sum(size for name, size in sizes.items() if _EXPERT.search(name))
     total = sum(sizes.values())
-    row = ARCHS.get(config.model_type)
+    row = config.arch if config.model_type in ARCHS else None
     architectures = config.raw.get("architectures") or [row.causal_lm if row else "unknown"]
     return {
         "architecture": str(architectures[0]),

@@ -22,7 +22,6 @@ from fcsd.checkpoint.rewired import refuse_rewired
 from fcsd.checkpoint.tokenizer import load_tokenizer
 from fcsd.checkpoint.wiring_options import choose_wiring
 from fcsd.errors import ConfigError, NonFiniteError
-from fcsd.models.archs import ARCHS
 from fcsd.models.build import load_model, unwired, wire
 from fcsd.models.selection import cheapest, layers_text
 from fcsd.models.wiring_block import DESYNC, Wiring
@@ -82,7 +81,7 @@ def choose_by_cost(
     path = resolve(model).path
     config = read_config(path, trust_remote_code=trust_remote_code)
     refuse_rewired(path, config.rewired)
-    whole = choose_wiring(config, ARCHS[config.model_type], wiring, "all", **how)
+    whole = choose_wiring(config, config.arch, wiring, "all", **how)
     found = _measure(path, whole, layers, text)
     log.info(found.to_text())
     return found

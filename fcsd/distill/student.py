@@ -20,7 +20,6 @@ from fcsd.distill.inputs import student_source
 from fcsd.errors import BadInputError
 from fcsd.launch.world import World
 from fcsd.models.annealed import require_in_flight
-from fcsd.models.archs import ARCHS
 from fcsd.models.build import arch_of, converted_config, register, wiring_of
 from fcsd.models.export_template import CODE_FILES
 from fcsd.parallel.tensor.tp_plan import TensorGroup
@@ -56,7 +55,7 @@ def _rewired_config(recipe: Recipe, source: Location) -> PretrainedConfig:
     refuse_rewired(source.path, checked.rewired)
     wiring = choose_wiring(
         checked,
-        ARCHS[checked.model_type],
+        checked.arch,
         init.wiring,
         init.layers,
         variant=init.variant,

@@ -100,7 +100,6 @@ def _write_checkpoint(run: Path, checkpoint: str | None, out: Path, *, force: bo
 
 def _write(model: Path, run: Path | None, out: Path, *, force: bool, title: str | None) -> None:
     """Export a model directory, which ``run`` trained if it is given; see ``export_model``."""
-    from fcsd.models.archs import ARCHS
     from fcsd.models.export_template import converted_files
 
     former = check_out(out, [model, *_trained(run)], force=force)
@@ -109,7 +108,7 @@ def _write(model: Path, run: Path | None, out: Path, *, force: bool, title: str 
         raise BadInputError(f"{model}: is not converted by fcsd", "Convert it first: fcsd convert MODEL OUT.")
     layout = read_layout(model)
     verify_tensors(layout, config)
-    arch = ARCHS[config.model_type]
+    arch = config.arch
 
     texts = converted_files(config.raw, arch, config.raw["fcsd"])
     others = side_files(model, texts.keys() | layout.shards.keys() | {RECORD})

@@ -4,7 +4,7 @@ The rows are in ``archs.py``. docs/adding_an_architecture.md explains every fiel
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from .wiring_block import DESYNC, READS, Blocks
@@ -55,12 +55,15 @@ class Arch:
         vllm: the names that vLLM's class of the same name uses.
         blocks: the names of a decoder layer's children.
         text_config: for multimodal types, the name of the sub-config that describes the language model.
-        texts: for multimodal types that take any language model: the types of those that are proven.
+        texts: for multimodal types that take any language model: the types of those that are proven, each with the
+            fields of the row that differ with this one inside.
         autoep: for types with experts, how DeepSpeed AutoEP, which would look for the ``model_type``, finds them: the
             name of one of its presets, or its keys. None for types that cannot be expert-parallel.
         no_ep: why the type cannot be expert-parallel although it has experts.
         ep_scale: the field of the config by which the router scales its weights, if AutoEP does not look for it.
         packs: whether transformers' code keeps attention inside documents where position ids restart.
+        apart: the child of an attention by which it chooses keys by their places in a row, so that it must get each
+            document as a row; None if no attention does.
         keeps_documents: whether transformers' layers hand on to linear attention what its loop over layers passes them.
         norm_epsilon: the name of the attribute of its RMSNorms that holds epsilon; None if its norms compute something
             else, or have no weight, so that no kernel may stand for them.
@@ -99,11 +102,12 @@ class Arch:
     vllm: VllmNames
     blocks: Blocks = field(default_factory=Blocks)
     text_config: str | None = None
-    texts: tuple[str, ...] = ()
+    texts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     autoep: str | Mapping[str, Any] | None = None
     no_ep: str | None = None
     ep_scale: str | None = None
     packs: bool = True
+    apart: str | None = None
     keeps_documents: bool = True
     norm_epsilon: str | None = "variance_epsilon"
     norm_offset: int = 0
@@ -123,6 +127,10 @@ class Arch:
     since: tuple[int, int] = (5, 17)
     later_layers: bool = False
     draws: bool = False
+
+    def around(self, text: str | None) -> "Arch":
+        """The row with a language model of this type inside; the row itself for a type that takes only one."""
+        return replace(self, **self.texts.get(text or "", {}))
 
     @property
     def dense(self) -> bool:

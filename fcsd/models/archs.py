@@ -50,6 +50,7 @@ _MULTIPLIED = "vLLM's layer multiplies an output before it is added, which the p
 _UNEVEN = "its layers differ in heads, and some read the keys and values of others"
 _BESIDE = "experts beside an MLP read the stream through another norm than their router, which AutoEP's cannot"
 
+_INSIDE_VISION = r"model\.language_model\.layers\.\d+\.mlp"  # where a multimodal type of ``_vision`` has experts
 _SHARED_EXPERTS = Blocks(shared="shared_experts")
 
 # Outputs are normed on arrival. The stream is read as it is by the first kind, through norms by the second.
@@ -122,6 +123,29 @@ _MINIMAX_M2_AUTOEP = {
     "score_func": "sigmoid",
 }
 
+_MISTRAL4_AUTOEP = {"preset_model": "deepseek_v3", "score_func": "softmax"}
+# MiniMax-M3's attention chooses blocks of keys in most layers. Rounding could choose others.
+_MINIMAX_M3: Mapping[str, Any] = {
+    "blocks": Blocks(shared="shared_experts", flattens=True, shared_first=True, routed_scale="routed_scaling_factor"),
+    "no_ep": "DeepSpeed AutoEP does not limit what experts compute, as MiniMax-M3 does",
+    "apart": "indexer",
+    "norm_epsilon": "eps",
+    "norm_offset": 1,
+    "rotates_halves": False,
+    "no_tp": "its heads choose keys in groups, which fcsd does not divide",
+    "tp_plan": {
+        **_ATTENTION_TP,
+        "mlp.gate_up_proj": "packed_colwise",
+        "mlp.down_proj": "rowwise",
+        "mlp.shared_experts.gate_up_proj": "packed_colwise",
+        "mlp.shared_experts.down_proj": "rowwise",
+        "self_attn.indexer.*": "replicated",  # of a single rank
+    },
+    "no_vllm": _UNTRIED,
+    "later_layers": True,
+    "since": (5, 23),
+}
+
 _AFMOE_ROUTER = {"mlp.router.gate": "replicated", "mlp.expert_bias": "replicated"}
 _HY_V3_AUTOEP = {**_MINIMAX_M2_AUTOEP, "has_shared_experts": True, "shared_experts_pattern": "shared_experts"}
 
@@ -132,7 +156,7 @@ _DENSE_TP = {**_ATTENTION_TP, **_MLP_TP}
 # Qwen's mixture of experts inside a multimodal model, where no preset of AutoEP looks for it.
 _QWEN_AUTOEP = {
     **_FUSED_EXPERTS_AUTOEP,
-    "moe_layer_pattern": r"model\.language_model\.layers\.\d+\.mlp",
+    "moe_layer_pattern": _INSIDE_VISION,
     "num_experts_attr": "num_experts",
     "has_shared_experts": True,
     "shared_experts_pattern": "shared_expert",
@@ -383,6 +407,36 @@ _ROWS = (
         **_LLAMA4,
     ),
     _row(
+        "qwen2_vl",
+        "Qwen2VL",
+        classes=_vision("Qwen2VL"),
+        text_config="text_config",
+        packs=False,
+        stored="model",
+        no_vllm=_UNTRIED,
+    ),
+    _row(
+        "qwen2_5_vl",
+        "Qwen2_5_VL",
+        classes=_vision("Qwen2_5_VL"),
+        text_config="text_config",
+        packs=False,
+        stored="model",
+        no_vllm=_UNTRIED,
+    ),
+    _row(
+        "internvl",
+        "InternVL",
+        classes=_vision("InternVL"),
+        text_config="text_config",
+        no_vllm=_UNTRIED,
+        texts={
+            "qwen2": {},
+            "qwen3": {},
+            "qwen3_moe": {"autoep": {"preset_model": "qwen3_moe", "moe_layer_pattern": _INSIDE_VISION}},
+        },
+    ),
+    _row(
         "qwen3_vl",
         "Qwen3VL",
         classes=_vision("Qwen3VL"),
@@ -405,8 +459,17 @@ _ROWS = (
         "Mistral3",
         classes=_vision("Mistral3"),
         text_config="text_config",
-        texts=("mistral", "ministral3"),
+        blocks=_SHARED_EXPERTS,
         tp_plan=_DENSE_TP,
+        texts={
+            "mistral": {},
+            "ministral3": {},
+            "mistral4": {
+                "autoep": {**_MISTRAL4_AUTOEP, "moe_layer_pattern": _INSIDE_VISION},
+                "rotates_halves": False,
+                "tp_plan": _LATENT_TP,
+            },
+        },
         vllm={"decoder": "language_model.model"},
     ),
     _row("qwen3_next", "Qwen3Next", autoep="qwen3_5_moe", **_GATED_DELTA_MOE),
@@ -718,10 +781,27 @@ _ROWS = (
         "mistral4",
         "Mistral4",
         blocks=_SHARED_EXPERTS,
-        autoep={"preset_model": "deepseek_v3", "score_func": "softmax"},
+        autoep=_MISTRAL4_AUTOEP,
         rotates_halves=False,
         tp_plan=_LATENT_TP,
         no_vllm=_NO_CLASS,
+    ),
+    _row(
+        "minimax_m3_vl_text",
+        "MiniMaxM3VL",
+        config="MiniMaxM3VLTextConfig",
+        classes={
+            "AutoModel": ("MiniMaxM3VLTextModel", ""),
+            "AutoModelForCausalLM": ("MiniMaxM3VLForCausalLM", "model"),
+        },
+        **_MINIMAX_M3,
+    ),
+    _row(
+        "minimax_m3_vl",
+        "MiniMaxM3VL",
+        classes={**_vision("MiniMaxM3Sparse"), "AutoModel": ("MiniMaxM3VLModel", "language_model")},
+        text_config="text_config",
+        **_MINIMAX_M3,
     ),
     _row(
         "axk2",
@@ -756,7 +836,7 @@ _ROWS = (
         classes=_vision("Glm4vMoe"),
         text_config="text_config",
         blocks=_SHARED_EXPERTS,
-        autoep={"preset_model": "deepseek_v3", "moe_layer_pattern": r"model\.language_model\.layers\.\d+\.mlp"},
+        autoep={"preset_model": "deepseek_v3", "moe_layer_pattern": _INSIDE_VISION},
         vllm={"decoder": "language_model.model"},
     ),
     _row(
@@ -771,9 +851,9 @@ _ROWS = (
         "Kimi_K25",
         classes=_vision("Kimi_K25"),
         text_config="text_config",
-        texts=("deepseek_v3", "kimi_k2"),  # transformers takes the second for the first
+        texts={"deepseek_v3": {}, "kimi_k2": {}},  # transformers takes the second for the first
         blocks=_SHARED_EXPERTS,
-        autoep={"preset_model": "deepseek_v3", "moe_layer_pattern": r"model\.language_model\.layers\.\d+\.mlp"},
+        autoep={"preset_model": "deepseek_v3", "moe_layer_pattern": _INSIDE_VISION},
         rotates_halves=False,
         tp_plan=_LATENT_TP,
         no_vllm=_UNTRIED,

@@ -58,7 +58,7 @@ def arch_of(config: PretrainedConfig) -> Arch:
     arch = ARCHS[model_type]
     if reason := unsupported_text(arch, config.get_text_config().model_type):
         raise BadInputError(reason)
-    return arch
+    return arch.around(config.get_text_config().model_type)
 
 
 def decoder_of(model: PreTrainedModel) -> Any:
@@ -236,11 +236,14 @@ def register() -> None:
     """Register every ``fcsd_*`` type with transformers: classes, tokenizer and on-disk layout of experts."""
     register_configs()
     for model_type in ARCHS:
+        own = {model_type: PREFIX + model_type}
         for auto, cls in model_classes(model_type).items():
             getattr(transformers, auto).register(config_class(model_type), cls, exist_ok=True)
-        mapping = get_checkpoint_conversion_mapping(model_type)
-        if mapping is not None:  # without it transformers would initialise the experts at random and only warn
-            register_checkpoint_conversion_mapping(PREFIX + model_type, mapping, overwrite=True)
+            own[cls.__name__.removeprefix("Fcsd")] = cls.__name__
+        for theirs, name in own.items():
+            mapping = get_checkpoint_conversion_mapping(theirs)
+            if mapping is not None:  # without it transformers would initialise the experts at random and only warn
+                register_checkpoint_conversion_mapping(name, mapping, overwrite=True)
 
 
 def register_configs() -> None:

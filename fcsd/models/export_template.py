@@ -58,10 +58,12 @@ from transformers.conversion_mapping import (
 from .configuration_fcsd import Fcsd{config}
 from .wiring import Blocks, WiredModel
 
-# How experts lie on disk. Without it transformers would leave them at random, and only warn.
-_mapping = get_checkpoint_conversion_mapping("{model_type}")
-if _mapping is not None:
-    register_checkpoint_conversion_mapping("{prefix}{model_type}", _mapping, overwrite=True)
+# How tensors lie on disk. Without it transformers would leave experts at random, and only warn.
+_mappings = {mappings}
+for _theirs, _own in _mappings.items():
+    _mapping = get_checkpoint_conversion_mapping(_theirs)
+    if _mapping is not None:
+        register_checkpoint_conversion_mapping(_own, _mapping, overwrite=True)
 '''
 
 _CLASS = '''
@@ -114,7 +116,8 @@ def render(arch: Arch) -> Mapping[str, str]:
         oldest_text=".".join(map(str, oldest)),
         too_new_text=too_new[0],
     )
-    modeling = _MODELING.format(**common, imports=", ".join(decoders))
+    mappings = json.dumps({arch.model_type: PREFIX + arch.model_type, **{name: f"Fcsd{name}" for name in decoders}})
+    modeling = _MODELING.format(**common, imports=", ".join(decoders), mappings=mappings)
     for name, decoder in decoders.items():
         modeling += _CLASS.format(**common, name=name, decoder=decoder, blocks=_source(arch.blocks))
     shipped = {name: files("fcsd.models").joinpath(name).read_text() for name in VERBATIM}

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 
 from .arch import Arch
 from .archs import ARCHS
+from .refused import refused
 
 # (pattern of a model's name in lower case, the family's name, its model_type); the first row that matches counts
 PRODUCTS = (
@@ -24,6 +25,7 @@ PRODUCTS = (
     (r"glm-?5(?!.*v)", "GLM-5", "glm_moe_dsa"),
     (r"glm-?4\.7-flash", "GLM-4.7-Flash", "glm4_moe_lite"),
     (r"glm-4-9b.*-hf|glm-edge-\d", "GLM-4-9B, GLM-Edge", "glm"),
+    (r"minimax-m3", "MiniMax-M3", "minimax_m3_vl"),
     (r"minimax-m2", "MiniMax-M2", "minimax_m2"),
     (r"mimo-v2-flash", "MiMo-V2-Flash", "mimo_v2_flash"),
     (r"dots\.llm1", "dots.llm1", "dots1"),
@@ -58,6 +60,9 @@ PRODUCTS = (
     (r"seed-oss", "Seed-OSS", "seed_oss"),
     (r"helium-1", "Helium 1", "helium"),
     (r"youtu-llm", "Youtu-LLM", "youtu"),
+    (r"qwen-?2\.5-?vl", "Qwen2.5-VL", "qwen2_5_vl"),
+    (r"qwen-?2-?vl", "Qwen2-VL", "qwen2_vl"),
+    (r"internvl.*-hf", "InternVL of transformers' format (`-hf`)", "internvl"),
     (r"qwen3-?vl(?!.*(-a\d+b|embedding|reranker))", "Qwen3-VL", "qwen3_vl"),
     (r"qwen3-?vl(?!.*(embedding|reranker)).*-a\d+b", "Qwen3-VL-30B-A3B, -235B-A22B", "qwen3_vl_moe"),
     (r"qwen3\.[56](?!.*(embedding|reranker)).*-a\d+b", "Qwen3.5-35B-A3B, Qwen3.6-35B-A3B", "qwen3_5_moe"),
@@ -68,8 +73,8 @@ PRODUCTS = (
     (r"qwen1\.5-moe|qwen2-57b-a14b", "Qwen1.5-MoE, Qwen2-57B-A14B", "qwen2_moe"),
     (r"qwen-?2(\.5)?(?![.\d])(?!.*(vl|omni|audio))", "Qwen2, Qwen2.5", "qwen2"),
     (
-        r"mistral-small-3\.[12]|magistral-small-25|ministral-3-",
-        "Mistral-Small-3.1, -3.2, Magistral-Small, Ministral 3",
+        r"mistral-small-(3\.[12]|4)|magistral-small-25|ministral-3-",
+        "Mistral-Small-3.1, -3.2, -4, Magistral-Small, Ministral 3",
         "mistral3",
     ),
     (r"mixtral", "Mixtral", "mixtral"),
@@ -78,50 +83,13 @@ PRODUCTS = (
     (r"llama-?4", "Llama 4", "llama4"),
     (r"llama-?[23](?!.*vision)", "Llama 2, Llama 3", "llama"),
 )
-# model_type -> the supported one that is nearest, and what it computes that fcsd does not. Types that fcsd supports by
-# now may be in it: it is read for others alone.
-_NORMS = "its layers normalise what attention and MLP return"
-_SCALES = "its layers multiply what they add to the stream"
-_LINEAR = "some of its layers have linear attention"
-_NEWER = "the type itself takes transformers 5.23 or newer"
-_SEES = "it has an image encoder"
-_PARALLEL = "its attention and its MLP read one stream, which is the wiring parallel already"
-_STREAMS = "its layers pass on several streams, see docs/hyper_connections.md"
-_NEAREST = {
-    "kimi_k2": ("deepseek_v3", ""),
-    "deepseek_v4": ("deepseek_v3", _STREAMS),
-    "mistral3": ("mistral", _SEES),
-    **dict.fromkeys(("gemma2", "gemma3", "gemma3_text"), ("gemma", _NORMS)),
-    "glm4": ("glm", _NORMS),
-    **dict.fromkeys(("olmo2", "olmo3"), ("olmo", _NORMS)),
-    **dict.fromkeys(("exaone4", "flex_olmo"), ("llama", _NORMS)),
-    **dict.fromkeys(("granite", "hyperclovax", "minicpm3"), ("llama", _SCALES)),
-    "granitemoe": ("mixtral", _SCALES),
-    **dict.fromkeys(
-        ("minimax_m3", "minimax_m3_vl", "minimax_m3_vl_text"),
-        ("minimax_m2", "its attention chooses blocks of keys by positions, which restart in packed rows"),
-    ),
-    **dict.fromkeys(("lfm2", "lfm2_moe"), ("kimi_linear", _NEWER)),
-    "granitemoehybrid": ("granitemoe", _NEWER),
-    "jamba": ("granitemoehybrid", _NEWER),
-    "bitnet": ("llama", "its output projections read normalised values"),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"), ("qwen2_moe", _LINEAR)),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_text"), ("qwen3", _LINEAR)),
-    "bailing_hybrid": ("kimi_linear", "transformers does not limit what its experts compute, as its config.json asks"),
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), ("qwen2", _SEES)),
-    "qwen3_vl": ("qwen3", _SEES),
-    "qwen3_vl_moe": ("qwen3_moe", _SEES),
-    "mllama": ("llama", _SEES),
-    "nemotron_h": ("granitemoehybrid", _NEWER),
-    **dict.fromkeys(("cohere", "cohere2", "phi", "falcon", "gpt_neox", "gptj"), ("llama", _PARALLEL)),
-}
 
 
 def family(model_type: str) -> str:
     """The name of the family in brackets, after a blank; empty for a type that the table does not have."""
     named = product(model_type)
-    near, lacking = _NEAREST.get(model_type, ("", ""))
-    like = f"; its layers are those of {near}" if near and not lacking else ""
+    near, why = refused().get(model_type, ("", ""))
+    like = f"; its layers are those of {near}" if near and not why else ""
     return f" ({named}{like})" if named else ""
 
 
@@ -132,13 +100,16 @@ def product(model_type: str) -> str | None:
 
 def nearest(model_type: str) -> str:
     """What a message about an unsupported type ends with: the nearest family, and what fcsd lacks; may be empty."""
-    near, lacking = _NEAREST.get(model_type, ("", ""))
-    if near and not lacking:
+    near, why = refused().get(model_type, ("", ""))
+    if near and not why:
         return f"; nearest is {near}, and with that as its model_type in config.json it is"
-    if near:
-        return f"; nearest is {near}, but {lacking}"
+    if near in ARCHS:  # an old transformers lacks some
+        return f"; nearest is {near}, but {why}"
+    if why:
+        return f": {why}"
     close = get_close_matches(model_type, ARCHS, 1, 0.5)
-    return f"; closest: {close[0]}" if close else ""
+    known = f", and the supported one with the closest name is {close[0]}" if close else ""
+    return f": fcsd knows no such type of language models{known}"
 
 
 def unsupported_text(row: Arch, text: str | None) -> str | None:
@@ -149,7 +120,8 @@ def unsupported_text(row: Arch, text: str | None) -> str | None:
     """
     if not row.texts or text in (None, *row.texts):
         return None
-    return f"{row.model_type} with text layers of {text} is not supported, only with those of {' and '.join(row.texts)}"
+    known = " or ".join(row.texts)
+    return f"{row.model_type} with text layers of {text} is not supported, only with those of {known}"
 
 
 def supported() -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from fcsd.disk import read_input
 from fcsd.errors import ConfigError
 from fcsd.markdown import table
-from fcsd.models.archs import ARCHS
+from fcsd.models.build import arch_of
 from fcsd.models.schedule import Kind, Output, reads_of, reductions
 from fcsd.models.selection import cheapest, layers_text, select_layers
 from fcsd.models.wiring_block import DESYNC, Blocks, Wiring
@@ -90,7 +90,7 @@ def frontier(model: MetaModel, ranks: int, machine: Machine | None = None, costs
     config, numbers = model.config, model.numbers
     if (heads := getattr(config.get_text_config(), "num_attention_heads", None) or ranks) % ranks:
         raise ConfigError(f"--gpus {ranks} does not divide the {heads} attention heads", "Give a number that does.")
-    arch, depth = ARCHS[config.model_type], len(numbers.layers)
+    arch, depth = arch_of(config), len(numbers.layers)
     kinds: list[Kind] = [_kind(layer) for layer in numbers.layers]
     given = None if costs is None else read_costs(costs, depth)
     profiles = [given] if given is not None else list(law()["costs"].values())

@@ -63,6 +63,7 @@ SHAPES = {
     "nemotron_h": (3, 1, 8, 2, 1),
     "glm_moe_dsa": (1, 3, 8, 2, 1),
     **dict.fromkeys(("mistral4", "axk2", "glm4v_moe", "kimi_k25", "step3p7"), (1, 3, 8, 2, 1)),
+    **dict.fromkeys(("minimax_m3_vl_text", "minimax_m3_vl"), (1, 3, 8, 2, 1)),
     "gemma4_text": (0, 4, 8, 2, 0),
     "gemma4": (0, 4, 8, 2, 0),
 }

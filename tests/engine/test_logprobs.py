@@ -1,9 +1,12 @@
 """Log-probabilities of continuations: how requests share forward passes changes no answer."""
 
+from typing import Any
+
 import pytest
 import tiny
 import torch
 
+from fcsd.engine.generate import BATCHES, generate
 from fcsd.engine.logprobs import Request, continuation_logprobs
 
 REQUESTS: list[Request] = [
@@ -27,10 +30,24 @@ def literal(model, context, continuation):
     return value, all(int(logprobs[row].argmax()) == token for row, token in zip(rows, continuation, strict=True))
 
 
-def test_every_request_has_the_answer_of_a_pass_of_its_own():
-    model = tiny.model("llama").eval()
-    found = continuation_logprobs(model, REQUESTS)
-    assert sorted(found) == list(range(len(REQUESTS)))
-    for index, request in enumerate(REQUESTS):
+@pytest.mark.parametrize("arch", ["llama", "minimax_m3_vl_text"])
+def test_every_request_has_the_answer_of_a_pass_of_its_own(arch: str) -> None:
+    """MiniMax-M3 chooses keys by their places in a row, which padding on the left would move."""
+    model, requests = tiny.model(arch, initializer_range=0.2), [*REQUESTS]
+    for length in (13, 18):  # with two choices each, of one batch if their beginnings may be padded
+        context = tuple(tiny.tokens(1, length)[0].tolist())
+        requests += [(context, (3, 9)), (context, (4, 2, 7))]
+    found = continuation_logprobs(model, requests)
+    assert sorted(found) == list(range(len(requests)))
+    for index, request in enumerate(requests):
         value, greedy = literal(model, *request)
         assert found[index][0] == pytest.approx(value, abs=1e-4) and found[index][1] == greedy
+
+
+def test_prompts_of_different_lengths_are_continued_as_alone() -> None:
+    model = tiny.model("minimax_m3_vl_text", initializer_range=0.2)
+    prompts = [tiny.tokens(1, length, seed=length)[0].tolist() for length in (5, 18, 13, 18)]
+    settings: dict[str, Any] = dict(max_new_tokens=6, ended=lambda *_: None, way=BATCHES)
+    for index, answer in generate(model, prompts, **settings):
+        ((_, alone),) = generate(model, [prompts[index]], **settings)
+        assert answer == alone and len(answer) == 6

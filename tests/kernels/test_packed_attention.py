@@ -51,7 +51,7 @@ def test_attention_stays_inside_documents(positions: Tensor) -> None:
 
 
 WINDOWED = {"gpt_oss", "llama4_text", "llama4", "cwm", "ministral", "exaone_moe", "mimo_v2_flash"}
-WINDOWED |= {"deepseek_v32", "glm_moe_dsa", "axk2"}  # they choose keys by a mask
+WINDOWED |= {"deepseek_v32", "glm_moe_dsa", "axk2", "minimax_m3_vl_text", "minimax_m3_vl"}  # they choose keys by a mask
 WINDOWED |= {"olmo3", "exaone4", "gemma2", "gemma3_text", "gemma3", "gemma4_text", "gemma4", "afmoe", "laguna"}
 WINDOWED |= {"step3p7"}
 

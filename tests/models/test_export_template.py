@@ -24,6 +24,7 @@ from fcsd.models.wiring import Wiring, refuse_unknown_backend
 def wired_directory(arch: str, auto: str, out: Path) -> transformers.PreTrainedModel:
     """Save a tiny farskip model of ``arch`` with its code; the model that was saved."""
     base: Any = tiny.model(arch)
+    arch = base.config.model_type
     base = base.model if auto == "AutoModel" else base
     config = build.converted_config(base.config, Wiring("farskip", (1, 2, 3)).to_block())
     config.auto_map = auto_map(ARCHS[arch])
@@ -96,17 +97,18 @@ def test_another_transformers_is_refused_loudly(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("auto", ["AutoModelForCausalLM", "AutoModel"])
 def test_every_architecture_loads_bit_equal_in_a_process_without_fcsd(auto: str, tmp_path: Path) -> None:
     inputs, expected = {"input_ids": tiny.tokens()}, []
-    for arch in tiny.CONFIGS:
+    names = [*tiny.CONFIGS, *tiny.INSIDE]
+    for arch in names:
         model = wired_directory(arch, auto, tmp_path / arch)
         model.set_experts_implementation("eager")
         with torch.no_grad():
             expected.append(model(**inputs)[0])
     save_file(inputs, tmp_path / "inputs")
     script = [sys.executable, "-P", fcsd.__path__[0] + "/export/fresh_process.py"]
-    directories = [str(tmp_path / arch) for arch in tiny.CONFIGS]
+    directories = [str(tmp_path / arch) for arch in names]
     subprocess.run([*script, "inputs", "logits", "1", auto, *directories], cwd=tmp_path, check=True)
     logits = load_file(tmp_path / "logits")
-    for i, arch in enumerate(tiny.CONFIGS):
+    for i, arch in enumerate(names):
         assert torch.equal(logits[str(i)], expected[i]), arch
 
 

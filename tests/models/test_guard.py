@@ -147,6 +147,22 @@ _GEMMA4 = dict(
         "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
     },
 )
+_QWEN2_VL = dict(rope_parameters={"rope_type": "default", "rope_theta": 50.0, "mrope_section": [2, 1, 1]})
+_MINIMAX_M3_TEXT = dict(
+    _EXPERTS,
+    intermediate_size=24,
+    dense_intermediate_size=40,
+    shared_intermediate_size=28,
+    swiglu_alpha=1.2,
+    swiglu_limit=0.5,
+    index_n_heads=2,
+    index_head_dim=16,
+    index_block_size=2,
+    index_topk_blocks=3,
+    index_local_blocks=2,
+    layer_types=["full_attention", "minimax_m3_sparse"] * 2,
+    mlp_layer_types=["sparse", "dense", "sparse", "sparse"],
+)
 # What moves the fields that a family has alone, or that would not be moved by the values above.
 OWN: dict[str, dict[str, Any]] = {
     "seed_oss": dict(attention_out_bias=True, residual_dropout=0.3),
@@ -212,6 +228,8 @@ OWN: dict[str, dict[str, Any]] = {
     "deepseek_v2": _LATENT,
     "deepseek_v3": dict(_LATENT, rope_interleave=False, norm_topk_prob=False),
     "gpt_oss": dict(_EXPERTS, swiglu_limit=0.5, swiglu_alpha=1.2),
+    "qwen2_vl": _QWEN2_VL,
+    "qwen2_5_vl": _QWEN2_VL,
     "qwen3_vl": dict(rope_parameters=_MROPE),
     "qwen3_vl_moe": dict(
         _EXPERTS, rope_parameters=_MROPE, decoder_sparse_step=2, mlp_only_layers=[1], sliding_window=None
@@ -364,6 +382,8 @@ OWN: dict[str, dict[str, Any]] = {
         norm_topk_prob=False,
         rope_parameters=_YARN,
     ),
+    "minimax_m3_vl_text": _MINIMAX_M3_TEXT,
+    "minimax_m3_vl": _MINIMAX_M3_TEXT,
     "axk2": dict(
         {**_LATENT, **_GROUPS}, gated_norm_rank=4, index_topk=3, index_head_dim=16, index_n_heads=20, layer_types=None
     ),
@@ -412,6 +432,7 @@ FIXED = {
     "phimoe": {"num_experts_per_tok"},  # its router makes two choices
     "diffllama": {"attention_dropout"},  # transformers refuses it
     "step3p5": {"gating", "hidden_act"},  # of the class, whatever a config says
+    "minimax_m3_vl_text": {"hidden_act"},  # the same
     "granitemoehybrid": {"time_step_limit"},  # transformers' own steps with a cache leave it out
     "nemotron_h": {"num_hidden_layers"},  # the length of the list of layers
 }
@@ -597,21 +618,19 @@ def test_packed_documents_are_separate_ones(arch: str) -> None:
         torch.testing.assert_close(packed, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("arch", "text"), tiny.OTHER_TEXTS)
 @pytest.mark.skipif(DEVICE != "cpu", reason="dropout draws other numbers on a GPU")
-def test_another_text_inside_a_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiny model has ministral3, which also scales queries by their positions."""
-    cls, own = tiny.CONFIGS["mistral3"]
-    text = dict(model_type="mistral", **tiny.CONFIGS["mistral"][1])
-    monkeypatch.setitem(tiny.CONFIGS, "mistral3", (cls, {**own, "text_config": text}))
-    monkeypatch.setitem(OWN, "mistral3", {})
-    assert guarded_config("mistral3").text_config.model_type == "mistral"
+def test_another_text_inside_a_wrapper(arch: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tiny.CONFIGS, arch, tiny.with_inside(f"{arch}+{text}"))
+    monkeypatch.setitem(OWN, arch, OWN.get(text, {}))
+    assert guarded_config(arch).text_config.model_type == text
     for check in (test_every_field_that_the_code_reads_is_moved, test_off_is_off, test_kernels_compute_the_same):
-        check("mistral3")
+        check(arch)
     for check in (test_packed_documents_are_separate_ones, test_other_words_compute_the_same):
-        check("mistral3")
-    test_scores_and_losses_see_the_logits_of_the_model("mistral3")
+        check(arch)
+    test_scores_and_losses_see_the_logits_of_the_model(arch)
     for name in ("farskip", "ladder", "parallel"):
-        test_on_is_the_table_cached_or_not_and_gradients_flow("mistral3", name)
+        test_on_is_the_table_cached_or_not_and_gradients_flow(arch, name)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])

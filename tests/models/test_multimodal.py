@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 
+from fcsd.checkpoint.inspection import inspect_checkpoint
 from fcsd.convert import convert_checkpoint
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.models.archs import ARCHS
@@ -131,6 +132,27 @@ def test_a_converted_model_sees(arch: str, tmp_path: Path) -> None:
         wire(loaded, Wiring("farskip", ALL))
         cached = loaded.generate(**images, use_cache=True, **greedy)
         assert torch.equal(cached, loaded.generate(**images, use_cache=False, **greedy))
+
+
+@pytest.mark.parametrize("arch", ["qwen2_vl", "qwen2_5_vl"])
+def test_a_config_that_has_the_language_model_beside_the_vision_tower(arch: str, tmp_path: Path) -> None:
+    """Published models have it so: rope_theta and rope_scaling, and no text_config."""
+    base: Any = tiny.model(arch)
+    base.save_pretrained(tmp_path / "base")
+    raw = json.loads((tmp_path / "base/config.json").read_text())
+    text = raw.pop("text_config")
+    rope = text.pop("rope_parameters")
+    text |= {
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
+    }
+    (tmp_path / "base/config.json").write_text(json.dumps({**text, **raw}))
+    assert inspect_checkpoint(str(tmp_path / "base")).layers == 4
+    assert convert_checkpoint(tmp_path / "base", tmp_path / "out").parity == 4
+    loaded, ids = load_model(tmp_path / "out"), tiny.tokens()
+    with torch.no_grad():
+        expected = wire(base, Wiring("farskip", ALL))(ids).logits
+        torch.testing.assert_close(loaded(ids).logits, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_wrapper_of_any_text_is_refused_with_text_layers_that_are_not_proven() -> None:

@@ -30,7 +30,7 @@ from fcsd.parallel.expert.levels import one_level
 from fcsd.parallel.overlap import Schedule, overlap
 from fcsd.parallel.transports.copies import CopiesTransport
 
-MOE = [a for a in tiny.CONFIGS if ARCHS[a].autoep is not None]
+MOE = [a for a in tiny.CONFIGS if ARCHS[a].autoep is not None] + [*tiny.INSIDE]
 ALL = (0, 1, 2, 3)
 FARSKIP = Wiring("farskip", ALL)
 WIRINGS = [

@@ -27,7 +27,8 @@ from fcsd.plan.model import own_copies
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 TOKENS = 4  # the interpreter runs one program after the other for each token
 REPEATS_ANGLES = {"ernie4_5", "ernie4_5_moe", "glm", "helium"}
-MASKED = {"deepseek_v32", "glm_moe_dsa", "axk2"}  # their masks stand for the keys that they choose
+# Their masks stand for the keys that they choose.
+MASKED = {"deepseek_v32", "glm_moe_dsa", "axk2", "minimax_m3_vl_text", "minimax_m3_vl"}
 ONE_BY_ONE = {"step3p7"}  # a plan counts the weights of all experts, and here some have no rows
 # An architecture that has them, for each of the fused modules beside norms.
 EXAMPLES = {FusedExperts: "mixtral", FusedLatentAttention: "deepseek_v2", FusedMLP: "llama", FusedRotary: "qwen3"}

@@ -59,9 +59,10 @@ def with_fixed_passes(training: Training, recipe: Recipe, models: Sequence[Any])
         return training
     on_gpu = models[0].device.type == "cuda"
     for model in models:
-        if arch_of(model.config).blocks.linear is not None:
+        arch = arch_of(model.config)
+        if arch.blocks.linear is not None or arch.apart is not None:
             raise ConfigError(
-                f"train.graph cannot run {model.config.model_type}: linear attention takes each document as a row, and "
+                f"train.graph cannot run {model.config.model_type}: its attention takes each document as a row, and "
                 "their lengths differ",
                 hint="set train.graph: false",
             )

@@ -92,7 +92,8 @@ def final_hidden(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
 
     Attention stays inside documents because position ids restart and there is neither a mask nor a cache. An
     architecture that does not derive the document boundaries from position ids gets explicit masks. A model with
-    packed attention gets the borders of the documents, and linear attention gets each document as a row.
+    packed attention gets the borders of the documents. Linear attention, and attention that chooses keys by their
+    places, get each document as a row.
     """
     decoder = decoder_of(model)
     ids, positions = batch["input_ids"], batch["position_ids"]
@@ -101,8 +102,8 @@ def final_hidden(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
     else:
         inside = {"attention_mask": None if arch_of(model.config).packs else _document_masks(decoder, ids, positions)}
     arch = arch_of(model.config)
-    if arch.blocks.linear is not None:
-        stay_inside_documents(decoder_layers(model), None if arch.keeps_documents else arch.blocks)
+    if arch.blocks.linear is not None or arch.apart is not None:
+        stay_inside_documents(decoder_layers(model), None if arch.keeps_documents else arch.blocks, arch.apart)
         inside["documents"] = documents_of(batch["borders"], ids.numel())
     hidden = decoder(input_ids=ids, position_ids=positions, use_cache=False, **inside).last_hidden_state
     factor = logits_factor(model.config)

@@ -13,7 +13,7 @@ from fcsd.models.wiring import Wiring
 from fcsd.parallel.expert.autoep import expert_parallel_config, shard_experts
 from fcsd.parallel.expert.blocking import wire_parallel
 
-MOE = [a for a in tiny.CONFIGS if ARCHS[a].autoep is not None]
+MOE = [a for a in tiny.CONFIGS if ARCHS[a].autoep is not None] + [*tiny.INSIDE]
 WIRINGS = [Wiring("farskip", (0, 1, 2, 3)), Wiring("ladder", (2, 3)), Wiring("standard", ())]
 
 
@@ -85,7 +85,7 @@ def test_blocking_expert_parallelism_is_plain_transformers(world):
             sharded = ranks[0][arch, i][1]
             for name, grad in grads.items():
                 if ".experts." in name:
-                    mine = _fused(sharded, name, ARCHS[arch].blocks.prescaled)
+                    mine = _fused(sharded, name, ARCHS[arch.partition("+")[0]].blocks.prescaled)
                 else:
                     router = name.replace(".gate.weight", ".router.gate.weight")
                     router = router.replace(".router.weight", ".router.gate.weight")
