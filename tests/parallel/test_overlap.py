@@ -27,7 +27,7 @@ from fcsd.parallel.expert.dispatcher import Dispatcher
 from fcsd.parallel.expert.flat import flat
 from fcsd.parallel.expert.hierarchical import hierarchical
 from fcsd.parallel.expert.levels import one_level
-from fcsd.parallel.overlap import Schedule, overlap
+from fcsd.parallel.overlap import overlap
 from fcsd.parallel.transports.copies import CopiesTransport
 
 MOE = [a for a in tiny.CONFIGS if ARCHS[a].autoep is not None]
@@ -115,16 +115,6 @@ def _every_situation(rank: int, arch: str, wirings: list[Wiring]) -> list[str]:
             parameter.data.zero_()  # all scores alike: every token goes to the first experts, all on rank 0
     _compare(model, FARSKIP, batches[:1], "all on rank 0", problems)
     _compare(_sharded(arch, num_experts_per_tok=1), FARSKIP, batches[:1], "top-1", problems)
-    return problems
-
-
-def _every_schedule(rank: int) -> list[str]:
-    problems: list[str] = []
-    model = _sharded("deepseek_v2")
-    for place in ("before_attn", "before_core", "after_core", "after_attn"):
-        for covers in ("dispatch", "combine"):
-            choose = lambda plan, _, p=place, c=covers: Schedule(p, c)  # noqa: E731
-            _compare(model, FARSKIP, [tiny.tokens(seed=rank)], f"{place} {covers}", problems, choose=choose)
     return problems
 
 
@@ -354,7 +344,6 @@ def _two_ranks(rank: int, folder: str) -> dict[str, Any]:
         "wirings": _every_wiring(rank),
         "situations": _every_situation(rank, "deepseek_v2", WIRINGS),
         "situations without shared experts": _every_situation(rank, "qwen3_moe", WIRINGS[:1]),
-        "schedules": _every_schedule(rank),
         "by copies": _by_copies(rank, folder),
         "buffers": _alive_buffers(rank, recompute=False),
         "buffers recomputed": _alive_buffers(rank, recompute=True),
@@ -374,7 +363,7 @@ def two_ranks(tmp_path_factory) -> list[dict[str, Any]]:
     return in_group(2, _two_ranks, str(tmp_path_factory.mktemp("windows")))
 
 
-EQUAL = ("wirings", "situations", "situations without shared experts", "schedules", "by copies", "training", "fused")
+EQUAL = ("wirings", "situations", "situations without shared experts", "by copies", "training", "fused")
 
 
 @pytest.mark.parametrize("what", EQUAL)
@@ -454,5 +443,3 @@ def test_what_cannot_overlap_says_why():
         overlap(tiny.model("llama"), Wiring("desync-2x", ALL, tp_degree=2))
     with pytest.raises(ConfigError, match="distance 2"):
         overlap(tiny.model("qwen3_moe"), Wiring("farskip", ALL, distance=2))
-    with pytest.raises(ConfigError, match="cannot start before_core"):
-        overlap(tiny.model("qwen3_moe"), Wiring("standard", ()), choose=lambda *_: Schedule("before_core"))

@@ -315,8 +315,7 @@ def wire_training(
     Args:
         model: see ``shard.prepare``.
         wiring: any wiring; a Desync wiring for as many ranks.
-        mode: see ``TrainingSums``; outputs and gradients are the same in every bit, because the groups of rows in passes
-            without gradients do not depend on it.
+        mode: see ``TrainingSums``; outputs and gradients are the same in every bit, and so are the groups of rows.
         backend: see ``TrainingSums``.
         sequence: see ``TrainingSums``. Passes without gradients whose rows the ranks cannot divide sum all rows.
 
