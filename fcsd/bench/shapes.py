@@ -1,5 +1,6 @@
 """Transformers configs with the dimensions of the models that benchmarks use; the weights are random."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from transformers import (
@@ -21,7 +22,7 @@ class Shape(NamedTuple):
         fields: the other fields of the config.
     """
 
-    kind: type[PretrainedConfig]
+    kind: Callable[..., PretrainedConfig]
     depth: int
     fields: dict[str, Any]
 
