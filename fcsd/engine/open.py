@@ -33,7 +33,6 @@ def open_engine(
     *,
     dtype: "torch.dtype",
     reduce: str = "nccl",
-    experts: Experts = "sliced",
     placement: Path | None = None,
     compile_steps: bool = True,
 ) -> "PreTrainedModel":
@@ -45,9 +44,8 @@ def open_engine(
         dtype: the dtype of the weights in memory.
         reduce: how the ranks reduce: one of the backends that give right results, or the file of a table, see
             ``parallel.all_reduce.ways``.
-        experts: ``sliced`` gives each rank a slice of every expert, ``whole`` gives it some whole experts.
         placement: the ``placement.json`` of the run that trained the model. Each rank then holds the whole experts that
-            this run has placed there.
+            this run has placed there, instead of a slice of every expert.
         compile_steps: whether a GPU compiles the parts of decoding steps over a cache of fixed shape; see
             ``parallel.tensor.compiled``. Other passes, and CPUs, compile nothing.
 
@@ -72,7 +70,7 @@ def open_engine(
     for backend in ways.backends:
         Reduction(ranks.group, backend, 0)  # what these ranks cannot have is refused before the weights are read
     orders = None if placement is None else read_orders(placement)
-    experts = experts if placement is None else "whole"
+    experts: Experts = "sliced" if placement is None else "whole"
     model = load_tensor_parallel(path, dtype=dtype, device=world.device, ranks=ranks, experts=experts, orders=orders)
     on_gpu = world.device.type == "cuda"
     fuse(model, on_gpu)

@@ -1,6 +1,6 @@
 """Runs expert parallelism with dispatch and combine in flight: collectives are awaited where the wiring needs them.
 
-The wiring says which output may be in flight at each read. A ``Schedule`` says when a collective starts and which
+The wiring says which output may be in flight at each read. ``SCHEDULES`` says when a collective starts and which
 computation hides it. One farskip layer has this order in the forward pass (FarSkip Figure 9; ``[`` launches, ``]``
 awaits):
 
@@ -13,9 +13,9 @@ same order, or in the same groups where ``_private`` makes groups.
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -42,29 +42,15 @@ Place = Literal["before_attn", "before_rotary", "before_core", "after_core", "af
 _ORDER: tuple[Place, ...] = get_args(Place)
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """When the MoE block of a layer starts, and which computation hides its collectives.
+class Schedule(NamedTuple):
+    """When the MoE block of a layer starts, and which computation hides its collectives."""
 
-    Args:
-        start: the place in the layer where the last combine is awaited and the gate runs; dispatch follows.
-        shared_covers: the collective under which the shared experts run.
-        transport: how the rows travel.
-        eager: whether every collective is awaited where it starts. The code is the same, but nothing is hidden.
-        launch: the earliest place where the host waits for the split sizes in order to launch dispatch.
-        dispatcher: what carries the rows to the experts and back.
-    """
-
-    start: Place
-    shared_covers: Literal["dispatch", "combine"] = "combine"
-    transport: Transport = all_to_all
-    eager: bool = False
-    launch: Place = "before_core"
-    dispatcher: Dispatcher = flat
+    start: Place  # where the last combine is awaited and the gate runs; dispatch follows
+    shared_covers: Literal["dispatch", "combine"] = "combine"  # the collective under which the shared experts run
 
 
 # Maps the read depths of (attention, MLP) to a schedule. An MLP that reads its own layer's attention starts after it.
-DEFAULTS: dict[tuple[int, int], Schedule] = {
+SCHEDULES: dict[tuple[int, int], Schedule] = {
     # Core attention may use all SMs. Rows that are sent after it has begun would travel only when it has ended.
     (1, 1): Schedule("before_rotary"),
     (0, 1): Schedule("before_attn"),  # attention hides dispatch; only the shared experts hide combine
@@ -82,6 +68,8 @@ class LayerOverlap(LayerWiring):
         index: 0-based index of the decoder layer.
         attention: the module that mixes its tokens.
         schedule: when its collectives start, and what hides them.
+        launch: the earliest place where the host waits for the split sizes in order to launch dispatch.
+        dispatcher: what carries its rows to the experts and back.
         block: its MoE block; None for a dense layer.
         transfer: how its rows travel.
         accumulations: autograd's nodes that accumulate the gradients of its experts.
@@ -90,6 +78,8 @@ class LayerOverlap(LayerWiring):
     index: int
     attention: nn.Module
     schedule: Schedule
+    launch: Place
+    dispatcher: Dispatcher
     block: ExpertBlock | None
     transfer: Transfer
     accumulations: list[Any]
@@ -139,7 +129,7 @@ class OverlappedLayer(WiredLayer):
         mlp = _Mlp(self, dispatch_awaited_at=order.mark() if plan.mlp else None)
 
         def reach(place: Place) -> None:
-            if _ORDER.index(place) >= _ORDER.index(plan.schedule.launch):
+            if _ORDER.index(place) >= _ORDER.index(plan.launch):
                 mlp.advance()
             if plan.schedule.start == place and plan.mlp:
                 mlp.start(_private(_landed(streams[0])))
@@ -178,7 +168,7 @@ class _Mlp:
         self.x = self.plan.blocks.read(self.layer, "mlp", stream)
         plan = self.plan
         if plan.block is not None:
-            self.packed = plan.schedule.dispatcher(plan.block, plan.index, self.x, plan.transfer)
+            self.packed = plan.dispatcher(plan.block, plan.index, self.x, plan.transfer)
             if self.dispatch_awaited_at is None:
                 self.dispatch_awaited_at = order.mark()
             if plan.transfer.side is None:
@@ -246,7 +236,6 @@ def overlap(
     model: PreTrainedModel,
     wiring: Wiring,
     mode: Mode = "on",
-    choose: Callable[[LayerWiring, Schedule], Schedule] = lambda _, schedule: schedule,
     fused: bool = False,
     transport: Transport = all_to_all,
     dispatcher: Dispatcher = flat,
@@ -258,15 +247,14 @@ def overlap(
     Args:
         mode: ``on`` awaits every collective where its rows are first used. ``eager-sync`` awaits every collective where
             it starts; if its results differ from those of ``on``, a wait is missing. ``off`` is ``wire_parallel``.
-        choose: a function that may replace the default schedule of a layer.
         fused: see ``wire_parallel``.
-        transport: how the rows travel; ``choose`` may replace it for a layer.
-        dispatcher: what carries the rows to the experts and back; ``choose`` may replace it for a layer.
+        transport: how the rows travel.
+        dispatcher: what carries the rows to the experts and back.
         quantiser: rounds the rows to the formats of quantised communication; None sends them as they are.
         traffic: counts the bytes that are sent; None does not count.
 
     Raises:
-        ConfigError: the wiring, a schedule, ZeRO-3 or the attention implementation does not allow it.
+        ConfigError: the wiring, ZeRO-3 or the attention implementation does not allow it.
     """
     if wiring.name in DESYNC or wiring.distance > 1:
         what = wiring.name if wiring.name in DESYNC else f"distance {wiring.distance}"
@@ -287,26 +275,22 @@ def overlap(
     if side is not None and mode == "on":
         process_settings.warn(os.environ)
     blocks = arch_of(model.config).blocks
+    # Copies need no SM, so they need not be launched before core attention: the host launches core attention first, and
+    # the device computes while the host launches the copies.
+    by_copies = isinstance(transport, CopiesTransport) and transport.copies_all_rows
+    transfer = Transfer(transport, mode, side, fused, quantiser, traffic)
     for index, layer in enumerate(cast(Any, decoder_layers(model))):
         plan = layer.fcsd
-        # Copies need no SM, so they need not be launched before core attention: the host launches core attention
-        # first, and the device computes while the host launches the copies.
-        by_copies = isinstance(transport, CopiesTransport) and transport.copies_all_rows
-        launch: Place = "after_core" if by_copies else "before_core"
-        default = replace(DEFAULTS[plan.attn, plan.mlp], transport=transport, launch=launch, dispatcher=dispatcher)
-        schedule = choose(plan, default)
-        if plan.mlp == 0 and schedule.start != "after_attn":
-            raise ConfigError(f"layer {index}: its MLP reads its own attention and cannot start {schedule.start}")
-        schedule = replace(schedule, eager=schedule.eager or mode == "eager-sync")
-        running: Mode = "eager-sync" if schedule.eager else "on"
         block = expert_block(layer.get_submodule(blocks.mlp))
         layer.fcsd = LayerOverlap(
             **{f.name: getattr(plan, f.name) for f in fields(plan)},
             index=index,
             attention=mixer(blocks, layer),
-            schedule=schedule,
+            schedule=SCHEDULES[plan.attn, plan.mlp],
+            launch="after_core" if by_copies else "before_core",
+            dispatcher=dispatcher,
             block=block,
-            transfer=Transfer(schedule.transport, running, side, fused, quantiser, traffic),
+            transfer=transfer,
             accumulations=[] if block is None else order.accumulations(block.experts),
         )
         layer.__class__ = wired_class(OverlappedLayer, layer.unwired, blocks.passes is not None)

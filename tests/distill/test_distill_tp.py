@@ -108,11 +108,8 @@ def test_runs_are_those_of_one_process(folder: Path, tmp_path: Path) -> None:
             "blocking": {**SHARDED_RUN, "parallel__overlap": "off"},
             "recomputed": {**SHARDED_RUN, **RECOMPUTED},
             "hidden": {**SHARDED_RUN, **HIDDEN, "train__activation_checkpointing": True, "parallel__zero_stage": 2},
-            "rows plain": ROWS,
-            "rows blocking": {**ROWS, "parallel__overlap": "off"},
             "rows recomputed": {**ROWS, **RECOMPUTED},
             "rows hidden": {**ROWS, **HIDDEN, "train__activation_checkpointing": True, "parallel__zero_stage": 2},
-            "rows ladder": {**ROWS, **scratch["ladder"]},
             **{name: {**SHARDED_RUN, **changes} for name, changes in scratch.items()},
             "bf16": {**SHARDED_RUN, "train__dtype": "bf16"},
             "bf16 blocking": {**SHARDED_RUN, "train__dtype": "bf16", "parallel__overlap": "off"},
@@ -127,7 +124,6 @@ def test_runs_are_those_of_one_process(folder: Path, tmp_path: Path) -> None:
     for name in scratch:
         losses = [line["loss"] for line in two[name][0]]
         assert len(losses) == 6 and losses[-1] < losses[0] - 0.1  # the model learns something
-    assert_same(two["rows plain"], two["rows blocking"])
     for name, run in (*two.items(), *four.items()):
         kind = name.removeprefix("rows ")
         if not name.startswith("bf16"):

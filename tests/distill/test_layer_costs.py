@@ -58,7 +58,10 @@ def test_the_dearest_layers_stay_standard_until_the_others_cost_little(costs: li
     assert cheapest(dict(enumerate(costs)), 2) == tuple(sorted(sorted(range(len(costs)), key=costs.__getitem__)[:2]))
 
 
-def test_as_many_layers_as_asked_for_are_converted_on_text_of_the_model_itself(model: Path, tmp_path: Path) -> None:
+def test_as_many_layers_as_asked_for_are_converted_on_text_of_the_model_itself(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer_costs, "TOKENS", 32)  # to write 4 rows of 512 takes most of the time
     done = CliRunner().invoke(app, ["convert", str(model), str(tmp_path / "out"), "--layers", "auto:2", "--json"])
     assert done.exit_code == 0, done.stderr
     assert len(json.loads(done.stdout)["wiring"]["layers"]) == 2

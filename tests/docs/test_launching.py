@@ -22,8 +22,8 @@ from fcsd.parallel.process_settings import DEFAULTS
 
 
 def block(repo: Path, language: str) -> str:
-    """The only block of a language in the page."""
-    (text,) = re.findall(rf"```{language}\n(.*?)```", (repo / "docs/launching.md").read_text(), re.DOTALL)
+    """The last block of a language in the page."""
+    *_, text = re.findall(rf"```{language}\n(.*?)```", (repo / "docs/launching.md").read_text(), re.DOTALL)
     return text
 
 

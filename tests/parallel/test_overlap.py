@@ -27,7 +27,7 @@ from fcsd.parallel.expert.dispatcher import Dispatcher
 from fcsd.parallel.expert.flat import flat
 from fcsd.parallel.expert.hierarchical import hierarchical
 from fcsd.parallel.expert.levels import one_level
-from fcsd.parallel.overlap import Schedule, overlap
+from fcsd.parallel.overlap import overlap
 from fcsd.parallel.transports.copies import CopiesTransport
 
 MOE = [a for a in tiny.CONFIGS if ARCHS[a].autoep is not None] + [*tiny.INSIDE]
@@ -44,6 +44,8 @@ WIRINGS = [
     Wiring("parallel", ALL),
     Wiring("standard", ()),
 ]
+# Of them, one for each schedule (FARSKIP, attn-only, mlp-only and standard), and ladder.
+SCHEDULES = [WIRINGS[place] for place in (0, 2, 3, 4, 8)]
 
 
 def _sharded(arch: str, **changes):
@@ -94,7 +96,8 @@ def _every_wiring(rank: int) -> list[str]:
     batch = tiny.tokens(seed=10 + rank, length=8 + 4 * rank)  # ranks hold different numbers of tokens
     for arch in MOE:
         model = _sharded(arch)
-        for wiring in WIRINGS if arch in ("deepseek_v2", "qwen3_moe", "flex_olmo") else WIRINGS[:1]:
+        several = {"deepseek_v2": WIRINGS, "qwen3_moe": SCHEDULES, "flex_olmo": SCHEDULES}
+        for wiring in several.get(arch, WIRINGS[:1]):
             _compare(model, wiring, [batch], arch, problems)
     return problems
 
@@ -118,23 +121,13 @@ def _every_situation(rank: int, arch: str, wirings: list[Wiring]) -> list[str]:
     return problems
 
 
-def _every_schedule(rank: int) -> list[str]:
-    problems: list[str] = []
-    model = _sharded("deepseek_v2")
-    for place in ("before_attn", "before_core", "after_core", "after_attn"):
-        for covers in ("dispatch", "combine"):
-            choose = lambda plan, _, p=place, c=covers: Schedule(p, c)  # noqa: E731
-            _compare(model, FARSKIP, [tiny.tokens(seed=rank)], f"{place} {covers}", problems, choose=choose)
-    return problems
-
-
 def _by_copies(rank: int, folder: str) -> list[str]:
     """Rows copied into the peers' memory; the second batch does not fit the buffers of the first."""
     problems: list[str] = []
     model = _sharded("deepseek_v2")
     transport = CopiesTransport(opener(folder))
     batches = [tiny.tokens(seed=rank, length=length) for length in (6, 40, 40)]
-    for wiring in WIRINGS:
+    for wiring in SCHEDULES:
         _compare(model, wiring, batches, "by copies", problems, transport=transport)
     few = [tiny.tokens(batch=1, seed=rank, length=4)]
     overlap(model, FARSKIP, fused=True)
@@ -354,7 +347,6 @@ def _two_ranks(rank: int, folder: str) -> dict[str, Any]:
         "wirings": _every_wiring(rank),
         "situations": _every_situation(rank, "deepseek_v2", WIRINGS),
         "situations without shared experts": _every_situation(rank, "qwen3_moe", WIRINGS[:1]),
-        "schedules": _every_schedule(rank),
         "by copies": _by_copies(rank, folder),
         "buffers": _alive_buffers(rank, recompute=False),
         "buffers recomputed": _alive_buffers(rank, recompute=True),
@@ -374,7 +366,7 @@ def two_ranks(tmp_path_factory) -> list[dict[str, Any]]:
     return in_group(2, _two_ranks, str(tmp_path_factory.mktemp("windows")))
 
 
-EQUAL = ("wirings", "situations", "situations without shared experts", "schedules", "by copies", "training", "fused")
+EQUAL = ("wirings", "situations", "situations without shared experts", "by copies", "training", "fused")
 
 
 @pytest.mark.parametrize("what", EQUAL)
@@ -454,5 +446,3 @@ def test_what_cannot_overlap_says_why():
         overlap(tiny.model("llama"), Wiring("desync-2x", ALL, tp_degree=2))
     with pytest.raises(ConfigError, match="distance 2"):
         overlap(tiny.model("qwen3_moe"), Wiring("farskip", ALL, distance=2))
-    with pytest.raises(ConfigError, match="cannot start before_core"):
-        overlap(tiny.model("qwen3_moe"), Wiring("standard", ()), choose=lambda *_: Schedule("before_core"))

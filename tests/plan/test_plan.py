@@ -10,7 +10,7 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
-from fcsd.bench.shapes import deepseek_v2_lite, llama3_8b
+from fcsd.bench.shapes import SHAPES
 from fcsd.cli.main import app
 from fcsd.config import load_recipe
 from fcsd.distill.optim import adamw_choice, adamw_host_moments
@@ -158,7 +158,7 @@ def test_flops_are_two_a_parameter_and_attention(tmp_path):
 
 
 def test_each_knob_saves_memory(tmp_path):
-    model = meta(tmp_path, deepseek_v2_lite(4))
+    model = meta(tmp_path, SHAPES["deepseek-v2-lite"](4))
 
     def total(**changes) -> int:
         base = dict(world=8, micro_batch_size=4, seq_len=4096, batch_tokens=2**20, teacher="replicated")
@@ -180,7 +180,7 @@ def test_each_knob_saves_memory(tmp_path):
 
 
 def test_zero_3_divides_the_weights_of_dense_models_and_sends_them_in_every_pass(tmp_path):
-    model = meta(tmp_path, llama3_8b(16))
+    model = meta(tmp_path, SHAPES["llama3-8b"](16))
     numbers = model.numbers
     setup = replace(
         SMALL, world=8, seq_len=4096, batch_tokens=2**20, teacher="replicated", recompute=True, zero_stage=2
@@ -239,7 +239,7 @@ def test_the_largest_models_are_planned_from_their_config_alone(tmp_path, config
 
 
 def test_the_advice_fits_and_is_the_first_that_does(tmp_path):
-    model = meta(tmp_path, deepseek_v2_lite(27))
+    model = meta(tmp_path, SHAPES["deepseek-v2-lite"](27))
     setup = Setup(
         **dict(world=8, micro_batch_size=4, seq_len=4096, batch_tokens=2**18, tokens=2**30, teacher="replicated")
     )
@@ -381,7 +381,7 @@ def test_the_optimizer_moves_to_the_host_only_after_everything_but_more_nodes(tm
 
 
 def test_a_plan_that_fits_only_with_the_optimizer_on_the_host_says_what_it_takes(tmp_path):
-    model = meta(tmp_path, deepseek_v2_lite(4))
+    model = meta(tmp_path, SHAPES["deepseek-v2-lite"](4))
     setup = Setup(world=1, micro_batch_size=1, seq_len=64, batch_tokens=64, tokens=6400, terms=("sft",), recompute=True)
 
     def planned(memory, **changes):

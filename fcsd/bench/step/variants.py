@@ -1,7 +1,6 @@
 """The variants of the training step: how the model is wired for each of them."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,6 @@ from fcsd.bench.step.workload import (
     EAGER,
     FUSED,
     OVERLAPPED,
-    SCHEDULES,
     STANDARD,
     STANDARD_COPIES,
     STOCK,
@@ -22,14 +20,13 @@ from fcsd.bench.step.workload import (
     Workload,
 )
 from fcsd.models.build import unwired, wire
-from fcsd.models.wiring import LayerWiring, Wiring
+from fcsd.models.wiring import Wiring
 from fcsd.parallel.expert.autoep import adapt
 from fcsd.parallel.expert.dispatcher import Dispatcher
-from fcsd.parallel.overlap import Schedule, overlap
+from fcsd.parallel.overlap import overlap
 from fcsd.parallel.transports.copies import CopiesTransport
 from fcsd.parallel.transports.symmetric_memory import open_buffers
 from fcsd.parallel.transports.traffic import Traffic
-from fcsd.parallel.transports.transport import all_to_all
 
 Choices = dict[str, Callable[..., Any]]  # name of a variant -> function that wires the model for it
 
@@ -49,9 +46,6 @@ def variants(model: PreTrainedModel, load: Workload, dispatcher: Dispatcher, tra
     """
     standard, farskip = unwired(), Wiring("farskip", tuple(range(load.layers)))
 
-    def by(change: dict[str, Any]) -> Callable[[LayerWiring, Schedule], Schedule]:
-        return lambda _, schedule: replace(schedule, **change)
-
     imitated = load.node_size is not None
     copies = CopiesTransport(partial(open_buffers, beside_slow_nccl=imitated), node_size=load.node_size)
     sending = partial(overlap, model, dispatcher=dispatcher, traffic=traffic)
@@ -62,10 +56,6 @@ def variants(model: PreTrainedModel, load: Workload, dispatcher: Dispatcher, tra
         OVERLAPPED: partial(sending, farskip),
         COPIES: partial(sending, farskip, transport=copies),
         BOUND: partial(overlap, model, farskip, transport=NoExchange()),
-        **{
-            name: partial(sending, farskip, choose=by(change), transport=copies if COPIES in name else all_to_all)
-            for name, change in SCHEDULES.items()
-        },
     }
     fused = {name + FUSED: partial(make, fused=True) for name, make in ours.items()}
     return {STOCK: partial(_stock, model, tuned=False), TUNED: partial(_stock, model, tuned=True), **ours, **fused}

@@ -3,7 +3,7 @@
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import torch
 from transformers import AutoConfig, PretrainedConfig
@@ -17,14 +17,7 @@ STOCK, STANDARD, EAGER, OVERLAPPED, BOUND = "stock", "standard", "eager-sync", "
 TUNED = "stock-tuned"  # AutoEP's own layer with the options that it offers for speed; on GPUs
 # Variants that copy rows into the peers' memory: overlapped, and under the standard wiring with blocking collectives.
 COPIES, STANDARD_COPIES = "copies", "standard-copies"
-# Overlapped variants with another schedule: name -> changed fields of the schedule.
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "before-attn": {"start": "before_attn"},
-    "before-core": {"start": "before_core"},
-    "shared-under-dispatch": {"shared_covers": "dispatch"},
-    "copies-before-core": {"launch": "before_core"},
-}
-OVERLAPS = (OVERLAPPED, COPIES, *SCHEDULES)
+OVERLAPS = (OVERLAPPED, COPIES)
 OURS = (STANDARD, STANDARD_COPIES, EAGER, BOUND, *OVERLAPS)
 FUSED = "-fused"  # suffix of the variants that run one kernel for each norm and each permutation of rows
 VARIANTS = (STOCK, TUNED, *OURS, *(name + FUSED for name in OURS))

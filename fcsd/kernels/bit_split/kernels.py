@@ -136,29 +136,28 @@ def decode_sum(
     dtype: torch.dtype,
     weight: Tensor | None,
     places: Tensor,
-    launch: Launch = _SUM,
 ) -> Tensor:
     """Decode records and sum those of each row: ``[n, width]`` of ``dtype``; see ``moves.decode_sum``."""
     rows = records.new_empty(len(places), width, dtype=dtype)
-    plan = plan_of(format, width, launch)
+    plan = plan_of(format, width, _SUM)
     tensors = [rows, records.contiguous(), _plain(weight), _plain(places)]
     _start(programs.sum_kernel, (len(rows), plan.programs), tensors, plan, TOP_K=places.shape[1])
     return rows
 
 
-def encode_sum(records: Tensor, format: Format, width: int, sums: Tensor, launch: Launch | None = None) -> None:
+def encode_sum(records: Tensor, format: Format, width: int, sums: Tensor) -> None:
     """Sum records ``[ranks, n, row_bytes]`` over ranks and encode the sums; see ``moves.encode_sum``."""
     ranks, count, _ = records.shape
-    plan = plan_of(format, width, launch or launch_of_encode(format))
+    plan = plan_of(format, width, launch_of_encode(format))
     tensors: list[Tensor | None] = [records.contiguous(), sums]
     _start(programs.encode_sum_kernel, (count, plan.programs), tensors, plan, RANKS=ranks)
 
 
-def decode_dots(records: Tensor, format: Format, rows: Tensor, places: Tensor, launch: Launch = _DOTS) -> Tensor:
+def decode_dots(records: Tensor, format: Format, rows: Tensor, places: Tensor) -> Tensor:
     """The scalar products of rows and decoded records, fp32; see ``moves.decode_dots``."""
     dots = rows.new_empty(places.shape, dtype=torch.float32)
     tensors = [rows.contiguous(), records.contiguous(), _plain(places), dots]
-    plan = plan_of(format, rows.shape[1], launch)
+    plan = plan_of(format, rows.shape[1], _DOTS)
     _start(programs.dots_kernel, (places.numel(), 1), tensors, plan, TOP_K=places.shape[1])
     return dots
 

@@ -11,8 +11,6 @@ All sizes follow from one exchange of counts, as in the flat dispatcher: every r
 experts in each group of each level. Every exchange is an all-to-all of the whole expert-parallel group. At a level,
 ranks that do not share it send nothing to each other.
 
-Levels without deduplication take the same path with one row for each token and expert.
-
 The formats of quantised communication apply to the outermost level, whose links are the slowest. The rows that ranks of
 a node exchange are sent as they are, so no row is rounded twice on its way. Rounding is to the nearest code.
 """
@@ -37,7 +35,7 @@ from fcsd.parallel.expert.deduplicated import Collect, Moves, Open, Pack, Relay,
 from fcsd.parallel.expert.dispatcher import Dispatcher, Packed, Transfer
 from fcsd.parallel.expert.flat import flat
 from fcsd.parallel.expert.levels import Levels, all_groups, one_level, row_matrices, two_levels
-from fcsd.parallel.expert.records import Layout, RecordCodec, copies_by_choice, expert_order
+from fcsd.parallel.expert.records import Layout, RecordCodec, expert_order
 from fcsd.parallel.quantised.rows import Codecs
 from fcsd.parallel.transports.transport import Splits, splits_of
 
@@ -86,8 +84,9 @@ def hierarchical(levels: Levels) -> Dispatcher:
     """The dispatcher over ``levels``: one exchange per level in each direction.
 
     A block whose tokens choose one expert has no duplicates, and neither has a block whose experts are all on one rank.
-    Such a block takes the flat dispatcher. ``levels`` without deduplication are a baseline for benchmarks (2DH).
+    Such a block takes the flat dispatcher.
     """
+    assert levels.deduplicated, "a row for each token and expert takes the flat dispatcher"
 
     def dispatcher(block: ExpertBlock, layer: int, x: Tensor, transfer: Transfer, /) -> Packed:
         if block.top_k == 1 or block.placement.ranks == 1:
@@ -143,8 +142,6 @@ class _Pass:
     def copies_of(self, experts: Tensor, level: int) -> Copies:
         """The copies that are sent at a level; ``experts [rows, choices]`` are numbered in the group of the rows."""
         groups, span = self.levels.sizes[level], self.levels.span(level, self.block.placement.experts)
-        if not self.levels.deduplicated:
-            return copies_by_choice(experts, groups, span)
         return self.moves.number_copies(experts, groups, span, self.layouts[level].choices)
 
     def dispatch_exchange(self, plan: _Plan, level: int) -> Exchange:

@@ -4,9 +4,6 @@ With one level, a token sends one row to each rank that holds any of its experts
 each such *node*. A relay rank of that node receives the row, and forwards it to the ranks of the node (HierMoE §III-A).
 The relay has the same place in its node as the sender has in its own, so the ranks of a node share this work.
 
-Levels without deduplication send one row for each pair of token and expert along the same path. This is the
-two-dimensional hierarchical all-to-all (2DH) with which HierMoE is compared.
-
 A *group* of level i is a set of ranks that agree in their place at the levels 0 to i: a node at the first of two
 levels, a rank at the last level. The positions of its experts are contiguous (``placement.py``).
 """
@@ -27,7 +24,8 @@ class Levels:
     Args:
         sizes: how many ranks exchange rows with each other at each level, from the outermost level to the innermost.
             Their product is the number of ranks. ``(ranks,)`` has one level, ``(nodes, ranks of a node)`` two.
-        deduplicated: whether a group receives one row for each token, or one for each pair of token and expert.
+        deduplicated: whether a group receives one row for each token, or one for each pair of token and expert, as in
+            the flat dispatcher. Rows of the latter kind are only counted by levels.
     """
 
     sizes: tuple[int, ...]
@@ -45,7 +43,7 @@ class Levels:
 
     def choices(self, level: int, experts: int, top_k: int) -> int:
         """How many of a token's ``top_k`` experts one row can be for that is sent to a group of a level."""
-        return min(top_k, self.span(level, experts)) if self.deduplicated else 1
+        return min(top_k, self.span(level, experts))
 
     def groups(self, level: int) -> int:
         """The number of groups of a level (HierMoE's U)."""

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fcsd.kernels.copies_reference import Copies
 from fcsd.parallel.deferred import Codec
 from fcsd.parallel.expert.permute import stable_order
 
@@ -112,17 +111,6 @@ class RecordCodec:
 
 def _aligned(count: int, alignment: int) -> int:
     return math.ceil(count / alignment) * alignment
-
-
-def copies_by_choice(experts: Tensor, groups: int, span: int) -> Copies:
-    """The copies of rows without deduplication: one copy, with one entry, for each expert of a row.
-
-    They are numbered by group first and then in the order of the rows. The arguments are those of
-    ``copies_reference.number_copies``.
-    """
-    experts = experts.long()
-    number = expert_order(experts // span, groups)
-    return Copies(number, number, experts % span)
 
 
 def expert_order(experts: Tensor, slots: int) -> Tensor:

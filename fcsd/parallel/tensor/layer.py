@@ -130,7 +130,8 @@ class LayerSums(LayerWiring):
         plan: what the layer does.
         sums: how the sums of the model travel.
         distance: under how many earlier sub-blocks the sum of an input's gradient can run.
-        row_groups: in how many groups the rows of a forward pass without gradients are computed.
+        exposed: whether the wiring leaves any sum of the model exposed. A forward pass without gradients then computes
+            its rows in two groups.
         following: the next layer; None behind the last one.
     """
 
@@ -138,7 +139,7 @@ class LayerSums(LayerWiring):
     plan: LayerPlan
     sums: TrainingSums
     distance: int
-    row_groups: int
+    exposed: bool
     following: Any
 
     @property
@@ -179,10 +180,8 @@ class TrainedTensorLayer(WiredLayer):
 
     def _first(self, x: Tensor, kwargs: dict[str, Any]) -> RowGroups:
         """The streams of the embeddings ``[batch, seq, hidden]``."""
-        if torch.is_grad_enabled() or kwargs.get("past_key_values") is not None:
-            count = 1
-        else:
-            count = min(self.fcsd.row_groups, x.shape[0])
+        whole = torch.is_grad_enabled() or kwargs.get("past_key_values") is not None
+        count = 2 if self.fcsd.exposed and not whole and len(x) > 1 else 1
         # Two sums that are awaited at one place would be awaited in any order, so the places differ from the beginning.
         places = range(self.fcsd.distance if torch.is_grad_enabled() else 0)
         begun, sums = tuple(order.mark() for _ in places), self.fcsd.sums
@@ -309,7 +308,6 @@ def wire_training(
     ranks: TensorGroup,
     mode: Mode = "on",
     backend: str = "nccl",
-    row_groups: int = 2,
     sequence: bool = False,
 ) -> None:
     """Wire a model whose weights are sharded for training, in place. The call can be repeated on one model.
@@ -317,10 +315,8 @@ def wire_training(
     Args:
         model: see ``shard.prepare``.
         wiring: any wiring; a Desync wiring for as many ranks.
-        mode: see ``TrainingSums``; outputs and gradients are the same in every bit.
+        mode: see ``TrainingSums``; outputs and gradients are the same in every bit, and so are the groups of rows.
         backend: see ``TrainingSums``.
-        row_groups: in how many groups the rows of a forward pass without gradients are computed, if the wiring leaves
-            any sum exposed. The mode has no effect on it, so that all modes give the same bits.
         sequence: see ``TrainingSums``. Passes without gradients whose rows the ranks cannot divide sum all rows.
 
     Raises:
@@ -344,11 +340,10 @@ def wire_training(
         process_settings.warn(os.environ)
     sums = TrainingSums(ranks, mode, backend, sequence and ranks.degree > 1)
     distance = 1 if wiring.name in DESYNC else max(1, *wiring.reads)
-    if ranks.degree == 1 or not any(step.then == "now" for plan in plans.values() for step in plan.steps):
-        row_groups = 1
+    exposed = ranks.degree > 1 and any(step.then == "now" for plan in plans.values() for step in plan.steps)
     for index, (layer, following) in enumerate(zip(layers, [*layers[1:], None], strict=True)):
         layer.__class__ = wired_class(TrainedTensorLayer, type(layer))
-        place = index, plans[index], sums, distance, row_groups, following
+        place = index, plans[index], sums, distance, exposed, following
         layer.fcsd = LayerSums(0, 0, 1, False, parts, blocks, *place)
         for by, norms in (("attn", blocks.attn_norms), ("mlp", blocks.mlp_norms)):
             for name in filter(None, norms):

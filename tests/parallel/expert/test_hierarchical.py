@@ -40,7 +40,7 @@ def arrangements() -> list[Levels]:
     world = dist.get_world_size()
     if world == 2:
         return [one_level(world)]
-    return [one_level(world), two_levels(world, 2), replace(two_levels(world, 2), deduplicated=False)]
+    return [one_level(world), two_levels(world, 2)]
 
 
 def through(dispatcher: Dispatcher, block: Block, x: Tensor, transfer: Transfer) -> Tensor:
@@ -103,7 +103,7 @@ def wrong_blocks(rank: int) -> list[str]:
                     if distance(by_mode[0], held) > most:
                         problems.append(f"{case}: {distance(by_mode[0], held)} from {what}")
                 # Interpreted kernels are slow. One level of two ranks and two levels of four ranks use all of them.
-                if dtype == torch.float32 and levels.deduplicated and levels.depth == dist.get_world_size() // 2:
+                if dtype == torch.float32 and levels.depth == dist.get_world_size() // 2:
                     fused = taken(block, make, Transfer(fused=True), dtype, tokens)
                     if distance(fused, by_mode[0]) > 1e-6:
                         problems.append(f"{case}, fused: {distance(fused, by_mode[0])}")
