@@ -15,6 +15,7 @@ the whole run.
 from dataclasses import dataclass
 
 from fcsd.config.objective import automatic_chunk
+from fcsd.parallel.partitions import LIVE
 from fcsd.parallel.transports import copies
 from fcsd.plan.activations import LayerBytes
 from fcsd.plan.model import FINAL_NORM, ModelNumbers
@@ -23,8 +24,6 @@ from fcsd.plan.setup import GIB, USABLE, Hardware, Setup
 from fcsd.plan.shard import Shard, shard
 
 BUCKET = 500_000_000  # elements of DeepSpeed's reduce_bucket_size
-LIVE = 1_000_000_000  # weights that ZeRO-3 keeps whole for their next use, stage3_max_live_parameters
-PREFETCH = 50_000_000  # weights that ZeRO-3 gathers ahead, stage3_prefetch_bucket_size
 CHUNK = 2**23  # parameters that ``fcsd.distill.optim.adamw_chunked`` updates at a time
 SLOTS = 3  # pairs of buffers for moments on their way; that of ``fcsd.distill.optim.adamw_host_moments``
 
@@ -201,8 +200,9 @@ def moments(
     if divided:
         always = BUCKET * setup.gradient_width
         buckets = 2 * always + always // setup.world  # a bucket is copied to be sent, and this rank's part comes back
-        gathered = width * min(LIVE, own.trained + own.frozen)
-        ahead = width * (PREFETCH + max(own.largest, teacher.head))
+        live = max(LIVE, 2 * max(layer.dense for layer in model.layers))  # see ``ahead_of_layers``
+        gathered = width * min(live, own.trained + own.frozen)
+        ahead = width * min(live, teacher.total)
 
     if setup.recompute:
         kept = [stream * model.streams] * len(model.layers)

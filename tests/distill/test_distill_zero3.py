@@ -1,6 +1,7 @@
 """ZeRO-3 in whole runs: the numbers and checkpoints of ZeRO-1 and ZeRO-2, while no process has a whole weight."""
 
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import texts
 import tiny
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from safetensors.torch import load_file
 
 from fcsd.bench.random_run import random_corpus
-from fcsd.config import Recipe, ResolvedRecipe
+from fcsd.config import Recipe, ResolvedRecipe, accumulation
 from fcsd.distill import loop
 from fcsd.distill.optim import update
 from fcsd.distill.prepare import training_rows
@@ -27,8 +30,9 @@ from fcsd.distill.teacher.targets import TeacherSource
 from fcsd.errors import BadInputError, ConfigError, NonFiniteError
 from fcsd.launch.world import World
 from fcsd.models.archs import ARCHS
-from fcsd.models.build import experts_of, load_model
-from fcsd.parallel.partitions import gathered, is_partitioned
+from fcsd.models.build import decoder_layers, experts_of, load_model
+from fcsd.parallel import partitions
+from fcsd.parallel.partitions import gathered, is_partitioned, whole_shape
 from fcsd.parallel.weights.partitioned import load_partitioned
 from fcsd.parallel.weights.tensor_map import state
 
@@ -233,6 +237,52 @@ def test_families_are_trained_alike(folder: Path, tmp_path: Path, archs: list[st
     changes = {"objective__kl": 0.0, "optim__weight_decay": 0.1}
     recipes = [runs.resolved(folder, **changes, parallel__zero_stage=stage) for stage in (1, 3)]
     ranks.in_group(2, train_family, tmp_path, archs, recipes)
+
+
+def count_gathers(rank: int, folder: Path, resolved: ResolvedRecipe) -> None:
+    """Takes steps in which every weight is released after each pass, and counts what is gathered in the last of them.
+
+    In one micro-batch each layer is gathered for the teacher's pass and for both of the student's, whole and at once.
+    Recomputed layers find their weights there. Beside the layers only embeddings and heads are gathered.
+    """
+    partitions.KEPT_WHOLE, partitions.LIVE = tiny.config("llama").hidden_size, 0
+    configure = engine.deepspeed_config
+
+    def at_once(*arguments: Any, **options: Any) -> dict[str, Any]:
+        config = configure(*arguments, **options)
+        config["zero_optimization"]["stage3_max_reuse_distance"] = 0
+        return config
+
+    engine.deepspeed_config = at_once
+    gather, invalidate = partition_parameters._dist_allgather_fn, PartitionedParameterCoordinator._invalidate_trace
+    sizes: list[int] = []
+    invalid: list[Any] = []
+    partition_parameters._dist_allgather_fn = lambda own, whole, *rest: (
+        sizes.append(len(whole)) or gather(own, whole, *rest)
+    )
+    PartitionedParameterCoordinator._invalidate_trace = lambda self: invalid.append(self) or invalidate(self)
+    recipe, world = resolved.recipe, World(rank, dist.get_world_size(), torch.device("cpu"))
+    how: Any = {"dtype": torch.float32, "device": world.device}
+    student, teacher = (load_partitioned(folder / name, **how) for name in ("student", "teacher"))
+    source = engine.live_teacher(teacher.requires_grad_(False), recipe, world.size)
+    built = engine.build_training(student, source, recipe, world)
+    update.install(built.engine, recipe)
+    rows = training_rows(recipe, [random_corpus(tiny.VOCAB, recipe.data.seq_len)])
+    for step in (1, 2, 3):  # the order is recorded in two passes
+        sizes.clear()
+        train_step(built, rows, recipe, world, step)
+    layer = sum(n for n in (whole_shape(w).numel() for w in decoder_layers(teacher)[0].parameters()) if n > 64)
+    outside = tiny.VOCAB * teacher.config.hidden_size
+    layers, micros = len(decoder_layers(teacher)), accumulation(recipe, world.size)
+    # The student's last layer is still whole when its backward pass begins. Its embeddings are gathered for that, too.
+    expected = {layer: micros * (3 * layers - 1), outside: micros * 5}
+    assert Counter(sizes) == expected and layers > 3
+    assert not invalid, "the order of the passes is the recorded one, so weights are gathered ahead"
+
+
+def test_a_layer_is_gathered_at_once_and_once_for_each_pass(untied: Path) -> None:
+    resolved = runs.resolved(untied, parallel__zero_stage=3, train__activation_checkpointing=True)
+    ranks.in_group(2, count_gathers, untied, resolved)
 
 
 @pytest.mark.parametrize(
