@@ -78,3 +78,12 @@ def gathered(weight: Tensor) -> AbstractContextManager[Any]:
     from deepspeed.runtime.zero import GatheredParameters
 
     return GatheredParameters(weight)
+
+
+def changed(weights: Sequence[Tensor]) -> AbstractContextManager[Any]:
+    """A block in which weights are whole, and after which every rank has its part of what rank 0 has made of them."""
+    if not any(map(is_partitioned, weights)):
+        return nullcontext()
+    from deepspeed.runtime.zero import GatheredParameters
+
+    return GatheredParameters(weights, modifier_rank=0)

@@ -54,6 +54,7 @@ PLAIN = {
 SHORT = {"train__steps": 2, "checkpoint__every_steps": 1}
 FROZEN = {"objective__freeze_embeddings": True, "objective__freeze_lm_head": True}
 BF16 = {**SHORT, "train__dtype": "bf16", "optim__accumulate_dtype": "fp32"}
+ADAPTERS = {"train__adapter": {"rank": 4, "alpha": 8.0, "layers": "converted"}}
 # By name: the stage that the run is compared with, if any, its settings, and those that only ZeRO-3 gets.
 CASES: dict[str, tuple[int | None, dict[str, Any], dict[str, Any]]] = {
     "plain": (1, PLAIN, {}),
@@ -65,6 +66,12 @@ CASES: dict[str, tuple[int | None, dict[str, Any], dict[str, Any]]] = {
     "frozen": (2, {**SHORT, **FROZEN, "train__anneal_share": 0.5}, {}),
     "random": (2, {**SHORT, "init__weights": "random", "init__wiring": "desync-2x", "init__tp_degree": 2}, {}),
     "bf16": (2, BF16, {"optim__offload": "moments", "checkpoint__overlap": True}),
+    "adapters": (2, {**BF16, **ADAPTERS}, {"train__activation_checkpointing": True}),
+    "adapters behind layers that both models share": (
+        2,
+        {**SHORT, **ADAPTERS, "init__wiring": "farskip", "init__layers": "last:2", "train__micro_batch_size": 1},
+        {},
+    ),
     "bf16 moments": (None, {**BF16, "optim__moments": "bf16"}, {}),
 }
 UNTIED = ("recomputed", "frozen")  # the others train a model whose head is its embeddings
@@ -169,7 +176,7 @@ def test_runs_are_those_of_the_other_stages(finished: Path, name: str) -> None:
 
 
 def test_a_resumed_run_is_the_run_that_was_not_interrupted(finished: Path, folder: Path, tmp_path: Path) -> None:
-    names = ("plain", "bf16", "bf16 moments")
+    names = ("plain", "bf16", "bf16 moments", "adapters")
     for name in names:
         steps, every = (CASES[name][1][key] for key in ("train__steps", "checkpoint__every_steps"))
         run = tmp_path / name
@@ -293,7 +300,6 @@ def test_a_layer_is_gathered_at_once_and_once_for_each_pass(untied: Path) -> Non
         ({"parallel__quantised": {"dispatch": "int8"}}, "cannot be combined with parallel.quantised"),
         ({"train__compile": True}, "cannot be combined with train.compile"),
         ({"train__graph": True}, "cannot be combined with train.graph"),
-        ({"train__adapter": {"rank": 4}}, "cannot be combined with train.adapter"),
         ({"optim__train": ["converted"]}, "cannot be combined with optim.train"),
         ({"optim__offload": "host"}, "cannot be combined with optim.offload host"),
     ],
