@@ -15,7 +15,7 @@ the whole run.
 from dataclasses import dataclass
 
 from fcsd.config.objective import automatic_chunk
-from fcsd.parallel.partitions import LIVE
+from fcsd.parallel.partitions import BUCKET, LIVE
 from fcsd.parallel.transports import copies
 from fcsd.plan.activations import LayerBytes
 from fcsd.plan.model import FINAL_NORM, ModelNumbers
@@ -23,7 +23,6 @@ from fcsd.plan.offload import host_optimizer_bytes, summed_on_host
 from fcsd.plan.setup import GIB, USABLE, Hardware, Setup
 from fcsd.plan.shard import Shard, shard
 
-BUCKET = 500_000_000  # elements of DeepSpeed's reduce_bucket_size
 CHUNK = 2**23  # parameters that ``fcsd.distill.optim.adamw_chunked`` updates at a time
 SLOTS = 3  # pairs of buffers for moments on their way; that of ``fcsd.distill.optim.adamw_host_moments``
 
@@ -198,9 +197,10 @@ def moments(
     flat = min(BUCKET, own.trained) * width if setup.zero or not setup.zero_stage else 0
     always = gathered = ahead = 0
     if divided:
-        always = BUCKET * setup.gradient_width
+        layer = max(layer.dense for layer in model.layers)
+        always = min(BUCKET, layer) * setup.gradient_width
         buckets = 2 * always + always // setup.world  # a bucket is copied to be sent, and this rank's part comes back
-        live = max(LIVE, 2 * max(layer.dense for layer in model.layers))  # see ``ahead_of_layers``
+        live = max(LIVE, 2 * layer)  # see ``ahead_of_layers``
         gathered = width * min(live, own.trained + own.frozen)
         ahead = width * min(live, teacher.total)
 
