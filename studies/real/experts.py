@@ -58,6 +58,8 @@ COMPARED: list[dict[str, Any]] = [
     {"experts": 8, "active": 4, "shared": 512, "router": "gate-rows"},
     {"experts": 8, "active": 4, "shared": 512, "spread": 0.25},
     {"experts": 16, "active": 8, "shared": 512},
+    {"experts": 10, "active": 6, "shared": 256},  # as many neurons in use, of which more or fewer are shared
+    {"experts": 6, "active": 2, "shared": 768},
 ]
 
 

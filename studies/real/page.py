@@ -267,6 +267,32 @@ def experts(file: dict[str, Any]) -> str:
     return table(head, body, left=4) + "\n"
 
 
+SPLITS = Path("benchmarks/results/real_experts_split_cpu.json")
+
+
+def splits(file: dict[str, Any]) -> str:
+    """Markdown with the divergence of untrained mixtures from the dense model, by how its MLPs were divided."""
+    head = [
+        "experts",
+        "active",
+        "shared neurons",
+        "of all neurons in use",
+        "split",
+        "router",
+        "spread",
+        "KL, foreign text",
+    ]
+    body = []
+    for one in file["models"]:
+        rest = file["neurons"] - one["shared"]
+        used = (one["shared"] + rest * one["active"] / one["experts"]) / file["neurons"]
+        cells = [*map(str, (one["experts"], one["active"], one["shared"])), f"{used:.0%}"]
+        body.append(
+            [*cells, one["split"], one["router"], f"{one['spread']:g}", f"{abs(one['kl']['foreign']['kl']):.3f}"]
+        )
+    return table(head, body, left=0) + "\n"
+
+
 def _change(run: dict[str, Any], text: str) -> str:
     after, before = f"{run['kl'][text]['kl']:.3f}", run.get("untrained_kl")
     return f"{before[text]['kl']:.2f} → {after}" if before else after
@@ -287,6 +313,7 @@ def filled(page: str, raw: list[dict[str, Any]], repo: Path = Path()) -> str:
         "layers": layers(repo),
         "rules": rules(repo),
         "experts": experts(json.loads((repo / EXPERTS).read_text())),
+        "splits": splits(json.loads((repo / SPLITS).read_text())),
     }
     asked = "Healed models are in the [second table of the converted layers alone](#scores)."
     told = f"\n- {asked if healed_alone else 'No healed model was asked yet.'}\n"

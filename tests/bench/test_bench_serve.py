@@ -49,7 +49,9 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, repo: Path) -> Any:
     monkeypatch.setattr(under_vllm, "LOAD_SECONDS", 0)
     monkeypatch.setattr(under_vllm, "LEAST", 4)
     monkeypatch.setattr(under_vllm, "ENOUGH", 0)
-    yield lambda: [json.loads(line) for line in (tmp_path / "asked").read_text().splitlines()]
+    asked = tmp_path / "asked"
+    # In the order in which they were started; those that start together write in any order.
+    yield lambda: sorted(map(json.loads, asked.read_text().splitlines()), key=lambda server: min(server["processes"]))
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
         del sys.modules[name]
 

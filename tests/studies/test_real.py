@@ -231,7 +231,7 @@ def test_the_figures_of_the_on_policy_tail_are_those_of_the_raw_file(repo: Path)
 
 
 def test_every_stored_case_is_a_recipe(repo: Path, tmp_path: Path) -> None:
-    texts = {"own": tmp_path / "own", "foreign": tmp_path / "foreign"}
+    texts = {name: tmp_path / name for name in ("own", "doc", "foreign")}
     for case in (case for file in page.read(repo) for case in file["runs"]):
         if "optim.kind" in case.get("set", {}):
             continue  # Muon, which lost and was removed (docs/LOG.md)
@@ -342,6 +342,22 @@ def test_a_real_model_is_healed_from_its_package(repo: Path, tmp_path: Path) -> 
     assert healed < untrained
     assert (tmp_path / "out/healed/model.safetensors").is_file()
     assert real_model(repo, tmp_path, "1", "out").stdout.splitlines()[-1] == last
+
+
+def test_what_the_page_says_of_the_longer_runs_is_that_of_the_raw_file(repo: Path) -> None:
+    raw, text = json.loads((repo / page.CONVERTED).read_text()), " ".join((repo / page.PAGE).read_text().split())
+    half, far = (
+        next(found for found in raw["differences"] if found["model"].startswith(name)) for name in ("half", "far")
+    )
+    tasks = [{task["column"]: task for task in found["tasks"]} for found in (half, far)]
+    runs = {run["name"].split("-")[0]: run for run in raw["runs"]}
+    (full,) = (run for run in page.read(repo)[0]["runs"] if run["name"] == "farskip-auto-both-100m")
+    rates = [run["tokens_per_second"] for run in (runs["far"], full)]
+    assert f"With layers 2-29 converted it is {rates[0] / rates[1]:.2f}x as fast" in text
+    words = [found["lambada_openai"] for found in tasks]
+    assert all(0 <= task["points"] <= 1.8 and task["stderr"] < 1.8 for task in words)
+    assert all(found["loss"]["nats"] < 0 for found in (half, far))
+    assert {f"{found['perplexities'][0]['nats']:.2f}" for found in (half, far)} == {"0.09"}
 
 
 def test_what_training_the_converted_layers_alone_gains_is_that_of_the_raw_file(repo: Path) -> None:
