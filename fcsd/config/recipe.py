@@ -257,7 +257,7 @@ class Recipe(Section):
             "parallel.quantised: it has no dispatch": self.parallel.quantised.any,
             "train.compile": self.train.compile,
             "train.graph": self.train.graph,
-            f"{self.frozen_beside}": self.frozen_beside is not None,
+            "optim.train; it can be train.adapter alone": bool(self.optim.train),
             "optim.offload host; it can be moments": self.optim.offload == "host",
         }
         return next((why for why, is_so in found.items() if is_so), None)

@@ -38,7 +38,7 @@ from fcsd.distill.teacher.original import (
     pack_attention,
     teacher_name,
 )
-from fcsd.distill.teacher.shared import SharedTeacher, require_own_weights
+from fcsd.distill.teacher.shared import SharedTeacher, WithinPass, require_own_weights
 from fcsd.distill.teacher.targets import TeacherSource, expect_comparable
 from fcsd.launch.world import World
 from fcsd.models.adapters.trained import TrainedParts
@@ -163,7 +163,9 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     by_zero = checkpoint is not None and checkpoints.of_several(checkpoint)
     training = build_training(student, source, recipe, world, traffic, dispatcher, by_zero, teams, parts)
     if parts is not None and shares_weights(recipe):
-        training = replace(training, source=share_weights(parts, recipe, traffic, dispatcher))
+        shared = share_weights(parts, recipe, traffic, dispatcher)
+        divided = recipe.parallel.zero_stage == 3
+        training = replace(training, source=WithinPass(shared, training.engine.module) if divided else shared)
     progress = checkpoints.load(checkpoint, world, training, identity) if checkpoint else {"step": 0}
     # Both take what a checkpoint has put into the engine.
     update.install(training.engine, recipe)

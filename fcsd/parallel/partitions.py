@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 KEPT_WHOLE = 100_000  # weights of at most this many elements stay whole; DeepSpeed's default
+BUCKET = 500_000_000  # gradients that are reduced at once, unless a layer is smaller; DeepSpeed's default
 LIVE = 1_000_000_000  # weights that are whole at a time, unless two layers are larger; DeepSpeed's default
 
 
@@ -23,18 +24,32 @@ def partition(weights: Sequence[nn.Parameter]) -> None:
     """Sends the values of rank 0 to all ranks, each of which keeps its part. All ranks call this together."""
     from deepspeed.runtime.zero import Init
 
-    Init(module=nn.ParameterList(weights))
+    made = Init(module=nn.ParameterList(weights), mem_efficient_linear=False)
+    made.allgather_sequential = True  # each weight is received where it stays, and not copied out of a common buffer
+
+
+def keep_no_weights() -> None:
+    """Replaces torch's linear function by DeepSpeed's, which keeps no gathered weight for the backward pass.
+
+    The backward pass gathers it again. Where layers are recomputed, their weights are whole from then on. torch's own
+    function is faster on the host, and keeps nothing else there.
+    """
+    from deepspeed.runtime.zero import Init
+
+    Init(module=nn.ParameterList(), mem_efficient_linear=True)
 
 
 def ahead_of_layers(layers: Iterable[nn.Module]) -> dict[str, int]:
     """DeepSpeed's settings with which the weights of one layer are gathered while the layer before it is computed.
 
     The defaults gather ahead a part of a layer as wide as Llama-3 8B's, and the layer waits for the rest. A layer is
-    taken without its small weights, which DeepSpeed keeps whole.
+    taken without its small weights, which DeepSpeed keeps whole. Gradients are sent layer by layer, too, so that few of
+    them wait at the end of the backward pass.
     """
     sizes = [[whole_shape(weight).numel() for weight in layer.parameters()] for layer in layers]
-    largest = max(sum(size for size in layer if size > KEPT_WHOLE) for layer in sizes)
+    largest = max(KEPT_WHOLE, *(sum(size for size in layer if size > KEPT_WHOLE) for layer in sizes))
     return {
+        "reduce_bucket_size": min(BUCKET, largest),
         "stage3_param_persistence_threshold": KEPT_WHOLE,
         "stage3_prefetch_bucket_size": largest,
         "stage3_max_live_parameters": max(LIVE, 2 * largest),
@@ -42,7 +57,7 @@ def ahead_of_layers(layers: Iterable[nn.Module]) -> dict[str, int]:
 
 
 def gather_by_layer(engine: Any, layers: Iterable[nn.Module]) -> None:
-    """Replaces DeepSpeed's hooks on the modules inside of each layer by those on the layer, which gather all weights.
+    """Replaces DeepSpeed's hooks on the modules inside of each layer by one pair on the layer, for all its weights.
 
     DeepSpeed calls such a layer a leaf. If it knew of them from the start, it would also reduce the gradients of a leaf
     by a hook that PyTorch runs too early where a layer's streams are in a tuple. The hooks are therefore replaced when
@@ -78,3 +93,12 @@ def gathered(weight: Tensor) -> AbstractContextManager[Any]:
     from deepspeed.runtime.zero import GatheredParameters
 
     return GatheredParameters(weight)
+
+
+def changed(weights: Sequence[Tensor]) -> AbstractContextManager[Any]:
+    """A block in which weights are whole, and after which every rank has its part of what rank 0 has made of them."""
+    if not any(map(is_partitioned, weights)):
+        return nullcontext()
+    from deepspeed.runtime.zero import GatheredParameters
+
+    return GatheredParameters(weights, modifier_rank=0)

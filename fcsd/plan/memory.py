@@ -15,6 +15,7 @@ the whole run.
 from dataclasses import dataclass
 
 from fcsd.config.objective import automatic_chunk
+from fcsd.parallel.partitions import BUCKET, LIVE
 from fcsd.parallel.transports import copies
 from fcsd.plan.activations import LayerBytes
 from fcsd.plan.model import FINAL_NORM, ModelNumbers
@@ -22,9 +23,6 @@ from fcsd.plan.offload import host_optimizer_bytes, summed_on_host
 from fcsd.plan.setup import GIB, USABLE, Hardware, Setup
 from fcsd.plan.shard import Shard, shard
 
-BUCKET = 500_000_000  # elements of DeepSpeed's reduce_bucket_size
-LIVE = 1_000_000_000  # weights that ZeRO-3 keeps whole for their next use, stage3_max_live_parameters
-PREFETCH = 50_000_000  # weights that ZeRO-3 gathers ahead, stage3_prefetch_bucket_size
 CHUNK = 2**23  # parameters that ``fcsd.distill.optim.adamw_chunked`` updates at a time
 SLOTS = 3  # pairs of buffers for moments on their way; that of ``fcsd.distill.optim.adamw_host_moments``
 
@@ -33,9 +31,9 @@ CONTEXT = int(0.8 * GIB)  # CUDA context, kernels, cuBLAS workspaces
 # NCCL's buffers of one process group. There are up to three: all ranks, expert-parallel, expert-data-parallel.
 COMMUNICATOR = int(0.5 * GIB)
 # Share of the memory that is allocated and freed within a step: blocks that the caching allocator cannot reuse. Under
-# ZeRO-3, which gathers and frees tensors of many sizes, it was about all of it in the one measured run.
+# ZeRO-3, which gathers and frees tensors of many sizes, it was more than all of it in the one measured run.
 SLACK = 0.1
-SLACK_ZERO_3 = 1.0
+SLACK_ZERO_3 = 1.15
 
 
 @dataclass(frozen=True)
@@ -199,10 +197,12 @@ def moments(
     flat = min(BUCKET, own.trained) * width if setup.zero or not setup.zero_stage else 0
     always = gathered = ahead = 0
     if divided:
-        always = BUCKET * setup.gradient_width
+        layer = max(layer.dense for layer in model.layers)
+        always = min(BUCKET, layer) * setup.gradient_width
         buckets = 2 * always + always // setup.world  # a bucket is copied to be sent, and this rank's part comes back
-        gathered = width * min(LIVE, own.trained + own.frozen)
-        ahead = width * (PREFETCH + max(own.largest, teacher.head))
+        live = max(LIVE, 2 * layer)  # see ``ahead_of_layers``
+        gathered = width * min(live, own.trained + own.frozen)
+        ahead = width * min(live, teacher.total)
 
     if setup.recompute:
         kept = [stream * model.streams] * len(model.layers)

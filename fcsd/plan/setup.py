@@ -216,7 +216,8 @@ class Setup:
         """Whether a run accepts this setup for a model with ``experts`` routed experts in a layer (0 if dense)."""
         divides = experts % self.ep_size == 0 if experts else self.ep_size == 1
         placed = self.offload != "host" or 0 < self.zero_stage < 3
-        dense = not experts and self.tp_size == 1 and self.parts is None and not self.graph
+        adapters = self.parts is None or not self.parts.own
+        dense = not experts and self.tp_size == 1 and adapters and not self.graph
         if self.zero_stage == 3 and not dense:
             return False
         if self.ep_size > 1 and self.parts is not None and self.parts.routed:

@@ -67,8 +67,9 @@ UPDATE_ALONE = 6.92e-12
 ROUND = 19e-12
 
 # Bytes per second at which a GPU receives the weights that ZeRO-3 gathers: from the GPUs of its node, and from others.
-# The first is what one run on two H100s waited for, in addition to the computation; the second is assumed.
-GATHER = {"inside": 58e9, "between": 40e9}
+# The first is what one run on two H100s with NVLink waited for, in addition to the computation, which hides most of the
+# rest; the second is assumed.
+GATHER = {"inside": 470e9, "between": 40e9}
 
 # Bytes per second that a node writes into a checkpoint, bytes per second that each process copies to host memory, and
 # seconds that a benchmark needs for one score. These values are assumed, not measured.
@@ -230,11 +231,12 @@ def gather_seconds(model: ModelNumbers, teacher: ModelNumbers, setup: Setup, gpu
     """Seconds for which ZeRO-3 receives weights and gradients in one micro-batch.
 
     The student's weights are gathered for the forward and for the backward pass, which recompute shares, and the
-    teacher's for its pass. The gradients are as large as the weights.
+    teacher's for its pass. The gradients are as large as what trains.
     """
     if setup.zero_stage < 3:
         return 0.0
-    received = 3 * model.total + (teacher.total if setup.teacher != "none" else 0)
+    trained = model.total if setup.parts is None else setup.parts.trained
+    received = 2 * model.total + trained + (teacher.total if setup.teacher != "none" else 0)
     share = (setup.world - 1) / setup.world  # a GPU has its own part
     return share * setup.width * received / GATHER["inside" if setup.world <= gpus else "between"]
 

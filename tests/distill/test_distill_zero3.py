@@ -1,6 +1,7 @@
 """ZeRO-3 in whole runs: the numbers and checkpoints of ZeRO-1 and ZeRO-2, while no process has a whole weight."""
 
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import texts
 import tiny
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from safetensors.torch import load_file
 
 from fcsd.bench.random_run import random_corpus
-from fcsd.config import Recipe, ResolvedRecipe
+from fcsd.config import Recipe, ResolvedRecipe, accumulation
 from fcsd.distill import loop
 from fcsd.distill.optim import update
 from fcsd.distill.prepare import training_rows
@@ -27,8 +30,9 @@ from fcsd.distill.teacher.targets import TeacherSource
 from fcsd.errors import BadInputError, ConfigError, NonFiniteError
 from fcsd.launch.world import World
 from fcsd.models.archs import ARCHS
-from fcsd.models.build import experts_of, load_model
-from fcsd.parallel.partitions import gathered, is_partitioned
+from fcsd.models.build import decoder_layers, experts_of, load_model
+from fcsd.parallel import partitions
+from fcsd.parallel.partitions import gathered, is_partitioned, whole_shape
 from fcsd.parallel.weights.partitioned import load_partitioned
 from fcsd.parallel.weights.tensor_map import state
 
@@ -50,6 +54,7 @@ PLAIN = {
 SHORT = {"train__steps": 2, "checkpoint__every_steps": 1}
 FROZEN = {"objective__freeze_embeddings": True, "objective__freeze_lm_head": True}
 BF16 = {**SHORT, "train__dtype": "bf16", "optim__accumulate_dtype": "fp32"}
+ADAPTERS = {"train__adapter": {"rank": 4, "alpha": 8.0, "layers": "converted"}}
 # By name: the stage that the run is compared with, if any, its settings, and those that only ZeRO-3 gets.
 CASES: dict[str, tuple[int | None, dict[str, Any], dict[str, Any]]] = {
     "plain": (1, PLAIN, {}),
@@ -61,6 +66,12 @@ CASES: dict[str, tuple[int | None, dict[str, Any], dict[str, Any]]] = {
     "frozen": (2, {**SHORT, **FROZEN, "train__anneal_share": 0.5}, {}),
     "random": (2, {**SHORT, "init__weights": "random", "init__wiring": "desync-2x", "init__tp_degree": 2}, {}),
     "bf16": (2, BF16, {"optim__offload": "moments", "checkpoint__overlap": True}),
+    "adapters": (2, {**BF16, **ADAPTERS}, {"train__activation_checkpointing": True}),
+    "adapters behind layers that both models share": (
+        2,
+        {**SHORT, **ADAPTERS, "init__wiring": "farskip", "init__layers": "last:2", "train__micro_batch_size": 1},
+        {},
+    ),
     "bf16 moments": (None, {**BF16, "optim__moments": "bf16"}, {}),
 }
 UNTIED = ("recomputed", "frozen")  # the others train a model whose head is its embeddings
@@ -165,7 +176,7 @@ def test_runs_are_those_of_the_other_stages(finished: Path, name: str) -> None:
 
 
 def test_a_resumed_run_is_the_run_that_was_not_interrupted(finished: Path, folder: Path, tmp_path: Path) -> None:
-    names = ("plain", "bf16", "bf16 moments")
+    names = ("plain", "bf16", "bf16 moments", "adapters")
     for name in names:
         steps, every = (CASES[name][1][key] for key in ("train__steps", "checkpoint__every_steps"))
         run = tmp_path / name
@@ -235,6 +246,54 @@ def test_families_are_trained_alike(folder: Path, tmp_path: Path, archs: list[st
     ranks.in_group(2, train_family, tmp_path, archs, recipes)
 
 
+def count_gathers(rank: int, folder: Path, resolved: ResolvedRecipe) -> None:
+    """Takes steps in which every weight is released after each pass, and counts what is gathered in the last of them.
+
+    In one micro-batch each layer is gathered for the teacher's pass and for both of the student's, whole and at once.
+    Recomputed layers find their weights there. Beside the layers only embeddings and heads are gathered.
+    """
+    partitions.KEPT_WHOLE, partitions.LIVE = tiny.config("llama").hidden_size, 0
+    configure = engine.deepspeed_config
+
+    def at_once(*arguments: Any, **options: Any) -> dict[str, Any]:
+        config = configure(*arguments, **options)
+        config["zero_optimization"]["stage3_max_reuse_distance"] = 0
+        return config
+
+    engine.deepspeed_config = at_once
+    coordinator, sizes, invalid = PartitionedParameterCoordinator, [], []
+    gather, invalidate = coordinator._PartitionedParameterCoordinator__all_gather_params_, coordinator._invalidate_trace
+
+    def gather_and_count(self: Any, weights: Any, *how: Any, **settings: Any) -> None:
+        sizes.append(sum(weight.ds_numel for weight in weights if weight.ds_status is ZeroParamStatus.NOT_AVAILABLE))
+        gather(self, weights, *how, **settings)
+
+    coordinator._PartitionedParameterCoordinator__all_gather_params_ = gather_and_count
+    coordinator._invalidate_trace = lambda self: invalid.append(self) or invalidate(self)
+    recipe, world = resolved.recipe, World(rank, dist.get_world_size(), torch.device("cpu"))
+    how: Any = {"dtype": torch.float32, "device": world.device}
+    student, teacher = (load_partitioned(folder / name, **how) for name in ("student", "teacher"))
+    source = engine.live_teacher(teacher.requires_grad_(False), recipe, world.size)
+    built = engine.build_training(student, source, recipe, world)
+    update.install(built.engine, recipe)
+    rows = training_rows(recipe, [random_corpus(tiny.VOCAB, recipe.data.seq_len)])
+    for step in (1, 2, 3):  # the order is recorded in two passes
+        sizes.clear()
+        train_step(built, rows, recipe, world, step)
+    layer = sum(n for n in (whole_shape(w).numel() for w in decoder_layers(teacher)[0].parameters()) if n > 64)
+    outside = tiny.VOCAB * teacher.config.hidden_size
+    layers, micros = len(decoder_layers(teacher)), accumulation(recipe, world.size)
+    # The student's last layer is still whole when its backward pass begins. Its embeddings are gathered for that, too.
+    expected = {layer: micros * (3 * layers - 1), outside: micros * 5}
+    assert Counter(filter(None, sizes)) == expected and layers > 3
+    assert not invalid, "the order of the passes is the recorded one, so weights are gathered ahead"
+
+
+def test_a_layer_is_gathered_at_once_and_once_for_each_pass(untied: Path) -> None:
+    resolved = runs.resolved(untied, parallel__zero_stage=3, train__activation_checkpointing=True)
+    ranks.in_group(2, count_gathers, untied, resolved)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -243,7 +302,6 @@ def test_families_are_trained_alike(folder: Path, tmp_path: Path, archs: list[st
         ({"parallel__quantised": {"dispatch": "int8"}}, "cannot be combined with parallel.quantised"),
         ({"train__compile": True}, "cannot be combined with train.compile"),
         ({"train__graph": True}, "cannot be combined with train.graph"),
-        ({"train__adapter": {"rank": 4}}, "cannot be combined with train.adapter"),
         ({"optim__train": ["converted"]}, "cannot be combined with optim.train"),
         ({"optim__offload": "host"}, "cannot be combined with optim.offload host"),
     ],

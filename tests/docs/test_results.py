@@ -852,8 +852,9 @@ def test_adapters_zero_3_and_the_kernels_of_liger(repo: Path, raw: Raw) -> None:
         "docs/adapters.md",
         "docs/planning.md",
         "benchmarks/results/distillation.md",
+        "docs/LOG.md",
     )
-    index, adapters, planning, distillation = (" ".join((repo / page).read_text().split()) for page in pages)
+    index, adapters, planning, distillation, log = (" ".join((repo / page).read_text().split()) for page in pages)
 
     def steps(name: str) -> dict[str, Any]:
         turns = [turn for turn in raw(name)["turns"] if not turn["out_of_memory"]]
@@ -873,10 +874,14 @@ def test_adapters_zero_3_and_the_kernels_of_liger(repo: Path, raw: Raw) -> None:
         assert f"{full / own:.2f}x" in index
         cells = f"{1e3 * own:.1f} ms | {1e3 * full:.1f} ms | {full / own:.2f}x"
         assert f"| {cells} | {' | '.join('{:.1f} GiB'.format(side['peak'] / 2**30) for side in sides)} |" in adapters
-    one, three = (raw(f"memory_zero{stage}_2xh100")["measured"] for stage in (1, 3))
-    peaks = f"{three['peak'] / 2**30:.1f} GiB of tensors instead of {one['peak'] / 2**30:.1f}"
+    second = {run["variant"]: run for run in raw("memory_zero3_hooks_2xh100")["runs"] if run["run"] == 2}
+    one, three, before = (second[name] for name in ("1", "seq-lin-buc", "was"))
+    peaks = f"{three['peak_gib']:.1f} GiB of tensors instead of {one['peak_gib']:.1f}"
     assert peaks in planning and peaks in index
-    assert f"{three['tokens_per_second'] / one['tokens_per_second']:.2f}x" in planning
+    took, without, was = (median(variant["step_seconds"][3:-1]) for variant in (three, one, before))
+    assert f"{without / took:.2f}x" in planning and f"**{without / took:.2f}x** of ZeRO-1's" in index
+    assert f"{took:.2f} s instead of {without:.2f}" in planning and f"{without / was:.2f}x" in log
+    assert f"held {three['gpu_gib']:.1f} GiB instead of {one['gpu_gib']:.1f}" in planning
     found = steps("baselines_liger_1xh100")
     own = found["fcsd"][0]["seconds"]
     for side in ("loop-liger-model", "loop-liger-kl"):

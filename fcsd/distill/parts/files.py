@@ -23,6 +23,7 @@ from fcsd.errors import BadInputError, CheckpointError
 from fcsd.foreign_errors import reason_of
 from fcsd.launch.world import World
 from fcsd.models.adapters.trained import TrainedParts
+from fcsd.parallel.partitions import changed
 from fcsd.parallel.weights.saving import OwnPart, own_part
 
 _WEIGHTS, _SETTINGS = "parts.safetensors", "parts.json"
@@ -70,8 +71,9 @@ def write_merged(parts: TrainedParts, folder: Path, source: Path, directory: Pat
         source: the directory that the student was made from.
         directory: the directory to create.
     """
-    world.everywhere(lambda: parts.load(read_parts(folder), str(folder)))
-    parts.merge()
+    with changed([parameter for _, parameter in parts.tensors()]):
+        world.everywhere(lambda: parts.load(read_parts(folder), str(folder)))
+    parts.merge(changed)
     write_student(own_part(parts.model), source, directory, world)
 
 
@@ -99,7 +101,7 @@ def merge_checkpoint(recipe: Recipe, folder: Path, directory: Path) -> None:
         raise
     if sample_sha256(read_layout(base.path)) != sample:
         raise BadInputError(f"{name}: the weights are not those beside which {folder} was trained", "Restore them.")
-    parallel = recipe.parallel.model_copy(update={"ep_size": 1})
+    parallel = recipe.parallel.model_copy(update={"ep_size": 1, "zero_stage": 0})
     recipe = recipe.model_copy(update={"model": name, "parallel": parallel})
     chosen = chosen_parts(recipe, student_source(recipe))
     assert chosen is not None

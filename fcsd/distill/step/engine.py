@@ -31,7 +31,7 @@ from fcsd.models.annealed import Annealing, anneal
 from fcsd.models.build import decoder_layers, logits_cap
 from fcsd.parallel.expert.autoep import frozen_experts
 from fcsd.parallel.expert.dispatcher import Dispatcher
-from fcsd.parallel.partitions import ahead_of_layers, gather_by_layer
+from fcsd.parallel.partitions import ahead_of_layers, gather_by_layer, keep_no_weights
 from fcsd.parallel.quantised.rows import Quantiser
 from fcsd.parallel.transports.traffic import Traffic
 
@@ -275,6 +275,8 @@ def build_training(
     if recipe.parallel.zero_stage == 3:
         deepspeed.zero.register_external_parameter(student.losses, output_head(model))
         gather_by_layer(engine, decoder_layers(model))
+        if not recipe.train.activation_checkpointing:
+            keep_no_weights()
     if alone:
         engine.enable_backward_allreduce = False  # it would copy all gradients, also on one process
     if not engine.zero_optimization():

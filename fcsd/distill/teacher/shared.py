@@ -19,7 +19,7 @@ from fcsd.distill.inputs import student_source
 from fcsd.distill.loss.top_k import TopK
 from fcsd.distill.teacher.original import final_hidden, output_head, teacher_name
 from fcsd.distill.teacher.prefix import noted
-from fcsd.distill.teacher.targets import Targets, TeacherSource, captured, compared_layers
+from fcsd.distill.teacher.targets import FixedLosses, Targets, TeacherSource, captured, compared_layers
 from fcsd.errors import ConfigError
 from fcsd.models.adapters.lora import switch
 from fcsd.models.adapters.targets import Chosen, shared_prefix
@@ -78,7 +78,9 @@ class SharedTeacher(TeacherSource):
         """See ``TeacherSource``."""
         with self.teacher() as model, captured(model, self._compared) as streams, noted(model, self._prefix) as prefix:
             hidden = final_hidden(model, columns)
-            head = output_head(model).detach()  # still the original's if the student's own trains
+            head = output_head(model)
+            if head.requires_grad:
+                head = head.detach()  # still the original's, while the student's own trains
         return Targets((hidden, head), streams, *prefix)
 
     @contextmanager
@@ -114,6 +116,37 @@ class SharedTeacher(TeacherSource):
         standard = _wired(self._layers)
         _rewire(self._layers, student)
         return standard
+
+
+class WithinPass(TeacherSource):
+    """The same targets, computed inside of the student's pass over the same micro-batch.
+
+    ZeRO-3 gathers weights ahead in the order in which modules were called between two passes of the engine. A pass of
+    the teacher beside those of the engine would change the order each time. The frozen head is gathered for the loss.
+
+    Args:
+        student: the module of the engine, see ``fcsd.distill.step.engine.Student``.
+    """
+
+    any_text = True
+
+    def __init__(self, shared: SharedTeacher, student: Any) -> None:
+        self._shared, self._student = shared, student
+
+    @contextmanager
+    def teacher(self) -> Iterator[PreTrainedModel]:
+        """See ``TeacherSource``."""
+        with self._shared.teacher() as model:
+            yield model
+
+    def get_targets(self, columns: dict[str, Tensor], stored: TopK | None = None) -> FixedLosses:
+        """See ``TeacherSource``."""
+
+        def losses(batch: dict[str, Tensor], denominator: Tensor, terms: tuple[str, ...]) -> dict[str, Tensor]:
+            # Not by a call, whose hooks begin a pass of the engine.
+            return self._student.forward(batch, self._shared.get_targets(batch), denominator, terms)
+
+        return losses
 
 
 def _wired(layers: list[Any]) -> list[Wired]:

@@ -6,12 +6,14 @@ the linear layer that it holds. A starts at random and B at zero, so a new adapt
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+Changed = Callable[[Sequence[Tensor]], AbstractContextManager[Any]]  # ``fcsd.parallel.partitions.changed``
 _NAME = "default"  # of the only adapter of a layer
 MATRICES = ("lora_A", "lora_B")
 
@@ -77,13 +79,14 @@ def merged_weight(layer: Any) -> Tensor:
     return (weight.float() + layer.scaling[_NAME] * (up @ down)).to(weight.dtype)
 
 
-def merge(model: nn.Module, layers: Sequence[Any]) -> None:
+def merge(model: nn.Module, layers: Sequence[Any], changed: Changed) -> None:
     """Replace ``peft``'s layers by the linear layers that they hold, with merged weights. The model is ordinary again.
 
     One weight is merged after the other, so little memory is needed.
     """
     paths = {module: path for path, module in model.named_modules()}
     for layer in layers:
-        layer.base_layer.weight.data = merged_weight(layer)
+        with changed([layer.base_layer.weight, *matrices(layer)]):
+            layer.base_layer.weight.data = merged_weight(layer)
         parent, _, own = paths[layer].rpartition(".")
         setattr(model.get_submodule(parent), own, layer.base_layer)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...errors import CheckpointError
-from .lora import MATRICES, matrices, merge
+from .lora import MATRICES, Changed, matrices, merge
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,10 @@ class TrainedParts:
         for name, parameter in own.items():
             parameter.data.copy_(values[name])
 
-    def merge(self) -> None:
-        """Makes the model an ordinary model again, with merged weights. The run is over then."""
-        merge(self.model, list(self.layers.values()))
+    def merge(self, changed: Changed) -> None:
+        """Makes the model an ordinary model again, with merged weights. The run is over then.
+
+        Args:
+            changed: gives a block in which weights are whole and may be changed.
+        """
+        merge(self.model, list(self.layers.values()), changed)

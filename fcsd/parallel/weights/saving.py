@@ -70,12 +70,19 @@ def own_part(model: PreTrainedModel) -> OwnPart:
 
 
 def trained_part(parts: TrainedParts) -> OwnPart:
-    """What trains beside frozen weights, which every rank holds and rank 0 writes. Nothing is copied."""
+    """What trains beside frozen weights, which rank 0 writes.
+
+    Every rank holds it, and nothing is copied. If ZeRO-3 divides it, all ranks must call this, and it is copied to the
+    host.
+    """
+    named: list[tuple[str, Tensor]] = list(parts.tensors())
+    if any(is_partitioned(parameter) for _, parameter in named):
+        named = [(name, _whole(name, parameter).to("cpu", copy=True)) for name, parameter in named]
 
     def tensors() -> Iterator[Named]:
         if _rank() == 0:
-            for name, parameter in parts.tensors():
-                yield name, parameter.detach(), None
+            for name, value in named:
+                yield name, value.detach(), None
 
     return OwnPart(parts.model, {}, tensors, 1)
 
