@@ -46,7 +46,7 @@ def _vision(stem: str) -> dict[str, tuple[str, str]]:
 
 
 _ADDS = "vLLM's layer adds its outputs to the stream itself"
-_MULTIPLIED = "vLLM's layer multiplies an output before it is added, which the plugin's does not"
+_MULTIPLIED = {"whole": True, "multiplier": "residual_multiplier"}
 _UNEVEN = "its layers differ in heads, and some read the keys and values of others"
 _BESIDE = "experts beside an MLP read the stream through another norm than their router, which AutoEP's cannot"
 
@@ -445,16 +445,16 @@ _ROWS = (
         vllm={"decoder": "language_model.model"},
     ),
     _row("olmo2", "Olmo2", blocks=Blocks(**_OLMO_NORMS), no_vllm=_ADDS, **_NORMS_OVER_HEADS),
-    _row("olmo3", "Olmo3", blocks=Blocks(**_OLMO_NORMS), no_vllm=_ADDS, **_NORMS_OVER_HEADS),
+    _row("olmo3", "Olmo3", blocks=Blocks(**_OLMO_NORMS), vllm={"whole": True}, **_NORMS_OVER_HEADS),
     _row(
         "flex_olmo",
         "FlexOlmo",
         blocks=Blocks(**_OLMO_NORMS),
         autoep="qwen3_moe",
-        no_vllm=_ADDS,
+        vllm={"whole": True},
         **_NORMS_OVER_HEADS,
     ),
-    _row("exaone4", "Exaone4", blocks=Blocks(**_OLMO_NORMS), no_vllm=_ADDS),
+    _row("exaone4", "Exaone4", blocks=Blocks(**_OLMO_NORMS), vllm={"whole": True}),
     _row(
         "gemma2",
         "Gemma2",
@@ -504,7 +504,7 @@ _ROWS = (
         "Granite",
         blocks=Blocks(multiplier="residual_multiplier"),
         logits_factor=("logits_scaling", -1),
-        no_vllm=_MULTIPLIED,
+        vllm=_MULTIPLIED,
     ),
     _row(
         "granitemoe",
@@ -513,7 +513,7 @@ _ROWS = (
         autoep=_GRANITE_AUTOEP,
         logits_factor=("logits_scaling", -1),
         tp_plan=_ATTENTION_TP,
-        no_vllm=_MULTIPLIED,
+        vllm=_MULTIPLIED,
     ),
     _row(
         "hyperclovax",
@@ -525,7 +525,7 @@ _ROWS = (
         ),
         logits_factor=("logits_scaling", 1),
         tp_plan={"post_norm?": "replicated"},
-        no_vllm=_MULTIPLIED,
+        vllm=_MULTIPLIED,
     ),
     _row(
         "minicpm3",
@@ -534,7 +534,7 @@ _ROWS = (
         rotates_halves=False,  # the kernel of latent attention rotates
         logits_factor=("logits_scaling", -1),
         tp_plan=_LATENT_TP,
-        no_vllm=_MULTIPLIED,
+        vllm={"whole": True, "multiplier": "scale_depth", "multiplier_by_depth": True},
     ),
     _row(
         "apertus",
@@ -625,7 +625,7 @@ _ROWS = (
         draws=True,
         norm_epsilon=None,
         tp_plan=_ATTENTION_TP,
-        no_vllm=_ADDS,
+        vllm={"causal_lm": "PhiMoEForCausalLM", "mlp": "block_sparse_moe", "whole": True},
     ),
     _row(
         "nanochat",
@@ -658,7 +658,7 @@ _ROWS = (
             "shared_mlp.output_linear": "rowwise",
         },
         since=(5, 23),
-        no_vllm=_MULTIPLIED,
+        no_vllm=_NOT_TRIED,
     ),
     _row(
         "jamba",
