@@ -107,7 +107,7 @@ UNTIL = {
 # Families for which vLLM has no class of its own any more, from this version on. The plugin refuses them by name there.
 _FAMILIES = ("Arcee", "Cwm", "Glm", "Mellum", "SeedOss")
 NO_CLASS_FROM = {f"{name}ForCausalLM": (0, 32) for name in _FAMILIES}
-NO_CLASS_FROM |= {f"{name}ForCausalLM": (0, 29) for name in ("FlexOlmo", "Olmo3")}
+NO_CLASS_FROM |= {"Olmo2ForCausalLM": (0, 26), "Olmo3ForCausalLM": (0, 29), "FlexOlmoForCausalLM": (0, 29)}
 
 # Classes that vLLM does not have before this version.
 CLASS_FROM = {f"{name}ForCausalLM": (0, 27) for name in ("ExaoneMoe", "Qwen3_5", "Qwen3_5Moe")}

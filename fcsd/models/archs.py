@@ -45,7 +45,9 @@ def _vision(stem: str) -> dict[str, tuple[str, str]]:
     return {"AutoModel": bare, "AutoModelForCausalLM": whole, "AutoModelForImageTextToText": whole}
 
 
-_ADDS = "vLLM's layer adds its outputs to the stream itself"
+# vLLM's layers add their outputs to the stream themselves, some multiply them first, and some read no such fields.
+_PLAIN = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
+_ADDS = {"whole": True, "assumes": _PLAIN}
 _MULTIPLIED = {"whole": True, "multiplier": "residual_multiplier"}
 _UNEVEN = "its layers differ in heads, and some read the keys and values of others"
 _BESIDE = "experts beside an MLP read the stream through another norm than their router, which AutoEP's cannot"
@@ -444,14 +446,14 @@ _ROWS = (
         **_GATED_DELTA_MOE,
         vllm={"decoder": "language_model.model"},
     ),
-    _row("olmo2", "Olmo2", blocks=Blocks(**_OLMO_NORMS), no_vllm=_ADDS, **_NORMS_OVER_HEADS),
-    _row("olmo3", "Olmo3", blocks=Blocks(**_OLMO_NORMS), vllm={"whole": True}, **_NORMS_OVER_HEADS),
+    _row("olmo2", "Olmo2", blocks=Blocks(**_OLMO_NORMS), vllm=_ADDS, **_NORMS_OVER_HEADS),
+    _row("olmo3", "Olmo3", blocks=Blocks(**_OLMO_NORMS), vllm=_ADDS, **_NORMS_OVER_HEADS),
     _row(
         "flex_olmo",
         "FlexOlmo",
         blocks=Blocks(**_OLMO_NORMS),
         autoep="qwen3_moe",
-        vllm={"whole": True},
+        vllm={"whole": True, "assumes": {**_PLAIN, "norm_topk_prob": False}},
         **_NORMS_OVER_HEADS,
     ),
     _row("exaone4", "Exaone4", blocks=Blocks(**_OLMO_NORMS), vllm={"whole": True}),
@@ -513,7 +515,7 @@ _ROWS = (
         autoep=_GRANITE_AUTOEP,
         logits_factor=("logits_scaling", -1),
         tp_plan=_ATTENTION_TP,
-        vllm=_MULTIPLIED,
+        vllm={**_MULTIPLIED, "assumes": _PLAIN},
     ),
     _row(
         "hyperclovax",
@@ -534,7 +536,7 @@ _ROWS = (
         rotates_halves=False,  # the kernel of latent attention rotates
         logits_factor=("logits_scaling", -1),
         tp_plan=_LATENT_TP,
-        vllm={"whole": True, "multiplier": "scale_depth", "multiplier_by_depth": True},
+        vllm={**_ADDS, "multiplier": "scale_depth", "multiplier_by_depth": True},
     ),
     _row(
         "apertus",
@@ -625,7 +627,17 @@ _ROWS = (
         draws=True,
         norm_epsilon=None,
         tp_plan=_ATTENTION_TP,
-        vllm={"causal_lm": "PhiMoEForCausalLM", "mlp": "block_sparse_moe", "whole": True},
+        vllm={
+            "causal_lm": "PhiMoEForCausalLM",
+            "mlp": "block_sparse_moe",
+            "whole": True,
+            "assumes": {
+                "attention_bias": True,
+                "lm_head_bias": True,
+                "hidden_act": "silu",
+                "router_jitter_noise": 0.01,
+            },
+        },
     ),
     _row(
         "nanochat",

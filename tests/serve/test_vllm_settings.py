@@ -94,12 +94,13 @@ def settings(wiring: Wiring, dtype: torch.dtype = torch.bfloat16, moe: bool = Tr
     for name, value in changes.items():
         (parallel if name in parallel else whole)[name] = value
     rope = dict(rope_type="longrope", original_max_position_embeddings=4096)
-    config = SimpleNamespace(
-        fcsd=wiring.to_block(), gated_attention="quant_config" in changes, rope_parameters=rope
-    )
+    config = SimpleNamespace(fcsd=wiring.to_block(), gated_attention="quant_config" in changes, rope_parameters=rope)
     return SimpleNamespace(
         model_config=SimpleNamespace(
-            hf_config=config, dtype=dtype, is_moe=moe, runner_type=whole.pop("runner_type", "generate"),
+            hf_config=config,
+            dtype=dtype,
+            is_moe=moe,
+            runner_type=whole.pop("runner_type", "generate"),
             max_model_len=whole.pop("max_model_len", 4096),
         ),
         parallel_config=SimpleNamespace(**parallel),
@@ -199,6 +200,9 @@ def test_what_it_can_do_is_accepted(monkeypatch):
     ):
         assert list(problems(config, "deepseek_v3")) == []
     assert list(problems(settings(FARSKIP, dtype=torch.float16), "glm4_moe")) == []
+    other = settings(FARSKIP)
+    other.model_config.hf_config.lm_head_bias = False
+    assert [problem[:32] for problem in problems(other, "phimoe")] == ["config.json has lm_head_bias Fal"]
     (refused,) = problems(settings(FARSKIP, pipeline_parallel_size=2), "granite")
     assert refused == support.refusal("pipeline")
 

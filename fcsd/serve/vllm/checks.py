@@ -51,15 +51,18 @@ def refuse_other_architecture(vllm_config: Any, name: str) -> None:
 
 def problems(vllm_config: Any, model_type: str) -> Iterator[str]:
     """One line for each setting that does not go with the model; see ``check``."""
-    wiring = Wiring.from_block(vllm_config.model_config.hf_config.fcsd)
-    parallel = vllm_config.parallel_config
+    config, parallel = vllm_config.model_config.hf_config, vllm_config.parallel_config
+    wiring = Wiring.from_block(config.fcsd)
+    for field, value in ARCHS[model_type].vllm.assumes.items():
+        if (found := getattr(config, field, value)) != value:
+            yield f"config.json has {field} {found!r}, and vLLM's class computes with {value!r}; use fcsd's own engine"
     yield from _wiring_problems(wiring, parallel, ARCHS[model_type].vllm.whole)
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
     passes, speculation = vllm_config.compilation_config.pass_config, vllm_config.speculative_config
     exchanges = parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe
     gated = ARCHS[model_type].blocks.gated
     asked = {
-        "gates": bool(gated and getattr(vllm_config.model_config.hf_config, gated, False) and vllm_config.quant_config),
+        "gates": bool(gated and getattr(config, gated, False) and vllm_config.quant_config),
         "float16": ARCHS[model_type].vllm.rescales_float16 and dtype == "float16",
         "sequence_parallel": parallel.use_sequence_parallel_moe,
         "data_parallel": exchanges and (not parallel.enable_expert_parallel or parallel.pipeline_parallel_size > 1),

@@ -116,11 +116,12 @@ def _load_gates(model: Any, weights: Iterable[tuple[str, Tensor]], gates: set[st
 @cache
 def _class(model_type: str) -> type:
     arch = ARCHS[model_type]
-    base = ModelRegistry._try_load_model_cls(arch.vllm_causal_lm)
+    name = arch.vllm_causal_lm
+    base = ModelRegistry._try_load_model_cls(name)
     if base is None:
-        raise ImportError(f"this vLLM cannot load {arch.vllm_causal_lm}")
+        raise ImportError(f"this vLLM cannot load {name}")
     if "transformers" in base.__module__.split("."):
-        raise ImportError(f"this vLLM runs {arch.vllm_causal_lm} by transformers, whose layers the plugin cannot rewire")
+        raise ImportError(f"this vLLM runs {name} by transformers, whose layers the plugin cannot rewire")
 
     def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
         base.__init__(self, vllm_config=vllm_config, prefix=prefix)
