@@ -24,8 +24,10 @@ class VllmNames:
         attn: the attention of a layer. Its output projection is ``o_proj``.
         linear: the linear attention of a layer that has it instead. Its output projection is ``out_proj``. A loop over
             layers of which some have it names what it gives them. None if no layer has it.
-        mlp: the MLP of a layer; a dense one has ``down_proj``, a mixture of experts has ``experts``.
+        mlp: the MLP of a layer; a mixture of experts has ``experts``.
+        down: the output projection of a dense MLP, and of shared experts beside the MLP.
         shared: the shared experts inside the MLP; None if there are none.
+        shared_beside: whether the shared experts are beside the MLP instead. They are the MLP of a layer that has none.
         attn_norms: the norm of what the attention reads, and the norm of its output on arrival, or None.
         mlp_norms: the same for the MLP.
         hidden_first: whether layer and attention take ``(hidden, positions)`` instead of ``(positions, hidden)``.
@@ -44,7 +46,9 @@ class VllmNames:
     attn: str = "self_attn"
     linear: str | None = None
     mlp: str = "mlp"
+    down: str = "down_proj"
     shared: str | None = None
+    shared_beside: bool = False
     attn_norms: tuple[str | None, str | None] = Blocks.attn_norms
     mlp_norms: tuple[str | None, str | None] = Blocks.mlp_norms
     hidden_first: bool = False

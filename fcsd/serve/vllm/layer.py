@@ -146,8 +146,13 @@ class WiredLayer(nn.Module):
         return self._add(flight, collected, out, routed)[0]
 
     def _mlp(self, x: Tensor, step: Step) -> Tensor:
-        mlp = getattr(self, self.fcsd.names.mlp)
-        return getattr(mlp, self.fcsd.names.shared or "")(x) if step.call == "shared" else mlp(x)
+        names, mlp = self.fcsd.names, _mlp_of(self, self.fcsd.names)
+        if step.call == "shared":
+            return getattr(self if names.shared_beside else mlp, names.shared or "")(x)
+        beside = _beside(self, names)
+        if step.call != "mlp" or beside is None:
+            return mlp(x)
+        return beside(x) + mlp(x)  # experts may write over what they read
 
     def _read(self, flight: Flight, places: Sequence[int], norm: Any) -> tuple[Tensor, Flight]:
         """The normalised stream with the sums at ``places``, and what is left."""
@@ -253,12 +258,23 @@ def _attention_name(names: VllmNames, linear: bool) -> str:
     return names.linear if linear and names.linear is not None else names.attn
 
 
+def _mlp_of(layer: Any, names: VllmNames) -> Any:
+    mlp = getattr(layer, names.mlp)
+    return getattr(layer, names.shared or "") if mlp is None and names.shared_beside else mlp
+
+
+def _beside(layer: Any, names: VllmNames) -> Any:
+    """The shared experts beside the MLP of a layer; None if there are none."""
+    shared = getattr(layer, names.shared or "") if names.shared_beside else None
+    return None if shared is _mlp_of(layer, names) else shared
+
+
 def kind_of(layer: Any, names: VllmNames) -> Kind:
     """The kind of one of vLLM's decoder layers."""
-    mlp = getattr(layer, names.mlp)
+    mlp = _mlp_of(layer, names)
     if not hasattr(mlp, "experts"):
         return "dense"
-    return "moe" if mlp.experts._shared_experts is None else "moe-shared"
+    return "moe" if mlp.experts._shared_experts is None and _beside(layer, names) is None else "moe-shared"
 
 
 def check_handed_on(plans: Mapping[int, LayerPlan], count: int) -> None:
@@ -287,16 +303,18 @@ def take_apart(layer: Any, wired: Wired) -> None:
     """
     if getattr(layer, "layer_scale", False):
         raise ValueError("the layers multiply their outputs (layer_scale), which rewired layers do not")
-    names, mlp = wired.names, getattr(layer, wired.names.mlp)
+    names, mlp = wired.names, _mlp_of(layer, wired.names)
     bare = names.whole and "residual" not in signature(layer.forward).parameters
     linear = names.linear is not None and hasattr(layer, names.linear)
     attention = getattr(layer, _attention_name(names, linear))
     (attention.out_proj if linear else attention.o_proj).reduce_results = False
     fills = "output" in signature(attention.forward).parameters
     if hasattr(mlp, "experts"):
-        runner = mlp.experts
+        runner, beside = mlp.experts, _beside(layer, names)
         runner.__class__ = _mixed(UnreducedExperts, type(runner))
-        if wired.plan.splits and not wired.beside:
+        if beside is not None:
+            getattr(beside, names.down).reduce_results = False
+        elif wired.plan.splits and not wired.beside:
             # The layer calls the shared experts itself. They stay where the checkpoint's names find them.
             runner._shared_experts = None
             runner._forward_entry = runner._select_forward()
@@ -308,7 +326,7 @@ def take_apart(layer: Any, wired: Wired) -> None:
             shared.fcsd = Held(wired.reducer, step.joins)
             runner.fcsd_apart = []
     else:
-        mlp.down_proj.reduce_results = False
+        getattr(mlp, names.down).reduce_results = False
     layer.__class__ = _mixed(WiredLayer, type(layer))
     layer.fcsd = replace(wired, linear=linear, fills=fills, bare=bare)
 

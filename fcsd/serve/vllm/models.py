@@ -64,7 +64,7 @@ def rewire(model: Any, names: VllmNames, vllm_config: Any) -> None:
         exchange = None
         if exchanges and kinds[i] != "dense":
             exchange = _exchange(getattr(layers[i], names.mlp), vllm_config, settings.overlap_from)
-        beside = settings.shared_experts == "beside" and exchange is None
+        beside = settings.shared_experts == "beside" and exchange is None and not names.shared_beside
         take_apart(layers[i], Wired(names, plan, reducer, exchange, beside, multiplier=multiplier))
 
 
