@@ -259,6 +259,7 @@ def _attention_name(names: VllmNames, linear: bool) -> str:
 
 
 def _mlp_of(layer: Any, names: VllmNames) -> Any:
+    """The MLP of a layer, which are the shared experts beside it if it has no other."""
     mlp = getattr(layer, names.mlp)
     return getattr(layer, names.shared or "") if mlp is None and names.shared_beside else mlp
 
