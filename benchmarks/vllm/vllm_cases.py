@@ -152,12 +152,8 @@ FP8 = ("qwen3_moe-fp8",)
 FP8_SIZES: dict[str, Any] = dict(
     hidden_size=256, head_dim=128, intermediate_size=256, moe_intermediate_size=256, vocab_size=256
 )
-# Cases of a family whose layers are of another form by their config: HyperCLOVA X's norm no output, and Granite 4's
-# have no experts but those beside them.
-FORMS: dict[str, dict[str, Any]] = {
-    "hyperclovax-plain": dict(use_post_norm=False),
-    "granitemoehybrid-dense": dict(num_local_experts=0, position_embedding_type="rope"),
-}
+# Cases of HyperCLOVA X whose layers norm no output.
+PLAIN = ("hyperclovax-plain",)
 # Families with two cases each: three of four layers (``ARCH-WIRING``), and all (``ARCH-WIRING-all``).
 MORE = {
     "ladder": (
@@ -190,7 +186,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_moe-fp8": ("qwen3_moe", "1-3", dict(wiring="farskip")),
     "llama-desync-2x": ("llama", "1-3", dict(wiring="desync-2x", tp_degree=2)),
     "granite-desync-2x": ("granite", "1-3", dict(wiring="desync-2x", tp_degree=2)),
-    "granitemoehybrid-dense": ("granitemoehybrid", "1-3", dict(wiring="ladder")),
     "hyperclovax-plain": ("hyperclovax", "1-3", dict(wiring="ladder")),
     "deepseek_v3-gated": ("deepseek_v3", "", {}),  # AMD's keys say how it is wired
     # The plugin refuses these two: vLLM computes something else for the originals, too.
@@ -238,7 +233,8 @@ def _make(case: str, original: Path, converted: Path) -> None:
     sizes = FP8_SIZES if case in FP8 else dict(hidden_size=HIDDEN) | SIZES[arch]
     if case in GATED:
         sizes |= dict(q_lora_rank=None)
-    sizes |= FORMS.get(case, {})
+    if case in PLAIN:
+        sizes |= dict(use_post_norm=False)
     model = tiny.model(arch, **sizes)
     for parameter in model.parameters():
         if parameter.ndim > 1:
