@@ -58,7 +58,7 @@ SIZES: dict[str, dict[str, Any]] = {
         sliding_window_size=16, swa_num_attention_heads=4, swa_num_key_value_heads=4, swa_head_dim=32,
         swa_v_head_dim=32, add_swa_attention_sink_bias=True,
     ),
-    # vLLM norms latents with this epsilon, and transformers with 1e-6 always.
+    # vLLM norms latents with this epsilon, and transformers with 1e-6 always; for minicpm3 as well.
     "glm4_moe_lite": dict(
         rms_norm_eps=1e-6, intermediate_size=256, moe_intermediate_size=64, kv_lora_rank=64, qk_nope_head_dim=32,
         qk_rope_head_dim=32, v_head_dim=32, q_lora_rank=64,
@@ -72,6 +72,34 @@ SIZES: dict[str, dict[str, Any]] = {
     "glm4": dict(intermediate_size=256, head_dim=32),
     "afmoe": dict(intermediate_size=256, moe_intermediate_size=64, head_dim=32),
     "apertus": dict(intermediate_size=256),
+    # vLLM's layers add their outputs to the stream themselves, and those of Granite and its like multiply them first.
+    **{arch: dict(intermediate_size=256) for arch in ("olmo2", "olmo3")},
+    "exaone4": dict(intermediate_size=256, head_dim=32),
+    "flex_olmo": dict(intermediate_size=64),
+    # Its biases are always there in vLLM.
+    "phimoe": dict(
+        intermediate_size=64, attention_bias=True, lm_head_bias=True, max_position_embeddings=512, rope_parameters=dict(
+            rope_type="longrope", rope_theta=1e4, original_max_position_embeddings=256, short_mscale=1.1,
+            long_mscale=1.2, short_factor=[1.5] * 16, long_factor=[2.0] * 16,
+        ),
+    ),
+    "granite": dict(intermediate_size=256, embedding_multiplier=1.5, attention_multiplier=0.2),
+    "granitemoe": dict(intermediate_size=64, embedding_multiplier=1.5, attention_multiplier=0.2),
+    "granitemoehybrid": dict(
+        intermediate_size=64, shared_intermediate_size=64, embedding_multiplier=1.5, attention_multiplier=0.2,
+        mamba_n_heads=8, mamba_d_head=32, mamba_d_state=16,
+    ),
+    "hyperclovax": dict(
+        intermediate_size=256, head_dim=32, residual_multiplier=0.5, embedding_multiplier=1.5, attention_multiplier=0.2,
+        logits_scaling=0.5,
+    ),
+    "minicpm3": dict(
+        intermediate_size=256, kv_lora_rank=64, q_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32,
+        scale_depth=0.8, rms_norm_eps=1e-6, max_position_embeddings=256, rope_parameters=dict(
+            rope_type="longrope", rope_theta=1e4, factor=1.0, original_max_position_embeddings=256,
+            short_factor=[1.5] * 16, long_factor=[2.0] * 16,
+        ),
+    ),
     # vLLM reads the width of an expert and the windows of layers in fields of its own.
     "hy_v3": dict(intermediate_size=256, moe_intermediate_size=64, expert_hidden_dim=64, head_dim=32),
     "exaone_moe": dict(
@@ -124,15 +152,19 @@ FP8 = ("qwen3_moe-fp8",)
 FP8_SIZES: dict[str, Any] = dict(
     hidden_size=256, head_dim=128, intermediate_size=256, moe_intermediate_size=256, vocab_size=256
 )
+# Cases of HyperCLOVA X whose layers norm no output.
+PLAIN = ("hyperclovax-plain",)
 # Families with two cases each: three of four layers (``ARCH-WIRING``), and all (``ARCH-WIRING-all``).
 MORE = {
     "ladder": (
         *("mistral", "gemma", "phi3", "ernie4_5", "glm", "nemotron", "gemma2", "gemma3_text", "gemma3", "glm4"),
         *("apertus", "qwen3_vl", "glm4v", "mistral3", "qwen3_5_text", "qwen3_5"),
+        *("olmo2", "olmo3", "exaone4", "granite", "hyperclovax", "minicpm3"),
     ),
     "farskip": (
         *("minimax_m2", "ernie4_5_moe", "glm4_moe_lite", "mellum", "laguna", "afmoe", "hy_v3", "exaone_moe"),
-        *("glm4v_moe", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe"),
+        *("glm4v_moe", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe", "flex_olmo", "phimoe", "granitemoe"),
+        "granitemoehybrid",
     ),
 }
 # Name of the case -> architecture, layers, and the other options of `fcsd convert`.
@@ -153,6 +185,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama-mlp-only": ("llama", "0,2-3", dict(wiring="ladder", variant="mlp-only")),
     "qwen3_moe-fp8": ("qwen3_moe", "1-3", dict(wiring="farskip")),
     "llama-desync-2x": ("llama", "1-3", dict(wiring="desync-2x", tp_degree=2)),
+    "granite-desync-2x": ("granite", "1-3", dict(wiring="desync-2x", tp_degree=2)),
+    "hyperclovax-plain": ("hyperclovax", "1-3", dict(wiring="ladder")),
     "deepseek_v3-gated": ("deepseek_v3", "", {}),  # AMD's keys say how it is wired
     # The plugin refuses these two: vLLM computes something else for the originals, too.
     "ministral3-ladder": ("ministral3", "1-3", dict(wiring="ladder")),
@@ -186,6 +220,7 @@ def made(folder: Path, case: str) -> dict[str, Path]:
 
 def _make(case: str, original: Path, converted: Path) -> None:
     from fcsd.convert import convert_checkpoint
+    from fcsd.models.archs import ARCHS
 
     if case == TEACHER:
         original.unlink(missing_ok=True)
@@ -198,11 +233,17 @@ def _make(case: str, original: Path, converted: Path) -> None:
     sizes = FP8_SIZES if case in FP8 else dict(hidden_size=HIDDEN) | SIZES[arch]
     if case in GATED:
         sizes |= dict(q_lora_rank=None)
+    if case in PLAIN:
+        sizes |= dict(use_post_norm=False)
     model = tiny.model(arch, **sizes)
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.data.mul_(3)
-    model.save_pretrained(original)
+    shards = {} if case in (*FP8, *GATED) else dict(max_shard_size="1MB")  # the others are rewritten as one file
+    model.save_pretrained(original, **shards)
+    config = json.loads((original / "config.json").read_text())
+    config["architectures"] = [ARCHS[arch].vllm_causal_lm]  # as it is published, and as vLLM knows it
+    (original / "config.json").write_text(json.dumps(config))
     if case in FP8:
         quantise(original)
     if case in GATED:

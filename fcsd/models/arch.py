@@ -14,33 +14,49 @@ from .wiring_block import DESYNC, READS, Blocks
 class VllmNames:
     """What vLLM's own class of an architecture calls the parts of its decoder layers.
 
-    Every decoder layer of the table follows one convention in vLLM 0.24 to 0.32: it gets ``(hidden, residual)``, whose
-    sum is the full stream, and returns its MLP's output unadded beside the residual.
+    Every decoder layer of the table follows one of two conventions in vLLM 0.24 to 0.32. By the first it gets
+    ``(hidden, residual)``, whose sum is the full stream, and returns its MLP's output unadded beside the residual. By
+    the second it gets and returns the full stream.
 
     Attributes:
+        causal_lm: the class of the causal LM, where its name differs from transformers'.
         decoder: the path, inside the model, of the module that holds ``layers``.
         attn: the attention of a layer. Its output projection is ``o_proj``.
         linear: the linear attention of a layer that has it instead. Its output projection is ``out_proj``. A loop over
             layers of which some have it names what it gives them. None if no layer has it.
-        mlp: the MLP of a layer; a dense one has ``down_proj``, a mixture of experts has ``experts``.
+        mlp: the MLP of a layer; a mixture of experts has ``experts``.
+        down: the output projection of a dense MLP, and of shared experts beside the MLP.
         shared: the shared experts inside the MLP; None if there are none.
+        shared_beside: whether the shared experts are beside the MLP instead. They are the MLP of a layer that has none.
         attn_norms: the norm of what the attention reads, and the norm of its output on arrival, or None.
         mlp_norms: the same for the MLP.
         hidden_first: whether layer and attention take ``(hidden, positions)`` instead of ``(positions, hidden)``.
         unscaled: whether the layer gives its attention one more argument than vLLM's loop gives the layer: no scale of
             the queries.
+        whole: whether the layer follows the second convention. Its norms take one tensor.
+        multiplier: the field of the config by which the layer multiplies every output before it is added to the stream;
+            None if there is none.
+        multiplier_by_depth: whether that field is divided by the root of the number of layers first.
+        assumes: the fields of the config that vLLM's class does not read, and the values with which it computes.
         rescales_float16: whether vLLM's layer divides the stream by a constant in float16, which the plugin does not.
     """
 
+    causal_lm: str | None = None
     decoder: str = "model"
     attn: str = "self_attn"
     linear: str | None = None
     mlp: str = "mlp"
+    down: str = "down_proj"
     shared: str | None = None
+    shared_beside: bool = False
     attn_norms: tuple[str | None, str | None] = Blocks.attn_norms
     mlp_norms: tuple[str | None, str | None] = Blocks.mlp_norms
     hidden_first: bool = False
     unscaled: bool = False
+    whole: bool = False
+    multiplier: str | None = None
+    multiplier_by_depth: bool = False
+    assumes: Mapping[str, Any] = field(default_factory=dict)
     rescales_float16: bool = False
 
 
@@ -151,8 +167,13 @@ class Arch:
 
     @property
     def causal_lm(self) -> str:
-        """The name of the class of its causal LM, in transformers and in vLLM, for example ``LlamaForCausalLM``."""
+        """The name of the class of its causal LM in transformers, for example ``LlamaForCausalLM``."""
         return self.classes["AutoModelForCausalLM"][0]
+
+    @property
+    def vllm_causal_lm(self) -> str:
+        """The name of the class of its causal LM in vLLM."""
+        return self.vllm.causal_lm or self.causal_lm
 
     @property
     def wired_causal_lm(self) -> str:

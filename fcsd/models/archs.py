@@ -24,7 +24,7 @@ def _row(model_type: str, stem: str, *, vllm: Mapping[str, Any] | None = None, *
     classes = {"AutoModel": (f"{stem}Model", ""), "AutoModelForCausalLM": (f"{stem}ForCausalLM", "model")}
     fields = {"config": f"{stem}Config", "classes": classes, "blocks": Blocks(), **fields}
     decoder, blocks = fields["classes"]["AutoModelForCausalLM"][1], fields["blocks"]
-    same = ("mlp", "shared", "linear", "attn_norms", "mlp_norms")
+    same = ("mlp", "shared", "shared_beside", "linear", "attn_norms", "mlp_norms")
     names = {"decoder": decoder} | {name: getattr(blocks, name) for name in same} | dict(vllm or {})
     return Arch(model_type, vllm=VllmNames(**names), **fields)
 
@@ -45,8 +45,10 @@ def _vision(stem: str) -> dict[str, tuple[str, str]]:
     return {"AutoModel": bare, "AutoModelForCausalLM": whole, "AutoModelForImageTextToText": whole}
 
 
-_ADDS = "vLLM's layer adds its outputs to the stream itself"
-_MULTIPLIED = "vLLM's layer multiplies an output before it is added, which the plugin's does not"
+# vLLM's layers add their outputs to the stream themselves, some multiply them first, and some read no such fields.
+_PLAIN = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
+_ADDS = {"whole": True, "assumes": _PLAIN}
+_MULTIPLIED = {"whole": True, "multiplier": "residual_multiplier"}
 _UNEVEN = "its layers differ in heads, and some read the keys and values of others"
 _BESIDE = "experts beside an MLP read the stream through another norm than their router, which AutoEP's cannot"
 
@@ -507,17 +509,17 @@ _ROWS = (
         **_GATED_DELTA_MOE,
         vllm={"decoder": "language_model.model"},
     ),
-    _row("olmo2", "Olmo2", blocks=Blocks(**_OLMO_NORMS), no_vllm=_ADDS, **_NORMS_OVER_HEADS),
-    _row("olmo3", "Olmo3", blocks=Blocks(**_OLMO_NORMS), no_vllm=_ADDS, **_NORMS_OVER_HEADS),
+    _row("olmo2", "Olmo2", blocks=Blocks(**_OLMO_NORMS), vllm=_ADDS, **_NORMS_OVER_HEADS),
+    _row("olmo3", "Olmo3", blocks=Blocks(**_OLMO_NORMS), vllm=_ADDS, **_NORMS_OVER_HEADS),
     _row(
         "flex_olmo",
         "FlexOlmo",
         blocks=Blocks(**_OLMO_NORMS),
         autoep="qwen3_moe",
-        no_vllm=_ADDS,
+        vllm={"whole": True, "assumes": {**_PLAIN, "norm_topk_prob": False}},
         **_NORMS_OVER_HEADS,
     ),
-    _row("exaone4", "Exaone4", blocks=Blocks(**_OLMO_NORMS), no_vllm=_ADDS),
+    _row("exaone4", "Exaone4", blocks=Blocks(**_OLMO_NORMS), vllm={"whole": True}),
     _row(
         "gemma2",
         "Gemma2",
@@ -567,7 +569,7 @@ _ROWS = (
         "Granite",
         blocks=Blocks(multiplier="residual_multiplier"),
         logits_factor=("logits_scaling", -1),
-        no_vllm=_MULTIPLIED,
+        vllm=_MULTIPLIED,
     ),
     _row(
         "granitemoe",
@@ -576,7 +578,7 @@ _ROWS = (
         autoep=_GRANITE_AUTOEP,
         logits_factor=("logits_scaling", -1),
         tp_plan=_ATTENTION_TP,
-        no_vllm=_MULTIPLIED,
+        vllm={**_MULTIPLIED, "assumes": _PLAIN},
     ),
     _row(
         "hyperclovax",
@@ -588,7 +590,7 @@ _ROWS = (
         ),
         logits_factor=("logits_scaling", 1),
         tp_plan={"post_norm?": "replicated"},
-        no_vllm=_MULTIPLIED,
+        vllm=_MULTIPLIED,
     ),
     _row(
         "minicpm3",
@@ -597,7 +599,7 @@ _ROWS = (
         rotates_halves=False,  # the kernel of latent attention rotates
         logits_factor=("logits_scaling", -1),
         tp_plan=_LATENT_TP,
-        no_vllm=_MULTIPLIED,
+        vllm={**_ADDS, "multiplier": "scale_depth", "multiplier_by_depth": True},
     ),
     _row(
         "apertus",
@@ -688,7 +690,17 @@ _ROWS = (
         draws=True,
         norm_epsilon=None,
         tp_plan=_ATTENTION_TP,
-        no_vllm=_ADDS,
+        vllm={
+            "causal_lm": "PhiMoEForCausalLM",
+            "mlp": "block_sparse_moe",
+            "whole": True,
+            "assumes": {
+                "attention_bias": True,
+                "lm_head_bias": True,
+                "hidden_act": "silu",
+                "router_jitter_noise": 0.01,
+            },
+        },
     ),
     _row(
         "nanochat",
@@ -721,7 +733,7 @@ _ROWS = (
             "shared_mlp.output_linear": "rowwise",
         },
         since=(5, 23),
-        no_vllm=_MULTIPLIED,
+        vllm={**_MULTIPLIED, "down": "output_linear", "assumes": {"hidden_act": "silu"}},
     ),
     _row(
         "jamba",
