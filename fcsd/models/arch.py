@@ -14,10 +14,12 @@ from .wiring_block import DESYNC, READS, Blocks
 class VllmNames:
     """What vLLM's own class of an architecture calls the parts of its decoder layers.
 
-    Every decoder layer of the table follows one convention in vLLM 0.24 to 0.32: it gets ``(hidden, residual)``, whose
-    sum is the full stream, and returns its MLP's output unadded beside the residual.
+    Every decoder layer of the table follows one of two conventions in vLLM 0.24 to 0.32. By the first it gets ``(hidden,
+    residual)``, whose sum is the full stream, and returns its MLP's output unadded beside the residual. By the second it
+    gets and returns the full stream.
 
     Attributes:
+        causal_lm: the class of the causal LM, where its name differs from transformers'.
         decoder: the path, inside the model, of the module that holds ``layers``.
         attn: the attention of a layer. Its output projection is ``o_proj``.
         linear: the linear attention of a layer that has it instead. Its output projection is ``out_proj``. A loop over
@@ -29,9 +31,14 @@ class VllmNames:
         hidden_first: whether layer and attention take ``(hidden, positions)`` instead of ``(positions, hidden)``.
         unscaled: whether the layer gives its attention one more argument than vLLM's loop gives the layer: no scale of
             the queries.
+        whole: whether the layer follows the second convention. Its norms take one tensor.
+        multiplier: the field of the config by which the layer multiplies every output before it is added to the stream;
+            None if there is none.
+        multiplier_by_depth: whether that field is divided by the root of the number of layers first.
         rescales_float16: whether vLLM's layer divides the stream by a constant in float16, which the plugin does not.
     """
 
+    causal_lm: str | None = None
     decoder: str = "model"
     attn: str = "self_attn"
     linear: str | None = None
@@ -41,6 +48,9 @@ class VllmNames:
     mlp_norms: tuple[str | None, str | None] = Blocks.mlp_norms
     hidden_first: bool = False
     unscaled: bool = False
+    whole: bool = False
+    multiplier: str | None = None
+    multiplier_by_depth: bool = False
     rescales_float16: bool = False
 
 
@@ -143,8 +153,13 @@ class Arch:
 
     @property
     def causal_lm(self) -> str:
-        """The name of the class of its causal LM, in transformers and in vLLM, for example ``LlamaForCausalLM``."""
+        """The name of the class of its causal LM in transformers, for example ``LlamaForCausalLM``."""
         return self.classes["AutoModelForCausalLM"][0]
+
+    @property
+    def vllm_causal_lm(self) -> str:
+        """The name of the class of its causal LM in vLLM."""
+        return self.vllm.causal_lm or self.causal_lm
 
     @property
     def wired_causal_lm(self) -> str:

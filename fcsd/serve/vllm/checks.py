@@ -53,7 +53,7 @@ def problems(vllm_config: Any, model_type: str) -> Iterator[str]:
     """One line for each setting that does not go with the model; see ``check``."""
     wiring = Wiring.from_block(vllm_config.model_config.hf_config.fcsd)
     parallel = vllm_config.parallel_config
-    yield from _wiring_problems(wiring, parallel)
+    yield from _wiring_problems(wiring, parallel, ARCHS[model_type].vllm.whole)
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
     passes, speculation = vllm_config.compilation_config.pass_config, vllm_config.speculative_config
     exchanges = parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe
@@ -85,9 +85,9 @@ def problems(vllm_config: Any, model_type: str) -> Iterator[str]:
         yield f"{name} has run on CPUs alone, so fcsd serve and fcsd eval refuse it; start vLLM to try it"
 
 
-def _wiring_problems(wiring: Wiring, parallel: Any) -> Iterator[str]:
+def _wiring_problems(wiring: Wiring, parallel: Any, whole: bool) -> Iterator[str]:
     tensor, pipeline = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     if wiring.name in DESYNC and tensor != wiring.tp_degree:
         yield f"{refusal('degree')}: --tensor-parallel-size {wiring.tp_degree}, not {tensor}"
-    if pipeline > 1 and (wiring.name in DESYNC or wiring.distance > 1):
+    if pipeline > 1 and (whole or wiring.name in DESYNC or wiring.distance > 1):
         yield refusal("pipeline")

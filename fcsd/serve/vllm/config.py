@@ -54,7 +54,7 @@ def base_config(raw: dict[str, Any], where: str | Path) -> tuple[dict[str, Any],
     except (ValueError, TypeError, KeyError) as error:
         raise BadInputError(f"{where}: {error}") from None
     fields = {key: value for key, value in raw.items() if key not in _OWN_KEYS}
-    return {**fields, "model_type": model_type, "architectures": [ARCHS[model_type].causal_lm]}, model_type, block
+    return {**fields, "model_type": model_type, "architectures": [ARCHS[model_type].vllm_causal_lm]}, model_type, block
 
 
 def parser_for(stock: type[Any]) -> type[Any]:

@@ -2,15 +2,18 @@
 
 vLLM's loop over layers passes ``(hidden, residual)`` from layer to layer, and the full stream is their sum. Between two
 layers that are taken apart here, ``residual`` is a ``Flight``: what has landed, and what has not. ``hidden`` is then
-any tensor ``[tokens, hidden]``, because some of vLLM's loops look at its shape.
+any tensor ``[tokens, hidden]``, because some of vLLM's loops look at its shape. The layers of some families add their
+outputs to the stream themselves, and pass it on whole (``VllmNames.whole``). Their loops pass ``hidden`` alone, which is
+then the ``Flight``, or a second value that no layer reads.
 
 RMSNorm of vLLM takes a tensor and a residual, and returns the norm of their sum, and the sum. It may write both over
-its arguments. That is harmless here: a sum that has landed and the running sum before it are never read again.
+its arguments. That is harmless here: a sum that has landed and the running sum before it are never read again. Norms
+of layers that add themselves take one tensor, as in vLLM's own code.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -48,6 +51,8 @@ class Wired:
     beside: bool = False  # whether it leaves to vLLM where shared experts with a sum of their own are computed
     linear: bool = False  # whether the layer has linear attention
     fills: bool = False  # whether the attention writes its output where it is told to, as linear layers' up to 0.25
+    multiplier: float | None = None  # what multiplies an output before it is added to the stream
+    bare: bool = False  # whether vLLM's loop passes one tensor from layer to layer, and no pair
 
 
 class WiredLayer(nn.Module):
@@ -63,8 +68,8 @@ class WiredLayer(nn.Module):
         residual: Any = None,
         idx: int = -1,
         t_cond: None = None,
-    ) -> tuple[Tensor, Any]:
-        """Run the layer.
+    ) -> Any:
+        """Run the layer. Returns what the next layer takes as ``hidden`` and ``residual``, or as ``hidden`` alone.
 
         Args:
             args: positions and ``hidden`` in the order of ``VllmNames``, then ``residual``, then what vLLM's loop adds
@@ -83,11 +88,12 @@ class WiredLayer(nn.Module):
         names = self.fcsd.names
         args = args or (positions, hidden_states, residual)
         positions, hidden = (args[1], args[0]) if names.hidden_first else (args[0], args[1])
-        flight, plan = _enter(hidden, args[2]), self.fcsd.plan
-        x, flight = self._read(flight, plan.attn, getattr(self, names.attn_norms[0] or ""))
+        plan = self.fcsd.plan
+        flight = _enter(hidden, *args[2:3], lands=names.whole and bool(plan.attn))
+        x, flight = self._read(flight, plan.attn, self._norm(names.attn_norms[0]))
         out = self._attention(positions, x, args[3:])
         flight, collected = self._add(flight, None, out, plan.steps[0])
-        x, flight = self._read(flight, plan.mlp, getattr(self, names.mlp_norms[0] or ""))
+        x, flight = self._read(flight, plan.mlp, self._norm(names.mlp_norms[0]))
         exchange, steps = self.fcsd.exchange, plan.steps[1:]
         token = None if exchange is None else exchange.gather(x)
         if plan.splits and self.fcsd.beside:
@@ -99,7 +105,15 @@ class WiredLayer(nn.Module):
             else:
                 sum_ = exchange.experts(x, token, collected if step.joins else None, flight.newest)
                 flight = self._exchanged(flight, sum_, step)
-        return (flight.newest, flight) if plan.hands_on is None else self._leave(flight, plan.hands_on)
+        if plan.hands_on is None:
+            return flight if self.fcsd.bare else (flight.newest, flight)
+        hidden, residual = self._leave(flight, plan.hands_on)
+        if not names.whole:
+            return hidden, residual
+        return residual + hidden if self.fcsd.bare else (residual + hidden, None)
+
+    def _norm(self, name: str | None) -> Any:
+        return _same if name is None else getattr(self, name)
 
     def _attention(self, positions: Tensor, x: Tensor, extra: Sequence[Any]) -> Tensor:
         names, linear = self.fcsd.names, self.fcsd.linear
@@ -150,6 +164,9 @@ class WiredLayer(nn.Module):
         elif landed is None:
             landed = totals[-1]
             x = norm(landed)
+        elif self.fcsd.names.whole:
+            landed = landed + totals[-1]
+            x = norm(landed)
         else:
             x, landed = norm(totals[-1], landed)
         return x, Flight(landed, sums, flight.newest)
@@ -171,13 +188,16 @@ class WiredLayer(nn.Module):
             sum_ = Sum(out, None)
         else:
             assert landed is not None, "a reduction of Desync includes what this rank has added"
-            landed, sum_ = None, reducer.now(out + landed / reducer.size)
+            sum_ = reducer.now(_arrived(out, _same, self.fcsd.multiplier) + landed / reducer.size)
+            return Flight(None, (*sums, sum_), sum_.total), collected
         return Flight(landed, (*sums, self._arriving(sum_, step)), sum_.total), collected
 
     def _arriving(self, sum_: Sum, step: Step) -> Sum:
-        """The sum with its norm on arrival."""
+        """The sum with what becomes of it on arrival: its norm, and the factor of this family."""
         norm = (self.fcsd.names.attn_norms if step.call == "attn" else self.fcsd.names.mlp_norms)[1]
-        return sum_ if norm is None else Sum(sum_.total, sum_.summand, getattr(self, norm))
+        if norm is None and self.fcsd.multiplier is None:
+            return sum_
+        return Sum(sum_.total, sum_.summand, partial(_arrived, norm=self._norm(norm), factor=self.fcsd.multiplier))
 
     def _exchanged(self, flight: Flight, sum_: Sum, step: Step) -> Flight:
         """The state with the sum of an exchange, which is awaited at once if nothing covers it."""
@@ -200,12 +220,24 @@ class WiredLayer(nn.Module):
     def _await(self, flight: Flight, places: Sequence[int]) -> list[Tensor]:
         sums = [flight.sums[n] for n in places]
         totals = [self.fcsd.reducer.wait(sum_, flight.newest) for sum_ in sums]
-        return [total if sum_.norm is None else sum_.norm(total) for sum_, total in zip(sums, totals, strict=True)]
+        return [total if sum_.arrive is None else sum_.arrive(total) for sum_, total in zip(sums, totals, strict=True)]
 
 
-def _enter(hidden: Tensor, residual: Any) -> Flight:
-    if isinstance(residual, Flight):
-        return residual
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _arrived(total: Tensor, norm: Callable[[Tensor], Tensor], factor: float | None) -> Tensor:
+    return norm(total) if factor is None else norm(total) * factor
+
+
+def _enter(hidden: Any, residual: Any = None, *, lands: bool) -> Flight:
+    """The state of the stream at a layer; ``lands`` if ``hidden`` is the whole stream and the plan has it as a sum."""
+    for given in (hidden, residual):
+        if isinstance(given, Flight):
+            return given
+    if lands:
+        return Flight(None, (Sum(hidden, None),), hidden)
     if residual is None:  # the embedding
         return Flight(hidden, (), hidden)
     return Flight(residual, (Sum(hidden, None),), hidden)
@@ -255,6 +287,7 @@ def take_apart(layer: Any, wired: Wired) -> None:
     if getattr(layer, "layer_scale", False):
         raise ValueError("the layers multiply their outputs (layer_scale), which rewired layers do not")
     names, mlp = wired.names, getattr(layer, wired.names.mlp)
+    bare = "residual" not in signature(layer.forward).parameters
     linear = names.linear is not None and hasattr(layer, names.linear)
     attention = getattr(layer, _attention_name(names, linear))
     (attention.out_proj if linear else attention.o_proj).reduce_results = False
@@ -276,7 +309,7 @@ def take_apart(layer: Any, wired: Wired) -> None:
     else:
         mlp.down_proj.reduce_results = False
     layer.__class__ = _mixed(WiredLayer, type(layer))
-    layer.fcsd = replace(wired, linear=linear, fills=fills)
+    layer.fcsd = replace(wired, linear=linear, fills=fills, bare=bare)
 
 
 class Held(NamedTuple):

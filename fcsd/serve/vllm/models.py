@@ -5,6 +5,7 @@ asked for.
 """
 
 import logging
+import math
 from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
@@ -54,13 +55,17 @@ def rewire(model: Any, names: VllmNames, vllm_config: Any) -> None:
     exchanges = settings.exchange == "in flight" and parallel.data_parallel_size > 1
     blocks = Blocks(attn_norms=names.attn_norms, mlp_norms=names.mlp_norms)
     plans = layer_plans(wiring, kinds, stage, exchanges, blocks)
-    check_handed_on(plans, injected_layers(vllm_config.model_config.hf_config))
+    config = vllm_config.model_config.hf_config
+    check_handed_on(plans, injected_layers(config))
+    multiplier = None if names.multiplier is None else getattr(config, names.multiplier)
+    if multiplier is not None and names.multiplier_by_depth:
+        multiplier /= math.sqrt(config.num_hidden_layers)
     for i, plan in plans.items():
         exchange = None
         if exchanges and kinds[i] != "dense":
             exchange = _exchange(getattr(layers[i], names.mlp), vllm_config, settings.overlap_from)
         beside = settings.shared_experts == "beside" and exchange is None
-        take_apart(layers[i], Wired(names, plan, reducer, exchange, beside))
+        take_apart(layers[i], Wired(names, plan, reducer, exchange, beside, multiplier=multiplier))
 
 
 def _exchange(mlp: Any, vllm_config: Any, overlap_from: int) -> Exchange:
@@ -111,11 +116,11 @@ def _load_gates(model: Any, weights: Iterable[tuple[str, Tensor]], gates: set[st
 @cache
 def _class(model_type: str) -> type:
     arch = ARCHS[model_type]
-    base = ModelRegistry._try_load_model_cls(arch.causal_lm)
+    base = ModelRegistry._try_load_model_cls(arch.vllm_causal_lm)
     if base is None:
-        raise ImportError(f"this vLLM cannot load {arch.causal_lm}")
+        raise ImportError(f"this vLLM cannot load {arch.vllm_causal_lm}")
     if "transformers" in base.__module__.split("."):
-        raise ImportError(f"this vLLM runs {arch.causal_lm} by transformers, whose layers the plugin cannot rewire")
+        raise ImportError(f"this vLLM runs {arch.vllm_causal_lm} by transformers, whose layers the plugin cannot rewire")
 
     def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
         base.__init__(self, vllm_config=vllm_config, prefix=prefix)

@@ -64,12 +64,12 @@ class Sum(NamedTuple):
     Attributes:
         total: the sum, ``[tokens, hidden]``; not complete before ``Reducer.wait`` if it is in flight.
         summand: what this rank adds to it; None if the sum is complete.
-        norm: the norm of the sum on arrival, before it is added to the stream; None if there is none.
+        arrive: what becomes of the sum on arrival, before it is added to the stream; None if it is added as it is.
     """
 
     total: Tensor
     summand: Tensor | None
-    norm: Callable[[Tensor], Tensor] | None = None
+    arrive: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)

@@ -34,14 +34,15 @@ def register() -> None:
     # vLLM's own function for this warns that the format is taken.
     formats = parsing._CONFIG_FORMAT_TO_CONFIG_PARSER
     parser = parser_for(formats["hf"])
-    others = {arch.causal_lm for arch in ARCHS.values()} | MODELS_CONFIG_MAP.keys()
+    others = {name for arch in ARCHS.values() for name in (arch.causal_lm, arch.vllm_causal_lm)}
+    others |= MODELS_CONFIG_MAP.keys()
     others |= set(getattr(ModelRegistry, "get_supported_archs", set)())
     hooks: dict[str, type] = {}
     for name in others:
         hooks[name] = _hooks(partial(refuse_other_architecture, name=name), MODELS_CONFIG_MAP.get(name))
     for model_type, arch in ARCHS.items():
         own = partial(check, model_type=model_type)
-        hooks[arch.wired_causal_lm] = _hooks(own, MODELS_CONFIG_MAP.get(arch.causal_lm))
+        hooks[arch.wired_causal_lm] = _hooks(own, MODELS_CONFIG_MAP.get(arch.vllm_causal_lm))
     for arch in ARCHS.values():
         ModelRegistry.register_model(arch.wired_causal_lm, f"{_MODELS}:{arch.wired_causal_lm}")
     MODELS_CONFIG_MAP.update(hooks)
@@ -62,7 +63,7 @@ def _share_model_runner() -> None:
     if version_of(__version__) >= NO_LIST_OF_RUNNERS:
         return
     defaults = settings.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES
-    same = {arch.wired_causal_lm for arch in ARCHS.values() if arch.causal_lm in defaults}
+    same = {arch.wired_causal_lm for arch in ARCHS.values() if arch.vllm_causal_lm in defaults}
     settings.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES = defaults | same
     if hasattr(settings, "default_v2_model_runner_architectures"):
         settings.default_v2_model_runner_architectures.cache_clear()

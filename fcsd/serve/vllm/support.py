@@ -129,9 +129,9 @@ LOST = {
         "GPU memory",
     ),
     "pipeline": Lost(
-        "pipeline parallelism of Desync, or at a distance of 2 or more",
+        "pipeline parallelism of Desync, at a distance of 2 or more, or of layers that add their outputs themselves",
         "--pipeline-parallel-size N",
-        "a stage hands on one pair of streams",
+        "a stage hands on one pair of streams, and the layers of some families one stream",
         "use --pipeline-parallel-size 1",
         "a model that needs more GPUs than a host has",
     ),
