@@ -24,7 +24,7 @@ def _row(model_type: str, stem: str, *, vllm: Mapping[str, Any] | None = None, *
     classes = {"AutoModel": (f"{stem}Model", ""), "AutoModelForCausalLM": (f"{stem}ForCausalLM", "model")}
     fields = {"config": f"{stem}Config", "classes": classes, "blocks": Blocks(), **fields}
     decoder, blocks = fields["classes"]["AutoModelForCausalLM"][1], fields["blocks"]
-    same = ("mlp", "shared", "linear", "attn_norms", "mlp_norms")
+    same = ("mlp", "shared", "linear", "attn_norms", "mlp_norms", "linear_norms", "beside", "router", "inputs", "scale")
     names = {"decoder": decoder} | {name: getattr(blocks, name) for name in same} | dict(vllm or {})
     return Arch(model_type, vllm=VllmNames(**names), **fields)
 
@@ -87,8 +87,8 @@ _GEMMA4: Mapping[str, Any] = {
     ),
     "no_tp": _UNEVEN,
     "tp_plan": dict.fromkeys(("*layernorm_?", "layer_scalar", "per_layer_*", "router.*"), "replicated"),  # of one rank
-    "no_vllm": "vLLM's layer adds features of each token to the stream and multiplies it, which the plugin's does not",
 }
+_GEMMA4_VLLM: Mapping[str, Any] = {"whole": True, "moe": ("moe", "experts")}
 
 # Multi-head latent attention: every rank makes the latents of all heads, and unfolds them for its own heads.
 _LATENT_TP = {
@@ -208,6 +208,7 @@ _LFM2_TP = {
     "operator_norm": "replicated",
     "ffn_norm": "replicated",
 }
+_LFM2_VLLM = {"linear": "short_conv", "outs": ("out_proj", "out_proj"), "down": "w2"}
 
 _ROWS = (
     _row("llama", "Llama"),
@@ -398,7 +399,7 @@ _ROWS = (
         text_config="text_config",
         injected="vision_config.deepstack_visual_indexes",
         no_ep="its experts are stored transposed, by a rule that reads shapes which AutoEP's experts do not have",
-        no_vllm=_UNTRIED,
+        vllm={"decoder": "language_model.model"},
     ),
     _row(
         "mistral3",
@@ -489,9 +490,17 @@ _ROWS = (
         "Gemma4",
         config="Gemma4TextConfig",
         classes={"AutoModel": ("Gemma4TextModel", ""), "AutoModelForCausalLM": ("Gemma4ForCausalLM", "model")},
+        vllm=_GEMMA4_VLLM,
         **_GEMMA4,
     ),
-    _row("gemma4", "Gemma4", classes=_vision("Gemma4"), text_config="text_config", **_GEMMA4),
+    _row(
+        "gemma4",
+        "Gemma4",
+        classes=_vision("Gemma4"),
+        text_config="text_config",
+        vllm={"decoder": "language_model.model", **_GEMMA4_VLLM},
+        **_GEMMA4,
+    ),
     _row(
         "glm4",
         "Glm4",
@@ -585,7 +594,7 @@ _ROWS = (
         no_tp=_CONVOLVED,
         tp_plan=_LFM2_TP,
         since=(5, 23),
-        no_vllm=_NOT_TRIED,
+        vllm=_LFM2_VLLM,
     ),
     _row(
         "lfm2_moe",
@@ -596,7 +605,7 @@ _ROWS = (
         no_tp=_CONVOLVED,
         tp_plan={**_LFM2_TP, "feed_forward.expert_bias": "replicated"},
         since=(5, 23),
-        no_vllm=_NOT_TRIED,
+        vllm=_LFM2_VLLM,
     ),
     _row(
         "kimi_linear",
@@ -677,7 +686,7 @@ _ROWS = (
         },
         final_norm="final_layernorm",
         since=(5, 23),
-        no_vllm=_NOT_TRIED,
+        vllm={"attn": "self_attention"},
     ),
     _row(
         "nemotron_h",
@@ -776,7 +785,7 @@ _ROWS = (
         autoep={"preset_model": "deepseek_v3", "moe_layer_pattern": r"model\.language_model\.layers\.\d+\.mlp"},
         rotates_halves=False,
         tp_plan=_LATENT_TP,
-        no_vllm=_UNTRIED,
+        vllm={"causal_lm": "KimiK25ForConditionalGeneration", "decoder": "language_model.model"},
         later_layers=True,
     ),
     _row(
@@ -791,7 +800,7 @@ _ROWS = (
         stored="model",
         no_tp="its layers differ in their number of heads, for which tensor parallelism has one number",
         tp_plan={**_DENSE_TP, **_SHARED_TP, "self_attn.g_proj": "colwise"},  # of a single rank
-        no_vllm=_UNTRIED,
+        vllm={"decoder": "language_model.model", "whole": True, "moe": ("moe",), "shared": "share_expert"},
         later_layers=True,
         since=(5, 23),
     ),
@@ -805,7 +814,7 @@ _ROWS = (
         ),
         no_tp=_RECURRENT,
         tp_plan={"linear_attn.*": "replicated", "self_attn.*": "replicated"},  # of a single rank
-        no_vllm=_UNTRIED,
+        vllm={"whole": True, "outs": ("o_proj", "o_proj")},
     ),
 )
 
