@@ -15,6 +15,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # fcsd, and the tiny models of 
 TEACHER = "teacher"
 TEXTS = ("Question: What is 12 plus 30? Answer:", "The capital of France is", "def add(a, b):\n    return")
 BATCH, LENGTH = 3, 24
+VOCAB = 256
 HIDDEN = 128  # vLLM's kernels want more than the tests' 64
 SIZES: dict[str, dict[str, Any]] = {
     "llama": dict(intermediate_size=256),
@@ -58,7 +59,7 @@ SIZES: dict[str, dict[str, Any]] = {
         sliding_window_size=16, swa_num_attention_heads=4, swa_num_key_value_heads=4, swa_head_dim=32,
         swa_v_head_dim=32, add_swa_attention_sink_bias=True,
     ),
-    # vLLM norms latents with this epsilon, and transformers with 1e-6 always.
+    # vLLM norms latents with this epsilon, and transformers with 1e-6 always; for minicpm3 as well.
     "glm4_moe_lite": dict(
         rms_norm_eps=1e-6, intermediate_size=256, moe_intermediate_size=64, kv_lora_rank=64, qk_nope_head_dim=32,
         qk_rope_head_dim=32, v_head_dim=32, q_lora_rank=64,
@@ -72,6 +73,30 @@ SIZES: dict[str, dict[str, Any]] = {
     "glm4": dict(intermediate_size=256, head_dim=32),
     "afmoe": dict(intermediate_size=256, moe_intermediate_size=64, head_dim=32),
     "apertus": dict(intermediate_size=256),
+    # vLLM's layers add their outputs to the stream themselves, and those of Granite and its like multiply them first.
+    **{arch: dict(intermediate_size=256) for arch in ("olmo2", "olmo3")},
+    "exaone4": dict(intermediate_size=256, head_dim=32),
+    "flex_olmo": dict(intermediate_size=64),
+    # Its biases are always there in vLLM.
+    "phimoe": dict(
+        intermediate_size=64, attention_bias=True, lm_head_bias=True, max_position_embeddings=512, rope_parameters=dict(
+            rope_type="longrope", rope_theta=1e4, original_max_position_embeddings=256, short_mscale=1.1,
+            long_mscale=1.2, short_factor=[1.5] * 16, long_factor=[2.0] * 16,
+        ),
+    ),
+    "granite": dict(intermediate_size=256, embedding_multiplier=1.5, attention_multiplier=0.2),
+    "granitemoe": dict(intermediate_size=64, embedding_multiplier=1.5, attention_multiplier=0.2),
+    "hyperclovax": dict(
+        intermediate_size=256, head_dim=32, residual_multiplier=0.5, embedding_multiplier=1.5, attention_multiplier=0.2,
+        logits_scaling=0.5,
+    ),
+    "minicpm3": dict(
+        intermediate_size=256, kv_lora_rank=64, q_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32,
+        scale_depth=0.8, rms_norm_eps=1e-6, max_position_embeddings=256, rope_parameters=dict(
+            rope_type="longrope", rope_theta=1e4, original_max_position_embeddings=256, short_factor=[1.5] * 16,
+            long_factor=[2.0] * 16,
+        ),
+    ),
     # vLLM reads the width of an expert and the windows of layers in fields of its own.
     "hy_v3": dict(intermediate_size=256, moe_intermediate_size=64, expert_hidden_dim=64, head_dim=32),
     "exaone_moe": dict(
@@ -155,18 +180,29 @@ FP8_SIZES: dict[str, Any] = dict(
 )
 # Families whose norms, biases and factors are random, too; those of the others are what transformers begins with.
 STIRRED = ("gemma4_text", "gemma4", "qwen3_vl_moe", "kimi_k25", "lfm2", "lfm2_moe", "step3p7", "jamba")
+# Fields of config.json of a multimodal type that differ from those of the tests, and of its vision tower. Gemma 4's
+# tokens for images are none of the prompts and answers, because their features are others.
+OUTER: dict[str, dict[str, Any]] = {
+    "gemma4": dict(image_token_id=VOCAB, video_token_id=VOCAB + 1, audio_token_id=VOCAB + 2),
+    "kimi_k25": dict(media_placeholder_token_id=250),
+}
+VISION: dict[str, dict[str, Any]] = {"kimi_k25": dict(init_pos_emb_height=4, init_pos_emb_width=4)}
 # Families of which transformers saves other names than published files have, or experts in another layout.
 PUBLISHED = ("qwen3_vl_moe", "kimi_k25", "olmo_hybrid")
+# Cases of HyperCLOVA X whose layers norm no output.
+PLAIN = ("hyperclovax-plain",)
 # Families with two cases each: three of four layers (``ARCH-WIRING``), and all (``ARCH-WIRING-all``).
 MORE = {
     "ladder": (
         *("mistral", "gemma", "phi3", "ernie4_5", "glm", "nemotron", "gemma2", "gemma3_text", "gemma3", "glm4"),
-        *("apertus", "qwen3_vl", "glm4v", "mistral3", "qwen3_5_text", "qwen3_5", "lfm2", "olmo_hybrid"),
+        *("apertus", "qwen3_vl", "glm4v", "mistral3", "qwen3_5_text", "qwen3_5"),
+        *("olmo2", "olmo3", "exaone4", "granite", "hyperclovax", "minicpm3", "lfm2", "olmo_hybrid"),
     ),
     "farskip": (
         *("minimax_m2", "ernie4_5_moe", "glm4_moe_lite", "mellum", "laguna", "afmoe", "hy_v3", "exaone_moe"),
-        *("glm4v_moe", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe", "gemma4_text", "gemma4", "qwen3_vl_moe"),
-        *("kimi_k25", "lfm2_moe", "kimi_linear", "jamba", "step3p7", "nemotron_h"),
+        *("glm4v_moe", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe", "flex_olmo", "phimoe", "granitemoe"),
+        *("gemma4_text", "gemma4", "qwen3_vl_moe", "kimi_k25", "lfm2_moe", "kimi_linear", "jamba", "step3p7"),
+        "nemotron_h",
     ),
 }
 # Name of the case -> architecture, layers, and the other options of `fcsd convert`.
@@ -187,6 +223,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama-mlp-only": ("llama", "0,2-3", dict(wiring="ladder", variant="mlp-only")),
     "qwen3_moe-fp8": ("qwen3_moe", "1-3", dict(wiring="farskip")),
     "llama-desync-2x": ("llama", "1-3", dict(wiring="desync-2x", tp_degree=2)),
+    "granite-desync-2x": ("granite", "1-3", dict(wiring="desync-2x", tp_degree=2)),
+    "hyperclovax-plain": ("hyperclovax", "1-3", dict(wiring="ladder")),
     "deepseek_v3-gated": ("deepseek_v3", "", {}),  # AMD's keys say how it is wired
     # The plugin refuses these two: vLLM computes something else for the originals, too.
     "ministral3-ladder": ("ministral3", "1-3", dict(wiring="ladder")),
@@ -220,6 +258,7 @@ def made(folder: Path, case: str) -> dict[str, Path]:
 
 def _make(case: str, original: Path, converted: Path) -> None:
     from fcsd.convert import convert_checkpoint
+    from fcsd.models.archs import ARCHS
 
     if case == TEACHER:
         original.unlink(missing_ok=True)
@@ -232,13 +271,23 @@ def _make(case: str, original: Path, converted: Path) -> None:
     sizes = FP8_SIZES if case in FP8 else dict(hidden_size=HIDDEN) | SIZES[arch]
     if case in GATED:
         sizes |= dict(q_lora_rank=None)
+    if case in PLAIN:
+        sizes |= dict(use_post_norm=False)
     model = tiny.model(arch, **sizes)
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.data.mul_(3)
     if arch in STIRRED:
         stir(model)
-    model.save_pretrained(original)
+    # Some cases are rewritten as one file.
+    shards = {} if case in (*FP8, *GATED) or arch in PUBLISHED else dict(max_shard_size="1MB")
+    model.save_pretrained(original, **shards)
+    config = json.loads((original / "config.json").read_text())
+    config["architectures"] = [ARCHS[arch].vllm_causal_lm]  # as it is published, and as vLLM knows it
+    config |= OUTER.get(arch, {})
+    if arch in VISION:
+        config["vision_config"] |= VISION[arch]
+    (original / "config.json").write_text(json.dumps(config))
     if arch in PUBLISHED:
         publish(arch, model, original)
     if case in FP8:

@@ -107,6 +107,7 @@ UNTIL = {
 # Families for which vLLM has no class of its own any more, from this version on. The plugin refuses them by name there.
 _FAMILIES = ("Arcee", "Cwm", "Glm", "Mellum", "SeedOss")
 NO_CLASS_FROM = {f"{name}ForCausalLM": (0, 32) for name in _FAMILIES}
+NO_CLASS_FROM |= {"Olmo2ForCausalLM": (0, 26), "Olmo3ForCausalLM": (0, 29), "FlexOlmoForCausalLM": (0, 29)}
 
 # Classes that vLLM does not have before this version.
 CLASS_FROM = {f"{name}ForCausalLM": (0, 27) for name in ("ExaoneMoe", "Qwen3_5", "Qwen3_5Moe")}
@@ -135,9 +136,9 @@ def used() -> set[str]:
     for arch in ARCHS.values():
         if arch.no_vllm is not None:
             continue
-        names.add(arch.causal_lm)
+        names.add(arch.vllm_causal_lm)
         if "." not in arch.vllm.decoder:  # the multimodal class holds the language model, whose row has the same layers
-            names |= {f"{arch.causal_lm}.{name}" for name in children(arch)}
+            names |= {f"{arch.vllm_causal_lm}.{name}" for name in children(arch)}
     return names
 
 

@@ -14,9 +14,9 @@ from .wiring_block import DESYNC, READS, Blocks
 class VllmNames:
     """What vLLM's own class of an architecture calls the parts of its decoder layers.
 
-    Every decoder layer of the table follows one of two conventions in vLLM 0.24 to 0.32. By the first it gets ``(hidden,
-    residual)``, whose sum is the full stream, and returns its MLP's output unadded beside the residual. By the second it
-    gets and returns the full stream.
+    Every decoder layer of the table follows one of two conventions in vLLM 0.24 to 0.32. By the first it gets
+    ``(hidden, residual)``, whose sum is the full stream, and returns its MLP's output unadded beside the residual. By
+    the second it gets and returns the full stream.
 
     Attributes:
         causal_lm: the class of the causal LM, where its name differs from transformers'.
@@ -43,6 +43,7 @@ class VllmNames:
         multiplier: the field of the config by which the layer multiplies every output before it is added to the stream;
             None if there is none.
         multiplier_by_depth: whether that field is divided by the root of the number of layers first.
+        assumes: the fields of the config that vLLM's class does not read, and the values with which it computes.
         rescales_float16: whether vLLM's layer divides the stream by a constant in float16, which the plugin does not.
     """
 
@@ -67,6 +68,7 @@ class VllmNames:
     whole: bool = False
     multiplier: str | None = None
     multiplier_by_depth: bool = False
+    assumes: Mapping[str, Any] = field(default_factory=dict)
     rescales_float16: bool = False
 
 

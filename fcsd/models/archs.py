@@ -45,8 +45,10 @@ def _vision(stem: str) -> dict[str, tuple[str, str]]:
     return {"AutoModel": bare, "AutoModelForCausalLM": whole, "AutoModelForImageTextToText": whole}
 
 
-_ADDS = "vLLM's layer adds its outputs to the stream itself"
-_MULTIPLIED = "vLLM's layer multiplies an output before it is added, which the plugin's does not"
+# vLLM's layers add their outputs to the stream themselves, some multiply them first, and some read no such fields.
+_PLAIN = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
+_ADDS = {"whole": True, "assumes": _PLAIN}
+_MULTIPLIED = {"whole": True, "multiplier": "residual_multiplier"}
 _UNEVEN = "its layers differ in heads, and some read the keys and values of others"
 _BESIDE = "experts beside an MLP read the stream through another norm than their router, which AutoEP's cannot"
 
@@ -208,7 +210,12 @@ _LFM2_TP = {
     "operator_norm": "replicated",
     "ffn_norm": "replicated",
 }
-_LFM2_VLLM = {"linear": "short_conv", "outs": ("out_proj", "out_proj"), "down": "w2"}
+_LFM2_VLLM = {
+    "linear": "short_conv",
+    "outs": ("out_proj", "out_proj"),
+    "down": "w2",
+    "assumes": {"tie_word_embeddings": True},
+}
 
 _ROWS = (
     _row("llama", "Llama"),
@@ -445,17 +452,17 @@ _ROWS = (
         **_GATED_DELTA_MOE,
         vllm={"decoder": "language_model.model"},
     ),
-    _row("olmo2", "Olmo2", blocks=Blocks(**_OLMO_NORMS), no_vllm=_ADDS, **_NORMS_OVER_HEADS),
-    _row("olmo3", "Olmo3", blocks=Blocks(**_OLMO_NORMS), no_vllm=_ADDS, **_NORMS_OVER_HEADS),
+    _row("olmo2", "Olmo2", blocks=Blocks(**_OLMO_NORMS), vllm=_ADDS, **_NORMS_OVER_HEADS),
+    _row("olmo3", "Olmo3", blocks=Blocks(**_OLMO_NORMS), vllm=_ADDS, **_NORMS_OVER_HEADS),
     _row(
         "flex_olmo",
         "FlexOlmo",
         blocks=Blocks(**_OLMO_NORMS),
         autoep="qwen3_moe",
-        no_vllm=_ADDS,
+        vllm={"whole": True, "assumes": {**_PLAIN, "norm_topk_prob": False}},
         **_NORMS_OVER_HEADS,
     ),
-    _row("exaone4", "Exaone4", blocks=Blocks(**_OLMO_NORMS), no_vllm=_ADDS),
+    _row("exaone4", "Exaone4", blocks=Blocks(**_OLMO_NORMS), vllm={"whole": True}),
     _row(
         "gemma2",
         "Gemma2",
@@ -513,7 +520,7 @@ _ROWS = (
         "Granite",
         blocks=Blocks(multiplier="residual_multiplier"),
         logits_factor=("logits_scaling", -1),
-        no_vllm=_MULTIPLIED,
+        vllm=_MULTIPLIED,
     ),
     _row(
         "granitemoe",
@@ -522,7 +529,7 @@ _ROWS = (
         autoep=_GRANITE_AUTOEP,
         logits_factor=("logits_scaling", -1),
         tp_plan=_ATTENTION_TP,
-        no_vllm=_MULTIPLIED,
+        vllm={**_MULTIPLIED, "assumes": _PLAIN},
     ),
     _row(
         "hyperclovax",
@@ -534,7 +541,7 @@ _ROWS = (
         ),
         logits_factor=("logits_scaling", 1),
         tp_plan={"post_norm?": "replicated"},
-        no_vllm=_MULTIPLIED,
+        vllm=_MULTIPLIED,
     ),
     _row(
         "minicpm3",
@@ -543,7 +550,7 @@ _ROWS = (
         rotates_halves=False,  # the kernel of latent attention rotates
         logits_factor=("logits_scaling", -1),
         tp_plan=_LATENT_TP,
-        no_vllm=_MULTIPLIED,
+        vllm={**_ADDS, "multiplier": "scale_depth", "multiplier_by_depth": True},
     ),
     _row(
         "apertus",
@@ -634,7 +641,17 @@ _ROWS = (
         draws=True,
         norm_epsilon=None,
         tp_plan=_ATTENTION_TP,
-        no_vllm=_ADDS,
+        vllm={
+            "causal_lm": "PhiMoEForCausalLM",
+            "mlp": "block_sparse_moe",
+            "whole": True,
+            "assumes": {
+                "attention_bias": True,
+                "lm_head_bias": True,
+                "hidden_act": "silu",
+                "router_jitter_noise": 0.01,
+            },
+        },
     ),
     _row(
         "nanochat",
@@ -667,7 +684,7 @@ _ROWS = (
             "shared_mlp.output_linear": "rowwise",
         },
         since=(5, 23),
-        no_vllm=_MULTIPLIED,
+        no_vllm=_NOT_TRIED,
     ),
     _row(
         "jamba",

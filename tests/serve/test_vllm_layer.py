@@ -25,6 +25,8 @@ NAMES = VllmNames(shared="shared_experts")
 NORMED: dict[str, Any] = dict(
     attn_norms=("input_layernorm", "post_self_attn_layernorm"), mlp_norms=("post_attention_layernorm", "post_mlp")
 )
+AS_IS: dict[str, Any] = dict(attn_norms=(None, "post_self_attn_layernorm"), mlp_norms=(None, "post_mlp"))
+FACTOR = 0.5
 MIXED: tuple[Kind, ...] = ("dense", "moe-shared", "moe", "moe-shared", "dense")
 
 
@@ -214,6 +216,31 @@ class NormedLayer(Layer):
         return self.post_mlp(self.mlp(hidden)), residual
 
 
+class WholeLayer(NormedLayer):
+    """A decoder layer that reads the stream as it is, and passes it on whole beside something that no layer reads."""
+
+    def forward(self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None) -> Any:
+        hidden = hidden + self.post_self_attn_layernorm(self.self_attn(positions, hidden))
+        return hidden + self.post_mlp(self.mlp(hidden)), hidden
+
+
+class BareLayer(Layer):
+    """A decoder layer that multiplies its outputs, and passes on the whole stream alone."""
+
+    def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        hidden = hidden + self.self_attn(positions, self.input_layernorm(hidden)) * FACTOR
+        return hidden + self.mlp(self.post_attention_layernorm(hidden)) * FACTOR
+
+
+# The double of a layer, what the row says of it, and what multiplies its outputs.
+FORMS: dict[str, tuple[type[Layer], VllmNames, float | None]] = {
+    "stock": (Layer, NAMES, None),
+    "normed": (NormedLayer, replace(NAMES, **NORMED), None),
+    "whole": (WholeLayer, replace(NAMES, whole=True, **AS_IS), None),
+    "bare": (BareLayer, replace(NAMES, whole=True), FACTOR),
+}
+
+
 def seed_of(index: int, part: str) -> int:
     return 10 * index + {"attn": 0, "shared": 1, "routed": 2}[part]
 
@@ -236,6 +263,7 @@ def literal(
     start: torch.Tensor | None = None,
     whole: Sequence[str] = (),
     blocks: Blocks = Blocks(),  # noqa: B008
+    factor: float = 1.0,
 ) -> torch.Tensor:
     """The stream that the final norm reads, output by output from the sets that each read includes.
 
@@ -246,11 +274,12 @@ def literal(
     start = embedding() if start is None else start
 
     def stream(place: Read) -> torch.Tensor:
-        return start + sum(outputs[output] for output in sorted(reads[place]))
+        return start + factor * sum(outputs[output] for output in sorted(reads[place]))
 
     for i, kind in enumerate(kinds):
         for part in ("attn", *MLP_PARTS[kind]):
-            x = norm(stream(Read(i, "attn" if part == "attn" else "mlp")))
+            x = stream(Read(i, "attn" if part == "attn" else "mlp"))
+            x = x if blocks.attn_norms[0] is None else norm(x)
             seed = seed_of(i, part)
             ranks = range(1 if part in whole else RANKS)
             outputs[Output(i, part)] = sum(x @ weight(rank, seed) for rank in ranks)
@@ -262,13 +291,13 @@ def literal(
     return stream(Read(len(kinds), "norm"))
 
 
-def literal_desync(wiring: Wiring, kinds: Sequence[Kind]) -> torch.Tensor:
+def literal_desync(wiring: Wiring, kinds: Sequence[Kind], factor: float) -> torch.Tensor:
     """The same for Desync: a residual for each rank."""
     local = [embedding() for _ in range(RANKS)]
     keeps = kept_reductions(wiring.layers, wiring.kept)
     for i in range(len(kinds)):
         for part, kept in zip(("attn", "shared"), keeps.get(i, (True, True)), strict=True):
-            outs = [norm(local[rank]) @ weight(rank, seed_of(i, part)) for rank in range(RANKS)]
+            outs = [factor * norm(local[rank]) @ weight(rank, seed_of(i, part)) for rank in range(RANKS)]
             if kept:
                 whole = sum(local[rank] / RANKS + outs[rank] for rank in range(RANKS))
                 local = [whole.clone() for _ in range(RANKS)]
@@ -278,31 +307,35 @@ def literal_desync(wiring: Wiring, kinds: Sequence[Kind]) -> torch.Tensor:
 
 
 def run_rank(
-    rank: int, meeting: Meeting, wiring: Wiring, kinds: Sequence[Kind], stages: list[range], normed: bool, beside: bool
+    rank: int, meeting: Meeting, wiring: Wiring, kinds: Sequence[Kind], stages: list[range], form: str, beside: bool
 ) -> Any:
     """The final stream on one rank, by vLLM's loop; and what the reducer was asked."""
     reducer: Any = LateReducer(rank, meeting)
     hidden, residual = embedding(), None
-    names, blocks = (replace(NAMES, **NORMED), Blocks(**NORMED)) if normed else (NAMES, Blocks())
+    double, names, multiplier = FORMS[form]
+    blocks = Blocks(attn_norms=names.attn_norms, mlp_norms=names.mlp_norms)
     for stage in stages:
-        layers = {i: (NormedLayer if normed else Layer)(rank, i, kinds[i], reducer) for i in stage}
+        layers = {i: double(rank, i, kinds[i], reducer) for i in stage}
         seen: list[Kind] = [kind_of(layers[i], NAMES) if i in stage else "moe-shared" for i in range(len(kinds))]
         assert [seen[i] for i in stage] == [kinds[i] for i in stage]
         for i, plan in layer_plans(wiring, seen, stage, blocks=blocks).items():
-            take_apart(layers[i], Wired(names, plan, reducer, beside=beside))
+            take_apart(layers[i], Wired(names, plan, reducer, beside=beside, multiplier=multiplier))
         for layer in layers.values():
+            if form == "bare":
+                hidden = layer(torch.arange(TOKENS), hidden)
+                continue
             assert hidden.shape == (TOKENS, WIDTH)
             hidden, residual = layer(torch.arange(TOKENS), hidden, residual)
-        assert isinstance(residual, torch.Tensor), "a stage hands on vLLM's pair"
-    return hidden + residual, reducer.log
+        assert names.whole or isinstance(residual, torch.Tensor), "a stage hands on vLLM's pair"
+    return hidden if residual is None or names.whole else hidden + residual, reducer.log
 
 
 def run(
-    wiring: Wiring, kinds: Sequence[Kind], stages: list[range] | None = None, normed: bool = False, beside: bool = False
+    wiring: Wiring, kinds: Sequence[Kind], stages: list[range] | None = None, form: str = "stock", beside: bool = False
 ) -> tuple[torch.Tensor, list[str]]:
     meeting, stages = Meeting(), stages or [range(len(kinds))]
     with ThreadPoolExecutor(RANKS) as ranks:
-        jobs = [ranks.submit(run_rank, rank, meeting, wiring, kinds, stages, normed, beside) for rank in range(RANKS)]
+        jobs = [ranks.submit(run_rank, rank, meeting, wiring, kinds, stages, form, beside) for rank in range(RANKS)]
         (first, log), (second, _) = (job.result(timeout=60) for job in jobs)
     torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-12)
     return first, log
@@ -332,19 +365,42 @@ def test_outputs_are_normed_when_their_sums_have_arrived():
     for wiring in wirings()[::3]:
         for stages in (None, [range(2), range(2, 5)]):
             if stages is None or wiring.distance == 1:
-                found, _ = run(wiring, MIXED, stages, normed=True)
+                found, _ = run(wiring, MIXED, stages, form="normed")
                 expected = literal(wiring, MIXED, blocks=Blocks(**NORMED))
                 torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9, msg=str(wiring))
 
 
+@pytest.mark.parametrize("form", ["whole", "bare"])
+def test_layers_that_pass_on_the_whole_stream(form):
+    """They are computed by the same plans, also beside layers that stay vLLM's own, whose second value says nothing."""
+    _, names, multiplier = FORMS[form]
+    blocks = Blocks(attn_norms=names.attn_norms, mlp_norms=names.mlp_norms)
+    for wiring in wirings()[1::3]:
+        found, _ = run(wiring, MIXED, form=form)
+        expected = literal(wiring, MIXED, blocks=blocks, factor=multiplier or 1.0)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9, msg=str(wiring))
+
+
+def test_a_layer_whose_config_leaves_its_norms_on_arrival_out():
+    layer: Any = NormedLayer(0, 0, "dense", None)
+    del layer.post_self_attn_layernorm, layer.post_mlp
+    (plan,) = layer_plans(Wiring("parallel", (0,)), ("dense",), range(1), blocks=Blocks(**NORMED)).values()
+    take_apart(layer, Wired(FORMS["normed"][1], plan, Reducer(1), multiplier=FACTOR))
+    hidden, residual = layer(torch.arange(TOKENS), embedding(), None)
+    outputs = sum(norm(embedding()) @ weight(0, seed_of(0, part)) for part in ("attn", "shared"))
+    assert torch.allclose(hidden + residual, embedding() + FACTOR * outputs)
+
+
+@pytest.mark.parametrize("form", ["stock", "bare"])
 @pytest.mark.parametrize("name", DESYNC)
-def test_desync_is_computed_on_local_residuals(name):
+def test_desync_is_computed_on_local_residuals(name, form):
     kinds: tuple[Kind, ...] = ("dense",) * 5
     for layers in ((0, 1, 2, 3, 4), (1, 2, 4), (0, 3)):
         pattern = "-,m" if layers != (0, 3) else "am"
         wiring = Wiring(name, layers, tp_degree=RANKS, reduce=pattern if name == "desync" else "")
-        found, log = run(wiring, kinds)
-        torch.testing.assert_close(found, literal_desync(wiring, kinds), rtol=1e-9, atol=1e-9, msg=str(wiring))
+        found, log = run(wiring, kinds, form=form)
+        expected = literal_desync(wiring, kinds, FORMS[form][2] or 1.0)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9, msg=str(wiring))
         assert set(log) == {"now"}, "a reduction that Desync keeps has no cover"
 
 

@@ -93,10 +93,15 @@ def settings(wiring: Wiring, dtype: torch.dtype = torch.bfloat16, moe: bool = Tr
     )
     for name, value in changes.items():
         (parallel if name in parallel else whole)[name] = value
-    config = SimpleNamespace(fcsd=wiring.to_block(), gated_attention="quant_config" in changes)
+    rope = dict(rope_type="longrope", original_max_position_embeddings=4096)
+    config = SimpleNamespace(fcsd=wiring.to_block(), gated_attention="quant_config" in changes, rope_parameters=rope)
     return SimpleNamespace(
         model_config=SimpleNamespace(
-            hf_config=config, dtype=dtype, is_moe=moe, runner_type=whole.pop("runner_type", "generate")
+            hf_config=config,
+            dtype=dtype,
+            is_moe=moe,
+            runner_type=whole.pop("runner_type", "generate"),
+            max_model_len=whole.pop("max_model_len", 4096),
         ),
         parallel_config=SimpleNamespace(**parallel),
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=whole.pop("enable_sp", False))),
@@ -129,6 +134,7 @@ REFUSED = [
     (settings(FARSKIP, lora_config=object()), "LoRA adapters: "),
     (settings(FARSKIP, quant_config=object()), "quantised weights with gated attention"),
     (settings(FARSKIP, runner_type="pooling"), "embeddings and scores"),
+    (settings(FARSKIP, max_model_len=4097), "use at most original_max_position_embeddings"),
     (settings(FARSKIP, kv_transfer_config=object()), "leave --kv-transfer-config out"),
     (settings(FARSKIP, additional_config={"fcsd": {"reduce": "none"}}), "reduce none gives wrong results"),
     (
@@ -194,6 +200,11 @@ def test_what_it_can_do_is_accepted(monkeypatch):
     ):
         assert list(problems(config, "deepseek_v3")) == []
     assert list(problems(settings(FARSKIP, dtype=torch.float16), "glm4_moe")) == []
+    other = settings(FARSKIP)
+    other.model_config.hf_config.lm_head_bias = False
+    assert [problem[:32] for problem in problems(other, "phimoe")] == ["config.json has lm_head_bias Fal"]
+    (refused,) = problems(settings(FARSKIP, pipeline_parallel_size=2), "granite")
+    assert refused == support.refusal("pipeline")
 
 
 def test_every_architecture_has_the_name_of_its_export():

@@ -51,15 +51,18 @@ def refuse_other_architecture(vllm_config: Any, name: str) -> None:
 
 def problems(vllm_config: Any, model_type: str) -> Iterator[str]:
     """One line for each setting that does not go with the model; see ``check``."""
-    wiring = Wiring.from_block(vllm_config.model_config.hf_config.fcsd)
-    parallel = vllm_config.parallel_config
+    config, parallel = vllm_config.model_config.hf_config, vllm_config.parallel_config
+    wiring = Wiring.from_block(config.fcsd)
+    for field, value in ARCHS[model_type].vllm.assumes.items():
+        if (found := getattr(config, field, value)) != value:
+            yield f"config.json has {field} {found!r}, and vLLM's class computes with {value!r}; use fcsd's own engine"
     yield from _wiring_problems(wiring, parallel, ARCHS[model_type].vllm.whole)
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
     passes, speculation = vllm_config.compilation_config.pass_config, vllm_config.speculative_config
     exchanges = parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe
     gated = ARCHS[model_type].blocks.gated
     asked = {
-        "gates": bool(gated and getattr(vllm_config.model_config.hf_config, gated, False) and vllm_config.quant_config),
+        "gates": bool(gated and getattr(config, gated, False) and vllm_config.quant_config),
         "float16": ARCHS[model_type].vllm.rescales_float16 and dtype == "float16",
         "sequence_parallel": parallel.use_sequence_parallel_moe,
         "data_parallel": exchanges and (not parallel.enable_expert_parallel or parallel.pipeline_parallel_size > 1),
@@ -71,6 +74,7 @@ def problems(vllm_config: Any, model_type: str) -> Iterator[str]:
         "speculation": speculation is not None and speculation.method not in _OUTSIDE,
         "lora": vllm_config.lora_config is not None,
         "pooling": vllm_config.model_config.runner_type == "pooling",
+        "long_positions": _scales_short_texts(vllm_config.model_config),
         "connectors": vllm_config.kv_transfer_config is not None,
     }
     yield from (refusal(name) for name, found in asked.items() if found)
@@ -83,6 +87,15 @@ def problems(vllm_config: Any, model_type: str) -> Iterator[str]:
     unproven["shared_experts beside"] = chosen.shared_experts == "beside"
     for name in (name for name, is_so in unproven.items() if is_so and strict):
         yield f"{name} has run on CPUs alone, so fcsd serve and fcsd eval refuse it; start vLLM to try it"
+
+
+def _scales_short_texts(model: Any) -> bool:
+    """Whether vLLM gives the positions of short texts the factors of long ones, as it does by ``max_model_len``."""
+    rope = getattr(model.hf_config, "rope_parameters", None) or {}
+    first = rope.get("original_max_position_embeddings") or getattr(
+        model.hf_config, "original_max_position_embeddings", 0
+    )
+    return rope.get("rope_type") == "longrope" and model.max_model_len > first
 
 
 def _wiring_problems(wiring: Wiring, parallel: Any, whole: bool) -> Iterator[str]:

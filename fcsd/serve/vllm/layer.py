@@ -3,8 +3,8 @@
 vLLM's loop over layers passes ``(hidden, residual)`` from layer to layer, and the full stream is their sum. Between two
 layers that are taken apart here, ``residual`` is a ``Flight``: what has landed, and what has not. ``hidden`` is then
 any tensor ``[tokens, hidden]``, because some of vLLM's loops look at its shape. The layers of some families add their
-outputs to the stream themselves, and pass it on whole (``VllmNames.whole``). Their loops pass ``hidden`` alone, which is
-then the ``Flight``, or a second value that no layer reads.
+outputs to the stream themselves, and pass it on whole (``VllmNames.whole``). Their loops pass ``hidden`` alone, which
+is then the ``Flight``, or a second value that no layer reads.
 
 RMSNorm of vLLM takes a tensor and a residual, and returns the norm of their sum, and the sum. It may write both over
 its arguments. That is harmless here: a sum that has landed and the running sum before it are never read again. Norms
@@ -234,10 +234,11 @@ class WiredLayer(nn.Module):
         names = self.fcsd.names
         if names.beside is not None and step.call != "attn" and experts_of(self, names) is not None:
             return sum_._replace(arrive=self._both)
-        norm = (names.attn_norms if step.call == "attn" else names.mlp_norms)[1]
-        if norm is None and self.fcsd.multiplier is None:
+        name = (names.attn_norms if step.call == "attn" else names.mlp_norms)[1]
+        if name is None and self.fcsd.multiplier is None:
             return sum_
-        return Sum(sum_.total, sum_.summand, partial(_arrived, norm=self._norm(norm), factor=self.fcsd.multiplier))
+        norm = getattr(self, name or "", _same)  # the config of a family can leave its norms on arrival out
+        return Sum(sum_.total, sum_.summand, partial(_arrived, norm=norm, factor=self.fcsd.multiplier))
 
     def _exchanged(self, flight: Flight, sum_: Sum, step: Step) -> Flight:
         """The state with the sum of an exchange, which is awaited at once if nothing covers it."""
@@ -363,7 +364,7 @@ def take_apart(layer: Any, wired: Wired) -> None:
     if getattr(layer, "layer_scale", False):
         raise ValueError("the layers multiply their outputs (layer_scale), which rewired layers do not")
     names, moe = wired.names, experts_of(layer, wired.names)
-    bare = "residual" not in signature(layer.forward).parameters
+    bare = names.whole and "residual" not in signature(layer.forward).parameters
     linear = names.linear is not None and hasattr(layer, names.linear)
     if linear and names.linear_norms is not None:
         names = replace(names, attn_norms=names.linear_norms[0], mlp_norms=names.linear_norms[1])

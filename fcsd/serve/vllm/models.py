@@ -66,7 +66,8 @@ def rewire(model: Any, names: VllmNames, vllm_config: Any) -> None:
         if exchanges and kinds[i] != "dense":
             exchange = _exchange(mlp_of(layers[i], names), vllm_config, settings.overlap_from)
         beside = settings.shared_experts == "beside" and exchange is None
-        take_apart(layers[i], Wired(names, plan, reducer, exchange, beside, multiplier=multiplier, ahead=ahead.get(i, ())))
+        own = Wired(names, plan, reducer, exchange, beside, multiplier=multiplier, ahead=ahead.get(i, ()))
+        take_apart(layers[i], own)
 
 
 def _exchange(mlp: Any, vllm_config: Any, overlap_from: int) -> Exchange:
@@ -117,11 +118,12 @@ def _load_gates(model: Any, weights: Iterable[tuple[str, Tensor]], gates: set[st
 @cache
 def _class(model_type: str) -> type:
     arch = ARCHS[model_type]
-    base = ModelRegistry._try_load_model_cls(arch.vllm_causal_lm)
+    name = arch.vllm_causal_lm
+    base = ModelRegistry._try_load_model_cls(name)
     if base is None:
-        raise ImportError(f"this vLLM cannot load {arch.vllm_causal_lm}")
+        raise ImportError(f"this vLLM cannot load {name}")
     if "transformers" in base.__module__.split("."):
-        raise ImportError(f"this vLLM runs {arch.vllm_causal_lm} by transformers, whose layers the plugin cannot rewire")
+        raise ImportError(f"this vLLM runs {name} by transformers, whose layers the plugin cannot rewire")
 
     def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
         base.__init__(self, vllm_config=vllm_config, prefix=prefix)

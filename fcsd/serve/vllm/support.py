@@ -128,6 +128,13 @@ LOST = {
         "leave --quantization out, and serve a checkpoint that is not quantised",
         "GPU memory",
     ),
+    "long_positions": Lost(
+        "positions beyond those before longrope",
+        "--max-model-len N",
+        "vLLM then scales the positions of short texts as those of long ones, and transformers does not",
+        "leave it out, or use at most original_max_position_embeddings",
+        "the long contexts of such models",
+    ),
     "pipeline": Lost(
         "pipeline parallelism of Desync, at a distance of 2 or more, or of layers that add their outputs themselves",
         "--pipeline-parallel-size N",
