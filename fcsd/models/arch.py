@@ -21,7 +21,7 @@ class VllmNames:
     Attributes:
         causal_lm: the class of the causal LM, where its name differs from transformers'.
         decoder: the path, inside the model, of the module that holds ``layers``.
-        attn: the attention of a layer, or the layer's method for it.
+        attn: the attention of a layer.
         linear: the linear attention of a layer that has it instead. A loop over layers of which some have it names what
             it gives them. None if no layer has it.
         outs: the output projections of the attention and of the linear attention.
@@ -31,8 +31,7 @@ class VllmNames:
         shared: the shared experts inside the MLP; None if there are none.
         attn_norms: the norm of what the attention reads, and the norm of its output on arrival, or None.
         mlp_norms: the same for the MLP.
-        linear_norms: as in ``Blocks``, like the next four.
-        beside: the norms around experts beside the MLP, which are ``moe``.
+        beside: as in ``Blocks``, like the next three: the norms around experts beside the MLP, which are ``moe``.
         router: the router of such experts.
         inputs: what adds features of each token.
         scale: what multiplies the stream that a layer passes on.
@@ -58,7 +57,6 @@ class VllmNames:
     shared: str | None = None
     attn_norms: tuple[str | None, str | None] = Blocks.attn_norms
     mlp_norms: tuple[str | None, str | None] = Blocks.mlp_norms
-    linear_norms: tuple[tuple[str | None, str | None], tuple[str | None, str | None]] | None = None
     beside: tuple[str, str, str] | None = None
     router: str = Blocks.router
     inputs: tuple[str, str, str] | None = None

@@ -24,7 +24,7 @@ def _row(model_type: str, stem: str, *, vllm: Mapping[str, Any] | None = None, *
     classes = {"AutoModel": (f"{stem}Model", ""), "AutoModelForCausalLM": (f"{stem}ForCausalLM", "model")}
     fields = {"config": f"{stem}Config", "classes": classes, "blocks": Blocks(), **fields}
     decoder, blocks = fields["classes"]["AutoModelForCausalLM"][1], fields["blocks"]
-    same = ("mlp", "shared", "linear", "attn_norms", "mlp_norms", "linear_norms", "beside", "router", "inputs", "scale")
+    same = ("mlp", "shared", "linear", "attn_norms", "mlp_norms", "beside", "router", "inputs", "scale")
     names = {"decoder": decoder} | {name: getattr(blocks, name) for name in same} | dict(vllm or {})
     return Arch(model_type, vllm=VllmNames(**names), **fields)
 
@@ -37,6 +37,8 @@ _CONVOLVED = "its short convolutions keep a state for each channel, which fcsd d
 _STATES = "mamba keeps a state for each channel, which fcsd does not shard"
 _RECURRENT = "linear attention keeps a state for each head, which fcsd does not shard"
 _NOT_TRIED = "vLLM's class has states for each channel or head, with which the plugin was not tried"
+_ON_GPUS = "vLLM's linear attention for it has kernels for GPUs alone, where fcsd's plugin was not tried with it"
+_NO_SCAN = "vLLM's build for CPUs lacks the kernel of its states, and no GPU has run fcsd's plugin with it"
 
 
 def _vision(stem: str) -> dict[str, tuple[str, str]]:
@@ -622,7 +624,7 @@ _ROWS = (
         rotates_halves=False,
         no_tp=_RECURRENT,
         tp_plan={"self_attn.*": "replicated"},  # of a single rank
-        no_vllm=_NOT_TRIED,
+        no_vllm=_ON_GPUS,
     ),
     _row(
         "axk1",
@@ -703,7 +705,7 @@ _ROWS = (
         },
         final_norm="final_layernorm",
         since=(5, 23),
-        vllm={"attn": "self_attention"},
+        no_vllm=_NO_SCAN,
     ),
     _row(
         "nemotron_h",
@@ -727,7 +729,7 @@ _ROWS = (
         embedding="embeddings",
         layer_lists=("layers_block_type", "hybrid_override_pattern"),
         since=(5, 23),
-        no_vllm="vLLM's layer has one sub-block, and the plugin's has two",
+        no_vllm="vLLM's layer has one sub-block, the plugin's has two, and vLLM has its experts without gates on GPUs alone",
         later_layers=True,
     ),
     _row(
@@ -817,7 +819,7 @@ _ROWS = (
         stored="model",
         no_tp="its layers differ in their number of heads, for which tensor parallelism has one number",
         tp_plan={**_DENSE_TP, **_SHARED_TP, "self_attn.g_proj": "colwise"},  # of a single rank
-        vllm={"decoder": "language_model.model", "whole": True, "moe": ("moe",), "shared": "share_expert"},
+        no_vllm="vLLM reads fields of its vision tower by names that transformers' config drops, the original's as well",
         later_layers=True,
         since=(5, 23),
     ),
@@ -831,7 +833,7 @@ _ROWS = (
         ),
         no_tp=_RECURRENT,
         tp_plan={"linear_attn.*": "replicated", "self_attn.*": "replicated"},  # of a single rank
-        vllm={"whole": True, "outs": ("o_proj", "o_proj")},
+        no_vllm=_ON_GPUS,
     ),
 )
 

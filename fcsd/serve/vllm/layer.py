@@ -366,11 +366,9 @@ def take_apart(layer: Any, wired: Wired) -> None:
     names, moe = wired.names, experts_of(layer, wired.names)
     bare = names.whole and "residual" not in signature(layer.forward).parameters
     linear = names.linear is not None and hasattr(layer, names.linear)
-    if linear and names.linear_norms is not None:
-        names = replace(names, attn_norms=names.linear_norms[0], mlp_norms=names.linear_norms[1])
     attention = getattr(layer, _attention_name(names, linear))
-    getattr(getattr(attention, "__self__", attention), names.outs[linear]).reduce_results = False
-    fills = "output" in signature(getattr(attention, "forward", attention)).parameters
+    getattr(attention, names.outs[linear]).reduce_results = False
+    fills = "output" in signature(attention.forward).parameters
     if moe is not None:
         runner = runner_of(moe)
         runner.__class__ = _mixed(UnreducedExperts, type(runner))
@@ -388,7 +386,7 @@ def take_apart(layer: Any, wired: Wired) -> None:
     if moe is None or names.beside is not None:
         getattr(getattr(layer, names.mlp), names.down).reduce_results = False
     layer.__class__ = _mixed(WiredLayer, type(layer))
-    layer.fcsd = replace(wired, names=names, linear=linear, fills=fills, bare=bare)
+    layer.fcsd = replace(wired, linear=linear, fills=fills, bare=bare)
 
 
 class Held(NamedTuple):
