@@ -30,7 +30,6 @@ def _row(model_type: str, stem: str, *, vllm: Mapping[str, Any] | None = None, *
 
 
 _NO_CLASS = "vLLM has no class of its own for this type"
-_UNTRIED = "fcsd's plugin was not tried on any vLLM with this type"
 _SPARSE = "vLLM's sparse attention runs on GPUs alone, where fcsd's plugin was not tried with it"
 
 _CONVOLVED = "its short convolutions keep a state for each channel, which fcsd does not shard"
@@ -729,7 +728,7 @@ _ROWS = (
         embedding="embeddings",
         layer_lists=("layers_block_type", "hybrid_override_pattern"),
         since=(5, 23),
-        no_vllm="vLLM's layer has one sub-block, the plugin's has two, and vLLM has its experts without gates on GPUs alone",
+        no_vllm="vLLM's layer has one sub-block, the plugin's two, and vLLM has its experts without gates on GPUs alone",
         later_layers=True,
     ),
     _row(
@@ -804,7 +803,11 @@ _ROWS = (
         autoep={"preset_model": "deepseek_v3", "moe_layer_pattern": r"model\.language_model\.layers\.\d+\.mlp"},
         rotates_halves=False,
         tp_plan=_LATENT_TP,
-        vllm={"causal_lm": "KimiK25ForConditionalGeneration", "decoder": "language_model.model"},
+        vllm={
+            "causal_lm": "KimiK25ForConditionalGeneration",
+            "decoder": "language_model.model",
+            "rescales_float16": True,
+        },
         later_layers=True,
     ),
     _row(
@@ -819,7 +822,7 @@ _ROWS = (
         stored="model",
         no_tp="its layers differ in their number of heads, for which tensor parallelism has one number",
         tp_plan={**_DENSE_TP, **_SHARED_TP, "self_attn.g_proj": "colwise"},  # of a single rank
-        no_vllm="vLLM reads fields of its vision tower by names that transformers' config drops, the original's as well",
+        no_vllm="vLLM reads its vision tower's fields by names that transformers' config drops, the original's as well",
         later_layers=True,
         since=(5, 23),
     ),

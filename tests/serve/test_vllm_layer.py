@@ -539,7 +539,7 @@ FEATURED = VllmNames(
 
 
 class FeaturedLayer(Layer):
-    """A decoder layer with experts beside its MLP, features of each token, and a factor of the stream; vLLM's experts."""
+    """A decoder layer with experts beside its MLP, features of each token and a factor of the stream."""
 
     def __init__(self, rank: int, index: int, kind: Kind, reducer: Any) -> None:
         super().__init__(rank, index, "dense", reducer)
