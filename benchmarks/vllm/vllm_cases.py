@@ -306,7 +306,7 @@ def stir(model: Any) -> None:
 
 
 def publish(arch: str, model: Any, path: Path) -> None:
-    """Write the tensors of a checkpoint again under the names, or in the layout, of published files, which vLLM reads."""
+    """Write the tensors of a checkpoint again under the names and in the layout of published files, for vLLM."""
     import published  # pyright: ignore[reportMissingImports]
     from safetensors.torch import save_file
 

@@ -55,7 +55,7 @@ def cut_like(tensors: Iterable[tuple[str, "Tensor"]], held: Held) -> Iterator[tu
 
     parts: dict[str, Tensor] = {}
     for name, tensor in tensors:
-        if tensor.ndim == 3 and name in held and tensor.shape != (shape := tuple(held[name].shape)) == tensor.mT.shape:
+        if tensor.ndim == 3 and name in held and tensor.shape != tuple(held[name].shape) == tensor.mT.shape:
             tensor = tensor.mT.contiguous()
         block = _CONVOLUTION.fullmatch(name)
         if block is None or name not in held:

@@ -728,7 +728,7 @@ _ROWS = (
         embedding="embeddings",
         layer_lists=("layers_block_type", "hybrid_override_pattern"),
         since=(5, 23),
-        no_vllm="vLLM's layer has one sub-block, the plugin's two, and vLLM has its experts without gates on GPUs alone",
+        no_vllm="vLLM's layer has one sub-block, the plugin's two, and vLLM has experts without gates on GPUs alone",
         later_layers=True,
     ),
     _row(
