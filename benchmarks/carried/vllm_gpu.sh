@@ -11,6 +11,7 @@
 #   two     on two GPUs: tensor parallelism 2, with and without divided experts; two stages
 #   four    on four GPUs: the same with tensor parallelism 4, and two stages of two GPUs
 #   serve   times originals, wirings and bounds: `fcsd bench serve` with the words in SERVE; its files are in $OUT/serve
+#   trace   the kernels of a decoding step: benchmarks/vllm/vllm_trace.py with the words in TRACE; writes $OUT/kernels.json
 #
 # FOLDER is .vllm by default. The GPU machine needs Python 3.12, torch 2.11 for CUDA 13 and transformers 5.17, FOLDER, and
 # fcsd, benchmarks, tests and assets of this repository. Every part ends before second $LIMIT; a part that fails or hangs
@@ -21,10 +22,10 @@ set -uo pipefail
 cd "$(dirname "$0")/../.."
 
 version=0.24.0
-command=${1:?build, items, one, tasks, two, four or serve}
+command=${1:?build, items, one, tasks, two, four, serve or trace}
 case $command in
-build | items | one | tasks | two | four | serve) ;;
-*) echo "no command $command: build, items, one, tasks, two, four or serve" >&2 && exit 2 ;;
+build | items | one | tasks | two | four | serve | trace) ;;
+*) echo "no command $command: build, items, one, tasks, two, four, serve or trace" >&2 && exit 2 ;;
 esac
 folder=${2:-.vllm}
 WORK=${WORK:-/tmp/vllm-work}
@@ -180,7 +181,7 @@ unpack 9>&- || { echo "$folder could not be unpacked; nothing was run" >&2 && ex
 exec 9>&-
 echo "unpacked after $SECONDS s"
 
-if [ "$command" != serve ]; then
+if [ "$command" != serve ] && [ "$command" != trace ]; then
     # Products of float32 by float32 arithmetic; and DeepSeek's attention expanded, because the bundled teacher's latent
     # vectors are smaller than those that vLLM's kernels for latent attention know.
     export TRITON_F32_DEFAULT=ieee VLLM_MLA_DISABLE=1
@@ -214,6 +215,10 @@ four)
 serve)
     # shellcheck disable=SC2086 # the words are split
     job serve python3 -m fcsd bench serve --out "$OUT/serve" --minutes $(($(left) / 60)) ${SERVE:-llama3-8b --tp 2}
+    ;;
+trace)
+    # shellcheck disable=SC2086
+    job trace python3 benchmarks/vllm/vllm_trace.py --out "$OUT/kernels.json" ${TRACE:-llama3-8b --layers 16 --tp 2}
     ;;
 esac
 wait

@@ -86,6 +86,10 @@ SIZES: dict[str, dict[str, Any]] = {
     ),
     "granite": dict(intermediate_size=256, embedding_multiplier=1.5, attention_multiplier=0.2),
     "granitemoe": dict(intermediate_size=64, embedding_multiplier=1.5, attention_multiplier=0.2),
+    "granitemoehybrid": dict(
+        intermediate_size=64, shared_intermediate_size=64, embedding_multiplier=1.5, attention_multiplier=0.2,
+        mamba_n_heads=8, mamba_d_head=32, mamba_d_state=16,
+    ),
     "hyperclovax": dict(
         intermediate_size=256, head_dim=32, residual_multiplier=0.5, embedding_multiplier=1.5, attention_multiplier=0.2,
         logits_scaling=0.5,
@@ -93,8 +97,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "minicpm3": dict(
         intermediate_size=256, kv_lora_rank=64, q_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32,
         scale_depth=0.8, rms_norm_eps=1e-6, max_position_embeddings=256, rope_parameters=dict(
-            rope_type="longrope", rope_theta=1e4, original_max_position_embeddings=256, short_factor=[1.5] * 16,
-            long_factor=[2.0] * 16,
+            rope_type="longrope", rope_theta=1e4, factor=1.0, original_max_position_embeddings=256,
+            short_factor=[1.5] * 16, long_factor=[2.0] * 16,
         ),
     ),
     # vLLM reads the width of an expert and the windows of layers in fields of its own.
@@ -185,8 +189,12 @@ OUTER: dict[str, dict[str, Any]] = {
 VISION: dict[str, dict[str, Any]] = {"kimi_k25": dict(init_pos_emb_height=4, init_pos_emb_width=4)}
 # Families of which transformers saves other names than published files have, or experts in another layout.
 PUBLISHED = ("qwen3_vl_moe", "kimi_k25", "olmo_hybrid")
-# Cases of HyperCLOVA X whose layers norm no output.
-PLAIN = ("hyperclovax-plain",)
+# Cases of a family whose layers are of another form by their config: HyperCLOVA X's norm no output, and Granite 4's
+# have no experts but those beside them.
+FORMS: dict[str, dict[str, Any]] = {
+    "hyperclovax-plain": dict(use_post_norm=False),
+    "granitemoehybrid-dense": dict(num_local_experts=0, position_embedding_type="rope"),
+}
 # Families with two cases each: three of four layers (``ARCH-WIRING``), and all (``ARCH-WIRING-all``).
 MORE = {
     "ladder": (
@@ -198,7 +206,7 @@ MORE = {
         *("minimax_m2", "ernie4_5_moe", "glm4_moe_lite", "mellum", "laguna", "afmoe", "hy_v3", "exaone_moe"),
         *("glm4v_moe", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe", "flex_olmo", "phimoe", "granitemoe"),
         *("gemma4_text", "gemma4", "qwen3_vl_moe", "kimi_k25", "lfm2_moe", "jamba", "step3p7"),
-        "nemotron_h",
+        *("nemotron_h", "granitemoehybrid"),
     ),
 }
 # Name of the case -> architecture, layers, and the other options of `fcsd convert`.
@@ -220,6 +228,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_moe-fp8": ("qwen3_moe", "1-3", dict(wiring="farskip")),
     "llama-desync-2x": ("llama", "1-3", dict(wiring="desync-2x", tp_degree=2)),
     "granite-desync-2x": ("granite", "1-3", dict(wiring="desync-2x", tp_degree=2)),
+    "granitemoehybrid-dense": ("granitemoehybrid", "1-3", dict(wiring="ladder")),
     "hyperclovax-plain": ("hyperclovax", "1-3", dict(wiring="ladder")),
     "deepseek_v3-gated": ("deepseek_v3", "", {}),  # AMD's keys say how it is wired
     # The plugin refuses these two: vLLM computes something else for the originals, too.
@@ -267,8 +276,7 @@ def _make(case: str, original: Path, converted: Path) -> None:
     sizes = FP8_SIZES if case in FP8 else dict(hidden_size=HIDDEN) | SIZES[arch]
     if case in GATED:
         sizes |= dict(q_lora_rank=None)
-    if case in PLAIN:
-        sizes |= dict(use_post_norm=False)
+    sizes |= FORMS.get(case, {})
     model = tiny.model(arch, **sizes)
     for parameter in model.parameters():
         if parameter.ndim > 1:

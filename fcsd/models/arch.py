@@ -27,8 +27,9 @@ class VllmNames:
         outs: the output projections of the attention and of the linear attention.
         mlp: the MLP of a layer; a mixture of experts has ``experts``.
         moe: the names of the mixture of experts in the versions of vLLM, if it is not the MLP.
-        down: the output projection of a dense MLP.
+        down: the output projection of a dense MLP, and of shared experts beside the MLP.
         shared: the shared experts inside the MLP; None if there are none.
+        shared_beside: whether the shared experts are beside the MLP instead. They are the MLP of a layer that has none.
         attn_norms: the norm of what the attention reads, and the norm of its output on arrival, or None.
         mlp_norms: the same for the MLP.
         beside: as in ``Blocks``, like the next three: the norms around experts beside the MLP, which are ``moe``.
@@ -55,6 +56,7 @@ class VllmNames:
     moe: tuple[str, ...] = ()
     down: str = "down_proj"
     shared: str | None = None
+    shared_beside: bool = False
     attn_norms: tuple[str | None, str | None] = Blocks.attn_norms
     mlp_norms: tuple[str | None, str | None] = Blocks.mlp_norms
     beside: tuple[str, str, str] | None = None

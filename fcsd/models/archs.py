@@ -24,7 +24,18 @@ def _row(model_type: str, stem: str, *, vllm: Mapping[str, Any] | None = None, *
     classes = {"AutoModel": (f"{stem}Model", ""), "AutoModelForCausalLM": (f"{stem}ForCausalLM", "model")}
     fields = {"config": f"{stem}Config", "classes": classes, "blocks": Blocks(), **fields}
     decoder, blocks = fields["classes"]["AutoModelForCausalLM"][1], fields["blocks"]
-    same = ("mlp", "shared", "linear", "attn_norms", "mlp_norms", "beside", "router", "inputs", "scale")
+    same = (
+        "mlp",
+        "shared",
+        "shared_beside",
+        "linear",
+        "attn_norms",
+        "mlp_norms",
+        "beside",
+        "router",
+        "inputs",
+        "scale",
+    )
     names = {"decoder": decoder} | {name: getattr(blocks, name) for name in same} | dict(vllm or {})
     return Arch(model_type, vllm=VllmNames(**names), **fields)
 
@@ -685,7 +696,7 @@ _ROWS = (
             "shared_mlp.output_linear": "rowwise",
         },
         since=(5, 23),
-        no_vllm=_NOT_TRIED,
+        vllm={**_MULTIPLIED, "down": "output_linear", "assumes": {"hidden_act": "silu"}},
     ),
     _row(
         "jamba",

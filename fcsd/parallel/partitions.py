@@ -2,14 +2,21 @@
 
 DeepSpeed leaves an empty tensor in place of a weight that it has divided. Its hooks gather the weights of a module for
 the passes of that module. Whoever reads a weight elsewhere must gather it with ``gathered``.
+
+DeepSpeed's hooks are on every module, and they are slow on the host: those of the dozen modules of a decoder layer take
+the host longer than the launch of the layer's own kernels. ``gather_by_layer`` leaves one pair of hooks on each layer,
+which gather all its weights at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+KEPT_WHOLE = 100_000  # weights of at most this many elements stay whole; DeepSpeed's default
+LIVE = 1_000_000_000  # weights that are whole at a time, unless two layers are larger; DeepSpeed's default
 
 
 def partition(weights: Sequence[nn.Parameter]) -> None:
@@ -17,6 +24,41 @@ def partition(weights: Sequence[nn.Parameter]) -> None:
     from deepspeed.runtime.zero import Init
 
     Init(module=nn.ParameterList(weights))
+
+
+def ahead_of_layers(layers: Iterable[nn.Module]) -> dict[str, int]:
+    """DeepSpeed's settings with which the weights of one layer are gathered while the layer before it is computed.
+
+    The defaults gather ahead a part of a layer as wide as Llama-3 8B's, and the layer waits for the rest. A layer is
+    taken without its small weights, which DeepSpeed keeps whole.
+    """
+    sizes = [[whole_shape(weight).numel() for weight in layer.parameters()] for layer in layers]
+    largest = max(sum(size for size in layer if size > KEPT_WHOLE) for layer in sizes)
+    return {
+        "stage3_param_persistence_threshold": KEPT_WHOLE,
+        "stage3_prefetch_bucket_size": largest,
+        "stage3_max_live_parameters": max(LIVE, 2 * largest),
+    }
+
+
+def gather_by_layer(engine: Any, layers: Iterable[nn.Module]) -> None:
+    """Replaces DeepSpeed's hooks on the modules inside of each layer by those on the layer, which gather all its weights.
+
+    DeepSpeed calls such a layer a leaf. If it knew of them from the start, it would also reduce the gradients of a leaf
+    by a hook that PyTorch runs too early where a layer's streams are in a tuple. The hooks are therefore replaced when
+    the engine is built: every gradient is reduced by itself, when it exists.
+
+    Args:
+        engine: an engine of ZeRO stage 3, with or without an optimizer.
+        layers: modules whose forward pass alone reads their weights.
+    """
+    from deepspeed.utils import set_z3_leaf_module
+
+    hooks = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
+    hooks._remove_module_hooks()
+    for layer in layers:
+        set_z3_leaf_module(layer, True)
+    hooks.setup_zero_stage3_hooks()
 
 
 def is_partitioned(weight: Tensor) -> bool:

@@ -77,7 +77,8 @@ def frontier(model: MetaModel, ranks: int, machine: Machine | None = None, costs
         ranks: the tensor-parallel degree.
         machine: measured links; None for two H100s without peer access.
         costs: what ``python -m studies.real.layers`` wrote about this model. With it, the choice of ``--layers auto``
-            is a row, too, and the law takes these costs in place of those of the models that were measured.
+            and those of ``auto:N``, of as many layers as the shares, are rows, too, and the law takes these costs in
+            place of those of the models that were measured.
 
     Raises:
         ConfigError: ``ranks`` is 1, where nothing is sent, or does not divide the attention heads; or ``costs`` does
@@ -102,7 +103,9 @@ def frontier(model: MetaModel, ranks: int, machine: Machine | None = None, costs
         alike = measured_alike(whole, kinds, arch.blocks)
         choices = {share: select_layers(share, depth) for share in SHARES}
         if given is not None and alike in given:
-            choices["auto"] = cheapest(dict(enumerate(given[alike])))
+            alone = dict(enumerate(given[alike]))
+            counts = [len(choices[share]) for share in SHARES[:-1]]
+            choices |= {f"auto:{count}": cheapest(alone, count) for count in counts} | {"auto": cheapest(alone)}
         for share, layers in choices.items():
             decode, prefill = (one.times(replace(whole, layers=layers)) for one in serving)
             lost: dict[str, Any] = {}

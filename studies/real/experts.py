@@ -23,7 +23,8 @@ the token. ``gate-rows`` is the mean of the rows of an expert's ``gate_proj``. B
 the standard deviation ``--spread`` over the tokens and experts: small, because every chosen expert should have the
 same weight.
 
-``--compare`` writes the divergence of untrained models from DENSE on held-out text, for several choices.
+``--compare`` writes the divergence of untrained models from DENSE on held-out text, for several choices. The same
+command goes on after an interruption.
 """
 
 import argparse
@@ -91,9 +92,9 @@ def main() -> None:
         "torch": torch.__version__,
         "neurons": read_config(given.dense).raw["intermediate_size"],
         "calibration_tokens": len(inputs[0]),
-        "models": [],
+        "models": json.loads(given.out.read_text())["models"] if given.out.exists() else [],
     }
-    for case in COMPARED:
+    for case in COMPARED[len(found["models"]) :]:
         with tempfile.TemporaryDirectory() as folder:
             write(given.dense, Path(folder) / "model", inputs, **{**choice, **case})
             kl = measure(Path(folder) / "model", given.dense, texts, given.rows)

@@ -1,22 +1,22 @@
 """Heals conversions of one real model by several recipes, some runs at a time, and measures what came back.
 
     python -m studies.real.heal TEACHER OUT --cases FILE --text own=DIR [--text foreign=DIR] [--mirror DIR]
-        [--gpus N] [--at-once N]
+        [--gpus N] [--at-once N] [--tasks NAMES] [--held-out FILE]
 
 A case is a line of JSON. It has a `name`, what `fcsd convert` takes (`wiring`, `layers`), the `text` (a name, or two
 with `+`), the `tokens` and the learning rate `lr`. It may have a `seed`, the tokens of a step (`batch`), and in `set`
 every other value of the recipe by its dotted key, such as `objective.temperature`, `optim.betas` or `optim.train`
 (`["converted"]` trains the converted layers alone). `untrained` measures the conversion before it is healed as well.
-`eval` asks for the benchmarks, and for the last words of passages if the mirror has them (`studies.real.passages`
-writes them). `from` names another model than TEACHER that is converted and healed to TEACHER: an earlier case, whose
-healed model is meant, or a directory in OUT. With the wiring `standard` nothing is converted. `gpus` divides a run
-over the first GPUs. All cases are checked before the first one runs.
+`eval` asks for the benchmarks, for the last words of passages if the mirror has them (`studies.real.passages` writes
+them), and for the loss on `--held-out`. `from` names another model than TEACHER that is converted and healed to
+TEACHER: an earlier case, whose healed model is meant, or a directory in OUT. With the wiring `standard` nothing is
+converted. `gpus` divides a run over the first GPUs. All cases are checked before the first one runs.
 
 A directory of text holds `train` and `held_out` with parquet files of token ids, as `fcsd write` leaves them. Each GPU
 runs `--at-once` cases at a time; the rates of such runs are no rates of a run that has the GPU to itself.
-`OUT/results.jsonl` receives a line for each case that has ended. The same command runs the cases that have not ended,
-and those that failed, and a killed run goes on from its last checkpoint. The checkpoints of a case that has ended are
-removed; its healed model stays in `OUT/NAME/run/final`.
+`OUT/results.jsonl` receives a line for each case that has ended; one that asks benchmarks has a line before them, too,
+which says so in `failed`. The same command runs the cases that have not ended, and those that failed, and a killed run
+goes on from its last checkpoint. The checkpoints of a healed model are removed; it stays in `OUT/NAME/run/final`.
 """
 
 import argparse
@@ -58,6 +58,8 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=1, help="runs at a time on each GPU")
     parser.add_argument("--limit", type=int, default=1000)
+    parser.add_argument("--tasks", default=TASKS, help="the benchmarks that `eval` asks for")
+    parser.add_argument("--held-out", type=Path, help="a text on which `eval` measures the loss")
     parser.add_argument("--measure", type=Path, metavar="STUDENT", help="print the divergences of one model, and stop")
     given = parser.parse_args()
     texts = {name: Path(folder) for name, folder in (text.split("=", 1) for text in given.text)}
@@ -75,6 +77,10 @@ def main() -> None:
             queue.put(case)
     writing = threading.Lock()
 
+    def store(found: dict[str, Any]) -> None:
+        with writing, results.open("a") as file:
+            file.write(json.dumps(found) + "\n")
+
     def work(number: int) -> None:
         # Two runs of one GPU must not meet at one port. On a CPU the number of the GPU means nothing.
         env = {**os.environ, "CUDA_VISIBLE_DEVICES": str(number % given.gpus), "MASTER_PORT": str(29600 + number)}
@@ -85,12 +91,14 @@ def main() -> None:
             except Empty:
                 return
             try:
-                found = heal(case, given.teacher, given.out, texts, given.mirror, given.limit, env)
+                found = heal(case, given.teacher, given.out, texts, env)
+                if case.get("eval") and given.mirror is not None:
+                    store({**found, "failed": "the benchmarks have not ended"})
+                    found |= scores(case, given, env)
             except (subprocess.CalledProcessError, OSError, ValueError) as error:
                 log = given.out / case["name"] / "log.txt"
                 found = {**case, "failed": f"{error}"[-500:], "log": log.read_text()[-500:] if log.exists() else ""}
-            with writing, results.open("a") as file:
-                file.write(json.dumps(found) + "\n")
+            store(found)
             what = found.get("failed") or ", ".join(f"KL {kl['kl']:.4f} on {text}" for text, kl in found["kl"].items())
             print(f"{case['name']}: {what}", flush=True)
 
@@ -117,28 +125,12 @@ def read_cases(file: Path, texts: dict[str, Path]) -> list[dict[str, Any]]:
     return cases
 
 
-def heal(
-    case: dict[str, Any],
-    teacher: Path,
-    out: Path,
-    texts: dict[str, Path],
-    mirror: Path | None,
-    limit: int,
-    env: dict[str, str],
-) -> dict[str, Any]:
+def heal(case: dict[str, Any], teacher: Path, out: Path, texts: dict[str, Path], env: dict[str, str]) -> dict[str, Any]:
     """Convert, distil and measure one case, in processes with the environment ``env``."""
-    name, began, gpus = case["name"], time.time(), case.get("gpus", 1)
-    folder = out / name
+    began, gpus, folder = time.time(), case.get("gpus", 1), out / case["name"]
     folder.mkdir(parents=True, exist_ok=True)
     if gpus > 1:
         env = {**env, "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus)))}
-
-    def fcsd(*arguments: object, out: Path | None = None) -> None:
-        with (folder / "log.txt").open("a") as log:
-            words = [sys.executable, "-m", "fcsd", *map(str, arguments)]
-            where = log if out is None else out.open("w")
-            subprocess.run(words, check=True, env=env, stdout=where, stderr=log)
-
     original, student = teacher, folder / "student"
     if "from" in case:
         healed = out / case["from"] / "run" / "final"
@@ -146,16 +138,18 @@ def heal(
     if case["wiring"] == "standard":
         student = original
     elif not student.exists():
-        fcsd("convert", original, student, "--wiring", case["wiring"], "--layers", case["layers"], "--no-check")
+        words = ["--wiring", case["wiring"], "--layers", case["layers"], "--no-check"]
+        _fcsd(folder, env, "convert", original, student, *words)
     recipe = recipe_of(case, student, folder, texts)
     if "from" in case:  # a conversion records the model that it was made from, which is not this teacher
         recipe |= {"teacher": str(teacher), "teacher_sha256": fingerprint(read_layout(teacher))}
     (folder / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
-    fcsd("distill", folder / "recipe.yaml", "--gpus", gpus)
+    final = folder / "run" / "final"
+    if not final.exists():
+        _fcsd(folder, env, "distill", folder / "recipe.yaml", "--gpus", gpus)
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     rates = sorted(line["tokens_per_second"] for line in lines if "tokens_per_second" in line)
     held_out = [[line["step"], line["held_out_kl"]] for line in lines if "held_out_kl" in line]
-    final = folder / "run" / "final"
     words = [f"--text={text}={where}" for text, where in texts.items()]
     command = [sys.executable, "-m", "studies.real.heal", teacher, out, "--cases", os.devnull, *words, "--measure"]
     with (folder / "log.txt").open("a") as log:
@@ -170,29 +164,52 @@ def heal(
     }
     if len(run) > 1:
         found["untrained_kl"] = json.loads(run[0].stdout)
-    if case.get("eval") and mirror is not None:
-        answers = folder / "eval.json"
-        words = ["--baseline", teacher, "--tasks", tasks_of(mirror), "--data-mirror", mirror, "--limit", limit]
-        if case.get("untrained"):
-            words += ["--untrained", student]
-        models = [student, final] if case.get("untrained") else [final]
-        fcsd("eval", *models, *words, "--out", folder / "eval", "--json", out=answers)
-        found["scores"] = {
+    # Of many short runs they would fill the disk.
+    shutil.rmtree(folder / "run" / "checkpoints", ignore_errors=True)
+    return {**found, "seconds": time.time() - began}
+
+
+def scores(case: dict[str, Any], given: argparse.Namespace, env: dict[str, str]) -> dict[str, Any]:
+    """What a healed model, and its untrained conversion if the case asks for it, score beside the teacher."""
+    folder, name = given.out / case["name"], case["name"]
+    links = {"original": given.teacher, name: folder / "run" / "final"}
+    if case.get("untrained"):
+        links[f"{name}-untrained"] = folder / "student"
+    paths = {}
+    for link, model in links.items():  # results call a model after its directory
+        paths[link] = folder / "eval" / "models" / link
+        paths[link].parent.mkdir(parents=True, exist_ok=True)
+        paths[link].unlink(missing_ok=True)
+        paths[link].symlink_to(model.absolute())
+    words = ["--tasks", tasks_of(given.mirror, given.tasks), "--limit", given.limit, "--data-mirror", given.mirror]
+    words += ["--untrained", paths[f"{name}-untrained"]] if case.get("untrained") else []
+    words += ["--held-out", given.held_out] if given.held_out else []
+    words += ["--baseline", paths.pop("original"), "--out", folder / "eval", "--json"]
+    _fcsd(folder, env, "eval", *paths.values(), *words, out=folder / "eval.json")
+    files = [file for file in sorted((folder / "eval").glob("*.json")) if file.name != COMPARISON]
+    return {
+        "scores": {
             file.stem: {
                 row["column"]: {key: row[key] for key in ("value", "stderr", "n", "metric")}
                 for row in json.loads(file.read_text())
             }
-            for file in sorted((folder / "eval").glob("*.json"))
-            if file.name != COMPARISON
-        }
-        found["differences"] = json.loads((folder / "eval" / COMPARISON).read_text())  # paired
-    shutil.rmtree(folder / "run" / "checkpoints")  # of many short runs they would fill the disk
-    return {**found, "seconds": time.time() - began}
+            for file in files
+        },
+        "differences": json.loads((folder / "eval" / COMPARISON).read_text()),  # paired
+    }
 
 
-def tasks_of(mirror: Path) -> str:
+def _fcsd(folder: Path, env: dict[str, str], *arguments: object, out: Path | None = None) -> None:
+    """Run a command of fcsd, whose output goes to the log of a case, or to a file."""
+    with (folder / "log.txt").open("a") as log:
+        words = [sys.executable, "-m", "fcsd", *map(str, arguments)]
+        where = log if out is None else out.open("w")
+        subprocess.run(words, check=True, env=env, stdout=where, stderr=log)
+
+
+def tasks_of(mirror: Path, tasks: str = TASKS) -> str:
     """The benchmarks, and LAMBADA's task if the mirror has its data set."""
-    return f"{TASKS},lambada_openai" if (mirror / DATA_SET).is_dir() else TASKS
+    return f"{tasks},lambada_openai" if (mirror / DATA_SET).is_dir() else tasks
 
 
 def recipe_of(case: dict[str, Any], student: Path, folder: Path, texts: dict[str, Path]) -> dict[str, Any]:

@@ -48,6 +48,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, repo: Path) -> Any:
     monkeypatch.setattr(under_vllm, "require_vllm", lambda what, *, rewired: None)
     monkeypatch.setattr(under_vllm, "LOAD_SECONDS", 0)
     monkeypatch.setattr(under_vllm, "LEAST", 4)
+    monkeypatch.setattr(under_vllm, "ENOUGH", 0)
     yield lambda: [json.loads(line) for line in (tmp_path / "asked").read_text().splitlines()]
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
         del sys.modules[name]
@@ -260,6 +261,18 @@ def test_what_does_not_apply_is_refused_in_one_line(options, said):
     assert found.exit_code == 2 and said in found.stderr.splitlines()[0]
 
 
-def test_data_parallel_attention_of_a_converted_model_is_refused(asked):
-    with pytest.raises(ConfigError, match="data-parallel attention"):
+def test_under_data_parallel_attention_the_exchange_is_timed_at_once_and_in_flight(asked, monkeypatch):
+    with pytest.raises(ConfigError, match="divided experts alone"):
         run(Workload("tiny", 2, dp=2, **SMALL))
+    monkeypatch.setattr(under_vllm, "alternatives", lambda machine, **_: ([], {}))
+    found = run(Workload("tiny", 2, dp=2, ep=True, **{**SMALL, "loads": ()}), memory=80 << 30)
+    assert list(found["variants"]) == ["original", "farskip", "farskip, exchange in flight"]
+    told = [server["arguments"] for server in asked()]
+    assert told[2][told[2].index("--additional-config") + 1] == '{"fcsd": {"exchange": "in flight"}}'
+    assert all(words[words.index("--data-parallel-size") + 1] == "2" for words in told)
+
+
+def test_replicas_divide_experts_alone():
+    config = config_of("tiny", 2)
+    whole, both, divided = (weight_bytes(config, *given) for given in ((), (2,), (2, True)))
+    assert both == 2 * whole and whole < divided < both

@@ -115,7 +115,9 @@ def test_the_command_says_that_it_predicts_and_what_it_assumes(model: Path, tmp_
     machine.write_text(json.dumps({"gpus_per_node": 2, "near": {"latency_us": 10, "gb_per_s": 300}}))
     options = ["--costs", str(costs), "--machine", str(machine)]
     told = CliRunner().invoke(app, ["plan", "--frontier", str(model), *options])
-    assert "| ladder | auto (1-15)" in " ".join(told.stdout.split()) and "those of the machine file" in told.stdout
+    rows = " ".join(told.stdout.split())
+    assert "| ladder | auto (1-15)" in rows and "| ladder | auto:4 (2-5)" in rows  # 25 % of 16, the first of equal ones
+    assert "those of the machine file" in told.stdout
     words = ["plan", "--frontier", str(model), "--json"]
     before, after = (json.loads(CliRunner().invoke(app, given).stdout) for given in (words, [*words, *options]))
     ladder, farskip = (

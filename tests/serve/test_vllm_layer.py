@@ -225,11 +225,20 @@ class WholeLayer(NormedLayer):
 
 
 class BareLayer(Layer):
-    """A decoder layer that multiplies its outputs, and passes on the whole stream alone."""
+    """A decoder layer that multiplies its outputs, and passes on the whole stream alone.
+
+    Its shared experts are beside its MLP. They are the only ones of a dense layer.
+    """
+
+    def __init__(self, rank: int, index: int, kind: Kind, reducer: Any) -> None:
+        super().__init__(rank, index, "moe", reducer)
+        self.mlp = None if kind == "dense" else self.mlp
+        self.shared_mlp = None if kind == "moe" else Mlp(rank, seed_of(index, "shared"), reducer)
 
     def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden = hidden + self.self_attn(positions, self.input_layernorm(hidden)) * FACTOR
-        return hidden + self.mlp(self.post_attention_layernorm(hidden)) * FACTOR
+        x = self.post_attention_layernorm(hidden)
+        return hidden + sum(part(x) for part in (self.mlp, self.shared_mlp) if part is not None) * FACTOR
 
 
 # The double of a layer, what the row says of it, and what multiplies its outputs.
@@ -237,7 +246,7 @@ FORMS: dict[str, tuple[type[Layer], VllmNames, float | None]] = {
     "stock": (Layer, NAMES, None),
     "normed": (NormedLayer, replace(NAMES, **NORMED), None),
     "whole": (WholeLayer, replace(NAMES, whole=True, **AS_IS), None),
-    "bare": (BareLayer, replace(NAMES, whole=True), FACTOR),
+    "bare": (BareLayer, replace(NAMES, whole=True, shared="shared_mlp", shared_beside=True), FACTOR),
 }
 
 
@@ -316,7 +325,7 @@ def run_rank(
     blocks = Blocks(attn_norms=names.attn_norms, mlp_norms=names.mlp_norms)
     for stage in stages:
         layers = {i: double(rank, i, kinds[i], reducer) for i in stage}
-        seen: list[Kind] = [kind_of(layers[i], NAMES) if i in stage else "moe-shared" for i in range(len(kinds))]
+        seen: list[Kind] = [kind_of(layers[i], names) if i in stage else "moe-shared" for i in range(len(kinds))]
         assert [seen[i] for i in stage] == [kinds[i] for i in stage]
         for i, plan in layer_plans(wiring, seen, stage, blocks=blocks).items():
             take_apart(layers[i], Wired(names, plan, reducer, beside=beside, multiplier=multiplier))

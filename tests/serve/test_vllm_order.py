@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -166,21 +167,36 @@ def blocks(ranks: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return found
 
 
-def order(reducer: Reducer, count: int, blocks: dict[str, Any] | None = None, beside: bool = False) -> list[str]:
+class BareLayer(Layer):
+    """A layer that reads the stream as it is, and passes it on whole."""
+
+    def forward(self, positions: Tensor, hidden: Tensor) -> Tensor:
+        raise NotImplementedError("the plugin's stands in its place")
+
+
+def order(
+    reducer: Reducer, count: int, blocks: dict[str, Any] | None = None, beside: bool = False, bare: bool = False
+) -> list[str]:
     """Starts, waits and products in the order of the code that Inductor generates for farskip layers.
 
     If there are ``blocks``, tokens are exchanged in flight.
     """
-    layers = [Layer(index) for index in range(count)]
+    layers = [(BareLayer if bare else Layer)(index) for index in range(count)]
     names, wiring, kinds = VllmNames(shared="shared_experts"), Wiring("farskip", tuple(range(count))), ["moe-shared"]
+    if bare:
+        names = replace(names, whole=True, attn_norms=(None, None), mlp_norms=(None, None))
     for i, plan in layer_plans(wiring, kinds * count, range(count), every=blocks is not None).items():
         at = None if blocks is None else exchange.Exchange(f"{i}", 0)
-        take_apart(layers[i], Wired(names, plan, reducer, at, beside))
+        take_apart(layers[i], Wired(names, plan, reducer, at, beside, multiplier=0.5 if bare else None))
         if blocks is not None:
             blocks[f"{i}"] = layers[i].mlp
 
     def model(positions: Tensor, hidden: Tensor) -> Tensor:
         residual = None
+        if bare:
+            for layer in layers:
+                hidden = layer(positions, hidden)
+            return hidden
         for layer in layers:
             hidden, residual = layer(positions, hidden, residual)
         return hidden + residual
@@ -206,6 +222,7 @@ def test_a_compiler_keeps_what_covers_a_sum(ranks: None) -> None:
     last = ["wait", "mm", "wait", "moe"]  # nothing is left to cover a sum of the shared experts
     assert order(Reducer(2, "tp:0"), 3) == [*first, *later, *last]
     assert order(Hasty(2, "tp:0"), 2) != [*first, *last]
+    assert order(Reducer(2, "tp:0"), 2, bare=True) == [*first, *last], "a layer that passes on the whole stream"
 
 
 def test_a_compiler_keeps_what_covers_a_sum_that_starts_inside_an_operator(ranks: None) -> None:

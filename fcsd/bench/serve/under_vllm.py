@@ -11,6 +11,7 @@ processes. Prefix caching is off, prompts are random, and no answer ends early.
 import contextlib
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -42,12 +43,14 @@ from fcsd.bench.serve.workload import (
 )  # fmt: skip
 from fcsd.disk import write_json
 from fcsd.errors import ConfigError, FcsdError
-from fcsd.models.build import experts_of
+from fcsd.models.build import arch_of, experts_of
+from fcsd.models.wiring_block import Wiring
 from fcsd.parallel.all_reduce.ways import PLAIN, SUFFIX, Way, Ways
 from fcsd.serve.vllm.support import installed_version, require_vllm
 
 LOAD_SECONDS = 15  # of arrivals under each load
 LEAST, MOST = 24, 600  # requests under a load
+ENOUGH = 0.5  # seconds for which a round measures a figure of a variant: one short answer says little
 _BUSY = "the host is too busy to time its steps"
 _EVEN_ROUTING = {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"}
 
@@ -75,17 +78,15 @@ def bench(
     require_vllm("fcsd bench serve", rewired=True)
     names, moe = usual_wirings(load, config), experts_of(config) > 0
     wirings = {name: wiring_for(name, config, load.tp) for name in (STANDARD, *names)}
-    if moe and load.dp > 1:
-        raise ConfigError(
-            "under data-parallel attention a converted model with experts has nothing in flight that could be measured",
-            "Use --tp and --ep without --dp.",
-        )
+    spread = moe and load.dp > 1
+    if spread and not load.ep:
+        raise ConfigError("under data-parallel attention the plugin serves divided experts alone", "Add --ep.")
     version, gpus = installed_version(), load.tp * load.dp
     weights, cache = weight_bytes(config), cache_bytes(config, tokens_at_once(load), load.tp)
     fits_one = None if memory is None else weights + cache // gpus + (6 << 30) <= 0.94 * memory
     machine = Machine(version, lambda module: find_spec(module) is not None, gpus, fits_one)
-    others, missing = alternatives(machine, tp=load.tp, moe=moe)
-    room = 1 if memory is None else room_for(memory, weights * load.dp, cache, gpus)
+    others, missing = alternatives(machine, tp=load.tp, moe=moe, dp=load.dp)
+    room = 1 if memory is None else room_for(memory, weight_bytes(config, load.dp, load.ep), cache, gpus)
     run = _Run(load, config, {"vllm": version, "variants": {}, "missing": missing, "notes": []}, write)
     if room == 1:
         run.found["notes"].append("the GPUs hold one server at a time, so that the variants ran one after the other")
@@ -99,7 +100,10 @@ def bench(
             for name, wiring in wirings.items()
         }
         try:
-            for group in groups(core(names, _ways(load, folder)), others, room):
+            first = core(names, _ways(load, folder), _forms(config, wirings[names[0]], spread))
+            if spread:  # what a bound leaves out is sums, and the original exchanges tokens
+                first = [variant for variant in first if variant.role in ("original", "wired")]
+            for group in groups(first, others, room):
                 run.time(
                     group, paths, sharing if len(group) > 1 else (), folder, environment=_EVEN_ROUTING if moe else {}
                 )
@@ -208,13 +212,16 @@ class _Run:
         for kind, size, count, tokens, new, measure in work:
             prompts = prompts_of(count, tokens, self.vocabulary, seed=size)
             for round_ in range(-1, 1 if kind == "peak" else load.rounds):  # the first round warms up
-                for variant in running:
-                    answers = self._ask(variant, prompts, new)
-                    if answers and round_ >= 0:
+                turn = (round_ + 1) % len(running)  # each begins once, so that none is always behind the same one
+                for variant in running[turn:] + running[:turn]:
+                    times, until = [], time.monotonic() + (0 if round_ < 0 or kind == "peak" else ENOUGH)
+                    while (not times or time.monotonic() < until) and (answers := self._ask(variant, prompts, new)):
                         if kind == "decode" and figures.in_bursts(answers):
                             self._note(f"{variant.name}: most tokens of batch {size} came in bursts; {_BUSY}")
+                        times.append(measure(answers))
+                    if times and round_ >= 0:
                         rounds = self.found["variants"][variant.name]["rounds"]
-                        rounds.setdefault((kind, size), []).append(measure(answers))
+                        rounds.setdefault((kind, size), []).append(statistics.median(times))
             if self.left <= 0:
                 self.found["notes"].append(f"the time ended at {kind} {size}; give it more --minutes")
                 return
@@ -256,6 +263,15 @@ def _ways(load: Workload, folder: Path) -> dict[Way, str | None]:
         write_json(path, file_of(load, {"tables": {"": ways.to_rows()}}, "fcsd bench serve"))
         found[at_once] = str(path)
     return found
+
+
+def _forms(config: PretrainedConfig, wiring: Wiring, spread: bool) -> dict[str, dict[str, str]]:
+    """Further forms of a wiring that the plugin has, which it does not choose by itself."""
+    if spread:
+        return {"exchange in flight": {"exchange": "in flight"}}
+    if wiring.name == "farskip" and experts_of(config) and arch_of(config).vllm.shared is not None:
+        return {"shared experts beside": {"shared_experts": "beside"}}
+    return {}
 
 
 def _options(load: Workload, variant: Variant) -> list[str]:

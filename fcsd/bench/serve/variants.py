@@ -63,18 +63,25 @@ class Machine(NamedTuple):
     fits_one: bool | None
 
 
-def core(wirings: tuple[str, ...], ways: Mapping[Way, str | None]) -> list[Variant]:
-    """The original with vLLM's own choices, each wiring, the bound of the first, and other ways to sum.
+def core(
+    wirings: tuple[str, ...], ways: Mapping[Way, str | None], forms: Mapping[str, Mapping[str, str]] | None = None
+) -> list[Variant]:
+    """The original with vLLM's own choices, each wiring, further forms and the bound of the first, other ways to sum.
 
     Args:
         wirings: their names.
         ways: for each way, what the plugin is told to choose it; None for its own choice. The first is that of the
             verdict.
+        forms: by name, what else the plugin can be told of the first wiring; see ``reduction.Settings``.
     """
     (first, told), *others = ways.items()
     return [
         Variant(ORIGINAL, "original"),
         *(Variant(name, "wired", name, _plugin(told), way=first) for name in wirings),
+        *(
+            Variant(f"{wirings[0]}, {name}", "wired", wirings[0], _plugin(told, own))
+            for name, own in (forms or {}).items()
+        ),
         Variant("bound", "bound", wirings[0], _plugin("none")),
         *(
             Variant(label(name, way, first), "way", name, _plugin(told), way=way)
@@ -84,9 +91,10 @@ def core(wirings: tuple[str, ...], ways: Mapping[Way, str | None]) -> list[Varia
     ]
 
 
-def _plugin(reduce: str | None) -> tuple[str, ...]:
-    """The options of ``vllm serve`` that tell the plugin how to sum."""
-    return () if reduce is None else ("--additional-config", json.dumps({"fcsd": {"reduce": reduce}}))
+def _plugin(reduce: str | None, more: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """The options of ``vllm serve`` that tell the plugin how to sum, and what else it is told."""
+    fields = {**({} if reduce is None else {"reduce": reduce}), **(more or {})}
+    return ("--additional-config", json.dumps({"fcsd": fields})) if fields else ()
 
 
 def label(name: str, way: Way, first: Way) -> str:
@@ -95,13 +103,14 @@ def label(name: str, way: Way, first: Way) -> str:
     return name if way.travels else f"{name}, sums at once"
 
 
-def alternatives(machine: Machine, *, tp: int, moe: bool) -> tuple[list[Variant], dict[str, str]]:
+def alternatives(machine: Machine, *, tp: int, moe: bool, dp: int = 1) -> tuple[list[Variant], dict[str, str]]:
     """What a user would do instead of converting.
 
     Args:
         machine: see ``Machine``.
         tp: the tensor-parallel degree.
         moe: whether the model has experts.
+        dp: data-parallel replicas of all variants.
 
     Returns:
         The variants, the likeliest gain first; and for each that cannot be run here, its name and why.
@@ -133,6 +142,7 @@ def alternatives(machine: Machine, *, tp: int, moe: bool) -> tuple[list[Variant]
     offer("symmetric memory by NCCL", alone, environment={"VLLM_USE_NCCL_SYMM_MEM": "1"})
     offer("no custom all-reduce", alone, options=("--disable-custom-all-reduce",))
     spreads = None if moe and machine.gpus > 1 else "it needs a model with experts and two GPUs"
+    spreads = "every variant has it" if moe and dp > 1 else spreads
     offer("data-parallel attention", spreads, spread=True)
     offer(
         "dual batch overlap",

@@ -180,13 +180,20 @@ def wiring_for(name: str, config: PretrainedConfig, degree: int) -> Wiring:
     return wiring
 
 
-def weight_bytes(config: PretrainedConfig) -> int:
-    """Bytes of the weights in bfloat16, by the model on the meta device."""
+def weight_bytes(config: PretrainedConfig, replicas: int = 1, divided: bool = False) -> int:
+    """Bytes of the weights in bfloat16, by the model on the meta device.
+
+    Args:
+        config: of the model.
+        replicas: data-parallel replicas, whose weights are counted together.
+        divided: whether the replicas divide the routed experts between them.
+    """
     fields = {key: value for key, value in config.to_dict().items() if key not in ("fcsd", "model_type")}
     plain = AutoConfig.for_model(arch_of(config).model_type, **fields)
     with torch.device("meta"):
         model = causal_lm_class(plain)(plain)
-    return 2 * sum(parameter.numel() for parameter in model.parameters())
+    once = {name for name, _ in model.named_parameters() if divided and ".experts." in name}
+    return 2 * sum(p.numel() * (1 if name in once else replicas) for name, p in model.named_parameters())
 
 
 def cache_bytes(config: PretrainedConfig, tokens: int, tp: int) -> int:
@@ -201,5 +208,5 @@ def cache_bytes(config: PretrainedConfig, tokens: int, tp: int) -> int:
 
 def tokens_at_once(load: Workload) -> int:
     """The most tokens whose keys and values are in memory at once, with a tenth to spare for blocks."""
-    decoding = (load.short + load.answer) * max(load.peak_requests, *load.batches)
+    decoding = (load.short + load.answer) * max(load.peak_requests if load.loads else 0, *load.batches)
     return int(1.1 * max(load.arrivals * (max(load.prompts) + 1), decoding))

@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,9 +28,10 @@ from fcsd.errors import ConfigError
 from fcsd.launch.world import World
 from fcsd.models.adapters.trained import TrainedParts
 from fcsd.models.annealed import Annealing, anneal
-from fcsd.models.build import logits_cap
+from fcsd.models.build import decoder_layers, logits_cap
 from fcsd.parallel.expert.autoep import frozen_experts
 from fcsd.parallel.expert.dispatcher import Dispatcher
+from fcsd.parallel.partitions import ahead_of_layers, gather_by_layer
 from fcsd.parallel.quantised.rows import Quantiser
 from fcsd.parallel.transports.traffic import Traffic
 
@@ -186,10 +188,13 @@ def freeze(model: PreTrainedModel, objective: Objective) -> None:
     output_head(model).requires_grad_(not objective.freeze_lm_head)
 
 
-def deepspeed_config(recipe: Recipe, world_size: int, alone: bool = False) -> dict[str, Any]:
+def deepspeed_config(
+    recipe: Recipe, world_size: int, layers: Iterable[nn.Module] = (), alone: bool = False
+) -> dict[str, Any]:
     """The configuration of the DeepSpeed engine. Each step overwrites the learning rate in it.
 
     Args:
+        layers: the decoder layers whose weights ZeRO-3 gathers.
         alone: whether ``OneProcessAdamW`` updates the weights. DeepSpeed is then told that the model is in fp32 and
             that nothing is divided, so that it leaves weights and gradients as they are and calls the optimizer.
     """
@@ -198,6 +203,8 @@ def deepspeed_config(recipe: Recipe, world_size: int, alone: bool = False) -> di
         zero_stage = 0
     judged_on_device = zero_stage > 0 and optim.offload != "host"
     zero: dict[str, Any] = {"stage": zero_stage}
+    if zero_stage == 3:
+        zero |= ahead_of_layers(layers)
     if optim.offload == "host":
         # Gradients travel to the host and weights back. Only memory that is pinned is copied at the speed of the bus.
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
@@ -261,12 +268,13 @@ def build_training(
         engine: TrainEngine = deepspeed.initialize(
             model=student,
             model_parameters=parameter_groups(student, recipe),
-            config=deepspeed_config(recipe, world.size, alone),
+            config=deepspeed_config(recipe, world.size, decoder_layers(model), alone),
             optimizer=own_adamw(recipe, alone),
             mpu=sharded,
         )[0]
     if recipe.parallel.zero_stage == 3:
         deepspeed.zero.register_external_parameter(student.losses, output_head(model))
+        gather_by_layer(engine, decoder_layers(model))
     if alone:
         engine.enable_backward_allreduce = False  # it would copy all gradients, also on one process
     if not engine.zero_optimization():
@@ -292,9 +300,13 @@ def live_teacher(model: PreTrainedModel, recipe: Recipe, world_size: int) -> Liv
     """
     source = LiveTeacher(model, recipe.objective)
     if recipe.parallel.zero_stage == 3:
-        config = deepspeed_config(recipe, world_size)
+        layers = decoder_layers(model)
+        config = deepspeed_config(recipe, world_size, layers)
         config.pop("optimizer", None)  # an engine without one only has weights
-        import_deepspeed().initialize(model=source.passes, config=config)
+        deepspeed = import_deepspeed()
+        engine = deepspeed.initialize(model=source.passes, config=config)[0]
+        deepspeed.zero.register_external_parameter(source.passes.head, output_head(model))
+        gather_by_layer(engine, layers)
         source.passes.eval()
     return source
 

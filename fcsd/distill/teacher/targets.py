@@ -20,7 +20,7 @@ from fcsd.distill.teacher.prefix import Prefix
 from fcsd.errors import BadInputError
 from fcsd.models.build import decoder_layers, logits_cap
 from fcsd.models.selection import select_layers
-from fcsd.parallel.partitions import gathered, whole_shape
+from fcsd.parallel.partitions import whole_shape
 
 
 class Targets(NamedTuple):
@@ -76,16 +76,28 @@ class TeacherSource:
         yield None
 
 
-class FinalHidden(nn.Module):
-    """Computes ``final_hidden`` of a model. It is what DeepSpeed takes for a model whose passes begin and end."""
+class WholeHead(nn.Module):
+    """Gives the output head of a model. ZeRO-3 gathers it for this module while the last layers are computed."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.model = model
+        vars(self)["model"] = model  # not as a part of this module, which only reads its head
 
-    def forward(self, columns: dict[str, Tensor]) -> Tensor:
-        """See ``final_hidden``."""
-        return final_hidden(self.model, columns)
+    def forward(self) -> Tensor:
+        """An alias of ``output_head``, which stays whole when ZeRO-3 releases the weight."""
+        return output_head(vars(self)["model"]).detach()
+
+
+class Passes(nn.Module):
+    """Computes what the loss reads of a model. It is what DeepSpeed takes for a model whose passes begin and end."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model, self.head = model, WholeHead(model)
+
+    def forward(self, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """``final_hidden``, and the output head."""
+        return final_hidden(self.model, columns), self.head()
 
 
 class LiveTeacher(TeacherSource):
@@ -99,15 +111,13 @@ class LiveTeacher(TeacherSource):
 
     def __init__(self, model: PreTrainedModel, objective: Objective) -> None:
         self._model, self._layers = model, compared_layers(model, objective)
-        self.passes = FinalHidden(model)
+        self.passes = Passes(model)
 
     @torch.no_grad()
     def get_targets(self, columns: dict[str, Tensor], stored: TopK | None = None) -> Targets:
         """See ``TeacherSource``."""
         with captured(self._model, self._layers) as streams:
-            hidden = self.passes(columns)
-        with gathered(head := output_head(self._model)):
-            return Targets((hidden, head.detach()), streams)
+            return Targets(self.passes(columns), streams)
 
     @contextmanager
     def teacher(self) -> Iterator[PreTrainedModel]:

@@ -158,8 +158,12 @@ class WiredLayer(nn.Module):
             before = self._norm(names.mlp_norms[0]), self._norm(names.beside[0])
             dense, router = getattr(self, names.mlp)(before[0](x)), getattr(self, names.router)
             return torch.cat((dense, experts_of(self, names)(before[1](x), router(x))), -1)
-        mlp = mlp_of(self, names)
-        return getattr(mlp, names.shared or "")(x) if step.call == "shared" else mlp(x)
+        mlp, shared = mlp_of(self, names), _beside(self, names)
+        if step.call == "shared":
+            return getattr(self if names.shared_beside else mlp, names.shared or "")(x)
+        if step.call != "mlp" or shared is None:
+            return mlp(x)
+        return shared(x) + mlp(x)  # experts may write over what they read
 
     def _both(self, total: Tensor) -> Tensor:
         """What is added for an MLP and the experts beside it, from the sums of both ``[tokens, 2 * hidden]``."""
@@ -295,6 +299,12 @@ def _attention_name(names: VllmNames, linear: bool) -> str:
     return names.linear if linear and names.linear is not None else names.attn
 
 
+def _beside(layer: Any, names: VllmNames) -> Any:
+    """The shared experts beside the MLP of a layer; None if there are none."""
+    shared = getattr(layer, names.shared or "") if names.shared_beside else None
+    return None if shared is mlp_of(layer, names) else shared
+
+
 def kind_of(layer: Any, names: VllmNames) -> Kind:
     """The kind of one of vLLM's decoder layers.
 
@@ -306,7 +316,8 @@ def kind_of(layer: Any, names: VllmNames) -> Kind:
         if any(hasattr(module, "_maybe_reduce_final_output") for module in layer.modules()):
             raise ValueError("the layers have experts under a name that the plugin does not know")
         return "dense"
-    return "moe" if names.beside is None and runner_of(moe)._shared_experts is None else "moe-shared"
+    shared = names.beside is not None or runner_of(moe)._shared_experts is not None
+    return "moe-shared" if shared or _beside(layer, names) is not None else "moe"
 
 
 def experts_of(layer: Any, names: VllmNames) -> Any:
@@ -323,7 +334,8 @@ def runner_of(moe: Any) -> Any:
 def mlp_of(layer: Any, names: VllmNames) -> Any:
     """The MLP of a layer or the mixture of experts in its place."""
     moe = None if names.beside is not None else experts_of(layer, names)
-    return getattr(layer, names.mlp) if moe is None else moe
+    mlp = getattr(layer, names.mlp) if moe is None else moe
+    return getattr(layer, names.shared or "") if mlp is None and names.shared_beside else mlp
 
 
 def read_ahead(plans: dict[int, LayerPlan]) -> dict[int, tuple[int, ...]]:
@@ -370,9 +382,11 @@ def take_apart(layer: Any, wired: Wired) -> None:
     getattr(attention, names.outs[linear]).reduce_results = False
     fills = "output" in signature(attention.forward).parameters
     if moe is not None:
-        runner = runner_of(moe)
+        runner, beside = runner_of(moe), _beside(layer, names)
         runner.__class__ = _mixed(UnreducedExperts, type(runner))
-        if wired.plan.splits and not wired.beside:
+        if beside is not None:
+            getattr(beside, names.down).reduce_results = False
+        elif wired.plan.splits and not wired.beside:
             # The layer calls the shared experts itself. They stay where the checkpoint's names find them.
             runner._shared_experts = None
             runner._forward_entry = runner._select_forward()
@@ -384,7 +398,7 @@ def take_apart(layer: Any, wired: Wired) -> None:
             shared.fcsd = Held(wired.reducer, step.joins)
             runner.fcsd_apart = []
     if moe is None or names.beside is not None:
-        getattr(getattr(layer, names.mlp), names.down).reduce_results = False
+        getattr(mlp_of(layer, names), names.down).reduce_results = False
     layer.__class__ = _mixed(WiredLayer, type(layer))
     layer.fcsd = replace(wired, linear=linear, fills=fills, bare=bare)
 

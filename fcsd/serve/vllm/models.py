@@ -65,7 +65,7 @@ def rewire(model: Any, names: VllmNames, vllm_config: Any) -> None:
         exchange = None
         if exchanges and kinds[i] != "dense":
             exchange = _exchange(mlp_of(layers[i], names), vllm_config, settings.overlap_from)
-        beside = settings.shared_experts == "beside" and exchange is None
+        beside = settings.shared_experts == "beside" and exchange is None and not names.shared_beside
         own = Wired(names, plan, reducer, exchange, beside, multiplier=multiplier, ahead=ahead.get(i, ()))
         take_apart(layers[i], own)
 

@@ -1,0 +1,179 @@
+"""What a conversion of a real model gains and loses, as tables and as a picture for ``studies.real.page``.
+
+The speed is that of serving 16 layers of Llama-3 8B's dimensions on two H100s, as a multiple of the original's. Where
+fcsd's engine was measured with all layers converted, a share of the layers is counted to save that share of the time.
+Other wirings have what ``fcsd plan --frontier`` predicts. The points lost are predicted for SmolLM2-135M-Instruct by
+the law of ``studies/real/law.py``, with this model's own costs of layers.
+"""
+
+import json
+import math
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from fcsd.markdown import table
+from fcsd.models.selection import cheapest, select_layers
+from fcsd.plan.frontier import SHARES, WIRINGS, frontier, losses
+from fcsd.plan.model import MetaModel, packaged_config
+
+COSTS = Path("benchmarks/results/real_layers_smollm2_cpu.json")
+WITHOUT_PEERS = Path("benchmarks/results/infer_slow_16_layers_2xh100.json")  # 16 prompts of 1024 tokens
+NVLINK = Path("benchmarks/results/serve_own_2xh100.json")  # a step of 16 answers, the first token of 2048
+PREDICTED, MEASURED, OVER_NVLINK = "predicted", "measured, scaled", "measured over NVLink, scaled"
+ALIKE = ("farskip", "parallel", "ladder mlp-only")  # whose reads are the same in a dense model
+
+
+class Speed(NamedTuple):
+    """The speed of a decoding step and of the first tokens as multiples of the original's."""
+
+    decode: float
+    first: float
+
+    def shared(self, share: float) -> "Speed":
+        """That of a model of which only a share of the layers is converted."""
+        return Speed(*(1 / (1 - share + share / times) for times in self))
+
+    def __str__(self) -> str:
+        return " / ".join(f"{times:.2f}x" for times in self)
+
+
+class Healed(NamedTuple):
+    """A healed model: points minus the original's, and their standard error."""
+
+    name: str
+    wiring: str
+    share: float
+    points: float
+    error: float
+
+
+@cache
+def measured(repo: Path) -> dict[tuple[str, str], Speed]:
+    """The speeds that were measured, of all layers, by wiring and by what they are called in the table."""
+    rows = json.loads((repo / WITHOUT_PEERS).read_text())["rows"]
+    found = {
+        (row["wiring"], MEASURED): Speed(row["decode_times_standard"], row["prefill_times_standard"])
+        for row in rows
+        if row["batch"] == 16 and row["reduce"] == "nccl" and row["wiring"] != "standard"
+    }
+    served = json.loads((repo / NVLINK).read_text())["ratios"]["ladder, by its table"]
+    return {**found, ("ladder", OVER_NVLINK): Speed(served["decode 16"], served["prefill 2048"])}
+
+
+@cache
+def predicted() -> dict[tuple[str, str], Speed]:
+    """What ``fcsd plan --frontier`` predicts of the same 16 layers without peer access, by wiring and share."""
+    config = packaged_config("meta-llama/Llama-3.1-8B-Instruct")
+    assert config is not None
+    config.num_hidden_layers = 16
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        rows = frontier(MetaModel(folder), ranks=2)
+    return {(row.wiring, row.layers.split()[0]): Speed(row.decode, row.prefill) for row in rows}
+
+
+def served(wiring: str, share: float, link: str, repo: Path = Path()) -> Speed | None:
+    """The measured speed of a wiring on a share of the layers; None if the wiring was not measured over this link."""
+    whole = measured(repo).get((wiring, link))
+    return None if whole is None else whole.shared(share)
+
+
+def speeds(repo: Path = Path()) -> str:
+    """Markdown with the speed of every wiring at every share of the layers, and where it is from."""
+    body = []
+    for wiring in labels():
+        own = [link for name, link in measured(repo) if name == wiring]
+        for link in own or [PREDICTED]:
+            cells = [served(wiring, _part(share), link, repo) or predicted()[wiring, share] for share in SHARES]
+            body.append([wiring, *map(str, cells), link])
+    return table(["wiring", *(share.replace("%", " %") for share in SHARES), "from"], body, left=1) + "\n"
+
+
+def labels() -> list[str]:
+    """The wirings as ``fcsd plan --frontier`` calls them."""
+    return [name if variant == "full" else f"{name} {variant}" for name, variant in WIRINGS]
+
+
+def lost(wiring: str, choice: str, repo: Path = Path()) -> list[tuple[float, float, float, bool]]:
+    """For every share: the points that the law says are lost, both ends of its interval, and whether it was fitted there.
+
+    Args:
+        wiring: ``ladder`` or ``farskip``, the wirings whose layers were measured.
+        choice: ``last`` or ``cheapest`` layers.
+    """
+    alone = json.loads((repo / COSTS).read_text())[wiring]["alone"]
+    found = []
+    for share in SHARES:
+        layers = select_layers(share, len(alone))
+        if choice == "cheapest":
+            layers = cheapest(dict(enumerate(alone)), len(layers))
+        total = sum(alone[layer] for layer in layers)
+        row = losses((total, total))
+        low, high = row["points"]
+        found.append((math.sqrt(low * high), low, high, row["fitted"]))  # the interval is one of logarithms
+    return found
+
+
+def table_of_losses(repo: Path = Path()) -> str:
+    """Markdown with the points lost by prediction. A star marks sums of costs outside of what the law was fitted to."""
+    body = []
+    for wiring, names in (("ladder", ("ladder",)), ("farskip", ALIKE)):
+        for choice, called in (("last", "last"), ("cheapest", "that cost least alone")):
+            cells = [
+                f"{middle:.1f} ({low:.1f} to {high:.1f}){'' if fitted else '*'}"
+                for middle, low, high, fitted in lost(wiring, choice, repo)
+            ]
+            body.append([", ".join(names), called, *cells])
+    return table(["wiring", "layers", *(share.replace("%", " %") for share in SHARES)], body, left=2) + "\n"
+
+
+def draw(out: Path, healed: list[Healed], repo: Path = Path()) -> None:
+    """Points lost against the speed of a decoding step without peer access, with intervals, and the healed models."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams["svg.hashsalt"] = "fcsd"  # the same picture has the same bytes
+    figure, axis = pyplot.subplots(figsize=(8, 5))
+    colours = dict(zip((*ALIKE, "ladder"), ("#3c78d8", "#e69138", "#8e7cc3", "#38761d"), strict=True))
+    for wiring, colour in colours.items():
+        link = MEASURED if (wiring, MEASURED) in measured(repo) else PREDICTED
+        gained = [(served(wiring, _part(share), link, repo) or predicted()[wiring, share]).decode for share in SHARES]
+        for choice, style in (("last", "-o"), ("cheapest", "--s")):
+            rows = lost("ladder" if wiring == "ladder" else "farskip", choice, repo)
+            label = f"{wiring}, {choice} layers (speed {link})"
+            axis.plot(gained, [row[0] for row in rows], style, color=colour, label=label, markersize=4, linewidth=1)
+            if choice == "cheapest" and wiring in ("ladder", "farskip"):
+                axis.fill_between(gained, [r[1] for r in rows], [r[2] for r in rows], color=colour, alpha=0.12)
+    for one in healed:
+        gained = served(one.wiring, one.share, MEASURED, repo) or _between(one.wiring, one.share)
+        axis.errorbar(
+            gained.decode, -one.points, one.error, fmt="*", color=colours[one.wiring], markersize=11, capsize=2
+        )
+        axis.annotate(one.name, (gained.decode, -one.points), (6, 4), textcoords="offset points", fontsize=7)
+    axis.set_xlabel(
+        "speed of a step of 16 answers, 16 layers of 8 B width, two H100s without peer access (original: 1)"
+    )
+    axis.set_ylabel("points lost by SmolLM2-135M-Instruct")
+    axis.set_title(
+        "Lines: predicted after 100 million tokens, at 25, 50, 75, 100 % of the layers. Stars: measured", fontsize=9
+    )
+    axis.set_ylim(bottom=0)
+    axis.legend(fontsize=7, frameon=False, loc="upper left")
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(out, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def _between(wiring: str, share: float) -> Speed:
+    """The predicted speed of a share of the layers that no row has, from that of all of them."""
+    return predicted()[wiring, SHARES[-1]].shared(share)
+
+
+def _part(share: str) -> float:
+    return float(share.rstrip("%")) / 100
