@@ -24,17 +24,17 @@ PROMPT, ANSWER, PROFILED = 600, 128, 16  # tokens
 WAYS = ("original", "in flight", "at once")
 
 
-def run(way: str, given: argparse.Namespace, folder: Path, barrier: Any, turn: Any, results: Any) -> None:
+def run(way: str, given: argparse.Namespace, folder: Path, barrier: Any, results: Any) -> None:
     """Start one engine, and put what is measured of it into ``results``, or the error that ended it."""
     try:
-        results.put((way, _measure(way, given, folder, barrier, turn)))
+        results.put((way, _measure(way, given, folder, barrier)))
     except BaseException as error:
         barrier.abort()
         results.put((way, {"failed": f"{type(error).__name__}: {error}"[:500]}))
         raise
 
 
-def _measure(way: str, given: argparse.Namespace, folder: Path, barrier: Any, turn: Any) -> dict[str, Any]:
+def _measure(way: str, given: argparse.Namespace, folder: Path, barrier: Any) -> dict[str, Any]:
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 
     from fcsd.bench.serve.model_files import write_directory
@@ -71,16 +71,21 @@ def _measure(way: str, given: argparse.Namespace, folder: Path, barrier: Any, tu
         llm.generate([{"prompt_token_ids": list(range(1, PROMPT + 1))}], sampling, use_tqdm=False)
         return time.perf_counter() - begun
 
-    decode(ANSWER)
-    barrier.wait(given.limit)
-    steps = []
-    for _ in range(given.rounds):
-        with turn:
-            steps.append(1e3 * (-decode(1) + decode(ANSWER)) / (ANSWER - 1))
-    with turn:
+    def profile() -> None:
         llm.start_profile()
         decode(PROFILED)
         llm.stop_profile()
+
+    decode(ANSWER)
+    steps = []
+    for round_ in range(given.rounds + 1):
+        for turn in given.ways:
+            barrier.wait(given.limit)
+            if turn == way and round_ < given.rounds:
+                steps.append(1e3 * (-decode(1) + decode(ANSWER)) / (ANSWER - 1))
+            elif turn == way:
+                profile()
+    barrier.wait(given.limit)  # an engine that ends would disturb the last turn
     found = sorted(traces.glob("*rank*0*.json*")) or sorted(traces.iterdir())
     return {"step_ms": [round(step, 4) for step in steps], **read(found[0])}
 
@@ -138,18 +143,18 @@ def main() -> None:
     parser.add_argument("--ep", action="store_true")
     parser.add_argument("--eager", action="store_true", help="without graphs, of which nothing is read then")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--limit", type=float, default=240, help="seconds until all engines have to have started")
+    parser.add_argument("--limit", type=float, default=240, help="seconds for which an engine waits for the others")
     parser.add_argument("--ways", type=lambda text: text.split(","), default=WAYS, help="some of: " + ",".join(WAYS))
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     context = multiprocessing.get_context("spawn")
-    barrier, turn, results = context.Barrier(len(given.ways)), context.Lock(), context.SimpleQueue()
+    barrier, results = context.Barrier(len(given.ways)), context.SimpleQueue()
     with TemporaryDirectory(prefix="fcsd-trace-") as scratch:
         processes = []
         for way in given.ways:
             folder = Path(scratch) / way.replace(" ", "-")
             folder.mkdir()
-            processes.append(context.Process(target=run, args=(way, given, folder, barrier, turn, results)))
+            processes.append(context.Process(target=run, args=(way, given, folder, barrier, results)))
             processes[-1].start()
         rows = dict(results.get() for _ in processes)
         for process in processes:

@@ -149,6 +149,7 @@ def evaluate(
         out=out,
         log_samples=log_samples,
         accept_unsafe_exec=accept_unsafe_exec,
+        verdict=required is not None,
         **asked,
     )
     if not first_rank():

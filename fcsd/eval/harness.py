@@ -28,7 +28,7 @@ from fcsd.eval.engines.interface import Adapter
 from fcsd.eval.engines.quantised import over
 from fcsd.eval.evalplus_tasks import EvalPlusTask, evalplus_result
 from fcsd.eval.perplexity import HELD_OUT, HeldOut, held_out_result
-from fcsd.eval.results import COMPARISON, Result, ResultFile, shown, write_samples
+from fcsd.eval.results import COMPARISON, Result, ResultFile, in_mean, shown, write_samples
 from fcsd.eval.statistics import spread
 from fcsd.eval.suite import EVALPLUS, SANDBOX, select_any
 from fcsd.eval.tasks import LoadedTask, asked_of_each, load_tasks, task_results
@@ -64,6 +64,7 @@ def evaluate_models(
     log_samples: bool = False,
     accept_unsafe_exec: bool = False,
     team: Team | None = None,
+    verdict: bool = False,
 ) -> list[Result]:
     """Evaluate each model on each task of a suite, or on any tasks of lm-eval.
 
@@ -86,6 +87,7 @@ def evaluate_models(
         log_samples: write every question's prompt, answer and score to ``out/samples/<model>/<suite>/<task>.jsonl``.
         accept_unsafe_exec: run generated programs even where no sandbox is available.
         team: the ranks, if the caller already has a process group; they all make this call.
+        verdict: whether a verdict on the mean is needed, so that tasks of which none counts in it are refused.
 
     Returns:
         One result per model and task: ``model, path, suite, baseline, column, task, metric, filter, value, stderr, n,
@@ -97,8 +99,8 @@ def evaluate_models(
         which are a part of the model's name too; None without any.
 
     Raises:
-        ConfigError: a suite or task is unknown, a task cannot run here, two models have the same name, or samples are
-            to be written without ``out``.
+        ConfigError: a suite or task is unknown, a task cannot run here, no task counts in the mean of which a verdict
+            is needed, two models have the same name, or samples are to be written without ``out``.
         BadInputError: data are missing or empty, a prompt is longer than the model takes, or a model cannot be loaded.
         NonFiniteError: a model gives NaN or infinite logits; it gets no score.
         FcsdError: generated programs would have to run without a sandbox.
@@ -120,7 +122,14 @@ def evaluate_models(
             read_config(resolve(model, weights=False).path, trust_remote_code=True)  # no code is run
     team = team or _torchrun_team(lockstep=engine.ep_size > 1, together_on_all=engine.backend == OWN)
     with preserved_rng(), load_tasks(chosen, mirror) as loaded_tasks:
-        if any(benchmark.harness in (SANDBOX, EVALPLUS) for benchmark in chosen):  # refused before hours of work
+        # What follows is refused before hours of work.
+        beside = [task.benchmark for task in loaded_tasks if isinstance(task, LoadedTask) and not _counts(task)]
+        if verdict and len(beside) == len(loaded_tasks):
+            raise ConfigError(
+                f"no task counts in the mean, of which a verdict is asked: {', '.join(b.column for b in beside)}",
+                "Name one that counts too, such as piqa, or leave --require out.",
+            )
+        if any(benchmark.harness in (SANDBOX, EVALPLUS) for benchmark in chosen):
             team.on_first(lambda: find_sandbox(accept_unsafe_exec=accept_unsafe_exec))
         lost = sum(isinstance(task, LoadedTask) and bool(task.benchmark.loss) for task in loaded_tasks)
         total = len(ordered) * (len(loaded_tasks) + lost + (text is not None))
@@ -150,6 +159,10 @@ def evaluate_models(
                     start = time.perf_counter()
                 del lm  # otherwise it would stay in memory beside the next model
     return results
+
+
+def _counts(task: LoadedTask) -> bool:
+    return in_mean({"metric": task.benchmark.metric, "beside": task.benchmark.beside})
 
 
 def named_models(

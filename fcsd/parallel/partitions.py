@@ -42,7 +42,7 @@ def ahead_of_layers(layers: Iterable[nn.Module]) -> dict[str, int]:
 
 
 def gather_by_layer(engine: Any, layers: Iterable[nn.Module]) -> None:
-    """Replaces DeepSpeed's hooks on the modules inside of each layer by those on the layer, which gather all its weights.
+    """Replaces DeepSpeed's hooks on the modules inside of each layer by those on the layer, which gather all weights.
 
     DeepSpeed calls such a layer a leaf. If it knew of them from the start, it would also reduce the gradients of a leaf
     by a hook that PyTorch runs too early where a layer's streams are in a tuple. The hooks are therefore replaced when

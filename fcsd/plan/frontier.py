@@ -36,6 +36,7 @@ WIRINGS = (
     ("desync-4x", "full"),
 )
 SHARES = ("25%", "50%", "75%", "100%")
+HEALED = ("ladder", "farskip")  # the wirings of the runs to which the law was fitted
 PROMPTS, CONTEXT = 16, 1024  # the workload: 16 prompts of 1024 tokens, and then a step of 16 answers
 TOKENS = 100  # millions, of the healing
 
@@ -57,7 +58,7 @@ class Row:
         cost: the sum of the costs of the converted layers alone in nats, the lowest and the highest; None if unknown.
         kl: nats per token after healing, the ends of an interval of 90 %.
         points: points lost, likewise.
-        fitted: whether the whole of ``cost`` is in the range to which the law was fitted.
+        fitted: whether the law was fitted to runs of such a wiring, and the whole of ``cost`` is in their range.
     """
 
     wiring: str
@@ -100,7 +101,8 @@ def frontier(model: MetaModel, ranks: int, machine: Machine | None = None, costs
             continue
         degree = ranks if name in DESYNC else 1
         whole = Wiring(name, tuple(range(depth)), variant, tp_degree=degree)
-        alike = measured_alike(whole, kinds, arch.blocks)
+        label = name if variant == "full" else f"{name} {variant}"
+        alike = measured_alike(whole, kinds, arch.blocks) or label
         choices = {share: select_layers(share, depth) for share in SHARES}
         if given is not None and alike in given:
             alone = dict(enumerate(given[alike]))
@@ -109,10 +111,10 @@ def frontier(model: MetaModel, ranks: int, machine: Machine | None = None, costs
         for share, layers in choices.items():
             decode, prefill = (one.times(replace(whole, layers=layers)) for one in serving)
             lost: dict[str, Any] = {}
-            if alike is not None and all(alike in profile for profile in profiles):
+            if all(alike in profile for profile in profiles):
                 sums = sorted(sum_over(profile[alike], layers, depth) for profile in profiles)
                 lost = losses((sums[0], sums[-1]))
-            label = name if variant == "full" else f"{name} {variant}"
+                lost["fitted"] &= alike in HEALED
             found.append(Row(label, f"{share} ({layers_text(layers)})", decode, prefill, **lost))
     return found
 

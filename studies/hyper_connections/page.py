@@ -6,7 +6,6 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from studies.hyper_connections.measure import SEEDS
 from studies.hyper_connections.wired import CHOICES
 
 PAGE, RAW = "docs/hyper_connections.md", "benchmarks/results/hyper_connections_cpu.json"
@@ -31,15 +30,14 @@ def table(runs: list[dict[str, Any]]) -> str:
         cells = [mean(values(runs, wiring, name, key)) for wiring, key in columns]
         for wiring in ("ladder", "farskip"):
             own, base = (values(runs, wiring, one, "kl_healed") for one in (name, "carried"))
-            paired = [b - a for a, b in zip(own, base, strict=False)]  # the last seed may be missing
+            paired = [b - a for a, b in zip(own, base, strict=True)]
             cells.append(mean(paired) if name != "carried" else "")
         rows.append([f"`{name}`", *cells])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def mean(found: list[float]) -> str:
-    seeds = "" if len(found) == SEEDS else f" ({len(found)} seeds)"
-    return f"{statistics.mean(found):.3f} ± {statistics.stdev(found) / len(found) ** 0.5:.3f}{seeds}"
+    return f"{statistics.mean(found):.3f} ± {statistics.stdev(found) / len(found) ** 0.5:.3f}"
 
 
 def filled(text: str, root: Path) -> str:

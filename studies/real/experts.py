@@ -23,8 +23,7 @@ the token. ``gate-rows`` is the mean of the rows of an expert's ``gate_proj``. B
 the standard deviation ``--spread`` over the tokens and experts: small, because every chosen expert should have the
 same weight.
 
-``--compare`` writes the divergence of untrained models from DENSE on held-out text, for several choices. The same
-command goes on after an interruption.
+``--compare`` writes the divergence of untrained models from DENSE on held-out text, for several choices.
 """
 
 import argparse
@@ -59,6 +58,8 @@ COMPARED: list[dict[str, Any]] = [
     {"experts": 8, "active": 4, "shared": 512, "router": "gate-rows"},
     {"experts": 8, "active": 4, "shared": 512, "spread": 0.25},
     {"experts": 16, "active": 8, "shared": 512},
+    {"experts": 10, "active": 6, "shared": 256},  # as many neurons in use, of which more or fewer are shared
+    {"experts": 6, "active": 2, "shared": 768},
 ]
 
 
@@ -92,9 +93,9 @@ def main() -> None:
         "torch": torch.__version__,
         "neurons": read_config(given.dense).raw["intermediate_size"],
         "calibration_tokens": len(inputs[0]),
-        "models": json.loads(given.out.read_text())["models"] if given.out.exists() else [],
+        "models": [],
     }
-    for case in COMPARED[len(found["models"]) :]:
+    for case in COMPARED:
         with tempfile.TemporaryDirectory() as folder:
             write(given.dense, Path(folder) / "model", inputs, **{**choice, **case})
             kl = measure(Path(folder) / "model", given.dense, texts, given.rows)

@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 from fcsd.markdown import table
 from fcsd.models.selection import cheapest, select_layers
-from fcsd.plan.frontier import SHARES, WIRINGS, frontier, losses
+from fcsd.plan.frontier import HEALED, SHARES, WIRINGS, frontier, losses
 from fcsd.plan.model import MetaModel, packaged_config
 
 COSTS = Path("benchmarks/results/real_layers_smollm2_cpu.json")
+MORE_COSTS = Path("benchmarks/results/real_layers_smollm2_1xh100.json")  # taken for other wirings, where it exists
 WITHOUT_PEERS = Path("benchmarks/results/infer_slow_16_layers_2xh100.json")  # 16 prompts of 1024 tokens
 NVLINK = Path("benchmarks/results/serve_own_2xh100.json")  # a step of 16 answers, the first token of 2048
 PREDICTED, MEASURED, OVER_NVLINK = "predicted", "measured, scaled", "measured over NVLink, scaled"
@@ -96,15 +97,26 @@ def labels() -> list[str]:
     return [name if variant == "full" else f"{name} {variant}" for name, variant in WIRINGS]
 
 
+@cache
+def costs(repo: Path) -> dict[str, list[float]]:
+    """What each layer costs alone, by wiring."""
+    files = [json.loads((repo / file).read_text()) for file in (MORE_COSTS, COSTS) if (repo / file).exists()]
+    return {
+        name: part["alone"]
+        for file in files
+        for name, part in file.items()
+        if isinstance(part, dict) and "alone" in part
+    }
+
+
 def lost(wiring: str, choice: str, repo: Path = Path()) -> list[tuple[float, float, float, bool]]:
-    """For every share: the points that the law says are lost, both ends of its interval, and whether it was fitted there.
+    """The points that the law says are lost at every share: the middle, both ends, and whether it was fitted there.
 
     Args:
-        wiring: ``ladder`` or ``farskip``, the wirings whose layers were measured.
+        wiring: one whose layers were measured.
         choice: ``last`` or ``cheapest`` layers.
     """
-    alone = json.loads((repo / COSTS).read_text())[wiring]["alone"]
-    found = []
+    alone, found = costs(repo)[wiring], []
     for share in SHARES:
         layers = select_layers(share, len(alone))
         if choice == "cheapest":
@@ -112,14 +124,16 @@ def lost(wiring: str, choice: str, repo: Path = Path()) -> list[tuple[float, flo
         total = sum(alone[layer] for layer in layers)
         row = losses((total, total))
         low, high = row["points"]
-        found.append((math.sqrt(low * high), low, high, row["fitted"]))  # the interval is one of logarithms
+        # The interval is one of logarithms.
+        found.append((math.sqrt(low * high), low, high, row["fitted"] and wiring in HEALED))
     return found
 
 
 def table_of_losses(repo: Path = Path()) -> str:
     """Markdown with the points lost by prediction. A star marks sums of costs outside of what the law was fitted to."""
     body = []
-    for wiring, names in (("ladder", ("ladder",)), ("farskip", ALIKE)):
+    for wiring in sorted(costs(repo), key=labels().index):
+        names = ALIKE if wiring == "farskip" else (wiring,)
         for choice, called in (("last", "last"), ("cheapest", "that cost least alone")):
             cells = [
                 f"{middle:.1f} ({low:.1f} to {high:.1f}){'' if fitted else '*'}"
@@ -138,41 +152,37 @@ def draw(out: Path, healed: list[Healed], repo: Path = Path()) -> None:
 
     matplotlib.rcParams["svg.hashsalt"] = "fcsd"  # the same picture has the same bytes
     figure, axis = pyplot.subplots(figsize=(8, 5))
-    colours = dict(zip((*ALIKE, "ladder"), ("#3c78d8", "#e69138", "#8e7cc3", "#38761d"), strict=True))
-    for wiring, colour in colours.items():
+    colours = {"ladder": "#38761d", "farskip": "#3c78d8", "ladder attn-only": "#e69138"}
+    for wiring in costs(repo):
         link = MEASURED if (wiring, MEASURED) in measured(repo) else PREDICTED
         gained = [(served(wiring, _part(share), link, repo) or predicted()[wiring, share]).decode for share in SHARES]
         for choice, style in (("last", "-o"), ("cheapest", "--s")):
-            rows = lost("ladder" if wiring == "ladder" else "farskip", choice, repo)
-            label = f"{wiring}, {choice} layers (speed {link})"
-            axis.plot(gained, [row[0] for row in rows], style, color=colour, label=label, markersize=4, linewidth=1)
-            if choice == "cheapest" and wiring in ("ladder", "farskip"):
-                axis.fill_between(gained, [r[1] for r in rows], [r[2] for r in rows], color=colour, alpha=0.12)
+            rows = lost(wiring, choice, repo)
+            names = ", ".join(ALIKE) if wiring == "farskip" else wiring
+            label = f"{names}: {choice} layers (speed {link})"
+            axis.plot(
+                gained, [r[0] for r in rows], style, color=colours[wiring], label=label, markersize=4, linewidth=1
+            )
+            if choice == "cheapest":
+                axis.fill_between(gained, [r[1] for r in rows], [r[2] for r in rows], color=colours[wiring], alpha=0.1)
     for one in healed:
-        gained = served(one.wiring, one.share, MEASURED, repo) or _between(one.wiring, one.share)
-        axis.errorbar(
-            gained.decode, -one.points, one.error, fmt="*", color=colours[one.wiring], markersize=11, capsize=2
-        )
-        axis.annotate(one.name, (gained.decode, -one.points), (6, 4), textcoords="offset points", fontsize=7)
-    axis.set_xlabel(
-        "speed of a step of 16 answers, 16 layers of 8 B width, two H100s without peer access (original: 1)"
-    )
+        gained = (
+            served(one.wiring, one.share, MEASURED, repo) or predicted()[one.wiring, "100%"].shared(one.share)
+        ).decode
+        axis.errorbar(gained, -one.points, one.error, fmt="*", color=colours[one.wiring], markersize=11, capsize=2)
+        axis.annotate(one.name, (gained, -one.points), (7, 3), textcoords="offset points", fontsize=7)
+    axis.set_xlabel("speed of a step of 16 answers over the original's: 8 B width, TP 2, no peer access")
     axis.set_ylabel("points lost by SmolLM2-135M-Instruct")
     axis.set_title(
-        "Lines: predicted after 100 million tokens, at 25, 50, 75, 100 % of the layers. Stars: measured", fontsize=9
+        "Lines: predicted after 100 million tokens, at 25, 50, 75 and 100 % of the layers. Stars: healed", fontsize=9
     )
-    axis.set_ylim(bottom=0)
+    axis.set_ylim(0, 6)
     axis.legend(fontsize=7, frameon=False, loc="upper left")
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
     figure.tight_layout()
     figure.savefig(out, metadata={"Date": None})
     pyplot.close(figure)
-
-
-def _between(wiring: str, share: float) -> Speed:
-    """The predicted speed of a share of the layers that no row has, from that of all of them."""
-    return predicted()[wiring, SHARES[-1]].shared(share)
 
 
 def _part(share: str) -> float:

@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--text", type=Path, help="a text file to measure on, in place of the model's own text")
-    parser.add_argument("--wirings", default="ladder,farskip")
+    parser.add_argument("--wirings", default="ladder,farskip", help='each may have a variant: "ladder attn-only"')
     given = parser.parse_args()
     config = read_config(given.model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -49,7 +49,8 @@ def main() -> None:
         "layers": stream(network, rows, ARCHS[config.model_type].blocks),
     }
     for name in given.wirings.split(","):
-        whole = choose_wiring(config, ARCHS[config.model_type], name, "all")
+        wiring, _, variant = name.partition(" ")
+        whole = choose_wiring(config, ARCHS[config.model_type], wiring, "all", variant=variant or None)
         costs = measure_layers(network, whole, rows)
         found[name] = {"alone": list(costs.alone.values()), "kept": costs.wiring.layers, "together": costs.together}
         order = sorted(costs.alone, key=lambda layer: -costs.alone[layer])[: len(costs.alone) // 2]

@@ -1,4 +1,4 @@
-"""Writes the tables of ``docs/REAL_MODELS.md`` from the stored runs: ``python -m studies.real.page``."""
+"""Writes tables and picture of ``docs/REAL_MODELS.md`` from the stored runs: ``python -m studies.real.page``."""
 
 import json
 import math
@@ -6,13 +6,17 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from studies.real import frontier
+
 from fcsd.eval.compare import not_above_chance
 from fcsd.eval.results import shown
 from fcsd.eval.suite import SUITES
 from fcsd.markdown import table
-from fcsd.models.selection import cheapest, layers_text
+from fcsd.models.selection import cheapest, layers_text, select_layers
 
-PAGE = Path("docs/REAL_MODELS.md")
+PAGE, PICTURE = Path("docs/REAL_MODELS.md"), Path("docs/frontier.svg")
+DEPTH = 30  # layers of the model of all runs
+TARGETS = {15: 0.5, 26: 0.7}  # points, for at least so many layers, but not for all
 RAW = (
     Path("benchmarks/results/real_smollm2_100m_2xh100.json"),
     Path("benchmarks/results/real_smollm2_10m_2xh100.json"),
@@ -20,9 +24,74 @@ RAW = (
     Path("benchmarks/results/real_smollm2_parts_2xh100.json"),
 )
 SEEDS, PARTS = RAW[2:]
+CONVERTED = Path("benchmarks/results/real_smollm2_converted_2xh100.json")  # taken where it exists
 PASSAGES = Path("benchmarks/results/real_smollm2_passages_cpu.json")
 # The benchmarks that count in a mean, and their chance.
 CHANCE = {benchmark.column: benchmark.chance for benchmark in SUITES["paper"]}
+
+
+def best(raw: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The run of each conversion that ends nearest to the original on both texts, if any run of it has scores.
+
+    Of all layers, which no run with scores has, it is the nearest run. ``lost`` is the mean difference in points and
+    its error, and ``untrained_lost`` the points that the conversion costs before it is healed.
+    """
+    found: dict[tuple[str, tuple[int, ...]], list[dict[str, Any]]] = {}
+    for file in raw:
+        differences = {one["model"] for one in file.get("differences", ())}
+        for run in (run for run in file["runs"] if "kl" in run):
+            layers = select_layers(run["layers"], DEPTH)
+            more = {"file": file, "scored": run["name"] in differences, "count": len(layers)}
+            found.setdefault((run["wiring"], layers), []).append({**run, **more})
+    chosen = []
+    for (_, layers), alike in sorted(found.items(), key=lambda item: len(item[0][1])):
+        scored = [run for run in alike if run["scored"]]
+        if not scored and len(layers) < DEPTH:
+            continue
+        run = min(scored or alike, key=lambda run: run["kl"]["own"]["kl"] + run["kl"]["foreign"]["kl"])
+        for other in alike:
+            run["untrained_kl"] = run.get("untrained_kl") or other.get("untrained_kl")
+            if f"{other['name']}-untrained" in other["file"].get("scores", ()):
+                run["untrained_lost"] = mean_difference(other["file"], f"{other['name']}-untrained")[0]
+        if run["scored"]:
+            run["lost"] = mean_difference(run["file"], run["name"])
+        chosen.append(run)
+    return chosen
+
+
+def answer(raw: list[dict[str, Any]], repo: Path = Path()) -> str:
+    """Markdown with the best run of each conversion: what it lost, how much faster such a model is served, its target.
+
+    A target is reached where the upper end of the interval of 90 % is within it.
+    """
+    head = ["converted", "wiring", "tokens", "trained", "points lost", "untrained", "KL, own text", "KL, foreign text"]
+    head += ["served: step / first tokens", "with NVLink"]
+    body, reached = [], []
+    for run in best(raw):
+        count, wiring = run["count"], run["wiring"]
+        share = count / DEPTH
+        slow = frontier.served(wiring, share, frontier.MEASURED, repo)
+        near = frontier.served(wiring, share, frontier.OVER_NVLINK, repo)
+        alone = "converted layers" if "optim.train" in run.get("set", {}) else "all weights"
+        lost = "not asked" if "lost" not in run else "{:.1f} ± {:.1f}".format(-run["lost"][0], run["lost"][1])
+        before = f"{-run['untrained_lost']:.1f}" if "untrained_lost" in run else ""
+        cells = [f"{count} of {DEPTH}: {run['layers']}", wiring, f"{run['tokens'] / 1e6:g} M", alone, lost, before]
+        cells += [_change(run, text) for text in ("own", "foreign")]
+        body.append([*cells, str(slow or f"{frontier.predicted()[wiring, '100%'].shared(share)}*"), str(near or "-")])
+        target = next((TARGETS[least] for least in sorted(TARGETS, reverse=True) if least <= count < DEPTH), None)
+        if target is not None and "lost" in run:
+            shown = -run["lost"][0] + 1.645 * run["lost"][1] <= target
+            reached.append(f"{target} points with {wiring} on {count} layers was {'' if shown else 'not '}shown")
+    return table(head, body, left=2) + f"\n**Targets**: {'; '.join(reached)}.\n"
+
+
+def healed(raw: list[dict[str, Any]]) -> list[frontier.Healed]:
+    """The best runs that have scores, for the picture."""
+    return [
+        frontier.Healed(f"{run['tokens'] / 1e6:g} M", run["wiring"], run["count"] / DEPTH, *run["lost"])
+        for run in best(raw)
+        if "lost" in run
+    ]
 
 
 def runs(raw: list[dict[str, Any]]) -> str:
@@ -69,6 +138,13 @@ def scores(file: dict[str, Any]) -> str:
         lines.append(f"| {'original' if name == baseline else name} | {values} | {mean} |")
     more = f"\n{beside(file)}" if file["scores"][baseline].keys() - CHANCE.keys() else ""
     return "\n".join(lines) + "\n" + more
+
+
+OF_CONVERTED = """\
+Longer runs and other seeds of the converted layers alone, on all items of PIQA, ARC-E and OpenBookQA and 2500 of
+HellaSwag, spread over it. `half` is `ladder` on the last 15 layers, and `far` is `farskip` on 2-29. The second
+table has what stands beside the mean.
+"""
 
 
 def beside(file: dict[str, Any]) -> str:
@@ -191,21 +267,57 @@ def experts(file: dict[str, Any]) -> str:
     return table(head, body, left=4) + "\n"
 
 
+SPLITS = Path("benchmarks/results/real_experts_split_cpu.json")
+
+
+def splits(file: dict[str, Any]) -> str:
+    """Markdown with the divergence of untrained mixtures from the dense model, by how its MLPs were divided."""
+    head = [
+        "experts",
+        "active",
+        "shared neurons",
+        "of all neurons in use",
+        "split",
+        "router",
+        "spread",
+        "KL, foreign text",
+    ]
+    body = []
+    for one in file["models"]:
+        rest = file["neurons"] - one["shared"]
+        used = (one["shared"] + rest * one["active"] / one["experts"]) / file["neurons"]
+        cells = [*map(str, (one["experts"], one["active"], one["shared"])), f"{used:.0%}"]
+        body.append(
+            [*cells, one["split"], one["router"], f"{one['spread']:g}", f"{abs(one['kl']['foreign']['kl']):.3f}"]
+        )
+    return table(head, body, left=0) + "\n"
+
+
 def _change(run: dict[str, Any], text: str) -> str:
-    healed = f"{run['kl'][text]['kl']:.3f}"
-    return f"{run['untrained_kl'][text]['kl']:.2f} → {healed}" if "untrained_kl" in run else healed
+    after, before = f"{run['kl'][text]['kl']:.3f}", run.get("untrained_kl")
+    return f"{before[text]['kl']:.2f} → {after}" if before else after
 
 
 def filled(page: str, raw: list[dict[str, Any]], repo: Path = Path()) -> str:
     """The page with the tables of the stored runs and of the layers."""
     tables = {"runs": runs(raw), "scores": scores(raw[0]), "seeds": scores(raw[RAW.index(SEEDS)])}
     tables["parts"] = scores(raw[RAW.index(PARTS)])
+    healed_alone = len(raw) > len(RAW)
+    tables["converted"] = f"{OF_CONVERTED}\n{scores(raw[-1])}" if healed_alone else ""
+    tables |= {
+        "answer": answer(raw, repo),
+        "speeds": frontier.speeds(repo),
+        "frontier": frontier.table_of_losses(repo),
+    }
     tables |= {
         "layers": layers(repo),
         "rules": rules(repo),
         "experts": experts(json.loads((repo / EXPERTS).read_text())),
+        "splits": splits(json.loads((repo / SPLITS).read_text())),
     }
-    tables["passages"] = beside(json.loads((repo / PASSAGES).read_text()))
+    asked = "Healed models are in the [second table of the converted layers alone](#scores)."
+    told = f"\n- {asked if healed_alone else 'No healed model was asked yet.'}\n"
+    tables["passages"] = beside(json.loads((repo / PASSAGES).read_text())) + told
     for name, text in tables.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
         before, rest = page.split(begin)
@@ -215,8 +327,11 @@ def filled(page: str, raw: list[dict[str, Any]], repo: Path = Path()) -> str:
 
 def read(repo: Path = Path()) -> list[dict[str, Any]]:
     """The stored runs."""
-    return [json.loads((repo / file).read_text()) for file in RAW]
+    return [
+        json.loads((repo / file).read_text()) for file in (*RAW, CONVERTED) if file in RAW or (repo / file).exists()
+    ]
 
 
 if __name__ == "__main__":
     PAGE.write_text(filled(PAGE.read_text(), read()))
+    frontier.draw(PICTURE, healed(read()))

@@ -73,18 +73,25 @@ def test_the_figures_of_the_first_screen_follow_from_the_raw_files(readme, repo)
     scout = raw("vllm_first_tokens_scout_2xh200")["time-1"]["rows"]
     gained = [f"{row['mean_ms_times_original']:.2f}x" for row in scout if row["role"] == "converted"]
     says("serving over NVLink", *gained)
-    real, seeds = raw("real_smollm2_100m_2xh100"), raw("real_smollm2_seeds_2xh100")
+    healed, before = raw("real_smollm2_converted_2xh100"), raw("real_smollm2_100m_2xh100")
     lower = {
         found["model"]: "{:.1f} ± {:.1f}".format(*map(abs, page.mean_difference(file, found["model"])))
-        for file in (real, seeds)
+        for file in (healed, before)
         for found in file["differences"]
     }
-    scored = [100 * real["scores"]["base-original"][task]["value"] for task in page.informative(real)]
-    half, most = "ladder-half-both-41m", "ladder-auto-both-100m"
+    scored = [100 * healed["scores"]["original"][task]["value"] for task in page.informative(healed)]
+    half, most = "half-converted-125m", "far-converted-85m"
+    hellaswag = [
+        next(-task["points"] for task in found["tasks"] if task["column"] == "HS")
+        for name in (half, most)
+        for found in healed["differences"]
+        if found["model"] == name
+    ]
     says(
         "capability kept",
         f"({sum(scored) / len(scored):.1f}) is {lower[half]} points lower",
-        f"and {lower['half-0']} by a second recipe; {lower[most]} and {lower['auto-0']} with 27 of",
+        f"and {lower[most]} with 28 of 30",
+        "(**{:.1f} and {:.1f}**)".format(*hellaswag),
     )
-    untrained = [lower[f"{name}-untrained"].split(" ")[0] for name in (half, most)]
-    says("capability kept", f"untrained {untrained[0]} and {untrained[1]} lower")
+    names = ("ladder-half-both-41m", "farskip-auto-both-100m")
+    says("capability kept", "untrained {} and {} lower".format(*(lower[f"{n}-untrained"].split(" ")[0] for n in names)))

@@ -187,6 +187,8 @@ def test_the_last_word_of_a_passage_stands_beside_the_mean(mirror: Path, tmp_pat
         return [(-1 - i % 5 - worse * (i % 2), i % (3 + worse) == 0) for i in range(len(requests))]
 
     monkeypatch.setattr(adapter.HFAdapter, "loglikelihood", answers)
+    with pytest.raises(ConfigError, match=r"no task counts in the mean.*: lambada_openai"):
+        evaluate_models([student], tasks=["lambada_openai"], data_mirror=mirror, verdict=True)
     ask = {"tasks": ["lambada_openai", "piqa"], "data_mirror": mirror, "log_samples": True, "out": tmp_path}
     rows = evaluate_models([student], baseline=original, **ask)
     acc, nats, piqa = (row for row in rows if row["model"] == "student")

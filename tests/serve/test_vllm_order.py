@@ -1,14 +1,20 @@
-"""Inductor keeps a start before its cover and a wait behind it; without the newest tensor it would not."""
+"""Inductor keeps a start before its cover and a wait behind it; without the newest tensor it would not.
+
+It adds no kernel to a converted layer: with sums at once this has those of the original.
+"""
 
 import re
 import sys
+from collections import Counter
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.graph import GraphLowering
 from torch._inductor.utils import run_and_get_code
 
 from fcsd.models.arch import VllmNames
@@ -236,3 +242,107 @@ def test_a_compiler_keeps_what_covers_an_exchange(blocks: dict[str, Any]) -> Non
     first = ["gather", "mm", "mm", "experts"]  # attention and shared experts under the first gather
     last = ["mm", "wait", "gather", "mm", "experts", "wait"]  # attention under the sum, shared experts under the gather
     assert order(Reducer(1), 2, blocks) == [*first, *last]
+
+
+class Reduced(Row):
+    """A product whose result vLLM sums over the ranks, or, where the plugin has said so, does not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return torch.ops.double.all_reduce(y) if self.reduce_results else y
+
+
+class Dense(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = Row(seed), Reduced(seed + 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.up_proj(x)))
+
+
+class DenseLayer(Layer):
+    """The standard wiring, as in vLLM's classes. The kernel of the attention is an operator to the compiler."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.self_attn.o_proj, self.mlp = Reduced(10 * index), Dense(10 * index + 1)  # pyright: ignore
+
+    def forward(self, positions: Tensor, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Any]:
+        if residual is None:
+            x, residual = self.input_layernorm(hidden), hidden
+        else:
+            x, residual = self.input_layernorm(hidden, residual)
+        x, residual = self.post_attention_layernorm(self.self_attn(positions, x), residual)
+        return self.mlp(x), residual
+
+
+@torch.library.custom_op("double::all_reduce", mutates_args=())
+def all_reduce(x: Tensor) -> Tensor:
+    """vLLM's operator, over two ranks that hold the same."""
+    return 2 * x
+
+
+@all_reduce.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Wasteful(Reducer):
+    """The negative control: something is done to each summand."""
+
+    def start(self, x: Tensor) -> Sum:
+        return super().start(x * 2)
+
+
+def kernels(count: int, reducer: Reducer | None) -> Counter[str]:
+    """What the code that Inductor generates calls: products, all-reduces, and everything else that computes.
+
+    Args:
+        count: decoder layers.
+        reducer: sums of a model with ladder in all layers; None is the original.
+    """
+    layers, norm = [DenseLayer(index) for index in range(count)], Norm()
+    if reducer is not None:
+        for i, plan in layer_plans(Wiring("ladder", tuple(range(count))), ["dense"] * count, range(count)).items():
+            take_apart(layers[i], Wired(VllmNames(), plan, reducer))
+
+    def model(positions: Tensor, hidden: Tensor) -> Tensor:
+        residual = None
+        for layer in layers:
+            hidden, residual = layer(positions, hidden, residual)
+        return norm(hidden, residual)[0]
+
+    torch._dynamo.reset()
+    code: list[str] = []
+
+    def stop(written: str) -> None:
+        """Nothing is run, so that no C++ has to be compiled."""
+        code.append(written)
+        raise InterruptedError
+
+    # vLLM compiles with this form of operators that write their arguments.
+    with (
+        torch.no_grad(),
+        torch._inductor.config.patch(enable_auto_functionalized_v2=False),
+        patch.object(GraphLowering, "save_output_code", stop),
+        pytest.raises(Exception, match="InterruptedError"),
+    ):
+        torch.compile(model, fullgraph=True)(torch.arange(8), torch.randn(8, 16))
+    body = code[0][code[0].index("def call(") :]
+    calls = re.findall(r"(cpp_fused|ops\.\w+\.\w+|extern_kernels\.\w+|copy_|clone)[\w.]*\(", body)
+    nothing = ("ops.fcsd.reduce_wait", "ops.fcsd.reduce_cover")  # what they do for a sum at once
+    same = {"ops.fcsd.reduce_start": "all-reduce", "ops.double.all_reduce": "all-reduce"}
+    same |= {"extern_kernels.mm": "product", "extern_kernels.addmm": "product"}
+    return Counter(same.get(call, call) for call in calls if call not in nothing)
+
+
+def test_sums_at_once_add_no_kernel(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        sys.modules["vllm.distributed"], "tensor_model_parallel_all_reduce", torch.ops.double.all_reduce
+    )
+    original, ladder = kernels(2, None), kernels(2, Reducer(2, "tp:0"))
+    assert original == {"product": 6, "all-reduce": 4, "cpp_fused": 7}  # 5 norms, 2 of silu
+    # The last layer sums what its two outputs add up to: one all-reduce fewer. A product makes the addition.
+    assert ladder == original - Counter({"all-reduce": 1})
+    assert kernels(2, Wasteful(2, "tp:0"))["cpp_fused"] > ladder["cpp_fused"]

@@ -10,18 +10,63 @@ from pathlib import Path
 from statistics import mean, median
 
 import pytest
-from studies.real import heal, page, passages, ranks
+from studies.real import frontier, heal, page, passages, ranks
 from studies.real.heal import read_cases, recipe_of
 
 from fcsd.config import Recipe
 from fcsd.eval.suite import select_any
 from fcsd.eval.tasks import load_tasks
+from fcsd.plan.frontier import SHARES
 
 
 def test_the_page_holds_what_is_stored(repo: Path) -> None:
     text, raw = (repo / page.PAGE).read_text(), page.read(repo)
     assert page.filled(text, raw, repo) == text, "run python -m studies.real.page"
     assert len(page.runs(raw).splitlines()) == 2 + sum("kl" in run for file in raw for run in file["runs"])
+
+
+def test_the_page_takes_the_runs_of_the_converted_layers_where_they_are_stored(repo: Path) -> None:
+    text, raw = (repo / page.PAGE).read_text(), [json.loads((repo / file).read_text()) for file in page.RAW]
+    new = json.loads((repo / page.PARTS).read_text())
+    name, words = "half-converted-140m", json.loads((repo / page.PASSAGES).read_text())
+    run = new["runs"][1]
+    run |= {"name": name, "tokens": 140e6, "kl": {text: {"kl": 0.05} for text in ("own", "foreign")}}
+    (found,) = (found for found in new["differences"] if found["model"] == "half-frozen-41m")
+    found |= {"model": name, "loss": words["differences"][0]["loss"]}
+    new |= {"runs": [run], "differences": [found]}
+    new["scores"] = {"original": new["scores"]["original"], name: new["scores"]["half-frozen-41m"]}
+    for model, of in (("original", "original"), (name, "ladder-auto-untrained")):
+        new["scores"][model]["Held-out loss"] = words["scores"][of]["Held-out loss"]
+    points = "{:.1f} ± {:.1f}".format(*map(abs, page.mean_difference(new, name)))
+    told = page.filled(text, [*raw, new], repo)
+    (row,) = (line for line in told.splitlines() if line.startswith("| 15 of 30"))
+    assert f"140 M | converted layers | {points}" in " ".join(row.split()) and "1.36 → 0.050" in row
+    assert f"| {name} | 65.4 |" in told and f"| {name} | 5.312 | +2.442 ± 0.059 |" in told
+    assert ("No healed model was asked" in page.filled(text, raw, repo)) > ("No healed model was asked" in told)
+    found["tasks"] = [{**task, "points": -0.1, "stderr": 0.4} for task in found["tasks"]]
+    assert "**Targets**: 0.5 points with ladder on 15 layers was shown;" in page.answer([*raw, new], repo)
+
+
+def test_the_frontier_is_that_of_the_raw_files_and_of_the_law(repo: Path, tmp_path: Path) -> None:
+    rows = json.loads((repo / frontier.WITHOUT_PEERS).read_text())["rows"]
+    (ladder,) = (r for r in rows if (r["wiring"], r["batch"], r["reduce"]) == ("ladder", 16, "nccl"))
+    whole, half = (frontier.served("ladder", share, frontier.MEASURED, repo) for share in (1, 0.5))
+    assert whole is not None and half is not None and frontier.served("parallel", 1, frontier.MEASURED, repo) is None
+    assert whole.decode == pytest.approx(ladder["decode_times_standard"])
+    assert 1 / half.first == pytest.approx((1 + 1 / ladder["prefill_times_standard"]) / 2)  # half of the time is saved
+    lost = {
+        (wiring, choice): [row[0] for row in frontier.lost(wiring, choice, repo)]
+        for wiring in ("ladder", "farskip")
+        for choice in ("last", "cheapest")
+    }
+    for wiring in ("ladder", "farskip"):
+        last, cheapest = lost[wiring, "last"], lost[wiring, "cheapest"]
+        assert last[3] == cheapest[3] and all(a < b for a, b in zip(cheapest[:3], last, strict=False))
+    assert SHARES[1] == "50%" and 0.45 < lost["ladder", "cheapest"][1] / lost["ladder", "last"][1] < 0.55
+    frontier.draw(tmp_path / "drawn.svg", page.healed(page.read(repo)), repo)
+    drawn, stored = ((path).read_text() for path in (tmp_path / "drawn.svg", repo / page.PICTURE))
+    said = [re.findall("<!-- (.*?) -->", text) for text in (drawn, stored)]
+    assert said[0] == said[1] and any("farskip" in one for one in said[0]), "run python -m studies.real.page"
 
 
 def test_the_figures_of_single_layers_are_those_of_the_raw_files(repo: Path) -> None:
@@ -186,7 +231,7 @@ def test_the_figures_of_the_on_policy_tail_are_those_of_the_raw_file(repo: Path)
 
 
 def test_every_stored_case_is_a_recipe(repo: Path, tmp_path: Path) -> None:
-    texts = {"own": tmp_path / "own", "foreign": tmp_path / "foreign"}
+    texts = {name: tmp_path / name for name in ("own", "doc", "foreign")}
     for case in (case for file in page.read(repo) for case in file["runs"]):
         if "optim.kind" in case.get("set", {}):
             continue  # Muon, which lost and was removed (docs/LOG.md)
@@ -222,7 +267,7 @@ def test_failed_cases_run_again_and_two_runs_of_a_gpu_have_two_ports(
 ) -> None:
     case = {"wiring": "ladder", "layers": "50%", "text": "own", "tokens": 1e7, "lr": 1e-3}
     cases, out, ran = tmp_path / "cases.jsonl", tmp_path / "out", []
-    cases.write_text("\n".join(json.dumps({"name": name, **case}) for name in "abc"))
+    cases.write_text("\n".join(json.dumps({"name": name, "eval": name == "c", **case}) for name in "abc"))
     both = threading.Barrier(2)
 
     def pretended(case: dict, *given: object) -> dict:
@@ -234,7 +279,8 @@ def test_failed_cases_run_again_and_two_runs_of_a_gpu_have_two_ports(
         return {**case, "kl": {}}
 
     monkeypatch.setattr(heal, "heal", pretended)
-    words = ["heal", "teacher", str(out), "--cases", str(cases), "--text", "own=own", "--at-once", "2"]
+    monkeypatch.setattr(heal, "scores", lambda *_: {"scores": {}})
+    words = ["heal", "teacher", str(out), "--cases", str(cases), "--text", "own=own", "--at-once", "2", "--mirror", "m"]
     for expected in ("abc", "b", ""):
         before = len(ran)
         monkeypatch.setattr(sys, "argv", words)
@@ -244,6 +290,9 @@ def test_failed_cases_run_again_and_two_runs_of_a_gpu_have_two_ports(
     assert {env["CUDA_VISIBLE_DEVICES"] for _, env in ran} == {"0"}
     lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     assert [line.get("failed") for line in lines if line["name"] == "b"] == ["lost", None]
+    before, after = (line for line in lines if line["name"] == "c")  # a run is kept while its benchmarks are asked
+    assert before["failed"] == "the benchmarks have not ended" and before["kl"] == {}
+    assert after["scores"] == {} and "failed" not in after
 
 
 def test_the_cases_of_the_study_of_ranks_are_taken_and_its_table_is_that_of_the_stored_runs(
@@ -293,6 +342,22 @@ def test_a_real_model_is_healed_from_its_package(repo: Path, tmp_path: Path) -> 
     assert healed < untrained
     assert (tmp_path / "out/healed/model.safetensors").is_file()
     assert real_model(repo, tmp_path, "1", "out").stdout.splitlines()[-1] == last
+
+
+def test_what_the_page_says_of_the_longer_runs_is_that_of_the_raw_file(repo: Path) -> None:
+    raw, text = json.loads((repo / page.CONVERTED).read_text()), " ".join((repo / page.PAGE).read_text().split())
+    half, far = (
+        next(found for found in raw["differences"] if found["model"].startswith(name)) for name in ("half", "far")
+    )
+    tasks = [{task["column"]: task for task in found["tasks"]} for found in (half, far)]
+    runs = {run["name"].split("-")[0]: run for run in raw["runs"]}
+    (full,) = (run for run in page.read(repo)[0]["runs"] if run["name"] == "farskip-auto-both-100m")
+    rates = [run["tokens_per_second"] for run in (runs["far"], full)]
+    assert f"With layers 2-29 converted it is {rates[0] / rates[1]:.2f}x as fast" in text
+    words = [found["lambada_openai"] for found in tasks]
+    assert all(0 <= task["points"] <= 1.8 and task["stderr"] < 1.8 for task in words)
+    assert all(found["loss"]["nats"] < 0 for found in (half, far))
+    assert {f"{found['perplexities'][0]['nats']:.2f}" for found in (half, far)} == {"0.09"}
 
 
 def test_what_training_the_converted_layers_alone_gains_is_that_of_the_raw_file(repo: Path) -> None:

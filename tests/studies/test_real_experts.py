@@ -150,6 +150,21 @@ def test_the_figures_of_the_page_are_those_of_the_raw_file(repo: Path) -> None:
     assert not any("kl" in runs[name] for name in ("farskip-2-29", "farskip-all"))
 
 
+def test_what_the_page_says_of_the_divisions_is_that_of_the_raw_file(repo: Path) -> None:
+    text = " ".join((repo / page.PAGE).read_text().split())
+    models = json.loads((repo / page.SPLITS).read_text())["models"]
+    choices = [{key: value for key, value in one.items() if key != "kl"} for one in models]
+    assert all(case.items() <= choice.items() for case, choice in zip(experts.COMPARED, choices, strict=True))
+    whole, used, random, two, gates, wide, small, less, more = (one["kl"]["foreign"]["kl"] for one in models)
+    assert abs(whole) < 1e-6 and random > 2 * used and 0 < used - small < 0.02 < 0.4 < wide - used
+    assert (
+        f"{used:.2f} nats, and {random:.2f} with a random split" in text and f"the fitted one has {gates:.2f}." in text
+    )
+    assert f"prefers some ({wide:.2f})" in text and f"gain little ({small:.2f})" in text
+    assert f"in use {less:.2f} if 256 are shared, {used:.2f} with 512 and {more:.2f} with 768" in text
+    assert round(two / used, 1) == 2.0 and f"double the divergence ({two:.2f})" in text
+
+
 @pytest.mark.nightly
 def test_the_whole_chain_heals_to_the_dense_model_with_divided_experts(dense: Path, repo: Path, tmp_path: Path) -> None:
     env = {**os.environ, "PYTHON": sys.executable, "EXPERTS": "--experts 4 --active 2 --shared 32", "LAYERS": "2-3"}

@@ -40,8 +40,8 @@ def check_table(load: Workload, path: Path) -> None:
 
 def ways_of(found: Mapping[str, Any], wiring: str) -> dict[Way, Rounds]:
     """The times of a wiring in each way in which it ran."""
-    rows = [row for row in found["variants"].values() if row["wiring"] == wiring and "travels" in row]
-    return {Way(row["reduce"], row["travels"]): row["rounds"] for row in rows if row["rounds"]}
+    rows = [row for row in found["variants"].values() if row["role"] in ("wired", "way") and row["wiring"] == wiring]
+    return {Way(row["reduce"], row["travels"]): row["rounds"] for row in rows if row["rounds"] and "travels" in row}
 
 
 def tokens_of(load: Workload, figure: Figure) -> int:
