@@ -41,6 +41,7 @@ def _row(model_type: str, stem: str, *, vllm: Mapping[str, Any] | None = None, *
 
 
 _NO_CLASS = "vLLM has no class of its own for this type"
+_UNTRIED = "fcsd's plugin was not tried on any vLLM with this type"  # for a row that is new
 _SPARSE = "vLLM's sparse attention runs on GPUs alone, where fcsd's plugin was not tried with it"
 
 _CONVOLVED = "its short convolutions keep a state for each channel, which fcsd does not shard"
