@@ -1,7 +1,8 @@
 """Writes tiny checkpoints under the names of published files, where transformers would save other names.
 
 The names are written down here, and follow neither from fcsd's code nor from transformers'. Those of OLMo-Hybrid are
-in the script that converted its weights, those of Kimi-K2.5 in the loaders of other programs.
+in the script that converted its weights, those of Kimi-K2.5 in the loaders of other programs. Qwen3-VL's experts have
+their last two dimensions exchanged there.
 """
 
 import re
@@ -90,4 +91,8 @@ def _neighbours(rows: Tensor, heads: int) -> Tensor:
     return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(rows.shape)
 
 
-NAMED = {"olmo_hybrid": olmo_hybrid, "kimi_k25": kimi_k25}
+def qwen3_vl_moe(model: Any) -> dict[str, Tensor]:
+    return {name: x.mT.contiguous() if ".mlp.experts." in name else x for name, x in model.state_dict().items()}
+
+
+NAMED = {"olmo_hybrid": olmo_hybrid, "kimi_k25": kimi_k25, "qwen3_vl_moe": qwen3_vl_moe}

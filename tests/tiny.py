@@ -384,7 +384,7 @@ CONFIGS: dict[str, tuple[str, dict]] = {
             text_config=dict(
                 _MROPE,
                 intermediate_size=128,
-                moe_intermediate_size=32,
+                moe_intermediate_size=48,  # published files have the experts transposed, which shapes tell
                 head_dim=16,
                 num_experts=8,
                 num_experts_per_tok=2,

@@ -15,6 +15,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # fcsd, and the tiny models of 
 TEACHER = "teacher"
 TEXTS = ("Question: What is 12 plus 30? Answer:", "The capital of France is", "def add(a, b):\n    return")
 BATCH, LENGTH = 3, 24
+VOCAB = 256
 HIDDEN = 128  # vLLM's kernels want more than the tests' 64
 SIZES: dict[str, dict[str, Any]] = {
     "llama": dict(intermediate_size=256),
@@ -144,6 +145,31 @@ SIZES: dict[str, dict[str, Any]] = {
         intermediate_size=256, moe_intermediate_size=64, shared_expert_intermediate_size=64, head_dim=32,
         mlp_only_layers=[0], decoder_sparse_step=1,
     ),
+    **{
+        arch: dict(
+            intermediate_size=256, moe_intermediate_size=64, head_dim=32, global_head_dim=64, tie_word_embeddings=True
+        )
+        for arch in ("gemma4_text", "gemma4")
+    },
+    "qwen3_vl_moe": dict(
+        intermediate_size=256, moe_intermediate_size=96, head_dim=32, norm_topk_prob=True, rope_parameters=dict(
+            rope_type="default", rope_theta=1e3, mrope_section=[8, 4, 4], mrope_interleaved=True,
+        ),
+    ),
+    "kimi_k25": dict(
+        intermediate_size=256, moe_intermediate_size=64, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32,
+        v_head_dim=32, q_lora_rank=64, topk_method="noaux_tc", scoring_func="sigmoid",
+    ),
+    # vLLM's classes tie the output head to the embedding.
+    "lfm2": dict(intermediate_size=256, conv_dim=HIDDEN, block_dim=HIDDEN, tie_word_embeddings=True),
+    "lfm2_moe": dict(intermediate_size=256, moe_intermediate_size=64, tie_word_embeddings=True),
+    "jamba": dict(intermediate_size=128),
+    "olmo_hybrid": dict(intermediate_size=256, linear_key_head_dim=64, linear_value_head_dim=64),
+    "step3p7": dict(intermediate_size=256, moe_intermediate_size=64, head_dim=32, share_expert_dim=64),
+    "nemotron_h": dict(
+        intermediate_size=256, head_dim=32, moe_intermediate_size=64, moe_shared_expert_intermediate_size=64,
+        moe_latent_size=64, mamba_head_dim=32,
+    ),
 }  # fmt: skip
 # Cases as AMD publishes Instella-MoE: DeepSeek-V3 with gates, trained with FarSkip. vLLM has no class of that name.
 GATED = ("deepseek_v3-gated",)
@@ -152,6 +178,17 @@ FP8 = ("qwen3_moe-fp8",)
 FP8_SIZES: dict[str, Any] = dict(
     hidden_size=256, head_dim=128, intermediate_size=256, moe_intermediate_size=256, vocab_size=256
 )
+# Families whose norms, biases and factors are random, too; those of the others are what transformers begins with.
+STIRRED = ("gemma4_text", "gemma4", "qwen3_vl_moe", "kimi_k25", "lfm2", "lfm2_moe", "step3p7", "jamba")
+# Fields of config.json of a multimodal type that differ from those of the tests, and of its vision tower. The tokens
+# for images are none of the prompts and answers, because what they stand for is not given.
+OUTER: dict[str, dict[str, Any]] = {
+    "gemma4": dict(image_token_id=VOCAB, video_token_id=VOCAB + 1, audio_token_id=VOCAB + 2),
+    "kimi_k25": dict(image_token_id=VOCAB, video_token_id=VOCAB + 1, media_placeholder_token_id=VOCAB),
+}
+VISION: dict[str, dict[str, Any]] = {"kimi_k25": dict(init_pos_emb_height=4, init_pos_emb_width=4)}
+# Families of which transformers saves other names than published files have, or experts in another layout.
+PUBLISHED = ("qwen3_vl_moe", "kimi_k25", "olmo_hybrid")
 # Cases of HyperCLOVA X whose layers norm no output.
 PLAIN = ("hyperclovax-plain",)
 # Families with two cases each: three of four layers (``ARCH-WIRING``), and all (``ARCH-WIRING-all``).
@@ -159,12 +196,13 @@ MORE = {
     "ladder": (
         *("mistral", "gemma", "phi3", "ernie4_5", "glm", "nemotron", "gemma2", "gemma3_text", "gemma3", "glm4"),
         *("apertus", "qwen3_vl", "glm4v", "mistral3", "qwen3_5_text", "qwen3_5"),
-        *("olmo2", "olmo3", "exaone4", "granite", "hyperclovax", "minicpm3"),
+        *("olmo2", "olmo3", "exaone4", "granite", "hyperclovax", "minicpm3", "lfm2", "olmo_hybrid"),
     ),
     "farskip": (
         *("minimax_m2", "ernie4_5_moe", "glm4_moe_lite", "mellum", "laguna", "afmoe", "hy_v3", "exaone_moe"),
         *("glm4v_moe", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe", "flex_olmo", "phimoe", "granitemoe"),
-        "granitemoehybrid",
+        *("gemma4_text", "gemma4", "qwen3_vl_moe", "kimi_k25", "lfm2_moe", "jamba", "step3p7"),
+        *("nemotron_h", "granitemoehybrid"),
     ),
 }
 # Name of the case -> architecture, layers, and the other options of `fcsd convert`.
@@ -239,11 +277,19 @@ def _make(case: str, original: Path, converted: Path) -> None:
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.data.mul_(3)
-    shards = {} if case in (*FP8, *GATED) else dict(max_shard_size="1MB")  # the others are rewritten as one file
+    if arch in STIRRED:
+        stir(model)
+    # Some cases are rewritten as one file.
+    shards = {} if case in (*FP8, *GATED) or arch in PUBLISHED else dict(max_shard_size="1MB")
     model.save_pretrained(original, **shards)
     config = json.loads((original / "config.json").read_text())
     config["architectures"] = [ARCHS[arch].vllm_causal_lm]  # as it is published, and as vLLM knows it
+    config |= OUTER.get(arch, {})
+    if arch in VISION:
+        config["vision_config"] |= VISION[arch]
     (original / "config.json").write_text(json.dumps(config))
+    if arch in PUBLISHED:
+        publish(arch, model, original)
     if case in FP8:
         quantise(original)
     if case in GATED:
@@ -251,6 +297,25 @@ def _make(case: str, original: Path, converted: Path) -> None:
         convert_checkpoint(original, converted, check=False)
         return
     convert_checkpoint(original, converted, layers=layers, check=False, **options)
+
+
+def stir(model: Any) -> None:
+    """Change every vector of a model at random."""
+    import torch
+
+    generator = torch.Generator().manual_seed(5)
+    for tensor in model.state_dict().values():
+        if tensor.ndim == 1 and tensor.is_floating_point():
+            tensor.add_(0.4 * torch.rand(tensor.shape, generator=generator))
+
+
+def publish(arch: str, model: Any, path: Path) -> None:
+    """Write the tensors of a checkpoint again under the names and in the layout of published files, for vLLM."""
+    import published  # pyright: ignore[reportMissingImports]
+    from safetensors.torch import save_file
+
+    tensors = {name: x.clone() for name, x in published.NAMED[arch](model).items()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
 def gate(path: Path) -> None:

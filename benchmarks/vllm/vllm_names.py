@@ -23,7 +23,7 @@ from pathlib import Path
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from fcsd.models.arch import Arch
+from fcsd.models.arch import Arch, VllmNames
 from fcsd.models.archs import ARCHS
 from fcsd.serve.vllm.support import version_of
 
@@ -154,8 +154,10 @@ def used_in(version: str) -> set[str]:
 def children(arch: Arch) -> set[str]:
     """What the plugin takes from a decoder layer of this architecture and from its parts."""
     names = arch.vllm
-    parts = (names.attn, names.linear, names.mlp, names.shared, "o_proj")
-    return {name for name in (*parts, *names.attn_norms, *names.mlp_norms) if name}
+    parts = (names.attn, names.linear, names.mlp, names.shared, names.outs[0])
+    beside = (names.router, *(names.beside or ()), *(names.inputs or ())) if names.beside else ()
+    down = () if names.down == VllmNames.down else (names.down,)
+    return {name for name in (*parts, *down, *beside, *names.attn_norms, *names.mlp_norms) if name}
 
 
 def possible() -> set[str]:

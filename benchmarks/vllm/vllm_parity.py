@@ -69,13 +69,18 @@ def engine(path: Path, dtype: str, **options: Any) -> Any:
         if "linear_key_head_dim" in (path / "config.json").read_text():
             options["mamba_ssm_cache_dtype"] = "float32"
             attend_linearly_in_float32()
-        if "kv_lora_rank" in json.loads((path / "config.json").read_text()):
+        if {"kv_lora_rank", "conv_L_cache"} & keys_of(json.loads((path / "config.json").read_text())):
             # With the CPU kernels of its norms and rotary embeddings, the original is wrong as well (docs/serving.md).
             options["compilation_config"] = dict(custom_ops=["none"])
     return LLM(
         str(path), dtype=dtype, skip_tokenizer_init=True, enable_prefix_caching=False, gpu_memory_utilization=0.1,
         **options,
     )  # fmt: skip
+
+
+def keys_of(config: dict[str, Any]) -> set[str]:
+    """The fields of a config and of that of its language model."""
+    return config.keys() | config.get("text_config", {}).keys()
 
 
 def in_a_fork(work: Callable[..., Row], *given: Any) -> Row:

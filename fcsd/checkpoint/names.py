@@ -45,15 +45,18 @@ def stored(model: "PreTrainedModel", tensors: Mapping[str, "Tensor"], held: Held
 
 
 def cut_like(tensors: Iterable[tuple[str, "Tensor"]], held: Held) -> Iterator[tuple[str, "Tensor"]]:
-    """The tensors of a model by their names on disk, where the convolution of linear attention is cut as files cut it.
+    """The tensors of a model by their names on disk, in the layout in which files have them and transformers does not.
 
-    transformers holds those of queries, keys and values as one tensor, and cuts it into equal parts although values may
-    have more channels. The parts follow one another.
+    transformers holds the convolutions of queries, keys and values of linear attention as one tensor, and cuts it into
+    equal parts although values may have more channels. The parts follow one another. It loads experts whose last two
+    dimensions are exchanged (Qwen3-VL), and does not exchange them again when it saves a model.
     """
     import torch
 
     parts: dict[str, Tensor] = {}
     for name, tensor in tensors:
+        if tensor.ndim == 3 and name in held and tensor.shape != tuple(held[name].shape) == tensor.mT.shape:
+            tensor = tensor.mT.contiguous()
         block = _CONVOLUTION.fullmatch(name)
         if block is None or name not in held:
             yield name, tensor

@@ -8,6 +8,7 @@ dimension, only its bytes are read.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,11 @@ class _ShardedModel:
                     target[rows[1] :] = 0  # the rows that the vocabulary does not have
                     target, sharding = target[: rows[1]], "whole"
                 value = reader.tensor(source.stored, source.row, rows)
-                target.copy_(own_part(value, sharding, self.ranks, self._kv_heads_of(source.name)))
+                own = partial(own_part, sharding=sharding, ranks=self.ranks, kv_heads=self._kv_heads_of(source.name))
+                part = own(value)
+                if source.expert is not None and part.shape != target.shape:  # files have it transposed: see cut_like
+                    part = own(value.mT)
+                target.copy_(part)
             for name, value in read_apart(self.model, reader, layout.tensors).items():
                 tensors[name].copy_(value)
 

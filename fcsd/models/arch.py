@@ -21,15 +21,21 @@ class VllmNames:
     Attributes:
         causal_lm: the class of the causal LM, where its name differs from transformers'.
         decoder: the path, inside the model, of the module that holds ``layers``.
-        attn: the attention of a layer. Its output projection is ``o_proj``.
-        linear: the linear attention of a layer that has it instead. Its output projection is ``out_proj``. A loop over
-            layers of which some have it names what it gives them. None if no layer has it.
+        attn: the attention of a layer.
+        linear: the linear attention of a layer that has it instead. A loop over layers of which some have it names what
+            it gives them. None if no layer has it.
+        outs: the output projections of the attention and of the linear attention.
         mlp: the MLP of a layer; a mixture of experts has ``experts``.
+        moe: the names of the mixture of experts in the versions of vLLM, if it is not the MLP.
         down: the output projection of a dense MLP, and of shared experts beside the MLP.
         shared: the shared experts inside the MLP; None if there are none.
         shared_beside: whether the shared experts are beside the MLP instead. They are the MLP of a layer that has none.
         attn_norms: the norm of what the attention reads, and the norm of its output on arrival, or None.
         mlp_norms: the same for the MLP.
+        beside: as in ``Blocks``, like the next three: the norms around experts beside the MLP, which are ``moe``.
+        router: the router of such experts.
+        inputs: what adds features of each token.
+        scale: what multiplies the stream that a layer passes on.
         hidden_first: whether layer and attention take ``(hidden, positions)`` instead of ``(positions, hidden)``.
         unscaled: whether the layer gives its attention one more argument than vLLM's loop gives the layer: no scale of
             the queries.
@@ -45,12 +51,18 @@ class VllmNames:
     decoder: str = "model"
     attn: str = "self_attn"
     linear: str | None = None
+    outs: tuple[str, str] = ("o_proj", "out_proj")
     mlp: str = "mlp"
+    moe: tuple[str, ...] = ()
     down: str = "down_proj"
     shared: str | None = None
     shared_beside: bool = False
     attn_norms: tuple[str | None, str | None] = Blocks.attn_norms
     mlp_norms: tuple[str | None, str | None] = Blocks.mlp_norms
+    beside: tuple[str, str, str] | None = None
+    router: str = Blocks.router
+    inputs: tuple[str, str, str] | None = None
+    scale: str | None = None
     hidden_first: bool = False
     unscaled: bool = False
     whole: bool = False

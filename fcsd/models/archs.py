@@ -24,19 +24,32 @@ def _row(model_type: str, stem: str, *, vllm: Mapping[str, Any] | None = None, *
     classes = {"AutoModel": (f"{stem}Model", ""), "AutoModelForCausalLM": (f"{stem}ForCausalLM", "model")}
     fields = {"config": f"{stem}Config", "classes": classes, "blocks": Blocks(), **fields}
     decoder, blocks = fields["classes"]["AutoModelForCausalLM"][1], fields["blocks"]
-    same = ("mlp", "shared", "shared_beside", "linear", "attn_norms", "mlp_norms")
+    same = (
+        "mlp",
+        "shared",
+        "shared_beside",
+        "linear",
+        "attn_norms",
+        "mlp_norms",
+        "beside",
+        "router",
+        "inputs",
+        "scale",
+    )
     names = {"decoder": decoder} | {name: getattr(blocks, name) for name in same} | dict(vllm or {})
     return Arch(model_type, vllm=VllmNames(**names), **fields)
 
 
 _NO_CLASS = "vLLM has no class of its own for this type"
-_UNTRIED = "fcsd's plugin was not tried on any vLLM with this type"
+_UNTRIED = "fcsd's plugin was not tried on any vLLM with this type"  # for a row that is new
 _SPARSE = "vLLM's sparse attention runs on GPUs alone, where fcsd's plugin was not tried with it"
 
 _CONVOLVED = "its short convolutions keep a state for each channel, which fcsd does not shard"
 _STATES = "mamba keeps a state for each channel, which fcsd does not shard"
 _RECURRENT = "linear attention keeps a state for each head, which fcsd does not shard"
 _NOT_TRIED = "vLLM's class has states for each channel or head, with which the plugin was not tried"
+_ON_GPUS = "vLLM's linear attention for it has kernels for GPUs alone, where fcsd's plugin was not tried with it"
+_NO_SCAN = "vLLM's build for CPUs lacks the kernel of its states, and no GPU has run fcsd's plugin with it"
 
 
 def _vision(stem: str) -> dict[str, tuple[str, str]]:
@@ -90,8 +103,8 @@ _GEMMA4: Mapping[str, Any] = {
     ),
     "no_tp": _UNEVEN,
     "tp_plan": dict.fromkeys(("*layernorm_?", "layer_scalar", "per_layer_*", "router.*"), "replicated"),  # of one rank
-    "no_vllm": "vLLM's layer adds features of each token to the stream and multiplies it, which the plugin's does not",
 }
+_GEMMA4_VLLM: Mapping[str, Any] = {"whole": True, "moe": ("moe", "experts")}
 
 # Multi-head latent attention: every rank makes the latents of all heads, and unfolds them for its own heads.
 _LATENT_TP = {
@@ -233,6 +246,12 @@ _LFM2_TP = {
     "conv.*": "replicated",  # of a single rank
     "operator_norm": "replicated",
     "ffn_norm": "replicated",
+}
+_LFM2_VLLM = {
+    "linear": "short_conv",
+    "outs": ("out_proj", "out_proj"),
+    "down": "w2",
+    "assumes": {"tie_word_embeddings": True},
 }
 
 _ROWS = (
@@ -454,7 +473,7 @@ _ROWS = (
         text_config="text_config",
         injected="vision_config.deepstack_visual_indexes",
         no_ep="its experts are stored transposed, by a rule that reads shapes which AutoEP's experts do not have",
-        no_vllm=_UNTRIED,
+        vllm={"decoder": "language_model.model"},
     ),
     _row(
         "mistral3",
@@ -554,9 +573,17 @@ _ROWS = (
         "Gemma4",
         config="Gemma4TextConfig",
         classes={"AutoModel": ("Gemma4TextModel", ""), "AutoModelForCausalLM": ("Gemma4ForCausalLM", "model")},
+        vllm=_GEMMA4_VLLM,
         **_GEMMA4,
     ),
-    _row("gemma4", "Gemma4", classes=_vision("Gemma4"), text_config="text_config", **_GEMMA4),
+    _row(
+        "gemma4",
+        "Gemma4",
+        classes=_vision("Gemma4"),
+        text_config="text_config",
+        vllm={"decoder": "language_model.model", **_GEMMA4_VLLM},
+        **_GEMMA4,
+    ),
     _row(
         "glm4",
         "Glm4",
@@ -650,7 +677,7 @@ _ROWS = (
         no_tp=_CONVOLVED,
         tp_plan=_LFM2_TP,
         since=(5, 23),
-        no_vllm=_NOT_TRIED,
+        vllm=_LFM2_VLLM,
     ),
     _row(
         "lfm2_moe",
@@ -661,7 +688,7 @@ _ROWS = (
         no_tp=_CONVOLVED,
         tp_plan={**_LFM2_TP, "feed_forward.expert_bias": "replicated"},
         since=(5, 23),
-        no_vllm=_NOT_TRIED,
+        vllm=_LFM2_VLLM,
     ),
     _row(
         "kimi_linear",
@@ -671,7 +698,7 @@ _ROWS = (
         rotates_halves=False,
         no_tp=_RECURRENT,
         tp_plan={"self_attn.*": "replicated"},  # of a single rank
-        no_vllm=_NOT_TRIED,
+        no_vllm=_ON_GPUS,
     ),
     _row(
         "axk1",
@@ -752,7 +779,7 @@ _ROWS = (
         },
         final_norm="final_layernorm",
         since=(5, 23),
-        no_vllm=_NOT_TRIED,
+        no_vllm=_NO_SCAN,
     ),
     _row(
         "nemotron_h",
@@ -776,7 +803,7 @@ _ROWS = (
         embedding="embeddings",
         layer_lists=("layers_block_type", "hybrid_override_pattern"),
         since=(5, 23),
-        no_vllm="vLLM's layer has one sub-block, and the plugin's has two",
+        no_vllm="vLLM's layer has one sub-block, the plugin's two, and vLLM has experts without gates on GPUs alone",
         later_layers=True,
     ),
     _row(
@@ -868,7 +895,11 @@ _ROWS = (
         autoep={"preset_model": "deepseek_v3", "moe_layer_pattern": _INSIDE_VISION},
         rotates_halves=False,
         tp_plan=_LATENT_TP,
-        no_vllm=_UNTRIED,
+        vllm={
+            "causal_lm": "KimiK25ForConditionalGeneration",
+            "decoder": "language_model.model",
+            "rescales_float16": True,
+        },
         later_layers=True,
     ),
     _row(
@@ -883,7 +914,7 @@ _ROWS = (
         stored="model",
         no_tp="its layers differ in their number of heads, for which tensor parallelism has one number",
         tp_plan={**_DENSE_TP, **_SHARED_TP, "self_attn.g_proj": "colwise"},  # of a single rank
-        no_vllm=_UNTRIED,
+        no_vllm="vLLM reads its vision tower's fields by names that transformers' config drops, the original's as well",
         later_layers=True,
         since=(5, 23),
     ),
@@ -897,7 +928,7 @@ _ROWS = (
         ),
         no_tp=_RECURRENT,
         tp_plan={"linear_attn.*": "replicated", "self_attn.*": "replicated"},  # of a single rank
-        no_vllm=_UNTRIED,
+        no_vllm=_ON_GPUS,
     ),
 )
 

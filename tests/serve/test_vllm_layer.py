@@ -17,7 +17,7 @@ from torch import nn
 from fcsd.models.arch import VllmNames
 from fcsd.models.schedule import MLP_PARTS, Kind, Output, Read, layer_plans, reads_of
 from fcsd.models.wiring_block import DESYNC, Blocks, Wiring, kept_reductions
-from fcsd.serve.vllm.layer import Wired, check_handed_on, gate_attention, kind_of, take_apart
+from fcsd.serve.vllm.layer import Wired, check_handed_on, gate_attention, kind_of, read_ahead, take_apart
 from fcsd.serve.vllm.reduction import Reducer, Sum
 
 RANKS, TOKENS, WIDTH = 2, 3, 4
@@ -532,3 +532,98 @@ def test_a_gate_multiplies_what_the_output_projection_reads():
 def test_every_kind_of_layer_is_known():
     for kind in get_args(Kind):
         assert kind_of(Layer(0, 0, kind, None), NAMES) == kind
+
+
+SCALE, GIVEN = 0.7, torch.linspace(-1, 1, TOKENS * WIDTH, dtype=torch.float64).view(TOKENS, WIDTH)
+FEATURED = VllmNames(
+    whole=True,
+    moe=("elsewhere", "experts"),
+    attn_norms=("norm", "norm"),
+    mlp_norms=("norm", "norm"),
+    beside=("norm", "norm", "norm"),
+    router="norm",
+    inputs=("norm", "norm", "norm"),
+    scale="factor",
+)
+
+
+class FeaturedLayer(Layer):
+    """A decoder layer with experts beside its MLP, features of each token and a factor of the stream."""
+
+    def __init__(self, rank: int, index: int, kind: Kind, reducer: Any) -> None:
+        super().__init__(rank, index, "dense", reducer)
+        self.norm, self.factor = Norm(), torch.tensor([SCALE], dtype=torch.float64)
+        self.experts = None if kind == "dense" else BesideRunner(rank, seed_of(index, "routed"), reducer, None)
+
+    def forward(self, positions: torch.Tensor, hidden: torch.Tensor, residual: Any, per_layer_input: Any = None) -> Any:
+        hidden = hidden + norm(self.self_attn(positions, norm(hidden)))
+        out = self.mlp(norm(hidden))
+        if self.experts is not None:
+            out = norm(out) + norm(self.experts(norm(hidden), norm(hidden)))
+        hidden = hidden + norm(out)
+        return (hidden + feature(hidden)) * SCALE, None
+
+
+class BesideRunner(Runner):
+    def forward(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        assert torch.equal(logits, x), "the router and the experts read the same stream, through one norm here"
+        return super().forward(x)
+
+
+def feature(stream: torch.Tensor) -> torch.Tensor:
+    return norm(norm(torch.nn.functional.gelu(norm(stream), approximate="tanh") * GIVEN))
+
+
+def featured(wiring: Wiring, kinds: Sequence[Kind], blocks: Blocks) -> torch.Tensor:
+    """The final stream, from the sets that each read includes: features are of what the next attention reads."""
+    reads, outputs, features = reads_of(wiring, kinds, blocks), {}, []
+
+    def stream(place: Read, layer: int) -> torch.Tensor:
+        own = [(output.layer, outputs[output]) for output in sorted(reads[place])] + list(enumerate(features))
+        return SCALE**layer * embedding() + sum(SCALE ** (layer - i) * value for i, value in own)
+
+    def summed(x: torch.Tensor, i: int, part: str) -> torch.Tensor:
+        return norm(sum((x @ weight(rank, seed_of(i, part)) for rank in range(RANKS)), torch.zeros(())))
+
+    for i, kind in enumerate(kinds):
+        outputs[Output(i, "attn")] = summed(norm(stream(Read(i, "attn"), i)), i, "attn")
+        x = norm(stream(Read(i, "mlp"), i))
+        parts = [summed(x, i, part) for part in MLP_PARTS[kind]]
+        outputs |= dict.fromkeys((Output(i, part) for part in MLP_PARTS[kind]), torch.zeros(()))
+        outputs[Output(i, "shared")] = parts[0] if kind == "dense" else norm(parts[0] + parts[1])
+        last = i + 1 == len(kinds)
+        features.append(feature(stream(Read(i + 1, "norm" if last else "attn"), i)))
+    return stream(Read(len(kinds), "norm"), len(kinds))
+
+
+def test_layers_with_experts_beside_their_mlp_features_of_tokens_and_a_factor():
+    """Sums in flight get the factors of all layers that they pass, and the two parts of an MLP share a sum."""
+
+    def run_one(rank: int, meeting: Meeting, wiring: Wiring) -> Any:
+        reducer: Any = LateReducer(rank, meeting)
+        layers = [FeaturedLayer(rank, i, kind, reducer) for i, kind in enumerate(kinds)]
+        assert [kind_of(layer, FEATURED) for layer in layers] == list(kinds)
+        plans = layer_plans(wiring, kinds, range(len(kinds)), blocks=blocks)
+        ahead = read_ahead(plans)
+        for i, plan in plans.items():
+            take_apart(layers[i], Wired(FEATURED, plan, reducer, ahead=ahead.get(i, ())))
+        hidden, residual = embedding(), None
+        for layer in layers:
+            hidden, residual = layer(torch.arange(TOKENS), hidden, residual, per_layer_input=GIVEN)
+        return hidden
+
+    kinds: tuple[Kind, ...] = ("moe-shared", "dense", "moe-shared", "moe-shared", "dense")
+    blocks = Blocks(attn_norms=FEATURED.attn_norms, mlp_norms=FEATURED.mlp_norms)
+    for wiring in [*wirings()[2::3], Wiring("standard", ())]:
+        meeting = Meeting()
+        with ThreadPoolExecutor(RANKS) as ranks:
+            found = [ranks.submit(run_one, rank, meeting, wiring) for rank in range(RANKS)]
+            expected = featured(wiring, kinds, blocks)
+            for job in found:
+                torch.testing.assert_close(job.result(60), expected, rtol=1e-9, atol=1e-9, msg=str(wiring))
+
+
+def test_experts_under_a_name_that_the_plugin_does_not_know_are_refused():
+    layer = FeaturedLayer(0, 0, "moe-shared", None)
+    with pytest.raises(ValueError, match="under a name"):
+        kind_of(layer, replace(FEATURED, moe=("elsewhere",)))

@@ -79,6 +79,11 @@ def test_a_multimodal_type_is_served_with_the_language_models_that_the_plugin_se
     assert base_config({**raw, "text_config": {"model_type": "mistral"}}, "x") is not None
     with pytest.raises(BadInputError, match=r"^x: the vLLM plugin cannot serve mistral3 with ministral3: vLLM reads"):
         base_config({**raw, "text_config": {"model_type": "ministral3"}}, "x")
+    kimi = {**raw, "model_type": "fcsd_kimi_k25", "text_config": {"model_type": "kimi_k2"}}  # as it is published
+    found = base_config(kimi, "x")
+    assert found is not None and found[0]["architectures"] == ["KimiK25ForConditionalGeneration"]
+    with pytest.raises(BadInputError, match="does not have the architecture 'gpt2'"):
+        base_config({**kimi, "text_config": {"model_type": "gpt2"}}, "x")
 
 
 def settings(wiring: Wiring, dtype: torch.dtype = torch.bfloat16, moe: bool = True, **changes: Any) -> Any:
@@ -104,6 +109,7 @@ def settings(wiring: Wiring, dtype: torch.dtype = torch.bfloat16, moe: bool = Tr
             max_model_len=whole.pop("max_model_len", 4096),
         ),
         parallel_config=SimpleNamespace(**parallel),
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=whole.pop("fast_prefill", False)),
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=whole.pop("enable_sp", False))),
         **whole,
     )
@@ -118,6 +124,7 @@ REFUSED = [
     (settings(Wiring("ladder", (1,), distance=2), pipeline_parallel_size=2), "at a distance of 2 or more"),
     (settings(FARSKIP, dtype=torch.float16), "rescales their stream in float16"),
     (settings(FARSKIP, use_sequence_parallel_moe=True), "sequence-parallel experts"),
+    (settings(FARSKIP, fast_prefill=True), "sums in flight would get lost"),
     (settings(FARSKIP, data_parallel_size=2, enable_expert_parallel=False), "data-parallel attention of a model with"),
     (settings(FARSKIP, data_parallel_size=2, pipeline_parallel_size=2), "or with pipeline stages"),
     (settings(FARSKIP, data_parallel_size=2, all2all_backend="deepep_low_latency"), "use allgather_reducescatter"),

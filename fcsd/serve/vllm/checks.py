@@ -76,6 +76,7 @@ def problems(vllm_config: Any, model_type: str) -> Iterator[str]:
         "pooling": vllm_config.model_config.runner_type == "pooling",
         "long_positions": _scales_short_texts(vllm_config.model_config),
         "connectors": vllm_config.kv_transfer_config is not None,
+        "fast_prefill": vllm_config.cache_config.kv_sharing_fast_prefill,
     }
     yield from (refusal(name) for name, found in asked.items() if found)
     chosen = read_settings(vllm_config.additional_config, parallel.tensor_parallel_size)
@@ -83,6 +84,8 @@ def problems(vllm_config: Any, model_type: str) -> Iterator[str]:
     if strict and leaves_out(chosen.reduce):
         wrong = f"reduce {chosen.reduce} gives wrong results"
         yield f"{wrong}, which fcsd serve and fcsd eval refuse; start vLLM for a bound"
+    if chosen.exchange == "in flight" and ARCHS[model_type].vllm.beside:
+        yield "exchange in flight does not go with experts beside an MLP; leave it out"
     unproven = {"exchange in flight": chosen.exchange == "in flight"}
     unproven["shared_experts beside"] = chosen.shared_experts == "beside"
     for name in (name for name, is_so in unproven.items() if is_so and strict):

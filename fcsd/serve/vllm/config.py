@@ -43,6 +43,8 @@ def base_config(raw: dict[str, Any], where: str | Path) -> tuple[dict[str, Any],
     text = model_type  # the type of the language model, which is another one in a type that takes several
     if model_type in ARCHS and ARCHS[model_type].texts:
         text = str(raw.get("text_config", {}).get("model_type"))
+        if text not in ARCHS and text in ARCHS[model_type].texts:
+            text = model_type  # another name of a type that has a row
     if missing := {model_type, text} - ARCHS.keys():
         raise BadInputError(f"{where}: the vLLM plugin does not have the architecture {missing.pop()!r}")
     if (reason := ARCHS[model_type].no_vllm or ARCHS[text].no_vllm) is not None:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import gelu
 
 from fcsd.models.arch import VllmNames
 from fcsd.models.schedule import Kind, LayerPlan, Step
@@ -53,6 +54,7 @@ class Wired:
     fills: bool = False  # whether the attention writes its output where it is told to, as linear layers' up to 0.25
     multiplier: float | None = None  # what multiplies an output before it is added to the stream
     bare: bool = False  # whether vLLM's loop passes one tensor from layer to layer, and no pair
+    ahead: tuple[int, ...] = ()  # the sums that the layer awaits for the next one: see ``read_ahead``
 
 
 class WiredLayer(nn.Module):
@@ -68,6 +70,7 @@ class WiredLayer(nn.Module):
         residual: Any = None,
         idx: int = -1,
         t_cond: None = None,
+        per_layer_input: Any = None,
     ) -> Any:
         """Run the layer. Returns what the next layer takes as ``hidden`` and ``residual``, or as ``hidden`` alone.
 
@@ -79,6 +82,7 @@ class WiredLayer(nn.Module):
             residual: see ``Flight``.
             idx: the number of the layer, which one of vLLM's loops passes and no layer reads.
             t_cond: what one of vLLM's loops passes for models of speech, which are not served.
+            per_layer_input: the features of the tokens for this layer, ``[tokens, width]``, if it has any.
 
         Raises:
             RuntimeError: ``t_cond`` is given.
@@ -93,7 +97,8 @@ class WiredLayer(nn.Module):
         x, flight = self._read(flight, plan.attn, self._norm(names.attn_norms[0]))
         out = self._attention(positions, x, args[3:])
         flight, collected = self._add(flight, None, out, plan.steps[0])
-        x, flight = self._read(flight, plan.mlp, self._norm(names.mlp_norms[0]))
+        twin = names.beside is not None and experts_of(self, names) is not None
+        x, flight = self._read(flight, plan.mlp, self._norm(None if twin else names.mlp_norms[0]))
         exchange, steps = self.fcsd.exchange, plan.steps[1:]
         token = None if exchange is None else exchange.gather(x)
         if plan.splits and self.fcsd.beside:
@@ -105,6 +110,8 @@ class WiredLayer(nn.Module):
             else:
                 sum_ = exchange.experts(x, token, collected if step.joins else None, flight.newest)
                 flight = self._exchanged(flight, sum_, step)
+        if names.inputs is not None or names.scale is not None:
+            flight = self._with_features(flight, per_layer_input)
         if plan.hands_on is None:
             return flight if self.fcsd.bare else (flight.newest, flight)
         hidden, residual = self._leave(flight, plan.hands_on)
@@ -139,20 +146,49 @@ class WiredLayer(nn.Module):
         own, collected = (collected, None) if shared.joins else (None, collected)
         reducer.cover(x, flight.newest, flight.sums)
         reducer.hold(x, own)
-        mlp = getattr(self, self.fcsd.names.mlp)
+        mlp = mlp_of(self, self.fcsd.names)
         out = mlp(x)
         sum_ = reducer.held(mlp.experts.fcsd_apart.pop(), own, out)
         flight = Flight(flight.landed, (*flight.sums, sum_), sum_.total)
         return self._add(flight, collected, out, routed)[0]
 
     def _mlp(self, x: Tensor, step: Step) -> Tensor:
-        names, mlp = self.fcsd.names, _mlp_of(self, self.fcsd.names)
+        names = self.fcsd.names
+        if names.beside is not None and experts_of(self, names) is not None:
+            before = self._norm(names.mlp_norms[0]), self._norm(names.beside[0])
+            dense, router = getattr(self, names.mlp)(before[0](x)), getattr(self, names.router)
+            return torch.cat((dense, experts_of(self, names)(before[1](x), router(x))), -1)
+        mlp, shared = mlp_of(self, names), _beside(self, names)
         if step.call == "shared":
             return getattr(self if names.shared_beside else mlp, names.shared or "")(x)
-        beside = _beside(self, names)
-        if step.call != "mlp" or beside is None:
+        if step.call != "mlp" or shared is None:
             return mlp(x)
-        return beside(x) + mlp(x)  # experts may write over what they read
+        return shared(x) + mlp(x)  # experts may write over what they read
+
+    def _both(self, total: Tensor) -> Tensor:
+        """What is added for an MLP and the experts beside it, from the sums of both ``[tokens, 2 * hidden]``."""
+        names = self.fcsd.names
+        assert names.beside is not None
+        parts = (part.contiguous() for part in total.chunk(2, -1))
+        dense, routed = (self._norm(name)(part) for name, part in zip(names.beside[1:], parts, strict=True))
+        return self._norm(names.mlp_norms[1])(dense + routed)
+
+    def _with_features(self, flight: Flight, given: Tensor | None) -> Flight:
+        """The state after a layer has added features of each token, and has multiplied the stream.
+
+        Every stream gets both, and a sum in flight is multiplied on arrival. The features are computed from what the
+        next attention reads, which is therefore read here: see ``Blocks.leave``.
+        """
+        names, landing = self.fcsd.names, self.fcsd.plan.hands_on is not None
+        landed, flight = self._read(flight, range(len(flight.sums)) if landing else self.fcsd.ahead, _same)
+        if names.inputs is not None and given is not None:
+            gate, projection, norm = (getattr(self, name) for name in names.inputs)
+            landed = landed + norm(projection(gelu(gate(landed), approximate="tanh") * given))
+        if names.scale is None:
+            return flight._replace(landed=landed)
+        scale = getattr(self, names.scale)
+        sums = [s._replace(arrive=partial(_arrived, norm=s.arrive or _same, factor=scale)) for s in flight.sums]
+        return Flight(landed * scale, tuple(sums), flight.newest)
 
     def _read(self, flight: Flight, places: Sequence[int], norm: Any) -> tuple[Tensor, Flight]:
         """The normalised stream with the sums at ``places``, and what is left."""
@@ -199,7 +235,10 @@ class WiredLayer(nn.Module):
 
     def _arriving(self, sum_: Sum, step: Step) -> Sum:
         """The sum with what becomes of it on arrival: its norm, and the factor of this family."""
-        name = (self.fcsd.names.attn_norms if step.call == "attn" else self.fcsd.names.mlp_norms)[1]
+        names = self.fcsd.names
+        if names.beside is not None and step.call != "attn" and experts_of(self, names) is not None:
+            return sum_._replace(arrive=self._both)
+        name = (names.attn_norms if step.call == "attn" else names.mlp_norms)[1]
         if name is None and self.fcsd.multiplier is None:
             return sum_
         norm = getattr(self, name or "", _same)  # the config of a family can leave its norms on arrival out
@@ -220,7 +259,9 @@ class WiredLayer(nn.Module):
                 residual = total if residual is None else residual + total
             else:
                 hidden = total if hidden is None else hidden + total
-        zeros = torch.zeros_like(flight.newest)
+        some = residual if hidden is None else hidden
+        assert some is not None, "a layer passes on a stream"
+        zeros = torch.zeros_like(some)
         return zeros if hidden is None else hidden, zeros if residual is None else residual
 
     def _await(self, flight: Flight, places: Sequence[int]) -> list[Tensor]:
@@ -233,7 +274,7 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-def _arrived(total: Tensor, norm: Callable[[Tensor], Tensor], factor: float | None) -> Tensor:
+def _arrived(total: Tensor, norm: Callable[[Tensor], Tensor], factor: float | Tensor | None) -> Tensor:
     return norm(total) if factor is None else norm(total) * factor
 
 
@@ -258,24 +299,54 @@ def _attention_name(names: VllmNames, linear: bool) -> str:
     return names.linear if linear and names.linear is not None else names.attn
 
 
-def _mlp_of(layer: Any, names: VllmNames) -> Any:
-    """The MLP of a layer, which are the shared experts beside it if it has no other."""
-    mlp = getattr(layer, names.mlp)
-    return getattr(layer, names.shared or "") if mlp is None and names.shared_beside else mlp
-
-
 def _beside(layer: Any, names: VllmNames) -> Any:
     """The shared experts beside the MLP of a layer; None if there are none."""
     shared = getattr(layer, names.shared or "") if names.shared_beside else None
-    return None if shared is _mlp_of(layer, names) else shared
+    return None if shared is mlp_of(layer, names) else shared
 
 
 def kind_of(layer: Any, names: VllmNames) -> Kind:
-    """The kind of one of vLLM's decoder layers."""
-    mlp = _mlp_of(layer, names)
-    if not hasattr(mlp, "experts"):
+    """The kind of one of vLLM's decoder layers.
+
+    Raises:
+        ValueError: the layer has experts under another name.
+    """
+    moe = experts_of(layer, names)
+    if moe is None:
+        if any(hasattr(module, "_maybe_reduce_final_output") for module in layer.modules()):
+            raise ValueError("the layers have experts under a name that the plugin does not know")
         return "dense"
-    return "moe" if mlp.experts._shared_experts is None and _beside(layer, names) is None else "moe-shared"
+    shared = names.beside is not None or runner_of(moe)._shared_experts is not None
+    return "moe-shared" if shared or _beside(layer, names) is not None else "moe"
+
+
+def experts_of(layer: Any, names: VllmNames) -> Any:
+    """The mixture of experts of a layer; None if it has none."""
+    found = [getattr(layer, name, None) for name in names.moe or (names.mlp,)]
+    return next((moe for moe in found if moe is not None and hasattr(runner_of(moe), "_shared_experts")), None)
+
+
+def runner_of(moe: Any) -> Any:
+    """vLLM's runner of the experts of a mixture, or the mixture if it is one."""
+    return getattr(moe, "experts", moe)
+
+
+def mlp_of(layer: Any, names: VllmNames) -> Any:
+    """The MLP of a layer or the mixture of experts in its place."""
+    moe = None if names.beside is not None else experts_of(layer, names)
+    mlp = getattr(layer, names.mlp) if moe is None else moe
+    return getattr(layer, names.shared or "") if mlp is None and names.shared_beside else mlp
+
+
+def read_ahead(plans: dict[int, LayerPlan]) -> dict[int, tuple[int, ...]]:
+    """Move what an attention awaits to the end of the layer before it, in place; for layers that add features there.
+
+    Returns:
+        For each layer that hands on sums in flight, what it awaits.
+    """
+    ahead = {i: plans[i + 1].attn for i, plan in plans.items() if plan.hands_on is None}
+    plans |= {i + 1: plans[i + 1]._replace(attn=()) for i in ahead}
+    return ahead
 
 
 def check_handed_on(plans: Mapping[int, LayerPlan], count: int) -> None:
@@ -304,14 +375,14 @@ def take_apart(layer: Any, wired: Wired) -> None:
     """
     if getattr(layer, "layer_scale", False):
         raise ValueError("the layers multiply their outputs (layer_scale), which rewired layers do not")
-    names, mlp = wired.names, _mlp_of(layer, wired.names)
+    names, moe = wired.names, experts_of(layer, wired.names)
     bare = names.whole and "residual" not in signature(layer.forward).parameters
     linear = names.linear is not None and hasattr(layer, names.linear)
     attention = getattr(layer, _attention_name(names, linear))
-    (attention.out_proj if linear else attention.o_proj).reduce_results = False
+    getattr(attention, names.outs[linear]).reduce_results = False
     fills = "output" in signature(attention.forward).parameters
-    if hasattr(mlp, "experts"):
-        runner, beside = mlp.experts, _beside(layer, names)
+    if moe is not None:
+        runner, beside = runner_of(moe), _beside(layer, names)
         runner.__class__ = _mixed(UnreducedExperts, type(runner))
         if beside is not None:
             getattr(beside, names.down).reduce_results = False
@@ -326,8 +397,8 @@ def take_apart(layer: Any, wired: Wired) -> None:
             shared.__class__ = _mixed(SummedExperts, type(shared))
             shared.fcsd = Held(wired.reducer, step.joins)
             runner.fcsd_apart = []
-    else:
-        getattr(mlp, names.down).reduce_results = False
+    if moe is None or names.beside is not None:
+        getattr(mlp_of(layer, names), names.down).reduce_results = False
     layer.__class__ = _mixed(WiredLayer, type(layer))
     layer.fcsd = replace(wired, linear=linear, fills=fills, bare=bare)
 

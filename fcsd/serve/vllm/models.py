@@ -26,7 +26,7 @@ from fcsd.models.schedule import Kind, layer_plans
 from fcsd.models.wiring_block import Blocks, Wiring
 from fcsd.serve.vllm.exchange import Exchange
 from fcsd.serve.vllm.exchange import define_operators as define_exchange
-from fcsd.serve.vllm.layer import Wired, check_handed_on, gate_attention, kind_of, take_apart
+from fcsd.serve.vllm.layer import Wired, check_handed_on, gate_attention, kind_of, mlp_of, read_ahead, take_apart
 from fcsd.serve.vllm.reduction import Reducer, Settings, define_operators, leaves_out, read_settings
 
 GATE = ".self_attn.gate_proj.weight"  # a tensor of a gated attention, as checkpoints name it
@@ -60,12 +60,14 @@ def rewire(model: Any, names: VllmNames, vllm_config: Any) -> None:
     multiplier = None if names.multiplier is None else getattr(config, names.multiplier)
     if multiplier is not None and names.multiplier_by_depth:
         multiplier /= math.sqrt(config.num_hidden_layers)
+    ahead = read_ahead(plans) if names.inputs is not None or names.scale is not None else {}
     for i, plan in plans.items():
         exchange = None
         if exchanges and kinds[i] != "dense":
-            exchange = _exchange(getattr(layers[i], names.mlp), vllm_config, settings.overlap_from)
+            exchange = _exchange(mlp_of(layers[i], names), vllm_config, settings.overlap_from)
         beside = settings.shared_experts == "beside" and exchange is None and not names.shared_beside
-        take_apart(layers[i], Wired(names, plan, reducer, exchange, beside, multiplier=multiplier))
+        own = Wired(names, plan, reducer, exchange, beside, multiplier=multiplier, ahead=ahead.get(i, ()))
+        take_apart(layers[i], own)
 
 
 def _exchange(mlp: Any, vllm_config: Any, overlap_from: int) -> Exchange:

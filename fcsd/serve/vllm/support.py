@@ -114,6 +114,13 @@ LOST = {
         "leave --kv-transfer-config out",
         "prefill and decoding on different servers, and caches outside of the GPU",
     ),
+    "fast_prefill": Lost(
+        "prefill that leaves out layers without keys of their own",
+        "--kv-sharing-fast-prefill",
+        "vLLM then runs the layers in two parts, between which sums in flight would get lost",
+        "leave --kv-sharing-fast-prefill out",
+        "faster prefill of the Gemma 4 models whose last layers read the keys and values of others",
+    ),
     "float16": Lost(
         "float16 for DeepSeek models",
         "--dtype float16",
