@@ -222,6 +222,9 @@ def first_layers(
     model, report = loaded
     if problems := {kind: sorted(map(str, keys))[:5] for kind, keys in report.items() if keys}:
         raise BadInputError(f"{directory}: the first {layers} layers do not load: {problems}")
+    # Mapped from a file, weights lie at any address, and the last bit of a product depends on it.
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
     return model.eval()
 
 
