@@ -89,7 +89,8 @@ def problems(vllm_config: Any, model_type: str) -> Iterator[str]:
     unproven = {"exchange in flight": chosen.exchange == "in flight"}
     unproven["shared_experts beside"] = chosen.shared_experts == "beside"
     for name in (name for name, is_so in unproven.items() if is_so and strict):
-        yield f"{name} has run on CPUs alone, so fcsd serve and fcsd eval refuse it; start vLLM to try it"
+        why = "was compared with transformers on CPUs alone"
+        yield f"{name} {why}, so fcsd serve and fcsd eval refuse it; start vLLM to try it"
 
 
 def _scales_short_texts(model: Any) -> bool:
