@@ -5,6 +5,7 @@ All but the bundled teacher have four layers, and random weights that are large 
 
 import fcntl
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -127,6 +128,15 @@ SIZES: dict[str, dict[str, Any]] = {
             rope_type="default", rope_theta=1e3, mrope_section=[8, 4, 4], mrope_interleaved=True,
         ),
     ),
+    **{
+        arch: dict(
+            intermediate_size=256, rope_parameters=dict(rope_type="default", rope_theta=1e3, mrope_section=[4, 6, 6])
+        )
+        for arch in ("qwen2_vl", "qwen2_5_vl")
+    },
+    "internvl": dict(intermediate_size=256, head_dim=32),  # around qwen3
+    "internvl+qwen2": dict(intermediate_size=256),
+    "internvl+qwen3_moe": dict(intermediate_size=256, moe_intermediate_size=64, head_dim=32),
     "mistral3": dict(
         model_type="mistral", intermediate_size=256, head_dim=32, sliding_window=None,
         rope_parameters=dict(rope_type="default", rope_theta=1e4),
@@ -179,7 +189,10 @@ FP8_SIZES: dict[str, Any] = dict(
     hidden_size=256, head_dim=128, intermediate_size=256, moe_intermediate_size=256, vocab_size=256
 )
 # Families whose norms, biases and factors are random, too; those of the others are what transformers begins with.
-STIRRED = ("gemma4_text", "gemma4", "qwen3_vl_moe", "kimi_k25", "lfm2", "lfm2_moe", "step3p7", "jamba")
+STIRRED = (
+    *("gemma4_text", "gemma4", "qwen3_vl_moe", "kimi_k25", "lfm2", "lfm2_moe", "step3p7", "jamba"),
+    *("qwen2_vl", "qwen2_5_vl", "internvl", "internvl+qwen2", "internvl+qwen3_moe"),
+)
 # Fields of config.json of a multimodal type that differ from those of the tests, and of its vision tower. The tokens
 # for images are none of the prompts and answers, because what they stand for is not given.
 OUTER: dict[str, dict[str, Any]] = {
@@ -187,6 +200,15 @@ OUTER: dict[str, dict[str, Any]] = {
     "kimi_k25": dict(image_token_id=VOCAB, video_token_id=VOCAB + 1, media_placeholder_token_id=VOCAB),
 }
 VISION: dict[str, dict[str, Any]] = {"kimi_k25": dict(init_pos_emb_height=4, init_pos_emb_width=4)}
+# What preprocessor_config.json of a published model says. vLLM 0.28 to 0.30 ask the processor how images are normed,
+# and a processor has a tokenizer.
+PROCESSOR = {
+    arch: dict(
+        image_processor_type="Qwen2VLImageProcessor", processor_class=name, patch_size=14, temporal_patch_size=2,
+        merge_size=2, image_mean=[0.48, 0.46, 0.41], image_std=[0.27, 0.26, 0.28],
+    )
+    for arch, name in (("qwen2_vl", "Qwen2VLProcessor"), ("qwen2_5_vl", "Qwen2_5_VLProcessor"))
+}  # fmt: skip
 # Families of which transformers saves other names than published files have, or experts in another layout.
 PUBLISHED = ("qwen3_vl_moe", "kimi_k25", "olmo_hybrid")
 # Cases of HyperCLOVA X whose layers norm no output.
@@ -197,15 +219,17 @@ MORE = {
         *("mistral", "gemma", "phi3", "ernie4_5", "glm", "nemotron", "gemma2", "gemma3_text", "gemma3", "glm4"),
         *("apertus", "qwen3_vl", "glm4v", "mistral3", "qwen3_5_text", "qwen3_5"),
         *("olmo2", "olmo3", "exaone4", "granite", "hyperclovax", "minicpm3", "lfm2", "olmo_hybrid"),
+        *("qwen2_vl", "qwen2_5_vl", "internvl", "internvl+qwen2"),
     ),
     "farskip": (
         *("minimax_m2", "ernie4_5_moe", "glm4_moe_lite", "mellum", "laguna", "afmoe", "hy_v3", "exaone_moe"),
         *("glm4v_moe", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe", "flex_olmo", "phimoe", "granitemoe"),
         *("gemma4_text", "gemma4", "qwen3_vl_moe", "kimi_k25", "lfm2_moe", "jamba", "step3p7"),
-        *("nemotron_h", "granitemoehybrid"),
+        *("nemotron_h", "granitemoehybrid", "internvl+qwen3_moe"),
     ),
 }
-# Name of the case -> architecture, layers, and the other options of `fcsd convert`.
+# Name of the case -> architecture, layers, and the other options of `fcsd convert`. ``TYPE+TEXT`` is an architecture
+# with another language model inside than that of the tests.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama-ladder": ("llama", "1-3", dict(wiring="ladder")),
     "qwen3-parallel": ("qwen3", "all", dict(wiring="parallel")),
@@ -283,11 +307,16 @@ def _make(case: str, original: Path, converted: Path) -> None:
     shards = {} if case in (*FP8, *GATED) or arch in PUBLISHED else dict(max_shard_size="1MB")
     model.save_pretrained(original, **shards)
     config = json.loads((original / "config.json").read_text())
-    config["architectures"] = [ARCHS[arch].vllm_causal_lm]  # as it is published, and as vLLM knows it
+    outer = arch.partition("+")[0]
+    config["architectures"] = [ARCHS[outer].vllm_causal_lm]  # as it is published, and as vLLM knows it
     config |= OUTER.get(arch, {})
     if arch in VISION:
         config["vision_config"] |= VISION[arch]
     (original / "config.json").write_text(json.dumps(config))
+    if arch in PROCESSOR:
+        (original / "preprocessor_config.json").write_text(json.dumps(PROCESSOR[arch]))
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(ROOT / "assets" / "teacher" / name, original)
     if arch in PUBLISHED:
         publish(arch, model, original)
     if case in FP8:

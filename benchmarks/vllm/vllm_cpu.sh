@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs fcsd's vLLM plugin on CPUs, in an environment of its own, and compares it with fcsd's reference in transformers:
-# fifty architectures on one rank, sixteen of them on two, eight models with data-parallel attention, and the refusals
+# fifty-three architectures on one rank, sixteen of them on two, eight models with data-parallel attention, and the refusals
 # without the plugin. It needs no GPU.
 #
 #   benchmarks/vllm/vllm_cpu.sh [ENVIRONMENT]      default: .venv-vllm
@@ -48,7 +48,8 @@ $parity serve "$folder" {llama-ladder,qwen3-parallel,qwen3_moe-farskip,qwen2_moe
     {flex_olmo,phimoe,granitemoe,granitemoehybrid}-farskip{,-all}/float32/eager \
     {hyperclovax-plain,deepseek_v3-gated}/float32/eager lfm2-ladder/float32/eager lfm2_moe-farskip/float32/eager
 PYTHONPATH=$vision $parity serve "$folder" qwen3_5_text-ladder{,-all}/float32/eager qwen3_5_moe_text-farskip{,-all}/float32/eager \
-    {qwen3_5,qwen3_vl,gemma3,glm4v}-ladder/float32/eager {qwen3_5_moe,glm4v_moe,qwen3_vl_moe,kimi_k25}-farskip/float32/eager
+    {qwen3_5,qwen3_vl,gemma3,glm4v,qwen2_vl,qwen2_5_vl,internvl,internvl+qwen2}-ladder/float32/eager \
+    {qwen3_5_moe,glm4v_moe,qwen3_vl_moe,kimi_k25,internvl+qwen3_moe}-farskip/float32/eager
 VLLM_PLUGINS='' $parity refused "$folder" llama-ladder qwen2_moe-farskip
 
 unset VLLM_ENABLE_V1_MULTIPROCESSING

@@ -434,7 +434,7 @@ _ROWS = (
         text_config="text_config",
         packs=False,
         stored="model",
-        no_vllm=_UNTRIED,
+        vllm={"decoder": "language_model.model"},
     ),
     _row(
         "qwen2_5_vl",
@@ -443,19 +443,19 @@ _ROWS = (
         text_config="text_config",
         packs=False,
         stored="model",
-        no_vllm=_UNTRIED,
+        vllm={"decoder": "language_model.model"},
     ),
     _row(
         "internvl",
         "InternVL",
         classes=_vision("InternVL"),
         text_config="text_config",
-        no_vllm=_UNTRIED,
         texts={
             "qwen2": {},
             "qwen3": {},
             "qwen3_moe": {"autoep": {"preset_model": "qwen3_moe", "moe_layer_pattern": _INSIDE_VISION}},
         },
+        vllm={"decoder": "language_model.model"},
     ),
     _row(
         "qwen3_vl",

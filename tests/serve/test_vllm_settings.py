@@ -130,7 +130,7 @@ REFUSED = [
     (settings(FARSKIP, data_parallel_size=2, all2all_backend="deepep_low_latency"), "use allgather_reducescatter"),
     (settings(FARSKIP, additional_config={"fcsd": {"exchange": "in flight"}}), "exchange in flight"),
     (settings(FARSKIP, additional_config={"fcsd": {"exchange": "later"}}), "not 'later'"),
-    (settings(FARSKIP, additional_config={"fcsd": {"shared_experts": "beside"}}), "shared_experts beside has run"),
+    (settings(FARSKIP, additional_config={"fcsd": {"shared_experts": "beside"}}), "shared_experts beside was compared"),
     (settings(FARSKIP, additional_config={"fcsd": {"shared_experts": "first"}}), "not 'first'"),
     (settings(FARSKIP, use_ubatching=True), "two-batch overlap"),
     (settings(FARSKIP, enable_eplb=True), "moving experts"),
