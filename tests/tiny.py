@@ -396,7 +396,7 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     "llava_next": (
         "LlavaNextConfig",
         dict(
-            text_config=dict(model_type="mistral", intermediate_size=128, head_dim=16),
+            text_config=dict(model_type="mistral", intermediate_size=128, head_dim=16, sliding_window=None),
             vision_config=dict(_ONE_PATCH, model_type="clip_vision_model", projection_dim=32),
             **_TILED,
         ),
