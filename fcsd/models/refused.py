@@ -42,7 +42,8 @@ _GROUPS: dict[str, str] = {
         got_ocr2:qwen2 granite4_vision:granite granite_docling:llama hyperclovax_vision_v2:hyperclovax idefics2:mistral
         instructblip instructblipvideo janus:llama lfm3_vl:lfm2 lighton_ocr:qwen3 llava:llama llava_next_video:llama
         minicpm_ocr:qwen3_5_text minicpmv4_6:qwen3_5_text minicpmv4_7:qwen3_5_text ovis2:qwen2 perception_lm:llama
-        pp_chart2table:qwen2 qianfan_ocr:qwen3 shieldgemma2:gemma3 video_llama_3:qwen2 video_llava:llama vipllava:llama""",
+        pp_chart2table:qwen2 qianfan_ocr:qwen3 shieldgemma2:gemma3 video_llama_3:qwen2 video_llava:llama
+        vipllava:llama""",
     _OLD: """biogpt bloom cpmant ctrl fuyu git gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox_japanese kosmos-2 kosmos-2.5
         modernbert-decoder mpt openai-gpt opt persimmon:starcoder2 recurrent_gemma:gemma reformer xglm""",
     _SPEECH: """fun_asr_nano glmasr granite_speech granite_speech_plus kyutai_speech_to_text moshi
