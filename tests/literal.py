@@ -21,13 +21,13 @@ NORMS: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
         ("gemma2", "gemma3_text", "gemma3", "gemma4_text", "gemma4"),
         ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
     ),
-    **dict.fromkeys(("lfm2", "lfm2_moe"), ("operator_norm", None, "ffn_norm", None)),
+    **dict.fromkeys(("lfm2", "lfm2_vl", "lfm2_moe"), ("operator_norm", None, "ffn_norm", None)),
     "afmoe": ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"),
     "hyperclovax": ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
     "jamba": ("input_layernorm", None, "pre_ff_layernorm", None),
     "apertus": ("attention_layernorm", None, "feedforward_layernorm", None),
     **dict.fromkeys(
-        ("glm4", "glm4v"),
+        ("glm4", "glm4v", "glm46v"),
         ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
     ),
 }
@@ -59,7 +59,7 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
 KEYS = "prev_topk_indices"  # the keys that the attention of the layer before has read
 LINEAR = ("linear_attn", "mamba", "conv")
 FINAL_NORM = {
-    **dict.fromkeys(("lfm2", "lfm2_moe"), "embedding_norm"),
+    **dict.fromkeys(("lfm2", "lfm2_vl", "lfm2_moe"), "embedding_norm"),
     "nemotron_h": "norm_f",
     "jamba": "final_layernorm",
 }
@@ -80,7 +80,7 @@ def around(model: nn.Module, layer: nn.Module) -> list[Callable[[Tensor], Tensor
 
 
 def decoder_of(model: nn.Module) -> nn.Module:
-    return getattr(model.model, "language_model", model.model)
+    return getattr(model.model, "language_model", getattr(model.model, "text_model", model.model))
 
 
 def mlp_of(layer: nn.Module) -> nn.Module:

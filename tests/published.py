@@ -28,6 +28,13 @@ _KIMI = (
     (r"^model\.vision_tower\.patch_embed\.pos_emb\.position_embeddings$", "vision_tower.patch_embed.pos_emb.weight"),
     (r"^model\.vision_tower\.", "vision_tower."),
 )
+_LLAVA = (
+    (r"^lm_head\.", "language_model.lm_head."),
+    (r"^model\.language_model\.", "language_model.model."),
+    (r"^model\.vision_tower\.", "vision_tower.vision_model."),
+    (r"^model\.", ""),
+)
+_LFM2_VL = ((r"^model\.vision_tower\.", "model.vision_tower.vision_model."),)
 
 
 def write(arch: str, folder: Path) -> Any:
@@ -69,18 +76,18 @@ def kimi_k25(model: Any) -> dict[str, Tensor]:
             continue
         elif name.endswith("experts.gate_up_proj"):
             for number, both in enumerate(tensor):
-                stem = _renamed(name).removesuffix("gate_up_proj") + str(number)
+                stem = _renamed(name, _KIMI).removesuffix("gate_up_proj") + str(number)
                 found |= {f"{stem}.{one}_proj.weight": x for one, x in zip(("gate", "up"), both.chunk(2), strict=True)}
         elif name.endswith("experts.down_proj"):
-            stem = _renamed(name).removesuffix("down_proj")
+            stem = _renamed(name, _KIMI).removesuffix("down_proj")
             found |= {f"{stem}{number}.down_proj.weight": x for number, x in enumerate(tensor)}
         else:
-            found[_renamed(name)] = tensor
+            found[_renamed(name, _KIMI)] = tensor
     return found
 
 
-def _renamed(name: str) -> str:
-    for pattern, new in _KIMI:
+def _renamed(name: str, names: tuple[tuple[str, str], ...]) -> str:
+    for pattern, new in names:
         if (changed := re.sub(pattern, new, name)) != name:
             return changed
     return name
@@ -95,4 +102,19 @@ def qwen3_vl_moe(model: Any) -> dict[str, Tensor]:
     return {name: x.mT.contiguous() if ".mlp.experts." in name else x for name, x in model.state_dict().items()}
 
 
-NAMED = {"olmo_hybrid": olmo_hybrid, "kimi_k25": kimi_k25, "qwen3_vl_moe": qwen3_vl_moe}
+def llava(model: Any) -> dict[str, Tensor]:
+    return {_renamed(name, _LLAVA): x for name, x in model.state_dict().items()}
+
+
+def lfm2_vl(model: Any) -> dict[str, Tensor]:
+    return {_renamed(name, _LFM2_VL): x for name, x in model.state_dict().items()}
+
+
+NAMED = {
+    "olmo_hybrid": olmo_hybrid,
+    "kimi_k25": kimi_k25,
+    "qwen3_vl_moe": qwen3_vl_moe,
+    "llava_onevision": llava,
+    "llava_next": llava,
+    "lfm2_vl": lfm2_vl,
+}

@@ -71,6 +71,16 @@ _GLM_IMAGES = dict(
     video_start_token_id=254,
     video_end_token_id=255,
 )
+# An image of 14x28 pixels is seen whole, then as two tiles and the end of their row: four tokens.
+_TILED = dict(image_grid_pinpoints=[[14, 28]], image_token_index=250)
+_ONE_PATCH = dict(
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, image_size=14, patch_size=14
+)
+_SMOLVLM = dict(
+    text_config=dict(model_type="llama", intermediate_size=128, head_dim=16),
+    vision_config=dict(_ONE_PATCH, image_size=56),
+    image_token_id=250,
+)
 _GLM_MROPE = dict(
     rope_parameters={
         "rope_type": "default",
@@ -374,6 +384,25 @@ CONFIGS: dict[str, tuple[str, dict]] = {
             image_token_id=250,
         ),
     ),
+    "llava_onevision": (
+        "LlavaOnevisionConfig",
+        dict(
+            text_config=dict(model_type="qwen2", intermediate_size=128),
+            vision_config=dict(_ONE_PATCH, model_type="siglip_vision_model", vision_use_head=False),
+            video_token_index=251,
+            **_TILED,
+        ),
+    ),
+    "llava_next": (
+        "LlavaNextConfig",
+        dict(
+            text_config=dict(model_type="mistral", intermediate_size=128, head_dim=16, sliding_window=None),
+            vision_config=dict(_ONE_PATCH, model_type="clip_vision_model", projection_dim=32),
+            **_TILED,
+        ),
+    ),
+    "smolvlm": ("SmolVLMConfig", _SMOLVLM),
+    "idefics3": ("Idefics3Config", _SMOLVLM),
     "qwen3_vl": (
         "Qwen3VLConfig",
         dict(text_config=dict(_MROPE, intermediate_size=128, head_dim=16), vision_config=_DEEPSTACK, **_QWEN_IMAGES),
@@ -548,6 +577,26 @@ CONFIGS: dict[str, tuple[str, dict]] = {
         "Lfm2Config",
         dict(intermediate_size=128, tie_word_embeddings=False, layer_types=["conv", "full_attention", "conv", "conv"]),
     ),
+    "lfm2_vl": (
+        "Lfm2VlConfig",
+        dict(
+            text_config=dict(
+                model_type="lfm2", intermediate_size=128, layer_types=["conv", "full_attention", "conv", "conv"]
+            ),
+            vision_config=dict(
+                model_type="siglip2_vision_model",
+                hidden_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                intermediate_size=48,
+                num_patches=16,
+                patch_size=14,
+                vision_use_head=False,
+            ),
+            projector_hidden_size=32,
+            image_token_id=250,
+        ),
+    ),
     "lfm2_moe": (
         "Lfm2MoeConfig",
         dict(
@@ -678,6 +727,14 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     "glm4v": (
         "Glm4vConfig",
         dict(text_config=dict(_GLM_MROPE, intermediate_size=128), vision_config=_GLM_VISION, **_GLM_IMAGES),
+    ),
+    "glm46v": (
+        "Glm46VConfig",
+        dict(
+            text_config=dict(_GLM_MROPE, model_type="glm4v_text", intermediate_size=128),
+            vision_config=_GLM_VISION,
+            **_GLM_IMAGES,
+        ),
     ),
     "glm4v_moe": (
         "Glm4vMoeConfig",
@@ -852,6 +909,11 @@ def image(arch: str) -> dict[str, torch.Tensor]:
         return {"input_ids": ids, "pixel_values": pixels, "token_type_ids": (ids == 250).int()}
     if arch == "internvl":
         return {"input_ids": ids, "pixel_values": torch.randn(1, 3, 56, 56, generator=generator)}
+    if arch in ("llava_onevision", "llava_next"):
+        pixels = torch.randn(1, 3, 3, 14, 14, generator=generator)
+        return {"input_ids": ids, "pixel_values": pixels, "image_sizes": torch.tensor([[14, 28]])}
+    if arch in ("smolvlm", "idefics3"):
+        return {"input_ids": ids, "pixel_values": torch.randn(1, 1, 3, 56, 56, generator=generator)}
     if arch == "step3p7":
         return {"input_ids": ids, "pixel_values": torch.randn(1, 3, 112, 112, generator=generator)}
     patches = torch.randn(16, 3 * 14 * 14, generator=generator)
@@ -864,6 +926,9 @@ def image(arch: str) -> dict[str, torch.Tensor]:
             "image_position_ids": places,
             "mm_token_type_ids": kinds,
         }
+    if arch == "lfm2_vl":
+        shown = {"spatial_shapes": torch.tensor([[4, 4]]), "pixel_attention_mask": torch.ones(1, 16, dtype=torch.long)}
+        return {"input_ids": ids, "pixel_values": patches[None], **shown}
     grid = torch.tensor([[1, 4, 4]])
     if arch == "minimax_m3_vl":
         return {"input_ids": ids, "pixel_values": patches, "image_grid_thw": grid}

@@ -52,9 +52,9 @@ _ON_GPUS = "vLLM's linear attention for it has kernels for GPUs alone, where fcs
 _NO_SCAN = "vLLM's build for CPUs lacks the kernel of its states, and no GPU has run fcsd's plugin with it"
 
 
-def _vision(stem: str) -> dict[str, tuple[str, str]]:
+def _vision(stem: str, decoder: str = "language_model") -> dict[str, tuple[str, str]]:
     """The classes of a multimodal type. One serves text and images, so that no tensor is lost for text alone."""
-    whole, bare = (f"{stem}ForConditionalGeneration", "model.language_model"), (f"{stem}Model", "language_model")
+    whole, bare = (f"{stem}ForConditionalGeneration", f"model.{decoder}"), (f"{stem}Model", decoder)
     return {"AutoModel": bare, "AutoModelForCausalLM": whole, "AutoModelForImageTextToText": whole}
 
 
@@ -458,6 +458,38 @@ _ROWS = (
         vllm={"decoder": "language_model.model"},
     ),
     _row(
+        "llava_onevision",
+        "LlavaOnevision",
+        classes=_vision("LlavaOnevision"),
+        text_config="text_config",
+        no_vllm=_UNTRIED,
+        texts={"qwen2": {}},
+    ),
+    _row(
+        "llava_next",
+        "LlavaNext",
+        classes=_vision("LlavaNext"),
+        text_config="text_config",
+        no_vllm=_UNTRIED,
+        texts={"mistral": {}, "llama": {}, "qwen2": {}},
+    ),
+    _row(
+        "smolvlm",
+        "SmolVLM",
+        classes=_vision("SmolVLM", "text_model"),
+        text_config="text_config",
+        no_vllm=_UNTRIED,
+        texts={"llama": {}},
+    ),
+    _row(
+        "idefics3",
+        "Idefics3",
+        classes=_vision("Idefics3", "text_model"),
+        text_config="text_config",
+        no_vllm=_UNTRIED,
+        texts={"llama": {}},
+    ),
+    _row(
         "qwen3_vl",
         "Qwen3VL",
         classes=_vision("Qwen3VL"),
@@ -680,6 +712,19 @@ _ROWS = (
         vllm=_LFM2_VLLM,
     ),
     _row(
+        "lfm2_vl",
+        "Lfm2Vl",
+        classes=_vision("Lfm2Vl"),
+        text_config="text_config",
+        blocks=_LFM2,
+        final_norm="embedding_norm",
+        no_tp=_CONVOLVED,
+        tp_plan=_LFM2_TP,
+        since=(5, 23),
+        no_vllm=_UNTRIED,
+        texts={"lfm2": {}},
+    ),
+    _row(
         "lfm2_moe",
         "Lfm2Moe",
         blocks=_LFM2_MOE,
@@ -867,6 +912,18 @@ _ROWS = (
         rotates_halves=False,
         tp_plan=_PACKED_MLP_TP,
         vllm={"decoder": "language_model.model"},
+    ),
+    _row(
+        "glm46v",
+        "Glm46V",
+        packs=False,
+        classes=_vision("Glm46V"),
+        text_config="text_config",
+        blocks=Blocks(**_GLM_NORMS),
+        rotates_halves=False,
+        tp_plan=_PACKED_MLP_TP,
+        no_vllm=_UNTRIED,
+        texts={"glm4v_text": {}},
     ),
     _row(
         "glm4v_moe",

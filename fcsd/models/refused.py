@@ -38,13 +38,12 @@ _GROUPS: dict[str, str] = {
         iquestcoder:llama jais2:llama kolibri1:glm4 lfm3:lfm2 molmo2:qwen3 muse_glimmer:gemma2 paddleocr_vl:ernie4_5
         phi4_multimodal:phi3 stablelm:llama vaultgemma:gemma cosmos3_edge:qwen3 cosmos3_omni:qwen3
         mistral_large4:glm_moe_dsa deepseek_ocr2:deepseek_v2 unlimited_ocr:deepseek_v2""",
-    _INSIDE: """aria blip-2 deepseek_vl:llama deepseek_vl_hybrid:llama exaone4_5:exaone4 fast_vlm:qwen2 glm46v:glm4v
-        glmga:glm4v got_ocr2:qwen2 granite4_vision:granite granite_docling:llama
-        hyperclovax_vision_v2:hyperclovax idefics2:mistral idefics3:llama instructblip instructblipvideo janus:llama
-        lfm2_vl:lfm2 lfm3_vl:lfm2 lighton_ocr:qwen3 llava:llama llava_next:llama llava_next_video:llama
-        llava_onevision:qwen2 minicpm_ocr:qwen3_5_text minicpmv4_6:qwen3_5_text minicpmv4_7:qwen3_5_text ovis2:qwen2
-        perception_lm:llama pp_chart2table:qwen2 qianfan_ocr:qwen3 shieldgemma2:gemma3 smolvlm:llama
-        video_llama_3:qwen2 video_llava:llama vipllava:llama""",
+    _INSIDE: """aria blip-2 deepseek_vl:llama deepseek_vl_hybrid:llama exaone4_5:exaone4 fast_vlm:qwen2 glmga:glm4v
+        got_ocr2:qwen2 granite4_vision:granite granite_docling:llama hyperclovax_vision_v2:hyperclovax idefics2:mistral
+        instructblip instructblipvideo janus:llama lfm3_vl:lfm2 lighton_ocr:qwen3 llava:llama llava_next_video:llama
+        minicpm_ocr:qwen3_5_text minicpmv4_6:qwen3_5_text minicpmv4_7:qwen3_5_text ovis2:qwen2 perception_lm:llama
+        pp_chart2table:qwen2 qianfan_ocr:qwen3 shieldgemma2:gemma3 video_llama_3:qwen2 video_llava:llama
+        vipllava:llama""",
     _OLD: """biogpt bloom cpmant ctrl fuyu git gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox_japanese kosmos-2 kosmos-2.5
         modernbert-decoder mpt openai-gpt opt persimmon:starcoder2 recurrent_gemma:gemma reformer xglm""",
     _SPEECH: """fun_asr_nano glmasr granite_speech granite_speech_plus kyutai_speech_to_text moshi

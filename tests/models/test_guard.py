@@ -291,6 +291,9 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm2": dict(
         _CONVOLVED, pad_token_id=2, block_multiple_of=8, block_ffn_dim_multiplier=1.4, block_auto_adjust_ff_dim=False
     ),
+    "lfm2_vl": dict(
+        _CONVOLVED, pad_token_id=2, block_multiple_of=8, block_ffn_dim_multiplier=1.4, block_auto_adjust_ff_dim=False
+    ),
     "lfm2_moe": dict(
         _EXPERTS,
         **_CONVOLVED,
@@ -416,6 +419,7 @@ OWN: dict[str, dict[str, Any]] = {
         linear_dt_init_floor=0.01,
     ),
     "glm4v": dict(num_key_value_heads=1, rope_parameters=_GLM_MROPE),
+    "glm46v": dict(num_key_value_heads=1, rope_parameters=_GLM_MROPE),
     "glm4v_moe": dict(
         _EXPERTS, norm_topk_prob=False, first_k_dense_replace=2, topk_group=2, n_group=3, rope_parameters=_GLM_MROPE
     ),

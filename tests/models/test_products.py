@@ -30,6 +30,13 @@ NAMES = {
     "Qwen/Qwen2.5-VL-7B-Instruct": "qwen2_5_vl",
     "Qwen/Qwen2-VL-2B": "qwen2_vl",
     "OpenGVLab/InternVL3_5-8B-HF": "internvl",
+    "llava-hf/llava-onevision-qwen2-7b-ov-hf": "llava_onevision",
+    "llava-hf/llava-v1.6-mistral-7b-hf": "llava_next",
+    "llava-hf/llama3-llava-next-8b-hf": "llava_next",
+    "HuggingFaceTB/SmolVLM2-2.2B-Instruct": "smolvlm",
+    "HuggingFaceTB/SmolVLM-256M-Instruct": "idefics3",
+    "HuggingFaceM4/Idefics3-8B-Llama3": "idefics3",
+    "LiquidAI/LFM2-VL-1.6B": "lfm2_vl",
     "MiniMaxAI/MiniMax-M3": "minimax_m3_vl",
     "mistralai/Mistral-Small-4-119B-2603": "mistral3",
     "Qwen/Qwen3-VL-30B-A3B": "qwen3_vl_moe",
@@ -95,6 +102,7 @@ OTHERS = ["deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "Qwen/Qwen3-VL-Embedding-2B
 OTHERS += ["google/gemma-2-9b", "microsoft/Phi-4-mini-flash-reasoning", "zai-org/GLM-4-9B-0414"]
 OTHERS += ["allenai/OLMo-2-1124-7B", "zai-org/GLM-4.6V", "runs/mine/final", "teacher"]
 OTHERS += ["meta-llama/Llama-3.2-11B-Vision", "Qwen/Qwen3.5-35B-A3B-Reranker"]
+OTHERS += ["llava-hf/LLaVA-NeXT-Video-7B-hf", "lmms-lab/llava-v1.6-34b"]
 
 
 @pytest.mark.parametrize("name", NAMES)
