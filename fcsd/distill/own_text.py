@@ -106,7 +106,11 @@ def _check(writing: Writing, tokens: int, tokenizer: PreTrainedTokenizerBase, pr
     if writing.form == "chat" and not tokenizer.chat_template:
         raise ConfigError("--form chat needs a chat template, and the tokenizer has none", "--form document")
     if writing.form == "document" and prompts is not None:
-        raise ConfigError("--prompts are users' turns, which --form document does not have", "leave one of them out")
+        if not tokenizer.chat_template:
+            what = "--prompts are users' turns, and the tokenizer has no chat template to put them in"
+            hint = "leave --prompts out, or put the chat_template.jinja of the model's chat version into its directory"
+            raise ConfigError(what, hint)
+        raise ConfigError("--prompts are users' turns, which --form document does not have", "write --form chat")
     if not writing.temperature > 0 or not 0 <= writing.greedy <= 1 or min(tokens, writing.max_tokens) < 1:
         raise ConfigError("--temperature must be above 0, --greedy a share from 0 to 1, and tokens at least 1")
     if writing.greedy and writing.form == "document":

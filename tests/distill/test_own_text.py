@@ -137,7 +137,7 @@ def test_loops_and_near_repeats_are_found() -> None:
         ({"form": "poem"}, "'poem' is not a form"),
         ({"temperature": 0.0}, "--temperature must be above 0"),
         ({"greedy": 0.5}, "--greedy is a share of answers"),
-        ({"prompts": Path("none.jsonl")}, "--form document does not have"),
+        ({"prompts": Path("none.jsonl")}, "no chat template to put them in"),
     ],
 )
 def test_what_has_no_meaning_is_refused_before_anything_is_written(
