@@ -86,6 +86,8 @@ def write_own_text(
     }
     count = max(1, round(tokens / writing.shard_tokens))
     world.on_first(lambda: _claim(out, identity))
+    for part in (TRAIN, HELD_OUT):
+        (out / part).mkdir(exist_ok=True)
     missing = [number for number in range(count) if not (out / _name(TRAIN, number)).exists()]
     mine = missing[world.rank :: world.size]
     if mine:
@@ -144,10 +146,10 @@ def _claim(out: Path, identity: dict[str, Any]) -> None:
                 "Choose another directory.",
             )
         return
+    # The record is the first file, so that a call that ends here can be started again.
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out}: is not empty and holds no text of fcsd write", "Choose another directory.")
-    for part in (TRAIN, HELD_OUT):
-        (out / part).mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
     write_text(file, json.dumps({"settings": identity}, indent=1) + "\n")
 
 
