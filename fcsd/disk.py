@@ -7,7 +7,8 @@ import os
 import re
 import stat
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, TextIO
@@ -40,7 +41,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     mode = _mode_of_regular(path)
     temporary = path.with_name(f".{path.name[:200]}.part-{uuid.uuid4().hex[:8]}")
     try:
-        with temporary.open("xb") as file:
+        with naming(path), temporary.open("xb") as file:
             if mode is not None:
                 os.fchmod(file.fileno(), mode)
             file.write(data)
@@ -52,6 +53,17 @@ def write_bytes(path: Path, data: bytes) -> None:
             temporary.unlink()
         raise
     sync(path.parent)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Inside the block, an OSError without a file's name gets ``path``: writing meets a full disk and knows no name."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def open_input(path: Path) -> BufferedReader:

@@ -26,6 +26,16 @@ def test_a_file_is_created_and_replaced(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["result.json"]
 
 
+def test_a_full_disk_is_named_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError) as caught:
+        disk.write_text(tmp_path / "result.json", "text")
+    assert caught.value.filename == str(tmp_path / "result.json") and not os.listdir(tmp_path)
+
+
 def test_a_linked_file_is_replaced_and_not_written_through(tmp_path: Path) -> None:
     original, link = tmp_path / "original", tmp_path / "link"
     original.write_text("before")

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 _DAMAGED = "If the file is damaged or not complete, download it again."
 _OTHER = "Pass the safetensors checkpoint that it was made from."
+_NEWER = "A newer package gguf may know it: pip install -U gguf. Otherwise pass a file of another quantisation."
 
 # llama.cpp's architecture -> the keys of the file that transformers translates, and those without effect on the model.
 _PROVEN = {
@@ -64,8 +65,8 @@ def unpack_gguf(file: Path, out: Path, accept: Callable[[CheckpointConfig], obje
         accept: is called with the model's config before any weight is read, and raises what speaks against it.
 
     Raises:
-        BadInputError: the file is missing, damaged, in several parts, or of an architecture or with keys that are not
-            proven.
+        BadInputError: the file is missing, damaged, in several parts, of a quantisation that the package ``gguf``
+            cannot undo, or of an architecture or with keys that are not proven.
         ConfigError: ``out`` is not empty, or the package ``gguf`` is missing.
         DiskError: the weights would not fit.
     """
@@ -124,8 +125,16 @@ def _read_header(file: Path) -> tuple[dict[str, Any], dict[str, int]]:
         reader = gguf.GGUFReader(file)
         short = {key: field for key, field in reader.fields.items() if not key.startswith("tokenizer.ggml.")}
         sizes = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
+        for tensor in {tensor.tensor_type: tensor for tensor in reversed(reader.tensors)}.values():
+            try:
+                gguf.dequantize(tensor.data[:1], tensor.tensor_type)
+            except NotImplementedError:
+                stored = f"{tensor.name} is stored as {tensor.tensor_type.name}"
+                raise BadInputError(f"{file}: {stored}, which the package gguf cannot dequantise", _NEWER) from None
         return {key: field.contents() for key, field in short.items()}, sizes
     except (ValueError, OSError, IndexError, KeyError) as error:
+        if "GGMLQuantizationType" in str(error):
+            raise BadInputError(f"{file}: the package gguf does not know a quantisation: {error}", _NEWER) from error
         raise BadInputError(f"{file}: this GGUF file cannot be read: {reason_of(error)}", _DAMAGED) from error
 
 

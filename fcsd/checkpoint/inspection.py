@@ -14,6 +14,8 @@ from fcsd.checkpoint.layout import Layout, read_layout
 from fcsd.checkpoint.location import SMALL_FILES, recorded_original, remote_headers, resolve
 from fcsd.checkpoint.names import LAYERS
 from fcsd.checkpoint.rewired import AMD_CLASS, GATED_ATTENTION, describe, has_gated_attention
+from fcsd.checkpoint.side_files import side_files
+from fcsd.checkpoint.tokenizer import tokenizer_file
 from fcsd.checkpoint.verify import Comparison, compare_tensors
 from fcsd.errors import BadInputError
 from fcsd.models.archs import ARCHS
@@ -43,10 +45,13 @@ class Inspection:
         original: what a model that fcsd converted records of its original: its path on this machine or its hub id, or
             only its name if the directory came from elsewhere; None for other models.
         carried: tensors that are in the files and that the base class does not load.
+        tokenizer: the name of the file that holds the tokenizer's vocabulary; None if there is none. Weights alone can
+            be converted, but not trained or evaluated.
         verified: whether the tensors were compared with those of transformers' class. Otherwise they were compared with
             config.json and with one another, see :mod:`fcsd.checkpoint.compare_layers`.
-        problems: the shards and tensors that are missing or damaged, and the parts of the architecture that
-            transformers does not implement, one line each. ``convert`` refuses a model with problems.
+        problems: the shards and tensors that are missing or damaged, the first damaged file beside them, and the parts
+            of the architecture that transformers does not implement, one line each. ``convert`` refuses a model with
+            problems.
     """
 
     model: str
@@ -72,6 +77,7 @@ class Inspection:
     rewired: dict[str, Any] | None
     original: str | None
     carried: list[str]
+    tokenizer: str | None
     verified: bool
     problems: list[str]
 
@@ -98,6 +104,7 @@ class Inspection:
             "not loaded": f"{len(self.carried)} tensors, kept as they are ({shown(self.carried[0])}, ...)"
             if self.carried
             else "",
+            "tokenizer": "" if self.tokenizer else "none: to train or evaluate the model, copy its tokenizer.json here",
             "checked": self._checked(),
         }
         text = [f"{name:<13} {value}" for name, value in lines.items() if value]
@@ -175,8 +182,10 @@ def inspect_checkpoint(model: str | Path, *, verify: bool = False, trust_remote_
         rewired=config.rewired,
         original=recorded_original(source.path, config.raw.get("fcsd") or {}),
         carried=comparison.carried if comparison else [],
+        tokenizer=tokenizer_file(source.path),
         verified=verified,
         problems=_problems(layout, comparison)
+        + _damaged_beside(source.path)
         + differing
         + ([GATED_ATTENTION] if has_gated_attention(config.raw) and not _has_gates(config) else []),
     )
@@ -243,6 +252,15 @@ def _problems(layout: Layout, comparison: Comparison | None) -> list[str]:
     if layout.problems:
         kinds.pop("missing", None)  # tensors of an unusable shard are missing too; the shard is reported
     return [*layout.problems.values(), *kinds.values()]
+
+
+def _damaged_beside(path: Path) -> list[str]:
+    """What is wrong with the first unusable file beside the weights, such as a tokenizer.json that was cut off."""
+    try:
+        side_files(path)
+    except BadInputError as error:
+        return [str(error)]
+    return []
 
 
 def _short(number: int | None, units: str = "kMBT") -> str:

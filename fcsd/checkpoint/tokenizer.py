@@ -16,6 +16,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+# What holds the vocabulary of a tokenizer in the formats that transformers reads.
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
+
+
+def tokenizer_file(path: Path) -> str | None:
+    """The name of the file in a model directory that holds the tokenizer's vocabulary; None if there is none."""
+    others = sorted(file.name for file in path.iterdir() if file.suffix in (".model", ".tiktoken"))
+    return next((name for name in (*_VOCABULARIES, *others) if (path / name).is_file()), None)
+
+
 def load_tokenizer(model: Path) -> "PreTrainedTokenizerBase":
     """The tokenizer in a model directory. Code in the directory is not run.
 

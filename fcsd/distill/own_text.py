@@ -86,6 +86,8 @@ def write_own_text(
     }
     count = max(1, round(tokens / writing.shard_tokens))
     world.on_first(lambda: _claim(out, identity))
+    for part in (TRAIN, HELD_OUT):
+        (out / part).mkdir(exist_ok=True)
     missing = [number for number in range(count) if not (out / _name(TRAIN, number)).exists()]
     mine = missing[world.rank :: world.size]
     if mine:
@@ -106,7 +108,11 @@ def _check(writing: Writing, tokens: int, tokenizer: PreTrainedTokenizerBase, pr
     if writing.form == "chat" and not tokenizer.chat_template:
         raise ConfigError("--form chat needs a chat template, and the tokenizer has none", "--form document")
     if writing.form == "document" and prompts is not None:
-        raise ConfigError("--prompts are users' turns, which --form document does not have", "leave one of them out")
+        if not tokenizer.chat_template:
+            what = "--prompts are users' turns, and the tokenizer has no chat template to put them in"
+            hint = "leave --prompts out, or put the chat_template.jinja of the model's chat version into its directory"
+            raise ConfigError(what, hint)
+        raise ConfigError("--prompts are users' turns, which --form document does not have", "write --form chat")
     if not writing.temperature > 0 or not 0 <= writing.greedy <= 1 or min(tokens, writing.max_tokens) < 1:
         raise ConfigError("--temperature must be above 0, --greedy a share from 0 to 1, and tokens at least 1")
     if writing.greedy and writing.form == "document":
@@ -140,10 +146,10 @@ def _claim(out: Path, identity: dict[str, Any]) -> None:
                 "Choose another directory.",
             )
         return
+    # The record is the first file, so that a call that ends here can be started again.
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out}: is not empty and holds no text of fcsd write", "Choose another directory.")
-    for part in (TRAIN, HELD_OUT):
-        (out / part).mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
     write_text(file, json.dumps({"settings": identity}, indent=1) + "\n")
 
 

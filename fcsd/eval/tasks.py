@@ -78,6 +78,8 @@ def load_tasks(benchmarks: Sequence[Benchmark], mirror: Path | None) -> Iterator
         with contextlib.chdir(elsewhere if mirror is None else mirror), no_execution():
             # All definitions are found before the data of any task are read, which may take long.
             found = [None if b.harness == EVALPLUS else task_manager(b.task, b.directory) for b in benchmarks]
+            if mirror is None:
+                stack.enter_context(_no_retries_offline())
             loaded = [
                 load_evalplus_task(benchmark, mirror) if defined is None else _load(benchmark, *defined, mirror)
                 for benchmark, defined in zip(benchmarks, found, strict=True)
@@ -194,6 +196,28 @@ def _no_linked_files() -> Iterator[None]:
         for kind in kinds:
             if hasattr(kind, "_type") and hasattr(kind, "decode_example"):
                 stack.enter_context(_swapped(kind, "decode_example", refuse))
+        yield
+
+
+@contextlib.contextmanager
+def _no_retries_offline() -> Iterator[None]:
+    """Inside the block, data sets are read from the cache at once if the hub cannot be reached.
+
+    The libraries would ask six times, in half a minute, for each data set. One request says the same, through the
+    proxy that theirs would use.
+    """
+    import datasets.config
+    from huggingface_hub import constants, get_session
+    from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
+
+    with contextlib.ExitStack() as stack:
+        try:
+            if not constants.HF_HUB_OFFLINE:
+                get_session().head(constants.ENDPOINT, timeout=10)
+        except HTTPError as error:
+            log.warning("%s cannot be reached (%s): data are read from its cache", constants.ENDPOINT, reason_of(error))
+            stack.enter_context(_swapped(constants, "HF_HUB_OFFLINE", True))
+            stack.enter_context(_swapped(datasets.config, "HF_HUB_OFFLINE", True))
         yield
 
 

@@ -395,7 +395,7 @@ def test_json_is_stable_and_text_is_short(tmp_path):
         *("model", "revision", "gated", "model_type", "family", "hub_id", "architecture", "layers"),
         *("dense_layers", "moe_layers"),
         *("experts", "experts_per_token", "shared_experts", "parameters", "active_parameters", "bytes", "shards"),
-        *("dtypes", "quantization", "wirings", "rewired", "original", "carried", "verified", "problems"),
+        *("dtypes", "quantization", "wirings", "rewired", "original", "carried", "tokenizer", "verified", "problems"),
     ]
     text = report.to_text()
     assert "MixtralForCausalLM (mixtral)" in text and "8, 2 per token" in text and "478 k, 183 k active" in text
@@ -426,6 +426,19 @@ def test_inspecting_imports_no_torch(tmp_path):
     command = [sys.executable, "-c", program, *map(str, sorted(tmp_path.iterdir()))]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert run.stdout.strip() == "set()"
+
+
+def test_a_missing_and_a_damaged_tokenizer_are_named(tmp_path):
+    tiny.model("llama").save_pretrained(tmp_path)
+    found = inspect_checkpoint(str(tmp_path))
+    assert (found.tokenizer, found.problems) == (None, []) and "tokenizer     none: " in found.to_text()
+    (tmp_path / "tokenizer.model").write_bytes(b"a")
+    assert inspect_checkpoint(str(tmp_path)).tokenizer == "tokenizer.model"
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "trunc')
+    found = inspect_checkpoint(str(tmp_path))
+    assert found.tokenizer == "tokenizer.json" and "tokenizer     " not in found.to_text()
+    [problem] = found.problems
+    assert "tokenizer.json: is not strict JSON" in problem and f"problem       {problem}" in found.to_text()
 
 
 def test_a_truncated_single_file_is_named(tmp_path):

@@ -159,6 +159,31 @@ def test_what_is_not_proven_is_refused_and_nothing_is_written(
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
 
 
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (
+            gguf.GGMLQuantizationType.Q8_1,
+            "token_embd.weight is stored as Q8_1, which the package gguf cannot dequantise",
+        ),
+        (250, "the package gguf does not know a quantisation: .*250"),
+    ],
+)
+def test_a_quantisation_that_cannot_be_undone_is_refused_by_name(tmp_path: Path, number: int, reason: str) -> None:
+    write(tmp_path / "m.gguf", quantised=gguf.GGMLQuantizationType.Q8_0)
+    tensor = next(
+        tensor for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors if tensor.name == "token_embd.weight"
+    )
+    place = tensor.field.offset + sum(part.nbytes for part in tensor.field.parts[:-2])  # the last two: type, offset
+    with (tmp_path / "m.gguf").open("r+b") as file:
+        file.seek(place)
+        file.write(int(number).to_bytes(4, "little"))
+    with pytest.raises(BadInputError, match=reason) as caught:
+        unpack_gguf(tmp_path / "m.gguf", tmp_path / "out")
+    assert "pip install -U gguf" in str(caught.value.hint)
+    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
+
+
 def test_a_scale_of_queries_that_the_file_does_not_say_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """``fcsd write``: documents are the model's own draws, files resume, and loops and repeats are dropped."""
 
+import errno
 import json
 import shutil
 from collections import Counter
@@ -80,6 +81,12 @@ def test_a_model_writes_documents_and_a_killed_call_goes_on(
     assert whole["written"]["tokens"] == sum(map(len, train)) and len(held_out) == 3
     assert sum(map(len, train + held_out)) >= 1500 and all(ids[: len(before)] == before for ids in train)
 
+    def full_disk(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left")
+
+    with monkeypatch.context() as full, pytest.raises(OSError, match="No space"):
+        full.setattr("fcsd.distill.own_text.write_text", full_disk)
+        write_own_text(str(teacher), tmp_path / "again", **how)
     write = own_text._write_shard
 
     def killed(out: Path, number: int, *arguments: object) -> None:
@@ -137,7 +144,7 @@ def test_loops_and_near_repeats_are_found() -> None:
         ({"form": "poem"}, "'poem' is not a form"),
         ({"temperature": 0.0}, "--temperature must be above 0"),
         ({"greedy": 0.5}, "--greedy is a share of answers"),
-        ({"prompts": Path("none.jsonl")}, "--form document does not have"),
+        ({"prompts": Path("none.jsonl")}, "no chat template to put them in"),
     ],
 )
 def test_what_has_no_meaning_is_refused_before_anything_is_written(

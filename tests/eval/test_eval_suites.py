@@ -7,11 +7,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import datasets.config
 import datasets.load
 import eval_data
 import nltk
 import pytest
 import tiny
+from huggingface_hub import constants
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
@@ -255,6 +257,21 @@ def test_tasks_that_cannot_be_scored_are_refused_before_the_model_runs(
         evaluate_models([tmp_path], tasks=["MMLU"], data_mirror=mirror / "..")
     with pytest.raises(ConfigError, match="runs generated programs outside of fcsd's sandbox"):
         tasks.load_tasks(select_any("quickstart", ["humaneval_plus"]), mirror).__enter__()
+
+
+def test_without_network_the_cache_is_read_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One request finds it out; the libraries would repeat every one of theirs five times."""
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    for module in (constants, datasets.config):
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
+    with pytest.raises(BadInputError, match=r"PIQA: cannot load .*OfflineMode"):
+        tasks.load_tasks(select_any("paper", ["PIQA"]), None).__enter__()
+    assert "http://127.0.0.1:9 cannot be reached" in caplog.text and "Retrying" not in caplog.text
+    assert constants.HF_HUB_OFFLINE is datasets.config.HF_HUB_OFFLINE is False
 
 
 def test_ifeval_without_its_tools_is_refused_before_anything_runs(

@@ -10,11 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import Timer
 from types import FrameType
 
 from fcsd.errors import ConfigError, PreemptedError
 from fcsd.launch import own_code
 from fcsd.launch.nodes import srun
+
+_ALONE = 5.0  # seconds in which a run that Ctrl-C reached from the terminal ends by itself
 
 
 @dataclass(frozen=True)
@@ -85,10 +88,10 @@ def _run(recipe: Path, command: list[str]) -> Exit:
 
     SIGTERM is passed on to the run, which then ends in its usual way. If the run was in its last step, it ends as if
     no signal had come; the exit code is that of a terminated run nevertheless. Ctrl-C reaches the run from the
-    terminal.
+    terminal. A SIGINT that was sent to this process alone is passed on after ``_ALONE`` seconds.
     """
     child: subprocess.Popen[str] | None = None
-    signalled, error = False, ""
+    signalled, interrupted, error = False, False, ""
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         nonlocal signalled
@@ -96,16 +99,25 @@ def _run(recipe: Path, command: list[str]) -> Exit:
         if child is not None:
             child.terminate()
 
-    # SIGTERM has its handler before the run starts, so that no signal is lost. SIGINT gets its own afterwards, because
-    # the run would inherit that SIGINT is ignored.
-    handlers = {signal.SIGTERM: signal.signal(signal.SIGTERM, pass_on)}
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        if not interrupted and child is not None:
+            late = Timer(_ALONE, child.send_signal, [signal.SIGINT])  # does nothing once the run has ended
+            late.daemon = True
+            late.start()
+        interrupted = True
+
+    # The handlers are there before the run starts, which does not inherit them, so that no signal is lost.
+    ours = {signal.SIGTERM: pass_on, signal.SIGINT: interrupt}
+    handlers = {number: signal.signal(number, handler) for number, handler in ours.items()}
     try:
         with subprocess.Popen(
             [*command, str(recipe)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
         ) as child:
-            handlers[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
             if signalled:
                 child.terminate()
+            if interrupted:
+                child.send_signal(signal.SIGINT)
             assert child.stderr is not None
             for line in child.stderr:
                 sys.stderr.write(line)
@@ -115,6 +127,8 @@ def _run(recipe: Path, command: list[str]) -> Exit:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     code = child.returncode
+    if interrupted and code == 0:
+        return Exit(128 + signal.SIGINT, "ended by Ctrl-C after its last step")
     if signalled and code == 0:
         return Exit(PreemptedError.exit_code, "ended by SIGTERM after its last step")
     return Exit(code, error or (f"killed by signal {-code}" if code < 0 else f"exit code {code}" if code else ""))

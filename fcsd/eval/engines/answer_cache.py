@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fcsd.disk import open_to_append
+from fcsd.disk import naming, open_to_append
 from fcsd.errors import BadInputError
 from fcsd.foreign_errors import reason_of
 from fcsd.input_lines import read_lines
@@ -60,8 +60,9 @@ class AnswerCache:
     def add(self, request: Any, answer: Any) -> None:
         """Store an answer in the file, where it remains if this process is killed."""
         self.remember(request, answer)
-        self._file.write(json.dumps([_key(request), answer]) + "\n")
-        self._file.flush()
+        with naming(self._path):
+            self._file.write(json.dumps([_key(request), answer]) + "\n")
+            self._file.flush()
 
     def remember(self, request: Any, answer: Any) -> None:
         """Keep an answer in memory that another rank has stored in its file."""
@@ -69,7 +70,8 @@ class AnswerCache:
 
     def close(self) -> None:
         """Close the file; the cache cannot be used afterwards."""
-        self._file.close()
+        with naming(self._path):
+            self._file.close()
 
 
 def is_number(value: Any) -> bool:
