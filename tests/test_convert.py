@@ -64,11 +64,9 @@ def test_every_architecture_converts_and_loads_wired(arch: str, tmp_path: Path) 
     assert (report.parity, report.parity_skipped, report.copied_bytes) == (4, None, 0)
     assert snapshot(tmp_path / "base") == before
 
-    loaded = build.load_model(tmp_path / "out")
+    loaded = tiny.aligned(build.load_model(tmp_path / "out"))
     build.wire(base, Wiring("farskip", (1, 2, 3)))
     with torch.no_grad():
-        for tensor in loaded.parameters():  # a mapped file is not aligned, on which the bits of a product may depend
-            tensor.data = tensor.data.clone()
         assert torch.equal(loaded(tiny.tokens()).logits, base(tiny.tokens()).logits)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     original = json.loads((tmp_path / "base" / "config.json").read_text())
