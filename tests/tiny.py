@@ -864,7 +864,7 @@ def model(arch: str, seed: int = 0, dtype: torch.dtype = torch.float32, **change
 
 
 def aligned(model):
-    """The model with its weights copied: mapped from a file they lie anywhere, on which last bits of products depend."""
+    """The model with copied weights: mapped from a file they lie anywhere, on which last bits of products depend."""
     for tensor in model.parameters():
         tensor.data = tensor.data.clone()
     return model
