@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/venv.sh
-overlay="$venv/transformers-5.17"
+overlay=$(realpath -m "$venv/transformers-5.17") # processes that a test starts elsewhere find it, too
 if [ ! -e "$overlay/complete" ]; then
   rm -rf "$overlay"
   python -m pip install --disable-pip-version-check --quiet --target "$overlay" 'transformers==5.17.*'

@@ -805,10 +805,44 @@ def test_serving_by_vllm_without_peer_access(repo: Path, raw: Raw, kind: str) ->
     told = {name for name in found if "at once" not in name} - {"original", "bound"}
     for name in told - ({"farskip"} if kind == "dp_" else set()):  # with its exchange at once it is on the page alone
         assert [key for key, ms in found[name].items() if f"{found['original'][key] / ms:.2f}x" not in elsewhere] == []
+    text = " ".join(page.split())
+    if kind != "dp_":
+        best = found["farskip, shared experts beside" if kind else "ladder"]
+        shares = {key: f"{100 * found['bound'][key] / ms:.0f}" for key, ms in best.items()}
+        decode = sorted((shares[key] for key in shares if key.startswith("decode")), key=int)
+        assert "{} % and {} %".format(*(shares[key] for key in shares if key.startswith("prefill"))) in text
+        assert not kind or f"{decode[0]} to {decode[-1]} % of the bound" in text
     if not kind:
         starts = {round(one["start_s"]) for one in together["variants"].values() if "start_s" in one}
-        said = " ".join(page.split())
-        assert f"at the same time in {max(starts)} s; the whole command took {together['seconds']:.0f} s" in said
+        assert f"at the same time in {max(starts)} s; the whole command took {together['seconds']:.0f} s" in text
+
+
+@pytest.mark.parametrize("name", ["untried", "families", "more", "vl", "whole"])
+def test_families_under_vllm_on_cpus(repo: Path, raw: Raw, name: str) -> None:
+    rows = [row for row in raw(f"vllm_cpu_{name}")["rows"] if "largest" in row]
+    page = (repo / "benchmarks/results/vllm.md").read_text()
+    table = page.split(f"(vllm_cpu_{name}.json)")[1].split("|---|---|---|---|---|---|---|\n")[1].split("\n\n")[0]
+
+    def short(value: float) -> str:
+        return f"{value:.1e}".replace("e-0", "e-")
+
+    for line in table.splitlines():
+        model, layers, ranks, difference, original, other, greedy = (
+            cell.strip() for cell in line.strip("|").split("|")
+        )
+        if model.startswith("Instella"):
+            continue  # its case is named by the form of its layers
+        family = model.replace(" around qwen3,", ",").replace(" around ", "+").split(",")[0]
+        compiled = "compiled" in model
+        same = [row for row in rows if row["case"].startswith(f"{family}-") and str(row["ranks"]) == ranks]
+        same = [row for row in same if (row["mode"] != "eager") == compiled]
+        found = {
+            (short(row["largest"]), f"{row['other']:.2f}", f"{row['greedy']} of 3", row["case"].endswith("-all"))
+            for row in same
+            if row["role"] == "converted"
+        }
+        assert (difference, other, greedy, layers == "all") in found, line
+        assert not original or original in {short(row["largest"]) for row in same if row["role"] == "original"}, line
 
 
 def test_the_kernels_of_a_decoding_step(repo: Path, raw: Raw) -> None:
@@ -874,6 +908,9 @@ def test_adapters_zero_3_and_the_kernels_of_liger(repo: Path, raw: Raw) -> None:
         assert f"{full / own:.2f}x" in index
         cells = f"{1e3 * own:.1f} ms | {1e3 * full:.1f} ms | {full / own:.2f}x"
         assert f"| {cells} | {' | '.join('{:.1f} GiB'.format(side['peak'] / 2**30) for side in sides)} |" in adapters
+    alone = steps("baselines_adapters_v2lite_8_layers_1xh100")
+    assert alone.keys() == {"fcsd-adapters"}
+    assert f"{1e3 * median(turn['seconds'] for turn in alone['fcsd-adapters']):.1f} ms." in adapters
     second = {run["variant"]: run for run in raw("memory_zero3_hooks_2xh100")["runs"] if run["run"] == 2}
     one, three, before = (second[name] for name in ("1", "seq-lin-buc", "was"))
     peaks = f"{three['peak_gib']:.1f} GiB of tensors instead of {one['peak_gib']:.1f}"

@@ -17,7 +17,8 @@ from torch import nn
 from fcsd.models.arch import VllmNames
 from fcsd.models.schedule import MLP_PARTS, Kind, Output, Read, layer_plans, reads_of
 from fcsd.models.wiring_block import DESYNC, Blocks, Wiring, kept_reductions
-from fcsd.serve.vllm.layer import Wired, check_handed_on, gate_attention, kind_of, read_ahead, take_apart
+from fcsd.serve.vllm.gates import gate_attention
+from fcsd.serve.vllm.layer import Wired, check_handed_on, kind_of, read_ahead, take_apart
 from fcsd.serve.vllm.reduction import Reducer, Sum
 
 RANKS, TOKENS, WIDTH = 2, 3, 4

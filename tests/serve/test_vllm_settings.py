@@ -350,7 +350,7 @@ def test_the_gates_of_a_checkpoint_reach_the_attentions_and_nothing_else_does(mo
     names = ["model.layers.0.self_attn.gate_proj.weight", "model.layers.1.self_attn.gate_proj.weight"]
     given = [(names[0], gate), ("model.layers.0.mlp.gate_proj.weight", other), (names[1], gate)]
     loaded: set[str] = set()
-    assert list(models._load_gates(model, given, loaded)) == [given[1]] and loaded == {names[0]}
+    assert list(models.load_gates(model, given, loaded)) == [given[1]] and loaded == {names[0]}
     assert torch.equal(model.model.layers[0].self_attn.gate_proj.weight, gate)
 
 

@@ -354,6 +354,13 @@ def test_what_the_page_says_of_the_longer_runs_is_that_of_the_raw_file(repo: Pat
     (full,) = (run for run in page.read(repo)[0]["runs"] if run["name"] == "farskip-auto-both-100m")
     rates = [run["tokens_per_second"] for run in (runs["far"], full)]
     assert f"With layers 2-29 converted it is {rates[0] / rates[1]:.2f}x as fast" in text
+    lost = [f"{-found['HS']['points']:.1f} ± {found['HS']['stderr']:.1f}" for found in tasks]
+    assert "lost on HellaSwag**: {} points with half of the layers and {} with 28".format(*lost) in text
+    others = [-sum(found[task]["points"] for task in ("PIQA", "ARC-E", "OBook")) / 3 for found in tasks]
+    assert "other tasks lose {:.1f} and {:.1f} on the mean".format(*others) in text
+    points, error = page.mean_difference(raw, half["model"])
+    assert f"half of the layers lose {-points:.1f} ± {error:.1f} points**" in text
+    assert f"in {runs['half']['tokens'] / runs['half']['tokens_per_second']:.0f} s of steps" in text
     words = [found["lambada_openai"] for found in tasks]
     assert all(0 <= task["points"] <= 1.8 and task["stderr"] < 1.8 for task in words)
     assert all(found["loss"]["nats"] < 0 for found in (half, far))

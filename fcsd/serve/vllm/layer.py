@@ -54,6 +54,7 @@ class Wired:
     fills: bool = False  # whether the attention writes its output where it is told to, as linear layers' up to 0.25
     multiplier: float | None = None  # what multiplies an output before it is added to the stream
     bare: bool = False  # whether vLLM's loop passes one tensor from layer to layer, and no pair
+    twin: bool = False  # whether the layer has experts beside its MLP
     ahead: tuple[int, ...] = ()  # the sums that the layer awaits for the next one: see ``read_ahead``
 
 
@@ -97,8 +98,7 @@ class WiredLayer(nn.Module):
         x, flight = self._read(flight, plan.attn, self._norm(names.attn_norms[0]))
         out = self._attention(positions, x, args[3:])
         flight, collected = self._add(flight, None, out, plan.steps[0])
-        twin = names.beside is not None and experts_of(self, names) is not None
-        x, flight = self._read(flight, plan.mlp, self._norm(None if twin else names.mlp_norms[0]))
+        x, flight = self._read(flight, plan.mlp, self._norm(None if self.fcsd.twin else names.mlp_norms[0]))
         exchange, steps = self.fcsd.exchange, plan.steps[1:]
         token = None if exchange is None else exchange.gather(x)
         if plan.splits and self.fcsd.beside:
@@ -154,7 +154,7 @@ class WiredLayer(nn.Module):
 
     def _mlp(self, x: Tensor, step: Step) -> Tensor:
         names = self.fcsd.names
-        if names.beside is not None and experts_of(self, names) is not None:
+        if self.fcsd.twin and names.beside is not None:
             before = self._norm(names.mlp_norms[0]), self._norm(names.beside[0])
             dense, router = getattr(self, names.mlp)(before[0](x)), getattr(self, names.router)
             return torch.cat((dense, experts_of(self, names)(before[1](x), router(x))), -1)
@@ -236,7 +236,7 @@ class WiredLayer(nn.Module):
     def _arriving(self, sum_: Sum, step: Step) -> Sum:
         """The sum with what becomes of it on arrival: its norm, and the factor of this family."""
         names = self.fcsd.names
-        if names.beside is not None and step.call != "attn" and experts_of(self, names) is not None:
+        if self.fcsd.twin and step.call != "attn":
             return sum_._replace(arrive=self._both)
         name = (names.attn_norms if step.call == "attn" else names.mlp_norms)[1]
         if name is None and self.fcsd.multiplier is None:
@@ -291,7 +291,8 @@ def _enter(hidden: Any, residual: Any = None, *, lands: bool) -> Flight:
 
 
 @cache
-def _mixed(mixin: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
+def mixed(mixin: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
+    """The class of one of vLLM's modules with what a mixin changes."""
     return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
 
 
@@ -383,7 +384,7 @@ def take_apart(layer: Any, wired: Wired) -> None:
     fills = "output" in signature(attention.forward).parameters
     if moe is not None:
         runner, beside = runner_of(moe), _beside(layer, names)
-        runner.__class__ = _mixed(UnreducedExperts, type(runner))
+        runner.__class__ = mixed(UnreducedExperts, type(runner))
         if beside is not None:
             getattr(beside, names.down).reduce_results = False
         elif wired.plan.splits and not wired.beside:
@@ -394,13 +395,14 @@ def take_apart(layer: Any, wired: Wired) -> None:
             step = wired.plan.steps[1]
             assert step.then == "start" and names.mlp_norms[1] is None, "routed experts cover the sum of shared ones"
             shared = runner._shared_experts._layer
-            shared.__class__ = _mixed(SummedExperts, type(shared))
+            shared.__class__ = mixed(SummedExperts, type(shared))
             shared.fcsd = Held(wired.reducer, step.joins)
             runner.fcsd_apart = []
     if moe is None or names.beside is not None:
         getattr(mlp_of(layer, names), names.down).reduce_results = False
-    layer.__class__ = _mixed(WiredLayer, type(layer))
-    layer.fcsd = replace(wired, linear=linear, fills=fills, bare=bare)
+    layer.__class__ = mixed(WiredLayer, type(layer))
+    twin = names.beside is not None and moe is not None
+    layer.fcsd = replace(wired, linear=linear, fills=fills, bare=bare, twin=twin)
 
 
 class Held(NamedTuple):
@@ -422,38 +424,6 @@ class SummedExperts(nn.Module):
         """``[tokens, hidden]`` to the same: see ``Reducer.start_held``."""
         reducer, joins = self.fcsd
         return reducer.start_held(super().forward(x), joins)
-
-
-class GatedAttention(nn.Module):
-    """An attention whose result is multiplied by ``sigmoid(gate_proj(x))`` in front of its output projection; a mixin.
-
-    The reference is ``fcsd.models.wiring.GatedAttention``.
-    """
-
-    gate_proj: Any
-    o_proj: Any
-
-    def forward(self, positions: Tensor, hidden_states: Tensor, *extra: Any, **named: Any) -> Tensor:
-        """``hidden_states`` is the normalised input ``[tokens, hidden]``."""
-        self.o_proj.fcsd_gates.append(torch.sigmoid(self.gate_proj(hidden_states)[0]))
-        return super().forward(positions, hidden_states, *extra, **named)
-
-
-class GatedProjection(nn.Module):
-    """The output projection of a gated attention; a mixin."""
-
-    fcsd_gates: list[Tensor]
-
-    def forward(self, x: Tensor) -> Any:
-        """``x`` is the result of the attention, ``[tokens, heads * head]`` of this rank."""
-        return super().forward(x * self.fcsd_gates.pop())
-
-
-def gate_attention(attention: Any, gate_proj: nn.Module) -> None:
-    """Give an attention a gate, in place: ``gate_proj`` returns this rank's part of it, and None."""
-    attention.gate_proj, attention.o_proj.fcsd_gates = gate_proj, []
-    attention.o_proj.__class__ = _mixed(GatedProjection, type(attention.o_proj))
-    attention.__class__ = _mixed(GatedAttention, type(attention))
 
 
 class UnreducedExperts(nn.Module):

@@ -6,7 +6,7 @@ asked for.
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -15,7 +15,6 @@ from vllm.distributed import (  # pyright: ignore[reportMissingImports]
     get_tensor_model_parallel_world_size,
     get_tp_group,
 )
-from vllm.model_executor.layers.linear import ColumnParallelLinear  # pyright: ignore[reportMissingImports]
 from vllm.model_executor.models.registry import ModelRegistry  # pyright: ignore[reportMissingImports]
 from vllm.model_executor.models.utils import PPMissingLayer  # pyright: ignore[reportMissingImports]
 
@@ -26,10 +25,10 @@ from fcsd.models.schedule import Kind, layer_plans
 from fcsd.models.wiring_block import Blocks, Wiring
 from fcsd.serve.vllm.exchange import Exchange
 from fcsd.serve.vllm.exchange import define_operators as define_exchange
-from fcsd.serve.vllm.layer import Wired, check_handed_on, gate_attention, kind_of, mlp_of, read_ahead, take_apart
+from fcsd.serve.vllm.gates import add_gates, load_gates
+from fcsd.serve.vllm.layer import Wired, check_handed_on, kind_of, mlp_of, read_ahead, take_apart
 from fcsd.serve.vllm.reduction import Reducer, Settings, define_operators, leaves_out, read_settings
 
-GATE = ".self_attn.gate_proj.weight"  # a tensor of a gated attention, as checkpoints name it
 log = logging.getLogger("vllm.fcsd")
 
 
@@ -91,30 +90,6 @@ def _reducer(settings: Settings) -> Reducer:
     return Reducer(ranks, group, settings.reduce, settings.overlap_from)
 
 
-def add_gates(model: Any, names: VllmNames) -> None:
-    """Give every attention of one of vLLM's models a gate, in place. Ranks share it as they share the heads."""
-    for layer in model.get_submodule(names.decoder).layers:
-        if not isinstance(layer, PPMissingLayer):
-            attention = getattr(layer, names.attn)
-            projection = attention.o_proj
-            gate = ColumnParallelLinear(projection.output_size, projection.input_size, bias=False)
-            gate_attention(attention, gate)
-
-
-def _load_gates(model: Any, weights: Iterable[tuple[str, Tensor]], gates: set[str]) -> Iterator[tuple[str, Tensor]]:
-    """Load the gates of attentions, put their names into ``gates``, and pass on all other tensors of a checkpoint.
-
-    vLLM's own loader would take a gate for that of an MLP. Other pipeline stages load those that are not in ``model``.
-    """
-    parameters = dict(model.named_parameters())
-    for name, tensor in weights:
-        if not name.endswith(GATE):
-            yield name, tensor
-        elif name in parameters:
-            parameters[name].weight_loader(parameters[name], tensor)
-            gates.add(name)
-
-
 @cache
 def _class(model_type: str) -> type:
     arch = ARCHS[model_type]
@@ -133,7 +108,7 @@ def _class(model_type: str) -> type:
 
     def load_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> Any:
         gates: set[str] = set()
-        loaded = base.load_weights(self, _load_gates(self, weights, gates))
+        loaded = base.load_weights(self, load_gates(self, weights, gates))
         return loaded if loaded is None else loaded | gates
 
     methods = {"__init__": __init__} | ({} if arch.blocks.gated is None else {"load_weights": load_weights})
