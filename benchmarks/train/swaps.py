@@ -39,6 +39,7 @@ from fcsd.config import Recipe
 from fcsd.config.parallel import Quantised
 from fcsd.distill.experts.expert_parallel import quantiser_of, wire_sharded
 from fcsd.distill.experts.swaps import ExpertSwaps
+from fcsd.distill.optim import update
 from fcsd.distill.prepare import hosts_of, training_rows
 from fcsd.distill.step.engine import Training, build_training
 from fcsd.distill.step.feed import gather_step, to_device
@@ -121,6 +122,7 @@ class Steps:
             student, _ = draw_models(recipe, rewired, original, world)
         self.recipe, self.world = recipe, world
         self.training = build_training(student, TeacherSource(), recipe, world)
+        update.install(self.training.engine, recipe)
         rows = training_rows(recipe, [random_corpus(student.config.vocab_size, recipe.data.seq_len)])
         micros = gather_step(rows, recipe, world, 1, self.training.source)
         self._micros = [to_device(micro, world.device) for micro in micros]
