@@ -49,7 +49,7 @@ from fcsd.errors import ConfigError
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, barrier, join_world, leave
 from fcsd.parallel.expert.block import expert_blocks
-from fcsd.parallel.expert.choice import arrangements, rows_by_link, told
+from fcsd.parallel.expert.choice import arrangements, node_size_for, rows_by_link, told
 from fcsd.parallel.placement.placement import Placement
 
 ROUTING = Path(__file__).parents[1] / "results/routing_moe_64.npz"
@@ -102,8 +102,8 @@ class Replay:
         """The rows of the busiest rank inside of a node and between nodes for each of its tokens, mean of layers."""
         found = []
         for layer, placed in enumerate(placements):
-            levels = arrangements(placed.ranks, node_size if node_size < placed.ranks else None)
-            levels = {name: one for name, one in levels.items() if name == dedup}
+            offered = arrangements(placed.ranks, node_size_for(placed.ranks, node_size))
+            levels: Any = {dedup: offered[dedup]}
             everyone = [placed.positions(self.choices(rank, layer)) for rank in range(placed.ranks)]
             counts = torch.stack([told(one, placed.experts, levels) for one in everyone])
             found.append(rows_by_link(counts, levels, node_size)[dedup])
