@@ -227,6 +227,7 @@ trace)
     ;;
 esac
 wait
+[ "$command" = serve ] && cat "$logs/serve.log"
 report
 status=$?
 echo "$command: ended after $SECONDS s with $status"

@@ -42,11 +42,10 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        if BURST:
-            time.sleep(STEP * asked["max_tokens"])
-        for number in range(asked["max_tokens"]):
-            time.sleep(0 if BURST else STEP)
-            choice = {"index": 0, "text": "", "token_ids": [number], "finish_reason": None}
+        at_once = asked["max_tokens"] if BURST else 1  # vLLM puts the tokens that it could not send into one event
+        for number in range(0, asked["max_tokens"], at_once):
+            time.sleep(STEP * at_once)
+            choice = {"index": 0, "text": "", "token_ids": [number] * at_once, "finish_reason": None}
             self.piece(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
         self.piece(b"data: [DO")  # a piece may end within an event
         self.piece(b"NE]\n\n")
