@@ -10,7 +10,8 @@
 #   tasks   on one GPU: the eleven tasks
 #   two     on two GPUs: tensor parallelism 2, with and without divided experts; two stages
 #   four    on four GPUs: the same with tensor parallelism 4, and two stages of two GPUs
-#   serve   times originals, wirings and bounds: `fcsd bench serve` with the words in SERVE; its files are in $OUT/serve
+#   serve   times originals, wirings and bounds: `fcsd bench serve` with the words in SERVE; its files are in $OUT/serve.
+#           Several of them run at once on different GPUs, each with CUDA_VISIBLE_DEVICES and OUT of its own
 #   trace   the kernels of a decoding step: benchmarks/vllm/vllm_trace.py with the words in TRACE; writes $OUT/kernels.json
 #
 # FOLDER is .vllm by default. The GPU machine needs Python 3.12, torch 2.11 for CUDA 13 and transformers 5.17, FOLDER, and
@@ -31,7 +32,10 @@ folder=${2:-.vllm}
 WORK=${WORK:-/tmp/vllm-work}
 site=$WORK/site
 models=$WORK/models
-logs=$WORK/logs-$command
+# Commands on different GPUs share what was unpacked, and have logs and caches of their own.
+lane=${CUDA_VISIBLE_DEVICES:+-${CUDA_VISIBLE_DEVICES//,/-}}
+logs=$WORK/logs-$command$lane
+cache=$WORK/cache$lane
 # Everything that vLLM 0.24.0 imports and the GPU machine does not have, pydantic for fcsd among it. Versions are given
 # where vLLM asks for one or where a later one is known not to go with 0.24.0.
 wheels="annotated-types apache-tvm-ffi==0.1.15.post2 astor blake3 cachetools cbor2 compressed-tensors==0.17.0 depyf==0.20.0
@@ -162,8 +166,8 @@ mkdir -p "$logs" "$OUT"
 ulimit -n 65536 2> /dev/null
 # Caches below $WORK: the home directory may be missing or read-only. Only the loopback interface is sure to exist.
 # vLLM's processes are forked, which saves an import of 15 s each; one thread for OpenMP, which does not survive a fork.
-export HOME=${HOME:-$WORK/home} XDG_CACHE_HOME=$WORK/cache VLLM_CACHE_ROOT=$WORK/cache/vllm
-export TRITON_CACHE_DIR=$WORK/cache/triton TORCHINDUCTOR_CACHE_DIR=$WORK/cache/inductor
+export HOME=${HOME:-$WORK/home} XDG_CACHE_HOME=$cache VLLM_CACHE_ROOT=$cache/vllm
+export TRITON_CACHE_DIR=$cache/triton TORCHINDUCTOR_CACHE_DIR=$cache/inductor
 export VLLM_HOST_IP=127.0.0.1 NCCL_SOCKET_IFNAME=lo GLOO_SOCKET_IFNAME=lo VLLM_WORKER_MULTIPROC_METHOD=fork
 export NO_PROXY=127.0.0.1,localhost
 export PYTHONPATH=$site:$PWD PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 OMP_NUM_THREADS=1
@@ -213,8 +217,9 @@ four)
     job stages $serve --tp 2 --pp 2 $small/float32/eager
     ;;
 serve)
+    minutes=$(python3 -c "print(($(left) - 8) / 60)") # so that it prints what it has found before its end
     # shellcheck disable=SC2086 # the words are split
-    job serve python3 -m fcsd bench serve --out "$OUT/serve" --minutes $(($(left) / 60)) ${SERVE:-llama3-8b --tp 2}
+    job serve python3 -m fcsd bench serve --out "$OUT/serve" --minutes "$minutes" ${SERVE:-llama3-8b --tp 2}
     ;;
 trace)
     # shellcheck disable=SC2086
@@ -222,6 +227,7 @@ trace)
     ;;
 esac
 wait
+[ "$command" = serve ] && cat "$logs/serve.log"
 report
 status=$?
 echo "$command: ended after $SECONDS s with $status"
