@@ -39,7 +39,8 @@ def round_sums(model: Any, format: Format, ranks: int, experts: bool) -> None:
     model.config.use_cache = False  # an attention is called once for each rank
     for i, plan in plans.items():
         last = plan.steps[-1]
-        if taken[i] is None or (last.joins and last.call != "mlp") or (last.call == "mlp" and kinds[i] != "dense"):
+        alone = kinds[i] == "dense" if last.call == "mlp" else not last.joins
+        if taken[i] is None or (last.then == "start" and not alone):
             raise ValueError(f"no reference rounds the sums of layer {i}: {plan.steps}")
         steps = {"shared" if step.call == "mlp" else step.call: step for step in plan.steps}
         weights = _weights(blocks, layers[i], experts)
@@ -69,7 +70,7 @@ def _parts(
     collected: list[Tensor] = []
 
     def run(name: str, x: Tensor, **kwargs: Any) -> Tensor:
-        if steps[name].then not in ("collect", "start"):
+        if name not in steps or steps[name].then not in ("collect", "start"):  # a sum of vLLM's own
             return getattr(parts_of(layer), name)(x, **kwargs)
         addends = []
         for rank in range(ranks):
