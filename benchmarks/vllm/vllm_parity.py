@@ -187,7 +187,8 @@ def answered(
     if section:
         options["additional_config"] = {"fcsd": section}
     if plan["replicas"] > 1:
-        options["distributed_executor_backend"] = "uni"
+        # Every step of an engine is then one step of all ranks, which wait for each other in it.
+        options |= dict(distributed_executor_backend="uni", async_scheduling=False)
     llm = engine(path, plan["dtype"], **parallel, **options, **MODES[mode])
     sampling = SamplingParams(
         max_tokens=int(share * (REPLAYS if mode in LONG else NEW)), temperature=0, detokenize=False,
