@@ -216,7 +216,7 @@ two)
     ;;
 beside)
     job float32 $serve --tp 2 $small/float32/graph/{beside,ep/beside} $deepseek/float32/graph/{ep/beside,beside} \
-        $glm/float32/eager/{ep/,}beside+always $small/float32/{eager/beside+always,pressure/beside+always}
+        $glm/float32/eager/{ep/,}beside+always $small/float32/{eager/beside+always,pressure/beside+always,eager/beside}
     job compiled $serve --tp 2 $small/float32/default/{ep/,}beside $deepseek/float32/default/ep/beside \
         $glm/float32/default/beside
     job bfloat16 $serve --tp 2 $small/bfloat16/default/{beside,ep/beside} $glm/bfloat16/default/ep/beside \
@@ -224,8 +224,8 @@ beside)
     job latent $latent --tp 2 $wide/bfloat16/{default/ep,graph/ep,default}/beside
     ;;
 sums)
-    job float32 $serve --tp 2 $dense/float32/graph/{int8,none,table,int4,table-int8,symmetric} \
-        $small/float32/graph/{ep/int8+beside,int4} $dense/float32/eager/table
+    job float32 $serve --tp 2 $dense/float32/graph/{int8,none,table,int4,table-late,table-int8,symmetric} \
+        $small/float32/graph/{ep/int8+beside,ep/table-late+beside,int4} $dense/float32/eager/table
     job compiled $serve --tp 2 $dense/float32/default/{table,int8,table-int8} $small/float32/default/ep/table+beside
     ;;
 exchange)

@@ -1,8 +1,9 @@
 """Runs vLLM under data-parallel attention with expert parallelism, for ``benchmarks/vllm/vllm_parity.py serve --dp N``.
 
-A rank is a process with an engine of its own. Ranks have different numbers of prompts, and the last one stops after half
-of the tokens. The build of vLLM for CPUs lacks two things, which ``fill_in`` gives it: gathers and scatters of different
-numbers of rows, and experts of which a rank has a part. Engine, models, routers, and the exchange at once are vLLM's own.
+A rank is a process with an engine of its own. Ranks have different numbers of prompts, and the last one stops after
+half of the tokens. The build of vLLM for CPUs lacks two things, which ``fill_in`` gives it: gathers and scatters of
+different numbers of rows, and experts of which a rank has a part. Engine, models, routers, and the exchange at once are
+vLLM's own.
 """
 
 import multiprocessing

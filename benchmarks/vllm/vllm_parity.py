@@ -1,19 +1,20 @@
 """Compares what vLLM computes, for originals and for converted models, with what transformers computes.
 
-    python benchmarks/vllm/vllm_parity.py serve FOLDER PLAN... [--tp N] [--pp N] [--dp N]    log-probabilities of prompts
-    and answers
-    python benchmarks/vllm/vllm_parity.py items FOLDER CASE... --items FOLDER --out FOLDER    the requests of the eleven
-    tasks
-    python benchmarks/vllm/vllm_parity.py refused FOLDER CASE...    without fcsd's plugin vLLM refuses converted models
+    python benchmarks/vllm/vllm_parity.py serve FOLDER PLAN... [--tp N] [--pp N] [--dp N]
+    python benchmarks/vllm/vllm_parity.py items FOLDER CASE... --items FOLDER --out FOLDER
+    python benchmarks/vllm/vllm_parity.py refused FOLDER CASE...
+
+``serve`` compares log-probabilities of prompts and answers, ``items`` the requests of the eleven tasks, as
+``benchmarks/vllm/vllm_items.py record`` has written them down, with the answers of transformers. ``refused`` checks
+that vLLM refuses converted models without fcsd's plugin.
 
 The models are those of ``benchmarks/vllm/vllm_cases.py``, and are made in FOLDER. A PLAN is ``CASE/DTYPE/MODE``, with
 ``/ep`` behind it for whole experts on each rank, and with settings of the plugin such as ``/beside+always``: a key of
 ``SETTINGS``, or several. A plan with settings is about the converted model alone. The reference is transformers in
-float32 on the CPU, given the same tokens; in bfloat16 the error of transformers in bfloat16 stands beside that of vLLM,
-and with fp8 weights the distance from the other wiring. With quantised sums the reference rounds its sums, too. ``MODE``
-is ``eager``, ``graph`` (whole CUDA graphs, not compiled, 200 tokens), ``default`` (compiled, with vLLM's own choice of
-graphs) or ``pressure`` (so little memory that requests are preempted). ``items`` asks what
-``benchmarks/vllm/vllm_items.py record`` has written down, with the answers of transformers.
+float32 on the CPU, given the same tokens; in bfloat16 the error of transformers in bfloat16 stands beside that of
+vLLM, and with fp8 weights the distance from the other wiring. With quantised sums the reference rounds its sums, too.
+``MODE`` is ``eager``, ``graph`` (whole CUDA graphs, not compiled, 200 tokens), ``default`` (compiled, with vLLM's own
+choice of graphs) or ``pressure`` (so little memory that requests are preempted).
 
 With ``--dp N`` a rank is a process with tokens of its own: ranks have different numbers of prompts, and the last one
 stops after half of the tokens.
@@ -66,7 +67,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "int4": dict(reduce="quantised:int4"),
     "none": dict(reduce="none"),  # the bound, which has to be wrong
 }
-TABLES = {"table": "vllm", "table-int8": "quantised:int8"}  # what sums in every row of a table
+# Tables: what sums in every row, and the fewest tokens of a decoding step whose sums travel. Three answers are a whole
+# graph of 4 tokens, and their prompts one of 96 (``graph``) or a step without one.
+TABLES = {"table": ("vllm", 4), "table-late": ("vllm", 8), "table-int8": ("quantised:int8", 4)}
 Answer = tuple[list[int], list[int], list[float]]  # a prompt, its answer, and the log-probabilities of both
 
 
@@ -166,9 +169,10 @@ def section_of(folder: Path, settings: str, ranks: int) -> dict[str, Any]:
         if name not in TABLES:
             found |= SETTINGS[name]
             continue
-        rows = [dict(reduce=TABLES[name], travels=travels) for travels in (False, True)]
-        steps = dict(decode=(1, 4), prefill=(1, 64))  # a step of three answers and their prompts travel; see ``MODES``
-        tables = {step: [{"from": n, **row} for n, row in zip(least, rows, strict=True)] for step, least in steps.items()}
+        backend, least = TABLES[name]
+        rows = [dict(reduce=backend, travels=travels) for travels in (False, True)]
+        steps = dict(decode=(1, least), prefill=(1, 64))
+        tables = {step: [{"from": n, **row} for n, row in zip(at, rows, strict=True)] for step, at in steps.items()}
         file = folder / f"{name}-{ranks}-{os.getpid()}.json"
         file.write_text(json.dumps(dict(version=1, user="plugin", tp=ranks, **tables)))
         found["reduce"] = str(file)
