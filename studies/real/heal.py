@@ -287,7 +287,7 @@ def measure(student: Path, teacher: Path, texts: dict[str, Path], rows: int = HE
     for name, folder in texts.items():
         held_out = token_rows(folder / "held_out", rows * SEQ).to(device)
         sums = torch.zeros(3, dtype=torch.float64)
-        for batch in held_out.split(4):
+        for batch in held_out.split(1):
             with torch.no_grad():
                 own, theirs = (F.log_softmax(model(batch).logits[:, :-1].float(), -1) for model in models)
             kl = (theirs.exp() * (theirs - own)).sum(-1)
