@@ -24,10 +24,10 @@ RAW = (
     Path("benchmarks/results/real_smollm2_parts_2xh100.json"),
 )
 SEEDS, PARTS = RAW[2:]
-# Taken where they exist: longer runs of the converted layers alone, three seeds of shorter ones, runs of all layers.
-CONVERTED, THREE, ALL = MORE = (
+# Longer runs of the converted layers alone, two seeds of shorter ones, and a run of all layers.
+CONVERTED, CONVERTED_SEEDS, ALL = MORE = (
     Path("benchmarks/results/real_smollm2_converted_2xh100.json"),
-    Path("benchmarks/results/real_smollm2_three_seeds_2xh100.json"),
+    Path("benchmarks/results/real_smollm2_two_seeds_2xh100.json"),
     Path("benchmarks/results/real_smollm2_all_layers_2xh100.json"),
 )
 PASSAGES = Path("benchmarks/results/real_smollm2_passages_cpu.json")
@@ -146,7 +146,7 @@ def scores(file: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n" + more
 
 
-def three(file: dict[str, Any]) -> str:
+def by_seed(file: dict[str, Any]) -> str:
     """Markdown with runs that differ in the seed alone: each mean with its standard deviation over the seeds.
 
     The points lost by each seed stand beside their mean. Its error is that of the questions, which all seeds were
@@ -183,13 +183,8 @@ table has what stands beside the mean.
 """
 
 
-OF_THREE = """\
-Three seeds of the converted layers alone, on own text, the model's own documents and foreign text, asked like the
-longer runs. *Points lost by each* is of seeds 0, 1 and 2.
-"""
-OF_ALL = """\
-All 30 layers with `ladder`, whose weights alone are trained, not the embeddings: with the wiring from the first step
-(`all`), and annealed over the first 30 % of the steps (`anneal`).
+OF_SEEDS = """\
+Seeds 0 and 1 of shorter runs of the converted layers alone, on the same texts, asked the same questions:
 """
 
 
@@ -350,10 +345,8 @@ def filled(page: str, raw: dict[Path, dict[str, Any]], repo: Path = Path()) -> s
     stored = list(raw.values())
     tables = {"runs": runs(stored), "scores": scores(stored[0]), "seeds": scores(raw[SEEDS])}
     tables["parts"] = scores(raw[PARTS])
-    healed_alone = CONVERTED in raw
-    tables["converted"] = f"{OF_CONVERTED}\n{scores(raw[CONVERTED])}" if healed_alone else ""
-    tables["three"] = f"{OF_THREE}\n{three(raw[THREE])}\n{scores(raw[THREE])}" if THREE in raw else ""
-    tables["all"] = f"{OF_ALL}\n{scores(raw[ALL])}" if ALL in raw else ""
+    tables["converted"] = f"{OF_CONVERTED}\n{scores(raw[CONVERTED])}"
+    tables["by seed"] = f"{OF_SEEDS}\n{by_seed(raw[CONVERTED_SEEDS])}\n{scores(raw[CONVERTED_SEEDS])}"
     tables |= {
         "answer": answer(stored, repo),
         "speeds": frontier.speeds(repo),
@@ -365,9 +358,7 @@ def filled(page: str, raw: dict[Path, dict[str, Any]], repo: Path = Path()) -> s
         "experts": experts(json.loads((repo / EXPERTS).read_text())),
         "splits": splits(json.loads((repo / SPLITS).read_text())),
     }
-    asked = "Healed models are in the [second table of the converted layers alone](#scores)."
-    told = f"\n- {asked if healed_alone else 'No healed model was asked yet.'}\n"
-    tables["passages"] = beside(json.loads((repo / PASSAGES).read_text())) + told
+    tables["passages"] = beside(json.loads((repo / PASSAGES).read_text()))
     for name, text in tables.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
         before, rest = page.split(begin)
@@ -377,9 +368,7 @@ def filled(page: str, raw: dict[Path, dict[str, Any]], repo: Path = Path()) -> s
 
 def read(repo: Path = Path()) -> dict[Path, dict[str, Any]]:
     """The stored runs, by file."""
-    return {
-        file: json.loads((repo / file).read_text()) for file in (*RAW, *MORE) if file in RAW or (repo / file).exists()
-    }
+    return {file: json.loads((repo / file).read_text()) for file in (*RAW, *MORE)}
 
 
 if __name__ == "__main__":
