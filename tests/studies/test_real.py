@@ -6,9 +6,11 @@ import re
 import subprocess
 import sys
 import threading
+from math import exp, log
 from pathlib import Path
 from statistics import mean, median
 
+import numpy
 import pytest
 from studies.real import frontier, heal, page, passages, ranks
 from studies.real.heal import read_cases, recipe_of
@@ -16,7 +18,8 @@ from studies.real.heal import read_cases, recipe_of
 from fcsd.config import Recipe
 from fcsd.eval.suite import select_any
 from fcsd.eval.tasks import load_tasks
-from fcsd.plan.frontier import SHARES
+from fcsd.models.selection import select_layers
+from fcsd.plan.frontier import SHARES, law
 
 
 def test_the_page_holds_what_is_stored(repo: Path) -> None:
@@ -26,33 +29,24 @@ def test_the_page_holds_what_is_stored(repo: Path) -> None:
     assert len(page.runs(files).splitlines()) == 2 + sum("kl" in run for file in files for run in file["runs"])
 
 
-def test_the_page_takes_the_runs_of_the_converted_layers_where_they_are_stored(repo: Path) -> None:
-    text, raw = (repo / page.PAGE).read_text(), {file: json.loads((repo / file).read_text()) for file in page.RAW}
-    new = json.loads((repo / page.PARTS).read_text())
-    name, words = "half-converted-140m", json.loads((repo / page.PASSAGES).read_text())
-    run = new["runs"][1]
-    run |= {"name": name, "tokens": 140e6, "kl": {text: {"kl": 0.05} for text in ("own", "foreign")}}
-    (found,) = (found for found in new["differences"] if found["model"] == "half-frozen-41m")
-    found |= {"model": name, "loss": words["differences"][0]["loss"]}
-    new |= {"runs": [run], "differences": [found]}
-    new["scores"] = {"original": new["scores"]["original"], name: new["scores"]["half-frozen-41m"]}
-    for model, of in (("original", "original"), (name, "ladder-auto-untrained")):
-        new["scores"][model]["Held-out loss"] = words["scores"][of]["Held-out loss"]
-    points = "{:.1f} ± {:.1f}".format(*map(abs, page.mean_difference(new, name)))
-    told = page.filled(text, {**raw, page.CONVERTED: new}, repo)
+def test_a_target_is_reached_where_the_upper_end_of_the_interval_is_within_it(repo: Path) -> None:
+    raw = page.read(repo)
+    (run,) = (run for run in raw[page.PARTS]["runs"] if run["name"] == "half-frozen-41m")
+    (found,) = (found for found in raw[page.PARTS]["differences"] if found["model"] == "half-frozen-41m")
+    run |= {"tokens": 140e6, "kl": {text: {"kl": 0.05} for text in ("own", "foreign")}}
+    points = "{:.1f} ± {:.1f}".format(*map(abs, page.mean_difference(raw[page.PARTS], "half-frozen-41m")))
+    told = page.answer(list(raw.values()), repo)
     (row,) = (line for line in told.splitlines() if line.startswith("| 15 of 30"))
     assert f"140 M | converted layers | {points}" in " ".join(row.split()) and "1.36 → 0.050" in row
-    assert f"| {name} | 65.4 |" in told and f"| {name} | 5.312 | +2.442 ± 0.059 |" in told
-    assert ("No healed model was asked" in page.filled(text, raw, repo)) > ("No healed model was asked" in told)
+    assert "**Targets**: 0.5 points with ladder on 15 layers was not shown;" in told
     found["tasks"] = [{**task, "points": -0.1, "stderr": 0.4} for task in found["tasks"]]
-    assert "**Targets**: 0.5 points with ladder on 15 layers was shown;" in page.answer([*raw.values(), new], repo)
+    assert "**Targets**: 0.5 points with ladder on 15 layers was shown;" in page.answer(list(raw.values()), repo)
 
 
-def test_the_page_takes_three_seeds_and_runs_of_all_layers_where_they_are_stored(repo: Path) -> None:
-    text, raw = (repo / page.PAGE).read_text(), {file: json.loads((repo / file).read_text()) for file in page.RAW}
-    stored = json.loads((repo / page.PARTS).read_text())
-    (found,) = (found for found in stored["differences"] if found["model"] == "half-frozen-41m")
-    (run,) = (run for run in stored["runs"] if run["name"] == "half-frozen-41m")
+def test_any_number_of_seeds_is_a_row_with_their_mean(repo: Path) -> None:
+    stored = page.read(repo)[page.CONVERTED_SEEDS]
+    (found,) = (found for found in stored["differences"] if found["model"] == "half-converted-41m-0")
+    (run,) = (run for run in stored["runs"] if run["name"] == "half-converted-41m-0")
     seeds = {"runs": [], "differences": [], "scores": {"original": stored["scores"]["original"]}}
     for seed, more in enumerate((-1.0, 0.0, 1.0)):  # points that each task has more, and a hundredth of them in nats
         name = f"half-{seed}"
@@ -60,19 +54,14 @@ def test_the_page_takes_three_seeds_and_runs_of_all_layers_where_they_are_stored
         seeds["runs"].append({**run, "name": name, "seed": seed, "kl": kl})
         tasks = [{**task, "points": task["points"] + more} for task in found["tasks"]]
         seeds["differences"].append({**found, "model": name, "tasks": tasks})
-        seeds["scores"][name] = stored["scores"]["half-frozen-41m"]
+        seeds["scores"][name] = stored["scores"][run["name"]]
     points, error = page.mean_difference(seeds, "half-1")
-    row = " ".join(page.three(seeds).splitlines()[-1].split())
+    row = " ".join(page.by_seed(seeds).splitlines()[-1].split())
     each = ", ".join(f"{-points - more:.1f}" for more in (-1, 0, 1))
     assert f"| 3 | 0.090 ± 0.010 | 0.090 ± 0.010 | {each} |" in row
     assert f"| {-points:.1f} ± {(error**2 + 1 / 3) ** 0.5:.1f} |" in row
-    one = {**run, "layers": "all", "name": "anneal-90m", "set": {"train.anneal_share": 0.3}}
-    whole = {"runs": [one], "differences": [{**found, "model": "anneal-90m"}], "scores": dict(seeds["scores"])}
-    whole["scores"] = {"original": whole["scores"]["original"], "anneal-90m": whole["scores"]["half-0"]}
-    told = page.filled(text, {**raw, page.THREE: seeds, page.ALL: whole}, repo)
-    assert row in " ".join(told.split()) and "| half-2 |" in told and "| anneal-90m |" in told
-    assert "| ladder | all | own+foreign | 41 M | 0.001 | 32768 | annealed wiring |" in told
-    assert f"1.5 points with ladder on 30 layers was {'' if -points + 1.645 * error <= 1.5 else 'not '}shown" in told
+    seeds["runs"] = [{**seeds["runs"][0], "set": {"train.anneal_share": 0.3}}]
+    assert "| 0.080 ± 0.000 |" in page.by_seed(seeds) and "| annealed wiring |" in page.runs([seeds])
 
 
 def test_the_frontier_is_that_of_the_raw_files_and_of_the_law(repo: Path, tmp_path: Path) -> None:
@@ -149,8 +138,8 @@ def test_the_figures_of_the_seeds_are_those_of_the_raw_file(repo: Path) -> None:
         f"{half} in one run of steps of 32,768 tokens, and {lower['half-0']} and {lower['half-1']} in two runs" in text
     )
     assert f"{lower['farskip-auto-both-100m']} (farskip) and {most} (ladder) after 100 million tokens" in text
-    late = sorted(float(lower[name].split()[0]) for name in ("auto-0", "auto-1", "far-0"))
-    assert f"and {late[0]} to {late[-1]} after 41 million" in text
+    late = sorted(float(lower[name].split()[0]) for name in ("auto-0", "auto-1", "far-0", "ladder-auto-own-41m"))
+    assert f"{late[0]} to {late[-1]} after 41 million tokens with all weights trained" in text
     assert f"last half {half} points below the original, by a second recipe **{lower['half-0']}**" in index
     assert f"27 of 30 layers **{most}** and **{lower['auto-0']}**" in index
     kl = {run["name"]: [f"{run['kl'][name]['kl']:.3f}" for name in ("own", "foreign")] for run in seeds["runs"]}
@@ -354,9 +343,30 @@ def test_the_cases_of_the_study_of_ranks_are_taken_and_its_table_is_that_of_the_
     assert last[:1] + last[2:] == ["points lost", "", f"{-points:.1f} ± {error:.1f}"]
     page_of_ranks = (repo / ranks.PAGE).read_text()
     assert ranks.filled(page_of_ranks, ranks.read(repo)) == page_of_ranks, "run python -m studies.real.ranks page"
-    (kept,) = re.findall(r"rank 64 keeps ([\d.]+) % .* rank 4 keeps ([\d.]+) %", " ".join(page_of_ranks.split()))
+    words = " ".join(page_of_ranks.split())
+    (kept,) = re.findall(r"rank 64 keeps ([\d.]+) % .* rank 4 keeps ([\d.]+) %", words)
     kept_by = [re.search(rf"40,960 .*\| rank {rank} .* ([\d.]+)%", page_of_ranks) for rank in (64, 4)]
     assert [match and match[1] for match in kept_by] == [*kept]
+    real = json.loads((repo / "benchmarks/results/adapter_ranks_smollm2_2xh100.json").read_text())
+    low, full = real["runs"]
+    before, (less, most) = full["untrained_kl"]["own"]["kl"], (run["kl"]["own"]["kl"] for run in (low, full))
+    rates = [round(run["tokens_per_second"], -3) for run in (low, full)]
+    assert f"rank 64 ends at {less / most:.2f}x the divergence of full training" in words
+    assert "{:,.0f} tokens/s instead of {:,.0f} (beside".format(*rates) in words
+    assert f"It keeps {(before - less) / (before - most):.1%}".replace("%", " %") in words
+    assert f"is {before:.2f} nats away: a divergence of {before - 0.985 * (before - most):.2f} instead of" in words
+    assert f"instead of {less:.3f} would do" in words
+    lost = ["{:.1f} ± {:.1f}".format(*map(abs, page.mean_difference(real, run["name"]))) for run in (low, full)]
+    hellaswag = [-points_of(real, run["name"], "HS")[0] for run in (low, full)]
+    said = "{} with rank 64 and {} with all weights, and on HellaSwag {:.1f} and {:.1f}."
+    assert said.format(*lost, *hellaswag) in words
+
+
+def points_of(file: dict, model: str, column: str) -> tuple[float, float]:
+    """Points of a model minus those of the original on one benchmark, and their standard error."""
+    (tasks,) = (found["tasks"] for found in file["differences"] if found["model"] == model)
+    (task,) = (task for task in tasks if task["column"] == column)
+    return task["points"], task["stderr"]
 
 
 def real_model(repo: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -396,7 +406,7 @@ def test_what_the_page_says_of_the_longer_runs_is_that_of_the_raw_file(repo: Pat
     rates = [run["tokens_per_second"] for run in (runs["far"], full)]
     assert f"With layers 2-29 converted it is {rates[0] / rates[1]:.2f}x as fast" in text
     lost = [f"{-found['HS']['points']:.1f} ± {found['HS']['stderr']:.1f}" for found in tasks]
-    assert "lost on HellaSwag**: {} points with half of the layers and {} with 28".format(*lost) in text
+    assert "HellaSwag loses {} points with half of the layers and {} with 28".format(*lost) in text
     others = [-sum(found[task]["points"] for task in ("PIQA", "ARC-E", "OBook")) / 3 for found in tasks]
     assert "other tasks lose {:.1f} and {:.1f} on the mean".format(*others) in text
     points, error = page.mean_difference(raw, half["model"])
@@ -427,3 +437,120 @@ def test_what_training_the_converted_layers_alone_gains_is_that_of_the_raw_file(
     )
     told = "teacher {:.0f} %, student's forward pass {:.0f} %, loss {:.0f} %, backward pass {:.0f} %, update {:.0f} %"
     assert told.format(*(float(share) for _, share in shares)) in text
+
+
+def test_what_the_page_says_of_the_seeds_of_the_converted_layers_is_that_of_the_raw_file(repo: Path) -> None:
+    raw = page.read(repo)
+    seeds, text = raw[page.CONVERTED_SEEDS], " ".join((repo / page.PAGE).read_text().split())
+    half, far = ([f"{name}-converted-41m-{seed}" for seed in (0, 1)] for name in ("half", "far"))
+    told = {name: "{:.1f} ± {:.1f}".format(*map(abs, page.mean_difference(seeds, name))) for name in (*half, *far)}
+    kl = {
+        run["name"]: [run["kl"][text]["kl"] for text in ("own", "foreign")]
+        for file in raw.values()
+        for run in file["runs"]
+        if "kl" in run
+    }
+    means = {
+        of: [mean(pair) for pair in zip(*(kl[name] for name in names), strict=True)]
+        for of, names in (("half", half), ("far", far))
+    }
+    assert told[half[0]] == told[half[1]] and f"A third of the tokens, of the same texts, lose {told[half[0]]}," in text
+    assert f"and {told[half[0]]} by both seeds of the converted layers alone" in text
+    ends = [*means["half"], *kl["half-converted-125m"]]
+    assert "({:.3f} and {:.3f}, then {:.3f} and {:.3f})".format(*ends) in text
+    points, error = page.mean_difference(raw[page.CONVERTED], "far-converted-85m")
+    assert (
+        f"{told[far[0]]} and {told[far[1]]} after 41 million tokens, and {-points:.1f} ± {error:.1f} after 85" in text
+    )
+    falls = "falls from {:.3f} and {:.3f} to {:.3f} and {:.3f}"
+    assert falls.format(*means["far"], *kl["far-converted-85m"]) in text
+    every = [
+        (found["model"], -page.mean_difference(file, found["model"])[0])
+        for file in raw.values()
+        for found in file.get("differences", ())
+        if not found["model"].endswith("-untrained")
+    ]
+    assert min(points for name, points in every if "half" in name) > 0.5
+    assert min(points for name, points in every if "far" in name) > 0.7
+    pairs = [("half-0", "half-1"), ("auto-0", "auto-1"), (half[0], half[1]), (far[0], far[1])]
+    points = [abs(dict(every)[one] - dict(every)[other]) for one, other in pairs]
+    pairs = [("half-0", "half-2"), ("half-1", "half-2"), *pairs]  # the third seed was asked no questions
+    nats = [max(abs(x - y) for x, y in zip(kl[one], kl[other], strict=True)) for one, other in pairs]
+    assert f"at most {max(points):.2f} points and {max(nats):.3f} nats apart, in four recipes" in text
+    assert f"alone it is {max(points[-2:]):.2f} and {max(nats[-2:]):.3f}." in text
+    arc = [points_of(seeds, name, "ARC-E") for name in half]
+    assert "ARC-Easy, too: {:.1f} and {:.1f} points".format(*(-points for points, _ in arc)) in text
+    assert {f"{error:.1f}" for _, error in arc} == {"0.6"} and "points, with an error of 0.6." in text
+
+
+def test_hellaswag_loses_more_on_advice_than_on_videos(repo: Path) -> None:
+    seeds, text = page.read(repo)[page.CONVERTED_SEEDS], " ".join((repo / page.PAGE).read_text().split())
+    lost: dict[str, list[float]] = {"videos": [], "advice": []}
+    errors: dict[str, list[float]] = {"videos": [], "advice": []}
+    for name in (f"{name}-converted-41m-{seed}" for name in ("half", "far") for seed in (0, 1)):
+        counts = seeds["hellaswag"][name]
+        fewer = sum(one["lost"] - one["won"] for one in counts.values())
+        assert -100 * fewer / 2500 == pytest.approx(points_of(seeds, name, "HS")[0])
+        for kind, one in counts.items():
+            share = (one["lost"] - one["won"]) / one["questions"]
+            lost[kind].append(100 * share)
+            errors[kind].append(
+                100 * (((one["lost"] + one["won"]) / one["questions"] - share**2) / one["questions"]) ** 0.5
+            )
+    asked = seeds["hellaswag"]["half-converted-41m-0"]  # all runs were asked the same
+    kinds = {kind: (one["questions"], one["original_right"]) for kind, one in asked.items()}
+    advice = "about advice lose {:.1f} and {:.1f} points with half of the layers and {:.1f} and {:.1f} with 28,"
+    assert f"the {kinds['advice'][0]} questions {advice.format(*lost['advice'])} with an error of 0.7" in text
+    assert {f"{error:.1f}" for error in errors["advice"]} == {"0.7"}
+    low, *_, high = sorted(lost["videos"])
+    least, *_, most = sorted(errors["videos"])
+    videos = f"about videos lose {low:.1f} to {high:.1f}, with an error of {least:.1f} to {most:.1f}"
+    assert f"The {kinds['videos'][0]} {videos}" in text
+    right = [f"{right / questions:.1%}".replace("%", " %") for questions, right in (kinds["advice"], kinds["videos"])]
+    assert "as often right on both, {} and {}".format(*right) in text
+
+
+def test_what_the_pages_say_of_all_layers_and_of_the_law_is_that_of_the_raw_files(repo: Path) -> None:
+    raw, (text, planning, index) = (
+        page.read(repo),
+        (
+            " ".join((repo / file).read_text().split())
+            for file in (page.PAGE, "docs/planning.md", "benchmarks/results/README.md")
+        ),
+    )
+    ((run,), fit) = raw[page.ALL]["runs"], law()["kl"]
+    assert not raw[page.ALL]["scores"], "it was asked no questions"
+    kl = {name: f"{found['kl']:.3f}" for name, found in run["kl"].items()}
+    assert f"ends at {kl['own']} (own), {kl['doc']} (`doc`) and {kl['foreign']} (foreign)" in text
+    assert f"After 57 million all layers end at {kl['own']} and {kl['foreign']}." in text
+    assert f"with {round(run['tokens_per_second'], -3):,.0f} tokens/s" in text
+
+    def predicted(run: dict) -> tuple[float, float]:
+        """The law's divergence on own text, and the factor to the ends of its interval of 90 %."""
+        alone = law()["costs"]["SmolLM2-135M-Instruct"][run["wiring"]]
+        total = sum(alone[layer] for layer in select_layers(run["layers"], page.DEPTH))
+        at = numpy.array([1.0, log(total), -log(run["tokens"] / 1e6)])
+        error = fit["residual"] * (1 + at @ numpy.array(fit["inverse"]) @ at) ** 0.5
+        return exp(at @ numpy.array(fit["coefficients"])), exp(fit["t"] * error)
+
+    value, factor = predicted(run)
+    assert f"had predicted {value:.2f} on own text ({value / factor:.2f} to {value * factor:.2f})" in text
+    assert run["kl"]["own"]["kl"] < value / factor and f"of the law's {value:.2f} and below" in planning
+    shares = {
+        one["name"]: one["kl"]["own"]["kl"] / predicted(one)[0]
+        for file in raw.values()
+        for one in file["runs"]
+        if "optim.train" in one.get("set", {}) or one["layers"] == "all"
+    }
+    whole, short = shares.pop(run["name"]), shares.pop("all-own-1e-3")
+    assert f"ended at {whole:.2f} of the law's divergence" in text
+    assert f"ended at {kl['own']} after 57 million tokens, {whole:.2f} of the law's" in planning
+    half, far = (sorted(share for name, share in shares.items() if name.startswith(of)) for of in ("half", "far"))
+    assert f"the last half at {half[0]:.2f} to {half[-1]:.2f} of it" in planning and len(half + far) == len(shares)
+    assert f"farskip on 28 of 30 layers at {far[0]:.2f} to {far[-1]:.2f}. " in planning
+    assert f"which ended at {short:.2f} of it" in planning
+    (before,) = (one for one in raw[page.RAW[1]]["runs"] if one["name"] == "all-own-1e-3")
+    ends = [before["kl"][name]["kl"] for name in ("own", "foreign")]
+    assert f"in steps of {before.get('batch', 131072):,}, ended at {ends[0]:.3f} and {ends[1]:.3f}" in text
+    rows = [line.split(" | ") for line in page.by_seed(raw[page.CONVERTED_SEEDS]).splitlines()[2:]]
+    assert "two seeds each: half {1}, 28 of 30 {0} |".format(*(row[-1].strip(" |") for row in rows)) in index
