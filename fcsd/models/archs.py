@@ -25,7 +25,7 @@ def _row(model_type: str, stem: str, *, vllm: Mapping[str, Any] | None = None, *
     classes = {"AutoModel": (f"{stem}Model", ""), "AutoModelForCausalLM": (causal, "model")}
     fields = {"config": f"{stem}Config", "classes": classes, "blocks": Blocks(), **fields}
     decoder = fields["classes"]["AutoModelForCausalLM"][1] if "text_config" not in fields else "language_model.model"
-    same = ("mlp", "shared", "shared_beside", "linear", "attn_norms", "mlp_norms", "beside", "router", "inputs", "scale")
+    same = "mlp", "shared", "shared_beside", "linear", "attn_norms", "mlp_norms", "beside", "router", "inputs", "scale"
     names = {"decoder": decoder} | {name: getattr(fields["blocks"], name) for name in same} | dict(vllm or {})
     return Arch(model_type, vllm=VllmNames(**names), **fields)
 
