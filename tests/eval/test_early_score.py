@@ -77,10 +77,11 @@ def both(rank: int, repo: Path) -> dict[str, Any]:
 
 def broken_scorer(rank: int, repo: Path) -> list[tuple[str, float]]:
     """What a rank is told, and after how many seconds, when the process that judges programs is killed or hangs."""
-    judge_process.SILENCE_S = 3.0  # only now: on a loaded machine a healthy process may be silent for so long
+    evalplus_tasks.MAX_NEW_TOKENS = 1  # what it is asked to judge does not matter
     model, tokenizer = teacher(repo)
     real, told = subprocess.Popen, []
-    for ill in ("import os; os.kill(os.getpid(), 9)", "import os; os.kill(os.getpid(), 19)"):
+    for number, silence in ((9, 12.0), (19, 1.0)):  # on a loaded machine a healthy process may be silent for seconds
+        judge_process.SILENCE_S, ill = silence, f"import os; os.kill(os.getpid(), {number})"
         patient = [sys.executable, "-c", ill]
         subprocess.Popen = lambda command, patient=patient, **more: real(
             patient if "fcsd.eval.code.judge_worker" in command else command, **more
@@ -103,7 +104,7 @@ def test_training_is_the_same_to_the_last_bit_and_every_rank_knows_the_score(rep
     assert first["error"][0][0] == second["error"][0][0] and first["error"][1][0] == second["error"][1][0]
     for killed, stopped in (first["error"], second["error"]):
         assert "the judging process failed twice: status -9" in killed[0]
-        assert "the judging process failed twice: it sent nothing for 3 s" in stopped[0]
+        assert "the judging process failed twice: it sent nothing for 1 s" in stopped[0]
     patience = judge_process.ATTEMPTS * judge_process.SILENCE_S
     assert patience < 30 and judge_process.BEAT_S < judge_process.SILENCE_S / 4
 
