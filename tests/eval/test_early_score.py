@@ -19,7 +19,7 @@ from fcsd.eval.early_score import Score, score
 from fcsd.eval.harness import Loaded, evaluate_models
 from fcsd.models.build import load_model
 
-TASK = {"task": "HEval+", "limit": 3}  # the bundled teacher solves these; its MBPP+ answers would take minutes
+TASK = {"task": "HEval+", "limit": 2}  # the bundled teacher solves these; its MBPP+ answers would take minutes
 
 
 def teacher(repo: Path) -> tuple[Any, Any]:
@@ -100,7 +100,7 @@ def test_training_is_the_same_to_the_last_bit_and_every_rank_knows_the_score(rep
     first, second = ranks.in_group(2, both, repo)
     assert first["with"] == first["without"] and second["with"] == second["without"]
     assert first["with"] != second["with"], "the ranks have random numbers of their own"
-    assert first["scores"] == second["scores"] == [Score(1.0, 0.0, 3)]
+    assert first["scores"] == second["scores"] == [Score(1.0, 0.0, 2)]
     assert first["error"][0][0] == second["error"][0][0] and first["error"][1][0] == second["error"][1][0]
     for killed, stopped in (first["error"], second["error"]):
         assert "the judging process failed twice: status -9" in killed[0]
@@ -115,7 +115,7 @@ def test_training_is_the_same_to_the_last_bit_and_every_rank_knows_the_score(rep
         [Loaded("x", model, tokenizer)],
         suite="strict",
         tasks=["HEval+"],
-        limit=3,
+        limit=2,
         data_mirror=repo / "assets/mirror",
     )
-    assert alone == Score(row["value"], row["stderr"], row["n"]) == Score(1.0, 0.0, 3)
+    assert alone == Score(row["value"], row["stderr"], row["n"]) == Score(1.0, 0.0, 2)
