@@ -126,11 +126,7 @@ _FUSED_EXPERTS_AUTOEP = {
     "score_apply": "post",
     "route_norm": True,
 }
-_MINIMAX_M2_AUTOEP = {
-    **_FUSED_EXPERTS_AUTOEP,
-    "moe_layer_pattern": r"model\.layers\.\d+\.mlp",
-    "score_func": "sigmoid",
-}
+_MINIMAX_M2_AUTOEP = {**_FUSED_EXPERTS_AUTOEP, "moe_layer_pattern": r"model\.layers\.\d+\.mlp", "score_func": "sigmoid"}
 
 _MISTRAL4_AUTOEP = {"preset_model": "deepseek_v3", "score_func": "softmax"}
 # MiniMax-M3's attention chooses blocks of keys in most layers. Rounding could choose others.
@@ -331,20 +327,10 @@ _ROWS = (
         later_layers=True,
     ),
     _row(
-        "exaone_moe",
-        "ExaoneMoe",
-        blocks=_SHARED_EXPERTS,
-        autoep="deepseek_v3",
-        tp_plan=_SHARED_TP,
-        later_layers=True,
+        "exaone_moe", "ExaoneMoe", blocks=_SHARED_EXPERTS, autoep="deepseek_v3", tp_plan=_SHARED_TP, later_layers=True
     ),
     _row(
-        "solar_open",
-        "SolarOpen",
-        blocks=_SHARED_EXPERTS,
-        autoep="deepseek_v3",
-        tp_plan=_SHARED_TP,
-        no_vllm=_NO_CLASS,
+        "solar_open", "SolarOpen", blocks=_SHARED_EXPERTS, autoep="deepseek_v3", tp_plan=_SHARED_TP, no_vllm=_NO_CLASS
     ),
     _row(
         "hunyuan_v1_moe",
@@ -500,13 +486,7 @@ _ROWS = (
     ),
     _row("gemma4_text", "Gemma4Text", vllm=_GEMMA4_VLLM, **_GEMMA4),
     _multimodal("gemma4", "Gemma4", vllm=_GEMMA4_VLLM, **_GEMMA4),
-    _row(
-        "glm4",
-        "Glm4",
-        blocks=Blocks(**_GLM_NORMS),
-        rotates_halves=False,
-        tp_plan=_PACKED_MLP_TP,
-    ),
+    _row("glm4", "Glm4", blocks=Blocks(**_GLM_NORMS), rotates_halves=False, tp_plan=_PACKED_MLP_TP),
     _row(
         "granite",
         "Granite",
@@ -775,12 +755,7 @@ _ROWS = (
         no_vllm=_NO_CLASS,
     ),
     _multimodal(
-        "glm4v",
-        "Glm4v",
-        packs=False,
-        blocks=Blocks(**_GLM_NORMS),
-        rotates_halves=False,
-        tp_plan=_PACKED_MLP_TP,
+        "glm4v", "Glm4v", packs=False, blocks=Blocks(**_GLM_NORMS), rotates_halves=False, tp_plan=_PACKED_MLP_TP
     ),
     _multimodal(
         "glm46v",
@@ -814,10 +789,7 @@ _ROWS = (
         autoep={"preset_model": "deepseek_v3", "moe_layer_pattern": _INSIDE_VISION},
         rotates_halves=False,
         tp_plan=_LATENT_TP,
-        vllm={
-            "causal_lm": "KimiK25ForConditionalGeneration",
-            "rescales_float16": True,
-        },
+        vllm={"causal_lm": "KimiK25ForConditionalGeneration", "rescales_float16": True},
         later_layers=True,
     ),
     _multimodal(
