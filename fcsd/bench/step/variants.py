@@ -28,7 +28,7 @@ from fcsd.parallel.overlap import overlap
 from fcsd.parallel.transports.copies import CopiesTransport
 from fcsd.parallel.transports.symmetric_memory import open_buffers
 from fcsd.parallel.transports.traffic import Traffic
-from fcsd.parallel.transports.transport import Splits, Work
+from fcsd.parallel.transports.transport import Several, Splits, Work
 
 Choices = dict[str, Callable[..., Any]]  # name of a variant -> function that wires the model for it
 
@@ -96,10 +96,4 @@ class NoExchange:
         count = sum(splits.receives)
         if self._rows is None or self._rows.shape[0] < count:
             self._rows = torch.randn(2 * count, rows.shape[1], dtype=rows.dtype, device=rows.device)
-        return self._rows[:count], _Arrived()
-
-
-class _Arrived:
-    """The work of an exchange that is complete from the start."""
-
-    def wait(self) -> None: ...
+        return self._rows[:count], Several([])
