@@ -26,8 +26,8 @@ def _row(model_type: str, stem: str, *, vllm: Mapping[str, Any] | None = None, *
     fields = {"config": f"{stem}Config", "classes": classes, "blocks": Blocks(), **fields}
     decoder = fields["classes"]["AutoModelForCausalLM"][1] if "text_config" not in fields else "language_model.model"
     same = "mlp", "shared", "shared_beside", "linear", "attn_norms", "mlp_norms", "beside", "router", "inputs", "scale"
-    names = {"decoder": decoder} | {name: getattr(fields["blocks"], name) for name in same} | dict(vllm or {})
-    return Arch(model_type, vllm=VllmNames(**names), **fields)
+    names: dict[str, Any] = {"decoder": decoder, **{name: getattr(fields["blocks"], name) for name in same}}
+    return Arch(model_type, vllm=VllmNames(**names | dict(vllm or {})), **fields)
 
 
 def _vision(stem: str, decoder: str = "language_model") -> dict[str, tuple[str, str]]:
