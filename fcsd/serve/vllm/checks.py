@@ -80,17 +80,11 @@ def problems(vllm_config: Any, model_type: str) -> Iterator[str]:
     }
     yield from (refusal(name) for name, found in asked.items() if found)
     chosen = read_settings(vllm_config.additional_config, parallel.tensor_parallel_size)
-    strict = bool(os.environ.get(RIGHT_RESULTS))
-    if strict and leaves_out(chosen.reduce):
+    if os.environ.get(RIGHT_RESULTS) and leaves_out(chosen.reduce):
         wrong = f"reduce {chosen.reduce} gives wrong results"
         yield f"{wrong}, which fcsd serve and fcsd eval refuse; start vLLM for a bound"
     if chosen.exchange == "in flight" and ARCHS[model_type].vllm.beside:
         yield "exchange in flight does not go with experts beside an MLP; leave it out"
-    unproven = {"exchange in flight": chosen.exchange == "in flight"}
-    unproven["shared_experts beside"] = chosen.shared_experts == "beside"
-    for name in (name for name, is_so in unproven.items() if is_so and strict):
-        why = "was compared with transformers on CPUs alone"
-        yield f"{name} {why}, so fcsd serve and fcsd eval refuse it; start vLLM to try it"
 
 
 def _scales_short_texts(model: Any) -> bool:
