@@ -63,7 +63,8 @@ def architectures_page() -> str:
     """Every architecture with its wirings, and the reason of what it cannot do."""
     intro = (
         "A row is for the types that differ in nothing but their names. "
-        "[Add an architecture](../adding_an_architecture.md) says how a row is added, and [refused.md](refused.md) lists the types that have none."
+        "[Add an architecture](../adding_an_architecture.md) says how a row is added, and [refused.md](refused.md) "
+        "lists the types that have none."
     )
     head = "| `model_type` | experts | wirings | expert parallelism | vLLM |\n|---|---|---|---|---|"
     rows = [f"| {', '.join(names)} | {cells} |" for cells, names in _grouped(_cells, " (with vision)").items()]
