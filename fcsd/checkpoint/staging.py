@@ -162,8 +162,10 @@ def take_over(files: Mapping[str, Path], into: Path) -> int:
     copies = {name: file for name, file in files.items() if not _linked(file, into / name)}
     total = sum(file.stat().st_size for file in copies.values())
     if total > shutil.disk_usage(into).free:
+        from rich.filesize import decimal
+
         raise DiskError(
-            f"{into.parent}: {total} bytes must be copied, and do not fit",
+            f"{into.parent}: {decimal(total)} must be copied, and do not fit",
             "Free some space, or write to the source's disk.",
         )
     if copies:
