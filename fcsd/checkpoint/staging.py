@@ -78,7 +78,11 @@ def staged(out: Path, former: Contents | None = None) -> Iterator[Path]:
     real.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(real)
     stage = real.with_name(f".{real.name}.tmp-{uuid.uuid4().hex[:8]}")
-    stage.mkdir()
+    try:
+        stage.mkdir()
+    except OSError as error:
+        error.filename = str(out)  # nobody knows the other name
+        raise
     lock = _lock(stage)
     try:
         (stage / _UNFINISHED).touch()

@@ -31,7 +31,7 @@ def require_usable(run: Path, models: Iterable[str]) -> None:
 
     Raises:
         ConfigError: ``run`` is a file, it cannot be created, it or its ``final`` is the directory of one of the models,
-            or it is no run's directory and holds what a run would replace.
+            or it is no run's directory and is that of a model or holds what a run would replace.
     """
     hint = "set another output_dir"
     for model in models:
@@ -39,6 +39,8 @@ def require_usable(run: Path, models: Iterable[str]) -> None:
             if Path(model).is_dir() and own.resolve() == Path(model).resolve():
                 raise ConfigError(f"output_dir {run}: {own} is the directory of the model {model}", hint)
     if not (run / _RECIPE).exists():
+        if (run / "config.json").exists():
+            raise ConfigError(f"output_dir {run}: is the directory of a model", hint)
         for name in _REPLACED:
             if os.path.lexists(run / name):
                 raise ConfigError(f"output_dir {run}: {run / name} is not of a run, and would be replaced", hint)
