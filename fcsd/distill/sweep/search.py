@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.config import ResolvedRecipe, Sweep
-from fcsd.disk import read_input, write_text
+from fcsd.disk import read_input, require_folder, write_text
 from fcsd.distill.run import run_dir
 from fcsd.distill.run.report import read_metrics
 from fcsd.distill.sweep.process import Exit, Launch

@@ -286,7 +286,7 @@ def test_a_sweep_that_cannot_be_is_refused_before_its_first_run(folder: Path, tm
     )
     assert "'kl' is not measured by kl-0" in refused(folder, out, plan({"objective.kl": [1.0, 0.0]}, metric="kl"))
     assert "two trials would be called" in refused(folder, out, plan({"model": ["a/b", "a b"]}))
-    with pytest.raises(ConfigError, match="output_dir .*: is the directory of a model"):
+    with pytest.raises(ConfigError, match=r"output_dir .*: is the directory of a model"):
         sweep(recipe(folder, folder / "student", TWO_STAGES), launch)
     with pytest.raises(ConfigError, match="has no `sweep:` section"):
         sweep(runs.resolved(folder), launch)
