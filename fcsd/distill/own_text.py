@@ -271,7 +271,7 @@ def to_text(record: dict[str, Any], out: Path) -> str:
     return "\n".join(
         [
             f"written  {written['tokens']} tokens in {written['documents']} documents, "
-            f"and {written['held_out_documents']} documents for the held-out loss",
+            f"and {written['held_out_documents']} for the held-out loss",
             f"dropped  {written['loops']} that loop, {written['repeats']} that nearly repeat another",
             "recipe   data:",
             f"           sources: [{{path: '{out}/{TRAIN}/*.parquet', token_ids: input_ids}}]",
