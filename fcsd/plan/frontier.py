@@ -135,6 +135,8 @@ def read_costs(path: Path, depth: int) -> dict[str, list[float]]:
         content = json.loads(read_input(path))
         parts = {name: part for name, part in content.items() if isinstance(part, dict) and "alone" in part}
         found = {name: [float(cost) for cost in part["alone"]] for name, part in parts.items()}
+    except FileNotFoundError:
+        raise ConfigError(f"--costs {path}: there is no such file") from None
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path} has no costs of layers", "python -m studies.real.layers writes such a file"
@@ -299,8 +301,9 @@ def to_text(rows: list[Row], ranks: int, machine: Machine | None, costs: Path | 
         f"Speed: over the original, both with TP {ranks}, of a step of {PROMPTS} answers after {CONTEXT} tokens and of",
         f"the first tokens of {PROMPTS} prompts of {CONTEXT} tokens.",
         links,
-        f"Loss: a law of {told['kl']['runs']} runs of {told['model']}, whose text was its own or its own and foreign;",
-        "intervals of 90 % for a new run of that kind. Points are those of tasks on which that model is above chance.",
+        f"Loss: a law of {told['kl']['runs']} runs of {told['model']} that trained all weights, on its own text or on",
+        "its own and foreign text; intervals of 90 % for a new run of that kind. Points are those of tasks on which",
+        "that model is above chance.",
         place,
         "- : no costs of this wiring were measured. * : outside of what the law was fitted to.",
     ]
