@@ -129,14 +129,16 @@ def convert_checkpoint(
     from fcsd.models.export_template import converted_files
 
     out = Path(out)
-    how = {"variant": variant, "border": border, "tp_degree": tp_degree, "reduce": reduce, "distance": distance}
-
-    def choose(config: CheckpointConfig) -> Wiring:
-        return choose_wiring(config, config.arch, wiring, layers, **how)
+    how: dict[str, Any] = {
+        "variant": variant,
+        "border": border,
+        "tp_degree": tp_degree,
+        "reduce": reduce,
+        "distance": distance,
+    }
 
     if is_gguf(model):
-        check_out(out, [Path(model)], force=force)
-        model = unpack_beside(Path(model), out, dry_run=dry_run, accept=choose)
+        model = unpack(model, out, wiring=wiring, layers=layers, dry_run=dry_run, force=force, **how)
     source = resolve(str(model), allow_patterns=SMALL_FILES if dry_run else None)
     former = check_out(out, [source.path], force=force)
     config = read_config(source.path, trust_remote_code=trust_remote_code)
@@ -147,7 +149,7 @@ def convert_checkpoint(
     layout = read_layout(source.path, remote=remote_headers(source) if dry_run else None)
     verify_tensors(layout, config)
     arch = config.arch
-    chosen = choose(config)
+    chosen = choose_wiring(config, arch, wiring, layers, **how)
 
     hashed = not (dry_run and source.repo_id)  # a dry run does not download the shards of a repository
     hashed = hashed and not config.foreign  # such a model's teacher is a copy, whose config.json differs
@@ -183,6 +185,30 @@ def convert_checkpoint(
         skipped,
         dry_run,
     )
+
+
+def unpack(
+    model: str | Path,
+    out: str | Path,
+    *,
+    wiring: str,
+    layers: str,
+    dry_run: bool = False,
+    force: bool = False,
+    **how: Any,
+) -> Path:
+    """Write the model of a GGUF file to ``OUT-original``, and return that directory.
+
+    The arguments are those of :func:`convert_checkpoint`, for the conversion that is to follow: what would be refused
+    then is refused before any weight is read.
+    """
+    from fcsd.checkpoint.wiring_options import choose_wiring
+
+    def choose(config: CheckpointConfig) -> Wiring:
+        return choose_wiring(config, config.arch, wiring, layers, **how)
+
+    check_out(Path(out), [Path(model)], force=force)
+    return unpack_beside(Path(model), Path(out), dry_run=dry_run, accept=choose)
 
 
 def _has_border(block: dict[str, Any]) -> bool:

@@ -69,7 +69,7 @@ def convert(
 ) -> None:
     """Write a rewired copy of MODEL to OUT. Weights are linked, and parity with MODEL is proven."""
     from fcsd.checkpoint.gguf import is_gguf
-    from fcsd.convert import ConvertReport, convert_checkpoint
+    from fcsd.convert import ConvertReport, convert_checkpoint, unpack
     from fcsd.models.selection import is_auto, layers_text
 
     if calibration is not None:
@@ -90,9 +90,10 @@ def convert(
         return convert_checkpoint(model, out, wiring=wiring, layers=layers, **how, **options)
 
     if is_auto(layers):
-        if dry_run or is_gguf(model):
-            hint = "Leave out --dry-run, or choose the layers; convert a GGUF file first, and then OUT-original."
-            raise ConfigError("--layers auto reads the weights of a directory", hint)
+        if dry_run:
+            raise ConfigError("--layers auto reads the weights", "Leave out --dry-run, or choose the layers.")
+        if is_gguf(model):
+            model = str(unpack(model, out, wiring=wiring, layers="all", force=force, **how))
         run("all", dry_run=True)  # whatever can be refused is refused before minutes of measuring
         from fcsd.distill.layer_costs import choose_by_cost
 

@@ -293,6 +293,7 @@ _ROWS = (
             "mlp.shared_expert.up_proj": "colwise",
             "mlp.shared_expert.down_proj": "rowwise",
         },
+        vllm={"assumes": {"qkv_bias": True}},
     ),
     _row("mixtral", "Mixtral", autoep="mixtral", vllm={"mlp": "block_sparse_moe"}),
     _row("olmoe", "Olmoe", autoep="qwen3_moe", **_NORMS_OVER_HEADS),

@@ -4,9 +4,10 @@
         [--split clustered|random] [--router fitted|gate-rows] [--spread 0.02] [--seed 0]
     python -m studies.real.experts DENSE OUT.json --compare --text NAME=DIR [--text NAME=DIR]
 
-OUT becomes an ordinary directory of the family qwen2_moe. DENSE is a llama without biases. Of the neurons of each MLP,
-``S`` become the shared expert and the others ``E`` routed experts of one size, ``K`` of which a token uses. Every
-neuron is in exactly one of them, so with ``K = E`` the model computes what DENSE computes, up to rounding.
+OUT becomes an ordinary directory of the family qwen2_moe, whose biases are zero. DENSE is a llama without biases. Of
+the neurons of each MLP, ``S`` become the shared expert and the others ``E`` routed experts of one size, ``K`` of which
+a token uses. Every neuron is in exactly one of them, so with ``K = E`` the model computes what DENSE computes, up to
+rounding.
 
 **The scale of the sum.** The router's weights of a token sum to 1 (``norm_topk_prob``) and the shared expert's gate is
 zero, which makes its weight 1/2. The routed ``down_proj`` are therefore multiplied by ``K`` and the shared one by 2:
@@ -179,11 +180,14 @@ def write(
             logits = scaled(torch.stack([gate[group.cpu()].float().mean(0) for group in groups]).to(read), read, spread)
         weights[f"{place}.gate.weight"] = logits.to(gate)
         weights[f"{place}.shared_expert_gate.weight"] = torch.zeros_like(gate[:1])
+        for part in "qkv":  # vLLM's class has the biases whatever the config says
+            projection = f"model.layers.{number}.self_attn.{part}_proj"
+            weights[f"{projection}.bias"] = torch.zeros_like(weights[f"{projection}.weight"][:, 0])
     config = {
         **{key: value for key, value in raw.items() if key not in DENSE_ONLY},
         "model_type": "qwen2_moe",
         "architectures": ["Qwen2MoeForCausalLM"],
-        "qkv_bias": False,
+        "qkv_bias": True,
         "num_experts": experts,
         "num_experts_per_tok": active,
         "norm_topk_prob": True,

@@ -39,9 +39,9 @@ heal "$out/first.jsonl"
   run moe-again moe standard all "$second" "$whole" # what the same tokens do without a conversion
 } > "$out/second.jsonl"
 heal "$out/second.jsonl" --at-once "${AT_ONCE:-3}"
+"$python" -m fcsd chat "$out/farskip-2-29/run/final" --gpus 1 --max-new-tokens 48 --json > "$out/answers.jsonl" ||
+  echo "the engine did not answer" >&2
 if [ -n "${MIRROR:-}" ]; then
-  "$python" -m fcsd eval "$out/divided" "$out"/{moe,moe-again,farskip-2-29,farskip-all}/run/final --baseline "$dense" \
-    --tasks piqa,arc_easy,arc_challenge,hellaswag,openbookqa,winogrande,commonsense_qa --data-mirror "$MIRROR" \
-    --limit "${LIMIT:-1000}" --gpus 2 --out "$out/eval" --json > "$out/eval.json"
+  "$python" -m fcsd eval "$out/divided" "$out"/*/run/final --baseline "$dense" --data-mirror "$MIRROR" \
+    --tasks piqa,arc_easy,hellaswag,openbookqa --limit "${LIMIT:-2500}" --gpus 2 --out "$out/eval" --json > "$out/eval.json"
 fi
-"$python" -m fcsd chat "$out/farskip-2-29/run/final" --gpus 1 --max-new-tokens 48 --json > "$out/answers.jsonl"

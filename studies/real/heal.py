@@ -10,7 +10,8 @@ every other value of the recipe by its dotted key, such as `objective.temperatur
 `eval` asks for the benchmarks, for the last words of passages if the mirror has them (`studies.real.passages` writes
 them), and for the loss on `--held-out`. `from` names another model than TEACHER that is converted and healed to
 TEACHER: an earlier case, whose healed model is meant, or a directory in OUT. With the wiring `standard` nothing is
-converted. `gpus` divides a run over the first GPUs. All cases are checked before the first one runs.
+converted. `gpus` divides a run over the first of the GPUs that `CUDA_VISIBLE_DEVICES` names. All cases are checked
+before the first one runs.
 
 A directory of text holds `train` and `held_out` with parquet files of token ids, as `fcsd write` leaves them. Each GPU
 runs `--at-once` cases at a time; the rates of such runs are no rates of a run that has the GPU to itself.
@@ -67,6 +68,7 @@ def main() -> None:
         print(json.dumps(measure(given.measure, given.teacher, texts)))
         return
     cases = read_cases(given.cases, texts)
+    names = gpu_names(max([given.gpus, *(case.get("gpus", 1) for case in cases)]))
     given.out.mkdir(parents=True, exist_ok=True)
     results = given.out / "results.jsonl"
     lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
@@ -82,8 +84,9 @@ def main() -> None:
             file.write(json.dumps(found) + "\n")
 
     def work(number: int) -> None:
-        # Two runs of one GPU must not meet at one port. On a CPU the number of the GPU means nothing.
-        env = {**os.environ, "CUDA_VISIBLE_DEVICES": str(number % given.gpus), "MASTER_PORT": str(29600 + number)}
+        # Two runs of one GPU must not meet at one port. On a CPU the name of the GPU means nothing.
+        port = int(os.environ.get("MASTER_PORT", "29600")) + number
+        env = {**os.environ, "CUDA_VISIBLE_DEVICES": names[number % given.gpus], "MASTER_PORT": str(port)}
         env.setdefault("OMP_NUM_THREADS", "4")
         while True:
             try:
@@ -125,12 +128,25 @@ def read_cases(file: Path, texts: dict[str, Path]) -> list[dict[str, Any]]:
     return cases
 
 
+def gpu_names(gpus: int) -> list[str]:
+    """The names of the first GPUs that this process may use; ``CUDA_VISIBLE_DEVICES`` says which these are.
+
+    Raises:
+        ValueError: it names fewer.
+    """
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = seen.split(",") if seen else [str(number) for number in range(gpus)]
+    if len(names) < gpus:
+        raise ValueError(f"{gpus} GPUs are wanted, and CUDA_VISIBLE_DEVICES={seen} names {len(names)}")
+    return names[:gpus]
+
+
 def heal(case: dict[str, Any], teacher: Path, out: Path, texts: dict[str, Path], env: dict[str, str]) -> dict[str, Any]:
     """Convert, distil and measure one case, in processes with the environment ``env``."""
     began, gpus, folder = time.time(), case.get("gpus", 1), out / case["name"]
     folder.mkdir(parents=True, exist_ok=True)
     if gpus > 1:
-        env = {**env, "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus)))}
+        env = {**env, "CUDA_VISIBLE_DEVICES": ",".join(gpu_names(gpus))}
     original, student = teacher, folder / "student"
     if "from" in case:
         healed = out / case["from"] / "run" / "final"
@@ -172,6 +188,10 @@ def heal(case: dict[str, Any], teacher: Path, out: Path, texts: dict[str, Path],
 def scores(case: dict[str, Any], given: argparse.Namespace, env: dict[str, str]) -> dict[str, Any]:
     """What a healed model, and its untrained conversion if the case asks for it, score beside the teacher."""
     folder, name = given.out / case["name"], case["name"]
+    (folder / "eval").mkdir(exist_ok=True)
+    if not (folder / "eval" / "answers").exists():  # the cases share the answers of the original
+        (given.out / "answers").mkdir(exist_ok=True)
+        (folder / "eval" / "answers").symlink_to((given.out / "answers").absolute())
     links = {"original": given.teacher, name: folder / "run" / "final"}
     if case.get("untrained"):
         links[f"{name}-untrained"] = folder / "student"
@@ -267,7 +287,7 @@ def measure(student: Path, teacher: Path, texts: dict[str, Path], rows: int = HE
     for name, folder in texts.items():
         held_out = token_rows(folder / "held_out", rows * SEQ).to(device)
         sums = torch.zeros(3, dtype=torch.float64)
-        for batch in held_out.split(4):
+        for batch in held_out.split(1):
             with torch.no_grad():
                 own, theirs = (F.log_softmax(model(batch).logits[:, :-1].float(), -1) for model in models)
             kl = (theirs.exp() * (theirs - own)).sum(-1)

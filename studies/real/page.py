@@ -16,7 +16,7 @@ from fcsd.models.selection import cheapest, layers_text, select_layers
 
 PAGE, PICTURE = Path("docs/REAL_MODELS.md"), Path("docs/frontier.svg")
 DEPTH = 30  # layers of the model of all runs
-TARGETS = {15: 0.5, 26: 0.7}  # points, for at least so many layers, but not for all
+TARGETS = {15: 0.5, 26: 0.7, DEPTH: 1.5}  # points, for at least so many layers
 RAW = (
     Path("benchmarks/results/real_smollm2_100m_2xh100.json"),
     Path("benchmarks/results/real_smollm2_10m_2xh100.json"),
@@ -24,7 +24,12 @@ RAW = (
     Path("benchmarks/results/real_smollm2_parts_2xh100.json"),
 )
 SEEDS, PARTS = RAW[2:]
-CONVERTED = Path("benchmarks/results/real_smollm2_converted_2xh100.json")  # taken where it exists
+# Taken where they exist: longer runs of the converted layers alone, three seeds of shorter ones, runs of all layers.
+CONVERTED, THREE, ALL = MORE = (
+    Path("benchmarks/results/real_smollm2_converted_2xh100.json"),
+    Path("benchmarks/results/real_smollm2_three_seeds_2xh100.json"),
+    Path("benchmarks/results/real_smollm2_all_layers_2xh100.json"),
+)
 PASSAGES = Path("benchmarks/results/real_smollm2_passages_cpu.json")
 # The benchmarks that count in a mean, and their chance.
 CHANCE = {benchmark.column: benchmark.chance for benchmark in SUITES["paper"]}
@@ -78,7 +83,7 @@ def answer(raw: list[dict[str, Any]], repo: Path = Path()) -> str:
         cells = [f"{count} of {DEPTH}: {run['layers']}", wiring, f"{run['tokens'] / 1e6:g} M", alone, lost, before]
         cells += [_change(run, text) for text in ("own", "foreign")]
         body.append([*cells, str(slow or f"{frontier.predicted()[wiring, '100%'].shared(share)}*"), str(near or "-")])
-        target = next((TARGETS[least] for least in sorted(TARGETS, reverse=True) if least <= count < DEPTH), None)
+        target = next((TARGETS[least] for least in sorted(TARGETS, reverse=True) if least <= count), None)
         if target is not None and "lost" in run:
             shown = -run["lost"][0] + 1.645 * run["lost"][1] <= target
             reached.append(f"{target} points with {wiring} on {count} layers was {'' if shown else 'not '}shown")
@@ -116,6 +121,7 @@ def _also(run: dict[str, Any]) -> str:
         "optim.kind": "Muon",
         "objective.hidden.weight": "hidden states",
         "optim.train": "converted layers alone",
+        "train.anneal_share": "annealed wiring",
     }
     changed = [named[key] for key in run.get("set", {}) if key in named]
     return ", ".join([*changed, f"seed {run['seed']}"] if run.get("seed") else changed)
@@ -140,10 +146,50 @@ def scores(file: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n" + more
 
 
+def three(file: dict[str, Any]) -> str:
+    """Markdown with runs that differ in the seed alone: each mean with its standard deviation over the seeds.
+
+    The points lost by each seed stand beside their mean. Its error is that of the questions, which all seeds were
+    asked, and that of the seeds: ``sqrt(e^2 + s^2 / n)``, where ``e`` is the mean of the runs' errors.
+    """
+    head = ["converted", "wiring", "tokens", "seeds", "KL, own text", "KL, foreign text", "points lost by each"]
+    body = []
+    asked = {found["model"] for found in file["differences"]}
+    alike: dict[tuple[str, str, float], list[dict[str, Any]]] = {}
+    for run in (run for run in file["runs"] if run["name"] in asked):
+        alike.setdefault((run["layers"], run["wiring"], run["tokens"]), []).append(run)
+    for (layers, wiring, tokens), seeds in alike.items():
+        found = [mean_difference(file, run["name"]) for run in seeds]
+        lost, errors = [-points for points, _ in found], [error for _, error in found]
+        error = math.hypot(statistics.mean(errors), _spread(lost) / math.sqrt(len(lost)))
+        cells = [layers, wiring, f"{tokens / 1e6:g} M", str(len(seeds))]
+        for text in ("own", "foreign"):
+            values = [run["kl"][text]["kl"] for run in seeds]
+            cells.append(f"{statistics.mean(values):.3f} ± {_spread(values):.3f}")
+        each = ", ".join(f"{points:.1f}" for points in lost)
+        body.append([*cells, each, f"{statistics.mean(lost):.1f} ± {error:.1f}"])
+    return table([*head, "mean"], body, left=2) + "\n"
+
+
+def _spread(values: list[float]) -> float:
+    """The standard deviation of runs that differ in the seed; 0 of one run."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
 OF_CONVERTED = """\
 Longer runs and other seeds of the converted layers alone, on all items of PIQA, ARC-E and OpenBookQA and 2500 of
 HellaSwag, spread over it. `half` is `ladder` on the last 15 layers, and `far` is `farskip` on 2-29. The second
 table has what stands beside the mean.
+"""
+
+
+OF_THREE = """\
+Three seeds of the converted layers alone, on own text, the model's own documents and foreign text, asked like the
+longer runs. *Points lost by each* is of seeds 0, 1 and 2.
+"""
+OF_ALL = """\
+All 30 layers with `ladder`, whose weights alone are trained, not the embeddings: with the wiring from the first step
+(`all`), and annealed over the first 30 % of the steps (`anneal`).
 """
 
 
@@ -264,7 +310,8 @@ def experts(file: dict[str, Any]) -> str:
         after = [_change(run, text) for text in ("own", "foreign")] if "kl" in run else ["not measured"] * 2
         names = [run[name] for name in ("name", "from", "wiring", "layers")]
         body.append([*names, during, *after, f"{run['tokens_per_second']:.0f}"])
-    return table(head, body, left=4) + "\n"
+    asked = f"\n{scores(file)}" if file.get("scores") else ""
+    return table(head, body, left=4) + "\n" + asked
 
 
 SPLITS = Path("benchmarks/results/real_experts_split_cpu.json")
@@ -298,14 +345,17 @@ def _change(run: dict[str, Any], text: str) -> str:
     return f"{before[text]['kl']:.2f} → {after}" if before else after
 
 
-def filled(page: str, raw: list[dict[str, Any]], repo: Path = Path()) -> str:
-    """The page with the tables of the stored runs and of the layers."""
-    tables = {"runs": runs(raw), "scores": scores(raw[0]), "seeds": scores(raw[RAW.index(SEEDS)])}
-    tables["parts"] = scores(raw[RAW.index(PARTS)])
-    healed_alone = len(raw) > len(RAW)
-    tables["converted"] = f"{OF_CONVERTED}\n{scores(raw[-1])}" if healed_alone else ""
+def filled(page: str, raw: dict[Path, dict[str, Any]], repo: Path = Path()) -> str:
+    """The page with the tables of the stored runs and of the layers; ``raw`` is by file."""
+    stored = list(raw.values())
+    tables = {"runs": runs(stored), "scores": scores(stored[0]), "seeds": scores(raw[SEEDS])}
+    tables["parts"] = scores(raw[PARTS])
+    healed_alone = CONVERTED in raw
+    tables["converted"] = f"{OF_CONVERTED}\n{scores(raw[CONVERTED])}" if healed_alone else ""
+    tables["three"] = f"{OF_THREE}\n{three(raw[THREE])}\n{scores(raw[THREE])}" if THREE in raw else ""
+    tables["all"] = f"{OF_ALL}\n{scores(raw[ALL])}" if ALL in raw else ""
     tables |= {
-        "answer": answer(raw, repo),
+        "answer": answer(stored, repo),
         "speeds": frontier.speeds(repo),
         "frontier": frontier.table_of_losses(repo),
     }
@@ -325,13 +375,13 @@ def filled(page: str, raw: list[dict[str, Any]], repo: Path = Path()) -> str:
     return page
 
 
-def read(repo: Path = Path()) -> list[dict[str, Any]]:
-    """The stored runs."""
-    return [
-        json.loads((repo / file).read_text()) for file in (*RAW, CONVERTED) if file in RAW or (repo / file).exists()
-    ]
+def read(repo: Path = Path()) -> dict[Path, dict[str, Any]]:
+    """The stored runs, by file."""
+    return {
+        file: json.loads((repo / file).read_text()) for file in (*RAW, *MORE) if file in RAW or (repo / file).exists()
+    }
 
 
 if __name__ == "__main__":
     PAGE.write_text(filled(PAGE.read_text(), read()))
-    frontier.draw(PICTURE, healed(read()))
+    frontier.draw(PICTURE, healed(list(read().values())))

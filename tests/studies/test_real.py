@@ -22,11 +22,12 @@ from fcsd.plan.frontier import SHARES
 def test_the_page_holds_what_is_stored(repo: Path) -> None:
     text, raw = (repo / page.PAGE).read_text(), page.read(repo)
     assert page.filled(text, raw, repo) == text, "run python -m studies.real.page"
-    assert len(page.runs(raw).splitlines()) == 2 + sum("kl" in run for file in raw for run in file["runs"])
+    files = list(raw.values())
+    assert len(page.runs(files).splitlines()) == 2 + sum("kl" in run for file in files for run in file["runs"])
 
 
 def test_the_page_takes_the_runs_of_the_converted_layers_where_they_are_stored(repo: Path) -> None:
-    text, raw = (repo / page.PAGE).read_text(), [json.loads((repo / file).read_text()) for file in page.RAW]
+    text, raw = (repo / page.PAGE).read_text(), {file: json.loads((repo / file).read_text()) for file in page.RAW}
     new = json.loads((repo / page.PARTS).read_text())
     name, words = "half-converted-140m", json.loads((repo / page.PASSAGES).read_text())
     run = new["runs"][1]
@@ -38,13 +39,40 @@ def test_the_page_takes_the_runs_of_the_converted_layers_where_they_are_stored(r
     for model, of in (("original", "original"), (name, "ladder-auto-untrained")):
         new["scores"][model]["Held-out loss"] = words["scores"][of]["Held-out loss"]
     points = "{:.1f} ± {:.1f}".format(*map(abs, page.mean_difference(new, name)))
-    told = page.filled(text, [*raw, new], repo)
+    told = page.filled(text, {**raw, page.CONVERTED: new}, repo)
     (row,) = (line for line in told.splitlines() if line.startswith("| 15 of 30"))
     assert f"140 M | converted layers | {points}" in " ".join(row.split()) and "1.36 → 0.050" in row
     assert f"| {name} | 65.4 |" in told and f"| {name} | 5.312 | +2.442 ± 0.059 |" in told
     assert ("No healed model was asked" in page.filled(text, raw, repo)) > ("No healed model was asked" in told)
     found["tasks"] = [{**task, "points": -0.1, "stderr": 0.4} for task in found["tasks"]]
-    assert "**Targets**: 0.5 points with ladder on 15 layers was shown;" in page.answer([*raw, new], repo)
+    assert "**Targets**: 0.5 points with ladder on 15 layers was shown;" in page.answer([*raw.values(), new], repo)
+
+
+def test_the_page_takes_three_seeds_and_runs_of_all_layers_where_they_are_stored(repo: Path) -> None:
+    text, raw = (repo / page.PAGE).read_text(), {file: json.loads((repo / file).read_text()) for file in page.RAW}
+    stored = json.loads((repo / page.PARTS).read_text())
+    (found,) = (found for found in stored["differences"] if found["model"] == "half-frozen-41m")
+    (run,) = (run for run in stored["runs"] if run["name"] == "half-frozen-41m")
+    seeds = {"runs": [], "differences": [], "scores": {"original": stored["scores"]["original"]}}
+    for seed, more in enumerate((-1.0, 0.0, 1.0)):  # points that each task has more, and a hundredth of them in nats
+        name = f"half-{seed}"
+        kl = {text: {"kl": 0.09 + more / 100} for text in ("own", "foreign")}
+        seeds["runs"].append({**run, "name": name, "seed": seed, "kl": kl})
+        tasks = [{**task, "points": task["points"] + more} for task in found["tasks"]]
+        seeds["differences"].append({**found, "model": name, "tasks": tasks})
+        seeds["scores"][name] = stored["scores"]["half-frozen-41m"]
+    points, error = page.mean_difference(seeds, "half-1")
+    row = " ".join(page.three(seeds).splitlines()[-1].split())
+    each = ", ".join(f"{-points - more:.1f}" for more in (-1, 0, 1))
+    assert f"| 3 | 0.090 ± 0.010 | 0.090 ± 0.010 | {each} |" in row
+    assert f"| {-points:.1f} ± {(error**2 + 1 / 3) ** 0.5:.1f} |" in row
+    one = {**run, "layers": "all", "name": "anneal-90m", "set": {"train.anneal_share": 0.3}}
+    whole = {"runs": [one], "differences": [{**found, "model": "anneal-90m"}], "scores": dict(seeds["scores"])}
+    whole["scores"] = {"original": whole["scores"]["original"], "anneal-90m": whole["scores"]["half-0"]}
+    told = page.filled(text, {**raw, page.THREE: seeds, page.ALL: whole}, repo)
+    assert row in " ".join(told.split()) and "| half-2 |" in told and "| anneal-90m |" in told
+    assert "| ladder | all | own+foreign | 41 M | 0.001 | 32768 | annealed wiring |" in told
+    assert f"1.5 points with ladder on 30 layers was {'' if -points + 1.645 * error <= 1.5 else 'not '}shown" in told
 
 
 def test_the_frontier_is_that_of_the_raw_files_and_of_the_law(repo: Path, tmp_path: Path) -> None:
@@ -63,7 +91,7 @@ def test_the_frontier_is_that_of_the_raw_files_and_of_the_law(repo: Path, tmp_pa
         last, cheapest = lost[wiring, "last"], lost[wiring, "cheapest"]
         assert last[3] == cheapest[3] and all(a < b for a, b in zip(cheapest[:3], last, strict=False))
     assert SHARES[1] == "50%" and 0.45 < lost["ladder", "cheapest"][1] / lost["ladder", "last"][1] < 0.55
-    frontier.draw(tmp_path / "drawn.svg", page.healed(page.read(repo)), repo)
+    frontier.draw(tmp_path / "drawn.svg", page.healed(list(page.read(repo).values())), repo)
     drawn, stored = ((path).read_text() for path in (tmp_path / "drawn.svg", repo / page.PICTURE))
     said = [re.findall("<!-- (.*?) -->", text) for text in (drawn, stored)]
     assert said[0] == said[1] and any("farskip" in one for one in said[0]), "run python -m studies.real.page"
@@ -99,7 +127,7 @@ def test_the_figures_of_single_layers_are_those_of_the_raw_files(repo: Path) -> 
     assert f"cost {before['alone'][12]:.2f} and layer 29 {before['alone'][29]:.2f}" in text
     two, three = (before["standard_layers"][layers] for layers in ("0,1", "0,1,12"))
     assert f"ladder had {two:.2f} there" in text and f"and {three:.2f} with layer 12" in text
-    runs = {run["name"]: run["held_out"] for file in page.read(repo) for run in file["runs"]}
+    runs = {run["name"]: run["held_out"] for file in page.read(repo).values() for run in file["runs"]}
     two, three = ([value for _, value in runs[name]] for name in ("ladder-2-29-own-41m", "ladder-auto-own-41m"))
     assert {f"{value:.3f}" for value in (two[0], three[0])} == {"0.224"} and "both had 0.224" in text
     assert f"{two[-1]:.3f} with two and {three[-1]:.3f} with three" in text
@@ -174,7 +202,7 @@ def test_a_mirror_of_passages_is_read_by_the_task_of_lm_eval(
 
 
 def test_the_figures_of_the_last_words_are_those_of_the_raw_files(repo: Path) -> None:
-    stored, whole = json.loads((repo / page.PASSAGES).read_text()), page.read(repo)[0]
+    stored, whole = json.loads((repo / page.PASSAGES).read_text()), page.read(repo)[page.RAW[0]]
     text = " ".join((repo / page.PAGE).read_text().split())
     original = stored["scores"]["original"]["lambada_openai"]
     assert f"of {original['n']} LAMBADA-like passages" in text
@@ -189,7 +217,7 @@ def test_the_figures_of_the_last_words_are_those_of_the_raw_files(repo: Path) ->
 
 
 def test_what_stands_beside_the_mean_is_shown_where_a_raw_file_has_it(repo: Path) -> None:
-    (whole, stored) = page.read(repo)[0], json.loads((repo / page.PASSAGES).read_text())
+    (whole, stored) = page.read(repo)[page.RAW[0]], json.loads((repo / page.PASSAGES).read_text())
     before, columns = page.scores(whole), [name for name in page.beside(stored).split("|")[2:-1:2]]
     assert len(page.beside(stored).splitlines()) == 2 + len(stored["scores"]) and len(columns) >= 3
     original, name = page.baseline_of(whole), whole["differences"][0]["model"]
@@ -232,7 +260,7 @@ def test_the_figures_of_the_on_policy_tail_are_those_of_the_raw_file(repo: Path)
 
 def test_every_stored_case_is_a_recipe(repo: Path, tmp_path: Path) -> None:
     texts = {name: tmp_path / name for name in ("own", "doc", "foreign")}
-    for case in (case for file in page.read(repo) for case in file["runs"]):
+    for case in (case for file in page.read(repo).values() for case in file["runs"]):
         if "optim.kind" in case.get("set", {}):
             continue  # Muon, which lost and was removed (docs/LOG.md)
         read = Recipe.model_validate(recipe_of(case, tmp_path / "student", tmp_path, texts))
@@ -281,18 +309,24 @@ def test_failed_cases_run_again_and_two_runs_of_a_gpu_have_two_ports(
     monkeypatch.setattr(heal, "heal", pretended)
     monkeypatch.setattr(heal, "scores", lambda *_: {"scores": {}})
     words = ["heal", "teacher", str(out), "--cases", str(cases), "--text", "own=own", "--at-once", "2", "--mirror", "m"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")  # others use the first ones
     for expected in ("abc", "b", ""):
         before = len(ran)
         monkeypatch.setattr(sys, "argv", words)
         heal.main()
         assert sorted(name for name, _ in ran[before:]) == list(expected)
     assert len({env["MASTER_PORT"] for _, env in ran[:2]}) == 2
-    assert {env["CUDA_VISIBLE_DEVICES"] for _, env in ran} == {"0"}
+    assert {env["CUDA_VISIBLE_DEVICES"] for _, env in ran} == {"6"}
     lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     assert [line.get("failed") for line in lines if line["name"] == "b"] == ["lost", None]
     before, after = (line for line in lines if line["name"] == "c")  # a run is kept while its benchmarks are asked
     assert before["failed"] == "the benchmarks have not ended" and before["kl"] == {}
     assert after["scores"] == {} and "failed" not in after
+    assert heal.gpu_names(2) == ["6", "7"]
+    with pytest.raises(ValueError, match="3 GPUs are wanted, and CUDA_VISIBLE_DEVICES=6,7 names 2"):
+        heal.gpu_names(3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert heal.gpu_names(3) == ["0", "1", "2"]
 
 
 def test_the_cases_of_the_study_of_ranks_are_taken_and_its_table_is_that_of_the_stored_runs(
@@ -311,11 +345,18 @@ def test_the_cases_of_the_study_of_ranks_are_taken_and_its_table_is_that_of_the_
         ["all weights", "0.001", "1", "2.00 → 0.500", "75.0%", "100.0%"],
         ["rank 4", "0.003", "1", "2.00 → 0.600", "70.0%", "93.3%"],
     ]
+    stored = json.loads((repo / page.PARTS).read_text())
+    (found,) = (found for found in stored["differences"] if found["model"] == "half-frozen-41m")
+    points, error = page.mean_difference(stored, found["model"])
+    asked = {"model": "tiny", "runs": runs, "differences": [{**found, "model": runs[2]["name"]}]}
+    asked["scores"] = {"original": stored["scores"]["original"], runs[2]["name"]: {}}
+    last = [row.split("|")[-2].strip() for row in ranks.table([asked]).splitlines()]
+    assert last[:1] + last[2:] == ["points lost", "", f"{-points:.1f} ± {error:.1f}"]
     page_of_ranks = (repo / ranks.PAGE).read_text()
     assert ranks.filled(page_of_ranks, ranks.read(repo)) == page_of_ranks, "run python -m studies.real.ranks page"
     (kept,) = re.findall(r"rank 64 keeps ([\d.]+) % .* rank 4 keeps ([\d.]+) %", " ".join(page_of_ranks.split()))
-    stored = [re.search(rf"40,960 .*\| rank {rank} .* ([\d.]+)%", page_of_ranks) for rank in (64, 4)]
-    assert [found and found[1] for found in stored] == [*kept]
+    kept_by = [re.search(rf"40,960 .*\| rank {rank} .* ([\d.]+)%", page_of_ranks) for rank in (64, 4)]
+    assert [match and match[1] for match in kept_by] == [*kept]
 
 
 def real_model(repo: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -351,7 +392,7 @@ def test_what_the_page_says_of_the_longer_runs_is_that_of_the_raw_file(repo: Pat
     )
     tasks = [{task["column"]: task for task in found["tasks"]} for found in (half, far)]
     runs = {run["name"].split("-")[0]: run for run in raw["runs"]}
-    (full,) = (run for run in page.read(repo)[0]["runs"] if run["name"] == "farskip-auto-both-100m")
+    (full,) = (run for run in page.read(repo)[page.RAW[0]]["runs"] if run["name"] == "farskip-auto-both-100m")
     rates = [run["tokens_per_second"] for run in (runs["far"], full)]
     assert f"With layers 2-29 converted it is {rates[0] / rates[1]:.2f}x as fast" in text
     lost = [f"{-found['HS']['points']:.1f} ± {found['HS']['stderr']:.1f}" for found in tasks]
