@@ -885,11 +885,9 @@ def test_adapters_and_the_kernels_of_liger(repo: Path, raw: Raw) -> None:
     pages = (
         "benchmarks/results/README.md",
         "docs/adapters.md",
-        "docs/planning.md",
         "benchmarks/results/distillation.md",
-        "docs/LOG.md",
     )
-    index, adapters, planning, distillation, log = (" ".join((repo / page).read_text().split()) for page in pages)
+    index, adapters, distillation = (" ".join((repo / page).read_text().split()) for page in pages)
 
     def steps(name: str) -> dict[str, Any]:
         turns = [turn for turn in raw(name)["turns"] if not turn["out_of_memory"]]
@@ -912,11 +910,6 @@ def test_adapters_and_the_kernels_of_liger(repo: Path, raw: Raw) -> None:
     alone = steps("baselines_adapters_v2lite_8_layers_1xh100")
     assert alone.keys() == {"fcsd-adapters"}
     assert f"{1e3 * median(turn['seconds'] for turn in alone['fcsd-adapters']):.1f} ms." in adapters
-    second = {run["variant"]: run for run in raw("memory_zero3_hooks_2xh100")["runs"] if run["run"] == 2}
-    took, without, was = (median(second[name]["step_seconds"][3:-1]) for name in ("seq-lin-buc", "1", "was"))
-    assert f"{took:.2f} s instead of {without:.2f}" in planning
-    assert f"{without / was:.2f}x on another" in log
-    assert f"took {took:.2f} s a step in that run, where these took {was:.2f}" in log
     found = steps("baselines_liger_1xh100")
     own = found["fcsd"][0]["seconds"]
     for side in ("loop-liger-model", "loop-liger-kl"):
@@ -980,6 +973,11 @@ def test_zero_3_beside_zero_1(repo: Path, raw: Raw) -> None:
     assert f"{without / took:.2f}x of ZeRO-1's tokens/s" in changes and f"they have {without / took:.2f}x" in log
     speeds = [file["predicted"]["tokens_per_second"] for file in files]
     assert f"it had {without / took:.2f}x of ZeRO-1's speed, and the plan says {speeds[1] / speeds[0]:.2f}x" in planning
+    second = {run["variant"]: run for run in raw("memory_zero3_hooks_2xh100")["runs"] if run["run"] == 2}
+    patched, beside, was = (median(second[name]["step_seconds"][3:-1]) for name in ("seq-lin-buc", "1", "was"))
+    assert f"{patched:.2f} s instead of {beside:.2f}" in planning
+    assert f"{beside / was:.2f}x on another" in log
+    assert f"took {patched:.2f} s a step in that run, where these took {was:.2f}" in log
 
 
 def sums(file: dict[str, Any]) -> list[float]:
@@ -1090,7 +1088,7 @@ def test_swaps_between_two_nodes(repo: Path, raw: Raw, page: str) -> None:
         for name in ("docs/placement.md", "docs/quantised_communication.md", "benchmarks/results/README.md")
     )
     shares = [f"{saved[way]:.1f} %" for way in ways]
-    assert f"a step is {shares[0]} shorter, and with INT8 rows {shares[1]}" in placement
+    assert f"a step is {shares[0]} shorter in the median, and with INT8 rows {shares[1]}" in placement
     assert f"{shares[0]} shorter with deduplicated rows in bf16, **{shares[1]}** with INT8 rows" in index
     assert f"{expected[0][4]} %, with INT8 rows {expected[1][4]} %, met" in targets
     assert "takes {:.2f} s and {:.2f} s".format(*took) in targets
