@@ -78,10 +78,12 @@ def unpack_gguf(file: Path, out: Path, accept: Callable[[CheckpointConfig], obje
     names = list(sizes)
     _check(file, fields, names)
     accept(_config(file))
+    from rich.filesize import decimal
+
     above = next(path for path in out.absolute().parents if path.exists())
     if 2 * sum(sizes.values()) > shutil.disk_usage(above).free:
         raise DiskError(
-            f"{above}: {2 * sum(sizes.values())} bytes of bf16 weights do not fit",
+            f"{above}: {decimal(2 * sum(sizes.values()))} of bf16 weights do not fit",
             "Free some space, or choose another directory.",
         )
     model, tokenizer = _load(file)
@@ -97,6 +99,9 @@ def unpack_gguf(file: Path, out: Path, accept: Callable[[CheckpointConfig], obje
         raise BadInputError(f"{file}: this version of transformers keeps the weights quantised in memory")
     if model.config.tie_word_embeddings:
         del weights["lm_head.weight"]
+    weights = {name: weight.bfloat16() for name, weight in weights.items()}
+    if damaged := next((name for name, weight in weights.items() if not weight.isfinite().all()), None):
+        raise BadInputError(f"{file}: {damaged} has values that are not finite numbers in bf16", _DAMAGED)
     if len(weights) != len(names):
         raise BadInputError(
             f"{file}: has {len(names)} tensors, and the model that transformers reads has {len(weights)}"
@@ -108,7 +113,7 @@ def unpack_gguf(file: Path, out: Path, accept: Callable[[CheckpointConfig], obje
     with staged(out) as stage:
         from huggingface_hub import save_torch_state_dict
 
-        save_torch_state_dict({name: weight.bfloat16() for name, weight in weights.items()}, stage)
+        save_torch_state_dict(weights, stage)
         for shard in stage.glob("*.safetensors"):
             shard.chmod(0o644)  # they are written through temporary files, which only their owner may read
         plain.save_pretrained(stage)

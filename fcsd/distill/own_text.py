@@ -27,6 +27,11 @@ from fcsd.progress import progress
 RECORD = "write.json"
 TRAIN, HELD_OUT = "train", "held_out"
 _HELD_OUT_EACH = 50  # one document of so many is for the held-out loss
+_NAMES = {  # what a user knows of the settings that are not options
+    "model_sha256": "model",
+    "prompts_sha256": "file of --prompts",
+    "shard_tokens": "--tokens, and a text of less than 2M tokens cannot grow",
+}
 _SHINGLE = 8  # tokens
 _HASHES, _BANDS = 8, 4
 _LOOP = 0.5  # the least share of distinct shingles
@@ -113,8 +118,14 @@ def _check(writing: Writing, tokens: int, tokenizer: PreTrainedTokenizerBase, pr
             hint = "leave --prompts out, or put the chat_template.jinja of the model's chat version into its directory"
             raise ConfigError(what, hint)
         raise ConfigError("--prompts are users' turns, which --form document does not have", "write --form chat")
-    if not writing.temperature > 0 or not 0 <= writing.greedy <= 1 or min(tokens, writing.max_tokens) < 1:
-        raise ConfigError("--temperature must be above 0, --greedy a share from 0 to 1, and tokens at least 1")
+    for option, value, possible, need in (
+        ("--temperature", writing.temperature, writing.temperature > 0, "a number above 0"),
+        ("--greedy", writing.greedy, 0 <= writing.greedy <= 1, "a share from 0 to 1"),
+        ("--tokens", tokens, tokens > 0, "at least 1"),
+        ("--max-tokens", writing.max_tokens, writing.max_tokens > 0, "at least 1"),
+    ):
+        if not possible:
+            raise ConfigError(f"{option} must be {need}, not {value:g}")
     if writing.greedy and writing.form == "document":
         raise ConfigError("--greedy is a share of answers; a document written greedily is always the same one")
 
@@ -141,10 +152,9 @@ def _claim(out: Path, identity: dict[str, Any]) -> None:
             raise BadInputError(f"{file}: is damaged", "Choose another directory.") from error
         changed = [key for key in identity if known.get(key) != identity[key]]
         if changed:
-            raise ConfigError(
-                f"{out}: holds text that was written with another {changed[0]}: {known.get(changed[0])!r}",
-                "Choose another directory.",
-            )
+            was = known.get(changed[0])
+            named = _NAMES.get(changed[0]) or f"{'--' + changed[0].replace('_', '-')}: {was!r}"
+            raise ConfigError(f"{out}: holds text that was written with another {named}", "Choose another directory.")
         return
     # The record is the first file, so that a call that ends here can be started again.
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -261,7 +271,7 @@ def to_text(record: dict[str, Any], out: Path) -> str:
     return "\n".join(
         [
             f"written  {written['tokens']} tokens in {written['documents']} documents, "
-            f"and {written['held_out_documents']} documents for the held-out loss",
+            f"and {written['held_out_documents']} for the held-out loss",
             f"dropped  {written['loops']} that loop, {written['repeats']} that nearly repeat another",
             "recipe   data:",
             f"           sources: [{{path: '{out}/{TRAIN}/*.parquet', token_ids: input_ids}}]",

@@ -102,7 +102,7 @@ def test_a_model_writes_documents_and_a_killed_call_goes_on(
     write_own_text(str(teacher), tmp_path / "again", **how)
     assert (tmp_path / "again/train/part-00000.parquet").stat().st_ino == first.st_ino
     assert Counter(map(tuple, documents(tmp_path / "again", "train"))) == Counter(map(tuple, train))
-    with pytest.raises(ConfigError, match="another max_tokens: 40"):
+    with pytest.raises(ConfigError, match="another --max-tokens: 40"):
         write_own_text(str(teacher), tmp_path / "again", **{**how, "max_tokens": 41})
 
 
@@ -142,7 +142,8 @@ def test_loops_and_near_repeats_are_found() -> None:
     [
         ({"form": "chat"}, "needs a chat template"),
         ({"form": "poem"}, "'poem' is not a form"),
-        ({"temperature": 0.0}, "--temperature must be above 0"),
+        ({"temperature": 0.0}, "--temperature must be a number above 0, not 0"),
+        ({"max_tokens": 0}, "--max-tokens must be at least 1, not 0"),
         ({"greedy": 0.5}, "--greedy is a share of answers"),
         ({"prompts": Path("none.jsonl")}, "no chat template to put them in"),
     ],

@@ -12,6 +12,7 @@ from studies.capability.models import Models, pm
 from studies.capability.results import read_lines
 from studies.capability.scores import Scores, scores_of
 from studies.placement import study as placement_study
+from studies.real import page as real_page
 
 from fcsd.bench.runner import spread
 from fcsd.kernels.bit_split import Format, kernels
@@ -786,9 +787,30 @@ def test_serving_by_the_own_engine_without_peer_access(repo: Path, raw: Raw) -> 
     ):
         gains = [f"{plain[key] / medians[name][key]:.2f}x" for key in ("prefill 512", "prefill 2048")]
         assert words.format(*gains) in said
+    index = (repo / "benchmarks/results/README.md").read_text()
+    for name, words in (
+        ("ladder, by its table", "INT4 included: {}, {}; {}, {}, {}."),
+        ("ladder", "under the standard wiring **{}, {}**; {}, {}, {} "),
+    ):
+        ratios = raw("serve_own_slow_2xh100")["ratios"][name]
+        assert words.format(*(f"{ratios[key]:.2f}x" for key in sorted(points, key=lambda key: key[0] == "d"))) in index
 
 
-@pytest.mark.parametrize("kind", ["", "v2lite_", "dp_"])
+def test_capability_of_a_real_model_in_the_index(repo: Path, raw: Raw) -> None:
+    index, healed = (repo / "benchmarks/results/README.md").read_text(), raw("real_smollm2_converted_2xh100")
+    half, most = ("half-converted-125m", "far-converted-85m")
+    said = ["{:.1f} ± {:.1f}".format(*map(abs, real_page.mean_difference(healed, name))) for name in (half, most)]
+    assert "last half {} points below the original, 28 of 30 layers **{}**".format(*said) in index
+    lost = {
+        found["model"]: -task["points"]
+        for found in healed["differences"]
+        for task in found["tasks"]
+        if task["column"] == "HS"
+    }
+    assert f"HellaSwag alone **{lost[half]:.1f} and {lost[most]:.1f}**" in index
+
+
+@pytest.mark.parametrize("kind", ["", "v2lite_", "dp_", "quantised_", "by_table_"])
 def test_serving_by_vllm_without_peer_access(repo: Path, raw: Raw, kind: str) -> None:
     together = raw(f"serve_vllm_{kind}slow_2xh100")
     found = {
@@ -802,6 +824,8 @@ def test_serving_by_vllm_without_peer_access(repo: Path, raw: Raw, kind: str) ->
         gains = {key: found["original"][key] / ms for key, ms in times.items()}
         cells = [f"{ms:.{digits[key]}f} ({gains[key]:.2f}x)" for key, ms in times.items()]
         assert f"| {'the bound, which sends nothing' if name == 'bound' else name} | {' | '.join(cells)} |" in page
+    if kind in ("quantised_", "by_table_"):
+        return
     elsewhere = "".join((repo / name).read_text() for name in ("docs/serving.md", "benchmarks/results/README.md"))
     told = {name for name in found if "at once" not in name} - {"original", "bound"}
     for name in told - ({"farskip"} if kind == "dp_" else set()):  # with its exchange at once it is on the page alone
@@ -816,6 +840,22 @@ def test_serving_by_vllm_without_peer_access(repo: Path, raw: Raw, kind: str) ->
     if not kind:
         starts = {round(one["start_s"]) for one in together["variants"].values() if "start_s" in one}
         assert f"at the same time in {max(starts)} s; the whole command took {together['seconds']:.0f} s" in text
+
+
+def test_shared_experts_beside_on_gpus(repo: Path, raw: Raw) -> None:
+    found = [row for part in raw("vllm_beside_2xh100").values() for row in part["rows"] if "largest" in row]
+    modes = {"graph": "whole graphs", "default": "compiled, vLLM's graphs", "eager": "in flight without a graph"}
+    page = (repo / "benchmarks/results/vllm.md").read_text()
+    for row in found:
+        case, mode, divided = (
+            row["case"].removesuffix("-farskip"),
+            modes[row["mode"]],
+            "yes" if row["experts"] else "no",
+        )
+        far = f"{row['largest']:.1e} | {row['other']:.2f}"
+        assert row["right"] and f"| {case} | {row['dtype']} | {mode} | {divided} | {far} |" in page
+    shares = sorted(row["rms"] / row["rms_transformers"] for row in found if row["dtype"] == "bfloat16")
+    assert f"It is {shares[0]:.1f} to {shares[-1]:.1f} times." in " ".join(page.split())
 
 
 @pytest.mark.parametrize("name", ["untried", "families", "more", "vl", "whole"])

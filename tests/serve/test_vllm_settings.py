@@ -129,6 +129,7 @@ REFUSED = [
     (settings(FARSKIP, data_parallel_size=2, enable_expert_parallel=False), "data-parallel attention of a model with"),
     (settings(FARSKIP, data_parallel_size=2, pipeline_parallel_size=2), "or with pipeline stages"),
     (settings(FARSKIP, data_parallel_size=2, all2all_backend="deepep_low_latency"), "use allgather_reducescatter"),
+    (settings(FARSKIP, additional_config={"fcsd": {"exchange": "in flight"}}), "exchange in flight"),
     (settings(FARSKIP, additional_config={"fcsd": {"exchange": "later"}}), "not 'later'"),
     (settings(FARSKIP, additional_config={"fcsd": {"shared_experts": "first"}}), "not 'first'"),
     (settings(FARSKIP, use_ubatching=True), "two-batch overlap"),
@@ -207,7 +208,7 @@ def test_what_it_can_do_is_accepted(monkeypatch):
         assert list(problems(config, "deepseek_v3")) == []
     assert list(problems(settings(FARSKIP, dtype=torch.float16), "glm4_moe")) == []
     monkeypatch.setenv(support.RIGHT_RESULTS, "1")
-    for section in ({"exchange": "in flight"}, {"shared_experts": "apart"}, {"shared_experts": "beside"}):
+    for section in ({"shared_experts": "apart"}, {"shared_experts": "beside"}):
         assert list(problems(settings(FARSKIP, additional_config={"fcsd": section}), "deepseek_v3")) == []
     assert read_settings({}).shared_experts == "beside" and read_settings({}).exchange == "at once"
     other = settings(FARSKIP)

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fcsd.config import ResolvedRecipe
-from fcsd.disk import left_over, open_to_append, write_text
+from fcsd.disk import left_over, open_to_append, require_folder, write_text
 from fcsd.errors import ConfigError
 from fcsd.launch import environment
 
@@ -31,24 +31,19 @@ def require_usable(run: Path, models: Iterable[str]) -> None:
 
     Raises:
         ConfigError: ``run`` is a file, it cannot be created, it or its ``final`` is the directory of one of the models,
-            or it is no run's directory and holds what a run would replace.
+            or it is no run's directory and is that of a model or holds what a run would replace.
     """
-    hint = "set another output_dir"
+    hint = "give another output_dir"
     for model in models:
         for own in (run, run / FINAL):  # a run replaces its final/ at its end
             if Path(model).is_dir() and own.resolve() == Path(model).resolve():
                 raise ConfigError(f"output_dir {run}: {own} is the directory of the model {model}", hint)
-    if not (run / _RECIPE).exists():
+    known = (run / _RECIPE).exists()
+    if not known:
         for name in _REPLACED:
             if os.path.lexists(run / name):
                 raise ConfigError(f"output_dir {run}: {run / name} is not of a run, and would be replaced", hint)
-    place = run
-    while not (place.exists() or place.is_symlink()) and place != place.parent:
-        place = place.parent
-    if not place.is_dir():
-        raise ConfigError(f"output_dir {run}: {place} is not a directory", hint)
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise ConfigError(f"output_dir {run}: {place} is not writable", hint)
+    require_folder(run, "output_dir", of_a_model=known)
 
 
 @contextmanager
