@@ -957,6 +957,10 @@ def test_adapters_and_the_kernels_of_liger(repo: Path, raw: Raw) -> None:
             f"| {side} | {1e3 * found[side][0]['seconds']:.1f} | {found[side][0]['seconds'] / own:.2f}x |"
             in distillation
         )
+    gain = f"{found['loop-liger-model'][0]['seconds'] / own:.2f}x"
+    told = " ".join((repo / "docs/questions.md").read_text().split())
+    assert f"Healing on one GPU is {gain} as fast as a loop with Liger's kernels for a dense model" in told
+    assert f"**{gain}** of the loop with Liger's kernels for the layers" in index
 
 
 def test_zero_3_beside_zero_1(repo: Path, raw: Raw) -> None:
