@@ -25,28 +25,12 @@ _OTHER = "Pass the safetensors checkpoint that it was made from."
 _NEWER = "A newer package gguf may know it: pip install -U gguf. Otherwise pass a file of another quantisation."
 
 # llama.cpp's architecture -> the keys of the file that transformers translates, and those without effect on the model.
-_PROVEN = {
-    "llama": (
-        *(
-            "attention.head_count",
-            "attention.head_count_kv",
-            "attention.key_length",
-            "attention.layer_norm_rms_epsilon",
-        ),
-        *("attention.value_length", "block_count", "context_length", "embedding_length", "feed_forward_length"),
-        *("rope.dimension_count", "rope.freq_base", "vocab_size"),
-    ),
-    "gemma3": (
-        *(
-            "attention.head_count",
-            "attention.head_count_kv",
-            "attention.key_length",
-            "attention.layer_norm_rms_epsilon",
-        ),
-        *("attention.sliding_window", "attention.value_length", "block_count", "context_length", "embedding_length"),
-        *("feed_forward_length", "rope.freq_base", "vocab_size"),
-    ),
-}
+_COMMON = (
+    *("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length"),
+    *("attention.layer_norm_rms_epsilon", "block_count", "context_length", "embedding_length", "feed_forward_length"),
+    *("rope.freq_base", "vocab_size"),
+)
+_PROVEN = {"llama": (*_COMMON, "rope.dimension_count"), "gemma3": (*_COMMON, "attention.sliding_window")}
 
 
 def is_gguf(model: str | Path) -> bool:

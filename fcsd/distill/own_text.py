@@ -51,7 +51,6 @@ def write_own_text(
     batch_size: int | None = None,
     shard_tokens: int = 2_000_000,
     seed: int = 0,
-    dtype: str | None = None,
 ) -> dict[str, Any]:
     """Let a model write text, in files from which a call that was killed goes on. Every process calls this.
 
@@ -66,7 +65,6 @@ def write_own_text(
         temperature, greedy, max_tokens, shard_tokens, seed: see ``Writing``.
         batch_size: how many documents are written at a time; None for ``GPU_BATCH`` or ``CPU_BATCH``. Their keys and
             values are in memory.
-        dtype: the dtype of the weights; None for bfloat16 on GPUs and float32 on CPUs.
 
     Returns:
         The content of ``write.json``: the model, the settings, and for all files the documents and tokens that were
@@ -96,7 +94,7 @@ def write_own_text(
     missing = [number for number in range(count) if not (out / _name(TRAIN, number)).exists()]
     mine = missing[world.rank :: world.size]
     if mine:
-        network = _load(path, world, dtype)
+        network = _load(path, world)
         on_gpu = world.device.type == "cuda"
         writer = Writer(network, tokenizer, writing, questions, batch_size or (GPU_BATCH if on_gpu else CPU_BATCH))
         quiet = world.rank > 0
@@ -163,12 +161,12 @@ def _claim(out: Path, identity: dict[str, Any]) -> None:
     write_text(file, json.dumps({"settings": identity}, indent=1) + "\n")
 
 
-def _load(path: Path, world: World, dtype: str | None) -> PreTrainedModel:
+def _load(path: Path, world: World) -> PreTrainedModel:
     from fcsd.engine.fused import fuse
     from fcsd.models.build import load_model
 
     on_gpu = world.device.type == "cuda"
-    network = load_model(path, dtype=dtype or ("bfloat16" if on_gpu else "float32"), device=world.device)
+    network = load_model(path, dtype="bfloat16" if on_gpu else "float32", device=world.device)
     fuse(network, on_gpu)
     return network
 

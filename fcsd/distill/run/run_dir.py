@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from fcsd.checkpoint.kind import RUN_RECIPE
 from fcsd.config import ResolvedRecipe
 from fcsd.disk import left_over, open_to_append, require_folder, write_text
 from fcsd.errors import ConfigError
@@ -19,7 +20,6 @@ from fcsd.launch import environment
 CHECKPOINTS = "checkpoints"
 FINAL = "final"
 _LOCK = ".lock"
-_RECIPE = "config.resolved.yaml"  # the first file that a run writes, by which its directory is known
 _REPLACED = (FINAL, "metrics.jsonl", "samples.jsonl", "curves.png", "env.json")
 
 
@@ -38,7 +38,7 @@ def require_usable(run: Path, models: Iterable[str]) -> None:
         for own in (run, run / FINAL):  # a run replaces its final/ at its end
             if Path(model).is_dir() and own.resolve() == Path(model).resolve():
                 raise ConfigError(f"output_dir {run}: {own} is the directory of the model {model}", hint)
-    known = (run / _RECIPE).exists()
+    known = (run / RUN_RECIPE).exists()
     if not known:
         for name in _REPLACED:
             if os.path.lexists(run / name):
@@ -80,7 +80,7 @@ def claim(run: Path) -> Iterator[None]:
 
 def describe(run: Path, resolved: ResolvedRecipe) -> None:
     """Writes ``config.resolved.yaml`` and ``env.json``, and appends the command to ``command.txt``."""
-    write_text(run / _RECIPE, resolved.to_yaml())
+    write_text(run / RUN_RECIPE, resolved.to_yaml())
     write_text(run / "env.json", json.dumps(environment.snapshot(), indent=2) + "\n")
     with open_to_append(run / "command.txt") as file:
         file.write(shlex.join(sys.argv) + "\n")
