@@ -1,5 +1,6 @@
 """GGUF files: the weights, config and tokenizer are those that were written; what is not proven is refused by name."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,12 @@ import tiny
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from fcsd.checkpoint.gguf import unpack_gguf
+from fcsd.cli.main import app
 from fcsd.convert import convert_checkpoint
+from fcsd.distill import layer_costs
 from fcsd.errors import BadInputError, ConfigError, DiskError
 
 NAMES = {
@@ -138,6 +142,16 @@ def test_a_conversion_has_the_weights_of_the_file(tmp_path: Path, arch: str, qua
             assert torch.equal(loaded(tiny.tokens()).logits, plain(tiny.tokens()).logits)
     assert "license: mit" in (original / "README.md").read_text()
     assert (tmp_path / "m.gguf").read_bytes() == before
+
+
+def test_the_layers_of_a_file_are_chosen_by_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "m.gguf", arch="gemma3")
+    monkeypatch.setattr(layer_costs, "TOKENS", 32)
+    chosen = ["convert", str(tmp_path / "m.gguf"), str(tmp_path / "out"), "--wiring", "ladder", "--layers", "auto:2"]
+    done = CliRunner().invoke(app, [*chosen, "--json"])
+    assert done.exit_code == 0, done.stderr
+    assert len(json.loads(done.stdout)["wiring"]["layers"]) == 2
+    assert json.loads(done.stdout)["model"] == str(tmp_path / "out-original")
 
 
 @pytest.mark.parametrize(
