@@ -8,9 +8,13 @@
 #           FOLDER (some minutes on two CPU cores)
 #   one     on one GPU: eager, whole CUDA graphs, compiled; the server
 #   tasks   on one GPU: the eleven tasks
-#   two     on two GPUs: tensor parallelism 2, with and without divided experts; two stages
+#   two     on two GPUs: tensor parallelism 2, with and without divided experts; latent attention; two stages
+#   beside  on two GPUs: converted models with shared experts beside the routed ones
+#   sums    on two GPUs: quantised and symmetric sums, tables of sums, and the bound, which has to be wrong
+#   exchange  on two GPUs: data-parallel attention, with tokens exchanged at once and in flight
 #   four    on four GPUs: the same with tensor parallelism 4, and two stages of two GPUs
-#   serve   times originals, wirings and bounds: `fcsd bench serve` with the words in SERVE; its files are in $OUT/serve
+#   serve   times originals, wirings and bounds: `fcsd bench serve` with the words in SERVE; its files are in $OUT/serve.
+#           Several of them run at once on different GPUs, each with CUDA_VISIBLE_DEVICES and OUT of its own
 #   trace   the kernels of a decoding step: benchmarks/vllm/vllm_trace.py with the words in TRACE; writes $OUT/kernels.json
 #
 # FOLDER is .vllm by default. The GPU machine needs Python 3.12, torch 2.11 for CUDA 13 and transformers 5.17, FOLDER, and
@@ -22,16 +26,19 @@ set -uo pipefail
 cd "$(dirname "$0")/../.."
 
 version=0.24.0
-command=${1:?build, items, one, tasks, two, four, serve or trace}
+command=${1:?build, items, one, tasks, two, beside, sums, exchange, four, serve or trace}
 case $command in
-build | items | one | tasks | two | four | serve | trace) ;;
-*) echo "no command $command: build, items, one, tasks, two, four, serve or trace" >&2 && exit 2 ;;
+build | items | one | tasks | two | beside | sums | exchange | four | serve | trace) ;;
+*) echo "no command $command: build, items, one, tasks, two, beside, sums, exchange, four, serve or trace" >&2 && exit 2 ;;
 esac
 folder=${2:-.vllm}
 WORK=${WORK:-/tmp/vllm-work}
 site=$WORK/site
 models=$WORK/models
-logs=$WORK/logs-$command
+# Commands on different GPUs share what was unpacked, and have logs and caches of their own.
+lane=${CUDA_VISIBLE_DEVICES:+-${CUDA_VISIBLE_DEVICES//,/-}}
+logs=$WORK/logs-$command$lane
+cache=$WORK/cache$lane
 # Everything that vLLM 0.24.0 imports and the GPU machine does not have, pydantic for fcsd among it. Versions are given
 # where vLLM asks for one or where a later one is known not to go with 0.24.0.
 wheels="annotated-types apache-tvm-ffi==0.1.15.post2 astor blake3 cachetools cbor2 compressed-tensors==0.17.0 depyf==0.20.0
@@ -162,8 +169,8 @@ mkdir -p "$logs" "$OUT"
 ulimit -n 65536 2> /dev/null
 # Caches below $WORK: the home directory may be missing or read-only. Only the loopback interface is sure to exist.
 # vLLM's processes are forked, which saves an import of 15 s each; one thread for OpenMP, which does not survive a fork.
-export HOME=${HOME:-$WORK/home} XDG_CACHE_HOME=$WORK/cache VLLM_CACHE_ROOT=$WORK/cache/vllm
-export TRITON_CACHE_DIR=$WORK/cache/triton TORCHINDUCTOR_CACHE_DIR=$WORK/cache/inductor
+export HOME=${HOME:-$WORK/home} XDG_CACHE_HOME=$cache VLLM_CACHE_ROOT=$cache/vllm
+export TRITON_CACHE_DIR=$cache/triton TORCHINDUCTOR_CACHE_DIR=$cache/inductor
 export VLLM_HOST_IP=127.0.0.1 NCCL_SOCKET_IFNAME=lo GLOO_SOCKET_IFNAME=lo VLLM_WORKER_MULTIPROC_METHOD=fork
 export NO_PROXY=127.0.0.1,localhost
 export PYTHONPATH=$site:$PWD PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 OMP_NUM_THREADS=1
@@ -188,7 +195,8 @@ if [ "$command" != serve ] && [ "$command" != trace ]; then
 fi
 # A part imports vLLM once (10 to 20 s) and then serves one model after the other, the most telling ones first.
 serve="python3 benchmarks/vllm/vllm_parity.py serve $models"
-small=qwen2_moe-farskip
+latent="env VLLM_MLA_DISABLE=0 $serve"
+small=qwen2_moe-farskip glm=glm4_moe-farskip deepseek=deepseek_v2-farskip wide=deepseek_v2-latent dense=llama-ladder
 # shellcheck disable=SC2086 # $serve is split into words
 case $command in
 one)
@@ -203,9 +211,32 @@ tasks)
     done
     ;;
 two)
-    job float32 $serve --tp 2 $small/float32/{eager,eager/ep,graph,pressure} glm4_moe-farskip/float32/eager
-    job bfloat16 $serve --tp 2 $small/bfloat16/{graph/ep,default} teacher/bfloat16/default
+    job float32 $serve --tp 2 $small/float32/{eager/ep,pressure,graph,graph/ep,eager}
+    job others $serve --tp 2 {$glm,$deepseek}/float32/eager/ep {$glm,$deepseek}/float32/eager $small/float32/{default/ep,eager/always}
+    job bfloat16 $serve --tp 2 $small/bfloat16/{default,default/ep,graph/ep}
+    job compiled $serve --tp 2 $glm/bfloat16/default/ep teacher/bfloat16/default
+    job latent $latent --tp 2 $wide/bfloat16/{default/ep,graph/ep,default}
     job stages $serve --pp 2 $small/float32/eager
+    ;;
+beside)
+    job float32 $serve --tp 2 $small/float32/graph/{beside,ep/beside} $deepseek/float32/graph/{ep/beside,beside} \
+        $glm/float32/eager/{ep/,}beside+always $small/float32/{eager/beside+always,pressure/beside+always,eager/beside}
+    job compiled $serve --tp 2 $small/float32/default/{ep/,}beside $deepseek/float32/default/ep/beside \
+        $glm/float32/default/beside
+    job bfloat16 $serve --tp 2 $small/bfloat16/default/{beside,ep/beside} $glm/bfloat16/default/ep/beside \
+        teacher/bfloat16/default/beside
+    job latent $latent --tp 2 $wide/bfloat16/{default/ep,graph/ep,default}/beside
+    ;;
+sums)
+    job float32 $serve --tp 2 $dense/float32/graph/{int8,none,table,int4,table-late,table-int8,symmetric} \
+        $small/float32/graph/{ep/int8+beside,ep/table-late+beside,int4} $dense/float32/eager/table
+    job compiled $serve --tp 2 $dense/float32/default/{table,int8,table-int8} $small/float32/default/ep/table+beside
+    ;;
+exchange)
+    job float32 $serve --dp 2 {$small,$deepseek}/float32/graph/ep/in-flight $glm/float32/eager/ep/in-flight+always \
+        {$small,$deepseek}/float32/eager/ep/in-flight+always $small/float32/graph/ep
+    job compiled $serve --dp 2 {$small,$glm}/float32/default/ep/in-flight $small/bfloat16/default/ep/in-flight
+    job latent $latent --dp 2 $wide/bfloat16/{default,graph}/ep/in-flight
     ;;
 four)
     job float32 $serve --tp 4 $small/float32/{eager,eager/ep,graph,pressure}
@@ -213,8 +244,9 @@ four)
     job stages $serve --tp 2 --pp 2 $small/float32/eager
     ;;
 serve)
+    minutes=$(python3 -c "print(($(left) - 8) / 60)") # so that it prints what it has found before its end
     # shellcheck disable=SC2086 # the words are split
-    job serve python3 -m fcsd bench serve --out "$OUT/serve" --minutes $(($(left) / 60)) ${SERVE:-llama3-8b --tp 2}
+    job serve python3 -m fcsd bench serve --out "$OUT/serve" --minutes "$minutes" ${SERVE:-llama3-8b --tp 2}
     ;;
 trace)
     # shellcheck disable=SC2086
@@ -222,6 +254,7 @@ trace)
     ;;
 esac
 wait
+[ "$command" = serve ] && cat "$logs/serve.log"
 report
 status=$?
 echo "$command: ended after $SECONDS s with $status"

@@ -136,7 +136,8 @@ def time_rows_to_experts(formats: list[str], tokens: int, repeats: int, out: Pat
     """Print the table of ``expert_rows``, and write it to ``out`` with the settings. Ends the process."""
     world = join_world()
     transports: dict[str, Transport] = {"NCCL" if world.device.type == "cuda" else "gloo": all_to_all}
-    if world.device.type == "cuda":
+    # Where the GPUs cannot copy, this transport sends everything by NCCL, and the table would show NCCL's times twice.
+    if world.device.type == "cuda" and open_buffers(dist.group.WORLD, WIDTH) is not None:
         transports["copies"] = CopiesTransport(open_buffers)
     timed = expert_rows.bench(world, transports, formats, tokens, repeats)
     if world.rank == 0:

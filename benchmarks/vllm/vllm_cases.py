@@ -188,6 +188,12 @@ FP8 = ("qwen3_moe-fp8",)
 FP8_SIZES: dict[str, Any] = dict(
     hidden_size=256, head_dim=128, intermediate_size=256, moe_intermediate_size=256, vocab_size=256
 )
+# Cases with the sizes that vLLM's kernels for latent attention know.
+LATENT = ("deepseek_v2-latent",)
+LATENT_SIZES: dict[str, Any] = dict(
+    num_attention_heads=16, num_key_value_heads=16, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
+    v_head_dim=128, head_dim=64,
+)  # fmt: skip
 # Families whose norms, biases and factors are random, too; those of the others are what transformers begins with.
 STIRRED = (
     *("gemma4_text", "gemma4", "qwen3_vl_moe", "kimi_k25", "lfm2", "lfm2_moe", "step3p7", "jamba"),
@@ -239,6 +245,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "olmoe-farskip": ("olmoe", "all", dict(wiring="farskip")),
     "glm4_moe-farskip": ("glm4_moe", "1-3", dict(wiring="farskip")),
     "deepseek_v2-farskip": ("deepseek_v2", "all", dict(wiring="farskip")),
+    "deepseek_v2-latent": ("deepseek_v2", "all", dict(wiring="farskip")),
     "deepseek_v3-farskip": ("deepseek_v3", "1-3", dict(wiring="farskip")),
     "gpt_oss-farskip": ("gpt_oss", "1-3", dict(wiring="farskip")),
     "llama4_text-farskip": ("llama4_text", "1-3", dict(wiring="farskip")),
@@ -293,6 +300,8 @@ def _make(case: str, original: Path, converted: Path) -> None:
 
     arch, layers, options = CASES[case]
     sizes = FP8_SIZES if case in FP8 else dict(hidden_size=HIDDEN) | SIZES[arch]
+    if case in LATENT:
+        sizes |= LATENT_SIZES
     if case in GATED:
         sizes |= dict(q_lora_rank=None)
     if case in PLAIN:

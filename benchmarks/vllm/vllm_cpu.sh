@@ -56,9 +56,10 @@ unset VLLM_ENABLE_V1_MULTIPROCESSING
 $parity serve "$folder" --tp 2 {qwen2_moe-farskip,llama-desync-2x,mixtral-ladder,deepseek_v2-farskip}/float32/eager \
     {gemma3_text-ladder,afmoe-farskip,deepseek_v3-gated}/float32/eager {qwen2_moe-farskip,gemma3_text-ladder}/float32/default \
     {olmo3,exaone4,granite,hyperclovax,minicpm3}-ladder/float32/eager {granite,exaone4}-ladder/float32/default \
-    {flex_olmo,phimoe,granitemoe,granitemoehybrid}-farskip/float32/eager granite-desync-2x/float32/eager
+    {flex_olmo,phimoe,granitemoe,granitemoehybrid}-farskip/float32/eager granite-desync-2x/float32/eager \
+    llama-ladder/float32/eager/{int8,int4,table-int8,none} {qwen2_moe,glm4_moe,deepseek_v2}-farskip/float32/eager/beside \
+    qwen2_moe-farskip/float32/eager/int4+beside
 
-export VLLM_ENABLE_V1_MULTIPROCESSING=0 # each data-parallel rank is one process
-"$environment/bin/python" benchmarks/vllm/vllm_exchange.py "$folder" \
-    {qwen2_moe,deepseek_v2,deepseek_v3,glm4_moe,qwen3_moe,llama4_text}-farskip/converted/{at-once,in-flight} \
-    {mixtral-ladder,qwen2_moe-partly}/converted/{at-once,in-flight} {qwen2_moe,deepseek_v2,glm4_moe}-farskip/original/at-once
+$parity serve "$folder" --dp 2 {qwen2_moe,deepseek_v2,glm4_moe}-farskip/float32/eager/ep \
+    {qwen2_moe,deepseek_v2,deepseek_v3,glm4_moe,qwen3_moe,llama4_text}-farskip/float32/eager/ep/in-flight+always \
+    {mixtral-ladder,qwen2_moe-partly}/float32/eager/ep/in-flight+always

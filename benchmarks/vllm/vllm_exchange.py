@@ -1,32 +1,20 @@
-"""Compares what vLLM computes under data-parallel attention with expert parallelism with what transformers computes.
+"""Runs vLLM under data-parallel attention with expert parallelism, for ``benchmarks/vllm/vllm_parity.py serve --dp N``.
 
-    python benchmarks/vllm/vllm_exchange.py FOLDER CASE/ROLE/EXCHANGE...
-
-It starts two processes of vLLM's build for CPUs for a plan, with whole experts divided over them. They have different
-numbers of prompts, and one of them stops earlier. ROLE is ``original`` or ``converted``. EXCHANGE is ``at-once``, by
-vLLM, or ``in-flight``, by fcsd's plugin. The models are those of ``benchmarks/vllm/vllm_cases.py``, in float32.
-
-The build for CPUs lacks two things, which ``fill_in`` gives it: gathers and scatters of different numbers of rows, and
-experts of which a rank has a part. Engine, models, routers, and the exchange at once are vLLM's own.
-``benchmarks/vllm/vllm_cpu.sh`` runs it. The exit status is 0 if every row is right.
+A rank is a process with an engine of its own. Ranks have different numbers of prompts, and the last one stops after
+half of the tokens. The build of vLLM for CPUs lacks two things, which ``fill_in`` gives it: gathers and scatters of
+different numbers of rows, and experts of which a rank has a part. Engine, models, routers, and the exchange at once are
+vLLM's own.
 """
 
-import argparse
 import multiprocessing
 import os
 import queue
 import random
-import sys
+import time
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent)]
-
-from vllm_cases import made, prompts  # noqa: E402
-from vllm_parity import FLOAT32_TOLERANCE, NEW, engine, logprobs, reference  # noqa: E402
-from vllm_report import Row, report  # noqa: E402
-
-RANKS, SECONDS = 2, 300
+SECONDS = 300
 
 
 def fill_in() -> None:
@@ -78,75 +66,52 @@ def fill_in() -> None:
     CPUUnquantizedExperts.process_weights_after_loading, CPUUnquantizedExperts.apply = keep, apply
 
 
-def answer(rank: int, port: int, path: Path, asked: list[list[int]], exchange: str, found: Any) -> None:
-    """One rank: what vLLM answers to every second prompt, as ``(ids, answer, log-probabilities)``."""
-    os.environ |= dict(VLLM_DP_RANK=str(rank), VLLM_DP_RANK_LOCAL=str(rank), VLLM_DP_SIZE=str(RANKS))
-    os.environ |= dict(VLLM_DP_MASTER_IP="127.0.0.1", VLLM_DP_MASTER_PORT=str(port))
-    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
-
-    fill_in()
-    section = {"fcsd": {"exchange": exchange, "overlap_from": 0}}
-    options = dict(max_model_len=256, max_num_seqs=8, enforce_eager=True, distributed_executor_backend="uni")
-    llm = engine(path, "float32", enable_expert_parallel=True, additional_config=section, **options)
-    sampling = SamplingParams(
-        max_tokens=NEW - 4 * rank, temperature=0, detokenize=False, prompt_logprobs=1, logprobs=1, ignore_eos=True
-    )
-    mine = asked[rank::RANKS]
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in mine], sampling, use_tqdm=False)
-    rows = []
-    for ids, output in zip(mine, outputs, strict=True):
-        said = list(output.outputs[0].token_ids)
-        per_token = zip([*output.prompt_logprobs[1:], *output.outputs[0].logprobs], [*ids[1:], *said], strict=True)
-        rows.append((ids, said, [entry[token].logprob for entry, token in per_token]))
-    found.put(rows)
-
-
-def compare(folder: Path, case: str, role: str, exchange: str) -> Row:
-    """The largest error of both ranks, how far the other wiring is, and how many answers are the likeliest tokens."""
+def _rank(rank: int, port: int, path: Path, asked: list[list[int]], plan: dict, section: dict, found: Any) -> None:
     import torch
+    import vllm_parity
 
-    paths = made(folder, case)
-    asked = prompts(paths["original"], case)
-    context, port = multiprocessing.get_context("spawn"), random.randrange(20000, 50000)
+    ranks = plan["replicas"]
+    os.environ |= dict(VLLM_DP_RANK=str(rank), VLLM_DP_RANK_LOCAL=str(rank), VLLM_DP_SIZE=str(ranks))
+    os.environ |= dict(VLLM_DP_MASTER_IP="127.0.0.1", VLLM_DP_MASTER_PORT=str(port))
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
+    if not torch.cuda.is_available():
+        fill_in()
+    share = 0.5 if rank == ranks - 1 else 1
+    found.put(vllm_parity.answered(path, asked[rank::ranks], plan, section, share))
+
+
+def answered(path: Path, asked: list[list[int]], plan: dict[str, Any], section: dict[str, Any]) -> Any:
+    """What all ranks answer, and what one of them has chosen; see ``vllm_parity.answered``.
+
+    Raises:
+        RuntimeError: a rank has failed, and has said why.
+        TimeoutError: a rank has not answered in time.
+    """
+    context, port = multiprocessing.get_context("fork"), random.randrange(20000, 50000)
     found = context.Queue()
-    given = (port, paths[role], asked, exchange.replace("-", " "), found)
-    ranks = [context.Process(target=answer, args=(rank, *given)) for rank in range(RANKS)]
+    given = (port, path, asked, plan, section, found)
+    ranks = [context.Process(target=_rank, args=(rank, *given)) for rank in range(plan["replicas"])]
     for rank in ranks:
         rank.start()
+    answers, chosen, end = [], {}, time.monotonic() + SECONDS
     try:
-        rows = [row for _ in ranks for row in found.get(timeout=SECONDS)]
-    except queue.Empty:
-        raise TimeoutError(f"no answer after {SECONDS} s; exit codes {[rank.exitcode for rank in ranks]}") from None
+        for _ in ranks:
+            some, chosen = _next(found, ranks, end)
+            answers += some
     finally:
         for rank in ranks:
             rank.join(10)
             rank.kill()
-    right, other = reference(paths[role]), reference(paths["converted" if role == "original" else "original"])
-    largest = apart = 0.0
-    greedy = 0
-    for ids, said, values in rows:
-        expected, likely = logprobs(right, ids + said)
-        largest = max(largest, (torch.tensor(values).double() - expected).abs().max().item())
-        apart = max(apart, (torch.tensor(values).double() - logprobs(other, ids + said)[0]).abs().max().item())
-        greedy += bool(likely[-len(said) :].all())
-    tolerance = FLOAT32_TOLERANCE["cpu"]
-    right = largest <= tolerance and greedy == len(asked)
-    return dict(largest=largest, other=apart, greedy=greedy, answers=len(asked), tolerance=tolerance, right=right)
+    return answers, chosen
 
 
-def main() -> None:
-    """Compare every plan."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path, help="where the models are made")
-    parser.add_argument("plans", nargs="+", help="CASE/ROLE/EXCHANGE")
-    given = parser.parse_args()
-    rows = []
-    for plan in given.plans:
-        case, role, exchange = plan.split("/")
-        row = dict(case=case, role=role, exchange=exchange, data_parallel=RANKS, experts=True, dtype="float32")
-        rows.append(report(row, compare, given.folder, case, role, exchange))
-    sys.exit(not all(row["right"] for row in rows))
-
-
-if __name__ == "__main__":
-    main()
+def _next(found: Any, ranks: list[Any], end: float) -> Any:
+    while True:
+        try:
+            return found.get(timeout=1)
+        except queue.Empty:
+            codes = [rank.exitcode for rank in ranks]
+            if any(codes):
+                raise RuntimeError(f"a rank has failed: exit codes {codes}") from None
+            if time.monotonic() > end:
+                raise TimeoutError(f"no answer after {SECONDS} s: exit codes {codes}") from None

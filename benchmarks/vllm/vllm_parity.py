@@ -1,17 +1,23 @@
 """Compares what vLLM computes, for originals and for converted models, with what transformers computes.
 
-    python benchmarks/vllm/vllm_parity.py serve FOLDER PLAN... [--tp N] [--pp N]    log-probabilities of prompts and
-    answers python benchmarks/vllm/vllm_parity.py items FOLDER CASE... --items FOLDER --out FOLDER    the requests of
-    the eleven tasks python benchmarks/vllm/vllm_parity.py refused FOLDER CASE...        without fcsd's plugin vLLM
-    refuses converted models
+    python benchmarks/vllm/vllm_parity.py serve FOLDER PLAN... [--tp N] [--pp N] [--dp N]
+    python benchmarks/vllm/vllm_parity.py items FOLDER CASE... --items FOLDER --out FOLDER
+    python benchmarks/vllm/vllm_parity.py refused FOLDER CASE...
 
-The models are those of ``benchmarks/vllm/vllm_cases.py``, and are made in FOLDER. A PLAN is ``CASE/DTYPE/MODE``, or
-``CASE/DTYPE/MODE/ep`` for whole experts on each rank. The reference is transformers in float32 on the CPU, given the
-same tokens; in bfloat16 the error of transformers in bfloat16 stands beside that of vLLM, and with fp8 weights the
-distance from the other wiring. ``MODE`` is ``eager``,
-``graph`` (whole CUDA graphs, not compiled, 200 tokens), ``default`` (compiled, with vLLM's own choice of graphs) or
-``pressure`` (so little memory that requests are preempted). ``items`` asks what ``benchmarks/vllm/vllm_items.py
-record`` has written down, with the answers of transformers.
+``serve`` compares log-probabilities of prompts and answers, ``items`` the requests of the eleven tasks, as
+``benchmarks/vllm/vllm_items.py record`` has written them down, with the answers of transformers. ``refused`` checks
+that vLLM refuses converted models without fcsd's plugin.
+
+The models are those of ``benchmarks/vllm/vllm_cases.py``, and are made in FOLDER. A PLAN is ``CASE/DTYPE/MODE``, with
+``/ep`` behind it for whole experts on each rank, and with settings of the plugin such as ``/beside+always``: a key of
+``SETTINGS``, or several. A plan with settings is about the converted model alone. The reference is transformers in
+float32 on the CPU, given the same tokens; in bfloat16 the error of transformers in bfloat16 stands beside that of
+vLLM, and with fp8 weights the distance from the other wiring. With quantised sums the reference rounds its sums, too.
+``MODE`` is ``eager``, ``graph`` (whole CUDA graphs, not compiled, 200 tokens), ``default`` (compiled, with vLLM's own
+choice of graphs) or ``pressure`` (so little memory that requests are preempted).
+
+With ``--dp N`` a rank is a process with tokens of its own: ranks have different numbers of prompts, and the last one
+stops after half of the tokens.
 
 ``benchmarks/carried/vllm_gpu.sh`` runs it on GPUs, and ``benchmarks/vllm/vllm_cpu.sh`` with a build of vLLM for CPUs.
 The exit status is 0 if every row is right.
@@ -37,6 +43,9 @@ from vllm_report import Row, report  # noqa: E402
 NEW, REPLAYS = 8, 200  # tokens of an answer, and where the same step is taken again and again
 FLOAT32_TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}  # nats; kernels on the GPU add up in another order than the CPU
 BFLOAT16_RATIO = 1.5  # root mean square error over that of transformers in bfloat16
+# With quantised sums, the root mean square error over what rounding them moves: a value at the border of two codes may
+# get the other one. Sums that are not rounded, or rounded otherwise, are a whole rounding or more away.
+ROUNDED_SHARE = 0.25
 # With weights in fp8, vLLM also rounds what a projection reads, which the reference does not. So the error is compared
 # with the distance from the other wiring.
 FP8_SHARE = 0.25
@@ -49,6 +58,19 @@ MODES: dict[str, dict[str, Any]] = {
     "pressure": dict(enforce_eager=True, block_size=16, num_gpu_blocks_override=30, disable_log_stats=False),
 }
 LONG = ("graph", "pressure")  # modes with REPLAYS tokens
+SETTINGS: dict[str, dict[str, Any]] = {
+    "beside": dict(shared_experts="beside"),
+    "in-flight": dict(exchange="in flight"),
+    "always": dict(overlap_from=0),  # steps without a graph let their sums travel, too
+    "symmetric": dict(reduce="symmetric"),
+    "int8": dict(reduce="quantised:int8"),
+    "int4": dict(reduce="quantised:int4"),
+    "none": dict(reduce="none"),  # the bound, which has to be wrong
+}
+# Tables: what sums in every row, and the fewest tokens of a decoding step whose sums travel. Three answers are a whole
+# graph of 4 tokens, and their prompts one of 96 (``graph``) or a step without one.
+TABLES = {"table": ("vllm", 4), "table-late": ("vllm", 8), "table-int8": ("quantised:int8", 4)}
+Answer = tuple[list[int], list[int], list[float]]  # a prompt, its answer, and the log-probabilities of both
 
 
 def engine(path: Path, dtype: str, **options: Any) -> Any:
@@ -113,76 +135,135 @@ def facts(config: Any) -> Row:
     )
 
 
-def compare(folder: Path, case: str, role: str, dtype: str, mode: str, ranks: int, stages: int, experts: bool) -> Row:
+def compare(folder: Path, plan: Row) -> Row:
     """Ask vLLM for log-probabilities of prompts and of greedy answers, and transformers for those of the same tokens.
 
     Args:
         folder: where the models are made.
-        case: a name in ``vllm_cases``.
-        role: ``original`` or ``converted``.
-        dtype: ``float32`` or ``bfloat16``.
-        mode: a key of ``MODES``.
-        ranks: the tensor-parallel degree.
-        stages: of the pipeline.
-        experts: whether a rank has whole experts.
+        plan: ``case``, a name in ``vllm_cases``; ``role``, ``original`` or ``converted``; ``dtype``; ``mode``, a key of
+            ``MODES``; ``ranks``, the tensor-parallel degree; ``stages`` of the pipeline; ``replicas``, the
+            data-parallel degree; ``experts``, whether a rank has whole experts; ``settings``, keys of ``SETTINGS``.
 
     Returns:
         ``largest`` and ``rms``, the errors of vLLM; ``answers``, the largest error in the answers alone; ``greedy``,
         how many answers are the most likely tokens for transformers; ``other`` and ``other_rms``, how far the other
-        wiring is; in bfloat16 ``rms_transformers``, the error of transformers; ``right``.
+        wiring is; in bfloat16 ``rms_transformers``, the error of transformers; with quantised sums ``rms_rounding``,
+        how far the reference that rounds them is from the one that does not; ``tolerance``; ``right``.
     """
-    import torch
+    import vllm_exchange
+
+    paths = made(folder, plan["case"])
+    asked = prompts(paths["original"], plan["case"])
+    section = section_of(folder, plan["settings"], plan["ranks"])
+    if plan["replicas"] > 1:
+        answers, chosen = vllm_exchange.answered(paths[plan["role"]], asked, plan, section)
+    else:
+        answers, chosen = answered(paths[plan["role"]], asked, plan, section)
+    return judged(paths, plan, answers, section.get("reduce", "")) | chosen
+
+
+def section_of(folder: Path, settings: str, ranks: int) -> dict[str, Any]:
+    """What the plugin is told. Tables of sums are written to ``folder``."""
+    found: dict[str, Any] = {}
+    for name in filter(None, settings.split("+")):
+        if name not in TABLES:
+            found |= SETTINGS[name]
+            continue
+        backend, least = TABLES[name]
+        rows = [dict(reduce=backend, travels=travels) for travels in (False, True)]
+        steps = dict(decode=(1, least), prefill=(1, 64))
+        tables = {step: [{"from": n, **row} for n, row in zip(at, rows, strict=True)] for step, at in steps.items()}
+        file = folder / f"{name}-{ranks}-{os.getpid()}.json"
+        file.write_text(json.dumps(dict(version=1, user="plugin", tp=ranks, **tables)))
+        found["reduce"] = str(file)
+    return found
+
+
+def answered(
+    path: Path, asked: list[list[int]], plan: Row, section: dict[str, Any], share: float = 1
+) -> tuple[list[Answer], Row]:
+    """What vLLM answers, and what it has chosen; ``share`` is the part of the usual number of tokens that is wanted."""
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
-    paths = made(folder, case)
-    asked = prompts(paths["original"], case)
-    parallel = dict(tensor_parallel_size=ranks, pipeline_parallel_size=stages, enable_expert_parallel=experts)
-    llm = engine(paths[role], dtype, max_model_len=256, max_num_seqs=8, **parallel, **MODES[mode])
-    new = REPLAYS if mode in LONG else NEW
+    mode = plan["mode"]
+    parallel = dict(tensor_parallel_size=plan["ranks"], pipeline_parallel_size=plan["stages"])
+    options = dict(max_model_len=256, max_num_seqs=8, enable_expert_parallel=plan["experts"])
+    if section:
+        options["additional_config"] = {"fcsd": section}
+    if plan["replicas"] > 1:
+        # Every step of an engine is then one step of all ranks, which wait for each other in it.
+        options |= dict(distributed_executor_backend="uni", async_scheduling=False)
+    llm = engine(path, plan["dtype"], **parallel, **options, **MODES[mode])
     sampling = SamplingParams(
-        max_tokens=new, temperature=0, detokenize=False, prompt_logprobs=1, logprobs=1, ignore_eos=True
-    )
+        max_tokens=int(share * (REPLAYS if mode in LONG else NEW)), temperature=0, detokenize=False,
+        prompt_logprobs=1, logprobs=1, ignore_eos=True,
+    )  # fmt: skip
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in asked], sampling, use_tqdm=False)
     chosen = facts(llm.llm_engine.vllm_config)
     if mode == "pressure":
         chosen["preemptions"] = sum(m.value for m in llm.get_metrics() if m.name.startswith("vllm:num_preemptions"))
     del llm
     release()
+    found = []
+    for ids, output in zip(asked, outputs, strict=True):
+        said = list(output.outputs[0].token_ids)
+        per_token = zip([*output.prompt_logprobs[1:], *output.outputs[0].logprobs], [*ids[1:], *said], strict=True)
+        found.append((ids, said, [entry[token].logprob for entry, token in per_token]))
+    return found, chosen
 
+
+def judged(paths: dict[str, Path], plan: Row, given: list[Answer], reduce: str) -> Row:
+    """Compare answers with transformers; see ``compare``. ``reduce`` is what the plugin was told to sum by."""
+    import torch
+
+    case, role, dtype = plan["case"], plan["role"], plan["dtype"]
     references = {name: reference(path) for name, path in paths.items()}
     rounded = reference(paths[role]).to(torch.bfloat16) if dtype == "bfloat16" and case not in FP8 else None
+    if format := format_of(reduce):
+        from vllm_rounded import round_sums
+
+        if dtype != "float32":
+            raise ValueError("quantised sums are compared in float32")
+        rounded = references[role]
+        references[role] = reference(paths[role])
+        round_sums(references[role], format, plan["ranks"], plan["experts"])
     found, expected, other, own = [], [], [], []
     answers, greedy = 0.0, 0
-    for ids, output in zip(asked, outputs, strict=True):
-        answer = list(output.outputs[0].token_ids)
-        per_token = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
-        tokens = [*ids[1:], *answer]
-        values = torch.tensor([entry[token].logprob for entry, token in zip(per_token, tokens, strict=True)]).double()
-        right, likely = logprobs(references[role], ids + answer)
-        answers = max(answers, (values - right)[-new:].abs().max().item())
-        greedy += bool(likely[-new:].all())
+    for ids, said, values in given:
+        values = torch.tensor(values).double()
+        right, likely = logprobs(references[role], ids + said)
+        answers = max(answers, (values - right)[-len(said) :].abs().max().item())
+        greedy += bool(likely[-len(said) :].all())
         found.append(values)
         expected.append(right)
-        other.append(logprobs(references["converted" if role == "original" else "original"], ids + answer)[0])
+        other.append(logprobs(references["converted" if role == "original" else "original"], ids + said)[0])
         if rounded is not None:
-            own.append(logprobs(rounded, ids + answer)[0])
+            own.append(logprobs(rounded, ids + said)[0])
     error, apart = torch.cat(found) - torch.cat(expected), torch.cat(found) - torch.cat(other)
     result: Row = dict(
         largest=error.abs().max().item(), rms=error.square().mean().sqrt().item(), answers=answers, greedy=greedy,
-        other=apart.abs().max().item(), other_rms=apart.square().mean().sqrt().item(), tokens=len(error), **chosen,
+        other=apart.abs().max().item(), other_rms=apart.square().mean().sqrt().item(), tokens=len(error),
     )  # fmt: skip
     if case in FP8:
         tolerance = FP8_SHARE * result["other_rms"]
         return result | dict(tolerance=tolerance, right=result["rms"] <= tolerance)
-    if rounded is None:
-        tolerance = FLOAT32_TOLERANCE["cuda" if torch.cuda.is_available() else "cpu"]
-        if "linear_key_head_dim" in (paths["original"] / "config.json").read_text():
-            tolerance *= 2  # transformers computes the gated delta rule in chunks, which rounds more
-        right = result["largest"] <= tolerance and result.get("preemptions") != 0
-        return result | dict(tolerance=tolerance, right=right)
-    rms = (torch.cat(own) - torch.cat(expected)).square().mean().sqrt().item()
-    tolerance = BFLOAT16_RATIO * rms
-    return result | dict(rms_transformers=rms, tolerance=tolerance, right=result["rms"] <= tolerance)
+    if rounded is not None:
+        rms = (torch.cat(own) - torch.cat(expected)).square().mean().sqrt().item()
+        name, factor = ("rms_rounding", ROUNDED_SHARE) if format else ("rms_transformers", BFLOAT16_RATIO)
+        return result | {name: rms, "tolerance": factor * rms, "right": result["rms"] <= factor * rms}
+    tolerance = FLOAT32_TOLERANCE["cuda" if torch.cuda.is_available() else "cpu"]
+    if "linear_key_head_dim" in (paths["original"] / "config.json").read_text():
+        tolerance *= 2  # transformers computes the gated delta rule in chunks, which rounds more
+    near = result["largest"] <= tolerance
+    return result | dict(tolerance=tolerance, right=not near if reduce == "none" else near)
+
+
+def format_of(reduce: str) -> Any:
+    """The format of quantised sums, which a table names in each of its rows; None if they are sent as they are."""
+    from fcsd.kernels.bit_split.format import format_of_reduction
+    from fcsd.parallel.all_reduce.ways import is_table, read_ways
+
+    return format_of_reduction(read_ways(reduce, "plugin").decode[0][1].reduce if is_table(reduce) else reduce)
 
 
 def reference(path: Path) -> Any:
@@ -310,6 +391,7 @@ def main() -> None:
     parser.add_argument("words", nargs="+", help="plans, or cases")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
+    parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks")
     parser.add_argument("--items", type=Path, help="where items-CASE.json.gz lies")
     parser.add_argument("--out", type=Path, help="where the answers are written, under the same name")
     given = parser.parse_args()
@@ -317,12 +399,13 @@ def main() -> None:
     for word in given.words:
         case, *rest = word.split("/")
         if given.part == "serve":
-            dtype, mode, *experts = rest
+            dtype, mode, *further = rest
+            settings = "".join(name for name in further if name != "ep")
             # The converted first, in case that the time ends.
-            for role in ("converted",) if case in GATED else ("converted", "original"):
+            for role in ("converted",) if case in GATED or settings else ("converted", "original"):
                 row = dict(case=case, role=role, dtype=dtype, mode=mode, ranks=given.tp, stages=given.pp)
-                row |= dict(experts=bool(experts))
-                rows.append(report(row, in_a_fork, compare, given.folder, *row.values()))
+                row |= dict(replicas=given.dp, experts="ep" in further, settings=settings)
+                rows.append(report(row, in_a_fork, compare, given.folder, row))
         elif given.part == "items":
             role = "original" if case.endswith(".base") else "converted"
             name = f"items-{case}.json.gz"

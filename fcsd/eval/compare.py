@@ -282,7 +282,7 @@ def _recovery(result: Result, baseline: Result, floor: Result, resolution: float
         level, (lost, noise) = floor["items"], paired_difference(baseline["items"], floor["items"])
     else:
         level, lost, noise = chance, baseline["value"] - chance, baseline["stderr"]
-    if lost <= 2 * noise:
+    if not lost > 2 * noise:  # the noise of a single answer is NaN
         return None
     share, error = share_recovered(result["items"], baseline["items"], level)
     return share, max(error, resolution / lost)

@@ -188,8 +188,8 @@ Three seeds of the converted layers alone, on own text, the model's own document
 longer runs. *Points lost by each* is of seeds 0, 1 and 2.
 """
 OF_ALL = """\
-All 30 layers with `ladder`: the wiring from the first step (`all`), and annealed over the first 30 % of the steps
-(`anneal`).
+All 30 layers with `ladder`, whose weights alone are trained, not the embeddings: with the wiring from the first step
+(`all`), and annealed over the first 30 % of the steps (`anneal`).
 """
 
 

@@ -16,6 +16,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from studies.real.page import mean_difference
+
 from fcsd.markdown import table as markdown_table
 
 PAGE = Path("docs/adapters.md")
@@ -88,10 +90,12 @@ def write_text(out: Path, held_out: int = 20_000) -> None:
 def table(raw: list[dict[str, Any]]) -> str:
     """Markdown with a row for each model, budget and rank, at the learning rate with the lowest mean divergence.
 
-    *Kept* is 1 minus the divergence divided by that of the untrained conversion. The last column divides it by what
-    full training keeps with the same tokens.
+    *Kept* is 1 minus the divergence divided by that of the untrained conversion. The next column divides it by what
+    full training keeps with the same tokens. *Points lost* is there where some runs were asked benchmarks, and is the
+    mean of theirs.
     """
     head = ["model", "tokens", "trained", "learning rate", "runs", "KL", "kept", "of full training"]
+    asked = any(file.get("differences") for file in raw)
     body = []
     for file in raw:
         done = [run for run in file["runs"] if "kl" in run]
@@ -100,7 +104,8 @@ def table(raw: list[dict[str, Any]]) -> str:
             kept: dict[int, float] = {}
             here = [run for run in done if run["tokens"] == tokens]
             for rank in sorted({_rank(run) for run in here}):
-                lr, values = _best([run for run in here if _rank(run) == rank])
+                lr, best = _best([run for run in here if _rank(run) == rank])
+                values = [run["kl"]["own"]["kl"] for run in best]
                 mean = statistics.mean(values)
                 kept[rank] = 1 - mean / before
                 spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
@@ -108,8 +113,18 @@ def table(raw: list[dict[str, Any]]) -> str:
                 name = f"rank {rank}" if rank else "all weights"
                 length = f"{tokens / 1e6:g} M" if tokens >= 1e6 else f"{tokens:,.0f}"
                 cells = [file["model"], length, name, f"{lr:g}", f"{len(values)}"]
-                body.append([*cells, f"{before:.2f} → {mean:.3f}{spread}", f"{kept[rank]:.1%}", share])
-    return markdown_table(head, body, left=3) + "\n"
+                cells += [f"{before:.2f} → {mean:.3f}{spread}", f"{kept[rank]:.1%}", share]
+                body.append([*cells, *([_lost(file, best)] if asked else [])])
+    return markdown_table([*head, *(["points lost"] if asked else [])], body, left=3) + "\n"
+
+
+def _lost(file: dict[str, Any], runs: list[dict[str, Any]]) -> str:
+    """The mean points that runs lost and its error, by the questions; nothing if they were not asked."""
+    names = {found["model"] for found in file.get("differences", ())} & {run["name"] for run in runs}
+    if not names:
+        return ""
+    points, errors = zip(*(mean_difference(file, name) for name in names), strict=True)
+    return f"{-statistics.mean(points):.1f} ± {statistics.mean(errors):.1f}"
 
 
 def _rank(run: dict[str, Any]) -> int:
@@ -117,10 +132,10 @@ def _rank(run: dict[str, Any]) -> int:
     return run["set"].get("train.adapter.rank", 0)
 
 
-def _best(runs: list[dict[str, Any]]) -> tuple[float, list[float]]:
-    """The learning rate with the lowest mean divergence, and the divergences of its runs, which differ in the seed."""
-    by_rate = {lr: [run["kl"]["own"]["kl"] for run in runs if run["lr"] == lr] for lr in {run["lr"] for run in runs}}
-    return min(by_rate.items(), key=lambda found: statistics.mean(found[1]))
+def _best(runs: list[dict[str, Any]]) -> tuple[float, list[dict[str, Any]]]:
+    """The learning rate with the lowest mean divergence, and its runs, which differ in the seed."""
+    by_rate = {lr: [run for run in runs if run["lr"] == lr] for lr in {run["lr"] for run in runs}}
+    return min(by_rate.items(), key=lambda found: statistics.mean(run["kl"]["own"]["kl"] for run in found[1]))
 
 
 def filled(page: str, raw: list[dict[str, Any]]) -> str:

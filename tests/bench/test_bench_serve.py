@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ranks import fcsd
 from ranks import start as start_process
 from typer.testing import CliRunner
 
-from fcsd.bench.serve import under_vllm
+from fcsd.bench.serve import client, table, under_vllm
 from fcsd.bench.serve.client import ask
 from fcsd.bench.serve.model_files import write_directory
 from fcsd.bench.serve.workload import Workload, config_of, prompts_of, usual_wirings, weight_bytes, wiring_for
@@ -49,9 +50,17 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, repo: Path) -> Any:
     monkeypatch.setattr(under_vllm, "LOAD_SECONDS", 0)
     monkeypatch.setattr(under_vllm, "LEAST", 4)
     monkeypatch.setattr(under_vllm, "ENOUGH", 0)
+    monkeypatch.setattr(client, "_TOGETHER", -1)  # the client of a busy host reads tokens of several steps at once
     asked = tmp_path / "asked"
-    # In the order in which they were started; those that start together write in any order.
-    yield lambda: sorted(map(json.loads, asked.read_text().splitlines()), key=lambda server: min(server["processes"]))
+    # In the order in which they were started, by the numbers of their processes, which begin anew after the largest;
+    # those that start together write in any order.
+    most, before = int(Path("/proc/sys/kernel/pid_max").read_text()), psutil.Popen(["true"])
+    before.wait()
+
+    def started(server: dict[str, Any]) -> int:
+        return (server["processes"][0] - before.pid) % most
+
+    yield lambda: sorted(map(json.loads, asked.read_text().splitlines()), key=started)
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
         del sys.modules[name]
 
@@ -80,12 +89,15 @@ def test_every_variant_is_a_server_that_is_timed_in_turns(asked, monkeypatch):
         "await_answers",
         lambda servers, until: started.append(list(servers)) or await_answers(servers, until),
     )
-    found = run(Workload("tiny-dense", 2, tp=2, **SMALL), memory=80 << 30)
+    budget = ("--max-num-batched-tokens", "300000")  # async TP of so small a model begins at 262144 tokens
+    found = run(Workload("tiny-dense", 2, tp=4, options=budget, **SMALL), memory=80 << 30)
     variants, servers = found["variants"], asked()
-    # The replicas are two servers and run alone, after those that share the GPUs.
+    # The replicas are four servers and run alone, after those that share the GPUs.
     names = ["original", "ladder", "bound", "ladder, sums at once", "original, async TP"]
     names += ["original, symmetric memory by NCCL", "original, no custom all-reduce", "original, one replica a GPU"]
-    assert list(variants) == names and len(servers) == 9
+    assert list(variants) == names and len(servers) == 11
+    ports = [server["arguments"][server["arguments"].index("--port") + 1] for server in servers]
+    assert len(set(ports[:4])) == 4, "those that run at once have ports of their own"
     assert started[0] == names[:4], "those that share the GPUs start together"
     for name in ("original", "ladder", "bound", "ladder, sums at once", "original, one replica a GPU"):
         rounds = variants[name]["rounds"]
@@ -95,9 +107,15 @@ def test_every_variant_is_a_server_that_is_timed_in_turns(asked, monkeypatch):
             ("peak", 0): turns,
         }  # fmt: skip
         assert all(time > 0 for times in rounds.values() for time in times)
-    assert variants["ladder"]["loads"]["0.5"].keys() >= {"first_p50", "first_p99", "token_p50", "token_p99", "rate"}
+    under = {name: row["loads"].get("0.5") for name, row in variants.items()}
+    assert under["ladder"].keys() == {"first_p50", "token_p50", "rate", "requests"}, "four requests have no p99"
+    replicas = under["original, one replica a GPU"]
+    assert [replicas[key] for key in ("rate", "requests")] == [under["ladder"][key] for key in ("rate", "requests")]
+    assert under["ladder, sums at once"] is None, "another way to sum has no load"
     assert variants["original, no custom all-reduce"]["failed"] == "ValueError: no way to sum"
     assert variants["original, async TP"]["failed"] == "torch.OutOfMemoryError: no memory"
+    symmetric = variants["original, symmetric memory by NCCL"]
+    assert symmetric["failed"].startswith("vLLM left it out: Failed to compile NCCL") and not symmetric["rounds"]
     assert found["missing"]["fused all-reduce and norm"] == "flashinfer is not installed" and found["vllm"] == "0.28.0"
 
     original, ladder, bound = (server["config"] for server in servers[:3])
@@ -110,14 +128,14 @@ def test_every_variant_is_a_server_that_is_timed_in_turns(asked, monkeypatch):
     assert told["fcsd"]["reduce"].endswith("/at-once-1.json") and "--additional-config" not in servers[1]["arguments"]
     assert [variants[name].get("travels") for name in names[:4]] == [None, True, None, False]
     degrees = [server["arguments"][server["arguments"].index("--tensor-parallel-size") + 1] for server in servers]
-    assert degrees == ["2"] * 7 + ["1"] * 2
+    assert degrees == ["4"] * 7 + ["1"] * 4
     assert {server["config"]["max_position_embeddings"] for server in servers} == {4096}
     assert servers[5]["settings"]["VLLM_USE_NCCL_SYMM_MEM"] == "1"
     assert all(ended(pid) for server in servers for pid in server["processes"]), "no process is left"
 
 
 def test_without_room_the_servers_run_one_after_the_other_and_time_bounds_them(asked, monkeypatch):
-    monkeypatch.setattr(under_vllm, "alternatives", lambda machine, **_: ([], {}))
+    monkeypatch.setattr(under_vllm, "alternatives", lambda machine, load, **_: ([], {}))
     more = {"loads": (), "options": ("--quantization", "fp8")}
     load = Workload("tiny", 2, wirings=("farskip",), tp=2, ep=True, **{**SMALL, **more})
     found = run(load)
@@ -133,7 +151,31 @@ def test_without_room_the_servers_run_one_after_the_other_and_time_bounds_them(a
     assert not found["variants"] and found["missing"]["original"].startswith("no time was left")
 
 
-def test_a_server_that_refuses_or_is_slow_is_an_error(asked, tmp_path):
+def test_tokens_that_come_in_one_burst_have_no_time(asked, monkeypatch):
+    monkeypatch.setattr(under_vllm, "alternatives", lambda machine, load, **_: ([], {}))
+    monkeypatch.setenv("FCSD_DOUBLE_BURST", "ladder")
+    load = Workload("tiny-dense", 2, tp=2, **{**SMALL, "answer": 8})
+    found = run(load, memory=80 << 30)
+    original, ladder = found["variants"]["original"], found["variants"]["ladder"]
+    assert ("decode", 1) in original["rounds"] and ("decode", 1) not in ladder["rounds"]
+    assert ("prefill", 8) in ladder["rounds"], "the first token has its time"
+    assert "token_p50" in original["loads"]["0.5"] and "token_p50" not in ladder["loads"]["0.5"]
+    assert "ladder: decode 1 was not measured, because its tokens came in bursts" in table.text(found)
+    assert "ladder: steps under load 0.5 were not measured" in table.text(found)
+    assert ("decode", 1) not in table.ratios_of(found)["ladder"]
+
+
+def test_imitated_slow_links_leave_no_other_way_for_sums(asked, monkeypatch):
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    load = Workload("tiny-dense", 2, tp=2, **{**SMALL, "minutes": 1e-9})
+    with pytest.raises(ConfigError, match="leaves vLLM's custom all-reduce") as error:
+        run(load)
+    assert error.value.hint == "Add -- --disable-custom-all-reduce."
+    missing = run(replace(load, options=("--disable-custom-all-reduce",)))["missing"]
+    assert "imitates GPUs" in missing["async TP"] and "without it" in missing["no custom all-reduce"]
+
+
+def test_a_server_that_refuses_or_is_slow_is_an_error(asked, monkeypatch, tmp_path):
     from fcsd.bench.serve.running import await_answers, start, stop
     from fcsd.bench.serve.variants import Variant
 
@@ -147,10 +189,12 @@ def test_a_server_that_refuses_or_is_slow_is_an_error(asked, tmp_path):
         first, second = ask(server.ports, prompts_of(2, 4, 99, seed=0), 3, at=[0.0, 0.05])
         assert (
             first.tokens == second.tokens == 3
-            and 1 <= first.moments <= 3
+            and first.early == second.early == 1
             and 0 < first.first < first.last
             and second.sent >= 0.05
         )
+        monkeypatch.setattr(client, "_TOGETHER", 60)
+        assert ask(server.ports, [[1]], 3)[0].early == 3, "events that follow each other at once are a burst, too"
         with pytest.raises(FcsdError, match=r"^the server answered 400: .*too long"):
             ask(server.ports, [[1] * 901], 2)
         with pytest.raises(FcsdError, match="were not answered within 0 s"):
@@ -268,7 +312,7 @@ def test_what_does_not_apply_is_refused_in_one_line(options, said):
 def test_under_data_parallel_attention_the_exchange_is_timed_at_once_and_in_flight(asked, monkeypatch):
     with pytest.raises(ConfigError, match="divided experts alone"):
         run(Workload("tiny", 2, dp=2, **SMALL))
-    monkeypatch.setattr(under_vllm, "alternatives", lambda machine, **_: ([], {}))
+    monkeypatch.setattr(under_vllm, "alternatives", lambda machine, load, **_: ([], {}))
     found = run(Workload("tiny", 2, dp=2, ep=True, **{**SMALL, "loads": ()}), memory=80 << 30)
     assert list(found["variants"]) == ["original", "farskip", "farskip, exchange in flight"]
     told = [server["arguments"] for server in asked()]

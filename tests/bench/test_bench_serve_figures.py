@@ -13,14 +13,17 @@ from fcsd.bench.serve.workload import Workload
 from fcsd.parallel.all_reduce.ways import Way
 
 # Two requests: the second is sent 0.5 s later, and has its first token when the first one has its third.
-ANSWERS = [Answer(0.0, 1.0, 3.0, 5, 5), Answer(0.5, 1.5, 3.5, 5, 5)]
+ANSWERS = [Answer(0.0, 1.0, 3.0, 5, 1), Answer(0.5, 1.5, 3.5, 5, 1)]
 
 
 def test_the_times_of_a_batch() -> None:
     assert figures.first_token_ms(ANSWERS) == 1250
     assert figures.step_ms(ANSWERS) == pytest.approx(1e3 * (4.0 - 2.0) / 4)
     assert figures.request_ms(ANSWERS) == 2000
-    assert not figures.in_bursts(ANSWERS) and figures.in_bursts([Answer(0.0, 1.0, 1.0, 8, 1)])
+    # Two tokens that came with the first one are no steps, and an answer that came at once has none.
+    assert figures.step_ms([ANSWERS[0], Answer(0.5, 1.5, 3.5, 5, 3)]) is None
+    assert figures.step_ms([ANSWERS[0], Answer(0.5, 1.5, 3.5, 6, 3)]) == pytest.approx(1e3 * 2 / 3)
+    assert figures.step_ms([*ANSWERS, Answer(0.5, 3.5, 3.5, 5, 5)]) is None
 
 
 def test_percentiles_lie_between_neighbours() -> None:
@@ -32,9 +35,25 @@ def test_percentiles_lie_between_neighbours() -> None:
 
 
 def test_times_under_load() -> None:
-    found = figures.under_load([*ANSWERS, Answer(1.0, 2.0, 2.0, 1, 1)])  # one token has no time after it
-    assert found == {"first_p50": 1500, "first_p99": pytest.approx(1990), "token_p50": 500, "token_p99": 500}
-    assert figures.load_ratios({"first_p50": 500.0, "new": 1.0}, found) == {"first_p50": 3.0}
+    found = figures.under_load([*ANSWERS, Answer(1.0, 2.0, 2.0, 5, 5)])  # a burst has no time per token
+    assert found == {"first_p50": 1500, "token_p50": 500}, "three values have no 99th percentile"
+    assert figures.under_load([*ANSWERS, *[Answer(1.0, 2.0, 2.0, 5, 5)] * 3]) == {"first_p50": 2000}
+    many = figures.under_load([Answer(0.0, 1.0, 2.0 + n, 11, 1) for n in range(100)])
+    assert many["first_p99"] == 1000 and many["token_p99"] == pytest.approx(100 * (1 + 98.01))
+    others = [found, {"first_p50": 1000.0, "first_p99": 1.0}]
+    assert figures.load_ratios({"first_p50": 500.0, "token_p50": 250.0, "rate": 1.0}, others) == {
+        "first_p50": 2.0,
+        "token_p50": 2.0,
+    }
+    ratios = dict(zip(figures.LOAD, (1.3, 1.2, 1.1, 1.0), strict=True))
+    assert figures.load_verdict("ladder under load 0.6", {"requests": 350, "rate": 23.44}, ratios) == (
+        "ladder under load 0.6 (350 requests, 23.4 a second): first token 1.30x median, 1.20x p99; "
+        "step 1.10x median, 1.00x p99"
+    )
+    few = figures.load_verdict("ladder", {"requests": 24, "rate": 2.0}, {"first_p50": 1.3})
+    assert (
+        few == "ladder (24 requests, 2 a second): first token 1.30x median; too few requests for a p99, which needs 100"
+    )
 
 
 def test_arrivals_are_random_and_the_same_for_all() -> None:
@@ -110,30 +129,55 @@ def test_vllm_reads_prompts_in_steps_of_its_budget() -> None:
     assert choice.choose(load, known).prefill == ((2048, at_once), (4096, plain))
 
 
-def machine(
-    version: str = "0.28.0", installed: tuple[str, ...] = (), gpus: int = 2, fits: bool | None = True
-) -> Machine:
-    return Machine(version, installed.__contains__, gpus, fits)
+def offered(
+    version: str = "0.28.0",
+    installed: tuple[str, ...] = (),
+    tp: int = 4,
+    fits: bool | None = True,
+    peers: bool = True,
+    options: tuple[str, ...] = (),
+    moe: bool = True,
+) -> tuple[list[Variant], dict[str, str]]:
+    load = Workload("tiny", tp=tp, options=options)
+    return alternatives(Machine(version, installed.__contains__, tp, fits, peers), load, hidden=4096, moe=moe)
 
 
 def test_alternatives_depend_on_the_version_and_on_what_is_installed() -> None:
-    found, missing = alternatives(machine(installed=("flashinfer", "deep_ep")), tp=2, moe=True)
+    found, missing = offered(installed=("flashinfer", "deep_ep"))
     assert not missing and [variant.name.partition(", ")[2] for variant in found] == [
         "one replica a GPU", "fused all-reduce and norm", "async TP", "symmetric memory by NCCL",
-        "no custom all-reduce", "data-parallel attention", "dual batch overlap",
+        "no custom all-reduce", "data-parallel attention",
+        "dual batch overlap, high throughput", "dual batch overlap, low latency",
     ]  # fmt: skip
-    assert {variant.role for variant in found} == {"original"} and found[0].replicas == 2
-    assert [variant.name for variant in found if variant.alone] == [found[0].name, found[5].name, found[6].name]
+    assert {variant.role for variant in found} == {"original"} and found[0].replicas == 4
+    assert [variant for variant in found if variant.alone] == [found[0], *found[5:]]
 
-    found, missing = alternatives(machine("0.32.0"), tp=2, moe=False)
+    found, missing = offered("0.32.0", moe=False)
     assert "up to 0.31" in missing["async TP"] and missing["fused all-reduce and norm"] == "flashinfer is not installed"
-    assert "experts" in missing["dual batch overlap"]
-    assert len(found) + len(missing) == 7
-    _, missing = alternatives(machine(fits=False), tp=2, moe=True)
+    assert "experts" in missing["dual batch overlap, low latency"]
+    assert len(found) + len(missing) == 8
+    _, missing = offered(fits=False)
     assert missing["one replica a GPU"] == "the model does not fit into one GPU"
-    assert missing["dual batch overlap"] == "deep_ep is not installed"
-    found, _ = alternatives(machine(gpus=1), tp=1, moe=False)
+    assert missing["dual batch overlap, low latency"] == "deep_ep is not installed"
+    found, _ = offered(tp=1)
     assert not found, "one rank sums nothing"
+
+
+def test_what_vllm_would_leave_out_in_silence_is_not_run() -> None:
+    """By vLLM 0.24's ``all_reduce_utils.py`` and ``sequence_parallelism.py``."""
+    found, missing = offered(tp=2)
+    assert "leaves it out at 2" in missing["symmetric memory by NCCL"]
+    (chosen,) = [variant.options[1] for variant in found if variant.name == "original, async TP"]
+    # vLLM turns async TP off for hidden sizes below 8192, unless it is told from how many tokens on it is wanted.
+    assert '"sp_min_token_num": 2048' in chosen
+    _, missing = offered(options=("--max-num-batched-tokens", "4096"))
+    assert missing["async TP"] == "it begins at 4096 tokens, and a step has at most 4096"
+    found, missing = offered(
+        peers=False, options=("--disable-custom-all-reduce",), moe=False, installed=("flashinfer",)
+    )
+    assert [variant.name for variant in found] == ["original, one replica a GPU"]
+    assert all("peer access" in missing[name] for name in ("async TP", "symmetric memory by NCCL"))
+    assert missing["no custom all-reduce"] == "every variant is without it"
 
 
 def test_servers_share_the_gpus_where_they_fit() -> None:
@@ -164,12 +208,16 @@ def test_a_failure_is_named_by_its_cause() -> None:
 
 def test_the_link_is_read() -> None:
     matrix = "\t\x1b[4mGPU0\tGPU1\tCPU Affinity\x1b[0m\nGPU0\t X \tNV18\t0-31\nGPU1\tNV18\t X \t0-31\n"
-    assert read_link(matrix) == "NV18" and read_link("GPU0  X  0-31\n") is None and read_link("") is None
+    assert read_link(matrix, ["0", "1"]) == "NV18" and read_link(matrix, ["0", "2"]) is None
+    assert read_link(matrix, ["0"]) is None and read_link("", ["0", "1"]) is None
+    four = "\tGPU0 GPU1 GPU2 GPU3 NIC0\nGPU0 X SYS NV4 PIX SYS\nGPU2 NV4 SYS X PHB SYS\n"
+    assert read_link(four, ["2", "3"]) == "PHB", "the GPUs of this run"
 
 
 def test_the_text_begins_with_the_verdict() -> None:
     def row(role: str, step: float, **more: object) -> dict[str, object]:
-        return {"role": role, "rounds": {("decode", 1): [step]}, "loads": {"0.5": {"first_p50": 10 * step}}, **more}
+        under = {"first_p50": 10 * step, "rate": 3.0, "requests": 30}
+        return {"role": role, "rounds": {("decode", 1): [step]}, "loads": {"0.5": under}, **more}
 
     variants = {
         "original": row("original", 2.0),
@@ -184,4 +232,5 @@ def test_the_text_begins_with_the_verdict() -> None:
     assert lines[-3:] == ["broken failed: ValueError: no", "not run: async TP: gone", "a note"]
     cells = {line.split("  ")[0]: line for line in lines[2:]}
     assert cells["ladder"].endswith("1 (2.00x)") and cells["bound (wrong results)"].endswith("0.5 (4.00x)")
-    assert cells["0.5, ladder"].endswith("10 (2.00x)") and cells["0.5, original"].endswith("20")
+    assert cells["0.5, ladder"].split()[-3:] == ["10", "(2.00x)", "30"] and "20 (1.00x)" in cells["0.5, original"]
+    assert lines[2].startswith("ladder under load 0.5 (30 requests, 3 a second): first token 2.00x median; too few")

@@ -113,6 +113,8 @@ def test_nothing_to_win_back_where_the_teacher_guesses():
     rows = [row("teacher", "A", [1.0] * 26 + [0.0] * 74), row("student", "A", [1.0] * 25 + [0.0] * 75)]
     rows.append(row("untrained", "A", [1.0] * 24 + [0.0] * 76))
     assert [c.tasks[0].recovery for c in compare_models(rows, untrained="untrained")] == [None, None]
+    rows = [row(name, "A", [1.0]) for name in ("teacher", "student", "untrained")]  # the error of one answer is NaN
+    assert [c.tasks[0].recovery for c in compare_models(rows, untrained="untrained")] == [None, None]
 
 
 def test_nothing_is_won_back_without_an_untrained_conversion_to_compare_with():

@@ -210,6 +210,8 @@ def test_what_it_can_do_is_accepted(monkeypatch):
     other = settings(FARSKIP)
     other.model_config.hf_config.lm_head_bias = False
     assert [problem[:32] for problem in problems(other, "phimoe")] == ["config.json has lm_head_bias Fal"]
+    other.model_config.hf_config.qkv_bias = False  # vLLM's biases would be what the memory holds
+    assert [problem[:28] for problem in problems(other, "qwen2_moe")] == ["config.json has qkv_bias Fal"]
     (refused,) = problems(settings(FARSKIP, pipeline_parallel_size=2), "granite")
     assert refused == support.refusal("pipeline")
 

@@ -345,11 +345,18 @@ def test_the_cases_of_the_study_of_ranks_are_taken_and_its_table_is_that_of_the_
         ["all weights", "0.001", "1", "2.00 → 0.500", "75.0%", "100.0%"],
         ["rank 4", "0.003", "1", "2.00 → 0.600", "70.0%", "93.3%"],
     ]
+    stored = json.loads((repo / page.PARTS).read_text())
+    (found,) = (found for found in stored["differences"] if found["model"] == "half-frozen-41m")
+    points, error = page.mean_difference(stored, found["model"])
+    asked = {"model": "tiny", "runs": runs, "differences": [{**found, "model": runs[2]["name"]}]}
+    asked["scores"] = {"original": stored["scores"]["original"], runs[2]["name"]: {}}
+    last = [row.split("|")[-2].strip() for row in ranks.table([asked]).splitlines()]
+    assert last[:1] + last[2:] == ["points lost", "", f"{-points:.1f} ± {error:.1f}"]
     page_of_ranks = (repo / ranks.PAGE).read_text()
     assert ranks.filled(page_of_ranks, ranks.read(repo)) == page_of_ranks, "run python -m studies.real.ranks page"
     (kept,) = re.findall(r"rank 64 keeps ([\d.]+) % .* rank 4 keeps ([\d.]+) %", " ".join(page_of_ranks.split()))
-    stored = [re.search(rf"40,960 .*\| rank {rank} .* ([\d.]+)%", page_of_ranks) for rank in (64, 4)]
-    assert [found and found[1] for found in stored] == [*kept]
+    kept_by = [re.search(rf"40,960 .*\| rank {rank} .* ([\d.]+)%", page_of_ranks) for rank in (64, 4)]
+    assert [match and match[1] for match in kept_by] == [*kept]
 
 
 def real_model(repo: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -16,6 +16,9 @@ def main() -> None:
     parser.add_argument("--against", required=True, metavar="NAME[,NAME...]", help=f"some of {', '.join(BASELINES)}")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--micro-batch", type=int, default=4, help="the largest; its divisors are tried, too")
+    parser.add_argument(
+        "--largest", action="store_true", help="try micro-batches from the largest down, and take the first that fits"
+    )
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
@@ -34,7 +37,7 @@ def main() -> None:
         accumulation=given.accumulation,
         sets=tuple(given.sets),
     )
-    bench(load, tuple(given.against.split(",")), given.out)
+    bench(load, tuple(given.against.split(",")), given.out, given.largest)
 
 
 if __name__ == "__main__":

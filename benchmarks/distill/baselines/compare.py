@@ -12,12 +12,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.distill.baselines import gkd, loop, own
+from benchmarks.distill.baselines import gkd, layers, loop, own
+from benchmarks.distill.baselines.layers import Layers
 from benchmarks.distill.baselines.prepare import held_bytes, prepare
 from benchmarks.distill.baselines.setting import Setting, Side, Watch
 from benchmarks.distill.baselines.table import OWN, table, told
@@ -44,12 +46,24 @@ class Baseline:
     make: Callable[[], Side]
 
 
+LAYERS: dict[str, Layers] = {
+    "": layers.plain,
+    "-compiled": layers.compiled,
+    "-model": layers.liger,
+    "-grouped": layers.liger_but_experts,
+}
 BASELINES: dict[str, Baseline] = {
     "trl": Baseline("trl", "trl", lambda: gkd.training(fp32_logits=True)),
     "trl-bf16": Baseline("trl", "trl", lambda: gkd.training(fp32_logits=False)),
-    "loop-liger": Baseline("liger_kernel", "liger-kernel", lambda: loop.looping(loop.liger)),
-    "loop-liger-kl": Baseline("liger_kernel", "liger-kernel", lambda: loop.looping(loop.liger_kl)),
-    "loop-liger-model": Baseline("liger_kernel", "liger-kernel", lambda: loop.looping(loop.liger, kernels=True)),
+    **{
+        f"loop-liger{ending}{suffix}": Baseline("liger_kernel", "liger-kernel", partial(loop.looping, divergence, made))
+        for ending, divergence in (("", loop.liger), ("-kl", loop.liger_kl))
+        for suffix, made in LAYERS.items()
+    },
+    "autoep": Baseline("liger_kernel", "liger-kernel", partial(loop.looping, loop.liger, layers.autoep)),
+    "autoep-gate-up": Baseline(
+        "liger_kernel", "liger-kernel", partial(loop.looping, loop.liger, partial(layers.autoep, gate_up="fused"))
+    ),
     "loop-trl": Baseline("trl", "trl", lambda: loop.looping(loop.trl_chunked)),
     "fcsd-plain": Baseline("deepspeed", "deepspeed", lambda: own.distill_plainly),
     "fcsd-adapters": Baseline("peft", "peft", lambda: own.distill_adapters),
@@ -68,7 +82,7 @@ def check_names(names: tuple[str, ...]) -> None:
         require_extra("dev", f"--against {name}", BASELINES[name].package)
 
 
-def bench(load: Workload, names: tuple[str, ...], out: Path | None = None) -> dict[str, Any]:
+def bench(load: Workload, names: tuple[str, ...], out: Path | None = None, largest: bool = False) -> dict[str, Any]:
     """Measures fcsd and the named baselines, prints a table to stderr, and returns ``baselines.json``.
 
     Args:
@@ -77,6 +91,7 @@ def bench(load: Workload, names: tuple[str, ...], out: Path | None = None) -> di
             ``variants`` and ``wires`` are ignored.
         names: keys of ``BASELINES``.
         out: directory for ``baselines.json``.
+        largest: whether each side tries micro-batches from the largest down, and stops at the first that fits.
 
     Raises:
         ConfigError: a baseline is unknown or not installed; or see ``prepare``.
@@ -107,8 +122,8 @@ def bench(load: Workload, names: tuple[str, ...], out: Path | None = None) -> di
         return not found["out_of_memory"]
 
     for name in sides:
-        for micro in divisors(load.micro_batch):
-            if not visit("sweep", name, micro, 1, traced=False):
+        for micro in divisors(load.micro_batch)[:: -1 if largest else 1]:
+            if visit("sweep", name, micro, 1, traced=False) == largest:
                 break  # larger ones need even more memory
     best = {name: fastest([found for found in result["sweep"] if found["side"] == name]) for name in sides}
     for number in range(load.rounds):

@@ -18,7 +18,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
+from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
 
 from fcsd.distill.data.rows import batch
 from fcsd.distill.loss.losses import IGNORE
@@ -44,7 +44,7 @@ def training(*, fp32_logits: bool) -> Side:
         teacher = setting.plain_teacher()
         trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
         optimizer = MasterWeightsAdamW(trained, **adamw_settings(recipe))
-        with tempfile.TemporaryDirectory() as folder, alone(), own_forward(teacher):
+        with tempfile.TemporaryDirectory() as folder, alone():
             settings = GKDConfig(
                 output_dir=folder,
                 lmbda=0.0,
@@ -123,20 +123,6 @@ def alone() -> Iterator[None]:
         yield
     finally:
         os.environ.update(hidden)
-
-
-@contextmanager
-def own_forward(model: PreTrainedModel) -> Iterator[None]:
-    """Restores the forward method of a model after the block, in which accelerate replaces it on the instance.
-
-    The other sides use the same teacher.
-    """
-    before = dict(vars(model))
-    try:
-        yield
-    finally:
-        for name in vars(model).keys() - before.keys():
-            delattr(model, name)
 
 
 def _steps_of(watch: Watch) -> TrainerCallback:

@@ -3,12 +3,11 @@
 Both divergences compute the logits chunk by chunk from the hidden states and the output heads.
 """
 
-import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from benchmarks.distill.baselines.layers import Layers, plain
 from benchmarks.distill.baselines.master_weights import MasterWeightsAdamW
 from benchmarks.distill.baselines.setting import Setting, Side, Watch
 from torch import Tensor
@@ -18,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from fcsd.distill.data.rows import Mixture
 from fcsd.distill.loss.losses import IGNORE
 from fcsd.distill.optim.adamw_choice import adamw_settings
-from fcsd.distill.teacher.original import compile_layers, output_head
+from fcsd.distill.teacher.original import output_head
 
 # (student's hidden states [tokens, hidden], its head [vocab, hidden], the same of the teacher, labels [tokens])
 # -> the mean KL(teacher ‖ student) over the tokens whose label is not IGNORE
@@ -52,24 +51,6 @@ def liger_kl() -> Divergence:
     return divergence
 
 
-@contextmanager
-def liger_kernels(student: Any, teacher: Any) -> Iterator[Any]:
-    """A block in which llamas run Liger's norms, MLPs and rotary embeddings. Yields the teacher, which is a copy.
-
-    Liger replaces functions of transformers' module, too. They are put back at the end, for the other sides.
-    """
-    from liger_kernel.transformers import apply_liger_kernel_to_llama  # pyright: ignore[reportMissingImports]
-    from transformers.models.llama import modeling_llama
-
-    before, teacher = dict(vars(modeling_llama)), copy.deepcopy(teacher)
-    try:
-        for model in (student, teacher):
-            apply_liger_kernel_to_llama(fused_linear_cross_entropy=False, model=model)
-        yield teacher
-    finally:
-        vars(modeling_llama).update(before)
-
-
 def trl_chunked() -> Divergence:
     """The chunked divergence of TRL's ``DistillationTrainer`` at beta 0, which is KL(teacher ‖ student)."""
     from trl.kernels.chunked_divergence import ChunkedDivergenceFunction  # pyright: ignore[reportMissingImports]
@@ -84,26 +65,16 @@ def trl_chunked() -> Divergence:
     return divergence
 
 
-def looping(make: Callable[[], Divergence], kernels: bool = False) -> Side:
-    """The ``Side`` that trains in a plain loop with the divergence that ``make`` returns.
-
-    Args:
-        kernels: whether the models, which are llamas then, run Liger's kernels.
-    """
+def looping(make: Callable[[], Divergence], layers: Layers = plain) -> Side:
+    """The ``Side`` that trains in a plain loop with the divergence that ``make`` returns, and with such layers."""
 
     def side(setting: Setting, watch: Watch) -> float:
-        student: Any = setting.new_student().train()
-        with (
-            liger_kernels(student, setting.plain_teacher())
-            if kernels
-            else nullcontext(setting.plain_teacher()) as teacher
-        ):
+        with layers(setting) as (student, teacher):
             return train(setting, watch, student, teacher)
 
     def train(setting: Setting, watch: Watch, student: Any, teacher: Any) -> float:
         recipe, device, accumulation = setting.recipe, setting.world.device, setting.accumulation
         divergence = make()
-        compile_layers(student, recipe)
         if recipe.train.activation_checkpointing:
             student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         heads = output_head(student), output_head(teacher).detach()

@@ -18,6 +18,7 @@ from fcsd.config import Recipe, accumulation
 from fcsd.distill.data.rows import Mixture
 from fcsd.distill.dtypes import DTYPES
 from fcsd.distill.experts.expert_parallel import randomise
+from fcsd.distill.teacher.original import compile_layers
 from fcsd.launch.world import World
 from fcsd.models.build import unwired, wire
 from fcsd.parallel.trace import ON_DEVICE, read_content
@@ -53,9 +54,15 @@ class Setting:
         return randomise(copy.deepcopy(self.student), 1, **draw)
 
     def plain_teacher(self) -> PreTrainedModel:
-        """The teacher as transformers computes it, without the kernels that fcsd has put into it."""
+        """The teacher as transformers computes it, without the kernels that fcsd has put into it.
+
+        Its modules are copies, into which a side may put its own code. Its weights are those of all sides.
+        """
         self.teacher.set_attn_implementation("sdpa")
-        return wire(self.teacher, unwired())
+        plain = wire(self.teacher, unwired())
+        twin = copy.deepcopy(plain, {id(held): held for held in (*plain.parameters(), *plain.buffers())})
+        compile_layers(twin, self.recipe)
+        return twin
 
 
 class Watch:

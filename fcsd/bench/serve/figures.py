@@ -14,6 +14,10 @@ from typing import Any, NamedTuple
 Figure = tuple[str, int]
 Rounds = dict[Figure, list[float]]  # milliseconds in each round
 PEAK: Figure = ("peak", 0)
+LOAD = {  # what is told of a load, see ``under_load``
+    "first_p50": "first token p50", "first_p99": "first token p99", "token_p50": "step p50", "token_p99": "step p99",
+}  # fmt: skip
+FOR_P99 = 100  # values that a 99th percentile needs
 _EVEN = 0.02  # a ratio this near to 1 is no difference
 
 
@@ -25,20 +29,25 @@ class Answer(NamedTuple):
         first: when its first token came.
         last: when its last token came.
         tokens: how many tokens came.
-        moments: at how many moments they came; fewer than tokens if the server or the client was too busy to pass each
-            one on.
+        early: how many of them came together with the first; more than one if the server or the client was too busy to
+            pass each one on.
     """
 
     sent: float
     first: float
     last: float
     tokens: int
-    moments: int
+    early: int
 
+    @property
+    def steps(self) -> int:
+        """The steps between the moments of the first and of the last token; 0 if they are too few to be timed.
 
-def in_bursts(answers: Sequence[Answer]) -> bool:
-    """Whether most tokens came together with others, so that the times of steps say little."""
-    return sum(answer.moments for answer in answers) < sum(answer.tokens for answer in answers) / 2
+        A token that came together with the first one says nothing of the time of a step. If half of the tokens did,
+        the time that is left is that of a burst.
+        """
+        later = self.tokens - self.early
+        return later if 2 * later >= self.tokens else 0
 
 
 def first_token_ms(answers: Sequence[Answer]) -> float:
@@ -46,15 +55,15 @@ def first_token_ms(answers: Sequence[Answer]) -> float:
     return 1e3 * statistics.fmean(answer.first for answer in answers)
 
 
-def step_ms(answers: Sequence[Answer]) -> float:
+def step_ms(answers: Sequence[Answer]) -> float | None:
     """Milliseconds of one step of a batch: from when all have their first token to when all have their last.
 
     If the prompts were read in several steps, some answers are further than others then, and the last steps are
-    smaller.
+    smaller. None if the answer that began last came in a burst, which has no steps.
     """
-    begin = max(answer.sent + answer.first for answer in answers)
+    latest = max(answers, key=lambda answer: answer.sent + answer.first)
     end = max(answer.sent + answer.last for answer in answers)
-    return 1e3 * (end - begin) / (max(answer.tokens for answer in answers) - 1)
+    return 1e3 * (end - latest.sent - latest.first) / latest.steps if latest.steps else None
 
 
 def request_ms(answers: Sequence[Answer]) -> float:
@@ -78,11 +87,20 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def under_load(answers: Sequence[Answer]) -> dict[str, float]:
-    """Median and 99th percentile of the milliseconds to the first token, and of those per token after it."""
+    """Median and 99th percentile of the milliseconds to the first token, and of those per token after it.
+
+    Answers that came in a burst have no time per token, and if they are most, no answer has one here. The 99th
+    percentile of fewer than 100 values is their maximum or nearly so, and is left out.
+    """
     first = [1e3 * answer.first for answer in answers]
-    step = [1e3 * (answer.last - answer.first) / (answer.tokens - 1) for answer in answers if answer.tokens > 1]
-    times = {"first": first, "token": step}
-    return {f"{name}_p{p}": percentile(values, p) for name, values in times.items() for p in (50, 99) if values}
+    step = [1e3 * (answer.last - answer.first) / answer.steps for answer in answers if answer.steps]
+    times = {"first": first, "token": step if 2 * len(step) >= len(answers) else []}
+    return {
+        f"{name}_p{p}": percentile(values, p)
+        for name, values in times.items()
+        for p in (50, 99)
+        if values and (p < 99 or len(values) >= FOR_P99)
+    }
 
 
 def arrivals(count: int, rate: float, seed: int) -> list[float]:
@@ -181,6 +199,31 @@ def to_json(rounds: Rounds) -> dict[str, list[float]]:
     return {f"{kind} {size}": times for (kind, size), times in rounds.items()}
 
 
-def load_ratios(own: Mapping[str, Any], original: Mapping[str, Any]) -> dict[str, float]:
-    """How many times as fast as the original a variant is under a load, for what both have; see ``under_load``."""
-    return {name: original[name] / own[name] for name in own if name in original and own[name]}
+def load_ratios(own: Mapping[str, Any], originals: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """How many times as fast as the fastest original a variant is under a load, for each of ``LOAD``."""
+    best = {
+        name: min(row[name] for row in originals if name in row) for name in LOAD if any(name in r for r in originals)
+    }
+    return {name: best[name] / own[name] for name in LOAD if name in own and name in best}
+
+
+def load_verdict(name: str, load: Mapping[str, Any], found: Mapping[str, float]) -> str | None:
+    """One sentence of a variant under a load; None if nothing was measured of it and of an original.
+
+    Args:
+        name: the variant and the share of the peak.
+        load: its row: ``rate``, requests a second, and ``requests``, how many were sent.
+        found: see ``load_ratios``.
+    """
+    parts = []
+    for kind, title in (("first", "first token"), ("token", "step")):
+        told = [
+            f"{found[f'{kind}_p{p}']:.2f}x {what}"
+            for p, what in ((50, "median"), (99, "p99"))
+            if f"{kind}_p{p}" in found
+        ]
+        if told:
+            parts.append(f"{title} {', '.join(told)}")
+    told = f"{load['requests']} requests, {load['rate']:.3g} a second"
+    few = f"; too few requests for a p99, which needs {FOR_P99}" if load["requests"] < FOR_P99 else ""
+    return f"{name} ({told}): {'; '.join(parts)}{few}" if parts else None

@@ -38,8 +38,8 @@ def bench(
         What ``serve.json`` holds, and the text to print. The content is ``workload``, ``command``, ``environment``
         (versions, GPUs and settings), ``link``, ``seconds``, ``variants`` with the milliseconds of each round,
         ``missing``, ``notes``, ``tables`` with the fastest way of each wiring for each size; and for each wired variant
-        in ``ratios`` its speed over the best original, in ``verdicts`` the sentence, and in ``break_even_days`` when
-        healing is won back, null if never.
+        in ``ratios`` its speed over the best original, in ``verdicts`` the sentence, in ``load_verdicts`` one for each
+        load, and in ``break_even_days`` when healing is won back, null if never.
 
     Raises:
         ConfigError: the engine is missing, or the model cannot have a wiring.
@@ -87,6 +87,7 @@ def stored(found: Mapping[str, Any], heal_hours: float | None, gpus: int) -> dic
         name: {f"{kind} {size}": ratio for (kind, size), ratio in own.items()} for name, own in ratios.items()
     }
     result["verdicts"] = {name: figures.verdict(name, own) for name, own in ratios.items()}
+    result["load_verdicts"] = table.load_verdicts(found)
     if heal_hours is not None:
         days = {
             name: figures.break_even_days(heal_hours, figures.overall(own) or 1.0, gpus) for name, own in ratios.items()

@@ -1,6 +1,7 @@
 """vLLM's servers as processes: started, told from those that failed, and ended with all that they started."""
 
 import os
+import random
 import re
 import socket
 import subprocess
@@ -12,9 +13,11 @@ from typing import NamedTuple
 
 from fcsd.bench.serve.client import MODEL
 from fcsd.bench.serve.variants import Variant
+from fcsd.errors import FcsdError
 from fcsd.serve.server import answers, end_with_parent, kill_group
 from fcsd.serve.vllm.support import RIGHT_RESULTS
 
+_PORTS = range(20000, 32768, 2)  # below those that a kernel gives to connections
 _GRACE = 15.0  # seconds that a server has to end its processes before they are killed
 # vLLM's processes put their name, and then a level, a time and a place in the source, before each line.
 _PREFIX = re.compile(r"^(?:\([^)]*pid=\d+\) )?(?:(?:ERROR|WARNING|INFO) [\d-]+ [\d:]+ \[[^\]]*\] ?)?")
@@ -30,12 +33,14 @@ class Server(NamedTuple):
         processes: the processes, each the first of its group.
         logs: the files of their messages.
         begun: ``time.monotonic()`` at which they were started.
+        claims: what keeps the ports from other runs of this program, see ``claim_port``.
     """
 
     ports: list[int]
     processes: "list[subprocess.Popen[bytes]]"
     logs: list[Path]
     begun: float
+    claims: list[socket.socket]
 
 
 def start(variant: Variant, path: Path, options: Sequence[str], logs: Path, gpus: Sequence[str]) -> Server:
@@ -48,12 +53,14 @@ def start(variant: Variant, path: Path, options: Sequence[str], logs: Path, gpus
         logs: a folder for the messages.
         gpus: the names of the GPUs, as in CUDA_VISIBLE_DEVICES; replicas get one each.
     """
-    found = Server([], [], [], time.monotonic())
+    found = Server([], [], [], time.monotonic(), [])
     try:
         for number in range(max(1, variant.replicas)):
             one = {"CUDA_VISIBLE_DEVICES": gpus[number]} if variant.replicas and gpus else {}
-            port, log = _free_port(), logs / f"{re.sub(r'[^a-z0-9]+', '-', variant.name.lower())}-{number}.log"
+            log = logs / f"{re.sub(r'[^a-z0-9]+', '-', variant.name.lower())}-{number}.log"
+            port, claim = claim_port()
             found.ports.append(port)
+            found.claims.append(claim)
             found.logs.append(log)
             found.processes.append(
                 _popen(path, [*options, *variant.options], port, log, {**variant.environment, **one})
@@ -95,6 +102,15 @@ def failed(server: Server) -> str | None:
     return None
 
 
+def left_out(server: Server, ignored: Sequence[str]) -> str | None:
+    """The line in which vLLM says that it leaves an option of a variant out; None if no server does."""
+    for log in server.logs:
+        for line in log.read_text(errors="replace").splitlines():
+            if any(text in line for text in ignored):
+                return f"vLLM left it out: {_PREFIX.sub('', line).strip()[:300]}"
+    return None
+
+
 def last_error(messages: str) -> str:
     """The line of vLLM's messages that says why it failed: the last that is an error and not a consequence of one."""
     lines = [_PREFIX.sub("", line).strip() for line in messages.splitlines()]
@@ -116,6 +132,8 @@ def stop(server: Server) -> None:
             pass
         finally:
             kill_group(process)
+    for claim in server.claims:
+        claim.close()
 
 
 def _popen(
@@ -131,7 +149,22 @@ def _popen(
         )  # fmt: skip
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def claim_port() -> tuple[int, socket.socket]:
+    """A port for a server, and a socket at the port after it, which is held as long as the server runs.
+
+    A server needs some seconds until it has its port. No other run of this program can choose it meanwhile, because a
+    run has to have the port after it, too.
+
+    Raises:
+        FcsdError: there is no free port.
+    """
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        claim = socket.socket()
+        try:
+            claim.bind(("127.0.0.1", port + 1))
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
+            return port, claim
+        except OSError:
+            claim.close()
+    raise FcsdError(f"no port from {_PORTS.start} to {_PORTS.stop} is free", "end some of the programs that hold them")

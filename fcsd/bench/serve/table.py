@@ -1,6 +1,7 @@
 """What ``fcsd bench serve`` prints: the verdict, then a line for each variant, and what was not run."""
 
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def text(found: Mapping[str, Any], heal_hours: float | None = None, gpus: int = 
     for name, ratio in ratios.items():
         if heal_hours is not None and (speed := figures.overall(ratio)) is not None:
             lines.append(f"{name}: {figures.break_even(heal_hours, speed, gpus)}")
-    lines += ["", table(found), ""]
+    lines += [*load_verdicts(found), "", table(found), ""]
     if loads := load_table(found):
         lines += [loads, ""]
     lines += [f"{name} failed: {row['failed']}" for name, row in found["variants"].items() if "failed" in row]
@@ -72,27 +73,32 @@ def title(figure: Figure) -> str:
 def load_table(found: Mapping[str, Any]) -> str:
     """A line for each load and variant; empty if no load was measured."""
     rows: dict[str, dict[str, str | None]] = {}
-    variants = found["variants"]
-    first = next(iter(variants.values()), {}).get("loads", {})
-    for share in first:
-        for name, row in variants.items():
-            if share in row.get("loads", {}):
-                own = row["loads"][share]
-                faster = figures.load_ratios(own, first[share]) if row["loads"] is not first else {}
-                rows[f"{share}, {name}"] = {
-                    column: f"{own[key]:.4g}" + (f" ({faster[key]:.2f}x)" if key in faster else "")
-                    for key, column in _LOAD.items()
-                    if key in own
-                }
+    for share, originals in _originals_under(found).items():
+        for name, row in found["variants"].items():
+            if own := row.get("loads", {}).get(share):
+                faster = figures.load_ratios(own, originals)
+                cells = {figures.LOAD[key]: f"{own[key]:.4g} ({ratio:.2f}x)" for key, ratio in faster.items()}
+                rows[f"{share}, {name}"] = {**cells, "requests": str(own["requests"])}
     return runner.table(rows, "load, ms") if rows else ""
 
 
-_LOAD = {
-    "first_p50": "first token p50",
-    "first_p99": "first token p99",
-    "token_p50": "step p50",
-    "token_p99": "step p99",
-}
+def load_verdicts(found: Mapping[str, Any]) -> list[str]:
+    """A sentence for each load and wired variant, beside the fastest original of each time."""
+    told = []
+    for share, originals in _originals_under(found).items():
+        for name, row in found["variants"].items():
+            own = row.get("loads", {}).get(share)
+            if row["role"] == "wired" and own:
+                told.append(
+                    figures.load_verdict(f"{name} under load {share}", own, figures.load_ratios(own, originals))
+                )
+    return [line for line in told if line is not None]
+
+
+def _originals_under(found: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """What the originals have under each load, by its share of the peak."""
+    rows = [row.get("loads", {}) for row in found["variants"].values() if row["role"] == "original"]
+    return {share: [own[share] for own in rows if share in own] for share in dict.fromkeys(chain(*rows))}
 
 
 def draw(found: Mapping[str, Any], title_: str, path: Path) -> None:

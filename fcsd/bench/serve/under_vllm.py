@@ -29,8 +29,8 @@ from fcsd.bench.serve.choice import file_of
 from fcsd.bench.serve.client import ask
 from fcsd.bench.serve.figures import Answer
 from fcsd.bench.serve.model_files import write_directory
-from fcsd.bench.serve.running import Server, await_answers, failed, start, stop
-from fcsd.bench.serve.variants import ORIGINAL, Machine, Variant, alternatives, core, groups, room_for
+from fcsd.bench.serve.running import Server, await_answers, failed, left_out, start, stop
+from fcsd.bench.serve.variants import NO_CUSTOM, ORIGINAL, Machine, Variant, alternatives, core, groups, room_for
 from fcsd.bench.serve.workload import (
     STANDARD,
     Workload,
@@ -84,8 +84,14 @@ def bench(
     version, gpus = installed_version(), load.tp * load.dp
     weights, cache = weight_bytes(config), cache_bytes(config, tokens_at_once(load), load.tp)
     fits_one = None if memory is None else weights + cache // gpus + (6 << 30) <= 0.94 * memory
-    machine = Machine(version, lambda module: find_spec(module) is not None, gpus, fits_one)
-    others, missing = alternatives(machine, tp=load.tp, moe=moe, dp=load.dp)
+    peers = os.environ.get("NCCL_P2P_DISABLE", "0") == "0"
+    if not peers and load.tp > 1 and NO_CUSTOM not in load.options:
+        raise ConfigError(
+            "NCCL_P2P_DISABLE=1 leaves vLLM's custom all-reduce, which uses peer access", f"Add -- {NO_CUSTOM}."
+        )
+    environment = {**(_EVEN_ROUTING if moe else {}), **({} if peers else {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"})}
+    machine = Machine(version, lambda module: find_spec(module) is not None, gpus, fits_one, peers)
+    others, missing = alternatives(machine, load, hidden=config.get_text_config().hidden_size, moe=moe)
     room = 1 if memory is None else room_for(memory, weight_bytes(config, load.dp, load.ep), cache, gpus)
     run = _Run(load, config, {"vllm": version, "variants": {}, "missing": missing, "notes": []}, write)
     if room == 1:
@@ -104,9 +110,7 @@ def bench(
             if spread:  # what a bound leaves out is sums, and the original exchanges tokens
                 first = [variant for variant in first if variant.role in ("original", "wired")]
             for group in groups(first, others, room):
-                run.time(
-                    group, paths, sharing if len(group) > 1 else (), folder, environment=_EVEN_ROUTING if moe else {}
-                )
+                run.time(group, paths, sharing if len(group) > 1 else (), folder, environment)
         finally:
             run.end()
     return run.found
@@ -149,9 +153,12 @@ class _Run:
             if variant.name not in self.servers and "failed" not in known and self._has_time(variant, number):
                 server = self._start(variant, paths[variant.wiring or STANDARD], sharing, logs, environment)
                 self.servers[variant.name] = waiting[variant.name] = server
+        ignored = {variant.name: variant.ignored for variant in group}
         for name, outcome in await_answers(waiting, self.until):
             if isinstance(outcome, str):
                 self._failed(name, outcome)
+            elif (why := left_out(waiting[name], ignored[name])) is not None:
+                self._failed(name, why)
             else:
                 self.found["variants"][name]["start_s"] = round(outcome, 1)
                 self.starting = max(self.starting, outcome)
@@ -211,43 +218,60 @@ class _Run:
             work.append((*figures.PEAK, load.peak_requests, load.short, load.answer, figures.request_ms))
         for kind, size, count, tokens, new, measure in work:
             prompts = prompts_of(count, tokens, self.vocabulary, seed=size)
+            dropped: dict[str, int] = {}
             for round_ in range(-1, 1 if kind == "peak" else load.rounds):  # the first round warms up
                 turn = (round_ + 1) % len(running)  # each begins once, so that none is always behind the same one
                 for variant in running[turn:] + running[:turn]:
-                    times, until = [], time.monotonic() + (0 if round_ < 0 or kind == "peak" else ENOUGH)
-                    while (not times or time.monotonic() < until) and (answers := self._ask(variant, prompts, new)):
-                        if kind == "decode" and figures.in_bursts(answers):
-                            self._note(f"{variant.name}: most tokens of batch {size} came in bursts; {_BUSY}")
-                        times.append(measure(answers))
-                    if times and round_ >= 0:
+                    asked, until = [], time.monotonic() + (0 if round_ < 0 or kind == "peak" else ENOUGH)
+                    while (not asked or time.monotonic() < until) and (answers := self._ask(variant, prompts, new)):
+                        asked.append(measure(answers))
+                    if round_ < 0:
+                        continue
+                    times = [time_ for time_ in asked if time_ is not None]
+                    dropped[variant.name] = dropped.get(variant.name, 0) + len(asked) - len(times)
+                    if times:
                         rounds = self.found["variants"][variant.name]["rounds"]
                         rounds.setdefault((kind, size), []).append(statistics.median(times))
+            for variant in running:
+                self._say_dropped(variant.name, kind, size, dropped.get(variant.name, 0))
             if self.left <= 0:
                 self.found["notes"].append(f"the time ended at {kind} {size}; give it more --minutes")
                 return
 
-    def _note(self, text: str) -> None:
-        if text not in self.found["notes"]:
-            self.found["notes"].append(text)
+    def _say_dropped(self, name: str, kind: str, size: int, count: int) -> None:
+        """Note that answers of a figure came in bursts and have no time, if some did."""
+        if count:
+            what = f"{name}: {kind} {size}"
+            if (kind, size) in self.found["variants"][name]["rounds"]:
+                note = f"{what}: {count} times the tokens came in bursts, and were left out; {_BUSY}"
+            else:
+                note = f"{what} was not measured, because its tokens came in bursts; {_BUSY}"
+            self.found["notes"].append(note)
 
     def _loads(self, running: list[Variant]) -> None:
-        """Random arrivals for the core; an alternative has a peak instead."""
+        """The same random arrivals for the originals, the wirings and the bound; other ways to sum have none.
+
+        All take the same number of GPUs, and are offered the same requests a second.
+        """
         original = self.found["variants"].get(ORIGINAL, {}).get("rounds", {})
         if figures.PEAK not in original:
             return
-        peak = 1e3 / figures.medians(original)[figures.PEAK]
+        peak = 1e3 / original[figures.PEAK][0]  # the first: with a later group it is timed again, and the load stays
         for share in self.load.loads:
             count = min(MOST, max(LEAST, round(share * peak * LOAD_SECONDS)))
             prompts = prompts_of(count, self.load.short, self.vocabulary, seed=0)
             at = figures.arrivals(count, share * peak, seed=0)
             for variant in running:
                 loads = self.found["variants"][variant.name]["loads"]
-                if str(share) in loads or "," in variant.name:
+                if str(share) in loads or variant.role == "way":
                     continue
                 if self.left < at[-1]:
                     self.found["notes"].append(f"no time was left for load {share:g} of {variant.name}")
                 elif answers := self._ask(variant, prompts, self.load.answer, at):
                     loads[str(share)] = {**figures.under_load(answers), "rate": share * peak, "requests": count}
+                    if "token_p50" not in loads[str(share)]:
+                        what = f"{variant.name}: steps under load {share:g} were not measured"
+                        self.found["notes"].append(f"{what}, because most answers came in bursts; {_BUSY}")
 
 
 def _ways(load: Workload, folder: Path) -> dict[Way, str | None]:
@@ -313,18 +337,20 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def link() -> str | None:
-    """How the first two GPUs are connected, as ``nvidia-smi topo -m`` says it; None if there are no two."""
+    """How the first two GPUs of this run are connected, by ``nvidia-smi topo -m``; None if there are no two."""
     try:
         ran = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return read_link(ran.stdout)
+    return read_link(ran.stdout, _gpus())
 
 
-def read_link(matrix: str) -> str | None:
-    """The entry of GPU0 and GPU1 in the matrix of ``nvidia-smi topo -m``: NV18, PIX, PHB, SYS, ..."""
-    for line in matrix.splitlines():
-        cells = line.replace("\x1b[4m", "").replace("\x1b[0m", "").split()
-        if cells[:1] == ["GPU0"] and len(cells) > 2 and cells[1] == "X" and cells[2].isalnum():
-            return cells[2]
+def read_link(matrix: str, gpus: Sequence[str]) -> str | None:
+    """The entry of the first two GPUs in the matrix of ``nvidia-smi topo -m``: NV18, PIX, PHB, SYS, ..."""
+    head, *lines = [line.replace("\x1b[4m", "").replace("\x1b[0m", "").split() for line in matrix.splitlines()] or [[]]
+    first, second = [f"GPU{name}" for name in [*gpus, "", ""][:2]]
+    for name, *cells in filter(None, lines):
+        if name == first and second in head and head.index(second) < len(cells):
+            cell = cells[head.index(second)]
+            return cell if cell.isalnum() else None
     return None

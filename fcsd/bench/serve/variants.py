@@ -9,12 +9,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from fcsd.bench.serve.workload import Workload
 from fcsd.parallel.all_reduce.ways import Way
 from fcsd.serve.vllm.support import version_of
 
 Role = Literal["original", "wired", "way", "bound"]  # a way: another one for the sums of a wiring
 ORIGINAL = "original"
+NO_CUSTOM = "--disable-custom-all-reduce"
 _NO_SEQUENCE_PARALLEL = (0, 32)  # vLLM took the passes for sequence parallelism and async TP out
+_BUDGET = 8192  # tokens of a step by vLLM's own choice on large GPUs
+_IMITATED = "NCCL_P2P_DISABLE=1 imitates GPUs without peer access, and it would use it"
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class Variant:
         replicas: servers of one GPU each, between which requests are divided in turn; 0 is one server of all GPUs.
         spread: whether attention is data-parallel over all GPUs, with whole experts on each.
         way: how a wiring sums; None for an original and a bound.
+        ignored: what vLLM says where it leaves the options out and serves the plain original.
     """
 
     name: str
@@ -40,6 +45,7 @@ class Variant:
     replicas: int = 0
     spread: bool = False
     way: Way | None = None
+    ignored: tuple[str, ...] = ()
 
     @property
     def alone(self) -> bool:
@@ -55,12 +61,14 @@ class Machine(NamedTuple):
         installed: says whether a module is installed.
         gpus: GPUs that the workload takes, ``tp x dp``.
         fits_one: whether the whole model fits into one GPU; None if that is not known.
+        peers: whether NCCL may use peer access between GPUs.
     """
 
     version: str
     installed: Callable[[str], bool]
     gpus: int
     fits_one: bool | None
+    peers: bool = True
 
 
 def core(
@@ -103,20 +111,24 @@ def label(name: str, way: Way, first: Way) -> str:
     return name if way.travels else f"{name}, sums at once"
 
 
-def alternatives(machine: Machine, *, tp: int, moe: bool, dp: int = 1) -> tuple[list[Variant], dict[str, str]]:
+def alternatives(machine: Machine, load: Workload, *, hidden: int, moe: bool) -> tuple[list[Variant], dict[str, str]]:
     """What a user would do instead of converting.
+
+    vLLM leaves some options out without an error: where it is known before, the alternative is missing, and what only a
+    server knows is in ``Variant.ignored``.
 
     Args:
         machine: see ``Machine``.
-        tp: the tensor-parallel degree.
+        load: the workload: its degrees, and the options that every variant has.
+        hidden: the model's hidden size.
         moe: whether the model has experts.
-        dp: data-parallel replicas of all variants.
 
     Returns:
         The variants, the likeliest gain first; and for each that cannot be run here, its name and why.
     """
     found: list[Variant] = []
     missing: dict[str, str] = {}
+    tp = load.tp
 
     def offer(name: str, why_not: str | None, **given: Any) -> None:
         if why_not is None:
@@ -125,35 +137,59 @@ def alternatives(machine: Machine, *, tp: int, moe: bool, dp: int = 1) -> tuple[
             missing[name] = why_not
 
     alone = None if tp > 1 else "there is one rank, which sums nothing"
+    by_peers = alone or (None if machine.peers else _IMITATED)
     offer("one replica a GPU", _no_replicas(machine), replicas=machine.gpus)
     no_flashinfer = None if machine.installed("flashinfer") else "flashinfer is not installed"
     offer(
         "fused all-reduce and norm",
-        alone or no_flashinfer,
+        by_peers or no_flashinfer,
         options=passes(fuse_allreduce_rms=True),
         environment={"VLLM_ALLREDUCE_USE_FLASHINFER": "1"},
+        ignored=("AllReduce fusion pass is disabled", "allreduce-norm fusion will be disabled"),
     )
     gone = version_of(machine.version) >= _NO_SEQUENCE_PARALLEL
+    least, most = async_tp_from(hidden, tp), load.budget or _BUDGET
+    short = None if least < most else f"it begins at {least} tokens, and a step has at most {most}"
     offer(
         "async TP",
-        alone or (f"vLLM {machine.version} does not have it; up to 0.31 it does" if gone else None),
-        options=passes(enable_sp=True, fuse_gemm_comms=True),
+        by_peers or (f"vLLM {machine.version} does not have it; up to 0.31 it does" if gone else short),
+        options=passes(enable_sp=True, fuse_gemm_comms=True, sp_min_token_num=least),
+        ignored=("for the SP threshold heuristic, disabling",),
     )
-    offer("symmetric memory by NCCL", alone, environment={"VLLM_USE_NCCL_SYMM_MEM": "1"})
-    offer("no custom all-reduce", alone, options=("--disable-custom-all-reduce",))
-    spreads = None if moe and machine.gpus > 1 else "it needs a model with experts and two GPUs"
-    spreads = "every variant has it" if moe and dp > 1 else spreads
-    offer("data-parallel attention", spreads, spread=True)
     offer(
-        "dual batch overlap",
-        spreads or (None if machine.installed("deep_ep") else "deep_ep is not installed"),
-        options=("--enable-dbo", "--all2all-backend", "deepep_high_throughput"),
-        spread=True,
+        "symmetric memory by NCCL",
+        by_peers
+        or (None if tp in (4, 8) or tp > 8 else f"vLLM does it for 4, 8 and more ranks, and leaves it out at {tp}"),
+        environment={"VLLM_USE_NCCL_SYMM_MEM": "1"},
+        ignored=("Failed to compile NCCL memory allocator",),
     )
+    every = "every variant is without it" if NO_CUSTOM in load.options else None
+    offer("no custom all-reduce", alone or every, options=(NO_CUSTOM,))
+    spreads = None if moe and machine.gpus > 1 else "it needs a model with experts and two GPUs"
+    spreads = "every variant has it" if moe and load.dp > 1 else spreads
+    offer("data-parallel attention", spreads, spread=True)
+    no_deep_ep = None if machine.installed("deep_ep") else "deep_ep is not installed"
+    # The first has no CUDA graphs and is for prefill, the second has them and is for decoding.
+    for backend in ("high_throughput", "low_latency"):
+        offer(
+            f"dual batch overlap, {backend.replace('_', ' ')}",
+            spreads or no_deep_ep,
+            options=("--enable-dbo", "--all2all-backend", f"deepep_{backend}"),
+            spread=True,
+        )
     return found, missing
 
 
-def passes(**chosen: bool) -> tuple[str, ...]:
+def async_tp_from(hidden: int, tp: int) -> int:
+    """Tokens of a step from which vLLM's sequence parallelism and async TP work, in bfloat16.
+
+    On Hopper vLLM chooses the same number for hidden sizes of 8192 and more. For smaller ones, and on other GPUs, it
+    would leave the option out.
+    """
+    return max(2, (8 << 20) * tp // (2 * hidden))
+
+
+def passes(**chosen: int) -> tuple[str, ...]:
     """The option of ``vllm serve`` that sets passes of its compiler."""
     return ("--compilation-config", json.dumps({"pass_config": chosen}))
 

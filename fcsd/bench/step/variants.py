@@ -62,14 +62,23 @@ def variants(model: PreTrainedModel, load: Workload, dispatcher: Dispatcher, tra
 
 
 def _stock(model: PreTrainedModel, tuned: bool) -> None:
-    """AutoEP's own layers under the standard wiring, with its defaults or with the options that it offers for speed.
+    """AutoEP's own layers under the standard wiring, with its defaults or with the options that it offers for speed."""
+    wire(model, unwired())
+    tune_autoep(model, tuned)
+
+
+def tune_autoep(model: PreTrainedModel, tuned: bool, gate_up: str = "separate") -> None:
+    """Give AutoEP's own layers their defaults, or the options that AutoEP offers for speed.
 
     These are ``combine_impl: fused_weighted_sum``, one kernel that weighs and adds the rows of a token, and
     ``async_split_plan``, which reads the sizes of an exchange while rows are packed. Its other backend for
     exchanges, ``deepep``, needs a package that no index has.
+
+    Args:
+        gate_up: AutoEP's ``gate_up_impl``; ``fused`` joins two matrices of weights in every pass, for one product.
     """
-    wire(model, unwired())
     layers: list[Any] = [module for module in model.modules() if adapt(module) is not None]
     for layer in layers:
         layer.combine_impl = "fused_weighted_sum" if tuned else "weighted_sum"
         layer.async_split_plan = tuned
+        layer.experts.gate_up_impl = gate_up

@@ -157,8 +157,11 @@ class Workload:
 
     @property
     def traced(self) -> tuple[str, ...]:
-        """The variants that ``--trace`` traces: the last that overlaps, or with a teacher all but the bound."""
-        return tuple(name for name in self.timed if name != BOUND) if self.teacher else self.overlapped[-1:]
+        """The variants that ``--trace`` traces: the last that overlaps and its last change, or with a teacher all but
+        the bound."""
+        if self.teacher:
+            return tuple(name for name in self.timed if name != BOUND)
+        return (*self.overlapped[-1:], *tuple(self.changed)[-1:])
 
 
 def _usual() -> tuple[str, ...]:

@@ -3,27 +3,35 @@
 import copy
 import json
 import os
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from benchmarks.distill.baselines import compare, loop
+import triton
+from benchmarks.distill.baselines import compare, layers, loop
 from benchmarks.distill.baselines import master_weights as optimizers
 from benchmarks.distill.baselines.prepare import prepare
 from benchmarks.distill.baselines.setting import Setting, Watch
 from ranks import on_ranks
 from torch import Tensor
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from fcsd import extras
 from fcsd.distill.experts.expert_parallel import randomise
 from fcsd.distill.loss.losses import IGNORE, kl_divergence
 from fcsd.errors import ConfigError
+from fcsd.parallel.expert.autoep import adapt
+from fcsd.parallel.weights.tensor_map import pieces, state
 
 pytestmark = pytest.mark.lab
 
 TOKENS, HIDDEN, VOCAB = 24, 16, 40
 SIDES = ("trl", "loop-liger", "loop-trl", "fcsd-plain")
+# These run Liger's kernels, which take seconds for each layer in Triton's interpreter.
+LAYERS = ("loop-liger-model", "loop-liger-grouped", "loop-liger-compiled", "autoep")
 
 
 @pytest.fixture(scope="module")
@@ -70,22 +78,6 @@ def test_ligers_divergence_with_a_fused_head_is_ours(inputs: list[Tensor]) -> No
     torch.testing.assert_close(gradients(loop.liger_kl(), placed), gradients(own, placed), rtol=1e-2, atol=1e-4)
 
 
-def test_ligers_kernels_are_in_the_models_of_their_side_alone() -> None:
-    from liger_kernel.transformers.rope import liger_rotary_pos_emb  # pyright: ignore[reportMissingImports]
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.models.llama import modeling_llama
-
-    config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
-    student, teacher = LlamaForCausalLM(config), LlamaForCausalLM(config)
-    ours = modeling_llama.apply_rotary_pos_emb
-    with loop.liger_kernels(student, teacher) as kept:
-        assert modeling_llama.apply_rotary_pos_emb is liger_rotary_pos_emb
-        for model in (student, kept):
-            assert "liger" in repr(model.model.norm.forward).lower()
-    assert modeling_llama.apply_rotary_pos_emb is ours
-    assert "liger" not in repr(teacher.model.norm.forward).lower()
-
-
 def test_master_weights_are_adamw_in_fp32_rounded_after_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizers, "_TOGETHER", 40)  # so that the tensors are updated in three parts
     torch.manual_seed(0)
@@ -105,8 +97,30 @@ def test_master_weights_are_adamw_in_fp32_rounded_after_each_step(monkeypatch: p
         torch.testing.assert_close(weight, master.bfloat16(), rtol=0, atol=0)
 
 
-def trained(names: tuple[str, ...]) -> dict[str, tuple[float, float, Tensor]]:
-    """Each side's loss of the first step, its share of data, and by how much three steps changed the weights."""
+def interpret_liger() -> None:
+    """Lets Liger's kernels run in Triton's interpreter, which lacks ``rsqrt``, scalars of floats, and a tuner."""
+    import numpy as np
+    from triton import language
+    from triton.runtime import interpreter
+
+    os.environ["LIGER_FUSED_MOE_AUTOTUNE"] = "0"
+    from liger_kernel.ops import rms_norm  # pyright: ignore[reportMissingImports]
+
+    rms_norm.rsqrt = lambda x: 1 / language.sqrt(x)
+    others = interpreter._implicit_cvt
+
+    def convert(given: Any) -> Any:
+        if type(given) is not float:
+            return others(given)
+        handle = interpreter.TensorHandle(np.array([given], np.float32), language.float32)
+        return language.tensor(handle, language.float32)
+
+    interpreter._implicit_cvt = convert
+    layers.compile_layers = partial(layers.compile_layers, backend="eager")
+
+
+def trained(names: tuple[str, ...], load: compare.Workload) -> dict[str, tuple[float, float, Tensor]]:
+    """Each side's loss of the first step, its share of data, and by how much its steps changed the weights."""
     kept: list[Any] = []
 
     class Kept(Setting):
@@ -116,7 +130,8 @@ def trained(names: tuple[str, ...]) -> dict[str, tuple[float, float, Tensor]]:
             kept.append(super().new_student())
             return kept[-1]
 
-    setting, _, _ = prepare(compare.Workload("tiny", 2, micro_batch=2, seq=16, teacher=True, accumulation=2, rounds=1))
+    interpret_liger()
+    setting, _, _ = prepare(load)
     # A teacher far from the student: otherwise rounding would be a large part of the gradients.
     teacher = randomise(setting.teacher.config, 1, dtype=torch.float32, device=setting.world.device, seed=7)
     with torch.no_grad():
@@ -124,33 +139,69 @@ def trained(names: tuple[str, ...]) -> dict[str, tuple[float, float, Tensor]]:
             parameter.mul_(3)
     setting = Kept(setting.recipe, setting.student, teacher.requires_grad_(False), setting.rows, setting.world)
     before, configured = parameters(Setting.new_student(setting)), copy.deepcopy(setting.student.to_dict())
+    written, replaced = parameters(teacher), dict(vars(modeling_qwen3_moe))
     found = {}
     for name in (compare.OWN, *names):
         side = compare.own.distill if name == compare.OWN else compare.BASELINES[name].make()
-        watch = Watch(setting.world.device, 1, 2, traced=True)
+        watch = Watch(setting.world.device, 1, load.steps, traced=True)
         loss = side(setting, watch)
+        block = kept[-1].model.layers[0].mlp
+        assert ("Liger" in repr(block.experts)) == (name == "loop-liger-model"), name
+        assert (adapt(block) is not None) == (name == "autoep"), name
         found[name] = (loss, watch.data_wait, parameters(kept.pop()) - before)
         assert watch.seconds > 0 and watch.peak is None and watch.idle is None
         assert setting.student.to_dict() == configured, f"{name} changed the config for the sides after it"
-        assert "forward" not in vars(teacher), f"{name} left a wrapper around the teacher"
+        assert vars(modeling_qwen3_moe) == replaced, f"{name} left functions in transformers' module"
+        for module in teacher.modules():
+            assert "forward" not in vars(module), f"{name} left a wrapper around the teacher"
+        assert torch.equal(parameters(teacher), written)
     assert "LOCAL_RANK" in os.environ, "DeepSpeed needs it again in the next turn"
     return found
 
 
 def parameters(model: Any) -> Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).clone()
+    """All weights of a model in one order, whether or not its experts are AutoEP's."""
+    held, found = state(model), []
+    for piece in sorted(pieces(model), key=lambda piece: (piece.name, piece.expert or 0)):
+        parts = [
+            held[part].detach() if piece.local is None else held[part][piece.local].detach() for part in piece.parts
+        ]
+        found.append(torch.cat(parts).flatten())
+    return torch.cat(found)
 
 
-def test_every_side_trains_the_same_weights_on_the_same_rows() -> None:
-    (found,) = on_ranks(1, trained, SIDES)
+@pytest.mark.parametrize(
+    ("names", "load"),
+    [
+        (SIDES, compare.Workload("tiny", 2, micro_batch=2, seq=16, teacher=True, accumulation=2, steps=2)),
+        (LAYERS, compare.Workload("tiny", 1, micro_batch=1, seq=8, teacher=True, steps=1)),
+    ],
+)
+def test_every_side_trains_the_same_weights_on_the_same_rows(names: tuple[str, ...], load: compare.Workload) -> None:
+    (found,) = on_ranks(1, trained, names, load)
     loss, _, moved = found[compare.OWN]
-    assert loss > 0.01 and moved.abs().max() > 2e-4
-    for name in SIDES:
+    assert loss > 0.01 and moved.abs().max() > 1e-4
+    for name in names:
         theirs, data_wait, change = found[name]
         assert theirs == pytest.approx(loss, rel=1e-4), name
         assert 0 <= data_wait < 1, name
         # Adam divides a gradient by its size: where a gradient is almost 0, rounding decides the sign of the change.
         assert (change - moved).abs().mean() < 0.01 * moved.abs().mean(), name
+
+
+def test_all_settings_of_a_kernel_are_compiled_before_one_is_tried() -> None:
+    compiled: list[Any] = []
+    kernel = SimpleNamespace(
+        nargs={"x": 1}, fn=SimpleNamespace(run=lambda *given, **options: compiled.append((given, options)))
+    )
+    configs = [triton.Config({"BLOCK": size}, num_warps=2) for size in (16, 32)]
+    assert layers.compile_configs(kernel, lambda options: configs, {"warmup": False, "M": 4}) == configs
+    assert [
+        (given, options["M"], options["warmup"], options["BLOCK"], options["num_warps"]) for given, options in compiled
+    ] == [
+        ((1,), 4, True, 16, 2),
+        ((1,), 4, True, 32, 2),
+    ]
 
 
 def turns(out: Path) -> tuple[list[tuple[int, int]], dict[str, Any]]:

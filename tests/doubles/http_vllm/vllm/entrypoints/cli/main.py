@@ -1,8 +1,9 @@
 """``vllm serve DIRECTORY ...``: a server over HTTP that streams as many tokens as are asked for.
 
 It writes its arguments, its model's config.json and the process that it starts and never ends to the file that
-``FCSD_DOUBLE`` names. With ``--disable-custom-all-reduce`` it fails as vLLM does, and with ``--compilation-config`` it
-dies when it is asked.
+``FCSD_DOUBLE`` names. With ``--disable-custom-all-reduce`` it fails as vLLM does, with ``--compilation-config`` it
+dies when it is asked, and with symmetric memory by NCCL it says that it leaves it out. The tokens of a model with the
+wiring that ``FCSD_DOUBLE_BURST`` names come all at once.
 """
 
 import json
@@ -41,9 +42,10 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        for number in range(asked["max_tokens"]):
-            time.sleep(STEP)
-            choice = {"index": 0, "text": "", "token_ids": [number], "finish_reason": None}
+        at_once = asked["max_tokens"] if BURST else 1  # vLLM puts the tokens that it could not send into one event
+        for number in range(0, asked["max_tokens"], at_once):
+            time.sleep(STEP * at_once)
+            choice = {"index": 0, "text": "", "token_ids": [number] * at_once, "finish_reason": None}
             self.piece(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
         self.piece(b"data: [DO")  # a piece may end within an event
         self.piece(b"NE]\n\n")
@@ -61,8 +63,9 @@ class Server(ThreadingHTTPServer):
 if __name__ == "__main__":
     arguments = sys.argv[2:]
     worker = subprocess.Popen(["sleep", "600"])
+    config = json.loads((Path(arguments[0]) / "config.json").read_text())
+    BURST = config.get("fcsd", {}).get("wiring", "none") == os.environ.get("FCSD_DOUBLE_BURST")
     with Path(os.environ["FCSD_DOUBLE"]).open("a") as told:
-        config = json.loads((Path(arguments[0]) / "config.json").read_text())
         settings = {name: value for name, value in os.environ.items() if name.startswith(("VLLM_", "CUDA_VISIBLE"))}
         line = {"arguments": arguments, "config": config, "settings": settings, "processes": [os.getpid(), worker.pid]}
         print(json.dumps(line), file=told, flush=True)
@@ -70,4 +73,6 @@ if __name__ == "__main__":
         print("ERROR 11-22 02:46:00 [core.py:9] ValueError: no way to sum")
         print("RuntimeError: Engine core initialization failed. See root cause above.")
         sys.exit(1)
+    if os.environ.get("VLLM_USE_NCCL_SYMM_MEM") == "1":
+        print("WARNING 11-22 02:46:00 [core.py:9] Failed to compile NCCL memory allocator.", flush=True)
     Server(("127.0.0.1", int(arguments[arguments.index("--port") + 1])), Handler).serve_forever()

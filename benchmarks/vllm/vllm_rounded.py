@@ -1,0 +1,104 @@
+"""A model in transformers that rounds its sums as ranks with quantised all-reduces do: the slow reference for them.
+
+The last product of a sub-block is linear in its weight. What a rank adds to a sum is therefore the output of the whole
+sub-block with zeros in place of the other ranks' part of that weight. Each rank's addend is encoded and decoded by
+torch, and the results are added in float32 in the order of the ranks (``fcsd.parallel.all_reduce.quantised``).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn, zeros_like
+
+from fcsd.kernels.bit_split import Format, decode, encode
+from fcsd.models.build import arch_of, decoder_layers, wiring_of
+from fcsd.models.schedule import Step, kind_of, layer_plans
+from fcsd.models.wiring import Parts, mixer, mlp_of, shared_of
+from fcsd.models.wiring_block import Blocks
+
+
+def round_sums(model: Any, format: Format, ranks: int, experts: bool) -> None:
+    """Let a converted model on the CPU round the sums that the plugin lets travel, in place.
+
+    Args:
+        model: in float32, in evaluation.
+        format: of the values that are sent.
+        ranks: the tensor-parallel degree.
+        experts: whether a rank has whole experts.
+
+    Raises:
+        ValueError: the plugin would let a sum travel that this reference does not make.
+    """
+    blocks, layers = arch_of(model.config).blocks, decoder_layers(model)
+    taken = [layer.fcsd.parts(layer) if hasattr(layer, "fcsd") else None for layer in layers]
+    kinds = ["dense" if parts is None else kind_of(parts) for parts in taken]  # of layers that are not converted: any
+    plans = layer_plans(wiring_of(model.config), kinds, range(len(layers)), blocks=blocks)
+    model.config.use_cache = False  # an attention is called once for each rank
+    for i, plan in plans.items():
+        last = plan.steps[-1]
+        alone = kinds[i] == "dense" if last.call == "mlp" else not last.joins
+        if taken[i] is None or (last.then == "start" and not alone):
+            raise ValueError(f"no reference rounds the sums of layer {i}: {plan.steps}")
+        steps = {"shared" if step.call == "mlp" else step.call: step for step in plan.steps}
+        weights = _weights(blocks, layers[i], experts)
+        made = partial(_parts, layers[i].fcsd.parts, steps, weights, format, ranks)
+        layers[i].fcsd = replace(layers[i].fcsd, parts=made)
+
+
+def _weights(blocks: Blocks, layer: Any, experts: bool) -> dict[str, tuple[nn.Parameter, int]]:
+    """The weight of the last product of each part of a layer, and the dimension that ranks divide."""
+    mlp = mlp_of(blocks, layer)
+    found = {"attn": (mixer(blocks, layer).o_proj.weight, 1)}
+    if not hasattr(mlp, "experts"):
+        return found | {"shared": (mlp.down_proj.weight, 1)}
+    if (shared := shared_of(blocks, layer)) is not None:
+        found["shared"] = (shared.down_proj.weight, 1)
+    return found | {"routed": (mlp.experts.down_proj, 0 if experts else 2)}
+
+
+def _parts(
+    parts_of: Callable[[Any], Parts],
+    steps: dict[str, Step],
+    weights: dict[str, tuple[nn.Parameter, int]],
+    format: Format,
+    ranks: int,
+    layer: Any,
+) -> Parts:
+    collected: list[Tensor] = []
+
+    def run(name: str, x: Tensor, **kwargs: Any) -> Tensor:
+        if name not in steps or steps[name].then not in ("collect", "start"):  # a sum of vLLM's own
+            return getattr(parts_of(layer), name)(x, **kwargs)
+        addends = []
+        for rank in range(ranks):
+            with _share(*weights[name], rank, ranks):
+                addends.append(getattr(parts_of(layer), name)(x, **kwargs))
+        if steps[name].then == "collect":
+            collected.extend(addends)
+            return sum(addends[1:], addends[0])
+        before = collected if steps[name].joins else [zeros_like(x) for x in addends]
+        total = sum(_rounded(own + x, format) for own, x in zip(before, addends, strict=True))
+        return total - sum(before[1:], before[0])  # every read that includes one of the two includes both
+
+    whole = parts_of(layer)
+    return Parts(*(None if getattr(whole, name) is None else partial(run, name) for name in Parts._fields))
+
+
+def _rounded(x: Tensor, format: Format) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    return decode(encode(rows, format), format, rows.shape[1], rows.dtype).view(x.shape)
+
+
+@contextmanager
+def _share(weight: nn.Parameter, dim: int, rank: int, ranks: int) -> Iterator[None]:
+    """Zeros in place of what the other ranks have of a weight."""
+    whole, size = weight.data, weight.shape[dim] // ranks
+    weight.data = zeros_like(whole)
+    weight.data.narrow(dim, rank * size, size).copy_(whole.narrow(dim, rank * size, size))
+    try:
+        yield
+    finally:
+        weight.data = whole
