@@ -289,6 +289,19 @@ def rules(repo: Path = Path()) -> str:
     return "\n".join(lines) + "\n"
 
 
+UNTRAINED_GEMMA = Path("benchmarks/results/real_gemma3_cpu.json")
+GEMMA = Path("benchmarks/results/real_gemma3_1xh100.json")  # taken where it exists
+OF_GEMMA = """\
+Healed, the converted layers alone, on all items of PIQA, ARC-E and OpenBookQA and 2500 of HellaSwag, spread over it:
+"""
+
+
+def gemma(untrained: dict[str, Any], healed: dict[str, Any] | None) -> str:
+    """Markdown with what untrained conversions of Gemma score, and with its healed runs if there are any."""
+    told = f"{OF_GEMMA}\n{runs([healed])}\n{scores(healed)}" if healed else "No conversion of Gemma has been healed.\n"
+    return f"{scores(untrained)}\n{told}"
+
+
 EXPERTS = Path("benchmarks/results/real_experts_smollm2_2xh100.json")
 
 
@@ -365,6 +378,8 @@ def filled(page: str, raw: dict[Path, dict[str, Any]], repo: Path = Path()) -> s
         "experts": experts(json.loads((repo / EXPERTS).read_text())),
         "splits": splits(json.loads((repo / SPLITS).read_text())),
     }
+    stored_gemma = json.loads((repo / GEMMA).read_text()) if (repo / GEMMA).exists() else None
+    tables["gemma"] = gemma(json.loads((repo / UNTRAINED_GEMMA).read_text()), stored_gemma)
     asked = "Healed models are in the [second table of the converted layers alone](#scores)."
     told = f"\n- {asked if healed_alone else 'No healed model was asked yet.'}\n"
     tables["passages"] = beside(json.loads((repo / PASSAGES).read_text())) + told
