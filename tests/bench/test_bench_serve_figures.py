@@ -1,5 +1,6 @@
 """What ``fcsd bench serve`` makes of its times: ratios, percentiles, the verdict, the break-even; and its choices."""
 
+import dataclasses
 import math
 
 import pytest
@@ -11,6 +12,7 @@ from fcsd.bench.serve.under_vllm import read_link
 from fcsd.bench.serve.variants import Machine, Variant, alternatives, core, groups, room_for
 from fcsd.bench.serve.workload import Workload
 from fcsd.parallel.all_reduce.ways import Way
+from fcsd.serve.vllm.reduction import OVERLAP_FROM
 
 # Two requests: the second is sent 0.5 s later, and has its first token when the first one has its third.
 ANSWERS = [Answer(0.0, 1.0, 3.0, 5, 1), Answer(0.5, 1.5, 3.5, 5, 1)]
@@ -127,6 +129,10 @@ def test_vllm_reads_prompts_in_steps_of_its_budget() -> None:
     }
     # The two longer prompts have steps of the same size, and one way for both.
     assert choice.choose(load, known).prefill == ((2048, at_once), (4096, plain))
+    # Sums of the first size that travel do so in the shorter steps as well, in which its prompts were read.
+    known[at_once][("prefill", 512)] = [6.0]
+    load = dataclasses.replace(load, arrivals=16, options=("--max-num-batched-tokens", "8192"))
+    assert choice.choose(load, known).prefill == ((OVERLAP_FROM, plain),)
 
 
 def offered(

@@ -787,7 +787,7 @@ def test_serving_by_the_own_engine_without_peer_access(repo: Path, raw: Raw) -> 
         assert words.format(*gains) in said
 
 
-@pytest.mark.parametrize("kind", ["", "v2lite_", "dp_"])
+@pytest.mark.parametrize("kind", ["", "v2lite_", "dp_", "quantised_", "by_table_"])
 def test_serving_by_vllm_without_peer_access(repo: Path, raw: Raw, kind: str) -> None:
     together = raw(f"serve_vllm_{kind}slow_2xh100")
     found = {
@@ -801,6 +801,8 @@ def test_serving_by_vllm_without_peer_access(repo: Path, raw: Raw, kind: str) ->
         gains = {key: found["original"][key] / ms for key, ms in times.items()}
         cells = [f"{ms:.{digits[key]}f} ({gains[key]:.2f}x)" for key, ms in times.items()]
         assert f"| {'the bound, which sends nothing' if name == 'bound' else name} | {' | '.join(cells)} |" in page
+    if kind in ("quantised_", "by_table_"):
+        return
     elsewhere = "".join((repo / name).read_text() for name in ("docs/serving.md", "benchmarks/results/README.md"))
     told = {name for name in found if "at once" not in name} - {"original", "bound"}
     for name in told - ({"farskip"} if kind == "dp_" else set()):  # with its exchange at once it is on the page alone
@@ -815,6 +817,18 @@ def test_serving_by_vllm_without_peer_access(repo: Path, raw: Raw, kind: str) ->
     if not kind:
         starts = {round(one["start_s"]) for one in together["variants"].values() if "start_s" in one}
         assert f"at the same time in {max(starts)} s; the whole command took {together['seconds']:.0f} s" in text
+
+
+def test_shared_experts_beside_on_gpus(repo: Path, raw: Raw) -> None:
+    found = [row for part in raw("vllm_beside_2xh100").values() for row in part["rows"] if "largest" in row]
+    modes = {"graph": "whole graphs", "default": "compiled, vLLM's graphs", "eager": "in flight without a graph"}
+    page = (repo / "benchmarks/results/vllm.md").read_text()
+    for row in found:
+        case, mode, divided = row["case"].removesuffix("-farskip"), modes[row["mode"]], "yes" if row["experts"] else "no"
+        far = f"{row['largest']:.1e} | {row['other']:.2f}"
+        assert row["right"] and f"| {case} | {row['dtype']} | {mode} | {divided} | {far} |" in page
+    shares = sorted(row["rms"] / row["rms_transformers"] for row in found if row["dtype"] == "bfloat16")
+    assert f"It is {shares[0]:.1f} to {shares[-1]:.1f} times." in " ".join(page.split())
 
 
 @pytest.mark.parametrize("name", ["untried", "families", "more", "vl", "whole"])

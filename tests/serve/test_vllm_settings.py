@@ -28,6 +28,7 @@ from fcsd.models.wiring_block import Wiring
 from fcsd.serve.vllm import plugin, support
 from fcsd.serve.vllm.checks import check, problems
 from fcsd.serve.vllm.config import base_config, parser_for
+from fcsd.serve.vllm.reduction import read_settings
 
 
 class StockParser:
@@ -130,7 +131,6 @@ REFUSED = [
     (settings(FARSKIP, data_parallel_size=2, all2all_backend="deepep_low_latency"), "use allgather_reducescatter"),
     (settings(FARSKIP, additional_config={"fcsd": {"exchange": "in flight"}}), "exchange in flight"),
     (settings(FARSKIP, additional_config={"fcsd": {"exchange": "later"}}), "not 'later'"),
-    (settings(FARSKIP, additional_config={"fcsd": {"shared_experts": "beside"}}), "shared_experts beside was compared"),
     (settings(FARSKIP, additional_config={"fcsd": {"shared_experts": "first"}}), "not 'first'"),
     (settings(FARSKIP, use_ubatching=True), "two-batch overlap"),
     (settings(FARSKIP, enable_eplb=True), "moving experts"),
@@ -207,6 +207,10 @@ def test_what_it_can_do_is_accepted(monkeypatch):
     ):
         assert list(problems(config, "deepseek_v3")) == []
     assert list(problems(settings(FARSKIP, dtype=torch.float16), "glm4_moe")) == []
+    monkeypatch.setenv(support.RIGHT_RESULTS, "1")
+    for section in ({"shared_experts": "apart"}, {"shared_experts": "beside"}):
+        assert list(problems(settings(FARSKIP, additional_config={"fcsd": section}), "deepseek_v3")) == []
+    assert read_settings({}).shared_experts == "beside" and read_settings({}).exchange == "at once"
     other = settings(FARSKIP)
     other.model_config.hf_config.lm_head_bias = False
     assert [problem[:32] for problem in problems(other, "phimoe")] == ["config.json has lm_head_bias Fal"]

@@ -76,6 +76,10 @@ def choose(load: Workload, times: Mapping[Way, Rounds]) -> Ways:
                 way = way._replace(travels=False)  # as the plugin did by itself
             if way is not None and (not chosen or chosen[-1][1] != way):
                 chosen.append((tokens, way))
+    if load.user == "plugin" and rows["prefill"] and rows["prefill"][0][1].travels:
+        # Prompts that come together are read in several steps, the first of which has the first prompts alone. All were
+        # timed as one size, so the way holds for the shorter steps, too.
+        rows["prefill"][0] = (OVERLAP_FROM, rows["prefill"][0][1])
     return Ways(Way(PLAIN[load.user], False), tuple(rows["decode"]), tuple(rows["prefill"]))
 
 

@@ -43,8 +43,7 @@ from fcsd.bench.serve.workload import (
 )  # fmt: skip
 from fcsd.disk import write_json
 from fcsd.errors import ConfigError, FcsdError
-from fcsd.models.build import arch_of, experts_of
-from fcsd.models.wiring_block import Wiring
+from fcsd.models.build import experts_of
 from fcsd.parallel.all_reduce.ways import PLAIN, SUFFIX, Way, Ways
 from fcsd.serve.vllm.support import installed_version, require_vllm
 
@@ -52,6 +51,8 @@ LOAD_SECONDS = 15  # of arrivals under each load
 LEAST, MOST = 24, 600  # requests under a load
 ENOUGH = 0.5  # seconds for which a round measures a figure of a variant: one short answer says little
 _BUSY = "the host is too busy to time its steps"
+# A further form of a wiring under data-parallel attention, which the plugin does not choose by itself.
+_SPREAD = {"exchange in flight": {"exchange": "in flight"}}
 _EVEN_ROUTING = {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"}
 
 
@@ -106,7 +107,7 @@ def bench(
             for name, wiring in wirings.items()
         }
         try:
-            first = core(names, _ways(load, folder), _forms(config, wirings[names[0]], spread))
+            first = core(names, _ways(load, folder), _SPREAD if spread else {})
             if spread:  # what a bound leaves out is sums, and the original exchanges tokens
                 first = [variant for variant in first if variant.role in ("original", "wired")]
             for group in groups(first, others, room):
@@ -287,15 +288,6 @@ def _ways(load: Workload, folder: Path) -> dict[Way, str | None]:
         write_json(path, file_of(load, {"tables": {"": ways.to_rows()}}, "fcsd bench serve"))
         found[at_once] = str(path)
     return found
-
-
-def _forms(config: PretrainedConfig, wiring: Wiring, spread: bool) -> dict[str, dict[str, str]]:
-    """Further forms of a wiring that the plugin has, which it does not choose by itself."""
-    if spread:
-        return {"exchange in flight": {"exchange": "in flight"}}
-    if wiring.name == "farskip" and experts_of(config) and arch_of(config).vllm.shared is not None:
-        return {"shared experts beside": {"shared_experts": "beside"}}
-    return {}
 
 
 def _options(load: Workload, variant: Variant) -> list[str]:

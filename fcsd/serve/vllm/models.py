@@ -59,12 +59,14 @@ def rewire(model: Any, names: VllmNames, vllm_config: Any) -> None:
     multiplier = None if names.multiplier is None else getattr(config, names.multiplier)
     if multiplier is not None and names.multiplier_by_depth:
         multiplier /= math.sqrt(config.num_hidden_layers)
+    # The sum of shared experts that vLLM calls is added as it arrives.
+    plain = multiplier is None and names.mlp_norms[1] is None and not names.shared_beside
     ahead = read_ahead(plans) if names.inputs is not None or names.scale is not None else {}
     for i, plan in plans.items():
         exchange = None
         if exchanges and kinds[i] != "dense":
             exchange = _exchange(mlp_of(layers[i], names), vllm_config, settings.overlap_from)
-        beside = settings.shared_experts == "beside" and exchange is None and not names.shared_beside
+        beside = settings.shared_experts == "beside" and exchange is None and plain
         own = Wired(names, plan, reducer, exchange, beside, multiplier=multiplier, ahead=ahead.get(i, ()))
         take_apart(layers[i], own)
 
