@@ -296,6 +296,10 @@ Healed, the converted layers alone, on all items of PIQA, ARC-E and OpenBookQA a
 """
 
 
+def _stored(file: Path) -> dict[str, Any] | None:
+    return json.loads(file.read_text()) if file.exists() else None
+
+
 def gemma(untrained: dict[str, Any], healed: dict[str, Any] | None) -> str:
     """Markdown with what untrained conversions of Gemma score, and with its healed runs if there are any."""
     if healed:
@@ -380,11 +384,10 @@ def filled(page: str, raw: dict[Path, dict[str, Any]], repo: Path = Path()) -> s
     tables |= {
         "layers": layers(repo),
         "rules": rules(repo),
+        "gemma": gemma(json.loads((repo / UNTRAINED_GEMMA).read_text()), _stored(repo / GEMMA)),
         "experts": experts(json.loads((repo / EXPERTS).read_text())),
         "splits": splits(json.loads((repo / SPLITS).read_text())),
     }
-    stored_gemma = json.loads((repo / GEMMA).read_text()) if (repo / GEMMA).exists() else None
-    tables["gemma"] = gemma(json.loads((repo / UNTRAINED_GEMMA).read_text()), stored_gemma)
     asked = "Healed models are in the [second table of the converted layers alone](#scores)."
     told = f"\n- {asked if healed_alone else 'No healed model was asked yet.'}\n"
     tables["passages"] = beside(json.loads((repo / PASSAGES).read_text())) + told

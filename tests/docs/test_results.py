@@ -824,7 +824,11 @@ def test_shared_experts_beside_on_gpus(repo: Path, raw: Raw) -> None:
     modes = {"graph": "whole graphs", "default": "compiled, vLLM's graphs", "eager": "in flight without a graph"}
     page = (repo / "benchmarks/results/vllm.md").read_text()
     for row in found:
-        case, mode, divided = row["case"].removesuffix("-farskip"), modes[row["mode"]], "yes" if row["experts"] else "no"
+        case, mode, divided = (
+            row["case"].removesuffix("-farskip"),
+            modes[row["mode"]],
+            "yes" if row["experts"] else "no",
+        )
         far = f"{row['largest']:.1e} | {row['other']:.2f}"
         assert row["right"] and f"| {case} | {row['dtype']} | {mode} | {divided} | {far} |" in page
     shares = sorted(row["rms"] / row["rms_transformers"] for row in found if row["dtype"] == "bfloat16")
