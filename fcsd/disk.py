@@ -16,6 +16,28 @@ from typing import Any, TextIO
 from fcsd.errors import ConfigError
 
 
+def require_folder(folder: Path, named: str, *, of_a_model: bool = False) -> None:
+    """Check that files could be written to ``folder``, which need not exist. Nothing is written.
+
+    Args:
+        named: the option or key that names the folder.
+        of_a_model: whether the folder may have a model's config.json.
+
+    Raises:
+        ConfigError: it is a file or lies below one, may not be written, or is the directory of a model.
+    """
+    hint = f"give another {named}"
+    if not of_a_model and (folder / "config.json").exists():
+        raise ConfigError(f"{named} {folder}: is the directory of a model", hint)
+    place = folder
+    while not (place.exists() or place.is_symlink()) and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        raise ConfigError(f"{named} {folder}: {place} is not a directory", hint)
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(f"{named} {folder}: {place} is not writable", hint)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` as UTF-8, see :func:`write_bytes`."""
     write_bytes(path, text.encode())

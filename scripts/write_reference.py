@@ -8,7 +8,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -32,7 +32,7 @@ _GENERATED = "`scripts/write_reference.py` writes this page from the code."
 
 
 def main() -> None:
-    """Writes both pages and the table in the README."""
+    """Writes all pages and the table in the README."""
     _README.write_text(with_architectures(_README.read_text()))
     _FOLDER.mkdir(exist_ok=True)
     for name, text in pages().items():
@@ -41,33 +41,64 @@ def main() -> None:
 
 def pages() -> dict[str, str]:
     """The text of every page, by file name below docs/reference."""
-    return {"recipe.md": recipe_page(), "commands.md": commands_page(), "refused.md": refused_page()}
+    return {
+        "recipe.md": recipe_page(),
+        "commands.md": commands_page(),
+        "architectures.md": architectures_page(),
+        "refused.md": refused_page(),
+    }
 
 
 def with_architectures(readme: str) -> str:
-    """The README with the table of architectures: a line for those that differ in nothing but their names."""
-    groups: dict[str, list[str]] = {}
-    for arch in ARCHS.values():
-        name = f"`{arch.model_type}`" + (" (with vision)" if arch.text_config else "")
-        groups.setdefault(_arch_cells(arch), []).append(name)
-        for text, differing in arch.texts.items():
-            if differing:
-                served = arch.no_vllm or ARCHS[text].no_vllm
-                cells = _arch_cells(replace(arch.around(text), no_vllm=served))
-                groups.setdefault(cells, []).append(f"{name} around `{text}`")
-    head = "| `model_type` | experts | wirings | expert parallelism | vLLM |\n|---|---|---|---|---|\n"
-    rows = "".join(f"| {', '.join(names)} | {cells}|\n" for cells, names in groups.items())
+    """The README with the short table of architectures: what each can do, without the reasons."""
+    head = "| experts | Desync | expert parallelism | vLLM | `model_type` |\n|---|---|---|---|---|\n"
+    rows = "".join(f"| {cells} | {', '.join(names)} |\n" for cells, names in _grouped(_short_cells, "\\*").items())
     before, found, rest = readme.partition(head)
     if not found:
         raise ValueError("the README has no table of architectures to replace")
     return before + head + rows + re.sub(r"\A(\|.*\n)+", "", rest)
 
 
-def _arch_cells(arch: Arch) -> str:
+def architectures_page() -> str:
+    """Every architecture with its wirings, and the reason of what it cannot do."""
+    intro = (
+        "A row is for the types that differ in nothing but their names. "
+        "[Add an architecture](../adding_an_architecture.md) says how a row is added, and [refused.md](refused.md) "
+        "lists the types that have none."
+    )
+    head = "| `model_type` | experts | wirings | expert parallelism | vLLM |\n|---|---|---|---|---|"
+    rows = [f"| {', '.join(names)} | {cells} |" for cells, names in _grouped(_cells, " (with vision)").items()]
+    return "\n\n".join(["# Architectures", _GENERATED, intro, "\n".join([head, *rows])]) + "\n"
+
+
+def _grouped(cells: Callable[[Arch], str], vision: str) -> dict[str, list[str]]:
+    """The names of the architectures that have the same cells; ``vision`` follows those that read images, too."""
+    groups: dict[str, list[str]] = {}
+    for arch in ARCHS.values():
+        name = f"`{arch.model_type}`" + (vision if arch.text_config else "")
+        groups.setdefault(cells(arch), []).append(name)
+        for text, differing in arch.texts.items():
+            if differing:
+                served = arch.no_vllm or ARCHS[text].no_vllm
+                around = cells(replace(arch.around(text), no_vllm=served))
+                groups.setdefault(around, []).append(f"{name} around `{text}`")
+    return groups
+
+
+def _cells(arch: Arch) -> str:
     experts = "none (dense)" if arch.dense else "routed and shared" if arch.blocks.shared else "routed"
     parallel = "" if arch.dense else f"no: {arch.no_ep}" if arch.no_ep else "yes"
     served = f"no: {arch.no_vllm}" if arch.no_vllm else "yes"
-    return " | ".join((experts, " ".join(f"`{wiring}`" for wiring in arch.wirings), parallel, f"{served} "))
+    return " | ".join((experts, " ".join(f"`{wiring}`" for wiring in arch.wirings), parallel, served))
+
+
+def _short_cells(arch: Arch) -> str:
+    def said(possible: bool) -> str:
+        return "yes" if possible else "no"
+
+    parallel = "" if arch.dense else said(not arch.no_ep)
+    desync = said("desync" in arch.wirings)
+    return " | ".join(("none" if arch.dense else "yes", desync, parallel, said(not arch.no_vllm)))
 
 
 def refused_page() -> str:

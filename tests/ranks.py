@@ -118,16 +118,18 @@ def on_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[A
     return [pickle.loads(found[rank]) for rank in range(size)]
 
 
-def in_group(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """The results of ``function(rank, *arguments)`` by rank, in DeepSpeed's process group over gloo.
-
-    The error of a rank is raised.
-    """
-    found = on_ranks(size, _joined, function, arguments)
+def results(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """As ``on_ranks``, but the error of a rank is raised."""
+    found = on_ranks(size, function, *arguments)
     for result in found:
         if isinstance(result, Exception):
             raise result
     return found
+
+
+def in_group(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """The results of ``function(rank, *arguments)`` by rank, in DeepSpeed's process group over gloo, as ``results``."""
+    return results(size, _joined, function, arguments)
 
 
 def fcsd(

@@ -8,7 +8,7 @@ from typing import Any
 
 import texts
 import tiny
-from ranks import on_ranks
+from ranks import results
 
 from fcsd.config import ResolvedRecipe, load_recipe
 from fcsd.distill.run.report import read_metrics
@@ -71,16 +71,12 @@ def resolved(folder: Path, **changes: Any) -> ResolvedRecipe:
 
 def train(recipe: ResolvedRecipe, size: int = 1, resume: str = "auto") -> None:
     """Train in ``size`` new processes. An error of a process is raised here."""
-    for result in on_ranks(size, _distill, recipe, resume):
-        if isinstance(result, Exception):
-            raise result
+    results(size, _distill, recipe, resume)
 
 
 def train_all(recipes: list[ResolvedRecipe], size: int = 1) -> None:
     """Train recipes one after the other in the same ``size`` new processes. An error of a process is raised here."""
-    for result in on_ranks(size, _distill_all, recipes):
-        if isinstance(result, Exception):
-            raise result
+    results(size, _distill_all, recipes)
 
 
 def _distill(recipe: ResolvedRecipe, resume: str) -> None:

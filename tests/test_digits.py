@@ -25,7 +25,8 @@ READERS: dict[str, Callable[[str], object]] = {
 
 
 @pytest.mark.parametrize("form", READERS)
-def test_other_digits_than_those_of_ascii_are_refused(form: str) -> None:
+def test_other_digits_than_those_of_ascii_are_refused(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     READERS[form](form.format(2))
     with pytest.raises((ConfigError, ValueError)):
         READERS[form](form.format(TWO))

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterable
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -48,6 +49,7 @@ def module_name(path: Path, package: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts)
 
 
+@cache
 def read_imports(package: Path) -> dict[str, set[str]]:
     """Every module of a package -> the modules of the package that it imports, wherever in its text it does."""
     paths = {module_name(path, package): path for path in package.rglob("*.py")}
@@ -122,6 +124,7 @@ DEEPSPEED = {
 }
 
 
+@cache
 def imported_packages(path: Path) -> set[str]:
     """The top-level packages that a file imports by absolute names, wherever in its text it does."""
     found: set[str] = set()

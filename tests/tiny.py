@@ -13,6 +13,7 @@ VOCAB = 256
 _SHARED = dict(
     vocab_size=VOCAB,
     hidden_size=64,
+    intermediate_size=128,
     num_hidden_layers=4,
     num_attention_heads=4,
     num_key_value_heads=2,
@@ -22,15 +23,18 @@ _SHARED = dict(
     eos_token_id=2,
 )
 _MOE = dict(moe_intermediate_size=32, num_experts_per_tok=2)
-_MLA_DENSE = dict(
-    num_key_value_heads=4,
-    intermediate_size=128,
-    kv_lora_rank=16,
-    qk_nope_head_dim=16,
-    qk_rope_head_dim=8,
-    v_head_dim=16,
-)
+_MOE_8 = dict(_MOE, num_experts=8)
+_NARROW_8 = dict(intermediate_size=32, num_experts_per_tok=2, num_local_experts=8)
+_ONE_DENSE = dict(mlp_layer_types=["dense", "sparse", "sparse", "sparse"])
+_LINEAR = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+_CONV = ["conv", "full_attention", "conv", "conv"]
+_FULL_FIRST = ["full_attention", "sliding_attention"] * 2
+_SLIDING_FIRST = ["sliding_attention", "full_attention"] * 2
+_MLA_DENSE = dict(num_key_value_heads=4, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
 _MLA = dict(_MLA_DENSE, **_MOE, n_routed_experts=8, first_k_dense_replace=1)
+_GROUPED = dict(_MLA, n_shared_experts=1, q_lora_rank=32, n_group=2, topk_group=1)
+# Fewer heads would often give two keys the same score, of which shapes decide which one is read.
+_INDEXER = dict(index_n_heads=16, index_head_dim=16, index_topk=16)
 _LLAMA4 = dict(
     intermediate_size=32,
     intermediate_size_mlp=128,
@@ -55,13 +59,7 @@ _QWEN_VISION = dict(
 _DEEPSTACK = dict(_QWEN_VISION, deepstack_visual_indexes=[])
 _QWEN_IMAGES = dict(image_token_id=250, video_token_id=251, vision_start_token_id=252, vision_end_token_id=253)
 _GLM_VISION = dict(
-    depth=2,
-    hidden_size=32,
-    num_heads=2,
-    image_size=56,
-    intermediate_size=48,
-    out_hidden_size=64,
-    temporal_patch_size=1,
+    depth=2, hidden_size=32, num_heads=2, image_size=56, intermediate_size=48, out_hidden_size=64, temporal_patch_size=1
 )
 _GLM_IMAGES = dict(
     image_token_id=250,
@@ -73,13 +71,9 @@ _GLM_IMAGES = dict(
 )
 # An image of 14x28 pixels is seen whole, then as two tiles and the end of their row: four tokens.
 _TILED = dict(image_grid_pinpoints=[[14, 28]], image_token_index=250)
-_ONE_PATCH = dict(
-    hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, image_size=14, patch_size=14
-)
+_TOWER = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, patch_size=14)
 _SMOLVLM = dict(
-    text_config=dict(model_type="llama", intermediate_size=128, head_dim=16),
-    vision_config=dict(_ONE_PATCH, image_size=56),
-    image_token_id=250,
+    text_config=dict(model_type="llama", head_dim=16), vision_config=dict(_TOWER, image_size=56), image_token_id=250
 )
 _GLM_MROPE = dict(
     rope_parameters={
@@ -98,7 +92,7 @@ _MROPE = dict(
     }
 )
 _QWEN2_MROPE = dict(rope_parameters={"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [4, 2, 2]})
-_GEMMA = dict(intermediate_size=128, head_dim=16, sliding_window=16, tie_word_embeddings=False)
+_GEMMA = dict(head_dim=16, sliding_window=16, tie_word_embeddings=False)
 # Experts beside the MLP, features of each token, and layers that read the keys and values of the layers before.
 _GEMMA4 = dict(
     _GEMMA,
@@ -111,7 +105,7 @@ _GEMMA4 = dict(
     attention_k_eq_v=True,
     hidden_size_per_layer_input=16,
     vocab_size_per_layer_input=VOCAB,
-    layer_types=["sliding_attention", "full_attention"] * 2,
+    layer_types=_SLIDING_FIRST,
     num_kv_shared_layers=2,
 )
 
@@ -141,7 +135,7 @@ _MINIMAX_M3 = dict(
     index_block_size=4,
     index_topk_blocks=2,
     layer_types=["full_attention", *["minimax_m3_sparse"] * 3],
-    mlp_layer_types=["dense", *["sparse"] * 3],
+    **_ONE_DENSE,
 )
 
 _GATED_DELTA = dict(
@@ -150,72 +144,42 @@ _GATED_DELTA = dict(
     linear_num_key_heads=2,
     linear_key_head_dim=16,
     linear_value_head_dim=16,
-    layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    layer_types=_LINEAR,
 )
-_GATED_DELTA_MOE = dict(
-    _GATED_DELTA,
-    moe_intermediate_size=32,
-    shared_expert_intermediate_size=32,
-    num_experts=8,
-    num_experts_per_tok=2,
-)
+_GATED_DELTA_MOE = dict(_MOE_8, **_GATED_DELTA, shared_expert_intermediate_size=32)
 
 # architecture -> (config class, the fields that differ from _SHARED; of multimodal types, its whole content)
 CONFIGS: dict[str, tuple[str, dict]] = {
-    "llama": ("LlamaConfig", dict(intermediate_size=128)),
-    "qwen2": ("Qwen2Config", dict(intermediate_size=128)),
-    "seed_oss": (
-        "SeedOssConfig",
-        dict(intermediate_size=128, head_dim=16, attention_dropout=0.0, residual_dropout=0.0),
-    ),
-    "arcee": ("ArceeConfig", dict(intermediate_size=128)),
-    "cwm": ("CwmConfig", dict(intermediate_size=128, head_dim=16, sliding_window=16)),
-    "smollm3": ("SmolLM3Config", dict(intermediate_size=128, tie_word_embeddings=False)),
-    "ministral": ("MinistralConfig", dict(intermediate_size=128, head_dim=16, sliding_window=16)),
-    "mistral": ("MistralConfig", dict(intermediate_size=128, head_dim=16, sliding_window=None)),
-    "ministral3": ("Ministral3Config", dict(intermediate_size=128, head_dim=16, rope_parameters=_YARN)),
-    "ernie4_5": ("Ernie4_5Config", dict(intermediate_size=128, head_dim=16, tie_word_embeddings=False)),
-    "nemotron": ("NemotronConfig", dict(intermediate_size=128, head_dim=16)),
-    "olmo": ("OlmoConfig", dict(intermediate_size=128)),
-    "starcoder2": ("Starcoder2Config", dict(intermediate_size=128, use_bias=False, tie_word_embeddings=False)),
-    "gemma": ("GemmaConfig", dict(intermediate_size=128, head_dim=16, tie_word_embeddings=False)),
-    "glm": ("GlmConfig", dict(intermediate_size=128, head_dim=16)),
-    "phi3": ("Phi3Config", dict(intermediate_size=128)),
-    "hunyuan_v1_dense": ("HunYuanDenseV1Config", dict(intermediate_size=128, head_dim=16)),
-    "helium": ("HeliumConfig", dict(intermediate_size=128, head_dim=16)),
+    "llama": ("LlamaConfig", {}),
+    "qwen2": ("Qwen2Config", {}),
+    "seed_oss": ("SeedOssConfig", dict(head_dim=16, attention_dropout=0.0, residual_dropout=0.0)),
+    "arcee": ("ArceeConfig", {}),
+    "cwm": ("CwmConfig", dict(head_dim=16, sliding_window=16)),
+    "smollm3": ("SmolLM3Config", dict(tie_word_embeddings=False)),
+    "ministral": ("MinistralConfig", dict(head_dim=16, sliding_window=16)),
+    "mistral": ("MistralConfig", dict(head_dim=16, sliding_window=None)),
+    "ministral3": ("Ministral3Config", dict(head_dim=16, rope_parameters=_YARN)),
+    "ernie4_5": ("Ernie4_5Config", dict(head_dim=16, tie_word_embeddings=False)),
+    "nemotron": ("NemotronConfig", dict(head_dim=16)),
+    "olmo": ("OlmoConfig", {}),
+    "starcoder2": ("Starcoder2Config", dict(use_bias=False, tie_word_embeddings=False)),
+    "gemma": ("GemmaConfig", dict(head_dim=16, tie_word_embeddings=False)),
+    "glm": ("GlmConfig", dict(head_dim=16)),
+    "phi3": ("Phi3Config", {}),
+    "hunyuan_v1_dense": ("HunYuanDenseV1Config", dict(head_dim=16)),
+    "helium": ("HeliumConfig", dict(head_dim=16)),
     "youtu": (
         "YoutuConfig",
         dict(_MLA_DENSE, q_lora_rank=32, head_dim=8, embedding_initializer_range=0.02, tie_word_embeddings=False),
     ),
-    "qwen3": ("Qwen3Config", dict(intermediate_size=128, head_dim=16)),
-    "qwen3_moe": (
-        "Qwen3MoeConfig",
-        dict(
-            intermediate_size=128,
-            moe_intermediate_size=32,
-            head_dim=16,
-            num_experts=8,
-            num_experts_per_tok=2,
-            norm_topk_prob=True,
-            mlp_only_layers=[2],
-        ),
-    ),
-    "qwen2_moe": (
-        "Qwen2MoeConfig",
-        dict(
-            intermediate_size=128,
-            moe_intermediate_size=32,
-            shared_expert_intermediate_size=64,
-            num_experts=8,
-            num_experts_per_tok=2,
-        ),
-    ),
+    "qwen3": ("Qwen3Config", dict(head_dim=16)),
+    "qwen3_moe": ("Qwen3MoeConfig", dict(_MOE_8, head_dim=16, norm_topk_prob=True, mlp_only_layers=[2])),
+    "qwen2_moe": ("Qwen2MoeConfig", dict(_MOE_8, shared_expert_intermediate_size=64)),
     "mixtral": ("MixtralConfig", dict(intermediate_size=64, num_local_experts=8, num_experts_per_tok=2)),
     "olmoe": ("OlmoeConfig", dict(intermediate_size=32, num_experts=8, num_experts_per_tok=2)),
     "glm4_moe": (
         "Glm4MoeConfig",
         dict(
-            intermediate_size=128,
             moe_intermediate_size=32,
             head_dim=16,
             n_routed_experts=8,
@@ -227,53 +191,31 @@ CONFIGS: dict[str, tuple[str, dict]] = {
             norm_topk_prob=True,
         ),
     ),
-    "minimax_m2": (
-        "MiniMaxM2Config",
-        dict(intermediate_size=32, head_dim=16, num_local_experts=8, num_experts_per_tok=2),
-    ),
+    "minimax_m2": ("MiniMaxM2Config", dict(_NARROW_8, head_dim=16)),
     "mimo_v2_flash": (
         "MiMoV2FlashConfig",
         dict(
             _MOE,
-            intermediate_size=128,
             n_routed_experts=8,
             head_dim=16,
             v_head_dim=8,
             sliding_window=16,
-            layer_types=["full_attention", "sliding_attention"] * 2,
-            mlp_layer_types=["dense", *["sparse"] * 3],
+            layer_types=_FULL_FIRST,
+            **_ONE_DENSE,
         ),
     ),
     "mellum": (
         "MellumConfig",
-        dict(
-            _MOE,
-            intermediate_size=128,
-            num_local_experts=8,
-            head_dim=16,
-            layer_types=["full_attention"] * 4,
-            mlp_layer_types=["dense", *["sparse"] * 3],
-        ),
+        dict(_MOE, num_local_experts=8, head_dim=16, layer_types=["full_attention"] * 4, **_ONE_DENSE),
     ),
     "glm4_moe_lite": (
         "Glm4MoeLiteConfig",
-        dict(
-            _MLA,
-            n_shared_experts=1,
-            q_lora_rank=32,
-            n_group=1,
-            topk_group=1,
-            mlp_layer_types=["dense", *["sparse"] * 3],
-        ),
+        dict(_MLA, n_shared_experts=1, q_lora_rank=32, n_group=1, topk_group=1, **_ONE_DENSE),
     ),
-    "dots1": (
-        "Dots1Config",
-        dict(_MOE, intermediate_size=128, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, head_dim=16),
-    ),
+    "dots1": ("Dots1Config", dict(_MOE, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, head_dim=16)),
     "ernie4_5_moe": (
         "Ernie4_5_MoeConfig",
         dict(
-            intermediate_size=128,
             moe_intermediate_size=32,
             moe_num_experts=8,
             moe_k=2,
@@ -285,65 +227,25 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     ),
     "exaone_moe": (
         "ExaoneMoeConfig",
-        dict(
-            _MOE,
-            intermediate_size=128,
-            num_experts=8,
-            num_shared_experts=1,
-            head_dim=16,
-            sliding_window=16,
-            layer_types=["sliding_attention", "full_attention"] * 2,
-            mlp_layer_types=["dense", *["sparse"] * 3],
-        ),
+        dict(_MOE_8, num_shared_experts=1, head_dim=16, sliding_window=16, layer_types=_SLIDING_FIRST, **_ONE_DENSE),
     ),
     "solar_open": (
         "SolarOpenConfig",
         dict(moe_intermediate_size=32, num_experts_per_tok=2, n_routed_experts=8, n_shared_experts=1, head_dim=16),
     ),
-    "hunyuan_v1_moe": (
-        "HunYuanMoEV1Config",
-        dict(intermediate_size=32, num_experts=8, moe_topk=2, head_dim=16),
-    ),
-    # Fewer heads would often give two keys the same score, of which shapes decide which one is read.
-    "deepseek_v32": (
-        "DeepseekV32Config",
-        dict(
-            _MLA,
-            n_shared_experts=1,
-            q_lora_rank=32,
-            n_group=2,
-            topk_group=1,
-            index_n_heads=16,
-            index_head_dim=16,
-            index_topk=16,
-            mlp_layer_types=["dense", *["sparse"] * 3],
-        ),
-    ),
-    "gpt_oss": (
-        "GptOssConfig",
-        dict(intermediate_size=32, head_dim=16, num_local_experts=8, num_experts_per_tok=2, sliding_window=16),
-    ),
+    "hunyuan_v1_moe": ("HunYuanMoEV1Config", dict(intermediate_size=32, num_experts=8, moe_topk=2, head_dim=16)),
+    "deepseek_v32": ("DeepseekV32Config", dict(_GROUPED, **_INDEXER, **_ONE_DENSE)),
+    "gpt_oss": ("GptOssConfig", dict(_NARROW_8, head_dim=16, sliding_window=16)),
     "deepseek_v2": (
         "DeepseekV2Config",
-        dict(
-            _MLA,
-            n_shared_experts=2,
-            q_lora_rank=None,
-            head_dim=8,
-            topk_method="greedy",
-            n_group=1,
-            topk_group=1,
-        ),
+        dict(_MLA, n_shared_experts=2, q_lora_rank=None, head_dim=8, topk_method="greedy", n_group=1, topk_group=1),
     ),
-    "deepseek_v3": (
-        "DeepseekV3Config",
-        dict(_MLA, n_shared_experts=1, q_lora_rank=32, n_group=2, topk_group=1),
-    ),
+    "deepseek_v3": ("DeepseekV3Config", _GROUPED),
     "llama4_text": ("Llama4TextConfig", dict(_LLAMA4, interleave_moe_layer_step=2)),
     "qwen2_vl": (
         "Qwen2VLConfig",
         dict(
-            text_config=dict(_QWEN2_MROPE, intermediate_size=128),
+            text_config=_QWEN2_MROPE,
             vision_config=dict(
                 depth=2, embed_dim=32, hidden_size=64, num_heads=2, mlp_ratio=2, patch_size=14, temporal_patch_size=1
             ),
@@ -353,7 +255,7 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     "qwen2_5_vl": (
         "Qwen2_5_VLConfig",
         dict(
-            text_config=dict(_QWEN2_MROPE, intermediate_size=128),
+            text_config=_QWEN2_MROPE,
             vision_config=dict(
                 depth=2,
                 hidden_size=32,
@@ -371,15 +273,8 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     "internvl": (
         "InternVLConfig",
         dict(
-            text_config=dict(model_type="qwen3", intermediate_size=128, head_dim=16),
-            vision_config=dict(
-                hidden_size=32,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                intermediate_size=48,
-                image_size=56,
-                patch_size=14,
-            ),
+            text_config=dict(model_type="qwen3", head_dim=16),
+            vision_config=dict(_TOWER, image_size=56),
             image_seq_length=4,
             image_token_id=250,
         ),
@@ -387,8 +282,8 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     "llava_onevision": (
         "LlavaOnevisionConfig",
         dict(
-            text_config=dict(model_type="qwen2", intermediate_size=128),
-            vision_config=dict(_ONE_PATCH, model_type="siglip_vision_model", vision_use_head=False),
+            text_config=dict(model_type="qwen2"),
+            vision_config=dict(_TOWER, image_size=14, model_type="siglip_vision_model", vision_use_head=False),
             video_token_index=251,
             **_TILED,
         ),
@@ -396,8 +291,8 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     "llava_next": (
         "LlavaNextConfig",
         dict(
-            text_config=dict(model_type="mistral", intermediate_size=128, head_dim=16, sliding_window=None),
-            vision_config=dict(_ONE_PATCH, model_type="clip_vision_model", projection_dim=32),
+            text_config=dict(model_type="mistral", head_dim=16, sliding_window=None),
+            vision_config=dict(_TOWER, image_size=14, model_type="clip_vision_model", projection_dim=32),
             **_TILED,
         ),
     ),
@@ -405,14 +300,13 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     "idefics3": ("Idefics3Config", _SMOLVLM),
     "qwen3_vl": (
         "Qwen3VLConfig",
-        dict(text_config=dict(_MROPE, intermediate_size=128, head_dim=16), vision_config=_DEEPSTACK, **_QWEN_IMAGES),
+        dict(text_config=dict(_MROPE, head_dim=16), vision_config=_DEEPSTACK, **_QWEN_IMAGES),
     ),
     "qwen3_vl_moe": (
         "Qwen3VLMoeConfig",
         dict(
             text_config=dict(
                 _MROPE,
-                intermediate_size=128,
                 moe_intermediate_size=48,  # published files have the experts transposed, which shapes tell
                 head_dim=16,
                 num_experts=8,
@@ -426,58 +320,33 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     "mistral3": (
         "Mistral3Config",
         dict(
-            text_config=dict(model_type="ministral3", intermediate_size=128, head_dim=16, rope_parameters=_YARN),
-            vision_config=dict(
-                model_type="pixtral",
-                hidden_size=32,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                head_dim=16,
-                intermediate_size=48,
-                image_size=56,
-                patch_size=14,
-            ),
+            text_config=dict(model_type="ministral3", head_dim=16, rope_parameters=_YARN),
+            vision_config=dict(_TOWER, model_type="pixtral", head_dim=16, image_size=56),
             image_token_index=250,
         ),
     ),
-    "qwen3_next": ("Qwen3NextConfig", dict(_GATED_DELTA_MOE, intermediate_size=128, mlp_only_layers=[2])),
-    "qwen3_5_text": ("Qwen3_5TextConfig", dict(_GATED_DELTA, **_MROPE, intermediate_size=128)),
+    "qwen3_next": ("Qwen3NextConfig", dict(_GATED_DELTA_MOE, mlp_only_layers=[2])),
+    "qwen3_5_text": ("Qwen3_5TextConfig", dict(_GATED_DELTA, **_MROPE)),
     "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", dict(_GATED_DELTA_MOE, **_MROPE)),
     "qwen3_5": (
         "Qwen3_5Config",
-        dict(
-            text_config=dict(_GATED_DELTA, **_MROPE, intermediate_size=128),
-            vision_config=_QWEN_VISION,
-            **_QWEN_IMAGES,
-        ),
+        dict(text_config=dict(_GATED_DELTA, **_MROPE), vision_config=_QWEN_VISION, **_QWEN_IMAGES),
     ),
     "qwen3_5_moe": (
         "Qwen3_5MoeConfig",
-        dict(
-            text_config=dict(_GATED_DELTA_MOE, **_MROPE),
-            vision_config=_QWEN_VISION,
-            **_QWEN_IMAGES,
-        ),
+        dict(text_config=dict(_GATED_DELTA_MOE, **_MROPE), vision_config=_QWEN_VISION, **_QWEN_IMAGES),
     ),
-    "olmo2": ("Olmo2Config", dict(intermediate_size=128)),
-    "olmo3": ("Olmo3Config", dict(intermediate_size=128, sliding_window=16)),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo3": ("Olmo3Config", dict(sliding_window=16)),
     "flex_olmo": ("FlexOlmoConfig", dict(intermediate_size=32, num_experts=8, num_experts_per_tok=2)),
-    "exaone4": ("Exaone4Config", dict(intermediate_size=128, sliding_window=16)),
+    "exaone4": ("Exaone4Config", dict(sliding_window=16)),
     "gemma2": ("Gemma2Config", _GEMMA),
     "gemma3_text": ("Gemma3TextConfig", _GEMMA),
     "gemma3": (
         "Gemma3Config",
         dict(
             text_config=_GEMMA,
-            vision_config=dict(
-                model_type="siglip_vision_model",
-                hidden_size=32,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                intermediate_size=48,
-                image_size=56,
-                patch_size=14,
-            ),
+            vision_config=dict(_TOWER, model_type="siglip_vision_model", image_size=56),
             mm_tokens_per_image=4,
             image_token_index=250,
         ),
@@ -488,15 +357,7 @@ CONFIGS: dict[str, tuple[str, dict]] = {
         dict(
             text_config=dict(_GEMMA4, use_bidirectional_attention="vision"),
             vision_config=dict(
-                hidden_size=32,
-                intermediate_size=48,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                num_key_value_heads=2,
-                head_dim=16,
-                patch_size=14,
-                pooling_kernel_size=2,
-                position_embedding_size=16,
+                _TOWER, num_key_value_heads=2, head_dim=16, pooling_kernel_size=2, position_embedding_size=16
             ),
             audio_config=None,
             image_token_id=250,
@@ -506,108 +367,44 @@ CONFIGS: dict[str, tuple[str, dict]] = {
             audio_token_id=254,
         ),
     ),
-    "glm4": ("Glm4Config", dict(intermediate_size=128, head_dim=16)),
-    "granite": ("GraniteConfig", dict(intermediate_size=128, residual_multiplier=0.5, logits_scaling=2.0)),
-    "granitemoe": (
-        "GraniteMoeConfig",
-        dict(
-            intermediate_size=32,
-            num_local_experts=8,
-            num_experts_per_tok=2,
-            residual_multiplier=0.5,
-            logits_scaling=2.0,
-        ),
-    ),
-    "hyperclovax": ("HyperCLOVAXConfig", dict(intermediate_size=128, head_dim=16, use_post_norm=True)),
+    "glm4": ("Glm4Config", dict(head_dim=16)),
+    "granite": ("GraniteConfig", dict(residual_multiplier=0.5, logits_scaling=2.0)),
+    "granitemoe": ("GraniteMoeConfig", dict(_NARROW_8, residual_multiplier=0.5, logits_scaling=2.0)),
+    "hyperclovax": ("HyperCLOVAXConfig", dict(head_dim=16, use_post_norm=True)),
     "minicpm3": (
         "MiniCPM3Config",
-        dict(
-            intermediate_size=128,
-            num_key_value_heads=4,
-            kv_lora_rank=16,
-            q_lora_rank=32,
-            qk_nope_head_dim=16,
-            qk_rope_head_dim=8,
-            v_head_dim=16,
-            scale_emb=2,
-            dim_model_base=32,
-            tie_word_embeddings=False,
-        ),
+        dict(_MLA_DENSE, q_lora_rank=32, scale_emb=2, dim_model_base=32, tie_word_embeddings=False),
     ),
-    "apertus": ("ApertusConfig", dict(intermediate_size=128)),
+    "apertus": ("ApertusConfig", {}),
     "afmoe": (
         "AfmoeConfig",
         dict(
-            _MOE,
-            intermediate_size=128,
-            head_dim=16,
-            num_experts=8,
-            num_shared_experts=1,
-            num_dense_layers=1,
-            sliding_window=16,
-            layer_types=["sliding_attention", "full_attention"] * 2,
+            _MOE_8, head_dim=16, num_shared_experts=1, num_dense_layers=1, sliding_window=16, layer_types=_SLIDING_FIRST
         ),
     ),
-    "hy_v3": (
-        "HYV3Config",
-        dict(
-            _MOE,
-            intermediate_size=128,
-            head_dim=16,
-            num_experts=8,
-            num_shared_experts=1,
-            router_scaling_factor=1.5,
-            mlp_layer_types=["dense", *["sparse"] * 3],
-        ),
-    ),
+    "hy_v3": ("HYV3Config", dict(_MOE_8, head_dim=16, num_shared_experts=1, router_scaling_factor=1.5, **_ONE_DENSE)),
     "laguna": (
         "LagunaConfig",
         dict(
-            _MOE,
-            intermediate_size=128,
+            _MOE_8,
             shared_expert_intermediate_size=32,
             head_dim=16,
-            num_experts=8,
             sliding_window=16,
-            layer_types=["full_attention", "sliding_attention"] * 2,
+            layer_types=_FULL_FIRST,
             moe_routed_scaling_factor=1.5,
         ),
     ),
-    "lfm2": (
-        "Lfm2Config",
-        dict(intermediate_size=128, tie_word_embeddings=False, layer_types=["conv", "full_attention", "conv", "conv"]),
-    ),
+    "lfm2": ("Lfm2Config", dict(tie_word_embeddings=False, layer_types=_CONV)),
     "lfm2_vl": (
         "Lfm2VlConfig",
         dict(
-            text_config=dict(
-                model_type="lfm2", intermediate_size=128, layer_types=["conv", "full_attention", "conv", "conv"]
-            ),
-            vision_config=dict(
-                model_type="siglip2_vision_model",
-                hidden_size=32,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                intermediate_size=48,
-                num_patches=16,
-                patch_size=14,
-                vision_use_head=False,
-            ),
+            text_config=dict(model_type="lfm2", layer_types=_CONV),
+            vision_config=dict(_TOWER, model_type="siglip2_vision_model", num_patches=16, vision_use_head=False),
             projector_hidden_size=32,
             image_token_id=250,
         ),
     ),
-    "lfm2_moe": (
-        "Lfm2MoeConfig",
-        dict(
-            _MOE,
-            intermediate_size=128,
-            num_experts=8,
-            num_dense_layers=1,
-            tie_word_embeddings=False,
-            layer_types=["conv", "full_attention", "conv", "conv"],
-        ),
-    ),
+    "lfm2_moe": ("Lfm2MoeConfig", dict(_MOE_8, num_dense_layers=1, tie_word_embeddings=False, layer_types=_CONV)),
     "kimi_linear": (
         "KimiLinearConfig",
         dict(
@@ -616,38 +413,25 @@ CONFIGS: dict[str, tuple[str, dict]] = {
             q_lora_rank=None,
             linear_head_dim=16,
             linear_num_heads=4,
-            layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            layer_types=_LINEAR,
         ),
     ),
-    "axk1": (
-        "AXK1Config",
-        dict(
-            _MLA,
-            n_shared_experts=1,
-            q_lora_rank=32,
-            n_group=2,
-            topk_group=1,
-            mlp_layer_types=["dense", *["sparse"] * 3],
-        ),
-    ),
-    "phimoe": ("PhimoeConfig", dict(intermediate_size=32, num_local_experts=8, num_experts_per_tok=2)),
-    "nanochat": ("NanoChatConfig", dict(intermediate_size=128)),
+    "axk1": ("AXK1Config", dict(_GROUPED, **_ONE_DENSE)),
+    "phimoe": ("PhimoeConfig", _NARROW_8),
+    "nanochat": ("NanoChatConfig", {}),
     "granitemoehybrid": (
         "GraniteMoeHybridConfig",
         dict(
-            intermediate_size=32,
+            _NARROW_8,
             shared_intermediate_size=32,
-            num_local_experts=8,
-            num_experts_per_tok=2,
             residual_multiplier=0.5,
             logits_scaling=2.0,
-            layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            layer_types=_LINEAR,
             mamba_n_heads=4,
             mamba_d_state=8,
             mamba_chunk_size=8,
         ),
     ),
-    # As many heads of the indexer as those of deepseek_v32.
     "jamba": (
         "JambaConfig",
         dict(
@@ -663,7 +447,6 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     "nemotron_h": (
         "NemotronHConfig",
         dict(
-            intermediate_size=128,
             head_dim=16,
             moe_intermediate_size=32,
             moe_shared_expert_intermediate_size=32,
@@ -678,34 +461,15 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     ),
     "glm_moe_dsa": (
         "GlmMoeDsaConfig",
-        dict(
-            _MLA,
-            n_shared_experts=1,
-            q_lora_rank=32,
-            n_group=2,
-            topk_group=1,
-            index_n_heads=16,
-            index_head_dim=16,
-            index_topk=16,
-            indexer_types=["full", "shared", "full", "shared"],
-            mlp_layer_types=["dense", *["sparse"] * 3],
-        ),
+        dict(_GROUPED, **_INDEXER, indexer_types=["full", "shared", "full", "shared"], **_ONE_DENSE),
     ),
-    "mistral4": ("Mistral4Config", dict(_MLA, n_shared_experts=1, q_lora_rank=32, n_group=2, topk_group=1)),
+    "mistral4": ("Mistral4Config", _GROUPED),
     "minimax_m3_vl_text": ("MiniMaxM3VLTextConfig", _MINIMAX_M3),
     "minimax_m3_vl": (
         "MiniMaxM3VLConfig",
         dict(
             text_config=_MINIMAX_M3,
-            vision_config=dict(
-                hidden_size=32,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                intermediate_size=48,
-                image_size=56,
-                patch_size=14,
-                temporal_patch_size=1,
-            ),
+            vision_config=dict(_TOWER, image_size=56, temporal_patch_size=1),
             projector_hidden_size=32,
             image_token_index=250,
             video_token_index=251,
@@ -718,64 +482,31 @@ CONFIGS: dict[str, tuple[str, dict]] = {
             n_shared_experts=1,
             q_lora_rank=32,
             gated_norm_rank=4,
-            index_n_heads=16,
-            index_head_dim=16,
-            index_topk=16,
-            mlp_layer_types=["dense", *["sparse"] * 3],
+            **_INDEXER,
+            **_ONE_DENSE,
         ),
     ),
-    "glm4v": (
-        "Glm4vConfig",
-        dict(text_config=dict(_GLM_MROPE, intermediate_size=128), vision_config=_GLM_VISION, **_GLM_IMAGES),
-    ),
+    "glm4v": ("Glm4vConfig", dict(text_config=_GLM_MROPE, vision_config=_GLM_VISION, **_GLM_IMAGES)),
     "glm46v": (
         "Glm46VConfig",
-        dict(
-            text_config=dict(_GLM_MROPE, model_type="glm4v_text", intermediate_size=128),
-            vision_config=_GLM_VISION,
-            **_GLM_IMAGES,
-        ),
+        dict(text_config=dict(_GLM_MROPE, model_type="glm4v_text"), vision_config=_GLM_VISION, **_GLM_IMAGES),
     ),
     "glm4v_moe": (
         "Glm4vMoeConfig",
         dict(
-            text_config=dict(
-                _MOE,
-                **_GLM_MROPE,
-                intermediate_size=128,
-                n_routed_experts=8,
-                first_k_dense_replace=1,
-            ),
+            text_config=dict(_MOE, **_GLM_MROPE, n_routed_experts=8, first_k_dense_replace=1),
             vision_config=_GLM_VISION,
             **_GLM_IMAGES,
         ),
     ),
-    "diffllama": ("DiffLlamaConfig", dict(intermediate_size=128, head_dim=16)),
+    "diffllama": ("DiffLlamaConfig", dict(head_dim=16)),
     "kimi_k25": (
         "Kimi_K25Config",
         dict(
-            text_config=dict(
-                _MLA,
-                model_type="deepseek_v3",
-                n_shared_experts=1,
-                q_lora_rank=32,
-                n_group=2,
-                topk_group=1,
-            ),
-            vision_config=dict(
-                hidden_size=32,
-                intermediate_size=48,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                patch_size=14,
-                pos_emb_height=4,
-                pos_emb_width=4,
-            ),
+            text_config=dict(_GROUPED, model_type="deepseek_v3"),
+            vision_config=dict(_TOWER, pos_emb_height=4, pos_emb_width=4),
             projection_hidden_size=32,
-            image_token_id=250,
-            video_token_id=251,
-            vision_start_token_id=252,
-            vision_end_token_id=253,
+            **_QWEN_IMAGES,
         ),
     ),
     "step3p7": (
@@ -783,23 +514,17 @@ CONFIGS: dict[str, tuple[str, dict]] = {
         dict(
             text_config=dict(
                 _MOE,
-                intermediate_size=128,
                 head_dim=16,
                 n_routed_experts=8,
                 share_expert_dim=32,
                 sliding_window=16,
-                layer_types=["full_attention", "sliding_attention"] * 2,
-                mlp_layer_types=["dense", *["sparse"] * 3],
+                layer_types=_FULL_FIRST,
+                **_ONE_DENSE,
                 swiglu_limits=[0, 0, 0.5, 0.5],
                 moe_router_scaling_factor=1.5,
             ),
             vision_config=dict(
-                hidden_size=32,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                mlp_ratio=2.0,
-                image_size=112,
-                patch_size=14,
+                hidden_size=32, num_hidden_layers=2, num_attention_heads=2, mlp_ratio=2.0, image_size=112, patch_size=14
             ),
             image_token_id=250,
         ),
@@ -807,13 +532,12 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     "olmo_hybrid": (
         "OlmoHybridConfig",
         dict(
-            intermediate_size=128,
             linear_num_value_heads=4,
             linear_num_key_heads=2,
             linear_key_head_dim=16,
             linear_value_head_dim=16,
             rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
-            layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            layer_types=_LINEAR,
         ),
     ),
 }
@@ -901,49 +625,41 @@ def llama4_vision(seed: int = 0):
     return transformers.Llama4ForConditionalGeneration(whole).eval()
 
 
+_PATCHES = (16, 3 * 14 * 14)
+# The shape of an image's pixels, for the types that do not take the patches as rows.
+_PIXELS = {
+    "llama4": (1, 3, 28, 28),
+    **dict.fromkeys(("mistral3", "gemma3", "internvl"), (1, 3, 56, 56)),
+    **dict.fromkeys(("llava_onevision", "llava_next"), (1, 3, 3, 14, 14)),
+    **dict.fromkeys(("smolvlm", "idefics3"), (1, 1, 3, 56, 56)),
+    "step3p7": (1, 3, 112, 112),
+    **dict.fromkeys(("gemma4", "lfm2_vl"), (1, *_PATCHES)),
+    "kimi_k25": (16, 3, 14, 14),
+}
+
+
 def image(arch: str) -> dict[str, torch.Tensor]:
     """Inputs of a tiny multimodal model: token ids ``[1, 15]``, of which four are an image's, and its pixels."""
-    ids = torch.cat([tokens(1, 5).clamp(max=249), torch.full((1, 4), 250), tokens(1, 6, seed=2).clamp(max=249)], dim=1)
-    generator = torch.Generator().manual_seed(3)
     arch = arch.partition("+")[0]
-    if arch == "llama4":
-        return {"input_ids": ids, "pixel_values": torch.randn(1, 3, 28, 28, generator=generator)}
-    if arch == "mistral3":
-        pixels = torch.randn(1, 3, 56, 56, generator=generator)
-        return {"input_ids": ids, "pixel_values": pixels, "image_sizes": torch.tensor([[56, 56]])}
-    if arch == "gemma3":  # the tokens of an image see each other
-        pixels = torch.randn(1, 3, 56, 56, generator=generator)
-        return {"input_ids": ids, "pixel_values": pixels, "token_type_ids": (ids == 250).int()}
-    if arch == "internvl":
-        return {"input_ids": ids, "pixel_values": torch.randn(1, 3, 56, 56, generator=generator)}
-    if arch in ("llava_onevision", "llava_next"):
-        pixels = torch.randn(1, 3, 3, 14, 14, generator=generator)
-        return {"input_ids": ids, "pixel_values": pixels, "image_sizes": torch.tensor([[14, 28]])}
-    if arch in ("smolvlm", "idefics3"):
-        return {"input_ids": ids, "pixel_values": torch.randn(1, 1, 3, 56, 56, generator=generator)}
-    if arch == "step3p7":
-        return {"input_ids": ids, "pixel_values": torch.randn(1, 3, 112, 112, generator=generator)}
-    patches = torch.randn(16, 3 * 14 * 14, generator=generator)
-    kinds = (ids == 250).int()
-    if arch == "gemma4":
-        places = torch.cartesian_prod(torch.arange(4), torch.arange(4))[None]
-        return {
-            "input_ids": ids,
-            "pixel_values": patches[None],
-            "image_position_ids": places,
+    ids = torch.cat([tokens(1, 5).clamp(max=249), torch.full((1, 4), 250), tokens(1, 6, seed=2).clamp(max=249)], dim=1)
+    shape, kinds = _PIXELS.get(arch, _PATCHES), (ids == 250).int()
+    grid, tiled = {"image_grid_thw": torch.tensor([[1, 4, 4]])}, {"image_sizes": torch.tensor([[14, 28]])}
+    beside: dict[str, dict[str, torch.Tensor]] = {
+        "mistral3": {"image_sizes": torch.tensor([[56, 56]])},
+        "gemma3": {"token_type_ids": kinds},  # the tokens of an image see each other
+        "llava_onevision": tiled,
+        "llava_next": tiled,
+        "gemma4": {
+            "image_position_ids": torch.cartesian_prod(torch.arange(4), torch.arange(4))[None],
             "mm_token_type_ids": kinds,
-        }
-    if arch == "lfm2_vl":
-        shown = {"spatial_shapes": torch.tensor([[4, 4]]), "pixel_attention_mask": torch.ones(1, 16, dtype=torch.long)}
-        return {"input_ids": ids, "pixel_values": patches[None], **shown}
-    grid = torch.tensor([[1, 4, 4]])
-    if arch == "minimax_m3_vl":
-        return {"input_ids": ids, "pixel_values": patches, "image_grid_thw": grid}
-    if arch == "kimi_k25":
-        return {"input_ids": ids, "pixel_values": patches.view(16, 3, 14, 14), "image_grid_thw": grid}
-    return {
-        "input_ids": ids,
-        "pixel_values": patches,
-        "image_grid_thw": grid,
-        "mm_token_type_ids": kinds,
+        },
+        "lfm2_vl": {
+            "spatial_shapes": torch.tensor([[4, 4]]),
+            "pixel_attention_mask": torch.ones(1, 16, dtype=torch.long),
+        },
+        "minimax_m3_vl": grid,
+        "kimi_k25": grid,
     }
+    others = {} if arch in _PIXELS else {**grid, "mm_token_type_ids": kinds}
+    pixels = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    return {"input_ids": ids, "pixel_values": pixels, **beside.get(arch, others)}

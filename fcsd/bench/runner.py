@@ -5,6 +5,7 @@ use this module.
 """
 
 import json
+import re
 import statistics
 import sys
 import time
@@ -19,6 +20,8 @@ from fcsd.disk import write_text
 from fcsd.launch.world import World, barrier
 
 _WARM_UPS = 2  # repeats that are not counted
+# What stands before the name in an absolute path. A path begins a text, or follows a space, a quote or punctuation.
+_FOLDERS = re.compile(r"(?<![^\s\"'`=:(\[,])/(?:[^/\s\"'`]+/)+(?=[^/\s\"'`])")
 
 
 class Timing(NamedTuple):
@@ -150,7 +153,17 @@ def write(result: Any, path: Path | None, rank: int = 0) -> None:
     """Writes a result as JSON on rank 0, and makes its directory; nothing without a path.
 
     A benchmark calls this after each of its parts, so that one that is cut short leaves a whole file of what it has.
+    Results are shown to others, so a path in one is its last name; see :func:`without_folders`.
     """
     if path is not None and rank == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(result, indent=1))
+        write_text(path, json.dumps(without_folders(result), indent=1))
+
+
+def without_folders(value: Any) -> Any:
+    """A value with texts in it, in which an absolute path is its last name: no folder of a user stands in a result."""
+    if isinstance(value, str):
+        return _FOLDERS.sub("", value)
+    if isinstance(value, Mapping):
+        return {key: without_folders(own) for key, own in value.items()}
+    return [without_folders(own) for own in value] if isinstance(value, list | tuple) else value

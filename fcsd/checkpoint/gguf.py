@@ -25,28 +25,12 @@ _OTHER = "Pass the safetensors checkpoint that it was made from."
 _NEWER = "A newer package gguf may know it: pip install -U gguf. Otherwise pass a file of another quantisation."
 
 # llama.cpp's architecture -> the keys of the file that transformers translates, and those without effect on the model.
-_PROVEN = {
-    "llama": (
-        *(
-            "attention.head_count",
-            "attention.head_count_kv",
-            "attention.key_length",
-            "attention.layer_norm_rms_epsilon",
-        ),
-        *("attention.value_length", "block_count", "context_length", "embedding_length", "feed_forward_length"),
-        *("rope.dimension_count", "rope.freq_base", "vocab_size"),
-    ),
-    "gemma3": (
-        *(
-            "attention.head_count",
-            "attention.head_count_kv",
-            "attention.key_length",
-            "attention.layer_norm_rms_epsilon",
-        ),
-        *("attention.sliding_window", "attention.value_length", "block_count", "context_length", "embedding_length"),
-        *("feed_forward_length", "rope.freq_base", "vocab_size"),
-    ),
-}
+_COMMON = (
+    *("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length"),
+    *("attention.layer_norm_rms_epsilon", "block_count", "context_length", "embedding_length", "feed_forward_length"),
+    *("rope.freq_base", "vocab_size"),
+)
+_PROVEN = {"llama": (*_COMMON, "rope.dimension_count"), "gemma3": (*_COMMON, "attention.sliding_window")}
 
 
 def is_gguf(model: str | Path) -> bool:
@@ -78,10 +62,12 @@ def unpack_gguf(file: Path, out: Path, accept: Callable[[CheckpointConfig], obje
     names = list(sizes)
     _check(file, fields, names)
     accept(_config(file))
+    from rich.filesize import decimal
+
     above = next(path for path in out.absolute().parents if path.exists())
     if 2 * sum(sizes.values()) > shutil.disk_usage(above).free:
         raise DiskError(
-            f"{above}: {2 * sum(sizes.values())} bytes of bf16 weights do not fit",
+            f"{above}: {decimal(2 * sum(sizes.values()))} of bf16 weights do not fit",
             "Free some space, or choose another directory.",
         )
     model, tokenizer = _load(file)
@@ -97,6 +83,9 @@ def unpack_gguf(file: Path, out: Path, accept: Callable[[CheckpointConfig], obje
         raise BadInputError(f"{file}: this version of transformers keeps the weights quantised in memory")
     if model.config.tie_word_embeddings:
         del weights["lm_head.weight"]
+    weights = {name: weight.bfloat16() for name, weight in weights.items()}
+    if damaged := next((name for name, weight in weights.items() if not weight.isfinite().all()), None):
+        raise BadInputError(f"{file}: {damaged} has values that are not finite numbers in bf16", _DAMAGED)
     if len(weights) != len(names):
         raise BadInputError(
             f"{file}: has {len(names)} tensors, and the model that transformers reads has {len(weights)}"
@@ -108,7 +97,7 @@ def unpack_gguf(file: Path, out: Path, accept: Callable[[CheckpointConfig], obje
     with staged(out) as stage:
         from huggingface_hub import save_torch_state_dict
 
-        save_torch_state_dict({name: weight.bfloat16() for name, weight in weights.items()}, stage)
+        save_torch_state_dict(weights, stage)
         for shard in stage.glob("*.safetensors"):
             shard.chmod(0o644)  # they are written through temporary files, which only their owner may read
         plain.save_pretrained(stage)

@@ -9,10 +9,11 @@ from pathlib import Path
 from fcsd.checkpoint.layout import INDEX, SINGLE
 from fcsd.errors import BadInputError
 
+RUN_RECIPE = "config.resolved.yaml"  # the first file that a run writes, by which its directory is known
 # The known kinds, in the order in which they are tried: globs over the top-level names -> the kind, and what to do.
 _KINDS: list[tuple[tuple[str, ...], str, str]] = [
     (("model_index.json",), "a diffusers pipeline", "fcsd rewires language models only."),
-    (("config.resolved.yaml",), "an fcsd run", "Export it first: fcsd export RUN OUT."),
+    ((RUN_RECIPE,), "an fcsd run", "Export it first: fcsd export RUN OUT."),
     (("MANIFEST.json",), "a checkpoint of an fcsd run", "Export it first: fcsd export RUN OUT --checkpoint step-N."),
     (
         ("adapter_config.json", "adapter_model.*"),

@@ -78,7 +78,11 @@ def staged(out: Path, former: Contents | None = None) -> Iterator[Path]:
     real.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(real)
     stage = real.with_name(f".{real.name}.tmp-{uuid.uuid4().hex[:8]}")
-    stage.mkdir()
+    try:
+        stage.mkdir()
+    except OSError as error:
+        error.filename = str(out)  # nobody knows the other name
+        raise
     lock = _lock(stage)
     try:
         (stage / _UNFINISHED).touch()
@@ -162,8 +166,10 @@ def take_over(files: Mapping[str, Path], into: Path) -> int:
     copies = {name: file for name, file in files.items() if not _linked(file, into / name)}
     total = sum(file.stat().st_size for file in copies.values())
     if total > shutil.disk_usage(into).free:
+        from rich.filesize import decimal
+
         raise DiskError(
-            f"{into.parent}: {total} bytes must be copied, and do not fit",
+            f"{into.parent}: {decimal(total)} must be copied, and do not fit",
             "Free some space, or write to the source's disk.",
         )
     if copies:

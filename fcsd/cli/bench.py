@@ -10,7 +10,7 @@ import typer
 from fcsd.bundled import located
 from fcsd.cli.command import command, emit
 from fcsd.cli.options import AsJson, Gpus, Sets, numbers, shares
-from fcsd.disk import write_json
+from fcsd.disk import require_folder, write_json
 from fcsd.errors import ConfigError, DoesNotFitError, FcsdError
 from fcsd.extras import require_extra
 from fcsd.launch.world import first_rank
@@ -20,6 +20,14 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 # Options of commands that take steps.
 Layers = Annotated[int, typer.Option(min=1, help="Decoder layers of a SHAPE.")]
 Seq = Annotated[int, typer.Option(min=8, help="Tokens of a sequence.")]
+
+
+def _require_new(out: Path) -> None:
+    """Refuses a file that exists or has no directory, before anything is measured."""
+    if not out.parent.is_dir():
+        raise ConfigError(f"{out.parent} is not a directory", hint="create it, or choose another --out")
+    if out.exists():
+        raise ConfigError(f"{out} exists", hint="Choose another --out. Nothing was overwritten.")
 
 
 @command(app, "links")
@@ -33,10 +41,7 @@ def links(
 ) -> None:
     """Measure the links inside of a node and between nodes, for `fcsd plan --machine`. On several nodes: torchrun."""
     require_extra("train", "fcsd bench links", "scipy")
-    if not out.parent.is_dir():
-        raise ConfigError(f"{out.parent} is not a directory", hint="create it, or choose another --out")
-    if out.exists():
-        raise ConfigError(f"{out} exists", hint="Choose another --out. Nothing was overwritten.")
+    _require_new(out)
     from fcsd.launch.world import ensure_world
 
     ensure_world(gpus)
@@ -62,11 +67,13 @@ def memory(
         float | None, typer.Option("--cap", metavar="GIB", min=1, help="Memory of a GPU that torch may take.")
     ] = None,
     gpus: Gpus = None,
-    out: Annotated[Path | None, typer.Option(help="JSON file to write the figures to.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The JSON file to write; it must not exist.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Take distillation steps of random weights, and compare their memory and time with what `fcsd plan` predicts."""
     require_extra("train", "fcsd bench memory")
+    if out is not None:
+        _require_new(out)
     from fcsd.launch.world import ensure_world
 
     ensure_world(gpus)
@@ -151,6 +158,8 @@ def step(
 ) -> None:
     """Time a training step (with --teacher, distillation) of random weights beside the communication-free bound."""
     require_extra("train", "fcsd bench step")
+    if out is not None:
+        require_folder(out, "--out")
     from fcsd.bench.step.workload import Workload
 
     load = Workload(
@@ -253,6 +262,8 @@ def serve(
     as_json: AsJson = False,
 ) -> None:
     """Measure how fast MODEL would be served if it were converted, beside the original at its best and the bound."""
+    if out is not None:
+        require_folder(out, "--out")
     from fcsd.bench.serve.workload import Workload
 
     load = Workload(

@@ -1,4 +1,6 @@
-"""Divides a batch of tokens over processes and micro-batches."""
+"""The arithmetic of a run's steps: how a batch of tokens is divided, and how often there is a pause."""
+
+import math
 
 from fcsd.config.recipe import Recipe
 from fcsd.errors import ConfigError
@@ -19,3 +21,16 @@ def accumulation(recipe: Recipe, world_size: int) -> int:
             hint=f"Set it to a multiple, such as {max(together, recipe.train.batch_tokens // together * together)}.",
         )
     return recipe.train.batch_tokens // together
+
+
+def pauses(after: int, last: int, *every: int) -> int:
+    """How many steps from ``after + 1`` to ``last`` one of ``every`` divides (0 divides none), or are the last.
+
+    Args:
+        every: at most two numbers.
+    """
+    some = [each for each in every if each]
+    count = sum(last // each - after // each for each in some)
+    if len(some) > 1:
+        count -= last // math.lcm(*some) - after // math.lcm(*some)
+    return count + all(last % each for each in some)

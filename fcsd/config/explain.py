@@ -52,6 +52,8 @@ def nearest(key: str, known: Mapping[str, str]) -> str:
 def _meant_value(problem: ErrorDetails) -> str:
     """The end of a message that suggests how to write what was meant; empty if nothing is near."""
     given = problem["input"]
+    if problem["type"] == "list_type" and isinstance(given, str):
+        return f"; did you mean [{given}]?"
     if problem["type"] == "string_type" and type(given) in (int, float):
         return f"; did you mean '{given}', in quotes?"
     if problem["type"] == "int_type" and (unit := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([kmbt])", str(given).lower())):

@@ -257,8 +257,8 @@ class Recipe(Section):
             "parallel.quantised: it has no dispatch": self.parallel.quantised.any,
             "train.compile": self.train.compile,
             "train.graph": self.train.graph,
-            "optim.train; it can be train.adapter alone": bool(self.optim.train),
-            "optim.offload host; it can be moments": self.optim.offload == "host",
+            "optim.train, and with train.adapter alone it can": bool(self.optim.train),
+            "optim.offload host, and with moments it can": self.optim.offload == "host",
         }
         return next((why for why, is_so in found.items() if is_so), None)
 

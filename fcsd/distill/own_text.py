@@ -27,6 +27,11 @@ from fcsd.progress import progress
 RECORD = "write.json"
 TRAIN, HELD_OUT = "train", "held_out"
 _HELD_OUT_EACH = 50  # one document of so many is for the held-out loss
+_NAMES = {  # what a user knows of the settings that are not options
+    "model_sha256": "model",
+    "prompts_sha256": "file of --prompts",
+    "shard_tokens": "--tokens, and a text of less than 2M tokens cannot grow",
+}
 _SHINGLE = 8  # tokens
 _HASHES, _BANDS = 8, 4
 _LOOP = 0.5  # the least share of distinct shingles
@@ -46,7 +51,6 @@ def write_own_text(
     batch_size: int | None = None,
     shard_tokens: int = 2_000_000,
     seed: int = 0,
-    dtype: str | None = None,
 ) -> dict[str, Any]:
     """Let a model write text, in files from which a call that was killed goes on. Every process calls this.
 
@@ -61,7 +65,6 @@ def write_own_text(
         temperature, greedy, max_tokens, shard_tokens, seed: see ``Writing``.
         batch_size: how many documents are written at a time; None for ``GPU_BATCH`` or ``CPU_BATCH``. Their keys and
             values are in memory.
-        dtype: the dtype of the weights; None for bfloat16 on GPUs and float32 on CPUs.
 
     Returns:
         The content of ``write.json``: the model, the settings, and for all files the documents and tokens that were
@@ -91,7 +94,7 @@ def write_own_text(
     missing = [number for number in range(count) if not (out / _name(TRAIN, number)).exists()]
     mine = missing[world.rank :: world.size]
     if mine:
-        network = _load(path, world, dtype)
+        network = _load(path, world)
         on_gpu = world.device.type == "cuda"
         writer = Writer(network, tokenizer, writing, questions, batch_size or (GPU_BATCH if on_gpu else CPU_BATCH))
         quiet = world.rank > 0
@@ -113,8 +116,14 @@ def _check(writing: Writing, tokens: int, tokenizer: PreTrainedTokenizerBase, pr
             hint = "leave --prompts out, or put the chat_template.jinja of the model's chat version into its directory"
             raise ConfigError(what, hint)
         raise ConfigError("--prompts are users' turns, which --form document does not have", "write --form chat")
-    if not writing.temperature > 0 or not 0 <= writing.greedy <= 1 or min(tokens, writing.max_tokens) < 1:
-        raise ConfigError("--temperature must be above 0, --greedy a share from 0 to 1, and tokens at least 1")
+    for option, value, possible, need in (
+        ("--temperature", writing.temperature, writing.temperature > 0, "a number above 0"),
+        ("--greedy", writing.greedy, 0 <= writing.greedy <= 1, "a share from 0 to 1"),
+        ("--tokens", tokens, tokens > 0, "at least 1"),
+        ("--max-tokens", writing.max_tokens, writing.max_tokens > 0, "at least 1"),
+    ):
+        if not possible:
+            raise ConfigError(f"{option} must be {need}, not {value:g}")
     if writing.greedy and writing.form == "document":
         raise ConfigError("--greedy is a share of answers; a document written greedily is always the same one")
 
@@ -141,10 +150,9 @@ def _claim(out: Path, identity: dict[str, Any]) -> None:
             raise BadInputError(f"{file}: is damaged", "Choose another directory.") from error
         changed = [key for key in identity if known.get(key) != identity[key]]
         if changed:
-            raise ConfigError(
-                f"{out}: holds text that was written with another {changed[0]}: {known.get(changed[0])!r}",
-                "Choose another directory.",
-            )
+            was = known.get(changed[0])
+            named = _NAMES.get(changed[0]) or f"{'--' + changed[0].replace('_', '-')}: {was!r}"
+            raise ConfigError(f"{out}: holds text that was written with another {named}", "Choose another directory.")
         return
     # The record is the first file, so that a call that ends here can be started again.
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -153,12 +161,12 @@ def _claim(out: Path, identity: dict[str, Any]) -> None:
     write_text(file, json.dumps({"settings": identity}, indent=1) + "\n")
 
 
-def _load(path: Path, world: World, dtype: str | None) -> PreTrainedModel:
+def _load(path: Path, world: World) -> PreTrainedModel:
     from fcsd.engine.fused import fuse
     from fcsd.models.build import load_model
 
     on_gpu = world.device.type == "cuda"
-    network = load_model(path, dtype=dtype or ("bfloat16" if on_gpu else "float32"), device=world.device)
+    network = load_model(path, dtype="bfloat16" if on_gpu else "float32", device=world.device)
     fuse(network, on_gpu)
     return network
 
@@ -261,7 +269,7 @@ def to_text(record: dict[str, Any], out: Path) -> str:
     return "\n".join(
         [
             f"written  {written['tokens']} tokens in {written['documents']} documents, "
-            f"and {written['held_out_documents']} documents for the held-out loss",
+            f"and {written['held_out_documents']} for the held-out loss",
             f"dropped  {written['loops']} that loop, {written['repeats']} that nearly repeat another",
             "recipe   data:",
             f"           sources: [{{path: '{out}/{TRAIN}/*.parquet', token_ids: input_ids}}]",

@@ -10,7 +10,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.config import EarlyStop
 from fcsd.eval.code.sandbox import find_sandbox
-from fcsd.eval.engines.engine import Engine
 from fcsd.eval.harness import Loaded, evaluate_models
 from fcsd.eval.results import PERPLEXITIES
 from fcsd.eval.score import Score, Scorer
@@ -56,7 +55,6 @@ def score(
     task: str = TASK,
     data_mirror: str | Path | None = None,
     limit: int | None = None,
-    batch_size: int | None = None,
     accept_unsafe_exec: bool = False,
     timeout_s: float = 1800.0,
 ) -> Score:
@@ -73,7 +71,7 @@ def score(
         group: the ranks; None for all of the default process group, or for this process where there is none.
         suite: ``strict`` for EvalPlus' base and plus tests, ``paper`` for lm-eval's three base asserts.
         task: a benchmark of the suite, by column.
-        data_mirror, limit, accept_unsafe_exec: as for ``evaluate_models``; batch_size: as for ``Engine``.
+        data_mirror, limit, accept_unsafe_exec: as for ``evaluate_models``.
         timeout_s: how long a rank waits for any other, in seconds.
 
     Raises:
@@ -93,7 +91,6 @@ def score(
         tasks=[task],
         data_mirror=data_mirror,
         limit=limit,
-        engine=Engine(batch_size=batch_size),
         accept_unsafe_exec=accept_unsafe_exec,
         team=team,
     )

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.checkpoint import read_config, resolve
 from fcsd.checkpoint.location import short_names
-from fcsd.disk import json_sha256
+from fcsd.disk import json_sha256, require_folder
 from fcsd.engine.generate import BATCHES
 from fcsd.errors import ConfigError
 from fcsd.eval.code.sandbox import find_sandbox
@@ -100,7 +100,8 @@ def evaluate_models(
 
     Raises:
         ConfigError: a suite or task is unknown, a task cannot run here, no task counts in the mean of which a verdict
-            is needed, two models have the same name, or samples are to be written without ``out``.
+            is needed, two models have the same name, samples are to be written without ``out``, or ``out`` cannot be
+            written or is the directory of a model.
         BadInputError: data are missing or empty, a prompt is longer than the model takes, or a model cannot be loaded.
         NonFiniteError: a model gives NaN or infinite logits; it gets no score.
         FcsdError: generated programs would have to run without a sandbox.
@@ -114,6 +115,8 @@ def evaluate_models(
     text = None if held_out is None else HeldOut(Path(held_out))
     mirror = None if data_mirror is None else Path(data_mirror).absolute()  # loading changes directory
     directory = None if out is None else Path(out)
+    if directory is not None:
+        require_folder(directory, "--out")
     results: list[dict[str, Any]] = []
     chosen = select_any(suite, tasks, num_fewshot=num_fewshot, apply_chat_template=apply_chat_template)
     engine.check(int(os.environ.get("WORLD_SIZE", "1")) if team is None else 1)

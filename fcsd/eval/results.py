@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fcsd.checkpoint.kind import RUN_RECIPE
 from fcsd.disk import read_input, write_text
 from fcsd.errors import BadInputError
 from fcsd.eval.engines.answer_cache import is_number
@@ -84,7 +85,7 @@ def run_of(model: str) -> Path | None:
     path = Path(model).resolve()
     if not path.is_dir():
         return None
-    return next((parent for parent in path.parents if (parent / "config.resolved.yaml").is_file()), None)
+    return next((parent for parent in path.parents if (parent / RUN_RECIPE).is_file()), None)
 
 
 def is_accuracy(result: Result) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fcsd import markdown
+from fcsd.checkpoint.kind import RUN_RECIPE
 from fcsd.checkpoint.rewired import describe
 from fcsd.distill.run.report import METRICS, read_metrics
 from fcsd.errors import ConfigError
@@ -115,7 +116,7 @@ def _recipe(run: Path) -> "Recipe | None":
     from fcsd.config import load_recipe
 
     try:
-        return load_recipe(run / "config.resolved.yaml").recipe
+        return load_recipe(run / RUN_RECIPE).recipe
     except ConfigError as error:
         log.warning("the card leaves out the settings of the training: %s", error)
         return None

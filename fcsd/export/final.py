@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 from fcsd.checkpoint import read_config, read_layout, resolve, verify_tensors
+from fcsd.checkpoint.kind import RUN_RECIPE
 from fcsd.checkpoint.side_files import side_files
 from fcsd.checkpoint.staging import check_out, copy_small, staged, take_over
 from fcsd.config import load_recipe
@@ -57,7 +58,7 @@ def export_model(
         FcsdError: the directory does not reload to equal logits. It has been removed.
     """
     out = Path(out)
-    if (Path(run_or_model) / "config.resolved.yaml").is_file():
+    if (Path(run_or_model) / RUN_RECIPE).is_file():
         _write_checkpoint(Path(run_or_model), checkpoint, out, force=force, title=push)
     else:
         _write(resolve(str(run_or_model)).path, None, out, force=force, title=push)
@@ -86,7 +87,7 @@ def _write_checkpoint(run: Path, checkpoint: str | None, out: Path, *, force: bo
             out.absolute().parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=".merged-") as scratch:
                 log.info("merging what was trained into the weights")
-                merge_checkpoint(load_recipe(run / "config.resolved.yaml").recipe, parts, Path(scratch) / "model")
+                merge_checkpoint(load_recipe(run / RUN_RECIPE).recipe, parts, Path(scratch) / "model")
                 return _write(Path(scratch) / "model", run, out, force=force, title=title)
         except (FcsdError, OSError):
             if chosen.exists():

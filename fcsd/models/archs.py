@@ -17,27 +17,28 @@ def _row(model_type: str, stem: str, *, vllm: Mapping[str, Any] | None = None, *
     """A row, whose defaults are those of a family like llama.
 
     Args:
-        stem: what the names of transformers' classes start with.
+        stem: what the names of transformers' classes start with; that of the causal LM leaves a ``Text`` out.
         vllm: the fields of ``VllmNames`` that differ from transformers' own names.
         fields: the fields of ``Arch`` that differ from the defaults.
     """
-    classes = {"AutoModel": (f"{stem}Model", ""), "AutoModelForCausalLM": (f"{stem}ForCausalLM", "model")}
+    causal = f"{stem.removesuffix('Text')}ForCausalLM"
+    classes = {"AutoModel": (f"{stem}Model", ""), "AutoModelForCausalLM": (causal, "model")}
     fields = {"config": f"{stem}Config", "classes": classes, "blocks": Blocks(), **fields}
-    decoder, blocks = fields["classes"]["AutoModelForCausalLM"][1], fields["blocks"]
-    same = (
-        "mlp",
-        "shared",
-        "shared_beside",
-        "linear",
-        "attn_norms",
-        "mlp_norms",
-        "beside",
-        "router",
-        "inputs",
-        "scale",
-    )
-    names = {"decoder": decoder} | {name: getattr(blocks, name) for name in same} | dict(vllm or {})
-    return Arch(model_type, vllm=VllmNames(**names), **fields)
+    decoder = fields["classes"]["AutoModelForCausalLM"][1] if "text_config" not in fields else "language_model.model"
+    same = "mlp", "shared", "shared_beside", "linear", "attn_norms", "mlp_norms", "beside", "router", "inputs", "scale"
+    names: dict[str, Any] = {"decoder": decoder, **{name: getattr(fields["blocks"], name) for name in same}}
+    return Arch(model_type, vllm=VllmNames(**names | dict(vllm or {})), **fields)
+
+
+def _vision(stem: str, decoder: str = "language_model") -> dict[str, tuple[str, str]]:
+    """The classes of a multimodal type. One serves text and images, so that no tensor is lost for text alone."""
+    whole, bare = (f"{stem}ForConditionalGeneration", f"model.{decoder}"), (f"{stem}Model", decoder)
+    return {"AutoModel": bare, "AutoModelForCausalLM": whole, "AutoModelForImageTextToText": whole}
+
+
+def _multimodal(model_type: str, stem: str, *, decoder: str = "language_model", **fields: Any) -> Arch:
+    """The row of a multimodal type, whose language model transformers calls ``decoder``; otherwise as ``_row``."""
+    return _row(model_type, stem, **{"classes": _vision(stem, decoder), "text_config": "text_config", **fields})
 
 
 _NO_CLASS = "vLLM has no class of its own for this type"
@@ -51,13 +52,6 @@ _NOT_TRIED = "vLLM's class has states for each channel or head, with which the p
 _ON_GPUS = "vLLM's linear attention for it has kernels for GPUs alone, where fcsd's plugin was not tried with it"
 _NO_SCAN = "vLLM's build for CPUs lacks the kernel of its states, and no GPU has run fcsd's plugin with it"
 
-
-def _vision(stem: str, decoder: str = "language_model") -> dict[str, tuple[str, str]]:
-    """The classes of a multimodal type. One serves text and images, so that no tensor is lost for text alone."""
-    whole, bare = (f"{stem}ForConditionalGeneration", f"model.{decoder}"), (f"{stem}Model", decoder)
-    return {"AutoModel": bare, "AutoModelForCausalLM": whole, "AutoModelForImageTextToText": whole}
-
-
 # vLLM's layers add their outputs to the stream themselves, some multiply them first, and some read no such fields.
 _PLAIN = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
 _ADDS = {"whole": True, "assumes": _PLAIN}
@@ -65,7 +59,7 @@ _MULTIPLIED = {"whole": True, "multiplier": "residual_multiplier"}
 _UNEVEN = "its layers differ in heads, and some read the keys and values of others"
 _BESIDE = "experts beside an MLP read the stream through another norm than their router, which AutoEP's cannot"
 
-_INSIDE_VISION = r"model\.language_model\.layers\.\d+\.mlp"  # where a multimodal type of ``_vision`` has experts
+_INSIDE_VISION = r"model\.language_model\.layers\.\d+\.mlp"  # where a multimodal type has experts
 _SHARED_EXPERTS = Blocks(shared="shared_experts")
 
 # Outputs are normed on arrival. The stream is read as it is by the first kind, through norms by the second.
@@ -132,11 +126,7 @@ _FUSED_EXPERTS_AUTOEP = {
     "score_apply": "post",
     "route_norm": True,
 }
-_MINIMAX_M2_AUTOEP = {
-    **_FUSED_EXPERTS_AUTOEP,
-    "moe_layer_pattern": r"model\.layers\.\d+\.mlp",
-    "score_func": "sigmoid",
-}
+_MINIMAX_M2_AUTOEP = {**_FUSED_EXPERTS_AUTOEP, "moe_layer_pattern": r"model\.layers\.\d+\.mlp", "score_func": "sigmoid"}
 
 _MISTRAL4_AUTOEP = {"preset_model": "deepseek_v3", "score_func": "softmax"}
 # MiniMax-M3's attention chooses blocks of keys in most layers. Rounding could choose others.
@@ -337,20 +327,10 @@ _ROWS = (
         later_layers=True,
     ),
     _row(
-        "exaone_moe",
-        "ExaoneMoe",
-        blocks=_SHARED_EXPERTS,
-        autoep="deepseek_v3",
-        tp_plan=_SHARED_TP,
-        later_layers=True,
+        "exaone_moe", "ExaoneMoe", blocks=_SHARED_EXPERTS, autoep="deepseek_v3", tp_plan=_SHARED_TP, later_layers=True
     ),
     _row(
-        "solar_open",
-        "SolarOpen",
-        blocks=_SHARED_EXPERTS,
-        autoep="deepseek_v3",
-        tp_plan=_SHARED_TP,
-        no_vllm=_NO_CLASS,
+        "solar_open", "SolarOpen", blocks=_SHARED_EXPERTS, autoep="deepseek_v3", tp_plan=_SHARED_TP, no_vllm=_NO_CLASS
     ),
     _row(
         "hunyuan_v1_moe",
@@ -415,7 +395,6 @@ _ROWS = (
     _row(
         "llama4_text",
         "Llama4Text",
-        classes={"AutoModel": ("Llama4TextModel", ""), "AutoModelForCausalLM": ("Llama4ForCausalLM", "model")},
         autoep={"moe_layer_pattern": r"model\.layers\.\d+\.feed_forward", **_LLAMA4_AUTOEP},
         **_LLAMA4,
     ),
@@ -428,91 +407,31 @@ _ROWS = (
         text_config="text_config",
         **_LLAMA4,
     ),
-    _row(
-        "qwen2_vl",
-        "Qwen2VL",
-        classes=_vision("Qwen2VL"),
-        text_config="text_config",
-        packs=False,
-        stored="model",
-        vllm={"decoder": "language_model.model"},
-    ),
-    _row(
-        "qwen2_5_vl",
-        "Qwen2_5_VL",
-        classes=_vision("Qwen2_5_VL"),
-        text_config="text_config",
-        packs=False,
-        stored="model",
-        vllm={"decoder": "language_model.model"},
-    ),
-    _row(
+    _multimodal("qwen2_vl", "Qwen2VL", packs=False, stored="model"),
+    _multimodal("qwen2_5_vl", "Qwen2_5_VL", packs=False, stored="model"),
+    _multimodal(
         "internvl",
         "InternVL",
-        classes=_vision("InternVL"),
-        text_config="text_config",
         texts={
             "qwen2": {},
             "qwen3": {},
             "qwen3_moe": {"autoep": {"preset_model": "qwen3_moe", "moe_layer_pattern": _INSIDE_VISION}},
         },
-        vllm={"decoder": "language_model.model"},
     ),
-    _row(
-        "llava_onevision",
-        "LlavaOnevision",
-        classes=_vision("LlavaOnevision"),
-        text_config="text_config",
-        no_vllm=_UNTRIED,
-        texts={"qwen2": {}},
-    ),
-    _row(
-        "llava_next",
-        "LlavaNext",
-        classes=_vision("LlavaNext"),
-        text_config="text_config",
-        no_vllm=_UNTRIED,
-        texts={"mistral": {}, "llama": {}, "qwen2": {}},
-    ),
-    _row(
-        "smolvlm",
-        "SmolVLM",
-        classes=_vision("SmolVLM", "text_model"),
-        text_config="text_config",
-        no_vllm=_UNTRIED,
-        texts={"llama": {}},
-    ),
-    _row(
-        "idefics3",
-        "Idefics3",
-        classes=_vision("Idefics3", "text_model"),
-        text_config="text_config",
-        no_vllm=_UNTRIED,
-        texts={"llama": {}},
-    ),
-    _row(
-        "qwen3_vl",
-        "Qwen3VL",
-        classes=_vision("Qwen3VL"),
-        text_config="text_config",
-        injected="vision_config.deepstack_visual_indexes",
-        tp_plan=_DENSE_TP,
-        vllm={"decoder": "language_model.model"},
-    ),
-    _row(
+    _multimodal("llava_onevision", "LlavaOnevision", no_vllm=_UNTRIED, texts={"qwen2": {}}),
+    _multimodal("llava_next", "LlavaNext", no_vllm=_UNTRIED, texts={"mistral": {}, "llama": {}, "qwen2": {}}),
+    _multimodal("smolvlm", "SmolVLM", decoder="text_model", no_vllm=_UNTRIED, texts={"llama": {}}),
+    _multimodal("idefics3", "Idefics3", decoder="text_model", no_vllm=_UNTRIED, texts={"llama": {}}),
+    _multimodal("qwen3_vl", "Qwen3VL", injected="vision_config.deepstack_visual_indexes", tp_plan=_DENSE_TP),
+    _multimodal(
         "qwen3_vl_moe",
         "Qwen3VLMoe",
-        classes=_vision("Qwen3VLMoe"),
-        text_config="text_config",
         injected="vision_config.deepstack_visual_indexes",
         no_ep="its experts are stored transposed, by a rule that reads shapes which AutoEP's experts do not have",
-        vllm={"decoder": "language_model.model"},
     ),
-    _row(
+    _multimodal(
         "mistral3",
         "Mistral3",
-        classes=_vision("Mistral3"),
-        text_config="text_config",
         blocks=_SHARED_EXPERTS,
         tp_plan=_DENSE_TP,
         texts={
@@ -524,43 +443,12 @@ _ROWS = (
                 "tp_plan": _LATENT_TP,
             },
         },
-        vllm={"decoder": "language_model.model"},
     ),
     _row("qwen3_next", "Qwen3Next", autoep="qwen3_5_moe", **_GATED_DELTA_MOE),
-    _row(
-        "qwen3_5_text",
-        "Qwen3_5",
-        config="Qwen3_5TextConfig",
-        classes={"AutoModel": ("Qwen3_5TextModel", ""), "AutoModelForCausalLM": ("Qwen3_5ForCausalLM", "model")},
-        blocks=Blocks(linear="linear_attn"),
-        **_GATED_DELTA,
-    ),
-    _row(
-        "qwen3_5_moe_text",
-        "Qwen3_5Moe",
-        config="Qwen3_5MoeTextConfig",
-        classes={"AutoModel": ("Qwen3_5MoeTextModel", ""), "AutoModelForCausalLM": ("Qwen3_5MoeForCausalLM", "model")},
-        autoep="qwen3_5_moe",
-        **_GATED_DELTA_MOE,
-    ),
-    _row(
-        "qwen3_5",
-        "Qwen3_5",
-        classes=_vision("Qwen3_5"),
-        text_config="text_config",
-        blocks=Blocks(linear="linear_attn"),
-        **_GATED_DELTA,
-        vllm={"decoder": "language_model.model"},
-    ),
-    _row(
-        "qwen3_5_moe",
-        "Qwen3_5Moe",
-        classes=_vision("Qwen3_5Moe"),
-        text_config="text_config",
-        autoep=_QWEN_AUTOEP,
-        **_GATED_DELTA_MOE,
-        vllm={"decoder": "language_model.model"},
-    ),
+    _row("qwen3_5_text", "Qwen3_5Text", blocks=Blocks(linear="linear_attn"), **_GATED_DELTA),
+    _row("qwen3_5_moe_text", "Qwen3_5MoeText", autoep="qwen3_5_moe", **_GATED_DELTA_MOE),
+    _multimodal("qwen3_5", "Qwen3_5", blocks=Blocks(linear="linear_attn"), **_GATED_DELTA),
+    _multimodal("qwen3_5_moe", "Qwen3_5Moe", autoep=_QWEN_AUTOEP, **_GATED_DELTA_MOE),
     _row("olmo2", "Olmo2", blocks=Blocks(**_OLMO_NORMS), vllm=_ADDS, **_NORMS_OVER_HEADS),
     _row("olmo3", "Olmo3", blocks=Blocks(**_OLMO_NORMS), vllm=_ADDS, **_NORMS_OVER_HEADS),
     _row(
@@ -582,48 +470,23 @@ _ROWS = (
     ),
     _row(
         "gemma3_text",
-        "Gemma3",
-        config="Gemma3TextConfig",
-        classes={"AutoModel": ("Gemma3TextModel", ""), "AutoModelForCausalLM": ("Gemma3ForCausalLM", "model")},
+        "Gemma3Text",
         blocks=Blocks(**_GEMMA_NORMS),
         norm_epsilon="eps",
         norm_offset=1,
         logits_cap="final_logit_softcapping",
     ),
-    _row(
+    _multimodal(
         "gemma3",
-        "Gemma3",
-        classes=_vision("Gemma3"),  # which caps no logits, unlike the class for text alone
-        text_config="text_config",
+        "Gemma3",  # which caps no logits, unlike the class for text alone
         blocks=Blocks(**_GEMMA_NORMS),
         norm_epsilon="eps",
         norm_offset=1,
         tp_plan=_DENSE_TP,
-        vllm={"decoder": "language_model.model"},
     ),
-    _row(
-        "gemma4_text",
-        "Gemma4",
-        config="Gemma4TextConfig",
-        classes={"AutoModel": ("Gemma4TextModel", ""), "AutoModelForCausalLM": ("Gemma4ForCausalLM", "model")},
-        vllm=_GEMMA4_VLLM,
-        **_GEMMA4,
-    ),
-    _row(
-        "gemma4",
-        "Gemma4",
-        classes=_vision("Gemma4"),
-        text_config="text_config",
-        vllm={"decoder": "language_model.model", **_GEMMA4_VLLM},
-        **_GEMMA4,
-    ),
-    _row(
-        "glm4",
-        "Glm4",
-        blocks=Blocks(**_GLM_NORMS),
-        rotates_halves=False,
-        tp_plan=_PACKED_MLP_TP,
-    ),
+    _row("gemma4_text", "Gemma4Text", vllm=_GEMMA4_VLLM, **_GEMMA4),
+    _multimodal("gemma4", "Gemma4", vllm=_GEMMA4_VLLM, **_GEMMA4),
+    _row("glm4", "Glm4", blocks=Blocks(**_GLM_NORMS), rotates_halves=False, tp_plan=_PACKED_MLP_TP),
     _row(
         "granite",
         "Granite",
@@ -712,11 +575,9 @@ _ROWS = (
         since=(5, 23),
         vllm=_LFM2_VLLM,
     ),
-    _row(
+    _multimodal(
         "lfm2_vl",
         "Lfm2Vl",
-        classes=_vision("Lfm2Vl"),
-        text_config="text_config",
         blocks=_LFM2,
         final_norm="embedding_norm",
         no_tp=_CONVOLVED,
@@ -871,21 +732,11 @@ _ROWS = (
         tp_plan=_LATENT_TP,
         no_vllm=_NO_CLASS,
     ),
-    _row(
-        "minimax_m3_vl_text",
-        "MiniMaxM3VL",
-        config="MiniMaxM3VLTextConfig",
-        classes={
-            "AutoModel": ("MiniMaxM3VLTextModel", ""),
-            "AutoModelForCausalLM": ("MiniMaxM3VLForCausalLM", "model"),
-        },
-        **_MINIMAX_M3,
-    ),
-    _row(
+    _row("minimax_m3_vl_text", "MiniMaxM3VLText", **_MINIMAX_M3),
+    _multimodal(
         "minimax_m3_vl",
         "MiniMaxM3VL",
         classes={**_vision("MiniMaxM3Sparse"), "AutoModel": ("MiniMaxM3VLModel", "language_model")},
-        text_config="text_config",
         **_MINIMAX_M3,
     ),
     _row(
@@ -903,38 +754,25 @@ _ROWS = (
         },
         no_vllm=_NO_CLASS,
     ),
-    _row(
-        "glm4v",
-        "Glm4v",
-        packs=False,
-        classes=_vision("Glm4v"),
-        text_config="text_config",
-        blocks=Blocks(**_GLM_NORMS),
-        rotates_halves=False,
-        tp_plan=_PACKED_MLP_TP,
-        vllm={"decoder": "language_model.model"},
+    _multimodal(
+        "glm4v", "Glm4v", packs=False, blocks=Blocks(**_GLM_NORMS), rotates_halves=False, tp_plan=_PACKED_MLP_TP
     ),
-    _row(
+    _multimodal(
         "glm46v",
         "Glm46V",
         packs=False,
-        classes=_vision("Glm46V"),
-        text_config="text_config",
         blocks=Blocks(**_GLM_NORMS),
         rotates_halves=False,
         tp_plan=_PACKED_MLP_TP,
         no_vllm=_UNTRIED,
         texts={"glm4v_text": {}},
     ),
-    _row(
+    _multimodal(
         "glm4v_moe",
         "Glm4vMoe",
         packs=False,
-        classes=_vision("Glm4vMoe"),
-        text_config="text_config",
         blocks=_SHARED_EXPERTS,
         autoep={"preset_model": "deepseek_v3", "moe_layer_pattern": _INSIDE_VISION},
-        vllm={"decoder": "language_model.model"},
     ),
     _row(
         "diffllama",
@@ -943,28 +781,20 @@ _ROWS = (
         tp_plan={"self_attn.*": "replicated", **_MLP_TP},  # of a single rank
         no_vllm=_NO_CLASS,
     ),
-    _row(
+    _multimodal(
         "kimi_k25",
         "Kimi_K25",
-        classes=_vision("Kimi_K25"),
-        text_config="text_config",
         texts={"deepseek_v3": {}, "kimi_k2": {}},  # transformers takes the second for the first
         blocks=_SHARED_EXPERTS,
         autoep={"preset_model": "deepseek_v3", "moe_layer_pattern": _INSIDE_VISION},
         rotates_halves=False,
         tp_plan=_LATENT_TP,
-        vllm={
-            "causal_lm": "KimiK25ForConditionalGeneration",
-            "decoder": "language_model.model",
-            "rescales_float16": True,
-        },
+        vllm={"causal_lm": "KimiK25ForConditionalGeneration", "rescales_float16": True},
         later_layers=True,
     ),
-    _row(
+    _multimodal(
         "step3p7",
         "Step3p7",
-        classes=_vision("Step3p7"),
-        text_config="text_config",
         blocks=Blocks(shared="shared_experts", flattens=True, shared_first=True, routed_scale="routed_scaling_factor"),
         no_ep="DeepSpeed AutoEP does not limit what experts compute, as step3p7 does",
         norm_epsilon="eps",

@@ -2,7 +2,7 @@
 
 import re
 
-from fcsd.errors import unknown_value
+from fcsd.errors import ConfigError, unknown_value
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -21,10 +21,17 @@ def check_device(device: str | None, *others: str) -> None:
     """Refuses a device other than ``cpu``, ``cuda``, ``cuda:N`` and ``others``; None stands for the default.
 
     Raises:
-        ConfigError: the device is another one. The message names those that are possible.
+        ConfigError: the device is another one, or a GPU that this machine lacks. The message says what is possible.
     """
     if device is not None and device not in others and not re.fullmatch(r"cpu|cuda(:[0-9]+)?", device):
         raise unknown_value("device", device, ("cuda", "cpu", *others))
+    if device is not None and device.startswith("cuda"):
+        import torch
+
+        there = torch.cuda.device_count()
+        if int(device.partition(":")[2] or 0) >= there:
+            found = f"{there} GPU{'s' * (there != 1)}" if there else "no GPU"
+            raise ConfigError(f"--device {device}: torch finds {found} here", "Leave --device out, or give cpu.")
 
 
 def default_dtype(on_cpu: bool) -> str:

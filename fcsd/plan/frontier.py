@@ -135,6 +135,8 @@ def read_costs(path: Path, depth: int) -> dict[str, list[float]]:
         content = json.loads(read_input(path))
         parts = {name: part for name, part in content.items() if isinstance(part, dict) and "alone" in part}
         found = {name: [float(cost) for cost in part["alone"]] for name, part in parts.items()}
+    except FileNotFoundError:
+        raise ConfigError(f"--costs {path}: there is no such file") from None
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path} has no costs of layers", "python -m studies.real.layers writes such a file"

@@ -1,12 +1,12 @@
 """The settings of a recipe and the properties of the hardware that a plan depends on."""
 
-import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from fcsd.config import NO_METRIC, Parallel, Recipe
+from fcsd.config.batch import pauses
 from fcsd.errors import ConfigError
 from fcsd.models.adapters.targets import Chosen
 from fcsd.models.selection import select_layers
@@ -270,22 +270,14 @@ def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Set
         alone=not parallel.quantised.any,
         graph=train.graph,
         best=stop.metric != NO_METRIC,
-        saves=_times(train.steps, save.every_steps),
+        saves=pauses(0, train.steps, save.every_steps),
         saves_per_hour=60 / save.every_minutes if save.every_minutes else 0.0,
         saves_beside=save.overlap,
-        evaluations=_times(train.steps, train.eval_every, scored) if held_out else 0,
+        evaluations=pauses(0, train.steps, train.eval_every, scored) if held_out else 0,
         held_out=held_out,
         benchmarks=train.steps // stop.every if stop.benchmark else 0,
         cached=cache.top_k if cache else 0,
     )
-
-
-def _times(steps: int, *every: int) -> int:
-    """How many of ``steps`` are the last one or a multiple of one of at most two numbers; 0 has no multiples."""
-    periods = [period for period in every if period]
-    both = steps // math.lcm(*periods) if len(periods) == 2 else 0
-    last = not any(steps % period == 0 for period in periods)
-    return sum(steps // period for period in periods) - both + last
 
 
 def _placement(parallel: Parallel) -> Literal["replicated", "sharded"]:

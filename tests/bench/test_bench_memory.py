@@ -73,3 +73,5 @@ def test_a_run_whose_gpu_memory_is_exhausted_leaves_a_row(monkeypatch, tmp_path)
     assert found.exit_code == 8
     measured = json.loads((tmp_path / "x").read_text())["measured"]
     assert measured == {"out_of_memory": "CUDA out of memory. Tried to allocate 2 GiB. More lines"}
+    again = CliRunner().invoke(bench_app, ["memory", "tiny", "--out", f"{tmp_path}/x"])
+    assert again.exit_code == 2 and "x exists" in again.stderr

@@ -297,6 +297,7 @@ def test_a_config_alone_is_enough_and_chooses_the_wiring(tmp_path):
         (["tiny"], "fcsd bench serve needs vllm"),
         (["tiny", "--engine", "own", "--sums", "vllm"], "unknown all-reduce backend 'vllm'"),
         (["tiny", "--engine", "own", "--sums", "none"], "--sums none gives wrong results"),
+        (["tiny", "--engine", "own", "--out", __file__], "test_bench_serve.py is not a directory"),
         (["tiny", "--engine", "own", "--table", "t.txt"], "--table t.txt does not end in .json"),
         (["tiny", "--engine", "own", "--table", "no/t.json"], "--table no/t.json has no directory"),
         (["tiny", "--wirings", "ladder,farskip", "--table", "t.json"], "--table is the table of one wiring"),

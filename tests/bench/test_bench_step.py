@@ -162,6 +162,7 @@ def test_what_it_cannot_do_is_refused(changes, message):
     "options, message",
     [
         (["--dedup", "twice"], "unknown dedup 'twice'"),
+        (["--out", __file__], "test_bench_step.py is not a directory"),
         (["--dedup", "node"], "--node-size"),
         (["--dedup", "off", "--dedup", "node"], "--node-size"),
         (["--dedup", "off", "--dedup", "rank", "--variants", "standard"], "a second --dedup needs a variant"),

@@ -30,3 +30,12 @@ def test_only_the_first_rank_writes_and_makes_the_directory(tmp_path: Path) -> N
     assert not path.parent.exists()
     write({"ms": 1}, path)
     assert json.loads(path.read_text()) == {"ms": 1}
+
+
+def test_no_folder_of_a_user_stands_in_a_result(tmp_path: Path) -> None:
+    """Also not one in an error of a server, or behind an option."""
+    error = "[Errno 2] no file (/home/me/models/a.json), see https://docs.example/of/it or org/name"
+    write({"command": ["--model=/home/me/models/b", "/scratch/c"], "missing": {"way": error}}, tmp_path / "found.json")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["command"] == ["--model=b", "c"]
+    assert found["missing"]["way"] == "[Errno 2] no file (a.json), see https://docs.example/of/it or org/name"

@@ -1,6 +1,7 @@
 """GGUF files: the weights, config and tokenizer are those that were written; what is not proven is refused by name."""
 
 import json
+import struct
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ import gguf
 import pytest
 import tiny
 import torch
+from rich.filesize import decimal
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -253,8 +255,19 @@ def test_what_does_not_fit_is_refused_before_a_weight_is_read(tmp_path: Path, mo
             convert_checkpoint(tmp_path / "m.gguf", tmp_path / "out", **wrong)
     disk = SimpleNamespace(free=2 * values - 1)
     monkeypatch.setattr("fcsd.checkpoint.gguf.shutil.disk_usage", lambda path: disk)
-    with pytest.raises(DiskError, match=f"{2 * values} bytes of bf16 weights do not fit"):
+    with pytest.raises(DiskError, match=f"{decimal(2 * values)} of bf16 weights do not fit"):
         convert_checkpoint(tmp_path / "m.gguf", tmp_path / "new" / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_weights_that_are_not_finite_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf")
+    norm = next(t for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors if t.name == "blk.1.attn_norm.weight")
+    with (tmp_path / "m.gguf").open("r+b") as file:
+        file.seek(norm.data_offset)
+        file.write(struct.pack("<f", float("nan")))
+    with pytest.raises(BadInputError, match=r"model.layers.1.input_layernorm.weight has values that are not finite"):
+        convert_checkpoint(tmp_path / "m.gguf", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
 
 

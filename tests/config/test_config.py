@@ -377,6 +377,10 @@ def test_every_mistake_is_told_at_once(recipe: Path) -> None:
         ("=1", "expected KEY=VALUE"),
         ("optim..lr=1", "expected KEY=VALUE"),
         ("optim.lr=abc", "--set optim.lr: should be a valid number, got 'abc'"),
+        (
+            "optim.train=converted",
+            "--set optim.train: should be a valid list, got 'converted'; did you mean [converted]?",
+        ),
         ("train.lrr=1", "--set train.lrr: unknown key 'train.lrr'; did you mean 'optim.lr'?"),
         ("data.sources.9.path=x", "there is no key '9.path'"),
         ("optim.lr.x=1", "there is no key 'x' inside 2e-05"),

@@ -66,9 +66,7 @@ def distill(recipes: list[ResolvedRecipe]) -> None:
 def run_all(folder: Path, out: Path, size: int, cases: dict[str, dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
     """Metrics and weights of runs in ``size`` processes, by the name of the case."""
     recipes = [runs.resolved(folder, output_dir=str(out / name), **{**STEPS, **cases[name]}) for name in cases]
-    for result in ranks.on_ranks(size, distill, recipes):
-        if isinstance(result, Exception):
-            raise result
+    ranks.results(size, distill, recipes)
     return {name: numbers(out / name) for name in cases}
 
 

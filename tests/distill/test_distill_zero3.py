@@ -139,19 +139,13 @@ def divide_all() -> None:
     engine.deepspeed_config = with_settings
 
 
-def on_ranks(size: int, function: Any, *arguments: Any) -> None:
-    for result in ranks.on_ranks(size, function, *arguments):
-        if isinstance(result, Exception):
-            raise result
-
-
 @pytest.fixture(scope="module")
 def finished(folder: Path, untied: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The runs of all cases, with ZeRO-3 in ``NAME-3`` and with the other stage in ``NAME-1`` or ``NAME-2``."""
     out = tmp_path_factory.mktemp("runs")
     stages = [(name, stage) for name, (other, *_) in CASES.items() for stage in (other, 3) if stage is not None]
     of = {name: untied if name in UNTIED else folder for name in CASES}
-    on_ranks(2, distill, [recipe(of[name], out / f"{name}-{stage}", name, stage) for name, stage in stages])
+    ranks.results(2, distill, [recipe(of[name], out / f"{name}-{stage}", name, stage) for name, stage in stages])
     return out
 
 
@@ -184,7 +178,7 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(finished: Path, folde
         shutil.rmtree(run / "final")
         shutil.rmtree(run / "checkpoints" / f"step-{steps}")
         assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{steps - every}"]
-    on_ranks(2, distill, [recipe(folder, tmp_path / name, name, 3) for name in names])
+    ranks.results(2, distill, [recipe(folder, tmp_path / name, name, 3) for name in names])
     for name in names:
         assert runs.outcome(tmp_path / name) == runs.outcome(finished / f"{name}-3")
 

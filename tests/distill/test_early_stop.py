@@ -151,25 +151,26 @@ def test_a_score_that_was_due_when_the_run_ended_is_made_up_for(folder: Path, tm
     assert [entry["step"] for entry in progress["scores"]] == [3, 4, 6]
 
 
-def distilled(resolved: ResolvedRecipe, mirror: str | None = None) -> None:
+def distilled(recipes: list[ResolvedRecipe]) -> None:
     from fcsd.eval.early_score import scorer
 
-    loop.distill_model(resolved, scorer=scorer(resolved.recipe.early_stop))
+    for resolved in recipes:
+        loop.distill_model(resolved, scorer=scorer(resolved.recipe.early_stop))
 
 
 def test_weights_are_the_same_with_and_without_it(folder: Path, tmp_path: Path, repo: Path) -> None:
-    found = {}
-    for name, stopping in {
+    cases = {
         "none": {},
         "held_out": {"metric": "held_out", "every": 2},
         "benchmark": {"metric": "openbookqa", "suite": "paper", "every": 2, "limit": 2}
         | {"data_mirror": str(repo / "assets/mirror")},
-    }.items():
+    }
+    how = {"train__steps": 4, "checkpoint__every_steps": 4, "checkpoint__keep": 9}
+    recipes = [recipe(folder, tmp_path / name, early_stop=stopping, **how) for name, stopping in cases.items()]
+    assert ranks.on_ranks(2, distilled, recipes) == [None, None]
+    found = {}
+    for name in cases:
         run = tmp_path / name
-        resolved = recipe(
-            folder, run, early_stop=stopping, train__steps=4, checkpoint__every_steps=4, checkpoint__keep=9
-        )
-        assert ranks.on_ranks(2, distilled, resolved) == [None, None]
         found[name] = weights(run / "checkpoints" / "step-4" / "model")
         scores = [line["score"] for line in read_metrics(run) if "score" in line]
         assert len(scores) == (0 if name == "none" else 2)

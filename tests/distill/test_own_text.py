@@ -74,12 +74,12 @@ def test_a_model_that_has_no_slots_writes_in_batches(monkeypatch: pytest.MonkeyP
 def test_a_model_writes_documents_and_a_killed_call_goes_on(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    how = dict(tokens=1500, shard_tokens=500, form="document", max_tokens=40)
+    how = dict(tokens=600, shard_tokens=200, form="document", max_tokens=40)
     whole = write_own_text(str(teacher), tmp_path / "whole", **how)
     train, held_out = (documents(tmp_path / "whole", part) for part in ("train", "held_out"))
     before = tokens_before(load_tokenizer(teacher))
     assert whole["written"]["tokens"] == sum(map(len, train)) and len(held_out) == 3
-    assert sum(map(len, train + held_out)) >= 1500 and all(ids[: len(before)] == before for ids in train)
+    assert sum(map(len, train + held_out)) >= 600 and all(ids[: len(before)] == before for ids in train)
 
     def full_disk(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left")
@@ -102,7 +102,7 @@ def test_a_model_writes_documents_and_a_killed_call_goes_on(
     write_own_text(str(teacher), tmp_path / "again", **how)
     assert (tmp_path / "again/train/part-00000.parquet").stat().st_ino == first.st_ino
     assert Counter(map(tuple, documents(tmp_path / "again", "train"))) == Counter(map(tuple, train))
-    with pytest.raises(ConfigError, match="another max_tokens: 40"):
+    with pytest.raises(ConfigError, match="another --max-tokens: 40"):
         write_own_text(str(teacher), tmp_path / "again", **{**how, "max_tokens": 41})
 
 
@@ -142,7 +142,8 @@ def test_loops_and_near_repeats_are_found() -> None:
     [
         ({"form": "chat"}, "needs a chat template"),
         ({"form": "poem"}, "'poem' is not a form"),
-        ({"temperature": 0.0}, "--temperature must be above 0"),
+        ({"temperature": 0.0}, "--temperature must be a number above 0, not 0"),
+        ({"max_tokens": 0}, "--max-tokens must be at least 1, not 0"),
         ({"greedy": 0.5}, "--greedy is a share of answers"),
         ({"prompts": Path("none.jsonl")}, "no chat template to put them in"),
     ],

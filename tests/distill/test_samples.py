@@ -25,8 +25,8 @@ def test_samples_are_the_models_answers_and_leave_no_trace(
 ) -> None:
     with_samples, without = tmp_path / "with", tmp_path / "without"
     changes = {"train__eval_every": 2, "train__activation_checkpointing": True, **changes}
-    runs.train(runs.resolved(folder, output_dir=str(without), **changes), 2)
-    runs.train(runs.resolved(folder, output_dir=str(with_samples), train__sample_tokens=6, **changes), 2)
+    sampled = runs.resolved(folder, output_dir=str(with_samples), train__sample_tokens=6, **changes)
+    runs.train_all([sampled, runs.resolved(folder, output_dir=str(without), **changes)], 2)
     assert runs.outcome(with_samples) == runs.outcome(without)
     assert states(with_samples) == states(without) and len(states(without)) == 4
     assert not (without / "samples.jsonl").exists()

@@ -29,10 +29,12 @@ def test_the_pages_are_up_to_date(script, repo):
 def test_the_readme_lists_every_architecture(script, repo):
     readme = (repo / "README.md").read_text()
     assert script.with_architectures(readme) == readme, "run python scripts/write_reference.py"
-    (row,) = [line for line in readme.splitlines() if line.startswith("| `llama`")]
-    assert row.split(" | ")[2] == " ".join(f"`{wiring}`" for wiring in ARCHS["llama"].wirings)
     assert all(f"`{arch}`" in readme for arch in ARCHS)
+    (row,) = [line for line in readme.splitlines() if "| `llama`, " in line]
     assert script.with_architectures(readme.replace(row + "\n", "")) == readme
+    assert row.startswith("| none | yes |  | yes | ") and "no: " not in readme
+    (row,) = [line for line in script.architectures_page().splitlines() if line.startswith("| `llama`, ")]
+    assert row.split(" | ")[2] == " ".join(f"`{wiring}`" for wiring in ARCHS["llama"].wirings)
 
 
 def test_every_field_has_a_type_a_default_and_a_meaning(script):

@@ -12,6 +12,7 @@ from studies.capability.models import Models, pm
 from studies.capability.results import read_lines
 from studies.capability.scores import Scores, scores_of
 from studies.placement import study as placement_study
+from studies.real import page as real_page
 
 from fcsd.kernels.bit_split import Format, kernels
 from fcsd.parallel.placement.placement import Placement
@@ -785,6 +786,27 @@ def test_serving_by_the_own_engine_without_peer_access(repo: Path, raw: Raw) -> 
     ):
         gains = [f"{plain[key] / medians[name][key]:.2f}x" for key in ("prefill 512", "prefill 2048")]
         assert words.format(*gains) in said
+    index = (repo / "benchmarks/results/README.md").read_text()
+    for name, words in (
+        ("ladder, by its table", "INT4 included: {}, {}; {}, {}, {}."),
+        ("ladder", "under the standard wiring **{}, {}**; {}, {}, {} "),
+    ):
+        ratios = raw("serve_own_slow_2xh100")["ratios"][name]
+        assert words.format(*(f"{ratios[key]:.2f}x" for key in sorted(points, key=lambda key: key[0] == "d"))) in index
+
+
+def test_capability_of_a_real_model_in_the_index(repo: Path, raw: Raw) -> None:
+    index, healed = (repo / "benchmarks/results/README.md").read_text(), raw("real_smollm2_converted_2xh100")
+    half, most = ("half-converted-125m", "far-converted-85m")
+    said = ["{:.1f} ± {:.1f}".format(*map(abs, real_page.mean_difference(healed, name))) for name in (half, most)]
+    assert "last half {} points below the original, 28 of 30 layers **{}**".format(*said) in index
+    lost = {
+        found["model"]: -task["points"]
+        for found in healed["differences"]
+        for task in found["tasks"]
+        if task["column"] == "HS"
+    }
+    assert f"HellaSwag alone **{lost[half]:.1f} and {lost[most]:.1f}**" in index
 
 
 @pytest.mark.parametrize("kind", ["", "v2lite_", "dp_", "quantised_", "by_table_"])

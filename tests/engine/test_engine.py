@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 from benchmarks.infer.table import table
-from ranks import on_ranks
+from ranks import results
 from typer.testing import CliRunner
 
 from fcsd.cli.main import app
@@ -208,10 +208,7 @@ def test_two_ranks_answer_and_score_as_one(models: dict[str, Path], tmp_path: Pa
     mirror = eval_data.write_mirror(tmp_path / "mirror")
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("river and stone\nthe lamp\n")
-    ranks = on_ranks(2, _everything, models, mirror, prompts, tmp_path / "out")
-    for found in ranks:
-        if isinstance(found, Exception):
-            raise found
+    ranks = results(2, _everything, models, mirror, prompts, tmp_path / "out")
     for arch, path in models.items():
         reference: Any = load_model(path, dtype=torch.float32)
         expected = _greedy(reference)
@@ -247,10 +244,7 @@ def test_two_ranks_answer_and_score_as_one(models: dict[str, Path], tmp_path: Pa
 
 @pytest.mark.lab
 def test_two_ranks_are_timed_as_one(tmp_path: Path) -> None:
-    found = on_ranks(2, _bench, tmp_path)
-    for result in found:
-        if isinstance(result, Exception):
-            raise result
+    found = results(2, _bench, tmp_path)
     rows, without_weights = found[0]
     written = json.loads((tmp_path / "infer.json").read_text())
     assert written["rows"] == rows and written["workload"]["attention"] == "grouped"
@@ -324,7 +318,7 @@ def test_two_gpus_decode_by_graphs_as_step_by_step(models: dict[str, Path], tmp_
     expected = _greedy(load_model(models["llama"], dtype=torch.float32))
     _write_table(tmp_path / "table.json", [(1, "nccl", False), (3, "symmetric", False)], [(9, "nccl", True)])
     kinds = ("nccl", "symmetric", str(tmp_path / "table.json"))
-    for found in on_ranks(2, _by_graphs, models["llama"], *kinds):
+    for found in results(2, _by_graphs, models["llama"], *kinds):
         assert found == dict.fromkeys(kinds, (expected, expected, []))
 
 

@@ -17,11 +17,13 @@ import ranks
 import tiny
 from lm_eval.api.instance import Instance
 
-from fcsd.errors import BadInputError
+from fcsd.errors import BadInputError, ConfigError
 from fcsd.eval.engines.adapter import HFAdapter
 from fcsd.eval.engines.answer_cache import AnswerCache, are_losses, is_loglikelihood
 from fcsd.eval.engines.engine import Engine
 from fcsd.eval.harness import evaluate_models
+from fcsd.eval.layers.choose import choose_layers
+from fcsd.eval.layers.sweep import sweep_layers
 from fcsd.eval.results import are_sound
 
 TASKS = ["PIQA", "HS", "GSM-8K"]
@@ -65,6 +67,26 @@ def killed_after(answers: list[int], model: Path, mirror: Path, out: Path) -> No
             scores(model, mirror, out)
             os._exit(0)
         assert os.WIFSIGNALED(os.wait()[1]), "it ended before it was killed"
+
+
+def test_a_place_where_results_cannot_be_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    calls = (
+        lambda out: evaluate_models(["none"], tasks=TASKS, out=out),
+        lambda out: sweep_layers("none", tasks=TASKS, out=out),
+        lambda out: choose_layers("none", text="none.jsonl", budget="2%", out=out),
+    )
+    for call in calls:
+        for place, reason in (
+            ("file", "not a directory"),
+            ("file/below", "file is not a directory"),
+            ("model", "a model"),
+        ):
+            with pytest.raises(ConfigError, match=f"--out .*{place}: .*{reason}"):
+                call(tmp_path / place)
+    assert (tmp_path / "file").read_text() == "mine" and len(list(tmp_path.rglob("*"))) == 3
 
 
 def test_another_cache_with_a_similar_name_is_not_read(tmp_path: Path) -> None:

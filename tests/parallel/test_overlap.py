@@ -129,7 +129,7 @@ def _by_copies(rank: int, folder: str) -> list[str]:
     batches = [tiny.tokens(seed=rank, length=length) for length in (6, 40, 40)]
     for wiring in SCHEDULES:
         _compare(model, wiring, batches, "by copies", problems, transport=transport)
-    few = [tiny.tokens(batch=1, seed=rank, length=4)]
+    few = [tiny.tokens(batch=1, seed=rank, length=2)]
     overlap(model, FARSKIP, fused=True)
     fused = _run(model, few)
     overlap(model, FARSKIP, fused=True, transport=transport)
@@ -144,7 +144,7 @@ def _by_copies(rank: int, folder: str) -> list[str]:
 def _fused(rank: int) -> list[str]:
     """One kernel for each norm and move of rows, scores applied after the experts and before: torch's, in any mode."""
     problems = []
-    ids = tiny.tokens(batch=1, seed=rank, length=4)  # the interpreter runs the kernels row by row
+    ids = tiny.tokens(batch=1, seed=rank, length=2)  # the interpreter runs the kernels row by row
     for arch in ("deepseek_v2", "llama4_text"):
         model = _sharded(arch)
         results = []

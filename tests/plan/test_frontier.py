@@ -135,7 +135,8 @@ def test_the_command_says_that_it_predicts_and_what_it_assumes(model: Path, tmp_
         (["--gpus", "3"], "--gpus 3 does not divide the 32 attention heads"),
         (["tiny"], "a recipe is given too"),
         (["--price", "2"], "are about runs of a recipe, not for --frontier"),
-        (["--costs", "none.json"], "has no costs of layers"),
+        (["--costs", "none.json"], "--costs none.json: there is no such file"),
+        (["--costs", "text.json"], "text.json has no costs of layers"),
         (["--costs", "short.json"], "no costs of a model of 16 layers"),
     ],
 )
@@ -143,6 +144,7 @@ def test_what_cannot_be_predicted_is_refused(
     options: list[str], words: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("text.json").write_text("[]")
     Path("short.json").write_text(json.dumps({"ladder": {"alone": [1.0, 2.0]}}))
     done = CliRunner().invoke(app, ["plan", "--frontier", str(model), *options])
     assert done.exit_code == 2 and words in done.stderr

@@ -224,11 +224,15 @@ def test_columns_keep_lines_and_indentation():
     assert " ".join(line.split("|")[1].strip() for line in lines[3:] if "|" in line).split() == ["word"] * 9
 
 
-def test_command_line_answers_the_fixed_prompts(models):
+def test_command_line_answers_the_fixed_prompts(models, monkeypatch):
     typo = CliRunner().invoke(app, ["chat", str(models[1]), "--dtype", "bf16"])
     assert typo.exit_code == 2 and "unknown dtype 'bf16'" in typo.stderr and "bfloat16" in typo.stderr
     typo = CliRunner().invoke(app, ["chat", str(models[1]), "--device", "gpu"])
     assert typo.exit_code == 2 and "unknown device 'gpu'" in typo.stderr
+    for device, there in (("cuda:2", "1 GPU"), ("cuda", "no GPU")):
+        monkeypatch.setattr("torch.cuda.device_count", lambda there=there: int(there[0] == "1"))
+        absent = CliRunner().invoke(app, ["chat", str(models[1]), "--device", device])
+        assert absent.exit_code == 2 and f"--device {device}: torch finds {there} here" in absent.stderr
     rounded = load_speaker(str(models[1]), dtype="bfloat16")
     assert {parameter.dtype for parameter in rounded.model.parameters()} == {torch.bfloat16}
     result = CliRunner().invoke(app, ["chat", str(models[1]), "--baseline", str(models[0]), "--json"])

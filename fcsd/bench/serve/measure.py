@@ -1,6 +1,5 @@
 """``fcsd bench serve`` as a whole: which engine is asked, what is printed, and what the result says of the run."""
 
-import re
 import shlex
 import sys
 import time
@@ -16,10 +15,6 @@ from fcsd.bench.serve.workload import Workload, config_of
 from fcsd.disk import write_json
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import first_rank
-
-_FOLDERS = re.compile(
-    r"(?<![^\s\"'=])/(?:[^/\s\"']+/)+(?=[^/\s\"'])"
-)  # what stands before the name in an absolute path
 
 
 def bench(
@@ -49,8 +44,8 @@ def bench(
     config = config_of(load.model, load.layers)
     facts: dict[str, Any] = snapshot()
     gpus, rank = load.tp * load.dp, 0 if first_rank() else 1
-    command = shlex.join(["fcsd", *(without_folders(word) for word in sys.argv[1:])])
-    head = {"workload": without_folders(asdict(load)), "command": command, "environment": facts}
+    command = shlex.join(["fcsd", *(runner.without_folders(word) for word in sys.argv[1:])])
+    head = {"workload": runner.without_folders(asdict(load)), "command": command, "environment": facts}
     head["link"] = under_vllm.link()
 
     def write(found: Mapping[str, Any]) -> None:
@@ -68,7 +63,7 @@ def bench(
     head["seconds"] = round(time.monotonic() - begun, 1)
     write(found)
     if table_file is not None and rank == 0 and found["tables"]:
-        write_json(table_file, without_folders(choice.file_of(load, found, command)))
+        write_json(table_file, runner.without_folders(choice.file_of(load, found, command)))
     if out is not None and rank == 0 and table.ratios_of(found):
         if find_spec("matplotlib") is None:  # where fcsd was installed beside vLLM with --no-deps
             found["notes"].append("serve.png is not drawn: matplotlib is not installed")
@@ -79,10 +74,9 @@ def bench(
 
 def stored(found: Mapping[str, Any], heal_hours: float | None, gpus: int) -> dict[str, Any]:
     """What was found, with keys that JSON has, and what follows from it."""
-    variants = without_folders(found["variants"])
-    variants = {name: {**row, "rounds": figures.to_json(row["rounds"])} for name, row in variants.items()}
+    variants = {name: {**row, "rounds": figures.to_json(row["rounds"])} for name, row in found["variants"].items()}
     ratios = table.ratios_of(found)
-    result = {**found, "variants": variants}
+    result = runner.without_folders({**found, "variants": variants})
     result["ratios"] = {
         name: {f"{kind} {size}": ratio for (kind, size), ratio in own.items()} for name, own in ratios.items()
     }
@@ -94,12 +88,3 @@ def stored(found: Mapping[str, Any], heal_hours: float | None, gpus: int) -> dic
         }
         result["break_even_days"] = {name: None if day == float("inf") else day for name, day in days.items()}
     return result
-
-
-def without_folders(value: Any) -> Any:
-    """A value with texts in it, in which an absolute path is its last name: no folder of a user stands in a result."""
-    if isinstance(value, str):
-        return _FOLDERS.sub("", value)
-    if isinstance(value, Mapping):
-        return {key: without_folders(own) for key, own in value.items()}
-    return [without_folders(own) for own in value] if isinstance(value, list | tuple) else value

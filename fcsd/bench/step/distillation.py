@@ -13,7 +13,7 @@ import torch
 from fcsd.bench.random_run import draw_models, random_corpus, random_run
 from fcsd.bench.runner import finished, reset_peak
 from fcsd.bench.step.model import in_phases
-from fcsd.bench.step.no_exchange import NoExchange
+from fcsd.bench.step.variants import NoExchange
 from fcsd.bench.step.workload import BLOCKING, MASKED, OVERLAPPED, Workload
 from fcsd.config import Recipe
 from fcsd.distill.experts.expert_parallel import dispatcher_for, quantiser_of, wire_sharded

@@ -13,13 +13,15 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from fcsd.bench.runner import finished, reset_peak, say
 from fcsd.bench.step import row_counts
-from fcsd.bench.step.equality import loss_and_norms, worst_difference
 from fcsd.bench.step.model import in_phases, make_engine
 from fcsd.bench.step.variants import eager_name, variants
 from fcsd.bench.step.workload import COPIES, Workload
+from fcsd.distill.train_engine import PassEngine
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World, barrier
 from fcsd.parallel.expert.dispatcher import check_formats
@@ -121,3 +123,31 @@ class Training:
         middle = finished(device)
         self._engine.step()
         return (middle - start) * 1e3, (finished(device) - start) * 1e3
+
+
+def loss_and_norms(engine: PassEngine, ids: Tensor) -> dict[str, float]:
+    """Runs a step; returns its loss and the norm of every gradient on this rank, before averaging over the ranks.
+
+    Args:
+        ids: token ids ``[batch, seq]``.
+    """
+    seen: dict[str, Tensor] = {}
+    hooks = [
+        parameter.register_hook(lambda grad, name=name: seen.update({name: grad.double().norm()}))
+        for name, parameter in engine.module.named_parameters()
+    ]
+    loss = engine(ids)
+    engine.backward(loss)
+    engine.step()
+    for hook in hooks:
+        hook.remove()
+    return {"loss": loss.item(), **{name: norm.item() for name, norm in seen.items()}}
+
+
+def worst_difference(one: dict[str, float], other: dict[str, float], world: World) -> float:
+    """The largest relative difference of two results of ``loss_and_norms``, over all ranks."""
+    assert one.keys() == other.keys()
+    worst = max(abs(one[k] - other[k]) / max(abs(one[k]), 1e-30) for k in one)
+    gathered = torch.tensor(worst, device=world.device)
+    dist.all_reduce(gathered, dist.ReduceOp.MAX)
+    return gathered.item()

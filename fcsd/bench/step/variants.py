@@ -4,9 +4,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from fcsd.bench.step.no_exchange import NoExchange
 from fcsd.bench.step.workload import (
     BOUND,
     COPIES,
@@ -27,6 +28,7 @@ from fcsd.parallel.overlap import overlap
 from fcsd.parallel.transports.copies import CopiesTransport
 from fcsd.parallel.transports.symmetric_memory import open_buffers
 from fcsd.parallel.transports.traffic import Traffic
+from fcsd.parallel.transports.transport import Several, Splits, Work
 
 Choices = dict[str, Callable[..., Any]]  # name of a variant -> function that wires the model for it
 
@@ -82,3 +84,16 @@ def tune_autoep(model: PreTrainedModel, tuned: bool, gate_up: str = "separate") 
         layer.combine_impl = "fused_weighted_sum" if tuned else "weighted_sum"
         layer.async_split_plan = tuned
         layer.experts.gate_up_impl = gate_up
+
+
+class NoExchange:
+    """A transport that sends nothing. It returns rows of the right shape with finite values, without any work."""
+
+    def __init__(self) -> None:
+        self._rows: Tensor | None = None
+
+    def __call__(self, rows: Tensor, splits: Splits, group: Any, keep: bool) -> tuple[Tensor, Work]:
+        count = sum(splits.receives)
+        if self._rows is None or self._rows.shape[0] < count:
+            self._rows = torch.randn(2 * count, rows.shape[1], dtype=rows.dtype, device=rows.device)
+        return self._rows[:count], Several([])

@@ -11,15 +11,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from fcsd.checkpoint.kind import RUN_RECIPE
 from fcsd.config import ResolvedRecipe
-from fcsd.disk import left_over, open_to_append, write_text
+from fcsd.disk import left_over, open_to_append, require_folder, write_text
 from fcsd.errors import ConfigError
 from fcsd.launch import environment
 
 CHECKPOINTS = "checkpoints"
 FINAL = "final"
 _LOCK = ".lock"
-_RECIPE = "config.resolved.yaml"  # the first file that a run writes, by which its directory is known
 _REPLACED = (FINAL, "metrics.jsonl", "samples.jsonl", "curves.png", "env.json")
 
 
@@ -31,24 +31,19 @@ def require_usable(run: Path, models: Iterable[str]) -> None:
 
     Raises:
         ConfigError: ``run`` is a file, it cannot be created, it or its ``final`` is the directory of one of the models,
-            or it is no run's directory and holds what a run would replace.
+            or it is no run's directory and is that of a model or holds what a run would replace.
     """
-    hint = "set another output_dir"
+    hint = "give another output_dir"
     for model in models:
         for own in (run, run / FINAL):  # a run replaces its final/ at its end
             if Path(model).is_dir() and own.resolve() == Path(model).resolve():
                 raise ConfigError(f"output_dir {run}: {own} is the directory of the model {model}", hint)
-    if not (run / _RECIPE).exists():
+    known = (run / RUN_RECIPE).exists()
+    if not known:
         for name in _REPLACED:
             if os.path.lexists(run / name):
                 raise ConfigError(f"output_dir {run}: {run / name} is not of a run, and would be replaced", hint)
-    place = run
-    while not (place.exists() or place.is_symlink()) and place != place.parent:
-        place = place.parent
-    if not place.is_dir():
-        raise ConfigError(f"output_dir {run}: {place} is not a directory", hint)
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise ConfigError(f"output_dir {run}: {place} is not writable", hint)
+    require_folder(run, "output_dir", of_a_model=known)
 
 
 @contextmanager
@@ -85,7 +80,7 @@ def claim(run: Path) -> Iterator[None]:
 
 def describe(run: Path, resolved: ResolvedRecipe) -> None:
     """Writes ``config.resolved.yaml`` and ``env.json``, and appends the command to ``command.txt``."""
-    write_text(run / _RECIPE, resolved.to_yaml())
+    write_text(run / RUN_RECIPE, resolved.to_yaml())
     write_text(run / "env.json", json.dumps(environment.snapshot(), indent=2) + "\n")
     with open_to_append(run / "command.txt") as file:
         file.write(shlex.join(sys.argv) + "\n")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from fcsd.config import NO_METRIC, Recipe
+from fcsd.config.batch import pauses
 
 HELD_OUT_LOSS, SAMPLES, SCORE, CHECKPOINT = "held-out loss", "samples", "score", "checkpoint"
 
@@ -63,20 +64,11 @@ class TimeLeft:
         """How often the run pauses after ``step``, by kind."""
         train, early = self._recipe.train, self._recipe.early_stop
         scored = early.every if early.metric != NO_METRIC else 0
-        evaluations = _times(step, train.steps, train.eval_every, scored)
-        saves = _times(step - 1, train.steps, self._recipe.checkpoint.every_steps)
+        evaluations = pauses(step, train.steps, train.eval_every, scored)
+        saves = pauses(step - 1, train.steps, self._recipe.checkpoint.every_steps)
         return {
             HELD_OUT_LOSS: evaluations * (self._held_out > 0),
             SAMPLES: evaluations * (train.sample_tokens > 0),
             SCORE: (train.steps // scored - step // scored) * bool(early.benchmark) if scored else 0,
             CHECKPOINT: saves,
         }
-
-
-def _times(after: int, last: int, *every: int) -> int:
-    """How many steps from ``after + 1`` to ``last`` one of ``every`` divides (0 divides none), or are the last."""
-    some = [each for each in every if each]
-    count = sum(last // each - after // each for each in some)
-    if len(some) > 1:
-        count -= last // math.lcm(*some) - after // math.lcm(*some)
-    return count + all(last % each for each in some)

@@ -120,7 +120,8 @@ def _run(recipe: Path, command: list[str]) -> Exit:
                 child.send_signal(signal.SIGINT)
             assert child.stderr is not None
             for line in child.stderr:
-                sys.stderr.write(line)
+                if line != "error: interrupted\n":  # the sweep says it once for both
+                    sys.stderr.write(line)
                 if found := re.match(r"(?:\[rank \d+\] )?error: (.+)", line):
                     error = error or found[1]
     finally:

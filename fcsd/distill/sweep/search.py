@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.config import ResolvedRecipe, Sweep
-from fcsd.disk import read_input, write_text
+from fcsd.disk import read_input, require_folder, write_text
 from fcsd.distill.run import run_dir
 from fcsd.distill.run.report import read_metrics
 from fcsd.distill.sweep.process import Exit, Launch
@@ -47,10 +47,11 @@ def sweep(resolved: ResolvedRecipe, launch: Launch, *, dry_run: bool = False) ->
 
     Raises:
         ConfigError: the recipe has no sweep section, some values do not make a valid recipe, or the directory holds
-            other trials; this is raised before any run.
+            other trials, is that of a model or cannot be written; this is raised before any run.
         PreemptedError, KeyboardInterrupt: a run was ended by a signal.
     """
     plan, out = plan_of(resolved), Path(resolved.recipe.output_dir)
+    require_folder(out, "output_dir")
     for trial in all_trials(resolved):
         _require_same(out, trial)
     settings = plan.model_dump(include={"metric", "window", "steps", "horizon"})

@@ -19,6 +19,9 @@ from fcsd.models.documents import documents_of, stay_inside_documents
 _MOST_COMPILED = 64  # torch's own limit is 8; beyond it layers would silently run uncompiled
 
 
+_NO_BASE = "If it is an original, convert it or set init.wiring. If not, name its original in the recipe: `teacher:`."
+
+
 def needs_teacher(recipe: Recipe) -> bool:
     """Whether a term of the loss needs a teacher in memory."""
     objective = recipe.objective
@@ -39,7 +42,7 @@ def teacher_name(recipe: Recipe) -> str:
         return recipe.model
     original = recorded_original(resolve(recipe.model, weights=False).path, student_block(recipe))
     if original is None:
-        raise ConfigError(f"{recipe.model} records no base model", hint="Name the original in the recipe: `teacher:`.")
+        raise ConfigError(f"{recipe.model} records no base model", hint=_NO_BASE)
     return original
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.checkpoint.tokenizer import text_ids
-from fcsd.disk import json_sha256, write_text
+from fcsd.disk import json_sha256, require_folder, write_text
 from fcsd.errors import ConfigError
 from fcsd.eval.engines.adapter import HFAdapter
 from fcsd.eval.engines.answer_cache import AnswerCache, are_losses
@@ -90,12 +90,15 @@ def choose_layers(
         ``fcsd convert --layers`` takes; the search's ``path``; and the ``comparison``.
 
     Raises:
-        ConfigError: not exactly one of ``layers`` and ``budget`` is given, or the model cannot have its value.
+        ConfigError: not exactly one of ``layers`` and ``budget`` is given, the model cannot have its value, or ``out``
+            cannot be written.
         BadInputError: the checkpoint or a text cannot be used.
         NonFiniteError: the model gives NaN or infinite logits.
     """
     if (layers is None) == (budget is None):
         raise ConfigError("give either --layers, how many layers to convert, or --budget, how much the loss may rise")
+    if out is not None:
+        require_folder(Path(out), "--out")
     allowed = None if budget is None else _share(budget)
     seen = read_texts(Path(text))
     unseen = None if check is None else [t for t in read_texts(Path(check)) if t not in set(seen)]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd import markdown
-from fcsd.disk import file_sha256, json_sha256, write_text
+from fcsd.disk import file_sha256, json_sha256, require_folder, write_text
 from fcsd.errors import ConfigError
 from fcsd.eval.compare import nats
 from fcsd.eval.engines.adapter import HFAdapter
@@ -70,6 +70,7 @@ def sweep_layers(
     """
     if not tasks and held_out is None:
         raise ConfigError("a sweep needs something to measure", "Give --tasks, --held-out or both.")
+    require_folder(out := Path(out), "--out")
     text = None if held_out is None else HeldOut(Path(held_out))
     if text is not None:
         text.texts = [text.texts[i] for i in spread(len(text.texts), limit)]  # type: ignore[assignment]
@@ -104,7 +105,6 @@ def sweep_layers(
             results.append(held_out_result(text, HFAdapter(subject.model, subject.tokenizer, batch_size=batch_size)))
         return results
 
-    out = Path(out)
     cache = AnswerCache(out / "points.jsonl")
     identity = json_sha256([subject.identity(), settings])
     measured: dict[Layers, list[Result]] = {}

@@ -130,7 +130,9 @@ def _chosen_layers(spec: str, model: PreTrainedModel, wiring: Wiring) -> tuple[s
 
 def _converted(setting: str, wiring: Wiring) -> tuple[int, ...]:
     if not wiring.layers:
-        raise ConfigError(f"{setting}: no layer of this model is converted", hint="use all, or name layers")
+        raise ConfigError(
+            f"{setting}: no layer of this model is converted", hint="Convert it, set init.wiring, or name layers."
+        )
     return wiring.layers
 
 

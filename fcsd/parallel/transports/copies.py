@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcsd.parallel.transports.nodes import Node, node_of, send_outside
-from fcsd.parallel.transports.transport import Splits, Work, all_to_all
+from fcsd.parallel.transports.transport import Several, Splits, Work, all_to_all
 
 ARRIVED, FREE = 0, 1
 _IN_TURN = 2  # the number of buffers whose rows are read in place
@@ -109,7 +109,7 @@ class _Lane:
         self._open, self._slack, self._keep, self._slots = open_buffers, slack, keep, 1 if keep else _IN_TURN
         self._peers: PeerBuffers | None = None
         self._capacity = self._largest = self._exchanges = 0  # bytes, bytes, number of exchanges through the buffers
-        self._last: _Awaited | None = None
+        self._last: Several | None = None
 
     def __call__(self, rows: Tensor, splits: Splits, group: Any) -> tuple[Tensor, Work]:
         assert self._last is None or self._last.awaited, "the exchange before this one was never awaited"
@@ -124,7 +124,7 @@ class _Lane:
         assert self._node is not None
         received = self._exchange(self._peers, self._node, rows, splits)
         outside = send_outside(rows, received, splits, self._node, group)
-        work = _Awaited([self._peers.work(), *outside])
+        work = Several([self._peers.work(), *outside])
         if not self._keep:
             self._last = work
         return received, work
@@ -174,18 +174,6 @@ class _Lane:
                 for step in others:
                     peers.set_flag((me - step) % peers.size, FREE, number)
         return received
-
-
-class _Awaited:
-    """Several works, and whether they were awaited."""
-
-    def __init__(self, works: list[Work]) -> None:
-        self._works, self.awaited = works, False
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        self.awaited = True
 
 
 def _spans(counts: list[int], row: int) -> list[slice]:

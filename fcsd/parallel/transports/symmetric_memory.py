@@ -13,7 +13,7 @@ from torch.autograd import _profiler_enabled  # pyright: ignore[reportPrivateImp
 from fcsd.foreign_errors import reason_of
 from fcsd.parallel.process_settings import OverlapWarning
 from fcsd.parallel.transports.copies import PeerBuffers
-from fcsd.parallel.transports.transport import Work
+from fcsd.parallel.transports.transport import Several, Work
 
 # Offsets in bytes of the marks and of the buffer. The memory begins with one 32-bit number for each flag and rank.
 _MARK, _FLAGS = 2048, 4096
@@ -102,7 +102,7 @@ class SymmetricBuffers:
             # A trace shows copies but no waits; this copy of one byte shows when the last rows have arrived.
             with torch.cuda.stream(self._in):
                 self._mark_there.copy_(self._mark)
-        return _Done([self._out.record_event(), self._in.record_event()])
+        return Several([self._out.record_event(), self._in.record_event()])
 
     def _address(self, at: int, flag: int, of: int) -> int:
         """The address, in the memory of rank ``at``, of the flag that rank ``of`` sets."""
@@ -116,17 +116,6 @@ class SymmetricBuffers:
     def _after_current(stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
         stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(stream)
-
-
-class _Done:
-    """Work of copies. ``wait`` lets the current stream wait for the events that were recorded after them."""
-
-    def __init__(self, events: list[Any]) -> None:
-        self._events = events
-
-    def wait(self) -> None:
-        for event in self._events:
-            event.wait()
 
 
 def _stream() -> int:

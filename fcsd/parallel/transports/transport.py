@@ -1,6 +1,6 @@
 """Defines the interface of a transport, which sends rows between ranks, and the sizes of an exchange."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -39,6 +39,18 @@ class Work(Protocol):
     """A collective in flight; after ``wait`` its buffers may be read and freed on the current stream."""
 
     def wait(self) -> Any: ...
+
+
+class Several:
+    """Several works as one, and whether they were awaited. For an event of CUDA, the current stream waits."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works, self.awaited = works, False
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self.awaited = True
 
 
 # A transport takes (rows to send [sent, width], splits, group, keep). It returns a buffer [received, width] that is

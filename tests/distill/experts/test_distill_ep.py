@@ -76,9 +76,7 @@ def distill(recipes: list[ResolvedRecipe]) -> None:
 def run_all(folder: Path, out: Path, size: int, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Metrics, weights and first gradients of runs in ``size`` processes, by the name of the case."""
     recipes = [runs.resolved(folder, output_dir=str(out / name), **{**STEPS, **cases[name]}) for name in cases]
-    for result in ranks.on_ranks(size, distill, recipes):
-        if isinstance(result, Exception):
-            raise result
+    ranks.results(size, distill, recipes)
     found = {}
     for name in cases:
         gradients = (out / name).with_suffix(".gradients")
@@ -229,10 +227,7 @@ def counted(recipe: ResolvedRecipe) -> int:
 
 def train(recipe: ResolvedRecipe, size: int) -> int:
     """Runs a recipe in ``size`` processes; ``counted`` of the first."""
-    results = ranks.on_ranks(size, counted, recipe)
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
+    results = ranks.results(size, counted, recipe)
     return results[0]
 
 

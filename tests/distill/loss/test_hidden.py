@@ -157,9 +157,7 @@ def test_streams_under_overlap_are_the_blocking_ones() -> None:
 
 
 def distilled(folder: Path, out: Path, size: int = 1, **changes: Any) -> list[dict[str, Any]]:
-    for result in ranks.on_ranks(size, loop.distill_model, runs.resolved(folder, output_dir=str(out), **changes)):
-        if isinstance(result, Exception):
-            raise result
+    ranks.results(size, loop.distill_model, runs.resolved(folder, output_dir=str(out), **changes))
     return read_metrics(out)
 
 

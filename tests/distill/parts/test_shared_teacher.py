@@ -90,9 +90,7 @@ def both_ways(folder: Path, out: Path, size: int, cases: dict[str, dict[str, Any
         for separate in (True, False):
             where = str(out / f"{number}-{separate}")
             recipes.append((runs.resolved(folder, output_dir=where, **{**LORA, **changes}), separate))
-    for result in ranks.on_ranks(size, distill, recipes):
-        if isinstance(result, Exception):
-            raise result
+    ranks.results(size, distill, recipes)
     for number, name in enumerate(cases):
         separate, shared = (outcome(out / f"{number}-{way}") for way in (True, False))
         assert shared[0] == separate[0], name

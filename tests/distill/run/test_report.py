@@ -8,9 +8,10 @@ import pytest
 import runs
 from ranks import exit_codes
 
+from fcsd.config.batch import pauses
 from fcsd.distill.loop import distill_model
 from fcsd.distill.run import report
-from fcsd.distill.run.time_left import TimeLeft, _times
+from fcsd.distill.run.time_left import TimeLeft
 
 
 def test_a_run_says_where_it_saves_and_what_resumes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +77,7 @@ def test_pauses_are_named_and_counted_in_the_time_left(
 def test_pauses_are_counted_without_going_through_the_steps(every: tuple[int, int]) -> None:
     for after in range(12):
         due = [n for n in range(after + 1, 13) if n == 12 or any(each and n % each == 0 for each in every)]
-        assert _times(after, 12, *every) == len(due)
+        assert pauses(after, 12, *every) == len(due)
 
 
 def test_a_run_names_what_it_does_between_its_steps(tmp_path: Path) -> None:

@@ -270,10 +270,13 @@ def test_an_output_dir_that_cannot_be_one_is_refused_first(folder: Path, tmp_pat
     (tmp_path / "file").write_text("mine")
     for name in ("final", "metrics.jsonl"):  # of somebody, and of the names that a run writes
         (tmp_path / f"has {name}" / name).mkdir(parents=True)
+    (tmp_path / "original").mkdir()
+    (tmp_path / "original" / "config.json").write_text("{}")  # such as that which the student records
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "final").symlink_to(folder / "student")
     for place, reason in [
         (folder / "student", "is the directory of the model"),
+        (tmp_path / "original", "is the directory of a model"),
         (tmp_path / "file", "is not a directory"),
         (tmp_path / "file" / "below", "is not a directory"),
         (tmp_path / "model", "final is the directory of the model"),

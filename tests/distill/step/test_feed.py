@@ -17,8 +17,7 @@ from fcsd.distill.data.rows import Mixture
 from fcsd.distill.metrics import Meter
 from fcsd.distill.run.report import read_metrics
 from fcsd.distill.step.feed import MicroBatch, feeding, gather_step
-from fcsd.distill.step.one_step import train_step
-from fcsd.distill.step.readback import Readback
+from fcsd.distill.step.one_step import Readback, train_step
 from fcsd.distill.teacher.targets import TeacherSource
 from fcsd.errors import BadInputError
 from fcsd.launch.world import World

@@ -234,11 +234,15 @@ def test_a_signal_in_the_last_step_of_a_trial_ends_the_sweep(tmp_path: Path) -> 
     assert process._run(tmp_path, [sys.executable, "-c", LAST_STEP]).terminated, "although the trial ended with 0"
 
 
-def test_an_interrupt_of_the_sweep_alone_reaches_its_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither lost, nor taken for the end of the trial, whose last step it met."""
+def test_an_interrupt_of_the_sweep_alone_reaches_its_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither lost, nor taken for the end of the trial, whose last step it met. The sweep says it, not the trial."""
     monkeypatch.setattr(process, "_ALONE", 0.0)
     before = signal.getsignal(signal.SIGINT)
-    assert process._run(tmp_path, [sys.executable, "-c", LAST_STEP.replace("SIGTERM", "SIGINT")]).interrupted
+    says = "; import sys; print('error: interrupted', 'after', sep='\\n', file=sys.stderr)"
+    assert process._run(tmp_path, [sys.executable, "-c", LAST_STEP.replace("SIGTERM", "SIGINT") + says]).interrupted
+    assert capsys.readouterr().err == "after\n"
     assert signal.getsignal(signal.SIGINT) == before
 
 
@@ -286,6 +290,8 @@ def test_a_sweep_that_cannot_be_is_refused_before_its_first_run(folder: Path, tm
     )
     assert "'kl' is not measured by kl-0" in refused(folder, out, plan({"objective.kl": [1.0, 0.0]}, metric="kl"))
     assert "two trials would be called" in refused(folder, out, plan({"model": ["a/b", "a b"]}))
+    with pytest.raises(ConfigError, match=r"output_dir .*: is the directory of a model"):
+        sweep(recipe(folder, folder / "student", TWO_STAGES), launch)
     with pytest.raises(ConfigError, match="has no `sweep:` section"):
         sweep(runs.resolved(folder), launch)
 

@@ -37,12 +37,6 @@ def recipe(folder: Path, out: Path, top_k: int = 8, **changes: Any) -> Any:
     return runs.resolved(folder, **own)
 
 
-def on_ranks(size: int, function: Any, *arguments: Any) -> None:
-    for result in ranks.on_ranks(size, function, *arguments):
-        if isinstance(result, Exception):
-            raise result
-
-
 def write(resolved: Any) -> Path:
     return cache_teacher(resolved, shard_bytes=SHARD)
 
@@ -54,7 +48,7 @@ def contents(cache: Path) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def written(folder: Path) -> Path:
     """A directory with the cache of the run's 32 rows, written by two ranks."""
-    on_ranks(2, write, recipe(folder, folder / "written"))
+    ranks.results(2, write, recipe(folder, folder / "written"))
     return folder / "written"
 
 
@@ -62,7 +56,7 @@ def written(folder: Path) -> Path:
 def test_a_cache_of_all_words_trains_as_the_teacher_does(folder: Path, tmp_path: Path, own: dict[str, Any]) -> None:
     whole = recipe(folder, tmp_path, top_k=VOCAB, **own)
     live = runs.resolved(folder, output_dir=str(tmp_path / "live"), objective__sft=0.0, **own)
-    on_ranks(1, three, whole, live)
+    ranks.results(1, three, whole, live)
     cached, direct = read_metrics(tmp_path / "run"), read_metrics(tmp_path / "live")
     assert [line["kl"] for line in cached] == pytest.approx([line["kl"] for line in direct], rel=1e-5)
     assert [line["grad_norm"] for line in cached] == pytest.approx([line["grad_norm"] for line in direct], rel=1e-4)
@@ -79,15 +73,15 @@ def test_ranks_share_the_work_and_a_cache_trains_on_any_of_them(folder: Path, wr
     assert len(list(written.glob("cache/shard-*.safetensors"))) == 7
     shutil.copytree(written / "cache", tmp_path / "cache")
     alone = recipe(folder, tmp_path / "alone")
-    on_ranks(1, write, alone)
+    ranks.results(1, write, alone)
     assert contents(tmp_path / "alone" / "cache") == contents(written / "cache")
     divided = recipe(folder, tmp_path, output_dir=str(tmp_path / "divided"), parallel__zero_stage=3)
-    on_ranks(2, both, recipe(folder, tmp_path), divided)
+    ranks.results(2, both, recipe(folder, tmp_path), divided)
     metrics = read_metrics(tmp_path / "run")
     for one, other in zip(read_metrics(tmp_path / "divided"), metrics, strict=True):
         assert (one["kl"], one["grad_norm"]) == pytest.approx((other["kl"], other["grad_norm"]), rel=1e-6)
     live = runs.resolved(folder, output_dir=str(tmp_path / "live"), objective__sft=0.0)
-    on_ranks(1, loop.distill_model, live)
+    ranks.results(1, loop.distill_model, live)
     first = read_metrics(tmp_path / "live")[0]["kl"]
     assert 0 < metrics[0]["kl"] < first, "a lower bound"
     assert metrics[-1]["kl"] < metrics[0]["kl"]
@@ -96,11 +90,11 @@ def test_ranks_share_the_work_and_a_cache_trains_on_any_of_them(folder: Path, wr
 def test_with_a_cache_no_teacher_is_loaded(folder: Path, written: Path, tmp_path: Path) -> None:
     shutil.copytree(written / "cache", tmp_path / "cache")
     gone = recipe(folder, tmp_path, teacher=str(tmp_path / "gone"))
-    on_ranks(1, loop.distill_model, gone)
+    ranks.results(1, loop.distill_model, gone)
     assert read_metrics(tmp_path / "run")[-1]["step"] == 4
     changed = recipe(folder, tmp_path, teacher=str(tmp_path / "gone"), teacher_sha256="0" * 64)
     with pytest.raises(BadInputError, match="the recipe asks for 0000"):
-        on_ranks(1, loop.distill_model, changed)
+        ranks.results(1, loop.distill_model, changed)
 
 
 def test_the_command_caches_a_teacher_whose_experts_are_divided(tmp_path: Path) -> None:
@@ -110,11 +104,11 @@ def test_the_command_caches_a_teacher_whose_experts_are_divided(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(tmp_path / "cache")
     with pytest.raises(ConfigError, match="ep_size 2 does not divide the 1 processes"):
-        on_ranks(1, write, recipe(tmp_path, tmp_path, top_k=VOCAB, parallel__ep_size=2))
+        ranks.results(1, write, recipe(tmp_path, tmp_path, top_k=VOCAB, parallel__ep_size=2))
     once: Any = {"train__steps": 1, "optim__warmup_steps": 0}
     cached = recipe(tmp_path, tmp_path, top_k=VOCAB, **once)
     live = runs.resolved(tmp_path, output_dir=str(tmp_path / "live"), objective__sft=0.0, **once)
-    on_ranks(1, both, cached, live)
+    ranks.results(1, both, cached, live)
     (one,), (other,) = read_metrics(tmp_path / "run"), read_metrics(tmp_path / "live")
     assert one["kl"] == pytest.approx(other["kl"], rel=1e-4)
 
@@ -145,9 +139,9 @@ def test_a_killed_writer_goes_on_where_it_stopped(folder: Path, written: Path, t
     shards = sorted((tmp_path / "cache").glob("shard-*.safetensors"))
     assert len(shards) == 3 and not (tmp_path / "cache" / "MANIFEST.json").exists()
     with pytest.raises(BadInputError, match=r"MANIFEST.json: is missing"):
-        on_ranks(1, loop.distill_model, resolved)
+        ranks.results(1, loop.distill_model, resolved)
     before = [path.stat().st_ino for path in shards]
-    on_ranks(1, write, resolved)
+    ranks.results(1, write, resolved)
     assert [path.stat().st_ino for path in shards] == before, "what was there was not written again"
     assert contents(tmp_path / "cache") == contents(written / "cache")
 
@@ -169,10 +163,10 @@ def test_another_teacher_text_or_setting_is_refused_by_name(folder: Path, writte
     ]:
         resolved = recipe(folder, tmp_path, **changes)
         with pytest.raises(BadInputError, match=named):
-            on_ranks(1, loop.distill_model, resolved)
+            ranks.results(1, loop.distill_model, resolved)
         if "holds" not in named:
             with pytest.raises(BadInputError, match=named):
-                on_ranks(1, write, resolved)
+                ranks.results(1, write, resolved)
     assert contents(tmp_path / "cache") == contents(written / "cache")
     assert not (tmp_path / "run").exists()
 
@@ -184,9 +178,9 @@ def test_damage_and_rows_of_another_text_are_found(folder: Path, written: Path, 
     data[-10] ^= 1
     shard.write_bytes(data)
     with pytest.raises(BadInputError, match=r"shard-000002.safetensors: is missing or damaged"):
-        on_ranks(1, loop.distill_model, recipe(folder, tmp_path))
+        ranks.results(1, loop.distill_model, recipe(folder, tmp_path))
     shard.with_suffix(".json").unlink()  # as the hint says
-    on_ranks(1, write, recipe(folder, tmp_path))
+    ranks.results(1, write, recipe(folder, tmp_path))
     assert contents(tmp_path / "cache") == contents(written / "cache")
     # The key knows the files of the text, not how rows are cut: every row is held against its own hash.
     teacher = teacher_cache.CachedTeacher(tmp_path / "cache", 32)
@@ -201,7 +195,7 @@ def test_recipes_that_make_no_sense_are_refused(folder: Path, tmp_path: Path) ->
     with pytest.raises(ConfigError, match="names no teacher cache"):
         cache_teacher(runs.resolved(folder))
     with pytest.raises(ConfigError, match="top_k is 300, the vocabulary has 256"):
-        on_ranks(1, write, recipe(folder, tmp_path, top_k=300))
+        ranks.results(1, write, recipe(folder, tmp_path, top_k=300))
     assert not (tmp_path / "cache").exists()
 
 
@@ -215,5 +209,5 @@ def poisoned(resolved: Any) -> None:
 
 def test_a_teacher_that_is_not_finite_is_not_kept(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match="rows 0 to 5"):
-        on_ranks(1, poisoned, recipe(folder, tmp_path))
+        ranks.results(1, poisoned, recipe(folder, tmp_path))
     assert not list((tmp_path / "cache").glob("shard-*"))

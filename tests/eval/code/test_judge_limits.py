@@ -38,7 +38,7 @@ ANSWERS = {
 @pytest.fixture(scope="module")
 def verdicts() -> dict[str, Outcome]:
     problems = [Problem(name, "f", [Case([1], [1], "set_equal")], []) for name in ANSWERS]
-    found = score(problems, list(ANSWERS.values()), workers=2, timeout_s=2, form="chat")
+    found = score(problems, list(ANSWERS.values()), workers=2, timeout_s=1, form="chat")
     return {verdict.task_id: verdict.base for verdict in found}
 
 
@@ -48,7 +48,7 @@ def test_a_good_answer_passes_beside_hostile_ones(verdicts: dict[str, Outcome]):
 
 @pytest.mark.parametrize("name", ["decorators without end", "keys of one hash", "a set of one hash"])
 def test_an_answer_that_takes_too_long_to_read_fails(verdicts: dict[str, Outcome], name: str):
-    detail = "its answer or results took more than 4 s of CPU to be read and compared"
+    detail = "its answer or results took more than 2 s of CPU to be read and compared"
     assert verdicts[name] == Outcome("fail", detail)
 
 
