@@ -18,23 +18,12 @@ from fcsd.eval.suite import select_any
 from fcsd.eval.tasks import load_tasks
 from fcsd.plan.frontier import SHARES
 
-WIRINGS = ("ladder", "farskip")
-
 
 def test_the_page_holds_what_is_stored(repo: Path) -> None:
     text, raw = (repo / page.PAGE).read_text(), page.read(repo)
     assert page.filled(text, raw, repo) == text, "run python -m studies.real.page"
     files = list(raw.values())
     assert len(page.runs(files).splitlines()) == 2 + sum("kl" in run for file in files for run in file["runs"])
-
-
-def test_the_page_takes_the_healed_runs_of_gemma_where_they_are_stored(repo: Path) -> None:
-    untrained, healed = (json.loads((repo / file).read_text()) for file in (page.UNTRAINED_GEMMA, page.PARTS))
-    none, told = page.gemma(untrained, None), page.gemma(untrained, healed)
-    assert "No conversion of Gemma has been healed" in none and "No conversion" not in told
-    assert (
-        told.startswith(page.scores(untrained)) and page.runs([healed]) in told and told.endswith(page.scores(healed))
-    )
 
 
 def test_the_page_takes_the_runs_of_the_converted_layers_where_they_are_stored(repo: Path) -> None:
@@ -438,3 +427,12 @@ def test_what_training_the_converted_layers_alone_gains_is_that_of_the_raw_file(
     )
     told = "teacher {:.0f} %, student's forward pass {:.0f} %, loss {:.0f} %, backward pass {:.0f} %, update {:.0f} %"
     assert told.format(*(float(share) for _, share in shares)) in text
+
+
+def test_the_page_takes_the_healed_runs_of_gemma_where_they_are_stored(repo: Path) -> None:
+    untrained, healed = (json.loads((repo / file).read_text()) for file in (page.UNTRAINED_GEMMA, page.PARTS))
+    none, told = page.gemma(untrained, None), page.gemma(untrained, healed)
+    assert "No conversion of Gemma has been healed" in none and "No conversion" not in told
+    assert (
+        told.startswith(page.scores(untrained)) and page.runs([healed]) in told and told.endswith(page.scores(healed))
+    )
