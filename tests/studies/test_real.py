@@ -445,5 +445,5 @@ def test_the_page_takes_the_healed_runs_of_gemma_where_they_are_stored(repo: Pat
     assert more["value"] - 0.25 > 2 * more["stderr"]
     found = [json.loads((repo / file).read_text()) for file in page.LAYERS.values()]
     costs = [median(model[wiring]["alone"]) for model in found for wiring in ("ladder", "farskip")]
-    said = "{2:.2f} nats under ladder and {3:.2f} under farskip in the median layer, where SmolLM2's cost {0:.2f} and {1:.2f}"
-    assert said.format(*costs) in text
+    said = "{2:.2f} nats under ladder and {3:.2f} under farskip in the median layer, where SmolLM2's cost {0:.2f} and "
+    assert f"{said}{{1:.2f}}".format(*costs) in text
