@@ -119,7 +119,7 @@ class Parallel(Section):
     machine: InputPath | None = None
     """With `dedup: auto`: the machine file, which describes the links of the cluster; `fcsd bench links` writes one."""
     placement: Placement = Placement()
-    """Moves experts between processes during the run. Losses and weights stay the same."""
+    """Moves experts between processes during the run. Losses and weights stay the same, up to rounding."""
     teacher_placement: Literal["auto", "sharded", "replicated"] = "auto"
     """Where the teacher's experts are: `sharded` divides them among `ep_size` processes, `replicated` keeps all of them
     on every process. `auto` means `sharded` if `ep_size` is above 1."""

@@ -284,6 +284,28 @@ def rules(repo: Path = Path()) -> str:
     return "\n".join(lines) + "\n"
 
 
+UNTRAINED_GEMMA = Path("benchmarks/results/real_gemma3_cpu.json")
+GEMMA = Path("benchmarks/results/real_gemma3_1xh100.json")  # taken where it exists
+OF_GEMMA = """\
+Healed, the converted layers alone, on all items of PIQA, ARC-E and OpenBookQA and 2500 of HellaSwag, spread over it:
+"""
+
+
+def _stored(file: Path) -> dict[str, Any] | None:
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+def gemma(untrained: dict[str, Any], healed: dict[str, Any] | None) -> str:
+    """Markdown with what untrained conversions of Gemma score, and with its healed runs if there are any."""
+    if healed:
+        return f"{scores(untrained)}\n{OF_GEMMA}\n{runs([healed])}\n{scores(healed)}"
+    first, last = untrained["first_steps"]["kl"][0], untrained["first_steps"]["held_out_kl"][-1]
+    steps = (
+        f"eight steps of 256 tokens on a CPU, from {first:.1f} nats in the first step to {last:.1f} on held-out text"
+    )
+    return f"{scores(untrained)}\nNo conversion of Gemma has been healed, but for {steps} (`ladder-half`).\n"
+
+
 EXPERTS = Path("benchmarks/results/real_experts_smollm2_2xh100.json")
 
 
@@ -355,6 +377,7 @@ def filled(page: str, raw: dict[Path, dict[str, Any]], repo: Path = Path()) -> s
     tables |= {
         "layers": layers(repo),
         "rules": rules(repo),
+        "gemma": gemma(json.loads((repo / UNTRAINED_GEMMA).read_text()), _stored(repo / GEMMA)),
         "experts": experts(json.loads((repo / EXPERTS).read_text())),
         "splits": splits(json.loads((repo / SPLITS).read_text())),
     }

@@ -1,5 +1,6 @@
 """GGUF files: the weights, config and tokenizer are those that were written; what is not proven is refused by name."""
 
+import json
 import struct
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +12,13 @@ import tiny
 import torch
 from rich.filesize import decimal
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
 from fcsd.checkpoint.gguf import unpack_gguf
+from fcsd.cli.main import app
 from fcsd.convert import convert_checkpoint
+from fcsd.distill import layer_costs
 from fcsd.errors import BadInputError, ConfigError, DiskError
 
 NAMES = {
@@ -49,10 +53,18 @@ def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.reshape(heads, 2, -1, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
 
 
-def write(path: Path, *, arch: str = "llama", quantised: Any = None, **more: Any) -> dict[str, torch.Tensor]:
+def write(
+    path: Path,
+    *,
+    arch: str = "llama",
+    quantised: Any = None,
+    pieces: list[str] | None = None,
+    kinds: list[int] | None = None,
+    **more: Any,
+) -> dict[str, torch.Tensor]:
     """A tiny model as a GGUF file; the tensors by transformers' names."""
     model_type, changes, names_of = MODELS.get(arch, MODELS["llama"])
-    model = tiny.model(model_type, **changes)
+    model = tiny.model(model_type, **changes, **({"vocab_size": len(pieces)} if pieces else {}))
     config = model.config
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(config.num_hidden_layers)
@@ -70,12 +82,24 @@ def write(path: Path, *, arch: str = "llama", quantised: Any = None, **more: Any
     else:
         writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
         writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_tokenizer_model("gpt2")
-    names = ["<unk>", "<s>", "</s>", "a", "b", "ab"]
-    writer.add_token_list(names + [f"<{number}>" for number in range(len(names), config.vocab_size)])
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
+    if pieces is None:
+        writer.add_tokenizer_model("gpt2")
+        names = ["<unk>", "<s>", "</s>", "a", "b", "ab"]
+        writer.add_token_list(names + [f"<{number}>" for number in range(len(names), config.vocab_size)])
+        writer.add_token_merges(["a b"])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+    else:  # as in files of Gemma
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(pieces)
+        writer.add_token_scores([-float(number) for number in range(len(pieces))])
+        writer.add_token_types(kinds or [])
+        writer.add_bos_token_id(2)
+        writer.add_eos_token_id(1)
+        writer.add_unk_token_id(3)
+        writer.add_pad_token_id(0)
+        writer.add_add_bos_token(True)
+        writer.add_add_space_prefix(False)
     writer.add_license("mit")
     for key, value in more.items():
         writer.add_uint32(key.replace("__", "."), value)
@@ -140,6 +164,29 @@ def test_a_conversion_has_the_weights_of_the_file(tmp_path: Path, arch: str, qua
             assert torch.equal(loaded(tiny.tokens()).logits, plain(tiny.tokens()).logits)
     assert "license: mit" in (original / "README.md").read_text()
     assert (tmp_path / "m.gguf").read_bytes() == before
+
+
+def test_words_of_a_file_are_merged_by_their_scores_and_the_users_words_come_first(tmp_path: Path) -> None:
+    pieces = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\n\n", "\u2581\u2581"]
+    kinds = [3, 3, 3, 3] + 256 * [6] + [4, 4]  # control, bytes, and words that the user has given
+    words = ["\u2581t", "he", "\u2581the", "ab", "bc", "\u2581", "a", "b", "c", "e", "h", "t"]
+    write(tmp_path / "m.gguf", arch="gemma3", pieces=[*pieces, *words], kinds=kinds + 12 * [1])
+    unpack_gguf(tmp_path / "m.gguf", tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    found = tokenizer("the the  abc\n\n\u00e9")["input_ids"]
+    told = ["<bos>", "t", "he", "\u2581the", "\u2581\u2581", "ab", "c", "\n\n", "<0xC3>", "<0xA9>"]
+    assert found == [[*pieces, *words].index(word) for word in told]
+    assert tokenizer.decode(found, skip_special_tokens=True) == "the the  abc\n\n\u00e9"
+
+
+def test_the_layers_of_a_file_are_chosen_by_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "m.gguf", arch="gemma3")
+    monkeypatch.setattr(layer_costs, "TOKENS", 32)
+    chosen = ["convert", str(tmp_path / "m.gguf"), str(tmp_path / "out"), "--wiring", "ladder", "--layers", "auto:2"]
+    done = CliRunner().invoke(app, [*chosen, "--json"])
+    assert done.exit_code == 0, done.stderr
+    assert len(json.loads(done.stdout)["wiring"]["layers"]) == 2
+    assert json.loads(done.stdout)["model"] == str(tmp_path / "out-original")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from studies.capability.scores import Scores, scores_of
 from studies.placement import study as placement_study
 from studies.real import page as real_page
 
+from fcsd.bench.runner import spread
 from fcsd.kernels.bit_split import Format, kernels
 from fcsd.parallel.placement.placement import Placement
 from fcsd.parallel.placement.search import greedy
@@ -920,15 +921,13 @@ def test_tensor_parallel_steps(repo: Path, raw: Raw, link: str) -> None:
     assert said in index
 
 
-def test_adapters_zero_3_and_the_kernels_of_liger(repo: Path, raw: Raw) -> None:
+def test_adapters_and_the_kernels_of_liger(repo: Path, raw: Raw) -> None:
     pages = (
         "benchmarks/results/README.md",
         "docs/adapters.md",
-        "docs/planning.md",
         "benchmarks/results/distillation.md",
-        "docs/LOG.md",
     )
-    index, adapters, planning, distillation, log = (" ".join((repo / page).read_text().split()) for page in pages)
+    index, adapters, distillation = (" ".join((repo / page).read_text().split()) for page in pages)
 
     def steps(name: str) -> dict[str, Any]:
         turns = [turn for turn in raw(name)["turns"] if not turn["out_of_memory"]]
@@ -951,14 +950,6 @@ def test_adapters_zero_3_and_the_kernels_of_liger(repo: Path, raw: Raw) -> None:
     alone = steps("baselines_adapters_v2lite_8_layers_1xh100")
     assert alone.keys() == {"fcsd-adapters"}
     assert f"{1e3 * median(turn['seconds'] for turn in alone['fcsd-adapters']):.1f} ms." in adapters
-    second = {run["variant"]: run for run in raw("memory_zero3_hooks_2xh100")["runs"] if run["run"] == 2}
-    one, three, before = (second[name] for name in ("1", "seq-lin-buc", "was"))
-    peaks = f"{three['peak_gib']:.1f} GiB of tensors instead of {one['peak_gib']:.1f}"
-    assert peaks in planning and peaks in index
-    took, without, was = (median(variant["step_seconds"][3:-1]) for variant in (three, one, before))
-    assert f"{without / took:.2f}x" in planning and f"**{without / took:.2f}x** of ZeRO-1's" in index
-    assert f"{took:.2f} s instead of {without:.2f}" in planning and f"{without / was:.2f}x" in log
-    assert f"held {three['gpu_gib']:.1f} GiB instead of {one['gpu_gib']:.1f}" in planning
     found = steps("baselines_liger_1xh100")
     own = found["fcsd"][0]["seconds"]
     for side in ("loop-liger-model", "loop-liger-kl"):
@@ -966,6 +957,213 @@ def test_adapters_zero_3_and_the_kernels_of_liger(repo: Path, raw: Raw) -> None:
             f"| {side} | {1e3 * found[side][0]['seconds']:.1f} | {found[side][0]['seconds'] / own:.2f}x |"
             in distillation
         )
+    gain = f"{found['loop-liger-model'][0]['seconds'] / own:.2f}x"
+    told = " ".join((repo / "docs/questions.md").read_text().split())
+    assert f"Healing on one GPU is {gain} as fast as a loop with Liger's kernels for a dense model" in told
+    assert f"**{gain}** of the loop with Liger's kernels for the layers" in index
+
+
+def test_zero_3_beside_zero_1(repo: Path, raw: Raw) -> None:
+    planning, index, log, changes = (
+        " ".join((repo / page).read_text().split())
+        for page in ("docs/planning.md", "benchmarks/results/README.md", "docs/LOG.md", "CHANGELOG.md")
+    )
+    files = [raw(f"memory_zero{stage}_12_layers_2xh100") for stage in (1, 3)]
+    runs = [file["measured"] for file in files]
+    steps = [run["seconds"][1:-1] for run in runs]  # the first one warms up, and the last one was traced
+    (without, took), last = map(median, steps), [median(times[-5:]) for times in steps]
+    accounts = [dict(zip(("computing", "exposed", "idle", "all"), sums(file), strict=True)) for file in files]
+    hidden = [
+        1 - account["exposed"] / sum(communication(file).values())
+        for file, account in zip(files, accounts, strict=True)
+    ]
+    peaks = [f"{run['peak'] / GIB:.1f}" for run in runs]
+    share = f"**{without / took:.2f}x**"
+    for cells in (
+        ["step, s: median of seven", *(f"{seconds:.3f}" for seconds in (without, took))],
+        ["its shortest and longest", *(f"{min(times):.3f} to {max(times):.3f}" for times in steps)],
+        ["x ZeRO-1's tokens/s", "1", share],
+        ["peak of the tensors, GiB", *peaks],
+        ["all of the GPU, GiB", *(f"{run['gpu'] / GIB:.1f}" for run in runs)],
+        ["traced step, ms", *(f"{account['all']:.1f}" for account in accounts)],
+        ["of it computing", *(f"{account['computing']:.1f}" for account in accounts)],
+        ["communication that nothing hides", *(f"{account['exposed']:.1f}" for account in accounts)],
+        ["idle", *(f"{account['idle']:.1f}" for account in accounts)],
+        ["communication hidden", *(f"{abs(100 * part):.0f} %" for part in hidden)],
+    ):
+        assert f"| {' | '.join(cells)} |" in planning
+    plain, divided = accounts
+    computing, exposed, idle = (f"{divided[name] - plain[name]:.0f}" for name in ("computing", "exposed", "idle"))
+    assert f"computes for {computing} ms more than ZeRO-1, communicates for {exposed} ms more" in planning
+    assert f"is idle for {idle} ms more" in planning
+    assert f"which are {divided['all'] - 1e3 * took:.0f} ms shorter in the median" in planning
+    waits = [
+        sum(int(count) for count in re.findall(r" (\d+) \(", file["account_of_the_last_step"][-1])) for file in files
+    ]
+    assert f"waits for the device {waits[1]} times in this step, {waits[0]} times under ZeRO-1" in planning
+    line = files[1]["account_of_the_last_step"][-2]
+    student, teacher = re.findall(r"\((\d+)% hidden\)", line)
+    assert (
+        f"{student} % is hidden in the student's passes and the update, and {teacher} % in the teacher's pass"
+        in planning
+    )
+    fewer = [f"{(runs[0][name] - runs[1][name]) / GIB:.1f} GiB" for name in ("peak", "gpu")]
+    assert f"The peak is {fewer[0]} lower, all of the GPU only {fewer[1]}" in planning
+    assert f"the last five alone would give {last[0] / last[1]:.2f}x" in planning
+    said = (
+        f"{share} of ZeRO-1's tokens/s, {100 * hidden[1]:.0f} % of the communication hidden; {peaks[1]} GiB of tensors"
+    )
+    assert f"{said} instead of {peaks[0]}" in index
+    assert f"{without / took:.2f}x of ZeRO-1's tokens/s" in changes and f"they have {without / took:.2f}x" in log
+    speeds = [file["predicted"]["tokens_per_second"] for file in files]
+    assert f"it had {without / took:.2f}x of ZeRO-1's speed, and the plan says {speeds[1] / speeds[0]:.2f}x" in planning
+    second = {run["variant"]: run for run in raw("memory_zero3_hooks_2xh100")["runs"] if run["run"] == 2}
+    patched, beside, was = (median(second[name]["step_seconds"][3:-1]) for name in ("seq-lin-buc", "1", "was"))
+    assert f"{patched:.2f} s instead of {beside:.2f}" in planning
+    assert f"{beside / was:.2f}x on another" in log
+    assert f"took {patched:.2f} s a step in that run, where these took {was:.2f}" in log
+
+
+def sums(file: dict[str, Any]) -> list[float]:
+    """The ms of the traced step in which something computes, only communication runs, or nothing, and all of them."""
+    (line,) = (line for line in file["account_of_the_last_step"] if line.startswith("sum "))
+    return [float(number) for number in line.split()[1:5]]
+
+
+def communication(file: dict[str, Any]) -> dict[str, float]:
+    """The ms of communication in each phase of the traced step."""
+    (line,) = (line for line in file["account_of_the_last_step"] if line.startswith("communication: "))
+    return {phase: float(ms) for phase, ms in re.findall(r"(\w+) ([\d.]+) ms \(", line)}
+
+
+def test_a_mixture_of_experts_beside_liger_and_autoep(repo: Path, raw: Raw, page: str) -> None:
+    heading = "Beside Liger's kernels and AutoEP's layers, a mixture of experts"
+    found = raw("baselines_moe_liger_1xh100")
+    turns: dict[str, list[Any]] = {}
+    for turn in found["turns"]:
+        assert not turn["out_of_memory"]
+        turns.setdefault(turn["side"], []).append(turn)
+    seconds = {side: median(turn["seconds"] for turn in of) for side, of in turns.items()}
+    above = {side: (of[0]["peak"] - found["held"]) / GIB for side, of in turns.items()}
+    gains = {side: f"{took / seconds['fcsd']:.2f}" for side, took in seconds.items()}
+    expected = [
+        [
+            *(side, f"{1e3 * seconds[side]:.1f}", f"{found['batch_tokens'] / seconds[side]:,.0f}".replace(",", " ")),
+            *("1" if side == "fcsd" else gains[side], str(of[0]["micro_batch"])),
+            *(f"{above[side]:.1f}", f"{of[0]['loss']:.6f}"),
+        ]
+        for side, of in turns.items()
+    ]
+    assert rows(page, heading)[1:] == expected
+    assert {side: len(of) for side, of in turns.items() if len(of) != 2} == {"loop-liger-compiled": 1}
+    best = min(set(seconds) - {"fcsd"}, key=lambda side: seconds[side])
+    assert best == "loop-liger-compiled"
+    tried = {turn["side"]: turn["seconds"] for turn in found["sweep"] if not turn["out_of_memory"]}
+    told = " ".join(page.split())
+    assert (
+        f"that of compiled layers, fcsd is {gains[best]}x as fast**, beside AutoEP's layers {gains['autoep']}x" in told
+    )
+    assert f"({tried['autoep'] / tried['fcsd']:.2f}x in the sweep, one step each)" in told
+    assert f"beside Liger's experts {gains['loop-liger-model']}x" in told
+    less = f"{above['loop-liger-model']:.1f} GiB above weights and optimizer instead of {above['fcsd']:.1f}"
+    assert f"{less}. The compiled loop takes {above[best]:.1f}." in told
+    losses = [of[0]["loss"] for of in turns.values()]
+    assert max(abs(loss / losses[0] - 1) for loss in losses) < 6e-4
+    assert max(losses, key=lambda loss: abs(loss - losses[0])) == turns[best][0]["loss"]
+
+    def kernels(side: str, name: str) -> float:
+        (traced,) = (turn["kernels"] for turn in turns[side] if turn["kernels"])
+        return sum(ms for kernel, _, ms in traced if name in kernel)
+
+    own = [kernels("fcsd", name) for name in ("_update_kernel", "TensorListMetadata")]
+    others = [
+        [kernels(side, name) for name in ("FusedOptimizer", "TensorListMetadata")]
+        for side in ("loop-liger-grouped", "autoep")
+    ]
+    assert [[f"{ms:.1f}" for ms in of] for of in others] == [["33.5", "15.0"], ["33.5", "15.1"]]
+    assert (
+        "takes {:.1f} ms, and the norm of the gradients, its clipping and the copies {:.1f} ms".format(*others[0])
+        in told
+    )
+    assert "takes {:.1f} ms, and the norm {:.1f} ms".format(*own) in told
+    more, slower = 1e-3 * (sum(others[0]) - sum(own)), seconds[best] - seconds["fcsd"]
+    assert f"{1e3 * more:.0f} of the {1e3 * slower:.0f} ms" in told and more / slower > 0.5
+    assert f"would leave fcsd {(seconds[best] - more) / seconds['fcsd']:.2f}x, by calculation" in told
+    gate = f"{1e3 * seconds['autoep-gate-up']:.1f} ms instead of {1e3 * seconds['autoep']:.1f}"
+    wider = f"{above['autoep-gate-up'] - above['autoep']:.1f} GiB more"
+    assert f"{gate}, and {wider}; fcsd's step is {gains['autoep-gate-up']}x as fast" in told
+    shape = 4 * 128 * 3 * 2048 * 768  # the experts of four layers of Qwen3-30B-A3B, in bf16
+    assert f"{2 * shape / GIB:.1f} GiB of its memory are the teacher's experts once more" in told
+    index = (repo / "benchmarks/results/README.md").read_text()
+    assert f"With experts {gains[best]}x of the best loop, whose layers torch compiles, {gains['autoep']}x" in index
+    assert f"and {gains['loop-liger-model']}x of Liger's experts" in index
+    assert f"and {gains[best]}x as fast as the best loop" in (repo / "docs/questions.md").read_text()
+
+
+def test_swaps_between_two_nodes(repo: Path, raw: Raw, page: str) -> None:
+    found = raw("swaps_nodes_2xh100")
+    ways, saved = found["ways"], {}
+    expected = []
+    for way, one in ways.items():
+        ms, searches = one["ms"], one["searches"]
+        saved[way] = 100 * (1 - ms["after"] / ms["before"])
+        cost = f"{100 * ms['later search'] / ms['after']:.2f}"
+        steps = [f"{ms[when]:.1f} ± {spread(one['step'][when]):.1f}" for when in ("before", "after")]
+        swapped = ", ".join(str(search["swaps"]) for search in searches)
+        sent = ", ".join(f"{one['rows'][when]['between']:.3f}" for when in ("before", "after"))
+        name = {"rank": "rank, bf16", "rank+int8": "rank, INT8"}[way]
+        expected.append([name, *steps, f"{saved[way]:.1f}", cost, swapped, sent])
+        assert one["losses"]["before"] == one["losses"]["before, again"] != one["losses"]["after"]
+    assert rows(page, "Swaps of experts between two nodes, two H100s")[1:] == expected
+    told = " ".join(page.split())
+    plain, short = ways["rank"], ways["rank+int8"]
+    assert "{:.6f} before the swaps".format(plain["losses"]["before"]) in told
+    assert "and {:.6f} after them".format(plain["losses"]["after"]) in told
+    assert "other steps, too: {before:.6f} and {after:.6f}".format(**short["losses"]) in told
+    assert found["rule"]["kept"] and f"{100 * found['rule']['saved']:.1f} % with the later searches counted" in told
+    ends = [f"{edge(plain['step'][when]):.0f}" for when in ("before", "after") for edge in (min, max)]
+    assert "overlap: {} to {} ms before, and {} to {} ms after".format(*ends) in told
+    alone, both = (100 * (1 - short["ms"][when] / plain["ms"]["before"]) for when in ("before", "after"))
+    assert f"more than swaps alone, {alone:.1f} %; with both it is {both:.1f} %" in told
+    took = [one["searches"][0]["swap_seconds"] for one in (plain, short)]
+    assert f"take {took[0]:.2f} s once" in told and 5 < 1e3 * took[0] / plain["ms"]["after"] < 6
+    placement, targets, index = (
+        " ".join((repo / name).read_text().split())
+        for name in ("docs/placement.md", "docs/quantised_communication.md", "benchmarks/results/README.md")
+    )
+    shares = [f"{saved[way]:.1f} %" for way in ways]
+    assert f"a step is {shares[0]} shorter in the median, and with INT8 rows {shares[1]}" in placement
+    assert f"{shares[0]} shorter with deduplicated rows in bf16, **{shares[1]}** with INT8 rows" in index
+    assert f"{expected[0][4]} %, with INT8 rows {expected[1][4]} %, met" in targets
+    assert "takes {:.2f} s and {:.2f} s".format(*took) in targets
+
+
+def test_rows_to_experts_without_peer_access(repo: Path, raw: Raw, page: str) -> None:
+    expected, gains, fused, added = [], {}, [], {"formats": [], "bf16": []}
+    for place, name in (("any expert", "any expert"), ("experts elsewhere", "elsewhere")):
+        ms = {kind: times[0] for kind, times in raw("rows_to_experts_slow_2xh100")["ms"][place]["NCCL"].items()}
+        plain, wire = ms["bf16"], ms["bf16, wire"]
+        expected.append([name, "bf16", "", "", f"{plain:.2f}", "", f"{wire:.2f}", ""])
+        added["bf16"].append(plain - wire)
+        for kind in ("int8", "int4"):
+            steps, both, alone = (ms[f"{kind}, {way}"] for way in ("steps", "fused", "wire"))
+            pairs = ((steps, plain / steps), (both, plain / both), (alone, wire / alone))
+            expected.append(["", kind, *(cell for time, gain in pairs for cell in (f"{time:.2f}", f"{gain:.2f}"))])
+            gains[place, kind] = f"{plain / both:.2f}x"
+            fused.append(steps / both)
+            added["formats"].append(both - alone)
+    assert rows(page, "Rows to experts without peer access")[1:] == expected
+    told = " ".join(page.split())
+    assert f"Fusing gains {min(fused):.2f}x to {max(fused):.2f}x" in told
+    ends = [f"{edge(added[kind]):.2f}" for kind in ("formats", "bf16") for edge in (min, max)]
+    assert "is {} to {} ms with a format and {} to {} ms in bf16".format(*ends) in told
+    index, targets = (
+        (repo / name).read_text() for name in ("benchmarks/results/README.md", "docs/quantised_communication.md")
+    )
+    eight, four = ([gains[place, kind] for place in ("any expert", "experts elsewhere")] for kind in ("int8", "int4"))
+    assert "without peer access INT8 {} and {}, INT4 {} and {} of bf16".format(*eight, *four) in index
+    assert "{} and {}, {} and {}, met".format(*eight, *four) in targets
+    assert min(map(float, (gain[:-1] for gain in eight))) >= 1.65 and min(float(gain[:-1]) for gain in four) >= 2.6
 
 
 def test_the_best_of_autoep_and_sums_of_two_ranks_in_the_index(repo: Path, raw: Raw) -> None:

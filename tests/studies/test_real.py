@@ -552,3 +552,23 @@ def test_what_the_pages_say_of_all_layers_and_of_the_law_is_that_of_the_raw_file
     assert f"in steps of {before.get('batch', 131072):,}, ended at {ends[0]:.3f} and {ends[1]:.3f}" in text
     rows = [line.split(" | ") for line in page.by_seed(raw[page.CONVERTED_SEEDS]).splitlines()[2:]]
     assert "two shorter runs of each **{1}** and {0} |".format(*(row[-1].strip(" |") for row in rows)) in index
+
+
+def test_the_page_takes_the_healed_runs_of_gemma_where_they_are_stored(repo: Path) -> None:
+    untrained, healed = (json.loads((repo / file).read_text()) for file in (page.UNTRAINED_GEMMA, page.PARTS))
+    none, told = page.gemma(untrained, None), page.gemma(untrained, healed)
+    assert "No conversion of Gemma has been healed" in none and "No conversion" not in told
+    assert (
+        told.startswith(page.scores(untrained)) and page.runs([healed]) in told and told.endswith(page.scores(healed))
+    )
+    text = " ".join((repo / page.PAGE).read_text().split())
+    smol, gemma = (found["median"] for found in untrained["root_mean_square_of_matrices"].values())
+    assert f"root mean square of {gemma:.2f}, and SmolLM2's of {smol:.2f}." in text and round(smol / gemma) == 5
+    tokens, more = untrained["tokens"], untrained["original_asked_more"]["HS"]
+    assert f"{tokens['texts']} texts of {tokens['tokens']:,} tokens" in text and not tokens["different_texts"]
+    assert f"On {more['n']} of HellaSwag it is: {100 * more['value']:.1f} ± {100 * more['stderr']:.1f}." in text
+    assert more["value"] - 0.25 > 2 * more["stderr"]
+    found = [json.loads((repo / file).read_text()) for file in page.LAYERS.values()]
+    costs = [median(model[wiring]["alone"]) for model in found for wiring in ("ladder", "farskip")]
+    said = "{2:.2f} nats under ladder and {3:.2f} under farskip in the median layer, where SmolLM2's cost {0:.2f} and "
+    assert f"{said}{{1:.2f}}".format(*costs) in text
