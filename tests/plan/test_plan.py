@@ -202,7 +202,7 @@ def test_zero_3_divides_the_weights_of_dense_models_and_sends_them_in_every_pass
 
     tight = planned(gib=(three.total / GIB + 1) / USABLE)
     assert tight.change is not None and tight.change.written[-1] == "--set parallel.zero_stage=3"
-    assert any("470 GB/s inside a node" in line for line in to_text(planned(zero_stage=3)).splitlines())
+    assert any("135 GB/s inside a node" in line for line in to_text(planned(zero_stage=3)).splitlines())
     received = 7 / 8 * 2 * 4 * numbers.total
     slow = replace(setup, zero_stage=3)
     for gpus, rate in ((8, GATHER["inside"]), (4, GATHER["between"])):
