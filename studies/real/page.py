@@ -300,9 +300,7 @@ def gemma(untrained: dict[str, Any], healed: dict[str, Any] | None) -> str:
     if healed:
         return f"{scores(untrained)}\n{OF_GEMMA}\n{runs([healed])}\n{scores(healed)}"
     first, last = untrained["first_steps"]["kl"][0], untrained["first_steps"]["held_out_kl"][-1]
-    steps = (
-        f"eight steps of 256 tokens on a CPU, from {first:.1f} nats in the first step to {last:.1f} on held-out text"
-    )
+    steps = f"eight steps of 256 tokens on a CPU: {first:.1f} nats in the first rows, {last:.1f} on held-out text then"
     return f"{scores(untrained)}\nNo conversion of Gemma has been healed, but for {steps} (`ladder-half`).\n"
 
 

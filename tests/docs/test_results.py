@@ -1015,8 +1015,6 @@ def test_zero_3_beside_zero_1(repo: Path, raw: Raw) -> None:
     )
     assert f"{said} instead of {peaks[0]}" in index
     assert f"{without / took:.2f}x of ZeRO-1's tokens/s" in changes and f"they have {without / took:.2f}x" in log
-    speeds = [file["predicted"]["tokens_per_second"] for file in files]
-    assert f"it had {without / took:.2f}x of ZeRO-1's speed, and the plan says {speeds[1] / speeds[0]:.2f}x" in planning
     second = {run["variant"]: run for run in raw("memory_zero3_hooks_2xh100")["runs"] if run["run"] == 2}
     patched, beside, was = (median(second[name]["step_seconds"][3:-1]) for name in ("seq-lin-buc", "1", "was"))
     assert f"{patched:.2f} s instead of {beside:.2f}" in planning
