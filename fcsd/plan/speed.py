@@ -67,8 +67,8 @@ UPDATE_ALONE = 6.92e-12
 ROUND = 19e-12
 
 # Bytes per second at which a GPU receives the weights that ZeRO-3 gathers: from the GPUs of its node, and from others.
-# The first is what a run on two H100s with NVLink took in addition to the computation, with the host's time; the other is
-# assumed.
+# The first is what a run on two H100s with NVLink took in addition to the computation, with the time of the host. The
+# other is assumed.
 GATHER = {"inside": 135e9, "between": 40e9}
 
 # Bytes per second that a node writes into a checkpoint, bytes per second that each process copies to host memory, and
