@@ -343,6 +343,9 @@ def test_the_cases_of_the_study_of_ranks_are_taken_and_its_table_is_that_of_the_
     kept_by = [re.search(rf"40,960 .*\| rank {rank} .* ([\d.]+)%", page_of_ranks) for rank in (64, 4)]
     assert [match and match[1] for match in kept_by] == [*kept]
     real = json.loads((repo / "benchmarks/results/adapter_ranks_smollm2_2xh100.json").read_text())
+    at = {name: dict(curve)[6_619_136] for name, curve in real["held_out_during"].items()}
+    ended = f"{at['16']:.3f} with rank 16, {at['64']:.3f} with 64 and {at['256']:.3f} with 256"
+    assert f"{ended}, and {at['full']:.3f} with all weights trained" in words
     low, full = real["runs"]
     before, (less, most) = full["untrained_kl"]["own"]["kl"], (run["kl"]["own"]["kl"] for run in (low, full))
     rates = [round(run["tokens_per_second"], -3) for run in (low, full)]

@@ -148,6 +148,13 @@ def test_the_figures_of_the_page_are_those_of_the_raw_file(repo: Path) -> None:
     assert f"({half[1]:.3f} and {control[1]:.3f}), and on all layers {whole[1] - control[1]:.2f} above" in text
     assert f"above it ({whole[1]:.3f})" in text
     assert not any("kl" in runs[name] for name in ("farskip-2-29", "farskip-all"))
+    longer = json.loads((repo / "benchmarks/results/real_experts_longer_smollm2_2xh100.json").read_text())
+    during = longer["held_out_during"]
+    assert f"at {during['moe'][-1][1]:.3f} on held-out own text after 12 million tokens" in text
+    half, whole, control = (during[n][1] for n in ("farskip-2-29", "farskip-all", "moe-again"))
+    assert half[0] == whole[0] == control[0] == 5_308_416  # "5.3 million"
+    assert f"was {half[1] - control[1]:.2f} above the control ({half[1]:.3f} and {control[1]:.3f})" in text
+    assert f"and on all layers {whole[1] - control[1]:.2f} ({whole[1]:.3f})" in text
 
 
 def test_what_the_page_says_of_the_divisions_is_that_of_the_raw_file(repo: Path) -> None:
