@@ -11,7 +11,11 @@ from pathlib import Path
 from statistics import mean, median
 
 import numpy
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import tiny
+import torch
 from studies.real import frontier, heal, page, passages, ranks
 from studies.real.heal import read_cases, recipe_of
 
@@ -313,6 +317,23 @@ def test_failed_cases_run_again_and_two_runs_of_a_gpu_have_two_ports(
     assert heal.gpu_names(3) == ["0", "1", "2"]
 
 
+def test_students_are_measured_together_as_alone(tmp_path: Path) -> None:
+    """The KL of full logits, in fp64, over the rows of a text; that of the teacher to itself is 0."""
+    models = [tiny.model("llama", seed, initializer_range=0.2) for seed in range(3)]
+    folders = [tmp_path / str(seed) for seed in range(3)]
+    for model, folder in zip(models, folders, strict=True):
+        model.save_pretrained(folder)
+    ids = tiny.tokens(4, 32)
+    (tmp_path / "text/held_out").mkdir(parents=True)
+    pq.write_table(pa.table({"input_ids": ids.tolist()}), tmp_path / "text/held_out/a.parquet")
+    found = heal.measure(folders, folders[0], {"text": tmp_path / "text"})
+    with torch.no_grad():
+        theirs, *each = (model.double()(ids.view(1, -1)).logits[0, :-1].log_softmax(-1) for model in models)
+    expected = [float((theirs.exp() * (theirs - own)).sum(-1).mean()) for own in each]
+    assert [one["text"]["kl"] for one in found] == pytest.approx([0, *expected], rel=1e-4, abs=1e-7)
+    assert [one["text"]["tokens"] for one in found] == [127] * 3 and min(expected) > 1e-3
+
+
 def test_the_cases_of_the_study_of_ranks_are_taken_and_its_table_is_that_of_the_stored_runs(
     repo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -561,15 +582,18 @@ def test_the_page_takes_the_healed_runs_of_gemma_where_they_are_stored(repo: Pat
     untrained, healed = (json.loads((repo / file).read_text()) for file in (page.UNTRAINED_GEMMA, page.PARTS))
     none, told = page.gemma(untrained, None), page.gemma(untrained, healed)
     assert "No conversion of Gemma has been healed" in none and "No conversion" not in told
-    assert (
-        told.startswith(page.scores(untrained)) and page.runs([healed]) in told and told.endswith(page.scores(healed))
-    )
+    assert page.scores(untrained) in none and page.runs([healed]) in told and told.endswith(page.scores(healed))
+    unasked = page.gemma(untrained, {**healed, "scores": {}, "differences": []})  # its benchmarks were cut off
+    assert page.scores(untrained) in unasked and page.runs([healed]) in unasked and "No conversion" not in unasked
+    without = [{**run, "kl": {"foreign": run["kl"]["foreign"]}} for run in healed["runs"]]  # it wrote no text
+    assert page.runs([{"runs": without}]).count("| not measured |") == len(without)
     text = " ".join((repo / page.PAGE).read_text().split())
     smol, gemma = (found["median"] for found in untrained["root_mean_square_of_matrices"].values())
     assert f"root mean square of {gemma:.2f}, and SmolLM2's of {smol:.2f}." in text and round(smol / gemma) == 5
     tokens, more = untrained["tokens"], untrained["original_asked_more"]["HS"]
     assert f"{tokens['texts']} texts of {tokens['tokens']:,} tokens" in text and not tokens["different_texts"]
-    assert f"On {more['n']} of HellaSwag it is: {100 * more['value']:.1f} ± {100 * more['stderr']:.1f}." in text
+    said = f"On {more['n']} of HellaSwag it is: {100 * more['value']:.1f} ± {100 * more['stderr']:.1f}."
+    assert said in none and said not in told
     assert more["value"] - 0.25 > 2 * more["stderr"]
     found = [json.loads((repo / file).read_text()) for file in page.LAYERS.values()]
     costs = [median(model[wiring]["alone"]) for model in found for wiring in ("ladder", "farskip")]
