@@ -125,7 +125,8 @@ def test_every_variant_is_a_server_that_is_timed_in_turns(asked, monkeypatch):
     assert arguments[arguments.index("--additional-config") + 1] == '{"fcsd": {"reduce": "none"}}'
     assert {"--load-format", "dummy", "--skip-tokenizer-init", "--kv-cache-memory-bytes"} <= set(arguments)
     told = json.loads(servers[3]["arguments"][servers[3]["arguments"].index("--additional-config") + 1])
-    assert told["fcsd"]["reduce"].endswith("/at-once-vllm.json") and "--additional-config" not in servers[1]["arguments"]
+    assert told["fcsd"]["reduce"].endswith("/at-once-vllm.json")
+    assert "--additional-config" not in servers[1]["arguments"]
     assert [variants[name].get("travels") for name in names[:4]] == [None, True, None, False]
     degrees = [server["arguments"][server["arguments"].index("--tensor-parallel-size") + 1] for server in servers]
     assert degrees == ["4"] * 7 + ["1"] * 4

@@ -1,6 +1,5 @@
 """``benchmarks/vllm``: the reference of rounded sums, the verdict on a row, tables, and data-parallel ranks."""
 
-import json
 import multiprocessing
 import sys
 from collections.abc import Iterator

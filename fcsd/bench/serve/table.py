@@ -56,8 +56,8 @@ def text(found: Mapping[str, Any], heal_hours: float | None = None, gpus: int = 
         if heal_hours is not None and (speed := figures.overall(ratio)) is not None:
             lines.append(f"{name}: {figures.break_even(heal_hours, speed, gpus)}")
     lines += [
-        f"{title(figure)}: the bound, which sends nothing, is slower than the original here ({ratio:.2f}x): other work of "
-        "the host takes longer than the sums, so this figure says nothing; repeat it on a quiet host, with more --rounds"
+        f"{title(figure)}: the bound, which sends nothing, is slower than the original here ({ratio:.2f}x): other work "
+        "of the host hides the sums, so this figure says nothing; repeat it on a quiet host, with more --rounds"
         for figure, ratio in says_nothing(found).items()
     ]
     lines += [*load_verdicts(found), "", table(found), ""]
