@@ -28,6 +28,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from queue import Empty, Queue
 from typing import TYPE_CHECKING, Any
@@ -61,7 +62,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=1000)
     parser.add_argument("--tasks", default=TASKS, help="the benchmarks that `eval` asks for")
     parser.add_argument("--held-out", type=Path, help="a text on which `eval` measures the loss")
-    parser.add_argument("--measure", type=Path, metavar="STUDENT", help="print the divergences of one model, and stop")
+    parser.add_argument("--measure", type=Path, nargs="+", metavar="STUDENT", help="print divergences, and stop")
     given = parser.parse_args()
     texts = {name: Path(folder) for name, folder in (text.split("=", 1) for text in given.text)}
     if given.measure:
@@ -168,18 +169,19 @@ def heal(case: dict[str, Any], teacher: Path, out: Path, texts: dict[str, Path],
     held_out = [[line["step"], line["held_out_kl"]] for line in lines if "held_out_kl" in line]
     words = [f"--text={text}={where}" for text, where in texts.items()]
     command = [sys.executable, "-m", "studies.real.heal", teacher, out, "--cases", os.devnull, *words, "--measure"]
+    command += [final, student] if case.get("untrained") else [final]
     with (folder / "log.txt").open("a") as log:
-        run = [subprocess.run([*map(str, command), str(m)], env=env, check=True, stdout=-1, stderr=log) for m in
-               ([student, final] if case.get("untrained") else [final])]  # fmt: skip
+        run = subprocess.run([*map(str, command)], env=env, check=True, stdout=subprocess.PIPE, stderr=log)
+    kl = json.loads(run.stdout)
     found = {
         **case,
         "steps": recipe["train"]["steps"],
         "tokens_per_second": rates[len(rates) // 2] if rates else None,
         "held_out": held_out,
-        "kl": json.loads(run[-1].stdout),
+        "kl": kl[0],
     }
-    if len(run) > 1:
-        found["untrained_kl"] = json.loads(run[0].stdout)
+    if case.get("untrained"):
+        found["untrained_kl"] = kl[1]
     # Of many short runs they would fill the disk.
     shutil.rmtree(folder / "run" / "checkpoints", ignore_errors=True)
     return {**found, "seconds": time.time() - began}
@@ -270,10 +272,14 @@ def recipe_of(case: dict[str, Any], student: Path, folder: Path, texts: dict[str
     return recipe
 
 
-def measure(student: Path, teacher: Path, texts: dict[str, Path], rows: int = HELD_OUT_ROWS) -> dict[str, Any]:
+def measure(
+    students: Sequence[Path], teacher: Path, texts: dict[str, Path], rows: int = HELD_OUT_ROWS
+) -> list[dict[str, Any]]:
     """KL(teacher || student) and both losses in nats per token, on ``rows`` held-out rows of every text.
 
-    Rows are packed as in training, but attention reads over the borders of documents, for both models alike.
+    Rows are packed as in training, but attention reads over the borders of documents, for all models alike.
+
+    Returns: for each student, its divergences by text.
     """
     import torch
     import torch.nn.functional as F
@@ -282,20 +288,21 @@ def measure(student: Path, teacher: Path, texts: dict[str, Path], rows: int = HE
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    models = [load_model(path, dtype=dtype).to(device).eval() for path in (student, teacher)]
-    found = {}
+    models = [load_model(path, dtype=dtype).to(device).eval() for path in (teacher, *students)]
+    found: list[dict[str, Any]] = [{} for _ in students]
     for name, folder in texts.items():
         held_out = token_rows(folder / "held_out", rows * SEQ).to(device)
-        sums = torch.zeros(3, dtype=torch.float64)
+        sums = torch.zeros(len(students), 3, dtype=torch.float64)
         for batch in held_out.split(1):
             with torch.no_grad():
-                own, theirs = (F.log_softmax(model(batch).logits[:, :-1].float(), -1) for model in models)
-            kl = (theirs.exp() * (theirs - own)).sum(-1)
-            losses = [-log.gather(-1, batch[:, 1:, None]) for log in (own, theirs)]
-            sums += torch.stack([value.double().sum().cpu() for value in (kl, *losses)])
+                theirs, *each = (F.log_softmax(model(batch).logits[:, :-1].float(), -1) for model in models)
+            for student, own in enumerate(each):
+                kl = (theirs.exp() * (theirs - own)).sum(-1)
+                losses = [-log.gather(-1, batch[:, 1:, None]) for log in (own, theirs)]
+                sums[student] += torch.stack([value.double().sum().cpu() for value in (kl, *losses)])
         tokens = held_out.shape[0] * (held_out.shape[1] - 1)
-        found[name] = dict(zip(("kl", "loss", "teacher_loss"), (sums / tokens).tolist(), strict=True))
-        found[name]["tokens"] = tokens
+        for one, values in zip(found, (sums / tokens).tolist(), strict=True):
+            one[name] = dict(zip(("kl", "loss", "teacher_loss"), values, strict=True)) | {"tokens": tokens}
     return found
 
 
