@@ -317,7 +317,7 @@ def test_failed_cases_run_again_and_two_runs_of_a_gpu_have_two_ports(
     assert heal.gpu_names(3) == ["0", "1", "2"]
 
 
-def test_students_are_measured_together_as_alone(tmp_path: Path) -> None:
+def test_a_student_is_measured_by_the_divergence_of_all_logits(tmp_path: Path) -> None:
     """The KL of full logits, in fp64, over the rows of a text; that of the teacher to itself is 0."""
     models = [tiny.model("llama", seed, initializer_range=0.2) for seed in range(3)]
     folders = [tmp_path / str(seed) for seed in range(3)]
@@ -326,7 +326,7 @@ def test_students_are_measured_together_as_alone(tmp_path: Path) -> None:
     ids = tiny.tokens(4, 32)
     (tmp_path / "text/held_out").mkdir(parents=True)
     pq.write_table(pa.table({"input_ids": ids.tolist()}), tmp_path / "text/held_out/a.parquet")
-    found = heal.measure(folders, folders[0], {"text": tmp_path / "text"})
+    found = [heal.measure(student, folders[0], {"text": tmp_path / "text"}) for student in folders]
     with torch.no_grad():
         theirs, *each = (model.double()(ids.view(1, -1)).logits[0, :-1].log_softmax(-1) for model in models)
     expected = [float((theirs.exp() * (theirs - own)).sum(-1).mean()) for own in each]
