@@ -940,6 +940,17 @@ def test_adapters_and_the_kernels_of_liger(repo: Path, raw: Raw) -> None:
     assert f"{full / own:.2f}x" in index and f"{memory:.2f}x of weights and activations" in index
     assert f"{1e3 * own:.1f} ms instead of {1e3 * full:.1f}, {full / own:.2f}x" in adapters
     assert f"The peak is {memory:.2f}x" in adapters
+    *_, traced = found["fcsd"]
+    *_, adapted = found["fcsd-adapters"]
+    added, more = (
+        sum(ms for name, _, ms in turn["kernels"] if "CUDAFunctor_add<c10::BFloat16>" in name)
+        for turn in (traced, adapted)
+    )
+    factors = sum(ms for name, _, ms in adapted["kernels"] if "AUnaryFunctor<c10::BFloat16" in name)
+    assert (
+        f"{factors:.1f} ms of the step are such multiplications, and additions take {more - added:.0f} ms more"
+        in adapters
+    )
     for shape in ("v2lite", "qwen3"):
         found = steps(f"baselines_adapters_{shape}_1xh100")
         sides = [found[side][0] for side in ("fcsd-adapters", "fcsd")]
