@@ -70,7 +70,7 @@ measure() { # CASE
                 --tokenizer assets/teacher &&
                 python3 -m fcsd convert "$scratch/teacher" "$scratch/student" --wiring farskip --no-check &&
                 swaps nvlink && NCCL_P2P_DISABLE=1 swaps slow ;;
-        kernels) python3 -m benchmarks.kernels.formats --sweep --moves --out "$OUT/formats.json" ;;
+        kernels) python3 -m benchmarks.kernels.formats --moves --out "$OUT/formats.json" ;;
         *) echo "no case $1" >&2; exit 2 ;;
     esac
 }
