@@ -47,12 +47,6 @@ def random_run(
     Inside of the block, the directories that the recipe names hold both configs, so that it can be planned.
 
     Args:
-        original: the config of the teacher.
-        name: the name of the run.
-        seq: tokens of a row.
-        micro_batch: rows in a forward pass of each process.
-        accumulation: micro-batches in a step of each process.
-        steps: optimizer steps of the run.
         sets: ``--set`` assignments that change the recipe.
 
     Raises:

@@ -24,8 +24,6 @@ def choose_wiring(config: CheckpointConfig, arch: Arch, name: str, layers: str, 
 
     Args:
         config: the config of the original.
-        arch: the architecture's row.
-        name: the name of the wiring.
         layers: see ``fcsd.models.selection.select_layers``.
         fields: further fields of ``Wiring``; a field that is None takes its default.
 

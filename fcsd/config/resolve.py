@@ -118,7 +118,6 @@ def _refuse_old_keys(raw: object, places: Mapping[str, str]) -> None:
     """Refuse a recipe that has keys of earlier versions.
 
     Args:
-        raw: the recipe, not validated.
         places: where keys were written, by dotted key.
 
     Raises:

@@ -32,7 +32,6 @@ def attend(
     """An attention function of transformers, which returns what its ``sdpa`` returns.
 
     Args:
-        module: the attention of a layer.
         query: ``[batch, heads, queries, head size]``.
         key: ``[batch, key-value heads, keys, head size]``, and ``value`` likewise.
         attention_mask: additive, ``[batch, 1, queries, keys]``; None for no mask.

@@ -44,7 +44,6 @@ def attend_to_latents(
     """An attention function of transformers for modules that keep latents.
 
     Args:
-        module: the attention of a layer.
         query: ``[rows, heads, 1, own + rotated]``.
         latent: ``[rows, 1, keys, rank]``.
         shared: the rotated parts of the keys, ``[rows, 1, keys, rotated]``.

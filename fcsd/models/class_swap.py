@@ -17,7 +17,6 @@ def swap_classes(
         mixin: the class that comes first. Its attribute ``unfused`` becomes the class that is restored.
         concerns: whether a module, in its own class, is to be swapped.
         swapped: whether the mixin is used.
-        attributes: further attributes of the new classes.
     """
     for module in model.modules():
         if isinstance(module, mixin):

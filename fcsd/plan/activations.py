@@ -196,12 +196,7 @@ class _Rows(torch.autograd.Function):
 
 
 class AdaptedLinear(nn.Module):
-    """A frozen linear layer with an adapter, in the steps of ``peft``'s layer, which need not be installed.
-
-    Args:
-        base: the linear layer.
-        rank: the rank of the adapter.
-    """
+    """A frozen linear layer with an adapter, in the steps of ``peft``'s layer, which need not be installed."""
 
     def __init__(self, base: Any, rank: int) -> None:
         super().__init__()

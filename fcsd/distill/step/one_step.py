@@ -130,7 +130,6 @@ def launch_step(training: Training, micros: list[MicroBatch], recipe: Recipe, wo
 
     Args:
         micros: this rank's part of the step, on the device.
-        world: the ranks that divide the rows.
         step: the number of the step, counted from 1.
     """
     engine, weights = training.engine, loss_weights(recipe)
@@ -202,7 +201,6 @@ def measure(
     """Measures the loss terms per token over all rows of one epoch. No random number is drawn.
 
     Args:
-        world: the ranks that divide the rows.
         advance: is called with the number of tokens that were measured since the call before, on all ranks together.
 
     Returns: ``sft``, with a teacher in memory ``kl``, and ``hidden`` if the term has a weight.

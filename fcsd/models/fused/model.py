@@ -18,7 +18,6 @@ def fuse_parts(model: nn.Module, arch: Arch, fused: bool) -> None:
 
     Args:
         model: changed in place.
-        arch: the architecture's row.
         fused: whether the kernels are used.
     """
     fuse_norms(model, arch, fused)

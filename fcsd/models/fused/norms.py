@@ -57,7 +57,6 @@ def fuse_norms(model: nn.Module, arch: Arch, fused: bool = True) -> None:
 
     Args:
         model: changed in place.
-        arch: the architecture's row.
         fused: whether torch's kernel is used.
     """
     concerns = partial(is_norm, arch)

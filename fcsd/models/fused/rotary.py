@@ -61,7 +61,6 @@ def fuse_rotary(model: nn.Module, arch: Arch, fused: bool = True) -> None:
 
     Args:
         model: changed in place.
-        arch: the architecture's row.
         fused: whether the kernels are used.
     """
     swap_classes(model, FusedRotary, _rotates, fused and arch.rotates_halves)
