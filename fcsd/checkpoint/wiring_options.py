@@ -23,7 +23,6 @@ def choose_wiring(config: CheckpointConfig, arch: Arch, name: str, layers: str, 
     """The wiring that the options of ``convert`` ask for. It is applied to a model on the meta device as a check.
 
     Args:
-        config: the config of the original.
         layers: see ``fcsd.models.selection.select_layers``.
         fields: further fields of ``Wiring``; a field that is None takes its default.
 

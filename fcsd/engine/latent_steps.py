@@ -48,7 +48,6 @@ def attend_to_latents(
         latent: ``[rows, 1, keys, rank]``.
         shared: the rotated parts of the keys, ``[rows, 1, keys, rotated]``.
         attention_mask: the ranges in the place of a mask, ``[rows, 1, 1, 2]``.
-        options: what else transformers passes on, ``scaling`` among it.
 
     Returns: ``[rows, 1, heads, value size]``, and None for the weights.
     """

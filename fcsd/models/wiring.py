@@ -359,7 +359,6 @@ def pass_on(blocks: Blocks, forward: Callable[..., Any], hidden_states: Any, **k
     Args:
         blocks: names the argument in which a layer gets the second value.
         forward: computes the streams, and adds what the attention returned last to the list ``found``.
-        kwargs: what transformers' loop over layers passes to a layer.
     """
     name, found = blocks.passes or "", []
     passed, streams = kwargs.pop(name, None), hidden_states

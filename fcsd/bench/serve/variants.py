@@ -117,7 +117,6 @@ def alternatives(machine: Machine, load: Workload, *, hidden: int, moe: bool) ->
     server knows is in ``Variant.ignored``.
 
     Args:
-        machine: see ``Machine``.
         load: the workload: its degrees, and the options that every variant has.
         moe: whether the model has experts.
 

@@ -89,7 +89,6 @@ def attend(
     Args:
         query: ``[rows, heads, 1, head size]``.
         attention_mask: the ranges in the place of a mask, ``[rows, 1, 1, 2]`` or ``[1, 1, 1, 2]``.
-        options: what else transformers passes on, ``scaling`` among it.
 
     Returns: ``[rows, 1, heads, value size]``, and None for the weights.
     """
