@@ -99,7 +99,7 @@ def main() -> None:
     for case in COMPARED:
         with tempfile.TemporaryDirectory() as folder:
             write(given.dense, Path(folder) / "model", inputs, **{**choice, **case})
-            (kl,) = measure([Path(folder) / "model"], given.dense, texts, given.rows)
+            kl = measure(Path(folder) / "model", given.dense, texts, given.rows)
         found["models"].append({**choice, **case, "kl": kl})
         print(json.dumps(found["models"][-1]), flush=True)
         given.out.write_text(json.dumps(found, indent=1) + "\n")
