@@ -12,6 +12,7 @@ from fcsd.engine.batches import left_padded, select_rows
 from fcsd.errors import BadInputError
 from fcsd.launch.shared_work import ALONE, Team
 from fcsd.models.build import arch_of, logits_cap, logits_factor
+from fcsd.models.installed import cache_keyword
 
 # The most padded tokens in one forward pass.
 FORWARD_TOKENS = 16384
@@ -159,7 +160,8 @@ def _branched(
         rows = [keys[i] for i in batch]
         ids, mask, positions = left_padded(rows, model.device)
         cache = DynamicCache(config=model.config)
-        decoder(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+        kept: Any = {cache_keyword(): cache}
+        decoder(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, **kept)
         branches = [(n, branch, indices) for n, row in enumerate(rows) for branch, indices in trunks[row].items()]
         owners = torch.tensor([n for n, _, _ in branches], device=model.device)
         select_rows(cache, owners, len(rows))
@@ -168,8 +170,8 @@ def _branched(
             input_ids=ids,
             attention_mask=torch.cat([mask[owners], torch.ones_like(ids)], dim=1),
             position_ids=positions[owners, -1:] + 1 + torch.arange(width, device=model.device),
-            past_key_values=cache,
             use_cache=True,
+            **kept,
         ).last_hidden_state
         yield hidden, [(n * width + len(b), indices) for n, (_, b, indices) in enumerate(branches)]
 
