@@ -33,7 +33,7 @@ def literal(model, context, continuation):
 
 @pytest.mark.parametrize("arch", ["llama", "minimax_m3_vl_text", "jamba"])
 def test_every_request_has_the_answer_of_a_pass_of_its_own(arch: str) -> None:
-    """MiniMax-M3 chooses keys by their places in a row, which padding on the left would move; Jamba has recurrent layers."""
+    """MiniMax-M3 chooses keys by their places in a row, which padding on the left would move. Jamba is recurrent."""
     model, requests = tiny.model(arch, initializer_range=0.2), [*REQUESTS]
     for length in (13, 18):  # with two choices each, of one batch if their beginnings may be padded
         context = tuple(tiny.tokens(1, length)[0].tolist())
