@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from transformers import PretrainedConfig
 
-from fcsd.bench.random_run import random_corpus, random_run
+from fcsd.bench.random_run import random_corpus, random_run, require_all_trained
 from fcsd.bench.runner import finished, ratio, table
 from fcsd.bench.shapes import SHAPES
 from fcsd.config import Recipe
@@ -58,11 +58,6 @@ def bench(
 
     Args:
         shape: a name in ``fcsd.bench.shapes``.
-        layers: decoder layers of the model.
-        seq: tokens of a row.
-        micro_batch: rows in a forward pass of each process.
-        accumulation: micro-batches in a step of each process.
-        steps: optimizer steps to take.
         sets: ``--set`` assignments to the recipe. By default the recipe has KL, ZeRO-1, and experts spread over all
             processes.
         cap: GiB of a GPU's memory that torch may take, so that a large GPU stands for a smaller one. None sets no
@@ -85,6 +80,7 @@ def bench(
     original = SHAPES[shape](layers)
     size: Any = {"seq": seq, "micro_batch": micro_batch, "accumulation": accumulation, "steps": steps}
     with random_run(original, shape, **size, world=world, sets=sets) as (recipe, rewired):
+        require_all_trained(recipe)
         planned = plan_run(recipe, Hardware(world.size))
     try:
         measured = _measure(recipe, rewired, original, world)
