@@ -102,6 +102,14 @@ def select_rows(cache: Cache, rows: torch.Tensor, batch: int) -> None:
     """
     layers: Any = cache.layers
     for layer in layers:
-        ranks = layer.keys.shape[0] // batch
-        indices = torch.cat([rows + rank * batch for rank in range(ranks)])
-        layer.batch_select_indices(indices.to(layer.keys.device))  # a device map spreads layers over devices
+        if is_recurrent(layer):
+            layer.reorder_cache(rows)
+        elif layer.keys is not None:  # the layers of Nemotron-H that are no attention have none
+            ranks = layer.keys.shape[0] // batch
+            indices = torch.cat([rows + rank * batch for rank in range(ranks)])
+            layer.batch_select_indices(indices.to(layer.keys.device))  # a device map spreads layers over devices
+
+
+def is_recurrent(layer: Any) -> bool:
+    """Whether a cache keeps the state of a convolution for its layer: linear attention, Mamba or LFM2's."""
+    return hasattr(layer, "conv_states")
