@@ -222,7 +222,7 @@ All layers by ladder, the converted layers alone, asked the same questions:
 """
 OF_EVERYDAY = """\
 Half of the layers, once more with text of everyday doings, which the model wrote on prompts about them. *All* is the
-mean of the four benchmarks minus the original's. The columns of HellaSwag are its questions about videos and about advice,
+mean of the four benchmarks minus the original's. The columns of HellaSwag are its questions about videos and advice,
 minus the original's, and the last two minus the run above.
 """
 
