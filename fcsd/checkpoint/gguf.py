@@ -184,9 +184,8 @@ def _require_words(file: Path, tokenizer: Any) -> None:
     """
     from transformers import __version__
 
-    added = set(tokenizer.added_tokens_encoder)
-    pieces = [piece for piece in tokenizer.get_vocab() if piece not in added and not piece.startswith("<0x")]
-    words = [word for word in (piece.replace("\u2581", " ") for piece in pieces) if len(word.strip()) > 1]
+    pieces = (piece.replace("\u2581", " ") for piece in tokenizer.get_vocab())
+    words = [piece for piece in pieces if len(piece.strip()) > 1 and piece.strip().isalpha()]
     if words and not any(len(tokenizer(word, add_special_tokens=False)["input_ids"]) == 1 for word in words):
         raise BadInputError(
             f"{file}: transformers {__version__} reads the tokenizer of this file wrongly: it divides every word",

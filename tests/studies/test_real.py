@@ -249,7 +249,8 @@ def test_the_figures_of_the_on_policy_tail_are_those_of_the_raw_file(repo: Path)
 
 def test_every_stored_case_is_a_recipe(repo: Path, tmp_path: Path) -> None:
     texts = {name: tmp_path / name for name in ("own", "doc", "foreign")}
-    for case in (case for file in page.read(repo).values() for case in file["runs"]):
+    stored = [*page.read(repo).values(), json.loads((repo / page.GEMMA).read_text())]
+    for case in (case for file in stored for case in file["runs"]):
         if "optim.kind" in case.get("set", {}):
             continue  # Muon, which lost and was removed (docs/LOG.md)
         read = Recipe.model_validate(recipe_of(case, tmp_path / "student", tmp_path, texts))
@@ -650,3 +651,36 @@ def test_the_page_takes_the_healed_runs_of_gemma_where_they_are_stored(repo: Pat
     costs = [median(model[wiring]["alone"]) for model in found for wiring in ("ladder", "farskip")]
     said = "{2:.2f} nats under ladder and {3:.2f} under farskip in the median layer, where SmolLM2's cost {0:.2f} and "
     assert f"{said}{{1:.2f}}".format(*costs) in text
+
+
+def test_what_the_pages_say_of_gemmas_healed_run_is_that_of_the_raw_file(repo: Path) -> None:
+    raw = json.loads((repo / page.GEMMA).read_text())
+    pages = (page.PAGE, "benchmarks/results/README.md", "docs/LOG.md")
+    text, index, log = (" ".join((repo / file).read_text().split()) for file in pages)
+    (run,), far, apart = raw["runs"], raw["far"], raw["asked_in_characters"]
+    after, before = ([run[kind][name]["kl"] for name in ("own", "foreign")] for kind in ("kl", "untrained_kl"))
+    said = "are {:.3f} nats away on own text and {:.3f} on foreign text**, from {:.2f} and {:.2f}"
+    assert run["tokens"] == 10e6 and said.format(*after, *before) in text
+    said = "half of the layers {:.2f} → {:.3f} nats on own text, {:.2f} → {:.3f} on foreign text; **no points**"
+    assert said.format(before[0], after[0], before[1], after[1]) in index
+    during = run["held_out"][:3]
+    assert "divergence was {:.3f}, {:.3f} and {:.3f} after".format(*(kl for _, kl in during)) in text
+    assert "after {:.1f}, {:.1f} and {:.1f} million".format(*(step * run["batch"] / 1e6 for step, _ in during)) in text
+    assert f"{round(run['tokens_per_second'], -3):,.0f} tokens/s (median of its steps)" in text
+    assert f"in {raw['own_files']:d} files of {raw['write_settings']['shard_tokens']:,} tokens" in text.replace(
+        "four", "4"
+    )
+    last, wanted = (far[kind] / 1e6 for kind in ("tokens_at_last_line", "tokens_wanted"))
+    assert f"cut off after {last:.1f} of {wanted:.1f} million tokens" in text
+    assert f"cut off after {last:.1f} million tokens" in log
+    ((one, first), (two, second)) = next(iter(raw["held_out_during"].values()))
+    assert f"at {first:.3f} after {one / 1e6:.1f} and at {second:.3f} after {two / 1e6:.1f} million" in text
+    # No score of it may reach a table: the questions were asked in characters, and the original is at chance.
+    assert not raw["scores"] and not raw["differences"]
+    documents = apart["held_out_documents"]
+    assert documents["with_as_many_tokens_as_characters"] == documents["documents"]
+    original = apart["scores"]["original"]
+    assert abs(original["HS"]["value"] - 0.25) < 2.5 * original["HS"]["stderr"]
+    assert all(f"{100 * original['HS']['value']:.1f} % of HellaSwag" in told for told in (text, log))
+    assert f"wrote none of {original['lambada_openai']['n']} last words" in text
+    assert original["lambada_openai"]["value"] == 0
