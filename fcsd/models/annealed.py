@@ -67,11 +67,12 @@ class AnnealedLayer(WiredLayer):
         if self._is_annealed() and len(streams) > 1:
             # The mean of the full stream (available + in flight) and the available one, weighted by 1 - weight and
             # weight. torch.lerp is exact at both ends and computes in fp32 for bf16.
-            if torch.compiler.is_compiling():  # a tensor must have the dtype that is computed in
-                wide = torch.promote_types(available.dtype, torch.float32)
-                ends, dtype = (streams[0].to(wide), available.to(wide)), available.dtype
-                available = torch.lerp(*ends, self.annealing.tensor.to(wide)).to(dtype)
-            else:  # its gradient is weighted by 1 - weight in double precision, which a tensor's is not
+            if torch.compiler.is_compiling():  # a compiler fuses the casts, without which bf16 would round the weight
+                dtype = available.dtype
+                wide = torch.promote_types(dtype, torch.float32)
+                weight = self.annealing.tensor.to(wide)
+                available = torch.lerp(streams[0].to(wide), available.to(wide), weight).to(dtype)
+            else:
                 available = torch.lerp(streams[0], available, self.annealing.weight)
         return available, streams
 

@@ -65,12 +65,14 @@ def test_between_them_a_read_adds_its_share_of_what_is_in_flight(
     assert relative_error(annealed[0], wired[0]) > 1e-2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_layers_take_a_new_weight_without_being_compiled_again(dtype: torch.dtype) -> None:
-    """The backend differentiates: one that does not would take a number that changes for an input of its graph."""
+def test_compiled_layers_take_a_new_weight_without_being_compiled_again() -> None:
+    """The backend differentiates: one that does not would take a number that changes for an input of its graph.
+
+    In bf16 it shows that compiled layers do not round the weight.
+    """
     torch._dynamo.reset()
     _, model = rewired("llama", WIRINGS[0])
-    annealing, counter = anneal(model.to(dtype)), CompileCounterWithBackend("aot_eager")
+    annealing, counter = anneal(model.bfloat16()), CompileCounterWithBackend("aot_eager")
     weights, expected = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0), []
     for annealing.weight in weights:
         expected.append(logits_and_gradients(model))
@@ -78,8 +80,10 @@ def test_compiled_layers_take_a_new_weight_without_being_compiled_again(dtype: t
         layer.compile(backend=counter)
     counts = []
     for annealing.weight, values in zip(weights, expected, strict=True):
-        for value, plain in zip(logits_and_gradients(model), values, strict=True):
-            assert relative_error(value, plain) < (1e-5 if dtype == torch.float32 else 2e-2)
+        compiled = logits_and_gradients(model)
+        assert torch.equal(compiled[0], values[0])  # gradients are summed in another order
+        for value, plain in zip(compiled, values, strict=True):
+            assert relative_error(value, plain) < 2e-2
         counts.append(counter.frame_count)
     assert counts == [1, 1, 1, 1, 1, 2]  # for any weight below 1, and for weight 1
 
