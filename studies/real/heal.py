@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 TASKS = "piqa,arc_easy,arc_challenge,hellaswag,openbookqa,winogrande,commonsense_qa"
 SEQ, BATCH, MICRO = 1024, 131072, 32
 HELD_OUT_ROWS = 128
+LOGITS = 1 << 28  # of the rows that a GPU measures at once: 1 GiB in fp32
 NEEDED = {"name", "wiring", "layers", "text", "tokens", "lr"}
 POSSIBLE = {"seed", "batch", "set", "untrained", "eval", "from", "gpus"}
 
@@ -61,11 +62,14 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=1000)
     parser.add_argument("--tasks", default=TASKS, help="the benchmarks that `eval` asks for")
     parser.add_argument("--held-out", type=Path, help="a text on which `eval` measures the loss")
-    parser.add_argument("--measure", type=Path, metavar="STUDENT", help="print the divergences of one model, and stop")
+    parser.add_argument(
+        "--measure", type=Path, nargs="+", metavar="STUDENT", help="print a line with the divergences of each, and stop"
+    )
     given = parser.parse_args()
     texts = {name: Path(folder) for name, folder in (text.split("=", 1) for text in given.text)}
     if given.measure:
-        print(json.dumps(measure(given.measure, given.teacher, texts)))
+        for student in given.measure:
+            print(json.dumps(measure(student, given.teacher, texts)), flush=True)
         return
     cases = read_cases(given.cases, texts)
     names = gpu_names(max([given.gpus, *(case.get("gpus", 1) for case in cases)]))
@@ -168,18 +172,19 @@ def heal(case: dict[str, Any], teacher: Path, out: Path, texts: dict[str, Path],
     held_out = [[line["step"], line["held_out_kl"]] for line in lines if "held_out_kl" in line]
     words = [f"--text={text}={where}" for text, where in texts.items()]
     command = [sys.executable, "-m", "studies.real.heal", teacher, out, "--cases", os.devnull, *words, "--measure"]
+    command += [student, final] if case.get("untrained") else [final]
     with (folder / "log.txt").open("a") as log:
-        run = [subprocess.run([*map(str, command), str(m)], env=env, check=True, stdout=-1, stderr=log) for m in
-               ([student, final] if case.get("untrained") else [final])]  # fmt: skip
+        told = subprocess.run(list(map(str, command)), env=env, check=True, stdout=subprocess.PIPE, stderr=log).stdout
+    *untrained, kl = map(json.loads, told.splitlines())
     found = {
         **case,
         "steps": recipe["train"]["steps"],
         "tokens_per_second": rates[len(rates) // 2] if rates else None,
         "held_out": held_out,
-        "kl": json.loads(run[-1].stdout),
+        "kl": kl,
     }
-    if len(run) > 1:
-        found["untrained_kl"] = json.loads(run[0].stdout)
+    if untrained:
+        found["untrained_kl"] = untrained[0]
     # Of many short runs they would fill the disk.
     shutil.rmtree(folder / "run" / "checkpoints", ignore_errors=True)
     return {**found, "seconds": time.time() - began}
@@ -283,11 +288,13 @@ def measure(student: Path, teacher: Path, texts: dict[str, Path], rows: int = HE
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     models = [load_model(path, dtype=dtype).to(device).eval() for path in (student, teacher)]
+    # One row is enough work for a CPU, and the host starts the kernels of a row in about the time that a GPU takes.
+    at_once = max(1, LOGITS // (SEQ * models[0].config.get_text_config().vocab_size)) if device == "cuda" else 1
     found = {}
     for name, folder in texts.items():
         held_out = token_rows(folder / "held_out", rows * SEQ).to(device)
         sums = torch.zeros(3, dtype=torch.float64)
-        for batch in held_out.split(1):
+        for batch in held_out.split(at_once):
             with torch.no_grad():
                 own, theirs = (F.log_softmax(model(batch).logits[:, :-1].float(), -1) for model in models)
             kl = (theirs.exp() * (theirs - own)).sum(-1)
