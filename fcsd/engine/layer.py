@@ -23,6 +23,7 @@ from transformers.utils.output_capturing import _active_collector
 from fcsd.engine import compiled
 from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of, decoder_layers, wire
+from fcsd.models.installed import cache_keyword
 from fcsd.models.schedule import Kind, LayerPlan, Step, kind_of, layer_plans
 from fcsd.models.wiring import (
     DESYNC,
@@ -64,7 +65,6 @@ class Stream:
 
     Args:
         x: the embeddings ``[batch, seq, hidden]``.
-        sums: how the reductions travel.
         way: the way of this pass; None chooses it by the tokens of ``x``, of which a pass may later cut some off.
     """
 
@@ -125,7 +125,6 @@ class Stream:
 
         Args:
             own: the layer's place in the schedule.
-            layer: the decoder layer.
             given: its features of the tokens ``[batch, seq, width]``, if it has any.
         """
         self._leaving = own, layer, given
@@ -189,7 +188,7 @@ class TensorParallelLayer(WiredLayer):
         stream = hidden_states if isinstance(hidden_states, Stream) else Stream(hidden_states, own.sums)
         parts = own.parts(self)
         compiles = own.sums.compiled and own.blocks.beside is None
-        if compiles and compiled.possible(kwargs.get("past_key_values"), own.index):
+        if compiles and compiled.possible(kwargs.get(cache_keyword()), own.index):
             self._compiled_step(stream, parts, **kwargs)
         else:
             assert parts.attn is not None, "layers with one sub-block have no plan"
@@ -252,7 +251,6 @@ def wire_tensor_parallel(
 
     Args:
         wiring: any wiring that fits the model, Desync with a degree that is the number of ranks.
-        ranks: the ranks that divide the model.
         ways: how the ranks reduce in each step. Whether a reduction is awaited where it starts changes no bit of the
             results.
         compile_steps: whether to compile the parts of decoding steps in slots, see ``compiled``; the results are the

@@ -163,8 +163,9 @@ def mix(attention: Any, x: Tensor, found: list[Any] | None = None, **kwargs: Any
     """
     if is_linear(attention):
         kwargs = {name: value for name, value in kwargs.items() if name not in _OF_POSITIONS}
-        if hasattr(attention, "conv1d"):  # a convolution alone is called conv
-            kwargs["cache_params"] = kwargs.pop("past_key_values", None)
+        # A convolution alone is called conv. Since transformers 5.24 every cache has one name.
+        if hasattr(attention, "conv1d") and "past_key_values" in kwargs:
+            kwargs["cache_params"] = kwargs.pop("past_key_values")
         return attention(hidden_states=x, **kwargs)
     out = attention(hidden_states=x, **kwargs)
     if found is not None:
@@ -359,8 +360,6 @@ def pass_on(blocks: Blocks, forward: Callable[..., Any], hidden_states: Any, **k
     Args:
         blocks: names the argument in which a layer gets the second value.
         forward: computes the streams, and adds what the attention returned last to the list ``found``.
-        hidden_states: the full stream.
-        kwargs: what transformers' loop over layers passes to a layer.
     """
     name, found = blocks.passes or "", []
     passed, streams = kwargs.pop(name, None), hidden_states
@@ -398,8 +397,6 @@ def plan_layers(
 
     Args:
         wiring: any wiring but Desync.
-        count: number of decoder layers.
-        blocks: the names of a layer's children.
         parts: takes a layer apart; ``hf_parts`` if it is None.
         every: whether to take apart also the layers that the wiring does not change.
         halves: for each layer, see ``Blocks.halves``; by default all layers have both.

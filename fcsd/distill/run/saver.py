@@ -37,7 +37,6 @@ class Saver:
     """Saves the checkpoints of a run in progress. Every rank has a saver, and all of them have the same state.
 
     Args:
-        folder: the folder of the checkpoints.
         identity, write_model: see ``checkpoints.save``.
         settings: the ``checkpoint`` section of the recipe.
         failures: the number of saves in a row that may fail on a full disk.
@@ -224,6 +223,25 @@ class Saver:
                 f"{self._folder}: a checkpoint needs {need / 2**30:.2f} GiB, {free / 2**30:.2f} are free",
                 "free some space; the next save tries again",
             )
+
+
+def require_room(run: Path, need: int) -> None:
+    """Checks before the first step that a run could keep its result.
+
+    Args:
+        run: the run directory, which need not exist.
+        need: bytes of the smallest result; see ``fcsd.plan.memory.least_disk_bytes``.
+
+    Raises:
+        DiskError: less is free.
+    """
+    place = next(path for path in (run, *run.absolute().parents) if path.exists())
+    if (free := shutil.disk_usage(place).free) < need:
+        raise DiskError(
+            f"output_dir {run}: one checkpoint and what is written at the end need {need / 2**30:.3g} GiB, "
+            f"{free / 2**30:.3g} are free",
+            "free some space, or choose another output_dir",
+        )
 
 
 def _writers(world: World) -> World:
