@@ -231,7 +231,9 @@ beside)
 sums)
     job rounded $serve --tp 2 $dense/float32/graph/{int8,int4,none}
     job tables $serve --tp 2 $dense/float32/graph/{table,table-int8,table-late} $dense/float32/eager/table
-    job experts $serve --tp 2 $small/float32/graph/{ep/int8+beside,int4,ep/table-late+beside} $dense/float32/graph/symmetric
+    peers=$dense/float32/graph/symmetric
+    [ "${NCCL_P2P_DISABLE:-0}" = 0 ] || peers= # without peer access the plugin refuses symmetric sums
+    job experts $serve --tp 2 $small/float32/graph/{ep/int8+beside,int4,ep/table-late+beside} $peers
     job compiled $serve --tp 2 $dense/float32/default/{int8,table-int8,table}
     job compiled-experts $serve --tp 2 $small/float32/default/ep/{int8,table}+beside
     ;;

@@ -89,6 +89,13 @@ def test_every_variant_is_a_server_that_is_timed_in_turns(asked, monkeypatch):
         "await_answers",
         lambda servers, until: started.append(list(servers)) or await_answers(servers, until),
     )
+    loaded: list[int] = []  # the first port of each variant that gets a load
+
+    def spy(ports: list[int], prompts: Any, new: int, at: Any = None, limit: float = 300) -> Any:
+        loaded.extend(ports[:1] if at else [])
+        return ask(ports, prompts, new, at, limit)
+
+    monkeypatch.setattr(under_vllm, "ask", spy)
     budget = ("--max-num-batched-tokens", "300000")  # async TP of so small a model begins at 262144 tokens
     found = run(Workload("tiny-dense", 2, tp=4, options=budget, **SMALL), memory=80 << 30)
     variants, servers = found["variants"], asked()
@@ -108,7 +115,10 @@ def test_every_variant_is_a_server_that_is_timed_in_turns(asked, monkeypatch):
         }  # fmt: skip
         assert all(time > 0 for times in rounds.values() for time in times)
     under = {name: row["loads"].get("0.5") for name, row in variants.items()}
-    assert under["ladder"].keys() == {"first_p50", "token_p50", "rate", "requests"}, "four requests have no p99"
+    assert under["ladder"].keys() == {"first_p50", "token_p50", "rate", "requests", "passes"}, "four have no p99"
+    assert under["ladder"]["requests"] == 4 and len(under["ladder"]["passes"]) == 2
+    order = [ports.index(str(port)) for port in loaded[:4]]
+    assert order == [0, 1, 1, 0], "in turns, so that what the host does at a time hits no variant alone"
     replicas = under["original, one replica a GPU"]
     assert [replicas[key] for key in ("rate", "requests")] == [under["ladder"][key] for key in ("rate", "requests")]
     assert under["bound"] is under["ladder, sums at once"] is None, "another way to sum has no load, nor the bound"
@@ -172,7 +182,10 @@ def test_imitated_slow_links_leave_no_other_way_for_sums(asked, monkeypatch):
     with pytest.raises(ConfigError, match="leaves vLLM's custom all-reduce") as error:
         run(load)
     assert error.value.hint == "Add -- --disable-custom-all-reduce."
-    missing = run(replace(load, options=("--disable-custom-all-reduce",)))["missing"]
+    load = replace(load, options=("--disable-custom-all-reduce",))
+    with pytest.raises(ConfigError, match="--sums symmetric is between 2 to 8 GPUs of one host"):
+        run(replace(load, sums=("vllm", "symmetric")))
+    missing = run(load)["missing"]
     assert "imitates GPUs" in missing["async TP"] and "without it" in missing["no custom all-reduce"]
 
 

@@ -53,6 +53,11 @@ def test_times_under_load() -> None:
         "ladder under load 0.6 (350 requests, 23.4 a second): first token 1.30x median, 1.20x p99; "
         "step 1.10x median, 1.00x p99"
     )
+    passes = [{"first_p50": 10.0, "token_p50": 2.0}, {"first_p50": 11.0, "token_p50": 3.0}]
+    again = {"requests": 350, "rate": 23.44, "passes": passes}
+    told = figures.load_verdict("ladder", again, ratios, [{"passes": [{"first_p50": 4.0}, {"first_p50": 1.0}]}])
+    assert told is not None and told.endswith("; a median differs between two passes by up to 300 %")
+    assert figures.apart([again]) == 1.5 and figures.apart([{"passes": passes[:1]}, {}]) is None
     few = figures.load_verdict("ladder", {"requests": 24, "rate": 2.0}, {"first_p50": 1.3})
     assert (
         few == "ladder (24 requests, 2 a second): first token 1.30x median; too few requests for a p99, which needs 100"
@@ -234,6 +239,10 @@ def test_a_figure_says_nothing_where_the_bound_is_slower_than_the_original() -> 
     assert told[0] == "ladder is 1.23x at batch 64, 0.89x at batch 16: faster in part, and slower elsewhere"
     assert told[1].startswith("step, batch 1: the bound, which sends nothing, is slower than the original here (0.84x)")
     assert "2.65 (0.94x)" in table.table(found), "the table has every figure"
+    replicas = {"role": "original", "wiring": None, "rounds": rounds(3.6, 3.6, 3.0)}
+    beside = {**found, "variants": {**variants, "original, one replica a GPU": replicas}}
+    assert table.says_nothing(beside) == table.says_nothing(found), "replicas, which sum nothing, may beat the bound"
+    assert "0.76x at batch 64" in table.text(beside).splitlines()[0]
     kept = stored(found, heal_hours=24, gpus=2)
     assert kept["verdicts"]["ladder"] == told[0] and kept["says_nothing"].keys() == {"decode 1"}
     assert kept["ratios"]["ladder"].keys() == {"decode 1", "decode 16", "decode 64"}

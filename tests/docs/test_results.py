@@ -15,6 +15,7 @@ from studies.placement import study as placement_study
 from studies.real import page as real_page
 
 from fcsd.bench.runner import spread
+from fcsd.bench.serve.figures import LOAD, load_ratios
 from fcsd.kernels.bit_split import Format, kernels
 from fcsd.parallel.placement.placement import Placement
 from fcsd.parallel.placement.search import greedy
@@ -824,12 +825,14 @@ def test_serving_by_vllm_without_peer_access(repo: Path, raw: Raw, kind: str) ->
         gains = {key: found["original"][key] / ms for key, ms in times.items()}
         cells = [f"{ms:.{digits[key]}f} ({gains[key]:.2f}x)" for key, ms in times.items()]
         assert f"| {'the bound, which sends nothing' if name == 'bound' else name} | {' | '.join(cells)} |" in page
-    if kind in ("quantised_", "by_table_"):
+    if kind == "by_table_":
         return
     elsewhere = "".join((repo / name).read_text() for name in ("docs/serving.md", "benchmarks/results/README.md"))
     told = {name for name in found if "at once" not in name} - {"original", "bound"}
     for name in told - ({"farskip"} if kind == "dp_" else set()):  # with its exchange at once it is on the page alone
         assert [key for key, ms in found[name].items() if f"{found['original'][key] / ms:.2f}x" not in elsewhere] == []
+    if kind == "quantised_":
+        return
     text = " ".join(page.split())
     if kind != "dp_":
         best = found["farskip, shared experts beside" if kind else "ladder"]
@@ -840,6 +843,62 @@ def test_serving_by_vllm_without_peer_access(repo: Path, raw: Raw, kind: str) ->
     if not kind:
         starts = {round(one["start_s"]) for one in together["variants"].values() if "start_s" in one}
         assert f"at the same time in {max(starts)} s; the whole command took {together['seconds']:.0f} s" in text
+
+
+def test_replicas_and_a_load(repo: Path, raw: Raw) -> None:
+    found = raw("serve_vllm_load_slow_2xh100")
+    variants, page = found["variants"], (repo / "benchmarks/results/vllm.md").read_text()
+    medians = {name: {key: median(times) for key, times in one["rounds"].items()} for name, one in variants.items()}
+    replicas, ladder, original = (variants[name] for name in ("original, one replica a GPU", "ladder", "original"))
+    for name, times in medians.items():
+        if name.endswith("by its table"):
+            continue
+        cells = [
+            f"{ms:.{3 if key[0] == 'd' else 1}f} ({medians['original'][key] / ms:.2f}x)" for key, ms in times.items()
+        ]
+        assert f"| {'the bound, which sends nothing' if name == 'bound' else name} | {' | '.join(cells)} |" in page
+    plain = original["loads"]["0.6"]
+    for name, row in variants.items():
+        if own := row.get("loads", {}).get("0.6"):
+            assert own["requests"] == 600
+            cells = [f"{own[key]:.1f} ({plain[key] / own[key]:.2f}x)" for key in LOAD]
+            assert f"| {name} | {' | '.join(cells)} |" in page
+    serving = " ".join((repo / "docs/serving.md").read_text().split())
+    against = medians["original, one replica a GPU"]
+    won = {key: f"{against[key] / ms:.2f}x" for key, ms in medians["ladder"].items()}
+    under, beside = (
+        load_ratios(ladder["loads"]["0.6"], [replicas["loads"]["0.6"]]),
+        load_ratios(ladder["loads"]["0.6"], [plain]),
+    )
+    said = f"**{won['peak 0']}** of their throughput at full load, **{won['prefill 512']} and {won['prefill 2048']}**"
+    assert said in serving and f"**{under['first_p50']:.2f}x** to the median first token" in serving
+    assert f"{won['decode 1']} and {won['decode 16']} at 1 and 16 answers" in serving
+    assert f"{beside['first_p50']:.2f}x to the median first token, {beside['token_p50']:.2f}x a step" in serving
+    every = [f"{beside[key]:.2f}x" for key in LOAD]
+    assert f"**{every[0]}, {every[1]}; {every[2]}, {every[3]}**" in serving
+    for name, ratio in (("decode 1", 1.33), ("peak 0", 0.76)):
+        assert float(won[name][:-1]) == ratio, "the replicas win at full load, and not in steps of one answer"
+
+
+def test_quantised_sums_on_gpus(repo: Path, raw: Raw) -> None:
+    rows = [row for part in raw("vllm_sums_2xh100").values() for row in part["rows"]]
+    modes = {"graph": "whole graphs", "default": "compiled, vLLM's graphs", "eager": "without a graph"}
+    page, right = (repo / "benchmarks/results/vllm.md").read_text(), 0
+    for row in rows:
+        if row["settings"] == "symmetric":
+            assert not row["right"] and "largest" not in row, "it was refused while it started"
+        elif row["settings"] == "none":
+            assert f"is {row['largest']:.1f} nats off" in page
+        else:
+            far = f"{row['rms_rounding']:.1e}" if "rms_rounding" in row else ""
+            cells = [row["case"].replace("-", ", "), modes[row["mode"]], "yes" if row["experts"] else "no"]
+            cells += [row["settings"].replace("+beside", ""), f"{row['largest']:.1e}", f"{row['rms']:.1e}", far]
+            assert f"| {' | '.join(cells)} | {row['other']:.2f} |" in page
+            right += row["right"]
+    assert f"**All {right} are right.**" in page and right == len(rows) - 2
+    reasons = [reason for part in raw("vllm_sums_2xh100").values() for reason in part["reasons"]]
+    assert any("needs 2 to 8 GPUs of one host that can access each other's memory" in reason for reason in reasons)
+    assert f"[{right} of {right} right]" in (repo / "docs/serving.md").read_text()
 
 
 def test_shared_experts_beside_on_gpus(repo: Path, raw: Raw) -> None:

@@ -136,7 +136,7 @@ def ratios(rounds: Rounds, originals: Mapping[str, Rounds]) -> dict[Figure, floa
 
 
 def says_nothing(bounds: Mapping[str, Rounds], originals: Mapping[str, Rounds]) -> dict[Figure, float]:
-    """The figures in which even the bound is slower than the best original, with its speed over it.
+    """The figures in which even the bound is slower than the best of some originals, with its speed over it.
 
     A bound sends nothing and does the rest of the work. Where it is slower, other work of the host took longer than
     all sums, so no ratio of this figure says anything about a wiring.
@@ -217,12 +217,26 @@ def load_ratios(own: Mapping[str, Any], originals: Sequence[Mapping[str, Any]]) 
     return {name: best[name] / own[name] for name in LOAD if name in own and name in best}
 
 
-def load_verdict(name: str, load: Mapping[str, Any], found: Mapping[str, float]) -> str | None:
+def apart(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """The longest median of a pass of one variant under a load over its shortest, at most; None without two passes."""
+    found = [
+        max(times) / min(times)
+        for row in rows
+        for name in LOAD
+        if name.endswith("p50") and len(times := [own[name] for own in row.get("passes", []) if name in own]) > 1
+    ]
+    return max(found, default=None)
+
+
+def load_verdict(
+    name: str, load: Mapping[str, Any], found: Mapping[str, float], originals: Sequence[Mapping[str, Any]] = ()
+) -> str | None:
     """One sentence of a variant under a load; None if nothing was measured of it and of an original.
 
     Args:
         load: its row: ``rate``, requests a second, and ``requests``, how many were sent.
         found: see ``load_ratios``.
+        originals: the rows of the originals.
     """
     parts = []
     for kind, title in (("first", "first token"), ("token", "step")):
@@ -235,4 +249,6 @@ def load_verdict(name: str, load: Mapping[str, Any], found: Mapping[str, float])
             parts.append(f"{title} {', '.join(told)}")
     told = f"{load['requests']} requests, {load['rate']:.3g} a second"
     few = f"; too few requests for a p99, which needs {FOR_P99}" if load["requests"] < FOR_P99 else ""
-    return f"{name} ({told}): {'; '.join(parts)}{few}" if parts else None
+    spread = apart([load, *originals])
+    differ = "" if spread is None else f"; a median differs between two passes by up to {100 * (spread - 1):.0f} %"
+    return f"{name} ({told}): {'; '.join(parts)}{few}{differ}" if parts else None

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,7 +31,17 @@ from fcsd.bench.serve.client import ask
 from fcsd.bench.serve.figures import Answer
 from fcsd.bench.serve.model_files import write_directory
 from fcsd.bench.serve.running import Server, await_answers, failed, left_out, start, stop
-from fcsd.bench.serve.variants import NO_CUSTOM, ORIGINAL, Machine, Variant, alternatives, core, groups, room_for
+from fcsd.bench.serve.variants import (
+    IMITATED,
+    NO_CUSTOM,
+    ORIGINAL,
+    Machine,
+    Variant,
+    alternatives,
+    core,
+    groups,
+    room_for,
+)
 from fcsd.bench.serve.workload import (
     STANDARD,
     Workload,
@@ -44,11 +55,13 @@ from fcsd.bench.serve.workload import (
 from fcsd.disk import write_json
 from fcsd.errors import ConfigError, FcsdError
 from fcsd.models.build import experts_of
+from fcsd.parallel.all_reduce.backends import backend_of
 from fcsd.parallel.all_reduce.ways import PLAIN, SUFFIX, Way, Ways
 from fcsd.serve.vllm.support import installed_version, require_vllm
 
 LOAD_SECONDS = 15  # of arrivals under each load
 LEAST, MOST = 24, 600  # requests under a load
+PASSES = 2  # in which a variant gets them, so that what the host does meanwhile is seen
 ENOUGH = 0.5  # seconds for which a round measures a figure of a variant: one short answer says little
 _BUSY = "the host is too busy to time its steps"
 # A further form of a wiring under data-parallel attention, which the plugin does not choose by itself.
@@ -87,6 +100,10 @@ def bench(
     if not peers and load.tp > 1 and NO_CUSTOM not in load.options:
         raise ConfigError(
             "NCCL_P2P_DISABLE=1 leaves vLLM's custom all-reduce, which uses peer access", f"Add -- {NO_CUSTOM}."
+        )
+    if not peers and "symmetric" in load.sums:
+        raise ConfigError(
+            f"--sums symmetric is {backend_of('symmetric', 'plugin')[0].only}", f"{IMITATED}; leave it out."
         )
     environment = {**(_EVEN_ROUTING if moe else {}), **({} if peers else {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"})}
     machine = Machine(version, lambda module: find_spec(module) is not None, gpus, fits_one, peers)
@@ -250,27 +267,35 @@ class _Run:
     def _loads(self, running: list[Variant]) -> None:
         """The same random arrivals for the originals and the wirings; the bound and other ways to sum have none.
 
-        All take the same number of GPUs, and are offered the same requests a second.
+        All take the same number of GPUs, and are offered the same requests a second. They take turns, in one order and
+        then in the other.
         """
         original = self.found["variants"].get(ORIGINAL, {}).get("rounds", {})
         if figures.PEAK not in original:
             return
         peak = 1e3 / original[figures.PEAK][0]  # the first: with a later group it is timed again, and the load stays
         for share in self.load.loads:
-            count = min(MOST, max(LEAST, round(share * peak * LOAD_SECONDS)))
-            prompts = prompts_of(count, self.load.short, self.vocabulary, seed=0)
-            at = figures.arrivals(count, share * peak, seed=0)
-            for variant in running:
-                loads = self.found["variants"][variant.name]["loads"]
-                if str(share) in loads or variant.role in ("bound", "way"):
-                    continue
-                if self.left < at[-1]:
-                    self.found["notes"].append(f"no time was left for load {share:g} of {variant.name}")
-                elif answers := self._ask(variant, prompts, self.load.answer, at):
-                    loads[str(share)] = {**figures.under_load(answers), "rate": share * peak, "requests": count}
-                    if "token_p50" not in loads[str(share)]:
-                        what = f"{variant.name}: steps under load {share:g} were not measured"
-                        self.found["notes"].append(f"{what}, because most answers came in bursts; {_BUSY}")
+            rows = {variant.name: self.found["variants"][variant.name]["loads"] for variant in running}
+            asked = [v for v in running if str(share) not in rows[v.name] and v.role not in ("bound", "way")]
+            count = -(-min(MOST, max(LEAST, round(share * peak * LOAD_SECONDS))) // PASSES)
+            passes: dict[str, list[list[Answer]]] = {variant.name: [] for variant in asked}
+            for seed in range(PASSES):
+                prompts = prompts_of(count, self.load.short, self.vocabulary, seed=seed)
+                at = figures.arrivals(count, share * peak, seed=seed)
+                for variant in asked[:: -1 if seed % 2 else 1]:
+                    if self.left < at[-1]:
+                        self.found["notes"].append(f"no time was left for load {share:g} of {variant.name}")
+                    elif answers := self._ask(variant, prompts, self.load.answer, at):
+                        passes[variant.name].append(answers)
+            for name, own in passes.items():
+                if len(own) < PASSES:
+                    continue  # a load of fewer requests than those of the others would not be comparable
+                every = list(chain(*own))
+                rows[name][str(share)] = {**figures.under_load(every), "rate": share * peak, "requests": len(every)}
+                rows[name][str(share)]["passes"] = [figures.under_load(answers) for answers in own]
+                if "token_p50" not in rows[name][str(share)]:
+                    what = f"{name}: steps under load {share:g} were not measured"
+                    self.found["notes"].append(f"{what}, because most answers came in bursts; {_BUSY}")
 
 
 def _ways(load: Workload, folder: Path) -> dict[Way, str | None]:

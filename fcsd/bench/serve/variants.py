@@ -18,7 +18,7 @@ ORIGINAL = "original"
 NO_CUSTOM = "--disable-custom-all-reduce"
 _NO_SEQUENCE_PARALLEL = (0, 32)  # vLLM took the passes for sequence parallelism and async TP out
 _BUDGET = 8192  # tokens of a step by vLLM's own choice on large GPUs
-_IMITATED = "NCCL_P2P_DISABLE=1 imitates GPUs without peer access, and it would use it"
+IMITATED = "NCCL_P2P_DISABLE=1 imitates GPUs without peer access, and it would use it"
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def alternatives(machine: Machine, load: Workload, *, hidden: int, moe: bool) ->
             missing[name] = why_not
 
     alone = None if tp > 1 else "there is one rank, which sums nothing"
-    by_peers = alone or (None if machine.peers else _IMITATED)
+    by_peers = alone or (None if machine.peers else IMITATED)
     offer("one replica a GPU", _no_replicas(machine), replicas=machine.gpus)
     no_flashinfer = None if machine.installed("flashinfer") else "flashinfer is not installed"
     offer(
