@@ -119,6 +119,8 @@ class Arch:
             by itself.
         since: the oldest version of transformers whose code for the type computes what fcsd takes apart. With an older
             one the type is not supported.
+        fails_in: a version of transformers whose own code for the type ends in an error, and the reason; None if no
+            supported version is known to.
         later_layers: whether checkpoints may have layers after the last one, or modules called ``mtp``, which predict
             further tokens. transformers does not load them.
         draws: whether its router draws experts at random in training.

@@ -78,7 +78,9 @@ class AutoEPBlock:
         return self.layer.score_apply == "pre"
 
     def route(self, tokens: Tensor) -> Routing:
-        routing = Routing(*self.layer.router(tokens, self.layer.expert_bias))
+        router = self.layer.router
+        # Some families keep their router in fp32 beside bf16, and compute its product so; AutoEP's does not convert.
+        routing = Routing(*router(tokens.to(router.gate.weight.dtype), self.layer.expert_bias))
         with torch.no_grad():
             self.layer.tokens_per_expert.add_(routing.counts)
         return routing
