@@ -78,9 +78,7 @@ class AutoEPBlock:
         return self.layer.score_apply == "pre"
 
     def route(self, tokens: Tensor) -> Routing:
-        router = self.layer.router
-        # Some families keep their router in fp32 beside bf16, and compute its product so; AutoEP's does not convert.
-        routing = Routing(*router(tokens.to(router.gate.weight.dtype), self.layer.expert_bias))
+        routing = Routing(*self.layer.router(tokens, self.layer.expert_bias))
         with torch.no_grad():
             self.layer.tokens_per_expert.add_(routing.counts)
         return routing
@@ -138,6 +136,17 @@ class AutoEPBlock:
         if self.layer.shared_experts_gate is not None:
             out = torch.sigmoid(self.layer.shared_experts_gate(x)) * out
         return out
+
+
+class _Fp32Linear(nn.Linear):
+    """A router's product in fp32, for families that keep it in fp32 beside bf16, as transformers computes it.
+
+    DeepSpeed may round the weight of a student to bf16. The product stays in fp32, as that of the teacher.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return nn.functional.linear(x.to(wide), self.weight.to(wide), None if self.bias is None else self.bias.to(wide))
 
 
 class Gather(torch.autograd.Function):
@@ -265,3 +274,5 @@ def shard_experts(model: PreTrainedModel, arch: Arch, ep_size: int) -> None:
         if adapt(module) is not None:
             module.set_deepspeed_parallelism(False)  # pyright: ignore[reportCallIssue]
             _choose_among_all(module.router)
+            if module.router.gate.weight.dtype == torch.float32:
+                module.router.gate.__class__ = _Fp32Linear
