@@ -235,6 +235,12 @@ def _choose_among_all(router: Any) -> None:
         router.num_expert_groups = None
 
 
+def _stay_in_fp32(router: Any) -> None:
+    """Let a router whose weight is in fp32 compute in fp32, also if it gets rows in bf16."""
+    if router.gate.weight.dtype == torch.float32:
+        router.gate.__class__ = _Fp32Linear
+
+
 def shard_experts(model: PreTrainedModel, arch: Arch, ep_size: int) -> None:
     """Replace every MoE block by an AutoEP layer that holds this rank's experts. No DeepSpeed engine is needed.
 
@@ -274,5 +280,4 @@ def shard_experts(model: PreTrainedModel, arch: Arch, ep_size: int) -> None:
         if adapt(module) is not None:
             module.set_deepspeed_parallelism(False)  # pyright: ignore[reportCallIssue]
             _choose_among_all(module.router)
-            if module.router.gate.weight.dtype == torch.float32:
-                module.router.gate.__class__ = _Fp32Linear
+            _stay_in_fp32(module.router)
