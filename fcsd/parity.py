@@ -186,14 +186,15 @@ def first_layers(
         layers: the number of layers. Only the tensors that they need are read.
 
     Raises:
-        BadInputError: the tensors do not match those of the model.
+        BadInputError: the tensors do not match those of the model, or the installed transformers cannot compute it.
     """
     import transformers
     from safetensors import safe_open
 
-    from fcsd.models.build import causal_lm_class, register, without_further_outputs
+    from fcsd.models.build import causal_lm_class, register, require_working, without_further_outputs
     from fcsd.models.fp8 import blocks_of_config
 
+    require_working(arch)
     register()
     config = shortened(transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False), layers)
     config, _ = without_further_outputs(config)

@@ -34,6 +34,9 @@ def write_models(folder: Path, arch: str = "deepseek_v2") -> tuple[Path, Path]:
 
     register()  # so that experts are saved under the architecture's on-disk names
     teacher = tiny.model(arch, initializer_range=0.1)  # weights large enough that the wiring changes the outputs
+    for name, weight in teacher.named_parameters():
+        if any(key in name for key in teacher._keep_in_fp32_modules_strict):
+            weight.data = weight.data.bfloat16().float()  # as published; DeepSpeed rounds a student's router to bf16
     wiring = Wiring("farskip", tuple(range(teacher.config.num_hidden_layers)))
     block = wiring.to_block(base_model=str(folder / "teacher"), base_revision=None, base_sha256=None)
     student = model_classes(arch)["AutoModelForCausalLM"](converted_config(teacher.config, block))

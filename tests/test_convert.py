@@ -430,6 +430,7 @@ def test_quantised_models_convert_untouched(arch: str, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"] == block
 
 
+@tiny.with_llama4
 def test_llama4_keeps_its_eyes(tmp_path: Path) -> None:
     base = tiny.llama4_vision()
     base.save_pretrained(tmp_path / "base")

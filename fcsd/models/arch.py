@@ -119,6 +119,7 @@ class Arch:
             by itself.
         since: the oldest version of transformers whose code for the type computes what fcsd takes apart. With an older
             one the type is not supported.
+        fails_in: the version of transformers whose own model of the type ends in an error; None if none does.
         later_layers: whether checkpoints may have layers after the last one, or modules called ``mtp``, which predict
             further tokens. transformers does not load them.
         draws: whether its router draws experts at random in training.
@@ -153,6 +154,7 @@ class Arch:
     embedding: str = "embed_tokens"
     layer_lists: tuple[str, ...] = ()
     since: tuple[int, int] = (5, 17)
+    fails_in: str | None = None
     later_layers: bool = False
     draws: bool = False
 

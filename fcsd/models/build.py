@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from copy import deepcopy
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -59,6 +60,17 @@ def arch_of(config: PretrainedConfig) -> Arch:
     if reason := unsupported_text(arch, config.get_text_config().model_type):
         raise BadInputError(reason)
     return arch.around(config.get_text_config().model_type)
+
+
+def require_working(arch: Arch) -> None:
+    """Refuse a type that the installed transformers cannot compute.
+
+    Raises:
+        BadInputError: its own model of the type is known to end in an error.
+    """
+    if version("transformers") == arch.fails_in:
+        text = f"transformers {arch.fails_in} cannot compute a {arch.model_type}: its own model ends in an error"
+        raise BadInputError(text, f"Install another version: pip install 'transformers>=5.17,<6,!={arch.fails_in}'")
 
 
 def decoder_of(model: PreTrainedModel) -> Any:
@@ -331,12 +343,13 @@ def load_model(
         A transformers model: token ids ``[batch, seq]`` give logits ``[batch, seq, vocab]``.
 
     Raises:
-        BadInputError: the architecture is not supported, a file is missing, or tensors and config do not match.
+        BadInputError: the architecture is not supported, a file is missing, tensors and config do not match, or the
+            installed transformers cannot compute the type.
     """
     register()
     try:
         config = config or AutoConfig.from_pretrained(path, trust_remote_code=False)
-        arch_of(config)
+        require_working(arch_of(config))
         config, asked = without_further_outputs(config)
         with blocks_of_config():
             # transformers' own table has no causal LM, or one without the images, for some multimodal types

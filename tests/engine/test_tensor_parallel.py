@@ -62,7 +62,7 @@ WIRINGS = {
 }
 COMMON = [STANDARD, FARSKIP, LADDER]
 EXPECTED = "expected.pt"
-SHARED = [arch for arch in ARCHS if ARCHS[arch].no_tp is None] + [*tiny.INSIDE]
+SHARED = [arch for arch in (*tiny.CONFIGS, *tiny.LLAMA4) if ARCHS[arch].no_tp is None] + [*tiny.INSIDE]
 
 
 def write(folder: Path, arch: str, **changes: Any) -> Any:

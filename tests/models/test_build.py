@@ -11,7 +11,7 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from fcsd.checkpoint import inspect_checkpoint
+from fcsd.checkpoint import inspect_checkpoint, read_config
 from fcsd.convert import convert_checkpoint
 from fcsd.engine.weights import load_tensor_parallel
 from fcsd.errors import BadInputError
@@ -25,10 +25,12 @@ from fcsd.models.build import (
     register,
     wire,
 )
+from fcsd.models.installed import cache_keyword
 from fcsd.models.wiring import WiredLayer, Wiring
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 from fcsd.parallel.weights.random_init import random_model
 from fcsd.parallel.weights.saving import write_configs
+from fcsd.parity import first_layers
 from fcsd.plan.model import MetaModel
 
 ARCHS = list(tiny.CONFIGS)
@@ -95,6 +97,7 @@ def test_desync_survives_a_round_trip(tmp_path):
     assert torch.equal(load_model(tmp_path)(ids).logits, twin(ids).logits)
 
 
+@tiny.with_llama4
 def test_llama4_with_vision(tmp_path):
     register()
     model, wiring = tiny.llama4_vision(), Wiring("farskip", (0, 1, 2, 3))
@@ -169,7 +172,7 @@ def test_a_config_that_asks_for_more_than_logits_changes_nothing_and_is_saved_as
     assert torch.equal(loaded.generate(ids, max_new_tokens=4, do_sample=False), expected)
     assert loaded.config._attn_implementation == "sdpa"
     for model in (loaded, random):
-        assert set(model(ids)) == {"logits", "past_key_values"}
+        assert set(model(ids)) == {"logits", cache_keyword()}
         (folder := tmp_path / str(id(model))).mkdir()
         write_configs(model, folder)
         assert json.loads((folder / "config.json").read_text()) == written
@@ -248,6 +251,20 @@ def test_an_unsupported_type_is_named(tmp_path):
         load_model(tmp_path)
 
 
+def test_a_type_that_the_installed_transformers_cannot_compute_is_refused(monkeypatch, tmp_path):
+    model = tiny.llama4_vision()
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr("fcsd.models.build.version", lambda _: "5.24.0")
+    for load in (
+        lambda: load_model(tmp_path),
+        lambda: random_model(model.config, dtype=torch.float32, device="cpu", seed=0),
+        lambda: first_layers(tmp_path, [], read_config(tmp_path), arch_of(model.config), 1),
+    ):
+        with pytest.raises(BadInputError, match="cannot compute a llama4"):
+            load()
+
+
+@tiny.with_llama4
 def test_llama4_with_vision_off_is_off():
     model = tiny.llama4_vision()
     ids = torch.cat([tiny.tokens(1, 5), torch.full((1, 4), 250), tiny.tokens(1, 6, seed=2)], dim=1)

@@ -234,7 +234,9 @@ def test_command_line_answers_the_fixed_prompts(models, monkeypatch):
         absent = CliRunner().invoke(app, ["chat", str(models[1]), "--device", device])
         assert absent.exit_code == 2 and f"--device {device}: torch finds {there} here" in absent.stderr
     rounded = load_speaker(str(models[1]), dtype="bfloat16")
-    assert {parameter.dtype for parameter in rounded.model.parameters()} == {torch.bfloat16}
+    kept = rounded.model._keep_in_fp32_modules_strict  # routers, since transformers 5.24
+    parameters = rounded.model.named_parameters()
+    assert {p.dtype for name, p in parameters if not any(key in name for key in kept)} == {torch.bfloat16}
     result = CliRunner().invoke(app, ["chat", str(models[1]), "--baseline", str(models[0]), "--json"])
     assert result.exit_code == 0, result.stderr
     pairs = [json.loads(line) for line in result.stdout.splitlines()]

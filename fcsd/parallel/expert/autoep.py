@@ -138,6 +138,17 @@ class AutoEPBlock:
         return out
 
 
+class _Fp32Linear(nn.Linear):
+    """A router's product in fp32, for families that keep it in fp32 beside bf16, as transformers computes it.
+
+    DeepSpeed may round the weight of a student to bf16. The product stays in fp32, as that of the teacher.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return nn.functional.linear(x.to(wide), self.weight.to(wide), None if self.bias is None else self.bias.to(wide))
+
+
 class Gather(torch.autograd.Function):
     """``out[n] = rows[source[n]]``, or zeros where ``source[n]`` is -1; ``places`` is the inverse of ``source``.
 
@@ -224,6 +235,12 @@ def _choose_among_all(router: Any) -> None:
         router.num_expert_groups = None
 
 
+def _stay_in_fp32(router: Any) -> None:
+    """Let a router whose weight is in fp32 compute in fp32, also if it gets rows in bf16."""
+    if router.gate.weight.dtype == torch.float32:
+        router.gate.__class__ = _Fp32Linear
+
+
 def shard_experts(model: PreTrainedModel, arch: Arch, ep_size: int) -> None:
     """Replace every MoE block by an AutoEP layer that holds this rank's experts. No DeepSpeed engine is needed.
 
@@ -263,3 +280,4 @@ def shard_experts(model: PreTrainedModel, arch: Arch, ep_size: int) -> None:
         if adapt(module) is not None:
             module.set_deepspeed_parallelism(False)  # pyright: ignore[reportCallIssue]
             _choose_among_all(module.router)
+            _stay_in_fp32(module.router)

@@ -20,6 +20,7 @@ from fcsd.models.build import (
     causal_lm_class,
     read_generation_config,
     register,
+    require_working,
     wiring_of,
     without_further_outputs,
 )
@@ -103,8 +104,9 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
     """A causal LM in eval mode whose parameters are on the meta device and whose buffers are real.
 
     Raises:
-        BadInputError: the architecture is not supported.
+        BadInputError: the architecture is not supported, or the installed transformers cannot compute it.
     """
+    require_working(arch_of(config))
     config, asked = without_further_outputs(config)
     with init_empty_weights(include_buffers=False):
         model = causal_lm_class(config)._from_config(config, dtype=dtype)

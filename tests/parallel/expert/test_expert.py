@@ -105,6 +105,24 @@ def _shared_name(name: str) -> str:
     return name.replace("shared_expert.", "shared_experts.").replace("shared_expert_gate", "shared_experts_gate")
 
 
+def _fp32_router(rank: int) -> list[torch.Tensor]:
+    """What transformers computes for a router in fp32, and AutoEP, before and after its weight is rounded to bf16."""
+    model = tiny.model("deepseek_v2").bfloat16()
+    gate = model.model.layers[1].mlp.gate
+    gate.weight.data = gate.weight.data.float()
+    rows = torch.randn(5, model.config.hidden_size, generator=torch.Generator().manual_seed(2)).bfloat16()
+    expected = torch.nn.functional.linear(rows.float(), gate.weight)
+    shard_experts(model, arch_of(model.config), 1)
+    router = model.model.layers[1].mlp.router
+    found = router.gate(rows)
+    return [expected, found, router.bfloat16().gate(rows)]
+
+
+def test_a_router_in_fp32_beside_bf16_stays_exact():
+    for expected, *found in in_group(1, _fp32_router):
+        assert all(torch.equal(one, expected) for one in found)
+
+
 def test_what_cannot_be_expert_parallel_says_why():
     with pytest.raises(ConfigError, match="expert biases"):
         expert_parallel_config(ARCHS["gpt_oss"], 2)

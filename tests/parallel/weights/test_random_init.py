@@ -51,7 +51,7 @@ def test_weights_do_not_depend_on_the_number_of_ranks(tmp_path):
             source, tmp_path / arch, dtype=torch.float32, device=torch.device("cpu"), seed=7, max_shard=10**5
         )
     assert len(list((tmp_path / "mixtral").glob("*.safetensors"))) > 1
-    assert on_ranks(2, _random, [*MOE, "llama4"], 2, tmp_path) == [[], []]
+    assert on_ranks(2, _random, [*MOE, *tiny.LLAMA4], 2, tmp_path) == [[], []]
 
 
 def test_a_random_checkpoint_loads_and_replaces_nothing(tmp_path):

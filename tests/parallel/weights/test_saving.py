@@ -47,7 +47,7 @@ def _assert_same(one, other):
 
 
 def test_ranks_write_what_save_pretrained_writes(tmp_path):
-    sources = {arch: write_checkpoint(tmp_path / arch, arch) for arch in [*MOE, "llama4"]}
+    sources = {arch: write_checkpoint(tmp_path / arch, arch) for arch in [*MOE, *tiny.LLAMA4]}
     sources["tied"] = write_checkpoint(tmp_path / "tied", "qwen3_moe", tie_word_embeddings=True)
     sources["plain"] = write_checkpoint(tmp_path / "plain", "mixtral", wiring=None)
     cases = [(source, tmp_path / f"{name} again") for name, source in sources.items()]
