@@ -177,7 +177,8 @@ def test_each_tensor_is_stored_once_and_resumes_to_the_last_bit(
     changes = {"parallel__zero_stage": stage, "train__dtype": dtype}
     train(runs.resolved(folder, output_dir=str(tmp_path / "run"), **changes))
     checkpoint = tmp_path / "run" / "checkpoints" / "step-2"
-    weights = load_file(checkpoint / "model/model.safetensors").values()
+    stored = load_file(checkpoint / "model/model.safetensors")
+    weights = [tensor for name, tensor in stored.items() if ".mlp.gate." not in name]  # routers may stay in fp32
     parameters = sum(tensor.numel() for tensor in weights)
     assert sum(tensor.nbytes for tensor in weights) == parameters * (2 if dtype == "bf16" else 4)
     states = (checkpoint / "optimizer/rank-0.pt").stat().st_size
