@@ -17,20 +17,21 @@ from fcsd.models.selection import cheapest, layers_text, select_layers
 PAGE, PICTURE = Path("docs/REAL_MODELS.md"), Path("docs/frontier.svg")
 DEPTH = 30  # layers of the model of all runs
 TARGETS = {15: 0.5, 26: 0.7, DEPTH: 1.5}  # points, for at least so many layers
-RAW = (
-    Path("benchmarks/results/real_smollm2_100m_2xh100.json"),
-    Path("benchmarks/results/real_smollm2_10m_2xh100.json"),
-    Path("benchmarks/results/real_smollm2_seeds_2xh100.json"),
-    Path("benchmarks/results/real_smollm2_parts_2xh100.json"),
+RESULTS = Path("benchmarks/results")
+# The runs to which the law is fitted; longer ones of the converted layers alone, seeds of shorter ones, and all layers;
+# a longer run of all layers, and runs that read text of everyday doings, too, which are taken where they are stored.
+RAW, MORE, LATER = (
+    tuple(RESULTS / f"real_smollm2_{name}.json" for name in names)
+    for names in (
+        ("100m_2xh100", "10m_2xh100", "seeds_2xh100", "parts_2xh100"),
+        ("converted_2xh100", "converted_seeds_2xh100", "all_layers_2xh100"),
+        ("all_layers_longer_1xh100", "everyday_1xh100"),
+    )
 )
 SEEDS, PARTS = RAW[2:]
-# Longer runs of the converted layers alone, two seeds of shorter ones, and a run of all layers.
-CONVERTED, CONVERTED_SEEDS, ALL = MORE = (
-    Path("benchmarks/results/real_smollm2_converted_2xh100.json"),
-    Path("benchmarks/results/real_smollm2_two_seeds_2xh100.json"),
-    Path("benchmarks/results/real_smollm2_all_layers_2xh100.json"),
-)
-PASSAGES = Path("benchmarks/results/real_smollm2_passages_cpu.json")
+CONVERTED, CONVERTED_SEEDS, ALL = MORE
+LONGER, EVERYDAY = LATER
+PASSAGES = RESULTS / "real_smollm2_passages_cpu.json"
 # The benchmarks that count in a mean, and their chance.
 CHANCE = {benchmark.column: benchmark.chance for benchmark in SUITES["paper"]}
 
@@ -184,7 +185,45 @@ table has what stands beside the mean.
 
 
 OF_SEEDS = """\
-Seeds 0 and 1 of shorter runs of the converted layers alone, on the same texts, asked the same questions:
+Seeds of shorter runs of the converted layers alone, on the same texts, asked the same questions:
+"""
+
+
+def everyday(file: dict[str, Any], seeds: dict[str, Any]) -> str:
+    """Markdown with the runs that read text of everyday doings beside those of the same seeds that did not.
+
+    HellaSwag's questions are of two kinds, and both files count those that the original alone or the model alone
+    answers right. The last columns are of the same questions, answered by both runs of a seed.
+    """
+    head = ["text", "seed", "KL, own text", "KL, foreign text", "all", "HS, videos", "HS, advice"]
+    head += ["videos, by the everyday text", "advice, by the everyday text"]
+    body = []
+    for day in file["runs"]:
+        (other,) = (run for run in seeds["runs"] if run["name"] == day["name"].replace("day", "converted"))
+        for run, of in ((other, seeds), (day, file)):
+            cells = [run["text"], str(run["seed"]), *(f"{run['kl'][text]['kl']:.3f}" for text in ("own", "foreign"))]
+            cells.append("{:+.1f} ± {:.1f}".format(*mean_difference(of, run["name"])))
+            counts = [*of["hellaswag"][run["name"]].values()]
+            counts += file["hellaswag"][f"{run['name']} against {other['name']}"].values() if run is day else []
+            cells += ["{:+.1f} ± {:.1f}".format(*won(one)) for one in counts]
+            body.append(cells + [""] * (len(head) - len(cells)))
+    return table(head, body, left=1) + "\n"
+
+
+def won(counts: dict[str, int]) -> tuple[float, float]:
+    """Points won on so many questions, of which one model lost some and won others, and their standard error."""
+    share = (counts["won"] - counts["lost"]) / counts["questions"]
+    error = ((counts["won"] + counts["lost"]) / counts["questions"] - share**2) / counts["questions"]
+    return 100 * share, 100 * error**0.5
+
+
+OF_LONGER = """\
+All layers by ladder, the converted layers alone, asked the same questions:
+"""
+OF_EVERYDAY = """\
+Half of the layers, once more with text of everyday doings, which the model wrote on prompts about them. *All* is the
+mean of the four benchmarks minus the original's. The columns of HellaSwag are its questions about videos and advice,
+minus the original's, and the last two minus the run above.
 """
 
 
@@ -231,8 +270,8 @@ def mean_difference(file: dict[str, Any], model: str) -> tuple[float, float]:
 
 
 LAYERS = {
-    "SmolLM2-135M-Instruct": Path("benchmarks/results/real_layers_smollm2_cpu.json"),
-    "Gemma-3-270m": Path("benchmarks/results/real_layers_gemma3_cpu.json"),
+    "SmolLM2-135M-Instruct": RESULTS / "real_layers_smollm2_cpu.json",
+    "Gemma-3-270m": RESULTS / "real_layers_gemma3_cpu.json",
 }
 
 
@@ -284,8 +323,8 @@ def rules(repo: Path = Path()) -> str:
     return "\n".join(lines) + "\n"
 
 
-UNTRAINED_GEMMA = Path("benchmarks/results/real_gemma3_cpu.json")
-GEMMA = Path("benchmarks/results/real_gemma3_1xh100.json")  # taken where it exists
+UNTRAINED_GEMMA = RESULTS / "real_gemma3_cpu.json"
+GEMMA = RESULTS / "real_gemma3_1xh100.json"  # taken where it exists
 OF_GEMMA = """\
 Healed, the converted layers alone, on all items of PIQA, ARC-E and OpenBookQA and 2500 of HellaSwag, spread over it:
 """
@@ -304,21 +343,13 @@ def gemma(untrained: dict[str, Any], healed: dict[str, Any] | None) -> str:
     return f"{scores(untrained)}\nNo conversion of Gemma has been healed, but for {steps} (`ladder-half`).\n"
 
 
-EXPERTS = Path("benchmarks/results/real_experts_smollm2_2xh100.json")
+EXPERTS = RESULTS / "real_experts_smollm2_2xh100.json"
 
 
 def experts(file: dict[str, Any]) -> str:
     """Markdown with the runs of the mixture of experts. Those that were cut off have no measurement after the run."""
-    head = [
-        "run",
-        "begins from",
-        "wiring",
-        "layers",
-        "own text, during the run",
-        "KL, own text",
-        "KL, foreign text",
-        "tokens/s",
-    ]
+    head = ["run", "begins from", "wiring", "layers", "own text, during the run"]
+    head += ["KL, own text", "KL, foreign text", "tokens/s"]
     body = []
     for run in file["runs"]:
         during = ", ".join(f"{kl:.3f}" for _, kl in run["held_out"][:3])
@@ -329,21 +360,13 @@ def experts(file: dict[str, Any]) -> str:
     return table(head, body, left=4) + "\n" + asked
 
 
-SPLITS = Path("benchmarks/results/real_experts_split_cpu.json")
+SPLITS = RESULTS / "real_experts_split_cpu.json"
 
 
 def splits(file: dict[str, Any]) -> str:
     """Markdown with the divergence of untrained mixtures from the dense model, by how its MLPs were divided."""
-    head = [
-        "experts",
-        "active",
-        "shared neurons",
-        "of all neurons in use",
-        "split",
-        "router",
-        "spread",
-        "KL, foreign text",
-    ]
+    head = ["experts", "active", "shared neurons", "of all neurons in use", "split", "router", "spread"]
+    head += ["KL, foreign text"]
     body = []
     for one in file["models"]:
         rest = file["neurons"] - one["shared"]
@@ -363,23 +386,25 @@ def _change(run: dict[str, Any], text: str) -> str:
 def filled(page: str, raw: dict[Path, dict[str, Any]], repo: Path = Path()) -> str:
     """The page with the tables of the stored runs and of the layers; ``raw`` is by file."""
     stored = list(raw.values())
-    tables = {"runs": runs(stored), "scores": scores(stored[0]), "seeds": scores(raw[SEEDS])}
-    tables["parts"] = scores(raw[PARTS])
-    tables["converted"] = f"{OF_CONVERTED}\n{scores(raw[CONVERTED])}"
-    tables["by seed"] = f"{OF_SEEDS}\n{by_seed(raw[CONVERTED_SEEDS])}\n{scores(raw[CONVERTED_SEEDS])}"
-    tables |= {
+    tables = {
+        "runs": runs(stored),
+        "scores": scores(stored[0]),
+        "seeds": scores(raw[SEEDS]),
+        "parts": scores(raw[PARTS]),
+        "converted": f"{OF_CONVERTED}\n{scores(raw[CONVERTED])}",
+        "by seed": f"{OF_SEEDS}\n{by_seed(raw[CONVERTED_SEEDS])}\n{scores(raw[CONVERTED_SEEDS])}",
+        "all layers": f"{OF_LONGER}\n{scores(raw[LONGER])}" if LONGER in raw else "",
+        "everyday": f"{OF_EVERYDAY}\n{everyday(raw[EVERYDAY], raw[CONVERTED_SEEDS])}" if EVERYDAY in raw else "",
         "answer": answer(stored, repo),
         "speeds": frontier.speeds(repo),
         "frontier": frontier.table_of_losses(repo),
-    }
-    tables |= {
         "layers": layers(repo),
         "rules": rules(repo),
         "gemma": gemma(json.loads((repo / UNTRAINED_GEMMA).read_text()), _stored(repo / GEMMA)),
         "experts": experts(json.loads((repo / EXPERTS).read_text())),
         "splits": splits(json.loads((repo / SPLITS).read_text())),
+        "passages": beside(json.loads((repo / PASSAGES).read_text())),
     }
-    tables["passages"] = beside(json.loads((repo / PASSAGES).read_text()))
     for name, text in tables.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
         before, rest = page.split(begin)
@@ -389,7 +414,8 @@ def filled(page: str, raw: dict[Path, dict[str, Any]], repo: Path = Path()) -> s
 
 def read(repo: Path = Path()) -> dict[Path, dict[str, Any]]:
     """The stored runs, by file."""
-    return {file: json.loads((repo / file).read_text()) for file in (*RAW, *MORE)}
+    files = [*RAW, *MORE, *(file for file in LATER if (repo / file).exists())]
+    return {file: json.loads((repo / file).read_text()) for file in files}
 
 
 if __name__ == "__main__":

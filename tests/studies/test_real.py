@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+from itertools import combinations
 from math import exp, log
 from pathlib import Path
 from statistics import mean, median
@@ -367,6 +368,19 @@ def points_of(file: dict, model: str, column: str) -> tuple[float, float]:
     return task["points"], task["stderr"]
 
 
+EVERY = {2: "both seeds", 3: "all three seeds"}
+
+
+def names_of_seeds(file: dict, of: str) -> list[str]:
+    """The runs of the shorter recipe of ``half`` or ``far``, by seed."""
+    return sorted(run["name"] for run in file["runs"] if run["name"].startswith(f"{of}-converted-41m-"))
+
+
+def listed(words: list[str]) -> str:
+    """``a, b and c``."""
+    return f"{', '.join(words[:-1])} and {words[-1]}"
+
+
 def real_model(repo: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the script with this environment, from another folder."""
     env = {**os.environ, "FCSD_VENV": sys.prefix}
@@ -443,7 +457,7 @@ def test_what_training_the_converted_layers_alone_gains_is_that_of_the_raw_file(
 def test_what_the_page_says_of_the_seeds_of_the_converted_layers_is_that_of_the_raw_file(repo: Path) -> None:
     raw = page.read(repo)
     seeds, text = raw[page.CONVERTED_SEEDS], " ".join((repo / page.PAGE).read_text().split())
-    half, far = ([f"{name}-converted-41m-{seed}" for seed in (0, 1)] for name in ("half", "far"))
+    half, far = (names_of_seeds(seeds, name) for name in ("half", "far"))
     told = {name: "{:.1f} ± {:.1f}".format(*map(abs, page.mean_difference(seeds, name))) for name in (*half, *far)}
     kl = {
         run["name"]: [run["kl"][text]["kl"] for text in ("own", "foreign")]
@@ -455,14 +469,14 @@ def test_what_the_page_says_of_the_seeds_of_the_converted_layers_is_that_of_the_
         of: [mean(pair) for pair in zip(*(kl[name] for name in names), strict=True)]
         for of, names in (("half", half), ("far", far))
     }
-    assert told[half[0]] == told[half[1]] and f"A third of the tokens, of the same texts, lose {told[half[0]]}," in text
-    assert f"and {told[half[0]]} by both seeds of the converted layers alone" in text
+    assert len({told[name] for name in half}) == 1
+    assert f"A third of the tokens, of the same texts, lose {told[half[0]]}," in text
+    assert f"and {told[half[0]]} by {EVERY[len(half)]} of the converted layers alone" in text
     ends = [*means["half"], *kl["half-converted-125m"]]
     assert "({:.3f} and {:.3f}, then {:.3f} and {:.3f})".format(*ends) in text
     points, error = page.mean_difference(raw[page.CONVERTED], "far-converted-85m")
-    assert (
-        f"{told[far[0]]} and {told[far[1]]} after 41 million tokens, and {-points:.1f} ± {error:.1f} after 85" in text
-    )
+    short = listed([told[name] for name in far])
+    assert f"{short} after 41 million tokens, and {-points:.1f} ± {error:.1f} after 85" in text
     falls = "falls from {:.3f} and {:.3f} to {:.3f} and {:.3f}"
     assert falls.format(*means["far"], *kl["far-converted-85m"]) in text
     every = [
@@ -473,14 +487,15 @@ def test_what_the_page_says_of_the_seeds_of_the_converted_layers_is_that_of_the_
     ]
     assert min(points for name, points in every if "half" in name) > 0.5
     assert min(points for name, points in every if "far" in name) > 0.7
-    pairs = [("half-0", "half-1"), ("auto-0", "auto-1"), (half[0], half[1]), (far[0], far[1])]
+    alone = [*combinations(half, 2), *combinations(far, 2)]
+    pairs = [("half-0", "half-1"), ("auto-0", "auto-1"), *alone]
     points = [abs(dict(every)[one] - dict(every)[other]) for one, other in pairs]
-    pairs = [("half-0", "half-2"), ("half-1", "half-2"), *pairs]  # the third seed was asked no questions
+    pairs = [("half-0", "half-2"), ("half-1", "half-2"), *pairs]  # this third seed was asked no questions
     nats = [max(abs(x - y) for x, y in zip(kl[one], kl[other], strict=True)) for one, other in pairs]
     assert f"at most {max(points):.2f} points and {max(nats):.3f} nats apart, in four recipes" in text
-    assert f"alone it is {max(points[-2:]):.2f} and {max(nats[-2:]):.3f}." in text
+    assert f"alone it is {max(points[-len(alone) :]):.2f} and {max(nats[-len(alone) :]):.3f}." in text
     arc = [points_of(seeds, name, "ARC-E") for name in half]
-    assert "ARC-Easy, too: {:.1f} and {:.1f} points".format(*(-points for points, _ in arc)) in text
+    assert f"ARC-Easy, too: {listed([f'{-points:.1f}' for points, _ in arc])} points" in text
     assert {f"{error:.1f}" for _, error in arc} == {"0.6"} and "points, with an error of 0.6." in text
 
 
@@ -488,20 +503,23 @@ def test_hellaswag_loses_more_on_advice_than_on_videos(repo: Path) -> None:
     seeds, text = page.read(repo)[page.CONVERTED_SEEDS], " ".join((repo / page.PAGE).read_text().split())
     lost: dict[str, list[float]] = {"videos": [], "advice": []}
     errors: dict[str, list[float]] = {"videos": [], "advice": []}
-    for name in (f"{name}-converted-41m-{seed}" for name in ("half", "far") for seed in (0, 1)):
+    half, far = (names_of_seeds(seeds, name) for name in ("half", "far"))
+    for name in (*half, *far):
         counts = seeds["hellaswag"][name]
         fewer = sum(one["lost"] - one["won"] for one in counts.values())
         assert -100 * fewer / 2500 == pytest.approx(points_of(seeds, name, "HS")[0])
         for kind, one in counts.items():
-            share = (one["lost"] - one["won"]) / one["questions"]
-            lost[kind].append(100 * share)
-            errors[kind].append(
-                100 * (((one["lost"] + one["won"]) / one["questions"] - share**2) / one["questions"]) ** 0.5
-            )
+            points, error = page.won(one)
+            lost[kind].append(-points)
+            errors[kind].append(error)
     asked = seeds["hellaswag"]["half-converted-41m-0"]  # all runs were asked the same
     kinds = {kind: (one["questions"], one["original_right"]) for kind, one in asked.items()}
-    advice = "about advice lose {:.1f} and {:.1f} points with half of the layers and {:.1f} and {:.1f} with 28,"
-    assert f"the {kinds['advice'][0]} questions {advice.format(*lost['advice'])} with an error of 0.7" in text
+    few, many = (
+        listed([f"{points:.1f}" for points in part])
+        for part in (lost["advice"][: len(half)], lost["advice"][len(half) :])
+    )
+    advice = f"about advice lose {few} points with half of the layers and {many} with 28,"
+    assert f"the {kinds['advice'][0]} questions {advice} with an error of 0.7" in text
     assert {f"{error:.1f}" for error in errors["advice"]} == {"0.7"}
     low, *_, high = sorted(lost["videos"])
     least, *_, most = sorted(errors["videos"])
@@ -509,6 +527,38 @@ def test_hellaswag_loses_more_on_advice_than_on_videos(repo: Path) -> None:
     assert f"The {kinds['videos'][0]} {videos}" in text
     right = [f"{right / questions:.1%}".replace("%", " %") for questions, right in (kinds["advice"], kinds["videos"])]
     assert "as often right on both, {} and {}".format(*right) in text
+
+
+def test_the_page_takes_later_runs_where_they_are_stored(repo: Path) -> None:
+    """A longer run of all layers, which is asked questions, and a run that read text of everyday doings, too."""
+    raw, text = page.read(repo), (repo / page.PAGE).read_text()
+    seeds, (run,) = raw[page.CONVERTED_SEEDS], raw[page.ALL]["runs"]
+    (found,) = (found for found in seeds["differences"] if found["model"] == "half-converted-41m-0")
+    (half,) = (run for run in seeds["runs"] if run["name"] == "half-converted-41m-0")
+    scores = {"original": seeds["scores"]["original"], "all-300m": seeds["scores"]["half-converted-41m-0"]}
+    longer = {**run, "name": "all-300m", "tokens": 300e6, "kl": {text: {"kl": 0.1} for text in run["kl"]}}
+    raw[page.LONGER] = {"runs": [longer], "scores": scores, "differences": [{**found, "model": "all-300m"}]}
+    day, counts = "half-day-41m-0", {"questions": 100, "original_right": 50, "lost": 10, "won": 30}
+    raw[page.EVERYDAY] = {
+        "runs": [{**half, "name": day, "text": "own+doc+day+foreign"}],
+        "scores": {"original": scores["original"], day: scores["all-300m"]},
+        "differences": [{**found, "model": day}],
+        "hellaswag": {
+            day: seeds["hellaswag"]["half-converted-41m-0"],
+            f"{day} against half-converted-41m-0": {"videos": counts, "advice": counts},
+        },
+    }
+    filled = page.filled(text, raw, repo)
+    points, error = (abs(value) for value in page.mean_difference(seeds, "half-converted-41m-0"))
+    (row,) = (" ".join(line.split()) for line in filled.splitlines() if line.startswith("| 30 of 30"))
+    assert f"| 300 M | converted layers | {points:.1f} ± {error:.1f} |" in row and "6.42 → 0.100" in row
+    assert "1.5 points with ladder on 30 layers was" in filled
+    row = " ".join(page.everyday(raw[page.EVERYDAY], seeds).splitlines()[-1].split())
+    assert row.startswith("| own+doc+day+foreign | 0 |") and row.count("+20.0 ± 6.0") == 2  # sqrt(0.4 - 0.2^2) / 10
+    told = page.won(seeds["hellaswag"]["half-converted-41m-0"]["advice"])
+    assert "| {:+.1f} ± {:.1f} |".format(*told) in row
+    for file in page.LATER:
+        assert raw[file]["runs"][0]["name"] in filled if file == page.LONGER else "own+doc+day+foreign" in filled
 
 
 def test_what_the_pages_say_of_all_layers_and_of_the_law_is_that_of_the_raw_files(repo: Path) -> None:
@@ -544,6 +594,7 @@ def test_what_the_pages_say_of_all_layers_and_of_the_law_is_that_of_the_raw_file
         if "optim.train" in one.get("set", {}) or one["layers"] == "all"
     }
     whole, short = shares.pop(run["name"]), shares.pop("all-own-1e-3")
+    shares = {name: share for name, share in shares.items() if not name.startswith("all-")}
     assert f"ended at {whole:.2f} of the law's divergence" in text
     assert f"ended at {kl['own']} after 57 million tokens, {whole:.2f} of the law's" in planning
     half, far = (sorted(share for name, share in shares.items() if name.startswith(of)) for of in ("half", "far"))
