@@ -12,6 +12,7 @@
 #   beside  on two GPUs: converted models with shared experts beside the routed ones
 #   sums    on two GPUs: quantised and symmetric sums, tables of sums, and the bound, which has to be wrong
 #   exchange  on two GPUs: data-parallel attention, with tokens exchanged at once and in flight
+#   rows    on two GPUs: the plans in PLANS for `vllm_parity.py serve`. Parts between semicolons run at the same time
 #   four    on four GPUs: the same with tensor parallelism 4, and two stages of two GPUs
 #   serve   times originals, wirings and bounds: `fcsd bench serve` with the words in SERVE; its files are in $OUT/serve.
 #           Several of them run at once on different GPUs, each with CUDA_VISIBLE_DEVICES and OUT of its own
@@ -26,10 +27,10 @@ set -uo pipefail
 cd "$(dirname "$0")/../.."
 
 version=0.24.0
-command=${1:?build, items, one, tasks, two, beside, sums, exchange, four, serve or trace}
+command=${1:?build, items, one, tasks, two, beside, sums, exchange, rows, four, serve or trace}
 case $command in
-build | items | one | tasks | two | beside | sums | exchange | four | serve | trace) ;;
-*) echo "no command $command: build, items, one, tasks, two, beside, sums, exchange, four, serve or trace" >&2 && exit 2 ;;
+build | items | one | tasks | two | beside | sums | exchange | rows | four | serve | trace) ;;
+*) echo "no command $command: build, items, one, tasks, two, beside, sums, exchange, rows, four, serve or trace" >&2 && exit 2 ;;
 esac
 folder=${2:-.vllm}
 WORK=${WORK:-/tmp/vllm-work}
@@ -228,15 +229,21 @@ beside)
     job latent $latent --tp 2 $wide/bfloat16/{default/ep,graph/ep,default}/beside
     ;;
 sums)
-    job float32 $serve --tp 2 $dense/float32/graph/{int8,none,table,int4,table-late,table-int8,symmetric} \
-        $small/float32/graph/{ep/int8+beside,ep/table-late+beside,int4} $dense/float32/eager/table
-    job compiled $serve --tp 2 $dense/float32/default/{table,int8,table-int8} $small/float32/default/ep/table+beside
+    job rounded $serve --tp 2 $dense/float32/graph/{int8,int4,none}
+    job tables $serve --tp 2 $dense/float32/graph/{table,table-int8,table-late} $dense/float32/eager/table
+    job experts $serve --tp 2 $small/float32/graph/{ep/int8+beside,int4,ep/table-late+beside} $dense/float32/graph/symmetric
+    job compiled $serve --tp 2 $dense/float32/default/{int8,table-int8,table}
+    job compiled-experts $serve --tp 2 $small/float32/default/ep/{int8,table}+beside
     ;;
 exchange)
-    job float32 $serve --dp 2 {$small,$deepseek}/float32/graph/ep/in-flight $glm/float32/eager/ep/in-flight+always \
-        {$small,$deepseek}/float32/eager/ep/in-flight+always $small/float32/graph/ep
+    job graphs $serve --dp 2 {$small,$deepseek}/float32/graph/ep/in-flight $small/float32/graph/ep
+    job eager $serve --dp 2 {$glm,$small,$deepseek}/float32/eager/ep/in-flight+always
     job compiled $serve --dp 2 {$small,$glm}/float32/default/ep/in-flight $small/bfloat16/default/ep/in-flight
     job latent $latent --dp 2 $wide/bfloat16/{default,graph}/ep/in-flight
+    ;;
+rows)
+    IFS=';' read -ra parts <<< "${PLANS:?PLANS is missing: plans of vllm_parity.py serve, in parts between semicolons}"
+    for part in "${!parts[@]}"; do job "part-$part" $serve --tp 2 ${parts[part]}; done
     ;;
 four)
     job float32 $serve --tp 4 $small/float32/{eager,eager/ep,graph,pressure}

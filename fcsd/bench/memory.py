@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from transformers import PretrainedConfig
 
-from fcsd.bench.random_run import random_corpus, random_run
+from fcsd.bench.random_run import random_corpus, random_run, require_all_trained
 from fcsd.bench.runner import finished, ratio, table
 from fcsd.bench.shapes import SHAPES
 from fcsd.config import Recipe
@@ -85,6 +85,7 @@ def bench(
     original = SHAPES[shape](layers)
     size: Any = {"seq": seq, "micro_batch": micro_batch, "accumulation": accumulation, "steps": steps}
     with random_run(original, shape, **size, world=world, sets=sets) as (recipe, rewired):
+        require_all_trained(recipe)
         planned = plan_run(recipe, Hardware(world.size))
     try:
         measured = _measure(recipe, rewired, original, world)

@@ -56,7 +56,7 @@ def random_run(
         sets: ``--set`` assignments that change the recipe.
 
     Raises:
-        ConfigError: the recipe is invalid for this model or this number of processes, or it freezes weights.
+        ConfigError: the recipe is invalid for this model or this number of processes.
     """
     import_deepspeed()
     register()
@@ -68,23 +68,31 @@ def random_run(
         tokens = world.size * micro_batch * accumulation * seq
         recipe = random_recipe(Path(folder), name, seq, micro_batch, tokens, steps, world, sets)
         check(recipe, world.size)
-        if recipe.frozen_beside is not None:
-            raise ConfigError(
-                f"the benchmarks of a step train all weights, so --set {recipe.frozen_beside} has no place here",
-                hint="`python -m benchmarks.distill.baselines SHAPE --against fcsd-adapters` times adapters",
-            )
         yield recipe, rewired
+
+
+def require_all_trained(recipe: Recipe) -> None:
+    """Checks that a recipe freezes no weights, for benchmarks that train all of them.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if recipe.frozen_beside is not None:
+        raise ConfigError(
+            f"this benchmark trains all weights, so --set {recipe.frozen_beside} has no place here",
+            hint="`fcsd bench step --teacher` times a step that freezes weights",
+        )
 
 
 def draw_models(
     recipe: Recipe, rewired: PretrainedConfig, original: PretrainedConfig, world: World
 ) -> tuple[PreTrainedModel, PreTrainedModel | None]:
-    """Random weights for the student, and for the frozen teacher if the recipe needs one."""
+    """Random weights for the student, and for the frozen teacher if the recipe needs a second model."""
     parallel = recipe.parallel
     draw: Any = {"dtype": DTYPES[recipe.train.dtype], "device": world.device, "seed": recipe.seed}
     draw["partitioned"] = parallel.zero_stage == 3
     student = randomise(rewired, parallel.ep_size, **draw, dispatched=parallel.quantised.any)
-    if not needs_teacher(recipe):
+    if not needs_teacher(recipe) or recipe.frozen_beside is not None:
         return student, None
     return student, randomise(original, parallel.teacher_ep_size, **draw).requires_grad_(False)
 

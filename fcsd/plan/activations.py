@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from fcsd.kernels.gated import gated_silu
+from fcsd.models.adapters.lora import adapted_linear
 
 _ALIGNED = 8  # values of 2 bytes in the 16 bytes that torch requires
 
@@ -196,7 +197,7 @@ class _Rows(torch.autograd.Function):
 
 
 class AdaptedLinear(nn.Module):
-    """A frozen linear layer with an adapter, in the steps of ``peft``'s layer, which need not be installed.
+    """A frozen linear layer with an adapter, in the steps of a run, without ``peft``, which need not be installed.
 
     Args:
         base: the linear layer.
@@ -216,7 +217,7 @@ class AdaptedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in]`` to ``[..., out]``."""
-        return self.base(x) + self.up(self.down(x)) * 2.0
+        return adapted_linear(x, self.base.weight, self.base.bias, self.down.weight, self.up.weight, 2.0)
 
 
 class RoutedExperts(nn.Module):

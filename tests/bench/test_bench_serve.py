@@ -111,7 +111,7 @@ def test_every_variant_is_a_server_that_is_timed_in_turns(asked, monkeypatch):
     assert under["ladder"].keys() == {"first_p50", "token_p50", "rate", "requests"}, "four requests have no p99"
     replicas = under["original, one replica a GPU"]
     assert [replicas[key] for key in ("rate", "requests")] == [under["ladder"][key] for key in ("rate", "requests")]
-    assert under["ladder, sums at once"] is None, "another way to sum has no load"
+    assert under["bound"] is under["ladder, sums at once"] is None, "another way to sum has no load, nor the bound"
     assert variants["original, no custom all-reduce"]["failed"] == "ValueError: no way to sum"
     assert variants["original, async TP"]["failed"] == "torch.OutOfMemoryError: no memory"
     symmetric = variants["original, symmetric memory by NCCL"]
@@ -125,7 +125,8 @@ def test_every_variant_is_a_server_that_is_timed_in_turns(asked, monkeypatch):
     assert arguments[arguments.index("--additional-config") + 1] == '{"fcsd": {"reduce": "none"}}'
     assert {"--load-format", "dummy", "--skip-tokenizer-init", "--kv-cache-memory-bytes"} <= set(arguments)
     told = json.loads(servers[3]["arguments"][servers[3]["arguments"].index("--additional-config") + 1])
-    assert told["fcsd"]["reduce"].endswith("/at-once-1.json") and "--additional-config" not in servers[1]["arguments"]
+    assert told["fcsd"]["reduce"].endswith("/at-once-vllm.json")
+    assert "--additional-config" not in servers[1]["arguments"]
     assert [variants[name].get("travels") for name in names[:4]] == [None, True, None, False]
     degrees = [server["arguments"][server["arguments"].index("--tensor-parallel-size") + 1] for server in servers]
     assert degrees == ["4"] * 7 + ["1"] * 4
@@ -245,7 +246,7 @@ def test_the_engine_of_fcsd_is_measured_on_this_machine(tmp_path):
     found = fcsd("bench", "serve", "tiny-dense", *options, size=2)
     assert found.returncode == 0, found.stderr
     stored = json.loads((tmp_path / "serve.json").read_text())
-    assert stored["verdicts"]["ladder"].startswith("ladder is ") and stored["missing"]["load"]
+    assert stored["verdicts"]["ladder"].startswith("ladder ") and stored["missing"]["load"]
     wired = {"ladder", "ladder, by its table"}
     assert json.loads(found.stdout)["ratios"] == stored["ratios"] and stored["break_even_days"].keys() == wired
     keys = {"decode 1", "decode 2", "prefill 8", "prefill 16"}

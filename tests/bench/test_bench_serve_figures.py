@@ -7,6 +7,7 @@ import pytest
 
 from fcsd.bench.serve import choice, figures, table
 from fcsd.bench.serve.figures import PEAK, Answer
+from fcsd.bench.serve.measure import stored
 from fcsd.bench.serve.running import last_error
 from fcsd.bench.serve.under_vllm import read_link
 from fcsd.bench.serve.variants import Machine, Variant, alternatives, core, groups, room_for
@@ -82,7 +83,7 @@ def test_the_verdict_is_one_sentence() -> None:
         "ladder is 1.31x at batch 16, 1.02x at batch 1; prefill 1.44x at 2048 tokens; throughput 1.10x at full load: "
         "faster in part, and nowhere slower"
     )
-    assert figures.verdict("ladder", {}) == "ladder was not measured beside the original"
+    assert figures.verdict("ladder", {}) == "ladder has no figure that can be compared with the original"
     said = {figures.judged({("decode", n): ratio for n, ratio in enumerate(ratios)}) for ratios in [(1.1, 1.2)]}
     assert said == {"faster everywhere"}
     assert figures.judged({("decode", 1): 1.1, ("decode", 2): 0.9}) == "faster in part, and slower elsewhere"
@@ -218,6 +219,27 @@ def test_the_link_is_read() -> None:
     assert read_link(matrix, ["0"]) is None and read_link("", ["0", "1"]) is None
     four = "\tGPU0 GPU1 GPU2 GPU3 NIC0\nGPU0 X SYS NV4 PIX SYS\nGPU2 NV4 SYS X PHB SYS\n"
     assert read_link(four, ["2", "3"]) == "PHB", "the GPUs of this run"
+
+
+def test_a_figure_says_nothing_where_the_bound_is_slower_than_the_original() -> None:
+    def rounds(*steps: float) -> dict[figures.Figure, list[float]]:
+        return {("decode", n): [9 * ms, ms, ms] for n, ms in zip((1, 16, 64), steps, strict=True)}
+
+    steps = {"original": (2.48, 3.25, 4.89), "ladder": (2.65, 3.67, 3.97), "bound": (2.95, 3.26, 3.28)}
+    roles = {"original": "original", "ladder": "wired", "bound": "bound"}
+    variants = {name: {"role": roles[name], "wiring": None, "rounds": rounds(*ms)} for name, ms in steps.items()}
+    found = {"variants": variants, "missing": {}, "notes": []}
+    assert table.says_nothing(found) == {("decode", 1): pytest.approx(0.84, abs=5e-3)}, "2 % slower is no difference"
+    told = table.text(found).splitlines()
+    assert told[0] == "ladder is 1.23x at batch 64, 0.89x at batch 16: faster in part, and slower elsewhere"
+    assert told[1].startswith("step, batch 1: the bound, which sends nothing, is slower than the original here (0.84x)")
+    assert "2.65 (0.94x)" in table.table(found), "the table has every figure"
+    kept = stored(found, heal_hours=24, gpus=2)
+    assert kept["verdicts"]["ladder"] == told[0] and kept["says_nothing"].keys() == {"decode 1"}
+    assert kept["ratios"]["ladder"].keys() == {"decode 1", "decode 16", "decode 64"}
+    assert kept["break_even_days"]["ladder"] == pytest.approx(
+        figures.break_even_days(24, math.sqrt(4.89 / 3.97 * 3.25 / 3.67), 2)
+    )
 
 
 def test_the_text_begins_with_the_verdict() -> None:

@@ -18,7 +18,7 @@ import os, subprocess, sys, time
 sys.path.insert(0, "benchmarks/vllm")
 from vllm_report import begin, report
 report(dict(part=1), lambda: dict(right=True))
-begin(dict(part=2))
+begin(dict(part=2, words=" ".join(sys.argv[4:])))
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 with open(os.environ["PROCESSES"], "a") as file:
     print(os.getpid(), child.pid, file=file)
@@ -78,8 +78,9 @@ def test_two_runs_on_different_gpus_share_what_was_unpacked_alone(repo: Path, tm
 
 
 def test_a_run_that_is_stopped_leaves_its_rows_and_no_process(repo: Path, tmp_path: Path) -> None:
-    processes, stored = tmp_path / "processes", tmp_path / "out" / "tasks.json"
-    run = begin(repo, tmp_path, "tasks", "*vllm_parity.py", PART, OUT=str(tmp_path / "out"))
+    processes, stored = tmp_path / "processes", tmp_path / "out" / "rows.json"
+    plans = "a/float32/eager b/float32/eager/ep;c/float32/graph"
+    run = begin(repo, tmp_path, "rows", "*vllm_parity.py", PART, OUT=str(tmp_path / "out"), PLANS=plans)
     try:
         deadline = time.monotonic() + 60
         while not processes.exists() or len(processes.read_text().splitlines()) < 2:
@@ -94,9 +95,11 @@ def test_a_run_that_is_stopped_leaves_its_rows_and_no_process(repo: Path, tmp_pa
 
     assert [len(part["rows"]) for part in before.values()] == [1, 1]
     after = json.loads(stored.read_text())
-    assert [(len(part["rows"]), part["unfinished"]) for part in after.values()] == [(1, [{"part": 2}])] * 2
-    assert run.returncode == 1 and 'NOT ENDED {"part": 2}' in shown
-    assert (tmp_path / "out" / "tasks-logs.tar.gz").exists()
+    parts = {name: (len(part["rows"]), part["unfinished"]) for name, part in after.items()}
+    left = [[dict(part=2, words=f"--tp 2 {part}")] for part in plans.split(";")]
+    assert parts == {"part-0": (1, left[0]), "part-1": (1, left[1])}
+    assert run.returncode == 1 and 'NOT ENDED {"part": 2, "words": "--tp 2 c/float32/graph"}' in shown
+    assert (tmp_path / "out" / "rows-logs.tar.gz").exists()
     assert not [process for process in processes.read_text().split() if alive(process)]
 
 

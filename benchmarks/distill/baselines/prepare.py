@@ -5,7 +5,7 @@ from typing import Any
 from benchmarks.distill.baselines.setting import Setting
 from benchmarks.kernels.rates import product_rate
 
-from fcsd.bench.random_run import random_corpus, random_run
+from fcsd.bench.random_run import random_corpus, random_run, require_all_trained
 from fcsd.bench.step.workload import Workload
 from fcsd.config import Objective, Recipe
 from fcsd.distill.dtypes import DTYPES
@@ -38,6 +38,7 @@ def prepare(load: Workload, public: bool = True) -> tuple[Setting, float | None,
     steps = load.steps + 4  # of a visit: those that are not timed, and a traced one, are among them
     rate = bound = None
     with random_run(original, "bench", **size, steps=steps, world=world, sets=load.sets) as (recipe, student):
+        require_all_trained(recipe)
         if public:
             _check(recipe)
         if world.device.type == "cuda":

@@ -9,10 +9,11 @@ converted model is faster.
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 Figure = tuple[str, int]
 Rounds = dict[Figure, list[float]]  # milliseconds in each round
+T = TypeVar("T")
 PEAK: Figure = ("peak", 0)
 LOAD = {  # what is told of a load, see ``under_load``
     "first_p50": "first token p50", "first_p99": "first token p99", "token_p50": "step p50", "token_p99": "step p99",
@@ -134,12 +135,22 @@ def ratios(rounds: Rounds, originals: Mapping[str, Rounds]) -> dict[Figure, floa
     return {figure: against[figure][0] / time for figure, time in medians(rounds).items() if figure in against}
 
 
+def says_nothing(bounds: Mapping[str, Rounds], originals: Mapping[str, Rounds]) -> dict[Figure, float]:
+    """The figures in which even the bound is slower than the best original, with its speed over it.
+
+    A bound sends nothing and does the rest of the work. Where it is slower, other work of the host took longer than
+    all sums, so no ratio of this figure says anything about a wiring.
+    """
+    fastest = {figure: [time] for figure, (time, _) in best(bounds).items()}
+    return {figure: ratio for figure, ratio in ratios(fastest, originals).items() if ratio < 1 - _EVEN}
+
+
 def verdict(name: str, found: Mapping[Figure, float]) -> str:
     """One sentence: ``ladder is 1.31x at batch 16, 1.02x at batch 1; prefill 1.44x at 2048 tokens``. Best first.
 
     Args:
         name: the variant.
-        found: see ``ratios``.
+        found: see ``ratios``; without those that say nothing.
     """
     parts = []
     for kind, size in (("decode", "at batch {}"), ("prefill", "at {} tokens"), ("peak", "at full load")):
@@ -148,7 +159,7 @@ def verdict(name: str, found: Mapping[Figure, float]) -> str:
         if told:
             parts.append({"decode": "", "prefill": "prefill ", "peak": "throughput "}[kind] + told)
     if not parts:
-        return f"{name} was not measured beside the original"
+        return f"{name} has no figure that can be compared with the original"
     return f"{name} is {'; '.join(parts)}: {judged(found)}"
 
 
@@ -194,9 +205,9 @@ def overall(found: Mapping[Figure, float]) -> float | None:
     return statistics.geometric_mean(found.values()) if found else None
 
 
-def to_json(rounds: Rounds) -> dict[str, list[float]]:
-    """The times with keys that JSON has: ``prefill 2048``."""
-    return {f"{kind} {size}": times for (kind, size), times in rounds.items()}
+def to_json(values: Mapping[Figure, T]) -> dict[str, T]:
+    """Times or ratios with keys that JSON has: ``prefill 2048``."""
+    return {f"{kind} {size}": value for (kind, size), value in values.items()}
 
 
 def load_ratios(own: Mapping[str, Any], originals: Sequence[Mapping[str, Any]]) -> dict[str, float]:

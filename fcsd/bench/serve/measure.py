@@ -33,7 +33,8 @@ def bench(
         What ``serve.json`` holds, and the text to print. The content is ``workload``, ``command``, ``environment``
         (versions, GPUs and settings), ``link``, ``seconds``, ``variants`` with the milliseconds of each round,
         ``missing``, ``notes``, ``tables`` with the fastest way of each wiring for each size; and for each wired variant
-        in ``ratios`` its speed over the best original, in ``verdicts`` the sentence, in ``load_verdicts`` one for each
+        in ``ratios`` its speed over the best original, in ``verdicts`` the sentence (without the figures of
+        ``says_nothing``, in which the bound itself is slower than the original), in ``load_verdicts`` one for each
         load, and in ``break_even_days`` when healing is won back, null if never.
 
     Raises:
@@ -77,14 +78,14 @@ def stored(found: Mapping[str, Any], heal_hours: float | None, gpus: int) -> dic
     variants = {name: {**row, "rounds": figures.to_json(row["rounds"])} for name, row in found["variants"].items()}
     ratios = table.ratios_of(found)
     result = runner.without_folders({**found, "variants": variants})
-    result["ratios"] = {
-        name: {f"{kind} {size}": ratio for (kind, size), ratio in own.items()} for name, own in ratios.items()
-    }
-    result["verdicts"] = {name: figures.verdict(name, own) for name, own in ratios.items()}
+    result["ratios"] = {name: figures.to_json(own) for name, own in ratios.items()}
+    judged = table.judged_of(found)
+    result["says_nothing"] = figures.to_json(table.says_nothing(found))
+    result["verdicts"] = {name: figures.verdict(name, own) for name, own in judged.items()}
     result["load_verdicts"] = table.load_verdicts(found)
     if heal_hours is not None:
         days = {
-            name: figures.break_even_days(heal_hours, figures.overall(own) or 1.0, gpus) for name, own in ratios.items()
+            name: figures.break_even_days(heal_hours, figures.overall(own) or 1.0, gpus) for name, own in judged.items()
         }
         result["break_even_days"] = {name: None if day == float("inf") else day for name, day in days.items()}
     return result

@@ -21,6 +21,20 @@ def ratios_of(found: Mapping[str, Any]) -> dict[str, dict[Figure, float]]:
     return {name: figures.ratios(rounds, originals) for name, rounds in rounds_of(found, "wired").items()}
 
 
+def says_nothing(found: Mapping[str, Any]) -> dict[Figure, float]:
+    """The figures that the verdict leaves out; see ``figures.says_nothing``."""
+    return figures.says_nothing(rounds_of(found, "bound"), rounds_of(found, "original"))
+
+
+def judged_of(found: Mapping[str, Any]) -> dict[str, dict[Figure, float]]:
+    """``ratios_of`` without the figures that say nothing."""
+    noise = says_nothing(found)
+    return {
+        name: {figure: ratio for figure, ratio in own.items() if figure not in noise}
+        for name, own in ratios_of(found).items()
+    }
+
+
 def text(found: Mapping[str, Any], heal_hours: float | None = None, gpus: int = 1) -> str:
     """Everything that is printed: the verdict first.
 
@@ -30,7 +44,7 @@ def text(found: Mapping[str, Any], heal_hours: float | None = None, gpus: int = 
         gpus: GPUs that serve.
     """
     lines = []
-    originals, ratios = rounds_of(found, "original"), ratios_of(found)
+    originals, ratios = rounds_of(found, "original"), judged_of(found)
     for name, ratio in ratios.items():
         lines.append(figures.verdict(name, ratio))
     if not ratios:
@@ -41,6 +55,11 @@ def text(found: Mapping[str, Any], heal_hours: float | None = None, gpus: int = 
     for name, ratio in ratios.items():
         if heal_hours is not None and (speed := figures.overall(ratio)) is not None:
             lines.append(f"{name}: {figures.break_even(heal_hours, speed, gpus)}")
+    lines += [
+        f"{title(figure)}: the bound, which sends nothing, is slower than the original here ({ratio:.2f}x): other work "
+        "of the host hides the sums, so this figure says nothing; repeat it on a quiet host, with more --rounds"
+        for figure, ratio in says_nothing(found).items()
+    ]
     lines += [*load_verdicts(found), "", table(found), ""]
     if loads := load_table(found):
         lines += [loads, ""]

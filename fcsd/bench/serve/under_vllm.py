@@ -250,7 +250,7 @@ class _Run:
             self.found["notes"].append(note)
 
     def _loads(self, running: list[Variant]) -> None:
-        """The same random arrivals for the originals, the wirings and the bound; other ways to sum have none.
+        """The same random arrivals for the originals and the wirings; the bound and other ways to sum have none.
 
         All take the same number of GPUs, and are offered the same requests a second.
         """
@@ -264,7 +264,7 @@ class _Run:
             at = figures.arrivals(count, share * peak, seed=0)
             for variant in running:
                 loads = self.found["variants"][variant.name]["loads"]
-                if str(share) in loads or variant.role == "way":
+                if str(share) in loads or variant.role in ("bound", "way"):
                     continue
                 if self.left < at[-1]:
                     self.found["notes"].append(f"no time was left for load {share:g} of {variant.name}")
@@ -278,15 +278,19 @@ class _Run:
 def _ways(load: Workload, folder: Path) -> dict[Way, str | None]:
     """The ways in which a wiring is timed, and what tells the plugin so: nothing, a backend, or a table in ``folder``.
 
-    The first is the plugin's own choice, if no other is asked for.
+    The first is the plugin's own choice, if no other is asked for. The likeliest gain comes first, because the last
+    ones are left out where the time or the memory ends.
     """
+    first, *others = load.sums or (PLAIN["plugin"],)
+    order = [Way(first), Way(first, False), *map(Way, others), *(Way(backend, False) for backend in others)]
     found: dict[Way, str | None] = {}
-    for backend in load.sums or (PLAIN["plugin"],):
-        found[Way(backend)] = backend if load.sums else None
-        at_once, path = Way(backend, False), folder / f"at-once-{len(found)}{SUFFIX}"
-        ways = Ways(at_once, ((1, at_once),), ((1, at_once),))
-        write_json(path, file_of(load, {"tables": {"": ways.to_rows()}}, "fcsd bench serve"))
-        found[at_once] = str(path)
+    for way in order:
+        found[way] = way.reduce if load.sums else None
+        if not way.travels:
+            path = folder / f"at-once-{way.reduce.replace(':', '-')}{SUFFIX}"
+            ways = Ways(way, ((1, way),), ((1, way),))
+            write_json(path, file_of(load, {"tables": {"": ways.to_rows()}}, "fcsd bench serve"))
+            found[way] = str(path)
     return found
 
 

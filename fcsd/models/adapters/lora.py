@@ -2,16 +2,21 @@
 
 ``peft``'s layer computes ``W x + factor * B (A x)``; with its adapter off it computes ``W x`` by the same kernel as
 the linear layer that it holds. A starts at random and B at zero, so a new adapter changes nothing.
+
+With the adapter on, ``adapted_linear`` takes the place of its forward pass, which writes and reads four more tensors of
+the output's size, and in the backward pass two more of it and one of the input's size.
 """
 
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 Changed = Callable[[Sequence[Tensor]], AbstractContextManager[Any]]  # ``fcsd.parallel.partitions.changed``
 _NAME = "default"  # of the only adapter of a layer
@@ -33,15 +38,15 @@ def add_adapters(model: nn.Module, paths: Mapping[str, str], rank: int, alpha: f
     Returns: ``peft``'s layers by name.
     """
     from peft import LoraConfig  # not at the top, because it takes long
-    from peft.tuners.lora import Linear
 
+    made = _layer_class()
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, init_lora_weights=False)  # pyright: ignore[reportArgumentType]
     layers: dict[str, Any] = {}
     for name, path in paths.items():
         base: Any = model.get_submodule(path)
         base.requires_grad_(False)
         with torch.random.fork_rng(devices=[]):  # the constructor draws values that are replaced
-            layer: Any = Linear(base, _NAME, config=config, r=rank, lora_alpha=alpha)  # pyright: ignore[reportArgumentType]
+            layer: Any = made(base, _NAME, config=config, r=rank, lora_alpha=alpha)
         down, up = matrices(layer)
         if not base.weight.is_meta:
             digest = hashlib.sha256(f"{seed} adapter {name}".encode()).digest()
@@ -54,6 +59,67 @@ def add_adapters(model: nn.Module, paths: Mapping[str, str], rank: int, alpha: f
         setattr(model.get_submodule(parent), own, layer.train(base.training))
         layers[name] = layer
     return layers
+
+
+@cache
+def _layer_class() -> type[nn.Module]:
+    """``peft``'s layer with ``adapted_linear`` in place of its forward pass, which is the reference in the tests."""
+    from peft.tuners.lora import Linear
+
+    class Adapted(Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            base: Any = self.base_layer
+            if self.disable_adapters:
+                return base(x)
+            return adapted_linear(x, base.weight, base.bias, *matrices(self), self.scaling[_NAME])
+
+    return Adapted
+
+
+def adapted_linear(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, factor: float) -> Tensor:
+    """``W x + b + factor * B (A x)``, in which W and b are frozen. Each product of an adapter adds to what is there.
+
+    So nothing of the size of ``x`` or of the output is written but the output itself, and in the backward pass the
+    gradient of ``x``. In bf16 the sum is rounded once instead of three times.
+
+    Args:
+        x: ``[..., in]``.
+        weight: W, ``[out, in]``.
+        bias: b, ``[out]``.
+        down: A, ``[rank, in]``.
+        up: B, ``[out, rank]``.
+
+    Returns: ``[..., out]``.
+    """
+    return _AdaptedLinear.apply(x, weight, bias, down, up, factor)  # pyright: ignore[reportReturnType]
+
+
+class _AdaptedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, factor: float
+    ) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        inner = rows @ down.T
+        # ZeRO-3 empties and fills a weight itself, and not views of it.
+        ctx.save_for_backward(x, weight, down, up, inner)
+        ctx.factor = factor
+        output = F.linear(rows, weight, bias).addmm_(inner, up.T, alpha=factor)
+        return output.view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, down, up, inner = ctx.saved_tensors
+        gradient = gradient.reshape(-1, gradient.shape[-1])
+        of_inner = gradient @ up
+        of_up = gradient.T @ inner
+        if ctx.factor != 1:
+            of_inner, of_up = ctx.factor * of_inner, ctx.factor * of_up
+        of_down = of_inner.T @ x.reshape(-1, x.shape[-1])
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            of_x = (gradient @ weight).addmm_(of_inner, down).view(x.shape)
+        return of_x, None, None, of_down, of_up, None
 
 
 def matrices(layer: Any) -> tuple[nn.Parameter, nn.Parameter]:

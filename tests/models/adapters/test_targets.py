@@ -118,6 +118,24 @@ def test_adapters_change_nothing_until_they_learn_and_merge_into_the_weights(dty
     torch.testing.assert_close(model(ids).logits, learned, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_an_adapted_layer_computes_and_learns_what_the_layer_of_peft_does(bias: bool, factor: float) -> None:
+    torch.manual_seed(0)
+    holder = nn.Sequential(nn.Linear(6, 5, bias=bias).double())
+    layer = add_adapters(holder, {"0": "0"}, 2, 2 * factor, seed=1)["0"]
+    down, up = matrices(layer)
+    nn.init.normal_(up)
+    for needed in (True, False):
+        found = []
+        for one in (layer, super(type(layer), layer).forward):
+            x = torch.linspace(-1, 1, 36, dtype=torch.float64).view(2, 3, 6).requires_grad_(needed)
+            output = one(x)
+            inputs = (down, up, x) if needed else (down, up)
+            found.append((output, *torch.autograd.grad(output.square().sum(), inputs)))
+        torch.testing.assert_close(*found)
+
+
 def test_an_adapter_starts_alike_whatever_other_layers_have_one() -> None:
     one, two = tiny.model("llama"), tiny.model("llama")
     path = "model.layers.2.self_attn.q_proj"

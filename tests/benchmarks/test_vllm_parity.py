@@ -1,0 +1,126 @@
+"""``benchmarks/vllm``: the reference of rounded sums, the verdict on a row, tables, and data-parallel ranks."""
+
+import multiprocessing
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fcsd.kernels.bit_split import decode, encode
+from fcsd.kernels.bit_split.format import format_of_reduction
+from fcsd.parallel.all_reduce.ways import read_ways
+
+pytestmark = pytest.mark.lab
+
+INT8: Any = format_of_reduction("quantised:int8")
+IDS = [5, 17, 200, 3, 77, 31]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(autouse=True)
+def programs(monkeypatch: pytest.MonkeyPatch, repo: Path) -> Iterator[None]:
+    monkeypatch.syspath_prepend(str(repo / "benchmarks/vllm"))
+    yield
+    for name in [name for name in sys.modules if name.startswith("vllm_")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("case", ["llama-ladder", "qwen2_moe-farskip"])
+@pytest.mark.parametrize("experts", [False, True])
+def test_the_addends_of_ranks_make_the_sums(folder, monkeypatch, case, experts):
+    """Without rounding the reference is the model itself: nothing is lost, or added twice, between the ranks."""
+    import vllm_parity
+    import vllm_rounded
+
+    path = vllm_parity.made(folder, case)["converted"]
+    sent: list[torch.Tensor] = []
+    monkeypatch.setattr(vllm_rounded, "_rounded", lambda x, format: sent.append(x) or x)
+    plain, model = vllm_parity.reference(path), vllm_parity.reference(path)
+    vllm_rounded.round_sums(model, INT8, 2, experts)
+    expected, found = (vllm_parity.logprobs(one, IDS)[0] for one in (plain, model))
+    assert (found - expected).abs().max() < 1e-5
+    # Two sums of each of three converted layers travel, two ranks each; the last sum of a layer may be vLLM's own.
+    assert len(sent) in range(2 * 3, 2 * 2 * 3 + 1) and all(x.abs().max() > 0 for x in sent)
+    assert any((one - other).abs().max() > 1e-3 for one, other in zip(sent[::2], sent[1::2], strict=True))
+
+
+def test_a_sum_is_rounded_rank_by_rank(folder):
+    """By hand: the product of half of an MLP's inner dimension is encoded, decoded, and added to the other half's."""
+    import vllm_parity
+    import vllm_rounded
+
+    model = vllm_parity.reference(vllm_parity.made(folder, "llama-ladder")["converted"])
+    layer, x = model.model.layers[2], torch.randn(1, 4, 128, generator=torch.Generator().manual_seed(0))
+    weight = layer.mlp.down_proj.weight.data
+    inner = layer.mlp.act_fn(layer.mlp.gate_proj(x)) * layer.mlp.up_proj(x)
+    halves = [inner[..., part] @ weight[:, part].T for part in (slice(None, 128), slice(128, None))]
+    expected = sum(decode(encode(half[0], INT8), INT8, 128, torch.float32) for half in halves)
+    vllm_rounded.round_sums(model, INT8, 2, False)
+    found = layer.fcsd.parts(layer).shared(x)[0]
+    assert (found - expected).abs().max() < 1e-5 < (found - sum(halves)[0]).abs().max()
+
+
+def test_the_verdict_on_a_row_has_teeth(folder):
+    import vllm_parity
+    import vllm_rounded
+
+    paths = vllm_parity.made(folder, "llama-ladder")
+    rounded, plain = (vllm_parity.reference(paths["converted"]) for _ in range(2))
+    vllm_rounded.round_sums(rounded, INT8, 2, False)
+    plan = dict(case="llama-ladder", role="converted", dtype="float32", ranks=2, experts=False)
+
+    def judged(model: Any, reduce: str) -> dict[str, Any]:
+        values = vllm_parity.logprobs(model, IDS)[0].tolist()
+        return vllm_parity.judged(paths, plan, [(IDS[:4], IDS[4:], values)], reduce)
+
+    right = judged(rounded, "quantised:int8")
+    assert right["right"] and right["rms"] < 1e-6 < right["tolerance"] < right["rms_rounding"]
+    assert not judged(plain, "quantised:int8")["right"], "sums that are not rounded"
+    assert not judged(rounded, "")["right"] and judged(plain, "")["right"]
+    assert not judged(plain, "none")["right"], "a bound that is right sends something"
+    with pytest.raises(ValueError, match="in float32"):
+        vllm_parity.judged(paths, plan | dict(dtype="bfloat16"), [], "quantised:int8")
+
+
+def test_plans_say_what_the_plugin_is_told(tmp_path):
+    import vllm_parity
+
+    assert vllm_parity.section_of(tmp_path, "beside+int4", 2) == dict(shared_experts="beside", reduce="quantised:int4")
+    told = vllm_parity.section_of(tmp_path, "table-int8+beside", 2)
+    ways = read_ways(told["reduce"], "plugin", 2)
+    assert [(least, way.reduce, way.travels) for least, way in ways.decode] == [
+        (1, "quantised:int8", False), (4, "quantised:int8", True)
+    ]  # fmt: skip
+    assert vllm_parity.format_of(told["reduce"]) == INT8 and told["shared_experts"] == "beside"
+    assert vllm_parity.format_of(vllm_parity.section_of(tmp_path, "table", 2)["reduce"]) is None
+    with pytest.raises(KeyError):
+        vllm_parity.section_of(tmp_path, "no-such", 2)
+
+
+def answer(path: Path, asked: list, plan: dict, section: dict, share: float) -> Any:
+    """In place of vLLM, in the process of a rank."""
+    if section.get("fails"):
+        raise RuntimeError("no memory")
+    return [(ids, [share], [0.0]) for ids in asked], dict(section)
+
+
+def test_data_parallel_ranks_share_the_prompts(monkeypatch):
+    import vllm_exchange
+    import vllm_parity
+
+    if multiprocessing.get_start_method() != "fork":
+        pytest.skip("ranks are forks of this process")
+    monkeypatch.setattr(vllm_exchange, "fill_in", lambda: None)
+    monkeypatch.setattr(vllm_parity, "answered", answer)
+    found, chosen = vllm_exchange.answered(Path("model"), [[1], [2], [3]], dict(replicas=2), dict(exchange="in flight"))
+    assert sorted(found) == [([1], [1], [0.0]), ([2], [0.5], [0.0]), ([3], [1], [0.0])], "the last rank stops early"
+    assert chosen == dict(exchange="in flight")
+    with pytest.raises(RuntimeError, match="a rank has failed"):
+        vllm_exchange.answered(Path("model"), [[1], [2]], dict(replicas=2), dict(fails=True))
