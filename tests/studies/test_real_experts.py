@@ -139,22 +139,33 @@ def test_what_cannot_be_divided_is_refused_and_nothing_is_written(dense: Path, t
 
 def test_the_figures_of_the_page_are_those_of_the_raw_file(repo: Path) -> None:
     text = " ".join((repo / page.PAGE).read_text().split())
-    runs = {run["name"]: run for run in json.loads((repo / page.EXPERTS).read_text())["runs"]}
-    own = [runs["moe"][when]["own"]["kl"] for when in ("untrained_kl", "kl")]
-    assert "mixture is {:.2f} nats from the dense model on own text, and {:.2f} after 4 million".format(*own) in text
-    half, whole, control = (runs[n]["held_out"][2] for n in ("farskip-2-29", "farskip-all", "moe-again"))
-    assert {step for step, _ in (half, whole, control)} == {120} and 120 * 32768 == 3_932_160  # "3.9 million tokens"
-    assert f"ends {half[1] - control[1]:.2f} nats above the control" in text
-    assert f"({half[1]:.3f} and {control[1]:.3f}), and on all layers {whole[1] - control[1]:.2f} above" in text
-    assert f"above it ({whole[1]:.3f})" in text
-    assert not any("kl" in runs[name] for name in ("farskip-2-29", "farskip-all"))
-    longer = json.loads((repo / "benchmarks/results/real_experts_longer_smollm2_2xh100.json").read_text())
-    during = longer["held_out_during"]
-    assert f"at {during['moe'][-1][1]:.3f} on held-out own text after 12 million tokens" in text
-    half, whole, control = (during[n][1] for n in ("farskip-2-29", "farskip-all", "moe-again"))
-    assert half[0] == whole[0] == control[0] == 5_308_416  # "5.3 million"
-    assert f"was {half[1] - control[1]:.2f} above the control ({half[1]:.3f} and {control[1]:.3f})" in text
-    assert f"and on all layers {whole[1] - control[1]:.2f} ({whole[1]:.3f})" in text
+    file = json.loads((repo / page.EXPERTS).read_text())
+    runs = {run["name"]: run for run in file["runs"]}
+    mean = {one["model"]: page.mean_difference(file, one["model"]) for one in file["differences"]}
+    before, after = (runs["moe"][when]["own"]["kl"] for when in ("untrained_kl", "kl"))
+    assert (
+        f"mixture is {before:.2f} nats from the dense model on own text and loses {-mean['divided'][0]:.1f} po" in text
+    )
+    assert runs["moe"]["steps"] * 32768 == 11_993_088 and runs["farskip-2-29"]["steps"] * 32768 == 5_996_544
+    assert f"it is {after:.2f} nats away and loses {-mean['moe'][0]:.1f} ± {mean['moe'][1]:.1f}, most" in text
+    far, control = (runs[name]["kl"] for name in ("farskip-2-29", "moe-again"))
+    own, doc, foreign = (far[name]["kl"] - control[name]["kl"] for name in ("own", "doc", "foreign"))
+    assert f"ends {own:.2f} nats above the control on own" in text
+    assert f"({far['own']['kl']:.3f} and {control['own']['kl']:.3f}), {doc:.2f} on documents and {foreign:.2f}" in text
+    paired = file["beside_control"]["overall"]
+    told = (-mean["farskip-2-29"][0], mean["farskip-2-29"][1], -paired["points"], paired["stderr"])
+    assert "loses {:.1f} ± {:.1f} points, which is {:.1f} ± {:.1f} below the control".format(*told) in text
+    whole, half, standard = (runs[name]["held_out"][1] for name in ("farskip-all", "farskip-2-29", "moe-again"))
+    assert whole[0] == half[0] == standard[0] == 122 and "kl" not in runs["farskip-all"]  # 4.0 million tokens
+    assert f"at {whole[1]:.3f} on held-out own text, where layers 2-29 were at {half[1]:.3f}" in text
+    assert f"and the control at {standard[1]:.3f}" in text
+    assert f"`fcsd plan` predicts {file['planned']['tokens_per_second']:,} tokens/s for this run" in text
+    assert f"and {runs['farskip-2-29']['tokens_per_second']:,.0f} were measured" in text
+    same = sorted(one["same_from_the_first"] for one in file["compared"])
+    assert same[0] == 1 and f"for {same[1]} to {same[3]} tokens" in text
+    assert all(
+        len({v for k, v in one.items() if k != "prompt"}) == 1 for one in file["compared_untrained_cpu"]["prompts"]
+    )
 
 
 def test_what_the_page_says_of_the_divisions_is_that_of_the_raw_file(repo: Path) -> None:
