@@ -347,17 +347,28 @@ EXPERTS = RESULTS / "real_experts_smollm2_2xh100.json"
 
 
 def experts(file: dict[str, Any]) -> str:
-    """Markdown with the runs of the mixture of experts. Those that were cut off have no measurement after the run."""
-    head = ["run", "begins from", "wiring", "layers", "own text, during the run"]
-    head += ["KL, own text", "KL, foreign text", "tokens/s"]
+    """Markdown with the runs of the mixture of experts, what they score, and how far two engines' answers agree.
+
+    Runs that were cut off have no measurement after the run.
+    """
+    texts = [text for text in ("own", "doc", "foreign") if text in file["runs"][0]["kl"]]
+    measured = [{"doc": "KL, own documents"}.get(text, f"KL, {text} text") for text in texts]
+    head = ["run", "begins from", "wiring", "layers", "own text, during the run", *measured, "tokens/s"]
     body = []
     for run in file["runs"]:
         during = ", ".join(f"{kl:.3f}" for _, kl in run["held_out"][:3])
-        after = [_change(run, text) for text in ("own", "foreign")] if "kl" in run else ["not measured"] * 2
+        after = [_change(run, text) for text in texts] if "kl" in run else ["not measured"] * len(texts)
         names = [run[name] for name in ("name", "from", "wiring", "layers")]
         body.append([*names, during, *after, f"{run['tokens_per_second']:.0f}"])
-    asked = f"\n{scores(file)}" if file.get("scores") else ""
-    return table(head, body, left=4) + "\n" + asked
+    parts = [table(head, body, left=4) + "\n"]
+    if file.get("scores"):
+        parts.append(scores(file))
+    if file.get("compared"):
+        found = ("engine_tokens", "vllm_tokens", "same_from_the_first")
+        rows = [[one["prompt"], *(str(one[name]) for name in found)] for one in file["compared"]]
+        head = ["prompt", "tokens of fcsd's engine", "tokens of vLLM", "the same from the first on"]
+        parts.append(table(head, rows, left=1) + "\n")
+    return "\n".join(parts)
 
 
 SPLITS = RESULTS / "real_experts_split_cpu.json"
