@@ -109,7 +109,7 @@ def refused_page() -> str:
             same = f"it is taken with {near} as its model_type in config.json"
             groups.setdefault(why or same, []).append(f"`{model_type}`" + (f" ({near})" if near else ""))
     intro = (
-        "The types of transformers 5.23 for causal language models, and for images and text, that fcsd does not take, "
+        "The types of transformers 5.24 for causal language models, and for images and text, that fcsd does not take, "
         "and some others that people meet. The supported type that is nearest is in brackets. "
         "[Add an architecture](../adding_an_architecture.md) says what a row needs."
     )

@@ -75,7 +75,8 @@ def distill_model(
         PeerLostError: another process did not start, is gone, or is stuck; all processes end with its exit code.
         NonFiniteError: loss or gradients are not finite; the message names the last good checkpoint.
         PreemptedError: the process received SIGTERM or SIGUSR1; the message names the last checkpoint.
-        DiskError: checkpoints can no longer be written; the message names the last one.
+        DiskError: checkpoints can no longer be written, and the message names the last one; or there is no room for
+            one before the first step.
     """
     recipe, directory = resolved.recipe, Path(resolved.recipe.output_dir)
     if dry_run:

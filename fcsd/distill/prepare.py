@@ -27,6 +27,7 @@ from fcsd.distill.parts.chosen import chosen_parts, train_parts
 from fcsd.distill.parts.files import read_parts
 from fcsd.distill.run import checkpoints, manifest, run_dir
 from fcsd.distill.run.identity import flat, require_agreement, run_identity
+from fcsd.distill.run.saver import require_room
 from fcsd.distill.step import graphs
 from fcsd.distill.step.engine import Training, build_training, import_deepspeed, live_teacher
 from fcsd.distill.student import load_student, student_config
@@ -46,6 +47,9 @@ from fcsd.models.build import unwired
 from fcsd.parallel.expert.dispatcher import Dispatcher
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 from fcsd.parallel.transports.traffic import Traffic
+from fcsd.plan import setup_for
+from fcsd.plan.memory import least_disk_bytes
+from fcsd.plan.model import MetaModel
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,7 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     Raises:
         ConfigError, BadInputError: the recipe cannot run on these processes or on this data; nothing is written.
         CheckpointError: the checkpoint is damaged or belongs to another run.
+        DiskError: not even one checkpoint of a new run could be saved.
     """
     recipe = resolved.recipe
     directory = Path(recipe.output_dir)
@@ -130,6 +135,8 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     if checkpoint:
         world.on_first(lambda: checkpoints.require_model(checkpoint, flat(recipe.model_dump())))
     original = student_source(recipe)
+    if checkpoint is None:
+        world.on_first(lambda: require_room(directory, least_disk(recipe, world.size)))
     config = student_config(recipe, original)
     hashes = world.on_first(lambda: identify_teacher(recipe) if needs_teacher(recipe) else {})
     chosen = chosen_parts(recipe, original)
@@ -188,6 +195,12 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
         checkpoint=checkpoint,
         progress=progress,
     )
+
+
+def least_disk(recipe: Recipe, processes: int) -> int:
+    """The bytes of disk without which nothing of a run can be kept."""
+    model = MetaModel(recipe.model, rewired=recipe.init.wiring is not None)
+    return least_disk_bytes(model.numbers, setup_for(recipe, processes, model))
 
 
 def shares_weights(recipe: Recipe) -> bool:

@@ -16,10 +16,12 @@ from fcsd.distill.inputs import student_source
 from fcsd.distill.loss.losses import IGNORE
 from fcsd.distill.parts.chosen import chosen_parts
 from fcsd.distill.run import run_dir
+from fcsd.distill.run.saver import require_room
 from fcsd.distill.student import meta_student
 from fcsd.distill.teacher.original import needs_teacher, output_head, teacher_name
 from fcsd.parallel.quantised.rows import formats_of
 from fcsd.plan import plan_run
+from fcsd.plan.memory import least_disk_bytes
 from fcsd.plan.report import to_text
 from fcsd.plan.setup import present
 from fcsd.terminal import printable
@@ -33,12 +35,14 @@ def print_dry_run(recipe: Recipe, processes: int) -> None:
     Raises:
         ConfigError, BadInputError: see ``preview``.
         DoesNotFitError: by the plan, the run needs more memory than a GPU has.
+        DiskError: not even one checkpoint could be saved.
     """
     run_dir.require_usable(Path(recipe.output_dir), filter(None, (recipe.model, recipe.teacher)))
     print(printable(preview(recipe, processes)), file=sys.stderr)
     planned = plan_run(recipe, present(processes))
     print(to_text(planned), file=sys.stderr)
     planned.check()
+    require_room(Path(recipe.output_dir), least_disk_bytes(planned.numbers, planned.setup))
 
 
 def preview(recipe: Recipe, world_size: int = 1) -> str:

@@ -8,6 +8,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from fcsd.launch.shared_work import ALONE, Team
+from fcsd.models.installed import cache_keyword
 
 # The most tokens (of prompts and answers, padded) whose keys and values are in memory at once.
 CACHE_TOKENS = 65536
@@ -53,6 +54,7 @@ def generate_in_batch(
     ids, mask, positions = left_padded(prompts, model.device)
     tokens = ids
     cache = DynamicCache(config=model.config) if cache is None else cache
+    kept: Any = {cache_keyword(): cache}
     new: list[list[int]] = [[] for _ in prompts]
     rows = list(range(len(prompts)))
     running = set(rows)
@@ -61,9 +63,9 @@ def generate_in_batch(
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **kept,
         ).logits[:, -1]
         team.require_finite(bool(logits.isfinite().all()))
         ids = choose(rows, tokens, logits)
@@ -100,6 +102,14 @@ def select_rows(cache: Cache, rows: torch.Tensor, batch: int) -> None:
     """
     layers: Any = cache.layers
     for layer in layers:
-        ranks = layer.keys.shape[0] // batch
-        indices = torch.cat([rows + rank * batch for rank in range(ranks)])
-        layer.batch_select_indices(indices.to(layer.keys.device))  # a device map spreads layers over devices
+        if is_recurrent(layer):
+            layer.reorder_cache(rows)
+        elif layer.keys is not None:  # the layers of Nemotron-H that are no attention have none
+            ranks = layer.keys.shape[0] // batch
+            indices = torch.cat([rows + rank * batch for rank in range(ranks)])
+            layer.batch_select_indices(indices.to(layer.keys.device))  # a device map spreads layers over devices
+
+
+def is_recurrent(layer: Any) -> bool:
+    """Whether a cache keeps the state of a convolution for its layer: linear attention, Mamba or LFM2's."""
+    return hasattr(layer, "conv_states")

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from fcsd.engine.sharded_modules import SplitNorm
 from fcsd.foreign_errors import reason_of
+from fcsd.models.installed import cache_keyword
 from fcsd.models.wiring import GatedAttention
 
 # How often one of the functions below may be compiled: once for each batch, degree, and length that attention reads.
@@ -55,10 +56,11 @@ def attend(norm: nn.Module, attention: Any, x: Tensor, **kwargs: Any) -> Tensor:
 
     Args:
         x: the residual stream ``[slots, 1, hidden]``.
-        kwargs: what transformers' loop over layers passes to the attention, ``past_key_values`` among it.
+        kwargs: what transformers' loop over layers passes to the attention, the cache among it.
     """
     index = attention.layer_idx
-    kwargs["past_key_values"] = OneLayer(kwargs["past_key_values"].layers[index])
+    keyword = cache_keyword()
+    kwargs[keyword] = OneLayer(kwargs[keyword].layers[index])
     # A norm over all ranks reduces, and a gate is a hook; neither is compiled.
     if any(isinstance(module, SplitNorm | GatedAttention) for module in attention.modules()):
         return attention(hidden_states=compute(_normed, norm, x), **kwargs)[0]

@@ -21,6 +21,7 @@ from fcsd.engine.logprobs import FORWARD_TOKENS, batches, decoder_of, head_logit
 from fcsd.engine.slots import Slots
 from fcsd.foreign_errors import reason_of
 from fcsd.launch.shared_work import ALONE
+from fcsd.models.installed import cache_keyword
 
 # Steps after which the host reads the new tokens.
 BLOCK = 16
@@ -183,7 +184,7 @@ class Stepper:
         self.slots.filling = torch.tensor(slots, device=device)
         try:
             hidden = decoder_of(self.model)(
-                input_ids=rows, past_key_values=self.cache, use_cache=True
+                input_ids=rows, use_cache=True, **{cache_keyword(): self.cache}
             ).last_hidden_state
         finally:
             filling, self.slots.filling = self.slots.filling, None
@@ -217,8 +218,8 @@ class Stepper:
                 input_ids=self.ids,
                 attention_mask=masks,
                 position_ids=slots.positions[:, None],
-                past_key_values=self.cache,
                 use_cache=True,
+                **{cache_keyword(): self.cache},
             ).logits[:, -1]
         ids, finite = self._choose(logits)
         self.ids.copy_(ids)

@@ -23,6 +23,7 @@ from transformers.utils.output_capturing import _active_collector
 from fcsd.engine import compiled
 from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of, decoder_layers, wire
+from fcsd.models.installed import cache_keyword
 from fcsd.models.schedule import Kind, LayerPlan, Step, kind_of, layer_plans
 from fcsd.models.wiring import (
     DESYNC,
@@ -187,7 +188,7 @@ class TensorParallelLayer(WiredLayer):
         stream = hidden_states if isinstance(hidden_states, Stream) else Stream(hidden_states, own.sums)
         parts = own.parts(self)
         compiles = own.sums.compiled and own.blocks.beside is None
-        if compiles and compiled.possible(kwargs.get("past_key_values"), own.index):
+        if compiles and compiled.possible(kwargs.get(cache_keyword()), own.index):
             self._compiled_step(stream, parts, **kwargs)
         else:
             assert parts.attn is not None, "layers with one sub-block have no plan"

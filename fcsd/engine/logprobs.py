@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from fcsd.engine.batches import left_padded, select_rows
+from fcsd.engine.batches import is_recurrent, left_padded, select_rows
 from fcsd.errors import BadInputError
 from fcsd.launch.shared_work import ALONE, Team
 from fcsd.models.build import arch_of, logits_cap, logits_factor
+from fcsd.models.installed import cache_keyword
 
 # The most padded tokens in one forward pass.
 FORWARD_TOKENS = 16384
@@ -89,7 +90,8 @@ def continuation_logprobs(
 ) -> dict[int, tuple[float, bool]]:
     """Score token continuations, or this rank's share of them.
 
-    The choices of one context share its keys and values. Choices of a single token need no forward pass of their own.
+    The choices of one context share its keys and values, except in models with recurrent layers: some of these take
+    several tokens after a state as if there were none. Choices of a single token need no forward pass of their own.
 
     Args:
         model: a causal LM in eval mode.
@@ -108,7 +110,9 @@ def continuation_logprobs(
     trunks: dict[Tokens, dict[Tokens, list[int]]] = defaultdict(lambda: defaultdict(list))
     for index, (context, continuation) in enumerate(requests):
         trunks[tuple(context[:-1])][(context[-1], *continuation[:-1])].append(index)
-    shared = {trunk: branches for trunk, branches in trunks.items() if trunk and len(branches) > 1}
+    layers: Any = DynamicCache(config=model.config).layers
+    divisible = not any(map(is_recurrent, layers))
+    shared = {trunk: branches for trunk, branches in trunks.items() if divisible and trunk and len(branches) > 1}
     single: dict[Tokens, list[int]] = defaultdict(list)  # requests that divide the same tokens elsewhere share a row
     for trunk, branches in trunks.items():
         if trunk not in shared:
@@ -159,7 +163,8 @@ def _branched(
         rows = [keys[i] for i in batch]
         ids, mask, positions = left_padded(rows, model.device)
         cache = DynamicCache(config=model.config)
-        decoder(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+        kept: Any = {cache_keyword(): cache}
+        decoder(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, **kept)
         branches = [(n, branch, indices) for n, row in enumerate(rows) for branch, indices in trunks[row].items()]
         owners = torch.tensor([n for n, _, _ in branches], device=model.device)
         select_rows(cache, owners, len(rows))
@@ -168,8 +173,8 @@ def _branched(
             input_ids=ids,
             attention_mask=torch.cat([mask[owners], torch.ones_like(ids)], dim=1),
             position_ids=positions[owners, -1:] + 1 + torch.arange(width, device=model.device),
-            past_key_values=cache,
             use_cache=True,
+            **kept,
         ).last_hidden_state
         yield hidden, [(n * width + len(b), indices) for n, (_, b, indices) in enumerate(branches)]
 

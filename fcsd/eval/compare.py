@@ -307,10 +307,27 @@ def nats(result: Result) -> list[Item]:
 
 
 def _require_same_questions(result: Result, baseline: Result) -> None:
-    for key in ("settings_sha256", "data_sha256", "engine"):
+    for key in ("settings_sha256", "data_sha256"):
         if result[key] != baseline[key]:
             raise ConfigError(
                 f"{result['model']} and {baseline['model']} differ in {key.removesuffix('_sha256')}"
                 f" on {result['column']}",
-                "compare models on the same data, settings, dtype and batch size",
+                "compare models on the same data and settings",
             )
+    require_same_engine(result["model"], result["engine"], baseline)
+
+
+def require_same_engine(model: str, engine: dict[str, Any], baseline: Result) -> None:
+    """Check that a model is run as the baseline was, in whose results ``baseline`` is one.
+
+    Raises:
+        ConfigError: something differs; the message names it.
+    """
+    then = baseline["engine"]
+    if changed := sorted(key for key in {*engine, *then} if engine.get(key) != then.get(key)):
+        found = ", ".join(f"{key} {engine.get(key)} and {then.get(key)}" for key in changed)
+        shortest = min((one["max_length"] for one in (engine, then) if one.get("max_length")), default=None)
+        hint = "compare models with the same dtype, device, batch size and longest input"
+        if changed == ["max_length"] and shortest:
+            hint = f"give both the shorter one: --max-length {shortest}"
+        raise ConfigError(f"{model} and {baseline['model']} differ in {found}", hint)

@@ -22,6 +22,7 @@ from fcsd.disk import json_sha256, require_folder
 from fcsd.engine.generate import BATCHES
 from fcsd.errors import ConfigError
 from fcsd.eval.code.sandbox import find_sandbox
+from fcsd.eval.compare import require_same_engine
 from fcsd.eval.engines.adapter import HFAdapter
 from fcsd.eval.engines.engine import OWN, Engine, opened, versions
 from fcsd.eval.engines.interface import Adapter
@@ -100,8 +101,8 @@ def evaluate_models(
 
     Raises:
         ConfigError: a suite or task is unknown, a task cannot run here, no task counts in the mean of which a verdict
-            is needed, two models have the same name, samples are to be written without ``out``, or ``out`` cannot be
-            written or is the directory of a model.
+            is needed, two models have the same name, samples are to be written without ``out``, ``out`` cannot be
+            written or is the directory of a model, or a model does not take inputs as long as the baseline's.
         BadInputError: data are missing or empty, a prompt is longer than the model takes, or a model cannot be loaded.
         NonFiniteError: a model gives NaN or infinite logits; it gets no score.
         FcsdError: generated programs would have to run without a sandbox.
@@ -141,6 +142,9 @@ def evaluate_models(
         for name, model, own in ordered:
             ours = _lent(model, own, team) if isinstance(model, Loaded) else opened(model, own, directory, team)
             with ours as lm:
+                how = {**lm.engine(), "ep_size": engine.ep_size}
+                if baseline is not None and results:
+                    require_same_engine(name, how, results[0])  # before hours of scores that nothing compares
                 file = None if directory is None or not team.leads else ResultFile(directory / f"{name}.json")
                 start = time.perf_counter()
                 for scored in _results(lm, loaded_tasks, text, limit, accept_unsafe_exec):
@@ -148,7 +152,7 @@ def evaluate_models(
                     is_baseline = baseline is not None and (name, model, own) == ordered[0]
                     result = {"model": name, "path": _path(model), "suite": suite, "baseline": is_baseline}
                     result |= scored
-                    result |= {"engine": {**lm.engine(), "ep_size": engine.ep_size}}
+                    result |= {"engine": how}
                     result |= _quantised(own)
                     result |= {"versions": versions(engine)}
                     result |= {"seconds": round(time.perf_counter() - start, 2)}

@@ -14,7 +14,7 @@ from .wiring_block import DESYNC, READS, Blocks
 class VllmNames:
     """What vLLM's own class of an architecture calls the parts of its decoder layers.
 
-    Every decoder layer of the table follows one of two conventions in vLLM 0.24 to 0.32. By the first it gets
+    Every decoder layer of the table follows one of two conventions in vLLM 0.24 to 0.33. By the first it gets
     ``(hidden, residual)``, whose sum is the full stream, and returns its MLP's output unadded beside the residual. By
     the second it gets and returns the full stream.
 

@@ -6,10 +6,10 @@ docs/adding_an_architecture.md works through an easy row and a hard one.
 """
 
 from collections.abc import Mapping
-from importlib.metadata import version
 from typing import Any
 
 from .arch import Arch, VllmNames
+from .installed import transformers_version
 from .wiring_block import Blocks
 
 
@@ -823,7 +823,7 @@ _ROWS = (
 
 def _proven(row: Arch) -> bool:
     """Whether the installed transformers is one that the row was proven with."""
-    return tuple(map(int, version("transformers").split(".")[:2])) >= row.since
+    return transformers_version() >= row.since
 
 
 ARCHS: Mapping[str, Arch] = {row.model_type: row for row in _ROWS if _proven(row)}

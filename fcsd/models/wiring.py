@@ -163,8 +163,9 @@ def mix(attention: Any, x: Tensor, found: list[Any] | None = None, **kwargs: Any
     """
     if is_linear(attention):
         kwargs = {name: value for name, value in kwargs.items() if name not in _OF_POSITIONS}
-        if hasattr(attention, "conv1d"):  # a convolution alone is called conv
-            kwargs["cache_params"] = kwargs.pop("past_key_values", None)
+        # A convolution alone is called conv. Since transformers 5.24 every cache has one name.
+        if hasattr(attention, "conv1d") and "past_key_values" in kwargs:
+            kwargs["cache_params"] = kwargs.pop("past_key_values")
         return attention(hidden_states=x, **kwargs)
     out = attention(hidden_states=x, **kwargs)
     if found is not None:

@@ -325,10 +325,16 @@ def cache_bytes(setup: Setup) -> int:
     return setup.tokens * (8 * setup.cached + 4) if setup.cached else 0
 
 
+def least_disk_bytes(model: ModelNumbers, setup: Setup) -> int:
+    """Bytes of disk without which nothing of a run can be kept: one checkpoint, and the merged model beside parts."""
+    merged = 0 if setup.parts is None else setup.width * model.total
+    return checkpoint_bytes(model, setup) + merged
+
+
 def disk_bytes(model: ModelNumbers, setup: Setup) -> int:
     """Bytes on disk: ``keep`` checkpoints, the best one, one that is being written, and the teacher cache.
 
     Beside checkpoints of parts the merged model takes its own place.
     """
-    merged = 0 if setup.parts is None else setup.width * model.total
-    return checkpoint_bytes(model, setup) * (setup.keep + setup.best + 1) + merged + cache_bytes(setup)
+    more = checkpoint_bytes(model, setup) * (setup.keep + setup.best)
+    return least_disk_bytes(model, setup) + more + cache_bytes(setup)

@@ -15,6 +15,7 @@ from fcsd.disk import read_input_text
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.foreign_errors import reason_of
 from fcsd.input_lines import LONGEST_TEXT
+from fcsd.models.installed import cache_keyword
 from fcsd.models.load_options import check_device, check_dtype, default_dtype
 from fcsd.terminal import printable
 
@@ -238,7 +239,7 @@ def answer(
             drawn = generation_config.do_sample
             return scores.softmax(-1).multinomial(1) if drawn else scores.argmax(-1, keepdim=True)
 
-        options: dict[str, Any] = {"choose": choose, "cache": state.get("past_key_values"), "team": team or ALONE}
+        options: dict[str, Any] = {"choose": choose, "cache": state.get(cache_keyword()), "team": team or ALONE}
         [ids] = generate_in_batch(model, input_ids.tolist(), max_new_tokens=most, ended=end.of, **options)
         return ids
 

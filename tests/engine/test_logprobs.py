@@ -6,6 +6,7 @@ import pytest
 import tiny
 import torch
 
+from fcsd.engine.batches import generate_in_batch
 from fcsd.engine.generate import BATCHES, generate
 from fcsd.engine.logprobs import Request, continuation_logprobs
 
@@ -30,9 +31,9 @@ def literal(model, context, continuation):
     return value, all(int(logprobs[row].argmax()) == token for row, token in zip(rows, continuation, strict=True))
 
 
-@pytest.mark.parametrize("arch", ["llama", "minimax_m3_vl_text"])
+@pytest.mark.parametrize("arch", ["llama", "minimax_m3_vl_text", "jamba"])
 def test_every_request_has_the_answer_of_a_pass_of_its_own(arch: str) -> None:
-    """MiniMax-M3 chooses keys by their places in a row, which padding on the left would move."""
+    """MiniMax-M3 chooses keys by their places in a row, which padding on the left would move. Jamba is recurrent."""
     model, requests = tiny.model(arch, initializer_range=0.2), [*REQUESTS]
     for length in (13, 18):  # with two choices each, of one batch if their beginnings may be padded
         context = tuple(tiny.tokens(1, length)[0].tolist())
@@ -51,3 +52,16 @@ def test_prompts_of_different_lengths_are_continued_as_alone() -> None:
     for index, answer in generate(model, prompts, **settings):
         ((_, alone),) = generate(model, [prompts[index]], **settings)
         assert answer == alone and len(answer) == 6
+
+
+@pytest.mark.parametrize("arch", ["granitemoehybrid", "qwen3_next", "lfm2", "nemotron_h"])
+def test_rows_of_recurrent_models_are_removed_when_their_answers_end(arch: str) -> None:
+    model = tiny.model(arch, initializer_range=0.2)
+    prompts = [tiny.tokens(1, length, seed=length)[0].tolist() for length in (3, 9, 5)]
+
+    def continued(prompts: list[list[int]], last: list[list[int]]) -> list[list[int]]:
+        return generate_in_batch(model, prompts, max_new_tokens=6, ended=lambda new, _: 1 if new in last else None)
+
+    alone = [continued([prompt], [])[0] for prompt in prompts]
+    ends = [alone[0][:2], alone[1][:3]]
+    assert continued(prompts, ends) == [*ends, alone[2]]

@@ -33,8 +33,8 @@ def mirror(tmp_path_factory) -> Path:
     return eval_data.write_mirror(tmp_path_factory.mktemp("mirror"))
 
 
-def loaded(name: str = "tiny", seed: int = 0) -> Loaded:
-    network = tiny.model("deepseek_v2", seed=seed, vocab_size=400, max_position_embeddings=1024)
+def loaded(name: str = "tiny", seed: int = 0, longest: int = 1024) -> Loaded:
+    network = tiny.model("deepseek_v2", seed=seed, vocab_size=400, max_position_embeddings=longest)
     return Loaded(name, network, eval_data.tokenizer())
 
 
@@ -109,6 +109,15 @@ def test_models_get_the_same_questions_and_held_out_loss_is_the_models_own(mirro
     pq.write_table(pa.table({"input_ids": [[1, 10**6]]}), tokens)
     with pytest.raises(BadInputError, match="token id 1000000 is not one of"):
         evaluate_models([one], tasks=["gsm8k"], data_mirror=mirror, held_out=tokens, limit=1)
+
+
+def test_a_baseline_of_another_length_is_refused_before_the_model_is_scored(mirror, caplog):
+    caplog.set_level("INFO")
+    with pytest.raises(ConfigError, match=r"^short and long differ in max_length 512 and 1024$") as refused:
+        evaluate_models(
+            [loaded("short", longest=512)], baseline=loaded("long"), tasks=["piqa"], data_mirror=mirror, limit=1
+        )
+    assert "--max-length 512" in refused.value.hint and "short  " not in caplog.text
 
 
 def test_evaluation_leaves_no_trace(mirror, tmp_path, monkeypatch):

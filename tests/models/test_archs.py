@@ -1,6 +1,7 @@
 """The table of architectures agrees with transformers, and a family is named there alone."""
 
 import ast
+from inspect import signature, unwrap
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import transformers
 
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import experts_of
+from fcsd.models.installed import cache_keyword
 
 # The only other files of the package with a row's ``model_type`` in quotes, and why.
 NAMED_ELSEWHERE = {
@@ -33,6 +35,10 @@ def test_no_family_is_named_outside_of_the_table(repo: Path) -> None:
 def test_a_named_family_is_found() -> None:
     text = 'if x in ("olmoe", "other") or y == "fcsd_gpt_oss" or z.endswith("llama4"):\n    "a llama"\n'
     assert named(text) == {"olmoe", "gpt_oss", "llama4"}
+
+
+def test_the_cache_has_the_name_that_transformers_gives_it() -> None:
+    assert cache_keyword() in signature(unwrap(transformers.LlamaModel.forward)).parameters
 
 
 def test_every_row_has_a_tiny_model() -> None:

@@ -122,8 +122,8 @@ def test_what_is_checked_before_vllm_starts(models, monkeypatch):
         server.serve(str(models / "ladder"), ready=never)
     plugin = type("Plugin", (), {"name": "fcsd", "value": "fcsd.serve.vllm.plugin:register"})
     monkeypatch.setattr(support, "entry_points", lambda group: [plugin])
-    monkeypatch.setattr(support, "installed_version", lambda: "0.33.0")
-    with pytest.raises(ConfigError, match=r"needs vLLM >=0.24,<0.33, not 0.33.0"):
+    monkeypatch.setattr(support, "installed_version", lambda: "0.34.0")
+    with pytest.raises(ConfigError, match=r"needs vLLM >=0.24,<0.34, not 0.34.0"):
         server.serve(str(models / "ladder"), ready=never)
     monkeypatch.setattr(support, "installed_version", lambda: "0.24.0")
     monkeypatch.setenv("VLLM_PLUGINS", "other")

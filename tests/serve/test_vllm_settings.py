@@ -247,7 +247,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     models: dict[str, str] = {}
     fakes = {
-        "vllm": module("vllm", __version__="0.33.1"),
+        "vllm": module("vllm", __version__="0.34.1"),
         "vllm.config": module("vllm.config"),
         "vllm.config.vllm": module(
             "vllm.config.vllm", DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES=frozenset({"LlamaForCausalLM"})
@@ -285,7 +285,7 @@ def test_an_unsupported_version_changes_nothing_and_says_so(vllm, caplog):
     plugin.register()
     assert vllm.models == {} and vllm.parsers == {"hf": StockParser}
     (record,) = caplog.records
-    assert record.levelname == "ERROR" and "needs vLLM >=0.24,<0.33, not 0.33.1" in record.getMessage()
+    assert record.levelname == "ERROR" and "needs vLLM >=0.24,<0.34, not 0.34.1" in record.getMessage()
 
 
 def test_registration_adds_our_names_and_keeps_what_belongs_to_the_base(vllm):

@@ -225,6 +225,25 @@ class Saver:
             )
 
 
+def require_room(run: Path, need: int) -> None:
+    """Checks before the first step that a run could keep its result.
+
+    Args:
+        run: the run directory, which need not exist.
+        need: bytes of the smallest result; see ``fcsd.plan.memory.least_disk_bytes``.
+
+    Raises:
+        DiskError: less is free.
+    """
+    place = next(path for path in (run, *run.absolute().parents) if path.exists())
+    if (free := shutil.disk_usage(place).free) < need:
+        raise DiskError(
+            f"output_dir {run}: one checkpoint and what is written at the end need {need / 2**30:.3g} GiB, "
+            f"{free / 2**30:.3g} are free",
+            "free some space, or choose another output_dir",
+        )
+
+
 def _writers(world: World) -> World:
     """The ranks of ``world`` in a gloo group that only the threads use."""
     group: Any = dist.new_group(backend="gloo", timeout=_PATIENCE) if world.size > 1 else None

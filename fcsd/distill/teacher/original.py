@@ -15,6 +15,7 @@ from fcsd.errors import BadInputError, ConfigError
 from fcsd.kernels.packed_attention import packed_arguments, takes_borders, use_packed_attention
 from fcsd.models.build import arch_of, decoder_layers, decoder_of, logits_factor
 from fcsd.models.documents import documents_of, stay_inside_documents
+from fcsd.models.installed import cache_keyword
 
 _MOST_COMPILED = 64  # torch's own limit is 8; beyond it layers would silently run uncompiled
 
@@ -124,7 +125,7 @@ def pack_attention(model: PreTrainedModel, recipe: Recipe) -> None:
 def _document_masks(decoder: Any, ids: Tensor, positions: Tensor) -> Tensor | dict[str, Tensor | None] | None:
     """The masks, by kind of attention if there are kinds, that other decoders derive from the position ids."""
     given = {"config": decoder.config, "inputs_embeds": decoder.embed_tokens(ids), "attention_mask": None}
-    given |= {"past_key_values": None, "position_ids": positions}
+    given |= {cache_keyword(): None, "position_ids": positions}
     masks = {"full_attention": create_causal_mask(**given), "linear_attention": None}  # this has a row a document
     if getattr(decoder.config, "sliding_window", None) is not None:
         masks["sliding_attention"] = create_sliding_window_causal_mask(**given)

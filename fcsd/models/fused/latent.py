@@ -47,6 +47,7 @@ def _attend(
     position_embeddings: Tensor | tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
     past_key_values: Any = None,
+    cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     from fcsd.kernels.rotary import Pairs, rotate, rotate_reference  # Triton is imported only where its kernels run
@@ -72,8 +73,9 @@ def _attend(
         queries, shared = rotate_reference(queries, cos, sin, of_queries), rotate_reference(shared, cos, sin, pairs)
     else:
         queries, shared = rotate(queries, shared, cos, sin, of_queries, pairs)
-    if past_key_values is not None:  # it keeps latents
-        latent, shared = past_key_values.update(latent, shared, module.layer_idx)
+    cache = past_key_values if cache is None else cache  # the name since transformers 5.24, and before
+    if cache is not None:  # it keeps latents
+        latent, shared = cache.update(latent, shared, module.layer_idx)
     keys, values = module.expand_kv(latent, shared)
 
     eager = sys.modules[type(module).__module__].eager_attention_forward

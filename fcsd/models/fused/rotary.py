@@ -7,6 +7,7 @@ transformers rounds both products and their sum, whereas the kernel rounds once.
 
 from collections.abc import Callable
 from functools import cache
+from inspect import unwrap
 from types import FunctionType
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from ..arch import Arch
 from ..class_swap import swap_classes
+from ..installed import cache_keyword
 from .latent import FusedLatentAttention, is_latent
 
 _NAME = "apply_rotary_pos_emb"
@@ -28,6 +30,8 @@ class FusedRotary(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers' own class."""
         forward = self.unfused.forward
+        if "past_key_values" in kwargs:  # what is around transformers' own code would rename it
+            kwargs[cache_keyword()] = kwargs.pop("past_key_values")
         if not torch.compiler.is_compiling():  # a compiler fuses transformers' own code
             forward = _with_kernel(forward)
         return forward(self, *args, **kwargs)
@@ -36,12 +40,9 @@ class FusedRotary(nn.Module):
 @cache
 def _with_kernel(forward: Any) -> Callable[..., Any]:
     """A function with the code of ``forward`` that rotates by the kernel."""
+    own = unwrap(forward)
     return FunctionType(
-        forward.__code__,
-        {**forward.__globals__, _NAME: _rotate_both},
-        forward.__name__,
-        forward.__defaults__,
-        forward.__closure__,
+        own.__code__, {**own.__globals__, _NAME: _rotate_both}, own.__name__, own.__defaults__, own.__closure__
     )
 
 
@@ -68,5 +69,5 @@ def _rotates(module: nn.Module) -> bool:
 
     Vision towers may have angles without a batch, and then name the dimension that the function adds.
     """
-    code = getattr(type(module).forward, "__code__", None)
+    code = getattr(unwrap(type(module).forward), "__code__", None)
     return code is not None and _NAME in code.co_names and ("unsqueeze_dim",) not in code.co_consts

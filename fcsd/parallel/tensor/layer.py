@@ -22,6 +22,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of, decoder_layers, experts_of
+from fcsd.models.installed import cache_keyword
 from fcsd.models.schedule import Kind, LayerPlan, kind_of, layer_plans
 from fcsd.models.wiring import (
     DESYNC,
@@ -180,7 +181,7 @@ class TrainedTensorLayer(WiredLayer):
 
     def _first(self, x: Tensor, kwargs: dict[str, Any]) -> RowGroups:
         """The streams of the embeddings ``[batch, seq, hidden]``."""
-        whole = torch.is_grad_enabled() or kwargs.get("past_key_values") is not None
+        whole = torch.is_grad_enabled() or kwargs.get(cache_keyword()) is not None
         count = 2 if self.fcsd.exposed and not whole and len(x) > 1 else 1
         # Two sums that are awaited at one place would be awaited in any order, so the places differ from the beginning.
         places = range(self.fcsd.distance if torch.is_grad_enabled() else 0)

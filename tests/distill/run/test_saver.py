@@ -11,7 +11,7 @@ import runs
 import torch
 
 from fcsd.config import Checkpoint
-from fcsd.distill import loop
+from fcsd.distill import loop, prepare
 from fcsd.distill.optim import host_copies
 from fcsd.distill.run import checkpoints, manifest, saver
 from fcsd.errors import DiskError
@@ -75,6 +75,26 @@ def test_room_is_looked_for_before_a_save(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(manifest, "size", lambda _: 910)
     with pytest.raises(DiskError, match="a checkpoint needs"):
         room._require_room()
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_run_whose_disk_cannot_hold_its_result_is_refused_before_its_first_step(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: bool
+) -> None:
+    changes: dict[str, Any] = {"train__adapter": {"rank": 2}} if adapter else {}
+    recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), **changes)
+    need = prepare.least_disk(recipe.recipe, 1)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": need - 1}))
+    for dry_run in (True, False):
+        with pytest.raises(DiskError, match=r"GiB, .* are free"):
+            loop.distill_model(recipe, dry_run=dry_run)
+        assert not (tmp_path / "run").exists()
+    monkeypatch.undo()
+    runs.train(recipe)
+    written = manifest.size(tmp_path / "run/checkpoints/step-4")
+    if adapter:
+        written += sum(path.stat().st_size for path in (tmp_path / "run/final").glob("*.safetensors"))
+    assert 0.5 * written < need <= written, "a run that would fit is never refused"
 
 
 def test_a_save_is_due_by_steps_or_by_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
