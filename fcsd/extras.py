@@ -22,7 +22,6 @@ def require_extra(extra: str, what: str, *packages: str) -> None:
     """Checks that packages are installed, without importing them. A command calls this before it writes anything.
 
     Args:
-        extra: the extra that brings the packages.
         what: the command, option or recipe field that needs them, for the message.
         packages: the names under which they are imported; without any, all packages of the extra.
 

@@ -7,7 +7,6 @@ def table(head: Sequence[str], body: Sequence[Sequence[str]], *, left: int = 1) 
     """A Markdown table that is aligned in its source, too, without a line break at its end.
 
     Args:
-        head: the headings.
         body: rows with as many cells as there are headings; a ``|`` or a line break in a cell is escaped.
         left: how many columns from the left are aligned to the left; the others, to the right.
     """

@@ -64,9 +64,6 @@ def plan_proof(layout: Layout, config: CheckpointConfig, arch: "Arch", free_byte
     """Find how many layers fit in memory, from headers alone.
 
     Args:
-        layout: the original's files.
-        config: the original's config.
-        arch: the architecture's row.
         free_bytes: the free memory; measured by default.
     """
     free = free_memory() if free_bytes is None else free_bytes
@@ -95,10 +92,7 @@ def prove_parity(original: Layout, converted: Path, config: CheckpointConfig, ar
     """Build the first ``layers`` layers from both directories and compare their logits.
 
     Args:
-        original: the original's files.
         converted: the converted directory, with the same shards under the same names.
-        config: the original's config.
-        arch: the architecture's row.
         layers: how many of the first layers are compared, see ``plan_proof``.
 
     Raises:
@@ -188,10 +182,7 @@ def first_layers(
     """A model of the first ``layers`` layers, on the CPU, in eval mode.
 
     Args:
-        directory: the checkpoint directory.
         shards: the files that hold the tensors of these layers.
-        base: the original's config.
-        arch: the architecture's row.
         layers: the number of layers. Only the tensors that they need are read.
 
     Raises:

@@ -27,7 +27,6 @@ def progress(
 
     Args:
         what: the kind of work, e.g. ``scoring``, and its unit, if it is not a number of things.
-        total: the amount of all work.
         quiet: show nothing, as on all ranks but the first.
         clock: a function that returns the time in seconds.
     """

@@ -1,15 +1,14 @@
 """Time all-reduces: the backends of ``reduce`` beside NCCL's and torch's, over sizes (FlashCommunication V2, table 9).
 
-    torchrun --nproc-per-node 4 -m benchmarks.comm.all_reduce [--mib 256 64 1] [--formats int8 int5] [--blocks 16 32]
+    torchrun --nproc-per-node 4 -m benchmarks.comm.all_reduce [--mib 256 64 1] [--formats int8 int5]
         [--plain] [--out FILE]
 
 All ways to reduce are timed in turns, and every result is compared with the reference first, but for those of torch.
 A way with a wrong result is not timed, and makes the program end with exit code 1. On GPUs each way runs twice: in a
 CUDA graph, as in a decoding step; and without one (``, no graph``), where the time of small messages is that of the
 host, which starts kernels. Messages of up to 4 MiB are reduced ``CALLS`` times in each run. For each backend the file
-also has the kernels that a GPU runs for one reduction. With ``--blocks``, the kernel of fcsd runs in one and two
-shots with these numbers of blocks, too. With ``--plain`` the quantised reductions are left out. The program runs over
-gloo on a machine without GPUs, where the times say nothing about GPUs.
+also has the kernels that a GPU runs for one reduction. With ``--plain`` the quantised reductions are left out. The
+program runs over gloo on a machine without GPUs, where the times say nothing about GPUs.
 """
 
 import argparse
@@ -27,7 +26,6 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from fcsd.bench.runner import Timing, table, timings, write
-from fcsd.kernels.all_reduce.memory import BLOCKS
 from fcsd.kernels.bit_split import Format
 from fcsd.kernels.bit_split.format import bits_sent
 from fcsd.launch.environment import snapshot
@@ -73,22 +71,11 @@ def right(way: Way, device: torch.device, rows: int) -> bool:
 
 
 def bench(
-    mib: float,
-    device: torch.device,
-    formats: Sequence[str] = FORMATS,
-    repeats: int = REPEATS,
-    blocks: Sequence[int] = (),
-    plain: bool = False,
+    mib: float, device: torch.device, formats: Sequence[str] = FORMATS, repeats: int = REPEATS, plain: bool = False
 ) -> dict[str, Timing | None]:
     """Time an all-reduce of ``mib`` MiB of bf16 values a rank. All ranks call it.
 
-    Args:
-        mib: the size of each rank's values in MiB.
-        device: this rank's device.
-        formats: formats of the quantised reductions.
-        repeats: how often each way is timed.
-        blocks: numbers of blocks with which fcsd's kernel also runs.
-        plain: whether to leave out the quantised reductions.
+    ``formats`` are those of the quantised reductions, which ``plain`` leaves out.
 
     Returns: the milliseconds of one reduction in each way, by its name; None if its result is wrong. On GPUs these are
         times in a CUDA graph, and those without one follow, under names that end in ``NO_GRAPH``.
@@ -98,7 +85,6 @@ def bench(
     x = values.clone()
     wires = [Format.parse(text) for text in formats]
     ways = all_reduce_ways.kinds([] if plain else wires)
-    ways |= all_reduce_ways.shapes(blocks)
     ways |= all_reduce_ways.of_torch(values)
     correct = {name: not way.checked or right(way, device, min(rows, CHECKED)) for name, way in ways.items()}
     calls = CALLS if values.nbytes <= SMALL else 1
@@ -166,20 +152,10 @@ def _cell(timed: dict[str, Timing | None], name: str) -> str | None:
     return f"{own.median * 1e3:.1f} ({nccl.median / own.median:.2f}x)"
 
 
-def _blocks(text: str) -> int:
-    number = int(text)
-    if not 1 <= number <= BLOCKS:
-        raise argparse.ArgumentTypeError(f"a kernel has 1 to {BLOCKS} blocks, not {number}")
-    return number
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--mib", type=float, nargs="+", default=[64], help="MiB of bf16 values of each rank")
     parser.add_argument("--formats", nargs="*", default=list(FORMATS), metavar="FORMAT")
-    parser.add_argument(
-        "--blocks", type=_blocks, nargs="*", default=[], help="time fcsd's kernel with these blocks, too"
-    )
     parser.add_argument("--plain", action="store_true", help="leave out quantised reductions")
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--out", type=out_file, help="JSON file, which is written again after each size")

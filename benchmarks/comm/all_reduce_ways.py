@@ -1,4 +1,4 @@
-"""The ways to reduce that ``all_reduce`` times: fcsd's backends, their variants, and the baselines of torch."""
+"""The ways to reduce that ``all_reduce`` times: fcsd's backends, and the baselines of torch."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -8,11 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fcsd.kernels.all_reduce.memory import Shape
 from fcsd.kernels.bit_split import Format
 from fcsd.parallel.all_reduce import quantised
 from fcsd.parallel.all_reduce.reduce import reduce
-from fcsd.parallel.all_reduce.window import OnStream, Window, try_window
+from fcsd.parallel.all_reduce.window import try_window
 
 
 class Way(NamedTuple):
@@ -47,27 +46,6 @@ def kinds(formats: Iterable[Format]) -> dict[str, Way]:
 
 def _quantised(format: Format, x: Tensor) -> None:
     quantised.all_reduce(x, format, dist.group.WORLD).wait()
-
-
-def shapes(blocks: Iterable[int]) -> dict[str, Way]:
-    """The kernel of ``symmetric`` in one and two shots, with different numbers of blocks.
-
-    Each block occupies one SM.
-    """
-    window = try_window(dist.group.WORLD)
-    if window is None:
-        return {}
-    return {
-        f"symmetric, {shot}, {number} blocks": Way(partial(_shaped, window, Shape(shot == "one shot", number)))
-        for number in blocks
-        for shot in ("one shot", "two shots")
-    }
-
-
-def _shaped(window: Window, shape: Shape, x: Tensor) -> None:
-    from fcsd.kernels.all_reduce import launch
-
-    OnStream(window.stream, x, lambda: launch.all_reduce(x, window.memory, shape)).wait()
 
 
 def of_torch(x: Tensor) -> dict[str, Way]:

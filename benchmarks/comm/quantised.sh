@@ -60,7 +60,7 @@ measure() { # CASE
         rows) each benchmarks.comm.transports --quantised int8 int6 int5 int4 int3 int2:sr --out "$OUT/rows.json" ;;
         all_reduce)
             each benchmarks.comm.all_reduce --mib 256 64 1 0.25 0.0625 0.015625 --formats int8 int6 int5 int4 int3 int2:sr \
-                --blocks 64 --repeats 20 --out "$OUT/all_reduce.json" ;;
+                --repeats 20 --out "$OUT/all_reduce.json" ;;
         ttft)
             ttft 8b llama3-8b 32 && ttft 70b llama3-70b "${LAYERS_70B:-16}" &&
                 ttft 8b_slow llama3-8b 32 --no-nvlink && ttft 70b_slow llama3-70b "${LAYERS_70B:-16}" --no-nvlink ;;
@@ -70,7 +70,7 @@ measure() { # CASE
                 --tokenizer assets/teacher &&
                 python3 -m fcsd convert "$scratch/teacher" "$scratch/student" --wiring farskip --no-check &&
                 swaps nvlink && NCCL_P2P_DISABLE=1 swaps slow ;;
-        kernels) python3 -m benchmarks.kernels.formats --sweep --moves --out "$OUT/formats.json" ;;
+        kernels) python3 -m benchmarks.kernels.formats --moves --out "$OUT/formats.json" ;;
         *) echo "no case $1" >&2; exit 2 ;;
     esac
 }

@@ -1,19 +1,14 @@
 """Time the transports between the GPUs of one host, alone and beside matrix products.
 
-    torchrun --nproc-per-node 4 -m benchmarks.comm.transports [--symmetric-kernel] [--quantised FORMAT ...] [--out FILE]
+    torchrun --nproc-per-node 4 -m benchmarks.comm.transports [--quantised FORMAT ...] [--out FILE]
 
 ``--quantised`` times instead the whole way of 384 MiB of rows from the tokens to the experts, in bf16 and in each
 format (``expert_rows``). It also runs over gloo on a machine without GPUs, where the times say nothing about GPUs.
-
-``--symmetric-kernel`` measures only ``torch.ops.symm_mem.all_to_all_vdev_2d``, which reads its sizes from the device.
-The other transports are not measured in the same run, because this operation needs the NVSHMEM backend of symmetric
-memory, and a process can use only one backend.
 """
 
 import argparse
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -71,45 +66,12 @@ def check(transport: Transport, world: World) -> None:
             raise FcsdError(f"exchange {number} on rank {world.rank} brought other rows than NCCL")
 
 
-def symmetric_kernel(splits: Splits, world: World) -> Callable[[], Any]:
-    """Makes a function that exchanges rows by ``all_to_all_vdev_2d``, with one expert per rank.
-
-    Its buffers and its splits are in symmetric memory.
-    """
-    from torch.distributed import _symmetric_memory as symmetric
-
-    group = dist.group.WORLD.group_name  # pyright: ignore[reportOptionalMemberAccess]
-    make = partial(symmetric.empty, device=world.device)
-    rows = make(2 * max(sum(splits.sends), splits.most), WIDTH, dtype=torch.bfloat16)
-    received = make(2 * max(sum(splits.sends), splits.most), WIDTH, dtype=torch.bfloat16)
-    sizes = make(world.size, dtype=torch.int64)
-    told = make(2, world.size, dtype=torch.int64)
-    for tensor in (rows, received, sizes, told):
-        symmetric.rendezvous(tensor, group)
-    rows.normal_()
-    sizes.copy_(torch.tensor(splits.sends))
-    return lambda: torch.ops.symm_mem.all_to_all_vdev_2d(rows, received, sizes, told, group)
-
-
 def launching(transport: Transport, rows: Tensor, splits: Splits) -> Callable[[], Any]:
     """Makes a function that starts an exchange and returns a function that waits for it."""
 
     def exchange() -> Callable[[], Any]:
         kept, work = transport(rows, splits, dist.group.WORLD, False)
         return lambda: (work.wait(), kept)
-
-    return exchange
-
-
-def on_a_stream(call: Callable[[], Any]) -> Callable[[], Any]:
-    """Makes a function as ``launching`` does, for an operation ``call`` that it runs on a stream of its own."""
-    stream = torch.cuda.Stream(priority=-1)
-
-    def exchange() -> Callable[[], Any]:
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            call()
-        return lambda: torch.cuda.current_stream().wait_stream(stream)
 
     return exchange
 
@@ -149,7 +111,6 @@ def time_rows_to_experts(formats: list[str], tokens: int, repeats: int, out: Pat
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--symmetric-kernel", action="store_true")
     parser.add_argument("--quantised", nargs="+", metavar="FORMAT", help="time rows to experts in these formats")
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of each rank, for --quantised")
     parser.add_argument("--repeats", type=int, default=20, help="for --quantised")
@@ -159,25 +120,17 @@ def main() -> None:
         time_rows_to_experts(arguments.quantised, arguments.tokens, arguments.repeats, arguments.out)
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.comm.transports times exchanges between GPUs, and this machine has none")
-    if arguments.symmetric_kernel:
-        from torch.distributed import _symmetric_memory as symmetric
-
-        symmetric.set_backend("NVSHMEM")
     world = join_world()
     found: dict[str, Any] = {"environment": snapshot(), "world": world.size, "rows": SIZES, "ms": {}}
     shown: dict[str, dict[str, str | None]] = {}
-    if not arguments.symmetric_kernel:
-        check(CopiesTransport(open_buffers), world)
+    check(CopiesTransport(open_buffers), world)
     for size, count in SIZES.items():
         splits = splits_of(uneven(world.size, count), world.rank)
-        if arguments.symmetric_kernel:
-            exchanges = {"symmetric kernel": on_a_stream(symmetric_kernel(splits, world))}
-        else:
-            rows = torch.randn(sum(splits.sends), WIDTH, device=world.device, dtype=torch.bfloat16)
-            exchanges = {
-                "NCCL": launching(all_to_all, rows, splits),
-                "copies": launching(CopiesTransport(open_buffers), rows, splits),
-            }
+        rows = torch.randn(sum(splits.sends), WIDTH, device=world.device, dtype=torch.bfloat16)
+        exchanges = {
+            "NCCL": launching(all_to_all, rows, splits),
+            "copies": launching(CopiesTransport(open_buffers), rows, splits),
+        }
         found["ms"][size] = {name: measure(exchange) for name, exchange in exchanges.items()}
         for name, ms in found["ms"][size].items():
             away = sum(splits.sends) - splits.sends[world.rank]

@@ -1,12 +1,11 @@
 """the formats on a GPU: are kernels and reference equal in every bit, and how fast are the kernels?
 
-    python -m benchmarks.kernels.formats [--sweep] [--moves] [--out FILE]
+    python -m benchmarks.kernels.formats [--moves] [--out FILE]
 
 The speed of encode and decode is the number of bytes that they read and write per second, as a share of what a copy
 within the GPU reaches on the same rows. The benchmark prints a table, and ``--out`` writes all figures as JSON. The
-exit code is 1 if any bit differs. ``--sweep`` also times the kernels with other numbers of values, words and warps per
-program than the default, for the formats in ``SWEPT``. ``--moves`` times the kernels at both ends of an exchange, which
-also move rows, beside those that move bf16.
+exit code is 1 if any bit differs. ``--moves`` times the kernels at both ends of an exchange, which also move rows,
+beside those that move bf16.
 """
 
 import argparse
@@ -50,28 +49,6 @@ TIMED = (
     "int2:g64:sr:clip0.7",
     "int2:g128:sr:clip0.6",
 )
-
-SWEPT = (
-    "int8",
-    "int8:int",
-    "int6",
-    "int6:int",
-    "int5",
-    "int5:g128:sr",
-    "int4",
-    "int4:g128",
-    "int4:g32:int",
-    "int4:g128:sr",
-    "int3:g128:sr",
-    "int2:g32:sr",
-    "int2:g128:sr:clip0.6",
-)
-LAUNCHES = [
-    kernels.Launch(values, parts, warps)
-    for values, parts, warps in product((1024, 2048, 4096), (1, 2, 4, 8), (1, 2, 4))
-    if values // warps <= 2048
-]
-
 MOVED = ("int8", "int6", "int5", "int4", "int4:g128")
 TOKENS, TOKEN_WIDTH, TOP_K = 16384, 2048, 6  # 384 MiB of bf16 rows
 
@@ -136,20 +113,19 @@ def milliseconds(run: Callable[[], Any]) -> float:
     return timings({"": several}, torch.device("cuda"), REPEATS)[""].median / RUNS
 
 
-def measure(name: str, rows: Tensor, copy: float, launch: kernels.Launch | None = None) -> dict[str, float]:
+def measure(name: str, rows: Tensor, copy: float) -> dict[str, float]:
     """Measures encode, decode, and both one after the other: their milliseconds, and their share of a copy's speed.
 
     Args:
         name: the format.
         rows: ``[rows, width]`` on the GPU.
         copy: bytes per millisecond that a copy within the GPU reads and writes.
-        launch: how the kernels are launched; None as they are by default.
     """
     format = Format.parse(name)
     records = kernels.encode(rows, format)
     moved = rows.nbytes + records.nbytes  # bytes that encode reads and writes; decode moves as many
-    encode = milliseconds(lambda: kernels.encode(rows, format, launch=launch))
-    decode = milliseconds(lambda: kernels.decode(records, format, rows.shape[1], rows.dtype, launch=launch))
+    encode = milliseconds(lambda: kernels.encode(rows, format))
+    decode = milliseconds(lambda: kernels.decode(records, format, rows.shape[1], rows.dtype))
     return {
         "bits_on_the_wire": 8 * records.nbytes / rows.numel(),
         "encode_ms": encode,
@@ -206,13 +182,6 @@ def moves(name: str | None, tokens: int = TOKENS) -> tuple[dict[str, Callable[[]
     return found, [way for way, rows in expected.items() if not torch.equal(found[way](), rows)]
 
 
-def compile_for(name: str, launch: kernels.Launch) -> None:
-    """Compile the kernels that ``measure`` times, so that this process and others find them in Triton's cache."""
-    rows, format = torch.zeros(1, WIDTH, device="cuda", dtype=torch.bfloat16), Format.parse(name)
-    records = kernels.encode(rows, format, launch=launch)
-    kernels.decode(records, format, WIDTH, rows.dtype, launch=launch)
-
-
 def cells(at: dict[str, float]) -> dict[str, str | None]:
     """The cells of what ``measure`` found; shares are of a copy's speed."""
     return {
@@ -227,24 +196,20 @@ def cells(at: dict[str, float]) -> dict[str, str | None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--sweep", action="store_true", help="also time other launch parameters than the default")
     parser.add_argument("--moves", action="store_true", help="also time the kernels that move rows")
     parser.add_argument("--out", type=out_file, help="JSON file to write the figures to")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.kernels.formats compares kernels on a GPU, and this machine has none")
     names = all_formats()
-    swept = [(name, launch) for name in SWEPT for launch in LAUNCHES] if arguments.sweep else []
     workers = multiprocessing.get_context("spawn").Pool(min(WORKERS, os.cpu_count() or 1))
     with workers as pool:
         found = dict(zip(names, pool.map(partial(differences, device="cuda"), names, chunksize=1), strict=True))
-        pool.starmap(compile_for, swept, chunksize=1)
     wrong = {name: parts for name, parts in found.items() if parts}
 
     rows = torch.randn(ROWS, WIDTH, device="cuda", dtype=torch.bfloat16)
     copy = copy_rate(rows) / 1e3  # bytes per millisecond
     speeds = {name: measure(name, rows, copy) for name in TIMED}
-    sweep = [{"format": name, **launch._asdict(), **measure(name, rows, copy, launch)} for name, launch in swept]
     moving = [None, *MOVED] if arguments.moves else []
     moved: dict[str, dict[str, float]] = {}
     for name in moving:
@@ -259,7 +224,6 @@ def main() -> None:
         "different": wrong,
         "copy_gb_per_s": copy / 1e6,
         "formats": speeds,
-        "sweep": sweep,
         "moves_ms": moved,
     }
     write(result, arguments.out)
@@ -267,12 +231,7 @@ def main() -> None:
     for name, parts in list(wrong.items())[:8]:
         print(f"  {name}: {', '.join(parts)}")
     print(f"copy {copy / 1e6:.0f} GB/s read and written, {ROWS} rows of {WIDTH} bf16 values; shares are of this figure")
-    timed = {name: cells(at) for name, at in speeds.items()}
-    timed |= {
-        f"{at['format']}, {at['values']} values, {at['parts']} words a thread, at most {at['warps']} warps": cells(at)
-        for at in sweep
-    }
-    print(table(timed, "format"))
+    print(table({name: cells(at) for name, at in speeds.items()}, "format"))
     if moved:
         rows_of = {name: {way: f"{at:.3f}" for way, at in each.items()} for name, each in moved.items()}
         print(table(rows_of, "moves, ms"))

@@ -46,15 +46,6 @@ def random_run(
 
     Inside of the block, the directories that the recipe names hold both configs, so that it can be planned.
 
-    Args:
-        original: the config of the teacher.
-        name: the name of the run.
-        seq: tokens of a row.
-        micro_batch: rows in a forward pass of each process.
-        accumulation: micro-batches in a step of each process.
-        steps: optimizer steps of the run.
-        sets: ``--set`` assignments that change the recipe.
-
     Raises:
         ConfigError: the recipe is invalid for this model or this number of processes.
     """
@@ -100,12 +91,7 @@ def draw_models(
 def random_recipe(
     folder: Path, shape: str, seq: int, micro_batch: int, batch_tokens: int, steps: int, world: World, sets: Any
 ) -> Recipe:
-    """The recipe of a benchmark, which distills ``folder/teacher`` into ``folder/student`` on random tokens.
-
-    Args:
-        batch_tokens: tokens of an optimizer step, over all processes.
-        sets: ``--set`` assignments that change the recipe.
-    """
+    """The recipe of a benchmark, which distills ``folder/teacher`` into ``folder/student`` on random tokens."""
     values = {
         "name": shape,
         "model": f"{folder}/student",

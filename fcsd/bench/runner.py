@@ -44,9 +44,6 @@ def timings(
     measured between two events, so that it does not contain the host's wait for the GPU; on CPUs by the clock.
 
     Args:
-        ways: the functions to time, by name.
-        device: the device of this rank.
-        repeats: how often each way is timed.
         before: runs before each way, outside of its time.
     """
     taken = torch.zeros(repeats, len(ways))
@@ -101,7 +98,6 @@ def table(rows: Mapping[str, Mapping[str, str | None]], first: str = "") -> str:
     Args:
         rows: name of a row -> title of a column -> cell. A cell that is missing or None is shown as ``-``, and a
             column without any cell is left out.
-        first: the title of the column of names.
     """
     titles = list(dict.fromkeys(title for cells in rows.values() for title in cells))
     titles = [title for title in titles if any(cells.get(title) for cells in rows.values())]

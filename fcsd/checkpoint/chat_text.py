@@ -15,11 +15,7 @@ MAX_CHARACTERS = 10_000_000  # in a text or a chat; a tokenizer needs several hu
 
 
 def limited_template(tokenizer: Any) -> LimitedProcess:
-    """The process in which :func:`chat_text` renders. It starts with the first text and ends with its ``with`` block.
-
-    Args:
-        tokenizer: a tokenizer with a chat template.
-    """
+    """The process in which :func:`chat_text` renders, from the first text to the end of its ``with`` block."""
     return LimitedProcess(partial(_rendered, tokenizer))
 
 
@@ -29,7 +25,6 @@ def chat_text(template: LimitedProcess, messages: Sequence[dict[str, str]], name
     Args:
         template: see :func:`limited_template`.
         messages: the turns, each with ``role`` and ``content``.
-        name: what an error calls the model.
         options: arguments of ``apply_chat_template``, such as ``add_generation_prompt``.
 
     Raises:

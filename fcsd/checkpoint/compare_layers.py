@@ -179,8 +179,6 @@ def _compare_outside(
 
     Args:
         inner: what the names inside the decoder start with.
-        embedding: the name of the embedding.
-        head: the name of the output head.
         norm: the tensors that the final norm must have.
     """
     table = (text["vocab_size"], text["hidden_size"])

@@ -84,7 +84,6 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> CheckpointCon
     rewired checkpoint themselves.
 
     Args:
-        path: the directory.
         trust_remote_code: accept a checkpoint with code of its own. That code is never run: fcsd uses the classes of
             transformers.
 

@@ -61,7 +61,6 @@ def read_layout(
     """Read the index and every shard's header.
 
     Args:
-        path: the checkpoint's directory.
         strict: raise on the first missing, damaged or contradictory shard instead of reporting it.
         remote: for shards that need not be on this machine, file name -> a function that reads the header.
 

@@ -79,7 +79,6 @@ def origin(source: Location, layout: Layout | None) -> dict[str, str | None]:
     """The fields of the ``fcsd`` block that describe the original. A directory is recorded by its name, not its path.
 
     Args:
-        source: where the original is.
         layout: the original's weights; with None the fingerprint is left out.
     """
     return {
@@ -137,10 +136,6 @@ def read_base_path(directory: Path) -> str | None:
 
 def recorded_original(directory: Path, block: dict[str, Any]) -> str | None:
     """The original that a converted model records: its hub id with the commit, its path here, or only its name.
-
-    Args:
-        directory: the converted model.
-        block: its ``fcsd`` block.
 
     Returns: None if the block names no original.
 

@@ -57,7 +57,6 @@ def refuse_rewired(path: Path, rewiring: dict[str, Any] | None) -> None:
     """Check that a checkpoint is an original.
 
     Args:
-        path: its directory, for the message.
         rewiring: see :func:`read_rewiring`.
 
     Raises:

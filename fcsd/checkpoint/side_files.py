@@ -33,7 +33,6 @@ def side_files(path: Path, written: Set[str] = frozenset(), *, code: Set[str] = 
     Hidden files, weights, pickles and folders other than ``additional_chat_templates`` are left out.
 
     Args:
-        path: the checkpoint's directory.
         written: names that the caller writes itself; they are left out, too.
         code: names of code files to copy; all other code files are left out.
 
@@ -94,9 +93,7 @@ def refuse_foreign_code(path: Path, own_map: dict[str, str], own_files: Set[str]
     """Check that the only code of a converted directory is the code that fcsd writes.
 
     Args:
-        path: the directory.
         own_map: the ``auto_map`` that fcsd writes into its config.json.
-        own_files: the names of the code files that fcsd writes.
 
     Raises:
         BadInputError: a file holds another ``auto_map``, or there is another code file.

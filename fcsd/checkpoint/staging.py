@@ -68,7 +68,6 @@ def staged(out: Path, former: Contents | None = None) -> Iterator[Path]:
     """A new directory beside ``out``. It replaces ``out`` if the block succeeds, and is deleted if the block fails.
 
     Args:
-        out: the directory to write.
         former: the entries that ``check_out`` found there; they may be replaced.
 
     Raises:

@@ -23,9 +23,6 @@ def choose_wiring(config: CheckpointConfig, arch: Arch, name: str, layers: str, 
     """The wiring that the options of ``convert`` ask for. It is applied to a model on the meta device as a check.
 
     Args:
-        config: the config of the original.
-        arch: the architecture's row.
-        name: the name of the wiring.
         layers: see ``fcsd.models.selection.select_layers``.
         fields: further fields of ``Wiring``; a field that is None takes its default.
 

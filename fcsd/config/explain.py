@@ -16,7 +16,6 @@ def explain(problem: ErrorDetails, places: Mapping[str, str], schema: type[BaseM
         problem: an entry of `ValidationError.errors()`. The message of a validator that compares several
             keys starts with the full name of one of them.
         places: where keys were written, such as `recipe.yaml:12`, by dotted key; `""` is the whole file.
-        schema: the model that was validated.
     """
     kind, loc, message = problem["type"], problem["loc"], problem["msg"].replace("Input should", "should")
     key = ".".join(str(part) for part in loc)

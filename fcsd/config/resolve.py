@@ -10,7 +10,6 @@ from pydantic import ValidationError
 from fcsd import recipes
 from fcsd.config.explain import explain, nearest
 from fcsd.config.recipe import Recipe
-from fcsd.config.renamed import renames
 from fcsd.errors import ConfigError
 from fcsd.recipes import inherit, strict_yaml
 
@@ -57,7 +56,6 @@ def load_recipe(
             del origins[known], places[known]
         origins[key], places[key] = origin, _written(origin, key)
     raw = _one_length(raw, {key: value for _, key, value in assignments})
-    _refuse_old_keys(raw, places)
     try:
         recipe = Recipe.model_validate(raw)
     except ValidationError as error:
@@ -112,20 +110,6 @@ def _one_length(raw: object, given: Mapping[str, object]) -> object:
         return raw
     kept = {key: value for key, value in raw["train"].items() if key in chosen or key not in ("steps", "tokens")}
     return {**raw, "train": kept}
-
-
-def _refuse_old_keys(raw: object, places: Mapping[str, str]) -> None:
-    """Refuse a recipe that has keys of earlier versions.
-
-    Args:
-        raw: the recipe, not validated.
-        places: where keys were written, by dotted key.
-
-    Raises:
-        ConfigError: the recipe has renamed keys. The message has one line for each, with its place and its new name.
-    """
-    if found := renames(raw):
-        raise ConfigError("\n".join(f"{nearest(old, places)}: {old} is now {new}" for old, new in found.items()))
 
 
 def _written(origin: str, key: str) -> str:

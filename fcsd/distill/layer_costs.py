@@ -68,7 +68,6 @@ def choose_by_cost(
 
     Args:
         model: directory or hub id of the original.
-        wiring: the name of the wiring.
         how: the further options of ``convert`` that say how layers are wired.
         layers: ``auto`` chooses as ``cheapest`` does; ``auto:N`` converts the N layers that cost least.
         text: a text file (``.jsonl`` or ``.parquet``) to measure on; None for text that the model writes itself.

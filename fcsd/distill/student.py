@@ -141,7 +141,6 @@ def write_student(part: "OwnPart", source: Path, directory: Path, world: World, 
     Args:
         part: this rank's part of the student; see ``own_part``.
         source: the directory that the student was made from.
-        directory: the directory to create.
         random: whether the student began with random weights; ``source`` may then have no weights.
     """
     from fcsd.parallel.weights.saving import write_part

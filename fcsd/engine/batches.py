@@ -41,7 +41,6 @@ def generate_in_batch(
         max_new_tokens: the most tokens to add to a row.
         ended: called after each step with the new token ids of a row and the number of them that it has seen before;
             the row ends unless it returns None.
-        choose: chooses the next tokens.
         cache: an empty cache for the model; None for transformers' ordinary one.
         team: the ranks. In lockstep, a rank whose rows have all ended continues until the rows of all ranks have ended.
 

@@ -54,8 +54,6 @@ def attend(norm: nn.Module, attention: Any, x: Tensor, **kwargs: Any) -> Tensor:
     """The output of an attention, ``[slots, 1, hidden]``, compiled together with the norm before it.
 
     Args:
-        norm: the norm before the attention.
-        attention: transformers' module.
         x: the residual stream ``[slots, 1, hidden]``.
         kwargs: what transformers' loop over layers passes to the attention, ``past_key_values`` among it.
     """

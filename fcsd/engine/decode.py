@@ -67,27 +67,15 @@ def generate_in_slots(
     graphs: bool,
     temperatures: Sequence[float] | None = None,
 ) -> Iterator[tuple[int, list[int]]]:
-    """Continue prompts with their most likely tokens or with drawn ones, as ``generate.generate`` does.
+    """Continue prompts as ``generate.generate`` does, which describes the other arguments, results and errors.
 
     Args:
         model: a causal LM in eval mode for which ``why_no_slots`` returns None.
-        prompts: token ids, none empty.
         groups: indices of the prompts that are read in one forward; a group waits until enough slots are free.
         count: the number of slots, at least as many as any group has prompts.
         length: the length of a slot in tokens, at least that of every prompt with its answer.
-        max_new_tokens: the most tokens to add to a prompt.
-        ended: called with the new token ids of an answer and the number of them that it has seen before; returns the
-            number of tokens after which the answer ends, or None.
         graphs: whether to capture the steps as CUDA graphs. If that fails, the reason is logged and the kernels of
             each step are launched one by one.
-        temperatures: for each prompt, the temperature of the distribution from which its tokens are drawn, by the
-            random numbers of the model's device; 0 takes the most likely ones. None takes them for all prompts.
-
-    Yields:
-        ``(index of the prompt, its new token ids, with the one that ended the answer)`` as soon as an answer ends.
-
-    Raises:
-        NonFiniteError: the model gives NaN or infinite logits.
     """
     stepper = Stepper(model, Slots(count, length, model.device), graphs, sampled=temperatures is not None)
     queue, free = deque(groups), list(range(count))

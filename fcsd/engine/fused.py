@@ -13,7 +13,6 @@ def fuse(model: PreTrainedModel, kernels: bool) -> None:
     The names of the weights change, so the model cannot be saved afterwards.
 
     Args:
-        model: a transformers model, changed in place.
         kernels: whether the model is on a GPU. If not, only projections are merged.
     """
     merge_projections(model)

@@ -115,7 +115,6 @@ class Ending:
         A stop string may be found a few tokens late; ``text`` cuts the answer before it in any case.
 
         Args:
-            answer: token ids of the answer so far.
             seen: how many of them are known not to end it.
         """
         for count in range(seen, len(answer)):

@@ -32,11 +32,9 @@ def attend(
     """An attention function of transformers, which returns what its ``sdpa`` returns.
 
     Args:
-        module: the attention of a layer.
         query: ``[batch, heads, queries, head size]``.
         key: ``[batch, key-value heads, keys, head size]``, and ``value`` likewise.
         attention_mask: additive, ``[batch, 1, queries, keys]``; None for no mask.
-        options: what else transformers passes on, ``scaling`` among it.
 
     Returns:
         ``[batch, queries, heads, head size]``, and None for the weights.

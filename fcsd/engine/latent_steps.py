@@ -44,12 +44,10 @@ def attend_to_latents(
     """An attention function of transformers for modules that keep latents.
 
     Args:
-        module: the attention of a layer.
         query: ``[rows, heads, 1, own + rotated]``.
         latent: ``[rows, 1, keys, rank]``.
         shared: the rotated parts of the keys, ``[rows, 1, keys, rotated]``.
         attention_mask: the ranges in the place of a mask, ``[rows, 1, 1, 2]``.
-        options: what else transformers passes on, ``scaling`` among it.
 
     Returns: ``[rows, 1, heads, value size]``, and None for the weights.
     """

@@ -64,7 +64,6 @@ class Stream:
 
     Args:
         x: the embeddings ``[batch, seq, hidden]``.
-        sums: how the reductions travel.
         way: the way of this pass; None chooses it by the tokens of ``x``, of which a pass may later cut some off.
     """
 
@@ -125,7 +124,6 @@ class Stream:
 
         Args:
             own: the layer's place in the schedule.
-            layer: the decoder layer.
             given: its features of the tokens ``[batch, seq, width]``, if it has any.
         """
         self._leaving = own, layer, given
@@ -252,7 +250,6 @@ def wire_tensor_parallel(
 
     Args:
         wiring: any wiring that fits the model, Desync with a degree that is the number of ranks.
-        ranks: the ranks that divide the model.
         ways: how the ranks reduce in each step. Whether a reduction is awaited where it starts changes no bit of the
             results.
         compile_steps: whether to compile the parts of decoding steps in slots, see ``compiled``; the results are the

@@ -41,7 +41,6 @@ def open_engine(
     Args:
         path: the checkpoint directory. A converted model has the wiring that it was converted to.
         world: this process, from ``join_world``.
-        dtype: the dtype of the weights in memory.
         reduce: how the ranks reduce: one of the backends that give right results, or the file of a table, see
             ``parallel.all_reduce.ways``.
         placement: the ``placement.json`` of the run that trained the model. Each rank then holds the whole experts that

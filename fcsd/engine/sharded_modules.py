@@ -134,11 +134,7 @@ def replace_modules(model: PreTrainedModel, arch: Arch, ranks: TensorGroup, voca
 
 
 def keep_own_experts(mlp: Any, arch: Arch, ranks: TensorGroup, placement: Placement) -> None:
-    """Let a MoE block compute this rank's experts only; the router still chooses among all experts.
-
-    Args:
-        placement: which rank holds which experts.
-    """
+    """Let a MoE block compute this rank's experts only; the router still chooses among all experts."""
     count = placement.slots
     first = ranks.rank * count
     mlp.experts.num_experts = count

@@ -259,10 +259,6 @@ def load_tensor_parallel(
     """Load an original or converted checkpoint directory; this rank holds only its own part.
 
     Args:
-        path: the checkpoint directory.
-        dtype: the dtype of the weights in memory.
-        device: the device of this rank.
-        ranks: the ranks that divide the model.
         experts: ``sliced`` gives each rank a slice of every expert, ``whole`` gives it some whole experts.
         orders: for whole experts, their order over the ranks, from ``placements.read_orders``; None for that of
             their numbers.

@@ -70,7 +70,6 @@ def score(
         step: the optimizer step; it names the measurement in messages.
         group: the ranks; None for all of the default process group, or for this process where there is none.
         suite: ``strict`` for EvalPlus' base and plus tests, ``paper`` for lm-eval's three base asserts.
-        task: a benchmark of the suite, by column.
         data_mirror, limit, accept_unsafe_exec: as for ``evaluate_models``.
         timeout_s: how long a rank waits for any other, in seconds.
 

@@ -98,9 +98,6 @@ def evalplus_result(
 
     ``samples`` has the programs, in the form that EvalPlus reads, each with how it ended on both kinds of tests.
 
-    Args:
-        lm: the model, behind lm-eval's interface.
-
     Raises:
         BadInputError: a prompt is longer than the model's context.
         NonFiniteError: the model returned NaN or infinite logits.

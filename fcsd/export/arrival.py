@@ -46,7 +46,6 @@ def check_arrival(
 
     Args:
         replaced: patterns of the files of an earlier upload that must be gone.
-        hint: what to do if a file is missing.
 
     Raises:
         FcsdError: a file is missing or differs, or one of an earlier upload is still there.

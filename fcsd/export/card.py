@@ -66,7 +66,6 @@ def model_card(raw: dict[str, Any], arch: "Arch", former: Path | None, run: Path
         raw: the content of the exported config.json.
         former: README.md of the base, from which licence and language are inherited.
         run: the run directory that trained the model, if there is one.
-        title: the model's name in the card.
     """
     from huggingface_hub import ModelCardData
 

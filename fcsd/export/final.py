@@ -41,7 +41,6 @@ def export_model(
 
     Args:
         run_or_model: a run directory, or a converted model (directory or hub id).
-        out: directory to write.
         checkpoint: the checkpoint of a run: ``latest``, ``step-N``, or ``best``. The best one has the best
             early-stopping score or, without such scores, the lowest held-out loss. The default is ``best`` where one
             of them was measured, and ``latest`` otherwise.

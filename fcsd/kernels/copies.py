@@ -18,12 +18,7 @@ _ROWS = 32  # of a program
 
 
 def number_copies(experts: Tensor, groups: int, span: int, choices: int) -> Copies:
-    """See ``copies_reference.number_copies``.
-
-    Args:
-        experts: ``[rows, choices of a row]`` of any integer dtype. The rows may be part of wider ones.
-        groups, span, choices: see the reference.
-    """
+    """See ``copies_reference.number_copies``. ``experts`` has any integer dtype; its rows may be part of wider ones."""
     count, top_k = experts.shape
     most = min(groups, top_k)
     found = Copies(*(experts.new_empty(count, columns, dtype=torch.int64) for columns in (most, top_k, top_k)))
@@ -43,11 +38,7 @@ def number_copies(experts: Tensor, groups: int, span: int, choices: int) -> Copi
 def write_tails(weights: Tensor, experts: Tensor, of_rows: Tensor, copies: Copies) -> None:
     """See ``copies_reference.write_tails``. Entries of copies that ``copies`` does not name keep their values.
 
-    Args:
-        weights: ``[copies, choices of a copy]`` with neighbouring columns, is written to.
-        experts: int16 of the same shape, is written to.
-        of_rows: ``[rows, choices of a row]`` with neighbouring columns, the weights of the rows.
-        copies: where the copies go.
+    ``weights`` and ``of_rows`` have neighbouring columns.
     """
     row_of, entry_of, places = copies
     count, top_k = entry_of.shape

@@ -26,7 +26,6 @@ def number_copies(experts: Tensor, groups: int, span: int, choices: int) -> Copi
 
     Args:
         experts: ``[rows, choices of a row]``, the place of each expert among ``groups * span``, or -1.
-        groups: the number of groups.
         span: the number of experts of a group.
         choices: the number of entries of a copy's tail.
     """

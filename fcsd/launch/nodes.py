@@ -64,7 +64,6 @@ def node_commands(arguments: list[str], nodes: int, rendezvous: str | None) -> s
 
     Args:
         arguments: the arguments of the command that the user called, including ``--nodes``.
-        nodes: the number of nodes.
         rendezvous: ``HOST:PORT`` of node 0; with None the commands contain a placeholder for the host.
     """
     meet = rendezvous or f"HOST_OF_NODE_0:{PORT}"
@@ -81,8 +80,6 @@ def slurm_script(resolved: ResolvedRecipe, *, nodes: int, gpus: int, options: li
     puts its job back into the queue. When the job starts again, the run resumes.
 
     Args:
-        resolved: the recipe.
-        nodes: the number of nodes.
         gpus: the number of GPUs on each node.
         options: further options of ``fcsd distill`` for the run.
         grace: seconds between the signal and the time limit.

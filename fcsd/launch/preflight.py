@@ -24,8 +24,6 @@ def join(backend: str, rank: int, size: int, device: "torch.device", timeout: fl
 
     Args:
         backend: ``nccl`` or ``gloo``.
-        rank: the rank of this process.
-        size: the number of ranks.
         device: the device of this rank, on which the first collective runs.
         timeout: how long, in seconds, to wait for all ranks to start, and again for their first collective.
 
@@ -69,8 +67,6 @@ def meet(kind: str, number: int, count: int, host: str, port: int, *, serves: bo
         kind: ``rank`` or ``node``: what is counted.
         number: the number of this rank or node.
         count: the number of ranks or nodes.
-        host: the host on which the store is.
-        port: the port of the store.
         serves: whether this process holds the store, which then exists as long as the process.
         timeout: how long to wait, in seconds.
 

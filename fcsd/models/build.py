@@ -258,7 +258,6 @@ def converted_config(config: PretrainedConfig, block: dict[str, Any]) -> Pretrai
     """The config of a rewired model: the fields of ``config``, with the converted type and ``block`` as ``fcsd``.
 
     Args:
-        config: the config of the base.
         block: the ``fcsd`` block, from ``Wiring.to_block``.
     """
     fields = config.to_dict()
@@ -397,7 +396,6 @@ def load_on_device(path: str | Path, *, device: str | None, dtype: str | None) -
     """Load a checkpoint directory as the options ``--device`` and ``--dtype`` say; see ``load_model``.
 
     Args:
-        path: the directory.
         device: ``cpu``, or ``cuda`` to let accelerate spread the model over GPUs and memory; None for ``cuda`` if there
             is a GPU.
         dtype: one of ``load_options.DTYPES``; None for ``load_options.default_dtype``.

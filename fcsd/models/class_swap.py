@@ -13,11 +13,8 @@ def swap_classes(
     """Let a mixin compute the modules that it concerns, or restore their own classes. The call can be repeated.
 
     Args:
-        model: changed in place.
         mixin: the class that comes first. Its attribute ``unfused`` becomes the class that is restored.
         concerns: whether a module, in its own class, is to be swapped.
-        swapped: whether the mixin is used.
-        attributes: further attributes of the new classes.
     """
     for module in model.modules():
         if isinstance(module, mixin):

@@ -102,8 +102,6 @@ def desync_layers(layers: Any, blocks: Blocks, keeps: Mapping[int, tuple[bool, b
     """Apply Desync to dense layers, in place.
 
     Args:
-        layers: the decoder's layers.
-        blocks: the names of a layer's children.
         keeps: as ``wiring_block.kept_reductions`` returns it; its keys are the layers to change.
         degree: the number of tensor-parallel ranks to simulate.
 

@@ -81,7 +81,6 @@ def documents_of(borders: Tensor, tokens: int) -> Documents:
 
     Args:
         borders: see ``document_borders``; documents may be empty.
-        tokens: the number of tokens of all rows.
     """
     starts, ends = borders[:-1].long(), borders[1:].long()
     longest = int((ends - starts).max())

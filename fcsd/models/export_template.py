@@ -82,7 +82,6 @@ def converted_files(raw: Mapping[str, Any], arch: Arch, block: Mapping[str, Any]
 
     Args:
         raw: the config.json of the base, or of a converted model whose code is written again.
-        arch: the architecture's row.
         block: see ``Wiring.to_block``.
 
     Returns:

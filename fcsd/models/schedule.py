@@ -93,7 +93,6 @@ def reads_of(
 
     Args:
         wiring: any wiring but Desync, whose reads differ from rank to rank.
-        kinds: the kind of each decoder layer.
         blocks: says whether outputs are normed on arrival; by default they are not.
 
     Raises:
@@ -126,7 +125,6 @@ def reductions(
 
     Args:
         wiring: any wiring. Reductions that Desync drops do not appear.
-        kinds: the kind of each decoder layer.
         blocks: says whether outputs are normed on arrival; by default they are not.
 
     Raises:
@@ -254,7 +252,6 @@ def layer_plans(
     """What the layers of one pipeline stage do. Layers are left out that read and sum as the original's code does.
 
     Args:
-        wiring: the wiring of the model.
         kinds: the kind of each decoder layer of the model. Kinds outside of the stage have no effect.
         stage: the indices of the layers of this stage.
         every: whether no layer is left out, and shared and routed experts are always two calls.

@@ -359,8 +359,6 @@ def pass_on(blocks: Blocks, forward: Callable[..., Any], hidden_states: Any, **k
     Args:
         blocks: names the argument in which a layer gets the second value.
         forward: computes the streams, and adds what the attention returned last to the list ``found``.
-        hidden_states: the full stream.
-        kwargs: what transformers' loop over layers passes to a layer.
     """
     name, found = blocks.passes or "", []
     passed, streams = kwargs.pop(name, None), hidden_states
@@ -398,8 +396,6 @@ def plan_layers(
 
     Args:
         wiring: any wiring but Desync.
-        count: number of decoder layers.
-        blocks: the names of a layer's children.
         parts: takes a layer apart; ``hf_parts`` if it is None.
         every: whether to take apart also the layers that the wiring does not change.
         halves: for each layer, see ``Blocks.halves``; by default all layers have both.

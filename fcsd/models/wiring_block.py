@@ -308,7 +308,6 @@ def _pattern(reduce: str, longest: int) -> list[tuple[bool, bool]]:
 
     Args:
         reduce: see ``kept_reductions``.
-        longest: the number of layers of the longest run.
     """
     if reduce == "last":
         return [_KEEPS["-"]]

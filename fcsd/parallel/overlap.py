@@ -248,8 +248,6 @@ def overlap(
         mode: ``on`` awaits every collective where its rows are first used. ``eager-sync`` awaits every collective where
             it starts; if its results differ from those of ``on``, a wait is missing. ``off`` is ``wire_parallel``.
         fused: see ``wire_parallel``.
-        transport: how the rows travel.
-        dispatcher: what carries the rows to the experts and back.
         quantiser: rounds the rows to the formats of quantised communication; None sends them as they are.
         traffic: counts the bytes that are sent; None does not count.
 

@@ -197,12 +197,7 @@ class _Rows(torch.autograd.Function):
 
 
 class AdaptedLinear(nn.Module):
-    """A frozen linear layer with an adapter, in the steps of a run, without ``peft``, which need not be installed.
-
-    Args:
-        base: the linear layer.
-        rank: the rank of the adapter.
-    """
+    """A frozen linear layer with an adapter, in the steps of a run, without ``peft``, which need not be installed."""
 
     def __init__(self, base: Any, rank: int) -> None:
         super().__init__()

@@ -75,7 +75,6 @@ def frontier(model: MetaModel, ranks: int, machine: Machine | None = None, costs
     """The rows of all wirings that the model has, over the last 25, 50, 75 and 100 % of its layers.
 
     Args:
-        ranks: the tensor-parallel degree.
         machine: measured links; None for two H100s without peer access.
         costs: what ``python -m studies.real.layers`` wrote about this model. With it, the choice of ``--layers auto``
             and those of ``auto:N``, of as many layers as the shares, are rows, too, and the law takes these costs in

@@ -235,7 +235,6 @@ def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Set
     """The setup of a recipe on ``world`` processes, without what trains beside frozen weights; see ``setup_for``.
 
     Args:
-        layers: decoder layers of the model.
         plain: whether in all of them a token attends to all tokens before it, which packed attention requires.
     """
     train, objective, parallel = recipe.train, recipe.objective, recipe.parallel

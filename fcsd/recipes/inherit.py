@@ -17,7 +17,6 @@ def read(path: Path, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dict
     or the name of a packaged recipe, as on the command line.
 
     Args:
-        path: the recipe's file.
         above: the recipes that are based on this one.
 
     Raises:

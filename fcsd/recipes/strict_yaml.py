@@ -62,7 +62,6 @@ def parse(text: str, name: str) -> tuple[object, dict[str, int]]:
     """Parses one YAML document.
 
     Args:
-        text: the document.
         name: the document's name in error messages, usually the file's path.
 
     Returns:

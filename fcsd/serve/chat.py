@@ -196,8 +196,6 @@ def answer(
     generation settings, and fcsd's loop applies them, except for beam search, which it does not know.
 
     Args:
-        speaker: the model.
-        history: the turns of the conversation.
         seed: the seed of the sampling; None for greedy decoding, which uses no random numbers.
         max_new_tokens: see ``chat``.
         team: the processes that ask for the same answer, if the model is spread over several; None for this one alone.

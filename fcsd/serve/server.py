@@ -33,9 +33,6 @@ def serve(
 
     Args:
         model: a directory or hub id, of a converted model or of an original.
-        gpus: the tensor-parallel degree.
-        port: the port of the server.
-        options: further options of ``vllm serve``.
         ready: called with the server's URL once it answers.
 
     Raises:

@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import fcsd
+from ranks import fcsd, on_ranks
 from test_levels import duplicates
 from torch import nn
 from typer.testing import CliRunner
 
 from fcsd.bench.step import model, workload
+from fcsd.bench.step.distillation import Distillation
 from fcsd.bench.step.table import table
 from fcsd.bench.step.workload import FUSED, WITH_TEACHER, Workload
 from fcsd.cli.main import app
 from fcsd.errors import ConfigError
+from fcsd.launch.world import join_world
 from fcsd.parallel.cost import expected_groups
 
 
@@ -115,6 +117,30 @@ def test_the_distillation_step_is_timed_in_one_group_of_processes(tmp_path):
     assert result["full_speed"] is None and "traces" not in found  # they need a GPU
     titles = table(found["variants"], result["batch_tokens"]).splitlines()[0]
     assert titles.split() == ["step", "ms", "tokens/s", "of", "bound", "data"], "no MFU, no trace and no peak memory"
+
+
+def first_losses(*sets: str) -> dict[str, float]:
+    """The loss of a step under each variant; the learning rate is too small to change a weight."""
+    load = Workload("tiny", 2, 1, 16, teacher=True, sets=("optim.lr=1e-30", *sets))
+    steps, found = Distillation(load, join_world()), {}
+    for name in ("overlapped", "blocking"):
+        steps.choose(name)
+        steps._taken = 0  # the same rows under each variant
+        found[name] = steps.several(1)["loss"]
+    return found | {"models": len(steps.models)}
+
+
+def test_a_step_with_adapters_is_that_of_one_model_under_each_variant():
+    """Adapters begin where full training does, and the teacher in the same weights is wired for the variant."""
+    full, adapters, whole = on_ranks(2, losses_of_both)[0]
+    assert full.pop("models") == 2 and adapters.pop("models") == whole.pop("models") == 1
+    assert adapters == full and adapters["overlapped"] == adapters["blocking"] > 0
+    assert whole == pytest.approx(full, rel=1e-3)  # a small difference of fp32 values
+
+
+def losses_of_both() -> list[dict[str, float]]:
+    rank = "train.adapter.rank=4"
+    return [first_losses(), first_losses(rank), first_losses(rank, "parallel.ep_size=1")]
 
 
 def test_the_table_divides_by_the_bound_and_by_the_peak():

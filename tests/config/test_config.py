@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from fcsd.config import Recipe, load_recipe, renamed
-from fcsd.distill.run.identity import flat
+from fcsd.config import Recipe, load_recipe
 from fcsd.errors import ConfigError
 from fcsd.recipes import strict_yaml
 
@@ -323,46 +322,6 @@ def test_an_override_of_the_length_replaces_the_recipes(recipe: Path) -> None:
     assert load_recipe(recipe, ["train.steps=20"]).recipe.train.steps == 20
     assert "give one, set the other to null" in refused(recipe)
     assert "give one, set the other to null" in refused(recipe, ["train.tokens=1e6", "train.steps=20"])
-
-
-@pytest.fixture
-def renamed_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table with a key that moved to another section, one inside of a list's mapping, and a whole section."""
-    moved = {"train.lr": "optim.lr", "train.nonfinite.skip": "faults.nonfinite_skip", "network": "parallel.quantised"}
-    monkeypatch.setattr(renamed, "NEW_NAME", moved)
-
-
-@pytest.mark.usefixtures("renamed_keys")
-def test_an_old_key_is_refused_with_its_new_name(recipe: Path) -> None:
-    old = "train:\n  nonfinite:\n    skip: 1\nnetwork:\n  dispatch: int8\n"
-    stage = "sweep:\n  stages:\n    - train.lr: [1e-3]\n      network.combine: [int8]\n  steps: 2\n"
-    recipe.write_text(GOOD + old + stage, encoding="utf-8")
-    with pytest.raises(ConfigError) as caught:
-        load_recipe(recipe, ["train.lr=5"])
-    assert str(caught.value).splitlines() == [
-        f"{recipe}:14: train.nonfinite.skip is now faults.nonfinite_skip",
-        "--set train.lr: train.lr is now optim.lr",
-        f"{recipe}:15: network is now parallel.quantised",
-        f"{recipe}:19: sweep.stages.0.train.lr is now sweep.stages.0.optim.lr",
-        f"{recipe}:20: sweep.stages.0.network.combine is now sweep.stages.0.parallel.quantised.combine",
-    ]
-    recipe.write_text(GOOD, encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"^--set train\.lr: train\.lr is now optim\.lr$"):
-        load_recipe(recipe, ["train.lr=1"])
-
-
-@pytest.mark.usefixtures("renamed_keys")
-def test_an_old_key_of_a_base_is_named_where_it_is(recipe: Path) -> None:
-    recipe.write_text(GOOD.replace("optim:", "train:"), encoding="utf-8")
-    top = recipe.with_name("top.yaml")
-    top.write_text(f"base: {recipe}\n", encoding="utf-8")
-    assert refused(top).splitlines()[0] == f"{recipe}:10: train.lr is now optim.lr"
-
-
-def test_every_new_name_is_a_key_and_no_old_name_is(recipe: Path) -> None:
-    known = {key.removesuffix(".0").removesuffix(".1") for key in flat(load_recipe(recipe).recipe.model_dump())}
-    known |= {key.rpartition(".")[0] for key in known}
-    assert set(renamed.NEW_NAME.values()) <= known and not set(renamed.NEW_NAME) & known
 
 
 def test_every_mistake_is_told_at_once(recipe: Path) -> None:

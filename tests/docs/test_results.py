@@ -921,6 +921,35 @@ def test_tensor_parallel_steps(repo: Path, raw: Raw, link: str) -> None:
     assert said in index
 
 
+def kernel_ms(turn: dict[str, Any], part: str) -> float:
+    """The ms of the kernels of a traced step whose names contain ``part``."""
+    return sum(ms for name, _, ms in turn["kernels"] if part in name)
+
+
+def test_adapters_on_all_layers_of_v2_lite(repo: Path, raw: Raw) -> None:
+    index, page = (
+        " ".join((repo / at).read_text().split()) for at in ("benchmarks/results/README.md", "docs/adapters.md")
+    )
+    speeds = {}
+    for file in ("27_layers", "copies_slow"):
+        found = raw(f"distill_v2lite_adapters_{file}_2xh100")
+        for name, measured in found["routers"]["uniform"]["variants"].items():
+            speeds[file, name] = 1e3 * found["batch_tokens"] / min(measured["step"])
+            steps = ", ".join(f"{ms:.1f}" for ms in measured["step"])
+            assert f"| {steps} | {speeds[file, name]:,.0f} | {measured['peak_gib']:.1f} GiB |" in page
+            if file == "27_layers":
+                assert max(measured["step"]) / min(measured["step"]) < 1.335  # the page says so
+    assert speeds["copies_slow", "overlapped"] == max(speeds.values())
+    assert f"{speeds['copies_slow', 'overlapped']:,.0f}"[:2] == "46" and "46,000 tokens/s and 69.0 GiB" in index
+    account = raw("distill_v2lite_adapters_slow_2xh100")["routers"]["uniform"]["traces"]["overlapped"]["account"]
+    exposed = {name: states["exposed"] for name, states in account["phases"].items()}
+    alone, total = sum(exposed.values()), account["total"]
+    assert f"of {total:.0f} ms the GPU only communicates for {alone:.0f}" in page
+    assert exposed["teacher"] / alone == pytest.approx(0.5, abs=0.02)
+    assert f"So {100 * (1 - alone / total):.0f} % is left" in page
+    assert f"**{100 * (1 - alone / total):.0f} % of the bound**" in index
+
+
 def test_adapters_and_the_kernels_of_liger(repo: Path, raw: Raw) -> None:
     pages = (
         "benchmarks/results/README.md",
@@ -933,13 +962,39 @@ def test_adapters_and_the_kernels_of_liger(repo: Path, raw: Raw) -> None:
         turns = [turn for turn in raw(name)["turns"] if not turn["out_of_memory"]]
         return {side: [turn for turn in turns if turn["side"] == side] for side in {turn["side"] for turn in turns}}
 
-    found = steps("baselines_adapters_1xh100")
-    full, own = (median(turn["seconds"] for turn in found[side]) for side in ("fcsd", "fcsd-adapters"))
-    turn = found["fcsd-adapters"][0]
-    memory = (turn["peak"] - turn["before"]) / (turn["weights"] + turn["activations"])
-    assert f"{full / own:.2f}x" in index and f"{memory:.2f}x of weights and activations" in index
-    assert f"{1e3 * own:.1f} ms instead of {1e3 * full:.1f}, {full / own:.2f}x" in adapters
-    assert f"The peak is {memory:.2f}x" in adapters
+    log = " ".join((repo / "docs/LOG.md").read_text().split())
+    for name, page in (("in_place_", adapters), ("", log)):
+        found = steps(f"baselines_adapters_{name}1xh100")
+        full, own = (median(turn["seconds"] for turn in found[side]) for side in ("fcsd", "fcsd-adapters"))
+        assert f"{1e3 * own:.1f} ms instead of {1e3 * full:.1f}" in page and f"{full / own:.2f}x" in page
+        traced, adapted = (found[side][-1] for side in ("fcsd", "fcsd-adapters"))
+        if page is log:
+            added = [kernel_ms(turn, "CUDAFunctor_add<c10::BFloat16>") for turn in (traced, adapted)]
+            factors = kernel_ms(adapted, "AUnaryFunctor<c10::BFloat16")
+            assert f"{factors:.1f} ms of the step multiplied the products of adapters" in log
+            assert f"additions took {added[1] - added[0]:.0f} ms more" in log
+            continue
+        memory = (adapted["peak"] - adapted["before"]) / (adapted["weights"] + adapted["activations"])
+        assert f"{full / own:.2f}x" in index and f"{memory:.2f}x of weights and activations" in index
+        assert (
+            f"The peak is {memory:.2f}x" in page
+            and f"{(adapted['peak'] - adapted['before']) / GIB:.1f} GiB; full" in page
+        )
+        assert f"full training has {(traced['peak'] - traced['before']) / GIB:.1f}" in page
+        whole = [kernel_ms(turn, "") for turn in (traced, adapted)]
+        weights, gains = kernel_ms(traced, "NTT"), kernel_ms(traced, "GammaBeta")
+        update = kernel_ms(traced, "_update_kernel") + kernel_ms(traced, "multi_tensor_apply")
+        left = weights + update + gains
+        assert f"the kernels take {whole[0]:.0f} ms. Adapters leave out {left:.0f} ms" in page
+        assert f"gradients of weights ({weights:.0f}), the update with the norm of the gradients ({update:.0f})" in page
+        assert (
+            f"be {whole[0] / (whole[0] - left):.2f}x. Their own products take {whole[1] - whole[0] + left:.0f} ms more"
+            in page
+        )
+    for name, title in (("adapters", "with adapters"), ("full", "full training")):
+        found = raw(f"distill_llama3_{name}_1xh100")["routers"]["uniform"]["traces"]["overlapped"]["account"]
+        phases = (sum(found["phases"][key].values()) for key in ("teacher", "student", "loss", "backward", "optimizer"))
+        assert f"| {title} | {' | '.join(f'{ms:.1f}' for ms in (*phases, found['total']))} |" in adapters
     for shape in ("v2lite", "qwen3"):
         found = steps(f"baselines_adapters_{shape}_1xh100")
         sides = [found[side][0] for side in ("fcsd-adapters", "fcsd")]

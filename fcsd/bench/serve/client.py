@@ -23,7 +23,6 @@ def ask(
 
     Args:
         ports: the ports of the servers on this machine, among which the prompts are divided in turn.
-        prompts: lists of token ids.
         new: tokens of each answer; none ends earlier.
         at: when each prompt is sent, in seconds; None sends all at once.
         limit: seconds that everything may take.

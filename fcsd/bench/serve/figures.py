@@ -149,7 +149,6 @@ def verdict(name: str, found: Mapping[Figure, float]) -> str:
     """One sentence: ``ladder is 1.31x at batch 16, 1.02x at batch 1; prefill 1.44x at 2048 tokens``. Best first.
 
     Args:
-        name: the variant.
         found: see ``ratios``; without those that say nothing.
     """
     parts = []
@@ -222,7 +221,6 @@ def load_verdict(name: str, load: Mapping[str, Any], found: Mapping[str, float])
     """One sentence of a variant under a load; None if nothing was measured of it and of an original.
 
     Args:
-        name: the variant and the share of the peak.
         load: its row: ``rate``, requests a second, and ``requests``, how many were sent.
         found: see ``load_ratios``.
     """

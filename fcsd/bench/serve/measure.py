@@ -23,7 +23,6 @@ def bench(
     """Measure a workload. With ``--engine own``, every process of the run must call this function.
 
     Args:
-        load: the workload.
         out: directory for ``serve.json``, which is written again as the run goes on, and for ``serve.png``.
         heal_hours: GPU-hours of healing, for the break-even.
         table_file: the file that gets the table of ways, see ``choice.check_table``. Nothing is written if the wiring

@@ -17,9 +17,7 @@ def write_directory(model: str, config: PretrainedConfig, wiring: Wiring, path: 
 
     Args:
         model: a name in ``fcsd.bench.shapes``, or a directory.
-        config: the config of the model.
         wiring: the wiring of the result; the original if it has no layers.
-        path: the directory to make.
         positions: the tokens that the model takes at least, which may be more than its own number.
 
     Returns:

@@ -54,7 +54,6 @@ def bench(load: Workload, config: PretrainedConfig) -> dict[str, Any]:
 
     Args:
         load: the workload; there are ``tp`` processes.
-        config: the config of its model.
 
     Returns:
         ``variants``, ``missing`` and ``notes``, as of ``under_vllm.bench``.
@@ -180,13 +179,8 @@ def turns(
 
     Args:
         model: the model, which is rewired in place.
-        ranks: the tensor-parallel group.
-        team: the processes of the group.
-        variants: what takes turns.
-        wirings: the wiring of each name.
         prompts: lists of token ids of the same length.
         new: tokens of an answer, the first of which comes from the prefill; 1 decodes nothing.
-        rounds: how often each variant is timed.
         graphs: whether decoding is captured as CUDA graphs.
         compiles: whether the parts of decoding steps are compiled.
         attention: how steps attend, see ``engine.grouped_attention``; None chooses.

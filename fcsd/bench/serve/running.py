@@ -47,8 +47,6 @@ def start(variant: Variant, path: Path, options: Sequence[str], logs: Path, gpus
     """Start the servers of a variant.
 
     Args:
-        variant: the variant.
-        path: the directory of its model.
         options: options of ``vllm serve`` that all variants have. For replicas they are those of one GPU.
         logs: a folder for the messages.
         gpus: the names of the GPUs, as in CUDA_VISIBLE_DEVICES; replicas get one each.
@@ -75,7 +73,6 @@ def await_answers(servers: Mapping[str, Server], until: float) -> Iterator[tuple
     """Wait until servers that start at the same time answer.
 
     Args:
-        servers: by the name of their variant.
         until: ``time.monotonic()`` at which all have to answer.
 
     Yields:

@@ -62,8 +62,6 @@ def bench(
     """Measure all variants within ``load.minutes``.
 
     Args:
-        load: the workload.
-        config: the config of its model.
         memory: bytes of each GPU; None if there are none.
         write: gets what was found so far, after each variant has started and each group was timed.
 

@@ -77,7 +77,6 @@ def core(
     """The original with vLLM's own choices, each wiring, further forms and the bound of the first, other ways to sum.
 
     Args:
-        wirings: their names.
         ways: for each way, what the plugin is told to choose it; None for its own choice. The first is that of the
             verdict.
         forms: by name, what else the plugin can be told of the first wiring; see ``reduction.Settings``.
@@ -118,9 +117,7 @@ def alternatives(machine: Machine, load: Workload, *, hidden: int, moe: bool) ->
     server knows is in ``Variant.ignored``.
 
     Args:
-        machine: see ``Machine``.
         load: the workload: its degrees, and the options that every variant has.
-        hidden: the model's hidden size.
         moe: whether the model has experts.
 
     Returns:
@@ -210,7 +207,6 @@ def groups(first: list[Variant], others: list[Variant], room: int) -> list[list[
 
     Args:
         first: the core, the original before all others.
-        others: the alternatives.
         room: how many servers fit into the memory of the GPUs at once, at least 1.
     """
     sharing, alone = [v for v in others if not v.alone], [[v] for v in others if v.alone]

@@ -184,7 +184,6 @@ def weight_bytes(config: PretrainedConfig, replicas: int = 1, divided: bool = Fa
     """Bytes of the weights in bfloat16, by the model on the meta device.
 
     Args:
-        config: of the model.
         replicas: data-parallel replicas, whose weights are counted together.
         divided: whether the replicas divide the routed experts between them.
     """

@@ -85,8 +85,6 @@ def render_chat(
     reason instead of raising ``Skip``.
 
     Args:
-        messages: the messages of the chat.
-        template: the chat template, a Jinja program.
         special_tokens: the tokenizer's ``special_tokens_map``, which templates read.
         source: its ``train_on`` and ``earlier_reasoning`` are read.
     """

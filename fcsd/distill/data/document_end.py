@@ -32,7 +32,6 @@ def document_end(wanted: str | None, model: Path, tokenizer: Any, vocab_size: in
             which the generation config ends text; else the EOS all the same.
         model: the model's directory, with its ``generation_config.json`` if it has one.
         tokenizer: its tokenizer, with an EOS.
-        vocab_size: the number of the model's token ids.
 
     Raises:
         ConfigError: ``wanted`` is not a token of the model.

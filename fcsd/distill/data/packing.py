@@ -20,7 +20,6 @@ class Stream:
 
     Args:
         lengths: ``[documents]`` int64, the number of tokens of each document.
-        seq_len: the number of tokens of a row.
         seed: the seed of the shuffling; None keeps the documents in their own order.
 
     Attributes:

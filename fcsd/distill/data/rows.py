@@ -28,8 +28,6 @@ class Rows:
     """The packed rows of one corpus. There is a row for every number, because another epoch follows each epoch.
 
     Args:
-        corpus: the tokenised source.
-        seq_len: the number of tokens of a row.
         seed: the seed of the shuffling, which differs in each epoch; None keeps the order of the file.
 
     Attributes:
@@ -89,10 +87,7 @@ class Mixture:
     rows.
 
     Args:
-        corpora: the rows of each corpus.
-        weights: the weight of each corpus.
         rows: the number of rows of the run.
-        seed: the seed of the draw.
         weight_by: ``tokens`` for the tokens that the model reads, without padding; ``counted`` for the tokens that
             count in the loss; ``rows`` for rows, with padding.
     """

@@ -164,7 +164,6 @@ def load(
     """Loads a model in eval mode with this process's share of the experts.
 
     Args:
-        path: the checkpoint directory.
         ep_size: the number of processes that divide the experts; with 1 every process has all of them.
         config: is used in place of the config in the directory.
         dispatched: whether rows pass through a dispatcher even if no experts are divided, so that they can be rounded.

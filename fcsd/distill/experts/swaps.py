@@ -40,7 +40,6 @@ class ExpertSwaps:
         world: the processes, on their devices.
         hosts: the same processes, in a group whose collectives do not involve a device.
         trained: the student and its engine. The student has the placement that ``progress`` names.
-        progress: the progress of the run.
     """
 
     def __init__(
@@ -130,12 +129,7 @@ def orders_of(progress: dict[str, Any]) -> Orders:
 
 
 def objective_of(recipe: Recipe, processes: int, block: ExpertBlock, width: int) -> Objective:
-    """What the placement of a block's experts costs, in rows of one step.
-
-    Args:
-        processes: the number of processes of the run.
-        width: the number of values of a row.
-    """
+    """What the placement of a block's experts costs, in rows of one step."""
     parallel, placement = recipe.parallel, recipe.parallel.placement
     deduplicated = parallel.dedup != "off" and block.top_k > 1
     weights = list(block.experts.parameters())

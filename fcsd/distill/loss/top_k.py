@@ -46,7 +46,6 @@ def top_k(
         hidden: ``[tokens, hidden]`` after the final norm.
         head: ``[vocab, hidden]`` output weight.
         k: the number of token ids, at most ``vocab``.
-        temperature: the temperature of the softmax.
         chunk_tokens: the number of positions whose logits are computed at a time.
         cap: as in ``kl_divergence``.
     """

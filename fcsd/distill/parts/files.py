@@ -36,7 +36,6 @@ def write_parts(part: OwnPart, base: Location, directory: Path, world: World) ->
     Args:
         part: the result of ``trained_part``.
         base: the checkpoint of the frozen weights.
-        directory: the folder to create.
     """
     name = str(base.path.resolve()) if base.repo_id is None else f"{base.repo_id}@{base.revision}"
 
@@ -69,7 +68,6 @@ def write_merged(parts: TrainedParts, folder: Path, source: Path, directory: Pat
     Args:
         folder: the folder ``parts/`` of the checkpoint, which was verified.
         source: the directory that the student was made from.
-        directory: the directory to create.
     """
     with changed([parameter for _, parameter in parts.tensors()]):
         world.everywhere(lambda: parts.load(read_parts(folder), str(folder)))
@@ -81,9 +79,7 @@ def merge_checkpoint(recipe: Recipe, folder: Path, directory: Path) -> None:
     """Writes the ordinary model of a checkpoint with frozen weights, in one process. The whole model is in host memory.
 
     Args:
-        recipe: the recipe of the run.
         folder: the folder ``parts/`` of the checkpoint, which was verified.
-        directory: the directory to create.
 
     Raises:
         BadInputError: the frozen weights are gone, or they changed since the run.

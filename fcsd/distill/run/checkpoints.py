@@ -39,7 +39,6 @@ def save(
     """Commits the checkpoint ``step-{step}`` in ``folder``. Every rank calls this.
 
     Args:
-        taken: the state of this rank after the step.
         identity: the facts that a resumed run must share, as a flat mapping; see ``run_identity``.
         progress: the progress of the run, which ``load`` returns.
         write_model: writes the model, or what trains of it, into a folder of the directory that it gets. Every rank

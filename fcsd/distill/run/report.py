@@ -40,8 +40,6 @@ class Reporter:
 
     Args:
         path: the file ``metrics.jsonl``.
-        track: passes metrics on to the tracker.
-        time_left: estimates the end of the run.
         total: the number of steps at the end of the run.
     """
 
@@ -64,7 +62,6 @@ class Reporter:
 
         Args:
             kind: one of the kinds of ``time_left``.
-            doing: what the block does, in words.
             amount: the amount of its work, if it tells how far it is.
 
         Yields: a function that the block calls with the amount of work that was done since the call before.

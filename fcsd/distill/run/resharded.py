@@ -28,7 +28,6 @@ def resharded(trained: Trained, files: list[Path], degree: int, ranks: TensorGro
         files: the optimizer's files by rank. Neighbouring ranks have sharded the model.
         degree: the tensor-parallel degree of the saved run.
         ranks: the ranks that shard the model now.
-        read: reads a file.
 
     Raises:
         CheckpointError: ZeRO has not written the files.

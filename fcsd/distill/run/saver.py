@@ -37,7 +37,6 @@ class Saver:
     """Saves the checkpoints of a run in progress. Every rank has a saver, and all of them have the same state.
 
     Args:
-        folder: the folder of the checkpoints.
         identity, write_model: see ``checkpoints.save``.
         settings: the ``checkpoint`` section of the recipe.
         failures: the number of saves in a row that may fail on a full disk.

@@ -126,7 +126,6 @@ class Student(nn.Module):
                 or all.
             targets: the teacher's output, which ``kl`` and ``hidden`` need; or a function that computes the terms.
             denominator: the number by which the sums over tokens are divided.
-            terms: the names of the loss terms to compute.
         """
         if targets is not None and not isinstance(targets, Targets):
             return targets(batch, denominator, terms)
@@ -245,7 +244,6 @@ def build_training(
     """Builds a DeepSpeed engine around ``Student(model)`` in training mode. Experts that are already sharded stay so.
 
     Args:
-        source: gives the targets.
         traffic: counts the bytes that dispatch and combine send; None does not count.
         dispatcher: see ``wire_sharded``.
         parts: what trains, if the other weights are frozen.

@@ -80,7 +80,6 @@ class FixedPasses(TeacherSource):
     """Computes the loss terms of micro-batches that all have one number of rows and tokens, targets included.
 
     Args:
-        student: the model and its objective.
         source: gives the targets inside the passes, and where nothing is trained.
         annealing: see ``Training``.
         capture: whether the passes are captured as CUDA graphs.

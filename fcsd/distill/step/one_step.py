@@ -130,7 +130,6 @@ def launch_step(training: Training, micros: list[MicroBatch], recipe: Recipe, wo
 
     Args:
         micros: this rank's part of the step, on the device.
-        world: the ranks that divide the rows.
         step: the number of the step, counted from 1.
     """
     engine, weights = training.engine, loss_weights(recipe)
@@ -174,9 +173,6 @@ def launch_step(training: Training, micros: list[MicroBatch], recipe: Recipe, wo
 def train_step(training: Training, rows: Mixture, recipe: Recipe, world: World, step: int) -> dict[str, float]:
     """Takes a step in one thread and waits for it. This is the reference of ``launch_step`` with ``distill.step.feed``.
 
-    Args:
-        step: the number of the step, counted from 1.
-
     Returns: the metrics of the step.
     """
     gathered = gather_step(rows, recipe, world, step, training.source)
@@ -202,7 +198,6 @@ def measure(
     """Measures the loss terms per token over all rows of one epoch. No random number is drawn.
 
     Args:
-        world: the ranks that divide the rows.
         advance: is called with the number of tokens that were measured since the call before, on all ranks together.
 
     Returns: ``sft``, with a teacher in memory ``kl``, and ``hidden`` if the term has a weight.

@@ -75,7 +75,6 @@ def expect_fingerprint(recipe: Recipe, found: str, what: str) -> None:
     If neither names a fingerprint, any teacher is accepted.
 
     Args:
-        found: the fingerprint of the teacher.
         what: names the teacher in the message of the error.
 
     Raises:

@@ -52,7 +52,6 @@ class SharedTeacher(TeacherSource):
 
     Args:
         parts: the student, which is wired already.
-        objective: says which layers are compared.
         rewire: wires a student with divided experts as a teacher, whose layers overlap, too; None if no experts are
             divided.
     """

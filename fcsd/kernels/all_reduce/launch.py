@@ -20,8 +20,6 @@ def all_reduce(x: Tensor, memory: Memory, shape: Shape) -> None:
 
     Args:
         x: bf16, fp16 or fp32 of any shape, contiguous.
-        memory: the memory of the ranks.
-        shape: how the message is divided.
 
     Raises:
         ConfigError: the dtype is another one.

@@ -1,4 +1,7 @@
-"""Encodes rows as records and decodes them: by Triton kernels on GPUs, by torch on other devices."""
+"""Encodes rows as records and decodes them: by Triton kernels on GPUs, by torch on other devices.
+
+A format whose groups do not divide the row is a ConfigError.
+"""
 
 import torch
 from torch import Tensor
@@ -14,9 +17,6 @@ def encode(rows: Tensor, format: Format, draws: Draws | None = None, out: Tensor
     Args:
         draws: random numbers for stochastic rounding, which is right on average; None rounds to the nearest code.
         out: contiguous records to write to and return; None makes new ones.
-
-    Raises:
-        ConfigError: the format's groups do not divide the row.
     """
     if rows.is_cuda:
         from fcsd.kernels.bit_split import kernels
@@ -30,14 +30,7 @@ def decode(records: Tensor, format: Format, width: int, dtype: torch.dtype, out:
     """Decode records, uint8 ``[n, row_bytes]``, to rows ``[n, width]`` of ``dtype``, bf16 or fp32.
 
     Args:
-        records: what to decode.
-        format: the format of the records.
-        width: the number of values of a row.
-        dtype: the dtype of the rows.
         out: contiguous rows to write to and return; None makes new ones.
-
-    Raises:
-        ConfigError: the format's groups do not divide the row.
     """
     if records.is_cuda:
         from fcsd.kernels.bit_split import kernels

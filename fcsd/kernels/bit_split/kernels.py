@@ -6,7 +6,7 @@ logarithm and no atomic operation.
 
 The kernels also move rows, as ``moves`` describes: ``encode`` reads a row once and writes its records to all their
 places, ``decode`` reads each record from its place, and ``decode_sum`` adds the records of a row. Without places, row i
-is record i.
+is record i. A format whose groups do not divide the row is a ConfigError.
 """
 
 from functools import cache
@@ -35,8 +35,7 @@ class Launch(NamedTuple):
     warps: int = 4
 
 
-# The fastest launches on an H200, as ``python -m benchmarks.kernels.formats --sweep`` found them
-# (benchmarks/results, "Formats").
+# The fastest launches on an H200, of those that were tried (benchmarks/results/formats_registers_h200.json).
 _SUM = Launch(2048, 4, 2)
 _DOTS = Launch(1024, 4, 1)
 
@@ -68,17 +67,12 @@ def encode(
     """Encode rows ``[n, width]``, bf16 or fp32, as records, uint8 ``[count, row_bytes]``.
 
     Args:
-        rows: what to encode.
-        format: the format of the records.
         draws: see ``codec.encode``; not together with ``places``.
         weight: see ``moves.encode_at``.
         places: see ``moves.encode_at``; None encodes row i as record i.
         count: the number of records; None for as many as rows.
         out: contiguous records to write to; None makes new ones.
         launch: how the kernel is launched; None for the fastest way that was measured.
-
-    Raises:
-        ConfigError: the format's groups do not divide the row.
     """
     number, width = rows.shape
     plan = plan_of(format, width, launch or launch_of_encode(format))
@@ -109,16 +103,9 @@ def decode(
 
     Args:
         records: what to decode: n records of each rank. The records of a row are added; see ``moves.decode_ranks``.
-        format: the format of the records.
-        width: the number of values of a row.
-        dtype: the dtype of the rows.
         source: see ``moves.decode_from``; None decodes record i as row i. Not with several ranks.
         out: contiguous rows to write to; None makes new ones.
-        ranks: how many records a row has.
         launch: how the kernel is launched; None for the fastest way that was measured.
-
-    Raises:
-        ConfigError: the format's groups do not divide the row.
     """
     rows = out
     if rows is None:

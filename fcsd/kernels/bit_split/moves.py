@@ -5,7 +5,8 @@ others decode records and move or sum the rows. On GPUs each is one Triton kerne
 the two steps; these functions are the references of the kernels, which agree in every bit. Only the sums of
 ``decode_dots`` are added in another order.
 
-Places are int64. -1 stands for no record.
+Places are int64. -1 stands for no record. Every function raises a ConfigError where the format's groups do not divide
+the row.
 """
 
 import torch
@@ -24,15 +25,10 @@ def encode_at(rows: Tensor, format: Format, weight: Tensor | None, places: Tenso
 
     Args:
         rows: bf16 or fp32 ``[n, width]``.
-        format: the format of the records.
         weight: ``[n, most]``; None stands for ones.
         places: ``[n, most]``. Every record is named once.
-        count: the number of records.
 
     Returns: uint8 ``[count, row_bytes]``.
-
-    Raises:
-        ConfigError: the format's groups do not divide the row.
     """
     if rows.is_cuda:
         from fcsd.kernels.bit_split import kernels
@@ -47,9 +43,6 @@ def decode_from(records: Tensor, format: Format, width: int, dtype: torch.dtype,
     """Decode the record ``source[i]`` as row i: ``[len(source), width]`` of ``dtype``, bf16 or fp32.
 
     A row without a record, where ``source`` is -1, is zero.
-
-    Raises:
-        ConfigError: the format's groups do not divide the row.
     """
     if records.is_cuda:
         from fcsd.kernels.bit_split import kernels
@@ -70,16 +63,11 @@ def decode_sum(
 
     Args:
         records: uint8 ``[records, row_bytes]``.
-        format: their format.
-        width: the number of values of a row.
         dtype: bf16 or fp32.
         weight: ``[n, most]``; None stands for ones.
         places: ``[n, most]``.
 
     Returns: ``[n, width]`` of ``dtype``.
-
-    Raises:
-        ConfigError: the format's groups do not divide the row.
     """
     if records.is_cuda:
         from fcsd.kernels.bit_split import kernels
@@ -97,11 +85,7 @@ def decode_ranks(records: Tensor, format: Format, rows: Tensor) -> None:
 
     Args:
         records: uint8 ``[ranks, n, row_bytes]``, contiguous.
-        format: the format of the records.
         rows: bf16 or fp32 ``[n, width]``, contiguous.
-
-    Raises:
-        ConfigError: the format's groups do not divide the row.
     """
     if records.is_cuda:
         from fcsd.kernels.bit_split import kernels
@@ -116,12 +100,7 @@ def encode_sum(records: Tensor, format: Format, width: int, sums: Tensor) -> Non
 
     Args:
         records: uint8 ``[ranks, n, row_bytes]``, contiguous.
-        format: the format of these records and of the result.
-        width: the number of values of a row.
         sums: where the result is written: uint8 ``[n, row_bytes]``, contiguous.
-
-    Raises:
-        ConfigError: the format's groups do not divide the row.
     """
     if records.is_cuda:
         from fcsd.kernels.bit_split import kernels
@@ -146,12 +125,8 @@ def decode_dots(records: Tensor, format: Format, rows: Tensor, places: Tensor) -
 
     Args:
         records: uint8 ``[records, row_bytes]``.
-        format: their format.
         rows: bf16 or fp32 ``[n, width]``.
         places: ``[n, most]``.
-
-    Raises:
-        ConfigError: the format's groups do not divide the row.
     """
     if records.is_cuda:
         from fcsd.kernels.bit_split import kernels

@@ -50,7 +50,6 @@ def decode_attention(
         value: ``[rows, key-value heads, keys, value size]``.
         ranges: the first and the last key of every row, ``[rows, 2]`` int64 with ``0 <= first <= last < keys``. One row
             stands for all.
-        scale: the factor of the scores.
         parts: how many parts the keys are divided into, at most 128; None chooses by shapes and multiprocessors.
 
     Returns: ``[rows, heads, value size]`` in the inputs' dtype.
@@ -88,10 +87,8 @@ def attend(
     """``decode_attention`` as an attention function of transformers.
 
     Args:
-        module: the attention of a layer.
         query: ``[rows, heads, 1, head size]``.
         attention_mask: the ranges in the place of a mask, ``[rows, 1, 1, 2]`` or ``[1, 1, 1, 2]``.
-        options: what else transformers passes on, ``scaling`` among it.
 
     Returns: ``[rows, 1, heads, value size]``, and None for the weights.
     """
@@ -102,7 +99,6 @@ def keys_at_once(query: Tensor, members: int, columns: int, others: int) -> int:
     """How many keys a program reads at once: 128 bytes of each column, or fewer if shared memory does not suffice.
 
     Args:
-        query: the queries, for their dtype and device.
         members: how many heads a program computes.
         columns: how many numbers of a key it multiplies with the queries that it holds.
         others: how many other numbers it reads for each key.

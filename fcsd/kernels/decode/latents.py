@@ -62,7 +62,6 @@ def latent_attention(
         latent: ``[rows, keys, rank]``. Latents and shared parts may be views of larger tensors; they are not copied.
         shared: the rotated part of each key, ``[rows, keys, rotated]``.
         ranges: as for ``decode_attention``.
-        scale: the factor of the scores.
         parts: how many parts the keys are divided into, at most 128; None chooses by shapes and multiprocessors.
 
     Returns: for every head the weighted sum of the latents, ``[rows, heads, rank]`` in the inputs' dtype.

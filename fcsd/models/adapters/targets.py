@@ -103,7 +103,6 @@ def shared_prefix(model: PreTrainedModel, chosen: Chosen, wiring: Wiring | None 
     experts at random.
 
     Args:
-        chosen: what trains.
         wiring: the wiring of the student, if it is not that of the model's config.
     """
     arch, layers = arch_of(model.config), decoder_layers(model)

@@ -27,12 +27,7 @@ class FusedExperts(nn.Module):
     down_proj: Tensor
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The weighted sum of each token's experts, ``[tokens, hidden]`` to the same shape.
-
-        Args:
-            top_k_index: int64 ``[tokens, top_k]``, the experts of each token.
-            top_k_weights: ``[tokens, top_k]``, their weights.
-        """
+        """The weighted sum of each token's experts, ``[tokens, hidden]`` to the same shape."""
         # A plan counts what is allocated on the meta device, and would not see what this one operator allocates inside.
         if not torch.is_grad_enabled() and top_k_index.numel() <= _FEW and not hidden_states.is_meta:
             from fcsd.kernels.decode.experts import few_experts  # Triton is imported only where its kernels run
@@ -81,10 +76,6 @@ def fuse_experts(model: nn.Module, fused: bool = True) -> None:
     """Let kernels move the rows of all routed experts that ``is_grouped`` describes, or restore transformers' code.
 
     The call can be repeated.
-
-    Args:
-        model: changed in place.
-        fused: whether the kernels are used.
     """
     swap_classes(model, FusedExperts, is_grouped, fused)
 

@@ -24,11 +24,7 @@ class FusedLatentAttention(nn.Module):
     unfused: type[nn.Module]  # transformers' class, which ``fuse_rotary(fused=False)`` restores
 
     def forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """As transformers' own class: ``[batch, seq, hidden]`` to the same shape, and the attention's weights or None.
-
-        Args:
-            kwargs: what transformers passes, ``position_embeddings`` among it.
-        """
+        """As transformers' own class: ``[batch, seq, hidden]`` to the same shape, and the weights or None."""
         return _attend(self, hidden_states, **kwargs)
 
     def expand_kv(self: Any, latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:

@@ -36,10 +36,6 @@ def fuse_mlps(model: nn.Module, fused: bool = True) -> None:
     """Let a kernel compute the product of every gated MLP with SiLU, or restore transformers' code.
 
     The call can be repeated. Routed experts, whose weights are stacked, are not changed.
-
-    Args:
-        model: changed in place.
-        fused: whether the kernel is used.
     """
     swap_classes(model, FusedMLP, is_gated_mlp, fused)
 

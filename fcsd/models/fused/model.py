@@ -14,13 +14,7 @@ from .rotary import fuse_rotary
 
 
 def fuse_parts(model: nn.Module, arch: Arch, fused: bool) -> None:
-    """Let kernels compute these parts, or restore transformers' code; the call can be repeated.
-
-    Args:
-        model: changed in place.
-        arch: the architecture's row.
-        fused: whether the kernels are used.
-    """
+    """Let kernels compute these parts, or restore transformers' code; the call can be repeated."""
     fuse_norms(model, arch, fused)
     fuse_rotary(model, arch, fused)
     fuse_mlps(model, fused)

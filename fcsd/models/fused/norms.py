@@ -53,13 +53,7 @@ class _OnMeta(torch.autograd.Function):
 
 
 def fuse_norms(model: nn.Module, arch: Arch, fused: bool = True) -> None:
-    """Let torch's kernel compute every RMSNorm of a model, or restore transformers' code; the call can be repeated.
-
-    Args:
-        model: changed in place.
-        arch: the architecture's row.
-        fused: whether torch's kernel is used.
-    """
+    """Let torch's kernel compute every RMSNorm of a model, or restore transformers' code; the call can be repeated."""
     concerns = partial(is_norm, arch)
     swap_classes(model, FusedNorm, concerns, fused, epsilon=arch.norm_epsilon or "", offset=arch.norm_offset)
 

@@ -58,11 +58,6 @@ def fuse_rotary(model: nn.Module, arch: Arch, fused: bool = True) -> None:
 
     In latent attention, kernels also put queries and keys together. The call can be repeated. It changes nothing if the
     architecture rotates in another way.
-
-    Args:
-        model: changed in place.
-        arch: the architecture's row.
-        fused: whether the kernels are used.
     """
     swap_classes(model, FusedRotary, _rotates, fused and arch.rotates_halves)
     swap_classes(model, FusedLatentAttention, is_latent, fused)

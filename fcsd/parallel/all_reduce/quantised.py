@@ -36,8 +36,6 @@ def all_reduce(x: Tensor, format: Format, group: Any) -> Work:
     Args:
         x: bf16 or fp32 ``[..., width]``, contiguous and of the same shape on all ranks. Nothing else may use it until
             the returned work was awaited.
-        format: the format of the values sent.
-        group: the ranks.
 
     Returns:
         The collective in flight. On GPUs it needs nothing more from the host, and can be captured in a CUDA graph. On
@@ -77,8 +75,6 @@ class _OneStep:
 
     Args:
         rows: what is summed, ``[n, width]``; after ``wait`` they are the sum.
-        format: the format of the values sent.
-        group: the ranks.
     """
 
     def __init__(self, rows: Tensor, format: Format, group: Any) -> None:

@@ -62,7 +62,6 @@ def reduce(x: Tensor, group: Any, backend: str = "nccl", layer: int = 0) -> Redu
     pass raises torch's error for a tensor that was modified in place. The gradient of quantisation is the identity.
 
     Args:
-        group: the process group.
         backend: the name of the backend, see ``backends``.
         layer: 0-based index of the decoder layer, for the profiler.
 

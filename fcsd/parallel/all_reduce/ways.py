@@ -84,7 +84,6 @@ def read_ways(reduce: str, user: User, degree: int | None = None) -> Ways:
 
     Args:
         reduce: the name of a backend, whose sums travel in every step; or a file that ends in ``.json``.
-        user: who sums.
         degree: the number of ranks; None if it is not known yet.
 
     Raises:

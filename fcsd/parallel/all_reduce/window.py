@@ -66,13 +66,7 @@ def try_window(group: Any) -> Window | None:
 
 
 class OnStream:
-    """Work that was started on a stream. ``wait`` lets the current stream wait for it.
-
-    Args:
-        stream: the stream.
-        tensor: what the work reads and writes.
-        start: starts the work on the current stream.
-    """
+    """Work that was started on a stream. ``wait`` lets the current stream wait for it."""
 
     def __init__(self, stream: torch.cuda.Stream, tensor: Tensor, start: Callable[[], object]) -> None:
         stream.wait_stream(torch.cuda.current_stream(tensor.device))

@@ -132,7 +132,6 @@ class ExpertBlock(Protocol):
         """The tensor of transformers' block whose first part is the tensor ``name`` of this block.
 
         Args:
-            name: the name of a tensor of this block.
             blocks: the names of the architecture's modules in transformers.
 
         Returns: None if ``name`` is a later part of an original tensor.

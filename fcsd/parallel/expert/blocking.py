@@ -24,10 +24,8 @@ def blocking_parts(blocks: Blocks, layer: Any, transfer: Transfer, dispatcher: D
     """The parts of a decoder layer. A layer whose experts are not divided uses transformers' own MLP.
 
     Args:
-        blocks: the names of the layer's children.
         layer: transformers' decoder layer.
         transfer: how rows travel; its mode is ``off``.
-        dispatcher: sends rows to the experts and back.
     """
     mlp, attention = layer.get_submodule(blocks.mlp), mixer(blocks, layer)
     attn = partial(mix, attention)
@@ -55,7 +53,6 @@ def wire_parallel(
     Args:
         fused: whether one CUDA kernel computes each RMSNorm, each rotation of queries or keys, and each move of rows
             between tokens and experts. The results then differ in the last digit.
-        dispatcher: sends rows to the experts and back.
         quantiser: rounds the rows to the formats of quantised communication; None sends them as they are.
         traffic: counts the bytes that are sent; None does not count.
     """

@@ -48,7 +48,6 @@ def rows_by_link(everyone: Tensor, levels: Mapping[Dedup, Levels], node_size: in
     Args:
         everyone: ``[ranks, counts]``, what each rank has told.
         levels: the arrangements that ``told`` was called with.
-        node_size: how many neighbouring ranks form a node.
 
     Returns: for each arrangement the rows inside of a node and the rows between nodes.
     """

@@ -32,10 +32,8 @@ def gather(
     """Start to gather ``counts [n]`` of all ranks; the returned function waits for the result.
 
     Args:
-        counts: the counts of this rank.
         summarise: a function from the counts of all ranks ``[ranks, n]`` to the integers that the host needs, as a
             tensor on the same device.
-        group: the process group.
         ranks: the size of ``group``.
         side: the CUDA stream for the exchange; None gathers at once and blocks.
     """

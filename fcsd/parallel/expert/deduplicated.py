@@ -49,7 +49,6 @@ def write(rows: Tensor, weights: Tensor, copies: Copies, layout: Layout, count: 
         rows: ``[rows, width]``.
         weights: ``[rows, choices of a row]``.
         copies: where the copies go.
-        layout: the layout of the records.
         count: the number of records; records that ``copies`` does not name have an undefined row and no expert.
 
     Returns: ``[count, values of a record]``.

@@ -114,20 +114,14 @@ class Dispatcher(Protocol):
         """Pack the rows.
 
         Args:
-            block: the MoE block.
             layer: 0-based index of the decoder layer.
             x: normalised input ``[batch, seq, hidden]``.
-            transfer: how the rows travel.
         """
         ...
 
 
 def check_formats(formats: Formats, model: PretrainedConfig, name: str) -> None:
     """Check that the rows of a model can be rounded.
-
-    Args:
-        model: the configuration of the model.
-        name: its name, for the message.
 
     Raises:
         ConfigError: the model has no experts, or has experts that no dispatcher can reach, or the groups of a format do

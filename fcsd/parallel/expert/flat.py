@@ -159,7 +159,6 @@ def _plan(matrix: list[list[int]], rank: int, counts: Tensor) -> _Plan:
 
     Args:
         matrix: how many rows each rank sends to each rank, ``matrix[sender][receiver]``.
-        rank: this rank.
         counts: the same numbers for each slot of the receiver, ``[senders, receivers, slots]``.
     """
     transposed = [list(column) for column in zip(*matrix, strict=True)]

@@ -78,8 +78,6 @@ def tokens_by_group(positions: Tensor, experts: int, groups: int) -> Tensor:
 
     Args:
         positions: ``[..., tokens, top_k]``, the positions of the chosen experts.
-        experts: the number of experts of the layer.
-        groups: the number of groups.
 
     Returns: ``[..., groups]``, int64.
     """

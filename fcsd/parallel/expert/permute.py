@@ -38,7 +38,6 @@ def stable_order(numbers: Tensor, count: int) -> Tensor:
 
     Args:
         numbers: integers from 0 to ``count - 1``, ``[n]``.
-        count: how many different numbers there may be.
 
     Returns: int64 ``[n]``.
     """
@@ -113,7 +112,6 @@ class FusedPermute:
     Args:
         pairs: ``[tokens * top_k]``, see ``RowPermute``.
         scores: ``[tokens, top_k]``, the factors of the experts' outputs.
-        formats: the formats of the four directions.
         find_order: returns the order of this rank's experts; called once, when the rows of dispatch have arrived.
     """
 

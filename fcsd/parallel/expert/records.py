@@ -85,12 +85,7 @@ class Layout:
 
 
 class RecordCodec:
-    """A ``Codec`` that rounds the rows of records, and leaves their tails as they are.
-
-    Args:
-        codec: rounds rows.
-        layout: the layout of the records.
-    """
+    """A ``Codec`` that rounds the rows of records, and leaves their tails as they are."""
 
     def __init__(self, codec: Codec, layout: Layout) -> None:
         self._codec, self._layout = codec, layout
@@ -118,7 +113,6 @@ def expert_order(experts: Tensor, slots: int) -> Tensor:
 
     Args:
         experts: ``[records, choices]``, the slot of each expert, or -1.
-        slots: the number of experts of a rank.
 
     Returns: ``[records, choices]``, int64, -1 where there is no expert.
     """

@@ -104,11 +104,6 @@ def move(shares: Mapping[str, Share], pieces: Sequence[Piece], rank: int, ranks:
     """Move the pieces of ``plan`` between the ranks of the run. Every rank calls this.
 
     Beside the tensors, a rank needs memory for the pieces that it sends and for those that it receives.
-
-    Args:
-        shares: what this rank holds of each tensor.
-        rank: this process's rank in the run.
-        ranks: the number of ranks of the run.
     """
     sent = sorted((piece for piece in pieces if piece.source == rank), key=lambda piece: piece.goal)
     received = sorted((piece for piece in pieces if piece.goal == rank), key=lambda piece: piece.source)

@@ -16,7 +16,6 @@ class Placement:
     positions.
 
     Args:
-        experts: how many experts the layer has.
         ranks: how many ranks share the experts; it divides ``experts``.
         order: the number of the expert at each position, a permutation. None is the order of numbers, in which each
             rank holds a contiguous range.

@@ -112,7 +112,6 @@ class RowCodec:
     """A ``Codec`` that rounds rows to a format.
 
     Args:
-        format: the format of the records.
         draws: returns the random numbers of the rows to encode; None rounds to the nearest code. It is called when
             the rows are encoded, because the experts' ranks learn the numbers of their rows only with dispatch.
     """
@@ -169,7 +168,6 @@ class Quantiser:
     """Makes the codecs of every pass through a layer of a model. Rows are rounded except in a block of ``paused``.
 
     Args:
-        formats: the formats of the four directions.
         seed: the seed of the run, on which stochastic rounding depends.
     """
 
@@ -223,7 +221,6 @@ class Quantiser:
             layer: 0-based index of the decoder layer.
             pairs: int64 ``[tokens * top_k]``, the number ``token * top_k + k`` of each row that this rank sends in
                 dispatch; ``token`` is the place of the token in this rank's micro-batch.
-            top_k: how many experts each token chooses.
         """
         formats = self.formats
         if self._paused:

@@ -26,7 +26,6 @@ def simulate_all_reduce(partials: Tensor, format: Format | Rounding) -> Tensor:
     no sum travels.
 
     Args:
-        partials: what each rank holds.
         format: the format of the values sent, or the function that rounds rows.
 
     Raises:

@@ -52,7 +52,6 @@ def expert_slices(experts: nn.Module, ranks: int, transposed: bool) -> list[dict
     Args:
         experts: transformers' module, with ``gate_up_proj [experts, 2 * inner, hidden]`` and ``down_proj [experts,
             hidden, inner]``.
-        ranks: the number of ranks.
         transposed: whether the last two dimensions of both weights are exchanged (llama4).
 
     Raises:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from fcsd.parallel import order
-from fcsd.parallel.tensor.sums import TrainingSums
+from fcsd.parallel.tensor.sums import KeptGradient, TrainingSums
 from fcsd.parallel.transports.transport import Work
 
 
@@ -94,7 +94,7 @@ def scatter_output(out: Tensor, sums: TrainingSums, layer: int) -> Any:
     Returns: a function that waits, and returns this rank's rows of the sum, ``[1, rows, hidden]``.
     """
     transfer, gradient = Transfer(sums, layer, False), Transfer(sums, layer, True)
-    out = _AwaitGradient.apply(out.flatten(0, -2), gradient)
+    out = _AwaitGradient.apply(out.flatten(0, -2), gradient, sums.waits)
     own = _ScatterOutput.apply(out, transfer, gradient, sums.waits)
     if sums.waits:
         transfer.wait()
@@ -139,12 +139,7 @@ class _GatherInput(torch.autograd.Function):
         return ctx.gradient.take(), None, None
 
 
-class _ScatterGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, gradient: Transfer, waits: bool) -> Tensor:
-        ctx.gradient, ctx.waits = gradient, waits
-        return rows.view_as(rows)
-
+class _ScatterGradient(KeptGradient):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         ctx.gradient.start(grad, "bwd")
@@ -153,15 +148,10 @@ class _ScatterGradient(torch.autograd.Function):
         return grad, None, None
 
 
-class _AwaitGradient(torch.autograd.Function):
+class _AwaitGradient(KeptGradient):
     @staticmethod
-    def forward(ctx: Any, out: Tensor, gradient: Transfer) -> Tensor:
-        ctx.gradient = gradient
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.gradient.take(), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.gradient.take(), None, None
 
 
 class _ScatterOutput(torch.autograd.Function):

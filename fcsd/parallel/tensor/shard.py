@@ -29,9 +29,6 @@ _PARTIAL = "partial_gradient"
 def check_trainable(name: str, config: PretrainedConfig, degree: int) -> None:
     """Refuse a model that ``degree`` ranks cannot train together. Only the config is read.
 
-    Args:
-        name: names the model in messages.
-
     Raises:
         ConfigError: the type of the model cannot be sharded, it has experts, or the degree does not divide its heads,
             its key-value heads or its intermediate size.
@@ -51,7 +48,6 @@ def check_desync(name: str, tp_degree: int, degree: int, sequence: bool) -> None
     """Refuse a Desync wiring for another number of ranks: each rank keeps its own residual stream.
 
     Args:
-        name: names the wiring in messages.
         tp_degree: the number of ranks that the wiring was made for.
 
     Raises:

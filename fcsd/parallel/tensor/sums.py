@@ -70,7 +70,7 @@ def column_input(x: Tensor, sums: TrainingSums, layer: int, gradient_awaited_at:
         return x
     gradient = Reduction(sums.ranks.group, sums.backend, layer)
     if sums.mode == "off":
-        return _SumGradient.apply(x, gradient)
+        return _SumGradient.apply(x, gradient, True)
     waits = sums.mode == "eager-sync"
     x = _AwaitGradient.apply(x, gradient, waits)
     order.run_at(x, gradient_awaited_at)
@@ -82,23 +82,23 @@ def partial_output(out: Tensor, sums: TrainingSums, layer: int) -> Reduction:
     return reduce(out, sums.ranks.group, sums.backend, layer)
 
 
-class _Gradient(torch.autograd.Function):
-    """Passes a tensor on, and keeps the sum of its gradient for the backward pass."""
+class KeptGradient(torch.autograd.Function):
+    """Passes a tensor on, and keeps the sum of its gradient for the backward pass, and whether to await it at once."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gradient: Reduction, waits: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gradient: Any, waits: bool) -> Tensor:
         ctx.gradient, ctx.waits = gradient, waits
         return x.view_as(x)
 
 
-class _AwaitGradient(_Gradient):
+class _AwaitGradient(KeptGradient):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         # ``grad`` is the memory of the sum, which may still be in flight.
         return grad if ctx.waits else ctx.gradient.wait(), None, None
 
 
-class _StartGradient(_Gradient):
+class _StartGradient(KeptGradient):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         # The sub-block's products made this gradient and nothing else reads it, so the sum is written over it.
@@ -109,16 +109,11 @@ class _StartGradient(_Gradient):
         return grad, None, None
 
 
-class _SumGradient(torch.autograd.Function):
+class _SumGradient(KeptGradient):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gradient: Reduction) -> Tensor:
-        ctx.gradient = gradient
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         ctx.gradient.start(grad.contiguous(), "bwd")
-        return ctx.gradient.wait(), None
+        return ctx.gradient.wait(), None, None
 
 
 class _SumOfParts(torch.autograd.Function):

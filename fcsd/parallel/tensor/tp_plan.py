@@ -103,7 +103,6 @@ def check_degree(config: Any, degree: int) -> None:
 
     Args:
         config: the config of the language model.
-        degree: the number of ranks.
 
     Raises:
         ConfigError: the heads cannot be divided evenly among so many ranks. The message names the numbers.
@@ -130,7 +129,6 @@ def layer_sharding(plan: TpPlan, name: str, ndim: int) -> Sharding:
     Args:
         plan: from ``tp_plan_of``.
         name: the name inside the layer.
-        ndim: the number of dimensions.
 
     Raises:
         BadInputError: the plan has no style for the tensor, or one that is not in the list above.

@@ -84,7 +84,6 @@ class CopiesTransport:
     """The ``Transport`` of one process group.
 
     Args:
-        open_buffers: the function that makes the buffers.
         slack: the size of a new buffer, divided by the size of the largest exchange so far.
         node_size: how many neighbouring ranks copy rows to each other; it divides the size of the group. None stands
             for all ranks.

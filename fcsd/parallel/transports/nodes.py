@@ -39,7 +39,6 @@ def send_outside(rows: Tensor, received: Tensor, splits: Splits, node: Node, gro
         rows: ``[sent, width]``, in the order of the receivers.
         received: ``[received, width]``, in the order of the senders. Rows from this node are not written to.
         splits: the sizes of the whole exchange.
-        node: the node of this process.
         group: the group of all ranks.
     """
     sends, receives = _slices(splits.sends), _slices(splits.receives)

@@ -30,7 +30,6 @@ class Traffic:
 
         Args:
             rows: what this rank sends, ``[sent, width]``.
-            splits: the sizes of the exchange.
             group: the process group of the ranks that exchange rows.
             dispatch: whether the rows are those of dispatch in the forward direction.
         """

@@ -47,9 +47,6 @@ def load_expert_parallel(
     section.
 
     Args:
-        path: the checkpoint directory.
-        dtype: the dtype of the weights in memory.
-        device: the device on which the model stays.
         ep_size: the number of ranks that share the experts of a layer. It divides the number of ranks and of experts.
         config: used in place of the config of the directory.
         orders: the numbers of a layer's experts by position, by the path of its MoE block, see ``Placement``. The

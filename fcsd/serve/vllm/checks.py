@@ -22,7 +22,6 @@ def check(vllm_config: Any, model_type: str) -> None:
 
     Args:
         vllm_config: vLLM's ``VllmConfig``, whose ``hf_config`` has the ``fcsd`` block.
-        model_type: the type of the base.
 
     Raises:
         ConfigError: a setting does not go with the model. The message names it and says what to do.

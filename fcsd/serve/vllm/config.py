@@ -23,7 +23,6 @@ def base_config(raw: dict[str, Any], where: str | Path) -> tuple[dict[str, Any],
     """What config.json of a converted model says about its base.
 
     Args:
-        raw: the content of config.json.
         where: the directory or repository, for messages.
 
     Returns:

@@ -78,7 +78,6 @@ class WiredLayer(nn.Module):
         Args:
             args: positions and ``hidden`` in the order of ``VllmNames``, then ``residual``, then what vLLM's loop adds
                 for the attention; empty if the loop names the next three.
-            positions: of the tokens.
             hidden_states: see ``Flight``.
             residual: see ``Flight``.
             idx: the number of the layer, which one of vLLM's loops passes and no layer reads.
@@ -369,7 +368,6 @@ def take_apart(layer: Any, wired: Wired) -> None:
 
     Args:
         layer: a layer of vLLM's own class.
-        wired: what the layer needs to run.
 
     Raises:
         ValueError: the layer multiplies its outputs, which the plugin's does not.

@@ -118,7 +118,6 @@ class Reducer:
         """The sum that ``start_held`` started.
 
         Args:
-            total: what it returned.
             own: what was held; it is read until the sum is awaited.
             later: a tensor that was computed after the start.
         """
@@ -130,7 +129,6 @@ class Reducer:
         """Wait for a sum.
 
         Args:
-            sum_: the sum.
             newest: the tensor that was computed last, behind which the wait stays.
         """
         if sum_.summand is not None:
@@ -142,7 +140,6 @@ class Reducer:
         """Keep what reads ``x`` behind the start of a sum.
 
         Args:
-            x: the tensor that the cover reads.
             newest: the tensor that was computed last.
             sums: the sums that may be in flight. If ``newest`` is the total of one, it has just been started.
         """

@@ -315,4 +315,4 @@ def test_settings_that_the_baselines_do_not_have() -> None:
     )
     assert told[0] == told[1] == "the baselines compute KL at temperature 1 only"
     assert told[2].startswith("the baselines keep fp32 moments")
-    assert told[3].startswith("the benchmarks of a step train all weights")
+    assert told[3].startswith("this benchmark trains all weights")
