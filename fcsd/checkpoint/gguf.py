@@ -13,6 +13,7 @@ from typing import Any
 
 from fcsd.checkpoint.config_json import CheckpointConfig
 from fcsd.checkpoint.staging import check_out, staged
+from fcsd.checkpoint.tokenizer import load_tokenizer
 from fcsd.disk import write_text
 from fcsd.errors import BadInputError, ConfigError, DiskError
 from fcsd.extras import require_extra
@@ -103,6 +104,7 @@ def unpack_gguf(file: Path, out: Path, accept: Callable[[CheckpointConfig], obje
         plain.save_pretrained(stage)
         model.generation_config.save_pretrained(stage)
         tokenizer.save_pretrained(stage)
+        _require_words(file, load_tokenizer(stage))
         write_text(stage / "README.md", _card(file, fields))
 
 
@@ -173,6 +175,22 @@ def _load(file: Path) -> tuple[Any, Any]:
         if found[kind]:
             raise BadInputError(f"{file}: {kind.replace('_', ' ')}: {sorted(found[kind])[0]}")
     return model, tokenizer
+
+
+def _require_words(file: Path, tokenizer: Any) -> None:
+    """Refuse a tokenizer that divides every word of its vocabulary, as that of Gemma 3 under transformers 5.17 does.
+
+    Models compute without an error on such tokens, and every text is read wrongly.
+    """
+    from transformers import __version__
+
+    pieces = (piece.replace("\u2581", " ") for piece in tokenizer.get_vocab())
+    words = [piece for piece in pieces if len(piece.strip()) > 1 and piece.strip().isalpha()]
+    if words and not any(len(tokenizer(word, add_special_tokens=False)["input_ids"]) == 1 for word in words):
+        raise BadInputError(
+            f"{file}: transformers {__version__} reads the tokenizer of this file wrongly: it divides every word",
+            "Use transformers 5.23, which reads it.",
+        )
 
 
 def _card(file: Path, fields: dict[str, Any]) -> str:

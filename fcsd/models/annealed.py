@@ -9,7 +9,6 @@ overlaps communication with computation runs as a blocking layer until then.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -23,15 +22,27 @@ from .wiring import WiredLayer, pass_on, read
 from .wiring_block import DESYNC, Wiring
 
 
-@dataclass
 class Annealing:
     """How far the annealing of a model has come. All layers of the model share one object.
 
     Attributes:
-        weight: from 0, all reads see the full stream, to 1, all reads are those of the wiring.
+        mixes: whether the weight is below 1.
+        tensor: the weight, ``[]`` in fp32, for compiled layers: they would be compiled again for each new number.
     """
 
-    weight: float = 1.0
+    def __init__(self, weight: float = 1.0, device: torch.device | None = None) -> None:
+        self.tensor = torch.empty((), device=device)
+        self.weight = weight
+
+    @property
+    def weight(self) -> float:
+        """From 0, all reads see the full stream, to 1, all reads are those of the wiring."""
+        return self._weight
+
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        self._weight, self.mixes = weight, weight < 1
+        self.tensor.fill_(weight)
 
 
 class AnnealedLayer(WiredLayer):
@@ -48,7 +59,7 @@ class AnnealedLayer(WiredLayer):
         return super().forward(hidden_states, *given, **kwargs)
 
     def _is_annealed(self) -> bool:
-        return self.training and self.annealing.weight < 1
+        return self.training and self.annealing.mixes
 
     def _read(self, streams: Sequence[Tensor], depth: int) -> tuple[Tensor, Sequence[Tensor]]:
         """Like ``read``. The stream at ``depth`` is mixed with the full stream, which is the first of ``streams``."""
@@ -56,7 +67,13 @@ class AnnealedLayer(WiredLayer):
         if self._is_annealed() and len(streams) > 1:
             # The mean of the full stream (available + in flight) and the available one, weighted by 1 - weight and
             # weight. torch.lerp is exact at both ends and computes in fp32 for bf16.
-            available = torch.lerp(streams[0], available, self.annealing.weight)
+            if torch.compiler.is_compiling():  # a compiler fuses the casts, without which bf16 would round the weight
+                dtype = available.dtype
+                wide = torch.promote_types(dtype, torch.float32)
+                weight = self.annealing.tensor.to(wide)
+                available = torch.lerp(streams[0].to(wide), available.to(wide), weight).to(dtype)
+            else:
+                available = torch.lerp(streams[0], available, self.annealing.weight)
         return available, streams
 
 
@@ -86,7 +103,7 @@ def anneal(model: PreTrainedModel) -> Annealing:
         ConfigError: see ``require_in_flight``.
     """
     require_in_flight(wiring_of(model.config))
-    annealing = Annealing()
+    annealing = Annealing(device=model.device)
     wired: list[Any] = [layer for layer in decoder_layers(model) if isinstance(layer, WiredLayer)]
     for layer in wired:
         layer.__class__ = _annealed_class(type(layer))

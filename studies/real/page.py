@@ -327,7 +327,15 @@ def rules(repo: Path = Path()) -> str:
 UNTRAINED_GEMMA = RESULTS / "real_gemma3_cpu.json"
 GEMMA = RESULTS / "real_gemma3_1xh100.json"  # taken where it exists
 OF_GEMMA = """\
-Healed, the converted layers alone, on all items of PIQA, ARC-E and OpenBookQA and 2500 of HellaSwag, spread over it:
+Healed, the converted layers alone, on all items of PIQA, ARC-E and OpenBookQA and 2500 of HellaSwag, spread over it.
+`half` is `ladder` on the last nine layers, and `far` is `farskip` on the choice of `--layers auto`, 15 of 18 layers.
+The last table has what stands beside the mean.
+"""
+OF_UNTRAINED_GEMMA = """\
+Untrained conversions on 30 questions of each task (CPU, float32). `farskip-auto` is the choice of `--layers auto`, 15
+of 18 layers, and `ladder-half` is the last nine. With so few questions a star means that the original was not shown to
+be above chance. On {n} of HellaSwag it is: {value:.1f} ± {stderr:.1f}. The second table has what stands beside the
+mean.
 """
 
 
@@ -336,12 +344,17 @@ def _stored(file: Path) -> dict[str, Any] | None:
 
 
 def gemma(untrained: dict[str, Any], healed: dict[str, Any] | None) -> str:
-    """Markdown with what untrained conversions of Gemma score, and with its healed runs if there are any."""
+    """Markdown with the healed runs of Gemma and their scores; without scores, with those of untrained conversions."""
+    if healed and healed["differences"]:
+        return f"{OF_GEMMA}\n{runs([healed])}\n{scores(healed)}"
+    more = untrained["original_asked_more"]["HS"]
+    points = {"n": more["n"], "value": 100 * more["value"], "stderr": 100 * more["stderr"]}
+    before = f"{OF_UNTRAINED_GEMMA.format(**points)}\n{scores(untrained)}"
     if healed:
-        return f"{scores(untrained)}\n{OF_GEMMA}\n{runs([healed])}\n{scores(healed)}"
+        return f"{before}\n{runs([healed])}"
     first, last = untrained["first_steps"]["kl"][0], untrained["first_steps"]["held_out_kl"][-1]
     steps = f"eight steps of 256 tokens on a CPU: {first:.1f} nats in the first rows, {last:.1f} on held-out text then"
-    return f"{scores(untrained)}\nNo conversion of Gemma has been healed, but for {steps} (`ladder-half`).\n"
+    return f"{before}\nNo conversion of Gemma has been healed, but for {steps} (`ladder-half`).\n"
 
 
 EXPERTS = RESULTS / "real_experts_smollm2_2xh100.json"
@@ -391,6 +404,8 @@ def splits(file: dict[str, Any]) -> str:
 
 
 def _change(run: dict[str, Any], text: str) -> str:
+    if text not in run["kl"]:
+        return "not measured"
     after, before = f"{run['kl'][text]['kl']:.3f}", run.get("untrained_kl")
     return f"{before[text]['kl']:.2f} → {after}" if before else after
 

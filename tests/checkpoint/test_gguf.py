@@ -12,9 +12,11 @@ import tiny
 import torch
 from rich.filesize import decimal
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from fcsd.checkpoint import gguf as checkpoint_gguf
 from fcsd.checkpoint.gguf import unpack_gguf
 from fcsd.cli.main import app
 from fcsd.convert import convert_checkpoint
@@ -166,7 +168,9 @@ def test_a_conversion_has_the_weights_of_the_file(tmp_path: Path, arch: str, qua
     assert (tmp_path / "m.gguf").read_bytes() == before
 
 
-def test_words_of_a_file_are_merged_by_their_scores_and_the_users_words_come_first(tmp_path: Path) -> None:
+def test_words_of_a_file_are_merged_by_their_scores_and_the_users_words_come_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pieces = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\n\n", "\u2581\u2581"]
     kinds = [3, 3, 3, 3] + 256 * [6] + [4, 4]  # control, bytes, and words that the user has given
     words = ["\u2581t", "he", "\u2581the", "ab", "bc", "\u2581", "a", "b", "c", "e", "h", "t"]
@@ -177,6 +181,20 @@ def test_words_of_a_file_are_merged_by_their_scores_and_the_users_words_come_fir
     told = ["<bos>", "t", "he", "\u2581the", "\u2581\u2581", "ab", "c", "\n\n", "<0xC3>", "<0xA9>"]
     assert found == [[*pieces, *words].index(word) for word in told]
     assert tokenizer.decode(found, skip_special_tokens=True) == "the the  abc\n\n\u00e9"
+
+    load = checkpoint_gguf._load
+
+    def without_merges(file: Path) -> tuple[Any, Any]:  # as transformers 5.17 reads it
+        model, tokenizer = load(file)
+        state = json.loads(tokenizer.backend_tokenizer.to_str())
+        state["model"]["merges"] = []
+        tokenizer._tokenizer = Tokenizer.from_str(json.dumps(state))
+        return model, tokenizer
+
+    monkeypatch.setattr(checkpoint_gguf, "_load", without_merges)
+    with pytest.raises(BadInputError, match="it divides every word"):
+        unpack_gguf(tmp_path / "m.gguf", tmp_path / "wrong")
+    assert not (tmp_path / "wrong").exists()
 
 
 def test_the_layers_of_a_file_are_chosen_by_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

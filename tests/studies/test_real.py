@@ -12,7 +12,11 @@ from pathlib import Path
 from statistics import mean, median
 
 import numpy
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import tiny
+import torch
 from studies.real import frontier, heal, page, passages, ranks
 from studies.real.heal import read_cases, recipe_of
 
@@ -245,7 +249,8 @@ def test_the_figures_of_the_on_policy_tail_are_those_of_the_raw_file(repo: Path)
 
 def test_every_stored_case_is_a_recipe(repo: Path, tmp_path: Path) -> None:
     texts = {name: tmp_path / name for name in ("own", "doc", "foreign", "more", "day")}
-    for case in (case for file in page.read(repo).values() for case in file["runs"]):
+    stored = [*page.read(repo).values(), json.loads((repo / page.GEMMA).read_text())]
+    for case in (case for file in stored for case in file["runs"]):
         if "optim.kind" in case.get("set", {}):
             continue  # Muon, which lost and was removed (docs/LOG.md)
         read = Recipe.model_validate(recipe_of(case, tmp_path / "student", tmp_path, texts))
@@ -312,6 +317,23 @@ def test_failed_cases_run_again_and_two_runs_of_a_gpu_have_two_ports(
         heal.gpu_names(3)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert heal.gpu_names(3) == ["0", "1", "2"]
+
+
+def test_a_student_is_measured_by_the_divergence_of_all_logits(tmp_path: Path) -> None:
+    """The KL of full logits, in fp64, over the rows of a text; that of the teacher to itself is 0."""
+    models = [tiny.model("llama", seed, initializer_range=0.2) for seed in range(3)]
+    folders = [tmp_path / str(seed) for seed in range(3)]
+    for model, folder in zip(models, folders, strict=True):
+        model.save_pretrained(folder)
+    ids = tiny.tokens(4, 32)
+    (tmp_path / "text/held_out").mkdir(parents=True)
+    pq.write_table(pa.table({"input_ids": ids.tolist()}), tmp_path / "text/held_out/a.parquet")
+    found = [heal.measure(student, folders[0], {"text": tmp_path / "text"}) for student in folders]
+    with torch.no_grad():
+        theirs, *each = (model.double()(ids.view(1, -1)).logits[0, :-1].log_softmax(-1) for model in models)
+    expected = [float((theirs.exp() * (theirs - own)).sum(-1).mean()) for own in each]
+    assert [one["text"]["kl"] for one in found] == pytest.approx([0, *expected], rel=1e-4, abs=1e-7)
+    assert [one["text"]["tokens"] for one in found] == [127] * 3 and min(expected) > 1e-3
 
 
 def test_the_cases_of_the_study_of_ranks_are_taken_and_its_table_is_that_of_the_stored_runs(
@@ -698,17 +720,53 @@ def test_the_page_takes_the_healed_runs_of_gemma_where_they_are_stored(repo: Pat
     untrained, healed = (json.loads((repo / file).read_text()) for file in (page.UNTRAINED_GEMMA, page.PARTS))
     none, told = page.gemma(untrained, None), page.gemma(untrained, healed)
     assert "No conversion of Gemma has been healed" in none and "No conversion" not in told
-    assert (
-        told.startswith(page.scores(untrained)) and page.runs([healed]) in told and told.endswith(page.scores(healed))
-    )
+    assert page.scores(untrained) in none and page.runs([healed]) in told and told.endswith(page.scores(healed))
+    unasked = page.gemma(untrained, {**healed, "scores": {}, "differences": []})  # its benchmarks were cut off
+    assert page.scores(untrained) in unasked and page.runs([healed]) in unasked and "No conversion" not in unasked
+    without = [{**run, "kl": {"foreign": run["kl"]["foreign"]}} for run in healed["runs"]]  # it wrote no text
+    assert page.runs([{"runs": without}]).count("| not measured |") == len(without)
     text = " ".join((repo / page.PAGE).read_text().split())
     smol, gemma = (found["median"] for found in untrained["root_mean_square_of_matrices"].values())
     assert f"root mean square of {gemma:.2f}, and SmolLM2's of {smol:.2f}." in text and round(smol / gemma) == 5
     tokens, more = untrained["tokens"], untrained["original_asked_more"]["HS"]
     assert f"{tokens['texts']} texts of {tokens['tokens']:,} tokens" in text and not tokens["different_texts"]
-    assert f"On {more['n']} of HellaSwag it is: {100 * more['value']:.1f} ± {100 * more['stderr']:.1f}." in text
+    said = f"On {more['n']} of HellaSwag it is: {100 * more['value']:.1f} ± {100 * more['stderr']:.1f}."
+    assert said in none and said not in told
     assert more["value"] - 0.25 > 2 * more["stderr"]
     found = [json.loads((repo / file).read_text()) for file in page.LAYERS.values()]
     costs = [median(model[wiring]["alone"]) for model in found for wiring in ("ladder", "farskip")]
     said = "{2:.2f} nats under ladder and {3:.2f} under farskip in the median layer, where SmolLM2's cost {0:.2f} and "
     assert f"{said}{{1:.2f}}".format(*costs) in text
+
+
+def test_what_the_pages_say_of_gemmas_healed_run_is_that_of_the_raw_file(repo: Path) -> None:
+    raw = json.loads((repo / page.GEMMA).read_text())
+    pages = (page.PAGE, "benchmarks/results/README.md", "docs/LOG.md")
+    text, index, log = (" ".join((repo / file).read_text().split()) for file in pages)
+    (run,), far, apart = raw["runs"], raw["far"], raw["asked_in_characters"]
+    after, before = ([run[kind][name]["kl"] for name in ("own", "foreign")] for kind in ("kl", "untrained_kl"))
+    said = "are {:.3f} nats away on own text and {:.3f} on foreign text**, from {:.2f} and {:.2f}"
+    assert run["tokens"] == 10e6 and said.format(*after, *before) in text
+    said = "half of the layers {:.2f} → {:.3f} nats on own text, {:.2f} → {:.3f} on foreign text; **no points**"
+    assert said.format(before[0], after[0], before[1], after[1]) in index
+    during = run["held_out"][:3]
+    assert "divergence was {:.3f}, {:.3f} and {:.3f} after".format(*(kl for _, kl in during)) in text
+    assert "after {:.1f}, {:.1f} and {:.1f} million".format(*(step * run["batch"] / 1e6 for step, _ in during)) in text
+    assert f"{round(run['tokens_per_second'], -3):,.0f} tokens/s (median of its steps)" in text
+    assert f"in {raw['own_files']:d} files of {raw['write_settings']['shard_tokens']:,} tokens" in text.replace(
+        "four", "4"
+    )
+    last, wanted = (far[kind] / 1e6 for kind in ("tokens_at_last_line", "tokens_wanted"))
+    assert f"cut off after {last:.1f} of {wanted:.1f} million tokens" in text
+    assert f"cut off after {last:.1f} million tokens" in log
+    ((one, first), (two, second)) = next(iter(raw["held_out_during"].values()))
+    assert f"at {first:.3f} after {one / 1e6:.1f} and at {second:.3f} after {two / 1e6:.1f} million" in text
+    # No score of it may reach a table: the questions were asked in characters, and the original is at chance.
+    assert not raw["scores"] and not raw["differences"]
+    documents = apart["held_out_documents"]
+    assert documents["with_as_many_tokens_as_characters"] == documents["documents"]
+    original = apart["scores"]["original"]
+    assert abs(original["HS"]["value"] - 0.25) < 2.5 * original["HS"]["stderr"]
+    assert all(f"{100 * original['HS']['value']:.1f} % of HellaSwag" in told for told in (text, log))
+    assert f"wrote none of {original['lambada_openai']['n']} last words" in text
+    assert original["lambada_openai"]["value"] == 0
