@@ -18,29 +18,33 @@ PAGE, PICTURE = Path("docs/REAL_MODELS.md"), Path("docs/frontier.svg")
 DEPTH = 30  # layers of the model of all runs
 TARGETS = {15: 0.5, 26: 0.7, DEPTH: 1.5}  # points, for at least so many layers
 RESULTS = Path("benchmarks/results")
-# The runs to which the law is fitted; longer ones of the converted layers alone, seeds of shorter ones, and all layers;
-# a longer run of all layers, and runs that read text of everyday doings, too, which are taken where they are stored.
-RAW, MORE, LATER = (
+# The runs to which the law is fitted. Then those of the converted layers alone: longer ones, seeds of shorter ones, all
+# layers, a longer run of all layers, and runs that read text of everyday doings, too.
+RAW, MORE = (
     tuple(RESULTS / f"real_smollm2_{name}.json" for name in names)
     for names in (
         ("100m_2xh100", "10m_2xh100", "seeds_2xh100", "parts_2xh100"),
-        ("converted_2xh100", "converted_seeds_2xh100", "all_layers_2xh100"),
-        ("all_layers_longer_1xh100", "everyday_1xh100"),
+        (
+            "converted_2xh100",
+            "converted_seeds_2xh100",
+            "all_layers_2xh100",
+            "all_layers_longer_1xh100",
+            "everyday_1xh100",
+        ),
     )
 )
 SEEDS, PARTS = RAW[2:]
-CONVERTED, CONVERTED_SEEDS, ALL = MORE
-LONGER, EVERYDAY = LATER
+CONVERTED, CONVERTED_SEEDS, ALL, LONGER, EVERYDAY = MORE
 PASSAGES = RESULTS / "real_smollm2_passages_cpu.json"
 # The benchmarks that count in a mean, and their chance.
 CHANCE = {benchmark.column: benchmark.chance for benchmark in SUITES["paper"]}
 
 
 def best(raw: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The run of each conversion that ends nearest to the original on both texts, if any run of it has scores.
+    """The run with scores of each conversion that ends nearest to the original on both texts.
 
-    Of all layers, which no run with scores has, it is the nearest run. ``lost`` is the mean difference in points and
-    its error, and ``untrained_lost`` the points that the conversion costs before it is healed.
+    ``lost`` is the mean difference in points and its error, and ``untrained_lost`` the points that the conversion costs
+    before it is healed.
     """
     found: dict[tuple[str, tuple[int, ...]], list[dict[str, Any]]] = {}
     for file in raw:
@@ -50,18 +54,16 @@ def best(raw: list[dict[str, Any]]) -> list[dict[str, Any]]:
             more = {"file": file, "scored": run["name"] in differences, "count": len(layers)}
             found.setdefault((run["wiring"], layers), []).append({**run, **more})
     chosen = []
-    for (_, layers), alike in sorted(found.items(), key=lambda item: len(item[0][1])):
+    for _, alike in sorted(found.items(), key=lambda item: len(item[0][1])):
         scored = [run for run in alike if run["scored"]]
-        if not scored and len(layers) < DEPTH:
+        if not scored:
             continue
-        run = min(scored or alike, key=lambda run: run["kl"]["own"]["kl"] + run["kl"]["foreign"]["kl"])
+        run = min(scored, key=lambda run: run["kl"]["own"]["kl"] + run["kl"]["foreign"]["kl"])
         for other in alike:
             run["untrained_kl"] = run.get("untrained_kl") or other.get("untrained_kl")
             if f"{other['name']}-untrained" in other["file"].get("scores", ()):
                 run["untrained_lost"] = mean_difference(other["file"], f"{other['name']}-untrained")[0]
-        if run["scored"]:
-            run["lost"] = mean_difference(run["file"], run["name"])
-        chosen.append(run)
+        chosen.append({**run, "lost": mean_difference(run["file"], run["name"])})
     return chosen
 
 
@@ -79,24 +81,23 @@ def answer(raw: list[dict[str, Any]], repo: Path = Path()) -> str:
         slow = frontier.served(wiring, share, frontier.MEASURED, repo)
         near = frontier.served(wiring, share, frontier.OVER_NVLINK, repo)
         alone = "converted layers" if "optim.train" in run.get("set", {}) else "all weights"
-        lost = "not asked" if "lost" not in run else "{:.1f} ± {:.1f}".format(-run["lost"][0], run["lost"][1])
+        lost = "{:.1f} ± {:.1f}".format(-run["lost"][0], run["lost"][1])
         before = f"{-run['untrained_lost']:.1f}" if "untrained_lost" in run else ""
         cells = [f"{count} of {DEPTH}: {run['layers']}", wiring, f"{run['tokens'] / 1e6:g} M", alone, lost, before]
         cells += [_change(run, text) for text in ("own", "foreign")]
         body.append([*cells, str(slow or f"{frontier.predicted()[wiring, '100%'].shared(share)}*"), str(near or "-")])
         target = next((TARGETS[least] for least in sorted(TARGETS, reverse=True) if least <= count), None)
-        if target is not None and "lost" in run:
+        if target is not None:
             shown = -run["lost"][0] + 1.645 * run["lost"][1] <= target
             reached.append(f"{target} points with {wiring} on {count} layers was {'' if shown else 'not '}shown")
     return table(head, body, left=2) + f"\n**Targets**: {'; '.join(reached)}.\n"
 
 
 def healed(raw: list[dict[str, Any]]) -> list[frontier.Healed]:
-    """The best runs that have scores, for the picture."""
+    """The best runs, for the picture."""
     return [
         frontier.Healed(f"{run['tokens'] / 1e6:g} M", run["wiring"], run["count"] / DEPTH, *run["lost"])
         for run in best(raw)
-        if "lost" in run
     ]
 
 
@@ -360,17 +361,28 @@ EXPERTS = RESULTS / "real_experts_smollm2_2xh100.json"
 
 
 def experts(file: dict[str, Any]) -> str:
-    """Markdown with the runs of the mixture of experts. Those that were cut off have no measurement after the run."""
-    head = ["run", "begins from", "wiring", "layers", "own text, during the run"]
-    head += ["KL, own text", "KL, foreign text", "tokens/s"]
+    """Markdown with the runs of the mixture of experts, what they score, and how far two engines' answers agree.
+
+    Runs that were cut off have no measurement after the run.
+    """
+    texts = [text for text in ("own", "doc", "foreign") if text in file["runs"][0]["kl"]]
+    measured = [{"doc": "KL, own documents"}.get(text, f"KL, {text} text") for text in texts]
+    head = ["run", "begins from", "wiring", "layers", "own text, during the run", *measured, "tokens/s"]
     body = []
     for run in file["runs"]:
         during = ", ".join(f"{kl:.3f}" for _, kl in run["held_out"][:3])
-        after = [_change(run, text) for text in ("own", "foreign")] if "kl" in run else ["not measured"] * 2
+        after = [_change(run, text) for text in texts] if "kl" in run else ["not measured"] * len(texts)
         names = [run[name] for name in ("name", "from", "wiring", "layers")]
         body.append([*names, during, *after, f"{run['tokens_per_second']:.0f}"])
-    asked = f"\n{scores(file)}" if file.get("scores") else ""
-    return table(head, body, left=4) + "\n" + asked
+    parts = [table(head, body, left=4) + "\n"]
+    if file.get("scores"):
+        parts.append(scores(file))
+    if file.get("compared"):
+        found = ("engine_tokens", "vllm_tokens", "same_from_the_first")
+        rows = [[one["prompt"], *(str(one[name]) for name in found)] for one in file["compared"]]
+        head = ["prompt", "tokens of fcsd's engine", "tokens of vLLM", "the same from the first on"]
+        parts.append(table(head, rows, left=1) + "\n")
+    return "\n".join(parts)
 
 
 SPLITS = RESULTS / "real_experts_split_cpu.json"
@@ -408,8 +420,8 @@ def filled(page: str, raw: dict[Path, dict[str, Any]], repo: Path = Path()) -> s
         "parts": scores(raw[PARTS]),
         "converted": f"{OF_CONVERTED}\n{scores(raw[CONVERTED])}",
         "by seed": f"{OF_SEEDS}\n{by_seed(raw[CONVERTED_SEEDS])}\n{scores(raw[CONVERTED_SEEDS])}",
-        "all layers": f"{OF_LONGER}\n{scores(raw[LONGER])}" if LONGER in raw else "",
-        "everyday": f"{OF_EVERYDAY}\n{everyday(raw[EVERYDAY], raw[CONVERTED_SEEDS])}" if EVERYDAY in raw else "",
+        "all layers": f"{OF_LONGER}\n{scores(raw[LONGER])}",
+        "everyday": f"{OF_EVERYDAY}\n{everyday(raw[EVERYDAY], raw[CONVERTED_SEEDS])}",
         "answer": answer(stored, repo),
         "speeds": frontier.speeds(repo),
         "frontier": frontier.table_of_losses(repo),
@@ -429,8 +441,7 @@ def filled(page: str, raw: dict[Path, dict[str, Any]], repo: Path = Path()) -> s
 
 def read(repo: Path = Path()) -> dict[Path, dict[str, Any]]:
     """The stored runs, by file."""
-    files = [*RAW, *MORE, *(file for file in LATER if (repo / file).exists())]
-    return {file: json.loads((repo / file).read_text()) for file in files}
+    return {file: json.loads((repo / file).read_text()) for file in (*RAW, *MORE)}
 
 
 if __name__ == "__main__":
