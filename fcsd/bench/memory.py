@@ -58,6 +58,10 @@ def bench(
 
     Args:
         shape: a name in ``fcsd.bench.shapes``.
+        seq: tokens of a row.
+        micro_batch: rows in a forward pass of each process.
+        accumulation: micro-batches in a step of each process.
+        steps: optimizer steps to take.
         sets: ``--set`` assignments to the recipe. By default the recipe has KL, ZeRO-1, and experts spread over all
             processes.
         cap: GiB of a GPU's memory that torch may take, so that a large GPU stands for a smaller one. None sets no

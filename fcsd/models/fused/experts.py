@@ -27,7 +27,10 @@ class FusedExperts(nn.Module):
     down_proj: Tensor
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The weighted sum of each token's experts, ``[tokens, hidden]`` to the same shape."""
+        """The weighted sum of each token's experts, ``[tokens, hidden]`` to the same shape.
+
+        ``top_k_index``, int64, and ``top_k_weights`` are ``[tokens, top_k]``.
+        """
         # A plan counts what is allocated on the meta device, and would not see what this one operator allocates inside.
         if not torch.is_grad_enabled() and top_k_index.numel() <= _FEW and not hidden_states.is_meta:
             from fcsd.kernels.decode.experts import few_experts  # Triton is imported only where its kernels run
