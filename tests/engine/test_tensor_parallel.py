@@ -149,12 +149,13 @@ def _compare(cases: list[tuple[str, Path, str, list[Wiring]]], degree: int) -> d
                 return model(ids, use_cache=False).logits
 
             for wiring in wirings:
-                blocking = logits(wiring, "nccl", False)
                 dist.all_reduce = _late
                 overlapped = logits(wiring)
                 dist.all_reduce = _all_reduce
                 worst = float((overlapped - expected[str(wiring)]).abs().max())
-                found[f"{arch}, {experts}, {wiring}"] = worst, torch.equal(overlapped, blocking)
+                # The schedule, and so what overlaps, does not depend on the number of ranks.
+                same = degree != 2 or torch.equal(overlapped, logits(wiring, "nccl", False))
+                found[f"{arch}, {experts}, {wiring}"] = worst, same
             if degree == 2:  # what the sums are for does not depend on the number of ranks
                 without = logits(STANDARD, "none") - expected[str(STANDARD)]
                 found[f"{arch}, {experts}, none"] = float(without.abs().max())

@@ -374,8 +374,8 @@ def test_deduplication_of_tokens_that_choose_one_expert_is_said_to_have_no_effec
 def test_the_command_distils_on_two_processes_and_exports_what_loads_anywhere(
     models: dict[str, Path], repo: Path, tmp_path: Path
 ) -> None:
-    def fcsd(*arguments: str) -> None:
-        done = ranks.fcsd(*arguments, cwd=repo)
+    def fcsd(*arguments: str, size: int | None = None) -> None:
+        done = ranks.fcsd(*arguments, cwd=repo, size=size)
         assert done.returncode == 0, done.stderr
 
     folder = models["deepseek_v2"]
@@ -394,7 +394,7 @@ def test_the_command_distils_on_two_processes_and_exports_what_loads_anywhere(
     }
     fcsd("convert", str(folder / "teacher"), str(tmp_path / "student"), "--wiring", "farskip", "--no-check")
     sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-    fcsd("distill", "--recipe", "tiny", *sets, "--gpus", "2", "--output-dir", str(tmp_path / "run"))
+    fcsd("distill", "--recipe", "tiny", *sets, "--output-dir", str(tmp_path / "run"), size=2)
     fcsd("export", str(tmp_path / "run"), str(tmp_path / "out"))  # reloads it in a fresh process to equal logits
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("student", "out"))
     assert after.keys() == before.keys()
