@@ -265,9 +265,9 @@ def load_teacher(
     recipe: Recipe,
     student: PreTrainedModel,
     world: World,
-    traffic: Traffic | None = None,
-    dispatcher: Dispatcher | None = None,
-    ranks: TensorGroup | None = None,
+    traffic: Traffic | None,
+    dispatcher: Dispatcher | None,
+    ranks: TensorGroup | None,
 ) -> PreTrainedModel:
     """Loads the frozen teacher. Its experts are divided as ``parallel.teacher_placement`` says.
 

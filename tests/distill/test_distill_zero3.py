@@ -44,12 +44,12 @@ AT_ONCE = {
     "stage3_prefetch_bucket_size": 5000,
 }
 PLAIN = {
-    "train__steps": 10,
-    "train__eval_every": 5,
-    "checkpoint__every_steps": 5,
+    "train__steps": 6,
+    "train__eval_every": 3,
+    "checkpoint__every_steps": 3,
     "optim__grad_clip": 0.5,
     "optim__weight_decay": 0.1,
-    "early_stop": {"metric": "held_out", "every": 5},
+    "early_stop": {"metric": "held_out", "every": 3},
 }
 SHORT = {"train__steps": 2, "checkpoint__every_steps": 1}
 FROZEN = {"objective__freeze_embeddings": True, "objective__freeze_lm_head": True}
