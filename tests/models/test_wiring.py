@@ -4,6 +4,7 @@ import literal
 import pytest
 import tiny
 import torch
+from rewired import logits_and_gradients, same
 
 from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of, decoder_layers, wire
@@ -24,19 +25,6 @@ WIRINGS = [
     ("parallel", "full", (0, 2)),
 ]
 MORE = [("farskip", "full", ALL), ("ladder", "full", ALL), ("ladder", "mlp-only", ALL), ("parallel", "full", ALL)]
-
-
-def logits_and_gradients(model):
-    ids = tiny.tokens()
-    model.zero_grad()
-    torch.manual_seed(0)  # a router may draw experts in training
-    out = model(ids, labels=ids, use_cache=False)
-    out.loss.backward()
-    return [out.logits.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-
-
-def same(left, right) -> bool:
-    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 @pytest.mark.parametrize(

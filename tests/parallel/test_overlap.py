@@ -3,7 +3,6 @@
 import gc
 import random
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from file_buffers import opener
 from late import late_collectives
 from ranks import in_group
+from rewired import backward
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fcsd.errors import ConfigError
@@ -54,19 +54,13 @@ def _sharded(arch: str, **changes):
     return model.train()
 
 
-def _backward(loss):
-    """As on CUDA: in a thread of its own, which has its own sequence numbers."""
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(loss.backward).result()
-
-
 def _run(model, batches, **forward):
     """Logits and gradients of every parameter after one backward pass per batch."""
     model.zero_grad()
     logits = []
     for ids in batches:
         out = model(ids, labels=ids, use_cache=False, **forward)
-        _backward(out.loss)
+        backward(out.loss)
         logits.append(out.logits.detach().clone())
     return logits, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -218,7 +212,7 @@ def _executed(rank: int, wiring: Wiring, modules: dict[str, str], recompute: boo
         loss = model(ids, labels=ids, use_cache=False).loss
         forward = list(events)
         events.clear()
-        _backward(loss)
+        backward(loss)
     return forward, events
 
 
@@ -269,7 +263,7 @@ def _alive_buffers(rank: int, recompute: bool, dispatcher: Dispatcher = flat) ->
         with _watched(see):
             loss = model(ids, labels=ids, use_cache=False).loss
             leaks.extend(f"{what} after forward" for _, what, ref in landed if alive(ref))
-            _backward(loss)
+            backward(loss)
             leaks.extend(f"{what} after backward" for _, what, ref in landed if alive(ref))
     finally:
         gc.enable()

@@ -1,6 +1,5 @@
 """Expert parallelism in whole runs: the numbers of one process without it, wherever experts, ranks and stages lie."""
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -202,11 +201,8 @@ def test_four_ranks_equal_one_process(models: dict[str, Path], tmp_path: Path, a
 def resumed(folder: Path, run: Path, size: int, **changes: Any) -> tuple[Path, int, int]:
     """A run of four steps: the directory of its copy that was resumed after two, and what ``train`` gave for both."""
     recipe = {"parallel__ep_size": 2, **changes}
-    copy = run.with_name("resumed")
     whole = train(runs.resolved(folder, output_dir=str(run), **recipe), size)
-    shutil.copytree(run, copy)
-    shutil.rmtree(copy / "final")
-    shutil.rmtree(copy / "checkpoints" / "step-4")
+    copy = runs.cut_short(run, run.with_name("resumed"))
     half = train(runs.resolved(folder, output_dir=str(copy), **{**recipe, "parallel__overlap": "off"}), size)
     return copy, whole, half
 
@@ -231,19 +227,13 @@ def train(recipe: ResolvedRecipe, size: int) -> int:
     return results[0]
 
 
-def outcome(run: Path) -> tuple[list[tuple[str, ...]], str]:
-    """Every loss and norm to the last bit, and the hash of the trained weights."""
-    numbers = [tuple(float(m[key]).hex() for key in ("loss", "grad_norm")) for m in read_metrics(run)]
-    return numbers, hashlib.sha256((run / "final" / "model.safetensors").read_bytes()).hexdigest()
-
-
 @pytest.mark.parametrize(
     ("size", "stage"), [(2, 1), *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((2, 0), (4, 1), (4, 2)))]
 )
 def test_two_steps_and_a_resume_are_four_steps(models: dict[str, Path], tmp_path: Path, size: int, stage: int) -> None:
     run = tmp_path / "run"
     copy, whole, half = resumed(models["deepseek_v2"], run, size, parallel__zero_stage=stage)
-    assert outcome(copy) == outcome(run)
+    assert runs.outcome(copy) == runs.outcome(run)
     assert whole == 2 * half and half >= 2 * 2  # experts are a group of their own, before and after the resume
     # With ZeRO every rank has a partition of the optimizer's state; without it, two ranks hold all experts' states.
     assert len(list(run.glob("checkpoints/step-4/optimizer/rank-*.pt"))) == (size if stage else 2)
