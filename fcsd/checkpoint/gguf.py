@@ -204,18 +204,15 @@ def _card(file: Path, fields: dict[str, Any]) -> str:
     return f"{head}# {name}\n\nThe weights of `{file.name}`, dequantised to bf16 by fcsd.\n"
 
 
-def original_beside(out: Path) -> Path:
-    """The directory for the model of a GGUF file, which is the original and the teacher of the conversion ``out``."""
-    return out.with_name(f"{out.name}-original")
-
-
 def unpack_beside(file: Path, out: Path, *, dry_run: bool, accept: Callable[[CheckpointConfig], object]) -> Path:
     """Write the model of a GGUF file beside ``out``, and return that directory; see :func:`unpack_gguf`.
+
+    It is the original and the teacher of the conversion ``out``.
 
     Raises:
         ConfigError: it exists, or nothing may be written.
     """
-    original = original_beside(out)
+    original = out.with_name(f"{out.name}-original")
     if dry_run:
         hint = f"Convert without it, which writes {original}; then fcsd convert {original} OUT --dry-run."
         raise ConfigError("--dry-run cannot read a GGUF file, because its weights must be written first", hint)
