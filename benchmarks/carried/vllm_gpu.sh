@@ -16,7 +16,9 @@
 #   four    on four GPUs: the same with tensor parallelism 4, and two stages of two GPUs
 #   serve   times originals, wirings and bounds: `fcsd bench serve` with the words in SERVE; its files are in $OUT/serve.
 #           Several of them run at once on different GPUs, each with CUDA_VISIBLE_DEVICES and OUT of its own
-#   trace   the kernels of a decoding step: benchmarks/vllm/vllm_trace.py with the words in TRACE; writes $OUT/kernels.json
+#   load    the same with benchmarks/vllm/vllm_load.py, and the words in LOAD
+#   trace   the times of single steps, and their traces: benchmarks/vllm/vllm_trace.py with the words in TRACE; its files
+#           are in $OUT/steps
 #
 # FOLDER is .vllm by default. The GPU machine needs Python 3.12, torch 2.11 for CUDA 13 and transformers 5.17, FOLDER, and
 # fcsd, benchmarks, tests and assets of this repository. Every part ends before second $LIMIT; a part that fails or hangs
@@ -27,10 +29,10 @@ set -uo pipefail
 cd "$(dirname "$0")/../.."
 
 version=0.24.0
-command=${1:?build, items, one, tasks, two, beside, sums, exchange, rows, four, serve or trace}
+command=${1:?build, items, one, tasks, two, beside, sums, exchange, rows, four, serve, load or trace}
 case $command in
-build | items | one | tasks | two | beside | sums | exchange | rows | four | serve | trace) ;;
-*) echo "no command $command: build, items, one, tasks, two, beside, sums, exchange, rows, four, serve or trace" >&2 && exit 2 ;;
+build | items | one | tasks | two | beside | sums | exchange | rows | four | serve | load | trace) ;;
+*) echo "no command $command: build, items, one, tasks, two, beside, sums, exchange, rows, four, serve, load or trace" >&2 && exit 2 ;;
 esac
 folder=${2:-.vllm}
 WORK=${WORK:-/tmp/vllm-work}
@@ -189,11 +191,12 @@ unpack 9>&- || { echo "$folder could not be unpacked; nothing was run" >&2 && ex
 exec 9>&-
 echo "unpacked after $SECONDS s"
 
-if [ "$command" != serve ] && [ "$command" != trace ]; then
+case $command in serve | load | trace) ;; *)
     # Products of float32 by float32 arithmetic; and DeepSeek's attention expanded, because the bundled teacher's latent
     # vectors are smaller than those that vLLM's kernels for latent attention know.
     export TRITON_F32_DEFAULT=ieee VLLM_MLA_DISABLE=1
-fi
+    ;;
+esac
 # A part imports vLLM once (10 to 20 s) and then serves one model after the other, the most telling ones first.
 serve="python3 benchmarks/vllm/vllm_parity.py serve $models"
 latent="env VLLM_MLA_DISABLE=0 $serve"
@@ -252,18 +255,20 @@ four)
     job bfloat16 $serve --tp 4 $small/bfloat16/{graph/ep,default} teacher/bfloat16/default
     job stages $serve --tp 2 --pp 2 $small/float32/eager
     ;;
-serve)
+serve | load)
     minutes=$(python3 -c "print(($(left) - 8) / 60)") # so that it prints what it has found before its end
+    program="-m fcsd bench serve" words=${SERVE:-llama3-8b --tp 2}
+    [ "$command" = serve ] || program="benchmarks/vllm/vllm_load.py ${LOAD%% *}" words=${LOAD#* }
     # shellcheck disable=SC2086 # the words are split
-    job serve python3 -m fcsd bench serve --out "$OUT/serve" --minutes "$minutes" ${SERVE:-llama3-8b --tp 2}
+    job "$command" python3 $program --out "$OUT/$command" --minutes "$minutes" $words
     ;;
 trace)
     # shellcheck disable=SC2086
-    job trace python3 benchmarks/vllm/vllm_trace.py --out "$OUT/kernels.json" ${TRACE:-llama3-8b --layers 16 --tp 2}
+    job trace python3 benchmarks/vllm/vllm_trace.py --out "$OUT/steps" ${TRACE:-llama3-8b --layers 16 --tp 2}
     ;;
 esac
 wait
-[ "$command" = serve ] && cat "$logs/serve.log"
+case $command in serve | load) cat "$logs/$command.log" ;; trace) tail -n 60 "$logs/trace.log" ;; esac
 report
 status=$?
 echo "$command: ended after $SECONDS s with $status"

@@ -61,6 +61,7 @@ from fcsd.serve.vllm.support import installed_version, require_vllm
 
 LOAD_SECONDS = 15  # of arrivals under each load
 LEAST, MOST = 24, 600  # requests under a load
+UNDER_LOAD = ("original", "wired")  # the roles that get them: not the bound, nor other ways to sum
 PASSES = 2  # in which a variant gets them, so that what the host does meanwhile is seen
 ENOUGH = 0.5  # seconds for which a round measures a figure of a variant: one short answer says little
 _BUSY = "the host is too busy to time its steps"
@@ -276,7 +277,7 @@ class _Run:
         peak = 1e3 / original[figures.PEAK][0]  # the first: with a later group it is timed again, and the load stays
         for share in self.load.loads:
             rows = {variant.name: self.found["variants"][variant.name]["loads"] for variant in running}
-            asked = [v for v in running if str(share) not in rows[v.name] and v.role not in ("bound", "way")]
+            asked = [v for v in running if str(share) not in rows[v.name] and v.role in UNDER_LOAD]
             count = -(-min(MOST, max(LEAST, round(share * peak * LOAD_SECONDS))) // PASSES)
             passes: dict[str, list[list[Answer]]] = {variant.name: [] for variant in asked}
             for seed in range(PASSES):
