@@ -16,7 +16,7 @@
 #   four    on four GPUs: the same with tensor parallelism 4, and two stages of two GPUs
 #   serve   times originals, wirings and bounds: `fcsd bench serve` with the words in SERVE; its files are in $OUT/serve.
 #           Several of them run at once on different GPUs, each with CUDA_VISIBLE_DEVICES and OUT of its own
-#   load    the same with benchmarks/vllm/vllm_load.py, and the words in LOAD
+#   load    the same by benchmarks/vllm/vllm_load.py, with loads for the bound and for sums at once
 #   trace   the times of single steps, and their traces: benchmarks/vllm/vllm_trace.py with the words in TRACE; its files
 #           are in $OUT/steps
 #
@@ -257,10 +257,10 @@ four)
     ;;
 serve | load)
     minutes=$(python3 -c "print(($(left) - 8) / 60)") # so that it prints what it has found before its end
-    program="-m fcsd bench serve" words=${SERVE:-llama3-8b --tp 2}
-    [ "$command" = serve ] || program="benchmarks/vllm/vllm_load.py ${LOAD%% *}" words=${LOAD#* }
+    program="-m fcsd bench serve"
+    [ "$command" = serve ] || program=benchmarks/vllm/vllm_load.py
     # shellcheck disable=SC2086 # the words are split
-    job "$command" python3 $program --out "$OUT/$command" --minutes "$minutes" $words
+    job "$command" python3 $program --out "$OUT/$command" --minutes "$minutes" ${SERVE:-llama3-8b --tp 2}
     ;;
 trace)
     # shellcheck disable=SC2086

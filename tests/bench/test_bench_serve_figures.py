@@ -139,6 +139,11 @@ def test_vllm_reads_prompts_in_steps_of_its_budget() -> None:
     known[at_once][("prefill", 512)] = [6.0]
     load = dataclasses.replace(load, arrivals=16, options=("--max-num-batched-tokens", "8192"))
     assert choice.choose(load, known).prefill == ((OVERLAP_FROM, plain),)
+    # A prompt that comes alone is one step, so its own size is known; 1 % is not worth the work for the host.
+    load = dataclasses.replace(load, arrivals=1)
+    assert choice.choose(load, known).prefill == ((512, plain), (1024, at_once), (2048, plain))
+    known[at_once][("prefill", 512)] = [5.05]
+    assert choice.choose(load, known).prefill == ((512, at_once), (2048, plain))
 
 
 def offered(

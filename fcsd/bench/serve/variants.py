@@ -72,7 +72,7 @@ class Machine(NamedTuple):
 
 
 def core(
-    wirings: tuple[str, ...], ways: Mapping[Way, str | None], forms: Mapping[str, Mapping[str, str]] | None = None
+    wirings: tuple[str, ...], ways: Mapping[Way, str | None], forms: Mapping[str, Mapping[str, Any]] | None = None
 ) -> list[Variant]:
     """The original with vLLM's own choices, each wiring, further forms and the bound of the first, other ways to sum.
 
@@ -86,7 +86,13 @@ def core(
         Variant(ORIGINAL, "original"),
         *(Variant(name, "wired", name, _plugin(told), way=first) for name in wirings),
         *(
-            Variant(f"{wirings[0]}, {name}", "wired", wirings[0], _plugin(told, own))
+            Variant(
+                f"{wirings[0]}, {name}",
+                "wired",
+                wirings[0],
+                _plugin(told, own),
+                way=first if "overlap_from" in own else None,  # the same sums, in flight in more steps
+            )
             for name, own in (forms or {}).items()
         ),
         Variant("bound", "bound", wirings[0], _plugin("none")),
@@ -98,7 +104,7 @@ def core(
     ]
 
 
-def _plugin(reduce: str | None, more: Mapping[str, str] | None = None) -> tuple[str, ...]:
+def _plugin(reduce: str | None, more: Mapping[str, Any] | None = None) -> tuple[str, ...]:
     """The options of ``vllm serve`` that tell the plugin how to sum, and what else it is told."""
     fields = {**({} if reduce is None else {"reduce": reduce}), **(more or {})}
     return ("--additional-config", json.dumps({"fcsd": fields})) if fields else ()
