@@ -58,7 +58,7 @@ def run(way: str, given: argparse.Namespace, folder: Path, barrier: Any) -> None
                 if bench is None:
                     begun = time.perf_counter()
                     bench = Bench(way, given, folder)
-                    found["start_s"] = round(time.perf_counter() - begun, 1)
+                    found |= {"start_s": round(time.perf_counter() - begun, 1), "chosen": bench.chosen()}
                 elif round_ == given.rounds:
                     bench.trace()
                 else:
@@ -106,6 +106,21 @@ class Bench:
             ),
         )  # fmt: skip
         self.engine = self.llm.llm_engine
+
+    def chosen(self) -> dict[str, Any]:
+        """What vLLM has chosen by itself, which should be the same for all ways."""
+        config = self.engine.vllm_config
+        compilation, scheduler = config.compilation_config, config.scheduler_config
+        return {
+            "v2_runner": getattr(config, "use_v2_model_runner", None),
+            "mode": str(compilation.mode),
+            "graphs": str(compilation.cudagraph_mode),
+            "largest_graph": compilation.max_cudagraph_capture_size,
+            "split": compilation.splitting_ops,
+            "async": scheduler.async_scheduling,
+            "sequences": scheduler.max_num_seqs,
+            "tokens": scheduler.max_num_batched_tokens,
+        }
 
     def times(self) -> dict[str, Any]:
         """``single``, ``mixed`` and ``decode`` of one turn."""
