@@ -158,8 +158,9 @@ def test_without_room_the_servers_run_one_after_the_other_and_time_bounds_them(a
     routed = [server["settings"]["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] for server in asked()]
     assert routed == ["uniform_random"] * 4, "all variants route alike"
 
-    found = run(Workload("tiny", 2, **{**SMALL, "minutes": 1e-9}))
+    found = run(Workload("tiny", 2, **{**SMALL, "minutes": 1e-9, "arrivals": 1}))
     assert not found["variants"] and found["missing"]["original"].startswith("no time was left")
+    assert "farskip, always in flight" in found["missing"], "a prompt that comes alone is a step of its own"
 
 
 def test_tokens_that_come_in_one_burst_have_no_time(asked, monkeypatch):

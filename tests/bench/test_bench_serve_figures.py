@@ -199,7 +199,9 @@ def test_what_vllm_would_leave_out_in_silence_is_not_run() -> None:
 
 def test_servers_share_the_gpus_where_they_fit() -> None:
     ways: dict[Way, str | None] = {Way("vllm"): None, Way("vllm", False): "t.json", Way("symmetric"): "symmetric"}
-    *_, last, symmetric = core(("ladder",), ways)
+    _, default, always, _, last, symmetric = core(("ladder",), ways, {"always in flight": {"overlap_from": 0}})
+    assert always.options[1] == '{"fcsd": {"overlap_from": 0}}' and not default.options
+    assert always.way == default.way, "a table holds the times of more steps in flight"
     assert (last.name, symmetric.name) == ("ladder, sums at once", "ladder, symmetric")
     assert last.options == ("--additional-config", '{"fcsd": {"reduce": "t.json"}}') and last.role == "way"
     one, two, three, four = [*core(("ladder",), {Way("vllm"): None}), Variant("other", "original")]
