@@ -181,6 +181,7 @@ def read(path: Path) -> dict[str, Any]:
     start of its first kernel to the end of its last; ``busy`` of it with any kernel; ``exposed`` with NCCL's alone;
     ``behind`` from the host's end to the GPU's, which is large where the host is ahead; ``nccl`` by stream; and counts
     of ``kernels``, ``launches``, ``graphs``. ``operators`` are calls and ms on the host of operators of vLLM and fcsd.
+    ``named`` has the kernels of the middle one of these steps by their time: name, calls and µs.
     """
     from fcsd.parallel.trace import covered, read_content, union
 
@@ -216,13 +217,28 @@ def read(path: Path) -> dict[str, Any]:
             row["nccl"] = Counter()
             for kernel in sums:
                 row["nccl"][str(kernel["args"].get("stream"))] += kernel["dur"]
+        row["named"] = run_
         row["operators"] = Counter()
         for event in inside:
             if event["cat"] == "cpu_op" and event["name"].startswith(("fcsd::", "vllm::")):
                 row["operators"][event["name"]] += event["dur"]
                 row["operators"][f"{event['name']} calls"] += 1
         rows[f"{found[2]}+{found[3]}"].append(row)
-    return {kind: {"steps": len(own), **_medians(own)} for kind, own in rows.items() if len(own) >= 3}
+    found_: dict[str, Any] = {}
+    for kind, own in rows.items():
+        named = [row.pop("named") for row in own]
+        if len(own) >= 3:
+            middle = sorted(range(len(own)), key=lambda n, own=own: own[n].get("gpu", 0))[len(own) // 2]
+            found_[kind] = {"steps": len(own), **_medians(own), "named": _named(named[middle])}
+    return found_
+
+
+def _named(kernels: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    calls, spent = Counter(), Counter()
+    for kernel in kernels:
+        calls[kernel["name"][:120]] += 1
+        spent[kernel["name"][:120]] += kernel["dur"]
+    return [{"name": name, "calls": calls[name], "us": round(us, 2)} for name, us in spent.most_common()]
 
 
 def _start(event: dict[str, Any]) -> float:
@@ -235,7 +251,8 @@ def _medians(rows: list[dict[str, Any]]) -> dict[str, Any]:
     for key in dict.fromkeys(key for row in rows for key in row):
         values = [row[key] for row in rows if key in row]
         if isinstance(values[0], Counter):
-            found[key] = _medians([{name: value.get(name, 0) for value in values for name in value} for value in values])
+            names = dict.fromkeys(name for value in values for name in value)
+            found[key] = _medians([{name: value[name] for name in names} for value in values])
         else:
             count = key in ("launches", "kernels", "graphs") or key.endswith("calls")
             found[key] = round(median(values) / (1 if count else 1e3), 3)

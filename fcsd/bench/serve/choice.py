@@ -16,7 +16,7 @@ from fcsd.parallel.all_reduce.backends import backend_of
 from fcsd.parallel.all_reduce.ways import PLAIN, SUFFIX, VERSION, Step, Way, Ways
 from fcsd.serve.vllm.reduction import OVERLAP_FROM
 
-# A format changes results, and sums in flight of a step without a graph are more work for the host. So either has to take
+# A format changes results, and sums in flight of a step without a graph are more work for the host. Either has to take
 # less than this share of the time of the others.
 _WORTH = 0.98
 
@@ -62,8 +62,8 @@ def choose(load: Workload, times: Mapping[Way, Rounds]) -> Ways:
     """The fastest way for each number of tokens, by the medians over the rounds.
 
     Under vLLM, prompts that arrive together are read in several steps, the first of which has the first prompts alone.
-    All were timed as one size, so below ``OVERLAP_FROM`` tokens nothing travels, as by the plugin's own choice. A prompt
-    that arrives alone (``--arrivals 1``) is one step of its tokens, and its rows are those that were measured.
+    All were timed as one size, so below ``OVERLAP_FROM`` tokens nothing travels, as by the plugin's own choice. A
+    prompt that arrives alone (``--arrivals 1``) is one step of its tokens, and its rows are those that were measured.
     """
     together = load.user == "plugin" and load.arrivals > 1
     known = {way: medians(rounds) for way, rounds in times.items()}

@@ -65,8 +65,8 @@ UNDER_LOAD = ("original", "wired")  # the roles that get them: not the bound, no
 PASSES = 2  # in which a variant gets them, so that what the host does meanwhile is seen
 ENOUGH = 0.5  # seconds for which a round measures a figure of a variant: one short answer says little
 _BUSY = "the host is too busy to time its steps"
-# Further forms of a wiring, which the plugin does not choose by itself: under data-parallel attention, and where prompts
-# come alone, whose steps without a graph say from how many tokens on sums should travel.
+# Further forms of a wiring, which the plugin does not choose by itself: under data-parallel attention, and where
+# prompts come alone, whose steps without a graph say from how many tokens on sums should travel.
 _SPREAD = {"exchange in flight": {"exchange": "in flight"}}
 _ALONE = {"always in flight": {"overlap_from": 0}}
 _EVEN_ROUTING = {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"}
