@@ -41,8 +41,8 @@ SHORT, LONG = 16, 1024  # tokens of the prompts and answers that are decoded mea
 PAUSE = 3  # steps of these answers before each prompt
 
 
-def run(way: str, given: argparse.Namespace, folder: Path, barrier: Any) -> None:
-    """Start one engine, take its turns, and write what is measured, or the error that ended it.
+def run(way: str, given: argparse.Namespace, folder: Path, barrier: Any, done: Any) -> None:
+    """Start one engine, take its turns, and write what is measured, or the error that ended it; then release ``done``.
 
     An engine that fails still waits for the others in its turns, so that it does not end them.
     """
@@ -71,6 +71,7 @@ def run(way: str, given: argparse.Namespace, folder: Path, barrier: Any) -> None
     if "failed" not in found and bench is not None:
         found["traced"] = {trace.name: read(trace) for trace in sorted(bench.traces.glob("*.json*"))}
         file.write_text(json.dumps(found, indent=1) + "\n")
+    done.release()
     raise SystemExit("failed" in found)
 
 
@@ -302,18 +303,23 @@ def main() -> None:
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("spawn")
-    barrier = context.Barrier(len(given.ways))
+    barrier, done = context.Barrier(len(given.ways)), context.Semaphore(0)
     with TemporaryDirectory(prefix="fcsd-trace-") as scratch:
         processes = []
         for way in given.ways:
             folder = Path(scratch) / way.replace(" ", "-")
             folder.mkdir()
-            processes.append(context.Process(target=run, args=(way, given, folder, barrier)))
+            processes.append(context.Process(target=run, args=(way, given, folder, barrier, done)))
             processes[-1].start()
+        for _ in processes:
+            while not done.acquire(timeout=1) and any(process.is_alive() for process in processes):
+                pass
+        files = {way: given.out / f"{way.replace(' ', '-')}.json" for way in given.ways}
+        print(text({way: json.loads(file.read_text()) for way, file in files.items() if file.exists()}), flush=True)
         for process in processes:
+            process.join(30)  # an engine's end can hang
+            process.kill()
             process.join()
-    files = {way: given.out / f"{way.replace(' ', '-')}.json" for way in given.ways}
-    print(text({way: json.loads(file.read_text()) for way, file in files.items() if file.exists()}))
     raise SystemExit(any(process.exitcode for process in processes))
 
 
