@@ -169,7 +169,7 @@ def test_alternatives_depend_on_the_version_and_on_what_is_installed() -> None:
     assert "experts" in missing["dual batch overlap, low latency"]
     assert len(found) + len(missing) == 9
     _, missing = offered(fits=False)
-    assert missing["one replica a GPU"] == "the model does not fit into one GPU"
+    assert missing["one replica a GPU"] == "all layers of the model do not fit into one GPU"
     assert missing["dual batch overlap, low latency"] == "deep_ep is not installed"
     found, _ = offered(tp=1)
     assert not found, "one rank sums nothing"

@@ -65,8 +65,8 @@ class Machine(NamedTuple):
         version: of vLLM.
         installed: says whether a module is installed.
         gpus: GPUs that the workload takes, ``tp x dp``.
-        fits_one: whether the whole model, and not the layers of it that are timed, fits into one GPU; None if that is not
-            known.
+        fits_one: whether all layers of the model, those that are not timed among them, fit into one GPU; None if that is
+            not known.
         peers: whether NCCL may use peer access between GPUs.
     """
 
@@ -142,7 +142,7 @@ def alternatives(machine: Machine, load: Workload, *, hidden: int, moe: bool) ->
     alone = None if tp > 1 else "there is one rank, which sums nothing"
     by_peers = alone or (None if machine.peers else IMITATED)
     offer("one replica a GPU", _no_replicas(machine), replicas=machine.gpus)
-    offer("pipeline stages", alone or (None if load.dp == 1 else "it was tested without --dp alone"), stages=tp)
+    offer("pipeline stages", alone or (None if load.dp == 1 else "it was not tested with --dp"), stages=tp)
     no_flashinfer = None if machine.installed("flashinfer") else "flashinfer is not installed"
     offer(
         "fused all-reduce and norm",
@@ -203,7 +203,7 @@ def _no_replicas(machine: Machine) -> str | None:
         return "there is one GPU"
     if machine.fits_one is None:
         return "the memory of the GPUs is not known"
-    return None if machine.fits_one else "the model does not fit into one GPU"
+    return None if machine.fits_one else "all layers of the model do not fit into one GPU"
 
 
 def groups(first: list[Variant], others: list[Variant], room: int) -> list[list[Variant]]:
