@@ -65,8 +65,8 @@ class Machine(NamedTuple):
         version: of vLLM.
         installed: says whether a module is installed.
         gpus: GPUs that the workload takes, ``tp x dp``.
-        fits_one: whether all layers of the model, those that are not timed among them, fit into one GPU; None if that is
-            not known.
+        fits_one: whether all layers of the model fit into one GPU, those that are not timed, too; None if that is not
+            known.
         peers: whether NCCL may use peer access between GPUs.
     """
 
