@@ -15,7 +15,8 @@
 #   rows    on two GPUs: the plans in PLANS for `vllm_parity.py serve`. Parts between semicolons run at the same time
 #   four    on four GPUs: the same with tensor parallelism 4, and two stages of two GPUs
 #   serve   times originals, wirings and bounds: `fcsd bench serve` with the words in SERVE; its files are in $OUT/serve.
-#           Several of them run at once on different GPUs, each with CUDA_VISIBLE_DEVICES and OUT of its own
+#           Several of them run at once on different GPUs, each with CUDA_VISIBLE_DEVICES and OUT of its own. BENCH is
+#           another program in the place of `python3 -m fcsd`
 #   load    the same by benchmarks/vllm/vllm_load.py, with loads for the bound and for sums at once
 #   trace   the times of single steps, and their traces: benchmarks/vllm/vllm_trace.py with the words in TRACE; its files
 #           are in $OUT/steps
@@ -256,11 +257,12 @@ four)
     job stages $serve --tp 2 --pp 2 $small/float32/eager
     ;;
 serve | load)
-    minutes=$(python3 -c "print(($(left) - 8) / 60)") # so that it prints what it has found before its end
-    program="-m fcsd bench serve"
-    [ "$command" = serve ] || program=benchmarks/vllm/vllm_load.py
+    # It imports for up to 14 s before its minutes begin, and ends its servers and prints what it has found after them.
+    minutes=$(python3 -c "print(($(left) - 24) / 60)")
+    program="${BENCH:-python3 -m fcsd} bench serve"
+    [ "$command" = serve ] || program="python3 benchmarks/vllm/vllm_load.py"
     # shellcheck disable=SC2086 # the words are split
-    job "$command" python3 $program --out "$OUT/$command" --minutes "$minutes" ${SERVE:-llama3-8b --tp 2}
+    job "$command" $program --out "$OUT/$command" --minutes "$minutes" ${SERVE:-llama3-8b --tp 2}
     ;;
 trace)
     # shellcheck disable=SC2086
