@@ -214,11 +214,14 @@ def _ways(reduce: str) -> Ways:
 def way_of(x: Tensor, reduce: str, overlap_from: int) -> Way:
     """How ``x``, ``[tokens, hidden]``, is summed, and whether its sum is in flight between its start and its wait.
 
-    The start and the wait of a sum ask the same question, and get the same answer.
+    The start and the wait of a sum ask the same question, and get the same answer. A step without a graph waits for the
+    host, so what is known by the number of tokens alone is said first.
     """
+    captured = x.device.type != "cpu" and torch.cuda.is_current_stream_capturing()
+    if not captured and x.shape[0] < overlap_from and not is_table(reduce):
+        return Way(reduce, False)
     if x.device.type == "cpu" or _captures_a_piece():
         return _ways(reduce).of("prefill", x.shape[0])._replace(travels=False)
-    captured = torch.cuda.is_current_stream_capturing()
     if is_table(reduce):
         return _ways(reduce).of("decode" if captured else "prefill", x.shape[0])
     return Way(reduce, captured or x.shape[0] >= overlap_from)
@@ -292,7 +295,7 @@ def _wait(y: Tensor, x: Tensor, after: Tensor, reduce: str, overlap_from: int) -
     wait = waits().pop(y.data_ptr(), None)
     if wait is not None:
         wait()
-    elif way_of(y, reduce, overlap_from).travels:
+    elif waits() and way_of(y, reduce, overlap_from).travels:
         raise RuntimeError("a compiler copied a sum that is in flight, which would be read before it is complete")
 
 
