@@ -64,8 +64,6 @@ LEAST, MOST = 24, 600  # requests under a load
 PASSES = 2  # in which a variant gets them, so that what the host does meanwhile is seen
 ENOUGH = 0.5  # seconds for which a round measures a figure of a variant: one short answer says little
 _BUSY = "the host is too busy to time its steps"
-# A further form of a wiring under data-parallel attention, which the plugin does not choose by itself.
-_SPREAD = {"exchange in flight": {"exchange": "in flight"}}
 _EVEN_ROUTING = {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"}
 
 
@@ -122,7 +120,7 @@ def bench(
             for name, wiring in wirings.items()
         }
         try:
-            first = core(names, _ways(load, folder), _SPREAD if spread else {})
+            first = core(names, _ways(load, folder))
             if spread:  # what a bound leaves out is sums, and the original exchanges tokens
                 first = [variant for variant in first if variant.role in ("original", "wired")]
             for group in groups(first, others, room):

@@ -71,24 +71,17 @@ class Machine(NamedTuple):
     peers: bool = True
 
 
-def core(
-    wirings: tuple[str, ...], ways: Mapping[Way, str | None], forms: Mapping[str, Mapping[str, str]] | None = None
-) -> list[Variant]:
-    """The original with vLLM's own choices, each wiring, further forms and the bound of the first, other ways to sum.
+def core(wirings: tuple[str, ...], ways: Mapping[Way, str | None]) -> list[Variant]:
+    """The original with vLLM's own choices, each wiring, the bound of the first, other ways to sum.
 
     Args:
         ways: for each way, what the plugin is told to choose it; None for its own choice. The first is that of the
             verdict.
-        forms: by name, what else the plugin can be told of the first wiring; see ``reduction.Settings``.
     """
     (first, told), *others = ways.items()
     return [
         Variant(ORIGINAL, "original"),
         *(Variant(name, "wired", name, _plugin(told), way=first) for name in wirings),
-        *(
-            Variant(f"{wirings[0]}, {name}", "wired", wirings[0], _plugin(told, own))
-            for name, own in (forms or {}).items()
-        ),
         Variant("bound", "bound", wirings[0], _plugin("none")),
         *(
             Variant(label(name, way, first), "way", name, _plugin(told), way=way)
@@ -98,10 +91,9 @@ def core(
     ]
 
 
-def _plugin(reduce: str | None, more: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """The options of ``vllm serve`` that tell the plugin how to sum, and what else it is told."""
-    fields = {**({} if reduce is None else {"reduce": reduce}), **(more or {})}
-    return ("--additional-config", json.dumps({"fcsd": fields})) if fields else ()
+def _plugin(reduce: str | None) -> tuple[str, ...]:
+    """The options of ``vllm serve`` that tell the plugin how to sum."""
+    return () if reduce is None else ("--additional-config", json.dumps({"fcsd": {"reduce": reduce}}))
 
 
 def label(name: str, way: Way, first: Way) -> str:
