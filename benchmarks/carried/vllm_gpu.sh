@@ -15,7 +15,8 @@
 #   rows    on two GPUs: the plans in PLANS for `vllm_parity.py serve`. Parts between semicolons run at the same time
 #   four    on four GPUs: the same with tensor parallelism 4, and two stages of two GPUs
 #   serve   times originals, wirings and bounds: `fcsd bench serve` with the words in SERVE; its files are in $OUT/serve.
-#           Several of them run at once on different GPUs, each with CUDA_VISIBLE_DEVICES and OUT of its own
+#           Several of them run at once on different GPUs, each with CUDA_VISIBLE_DEVICES and OUT of its own. BENCH is
+#           another program in the place of `python3 -m fcsd`
 #   trace   the kernels of a decoding step: benchmarks/vllm/vllm_trace.py with the words in TRACE; writes $OUT/kernels.json
 #
 # FOLDER is .vllm by default. The GPU machine needs Python 3.12, torch 2.11 for CUDA 13 and transformers 5.17, FOLDER, and
@@ -252,9 +253,10 @@ four)
     job stages $serve --tp 2 --pp 2 $small/float32/eager
     ;;
 serve)
-    minutes=$(python3 -c "print(($(left) - 8) / 60)") # so that it prints what it has found before its end
+    # It imports for up to 14 s before its minutes begin, and ends its servers and prints what it has found after them.
+    minutes=$(python3 -c "print(($(left) - 24) / 60)")
     # shellcheck disable=SC2086 # the words are split
-    job serve python3 -m fcsd bench serve --out "$OUT/serve" --minutes "$minutes" ${SERVE:-llama3-8b --tp 2}
+    job serve ${BENCH:-python3 -m fcsd} bench serve --out "$OUT/serve" --minutes "$minutes" ${SERVE:-llama3-8b --tp 2}
     ;;
 trace)
     # shellcheck disable=SC2086

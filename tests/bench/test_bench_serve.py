@@ -102,7 +102,8 @@ def test_every_variant_is_a_server_that_is_timed_in_turns(asked, monkeypatch):
     # The replicas are four servers and run alone, after those that share the GPUs.
     names = ["original", "ladder", "bound", "ladder, sums at once", "original, async TP"]
     names += ["original, symmetric memory by NCCL", "original, no custom all-reduce", "original, one replica a GPU"]
-    assert list(variants) == names and len(servers) == 11
+    names += ["original, pipeline stages"]
+    assert list(variants) == names and len(servers) == 12
     ports = [server["arguments"][server["arguments"].index("--port") + 1] for server in servers]
     assert len(set(ports[:4])) == 4, "those that run at once have ports of their own"
     assert started[0] == names[:4], "those that share the GPUs start together"
@@ -139,7 +140,8 @@ def test_every_variant_is_a_server_that_is_timed_in_turns(asked, monkeypatch):
     assert "--additional-config" not in servers[1]["arguments"]
     assert [variants[name].get("travels") for name in names[:4]] == [None, True, None, False]
     degrees = [server["arguments"][server["arguments"].index("--tensor-parallel-size") + 1] for server in servers]
-    assert degrees == ["4"] * 7 + ["1"] * 4
+    assert degrees == ["4"] * 7 + ["1"] * 5
+    assert servers[-1]["arguments"][servers[-1]["arguments"].index("--pipeline-parallel-size") + 1] == "4"
     assert {server["config"]["max_position_embeddings"] for server in servers} == {4096}
     assert servers[5]["settings"]["VLLM_USE_NCCL_SYMM_MEM"] == "1"
     assert all(ended(pid) for server in servers for pid in server["processes"]), "no process is left"

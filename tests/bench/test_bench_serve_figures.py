@@ -157,19 +157,19 @@ def offered(
 def test_alternatives_depend_on_the_version_and_on_what_is_installed() -> None:
     found, missing = offered(installed=("flashinfer", "deep_ep"))
     assert not missing and [variant.name.partition(", ")[2] for variant in found] == [
-        "one replica a GPU", "fused all-reduce and norm", "async TP", "symmetric memory by NCCL",
+        "one replica a GPU", "pipeline stages", "fused all-reduce and norm", "async TP", "symmetric memory by NCCL",
         "no custom all-reduce", "data-parallel attention",
         "dual batch overlap, high throughput", "dual batch overlap, low latency",
     ]  # fmt: skip
     assert {variant.role for variant in found} == {"original"} and found[0].replicas == 4
-    assert [variant for variant in found if variant.alone] == [found[0], *found[5:]]
+    assert [variant for variant in found if variant.alone] == [*found[:2], *found[6:]]
 
     found, missing = offered("0.32.0", moe=False)
     assert "up to 0.31" in missing["async TP"] and missing["fused all-reduce and norm"] == "flashinfer is not installed"
     assert "experts" in missing["dual batch overlap, low latency"]
-    assert len(found) + len(missing) == 8
+    assert len(found) + len(missing) == 9
     _, missing = offered(fits=False)
-    assert missing["one replica a GPU"] == "the model does not fit into one GPU"
+    assert missing["one replica a GPU"] == "all layers of the model do not fit into one GPU"
     assert missing["dual batch overlap, low latency"] == "deep_ep is not installed"
     found, _ = offered(tp=1)
     assert not found, "one rank sums nothing"
@@ -187,7 +187,7 @@ def test_what_vllm_would_leave_out_in_silence_is_not_run() -> None:
     found, missing = offered(
         peers=False, options=("--disable-custom-all-reduce",), moe=False, installed=("flashinfer",)
     )
-    assert [variant.name for variant in found] == ["original, one replica a GPU"]
+    assert [variant.name for variant in found] == ["original, one replica a GPU", "original, pipeline stages"]
     assert all("peer access" in missing[name] for name in ("async TP", "symmetric memory by NCCL"))
     assert missing["no custom all-reduce"] == "every variant is without it"
 

@@ -848,6 +848,47 @@ def test_serving_by_vllm_without_peer_access(repo: Path, raw: Raw, kind: str) ->
         assert f"at the same time in {max(starts)} s; the whole command took {together['seconds']:.0f} s" in text
 
 
+def test_when_serving_pays(repo: Path, raw: Raw) -> None:
+    page = (repo / "docs/serving.md").read_text().replace("**", "")
+
+    def spans(files: str, name: str, against: Callable[[Any], dict[str, float]], between: str) -> str:
+        """The speed of a variant in some files, over ``against``, in prefill and in decoding."""
+        found: dict[str, list[float]] = {"prefill": [], "decode": []}
+        for file in files.split():
+            variants = raw(file)["variants"]
+            plain = against(variants)
+            for key, times in variants[name]["rounds"].items():
+                if key.split()[0] in found:
+                    found[key.split()[0]].append(plain[key] / median(times))
+        told = [f"{min(ratios):.2f}x to {max(ratios):.2f}x" for ratios in found.values()]
+        return between.format(*told)
+
+    def original(variants: Any) -> dict[str, float]:
+        return {key: median(times) for key, times in variants["original"]["rounds"].items()}
+
+    def best(variants: Any) -> dict[str, float]:
+        every = [row["rounds"] for row in variants.values() if row["role"] == "original"]
+        return {key: min(median(rounds[key]) for rounds in every) for key in every[0]}
+
+    slow, own = "serve_vllm_{}slow_2xh100", "together {}, step {}; "
+    runs = " ".join(slow.format(kind) for kind in ("", "quantised_", "load_"))
+    for words in (
+        spans(runs, "ladder", original, "together {}; step {} |"),
+        spans(runs, "ladder", original, "first tokens came {} as fast, and its steps {}."),
+        spans(slow.format("v2lite_"), "farskip, shared experts beside", original, "together {}; step {} |"),
+        spans(slow.format("quantised_"), "ladder, quantised:int4", original, "together {}; step {} |"),
+        spans("serve_own_2xh100", "ladder", best, own)
+        + spans("serve_own_2xh100", "ladder, by its table", best, "step {1} |"),
+        spans("serve_own_slow_2xh100", "ladder", best, own)
+        + spans("serve_own_slow_2xh100", "ladder, by its table", best, "together {}, step {} |"),
+    ):
+        assert words in page, words
+    moved = raw(slow.format("dp_"))["ratios"]["farskip, exchange in flight"].values()
+    assert f"they had {min(moved):.2f}x to {max(moved):.2f}x)" in page
+    told = raw(slow.format("by_table_"))["ratios"]["ladder"]
+    assert f"had {told['decode 1']:.2f}x and {told['decode 16']:.2f}x in steps" in page
+
+
 def test_replicas_and_a_load(repo: Path, raw: Raw) -> None:
     found = raw("serve_vllm_load_slow_2xh100")
     variants, page = found["variants"], (repo / "benchmarks/results/vllm.md").read_text()

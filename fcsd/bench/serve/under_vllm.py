@@ -46,6 +46,7 @@ from fcsd.bench.serve.workload import (
     STANDARD,
     Workload,
     cache_bytes,
+    config_of,
     prompts_of,
     tokens_at_once,
     usual_wirings,
@@ -92,8 +93,10 @@ def bench(
     if spread and not load.ep:
         raise ConfigError("under data-parallel attention the plugin serves divided experts alone", "Add --ep.")
     version, gpus = installed_version(), load.tp * load.dp
-    weights, cache = weight_bytes(config), cache_bytes(config, tokens_at_once(load), load.tp)
-    fits_one = None if memory is None else weights + cache // gpus + (6 << 30) <= 0.94 * memory
+    tokens, whole = tokens_at_once(load), config if load.layers is None else config_of(load.model, None)
+    cache = cache_bytes(config, tokens, load.tp)
+    needed = weight_bytes(whole) + cache_bytes(whole, tokens, load.tp) // gpus + (6 << 30)
+    fits_one = None if memory is None else needed <= 0.94 * memory
     peers = os.environ.get("NCCL_P2P_DISABLE", "0") == "0"
     if not peers and load.tp > 1 and NO_CUSTOM not in load.options:
         raise ConfigError(
@@ -318,13 +321,14 @@ def _ways(load: Workload, folder: Path) -> dict[Way, str | None]:
 def _options(load: Workload, variant: Variant) -> list[str]:
     """The options of ``vllm serve`` that all variants have, in the form of this one's parallelism."""
     tp, dp, ep = load.tp, load.dp, load.ep
-    if variant.replicas:
+    if variant.replicas or variant.stages:
         tp, dp, ep = 1, 1, False
     elif variant.spread:
         tp, dp, ep = 1, tp * dp, True
     options = ["--tensor-parallel-size", str(tp), "--load-format", "dummy", "--dtype", "bfloat16"]
     options += ["--skip-tokenizer-init", "--no-enable-prefix-caching", "--max-model-len", str(load.longest)]
     options += ["--data-parallel-size", str(dp)] if dp > 1 else []
+    options += ["--pipeline-parallel-size", str(variant.stages)] if variant.stages else []
     return [*options, *(["--enable-expert-parallel"] if ep else []), *load.options]
 
 
