@@ -11,7 +11,7 @@
 #   two     on two GPUs: tensor parallelism 2, with and without divided experts; latent attention; two stages
 #   beside  on two GPUs: converted models with shared experts beside the routed ones
 #   sums    on two GPUs: quantised and symmetric sums, tables of sums, and the bound, which has to be wrong
-#   exchange  on two GPUs: data-parallel attention, with tokens exchanged at once and in flight
+#   exchange  on two GPUs: data-parallel attention, with divided experts and vLLM's exchange of tokens
 #   rows    on two GPUs: the plans in PLANS for `vllm_parity.py serve`. Parts between semicolons run at the same time
 #   four    on four GPUs: the same with tensor parallelism 4, and two stages of two GPUs
 #   serve   times originals, wirings and bounds: `fcsd bench serve` with the words in SERVE; its files are in $OUT/serve.
@@ -242,10 +242,9 @@ sums)
     job compiled-experts $serve --tp 2 $small/float32/default/ep/{int8,table}+beside
     ;;
 exchange)
-    job graphs $serve --dp 2 {$small,$deepseek}/float32/graph/ep/in-flight $small/float32/graph/ep
-    job eager $serve --dp 2 {$glm,$small,$deepseek}/float32/eager/ep/in-flight+always
-    job compiled $serve --dp 2 {$small,$glm}/float32/default/ep/in-flight $small/bfloat16/default/ep/in-flight
-    job latent $latent --dp 2 $wide/bfloat16/{default,graph}/ep/in-flight
+    job graphs $serve --dp 2 {$small,$deepseek}/float32/graph/ep
+    job compiled $serve --dp 2 {$small,$glm}/float32/default/ep
+    job latent $latent --dp 2 $wide/bfloat16/{default,graph}/ep
     ;;
 rows)
     IFS=';' read -ra parts <<< "${PLANS:?PLANS is missing: plans of vllm_parity.py serve, in parts between semicolons}"

@@ -327,15 +327,14 @@ def test_what_does_not_apply_is_refused_in_one_line(options, said):
     assert found.exit_code == 2 and said in found.stderr.splitlines()[0]
 
 
-def test_under_data_parallel_attention_the_exchange_is_timed_at_once_and_in_flight(asked, monkeypatch):
+def test_under_data_parallel_attention_there_is_no_bound(asked, monkeypatch):
     with pytest.raises(ConfigError, match="divided experts alone"):
         run(Workload("tiny", 2, dp=2, **SMALL))
     monkeypatch.setattr(under_vllm, "alternatives", lambda machine, load, **_: ([], {}))
     found = run(Workload("tiny", 2, dp=2, ep=True, **{**SMALL, "loads": ()}), memory=80 << 30)
-    assert list(found["variants"]) == ["original", "farskip", "farskip, exchange in flight"]
+    assert list(found["variants"]) == ["original", "farskip"]
     told = [server["arguments"] for server in asked()]
-    more = [words[words.index("--additional-config") + 1] for words in told if "--additional-config" in words]
-    assert more == ['{"fcsd": {"exchange": "in flight"}}'] and len(told) == 3
+    assert len(told) == 2
     assert all(words[words.index("--data-parallel-size") + 1] == "2" for words in told)
 
 

@@ -66,9 +66,8 @@ UNDER_LOAD = ("original", "wired")  # the roles that get them: not the bound, no
 PASSES = 2  # in which a variant gets them, so that what the host does meanwhile is seen
 ENOUGH = 0.5  # seconds for which a round measures a figure of a variant: one short answer says little
 _BUSY = "the host is too busy to time its steps"
-# Further forms of a wiring, which the plugin does not choose by itself: under data-parallel attention, and where
-# prompts come alone, whose steps without a graph say from how many tokens on sums should travel.
-_SPREAD = {"exchange in flight": {"exchange": "in flight"}}
+# A further form of a wiring, which the plugin does not choose by itself, where prompts come alone: their steps without a
+# graph say from how many tokens on sums should travel.
 _ALONE = {"always in flight": {"overlap_from": 0}}
 _EVEN_ROUTING = {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"}
 
@@ -128,8 +127,7 @@ def bench(
             for name, wiring in wirings.items()
         }
         try:
-            forms = _SPREAD if spread else _ALONE if load.arrivals == 1 else {}
-            first = core(names, _ways(load, folder), forms)
+            first = core(names, _ways(load, folder), _ALONE if load.arrivals == 1 and not spread else {})
             if spread:  # what a bound leaves out is sums, and the original exchanges tokens
                 first = [variant for variant in first if variant.role in ("original", "wired")]
             for group in groups(first, others, room):

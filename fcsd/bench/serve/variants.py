@@ -85,20 +85,13 @@ def core(
     Args:
         ways: for each way, what the plugin is told to choose it; None for its own choice. The first is that of the
             verdict.
-        forms: by name, what else the plugin can be told of the first wiring; see ``reduction.Settings``.
     """
     (first, told), *others = ways.items()
     return [
         Variant(ORIGINAL, "original"),
         *(Variant(name, "wired", name, _plugin(told), way=first) for name in wirings),
         *(
-            Variant(
-                f"{wirings[0]}, {name}",
-                "wired",
-                wirings[0],
-                _plugin(told, own),
-                way=first if "overlap_from" in own else None,  # the same sums, in flight in more steps
-            )
+            Variant(f"{wirings[0]}, {name}", "wired", wirings[0], _plugin(told, own), way=first)
             for name, own in (forms or {}).items()
         ),
         Variant("bound", "bound", wirings[0], _plugin("none")),

@@ -47,14 +47,12 @@ class Settings(NamedTuple):
     Attributes:
         reduce: the name of a backend, see ``parallel.all_reduce.backends``; or the file of a table.
         overlap_from: the fewest tokens of a step without a CUDA graph whose sums are in flight; a table does not ask.
-        exchange: ``at once``, by vLLM, or ``in flight``: how tokens travel under data-parallel attention.
         shared_experts: ``beside`` the routed ones, by vLLM's call for both, which computes few tokens of them on a
             second stream; or ``apart``, before them. It is asked where both have sums of their own.
     """
 
     reduce: str
     overlap_from: int
-    exchange: str
     shared_experts: str
 
 
@@ -184,14 +182,10 @@ def read_settings(additional_config: Any, degree: int | None = None) -> Settings
     overlap_from = section.get("overlap_from", OVERLAP_FROM)
     if type(overlap_from) is not int or overlap_from < 0:
         raise ConfigError(f"overlap_from is a number of tokens, not {overlap_from!r}; 0 always overlaps")
-    exchange, shared_experts = section.get("exchange", "at once"), section.get("shared_experts", "beside")
-    if exchange not in ("at once", "in flight"):
-        raise ConfigError(f'exchange is "at once" or "in flight", not {exchange!r}')
+    shared_experts = section.get("shared_experts", "beside")
     if shared_experts not in ("beside", "apart"):
         raise ConfigError(f'shared_experts is "beside" or "apart", not {shared_experts!r}')
-    if is_table(reduce) and exchange == "in flight":
-        raise ConfigError(f"exchange in flight does not go with {reduce}, which is about sums; leave one of them out")
-    return Settings(reduce, overlap_from, exchange, shared_experts)
+    return Settings(reduce, overlap_from, shared_experts)
 
 
 @cache
