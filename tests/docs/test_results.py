@@ -780,6 +780,21 @@ def test_serving_by_the_own_engine_without_peer_access(repo: Path, raw: Raw) -> 
         digits = {key: 3 if key.startswith("decode") else 1 for key in points}
         cells = [f"{times[key]:.{digits[key]}f} ({fastest[key] / times[key]:.2f}x)" for key in points]
         assert f"| {'the bound, which sends nothing' if name == 'bound' else name} | {' | '.join(cells)} |" in page
+    beside = {name: one["rounds"] for name, one in raw("serve_vllm_quantised_slow_2xh100")["variants"].items()}
+    costs = [
+        {line["format"]: line for line in raw(name)["losses"] if line["direction"] == "all-reduce"}
+        for name in ("wires_quality", "wires_quality_moe_64")
+    ]
+    for name, kind, of in (
+        ("NCCL, bf16", "", ""),
+        ("INT8", ", quantised:int8", "int8"),
+        ("INT4", ", quantised:int4", "int4:g32"),
+    ):
+        shown = (medians[f"original{kind}"], medians[f"ladder{kind}"])
+        shown += ({key: median(times) for key, times in beside[f"ladder{kind}"].items()},)
+        cells = [", ".join(f"{times[key]:.1f}" for key in ("prefill 512", "prefill 2048")) for times in shown]
+        cells += ["{nats:+.4f} ± {stderr:.4f}".format(**cost[of]) if of else "" for cost in costs]
+        assert " ".join(f"| {name} | {' | '.join(cells)} |".split()) in " ".join(page.split())
     plain, said = medians["original"], " ".join(page.split())
     for name, words in (
         ("original, quantised:int8", "prefill {} and {} as fast by INT8"),
