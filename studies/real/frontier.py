@@ -205,8 +205,7 @@ def draw(out: Path, healed: list[Healed], repo: Path = Path()) -> None:
 
     matplotlib.rcParams["svg.hashsalt"] = "fcsd"  # the same picture has the same bytes
     figure, axis = pyplot.subplots(figsize=(8, 5))
-    names = ("ladder", "farskip", "ladder attn-only", "desync-2x", "desync-4x")
-    colours = dict(zip(names, ("#38761d", "#3c78d8", "#e69138", "#a64d79", "#990000"), strict=True))
+    colours = {"ladder": "#38761d", "farskip": "#3c78d8", "ladder attn-only": "#e69138", "desync-2x": "#a64d79"}
     for wiring in costs(repo):
         link = MEASURED if (wiring, MEASURED) in measured(repo) else PREDICTED
         gained = [(served(wiring, _part(share), link, repo) or predicted()[wiring, share]).decode for share in SHARES]

@@ -113,6 +113,10 @@ def test_the_figures_of_single_layers_are_those_of_the_raw_files(repo: Path) -> 
     middle = [median(pair[i] for (of, _), pair in turned.items() if of == m) for m in (own, other) for i in (0, 1)]
     assert max(middle) < 0.035 and "turned by at most 0.03." in text
     assert all(layer["first_token"] < 0.01 for layer in smol["layers"][:2])
+    more = json.loads((repo / frontier.MORE_COSTS).read_text())
+    assert {n: smol["ladder"]["alone"][int(n)] for n in more["check"]["ladder"]} == more["check"]["ladder"]
+    sums = [sum(part["alone"]) for part in (more["ladder attn-only"], smol["ladder"], smol["farskip"])]
+    assert "Its layers cost {:.1f} nats in sum, ladder's {:.1f} and farskip's {:.1f}.".format(*sums) in text
     ranks = {
         name: sorted(
             m[wiring][f"rank correlation with {name}"] for m in (smol, gemma) for wiring in ("ladder", "farskip")
