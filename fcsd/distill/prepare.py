@@ -164,7 +164,7 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     source = TeacherSource() if teacher is None else live_teacher(teacher, recipe, world.size)
     identity = run_identity(recipe, corpora, world)
     if settings := recipe.objective.teacher_cache:
-        source, cached = read_teacher_cache(recipe, settings, identity, vocab_size, world)
+        source, cached = read_teacher_cache(recipe, settings, identity, vocab_size)
         hashes = hashes | cached
     identity |= hashes
     by_zero = checkpoint is not None and checkpoints.of_several(checkpoint)
@@ -265,9 +265,9 @@ def load_teacher(
     recipe: Recipe,
     student: PreTrainedModel,
     world: World,
-    traffic: Traffic | None = None,
-    dispatcher: Dispatcher | None = None,
-    ranks: TensorGroup | None = None,
+    traffic: Traffic | None,
+    dispatcher: Dispatcher | None,
+    ranks: TensorGroup | None,
 ) -> PreTrainedModel:
     """Loads the frozen teacher. Its experts are divided as ``parallel.teacher_placement`` says.
 

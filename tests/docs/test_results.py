@@ -1209,6 +1209,9 @@ def test_zero_3_beside_zero_1(repo: Path, raw: Raw) -> None:
     fewer = [f"{(runs[0][name] - runs[1][name]) / GIB:.1f} GiB" for name in ("peak", "gpu")]
     assert f"The peak is {fewer[0]} lower, all of the GPU only {fewer[1]}" in planning
     assert f"the last five alone would give {last[0] / last[1]:.2f}x" in planning
+    busy = raw("memory_zero3_12_layers_busy_2xh100")["measured"]
+    assert f"beside other work on the host took {median(busy['seconds'][1:-1]):.3f} s a step" in planning
+    assert busy["peak"] == runs[1]["peak"]
     said = (
         f"{share} of ZeRO-1's tokens/s, {100 * hidden[1]:.0f} % of the communication hidden; {peaks[1]} GiB of tensors"
     )
