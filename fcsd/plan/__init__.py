@@ -139,8 +139,8 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
 
     Raises:
         BadInputError: the student or the teacher is not a model.
-        ConfigError: the batch, the experts or the heads cannot be split evenly over the GPUs, or the rows of the student
-            cannot be rounded to the formats of ``parallel.quantised``.
+        ConfigError: the batch, the experts or the heads cannot be split evenly over the GPUs, or the rows of the
+            student cannot be rounded to the formats of ``parallel.quantised``.
     """
     accumulation(recipe, hardware.world)
     model = MetaModel(recipe.model, rewired=recipe.init.wiring is not None)
