@@ -131,15 +131,15 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     import_deepspeed()
     teams = tensor_parallel.teams_of(recipe, world)
     (enable_full_determinism if recipe.deterministic else set_seed)(recipe.seed)
+    original = student_source(recipe)
+    chosen = chosen_parts(recipe, original)  # a part that no model has is not said to be a change of the run
     checkpoint = world.on_first(lambda: checkpoints.find(directory / run_dir.CHECKPOINTS, resume, _say))
     if checkpoint:
         world.on_first(lambda: checkpoints.require_model(checkpoint, flat(recipe.model_dump())))
-    original = student_source(recipe)
     if checkpoint is None:
         world.on_first(lambda: require_room(directory, least_disk(recipe, world.size)))
     config = student_config(recipe, original)
     hashes = world.on_first(lambda: identify_teacher(recipe) if needs_teacher(recipe) else {})
-    chosen = chosen_parts(recipe, original)
     if chosen is not None:
         hashes |= world.on_first(lambda: identify_frozen(recipe, original, hashes))
     say = _say if world.rank == 0 else lambda text: None
