@@ -58,7 +58,9 @@ def without_humaneval(models: Models, lines: list[dict[str, Any]]) -> Scores:
     return scores_of(kept[:-2], *kept[-2:])
 
 
-def test_the_aims_of_the_capability_study_are_judged_by_the_stored_answers(page: str, models: Models) -> None:
+def test_the_aims_of_the_capability_study_are_judged_by_the_stored_answers(
+    page: str, models: Models, repo: Path
+) -> None:
     found = {row[0]: row[1] for row in rows(page, "Capability on H200s")}
 
     def scores(method: str, share: float, text: str = "same", layers: str = "all") -> Scores:
@@ -99,6 +101,8 @@ def test_the_aims_of_the_capability_study_are_judged_by_the_stored_answers(page:
     assert f"of the tokens, and {above(one)} % with one in flight" in told
     other = [scores(method, 0.1, "other") for method in ("KL", "SFT")]
     says("FCSD keeps 95 %", of(scores("KL", 0.01, "other")), of(other[0]))
+    shares = [f"{100 * found.of_teacher[0]:.1f} %" for found in (scores("KL", 0.01, "other"), other[0])]
+    assert "[{} after 1 % of them, {} after 10 %]".format(*shares) in (repo / "docs/data.md").read_text()
     says("SFT on", f"{other[0].below['Avg'][0] - other[1].below['Avg'][0]:.1f} points", of(scores("SFT", 0.1)))
     says("SFT < KL", *(of(scores(m, 0.05)).removesuffix(" %") for m in ("SFT", "KL + hidden L2", "KL")))
     says("frozen", of(scores("KL, frozen embeddings and head", 0.05)), of(half))
@@ -780,6 +784,21 @@ def test_serving_by_the_own_engine_without_peer_access(repo: Path, raw: Raw) -> 
         digits = {key: 3 if key.startswith("decode") else 1 for key in points}
         cells = [f"{times[key]:.{digits[key]}f} ({fastest[key] / times[key]:.2f}x)" for key in points]
         assert f"| {'the bound, which sends nothing' if name == 'bound' else name} | {' | '.join(cells)} |" in page
+    beside = {name: one["rounds"] for name, one in raw("serve_vllm_quantised_slow_2xh100")["variants"].items()}
+    costs = [
+        {line["format"]: line for line in raw(name)["losses"] if line["direction"] == "all-reduce"}
+        for name in ("wires_quality", "wires_quality_moe_64")
+    ]
+    for name, kind, of in (
+        ("NCCL, bf16", "", ""),
+        ("INT8", ", quantised:int8", "int8"),
+        ("INT4", ", quantised:int4", "int4:g32"),
+    ):
+        shown = (medians[f"original{kind}"], medians[f"ladder{kind}"])
+        shown += ({key: median(times) for key, times in beside[f"ladder{kind}"].items()},)
+        cells = [", ".join(f"{times[key]:.1f}" for key in ("prefill 512", "prefill 2048")) for times in shown]
+        cells += ["{nats:+.4f} ± {stderr:.4f}".format(**cost[of]) if of else "" for cost in costs]
+        assert " ".join(f"| {name} | {' | '.join(cells)} |".split()) in " ".join(page.split())
     plain, said = medians["original"], " ".join(page.split())
     for name, words in (
         ("original, quantised:int8", "prefill {} and {} as fast by INT8"),
@@ -834,9 +853,17 @@ def test_serving_by_vllm_without_peer_access(repo: Path, raw: Raw, kind: str) ->
     told = {name for name in found if "at once" not in name} - {"original", "bound"}
     for name in told - ({"farskip"} if kind == "dp_" else set()):  # with its exchange at once it is on the page alone
         assert [key for key, ms in found[name].items() if f"{found['original'][key] / ms:.2f}x" not in elsewhere] == []
-    if kind == "quantised_":
-        return
     text = " ".join(page.split())
+    if kind == "quantised_":
+        shares = {
+            name: "{:.0f} and {:.0f} %".format(
+                *(100 * found["bound"][key] / found[f"ladder{name}"][key] for key in ("prefill 512", "prefill 2048"))
+            )
+            for name in ("", ", quantised:int8", ", quantised:int4")
+        }
+        assert "by INT4 {2} of the bound's speed, by INT8 {1}, by plain sums {0}".format(*shares.values()) in text
+        assert f"by INT4 sums {shares[', quantised:int4']}" in (repo / "docs/LOG.md").read_text()
+        return
     if kind != "dp_":
         best = found["farskip, shared experts beside" if kind else "ladder"]
         shares = {key: f"{100 * found['bound'][key] / ms:.0f}" for key, ms in best.items()}
@@ -846,6 +873,47 @@ def test_serving_by_vllm_without_peer_access(repo: Path, raw: Raw, kind: str) ->
     if not kind:
         starts = {round(one["start_s"]) for one in together["variants"].values() if "start_s" in one}
         assert f"at the same time in {max(starts)} s; the whole command took {together['seconds']:.0f} s" in text
+
+
+def test_when_serving_pays(repo: Path, raw: Raw) -> None:
+    page = (repo / "docs/serving.md").read_text().replace("**", "")
+
+    def spans(files: str, name: str, against: Callable[[Any], dict[str, float]], between: str) -> str:
+        """The speed of a variant in some files, over ``against``, in prefill and in decoding."""
+        found: dict[str, list[float]] = {"prefill": [], "decode": []}
+        for file in files.split():
+            variants = raw(file)["variants"]
+            plain = against(variants)
+            for key, times in variants[name]["rounds"].items():
+                if key.split()[0] in found:
+                    found[key.split()[0]].append(plain[key] / median(times))
+        told = [f"{min(ratios):.2f}x to {max(ratios):.2f}x" for ratios in found.values()]
+        return between.format(*told)
+
+    def original(variants: Any) -> dict[str, float]:
+        return {key: median(times) for key, times in variants["original"]["rounds"].items()}
+
+    def best(variants: Any) -> dict[str, float]:
+        every = [row["rounds"] for row in variants.values() if row["role"] == "original"]
+        return {key: min(median(rounds[key]) for rounds in every) for key in every[0]}
+
+    slow, own = "serve_vllm_{}slow_2xh100", "together {}, step {}; "
+    runs = " ".join(slow.format(kind) for kind in ("", "quantised_", "load_"))
+    for words in (
+        spans(runs, "ladder", original, "together {}; step {} |"),
+        spans(runs, "ladder", original, "first tokens came {} as fast, and its steps {}."),
+        spans(slow.format("v2lite_"), "farskip, shared experts beside", original, "together {}; step {} |"),
+        spans(slow.format("quantised_"), "ladder, quantised:int4", original, "together {}; step {} |"),
+        spans("serve_own_2xh100", "ladder", best, own)
+        + spans("serve_own_2xh100", "ladder, by its table", best, "step {1} |"),
+        spans("serve_own_slow_2xh100", "ladder", best, own)
+        + spans("serve_own_slow_2xh100", "ladder, by its table", best, "together {}, step {} |"),
+    ):
+        assert words in page, words
+    moved = raw(slow.format("dp_"))["ratios"]["farskip, exchange in flight"].values()
+    assert f"they had {min(moved):.2f}x to {max(moved):.2f}x)" in page
+    told = raw(slow.format("by_table_"))["ratios"]["ladder"]
+    assert f"had {told['decode 1']:.2f}x and {told['decode 16']:.2f}x in steps" in page
 
 
 def test_replicas_and_a_load(repo: Path, raw: Raw) -> None:
@@ -1141,6 +1209,9 @@ def test_zero_3_beside_zero_1(repo: Path, raw: Raw) -> None:
     fewer = [f"{(runs[0][name] - runs[1][name]) / GIB:.1f} GiB" for name in ("peak", "gpu")]
     assert f"The peak is {fewer[0]} lower, all of the GPU only {fewer[1]}" in planning
     assert f"the last five alone would give {last[0] / last[1]:.2f}x" in planning
+    busy = raw("memory_zero3_12_layers_busy_2xh100")["measured"]
+    assert f"beside other work on the host took {median(busy['seconds'][1:-1]):.3f} s a step" in planning
+    assert busy["peak"] == runs[1]["peak"]
     said = (
         f"{share} of ZeRO-1's tokens/s, {100 * hidden[1]:.0f} % of the communication hidden; {peaks[1]} GiB of tensors"
     )
