@@ -656,6 +656,14 @@ def test_what_the_page_says_of_the_longer_run_of_all_layers_is_that_of_the_raw_f
     assert (
         cut["tokens"] == 280e6 and round(cut["tokens_read"] / 1e6) == 95 and f"{cut['lr_at_the_end']:.1e}" == "5.4e-04"
     )
+    cut = raw["cut_off_again"]
+    own, foreign = (cut[name][-1][1] for name in ("held_out_own", "held_out"))
+    tokens, read, then = (count / 1e6 for count in (cut["tokens"], cut["tokens_read"], cut["held_out"][-1][0] * 32768))
+    assert f"One of {tokens:.0f} million at 1e-3 was cut off after {read:.0f} million, at {own:.3f} and" in text
+    left = f"{cut['lr_at_the_last_measure']:.1e}".replace("e-0", "e-")
+    assert f"and {foreign:.3f} after {then:.0f} million with {left} left." in text
+    more = cut["own2_tokens"] / 1e6
+    assert f"A fifth of it was {more:.2f} million tokens of new own text, read {read / 5 / more:.0f} times" in text
     planning = " ".join((repo / "docs/planning.md").read_text().split())
     fit, at = law()["points"], numpy.array([1.0, log(kl["own"])])
     spread = fit["t"] * fit["residual"] * (1 + at @ numpy.array(fit["inverse"]) @ at) ** 0.5
