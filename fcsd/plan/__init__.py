@@ -139,8 +139,8 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
 
     Raises:
         BadInputError: the student or the teacher is not a model.
-        ConfigError: the batch, the experts or the heads cannot be split evenly over the GPUs, or the rows of the student
-            cannot be rounded to the formats of ``parallel.quantised``.
+        ConfigError: the batch, the experts or the heads cannot be split evenly over the GPUs, or the rows of the
+            student cannot be rounded to the formats of ``parallel.quantised``.
     """
     accumulation(recipe, hardware.world)
     model = MetaModel(recipe.model, rewired=recipe.init.wiring is not None)
@@ -151,6 +151,11 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
     if recipe.parallel.tp_size > 1:
         for name, one in named.items():
             check_trainable(name, one.config, recipe.parallel.tp_size)
+        if hardware.world % recipe.parallel.tp_size:
+            raise ConfigError(
+                f"parallel.tp_size {recipe.parallel.tp_size} does not divide the {hardware.world} GPUs",
+                "Change --gpus, --nodes or parallel.tp_size.",
+            )
     setup = setup_for(recipe, hardware.world, model)
     offer = None
     if setup.parts is None and recipe.teacher is None and not {recipe.init.wiring, model.wiring.name} & {*DESYNC}:
