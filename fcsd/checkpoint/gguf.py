@@ -219,12 +219,12 @@ def _require_read(file: Path, fields: dict[str, Any], tokenizer: Any) -> None:
     bos = fields.get("tokenizer.ggml.add_bos_token", scored)
     space = fields.get("tokenizer.ggml.add_space_prefix", scored)
     wrong = []
-    if words and not any(len(tokenizer(word, add_special_tokens=False)["input_ids"]) == 1 for word in words):
-        wrong.append("it divides every word")
     if (tokens_before(tokenizer) == [tokenizer.bos_token_id]) != bos:
         wrong.append(f"it puts {'no' if bos else 'a'} BOS before a text")
     if scored and tokenizer.tokenize("a")[0].startswith("\u2581") != space:
         wrong.append(f"it puts {'no' if space else 'a'} space before a text")
+    if words and not any(len(tokenizer(word, add_special_tokens=False)["input_ids"]) == 1 for word in words):
+        wrong.append("it divides every word")
     if wrong:
         raise BadInputError(
             f"{file}: transformers {__version__} reads the tokenizer of this file wrongly: {wrong[0]}",
