@@ -24,6 +24,8 @@ os.environ.update(
 )
 if not Path("/dev/nvidiactl").exists():  # Without a GPU, Triton kernels run in its interpreter (also read once).
     os.environ["TRITON_INTERPRET"] = "1"
+# No test outlives a power cut, and a disk takes milliseconds to say that it has written. Real commands wait for it.
+os.fsync = lambda descriptor: None
 # No test depends on speed, and the cores of a machine are shared.
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any speed")

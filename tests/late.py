@@ -3,6 +3,7 @@
 import random
 import time
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -42,3 +43,40 @@ def late_collectives():
         yield
     finally:
         dist.all_to_all_single = real
+
+
+class _LateResult:
+    """A result that appears only when it is awaited. Until then its tensor holds NaN."""
+
+    def __init__(self, tensor, result, work):
+        self.tensor, self.result, self.work = tensor, result, work
+        tensor.detach().fill_(float("nan"))
+
+    def wait(self):
+        self.work.wait()
+        self.tensor.detach().copy_(self.result)
+
+
+@contextmanager
+def late_sums():
+    """Every sum, gather and scatter of rows that does not block is a late one."""
+    real = dist.all_reduce, dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+
+    def sum_(tensor, *args, group=None, async_op=False):
+        if not async_op:
+            return real[0](tensor, *args, group=group)
+        summed = tensor.clone()
+        return _LateResult(tensor, summed, real[0](summed, group=group, async_op=True))
+
+    def of_rows(send, out, x, group=None, async_op=False):
+        if not async_op:
+            return send(out, x, group=group)
+        result = torch.empty_like(out)
+        return _LateResult(out, result, send(result, x.detach().clone(), group=group, async_op=True))
+
+    dist.all_reduce = sum_
+    dist.all_gather_into_tensor, dist.reduce_scatter_tensor = (partial(of_rows, send) for send in real[1:])
+    try:
+        yield
+    finally:
+        dist.all_reduce, dist.all_gather_into_tensor, dist.reduce_scatter_tensor = real

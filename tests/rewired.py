@@ -1,5 +1,7 @@
 """Pairs of an original and its conversion with the same weights, and what a model computes in training."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import tiny
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ def logits_and_gradients(model) -> list[Tensor]:
     """The logits of ``tiny.tokens()`` and the gradients of their loss; zeros where a parameter has no gradient."""
     ids = tiny.tokens()
     model.zero_grad(set_to_none=False)
+    torch.manual_seed(0)  # a router may draw experts in training
     out = model(ids, labels=ids, use_cache=False)
     out.loss.backward()
     return [
@@ -32,3 +35,9 @@ def logits_and_gradients(model) -> list[Tensor]:
 def same(left: list[Tensor], right: list[Tensor]) -> bool:
     """Whether all tensors are equal in every bit."""
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def backward(loss: Tensor) -> None:
+    """As on CUDA: in a thread of its own, which has its own sequence numbers."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(loss.backward).result()

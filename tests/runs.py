@@ -3,12 +3,15 @@
 import copy
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import texts
 import tiny
 from ranks import results
+from safetensors.torch import load_file
+from torch import Tensor
 
 from fcsd.config import ResolvedRecipe, load_recipe
 from fcsd.distill.run.report import read_metrics
@@ -99,3 +102,18 @@ def outcome(run: Path) -> tuple[list[tuple[str, ...]], str]:
         tuple(float(m[key]).hex() for key in ("loss", "kl", "sft", "lr", "grad_norm")) for m in read_metrics(run)
     ]
     return numbers, hashlib.sha256((run / "final" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def cut_short(run: Path, copy: Path) -> Path:
+    """A copy of a finished run of four steps as it was after its second step."""
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "final")
+    shutil.rmtree(copy / "checkpoints" / "step-4")
+    return copy
+
+
+def numbers(run: Path) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """The losses and norms of a run by step, and the trained weights."""
+    kept = ("loss", "kl", "sft", "hidden", "grad_norm", "held_out_kl", "held_out_sft", "best_step")
+    metrics = [{key: line[key] for key in kept if key in line} for line in read_metrics(run)]
+    return metrics, load_file(run / "final" / "model.safetensors")

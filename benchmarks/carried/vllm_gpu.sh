@@ -11,12 +11,15 @@
 #   two     on two GPUs: tensor parallelism 2, with and without divided experts; latent attention; two stages
 #   beside  on two GPUs: converted models with shared experts beside the routed ones
 #   sums    on two GPUs: quantised and symmetric sums, tables of sums, and the bound, which has to be wrong
-#   exchange  on two GPUs: data-parallel attention, with tokens exchanged at once and in flight
+#   exchange  on two GPUs: data-parallel attention, with divided experts and vLLM's exchange of tokens
 #   rows    on two GPUs: the plans in PLANS for `vllm_parity.py serve`. Parts between semicolons run at the same time
 #   four    on four GPUs: the same with tensor parallelism 4, and two stages of two GPUs
 #   serve   times originals, wirings and bounds: `fcsd bench serve` with the words in SERVE; its files are in $OUT/serve.
-#           Several of them run at once on different GPUs, each with CUDA_VISIBLE_DEVICES and OUT of its own
-#   trace   the kernels of a decoding step: benchmarks/vllm/vllm_trace.py with the words in TRACE; writes $OUT/kernels.json
+#           Several of them run at once on different GPUs, each with CUDA_VISIBLE_DEVICES and OUT of its own. BENCH is
+#           another program in the place of `python3 -m fcsd`
+#   load    the same by benchmarks/vllm/vllm_load.py, with loads for the bound and for sums at once
+#   trace   the times of single steps, and their traces: benchmarks/vllm/vllm_trace.py with the words in TRACE; its files
+#           are in $OUT/steps
 #
 # FOLDER is .vllm by default. The GPU machine needs Python 3.12, torch 2.11 for CUDA 13 and transformers 5.17, FOLDER, and
 # fcsd, benchmarks, tests and assets of this repository. Every part ends before second $LIMIT; a part that fails or hangs
@@ -27,10 +30,10 @@ set -uo pipefail
 cd "$(dirname "$0")/../.."
 
 version=0.24.0
-command=${1:?build, items, one, tasks, two, beside, sums, exchange, rows, four, serve or trace}
+command=${1:?build, items, one, tasks, two, beside, sums, exchange, rows, four, serve, load or trace}
 case $command in
-build | items | one | tasks | two | beside | sums | exchange | rows | four | serve | trace) ;;
-*) echo "no command $command: build, items, one, tasks, two, beside, sums, exchange, rows, four, serve or trace" >&2 && exit 2 ;;
+build | items | one | tasks | two | beside | sums | exchange | rows | four | serve | load | trace) ;;
+*) echo "no command $command: build, items, one, tasks, two, beside, sums, exchange, rows, four, serve, load or trace" >&2 && exit 2 ;;
 esac
 folder=${2:-.vllm}
 WORK=${WORK:-/tmp/vllm-work}
@@ -189,11 +192,12 @@ unpack 9>&- || { echo "$folder could not be unpacked; nothing was run" >&2 && ex
 exec 9>&-
 echo "unpacked after $SECONDS s"
 
-if [ "$command" != serve ] && [ "$command" != trace ]; then
+case $command in serve | load | trace) ;; *)
     # Products of float32 by float32 arithmetic; and DeepSeek's attention expanded, because the bundled teacher's latent
     # vectors are smaller than those that vLLM's kernels for latent attention know.
     export TRITON_F32_DEFAULT=ieee VLLM_MLA_DISABLE=1
-fi
+    ;;
+esac
 # A part imports vLLM once (10 to 20 s) and then serves one model after the other, the most telling ones first.
 serve="python3 benchmarks/vllm/vllm_parity.py serve $models"
 latent="env VLLM_MLA_DISABLE=0 $serve"
@@ -238,10 +242,9 @@ sums)
     job compiled-experts $serve --tp 2 $small/float32/default/ep/{int8,table}+beside
     ;;
 exchange)
-    job graphs $serve --dp 2 {$small,$deepseek}/float32/graph/ep/in-flight $small/float32/graph/ep
-    job eager $serve --dp 2 {$glm,$small,$deepseek}/float32/eager/ep/in-flight+always
-    job compiled $serve --dp 2 {$small,$glm}/float32/default/ep/in-flight $small/bfloat16/default/ep/in-flight
-    job latent $latent --dp 2 $wide/bfloat16/{default,graph}/ep/in-flight
+    job graphs $serve --dp 2 {$small,$deepseek}/float32/graph/ep
+    job compiled $serve --dp 2 {$small,$glm}/float32/default/ep
+    job latent $latent --dp 2 $wide/bfloat16/{default,graph}/ep
     ;;
 rows)
     IFS=';' read -ra parts <<< "${PLANS:?PLANS is missing: plans of vllm_parity.py serve, in parts between semicolons}"
@@ -252,18 +255,21 @@ four)
     job bfloat16 $serve --tp 4 $small/bfloat16/{graph/ep,default} teacher/bfloat16/default
     job stages $serve --tp 2 --pp 2 $small/float32/eager
     ;;
-serve)
-    minutes=$(python3 -c "print(($(left) - 8) / 60)") # so that it prints what it has found before its end
+serve | load)
+    # It imports for up to 14 s before its minutes begin, and ends its servers and prints what it has found after them.
+    minutes=$(python3 -c "print(($(left) - 24) / 60)")
+    program="${BENCH:-python3 -m fcsd} bench serve"
+    [ "$command" = serve ] || program="python3 benchmarks/vllm/vllm_load.py"
     # shellcheck disable=SC2086 # the words are split
-    job serve python3 -m fcsd bench serve --out "$OUT/serve" --minutes "$minutes" ${SERVE:-llama3-8b --tp 2}
+    job "$command" $program --out "$OUT/$command" --minutes "$minutes" ${SERVE:-llama3-8b --tp 2}
     ;;
 trace)
     # shellcheck disable=SC2086
-    job trace python3 benchmarks/vllm/vllm_trace.py --out "$OUT/kernels.json" ${TRACE:-llama3-8b --layers 16 --tp 2}
+    job trace python3 benchmarks/vllm/vllm_trace.py --out "$OUT/steps" ${TRACE:-llama3-8b --layers 16 --tp 2}
     ;;
 esac
 wait
-[ "$command" = serve ] && cat "$logs/serve.log"
+case $command in serve | load) cat "$logs/$command.log" ;; trace) tail -n 60 "$logs/trace.log" ;; esac
 report
 status=$?
 echo "$command: ended after $SECONDS s with $status"

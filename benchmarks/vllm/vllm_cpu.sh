@@ -60,6 +60,5 @@ $parity serve "$folder" --tp 2 {qwen2_moe-farskip,llama-desync-2x,mixtral-ladder
     llama-ladder/float32/eager/{int8,int4,table-int8,none} {qwen2_moe,glm4_moe,deepseek_v2}-farskip/float32/eager/beside \
     qwen2_moe-farskip/float32/eager/int4+beside
 
-$parity serve "$folder" --dp 2 {qwen2_moe,deepseek_v2,glm4_moe}-farskip/float32/eager/ep \
-    {qwen2_moe,deepseek_v2,deepseek_v3,glm4_moe,qwen3_moe,llama4_text}-farskip/float32/eager/ep/in-flight+always \
-    {mixtral-ladder,qwen2_moe-partly}/float32/eager/ep/in-flight+always
+$parity serve "$folder" --dp 2 {mixtral-ladder,qwen2_moe-partly}/float32/eager/ep \
+    {qwen2_moe,deepseek_v2,deepseek_v3,glm4_moe,qwen3_moe,llama4_text}-farskip/float32/eager/ep

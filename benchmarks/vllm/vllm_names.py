@@ -42,7 +42,6 @@ ATTRIBUTES = {
         "layer_name",
         "moe_config",
     ],
-    "vllm.model_executor.layers.fused_moe.config": ["moe_parallel_config", "dp_size"],
     "vllm.model_executor.layers.fused_moe.runner.shared_experts": ["_layer"],
     "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn": ["out_proj"],
     "vllm.model_executor.layers.linear": ["reduce_results", "input_size", "output_size", "weight_loader"],
@@ -51,14 +50,8 @@ ATTRIBUTES = {
         "_all_reduce_out_place",
         "unique_name",
         "device_group",
-        "rank_in_group",
     ],
-    "vllm.forward_context": [
-        "cudagraph_runtime_mode",
-        "dp_metadata",
-        "num_tokens_across_dp_cpu",
-        "no_compile_layers",
-    ],
+    "vllm.forward_context": ["cudagraph_runtime_mode"],
     "vllm.model_executor.models.registry": ["register_model", "_try_load_model_cls", "is_backend_compatible"],
     "vllm.model_executor.models.config": ["verify_and_update_config", "verify_and_update_model_config"],
     "vllm.config.vllm": [
@@ -80,7 +73,7 @@ ATTRIBUTES = {
         "decode_context_parallel_size",
         "prefill_context_parallel_size",
     ],
-    "vllm.config.compilation": ["pass_config", "enable_sp", "PIECEWISE", "static_forward_context"],
+    "vllm.config.compilation": ["pass_config", "enable_sp", "PIECEWISE"],
     "vllm.transformers_utils.config": ["_CONFIG_FORMAT_TO_CONFIG_PARSER", "trust_remote_code"],
 }
 

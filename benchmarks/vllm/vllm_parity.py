@@ -60,7 +60,6 @@ MODES: dict[str, dict[str, Any]] = {
 LONG = ("graph", "pressure")  # modes with REPLAYS tokens
 SETTINGS: dict[str, dict[str, Any]] = {
     "beside": dict(shared_experts="beside"),
-    "in-flight": dict(exchange="in flight"),
     "always": dict(overlap_from=0),  # steps without a graph let their sums travel, too
     "symmetric": dict(reduce="symmetric"),
     "int8": dict(reduce="quantised:int8"),

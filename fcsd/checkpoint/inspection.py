@@ -187,6 +187,7 @@ def inspect_checkpoint(model: str | Path, *, verify: bool = False, trust_remote_
         problems=_problems(layout, comparison)
         + _damaged_beside(source.path)
         + differing
+        + _absent_layer(config)
         + ([GATED_ATTENTION] if has_gated_attention(config.raw) and not _has_gates(config) else []),
     )
 
@@ -252,6 +253,14 @@ def _problems(layout: Layout, comparison: Comparison | None) -> list[str]:
     if layout.problems:
         kinds.pop("missing", None)  # tensors of an unusable shard are missing too; the shard is reported
     return [*layout.problems.values(), *kinds.values()]
+
+
+def _absent_layer(config: CheckpointConfig) -> list[str]:
+    """That the fcsd block rewires a layer that the model does not have."""
+    layers, count = (config.rewired or {}).get("layers"), config.text.get("num_hidden_layers") or 0
+    if layers and layers[-1] >= count:
+        return [f"the fcsd block of config.json rewires layer {layers[-1]}, and the model has {count} layers"]
+    return []
 
 
 def _damaged_beside(path: Path) -> list[str]:

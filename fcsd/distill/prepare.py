@@ -131,15 +131,15 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     import_deepspeed()
     teams = tensor_parallel.teams_of(recipe, world)
     (enable_full_determinism if recipe.deterministic else set_seed)(recipe.seed)
+    original = student_source(recipe)
+    chosen = chosen_parts(recipe, original)  # a part that no model has is not said to be a change of the run
     checkpoint = world.on_first(lambda: checkpoints.find(directory / run_dir.CHECKPOINTS, resume, _say))
     if checkpoint:
         world.on_first(lambda: checkpoints.require_model(checkpoint, flat(recipe.model_dump())))
-    original = student_source(recipe)
     if checkpoint is None:
         world.on_first(lambda: require_room(directory, least_disk(recipe, world.size)))
     config = student_config(recipe, original)
     hashes = world.on_first(lambda: identify_teacher(recipe) if needs_teacher(recipe) else {})
-    chosen = chosen_parts(recipe, original)
     if chosen is not None:
         hashes |= world.on_first(lambda: identify_frozen(recipe, original, hashes))
     say = _say if world.rank == 0 else lambda text: None
@@ -164,7 +164,7 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     source = TeacherSource() if teacher is None else live_teacher(teacher, recipe, world.size)
     identity = run_identity(recipe, corpora, world)
     if settings := recipe.objective.teacher_cache:
-        source, cached = read_teacher_cache(recipe, settings, identity, vocab_size, world)
+        source, cached = read_teacher_cache(recipe, settings, identity, vocab_size)
         hashes = hashes | cached
     identity |= hashes
     by_zero = checkpoint is not None and checkpoints.of_several(checkpoint)
@@ -265,9 +265,9 @@ def load_teacher(
     recipe: Recipe,
     student: PreTrainedModel,
     world: World,
-    traffic: Traffic | None = None,
-    dispatcher: Dispatcher | None = None,
-    ranks: TensorGroup | None = None,
+    traffic: Traffic | None,
+    dispatcher: Dispatcher | None,
+    ranks: TensorGroup | None,
 ) -> PreTrainedModel:
     """Loads the frozen teacher. Its experts are divided as ``parallel.teacher_placement`` says.
 

@@ -25,7 +25,7 @@ class KeptLatents(nn.Module):
         return latent, shared
 
 
-def keep_latents(layers: Iterable[Any], kept: bool = True) -> None:
+def keep_latents(layers: Iterable[Any], kept: bool) -> None:
     """Let the latent attentions of layers keep latents, or restore their classes.
 
     A projection of latents that is no plain matrix, because it is quantised for example, still expands them.

@@ -178,4 +178,6 @@ def _best(run: Path, committed: list[Path]) -> Path | None:
     records = [line for line in read_metrics(run) if "held_out_sft" in line]
     losses = {line["step"]: line.get("held_out_kl", line["held_out_sft"]) for line in records}
     measured = losses.keys() & steps.keys()
+    if measured and (lowest := min(losses, key=losses.__getitem__)) not in steps:
+        log.warning("step %s had the lowest held-out loss; its checkpoint was not kept (checkpoint.keep)", lowest)
     return steps[min(measured, key=losses.__getitem__)] if measured else None

@@ -24,6 +24,8 @@ from fcsd.kernels.vocabulary import Launch, divergence, multiply_, negative_log_
 
 IGNORE = -100  # the label of a position that does not count
 
+_LOGIT_SHARE = 2  # logits are computed for ``chunk_tokens / _LOGIT_SHARE`` tokens at a time
+
 Rows = slice | Tensor  # a range of positions, or the indices of the positions that count
 # (rows, their student logits [rows, vocab] fp32, gradient [rows, vocab] to fill or None) -> losses [rows, spans]
 Fill = Callable[[Rows, Tensor, Tensor | None], Tensor]
@@ -34,13 +36,11 @@ class Tuning:
     """How the work is divided. These values change the results by rounding only.
 
     Args:
-        logit_share: logits are computed for ``chunk_tokens / logit_share`` tokens at a time.
         head_sum: the dtype in which the head's gradient is summed over chunks; None is the head's own dtype. fp32 takes
             ``4 * vocab * hidden`` bytes more.
         launch: how the Triton kernels are launched.
     """
 
-    logit_share: int = 2
     head_sum: torch.dtype | None = None
     launch: Launch = field(default_factory=Launch)
 
@@ -134,7 +134,7 @@ class _FusedHeadLoss(torch.autograd.Function):
         if training and ctx.needs_input_grad[1]:
             to_head = torch.zeros_like(weight, dtype=tuning.head_sum or weight.dtype)
         wanted = to_hidden is not None or to_head is not None
-        step = max(1, chunks.step // tuning.logit_share)
+        step = max(1, chunks.step // _LOGIT_SHARE)
         total = torch.zeros_like(scale)
         with torch.cuda.device_of(hidden):
             for start in chunks:

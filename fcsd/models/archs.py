@@ -48,7 +48,6 @@ _SPARSE = "vLLM's sparse attention runs on GPUs alone, where fcsd's plugin was n
 _CONVOLVED = "its short convolutions keep a state for each channel, which fcsd does not shard"
 _STATES = "mamba keeps a state for each channel, which fcsd does not shard"
 _RECURRENT = "linear attention keeps a state for each head, which fcsd does not shard"
-_NOT_TRIED = "vLLM's class has states for each channel or head, with which the plugin was not tried"
 _ON_GPUS = "vLLM's linear attention for it has kernels for GPUs alone, where fcsd's plugin was not tried with it"
 _NO_SCAN = "vLLM's build for CPUs lacks the kernel of its states, and no GPU has run fcsd's plugin with it"
 

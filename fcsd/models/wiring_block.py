@@ -113,6 +113,8 @@ class Wiring:
         Raises:
             ValueError: the version or a key is unknown, a key is missing, or a value does not fit.
         """
+        if not isinstance(block, dict):
+            raise ValueError("config.json has no fcsd block")
         if block.get("version") != VERSION:
             raise ValueError(f"fcsd block version {block.get('version')!r}; this code reads {VERSION}")
         fields = {k: v for k, v in block.items() if k not in ("version", *ORIGIN)}

@@ -19,6 +19,7 @@ from fcsd.models.selection import select_layers
 from fcsd.models.wiring_block import DESYNC, Wiring
 from fcsd.parallel.expert.dispatcher import check_formats
 from fcsd.parallel.quantised.rows import formats_of
+from fcsd.parallel.tensor.shard import check_trainable
 from fcsd.plan.memory import Memory, disk_bytes, host_bytes, memory
 from fcsd.plan.model import MetaModel, ModelNumbers, of_rank
 from fcsd.plan.search import assignments, candidates, changes, cheapest, quicker
@@ -138,8 +139,8 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
 
     Raises:
         BadInputError: the student or the teacher is not a model.
-        ConfigError: the batch or the experts cannot be split evenly over the GPUs, or the rows of the student cannot be
-            rounded to the formats of ``parallel.quantised``.
+        ConfigError: the batch, the experts or the heads cannot be split evenly over the GPUs, or the rows of the
+            student cannot be rounded to the formats of ``parallel.quantised``.
     """
     accumulation(recipe, hardware.world)
     model = MetaModel(recipe.model, rewired=recipe.init.wiring is not None)
@@ -147,6 +148,9 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
         check_formats(formats, model.config, recipe.model)
     teacher = model if recipe.teacher is None else MetaModel(recipe.teacher)
     named = {recipe.model: model, recipe.teacher or recipe.model: teacher}
+    if recipe.parallel.tp_size > 1:
+        for name, one in named.items():
+            check_trainable(name, one.config, recipe.parallel.tp_size)
     setup = setup_for(recipe, hardware.world, model)
     offer = None
     if setup.parts is None and recipe.teacher is None and not {recipe.init.wiring, model.wiring.name} & {*DESYNC}:

@@ -241,7 +241,7 @@ def gather_seconds(model: ModelNumbers, teacher: ModelNumbers, setup: Setup, gpu
     return share * setup.width * received / GATHER["inside" if setup.world <= gpus else "between"]
 
 
-def step_seconds(model: ModelNumbers, teacher: ModelNumbers, setup: Setup, gpus: int = 8) -> float:
+def step_seconds(model: ModelNumbers, teacher: ModelNumbers, setup: Setup, gpus: int) -> float:
     """Seconds of a step: all its micro-batches, and the optimizer; see ``update_seconds``."""
     passes = max(*micro_batch_seconds(model, teacher, setup)) + gather_seconds(model, teacher, setup, gpus)
     return setup.accumulation * passes + update_seconds(model, setup, gpus)

@@ -146,9 +146,7 @@ def load_speaker(model: str, *, device: str | None = None, dtype: str | None = N
     return Speaker(model, network, load_tokenizer(path))
 
 
-def load_divided_speaker(
-    model: str, world: "World", reduce: str = "nccl", dtype: str | None = None, placement: Path | None = None
-) -> Speaker:
+def load_divided_speaker(model: str, world: "World", reduce: str, dtype: str | None, placement: Path | None) -> Speaker:
     """Loads a model into fcsd's own engine, and its tokenizer. See ``chat`` for the arguments.
 
     Raises:

@@ -11,19 +11,48 @@ import math
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from transformers import AutoConfig, PretrainedConfig
 
 from fcsd.markdown import table
 from fcsd.models.selection import cheapest, select_layers
-from fcsd.plan.frontier import HEALED, SHARES, WIRINGS, frontier, losses
+from fcsd.plan.frontier import HEALED, SHARES, WIRINGS, Row, frontier, losses
 from fcsd.plan.model import MetaModel, packaged_config
 
 COSTS = Path("benchmarks/results/real_layers_smollm2_cpu.json")
-MORE_COSTS = Path("benchmarks/results/real_layers_smollm2_1xh100.json")  # taken for other wirings, where it exists
+MORE_COSTS = Path("benchmarks/results/real_layers_smollm2_more_cpu.json")  # of other wirings
 WITHOUT_PEERS = Path("benchmarks/results/infer_slow_16_layers_2xh100.json")  # 16 prompts of 1024 tokens
 NVLINK = Path("benchmarks/results/serve_own_2xh100.json")  # a step of 16 answers, the first token of 2048
 PREDICTED, MEASURED, OVER_NVLINK = "predicted", "measured, scaled", "measured over NVLink, scaled"
 ALIKE = ("farskip", "parallel", "ladder mlp-only")  # whose reads are the same in a dense model
+# Larger dense models, by their published dimensions; a mixture of experts is among the packaged ones.
+LARGER: dict[str, tuple[str, dict[str, Any]]] = {
+    "SmolLM2-1.7B": (
+        "llama",
+        {
+            "num_hidden_layers": 24,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_attention_heads": 32,
+            "vocab_size": 49152,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "Qwen3-4B": (
+        "qwen3",
+        {
+            "num_hidden_layers": 36,
+            "hidden_size": 2560,
+            "intermediate_size": 9728,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
 
 
 class Speed(NamedTuple):
@@ -69,10 +98,14 @@ def predicted() -> dict[tuple[str, str], Speed]:
     config = packaged_config("meta-llama/Llama-3.1-8B-Instruct")
     assert config is not None
     config.num_hidden_layers = 16
+    return {key: Speed(row.decode, row.prefill) for key, row in _rows(config).items()}
+
+
+def _rows(config: PretrainedConfig) -> dict[tuple[str, str], Row]:
+    """The rows of ``fcsd plan --frontier`` for two GPUs without peer access, by wiring and share of the layers."""
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        rows = frontier(MetaModel(folder), ranks=2)
-    return {(row.wiring, row.layers.split()[0]): Speed(row.decode, row.prefill) for row in rows}
+        return {(row.wiring, row.layers.split()[0]): row for row in frontier(MetaModel(folder), ranks=2)}
 
 
 def served(wiring: str, share: float, link: str, repo: Path = Path()) -> Speed | None:
@@ -143,6 +176,26 @@ def table_of_losses(repo: Path = Path()) -> str:
     return table(["wiring", "layers", *(share.replace("%", " %") for share in SHARES)], body, left=2) + "\n"
 
 
+def of_larger() -> str:
+    """Markdown with speed and points of larger models by prediction, as ``fcsd plan --frontier`` prints them."""
+    moe = packaged_config("Qwen/Qwen3-30B-A3B")
+    assert moe is not None
+    dense = {name: AutoConfig.for_model(kind, **fields) for name, (kind, fields) in LARGER.items()}
+    head, body = ["model", "wiring"], []
+    for share in SHARES[1::2]:
+        head += [f"{share.replace('%', ' %')}: step / first tokens", "points lost"]
+    for name, config in {**dense, "Qwen3-30B-A3B": moe}.items():
+        rows = _rows(config)
+        for wiring in ("farskip",) if config is moe else HEALED:  # without shared experts ladder is the same
+            cells = []
+            for row in (rows[wiring, share] for share in SHARES[1::2]):
+                assert row.points is not None
+                cells += [str(Speed(row.decode, row.prefill)), "{:.1f} to {:.1f}".format(*row.points)]
+                cells[-1] += "" if row.fitted else "*"
+            body.append([name, "farskip, ladder" if config is moe else wiring, *cells])
+    return table(head, body, left=2) + "\n"
+
+
 def draw(out: Path, healed: list[Healed], repo: Path = Path()) -> None:
     """Points lost against the speed of a decoding step without peer access, with intervals, and the healed models."""
     import matplotlib
@@ -152,7 +205,7 @@ def draw(out: Path, healed: list[Healed], repo: Path = Path()) -> None:
 
     matplotlib.rcParams["svg.hashsalt"] = "fcsd"  # the same picture has the same bytes
     figure, axis = pyplot.subplots(figsize=(8, 5))
-    colours = {"ladder": "#38761d", "farskip": "#3c78d8", "ladder attn-only": "#e69138"}
+    colours = {"ladder": "#38761d", "farskip": "#3c78d8", "ladder attn-only": "#e69138", "desync-2x": "#a64d79"}
     for wiring in costs(repo):
         link = MEASURED if (wiring, MEASURED) in measured(repo) else PREDICTED
         gained = [(served(wiring, _part(share), link, repo) or predicted()[wiring, share]).decode for share in SHARES]

@@ -139,6 +139,11 @@ def test_vllm_reads_prompts_in_steps_of_its_budget() -> None:
     known[at_once][("prefill", 512)] = [6.0]
     load = dataclasses.replace(load, arrivals=16, options=("--max-num-batched-tokens", "8192"))
     assert choice.choose(load, known).prefill == ((OVERLAP_FROM, plain),)
+    # A prompt that comes alone is one step, so its own size is known; 1 % is not worth the work for the host.
+    load = dataclasses.replace(load, arrivals=1)
+    assert choice.choose(load, known).prefill == ((512, plain), (1024, at_once), (2048, plain))
+    known[at_once][("prefill", 512)] = [5.05]
+    assert choice.choose(load, known).prefill == ((512, at_once), (2048, plain))
 
 
 def offered(
@@ -157,19 +162,19 @@ def offered(
 def test_alternatives_depend_on_the_version_and_on_what_is_installed() -> None:
     found, missing = offered(installed=("flashinfer", "deep_ep"))
     assert not missing and [variant.name.partition(", ")[2] for variant in found] == [
-        "one replica a GPU", "fused all-reduce and norm", "async TP", "symmetric memory by NCCL",
+        "one replica a GPU", "pipeline stages", "fused all-reduce and norm", "async TP", "symmetric memory by NCCL",
         "no custom all-reduce", "data-parallel attention",
         "dual batch overlap, high throughput", "dual batch overlap, low latency",
     ]  # fmt: skip
     assert {variant.role for variant in found} == {"original"} and found[0].replicas == 4
-    assert [variant for variant in found if variant.alone] == [found[0], *found[5:]]
+    assert [variant for variant in found if variant.alone] == [*found[:2], *found[6:]]
 
     found, missing = offered("0.32.0", moe=False)
     assert "up to 0.31" in missing["async TP"] and missing["fused all-reduce and norm"] == "flashinfer is not installed"
     assert "experts" in missing["dual batch overlap, low latency"]
-    assert len(found) + len(missing) == 8
+    assert len(found) + len(missing) == 9
     _, missing = offered(fits=False)
-    assert missing["one replica a GPU"] == "the model does not fit into one GPU"
+    assert missing["one replica a GPU"] == "all layers of the model do not fit into one GPU"
     assert missing["dual batch overlap, low latency"] == "deep_ep is not installed"
     found, _ = offered(tp=1)
     assert not found, "one rank sums nothing"
@@ -187,14 +192,16 @@ def test_what_vllm_would_leave_out_in_silence_is_not_run() -> None:
     found, missing = offered(
         peers=False, options=("--disable-custom-all-reduce",), moe=False, installed=("flashinfer",)
     )
-    assert [variant.name for variant in found] == ["original, one replica a GPU"]
+    assert [variant.name for variant in found] == ["original, one replica a GPU", "original, pipeline stages"]
     assert all("peer access" in missing[name] for name in ("async TP", "symmetric memory by NCCL"))
     assert missing["no custom all-reduce"] == "every variant is without it"
 
 
 def test_servers_share_the_gpus_where_they_fit() -> None:
     ways: dict[Way, str | None] = {Way("vllm"): None, Way("vllm", False): "t.json", Way("symmetric"): "symmetric"}
-    *_, last, symmetric = core(("ladder",), ways)
+    _, default, always, _, last, symmetric = core(("ladder",), ways, {"always in flight": {"overlap_from": 0}})
+    assert always.options[1] == '{"fcsd": {"overlap_from": 0}}' and not default.options
+    assert always.way == default.way, "a table holds the times of more steps in flight"
     assert (last.name, symmetric.name) == ("ladder, sums at once", "ladder, symmetric")
     assert last.options == ("--additional-config", '{"fcsd": {"reduce": "t.json"}}') and last.role == "way"
     one, two, three, four = [*core(("ladder",), {Way("vllm"): None}), Variant("other", "original")]

@@ -119,8 +119,10 @@ def test_data_parallel_ranks_share_the_prompts(monkeypatch):
         pytest.skip("ranks are forks of this process")
     monkeypatch.setattr(vllm_exchange, "fill_in", lambda: None)
     monkeypatch.setattr(vllm_parity, "answered", answer)
-    found, chosen = vllm_exchange.answered(Path("model"), [[1], [2], [3]], dict(replicas=2), dict(exchange="in flight"))
+    found, chosen = vllm_exchange.answered(
+        Path("model"), [[1], [2], [3]], dict(replicas=2), dict(shared_experts="apart")
+    )
     assert sorted(found) == [([1], [1], [0.0]), ([2], [0.5], [0.0]), ([3], [1], [0.0])], "the last rank stops early"
-    assert chosen == dict(exchange="in flight")
+    assert chosen == dict(shared_experts="apart")
     with pytest.raises(RuntimeError, match="a rank has failed"):
         vllm_exchange.answered(Path("model"), [[1], [2]], dict(replicas=2), dict(fails=True))

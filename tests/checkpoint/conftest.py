@@ -1,8 +1,10 @@
-"""The good checkpoint that the tests of this folder spoil."""
+"""The good checkpoint that the tests of this folder spoil, and the hub that they reach."""
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
+import hub_server
 import pytest
 import tiny
 
@@ -19,3 +21,11 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(good: Path, tmp_path: Path) -> Path:
     """A copy of the good checkpoint, to be spoilt."""
     return Path(shutil.copytree(good, tmp_path / "model"))
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[hub_server.Hub]:
+    """A hub on localhost, to which the real client is connected."""
+    with hub_server.running() as hub:
+        hub_server.connect(hub, monkeypatch, tmp_path / "cache")
+        yield hub

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import hub_server
 import pytest
 import sparse_checkpoint
 import tiny
@@ -22,13 +21,6 @@ def saved(tmp_path_factory) -> Path:
     tiny.model("qwen3_moe").save_pretrained(path, max_shard_size="300KB")
     (path / "pytorch_model.bin").write_bytes(b"the same again, for someone else")
     return path
-
-
-@pytest.fixture
-def hub(monkeypatch, tmp_path):
-    with hub_server.running() as hub:
-        hub_server.connect(hub, monkeypatch, tmp_path / "cache")
-        yield hub
 
 
 def refused(model: str) -> BadInputError:

@@ -288,6 +288,10 @@ def test_converted_by_fcsd(tmp_path):
     assert report.model_type == "deepseek_v2" and report.shared_experts == 2
     assert "farskip, layers 1-3, by fcsd" in report.to_text()
     assert report.original == "org/base" and "\noriginal      org/base\n" in report.to_text()
+    edit_config(tmp_path, fcsd={**block, "layers": [1, 4]})
+    assert inspect_checkpoint(str(tmp_path)).problems == [
+        "the fcsd block of config.json rewires layer 4, and the model has 4 layers"
+    ]
 
 
 def test_a_converted_model_names_its_original(tmp_path):

@@ -1,16 +1,8 @@
 """The hub on localhost answers what the real client asks when it writes, as the other tests that use it assume."""
 
-import hub_server
 import pytest
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
-
-
-@pytest.fixture
-def hub(monkeypatch, tmp_path):
-    with hub_server.running() as hub:
-        hub_server.connect(hub, monkeypatch, tmp_path / "cache")
-        yield hub
 
 
 def test_branch_upload_pull_request_merge(hub, tmp_path):

@@ -1,6 +1,5 @@
 """Tensor parallelism in whole runs: the numbers of one process, the bits of blocking sums, and checkpoints of both."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,10 @@ import runs
 import tiny
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 
 from fcsd.config import ResolvedRecipe
 from fcsd.distill import loop
 from fcsd.distill.preview import preview
-from fcsd.distill.run.report import read_metrics
 from fcsd.errors import CheckpointError, ConfigError
 from fcsd.parallel.tensor.shard import SHARDED
 
@@ -67,13 +64,7 @@ def run_all(folder: Path, out: Path, size: int, cases: dict[str, dict[str, Any]]
     """Metrics and weights of runs in ``size`` processes, by the name of the case."""
     recipes = [runs.resolved(folder, output_dir=str(out / name), **{**STEPS, **cases[name]}) for name in cases]
     ranks.results(size, distill, recipes)
-    return {name: numbers(out / name) for name in cases}
-
-
-def numbers(run: Path) -> tuple[Any, Any]:
-    kept = ("loss", "kl", "sft", "hidden", "grad_norm", "held_out_kl", "held_out_sft")
-    metrics = [{key: line[key] for key in kept if key in line} for line in read_metrics(run)]
-    return metrics, load_file(run / "final" / "model.safetensors")
+    return {name: runs.numbers(out / name) for name in cases}
 
 
 def assert_close(one: tuple[Any, Any], other: tuple[Any, Any], what: str, atol: float) -> None:
@@ -130,14 +121,6 @@ def test_runs_are_those_of_one_process(folder: Path, tmp_path: Path) -> None:
     assert (tmp_path / "2" / "recomputed" / "samples.jsonl").exists()
 
 
-def cut_short(run: Path, copy: Path) -> Path:
-    """A copy of a finished run of four steps as it was after its second step."""
-    shutil.copytree(run, copy)
-    shutil.rmtree(copy / "final")
-    shutil.rmtree(copy / "checkpoints" / "step-4")
-    return copy
-
-
 def test_checkpoints_do_not_depend_on_the_degree(biased: Path, tmp_path: Path) -> None:
     """Runs of one and of two ranks for each copy of the model, and the same runs resumed by other numbers of ranks."""
 
@@ -148,7 +131,7 @@ def test_checkpoints_do_not_depend_on_the_degree(biased: Path, tmp_path: Path) -
     def resumed(case: tuple[str, int, int], size: int) -> ResolvedRecipe:
         dtype, then, now = case
         name = f"{dtype}-{then}" if now == size else f"{dtype}-{then}-copies"
-        return recipe(cut_short(tmp_path / name, tmp_path / f"{name}-{now}"), now, dtype)
+        return recipe(runs.cut_short(tmp_path / name, tmp_path / f"{name}-{now}"), now, dtype)
 
     for size in (1, 2):
         runs.train_all([recipe(tmp_path / f"{dtype}-{size}", size, dtype) for dtype in ("fp32", "bf16")], size)
@@ -156,9 +139,9 @@ def test_checkpoints_do_not_depend_on_the_degree(biased: Path, tmp_path: Path) -
     runs.train_all([resumed(("fp32", 2, 2), 2), resumed(("fp32", 1, 2), 2)], 2)
     runs.train_all([resumed(("fp32", 2, 1), 1), resumed(("bf16", 2, 1), 1)], 1)
     runs.train(resumed(("fp32", 2, 1), 2), 2)
-    assert_same(numbers(tmp_path / "fp32-2-2"), numbers(tmp_path / "fp32-2"))
+    assert_same(runs.numbers(tmp_path / "fp32-2-2"), runs.numbers(tmp_path / "fp32-2"))
     for name, tolerance in (("fp32-1-2", 1e-4), ("fp32-2-1", 1e-4), ("fp32-2-copies-1", 1e-4), ("bf16-2-1", 2e-2)):
-        mine, reference = numbers(tmp_path / name), numbers(tmp_path / name.rpartition("-")[0])
+        mine, reference = runs.numbers(tmp_path / name), runs.numbers(tmp_path / name.rpartition("-")[0])
         assert mine[0][:2] == reference[0][:2]
         for one, other in zip(mine[0][2:], reference[0][2:], strict=True):
             assert one == pytest.approx(other, rel=tolerance), name

@@ -32,6 +32,7 @@ def test_what_costs_most_stays_standard_and_costs_are_divergences(
     assert done.wiring.layers == cheapest(done.alone)
     standard = done.alone.keys() - done.wiring.layers
     assert 0 in standard and done.to_text().count("stays standard") == len(standard) <= 2
+    assert f"saves about {len(standard) / len(done.alone):.0%} less" in done.to_text()
     alone = convert_checkpoint(model, tmp_path / "alone", layers="1", check=False)
     ids = load_tokenizer(model)(json.loads(text.read_text())["text"], return_tensors="pt")["input_ids"][:, :512]
     with torch.no_grad():

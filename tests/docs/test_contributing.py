@@ -55,10 +55,13 @@ def test_the_steps_add_the_easy_family(page: str, repo: Path, tmp_path: Path) ->
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
         return done.stdout
 
-    # The folders that have cases of a family: to collect all others, too, takes most of the command's time.
-    where = [f"tests/{name}" for name in ("models", "engine", "kernels", "parallel", "plan", "serve", "distill/step")]
+    # The files that have cases of a family: to collect all others, too, takes most of the command's time.
+    named = re.compile(r"\b(CONFIGS|ARCHS|names_exist)\b")
+    folders = ("models", "engine", "kernels", "parallel", "plan", "serve", "distill/step")
+    files = (file for name in folders for file in (tmp_path / "tests" / name).rglob("test_*.py"))
+    where = sorted(str(file) for file in files if named.search(file.read_text()))
     passed = re.search(r"(\d+) passed", run("-m", "pytest", "-q", "-p", "no:cacheprovider", *where, "-k", chosen))
-    assert passed is not None and int(passed[1]) > 50
+    assert passed is not None and int(passed[1]) > 40
     run(script)
     assert f"`{family}`" in (tmp_path / "README.md").read_text()
 

@@ -58,7 +58,9 @@ def without_humaneval(models: Models, lines: list[dict[str, Any]]) -> Scores:
     return scores_of(kept[:-2], *kept[-2:])
 
 
-def test_the_aims_of_the_capability_study_are_judged_by_the_stored_answers(page: str, models: Models) -> None:
+def test_the_aims_of_the_capability_study_are_judged_by_the_stored_answers(
+    page: str, models: Models, repo: Path
+) -> None:
     found = {row[0]: row[1] for row in rows(page, "Capability on H200s")}
 
     def scores(method: str, share: float, text: str = "same", layers: str = "all") -> Scores:
@@ -99,6 +101,8 @@ def test_the_aims_of_the_capability_study_are_judged_by_the_stored_answers(page:
     assert f"of the tokens, and {above(one)} % with one in flight" in told
     other = [scores(method, 0.1, "other") for method in ("KL", "SFT")]
     says("FCSD keeps 95 %", of(scores("KL", 0.01, "other")), of(other[0]))
+    shares = [f"{100 * found.of_teacher[0]:.1f} %" for found in (scores("KL", 0.01, "other"), other[0])]
+    assert "[{} after 1 % of them, {} after 10 %]".format(*shares) in (repo / "docs/data.md").read_text()
     says("SFT on", f"{other[0].below['Avg'][0] - other[1].below['Avg'][0]:.1f} points", of(scores("SFT", 0.1)))
     says("SFT < KL", *(of(scores(m, 0.05)).removesuffix(" %") for m in ("SFT", "KL + hidden L2", "KL")))
     says("frozen", of(scores("KL, frozen embeddings and head", 0.05)), of(half))
@@ -780,6 +784,21 @@ def test_serving_by_the_own_engine_without_peer_access(repo: Path, raw: Raw) -> 
         digits = {key: 3 if key.startswith("decode") else 1 for key in points}
         cells = [f"{times[key]:.{digits[key]}f} ({fastest[key] / times[key]:.2f}x)" for key in points]
         assert f"| {'the bound, which sends nothing' if name == 'bound' else name} | {' | '.join(cells)} |" in page
+    beside = {name: one["rounds"] for name, one in raw("serve_vllm_quantised_slow_2xh100")["variants"].items()}
+    costs = [
+        {line["format"]: line for line in raw(name)["losses"] if line["direction"] == "all-reduce"}
+        for name in ("wires_quality", "wires_quality_moe_64")
+    ]
+    for name, kind, of in (
+        ("NCCL, bf16", "", ""),
+        ("INT8", ", quantised:int8", "int8"),
+        ("INT4", ", quantised:int4", "int4:g32"),
+    ):
+        shown = (medians[f"original{kind}"], medians[f"ladder{kind}"])
+        shown += ({key: median(times) for key, times in beside[f"ladder{kind}"].items()},)
+        cells = [", ".join(f"{times[key]:.1f}" for key in ("prefill 512", "prefill 2048")) for times in shown]
+        cells += ["{nats:+.4f} ± {stderr:.4f}".format(**cost[of]) if of else "" for cost in costs]
+        assert " ".join(f"| {name} | {' | '.join(cells)} |".split()) in " ".join(page.split())
     plain, said = medians["original"], " ".join(page.split())
     for name, words in (
         ("original, quantised:int8", "prefill {} and {} as fast by INT8"),
@@ -834,9 +853,17 @@ def test_serving_by_vllm_without_peer_access(repo: Path, raw: Raw, kind: str) ->
     told = {name for name in found if "at once" not in name} - {"original", "bound"}
     for name in told - ({"farskip"} if kind == "dp_" else set()):  # with its exchange at once it is on the page alone
         assert [key for key, ms in found[name].items() if f"{found['original'][key] / ms:.2f}x" not in elsewhere] == []
-    if kind == "quantised_":
-        return
     text = " ".join(page.split())
+    if kind == "quantised_":
+        shares = {
+            name: "{:.0f} and {:.0f} %".format(
+                *(100 * found["bound"][key] / found[f"ladder{name}"][key] for key in ("prefill 512", "prefill 2048"))
+            )
+            for name in ("", ", quantised:int8", ", quantised:int4")
+        }
+        assert "by INT4 {2} of the bound's speed, by INT8 {1}, by plain sums {0}".format(*shares.values()) in text
+        assert f"by INT4 sums {shares[', quantised:int4']}" in (repo / "docs/LOG.md").read_text()
+        return
     if kind != "dp_":
         best = found["farskip, shared experts beside" if kind else "ladder"]
         shares = {key: f"{100 * found['bound'][key] / ms:.0f}" for key, ms in best.items()}
@@ -846,6 +873,47 @@ def test_serving_by_vllm_without_peer_access(repo: Path, raw: Raw, kind: str) ->
     if not kind:
         starts = {round(one["start_s"]) for one in together["variants"].values() if "start_s" in one}
         assert f"at the same time in {max(starts)} s; the whole command took {together['seconds']:.0f} s" in text
+
+
+def test_when_serving_pays(repo: Path, raw: Raw) -> None:
+    page = (repo / "docs/serving.md").read_text().replace("**", "")
+
+    def spans(files: str, name: str, against: Callable[[Any], dict[str, float]], between: str) -> str:
+        """The speed of a variant in some files, over ``against``, in prefill and in decoding."""
+        found: dict[str, list[float]] = {"prefill": [], "decode": []}
+        for file in files.split():
+            variants = raw(file)["variants"]
+            plain = against(variants)
+            for key, times in variants[name]["rounds"].items():
+                if key.split()[0] in found:
+                    found[key.split()[0]].append(plain[key] / median(times))
+        told = [f"{min(ratios):.2f}x to {max(ratios):.2f}x" for ratios in found.values()]
+        return between.format(*told)
+
+    def original(variants: Any) -> dict[str, float]:
+        return {key: median(times) for key, times in variants["original"]["rounds"].items()}
+
+    def best(variants: Any) -> dict[str, float]:
+        every = [row["rounds"] for row in variants.values() if row["role"] == "original"]
+        return {key: min(median(rounds[key]) for rounds in every) for key in every[0]}
+
+    slow, own = "serve_vllm_{}slow_2xh100", "together {}, step {}; "
+    runs = " ".join(slow.format(kind) for kind in ("", "quantised_", "load_"))
+    for words in (
+        spans(runs, "ladder", original, "together {}; step {} |"),
+        spans(runs, "ladder", original, "first tokens came {} as fast, and its steps {}."),
+        spans(slow.format("v2lite_"), "farskip, shared experts beside", original, "together {}; step {} |"),
+        spans(slow.format("quantised_"), "ladder, quantised:int4", original, "together {}; step {} |"),
+        spans("serve_own_2xh100", "ladder", best, own)
+        + spans("serve_own_2xh100", "ladder, by its table", best, "step {1} |"),
+        spans("serve_own_slow_2xh100", "ladder", best, own)
+        + spans("serve_own_slow_2xh100", "ladder, by its table", best, "together {}, step {} |"),
+    ):
+        assert words in page, words
+    moved = raw(slow.format("dp_"))["ratios"]["farskip, exchange in flight"].values()
+    assert f"they had {min(moved):.2f}x to {max(moved):.2f}x)" in page
+    told = raw(slow.format("by_table_"))["ratios"]["ladder"]
+    assert f"had {told['decode 1']:.2f}x and {told['decode 16']:.2f}x in steps" in page
 
 
 def test_replicas_and_a_load(repo: Path, raw: Raw) -> None:
@@ -881,6 +949,53 @@ def test_replicas_and_a_load(repo: Path, raw: Raw) -> None:
     assert f"**{every[0]}, {every[1]}; {every[2]}, {every[3]}**" in serving
     for name, ratio in (("decode 1", 1.33), ("peak 0", 0.76)):
         assert float(won[name][:-1]) == ratio, "the replicas win at full load, and not in steps of one answer"
+
+
+def test_random_arrivals_once_more_and_steps_without_a_graph(repo: Path, raw: Raw) -> None:
+    page = (repo / "benchmarks/results/vllm.md").read_text()
+    serving = (repo / "docs/serving.md").read_text()
+    variants = raw("serve_vllm_load_alone_slow_2xh100")["variants"]
+    ratios = {}
+    for share, count in (("0.6", 600), ("0.3", 338)):
+        plain = variants["original"]["loads"][share]
+        for name, row in variants.items():
+            if own := row.get("loads", {}).get(share):
+                assert own["requests"] == count
+                cells = [f"{own[key]:.1f} ({plain[key] / own[key]:.2f}x)" for key in LOAD]
+                passes = " and ".join(f"{one['first_p50']:.1f}" for one in own["passes"])
+                called = "the bound, which sends nothing" if name == "bound" else name
+                assert f"| {share} | {called} | {' | '.join(cells)} | {passes} |" in page
+        ratios[share] = [f"{ratio:.2f}x" for ratio in load_ratios(variants["ladder"]["loads"][share], [plain]).values()]
+    told = ["{}, {}; {}, {}".format(*ratios[share]) for share in ("0.6", "0.3")]
+    assert f"**{told[0]}**; **{told[1]}**" in serving
+    assert f"{ratios['0.6'][0]} to the median first token at 0.6 of the peak and {ratios['0.3'][0]} at 0.3" in page
+
+    found = raw("vllm_steps_slow_2xh100")
+    ways = [found[way] for way in ("original", "wired", "at once", "from 256 tokens", "bound")]
+    rows = {
+        tokens: [median(one[tokens] for one in way["single"]) for way in ways] for tokens in found["bound"]["single"][0]
+    }
+    rows["512, beside 28 answers"] = [median(way["mixed"]) for way in ways]
+    rows["none: a step of 28 answers"] = [median(way["decode"]) for way in ways]
+    for name, times in rows.items():
+        cells = [f"{time:.1f} ({times[0] / time:.2f}x)" for time in times]
+        assert f"| {name} | {' | '.join(cells)} |" in page
+    paces = []
+    for way in ways:
+        ranks = [way["traced"][f"rank {rank}"]["512+28"] for rank in (0, 1)]
+        spent = [one["operators"] for one in ranks]
+        attention = [one["vllm::unified_attention_with_output"] for one in spent]
+        sums = [sum(ms for key, ms in one.items() if "reduce" in key and not key.endswith("calls")) for one in spent]
+        shares = [own / other for own, other in zip(sums, attention, strict=True)]
+        told = [f"{one['host']:.1f}" for one in ranks], [f"{ms:.2f}" for ms in attention]
+        told = *told, [f"{ms:.2f}" for ms in sums], [f"{share:.2f}" for share in shares]
+        host, *others = (" and ".join(cells) for cells in told)
+        cells = [host, f"{min(one['busy'] for one in ranks):.1f}", *others]
+        assert f"| {' | '.join(cells)} |" in page
+        paces += attention
+    assert f"takes {min(paces):.1f} to {max(paces):.1f} ms" in page and max(paces) / min(paces) == pytest.approx(
+        1.6, abs=0.05
+    )
 
 
 def test_quantised_sums_on_gpus(repo: Path, raw: Raw) -> None:
@@ -1141,6 +1256,9 @@ def test_zero_3_beside_zero_1(repo: Path, raw: Raw) -> None:
     fewer = [f"{(runs[0][name] - runs[1][name]) / GIB:.1f} GiB" for name in ("peak", "gpu")]
     assert f"The peak is {fewer[0]} lower, all of the GPU only {fewer[1]}" in planning
     assert f"the last five alone would give {last[0] / last[1]:.2f}x" in planning
+    busy = raw("memory_zero3_12_layers_busy_2xh100")["measured"]
+    assert f"beside other work on the host took {median(busy['seconds'][1:-1]):.3f} s a step" in planning
+    assert busy["peak"] == runs[1]["peak"]
     said = (
         f"{share} of ZeRO-1's tokens/s, {100 * hidden[1]:.0f} % of the communication hidden; {peaks[1]} GiB of tensors"
     )

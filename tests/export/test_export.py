@@ -241,6 +241,10 @@ def test_the_best_checkpoint_is_the_default_and_is_said(run: Path, tmp_path: Pat
     out = export_model(str(run), tmp_path / "out")
     assert (out / "model.safetensors").samefile(run / "checkpoints" / "step-10" / "model" / "model.safetensors")
     assert any("is step-10 (the latest is step-20)" in message for message in caplog.messages)
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 5, "held_out_sft": 0.01}\n')
+    assert exporting._choose(run, "best").name == "step-10"
+    assert "step 5 had the lowest held-out loss; its checkpoint was not kept" in caplog.text
 
 
 def test_a_checkpoint_that_training_deletes_is_chosen_again(run: Path, tmp_path: Path, monkeypatch, caplog) -> None:

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import json
 import subprocess
 import sys
 from importlib.machinery import ModuleSpec
@@ -94,22 +95,31 @@ def test_another_transformers_is_refused_loudly(tmp_path: Path, monkeypatch: pyt
             load_module(tmp_path, f"rendered_for_{version.replace('.', '_')}", CONFIGURATION)
 
 
-@pytest.mark.parametrize("auto", ["AutoModelForCausalLM", "AutoModel"])
-def test_every_architecture_loads_bit_equal_in_a_process_without_fcsd(auto: str, tmp_path: Path) -> None:
-    inputs, expected = {"input_ids": tiny.tokens()}, []
-    names = [*tiny.CONFIGS, *tiny.INSIDE]
-    for arch in names:
-        model = wired_directory(arch, auto, tmp_path / arch)
-        model.set_experts_implementation("eager")
-        with torch.no_grad():
-            expected.append(model(**inputs)[0])
+# Runs a script once for each list of arguments.
+EACH = """
+import json, runpy, sys
+for sys.argv in json.loads(sys.argv[1]):
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_every_architecture_loads_bit_equal_in_a_process_without_fcsd(tmp_path: Path) -> None:
+    inputs, expected, jobs = {"input_ids": tiny.tokens()}, {}, []
+    for auto in ("AutoModelForCausalLM", "AutoModel"):
+        folders = []
+        for arch in (*tiny.CONFIGS, *tiny.INSIDE):
+            folders.append(f"{arch}-{auto}")
+            model = wired_directory(arch, auto, tmp_path / folders[-1])
+            model.set_experts_implementation("eager")
+            with torch.no_grad():
+                expected[folders[-1]] = model(**inputs)[0]
+        jobs.append([f"{fcsd.__path__[0]}/export/fresh_process.py", "inputs", auto, "1", auto, *folders])
     save_file(inputs, tmp_path / "inputs")
-    script = [sys.executable, "-P", fcsd.__path__[0] + "/export/fresh_process.py"]
-    directories = [str(tmp_path / arch) for arch in names]
-    subprocess.run([*script, "inputs", "logits", "1", auto, *directories], cwd=tmp_path, check=True)
-    logits = load_file(tmp_path / "logits")
-    for i, arch in enumerate(names):
-        assert torch.equal(logits[str(i)], expected[i]), arch
+    subprocess.run([sys.executable, "-P", "-c", EACH, json.dumps(jobs)], cwd=tmp_path, check=True)
+    for _, _, out, _, _, *folders in jobs:
+        found = load_file(tmp_path / out)
+        for i, folder in enumerate(folders):
+            assert torch.equal(found[str(i)], expected[folder]), folder
 
 
 def test_neither_fcsd_nor_remote_code_is_an_error_never_the_base_graph(tmp_path: Path) -> None:

@@ -1,64 +1,36 @@
-"""Contracts 1 and 2: off is off to the last bit, on is the paper's table, and transformers' features keep working."""
+"""On is the paper's table, and transformers' features keep working. ``test_guard.py`` says that off is off."""
 
 import literal
 import pytest
 import tiny
 import torch
+from rewired import logits_and_gradients, same
 
 from fcsd.errors import ConfigError
-from fcsd.models.build import arch_of, decoder_layers, unwired, wire
-from fcsd.models.wiring import WiredLayer, Wiring, mixer
+from fcsd.models.build import arch_of, decoder_layers, wire
+from fcsd.models.wiring import Wiring, mixer
 
 ALONE = [arch for arch in tiny.CONFIGS if arch == "nemotron_h"]  # one sub-block a layer; transformers 5.17 lacks it
 ALL = (0, 1, 2, 3)
 ARCHS = list(tiny.CONFIGS)
+# ``test_guard.py`` has farskip, ladder and parallel over all layers for every family, decoding and gradients included,
+# and off for every family. An MLP alone that reads the outdated stream is one function under three names.
 WIRINGS = [
-    ("farskip", "full", ALL),
     ("farskip", "attn-only", ALL),
     ("farskip", "mlp-only", ALL),
     ("farskip", "full", (1, 3)),
     ("farskip", "full", (2, 3)),
-    ("ladder", "full", ALL),
     ("ladder", "attn-only", (1, 2)),
-    ("ladder", "mlp-only", ALL),
     ("ladder", "full", (2,)),
-    ("parallel", "full", ALL),
     ("parallel", "full", (0, 2)),
 ]
-SOME = [Wiring("farskip", ALL), Wiring("ladder", (1, 2)), Wiring("parallel", ALL)]
+MORE = [("farskip", "full", ALL), ("ladder", "full", ALL), ("ladder", "mlp-only", ALL), ("parallel", "full", ALL)]
 
 
-def logits_and_gradients(model):
-    ids = tiny.tokens()
-    model.zero_grad()
-    torch.manual_seed(0)  # a router may draw experts in training
-    out = model(ids, labels=ids, use_cache=False)
-    out.loss.backward()
-    return [out.logits.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-
-
-def same(left, right) -> bool:
-    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_off_is_off(arch):
-    model = tiny.model(arch)
-    for parameter in model.parameters():  # gradients exist everywhere, so that none can be skipped
-        parameter.grad = torch.zeros_like(parameter)
-    before = logits_and_gradients(model)
-    wire(model, Wiring("standard", ALL))
-    assert all(isinstance(layer, WiredLayer) for layer in decoder_layers(model))
-    assert same(before, logits_and_gradients(model))
-    wire(model, Wiring("farskip", ALL))
-    assert not torch.equal(before[0], logits_and_gradients(model)[0])
-    wire(model, unwired())
-    assert not any(isinstance(layer, WiredLayer) for layer in decoder_layers(model))
-    assert same(before, logits_and_gradients(model))
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(("name", "variant", "layers"), WIRINGS)
+@pytest.mark.parametrize(
+    ("arch", "name", "variant", "layers"),
+    [(arch, *one) for arch in ARCHS for one in (*WIRINGS, *(MORE if arch in ("llama", "deepseek_v2", *ALONE) else ()))],
+)
 def test_on_is_the_table(arch, name, variant, layers):
     model, ids = tiny.model(arch), tiny.tokens()
     *streams, logits = literal.evaluate(model, ids, name, variant, set(layers))
@@ -80,9 +52,8 @@ def test_distance_two(arch, name):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("wiring", SOME, ids=lambda w: w.name)
-def test_cached_decoding_equals_the_full_forward(arch, wiring):
-    model, ids = wire(tiny.model(arch), wiring), tiny.tokens(length=10)
+def test_cached_decoding_across_borders_equals_the_full_forward(arch):
+    model, ids = wire(tiny.model(arch), Wiring("ladder", (1, 2))), tiny.tokens(length=10)
     with torch.no_grad():
         full = model(ids, use_cache=False).logits
         step = model(ids[:, :6], use_cache=True)
@@ -96,7 +67,7 @@ def test_cached_decoding_equals_the_full_forward(arch, wiring):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_generate(arch):
     model, ids = wire(tiny.model(arch), Wiring("farskip", ALL)), tiny.tokens(length=7)
-    greedy = dict(max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    greedy = dict(max_new_tokens=4, min_new_tokens=4, do_sample=False)
     assert torch.equal(model.generate(ids, use_cache=True, **greedy), model.generate(ids, use_cache=False, **greedy))
 
 

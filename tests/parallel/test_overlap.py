@@ -3,7 +3,6 @@
 import gc
 import random
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from file_buffers import opener
 from late import late_collectives
 from ranks import in_group
+from rewired import backward
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fcsd.errors import ConfigError
@@ -54,19 +54,13 @@ def _sharded(arch: str, **changes):
     return model.train()
 
 
-def _backward(loss):
-    """As on CUDA: in a thread of its own, which has its own sequence numbers."""
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(loss.backward).result()
-
-
 def _run(model, batches, **forward):
     """Logits and gradients of every parameter after one backward pass per batch."""
     model.zero_grad()
     logits = []
     for ids in batches:
         out = model(ids, labels=ids, use_cache=False, **forward)
-        _backward(out.loss)
+        backward(out.loss)
         logits.append(out.logits.detach().clone())
     return logits, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -79,11 +73,11 @@ def _difference(one, other) -> str | None:
     return next((name for name in one[1] if not torch.equal(one[1][name], other[1][name])), None)
 
 
-def _compare(model, wiring, batches, case, problems, **options):
+def _compare(model, wiring, batches, case, problems, modes=("on", "eager-sync"), **options):
     """Overlapped and eager-sync against blocking, collectives arriving as late as they may."""
     overlap(model, wiring, "off", **options)
     blocking = _run(model, batches)
-    for mode in ("on", "eager-sync"):
+    for mode in modes:
         overlap(model, wiring, mode, **options)
         with late_collectives():
             difference = _difference(blocking, _run(model, batches))
@@ -97,8 +91,11 @@ def _every_wiring(rank: int) -> list[str]:
     for arch in MOE:
         model = _sharded(arch)
         several = {"deepseek_v2": WIRINGS, "qwen3_moe": SCHEDULES, "flex_olmo": SCHEDULES}
-        for wiring in several.get(arch, WIRINGS[:1]):
-            _compare(model, wiring, [batch], arch, problems)
+        if arch in several:
+            for wiring in several[arch]:
+                _compare(model, wiring, [batch], arch, problems)
+        else:  # when eager-sync awaits does not depend on the architecture
+            _compare(model, FARSKIP, [batch], arch, problems, modes=("on",))
     return problems
 
 
@@ -215,7 +212,7 @@ def _executed(rank: int, wiring: Wiring, modules: dict[str, str], recompute: boo
         loss = model(ids, labels=ids, use_cache=False).loss
         forward = list(events)
         events.clear()
-        _backward(loss)
+        backward(loss)
     return forward, events
 
 
@@ -266,7 +263,7 @@ def _alive_buffers(rank: int, recompute: bool, dispatcher: Dispatcher = flat) ->
         with _watched(see):
             loss = model(ids, labels=ids, use_cache=False).loss
             leaks.extend(f"{what} after forward" for _, what, ref in landed if alive(ref))
-            _backward(loss)
+            backward(loss)
             leaks.extend(f"{what} after backward" for _, what, ref in landed if alive(ref))
     finally:
         gc.enable()

@@ -541,6 +541,9 @@ def test_bad_models_and_batches(tmp_path):
     parallel = recipe.parallel.model_copy(update={"zero_stage": 3})
     with pytest.raises(ConfigError, match=r"parallel\.zero_stage 3 does not divide experts"):
         plan_run(recipe.model_copy(update={"parallel": parallel}), Hardware(2))
+    parallel = recipe.parallel.model_copy(update={"tp_size": 2})
+    with pytest.raises(ConfigError, match="tensor-parallel training does not shard experts"):
+        plan_run(recipe.model_copy(update={"parallel": parallel}), Hardware(2))
 
 
 def test_a_model_rewired_on_the_way_in_has_two_streams(tmp_path):

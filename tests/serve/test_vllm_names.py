@@ -61,10 +61,24 @@ def test_the_next_version_is_judged_by_its_sources_or_its_wheel(script: Any, tmp
     wheel = tmp_path / "vllm-0.99.0-cp38-abi3-manylinux_2_31_x86_64.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("vllm/distributed/parallel_state.py", text)
-    command = [sys.executable, str(repo / "benchmarks/vllm/vllm_names.py"), "breaks", str(wheel)]
-    environment = {**os.environ, "PYTHONPATH": str(repo)}
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment)
+    ran = breaks(repo, wheel)
     assert ran.returncode == 1 and ran.stdout.splitlines() == [f"0.99.0: {name}" for name in found]
+
+
+def breaks(repo: Path, wheel: Path) -> subprocess.CompletedProcess[str]:
+    """What the program says of a wheel."""
+    command = [sys.executable, str(repo / "benchmarks/vllm/vllm_names.py"), "breaks", str(wheel)]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(repo)})
+
+
+@pytest.mark.nightly
+def test_the_newest_version_has_every_name(repo: Path, tmp_path: Path) -> None:
+    """It downloads some hundred megabytes, and its failure says what the plugin would miss."""
+    options = ["--no-deps", "--only-binary", ":all:", "--dest", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", *options, "vllm"], check=True)
+    (wheel,) = tmp_path.glob("vllm-*.whl")
+    ran = breaks(repo, wheel)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
 def test_a_name_that_is_gone_is_found(script: Any, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from torch._inductor.utils import run_and_get_code
 from fcsd.models.arch import VllmNames
 from fcsd.models.schedule import layer_plans
 from fcsd.models.wiring_block import Wiring
-from fcsd.serve.vllm import exchange, reduction
+from fcsd.serve.vllm import reduction
 from fcsd.serve.vllm.layer import Wired, take_apart
 from fcsd.serve.vllm.reduction import Reducer, Sum, define_operators
 
@@ -147,32 +147,6 @@ class Layer(nn.Module):
         self.self_attn, self.mlp = Attention(10 * index), Moe(10 * index + 1)
 
 
-@pytest.fixture
-def blocks(ranks: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """vLLM's data-parallel group of two ranks that hold the same, and the MoE blocks of its context by their names."""
-    found: dict[str, Any] = {}
-    metadata = SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor([8, 8]))
-    context: Any = ModuleType("vllm.forward_context")
-    context.get_forward_context = lambda: SimpleNamespace(dp_metadata=metadata, no_compile_layers=found)
-    monkeypatch.setitem(sys.modules, context.__name__, context)
-    group = SimpleNamespace(device_group=None, rank_in_group=0)
-    monkeypatch.setattr(sys.modules["vllm.distributed.parallel_state"], "get_dp_group", lambda: group, raising=False)
-    done = SimpleNamespace(wait=lambda: None)
-
-    def gather(out: Tensor, x: Tensor, group: Any, async_op: bool) -> Any:
-        out.copy_(torch.cat((x, x)))
-        return done
-
-    def scatter(out: Tensor, x: Tensor, group: Any, async_op: bool) -> Any:
-        out.copy_(2 * x[: len(out)])
-        return done
-
-    monkeypatch.setattr(exchange.dist, "all_gather_into_tensor", gather)
-    monkeypatch.setattr(exchange.dist, "reduce_scatter_tensor", scatter)
-    exchange.define_operators()
-    return found
-
-
 class BareLayer(Layer):
     """A layer that reads the stream as it is, and passes it on whole."""
 
@@ -180,22 +154,14 @@ class BareLayer(Layer):
         raise NotImplementedError("the plugin's stands in its place")
 
 
-def order(
-    reducer: Reducer, count: int, blocks: dict[str, Any] | None = None, beside: bool = False, bare: bool = False
-) -> list[str]:
-    """Starts, waits and products in the order of the code that Inductor generates for farskip layers.
-
-    If there are ``blocks``, tokens are exchanged in flight.
-    """
+def order(reducer: Reducer, count: int, beside: bool = False, bare: bool = False) -> list[str]:
+    """Starts, waits and products in the order of the code that Inductor generates for farskip layers."""
     layers = [(BareLayer if bare else Layer)(index) for index in range(count)]
     names, wiring, kinds = VllmNames(shared="shared_experts"), Wiring("farskip", tuple(range(count))), ["moe-shared"]
     if bare:
         names = replace(names, whole=True, attn_norms=(None, None), mlp_norms=(None, None))
-    for i, plan in layer_plans(wiring, kinds * count, range(count), every=blocks is not None).items():
-        at = None if blocks is None else exchange.Exchange(f"{i}", 0)
-        take_apart(layers[i], Wired(names, plan, reducer, at, beside, multiplier=0.5 if bare else None))
-        if blocks is not None:
-            blocks[f"{i}"] = layers[i].mlp
+    for i, plan in layer_plans(wiring, kinds * count, range(count)).items():
+        take_apart(layers[i], Wired(names, plan, reducer, beside, multiplier=0.5 if bare else None))
 
     def model(positions: Tensor, hidden: Tensor) -> Tensor:
         residual = None
@@ -216,7 +182,7 @@ def order(
     assert not reduction.waits(), "no compiler copies a sum that is in flight"
     body = code[-1][code[-1].index("def call(") :]
     calls = re.findall(
-        r"ops\.(?:fcsd|double)\.(?:reduce_)?(start|wait|hold|moe|gather|experts)\w*\.default\(|extern_kernels\.\w*?(mm)\(",
+        r"ops\.(?:fcsd|double)\.(?:reduce_)?(start|wait|hold|moe)\w*\.default\(|extern_kernels\.\w*?(mm)\(",
         body,
     )
     return ["".join(call) for call in calls]
@@ -236,12 +202,6 @@ def test_a_compiler_keeps_what_covers_a_sum_that_starts_inside_an_operator(ranks
     later = ["wait", "mm", "wait", "hold", "moe", "start"]
     last = ["wait", "mm", "wait", "moe"]
     assert order(Reducer(2, "tp:0"), 3, beside=True) == [*first, *later, *last]
-
-
-def test_a_compiler_keeps_what_covers_an_exchange(blocks: dict[str, Any]) -> None:
-    first = ["gather", "mm", "mm", "experts"]  # attention and shared experts under the first gather
-    last = ["mm", "wait", "gather", "mm", "experts", "wait"]  # attention under the sum, shared experts under the gather
-    assert order(Reducer(1), 2, blocks) == [*first, *last]
 
 
 class Reduced(Row):

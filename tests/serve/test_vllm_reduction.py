@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fcsd.errors import ConfigError
 from fcsd.parallel.all_reduce.ways import Way
 from fcsd.serve.vllm import reduction
 
@@ -237,8 +236,3 @@ def test_what_a_table_chooses_sums_and_is_made_before_a_graph_is_captured(module
         x = torch.ones(tokens, 2)
         assert torch.equal(by_table.wait(by_table.start(x), x), plain.wait(plain.start(x), x))
     assert made == ["symmetric", "quantised:int8"] and asked == ["quantised:int8"], "each once, with the first sum"
-
-
-def test_a_table_of_sums_does_not_go_with_an_exchange_in_flight(write_table):
-    with pytest.raises(ConfigError, match="exchange in flight does not go with"):
-        reduction.read_settings({"fcsd": {"reduce": write_table(), "exchange": "in flight"}})

@@ -129,8 +129,6 @@ REFUSED = [
     (settings(FARSKIP, data_parallel_size=2, enable_expert_parallel=False), "data-parallel attention of a model with"),
     (settings(FARSKIP, data_parallel_size=2, pipeline_parallel_size=2), "or with pipeline stages"),
     (settings(FARSKIP, data_parallel_size=2, all2all_backend="deepep_low_latency"), "use allgather_reducescatter"),
-    (settings(FARSKIP, additional_config={"fcsd": {"exchange": "in flight"}}), "exchange in flight"),
-    (settings(FARSKIP, additional_config={"fcsd": {"exchange": "later"}}), "not 'later'"),
     (settings(FARSKIP, additional_config={"fcsd": {"shared_experts": "first"}}), "not 'first'"),
     (settings(FARSKIP, use_ubatching=True), "two-batch overlap"),
     (settings(FARSKIP, enable_eplb=True), "moving experts"),
@@ -151,8 +149,8 @@ REFUSED = [
     (settings(FARSKIP, additional_config={"fcsd": {"reduce": "quantised"}}), "is not a format"),
     (settings(FARSKIP, additional_config={"fcsd": {"reduce": "fast"}}), "unknown all-reduce backend 'fast'"),
     (
-        settings(FARSKIP, additional_config={"fcsd": {"kind": "vllm"}}),
-        'the keys "reduce", "overlap_from", "exchange" and "shared_experts"',
+        settings(FARSKIP, additional_config={"fcsd": {"exchange": "in flight"}}),
+        'the keys "reduce", "overlap_from" and "shared_experts"',
     ),
     (settings(FARSKIP, additional_config={"fcsd": {"overlap_from": -1}}), "overlap_from is a number of tokens"),
     (settings(FARSKIP, additional_config={"fcsd": {"overlap_from": "2048"}}), "not '2048'; 0 always overlaps"),
@@ -198,7 +196,6 @@ def test_what_it_can_do_is_accepted(monkeypatch):
         settings(DESYNC, tensor_parallel_size=4),
         settings(FARSKIP, moe=False, data_parallel_size=2, enable_expert_parallel=False),
         settings(FARSKIP, data_parallel_size=2),
-        settings(FARSKIP, data_parallel_size=2, additional_config={"fcsd": {"exchange": "in flight"}}),
         settings(FARSKIP, speculative_config=SimpleNamespace(method="ngram")),
         settings(FARSKIP, additional_config={"fcsd": {"reduce": "none"}}),  # by vllm serve itself, for a bound
         settings(FARSKIP, additional_config={"fcsd": {"reduce": "vllm"}, "other": 1}),
@@ -210,7 +207,7 @@ def test_what_it_can_do_is_accepted(monkeypatch):
     monkeypatch.setenv(support.RIGHT_RESULTS, "1")
     for section in ({"shared_experts": "apart"}, {"shared_experts": "beside"}):
         assert list(problems(settings(FARSKIP, additional_config={"fcsd": section}), "deepseek_v3")) == []
-    assert read_settings({}).shared_experts == "beside" and read_settings({}).exchange == "at once"
+    assert read_settings({}).shared_experts == "beside"
     other = settings(FARSKIP)
     other.model_config.hf_config.lm_head_bias = False
     assert [problem[:32] for problem in problems(other, "phimoe")] == ["config.json has lm_head_bias Fal"]

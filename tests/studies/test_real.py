@@ -25,6 +25,8 @@ from fcsd.eval.suite import select_any
 from fcsd.eval.tasks import load_tasks
 from fcsd.models.selection import select_layers
 from fcsd.plan.frontier import SHARES, law
+from fcsd.plan.frontier import frontier as plan_rows
+from fcsd.plan.model import MetaModel
 
 
 def test_the_page_holds_what_is_stored(repo: Path) -> None:
@@ -85,6 +87,14 @@ def test_the_frontier_is_that_of_the_raw_files_and_of_the_law(repo: Path, tmp_pa
         last, cheapest = lost[wiring, "last"], lost[wiring, "cheapest"]
         assert last[3] == cheapest[3] and all(a < b for a, b in zip(cheapest[:3], last, strict=False))
     assert SHARES[1] == "50%" and 0.45 < lost["ladder", "cheapest"][1] / lost["ladder", "last"][1] < 0.55
+    moe = {(row.wiring, row.layers.split()[0]): row for row in plan_rows(MetaModel("Qwen/Qwen3-30B-A3B"), 2)}[
+        "ladder", "50%"
+    ]
+    assert moe.points is not None
+    told = f"| {moe.decode:.2f}x / {moe.prefill:.2f}x | {moe.points[0]:.1f} to {moe.points[1]:.1f} |"
+    (last,) = (line for line in frontier.of_larger().splitlines() if "Qwen3-30B-A3B" in line)
+    assert told in " ".join(last.split()) and 0.72 < 5 ** -law()["kl"]["coefficients"][2] < 0.78
+    assert "five times the tokens lower the divergence by a quarter" in " ".join((repo / page.PAGE).read_text().split())
     frontier.draw(tmp_path / "drawn.svg", page.healed(list(page.read(repo).values())), repo)
     drawn, stored = ((path).read_text() for path in (tmp_path / "drawn.svg", repo / page.PICTURE))
     said = [re.findall("<!-- (.*?) -->", text) for text in (drawn, stored)]
@@ -103,6 +113,10 @@ def test_the_figures_of_single_layers_are_those_of_the_raw_files(repo: Path) -> 
     middle = [median(pair[i] for (of, _), pair in turned.items() if of == m) for m in (own, other) for i in (0, 1)]
     assert max(middle) < 0.035 and "turned by at most 0.03." in text
     assert all(layer["first_token"] < 0.01 for layer in smol["layers"][:2])
+    more = json.loads((repo / frontier.MORE_COSTS).read_text())
+    assert {n: smol["ladder"]["alone"][int(n)] for n in more["check"]["ladder"]} == more["check"]["ladder"]
+    sums = [sum(part["alone"]) for part in (more["ladder attn-only"], smol["ladder"], smol["farskip"])]
+    assert "Its layers cost {:.1f} nats in sum, ladder's {:.1f} and farskip's {:.1f}.".format(*sums) in text
     ranks = {
         name: sorted(
             m[wiring][f"rank correlation with {name}"] for m in (smol, gemma) for wiring in ("ladder", "farskip")
@@ -450,6 +464,23 @@ def test_what_the_page_says_of_the_longer_runs_is_that_of_the_raw_file(repo: Pat
     assert all(0 <= task["points"] <= 1.8 and task["stderr"] < 1.8 for task in words)
     assert all(found["loss"]["nats"] < 0 for found in (half, far))
     assert {f"{found['perplexities'][0]['nats']:.2f}" for found in (half, far)} == {"0.09"}
+
+
+def test_the_lost_loss_that_is_won_back_is_that_of_the_raw_files(repo: Path) -> None:
+    raw, text = page.read(repo), " ".join((repo / page.PAGE).read_text().split())
+    (half,) = (run for run in raw[page.RAW[0]]["runs"] if run["name"] == "ladder-half-both-41m")
+    lost = {name: known["loss"] - known["teacher_loss"] for name, known in half["untrained_kl"].items()}
+    runs = raw[page.PARTS]["runs"]
+    left = [{name: known["loss"] - known["teacher_loss"] for name, known in run["kl"].items()} for run in runs]
+    won = [{name: f"{100 * (1 - rest[name] / lost[name]):.1f}" for name in rest} for rest in left]
+    assert f"half of the layers cost {lost['foreign']:.3f} nats of held-out foreign text" in text
+    assert f"{left[0]['foreign']:.3f} of them are left ({won[0]['foreign']} % won back)" in text
+    assert f"layers alone {left[1]['foreign']:.3f} ({won[1]['foreign']} %)" in text
+    assert f"of {lost['own']:.3f} nats, it is {won[0]['own']} and {won[1]['own']} %" in text
+    assert (
+        f"({runs[1]['held_out'][0][1]:.3f} nats) as all weights after 24 million ({runs[0]['held_out'][-1][1]:.3f})"
+        in text
+    )
 
 
 def test_what_training_the_converted_layers_alone_gains_is_that_of_the_raw_file(repo: Path) -> None:

@@ -16,7 +16,9 @@ from fcsd.parallel.all_reduce.backends import backend_of
 from fcsd.parallel.all_reduce.ways import PLAIN, SUFFIX, VERSION, Step, Way, Ways
 from fcsd.serve.vllm.reduction import OVERLAP_FROM
 
-_WORTH = 0.98  # a format changes results, so it has to take less than this share of the time of exact values
+# A format changes results, and sums in flight of a step without a graph are more work for the host. Either has to take
+# less than this share of the time of the others.
+_WORTH = 0.98
 
 
 def check_table(load: Workload, path: Path) -> None:
@@ -39,7 +41,7 @@ def check_table(load: Workload, path: Path) -> None:
 
 
 def ways_of(found: Mapping[str, Any], wiring: str) -> dict[Way, Rounds]:
-    """The times of a wiring in each way in which it ran."""
+    """The times of a wiring in each way in which it ran; of its forms in flight, that of the most steps."""
     rows = [row for row in found["variants"].values() if row["role"] in ("wired", "way") and row["wiring"] == wiring]
     return {Way(row["reduce"], row["travels"]): row["rounds"] for row in rows if row["rounds"] and "travels" in row}
 
@@ -57,7 +59,13 @@ def tokens_of(load: Workload, figure: Figure) -> int:
 
 
 def choose(load: Workload, times: Mapping[Way, Rounds]) -> Ways:
-    """The fastest way for each number of tokens, by the medians over the rounds."""
+    """The fastest way for each number of tokens, by the medians over the rounds.
+
+    Under vLLM, prompts that arrive together are read in several steps, the first of which has the first prompts alone.
+    All were timed as one size, so below ``OVERLAP_FROM`` tokens nothing travels, as by the plugin's own choice. A
+    prompt that arrives alone (``--arrivals 1``) is one step of its tokens, and its rows are those that were measured.
+    """
+    together = load.user == "plugin" and load.arrivals > 1
     known = {way: medians(rounds) for way, rounds in times.items()}
     rows: dict[str, list[tuple[int, Way]]] = {"decode": [], "prefill": []}
     for step, chosen in rows.items():
@@ -69,22 +77,21 @@ def choose(load: Workload, times: Mapping[Way, Rounds]) -> Ways:
                 for way, found in known.items()
                 if all(figure in found for figure in same)
             }
-            way = min(
-                spent, key=lambda way, spent=spent: spent[way] / (1 if _exact(load, way) else _WORTH), default=None
-            )
-            if way is not None and load.user == "plugin" and step == "prefill" and tokens < OVERLAP_FROM:
-                way = way._replace(travels=False)  # as the plugin did by itself
+            way = min(spent, key=lambda way, spent=spent, step=step: spent[way] / _worth(load, step, way), default=None)
+            if way is not None and together and step == "prefill" and tokens < OVERLAP_FROM:
+                way = way._replace(travels=False)
             if way is not None and (not chosen or chosen[-1][1] != way):
                 chosen.append((tokens, way))
-    if load.user == "plugin" and rows["prefill"] and rows["prefill"][0][1].travels:
-        # Prompts that come together are read in several steps, the first of which has the first prompts alone. All were
-        # timed as one size, so the way holds for the shorter steps, too.
+    if together and rows["prefill"] and rows["prefill"][0][1].travels:
         rows["prefill"][0] = (OVERLAP_FROM, rows["prefill"][0][1])
     return Ways(Way(PLAIN[load.user], False), tuple(rows["decode"]), tuple(rows["prefill"]))
 
 
-def _exact(load: Workload, way: Way) -> bool:
-    return backend_of(way.reduce, load.user)[1] is None
+def _worth(load: Workload, step: str, way: Way) -> float:
+    """Of the time of the others, the share that this way has to take at most."""
+    exact = backend_of(way.reduce, load.user)[1] is None
+    waits = load.user == "plugin" and step == "prefill" and way.travels  # such a step waits for the host
+    return _WORTH if waits or not exact else 1.0
 
 
 def by_table(load: Workload, times: Mapping[Way, Rounds], ways: Ways) -> Rounds:

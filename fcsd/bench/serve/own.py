@@ -35,7 +35,9 @@ from fcsd.models.wiring_block import Wiring
 from fcsd.parallel.all_reduce.reduce import Reduction
 from fcsd.parallel.all_reduce.ways import Way, Ways
 from fcsd.parallel.tensor.tp_plan import Experts, TensorGroup
+from fcsd.progress import duration
 
+FEW = 128  # tokens by which the speed of a CPU is estimated
 PATIENCE = timedelta(hours=2)  # how long ranks wait for others
 NCCL, SYMMETRIC, BOUND = "nccl", "symmetric", "none"  # backends of the engine's reductions
 Times = dict[str, list[float]]  # milliseconds in each round: of the ``prefill``, and of one step of ``decode``
@@ -90,13 +92,17 @@ def bench(load: Workload, config: PretrainedConfig) -> dict[str, Any]:
     work = [("decode", n, n, load.short, load.answer) for n in load.batches]
     work += [("prefill", tokens, load.arrivals, tokens, 1) for tokens in load.prompts]
     notes = ["one model had all wirings, and all variants took turns"]
+    vocabulary, on_gpu = config.get_text_config().vocab_size, model.device.type == "cuda"
+    if not on_gpu:
+        key, few = variants["bound"], prompts_of(1, min(load.short, FEW), vocabulary, seed=0)
+        tried = turns(model, ranks, world, [key], wirings, few, 1, rounds=1, graphs=False, compiles=False)
+        _require_short(load, work, 2 * len(variants) * tried[key]["prefill"][0] / 1e3 / len(few[0]), world)
     for kind, size, batch, prompt, new in work:
         if not more():
             notes.append(f"no time was left for {kind} {size}; give it more --minutes")
             continue
         say(world, f"{kind} {size}")
-        prompts = prompts_of(batch, prompt, config.get_text_config().vocab_size, seed=size)
-        on_gpu = model.device.type == "cuda"
+        prompts = prompts_of(batch, prompt, vocabulary, seed=size)
         options = {"rounds": load.rounds, "graphs": on_gpu, "compiles": on_gpu, "more": more}
         times = turns(model, ranks, world, [*variants.values()], wirings, prompts, new, **options)
         for name, key in variants.items():
@@ -109,6 +115,22 @@ def bench(load: Workload, config: PretrainedConfig) -> dict[str, Any]:
         for name, key in variants.items()
     }
     return {"variants": found, "missing": missing, "notes": notes}
+
+
+def _require_short(load: Workload, work: Sequence[tuple[str, int, int, int, int]], each: float, world: World) -> None:
+    """Refuse sizes of which one alone takes longer than the whole time, as the defaults do on a CPU.
+
+    Args:
+        each: about the seconds of a token in the two rounds that all variants take in any case.
+    """
+    seconds, kind, size = max(
+        (batch * (prompt + new - 1) * each, kind, size) for kind, size, batch, prompt, new in work
+    )
+    if world.lowest(60 * load.minutes - seconds) < 0:
+        raise ConfigError(
+            f"without a GPU, {kind} {size} takes about {duration(seconds)}, and --minutes is {load.minutes:g}",
+            "Give smaller sizes, such as --prompts 64 --arrivals 2 --batches 1,4 --answer 8; or more --minutes.",
+        )
 
 
 def role(variant: Variant, first: Way) -> Role:

@@ -46,6 +46,7 @@ from fcsd.bench.serve.workload import (
     STANDARD,
     Workload,
     cache_bytes,
+    config_of,
     prompts_of,
     tokens_at_once,
     usual_wirings,
@@ -61,11 +62,13 @@ from fcsd.serve.vllm.support import installed_version, require_vllm
 
 LOAD_SECONDS = 15  # of arrivals under each load
 LEAST, MOST = 24, 600  # requests under a load
+UNDER_LOAD = ("original", "wired")  # the roles that get them: not the bound, nor other ways to sum
 PASSES = 2  # in which a variant gets them, so that what the host does meanwhile is seen
 ENOUGH = 0.5  # seconds for which a round measures a figure of a variant: one short answer says little
 _BUSY = "the host is too busy to time its steps"
-# A further form of a wiring under data-parallel attention, which the plugin does not choose by itself.
-_SPREAD = {"exchange in flight": {"exchange": "in flight"}}
+# A further form of a wiring, which the plugin does not choose by itself. Where prompts come alone, it says from how many
+# tokens on the sums of a step without a graph should travel.
+_ALONE = {"always in flight": {"overlap_from": 0}}
 _EVEN_ROUTING = {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"}
 
 
@@ -94,8 +97,10 @@ def bench(
     if spread and not load.ep:
         raise ConfigError("under data-parallel attention the plugin serves divided experts alone", "Add --ep.")
     version, gpus = installed_version(), load.tp * load.dp
-    weights, cache = weight_bytes(config), cache_bytes(config, tokens_at_once(load), load.tp)
-    fits_one = None if memory is None else weights + cache // gpus + (6 << 30) <= 0.94 * memory
+    tokens, whole = tokens_at_once(load), config if load.layers is None else config_of(load.model, None)
+    cache = cache_bytes(config, tokens, load.tp)
+    needed = weight_bytes(whole) + cache_bytes(whole, tokens, load.tp) // gpus + (6 << 30)
+    fits_one = None if memory is None else needed <= 0.94 * memory
     peers = os.environ.get("NCCL_P2P_DISABLE", "0") == "0"
     if not peers and load.tp > 1 and NO_CUSTOM not in load.options:
         raise ConfigError(
@@ -122,7 +127,7 @@ def bench(
             for name, wiring in wirings.items()
         }
         try:
-            first = core(names, _ways(load, folder), _SPREAD if spread else {})
+            first = core(names, _ways(load, folder), _ALONE if load.arrivals == 1 and not spread else {})
             if spread:  # what a bound leaves out is sums, and the original exchanges tokens
                 first = [variant for variant in first if variant.role in ("original", "wired")]
             for group in groups(first, others, room):
@@ -276,7 +281,7 @@ class _Run:
         peak = 1e3 / original[figures.PEAK][0]  # the first: with a later group it is timed again, and the load stays
         for share in self.load.loads:
             rows = {variant.name: self.found["variants"][variant.name]["loads"] for variant in running}
-            asked = [v for v in running if str(share) not in rows[v.name] and v.role not in ("bound", "way")]
+            asked = [v for v in running if str(share) not in rows[v.name] and v.role in UNDER_LOAD]
             count = -(-min(MOST, max(LEAST, round(share * peak * LOAD_SECONDS))) // PASSES)
             passes: dict[str, list[list[Answer]]] = {variant.name: [] for variant in asked}
             for seed in range(PASSES):
@@ -320,13 +325,14 @@ def _ways(load: Workload, folder: Path) -> dict[Way, str | None]:
 def _options(load: Workload, variant: Variant) -> list[str]:
     """The options of ``vllm serve`` that all variants have, in the form of this one's parallelism."""
     tp, dp, ep = load.tp, load.dp, load.ep
-    if variant.replicas:
+    if variant.replicas or variant.stages:
         tp, dp, ep = 1, 1, False
     elif variant.spread:
         tp, dp, ep = 1, tp * dp, True
     options = ["--tensor-parallel-size", str(tp), "--load-format", "dummy", "--dtype", "bfloat16"]
     options += ["--skip-tokenizer-init", "--no-enable-prefix-caching", "--max-model-len", str(load.longest)]
     options += ["--data-parallel-size", str(dp)] if dp > 1 else []
+    options += ["--pipeline-parallel-size", str(variant.stages)] if variant.stages else []
     return [*options, *(["--enable-expert-parallel"] if ep else []), *load.options]
 
 

@@ -32,6 +32,7 @@ class Variant:
         options: further options of ``vllm serve``.
         environment: environment variables.
         replicas: servers of one GPU each, between which requests are divided in turn; 0 is one server of all GPUs.
+        stages: pipeline stages of one GPU each, in the place of tensor parallelism; 0 is none.
         spread: whether attention is data-parallel over all GPUs, with whole experts on each.
         way: how a wiring sums; None for an original and a bound.
         ignored: what vLLM says where it leaves the options out and serves the plain original.
@@ -43,14 +44,18 @@ class Variant:
     options: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     replicas: int = 0
+    stages: int = 0
     spread: bool = False
     way: Way | None = None
     ignored: tuple[str, ...] = ()
 
     @property
     def alone(self) -> bool:
-        """Whether it takes more memory of a GPU than the others, so that nothing else runs beside it."""
-        return self.replicas > 0 or self.spread
+        """Whether it takes more memory of a GPU than the others, so that nothing else runs beside it.
+
+        The first and the last of several stages have the whole embeddings.
+        """
+        return self.replicas > 0 or self.stages > 0 or self.spread
 
 
 class Machine(NamedTuple):
@@ -60,7 +65,8 @@ class Machine(NamedTuple):
         version: of vLLM.
         installed: says whether a module is installed.
         gpus: GPUs that the workload takes, ``tp x dp``.
-        fits_one: whether the whole model fits into one GPU; None if that is not known.
+        fits_one: whether all layers of the model fit into one GPU, those that are not timed, too; None if that is not
+            known.
         peers: whether NCCL may use peer access between GPUs.
     """
 
@@ -72,21 +78,20 @@ class Machine(NamedTuple):
 
 
 def core(
-    wirings: tuple[str, ...], ways: Mapping[Way, str | None], forms: Mapping[str, Mapping[str, str]] | None = None
+    wirings: tuple[str, ...], ways: Mapping[Way, str | None], forms: Mapping[str, Mapping[str, Any]] | None = None
 ) -> list[Variant]:
     """The original with vLLM's own choices, each wiring, further forms and the bound of the first, other ways to sum.
 
     Args:
         ways: for each way, what the plugin is told to choose it; None for its own choice. The first is that of the
             verdict.
-        forms: by name, what else the plugin can be told of the first wiring; see ``reduction.Settings``.
     """
     (first, told), *others = ways.items()
     return [
         Variant(ORIGINAL, "original"),
         *(Variant(name, "wired", name, _plugin(told), way=first) for name in wirings),
         *(
-            Variant(f"{wirings[0]}, {name}", "wired", wirings[0], _plugin(told, own))
+            Variant(f"{wirings[0]}, {name}", "wired", wirings[0], _plugin(told, own), way=first)
             for name, own in (forms or {}).items()
         ),
         Variant("bound", "bound", wirings[0], _plugin("none")),
@@ -98,7 +103,7 @@ def core(
     ]
 
 
-def _plugin(reduce: str | None, more: Mapping[str, str] | None = None) -> tuple[str, ...]:
+def _plugin(reduce: str | None, more: Mapping[str, Any] | None = None) -> tuple[str, ...]:
     """The options of ``vllm serve`` that tell the plugin how to sum, and what else it is told."""
     fields = {**({} if reduce is None else {"reduce": reduce}), **(more or {})}
     return ("--additional-config", json.dumps({"fcsd": fields})) if fields else ()
@@ -136,6 +141,7 @@ def alternatives(machine: Machine, load: Workload, *, hidden: int, moe: bool) ->
     alone = None if tp > 1 else "there is one rank, which sums nothing"
     by_peers = alone or (None if machine.peers else IMITATED)
     offer("one replica a GPU", _no_replicas(machine), replicas=machine.gpus)
+    offer("pipeline stages", alone or (None if load.dp == 1 else "it was not tested with --dp"), stages=tp)
     no_flashinfer = None if machine.installed("flashinfer") else "flashinfer is not installed"
     offer(
         "fused all-reduce and norm",
@@ -196,7 +202,7 @@ def _no_replicas(machine: Machine) -> str | None:
         return "there is one GPU"
     if machine.fits_one is None:
         return "the memory of the GPUs is not known"
-    return None if machine.fits_one else "the model does not fit into one GPU"
+    return None if machine.fits_one else "all layers of the model do not fit into one GPU"
 
 
 def groups(first: list[Variant], others: list[Variant], room: int) -> list[list[Variant]]:

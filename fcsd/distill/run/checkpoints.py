@@ -199,7 +199,7 @@ def best(folder: Path, step: int | None) -> Path | None:
     return next((path for path in checkpoints(folder) if path.name == f"step-{step}"), None)
 
 
-def retain(folder: Path, keep: int, best_step: int | None = None) -> None:
+def retain(folder: Path, keep: int, best_step: int | None) -> None:
     """Deletes all checkpoints except for the newest ``keep`` and the best. Call this after a new one is committed."""
     for old in checkpoints(folder)[:-keep]:
         if old == best(folder, best_step):

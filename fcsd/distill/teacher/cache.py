@@ -28,7 +28,6 @@ from fcsd.distill.teacher.original import expect_fingerprint, identify_teacher, 
 from fcsd.distill.teacher.targets import Targets, TeacherSource
 from fcsd.errors import BadInputError
 from fcsd.foreign_errors import reason_of
-from fcsd.launch.world import World
 
 KEY, MANIFEST = "KEY.json", "MANIFEST.json"
 _PART = r"\.(?:KEY\.json|MANIFEST\.json|shard-\d+\.(?:json|safetensors))\.part-"  # of the names of unfinished files
@@ -46,7 +45,7 @@ class Shard(NamedTuple):
 
 
 def read_teacher_cache(
-    recipe: Recipe, settings: TeacherCache, identity: dict[str, object], vocab_size: int, world: World
+    recipe: Recipe, settings: TeacherCache, identity: dict[str, object], vocab_size: int
 ) -> tuple[TeacherSource, dict[str, Any]]:
     """The targets of a run from its cache, and the hashes of the teacher that wrote it.
 

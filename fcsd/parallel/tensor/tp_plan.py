@@ -150,7 +150,7 @@ def layer_sharding(plan: TpPlan, name: str, ndim: int) -> Sharding:
     return Shard(dim, 1 if style == way else 2, kv=way == "colwise" and _KV_HEADS.search(name) is not None)
 
 
-def model_shardings(model: PreTrainedModel, arch: Arch, vocabulary: Sharding = "vocabulary") -> dict[str, Sharding]:
+def model_shardings(model: PreTrainedModel, arch: Arch, vocabulary: Sharding) -> dict[str, Sharding]:
     """What a rank has of every parameter and persistent buffer of a model, by name.
 
     Args:

@@ -40,7 +40,7 @@ def random_model(
 
 
 def random_expert_parallel(
-    config: PretrainedConfig, *, dtype: torch.dtype, device: torch.device | str, ep_size: int, seed: int = 0
+    config: PretrainedConfig, *, dtype: torch.dtype, device: torch.device | str, ep_size: int, seed: int
 ) -> PreTrainedModel:
     """A random causal LM with this rank's experts, wired as its config says, in eval mode.
 

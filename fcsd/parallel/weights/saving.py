@@ -87,7 +87,7 @@ def trained_part(parts: TrainedParts) -> OwnPart:
     return OwnPart(parts.model, {}, tensors, 1)
 
 
-def write_part(part: OwnPart, directory: Path, source: Path | None = None, max_shard: int = MAX_SHARD) -> None:
+def write_part(part: OwnPart, directory: Path, source: Path | None, max_shard: int = MAX_SHARD) -> None:
     """Write this rank's part of a model under the names that ``source`` has, or those of ``save_pretrained``.
 
     Rank 0 writes the configs as well.

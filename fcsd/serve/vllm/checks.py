@@ -83,11 +83,6 @@ def problems(vllm_config: Any, model_type: str) -> Iterator[str]:
     if strict and leaves_out(chosen.reduce):
         wrong = f"reduce {chosen.reduce} gives wrong results"
         yield f"{wrong}, which fcsd serve and fcsd eval refuse; start vLLM for a bound"
-    if chosen.exchange == "in flight" and ARCHS[model_type].vllm.beside:
-        yield "exchange in flight does not go with experts beside an MLP; leave it out"
-    if strict and chosen.exchange == "in flight":
-        why = "was compared with transformers on CPUs alone"
-        yield f"exchange in flight {why}, so fcsd serve and fcsd eval refuse it; start vLLM to try it"
 
 
 def _scales_short_texts(model: Any) -> bool:

@@ -23,7 +23,6 @@ from torch.nn.functional import gelu
 
 from fcsd.models.arch import VllmNames
 from fcsd.models.schedule import Kind, LayerPlan, Step
-from fcsd.serve.vllm.exchange import Exchange
 from fcsd.serve.vllm.reduction import Reducer, Sum
 
 
@@ -48,7 +47,6 @@ class Wired:
     names: VllmNames
     plan: LayerPlan
     reducer: Reducer
-    exchange: Exchange | None = None  # of tokens, where it is in flight; the layer then calls shared experts apart
     beside: bool = False  # whether it leaves to vLLM where shared experts with a sum of their own are computed
     linear: bool = False  # whether the layer has linear attention
     fills: bool = False  # whether the attention writes its output where it is told to, as linear layers' up to 0.25
@@ -98,17 +96,12 @@ class WiredLayer(nn.Module):
         out = self._attention(positions, x, args[3:])
         flight, collected = self._add(flight, None, out, plan.steps[0])
         x, flight = self._read(flight, plan.mlp, self._norm(None if self.fcsd.twin else names.mlp_norms[0]))
-        exchange, steps = self.fcsd.exchange, plan.steps[1:]
-        token = None if exchange is None else exchange.gather(x)
+        steps = plan.steps[1:]
         if plan.splits and self.fcsd.beside:
             flight, steps = self._experts(flight, collected, x), ()
         for step in steps:
             self.fcsd.reducer.cover(x, flight.newest, flight.sums)
-            if exchange is None or token is None or step.call == "shared":
-                flight, collected = self._add(flight, collected, self._mlp(x, step), step)
-            else:
-                sum_ = exchange.experts(x, token, collected if step.joins else None, flight.newest)
-                flight = self._exchanged(flight, sum_, step)
+            flight, collected = self._add(flight, collected, self._mlp(x, step), step)
         if names.inputs is not None or names.scale is not None:
             flight = self._with_features(flight, per_layer_input)
         if plan.hands_on is None:
@@ -242,12 +235,6 @@ class WiredLayer(nn.Module):
             return sum_
         norm = getattr(self, name or "", _same)  # the config of a family can leave its norms on arrival out
         return Sum(sum_.total, sum_.summand, partial(_arrived, norm=norm, factor=self.fcsd.multiplier))
-
-    def _exchanged(self, flight: Flight, sum_: Sum, step: Step) -> Flight:
-        """The state with the sum of an exchange, which is awaited at once if nothing covers it."""
-        if step.then == "now":
-            sum_ = Sum(self.fcsd.reducer.wait(sum_, sum_.total), None)
-        return Flight(flight.landed, (*flight.sums, self._arriving(sum_, step)), sum_.total)
 
     def _leave(self, flight: Flight, places: Sequence[int]) -> tuple[Tensor, Tensor]:
         """vLLM's pair: ``hidden``, and the residual with the sums at ``places``."""

@@ -23,10 +23,8 @@ from fcsd.models.archs import ARCHS
 from fcsd.models.build import injected_layers
 from fcsd.models.schedule import Kind, layer_plans
 from fcsd.models.wiring_block import Blocks, Wiring
-from fcsd.serve.vllm.exchange import Exchange
-from fcsd.serve.vllm.exchange import define_operators as define_exchange
 from fcsd.serve.vllm.gates import add_gates, load_gates
-from fcsd.serve.vllm.layer import Wired, check_handed_on, kind_of, mlp_of, read_ahead, take_apart
+from fcsd.serve.vllm.layer import Wired, check_handed_on, kind_of, read_ahead, take_apart
 from fcsd.serve.vllm.reduction import Reducer, Settings, define_operators, leaves_out, read_settings
 
 log = logging.getLogger("vllm.fcsd")
@@ -51,9 +49,8 @@ def rewire(model: Any, names: VllmNames, vllm_config: Any) -> None:
     own = [i for i, layer in enumerate(layers) if not isinstance(layer, PPMissingLayer)]
     stage = range(own[0], own[-1] + 1)
     kinds: list[Kind] = [kind_of(layer, names) if i in stage else "moe-shared" for i, layer in enumerate(layers)]
-    exchanges = settings.exchange == "in flight" and parallel.data_parallel_size > 1
     blocks = Blocks(attn_norms=names.attn_norms, mlp_norms=names.mlp_norms)
-    plans = layer_plans(wiring, kinds, stage, exchanges, blocks)
+    plans = layer_plans(wiring, kinds, stage, blocks=blocks)
     config = vllm_config.model_config.hf_config
     check_handed_on(plans, injected_layers(config))
     multiplier = None if names.multiplier is None else getattr(config, names.multiplier)
@@ -63,22 +60,9 @@ def rewire(model: Any, names: VllmNames, vllm_config: Any) -> None:
     plain = multiplier is None and names.mlp_norms[1] is None and not names.shared_beside
     ahead = read_ahead(plans) if names.inputs is not None or names.scale is not None else {}
     for i, plan in plans.items():
-        exchange = None
-        if exchanges and kinds[i] != "dense":
-            exchange = _exchange(mlp_of(layers[i], names), vllm_config, settings.overlap_from)
-        beside = settings.shared_experts == "beside" and exchange is None and plain
-        own = Wired(names, plan, reducer, exchange, beside, multiplier=multiplier, ahead=ahead.get(i, ()))
+        beside = settings.shared_experts == "beside" and plain
+        own = Wired(names, plan, reducer, beside, multiplier=multiplier, ahead=ahead.get(i, ()))
         take_apart(layers[i], own)
-
-
-def _exchange(mlp: Any, vllm_config: Any, overlap_from: int) -> Exchange:
-    """How a MoE block exchanges tokens in flight. Its experts stop exchanging them, and are found by their name."""
-    define_exchange()
-    name = f"{mlp.experts.layer_name}.fcsd"
-    vllm_config.compilation_config.static_forward_context[name] = mlp
-    # vLLM's kernels for experts are made later. They gather and scatter if there are several data-parallel ranks.
-    mlp.experts.moe_config.moe_parallel_config.dp_size = 1
-    return Exchange(name, overlap_from)
 
 
 def _reducer(settings: Settings) -> Reducer:

@@ -36,8 +36,9 @@ from fcsd.errors import ConfigError
 from fcsd.parallel.all_reduce.backends import backend_of, is_bound
 from fcsd.parallel.all_reduce.ways import Way, Ways, is_table, read_ways
 
-# Tokens. A server whose steps without a graph had some 1100 tokens was slower with sums in flight; one with 8192 was
-# faster (benchmarks/results, "Serving by vLLM"). Nothing between them was measured.
+# Tokens. Over NVLink a server whose steps without a graph had some 1100 tokens was slower with sums in flight; one with
+# 8192 was faster. Without peer access 2048 were faster, and two runs disagree about 768 and 1024 (benchmarks/results,
+# "Serving by vLLM", "Random arrivals once more").
 OVERLAP_FROM = 2048
 
 
@@ -47,14 +48,12 @@ class Settings(NamedTuple):
     Attributes:
         reduce: the name of a backend, see ``parallel.all_reduce.backends``; or the file of a table.
         overlap_from: the fewest tokens of a step without a CUDA graph whose sums are in flight; a table does not ask.
-        exchange: ``at once``, by vLLM, or ``in flight``: how tokens travel under data-parallel attention.
         shared_experts: ``beside`` the routed ones, by vLLM's call for both, which computes few tokens of them on a
             second stream; or ``apart``, before them. It is asked where both have sums of their own.
     """
 
     reduce: str
     overlap_from: int
-    exchange: str
     shared_experts: str
 
 
@@ -184,14 +183,10 @@ def read_settings(additional_config: Any, degree: int | None = None) -> Settings
     overlap_from = section.get("overlap_from", OVERLAP_FROM)
     if type(overlap_from) is not int or overlap_from < 0:
         raise ConfigError(f"overlap_from is a number of tokens, not {overlap_from!r}; 0 always overlaps")
-    exchange, shared_experts = section.get("exchange", "at once"), section.get("shared_experts", "beside")
-    if exchange not in ("at once", "in flight"):
-        raise ConfigError(f'exchange is "at once" or "in flight", not {exchange!r}')
+    shared_experts = section.get("shared_experts", "beside")
     if shared_experts not in ("beside", "apart"):
         raise ConfigError(f'shared_experts is "beside" or "apart", not {shared_experts!r}')
-    if is_table(reduce) and exchange == "in flight":
-        raise ConfigError(f"exchange in flight does not go with {reduce}, which is about sums; leave one of them out")
-    return Settings(reduce, overlap_from, exchange, shared_experts)
+    return Settings(reduce, overlap_from, shared_experts)
 
 
 @cache
@@ -214,11 +209,14 @@ def _ways(reduce: str) -> Ways:
 def way_of(x: Tensor, reduce: str, overlap_from: int) -> Way:
     """How ``x``, ``[tokens, hidden]``, is summed, and whether its sum is in flight between its start and its wait.
 
-    The start and the wait of a sum ask the same question, and get the same answer.
+    The start and the wait of a sum ask the same question, and get the same answer. A step without a graph waits for the
+    host, so what is known by the number of tokens alone is said first.
     """
+    captured = x.device.type != "cpu" and torch.cuda.is_current_stream_capturing()
+    if not captured and x.shape[0] < overlap_from and not is_table(reduce):
+        return Way(reduce, False)
     if x.device.type == "cpu" or _captures_a_piece():
         return _ways(reduce).of("prefill", x.shape[0])._replace(travels=False)
-    captured = torch.cuda.is_current_stream_capturing()
     if is_table(reduce):
         return _ways(reduce).of("decode" if captured else "prefill", x.shape[0])
     return Way(reduce, captured or x.shape[0] >= overlap_from)
@@ -292,7 +290,7 @@ def _wait(y: Tensor, x: Tensor, after: Tensor, reduce: str, overlap_from: int) -
     wait = waits().pop(y.data_ptr(), None)
     if wait is not None:
         wait()
-    elif way_of(y, reduce, overlap_from).travels:
+    elif waits() and way_of(y, reduce, overlap_from).travels:
         raise RuntimeError("a compiler copied a sum that is in flight, which would be read before it is complete")
 
 

@@ -1,6 +1,5 @@
 """Expert parallelism in whole runs: the numbers of one process without it, wherever experts, ranks and stages lie."""
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -202,11 +201,8 @@ def test_four_ranks_equal_one_process(models: dict[str, Path], tmp_path: Path, a
 def resumed(folder: Path, run: Path, size: int, **changes: Any) -> tuple[Path, int, int]:
     """A run of four steps: the directory of its copy that was resumed after two, and what ``train`` gave for both."""
     recipe = {"parallel__ep_size": 2, **changes}
-    copy = run.with_name("resumed")
     whole = train(runs.resolved(folder, output_dir=str(run), **recipe), size)
-    shutil.copytree(run, copy)
-    shutil.rmtree(copy / "final")
-    shutil.rmtree(copy / "checkpoints" / "step-4")
+    copy = runs.cut_short(run, run.with_name("resumed"))
     half = train(runs.resolved(folder, output_dir=str(copy), **{**recipe, "parallel__overlap": "off"}), size)
     return copy, whole, half
 
@@ -231,19 +227,13 @@ def train(recipe: ResolvedRecipe, size: int) -> int:
     return results[0]
 
 
-def outcome(run: Path) -> tuple[list[tuple[str, ...]], str]:
-    """Every loss and norm to the last bit, and the hash of the trained weights."""
-    numbers = [tuple(float(m[key]).hex() for key in ("loss", "grad_norm")) for m in read_metrics(run)]
-    return numbers, hashlib.sha256((run / "final" / "model.safetensors").read_bytes()).hexdigest()
-
-
 @pytest.mark.parametrize(
     ("size", "stage"), [(2, 1), *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((2, 0), (4, 1), (4, 2)))]
 )
 def test_two_steps_and_a_resume_are_four_steps(models: dict[str, Path], tmp_path: Path, size: int, stage: int) -> None:
     run = tmp_path / "run"
     copy, whole, half = resumed(models["deepseek_v2"], run, size, parallel__zero_stage=stage)
-    assert outcome(copy) == outcome(run)
+    assert runs.outcome(copy) == runs.outcome(run)
     assert whole == 2 * half and half >= 2 * 2  # experts are a group of their own, before and after the resume
     # With ZeRO every rank has a partition of the optimizer's state; without it, two ranks hold all experts' states.
     assert len(list(run.glob("checkpoints/step-4/optimizer/rank-*.pt"))) == (size if stage else 2)
@@ -374,8 +364,8 @@ def test_deduplication_of_tokens_that_choose_one_expert_is_said_to_have_no_effec
 def test_the_command_distils_on_two_processes_and_exports_what_loads_anywhere(
     models: dict[str, Path], repo: Path, tmp_path: Path
 ) -> None:
-    def fcsd(*arguments: str) -> None:
-        done = ranks.fcsd(*arguments, cwd=repo)
+    def fcsd(*arguments: str, size: int | None = None) -> None:
+        done = ranks.fcsd(*arguments, cwd=repo, size=size)
         assert done.returncode == 0, done.stderr
 
     folder = models["deepseek_v2"]
@@ -394,7 +384,7 @@ def test_the_command_distils_on_two_processes_and_exports_what_loads_anywhere(
     }
     fcsd("convert", str(folder / "teacher"), str(tmp_path / "student"), "--wiring", "farskip", "--no-check")
     sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-    fcsd("distill", "--recipe", "tiny", *sets, "--gpus", "2", "--output-dir", str(tmp_path / "run"))
+    fcsd("distill", "--recipe", "tiny", *sets, "--output-dir", str(tmp_path / "run"), size=2)
     fcsd("export", str(tmp_path / "run"), str(tmp_path / "out"))  # reloads it in a fresh process to equal logits
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("student", "out"))
     assert after.keys() == before.keys()

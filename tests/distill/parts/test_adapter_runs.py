@@ -261,6 +261,8 @@ def test_a_checkpoint_of_the_other_kind_is_refused_before_anything_loads(
     ):
         recipe = runs.resolved(folder, output_dir=str(run), **changes)
         refused(recipe, CheckpointError, message)
+    mistyped = runs.resolved(folder, output_dir=str(tmp_path / "full"), optim__train=["nrms"])
+    refused(mistyped, ConfigError, "no part 'nrms'")
 
 
 def test_an_export_needs_the_weights_beside_which_the_adapters_were_trained(

@@ -39,17 +39,9 @@ def finished(request: pytest.FixtureRequest, folder: Path, single: Path) -> tupl
     return 2, folder / "double"
 
 
-def cut_short(run: Path, copy: Path) -> Path:
-    """A copy of a finished run as it was after its second step."""
-    shutil.copytree(run, copy)
-    shutil.rmtree(copy / "final")
-    shutil.rmtree(copy / "checkpoints" / "step-4")
-    return copy
-
-
 def test_two_steps_and_a_resume_are_four_steps(folder: Path, finished: tuple[int, Path], tmp_path: Path) -> None:
     size, run = finished
-    resumed = cut_short(run, tmp_path / "run")
+    resumed = runs.cut_short(run, tmp_path / "run")
     train(runs.resolved(folder, output_dir=str(resumed)), size)
     assert outcome(resumed) == outcome(run)
     assert len((resumed / "command.txt").read_text().splitlines()) == 2
@@ -112,7 +104,7 @@ class Planted:
 
 
 def test_a_sealed_checkpoint_runs_no_code(folder: Path, single: Path, tmp_path: Path) -> None:
-    run = cut_short(single, tmp_path / "run")
+    run = runs.cut_short(single, tmp_path / "run")
     checkpoint = run / "checkpoints" / "step-2"
     torch.save({"state": Planted(tmp_path / "ran")}, checkpoint / "optimizer/rank-0.pt")
     content = manifest.read_manifest(checkpoint)
@@ -132,7 +124,7 @@ def test_a_changed_run_is_refused_by_name(folder: Path, single: Path, tmp_path: 
         (1, "corpus.jsonl was", {"data__sources": [{"path": "CHANGED"}]}),
         (2, "processes was 1 and is now 2", {}),
     ]:
-        run = cut_short(single, tmp_path / named[:9])
+        run = runs.cut_short(single, tmp_path / named[:9])
         if "data__sources" in changes:
             other = shutil.copy(folder / "corpus.jsonl", tmp_path / "corpus.jsonl")
             with Path(other).open("a") as file:
@@ -149,7 +141,7 @@ def newer(recipe: ResolvedRecipe) -> None:
 
 
 def test_other_code_does_not_continue_a_run(folder: Path, single: Path, tmp_path: Path) -> None:
-    run = cut_short(single, tmp_path / "run")
+    run = runs.cut_short(single, tmp_path / "run")
     (error,) = ranks.on_ranks(1, newer, runs.resolved(folder, output_dir=str(run)))
     assert isinstance(error, CheckpointError) and f"version of fcsd was '{__version__}' and is now '99'" in str(error)
 
@@ -184,7 +176,7 @@ def test_each_tensor_is_stored_once_and_resumes_to_the_last_bit(
     states = (checkpoint / "optimizer/rank-0.pt").stat().st_size
     wide = parameters * (12 if dtype == "bf16" else 8)  # the moments and, for bf16 weights, the fp32 weights
     assert wide < states < 1.05 * wide + 150_000
-    part = cut_short(tmp_path / "run", tmp_path / "resumed")
+    part = runs.cut_short(tmp_path / "run", tmp_path / "resumed")
     train(runs.resolved(folder, output_dir=str(part), **changes))
     assert outcome(part) == outcome(tmp_path / "run")
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -191,28 +191,24 @@ def nothing_left_behind() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def exhausted() -> dict[str, Outcome]:
-    """Programs that end by themselves run at the same time as the others, but with a generous limit on time."""
+def exhausting() -> Iterator[list[Future[dict[str, Outcome]]]]:
+    """Programs that end by themselves run at the same time as the others, but with a generous limit on time.
+
+    Some sleep until their limit. The tests before theirs judge other programs meanwhile.
+    """
     ending = {"8 GB": EXHAUST["8 GB"], "good": GOOD}
     endless = {name: program for name, program in EXHAUST.items() if name not in ending}
-    with ThreadPoolExecutor(1) as pool:
-        beside = pool.submit(verdicts, endless, timeout_s=1)
-        return verdicts(ending) | beside.result()
-
-
-@pytest.mark.parametrize("name", EXHAUST)
-def test_exhausting_programs_end_without_passing(exhausted: dict[str, Outcome], name: str):
-    assert exhausted[name].status in ("fail", "timeout"), exhausted[name]
-
-
-def test_a_good_program_passes_beside_them(exhausted: dict[str, Outcome]):
-    assert exhausted["good"] == Outcome("pass")
-    assert exhausted["8 GB"].detail.startswith("MemoryError")
-    assert exhausted["sleep"].status == exhausted["endless"].status == "timeout"
+    with ThreadPoolExecutor(2) as pool:
+        yield [pool.submit(verdicts, endless, timeout_s=1), pool.submit(verdicts, ending)]
 
 
 @pytest.fixture(scope="module")
-def forged() -> dict[str, Outcome]:
+def exhausted(exhausting: list[Future[dict[str, Outcome]]]) -> dict[str, Outcome]:
+    return {name: outcome for each in exhausting for name, outcome in each.result().items()}
+
+
+@pytest.fixture(scope="module")
+def forged(exhausting: object) -> dict[str, Outcome]:
     return verdicts({**FORGE, "good": GOOD})
 
 
@@ -243,6 +239,17 @@ def test_nothing_gets_out(canary: Path, monkeypatch: pytest.MonkeyPatch):
     assert canary.read_text() == "untouched"
     for name, (program, contained) in LOOK.items():
         assert verdicts({name: program}, contained) == {name: Outcome("pass")}
+
+
+@pytest.mark.parametrize("name", EXHAUST)
+def test_exhausting_programs_end_without_passing(exhausted: dict[str, Outcome], name: str):
+    assert exhausted[name].status in ("fail", "timeout"), exhausted[name]
+
+
+def test_a_good_program_passes_beside_them(exhausted: dict[str, Outcome]):
+    assert exhausted["good"] == Outcome("pass")
+    assert exhausted["8 GB"].detail.startswith("MemoryError")
+    assert exhausted["sleep"].status == exhausted["endless"].status == "timeout"
 
 
 def test_those_attacks_work_without_a_sandbox(canary: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

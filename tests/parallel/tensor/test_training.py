@@ -1,7 +1,6 @@
 """Tensor-parallel training: overlapped is blocking to the last bit, and both are one process up to rounding."""
 
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,9 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
+from late import late_sums
 from ranks import in_group
+from rewired import backward
 from torch import Tensor
 
 from fcsd.engine.weights import load_tensor_parallel
@@ -62,12 +63,6 @@ def batches() -> list[Tensor]:
     return [tiny.tokens(batch=1 + i, length=8 - 4 * i, seed=i) for i in range(2)]
 
 
-def backward(loss: Tensor) -> None:
-    """As on CUDA: in a thread of its own, which has its own sequence numbers."""
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(loss.backward).result()
-
-
 def passes(model: Any) -> dict[str, Tensor]:
     """Logits of two batches, and the gradient of every parameter that they give together."""
     model.zero_grad()
@@ -85,40 +80,7 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> str | None:
     return next((name for name in one if not torch.equal(one[name], other[name])), None)
 
 
-class _Late:
-    """A result that appears only when it is awaited; until then its tensor holds NaN."""
-
-    def __init__(self, tensor: Tensor, result: Tensor, work: Any) -> None:
-        self.tensor, self.result, self.work = tensor, result, work
-        tensor.detach().fill_(float("nan"))
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.tensor.detach().copy_(self.result)
-
-
 _all_reduce, _gather, _scatter = dist.all_reduce, dist.all_gather_into_tensor, dist.reduce_scatter_tensor
-
-
-@contextmanager
-def late_sums():
-    def sum_(tensor: Tensor, *args: Any, group: Any = None, async_op: bool = False) -> Any:
-        if not async_op:
-            return _all_reduce(tensor, *args, group=group)
-        summed = tensor.clone()
-        return _Late(tensor, summed, _all_reduce(summed, group=group, async_op=True))
-
-    def of_rows(send: Any, out: Tensor, x: Tensor, group: Any, async_op: bool) -> _Late:
-        assert async_op
-        result = torch.empty_like(out)
-        return _Late(out, result, send(result, x.detach().clone(), group=group, async_op=True))
-
-    dist.all_reduce = sum_
-    dist.all_gather_into_tensor, dist.reduce_scatter_tensor = partial(of_rows, _gather), partial(of_rows, _scatter)
-    try:
-        yield
-    finally:
-        dist.all_reduce, dist.all_gather_into_tensor, dist.reduce_scatter_tensor = _all_reduce, _gather, _scatter
 
 
 def _compare(
