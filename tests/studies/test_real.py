@@ -812,3 +812,16 @@ def test_what_the_pages_say_of_gemmas_healed_run_is_that_of_the_raw_file(repo: P
     assert all(f"{100 * original['HS']['value']:.1f} % of HellaSwag" in told for told in (text, log))
     assert f"wrote none of {original['lambada_openai']['n']} last words" in text
     assert original["lambada_openai"]["value"] == 0
+
+
+def test_what_the_page_says_of_the_tokens_of_the_file_is_that_of_the_raw_file(repo: Path) -> None:
+    raw = json.loads((repo / "benchmarks/results/real_tokenizers_cpu.json").read_text())
+    text = " ".join((repo / page.PAGE).read_text().split())
+    versions, digits = raw["smollm2_by_version"], raw["smollm2_digits_alone"]
+    assert not versions["different_documents"] and f"all {versions['documents']} documents the same" in text
+    foreign, piqa = digits.pop("foreign text"), digits.pop("PIQA")
+    fewer = f"({foreign['fewer_tokens'] / foreign['tokens']:.1%} fewer tokens)".replace("%", " %")
+    assert f"{foreign['different']} of {foreign['texts']} documents of `foreign` {fewer}" in text
+    assert f"{piqa['different']} of {piqa['texts']} questions of PIQA" in text
+    assert digits.keys() == {"ARC-E", "HS", "OBook", "lambada_openai"}
+    assert not any(asked["different"] for asked in digits.values())
