@@ -1,7 +1,8 @@
 """Writes the model of a GGUF file as a Hugging Face checkpoint, whose conversions and healing need bf16 weights.
 
 transformers reads the config, the tokenizer and the dequantised tensors. What it passes over without a word is refused
-here: scaled rotary embeddings, experts, files in several parts, and keys of the format that nobody has proven.
+here: scaled rotary embeddings, experts, files in several parts, and keys of the format that nobody has proven. What
+some of its versions misread of a tokenizer is set to what the file says, or refused.
 """
 
 import logging
@@ -14,7 +15,7 @@ from typing import Any
 
 from fcsd.checkpoint.config_json import CheckpointConfig
 from fcsd.checkpoint.staging import check_out, staged
-from fcsd.checkpoint.tokenizer import load_tokenizer
+from fcsd.checkpoint.tokenizer import load_tokenizer, tokens_before
 from fcsd.disk import write_text
 from fcsd.errors import BadInputError, ConfigError, DiskError
 from fcsd.extras import require_extra
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 _DAMAGED = "If the file is damaged or not complete, download it again."
 _OTHER = "Pass the safetensors checkpoint that it was made from."
 _WORDS = 10_000  # of a vocabulary are tried: all 262,144 of Gemma take most of a minute
+_SPECIAL = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
 _NEWER = "A newer package gguf may know it: pip install -U gguf. Otherwise pass a file of another quantisation."
 
 # llama.cpp's architecture -> the keys of the file that transformers translates, and those without effect on the model.
@@ -53,7 +55,8 @@ def unpack_gguf(file: Path, out: Path, accept: Callable[[CheckpointConfig], obje
 
     Raises:
         BadInputError: the file is missing, damaged, in several parts, of a quantisation that the package ``gguf``
-            cannot undo, or of an architecture or with keys that are not proven.
+            cannot undo, of an architecture, with keys or with a vocabulary that are not proven, or transformers
+            misreads its tokenizer.
         ConfigError: ``out`` is not empty, or the package ``gguf`` is missing.
         DiskError: the weights would not fit.
     """
@@ -74,6 +77,7 @@ def unpack_gguf(file: Path, out: Path, accept: Callable[[CheckpointConfig], obje
             "Free some space, or choose another directory.",
         )
     model, tokenizer = _load(file)
+    _mend(fields, tokenizer)
     scalar = getattr(model.config, "query_pre_attn_scalar", model.config.head_dim)
     if scalar != model.config.head_dim:  # llama.cpp knows the scale of such models by their size
         raise BadInputError(
@@ -106,7 +110,7 @@ def unpack_gguf(file: Path, out: Path, accept: Callable[[CheckpointConfig], obje
         plain.save_pretrained(stage)
         model.generation_config.save_pretrained(stage)
         tokenizer.save_pretrained(stage)
-        _require_words(file, load_tokenizer(stage))
+        _require_read(file, fields, load_tokenizer(stage))
         write_text(stage / "README.md", _card(file, fields))
 
 
@@ -116,7 +120,7 @@ def _read_header(file: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
     try:
         reader = gguf.GGUFReader(file)
-        short = {key: field for key, field in reader.fields.items() if not key.startswith("tokenizer.ggml.")}
+        short = {key: field for key, field in reader.fields.items() if field.types[:1] != [gguf.GGUFValueType.ARRAY]}
         sizes = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
         for tensor in {tensor.tensor_type: tensor for tensor in reversed(reader.tensors)}.values():
             try:
@@ -157,6 +161,11 @@ def _check(file: Path, fields: dict[str, Any], names: list[str]) -> None:
     unknown = sorted(own - known) + [name for name in names if name.startswith("rope_")]
     if unknown:
         raise BadInputError(f"{file}: what {unknown[0]} changes in the model is not proven for GGUF files", _OTHER)
+    pre = fields.get("tokenizer.ggml.pre", "of no name")
+    if fields.get("tokenizer.ggml.model") == "gpt2" and pre != "smollm":
+        raise BadInputError(
+            f"{file}: byte-level vocabularies {pre} are not proven for GGUF files; proven: smollm", _OTHER
+        )
 
 
 def _load(file: Path) -> tuple[Any, Any]:
@@ -179,20 +188,47 @@ def _load(file: Path) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def _require_words(file: Path, tokenizer: Any) -> None:
-    """Refuse a tokenizer that divides every word of its vocabulary, as that of Gemma 3 under transformers 5.17 does.
+def _mend(fields: dict[str, Any], tokenizer: Any) -> None:
+    """Set what transformers reads wrongly of a tokenizer and the file says.
 
-    Models compute without an error on such tokens, and every text is read wrongly.
+    Version 5.17 takes BOS for EOS. No version up to 5.23 divides numbers as the merges of smollm do, each digit alone.
+    """
+    from tokenizers import pre_tokenizers
+
+    for kind, key in _SPECIAL.items():
+        number = fields.get(f"tokenizer.ggml.{key}")
+        if number is not None and getattr(tokenizer, f"{kind}_token_id") != number:
+            setattr(tokenizer, f"{kind}_token", tokenizer.convert_ids_to_tokens(number))
+    if fields.get("tokenizer.ggml.model") == "gpt2":
+        digits, words = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+
+
+def _require_read(file: Path, fields: dict[str, Any], tokenizer: Any) -> None:
+    """Refuse a tokenizer that reads texts in another way than the file says.
+
+    Models compute without an error on such tokens. transformers 5.17 divides every word of Gemma 3, and puts neither
+    BOS nor a space before a text of a llama with a vocabulary of SentencePiece.
     """
     from transformers import __version__
 
     pieces = (piece.replace("\u2581", " ") for piece in tokenizer.get_vocab())
     every = (piece for piece in pieces if len(piece.strip()) > 1 and piece.strip().isalpha())
     words = list(islice(every, _WORDS))
+    scored = fields.get("tokenizer.ggml.model") == "llama"
+    bos = fields.get("tokenizer.ggml.add_bos_token", scored)
+    space = fields.get("tokenizer.ggml.add_space_prefix", scored)
+    wrong = []
+    if (tokens_before(tokenizer) == [tokenizer.bos_token_id]) != bos:
+        wrong.append(f"it puts {'no' if bos else 'a'} BOS before a text")
+    if scored and tokenizer.tokenize("a")[0].startswith("\u2581") != space:
+        wrong.append(f"it puts {'no' if space else 'a'} space before a text")
     if words and not any(len(tokenizer(word, add_special_tokens=False)["input_ids"]) == 1 for word in words):
+        wrong.append("it divides every word")
+    if wrong:
         raise BadInputError(
-            f"{file}: transformers {__version__} reads the tokenizer of this file wrongly: it divides every word",
-            "Use transformers 5.23, which reads it.",
+            f"{file}: transformers {__version__} reads the tokenizer of this file wrongly: {wrong[0]}",
+            f"Use transformers 5.23 or newer. If it does the same: {_OTHER}",
         )
 
 
@@ -204,18 +240,15 @@ def _card(file: Path, fields: dict[str, Any]) -> str:
     return f"{head}# {name}\n\nThe weights of `{file.name}`, dequantised to bf16 by fcsd.\n"
 
 
-def original_beside(out: Path) -> Path:
-    """The directory for the model of a GGUF file, which is the original and the teacher of the conversion ``out``."""
-    return out.with_name(f"{out.name}-original")
-
-
 def unpack_beside(file: Path, out: Path, *, dry_run: bool, accept: Callable[[CheckpointConfig], object]) -> Path:
     """Write the model of a GGUF file beside ``out``, and return that directory; see :func:`unpack_gguf`.
+
+    It is the original and the teacher of the conversion ``out``.
 
     Raises:
         ConfigError: it exists, or nothing may be written.
     """
-    original = original_beside(out)
+    original = out.with_name(f"{out.name}-original")
     if dry_run:
         hint = f"Convert without it, which writes {original}; then fcsd convert {original} OUT --dry-run."
         raise ConfigError("--dry-run cannot read a GGUF file, because its weights must be written first", hint)

@@ -10,12 +10,13 @@ import typer
 from fcsd.bundled import located
 from fcsd.cli.command import command, emit
 from fcsd.cli.options import AsJson, Gpus, Sets, numbers, shares
+from fcsd.cli.panels import Commands
 from fcsd.disk import require_folder, write_json
 from fcsd.errors import ConfigError, DoesNotFitError, FcsdError
 from fcsd.extras import require_extra
 from fcsd.launch.world import first_rank
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(cls=Commands, no_args_is_help=True, rich_markup_mode=None)
 
 # Options of commands that take steps.
 Layers = Annotated[int, typer.Option(min=1, help="Decoder layers of a SHAPE.")]
@@ -56,7 +57,9 @@ def links(
 
 @command(app, "memory")
 def memory(
-    shape: Annotated[str, typer.Argument(help="deepseek-v2-lite, qwen3-30b-a3b, llama4-scout, ... or tiny.")],
+    shape: Annotated[
+        str, typer.Argument(metavar="SHAPE", help="deepseek-v2-lite, qwen3-30b-a3b, llama4-scout, ... or tiny.")
+    ],
     layers: Layers = 4,
     seq: Seq = 4096,
     micro_batch: Annotated[int, typer.Option(min=1, help="Rows per forward pass and GPU.")] = 1,

@@ -52,8 +52,8 @@ def distill(
     slurm: Annotated[bool, typer.Option("--slurm", help="Print a script for sbatch instead of running.")] = False,
     join_timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for the other processes.")] = 300,
     resume: Annotated[str, typer.Option(metavar="auto|never|PATH", help="Where to continue from.")] = "auto",
-    output_dir: Annotated[str | None, typer.Option(help="Overrides output_dir.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Overrides seed.")] = None,
+    output_dir: Annotated[str | None, typer.Option(help="The run directory; overrides output_dir of the recipe.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Overrides seed of the recipe.")] = None,
     accept_unsafe_exec: UnsafeExec = False,
     dry_run: DryRun = False,
     as_json: AsJson = False,
@@ -178,11 +178,11 @@ def write(
     form: Annotated[
         str | None, typer.Option(help="chat or document; chat is the default of a model with a chat template.")
     ] = None,
-    temperature: Annotated[float, typer.Option(help="Of the distribution from which tokens are drawn.")] = 1.0,
+    temperature: Annotated[float, typer.Option(help="The temperature at which tokens are drawn.")] = 1.0,
     greedy: Annotated[float, typer.Option(help="The share of answers written with the most likely tokens.")] = 0.0,
     max_tokens: Annotated[int, typer.Option(help="The most tokens of a user's turn, an answer or a document.")] = 512,
     batch_size: BatchSize = None,
-    seed: Annotated[int, typer.Option(help="Of the random numbers.")] = 0,
+    seed: Annotated[int, typer.Option(help="The seed of the random numbers.")] = 0,
     gpus: Gpus = None,
     as_json: AsJson = False,
 ) -> None:
@@ -280,7 +280,7 @@ def plan(
     read = load_recipe(named, sets).recipe
     memory = None if gpu_mem is None else gpu_memory(gpu_mem)
     _require_model(named, read)
-    gpus = gpus or math.ceil(read.parallel.ep_size / nodes)
+    gpus = gpus or math.ceil(read.parallel.ep_size * read.parallel.tp_size / nodes)
 
     from fcsd.parallel.machine import read_machine
     from fcsd.plan import Hardware, cluster, deduplication, plan_run, report

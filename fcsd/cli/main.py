@@ -18,6 +18,7 @@ from fcsd.cli.eval import chat, evaluate
 from fcsd.cli.layers import choose_layers, sweep_layers
 from fcsd.cli.models import convert, export, inspect, push
 from fcsd.cli.options import AsJson
+from fcsd.cli.panels import Commands
 from fcsd.cli.recipes import app as recipes_app
 from fcsd.cli.serve import serve
 from fcsd.launch.world import leave
@@ -42,9 +43,11 @@ Exit codes: 0 ok, 1 failure, 2 usage or recipe, 3 bad input, 4 checkpoint, 5 non
 """
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["--help", "-h"]},
     epilog=EXAMPLES,
 )
 app.add_typer(recipes_app, name="recipes", help="List, show or copy the packaged recipes, or print their schema.")

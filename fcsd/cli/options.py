@@ -22,7 +22,7 @@ UnsafeExec = Annotated[
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace OUT if it is not empty.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Accept a MODEL with code of its own; it is not run.")]
-Sets = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a value; repeatable.")]
+Sets = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the recipe; repeatable.")]
 Private = Annotated[bool, typer.Option("--private", help="Create the hub repository as private.")]
 CreatePr = Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of committing.")]
 Revision = Annotated[str | None, typer.Option(metavar="BRANCH", help="Branch of the hub repository.")]
@@ -78,7 +78,7 @@ Gpus = Annotated[
 ]
 PlannedGpus = Annotated[
     int | None,
-    typer.Option("--gpus", min=1, help="GPUs of each machine; the default is what parallel.ep_size of RECIPE needs."),
+    typer.Option("--gpus", min=1, help="GPUs of each machine; the default is what ep_size and tp_size of RECIPE need."),
 ]
 Reduce = Annotated[
     str,

@@ -3,10 +3,11 @@
 Typer's own panels need rich's markup, whose boxes do not fit the plain help of fcsd.
 """
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 MANY = 12  # a command with fewer options shows them in one list
 ALL, REST = "Options", "Other options"  # the headings of a command with few options, and of what PANELS do not name
@@ -24,6 +25,9 @@ PANELS = {
     "gpu_mem price mfu machine no_compile tp ep dp engine",
     "Output": "out log_samples picture trace dry_run as_json",
 }
+_MEANT = {"heal": "distill", "train": "distill", "rewire": "convert", "evaluate": "eval", "score": "eval"}
+_TYPE = re.compile(r" <(?:list\[)?(int|float|str|path)\b.*>")
+_WORDS = {"int": "INTEGER", "float": "NUMBER", "str": "TEXT", "path": "PATH"}
 _HEADINGS = {name: heading for heading, names in PANELS.items() for name in names.split()}
 
 
@@ -36,14 +40,40 @@ def panels(parameters: Iterable[Any]) -> dict[str, list[Any]]:
     return {heading: group for heading, group in found.items() if group}
 
 
+class Commands(TyperGroup):
+    """A group whose help has the whole first sentence of each command, and which knows other words for commands."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Writes the commands; typer would cut their sentences to one line."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, one.get_short_help_str(limit=200)) for name, one in self.commands.items()])
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Finds the command; the error of an unknown one names the nearest by its letters, or by its meaning."""
+        if (meant := _MEANT.get(args[0])) in self.commands and args[0] not in self.commands:
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {meant!r}?")
+        return super().resolve_command(ctx, args)
+
+
 class PanelCommand(TyperCommand):
     """A command whose help lists its options under headings."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """The options and arguments of the first line, without typer's braces around what is required."""
+        pieces = super().collect_usage_pieces(ctx)
+        return [re.sub(r"\.\.\.([\]}])\.\.\.$", r"...\1", piece).strip("{}") for piece in pieces]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Writes the arguments, then the options of each heading."""
         parameters = self.get_params(ctx)
         arguments = [parameter for parameter in parameters if parameter.param_type_name == "argument"]
         for heading, group in {"Arguments": arguments, **panels(parameters)}.items():
-            if records := [record for one in group if (record := one.get_help_record(ctx)) is not None]:
+            records = [(one, record) for one in group if (record := one.get_help_record(ctx)) is not None]
+            if records:
                 with formatter.section(heading):
-                    formatter.write_dl(records)
+                    formatter.write_dl([(_named(one, name), text) for one, (name, text) in records])
+
+
+def _named(parameter: Any, name: str) -> str:
+    """What typer calls a parameter, with words such as INTEGER for ``<int range>``; an argument needs none."""
+    return _TYPE.sub("" if parameter.param_type_name == "argument" else lambda found: f" {_WORDS[found[1]]}", name)

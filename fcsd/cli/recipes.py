@@ -8,8 +8,9 @@ import typer
 
 from fcsd.cli.command import command, emit
 from fcsd.cli.options import AsJson, RecipeName, Sets
+from fcsd.cli.panels import Commands
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(cls=Commands, no_args_is_help=True, rich_markup_mode=None)
 
 
 @command(app, "list")

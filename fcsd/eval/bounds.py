@@ -18,7 +18,6 @@ varies more than any partial credit does, so the bounds are then on the safe sid
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -139,13 +138,10 @@ def _task_low(gains: int, losses: int, n: int) -> float:
     estimate = (gains - losses) / n
     if p_above(gains, losses, n, PRECISION - 1) > ALPHA:
         return -1.0
-    excess = partial(_excess, gains, losses, n)
-    level: Any = brentq(excess, PRECISION - 1, estimate, xtol=PRECISION / 4)
+    level: Any = brentq(
+        lambda level: p_above(gains, losses, n, level) - ALPHA, PRECISION - 1, estimate, xtol=PRECISION / 4
+    )
     return max(-1.0, float(level) - PRECISION)
-
-
-def _excess(gains: int, losses: int, n: int, level: float) -> float:
-    return p_above(gains, losses, n, level) - ALPHA
 
 
 def mean_low(gains: Array, losses: Array, n: Array, scale: Array) -> Array:

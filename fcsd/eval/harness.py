@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fcsd.checkpoint import read_config, resolve
+from fcsd.checkpoint import expect_directory, read_config, read_layout, resolve
 from fcsd.checkpoint.location import short_names
 from fcsd.disk import json_sha256, require_folder
 from fcsd.engine.generate import BATCHES
@@ -123,7 +123,11 @@ def evaluate_models(
     engine.check(int(os.environ.get("WORLD_SIZE", "1")) if team is None else 1)
     for _, model, _ in ordered:  # a mistyped name or an unsupported model is refused before data are read
         if isinstance(model, str):
-            read_config(resolve(model, weights=False).path, trust_remote_code=True)  # no code is run
+            source = resolve(model, weights=False)
+            read_config(source.path, trust_remote_code=True)  # no code is run
+            if source.repo_id is None:  # damaged weights of the last model are found before the first is scored
+                expect_directory(source.path)
+                read_layout(source.path)
     team = team or _torchrun_team(lockstep=engine.ep_size > 1, together_on_all=engine.backend == OWN)
     with preserved_rng(), load_tasks(chosen, mirror) as loaded_tasks:
         # What follows is refused before hours of work.

@@ -82,7 +82,7 @@ def difference_table(comparisons: Sequence[Comparison], margin: float) -> str:
         recoveries = [found.recovery for found in (*points, *losses)]
         if any(recovery is not None for recovery in recoveries):
             head.append("won back")
-            columns.append(["-" if recovery is None else _percent(*recovery) for recovery in recoveries])
+            columns.append(["-" if one is None else f"{100 * one[0]:.1f} ± {100 * one[1]:.1f} %" for one in recoveries])
     return markdown.table(head, list(zip(*columns, strict=True)))
 
 
@@ -131,10 +131,6 @@ def _bits(result: Result) -> str:
     if result.get("wire") is None:
         return "-"
     return ", ".join(f"{direction} {bits:g}" for direction, bits in result["wire"]["bits_on_the_wire"].items())
-
-
-def _percent(share: float, stderr: float) -> str:
-    return f"{100 * share:.1f} ± {100 * stderr:.1f} %"
 
 
 def _axes(results: Sequence[Result]) -> tuple[list[str], list[str]]:

@@ -151,6 +151,11 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
     if recipe.parallel.tp_size > 1:
         for name, one in named.items():
             check_trainable(name, one.config, recipe.parallel.tp_size)
+        if hardware.world % recipe.parallel.tp_size:
+            raise ConfigError(
+                f"parallel.tp_size {recipe.parallel.tp_size} does not divide the {hardware.world} GPUs",
+                "Change --gpus, --nodes or parallel.tp_size.",
+            )
     setup = setup_for(recipe, hardware.world, model)
     offer = None
     if setup.parts is None and recipe.teacher is None and not {recipe.init.wiring, model.wiring.name} & {*DESYNC}:

@@ -124,7 +124,8 @@ def predict(model: ModelNumbers, setup: Setup, links: Links, format: str = "int8
 def predicted(model: ModelNumbers, setup: Setup, links: Links, choice: Choice, nodes: int) -> Prediction:
     """Predicts a training step, without a teacher, of one choice on ``nodes`` nodes."""
     world = nodes * links.per_node
-    ep_size = next(size for size in range(min(world, setup.ep_size), 0, -1) if _divides(size, model.experts, world))
+    sizes = range(min(world, setup.ep_size), 0, -1)
+    ep_size = next(size for size in sizes if model.experts % size == 0 == world % size)
     tokens = setup.micro_batch_size * setup.seq_len
     accumulation = max(1, setup.batch_tokens // (tokens * world))
     alone = replace(setup, world=world, ep_size=ep_size, teacher="none", batch_tokens=tokens * world * accumulation)
@@ -138,11 +139,6 @@ def predicted(model: ModelNumbers, setup: Setup, links: Links, choice: Choice, n
     taken = min(exposed, key=lambda way: exposed[way])
     gradients = _gradients(model, alone, links)
     return Prediction(choice, nodes, world, ep_size, taken, computation, exposed[taken], gradients)
-
-
-def _divides(size: int, *numbers: int) -> bool:
-    """Whether ``size`` divides all of ``numbers``."""
-    return not any(number % size for number in numbers)
 
 
 def _exposed(model: ModelNumbers, setup: Setup, links: Links, wiring: str, dedup: Dedup, format: str | None) -> float:

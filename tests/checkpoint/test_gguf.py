@@ -62,6 +62,7 @@ def write(
     quantised: Any = None,
     pieces: list[str] | None = None,
     kinds: list[int] | None = None,
+    pre: str = "smollm",
     **more: Any,
 ) -> dict[str, torch.Tensor]:
     """A tiny model as a GGUF file; the tensors by transformers' names."""
@@ -86,9 +87,10 @@ def write(
         writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if pieces is None:
         writer.add_tokenizer_model("gpt2")
-        names = ["<unk>", "<s>", "</s>", "a", "b", "ab"]
+        writer.add_tokenizer_pre(pre)
+        names = ["<unk>", "<s>", "</s>", "a", "b", "ab", "aba"]
         writer.add_token_list(names + [f"<{number}>" for number in range(len(names), config.vocab_size)])
-        writer.add_token_merges(["a b"])
+        writer.add_token_merges(["a b", "ab a"])
         writer.add_bos_token_id(1)
         writer.add_eos_token_id(2)
     else:  # as in files of Gemma
@@ -182,19 +184,47 @@ def test_words_of_a_file_are_merged_by_their_scores_and_the_users_words_come_fir
     assert found == [[*pieces, *words].index(word) for word in told]
     assert tokenizer.decode(found, skip_special_tokens=True) == "the the  abc\n\n\u00e9"
 
-    load = checkpoint_gguf._load
+    load, whole = checkpoint_gguf._load, tokenizer.backend_tokenizer.to_str()
+    fields, _ = checkpoint_gguf._read_header(tmp_path / "m.gguf")
 
-    def without_merges(file: Path) -> tuple[Any, Any]:  # as transformers 5.17 reads it
+    def misread(part: str, key: str, value: Any) -> Tokenizer:
+        state = json.loads(whole)
+        (state[part] if part else state)[key] = value
+        return Tokenizer.from_str(json.dumps(state))
+
+    for part, key, value, reason in (  # as transformers 5.17 reads such files
+        ("model", "merges", [], "it divides every word"),
+        ("", "post_processor", None, "it puts no BOS before a text"),
+        ("", "normalizer", {"type": "Prepend", "prepend": "\u2581"}, "it puts a space before a text"),
+    ):
+        tokenizer._tokenizer = misread(part, key, value)
+        with pytest.raises(BadInputError, match=reason) as caught:
+            checkpoint_gguf._require_read(tmp_path / "m.gguf", fields, tokenizer)
+        assert "Use transformers 5.23 or newer" in str(caught.value.hint)
+
+    def loaded(file: Path) -> tuple[Any, Any]:
         model, tokenizer = load(file)
-        state = json.loads(tokenizer.backend_tokenizer.to_str())
-        state["model"]["merges"] = []
-        tokenizer._tokenizer = Tokenizer.from_str(json.dumps(state))
+        tokenizer._tokenizer = misread("model", "merges", merges)
+        tokenizer.eos_token = "<bos>"
         return model, tokenizer
 
-    monkeypatch.setattr(checkpoint_gguf, "_load", without_merges)
+    monkeypatch.setattr(checkpoint_gguf, "_load", loaded)
+    merges = json.loads(whole)["model"]["merges"]
+    unpack_gguf(tmp_path / "m.gguf", tmp_path / "mended")
+    assert AutoTokenizer.from_pretrained(tmp_path / "mended").eos_token == "<eos>"
+    merges = []
     with pytest.raises(BadInputError, match="it divides every word"):
         unpack_gguf(tmp_path / "m.gguf", tmp_path / "wrong")
     assert not (tmp_path / "wrong").exists()
+
+
+def test_each_digit_of_smollm_is_a_word(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf")
+    unpack_gguf(tmp_path / "m.gguf", tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    found = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("ab  12 a")
+    assert [piece for piece, _ in found] == ["ab", "\u0120\u0120", "1", "2", "\u0120a"]
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
 
 
 def test_the_layers_of_a_file_are_chosen_by_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,6 +242,7 @@ def test_the_layers_of_a_file_are_chosen_by_cost(tmp_path: Path, monkeypatch: py
     [
         ({"arch": "falcon"}, "GGUF files of falcon are not proven"),
         ({"split__count": 3}, "is one part of 3"),
+        ({"pre": "llama-bpe"}, "byte-level vocabularies llama-bpe are not proven"),
         ({"llama__expert_count": 8}, "what llama.expert_count changes"),
         ({"llama__rope__scaling__factor": 8}, "what llama.rope.scaling.factor changes"),
         ({"arch": "gemma3", "gemma3__final_logit_softcapping": 30}, "what gemma3.final_logit_softcapping changes"),

@@ -115,6 +115,16 @@ def test_a_command_with_many_options_groups_them() -> None:
     assert [text.count(f"\n{heading}\n") for heading in headings] == [1] * 6
     assert text.index("Comparison:") < text.index("--untrained") < text.index("Machine:") < text.index("--gpus")
     assert "\nOptions:\n" in run("inspect", "--help").stdout
+    assert text.startswith("Usage: fcsd eval [OPTIONS] MODEL...\n") and "--limit N" in text and "<" not in text
+    assert " --gpus INTEGER " in text and run("eval", "-h").stdout == text
+
+
+def test_commands_are_listed_with_whole_sentences_and_found_by_what_they_do() -> None:
+    for group in ((), ("bench",), ("recipes",)):
+        shown = run(*group, "--help").stdout.partition("Commands:")[2].partition("Examples:")[0]
+        assert "..." not in shown and shown.count(".\n") >= 4
+    assert "Did you mean 'distill'?" in run("heal", "recipe.yaml").stderr
+    assert "Did you mean 'convert'?" in run("convrt").stderr
 
 
 def test_help_has_examples_and_exit_codes() -> None:

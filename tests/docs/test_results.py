@@ -1091,6 +1091,53 @@ def test_replicas_and_a_load(repo: Path, raw: Raw) -> None:
         assert float(won[name][:-1]) == ratio, "the replicas win at full load, and not in steps of one answer"
 
 
+def test_random_arrivals_once_more_and_steps_without_a_graph(repo: Path, raw: Raw) -> None:
+    page = (repo / "benchmarks/results/vllm.md").read_text()
+    serving = (repo / "docs/serving.md").read_text()
+    variants = raw("serve_vllm_load_alone_slow_2xh100")["variants"]
+    ratios = {}
+    for share, count in (("0.6", 600), ("0.3", 338)):
+        plain = variants["original"]["loads"][share]
+        for name, row in variants.items():
+            if own := row.get("loads", {}).get(share):
+                assert own["requests"] == count
+                cells = [f"{own[key]:.1f} ({plain[key] / own[key]:.2f}x)" for key in LOAD]
+                passes = " and ".join(f"{one['first_p50']:.1f}" for one in own["passes"])
+                called = "the bound, which sends nothing" if name == "bound" else name
+                assert f"| {share} | {called} | {' | '.join(cells)} | {passes} |" in page
+        ratios[share] = [f"{ratio:.2f}x" for ratio in load_ratios(variants["ladder"]["loads"][share], [plain]).values()]
+    told = ["{}, {}; {}, {}".format(*ratios[share]) for share in ("0.6", "0.3")]
+    assert f"**{told[0]}**; **{told[1]}**" in serving
+    assert f"{ratios['0.6'][0]} to the median first token at 0.6 of the peak and {ratios['0.3'][0]} at 0.3" in page
+
+    found = raw("vllm_steps_slow_2xh100")
+    ways = [found[way] for way in ("original", "wired", "at once", "from 256 tokens", "bound")]
+    rows = {
+        tokens: [median(one[tokens] for one in way["single"]) for way in ways] for tokens in found["bound"]["single"][0]
+    }
+    rows["512, beside 28 answers"] = [median(way["mixed"]) for way in ways]
+    rows["none: a step of 28 answers"] = [median(way["decode"]) for way in ways]
+    for name, times in rows.items():
+        cells = [f"{time:.1f} ({times[0] / time:.2f}x)" for time in times]
+        assert f"| {name} | {' | '.join(cells)} |" in page
+    paces = []
+    for way in ways:
+        ranks = [way["traced"][f"rank {rank}"]["512+28"] for rank in (0, 1)]
+        spent = [one["operators"] for one in ranks]
+        attention = [one["vllm::unified_attention_with_output"] for one in spent]
+        sums = [sum(ms for key, ms in one.items() if "reduce" in key and not key.endswith("calls")) for one in spent]
+        shares = [own / other for own, other in zip(sums, attention, strict=True)]
+        told = [f"{one['host']:.1f}" for one in ranks], [f"{ms:.2f}" for ms in attention]
+        told = *told, [f"{ms:.2f}" for ms in sums], [f"{share:.2f}" for share in shares]
+        host, *others = (" and ".join(cells) for cells in told)
+        cells = [host, f"{min(one['busy'] for one in ranks):.1f}", *others]
+        assert f"| {' | '.join(cells)} |" in page
+        paces += attention
+    assert f"takes {min(paces):.1f} to {max(paces):.1f} ms" in page and max(paces) / min(paces) == pytest.approx(
+        1.6, abs=0.05
+    )
+
+
 def test_quantised_sums_on_gpus(repo: Path, raw: Raw) -> None:
     rows = [row for part in raw("vllm_sums_2xh100").values() for row in part["rows"]]
     modes = {"graph": "whole graphs", "default": "compiled, vLLM's graphs", "eager": "without a graph"}

@@ -630,7 +630,8 @@ def test_what_the_page_says_of_everyday_text_is_that_of_the_raw_file(repo: Path)
 
 def test_what_the_page_says_of_the_longer_run_of_all_layers_is_that_of_the_raw_file(repo: Path) -> None:
     raw, text = json.loads((repo / page.LONGER).read_text()), " ".join((repo / page.PAGE).read_text().split())
-    ((run,), (found,)) = raw["runs"], raw["differences"]
+    (run,) = (run for run in raw["runs"] if run["name"] == "all-151m")
+    (found,) = (found for found in raw["differences"] if found["model"] == run["name"])
     kl = {name: one["kl"] for name, one in run["kl"].items()}
     assert "({own:.3f} own, {doc:.3f} `doc`, {foreign:.3f} foreign, after 151 of".format(**kl) in text
     assert kl["doc"] < 0.15 < kl["foreign"] < kl["own"] and "was reached on `doc` alone" in text
@@ -655,6 +656,14 @@ def test_what_the_page_says_of_the_longer_run_of_all_layers_is_that_of_the_raw_f
     assert (
         cut["tokens"] == 280e6 and round(cut["tokens_read"] / 1e6) == 95 and f"{cut['lr_at_the_end']:.1e}" == "5.4e-04"
     )
+    cut = raw["cut_off_again"]
+    own, foreign = (cut[name][-1][1] for name in ("held_out_own", "held_out"))
+    tokens, read, then = (count / 1e6 for count in (cut["tokens"], cut["tokens_read"], cut["held_out"][-1][0] * 32768))
+    assert f"One of {tokens:.0f} million at 1e-3 was cut off after {read:.0f} million, at {own:.3f} and" in text
+    left = f"{cut['lr_at_the_last_measure']:.1e}".replace("e-0", "e-")
+    assert f"and {foreign:.3f} after {then:.0f} million with {left} left." in text
+    more = cut["own2_tokens"] / 1e6
+    assert f"A fifth of it was {more:.2f} million tokens of new own text, read {read / 5 / more:.0f} times" in text
     planning = " ".join((repo / "docs/planning.md").read_text().split())
     fit, at = law()["points"], numpy.array([1.0, log(kl["own"])])
     spread = fit["t"] * fit["residual"] * (1 + at @ numpy.array(fit["inverse"]) @ at) ** 0.5
@@ -702,7 +711,8 @@ def test_what_the_pages_say_of_all_layers_and_of_the_law_is_that_of_the_raw_file
             for file in (page.PAGE, "docs/planning.md", "benchmarks/results/README.md")
         ),
     )
-    ((run,), (longer,)), fit = (raw[file]["runs"] for file in (page.ALL, page.LONGER)), law()["kl"]
+    (run,), fit = raw[page.ALL]["runs"], law()["kl"]
+    (longer,) = (one for one in raw[page.LONGER]["runs"] if one["name"] == "all-151m")
     kl = {name: f"{found['kl']:.3f}" for name, found in run["kl"].items()}
     more = [f"{longer['kl'][name]['kl']:.3f}" for name in ("own", "foreign")]
     assert f"tokens they were at {kl['own']} (own), {kl['doc']} (`doc`) and {kl['foreign']} (foreign)." in text
@@ -730,6 +740,7 @@ def test_what_the_pages_say_of_all_layers_and_of_the_law_is_that_of_the_raw_file
     }
     whole, short = shares.pop(run["name"]), shares.pop("all-own-1e-3")
     long = shares.pop(longer["name"])
+    shares = {name: share for name, share in shares.items() if not name.startswith("all-")}  # named above, or nowhere
     assert f"ended at {whole:.2f} and {long:.2f} of the law's divergence" in text
     ended = f"ended at {kl['own']} and {more[0]} after 57 and 151 million tokens"
     assert f"{ended}, {whole:.2f} and {long:.2f} of the law's" in planning
@@ -801,3 +812,16 @@ def test_what_the_pages_say_of_gemmas_healed_run_is_that_of_the_raw_file(repo: P
     assert all(f"{100 * original['HS']['value']:.1f} % of HellaSwag" in told for told in (text, log))
     assert f"wrote none of {original['lambada_openai']['n']} last words" in text
     assert original["lambada_openai"]["value"] == 0
+
+
+def test_what_the_page_says_of_the_tokens_of_the_file_is_that_of_the_raw_file(repo: Path) -> None:
+    raw = json.loads((repo / "benchmarks/results/real_tokenizers_cpu.json").read_text())
+    text = " ".join((repo / page.PAGE).read_text().split())
+    versions, digits = raw["smollm2_by_version"], raw["smollm2_digits_alone"]
+    assert not versions["different_documents"] and f"all {versions['documents']} documents the same" in text
+    foreign, piqa = digits.pop("foreign text"), digits.pop("PIQA")
+    fewer = f"({foreign['fewer_tokens'] / foreign['tokens']:.1%} fewer tokens)".replace("%", " %")
+    assert f"{foreign['different']} of {foreign['texts']} documents of `foreign` {fewer}" in text
+    assert f"{piqa['different']} of {piqa['texts']} questions of PIQA" in text
+    assert digits.keys() == {"ARC-E", "HS", "OBook", "lambada_openai"}
+    assert not any(asked["different"] for asked in digits.values())

@@ -66,8 +66,8 @@ UNDER_LOAD = ("original", "wired")  # the roles that get them: not the bound, no
 PASSES = 2  # in which a variant gets them, so that what the host does meanwhile is seen
 ENOUGH = 0.5  # seconds for which a round measures a figure of a variant: one short answer says little
 _BUSY = "the host is too busy to time its steps"
-# A further form of a wiring, which the plugin does not choose by itself. Where prompts come alone, it says from how many
-# tokens on the sums of a step without a graph should travel.
+# A further form of a wiring, which the plugin does not choose by itself. Where prompts come alone, it says from how
+# many tokens on the sums of a step without a graph should travel.
 _ALONE = {"always in flight": {"overlap_from": 0}}
 _EVEN_ROUTING = {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"}
 

@@ -140,11 +140,12 @@ def run(
     start = time.monotonic()
     deadline = start + limits.wall_s
     oom_kills = _oom_kills()
+    runner = Path(sandbox_runner.__file__).read_text(encoding="utf-8")
     with contextlib.ExitStack() as stack:
         group = sandbox.group_parent and stack.enter_context(memory_group(sandbox.group_parent, limits.memory_bytes))
         stdin, stderr = (stack.enter_context(_memory_file(content)) for content in (json.dumps(job).encode(), b""))
         process = subprocess.Popen(
-            [*(group.enter if group else ()), *sandbox.command, *PYTHON, _runner_source()],
+            [*(group.enter if group else ()), *sandbox.command, *PYTHON, runner],
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=stderr,
@@ -254,10 +255,6 @@ def _reap(process: subprocess.Popen[bytes], deadline: float) -> int | None:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             return None
-
-
-def _runner_source() -> str:
-    return Path(sandbox_runner.__file__).read_text(encoding="utf-8")
 
 
 def _memory_file(content: bytes) -> IO[bytes]:

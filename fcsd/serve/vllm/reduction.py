@@ -36,8 +36,9 @@ from fcsd.errors import ConfigError
 from fcsd.parallel.all_reduce.backends import backend_of, is_bound
 from fcsd.parallel.all_reduce.ways import Way, Ways, is_table, read_ways
 
-# Tokens. A server whose steps without a graph had some 1100 tokens was slower with sums in flight; one with 8192 was
-# faster (benchmarks/results, "Serving by vLLM"). Nothing between them was measured.
+# Tokens. Over NVLink a server whose steps without a graph had some 1100 tokens was slower with sums in flight; one with
+# 8192 was faster. Without peer access 2048 were faster, and two runs disagree about 768 and 1024 (benchmarks/results,
+# "Serving by vLLM", "Random arrivals once more").
 OVERLAP_FROM = 2048
 
 
