@@ -1047,6 +1047,7 @@ def test_when_serving_pays(repo: Path, raw: Raw) -> None:
     tables = " ".join((repo / "benchmarks/results/vllm.md").read_text().split())
     assert said.format(**told) in tables
     assert "had {bound decode 1} and {bound decode 16} in those steps".format(**told) in tables
+    assert "[the bound itself had {bound decode 1} and {bound decode 16}]".format(**told) in page
     ways = raw("serve_vllm_table_8b")
     assert [(row["from"], row["reduce"]) for row in ways["decode"]] == [
         (1, "vllm"),
