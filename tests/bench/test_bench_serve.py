@@ -319,7 +319,7 @@ def test_a_config_alone_is_enough_and_chooses_the_wiring(tmp_path):
         (["tiny", "--engine", "own", "--table", "no/t.json"], "--table no/t.json has no directory"),
         (["tiny", "--wirings", "ladder,farskip", "--table", "t.json"], "--table is the table of one wiring"),
         (
-            ["tiny-dense", *"--engine own --layers 1 --prompts 8 --batches 1 --minutes 1e-9".split(" ")],
+            ["tiny-dense", "--engine", "own", "--layers", "1", "--prompts", "8", "--batches", "1", "--minutes", "1e-9"],
             "without a GPU, prefill 8 takes about",
         ),
         (["tiny", "--table", "t.json"], "how many tokens a step of vLLM has"),
