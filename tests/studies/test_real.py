@@ -263,7 +263,8 @@ def test_the_figures_of_the_on_policy_tail_are_those_of_the_raw_file(repo: Path)
 
 def test_every_stored_case_is_a_recipe(repo: Path, tmp_path: Path) -> None:
     texts = {name: tmp_path / name for name in ("own", "doc", "foreign", "more", "day")}
-    stored = [*page.read(repo).values(), json.loads((repo / page.GEMMA).read_text())]
+    others = (page.GEMMA, page.RESULTS / "real_kl_beside_sft_smollm2_1xh100.json")
+    stored = [*page.read(repo).values(), *(json.loads((repo / file).read_text()) for file in others)]
     for case in (case for file in stored for case in file["runs"]):
         if "optim.kind" in case.get("set", {}):
             continue  # Muon, which lost and was removed (docs/LOG.md)
@@ -837,3 +838,56 @@ def test_what_the_page_says_of_the_tokens_of_the_file_is_that_of_the_raw_file(re
     assert f"{piqa['different']} of {piqa['texts']} questions of PIQA" in text
     assert digits.keys() == {"ARC-E", "HS", "OBook", "lambada_openai"}
     assert not any(asked["different"] for asked in digits.values())
+
+
+def test_what_the_pages_say_of_kl_beside_sft_is_that_of_the_raw_file(repo: Path) -> None:
+    raw = json.loads((repo / "benchmarks/results/real_kl_beside_sft_smollm2_1xh100.json").read_text())
+    files = (page.PAGE, "docs/LOG.md", "benchmarks/results/README.md")
+    text, log, index = (" ".join((repo / file).read_text().split()) for file in files)
+    by_kl, by_sft = raw["runs"]
+    objectives = [run["recipe"].pop("objective") for run in raw["runs"]]
+    assert objectives == [{"kl": 1.0, "sft": 0.0}, {"kl": 0.0, "sft": 1.0}]
+    assert by_kl["recipe"] | {"name": ""} == by_sft["recipe"] | {"name": ""}, "the objective alone differs"
+    (own, doc, foreign), sft = ([run["kl"][name]["kl"] for name in ("own", "doc", "foreign")] for run in raw["runs"])
+    said = f"KL ends at {own:.3f} (own), {doc:.3f} (`doc`) and {foreign:.3f} nats (foreign) from the original, SFT at "
+    assert said + "{:.3f}, {:.3f} and {:.3f}.".format(*sft) in text
+    losses = {
+        name: [by_sft["kl"][name]["loss"], by_kl["kl"][name]["loss"], by_kl["kl"][name]["teacher_loss"]]
+        for name in ("foreign", "own")
+    }
+    assert "foreign text is {:.2f} after SFT, {:.2f} after KL, and {:.2f} in the".format(*losses["foreign"]) in text
+    assert "on own text it is {:.2f}, {:.2f} and {:.2f}.".format(*losses["own"]) in text
+    both = f"{own:.3f} and {foreign:.3f} nats on own and foreign text, SFT"
+    assert f"{both} {sft[0]:.3f} and {sft[2]:.3f} |" in log
+    assert f"{both} **{sft[0]:.3f}** and **{sft[2]:.3f}**; points not asked |" in index
+    again = raw["again"]["runs"]
+    for run in raw["runs"]:
+        (first, then), repeated = run["curve"]["held_out"][:2], again[run["name"]]["curve"]["held_out"]
+        assert (first["step"], then["step"]) == (repeated[0]["step"], repeated[1]["step"]) and then[
+            "tokens"
+        ] // 1e6 == 15
+        assert all(round(abs(value - repeated[1][key]), 3) <= 0.001 for key, value in then.items())
+    cut = again[by_kl["name"]]["steps"]
+    assert f"cut off after {cut} of {by_kl['steps']} steps" in text and cut < by_kl["steps"]
+    assert not {"scores", "differences"} & {*by_kl, *by_sft}, "it was not asked"
+
+
+def test_what_the_log_says_of_healing_with_rounding_is_that_of_the_raw_file(repo: Path) -> None:
+    raw = json.loads((repo / "benchmarks/results/real_smollm2_rounded_1xh100.json").read_text())
+    log = " ".join((repo / "docs/LOG.md").read_text().split())
+    plain, rounded = raw["runs"]
+    assert rounded["set"]["train.rounded"] == {"weights": "int4:g64"} and "train.rounded" not in plain["set"]
+    told = ["{:.3f}, {:.3f} and {:.3f}".format(*(kl["kl"] for kl in run["kl"].values())) for run in (rounded, plain)]
+    assert f"its weights are then {told[0]} nats" in log and f"plain run of 41 million {told[1]}." in log
+    assert f"ended after {rounded['curve']['held_out'][-1]['tokens'] / 1e6:.1f} of 41 million tokens" in log
+    last = [loss for _, loss in rounded["curve"]["training"][-20:]]
+    assert f"In training, where it is rounded, it ended at {mean(last):.3f}." in log
+    # The two were alone on the GPU in these seconds of each.
+    rates, seconds = [run["curve"]["tokens_per_second_by_second"] for run in (rounded, plain)], ((170, 999), (270, 315))
+    fast = [
+        median(rate for second, rate in of if low < second < high)
+        for of, (low, high) in zip(rates, seconds, strict=True)
+    ]
+    assert "It had {:,.0f} tokens/s beside".format(round(fast[0], -3)) in log
+    assert f"which had {round(fast[1], -3):,.0f} on the same H100" in log
+    assert f"it had {round(raw['given_up']['tokens_per_second'], -3):,.0f} beside three other runs" in log
