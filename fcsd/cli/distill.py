@@ -52,7 +52,9 @@ def distill(
     slurm: Annotated[bool, typer.Option("--slurm", help="Print a script for sbatch instead of running.")] = False,
     join_timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for the other processes.")] = 300,
     resume: Annotated[str, typer.Option(metavar="auto|never|PATH", help="Where to continue from.")] = "auto",
-    output_dir: Annotated[str | None, typer.Option(help="The run directory; overrides output_dir of the recipe.")] = None,
+    output_dir: Annotated[
+        str | None, typer.Option(help="The run directory; overrides output_dir of the recipe.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Overrides seed of the recipe.")] = None,
     accept_unsafe_exec: UnsafeExec = False,
     dry_run: DryRun = False,

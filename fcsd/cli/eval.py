@@ -194,7 +194,9 @@ def chat(
         Path | None, typer.Option(help='A file with a prompt per line, or .jsonl with a "prompt" per line.')
     ] = None,
     seed: Annotated[int, typer.Option(help="The seed of the sampling, the same for every answer.")] = 0,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="The longest answer, in tokens; the default is the model's own.")] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="The longest answer, in tokens; the default is the model's own.")
+    ] = None,
     device: Device = None,
     dtype: Dtype = None,
     gpus: Annotated[

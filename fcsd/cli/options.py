@@ -22,7 +22,9 @@ UnsafeExec = Annotated[
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace OUT if it is not empty.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Accept a MODEL with code of its own; it is not run.")]
-Sets = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the recipe; repeatable.")]
+Sets = Annotated[
+    list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the recipe; repeatable.")
+]
 Private = Annotated[bool, typer.Option("--private", help="Create the hub repository as private.")]
 CreatePr = Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of committing.")]
 Revision = Annotated[str | None, typer.Option(metavar="BRANCH", help="Branch of the hub repository.")]
