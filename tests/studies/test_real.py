@@ -888,6 +888,6 @@ def test_what_the_log_says_of_healing_with_rounding_is_that_of_the_raw_file(repo
         median(rate for second, rate in of if low < second < high)
         for of, (low, high) in zip(rates, seconds, strict=True)
     ]
-    assert "It had {:,.0f} tokens/s beside".format(round(fast[0], -3)) in log
+    assert f"It had {round(fast[0], -3):,.0f} tokens/s beside" in log
     assert f"which had {round(fast[1], -3):,.0f} on the same H100" in log
     assert f"it had {round(raw['given_up']['tokens_per_second'], -3):,.0f} beside three other runs" in log
