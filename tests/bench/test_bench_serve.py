@@ -102,7 +102,8 @@ def test_every_variant_is_a_server_that_is_timed_in_turns(asked, monkeypatch):
     # The replicas are four servers and run alone, after those that share the GPUs.
     names = ["original", "ladder", "bound", "ladder, sums at once", "original, async TP"]
     names += ["original, symmetric memory by NCCL", "original, no custom all-reduce", "original, one replica a GPU"]
-    assert list(variants) == names and len(servers) == 11
+    names += ["original, pipeline stages"]
+    assert list(variants) == names and len(servers) == 12
     ports = [server["arguments"][server["arguments"].index("--port") + 1] for server in servers]
     assert len(set(ports[:4])) == 4, "those that run at once have ports of their own"
     assert started[0] == names[:4], "those that share the GPUs start together"
@@ -139,7 +140,8 @@ def test_every_variant_is_a_server_that_is_timed_in_turns(asked, monkeypatch):
     assert "--additional-config" not in servers[1]["arguments"]
     assert [variants[name].get("travels") for name in names[:4]] == [None, True, None, False]
     degrees = [server["arguments"][server["arguments"].index("--tensor-parallel-size") + 1] for server in servers]
-    assert degrees == ["4"] * 7 + ["1"] * 4
+    assert degrees == ["4"] * 7 + ["1"] * 5
+    assert servers[-1]["arguments"][servers[-1]["arguments"].index("--pipeline-parallel-size") + 1] == "4"
     assert {server["config"]["max_position_embeddings"] for server in servers} == {4096}
     assert servers[5]["settings"]["VLLM_USE_NCCL_SYMM_MEM"] == "1"
     assert all(ended(pid) for server in servers for pid in server["processes"]), "no process is left"
@@ -158,8 +160,9 @@ def test_without_room_the_servers_run_one_after_the_other_and_time_bounds_them(a
     routed = [server["settings"]["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] for server in asked()]
     assert routed == ["uniform_random"] * 4, "all variants route alike"
 
-    found = run(Workload("tiny", 2, **{**SMALL, "minutes": 1e-9}))
+    found = run(Workload("tiny", 2, **{**SMALL, "minutes": 1e-9, "arrivals": 1}))
     assert not found["variants"] and found["missing"]["original"].startswith("no time was left")
+    assert "farskip, always in flight" in found["missing"], "a prompt that comes alone is a step of its own"
 
 
 def test_tokens_that_come_in_one_burst_have_no_time(asked, monkeypatch):
@@ -328,15 +331,14 @@ def test_what_does_not_apply_is_refused_in_one_line(options, said):
     assert found.exit_code == 2 and said in found.stderr.splitlines()[0]
 
 
-def test_under_data_parallel_attention_the_exchange_is_timed_at_once_and_in_flight(asked, monkeypatch):
+def test_under_data_parallel_attention_there_is_no_bound(asked, monkeypatch):
     with pytest.raises(ConfigError, match="divided experts alone"):
         run(Workload("tiny", 2, dp=2, **SMALL))
     monkeypatch.setattr(under_vllm, "alternatives", lambda machine, load, **_: ([], {}))
     found = run(Workload("tiny", 2, dp=2, ep=True, **{**SMALL, "loads": ()}), memory=80 << 30)
-    assert list(found["variants"]) == ["original", "farskip", "farskip, exchange in flight"]
+    assert list(found["variants"]) == ["original", "farskip"]
     told = [server["arguments"] for server in asked()]
-    more = [words[words.index("--additional-config") + 1] for words in told if "--additional-config" in words]
-    assert more == ['{"fcsd": {"exchange": "in flight"}}'] and len(told) == 3
+    assert len(told) == 2
     assert all(words[words.index("--data-parallel-size") + 1] == "2" for words in told)
 
 

@@ -89,6 +89,12 @@ def test_a_place_where_results_cannot_be_is_refused_before_anything_is_read(tmp_
     assert (tmp_path / "file").read_text() == "mine" and len(list(tmp_path.rglob("*"))) == 3
 
 
+def test_missing_weights_are_found_before_any_model_is_scored(tmp_path: Path) -> None:
+    tiny.config("llama").save_pretrained(tmp_path / "empty")
+    with pytest.raises(BadInputError, match=r"empty: has no model\.safetensors"):
+        evaluate_models([tmp_path / "empty"], tasks=TASKS)
+
+
 def test_another_cache_with_a_similar_name_is_not_read(tmp_path: Path) -> None:
     for name in ("a[1]", "a[1].b", "a1.1"):
         other = AnswerCache(tmp_path / f"{name}.jsonl")

@@ -544,6 +544,10 @@ def test_bad_models_and_batches(tmp_path):
     parallel = recipe.parallel.model_copy(update={"tp_size": 2})
     with pytest.raises(ConfigError, match="tensor-parallel training does not shard experts"):
         plan_run(recipe.model_copy(update={"parallel": parallel}), Hardware(2))
+    tiny.config("llama").save_pretrained(tmp_path / "dense")
+    dense = {"model": str(tmp_path / "dense"), "teacher": None, "parallel": parallel}
+    with pytest.raises(ConfigError, match=r"parallel\.tp_size 2 does not divide the 1 GPUs"):
+        plan_run(recipe.model_copy(update=dense), Hardware(1))
 
 
 def test_a_model_rewired_on_the_way_in_has_two_streams(tmp_path):
