@@ -974,6 +974,24 @@ def test_serving_by_vllm_without_peer_access(repo: Path, raw: Raw, kind: str) ->
         assert f"at the same time in {max(starts)} s; the whole command took {together['seconds']:.0f} s" in text
 
 
+def test_tokens_in_flight_under_data_parallel_attention_in_two_runs(repo: Path, raw: Raw) -> None:
+    log = " ".join((repo / "docs/LOG.md").read_text().split())
+    runs, lost, of = [], 0, 0
+    for name in ("serve_vllm_dp_slow_2xh100", "serve_vllm_dp_again_slow_2xh100"):
+        variants = raw(name)["variants"]
+        first, own = (variants[kind]["rounds"] for kind in ("original", "farskip, exchange in flight"))
+        runs.append([f"{median(first[key]) / median(own[key]):.2f}x" for key in first])
+        lost += sum(b > a for a, b in zip(first["decode 16"], own["decode 16"], strict=True))
+        of += len(first["decode 16"])
+    spread = max(100 * (max(times) / min(times) - 1) for times in own.values())
+    assert f"{min(runs[0])} to {max(runs[0])} of the original in one run" in log
+    assert (
+        "had **{}** and {} for steps of 16 and 64 answers, and {} and {} for the first tokens".format(*runs[1]) in log
+    )
+    assert f"rounds that differ by up to {spread:.0f} %" in log and f"lost in {lost} of the {of} rounds" in log
+    assert float(runs[0][3][:-1]) < 1.1 and float(runs[1][3][:-1]) < 1.1
+
+
 def test_when_serving_pays(repo: Path, raw: Raw) -> None:
     page = (repo / "docs/serving.md").read_text().replace("**", "")
     index = (repo / "benchmarks/results/README.md").read_text()
