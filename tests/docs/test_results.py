@@ -1139,7 +1139,7 @@ def test_random_arrivals_once_more_and_steps_without_a_graph(repo: Path, raw: Ra
     for name, times in rows.items():
         cells = [f"{time:.1f} ({times[0] / time:.2f}x)" for time in times]
         assert f"| {name} | {' | '.join(cells)} |" in page
-    paces = []
+    paces, added, cost = [], [], []
     for way in ways:
         ranks = [way["traced"][f"rank {rank}"]["512+28"] for rank in (0, 1)]
         spent = [one["operators"] for one in ranks]
@@ -1152,6 +1152,12 @@ def test_random_arrivals_once_more_and_steps_without_a_graph(repo: Path, raw: Ra
         cells = [host, f"{min(one['busy'] for one in ranks):.1f}", *others]
         assert f"| {' | '.join(cells)} |" in page
         paces += attention
+        added.append([own - first for own, first in zip(shares, added[0], strict=True)] if added else shares)
+        cost.append([100 * x * ms / one["host"] for x, ms, one in zip(added[-1], attention, ranks, strict=True)])
+    at_once, share = sorted(added[1] + added[2]), sorted(cost[1] + cost[2])
+    assert f"cost {at_once[0]:.2f} to {at_once[-1]:.2f} of it more" in page
+    assert f"{share[0]:.0f} to {share[-1]:.0f} % of the host's" in page
+    assert f"sums in flight {sum(added[3]) / 2:.1f} more, {sum(cost[3]) / 2:.0f} %" in page
     assert f"takes {min(paces):.1f} to {max(paces):.1f} ms" in page and max(paces) / min(paces) == pytest.approx(
         1.6, abs=0.05
     )
