@@ -403,6 +403,36 @@ def splits(file: dict[str, Any]) -> str:
     return table(head, body, left=0) + "\n"
 
 
+OBJECTIVES = RESULTS / "real_kl_beside_sft_smollm2_1xh100.json"
+OF_OBJECTIVES = """\
+Half of the layers by ladder, the converted layers alone, after 24 million tokens of foreign text by KL and by SFT, and
+before them, asked the same questions:
+"""
+
+
+ROUNDED = RESULTS / "real_smollm2_rounded_1xh100.json"
+OF_ROUNDED = """\
+The original and the model that KL healed above, with the weights of all linear layers in decoder layers rounded to
+nearest after training, to INT4 with a step for each group of inputs. The last column is the difference to the same
+model in bf16.
+"""
+
+
+def rounded(file: dict[str, Any]) -> str:
+    """Markdown with what rounding costs the original and a healed model."""
+    head = ["model", "weights", *(f"KL, {text}" for text in ("own text", "`doc`", "foreign text"))]
+    body = []
+    for form in file["forms"]:
+        weights = f"INT4, groups of {form['rounded'].rpartition('g')[2]}" if form["rounded"] else "bf16"
+        kl = [
+            f"{abs(form['kl'][text]['kl']):.3f}" if form["kl"] else "not measured" for text in ("own", "doc", "foreign")
+        ]
+        means = [form[key] and form[key]["overall"] for key in ("minus_original", "minus_unrounded")]
+        points = ["{points:+.1f} ± {stderr:.1f}".format(**mean) if mean else "" for mean in means]
+        body.append(["original" if form["model"] == "original" else "healed", weights, *kl, *points])
+    return table([*head, "minus original", "by rounding"], body, left=2) + "\n"
+
+
 def _change(run: dict[str, Any], text: str) -> str:
     if text not in run["kl"]:
         return "not measured"
@@ -422,6 +452,8 @@ def filled(page: str, raw: dict[Path, dict[str, Any]], repo: Path = Path()) -> s
         "by seed": f"{OF_SEEDS}\n{by_seed(raw[CONVERTED_SEEDS])}\n{scores(raw[CONVERTED_SEEDS])}",
         "all layers": f"{OF_LONGER}\n{scores(raw[LONGER])}",
         "everyday": f"{OF_EVERYDAY}\n{everyday(raw[EVERYDAY], raw[CONVERTED_SEEDS])}",
+        "objectives": f"{OF_OBJECTIVES}\n{scores(json.loads((repo / OBJECTIVES).read_text())['asked'])}",
+        "rounded": f"{OF_ROUNDED}\n{rounded(json.loads((repo / ROUNDED).read_text())['after_training'])}",
         "answer": answer(stored, repo),
         "speeds": frontier.speeds(repo),
         "frontier": frontier.table_of_losses(repo),
