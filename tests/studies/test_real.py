@@ -652,9 +652,9 @@ def test_what_the_page_says_of_the_longer_run_of_all_layers_is_that_of_the_raw_f
     rate = run["tokens_per_second"]
     assert f"took {run['tokens'] / rate:.0f} s of steps, at {round(rate, -3):,.0f} tokens/s." in text
     (before,) = (run for run in raw["runs"] if run["name"] == "all-151m")
-    kl_before = {name: one["kl"] for name, one in before["kl"].items()}
-    same = (2 * kl_before["foreign"] + kl_before["own"] + kl_before["doc"]) / 4  # `more` is of the foreign text
-    assert f"divergence is {before['train_kl_last_tenth']:.3f} in training, and at its end {same:.3f} on held-out" in text
+    own, doc, foreign = (before["kl"][name]["kl"] for name in ("own", "doc", "foreign"))
+    told = f"divergence is {before['train_kl_last_tenth']:.3f} in training, and at its end"
+    assert f"{told} {(2 * foreign + own + doc) / 4:.3f} on held-out" in text  # `more` is of the foreign text
     cut = raw["cut_off"]
     own, foreign = (cut[name][-1][1] for name in ("held_out_own", "held_out"))
     assert f"at {own:.3f} (own) and {foreign:.3f} (foreign) on the run's held-out text" in text
