@@ -89,10 +89,6 @@ class Parallel(Section):
     and its teacher, and compute with the same rows. It divides the number of processes, the heads, the key-value heads
     and the intermediate size. Every process has the whole embeddings and the whole output head. A run may be resumed
     with another size, if the number of processes changes alike."""
-    sequence: bool = False
-    """With `tp_size` above 1: every process keeps its own rows of the residual stream and computes norms for them
-    alone. The inputs of attention and MLP are gathered and their outputs scattered, in place of all-reduces.
-    `tp_size` divides `data.seq_len`. Activations take less memory, and results differ by rounding."""
     overlap: Literal["on", "eager-sync", "off"] = "on"
     """With `ep_size` or `tp_size` above 1: `on` runs other computation during the all-to-alls or all-reduces,
     `eager-sync` takes the same order but waits for each of them at once, and `off` runs the blocking reference. The
@@ -128,8 +124,6 @@ class Parallel(Section):
     def _consistent(self) -> Self:
         if self.tp_size > 1 and (why := self._not_sharded()):
             raise ValueError(f"parallel.tp_size above 1 cannot be combined with {why}")
-        if self.sequence and self.tp_size == 1:
-            raise ValueError("parallel.sequence needs parallel.tp_size above 1: one process has all rows")
         if self.teacher_placement == "sharded" and self.ep_size == 1:
             raise ValueError("parallel.teacher_placement sharded needs parallel.ep_size above 1")
         if self.dedup != "off" and self.quantised.stochastic != "off":

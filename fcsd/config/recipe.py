@@ -185,11 +185,6 @@ class Recipe(Section):
             raise ValueError(f"train.graph cannot be combined with {why}")
         if self.parallel.tp_size > 1 and (why := self._not_with_shards()):
             raise ValueError(f"parallel.tp_size above 1 cannot be combined with {why}")
-        if self.parallel.sequence and self.data.seq_len % self.parallel.tp_size:
-            raise ValueError(
-                f"parallel.sequence: parallel.tp_size {self.parallel.tp_size} does not divide data.seq_len "
-                f"{self.data.seq_len}"
-            )
         if self.parallel.zero_stage == 3 and (why := self._not_with_zero_3()):
             raise ValueError(f"parallel.zero_stage 3 cannot be combined with {why}")
         if why := self._not_frozen():

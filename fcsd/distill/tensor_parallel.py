@@ -126,8 +126,7 @@ def randomise(
 def wire(model: PreTrainedModel, ranks: TensorGroup, recipe: Recipe) -> None:
     """Installs the schedule of the model's own wiring, and fused kernels, with the settings of ``parallel``."""
     fuse_parts(model, arch_of(model.config), recipe.parallel.fused and model.device.type == "cuda")
-    parallel = recipe.parallel
-    wire_training(model, wiring_of(model.config), ranks, parallel.overlap, sequence=parallel.sequence)
+    wire_training(model, wiring_of(model.config), ranks, recipe.parallel.overlap)
 
 
 def make_trainable(model: PreTrainedModel, teams: Teams) -> None:

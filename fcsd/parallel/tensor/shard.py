@@ -56,22 +56,18 @@ def check_wiring(name: str, own: Wiring, init: Init | None, parallel: Parallel) 
     if init is not None and init.wiring is not None:
         wiring, made_for = init.wiring, init.tp_degree
     if wiring in DESYNC:
-        check_desync(f"{name}: {wiring}", made_for, parallel.tp_size, parallel.sequence)
+        check_desync(f"{name}: {wiring}", made_for, parallel.tp_size)
 
 
-def check_desync(name: str, tp_degree: int, degree: int, sequence: bool) -> None:
+def check_desync(name: str, tp_degree: int, degree: int) -> None:
     """Refuse a Desync wiring for another number of ranks: each rank keeps its own residual stream.
 
     Args:
         tp_degree: the number of ranks that the wiring was made for.
 
     Raises:
-        ConfigError: ``degree`` is another number, or the rows are divided.
+        ConfigError: ``degree`` is another number.
     """
-    if sequence:
-        raise ConfigError(
-            f"{name} cannot divide rows, because each rank has its own stream", "set parallel.sequence: false"
-        )
     if tp_degree != degree:
         raise ConfigError(
             f"{degree} tensor-parallel ranks cannot train {name} of tp_degree {tp_degree}",
