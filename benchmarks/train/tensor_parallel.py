@@ -9,8 +9,9 @@ ZeRO and AdamW. Student and teacher have random weights and are sharded alike; t
 All variants run in turns on the same models. ``own-weights`` hides the sum of an input's gradient under the weight
 gradients of the same products, as Megatron-LM does, and blocks in the forward pass. First the overlapped passes of each
 wiring are compared with the blocking ones: the loss and the gradient of every weight must have the same bits, or the
-program ends with exit code 1. The bound sends nothing and gives wrong results; its time is what no overlap can beat. ``NCCL_P2P_DISABLE=1`` in the environment lets NCCL send
-through host memory, as on machines whose GPUs have no NVLink. Over gloo the times say nothing.
+program ends with exit code 1. The bound sends nothing and gives wrong results; its time is what no overlap can beat.
+``NCCL_P2P_DISABLE=1`` in the environment lets NCCL send through host memory, as on machines whose GPUs have no NVLink.
+Over gloo the times say nothing.
 """
 
 import argparse

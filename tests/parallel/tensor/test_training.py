@@ -82,9 +82,7 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> str | None:
 _all_reduce = dist.all_reduce
 
 
-def _compare(
-    rank: int, cases: list[tuple[str, str, list[Wiring]]], references: str, degree: int
-) -> list[str]:
+def _compare(rank: int, cases: list[tuple[str, str, list[Wiring]]], references: str, degree: int) -> list[str]:
     """Overlapped and eager sums against blocking ones, with recompute and without; and all against one process."""
     ranks, problems = TensorGroup(dist.group.WORLD, degree, rank), []
     for arch, folder, wirings in cases:
