@@ -220,7 +220,7 @@ class Recipe(Section):
         divided = max(self.parallel.ep_size, self.parallel.teacher_ep_size) > 1
         found = {
             "divided experts: the host sizes their all-to-alls in each pass": divided,
-            "parallel.quantised: the rounding depends on the step": self.parallel.quantised.any,
+            "parallel.quantised: captured passes that round rows are not proven": self.parallel.quantised.any,
             "train.activation_checkpointing: it saves the state of random generators": (
                 self.train.activation_checkpointing
             ),
