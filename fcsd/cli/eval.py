@@ -204,10 +204,6 @@ def chat(
         typer.Option(min=1, help="Divide the models over N processes, one per GPU, in fcsd's tensor-parallel engine."),
     ] = None,
     reduce: Reduce = "nccl",
-    placement: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="With --gpus: the placement.json of a run; each process has whole experts."),
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Let MODEL answer prompts: those of a file, those you type, or a fixed few.
@@ -231,7 +227,7 @@ def chat(
     from fcsd.serve import chat as chatting
 
     options = {"prompts": prompts, "seed": seed, "max_new_tokens": max_new_tokens, "device": device, "dtype": dtype}
-    divided: dict[str, Any] = {"divided": gpus is not None, "reduce": reduce, "placement": placement}
+    divided: dict[str, Any] = {"divided": gpus is not None, "reduce": reduce}
     for answers in chatting.chat(model, baseline=baseline, **options, **divided):
         if not first_rank():
             continue

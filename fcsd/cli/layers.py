@@ -1,4 +1,4 @@
-"""The command `fcsd sweep-layers`, which is also `fcsd eval sweep-layers`: it measures conversions of a model's ends."""
+"""The command `fcsd sweep-layers` (also `fcsd eval sweep-layers`), which measures conversions of some of the layers."""
 
 import json
 from dataclasses import asdict
