@@ -15,7 +15,6 @@ from fcsd.cli.bench import app as bench_app
 from fcsd.cli.command import command, emit, report_error
 from fcsd.cli.distill import cache_teacher, distill, plan, write
 from fcsd.cli.eval import chat, evaluate
-from fcsd.cli.layers import sweep_layers
 from fcsd.cli.models import convert, export, inspect, push
 from fcsd.cli.options import AsJson
 from fcsd.cli.panels import Commands
@@ -55,9 +54,6 @@ app.add_typer(bench_app, name="bench", help="Measure this machine: its links, a 
 
 def main() -> None:
     """The console script."""
-    if sys.argv[1:3] == ["eval", "sweep-layers"]:
-        # Both spellings run the same command. To evaluate a model directory of such a name, type ./sweep-layers.
-        del sys.argv[1]
     if not sys.stderr.isatty():  # the libraries would write their progress bars into log files, too
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
@@ -92,7 +88,6 @@ command(app, "cache-teacher")(cache_teacher)
 command(app, "write")(write)
 command(app, "plan")(plan)
 command(app, "eval")(evaluate)
-command(app, "sweep-layers")(sweep_layers)
 command(app, "chat")(chat)
 command(app, "serve")(serve)
 command(app, "export")(export)

@@ -22,7 +22,7 @@ for suite in paper strict; do
     --suite "$suite" --data-mirror assets/mirror --out "$out/$suite" --gpus "$(($(env -u OMP_NUM_THREADS nproc) > 1 ? 2 : 1))"
 done
 
-fcsd eval sweep-layers assets/teacher --tasks arc_easy,piqa,hellaswag --limit 100 --data-mirror assets/mirror \
+python -m studies.capability.first_and_last assets/teacher --tasks arc_easy,piqa,hellaswag --limit 100 --data-mirror assets/mirror \
   --held-out "$held_out" --out "$out/sweep"
 
 echo "tables   $out/paper/table.md $out/strict/table.md $out/sweep/sweep.md"

@@ -250,15 +250,6 @@ def test_an_option_means_the_same_in_every_command() -> None:
     assert {option: len(found) for option, found in texts.items()} == dict.fromkeys(shared, 1)
 
 
-def test_sweep_layers(library) -> None:
-    """With the options that it shares with eval."""
-    swept = library("fcsd.eval.layers.sweep", "sweep_layers", {})
-    run("sweep-layers", "m", "--out", "o", "--points", "2,4", "--tasks", "piqa, boolq", "--dtype", "float32", "--json")
-    given = swept.call_args.kwargs
-    assert (given["points"], given["tasks"], given["dtype"]) == ([2, 4], ["piqa", "boolq"], "float32")
-    assert (given["suite"], given["wiring"], given["batch_size"]) == ("paper", "farskip", None)
-
-
 def test_eval(library) -> None:
     row = {"model": "m", "suite": "paper", "column": "PIQA", "task": "piqa", "metric": "acc_norm", "filter": "none"}
     row |= {"value": 0.5, "stderr": 0.02, "n": 100, "items": [1], "seconds": 1.0, "baseline": False, "chance": 50.0}

@@ -22,7 +22,6 @@ from fcsd.eval.engines.adapter import HFAdapter
 from fcsd.eval.engines.answer_cache import AnswerCache, is_loglikelihood
 from fcsd.eval.engines.engine import Engine
 from fcsd.eval.harness import evaluate_models
-from fcsd.eval.layers.sweep import sweep_layers
 from fcsd.eval.results import are_sound
 
 TASKS = ["PIQA", "HS", "GSM-8K"]
@@ -72,18 +71,13 @@ def test_a_place_where_results_cannot_be_is_refused_before_anything_is_read(tmp_
     (tmp_path / "file").write_text("mine")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    calls = (
-        lambda out: evaluate_models(["none"], tasks=TASKS, out=out),
-        lambda out: sweep_layers("none", tasks=TASKS, out=out),
-    )
-    for call in calls:
-        for place, reason in (
-            ("file", "not a directory"),
-            ("file/below", "file is not a directory"),
-            ("model", "a model"),
-        ):
-            with pytest.raises(ConfigError, match=f"--out .*{place}: .*{reason}"):
-                call(tmp_path / place)
+    for place, reason in (
+        ("file", "not a directory"),
+        ("file/below", "file is not a directory"),
+        ("model", "a model"),
+    ):
+        with pytest.raises(ConfigError, match=f"--out .*{place}: .*{reason}"):
+            evaluate_models(["none"], tasks=TASKS, out=tmp_path / place)
     assert (tmp_path / "file").read_text() == "mine" and len(list(tmp_path.rglob("*"))) == 3
 
 
