@@ -16,6 +16,7 @@ from studies.real import page as real_page
 
 from fcsd.bench.runner import spread
 from fcsd.bench.serve.figures import LOAD, load_ratios
+from fcsd.bench.shapes import SHAPES
 from fcsd.kernels.bit_split import Format, kernels
 from fcsd.parallel.placement.placement import Placement
 from fcsd.parallel.placement.search import greedy
@@ -972,6 +973,75 @@ def test_serving_by_vllm_without_peer_access(repo: Path, raw: Raw, kind: str) ->
     if not kind:
         starts = {round(one["start_s"]) for one in together["variants"].values() if "start_s" in one}
         assert f"at the same time in {max(starts)} s; the whole command took {together['seconds']:.0f} s" in text
+
+
+def allowed(sums: float, work: float, layers: int, attention: float) -> tuple[float, float]:
+    """The shortest time of a prefill in which sums may travel beside any work, and beside the next sub-block alone.
+
+    Args:
+        sums: their time if nothing else runs: two of each layer and the one of the embeddings, alike.
+        attention: its part of ``work``.
+    """
+    each = sums / (2 * layers + 1)
+    computed = before = arrived = each  # of the newest sub-block, of the sum that the next one reads, of the newest sum
+    for part in (attention, 1 - attention) * layers:
+        computed = max(computed, before) + part * work / layers
+        before, arrived = arrived, max(arrived, computed) + each
+    return max(sums - 2 * each, work) + 2 * each, arrived
+
+
+def test_what_the_order_of_ladder_allows(repo: Path, raw: Raw) -> None:
+    page = (repo / "benchmarks/results/vllm.md").read_text()
+    table, text = rows(page, "What the order of ladder allows in prefill"), " ".join(page.split())
+    whole, part = (raw("all_reduce_one_step_slow_2xh100")["ms"][size]["nccl"] for size in ("64 MiB", "16 MiB"))
+    longer = 4 * median(part) / median(whole)
+    found: list[dict[str, float]] = []
+    for kind in ("vllm_", "vllm_quantised_", "vllm_load_", "own_", "vllm_70b_"):
+        run = raw(f"serve_{kind}slow_2xh100")
+        shape, layers = SHAPES[run["workload"]["model"]](1), run["workload"]["layers"]
+        for tokens in (512, 2048):
+            times = {name: median(one["rounds"][f"prefill {tokens}"]) for name, one in run["variants"].items()}
+            heads = shape.hidden_size + shape.num_key_value_heads * shape.head_dim
+            own = shape.hidden_size * (2 * heads + tokens)  # the scores: a token reads half of the others, twice
+            attention = own / (own + 3 * shape.hidden_size * shape.intermediate_size)
+            work, sums = times["bound"], times["original"] - times["bound"]
+            free, bound_to_it = allowed(sums, work, layers, attention)
+            speeds = [work / free, work / bound_to_it, work / times["ladder"], bound_to_it / times["ladder"]]
+            cells = [f"{sums:.1f}", f"{work:.1f}", *(f"{100 * share:.0f}" for share in (attention, *speeds))]
+            assert [str(tokens), *cells] in [row[1:] for row in table], (kind, cells)
+            found.append(dict(zip(("free", "order", "ladder", "of_order"), speeds, strict=True)))
+            found[-1] |= {"chunks": work / allowed(sums * longer, work, layers, attention)[0]}
+            found[-1] |= {"over": sums / work, "times": sums / (2 * layers + 1) / (attention * work / layers)}
+    assert len(found) == len(table) - 1, "below the head"
+    small, wide = found[:-2], found[-2:]
+
+    def span(key: str, which: list[dict[str, float]], factor: float = 100, digits: int = 0, to: str = " to ") -> str:
+        values = [factor * one[key] for one in which]
+        return f"{min(values):.{digits}f}{to}{max(values):.{digits}f}"
+
+    over, missed = ([one for one in small if (one["free"] < 0.8) == met] for met in (True, False))
+    assert all(one["order"] < 0.8 and one["ladder"] < 0.8 for one in small) and len(over) == 3 and len(missed) == 5
+    for words in (
+        f"the order of ladder allows {span('order', small)} % of the bound's speed",
+        f"A sum takes {span('times', small, 1, 1)} times as long as the attention",
+        f"Ladder has {span('of_order', small)} % of the speed that its order allows",
+        f"70B's width is allowed {span('order', wide, to=' and ')} %, and has {100 * wide[0]['ladder']:.0f} %",
+        f"take {span('times', wide, 1, 1)} times as long as its attention",
+        f"the sums take {median(one['over'] for one in over):.1f} times as long as all work",
+        f"take {longer:.2f} times as long as one of 64 MiB",
+        f"with which any order allows {span('chunks', missed)} % there",
+        "[the order of ladder allows {:.0f} and {:.0f} %]".format(*(100 * one["order"] for one in small[:2])),
+    ):
+        assert words in text, words
+    own = raw("serve_own_slow_2xh100")["variants"]
+    short = [
+        100 * median(own["bound"]["rounds"][key]) / median(own[f"ladder, quantised:{kind}"]["rounds"][key])
+        for kind in ("int8", "int4")
+        for key in ("prefill 512", "prefill 2048")
+    ]
+    assert f"by INT8 and INT4 ladder has {min(short):.0f} to {max(short):.0f} % in fcsd's engine" in text
+    assert all(share > 100 * one["free"] for share, one in zip(short, [*small[6:8], *small[6:8]], strict=True))
+    assert f"the order of ladder allows {span('order', small)} %]" in (repo / "docs/LOG.md").read_text()
 
 
 def test_tokens_in_flight_under_data_parallel_attention_in_two_runs(repo: Path, raw: Raw) -> None:
