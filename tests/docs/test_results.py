@@ -881,6 +881,16 @@ TARGETS = {
         "met by the median alone ({farskip:prefill 2048}).",
         "log: {farskip:decode 1}, {farskip:decode 16} and {farskip:decode 64}; {farskip%prefill 512} % for prompts",
     ),
+    "qwen3_16_layers_": (
+        "slower than the original's: {farskip:decode 1}, in every round.** So is the bound's ({bound:decode 1})",
+        "({farskip:decode 16} and {farskip:decode 64} at 16 and 64 answers, where the bound itself has"
+        " {bound:decode 16} and {bound:decode 64}), 1.3x to the first tokens of 2048 ({farskip:prefill 2048}), and"
+        " 80 % of the bound's speed in prefill ({farskip%prefill 512} and {farskip%prefill 2048} %)",
+        "Rounds of one variant differ by {all}, those of the bound's step of one answer most.",
+        "log: **{farskip:decode 1}**, {farskip:decode 16} and {farskip:decode 64}; {farskip%prefill 512} and"
+        " {farskip%prefill 2048} % for prompts of 512 and 2048 tokens; {farskip:prefill 2048} | the bound itself has"
+        " {bound:decode 1}, {bound:decode 16} and {bound:decode 64}:",
+    ),
 }
 
 # Steps at 1.25x of the original, and prefill at 80 % of the bound's speed: the others are called missed.
@@ -889,7 +899,10 @@ MET: dict[str, tuple[set[str], set[str]]] = {
     "70b_": (set(), {"prefill 512", "prefill 2048"}),
     "70b_tp4_": ({"decode 16"}, set()),
     "v2lite_27_layers_": (set(), {"prefill 2048"}),
+    "qwen3_16_layers_": (set(), set()),
 }
+# Figures that miss 1.3x to the first tokens of 2048 and more, or 0.99x.
+BELOW: dict[str, set[str]] = {"qwen3_16_layers_": {"decode 1", "prefill 2048"}}
 
 
 def told_in_the_index(repo: Path, kind: str, found: Medians) -> None:
@@ -926,14 +939,17 @@ def against_targets(kind: str, variants: Any, found: Medians, text: str, log: st
         shares = {key: found["bound"][key] / ms for key, ms in found[name].items()}
         assert {key for key in ratios if key.startswith("decode") and ratios[key] >= 1.25} == MET[kind][0]
         assert {key for key in shares if key.startswith("prefill") and shares[key] >= 0.8} == MET[kind][1]
-        assert all(ratio >= 1.3 for key, ratio in ratios.items() if key in ("prefill 2048", "prefill 8192"))
+        least = {key: 1.3 if key in ("prefill 2048", "prefill 8192") else 0.99 for key in ratios}
+        assert {key for key in ratios if ratios[key] < least[key]} == BELOW.get(kind, set())
+        slower = [key for key in BELOW.get(kind, set()) if ratios[key] < 0.99]
+        rounds = {of: variants[of]["rounds"] for of in ("original", name)}
+        assert all(min(rounds[name][key]) > max(rounds["original"][key]) for key in slower), "in every round"
         assert name != "desync-4x" or all(ratio < 1.6 for ratio in ratios.values())
-        assert min(ratios.values()) >= 0.99
 
 
 @pytest.mark.parametrize(
     "kind",
-    ["", "v2lite_", "dp_", "quantised_", "by_table_8b_", "70b_", "70b_tp4_", "v2lite_27_layers_"],
+    ["", "v2lite_", "dp_", "quantised_", "by_table_8b_", "70b_", "70b_tp4_", "v2lite_27_layers_", "qwen3_16_layers_"],
 )
 def test_serving_by_vllm_without_peer_access(repo: Path, raw: Raw, kind: str) -> None:
     together = raw(f"serve_vllm_{kind}slow_{4 if 'tp4' in kind else 2}xh100")
@@ -1096,6 +1112,7 @@ def test_when_serving_pays(repo: Path, raw: Raw) -> None:
         steps_first("70b_", "ladder", "width, its steps were {1} and its first tokens {0} as fast."),
         steps_first("70b_", "ladder", "| step {1}, together {0}; ")
         + steps_first("70b_", "desync-4x", "step {1}, together {0} |"),
+        steps_first("qwen3_16_layers_", "farskip", "step {1}, together {0} |"),
         steps_first("v2lite_27_layers_", "farskip") + ", in one of three rounds 0.93x and 1.02x |",
         steps_first("by_table_8b_", "ladder") + " |",
         steps_first("by_table_8b_", "ladder", "had {1} and {0} with INT8 and INT4 sums, which change results."),
