@@ -1197,6 +1197,59 @@ def test_when_serving_pays(repo: Path, raw: Raw) -> None:
     assert [(row["from"], row["reduce"]) for row in ways["prefill"]] == [(2048, "quantised:int4")]
 
 
+SIZES = {"prefill": (512, 2048), "decode": (1, 16)}
+LATTER = ("replicas", "stages")
+
+
+def test_a_whole_model_beside_replicas_and_pipeline_stages(repo: Path, raw: Raw) -> None:
+    variants = raw("serve_vllm_8b_replicas_slow_2xh100")["variants"]
+    found = {name: {key: median(times) for key, times in one["rounds"].items()} for name, one in variants.items()}
+    page, serving = (
+        (repo / name).read_text().replace("**", "") for name in ("benchmarks/results/vllm.md", "docs/serving.md")
+    )
+    text, said, index = (
+        " ".join(name.split()) for name in (page, serving, (repo / "benchmarks/results/README.md").read_text())
+    )
+    for name, times in found.items():
+        cells = [
+            f"{ms:.{3 if key[0] == 'd' else 1}f} ({found['original'][key] / ms:.2f}x)" for key, ms in times.items()
+        ]
+        assert f"| {name} | {' | '.join(cells)} |" in page
+    plain, replicas, stages = (
+        {key: f"{found[of][key] / ms:.2f}x" for key, ms in found["ladder"].items()}
+        for of in ("original", "original, one replica a GPU", "original, pipeline stages")
+    )
+    pairs = {
+        name: ["{} and {}".format(*(of[f"{kind} {n}"] for n in sizes)) for kind, sizes in SIZES.items()]
+        for name, of in (("plain", plain), ("replicas", replicas), ("stages", stages))
+    }
+    spans = ["step {1}, together {0}".format(*(pair.replace("and", "to") for pair in of)) for of in pairs.values()]
+    spans[1] = "step {decode 16} to {decode 1}, together {prefill 512} to {prefill 2048}".format(**replicas)
+    assert f"beside pipeline stages | {'; '.join(spans)} |" in said
+    for where, words in (
+        (text, f"ladder has {pairs['replicas'][0]} of their speed. Its steps of 1 and 16 answers are"),
+        (text, f"are {pairs['replicas'][1]} as fast"),
+        (text, f"ladder has {pairs['stages'][0]} of their speed to the first tokens. They are the slowest in steps"),
+        (text, f"where ladder has {pairs['stages'][1]} of their speed:"),
+        (text, f"ladder has {pairs['plain'][1]} in steps, and {pairs['plain'][0]} to the first tokens."),
+        (said, f"`ladder` had {pairs['stages'][0]} of their speed to the first tokens of 512 and 2048"),
+        (said, f"and {pairs['stages'][1]} in steps of 1 and 16 answers."),
+        (said, f"it had {pairs['replicas'][0]} to the first tokens, and {pairs['replicas'][1]} in steps."),
+        (index, "**{}** of replicas and **{}** of two".format(*(pairs[of][0].replace(" and", ",") for of in LATTER))),
+        (index, "answers {} and {} |".format(*(pairs[of][1].replace(" and", ",") for of in LATTER))),
+    ):
+        assert words in where, words
+    shown = [f"{found[name][key]:.0f}" for name in list(found)[2:] for key in ("prefill 512", "prefill 2048")]
+    assert (
+        "replicas took {} and {} ms to the first tokens of 512 and 2048, and pipeline stages {} and {}.".format(*shown)
+        in text
+    )
+    apart = [max(times) / min(times) - 1 for one in variants.values() for times in one["rounds"].values()]
+    assert f"Rounds of one variant differ by {100 * min(apart):.0f} to {100 * max(apart):.0f} %" in text
+    slowest = [max(found, key=lambda name: found[name][key]) for key in ("decode 1", "decode 16")]
+    assert set(slowest) == {"original, pipeline stages"}
+
+
 def test_replicas_and_a_load(repo: Path, raw: Raw) -> None:
     found = raw("serve_vllm_load_slow_2xh100")
     variants, page = found["variants"], (repo / "benchmarks/results/vllm.md").read_text()
