@@ -522,6 +522,9 @@ def test_what_the_page_says_of_the_seeds_of_the_converted_layers_is_that_of_the_
     }
     assert len({told[name] for name in half}) == 1
     assert f"{told[half[0]]} after 41 million of the same texts by all three seeds" in text and len(half) == 3
+    longest = -page.mean_difference(raw[page.CONVERTED], "half-converted-125m")[0]
+    assert f"**Expect {told[half[0]][:3]} points lost** with half of the layers after 41 million tokens" in text
+    assert f"of own and other text, and {longest:.1f} after 125 million." in text
     ends = [*means["half"], *kl["half-converted-125m"]]
     assert "({:.3f} and {:.3f} nats, then {:.3f} and {:.3f})".format(*ends) in text
     points, error = page.mean_difference(raw[page.CONVERTED], "far-converted-85m")
@@ -542,6 +545,8 @@ def test_what_the_page_says_of_the_seeds_of_the_converted_layers_is_that_of_the_
     few, many = ("{:.1f} ± {:.1f}".format(*map(abs, page.mean_difference(*one))) for one in found)
     assert f"miss 0.5 ({few} at best, and {many} by more questions), 27 and 28 layers miss 0.7" in text
     assert f"miss 0.7 (best {told[best['far'][1]]}), and" in text
+    most = max(points for name, points in every if any(of in name for of in ("far", "auto")))
+    assert f"(`--layers auto`) expect {nearly:.1f} to {most:.1f}." in text
     most = [values for name, values in kl.items() if any(of in name for of in ("far", "auto"))]
     own, foreign = (min(column) for column in zip(*most, strict=True))
     assert (
