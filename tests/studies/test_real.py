@@ -67,6 +67,20 @@ def test_any_number_of_seeds_is_a_row_with_their_mean(repo: Path) -> None:
     each = ", ".join(f"{-points - more:.1f}" for more in (-1, 0, 1))
     assert f"| 3 | 0.090 ± 0.010 | 0.090 ± 0.010 | {each} |" in row
     assert f"| {-points:.1f} ± {(error**2 + 1 / 3) ** 0.5:.1f} |" in row
+    # Of longer runs a second seed makes such a row, and the first table has their mean.
+    raw = page.read(repo)
+    longer, alone = raw[page.CONVERTED], page.by_seed(page.with_seeds(raw)).splitlines()
+    (first,) = (run for run in longer["runs"] if run["name"] == "half-converted-125m")
+    (asked,) = (found for found in longer["differences"] if found["model"] == first["name"])
+    better = [{**task, "points": task["points"] + 1} for task in asked["tasks"]]
+    longer["runs"].append({**first, "name": "second", "seed": 1})
+    longer["differences"].append({**asked, "model": "second", "tasks": better})
+    longer["scores"]["second"] = longer["scores"][first["name"]]
+    (row,) = set(page.by_seed(page.with_seeds(raw)).splitlines()[2:]) - set(alone)
+    lost, error = page.mean_difference(longer, first["name"])
+    each, told = f"{-lost:.1f}, {-lost - 1:.1f}", f"{-lost - 0.5:.1f} ± {(error**2 + 0.25) ** 0.5:.1f}"
+    assert f"| 125 M | 2 | 0.071 ± 0.000 | 0.072 ± 0.000 | {each} | {told} |" in " ".join(row.split())
+    assert f"| 125 M | converted layers | {told} |" in " ".join(page.answer(list(raw.values()), repo).split())
     seeds["runs"] = [{**seeds["runs"][0], "set": {"train.anneal_share": 0.3}}]
     assert "| 0.080 ± 0.000 |" in page.by_seed(seeds) and "| annealed wiring |" in page.runs([seeds])
 
