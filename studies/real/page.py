@@ -190,7 +190,8 @@ def by_seed(file: dict[str, Any]) -> str:
 def with_seeds(raw: dict[Path, dict[str, Any]]) -> dict[str, Any]:
     """The file of the seeds, with those of the longer runs of which there is more than one seed."""
     seeds, longer = raw[CONVERTED_SEEDS], raw[CONVERTED]
-    alike = [(run["layers"], run["tokens"]) for run in longer["runs"]]
+    asked = {found["model"] for found in longer["differences"]}
+    alike = [(run["layers"], run["tokens"]) for run in longer["runs"] if run["name"] in asked]
     more = [run for run in longer["runs"] if alike.count((run["layers"], run["tokens"])) > 1]
     return {
         "runs": seeds["runs"] + more,
@@ -383,6 +384,42 @@ def gemma(untrained: dict[str, Any], healed: dict[str, Any] | None) -> str:
     return f"{before}\nNo conversion of Gemma has been healed, but for {steps} (`ladder-half`).\n"
 
 
+RECIPE = RESULTS / "real_smollm2_recipe_1xh100.json"
+OF_RECIPE = """\
+Other ways to heal one conversion with as many tokens, all weights trained: ladder on layers 2-11 and 13-29, own and
+foreign text, 6 million tokens in steps of 32,768 at 1e-3. Differences are from the mean of two seeds of the plain
+recipe. A run is nearer or farther if both texts say so by more than twice what these two seeds are apart.
+"""
+
+
+def recipe(file: dict[str, Any]) -> str:
+    """Markdown with runs that change one value, each beside the mean of the plain recipe's seeds (``base-*``)."""
+    texts = ("own", "foreign")
+    kl = {run["name"]: [run["kl"][text]["kl"] for text in texts] for run in file["runs"]}
+    plain = [values for name, values in kl.items() if name.startswith("base-")]
+    middle = [statistics.mean(pair) for pair in zip(*plain, strict=True)]
+    noise = 2 * max(max(pair) - min(pair) for pair in zip(*plain, strict=True))
+    first = {run["name"].removesuffix("-half"): run for run in file["runs"] if run["name"].endswith("-half")}
+    head = ["what differs", "KL, own text", "KL, foreign text", "difference, own", "difference, foreign", "verdict"]
+    body = []
+    for run in (run for run in file["runs"] if not run["name"].endswith("-half")):
+        changed, seed = run.get("set", {}), run["seed"]
+        if run["name"] in first:
+            half = first[run["name"]]
+            what = f"layers {half['layers']} alone for {half['tokens'] / 1e6:g} million tokens"
+        elif "objective.temperature" in changed:
+            what = f"temperature {changed['objective.temperature']:g}"
+        elif "train.anneal_share" in changed:
+            what = f"wiring annealed over {changed['train.anneal_share']:.0%} of the steps"
+        else:
+            what = f"nothing, seed {seed}"
+        moved = [value - mean for value, mean in zip(kl[run["name"]], middle, strict=True)]
+        verdict = "nearer" if max(moved) < -noise else "farther" if min(moved) > noise else "no difference shown"
+        verdict = "" if run["name"].startswith("base-") else verdict
+        body.append([what, *(f"{value:.3f}" for value in kl[run["name"]]), *(f"{m:+.3f}" for m in moved), verdict])
+    return table(head, body, left=1) + "\n"
+
+
 EXPERTS = RESULTS / "real_experts_smollm2_2xh100.json"
 
 
@@ -455,6 +492,7 @@ def filled(page: str, raw: dict[Path, dict[str, Any]], repo: Path = Path()) -> s
         "layers": layers(repo),
         "rules": rules(repo),
         "gemma": gemma(json.loads((repo / UNTRAINED_GEMMA).read_text()), _stored(repo / GEMMA)),
+        "recipe": f"{OF_RECIPE}\n{recipe(json.loads((repo / RECIPE).read_text()))}",
         "experts": experts(json.loads((repo / EXPERTS).read_text())),
         "splits": splits(json.loads((repo / SPLITS).read_text())),
         "passages": beside(json.loads((repo / PASSAGES).read_text())),
