@@ -25,10 +25,8 @@ class Optim(Section):
     """The shape of the learning rate after the warm-up: it falls from `lr` to `min_lr` along a cosine or a line, or it
     stays at `lr`."""
     weight_decay: Weight = 0.0
-    """The decoupled weight decay of AdamW; 0 turns it off. See `decay_norms` for the parameters that it acts on."""
-    decay_norms: bool = False
-    """Whether `weight_decay` acts on the gains of norms and on biases, too. If false, it acts on the weights of linear
-    layers, of experts and of embeddings only."""
+    """The decoupled weight decay of AdamW; 0 turns it off. It acts on the weights of linear layers, of experts and of
+    embeddings, and not on the gains of norms and on biases."""
     betas: list[Beta] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
     """The decay rates of AdamW's first and second moment."""
     grad_clip: Weight = 1.0

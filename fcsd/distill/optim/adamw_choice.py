@@ -68,16 +68,15 @@ def own_adamw(recipe: Recipe, alone: bool) -> Callable[[Any], ChunkedAdamW | One
 def parameter_groups(student: nn.Module, recipe: Recipe) -> list[Any]:
     """The trained parameters for the optimizer. Parameters without weight decay form groups of their own, if any.
 
-    Unless ``optim.decay_norms`` is set, norm gains and biases have no weight decay. A parameter counts as one of them
-    if it is a vector or if the last part of its name contains ``bias``. The name is needed because experts stack their
-    biases into matrices.
+    Norm gains and biases have no weight decay. A parameter counts as one of them if it is a vector or if the last part
+    of its name contains ``bias``. The name is needed because experts stack their biases into matrices.
 
     In its step ZeRO copies all gradients of a group, once as they are and once in fp32. Groups are therefore not larger
     than ``GROUP``. With divided experts DeepSpeed itself limits the groups of experts.
     """
     trained = [(name, parameter) for name, parameter in student.named_parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [{"params": [parameter for _, parameter in trained]}]
-    if recipe.optim.weight_decay and not recipe.optim.decay_norms:
+    if recipe.optim.weight_decay:
         by_decay: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for name, parameter in trained:
             by_decay[len(whole_shape(parameter)) > 1 and "bias" not in name.rpartition(".")[2]].append(parameter)

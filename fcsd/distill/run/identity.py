@@ -70,7 +70,6 @@ def run_identity(recipe: Recipe, corpora: "list[Corpus]", world: World) -> dict[
     made_of = {f"data.sources.{n}: {name}": sha for n, c in enumerate(corpora) for name, sha in c.sha256.items()}
     code = {"version of fcsd": __version__} | {f"version of {name}": version(name) for name in _CODE}
     own |= {"optim.accumulate_dtype": recipe.accumulate_dtype, "optim.reduce_dtype": recipe.reduce_dtype}
-    own["optim.decay_norms"] = recipe.optim.decay_norms or not recipe.optim.weight_decay
     return {
         **own,
         **made_of,
