@@ -51,8 +51,6 @@ class Placement(Section):
     swaps: Positive | None = None
     """The largest number of swaps in a layer at a time. null swaps as long as a swap saves more time until the next
     search than the move takes."""
-    balance: Literal["smooth-max", "max", "log-sum-exp"] = "smooth-max"
-    """What is made smaller: the rows of the busiest process, or a smooth function of the rows of all."""
     far_cost: Annotated[float, Field(gt=0)] = 8.0
     """With `dedup: node`: how many times as long a byte takes between nodes as inside a node."""
     work_cost: Annotated[float, Field(ge=0)] = 1.0

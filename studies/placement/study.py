@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fcsd.markdown import table
 from fcsd.parallel.expert.levels import tokens_by_group
 from fcsd.parallel.placement.placement import Placement
-from fcsd.parallel.placement.search import Balance, Level, Objective, greedy
+from fcsd.parallel.placement.search import Level, Objective, greedy
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
 TEACHER, TEXT = ASSETS / "teacher", ASSETS / "corpus/held_out.jsonl"
@@ -70,10 +70,9 @@ def main() -> None:
 
 def objectives(ranks: int) -> dict[str, Objective]:
     """The objectives of the table by name; moves are free."""
-    names: tuple[Balance, ...] = ("max", "log-sum-exp", "smooth-max")
     levels = (Level(ranks, 1.0),)
     pairs = Level(ranks, 1.0, deduplicated=False)
-    found = {"pairs of tokens and experts (SmartMoE)": Objective((pairs,))} | {n: Objective(levels, n) for n in names}
+    found = {"pairs of tokens and experts (SmartMoE)": Objective((pairs,)), "smooth-max": Objective(levels)}
     return found | {f"smooth-max, work {w:g}": Objective((*levels, pairs._replace(weight=w))) for w in WORK}
 
 

@@ -143,7 +143,6 @@ def objective_of(recipe: Recipe, processes: int, block: ExpertBlock, width: int)
     step = _bytes_of_row(recipe, width, weights[0].itemsize) / groups
     return Objective(
         levels=levels_of(parallel, deduplicated),
-        balance=placement.balance,
         move=(stored + states) / (step * placement.every),
         far=placement.far_cost,
     )

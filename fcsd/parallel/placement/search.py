@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,21 +17,14 @@ from torch import Tensor
 from fcsd.parallel.placement.pair_counts import Level, LevelCounts, count, split
 from fcsd.parallel.placement.placement import Placement
 
-Balance = Literal["smooth-max", "max", "log-sum-exp"]
-
 _GAMMA = 10  # the paper's default; any value from 5 to 19 gave it the same speed (§V-E)
 
 
-def busiest(rows: Tensor, balance: Balance) -> Tensor:
-    """The rows of the busiest group, ``fp64 [..., groups] -> [...]``.
+def busiest(rows: Tensor) -> Tensor:
+    """The rows of the busiest group by a smooth maximum (HierMoE eq. 11, gamma = 10), ``fp64 [..., groups] -> [...]``.
 
-    ``smooth-max`` (HierMoE eq. 11, with gamma = 10) and ``log-sum-exp`` also fall if a group falls that is almost as
-    busy. The exponential makes ``log-sum-exp`` differ from ``max`` only by groups that are a few rows apart.
+    It also falls if a group falls that is almost as busy.
     """
-    if balance == "max":
-        return rows.amax(dim=-1)
-    if balance == "log-sum-exp":
-        return rows.logsumexp(dim=-1)
     most = rows.amax(dim=-1, keepdim=True).clamp(min=1)  # without a row the result is 0
     return most.squeeze(-1) * (rows / most).pow(_GAMMA).sum(dim=-1).pow(1 / _GAMMA)
 
@@ -43,14 +36,12 @@ class Objective:
     Attributes:
         levels: what is counted, from the outermost groups to the innermost. After the rows that ranks receive there
             can be the pairs of tokens and experts of each rank, to which the work of its experts is proportional.
-        balance: the function that stands for the maximum over groups.
         move: the cost of moving an expert between two ranks of a node.
         far: how many times as much it costs between nodes, which are the groups of the first level if they are fewer
             than the ranks.
     """
 
     levels: tuple[Level, ...]
-    balance: Balance = "smooth-max"
     move: float = 0.0
     far: float = 1.0
 
@@ -62,7 +53,7 @@ class Objective:
 
         Returns: fp64 ``[...]``.
         """
-        costs = [level.weight * busiest(of.double(), self.balance) for level, of in zip(self.levels, rows, strict=True)]
+        costs = [level.weight * busiest(of.double()) for level, of in zip(self.levels, rows, strict=True)]
         return torch.stack(costs).sum(dim=0)
 
 
