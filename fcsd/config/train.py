@@ -11,11 +11,9 @@ Word = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class Adapter(Section):
-    """Matrices of low rank that train beside frozen weights; docs/adapters.md explains them."""
+    """Matrices of low rank that train beside frozen weights; docs/adapters.md explains them. An adapter adds
+    `alpha / rank * B @ A` to a weight (LoRA), where A has `rank` rows and B `rank` columns."""
 
-    kind: Literal["lora"] = "lora"
-    """The kind of adapter: `lora` adds `alpha / rank * B @ A` to a weight, where A has `rank` rows and B `rank`
-    columns."""
     rank: Positive = 64
     """The rank of each adapter. More can learn more and takes more memory."""
     alpha: Annotated[float, Field(gt=0)] | None = None

@@ -83,7 +83,7 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
     ]
     if (chosen := chosen_parts(recipe, source)) is not None:
         adapter, own = train.adapter, f"{len(chosen.trained)} tensors of the model itself"
-        found = [f"{adapter.kind} of rank {adapter.rank} at {len(chosen.adapted)} layers"] if adapter else []
+        found = [f"adapters of rank {adapter.rank} at {len(chosen.adapted)} layers"] if adapter else []
         found += [own] if chosen.trained else []
         first = "adapters off" if adapter else "first weights"
         shared = f"; the teacher is the student with its {first}" if needs_teacher(recipe) else ""
