@@ -7,7 +7,6 @@ what the plan leaves out. ``configs`` holds the configurations of the models in 
 also works without the hub.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +16,7 @@ from fcsd.config import Adapter, Recipe, ResolvedRecipe, accumulation, vary
 from fcsd.errors import ConfigError, DoesNotFitError
 from fcsd.models.selection import select_layers
 from fcsd.models.wiring_block import DESYNC, Wiring
-from fcsd.parallel.expert.dispatcher import check_formats
+from fcsd.parallel.expert.dispatcher import check_divided, check_formats
 from fcsd.parallel.quantised.rows import formats_of
 from fcsd.parallel.tensor.shard import check_sharded
 from fcsd.plan.memory import Memory, disk_bytes, host_bytes, memory
@@ -152,12 +151,14 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
     if recipe.parallel.tp_size > 1:
         models = [(name, m.config, m.wiring, recipe.init if m is model else None) for name, m in named.items()]
         check_sharded(models, recipe.parallel, hardware.world)
+    alone = recipe.parallel.teacher_ep_size == 1 and recipe.parallel.zero_stage != 3
+    for name, one in [(recipe.model, model)] if alone else named.items():
+        hint = f"set parallel.{'ep_size: 1' if one is model else 'teacher_placement: replicated'}"
+        check_divided(one.config, name, recipe.parallel, hardware.world, hint)
     setup = setup_for(recipe, hardware.world, model)
     offer = None
     if setup.parts is None and recipe.teacher is None and not {recipe.init.wiring, model.wiring.name} & {*DESYNC}:
         offer = partial(model.parts, Adapter(), [])
-    if not setup.possible(model.numbers.experts):
-        raise _misplaced(setup, model.numbers.experts)
 
     def accepted(values: Mapping[str, object]) -> bool:
         try:
@@ -275,17 +276,3 @@ def _best(setups: list[Setup], hours_of: Callable[[Setup], float]) -> Setup | No
     """The first setup, and so the one with the smallest micro-batch, whose hours are the fewest up to a fiftieth."""
     least = min(map(hours_of, setups), default=0.0)
     return next((setup for setup in setups if hours_of(setup) <= 1.02 * least), None)
-
-
-def _misplaced(setup: Setup, experts: int) -> ConfigError:
-    """Says why the division is impossible for a model with ``experts`` in a layer, and what to set."""
-    if experts and setup.zero_stage == 3:
-        return ConfigError("parallel.zero_stage 3 does not divide experts", hint="--set parallel.zero_stage=2")
-    if not experts:
-        why = "the model is dense and has no experts to divide"
-        return ConfigError(f"parallel.ep_size is {setup.ep_size}, but {why}", hint="--set parallel.ep_size=1")
-    gpus = f"{setup.world} GPU" + "s" * (setup.world > 1)
-    return ConfigError(
-        f"parallel.ep_size is {setup.ep_size}, but it must divide {gpus} and the {experts} experts of a layer",
-        hint=f"For {gpus}: --set parallel.ep_size={math.gcd(setup.world, experts)}. Or change --gpus or --nodes.",
-    )

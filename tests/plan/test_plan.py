@@ -532,12 +532,12 @@ def test_bad_models_and_batches(tmp_path):
         plan_run(recipe.model_copy(update={"model": str(tmp_path / "nothing")}), Hardware(2))
     with pytest.raises(ConfigError, match="no multiple"):
         plan_run(recipe, Hardware(3))
-    for factor in (2, 3):  # of the GPUs, of the experts
-        parallel = recipe.parallel.model_copy(update={"ep_size": 2 * factor})
-        changed = recipe.model_copy(update={"parallel": parallel})
-        with pytest.raises(ConfigError, match=f"is {2 * factor}, but it must divide 2 GPUs and the 8 experts") as no:
-            plan_run(changed, Hardware(2))
-        assert "--set parallel.ep_size=2" in str(no.value.hint)
+    for gpus, size, what in ((2, 4, "2 processes"), (6, 3, "8 experts of")):
+        parallel = recipe.parallel.model_copy(update={"ep_size": size})
+        train = recipe.train.model_copy(update={"batch_tokens": gpus * recipe.train.batch_tokens})
+        changed = recipe.model_copy(update={"parallel": parallel, "train": train})
+        with pytest.raises(ConfigError, match=f"parallel.ep_size {size} does not divide the {what}"):
+            plan_run(changed, Hardware(gpus))
     parallel = recipe.parallel.model_copy(update={"zero_stage": 3})
     with pytest.raises(ConfigError, match=r"parallel\.zero_stage 3 does not divide experts"):
         plan_run(recipe.model_copy(update={"parallel": parallel}), Hardware(2))

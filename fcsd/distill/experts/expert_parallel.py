@@ -20,10 +20,10 @@ from fcsd.config import Parallel, Recipe
 from fcsd.distill.teacher.original import needs_teacher, teacher_name
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.launch.world import first_rank
-from fcsd.models.build import arch_of, experts_of, load_model, register, wiring_of
+from fcsd.models.build import arch_of, load_model, register, wiring_of
 from fcsd.models.fused.model import fuse_parts
 from fcsd.models.wiring import DESYNC, Wiring
-from fcsd.parallel.expert.dispatcher import Dispatcher, check_formats
+from fcsd.parallel.expert.dispatcher import Dispatcher, check_divided, check_formats
 from fcsd.parallel.machine import read_machine, require_far
 from fcsd.parallel.quantised.rows import Quantiser, formats_of
 from fcsd.parallel.transports.traffic import Traffic
@@ -49,22 +49,22 @@ def check(recipe: Recipe, processes: int) -> None:
     if (formats := formats_of(recipe.parallel.quantised)) is not None:
         register()
         check_formats(formats, _config(recipe.model), recipe.model)
-    if recipe.parallel.zero_stage == 3:
-        register()
-        _check_dense(recipe.model)
-        if needs_teacher(recipe):
-            _check_dense(teacher_name(recipe))
-    if ep_size == 1:
+    if (stage := recipe.parallel.zero_stage) != 3 and ep_size == 1:
         return
-    if processes % ep_size:
-        raise ConfigError(
-            f"parallel.ep_size {ep_size} does not divide the {processes} processes",
-            hint=f"start a multiple of {ep_size}, with --gpus, or lower parallel.ep_size",
-        )
     register()
-    config = _check_model(recipe.model, ep_size, hint="set parallel.ep_size: 1")
-    if needs_teacher(recipe) and recipe.parallel.teacher_ep_size > 1:
-        _check_model(teacher_name(recipe), ep_size, hint="set parallel.teacher_placement: replicated")
+    config = _config(recipe.model)
+    check_divided(config, recipe.model, recipe.parallel, processes, "set parallel.ep_size: 1")
+    names = [recipe.model]
+    if needs_teacher(recipe) and (stage == 3 or recipe.parallel.teacher_ep_size > 1):
+        names.append(name := teacher_name(recipe))
+        hint = "set parallel.teacher_placement: replicated"
+        check_divided(_config(name), name, recipe.parallel, processes, hint)
+    for name in names if stage == 3 else ():
+        if (found := read_config(resolve(name, weights=False).path).quantization) is not None:
+            raise BadInputError(
+                f"{name} is quantised ({found}), and parallel.zero_stage 3 cannot load that",
+                "save a dequantised copy in bf16 first",
+            )
     dedup = recipe.parallel.dedup
     if dedup != "off" and config.get_text_config().num_experts_per_tok == 1 and first_rank():
         log.warning("%s: parallel.dedup %s has no effect, because each token chooses one expert", recipe.model, dedup)
@@ -112,32 +112,6 @@ def dispatcher_for(parallel: Parallel, ep_size: int) -> Dispatcher:
         per_node = read_machine(Path(parallel.machine)).gpus_per_node
         return ByLayer(ep_size, node_size_for(ep_size, per_node))
     return dispatcher_of(parallel.dedup, ep_size, parallel.node_size)
-
-
-def _check_model(name: str, ep_size: int, hint: str) -> PretrainedConfig:
-    from fcsd.parallel.expert.autoep import expert_parallel_config
-
-    config = _config(name)
-    try:
-        expert_parallel_config(arch_of(config), ep_size)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}", hint) from error
-    if experts_of(config) % ep_size:
-        raise ConfigError(f"parallel.ep_size {ep_size} does not divide the {experts_of(config)} experts of {name}")
-    return config
-
-
-def _check_dense(name: str) -> None:
-    config, checked = _config(name), read_config(resolve(name, weights=False).path)
-    if experts_of(config):
-        raise ConfigError(
-            f"{name}: parallel.zero_stage 3 does not divide experts", hint="set it to 2, and raise parallel.ep_size"
-        )
-    if checked.quantization is not None:
-        raise BadInputError(
-            f"{name} is quantised ({checked.quantization}), and parallel.zero_stage 3 cannot load that",
-            "save a dequantised copy in bf16 first",
-        )
 
 
 def _config(name: str) -> PretrainedConfig:

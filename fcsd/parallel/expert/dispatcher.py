@@ -10,6 +10,7 @@ the steps:
     combined.land()                                  the weighted sums of the tokens
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self
 
@@ -17,8 +18,9 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from fcsd.config import Parallel
 from fcsd.errors import ConfigError
-from fcsd.models.build import arch_of
+from fcsd.models.build import arch_of, experts_of
 from fcsd.parallel.deferred import Deferred, Exchange, exchange_now, launch
 from fcsd.parallel.expert.autoep import expert_parallel_config
 from fcsd.parallel.expert.block import ExpertBlock
@@ -118,6 +120,39 @@ class Dispatcher(Protocol):
             x: normalised input ``[batch, seq, hidden]``.
         """
         ...
+
+
+def check_divided(model: PretrainedConfig, name: str, parallel: Parallel, processes: int, hint: str) -> None:
+    """Check that processes and a model suit ``parallel.ep_size`` and ZeRO-3. Only the config is read.
+
+    Args:
+        hint: what to set for a model that does not support expert parallelism.
+
+    Raises:
+        ConfigError: the size does not divide the number of processes or of experts, or the model does not support
+            expert parallelism; or ZeRO-3 would divide experts.
+    """
+    degree, experts = parallel.ep_size, experts_of(model)
+    if parallel.zero_stage == 3 and experts:
+        raise ConfigError(
+            f"{name}: parallel.zero_stage 3 does not divide experts", "set it to 2, and raise parallel.ep_size"
+        )
+    if degree == 1:
+        return
+    if processes % degree:
+        raise ConfigError(
+            f"parallel.ep_size {degree} does not divide the {processes} processes",
+            f"start a multiple of {degree}, with --gpus, or lower parallel.ep_size",
+        )
+    try:
+        expert_parallel_config(arch_of(model), degree)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}", hint) from error
+    if experts % degree:
+        raise ConfigError(
+            f"parallel.ep_size {degree} does not divide the {experts} experts of {name}",
+            f"for {processes} processes: parallel.ep_size {math.gcd(processes, experts)}",
+        )
 
 
 def check_formats(formats: Formats, model: PretrainedConfig, name: str) -> None:
