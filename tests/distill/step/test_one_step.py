@@ -1,13 +1,16 @@
-"""What a step tells the quantiser of its rows."""
+"""What a step tells the quantiser of its rows, and that no warning of transformers ends it."""
 
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import runs
+import tiny
 import torch
 
+from fcsd.distill.step.engine import recompute_layers
 from fcsd.distill.step.feed import MicroBatch, rows_of_step
 from fcsd.distill.step.one_step import _numbered
 
@@ -32,3 +35,10 @@ def test_tokens_are_numbered_in_the_global_batch_whatever_the_step_and_the_rank(
         assert all(tokens == list(range(tokens[0], tokens[0] + 2 * recipe.data.seq_len)) for _, tokens in told)
         every = sorted(token for _, tokens in told for token in tokens)
         assert every == list(range(recipe.train.batch_tokens)), step
+
+
+@pytest.mark.filterwarnings("error")
+def test_layers_are_recomputed_without_a_warning() -> None:
+    model = tiny.model("llama")
+    recompute_layers(model)
+    assert all(layer.gradient_checkpointing for layer in model.model.layers)
