@@ -27,7 +27,7 @@ def write_directory(model: str, config: PretrainedConfig, wiring: Wiring, path: 
     source = path if model in SHAPES else Path(model)
     if model in SHAPES:
         config.save_pretrained(path)
-    fields = json.loads((source / "config.json").read_text())
+    fields = json.loads((source / "config.json").read_bytes())
     converted = base_config(fields, source)
     fields, arch = fields if converted is None else converted[0], arch_of(config)
     fields["architectures"] = [arch.causal_lm]
