@@ -125,6 +125,8 @@ def test_names_of_models_over_a_wire() -> None:
     assert [name for name, *_ in named_models(["a/one", "two"], "a/one", Engine())] == ["one", "two"]
     with pytest.raises(ConfigError, match="named twice"):
         named_models(["two", "two"], None, engine)
+    with pytest.raises(ConfigError, match="--baseline a/one: is the only MODEL"):
+        named_models(["a/one"], "a/one", Engine())
 
 
 def test_formats_that_do_not_divide_the_models_rows_are_refused(text: Path) -> None:
