@@ -216,8 +216,8 @@ def _no_retries_offline() -> Iterator[None]:
             if not constants.HF_HUB_OFFLINE:
                 get_session().head(constants.ENDPOINT, timeout=10)
         except HTTPError as error:
-            level = logging.WARNING if first_rank() else logging.DEBUG  # once, not once for each process
-            log.log(level, "%s cannot be reached (%s): data are read from its cache", constants.ENDPOINT, reason_of(error))
+            if first_rank():  # once, not once for each process
+                log.warning("%s cannot be reached (%s): data come from its cache", constants.ENDPOINT, reason_of(error))
             stack.enter_context(_swapped(constants, "HF_HUB_OFFLINE", True))
             stack.enter_context(_swapped(datasets.config, "HF_HUB_OFFLINE", True))
         yield
