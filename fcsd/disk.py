@@ -47,7 +47,7 @@ def require_writable(folder: Path, what: str) -> None:
     Raises:
         DiskError: the permissions, a file system that is read-only, or a full disk do not allow it.
     """
-    try:  # permissions say it neither for root nor of /proc
+    try:  # permissions do not say it: root has them in /proc, too
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise DiskError(f"{what}: {folder} is not writable ({error.strerror})", _ELSEWHERE) from error
