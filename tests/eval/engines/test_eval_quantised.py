@@ -67,9 +67,9 @@ def test_a_result_records_its_wire(rows: list[dict[str, Any]], tmp_path: Path) -
     lines = tables.plain_table(rows[:4]).splitlines()
     assert re.sub(" +", " ", lines[-1]) == "| Bits as sent | | | - | dispatch 2.5, combine 5 |"
     assert "Bits as sent" not in tables.plain_table(rows[:2])
-    file = ResultFile(tmp_path / "one.json")
-    for row in (rows[0], rows[2], rows[2]):
-        file.add(row)
+    file, of_another_process = ResultFile(tmp_path / "one.json"), ResultFile(tmp_path / "one.json")
+    for writer, row in ((file, rows[0]), (file, rows[2]), (of_another_process, rows[2])):
+        writer.add(row)
     assert [row["wire"] for row in read_results(tmp_path / "one.json")] == [None, rows[2]["wire"]]
 
 
