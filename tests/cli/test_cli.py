@@ -517,8 +517,9 @@ def test_errors_in_a_real_process(tmp_path: Path) -> None:
 
 
 def test_pictures_are_drawn_in_a_notebook_that_names_a_backend_of_its_own() -> None:
-    code = "import sys; from fcsd.cli.main import main\nsys.argv[1:] = ['--version']\ntry: main()\nfinally: import matplotlib"
-    named = {**os.environ, "MPLBACKEND": "module://not_here"}
+    code = "import sys\nfrom fcsd.cli.main import main\nsys.argv[1:] = ['--version']\n"
+    code += "try: main()\nfinally: import matplotlib"
+    named = {**os.environ, "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=named)
 
 
