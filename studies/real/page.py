@@ -83,7 +83,7 @@ def answer(raw: list[dict[str, Any]], repo: Path = Path()) -> str:
         alone = "converted layers" if "optim.train" in run.get("set", {}) else "all weights"
         lost = "{:.1f} ± {:.1f}".format(-run["lost"][0], run["lost"][1])
         before = f"{-run['untrained_lost']:.1f}" if "untrained_lost" in run else ""
-        cells = [f"{count} of {DEPTH}: {run['layers']}", wiring, f"{run['tokens'] / 1e6:g} M", alone, lost, before]
+        cells = [f"{count} of {DEPTH}: {run['layers']}", wiring, f"{run['tokens'] / 1e6:.3g} M", alone, lost, before]
         cells += [_change(run, text) for text in ("own", "foreign")]
         body.append([*cells, str(slow or f"{frontier.predicted()[wiring, '100%'].shared(share)}*"), str(near or "-")])
         target = next((TARGETS[least] for least in sorted(TARGETS, reverse=True) if least <= count), None)
@@ -96,7 +96,7 @@ def answer(raw: list[dict[str, Any]], repo: Path = Path()) -> str:
 def healed(raw: list[dict[str, Any]]) -> list[frontier.Healed]:
     """The best runs, for the picture."""
     return [
-        frontier.Healed(f"{run['tokens'] / 1e6:g} M", run["wiring"], run["count"] / DEPTH, *run["lost"])
+        frontier.Healed(f"{run['tokens'] / 1e6:.3g} M", run["wiring"], run["count"] / DEPTH, *run["lost"])
         for run in best(raw)
     ]
 
@@ -111,7 +111,7 @@ def runs(raw: list[dict[str, Any]]) -> str:
     for run in (run for file in raw for run in file["runs"] if "kl" in run):
         own, foreign = (_change(run, text) for text in ("own", "foreign"))
         lines.append(
-            f"| {run['wiring']} | {run['layers']} | {run['text']} | {run['tokens'] / 1e6:g} M | {run['lr']:g} "
+            f"| {run['wiring']} | {run['layers']} | {run['text']} | {run['tokens'] / 1e6:.3g} M | {run['lr']:g} "
             f"| {run.get('batch', 131072)} | {_also(run)} | {own} | {foreign} | {run['tokens_per_second']:.0f} |"
         )
     return "\n".join(lines) + "\n"
@@ -164,7 +164,7 @@ def by_seed(file: dict[str, Any]) -> str:
         found = [mean_difference(file, run["name"]) for run in seeds]
         lost, errors = [-points for points, _ in found], [error for _, error in found]
         error = math.hypot(statistics.mean(errors), _spread(lost) / math.sqrt(len(lost)))
-        cells = [layers, wiring, f"{tokens / 1e6:g} M", str(len(seeds))]
+        cells = [layers, wiring, f"{tokens / 1e6:.3g} M", str(len(seeds))]
         for text in ("own", "foreign"):
             values = [run["kl"][text]["kl"] for run in seeds]
             cells.append(f"{statistics.mean(values):.3f} ± {_spread(values):.3f}")
@@ -403,6 +403,36 @@ def splits(file: dict[str, Any]) -> str:
     return table(head, body, left=0) + "\n"
 
 
+OBJECTIVES = RESULTS / "real_kl_beside_sft_smollm2_1xh100.json"
+OF_OBJECTIVES = """\
+Half of the layers by ladder, the converted layers alone, after 24 million tokens of foreign text by KL and by SFT, and
+before them, asked the same questions:
+"""
+
+
+ROUNDED = RESULTS / "real_smollm2_rounded_1xh100.json"
+OF_ROUNDED = """\
+The original and the model that KL healed above, with the weights of all linear layers in decoder layers rounded to
+nearest after training, to INT4 with a step for each group of inputs. The last column is the difference to the same
+model in bf16.
+"""
+
+
+def rounded(file: dict[str, Any]) -> str:
+    """Markdown with what rounding costs the original and a healed model."""
+    head = ["model", "weights", *(f"KL, {text}" for text in ("own text", "`doc`", "foreign text"))]
+    body = []
+    for form in file["forms"]:
+        weights = f"INT4, groups of {form['rounded'].rpartition('g')[2]}" if form["rounded"] else "bf16"
+        kl = [
+            f"{abs(form['kl'][text]['kl']):.3f}" if form["kl"] else "not measured" for text in ("own", "doc", "foreign")
+        ]
+        means = [form[key] and form[key]["overall"] for key in ("minus_original", "minus_unrounded")]
+        points = ["{points:+.1f} ± {stderr:.1f}".format(**mean) if mean else "" for mean in means]
+        body.append(["original" if form["model"] == "original" else "healed", weights, *kl, *points])
+    return table([*head, "minus original", "by rounding"], body, left=2) + "\n"
+
+
 def _change(run: dict[str, Any], text: str) -> str:
     if text not in run["kl"]:
         return "not measured"
@@ -422,6 +452,8 @@ def filled(page: str, raw: dict[Path, dict[str, Any]], repo: Path = Path()) -> s
         "by seed": f"{OF_SEEDS}\n{by_seed(raw[CONVERTED_SEEDS])}\n{scores(raw[CONVERTED_SEEDS])}",
         "all layers": f"{OF_LONGER}\n{scores(raw[LONGER])}",
         "everyday": f"{OF_EVERYDAY}\n{everyday(raw[EVERYDAY], raw[CONVERTED_SEEDS])}",
+        "objectives": f"{OF_OBJECTIVES}\n{scores(json.loads((repo / OBJECTIVES).read_text())['asked'])}",
+        "rounded": f"{OF_ROUNDED}\n{rounded(json.loads((repo / ROUNDED).read_text())['after_training'])}",
         "answer": answer(stored, repo),
         "speeds": frontier.speeds(repo),
         "frontier": frontier.table_of_losses(repo),
