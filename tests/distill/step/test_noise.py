@@ -1,4 +1,4 @@
-"""What a config makes random in training is off for the student, as it is for the teacher; and layers are recomputed."""
+"""What a config makes random in training is off for the student, as for the teacher; layers are recomputed."""
 
 import json
 from pathlib import Path
