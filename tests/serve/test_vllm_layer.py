@@ -50,21 +50,21 @@ class LateReducer(Reducer):
         super().__init__(RANKS)
         vars(self).update(rank=rank, meeting=meeting, started=[], log=[], awaited=0, own=[], inner={})
 
-    def start(self, x: torch.Tensor) -> Sum:
+    def start(self, x: torch.Tensor, crosses: bool) -> Sum:
         number = len(self.started)
         total = torch.full_like(x, torch.nan)
         self.meeting.summands[number, self.rank] = x.clone()
         self.started.append(total)
         self.log.append("start")
-        return Sum(total, x)
+        return Sum(total, x, within=not crosses)
 
     def hold(self, x: torch.Tensor, own: torch.Tensor | None) -> None:
         self.own.append((own, None if own is None else own.clone()))
 
-    def start_held(self, x: torch.Tensor, joins: bool) -> torch.Tensor:
+    def start_held(self, x: torch.Tensor, joins: bool, crosses: bool) -> torch.Tensor:
         own, _ = self.own[-1]
         assert joins == (own is not None)
-        total = self.start(x if own is None else own + x).total
+        total = self.start(x if own is None else own + x, crosses).total
         self.inner[len(self.started) - 1] = self.own.pop()
         return total
 

@@ -251,8 +251,8 @@ def _(x: Tensor) -> Tensor:
 class Wasteful(Reducer):
     """The negative control: something is done to each summand."""
 
-    def start(self, x: Tensor) -> Sum:
-        return super().start(x * 2)
+    def start(self, x: Tensor, crosses: bool) -> Sum:
+        return super().start(x * 2, crosses)
 
 
 def kernels(count: int, reducer: Reducer | None) -> Counter[str]:

@@ -83,7 +83,7 @@ class WiredLayer(nn.Module):
             per_layer_input: the features of the tokens for this layer, ``[tokens, width]``, if it has any.
 
         Raises:
-            RuntimeError: ``t_cond`` is given.
+            RuntimeError: ``t_cond`` is given; or a sum is in flight that has to be awaited before an attention.
         """
         if t_cond is not None:
             raise RuntimeError("a rewired layer takes no condition of time")
@@ -93,6 +93,8 @@ class WiredLayer(nn.Module):
         plan = self.fcsd.plan
         flight = _enter(hidden, *args[2:3], lands=names.whole and bool(plan.attn))
         x, flight = self._read(flight, plan.attn, self._norm(names.attn_norms[0]))
+        if any(sum_.within for sum_ in flight.sums):  # what vLLM compiles has the order of this code
+            raise RuntimeError("a sum that was to be awaited in its piece of a CUDA graph would be in flight at its end")
         out = self._attention(positions, x, args[3:])
         flight, collected = self._add(flight, None, out, plan.steps[0])
         x, flight = self._read(flight, plan.mlp, self._norm(None if self.fcsd.twin else names.mlp_norms[0]))
@@ -140,7 +142,7 @@ class WiredLayer(nn.Module):
         reducer.hold(x, own)
         mlp = mlp_of(self, self.fcsd.names)
         out = mlp(x)
-        sum_ = reducer.held(mlp.experts.fcsd_apart.pop(), own, out)
+        sum_ = reducer.held(mlp.experts.fcsd_apart.pop(), own, out, shared.crosses)
         flight = Flight(flight.landed, (*flight.sums, sum_), sum_.total)
         return self._add(flight, collected, out, routed)[0]
 
@@ -214,7 +216,7 @@ class WiredLayer(nn.Module):
         if step.then == "collect":
             return Flight(landed, sums, out), out
         if step.then == "start":
-            sum_ = reducer.start(out)
+            sum_ = reducer.start(out, step.crosses)
         elif step.then == "now":
             sum_ = reducer.now(out)
         elif step.then == "local":
@@ -234,7 +236,7 @@ class WiredLayer(nn.Module):
         if name is None and self.fcsd.multiplier is None:
             return sum_
         norm = getattr(self, name or "", _same)  # the config of a family can leave its norms on arrival out
-        return Sum(sum_.total, sum_.summand, partial(_arrived, norm=norm, factor=self.fcsd.multiplier))
+        return sum_._replace(arrive=partial(_arrived, norm=norm, factor=self.fcsd.multiplier))
 
     def _leave(self, flight: Flight, places: Sequence[int]) -> tuple[Tensor, Tensor]:
         """vLLM's pair: ``hidden``, and the residual with the sums at ``places``."""
@@ -381,7 +383,7 @@ def take_apart(layer: Any, wired: Wired) -> None:
             assert step.then == "start" and names.mlp_norms[1] is None, "routed experts cover the sum of shared ones"
             shared = runner._shared_experts._layer
             shared.__class__ = mixed(SummedExperts, type(shared))
-            shared.fcsd = Held(wired.reducer, step.joins)
+            shared.fcsd = Held(wired.reducer, step.joins, step.crosses)
             runner.fcsd_apart = []
     if moe is None or names.beside is not None:
         getattr(mlp_of(layer, names), names.down).reduce_results = False
@@ -395,6 +397,7 @@ class Held(NamedTuple):
 
     reducer: Reducer
     joins: bool
+    crosses: bool
 
 
 class SummedExperts(nn.Module):
@@ -407,8 +410,8 @@ class SummedExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[tokens, hidden]`` to the same: see ``Reducer.start_held``."""
-        reducer, joins = self.fcsd
-        return reducer.start_held(super().forward(x), joins)
+        reducer, *how = self.fcsd
+        return reducer.start_held(super().forward(x), *how)
 
 
 class UnreducedExperts(nn.Module):
