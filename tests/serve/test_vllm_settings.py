@@ -111,11 +111,16 @@ def settings(wiring: Wiring, dtype: torch.dtype = torch.bfloat16, moe: bool = Tr
         ),
         parallel_config=SimpleNamespace(**parallel),
         cache_config=SimpleNamespace(kv_sharing_fast_prefill=whole.pop("fast_prefill", False)),
-        compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=whole.pop("enable_sp", False))),
+        compilation_config=SimpleNamespace(
+            pass_config=SimpleNamespace(enable_sp=whole.pop("enable_sp", False)),
+            splitting_ops=whole.pop("splitting_ops", None),
+            use_inductor_graph_partition=whole.pop("partition", None),
+        ),
         **whole,
     )
 
 
+PIECES = {"fcsd": {"pieces": True}}
 FARSKIP, DESYNC = Wiring("farskip", (1, 2)), Wiring("desync-2x", (1, 2), tp_degree=4)
 
 
@@ -150,8 +155,15 @@ REFUSED = [
     (settings(FARSKIP, additional_config={"fcsd": {"reduce": "fast"}}), "unknown all-reduce backend 'fast'"),
     (
         settings(FARSKIP, additional_config={"fcsd": {"exchange": "in flight"}}),
-        'the keys "reduce", "overlap_from" and "shared_experts"',
+        'the keys "reduce", "overlap_from", "shared_experts" and "pieces"',
     ),
+    (settings(FARSKIP, additional_config={"fcsd": {"pieces": "yes"}}), "pieces is true or false, not 'yes'"),
+    (
+        settings(FARSKIP, additional_config={"fcsd": {"pieces": True, "reduce": "quantised:int8"}}),
+        "not with reduce quantised:int8",
+    ),
+    (settings(FARSKIP, additional_config=PIECES, splitting_ops=["vllm::moe_forward"]), "leave splitting_ops and"),
+    (settings(FARSKIP, additional_config=PIECES, partition=True), "pieces needs vLLM's own pieces"),
     (settings(FARSKIP, additional_config={"fcsd": {"overlap_from": -1}}), "overlap_from is a number of tokens"),
     (settings(FARSKIP, additional_config={"fcsd": {"overlap_from": "2048"}}), "not '2048'; 0 always overlaps"),
     (settings(FARSKIP, additional_config={"fcsd": {"reduce": "no.json"}}), "no.json is not a table of sums for this"),
@@ -201,13 +213,14 @@ def test_what_it_can_do_is_accepted(monkeypatch):
         settings(FARSKIP, additional_config={"fcsd": {"reduce": "vllm"}, "other": 1}),
         settings(FARSKIP, additional_config={"fcsd": {"reduce": "symmetric", "overlap_from": 0}}),
         settings(FARSKIP, additional_config={"fcsd": {"reduce": "quantised:int4"}}),
+        settings(FARSKIP, additional_config=PIECES),
     ):
         assert list(problems(config, "deepseek_v3")) == []
     assert list(problems(settings(FARSKIP, dtype=torch.float16), "glm4_moe")) == []
     monkeypatch.setenv(support.RIGHT_RESULTS, "1")
     for section in ({"shared_experts": "apart"}, {"shared_experts": "beside"}):
         assert list(problems(settings(FARSKIP, additional_config={"fcsd": section}), "deepseek_v3")) == []
-    assert read_settings({}).shared_experts == "beside"
+    assert read_settings({}).shared_experts == "beside" and not read_settings({}).pieces
     other = settings(FARSKIP)
     other.model_config.hf_config.lm_head_bias = False
     assert [problem[:32] for problem in problems(other, "phimoe")] == ["config.json has lm_head_bias Fal"]

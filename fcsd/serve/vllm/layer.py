@@ -94,7 +94,9 @@ class WiredLayer(nn.Module):
         flight = _enter(hidden, *args[2:3], lands=names.whole and bool(plan.attn))
         x, flight = self._read(flight, plan.attn, self._norm(names.attn_norms[0]))
         if any(sum_.within for sum_ in flight.sums):  # what vLLM compiles has the order of this code
-            raise RuntimeError("a sum that was to be awaited in its piece of a CUDA graph would be in flight at its end")
+            raise RuntimeError(
+                "a sum that was to be awaited in its piece of a CUDA graph would be in flight at its end"
+            )
         out = self._attention(positions, x, args[3:])
         flight, collected = self._add(flight, None, out, plan.steps[0])
         x, flight = self._read(flight, plan.mlp, self._norm(None if self.fcsd.twin else names.mlp_norms[0]))
