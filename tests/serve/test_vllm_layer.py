@@ -474,7 +474,7 @@ def test_a_plan_says_which_sums_are_in_flight_at_an_attention():
 
 
 def test_a_sum_that_would_leave_its_piece_is_an_error():
-    """``LateReducer`` lets all sums that do not cross travel within pieces, so every test here asks for this."""
+    """Every test above asks this, too: ``LateReducer`` has all sums that cross no attention travel in pieces."""
 
     class Alone(Reducer):
         def start(self, x: torch.Tensor, crosses: bool) -> Sum:

@@ -224,8 +224,8 @@ def _ways(reduce: str) -> Ways:
 def way_of(x: Tensor, reduce: str, overlap_from: int, within: bool) -> Way:
     """How ``x``, ``[tokens, hidden]``, is summed, and whether its sum is in flight between its start and its wait.
 
-    ``within`` as in ``Sum``. The start and the wait of a sum ask the same question, and get the same answer. A step without a graph waits for the
-    host, so what is known by the number of tokens alone is said first.
+    The start and the wait of a sum ask the same question, and get the same answer. A step without a graph waits for the
+    host, so what is known by the number of tokens alone is said first. ``within`` as in ``Sum``.
     """
     captured = x.device.type != "cpu" and torch.cuda.is_current_stream_capturing()
     if not captured and x.shape[0] < overlap_from and not is_table(reduce):
