@@ -81,6 +81,7 @@ def problems(vllm_config: Any, model_type: str) -> Iterator[str]:
     chosen = read_settings(vllm_config.additional_config, parallel.tensor_parallel_size)
     compilation = vllm_config.compilation_config
     if chosen.pieces and (compilation.splitting_ops is not None or compilation.use_inductor_graph_partition):
+        # With others an operator between two attentions could end a piece, or Inductor could choose what is in one.
         yield "pieces needs vLLM's own pieces; leave splitting_ops and use_inductor_graph_partition out"
     strict = bool(os.environ.get(RIGHT_RESULTS))
     if strict and leaves_out(chosen.reduce):

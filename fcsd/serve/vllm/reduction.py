@@ -17,7 +17,7 @@ A sum is complete when ``reduce_start`` returns, and nothing is overlapped, in t
 - on a CPU;
 - in a piecewise CUDA graph, which vLLM captures part by part: a stream that forks in one part cannot join in the next.
   The parts end at the attentions, and ``pieces`` lets those sums travel whose plan says that they start and are awaited
-  between two of them (``Step.crosses``);
+  between two of them (``Step.crosses``). A sum at once is then made behind those in flight;
 - in a step without a graph that has fewer than ``overlap_from`` tokens. Such a step waits for the host, and the second
   stream and its events are more work for the host.
 
