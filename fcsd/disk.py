@@ -13,7 +13,9 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, TextIO
 
-from fcsd.errors import ConfigError
+from fcsd.errors import ConfigError, DiskError
+
+_ELSEWHERE = "Choose another directory, or change who may write there."
 
 
 def require_folder(folder: Path, named: str, *, of_a_model: bool = False) -> None:
@@ -24,7 +26,8 @@ def require_folder(folder: Path, named: str, *, of_a_model: bool = False) -> Non
         of_a_model: whether the folder may have a model's config.json.
 
     Raises:
-        ConfigError: it is a file or lies below one, may not be written, or is the directory of a model.
+        ConfigError: it is a file or lies below one, or is the directory of a model.
+        DiskError: it, or the nearest folder above it that exists, may not be written.
     """
     hint = f"give another {named}"
     if not of_a_model and (folder / "config.json").exists():
@@ -34,8 +37,29 @@ def require_folder(folder: Path, named: str, *, of_a_model: bool = False) -> Non
         place = place.parent
     if not place.is_dir():
         raise ConfigError(f"{named} {folder}: {place} is not a directory", hint)
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise ConfigError(f"{named} {folder}: {place} is not writable", hint)
+    require_writable(place, f"{named} {folder}")
+
+
+def require_writable(folder: Path, what: str) -> None:
+    """Check that this user may create files in ``folder``, which exists; ``what`` is to be written there.
+
+    Raises:
+        DiskError: the permissions, or a file system that is read-only, do not allow it.
+    """
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise DiskError(f"{what}: {folder} is not writable", _ELSEWHERE)
+
+
+@contextmanager
+def creating(folder: Path) -> Iterator[None]:
+    """Inside the block, which creates ``folder``, an error of the system becomes a DiskError that names the folder.
+
+    A file system may refuse what its permissions allow, as /proc does, so ``require_writable`` does not foresee all.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise DiskError(f"{folder}: cannot be created ({error.strerror})", _ELSEWHERE) from error
 
 
 def write_text(path: Path, text: str) -> None:

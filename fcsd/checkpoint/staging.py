@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 from fcsd.checkpoint import read_object
-from fcsd.disk import left_over, sync, sync_directories
+from fcsd.disk import creating, left_over, require_writable, sync, sync_directories
 from fcsd.errors import ConfigError, DiskError, PreemptedError
 from fcsd.progress import progress
 
@@ -41,6 +41,7 @@ def check_out(out: Path, sources: list[Path], *, force: bool) -> Contents | None
     Raises:
         ConfigError: ``out`` overlaps with a source, is not a directory or lies below a file, is not empty without
             ``force``, or holds files that fcsd has not written.
+        DiskError: the directory in which ``out`` would be created or replaced may not be written.
     """
     real = out.resolve()
     for source in (source.resolve() for source in sources):
@@ -49,10 +50,11 @@ def check_out(out: Path, sources: list[Path], *, force: bool) -> Contents | None
     above = next(path for path in (real, *real.parents) if path.exists())
     if above != real and not above.is_dir():
         raise ConfigError(f"{out}: {above} is a file, not a directory", "OUT is the directory to write.")
+    if above == real and not real.is_dir():
+        raise ConfigError(f"{out}: is a file", "OUT is the directory to write.")
+    require_writable(above if above != real else real.parent, str(out))
     if above != real:
         return None
-    if not real.is_dir():
-        raise ConfigError(f"{out}: is a file", "OUT is the directory to write.")
     if not any(real.iterdir()):
         return None
     contents = _contents(real)  # taken before config.json is read, because files that appear later are unchecked
@@ -72,16 +74,13 @@ def staged(out: Path, former: Contents | None = None) -> Iterator[Path]:
 
     Raises:
         ConfigError: the entries of ``out`` differ from ``former``; ``out`` is left as it is.
+        DiskError: the new directory cannot be created.
     """
     real = out.resolve()
-    real.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(real)
     stage = real.with_name(f".{real.name}.tmp-{uuid.uuid4().hex[:8]}")
-    try:
-        stage.mkdir()
-    except OSError as error:
-        error.filename = str(out)  # nobody knows the other name
-        raise
+    with creating(out):
+        stage.mkdir(parents=True)
     lock = _lock(stage)
     try:
         (stage / _UNFINISHED).touch()

@@ -246,8 +246,9 @@ def plan(
         ),
     ] = None,
     quantised: Annotated[
-        str, typer.Option(help="With --machine: the format of the rows with quantised communication.")
-    ] = "int8",
+        str | None,
+        typer.Option(help="With --machine: the format of the rows with quantised communication; the default is int8."),
+    ] = None,
     picture: Annotated[Path | None, typer.Option(help="With --machine: draw the prediction into this PNG.")] = None,
     frontier: Annotated[
         str | None,
@@ -269,9 +270,10 @@ def plan(
     if frontier is not None:
         if recipe is not None or recipe_name is not None or sets:
             raise ConfigError("--frontier is about a model, and a recipe is given too", "Leave out one of them.")
-        if nodes > 1 or picture is not None or any(given is not None for given in (gpu_mem, price, mfu)):
+        if nodes > 1 or any(given is not None for given in (gpu_mem, price, mfu, quantised, picture)):
             raise ConfigError(
-                "--nodes, --gpu-mem, --price, --mfu and --picture are about runs of a recipe, not for --frontier",
+                "--nodes, --gpu-mem, --price, --mfu, --quantised and --picture are about runs of a recipe, not for "
+                "--frontier",
                 "Leave them out.",
             )
         _frontier(frontier, 2 if gpus is None else gpus, machine, costs, as_json)
@@ -290,6 +292,10 @@ def plan(
 
     if read.parallel.machine is not None:
         machine = machine or Path(read.parallel.machine)
+    if quantised is not None and machine is None:
+        raise ConfigError(
+            "--quantised is a format for the prediction for a cluster", "--machine FILE describes the cluster"
+        )
     if picture is not None and machine is None:
         raise ConfigError("--picture draws the prediction for a cluster", hint="--machine FILE describes the cluster")
     if picture is not None:
@@ -301,7 +307,7 @@ def plan(
         source = f"GPUs of {memory:g} GiB, as --gpu-mem says; hours assume the arithmetic of an H200"
         hardware = Hardware(gpus, nodes, memory, price, source)
     planned = plan_run(read, hardware, mfu)
-    predictions = [] if links is None else cluster.predict(planned.numbers, planned.setup, links, quantised)
+    predictions = [] if links is None else cluster.predict(planned.numbers, planned.setup, links, quantised or "int8")
     options = []
     if links is not None and read.parallel.dedup == "auto":
         options = deduplication.expected_options(planned.numbers, planned.setup, links, read.parallel)

@@ -21,9 +21,8 @@ from fcsd.errors import ConfigError
 from fcsd.launch.world import World
 from fcsd.models.build import arch_of, register, wiring_of
 from fcsd.models.fused.model import fuse_parts
-from fcsd.models.wiring import DESYNC
 from fcsd.parallel.tensor.layer import wire_training
-from fcsd.parallel.tensor.shard import check_desync, check_trainable, prepare
+from fcsd.parallel.tensor.shard import check_trainable, check_wiring, prepare
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 
 
@@ -107,12 +106,7 @@ def check(recipe: Recipe, processes: int) -> None:
     for name, init in models:
         config = AutoConfig.from_pretrained(resolve(name, weights=False).path, trust_remote_code=False)
         check_trainable(name, config, degree)
-        own = wiring_of(config)
-        wiring, made_for = own.name, own.tp_degree
-        if init is not None and init.wiring is not None:
-            wiring, made_for = init.wiring, init.tp_degree
-        if wiring in DESYNC:
-            check_desync(f"{name}: {wiring}", made_for, degree, recipe.parallel.sequence)
+        check_wiring(name, wiring_of(config), init, recipe.parallel)
 
 
 def load(

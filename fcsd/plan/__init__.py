@@ -19,7 +19,7 @@ from fcsd.models.selection import select_layers
 from fcsd.models.wiring_block import DESYNC, Wiring
 from fcsd.parallel.expert.dispatcher import check_formats
 from fcsd.parallel.quantised.rows import formats_of
-from fcsd.parallel.tensor.shard import check_trainable
+from fcsd.parallel.tensor.shard import check_trainable, check_wiring
 from fcsd.plan.memory import Memory, disk_bytes, host_bytes, memory
 from fcsd.plan.model import MetaModel, ModelNumbers, of_rank
 from fcsd.plan.search import assignments, candidates, changes, cheapest, quicker
@@ -139,8 +139,9 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
 
     Raises:
         BadInputError: the student or the teacher is not a model.
-        ConfigError: the batch, the experts or the heads cannot be split evenly over the GPUs, or the rows of the
-            student cannot be rounded to the formats of ``parallel.quantised``.
+        ConfigError: the batch, the experts or the heads cannot be split evenly over the GPUs, a Desync wiring is for
+            another ``parallel.tp_size``, or the rows of the student cannot be rounded to the formats of
+            ``parallel.quantised``.
     """
     accumulation(recipe, hardware.world)
     model = MetaModel(recipe.model, rewired=recipe.init.wiring is not None)
@@ -151,6 +152,7 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
     if recipe.parallel.tp_size > 1:
         for name, one in named.items():
             check_trainable(name, one.config, recipe.parallel.tp_size)
+            check_wiring(name, one.wiring, recipe.init if name == recipe.model else None, recipe.parallel)
         if hardware.world % recipe.parallel.tp_size:
             raise ConfigError(
                 f"parallel.tp_size {recipe.parallel.tp_size} does not divide the {hardware.world} GPUs",

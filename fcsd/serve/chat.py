@@ -137,11 +137,12 @@ def chat(
 
 def load_speaker(model: str, *, device: str | None = None, dtype: str | None = None) -> Speaker:
     """Loads a model and its tokenizer; accelerate spreads the model over the GPUs. See ``chat`` for the arguments."""
-    from fcsd.checkpoint import resolve
+    from fcsd.checkpoint import read_layout, resolve
     from fcsd.checkpoint.tokenizer import load_tokenizer
     from fcsd.models.build import load_on_device
 
     path = resolve(model).path
+    read_layout(path)  # names a damaged file, which transformers does not
     network = load_on_device(path, device=device, dtype=dtype)
     return Speaker(model, network, load_tokenizer(path))
 

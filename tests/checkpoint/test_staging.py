@@ -1,7 +1,9 @@
 """OUT is looked at again at the rename: what appeared there while a command ran is neither replaced nor deleted."""
 
+import errno
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,9 @@ import pytest
 from files import snapshot
 
 from fcsd.checkpoint.staging import check_out, staged
-from fcsd.errors import ConfigError
+from fcsd.disk import require_folder
+from fcsd.distill.run.run_dir import claim
+from fcsd.errors import ConfigError, DiskError
 
 
 def fcsd_directory(path: Path, content: str) -> Path:
@@ -29,6 +33,30 @@ def test_a_directory_below_a_file_is_refused(tmp_path: Path) -> None:
     for out in ("file/out", "file/deeper/out"):
         with pytest.raises(ConfigError, match=f"{out}: .*/file is a file, not a directory"):
             check_out(tmp_path / out, [], force=True)
+
+
+@pytest.mark.parametrize("write", [lambda out: staged(out).__enter__(), lambda out: claim(out).__enter__()])
+def test_a_directory_that_the_system_refuses_is_named(
+    write: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, *_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), path)
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(DiskError, match=f"^{tmp_path / 'out'}: cannot be created \\(Operation not permitted\\)$"):
+        write(tmp_path / "out")
+
+
+def test_a_directory_without_permission_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path)
+    (tmp_path / "empty").mkdir()
+    for check in (
+        lambda: check_out(tmp_path / "missing" / "out", [], force=False),
+        lambda: check_out(tmp_path / "empty", [], force=False),
+        lambda: require_folder(tmp_path / "run", "output_dir"),
+    ):
+        with pytest.raises(DiskError, match=f": {tmp_path} is not writable"):
+            check()
 
 
 def test_a_file_that_appears_in_out_stays(tmp_path: Path) -> None:

@@ -211,6 +211,7 @@ def test_plan_takes_the_gpus_that_the_recipe_needs(library) -> None:
         ("--recipe", "qwen3-30b-a3b", "--nodes", "4"): 2,
         ("qwen3-30b-a3b", "--gpus", "4"): 4,
         ("llama3.1-8b-ladder",): 1,
+        ("llama3.1-8b-ladder", "--set", "parallel.tp_size=4"): 4,
     }
     for args, gpus in asked.items():
         assert run("plan", *args).exit_code == 8

@@ -171,6 +171,8 @@ def test_a_missing_key_is_refused():
     del block["border"]
     with pytest.raises(ValueError, match="border"):
         Wiring.from_block(block)
+    with pytest.raises(ValueError, match="has no fcsd block"):
+        Wiring.from_block(None)
 
 
 def test_a_layer_that_does_not_exist_is_refused_and_leaves_the_model_alone():

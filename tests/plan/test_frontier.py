@@ -135,6 +135,7 @@ def test_the_command_says_that_it_predicts_and_what_it_assumes(model: Path, tmp_
         (["--gpus", "3"], "--gpus 3 does not divide the 32 attention heads"),
         (["tiny"], "a recipe is given too"),
         (["--price", "2"], "are about runs of a recipe, not for --frontier"),
+        (["--quantised", "int8"], "are about runs of a recipe, not for --frontier"),
         (["--costs", "none.json"], "--costs none.json: there is no such file"),
         (["--costs", "text.json"], "text.json has no costs of layers"),
         (["--costs", "short.json"], "no costs of a model of 16 layers"),

@@ -548,6 +548,14 @@ def test_bad_models_and_batches(tmp_path):
     dense = {"model": str(tmp_path / "dense"), "teacher": None, "parallel": parallel}
     with pytest.raises(ConfigError, match=r"parallel\.tp_size 2 does not divide the 1 GPUs"):
         plan_run(recipe.model_copy(update=dense), Hardware(1))
+    init = recipe.init.model_copy(update={"wiring": "desync-2x", "tp_degree": 4})
+    with pytest.raises(ConfigError, match=r"2 tensor-parallel ranks cannot train .*dense: desync-2x of tp_degree 4"):
+        plan_run(recipe.model_copy(update=dense | {"init": init}), Hardware(2))
+
+
+def test_a_format_that_no_prediction_uses_is_refused():
+    done = CliRunner().invoke(app, ["plan", "tiny", "--set", "model=student", "--quantised", "int8"])
+    assert done.exit_code == 2 and "--machine FILE describes the cluster" in done.stderr
 
 
 def test_a_model_rewired_on_the_way_in_has_two_streams(tmp_path):

@@ -170,6 +170,13 @@ def test_damaged_generation_settings_end_in_one_line(content, models, tmp_path):
             read_generation_config(tmp_path / "model")
 
 
+def test_truncated_weights_are_named(models, tmp_path):
+    folder = Path(shutil.copytree(models[0], tmp_path / "cut"))
+    os.truncate(folder / "model.safetensors", 1000)
+    with pytest.raises(BadInputError, match=r"cut/model\.safetensors: is truncated"):
+        next(chat(str(folder)))
+
+
 def test_control_characters_of_models_are_never_printed_raw(models, monkeypatch):
     hostile = "a\tb\n\x1b]0;owned\x07\x9b2J\r\x7f\r\nend"
     given = [Answer("m\x1b[1m", hostile, hostile)]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fcsd.checkpoint.kind import RUN_RECIPE
 from fcsd.config import ResolvedRecipe
-from fcsd.disk import left_over, open_to_append, require_folder, write_text
+from fcsd.disk import creating, left_over, open_to_append, require_folder, write_text
 from fcsd.errors import ConfigError
 from fcsd.launch import environment
 
@@ -30,8 +30,9 @@ def require_usable(run: Path, models: Iterable[str]) -> None:
         models: directories or hub ids of the models that the run reads.
 
     Raises:
-        ConfigError: ``run`` is a file, it cannot be created, it or its ``final`` is the directory of one of the models,
+        ConfigError: ``run`` is a file, it or its ``final`` is the directory of one of the models,
             or it is no run's directory and is that of a model or holds what a run would replace.
+        DiskError: ``run`` may not be written.
     """
     hint = "give another output_dir"
     for model in models:
@@ -52,8 +53,10 @@ def claim(run: Path) -> Iterator[None]:
 
     Raises:
         ConfigError: another process holds the lock.
+        DiskError: ``run`` cannot be created.
     """
-    run.mkdir(parents=True, exist_ok=True)
+    with creating(run):
+        run.mkdir(parents=True, exist_ok=True)
     with open_to_append(run / _LOCK) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

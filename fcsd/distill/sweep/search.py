@@ -47,7 +47,8 @@ def sweep(resolved: ResolvedRecipe, launch: Launch, *, dry_run: bool = False) ->
 
     Raises:
         ConfigError: the recipe has no sweep section, some values do not make a valid recipe, or the directory holds
-            other trials, is that of a model or cannot be written; this is raised before any run.
+            other trials or is that of a model; this is raised before any run.
+        DiskError: the directory cannot be written; this is raised before any run.
         PreemptedError, KeyboardInterrupt: a run was ended by a signal.
     """
     plan, out = plan_of(resolved), Path(resolved.recipe.output_dir)

@@ -91,9 +91,10 @@ def choose_layers(
 
     Raises:
         ConfigError: not exactly one of ``layers`` and ``budget`` is given, the model cannot have its value, or ``out``
-            cannot be written.
+            is not a directory.
         BadInputError: the checkpoint or a text cannot be used.
         NonFiniteError: the model gives NaN or infinite logits.
+        DiskError: ``out`` may not be written.
     """
     if (layers is None) == (budget is None):
         raise ConfigError("give either --layers, how many layers to convert, or --budget, how much the loss may rise")

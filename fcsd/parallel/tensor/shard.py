@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from fcsd.config import Init, Parallel
 from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of, decoder_layers, experts_of
 from fcsd.models.wiring import mixer, mlp_of
+from fcsd.models.wiring_block import DESYNC, Wiring
 from fcsd.parallel.tensor.tp_plan import Shard, Sharding, TensorGroup, model_shardings, put_part
 
 # DeepSpeed reads this attribute of a parameter, too: with it, the parameter is another one on each rank.
@@ -42,6 +44,19 @@ def check_trainable(name: str, config: PretrainedConfig, degree: int) -> None:
         size = getattr(text, what, None)
         if isinstance(size, int) and size % degree:
             raise ConfigError(f"{name}: parallel.tp_size {degree} does not divide {what} {size}", hint)
+
+
+def check_wiring(name: str, own: Wiring, init: Init | None, parallel: Parallel) -> None:
+    """Refuse a Desync wiring that ``parallel.tp_size`` ranks cannot train, see ``check_desync``.
+
+    Args:
+        own: the wiring of the model's config, which it has unless ``init`` names another.
+    """
+    wiring, made_for = own.name, own.tp_degree
+    if init is not None and init.wiring is not None:
+        wiring, made_for = init.wiring, init.tp_degree
+    if wiring in DESYNC:
+        check_desync(f"{name}: {wiring}", made_for, parallel.tp_size, parallel.sequence)
 
 
 def check_desync(name: str, tp_degree: int, degree: int, sequence: bool) -> None:
