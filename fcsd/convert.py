@@ -122,7 +122,7 @@ def convert_checkpoint(
         BadInputError: the checkpoint cannot be used; see ``fcsd.checkpoint``.
         ConfigError: the wiring does not fit the checkpoint, ``out`` may not be written, or another process has
             written there in the meantime.
-        DiskError: ``out`` cannot be created, or the shards must be copied and there is not enough space for them.
+        DiskError: ``out`` may not be written, or the shards must be copied and there is not enough space for them.
         FcsdError: parity does not hold.
     """
     from fcsd.checkpoint.wiring_options import choose_wiring

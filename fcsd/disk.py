@@ -50,18 +50,6 @@ def require_writable(folder: Path, what: str) -> None:
         raise DiskError(f"{what}: {folder} is not writable", _ELSEWHERE)
 
 
-@contextmanager
-def creating(folder: Path) -> Iterator[None]:
-    """Inside the block, which creates ``folder``, an error of the system becomes a DiskError that names the folder.
-
-    A file system may refuse what its permissions allow, as /proc does, so ``require_writable`` does not foresee all.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise DiskError(f"{folder}: cannot be created ({error.strerror})", _ELSEWHERE) from error
-
-
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` as UTF-8, see :func:`write_bytes`."""
     write_bytes(path, text.encode())

@@ -57,6 +57,7 @@ _DISK = {  # number of the error -> message, hint
     errno.EFBIG: ("a file may not grow so large", _SPACE),
     errno.EROFS: ("the file system is read-only", _ACCESS),
     errno.EACCES: ("the system refuses access", _ACCESS),
+    errno.EPERM: ("the system does not permit it", _ACCESS),
     errno.ENOTDIR: ("a part of the path is a file", "choose another directory"),
     errno.EEXIST: ("a file is in the way", "choose another directory"),
 }
@@ -124,7 +125,8 @@ def _disk(error: BaseException) -> FcsdError | None:
         message, hint = _DISK[error.errno]
         where = error.filename2 or error.filename  # of a failed copy, the second name is the file that was written
         return DiskError(message + (f": {where}" if where else ""), hint)
+    # safetensors and torch keep the text of the error but not its number. That of EPERM can be about a network, too.
     for number, (message, hint) in _DISK.items():
-        if os.strerror(number) in str(error):  # safetensors and torch keep the text of the error but not its number
+        if number != errno.EPERM and os.strerror(number) in str(error):
             return DiskError(f"{message}: {reason_of(error)}", hint)
     return None

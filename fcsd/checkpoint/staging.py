@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 from fcsd.checkpoint import read_object
-from fcsd.disk import creating, left_over, require_writable, sync, sync_directories
+from fcsd.disk import left_over, require_writable, sync, sync_directories
 from fcsd.errors import ConfigError, DiskError, PreemptedError
 from fcsd.progress import progress
 
@@ -74,13 +74,16 @@ def staged(out: Path, former: Contents | None = None) -> Iterator[Path]:
 
     Raises:
         ConfigError: the entries of ``out`` differ from ``former``; ``out`` is left as it is.
-        DiskError: the new directory cannot be created.
     """
     real = out.resolve()
+    real.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(real)
     stage = real.with_name(f".{real.name}.tmp-{uuid.uuid4().hex[:8]}")
-    with creating(out):
-        stage.mkdir(parents=True)
+    try:
+        stage.mkdir()
+    except OSError as error:
+        error.filename = str(out)  # nobody knows the other name
+        raise
     lock = _lock(stage)
     try:
         (stage / _UNFINISHED).touch()

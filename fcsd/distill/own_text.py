@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.checkpoint import fingerprint, read_layout, resolve
 from fcsd.checkpoint.tokenizer import load_tokenizer
-from fcsd.disk import creating, read_input, write_bytes, write_text
+from fcsd.disk import read_input, write_bytes, write_text
 from fcsd.distill.writer import CPU_BATCH, GPU_BATCH, Writer, Writing
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.launch.world import World, join_world
@@ -74,7 +74,6 @@ def write_own_text(
         BadInputError: the checkpoint, its tokenizer or the prompts cannot be used.
         ConfigError: a setting has no meaning, or ``out`` holds text that was written
             with other settings.
-        DiskError: ``out`` cannot be created.
     """
     world = join_world()
     path = resolve(model).path
@@ -158,8 +157,7 @@ def _claim(out: Path, identity: dict[str, Any]) -> None:
     # The record is the first file, so that a call that ends here can be started again.
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out}: is not empty and holds no text of fcsd write", "Choose another directory.")
-    with creating(out):
-        out.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
     write_text(file, json.dumps({"settings": identity}, indent=1) + "\n")
 
 

@@ -14,7 +14,7 @@ from fcsd.checkpoint.kind import RUN_RECIPE
 from fcsd.checkpoint.side_files import side_files
 from fcsd.checkpoint.staging import check_out, copy_small, staged, take_over
 from fcsd.config import load_recipe
-from fcsd.disk import creating, write_text
+from fcsd.disk import write_text
 from fcsd.errors import BadInputError, CheckpointError, ConfigError, FcsdError
 from fcsd.export.card import model_card
 from fcsd.export.reload import RECORD, prove_reload
@@ -54,7 +54,6 @@ def export_model(
         BadInputError: ``run_or_model`` is neither a run nor a converted model, or it is damaged.
         CheckpointError: the run's checkpoint is damaged, or training deleted the checkpoint in every attempt.
         ConfigError: ``out`` may not be written, or the run has no such checkpoint.
-        DiskError: ``out`` cannot be created.
         FcsdError: the directory does not reload to equal logits. It has been removed.
     """
     out = Path(out)
@@ -84,10 +83,8 @@ def _write_checkpoint(run: Path, checkpoint: str | None, out: Path, *, force: bo
 
             check_out(out, _trained(run), force=force)
             parts = verified_model(chosen, PARTS)
-            with creating(out):
-                out.absolute().parent.mkdir(parents=True, exist_ok=True)
-                beside = tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=".merged-")
-            with beside as scratch:
+            out.absolute().parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=".merged-") as scratch:
                 log.info("merging what was trained into the weights")
                 merge_checkpoint(load_recipe(run / RUN_RECIPE).recipe, parts, Path(scratch) / "model")
                 return _write(Path(scratch) / "model", run, out, force=force, title=title)

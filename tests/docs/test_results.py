@@ -974,6 +974,24 @@ def test_serving_by_vllm_without_peer_access(repo: Path, raw: Raw, kind: str) ->
         assert f"at the same time in {max(starts)} s; the whole command took {together['seconds']:.0f} s" in text
 
 
+def test_tokens_in_flight_under_data_parallel_attention_in_two_runs(repo: Path, raw: Raw) -> None:
+    log = " ".join((repo / "docs/LOG.md").read_text().split())
+    runs, lost, of = [], 0, 0
+    for name in ("serve_vllm_dp_slow_2xh100", "serve_vllm_dp_again_slow_2xh100"):
+        variants = raw(name)["variants"]
+        first, own = (variants[kind]["rounds"] for kind in ("original", "farskip, exchange in flight"))
+        runs.append([f"{median(first[key]) / median(own[key]):.2f}x" for key in first])
+        lost += sum(b > a for a, b in zip(first["decode 16"], own["decode 16"], strict=True))
+        of += len(first["decode 16"])
+    spread = max(100 * (max(times) / min(times) - 1) for times in own.values())
+    assert f"{min(runs[0])} to {max(runs[0])} of the original in one run" in log
+    assert (
+        "had **{}** and {} for steps of 16 and 64 answers, and {} and {} for the first tokens".format(*runs[1]) in log
+    )
+    assert f"rounds that differ by up to {spread:.0f} %" in log and f"lost in {lost} of the {of} rounds" in log
+    assert float(runs[0][3][:-1]) < 1.1 and float(runs[1][3][:-1]) < 1.1
+
+
 def test_when_serving_pays(repo: Path, raw: Raw) -> None:
     page = (repo / "docs/serving.md").read_text().replace("**", "")
     index = (repo / "benchmarks/results/README.md").read_text()
@@ -1121,7 +1139,7 @@ def test_random_arrivals_once_more_and_steps_without_a_graph(repo: Path, raw: Ra
     for name, times in rows.items():
         cells = [f"{time:.1f} ({times[0] / time:.2f}x)" for time in times]
         assert f"| {name} | {' | '.join(cells)} |" in page
-    paces = []
+    paces, added, cost = [], [], []
     for way in ways:
         ranks = [way["traced"][f"rank {rank}"]["512+28"] for rank in (0, 1)]
         spent = [one["operators"] for one in ranks]
@@ -1134,6 +1152,12 @@ def test_random_arrivals_once_more_and_steps_without_a_graph(repo: Path, raw: Ra
         cells = [host, f"{min(one['busy'] for one in ranks):.1f}", *others]
         assert f"| {' | '.join(cells)} |" in page
         paces += attention
+        added.append([own - first for own, first in zip(shares, added[0], strict=True)] if added else shares)
+        cost.append([100 * x * ms / one["host"] for x, ms, one in zip(added[-1], attention, ranks, strict=True)])
+    at_once, share = sorted(added[1] + added[2]), sorted(cost[1] + cost[2])
+    assert f"cost {at_once[0]:.2f} to {at_once[-1]:.2f} of it more" in page
+    assert f"{share[0]:.0f} to {share[-1]:.0f} % of the host's" in page
+    assert f"sums in flight {sum(added[3]) / 2:.1f} more, {sum(cost[3]) / 2:.0f} %" in page
     assert f"takes {min(paces):.1f} to {max(paces):.1f} ms" in page and max(paces) / min(paces) == pytest.approx(
         1.6, abs=0.05
     )

@@ -85,6 +85,7 @@ def core(
     Args:
         ways: for each way, what the plugin is told to choose it; None for its own choice. The first is that of the
             verdict.
+        forms: by name, what else the plugin is told of the first wiring; see ``reduction.Settings``.
     """
     (first, told), *others = ways.items()
     return [

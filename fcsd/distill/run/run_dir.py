@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fcsd.checkpoint.kind import RUN_RECIPE
 from fcsd.config import ResolvedRecipe
-from fcsd.disk import creating, left_over, open_to_append, require_folder, write_text
+from fcsd.disk import left_over, open_to_append, require_folder, write_text
 from fcsd.errors import ConfigError
 from fcsd.launch import environment
 
@@ -53,10 +53,8 @@ def claim(run: Path) -> Iterator[None]:
 
     Raises:
         ConfigError: another process holds the lock.
-        DiskError: ``run`` cannot be created.
     """
-    with creating(run):
-        run.mkdir(parents=True, exist_ok=True)
+    run.mkdir(parents=True, exist_ok=True)
     with open_to_append(run / _LOCK) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
