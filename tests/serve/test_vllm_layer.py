@@ -7,7 +7,6 @@ add the residual, projections with ``reduce_results``, and experts that hold the
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -471,29 +470,6 @@ def test_a_plan_says_which_sums_are_in_flight_at_an_attention():
     assert said(Wiring("farskip", (0, 1, 2)), ("moe-shared",) * 3) == [*shared, *shared]
     assert said(Wiring("farskip", (0, 1, 2)), ("dense",) * 3) == []
     assert said(Wiring("desync-2x", (0, 1, 2), tp_degree=2), ("dense",) * 3) == []
-
-
-def test_a_sum_that_would_leave_its_piece_is_an_error():
-    """Every test above asks this, too: ``LateReducer`` has all sums that cross no attention travel in pieces."""
-
-    class Alone(Reducer):
-        def start(self, x: torch.Tensor, crosses: bool) -> Sum:
-            return Sum(x, x, within=not crosses)
-
-        def wait(self, sum_: Sum, newest: torch.Tensor) -> torch.Tensor:
-            return sum_.total
-
-        def cover(self, x: torch.Tensor, newest: torch.Tensor, sums: tuple[Sum, ...]) -> None:
-            pass
-
-    for wrong in (False, True):
-        layers: list[Any] = [Layer(0, index, "dense", None) for index in range(2)]
-        for i, plan in layer_plans(Wiring("ladder", (0, 1)), ("dense",) * 2, range(2)).items():
-            steps = tuple(step._replace(crosses=step.crosses and not wrong) for step in plan.steps)
-            take_apart(layers[i], Wired(NAMES, plan._replace(steps=steps), Alone(1)))
-        given = layers[0](torch.arange(TOKENS), embedding(), None)
-        with pytest.raises(RuntimeError, match="piece of a CUDA graph") if wrong else nullcontext():
-            layers[1](torch.arange(TOKENS), *given)
 
 
 def test_layers_that_are_not_rewired_stay_vllms_own():

@@ -83,7 +83,7 @@ class WiredLayer(nn.Module):
             per_layer_input: the features of the tokens for this layer, ``[tokens, width]``, if it has any.
 
         Raises:
-            RuntimeError: ``t_cond`` is given; or a sum is in flight that has to be awaited before an attention.
+            RuntimeError: ``t_cond`` is given.
         """
         if t_cond is not None:
             raise RuntimeError("a rewired layer takes no condition of time")
@@ -93,10 +93,6 @@ class WiredLayer(nn.Module):
         plan = self.fcsd.plan
         flight = _enter(hidden, *args[2:3], lands=names.whole and bool(plan.attn))
         x, flight = self._read(flight, plan.attn, self._norm(names.attn_norms[0]))
-        if any(sum_.within for sum_ in flight.sums):  # what vLLM compiles has the order of this code
-            raise RuntimeError(
-                "a sum that was to be awaited in its piece of a CUDA graph would be in flight at its end"
-            )
         out = self._attention(positions, x, args[3:])
         flight, collected = self._add(flight, None, out, plan.steps[0])
         x, flight = self._read(flight, plan.mlp, self._norm(None if self.fcsd.twin else names.mlp_norms[0]))

@@ -68,7 +68,7 @@ class Sum(NamedTuple):
         total: the sum, ``[tokens, hidden]``; not complete before ``Reducer.wait`` if it is in flight.
         summand: what this rank adds to it; None if the sum is complete.
         arrive: what becomes of the sum on arrival, before it is added to the stream; None if it is added as it is.
-        within: whether it may be in flight in a piecewise CUDA graph, so that it has to be awaited before an attention.
+        within: whether it may be in flight in a piecewise CUDA graph. CUDA refuses a piece that ends before its wait.
     """
 
     total: Tensor
