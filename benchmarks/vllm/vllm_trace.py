@@ -103,7 +103,8 @@ class Bench:
         self.llm: Any = LLM(
             str(model), load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, enable_prefix_caching=False,
             tensor_parallel_size=given.tp, max_model_len=longest, max_num_batched_tokens=8192,
-            gpu_memory_utilization=0.9 / len(given.ways), kv_cache_memory_bytes=3 << 29, disable_custom_all_reduce=True,
+            gpu_memory_utilization=0.9 / len(given.ways), kv_cache_memory_bytes=3 << 29,
+            disable_custom_all_reduce=not given.custom,
             additional_config={"fcsd": told} if told else {},
             compilation_config={"cudagraph_capture_sizes": given.graphs} if given.graphs else {},
             profiler_config=dict(
@@ -299,6 +300,9 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--tokens", type=_numbers, default=[256, 512, 544, 768, 1024, 1536, 2048, 4096])
     parser.add_argument("--graphs", type=_numbers, help="tokens of each CUDA graph, instead of vLLM's choice")
+    parser.add_argument(
+        "--custom", action="store_true", help="let vLLM choose its custom all-reduce, which needs peer access"
+    )
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--answers", type=int, default=28)
     parser.add_argument("--rounds", type=int, default=2)

@@ -1163,6 +1163,63 @@ def test_random_arrivals_once_more_and_steps_without_a_graph(repo: Path, raw: Ra
     )
 
 
+def test_graphs_for_mixed_steps_and_sums_inside_them(repo: Path, raw: Raw) -> None:
+    names = ("benchmarks/results/vllm.md", "docs/serving.md", "README.md", "benchmarks/results/README.md")
+    page, serving, *others = (" ".join((repo / name).read_text().split()) for name in names)
+    page = page[page.index("### Graphs for mixed steps") :].partition("### Quantised sums and a table")[0]
+    loads = {name: row.get("loads") for name, row in raw("serve_vllm_load_graphs_slow_2xh100")["variants"].items()}
+    under = {name: own["0.6"] for name, own in loads.items() if own}
+    plain, told = under["original"], {}
+    for name, own in under.items():
+        assert own["requests"] == 600
+        told[name] = [f"{plain[key] / own[key]:.2f}x" for key in LOAD]
+        cells = [f"{own[key]:.1f} ({ratio})" for key, ratio in zip(LOAD, told[name], strict=True)]
+        passes = " and ".join(f"{one['first_p50']:.1f}" for one in own["passes"])
+        assert f"| {' | '.join(cells)} | {passes} |" in page
+    ladder, inside, again = (told[name] for name in ("ladder", "ladder, pieces", "original, again"))
+    at_once = told["ladder, sums at once"]
+    assert f"{ladder[0]} to the median first token and {ladder[2]} a step; with sums at once {at_once[0]} and" in page
+    assert (
+        f"of the original has {again[0]} and {again[2]}" in page
+        and f"those of the two originals differ by {again[1]}" in page
+    )
+    assert f"{inside[0]} to the median first token and {inside[2]} a step, by more than the two originals" in page
+    best = min(one["first_p50"] for name in ("original", "original, again") for one in under[name]["passes"])
+    assert all(one["first_p50"] < best for one in under["ladder, pieces"]["passes"])
+    assert f"`ladder` had {ladder[0]} to the median first token and {ladder[2]} a step" in serving
+    assert (
+        f"it had **{inside[0]} and {inside[2]}**" in serving and f"it was **{ladder[0]}**, and {inside[0]}" in serving
+    )
+    cells = ["{}, {}; {}, {}".format(*ladder), *(f"{inside[n]}, {inside[n + 1]}" for n in (0, 2))]
+    assert "| **{}**; {}; {} |".format(*cells) in serving
+    assert f"it was [{ladder[0]}, and {inside[0]}](" in others[0] and f"**{ladder[0]}** [with larger" in others[1]
+    gains, decoding = {}, 0.0
+    for link in ("slow", "nvlink"):
+        found = raw(f"vllm_steps_graphs_{link}_2xh100")
+        ways = [found[way] for way in ("original", "wired", "pieces", "bound")]
+        for kind in (*found["wired"]["single"][0], "mixed", "decode"):
+            times = [median(way[kind] if kind in way else [one[kind] for one in way["single"]]) for way in ways]
+            cells = [f"{ms:.1f} ({times[0] / ms:.2f}x)" for ms in times]
+            assert f"| {' | '.join(cells)} |" in page
+            if kind == "decode":
+                decoding = times[2] / times[1]
+            elif kind not in ("128", "256"):
+                gains.setdefault(link, []).append(times[1] / times[2])
+    slow, nvlink = (f"{min(own):.2f}x to {max(own):.2f}x" for own in gains.values())
+    assert f"a step without peer access was {slow} as fast" in page and f"[{slow}](" in serving
+    assert f"Over NVLink it was {nvlink}, which says" in page and f"differ by {100 * decoding - 100:.0f} %" in page
+    found = raw("vllm_steps_graphs_slow_2xh100")
+    alone = [[found[way]["traced"][f"rank {n}"]["512+28"] for n in (0, 1)] for way in ("pieces", "wired")]
+    assert [{len(one["nccl"]) for one in way} for way in alone] == [{31}, {1}], "sums have left the main stream"
+    ran, before = (f"{min(one['exposed'] for one in way):.1f}" for way in alone)
+    assert f"alone for {ran} ms, without the setting for {before}" in page
+    rows = [row for link in raw("vllm_pieces_2xh100").values() for part in link.values() for row in part["rows"]]
+    assert (
+        all(row["right"] and row["graphs"] == "FULL_AND_PIECEWISE" for row in rows) and f"in {len(rows)} rows" in page
+    )
+    assert f"to {max(row['largest'] for row in rows if row['dtype'] == 'float32'):.1e} nats" in page
+
+
 def test_quantised_sums_on_gpus(repo: Path, raw: Raw) -> None:
     rows = [row for part in raw("vllm_sums_2xh100").values() for row in part["rows"]]
     modes = {"graph": "whole graphs", "default": "compiled, vLLM's graphs", "eager": "without a graph"}
