@@ -82,7 +82,7 @@ def test_a_multimodal_type_is_served_with_the_language_models_that_the_plugin_se
         base_config({**raw, "text_config": {"model_type": "ministral3"}}, "x")
     kimi = {**raw, "model_type": "fcsd_kimi_k25", "text_config": {"model_type": "kimi_k2"}}  # as it is published
     found = base_config(kimi, "x")
-    assert found is not None and found[0]["architectures"] == ["KimiK25ForConditionalGeneration"]
+    assert found is not None and found["architectures"] == ["KimiK25ForConditionalGeneration"]
     with pytest.raises(BadInputError, match="does not have the architecture 'gpt2'"):
         base_config({**kimi, "text_config": {"model_type": "gpt2"}}, "x")
 

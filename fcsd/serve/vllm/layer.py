@@ -186,22 +186,16 @@ class WiredLayer(nn.Module):
         """The normalised stream with the sums at ``places``, and what is left."""
         landed, totals = flight.landed, self._await(flight, places)
         sums = tuple(sum_ for n, sum_ in enumerate(flight.sums) if n not in places)
-        for total in totals[:-1]:
-            landed = total if landed is None else landed + total
+        landed = _added([landed, *totals[:-1]])
         first = totals[-1] if totals else landed
         assert first is not None, "a read under Desync lands what was added before it"
         if all(flight.sums[n].summand is None for n in places):  # no wait keeps this read behind the newest start
             self.fcsd.reducer.cover(first, flight.newest, sums)
-        if not totals:
-            x = norm(landed)
-        elif landed is None:
-            landed = totals[-1]
-            x = norm(landed)
-        elif self.fcsd.names.whole:
-            landed = landed + totals[-1]
-            x = norm(landed)
-        else:
+        if totals and landed is not None and not self.fcsd.names.whole:
             x, landed = norm(totals[-1], landed)
+        else:
+            landed = _added([landed, *totals[-1:]])
+            x = norm(landed)
         return x, Flight(landed, sums, flight.newest)
 
     def _add(self, flight: Flight, collected: Tensor | None, out: Tensor, step: Step) -> tuple[Flight, Tensor | None]:
@@ -239,12 +233,8 @@ class WiredLayer(nn.Module):
     def _leave(self, flight: Flight, places: Sequence[int]) -> tuple[Tensor, Tensor]:
         """vLLM's pair: ``hidden``, and the residual with the sums at ``places``."""
         totals = self._await(flight, range(len(flight.sums)))
-        residual, hidden = flight.landed, None
-        for n, total in enumerate(totals):
-            if n in places:
-                residual = total if residual is None else residual + total
-            else:
-                hidden = total if hidden is None else hidden + total
+        residual = _added([flight.landed, *(total for n, total in enumerate(totals) if n in places)])
+        hidden = _added([total for n, total in enumerate(totals) if n not in places])
         some = residual if hidden is None else hidden
         assert some is not None, "a layer passes on a stream"
         zeros = torch.zeros_like(some)
@@ -260,6 +250,15 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
+def _added(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """The sum of what is there, in this order; None if nothing is."""
+    total = None
+    for part in parts:
+        if part is not None:
+            total = part if total is None else total + part
+    return total
+
+
 def _arrived(total: Tensor, norm: Callable[[Tensor], Tensor], factor: float | Tensor | None) -> Tensor:
     return norm(total) if factor is None else norm(total) * factor
 
@@ -269,11 +268,9 @@ def _enter(hidden: Any, residual: Any = None, *, lands: bool) -> Flight:
     for given in (hidden, residual):
         if isinstance(given, Flight):
             return given
-    if lands:
-        return Flight(None, (Sum(hidden, None),), hidden)
-    if residual is None:  # the embedding
+    if residual is None and not lands:  # the embedding
         return Flight(hidden, (), hidden)
-    return Flight(residual, (Sum(hidden, None),), hidden)
+    return Flight(None if lands else residual, (Sum(hidden, None),), hidden)
 
 
 @cache
