@@ -3,7 +3,6 @@
     python benchmarks/vllm/vllm_load.py llama3-8b --layers 16 --tp 2 ...
 
 The words are those of ``fcsd bench serve``, whose own loads are for what a user would serve. Alternatives are left out.
-With ``--arrivals 1 --pieces`` a form with sums in pieces of CUDA graphs stands for the one with all sums in flight.
 The second original is the control: steps without a graph wait for the host, whose pace differs from server to server.
 """
 
@@ -19,9 +18,6 @@ def main() -> None:
     """Run ``fcsd bench serve`` with these variants."""
     under_vllm.UNDER_LOAD = ("original", "wired", "way", "bound")
     under_vllm.core = _with_control
-    if "--pieces" in sys.argv:
-        sys.argv.remove("--pieces")
-        under_vllm._ALONE = {"pieces": {"pieces": True}}
     under_vllm.alternatives = lambda *_, **__: ([], {})
     sys.argv[1:1] = ["bench", "serve"]
     fcsd()

@@ -61,7 +61,6 @@ LONG = ("graph", "pressure")  # modes with REPLAYS tokens
 SETTINGS: dict[str, dict[str, Any]] = {
     "beside": dict(shared_experts="beside"),
     "always": dict(overlap_from=0),  # steps without a graph let their sums travel, too
-    "pieces": dict(pieces=True),  # and sums in piecewise graphs, which prompts are with the mode ``default``
     "symmetric": dict(reduce="symmetric"),
     "int8": dict(reduce="quantised:int8"),
     "int4": dict(reduce="quantised:int4"),

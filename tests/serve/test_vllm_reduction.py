@@ -51,7 +51,8 @@ def write_table(tmp_path: Path) -> Callable[[], str]:
 
     def write() -> str:
         decode = [(16, "symmetric", True), (32, "vllm", False)]
-        rows = {"decode": decode, "prefill": [(2048, "quantised:int8", True)]}
+        prefill = [(512, "vllm", True), (1024, "vllm", False), (2048, "quantised:int8", True)]
+        rows = {"decode": decode, "prefill": prefill}
         table: dict[str, Any] = {
             "version": 1,
             "user": "plugin",
@@ -232,7 +233,8 @@ def test_a_sum_is_in_flight_where_that_pays(graphs, graph, tokens, overlap_from,
         ("FULL", 8, ("vllm", False)),  # before the first row
         ("FULL", 16, ("symmetric", True)),
         ("FULL", 32, ("vllm", False)),
-        ("PIECEWISE", 4096, ("quantised:int8", False)),  # of the other steps, and never in flight
+        ("PIECEWISE", 4096, ("quantised:int8", False)),  # of the other steps, and in a piece never in flight
+        ("PIECEWISE", 1024, ("vllm", False)),
         (None, 32, ("vllm", False)),
         (None, 4096, ("quantised:int8", True)),
     ],
@@ -240,7 +242,12 @@ def test_a_sum_is_in_flight_where_that_pays(graphs, graph, tokens, overlap_from,
 def test_a_table_chooses_for_the_one_size_of_a_graph(graphs, write_table, graph, tokens, expected):
     graphs(graph)
     summand: Any = SimpleNamespace(device=torch.device("cuda"), shape=(tokens, 16))
-    assert reduction.way_of(summand, write_table(), 0, False) == expected
+    for within in (False, True):
+        assert reduction.way_of(summand, write_table(), 0, within) == expected
+    graphs("PIECEWISE")
+    summand.shape = (512, 16)
+    assert [reduction.way_of(summand, write_table(), 0, within).travels for within in (False, True)] == [False, True]
+    assert not reduction.way_of(summand, "symmetric", 0, True).travels
 
 
 def test_what_a_table_chooses_sums_and_is_made_before_a_graph_is_captured(module, write_table, monkeypatch):

@@ -120,7 +120,6 @@ def settings(wiring: Wiring, dtype: torch.dtype = torch.bfloat16, moe: bool = Tr
     )
 
 
-PIECES = {"fcsd": {"pieces": True}}
 FARSKIP, DESYNC = Wiring("farskip", (1, 2)), Wiring("desync-2x", (1, 2), tp_degree=4)
 
 
@@ -158,12 +157,6 @@ REFUSED = [
         'the keys "reduce", "overlap_from", "shared_experts" and "pieces"',
     ),
     (settings(FARSKIP, additional_config={"fcsd": {"pieces": "yes"}}), "pieces is true or false, not 'yes'"),
-    (
-        settings(FARSKIP, additional_config={"fcsd": {"pieces": True, "reduce": "quantised:int8"}}),
-        "not with reduce quantised:int8",
-    ),
-    (settings(FARSKIP, additional_config=PIECES, splitting_ops=["vllm::moe_forward"]), "leave splitting_ops and"),
-    (settings(FARSKIP, additional_config=PIECES, partition=True), "pieces needs vLLM's own pieces"),
     (settings(FARSKIP, additional_config={"fcsd": {"overlap_from": -1}}), "overlap_from is a number of tokens"),
     (settings(FARSKIP, additional_config={"fcsd": {"overlap_from": "2048"}}), "not '2048'; 0 always overlaps"),
     (settings(FARSKIP, additional_config={"fcsd": {"reduce": "no.json"}}), "no.json is not a table of sums for this"),
@@ -213,14 +206,13 @@ def test_what_it_can_do_is_accepted(monkeypatch):
         settings(FARSKIP, additional_config={"fcsd": {"reduce": "vllm"}, "other": 1}),
         settings(FARSKIP, additional_config={"fcsd": {"reduce": "symmetric", "overlap_from": 0}}),
         settings(FARSKIP, additional_config={"fcsd": {"reduce": "quantised:int4"}}),
-        settings(FARSKIP, additional_config=PIECES),
     ):
         assert list(problems(config, "deepseek_v3")) == []
     assert list(problems(settings(FARSKIP, dtype=torch.float16), "glm4_moe")) == []
     monkeypatch.setenv(support.RIGHT_RESULTS, "1")
     for section in ({"shared_experts": "apart"}, {"shared_experts": "beside"}):
         assert list(problems(settings(FARSKIP, additional_config={"fcsd": section}), "deepseek_v3")) == []
-    assert read_settings({}).shared_experts == "beside" and not read_settings({}).pieces
+    assert read_settings({}).shared_experts == "beside"
     other = settings(FARSKIP)
     other.model_config.hf_config.lm_head_bias = False
     assert [problem[:32] for problem in problems(other, "phimoe")] == ["config.json has lm_head_bias Fal"]
@@ -228,6 +220,22 @@ def test_what_it_can_do_is_accepted(monkeypatch):
     assert [problem[:28] for problem in problems(other, "qwen2_moe")] == ["config.json has qkv_bias Fal"]
     (refused,) = problems(settings(FARSKIP, pipeline_parallel_size=2), "granite")
     assert refused == support.refusal("pipeline")
+
+
+@pytest.mark.parametrize(
+    ("asked", "travel"),
+    [
+        ({}, True),
+        ({"additional_config": {"fcsd": {"pieces": False}}}, False),
+        ({"splitting_ops": ["vllm::moe_forward"]}, False),
+        ({"splitting_ops": [], "additional_config": {"fcsd": {"pieces": True}}}, False),
+        ({"partition": True}, False),
+    ],
+)
+def test_sums_travel_in_the_pieces_that_vllm_makes_by_itself_and_in_no_others(asked, travel):
+    config = settings(FARSKIP, **asked)
+    check(config, "deepseek_v3")
+    assert read_settings(config.additional_config).pieces == travel
 
 
 def test_every_architecture_has_the_name_of_its_export():

@@ -15,9 +15,9 @@ nothing in flight use vLLM's own ``all_reduce`` on the main stream.
 A sum is complete when ``reduce_start`` returns, and nothing is overlapped, in three cases:
 
 - on a CPU;
-- in a piecewise CUDA graph, which vLLM captures part by part: a stream that forks in one part cannot join in the next.
-  The parts end at the attentions, and ``pieces`` lets those sums travel whose plan says that they start and are awaited
-  between two of them (``Step.crosses``). A sum at once is then made behind those in flight;
+- in a piecewise CUDA graph, if an attention is computed before it is awaited (``Step.crosses``), or by a backend of
+  fcsd: vLLM captures the graph part by part, and a stream that forks in one part cannot join in the next. The parts end
+  at the attentions. Where others are in flight such a sum is made behind them;
 - in a step without a graph that has fewer than ``overlap_from`` tokens. Such a step waits for the host, and the second
   stream and its events are more work for the host.
 
@@ -50,7 +50,8 @@ class Settings(NamedTuple):
     Attributes:
         reduce: the name of a backend, see ``parallel.all_reduce.backends``; or the file of a table.
         overlap_from: the fewest tokens of a step without a CUDA graph whose sums are in flight; a table does not ask.
-        pieces: whether sums are in flight in piecewise CUDA graphs, too, if no attention is computed meanwhile.
+        pieces: whether sums are in flight in piecewise CUDA graphs, too, where that can be. ``checks.check`` sets it to
+            false where vLLM's own pieces are not asked for.
         shared_experts: ``beside`` the routed ones, by vLLM's call for both, which computes few tokens of them on a
             second stream; or ``apart``, before them. It is asked where both have sums of their own.
     """
@@ -94,7 +95,7 @@ class Reducer:
     group: str = ""
     reduce: str = "auto"
     overlap_from: int = OVERLAP_FROM
-    pieces: bool = False
+    pieces: bool = True
     sends: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -196,11 +197,9 @@ def read_settings(additional_config: Any, degree: int | None = None) -> Settings
     shared_experts = section.get("shared_experts", "beside")
     if shared_experts not in ("beside", "apart"):
         raise ConfigError(f'shared_experts is "beside" or "apart", not {shared_experts!r}')
-    pieces = section.get("pieces", False)
+    pieces = section.get("pieces", True)
     if type(pieces) is not bool:
         raise ConfigError(f"pieces is true or false, not {pieces!r}")
-    if pieces and (is_table(reduce) or not backend_of(reduce, "plugin")[0].by_vllm):
-        raise ConfigError(f"pieces goes with vLLM's own sums, not with reduce {reduce}; leave one of them out")
     return Settings(reduce, overlap_from, shared_experts, pieces)
 
 
@@ -231,7 +230,8 @@ def way_of(x: Tensor, reduce: str, overlap_from: int, within: bool) -> Way:
     if not captured and x.shape[0] < overlap_from and not is_table(reduce):
         return Way(reduce, False)
     if x.device.type == "cpu" or _captures_a_piece():
-        return _ways(reduce).of("prefill", x.shape[0])._replace(travels=captured and within)
+        way = _ways(reduce).of("prefill", x.shape[0])
+        return way._replace(travels=captured and within and way.travels and backend_of(way.reduce, "plugin")[0].by_vllm)
     if is_table(reduce):
         return _ways(reduce).of("decode" if captured else "prefill", x.shape[0])
     return Way(reduce, captured or x.shape[0] >= overlap_from)
