@@ -13,7 +13,6 @@ from fcsd.distill.teacher.cache import read_key
 from fcsd.errors import ConfigError, FcsdError
 from fcsd.eval.results import read_results
 from fcsd.parallel.machine import read_machine
-from fcsd.parallel.placement.stored import read_orders
 from fcsd.serve.chat import read_prompts
 
 
@@ -62,7 +61,6 @@ def test_inputs_are_regular_files_of_bounded_size(tmp_path: Path) -> None:
 
 READERS = {
     "machine.json": read_machine,
-    "placement.json": read_orders,
     "prompts.txt": read_prompts,
     "results.json": read_results,
     "KEY.json": lambda path: read_key(path.parent),

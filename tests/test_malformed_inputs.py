@@ -27,7 +27,6 @@ from fcsd.eval.results import read_results
 from fcsd.foreign_errors import translate
 from fcsd.models.build import load_model
 from fcsd.parallel.machine import read_machine
-from fcsd.parallel.placement.stored import read_orders
 from fcsd.parallel.trace import read_content
 from fcsd.recipes.strict_yaml import parse_file
 from fcsd.serve.chat import read_prompts
@@ -86,7 +85,6 @@ _YAML = _ALL - {
 # The file -> its reader, the exit code of damage, and the contents that may be right.
 READERS = {
     "machine.json": (read_machine, 2, ()),
-    "placement.json": (read_orders, 3, ()),
     "results.json": (read_results, 3, {"an empty list"}),
     "KEY.json": (lambda path: read_key(path.parent), 3, _OBJECTS),
     "MANIFEST.json": (lambda path: read_manifest(path.parent), 4, ()),

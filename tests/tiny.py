@@ -546,6 +546,9 @@ CONFIGS: dict[str, tuple[str, dict]] = {
 CONFIGS = {arch: config for arch, config in CONFIGS.items() if arch in ARCHS}  # an old transformers lacks some
 DENSE = tuple(arch for arch in CONFIGS if ARCHS[arch].dense)
 DESYNC = tuple(arch for arch in CONFIGS if ARCHS[arch].no_desync is None)
+# One family for each way in which layers are built, dense and with experts: for what depends on nothing else.
+# `tests/models/test_guard.py` proves for all families that they compute the table.
+BUILDS = tuple({(ARCHS[arch].blocks, ARCHS[arch].dense): arch for arch in reversed(CONFIGS)}.values())
 
 
 # The language models, inside types that take several, that the tiny configs above do not have.

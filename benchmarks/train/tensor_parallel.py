@@ -7,11 +7,11 @@
 A step is that of ``fcsd distill`` with a teacher in memory: the teacher's forward pass, the student's passes, the loss,
 ZeRO and AdamW. Student and teacher have random weights and are sharded alike; the teacher keeps the standard wiring.
 All variants run in turns on the same models. ``own-weights`` hides the sum of an input's gradient under the weight
-gradients of the same products, as Megatron-LM does, and blocks in the forward pass. ``rows`` and ``rows-blocking`` are
-the sequence-parallel form. First the overlapped passes of each wiring are compared with the blocking ones: the loss and
-the gradient of every weight must have the same bits, or the program ends with exit code 1. The bound sends nothing and
-gives wrong results; its time is what no overlap can beat. ``NCCL_P2P_DISABLE=1`` in the environment lets NCCL send
-through host memory, as on machines whose GPUs have no NVLink. Over gloo the times say nothing.
+gradients of the same products, as Megatron-LM does, and blocks in the forward pass. First the overlapped passes of each
+wiring are compared with the blocking ones: the loss and the gradient of every weight must have the same bits, or the
+program ends with exit code 1. The bound sends nothing and gives wrong results; its time is what no overlap can beat.
+``NCCL_P2P_DISABLE=1`` in the environment lets NCCL send through host memory, as on machines whose GPUs have no NVLink.
+Over gloo the times say nothing.
 """
 
 import argparse
@@ -58,15 +58,12 @@ class Way(NamedTuple):
 
     mode: Mode
     backend: str = "nccl"
-    sequence: bool = False
 
 
 WAYS = {
     "blocking": Way("off"),
     "own-weights": Way("own-weights"),
     "overlapped": Way("on"),
-    "rows-blocking": Way("off", sequence=True),
-    "rows": Way("on", sequence=True),
     "bound": Way("off", "none"),
 }
 DEFAULT_WAYS = ["blocking", "own-weights", "overlapped", "bound"]

@@ -12,10 +12,9 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
 from inspect import Parameter, signature
-from typing import Annotated, Any, TextIO, get_type_hints
+from typing import Annotated, TextIO
 
 import typer
 
@@ -61,14 +60,10 @@ def emit(text: object, end: str = "\n") -> None:
 
 
 def command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Registers a command, gives it `-v`, and ends its errors in one line, a hint and their exit code.
-
-    A parameter of the command that is a dataclass stands for a group of options, one for each field.
-    """
+    """Registers a command, gives it `-v`, and ends its errors in one line, a hint and their exit code."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         own = signature(function)
-        groups: dict[str, Any] = {p.name: p.annotation for p in own.parameters.values() if is_dataclass(p.annotation)}
 
         @functools.wraps(function)
         def guarded(*, verbose: bool, **options: object) -> None:
@@ -79,8 +74,6 @@ def command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], Ca
             if sys.stdout is None:  # the caller has closed it
                 sys.stdout = open(os.devnull, "w")  # noqa: SIM115
             _DATA.set(sys.stdout)
-            for group, cls in groups.items():
-                options[group] = cls(**{field.name: options.pop(field.name) for field in fields(cls)})
             try:
                 with contextlib.redirect_stdout(sys.stderr):  # libraries print and log to stdout
                     function(**options)
@@ -91,23 +84,12 @@ def command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], Ca
                     traceback.print_exc()
                 sys.exit(report_error(error))
 
-        parameters = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in _options(own.parameters.values())]
+        parameters = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in own.parameters.values()]
         guarded.__signature__ = own.replace(parameters=[*parameters, VERBOSE])  # type: ignore[attr-defined]
         group.command(name, cls=PanelCommand)(guarded)
         return function
 
     return register
-
-
-def _options(parameters: Iterable[Parameter]) -> Iterator[Parameter]:
-    """The parameters, with the fields of a dataclass in place of a parameter that is one."""
-    for parameter in parameters:
-        if not is_dataclass(cls := parameter.annotation):
-            yield parameter
-            continue
-        hints: dict[str, Any] = get_type_hints(cls, include_extras=True)
-        for field in fields(cls):
-            yield Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
 
 
 def report_error(error: BaseException) -> int:

@@ -18,7 +18,6 @@ from fcsd.cli.options import (
     DryRun,
     Gpus,
     Model,
-    PlannedGpus,
     Recipe,
     RecipeOption,
     Sets,
@@ -226,7 +225,12 @@ def plan(
     recipe: Recipe = None,
     recipe_name: RecipeOption = None,
     sets: Sets = [],  # noqa: B006
-    gpus: PlannedGpus = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            "--gpus", min=1, help="GPUs of each machine; the default is what ep_size and tp_size of RECIPE need."
+        ),
+    ] = None,
     nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
     gpu_mem: Annotated[
         str | None,

@@ -13,11 +13,7 @@ from fcsd.cli.options import (
     BatchSize,
     Device,
     Dtype,
-    EvalDevice,
-    EvalGpus,
     Model,
-    NoCompile,
-    Questions,
     Reduce,
     UnsafeExec,
 )
@@ -30,7 +26,44 @@ log = logging.getLogger(__name__)
 
 def evaluate(
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Directories or hub ids.")],
-    questions: Questions,
+    suite: Annotated[
+        str,
+        typer.Option(help="The benchmarks: paper, strict, ladder, pretrain-farskip, pretrain-ladder or quickstart."),
+    ] = "paper",
+    tasks: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,...", help="Only these tasks: some of the suite, or any others that lm-eval has."),
+    ] = None,
+    num_fewshot: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", help="Show N examples in each prompt of the tasks named by --tasks."),
+    ] = None,
+    apply_chat_template: Annotated[
+        bool | None,
+        typer.Option(
+            "--apply-chat-template/--no-apply-chat-template",
+            help="Whether to put the prompts of the tasks named by --tasks into the tokenizer's chat template.",
+        ),
+    ] = None,
+    data_mirror: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Read data sets from this directory instead of from the hub.")
+    ] = None,
+    held_out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE|DIR",
+            help="Measure the loss on this text or token ids (column input_ids), too: .jsonl, .jsonl.gz or .parquet "
+            "files.",
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Use only N questions of every benchmark, spread evenly over its tasks and over each task.",
+        ),
+    ] = None,
     baseline: Annotated[
         str | None, typer.Option(metavar="MODEL", help="The model that the others are compared with.")
     ] = None,
@@ -57,9 +90,20 @@ def evaluate(
         str,
         typer.Option(metavar="hf|vllm|own", help="What runs the models; own is fcsd's tensor-parallel engine."),
     ] = "hf",
-    device: EvalDevice = None,
+    device: Annotated[
+        str | None,
+        typer.Option("--device", metavar="cuda|cpu|auto", help="auto spreads a model that is too large for one GPU."),
+    ] = None,
     dtype: Dtype = None,
-    gpus: EvalGpus = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            "--gpus",
+            min=1,
+            help="The number of processes on this machine, one per GPU; under vLLM, the tensor-parallel degree. "
+            "The default is 1.",
+        ),
+    ] = None,
     ep_size: Annotated[
         int, typer.Option(min=1, metavar="N", help="Divide the experts of every layer among N of the processes.")
     ] = 1,
@@ -68,7 +112,12 @@ def evaluate(
         typer.Option(metavar="batches|slots|graphs", help="How to generate; the default is the fastest way."),
     ] = None,
     reduce: Reduce = "nccl",
-    no_compile: NoCompile = False,
+    no_compile: Annotated[
+        bool,
+        typer.Option(
+            "--no-compile", help="Do not compile the parts of decoding steps in fcsd's engine, as it does on a GPU."
+        ),
+    ] = False,
     quantised: Annotated[
         str | None,
         typer.Option(
@@ -94,10 +143,7 @@ def evaluate(
     accept_unsafe_exec: UnsafeExec = False,
     as_json: AsJson = False,
 ) -> None:
-    """Score models on benchmarks. Prints a table; with --baseline also the differences and a verdict.
-
-    `fcsd eval sweep-layers` and `fcsd eval choose-layers` are the commands of these names.
-    """
+    """Score models on benchmarks. Prints a table; with --baseline also the differences and a verdict."""
     if baseline is None and (require or untrained):
         raise ConfigError("--require and --untrained compare with a baseline, and no --baseline is given")
     if tp_degree is not None and quantised is None:
@@ -111,9 +157,9 @@ def evaluate(
     # These are checked before torch is imported, which takes seconds.
     check_dtype(dtype)
     check_device(device, "auto")
-    asked = questions.arguments()
-    shown = {key: asked[key] for key in ("num_fewshot", "apply_chat_template")}
-    benchmarks = select_any(questions.suite, asked["tasks"], **shown)
+    names = None if tasks is None else [name.strip() for name in tasks.split(",") if name.strip()]
+    prompts: dict[str, Any] = {"num_fewshot": num_fewshot, "apply_chat_template": apply_chat_template}
+    benchmarks = select_any(suite, names, **prompts)
     if any(benchmark.harness == EVALPLUS for benchmark in benchmarks):
         require_extra("eval", "fcsd eval of HumanEval+ and MBPP+", "evalplus")
     if backend != "vllm":  # vLLM starts its processes itself
@@ -144,13 +190,18 @@ def evaluate(
     )
     results = evaluate_models(
         models,
+        suite=suite,
+        tasks=names,
         baseline=baseline,
         engine=engine,
+        data_mirror=data_mirror,
+        held_out=held_out,
+        limit=limit,
         out=out,
         log_samples=log_samples,
         accept_unsafe_exec=accept_unsafe_exec,
         verdict=required is not None,
-        **asked,
+        **prompts,
     )
     if not first_rank():
         return
@@ -204,10 +255,6 @@ def chat(
         typer.Option(min=1, help="Divide the models over N processes, one per GPU, in fcsd's tensor-parallel engine."),
     ] = None,
     reduce: Reduce = "nccl",
-    placement: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="With --gpus: the placement.json of a run; each process has whole experts."),
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Let MODEL answer prompts: those of a file, those you type, or a fixed few.
@@ -231,7 +278,7 @@ def chat(
     from fcsd.serve import chat as chatting
 
     options = {"prompts": prompts, "seed": seed, "max_new_tokens": max_new_tokens, "device": device, "dtype": dtype}
-    divided: dict[str, Any] = {"divided": gpus is not None, "reduce": reduce, "placement": placement}
+    divided: dict[str, Any] = {"divided": gpus is not None, "reduce": reduce}
     for answers in chatting.chat(model, baseline=baseline, **options, **divided):
         if not first_rank():
             continue

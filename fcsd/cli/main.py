@@ -15,7 +15,6 @@ from fcsd.cli.bench import app as bench_app
 from fcsd.cli.command import command, emit, report_error
 from fcsd.cli.distill import cache_teacher, distill, plan, write
 from fcsd.cli.eval import chat, evaluate
-from fcsd.cli.layers import choose_layers, sweep_layers
 from fcsd.cli.models import convert, export, inspect, push
 from fcsd.cli.options import AsJson
 from fcsd.cli.panels import Commands
@@ -31,7 +30,6 @@ Examples:
   fcsd distill recipe.yaml --set optim.lr=1e-5 --gpus 8
   fcsd distill --sweep qwen3-30b-a3b-sweep --gpus 8
   fcsd eval model-farskip runs/mine/final --baseline org/model --tasks piqa,arc_easy
-  fcsd choose-layers org/model --text sample.jsonl --budget 2%
   fcsd export runs/mine final
   fcsd chat final --baseline org/model
   fcsd serve final --gpus 4 -- --max-model-len 8192
@@ -56,9 +54,6 @@ app.add_typer(bench_app, name="bench", help="Measure this machine: its links, a 
 
 def main() -> None:
     """The console script."""
-    if sys.argv[1:2] == ["eval"] and sys.argv[2:3] in (["sweep-layers"], ["choose-layers"]):
-        # Both spellings run the same command. To evaluate a model directory of such a name, type ./sweep-layers.
-        del sys.argv[1]
     if not sys.stderr.isatty():  # the libraries would write their progress bars into log files, too
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
@@ -93,8 +88,6 @@ command(app, "cache-teacher")(cache_teacher)
 command(app, "write")(write)
 command(app, "plan")(plan)
 command(app, "eval")(evaluate)
-command(app, "sweep-layers")(sweep_layers)
-command(app, "choose-layers")(choose_layers)
 command(app, "chat")(chat)
 command(app, "serve")(serve)
 command(app, "export")(export)

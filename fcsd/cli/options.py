@@ -1,12 +1,8 @@
-"""Options and arguments that several commands share, one definition for each.
-
-A command takes a whole group of options by a parameter that is one of the dataclasses below; see ``command``.
-"""
+"""Options and arguments that several commands share, one definition for each."""
 
 import re
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -28,45 +24,6 @@ Sets = Annotated[
 Private = Annotated[bool, typer.Option("--private", help="Create the hub repository as private.")]
 CreatePr = Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of committing.")]
 Revision = Annotated[str | None, typer.Option(metavar="BRANCH", help="Branch of the hub repository.")]
-Rewiring = Annotated[str, typer.Option(help="The wiring: farskip, ladder or parallel.")]
-Variant = Annotated[str, typer.Option(help="Which sub-blocks the wiring is for: full, attn-only or mlp-only.")]
-Suite = Annotated[
-    str,
-    typer.Option(help="The benchmarks: paper, strict, ladder, pretrain-farskip, pretrain-ladder or quickstart."),
-]
-Tasks = Annotated[
-    str | None,
-    typer.Option(metavar="NAME,...", help="Only these tasks: some of the suite, or any others that lm-eval has."),
-]
-NumFewshot = Annotated[
-    int | None, typer.Option(min=0, metavar="N", help="Show N examples in each prompt of the tasks named by --tasks.")
-]
-ApplyChatTemplate = Annotated[
-    bool | None,
-    typer.Option(
-        "--apply-chat-template/--no-apply-chat-template",
-        help="Whether to put the prompts of the tasks named by --tasks into the tokenizer's chat template.",
-    ),
-]
-DataMirror = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Read data sets from this directory instead of from the hub.")
-]
-HeldOut = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE|DIR",
-        help="Measure the loss on this text or token ids (column input_ids), too: .jsonl, .jsonl.gz or .parquet files.",
-    ),
-]
-Limit = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        metavar="N",
-        help="Use only N questions of every benchmark, spread evenly over its tasks and over each task; sweep-layers "
-        "also N documents of its text.",
-    ),
-]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="The most sequences in one forward pass.")]
 Dtype = Annotated[
     str | None,
@@ -78,10 +35,6 @@ Dtype = Annotated[
 Gpus = Annotated[
     int | None, typer.Option(min=1, help="The number of processes on each machine, one per GPU; the default is 1.")
 ]
-PlannedGpus = Annotated[
-    int | None,
-    typer.Option("--gpus", min=1, help="GPUs of each machine; the default is what ep_size and tp_size of RECIPE need."),
-]
 Reduce = Annotated[
     str,
     typer.Option(
@@ -90,60 +43,11 @@ Reduce = Annotated[
         "by the table FILE.json that fcsd bench serve has written. See docs/engine.md.",
     ),
 ]
-NoCompile = Annotated[
-    bool,
-    typer.Option(
-        "--no-compile", help="Do not compile the parts of decoding steps in fcsd's engine, as it does on a GPU."
-    ),
-]
 Device = Annotated[str | None, typer.Option(metavar="cuda|cpu", help="The default is cuda if there is a GPU.")]
-EvalGpus = Annotated[
-    int | None,
-    typer.Option(
-        "--gpus",
-        min=1,
-        help="The number of processes on this machine, one per GPU; under vLLM, the tensor-parallel degree. "
-        "The default is 1.",
-    ),
-]
-EvalDevice = Annotated[
-    str | None,
-    typer.Option("--device", metavar="cuda|cpu|auto", help="auto spreads a model that is too large for one GPU."),
-]
-RecipeName = Annotated[str, typer.Argument(metavar="NAME", help="See `fcsd recipes list`.")]
 Recipe = Annotated[str | None, typer.Argument(metavar="RECIPE", help="A YAML file, or a packaged name.")]
 RecipeOption = Annotated[
     str | None, typer.Option("--recipe", metavar="NAME|FILE", help="The recipe, if it is not given as RECIPE.")
 ]
-
-
-@dataclass(frozen=True)
-class Questions:
-    """The options that say what models are asked."""
-
-    suite: Suite = "paper"
-    tasks: Tasks = None
-    num_fewshot: NumFewshot = None
-    apply_chat_template: ApplyChatTemplate = None
-    data_mirror: DataMirror = None
-    held_out: HeldOut = None
-    limit: Limit = None
-
-    def arguments(self) -> dict[str, Any]:
-        """The options as keyword arguments of the library functions."""
-        names = [name.strip() for name in self.tasks.split(",") if name.strip()] if self.tasks is not None else None
-        return {**asdict(self), "tasks": names}
-
-
-@dataclass(frozen=True)
-class Rewired:
-    """The options that say how one model is rewired and computed while layers are tried."""
-
-    wiring: Rewiring = "farskip"
-    variant: Variant = "full"
-    batch_size: BatchSize = None
-    device: Device = None
-    dtype: Dtype = None
 
 
 def one_recipe(*given: str | None) -> str:

@@ -15,11 +15,11 @@ ALL, REST = "Options", "Other options"  # the headings of a command with few opt
 # heading -> names of parameters, in any command
 PANELS = {
     "Recipe": "recipe_name sweep sets output_dir seed resume",
-    "Questions": "suite tasks num_fewshot apply_chat_template data_mirror held_out text limit",
+    "Questions": "suite tasks num_fewshot apply_chat_template data_mirror held_out limit",
     "Comparison": "baseline untrained margin require",
     "Layers and wiring": "layers wiring wirings variant variants border distance tp_degree reduce quantised dedup "
     "routers",
-    "Size of the work": "batch_size max_length micro_batch seq accumulation tokens points rounds steps recompute "
+    "Size of the work": "batch_size max_length micro_batch seq accumulation tokens rounds steps recompute "
     "no_optimizer lengths arrivals answer batches loads minutes heal_hours",
     "Machine": "gpus nodes node_rank node_size rendezvous slurm join_timeout ep_size device dtype backend generation "
     "gpu_mem price mfu machine no_compile tp ep dp engine",

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from fcsd.cli.command import command, emit
-from fcsd.cli.options import AsJson, RecipeName, Sets
+from fcsd.cli.options import AsJson, Sets
 from fcsd.cli.panels import Commands
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, rich_markup_mode=None)
@@ -47,7 +47,7 @@ def recipes_schema(as_json: AsJson = False) -> None:
 
 @command(app, "copy")
 def recipes_copy(
-    name: RecipeName,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="See `fcsd recipes list`.")],
     out: Annotated[Path, typer.Option(help="File or directory to write.")] = Path("."),
     as_json: AsJson = False,
 ) -> None:

@@ -34,25 +34,11 @@ class Quantised(Section):
     """The format of the gradients of the rows of dispatch. Formats of gradients have bf16 scales."""
     combine_grad: FormatName | None = None
     """The format of the gradients of the rows of combine."""
-    stochastic: Literal["off", "gradients", "all"] = "off"
-    """Which rows are rounded up or down at random, so that their values are right on average; all others are rounded to
-    the nearest code. The random numbers depend on `seed`, the step, the layer and the token, so they are the same under
-    every schedule and after a resume."""
 
     @property
     def any(self) -> bool:
         """Whether any direction has a format."""
         return any((self.dispatch, self.combine, self.dispatch_grad, self.combine_grad))
-
-    @model_validator(mode="after")
-    def _something_to_round(self) -> Self:
-        if self.stochastic == "gradients" and not (self.dispatch_grad or self.combine_grad):
-            raise ValueError(
-                "parallel.quantised.stochastic gradients needs a format: set dispatch_grad or combine_grad"
-            )
-        if self.stochastic == "all" and not self.any:
-            raise ValueError("parallel.quantised.stochastic all needs a format: set dispatch or another direction")
-        return self
 
 
 class Placement(Section):
@@ -89,10 +75,6 @@ class Parallel(Section):
     and its teacher, and compute with the same rows. It divides the number of processes, the heads, the key-value heads
     and the intermediate size. Every process has the whole embeddings and the whole output head. A run may be resumed
     with another size, if the number of processes changes alike."""
-    sequence: bool = False
-    """With `tp_size` above 1: every process keeps its own rows of the residual stream and computes norms for them
-    alone. The inputs of attention and MLP are gathered and their outputs scattered, in place of all-reduces.
-    `tp_size` divides `data.seq_len`. Activations take less memory, and results differ by rounding."""
     overlap: Literal["on", "eager-sync", "off"] = "on"
     """With `ep_size` or `tp_size` above 1: `on` runs other computation during the all-to-alls or all-reduces,
     `eager-sync` takes the same order but waits for each of them at once, and `off` runs the blocking reference. The
@@ -128,15 +110,8 @@ class Parallel(Section):
     def _consistent(self) -> Self:
         if self.tp_size > 1 and (why := self._not_sharded()):
             raise ValueError(f"parallel.tp_size above 1 cannot be combined with {why}")
-        if self.sequence and self.tp_size == 1:
-            raise ValueError("parallel.sequence needs parallel.tp_size above 1: one process has all rows")
         if self.teacher_placement == "sharded" and self.ep_size == 1:
             raise ValueError("parallel.teacher_placement sharded needs parallel.ep_size above 1")
-        if self.dedup != "off" and self.quantised.stochastic != "off":
-            raise ValueError(
-                "parallel.quantised.stochastic needs parallel.dedup: off, because its random numbers belong to a token "
-                "and one of its experts, and a deduplicated row serves several"
-            )
         if self.placement.every and self.ep_size == 1:
             raise ValueError("parallel.placement.every needs parallel.ep_size above 1: one process has all experts")
         if self.dedup != "off" and self.ep_size == 1:

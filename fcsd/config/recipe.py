@@ -185,11 +185,6 @@ class Recipe(Section):
             raise ValueError(f"train.graph cannot be combined with {why}")
         if self.parallel.tp_size > 1 and (why := self._not_with_shards()):
             raise ValueError(f"parallel.tp_size above 1 cannot be combined with {why}")
-        if self.parallel.sequence and self.data.seq_len % self.parallel.tp_size:
-            raise ValueError(
-                f"parallel.sequence: parallel.tp_size {self.parallel.tp_size} does not divide data.seq_len "
-                f"{self.data.seq_len}"
-            )
         if self.parallel.zero_stage == 3 and (why := self._not_with_zero_3()):
             raise ValueError(f"parallel.zero_stage 3 cannot be combined with {why}")
         if why := self._not_frozen():
@@ -225,7 +220,7 @@ class Recipe(Section):
         divided = max(self.parallel.ep_size, self.parallel.teacher_ep_size) > 1
         found = {
             "divided experts: the host sizes their all-to-alls in each pass": divided,
-            "parallel.quantised: the rounding depends on the step": self.parallel.quantised.any,
+            "parallel.quantised: captured passes that round rows are not proven": self.parallel.quantised.any,
             "train.activation_checkpointing: it saves the state of random generators": (
                 self.train.activation_checkpointing
             ),

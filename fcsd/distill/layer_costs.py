@@ -2,8 +2,7 @@
 
 In real models the first layers cost many times as much as others (docs/REAL_MODELS.md). The costs of single layers do
 not add up to that of the untrained conversion, but what healing leaves follows their sum: a set of layers that is far
-away untrained, and costs little layer by layer, heals as well as one that is near. ``fcsd choose-layers`` searches over
-sets of layers by the untrained loss instead, which takes much longer.
+away untrained, and costs little layer by layer, heals as well as one that is near.
 """
 
 import logging

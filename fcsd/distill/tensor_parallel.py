@@ -14,15 +14,14 @@ import torch.distributed as dist
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from fcsd.checkpoint import resolve
-from fcsd.config import Recipe
+from fcsd.config import Init, Recipe
 from fcsd.distill.teacher.original import needs_teacher, teacher_name
 from fcsd.engine.weights import load_tensor_parallel, random_tensor_parallel
-from fcsd.errors import ConfigError
 from fcsd.launch.world import World
 from fcsd.models.build import arch_of, register, wiring_of
 from fcsd.models.fused.model import fuse_parts
 from fcsd.parallel.tensor.layer import wire_training
-from fcsd.parallel.tensor.shard import check_trainable, check_wiring, prepare
+from fcsd.parallel.tensor.shard import check_sharded, prepare
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 
 
@@ -91,22 +90,15 @@ def check(recipe: Recipe, processes: int) -> None:
         ConfigError: ``tp_size`` does not divide the number of processes, or student or teacher cannot be sharded or has
             a Desync wiring for another number of ranks.
     """
-    degree = recipe.parallel.tp_size
-    if degree == 1:
+    if recipe.parallel.tp_size == 1:
         return
-    if processes % degree:
-        raise ConfigError(
-            f"parallel.tp_size {degree} does not divide the {processes} processes",
-            hint=f"start a multiple of {degree}, with --gpus, or lower parallel.tp_size",
-        )
     register()
-    models: list[tuple[str, Any]] = [(recipe.model, recipe.init)]
+    names: list[tuple[str, Init | None]] = [(recipe.model, recipe.init)]
     if needs_teacher(recipe):
-        models.append((teacher_name(recipe), None))
-    for name, init in models:
-        config = AutoConfig.from_pretrained(resolve(name, weights=False).path, trust_remote_code=False)
-        check_trainable(name, config, degree)
-        check_wiring(name, wiring_of(config), init, recipe.parallel)
+        names.append((teacher_name(recipe), None))
+    configs = (AutoConfig.from_pretrained(resolve(n, weights=False).path, trust_remote_code=False) for n, _ in names)
+    models = ((name, config, wiring_of(config), init) for (name, init), config in zip(names, configs, strict=True))
+    check_sharded(models, recipe.parallel, processes)
 
 
 def load(
@@ -126,8 +118,7 @@ def randomise(
 def wire(model: PreTrainedModel, ranks: TensorGroup, recipe: Recipe) -> None:
     """Installs the schedule of the model's own wiring, and fused kernels, with the settings of ``parallel``."""
     fuse_parts(model, arch_of(model.config), recipe.parallel.fused and model.device.type == "cuda")
-    parallel = recipe.parallel
-    wire_training(model, wiring_of(model.config), ranks, parallel.overlap, sequence=parallel.sequence)
+    wire_training(model, wiring_of(model.config), ranks, recipe.parallel.overlap)
 
 
 def make_trainable(model: PreTrainedModel, teams: Teams) -> None:

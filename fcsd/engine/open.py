@@ -17,8 +17,7 @@ from fcsd.parallel import process_settings
 from fcsd.parallel.all_reduce.backends import require_right
 from fcsd.parallel.all_reduce.reduce import Reduction
 from fcsd.parallel.all_reduce.ways import read_ways
-from fcsd.parallel.placement.stored import read_orders
-from fcsd.parallel.tensor.tp_plan import Experts, TensorGroup
+from fcsd.parallel.tensor.tp_plan import TensorGroup
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +32,6 @@ def open_engine(
     *,
     dtype: "torch.dtype",
     reduce: str = "nccl",
-    placement: Path | None = None,
     compile_steps: bool = True,
 ) -> "PreTrainedModel":
     """Load an original or converted checkpoint over all ranks of the default process group.
@@ -43,8 +41,6 @@ def open_engine(
         world: this process, from ``join_world``.
         reduce: how the ranks reduce: one of the backends that give right results, or the file of a table, see
             ``parallel.all_reduce.ways``.
-        placement: the ``placement.json`` of the run that trained the model. Each rank then holds the whole experts that
-            this run has placed there, instead of a slice of every expert.
         compile_steps: whether a GPU compiles the parts of decoding steps over a cache of fixed shape; see
             ``parallel.tensor.compiled``. Other passes, and CPUs, compile nothing.
 
@@ -52,9 +48,8 @@ def open_engine(
         A causal LM in eval mode: token ids ``[batch, seq]``, equal on all ranks, give logits ``[batch, seq, vocab]``.
 
     Raises:
-        BadInputError: the checkpoint cannot be loaded by tensor parallelism, or ``placement`` or ``reduce`` is not such
-            a file.
-        ConfigError: the number of ranks, the all-reduce backend, its table or the placement does not fit.
+        BadInputError: the checkpoint cannot be loaded by tensor parallelism, or the table of ``reduce`` cannot be read.
+        ConfigError: the number of ranks, the all-reduce backend or its table does not fit.
     """
     import torch.distributed as dist
 
@@ -68,9 +63,7 @@ def open_engine(
         process_settings.warn(os.environ)
     for backend in ways.backends:
         Reduction(ranks.group, backend, 0)  # what these ranks cannot have is refused before the weights are read
-    orders = None if placement is None else read_orders(placement)
-    experts: Experts = "sliced" if placement is None else "whole"
-    model = load_tensor_parallel(path, dtype=dtype, device=world.device, ranks=ranks, experts=experts, orders=orders)
+    model = load_tensor_parallel(path, dtype=dtype, device=world.device, ranks=ranks)
     on_gpu = world.device.type == "cuda"
     fuse(model, on_gpu)
     wire_tensor_parallel(model, wiring_of(model.config), ranks, ways, compile_steps=compile_steps and on_gpu)

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from fcsd.models.arch import Arch
 from fcsd.models.build import decoder_layers
 from fcsd.models.wiring import mixer
-from fcsd.parallel.placement.placement import Placement
 from fcsd.parallel.tensor.sums import sum_of_parts
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 
@@ -133,18 +132,16 @@ def replace_modules(model: PreTrainedModel, arch: Arch, ranks: TensorGroup, voca
             norm.__class__ = _split_norm_class(type(norm))
 
 
-def keep_own_experts(mlp: Any, arch: Arch, ranks: TensorGroup, placement: Placement) -> None:
-    """Let a MoE block compute this rank's experts only; the router still chooses among all experts."""
-    count = placement.slots
+def keep_own_experts(mlp: Any, arch: Arch, ranks: TensorGroup, count: int) -> None:
+    """Let a MoE block compute this rank's ``count`` experts only; the router still chooses among all experts."""
     first = ranks.rank * count
     mlp.experts.num_experts = count
 
     def of_own(module: nn.Module, inputs: Any, output: Any) -> Any:
         if arch.blocks.prescaled:
             scores, logits = output  # [tokens, experts]; zero for experts that were not chosen
-            return placement.by_position(scores.T).T[:, first : first + count], logits
+            return scores[:, first : first + count], logits
         logits, weights, chosen = output
-        chosen = placement.positions(chosen)
         elsewhere = (chosen < first) | (chosen >= first + count)
         # transformers' experts skip the number that follows the last expert's.
         return logits, weights.masked_fill(elsewhere, 0), (chosen - first).masked_fill(elsewhere, count)

@@ -23,7 +23,7 @@ from fcsd.engine.sharded_modules import keep_own_experts, replace_modules
 from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of, decoder_layers, experts_of, read_generation_config, register
 from fcsd.models.wiring import unwire_layers
-from fcsd.parallel.placement.stored import Orders, placements_of
+from fcsd.parallel.placement.placement import Placement
 from fcsd.parallel.tensor.tp_plan import (
     Experts,
     Shard,
@@ -71,7 +71,6 @@ class _ShardedModel:
         dtype: the dtype of the weights in memory.
         ranks: the ranks that divide the model.
         experts: ``sliced`` gives each rank a slice of every expert, ``whole`` gives it some whole experts.
-        orders: for whole experts, their order over the ranks in each MoE block; None for the order of numbers.
         whole_vocabulary: whether every rank has the whole embeddings and the whole output head.
 
     Attributes:
@@ -89,7 +88,6 @@ class _ShardedModel:
         dtype: torch.dtype,
         ranks: TensorGroup,
         experts: Experts,
-        orders: Orders | None = None,
         whole_vocabulary: bool = False,
     ) -> None:
         arch = arch_of(config)
@@ -100,7 +98,7 @@ class _ShardedModel:
         count = experts_of(config)
         if experts == "whole" and count % ranks.degree:
             raise ConfigError(f"{ranks.degree} ranks cannot share {count} experts evenly", hint="use sliced experts")
-        self.ranks, self.experts = ranks, experts
+        self.ranks = ranks
         self.model = empty_model(config, dtype)
         attentions: list[Any] = [getattr(layer, "self_attn", None) for layer in decoder_layers(self.model)]
         heads = [a.num_heads if hasattr(a, "num_heads") else text.num_attention_heads for a in attentions]
@@ -109,14 +107,12 @@ class _ShardedModel:
         self._kv_heads = [h // g if g else text.num_key_value_heads for h, g in zip(heads, groups, strict=True)]
         unwire_layers(decoder_layers(self.model))
         self._shardings = model_shardings(self.model, arch, "whole" if whole_vocabulary else "vocabulary")
-        if experts == "whole":
-            blocks = {block: count for block in dict.fromkeys(map(_block, state(self.model))) if block is not None}
-            self._placements = placements_of((orders or {}) if ranks.degree > 1 else {}, blocks, ranks.degree)
+        self._placement = Placement(count, ranks.degree) if experts == "whole" else None
         vocabulary = self._narrow()
         replace_modules(self.model, arch, ranks, None if whole_vocabulary else vocabulary)
-        if experts == "whole" and ranks.degree > 1:
-            for path, placement in self._placements.items():
-                keep_own_experts(self.model.get_submodule(path), arch, ranks, placement)
+        if self._placement is not None and ranks.degree > 1:
+            for path in filter(None, dict.fromkeys(map(_block, state(self.model)))):
+                keep_own_experts(self.model.get_submodule(path), arch, ranks, self._placement.slots)
 
     def _narrow(self) -> int:
         """Narrow every parameter on the meta device, and return the number of rows of the whole vocabulary."""
@@ -134,12 +130,8 @@ class _ShardedModel:
         return vocabulary
 
     def _own(self, whole: Tensor, name: str) -> Tensor:
-        if self.experts == "whole" and (block := _block(name)) is not None:
-            placement = self._placements[block]
-            first, count = self.ranks.rank * placement.slots, placement.slots
-            if placement.order is None:
-                return whole.narrow(0, first, count)
-            return whole[torch.tensor(placement.order[first : first + count], device=whole.device)]
+        if self._placement is not None and expert_tensor(name):
+            return whole.narrow(0, self.ranks.rank * self._placement.slots, self._placement.slots)
         return own_part(whole, self._shardings[name], self.ranks, self._kv_heads_of(name))
 
     def _kv_heads_of(self, name: str) -> int:
@@ -201,16 +193,15 @@ class _ShardedModel:
         sharding = self._shardings[source.name]
         if source.expert is not None:
             sharding, local = of_one_expert(sharding), source.expert
-            if self.experts == "whole" and (block := _block(source.name)) is not None:
-                placement = self._placements[block]
-                if placement.rank(local) != self.ranks.rank:
+            if self._placement is not None:
+                if self._placement.rank(local) != self.ranks.rank:
                     return None
-                local = placement.slot(local)
+                local = self._placement.slot(local)
             target = target[local]
         if source.block is not None and isinstance(sharding, Shard):
             target = target.chunk(sharding.packed, sharding.dim)[source.block]
             sharding = replace(sharding, packed=1)
-        if self.experts == "whole" and source.expert is not None:
+        if self._placement is not None and source.expert is not None:
             sharding = "whole"
         return target, sharding
 
@@ -252,7 +243,6 @@ def load_tensor_parallel(
     device: torch.device | str,
     ranks: TensorGroup,
     experts: Experts = "sliced",
-    orders: Orders | None = None,
     config: PretrainedConfig | None = None,
     whole_vocabulary: bool = False,
 ) -> PreTrainedModel:
@@ -260,8 +250,6 @@ def load_tensor_parallel(
 
     Args:
         experts: ``sliced`` gives each rank a slice of every expert, ``whole`` gives it some whole experts.
-        orders: for whole experts, their order over the ranks, from ``placements.read_orders``; None for that of
-            their numbers.
         config: used in place of the config of the directory.
         whole_vocabulary: whether every rank has the whole embeddings and the whole output head.
 
@@ -271,13 +259,13 @@ def load_tensor_parallel(
     Raises:
         BadInputError: the architecture is not supported, the checkpoint is quantised, or its tensors do not match its
             config. In all these cases nothing but headers has been read.
-        ConfigError: the ranks cannot divide the model evenly, or ``orders`` are those of another model.
+        ConfigError: the ranks cannot divide the model evenly.
     """
     path = Path(path)
     layout = verified_layout(path, "tensor parallelism")
     register()
     config = config or AutoConfig.from_pretrained(path, trust_remote_code=False)
-    sharded = _ShardedModel(config, dtype, ranks, experts, orders, whole_vocabulary)
+    sharded = _ShardedModel(config, dtype, ranks, experts, whole_vocabulary)
     sharded.fill(layout, torch.device(device))
     sharded.model.generation_config = read_generation_config(path) or sharded.model.generation_config
     return sharded.model

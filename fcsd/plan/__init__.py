@@ -19,7 +19,7 @@ from fcsd.models.selection import select_layers
 from fcsd.models.wiring_block import DESYNC, Wiring
 from fcsd.parallel.expert.dispatcher import check_formats
 from fcsd.parallel.quantised.rows import formats_of
-from fcsd.parallel.tensor.shard import check_trainable, check_wiring
+from fcsd.parallel.tensor.shard import check_sharded
 from fcsd.plan.memory import Memory, disk_bytes, host_bytes, memory
 from fcsd.plan.model import MetaModel, ModelNumbers, of_rank
 from fcsd.plan.search import assignments, candidates, changes, cheapest, quicker
@@ -150,14 +150,8 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
     teacher = model if recipe.teacher is None else MetaModel(recipe.teacher)
     named = {recipe.model: model, recipe.teacher or recipe.model: teacher}
     if recipe.parallel.tp_size > 1:
-        for name, one in named.items():
-            check_trainable(name, one.config, recipe.parallel.tp_size)
-            check_wiring(name, one.wiring, recipe.init if name == recipe.model else None, recipe.parallel)
-        if hardware.world % recipe.parallel.tp_size:
-            raise ConfigError(
-                f"parallel.tp_size {recipe.parallel.tp_size} does not divide the {hardware.world} GPUs",
-                "Change --gpus, --nodes or parallel.tp_size.",
-            )
+        models = [(name, m.config, m.wiring, recipe.init if m is model else None) for name, m in named.items()]
+        check_sharded(models, recipe.parallel, hardware.world)
     setup = setup_for(recipe, hardware.world, model)
     offer = None
     if setup.parts is None and recipe.teacher is None and not {recipe.init.wiring, model.wiring.name} & {*DESYNC}:

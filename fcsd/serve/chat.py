@@ -67,7 +67,6 @@ def chat(
     dtype: str | None = None,
     divided: bool = False,
     reduce: str = "nccl",
-    placement: Path | None = None,
 ) -> Iterator[list[Answer]]:
     """Answer one prompt after the other. The answer of the baseline comes first.
 
@@ -89,16 +88,15 @@ def chat(
         divided: whether the models are divided over the processes that torchrun started, in fcsd's own engine. Every
             process makes this call and gets the same answers; rank 0 reads what the user types.
         reduce: how the ranks of a divided model reduce; see ``engine.open_engine``.
-        placement: the ``placement.json`` of a run, by which the experts of divided models are placed.
 
     Yields:
         For each prompt, a list with one answer per model.
 
     Raises:
-        BadInputError: a model, the prompts, the placement or the table of ``reduce`` cannot be used, or a prompt leaves
-            no room for an answer.
-        ConfigError: ``dtype`` or ``device`` is unknown, a model cannot be divided over this number of processes or by
-            this placement, or ``reduce`` gives wrong results.
+        BadInputError: a model, the prompts or the table of ``reduce`` cannot be used, or a prompt leaves no room for an
+            answer.
+        ConfigError: ``dtype`` or ``device`` is unknown, a model cannot be divided over this number of processes, or
+            ``reduce`` gives wrong results.
     """
     check_dtype(dtype)
     check_device(device)
@@ -110,8 +108,6 @@ def chat(
             require_right(backend)
     elif reduce != "nccl":
         raise ConfigError("an all-reduce backend is for a divided model", "add --gpus, or leave --reduce out")
-    elif placement is not None:
-        raise ConfigError("a placement of experts is for a divided model", "add --gpus, or leave --placement out")
     interactive = prompts is None and sys.stdin.isatty()
     asked = _typed() if interactive else PROMPTS if prompts is None else read_prompts(Path(prompts))
     names = [name for name in (baseline, model) if name is not None]
@@ -119,7 +115,7 @@ def chat(
         world = _ranks()
         interactive = world.on_first(lambda: interactive)
         asked = _same_everywhere(asked, world)
-        speakers = [load_divided_speaker(name, world, reduce, dtype, placement) for name in names]
+        speakers = [load_divided_speaker(name, world, reduce, dtype) for name in names]
     else:
         speakers = [load_speaker(name, device=device, dtype=dtype) for name in names]
     histories: list[list[Turn]] = [[] for _ in speakers]
@@ -147,12 +143,11 @@ def load_speaker(model: str, *, device: str | None = None, dtype: str | None = N
     return Speaker(model, network, load_tokenizer(path))
 
 
-def load_divided_speaker(model: str, world: "World", reduce: str, dtype: str | None, placement: Path | None) -> Speaker:
+def load_divided_speaker(model: str, world: "World", reduce: str, dtype: str | None) -> Speaker:
     """Loads a model into fcsd's own engine, and its tokenizer. See ``chat`` for the arguments.
 
     Raises:
-        ConfigError: the model cannot be divided over this number of processes or by this placement, or the reductions
-            give wrong results.
+        ConfigError: the model cannot be divided over this number of processes, or the reductions give wrong results.
     """
     import torch
 
@@ -162,7 +157,7 @@ def load_divided_speaker(model: str, world: "World", reduce: str, dtype: str | N
 
     path = resolve(model).path
     kind = getattr(torch, dtype or default_dtype(world.device.type == "cpu"))
-    network = open_engine(path, world, dtype=kind, reduce=reduce, placement=placement)
+    network = open_engine(path, world, dtype=kind, reduce=reduce)
     return Speaker(model, network, load_tokenizer(path))
 
 

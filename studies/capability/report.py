@@ -294,7 +294,7 @@ def annealed(models: Models, tokens: int) -> str:
 
 
 def chosen_layers(models: Models) -> str:
-    """Half of the layers: those that `fcsd choose-layers` chose, and the last ones."""
+    """Half of the layers: those that a search chose, and the last ones."""
     halves = {"KL, last 50%": "50%", "KL, chosen 50%": chosen_half()}
     rows = [*(("untrained", "", layers) for layers in halves.values())]
     rows += [(method, "same", layers) for method, layers in halves.items()]

@@ -22,14 +22,8 @@ for suite in paper strict; do
     --suite "$suite" --data-mirror assets/mirror --out "$out/$suite" --gpus "$(($(env -u OMP_NUM_THREADS nproc) > 1 ? 2 : 1))"
 done
 
-fcsd eval sweep-layers assets/teacher --tasks arc_easy,piqa,hellaswag --limit 100 --data-mirror assets/mirror \
+python -m studies.capability.first_and_last assets/teacher --tasks arc_easy,piqa,hellaswag --limit 100 --data-mirror assets/mirror \
   --held-out "$held_out" --out "$out/sweep"
 
-mkdir -p "$out/choice"
-sed -n 'p;n' "$held_out" > "$out/choice/search.jsonl" # every second document; the others are for the check
-sed -n 'n;p' "$held_out" > "$out/choice/check.jsonl"
-fcsd choose-layers assets/teacher --layers 3,5,8 --tokens 6000 --text "$out/choice/search.jsonl" \
-  --held-out-check "$out/choice/check.jsonl" --out "$out/choice"
-
-echo "tables   $out/paper/table.md $out/strict/table.md $out/sweep/sweep.md $out/choice/comparison.md"
-echo "pictures $out/paper/bars.png $out/strict/bars.png $out/sweep/sweep.png $out/choice/comparison.png"
+echo "tables   $out/paper/table.md $out/strict/table.md $out/sweep/sweep.md"
+echo "pictures $out/paper/bars.png $out/strict/bars.png $out/sweep/sweep.png"

@@ -83,7 +83,7 @@ def answer(raw: list[dict[str, Any]], repo: Path = Path()) -> str:
         alone = "converted layers" if "optim.train" in run.get("set", {}) else "all weights"
         lost = "{:.1f} ± {:.1f}".format(-run["lost"][0], run["lost"][1])
         before = f"{-run['untrained_lost']:.1f}" if "untrained_lost" in run else ""
-        cells = [f"{count} of {DEPTH}: {run['layers']}", wiring, f"{run['tokens'] / 1e6:g} M", alone, lost, before]
+        cells = [f"{count} of {DEPTH}: {run['layers']}", wiring, f"{run['tokens'] / 1e6:.3g} M", alone, lost, before]
         cells += [_change(run, text) for text in ("own", "foreign")]
         body.append([*cells, str(slow or f"{frontier.predicted()[wiring, '100%'].shared(share)}*"), str(near or "-")])
         target = next((TARGETS[least] for least in sorted(TARGETS, reverse=True) if least <= count), None)
@@ -96,7 +96,7 @@ def answer(raw: list[dict[str, Any]], repo: Path = Path()) -> str:
 def healed(raw: list[dict[str, Any]]) -> list[frontier.Healed]:
     """The best runs, for the picture."""
     return [
-        frontier.Healed(f"{run['tokens'] / 1e6:g} M", run["wiring"], run["count"] / DEPTH, *run["lost"])
+        frontier.Healed(f"{run['tokens'] / 1e6:.3g} M", run["wiring"], run["count"] / DEPTH, *run["lost"])
         for run in best(raw)
     ]
 
@@ -111,7 +111,7 @@ def runs(raw: list[dict[str, Any]]) -> str:
     for run in (run for file in raw for run in file["runs"] if "kl" in run):
         own, foreign = (_change(run, text) for text in ("own", "foreign"))
         lines.append(
-            f"| {run['wiring']} | {run['layers']} | {run['text']} | {run['tokens'] / 1e6:g} M | {run['lr']:g} "
+            f"| {run['wiring']} | {run['layers']} | {run['text']} | {run['tokens'] / 1e6:.3g} M | {run['lr']:g} "
             f"| {run.get('batch', 131072)} | {_also(run)} | {own} | {foreign} | {run['tokens_per_second']:.0f} |"
         )
     return "\n".join(lines) + "\n"
@@ -164,7 +164,7 @@ def by_seed(file: dict[str, Any]) -> str:
         found = [mean_difference(file, run["name"]) for run in seeds]
         lost, errors = [-points for points, _ in found], [error for _, error in found]
         error = math.hypot(statistics.mean(errors), _spread(lost) / math.sqrt(len(lost)))
-        cells = [layers, wiring, f"{tokens / 1e6:g} M", str(len(seeds))]
+        cells = [layers, wiring, f"{tokens / 1e6:.3g} M", str(len(seeds))]
         for text in ("own", "foreign"):
             values = [run["kl"][text]["kl"] for run in seeds]
             cells.append(f"{statistics.mean(values):.3f} ± {_spread(values):.3f}")

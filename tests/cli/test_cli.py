@@ -250,19 +250,6 @@ def test_an_option_means_the_same_in_every_command() -> None:
     assert {option: len(found) for option, found in texts.items()} == dict.fromkeys(shared, 1)
 
 
-def test_sweep_layers_and_choose_layers(library) -> None:
-    """Both ways of calling them, with the options that they share with eval."""
-    swept = library("fcsd.eval.layers.sweep", "sweep_layers", {})
-    run("sweep-layers", "m", "--out", "o", "--points", "2,4", "--tasks", "piqa, boolq", "--dtype", "float32", "--json")
-    given = swept.call_args.kwargs
-    assert (given["points"], given["tasks"], given["dtype"]) == ([2, 4], ["piqa", "boolq"], "float32")
-    assert (given["suite"], given["wiring"], given["batch_size"]) == ("paper", "farskip", None)
-    chosen = library("fcsd.eval.layers.choose", "choose_layers", {})
-    run("choose-layers", "m", "--text", "t", "--layers", "3", "--variant", "attn-only", "--device", "cpu", "--json")
-    given = chosen.call_args.kwargs
-    assert (given["layers"], given["variant"], given["device"], given["tokens"]) == ([3], "attn-only", "cpu", 16384)
-
-
 def test_eval(library) -> None:
     row = {"model": "m", "suite": "paper", "column": "PIQA", "task": "piqa", "metric": "acc_norm", "filter": "none"}
     row |= {"value": 0.5, "stderr": 0.02, "n": 100, "items": [1], "seconds": 1.0, "baseline": False, "chance": 50.0}

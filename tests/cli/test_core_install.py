@@ -40,8 +40,6 @@ REFUSED = {
         TRAIN,
     ),
     "eval teacher": ("fcsd eval needs accelerate, datasets, lm_eval, matplotlib, pyarrow, scipy:", EVAL),
-    "sweep-layers teacher --out sweep": ("fcsd sweep-layers needs accelerate,", EVAL),
-    "choose-layers teacher --text t.jsonl --layers 1 --out chosen": ("fcsd choose-layers needs accelerate,", EVAL),
     "chat teacher --gpus 1": ("fcsd chat --gpus needs accelerate", EVAL),
     "serve student": ("fcsd serve needs vllm:", "pip install 'fcsd[vllm]'"),
     "bench step tiny --out b": ("fcsd bench step needs accelerate,", TRAIN),

@@ -17,7 +17,6 @@ from fcsd.errors import CheckpointError, ConfigError
 from fcsd.parallel.tensor.shard import SHARDED
 
 SHARDED_RUN = {"parallel__tp_size": 2}
-ROWS = {**SHARDED_RUN, "parallel__sequence": True}
 STEPS = {"train__steps": 2, "optim__lr": 1e-4, "checkpoint__every_steps": 0, "optim__grad_clip": 0.5}
 RECOMPUTED = {"train__activation_checkpointing": True, "train__micro_batch_size": 1, "train__sample_tokens": 2}
 SCRATCH = {"objective__kl": 0.0, "objective__sft": 1.0, "train__steps": 6, "optim__lr": 1e-2}
@@ -97,27 +96,21 @@ def test_runs_are_those_of_one_process(folder: Path, tmp_path: Path) -> None:
             "blocking": {**SHARDED_RUN, "parallel__overlap": "off"},
             "recomputed": {**SHARDED_RUN, **RECOMPUTED},
             "hidden": {**SHARDED_RUN, **HIDDEN, "train__activation_checkpointing": True, "parallel__zero_stage": 2},
-            "rows recomputed": {**ROWS, **RECOMPUTED},
-            "rows hidden": {**ROWS, **HIDDEN, "train__activation_checkpointing": True, "parallel__zero_stage": 2},
             **{name: {**SHARDED_RUN, **changes} for name, changes in scratch.items()},
             "bf16": {**SHARDED_RUN, "train__dtype": "bf16"},
             "bf16 blocking": {**SHARDED_RUN, "train__dtype": "bf16", "parallel__overlap": "off"},
         },
     )
-    cases = {"plain": SHARDED_RUN, "rows plain": ROWS}
-    four = run_all(
-        folder, tmp_path / "4", 4, {name: {**case, "parallel__zero_stage": 2} for name, case in cases.items()}
-    )
+    four = run_all(folder, tmp_path / "4", 4, {"plain": {**SHARDED_RUN, "parallel__zero_stage": 2}})
     assert_same(two["plain"], two["blocking"])
     assert_same(two["bf16"], two["bf16 blocking"])
     for name in scratch:
         losses = [line["loss"] for line in two[name][0]]
         assert len(losses) == 6 and losses[-1] < losses[0] - 0.1  # the model learns something
     for name, run in (*two.items(), *four.items()):
-        kind = name.removeprefix("rows ")
         if not name.startswith("bf16"):
             # AdamW's first steps have the size of the learning rate, however small a gradient is.
-            assert_close(run, single.get(kind, single["plain"]), name, atol=3e-4 if kind in scratch else 1e-5)
+            assert_close(run, single.get(name, single["plain"]), name, atol=3e-4 if name in scratch else 1e-5)
     assert (tmp_path / "2" / "recomputed" / "samples.jsonl").exists()
 
 
@@ -159,15 +152,6 @@ def test_checkpoints_do_not_depend_on_the_degree(biased: Path, tmp_path: Path) -
         ({"parallel__tp_size": 3}, r"parallel.tp_size 3 does not divide the 4 processes"),
         ({"parallel__tp_size": 4}, r"student: parallel.tp_size 4 does not divide num_key_value_heads 2"),
         ({"parallel__tp_size": 2, "parallel__ep_size": 2}, "parallel.ep_size above 1: it does not shard experts"),
-        (
-            {**ROWS, "data__seq_len": 33, "train__batch_tokens": 66},
-            "parallel.tp_size 2 does not divide data.seq_len 33",
-        ),
-        ({"parallel__sequence": True}, "parallel.sequence needs parallel.tp_size above 1"),
-        (
-            {**ROWS, "model": "teacher", "init__wiring": "desync-2x", "init__tp_degree": 2},
-            "desync-2x cannot divide rows, because each rank has its own stream",
-        ),
         ({"parallel__tp_size": 2, "parallel__zero_stage": 0}, "cannot be combined with parallel.zero_stage 0"),
         ({"parallel__tp_size": 2, "optim__offload": "moments"}, "cannot be combined with optim.offload"),
         ({"parallel__tp_size": 2, "train__compile": True}, "cannot be combined with train.compile"),

@@ -139,7 +139,6 @@ def shell_commands(text):
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_commands_and_their_options_exist(page, repo):
     known = commands(typer.main.get_command(app))
-    known["fcsd eval sweep-layers"] = known["fcsd sweep-layers"]  # fcsd.cli.main takes both for the same
     for words in shell_commands((repo / page).read_text()):
         if words[:1] == ["fcsd"]:
             name = next(" ".join(words[:n]) for n in (3, 2) if " ".join(words[:n]) in known)

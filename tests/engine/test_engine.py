@@ -331,7 +331,6 @@ def test_two_gpus_decode_by_graphs_as_step_by_step(models: dict[str, Path], tmp_
         (["eval", "{model}", "--backend", "own", "--ep-size", "2"], "--ep-size is for --backend hf"),
         (["chat", "{model}", "--gpus", "1", "--reduce", "none"], "gives wrong results"),
         (["chat", "{model}", "--reduce", "none"], "add --gpus"),
-        (["chat", "{model}", "--placement", "placement.json"], "add --gpus"),
         (["chat", "{model}", "--gpus", "1", "--device", "cpu"], "leave it out with --gpus"),
         (["eval", "{model}", "--no-compile"], "--no-compile is for --backend own"),
     ],

@@ -1,6 +1,5 @@
 """A tensor-parallel model gives the reference's logits; overlapped reductions give the bits of blocking ones."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,7 @@ from fcsd.models.schedule import Output, kind_of, reductions
 from fcsd.models.wiring import Wiring, hf_parts
 from fcsd.parallel.all_reduce import reduce
 from fcsd.parallel.all_reduce.ways import Way, Ways
-from fcsd.parallel.placement.stored import FILE, LAYERS, placements_of, read_orders
-from fcsd.parallel.tensor.tp_plan import TensorGroup
+from fcsd.parallel.tensor.tp_plan import Experts, TensorGroup
 from fcsd.parallel.weights.random_init import random_model
 from fcsd.parallel.weights.tensor_map import state
 
@@ -77,16 +75,6 @@ def write(folder: Path, arch: str, **changes: Any) -> Any:
     return model
 
 
-def write_placement(folder: Path, model: Any) -> None:
-    """The experts of each of two processes, in another order in every layer and never in that of their numbers."""
-    layers = {}
-    for name, weight in model.named_parameters():
-        if name.endswith(".experts.down_proj"):
-            order = torch.randperm(len(weight), generator=torch.Generator().manual_seed(len(layers))).tolist()
-            layers[name.removesuffix(".experts.down_proj")] = [order[: len(order) // 2], order[len(order) // 2 :]]
-    (folder / FILE).write_text(json.dumps({"swaps": 9, LAYERS: layers}))
-
-
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A checkpoint of each architecture, and in its folder the reference's logits under each wiring."""
@@ -106,11 +94,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             wirings = {*WIRINGS.get(arch, []), *COMMON}
             expected = {str(one): wire(reference, one)(ids, use_cache=False).logits for one in wirings}
         torch.save((ids, expected), root / arch / EXPECTED)
-        write_placement(root / arch, reference)
     return {arch: root / arch for arch in SHARED}
 
 
-def _compare(cases: list[tuple[str, Path, str, list[Wiring]]], degree: int) -> dict[str, Any]:
+def _compare(cases: list[tuple[str, Path, Experts, list[Wiring]]], degree: int) -> dict[str, Any]:
     """Logits of every case against the reference, and of overlapped against blocking reductions."""
     from fcsd.launch.world import join_world
 
@@ -120,10 +107,7 @@ def _compare(cases: list[tuple[str, Path, str, list[Wiring]]], degree: int) -> d
     with torch.no_grad():
         for arch, path, experts, wirings in cases:
             ids, expected = torch.load(path / EXPECTED)
-            division: dict[str, Any] = {"experts": experts}
-            if experts == "placed":
-                division = {"experts": "whole", "orders": read_orders(path / FILE)}
-            model: Any = load_tensor_parallel(path, dtype=torch.float32, device="cpu", ranks=ranks, **division)
+            model: Any = load_tensor_parallel(path, dtype=torch.float32, device="cpu", ranks=ranks, experts=experts)
 
             def logits(wiring: Wiring, *way: Any, ids: Tensor = ids, model: Any = model) -> Tensor:
                 wire_tensor_parallel(model, wiring, ranks, Ways(Way(*way or ("nccl",))))
@@ -165,7 +149,6 @@ def _check(of_ranks: list[dict[str, Any]], count: int) -> None:
 def test_two_ranks_give_the_logits_of_the_reference(checkpoints: dict[str, Path]) -> None:
     cases = [(arch, path, "sliced", WIRINGS.get(arch, COMMON)) for arch, path in checkpoints.items()]
     cases += [(arch, checkpoints[arch], "whole", [FARSKIP]) for arch in ("qwen2_moe", "gpt_oss")]
-    cases += [(arch, checkpoints[arch], "placed", [FARSKIP]) for arch in ("qwen2_moe", "llama4_text")]
     _check(results(2, _compare, cases, 2), sum(len(wirings) for *_, wirings in cases))
 
 
@@ -174,7 +157,6 @@ def test_four_ranks_repeat_key_value_heads_and_divide_experts(checkpoints: dict[
     cases = [(arch, path, "sliced", [FARSKIP]) for arch, path in checkpoints.items()]
     cases += [("llama", checkpoints["llama"], "sliced", [LADDER])]
     cases += [(arch, checkpoints[arch], "whole", [STANDARD]) for arch in ("qwen3_moe", "llama4_text")]
-    cases += [("deepseek_v3", checkpoints["deepseek_v3"], "placed", [STANDARD])]
     _check(results(4, _compare, cases, 4), sum(len(wirings) for *_, wirings in cases))
 
 
@@ -213,26 +195,6 @@ def test_a_rank_reads_its_own_part_of_the_files(checkpoints: dict[str, Path], mo
             assert torch.equal(torch.cat(slices), whole[f"{prefix}mlp.experts.{expert}.{name}.weight"])
     rows = torch.cat([part["model.embed_tokens.weight"] for part in parts])
     assert torch.equal(rows[:255], whole["model.embed_tokens.weight"]) and not rows[255:].any()
-
-
-def test_each_rank_holds_the_experts_that_a_run_has_placed_there(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    folder = checkpoints["qwen2_moe"]
-    orders, whole = read_orders(folder / FILE), load_file(folder / SINGLE)
-    for rank in range(4):
-        model: Any = load_tensor_parallel(
-            folder, dtype=torch.float32, device="cpu", ranks=TensorGroup(None, 4, rank), experts="whole", orders=orders
-        )
-        for block, order in orders.items():
-            for slot, expert in enumerate(order[2 * rank : 2 * rank + 2]):
-                held = model.get_parameter(f"{block}.experts.down_proj")[slot]
-                assert torch.equal(held, whole[f"{block}.experts.{expert}.down_proj.weight"])
-    first, *others = orders
-    with pytest.raises(ConfigError, match=rf"does not fit the model: {first} has 8 experts in the model and 0 in"):
-        placements_of({block: orders[block] for block in others}, dict.fromkeys(orders, 8), 2)
-    for damaged in ("{", "[]", "{}", {LAYERS: {"mlp": [[0, 1], [1, 2]]}}, {LAYERS: {"mlp": [0, 1]}}):
-        (tmp_path / FILE).write_text(damaged if isinstance(damaged, str) else json.dumps(damaged))
-        with pytest.raises(BadInputError, match="is not the placement of a run"):
-            read_orders(tmp_path / FILE)
 
 
 def test_tied_weights_stay_one_tensor_and_random_ones_do_not_depend_on_the_ranks(tmp_path: Path) -> None:

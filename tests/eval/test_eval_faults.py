@@ -19,11 +19,9 @@ from lm_eval.api.instance import Instance
 
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.eval.engines.adapter import HFAdapter
-from fcsd.eval.engines.answer_cache import AnswerCache, are_losses, is_loglikelihood
+from fcsd.eval.engines.answer_cache import AnswerCache, is_loglikelihood
 from fcsd.eval.engines.engine import Engine
 from fcsd.eval.harness import evaluate_models
-from fcsd.eval.layers.choose import choose_layers
-from fcsd.eval.layers.sweep import sweep_layers
 from fcsd.eval.results import are_sound
 
 TASKS = ["PIQA", "HS", "GSM-8K"]
@@ -73,19 +71,13 @@ def test_a_place_where_results_cannot_be_is_refused_before_anything_is_read(tmp_
     (tmp_path / "file").write_text("mine")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    calls = (
-        lambda out: evaluate_models(["none"], tasks=TASKS, out=out),
-        lambda out: sweep_layers("none", tasks=TASKS, out=out),
-        lambda out: choose_layers("none", text="none.jsonl", budget="2%", out=out),
-    )
-    for call in calls:
-        for place, reason in (
-            ("file", "not a directory"),
-            ("file/below", "file is not a directory"),
-            ("model", "a model"),
-        ):
-            with pytest.raises(ConfigError, match=f"--out .*{place}: .*{reason}"):
-                call(tmp_path / place)
+    for place, reason in (
+        ("file", "not a directory"),
+        ("file/below", "file is not a directory"),
+        ("model", "a model"),
+    ):
+        with pytest.raises(ConfigError, match=f"--out .*{place}: .*{reason}"):
+            evaluate_models(["none"], tasks=TASKS, out=tmp_path / place)
     assert (tmp_path / "file").read_text() == "mine" and len(list(tmp_path.rglob("*"))) == 3
 
 
@@ -171,13 +163,10 @@ def test_a_stored_text_that_is_none_is_refused(model: Path, mirror: Path, tmp_pa
         scores(model, mirror, tmp_path)
 
 
-def test_stored_losses_and_results_are_checked() -> None:
+def test_stored_answers_and_results_are_checked() -> None:
     assert is_loglikelihood((-3.2, True)) and is_loglikelihood([0.0, False]) and is_loglikelihood([1e-6, False])
     for wrong in ("[-Infinity, true]", "[-1e400, true]", "[3.2, true]", "[-3.2, 1]", "[-3.2]", "[true, true]", '"a"'):
         assert not is_loglikelihood(json.loads(wrong)), wrong
-    assert are_losses([]) and are_losses([(0.5, 3), [0, 0]])
-    for wrong in ([[math.nan, 3]], [[math.inf, 3]], [[-1.0, 3]], [[1.0, -3]], [[1.0, 2.5]], [[1.0]], {"a": 1}, "ab"):
-        assert not are_losses(wrong), wrong
     sound = {"column": "PIQA", "metric": "acc", "value": 0.5, "stderr": 0.5, "n": 2, "items": [0.0, 1.0]}
     alone = sound | {"n": 1, "items": [[1.0, 2]], "stderr": math.nan}
     assert are_sound([sound, alone])

@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 from fcsd.kernels import adamw, copies, gated, latent, rotary, rows, vocabulary
 from fcsd.kernels.all_reduce import launch
 from fcsd.kernels.all_reduce.memory import Memory, Shape, memory_of
-from fcsd.kernels.bit_split import Draws, Format, kernels
+from fcsd.kernels.bit_split import Format, kernels
 from fcsd.kernels.decode import attention as decode_attention
 from fcsd.kernels.decode import experts as few_experts
 from fcsd.kernels.decode import latents
@@ -131,7 +131,6 @@ def records() -> None:
         kernels.encode_sum(packed.view(2, 4, -1), format, 2048, packed[:4])
         kernels.decode(packed, format, 2048, torch.bfloat16, ranks=2)
     kernels.decode_dots(packed, format, x, places)
-    kernels.encode(x, Format.parse("int8"), Draws(1, 2, 3, 0, torch.zeros(4, dtype=torch.int64)))
 
 
 MEMORY: Memory = memory_of(0, [0, 0, 0, 0], torch.device("cpu"))

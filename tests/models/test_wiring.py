@@ -1,4 +1,8 @@
-"""On is the paper's table, and transformers' features keep working. ``test_guard.py`` says that off is off."""
+"""On is the paper's table, and transformers' features keep working, for each way in which layers are built.
+
+``test_guard.py`` has farskip, ladder and parallel over all layers for every family, decoding and gradients included,
+and off for every family.
+"""
 
 import literal
 import pytest
@@ -12,9 +16,8 @@ from fcsd.models.wiring import Wiring, mixer
 
 ALONE = [arch for arch in tiny.CONFIGS if arch == "nemotron_h"]  # one sub-block a layer; transformers 5.17 lacks it
 ALL = (0, 1, 2, 3)
-ARCHS = list(tiny.CONFIGS)
-# ``test_guard.py`` has farskip, ladder and parallel over all layers for every family, decoding and gradients included,
-# and off for every family. An MLP alone that reads the outdated stream is one function under three names.
+ARCHS = tiny.BUILDS
+# An MLP alone that reads the outdated stream is one function under three names.
 WIRINGS = [
     ("farskip", "attn-only", ALL),
     ("farskip", "mlp-only", ALL),

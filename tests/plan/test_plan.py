@@ -546,7 +546,7 @@ def test_bad_models_and_batches(tmp_path):
         plan_run(recipe.model_copy(update={"parallel": parallel}), Hardware(2))
     tiny.config("llama").save_pretrained(tmp_path / "dense")
     dense = {"model": str(tmp_path / "dense"), "teacher": None, "parallel": parallel}
-    with pytest.raises(ConfigError, match=r"parallel\.tp_size 2 does not divide the 1 GPUs"):
+    with pytest.raises(ConfigError, match=r"parallel\.tp_size 2 does not divide the 1 processes"):
         plan_run(recipe.model_copy(update=dense), Hardware(1))
     init = recipe.init.model_copy(update={"wiring": "desync-2x", "tp_degree": 4})
     with pytest.raises(ConfigError, match=r"2 tensor-parallel ranks cannot train .*dense: desync-2x of tp_degree 4"):

@@ -631,26 +631,58 @@ def test_what_the_page_says_of_everyday_text_is_that_of_the_raw_file(repo: Path)
 
 def test_what_the_page_says_of_the_longer_run_of_all_layers_is_that_of_the_raw_file(repo: Path) -> None:
     raw, text = json.loads((repo / page.LONGER).read_text()), " ".join((repo / page.PAGE).read_text().split())
-    (run,) = (run for run in raw["runs"] if run["name"] == "all-151m")
+    (best,) = page.best([raw])  # by the divergence
+    (run,) = (run for run in raw["runs"] if run["name"] == best["name"])
     (found,) = (found for found in raw["differences"] if found["model"] == run["name"])
     kl = {name: one["kl"] for name, one in run["kl"].items()}
-    assert "({own:.3f} own, {doc:.3f} `doc`, {foreign:.3f} foreign, after 151 of".format(**kl) in text
+    told = "({own:.3f} own, {doc:.3f} `doc`, {foreign:.3f} foreign, after {tokens:.0f} of"
+    assert told.format(**kl, tokens=run["tokens"] / 1e6) in text
     assert kl["doc"] < 0.15 < kl["foreign"] < kl["own"] and "was reached on `doc` alone" in text
-    points, error = page.mean_difference(raw, "all-151m")
+    points, error = best["lost"]
     assert f"by ladder lose {-points:.1f} ± {error:.1f} points after {run['tokens'] / 1e6:.0f} million tokens**" in text
     tasks = {task["column"]: task for task in found["tasks"]}
-    advice = page.won(raw["hellaswag"]["all-151m"]["advice"])
+    advice = page.won(raw["hellaswag"][run["name"]]["advice"])
     hellaswag = f"{-tasks['HS']['points']:.1f} ± {tasks['HS']['stderr']:.1f} of HellaSwag's"
     assert f"{hellaswag}, of whose advice {-advice[0]:.1f} ± {advice[1]:.1f}." in text
     others = -mean(tasks[name]["points"] for name in ("PIQA", "ARC-E", "OBook"))
     assert f"other tasks lose {others:.1f} on the mean, so HellaSwag alone" in text and others > 1.5
     word, loss = tasks["lambada_openai"], found["loss"]
     assert f"({word['points']:+.1f} ± {word['stderr']:.1f})" in text
-    assert f"less likely, by {loss['nats']:.3f} ± {loss['stderr']:.3f} nats" in text
+    told = f"the loss on held-out text is {-loss['nats']:.3f} ± {loss['stderr']:.3f} nats below the original's. It took"
     rate = run["tokens_per_second"]
-    assert f"took {run['tokens'] / rate:.0f} s of steps, at {round(rate, -3):,.0f} tokens/s." in text
-    same = (2 * kl["foreign"] + kl["own"] + kl["doc"]) / 4  # `more` is of the foreign text
-    assert f"divergence is {run['train_kl_last_tenth']:.3f} in training, and at its end {same:.3f} on held-out" in text
+    assert f"{told} {run['tokens'] / rate:.0f} s of steps on two GPUs, at {round(rate, -3):,.0f} tokens/s." in text
+    (before,) = (run for run in raw["runs"] if run["name"] == "all-151m")
+    (loss,) = (found["loss"] for found in raw["differences"] if found["model"] == before["name"])
+    lost, spread = map(abs, page.mean_difference(raw, before["name"]))
+    less = f"less likely, by {loss['nats']:.3f} ± {loss['stderr']:.3f} nats"
+    assert f"The run of 151 million tokens lost {lost:.1f} ± {spread:.1f}, and its held-out text was {less}." in text
+    divided, losses = run["tokens_of_held_out_text"], [run["original"], raw["scores"]["original"]]
+    assert "have {with_each_digit_alone:,} tokens instead of {before:,}, and".format(**divided) in text
+    assert "is {:.3f} instead of {:.3f}.".format(*(one["Held-out loss"]["value"] for one in losses)) in text
+    losses = [{name: one[name]["value"] for name in one if name != "Held-out loss"} for one in losses]
+    assert losses[0] == losses[1]  # the digits are in no score
+    own, doc, foreign = (before["kl"][name]["kl"] for name in ("own", "doc", "foreign"))
+    told = f"divergence is {before['train_kl_last_tenth']:.3f} in training, and at its end"
+    assert f"{told} {(2 * foreign + own + doc) / 4:.3f} on held-out" in text  # `more` is of the foreign text
+    same = (2 * kl["foreign"] + kl["own"] + kl["doc"]) / 4
+    rate = f"{run['lr']:.0e}".replace("e-0", "e-")
+    read = f"read {run['tokens'] / 1e6:.0f} million tokens of the same texts"
+    ends = "{own:.3f} (own), {doc:.3f} (`doc`) and {foreign:.3f} (foreign),".format(**kl)
+    read += f" in {run['steps']:,} steps of {run['batch']:,}, at a learning rate of {rate}, and ended at {ends}"
+    assert f"They {read} {-points:.1f} ± {error:.1f} points below the original." in text
+    assert f"divergence is {run['train_kl_last_tenth']:.3f} in training, and {same:.3f} on held-out text in" in text
+    powers = [
+        log(kl[name] / one) / log(run["tokens"] / before["tokens"])
+        for name, one in (("own", own), ("foreign", foreign))
+    ]
+    assert "to the power of {:.2f} (own) and {:.2f} (foreign).".format(*powers) in text
+    ends = [kl[name] * (500e6 / run["tokens"]) ** power for name, power in zip(("own", "foreign"), powers, strict=True)]
+    assert "500 million tokens would end at {:.3f} and {:.3f}.".format(*ends) in text
+    both = [(one[key], two[key]) for key in ("held_out", "held_out_own") for one, two in [(before, run)]]
+    apart = [abs(there / here - 1) for one, two in both for (_, here), (_, there) in zip(one, two, strict=True)]
+    assert len(apart) == 12 and "at most 3 % apart" in text and 0.025 < max(apart) < 0.03
+    more, fewer = run["tokens"] / before["tokens"] - 1, 1 - run["steps"] / before["steps"]
+    assert f"so {100 * more:.0f} % more tokens in {100 * fewer:.0f} % fewer, larger steps gained little" in text
     cut = raw["cut_off"]
     own, foreign = (cut[name][-1][1] for name in ("held_out_own", "held_out"))
     assert f"at {own:.3f} (own) and {foreign:.3f} (foreign) on the run's held-out text" in text
@@ -715,11 +747,12 @@ def test_what_the_pages_say_of_all_layers_and_of_the_law_is_that_of_the_raw_file
     (run,), fit = raw[page.ALL]["runs"], law()["kl"]
     (longer,) = (one for one in raw[page.LONGER]["runs"] if one["name"] == "all-151m")
     kl = {name: f"{found['kl']:.3f}" for name, found in run["kl"].items()}
-    more = [f"{longer['kl'][name]['kl']:.3f}" for name in ("own", "foreign")]
+    (longest,) = page.best([raw[page.LONGER]])
+    more, most = ([f"{one['kl'][name]['kl']:.3f}" for name in ("own", "foreign")] for one in (longer, longest))
     assert f"tokens they were at {kl['own']} (own), {kl['doc']} (`doc`) and {kl['foreign']} (foreign)." in text
     assert (
         f"All layers end at {kl['own']} and {kl['foreign']} after 57 million tokens, and at {listed(more)} after"
-        in text
+        f" 151 and {listed(most)} after {longest['tokens'] / 1e6:.0f} million," in text
     )
 
     def predicted(run: dict) -> tuple[float, float]:
@@ -740,9 +773,9 @@ def test_what_the_pages_say_of_all_layers_and_of_the_law_is_that_of_the_raw_file
         if "optim.train" in one.get("set", {}) or one["layers"] == "all"
     }
     whole, short = shares.pop(run["name"]), shares.pop("all-own-1e-3")
-    long = shares.pop(longer["name"])
+    long, last = shares.pop(longer["name"]), shares.pop("all-186m")
     shares = {name: share for name, share in shares.items() if not name.startswith("all-")}  # named above, or nowhere
-    assert f"ended at {whole:.2f} and {long:.2f} of the law's divergence" in text
+    assert f"ended at {whole:.2f}, {long:.2f} and {last:.2f} of the law's divergence" in text
     ended = f"ended at {kl['own']} and {more[0]} after 57 and 151 million tokens"
     assert f"{ended}, {whole:.2f} and {long:.2f} of the law's" in planning
     half, far = (sorted(share for name, share in shares.items() if name.startswith(of)) for of in ("half", "far"))

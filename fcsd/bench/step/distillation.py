@@ -84,7 +84,7 @@ class Distillation:
         """Wires both models for a variant, or the student and its own pass as the teacher if it freezes weights."""
         recipe, student = self._recipe, self.models[0]
         variant, _, format = variant.partition("+")
-        quantiser = Quantiser(Formats.parse(format), recipe.seed) if format else quantiser_of(recipe)
+        quantiser = Quantiser(Formats.parse(format)) if format else quantiser_of(recipe)
         ep_sizes = recipe.parallel.ep_size, recipe.parallel.teacher_ep_size
         for model, ep_size, own in zip(self.models, ep_sizes, (quantiser, None), strict=False):
             self._wire(variant, model, ep_size, own)

@@ -47,9 +47,9 @@ class Training:
         dedups = (load.dedup, *load.more_dedups)
         dispatchers = {dedup: dispatcher_of(dedup, world.size, load.node_size) for dedup in dedups}
         config = load.config
-        quantisers = {formats: Quantiser(Formats.parse(formats)) for formats in load.formats}
-        for quantiser in quantisers.values():
-            check_formats(quantiser.formats, config, load.shape)
+        formats_by_name = {name: Formats.parse(name) for name in load.formats}
+        for formats in formats_by_name.values():
+            check_formats(formats, config, load.shape)
         choices: Any = {"recompute": load.recompute, "optimizer": load.optimizer}
         engine, model = make_engine(config, load.micro_batch, world, **choices)
         self._load, self._world, self._engine, self.models = load, world, in_phases(engine), [model]
@@ -59,9 +59,9 @@ class Training:
         self._ids = torch.randint(0, vocabulary, size, generator=generator).to(world.device)
         self._traffic = Traffic()
         self._choices = variants(self.models[0], load, dispatchers[load.dedup], self._traffic)
-        for name, (base, dedup, formats) in load.changed.items():
+        for name, (base, dedup, format) in load.changed.items():
             changes: dict[str, Any] = {} if dedup is None else {"dispatcher": dispatchers[dedup]}
-            changes |= {} if formats is None else {"quantiser": quantisers[formats]}
+            changes |= {} if format is None else {"quantiser": Quantiser(formats_by_name[format])}
             self._choices[name] = partial(self._choices[base], **changes)
             self._choices[eager_name(name)] = partial(self._choices[eager_name(base)], **changes)
 

@@ -147,7 +147,7 @@ def _config(name: str) -> PretrainedConfig:
 def quantiser_of(recipe: Recipe) -> Quantiser | None:
     """Rounds the rows of the student as the recipe says; None if all rows are sent as they are."""
     formats = formats_of(recipe.parallel.quantised)
-    return None if formats is None else Quantiser(formats, recipe.seed)
+    return None if formats is None else Quantiser(formats)
 
 
 def load(

@@ -27,8 +27,8 @@ from fcsd.parallel.expert.block import ExpertBlock, expert_blocks
 from fcsd.parallel.placement.moving import move, plan
 from fcsd.parallel.placement.placement import Placement
 from fcsd.parallel.placement.search import Level, Objective, Ranks, greedy
-from fcsd.parallel.placement.stored import FILE, LAYERS
 
+FILE = "placement.json"
 Orders = dict[str, list[int]]  # the numbers of a layer's experts by position, by the path of its MoE block
 
 
@@ -120,7 +120,7 @@ class ExpertSwaps:
             path: [numbers[first : first + slots[path]] for first in range(0, len(numbers), slots[path])]
             for path, numbers in self._orders().items()
         }
-        self._hosts.on_first(lambda: write_json(self._file, {"swaps": self._swaps, LAYERS: layers}))
+        self._hosts.on_first(lambda: write_json(self._file, {"swaps": self._swaps, "experts of each rank": layers}))
 
 
 def orders_of(progress: dict[str, Any]) -> Orders:

@@ -31,7 +31,6 @@ _FREE = (
     "parallel.overlap",
     "parallel.transport",
     "parallel.tp_size",
-    "parallel.sequence",
     "train.log_every",
     "train.eval_every",
     "train.trace_every",

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,6 @@ from fcsd.distill.step.feed import MicroBatch, gather_step, to_device
 from fcsd.distill.step.phases import phase
 from fcsd.errors import BadInputError
 from fcsd.launch.world import World
-from fcsd.parallel.quantised.rows import Quantiser
 
 
 def loss_weights(recipe: Recipe) -> dict[str, float]:
@@ -145,26 +143,25 @@ def launch_step(training: Training, micros: list[MicroBatch], recipe: Recipe, wo
     totals = torch.zeros(len(weights), device=world.device)
     norm: Tensor | float = 0.0
     for micro in micros:
-        with _numbered(training.quantiser, micro, recipe, step):
-            with phase("teacher"):
-                targets = training.source.get_targets(micro.columns, micro.stored)
-            terms = engine(micro.columns, targets, denominator, tuple(weights))
-            del targets  # the loss has read them
-            totals += torch.stack([terms[name].detach() for name in weights])
-            loss = torch.stack([weight * terms[name] for name, weight in weights.items()]).sum()
-            last = micro is micros[-1]
-            if last:
-                dist.all_reduce(totals, group=world.group)
-                # If a term is not finite on one rank, the loss becomes NaN on all. The gradients are then NaN as
-                # well, and the update skips the step.
-                loss = loss * torch.where(totals.isfinite().all(), 1.0, math.nan)
-            # The engine averages gradients over the ranks. Each term is already divided by the positions of the
-            # global batch, so the loss is multiplied by the number of ranks.
-            engine.backward(loss * world.size, scale_wrt_gas=False)
-            if last:
-                norm = update(engine, recipe, world)
-            else:
-                engine.step()  # counts the micro-batch
+        with phase("teacher"):
+            targets = training.source.get_targets(micro.columns, micro.stored)
+        terms = engine(micro.columns, targets, denominator, tuple(weights))
+        del targets  # the loss has read them
+        totals += torch.stack([terms[name].detach() for name in weights])
+        loss = torch.stack([weight * terms[name] for name, weight in weights.items()]).sum()
+        last = micro is micros[-1]
+        if last:
+            dist.all_reduce(totals, group=world.group)
+            # If a term is not finite on one rank, the loss becomes NaN on all. The gradients are then NaN as well, and
+            # the update skips the step.
+            loss = loss * torch.where(totals.isfinite().all(), 1.0, math.nan)
+        # The engine averages gradients over the ranks. Each term is already divided by the positions of the global
+        # batch, so the loss is multiplied by the number of ranks.
+        engine.backward(loss * world.size, scale_wrt_gas=False)
+        if last:
+            norm = update(engine, recipe, world)
+        else:
+            engine.step()  # counts the micro-batch
     numbers = Readback({**dict(zip(weights, totals, strict=True)), "grad_norm": norm, "counted": counted})
     rows = range((step - 1) * recipe.rows_per_step, step * recipe.rows_per_step)
     return LaunchedStep(step, settings, weights, numbers, rows)
@@ -181,17 +178,6 @@ def train_step(training: Training, rows: Mixture, recipe: Recipe, world: World, 
     gathered = gather_step(rows, recipe, world, step, training.source)
     micros = [to_device(micro, world.device) for micro in gathered]
     return launch_step(training, micros, recipe, world, step).metrics()
-
-
-def _numbered(
-    quantiser: Quantiser | None, micro: MicroBatch, recipe: Recipe, step: int
-) -> AbstractContextManager[None]:
-    """A block in which the rows of a micro-batch are rounded by the numbers of its tokens in the global batch."""
-    if quantiser is None:
-        return nullcontext()
-    before = (step - 1) * recipe.train.batch_tokens
-    numbers = (row * recipe.data.seq_len - before for row in (micro.rows.start, micro.rows.stop))
-    return quantiser.training_step(step, torch.arange(*numbers, device=micro.counted.device))
 
 
 @torch.no_grad()

@@ -90,19 +90,6 @@ def is_text(answer: Any) -> bool:
     return isinstance(answer, str)
 
 
-def are_losses(answer: Any) -> bool:
-    """Whether an answer is a list of ``(negative log-likelihood in nats, tokens)``, one for each document."""
-    return isinstance(answer, list) and all(
-        isinstance(item, list | tuple)
-        and len(item) == 2
-        and is_number(item[0])
-        and item[0] >= -_ROUNDING
-        and type(item[1]) is int
-        and item[1] >= 0
-        for item in answer
-    )
-
-
 def _key(request: Any) -> str:
     return hashlib.sha256(json.dumps(request).encode()).hexdigest()
 

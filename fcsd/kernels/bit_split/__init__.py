@@ -4,7 +4,6 @@ Source: FlashCommunication V2, section 3: round to nearest per group, bit splitt
 docs/quantised_communication.md explains the formats and says what each of them costs.
 
 ``encode`` turns rows ``[n, width]`` into records, uint8 ``[n, row_bytes]``; ``decode`` turns records back into rows.
-With ``Draws``, ``encode`` rounds stochastically.
 On GPUs both are Triton kernels (``kernels``), elsewhere torch (``reference``); the two agree in every bit.
 
 A record consists of these parts, in this order, without gaps:
@@ -26,7 +25,6 @@ Numbers of two bytes are little-endian.
 """
 
 from fcsd.kernels.bit_split.codec import decode, encode
-from fcsd.kernels.bit_split.draws import Draws
 from fcsd.kernels.bit_split.format import Format
 
-__all__ = ["Draws", "Format", "decode", "encode"]
+__all__ = ["Format", "decode", "encode"]

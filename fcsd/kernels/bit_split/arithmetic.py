@@ -130,17 +130,6 @@ def not_finite(x):
 
 
 @triton.jit
-def uniform(seed, place, pair, step, lane, eighth):
-    """``Draws.uniform`` of one row, for the words with the numbers ``place [parts, groups, lanes]``."""
-    zero = tl.zeros_like(place)
-    a, b, c, d = tl.philox(seed, place, zero + pair.to(tl.int32), zero + step, zero + lane)
-    a, b, c, d = tl.expand_dims(a, 3), tl.expand_dims(b, 3), tl.expand_dims(c, 3), tl.expand_dims(d, 3)
-    word = tl.where(eighth < 4, tl.where(eighth < 2, a, b), tl.where(eighth < 6, c, d))
-    half = (word >> ((eighth & 1) * 16).to(tl.uint32)) & 0xFFFF
-    return half.to(tl.int32).to(tl.float32) * 1.52587890625e-05  # 2^-16
-
-
-@triton.jit
 def numbers(start, INTEGER: tl.constexpr):
     """A pointer to scales, zeros or indices. They have one byte each with integer scales, and two bytes otherwise."""
     if INTEGER:

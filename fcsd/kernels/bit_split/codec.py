@@ -7,22 +7,20 @@ import torch
 from torch import Tensor
 
 from fcsd.kernels.bit_split import reference
-from fcsd.kernels.bit_split.draws import Draws
 from fcsd.kernels.bit_split.format import Format
 
 
-def encode(rows: Tensor, format: Format, draws: Draws | None = None, out: Tensor | None = None) -> Tensor:
+def encode(rows: Tensor, format: Format, out: Tensor | None = None) -> Tensor:
     """Encode rows ``[n, width]``, bf16 or fp32, as records, uint8 ``[n, row_bytes]``.
 
     Args:
-        draws: random numbers for stochastic rounding, which is right on average; None rounds to the nearest code.
         out: contiguous records to write to and return; None makes new ones.
     """
     if rows.is_cuda:
         from fcsd.kernels.bit_split import kernels
 
-        return kernels.encode(rows, format, draws, out=out)
-    records = reference.encode(rows, format, draws)
+        return kernels.encode(rows, format, out=out)
+    records = reference.encode(rows, format)
     return records if out is None else out.copy_(records)
 
 

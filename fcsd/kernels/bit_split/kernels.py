@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from fcsd.kernels.bit_split import programs
-from fcsd.kernels.bit_split.draws import Draws
 from fcsd.kernels.bit_split.format import Format
 from fcsd.kernels.bit_split.values import Row
 
@@ -57,7 +56,6 @@ def launch_of_decode(format: Format) -> Launch:
 def encode(
     rows: Tensor,
     format: Format,
-    draws: Draws | None = None,
     weight: Tensor | None = None,
     places: Tensor | None = None,
     count: int | None = None,
@@ -67,7 +65,6 @@ def encode(
     """Encode rows ``[n, width]``, bf16 or fp32, as records, uint8 ``[count, row_bytes]``.
 
     Args:
-        draws: see ``codec.encode``; not together with ``places``.
         weight: see ``moves.encode_at``.
         places: see ``moves.encode_at``; None encodes row i as record i.
         count: the number of records; None for as many as rows.
@@ -79,13 +76,10 @@ def encode(
     records = out
     if records is None:
         records = rows.new_empty(number if count is None else count, plan.row.bytes, dtype=torch.uint8)
-    key = {"pair": None, "seed": 0, "step_number": 0, "lane": 0}
-    if draws is not None:
-        key = {"pair": draws.pair.contiguous(), "seed": draws.seed, "step_number": draws.step, "lane": draws.lane}
     tensors = [rows.contiguous(), records, _plain(weight), _plain(places)]
     top_k = 1 if places is None else places.shape[1]
-    options = {"TOP_K": top_k, "EXACT": rows.dtype == torch.bfloat16, **key}
-    _start(programs.encode_kernel, (number, plan.programs), tensors, plan, **options)
+    exact = rows.dtype == torch.bfloat16
+    _start(programs.encode_kernel, (number, plan.programs), tensors, plan, TOP_K=top_k, EXACT=exact)
     return records
 
 

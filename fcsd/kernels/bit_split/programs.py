@@ -9,24 +9,12 @@
 import triton
 import triton.language as tl
 
-from fcsd.kernels.bit_split.arithmetic import from_bf16, to_bf16, uniform
+from fcsd.kernels.bit_split.arithmetic import from_bf16, to_bf16
 from fcsd.kernels.bit_split.values import eighths, encode_values, load_values, store_record, words_of, zeros
 
 
-@triton.jit(do_not_specialize=["seed", "step_number", "lane"])
-def encode_kernel(
-    rows,
-    records,
-    weight,
-    places,
-    pair,
-    seed,
-    step_number,
-    lane,
-    ROW: tl.constexpr,
-    TOP_K: tl.constexpr,
-    EXACT: tl.constexpr,
-):
+@triton.jit
+def encode_kernel(rows, records, weight, places, ROW: tl.constexpr, TOP_K: tl.constexpr, EXACT: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * ROW.block + tl.arange(0, ROW.block)
     inside = group < ROW.width // ROW.group
@@ -34,11 +22,8 @@ def encode_kernel(
     column = tl.expand_dims(word, 3) * 8 + eighths()
     rest = ROW.padding + tl.arange(0, 16)
     x = tl.load(rows + row * ROW.width + column, mask=column < ROW.width, other=0.0).to(tl.float32)
-    noise = None
-    if pair is not None:
-        noise = uniform(seed, word, tl.load(pair + row), step_number, lane, eighths())
     if weight is None:  # once for all places
-        coded = encode_values(x, noise, ROW, EXACT)
+        coded = encode_values(x, ROW, EXACT)
     for k in tl.static_range(TOP_K):  # pyright: ignore[reportGeneralTypeIssues]
         at = row
         if places is not None:
@@ -47,7 +32,7 @@ def encode_kernel(
             y = x * tl.load(weight + row * TOP_K + k).to(tl.float32)
             if EXACT:
                 y = from_bf16(to_bf16(y))
-            coded = encode_values(y, noise, ROW, EXACT)
+            coded = encode_values(y, ROW, EXACT)
         record = records + at * ROW.bytes
         store_record(record, coded, word, group, inside & (at >= 0), ROW)
         if ROW.padding < ROW.bytes and tl.program_id(1) == 0:
@@ -108,7 +93,7 @@ def encode_sum_kernel(records, sums, ROW: tl.constexpr, RANKS: tl.constexpr):
     total = zeros(ROW)
     for rank in tl.static_range(RANKS):  # pyright: ignore[reportGeneralTypeIssues]
         total += load_values(records + (rank * rows + row) * ROW.bytes, word, group, inside, ROW)
-    coded = encode_values(total, None, ROW, False)
+    coded = encode_values(total, ROW, False)
     record = sums + row * ROW.bytes
     store_record(record, coded, word, group, inside, ROW)
     if ROW.padding < ROW.bytes and tl.program_id(1) == 0:

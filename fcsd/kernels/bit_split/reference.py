@@ -5,17 +5,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fcsd.kernels.bit_split import scale
-from fcsd.kernels.bit_split.draws import Draws
 from fcsd.kernels.bit_split.format import Format
 
 _LEAST_STEP = 2.0**-100  # the step of a constant group; large enough that values divided by it stay finite
 
 
-def encode(rows: Tensor, format: Format, draws: Draws | None = None) -> Tensor:
+def encode(rows: Tensor, format: Format) -> Tensor:
     """Encode rows ``[n, width]``, bf16 or fp32, as records, uint8 ``[n, row_bytes]``.
-
-    Args:
-        draws: random numbers for stochastic rounding, which is right on average; None rounds to the nearest code.
 
     Raises:
         ConfigError: the format's groups do not divide the row.
@@ -34,9 +30,8 @@ def encode(rows: Tensor, format: Format, draws: Draws | None = None) -> Tensor:
         parts = [_bytes(ends.transpose(1, 2)), _bytes(places.transpose(1, 2).to(index))]
     x = _flushed(x)
     low, high = x.amin(2) * format.clip, x.amax(2) * format.clip
-    noise = None if draws is None else draws.uniform(rows.shape[1]).view_as(x)
     encode_groups = _encode_integer if format.meta == "int" else _encode_bf16
-    codes, scales, zeros = encode_groups(x, low, high, broken, noise, format)
+    codes, scales, zeros = encode_groups(x, low, high, broken, format)
     planes = split(codes.flatten(1), format)
     record = torch.cat([*planes, _bytes(scales), _bytes(zeros), *parts], dim=1)
     return F.pad(record, (0, size - record.shape[1]))
@@ -107,7 +102,7 @@ def _spikes(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _encode_integer(
-    x: Tensor, low: Tensor, high: Tensor, broken: Tensor, noise: Tensor | None, format: Format
+    x: Tensor, low: Tensor, high: Tensor, broken: Tensor, format: Format
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, int32 ``[n, groups, group]``, scales and zeros, uint8 ``[n, groups]``; a code stands for exactly 0."""
     low, high = low.clamp(max=0), high.clamp(min=0)
@@ -116,27 +111,20 @@ def _encode_integer(
     code = code.clamp(0, scale.GREATEST)
     inverse = scale.step_of(code).reciprocal()
     zero = ((0 - low) * inverse).round().clamp(max=format.levels)
-    codes = (_whole(x * inverse.unsqueeze(2), noise) + zero.unsqueeze(2)).clamp(0, format.levels)
+    codes = ((x * inverse.unsqueeze(2)).round() + zero.unsqueeze(2)).clamp(0, format.levels)
     codes, zero = codes.masked_fill(broken.unsqueeze(2), 0), zero.masked_fill(broken, 0)
     return codes.int(), code.masked_fill(broken, scale.BROKEN).to(torch.uint8), zero.to(torch.uint8)
 
 
-def _encode_bf16(
-    x: Tensor, low: Tensor, high: Tensor, broken: Tensor, noise: Tensor | None, format: Format
-) -> tuple[Tensor, Tensor, Tensor]:
+def _encode_bf16(x: Tensor, low: Tensor, high: Tensor, broken: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, int32 ``[n, groups, group]``, scales and zeros, bf16 ``[n, groups]``; code 0 is the least value."""
     zero = low.to(torch.bfloat16)
     step = ((high - zero.float()) * (1 / format.levels)).clamp(min=_LEAST_STEP).to(torch.bfloat16)
     broken = broken | ~step.isfinite() | ~zero.isfinite()
     codes = (x - zero.float().unsqueeze(2)) * step.float().reciprocal().unsqueeze(2)
-    codes = _whole(codes.clamp(0, format.levels), noise)
+    codes = codes.clamp(0, format.levels).round()
     codes = codes.masked_fill(broken.unsqueeze(2), 0)
     return codes.int(), step.masked_fill(broken, float("nan")), zero.masked_fill(broken, 0)
-
-
-def _whole(x: Tensor, noise: Tensor | None) -> Tensor:
-    """``x`` rounded to nearest, ties to even; with noise from [0, 1), ``x + noise`` rounded down."""
-    return x.round() if noise is None else (x + noise).floor()
 
 
 def _bytes(values: Tensor) -> Tensor:

@@ -108,11 +108,10 @@ def zeros(ROW: tl.constexpr):
 
 
 @triton.jit
-def encode_values(x, noise, ROW: tl.constexpr, EXACT: tl.constexpr):
+def encode_values(x, ROW: tl.constexpr, EXACT: tl.constexpr):
     """Encode values ``x``, fp32.
 
     Args:
-        noise: random numbers in the shape of ``x``, or None.
         EXACT: whether the values come from bf16, so that the zero of a group is exactly its least value.
 
     Returns: codes + 0x4B400000, int32 in the shape of ``x``; and for each group -1, or 0 if it has no codes, its scale,
@@ -151,8 +150,6 @@ def encode_values(x, noise, ROW: tl.constexpr, EXACT: tl.constexpr):
         inverse = tl.div_rn(ones, step_of(scale))
         zero = tl.minimum(nearest((0.0 - low) * inverse), LEVELS)
         x = x * beside(inverse)
-        if noise is not None:
-            x = tl.floor(x + noise)
         x = tl.minimum(tl.maximum((x + 12582912.0) + beside(zero), 12582912.0), 12582912.0 + LEVELS)
         scale, zero = tl.where(broken, 255, scale), tl.where(broken, 0.0, zero).to(tl.int32)
     else:
@@ -164,8 +161,6 @@ def encode_values(x, noise, ROW: tl.constexpr, EXACT: tl.constexpr):
         if not EXACT or ROW.spikes:
             x = tl.maximum(x, 0.0)
         x = tl.minimum(x, LEVELS)
-        if noise is not None:
-            x = tl.floor(x + noise)
         x += 12582912.0
         scale, zero = tl.where(broken, 0x7FC0, scale.to(tl.int32)), tl.where(broken, 0, zero.to(tl.int32))
     codes = x.to(tl.int32, bitcast=True)

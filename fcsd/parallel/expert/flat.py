@@ -34,22 +34,22 @@ def flat(block: ExpertBlock, layer: int, x: Tensor, transfer: Transfer, /) -> Pa
     # [tokens * top_k]: the (token, k) pair of each row, where rows are ordered by the position of their expert.
     pairs = stable_order(block.placement.positions(routing.experts).view(-1), block.placement.experts)
     plan = cache(_start_plan(block, layer, transfer.side, block.placement.by_position(routing.counts), len(pairs)))
-    permute, codecs = _permute_and_codecs(block, layer, transfer, pairs, routing.scores, plan)
+    permute, codecs = _permute_and_codecs(block, transfer, pairs, routing.scores, plan)
     rows = permute.pack(tokens)
     ready = None if transfer.side is None else torch.cuda.current_stream().record_event()
     return _Packed(_Pass(block, layer, transfer, x.shape, plan, permute, codecs), rows, ready)
 
 
 def _permute_and_codecs(
-    block: ExpertBlock, layer: int, transfer: Transfer, pairs: Tensor, scores: Tensor, plan: Callable[[], _Plan]
+    block: ExpertBlock, transfer: Transfer, pairs: Tensor, scores: Tensor, plan: Callable[[], _Plan]
 ) -> tuple[Permute, Codecs]:
     """The order of the rows and their codecs: the fused pair where its kernels compute both."""
     quantiser = transfer.quantiser
-    formats = None if quantiser is None else quantiser.formats_to_nearest()
+    formats = None if quantiser is None else quantiser.formats
     if formats is not None and transfer.fused and not block.prescaled:
         fused = FusedPermute(pairs, scores, formats, lambda: block.order(plan().counts, sum(plan().dispatch.receives)))
         return fused, fused.codecs
-    codecs = Codecs() if quantiser is None else quantiser.codecs(layer, pairs, block.top_k)
+    codecs = Codecs() if quantiser is None else quantiser.codecs()
     return RowPermute(pairs, scores, block.prescaled, transfer.fused), codecs
 
 

@@ -111,7 +111,7 @@ def _pack(block: ExpertBlock, layer: int, x: Tensor, transfer: Transfer, levels:
         Layout(x.shape[-1], levels.choices(level, placement.experts, block.top_k), x.dtype)
         for level in range(levels.depth)
     ]
-    codecs = Codecs() if transfer.quantiser is None else transfer.quantiser.nearest()
+    codecs = Codecs() if transfer.quantiser is None else transfer.quantiser.codecs()
     tokens = x.reshape(-1, x.shape[-1])
     routing = block.route(tokens)
     weights = routing.scores.to(layouts[0].weight_dtype)

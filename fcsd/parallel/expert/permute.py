@@ -11,7 +11,7 @@ both:
     dispatch, and the gradient of combine    ``ToExperts``: tokens -> records -> rows in the order of the experts
     combine, and the gradient of dispatch    ``FromExperts``: rows of experts -> records -> sums of tokens
 
-They round to the nearest code. A direction without a format sends its rows as they are.
+A direction without a format sends its rows as they are.
 """
 
 from collections.abc import Callable
@@ -107,7 +107,7 @@ class RowPermute:
 
 
 class FusedPermute:
-    """A ``Permute`` whose rows move in its own codecs. It draws no random numbers, and its block is not prescaled.
+    """A ``Permute`` whose rows move in its own codecs. Its block is not prescaled.
 
     Args:
         pairs: ``[tokens * top_k]``, see ``RowPermute``.

@@ -38,8 +38,7 @@ from fcsd.models.wiring import (
 )
 from fcsd.parallel import order, process_settings
 from fcsd.parallel.overlap import InFlight
-from fcsd.parallel.tensor.products import call_before_last, compute_weights_at, split_products
-from fcsd.parallel.tensor.rows import Gathered, all_rows, gather_input, own_rows, part_of, scatter_output
+from fcsd.parallel.tensor.products import compute_weights_at, split_products
 from fcsd.parallel.tensor.shard import check_desync, mark_partial
 from fcsd.parallel.tensor.sums import Mode, TrainingSums, column_input, partial_output
 from fcsd.parallel.tensor.tp_plan import TensorGroup
@@ -51,15 +50,12 @@ class SummedStream:
 
     Attributes:
         landed: what the last read has included, ``[batch, seq, hidden]``; None if the only sum in flight includes it.
-            In the sequence-parallel form it has this rank's rows, ``[1, rows, hidden]``.
         shape: ``[batch, seq, hidden]``.
         in_flight: the sums that no read has included yet, oldest first.
         collected: outputs of this rank that wait for others with which they share a sum.
         begun: the places at which the last sub-blocks began, oldest first, from ``order.mark``. There are as many as
             the distance of the wiring, and none without gradients.
         local: whether ``landed`` is the rank's own. Under Desync the streams of the ranks differ between two sums.
-        gathered: the input of the next sub-block in the sequence-parallel form, if its gather has started.
-        by_rows: how the rows travel in the sequence-parallel form; None if every rank has all rows.
     """
 
     landed: Tensor | None
@@ -68,8 +64,6 @@ class SummedStream:
     collected: Tensor | None = None
     begun: tuple[int, ...] = ()
     local: bool = False
-    gathered: Gathered | None = None
-    by_rows: TrainingSums | None = None
 
     def read(self, places: Sequence[int]) -> "SummedStream":
         """The stream with the sums at ``places`` among those in flight, which are awaited."""
@@ -84,7 +78,7 @@ class SummedStream:
         """The full stream ``[batch, seq, hidden]``, as the final norm reads it."""
         landed = self.read(range(len(self.in_flight))).landed
         assert landed is not None
-        return landed if self.by_rows is None else all_rows(landed, self.by_rows, self.shape)
+        return landed
 
 
 @dataclass(frozen=True)
@@ -168,10 +162,10 @@ class TrainedTensorLayer(WiredLayer):
         for group, stream in enumerate(streams):
             x, stream = self._read("attn", stream, plan.attn)
             attn = partial(parts.attn, x, **groups.of_rows(group, kwargs))
-            streams[group] = self._add(0, *self._compute("attn", attn, stream))
+            streams[group] = self._add(0, attn(), stream)
         for group, stream in enumerate(streams):
             x, stream = self._read("mlp", stream, plan.mlp)
-            streams[group] = self._add(1, *self._compute("mlp", partial(mlp, x), stream))
+            streams[group] = self._add(1, mlp(x), stream)
         groups = replace(groups, streams=tuple(streams))
         if order.in_backward():
             # A recompute must save all tensors inside this layer, in the order in which the first pass saved them.
@@ -185,26 +179,14 @@ class TrainedTensorLayer(WiredLayer):
         count = 2 if self.fcsd.exposed and not whole and len(x) > 1 else 1
         # Two sums that are awaited at one place would be awaited in any order, so the places differ from the beginning.
         places = range(self.fcsd.distance if torch.is_grad_enabled() else 0)
-        begun, sums = tuple(order.mark() for _ in places), self.fcsd.sums
-        by_rows = sums if sums.sequence and x.shape[1] % sums.ranks.degree == 0 else None
-        if by_rows is None and sums.sequence and torch.is_grad_enabled():
-            raise ConfigError(f"{sums.ranks.degree} ranks cannot divide rows of {x.shape[1]} tokens evenly")
-
-        def stream(rows: Tensor) -> SummedStream:
-            landed = rows if by_rows is None else own_rows(rows, by_rows)
-            return SummedStream(landed, rows.shape, begun=begun, by_rows=by_rows)
-
-        return RowGroups(tuple(map(stream, x.tensor_split(count))))
+        begun = tuple(order.mark() for _ in places)
+        return RowGroups(tuple(SummedStream(rows, rows.shape, begun=begun) for rows in x.tensor_split(count)))
 
     def _read(
         self, by: Literal["attn", "mlp"], stream: SummedStream, places: Sequence[int]
     ) -> tuple[Tensor, SummedStream]:
         """What a sub-block computes from, and the stream that is left."""
-        own = self.fcsd
-        if stream.by_rows is None:
-            stream = stream.read(places)
-        elif stream.gathered is None:
-            stream = self._gather(by, stream, places)
+        own, stream = self.fcsd, stream.read(places)
         awaited_at, begun, weights_at = None, (), None
         if stream.begun:
             awaited_at, begun = stream.begun[0], (*stream.begun[1:], order.mark())
@@ -213,10 +195,9 @@ class TrainedTensorLayer(WiredLayer):
                 awaited_at = begun[-1]  # behind the weight gradients, before all earlier sub-blocks
         if own.sums.mode == "off":
             awaited_at = None
-        compute_weights_at(self._part(by), None if own.sums.mode == "off" else weights_at)
+        part = (mixer if by == "attn" else mlp_of)(own.blocks, self)
+        compute_weights_at(part, None if own.sums.mode == "off" else weights_at)
         stream = replace(stream, begun=begun)
-        if stream.gathered is not None:
-            return stream.gathered.land(own.sums, stream.shape), replace(stream, gathered=None)
         x = stream.landed
         assert x is not None, "the sum that includes the stream is awaited by the next read"
         if by in own.local:
@@ -225,44 +206,6 @@ class TrainedTensorLayer(WiredLayer):
                 x = column_input(x, own.sums, own.index, awaited_at)
             return own.blocks.read(self, by, x), replace(stream, landed=x, local=True)
         return column_input(own.blocks.read(self, by, x), own.sums, own.index, awaited_at), stream
-
-    def _part(self, by: Literal["attn", "mlp"]) -> Any:
-        return (mixer if by == "attn" else mlp_of)(self.fcsd.blocks, self)
-
-    def _gather(self, by: Literal["attn", "mlp"], stream: SummedStream, places: Sequence[int]) -> SummedStream:
-        """The stream after a read, while the input of the sub-block that reads is gathered from the rows of all."""
-        stream = stream.read(places)
-        x = self.fcsd.blocks.read(self, by, stream.landed)
-        return replace(stream, gathered=gather_input(x, self.fcsd.sums, self.fcsd.index))
-
-    def _compute(
-        self, by: Literal["attn", "mlp"], part: Callable[[], Tensor], stream: SummedStream
-    ) -> tuple[Tensor, SummedStream]:
-        """The output of a sub-block. Before its last product, the next read's gather starts if nothing is missing."""
-        if stream.by_rows is None:
-            return part(), stream
-        own = self.fcsd
-
-        def ahead() -> None:
-            nonlocal stream
-            reader = self if by == "attn" else own.following
-            if reader is None:
-                return
-            places = own.plan.mlp if reader is self else reader.fcsd.plan.attn
-            if any(place >= len(stream.in_flight) for place in places):
-                return
-            if reader is self:
-                stream = self._gather("mlp", stream, places)
-            elif order.in_backward():
-                stream = stream.read(places)  # a recompute needs nothing of the next layer
-            else:
-                # What the norm of the next layer saves is kept, because a recompute of this layer does not compute it.
-                with torch.autograd.graph.saved_tensors_hooks(_given, _given):
-                    stream = reader._gather("attn", stream, places)
-
-        call_before_last(self._part(by), ahead)
-        out = part()
-        return out, stream
 
     def _add(self, number: int, out: Tensor, stream: SummedStream) -> SummedStream:
         """The stream after the output of the call that has this number in the layer's plan."""
@@ -279,13 +222,10 @@ class TrainedTensorLayer(WiredLayer):
             assert stream.landed is not None and not stream.in_flight
             out, arrive = arrive(out) + stream.landed / own.sums.ranks.degree, _given
             stream = replace(stream, landed=None, local=False)
-        read_here = number == 0 and stream.gathered is None and len(stream.in_flight) in own.plan.mlp
+        read_here = number == 0 and len(stream.in_flight) in own.plan.mlp
         if order.in_backward() and not read_here and not own.blocks.normed:
             # No tensor that a recompute saves depends on the sum.
-            given = out if stream.by_rows is None else part_of(out.flatten(0, -2), own.sums)[None]
-            wait: Callable[[], Tensor] = partial(_given, given)
-        elif stream.by_rows is not None:
-            wait = scatter_output(out, own.sums, own.index)
+            wait: Callable[[], Tensor] = partial(_given, out)
         else:
             wait = partial_output(out, own.sums, own.index).wait
             if own.sums.waits:
@@ -309,7 +249,6 @@ def wire_training(
     ranks: TensorGroup,
     mode: Mode = "on",
     backend: str = "nccl",
-    sequence: bool = False,
 ) -> None:
     """Wire a model whose weights are sharded for training, in place. The call can be repeated on one model.
 
@@ -318,7 +257,6 @@ def wire_training(
         wiring: any wiring; a Desync wiring for as many ranks.
         mode: see ``TrainingSums``; outputs and gradients are the same in every bit, and so are the groups of rows.
         backend: see ``TrainingSums``.
-        sequence: see ``TrainingSums``. Passes without gradients whose rows the ranks cannot divide sum all rows.
 
     Raises:
         ConfigError: the model has experts, or the wiring does not fit the model or the ranks.
@@ -326,7 +264,7 @@ def wire_training(
     if experts_of(model.config):
         raise ConfigError("tensor-parallel training does not support models with experts", "set parallel.tp_size: 1")
     if wiring.name in DESYNC:
-        check_desync(wiring.name, wiring.tp_degree, ranks.degree, sequence)
+        check_desync(wiring.name, wiring.tp_degree, ranks.degree)
     layers: Any = decoder_layers(model)
     blocks = arch_of(model.config).blocks
     parts = partial(hf_parts, blocks)
@@ -339,7 +277,7 @@ def wire_training(
     split_products(model)
     if mode == "on" and model.device.type == "cuda":
         process_settings.warn(os.environ)
-    sums = TrainingSums(ranks, mode, backend, sequence and ranks.degree > 1)
+    sums = TrainingSums(ranks, mode, backend)
     distance = 1 if wiring.name in DESYNC else max(1, *wiring.reads)
     exposed = ranks.degree > 1 and any(step.then == "now" for plan in plans.values() for step in plan.steps)
     for index, (layer, following) in enumerate(zip(layers, [*layers[1:], None], strict=True)):
@@ -348,4 +286,4 @@ def wire_training(
         layer.fcsd = LayerSums(0, 0, 1, False, parts, blocks, *place)
         for by, norms in (("attn", blocks.attn_norms), ("mlp", blocks.mlp_norms)):
             for name in filter(None, norms):
-                mark_partial(layer.get_submodule(name), sums.sequence or by in layer.fcsd.local)
+                mark_partial(layer.get_submodule(name), by in layer.fcsd.local)

@@ -6,7 +6,6 @@ computes the gradient of its input, and passes that of its output on to ``_Weigh
 pass (``order``) is behind the start of the sum and before the place where the sum is awaited.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,24 +38,6 @@ class ColumnLinear(nn.Linear):
         return _Product.apply(input, self.weight.detach(), self.bias, carrier)
 
 
-class RowLinear(nn.Linear):
-    """A row-parallel product, the last one of a sub-block; a mixin that precedes torch's own class.
-
-    Attributes:
-        before: is called once before the product is computed; None for nothing.
-    """
-
-    unfused: type[nn.Module]
-    before: Callable[[], None] | None = None
-
-    def forward(self, input: Tensor) -> Tensor:
-        """``[..., in]``, this rank's columns, to ``[..., out]``."""
-        before, self.before = self.before, None
-        if before is not None:
-            before()
-        return linear(input, self.weight, self.bias)
-
-
 class _WeightGradient(torch.autograd.Function):
     """Returns a tensor without values, whose gradient is that of the product ``[..., out]``."""
 
@@ -87,17 +68,16 @@ class _Product(torch.autograd.Function):
 
 
 def split_products(model: PreTrainedModel) -> None:
-    """Let the products of the decoder layers be computed by the classes of this file. The call can be repeated."""
+    """Let ``ColumnLinear`` compute the column-parallel products of the decoder layers. The call can be repeated."""
     shardings = model_shardings(model, arch_of(model.config), "whole")
-    for mixin, columns in ((ColumnLinear, True), (RowLinear, False)):
-        chosen = {
-            id(module)
-            for name, module in model.named_modules()
-            if (type(module) is nn.Linear or isinstance(module, mixin))
-            and isinstance(sharding := shardings.get(f"{name}.weight"), Shard)
-            and (sharding.dim == 0) == columns
-        }
-        swap_classes(model, mixin, lambda module, chosen=chosen: id(module) in chosen, True)
+    chosen = {
+        id(module)
+        for name, module in model.named_modules()
+        if (type(module) is nn.Linear or isinstance(module, ColumnLinear))
+        and isinstance(sharding := shardings.get(f"{name}.weight"), Shard)
+        and sharding.dim == 0
+    }
+    swap_classes(model, ColumnLinear, lambda module: id(module) in chosen, True)
 
 
 def compute_weights_at(part: nn.Module, place: int | None) -> None:
@@ -105,10 +85,3 @@ def compute_weights_at(part: nn.Module, place: int | None) -> None:
     for module in part.modules():
         if isinstance(module, ColumnLinear):
             module.place = place
-
-
-def call_before_last(part: nn.Module, call: Callable[[], None] | None) -> None:
-    """Let ``call`` run before the last product of a sub-block that is about to be computed."""
-    for module in part.modules():
-        if isinstance(module, RowLinear):
-            module.before = call

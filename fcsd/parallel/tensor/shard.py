@@ -8,6 +8,7 @@ are those of norms that read a stream of the rank alone.
 The bias of a row-parallel product is added once, by the first rank, which alone trains it.
 """
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -46,32 +47,41 @@ def check_trainable(name: str, config: PretrainedConfig, degree: int) -> None:
             raise ConfigError(f"{name}: parallel.tp_size {degree} does not divide {what} {size}", hint)
 
 
-def check_wiring(name: str, own: Wiring, init: Init | None, parallel: Parallel) -> None:
-    """Refuse a Desync wiring that ``parallel.tp_size`` ranks cannot train, see ``check_desync``.
+def check_sharded(
+    models: Iterable[tuple[str, PretrainedConfig, Wiring, Init | None]], parallel: Parallel, processes: int
+) -> None:
+    """Refuse processes and models that ``parallel.tp_size`` does not suit. Only configs are read.
 
     Args:
-        own: the wiring of the model's config, which it has unless ``init`` names another.
+        models: the name, the config and its wiring of student and teacher, and the recipe's ``init`` for the student.
+
+    Raises:
+        ConfigError: the size does not divide the number of processes, or see ``check_trainable`` and ``check_desync``.
     """
-    wiring, made_for = own.name, own.tp_degree
-    if init is not None and init.wiring is not None:
-        wiring, made_for = init.wiring, init.tp_degree
-    if wiring in DESYNC:
-        check_desync(f"{name}: {wiring}", made_for, parallel.tp_size, parallel.sequence)
+    degree = parallel.tp_size
+    if processes % degree:
+        raise ConfigError(
+            f"parallel.tp_size {degree} does not divide the {processes} processes",
+            hint=f"start a multiple of {degree}, with --gpus, or lower parallel.tp_size",
+        )
+    for name, config, own, init in models:
+        check_trainable(name, config, degree)
+        wiring, made_for = own.name, own.tp_degree
+        if init is not None and init.wiring is not None:
+            wiring, made_for = init.wiring, init.tp_degree
+        if wiring in DESYNC:
+            check_desync(f"{name}: {wiring}", made_for, degree)
 
 
-def check_desync(name: str, tp_degree: int, degree: int, sequence: bool) -> None:
+def check_desync(name: str, tp_degree: int, degree: int) -> None:
     """Refuse a Desync wiring for another number of ranks: each rank keeps its own residual stream.
 
     Args:
         tp_degree: the number of ranks that the wiring was made for.
 
     Raises:
-        ConfigError: ``degree`` is another number, or the rows are divided.
+        ConfigError: ``degree`` is another number.
     """
-    if sequence:
-        raise ConfigError(
-            f"{name} cannot divide rows, because each rank has its own stream", "set parallel.sequence: false"
-        )
     if tp_degree != degree:
         raise ConfigError(
             f"{degree} tensor-parallel ranks cannot train {name} of tp_degree {tp_degree}",

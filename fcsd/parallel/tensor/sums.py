@@ -38,13 +38,11 @@ class TrainingSums:
             of the products that made it, as Megatron-LM does.
         backend: how the ranks sum; see ``parallel.all_reduce.backends``. ``none`` sends nothing, which gives wrong
             results in the time without communication.
-        sequence: whether each rank has its own rows of the residual stream; see ``rows``.
     """
 
     ranks: TensorGroup
     mode: Mode = "on"
     backend: str = "nccl"
-    sequence: bool = False
 
     @property
     def waits(self) -> bool:

@@ -16,7 +16,7 @@ from fcsd.distill.data.corpus import load_corpus
 from fcsd.distill.data.rows import Mixture
 from fcsd.distill.metrics import Meter
 from fcsd.distill.run.report import read_metrics
-from fcsd.distill.step.feed import MicroBatch, feeding, gather_step
+from fcsd.distill.step.feed import MicroBatch, feeding, gather_step, rows_of_step
 from fcsd.distill.step.one_step import Readback, train_step
 from fcsd.distill.teacher.targets import TeacherSource
 from fcsd.errors import BadInputError
@@ -30,6 +30,14 @@ def text_of(folder: Path, **changes: Any) -> tuple[Recipe, Mixture]:
 
 def tensors(micros: list[MicroBatch]) -> list[Any]:
     return [(m.rows, m.counted.item(), {name: column.tolist() for name, column in m.columns.items()}) for m in micros]
+
+
+def test_the_ranks_share_the_rows_of_a_step(folder: Path) -> None:
+    recipe, step = runs.resolved(folder, train__micro_batch_size=2).recipe, 3
+    of_ranks = [rows_of_step(recipe, World(rank, 2, torch.device("cpu")), step) for rank in range(2)]
+    assert {len(rows) for micros in of_ranks for rows in micros} == {2}
+    whole = recipe.rows_per_step
+    assert sorted(row for micros in of_ranks for rows in micros for row in rows) == list(range(2 * whole, 3 * whole))
 
 
 @pytest.mark.parametrize("first", [1, 3])

@@ -24,14 +24,12 @@ from fcsd.parallel.expert.hierarchical import hierarchical
 from fcsd.parallel.expert.levels import one_level
 from fcsd.parallel.overlap import overlap
 from fcsd.parallel.placement.placement import Placement
-from fcsd.parallel.quantised.rows import DIRECTIONS, Formats, Quantiser, RowCodec, Stochastic, simulate
+from fcsd.parallel.quantised.rows import Formats, Quantiser, RowCodec, simulate
 from fcsd.parallel.transports.copies import CopiesTransport
 from fcsd.parallel.transports.traffic import Traffic
 from fcsd.parallel.transports.transport import all_to_all
 
 WIDTH, EXPERTS, TOP_K = 32, 6, 2  # of the rows without a model
-SEED, STEP = 2**33 + 5, 3
-
 
 DEDUPLICATED = hierarchical(one_level(2))
 
@@ -40,7 +38,6 @@ class Case(NamedTuple):
     """A wire on which the schedules are compared."""
 
     formats: str
-    stochastic: Stochastic = "off"
     recompute: bool = False
     copies: bool = False
     wiring: Wiring = FARSKIP
@@ -51,9 +48,9 @@ class Case(NamedTuple):
 CASES = (
     Case("int8:g64"),
     Case("dispatch=int4:g32,combine=int3:g32:sr", wiring=Wiring("ladder", ALL)),
-    Case("dispatch_grad=int4:g32,combine_grad=int6:g64", "gradients"),
-    Case("int5:g16", "all", copies=True),
-    Case("int5:g16", "all", recompute=True),
+    Case("dispatch_grad=int4:g32,combine_grad=int6:g64"),
+    Case("int5:g16", copies=True),
+    Case("int5:g16", recompute=True),
     Case("int8:g64", recompute=True, dispatcher=DEDUPLICATED),
     Case("combine=int4:g32,combine_grad=int8:g16", copies=True, dispatcher=DEDUPLICATED),
     Case("int8:g64", fused=True),
@@ -69,13 +66,12 @@ def _schedules(rank: int, folder: str) -> list[str]:
     problems = []
     copies = CopiesTransport(opener(folder))
     ids = tiny.tokens(batch=1, seed=rank, length=4 + 2 * rank)  # the interpreter encodes row by row
-    tokens = torch.arange(ids.numel()) + 100 * rank
     overlap(model := _sharded("deepseek_v2"), FARSKIP, "off")
     plain = _run(model, [ids])
     for case in CASES:
         if case.recompute:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        quantiser = Quantiser(Formats.parse(case.formats, case.stochastic), SEED)
+        quantiser = Quantiser(Formats.parse(case.formats))
         found, sent = [], []
         for mode in MODES:
             transport = copies if case.copies else all_to_all
@@ -83,7 +79,7 @@ def _schedules(rank: int, folder: str) -> list[str]:
             how: Any = {"transport": transport, "dispatcher": case.dispatcher, "fused": case.fused}
             overlap(model, case.wiring, mode, quantiser=quantiser, traffic=traffic, **how)
             late = nullcontext() if mode == "off" else late_collectives()
-            with quantiser.training_step(STEP, tokens), late:
+            with late:
                 found.append(_run(model, [ids]))
             sent.append((traffic.sent, traffic.fullest))
         for mode, other in zip(MODES[1:], found[1:], strict=True):
@@ -94,25 +90,7 @@ def _schedules(rank: int, folder: str) -> list[str]:
         if _difference(plain, found[0]) is None:
             problems.append(f"{case}: the rows are not rounded")
         model.gradient_checkpointing_disable()
-    return problems + _keys(model, ids, tokens) + _paused(model, ids, plain)
-
-
-def _keys(model: Any, ids: Tensor, tokens: Tensor) -> list[str]:
-    """Whether stochastic rounding depends on the step, the seed and the numbers of the tokens, and on nothing else."""
-    found = {}
-    for name, seed, step, first in (
-        ("reference", SEED, STEP, 0),
-        ("again", SEED, STEP, 0),
-        ("another seed", SEED + 1, STEP, 0),
-        ("another step", SEED, STEP + 1, 0),
-        ("other tokens", SEED, STEP, 1),
-    ):
-        quantiser = Quantiser(Formats.parse("int5:g16", "all"), seed)
-        overlap(model, FARSKIP, quantiser=quantiser)
-        with quantiser.training_step(step, tokens + first):
-            found[name] = _run(model, [ids])
-    same = [name for name, one in found.items() if _difference(found["reference"], one) is None]
-    return [] if same == ["reference", "again"] else [f"equal to the reference are {same}"]
+    return problems + _paused(model, ids, plain)
 
 
 def _paused(model: Any, ids: Tensor, plain: Any) -> list[str]:
@@ -146,12 +124,7 @@ def _against_one_process(rank: int) -> list[str]:
     problems, world = [], dist.get_world_size()
     sizes = [_inputs(other)[..., 0].numel() for other in range(world)]
     own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-    cases: tuple[tuple[str, Stochastic], ...] = (
-        ("int4:g32", "off"),
-        ("int5:g16", "all"),
-        ("combine=int3:g32,dispatch_grad=int4:g32", "all"),
-    )
-    for text, stochastic in cases:
+    for text in ("int4:g32", "combine=int3:g32,dispatch_grad=int4:g32"):
         for prescaled in (False, True):
             results = []
             for ranks, at, inputs in ((world, rank, _inputs(rank)), (1, 0, _everyone(world))):
@@ -160,16 +133,13 @@ def _against_one_process(rank: int) -> list[str]:
                 router: Any = {"gate": torch.eye(WIDTH, EXPERTS), "scale": torch.arange(1.0, EXPERTS + 1)}
                 group = dist.group.WORLD if ranks > 1 else None
                 block = Block(Placement(EXPERTS, ranks), group, at, prescaled, **router)
-                quantiser = Quantiser(Formats.parse(text, stochastic), SEED)
-                tokens = torch.arange(sum(sizes))[own if ranks > 1 else slice(None)]
-                with quantiser.training_step(STEP, tokens):
-                    y = through(x, block, Transfer(quantiser=quantiser))
-                    y.square().sum().backward()
+                y = through(x, block, Transfer(quantiser=Quantiser(Formats.parse(text))))
+                y.square().sum().backward()
                 assert x.grad is not None
                 results.append([t.detach().view(-1, WIDTH) for t in (y, x.grad)])
             ours, whole = results
             if not all(torch.equal(mine, all_rows[own]) for mine, all_rows in zip(ours, whole, strict=True)):
-                problems.append(f"{text}, stochastic {stochastic}, prescaled {prescaled}")
+                problems.append(f"{text}, prescaled {prescaled}")
     return problems
 
 
@@ -248,41 +218,6 @@ def test_the_gradient_of_rounding_is_the_identity_and_gradients_have_their_own_f
         assert rows.grad is not None
         assert torch.equal(rows.grad, upstream if grad_format is None else _round_trip(upstream, back))
     assert simulate(rows, None) is rows
-
-
-def test_the_number_of_a_row_travels_behind_rows_that_are_not_rounded() -> None:
-    quantiser = Quantiser(Formats.parse("dispatch_grad=int8:g32", "gradients"), SEED)
-    pairs = torch.tensor([5, 0, 3, 1])
-    for dtype in (torch.bfloat16, torch.float32):
-        rows = torch.randn(4, WIDTH).to(dtype)
-        with quantiser.training_step(STEP, torch.tensor([7, 2, 9])):
-            codec: Any = quantiser.codecs(0, pairs, TOP_K).dispatch
-        records = codec.encode(rows)
-        assert records.dtype == torch.uint8 and records.shape[1] % 16 == 0
-        assert torch.equal(codec.decode(records.flip(0), WIDTH, dtype), rows.flip(0))
-        assert codec.received.tolist() == [15, 5, 14, 19]  # reversed, as the records
-
-
-def test_only_training_steps_round_at_random() -> None:
-    quantiser = Quantiser(Formats.parse("int4:g32", "all"), SEED)
-    rows, pairs = torch.randn(6, WIDTH), torch.arange(6)
-    nearest = _round_trip(rows, Format.parse("int4:g32"))
-    assert torch.equal(simulate(rows, quantiser.codecs(0, pairs, TOP_K).dispatch), nearest)
-    with quantiser.training_step(STEP, torch.arange(3)):
-        assert not torch.equal(simulate(rows, quantiser.codecs(0, pairs, TOP_K).dispatch), nearest)
-        with quantiser.paused():
-            assert quantiser.codecs(0, pairs, TOP_K).dispatch is None
-
-
-def test_each_direction_and_layer_has_its_own_draws() -> None:
-    quantiser = Quantiser(Formats.parse("int4:g32", "all"), SEED)
-    rows, pairs = torch.randn(6, WIDTH), torch.arange(6)
-    results = []
-    for layer in (0, 1):
-        with quantiser.training_step(STEP, torch.arange(3)):
-            codecs = quantiser.codecs(layer, pairs, TOP_K)
-        results += [simulate(rows, getattr(codecs, direction)) for direction in DIRECTIONS]
-    assert all(not torch.equal(a, b) for n, a in enumerate(results) for b in results[:n])
 
 
 def test_formats_are_read_for_all_directions_or_for_each() -> None:

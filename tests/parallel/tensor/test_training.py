@@ -1,7 +1,6 @@
 """Tensor-parallel training: overlapped is blocking to the last bit, and both are one process up to rounding."""
 
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +79,10 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> str | None:
     return next((name for name in one if not torch.equal(one[name], other[name])), None)
 
 
-_all_reduce, _gather, _scatter = dist.all_reduce, dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+_all_reduce = dist.all_reduce
 
 
-def _compare(
-    rank: int, cases: list[tuple[str, str, list[Wiring]]], references: str, degree: int, sequence: bool
-) -> list[str]:
+def _compare(rank: int, cases: list[tuple[str, str, list[Wiring]]], references: str, degree: int) -> list[str]:
     """Overlapped and eager sums against blocking ones, with recompute and without; and all against one process."""
     ranks, problems = TensorGroup(dist.group.WORLD, degree, rank), []
     for arch, folder, wirings in cases:
@@ -102,7 +99,7 @@ def _compare(
             for mode, recompute in modes:
                 if recompute:
                     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-                wire_training(model, wiring, ranks, mode, sequence=sequence)
+                wire_training(model, wiring, ranks, mode)
                 with late_sums() if mode == "on" else nullcontext():
                     found[mode, recompute] = passes(model)
                 model.gradient_checkpointing_disable()
@@ -130,8 +127,8 @@ def write_references(folder: Path, cases: dict[str, list[Wiring]]) -> list[tuple
     return [(arch, str(folder / arch), wirings) for arch, wirings in cases.items()]
 
 
-def _check(size: int, folder: Path, cases: dict[str, list[Wiring]], sequence: bool = False) -> None:
-    for problems in in_group(size, _compare, write_references(folder, cases), str(folder), size, sequence):
+def _check(size: int, folder: Path, cases: dict[str, list[Wiring]]) -> None:
+    for problems in in_group(size, _compare, write_references(folder, cases), str(folder), size):
         assert problems == []
 
 
@@ -145,13 +142,6 @@ def test_two_ranks_train_every_dense_family(tmp_path: Path) -> None:
 
 def test_four_ranks_train_every_schedule(tmp_path: Path) -> None:
     _check(4, tmp_path, {"qwen3": [LADDER, Wiring("farskip", (1, 3)), Wiring("desync-4x", ALL, tp_degree=4)]})
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_with_rows_of_their_own_train_every_schedule(size: int, tmp_path: Path) -> None:
-    wirings = [STANDARD, *(Wiring(name, ALL) for name in ("ladder", "parallel")), Wiring("farskip", (1, 2))]
-    cases = {"qwen3": [*wirings, Wiring("ladder", ALL, distance=2)], "olmo2": [LADDER], "starcoder2": [LADDER]}
-    _check(size, tmp_path, cases if size == 2 else {"qwen3": wirings[:2]}, sequence=True)
 
 
 def _steps(rank: int, folder: str, degree: int) -> list[Any]:
@@ -242,58 +232,6 @@ def test_a_gradient_is_in_flight_as_long_as_no_part_needs_it(wiring: Wiring, tmp
         under = [name for kind, name in events[starts:awaited] if kind == "computes"]
         free = [other for other in parts[number + 1 :] if other not in reads[place]]
         assert under == free[: max(1, *wiring.reads)], (part, under)
-
-
-def _exposed(rank: int, folder: str, wiring: Wiring, recompute: bool = False) -> list[int]:
-    """How many gathers and scatters of rows no product hides in the forward and in the backward pass; and how many."""
-    ranks, computed, exposed = TensorGroup(dist.group.WORLD, 2, rank), [], []
-    model: Any = load_tensor_parallel(folder, dtype=torch.float32, device="cpu", ranks=ranks, whole_vocabulary=True)
-    prepare(model.train(), ranks)
-    wire_training(model, wiring, ranks, sequence=True)
-    if recompute:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for module in model.model.layers.modules():
-        if isinstance(module, torch.nn.Linear):
-            module.register_forward_hook(lambda *_: computed.append(0))
-            module.weight.register_hook(lambda _: computed.append(0))
-
-    class Seen:
-        def __init__(self, work: Any) -> None:
-            self.work, self.started = work, len(computed)
-
-        def wait(self) -> None:
-            self.work.wait()
-            exposed.append(self.started == len(computed))
-
-    def seen(send: Any, out: Tensor, x: Tensor, group: Any, async_op: bool) -> Seen:
-        return Seen(send(out, x, group=group, async_op=async_op))
-
-    dist.all_gather_into_tensor, dist.reduce_scatter_tensor = partial(seen, _gather), partial(seen, _scatter)
-    try:
-        ids = tiny.tokens()
-        loss = model(ids, labels=ids, use_cache=False).loss
-        forward = len(exposed)
-        backward(loss)
-    finally:
-        dist.all_gather_into_tensor, dist.reduce_scatter_tensor = _gather, _scatter
-    return [sum(exposed[:forward]), sum(exposed[forward:]), forward, len(exposed) - forward]
-
-
-@pytest.mark.parametrize(
-    ("wiring", "exposed", "recomputed"), [(STANDARD, [17, 9, 17, 17], 12), (LADDER, [3, 2, 16, 16], 5)]
-)
-def test_products_hide_gathers_and_scatters_of_rows_as_the_wiring_allows(
-    wiring: Wiring, exposed: list[int], recomputed: int, tmp_path: Path
-) -> None:
-    """Ladder exposes the first and the last transfer of a direction, and the gather for the final norm.
-
-    Its last two outputs share one scatter. A recompute of a layer gathers the input of its MLP; that of the first layer
-    also the input of its attention, which no layer before has gathered. Under standard, every layer repeats that and
-    the scatter between the two.
-    """
-    model_of(tmp_path, "llama")
-    assert in_group(2, _exposed, str(tmp_path), wiring) == [exposed] * 2
-    assert in_group(2, _exposed, str(tmp_path), wiring, True)[0][2:] == [exposed[2], exposed[3] + recomputed]
 
 
 @pytest.mark.parametrize(("wiring", "recomputed"), [(STANDARD, 4), (LADDER, 0)])

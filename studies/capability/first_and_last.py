@@ -1,13 +1,32 @@
-"""FarSkip Figure 3: the scores of untrained conversions of the first N layers, and of the last N, over N."""
+"""FarSkip Figure 3: the scores of untrained conversions of the first N layers, and of the last N, over N.
 
+    python -m studies.capability.first_and_last MODEL --out OUT [--tasks NAME,...] [--held-out FILE]
+        [--wiring farskip] [--points N,N,...] [--suite paper] [--data-mirror DIR] [--limit N] [--batch-size N]
+        [--device cpu|cuda] [--dtype TYPE]
+
+MODEL is an original, as a directory or hub id. It is loaded once and rewired in place for every point. Finished points
+are kept in OUT: a run that was killed and is started again with the same model and settings repeats none of them.
+"""
+
+import argparse
+import hashlib
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 from fcsd import markdown
+from fcsd.checkpoint import read_config, resolve
+from fcsd.checkpoint.location import short_names
+from fcsd.checkpoint.rewired import refuse_rewired
+from fcsd.checkpoint.tokenizer import load_tokenizer
 from fcsd.disk import file_sha256, json_sha256, require_folder, write_text
 from fcsd.errors import ConfigError
 from fcsd.eval.compare import nats
@@ -15,14 +34,18 @@ from fcsd.eval.engines.adapter import HFAdapter
 from fcsd.eval.engines.answer_cache import AnswerCache
 from fcsd.eval.engines.engine import Engine
 from fcsd.eval.harness import Loaded, evaluate_models
-from fcsd.eval.layers.rewiring import Layers, Subject, first, last, load_subject, reads_in_flight
 from fcsd.eval.perplexity import HeldOut, held_out_result
 from fcsd.eval.results import PERPLEXITIES, UNITS, Result, are_sound, is_accuracy, shown
 from fcsd.eval.statistics import paired_difference, spread
+from fcsd.models.build import decoder_layers, load_on_device, unwired, wire
 from fcsd.models.selection import layers_text
+from fcsd.models.wiring import Wiring
 from fcsd.progress import progress
+from fcsd.version import __version__
 
 log = logging.getLogger(__name__)
+
+Layers = tuple[int, ...]  # indices of decoder layers, ascending
 
 # Most values of N on a curve unless the caller names them.
 POINTS = 13
@@ -30,77 +53,107 @@ POINTS = 13
 ENDS = {"first": "tab:red", "last": "tab:blue"}
 
 
-def sweep_layers(
+@dataclass(frozen=True)
+class Subject:
+    """An original model, and the wiring whose layers are varied.
+
+    Attributes:
+        sha256: the hash of the model's configuration and weights.
+        wiring: the wiring, with an empty set of layers.
+    """
+
+    name: str
+    sha256: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    wiring: Wiring
+
+    @property
+    def depth(self) -> int:
+        """The number of decoder layers."""
+        return len(decoder_layers(self.model))
+
+    @contextmanager
+    def converted(self, layers: Layers) -> Iterator[None]:
+        """A block in which exactly these layers are converted; afterwards no layer is."""
+        try:
+            wire(self.model, replace(self.wiring, layers=layers))
+            yield
+        finally:
+            wire(self.model, unwired())
+
+    def identity(self) -> dict[str, Any]:
+        """All that a measurement depends on besides the layers and the data, as JSON-like data."""
+        block = self.wiring.to_block()
+        return {
+            "model_sha256": self.sha256,
+            **{key: block[key] for key in ("wiring", "variant", "border", "distance")},
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "device": self.model.device.type,
+            "versions": {"fcsd": __version__, **{name: version(name) for name in ("lm_eval", "transformers", "torch")}},
+        }
+
+
+def load_subject(model: str, wiring: str, device: str | None, dtype: str | None) -> Subject:
+    """Load an original model for rewiring; ``load_on_device`` explains device and dtype."""
+    path = resolve(model).path
+    refuse_rewired(path, read_config(path).rewired)
+    network = load_on_device(path, device=device, dtype=dtype)
+    digest = hashlib.sha256()
+    for file in sorted([*path.glob("*.json"), *path.glob("*.safetensors")]):
+        digest.update(f"{file.name} {file_sha256(file)}\n".encode())
+    return Subject(short_names([model])[0], digest.hexdigest(), network, load_tokenizer(path), Wiring(wiring, ()))
+
+
+def measure(
     model: str,
+    out: Path,
     *,
-    out: str | Path,
     wiring: str = "farskip",
-    variant: str = "full",
     points: Sequence[int] | None = None,
     suite: str = "paper",
     tasks: Sequence[str] | None = None,
-    num_fewshot: int | None = None,
-    apply_chat_template: bool | None = None,
-    data_mirror: str | Path | None = None,
-    held_out: str | Path | None = None,
+    data_mirror: Path | None = None,
+    held_out: Path | None = None,
     limit: int | None = None,
     batch_size: int | None = None,
     device: str | None = None,
     dtype: str | None = None,
 ) -> dict[str, Any]:
-    """Measure both curves on one model in memory; write ``sweep.json``, ``sweep.md`` and ``sweep.png`` into ``out``.
+    """Measure both curves; write ``sweep.json``, ``sweep.md`` and ``sweep.png`` into ``out``.
 
     Args:
-        model: directory or hub id of an original.
-        out: directory for results. Finished points are kept there: a sweep that was killed and is started again with
-            the same model and settings repeats none of them.
         points: values of N; None for at most ``POINTS`` from 0 to all layers. 0 is always measured.
         tasks: some of ``suite`` or of lm-eval's; None for none, then only the held-out loss is measured.
         limit: use only so many documents of every task and of the held-out text, evenly spread.
-        num_fewshot, apply_chat_template, data_mirror, held_out: see ``evaluate_models``.
-        batch_size: see ``engine.Engine``; device, dtype: see ``load_subject``.
 
     Returns:
         The content of ``sweep.json``. Each point has a score per column with its ``change`` from the unconverted
         model as ``[difference, paired standard error]``; that of a perplexity is in nats.
-
-    Raises:
-        ConfigError: there is nothing to measure, a point is outside the model, or as ``evaluate_models``.
-        BadInputError, NonFiniteError: as ``evaluate_models``; finished points stay.
     """
     if not tasks and held_out is None:
         raise ConfigError("a sweep needs something to measure", "Give --tasks, --held-out or both.")
-    require_folder(out := Path(out), "--out")
-    text = None if held_out is None else HeldOut(Path(held_out))
+    require_folder(out, "--out")
+    text = None if held_out is None else HeldOut(held_out)
     if text is not None:
         text.texts = [text.texts[i] for i in spread(len(text.texts), limit)]  # type: ignore[assignment]
-    subject = load_subject(model, wiring=wiring, variant=variant, device=device, dtype=dtype)
+    subject = load_subject(model, wiring, device, dtype)
     numbers = _points(points, subject.depth)
     settings = {
         "suite": suite,
         "tasks": list(tasks or []),
-        "num_fewshot": num_fewshot,
-        "apply_chat_template": apply_chat_template,
         "limit": limit,
         "batch_size": batch_size,
-        "data_mirror": None if data_mirror is None else _content(Path(data_mirror)),
+        "data_mirror": None if data_mirror is None else _content(data_mirror),
         "held_out_sha256": None if text is None else json_sha256(text.texts),
     }
 
-    def measure() -> list[Result]:
+    def ask() -> list[Result]:
         results = []
         if tasks:
-            loaded = Loaded(subject.name, subject.model, subject.tokenizer)
-            results += evaluate_models(
-                [loaded],
-                suite=suite,
-                tasks=tasks,
-                num_fewshot=num_fewshot,
-                apply_chat_template=apply_chat_template,
-                data_mirror=data_mirror,
-                limit=limit,
-                engine=Engine(batch_size=batch_size),
-            )
+            loaded, engine = Loaded(subject.name, subject.model, subject.tokenizer), Engine(batch_size=batch_size)
+            asked: dict[str, Any] = {"suite": suite, "tasks": tasks, "data_mirror": data_mirror, "limit": limit}
+            results += evaluate_models([loaded], engine=engine, **asked)
         if text is not None:
             results.append(held_out_result(text, HFAdapter(subject.model, subject.tokenizer, batch_size=batch_size)))
         return results
@@ -115,7 +168,7 @@ def sweep_layers(
                 results = cache.get([identity, layers], are_sound)
                 if results is None:
                     with subject.converted(layers):
-                        results = measure()
+                        results = ask()
                     cache.add([identity, layers], results)
                 measured[layers] = results
                 scores = "  ".join(f"{result['column']} {shown(result)[0]}" for result in results)
@@ -141,7 +194,7 @@ def _points(points: Sequence[int] | None, depth: int) -> list[int]:
 
 
 def _layers(end: str, n: int, depth: int) -> Layers:
-    return first(n) if end == "first" else last(n, depth)
+    return tuple(range(n)) if end == "first" else tuple(range(depth - n, depth))
 
 
 def _content(mirror: Path) -> dict[str, str]:
@@ -167,9 +220,7 @@ def _sweep(
                 }
                 for row in measured[layers]
             }
-            point = {"end": end, "n": n, "layers": layers_text(layers)}
-            reads = reads_in_flight(subject.wired(layers), subject.halves)
-            points.append({**point, "reads_in_flight": reads, "scores": scores})
+            points.append({"end": end, "n": n, "layers": layers_text(layers), "scores": scores})
     keys = ("column", "task", "metric", "n", "chance", "settings_sha256", "data_sha256")
     return {
         "model": subject.name,
@@ -232,3 +283,27 @@ def draw(sweep: dict[str, Any], path: Path) -> None:
         axes.grid(alpha=0.3)
     figure.axes[0].legend(fontsize="small")
     figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Reads the arguments, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--out", type=Path, required=True)
+    for name in ("tasks", "points"):
+        parser.add_argument(f"--{name}", type=lambda text: text.split(","))
+    for name in ("data-mirror", "held-out"):
+        parser.add_argument(f"--{name}", type=Path)
+    for name in ("limit", "batch-size"):
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--wiring", default="farskip")
+    parser.add_argument("--suite", default="paper")
+    for name in ("device", "dtype"):
+        parser.add_argument(f"--{name}")
+    given = vars(parser.parse_args())
+    points = given.pop("points")
+    print(to_text(measure(**given, points=None if points is None else [int(n) for n in points])))
+
+
+if __name__ == "__main__":
+    main()

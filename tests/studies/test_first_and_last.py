@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import eval_data
@@ -9,14 +10,11 @@ import pytest
 import tiny
 import torch
 from accelerate import dispatch_model
-from typer.testing import CliRunner
+from studies.capability import first_and_last
+from studies.capability.first_and_last import load_subject, measure
 
-from fcsd.cli.main import app
 from fcsd.convert import convert_checkpoint
 from fcsd.errors import BadInputError, ConfigError
-from fcsd.eval.layers import sweep as sweeping
-from fcsd.eval.layers.rewiring import load_subject, reads_in_flight
-from fcsd.eval.layers.sweep import sweep_layers
 from fcsd.eval.statistics import paired_difference
 from fcsd.models.build import unwired, wire
 from fcsd.models.selection import layers_text, select_layers
@@ -47,7 +45,7 @@ def text(tmp_path_factory) -> Path:
 
 def held_out_loss(teacher: Path, layers: tuple[int, ...], name: str = "farskip") -> float:
     """Nats per token, from a model loaded and wired for this one measurement, by transformers' own loss."""
-    subject = load_subject(str(teacher))
+    subject = load_subject(str(teacher), "farskip", None, None)
     wire(subject.model, Wiring(name, layers))
     total = count = 0
     for words in TEXTS:
@@ -59,7 +57,7 @@ def held_out_loss(teacher: Path, layers: tuple[int, ...], name: str = "farskip")
 
 def test_every_point_is_the_rewired_models_own_score(teacher, mirror, text, tmp_path):
     tasks = ["piqa", "lambada_openai"]
-    sweep = sweep_layers(str(teacher), out=tmp_path, tasks=tasks, data_mirror=mirror, held_out=text)
+    sweep = measure(str(teacher), tmp_path, tasks=tasks, data_mirror=mirror, held_out=text)
     assert [(point["end"], point["n"]) for point in sweep["points"]] == [
         (e, n) for e in ("first", "last") for n in range(5)
     ]
@@ -89,7 +87,7 @@ def _kept(out: Path) -> dict[tuple[int, ...], list[dict]]:
 
 def test_a_killed_sweep_repeats_no_finished_point(teacher, text, tmp_path, monkeypatch):
     measured = []
-    real = sweeping.held_out_result
+    real = first_and_last.held_out_result
 
     def counted(*args):
         if len(measured) == 3:
@@ -98,28 +96,26 @@ def test_a_killed_sweep_repeats_no_finished_point(teacher, text, tmp_path, monke
         measured.append("point")
         return real(*args)
 
-    monkeypatch.setattr(sweeping, "held_out_result", counted)
+    monkeypatch.setattr(first_and_last, "held_out_result", counted)
     with pytest.raises(KeyboardInterrupt):
-        sweep_layers(str(teacher), out=tmp_path, held_out=text)
-    sweep = sweep_layers(str(teacher), out=tmp_path, held_out=text)
+        measure(str(teacher), tmp_path, held_out=text)
+    sweep = measure(str(teacher), tmp_path, held_out=text)
     assert measured.count("point") == 8, "0 and 4 are shared by both curves"
-    assert sweep_layers(str(teacher), out=tmp_path, held_out=text) == sweep
+    assert measure(str(teacher), tmp_path, held_out=text) == sweep
     assert measured.count("point") == 8
-    sweep_layers(str(teacher), out=tmp_path, held_out=text, points=[4], limit=2)
+    measure(str(teacher), tmp_path, held_out=text, points=[4], limit=2)
     assert measured.count("point") == 10, "less text is another measurement"
-    sweep_layers(str(teacher), out=tmp_path, held_out=text, points=[4], wiring="ladder")
+    measure(str(teacher), tmp_path, held_out=text, points=[4], wiring="ladder")
     assert measured.count("point") == 12
 
 
 def test_refusals(teacher, text, tmp_path):
-    for options in ({}, {"held_out": text, "points": [5]}, {"held_out": text, "wiring": "farskipp"}):
+    for options in ({}, {"held_out": text, "points": [5]}, {"held_out": text, "points": [-1]}):
         with pytest.raises(ConfigError):
-            sweep_layers(str(teacher), out=tmp_path / "out", **options)
-    with pytest.raises(ConfigError, match="no variant"):
-        load_subject(str(teacher), wiring="parallel", variant="attn-only")
+            measure(str(teacher), tmp_path / "out", **options)
     convert_checkpoint(str(teacher), tmp_path / "converted", check=False)
     with pytest.raises(BadInputError, match="converted already"):
-        sweep_layers(str(tmp_path / "converted"), out=tmp_path / "out", held_out=text)
+        measure(str(tmp_path / "converted"), tmp_path / "out", held_out=text)
     assert not (tmp_path / "out").exists()
 
 
@@ -136,42 +132,13 @@ def test_rewiring_a_model_that_accelerate_has_dispatched():
     assert not torch.equal(expected, unchanged)
 
 
-@pytest.mark.parametrize(
-    ("wiring", "reads"),
-    [
-        (Wiring("farskip", ()), 0),
-        (Wiring("farskip", (0, 1, 2, 3)), 7),  # layer 0's attention reads the embeddings
-        (Wiring("farskip", (1, 3)), 2),  # each alone: its attention waits for the standard layer before it
-        (Wiring("ladder", (1, 3)), 4),  # unless the border is partial
-        (Wiring("ladder", (0,)), 1),
-        (Wiring("farskip", (1, 2), variant="attn-only"), 1),
-        (Wiring("parallel", (0, 1, 2, 3)), 4),
-    ],
-)
-def test_reads_in_flight(wiring, reads):
-    assert reads_in_flight(wiring, [(True, True)] * 4) == reads
-
-
-@pytest.mark.parametrize(
-    ("wiring", "reads"),
-    [
-        (Wiring("farskip", (0, 1, 2, 3)), 3),
-        (Wiring("farskip", (1, 3)), 1),  # with a full border, the attention after an MLP reads everything
-        (Wiring("farskip", (1, 3), border="partial"), 2),
-        (Wiring("parallel", (0, 1, 2, 3)), 1),
-    ],
-)
-def test_reads_in_flight_of_layers_with_one_sub_block(wiring: Wiring, reads: int) -> None:
-    attention, mlp = (True, False), (False, True)
-    assert reads_in_flight(wiring, [attention, mlp, attention, attention]) == reads
-
-
 @pytest.mark.parametrize("layers", [(), (0,), (0, 1), (0, 2, 5, 6, 7), (3, 9), tuple(range(10))])
 def test_layers_text_is_what_convert_takes(layers):
     assert select_layers(layers_text(layers), 10) == layers
 
 
-def test_command_line(teacher, text, tmp_path):
-    arguments = ["sweep-layers", str(teacher), "--out", str(tmp_path), "--held-out", str(text), "--points", "2"]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0 and re.search(r"\| last +\| 2 +\|", result.stdout)
+def test_command_line(teacher, text, tmp_path, monkeypatch, capsys):
+    arguments = [str(teacher), "--out", str(tmp_path), "--held-out", str(text), "--points", "2"]
+    monkeypatch.setattr(sys, "argv", ["first_and_last", *arguments])
+    first_and_last.main()
+    assert re.search(r"\| last +\| 2 +\|", capsys.readouterr().out)
