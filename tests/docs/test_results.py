@@ -16,6 +16,7 @@ from studies.real import page as real_page
 
 from fcsd.bench.runner import spread
 from fcsd.bench.serve.figures import LOAD, load_ratios
+from fcsd.bench.shapes import SHAPES
 from fcsd.kernels.bit_split import Format, kernels
 from fcsd.parallel.placement.placement import Placement
 from fcsd.parallel.placement.search import greedy
@@ -881,6 +882,37 @@ TARGETS = {
         "met by the median alone ({farskip:prefill 2048}).",
         "log: {farskip:decode 1}, {farskip:decode 16} and {farskip:decode 64}; {farskip%prefill 512} % for prompts",
     ),
+    "qwen3_16_layers_": (
+        "slower than the original's: {farskip:decode 1}, in every round.** So is the bound's ({bound:decode 1})",
+        "({farskip:decode 16} and {farskip:decode 64} at 16 and 64 answers, where the bound itself has"
+        " {bound:decode 16} and {bound:decode 64}), 1.3x to the first tokens of 2048 ({farskip:prefill 2048}), and"
+        " 80 % of the bound's speed in prefill ({farskip%prefill 512} and {farskip%prefill 2048} %)",
+        "Rounds of one variant differ by {all}, those of the bound's step of one answer most.",
+        "log: **{farskip:decode 1}**, {farskip:decode 16} and {farskip:decode 64}; {farskip%prefill 512} and"
+        " {farskip%prefill 2048} % for prompts of 512 and 2048 tokens; {farskip:prefill 2048} | the bound itself has"
+        " {bound:decode 1}, {bound:decode 16} and {bound:decode 64}:",
+    ),
+    "qwen3_32b_12_layers_": (
+        "of 2048 is met ({ladder:prefill 2048}), and so is 80 % of the bound's speed there ({ladder%prefill 2048} %);"
+        " for prompts of 512 it is missed by plain sums ({ladder%prefill 512} %)** and met by INT8 and INT4"
+        " ({ladder, quantised:int8%prefill 512} and {ladder, quantised:int4%prefill 512} %)",
+        "missed at 1 and 64 answers ({ladder:decode 1}, {ladder:decode 64}).** At 16 ladder has {ladder:decode 16}, but"
+        " the original's two rounds differ by {original~decode 16}: beside the shorter one ladder is"
+        " {ladder<decode 16}.",
+        "differs by {ladder, quantised:int8~decode 1} and {ladder, quantised:int4~decode 16} between rounds, so"
+        " {ladder, quantised:int8:decode 1} and {ladder, quantised:int4:decode 16} are uncertain.",
+        "log: {ladder:decode 1} and {ladder:decode 64} at 1 and 64 answers; {ladder%prefill 512} % for prompts of 512",
+    ),
+    "v2lite_fp8_": (
+        "slower than the original: {farskip:prefill 2048}** (rounds of",
+        "where the bound has {bound:prefill 2048}. In bf16",
+        "the bound has {bound:prefill 512}, and rounds of one variant differ by {original~prefill 512} to"
+        " {farskip~prefill 512}.",
+        "missed**: {farskip:decode 1}, {farskip:decode 16}, {farskip:decode 64}, by {farskip%decode 1} to"
+        " {farskip%decode 16} % of",
+        "log: {farskip:decode 1}, {farskip:decode 16} and {farskip:decode 64}; **{farskip:prefill 2048}** for prompts"
+        " of 2048 tokens, where the bound has {bound:prefill 2048} |",
+    ),
 }
 
 # Steps at 1.25x of the original, and prefill at 80 % of the bound's speed: the others are called missed.
@@ -889,7 +921,12 @@ MET: dict[str, tuple[set[str], set[str]]] = {
     "70b_": (set(), {"prefill 512", "prefill 2048"}),
     "70b_tp4_": ({"decode 16"}, set()),
     "v2lite_27_layers_": (set(), {"prefill 2048"}),
+    "qwen3_16_layers_": (set(), set()),
+    "qwen3_32b_12_layers_": ({"decode 16"}, {"prefill 2048"}),
+    "v2lite_fp8_": (set(), {"prefill 512"}),
 }
+# Figures that miss 1.3x to the first tokens of 2048 and more, or 0.99x.
+BELOW: dict[str, set[str]] = {"qwen3_16_layers_": {"decode 1", "prefill 2048"}, "v2lite_fp8_": {"prefill 2048"}}
 
 
 def told_in_the_index(repo: Path, kind: str, found: Medians) -> None:
@@ -921,19 +958,26 @@ def against_targets(kind: str, variants: Any, found: Medians, text: str, log: st
     for words in TARGETS[kind]:
         said = re.sub(r"{([^}]*)}", lambda match: told[match[1]], words.removeprefix("log: "))
         assert said in (log if words.startswith("log: ") else text), said
-    for name in set(found) - {"original", "bound"}:
+    for name in {name for name in found if "quantised" not in name} - {"original", "bound"}:
         ratios = {key: plain[key] / ms for key, ms in found[name].items()}
         shares = {key: found["bound"][key] / ms for key, ms in found[name].items()}
         assert {key for key in ratios if key.startswith("decode") and ratios[key] >= 1.25} == MET[kind][0]
         assert {key for key in shares if key.startswith("prefill") and shares[key] >= 0.8} == MET[kind][1]
-        assert all(ratio >= 1.3 for key, ratio in ratios.items() if key in ("prefill 2048", "prefill 8192"))
+        least = {key: 1.3 if key in ("prefill 2048", "prefill 8192") else 0.99 for key in ratios}
+        assert {key for key in ratios if ratios[key] < least[key]} == BELOW.get(kind, set())
+        if kind == "qwen3_16_layers_":
+            own, first = (variants[of]["rounds"]["decode 1"] for of in (name, "original"))
+            assert min(own) > max(first), "in every round"
+        if kind == "v2lite_fp8_":
+            own, first = (variants[of]["rounds"]["prefill 2048"] for of in (name, "original"))
+            times = "(rounds of {:.0f} to {:.0f} ms beside {:.0f} to {:.0f})"
+            assert times.format(min(own), max(own), min(first), max(first)) in text
         assert name != "desync-4x" or all(ratio < 1.6 for ratio in ratios.values())
-        assert min(ratios.values()) >= 0.99
 
 
 @pytest.mark.parametrize(
     "kind",
-    ["", "v2lite_", "dp_", "quantised_", "by_table_8b_", "70b_", "70b_tp4_", "v2lite_27_layers_"],
+    ["", "v2lite_", "dp_", "quantised_", *TARGETS],
 )
 def test_serving_by_vllm_without_peer_access(repo: Path, raw: Raw, kind: str) -> None:
     together = raw(f"serve_vllm_{kind}slow_{4 if 'tp4' in kind else 2}xh100")
@@ -973,6 +1017,80 @@ def test_serving_by_vllm_without_peer_access(repo: Path, raw: Raw, kind: str) ->
     if not kind:
         starts = {round(one["start_s"]) for one in together["variants"].values() if "start_s" in one}
         assert f"at the same time in {max(starts)} s; the whole command took {together['seconds']:.0f} s" in text
+
+
+def allowed(sums: float, work: float, layers: int, attention: float) -> tuple[float, float]:
+    """The shortest time of a prefill in which sums may travel beside any work, and beside the next sub-block alone.
+
+    Args:
+        sums: their time if nothing else runs: two of each layer and the one of the embeddings, alike.
+        attention: its part of ``work``.
+    """
+    each = sums / (2 * layers + 1)
+    computed = before = arrived = each  # of the newest sub-block, of the sum that the next one reads, of the newest sum
+    for part in (attention, 1 - attention) * layers:
+        computed = max(computed, before) + part * work / layers
+        before, arrived = arrived, max(arrived, computed) + each
+    return max(sums - 2 * each, work) + 2 * each, arrived
+
+
+def test_what_the_order_of_ladder_allows(repo: Path, raw: Raw) -> None:
+    page = (repo / "benchmarks/results/vllm.md").read_text()
+    table, text = rows(page, "What the order of ladder allows in prefill"), " ".join(page.split())
+    whole, part = (raw("all_reduce_one_step_slow_2xh100")["ms"][size]["nccl"] for size in ("64 MiB", "16 MiB"))
+    longer = 4 * median(part) / median(whole)
+    found: list[dict[str, float]] = []
+    for kind in ("vllm_", "vllm_quantised_", "vllm_load_", "own_", "vllm_qwen3_32b_12_layers_", "vllm_70b_"):
+        run = raw(f"serve_{kind}slow_2xh100")
+        shape, layers = SHAPES[run["workload"]["model"]](1), run["workload"]["layers"]
+        for tokens in (512, 2048):
+            times = {name: median(one["rounds"][f"prefill {tokens}"]) for name, one in run["variants"].items()}
+            heads = (shape.num_attention_heads, shape.num_key_value_heads)
+            queries, keys = (number * shape.head_dim for number in heads)
+            own = 2 * shape.hidden_size * (queries + keys) + queries * tokens  # scores: half of the others, twice
+            attention = own / (own + 3 * shape.hidden_size * shape.intermediate_size)
+            work, sums = times["bound"], times["original"] - times["bound"]
+            free, bound_to_it = allowed(sums, work, layers, attention)
+            speeds = [work / free, work / bound_to_it, work / times["ladder"], bound_to_it / times["ladder"]]
+            cells = [f"{sums:.1f}", f"{work:.1f}", *(f"{100 * share:.0f}" for share in (attention, *speeds))]
+            assert [str(tokens), *cells] in [row[1:] for row in table], (kind, cells)
+            found.append(dict(zip(("free", "order", "ladder", "of_order"), speeds, strict=True)))
+            found[-1] |= {"chunks": work / allowed(sums * longer, work, layers, attention)[0]}
+            found[-1] |= {"over": sums / work, "times": sums / (2 * layers + 1) / (attention * work / layers)}
+    assert len(found) == len(table) - 1, "below the head"
+    small, wide = found[:8], found[8:]
+
+    def span(key: str, which: list[dict[str, float]], factor: float = 100, digits: int = 0) -> str:
+        values = [factor * one[key] for one in which]
+        return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+
+    over, missed = ([one for one in small if (one["free"] < 0.8) == met] for met in (True, False))
+    assert all(one["order"] < 0.8 and one["ladder"] < 0.8 for one in small) and len(over) == 3 and len(missed) == 5
+    for words in (
+        f"the order of ladder allows {span('order', small)} % of the bound's speed",
+        f"A sum takes {span('times', small, 1, 1)} times as long as the attention",
+        f"Ladder has {span('of_order', small)} % of the speed that its order allows",
+        f"are allowed {span('order', wide)} %, and have {span('ladder', wide)} %**",
+        f"their sums take {span('times', wide, 1, 1)} times as long as their attention",
+        f"the sums take {median(one['over'] for one in over):.1f} times as long as all work",
+        f"take {longer:.2f} times as long as one of 64 MiB",
+        f"with which any order allows {span('chunks', missed)} % there",
+        "[the order of ladder allows {:.0f} and {:.0f} %]".format(*(100 * one["order"] for one in small[:2])),
+    ):
+        assert words in text, words
+    own = raw("serve_own_slow_2xh100")["variants"]
+    short = [
+        100 * median(own["bound"]["rounds"][key]) / median(own[f"ladder, quantised:{kind}"]["rounds"][key])
+        for kind in ("int8", "int4")
+        for key in ("prefill 512", "prefill 2048")
+    ]
+    assert f"by INT8 and INT4 ladder has {min(short):.0f} to {max(short):.0f} % in fcsd's engine" in text
+    assert all(share > 100 * one["free"] for share, one in zip(short, [*small[6:8], *small[6:8]], strict=True))
+    log = (repo / "docs/LOG.md").read_text()
+    assert f"the order of ladder allows {span('order', small)} %]" in log
+    assert (
+        "the order of ladder allows {:.0f} and {:.0f} % (see".format(*(100 * one["order"] for one in wide[:2])) in log
+    )
 
 
 def test_tokens_in_flight_under_data_parallel_attention_in_two_runs(repo: Path, raw: Raw) -> None:
@@ -1027,6 +1145,10 @@ def test_when_serving_pays(repo: Path, raw: Raw) -> None:
         steps_first("70b_", "ladder", "width, its steps were {1} and its first tokens {0} as fast."),
         steps_first("70b_", "ladder", "| step {1}, together {0}; ")
         + steps_first("70b_", "desync-4x", "step {1}, together {0} |"),
+        steps_first("qwen3_16_layers_", "farskip", "step {1}, together {0} |"),
+        steps_first("v2lite_fp8_", "farskip", "together {0}, step {1} |"),
+        steps_first("qwen3_32b_12_layers_", "ladder", "| step {1}, together {0}; ")
+        + steps_first("qwen3_32b_12_layers_", "ladder, quantised:int4", "step {1}, together {0} |"),
         steps_first("v2lite_27_layers_", "farskip") + ", in one of three rounds 0.93x and 1.02x |",
         steps_first("by_table_8b_", "ladder") + " |",
         steps_first("by_table_8b_", "ladder", "had {1} and {0} with INT8 and INT4 sums, which change results."),
@@ -1074,6 +1196,59 @@ def test_when_serving_pays(repo: Path, raw: Raw) -> None:
         (64, "quantised:int4"),
     ]
     assert [(row["from"], row["reduce"]) for row in ways["prefill"]] == [(2048, "quantised:int4")]
+
+
+SIZES = {"prefill": (512, 2048), "decode": (1, 16)}
+LATTER = ("replicas", "stages")
+
+
+def test_a_whole_model_beside_replicas_and_pipeline_stages(repo: Path, raw: Raw) -> None:
+    variants = raw("serve_vllm_8b_replicas_slow_2xh100")["variants"]
+    found = {name: {key: median(times) for key, times in one["rounds"].items()} for name, one in variants.items()}
+    page, serving = (
+        (repo / name).read_text().replace("**", "") for name in ("benchmarks/results/vllm.md", "docs/serving.md")
+    )
+    text, said, index = (
+        " ".join(name.split()) for name in (page, serving, (repo / "benchmarks/results/README.md").read_text())
+    )
+    for name, times in found.items():
+        cells = [
+            f"{ms:.{3 if key[0] == 'd' else 1}f} ({found['original'][key] / ms:.2f}x)" for key, ms in times.items()
+        ]
+        assert f"| {name} | {' | '.join(cells)} |" in page
+    plain, replicas, stages = (
+        {key: f"{found[of][key] / ms:.2f}x" for key, ms in found["ladder"].items()}
+        for of in ("original", "original, one replica a GPU", "original, pipeline stages")
+    )
+    pairs = {
+        name: ["{} and {}".format(*(of[f"{kind} {n}"] for n in sizes)) for kind, sizes in SIZES.items()]
+        for name, of in (("plain", plain), ("replicas", replicas), ("stages", stages))
+    }
+    spans = ["step {1}, together {0}".format(*(pair.replace("and", "to") for pair in of)) for of in pairs.values()]
+    spans[1] = "step {decode 16} to {decode 1}, together {prefill 512} to {prefill 2048}".format(**replicas)
+    assert f"beside pipeline stages | {'; '.join(spans)} |" in said
+    for where, words in (
+        (text, f"ladder has {pairs['replicas'][0]} of their speed. Its steps of 1 and 16 answers are"),
+        (text, f"are {pairs['replicas'][1]} as fast"),
+        (text, f"ladder has {pairs['stages'][0]} of their speed to the first tokens. They are the slowest in steps"),
+        (text, f"where ladder has {pairs['stages'][1]} of their speed:"),
+        (text, f"ladder has {pairs['plain'][1]} in steps, and {pairs['plain'][0]} to the first tokens."),
+        (said, f"`ladder` had {pairs['stages'][0]} of their speed to the first tokens of 512 and 2048"),
+        (said, f"and {pairs['stages'][1]} in steps of 1 and 16 answers."),
+        (said, f"it had {pairs['replicas'][0]} to the first tokens, and {pairs['replicas'][1]} in steps."),
+        (index, "**{}** of replicas and **{}** of two".format(*(pairs[of][0].replace(" and", ",") for of in LATTER))),
+        (index, "answers {} and {} |".format(*(pairs[of][1].replace(" and", ",") for of in LATTER))),
+    ):
+        assert words in where, words
+    shown = [f"{found[name][key]:.0f}" for name in list(found)[2:] for key in ("prefill 512", "prefill 2048")]
+    assert (
+        "replicas took {} and {} ms to the first tokens of 512 and 2048, and pipeline stages {} and {}.".format(*shown)
+        in text
+    )
+    apart = [max(times) / min(times) - 1 for one in variants.values() for times in one["rounds"].values()]
+    assert f"Rounds of one variant differ by {100 * min(apart):.0f} to {100 * max(apart):.0f} %" in text
+    slowest = [max(found, key=lambda name: found[name][key]) for key in ("decode 1", "decode 16")]
+    assert set(slowest) == {"original, pipeline stages"}
 
 
 def test_replicas_and_a_load(repo: Path, raw: Raw) -> None:
