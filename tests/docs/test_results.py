@@ -1473,6 +1473,67 @@ def test_versions_of_vllm_on_cpus(repo: Path, raw: Raw, version: str) -> None:
     assert told in (repo / "benchmarks/results/vllm.md").read_text(), told
 
 
+def test_version_0_33_on_gpus(repo: Path, raw: Raw) -> None:
+    names = ("benchmarks/results/vllm.md", "docs/serving.md", "CHANGELOG.md", "benchmarks/results/README.md")
+    page, serving, changes, index = (" ".join((repo / name).read_text().split()) for name in names)
+    page = page.partition("## Version 0.33, on two H100s")[2].partition("## More families")[0]
+    file, modes = raw("vllm_rows_0.33_2xh100"), {"graph": "whole graphs", "default": "compiled, vLLM's graphs"}
+    assert "torch 2.11.0+cu130 transformers 5.17.0" in file["versions"][0] and "asks for torch 2.14" in file["what"]
+    told: dict[tuple[str, ...], dict[str, str]] = {}
+    found = [(call, row) for call in ("plans", "pieces") for part in file[call].values() for row in part["rows"]]
+    for call, row in found:
+        assert row["right"] and row["runner"] == "v2" and row["settings"] == ("pieces" if call == "pieces" else "")
+        of = (row["case"], row["dtype"], modes[row["mode"]], "yes" if row["experts"] else "no")
+        cell = f"{row['largest']:.1e}"
+        if row["dtype"] == "bfloat16":
+            cell = f"{row['rms']:.4f} of {row['rms_transformers']:.4f}"
+        told.setdefault(of, {})["pieces" if call == "pieces" else row["role"]] = cell
+        if call == "plans" and row["role"] == "converted":
+            told[of]["other"] = f"{row['other']:.2f}"
+    assert page.count("| yes |") + page.count("| no |") == len(told)
+    for of, cells in told.items():
+        line = " | ".join((*of, *(cells.get(of, "") for of in ("original", "converted", "pieces", "other"))))
+        assert " ".join(f"| {line} |".split()) in page, line
+    largest = max(row["largest"] for _, row in found if row["dtype"] == "float32")
+    shares = [row["rms"] / row["rms_transformers"] for _, row in found if row["dtype"] == "bfloat16"]
+    assert f"**All {len(found)} rows are right**: to {largest:.1e} nats in float32" in page
+    assert f"in bfloat16 {min(shares):.1f} to {max(shares):.1f} times the rms" in page
+    assert len({row["case"].partition("-")[0] for _, row in found}) == 4
+    said = f"{len(found)} rows"
+    assert f"where its wheel asks for 2.14: [{len(found)} of {len(found)} rows]" in serving
+    assert f"all {said} of four families are right" in serving and f"all {said} right beside" in index
+    assert all("over torch 2.11, where its wheel asks for 2.14" in text for text in (serving, changes, index))
+    served = raw("serve_vllm_0.33_slow_2xh100")
+    assert served["environment"]["packages"]["torch"] == "2.11.0" and served["vllm"] == "0.33.0"
+    assert f"NCCL {served['environment']['nccl']}." in page
+    rounds = {name: one["rounds"] for name, one in served["variants"].items()}
+    medians = {name: [median(own[key]) for key in ("decode 16", "prefill 2048")] for name, own in rounds.items()}
+    gains = {}
+    for name, (step, first) in medians.items():
+        gains[name] = [f"{plain / ms:.2f}x" for plain, ms in zip(medians["original"], (step, first), strict=True)]
+        shown = "the bound, which sends nothing" if name == "bound" else name
+        assert f"| {shown} | {step:.3f} ({gains[name][0]}) | {first:.1f} ({gains[name][1]}) |" in page
+    assert list(served["says_nothing"]) == ["decode 16"] and f"has {gains['bound'][0]} of the original there" in page
+    apart = {(name, key): 100 * (max(times) / min(times) - 1) for name in rounds for key, times in rounds[name].items()}
+    bound, ladder, first = (
+        f"{apart[of]:.0f} %" for of in (("bound", "decode 16"), ("ladder", "decode 16"), ("ladder", "prefill 2048"))
+    )
+    assert f"Its two rounds differ by {bound}, ladder's by {ladder}." in page
+    share = 100 * medians["bound"][1] / medians["ladder"][1]
+    assert (
+        f"are {gains['ladder'][1]} as fast**, in two rounds that differ by {first}; {share:.0f} % of the bound" in page
+    )
+    assert (
+        f"first tokens of 2048 {gains['ladder'][1]}; **its step says nothing** ({gains['ladder'][0]}, the bound"
+        in index
+    )
+    assert f"the bound {gains['bound'][0]})" in index
+    runs = [raw(f"serve_vllm_{kind}slow_2xh100")["variants"] for kind in ("", "quantised_", "load_")]
+    times = [[median(run[of]["rounds"]["prefill 2048"]) for of in ("original", "ladder")] for run in runs]
+    before = sorted(plain / ms for plain, ms in times)
+    assert f"had {before[0]:.2f}x to {before[-1]:.2f}x [in three runs]" in page
+
+
 def test_shared_experts_beside_on_gpus(repo: Path, raw: Raw) -> None:
     files = [raw("vllm_beside_2xh100"), raw("vllm_rows_2xh100")]
     found = [row for file in files for part in file.values() for row in part["rows"] if "largest" in row]
