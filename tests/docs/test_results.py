@@ -1339,6 +1339,105 @@ def test_random_arrivals_once_more_and_steps_without_a_graph(repo: Path, raw: Ra
     )
 
 
+def test_graphs_for_mixed_steps_and_sums_inside_them(repo: Path, raw: Raw) -> None:
+    names = (
+        "benchmarks/results/vllm.md",
+        "docs/serving.md",
+        "README.md",
+        "benchmarks/results/README.md",
+        "docs/LOG.md",
+    )
+    page, serving, readme, results, log = (" ".join((repo / name).read_text().split()) for name in names)
+    page = page[page.index("### Graphs for mixed steps") :].partition("### Quantised sums and a table")[0]
+
+    def told(name: str) -> tuple[dict[str, Any], dict[str, list[str]]]:
+        variants = raw(f"serve_vllm_load_{name}_slow_2xh100")["variants"]
+        under = {variant: row["loads"]["0.6"] for variant, row in variants.items() if row.get("loads")}
+        ratios: dict[str, list[str]] = {}
+        for variant, own in under.items():
+            assert own["requests"] == 600
+            ratios[variant] = [f"{under['original'][key] / own[key]:.2f}x" for key in LOAD]
+            cells = [f"{own[key]:.1f} ({ratio})" for key, ratio in zip(LOAD, ratios[variant], strict=True)]
+            passes = " and ".join(f"{one['first_p50']:.1f}" for one in own["passes"])
+            assert f"| {' | '.join(cells)} | {passes} |" in page
+        return under, ratios
+
+    under, ladder = told("graphs")
+    inside, without, again = (ladder[name] for name in ("ladder, pieces", "ladder", "original, again"))
+    at_once = ladder["ladder, sums at once"]
+    said = f"{without[0]} to the median first token and {without[2]} a step; with sums at once {at_once[0]} and"
+    assert f"{said} {at_once[2]}" in page and f"of the original has {again[0]} and {again[2]}" in page
+    assert f"those of the two originals differ by {again[1]}" in page
+    assert f"{inside[0]} to the median first token and {inside[2]} a step, by more than the two originals" in page
+    best = min(one["first_p50"] for name in ("original", "original, again") for one in under[name]["passes"])
+    assert all(one["first_p50"] < best for one in under["ladder, pieces"]["passes"])
+    said = f"`ladder` had {inside[0]} to the median first token and {inside[2]} a step, and a second server of the"
+    assert f"{said} original {again[0]} and {again[2]}. Without sums" in serving
+    assert f"(`pieces: false`) it had {without[0]} and {without[2]}." in serving
+    _, v2lite = told("v2lite_graphs")
+    mixture, plain, bound = (v2lite[name] for name in ("farskip, pieces", "farskip", "bound"))
+    assert f"none inside, {plain[0]}, and not clearly" in page
+    assert f"{mixture[0]} to the median first token and {mixture[2]} a step, but" in page
+    slowest = [f"{row[1]} and {row[3]}" for row in (mixture, plain, bound)]
+    assert (
+        "{} at the 99th percentile with its sums inside, {} with none inside. The bound has {}".format(*slowest) in page
+    )
+    assert f"had {mixture[0]} and {mixture[2]}, and was slower at the 99th percentile, **{slowest[0]}**" in serving
+    assert f"it was {inside[0]}, and `farskip` {mixture[0]} with **{mixture[1]}** at the 99th" in serving
+    assert "| **{}, {}; {}, {}**; {}, {}; {}, {} |".format(*without, *inside) in serving
+    assert "| **{}, {}; {}, {}**; {}, **{}**; {}, **{}** |".format(*plain, *mixture) in serving
+    assert (
+        f"it was [{inside[0]}](" in readme
+        and f"another model {mixture[0]}, but its slowest hundredth {mixture[1]}" in readme
+    )
+    said = f"{inside[0]} [with larger CUDA graphs and sums inside them, **{without[0]}** with none inside; `farskip` on"
+    assert f"{said} half of V2-Lite {mixture[0]} and **{plain[0]}**, its 99th percentile **{mixture[1]}**](" in results
+    said = f"`ladder` {inside[0]} to the first token and {inside[2]} a step, `farskip` {mixture[0]} and {mixture[2]}; "
+    assert f"{said}`farskip`'s 99th percentiles {slowest[0]}." in log and f"the bound has {slowest[2]} |" in log
+    starts = {}
+    for name in ("graphs", "alone"):
+        times = [
+            row["start_s"]
+            for row in raw(f"serve_vllm_load_{name}_slow_2xh100")["variants"].values()
+            if "start_s" in row
+        ]
+        starts[name] = f"{min(times):.0f} to {max(times):.0f} s"
+    assert all(starts["graphs"] in text and starts["alone"] in text for text in (page, serving))
+    sizes = raw("serve_vllm_load_graphs_slow_2xh100")["workload"]["options"][-1]
+    assert sizes in serving.replace(", ", ",").replace(": ", ":"), "what is advised is what was measured"
+    gains, decoding, short = {}, 0.0, []
+    for link in ("slow", "nvlink"):
+        found = raw(f"vllm_steps_graphs_{link}_2xh100")
+        ways = [found[way] for way in ("original", "wired", "pieces", "bound")]
+        for kind in (*found["wired"]["single"][0], "mixed", "decode"):
+            times = [median(way[kind] if kind in way else [one[kind] for one in way["single"]]) for way in ways]
+            ratios = [f"{times[0] / ms:.2f}x" for ms in times]
+            cells = [f"{ms:.1f} ({ratio})" for ms, ratio in zip(times, ratios, strict=True)]
+            assert f"| {' | '.join(cells)} |" in page
+            if kind == "128" and link == "slow":
+                short = ratios
+            if kind == "decode":
+                decoding = times[2] / times[1]
+            elif kind not in ("128", "256"):
+                gains.setdefault(link, []).append(times[1] / times[2])
+    slow, nvlink = ([f"{edge:.2f}x" for edge in (min(own), max(own))] for own in gains.values())
+    assert f"a step was {slow[0]} to {slow[1]} as fast" in page and f"[{slow[0]} to {slow[1]}](" in serving
+    assert f"on {nvlink[0]}, at 768 tokens, to {nvlink[1]} of none inside" in page
+    assert f"{nvlink[0]} to {nvlink[1]}, which says nothing" in serving
+    assert f"engines differ by {100 * decoding - 100:.0f} %" in page
+    assert f"had {short[2]} of the original with them and {short[1]} without, and the bound has {short[3]}" in page
+    found = raw("vllm_steps_graphs_slow_2xh100")
+    alone = [[found[way]["traced"][f"rank {n}"]["512+28"] for n in (0, 1)] for way in ("pieces", "wired")]
+    assert [{len(one["nccl"]) for one in way} for way in alone] == [{31}, {1}], "sums have left the main stream"
+    ran, before = (f"{min(one['exposed'] for one in way):.1f}" for way in alone)
+    assert f"alone for {ran} ms, with none inside for {before}" in page
+    rows = [row for link in raw("vllm_pieces_2xh100").values() for part in link.values() for row in part["rows"]]
+    assert all(row["right"] and row["graphs"] == "FULL_AND_PIECEWISE" for row in rows)
+    assert {row["case"].partition("-")[2] for row in rows} == {"ladder", "farskip", "latent"}
+    largest = max(row["largest"] for row in rows if row["dtype"] == "float32")
+    assert f"in {len(rows)} rows of" in page and f"to {largest:.1e} nats" in page
+
+
 def test_quantised_sums_on_gpus(repo: Path, raw: Raw) -> None:
     rows = [row for part in raw("vllm_sums_2xh100").values() for row in part["rows"]]
     modes = {"graph": "whole graphs", "default": "compiled, vLLM's graphs", "eager": "without a graph"}
