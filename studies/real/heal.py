@@ -276,6 +276,18 @@ def recipe_of(case: dict[str, Any], student: Path, folder: Path, texts: dict[str
 
 
 def measure(student: Path, teacher: Path, texts: dict[str, Path], rows: int = HELD_OUT_ROWS) -> dict[str, Any]:
+    """``divergences`` of two directories of models, on a GPU in bfloat16, on a CPU in float32."""
+    import torch
+
+    from fcsd.models.build import load_model
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    models = [load_model(path, dtype=dtype).to(device).eval() for path in (student, teacher)]
+    return divergences(*models, texts, rows)
+
+
+def divergences(student: Any, teacher: Any, texts: dict[str, Path], rows: int = HELD_OUT_ROWS) -> dict[str, Any]:
     """KL(teacher || student) and both losses in nats per token, on ``rows`` held-out rows of every text.
 
     Rows are packed as in training, but attention reads over the borders of documents, for both models alike.
@@ -283,20 +295,16 @@ def measure(student: Path, teacher: Path, texts: dict[str, Path], rows: int = HE
     import torch
     import torch.nn.functional as F
 
-    from fcsd.models.build import load_model
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    models = [load_model(path, dtype=dtype).to(device).eval() for path in (student, teacher)]
+    device = student.device
     # One row is enough work for a CPU, and the host starts the kernels of a row in about the time that a GPU takes.
-    at_once = max(1, LOGITS // (SEQ * models[0].config.get_text_config().vocab_size)) if device == "cuda" else 1
+    at_once = max(1, LOGITS // (SEQ * student.config.get_text_config().vocab_size)) if device.type == "cuda" else 1
     found = {}
     for name, folder in texts.items():
         held_out = token_rows(folder / "held_out", rows * SEQ).to(device)
         sums = torch.zeros(3, dtype=torch.float64)
         for batch in held_out.split(at_once):
             with torch.no_grad():
-                own, theirs = (F.log_softmax(model(batch).logits[:, :-1].float(), -1) for model in models)
+                own, theirs = (F.log_softmax(model(batch).logits[:, :-1].float(), -1) for model in (student, teacher))
             kl = (theirs.exp() * (theirs - own)).sum(-1)
             losses = [-log.gather(-1, batch[:, 1:, None]) for log in (own, theirs)]
             sums += torch.stack([value.double().sum().cpu() for value in (kl, *losses)])
