@@ -9,6 +9,7 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     PretrainedConfig,
+    Qwen3Config,
     Qwen3MoeConfig,
 )
 
@@ -114,6 +115,13 @@ SHAPES: dict[str, Shape] = {
     "llama-34b": Shape(LlamaConfig, 48, _llama_3(8192, 22016, 64, vocabulary=32000)),
     "llama3-70b": Shape(LlamaConfig, 80, _llama_3(8192, 28672, 64)),  # the model of Ladder-Residual Figure 2
     "llama-176b": Shape(LlamaConfig, 70, _llama_3(14336, 47104, 112)),
+    "qwen3-32b": Shape(
+        Qwen3Config,
+        64,
+        _sizes(151936, 5120, 25600, 64, 8)
+        | _rotated(1e6, 40960)
+        | {"head_dim": 128, "rms_norm_eps": 1e-6, "tie_word_embeddings": False},
+    ),
     # The dimensions of Qwen2.5-1.5B.
     "dense-1.5b": Shape(
         LlamaConfig,
