@@ -3,6 +3,7 @@
 import json
 import math
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,8 @@ CHANCE = {benchmark.column: benchmark.chance for benchmark in SUITES["paper"]}
 def best(raw: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The run with scores of each conversion that ends nearest to the original on both texts.
 
-    ``lost`` is the mean difference in points and its error, and ``untrained_lost`` the points that the conversion costs
-    before it is healed.
+    ``lost`` is the mean difference in points and its error, over the runs that differ from it in the seed alone, too;
+    ``untrained_lost`` are the points that the conversion costs before it is healed.
     """
     found: dict[tuple[str, tuple[int, ...]], list[dict[str, Any]]] = {}
     for file in raw:
@@ -63,8 +64,23 @@ def best(raw: list[dict[str, Any]]) -> list[dict[str, Any]]:
             run["untrained_kl"] = run.get("untrained_kl") or other.get("untrained_kl")
             if f"{other['name']}-untrained" in other["file"].get("scores", ()):
                 run["untrained_lost"] = mean_difference(other["file"], f"{other['name']}-untrained")[0]
-        chosen.append({**run, "lost": mean_difference(run["file"], run["name"])})
+        same = [
+            mean_difference(other["file"], other["name"])
+            for other in scored
+            if all(other.get(key) == run.get(key) for key in ("tokens", "text", "lr", "batch", "set"))
+        ]
+        chosen.append({**run, "lost": over_seeds(same)})
     return chosen
+
+
+def over_seeds(found: list[tuple[float, float]]) -> tuple[float, float]:
+    """The mean of points that each seed lost or won, and its error, from those of each.
+
+    The error is that of the questions, which all seeds were asked, and that of the seeds: ``sqrt(e^2 + s^2 / n)``,
+    where ``e`` is the mean of the runs' errors.
+    """
+    points, errors = zip(*found, strict=True)
+    return statistics.mean(points), math.hypot(statistics.mean(errors), _spread(points) / math.sqrt(len(points)))
 
 
 def answer(raw: list[dict[str, Any]], repo: Path = Path()) -> str:
@@ -151,8 +167,7 @@ def scores(file: dict[str, Any]) -> str:
 def by_seed(file: dict[str, Any]) -> str:
     """Markdown with runs that differ in the seed alone: each mean with its standard deviation over the seeds.
 
-    The points lost by each seed stand beside their mean. Its error is that of the questions, which all seeds were
-    asked, and that of the seeds: ``sqrt(e^2 + s^2 / n)``, where ``e`` is the mean of the runs' errors.
+    The points lost by each seed stand beside their mean (``over_seeds``).
     """
     head = ["converted", "wiring", "tokens", "seeds", "KL, own text", "KL, foreign text", "points lost by each"]
     body = []
@@ -162,18 +177,30 @@ def by_seed(file: dict[str, Any]) -> str:
         alike.setdefault((run["layers"], run["wiring"], run["tokens"]), []).append(run)
     for (layers, wiring, tokens), seeds in alike.items():
         found = [mean_difference(file, run["name"]) for run in seeds]
-        lost, errors = [-points for points, _ in found], [error for _, error in found]
-        error = math.hypot(statistics.mean(errors), _spread(lost) / math.sqrt(len(lost)))
+        points, error = over_seeds(found)
         cells = [layers, wiring, f"{tokens / 1e6:.3g} M", str(len(seeds))]
         for text in ("own", "foreign"):
             values = [run["kl"][text]["kl"] for run in seeds]
             cells.append(f"{statistics.mean(values):.3f} ± {_spread(values):.3f}")
-        each = ", ".join(f"{points:.1f}" for points in lost)
-        body.append([*cells, each, f"{statistics.mean(lost):.1f} ± {error:.1f}"])
+        each = ", ".join(f"{-lost:.1f}" for lost, _ in found)
+        body.append([*cells, each, f"{-points:.1f} ± {error:.1f}"])
     return table([*head, "mean"], body, left=2) + "\n"
 
 
-def _spread(values: list[float]) -> float:
+def with_seeds(raw: dict[Path, dict[str, Any]]) -> dict[str, Any]:
+    """The file of the seeds, with those of the longer runs of which there is more than one seed."""
+    seeds, longer = raw[CONVERTED_SEEDS], raw[CONVERTED]
+    asked = {found["model"] for found in longer["differences"]}
+    alike = [(run["layers"], run["tokens"]) for run in longer["runs"] if run["name"] in asked]
+    more = [run for run in longer["runs"] if alike.count((run["layers"], run["tokens"])) > 1]
+    return {
+        "runs": seeds["runs"] + more,
+        "differences": seeds["differences"] + longer["differences"],
+        "scores": longer["scores"] | seeds["scores"],
+    }
+
+
+def _spread(values: Sequence[float]) -> float:
     """The standard deviation of runs that differ in the seed; 0 of one run."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
@@ -357,6 +384,42 @@ def gemma(untrained: dict[str, Any], healed: dict[str, Any] | None) -> str:
     return f"{before}\nNo conversion of Gemma has been healed, but for {steps} (`ladder-half`).\n"
 
 
+RECIPE = RESULTS / "real_smollm2_recipe_1xh100.json"
+OF_RECIPE = """\
+Other ways to heal one conversion with as many tokens, all weights trained: ladder on layers 2-11 and 13-29, own and
+foreign text, 6 million tokens in steps of 32,768 at 1e-3. Differences are from the mean of two seeds of the plain
+recipe. A run is nearer or farther if both texts say so by more than twice what these two seeds are apart.
+"""
+
+
+def recipe(file: dict[str, Any]) -> str:
+    """Markdown with runs that change one value, each beside the mean of the plain recipe's seeds (``base-*``)."""
+    texts = ("own", "foreign")
+    kl = {run["name"]: [run["kl"][text]["kl"] for text in texts] for run in file["runs"]}
+    plain = [values for name, values in kl.items() if name.startswith("base-")]
+    middle = [statistics.mean(pair) for pair in zip(*plain, strict=True)]
+    noise = 2 * max(max(pair) - min(pair) for pair in zip(*plain, strict=True))
+    first = {run["name"].removesuffix("-half"): run for run in file["runs"] if run["name"].endswith("-half")}
+    head = ["what differs", "KL, own text", "KL, foreign text", "difference, own", "difference, foreign", "verdict"]
+    body = []
+    for run in (run for run in file["runs"] if not run["name"].endswith("-half")):
+        changed, seed = run.get("set", {}), run["seed"]
+        if run["name"] in first:
+            half = first[run["name"]]
+            what = f"layers {half['layers']} alone for {half['tokens'] / 1e6:g} million tokens"
+        elif "objective.temperature" in changed:
+            what = f"temperature {changed['objective.temperature']:g}"
+        elif "train.anneal_share" in changed:
+            what = f"wiring annealed over {changed['train.anneal_share']:.0%} of the steps"
+        else:
+            what = f"nothing, seed {seed}"
+        moved = [value - mean for value, mean in zip(kl[run["name"]], middle, strict=True)]
+        verdict = "nearer" if max(moved) < -noise else "farther" if min(moved) > noise else "no difference shown"
+        verdict = "" if run["name"].startswith("base-") else verdict
+        body.append([what, *(f"{value:.3f}" for value in kl[run["name"]]), *(f"{m:+.3f}" for m in moved), verdict])
+    return table(head, body, left=1) + "\n"
+
+
 EXPERTS = RESULTS / "real_experts_smollm2_2xh100.json"
 
 
@@ -449,7 +512,7 @@ def filled(page: str, raw: dict[Path, dict[str, Any]], repo: Path = Path()) -> s
         "seeds": scores(raw[SEEDS]),
         "parts": scores(raw[PARTS]),
         "converted": f"{OF_CONVERTED}\n{scores(raw[CONVERTED])}",
-        "by seed": f"{OF_SEEDS}\n{by_seed(raw[CONVERTED_SEEDS])}\n{scores(raw[CONVERTED_SEEDS])}",
+        "by seed": f"{OF_SEEDS}\n{by_seed(with_seeds(raw))}\n{scores(raw[CONVERTED_SEEDS])}",
         "all layers": f"{OF_LONGER}\n{scores(raw[LONGER])}",
         "everyday": f"{OF_EVERYDAY}\n{everyday(raw[EVERYDAY], raw[CONVERTED_SEEDS])}",
         "objectives": f"{OF_OBJECTIVES}\n{scores(json.loads((repo / OBJECTIVES).read_text())['asked'])}",
@@ -461,6 +524,7 @@ def filled(page: str, raw: dict[Path, dict[str, Any]], repo: Path = Path()) -> s
         "layers": layers(repo),
         "rules": rules(repo),
         "gemma": gemma(json.loads((repo / UNTRAINED_GEMMA).read_text()), _stored(repo / GEMMA)),
+        "recipe": f"{OF_RECIPE}\n{recipe(json.loads((repo / RECIPE).read_text()))}",
         "experts": experts(json.loads((repo / EXPERTS).read_text())),
         "splits": splits(json.loads((repo / SPLITS).read_text())),
         "passages": beside(json.loads((repo / PASSAGES).read_text())),

@@ -50,6 +50,50 @@ def test_a_target_is_reached_where_the_upper_end_of_the_interval_is_within_it(re
     assert "**Targets**: 0.5 points with ladder on 15 layers was shown;" in page.answer(list(raw.values()), repo)
 
 
+def test_a_change_of_the_recipe_counts_beyond_the_seeds() -> None:
+    def run(name: str, own: float, foreign: float, **more: object) -> dict[str, object]:
+        kl = {"own": {"kl": own}, "foreign": {"kl": foreign}}
+        return {"name": name, "seed": int(name[-1] == "1"), "layers": "all", "tokens": 3e6, "kl": kl, **more}
+
+    hot = {"objective.temperature": 2.0}
+    runs = [run("base-0", 0.3, 0.3), run("base-1", 0.31, 0.32), run("grow-half", 0.1, 0.1, layers="16-29")]
+    runs += [run("t", 0.26, 0.25, set=hot), run("u", 0.28, 0.25, set=hot), run("grow", 0.4, 0.4)]
+    lines = page.recipe({"runs": runs}).splitlines()[2:]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert [row[0] for row in rows[:2]] == ["nothing, seed 0", "nothing, seed 1"] and rows[0][-1] == ""
+    assert rows[2] == ["temperature 2", "0.260", "0.250", "-0.045", "-0.060", "nearer"]
+    assert rows[3][-1] == "no difference shown" and rows[4][-1] == "farther"
+    assert rows[4][0] == "layers 16-29 alone for 3 million tokens"
+
+
+def test_what_the_pages_say_of_other_ways_to_heal_is_that_of_the_raw_file(repo: Path) -> None:
+    raw, seeds = (json.loads((repo / file).read_text()) for file in (page.RECIPE, page.SEEDS))
+    text, log = (" ".join((repo / file).read_text().split()) for file in (page.PAGE, "docs/LOG.md"))
+    kl = {run["name"]: [run["kl"][text]["kl"] for text in ("own", "foreign")] for run in raw["runs"] + seeds["runs"]}
+    apart = [abs(one - other) for one, other in zip(kl["base-0"], kl["base-1"], strict=True)]
+    assert "two seeds are {:.3f} (own) and {:.3f} nats (foreign) apart".format(*apart) in text
+    verdicts = {line.split("|")[1].strip(): line.split("|")[-2].strip() for line in page.recipe(raw).splitlines()[4:]}
+    assert {what for what, verdict in verdicts.items() if verdict != "no difference shown"} == {"temperature 0.5"}
+    assert verdicts["temperature 0.5"] == "farther" and len(verdicts) == 6
+    (own, foreign), grown = map(mean, zip(kl["base-0"], kl["base-1"], strict=True)), ("grow-last", "grow-first")
+    more = [kl[name][0] - own for name in grown]
+    assert f"own text ends {more[0]:.3f} and {more[1]:.3f} higher than the mean, three times" in text
+    assert min(more) > 3 * apart[0]
+    assert "foreign text {:.3f} and {:.3f}.".format(*(kl[name][1] - foreign for name in grown)) in text
+    before = [kl[name][1] for name in ("s-base", "s-base-seed1")]
+    assert "({:.3f} and {:.3f}), which read other own text".format(*before) in text
+    told = [value for name in (*grown, "base-0", "base-1") for value in kl[name]]
+    assert (
+        "{:.3f} and {:.3f} nats on own and foreign text with the last layers first, {:.3f} and {:.3f} with the first"
+        " ones; at once {:.3f} and {:.3f}, with another seed {:.3f} and {:.3f}."
+    ).format(*told) in log
+    halves = [select_layers(run["layers"], 30) for run in raw["runs"] if run["name"].endswith("-half")]
+    assert f"with {len(halves[0])} or {len(halves[1])} layers," in log
+    two = [run for run in page.read(repo)[page.CONVERTED]["runs"] if run["tokens"] == 125e6]
+    most = max(abs(two[0]["kl"][text]["kl"] - two[1]["kl"][text]["kl"]) for text in ("own", "doc", "foreign"))
+    assert f"ended at most {most:.4f} nats from the first" in text
+
+
 def test_any_number_of_seeds_is_a_row_with_their_mean(repo: Path) -> None:
     stored = page.read(repo)[page.CONVERTED_SEEDS]
     (found,) = (found for found in stored["differences"] if found["model"] == "half-converted-41m-0")
@@ -67,6 +111,20 @@ def test_any_number_of_seeds_is_a_row_with_their_mean(repo: Path) -> None:
     each = ", ".join(f"{-points - more:.1f}" for more in (-1, 0, 1))
     assert f"| 3 | 0.090 ± 0.010 | 0.090 ± 0.010 | {each} |" in row
     assert f"| {-points:.1f} ± {(error**2 + 1 / 3) ** 0.5:.1f} |" in row
+    # Of longer runs a second seed makes such a row, and the first table has their mean.
+    raw = page.read(repo)
+    longer, alone = raw[page.CONVERTED], page.by_seed(page.with_seeds(raw)).splitlines()
+    (first,) = (run for run in longer["runs"] if run["name"] == "half-converted-125m")
+    (asked,) = (found for found in longer["differences"] if found["model"] == first["name"])
+    better = [{**task, "points": task["points"] + 1} for task in asked["tasks"]]
+    longer["runs"].append({**first, "name": "second", "seed": 1})
+    longer["differences"].append({**asked, "model": "second", "tasks": better})
+    longer["scores"]["second"] = longer["scores"][first["name"]]
+    (row,) = set(page.by_seed(page.with_seeds(raw)).splitlines()[2:]) - set(alone)
+    lost, error = page.mean_difference(longer, first["name"])
+    each, told = f"{-lost:.1f}, {-lost - 1:.1f}", f"{-lost - 0.5:.1f} ± {(error**2 + 0.25) ** 0.5:.1f}"
+    assert f"| 125 M | 2 | 0.071 ± 0.000 | 0.072 ± 0.000 | {each} | {told} |" in " ".join(row.split())
+    assert f"| 125 M | converted layers | {told} |" in " ".join(page.answer(list(raw.values()), repo).split())
     seeds["runs"] = [{**seeds["runs"][0], "set": {"train.anneal_share": 0.3}}]
     assert "| 0.080 ± 0.000 |" in page.by_seed(seeds) and "| annealed wiring |" in page.runs([seeds])
 
@@ -263,7 +321,7 @@ def test_the_figures_of_the_on_policy_tail_are_those_of_the_raw_file(repo: Path)
 
 def test_every_stored_case_is_a_recipe(repo: Path, tmp_path: Path) -> None:
     texts = {name: tmp_path / name for name in ("own", "doc", "foreign", "more", "day")}
-    others = (page.GEMMA, page.RESULTS / "real_kl_beside_sft_smollm2_1xh100.json")
+    others = (page.GEMMA, page.RECIPE, page.RESULTS / "real_kl_beside_sft_smollm2_1xh100.json")
     stored = [*page.read(repo).values(), *(json.loads((repo / file).read_text()) for file in others)]
     for case in (case for file in stored for case in file["runs"]):
         if "optim.kind" in case.get("set", {}):
@@ -448,7 +506,7 @@ def test_what_the_page_says_of_the_longer_runs_is_that_of_the_raw_file(repo: Pat
         next(found for found in raw["differences"] if found["model"].startswith(name)) for name in ("half", "far")
     )
     tasks = [{task["column"]: task for task in found["tasks"]} for found in (half, far)]
-    runs = {run["name"].split("-")[0]: run for run in raw["runs"]}
+    runs = {run["name"].split("-")[0]: run for run in raw["runs"] if run["seed"] == 0}
     (full,) = (run for run in page.read(repo)[page.RAW[0]]["runs"] if run["name"] == "farskip-auto-both-100m")
     rates = [run["tokens_per_second"] for run in (runs["far"], full)]
     assert f"With layers 2-29 converted it is {rates[0] / rates[1]:.2f}x as fast" in text
@@ -522,6 +580,9 @@ def test_what_the_page_says_of_the_seeds_of_the_converted_layers_is_that_of_the_
     }
     assert len({told[name] for name in half}) == 1
     assert f"{told[half[0]]} after 41 million of the same texts by all three seeds" in text and len(half) == 3
+    longest = -page.mean_difference(raw[page.CONVERTED], "half-converted-125m")[0]
+    assert f"**Expect {told[half[0]][:3]} points lost** with half of the layers after 41 million tokens" in text
+    assert f"of own and other text, and {longest:.1f} after 125 million." in text
     ends = [*means["half"], *kl["half-converted-125m"]]
     assert "({:.3f} and {:.3f} nats, then {:.3f} and {:.3f})".format(*ends) in text
     points, error = page.mean_difference(raw[page.CONVERTED], "far-converted-85m")
@@ -542,6 +603,8 @@ def test_what_the_page_says_of_the_seeds_of_the_converted_layers_is_that_of_the_
     few, many = ("{:.1f} ± {:.1f}".format(*map(abs, page.mean_difference(*one))) for one in found)
     assert f"miss 0.5 ({few} at best, and {many} by more questions), 27 and 28 layers miss 0.7" in text
     assert f"miss 0.7 (best {told[best['far'][1]]}), and" in text
+    most = max(points for name, points in every if any(of in name for of in ("far", "auto")))
+    assert f"(`--layers auto`) expect {nearly:.1f} to {most:.1f}." in text
     most = [values for name, values in kl.items() if any(of in name for of in ("far", "auto"))]
     own, foreign = (min(column) for column in zip(*most, strict=True))
     assert (
@@ -818,36 +881,48 @@ def test_the_page_takes_the_healed_runs_of_gemma_where_they_are_stored(repo: Pat
 def test_what_the_pages_say_of_gemmas_healed_runs_is_that_of_the_raw_file(repo: Path) -> None:
     raw = json.loads((repo / page.GEMMA).read_text())
     text, index = (" ".join((repo / file).read_text().split()) for file in (page.PAGE, "benchmarks/results/README.md"))
-    scored = {found["model"] for found in raw["differences"]}
+    first = " ".join((repo / "README.md").read_text().split())
 
     def lost(name: str) -> str:
         points, error = page.mean_difference(raw, name)
         return f"{-points:.1f} ± {error:.1f}"
 
-    for run in raw["runs"]:
+    half, cut, far = raw["runs"]
+    differences = {found["model"]: found for found in raw["differences"]}
+    assert [name for name in differences if not name.endswith("untrained")] == [half["name"], far["name"]]
+    for run, what, often in ((half, "Half of the layers (ladder)", "as"), (far, "15 of 18 layers (farskip)", "less")):
         own, foreign = (run["kl"][name]["kl"] for name in ("own", "foreign"))
-        name = run["name"]
-        assert f"healed with {run['tokens'] / 1e6:g} million tokens" in text
-        if name not in scored:
-            assert f"is {own:.3f} nats from the original on own text and {foreign:.3f} on foreign text.**" in text
-            assert f"Before healing it lost {lost(f'{name}-untrained')}." in text
-            assert f"**{own:.3f}** and **{foreign:.3f}** nats, its points not asked" in index
-            continue
-        assert f"lost {lost(name)} points**, and {lost(f'{name}-untrained')} before." in text
+        name, found = run["name"], differences[run["name"]]
+        points = f"lost {lost(name)} points**, and {lost(f'{name}-untrained')} before."
+        assert f"**{what}, healed with {run['tokens'] / 1e6:g} million tokens, {points}" in text
         assert f"It is {own:.3f} nats from the original on own text and {foreign:.3f} on foreign text." in text
-        assert f"half of its layers lost {lost(name)} points." in text
-        assert f"is {lost(name)} points lower with half of its layers" in " ".join(
-            (repo / "README.md").read_text().split()
-        )
-        found = next(found for found in raw["differences"] if found["model"] == name)
         tasks, word = found["tasks"], next(task for task in found["tasks"] if task["column"] == "lambada_openai")
-        assert f"as often as the original's ({word['points']:+.1f} ± {word['stderr']:.1f})" in text
+        than = {"as": "as often as", "less": "less often than"}[often]
+        assert f"right {than} the original's ({word['points']:+.1f} ± {word['stderr']:.1f})" in text
+        assert (often == "less") == (word["high"] < 0)
         assert f"is less likely, by {found['loss']['nats']:.3f} ± {found['loss']['stderr']:.3f} nats." in text
         most = min((one for one in tasks if one["column"] in page.informative(raw)), key=lambda one: one["points"])
         assert f": {-most['points']:.1f} ± {most['stderr']:.1f}." in text
         assert lost(name) in index and lost(f"{name}-untrained") in index
-    assert f"read {round(raw['runs'][0]['tokens_per_second'], -3):,.0f} tokens/s (median of its steps)" in text
-    assert f"Its own text, {raw['written']['tokens'] / 1e6:.1f} million tokens, was written" in text
+    ends = lost(half["name"]), lost(far["name"])
+    assert "half of its layers lost {} points (ladder), and 15 of 18 lost {} points (farskip).".format(*ends) in text
+    assert (
+        "is {} points lower with half of its layers rewired and healed for a few minutes, and {} with".format(*ends)
+        in first
+    )
+    own, foreign = (cut["kl"][name]["kl"] for name in ("own", "foreign"))
+    assert (
+        f"with {cut['tokens'] / 1e6:g} million tokens ended at {own:.3f} nats on own text and {foreign:.3f} on" in text
+    )
+    beside = raw["far_minus_half"]
+    assert beside["models"] == [far["name"], half["name"]] and beside["points"] == pytest.approx(
+        page.mean_difference(raw, far["name"])[0] - page.mean_difference(raw, half["name"])[0]
+    )
+    assert f"layers is {-beside['points']:.1f} ± {beside['stderr']:.1f} points below ladder on nine**" in text
+    assert {round(far["kl"][name]["kl"] / half["kl"][name]["kl"]) for name in ("own", "foreign")} == {2}
+    rates = [f"{round(run['tokens_per_second'], -3):,.0f}" for run in (half, far)]
+    assert "read {} tokens/s (median of its steps) on one H100, and that of 15 layers {}.".format(*rates) in text
+    assert f"all runs, {raw['written']['tokens'] / 1e6:.1f} million tokens, was written once" in text
     alike = json.loads((repo / "benchmarks/results/real_tokenizers_cpu.json").read_text())[
         "gemma3_with_the_tokenizer_of_5_23"
     ]
