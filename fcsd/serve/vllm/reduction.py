@@ -230,8 +230,10 @@ def way_of(x: Tensor, reduce: str, overlap_from: int, within: bool) -> Way:
     if not captured and x.shape[0] < overlap_from and not is_table(reduce):
         return Way(reduce, False)
     if x.device.type == "cpu" or _captures_a_piece():
-        way = _ways(reduce).of("prefill", x.shape[0])
-        return way._replace(travels=captured and within and way.travels and backend_of(way.reduce, "plugin")[0].by_vllm)
+        ways = _ways(reduce)
+        way = ways.of("prefill", x.shape[0])
+        asked = way.travels or way is ways.rest  # where a table says nothing, it is as without one
+        return way._replace(travels=captured and within and asked and backend_of(way.reduce, "plugin")[0].by_vllm)
     if is_table(reduce):
         return _ways(reduce).of("decode" if captured else "prefill", x.shape[0])
     return Way(reduce, captured or x.shape[0] >= overlap_from)
