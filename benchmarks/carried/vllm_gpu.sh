@@ -12,7 +12,8 @@
 #   beside  on two GPUs: converted models with shared experts beside the routed ones
 #   sums    on two GPUs: quantised and symmetric sums, tables of sums, and the bound, which has to be wrong
 #   exchange  on two GPUs: data-parallel attention, with divided experts and vLLM's exchange of tokens
-#   rows    on two GPUs: the plans in PLANS for `vllm_parity.py serve`. Parts between semicolons run at the same time
+#   rows    on two GPUs: the plans in PLANS for `vllm_parity.py serve`. Parts between semicolons run at the same time; a
+#           part with a case for vLLM's kernels for latent attention uses them
 #   four    on four GPUs: the same with tensor parallelism 4, and two stages of two GPUs
 #   serve   times originals, wirings and bounds: `fcsd bench serve` with the words in SERVE; its files are in $OUT/serve.
 #           Several of them run at once on different GPUs, each with CUDA_VISIBLE_DEVICES and OUT of its own. BENCH is
@@ -21,7 +22,7 @@
 #   trace   the times of single steps, and their traces: benchmarks/vllm/vllm_trace.py with the words in TRACE; its files
 #           are in $OUT/steps
 #
-# FOLDER is .vllm by default. The GPU machine needs Python 3.12, torch 2.11 for CUDA 13 and transformers 5.17, FOLDER, and
+# FOLDER is .vllm by default. VLLM=0.33.0 builds that version; it runs beside 0.24.0 with a WORK of its own. The GPU machine needs Python 3.12, torch 2.11 for CUDA 13 and transformers 5.17, FOLDER, and
 # fcsd, benchmarks, tests and assets of this repository. Every part ends before second $LIMIT; a part that fails or hangs
 # does not keep the others from running. What the parts have found is in $OUT/COMMAND.json after every row of theirs; it
 # is printed at the end, and the logs are in $OUT/COMMAND-logs.tar.gz then. SIGINT and SIGTERM end all parts. The exit
@@ -29,7 +30,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 
-version=0.24.0
+version=${VLLM:-0.24.0}
 command=${1:?build, items, one, tasks, two, beside, sums, exchange, rows, four, serve, load or trace}
 case $command in
 build | items | one | tasks | two | beside | sums | exchange | rows | four | serve | load | trace) ;;
@@ -53,6 +54,10 @@ wheels="annotated-types apache-tvm-ffi==0.1.15.post2 astor blake3 cachetools cbo
     pydantic==2.14.3 pydantic-core==2.50.4 pydantic-extra-types pydantic-settings pyjwt python-json-logger
     python-multipart pyzmq referencing rpds-py setproctitle sniffio sse-starlette starlette==1.1.0 typing-inspection
     uvicorn watchfiles websockets xgrammar==0.2.8"
+if [ "$version" = 0.33.0 ]; then
+    wheels="${wheels/openai-harmony==0.0.8/oss-harmony==0.0.11}"
+    wheels="${wheels/mcp==1.30.0/mcp==2.3.0 mcp-types==2.3.0 httpx2 httpcore2 truststore annotated-doc} orjson"
+fi
 
 build() {
     set -e
@@ -248,7 +253,11 @@ exchange)
     ;;
 rows)
     IFS=';' read -ra parts <<< "${PLANS:?PLANS is missing: plans of vllm_parity.py serve, in parts between semicolons}"
-    for part in "${!parts[@]}"; do job "part-$part" $serve --tp 2 ${parts[part]}; done
+    for part in "${!parts[@]}"; do
+        program=$serve
+        [[ ${parts[part]} = *-latent/* ]] && program=$latent
+        job "part-$part" $program --tp 2 ${parts[part]}
+    done
     ;;
 four)
     job float32 $serve --tp 4 $small/float32/{eager,eager/ep,graph,pressure}

@@ -30,6 +30,8 @@ HOPPER = 90
 LEFT_OUT = (
     "vllm/vllm-rs",
     "vllm/_rust_tool_parser*",
+    "vllm/_deepselect*",
+    "vllm/_flashkda*",
     "vllm/_flashmla*",
     "vllm/_qutlass*",
     "vllm/vllm_flash_attn/_vllm_fa2*",

@@ -2,8 +2,9 @@
 
     python benchmarks/vllm/vllm_trace.py llama3-8b --layers 16 --tp 2 --out FOLDER
 
-One engine for each of ``WAYS``: the original, the wiring, the wiring with sums in flight from 256 tokens on, with its
-sums at once, and its bound. They start at the same time, in processes of their own, and take turns, ``--rounds`` times.
+One engine for each of ``WAYS``: the original, the wiring, the wiring with sums in flight from 256 tokens on, without
+any in pieces of graphs, and with its sums at once, and its bound. They start at the same time, in processes of their
+own, and take turns, ``--rounds`` times.
 FOLDER gets a file for each, written again after each turn. All times are ms:
 
 - ``single``: for each number of tokens, the median times from a prompt to its only token. Nothing else runs;
@@ -12,8 +13,8 @@ FOLDER gets a file for each, written again after each turn. All times are ms:
 - ``traced``: for each rank, the medians over the steps of one kind, which are named "prompts' tokens+answers". See
   ``read``. The profiler makes the host slower.
 
-Up to 512 tokens vLLM has CUDA graphs by default; larger steps, and those with sums in flight and prompts, wait for the
-host. Weights are random, and prefix caching is off.
+Up to 512 tokens vLLM has CUDA graphs by default, or up to the last of ``--graphs``. Larger steps, and those with sums
+in flight and prompts, wait for the host. Weights are random, and prefix caching is off.
 """
 
 import argparse
@@ -33,6 +34,7 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "original": None,
     "wired": {},
     "from 256 tokens": {"overlap_from": 256},
+    "no pieces": {"pieces": False},
     "at once": {"table": True},
     "bound": {"reduce": "none"},
 }
@@ -72,6 +74,8 @@ def run(way: str, given: argparse.Namespace, folder: Path, barrier: Any, done: A
         found["traced"] = {trace.name: read(trace) for trace in sorted(bench.traces.glob("*.json*"))}
         file.write_text(json.dumps(found, indent=1) + "\n")
     done.release()
+    if bench is not None:
+        bench.engine.engine_core.shutdown()  # or this process would wait for the engine's, which nothing else ends
     raise SystemExit("failed" in found)
 
 
@@ -99,8 +103,10 @@ class Bench:
         self.llm: Any = LLM(
             str(model), load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, enable_prefix_caching=False,
             tensor_parallel_size=given.tp, max_model_len=longest, max_num_batched_tokens=8192,
-            gpu_memory_utilization=0.9 / len(given.ways), kv_cache_memory_bytes=3 << 29, disable_custom_all_reduce=True,
+            gpu_memory_utilization=0.9 / len(given.ways), kv_cache_memory_bytes=3 << 29,
+            disable_custom_all_reduce=not given.custom,
             additional_config={"fcsd": told} if told else {},
+            compilation_config={"cudagraph_capture_sizes": given.graphs} if given.graphs else {},
             profiler_config=dict(
                 profiler="torch", torch_profiler_dir=str(self.traces), torch_profiler_with_stack=False,
                 torch_profiler_dump_cuda_time_total=False,
@@ -293,6 +299,10 @@ def main() -> None:
     parser.add_argument("--wiring", default="ladder")
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--tokens", type=_numbers, default=[256, 512, 544, 768, 1024, 1536, 2048, 4096])
+    parser.add_argument("--graphs", type=_numbers, help="tokens of each CUDA graph, instead of vLLM's choice")
+    parser.add_argument(
+        "--custom", action="store_true", help="let vLLM choose its custom all-reduce, which needs peer access"
+    )
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--answers", type=int, default=28)
     parser.add_argument("--rounds", type=int, default=2)
@@ -317,7 +327,7 @@ def main() -> None:
         files = {way: given.out / f"{way.replace(' ', '-')}.json" for way in given.ways}
         print(text({way: json.loads(file.read_text()) for way, file in files.items() if file.exists()}), flush=True)
         for process in processes:
-            process.join(30)  # an engine's end can hang
+            process.join(15)  # an engine's end can hang
             process.kill()
             process.join()
     raise SystemExit(any(process.exitcode for process in processes))

@@ -205,11 +205,13 @@ class Step(NamedTuple):
         call: what is called.
         then: what happens to the output.
         joins: whether the output is first added to the sum that is being collected.
+        crosses: whether the sum that starts here is in flight while an attention is computed.
     """
 
     call: Call
     then: Then
     joins: bool
+    crosses: bool
 
 
 class LayerPlan(NamedTuple):
@@ -280,9 +282,10 @@ def layer_plans(
             if len(steps) == 1:
                 mlp = _land(queue, Read(i, "mlp"))
             outputs = [Output(i, part) for part in parts]
-            steps.append(
-                Step(call, _then(queue, outputs, schedule[i], wiring), _joins(outputs[0], schedule[i], wiring))
-            )
+            ends = next((reduction for reduction in schedule[i] if reduction.starts_after == outputs[-1]), None)
+            then, joins = _then(queue, outputs, ends, wiring), _joins(outputs[0], schedule[i], wiring)
+            crosses = ends is not None and any(output.part == "attn" for output in ends.covered_by)
+            steps.append(Step(call, then, joins, crosses))
         last = i + 1 == stage.stop
         hands_on = None
         if last or not wired[i + 1]:
@@ -319,9 +322,8 @@ def _calls(i: int, kind: Kind, schedule: Sequence[Reduction], every: bool) -> li
     return [("attn", ("attn",)), *(mlp if apart else [("mlp", parts)])]
 
 
-def _then(queue: list[_Waiting], outputs: list[Output], schedule: Sequence[Reduction], wiring: Wiring) -> Then:
-    """What happens to the outputs of a call. What has to be awaited is put into the queue."""
-    ends = next((reduction for reduction in schedule if reduction.starts_after == outputs[-1]), None)
+def _then(queue: list[_Waiting], outputs: list[Output], ends: Reduction | None, wiring: Wiring) -> Then:
+    """What happens to the outputs of a call, which end a reduction or none. The queue gets what has to be awaited."""
     if ends is None and wiring.name in DESYNC:
         queue.append(_Waiting(_next_read(outputs[-1]), False))
         return "local"

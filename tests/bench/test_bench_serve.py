@@ -78,8 +78,8 @@ def ended(pid: int) -> bool:
     return False
 
 
-def run(load: Workload, memory: int | None = None) -> dict[str, Any]:
-    return under_vllm.bench(load, config_of(load.model, load.layers), memory, lambda found: None)
+def run(load: Workload, memory: int | None = None, write: Any = lambda found: None) -> dict[str, Any]:
+    return under_vllm.bench(load, config_of(load.model, load.layers), memory, write)
 
 
 def test_every_variant_is_a_server_that_is_timed_in_turns(asked, monkeypatch):
@@ -97,7 +97,12 @@ def test_every_variant_is_a_server_that_is_timed_in_turns(asked, monkeypatch):
 
     monkeypatch.setattr(under_vllm, "ask", spy)
     budget = ("--max-num-batched-tokens", "300000")  # async TP of so small a model begins at 262144 tokens
-    found = run(Workload("tiny-dense", 2, tp=4, options=budget, **SMALL), memory=80 << 30)
+    written: list[Any] = []  # what the file has of the load of ladder, whenever it is written
+
+    def write(found: dict[str, Any]) -> None:
+        written.append(found["variants"].get("ladder", {}).get("loads", {}).get("0.5", {}).get("requests"))
+
+    found = run(Workload("tiny-dense", 2, tp=4, options=budget, **SMALL), 80 << 30, write)
     variants, servers = found["variants"], asked()
     # The replicas are four servers and run alone, after those that share the GPUs.
     names = ["original", "ladder", "bound", "ladder, sums at once", "original, async TP"]
@@ -118,6 +123,7 @@ def test_every_variant_is_a_server_that_is_timed_in_turns(asked, monkeypatch):
     under = {name: row["loads"].get("0.5") for name, row in variants.items()}
     assert under["ladder"].keys() == {"first_p50", "token_p50", "rate", "requests", "passes"}, "four have no p99"
     assert under["ladder"]["requests"] == 4 and len(under["ladder"]["passes"]) == 2
+    assert list(dict.fromkeys(written)) == [None, 2, 4], "a run that is stopped leaves the passes that all had"
     order = [ports.index(str(port)) for port in loaded[:4]]
     assert order == [0, 1, 1, 0], "in turns, so that what the host does at a time hits no variant alone"
     replicas = under["original, one replica a GPU"]
@@ -311,7 +317,7 @@ def test_a_config_alone_is_enough_and_chooses_the_wiring(tmp_path):
         (["tiny", "--engine", "own", "--dp", "2"], "--dp needs --engine vllm"),
         (["tiny-dense", "--engine", "own", "--wirings", "own"], "own is the wiring of a converted model"),
         (["tiny", "--engine", "own", "--", "--seed", "1"], "options behind -- are for"),
-        (["tiny"], "fcsd bench serve needs vllm"),
+        (["tiny"], "fcsd bench serve without --engine own needs vllm"),
         (["tiny", "--engine", "own", "--sums", "vllm"], "unknown all-reduce backend 'vllm'"),
         (["tiny", "--engine", "own", "--sums", "none"], "--sums none gives wrong results"),
         (["tiny", "--engine", "own", "--out", __file__], "test_bench_serve.py is not a directory"),

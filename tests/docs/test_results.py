@@ -1339,6 +1339,105 @@ def test_random_arrivals_once_more_and_steps_without_a_graph(repo: Path, raw: Ra
     )
 
 
+def test_graphs_for_mixed_steps_and_sums_inside_them(repo: Path, raw: Raw) -> None:
+    names = (
+        "benchmarks/results/vllm.md",
+        "docs/serving.md",
+        "README.md",
+        "benchmarks/results/README.md",
+        "docs/LOG.md",
+    )
+    page, serving, readme, results, log = (" ".join((repo / name).read_text().split()) for name in names)
+    page = page[page.index("### Graphs for mixed steps") :].partition("### Quantised sums and a table")[0]
+
+    def told(name: str) -> tuple[dict[str, Any], dict[str, list[str]]]:
+        variants = raw(f"serve_vllm_load_{name}_slow_2xh100")["variants"]
+        under = {variant: row["loads"]["0.6"] for variant, row in variants.items() if row.get("loads")}
+        ratios: dict[str, list[str]] = {}
+        for variant, own in under.items():
+            assert own["requests"] == 600
+            ratios[variant] = [f"{under['original'][key] / own[key]:.2f}x" for key in LOAD]
+            cells = [f"{own[key]:.1f} ({ratio})" for key, ratio in zip(LOAD, ratios[variant], strict=True)]
+            passes = " and ".join(f"{one['first_p50']:.1f}" for one in own["passes"])
+            assert f"| {' | '.join(cells)} | {passes} |" in page
+        return under, ratios
+
+    under, ladder = told("graphs")
+    inside, without, again = (ladder[name] for name in ("ladder, pieces", "ladder", "original, again"))
+    at_once = ladder["ladder, sums at once"]
+    said = f"{without[0]} to the median first token and {without[2]} a step; with sums at once {at_once[0]} and"
+    assert f"{said} {at_once[2]}" in page and f"of the original has {again[0]} and {again[2]}" in page
+    assert f"those of the two originals differ by {again[1]}" in page
+    assert f"{inside[0]} to the median first token and {inside[2]} a step, by more than the two originals" in page
+    best = min(one["first_p50"] for name in ("original", "original, again") for one in under[name]["passes"])
+    assert all(one["first_p50"] < best for one in under["ladder, pieces"]["passes"])
+    said = f"`ladder` had {inside[0]} to the median first token and {inside[2]} a step, and a second server of the"
+    assert f"{said} original {again[0]} and {again[2]}. Without sums" in serving
+    assert f"(`pieces: false`) it had {without[0]} and {without[2]}." in serving
+    _, v2lite = told("v2lite_graphs")
+    mixture, plain, bound = (v2lite[name] for name in ("farskip, pieces", "farskip", "bound"))
+    assert f"none inside, {plain[0]}, and not clearly" in page
+    assert f"{mixture[0]} to the median first token and {mixture[2]} a step, but" in page
+    slowest = [f"{row[1]} and {row[3]}" for row in (mixture, plain, bound)]
+    assert (
+        "{} at the 99th percentile with its sums inside, {} with none inside. The bound has {}".format(*slowest) in page
+    )
+    assert f"had {mixture[0]} and {mixture[2]}, and was slower at the 99th percentile, **{slowest[0]}**" in serving
+    assert f"it was {inside[0]}, and `farskip` {mixture[0]} with **{mixture[1]}** at the 99th" in serving
+    assert "| **{}, {}; {}, {}**; {}, {}; {}, {} |".format(*without, *inside) in serving
+    assert "| **{}, {}; {}, {}**; {}, **{}**; {}, **{}** |".format(*plain, *mixture) in serving
+    assert (
+        f"it was [{inside[0]}](" in readme
+        and f"another model {mixture[0]}, but its slowest hundredth {mixture[1]}" in readme
+    )
+    said = f"{inside[0]} [with larger CUDA graphs and sums inside them, **{without[0]}** with none inside; `farskip` on"
+    assert f"{said} half of V2-Lite {mixture[0]} and **{plain[0]}**, its 99th percentile **{mixture[1]}**](" in results
+    said = f"`ladder` {inside[0]} to the first token and {inside[2]} a step, `farskip` {mixture[0]} and {mixture[2]}; "
+    assert f"{said}`farskip`'s 99th percentiles {slowest[0]}." in log and f"the bound has {slowest[2]} |" in log
+    starts = {}
+    for name in ("graphs", "alone"):
+        times = [
+            row["start_s"]
+            for row in raw(f"serve_vllm_load_{name}_slow_2xh100")["variants"].values()
+            if "start_s" in row
+        ]
+        starts[name] = f"{min(times):.0f} to {max(times):.0f} s"
+    assert all(starts["graphs"] in text and starts["alone"] in text for text in (page, serving))
+    sizes = raw("serve_vllm_load_graphs_slow_2xh100")["workload"]["options"][-1]
+    assert sizes in serving.replace(", ", ",").replace(": ", ":"), "what is advised is what was measured"
+    gains, decoding, short = {}, 0.0, []
+    for link in ("slow", "nvlink"):
+        found = raw(f"vllm_steps_graphs_{link}_2xh100")
+        ways = [found[way] for way in ("original", "wired", "pieces", "bound")]
+        for kind in (*found["wired"]["single"][0], "mixed", "decode"):
+            times = [median(way[kind] if kind in way else [one[kind] for one in way["single"]]) for way in ways]
+            ratios = [f"{times[0] / ms:.2f}x" for ms in times]
+            cells = [f"{ms:.1f} ({ratio})" for ms, ratio in zip(times, ratios, strict=True)]
+            assert f"| {' | '.join(cells)} |" in page
+            if kind == "128" and link == "slow":
+                short = ratios
+            if kind == "decode":
+                decoding = times[2] / times[1]
+            elif kind not in ("128", "256"):
+                gains.setdefault(link, []).append(times[1] / times[2])
+    slow, nvlink = ([f"{edge:.2f}x" for edge in (min(own), max(own))] for own in gains.values())
+    assert f"a step was {slow[0]} to {slow[1]} as fast" in page and f"[{slow[0]} to {slow[1]}](" in serving
+    assert f"on {nvlink[0]}, at 768 tokens, to {nvlink[1]} of none inside" in page
+    assert f"{nvlink[0]} to {nvlink[1]}, which says nothing" in serving
+    assert f"engines differ by {100 * decoding - 100:.0f} %" in page
+    assert f"had {short[2]} of the original with them and {short[1]} without, and the bound has {short[3]}" in page
+    found = raw("vllm_steps_graphs_slow_2xh100")
+    alone = [[found[way]["traced"][f"rank {n}"]["512+28"] for n in (0, 1)] for way in ("pieces", "wired")]
+    assert [{len(one["nccl"]) for one in way} for way in alone] == [{31}, {1}], "sums have left the main stream"
+    ran, before = (f"{min(one['exposed'] for one in way):.1f}" for way in alone)
+    assert f"alone for {ran} ms, with none inside for {before}" in page
+    rows = [row for link in raw("vllm_pieces_2xh100").values() for part in link.values() for row in part["rows"]]
+    assert all(row["right"] and row["graphs"] == "FULL_AND_PIECEWISE" for row in rows)
+    assert {row["case"].partition("-")[2] for row in rows} == {"ladder", "farskip", "latent"}
+    largest = max(row["largest"] for row in rows if row["dtype"] == "float32")
+    assert f"in {len(rows)} rows of" in page and f"to {largest:.1e} nats" in page
+
+
 def test_quantised_sums_on_gpus(repo: Path, raw: Raw) -> None:
     rows = [row for part in raw("vllm_sums_2xh100").values() for row in part["rows"]]
     modes = {"graph": "whole graphs", "default": "compiled, vLLM's graphs", "eager": "without a graph"}
@@ -1372,6 +1471,67 @@ def test_versions_of_vllm_on_cpus(repo: Path, raw: Raw, version: str) -> None:
     cells.append(f"{gpt_oss['rms']:.3f}, {gpt_oss['rms_transformers']:.3f}")
     told = f"| {version} | {' | '.join(cells)} | {len(two)} of {len(two)} |"
     assert told in (repo / "benchmarks/results/vllm.md").read_text(), told
+
+
+def test_version_0_33_on_gpus(repo: Path, raw: Raw) -> None:
+    names = ("benchmarks/results/vllm.md", "docs/serving.md", "CHANGELOG.md", "benchmarks/results/README.md")
+    page, serving, changes, index = (" ".join((repo / name).read_text().split()) for name in names)
+    page = page.partition("## Version 0.33, on two H100s")[2].partition("## More families")[0]
+    file, modes = raw("vllm_rows_0.33_2xh100"), {"graph": "whole graphs", "default": "compiled, vLLM's graphs"}
+    assert "torch 2.11.0+cu130 transformers 5.17.0" in file["versions"][0] and "asks for torch 2.14" in file["what"]
+    told: dict[tuple[str, ...], dict[str, str]] = {}
+    found = [(call, row) for call in ("plans", "pieces") for part in file[call].values() for row in part["rows"]]
+    for call, row in found:
+        assert row["right"] and row["runner"] == "v2" and row["settings"] == ("pieces" if call == "pieces" else "")
+        of = (row["case"], row["dtype"], modes[row["mode"]], "yes" if row["experts"] else "no")
+        cell = f"{row['largest']:.1e}"
+        if row["dtype"] == "bfloat16":
+            cell = f"{row['rms']:.4f} of {row['rms_transformers']:.4f}"
+        told.setdefault(of, {})["pieces" if call == "pieces" else row["role"]] = cell
+        if call == "plans" and row["role"] == "converted":
+            told[of]["other"] = f"{row['other']:.2f}"
+    assert page.count("| yes |") + page.count("| no |") == len(told)
+    for of, cells in told.items():
+        line = " | ".join((*of, *(cells.get(of, "") for of in ("original", "converted", "pieces", "other"))))
+        assert " ".join(f"| {line} |".split()) in page, line
+    largest = max(row["largest"] for _, row in found if row["dtype"] == "float32")
+    shares = [row["rms"] / row["rms_transformers"] for _, row in found if row["dtype"] == "bfloat16"]
+    assert f"**All {len(found)} rows are right**: to {largest:.1e} nats in float32" in page
+    assert f"in bfloat16 {min(shares):.1f} to {max(shares):.1f} times the rms" in page
+    assert len({row["case"].partition("-")[0] for _, row in found}) == 4
+    said = f"{len(found)} rows"
+    assert f"where its wheel asks for 2.14: [{len(found)} of {len(found)} rows]" in serving
+    assert f"all {said} of four families are right" in serving and f"all {said} right beside" in index
+    assert all("over torch 2.11, where its wheel asks for 2.14" in text for text in (serving, changes, index))
+    served = raw("serve_vllm_0.33_slow_2xh100")
+    assert served["environment"]["packages"]["torch"] == "2.11.0" and served["vllm"] == "0.33.0"
+    assert f"NCCL {served['environment']['nccl']}." in page
+    rounds = {name: one["rounds"] for name, one in served["variants"].items()}
+    medians = {name: [median(own[key]) for key in ("decode 16", "prefill 2048")] for name, own in rounds.items()}
+    gains = {}
+    for name, (step, first) in medians.items():
+        gains[name] = [f"{plain / ms:.2f}x" for plain, ms in zip(medians["original"], (step, first), strict=True)]
+        shown = "the bound, which sends nothing" if name == "bound" else name
+        assert f"| {shown} | {step:.3f} ({gains[name][0]}) | {first:.1f} ({gains[name][1]}) |" in page
+    assert list(served["says_nothing"]) == ["decode 16"] and f"has {gains['bound'][0]} of the original there" in page
+    apart = {(name, key): 100 * (max(times) / min(times) - 1) for name in rounds for key, times in rounds[name].items()}
+    bound, ladder, first = (
+        f"{apart[of]:.0f} %" for of in (("bound", "decode 16"), ("ladder", "decode 16"), ("ladder", "prefill 2048"))
+    )
+    assert f"Its two rounds differ by {bound}, ladder's by {ladder}." in page
+    share = 100 * medians["bound"][1] / medians["ladder"][1]
+    assert (
+        f"are {gains['ladder'][1]} as fast**, in two rounds that differ by {first}; {share:.0f} % of the bound" in page
+    )
+    assert (
+        f"first tokens of 2048 {gains['ladder'][1]}; **its step says nothing** ({gains['ladder'][0]}, the bound"
+        in index
+    )
+    assert f"the bound {gains['bound'][0]})" in index
+    runs = [raw(f"serve_vllm_{kind}slow_2xh100")["variants"] for kind in ("", "quantised_", "load_")]
+    times = [[median(run[of]["rounds"]["prefill 2048"]) for of in ("original", "ladder")] for run in runs]
+    before = sorted(plain / ms for plain, ms in times)
+    assert f"had {before[0]:.2f}x to {before[-1]:.2f}x [in three runs]" in page
 
 
 def test_shared_experts_beside_on_gpus(repo: Path, raw: Raw) -> None:

@@ -153,7 +153,7 @@ def test_without_the_copy_it_is_refused_by_name(folders: tuple[Path, Path], tmp_
     with pytest.raises(BadInputError, match="rewired already, by AMD's farskip keys"):
         convert_checkpoint(tmp_path / "other", tmp_path / "out")
     found = base_config(json.loads((folders[1] / "config.json").read_text()), "there")
-    assert found is not None and found[0]["gated_attention"], "the vLLM plugin gives vLLM's attention its gate"
+    assert found is not None and found["gated_attention"], "the vLLM plugin gives vLLM's attention its gate"
 
 
 def test_it_is_exported_and_reloads_without_fcsd(

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fcsd.models.arch import VllmNames
-from fcsd.models.schedule import MLP_PARTS, Kind, Output, Read, layer_plans, reads_of
+from fcsd.models.schedule import MLP_PARTS, Kind, LayerPlan, Output, Read, layer_plans, reads_of
 from fcsd.models.wiring_block import DESYNC, Blocks, Wiring, kept_reductions
 from fcsd.serve.vllm.gates import gate_attention
 from fcsd.serve.vllm.layer import Wired, check_handed_on, kind_of, read_ahead, take_apart
@@ -50,21 +50,21 @@ class LateReducer(Reducer):
         super().__init__(RANKS)
         vars(self).update(rank=rank, meeting=meeting, started=[], log=[], awaited=0, own=[], inner={})
 
-    def start(self, x: torch.Tensor) -> Sum:
+    def start(self, x: torch.Tensor, crosses: bool) -> Sum:
         number = len(self.started)
         total = torch.full_like(x, torch.nan)
         self.meeting.summands[number, self.rank] = x.clone()
         self.started.append(total)
         self.log.append("start")
-        return Sum(total, x)
+        return Sum(total, x, within=not crosses)
 
     def hold(self, x: torch.Tensor, own: torch.Tensor | None) -> None:
         self.own.append((own, None if own is None else own.clone()))
 
-    def start_held(self, x: torch.Tensor, joins: bool) -> torch.Tensor:
+    def start_held(self, x: torch.Tensor, joins: bool, crosses: bool) -> torch.Tensor:
         own, _ = self.own[-1]
         assert joins == (own is not None)
-        total = self.start(x if own is None else own + x).total
+        total = self.start(x if own is None else own + x, crosses).total
         self.inner[len(self.started) - 1] = self.own.pop()
         return total
 
@@ -432,6 +432,44 @@ def test_what_overlaps_under_each_wiring():
     assert run(Wiring("parallel", (0, 1, 2)), moe)[1] == ["now"] * 3
     assert run(Wiring("farskip", (0, 1, 2)), ("dense",) * 3)[1] == ["now"] * 3
     assert run(Wiring("standard", ()), moe)[1] == ["now"] * 6, "vLLM's own layers"
+
+
+def crossing(plans: dict[int, LayerPlan]) -> list[bool]:
+    """For each sum that starts, whether it is in flight at an attention: by what the layers land, one after another."""
+    in_flight: list[int | None] = []  # numbers of sums; None is one that is complete
+    found: list[bool] = []
+    for plan in plans.values():
+        in_flight = [number for place, number in enumerate(in_flight) if place not in plan.attn]
+        for number in in_flight:
+            if number is not None:
+                found[number] = True
+        for n, step in enumerate(plan.steps):
+            if n == 1:
+                in_flight = [number for place, number in enumerate(in_flight) if place not in plan.mlp]
+            if step.then == "start":
+                found.append(False)
+            if step.then != "collect":
+                in_flight.append(len(found) - 1 if step.then == "start" else None)
+        in_flight = in_flight if plan.hands_on is None else [None]
+    return found
+
+
+def test_a_plan_says_which_sums_are_in_flight_at_an_attention():
+    def said(wiring: Wiring, kinds: Sequence[Kind]) -> list[tuple[str, bool]]:
+        plans = layer_plans(wiring, kinds, range(len(kinds)))
+        starts = [(step.call, step.crosses) for plan in plans.values() for step in plan.steps if step.then == "start"]
+        assert [crosses for _, crosses in starts] == crossing(plans), wiring
+        return starts
+
+    for wiring in wirings():
+        for kinds in (MIXED, ("dense",) * 5):
+            said(wiring, kinds)
+    half = [("attn", False), ("mlp", True)]  # the attention's sum under the MLP, the MLP's under the next attention
+    assert said(Wiring("ladder", (0, 1, 2)), ("dense",) * 3) == [*half, *half]
+    shared = [("shared", False), ("routed", True)]  # the sum of attention and shared experts under the routed ones
+    assert said(Wiring("farskip", (0, 1, 2)), ("moe-shared",) * 3) == [*shared, *shared]
+    assert said(Wiring("farskip", (0, 1, 2)), ("dense",) * 3) == []
+    assert said(Wiring("desync-2x", (0, 1, 2), tp_degree=2), ("dense",) * 3) == []
 
 
 def test_layers_that_are_not_rewired_stay_vllms_own():

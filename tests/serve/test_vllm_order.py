@@ -248,11 +248,65 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
+@torch.library.custom_op("double::attention", mutates_args=())
+def attention(x: Tensor) -> Tensor:
+    """The kernel of an attention, at which vLLM divides what it compiles."""
+    return 2 * x
+
+
+@attention.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class CutAttention(Attention):
+    def forward(self, positions: Tensor, x: Tensor) -> Tensor:
+        return super().forward(positions, torch.ops.double.attention(x))
+
+
+@pytest.mark.parametrize(
+    ("name", "double", "kind"), [("ladder", DenseLayer, "dense"), ("farskip", Layer, "moe-shared")]
+)
+def test_what_travels_in_a_piece_starts_and_is_awaited_in_it(ranks: None, name: str, double: Any, kind: Any) -> None:
+    """vLLM takes the operators in the order in which they are traced, and begins a piece at each attention."""
+    layers = [double(index) for index in range(3)]
+    names, reducer = VllmNames(shared="shared_experts"), Reducer(2, "tp:0", pieces=True)
+    for i, plan in layer_plans(Wiring(name, (0, 1, 2)), [kind] * 3, range(3)).items():
+        layers[i].self_attn = CutAttention(10 * i)
+        take_apart(layers[i], Wired(names, plan, reducer))
+
+    def model(positions: Tensor, hidden: Tensor) -> Tensor:
+        residual = None
+        for layer in layers:
+            hidden, residual = layer(positions, hidden, residual)
+        return hidden + residual
+
+    pieces: list[list[str]] = [[]]
+
+    def divide(traced: torch.fx.GraphModule, given: list[Tensor]) -> Any:
+        for node in traced.graph.nodes:
+            found = re.search(r"attention|reduce_(start|wait)", str(node.target))
+            if found is None or node.op != "call_function":
+                continue
+            if found[0] == "attention":
+                pieces.append([])
+            elif node.args[-1]:  # within
+                pieces[-1].append(found[1])
+            elif found[1] == "start":
+                pieces[-1].append("at once")
+        return traced.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(model, fullgraph=True, backend=divide)(torch.arange(8), torch.randn(8, 16))
+    assert pieces == [[], ["start", "at once", "wait"], ["start", "at once", "wait"], []]
+
+
 class Wasteful(Reducer):
     """The negative control: something is done to each summand."""
 
-    def start(self, x: Tensor) -> Sum:
-        return super().start(x * 2)
+    def start(self, x: Tensor, crosses: bool) -> Sum:
+        return super().start(x * 2, crosses)
 
 
 def kernels(count: int, reducer: Reducer | None) -> Counter[str]:

@@ -51,7 +51,8 @@ def write_table(tmp_path: Path) -> Callable[[], str]:
 
     def write() -> str:
         decode = [(16, "symmetric", True), (32, "vllm", False)]
-        rows = {"decode": decode, "prefill": [(2048, "quantised:int8", True)]}
+        prefill = [(512, "vllm", True), (1024, "vllm", False), (2048, "quantised:int8", True)]
+        rows = {"decode": decode, "prefill": prefill}
         table: dict[str, Any] = {
             "version": 1,
             "user": "plugin",
@@ -76,7 +77,7 @@ def test_both_operators_sum_at_once_on_a_cpu(module, monkeypatch):
     reduction.define_operators()
     x = torch.ones(2, 3)
     reducer = reduction.Reducer(2, "tp:0")
-    started = reducer.start(x)
+    started = reducer.start(x, True)
     assert torch.equal(reducer.wait(started, x), torch.full((2, 3), 2.0)) and torch.equal(x, torch.ones(2, 3))
     assert reducer.now(x).summand is None and torch.equal(reducer.now(x).total, started.total)
     asked = []
@@ -87,10 +88,11 @@ def test_both_operators_sum_at_once_on_a_cpu(module, monkeypatch):
 
     monkeypatch.setattr("fcsd.parallel.all_reduce.reduce.reduce", reduce)
     own = reduction.Reducer(2, "tp:0", "quantised:int8")
-    assert torch.equal(own.wait(own.start(x), x), torch.full((2, 3), 3.0)) and torch.equal(x, torch.ones(2, 3))
+    assert torch.equal(own.wait(own.start(x, True), x), torch.full((2, 3), 3.0)) and torch.equal(x, torch.ones(2, 3))
     assert asked == [("the process group", "quantised:int8")]
     for alone in (reduction.Reducer(1, "tp:0"), reduction.Reducer(2, "tp:0", "none")):
-        assert alone.start(x).total is x and alone.now(x).total is x and alone.wait(alone.start(x), x) is x
+        assert alone.start(x, True).total is x and alone.now(x).total is x
+        assert alone.wait(alone.start(x, True), x) is x
 
 
 def test_shared_experts_start_their_sum_with_what_is_held(module):
@@ -100,22 +102,23 @@ def test_shared_experts_start_their_sum_with_what_is_held(module):
     reduction.define_operators()
     reducer, own, x, later = reduction.Reducer(2, "tp:0"), torch.ones(2, 3), torch.full((2, 3), 4.0), torch.zeros(2, 3)
     reducer.hold(x, own)
-    total = reducer.start_held(x, True)
-    started = reducer.held(total, own, later)
+    total = reducer.start_held(x, True, False)
+    started = reducer.held(total, own, later, False)
     assert torch.equal(reducer.wait(started, total), torch.full((2, 3), 10.0)) and started.summand is own
     reducer.hold(x, None)
-    alone = reducer.held(reducer.start_held(x, False), None, later)
+    alone = reducer.held(reducer.start_held(x, False, False), None, later, False)
     assert torch.equal(alone.total, torch.full((2, 3), 8.0)) and alone.summand is later
     assert torch.equal(own, torch.ones(2, 3)) and torch.equal(x, torch.full((2, 3), 4.0))
     for silent in (reduction.Reducer(1, "tp:0"), reduction.Reducer(2, "tp:0", "none")):
         silent.hold(x, own)
-        assert silent.start_held(x, True) is x and not reduction._kept()
-        assert torch.equal(silent.held(x, own, later).total, own + x) and silent.held(x, None, later).total is x
+        assert silent.start_held(x, True, False) is x and not reduction._kept()
+        assert torch.equal(silent.held(x, own, later, False).total, own + x)
+        assert silent.held(x, None, later, False).total is x
 
 
-@pytest.mark.parametrize("travels", [True, False])
-def test_a_sum_of_shared_experts_starts_on_the_stream_that_computed_them(module, monkeypatch, travels):
-    """vLLM may compute them beside the routed experts. Streams are doubled, and tensors have no content."""
+@pytest.fixture
+def streams(module: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[str]]:
+    """Doubles of the main stream and of a second one, which is the current one; and what happens on streams."""
     events: list[str] = []
 
     class Stream:
@@ -126,7 +129,7 @@ def test_a_sum_of_shared_experts_starts_on_the_stream_that_computed_them(module,
             events.append(f"{self.name} waits for {other.name}")
 
         def wait_event(self, event: Any) -> None:
-            events.append(f"{self.name} waits for the sum")
+            events.append(f"{self.name} waits for {event.name}")
 
     current, side = [Stream("main"), Stream("second")], Stream("sums")
 
@@ -138,26 +141,47 @@ def test_a_sum_of_shared_experts_starts_on_the_stream_that_computed_them(module,
 
     def all_reduce(x: torch.Tensor) -> torch.Tensor:
         events.append(f"sum on {current[-1].name}")
-        return torch.empty_like(x)
+        return torch.empty(x.shape)
 
     ranks = SimpleNamespace(_all_reduce_out_place=all_reduce, device_group=None)
     parallel_state = module("vllm.distributed.parallel_state", _groups={"tp:0": lambda: ranks})
     module("vllm.distributed", parallel_state=parallel_state)
     monkeypatch.setattr(reduction, "_side", lambda: side)
-    monkeypatch.setattr(reduction, "way_of", lambda x, reduce, overlap_from: Way("vllm", travels))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None, name="the sum"))
+    return current, events
+
+
+@pytest.mark.parametrize("travels", [True, False])
+def test_a_sum_of_shared_experts_starts_on_the_stream_that_computed_them(streams, monkeypatch, travels):
+    """vLLM may compute them beside the routed experts. Tensors have no content."""
+    current, events = streams
+    monkeypatch.setattr(reduction, "way_of", lambda *given: Way("vllm", travels))
     own, x = torch.empty(2, 3, device="meta"), torch.empty(2, 3, device="meta")
     reduction._hold(x, own)
-    total = reduction._start_held(x, True, "tp:0", "vllm", 0)
+    total = reduction._start_held(x, True, "tp:0", "vllm", 0, False)
     current.pop()
     if travels:
         (wait,) = reduction.waits().values()
         assert any(isinstance(kept, torch.Tensor) for kept in wait.args), "what is summed stays until then"  # pyright: ignore[reportFunctionMemberAccess]
-    reduction._wait(total, own, x, "vllm", 0)
+    reduction._wait(total, own, x, "vllm", 0, False)
     in_flight = ["sums waits for second", "sum on sums", "main waits for the sum"]
     assert events == (in_flight if travels else ["sum on second"]) and not reduction.waits()
+
+
+@pytest.mark.parametrize("pieces", [True, False])
+def test_in_a_piece_a_sum_that_crosses_an_attention_is_made_behind_the_one_in_flight(streams, graphs, pieces):
+    """The sums of ``ladder``: the attention's, and the MLP's before the first is awaited."""
+    current, events = streams
+    current.pop()
+    graphs("PIECEWISE")
+    x = torch.empty(2, 3, device="meta")
+    attn, mlp = (reduction._start(x, "tp:0", "vllm", 2048, pieces and within) for within in (True, False))
+    reduction._wait(mlp, x, x, "vllm", 2048, False)
+    reduction._wait(attn, x, x, "vllm", 2048, pieces)
+    within = ["sums waits for main", "sum on sums", "main waits for sums", "sum on main", "main waits for the sum"]
+    assert events == (within if pieces else ["sum on main", "sum on main"]) and not reduction.waits()
 
 
 def test_a_wait_stays_behind_another_tensor_than_the_one_it_completes(module):
@@ -178,7 +202,7 @@ def test_a_wait_stays_behind_another_tensor_than_the_one_it_completes(module):
     reducer, x, newest = reduction.Reducer(2, "tp:0"), torch.ones(2, 3), torch.ones(4)
     with Watch():
         for latest in (newest, None):
-            started = reducer.start(x)
+            started = reducer.start(x, True)
             reducer.wait(started, started.total if latest is None else latest)
     (first, _), (second, total) = behind
     assert first is newest and second is x and second.data_ptr() != total.data_ptr()
@@ -197,8 +221,10 @@ def test_a_wait_stays_behind_another_tensor_than_the_one_it_completes(module):
 def test_a_sum_is_in_flight_where_that_pays(graphs, graph, tokens, overlap_from, expected):
     graphs(graph)
     summand: Any = SimpleNamespace(device=torch.device("cuda"), shape=(tokens, 16))
-    assert reduction.way_of(summand, "vllm", overlap_from) == ("vllm", expected)
-    assert not reduction.way_of(torch.ones(tokens, 1), "vllm", overlap_from).travels, "on a CPU nothing is"
+    for within in (False, True):
+        travels = expected or (within and graph == "PIECEWISE")
+        assert reduction.way_of(summand, "vllm", overlap_from, within) == ("vllm", travels)
+        assert not reduction.way_of(torch.ones(tokens, 1), "vllm", overlap_from, within).travels, "on a CPU nothing is"
 
 
 @pytest.mark.parametrize(
@@ -207,7 +233,8 @@ def test_a_sum_is_in_flight_where_that_pays(graphs, graph, tokens, overlap_from,
         ("FULL", 8, ("vllm", False)),  # before the first row
         ("FULL", 16, ("symmetric", True)),
         ("FULL", 32, ("vllm", False)),
-        ("PIECEWISE", 4096, ("quantised:int8", False)),  # of the other steps, and never in flight
+        ("PIECEWISE", 4096, ("quantised:int8", False)),  # of the other steps, and in a piece never in flight
+        ("PIECEWISE", 1024, ("vllm", False)),
         (None, 32, ("vllm", False)),
         (None, 4096, ("quantised:int8", True)),
     ],
@@ -215,7 +242,14 @@ def test_a_sum_is_in_flight_where_that_pays(graphs, graph, tokens, overlap_from,
 def test_a_table_chooses_for_the_one_size_of_a_graph(graphs, write_table, graph, tokens, expected):
     graphs(graph)
     summand: Any = SimpleNamespace(device=torch.device("cuda"), shape=(tokens, 16))
-    assert reduction.way_of(summand, write_table(), 0) == expected
+    for within in (False, True):
+        assert reduction.way_of(summand, write_table(), 0, within) == expected
+    graphs("PIECEWISE")
+    for size in (512, 256):  # a row that lets sums travel, and below the first row, where it is as without a table
+        summand.shape = (size, 16)
+        ways = [reduction.way_of(summand, write_table(), 0, within) for within in (False, True)]
+        assert ways == [("vllm", False), ("vllm", True)]
+    assert not reduction.way_of(summand, "symmetric", 0, True).travels
 
 
 def test_what_a_table_chooses_sums_and_is_made_before_a_graph_is_captured(module, write_table, monkeypatch):
@@ -234,5 +268,5 @@ def test_what_a_table_chooses_sums_and_is_made_before_a_graph_is_captured(module
     by_table, plain = reduction.Reducer(2, "tp:0", write_table(), 0), reduction.Reducer(2, "tp:0")
     for tokens in (3, 4096):
         x = torch.ones(tokens, 2)
-        assert torch.equal(by_table.wait(by_table.start(x), x), plain.wait(plain.start(x), x))
+        assert torch.equal(by_table.wait(by_table.start(x, True), x), plain.wait(plain.start(x, True), x))
     assert made == ["symmetric", "quantised:int8"] and asked == ["quantised:int8"], "each once, with the first sum"

@@ -82,7 +82,7 @@ def test_a_multimodal_type_is_served_with_the_language_models_that_the_plugin_se
         base_config({**raw, "text_config": {"model_type": "ministral3"}}, "x")
     kimi = {**raw, "model_type": "fcsd_kimi_k25", "text_config": {"model_type": "kimi_k2"}}  # as it is published
     found = base_config(kimi, "x")
-    assert found is not None and found[0]["architectures"] == ["KimiK25ForConditionalGeneration"]
+    assert found is not None and found["architectures"] == ["KimiK25ForConditionalGeneration"]
     with pytest.raises(BadInputError, match="does not have the architecture 'gpt2'"):
         base_config({**kimi, "text_config": {"model_type": "gpt2"}}, "x")
 
@@ -111,7 +111,11 @@ def settings(wiring: Wiring, dtype: torch.dtype = torch.bfloat16, moe: bool = Tr
         ),
         parallel_config=SimpleNamespace(**parallel),
         cache_config=SimpleNamespace(kv_sharing_fast_prefill=whole.pop("fast_prefill", False)),
-        compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=whole.pop("enable_sp", False))),
+        compilation_config=SimpleNamespace(
+            pass_config=SimpleNamespace(enable_sp=whole.pop("enable_sp", False)),
+            splitting_ops=whole.pop("splitting_ops", None),
+            use_inductor_graph_partition=whole.pop("partition", None),
+        ),
         **whole,
     )
 
@@ -150,8 +154,9 @@ REFUSED = [
     (settings(FARSKIP, additional_config={"fcsd": {"reduce": "fast"}}), "unknown all-reduce backend 'fast'"),
     (
         settings(FARSKIP, additional_config={"fcsd": {"exchange": "in flight"}}),
-        'the keys "reduce", "overlap_from" and "shared_experts"',
+        'the keys "reduce", "overlap_from", "shared_experts" and "pieces"',
     ),
+    (settings(FARSKIP, additional_config={"fcsd": {"pieces": "yes"}}), "pieces is true or false, not 'yes'"),
     (settings(FARSKIP, additional_config={"fcsd": {"overlap_from": -1}}), "overlap_from is a number of tokens"),
     (settings(FARSKIP, additional_config={"fcsd": {"overlap_from": "2048"}}), "not '2048'; 0 always overlaps"),
     (settings(FARSKIP, additional_config={"fcsd": {"reduce": "no.json"}}), "no.json is not a table of sums for this"),
@@ -215,6 +220,22 @@ def test_what_it_can_do_is_accepted(monkeypatch):
     assert [problem[:28] for problem in problems(other, "qwen2_moe")] == ["config.json has qkv_bias Fal"]
     (refused,) = problems(settings(FARSKIP, pipeline_parallel_size=2), "granite")
     assert refused == support.refusal("pipeline")
+
+
+@pytest.mark.parametrize(
+    ("asked", "travel"),
+    [
+        ({}, True),
+        ({"additional_config": {"fcsd": {"pieces": False}}}, False),
+        ({"splitting_ops": ["vllm::moe_forward"]}, False),
+        ({"splitting_ops": [], "additional_config": {"fcsd": {"pieces": True}}}, False),
+        ({"partition": True}, False),
+    ],
+)
+def test_sums_travel_in_the_pieces_that_vllm_makes_by_itself_and_in_no_others(asked, travel):
+    config = settings(FARSKIP, **asked)
+    check(config, "deepseek_v3")
+    assert read_settings(config.additional_config).pieces == travel
 
 
 def test_every_architecture_has_the_name_of_its_export():

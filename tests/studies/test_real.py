@@ -881,36 +881,48 @@ def test_the_page_takes_the_healed_runs_of_gemma_where_they_are_stored(repo: Pat
 def test_what_the_pages_say_of_gemmas_healed_runs_is_that_of_the_raw_file(repo: Path) -> None:
     raw = json.loads((repo / page.GEMMA).read_text())
     text, index = (" ".join((repo / file).read_text().split()) for file in (page.PAGE, "benchmarks/results/README.md"))
-    scored = {found["model"] for found in raw["differences"]}
+    first = " ".join((repo / "README.md").read_text().split())
 
     def lost(name: str) -> str:
         points, error = page.mean_difference(raw, name)
         return f"{-points:.1f} ± {error:.1f}"
 
-    for run in raw["runs"]:
+    half, cut, far = raw["runs"]
+    differences = {found["model"]: found for found in raw["differences"]}
+    assert [name for name in differences if not name.endswith("untrained")] == [half["name"], far["name"]]
+    for run, what, often in ((half, "Half of the layers (ladder)", "as"), (far, "15 of 18 layers (farskip)", "less")):
         own, foreign = (run["kl"][name]["kl"] for name in ("own", "foreign"))
-        name = run["name"]
-        assert f"healed with {run['tokens'] / 1e6:g} million tokens" in text
-        if name not in scored:
-            assert f"is {own:.3f} nats from the original on own text and {foreign:.3f} on foreign text.**" in text
-            assert f"Before healing it lost {lost(f'{name}-untrained')}." in text
-            assert f"**{own:.3f}** and **{foreign:.3f}** nats, its points not asked" in index
-            continue
-        assert f"lost {lost(name)} points**, and {lost(f'{name}-untrained')} before." in text
+        name, found = run["name"], differences[run["name"]]
+        points = f"lost {lost(name)} points**, and {lost(f'{name}-untrained')} before."
+        assert f"**{what}, healed with {run['tokens'] / 1e6:g} million tokens, {points}" in text
         assert f"It is {own:.3f} nats from the original on own text and {foreign:.3f} on foreign text." in text
-        assert f"half of its layers lost {lost(name)} points." in text
-        assert f"is {lost(name)} points lower with half of its layers" in " ".join(
-            (repo / "README.md").read_text().split()
-        )
-        found = next(found for found in raw["differences"] if found["model"] == name)
         tasks, word = found["tasks"], next(task for task in found["tasks"] if task["column"] == "lambada_openai")
-        assert f"as often as the original's ({word['points']:+.1f} ± {word['stderr']:.1f})" in text
+        than = {"as": "as often as", "less": "less often than"}[often]
+        assert f"right {than} the original's ({word['points']:+.1f} ± {word['stderr']:.1f})" in text
+        assert (often == "less") == (word["high"] < 0)
         assert f"is less likely, by {found['loss']['nats']:.3f} ± {found['loss']['stderr']:.3f} nats." in text
         most = min((one for one in tasks if one["column"] in page.informative(raw)), key=lambda one: one["points"])
         assert f": {-most['points']:.1f} ± {most['stderr']:.1f}." in text
         assert lost(name) in index and lost(f"{name}-untrained") in index
-    assert f"read {round(raw['runs'][0]['tokens_per_second'], -3):,.0f} tokens/s (median of its steps)" in text
-    assert f"Its own text, {raw['written']['tokens'] / 1e6:.1f} million tokens, was written" in text
+    ends = lost(half["name"]), lost(far["name"])
+    assert "half of its layers lost {} points (ladder), and 15 of 18 lost {} points (farskip).".format(*ends) in text
+    assert (
+        "is {} points lower with half of its layers rewired and healed for a few minutes, and {} with".format(*ends)
+        in first
+    )
+    own, foreign = (cut["kl"][name]["kl"] for name in ("own", "foreign"))
+    assert (
+        f"with {cut['tokens'] / 1e6:g} million tokens ended at {own:.3f} nats on own text and {foreign:.3f} on" in text
+    )
+    beside = raw["far_minus_half"]
+    assert beside["models"] == [far["name"], half["name"]] and beside["points"] == pytest.approx(
+        page.mean_difference(raw, far["name"])[0] - page.mean_difference(raw, half["name"])[0]
+    )
+    assert f"layers is {-beside['points']:.1f} ± {beside['stderr']:.1f} points below ladder on nine**" in text
+    assert {round(far["kl"][name]["kl"] / half["kl"][name]["kl"]) for name in ("own", "foreign")} == {2}
+    rates = [f"{round(run['tokens_per_second'], -3):,.0f}" for run in (half, far)]
+    assert "read {} tokens/s (median of its steps) on one H100, and that of 15 layers {}.".format(*rates) in text
+    assert f"all runs, {raw['written']['tokens'] / 1e6:.1f} million tokens, was written once" in text
     alike = json.loads((repo / "benchmarks/results/real_tokenizers_cpu.json").read_text())[
         "gemma3_with_the_tokenizer_of_5_23"
     ]

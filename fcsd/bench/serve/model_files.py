@@ -27,9 +27,8 @@ def write_directory(model: str, config: PretrainedConfig, wiring: Wiring, path: 
     source = path if model in SHAPES else Path(model)
     if model in SHAPES:
         config.save_pretrained(path)
-    fields = json.loads((source / "config.json").read_text())
-    converted = base_config(fields, source)
-    fields, arch = fields if converted is None else converted[0], arch_of(config)
+    fields = json.loads((source / "config.json").read_bytes())
+    fields, arch = base_config(fields, source) or fields, arch_of(config)
     fields["architectures"] = [arch.causal_lm]
     if wiring.layers:
         fields |= {"model_type": PREFIX + arch.model_type, "architectures": [arch.wired_causal_lm]}

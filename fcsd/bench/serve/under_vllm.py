@@ -90,7 +90,7 @@ def bench(
     Raises:
         ConfigError: vLLM or the plugin is missing, or the workload cannot be served.
     """
-    require_vllm("fcsd bench serve", rewired=True)
+    require_vllm("fcsd bench serve without --engine own", rewired=True)
     names, moe = usual_wirings(load, config), experts_of(config) > 0
     wirings = {name: wiring_for(name, config, load.tp) for name in (STANDARD, *names)}
     spread = moe and load.dp > 1
@@ -255,6 +255,7 @@ class _Run:
                         rounds.setdefault((kind, size), []).append(statistics.median(times))
             for variant in running:
                 self._say_dropped(variant.name, kind, size, dropped.get(variant.name, 0))
+            self.write(self.found)
             if self.left <= 0:
                 self.found["notes"].append(f"the time ended at {kind} {size}; give it more --minutes")
                 return
@@ -292,13 +293,17 @@ class _Run:
                         self.found["notes"].append(f"no time was left for load {share:g} of {variant.name}")
                     elif answers := self._ask(variant, prompts, self.load.answer, at):
                         passes[variant.name].append(answers)
-            for name, own in passes.items():
-                if len(own) < PASSES:
-                    continue  # a load of fewer requests than those of the others would not be comparable
-                every = list(chain(*own))
-                rows[name][str(share)] = {**figures.under_load(every), "rate": share * peak, "requests": len(every)}
-                rows[name][str(share)]["passes"] = [figures.under_load(answers) for answers in own]
-                if "token_p50" not in rows[name][str(share)]:
+                if not all(len(own) > seed for name, own in passes.items() if name in self.servers):
+                    break  # a load of fewer requests than those of the others would not be comparable
+                for name, own in passes.items():
+                    rows[name].pop(str(share), None)
+                    if len(own) > seed:
+                        every = list(chain(*own))
+                        row = {**figures.under_load(every), "rate": share * peak, "requests": len(every)}
+                        rows[name][str(share)] = row | {"passes": [figures.under_load(answers) for answers in own]}
+                self.write(self.found)
+            for name in passes:
+                if "token_p50" not in rows[name].get(str(share), {"token_p50": None}):
                     what = f"{name}: steps under load {share:g} were not measured"
                     self.found["notes"].append(f"{what}, because most answers came in bursts; {_BUSY}")
 

@@ -1,5 +1,5 @@
 """The vLLM plugin: vLLM's own models, rewired, with reductions that travel while the model computes.
 
 ``plugin.py`` is the entry point. Nothing else here is imported outside of vLLM's processes but ``support.py``, which
-says whether vLLM can serve a converted model, and ``plan.py``, which is data.
+says whether vLLM can serve a converted model.
 """

@@ -18,7 +18,7 @@ _OUTSIDE = ("ngram", "ngram_gpu", "suffix", "draft_model")
 
 
 def check(vllm_config: Any, model_type: str) -> None:
-    """Refuse what does not go with a converted model.
+    """Refuse what does not go with a converted model, and let no sum travel in pieces that are not vLLM's own.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``, whose ``hf_config`` has the ``fcsd`` block.
@@ -29,6 +29,10 @@ def check(vllm_config: Any, model_type: str) -> None:
     """
     for problem in problems(vllm_config, model_type):
         raise ConfigError(f"converted model: {problem}")
+    compilation = vllm_config.compilation_config
+    if compilation.splitting_ops is not None or compilation.use_inductor_graph_partition:
+        # An operator between two attentions could end a piece, or Inductor could choose what is in one.
+        vllm_config.additional_config.setdefault("fcsd", {})["pieces"] = False
 
 
 def refuse_other_architecture(vllm_config: Any, name: str) -> None:

@@ -19,15 +19,11 @@ from fcsd.models.wiring_block import Wiring
 _OWN_KEYS = ("fcsd", "auto_map", WEIGHTS_FILE)
 
 
-def base_config(raw: dict[str, Any], where: str | Path) -> tuple[dict[str, Any], str, dict[str, Any]] | None:
-    """What config.json of a converted model says about its base.
+def base_config(raw: dict[str, Any], where: str | Path) -> dict[str, Any] | None:
+    """The config.json of a converted model's base; None if the model is not a converted one.
 
     Args:
         where: the directory or repository, for messages.
-
-    Returns:
-        The config.json that the base would have, its ``model_type``, and the ``fcsd`` block. None if the model is not
-        a converted one.
 
     Raises:
         BadInputError: type and block do not belong together, the architecture has no row, or the block is not one that
@@ -55,7 +51,7 @@ def base_config(raw: dict[str, Any], where: str | Path) -> tuple[dict[str, Any],
     except (ValueError, TypeError, KeyError) as error:
         raise BadInputError(f"{where}: {error}") from None
     fields = {key: value for key, value in raw.items() if key not in _OWN_KEYS}
-    return {**fields, "model_type": model_type, "architectures": [ARCHS[model_type].vllm_causal_lm]}, model_type, block
+    return {**fields, "model_type": model_type, "architectures": [ARCHS[model_type].vllm_causal_lm]}
 
 
 def parser_for(stock: type[Any]) -> type[Any]:
@@ -76,16 +72,16 @@ def parser_for(stock: type[Any]) -> type[Any]:
             **options: Any,
         ) -> tuple[dict[str, Any], PretrainedConfig]:
             raw, _ = PretrainedConfig.get_config_dict(model, revision=revision)
-            found = base_config(raw, model)
-            if found is None:
+            fields = base_config(raw, model)
+            if fields is None:
                 return super().parse(model, trust_remote_code, revision, code_revision, **options)
-            fields, model_type, block = found
+            wired = ARCHS[fields["model_type"]].wired_causal_lm
             with tempfile.TemporaryDirectory(prefix="fcsd-config-") as folder:
                 Path(folder, "config.json").write_text(json.dumps(fields))
                 fields, config = super().parse(folder, False, **options)
             config.name_or_path = str(model)
-            config.architectures = [ARCHS[model_type].wired_causal_lm]
-            config.fcsd = block
+            config.architectures = [wired]
+            config.fcsd = raw["fcsd"]
             return fields, config
 
     return FcsdConfigParser

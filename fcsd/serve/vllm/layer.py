@@ -140,7 +140,7 @@ class WiredLayer(nn.Module):
         reducer.hold(x, own)
         mlp = mlp_of(self, self.fcsd.names)
         out = mlp(x)
-        sum_ = reducer.held(mlp.experts.fcsd_apart.pop(), own, out)
+        sum_ = reducer.held(mlp.experts.fcsd_apart.pop(), own, out, shared.crosses)
         flight = Flight(flight.landed, (*flight.sums, sum_), sum_.total)
         return self._add(flight, collected, out, routed)[0]
 
@@ -186,22 +186,16 @@ class WiredLayer(nn.Module):
         """The normalised stream with the sums at ``places``, and what is left."""
         landed, totals = flight.landed, self._await(flight, places)
         sums = tuple(sum_ for n, sum_ in enumerate(flight.sums) if n not in places)
-        for total in totals[:-1]:
-            landed = total if landed is None else landed + total
+        landed = _added([landed, *totals[:-1]])
         first = totals[-1] if totals else landed
         assert first is not None, "a read under Desync lands what was added before it"
         if all(flight.sums[n].summand is None for n in places):  # no wait keeps this read behind the newest start
             self.fcsd.reducer.cover(first, flight.newest, sums)
-        if not totals:
-            x = norm(landed)
-        elif landed is None:
-            landed = totals[-1]
-            x = norm(landed)
-        elif self.fcsd.names.whole:
-            landed = landed + totals[-1]
-            x = norm(landed)
-        else:
+        if totals and landed is not None and not self.fcsd.names.whole:
             x, landed = norm(totals[-1], landed)
+        else:
+            landed = _added([landed, *totals[-1:]])
+            x = norm(landed)
         return x, Flight(landed, sums, flight.newest)
 
     def _add(self, flight: Flight, collected: Tensor | None, out: Tensor, step: Step) -> tuple[Flight, Tensor | None]:
@@ -214,7 +208,7 @@ class WiredLayer(nn.Module):
         if step.then == "collect":
             return Flight(landed, sums, out), out
         if step.then == "start":
-            sum_ = reducer.start(out)
+            sum_ = reducer.start(out, step.crosses)
         elif step.then == "now":
             sum_ = reducer.now(out)
         elif step.then == "local":
@@ -234,17 +228,13 @@ class WiredLayer(nn.Module):
         if name is None and self.fcsd.multiplier is None:
             return sum_
         norm = getattr(self, name or "", _same)  # the config of a family can leave its norms on arrival out
-        return Sum(sum_.total, sum_.summand, partial(_arrived, norm=norm, factor=self.fcsd.multiplier))
+        return sum_._replace(arrive=partial(_arrived, norm=norm, factor=self.fcsd.multiplier))
 
     def _leave(self, flight: Flight, places: Sequence[int]) -> tuple[Tensor, Tensor]:
         """vLLM's pair: ``hidden``, and the residual with the sums at ``places``."""
         totals = self._await(flight, range(len(flight.sums)))
-        residual, hidden = flight.landed, None
-        for n, total in enumerate(totals):
-            if n in places:
-                residual = total if residual is None else residual + total
-            else:
-                hidden = total if hidden is None else hidden + total
+        residual = _added([flight.landed, *(total for n, total in enumerate(totals) if n in places)])
+        hidden = _added([total for n, total in enumerate(totals) if n not in places])
         some = residual if hidden is None else hidden
         assert some is not None, "a layer passes on a stream"
         zeros = torch.zeros_like(some)
@@ -260,6 +250,15 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
+def _added(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """The sum of what is there, in this order; None if nothing is."""
+    total = None
+    for part in parts:
+        if part is not None:
+            total = part if total is None else total + part
+    return total
+
+
 def _arrived(total: Tensor, norm: Callable[[Tensor], Tensor], factor: float | Tensor | None) -> Tensor:
     return norm(total) if factor is None else norm(total) * factor
 
@@ -269,11 +268,9 @@ def _enter(hidden: Any, residual: Any = None, *, lands: bool) -> Flight:
     for given in (hidden, residual):
         if isinstance(given, Flight):
             return given
-    if lands:
-        return Flight(None, (Sum(hidden, None),), hidden)
-    if residual is None:  # the embedding
+    if residual is None and not lands:  # the embedding
         return Flight(hidden, (), hidden)
-    return Flight(residual, (Sum(hidden, None),), hidden)
+    return Flight(None if lands else residual, (Sum(hidden, None),), hidden)
 
 
 @cache
@@ -381,7 +378,7 @@ def take_apart(layer: Any, wired: Wired) -> None:
             assert step.then == "start" and names.mlp_norms[1] is None, "routed experts cover the sum of shared ones"
             shared = runner._shared_experts._layer
             shared.__class__ = mixed(SummedExperts, type(shared))
-            shared.fcsd = Held(wired.reducer, step.joins)
+            shared.fcsd = Held(wired.reducer, step.joins, step.crosses)
             runner.fcsd_apart = []
     if moe is None or names.beside is not None:
         getattr(mlp_of(layer, names), names.down).reduce_results = False
@@ -395,6 +392,7 @@ class Held(NamedTuple):
 
     reducer: Reducer
     joins: bool
+    crosses: bool
 
 
 class SummedExperts(nn.Module):
@@ -407,8 +405,8 @@ class SummedExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[tokens, hidden]`` to the same: see ``Reducer.start_held``."""
-        reducer, joins = self.fcsd
-        return reducer.start_held(super().forward(x), joins)
+        reducer, *how = self.fcsd
+        return reducer.start_held(super().forward(x), *how)
 
 
 class UnreducedExperts(nn.Module):

@@ -15,7 +15,9 @@ nothing in flight use vLLM's own ``all_reduce`` on the main stream.
 A sum is complete when ``reduce_start`` returns, and nothing is overlapped, in three cases:
 
 - on a CPU;
-- in a piecewise CUDA graph, which vLLM captures part by part: a stream that forks in one part cannot join in the next;
+- in a piecewise CUDA graph, if an attention is computed before it is awaited (``Step.crosses``), or by a backend of
+  fcsd: vLLM captures the graph part by part, and a stream that forks in one part cannot join in the next. The parts end
+  at the attentions. Where others are in flight such a sum is made behind them;
 - in a step without a graph that has fewer than ``overlap_from`` tokens. Such a step waits for the host, and the second
   stream and its events are more work for the host.
 
@@ -48,6 +50,8 @@ class Settings(NamedTuple):
     Attributes:
         reduce: the name of a backend, see ``parallel.all_reduce.backends``; or the file of a table.
         overlap_from: the fewest tokens of a step without a CUDA graph whose sums are in flight; a table does not ask.
+        pieces: whether sums are in flight in piecewise CUDA graphs, too, where that can be. ``checks.check`` sets it to
+            false where vLLM's own pieces are not asked for.
         shared_experts: ``beside`` the routed ones, by vLLM's call for both, which computes few tokens of them on a
             second stream; or ``apart``, before them. It is asked where both have sums of their own.
     """
@@ -55,6 +59,7 @@ class Settings(NamedTuple):
     reduce: str
     overlap_from: int
     shared_experts: str
+    pieces: bool
 
 
 class Sum(NamedTuple):
@@ -64,11 +69,13 @@ class Sum(NamedTuple):
         total: the sum, ``[tokens, hidden]``; not complete before ``Reducer.wait`` if it is in flight.
         summand: what this rank adds to it; None if the sum is complete.
         arrive: what becomes of the sum on arrival, before it is added to the stream; None if it is added as it is.
+        within: whether it may be in flight in a piecewise CUDA graph. CUDA refuses a piece that ends before its wait.
     """
 
     total: Tensor
     summand: Tensor | None
     arrive: Callable[[Tensor], Tensor] | None = None
+    within: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,7 @@ class Reducer:
         group: the name of the group in vLLM.
         reduce: see ``Settings``.
         overlap_from: see ``Settings``.
+        pieces: see ``Settings``.
         sends: whether anything is sent. It is a value, because torch.compile reads it.
     """
 
@@ -87,33 +95,36 @@ class Reducer:
     group: str = ""
     reduce: str = "auto"
     overlap_from: int = OVERLAP_FROM
+    pieces: bool = True
     sends: bool = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sends", self.size > 1 and not leaves_out(self.reduce))
 
-    def start(self, x: Tensor) -> Sum:
-        """Start to sum ``x``, which must not be changed before the sum is awaited."""
+    def start(self, x: Tensor, crosses: bool) -> Sum:
+        """Start to sum ``x``, which must not be changed before the sum is awaited; ``crosses`` as in ``Step``."""
         if not self.sends:
             return Sum(x, None)
-        x = x.contiguous()
-        return Sum(torch.ops.fcsd.reduce_start(x, self.group, self.reduce, self.overlap_from), x)
+        x, within = x.contiguous(), self.pieces and not crosses
+        total = torch.ops.fcsd.reduce_start(x, self.group, self.reduce, self.overlap_from, within)
+        return Sum(total, x, within=within)
 
     def hold(self, x: Tensor, own: Tensor | None) -> None:
         """Keep ``own`` for the next ``start_held``, which what is computed from ``x`` will ask for."""
         if self.sends and own is not None:
             torch.ops.fcsd.reduce_hold(x, own)
 
-    def start_held(self, x: Tensor, joins: bool) -> Tensor:
+    def start_held(self, x: Tensor, joins: bool, crosses: bool) -> Tensor:
         """Start to sum ``x``, to which what is held is added first if it ``joins``; or return ``x`` if nothing is sent.
 
         vLLM calls it where no argument can be handed over: inside its operator for experts.
         """
         if not self.sends:
             return x
-        return torch.ops.fcsd.reduce_held(x, joins, self.group, self.reduce, self.overlap_from)
+        within = self.pieces and not crosses
+        return torch.ops.fcsd.reduce_held(x, joins, self.group, self.reduce, self.overlap_from, within)
 
-    def held(self, total: Tensor, own: Tensor | None, later: Tensor) -> Sum:
+    def held(self, total: Tensor, own: Tensor | None, later: Tensor, crosses: bool) -> Sum:
         """The sum that ``start_held`` started.
 
         Args:
@@ -122,7 +133,7 @@ class Reducer:
         """
         if not self.sends:
             return Sum(total if own is None else own + total, None)
-        return Sum(total, later if own is None else own)
+        return Sum(total, later if own is None else own, within=self.pieces and not crosses)
 
     def wait(self, sum_: Sum, newest: Tensor) -> Tensor:
         """Wait for a sum.
@@ -132,7 +143,7 @@ class Reducer:
         """
         if sum_.summand is not None:
             after = sum_.summand if newest is sum_.total else newest
-            torch.ops.fcsd.reduce_wait(sum_.total, sum_.summand, after, self.reduce, self.overlap_from)
+            torch.ops.fcsd.reduce_wait(sum_.total, sum_.summand, after, self.reduce, self.overlap_from, sum_.within)
         return sum_.total
 
     def cover(self, x: Tensor, newest: Tensor, sums: tuple[Sum, ...]) -> None:
@@ -186,7 +197,10 @@ def read_settings(additional_config: Any, degree: int | None = None) -> Settings
     shared_experts = section.get("shared_experts", "beside")
     if shared_experts not in ("beside", "apart"):
         raise ConfigError(f'shared_experts is "beside" or "apart", not {shared_experts!r}')
-    return Settings(reduce, overlap_from, shared_experts)
+    pieces = section.get("pieces", True)
+    if type(pieces) is not bool:
+        raise ConfigError(f"pieces is true or false, not {pieces!r}")
+    return Settings(reduce, overlap_from, shared_experts, pieces)
 
 
 @cache
@@ -206,17 +220,20 @@ def _ways(reduce: str) -> Ways:
     return read_ways(reduce, "plugin")
 
 
-def way_of(x: Tensor, reduce: str, overlap_from: int) -> Way:
+def way_of(x: Tensor, reduce: str, overlap_from: int, within: bool) -> Way:
     """How ``x``, ``[tokens, hidden]``, is summed, and whether its sum is in flight between its start and its wait.
 
     The start and the wait of a sum ask the same question, and get the same answer. A step without a graph waits for the
-    host, so what is known by the number of tokens alone is said first.
+    host, so what is known by the number of tokens alone is said first. ``within`` as in ``Sum``.
     """
     captured = x.device.type != "cpu" and torch.cuda.is_current_stream_capturing()
     if not captured and x.shape[0] < overlap_from and not is_table(reduce):
         return Way(reduce, False)
     if x.device.type == "cpu" or _captures_a_piece():
-        return _ways(reduce).of("prefill", x.shape[0])._replace(travels=False)
+        ways = _ways(reduce)
+        way = ways.of("prefill", x.shape[0])
+        asked = way.travels or way is ways.rest  # where a table says nothing, it is as without one
+        return way._replace(travels=captured and within and asked and backend_of(way.reduce, "plugin")[0].by_vllm)
     if is_table(reduce):
         return _ways(reduce).of("decode" if captured else "prefill", x.shape[0])
     return Way(reduce, captured or x.shape[0] >= overlap_from)
@@ -232,11 +249,11 @@ def _open(reduce: str, group: Any) -> None:
             Reduction(group, backend, 0)
 
 
-def _start(x: Tensor, group: str, reduce: str, overlap_from: int) -> Tensor:
+def _start(x: Tensor, group: str, reduce: str, overlap_from: int, within: bool) -> Tensor:
     from vllm.distributed import parallel_state  # pyright: ignore[reportMissingImports]
 
     ranks = parallel_state._groups[group]()
-    way = way_of(x, reduce, overlap_from)
+    way = way_of(x, reduce, overlap_from, within)
     if is_table(reduce):
         _open(reduce, ranks.device_group)
     if not backend_of(way.reduce, "plugin")[0].by_vllm:
@@ -245,6 +262,8 @@ def _start(x: Tensor, group: str, reduce: str, overlap_from: int) -> Tensor:
         return ranks._all_reduce_out_place(x.clone())  # the communicator of CPUs writes over its input
     side = _side()  # made by the first sum of all, before any graph is captured
     if not way.travels:
+        if waits():  # in a piece others travel, and no two sums of a group may be on two streams at the same time
+            torch.cuda.current_stream().wait_stream(side)
         return ranks._all_reduce_out_place(x)
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -282,15 +301,15 @@ def _hold(x: Tensor, own: Tensor) -> None:
     _kept()["own"] = own
 
 
-def _start_held(x: Tensor, joins: bool, group: str, reduce: str, overlap_from: int) -> Tensor:
-    return _start(_kept().pop("own") + x if joins else x.contiguous(), group, reduce, overlap_from)
+def _start_held(x: Tensor, joins: bool, group: str, reduce: str, overlap_from: int, within: bool) -> Tensor:
+    return _start(_kept().pop("own") + x if joins else x.contiguous(), group, reduce, overlap_from, within)
 
 
-def _wait(y: Tensor, x: Tensor, after: Tensor, reduce: str, overlap_from: int) -> None:
+def _wait(y: Tensor, x: Tensor, after: Tensor, reduce: str, overlap_from: int, within: bool) -> None:
     wait = waits().pop(y.data_ptr(), None)
     if wait is not None:
         wait()
-    elif waits() and way_of(y, reduce, overlap_from).travels:
+    elif waits() and way_of(y, reduce, overlap_from, within).travels:
         raise RuntimeError("a compiler copied a sum that is in flight, which would be read before it is complete")
 
 
@@ -309,21 +328,21 @@ def define_operators() -> torch.library.Library:
     """Define the operators. The library that is returned keeps them alive."""
     library = torch.library.Library("fcsd", "FRAGMENT")
     tags = (torch.Tag.needs_fixed_stride_order,)
-    library.define("reduce_start(Tensor x, str group, str reduce, int overlap_from) -> Tensor", tags=tags)
-    library.define("reduce_wait(Tensor(a!) y, Tensor x, Tensor after, str reduce, int overlap_from) -> ()", tags=tags)
+    how = "str reduce, int overlap_from, bool within"
+    library.define(f"reduce_start(Tensor x, str group, {how}) -> Tensor", tags=tags)
+    library.define(f"reduce_wait(Tensor(a!) y, Tensor x, Tensor after, {how}) -> ()", tags=tags)
     library.define("reduce_cover(Tensor(a!) x, Tensor y) -> ()", tags=tags)
     library.define("reduce_hold(Tensor(a!) x, Tensor own) -> ()", tags=tags)
-    held = "Tensor x, bool joins, str group, str reduce, int overlap_from"
-    library.define(f"reduce_held({held}) -> Tensor", tags=tags)
+    library.define(f"reduce_held(Tensor x, bool joins, str group, {how}) -> Tensor", tags=tags)
     for device in ("CPU", "CUDA"):
         library.impl("reduce_cover", lambda x, y: None, device)
         library.impl("reduce_hold", _hold, device)
         library.impl("reduce_held", _start_held, device)
         library.impl("reduce_start", _start, device)
         library.impl("reduce_wait", _wait, device)
-    library._register_fake("reduce_start", lambda x, group, reduce, overlap_from: torch.empty_like(x))
-    library._register_fake("reduce_wait", lambda y, x, after, reduce, overlap_from: None)
+    library._register_fake("reduce_start", lambda x, *how: torch.empty_like(x))
+    library._register_fake("reduce_wait", lambda y, x, after, *how: None)
     library._register_fake("reduce_cover", lambda x, y: None)
     library._register_fake("reduce_hold", lambda x, own: None)
-    library._register_fake("reduce_held", lambda x, joins, group, reduce, overlap_from: torch.empty_like(x))
+    library._register_fake("reduce_held", lambda x, joins, *how: torch.empty_like(x))
     return library

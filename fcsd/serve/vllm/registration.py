@@ -43,7 +43,6 @@ def register() -> None:
     for model_type, arch in ARCHS.items():
         own = partial(check, model_type=model_type)
         hooks[arch.wired_causal_lm] = _hooks(own, MODELS_CONFIG_MAP.get(arch.vllm_causal_lm))
-    for arch in ARCHS.values():
         ModelRegistry.register_model(arch.wired_causal_lm, f"{_MODELS}:{arch.wired_causal_lm}")
     MODELS_CONFIG_MAP.update(hooks)
     _share_model_runner()
