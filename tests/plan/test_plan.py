@@ -538,6 +538,11 @@ def test_bad_models_and_batches(tmp_path):
         changed = recipe.model_copy(update={"parallel": parallel, "train": train})
         with pytest.raises(ConfigError, match=f"parallel.ep_size {size} does not divide the {what}"):
             plan_run(changed, Hardware(gpus))
+    tiny.config("gpt_oss").save_pretrained(tmp_path / "gpt_oss")
+    parallel = recipe.parallel.model_copy(update={"ep_size": 2})
+    changed = recipe.model_copy(update={"model": str(tmp_path / "gpt_oss"), "parallel": parallel})
+    with pytest.raises(ConfigError, match="gpt_oss cannot be expert-parallel"):
+        plan_run(changed, Hardware(2))
     parallel = recipe.parallel.model_copy(update={"zero_stage": 3})
     with pytest.raises(ConfigError, match=r"parallel\.zero_stage 3 does not divide experts"):
         plan_run(recipe.model_copy(update={"parallel": parallel}), Hardware(2))
