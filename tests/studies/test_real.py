@@ -1047,8 +1047,15 @@ def test_what_the_page_says_of_rounding_after_training_is_that_of_the_raw_file(r
         within = ", which is within two errors." if abs(more["points"]) <= 2 * more["stderr"] else ". Rounded,"
         assert f"{said} {told[1]}.** The healed model loses {beside} by it than the original{within}" in text
         assert more["points"] == pytest.approx(costs[1]["points"] - costs[0]["points"], abs=1e-6)
+        assert all(0.45 < form["minus_original"]["overall"]["stderr"] < 0.65 for form in (original, after))
         own = [form["kl"]["own"]["kl"] for form in (original, forms[healed], after)]
         assert (
             f"is {own[0]:.3f} nats from itself on own text; the healed model goes from {own[1]:.3f} to {own[2]:.3f}"
             in text
         )
+    more = []
+    for name in ("original", healed):
+        fine, coarse = (forms[f"{name}+int4:g{group}"] for group in (32, 64))
+        assert all(fine["kl"][of]["kl"] < coarse["kl"][of]["kl"] for of in ("own", "doc", "foreign"))
+        more.append(coarse["minus_original"]["overall"]["points"] - fine["minus_original"]["overall"]["points"])
+    assert "and lose {:.1f} (original) and {:.1f} points (healed) more".format(*more) in text
