@@ -6,6 +6,7 @@ import json
 import os
 import re
 import stat
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -44,10 +45,12 @@ def require_writable(folder: Path, what: str) -> None:
     """Check that this user may create files in ``folder``, which exists; ``what`` is to be written there.
 
     Raises:
-        DiskError: the permissions, or a file system that is read-only, do not allow it.
+        DiskError: the permissions, a file system that is read-only, or a full disk do not allow it.
     """
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise DiskError(f"{what}: {folder} is not writable", _ELSEWHERE)
+    try:  # permissions do not say it: root has them in /proc, too
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise DiskError(f"{what}: {folder} is not writable ({error.strerror})", _ELSEWHERE) from error
 
 
 def write_text(path: Path, text: str) -> None:

@@ -93,6 +93,8 @@ def engine(path: Path, dtype: str, **options: Any) -> Any:
         if {"kv_lora_rank", "conv_L_cache"} & keys_of(json.loads((path / "config.json").read_text())):
             # With the CPU kernels of its norms and rotary embeddings, the original is wrong as well (docs/serving.md).
             options["compilation_config"] = dict(custom_ops=["none"])
+    if os.environ.get("NCCL_P2P_DISABLE") == "1":  # vLLM's own all-reduce does not read it, and would use peer access
+        options["disable_custom_all_reduce"] = True
     return LLM(
         str(path), dtype=dtype, skip_tokenizer_init=True, enable_prefix_caching=False, gpu_memory_utilization=0.1,
         **options,

@@ -34,7 +34,7 @@ _KINDS: list[tuple[tuple[str, ...], str, str]] = [
     (
         ("pytorch_model*",),
         "a checkpoint of pickled weights (pytorch_model.bin)",
-        "Convert it to safetensors first.",
+        "Load it with transformers' AutoModelForCausalLM, save it with save_pretrained, and copy its tokenizer there.",
     ),
     (("consolidated*",), "a checkpoint in its author's own format", "Pass the transformers version of it."),
     (("*.pth",), "a checkpoint of pickled weights (.pth)", "Pass the transformers version of it."),

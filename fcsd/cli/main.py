@@ -58,6 +58,7 @@ def main() -> None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("TQDM_DISABLE", "1")
+    os.environ["MPLBACKEND"] = "agg"  # pictures are files; a notebook names a backend that may not be installed here
     try:
         app()
     except SystemExit as end:

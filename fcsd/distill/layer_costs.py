@@ -95,7 +95,7 @@ def _measure(model: Path, wiring: Wiring, layers: str, text: Path | None) -> Lay
     number = layers.strip().partition(":")[2]
     count = int(number) if number else None
     if count is not None and not 0 < count <= len(wiring.layers):
-        raise ConfigError(f"--layers {layers}: {len(wiring.layers)} layers can be converted")
+        raise ConfigError(f"--layers {layers}: 1 to {len(wiring.layers)} layers can be converted")
     on_gpu = torch.cuda.is_available()
     device, dtype = ("cuda", "bfloat16") if on_gpu else ("cpu", "float32")
     network = load_model(model, dtype=dtype, device=device)

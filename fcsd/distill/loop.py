@@ -80,6 +80,8 @@ def distill_model(
     """
     recipe, directory = resolved.recipe, Path(resolved.recipe.output_dir)
     if dry_run:
+        if resume != "auto":  # auto would set damaged checkpoints aside
+            checkpoints.find(directory / run_dir.CHECKPOINTS, resume, print)
         preview.print_dry_run(recipe, processes)
         return directory
     early_stop.require_scorer(recipe.early_stop, scorer)

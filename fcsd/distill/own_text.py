@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.checkpoint import fingerprint, read_layout, resolve
 from fcsd.checkpoint.tokenizer import load_tokenizer
-from fcsd.disk import read_input, write_bytes, write_text
+from fcsd.disk import read_input, require_folder, write_bytes, write_text
 from fcsd.distill.writer import CPU_BATCH, GPU_BATCH, Writer, Writing
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.launch.world import World, join_world
@@ -155,7 +155,8 @@ def _claim(out: Path, identity: dict[str, Any]) -> None:
             raise ConfigError(f"{out}: holds text that was written with another {named}", "Choose another directory.")
         return
     # The record is the first file, so that a call that ends here can be started again.
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    require_folder(out, "--out")
+    if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out}: is not empty and holds no text of fcsd write", "Choose another directory.")
     out.mkdir(parents=True, exist_ok=True)
     write_text(file, json.dumps({"settings": identity}, indent=1) + "\n")

@@ -185,10 +185,12 @@ def named_models(
     one of the models only if there are formats; otherwise it is evaluated once.
 
     Raises:
-        ConfigError: the same model is named twice.
+        ConfigError: the same model is named twice, or the baseline is the only one: a verdict would be met unasked.
     """
     first = [] if baseline is None else [_spelled(baseline)]
     others = [model for model in map(_spelled, models) if engine.quantised is not None or model not in first]
+    if not others:
+        raise ConfigError(f"--baseline {baseline}: is the only MODEL, too", "Name another MODEL or another baseline.")
     each = [*first, *(model for model in others if model not in first)]
     names_of([_name(model) for model in others])  # refuses a model that is named twice
     name_of = dict(zip(map(_name, each), names_of([_name(model) for model in each]), strict=True))

@@ -4,7 +4,9 @@ A directory of results also holds ``comparison.json``, which is not a list of re
 results of a directory and skips that file.
 """
 
+import fcntl
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -123,13 +125,21 @@ class ResultFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._results = read_results(path) if path.exists() else []
+        self._known()  # a damaged file is found before anything is scored
+
+    def _known(self) -> list[Result]:
+        return read_results(self.path) if self.path.exists() else []
 
     def add(self, result: Result) -> None:
-        """Add or replace a result and write the file anew."""
-        self._results = [other for other in self._results if _key(other) != _key(result)] + [result]
+        """Add or replace a result and write the file anew, with what another process has added to it meanwhile."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(self.path, "[\n" + ",\n".join(map(json.dumps, self._results)) + "\n]\n")
+        lock = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            results = [other for other in self._known() if _key(other) != _key(result)] + [result]
+            write_text(self.path, "[\n" + ",\n".join(map(json.dumps, results)) + "\n]\n")
+        finally:
+            os.close(lock)
 
 
 def _key(result: Result) -> tuple[str | None, ...]:

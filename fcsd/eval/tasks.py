@@ -26,6 +26,7 @@ from fcsd.eval.statistics import estimate, spread
 from fcsd.eval.suite import DEFINITIONS, EVALPLUS, SANDBOX, Benchmark
 from fcsd.eval.task_files import definition_sha256, mirror_files, task_manager
 from fcsd.foreign_errors import reason_of
+from fcsd.launch.world import first_rank
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +216,8 @@ def _no_retries_offline() -> Iterator[None]:
             if not constants.HF_HUB_OFFLINE:
                 get_session().head(constants.ENDPOINT, timeout=10)
         except HTTPError as error:
-            log.warning("%s cannot be reached (%s): data are read from its cache", constants.ENDPOINT, reason_of(error))
+            if first_rank():  # once, not once for each process
+                log.warning("%s cannot be reached (%s): data come from its cache", constants.ENDPOINT, reason_of(error))
             stack.enter_context(_swapped(constants, "HF_HUB_OFFLINE", True))
             stack.enter_context(_swapped(datasets.config, "HF_HUB_OFFLINE", True))
         yield

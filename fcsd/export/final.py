@@ -57,13 +57,15 @@ def export_model(
         FcsdError: the directory does not reload to equal logits. It has been removed.
     """
     out = Path(out)
+    if push:
+        from fcsd.export.push import push_model, require_target
+
+        require_target(push, create_pr=create_pr, revision=revision)
     if (Path(run_or_model) / RUN_RECIPE).is_file():
         _write_checkpoint(Path(run_or_model), checkpoint, out, force=force, title=push)
     else:
         _write(resolve(str(run_or_model)).path, None, out, force=force, title=push)
     if push:
-        from fcsd.export.push import push_model
-
         log.info("pushed to %s", push_model(out, push, private=private, create_pr=create_pr, revision=revision))
     return out
 

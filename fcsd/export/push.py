@@ -67,15 +67,11 @@ def push_model(
         ConfigError: there is no token, or the repository is public or holds another model.
         FcsdError: the hub refused the upload, or the network failed.
     """
-    from huggingface_hub import HfApi, get_token
+    from huggingface_hub import HfApi
 
     directory = Path(directory)
-    if create_pr and revision:
-        raise ConfigError("a pull request and a branch exclude each other", "Give --create-pr or --revision.")
     check_record(directory)
-    token = token or get_token()
-    if not token:
-        raise ConfigError("no hub token", "Run: hf auth login")
+    token = require_target(repo, create_pr=create_pr, revision=revision, token=token)
     title = f"fcsd export {read_object(directory / RECORD)['fingerprint'][:12]}"
     sent = sent_files(directory, _NOT_UPLOADED)
     api = HfApi(token=token)
@@ -92,6 +88,24 @@ def push_model(
     if create_pr and target:
         return f"{api.endpoint}/{repo}/discussions/{target.removeprefix(_PULL)}"
     return f"{api.endpoint}/{repo}"
+
+
+def require_target(repo: str, *, create_pr: bool, revision: str | None, token: str | None = None) -> str:
+    """Check the arguments of ``push_model`` before anything is written or sent, and return the token to use.
+
+    Raises:
+        ConfigError: there is no token, or a pull request and a branch are asked for.
+        HFValidationError: no repository can have this name.
+    """
+    from huggingface_hub import get_token
+    from huggingface_hub.utils import validate_repo_id
+
+    if create_pr and revision:
+        raise ConfigError("a pull request and a branch exclude each other", "Give --create-pr or --revision.")
+    validate_repo_id(repo)
+    if not (token := token or get_token()):
+        raise ConfigError("no hub token", "Run: hf auth login")
+    return token
 
 
 def _prepare(api: "HfApi", repo: str, title: str, private: bool, create_pr: bool, branch: str | None) -> str | None:

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fcsd.checkpoint import CheckpointConfig, Layout, fingerprint, read_layout, read_object
+from fcsd.checkpoint import CheckpointConfig, Layout, expect_directory, fingerprint, read_layout, read_object
 from fcsd.checkpoint.files import quoted
 from fcsd.disk import bytes_sha256, file_sha256
 from fcsd.errors import BadInputError, DoesNotFitError, FcsdError
@@ -85,6 +85,7 @@ def check_record(directory: Path) -> None:
         BadInputError: there is no proof, or another file than the card has changed.
     """
     hint = "Export it (again): fcsd export MODEL OUT."
+    expect_directory(directory)
     if not (directory / RECORD).is_file():
         raise BadInputError(f"{directory}: has no {RECORD}, so nothing proves that it loads without fcsd", hint)
     record, now = read_object(directory / RECORD), _identity(directory)

@@ -94,7 +94,7 @@ def meet(kind: str, number: int, count: int, host: str, port: int, *, serves: bo
         missing = _missing(store, kind, count)
         raise PeerLostError(
             f"{_named(kind, missing)} of {count} did not come up within {timeout:g} seconds",
-            hint="look at the output of that process, or of its node; --join-timeout waits longer",
+            hint="look at the output of that process, or of its node; if no other was started, unset WORLD_SIZE",
         ) from error
     return store
 

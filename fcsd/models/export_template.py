@@ -119,7 +119,7 @@ def render(arch: Arch) -> Mapping[str, str]:
     modeling = _MODELING.format(**common, imports=", ".join(decoders), mappings=mappings)
     for name, decoder in decoders.items():
         modeling += _CLASS.format(**common, name=name, decoder=decoder, blocks=_source(arch.blocks))
-    shipped = {name: files("fcsd.models").joinpath(name).read_text() for name in VERBATIM}
+    shipped = {name: files("fcsd.models").joinpath(name).read_text("utf-8") for name in VERBATIM}
     return {f"{CONFIGURATION}.py": configuration, f"{MODELING}.py": modeling, **shipped}
 
 

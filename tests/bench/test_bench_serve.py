@@ -317,7 +317,7 @@ def test_a_config_alone_is_enough_and_chooses_the_wiring(tmp_path):
         (["tiny", "--engine", "own", "--dp", "2"], "--dp needs --engine vllm"),
         (["tiny-dense", "--engine", "own", "--wirings", "own"], "own is the wiring of a converted model"),
         (["tiny", "--engine", "own", "--", "--seed", "1"], "options behind -- are for"),
-        (["tiny"], "fcsd bench serve needs vllm"),
+        (["tiny"], "fcsd bench serve without --engine own needs vllm"),
         (["tiny", "--engine", "own", "--sums", "vllm"], "unknown all-reduce backend 'vllm'"),
         (["tiny", "--engine", "own", "--sums", "none"], "--sums none gives wrong results"),
         (["tiny", "--engine", "own", "--out", __file__], "test_bench_serve.py is not a directory"),

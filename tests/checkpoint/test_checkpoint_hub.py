@@ -68,7 +68,8 @@ def test_hub_errors_are_one_line(hub, saved, monkeypatch):
     assert "org/private: is neither" in str(refused("org/private"))
     assert "has no revision 'old'" in str(refused("org/model@old"))
     assert f"Accept its terms at {hub.url}/org/gated" in (refused("org/gated").hint or "")
-    assert "pickled weights" in str(refused("org/pickle"))
+    pickled = refused("org/pickle")
+    assert "pickled weights" in str(pickled) and "save it with save_pretrained" in (pickled.hint or "")
     hub.faults["GET /api/models/org/model"] = 503
     assert "cannot be reached" in str(refused("org/model"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,14 @@ def test_a_directory_that_the_system_refuses_is_named(
 
 
 def test_a_directory_without_permission_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path)
     (tmp_path / "empty").mkdir()
+    with pytest.raises(DiskError, match="/proc is not writable"):  # although root has the permission
+        check_out(Path("/proc/out"), [], force=False)
+
+    def refuse(*, dir: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(dir))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
     for check in (
         lambda: check_out(tmp_path / "missing" / "out", [], force=False),
         lambda: check_out(tmp_path / "empty", [], force=False),

@@ -503,6 +503,13 @@ def test_errors_in_a_real_process(tmp_path: Path) -> None:
     assert unprinted.stderr.startswith("error: the result cannot be printed: No space left on device\nhint: ")
 
 
+def test_pictures_are_drawn_in_a_notebook_that_names_a_backend_of_its_own() -> None:
+    code = "import sys\nfrom fcsd.cli.main import main\nsys.argv[1:] = ['--version']\n"
+    code += "try: main()\nfinally: import matplotlib"
+    named = {**os.environ, "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=named)
+
+
 @pytest.mark.parametrize("import_first", ["time", "torch"])
 def test_ctrl_c_ends_with_130_and_no_orphan(tmp_path: Path, import_first: str) -> None:
     """The signal arrives while a library function runs, in a process of its own group."""

@@ -21,7 +21,7 @@ from fcsd.distill.run.identity import differences, run_identity
 from fcsd.distill.run.report import read_metrics
 from fcsd.distill.step import one_step as step
 from fcsd.distill.teacher import targets
-from fcsd.errors import BadInputError, ConfigError, NonFiniteError
+from fcsd.errors import BadInputError, CheckpointError, ConfigError, NonFiniteError
 from fcsd.launch.world import World
 from fcsd.models.build import load_model
 
@@ -181,9 +181,15 @@ def test_bad_input_writes_nothing(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_dry_run_shows_the_first_row_and_writes_nothing(folder: Path, tmp_path: Path) -> None:
-    recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"))
+    recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), train__steps=None, train__tokens=1024)
     text = preview(recipe.recipe)
-    assert "4 steps, 1,024 tokens" in text and "<eos>⟧|l⟦i⟧" in text and "30 of 32" in text
+    assert (
+        "4 steps, 1,024 tokens, the 1,024 asked for, in whole steps" in text
+        and "<eos>⟧|l⟦i⟧" in text
+        and "30 of 32" in text
+    )
+    with pytest.raises(CheckpointError, match="there is no such checkpoint to resume from"):
+        loop.distill_model(recipe, resume="autoo", dry_run=True)
     assert not (tmp_path / "run").exists()
 
 

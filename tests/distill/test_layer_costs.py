@@ -83,7 +83,7 @@ def test_an_out_that_is_taken_is_refused_before_anything_is_measured(
     ("options", "words"),
     [
         (["--layers", "auto", "--dry-run"], "reads the weights"),
-        (["--layers", "auto:99"], "layers can be converted"),
+        (["--layers", "auto:99"], ": 1 to "),
         (["--layers", "auto:x"], "is not understood"),
         (["--calibration", "text.jsonl"], "is not given"),
     ],

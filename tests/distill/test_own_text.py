@@ -158,8 +158,9 @@ def test_what_has_no_meaning_is_refused_before_anything_is_written(
 
 def test_foreign_directories_and_wrong_numbers_are_refused(teacher: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("a file")
-    with pytest.raises(ConfigError, match="is not empty and holds no text"):
-        write_own_text(str(teacher), tmp_path, tokens=100, form="document")
+    for out, reason in (("", "is not empty and holds no text"), ("mine", "--out .* is not a directory")):
+        with pytest.raises(ConfigError, match=reason):
+            write_own_text(str(teacher), tmp_path / out, tokens=100, form="document")
     (tmp_path / "write.json").write_text("{")
     with pytest.raises(BadInputError, match="is damaged"):
         write_own_text(str(teacher), tmp_path, tokens=100, form="document")

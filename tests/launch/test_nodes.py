@@ -139,7 +139,7 @@ def test_the_missing_rank_is_named(tmp_path: Path) -> None:
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "RANK": "0"}
     run = fcsd("distill", tmp_path / "recipe.yaml", "--join-timeout", "2", **where)
     assert run.returncode == 6, run.stderr
-    assert "rank 1 of 2 did not come up within 2 seconds" in run.stderr
+    assert "rank 1 of 2 did not come up within 2 seconds" in run.stderr and "unset WORLD_SIZE" in run.stderr
     assert not (tmp_path / "run").exists()
 
 

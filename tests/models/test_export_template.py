@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import io
 import json
 import subprocess
 import sys
@@ -44,6 +45,12 @@ def load_module(directory: Path, package: str, name: str):
         spec.submodule_search_locations = [str(directory)]
         sys.modules[package] = importlib.util.module_from_spec(spec)
     return importlib.import_module(f"{package}.{name}")
+
+
+def test_the_code_is_the_same_in_every_locale(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = render(ARCHS["llama"])
+    monkeypatch.setattr(io, "text_encoding", lambda encoding, _=2: encoding or "ascii")
+    assert render(ARCHS["llama"]) == expected
 
 
 @pytest.mark.parametrize("model_type", ARCHS)

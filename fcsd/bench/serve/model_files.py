@@ -27,7 +27,7 @@ def write_directory(model: str, config: PretrainedConfig, wiring: Wiring, path: 
     source = path if model in SHAPES else Path(model)
     if model in SHAPES:
         config.save_pretrained(path)
-    fields = json.loads((source / "config.json").read_text())
+    fields = json.loads((source / "config.json").read_bytes())
     fields, arch = base_config(fields, source) or fields, arch_of(config)
     fields["architectures"] = [arch.causal_lm]
     if wiring.layers:

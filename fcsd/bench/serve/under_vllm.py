@@ -90,7 +90,7 @@ def bench(
     Raises:
         ConfigError: vLLM or the plugin is missing, or the workload cannot be served.
     """
-    require_vllm("fcsd bench serve", rewired=True)
+    require_vllm("fcsd bench serve without --engine own", rewired=True)
     names, moe = usual_wirings(load, config), experts_of(config) > 0
     wirings = {name: wiring_for(name, config, load.tp) for name in (STANDARD, *names)}
     spread = moe and load.dp > 1

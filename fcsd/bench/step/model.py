@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fcsd.distill.loss.losses import cross_entropy
-from fcsd.distill.step.engine import import_deepspeed
+from fcsd.distill.step.engine import import_deepspeed, recompute_layers
 from fcsd.distill.step.phases import phase
 from fcsd.distill.train_engine import PassEngine
 from fcsd.launch.world import World
@@ -93,7 +93,7 @@ def make_engine(
     dtype = torch.bfloat16 if on_cuda else torch.float32
     model = random_expert_parallel(config, dtype=dtype, device=world.device, ep_size=world.size, seed=0).train()
     if recompute:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute_layers(model)
     decoder = Decoder(model)
     if not optimizer:
         return _Bare(decoder), model

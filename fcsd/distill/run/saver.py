@@ -221,7 +221,7 @@ class Saver:
         if free < need:
             raise DiskError(
                 f"{self._folder}: a checkpoint needs {need / 2**30:.2f} GiB, {free / 2**30:.2f} are free",
-                "free some space; the next save tries again",
+                "free some space, then start the same command again: it goes on from the last checkpoint",
             )
 
 

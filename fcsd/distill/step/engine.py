@@ -137,6 +137,13 @@ class Student(nn.Module):
             return self.losses(hidden, streams, batch, targets, denominator, terms)
 
 
+def recompute_layers(model: PreTrainedModel) -> None:
+    """Makes the backward pass compute each decoder layer again, so that its activations need not be kept."""
+    # transformers 5.23 renamed the method, and warns of the old name.
+    enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
 def switch_off_noise(model: nn.Module) -> None:
     """Switches off what a model's config makes random in training: dropout, and the jitter of a router's input.
 
@@ -259,7 +266,7 @@ def build_training(
         freeze(model, recipe.objective)
     pack_attention(model, recipe)
     if recipe.train.activation_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute_layers(model)
     switch_off_noise(model)
     student = Student(model, recipe.objective).train()
     with nullcontext() if parts is None else frozen_experts(model):

@@ -73,8 +73,9 @@ def test_room_is_looked_for_before_a_save(monkeypatch: pytest.MonkeyPatch, tmp_p
     room = saver.Saver(tmp_path, None, None, {}, None, settings=Checkpoint(keep=1), failures=0, checkpoint=tmp_path)  # type: ignore[arg-type]
     room._require_room()
     monkeypatch.setattr(manifest, "size", lambda _: 910)
-    with pytest.raises(DiskError, match="a checkpoint needs"):
+    with pytest.raises(DiskError, match="a checkpoint needs") as caught:
         room._require_room()
+    assert "start the same command again" in str(caught.value.hint), "a run that this ends makes no next save"
 
 
 @pytest.mark.parametrize("adapter", [False, True])

@@ -1,4 +1,4 @@
-"""What a config makes random in training is off for the student, as it is for the teacher."""
+"""What a config makes random in training is off for the student, as for the teacher; layers are recomputed."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import tiny
 import torch
 from torch import nn
 
-from fcsd.distill.step.engine import switch_off_noise
+from fcsd.distill.step.engine import recompute_layers, switch_off_noise
 from fcsd.models.build import wire
 from fcsd.models.wiring import Wiring
 
@@ -65,3 +65,10 @@ def test_a_run_is_the_same_whatever_noise_the_students_config_has(tmp_path: Path
     assert found[0] == found[1]
     final = json.loads((tmp_path / "with" / "run" / "final" / "config.json").read_text())
     assert final["attention_dropout"] == final["router_jitter_noise"] == 0.5
+
+
+@pytest.mark.filterwarnings("error")
+def test_layers_are_recomputed_without_a_warning() -> None:
+    model = tiny.model("llama")
+    recompute_layers(model)
+    assert all(layer.gradient_checkpointing for layer in model.model.layers)

@@ -67,9 +67,9 @@ def test_a_result_records_its_wire(rows: list[dict[str, Any]], tmp_path: Path) -
     lines = tables.plain_table(rows[:4]).splitlines()
     assert re.sub(" +", " ", lines[-1]) == "| Bits as sent | | | - | dispatch 2.5, combine 5 |"
     assert "Bits as sent" not in tables.plain_table(rows[:2])
-    file = ResultFile(tmp_path / "one.json")
-    for row in (rows[0], rows[2], rows[2]):
-        file.add(row)
+    file, of_another_process = ResultFile(tmp_path / "one.json"), ResultFile(tmp_path / "one.json")
+    for writer, row in ((file, rows[0]), (file, rows[2]), (of_another_process, rows[2])):
+        writer.add(row)
     assert [row["wire"] for row in read_results(tmp_path / "one.json")] == [None, rows[2]["wire"]]
 
 
@@ -125,6 +125,8 @@ def test_names_of_models_over_a_wire() -> None:
     assert [name for name, *_ in named_models(["a/one", "two"], "a/one", Engine())] == ["one", "two"]
     with pytest.raises(ConfigError, match="named twice"):
         named_models(["two", "two"], None, engine)
+    with pytest.raises(ConfigError, match="--baseline a/one: is the only MODEL"):
+        named_models(["a/one"], "a/one", Engine())
 
 
 def test_formats_that_do_not_divide_the_models_rows_are_refused(text: Path) -> None:
