@@ -741,6 +741,8 @@ def test_what_the_page_says_of_the_longer_run_of_all_layers_is_that_of_the_raw_f
     assert "to the power of {:.2f} (own) and {:.2f} (foreign).".format(*powers) in text
     ends = [kl[name] * (500e6 / run["tokens"]) ** power for name, power in zip(("own", "foreign"), powers, strict=True)]
     assert "500 million tokens would end at {:.3f} and {:.3f}.".format(*ends) in text
+    curve = "which is no law, ends at {:.3f} and {:.3f} on own and foreign text after 500 million".format(*ends)
+    assert curve in (repo / "docs/LOG.md").read_text()
     both = [(one[key], two[key]) for key in ("held_out", "held_out_own") for one, two in [(before, run)]]
     apart = [abs(there / here - 1) for one, two in both for (_, here), (_, there) in zip(one, two, strict=True)]
     assert len(apart) == 12 and "at most 3 % apart" in text and 0.025 < max(apart) < 0.03
