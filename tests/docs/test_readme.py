@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from statistics import median
 
 import pytest
 import ranks
@@ -77,7 +78,7 @@ def test_the_figures_of_the_first_screen_follow_from_the_raw_files(readme, repo)
             for wiring, ratios in raw(f"serve_vllm_{name}slow_2xh100")["ratios"].items()
             for figure, ratio in ratios.items()
             if wiring in ("ladder", "desync-4x", "farskip, shared experts beside")
-            or (wiring == "farskip" and name == "v2lite_27_layers_")
+            or (wiring == "farskip" and name in ("v2lite_27_layers_", "v2lite_fp8_", "qwen3_16_layers_"))
         ]
 
     def first(found):
@@ -91,15 +92,27 @@ def test_the_figures_of_the_first_screen_follow_from_the_raw_files(readme, repo)
     every = [*(ratio for _, ratio in eight), *arrivals.values()]
     assert len(every) == 21 and figures["speed of serving, GPUs without NVLink"] == span(every)
     told, ratios = " ".join(readme.split()), raw("serve_vllm_load_slow_2xh100")["ratios"]["ladder"]
-    assert f": {first(eight + wide + slow('v2lite_', 'v2lite_27_layers_'))} and more to the first word" in told
+    others = slow("v2lite_", "v2lite_27_layers_", "qwen3_16_layers_", "qwen3_32b_12_layers_")
+    assert f": {first(eight + wide + others)} and more to the first word" in told
+    assert f"DeepSeek-V2-Lite in fp8 had {first(slow('v2lite_fp8_'))}." in told
+    least = min(ratio for figure, ratio in eight + wide + others + slow("v2lite_fp8_") if "decode" in figure)
+    assert f"The step of one answer was {least:.2f}x with Qwen3" in told
+    assert least == raw("serve_vllm_qwen3_16_layers_slow_2xh100")["ratios"]["farskip"]["decode 1"]
     steps = span(ratio for figure, ratio in wide if "decode" in figure)
-    assert f"it was {first(wide)} and more, and a step {steps}. Over NVLink" in told
+    assert f"the first word was {first(wide)} and more, and a step {steps}. Over NVLink" in told
     assert f"Without them the best figure is {max(ratio for _, ratio in plain_sums):.2f}x." in told
+    whole_model = raw("serve_vllm_8b_replicas_slow_2xh100")["variants"]
     longer = [
-        1 / ratios["prefill 2048"],
-        1 / load_ratios(ladder["loads"]["0.6"], [replicas["loads"]["0.6"]])["first_p50"],
-    ]
-    gain = f"{ratios['peak 0']:.2f}x of their throughput, and needed {longer[0]:.1f} to {longer[1]:.1f} times as long"
+        median(served["ladder"]["rounds"][key]) / median(served["original, one replica a GPU"]["rounds"][key])
+        for served in (together, whole_model)
+        for key in ("prefill 512", "prefill 2048")
+    ] + [1 / load_ratios(ladder["loads"]["0.6"], [replicas["loads"]["0.6"]])["first_p50"]]
+    needed = f"and needed {min(longer):.1f} to {max(longer):.1f} times as long"
+    gain = f"{ratios['peak 0']:.2f}x of their throughput, {needed}"
+    own, staged = (whole_model[name]["rounds"] for name in ("ladder", "original, pipeline stages"))
+    sizes = ("prefill 512", "prefill 2048", "decode 1", "decode 16")
+    beside = [f"{median(staged[key]) / median(own[key]):.2f}x" for key in sizes]
+    assert "had {} and {} of their speed to the first word, and {} and {} in steps.".format(*beside) in told
     assert gain in told and f"GPUs**: {arrivals['first_p50']:.2f}x to the first word" in told
     fast = [
         row[of]

@@ -1,5 +1,6 @@
 """Every packaged recipe loads, says what it is for, and stays where it was found."""
 
+import json
 import re
 from functools import cache
 from pathlib import Path
@@ -82,7 +83,10 @@ def test_a_small_dense_model_has_a_recipe_with_the_measured_values(repo: Path) -
     """The defaults of the fields are for no model in particular; these ended lowest in docs/REAL_MODELS.md."""
     recipe = load_recipe("smollm2-135m-ladder").recipe
     row = f"| ladder | {recipe.init.layers} | own | 10 M | {recipe.optim.lr} | {recipe.train.batch_tokens} |"
-    assert row in (repo / "docs/REAL_MODELS.md").read_text(encoding="utf-8")
+    told = (repo / "docs/REAL_MODELS.md").read_text(encoding="utf-8")
+    assert row in told and "**The learning rate is SmolLM2's, 1e-3.**" in told and recipe.optim.lr == 1e-3
+    gemma = json.loads((repo / "benchmarks/results/real_gemma3_1xh100.json").read_text())["runs"]
+    assert {run["lr"] for run in gemma} == {3e-4} and "healed at 3e-4\n  (`--set optim.lr=3e-4`)" in told
     assert recipe.data.seq_len == 1024 and recipe.data.sources[0].token_ids == "input_ids"
 
 

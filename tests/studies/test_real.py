@@ -741,6 +741,8 @@ def test_what_the_page_says_of_the_longer_run_of_all_layers_is_that_of_the_raw_f
     assert "to the power of {:.2f} (own) and {:.2f} (foreign).".format(*powers) in text
     ends = [kl[name] * (500e6 / run["tokens"]) ** power for name, power in zip(("own", "foreign"), powers, strict=True)]
     assert "500 million tokens would end at {:.3f} and {:.3f}.".format(*ends) in text
+    curve = "which is no law, ends at {:.3f} and {:.3f} on own and foreign text after 500 million".format(*ends)
+    assert curve in (repo / "docs/LOG.md").read_text()
     both = [(one[key], two[key]) for key in ("held_out", "held_out_own") for one, two in [(before, run)]]
     apart = [abs(there / here - 1) for one, two in both for (_, here), (_, there) in zip(one, two, strict=True)]
     assert len(apart) == 12 and "at most 3 % apart" in text and 0.025 < max(apart) < 0.03
@@ -764,7 +766,7 @@ def test_what_the_page_says_of_the_longer_run_of_all_layers_is_that_of_the_raw_f
     fit, at = law()["points"], numpy.array([1.0, log(kl["own"])])
     spread = fit["t"] * fit["residual"] * (1 + at @ numpy.array(fit["inverse"]) @ at) ** 0.5
     value, factor = exp(at @ numpy.array(fit["coefficients"])), exp(spread)
-    assert f"{value:.1f} ({value / factor:.1f} to {value * factor:.1f}) points at this divergence," in planning
+    assert f"{value:.1f} ({value / factor:.1f} to {value * factor:.1f}) points at the last divergence," in planning
     assert f"{-points:.1f} ± {error:.1f} were lost" in planning and value / factor < -points < value * factor
 
 
@@ -828,7 +830,9 @@ def test_what_the_pages_say_of_all_layers_and_of_the_law_is_that_of_the_raw_file
 
     (value, factor), (later, wide) = predicted(run), predicted(longer)
     assert run["kl"]["own"]["kl"] < value / factor and longer["kl"]["own"]["kl"] < later / wide
-    assert f"of the law's {value:.2f} and {later:.2f} and below" in planning
+    last_value, last_wide = predicted(longest)
+    assert longest["kl"]["own"]["kl"] < last_value / last_wide
+    assert f"of the law's {value:.2f}, {later:.2f} and {last_value:.2f} and below" in planning
     shares = {
         one["name"]: one["kl"]["own"]["kl"] / predicted(one)[0]
         for file in raw.values()
@@ -839,8 +843,8 @@ def test_what_the_pages_say_of_all_layers_and_of_the_law_is_that_of_the_raw_file
     long, last = shares.pop(longer["name"]), shares.pop("all-186m")
     shares = {name: share for name, share in shares.items() if not name.startswith("all-")}  # named above, or nowhere
     assert f"ended at {whole:.2f}, {long:.2f} and {last:.2f} of the law's divergence" in text
-    ended = f"ended at {kl['own']} and {more[0]} after 57 and 151 million tokens"
-    assert f"{ended}, {whole:.2f} and {long:.2f} of the law's" in planning
+    ended = f"ended at {kl['own']}, {more[0]} and {most[0]} after 57, 151 and 186 million tokens"
+    assert f"{ended}, {whole:.2f}, {long:.2f} and {last:.2f} of the law's" in planning
     half, far = (sorted(share for name, share in shares.items() if name.startswith(of)) for of in ("half", "far"))
     assert f"the last half at {half[0]:.2f} to {half[-1]:.2f} of it" in planning and len(half + far) == len(shares)
     assert f"farskip on 28 of 30 layers at {far[0]:.2f} to {far[-1]:.2f}. " in planning
@@ -972,6 +976,8 @@ def test_what_the_pages_say_of_kl_beside_sft_is_that_of_the_raw_file(repo: Path)
     assert gap["high"] < 3, "the target of three is missed"
     assert f"{kept}, and at most {gap['high']:.1f} more with 95 % confidence" in text
     assert f"KL [keeps {kept} than SFT]" in text
+    objectives_page = " ".join((repo / "docs/objectives.md").read_text().split())
+    assert f"{foreign:.3f} nats from the original by KL and {sft[2]:.3f} by SFT, but KL kept {kept}" in objectives_page
     assert (
         f"{both} **{sft[0]:.3f}** and **{sft[2]:.3f}**; **{kept.removesuffix(' points less')}** points less by KL |"
         in index
@@ -1043,8 +1049,15 @@ def test_what_the_page_says_of_rounding_after_training_is_that_of_the_raw_file(r
         within = ", which is within two errors." if abs(more["points"]) <= 2 * more["stderr"] else ". Rounded,"
         assert f"{said} {told[1]}.** The healed model loses {beside} by it than the original{within}" in text
         assert more["points"] == pytest.approx(costs[1]["points"] - costs[0]["points"], abs=1e-6)
+        assert all(0.45 < form["minus_original"]["overall"]["stderr"] < 0.65 for form in (original, after))
         own = [form["kl"]["own"]["kl"] for form in (original, forms[healed], after)]
         assert (
             f"is {own[0]:.3f} nats from itself on own text; the healed model goes from {own[1]:.3f} to {own[2]:.3f}"
             in text
         )
+    more = []
+    for name in ("original", healed):
+        fine, coarse = (forms[f"{name}+int4:g{group}"] for group in (32, 64))
+        assert all(fine["kl"][of]["kl"] < coarse["kl"][of]["kl"] for of in ("own", "doc", "foreign"))
+        more.append(coarse["minus_original"]["overall"]["points"] - fine["minus_original"]["overall"]["points"])
+    assert "and lose {:.1f} (original) and {:.1f} points (healed) more".format(*more) in text
