@@ -1138,6 +1138,13 @@ def test_when_serving_pays(repo: Path, raw: Raw) -> None:
     def steps_first(kind: str, name: str, between: str = "step {1}; together {0}") -> str:
         return spans(f"serve_vllm_{kind}slow_{4 if 'tp4' in kind else 2}xh100", name, original, between)
 
+    lost = [
+        raw(f"serve_vllm_{kind}_slow_2xh100")["ratios"]["farskip"][figure]
+        for kind, figure in (("v2lite_fp8", "prefill 2048"), ("qwen3_16_layers", "decode 1"))
+    ]
+    told = "lost somewhere: {:.2f}x to first tokens (V2-Lite in fp8), {:.2f}x in steps of one answer (Qwen3-30B-A3B)"
+    assert told.format(*lost) in text
+
     slow, own = "serve_vllm_{}slow_2xh100", "together {}, step {}; "
     runs = " ".join(slow.format(kind) for kind in ("", "quantised_", "load_"))
     for words in (
