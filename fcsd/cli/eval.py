@@ -14,6 +14,7 @@ from fcsd.cli.options import (
     Device,
     Dtype,
     Model,
+    NoCompile,
     Reduce,
     UnsafeExec,
 )
@@ -112,12 +113,7 @@ def evaluate(
         typer.Option(metavar="batches|slots|graphs", help="How to generate; the default is the fastest way."),
     ] = None,
     reduce: Reduce = "nccl",
-    no_compile: Annotated[
-        bool,
-        typer.Option(
-            "--no-compile", help="Do not compile the parts of decoding steps in fcsd's engine, as it does on a GPU."
-        ),
-    ] = False,
+    no_compile: NoCompile = False,
     quantised: Annotated[
         str | None,
         typer.Option(
