@@ -117,6 +117,39 @@ def healed(raw: list[dict[str, Any]]) -> list[frontier.Healed]:
     ]
 
 
+CELLS = RESULTS / "real_smollm2_frontier_2xh100.json"
+
+
+def cells(file: dict[str, Any]) -> list[frontier.Healed]:
+    """The cells of the frontier that were healed with the same tokens and asked."""
+    asked, found = {one["model"] for one in file["differences"]}, []
+    for run in (run for run in file["runs"] if run["name"] in asked):
+        layers = select_layers(run["layers"], DEPTH)
+        share = next(s for s in frontier.SHARES if len(select_layers(s, DEPTH)) == len(layers))
+        choice = "last" if layers == select_layers(share, DEPTH) else "cheapest"
+        part = float(share.rstrip("%")) / 100
+        found.append(frontier.Healed(run["name"], run["wiring"], part, *mean_difference(file, run["name"]), choice))
+    return found
+
+
+def tokens_of(file: dict[str, Any]) -> float:
+    """The millions of tokens of every cell."""
+    (tokens,) = {run["steps"] * run["batch"] for run in file["runs"]}
+    return tokens / 1e6
+
+
+def divergences_of_cells(file: dict[str, Any]) -> str:
+    """Markdown with the divergence on own and foreign text that each cell ended at, and the law's interval on own text.
+
+    The law is that of ``fcsd plan --frontier``.
+    """
+    body = []
+    for run in file["runs"]:
+        own, foreign = (f"{run['kl'][text]['kl']:.3f}" for text in ("own", "foreign"))
+        body.append([run["wiring"], run["layers"], own, foreign])
+    return table(["wiring", "layers", "KL, own text", "KL, foreign text"], body, left=2) + "\n"
+
+
 def runs(raw: list[dict[str, Any]]) -> str:
     """Markdown with a row for each run that was measured to its end, and its divergence on both held-out texts."""
     lines = [
@@ -505,7 +538,7 @@ def _change(run: dict[str, Any], text: str) -> str:
 
 def filled(page: str, raw: dict[Path, dict[str, Any]], repo: Path = Path()) -> str:
     """The page with the tables of the stored runs and of the layers; ``raw`` is by file."""
-    stored = list(raw.values())
+    stored, stored_cells = list(raw.values()), json.loads((repo / CELLS).read_text())
     tables = {
         "runs": runs(stored),
         "scores": scores(stored[0]),
@@ -519,6 +552,9 @@ def filled(page: str, raw: dict[Path, dict[str, Any]], repo: Path = Path()) -> s
         "rounded": f"{OF_ROUNDED}\n{rounded(json.loads((repo / ROUNDED).read_text())['after_training'])}",
         "answer": answer(stored, repo),
         "speeds": frontier.speeds(repo),
+        "cells": frontier.table_of_cells(cells(stored_cells), tokens_of(stored_cells), repo),
+        "wanted": frontier.table_of_speeds_wanted(cells(stored_cells), repo),
+        "divergences": divergences_of_cells(stored_cells),
         "frontier": frontier.table_of_losses(repo),
         "larger": frontier.of_larger(),
         "layers": layers(repo),
@@ -543,4 +579,5 @@ def read(repo: Path = Path()) -> dict[Path, dict[str, Any]]:
 
 if __name__ == "__main__":
     PAGE.write_text(filled(PAGE.read_text(), read()))
-    frontier.draw(PICTURE, healed(list(read().values())))
+    stored_cells = json.loads(CELLS.read_text())
+    frontier.draw(PICTURE, cells(stored_cells), healed(list(read().values())), tokens_of(stored_cells))
