@@ -5,61 +5,124 @@ Two power laws, each a straight line in logarithms, fitted by least squares:
     KL = c * S^a * T^-b                  S: the sum of the costs of the converted layers alone, in nats per token
     points lost = p * KL^q               T: tokens in millions
 
-The first takes every run by KL and AdamW that read text of the model's own and was measured to its end; KL is that on
-own text. The second takes every model of these runs that has scores, the untrained ones included. ``fcsd plan
---frontier`` reads the file, whose matrix and residual give the uncertainty of a new value. All runs are of one model of
-135 million parameters, and some have other learning rates and batches.
+The first takes every run by KL and AdamW that trained the converted layers alone, read text of the model's own and was
+measured to its end; KL is that on own text. The second takes every model that has scores, the untrained ones included,
+however it was trained. ``fcsd plan --frontier`` reads the file, whose matrix and residual give the uncertainty of a new
+value. All runs are of one model of 135 million parameters, and some have other learning rates and batches.
+
+``checks`` says how well such a law predicts the cells of the frontier when it is fitted to other runs.
 """
 
 import json
 import math
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy
 from scipy.stats import t as student_t
-from studies.real.page import LAYERS, RAW, mean_difference
+from studies.real import frontier
+from studies.real.page import CELLS, LAYERS, MORE, RAW, mean_difference
 
 from fcsd.models.selection import select_layers
 
 OUT, PAGE = Path("fcsd/plan/healing_law.json"), Path("docs/planning.md")
 HEALED = "SmolLM2-135M-Instruct"
-OTHER_RECIPE = ("objective.", "optim.kind", "optim.train")  # runs that set one of these are left out
+CONVERTED = ["converted"]  # ``optim.train`` of the runs to which the divergence is fitted
+OTHER_RECIPE = ("objective.", "optim.kind")  # runs that set one of these are left out
+
+
+def stored(repo: Path = Path()) -> list[dict[str, Any]]:
+    """The files of runs, those of the frontier's cells last."""
+    return [json.loads((repo / file).read_text()) for file in (*RAW, *MORE, CELLS)]
+
+
+def runs_of(files: Iterable[dict[str, Any]], train: Any = CONVERTED, repo: Path = Path()) -> list[dict[str, Any]]:
+    """The runs of a recipe with known costs: ``train`` is their ``optim.train``, None for all weights.
+
+    Each has its row of the divergence's line as ``at`` and the logarithm of its divergence as ``log_kl``.
+    """
+    found, costs = [], frontier.costs(repo)
+    for run in (run for file in files for run in file["runs"]):
+        changed = run.get("set", {})
+        other = any(key.startswith(OTHER_RECIPE) for key in changed) or changed.get("optim.train") != train
+        if "kl" not in run or "own" not in run["text"].split("+") or other or run["wiring"] not in costs:
+            continue
+        alone = costs[run["wiring"]]
+        total = sum(alone[layer] for layer in select_layers(run["layers"], len(alone)))
+        at = [1.0, math.log(total), -math.log(run["tokens"] / 1e6)]
+        found.append({**run, "at": at, "log_kl": math.log(run["kl"]["own"]["kl"])})
+    return found
 
 
 def law(repo: Path = Path()) -> dict[str, Any]:
     """The file's content: both fits, the profiles of costs that were measured, and where all of it comes from."""
-    raw = [json.loads((repo / file).read_text()) for file in RAW]
+    files = stored(repo)
     costs = {name: json.loads((repo / file).read_text()) for name, file in LAYERS.items()}
-    runs = [run for file in raw for run in file["runs"] if "kl" in run and "own" in run["text"].split("+")]
-    runs = [run for run in runs if not any(key.startswith(OTHER_RECIPE) for key in run.get("set", {}))]
-    rows, known = [], []
-    for run in runs:
-        alone = costs[HEALED][run["wiring"]]["alone"]
-        total = sum(alone[layer] for layer in select_layers(run["layers"], len(alone)))
-        rows.append([1.0, math.log(total), -math.log(run["tokens"] / 1e6)])
-        known.append(math.log(run["kl"]["own"]["kl"]))
+    runs = runs_of(files, repo=repo)
     lost, divergence = [], []
-    for scored, name in ((file, found["model"]) for file in raw for found in file.get("differences", ())):
-        run = next((run for run in runs if name.removesuffix("-untrained") == run["name"]), None)
-        if run is None:
-            continue
-        kl = run["untrained_kl" if name.endswith("-untrained") else "kl"]["own"]["kl"]
-        lost.append(math.log(-mean_difference(scored, name)[0]))
-        divergence.append([1.0, math.log(kl)])
+    for file in files:
+        named = {run["name"]: run for run in file["runs"] if "own" in run.get("kl", ())}
+        for name in (found["model"] for found in file.get("differences", ())):
+            run = named.get(name.removesuffix("-untrained"))
+            if run is None:
+                continue
+            kl = run["untrained_kl" if name.endswith("-untrained") else "kl"]["own"]["kl"]
+            lost.append(math.log(-mean_difference(file, name)[0]))
+            divergence.append([1.0, math.log(kl)])
+    sums = [math.exp(run["at"][1]) for run in runs]
+    tokens = [run["tokens"] for run in runs]
     return {
-        "from": [str(file) for file in (*RAW, *LAYERS.values())],
+        "from": [str(file) for file in (*RAW, *MORE, CELLS, *LAYERS.values())],
         "model": HEALED,
-        "kl": {**_fit(rows, known), "of": ["1", "log sum of costs", "-log millions of tokens"]},
+        "wirings": sorted({run["wiring"] for run in runs}),
+        "kl": {**divergence_of(runs), "of": ["1", "log sum of costs", "-log millions of tokens"]},
         "points": {**_fit(divergence, lost), "of": ["1", "log KL"]},
-        "tokens": [min(run["tokens"] for run in runs), max(run["tokens"] for run in runs)],
-        "sums": [min(math.exp(row[1]) for row in rows), max(math.exp(row[1]) for row in rows)],
+        "tokens": [min(tokens), max(tokens)],
+        "sums": [min(sums), max(sums)],
         "costs": {
             name: {wiring: [round(cost, 5) for cost in found[wiring]["alone"]] for wiring in ("ladder", "farskip")}
             for name, found in costs.items()
         },
     }
+
+
+def divergence_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The line that is fitted to the divergence of runs of ``runs_of``."""
+    return _fit([run["at"] for run in runs], [run["log_kl"] for run in runs])
+
+
+def held(fit: dict[str, Any], runs: list[dict[str, Any]]) -> list[float]:
+    """How far each run is from a fitted line, in half widths of its interval of 90 %: within it up to 1, below < 0."""
+    at = numpy.array([run["at"] for run in runs])
+    errors = fit["residual"] * numpy.sqrt(1 + numpy.einsum("ri,ij,rj->r", at, numpy.array(fit["inverse"]), at))
+    middle = at @ numpy.array(fit["coefficients"])
+    return list((numpy.array([run["log_kl"] for run in runs]) - middle) / (fit["t"] * errors))
+
+
+def checks(files: list[dict[str, Any]], repo: Path = Path()) -> list[tuple[str, int, dict[str, list[float]]]]:
+    """How the cells of each wiring lie in the intervals of laws that were not fitted to them, by ``held``.
+
+    Each line has what the law was fitted to, to how many runs, and the cells by wiring: first the older runs of all
+    weights, then those of the converted layers alone, then these and the cells without each wiring. Cells of which all
+    weights were trained are held against the first alone.
+    """
+    *older, file = files
+    cells, alone, full = runs_of([file], repo=repo), runs_of(older, repo=repo), runs_of(older, None, repo)
+    found = []
+    for name, runs, asked in (
+        ("older runs of all weights", full, cells + runs_of([file], None, repo)),
+        ("older runs of the converted layers alone", alone, cells),
+    ):
+        wirings = dict.fromkeys(run["wiring"] for run in asked)
+        by = {wiring: held(divergence_of(runs), [run for run in asked if run["wiring"] == wiring]) for wiring in wirings}
+        found.append((name, len(runs), by))
+    for wiring in dict.fromkeys(run["wiring"] for run in cells):
+        others = [run for run in alone + cells if run["wiring"] != wiring]
+        own = [run for run in cells if run["wiring"] == wiring]
+        found.append((f"all but {wiring}", len(others), {wiring: held(divergence_of(others), own)}))
+    return found
 
 
 def _fit(rows: list[list[float]], known: list[float]) -> dict[str, Any]:
@@ -84,7 +147,8 @@ def sentence(found: dict[str, Any]) -> str:
     away, points = (math.exp(found[name]["residual"]) for name in ("kl", "points"))
     first, last = (round(tokens / 1e6) for tokens in found["tokens"])
     said = (
-        f"The loss is a law that `studies/real/law.py` fitted to {found['kl']['runs']} runs of {found['model']}: "
+        f"The loss is a law that `studies/real/law.py` fitted to {found['kl']['runs']} runs of {found['model']} that "
+        f"trained the converted layers alone ({', '.join(found['wirings'])}): "
         f"the divergence on own text is {math.exp(c):.3f} * S^{a:.2f} * T^{-b:.2f} nats per token, where S is the sum "
         f"of what the converted layers cost alone and T the tokens in millions ({first} to {last}). A single run is "
         f"a factor of {away:.2f} away from it (one standard deviation). The points lost on the tasks on which the "
