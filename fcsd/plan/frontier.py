@@ -156,9 +156,16 @@ def sum_over(alone: Sequence[float], layers: Sequence[int], depth: int) -> float
     return total
 
 
-def losses(cost: tuple[float, float], tokens: float = TOKENS) -> dict[str, Any]:
-    """The fields of ``Row`` that follow from the lowest and the highest sum of costs, after so many million tokens."""
-    kl, points, low, high = law()["kl"], law()["points"], *law()["sums"]
+def losses(
+    cost: tuple[float, float], tokens: float = TOKENS, fitted: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The fields of ``Row`` that follow from the lowest and the highest sum of costs, after so many million tokens.
+
+    Args:
+        fitted: another law than ``law()``.
+    """
+    told = fitted or law()
+    kl, points, low, high = told["kl"], told["points"], *told["sums"]
     ends = [_line(kl, [1.0, math.log(max(total, 1e-9)), -math.log(tokens)]) for total in cost]
     divergences = [(middle - kl["t"] * error, middle + kl["t"] * error) for middle, error in ends]
     slope = points["coefficients"][1]

@@ -83,7 +83,7 @@ class Healed(NamedTuple):
     """A healed model: points minus the original's, and their standard error.
 
     ``share`` is that of the converted layers. ``choice`` is ``last`` or ``cheapest`` where the layers are a share of
-    ``SHARES``, and empty otherwise.
+    ``SHARES``, and empty otherwise. ``whole``: all weights were trained, not the converted layers alone.
     """
 
     name: str
@@ -92,6 +92,7 @@ class Healed(NamedTuple):
     points: float
     error: float
     choice: str = ""
+    whole: bool = False
 
     @property
     def lost(self) -> str:
@@ -213,7 +214,7 @@ def table_of_cells(cells: list[Healed], tokens: float, repo: Path = Path()) -> s
     A cell that was not healed has the law's interval of 90 % after as many tokens and a star, or a dash if the costs
     of its layers are unknown.
     """
-    known = {(cell.wiring, cell.choice, cell.share): cell.lost for cell in cells}
+    known = {(cell.wiring, cell.choice, cell.share): cell for cell in cells}
     body = []
     for wiring in (name for name in labels() if name not in ALIKE[1:]):
         for choice, called in CHOICES.items():
@@ -222,7 +223,10 @@ def table_of_cells(cells: list[Healed], tokens: float, repo: Path = Path()) -> s
             for share, law in zip(SHARES, predicted, strict=True):
                 # All layers are the same choice by any rule, and stored as the last ones.
                 found = known.get((wiring, "last" if share == SHARES[-1] else choice, _part(share)))
-                row.append(found or ("-" if law is None else f"{law[1]:.1f} to {law[2]:.1f}*"))
+                if found is not None:
+                    row.append(f"{found.lost}{' (all weights)' if found.whole else ''}")
+                else:
+                    row.append("-" if law is None else f"{law[1]:.1f} to {law[2]:.1f}*")
             body.append(row)
     return table(["wiring", "layers", *(share.replace("%", " %") for share in SHARES)], body, left=2) + "\n"
 

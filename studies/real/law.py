@@ -26,6 +26,7 @@ from studies.real import frontier
 from studies.real.page import CELLS, LAYERS, MORE, RAW, mean_difference
 
 from fcsd.models.selection import select_layers
+from fcsd.plan.frontier import losses
 
 OUT, PAGE = Path("fcsd/plan/healing_law.json"), Path("docs/planning.md")
 HEALED = "SmolLM2-135M-Instruct"
@@ -41,18 +42,25 @@ def stored(repo: Path = Path()) -> list[dict[str, Any]]:
 def runs_of(files: Iterable[dict[str, Any]], train: Any = CONVERTED, repo: Path = Path()) -> list[dict[str, Any]]:
     """The runs of a recipe with known costs: ``train`` is their ``optim.train``, None for all weights.
 
-    Each has its row of the divergence's line as ``at`` and the logarithm of its divergence as ``log_kl``.
+    Each has its row of the divergence's line as ``at``, and in ``asked`` a divergence with the points minus the
+    original's: of the healed model and of the untrained one, as far as they have scores.
     """
     found, costs = [], frontier.costs(repo)
-    for run in (run for file in files for run in file["runs"]):
-        changed = run.get("set", {})
-        other = any(key.startswith(OTHER_RECIPE) for key in changed) or changed.get("optim.train") != train
-        if "kl" not in run or "own" not in run["text"].split("+") or other or run["wiring"] not in costs:
-            continue
-        alone = costs[run["wiring"]]
-        total = sum(alone[layer] for layer in select_layers(run["layers"], len(alone)))
-        at = [1.0, math.log(total), -math.log(run["tokens"] / 1e6)]
-        found.append({**run, "at": at, "log_kl": math.log(run["kl"]["own"]["kl"])})
+    for file in files:
+        models = {one["model"] for one in file.get("differences", ())}
+        for run in file["runs"]:
+            changed = run.get("set", {})
+            other = any(key.startswith(OTHER_RECIPE) for key in changed) or changed.get("optim.train") != train
+            if "kl" not in run or "own" not in run["text"].split("+") or other or run["wiring"] not in costs:
+                continue
+            alone = costs[run["wiring"]]
+            total = sum(alone[layer] for layer in select_layers(run["layers"], len(alone)))
+            names = {"kl": run["name"], "untrained_kl": f"{run['name']}-untrained"}
+            asked = [
+                (run[key]["own"]["kl"], mean_difference(file, name)[0]) for key, name in names.items() if name in models
+            ]
+            at = [1.0, math.log(total), -math.log(run["tokens"] / 1e6)]
+            found.append({**run, "at": at, "asked": asked})
     return found
 
 
@@ -61,26 +69,13 @@ def law(repo: Path = Path()) -> dict[str, Any]:
     files = stored(repo)
     costs = {name: json.loads((repo / file).read_text()) for name, file in LAYERS.items()}
     runs = runs_of(files, repo=repo)
-    lost, divergence = [], []
-    for file in files:
-        named = {run["name"]: run for run in file["runs"] if "own" in run.get("kl", ())}
-        for name in (found["model"] for found in file.get("differences", ())):
-            run = named.get(name.removesuffix("-untrained"))
-            if run is None:
-                continue
-            kl = run["untrained_kl" if name.endswith("-untrained") else "kl"]["own"]["kl"]
-            lost.append(math.log(-mean_difference(file, name)[0]))
-            divergence.append([1.0, math.log(kl)])
-    sums = [math.exp(run["at"][1]) for run in runs]
     tokens = [run["tokens"] for run in runs]
     return {
         "from": [str(file) for file in (*RAW, *MORE, CELLS, *LAYERS.values())],
         "model": HEALED,
         "wirings": sorted({run["wiring"] for run in runs}),
-        "kl": {**divergence_of(runs), "of": ["1", "log sum of costs", "-log millions of tokens"]},
-        "points": {**_fit(divergence, lost), "of": ["1", "log KL"]},
+        **fits(runs, [*runs, *runs_of(files, None, repo)]),
         "tokens": [min(tokens), max(tokens)],
-        "sums": [min(sums), max(sums)],
         "costs": {
             name: {wiring: [round(cost, 5) for cost in found[wiring]["alone"]] for wiring in ("ladder", "farskip")}
             for name, found in costs.items()
@@ -88,41 +83,61 @@ def law(repo: Path = Path()) -> dict[str, Any]:
     }
 
 
-def divergence_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The line that is fitted to the divergence of runs of ``runs_of``."""
-    return _fit([run["at"] for run in runs], [run["log_kl"] for run in runs])
+def fits(runs: list[dict[str, Any]], scored: list[dict[str, Any]]) -> dict[str, Any]:
+    """Both fits of a law: the divergence of ``runs``, and the points of those that have ``scored``.
+
+    ``runs_of`` made both lists. ``sums`` are the least and the greatest sum of costs of ``runs``.
+    """
+    asked = [pair for run in scored for pair in run["asked"]]
+    sums = [math.exp(run["at"][1]) for run in runs]
+    return {
+        "kl": {
+            **_fit([run["at"] for run in runs], [math.log(run["kl"]["own"]["kl"]) for run in runs]),
+            "of": ["1", "log sum of costs", "-log millions of tokens"],
+        },
+        "points": {
+            **_fit([[1.0, math.log(kl)] for kl, _ in asked], [math.log(-points) for _, points in asked]),
+            "of": ["1", "log KL"],
+        },
+        "sums": [min(sums), max(sums)],
+    }
 
 
-def held(fit: dict[str, Any], runs: list[dict[str, Any]]) -> list[float]:
-    """How far each run is from a fitted line, in half widths of its interval of 90 %: within it up to 1, below < 0."""
-    at = numpy.array([run["at"] for run in runs])
-    errors = fit["residual"] * numpy.sqrt(1 + numpy.einsum("ri,ij,rj->r", at, numpy.array(fit["inverse"]), at))
-    middle = at @ numpy.array(fit["coefficients"])
-    return list((numpy.array([run["log_kl"] for run in runs]) - middle) / (fit["t"] * errors))
+def checks(files: list[dict[str, Any]], repo: Path = Path()) -> list[dict[str, Any]]:
+    """Which cells of the frontier lie in the intervals of 90 % of laws that were not fitted to them.
 
-
-def checks(files: list[dict[str, Any]], repo: Path = Path()) -> list[tuple[str, int, dict[str, list[float]]]]:
-    """How the cells of each wiring lie in the intervals of laws that were not fitted to them, by ``held``.
-
-    Each line has what the law was fitted to, to how many runs, and the cells by wiring: first the older runs of all
-    weights, then those of the converted layers alone, then these and the cells without each wiring. Cells of which all
-    weights were trained are held against the first alone.
+    Each line has what the law was fitted ``to``, to how many ``runs``, and the ``cells`` by wiring: a pair for each
+    cell, the divergence on own text and the points, each -1, 0 or 1 for below, within and above; None if not asked. The
+    laws are fitted to the older runs of all weights, to those of the converted layers alone, and to these and the cells
+    without each wiring. Cells of which all weights were trained are held against the first alone.
     """
     *older, file = files
     cells, alone, full = runs_of([file], repo=repo), runs_of(older, repo=repo), runs_of(older, None, repo)
-    found = []
-    for name, runs, asked in (
-        ("older runs of all weights", full, cells + runs_of([file], None, repo)),
-        ("older runs of the converted layers alone", alone, cells),
-    ):
-        wirings = dict.fromkeys(run["wiring"] for run in asked)
-        by = {wiring: held(divergence_of(runs), [run for run in asked if run["wiring"] == wiring]) for wiring in wirings}
-        found.append((name, len(runs), by))
+    lines = [
+        ("older runs of all weights", full, full, cells + runs_of([file], None, repo)),
+        ("older runs of the converted layers alone", alone, alone + full, cells),
+    ]
     for wiring in dict.fromkeys(run["wiring"] for run in cells):
         others = [run for run in alone + cells if run["wiring"] != wiring]
-        own = [run for run in cells if run["wiring"] == wiring]
-        found.append((f"all but {wiring}", len(others), {wiring: held(divergence_of(others), own)}))
+        rest = [run for run in others + full if run["wiring"] != wiring]
+        lines.append((f"all but {wiring}", others, rest, [run for run in cells if run["wiring"] == wiring]))
+    found = []
+    for to, runs, scored, asked in lines:
+        fitted = fits(runs, scored)
+        by: dict[str, list[tuple[int, int | None]]] = {}
+        for run in asked:
+            total = math.exp(run["at"][1])
+            told = losses((total, total), run["tokens"] / 1e6, fitted)
+            lost = next((-points for kl, points in run["asked"] if kl == run["kl"]["own"]["kl"]), None)
+            pair = _beside(run["kl"]["own"]["kl"], told["kl"]), None if lost is None else _beside(lost, told["points"])
+            by.setdefault(run["wiring"], []).append(pair)
+        found.append({"to": to, "runs": len(runs), "cells": by})
     return found
+
+
+def _beside(value: float, ends: tuple[float, float]) -> int:
+    """Whether a value is below an interval (-1), in it (0) or above it (1)."""
+    return (value > ends[1]) - (value < ends[0])
 
 
 def _fit(rows: list[list[float]], known: list[float]) -> dict[str, Any]:

@@ -128,7 +128,8 @@ def cells(file: dict[str, Any]) -> list[frontier.Healed]:
         share = next(s for s in frontier.SHARES if len(select_layers(s, DEPTH)) == len(layers))
         choice = "last" if layers == select_layers(share, DEPTH) else "cheapest"
         part = float(share.rstrip("%")) / 100
-        found.append(frontier.Healed(run["name"], run["wiring"], part, *mean_difference(file, run["name"]), choice))
+        lost, whole = mean_difference(file, run["name"]), "optim.train" not in run.get("set", {})
+        found.append(frontier.Healed(run["name"], run["wiring"], part, *lost, choice, whole))
     return found
 
 
@@ -139,10 +140,7 @@ def tokens_of(file: dict[str, Any]) -> float:
 
 
 def divergences_of_cells(file: dict[str, Any]) -> str:
-    """Markdown with the divergence on own and foreign text that each cell ended at, and the law's interval on own text.
-
-    The law is that of ``fcsd plan --frontier``.
-    """
+    """Markdown with the divergence on own and foreign text that each cell ended at."""
     body = []
     for run in file["runs"]:
         own, foreign = (f"{run['kl'][text]['kl']:.3f}" for text in ("own", "foreign"))
