@@ -36,7 +36,6 @@ WIRINGS = (
     ("desync-4x", "full"),
 )
 SHARES = ("25%", "50%", "75%", "100%")
-HEALED = ("ladder", "farskip")  # the wirings of the runs to which the law was fitted
 PROMPTS, CONTEXT = 16, 1024  # the workload: 16 prompts of 1024 tokens, and then a step of 16 answers
 TOKENS = 100  # millions, of the healing
 
@@ -113,7 +112,7 @@ def frontier(model: MetaModel, ranks: int, machine: Machine | None = None, costs
             if all(alike in profile for profile in profiles):
                 sums = sorted(sum_over(profile[alike], layers, depth) for profile in profiles)
                 lost = losses((sums[0], sums[-1]))
-                lost["fitted"] &= alike in HEALED
+                lost["fitted"] &= alike in law()["wirings"]
             found.append(Row(label, f"{share} ({layers_text(layers)})", decode, prefill, **lost))
     return found
 
@@ -307,9 +306,9 @@ def to_text(rows: list[Row], ranks: int, machine: Machine | None, costs: Path | 
         f"Speed: over the original, both with TP {ranks}, of a step of {PROMPTS} answers after {CONTEXT} tokens and of",
         f"the first tokens of {PROMPTS} prompts of {CONTEXT} tokens.",
         links,
-        f"Loss: a law of {told['kl']['runs']} runs of {told['model']} that trained all weights, on its own text or on",
-        "its own and foreign text; intervals of 90 % for a new run of that kind. Points are those of tasks on which",
-        "that model is above chance.",
+        f"Loss: a law of {told['kl']['runs']} runs of {told['model']} that trained the converted layers alone, on",
+        "its own text or on own and other text; intervals of 90 % for a new run of that kind. Points are those of tasks",
+        "on which that model is above chance.",
         place,
         "- : no costs of this wiring were measured. * : outside of what the law was fitted to.",
     ]

@@ -18,7 +18,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from fcsd.markdown import table
 from fcsd.models.selection import cheapest, select_layers
-from fcsd.plan.frontier import HEALED, SHARES, TOKENS, WIRINGS, Row, frontier, losses
+from fcsd.plan.frontier import SHARES, TOKENS, WIRINGS, Row, frontier, law, losses
 from fcsd.plan.model import MetaModel, packaged_config
 
 COSTS = Path("benchmarks/results/real_layers_smollm2_cpu.json")
@@ -184,7 +184,7 @@ def lost(
         row = losses((total, total), tokens)
         low, high = row["points"]
         # The interval is one of logarithms.
-        found.append((math.sqrt(low * high), low, high, row["fitted"] and wiring in HEALED))
+        found.append((math.sqrt(low * high), low, high, row["fitted"] and wiring in law()["wirings"]))
     return found
 
 
@@ -220,13 +220,13 @@ def table_of_cells(cells: list[Healed], tokens: float, repo: Path = Path()) -> s
         for choice, called in CHOICES.items():
             predicted = lost(wiring, choice, repo, tokens) if wiring in costs(repo) else [None] * len(SHARES)
             row = [", ".join(ALIKE) if wiring == ALIKE[0] else wiring, called]
-            for share, law in zip(SHARES, predicted, strict=True):
+            for share, told in zip(SHARES, predicted, strict=True):
                 # All layers are the same choice by any rule, and stored as the last ones.
                 found = known.get((wiring, "last" if share == SHARES[-1] else choice, _part(share)))
                 if found is not None:
                     row.append(f"{found.lost}{' (all weights)' if found.whole else ''}")
                 else:
-                    row.append("-" if law is None else f"{law[1]:.1f} to {law[2]:.1f}*")
+                    row.append("-" if told is None else f"{told[1]:.1f} to {told[2]:.1f}*")
             body.append(row)
     return table(["wiring", "layers", *(share.replace("%", " %") for share in SHARES)], body, left=2) + "\n"
 
@@ -255,7 +255,7 @@ def of_larger() -> str:
         head += [f"{share.replace('%', ' %')}: step / first tokens", "points lost"]
     for name, config in {**dense, "Qwen3-30B-A3B": moe}.items():
         rows = _rows(config)
-        for wiring in ("farskip",) if config is moe else HEALED:  # without shared experts ladder is the same
+        for wiring in ("farskip",) if config is moe else ("ladder", "farskip"):  # without shared experts ladder is the same
             cells = []
             for row in (rows[wiring, share] for share in SHARES[1::2]):
                 assert row.points is not None
