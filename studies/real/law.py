@@ -25,6 +25,7 @@ from scipy.stats import t as student_t
 from studies.real import frontier
 from studies.real.page import CELLS, LAYERS, MORE, RAW, mean_difference
 
+from fcsd.markdown import table
 from fcsd.models.selection import select_layers
 from fcsd.plan.frontier import losses
 
@@ -173,15 +174,32 @@ def sentence(found: dict[str, Any]) -> str:
     return textwrap.fill(said, 120) + "\n"
 
 
-def filled(page: str, found: dict[str, Any]) -> str:
-    """The page with the law between its marks."""
-    before, rest = page.split("<!-- law -->\n")
-    return (
-        before + "<!-- law -->\n" + sentence(found) + "<!-- end of law -->\n" + rest.split("<!-- end of law -->\n")[1]
-    )
+def table_of_checks(found: list[dict[str, Any]]) -> str:
+    """Markdown with ``checks``: how many cells of each wiring lie in the intervals, by divergence and by points."""
+    wirings = list(found[0]["cells"])
+    body = []
+    for line in found:
+        cells = []
+        for pairs in (line["cells"].get(wiring) for wiring in wirings):
+            if pairs is None:
+                cells.append("")
+                continue
+            kl, points = ([side for side in sides if side is not None] for sides in zip(*pairs, strict=True))
+            cells.append(f"{kl.count(0)} of {len(kl)}; {points.count(0)} of {len(points)}")
+        body.append([line["to"], str(line["runs"]), *cells])
+    return table(["fitted to", "runs", *wirings], body, left=1) + "\n"
+
+
+def filled(page: str, found: dict[str, Any], checked: list[dict[str, Any]]) -> str:
+    """The page with the law and its checks between their marks."""
+    for name, text in (("law", sentence(found)), ("checks", table_of_checks(checked))):
+        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
+        before, rest = page.split(begin)
+        page = before + begin + text + end + rest.split(end)[1]
+    return page
 
 
 if __name__ == "__main__":
     fitted = law()
     OUT.write_text(json.dumps(fitted, indent=1) + "\n")
-    PAGE.write_text(filled(PAGE.read_text(), fitted))
+    PAGE.write_text(filled(PAGE.read_text(), fitted, checks(stored())))

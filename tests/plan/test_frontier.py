@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from studies.real.law import OUT, PAGE, filled, law
+from studies.real.law import OUT, PAGE, checks, filled, law, stored
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
@@ -37,7 +37,7 @@ def rows(model: Path) -> dict[tuple[str, str], frontier.Row]:
 def test_the_stored_law_is_the_fit_of_the_stored_runs(repo: Path) -> None:
     fitted, page = law(repo), (repo / PAGE).read_text()
     assert frontier.law() == json.loads((repo / OUT).read_text()) == fitted, "run python -m studies.real.law"
-    assert filled(page, fitted) == page, "run python -m studies.real.law"
+    assert filled(page, fitted, checks(stored(repo), repo)) == page, "run python -m studies.real.law"
 
 
 def test_the_speed_is_near_what_was_measured(repo: Path, rows: dict[tuple[str, str], frontier.Row]) -> None:
