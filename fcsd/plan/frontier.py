@@ -155,9 +155,7 @@ def sum_over(alone: Sequence[float], layers: Sequence[int], depth: int) -> float
     return total
 
 
-def losses(
-    cost: tuple[float, float], tokens: float = TOKENS, fitted: dict[str, Any] | None = None
-) -> dict[str, Any]:
+def losses(cost: tuple[float, float], tokens: float = TOKENS, fitted: dict[str, Any] | None = None) -> dict[str, Any]:
     """The fields of ``Row`` that follow from the lowest and the highest sum of costs, after so many million tokens.
 
     Args:
@@ -306,9 +304,9 @@ def to_text(rows: list[Row], ranks: int, machine: Machine | None, costs: Path | 
         f"Speed: over the original, both with TP {ranks}, of a step of {PROMPTS} answers after {CONTEXT} tokens and of",
         f"the first tokens of {PROMPTS} prompts of {CONTEXT} tokens.",
         links,
-        f"Loss: a law of {told['kl']['runs']} runs of {told['model']} that trained the converted layers alone, on",
-        "its own text or on own and other text; intervals of 90 % for a new run of that kind. Points are those of tasks",
-        "on which that model is above chance.",
+        f"Loss: a law of {told['kl']['runs']} runs of {told['model']} that trained the converted layers alone,",
+        "on its own text or on own and other text; intervals of 90 % for a new run of that kind. Points are those of",
+        "tasks on which that model is above chance.",
         place,
         "- : no costs of this wiring were measured. * : outside of what the law was fitted to.",
     ]
