@@ -23,8 +23,8 @@ from fcsd.config import Recipe
 from fcsd.eval.suite import select_any
 from fcsd.eval.tasks import load_tasks
 from fcsd.models.selection import select_layers
-from fcsd.plan.frontier import law
 from fcsd.plan.frontier import frontier as plan_rows
+from fcsd.plan.frontier import law
 from fcsd.plan.model import MetaModel
 
 
