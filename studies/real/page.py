@@ -148,6 +148,29 @@ def divergences_of_cells(file: dict[str, Any]) -> str:
     return table(["wiring", "layers", "KL, own text", "KL, foreign text"], body, left=2) + "\n"
 
 
+def by_tokens(file: dict[str, Any], longer: list[dict[str, Any]]) -> str:
+    """Markdown with the conversions that were healed as a cell and with more tokens, the converted layers alone."""
+    alike: dict[tuple[str, int], dict[int, list[tuple[dict[str, Any], tuple[float, float]]]]] = {}
+    for one in (file, *longer):
+        asked = {found["model"] for found in one.get("differences", ())}
+        for run in (run for run in one["runs"] if run["name"] in asked and "day" not in run["text"].split("+")):
+            layers = select_layers(run["layers"], DEPTH)
+            if "optim.train" in run.get("set", {}) and layers == tuple(range(DEPTH))[-len(layers) :]:
+                tokens = round(run["tokens"] / 1e6)
+                of = alike.setdefault((run["wiring"], len(layers)), {}).setdefault(tokens, [])
+                of.append((run, mean_difference(one, run["name"])))
+    body = []
+    for (wiring, count), by in alike.items():
+        for tokens, found in sorted(by.items() if len(by) > 1 else ()):
+            points, error = over_seeds([lost for _, lost in found])
+            cells = [f"{count} of {DEPTH}", wiring, f"{tokens} M", str(len(found))]
+            for text in ("own", "foreign"):
+                cells.append(f"{statistics.mean(run['kl'][text]['kl'] for run, _ in found):.3f}")
+            body.append([*cells, f"{-points:.1f} ± {error:.1f}"])
+    head = ["converted", "wiring", "tokens", "seeds", "KL, own text", "KL, foreign text", "points lost"]
+    return table(head, body, left=2) + "\n"
+
+
 def runs(raw: list[dict[str, Any]]) -> str:
     """Markdown with a row for each run that was measured to its end, and its divergence on both held-out texts."""
     lines = [
@@ -553,6 +576,7 @@ def filled(page: str, raw: dict[Path, dict[str, Any]], repo: Path = Path()) -> s
         "cells": frontier.table_of_cells(cells(stored_cells), tokens_of(stored_cells), repo),
         "wanted": frontier.table_of_speeds_wanted(cells(stored_cells), repo),
         "divergences": divergences_of_cells(stored_cells),
+        "more tokens": by_tokens(stored_cells, [raw[file] for file in MORE]),
         "frontier": frontier.table_of_losses(repo),
         "larger": frontier.of_larger(),
         "layers": layers(repo),
