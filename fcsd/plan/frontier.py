@@ -57,7 +57,7 @@ class Row:
         cost: the sum of the costs of the converted layers alone in nats, the lowest and the highest; None if unknown.
         kl: nats per token after healing, the ends of an interval of 90 %.
         points: points lost, likewise.
-        fitted: whether the law was fitted to runs of such a wiring, and the whole of ``cost`` is in their range.
+        fitted: whether the law was fitted to runs of such a wiring, on such a share of the layers, and of such costs.
     """
 
     wiring: str
@@ -111,7 +111,8 @@ def frontier(model: MetaModel, ranks: int, machine: Machine | None = None, costs
             lost: dict[str, Any] = {}
             if all(alike in profile for profile in profiles):
                 sums = sorted(sum_over(profile[alike], layers, depth) for profile in profiles)
-                lost = losses((sums[0], sums[-1]))
+                wholes = sorted(sum(profile[alike]) for profile in profiles)
+                lost = losses(len(layers) / depth, (wholes[0], wholes[-1])) | {"cost": (sums[0], sums[-1])}
                 lost["fitted"] &= alike in law()["wirings"]
             found.append(Row(label, f"{share} ({layers_text(layers)})", decode, prefill, **lost))
     return found
@@ -155,15 +156,20 @@ def sum_over(alone: Sequence[float], layers: Sequence[int], depth: int) -> float
     return total
 
 
-def losses(cost: tuple[float, float], tokens: float = TOKENS, fitted: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The fields of ``Row`` that follow from the lowest and the highest sum of costs, after so many million tokens.
+def losses(
+    share: float, whole: tuple[float, float], tokens: float = TOKENS, fitted: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """``kl``, ``points`` and ``fitted`` of a ``Row``.
 
     Args:
+        share: that of the converted layers.
+        whole: the sum of what all layers of the model cost alone, in nats, the lowest and the highest.
+        tokens: millions, of the healing.
         fitted: another law than ``law()``.
     """
     told = fitted or law()
-    kl, points, low, high = told["kl"], told["points"], *told["sums"]
-    ends = [_line(kl, [1.0, math.log(max(total, 1e-9)), -math.log(tokens)]) for total in cost]
+    kl, points = told["kl"], told["points"]
+    ends = [_line(kl, [1.0, math.log(share), math.log(max(cost, 1e-9)), -math.log(tokens)]) for cost in whole]
     divergences = [(middle - kl["t"] * error, middle + kl["t"] * error) for middle, error in ends]
     slope = points["coefficients"][1]
     lost = []
@@ -171,11 +177,11 @@ def losses(cost: tuple[float, float], tokens: float = TOKENS, fitted: dict[str, 
         value, own = _line(points, [1.0, middle])
         spread = points["t"] * math.hypot(own, slope * error)
         lost.append((value - spread, value + spread))
+    (least, most), (low, high) = told["shares"], told["wholes"]
     return {
-        "cost": cost,
         "kl": (math.exp(divergences[0][0]), math.exp(divergences[1][1])),
         "points": (math.exp(lost[0][0]), math.exp(lost[1][1])),
-        "fitted": low <= cost[0] and cost[1] <= high,
+        "fitted": least <= share <= most and low <= whole[0] and whole[1] <= high,
     }
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from transformers import AutoConfig, PretrainedConfig
 
 from fcsd.markdown import table
-from fcsd.models.selection import cheapest, select_layers
+from fcsd.models.selection import select_layers
 from fcsd.plan.frontier import SHARES, TOKENS, WIRINGS, Row, frontier, law, losses
 from fcsd.plan.model import MetaModel, packaged_config
 
@@ -137,7 +137,8 @@ def served(wiring: str, share: float, link: str, repo: Path = Path()) -> Speed |
 
 def speed(wiring: str, share: float, repo: Path = Path()) -> Speed:
     """The speed without peer access: as measured, or as predicted if the wiring was not measured."""
-    return served(wiring, share, MEASURED, repo) or predicted()[wiring, "100%"].shared(share)
+    known = predicted().get((wiring, f"{share:.0%}"), predicted()[wiring, "100%"].shared(share))
+    return served(wiring, share, MEASURED, repo) or known
 
 
 def speeds(repo: Path = Path()) -> str:
@@ -168,44 +169,33 @@ def costs(repo: Path) -> dict[str, list[float]]:
     }
 
 
-def lost(
-    wiring: str, choice: str, repo: Path = Path(), tokens: float = TOKENS
-) -> list[tuple[float, float, float, bool]]:
+def lost(wiring: str, repo: Path = Path(), tokens: float = TOKENS) -> list[tuple[float, float, float, bool]]:
     """The points that the law says are lost at every share: the middle, both ends, and whether it was fitted there.
 
     Args:
         wiring: one whose layers were measured.
-        choice: ``last`` or ``cheapest`` layers.
         tokens: millions, of the healing.
     """
     alone, found = costs(repo)[wiring], []
     for share in SHARES:
-        total = sum(alone[layer] for layer in layers_of(choice, share, alone))
-        row = losses((total, total), tokens)
+        row = losses(len(select_layers(share, len(alone))) / len(alone), (sum(alone), sum(alone)), tokens)
         low, high = row["points"]
         # The interval is one of logarithms.
         found.append((math.sqrt(low * high), low, high, row["fitted"] and wiring in law()["wirings"]))
     return found
 
 
-def layers_of(choice: str, share: str, alone: list[float]) -> tuple[int, ...]:
-    """A share of the layers, the ``last`` or the ``cheapest`` by what each costs alone."""
-    layers = select_layers(share, len(alone))
-    return cheapest(dict(enumerate(alone)), len(layers)) if choice == "cheapest" else layers
-
-
 def table_of_losses(repo: Path = Path()) -> str:
-    """Markdown with the points lost by prediction. A star marks sums of costs outside of what the law was fitted to."""
+    """Markdown with the points lost by prediction. A star marks what is outside of what the law was fitted to."""
     body = []
     for wiring in sorted(costs(repo), key=labels().index):
         names = ALIKE if wiring == "farskip" else (wiring,)
-        for choice, called in CHOICES.items():
-            cells = [
-                f"{middle:.1f} ({low:.1f} to {high:.1f}){'' if fitted else '*'}"
-                for middle, low, high, fitted in lost(wiring, choice, repo)
-            ]
-            body.append([", ".join(names), called, *cells])
-    return table(["wiring", "layers", *(share.replace("%", " %") for share in SHARES)], body, left=2) + "\n"
+        cells = [
+            f"{middle:.1f} ({low:.1f} to {high:.1f}){'' if fitted else '*'}"
+            for middle, low, high, fitted in lost(wiring, repo)
+        ]
+        body.append([", ".join(names), *cells])
+    return table(["wiring", *(share.replace("%", " %") for share in SHARES)], body, left=1) + "\n"
 
 
 def table_of_cells(cells: list[Healed], tokens: float, repo: Path = Path()) -> str:
@@ -218,7 +208,7 @@ def table_of_cells(cells: list[Healed], tokens: float, repo: Path = Path()) -> s
     body = []
     for wiring in (name for name in labels() if name not in ALIKE[1:]):
         for choice, called in CHOICES.items():
-            predicted = lost(wiring, choice, repo, tokens) if wiring in costs(repo) else [None] * len(SHARES)
+            predicted = lost(wiring, repo, tokens) if wiring in costs(repo) else [None] * len(SHARES)
             row = [", ".join(ALIKE) if wiring == ALIKE[0] else wiring, called]
             for share, told in zip(SHARES, predicted, strict=True):
                 # All layers are the same choice by any rule, and stored as the last ones.

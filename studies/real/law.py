@@ -2,8 +2,8 @@
 
 Two power laws, each a straight line in logarithms, fitted by least squares:
 
-    KL = c * S^a * T^-b                  S: the sum of the costs of the converted layers alone, in nats per token
-    points lost = p * KL^q               T: tokens in millions
+    KL = c * n^a * W^d * T^-b            n: the share of the layers that is converted, T: tokens in millions
+    points lost = p * KL^q               W: the sum of what all layers cost alone under the wiring, in nats per token
 
 The first takes every run by KL and AdamW that trained the converted layers alone, read text of the model's own and was
 measured to its end; KL is that on own text. The second takes every model that has scores, the untrained ones included,
@@ -55,12 +55,12 @@ def runs_of(files: Iterable[dict[str, Any]], train: Any = CONVERTED, repo: Path 
             if "kl" not in run or "own" not in run["text"].split("+") or other or run["wiring"] not in costs:
                 continue
             alone = costs[run["wiring"]]
-            total = sum(alone[layer] for layer in select_layers(run["layers"], len(alone)))
+            share = len(select_layers(run["layers"], len(alone))) / len(alone)
             names = {"kl": run["name"], "untrained_kl": f"{run['name']}-untrained"}
             asked = [
                 (run[key]["own"]["kl"], mean_difference(file, name)[0]) for key, name in names.items() if name in models
             ]
-            at = [1.0, math.log(total), -math.log(run["tokens"] / 1e6)]
+            at = [1.0, math.log(share), math.log(sum(alone)), -math.log(run["tokens"] / 1e6)]
             found.append({**run, "at": at, "asked": asked})
     return found
 
@@ -87,20 +87,21 @@ def law(repo: Path = Path()) -> dict[str, Any]:
 def fits(runs: list[dict[str, Any]], scored: list[dict[str, Any]]) -> dict[str, Any]:
     """Both fits of a law: the divergence of ``runs``, and the points of those that have ``scored``.
 
-    ``runs_of`` made both lists. ``sums`` are the least and the greatest sum of costs of ``runs``.
+    ``runs_of`` made both lists. ``shares`` and ``wholes`` are the least and the greatest n and W of ``runs``.
     """
     asked = [pair for run in scored for pair in run["asked"]]
-    sums = [math.exp(run["at"][1]) for run in runs]
+    shares, wholes = ([math.exp(run["at"][n]) for run in runs] for n in (1, 2))
     return {
         "kl": {
             **_fit([run["at"] for run in runs], [math.log(run["kl"]["own"]["kl"]) for run in runs]),
-            "of": ["1", "log sum of costs", "-log millions of tokens"],
+            "of": ["1", "log share of the layers", "log cost of all layers", "-log millions of tokens"],
         },
         "points": {
             **_fit([[1.0, math.log(kl)] for kl, _ in asked], [math.log(-points) for _, points in asked]),
             "of": ["1", "log KL"],
         },
-        "sums": [min(sums), max(sums)],
+        "shares": [min(shares), max(shares)],
+        "wholes": [min(wholes), max(wholes)],
     }
 
 
@@ -127,8 +128,8 @@ def checks(files: list[dict[str, Any]], repo: Path = Path()) -> list[dict[str, A
         fitted = fits(runs, scored)
         by: dict[str, list[tuple[int, int | None]]] = {}
         for run in asked:
-            total = math.exp(run["at"][1])
-            told = losses((total, total), run["tokens"] / 1e6, fitted)
+            share, whole = (math.exp(value) for value in run["at"][1:3])
+            told = losses(share, (whole, whole), run["tokens"] / 1e6, fitted)
             lost = next((-points for kl, points in run["asked"] if kl == run["kl"]["own"]["kl"]), None)
             pair = _beside(run["kl"]["own"]["kl"], told["kl"]), None if lost is None else _beside(lost, told["points"])
             by.setdefault(run["wiring"], []).append(pair)
@@ -159,14 +160,15 @@ def _fit(rows: list[list[float]], known: list[float]) -> dict[str, Any]:
 
 def sentence(found: dict[str, Any]) -> str:
     """The law in words, for ``docs/planning.md``."""
-    (c, a, b), (p, q) = found["kl"]["coefficients"], found["points"]["coefficients"]
+    (c, a, d, b), (p, q) = found["kl"]["coefficients"], found["points"]["coefficients"]
     away, points = (math.exp(found[name]["residual"]) for name in ("kl", "points"))
     first, last = (round(tokens / 1e6) for tokens in found["tokens"])
     said = (
         f"The loss is a law that `studies/real/law.py` fitted to {found['kl']['runs']} runs of {found['model']} that "
         f"trained the converted layers alone ({', '.join(found['wirings'])}): "
-        f"the divergence on own text is {math.exp(c):.3f} * S^{a:.2f} * T^{-b:.2f} nats per token, where S is the sum "
-        f"of what the converted layers cost alone and T the tokens in millions ({first} to {last}). A single run is "
+        f"the divergence on own text is {math.exp(c):.3f} * n^{a:.2f} * W^{d:.2f} * T^{-b:.2f} nats per token, where n "
+        f"is the share of the layers that is converted, W the sum of what all layers cost alone under the wiring, and T "
+        f"the tokens in millions ({first} to {last}). A single run is "
         f"a factor of {away:.2f} away from it (one standard deviation). The points lost on the tasks on which the "
         f"model is above chance are {math.exp(p):.1f} * KL^{q:.2f}, by {found['points']['runs']} models, with a "
         f"factor of {points:.2f}."
