@@ -257,9 +257,8 @@ OF_LONGER = """\
 The converted layers alone were trained, which are all but the embeddings, and asked the same questions:
 """
 OF_EVERYDAY = """\
-Half of the layers, once more with text of everyday doings, which the model wrote on prompts about them. *All* is the
-mean of the four benchmarks minus the original's. The columns of HellaSwag are its questions about videos and advice,
-minus the original's, and the last two minus the run above.
+Half of the layers, with and without text of everyday doings, which the model wrote on prompts about them. *All* is the
+mean of the four benchmarks. All points are minus the original's, and the last two minus the run above.
 """
 
 
@@ -374,9 +373,9 @@ def gemma(file: dict[str, Any]) -> str:
 
 RECIPE = RESULTS / "real_smollm2_recipe_1xh100.json"
 OF_RECIPE = """\
-Other ways to heal one conversion with as many tokens, all weights trained: ladder on layers 2-11 and 13-29, own and
-foreign text, 6 million tokens in steps of 32,768 at 1e-3. Differences are from the mean of two seeds of the plain
-recipe. A run is nearer or farther if both texts say so by more than twice what these two seeds are apart.
+Other ways to heal one conversion with as many tokens: ladder on layers 2-11 and 13-29, own and foreign text, 6 million
+tokens. A run is nearer or farther if on both texts it is more than twice as far from the mean of the two seeds as these
+are apart.
 """
 
 
@@ -388,7 +387,7 @@ def recipe(file: dict[str, Any]) -> str:
     middle = [statistics.mean(pair) for pair in zip(*plain, strict=True)]
     noise = 2 * max(max(pair) - min(pair) for pair in zip(*plain, strict=True))
     first = {run["name"].removesuffix("-half"): run for run in file["runs"] if run["name"].endswith("-half")}
-    head = ["what differs", "KL, own text", "KL, foreign text", "difference, own", "difference, foreign", "verdict"]
+    head = ["what differs", *(f"KL, {text} text" for text in texts), "verdict"]
     body = []
     for run in (run for run in file["runs"] if not run["name"].endswith("-half")):
         changed, seed = run.get("set", {}), run["seed"]
@@ -404,7 +403,7 @@ def recipe(file: dict[str, Any]) -> str:
         moved = [value - mean for value, mean in zip(kl[run["name"]], middle, strict=True)]
         verdict = "nearer" if max(moved) < -noise else "farther" if min(moved) > noise else "no difference shown"
         verdict = "" if run["name"].startswith("base-") else verdict
-        body.append([what, *(f"{value:.3f}" for value in kl[run["name"]]), *(f"{m:+.3f}" for m in moved), verdict])
+        body.append([what, *(f"{value:.3f}" for value in kl[run["name"]]), verdict])
     return table(head, body, left=1) + "\n"
 
 
