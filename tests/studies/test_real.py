@@ -690,7 +690,7 @@ def test_what_the_page_says_of_everyday_text_is_that_of_the_raw_file(repo: Path)
     raw, text = json.loads((repo / page.EVERYDAY).read_text()), " ".join((repo / page.PAGE).read_text().split())
     runs = sorted(raw["runs"], key=lambda run: run["seed"])
     ends = sorted(run["kl"]["day"]["kl"] for run in runs)
-    assert "of this kind ended at {:.3f} and {:.3f}.".format(*ends) in text
+    assert "on which the divergence ended at {:.3f} and {:.3f}.".format(*ends) in text
     won = [
         {
             kind: page.won(one)
