@@ -225,24 +225,21 @@ Seeds on the same texts, asked the same questions:
 """
 
 
-def everyday(file: dict[str, Any], seeds: dict[str, Any]) -> str:
-    """Markdown with the runs that read text of everyday doings beside those of the same seeds that did not.
+def everyday(file: dict[str, Any]) -> str:
+    """Markdown with the runs that read text of everyday doings.
 
-    HellaSwag's questions are of two kinds, and both files count those that the original alone or the model alone
-    answers right. The last columns are of the same questions, answered by both runs of a seed.
+    HellaSwag's questions are of two kinds, and the file counts those that the original alone or the model alone answers
+    right. The last columns are of the same questions, answered by the run of the same seed that did not read it, too.
     """
-    head = ["text", "seed", "KL, own text", "KL, foreign text", "all", "HS, videos", "HS, advice"]
-    head += ["videos, by the everyday text", "advice, by the everyday text"]
+    head = ["seed", *(f"KL, {text} text" for text in KL_TEXTS), "all", "HS, videos", "HS, advice"]
+    head += ["videos, by this text", "advice, by this text"]
     body = []
     for day in file["runs"]:
-        (other,) = (run for run in seeds["runs"] if run["name"] == day["name"].replace("day", "converted"))
-        for run, of in ((other, seeds), (day, file)):
-            cells = [run["text"], str(run["seed"]), *(f"{run['kl'][text]['kl']:.3f}" for text in ("own", "foreign"))]
-            cells.append("{:+.1f} ± {:.1f}".format(*mean_difference(of, run["name"])))
-            counts = [*of["hellaswag"][run["name"]].values()]
-            counts += file["hellaswag"][f"{run['name']} against {other['name']}"].values() if run is day else []
-            cells += ["{:+.1f} ± {:.1f}".format(*won(one)) for one in counts]
-            body.append(cells + [""] * (len(head) - len(cells)))
+        other = day["name"].replace("day", "converted")
+        cells = [str(day["seed"]), *(f"{day['kl'][text]['kl']:.3f}" for text in KL_TEXTS)]
+        cells.append("{:+.1f} ± {:.1f}".format(*mean_difference(file, day["name"])))
+        counts = [file["hellaswag"][name] for name in (day["name"], f"{day['name']} against {other}")]
+        body.append([*cells, *("{:+.1f} ± {:.1f}".format(*won(kind)) for one in counts for kind in one.values())])
     return table(head, body, left=1) + "\n"
 
 
@@ -257,8 +254,9 @@ OF_LONGER = """\
 The converted layers alone were trained, which are all but the embeddings, and asked the same questions:
 """
 OF_EVERYDAY = """\
-Half of the layers, with and without text of everyday doings, which the model wrote on prompts about them. *All* is the
-mean of the four benchmarks. All points are minus the original's, and the last two minus the run above.
+Half of the layers after 41 million tokens, a quarter of them text of everyday doings, which the model wrote on prompts
+about them. *All* is the mean of the four benchmarks. Points are minus the original's, the last two minus those of the
+same seed without this text.
 """
 
 
@@ -502,7 +500,7 @@ def filled(page: str, raw: dict[Path, dict[str, Any]], repo: Path = Path()) -> s
         "converted": f"{OF_CONVERTED}\n{scores(raw[CONVERTED])}",
         "by seed": f"{OF_SEEDS}\n{by_seed(with_seeds(raw))}",
         "all layers": f"{OF_LONGER}\n{scores(raw[LONGER])}",
-        "everyday": f"{OF_EVERYDAY}\n{everyday(raw[EVERYDAY], raw[CONVERTED_SEEDS])}",
+        "everyday": f"{OF_EVERYDAY}\n{everyday(raw[EVERYDAY])}",
         "objectives": f"{OF_OBJECTIVES}\n{scores(json.loads((repo / OBJECTIVES).read_text())['asked'])}",
         "rounded": f"{OF_ROUNDED}\n{rounded(json.loads((repo / ROUNDED).read_text())['after_training'])}",
         "answer": answer(stored, repo),

@@ -558,10 +558,6 @@ def test_the_lost_loss_that_is_won_back_is_that_of_the_raw_files(repo: Path) -> 
     assert f"{left[0]['foreign']:.3f} of them are left ({won[0]['foreign']} % won back)" in text
     assert f"layers alone {left[1]['foreign']:.3f} ({won[1]['foreign']} %)" in text
     assert f"of {lost['own']:.3f} nats, it is {won[0]['own']} and {won[1]['own']} %" in text
-    assert (
-        f"({runs[1]['held_out'][0][1]:.3f} nats) as all weights after 24 million ({runs[0]['held_out'][-1][1]:.3f})"
-        in text
-    )
 
 
 def test_what_training_the_converted_layers_alone_gains_is_that_of_the_raw_file(repo: Path) -> None:
@@ -743,10 +739,6 @@ def test_what_the_page_says_of_the_longer_run_of_all_layers_is_that_of_the_raw_f
     rate = run["tokens_per_second"]
     assert f"{told} {run['tokens'] / rate:.0f} s of steps on two GPUs, at {round(rate, -3):,.0f} tokens/s." in text
     (before,) = (run for run in raw["runs"] if run["name"] == "all-151m")
-    (loss,) = (found["loss"] for found in raw["differences"] if found["model"] == before["name"])
-    lost, spread = map(abs, page.mean_difference(raw, before["name"]))
-    less = f"less likely, by {loss['nats']:.3f} ± {loss['stderr']:.3f} nats"
-    assert f"The run of 151 million tokens lost {lost:.1f} ± {spread:.1f}, and its held-out text was {less}." in text
     divided, losses = run["tokens_of_held_out_text"], [run["original"], raw["scores"]["original"]]
     assert "have {with_each_digit_alone:,} tokens instead of {before:,}, and".format(**divided) in text
     assert "is {:.3f} instead of {:.3f}.".format(*(one["Held-out loss"]["value"] for one in losses)) in text
@@ -788,8 +780,7 @@ def test_what_the_page_says_of_the_longer_run_of_all_layers_is_that_of_the_raw_f
     assert f"One of {tokens:.0f} million at 1e-3 was cut off after {read:.0f} million, at {own:.3f} and" in text
     left = f"{cut['lr_at_the_last_measure']:.1e}".replace("e-0", "e-")
     assert f"and {foreign:.3f} after {then:.0f} million with {left} left." in text
-    more = cut["own2_tokens"] / 1e6
-    assert f"A fifth of it was {more:.2f} million tokens of new own text, read {read / 5 / more:.0f} times" in text
+    assert f"A fifth of it was own text read {read * 1e6 / 5 / cut['own2_tokens']:.0f} times." in text
     planning = " ".join((repo / "docs/planning.md").read_text().split())
     fit, at = law()["points"], numpy.array([1.0, log(kl["own"])])
     spread = fit["t"] * fit["residual"] * (1 + at @ numpy.array(fit["inverse"]) @ at) ** 0.5
@@ -822,8 +813,8 @@ def test_the_page_takes_other_runs_of_all_layers_and_of_everyday_text(repo: Path
     (row,) = (" ".join(line.split()) for line in filled.splitlines() if line.startswith("| 30 of 30"))
     assert f"| 300 M | converted layers | {points:.1f} ± {error:.1f} |" in row and "6.42 → 0.100" in row
     assert "1.5 points with ladder on 30 layers was" in filled
-    row = " ".join(page.everyday(raw[page.EVERYDAY], seeds).splitlines()[-1].split())
-    assert row.startswith("| own+doc+day+foreign | 0 |") and row.count("+20.0 ± 6.0") == 2  # sqrt(0.4 - 0.2^2) / 10
+    row = " ".join(page.everyday(raw[page.EVERYDAY]).splitlines()[-1].split())
+    assert row.startswith("| 0 |") and row.count("+20.0 ± 6.0") == 2  # sqrt(0.4 - 0.2^2) / 10
     told = page.won(seeds["hellaswag"]["half-converted-41m-0"]["advice"])
     assert "| {:+.1f} ± {:.1f} |".format(*told) in row
     assert "| all-300m |" in filled and "| all-151m |" not in filled
@@ -843,10 +834,6 @@ def test_what_the_pages_say_of_all_layers_and_of_the_law_is_that_of_the_raw_file
     (longest,) = page.best([raw[page.LONGER]])
     more, most = ([f"{one['kl'][name]['kl']:.3f}" for name in ("own", "foreign")] for one in (longer, longest))
     assert f"tokens they were at {kl['own']} (own), {kl['doc']} (`doc`) and {kl['foreign']} (foreign)." in text
-    assert (
-        f"All layers end at {kl['own']} and {kl['foreign']} after 57 million tokens, and at {listed(more)} after"
-        f" 151 and {listed(most)} after {longest['tokens'] / 1e6:.0f} million," in text
-    )
 
     def predicted(run: dict) -> tuple[float, float]:
         """The law's divergence on own text, and the factor to the ends of its interval of 90 %."""
