@@ -19,8 +19,8 @@ choice of graphs) or ``pressure`` (so little memory that requests are preempted)
 With ``--dp N`` a rank is a process with tokens of its own: ranks have different numbers of prompts, and the last one
 stops after half of the tokens.
 
-Every row says by which communicators vLLM's ranks could sum. With ``NCCL_P2P_DISABLE=1`` on GPUs there may be no other than
-NCCL's: a row that has one is an error.
+Every row says by which communicators vLLM's ranks could sum (``sums``). With ``NCCL_P2P_DISABLE=1`` on GPUs there may
+be no other than NCCL's: a row that has one is an error.
 
 ``benchmarks/carried/vllm_gpu.sh`` runs it on GPUs, and ``benchmarks/vllm/vllm_cpu.sh`` with a build of vLLM for CPUs.
 The exit status is 0 if every row is right.
@@ -133,7 +133,7 @@ def release() -> None:
 def communicators(worker: Any) -> list[str]:
     """By what the tensor-parallel group of one of vLLM's workers can sum, in the order of its questions.
 
-    They are the communicators of the group that are not disabled, by the names of vLLM's attributes, and torch's backend.
+    They are its communicators that are not disabled, by the names of vLLM's attributes, and then torch's backend.
     """
     import torch
     from vllm.distributed import get_tp_group  # pyright: ignore[reportMissingImports]
