@@ -2,9 +2,9 @@
 
     python benchmarks/vllm/vllm_trace.py llama3-8b --layers 16 --tp 2 --out FOLDER
 
-One engine for each of ``WAYS``: the original, and again as the control, the wiring, the wiring with sums in flight from
-256 tokens on, without any in pieces of graphs, and with its sums at once, and its bound. They start at the same time, in
-processes of their own, and take turns, ``--rounds`` times.
+One engine for each of ``WAYS``: the original, and again as the control, the wiring, the wiring with sums in flight
+from 256 tokens on, without any in pieces of graphs, and with its sums at once, and its bound. They start at the same
+time, in processes of their own, and take turns, ``--rounds`` times.
 FOLDER gets a file for each, written again after each turn. All times are ms:
 
 - ``single``: for each number of tokens, the median times from a prompt to its only token. Nothing else runs;
