@@ -167,7 +167,7 @@ def sentence(found: dict[str, Any]) -> str:
         f"The loss is a law that `studies/real/law.py` fitted to {found['kl']['runs']} runs of {found['model']} that "
         f"trained the converted layers alone ({', '.join(found['wirings'])}): "
         f"the divergence on own text is {math.exp(c):.3f} * n^{a:.2f} * W^{d:.2f} * T^{-b:.2f} nats per token, where n "
-        f"is the share of the layers that is converted, W the sum of what all layers cost alone under the wiring, and T "
+        "is the share of the layers that is converted, W the sum of what all layers cost alone under the wiring, and T "
         f"the tokens in millions ({first} to {last}). A single run is "
         f"a factor of {away:.2f} away from it (one standard deviation). The points lost on the tasks on which the "
         f"model is above chance are {math.exp(p):.1f} * KL^{q:.2f}, by {found['points']['runs']} models, with a "
