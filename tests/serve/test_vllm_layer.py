@@ -4,12 +4,10 @@ vLLM's classes are replaced by doubles of their interface: layers that get and r
 add the residual, projections with ``reduce_results``, and experts that hold the shared ones. The two ranks are threads.
 """
 
-import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -48,8 +46,8 @@ class Meeting:
 class LateReducer(Reducer):
     """A sum is NaN until it is awaited, and what was added to it may not change before."""
 
-    def __init__(self, rank: int, meeting: Meeting, chunks: int = 1) -> None:
-        super().__init__(RANKS, chunks=chunks)
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        super().__init__(RANKS)
         vars(self).update(rank=rank, meeting=meeting, started=[], log=[], awaited=0, own=[], inner={})
 
     def start(self, x: torch.Tensor, crosses: bool) -> Sum:
@@ -59,10 +57,6 @@ class LateReducer(Reducer):
         self.started.append(total)
         self.log.append("start")
         return Sum(total, x, within=not crosses)
-
-    def start_product(self, x: torch.Tensor, weight: torch.Tensor, crosses: bool) -> Sum:
-        self.log.append("product")
-        return self.start(x @ weight.T, crosses)
 
     def hold(self, x: torch.Tensor, own: torch.Tensor | None) -> None:
         self.own.append((own, None if own is None else own.clone()))
@@ -122,24 +116,6 @@ class Projection(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = x @ self.weight
         return self.reducer.now(out).total if self.reduce_results else out
-
-
-class Unquantised:
-    pass
-
-
-class RowParallel(Projection):
-    """vLLM's own projection, which divides its input or gets a part of it, and has a weight ``[outputs, inputs]``."""
-
-    bias, input_is_parallel, return_bias = None, True, True
-
-    def __init__(self, rank: int, seed: int, reducer: Any) -> None:
-        super().__init__(rank, seed, reducer)
-        self.weight, self.quant_method = self.weight.T, Unquantised()
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        out = x @ self.weight.T
-        return self.reducer.now(out).total if self.reduce_results else out, None
 
 
 class Attention(nn.Module):
@@ -266,33 +242,11 @@ class BareLayer(Layer):
         return hidden + sum(part(x) for part in (self.mlp, self.shared_mlp) if part is not None) * FACTOR
 
 
-class PartsLayer(NormedLayer):
-    """A decoder layer whose MLP is vLLM's own, and norms its outputs."""
-
-    def __init__(self, rank: int, index: int, kind: Kind, reducer: Any) -> None:
-        super().__init__(rank, index, kind, reducer)
-        if kind == "dense":
-            self.mlp = Dense(rank, seed_of(index, "shared"), reducer)
-
-
-class Dense(nn.Module):
-    factor = None
-
-    def __init__(self, rank: int, seed: int, reducer: Any) -> None:
-        super().__init__()
-        self.down_proj = RowParallel(rank, seed, reducer)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out, _ = self.down_proj(x)
-        return out if self.factor is None else out * self.factor
-
-
 # The double of a layer, what the row says of it, and what multiplies its outputs.
 FORMS: dict[str, tuple[type[Layer], VllmNames, float | None]] = {
     "stock": (Layer, NAMES, None),
     "normed": (NormedLayer, replace(NAMES, **NORMED), None),
     "whole": (WholeLayer, replace(NAMES, whole=True, **AS_IS), None),
-    "parts": (PartsLayer, replace(NAMES, **NORMED), None),
     "bare": (BareLayer, replace(NAMES, whole=True, shared="shared_mlp", shared_beside=True), FACTOR),
 }
 
@@ -366,7 +320,7 @@ def run_rank(
     rank: int, meeting: Meeting, wiring: Wiring, kinds: Sequence[Kind], stages: list[range], form: str, beside: bool
 ) -> Any:
     """The final stream on one rank, by vLLM's loop; and what the reducer was asked."""
-    reducer: Any = LateReducer(rank, meeting, chunks=2 if form == "parts" else 1)
+    reducer: Any = LateReducer(rank, meeting)
     hidden, residual = embedding(), None
     double, names, multiplier = FORMS[form]
     blocks = Blocks(attn_norms=names.attn_norms, mlp_norms=names.mlp_norms)
@@ -424,48 +378,6 @@ def test_outputs_are_normed_when_their_sums_have_arrived():
                 found, _ = run(wiring, MIXED, stages, form="normed")
                 expected = literal(wiring, MIXED, blocks=Blocks(**NORMED))
                 torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9, msg=str(wiring))
-
-
-@pytest.fixture
-def linear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's module of projections."""
-    double = SimpleNamespace(RowParallelLinear=RowParallel, UnquantizedLinearMethod=Unquantised)
-    monkeypatch.setitem(sys.modules, "vllm.model_executor.layers.linear", double)  # pyright: ignore[reportArgumentType]
-
-
-def test_a_projection_starts_the_sum_of_its_mlp(linear):
-    """Where the sum of a dense MLP travels alone; all other sums stay as they are."""
-    for wiring in wirings()[::2]:
-        found, log = run(wiring, MIXED, form="parts")
-        expected = literal(wiring, MIXED, blocks=Blocks(**NORMED))
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9, msg=str(wiring))
-        plans = layer_plans(wiring, MIXED, range(5), blocks=Blocks(**NORMED))
-        alone = [plan.steps[1][:3] == ("mlp", "start", False) for i, plan in plans.items() if MIXED[i] == "dense"]
-        assert log.count("product") == sum(alone), wiring
-    _, log = run(Wiring("ladder", (0, 1, 2, 3, 4)), MIXED, form="parts")
-    assert log.count("product") == 2, "the last layer's, too: the sum of its attention travels apart"
-
-
-def test_a_projection_that_is_more_than_a_product_keeps_the_sum_behind_it(linear):
-    def rewired(change: Any, chunks: int = 2) -> tuple[Any, Any]:
-        reducer: Any = LateReducer(0, Meeting(), chunks)
-        layer: Any = PartsLayer(0, 0, "dense", reducer)
-        change(layer.mlp)
-        plan = layer_plans(Wiring("ladder", (0, 1)), ("dense", "dense"), range(2), blocks=Blocks(**NORMED))[0]
-        take_apart(layer, Wired(FORMS["parts"][1], plan, reducer))
-        layer(torch.arange(TOKENS), embedding(), None)
-        return layer, reducer.log
-
-    assert rewired(lambda mlp: None)[1] == ["start", "product", "start"]
-    assert rewired(lambda mlp: None, chunks=1)[1] == ["start", "start"]
-    for name, value in (("bias", torch.ones(WIDTH)), ("input_is_parallel", False), ("quant_method", object())):
-        assert rewired(lambda mlp, n=name, v=value: setattr(mlp.down_proj, n, v))[1] == ["start", "start"], name
-    layer, _ = rewired(lambda mlp: None)
-    layer.mlp.down_proj.weight = torch.empty(0, 0)  # a CPU has packed it, and vLLM's own code multiplies
-    with pytest.raises(RuntimeError, match="cannot be multiplied"):
-        layer(torch.arange(TOKENS), embedding(), None)
-    with pytest.raises(RuntimeError, match=r'computes with its sum, which is in flight; set "chunks" to 1'):
-        rewired(lambda mlp: setattr(mlp, "factor", FACTOR))
 
 
 @pytest.mark.parametrize("form", ["whole", "bare"])

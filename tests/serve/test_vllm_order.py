@@ -221,23 +221,6 @@ class Dense(nn.Module):
         return self.down_proj(nn.functional.silu(self.up_proj(x)))
 
 
-class RowParallel(Row):
-    """vLLM's own projection, whose product is not summed."""
-
-    bias, input_is_parallel, return_bias = None, True, False
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
-        self.quant_method = Unquantised()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight.T
-
-
-class Unquantised:
-    pass
-
-
 class DenseLayer(Layer):
     """The standard wiring, as in vLLM's classes. The kernel of the attention is an operator to the compiler."""
 
@@ -252,48 +235,6 @@ class DenseLayer(Layer):
             x, residual = self.input_layernorm(hidden, residual)
         x, residual = self.post_attention_layernorm(self.self_attn(positions, x), residual)
         return self.mlp(x), residual
-
-
-def test_a_compiler_keeps_the_order_of_sums_in_parts(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The MLP's product and its sum are one operator, and the model computes what it does with one sum."""
-    linear: Any = ModuleType("vllm.model_executor.layers.linear")
-    linear.RowParallelLinear, linear.UnquantizedLinearMethod = RowParallel, Unquantised
-    monkeypatch.setitem(sys.modules, linear.__name__, linear)
-    summed = []
-    stock = reduction._start_by
-    monkeypatch.setattr(reduction, "_start_by", lambda way, x, *how: summed.append(len(x)) or stock(way, x, *how))
-
-    def layers(chunks: int) -> list[Any]:
-        found: list[Any] = [DenseLayer(index) for index in range(3)]
-        for i, plan in layer_plans(Wiring("ladder", (0, 1, 2)), ["dense"] * 3, range(3)).items():
-            found[i].mlp.down_proj = RowParallel(10 * i + 2)
-            take_apart(found[i], Wired(VllmNames(), plan, Reducer(2, "tp:0", "vllm", 4, chunks=chunks)))
-        return found
-
-    def model(layers: list[Any], hidden: Tensor) -> Tensor:
-        residual: Any = None
-        for layer in layers:
-            hidden, residual = layer(torch.arange(8), hidden, residual)
-        return hidden + residual
-
-    torch._dynamo.reset()
-    hidden = torch.randn(8, 16)
-    with torch.no_grad():
-        expected = model(layers(1), hidden)
-        torch.testing.assert_close(model(layers(3), hidden), expected, rtol=1e-5, atol=1e-5)
-        assert summed.count(3) == 4 and summed.count(2) == 2  # two layers; 8 tokens are 3, 3 and 2
-        parted = layers(3)
-        found, code = run_and_get_code(torch.compile(lambda x: model(parted, x), fullgraph=True), hidden)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert not reduction.waits()
-    body = code[-1][code[-1].index("def call(") :]
-    calls = re.findall(r"ops\.fcsd\.(?:reduce_)?(\w+)\.default\(|extern_kernels\.\w*?(mm)\(", body)
-    parts, later = (
-        "mm start mm product_start",
-        "wait mm start wait mm product_start",
-    )  # the attention under the MLP's sum
-    last = "wait mm wait mm mm"  # its sum is made at once
-    assert [call for call in map("".join, calls) if call != "cover"] == f"{parts} {later} {last}".split()
 
 
 @torch.library.custom_op("double::all_reduce", mutates_args=())

@@ -116,34 +116,6 @@ def test_shared_experts_start_their_sum_with_what_is_held(module):
         assert silent.held(x, None, later, False).total is x
 
 
-def test_a_product_is_summed_in_parts_as_it_is_as_a_whole(module, monkeypatch):
-    """On a CPU, by vLLM and by a backend of fcsd: parts of half of ``overlap_from`` tokens or more."""
-    sizes: list[int] = []
-
-    def all_reduce(x: torch.Tensor) -> torch.Tensor:
-        sizes.append(len(x))
-        return x.mul_(2)
-
-    ranks = SimpleNamespace(_all_reduce_out_place=all_reduce, device_group="the process group")
-    module(
-        "vllm.distributed", parallel_state=module("vllm.distributed.parallel_state", _groups={"tp:0": lambda: ranks})
-    )
-    monkeypatch.setattr(
-        "fcsd.parallel.all_reduce.reduce.reduce", lambda x, *how: SimpleNamespace(wait=lambda: all_reduce(x))
-    )
-    reduction.define_operators()
-    x, weight = torch.randn(11, 5, dtype=torch.float64), torch.randn(3, 5, dtype=torch.float64)
-    for reduce in ("vllm", "quantised:int8"):
-        for chunks, overlap_from, expected in ((1, 0, [11]), (3, 8, [6, 5]), (3, 0, [4, 4, 3]), (4, 2048, [11])):
-            sizes.clear()
-            reducer = reduction.Reducer(2, "tp:0", reduce, overlap_from, chunks=chunks)
-            started = reducer.start_product(x, weight, True)
-            whole = reducer.start(x @ weight.T, True)  # another sum is in flight
-            torch.testing.assert_close(reducer.wait(started, whole.total), 2 * x @ weight.T, rtol=1e-12, atol=1e-12)
-            reducer.wait(whole, x)
-            assert sizes == [*expected, 11] and not reduction.waits()
-
-
 @pytest.fixture
 def streams(module: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[str]]:
     """Doubles of the main stream and of a second one, which is the current one; and what happens on streams."""
@@ -196,27 +168,6 @@ def test_a_sum_of_shared_experts_starts_on_the_stream_that_computed_them(streams
     reduction._wait(total, own, x, "vllm", 0, False)
     in_flight = ["sums waits for second", "sum on sums", "main waits for the sum"]
     assert events == (in_flight if travels else ["sum on second"]) and not reduction.waits()
-
-
-@pytest.mark.parametrize(("travels", "captured"), [(True, False), (True, True), (False, False)])
-def test_parts_travel_one_by_one_where_a_step_has_no_graph(streams, monkeypatch, travels, captured):
-    """Each part starts behind its own product. A step that sums at once, or is captured, has one."""
-    current, events = streams
-    current.pop()
-    monkeypatch.setattr(reduction, "way_of", lambda *given: Way("vllm", travels))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
-    monkeypatch.setattr(reduction, "linear", lambda x, w: events.append("product") or x.new_empty(len(x), len(w)))
-    x, weight = torch.empty(8, 5, device="meta"), torch.empty(3, 5, device="meta")
-    total = reduction._start_product(x, weight, 2, "tp:0", "vllm", 8, False)
-    assert total.shape == (8, 3) and len(reduction.waits()) == (0 if not travels else 1 if captured else 3)
-    events.append("waits")
-    reduction._wait(total, weight, x, "vllm", 8, False)
-    part, end = ["product", "sums waits for main", "sum on sums"], ["main waits for the sum"]
-    if not travels:
-        assert events == ["product", "sum on main", "waits"]
-    else:
-        assert events == ([*part, "waits", *end] if captured else [*part, *part, "waits", *end, *end])
-    assert not reduction.waits()
 
 
 @pytest.mark.parametrize("pieces", [True, False])
