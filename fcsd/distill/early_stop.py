@@ -98,11 +98,7 @@ class ScoreHistory:
         return step > 0 and self.due(step) and all(entry["step"] != step for entry in self._history)
 
     def take(
-        self,
-        model: "PreTrainedModel",
-        tokenizer: "PreTrainedTokenizerBase",
-        step: int,
-        metrics: dict[str, float],
+        self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", step: int, metrics: dict[str, float]
     ) -> dict[str, float]:
         """Scores the model and returns what is to be logged; every rank calls this.
 

@@ -27,12 +27,7 @@ if TYPE_CHECKING:
 
 
 def open_engine(
-    path: Path,
-    world: "World",
-    *,
-    dtype: "torch.dtype",
-    reduce: str = "nccl",
-    compile_steps: bool = True,
+    path: Path, world: "World", *, dtype: "torch.dtype", reduce: str = "nccl", compile_steps: bool = True
 ) -> "PreTrainedModel":
     """Load an original or converted checkpoint over all ranks of the default process group.
 
