@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from fcsd.config import HELD_OUT, NO_METRIC, EarlyStop
-from fcsd.errors import ConfigError
 from fcsd.eval.score import Scorer
 
 if TYPE_CHECKING:
@@ -63,16 +62,6 @@ def judge(history: Sequence[dict[str, Any]], settings: EarlyStop, mode: Literal[
     finite = [entry for entry in history if math.isfinite(entry["value"])]
     best = max(finite, key=lambda entry: (sign * entry["value"], entry["step"]))["step"] if finite else None
     return Verdict(best, waited, waited >= settings.patience)
-
-
-def require_scorer(settings: EarlyStop, scorer: Scorer | None) -> None:
-    """Checks that the caller gave a scorer if the recipe names a benchmark.
-
-    Raises:
-        ConfigError: the recipe names a benchmark and the caller gave no scorer.
-    """
-    if settings.benchmark and scorer is None:
-        raise ConfigError(f"early_stop.metric {settings.benchmark} needs a scorer", "see fcsd.eval.early_score")
 
 
 class ScoreHistory:

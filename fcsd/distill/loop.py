@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from fcsd.config import ResolvedRecipe
-from fcsd.distill import early_stop, preview
+from fcsd.distill import preview
 from fcsd.distill.early_stop import ScoreHistory
 from fcsd.distill.experts.dedup_choice import DedupChoice
 from fcsd.distill.experts.swaps import ExpertSwaps
@@ -33,6 +33,7 @@ from fcsd.distill.step.feed import Feed, feeding
 from fcsd.distill.step.one_step import LaunchedStep, launch_step, measure
 from fcsd.distill.student import write_student
 from fcsd.distill.teacher.original import without_compiling
+from fcsd.errors import ConfigError
 from fcsd.eval.score import Scorer
 from fcsd.launch.preflight import TIMEOUT
 from fcsd.launch.world import World, join_world
@@ -84,7 +85,10 @@ def distill_model(
             checkpoints.find(directory / run_dir.CHECKPOINTS, resume, print)
         preview.print_dry_run(recipe, processes)
         return directory
-    early_stop.require_scorer(recipe.early_stop, scorer)
+    if recipe.early_stop.benchmark and scorer is None:
+        raise ConfigError(
+            f"early_stop.metric {recipe.early_stop.benchmark} needs a scorer", "see fcsd.eval.early_score"
+        )
     trackers.require_tracker(recipe.report)
     run_dir.require_usable(directory, filter(None, (recipe.model, recipe.teacher)))
     world = join_world(join_timeout)

@@ -66,10 +66,8 @@ def claim(run: Path) -> Iterator[None]:
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")
         lock.flush()
-        for unfinished in left_over(
-            run, rf"{FINAL}\.tmp-", directories=True
-        ):  # left by a run that was killed in `publish`
-            shutil.rmtree(unfinished)
+        for unfinished in left_over(run, rf"{FINAL}\.tmp-", directories=True):
+            shutil.rmtree(unfinished)  # left by a run that was killed in `publish`
         try:
             yield
         finally:

@@ -6,7 +6,7 @@ The first layers, if nothing trains in them and they are not rewired, are comput
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -132,11 +132,9 @@ class WithinPass(TeacherSource):
     def __init__(self, shared: SharedTeacher, student: Any) -> None:
         self._shared, self._student = shared, student
 
-    @contextmanager
-    def teacher(self) -> Iterator[PreTrainedModel]:
+    def teacher(self) -> AbstractContextManager[PreTrainedModel]:
         """See ``TeacherSource``."""
-        with self._shared.teacher() as model:
-            yield model
+        return self._shared.teacher()
 
     def get_targets(self, columns: dict[str, Tensor], stored: TopK | None = None) -> FixedLosses:
         """See ``TeacherSource``."""
