@@ -74,7 +74,6 @@ class SharedTeacher(TeacherSource):
 
     @torch.no_grad()
     def get_targets(self, columns: dict[str, Tensor], stored: TopK | None = None) -> Targets:
-        """See ``TeacherSource``."""
         with self.teacher() as model, captured(model, self._compared) as streams, noted(model, self._prefix) as prefix:
             hidden = final_hidden(model, columns)
             head = output_head(model)
@@ -133,11 +132,9 @@ class WithinPass(TeacherSource):
         self._shared, self._student = shared, student
 
     def teacher(self) -> AbstractContextManager[PreTrainedModel]:
-        """See ``TeacherSource``."""
         return self._shared.teacher()
 
     def get_targets(self, columns: dict[str, Tensor], stored: TopK | None = None) -> FixedLosses:
-        """See ``TeacherSource``."""
 
         def losses(batch: dict[str, Tensor], denominator: Tensor, terms: tuple[str, ...]) -> dict[str, Tensor]:
             # Not by a call, whose hooks begin a pass of the engine.

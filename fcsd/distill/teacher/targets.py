@@ -115,13 +115,11 @@ class LiveTeacher(TeacherSource):
 
     @torch.no_grad()
     def get_targets(self, columns: dict[str, Tensor], stored: TopK | None = None) -> Targets:
-        """See ``TeacherSource``."""
         with captured(self._model, self._layers) as streams:
             return Targets(self.passes(columns), streams)
 
     @contextmanager
     def teacher(self) -> Iterator[PreTrainedModel]:
-        """See ``TeacherSource``."""
         yield self._model
 
 
