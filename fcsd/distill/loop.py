@@ -21,7 +21,7 @@ from fcsd.distill.experts.swaps import ExpertSwaps
 from fcsd.distill.metrics import Meter
 from fcsd.distill.parts.files import write_merged, write_parts
 from fcsd.distill.prepare import Prepared, hide_progress_bars, prepare_run
-from fcsd.distill.run import checkpoints, identity, manifest, run_dir, signals, trackers
+from fcsd.distill.run import checkpoints, identity, manifest, run_dir, signals
 from fcsd.distill.run.nonfinite import Skips
 from fcsd.distill.run.report import Reporter, closing, opening, reporting
 from fcsd.distill.run.saver import Saver
@@ -35,6 +35,7 @@ from fcsd.distill.student import write_student
 from fcsd.distill.teacher.original import without_compiling
 from fcsd.errors import ConfigError
 from fcsd.eval.score import Scorer
+from fcsd.extras import require_extra
 from fcsd.launch.preflight import TIMEOUT
 from fcsd.launch.world import World, join_world
 from fcsd.parallel.weights.saving import OwnPart
@@ -89,7 +90,8 @@ def distill_model(
         raise ConfigError(
             f"early_stop.metric {recipe.early_stop.benchmark} needs a scorer", "see fcsd.eval.early_score"
         )
-    trackers.require_tracker(recipe.report)
+    if recipe.report != "none":
+        require_extra("track", f"report: {recipe.report}", recipe.report)
     run_dir.require_usable(directory, filter(None, (recipe.model, recipe.teacher)))
     world = join_world(join_timeout)
     hide_progress_bars(world)

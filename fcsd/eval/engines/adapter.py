@@ -27,7 +27,6 @@ class HFAdapter(Adapter):
 
     Args:
         model: a causal LM in eval mode.
-        tokenizer: its tokenizer.
         batch_size: the most sequences in one forward pass; None for as many as the token limits allow.
         max_length: the longest input in tokens, if shorter than the model's own limit.
         cache: where answers are kept, so that a killed evaluation can resume.
