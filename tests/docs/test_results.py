@@ -1032,18 +1032,25 @@ def test_serving_by_vllm_without_peer_access(repo: Path, raw: Raw, kind: str) ->
         assert f"at the same time in {max(starts)} s; the whole command took {together['seconds']:.0f} s" in text
 
 
-def allowed(sums: float, work: float, layers: int, attention: float) -> tuple[float, float]:
+def allowed(
+    sums: float, work: float, layers: int, attention: float, parts: int = 1, longer: float = 1
+) -> tuple[float, float]:
     """The shortest time of a prefill in which sums may travel beside any work, and beside the next sub-block alone.
 
     Args:
         sums: their time if nothing else runs: two of each layer and the one of the embeddings, alike.
         attention: its part of ``work``.
+        parts: those of the MLP's last product, a third of the MLP, behind each of which a part of its sum may start.
+        longer: how many times as long as one sum the parts of a sum take together.
     """
     each = sums / (2 * layers + 1)
     computed = before = arrived = each  # of the newest sub-block, of the sum that the next one reads, of the newest sum
-    for part in (attention, 1 - attention) * layers:
+    for part, count in ((attention, 1), (1 - attention, parts)) * layers:
         computed = max(computed, before) + part * work / layers
-        before, arrived = arrived, max(arrived, computed) + each
+        before = arrived
+        for later in reversed(range(count)):
+            ready = computed - part * work / layers / 3 * later / count
+            arrived = max(arrived, ready) + each * (longer if count > 1 else 1) / count
     return max(sums - 2 * each, work) + 2 * each, arrived
 
 
@@ -1087,7 +1094,7 @@ def test_what_the_order_of_ladder_allows(repo: Path, raw: Raw) -> None:
         f"their sums take {span('times', wide, 1, 1)} times as long as their attention",
         f"the sums take {median(one['over'] for one in over):.1f} times as long as all work",
         f"take {longer:.2f} times as long as one of 64 MiB",
-        f"with which any order allows {span('chunks', missed)} % there",
+        f"with which any order allows {span('chunks', missed)} % in the five",
         "[the order of ladder allows {:.0f} and {:.0f} %]".format(*(100 * one["order"] for one in small[:2])),
     ):
         assert words in text, words
@@ -1104,6 +1111,33 @@ def test_what_the_order_of_ladder_allows(repo: Path, raw: Raw) -> None:
     assert (
         "the order of ladder allows {:.0f} and {:.0f} % (see".format(*(100 * one["order"] for one in wide[:2])) in log
     )
+
+
+def test_chunks_of_tokens_lost_what_an_account_allows(repo: Path, raw: Raw) -> None:
+    run, sums = raw("serve_vllm_chunks_slow_2xh100"), raw("all_reduce_one_step_slow_2xh100")["ms"]
+    whole, part = (median(sums[size]["nccl"]) for size in ("64 MiB", "16 MiB"))
+    shape, layers, rounds = SHAPES["llama3-8b"](1), 16, {n: one["rounds"] for n, one in run["variants"].items()}
+    speeds: dict[int, list[float]] = {2: [], 4: []}
+    possible = []
+    for tokens in run["workload"]["prompts"]:
+        times = {name: median(own[f"prefill {tokens}"]) for name, own in rounds.items()}
+        own = 2 * shape.hidden_size * (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim
+        own += shape.num_attention_heads * shape.head_dim * tokens
+        attention = own / (own + 3 * shape.hidden_size * shape.intermediate_size)
+        given = times["original"] - times["bound"], times["bound"], layers, attention
+        for parts, longer in ((2, 1.0), (4, 4 * part / whole)):
+            speeds[parts].append(times["ladder"] / times[f"ladder, {parts} chunks"])
+            possible.append(allowed(*given)[1] / allowed(*given, parts, longer)[1])
+    two, four = ([f"{speed:.2f}x" for speed in speeds[parts]] for parts in (2, 4))
+    steps = [max(times) / min(times) - 1 for own in rounds.values() for key, times in own.items() if "decode" in key]
+    text, log = (" ".join((repo / page).read_text().split()) for page in ("benchmarks/results/vllm.md", "docs/LOG.md"))
+    assert max(*speeds[2], *speeds[4]) < 1 and run["workload"]["layers"] == layers
+    assert (
+        "{}, {} and {} as fast with two parts as with one sum, and {}, {} and {} with four".format(*two, *four) in text
+    )
+    assert f"would have allowed {min(possible):.2f}x to {max(possible):.2f}x" in text
+    assert f"rounds differ by up to {100 * max(steps):.0f} %" in text
+    assert f"{min(two)} to {max(two)} with two parts and {min(four)} to {max(four)} with four" in log
 
 
 def test_tokens_in_flight_under_data_parallel_attention_in_two_runs(repo: Path, raw: Raw) -> None:
