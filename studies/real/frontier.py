@@ -294,10 +294,11 @@ def draw(out: Path, cells: list[Healed], longer: list[Healed], tokens: float, re
     axis.set_xlabel("speed of a step of 16 answers over the original's: 8 B width, TP 2, no peer access")
     axis.set_ylabel("points lost by SmolLM2-135M-Instruct")
     axis.set_title(
-        f"Healed with {tokens:g} million tokens: 25, 50, 75 and 100 % of the layers. Stars: healed with more",
+        f"Healed with {tokens:.2g} million tokens: 25, 50, 75 and 100 % of the layers. Stars: healed with more",
         fontsize=9,
     )
-    axis.set_ylim(bottom=min(0, axis.get_ylim()[0]))
+    low, high = axis.get_ylim()
+    axis.set_ylim(min(0, low), 1.25 * high)  # the legend is above what the points reach
     axis.legend(fontsize=7, frameon=False, loc="upper left")
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)

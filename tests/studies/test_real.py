@@ -158,7 +158,8 @@ def test_the_frontier_is_that_of_the_raw_files_and_of_the_law(repo: Path, tmp_pa
         "ladder", "50%"
     ]
     assert moe.points is not None
-    told = f"| {moe.decode:.2f}x / {moe.prefill:.2f}x | {moe.points[0]:.1f} to {moe.points[1]:.1f}{'' if moe.fitted else '*'} |"
+    points = f"{moe.points[0]:.1f} to {moe.points[1]:.1f}{'' if moe.fitted else '*'}"
+    told = f"| {moe.decode:.2f}x / {moe.prefill:.2f}x | {points} |"
     (last,) = (line for line in frontier.of_larger().splitlines() if "Qwen3-30B-A3B" in line)
     assert told in " ".join(last.split()) and 0.65 < 5 ** -law()["kl"]["coefficients"][3] < 0.7
     assert "five times the tokens lower the divergence by a third" in " ".join((repo / page.PAGE).read_text().split())
@@ -171,7 +172,8 @@ def test_the_frontier_is_that_of_the_raw_files_and_of_the_law(repo: Path, tmp_pa
 
 
 def test_what_the_pages_say_of_the_cells_is_that_of_the_raw_file(repo: Path) -> None:
-    text, first = (" ".join((repo / file).read_text().split()) for file in (page.PAGE, "README.md"))
+    pages = (page.PAGE, "README.md", "benchmarks/results/README.md")
+    text, first, index = (" ".join((repo / file).read_text().split()) for file in pages)
     file = json.loads((repo / page.CELLS).read_text())
     cells = {(c.wiring, c.choice, c.share): c for c in page.cells(file)}
     runs = {run["name"]: run["kl"]["own"]["kl"] for run in file["runs"]}
@@ -204,12 +206,14 @@ def test_what_the_pages_say_of_the_cells_is_that_of_the_raw_file(repo: Path) -> 
     told = "at {:.3f} and {:.3f} on the run's 60 held-out rows of own text, where farskip ended at {:.3f} and ladder at"
     assert f"{told} {{:.3f}}.".format(*ends) in text and ends[0] < ends[2]
     points = []
-    for least in (1.1, 1.29, 1.43):
+    for least in (1.1, 1.16, 1.29, 1.43):
         fast = [c for c in cells.values() if round(frontier.speed(c.wiring, c.share, repo).decode, 2) >= least]
         points.append(max(fast, key=lambda cell: cell.points).lost)
     told = "costs {} points after 6 million tokens, one 1.29x as fast {}, and one 1.43x as fast {}."
-    assert told.format(*points) in text
-    assert f"A step 1.10x as fast costs it {points[0]} points, and one 1.43x as fast {points[2]}" in first
+    assert told.format(points[0], *points[2:]) in text
+    assert f"A step 1.10x as fast costs it {points[0]} points, and one 1.43x as fast {points[3]}" in first
+    told = "costs **{}** points, 1.16x **{}**, 1.29x **{}**, 1.43x **{}** |"
+    assert f"{len(runs)} conversions after 6 million tokens: a step 1.10x as fast {told}".format(*points) in index
     rows = [
         line.split("|")[1:-1] for line in page.by_tokens(file, [page.read(repo)[f] for f in page.MORE]).splitlines()
     ]
