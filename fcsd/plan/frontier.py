@@ -312,7 +312,7 @@ def to_text(rows: list[Row], ranks: int, machine: Machine | None, costs: Path | 
         links,
         f"Loss: a law of {told['kl']['runs']} runs of {told['model']} that trained the converted layers alone,",
         "on its own text or on own and other text; intervals of 90 % for a new run of that kind. Points are those of",
-        "tasks on which that model is above chance.",
+        "tasks on which that model is above chance. The law takes how many layers are converted, not which.",
         place,
         "- : no costs of this wiring were measured. * : outside of what the law was fitted to.",
     ]

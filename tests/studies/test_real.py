@@ -185,6 +185,9 @@ def test_what_the_pages_say_of_the_cells_is_that_of_the_raw_file(repo: Path) -> 
     both = [(c, cells.get((w, "last", share))) for (w, choice, share), c in cells.items() if choice == "cheapest"]
     apart = [(c, o) for c, o in both if o and abs(c.points - o.points) > 1.645 * (c.error**2 + o.error**2) ** 0.5]
     ((chosen, last),) = apart
+    less = sum(c.points - o.points for c, o in both if o) / 7
+    error = sum(c.error**2 + o.error**2 for c, o in both if o) ** 0.5 / 7
+    assert f"Over all 7 the layers that cost least lose {less:.1f} ± {error:.1f} points less" in text
     assert f"In points one of {len(both)} pairs differs" in text and (chosen.wiring, chosen.share) == ("farskip", 0.5)
     assert f"({-chosen.points:.1f} and {-last.points:.1f} points, at {runs[chosen.name]:.3f} and" in text
     assert f"{runs[last.name]:.3f} nats)" in text
@@ -248,6 +251,10 @@ def test_what_the_pages_say_of_the_law_is_that_of_the_raw_files(repo: Path) -> N
     told = f"On own text {sum(within)} of {len(within)} cells lie in its intervals of 90 %, and {sum(scored)} of"
     told = f"{told} {len(scored)} by points."
     assert f"held {sum(within)} of {len(within)} cells.**" in text and told in text and len(before) == 20
+    chosen, last = (next(run for run in cells if run["name"] == f"ladder-{name}-50") for name in ("cheap", "last"))
+    said = exp(_line(fit, by_sum(chosen))[0] - _line(fit, by_sum(last))[0])
+    assert f"end at {said:.2f} of the divergence of the last 15." in text
+    assert f"They ended at {chosen['kl']['own']['kl'] / last['kl']['own']['kl']:.2f} of it." in text
     runs = healing.runs_of(files, repo=repo)
     known = [log(run["kl"]["own"]["kl"]) for run in runs]
     of_sum, of_count = (healing._fit([at(run) for run in runs], known) for at in (by_sum, lambda run: run["at"]))
