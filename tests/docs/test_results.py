@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 import pytest
+from benchmarks.infer import ladder_serving
 from studies.capability.models import Models, pm
 from studies.capability.results import read_lines
 from studies.capability.scores import Scores, scores_of
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.lab
 
 Raw = Callable[[str], Any]
 GIB = 2**30
+LINKS = ("no-nvlink", "nvlink")
 
 
 @pytest.fixture(scope="module")
@@ -721,6 +723,54 @@ def test_wirings_without_peer_access(page: str, raw: Raw) -> None:
         cells = [f"{row['prefill_ms']:.1f}", f"{of['prefill_ms'] / row['prefill_ms']:.2f}"]
         cells += [f"{row['decode_ms']:.3f}", f"{of['decode_ms'] / row['decode_ms']:.2f}"]
         assert [str(batch), wiring.removesuffix("x"), *cells] in table  # ``rows`` takes it for a unit
+
+
+def test_the_tables_of_ladder_residual(repo: Path, raw: Raw) -> None:
+    names = ("benchmarks/results/engine.md", "docs/engine.md", "benchmarks/results/README.md")
+    page, said, index = (" ".join((repo / name).read_text().split()) for name in names)
+    found = {
+        name.removeprefix("70B-"): run for name, run in raw("infer_ladder_tables_2xh100").items() if name != "what"
+    }
+    whole: dict[tuple[str, int], dict[str, float]] = {}
+    for link, where in (("no-nvlink", "without peer access"), ("nvlink", "over NVLink")):
+        depths = {int(name[-1]): run["rows"] for name, run in found.items() if name.startswith(f"{link}-tp2")}
+        assert found[f"{link}-tp2-8"]["environment"]["settings"].get("NCCL_P2P_DISABLE", "0") == str(
+            int(link != "nvlink")
+        )
+        for batch in (1, 4, 16):
+            own: dict[str, dict[int, Any]] = {}
+            for depth, lines in depths.items():
+                for row in lines:
+                    if row["batch"] == batch:
+                        own.setdefault(row["wiring"] if row["exact"] else "bound", {})[depth] = row
+            speeds = {name: ladder_serving.whole("70B", at, 79 * GIB)["tokens_per_s"] for name, at in own.items()}
+            gains = {name: speed / speeds["standard"] for name, speed in speeds.items()}
+            shown = " | ".join(f"{gains[name]:.2f}x" for name in ("ladder", "desync-4x", "bound"))
+            assert f"| {where} | {batch} | {speeds['standard']:.1f} | {shown} |" in page
+            whole[link, batch] = gains
+            cells = []
+            for key, digits in (("prefill_ms", 1), ("decode_ms", 3)):
+                ms = {name: at[8][key] for name, at in own.items()}
+                others = (f"{ms['standard'] / ms[name]:.2f}x" for name in ("ladder", "desync-4x", "bound"))
+                cells += [f"{ms['standard']:.{digits}f}", *others]
+            assert f"| {where}, {batch} | {' | '.join(cells)} |" in page
+    slow, fast = ([f"{gains['ladder']:.2f}x" for (of, _), gains in whole.items() if of == link] for link in LINKS)
+    assert f"{slow[0]} to {slow[-1]} as fast by `ladder` without peer access, and {fast[0]} to {fast[-1]}" in said
+    assert f"ladder {', '.join(slow)} at batch 1, 4, 16 without peer access, {fast[0]} to {fast[-1]} over" in index
+    alone = {depth: found[f"nvlink-tp2-{depth}"]["rows"] for depth in (8, 4)}
+    one = [next(r for r in alone[depth] if (r["batch"], r["wiring"]) == (1, "ladder")) for depth in (8, 4)]
+    eight, four = (f"{row['prefill_times_standard']:.2f}x" for row in one)
+    assert f"slower over NVLink: {eight}** with eight layers, {four} with four" in page
+    assert f"**one prompt has {eight}**" in index
+    apart: dict[bool, list[float]] = {True: [], False: []}
+    for run in found.values():
+        for row in run["rows"]:
+            for key, times in row["rounds"].items():
+                apart[row["batch"] == 1 and key == "prefill"].append(100 * (max(times) / min(times) - 1))
+    assert f"up to {max(apart[True]):.0f} %, of all others by {max(apart[False]):.0f} % at most" in page
+    desync = sorted(gains["desync-4x"] for (link, _), gains in whole.items() if link != "nvlink")
+    assert f"{desync[0]:.2f}x to {desync[-1]:.2f}x of the standard wiring" in page
+    assert f"the bound itself has {max(gains['bound'] for gains in whole.values()):.2f}x at most" in page
 
 
 def test_kernels_of_a_decoding_step(page: str, raw: Raw) -> None:
