@@ -1535,6 +1535,47 @@ def test_quantised_sums_on_gpus(repo: Path, raw: Raw) -> None:
     assert f"[{right} of {right} right]" in (repo / "docs/serving.md").read_text()
 
 
+def test_sums_by_nccl_on_gpus(repo: Path, raw: Raw) -> None:
+    names = ("benchmarks/results/vllm_right.md", "docs/serving.md", "CHANGELOG.md", "benchmarks/results/README.md")
+    page, *others = (" ".join((repo / name).read_text().split()) for name in names)
+    page = page.partition("## Sums by NCCL, compared with transformers")[2].partition(" ## ")[0]
+    modes = {"graph": "whole graphs", "default": "compiled, vLLM's graphs", "eager": "in flight without a graph"}
+    found = [
+        (of, row)
+        for of in ("0.24", "0.33")
+        for part in raw("vllm_nccl_rows_2xh100")[of].values()
+        for row in part["rows"]
+    ]
+    for version, row in found:
+        assert row["right"] and row["sums"] == [{"0.24": "pynccl_comm nccl", "0.33": "nccl"}[version]]
+        case = row["case"] + (", original" if row["role"] == "original" else "")
+        dtype = row["dtype"] + (", INT8 sums by a table" if row["settings"] == "table-int8" else "")
+        of = row.get("rms_rounding", row.get("rms_transformers"))
+        far = f"{row['largest']:.1e}" if of is None else f"{row['rms']:.4f} of {of:.4f}"
+        cells = (
+            version,
+            case,
+            dtype,
+            modes[row["mode"]],
+            "yes" if row["experts"] else "no",
+            far,
+            f"{row['other']:.2f}",
+        )
+        assert f"| {' | '.join(cells)} |" in page
+        assert row["mode"] != "eager" or "always" in row["settings"], "sums of a small step are at once without it"
+    assert page.count("| yes |") + page.count("| no |") == len(found)
+    assert not [
+        part for of in ("0.24", "0.33") for part in raw("vllm_nccl_rows_2xh100")[of].values() if part["unfinished"]
+    ]
+    plain = [row for _, row in found if row["dtype"] == "float32" and "rms_rounding" not in row]
+    half = sorted(row["rms"] / row["rms_transformers"] for _, row in found if row["dtype"] == "bfloat16")
+    rounded = sorted(row["rms"] / row["rms_rounding"] for _, row in found if "rms_rounding" in row)
+    assert f"**All {len(found)} rows are right**: in float32 to {max(row['largest'] for row in plain):.1e} nats" in page
+    assert f"in bfloat16 {half[0]:.1f} to {half[-1]:.1f} times" in page
+    assert f"by INT8 sums {rounded[0]:.2f} to {rounded[-1]:.2f} of" in page
+    assert all(f"{len(found)} of {len(found)} rows" in text for text in others)
+
+
 @pytest.mark.parametrize("version", ["0.25.1", "0.26.0", "0.27.1", "0.29.0", "0.33.0"])
 def test_versions_of_vllm_on_cpus(repo: Path, raw: Raw, version: str) -> None:
     rows = raw("vllm_cpu_0_25_to_0_33")[version]
