@@ -26,6 +26,7 @@ pytestmark = pytest.mark.lab
 
 Raw = Callable[[str], Any]
 GIB = 2**30
+TAILS = (("first_p99", 0), ("token_p99", 1))
 LINKS = ("no-nvlink", "nvlink")
 
 
@@ -1458,6 +1459,14 @@ def test_graphs_for_mixed_steps_and_sums_inside_them(repo: Path, raw: Raw) -> No
     assert (
         "{} at the 99th percentile with its sums inside, {} with none inside. The bound has {}".format(*slowest) in page
     )
+    tail = {
+        name: [[f"{one[key]:.{digits}f}" for one in row["loads"]["0.6"]["passes"]] for key, digits in TAILS]
+        for name, row in raw("serve_vllm_load_v2lite_graphs_slow_2xh100")["variants"].items() if row.get("loads")
+    }  # fmt: skip
+    first, step = ({name: " and ".join(both[n]) for name, both in tail.items()} for n in (0, 1))
+    assert f"{first['farskip, pieces']} ms with its sums inside, {first['bound']} of the bound" in page
+    assert f"{first['original']} of the original. Steps were slower in both passes" in page
+    assert f"in both passes: {step['farskip, pieces']} ms beside {step['original']}" in page
     assert f"had {mixture[0]} and {mixture[2]}, and was slower at the 99th percentile, **{slowest[0]}**" in serving
     assert f"it was {inside[0]}, and `farskip` {mixture[0]} with **{mixture[1]}** at the 99th" in serving
     assert "| **{}, {}; {}, {}**; {}, {}; {}, {} |".format(*without, *inside) in serving
@@ -1533,6 +1542,24 @@ def test_quantised_sums_on_gpus(repo: Path, raw: Raw) -> None:
     reasons = [reason for part in raw("vllm_sums_2xh100").values() for reason in part["reasons"]]
     assert any("needs 2 to 8 GPUs of one host that can access each other's memory" in reason for reason in reasons)
     assert f"[{right} of {right} right]" in (repo / "docs/serving.md").read_text()
+
+
+def test_what_is_known_of_the_figures_that_farskip_lost(repo: Path, raw: Raw) -> None:
+    page = " ".join((repo / "benchmarks/results/vllm.md").read_text().split())
+    steps = {}
+    for bits, file in (("fp8", "v2lite_fp8"), ("bf16", "v2lite_27_layers")):
+        found = raw(f"serve_vllm_{file}_slow_2xh100")
+        assert found["workload"]["arrivals"] * 2048 == 4 * 8192 and "8192" in found["workload"]["options"]
+        for name in ("original", "farskip", "bound"):
+            steps[name, bits] = f"{median(found['variants'][name]['rounds']['prefill 2048']) / 4:.0f}"
+    told = "One takes the original {} ms, and {} in bf16,".format(
+        *(steps["original", bits] for bits in ("fp8", "bf16"))
+    )
+    assert told in page
+    both = [steps[name, bits] for name in ("farskip", "bound") for bits in ("fp8", "bf16")]
+    assert "It takes farskip {} ms, and {} in bf16; the bound {}, and {}.".format(*both) in page
+    nothing = raw("serve_vllm_qwen3_16_layers_slow_2xh100")["says_nothing"]
+    assert list(nothing) == ["decode 1"] and "names the figure as one that says nothing" in page
 
 
 def test_sums_by_nccl_on_gpus(repo: Path, raw: Raw) -> None:
