@@ -87,7 +87,9 @@ def convert(
         if not is_auto(layers):
             raise ConfigError("--costs are measured by --layers auto, which is not given")
         if costs.exists() or not costs.parent.is_dir():
-            raise ConfigError(f"--costs {costs} {'exists' if costs.exists() else 'has no directory'}", "Choose another.")
+            raise ConfigError(
+                f"--costs {costs} {'exists' if costs.exists() else 'has no directory'}", "Choose another."
+            )
     how: dict[str, Any] = {
         "variant": variant,
         "border": border,

@@ -17,7 +17,7 @@ from typing import Any
 from fcsd.disk import read_input
 from fcsd.errors import ConfigError
 from fcsd.markdown import table
-from fcsd.models.build import arch_of
+from fcsd.models.build import arch_of, key_value_heads
 from fcsd.models.schedule import Kind, Output, reads_of, reductions
 from fcsd.models.selection import cheapest, layers_text, select_layers
 from fcsd.models.wiring_block import DESYNC, Blocks, Wiring
@@ -126,9 +126,7 @@ def usual_ranks(model: MetaModel) -> int:
     return next(ranks for ranks in range(2, max(heads, 2) + 1) if heads % ranks == 0 or ranks == heads)
 
 
-def speed_of(
-    model: MetaModel, ranks: int, machine: Machine | None = None
-) -> Callable[[Wiring], tuple[float, float]]:
+def speed_of(model: MetaModel, ranks: int, machine: Machine | None = None) -> Callable[[Wiring], tuple[float, float]]:
     """What tells of a wiring its speed in decoding and to the first tokens, as multiples of the original's."""
     numbers, blocks, share = model.numbers, arch_of(model.config).blocks, _kv_share(model.config)
     kinds: list[Kind] = [_kind(layer) for layer in numbers.layers]
@@ -284,9 +282,9 @@ def _kind(layer: LayerNumbers) -> Kind:
 
 def _kv_share(config: Any) -> float:
     """The key-value heads as a share of the query heads; 1 where the config does not say it."""
-    text = config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None) or 1
-    return (getattr(text, "num_key_value_heads", None) or heads) / heads
+    heads = getattr(config.get_text_config(), "num_attention_heads", None) or 1
+    own = [kept for kept, _ in key_value_heads(config)]
+    return sum(own) / len(own) / heads
 
 
 def to_text(rows: list[Row], ranks: int, machine: Machine | None, costs: Path | None) -> str:

@@ -73,7 +73,9 @@ def test_as_many_layers_as_asked_for_are_converted_on_text_of_the_model_itself(
     assert len(layers) == 2
     planned = CliRunner().invoke(app, ["plan", "--frontier", str(model), "--costs", costs, "--json"])
     alone = json.loads(Path(costs).read_text())["farskip"]["alone"]
-    whole = next(row for row in json.loads(planned.stdout) if (row["wiring"], row["layers"]) == ("farskip", "100% (0-9)"))
+    whole = next(
+        row for row in json.loads(planned.stdout) if (row["wiring"], row["layers"]) == ("farskip", "100% (0-9)")
+    )
     assert whole["cost"] == [pytest.approx(sum(alone))] * 2 and sorted(alone)[:2] == sorted(alone[n] for n in layers)
 
 
