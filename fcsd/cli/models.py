@@ -87,9 +87,8 @@ def convert(
         if not is_auto(layers):
             raise ConfigError("--costs are measured by --layers auto, which is not given")
         if costs.exists() or not costs.parent.is_dir():
-            raise ConfigError(
-                f"--costs {costs} {'exists' if costs.exists() else 'has no directory'}", "Choose another."
-            )
+            why = "exists" if costs.exists() else "has no directory"
+            raise ConfigError(f"--costs {costs} {why}", "Choose a new file; nothing was overwritten.")
     how: dict[str, Any] = {
         "variant": variant,
         "border": border,

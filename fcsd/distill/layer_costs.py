@@ -78,7 +78,7 @@ class LayerCosts:
             f"  sum over all layers {whole:.4f}, and over layers {layers_text(self.wiring.layers)} {rest:.4f}",
             f"  these layers together, untrained: {self.together:.4f}",
             f"  {len(self.alone) - len(self.wiring.layers)} of {len(self.alone)} layers stay standard",
-            f"  speed over the original, predicted for {ranks} GPUs without peer access, of a step and to the first tokens:",
+            f"  predicted for {ranks} GPUs without peer access, a step and the first tokens, over the original:",
             "  {:.2f}x and {:.2f}x with all layers, {:.2f}x and {:.2f}x with these".format(*every, *chosen),
         ]
         return "\n".join(lines)

@@ -281,7 +281,7 @@ def to_text(record: dict[str, Any], out: Path) -> str:
             f"written  {written['tokens']} tokens in {written['documents']} documents, "
             f"and {written['held_out_documents']} for the held-out loss",
             f"dropped  {written['loops']} that loop, {written['repeats']} that nearly repeat another",
-            f"drawn    at temperature {settings['temperature']:g}, but {settings['greedy']:.0%} of the answers greedily",
+            f"drawn    at temperature {settings['temperature']:g}, {settings['greedy']:.0%} of the answers greedily",
             "recipe   data:",
             f"           sources: [{{path: '{out}/{TRAIN}/*.parquet', token_ids: input_ids}}]",
             f"           held_out: {{path: '{out}/{HELD_OUT}/*.parquet', token_ids: input_ids}}",

@@ -68,7 +68,9 @@ def text(found: Mapping[str, Any], heal_hours: float | None = None, gpus: int = 
         "of the host hides the sums, so this figure says nothing; repeat it on a quiet host, with more --rounds"
         for figure, ratio in says_nothing(found).items()
     ]
-    lines += [*load_verdicts(found), "", table(found), ""]
+    lines += [*load_verdicts(found), ""]
+    if any(row["rounds"] for row in found["variants"].values()):
+        lines += [table(found), ""]
     if loads := load_table(found):
         lines += [loads, ""]
     lines += [f"{name} failed: {row['failed']}" for name, row in found["variants"].items() if "failed" in row]
