@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 
 from fcsd.bench.serve import choice, figures, table
 from fcsd.bench.serve.figures import PEAK, Answer
 from fcsd.bench.serve.measure import stored
-from fcsd.bench.serve.running import last_error
+from fcsd.bench.serve.running import Server, error_behind, last_error
 from fcsd.bench.serve.under_vllm import read_link
 from fcsd.bench.serve.variants import Machine, Variant, alternatives, core, groups, room_for
 from fcsd.bench.serve.workload import Workload
@@ -215,7 +216,7 @@ def test_servers_share_the_gpus_where_they_fit() -> None:
     assert room_for(24 * gib, 140 * gib, 8 * gib, ranks=8) == 1
 
 
-def test_a_failure_is_named_by_its_cause() -> None:
+def test_a_failure_is_named_by_its_cause(tmp_path: Path) -> None:
     messages = (
         "INFO 11-22 02:46:00 [core.py:9] starts\n"
         "(EngineCore pid=7) ERROR 11-22 02:46:00 [core.py:9] torch.OutOfMemoryError: CUDA out of memory\n"
@@ -223,6 +224,12 @@ def test_a_failure_is_named_by_its_cause() -> None:
     )
     assert last_error(messages) == "torch.OutOfMemoryError: CUDA out of memory"
     assert last_error("Segmentation fault\n\n") == "Segmentation fault" and last_error("") == ""
+    log = tmp_path / "log"
+    log.write_text(messages + "EngineDeadError: EngineCore encountered an issue. See stack trace (above)\nINFO ends\n")
+    running = Server([], [], [log], 0.0, [])
+    assert error_behind(running) == "torch.OutOfMemoryError: CUDA out of memory"
+    log.write_text("INFO 11-22 02:46:00 [core.py:9] starts\n")
+    assert error_behind(running) is None
 
 
 def test_the_link_is_read() -> None:
