@@ -268,19 +268,21 @@ def test_a_figure_says_nothing_where_the_bound_is_slower_than_the_original() -> 
 def test_the_text_begins_with_the_verdict() -> None:
     def row(role: str, step: float, **more: object) -> dict[str, object]:
         under = {"first_p50": 10 * step, "rate": 3.0, "requests": 30}
-        return {"role": role, "rounds": {("decode", 1): [step]}, "loads": {"0.5": under}, **more}
+        return {"role": role, "wiring": None, "rounds": {("decode", 1): [step]}, "loads": {"0.5": under}, **more}
 
     variants = {
         "original": row("original", 2.0),
-        "ladder": row("wired", 1.0),
+        "ladder": row("wired", 1.0, wiring="ladder"),
         "bound": row("bound", 0.5),
-        "broken": {"role": "original", "rounds": {}, "failed": "ValueError: no"},
+        "broken": {"role": "original", "wiring": None, "rounds": {}, "failed": "ValueError: no"},
     }
-    found = {"variants": variants, "missing": {"async TP": "gone"}, "notes": ["a note"]}
+    missing = {"ladder, sums at once": "no time", "async TP": "gone"}
+    found = {"variants": variants, "missing": missing, "notes": ["a note"]}
     lines = table.text(found, heal_hours=24, gpus=2).splitlines()
     assert lines[0] == "ladder is 2.00x at batch 1: faster everywhere"
+    assert lines.pop(1) == "not compared with (reasons below): async TP; broken", "beside the ratio"
     assert lines[1] == "ladder: 24 GPU-hours of healing are won back after 1 days of serving by 2 GPUs at 2.00x"
-    assert lines[-3:] == ["broken failed: ValueError: no", "not run: async TP: gone", "a note"]
+    assert lines[-4] == "broken failed: ValueError: no" and lines[-2:] == ["not run: async TP: gone", "a note"]
     cells = {line.split("  ")[0]: line for line in lines[2:]}
     assert cells["ladder"].endswith("1 (2.00x)") and cells["bound (wrong results)"].endswith("0.5 (4.00x)")
     assert cells["0.5, ladder"].split()[-3:] == ["10", "(2.00x)", "30"] and "20 (1.00x)" in cells["0.5, original"]

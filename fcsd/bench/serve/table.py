@@ -60,6 +60,8 @@ def text(found: Mapping[str, Any], heal_hours: float | None = None, gpus: int = 
     if len(originals) > 1:
         winners = {winner for _, winner in figures.best(originals).values()}
         lines.append(f"compared with the fastest original for each figure: {'; '.join(sorted(winners))}")
+    if ratios and (absent := not_compared(found)):
+        lines.append(f"not compared with (reasons below): {'; '.join(absent)}")
     for name, ratio in ratios.items():
         if heal_hours is not None and (speed := figures.overall(ratio)) is not None:
             lines.append(f"{name}: {figures.break_even(heal_hours, speed, gpus)}")
@@ -76,6 +78,17 @@ def text(found: Mapping[str, Any], heal_hours: float | None = None, gpus: int = 
     lines += [f"{name} failed: {row['failed']}" for name, row in found["variants"].items() if "failed" in row]
     lines += [f"not run: {name}: {why}" for name, why in found["missing"].items()]
     return "\n".join([*lines, *found["notes"]])
+
+
+def not_compared(found: Mapping[str, Any]) -> list[str]:
+    """What a user could serve instead of converting and what did not run: the ratios say less without it."""
+    wired = {"bound", "load", *(row["wiring"] for row in found["variants"].values())}
+    missing = [name.removeprefix(f"{ORIGINAL}, ") for name in found["missing"] if name.split(", ")[0] not in wired]
+    return missing + [
+        name.removeprefix(f"{ORIGINAL}, ")
+        for name, row in found["variants"].items()
+        if row["role"] == "original" and "failed" in row
+    ]
 
 
 def table(found: Mapping[str, Any]) -> str:
