@@ -276,13 +276,16 @@ def test_the_text_begins_with_the_verdict() -> None:
         "bound": row("bound", 0.5),
         "broken": {"role": "original", "wiring": None, "rounds": {}, "failed": "ValueError: no"},
     }
-    missing = {"ladder, sums at once": "no time", "async TP": "gone"}
+    one_rank = alternatives(
+        Machine("0.33.0", lambda name: False, 1, None), Workload("tiny-dense"), hidden=64, moe=False
+    )[1]
+    missing = {**one_rank, "ladder, sums at once": "no time", "async TP": "gone"}
     found = {"variants": variants, "missing": missing, "notes": ["a note"]}
     lines = table.text(found, heal_hours=24, gpus=2).splitlines()
     assert lines[0] == "ladder is 2.00x at batch 1: faster everywhere"
     assert lines.pop(1) == "not compared with (reasons below): async TP; broken", "beside the ratio"
     assert lines[1] == "ladder: 24 GPU-hours of healing are won back after 1 days of serving by 2 GPUs at 2.00x"
-    assert lines[-4] == "broken failed: ValueError: no" and lines[-2:] == ["not run: async TP: gone", "a note"]
+    assert {"broken failed: ValueError: no", "not run: async TP: gone"} <= {*lines} and lines[-1] == "a note"
     cells = {line.split("  ")[0]: line for line in lines[2:]}
     assert cells["ladder"].endswith("1 (2.00x)") and cells["bound (wrong results)"].endswith("0.5 (4.00x)")
     assert cells["0.5, ladder"].split()[-3:] == ["10", "(2.00x)", "30"] and "20 (1.00x)" in cells["0.5, original"]

@@ -8,7 +8,7 @@ from typing import Any
 from fcsd.bench import runner
 from fcsd.bench.serve import figures
 from fcsd.bench.serve.figures import Figure, Rounds
-from fcsd.bench.serve.variants import ORIGINAL
+from fcsd.bench.serve.variants import NEEDLESS, ORIGINAL
 
 
 def rounds_of(found: Mapping[str, Any], role: str) -> dict[str, Rounds]:
@@ -81,10 +81,13 @@ def text(found: Mapping[str, Any], heal_hours: float | None = None, gpus: int = 
 
 
 def not_compared(found: Mapping[str, Any]) -> list[str]:
-    """What a user could serve instead of converting and what did not run: the ratios say less without it."""
+    """What a user could serve instead of converting elsewhere, and did not run here: the ratios say less without it."""
     wired = {"bound", "load", *(row["wiring"] for row in found["variants"].values())}
-    missing = [name.removeprefix(f"{ORIGINAL}, ") for name in found["missing"] if name.split(", ")[0] not in wired]
-    return missing + [
+    return [
+        name.removeprefix(f"{ORIGINAL}, ")
+        for name, why in found["missing"].items()
+        if name.split(", ")[0] not in wired and not why.startswith(NEEDLESS)
+    ] + [
         name.removeprefix(f"{ORIGINAL}, ")
         for name, row in found["variants"].items()
         if row["role"] == "original" and "failed" in row
