@@ -114,11 +114,7 @@ def reporting(run: Path, resolved: ResolvedRecipe, *, start: int, held_out_token
     kept = [line for line in read_metrics(run) if line["step"] <= start] if path.exists() else []
     write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
     console = Console(file=sys.stderr)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-    )
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
     try:
         with tracking(run, recipe, start=start) as track, bar as progress:
