@@ -259,7 +259,7 @@ def plan(
         typer.Option(
             metavar="MODEL",
             help="In place of a recipe: predict for this model how fast each wiring of a share of the layers would be "
-            "served over --gpus (2), and what it would lose after healing.",
+            "served over --gpus (2, or the fewest that divide its heads), and what it would lose after healing.",
         ),
     ] = None,
     costs: Annotated[
@@ -280,7 +280,7 @@ def plan(
                 "--frontier",
                 "Leave them out.",
             )
-        _frontier(frontier, 2 if gpus is None else gpus, machine, costs, as_json)
+        _frontier(frontier, gpus, machine, costs, as_json)
         return
     if costs is not None:
         raise ConfigError("--costs is for --frontier, which is not given", "Give --frontier MODEL too.")
@@ -330,14 +330,16 @@ def plan(
     planned.check()
 
 
-def _frontier(model: str, gpus: int, machine: Path | None, costs: Path | None, as_json: bool) -> None:
+def _frontier(model: str, gpus: int | None, machine: Path | None, costs: Path | None, as_json: bool) -> None:
     """Print what conversions of a model are predicted to gain and to lose."""
     from fcsd.parallel.machine import read_machine
     from fcsd.plan import frontier
     from fcsd.plan.model import MetaModel
 
     described = None if machine is None else read_machine(machine)
-    rows = frontier.frontier(MetaModel(located(model)), gpus, described, costs)
+    known = MetaModel(located(model))
+    gpus = gpus or frontier.usual_ranks(known)
+    rows = frontier.frontier(known, gpus, described, costs)
     emit(json.dumps(frontier.to_json(rows), indent=2) if as_json else frontier.to_text(rows, gpus, described, costs))
 
 

@@ -8,6 +8,7 @@ import typer
 
 from fcsd.cli.command import emit
 from fcsd.cli.options import AsJson, CreatePr, DryRun, Force, Model, Out, Private, Revision, Trust
+from fcsd.disk import write_json
 from fcsd.errors import ConfigError
 from fcsd.extras import require_extra
 
@@ -62,6 +63,12 @@ def convert(
     calibration: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A text for --layers auto, in place of the model's own.")
     ] = None,
+    costs: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="With --layers auto: a new file for the costs, which `fcsd plan --frontier` reads."
+        ),
+    ] = None,
     dry_run: DryRun = False,
     force: Force = False,
     trust_remote_code: Trust = False,
@@ -76,6 +83,12 @@ def convert(
         require_extra("train", "convert --calibration", "pyarrow")
         if not is_auto(layers):
             raise ConfigError("--calibration is the text for --layers auto, which is not given")
+    if costs is not None:
+        if not is_auto(layers):
+            raise ConfigError("--costs are measured by --layers auto, which is not given")
+        if costs.exists() or not costs.parent.is_dir():
+            why = "exists" if costs.exists() else "has no directory"
+            raise ConfigError(f"--costs {costs} {why}", "Choose a new file; nothing was overwritten.")
     how: dict[str, Any] = {
         "variant": variant,
         "border": border,
@@ -97,7 +110,10 @@ def convert(
         run("all", dry_run=True)  # whatever can be refused is refused before minutes of measuring
         from fcsd.distill.layer_costs import choose_by_cost
 
-        layers = layers_text(choose_by_cost(model, wiring, layers, calibration, **trust, **how).wiring.layers)
+        found = choose_by_cost(model, wiring, layers, calibration, **trust, **how)
+        layers = layers_text(found.wiring.layers)
+        if costs is not None:
+            write_json(costs, found.to_json())
     done = run(layers, dry_run)
     emit(done.to_json() if as_json else done.to_text())
 

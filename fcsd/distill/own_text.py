@@ -10,7 +10,7 @@ import io
 import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,9 @@ from fcsd.progress import progress
 RECORD = "write.json"
 TRAIN, HELD_OUT = "train", "held_out"
 _HELD_OUT_EACH = 50  # one document of so many is for the held-out loss
-_NAMES = {  # what a user knows of the settings that are not options
-    "model_sha256": "model",
-    "prompts_sha256": "file of --prompts",
-    "shard_tokens": "--tokens, and a text of less than 2M tokens cannot grow",
-}
+# The most tokens of a file. A call that was killed writes its last file again, which should take minutes at most.
+GPU_FILE, CPU_FILE = 2_000_000, 8_192
+_NAMES = {"model_sha256": "model", "prompts_sha256": "file of --prompts"}  # settings that are not options
 _SHINGLE = 8  # tokens
 _HASHES, _BANDS = 8, 4
 _LOOP = 0.5  # the least share of distinct shingles
@@ -49,7 +47,7 @@ def write_own_text(
     greedy: float = 0.0,
     max_tokens: int = 512,
     batch_size: int | None = None,
-    shard_tokens: int = 2_000_000,
+    shard_tokens: int | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Let a model write text, in files from which a call that was killed goes on. Every process calls this.
@@ -58,11 +56,13 @@ def write_own_text(
         model: directory or hub id of an original or converted model.
         out: receives ``train/part-N.parquet`` and ``held_out/part-N.parquet``, whose column ``input_ids`` a recipe
             reads with ``token_ids: input_ids``, and ``write.json``.
-        tokens: how many tokens to write, over all processes.
+        tokens: how many tokens to write, over all processes. A text grows if a later call asks for more.
         prompts: a text file (``.jsonl`` or ``.parquet``, column ``text``) of users' turns, instead of invented ones;
             they are answered in turn, several times if they are few.
         form: ``chat`` or ``document``; None is ``chat`` if the tokenizer has a chat template.
-        temperature, greedy, max_tokens, shard_tokens, seed: see ``Writing``.
+        temperature, greedy, max_tokens, seed: see ``Writing``.
+        shard_tokens: the most tokens of a file of a new text; None for ``GPU_FILE`` or ``CPU_FILE``. There are as many
+            files for each process, and a text that grows keeps their size.
         batch_size: how many documents are written at a time; None for ``GPU_BATCH`` or ``CPU_BATCH``. Their keys and
             values are in memory.
 
@@ -79,7 +79,10 @@ def write_own_text(
     path = resolve(model).path
     tokenizer = load_tokenizer(path)
     form = form or ("chat" if tokenizer.chat_template else "document")
-    writing = Writing(temperature, greedy, form, max_tokens, min(shard_tokens, tokens), seed)
+    on_gpu = world.device.type == "cuda"
+    most = shard_tokens or (GPU_FILE if on_gpu else CPU_FILE)
+    files = world.size * -(-tokens // (world.size * most))
+    writing = Writing(temperature, greedy, form, max_tokens, -(-tokens // max(1, files)), seed)
     _check(writing, tokens, tokenizer, prompts)
     questions = None if prompts is None else _read_prompts(prompts, tokenizer, max_tokens)
     identity = {
@@ -87,15 +90,15 @@ def write_own_text(
         **asdict(writing),
         "prompts_sha256": None if questions is None else hashlib.sha256(json.dumps(questions).encode()).hexdigest(),
     }
-    count = max(1, round(tokens / writing.shard_tokens))
-    world.on_first(lambda: _claim(out, identity))
+    identity = world.on_first(lambda: _claim(out, identity))
+    writing = replace(writing, shard_tokens=identity["shard_tokens"])
+    count = -(-tokens // writing.shard_tokens)
     for part in (TRAIN, HELD_OUT):
         (out / part).mkdir(exist_ok=True)
     missing = [number for number in range(count) if not (out / _name(TRAIN, number)).exists()]
     mine = missing[world.rank :: world.size]
     if mine:
         network = _load(path, world)
-        on_gpu = world.device.type == "cuda"
         writer = Writer(network, tokenizer, writing, questions, batch_size or (GPU_BATCH if on_gpu else CPU_BATCH))
         quiet = world.rank > 0
         with progress("writing tokens", len(mine) * writing.shard_tokens, quiet=quiet) as advance:
@@ -138,28 +141,34 @@ def _read_prompts(file: Path, tokenizer: PreTrainedTokenizerBase, most: int) -> 
     return fitting
 
 
-def _claim(out: Path, identity: dict[str, Any]) -> None:
-    """Record the settings in ``out`` before anything is written, or compare them with those that are recorded."""
+def _claim(out: Path, identity: dict[str, Any]) -> dict[str, Any]:
+    """Record the settings in ``out`` before anything is written, or compare them with those that are recorded.
+
+    Returns:
+        The settings. The size of the files is the recorded one: a text that goes on or grows has files of one size.
+    """
     file = out / RECORD
     if file.exists():
         try:
             known = json.loads(read_input(file))["settings"]
-            if not isinstance(known, dict):
-                raise ValueError("no settings")
+            if not known["shard_tokens"] > 0:
+                raise ValueError("files without tokens")
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise BadInputError(f"{file}: is damaged", "Choose another directory.") from error
+        identity = {**identity, "shard_tokens": known["shard_tokens"]}
         changed = [key for key in identity if known.get(key) != identity[key]]
         if changed:
             was = known.get(changed[0])
             named = _NAMES.get(changed[0]) or f"{'--' + changed[0].replace('_', '-')}: {was!r}"
             raise ConfigError(f"{out}: holds text that was written with another {named}", "Choose another directory.")
-        return
+        return identity
     # The record is the first file, so that a call that ends here can be started again.
     require_folder(out, "--out")
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out}: is not empty and holds no text of fcsd write", "Choose another directory.")
     out.mkdir(parents=True, exist_ok=True)
     write_text(file, json.dumps({"settings": identity}, indent=1) + "\n")
+    return identity
 
 
 def _load(path: Path, world: World) -> PreTrainedModel:
@@ -266,12 +275,13 @@ def _record(
 
 def to_text(record: dict[str, Any], out: Path) -> str:
     """What was written, and the lines of a recipe that read it."""
-    written = record["written"]
+    written, settings = record["written"], record["settings"]
     return "\n".join(
         [
             f"written  {written['tokens']} tokens in {written['documents']} documents, "
             f"and {written['held_out_documents']} for the held-out loss",
             f"dropped  {written['loops']} that loop, {written['repeats']} that nearly repeat another",
+            f"drawn    at temperature {settings['temperature']:g}, {settings['greedy']:.0%} of the answers greedily",
             "recipe   data:",
             f"           sources: [{{path: '{out}/{TRAIN}/*.parquet', token_ids: input_ids}}]",
             f"           held_out: {{path: '{out}/{HELD_OUT}/*.parquet', token_ids: input_ids}}",

@@ -91,7 +91,7 @@ class Writer:
             place = shard * _STRIDE + first
             asked = [self._questions[(place + i) % len(self._questions)] for i in range(count)]
         prompts = [[*turns.before, *ids, *turns.after] for ids in asked]
-        greedy = int(writing.greedy * len(prompts))
+        greedy = int(writing.greedy * (first + len(prompts))) - int(writing.greedy * first)  # few calls, or many
         heat = [0.0] * greedy + [writing.temperature] * (len(prompts) - greedy)
         for index, answer in self._generate(prompts, heat):
             yield [*prompts[index], *answer]

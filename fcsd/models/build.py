@@ -183,6 +183,22 @@ def experts_of(config: PretrainedConfig) -> int:
     return expert_count(config.get_text_config().to_dict())
 
 
+def key_value_heads(config: PretrainedConfig) -> list[tuple[int, int]]:
+    """For each decoder layer, how many key-value heads it has and their width; in Gemma 4 layers differ in both.
+
+    They are those of plain attention. A transformers that has no config for each layer says of all what holds for most.
+    """
+    text = config.get_text_config()
+    layers = getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers
+    return [
+        (
+            getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads,
+            getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads,
+        )
+        for layer in layers
+    ]
+
+
 def logits_factor(config: PretrainedConfig) -> float:
     """The number by which a model multiplies the product of its final hidden states and its output head."""
     row = arch_of(config).logits_factor

@@ -8,7 +8,7 @@ bytes. What a sum takes beyond its cover is exposed, and what it hides costs a s
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 from fcsd.disk import read_input
 from fcsd.errors import ConfigError
 from fcsd.markdown import table
-from fcsd.models.build import arch_of
+from fcsd.models.build import arch_of, key_value_heads
 from fcsd.models.schedule import Kind, Output, reads_of, reductions
 from fcsd.models.selection import cheapest, layers_text, select_layers
 from fcsd.models.wiring_block import DESYNC, Blocks, Wiring
@@ -87,12 +87,14 @@ def frontier(model: MetaModel, ranks: int, machine: Machine | None = None, costs
         raise ConfigError("--frontier is about tensor parallelism: one GPU sends nothing", "Give --gpus 2 or more.")
     config, numbers = model.config, model.numbers
     if (heads := getattr(config.get_text_config(), "num_attention_heads", None) or ranks) % ranks:
-        raise ConfigError(f"--gpus {ranks} does not divide the {heads} attention heads", "Give a number that does.")
+        raise ConfigError(
+            f"--gpus {ranks} does not divide the {heads} attention heads", f"Give one that does: {usual_ranks(model)}."
+        )
     arch, depth = arch_of(config), len(numbers.layers)
     kinds: list[Kind] = [_kind(layer) for layer in numbers.layers]
+    speed = speed_of(model, ranks, machine)
     given = None if costs is None else read_costs(costs, depth)
     profiles = [given] if given is not None else list(law()["costs"].values())
-    serving = [_Serving(numbers, kinds, arch.blocks, ranks, machine, _kv_share(config), rows) for rows in (False, True)]
     found = []
     for name, variant in WIRINGS:
         if name not in arch.wirings:
@@ -107,7 +109,7 @@ def frontier(model: MetaModel, ranks: int, machine: Machine | None = None, costs
             counts = [len(choices[share]) for share in SHARES[:-1]]
             choices |= {f"auto:{count}": cheapest(alone, count) for count in counts} | {"auto": cheapest(alone)}
         for share, layers in choices.items():
-            decode, prefill = (one.times(replace(whole, layers=layers)) for one in serving)
+            decode, prefill = speed(replace(whole, layers=layers))
             lost: dict[str, Any] = {}
             if all(alike in profile for profile in profiles):
                 sums = sorted(sum_over(profile[alike], layers, depth) for profile in profiles)
@@ -116,6 +118,20 @@ def frontier(model: MetaModel, ranks: int, machine: Machine | None = None, costs
                 lost["fitted"] &= alike in law()["wirings"]
             found.append(Row(label, f"{share} ({layers_text(layers)})", decode, prefill, **lost))
     return found
+
+
+def usual_ranks(model: MetaModel) -> int:
+    """The fewest GPUs, from two on, over which the attention heads can be divided."""
+    heads = getattr(model.config.get_text_config(), "num_attention_heads", None) or 2
+    return next(ranks for ranks in range(2, max(heads, 2) + 1) if heads % ranks == 0 or ranks == heads)
+
+
+def speed_of(model: MetaModel, ranks: int, machine: Machine | None = None) -> Callable[[Wiring], tuple[float, float]]:
+    """What tells of a wiring its speed in decoding and to the first tokens, as multiples of the original's."""
+    numbers, blocks, share = model.numbers, arch_of(model.config).blocks, _kv_share(model.config)
+    kinds: list[Kind] = [_kind(layer) for layer in numbers.layers]
+    step, prompts = (_Serving(numbers, kinds, blocks, ranks, machine, share, prefill) for prefill in (False, True))
+    return lambda wiring: (step.times(wiring), prompts.times(wiring))
 
 
 @cache
@@ -138,7 +154,7 @@ def read_costs(path: Path, depth: int) -> dict[str, list[float]]:
         raise ConfigError(f"--costs {path}: there is no such file") from None
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{path} has no costs of layers", "python -m studies.real.layers writes such a file"
+            f"{path} has no costs of layers", "fcsd convert --layers auto --costs FILE writes such a file"
         ) from error
     if not found or any(len(alone) != depth for alone in found.values()):
         raise ConfigError(f"{path} has no costs of a model of {depth} layers", "Measure this model's own.")
@@ -276,9 +292,9 @@ def _kind(layer: LayerNumbers) -> Kind:
 
 def _kv_share(config: Any) -> float:
     """The key-value heads as a share of the query heads; 1 where the config does not say it."""
-    text = config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None) or 1
-    return (getattr(text, "num_key_value_heads", None) or heads) / heads
+    heads = getattr(config.get_text_config(), "num_attention_heads", None) or 1
+    own = [kept for kept, _ in key_value_heads(config)]
+    return sum(own) / len(own) / heads
 
 
 def to_text(rows: list[Row], ranks: int, machine: Machine | None, costs: Path | None) -> str:

@@ -19,7 +19,15 @@ from typer.testing import CliRunner
 from fcsd.bench.serve import client, table, under_vllm
 from fcsd.bench.serve.client import ask
 from fcsd.bench.serve.model_files import write_directory
-from fcsd.bench.serve.workload import Workload, config_of, prompts_of, usual_wirings, weight_bytes, wiring_for
+from fcsd.bench.serve.workload import (
+    Workload,
+    cache_bytes,
+    config_of,
+    prompts_of,
+    usual_wirings,
+    weight_bytes,
+    wiring_for,
+)
 from fcsd.cli.main import app
 from fcsd.convert import convert_checkpoint
 from fcsd.errors import ConfigError, FcsdError
@@ -293,6 +301,8 @@ def test_a_config_alone_is_enough_and_chooses_the_wiring(tmp_path):
         config = config_of(load.model, None)
         assert usual_wirings(load, config) == (wiring,)
         assert weight_bytes(config) == 2 * sum(parameter.numel() for parameter in model.parameters())
+    per_layer = tiny.config("gemma4_text")  # two heads of 16, or one of 32
+    assert cache_bytes(per_layer, 10, 1) == 10 * 4 * 4 * 32 and cache_bytes(per_layer, 10, 2) == 10 * 4 * 2 * (32 + 64)
     config = config_of("tiny-dense", 1)
     path = write_directory("tiny-dense", config, wiring_for("ladder", config, 2), tmp_path / "m", 9)
     assert json.loads((path / "config.json").read_text())["max_position_embeddings"] == 4096

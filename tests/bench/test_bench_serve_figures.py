@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 
 from fcsd.bench.serve import choice, figures, table
 from fcsd.bench.serve.figures import PEAK, Answer
 from fcsd.bench.serve.measure import stored
-from fcsd.bench.serve.running import last_error
+from fcsd.bench.serve.running import Server, error_behind, last_error
 from fcsd.bench.serve.under_vllm import read_link
 from fcsd.bench.serve.variants import Machine, Variant, alternatives, core, groups, room_for
 from fcsd.bench.serve.workload import Workload
@@ -215,7 +216,7 @@ def test_servers_share_the_gpus_where_they_fit() -> None:
     assert room_for(24 * gib, 140 * gib, 8 * gib, ranks=8) == 1
 
 
-def test_a_failure_is_named_by_its_cause() -> None:
+def test_a_failure_is_named_by_its_cause(tmp_path: Path) -> None:
     messages = (
         "INFO 11-22 02:46:00 [core.py:9] starts\n"
         "(EngineCore pid=7) ERROR 11-22 02:46:00 [core.py:9] torch.OutOfMemoryError: CUDA out of memory\n"
@@ -223,6 +224,12 @@ def test_a_failure_is_named_by_its_cause() -> None:
     )
     assert last_error(messages) == "torch.OutOfMemoryError: CUDA out of memory"
     assert last_error("Segmentation fault\n\n") == "Segmentation fault" and last_error("") == ""
+    log = tmp_path / "log"
+    log.write_text(messages + "EngineDeadError: EngineCore encountered an issue. See stack trace (above)\nINFO ends\n")
+    running = Server([], [], [log], 0.0, [])
+    assert error_behind(running) == "torch.OutOfMemoryError: CUDA out of memory"
+    log.write_text("INFO 11-22 02:46:00 [core.py:9] starts\n")
+    assert error_behind(running) is None
 
 
 def test_the_link_is_read() -> None:
@@ -261,19 +268,24 @@ def test_a_figure_says_nothing_where_the_bound_is_slower_than_the_original() -> 
 def test_the_text_begins_with_the_verdict() -> None:
     def row(role: str, step: float, **more: object) -> dict[str, object]:
         under = {"first_p50": 10 * step, "rate": 3.0, "requests": 30}
-        return {"role": role, "rounds": {("decode", 1): [step]}, "loads": {"0.5": under}, **more}
+        return {"role": role, "wiring": None, "rounds": {("decode", 1): [step]}, "loads": {"0.5": under}, **more}
 
     variants = {
         "original": row("original", 2.0),
-        "ladder": row("wired", 1.0),
+        "ladder": row("wired", 1.0, wiring="ladder"),
         "bound": row("bound", 0.5),
-        "broken": {"role": "original", "rounds": {}, "failed": "ValueError: no"},
+        "broken": {"role": "original", "wiring": None, "rounds": {}, "failed": "ValueError: no"},
     }
-    found = {"variants": variants, "missing": {"async TP": "gone"}, "notes": ["a note"]}
+    one_rank = alternatives(
+        Machine("0.33.0", lambda name: False, 1, None), Workload("tiny-dense"), hidden=64, moe=False
+    )[1]
+    missing = {**one_rank, "ladder, sums at once": "no time", "async TP": "gone"}
+    found = {"variants": variants, "missing": missing, "notes": ["a note"]}
     lines = table.text(found, heal_hours=24, gpus=2).splitlines()
     assert lines[0] == "ladder is 2.00x at batch 1: faster everywhere"
+    assert lines.pop(1) == "not compared with (reasons below): async TP; broken", "beside the ratio"
     assert lines[1] == "ladder: 24 GPU-hours of healing are won back after 1 days of serving by 2 GPUs at 2.00x"
-    assert lines[-3:] == ["broken failed: ValueError: no", "not run: async TP: gone", "a note"]
+    assert {"broken failed: ValueError: no", "not run: async TP: gone"} <= {*lines} and lines[-1] == "a note"
     cells = {line.split("  ")[0]: line for line in lines[2:]}
     assert cells["ladder"].endswith("1 (2.00x)") and cells["bound (wrong results)"].endswith("0.5 (4.00x)")
     assert cells["0.5, ladder"].split()[-3:] == ["10", "(2.00x)", "30"] and "20 (1.00x)" in cells["0.5, original"]

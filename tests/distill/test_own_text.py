@@ -16,7 +16,7 @@ from fcsd.checkpoint.tokenizer import load_tokenizer, tokens_before
 from fcsd.cli.main import app
 from fcsd.distill import own_text
 from fcsd.distill.own_text import loops, repeats, write_own_text
-from fcsd.distill.writer import turns_of
+from fcsd.distill.writer import Turns, Writer, Writing, turns_of
 from fcsd.engine import generate as generating
 from fcsd.engine.decode import drawn, generate_in_slots, plan_slots
 from fcsd.engine.generate import SLOTS, generate
@@ -74,12 +74,13 @@ def test_a_model_that_has_no_slots_writes_in_batches(monkeypatch: pytest.MonkeyP
 def test_a_model_writes_documents_and_a_killed_call_goes_on(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    how = dict(tokens=600, shard_tokens=200, form="document", max_tokens=40)
+    how = dict(tokens=500, shard_tokens=200, form="document", max_tokens=40)
     whole = write_own_text(str(teacher), tmp_path / "whole", **how)
     train, held_out = (documents(tmp_path / "whole", part) for part in ("train", "held_out"))
     before = tokens_before(load_tokenizer(teacher))
     assert whole["written"]["tokens"] == sum(map(len, train)) and len(held_out) == 3
-    assert sum(map(len, train + held_out)) >= 600 and all(ids[: len(before)] == before for ids in train)
+    assert whole["settings"]["shard_tokens"] == 167, "three files of one size hold what was asked for"
+    assert sum(map(len, train + held_out)) >= 500 and all(ids[: len(before)] == before for ids in train)
 
     def full_disk(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left")
@@ -104,6 +105,20 @@ def test_a_model_writes_documents_and_a_killed_call_goes_on(
     assert Counter(map(tuple, documents(tmp_path / "again", "train"))) == Counter(map(tuple, train))
     with pytest.raises(ConfigError, match="another --max-tokens: 40"):
         write_own_text(str(teacher), tmp_path / "again", **{**how, "max_tokens": 41})
+    grown = write_own_text(str(teacher), tmp_path / "again", **{**how, "tokens": 502, "shard_tokens": None})
+    assert grown["settings"] == whole["settings"] and grown["written"]["documents"] > len(train)
+    assert (tmp_path / "again/train/part-00000.parquet").stat().st_ino == first.st_ino
+    assert len(list((tmp_path / "again/train").iterdir())) == 4
+
+
+def test_the_share_of_greedy_answers_holds_over_small_calls() -> None:
+    writer = object.__new__(Writer)
+    writer.writing = Writing(greedy=0.25)
+    writer._turns, writer._questions, heats = Turns([1], [2]), [[3]], []
+    writer._generate = lambda prompts, heat: heats.extend(heat) or []
+    for first in range(0, 12, 3):
+        list(writer.documents(0, first, 3))
+    assert len(heats) == 12 and heats.count(0.0) == 3
 
 
 def test_a_chat_model_invents_the_users_turn_and_answers(teacher: Path, tmp_path: Path) -> None:

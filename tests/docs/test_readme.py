@@ -86,6 +86,11 @@ def test_the_figures_of_the_first_screen_follow_from_the_raw_files(readme, repo)
 
     plain_sums, wide = slow("", "quantised_"), slow("70b_")
     eight = plain_sums + slow("by_table_8b_")
+    files = [json.loads(file.read_text()) for file in (repo / "benchmarks/results").glob("serve_vllm_*slow_*.json")]
+    imitated = {(file["link"], file["environment"]["settings"]["NCCL_P2P_DISABLE"]) for file in files}
+    assert imitated == {("NV18", "1")}
+    assert "is imitated in all that was measured, by `NCCL_P2P_DISABLE=1`" in " ".join(screen.split())
+    assert "the H100s have NVLink, and `NCCL_P2P_DISABLE=1`" in (repo / "docs/serving.md").read_text()
     together = raw("serve_vllm_load_slow_2xh100")["variants"]
     plain, ladder, replicas = (together[name] for name in ("original", "ladder", "original, one replica a GPU"))
     arrivals = load_ratios(ladder["loads"]["0.6"], [plain["loads"]["0.6"]])

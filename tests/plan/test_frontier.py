@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from studies.real.law import OUT, PAGE, checks, filled, law, stored
@@ -87,6 +88,12 @@ def test_more_layers_are_faster_and_lose_more(rows: dict[tuple[str, str], fronti
     assert not frontier.losses(0.1, (4.2, 4.2))["fitted"] and not frontier.losses(0.5, (4.2, 9.0))["fitted"]
 
 
+def test_heads_that_two_gpus_do_not_divide_are_planned_for_three() -> None:
+    fields = dict(hidden_size=576, num_attention_heads=9, num_key_value_heads=3, num_hidden_layers=2)
+    odd = SimpleNamespace(config=LlamaConfig(**fields))
+    assert frontier.usual_ranks(odd) == 3 and frontier.usual_ranks(SimpleNamespace(config=LlamaConfig())) == 2
+
+
 def test_costs_are_those_of_a_measured_wiring_only_where_all_reads_are_alike() -> None:
     dense: list[Kind] = ["dense"] * 4
     alike = {
@@ -135,7 +142,7 @@ def test_the_command_says_that_it_predicts_and_what_it_assumes(model: Path, tmp_
     ("options", "words"),
     [
         (["--gpus", "1"], "one GPU sends nothing"),
-        (["--gpus", "3"], "--gpus 3 does not divide the 32 attention heads"),
+        (["--gpus", "3"], "Give one that does: 2."),
         (["tiny"], "a recipe is given too"),
         (["--price", "2"], "are about runs of a recipe, not for --frontier"),
         (["--quantised", "int8"], "are about runs of a recipe, not for --frontier"),

@@ -94,6 +94,7 @@ def bench(load: Workload, config: PretrainedConfig) -> dict[str, Any]:
     notes = ["one model had all wirings, and all variants took turns"]
     vocabulary, on_gpu = config.get_text_config().vocab_size, model.device.type == "cuda"
     if not on_gpu:
+        notes.append("there was no GPU: times on CPUs say nothing about GPUs, nor whether a conversion pays there")
         key, few = variants["bound"], prompts_of(1, min(load.short, FEW), vocabulary, seed=0)
         tried = turns(model, ranks, world, [key], wirings, few, 1, rounds=1, graphs=False, compiles=False)
         _require_short(load, work, 2 * len(variants) * tried[key]["prefill"][0] / 1e3 / len(few[0]), world)

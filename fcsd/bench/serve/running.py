@@ -22,7 +22,10 @@ _GRACE = 15.0  # seconds that a server has to end its processes before they are 
 # vLLM's processes put their name, and then a level, a time and a place in the source, before each line.
 _PREFIX = re.compile(r"^(?:\([^)]*pid=\d+\) )?(?:(?:ERROR|WARNING|INFO) [\d-]+ [\d:]+ \[[^\]]*\] ?)?")
 _ERROR = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception): \S")
-_GENERAL = ("Engine core initialization failed", "died unexpectedly", "WorkerProc initialization failed")
+_GENERAL = (
+    "Engine core initialization failed", "died unexpectedly", "WorkerProc initialization failed",
+    "EngineCore encountered an issue",
+)  # fmt: skip
 
 
 class Server(NamedTuple):
@@ -110,10 +113,23 @@ def left_out(server: Server, ignored: Sequence[str]) -> str | None:
 
 def last_error(messages: str) -> str:
     """The line of vLLM's messages that says why it failed: the last that is an error and not a consequence of one."""
-    lines = [_PREFIX.sub("", line).strip() for line in messages.splitlines()]
-    errors = [line for line in lines if _ERROR.match(line) and not any(text in line for text in _GENERAL)]
-    spoken = errors or [line for line in lines if line]
+    spoken = _errors(messages) or [line for line in map(_bare, messages.splitlines()) if line]
     return spoken[-1][:300] if spoken else ""
+
+
+def error_behind(server: Server) -> str | None:
+    """The last error in the messages of a server that may still run; None if there is none."""
+    errors = [error for log in server.logs for error in _errors(log.read_text(errors="replace"))]
+    return errors[-1][:300] if errors else None
+
+
+def _errors(messages: str) -> list[str]:
+    lines = map(_bare, messages.splitlines())
+    return [line for line in lines if _ERROR.match(line) and not any(text in line for text in _GENERAL)]
+
+
+def _bare(line: str) -> str:
+    return _PREFIX.sub("", line).strip()
 
 
 def stop(server: Server) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from fcsd.bench import runner
 from fcsd.bench.serve import figures
 from fcsd.bench.serve.figures import Figure, Rounds
-from fcsd.bench.serve.variants import ORIGINAL
+from fcsd.bench.serve.variants import NEEDLESS, ORIGINAL
 
 
 def rounds_of(found: Mapping[str, Any], role: str) -> dict[str, Rounds]:
@@ -60,6 +60,8 @@ def text(found: Mapping[str, Any], heal_hours: float | None = None, gpus: int = 
     if len(originals) > 1:
         winners = {winner for _, winner in figures.best(originals).values()}
         lines.append(f"compared with the fastest original for each figure: {'; '.join(sorted(winners))}")
+    if ratios and (absent := not_compared(found)):
+        lines.append(f"not compared with (reasons below): {'; '.join(absent)}")
     for name, ratio in ratios.items():
         if heal_hours is not None and (speed := figures.overall(ratio)) is not None:
             lines.append(f"{name}: {figures.break_even(heal_hours, speed, gpus)}")
@@ -68,12 +70,28 @@ def text(found: Mapping[str, Any], heal_hours: float | None = None, gpus: int = 
         "of the host hides the sums, so this figure says nothing; repeat it on a quiet host, with more --rounds"
         for figure, ratio in says_nothing(found).items()
     ]
-    lines += [*load_verdicts(found), "", table(found), ""]
+    lines += [*load_verdicts(found), ""]
+    if any(row["rounds"] for row in found["variants"].values()):
+        lines += [table(found), ""]
     if loads := load_table(found):
         lines += [loads, ""]
     lines += [f"{name} failed: {row['failed']}" for name, row in found["variants"].items() if "failed" in row]
     lines += [f"not run: {name}: {why}" for name, why in found["missing"].items()]
     return "\n".join([*lines, *found["notes"]])
+
+
+def not_compared(found: Mapping[str, Any]) -> list[str]:
+    """What a user could serve instead of converting elsewhere, and did not run here: the ratios say less without it."""
+    wired = {"bound", "load", *(row["wiring"] for row in found["variants"].values())}
+    return [
+        name.removeprefix(f"{ORIGINAL}, ")
+        for name, why in found["missing"].items()
+        if name.split(", ")[0] not in wired and not why.startswith(NEEDLESS)
+    ] + [
+        name.removeprefix(f"{ORIGINAL}, ")
+        for name, row in found["variants"].items()
+        if row["role"] == "original" and "failed" in row
+    ]
 
 
 def table(found: Mapping[str, Any]) -> str:

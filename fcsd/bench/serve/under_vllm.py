@@ -30,7 +30,7 @@ from fcsd.bench.serve.choice import file_of
 from fcsd.bench.serve.client import ask
 from fcsd.bench.serve.figures import Answer
 from fcsd.bench.serve.model_files import write_directory
-from fcsd.bench.serve.running import Server, await_answers, failed, left_out, start, stop
+from fcsd.bench.serve.running import Server, await_answers, error_behind, failed, left_out, start, stop
 from fcsd.bench.serve.variants import (
     IMITATED,
     NO_CUSTOM,
@@ -228,7 +228,7 @@ class _Run:
         except FcsdError as error:
             if self.left > 0:
                 time.sleep(0.5)  # a server that dies closes its connections first
-                self._failed(variant.name, failed(server) or str(error))
+                self._failed(variant.name, failed(server) or error_behind(server) or str(error))
             return []
 
     def _figures(self, running: list[Variant]) -> None:

@@ -18,6 +18,8 @@ ORIGINAL = "original"
 NO_CUSTOM = "--disable-custom-all-reduce"
 _NO_SEQUENCE_PARALLEL = (0, 32)  # vLLM took the passes for sequence parallelism and async TP out
 _BUDGET = 8192  # tokens of a step by vLLM's own choice on large GPUs
+# How the reasons begin why an alternative does not exist for a workload, on any machine and with any version of vLLM.
+NEEDLESS = ("there is one ", "every variant ", "it needs a model ", "all layers of the model do not ")
 IMITATED = "NCCL_P2P_DISABLE=1 imitates GPUs without peer access, and it would use it"
 
 

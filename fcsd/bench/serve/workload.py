@@ -14,6 +14,7 @@ from fcsd.models.build import (
     causal_lm_class,
     check_desync,
     experts_of,
+    key_value_heads,
     register_configs,
     wiring_of,
 )
@@ -200,9 +201,7 @@ def cache_bytes(config: PretrainedConfig, tokens: int, tp: int) -> int:
 
     This is for plain attention, and more than latent attention needs.
     """
-    text = config.get_text_config()
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return tokens * 2 * max(tp, text.num_key_value_heads) * head * text.num_hidden_layers * 2
+    return tokens * 2 * 2 * sum(max(tp, heads) * width for heads, width in key_value_heads(config))
 
 
 def tokens_at_once(load: Workload) -> int:
