@@ -374,6 +374,33 @@ def test_env_keeps_secrets_and_paths(monkeypatch) -> None:
     assert "secret" not in run("env").stdout + json.dumps(facts)
 
 
+def test_env_names_the_commit_of_a_checkout_and_not_that_of_a_folder_around_it(tmp_path, monkeypatch) -> None:
+    from fcsd.launch import environment
+
+    for variable in [name for name in os.environ if name.startswith("GIT_")]:  # set where a hook runs the tests
+        monkeypatch.delenv(variable)
+    package, git = tmp_path / "fcsd", ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=b"]
+    (package / "launch").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    monkeypatch.setattr(environment, "__file__", str(package / "launch/environment.py"))
+
+    def commit() -> Any:
+        return environment.snapshot()["commit"]
+
+    assert commit() is None
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "of something else"], check=True)
+    assert commit() is None
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "of the package"], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    assert commit() == head
+    (package / "__init__.py").write_text("changed")
+    assert commit() == f"{head}-dirty"
+    monkeypatch.setenv("PATH", "")
+    assert commit() is None
+
+
 @pytest.mark.parametrize(
     "cls", [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, errors.FcsdError)]
 )
