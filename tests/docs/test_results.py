@@ -1466,6 +1466,21 @@ def test_quantised_sums_on_gpus(repo: Path, raw: Raw) -> None:
     assert f"[{right} of {right} right]" in (repo / "docs/serving.md").read_text()
 
 
+def test_the_memory_of_graphs(repo: Path, raw: Raw) -> None:
+    counted = [row for row in raw("vllm_graph_memory_2xh100")["rows"] if row["counts"]]
+    assert all(f"took {gib:.2f} GiB" in row["log"] for row in counted for gib in row["gib"])
+    (mixed,) = (row for row in counted if max(row["sizes"]) == 1024)
+    few = {row["variant"]: row for row in counted if row is not mixed}
+    size = f"{len(mixed['sizes'])} sizes up to 1024 tokens took [{mixed['gib'][0]} GiB of each GPU]"
+    original, ladder = few["original"], few["ladder"]
+    told = f"{len(original['sizes'])} sizes up to {max(original['sizes'])} with {original['layers']} layers "
+    told += f"{original['gib'][0]} GiB, with `ladder` {ladder['gib'][0]}."
+    serving = " ".join((repo / "docs/serving.md").read_text().split())
+    assert size in serving and told in serving and f"({mixed['layers']} layers of 8B's dimensions" in serving
+    assert f"took [{mixed['gib'][0]} GiB of each GPU]" in (repo / "benchmarks/results/vllm.md").read_text()
+    assert set(mixed["sizes"]) >= {1024, 512} and len(set(mixed["gib"])) == 1
+
+
 @pytest.mark.parametrize("version", ["0.25.1", "0.26.0", "0.27.1", "0.29.0", "0.33.0"])
 def test_versions_of_vllm_on_cpus(repo: Path, raw: Raw, version: str) -> None:
     rows = raw("vllm_cpu_0_25_to_0_33")[version]
