@@ -355,6 +355,16 @@ def test_recipes(tmp_path: Path) -> None:
     assert nowhere.exit_code == 2
 
 
+def test_a_recipe_that_a_full_disk_does_not_take_leaves_no_file(tmp_path: Path, monkeypatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    done = run("recipes", "copy", "tiny", "--out", str(tmp_path / "mine.yaml"))
+    assert done.exit_code == 7 and f"the disk is full: {tmp_path}/mine.yaml" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_measurement_of_links_overwrites_nothing(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("name: mine")
     result = run("bench", "links", "--out", str(tmp_path / "recipe.yaml"))
