@@ -415,21 +415,28 @@ def test_rows_to_experts_in_a_format(page: str, raw: Raw) -> None:
     assert checked == 16
 
 
-def test_serving_by_vllm_against_its_targets(page: str, raw: Raw) -> None:
-    stored, table = raw("vllm_first_tokens_2xh200")["time-1"]["rows"], rows(page, "Serving by vLLM")
-    for new in (row for row in stored if row["role"] == "converted" and "length" in row):
-        (row,) = [row for row in table if row[0] == str(new["length"]) and len(row) == 7]
-        for at, key in ((1, "mean_ms"), (4, "last_ms")):
-            shares = [f"{100 * new[f'{key}_of_bound']:.1f}", f"{100 * new[f'{key}_hidden']:.0f}"]
-            assert row[at : at + 3] == [f"{new[f'{key}_times_original']:.2f}", *shares]
-    loads = [row for row in table if len(row) == 7 and row[2] == "converted"]
-    for row, new in zip(loads, (r for r in stored if r["role"] == "converted" and "per_s" in r), strict=True):
-        for cell, key in zip(row[3:], ("first_p50", "first_p99", "step_p50", "step_p99"), strict=True):
-            assert cell.endswith(f"({new[f'{key}_times_original']:.2f}x)")
+def test_the_earlier_call_of_vllm_over_nvlink(repo: Path, raw: Raw) -> None:
+    page = " ".join((repo / "benchmarks/results/vllm_nvlink.md").read_text().split())
+    stored = [row for row in raw("vllm_first_tokens_2xh200")["time-1"]["rows"] if row["role"] == "converted"]
+    first = {row["length"]: row for row in stored if "length" in row}
+    gains, hidden = (
+        [first[tokens][f"mean_ms_{of}"] for tokens in (512, 1024, 2048)] for of in ("times_original", "hidden")
+    )
+    told = "had {:.2f}x, {:.2f}x and {:.2f}x of the original's speed to the mean first token of 512, 1024 and 2048"
+    assert told.format(*gains) in page
+    assert "(hidden: {:.0f}, {:.0f} and {:.0f} %)".format(*(100 * share for share in hidden)) in page
+    loads = [row for row in stored if "per_s" in row]
+    for of, told in (
+        ("first_p50", "to the median first token under arrivals **{:.2f}x and {:.2f}x**"),
+        ("step_p50", "a step **{:.2f}x and {:.2f}x**"),
+    ):
+        assert told.format(*(row[f"{of}_times_original"] for row in loads)) in page
 
 
-def test_serving_by_vllm_in_the_later_lease(page: str, raw: Raw) -> None:
-    table = rows(page, "Serving by vLLM")
+def test_vllm_over_nvlink(page: str, raw: Raw) -> None:
+    table = [
+        row for of in ("First tokens", "Steps of decoding", "Random arrivals over NVLink") for row in rows(page, of)
+    ]
     for shape, name in (("scout", "Scout"), ("v2lite", "V2-Lite")):
         stored = raw(f"vllm_first_tokens_{shape}_2xh200")["time-1"]["rows"]
         at = {row[1]: n for n, row in enumerate(table) if row[0] == name and len(row) == 12}
@@ -462,21 +469,26 @@ def test_serving_by_vllm_in_the_later_lease(page: str, raw: Raw) -> None:
 
 
 def test_what_vllm_computes_on_gpus(page: str, raw: Raw) -> None:
-    table = [row for row in rows(page, "Serving by vLLM") if len(row) == 8]
-    stored = [
-        row for name in ("vllm_2xh200", "vllm_again_1xh200") for part in raw(name).values() for row in part["rows"]
-    ]
-    kept = {"float32": "eager", "bfloat16": "graph"}
-    for new in (row for row in stored if row.get("case") == "qwen2_moe-farskip"):
-        mode = kept[new["dtype"]]
-        if new["mode"] != mode or (mode == "eager" and new["ranks"] * new["stages"] == 1):
-            continue
-        figures = [new["largest"], new["rms"]]
-        if mode == "eager":
-            cells = [f"{x:.1e}".replace("e-0", "e-") for x in figures] + [""]
-        else:
-            cells = [f"{figures[0]:.3f}", *(f"{x:.4f}" for x in (figures[1], new["rms_transformers"]))]
-        assert new["right"] and [new["role"], *cells, "yes"] in [row[3:] for row in table]
+    table = {tuple(row[:4]): row[4:] for row in rows(page, "On GPUs with vLLM 0.24") if row[0] != "model"}
+    modes = {"eager": "eager", "graph": "whole graphs", "default": "compiled, vLLM's graphs"}
+    found: dict[tuple[str, ...], dict[str, str]] = {}
+    for name in ("vllm_fp8_1xh200", "vllm_2xh200"):
+        for row in (row for part in raw(name).values() for row in part["rows"] if "case" in row):
+            assert row["right"] and (row["case"] != "qwen3_moe-fp8" or row["dtype"] == "bfloat16")
+            if row["case"] == "qwen3_moe-fp8":
+                continue  # in words
+            model = row["case"].removesuffix("-farskip").replace("teacher", "bundled teacher")
+            if row["ranks"] == 1 and row["dtype"] == "float32" and row["stages"] == 1:
+                model += ", all layers farskip" if "teacher" in model else ", 3 of 4 layers farskip"
+            model += ", 200 tokens" if row["mode"] == "graph" else ""
+            gpus = "two stages" if row["stages"] == 2 else "TP 2" if row["ranks"] == 2 else "one"
+            gpus += ", whole experts" if row["ranks"] == 2 and row["experts"] else ""
+            cell = ", ".join(f"{row[key]:.1e}".replace("e-0", "e-") for key in ("largest", "rms"))
+            if row["dtype"] == "bfloat16":
+                cell = f"{row['largest']:.3f}, {row['rms']:.4f} of {row['rms_transformers']:.4f}"
+            of = (model, gpus, row["runner"].upper(), f"{row['dtype']}, {modes[row['mode']]}")
+            found.setdefault(of, {})[row["role"]] = cell
+    assert {of: [cells["original"], cells["converted"]] for of, cells in found.items()} == table
 
 
 def test_steps_of_the_engine_on_one_gpu(page: str, raw: Raw) -> None:
@@ -977,7 +989,7 @@ def against_targets(kind: str, variants: Any, found: Medians, text: str, log: st
 
 @pytest.mark.parametrize(
     "kind",
-    ["", "v2lite_", "dp_", "quantised_", *TARGETS],
+    ["", "v2lite_", "quantised_", *TARGETS],
 )
 def test_serving_by_vllm_without_peer_access(repo: Path, raw: Raw, kind: str) -> None:
     together = raw(f"serve_vllm_{kind}slow_{4 if 'tp4' in kind else 2}xh100")
@@ -993,7 +1005,7 @@ def test_serving_by_vllm_without_peer_access(repo: Path, raw: Raw, kind: str) ->
         cells = [f"{ms:.{digits[key]}f} ({gains[key]:.2f}x)" for key, ms in times.items()]
         assert f"| {'the bound, which sends nothing' if name == 'bound' else name} | {' | '.join(cells)} |" in page
     text, log = " ".join(page.split()), (repo / "docs/LOG.md").read_text()
-    if kind not in ("v2lite_", "dp_"):  # newer runs of the same question stand in the index
+    if kind != "v2lite_":  # newer runs of the same question stand in the index
         told_in_the_index(repo, kind, found)
     if kind in TARGETS:
         against_targets(kind, together["variants"], found, text, log)
@@ -1008,12 +1020,11 @@ def test_serving_by_vllm_without_peer_access(repo: Path, raw: Raw, kind: str) ->
         assert "by INT4 {2} of the bound's speed, by INT8 {1}, by plain sums {0}".format(*shares.values()) in text
         assert f"by INT4 sums {shares[', quantised:int4']}" in log
         return
-    if kind != "dp_":
-        best = found["farskip, shared experts beside" if kind else "ladder"]
-        shares = {key: f"{100 * found['bound'][key] / ms:.0f}" for key, ms in best.items()}
-        decode = sorted((shares[key] for key in shares if key.startswith("decode")), key=int)
-        assert "{} % and {} %".format(*(shares[key] for key in shares if key.startswith("prefill"))) in text
-        assert not kind or f"{decode[0]} to {decode[-1]} % of the bound" in text
+    best = found["farskip, shared experts beside" if kind else "ladder"]
+    shares = {key: f"{100 * found['bound'][key] / ms:.0f}" for key, ms in best.items()}
+    decode = sorted((shares[key] for key in shares if key.startswith("decode")), key=int)
+    assert "{} % and {} %".format(*(shares[key] for key in shares if key.startswith("prefill"))) in text
+    assert not kind or f"{decode[0]} to {decode[-1]} % of the bound" in text
     if not kind:
         starts = {round(one["start_s"]) for one in together["variants"].values() if "start_s" in one}
         assert f"at the same time in {max(starts)} s; the whole command took {together['seconds']:.0f} s" in text
@@ -1109,6 +1120,13 @@ def test_tokens_in_flight_under_data_parallel_attention_in_two_runs(repo: Path, 
     )
     assert f"rounds that differ by up to {spread:.0f} %" in log and f"lost in {lost} of the {of} rounds" in log
     assert float(runs[0][3][:-1]) < 1.1 and float(runs[1][3][:-1]) < 1.1
+    page = " ".join((repo / "benchmarks/results/vllm.md").read_text().split())
+    plain, own = (raw("serve_vllm_dp_slow_2xh100")["variants"][kind]["rounds"] for kind in ("original", "farskip"))
+    told = [f"{median(plain[key]) / median(own[key]):.2f}x" for key in plain]
+    said = "had {} and {} in steps of 16 and 64 answers, and {} and **{}** to the first tokens of 512 and 2048"
+    assert said.format(*told) in page
+    apart = [100 * (max(times) / min(times) - 1) for times in plain.values()]
+    assert f"differed between rounds by {min(apart):.0f} to {max(apart):.0f} %" in page
 
 
 def test_when_serving_pays(repo: Path, raw: Raw) -> None:
@@ -1260,7 +1278,7 @@ def test_a_whole_model_beside_replicas_and_pipeline_stages(repo: Path, raw: Raw)
 
 def test_replicas_and_a_load(repo: Path, raw: Raw) -> None:
     found = raw("serve_vllm_load_slow_2xh100")
-    variants, page = found["variants"], (repo / "benchmarks/results/vllm.md").read_text()
+    variants, page = found["variants"], (repo / "benchmarks/results/vllm_load.md").read_text()
     medians = {name: {key: median(times) for key, times in one["rounds"].items()} for name, one in variants.items()}
     replicas, ladder, original = (variants[name] for name in ("original, one replica a GPU", "ladder", "original"))
     for name, times in medians.items():
@@ -1294,7 +1312,7 @@ def test_replicas_and_a_load(repo: Path, raw: Raw) -> None:
 
 
 def test_random_arrivals_once_more_and_steps_without_a_graph(repo: Path, raw: Raw) -> None:
-    page = (repo / "benchmarks/results/vllm.md").read_text()
+    page = (repo / "benchmarks/results/vllm_load.md").read_text()
     serving = (repo / "docs/serving.md").read_text()
     variants = raw("serve_vllm_load_alone_slow_2xh100")["variants"]
     ratios = {}
@@ -1348,14 +1366,15 @@ def test_random_arrivals_once_more_and_steps_without_a_graph(repo: Path, raw: Ra
 
 def test_graphs_for_mixed_steps_and_sums_inside_them(repo: Path, raw: Raw) -> None:
     names = (
-        "benchmarks/results/vllm.md",
+        "benchmarks/results/vllm_load.md",
         "docs/serving.md",
         "README.md",
         "benchmarks/results/README.md",
         "docs/LOG.md",
     )
     page, serving, readme, results, log = (" ".join((repo / name).read_text().split()) for name in names)
-    page = page[page.index("### Graphs for mixed steps") :].partition("### Quantised sums and a table")[0]
+    page = page[page.index("## Graphs for mixed steps") :]
+    right = " ".join((repo / "benchmarks/results/vllm_right.md").read_text().split())
 
     def told(name: str) -> tuple[dict[str, Any], dict[str, list[str]]]:
         variants = raw(f"serve_vllm_load_{name}_slow_2xh100")["variants"]
@@ -1442,13 +1461,13 @@ def test_graphs_for_mixed_steps_and_sums_inside_them(repo: Path, raw: Raw) -> No
     assert all(row["right"] and row["graphs"] == "FULL_AND_PIECEWISE" for row in rows)
     assert {row["case"].partition("-")[2] for row in rows} == {"ladder", "farskip", "latent"}
     largest = max(row["largest"] for row in rows if row["dtype"] == "float32")
-    assert f"in {len(rows)} rows of" in page and f"to {largest:.1e} nats" in page
+    assert f"right in {len(rows)} rows of" in right and f"to {largest:.1e} nats in float32 ([raw](vllm_pieces" in right
 
 
 def test_quantised_sums_on_gpus(repo: Path, raw: Raw) -> None:
     rows = [row for part in raw("vllm_sums_2xh100").values() for row in part["rows"]]
     modes = {"graph": "whole graphs", "default": "compiled, vLLM's graphs", "eager": "without a graph"}
-    page, right = (repo / "benchmarks/results/vllm.md").read_text(), 0
+    page, right = (repo / "benchmarks/results/vllm_right.md").read_text(), 0
     for row in rows:
         if row["settings"] == "symmetric":
             assert not row["right"] and "largest" not in row, "it was refused while it started"
@@ -1477,7 +1496,7 @@ def test_the_memory_of_graphs(repo: Path, raw: Raw) -> None:
     told += f"{original['gib'][0]} GiB, with `ladder` {ladder['gib'][0]}."
     serving = " ".join((repo / "docs/serving.md").read_text().split())
     assert size in serving and told in serving and f"({mixed['layers']} layers of 8B's dimensions" in serving
-    assert f"took [{mixed['gib'][0]} GiB of each GPU]" in (repo / "benchmarks/results/vllm.md").read_text()
+    assert f"took [{mixed['gib'][0]} GiB of each GPU]" in (repo / "benchmarks/results/vllm_load.md").read_text()
     assert set(mixed["sizes"]) >= {1024, 512} and len(set(mixed["gib"])) == 1
 
 
@@ -1492,13 +1511,15 @@ def test_versions_of_vllm_on_cpus(repo: Path, raw: Raw, version: str) -> None:
     cells = [f"{len(models)} of {len(models)}", f"{largest:.1e}".replace("e-0", "e-")]
     cells.append(f"{gpt_oss['rms']:.3f}, {gpt_oss['rms_transformers']:.3f}")
     told = f"| {version} | {' | '.join(cells)} | {len(two)} of {len(two)} |"
-    assert told in (repo / "benchmarks/results/vllm.md").read_text(), told
+    assert told in (repo / "benchmarks/results/vllm_right.md").read_text(), told
 
 
 def test_version_0_33_on_gpus(repo: Path, raw: Raw) -> None:
-    names = ("benchmarks/results/vllm.md", "docs/serving.md", "CHANGELOG.md", "benchmarks/results/README.md")
-    page, serving, changes, index = (" ".join((repo / name).read_text().split()) for name in names)
-    page = page.partition("## Version 0.33, on two H100s")[2].partition("## More families")[0]
+    names = ("vllm_right.md", "vllm.md", "README.md")
+    page, speed, index = (" ".join((repo / "benchmarks/results" / name).read_text().split()) for name in names)
+    serving, changes = (" ".join((repo / name).read_text().split()) for name in ("docs/serving.md", "CHANGELOG.md"))
+    page = page.partition("## Version 0.33, on two H100s")[2].partition("## What was run on CPUs")[0]
+    speed = speed.partition("### By vLLM 0.33")[2].partition("### What the order of ladder")[0]
     file, modes = raw("vllm_rows_0.33_2xh100"), {"graph": "whole graphs", "default": "compiled, vLLM's graphs"}
     assert "torch 2.11.0+cu130 transformers 5.17.0" in file["versions"][0] and "asks for torch 2.14" in file["what"]
     told: dict[tuple[str, ...], dict[str, str]] = {}
@@ -1527,23 +1548,23 @@ def test_version_0_33_on_gpus(repo: Path, raw: Raw) -> None:
     assert all("over torch 2.11, where its wheel asks for 2.14" in text for text in (serving, changes, index))
     served = raw("serve_vllm_0.33_slow_2xh100")
     assert served["environment"]["packages"]["torch"] == "2.11.0" and served["vllm"] == "0.33.0"
-    assert f"NCCL {served['environment']['nccl']}." in page
+    assert f"NCCL {served['environment']['nccl']} is older" in speed
     rounds = {name: one["rounds"] for name, one in served["variants"].items()}
     medians = {name: [median(own[key]) for key in ("decode 16", "prefill 2048")] for name, own in rounds.items()}
     gains = {}
     for name, (step, first) in medians.items():
         gains[name] = [f"{plain / ms:.2f}x" for plain, ms in zip(medians["original"], (step, first), strict=True)]
         shown = "the bound, which sends nothing" if name == "bound" else name
-        assert f"| {shown} | {step:.3f} ({gains[name][0]}) | {first:.1f} ({gains[name][1]}) |" in page
-    assert list(served["says_nothing"]) == ["decode 16"] and f"has {gains['bound'][0]} of the original there" in page
+        assert f"| {shown} | {step:.3f} ({gains[name][0]}) | {first:.1f} ({gains[name][1]}) |" in speed
+    assert list(served["says_nothing"]) == ["decode 16"] and f"has {gains['bound'][0]} of the original there" in speed
     apart = {(name, key): 100 * (max(times) / min(times) - 1) for name in rounds for key, times in rounds[name].items()}
     bound, ladder, first = (
         f"{apart[of]:.0f} %" for of in (("bound", "decode 16"), ("ladder", "decode 16"), ("ladder", "prefill 2048"))
     )
-    assert f"Its two rounds differ by {bound}, ladder's by {ladder}." in page
+    assert f"Its two rounds differ by {bound}, ladder's by {ladder}." in speed
     share = 100 * medians["bound"][1] / medians["ladder"][1]
     assert (
-        f"are {gains['ladder'][1]} as fast**, in two rounds that differ by {first}; {share:.0f} % of the bound" in page
+        f"are {gains['ladder'][1]} as fast**, in two rounds that differ by {first}; {share:.0f} % of the bound" in speed
     )
     assert (
         f"first tokens of 2048 {gains['ladder'][1]}; **its step says nothing** ({gains['ladder'][0]}, the bound"
@@ -1553,7 +1574,7 @@ def test_version_0_33_on_gpus(repo: Path, raw: Raw) -> None:
     runs = [raw(f"serve_vllm_{kind}slow_2xh100")["variants"] for kind in ("", "quantised_", "load_")]
     times = [[median(run[of]["rounds"]["prefill 2048"]) for of in ("original", "ladder")] for run in runs]
     before = sorted(plain / ms for plain, ms in times)
-    assert f"had {before[0]:.2f}x to {before[-1]:.2f}x [in three runs]" in page
+    assert f"had {before[0]:.2f}x to {before[-1]:.2f}x [in three runs]" in speed
 
 
 def test_shared_experts_beside_on_gpus(repo: Path, raw: Raw) -> None:
@@ -1561,19 +1582,18 @@ def test_shared_experts_beside_on_gpus(repo: Path, raw: Raw) -> None:
     found = [row for file in files for part in file.values() for row in part["rows"] if "largest" in row]
     modes = {"graph": "whole graphs", "default": "compiled, vLLM's graphs", "eager": "in flight without a graph"}
     modes["pressure"] = "preempted"
-    page = (repo / "benchmarks/results/vllm.md").read_text()
+    page = (repo / "benchmarks/results/vllm_right.md").read_text()
+    table = page.partition("## Shared experts beside")[2].partition("\n## ")[0].splitlines()
     for row in found:
-        case, mode, divided = (
-            row["case"].removesuffix("-farskip"),
-            modes[row["mode"]],
-            "yes" if row["experts"] else "no",
-        )
+        case = row["case"].removesuffix("-farskip")
         if row["mode"] == "pressure":
             case += ", original" if row["role"] == "original" else ", in flight" if row["settings"] else ""
             assert row["preemptions"] == 1
         assert row["dtype"] == "bfloat16" or row["largest"] <= 3e-6
-        far = f"{row['largest']:.1e} | {row['other']:.2f}"
-        assert row["right"] and f"| {case} | {row['dtype']} | {mode} | {divided} | {far} |" in page
+        of = f"{case} | {row['dtype']} | {modes[row['mode']]}"
+        (cells,) = [line.strip("|").split("|")[3:] for line in table if line.startswith(f"| {of} |")]
+        assert row["right"] and cells[row["experts"]].strip() == f"{row['largest']:.1e}"
+        assert f"{row['other']:.2f}" in cells[2]
     shares = sorted(row["rms"] / row["rms_transformers"] for row in found if row["dtype"] == "bfloat16")
     assert f"It is {shares[0]:.1f} to {shares[-1]:.1f} times." in " ".join(page.split())
     assert not [row for part in files[1].values() for row in part["unfinished"]]
@@ -1582,29 +1602,38 @@ def test_shared_experts_beside_on_gpus(repo: Path, raw: Raw) -> None:
 @pytest.mark.parametrize("name", ["untried", "families", "more", "vl", "whole"])
 def test_families_under_vllm_on_cpus(repo: Path, raw: Raw, name: str) -> None:
     rows = [row for row in raw(f"vllm_cpu_{name}")["rows"] if "largest" in row]
-    page = (repo / "benchmarks/results/vllm.md").read_text()
-    table = page.split(f"(vllm_cpu_{name}.json)")[1].split("|---|---|---|---|---|---|---|\n")[1].split("\n\n")[0]
+    page = (repo / "benchmarks/results/vllm_right.md").read_text()
+    table = page.split(f"(vllm_cpu_{name}.json")[1].split("|---|--:|--:|--:|--:|--:|\n")[1].split("\n\n")[0]
 
-    def short(value: float) -> str:
-        return f"{value:.1e}".replace("e-0", "e-")
+    def found(family: str, way: str, role: str, ranks: int, form: str) -> tuple[set[str], set[str]]:
+        """How far the rows of one kind are from transformers, and from the other wiring."""
+        if family.startswith("Instella"):
+            family, way = "deepseek_v3", "gated"
+        some, every = f"{family}-{way}", f"{family}-{way}-all"
+        mode = "default" if form == "compiled by vLLM" else "eager"
+        same = [
+            row
+            for row in rows
+            if row["case"] in ((some, every) if role == "original" else (every if form == "all" else some,))
+            and (row["role"], row["ranks"], row["mode"], row["dtype"]) == (role, ranks, mode, "float32")
+        ]
+        assert role == "original" or all(row["right"] and row["greedy"] == 3 for row in same)
+        return {f"{row['largest']:.1e}".replace("e-0", "e-") for row in same}, {f"{row['other']:.2f}" for row in same}
 
     for line in table.splitlines():
-        model, layers, ranks, difference, original, other, greedy = (
-            cell.strip() for cell in line.strip("|").split("|")
-        )
-        if model.startswith("Instella"):
-            continue  # its case is named by the form of its layers
-        family = model.replace(" around qwen3,", ",").replace(" around ", "+").split(",")[0]
-        compiled = "compiled" in model
-        same = [row for row in rows if row["case"].startswith(f"{family}-") and str(row["ranks"]) == ranks]
-        same = [row for row in same if (row["mode"] != "eager") == compiled]
-        found = {
-            (short(row["largest"]), f"{row['other']:.2f}", f"{row['greedy']} of 3", row["case"].endswith("-all"))
-            for row in same
-            if row["role"] == "converted"
-        }
-        assert (difference, other, greedy, layers == "all") in found, line
-        assert not original or original in {short(row["largest"]) for row in same if row["role"] == "original"}, line
+        model, some, every, two, original, apart = (cell.strip() for cell in line.strip("|").split("|"))
+        family, way, form = (*model.replace("`", "").split(", "), "")[:3]
+        family = family.replace(" around qwen3", "") if family.endswith("qwen3") else family.replace(" around ", "+")
+        way = "plain" if form == "no norms on arrival" else way
+        form, told = form if form == "compiled by vLLM" else "", set()
+        for cell, of, ranks in ((some, form, 1), (every, "all", 1), (two, form, 2)):
+            if cell:
+                differences, others = found(family, way, "converted", ranks, of)
+                assert cell in differences, line
+                told |= others
+        assert set(apart.split("; ")) <= told, line
+        for cell, ranks in zip(original.split(";"), (1, 2), strict=False):
+            assert not cell.strip() or cell.strip() in found(family, way, "original", ranks, form)[0], line
 
 
 def test_the_kernels_of_a_decoding_step(repo: Path, raw: Raw) -> None:
