@@ -254,6 +254,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama-mlp-only": ("llama", "0,2-3", dict(wiring="ladder", variant="mlp-only")),
     "qwen3_moe-fp8": ("qwen3_moe", "1-3", dict(wiring="farskip")),
     "llama-desync-2x": ("llama", "1-3", dict(wiring="desync-2x", tp_degree=2)),
+    "llama-desync-4x": ("llama", "all", dict(wiring="desync-4x", tp_degree=2)),
     "granite-desync-2x": ("granite", "1-3", dict(wiring="desync-2x", tp_degree=2)),
     "hyperclovax-plain": ("hyperclovax", "1-3", dict(wiring="ladder")),
     "deepseek_v3-gated": ("deepseek_v3", "", {}),  # AMD's keys say how it is wired

@@ -14,10 +14,13 @@ The models are those of ``benchmarks/vllm/vllm_cases.py``, and are made in FOLDE
 float32 on the CPU, given the same tokens; in bfloat16 the error of transformers in bfloat16 stands beside that of
 vLLM, and with fp8 weights the distance from the other wiring. With quantised sums the reference rounds its sums, too.
 ``MODE`` is ``eager``, ``graph`` (whole CUDA graphs, not compiled, 200 tokens), ``default`` (compiled, with vLLM's own
-choice of graphs) or ``pressure`` (so little memory that requests are preempted).
+choice of graphs), ``decode`` (the same without a graph for prompts) or ``pressure`` (so little memory that requests are preempted).
 
 With ``--dp N`` a rank is a process with tokens of its own: ranks have different numbers of prompts, and the last one
 stops after half of the tokens.
+
+Every row says by which communicators vLLM's ranks could sum (``sums``). With ``NCCL_P2P_DISABLE=1`` on GPUs there may
+be no other than NCCL's: a row that has one is an error.
 
 ``benchmarks/carried/vllm_gpu.sh`` runs it on GPUs, and ``benchmarks/vllm/vllm_cpu.sh`` with a build of vLLM for CPUs.
 The exit status is 0 if every row is right.
@@ -54,6 +57,7 @@ MODES: dict[str, dict[str, Any]] = {
     "eager": dict(enforce_eager=True),
     "graph": dict(compilation_config=dict(mode=0, cudagraph_mode="FULL", cudagraph_capture_sizes=[1, 2, 4, 8, 96])),
     "default": dict(compilation_config=dict(cudagraph_capture_sizes=[1, 2, 4, 8, 96])),
+    "decode": dict(compilation_config=dict(cudagraph_capture_sizes=[1, 2, 4, 8])),
     # Three answers need 42 blocks of 16 tokens, so some of them are put off and computed again.
     "pressure": dict(enforce_eager=True, block_size=16, num_gpu_blocks_override=30, disable_log_stats=False),
 }
@@ -61,6 +65,7 @@ LONG = ("graph", "pressure")  # modes with REPLAYS tokens
 SETTINGS: dict[str, dict[str, Any]] = {
     "beside": dict(shared_experts="beside"),
     "always": dict(overlap_from=0),  # steps without a graph let their sums travel, too
+    "chunks": dict(chunks=3, overlap_from=0),  # an MLP is summed in parts, however few tokens a step has
     "symmetric": dict(reduce="symmetric"),
     "int8": dict(reduce="quantised:int8"),
     "int4": dict(reduce="quantised:int4"),
@@ -127,13 +132,42 @@ def release() -> None:
         cleanup_dist_env_and_memory()
 
 
-def facts(config: Any) -> Row:
-    """What vLLM has chosen by itself, from its ``VllmConfig``."""
-    return dict(
+def communicators(worker: Any) -> list[str]:
+    """By what the tensor-parallel group of one of vLLM's workers can sum, in the order of its questions.
+
+    They are its communicators that are not disabled, by the names of vLLM's attributes, and then torch's backend.
+    """
+    import torch
+    from vllm.distributed import get_tp_group  # pyright: ignore[reportMissingImports]
+
+    group = get_tp_group()
+    held = [(name, own) for name, own in vars(group.device_communicator).items() if name.endswith("_comm")]
+    found = [name for name, own in held if own is not None and not getattr(own, "disabled", False)]
+    return [*found, torch.distributed.get_backend(group.device_group)]
+
+
+def facts(llm: Any) -> Row:
+    """What vLLM has chosen by itself.
+
+    Raises:
+        RuntimeError: peer access is off, and vLLM could sum by something else than NCCL.
+    """
+    import torch
+
+    config = llm.llm_engine.vllm_config
+    found: Row = dict(
         runner="v2" if config.use_v2_model_runner else "v1",
         backend=str(config.attention_config.backend),
         graphs=str(config.compilation_config.cudagraph_mode),
     )
+    if config.parallel_config.tensor_parallel_size > 1:
+        found["sums"] = sorted({" ".join(names) for names in llm.collective_rpc(communicators)})
+        if config.compilation_config.pass_config.fuse_allreduce_rms:  # by a communicator of its own
+            found["sums"].append("fused with norms")
+        by_nccl = set(" ".join(found["sums"]).split()) <= {"pynccl_comm", "nccl"}
+        if torch.cuda.is_available() and os.environ.get("NCCL_P2P_DISABLE") == "1" and not by_nccl:
+            raise RuntimeError(f"NCCL_P2P_DISABLE=1 asks for NCCL's sums, and vLLM sums by {found['sums']}")
+    return found
 
 
 def compare(folder: Path, plan: Row) -> Row:
@@ -200,7 +234,7 @@ def answered(
         prompt_logprobs=1, logprobs=1, ignore_eos=True,
     )  # fmt: skip
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in asked], sampling, use_tqdm=False)
-    chosen = facts(llm.llm_engine.vllm_config)
+    chosen = facts(llm)
     if mode == "pressure":
         chosen["preemptions"] = sum(m.value for m in llm.get_metrics() if m.name.startswith("vllm:num_preemptions"))
     del llm
@@ -396,6 +430,7 @@ def main() -> None:
     parser.add_argument("--items", type=Path, help="where items-CASE.json.gz lies")
     parser.add_argument("--out", type=Path, help="where the answers are written, under the same name")
     given = parser.parse_args()
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # ``communicators`` is sent to vLLM's workers
     rows = []
     for word in given.words:
         case, *rest = word.split("/")

@@ -2,9 +2,9 @@
 
     python benchmarks/vllm/vllm_trace.py llama3-8b --layers 16 --tp 2 --out FOLDER
 
-One engine for each of ``WAYS``: the original, the wiring, the wiring with sums in flight from 256 tokens on, without
-any in pieces of graphs, and with its sums at once, and its bound. They start at the same time, in processes of their
-own, and take turns, ``--rounds`` times.
+One engine for each of ``WAYS``: the original, and again as the control, the wiring, the wiring with sums in flight
+from 256 tokens on, without any in pieces of graphs, and with its sums at once, and its bound. They start at the same
+time, in processes of their own, and take turns, ``--rounds`` times.
 FOLDER gets a file for each, written again after each turn. All times are ms:
 
 - ``single``: for each number of tokens, the median times from a prompt to its only token. Nothing else runs;
@@ -14,12 +14,14 @@ FOLDER gets a file for each, written again after each turn. All times are ms:
   ``read``. The profiler makes the host slower.
 
 Up to 512 tokens vLLM has CUDA graphs by default, or up to the last of ``--graphs``. Larger steps, and those with sums
-in flight and prompts, wait for the host. Weights are random, and prefix caching is off.
+in flight and prompts, wait for the host. Weights are random, tokens are routed evenly to experts, and prefix caching
+is off.
 """
 
 import argparse
 import json
 import multiprocessing
+import os
 import re
 import time
 from bisect import bisect_left
@@ -32,6 +34,7 @@ from typing import Any
 # What the plugin is told; None is the original, and a table of the same way for all sizes is written for "at once".
 WAYS: dict[str, dict[str, Any] | None] = {
     "original": None,
+    "original again": None,
     "wired": {},
     "from 256 tokens": {"overlap_from": 256},
     "no pieces": {"pieces": False},
@@ -111,6 +114,7 @@ class Bench:
                 profiler="torch", torch_profiler_dir=str(self.traces), torch_profiler_with_stack=False,
                 torch_profiler_dump_cuda_time_total=False,
             ),
+            **given.options,
         )  # fmt: skip
         self.engine = self.llm.llm_engine
 
@@ -303,15 +307,23 @@ def main() -> None:
     parser.add_argument(
         "--custom", action="store_true", help="let vLLM choose its custom all-reduce, which needs peer access"
     )
+    parser.add_argument(
+        "--options",
+        type=json.loads,
+        default={},
+        help='JSON of further arguments of vLLM\'s LLM: {"quantization": "fp8"}',
+    )
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--answers", type=int, default=28)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=10, help="how often a prompt is timed in a turn")
     parser.add_argument("--limit", type=float, default=240, help="seconds for which an engine waits for the others")
-    parser.add_argument("--ways", type=lambda text: text.split(","), default=[*WAYS], help="some of: " + ",".join(WAYS))
+    parser.add_argument("--ways", type=_ways, default=[*WAYS], help="some of: " + ",".join(WAYS).replace(" ", "-"))
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
+    # Random weights would choose a few experts, and other ones in each way.
+    os.environ.setdefault("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
     context = multiprocessing.get_context("spawn")
     barrier, done = context.Barrier(len(given.ways)), context.Semaphore(0)
     with TemporaryDirectory(prefix="fcsd-trace-") as scratch:
@@ -331,6 +343,10 @@ def main() -> None:
             process.kill()
             process.join()
     raise SystemExit(any(process.exitcode for process in processes))
+
+
+def _ways(text_: str) -> list[str]:
+    return text_.replace("-", " ").split(",")
 
 
 def _numbers(text_: str) -> list[int]:

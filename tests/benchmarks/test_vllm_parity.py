@@ -4,6 +4,7 @@ import multiprocessing
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,6 +103,47 @@ def test_plans_say_what_the_plugin_is_told(tmp_path):
     assert vllm_parity.format_of(vllm_parity.section_of(tmp_path, "table", 2)["reduce"]) is None
     with pytest.raises(KeyError):
         vllm_parity.section_of(tmp_path, "no-such", 2)
+
+
+class Engine:
+    """vLLM's engine with one worker, whose group has these communicators."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fused: bool = False, **communicators: Any) -> None:
+        group = SimpleNamespace(device_communicator=SimpleNamespace(ranks=[0, 1], **communicators), device_group=None)
+        monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+        monkeypatch.setitem(sys.modules, "vllm.distributed", SimpleNamespace(get_tp_group=lambda: group))
+        monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "nccl")
+        compilation = SimpleNamespace(
+            pass_config=SimpleNamespace(fuse_allreduce_rms=fused), cudagraph_mode=SimpleNamespace()
+        )
+        config = SimpleNamespace(
+            use_v2_model_runner=True, attention_config=SimpleNamespace(backend=None), compilation_config=compilation,
+            parallel_config=SimpleNamespace(tensor_parallel_size=2),
+        )  # fmt: skip
+        self.llm_engine = SimpleNamespace(vllm_config=config)
+        self.collective_rpc = lambda asked: [asked(None), asked(None)]
+
+
+@pytest.mark.parametrize("on_gpus", [False, True])
+def test_a_row_without_peer_access_is_summed_by_nccl_or_fails(monkeypatch, on_gpus):
+    """vLLM's custom all-reduce does not read NCCL_P2P_DISABLE: that it is off is asked of vLLM's workers."""
+    import vllm_parity
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpus)
+    on, off = SimpleNamespace(disabled=False), SimpleNamespace(disabled=True)
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    found = vllm_parity.facts(Engine(monkeypatch, pynccl_comm=on, ca_comm=off, qr_comm=None))
+    assert found["sums"] == ["pynccl_comm nccl"]
+    assert vllm_parity.facts(Engine(monkeypatch, pynccl_comm=off, ca_comm=None))["sums"] == ["nccl"], "torch's NCCL"
+    others = [dict(pynccl_comm=on, ca_comm=on), dict(pynccl_comm=on, a_new_comm=SimpleNamespace()), dict(fused=True)]
+    for other in others:
+        if on_gpus:
+            with pytest.raises(RuntimeError, match="asks for NCCL's sums"):
+                vllm_parity.facts(Engine(monkeypatch, **other))
+        else:
+            assert vllm_parity.facts(Engine(monkeypatch, **other))["sums"]
+    monkeypatch.delenv("NCCL_P2P_DISABLE")
+    assert vllm_parity.facts(Engine(monkeypatch, **others[0]))["sums"] == ["pynccl_comm ca_comm nccl"]
 
 
 def answer(path: Path, asked: list, plan: dict, section: dict, share: float) -> Any:
