@@ -14,7 +14,8 @@ The models are those of ``benchmarks/vllm/vllm_cases.py``, and are made in FOLDE
 float32 on the CPU, given the same tokens; in bfloat16 the error of transformers in bfloat16 stands beside that of
 vLLM, and with fp8 weights the distance from the other wiring. With quantised sums the reference rounds its sums, too.
 ``MODE`` is ``eager``, ``graph`` (whole CUDA graphs, not compiled, 200 tokens), ``default`` (compiled, with vLLM's own
-choice of graphs), ``decode`` (the same without a graph for prompts) or ``pressure`` (so little memory that requests are preempted).
+choice of graphs), ``decode`` (the same without a graph for prompts) or ``pressure`` (so little memory that requests are
+preempted).
 
 With ``--dp N`` a rank is a process with tokens of its own: ranks have different numbers of prompts, and the last one
 stops after half of the tokens.
