@@ -60,7 +60,7 @@ class WiredLayer(nn.Module):
     """A decoder layer that runs by its plan; a mixin that precedes vLLM's own class."""
 
     fcsd: Wired
-    fcsd_started: Sequence[Any] = ()  # the list in which a ``SummedProjection`` leaves its sum
+    fcsd_started: list[Any] | tuple[()] = ()  # the list in which a ``SummedProjection`` leaves its sum
 
     def forward(
         self,
