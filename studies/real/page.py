@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from studies.real import frontier
+from studies.real.heal import BATCH
 
 from fcsd.eval.compare import not_above_chance
 from fcsd.eval.results import shown
@@ -37,6 +38,7 @@ RAW, MORE = (
 SEEDS, PARTS = RAW[2:]
 CONVERTED, CONVERTED_SEEDS, ALL, LONGER, EVERYDAY = MORE
 PASSAGES = RESULTS / "real_smollm2_passages_cpu.json"
+KL_TEXTS = ("own", "foreign")  # those of the tables
 # The benchmarks that count in a mean, and their chance.
 CHANCE = {benchmark.column: benchmark.chance for benchmark in SUITES["paper"]}
 
@@ -100,7 +102,7 @@ def answer(raw: list[dict[str, Any]], repo: Path = Path()) -> str:
         lost = "{:.1f} ± {:.1f}".format(-run["lost"][0], run["lost"][1])
         before = f"{-run['untrained_lost']:.1f}" if "untrained_lost" in run else ""
         cells = [f"{count} of {DEPTH}: {run['layers']}", wiring, f"{run['tokens'] / 1e6:.3g} M", alone, lost, before]
-        cells += [_change(run, text) for text in ("own", "foreign")]
+        cells += [_change(text, run) for text in KL_TEXTS]
         body.append([*cells, str(slow or f"{frontier.predicted()[wiring, '100%'].shared(share)}*"), str(near or "-")])
         target = next((TARGETS[least] for least in sorted(TARGETS, reverse=True) if least <= count), None)
         if target is not None:
@@ -118,44 +120,51 @@ def healed(raw: list[dict[str, Any]]) -> list[frontier.Healed]:
 
 
 def runs(raw: list[dict[str, Any]]) -> str:
-    """Markdown with a row for each run that was measured to its end, and its divergence on both held-out texts."""
-    lines = [
-        "| wiring | layers | text | tokens | learning rate | tokens a step | also "
-        "| KL, own text | KL, foreign text | tokens/s |",
-        "|---|---|---|--:|--:|--:|---|--:|--:|--:|",
-    ]
-    for run in (run for file in raw for run in file["runs"] if "kl" in run):
-        own, foreign = (_change(run, text) for text in ("own", "foreign"))
-        lines.append(
-            f"| {run['wiring']} | {run['layers']} | {run['text']} | {run['tokens'] / 1e6:.3g} M | {run['lr']:g} "
-            f"| {run.get('batch', 131072)} | {_also(run)} | {own} | {foreign} | {run['tokens_per_second']:.0f} |"
-        )
+    """Markdown with the divergence of every run that was measured to its end, on both held-out texts.
+
+    Runs of a file that differ in the seed alone are one row, with a value for each seed.
+    """
+    head = ["wiring", "layers", "text", "tokens", "also", *(f"KL, {text} text" for text in KL_TEXTS)]
+    body = []
+    for file in raw:
+        alike: dict[str, list[dict[str, Any]]] = {}
+        for run in (run for run in file["runs"] if "kl" in run):
+            same = [float(run["tokens"]), *(run.get(key) for key in ("wiring", "layers", "text", "lr", "batch", "set"))]
+            alike.setdefault(json.dumps(same), []).append(run)
+        for seeds in alike.values():
+            seeds.sort(key=lambda run: run.get("seed", 0))
+            run = seeds[0]
+            cells = [run["wiring"], run["layers"], run["text"], f"{run['tokens'] / 1e6:.3g} M", _also(seeds)]
+            body.append([*cells, *(_change(text, *seeds) for text in KL_TEXTS)])
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * 3 + ["--:", "---", "--:", "--:"], *body)]
     return "\n".join(lines) + "\n"
 
 
-def _also(run: dict[str, Any]) -> str:
-    """What a run sets beside the columns of the table."""
+def _also(seeds: list[dict[str, Any]]) -> str:
+    """What runs that differ in the seed alone set beside the columns, at 1e-3 and in steps of 32,768, and the seeds."""
     named = {
         "optim.kind": "Muon",
         "objective.hidden.weight": "hidden states",
-        "optim.train": "converted layers alone",
+        "optim.train": "converted alone",
         "train.anneal_share": "annealed wiring",
     }
-    changed = [named[key] for key in run.get("set", {}) if key in named]
-    return ", ".join([*changed, f"seed {run['seed']}"] if run.get("seed") else changed)
+    lr, batch = seeds[0]["lr"], seeds[0].get("batch", BATCH)
+    changed = [named[key] for key in seeds[0].get("set", {}) if key in named]
+    changed += [f"{lr:.0e}".replace("e-0", "e-")] * (lr != 1e-3) + [f"steps of {batch:,}"] * (batch != 32768)
+    numbers = [run.get("seed", 0) for run in seeds]
+    if any(numbers):
+        changed.append(f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, numbers))}")
+    return ", ".join(changed)
 
 
 def scores(file: dict[str, Any]) -> str:
     """Markdown with the scores of the original and of every model, and the mean difference with its standard error.
 
-    A star marks a benchmark on which the original is not above chance. It is not in the mean. What stands
-    beside the mean has a table of its own below.
+    Benchmarks on which the original is not above chance are left out, as of the mean. What stands beside the mean has
+    a table of its own below.
     """
-    told = informative(file)
-    baseline = baseline_of(file)
-    columns = [column for column in file["scores"][baseline] if column in CHANCE]
-    heads = [column if column in told else f"{column}*" for column in columns]
-    lines = [f"| model | {' | '.join(heads)} | mean minus original |", "|---|" + "--:|" * (len(columns) + 1)]
+    baseline, columns = baseline_of(file), informative(file)
+    lines = [f"| model | {' | '.join(columns)} | mean minus original |", "|---|" + "--:|" * (len(columns) + 1)]
     for name in (baseline, *(found["model"] for found in file["differences"])):
         values = " | ".join(f"{100 * file['scores'][name][column]['value']:.1f}" for column in columns)
         mean = "" if name == baseline else "{:+.1f} ± {:.1f}".format(*mean_difference(file, name))
@@ -206,35 +215,31 @@ def _spread(values: Sequence[float]) -> float:
 
 
 OF_CONVERTED = """\
-Longer runs and other seeds of the converted layers alone, on all items of PIQA, ARC-E and OpenBookQA and 2500 of
-HellaSwag, spread over it. `half` is `ladder` on the last 15 layers, and `far` is `farskip` on 2-29. The second
-table has what stands beside the mean.
+Longer runs, on all questions of PIQA, ARC-E and OpenBookQA and 2500 of HellaSwag, spread over it. The second table has
+what stands [beside the mean](#last-words-and-held-out-text).
 """
 
 
 OF_SEEDS = """\
-Seeds of shorter runs of the converted layers alone, on the same texts, asked the same questions:
+Seeds on the same texts, asked the same questions:
 """
 
 
-def everyday(file: dict[str, Any], seeds: dict[str, Any]) -> str:
-    """Markdown with the runs that read text of everyday doings beside those of the same seeds that did not.
+def everyday(file: dict[str, Any]) -> str:
+    """Markdown with the runs that read text of everyday doings.
 
-    HellaSwag's questions are of two kinds, and both files count those that the original alone or the model alone
-    answers right. The last columns are of the same questions, answered by both runs of a seed.
+    HellaSwag's questions are of two kinds, and the file counts those that the original alone or the model alone answers
+    right. The last columns are of the same questions, answered by the run of the same seed that did not read it, too.
     """
-    head = ["text", "seed", "KL, own text", "KL, foreign text", "all", "HS, videos", "HS, advice"]
-    head += ["videos, by the everyday text", "advice, by the everyday text"]
+    head = ["seed", *(f"KL, {text} text" for text in KL_TEXTS), "all", "HS, videos", "HS, advice"]
+    head += ["videos, by this text", "advice, by this text"]
     body = []
     for day in file["runs"]:
-        (other,) = (run for run in seeds["runs"] if run["name"] == day["name"].replace("day", "converted"))
-        for run, of in ((other, seeds), (day, file)):
-            cells = [run["text"], str(run["seed"]), *(f"{run['kl'][text]['kl']:.3f}" for text in ("own", "foreign"))]
-            cells.append("{:+.1f} ± {:.1f}".format(*mean_difference(of, run["name"])))
-            counts = [*of["hellaswag"][run["name"]].values()]
-            counts += file["hellaswag"][f"{run['name']} against {other['name']}"].values() if run is day else []
-            cells += ["{:+.1f} ± {:.1f}".format(*won(one)) for one in counts]
-            body.append(cells + [""] * (len(head) - len(cells)))
+        other = day["name"].replace("day", "converted")
+        cells = [str(day["seed"]), *(f"{day['kl'][text]['kl']:.3f}" for text in KL_TEXTS)]
+        cells.append("{:+.1f} ± {:.1f}".format(*mean_difference(file, day["name"])))
+        counts = [file["hellaswag"][name] for name in (day["name"], f"{day['name']} against {other}")]
+        body.append([*cells, *("{:+.1f} ± {:.1f}".format(*won(kind)) for one in counts for kind in one.values())])
     return table(head, body, left=1) + "\n"
 
 
@@ -246,12 +251,12 @@ def won(counts: dict[str, int]) -> tuple[float, float]:
 
 
 OF_LONGER = """\
-All layers by ladder, the converted layers alone, asked the same questions:
+The converted layers alone were trained, which are all but the embeddings, and asked the same questions:
 """
 OF_EVERYDAY = """\
-Half of the layers, once more with text of everyday doings, which the model wrote on prompts about them. *All* is the
-mean of the four benchmarks minus the original's. The columns of HellaSwag are its questions about videos and advice,
-minus the original's, and the last two minus the run above.
+Half of the layers after 41 million tokens, a quarter of them text of everyday doings, which the model wrote on prompts
+about them. *All* is the mean of the four benchmarks. Points are minus the original's, the last two minus those of the
+same seed without this text.
 """
 
 
@@ -351,44 +356,24 @@ def rules(repo: Path = Path()) -> str:
     return "\n".join(lines) + "\n"
 
 
-UNTRAINED_GEMMA = RESULTS / "real_gemma3_cpu.json"
-GEMMA = RESULTS / "real_gemma3_1xh100.json"  # taken where it exists
+UNTRAINED_GEMMA, GEMMA = RESULTS / "real_gemma3_cpu.json", RESULTS / "real_gemma3_1xh100.json"
 OF_GEMMA = """\
 Healed, the converted layers alone, on all items of PIQA, ARC-E and OpenBookQA and 2500 of HellaSwag, spread over it.
 `half` is `ladder` on the last nine layers, and `far` is `farskip` on the choice of `--layers auto`, 15 of 18 layers.
 The last table has what stands beside the mean.
 """
-OF_UNTRAINED_GEMMA = """\
-Untrained conversions on 30 questions of each task (CPU, float32). `farskip-auto` is the choice of `--layers auto`, 15
-of 18 layers, and `ladder-half` is the last nine. With so few questions a star means that the original was not shown to
-be above chance. On {n} of HellaSwag it is: {value:.1f} ± {stderr:.1f}. The second table has what stands beside the
-mean.
-"""
 
 
-def _stored(file: Path) -> dict[str, Any] | None:
-    return json.loads(file.read_text()) if file.exists() else None
-
-
-def gemma(untrained: dict[str, Any], healed: dict[str, Any] | None) -> str:
-    """Markdown with the healed runs of Gemma and their scores; without scores, with those of untrained conversions."""
-    if healed and healed["differences"]:
-        return f"{OF_GEMMA}\n{runs([healed])}\n{scores(healed)}"
-    more = untrained["original_asked_more"]["HS"]
-    points = {"n": more["n"], "value": 100 * more["value"], "stderr": 100 * more["stderr"]}
-    before = f"{OF_UNTRAINED_GEMMA.format(**points)}\n{scores(untrained)}"
-    if healed:
-        return f"{before}\n{runs([healed])}"
-    first, last = untrained["first_steps"]["kl"][0], untrained["first_steps"]["held_out_kl"][-1]
-    steps = f"eight steps of 256 tokens on a CPU: {first:.1f} nats in the first rows, {last:.1f} on held-out text then"
-    return f"{before}\nNo conversion of Gemma has been healed, but for {steps} (`ladder-half`).\n"
+def gemma(file: dict[str, Any]) -> str:
+    """Markdown with the healed runs of Gemma and their scores."""
+    return f"{OF_GEMMA}\n{runs([file])}\n{scores(file)}"
 
 
 RECIPE = RESULTS / "real_smollm2_recipe_1xh100.json"
 OF_RECIPE = """\
-Other ways to heal one conversion with as many tokens, all weights trained: ladder on layers 2-11 and 13-29, own and
-foreign text, 6 million tokens in steps of 32,768 at 1e-3. Differences are from the mean of two seeds of the plain
-recipe. A run is nearer or farther if both texts say so by more than twice what these two seeds are apart.
+Other ways to heal one conversion with as many tokens: ladder on layers 2-11 and 13-29, own and foreign text, 6 million
+tokens. A run is nearer or farther if on both texts it is more than twice as far from the mean of the two seeds as these
+are apart.
 """
 
 
@@ -400,7 +385,7 @@ def recipe(file: dict[str, Any]) -> str:
     middle = [statistics.mean(pair) for pair in zip(*plain, strict=True)]
     noise = 2 * max(max(pair) - min(pair) for pair in zip(*plain, strict=True))
     first = {run["name"].removesuffix("-half"): run for run in file["runs"] if run["name"].endswith("-half")}
-    head = ["what differs", "KL, own text", "KL, foreign text", "difference, own", "difference, foreign", "verdict"]
+    head = ["what differs", *(f"KL, {text} text" for text in texts), "verdict"]
     body = []
     for run in (run for run in file["runs"] if not run["name"].endswith("-half")):
         changed, seed = run.get("set", {}), run["seed"]
@@ -416,7 +401,7 @@ def recipe(file: dict[str, Any]) -> str:
         moved = [value - mean for value, mean in zip(kl[run["name"]], middle, strict=True)]
         verdict = "nearer" if max(moved) < -noise else "farther" if min(moved) > noise else "no difference shown"
         verdict = "" if run["name"].startswith("base-") else verdict
-        body.append([what, *(f"{value:.3f}" for value in kl[run["name"]]), *(f"{m:+.3f}" for m in moved), verdict])
+        body.append([what, *(f"{value:.3f}" for value in kl[run["name"]]), verdict])
     return table(head, body, left=1) + "\n"
 
 
@@ -434,7 +419,7 @@ def experts(file: dict[str, Any]) -> str:
     body = []
     for run in file["runs"]:
         during = ", ".join(f"{kl:.3f}" for _, kl in run["held_out"][:3])
-        after = [_change(run, text) for text in texts] if "kl" in run else ["not measured"] * len(texts)
+        after = [_change(text, run) for text in texts] if "kl" in run else ["not measured"] * len(texts)
         names = [run[name] for name in ("name", "from", "wiring", "layers")]
         body.append([*names, during, *after, f"{run['tokens_per_second']:.0f}"])
     parts = [table(head, body, left=4) + "\n"]
@@ -496,10 +481,12 @@ def rounded(file: dict[str, Any]) -> str:
     return table([*head, "minus original", "by rounding"], body, left=2) + "\n"
 
 
-def _change(run: dict[str, Any], text: str) -> str:
-    if text not in run["kl"]:
+def _change(text: str, *seeds: dict[str, Any]) -> str:
+    """The divergence of runs that differ in the seed alone on one text, after that of their untrained conversion."""
+    if any(text not in run["kl"] for run in seeds):
         return "not measured"
-    after, before = f"{run['kl'][text]['kl']:.3f}", run.get("untrained_kl")
+    after = ", ".join(f"{run['kl'][text]['kl']:.3f}" for run in seeds)
+    before = next((run["untrained_kl"] for run in seeds if run.get("untrained_kl")), None)
     return f"{before[text]['kl']:.2f} → {after}" if before else after
 
 
@@ -510,11 +497,10 @@ def filled(page: str, raw: dict[Path, dict[str, Any]], repo: Path = Path()) -> s
         "runs": runs(stored),
         "scores": scores(stored[0]),
         "seeds": scores(raw[SEEDS]),
-        "parts": scores(raw[PARTS]),
         "converted": f"{OF_CONVERTED}\n{scores(raw[CONVERTED])}",
-        "by seed": f"{OF_SEEDS}\n{by_seed(with_seeds(raw))}\n{scores(raw[CONVERTED_SEEDS])}",
+        "by seed": f"{OF_SEEDS}\n{by_seed(with_seeds(raw))}",
         "all layers": f"{OF_LONGER}\n{scores(raw[LONGER])}",
-        "everyday": f"{OF_EVERYDAY}\n{everyday(raw[EVERYDAY], raw[CONVERTED_SEEDS])}",
+        "everyday": f"{OF_EVERYDAY}\n{everyday(raw[EVERYDAY])}",
         "objectives": f"{OF_OBJECTIVES}\n{scores(json.loads((repo / OBJECTIVES).read_text())['asked'])}",
         "rounded": f"{OF_ROUNDED}\n{rounded(json.loads((repo / ROUNDED).read_text())['after_training'])}",
         "answer": answer(stored, repo),
@@ -523,7 +509,7 @@ def filled(page: str, raw: dict[Path, dict[str, Any]], repo: Path = Path()) -> s
         "larger": frontier.of_larger(),
         "layers": layers(repo),
         "rules": rules(repo),
-        "gemma": gemma(json.loads((repo / UNTRAINED_GEMMA).read_text()), _stored(repo / GEMMA)),
+        "gemma": gemma(json.loads((repo / GEMMA).read_text())),
         "recipe": f"{OF_RECIPE}\n{recipe(json.loads((repo / RECIPE).read_text()))}",
         "experts": experts(json.loads((repo / EXPERTS).read_text())),
         "splits": splits(json.loads((repo / SPLITS).read_text())),
