@@ -44,15 +44,7 @@ ATTRIBUTES = {
     ],
     "vllm.model_executor.layers.fused_moe.runner.shared_experts": ["_layer"],
     "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn": ["out_proj"],
-    "vllm.model_executor.layers.linear": [
-        "reduce_results",
-        "input_size",
-        "output_size",
-        "weight_loader",
-        "quant_method",
-        "input_is_parallel",
-        "return_bias",
-    ],
+    "vllm.model_executor.layers.linear": ["reduce_results", "input_size", "output_size", "weight_loader"],
     "vllm.distributed.parallel_state": [
         "_groups",
         "_all_reduce_out_place",

@@ -14,8 +14,7 @@ The models are those of ``benchmarks/vllm/vllm_cases.py``, and are made in FOLDE
 float32 on the CPU, given the same tokens; in bfloat16 the error of transformers in bfloat16 stands beside that of
 vLLM, and with fp8 weights the distance from the other wiring. With quantised sums the reference rounds its sums, too.
 ``MODE`` is ``eager``, ``graph`` (whole CUDA graphs, not compiled, 200 tokens), ``default`` (compiled, with vLLM's own
-choice of graphs), ``decode`` (the same without a graph for prompts) or ``pressure`` (so little memory that requests are
-preempted).
+choice of graphs) or ``pressure`` (so little memory that requests are preempted).
 
 With ``--dp N`` a rank is a process with tokens of its own: ranks have different numbers of prompts, and the last one
 stops after half of the tokens.
@@ -58,7 +57,6 @@ MODES: dict[str, dict[str, Any]] = {
     "eager": dict(enforce_eager=True),
     "graph": dict(compilation_config=dict(mode=0, cudagraph_mode="FULL", cudagraph_capture_sizes=[1, 2, 4, 8, 96])),
     "default": dict(compilation_config=dict(cudagraph_capture_sizes=[1, 2, 4, 8, 96])),
-    "decode": dict(compilation_config=dict(cudagraph_capture_sizes=[1, 2, 4, 8])),
     # Three answers need 42 blocks of 16 tokens, so some of them are put off and computed again.
     "pressure": dict(enforce_eager=True, block_size=16, num_gpu_blocks_override=30, disable_log_stats=False),
 }
@@ -66,7 +64,6 @@ LONG = ("graph", "pressure")  # modes with REPLAYS tokens
 SETTINGS: dict[str, dict[str, Any]] = {
     "beside": dict(shared_experts="beside"),
     "always": dict(overlap_from=0),  # steps without a graph let their sums travel, too
-    "chunks": dict(chunks=3, overlap_from=0),  # an MLP is summed in parts, however few tokens a step has
     "symmetric": dict(reduce="symmetric"),
     "int8": dict(reduce="quantised:int8"),
     "int4": dict(reduce="quantised:int4"),

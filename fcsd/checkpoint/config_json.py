@@ -103,13 +103,7 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> CheckpointCon
     rewired = read_rewiring(raw, declared, where)
     model_type = declared.removeprefix(PREFIX)
     row = ARCHS.get(model_type)
-    config = CheckpointConfig(
-        raw,
-        model_type=model_type,
-        text=_text(raw, row),
-        quantization=None,
-        rewired=rewired,
-    )
+    config = CheckpointConfig(raw, model_type=model_type, text=_text(raw, row), quantization=None, rewired=rewired)
     for part in (raw, config.text, raw.get("vision_config", {})):
         if not isinstance(part, dict):
             raise BadInputError(f"{where}: text_config and vision_config must be objects")

@@ -102,13 +102,9 @@ def meant(name: str) -> str:
     """The start of a hint for a model that was not found: a similar directory, and the type behind its name."""
     from fcsd.models.products import product_hint
 
-    return similar_directory(Path(name)) + product_hint(name)
-
-
-def similar_directory(path: Path) -> str:
-    """The start of a hint with the directory beside ``path`` that was probably meant; empty if none is similar."""
+    path = Path(name)
     close = get_close_matches(path.name, [folder.name for folder in _folders(path.parent)], n=1)
-    return f"Did you mean {path.parent / close[0]}? " if close else ""
+    return (f"Did you mean {path.parent / close[0]}? " if close else "") + product_hint(name)
 
 
 def _folders(path: Path) -> list[Path]:

@@ -52,12 +52,7 @@ class Layout:
         return {name: tensor for header in self.shards.values() for name, tensor in header.items()}
 
 
-def read_layout(
-    path: Path,
-    *,
-    strict: bool = True,
-    remote: Mapping[str, Callable[[], Header]] | None = None,
-) -> Layout:
+def read_layout(path: Path, *, strict: bool = True, remote: Mapping[str, Callable[[], Header]] | None = None) -> Layout:
     """Read the index and every shard's header.
 
     Args:

@@ -49,10 +49,6 @@ class LimitedProcess:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Ends the child. The next call would start another one."""
-        self._stop()
-
     def __call__(self, argument: Any) -> Any:
         """Calls ``function`` with an argument and returns its result.
 
@@ -65,7 +61,7 @@ class LimitedProcess:
             result = pipe.recv()
         except (EOFError, OSError) as error:
             self.stopped += 1
-            if self._stop() == -signal.SIGPROF:
+            if self.close() == -signal.SIGPROF:
                 raise LimitExceededError(f"ran for more than {CPU_SECONDS:g} s") from error
             raise LimitExceededError("ended its process") from error
         self.answered += 1
@@ -79,8 +75,8 @@ class LimitedProcess:
         theirs.close()
         return process, ours
 
-    def _stop(self) -> int | None:
-        """Ends the child, if there is one, and returns its exit code."""
+    def close(self) -> int | None:
+        """Ends the child, if there is one, and returns its exit code. The next call starts another one."""
         if self._child is None:
             return None
         process, pipe = self._child

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from fcsd.config import HELD_OUT, NO_METRIC, EarlyStop
-from fcsd.errors import ConfigError
 from fcsd.eval.score import Scorer
 
 if TYPE_CHECKING:
@@ -65,16 +64,6 @@ def judge(history: Sequence[dict[str, Any]], settings: EarlyStop, mode: Literal[
     return Verdict(best, waited, waited >= settings.patience)
 
 
-def require_scorer(settings: EarlyStop, scorer: Scorer | None) -> None:
-    """Checks that the caller gave a scorer if the recipe names a benchmark.
-
-    Raises:
-        ConfigError: the recipe names a benchmark and the caller gave no scorer.
-    """
-    if settings.benchmark and scorer is None:
-        raise ConfigError(f"early_stop.metric {settings.benchmark} needs a scorer", "see fcsd.eval.early_score")
-
-
 class ScoreHistory:
     """The scores of one run so far. With the metric ``none`` the model is never scored and the run never stops early.
 
@@ -98,11 +87,7 @@ class ScoreHistory:
         return step > 0 and self.due(step) and all(entry["step"] != step for entry in self._history)
 
     def take(
-        self,
-        model: "PreTrainedModel",
-        tokenizer: "PreTrainedTokenizerBase",
-        step: int,
-        metrics: dict[str, float],
+        self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", step: int, metrics: dict[str, float]
     ) -> dict[str, float]:
         """Scores the model and returns what is to be logged; every rank calls this.
 

@@ -15,14 +15,14 @@ from functools import partial
 from pathlib import Path
 
 from fcsd.config import ResolvedRecipe
-from fcsd.distill import early_stop, preview
+from fcsd.distill import preview
 from fcsd.distill.early_stop import ScoreHistory
 from fcsd.distill.experts.dedup_choice import DedupChoice
 from fcsd.distill.experts.swaps import ExpertSwaps
 from fcsd.distill.metrics import Meter
 from fcsd.distill.parts.files import write_merged, write_parts
 from fcsd.distill.prepare import Prepared, hide_progress_bars, prepare_run
-from fcsd.distill.run import checkpoints, identity, manifest, run_dir, signals, trackers
+from fcsd.distill.run import checkpoints, identity, manifest, run_dir, signals
 from fcsd.distill.run.nonfinite import Skips
 from fcsd.distill.run.report import METRICS, Reporter, closing, opening, read_metrics, reporting
 from fcsd.distill.run.saver import Saver
@@ -34,8 +34,9 @@ from fcsd.distill.step.feed import Feed, feeding
 from fcsd.distill.step.one_step import LaunchedStep, launch_step, measure
 from fcsd.distill.student import write_student
 from fcsd.distill.teacher.original import without_compiling
-from fcsd.errors import PreemptedError
+from fcsd.errors import ConfigError, PreemptedError
 from fcsd.eval.score import Scorer
+from fcsd.extras import require_extra
 from fcsd.launch.preflight import TIMEOUT
 from fcsd.launch.world import World, join_world
 from fcsd.parallel.weights.saving import OwnPart
@@ -88,8 +89,12 @@ def distill_model(
             checkpoints.find(directory / run_dir.CHECKPOINTS, resume, print)
         preview.print_dry_run(recipe, processes)
         return directory
-    early_stop.require_scorer(recipe.early_stop, scorer)
-    trackers.require_tracker(recipe.report)
+    if recipe.early_stop.benchmark and scorer is None:
+        raise ConfigError(
+            f"early_stop.metric {recipe.early_stop.benchmark} needs a scorer", "see fcsd.eval.early_score"
+        )
+    if recipe.report != "none":
+        require_extra("track", f"report: {recipe.report}", recipe.report)
     run_dir.require_usable(directory, filter(None, (recipe.model, recipe.teacher)))
     world = join_world(join_timeout)
     hide_progress_bars(world)

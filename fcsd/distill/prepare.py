@@ -32,13 +32,7 @@ from fcsd.distill.step import graphs
 from fcsd.distill.step.engine import Training, build_training, import_deepspeed, live_teacher
 from fcsd.distill.student import load_student, student_config
 from fcsd.distill.teacher.cache import read_teacher_cache
-from fcsd.distill.teacher.original import (
-    compile_layers,
-    identify_teacher,
-    needs_teacher,
-    pack_attention,
-    teacher_name,
-)
+from fcsd.distill.teacher.original import compile_layers, identify_teacher, needs_teacher, pack_attention, teacher_name
 from fcsd.distill.teacher.shared import SharedTeacher, WithinPass, require_own_weights
 from fcsd.distill.teacher.targets import TeacherSource, expect_comparable
 from fcsd.launch.world import World

@@ -60,12 +60,7 @@ def generate_in_batch(
     running = set(rows)
     while True:
         logits = model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            use_cache=True,
-            logits_to_keep=1,
-            **kept,
+            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1, **kept
         ).logits[:, -1]
         team.require_finite(bool(logits.isfinite().all()))
         ids = choose(rows, tokens, logits)

@@ -116,11 +116,6 @@ def compute(function: Any, *args: Any, **kwargs: Any) -> Any:
     return _compiled(function)(*args, **kwargs)
 
 
-@cache
-def _compiled(function: Any) -> "_Compiled":
-    return _Compiled(function)
-
-
 class _Compiled:
     """A function, compiled until that fails: for want of a compiler, say, or because of too many shapes."""
 
@@ -138,6 +133,9 @@ class _Compiled:
                 log.warning("decoding with %s uncompiled, which is slower: %s", name, reason_of(cause))
                 self._compiled = None
         return self._function(*args, **kwargs)
+
+
+_compiled = cache(_Compiled)
 
 
 def _normed(norm: nn.Module, x: Tensor) -> Tensor:

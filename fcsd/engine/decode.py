@@ -115,11 +115,6 @@ def _up(number: int, grain: int) -> int:
     return -(-number // grain) * grain
 
 
-def _most_likely(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The most likely token id of each row of logits ``[rows, vocab]``, ``[rows, 1]``, and whether all are finite."""
-    return logits.argmax(-1, keepdim=True), logits.isfinite().all(-1)
-
-
 def drawn(logits: torch.Tensor, temperatures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A token id drawn for each row of logits ``[rows, vocab]``, ``[rows, 1]``, and whether all are finite.
 
@@ -228,9 +223,9 @@ class Stepper:
         return logits
 
     def _choose(self, logits: torch.Tensor, slots: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next token id of each row of logits ``[rows, vocab]``; the rows are all slots, or these."""
+        """As ``drawn``, or the most likely token ids if nothing is drawn; the rows are all slots, or these."""
         if self._temperatures is None:
-            return _most_likely(logits)
+            return logits.argmax(-1, keepdim=True), logits.isfinite().all(-1)
         return drawn(logits, self._temperatures if slots is None else self._temperatures[slots])
 
     def _play(self) -> None:

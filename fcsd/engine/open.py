@@ -27,12 +27,7 @@ if TYPE_CHECKING:
 
 
 def open_engine(
-    path: Path,
-    world: "World",
-    *,
-    dtype: "torch.dtype",
-    reduce: str = "nccl",
-    compile_steps: bool = True,
+    path: Path, world: "World", *, dtype: "torch.dtype", reduce: str = "nccl", compile_steps: bool = True
 ) -> "PreTrainedModel":
     """Load an original or converted checkpoint over all ranks of the default process group.
 
@@ -42,7 +37,7 @@ def open_engine(
         reduce: how the ranks reduce: one of the backends that give right results, or the file of a table, see
             ``parallel.all_reduce.ways``.
         compile_steps: whether a GPU compiles the parts of decoding steps over a cache of fixed shape; see
-            ``parallel.tensor.compiled``. Other passes, and CPUs, compile nothing.
+            ``engine.compiled``. Other passes, and CPUs, compile nothing.
 
     Returns:
         A causal LM in eval mode: token ids ``[batch, seq]``, equal on all ranks, give logits ``[batch, seq, vocab]``.
@@ -57,12 +52,11 @@ def open_engine(
 
     ranks = TensorGroup(dist.group.WORLD, world.size, world.rank)
     ways = read_ways(reduce, "engine", world.size)
-    for backend in ways.backends:
+    for backend in ways.backends:  # what these ranks cannot have is refused before the weights are read
         require_right(backend)
+        Reduction(ranks.group, backend, 0)
     if world.device.type == "cuda" and world.size > 1:
         process_settings.warn(os.environ)
-    for backend in ways.backends:
-        Reduction(ranks.group, backend, 0)  # what these ranks cannot have is refused before the weights are read
     model = load_tensor_parallel(path, dtype=dtype, device=world.device, ranks=ranks)
     on_gpu = world.device.type == "cuda"
     fuse(model, on_gpu)

@@ -154,11 +154,8 @@ def evaluate_models(
                 for scored in _results(lm, loaded_tasks, text, limit, accept_unsafe_exec):
                     samples = scored.pop("samples", None)  # the held-out loss has none
                     is_baseline = baseline is not None and (name, model, own) == ordered[0]
-                    result = {"model": name, "path": _path(model), "suite": suite, "baseline": is_baseline}
-                    result |= scored
-                    result |= {"engine": how}
-                    result |= _quantised(own)
-                    result |= {"versions": versions(engine)}
+                    result = {"model": name, "path": _path(model), "suite": suite, "baseline": is_baseline, **scored}
+                    result |= {"engine": how, **_quantised(own), "versions": versions(engine)}
                     result |= {"seconds": round(time.perf_counter() - start, 2)}
                     results.append(result)
                     if team.leads:

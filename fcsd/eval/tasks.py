@@ -395,7 +395,6 @@ def _check_questions(what: str, leaf: Any, asked: Sequence[int], *, programs: bo
     lm-eval would count such an answer as wrong.
 
     Args:
-        asked: the numbers of the questions that are asked.
         programs: whether the answers are programs, which are run against the tests of the question.
 
     Raises:

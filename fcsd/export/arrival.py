@@ -1,7 +1,7 @@
 """Reads back what the hub has after an upload: no answer of the hub alone says that a model has arrived."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -71,12 +71,7 @@ def _is(entry: object, sent: Sent) -> bool:
     if getattr(entry, "size", None) != sent.size:
         return False
     git = hashlib.sha1(f"blob {sent.size}\0".encode(), usedforsecurity=False)  # the name that git gives to a content
-    for block in _blocks(sent.path):
-        git.update(block)
-    return getattr(entry, "blob_id", None) == git.hexdigest()
-
-
-def _blocks(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
+    with sent.path.open("rb") as file:
         while block := file.read(1 << 20):
-            yield block
+            git.update(block)
+    return getattr(entry, "blob_id", None) == git.hexdigest()

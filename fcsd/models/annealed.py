@@ -9,15 +9,16 @@ overlaps communication with computation runs as a blocking layer until then.
 """
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import ConfigError
 from .build import decoder_layers, wiring_of
+from .class_swap import with_mixin
 from .wiring import WiredLayer, pass_on, read
 from .wiring_block import DESYNC, Wiring
 
@@ -77,11 +78,6 @@ class AnnealedLayer(WiredLayer):
         return available, streams
 
 
-@cache
-def _annealed_class(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(cls.__name__, (AnnealedLayer, cls), {"__module__": cls.__module__})
-
-
 def require_in_flight(wiring: Wiring) -> None:
     """Check that a wiring lets some read miss an output, and that annealing knows how to give it back.
 
@@ -106,6 +102,6 @@ def anneal(model: PreTrainedModel) -> Annealing:
     annealing = Annealing(device=model.device)
     wired: list[Any] = [layer for layer in decoder_layers(model) if isinstance(layer, WiredLayer)]
     for layer in wired:
-        layer.__class__ = _annealed_class(type(layer))
+        layer.__class__ = with_mixin(AnnealedLayer, type(layer))
         layer.annealing = annealing
     return annealing

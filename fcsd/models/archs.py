@@ -821,9 +821,5 @@ _ROWS = (
 )
 
 
-def _proven(row: Arch) -> bool:
-    """Whether the installed transformers is one that the row was proven with."""
-    return transformers_version() >= row.since
-
-
-ARCHS: Mapping[str, Arch] = {row.model_type: row for row in _ROWS if _proven(row)}
+# The rows that were proven with the installed transformers.
+ARCHS: Mapping[str, Arch] = {row.model_type: row for row in _ROWS if transformers_version() >= row.since}

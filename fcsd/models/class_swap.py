@@ -20,10 +20,10 @@ def swap_classes(
         if isinstance(module, mixin):
             module.__class__ = module.unfused  # pyright: ignore[reportAttributeAccessIssue]
         if swapped and concerns(module):
-            module.__class__ = _with_mixin(mixin, type(module), **attributes)  # pyright: ignore[reportAttributeAccessIssue]
+            module.__class__ = with_mixin(mixin, type(module), unfused=type(module), **attributes)
 
 
 @cache
-def _with_mixin(mixin: type[Any], cls: type[nn.Module], **attributes: str | int) -> type[nn.Module]:
-    # The class keeps its name, by which transformers finds modules and initialises norms.
-    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "unfused": cls, **attributes})
+def with_mixin(mixin: type[Any], cls: type[nn.Module], **attributes: type | str | int) -> type[Any]:
+    """A class with a mixin before it. It keeps its name, by which transformers finds modules and initialises norms."""
+    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, **attributes})

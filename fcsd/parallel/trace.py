@@ -251,9 +251,7 @@ def hta_overlap(trace: Trace) -> float:
 
 def to_text(traces: list[Trace]) -> str:
     """The table that `python -m benchmarks.train.trace` prints."""
-    lines = [
-        f"{'':20s} {'calls':>6s} {'on device ms':>13s} {'late ms':>8s} {'hidden':>8s} {'exposed ms':>11s}",
-    ]
+    lines = [f"{'':20s} {'calls':>6s} {'on device ms':>13s} {'late ms':>8s} {'hidden':>8s} {'exposed ms':>11s}"]
     trimmed = overlaps(traces, without_last=True)
     for (kind, passes), found in overlaps(traces).items():
         late = "-" if found.late is None else f"{found.late:.2f}"

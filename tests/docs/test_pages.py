@@ -16,7 +16,10 @@ from fcsd.config import Recipe, load_recipe
 
 _REPO = Path(__file__).resolve().parents[2]
 PAGES = [Path("README.md"), Path("CONTRIBUTING.md"), Path("assets/README.md")]
-PAGES += sorted(path.relative_to(_REPO) for path in (_REPO / "docs").rglob("*.md") if path.parent.name != "results")
+PAGES += sorted(path.relative_to(_REPO) for path in (_REPO / "docs").rglob("*.md"))
+LAB = [Path(f"{folder}/README.md") for folder in ("benchmarks", "benchmarks/carried", "studies")]
+RESULTS = sorted(path.relative_to(_REPO) for path in (_REPO / "benchmarks/results").glob("*.md"))
+STUDIES = sorted(path.relative_to(_REPO) for path in (_REPO / "studies").glob("*/*.md"))
 
 
 def anchors(text: str) -> set[str]:
@@ -25,7 +28,7 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
+@pytest.mark.parametrize("page", [*PAGES, *LAB, *RESULTS, *STUDIES], ids=str)
 def test_links_lead_somewhere(page, repo):
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", (repo / page).read_text()):
         file = (repo / page.parent / target) if target else repo / page
@@ -41,11 +44,6 @@ def test_files_of_the_repository_exist(page, repo):
     )
     missing = [name for name in named if not list(repo.glob(name))]
     assert not [name for name in missing if name != "assets/teacher"]
-
-
-LAB = [Path(f"{folder}/README.md") for folder in ("benchmarks", "benchmarks/carried", "studies")]
-RESULTS = sorted(path.relative_to(_REPO) for path in (_REPO / "benchmarks/results").glob("*.md"))
-STUDIES = sorted(path.relative_to(_REPO) for path in (_REPO / "studies").glob("*/*.md"))
 
 
 def absent_programs(text, repo):

@@ -8,6 +8,7 @@ from statistics import mean, median
 from typing import Any
 
 import pytest
+from benchmarks.infer import ladder_serving
 from studies.capability.models import Models, pm
 from studies.capability.results import read_lines
 from studies.capability.scores import Scores, scores_of
@@ -25,6 +26,8 @@ pytestmark = pytest.mark.lab
 
 Raw = Callable[[str], Any]
 GIB = 2**30
+TAILS = (("first_p99", 0), ("token_p99", 1))
+LINKS = ("no-nvlink", "nvlink")
 
 
 @pytest.fixture(scope="module")
@@ -723,6 +726,54 @@ def test_wirings_without_peer_access(page: str, raw: Raw) -> None:
         assert [str(batch), wiring.removesuffix("x"), *cells] in table  # ``rows`` takes it for a unit
 
 
+def test_the_tables_of_ladder_residual(repo: Path, raw: Raw) -> None:
+    names = ("benchmarks/results/engine.md", "docs/engine.md", "benchmarks/results/README.md")
+    page, said, index = (" ".join((repo / name).read_text().split()) for name in names)
+    found = {
+        name.removeprefix("70B-"): run for name, run in raw("infer_ladder_tables_2xh100").items() if name != "what"
+    }
+    whole: dict[tuple[str, int], dict[str, float]] = {}
+    for link, where in (("no-nvlink", "without peer access"), ("nvlink", "over NVLink")):
+        depths = {int(name[-1]): run["rows"] for name, run in found.items() if name.startswith(f"{link}-tp2")}
+        assert found[f"{link}-tp2-8"]["environment"]["settings"].get("NCCL_P2P_DISABLE", "0") == str(
+            int(link != "nvlink")
+        )
+        for batch in (1, 4, 16):
+            own: dict[str, dict[int, Any]] = {}
+            for depth, lines in depths.items():
+                for row in lines:
+                    if row["batch"] == batch:
+                        own.setdefault(row["wiring"] if row["exact"] else "bound", {})[depth] = row
+            speeds = {name: ladder_serving.whole("70B", at, 79 * GIB)["tokens_per_s"] for name, at in own.items()}
+            gains = {name: speed / speeds["standard"] for name, speed in speeds.items()}
+            shown = " | ".join(f"{gains[name]:.2f}x" for name in ("ladder", "desync-4x", "bound"))
+            assert f"| {where} | {batch} | {speeds['standard']:.1f} | {shown} |" in page
+            whole[link, batch] = gains
+            cells = []
+            for key, digits in (("prefill_ms", 1), ("decode_ms", 3)):
+                ms = {name: at[8][key] for name, at in own.items()}
+                others = (f"{ms['standard'] / ms[name]:.2f}x" for name in ("ladder", "desync-4x", "bound"))
+                cells += [f"{ms['standard']:.{digits}f}", *others]
+            assert f"| {where}, {batch} | {' | '.join(cells)} |" in page
+    slow, fast = ([f"{gains['ladder']:.2f}x" for (of, _), gains in whole.items() if of == link] for link in LINKS)
+    assert f"{slow[0]} to {slow[-1]} as fast by `ladder` without peer access, and {fast[0]} to {fast[-1]}" in said
+    assert f"ladder {', '.join(slow)} at batch 1, 4, 16 without peer access, {fast[0]} to {fast[-1]} over" in index
+    alone = {depth: found[f"nvlink-tp2-{depth}"]["rows"] for depth in (8, 4)}
+    one = [next(r for r in alone[depth] if (r["batch"], r["wiring"]) == (1, "ladder")) for depth in (8, 4)]
+    eight, four = (f"{row['prefill_times_standard']:.2f}x" for row in one)
+    assert f"slower over NVLink: {eight}** with eight layers, {four} with four" in page
+    assert f"**one prompt has {eight}**" in index
+    apart: dict[bool, list[float]] = {True: [], False: []}
+    for run in found.values():
+        for row in run["rows"]:
+            for key, times in row["rounds"].items():
+                apart[row["batch"] == 1 and key == "prefill"].append(100 * (max(times) / min(times) - 1))
+    assert f"up to {max(apart[True]):.0f} %, of all others by {max(apart[False]):.0f} % at most" in page
+    desync = sorted(gains["desync-4x"] for (link, _), gains in whole.items() if link != "nvlink")
+    assert f"{desync[0]:.2f}x to {desync[-1]:.2f}x of the standard wiring" in page
+    assert f"the bound itself has {max(gains['bound'] for gains in whole.values()):.2f}x at most" in page
+
+
 def test_kernels_of_a_decoding_step(page: str, raw: Raw) -> None:
     table = rows(page, "Kernels of a decoding step")
     names = {"deepseek-v2-lite": "V2-Lite", "qwen3-30b-a3b": "Qwen3-30B"}
@@ -1032,18 +1083,25 @@ def test_serving_by_vllm_without_peer_access(repo: Path, raw: Raw, kind: str) ->
         assert f"at the same time in {max(starts)} s; the whole command took {together['seconds']:.0f} s" in text
 
 
-def allowed(sums: float, work: float, layers: int, attention: float) -> tuple[float, float]:
+def allowed(
+    sums: float, work: float, layers: int, attention: float, parts: int = 1, longer: float = 1
+) -> tuple[float, float]:
     """The shortest time of a prefill in which sums may travel beside any work, and beside the next sub-block alone.
 
     Args:
         sums: their time if nothing else runs: two of each layer and the one of the embeddings, alike.
         attention: its part of ``work``.
+        parts: those of the MLP's last product, a third of the MLP, behind each of which a part of its sum may start.
+        longer: how many times as long as one sum the parts of a sum take together.
     """
     each = sums / (2 * layers + 1)
     computed = before = arrived = each  # of the newest sub-block, of the sum that the next one reads, of the newest sum
-    for part in (attention, 1 - attention) * layers:
+    for part, count in ((attention, 1), (1 - attention, parts)) * layers:
         computed = max(computed, before) + part * work / layers
-        before, arrived = arrived, max(arrived, computed) + each
+        before = arrived
+        for later in reversed(range(count)):
+            ready = computed - part * work / layers / 3 * later / count
+            arrived = max(arrived, ready) + each * (longer if count > 1 else 1) / count
     return max(sums - 2 * each, work) + 2 * each, arrived
 
 
@@ -1087,7 +1145,7 @@ def test_what_the_order_of_ladder_allows(repo: Path, raw: Raw) -> None:
         f"their sums take {span('times', wide, 1, 1)} times as long as their attention",
         f"the sums take {median(one['over'] for one in over):.1f} times as long as all work",
         f"take {longer:.2f} times as long as one of 64 MiB",
-        f"with which any order allows {span('chunks', missed)} % there",
+        f"with which any order allows {span('chunks', missed)} % in the five",
         "[the order of ladder allows {:.0f} and {:.0f} %]".format(*(100 * one["order"] for one in small[:2])),
     ):
         assert words in text, words
@@ -1104,6 +1162,33 @@ def test_what_the_order_of_ladder_allows(repo: Path, raw: Raw) -> None:
     assert (
         "the order of ladder allows {:.0f} and {:.0f} % (see".format(*(100 * one["order"] for one in wide[:2])) in log
     )
+
+
+def test_chunks_of_tokens_lost_what_an_account_allows(repo: Path, raw: Raw) -> None:
+    run, sums = raw("serve_vllm_chunks_slow_2xh100"), raw("all_reduce_one_step_slow_2xh100")["ms"]
+    whole, part = (median(sums[size]["nccl"]) for size in ("64 MiB", "16 MiB"))
+    shape, layers, rounds = SHAPES["llama3-8b"](1), 16, {n: one["rounds"] for n, one in run["variants"].items()}
+    speeds: dict[int, list[float]] = {2: [], 4: []}
+    possible = []
+    for tokens in run["workload"]["prompts"]:
+        times = {name: median(own[f"prefill {tokens}"]) for name, own in rounds.items()}
+        own = 2 * shape.hidden_size * (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim
+        own += shape.num_attention_heads * shape.head_dim * tokens
+        attention = own / (own + 3 * shape.hidden_size * shape.intermediate_size)
+        given = times["original"] - times["bound"], times["bound"], layers, attention
+        for parts, longer in ((2, 1.0), (4, 4 * part / whole)):
+            speeds[parts].append(times["ladder"] / times[f"ladder, {parts} chunks"])
+            possible.append(allowed(*given)[1] / allowed(*given, parts, longer)[1])
+    two, four = ([f"{speed:.2f}x" for speed in speeds[parts]] for parts in (2, 4))
+    steps = [max(times) / min(times) - 1 for own in rounds.values() for key, times in own.items() if "decode" in key]
+    text, log = (" ".join((repo / page).read_text().split()) for page in ("benchmarks/results/vllm.md", "docs/LOG.md"))
+    assert max(*speeds[2], *speeds[4]) < 1 and run["workload"]["layers"] == layers
+    assert (
+        "{}, {} and {} as fast with two parts as with one sum, and {}, {} and {} with four".format(*two, *four) in text
+    )
+    assert f"would have allowed {min(possible):.2f}x to {max(possible):.2f}x" in text
+    assert f"rounds differ by up to {100 * max(steps):.0f} %" in text
+    assert f"{min(two)} to {max(two)} with two parts and {min(four)} to {max(four)} with four" in log
 
 
 def test_tokens_in_flight_under_data_parallel_attention_in_two_runs(repo: Path, raw: Raw) -> None:
@@ -1410,6 +1495,14 @@ def test_graphs_for_mixed_steps_and_sums_inside_them(repo: Path, raw: Raw) -> No
     assert (
         "{} at the 99th percentile with its sums inside, {} with none inside. The bound has {}".format(*slowest) in page
     )
+    tail = {
+        name: [[f"{one[key]:.{digits}f}" for one in row["loads"]["0.6"]["passes"]] for key, digits in TAILS]
+        for name, row in raw("serve_vllm_load_v2lite_graphs_slow_2xh100")["variants"].items() if row.get("loads")
+    }  # fmt: skip
+    first, step = ({name: " and ".join(both[n]) for name, both in tail.items()} for n in (0, 1))
+    assert f"{first['farskip, pieces']} ms with its sums inside, {first['bound']} of the bound" in page
+    assert f"{first['original']} of the original. Steps were slower in both passes" in page
+    assert f"in both passes: {step['farskip, pieces']} ms beside {step['original']}" in page
     assert f"had {mixture[0]} and {mixture[2]}, and was slower at the 99th percentile, **{slowest[0]}**" in serving
     assert f"it was {inside[0]}, and `farskip` {mixture[0]} with **{mixture[1]}** at the 99th" in serving
     assert "| **{}, {}; {}, {}**; {}, {}; {}, {} |".format(*without, *inside) in serving
@@ -1500,6 +1593,65 @@ def test_the_memory_of_graphs(repo: Path, raw: Raw) -> None:
     assert size in serving and told in serving and f"({mixed['layers']} layers of 8B's dimensions" in serving
     assert f"took [{mixed['gib'][0]} GiB of each GPU]" in (repo / "benchmarks/results/vllm_load.md").read_text()
     assert set(mixed["sizes"]) >= {1024, 512} and len(set(mixed["gib"])) == 1
+
+
+def test_what_is_known_of_the_figures_that_farskip_lost(repo: Path, raw: Raw) -> None:
+    page = " ".join((repo / "benchmarks/results/vllm.md").read_text().split())
+    steps = {}
+    for bits, file in (("fp8", "v2lite_fp8"), ("bf16", "v2lite_27_layers")):
+        found = raw(f"serve_vllm_{file}_slow_2xh100")
+        assert found["workload"]["arrivals"] * 2048 == 4 * 8192 and "8192" in found["workload"]["options"]
+        for name in ("original", "farskip", "bound"):
+            steps[name, bits] = f"{median(found['variants'][name]['rounds']['prefill 2048']) / 4:.0f}"
+    told = "One takes the original {} ms, and {} in bf16,".format(
+        *(steps["original", bits] for bits in ("fp8", "bf16"))
+    )
+    assert told in page
+    both = [steps[name, bits] for name in ("farskip", "bound") for bits in ("fp8", "bf16")]
+    assert "It takes farskip {} ms, and {} in bf16; the bound {}, and {}.".format(*both) in page
+    nothing = raw("serve_vllm_qwen3_16_layers_slow_2xh100")["says_nothing"]
+    assert list(nothing) == ["decode 1"] and "names the figure as one that says nothing" in page
+
+
+def test_sums_by_nccl_on_gpus(repo: Path, raw: Raw) -> None:
+    names = ("benchmarks/results/vllm_right.md", "docs/serving.md", "CHANGELOG.md", "benchmarks/results/README.md")
+    page, *others = (" ".join((repo / name).read_text().split()) for name in names)
+    page = page.partition("## Sums by NCCL, compared with transformers")[2].partition(" ## ")[0]
+    modes = {"graph": "whole graphs", "default": "compiled, vLLM's graphs", "eager": "in flight without a graph"}
+    found = [
+        (of, row)
+        for of in ("0.24", "0.33")
+        for part in raw("vllm_nccl_rows_2xh100")[of].values()
+        for row in part["rows"]
+    ]
+    for version, row in found:
+        assert row["right"] and row["sums"] == [{"0.24": "pynccl_comm nccl", "0.33": "nccl"}[version]]
+        case = row["case"] + (", original" if row["role"] == "original" else "")
+        dtype = row["dtype"] + (", INT8 sums by a table" if row["settings"] == "table-int8" else "")
+        of = row.get("rms_rounding", row.get("rms_transformers"))
+        far = f"{row['largest']:.1e}" if of is None else f"{row['rms']:.4f} of {of:.4f}"
+        cells = (
+            version,
+            case,
+            dtype,
+            modes[row["mode"]],
+            "yes" if row["experts"] else "no",
+            far,
+            f"{row['other']:.2f}",
+        )
+        assert f"| {' | '.join(cells)} |" in page
+        assert row["mode"] != "eager" or "always" in row["settings"], "sums of a small step are at once without it"
+    assert page.count("| yes |") + page.count("| no |") == len(found)
+    assert not [
+        part for of in ("0.24", "0.33") for part in raw("vllm_nccl_rows_2xh100")[of].values() if part["unfinished"]
+    ]
+    plain = [row for _, row in found if row["dtype"] == "float32" and "rms_rounding" not in row]
+    half = sorted(row["rms"] / row["rms_transformers"] for _, row in found if row["dtype"] == "bfloat16")
+    rounded = sorted(row["rms"] / row["rms_rounding"] for _, row in found if "rms_rounding" in row)
+    assert f"**All {len(found)} rows are right**: in float32 to {max(row['largest'] for row in plain):.1e} nats" in page
+    assert f"in bfloat16 {half[0]:.1f} to {half[-1]:.1f} times" in page
+    assert f"by INT8 sums {rounded[0]:.2f} to {rounded[-1]:.2f} of" in page
+    assert all(f"{len(found)} of {len(found)} rows" in text for text in others)
 
 
 @pytest.mark.parametrize("version", ["0.25.1", "0.26.0", "0.27.1", "0.29.0", "0.33.0"])

@@ -154,7 +154,7 @@ REFUSED = [
     (settings(FARSKIP, additional_config={"fcsd": {"reduce": "fast"}}), "unknown all-reduce backend 'fast'"),
     (
         settings(FARSKIP, additional_config={"fcsd": {"exchange": "in flight"}}),
-        'the keys "reduce", "overlap_from", "shared_experts", "pieces" and "chunks"',
+        'the keys "reduce", "overlap_from", "shared_experts" and "pieces"',
     ),
     (settings(FARSKIP, additional_config={"fcsd": {"pieces": "yes"}}), "pieces is true or false, not 'yes'"),
     (settings(FARSKIP, splitting_ops=[], additional_config={"fcsd": {"pieces": True}}), "leave out pieces, or these"),
@@ -162,7 +162,6 @@ REFUSED = [
         settings(FARSKIP, partition=True, additional_config={"fcsd": {"pieces": True}}),
         "no sum can travel in the pieces",
     ),
-    (settings(FARSKIP, additional_config={"fcsd": {"chunks": 0}}), "chunks is a number of parts, not 0; 1 sums an MLP"),
     (settings(FARSKIP, additional_config={"fcsd": {"overlap_from": -1}}), "overlap_from is a number of tokens"),
     (settings(FARSKIP, additional_config={"fcsd": {"overlap_from": "2048"}}), "not '2048'; 0 always overlaps"),
     (settings(FARSKIP, additional_config={"fcsd": {"reduce": "no.json"}}), "no.json is not a table of sums for this"),

@@ -46,7 +46,9 @@ def document_end(wanted: str | None, model: Path, tokenizer: Any, vocab_size: in
             )
         return DocumentEnd(found, wanted, "data.document_end")
     eos = DocumentEnd(tokenizer.eos_token_id, tokenizer.eos_token, "the tokenizer's EOS")
-    template = _text_of(tokenizer.chat_template)
+    template = tokenizer.chat_template or ""
+    if isinstance(template, dict):  # several
+        template = "\n".join(template.values())
     if eos.text not in template and "eos_token" not in template:
         return eos
     others = [DocumentEnd(id_, _token(id_, tokenizer), f"{_GENERATION} ends text at it") for id_ in _ends(model)]
@@ -76,8 +78,3 @@ def _ends(model: Path) -> list[int]:
 def _token(number: int, tokenizer: Any) -> str:
     """The text of a token; empty if there is none of this number."""
     return tokenizer.convert_ids_to_tokens(number) or "" if number < len(tokenizer) else ""
-
-
-def _text_of(template: Any) -> str:
-    """The text of a chat template, or of several; empty for none."""
-    return "\n".join(template.values()) if isinstance(template, dict) else template or ""

@@ -17,12 +17,7 @@ _BEAT = 60.0  # seconds between two collectives while ranks wait; far below the 
 
 
 def load_corpora(
-    sources: Sequence[Source],
-    tokenizer: PreTrainedTokenizerBase,
-    vocab_size: int,
-    seq_len: int,
-    world: World,
-    end: int,
+    sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase, vocab_size: int, seq_len: int, world: World, end: int
 ) -> list[Corpus]:
     """The corpora of ``sources`` on every rank. Rank 0 prints how many documents rows of ``seq_len`` tokens leave out.
 

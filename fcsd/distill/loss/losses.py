@@ -197,10 +197,9 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         for start in range(0, len(hidden), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             logits = logits_of(hidden[rows], weight, cap)
-            slope = None if cap is None else 1 - (logits / cap).square()  # of the cap: 1 - tanh²
             loss, gradient = chunk_loss(logits, rows)
-            if slope is not None:
-                gradient = gradient * slope
+            if cap is not None:
+                gradient = gradient * (1 - (logits / cap).square())  # the slope of the cap: 1 - tanh²
             total += loss
             gradient = gradient.to(weight.dtype)
             if to_hidden is not None:

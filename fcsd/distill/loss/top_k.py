@@ -32,13 +32,7 @@ class TopK(NamedTuple):
 
 @torch.no_grad()
 def top_k(
-    hidden: Tensor,
-    head: Tensor,
-    k: int,
-    *,
-    temperature: float = 1.0,
-    chunk_tokens: int = 512,
-    cap: float | None = None,
+    hidden: Tensor, head: Tensor, k: int, *, temperature: float = 1.0, chunk_tokens: int = 512, cap: float | None = None
 ) -> TopK:
     """The k most likely next token ids at each position, and the tail.
 

@@ -68,20 +68,16 @@ def global_norm(engine: TrainEngine, recipe: Recipe, world: World) -> Tensor:
 
     DeepSpeed's own norm covers only the experts of this process.
     """
+    from deepspeed.moe.utils import is_moe_param
+
     ep_size = recipe.parallel.ep_size
     gradients: dict[bool, list[Tensor]] = {True: [], False: []}
     for parameter in engine.module.parameters():
         if parameter.grad is not None:
-            gradients[_is_expert(parameter)].append(parameter.grad)
+            gradients[is_moe_param(parameter)].append(parameter.grad)
     norm = torch.nn.utils.get_total_norm(gradients[False])
     if gradients[True]:
         squared = torch.nn.utils.get_total_norm(gradients[True]).square()
         dist.all_reduce(squared)  # each expert is summed world.size / ep_size times
         norm = (norm.square() + squared * ep_size / world.size).sqrt()
     return norm
-
-
-def _is_expert(parameter: Tensor) -> bool:
-    from deepspeed.moe.utils import is_moe_param
-
-    return is_moe_param(parameter)

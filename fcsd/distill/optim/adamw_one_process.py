@@ -38,14 +38,7 @@ class OneProcessAdamW(Optimizer):
     """
 
     def __init__(
-        self,
-        params: Any,
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        grad_clip: float,
+        self, params: Any, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, grad_clip: float
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._grad_clip = grad_clip

@@ -123,11 +123,7 @@ def reporting(
     kept = [{**line, **(found or {})} if line["step"] == start else line for line in kept]
     write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
     console = Console(file=sys.stderr)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-    )
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
     try:
         with tracking(run, recipe, start=start) as track, bar as progress:

@@ -66,10 +66,8 @@ def claim(run: Path) -> Iterator[None]:
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")
         lock.flush()
-        for unfinished in left_over(
-            run, rf"{FINAL}\.tmp-", directories=True
-        ):  # left by a run that was killed in `publish`
-            shutil.rmtree(unfinished)
+        for unfinished in left_over(run, rf"{FINAL}\.tmp-", directories=True):
+            shutil.rmtree(unfinished)  # left by a run that was killed in `publish`
         try:
             yield
         finally:
@@ -87,14 +85,14 @@ def describe(run: Path, resolved: ResolvedRecipe) -> None:
         file.write(shlex.join(sys.argv) + "\n")
 
 
-def publish(model: Path, run: Path) -> Path:
-    """Creates ``run/final`` from the model directory of a checkpoint and returns its path.
+def publish(model: Path, run: Path) -> None:
+    """Creates ``run/final`` from the model directory of a checkpoint.
 
     The files are hard links, so that the checkpoint itself may be deleted later.
     """
     part = new_final(run)
     shutil.copytree(model, part, copy_function=_link)
-    return finish(part, run)
+    finish(part, run)
 
 
 def new_final(run: Path) -> Path:
@@ -102,13 +100,12 @@ def new_final(run: Path) -> Path:
     return run / f"{FINAL}.tmp-{uuid.uuid4().hex[:8]}"
 
 
-def finish(part: Path, run: Path) -> Path:
-    """Renames a complete directory to ``run/final`` and returns that path."""
+def finish(part: Path, run: Path) -> None:
+    """Renames a complete directory to ``run/final``."""
     final = run / FINAL
     if final.exists():
         shutil.rmtree(final)
     part.rename(final)
-    return final
 
 
 def _link(source: str, target: str) -> None:

@@ -168,14 +168,7 @@ class Saver:
         return found[0]
 
     def _write(
-        self,
-        taken: Snapshot,
-        world: World,
-        *,
-        step: int,
-        progress: dict[str, Any],
-        best: int | None,
-        began: float,
+        self, taken: Snapshot, world: World, *, step: int, progress: dict[str, Any], best: int | None, began: float
     ) -> None:
         """Commits a checkpoint and deletes those that it replaces. This also runs in the thread."""
         try:

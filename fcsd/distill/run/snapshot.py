@@ -54,7 +54,8 @@ def take(trained: Trained, world: World) -> Snapshot:
     """The state of this rank. Its tensors are those of the run, not copies."""
     engine, part = trained.engine, _part(trained)
     states = {"engine": {name: getattr(engine, name) for name in _COUNTERS}, "random": random_state()}
-    return Snapshot(part, _optimizer_state(engine) if _writes(engine, part, world) else None, states)
+    writes = engine.zero_optimization() or world.rank < part.group_size
+    return Snapshot(part, _optimizer_state(engine) if writes else None, states)
 
 
 def copied(snapshot: Snapshot, copies: HostCopies) -> Snapshot:
@@ -155,10 +156,6 @@ def _read_optimizer(path: Path) -> Any:
             f"{path}: holds objects that no optimizer of fcsd saves; none was loaded",
             "Do not use this checkpoint: somebody changed it, or another version of DeepSpeed wrote it.",
         ) from error
-
-
-def _writes(engine: TrainEngine, part: OwnPart, world: World) -> bool:
-    return engine.zero_optimization() or world.rank < part.group_size
 
 
 def _optimizer_state(engine: TrainEngine) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 from fcsd.config import Recipe
 from fcsd.disk import read_input_text, write_text
 from fcsd.errors import BadInputError
-from fcsd.extras import require_extra
 from fcsd.foreign_errors import reason_of
 
 Log = Callable[[dict[str, Any], int], None]  # metrics and their step
@@ -26,16 +25,6 @@ class Tracker(Protocol):
     def log(self, metrics: dict[str, Any], step: int) -> None: ...
 
     def finish(self) -> None: ...
-
-
-def require_tracker(report: str) -> None:
-    """Checks that the package of a recipe's ``report`` is installed, without importing it.
-
-    Raises:
-        ConfigError: the package is not installed.
-    """
-    if report != "none":
-        require_extra("track", f"report: {report}", report)
 
 
 @contextmanager

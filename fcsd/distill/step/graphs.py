@@ -101,7 +101,6 @@ class FixedPasses(TeacherSource):
         return self if torch.is_grad_enabled() else self._source.get_targets(columns, stored)
 
     def teacher(self) -> AbstractContextManager[PreTrainedModel | None]:
-        """See ``TeacherSource``."""
         return self._source.teacher()
 
     def __call__(self, batch: dict[str, Tensor], denominator: Tensor, terms: tuple[str, ...]) -> dict[str, Tensor]:

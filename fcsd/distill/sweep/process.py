@@ -41,7 +41,7 @@ class Exit:
 Launch = Callable[[Path], Exit]
 
 
-def launcher(gpus: int | None = None, accept_unsafe_exec: bool = False, nodes: int = 1) -> Launch:
+def launcher(gpus: int | None, accept_unsafe_exec: bool, nodes: int) -> Launch:
     """The function that runs a recipe in new processes, ``gpus`` of them on each of ``nodes`` nodes.
 
     Args:

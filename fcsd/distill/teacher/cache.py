@@ -192,7 +192,6 @@ class CachedTeacher(TeacherSource):
         return TopK(*(torch.cat(column) for column in zip(*found, strict=True)))
 
     def get_targets(self, columns: dict[str, Tensor], stored: TopK | None = None) -> Targets:
-        """See ``TeacherSource``."""
         assert stored is not None, "a cache has targets for the rows of the run alone"
         device = columns["input_ids"].device
         return Targets(TopK(*(column.to(device, non_blocking=True) for column in stored)), {})

@@ -6,7 +6,7 @@ The first layers, if nothing trains in them and they are not rewired, are comput
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -74,7 +74,6 @@ class SharedTeacher(TeacherSource):
 
     @torch.no_grad()
     def get_targets(self, columns: dict[str, Tensor], stored: TopK | None = None) -> Targets:
-        """See ``TeacherSource``."""
         with self.teacher() as model, captured(model, self._compared) as streams, noted(model, self._prefix) as prefix:
             hidden = final_hidden(model, columns)
             head = output_head(model)
@@ -132,14 +131,10 @@ class WithinPass(TeacherSource):
     def __init__(self, shared: SharedTeacher, student: Any) -> None:
         self._shared, self._student = shared, student
 
-    @contextmanager
-    def teacher(self) -> Iterator[PreTrainedModel]:
-        """See ``TeacherSource``."""
-        with self._shared.teacher() as model:
-            yield model
+    def teacher(self) -> AbstractContextManager[PreTrainedModel]:
+        return self._shared.teacher()
 
     def get_targets(self, columns: dict[str, Tensor], stored: TopK | None = None) -> FixedLosses:
-        """See ``TeacherSource``."""
 
         def losses(batch: dict[str, Tensor], denominator: Tensor, terms: tuple[str, ...]) -> dict[str, Tensor]:
             # Not by a call, whose hooks begin a pass of the engine.

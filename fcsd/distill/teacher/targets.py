@@ -115,13 +115,11 @@ class LiveTeacher(TeacherSource):
 
     @torch.no_grad()
     def get_targets(self, columns: dict[str, Tensor], stored: TopK | None = None) -> Targets:
-        """See ``TeacherSource``."""
         with captured(self._model, self._layers) as streams:
             return Targets(self.passes(columns), streams)
 
     @contextmanager
     def teacher(self) -> Iterator[PreTrainedModel]:
-        """See ``TeacherSource``."""
         yield self._model
 
 
@@ -166,20 +164,17 @@ def expect_comparable(student: PreTrainedModel, teacher: PreTrainedModel, recipe
             also if their hidden sizes or numbers of layers differ.
         ConfigError: ``objective.hidden.layers`` names a layer that the models do not have.
     """
+    both = student, teacher
     pairs: list[tuple[Any, ...]] = [
-        ("vocabulary", *(whole_shape(output_head(model))[0] for model in (student, teacher)))
+        ("vocabulary", *(whole_shape(output_head(model))[0] for model in both)),
+        ("cap of the logits", *(logits_cap(model.config) for model in both)),
     ]
-    pairs.append(("cap of the logits", *(logits_cap(model.config) for model in (student, teacher))))
     if recipe.objective.hidden.weight:
         compared_layers(student, recipe.objective)
         pairs += [
-            ("number of layers", *(len(decoder_layers(model)) for model in (student, teacher))),
-            ("hidden size", *(whole_shape(_embeddings(model))[1] for model in (student, teacher))),
+            ("number of layers", *(len(decoder_layers(model)) for model in both)),
+            ("hidden size", *(whole_shape(cast(Any, model.get_input_embeddings()).weight)[1] for model in both)),
         ]
     for what, ours, theirs in pairs:
         if ours != theirs:
             raise BadInputError(f"the {what} of student {recipe.model} is {ours}, that of teacher {name} {theirs}")
-
-
-def _embeddings(model: PreTrainedModel) -> Tensor:
-    return cast(Any, model.get_input_embeddings()).weight

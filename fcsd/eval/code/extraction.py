@@ -7,14 +7,9 @@ The search may need minutes and gigabytes on a hostile answer, so it runs only i
 import ast
 import bisect
 import codeop
-from typing import Any, Literal
+from typing import Literal
 
 MAX_LINES = 1000  # lines of a chat answer that are searched for code
-
-
-def program_text(problem: Any, generation: str, form: str) -> str:
-    """The program to run, for `form` as in `fcsd.eval.code.judge.score`."""
-    return sanitize(generation, problem.entry_point) if form == "chat" else generation
 
 
 def sanitize(text: str, entry_point: str | None) -> str:

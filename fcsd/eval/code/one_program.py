@@ -15,7 +15,7 @@ from typing import IO, Any, TypeVar
 
 from fcsd.errors import FcsdError
 from fcsd.eval.code.comparison import RULES, Case
-from fcsd.eval.code.extraction import program_text
+from fcsd.eval.code.extraction import sanitize
 from fcsd.eval.code.judge import READING_SHARE, Outcome, Problem, Verdict, wall_limit
 from fcsd.eval.code.sandbox import Exit, Limits, Sandbox, run
 from fcsd.eval.code.sandbox_runner import decode, encode
@@ -44,7 +44,7 @@ def judge_answer(problem: Problem, generation: str, sandbox: Sandbox, timeout_s:
                 used_s = _run_reference(problem, sandbox, REFERENCE_SHARE * timeout_s, expected)
                 cpu_s = max(timeout_s, round(REFERENCE_FACTOR * used_s))
             _limit_this_process(READING_SHARE * timeout_s)
-            program = program_text(problem, generation, form)
+            program = sanitize(generation, problem.entry_point) if form == "chat" else generation
             results, ended = _twice(lambda: _run_program(problem, program, sandbox, cpu_s, expected))
             if ended.kind == "lost":
                 raise FcsdError(ended.detail)

@@ -99,18 +99,7 @@ def _bwrap(bwrap: str, *identity: str) -> tuple[str, ...]:
         *(bwrap, "--die-with-parent", "--new-session", *identity),
         *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
         *("--proc", "/proc", "--dev", "/dev", *small_tmpfs, "/dev/shm", *small_tmpfs, "/tmp"),
-        *(
-            *directories,
-            *mounts,
-            *links,
-            "--remount-ro",
-            "/dev",
-            "--remount-ro",
-            "/",
-            "--chdir",
-            "/tmp",
-            "--",
-        ),
+        *(*directories, *mounts, *links, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--"),
     )
 
 

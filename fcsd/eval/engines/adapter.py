@@ -27,7 +27,6 @@ class HFAdapter(Adapter):
 
     Args:
         model: a causal LM in eval mode.
-        tokenizer: its tokenizer.
         batch_size: the most sequences in one forward pass; None for as many as the token limits allow.
         max_length: the longest input in tokens, if shorter than the model's own limit.
         cache: where answers are kept, so that a killed evaluation can resume.
@@ -87,9 +86,7 @@ class HFAdapter(Adapter):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         return self.chat_text(
-            chat_history,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
+            chat_history, add_generation_prompt=add_generation_prompt, continue_final_message=not add_generation_prompt
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:

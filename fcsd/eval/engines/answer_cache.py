@@ -51,10 +51,7 @@ class AnswerCache:
         """
         answer = self._answers.get(_key(request))
         if answer is not None and not valid(answer):
-            raise BadInputError(
-                f"{self._path}: a stored answer cannot be right: {answer!r:.80}",
-                _DELETE,
-            )
+            raise BadInputError(f"{self._path}: a stored answer cannot be right: {answer!r:.80}", _DELETE)
         return answer
 
     def add(self, request: Any, answer: Any) -> None:

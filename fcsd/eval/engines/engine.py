@@ -220,12 +220,7 @@ def _in_vllm(path: Path, engine: Engine, dtype: str, cache: AnswerCache | None) 
 
     adapter: Any = VLLMAdapter  # its base has no type, so that pyright takes the class for abstract
     return adapter(
-        path,
-        dtype=dtype,
-        gpus=engine.gpus,
-        max_length=engine.max_length,
-        batch_size=engine.batch_size,
-        cache=cache,
+        path, dtype=dtype, gpus=engine.gpus, max_length=engine.max_length, batch_size=engine.batch_size, cache=cache
     )
 
 

@@ -111,12 +111,7 @@ def decode(
 
 
 def decode_sum(
-    records: Tensor,
-    format: Format,
-    width: int,
-    dtype: torch.dtype,
-    weight: Tensor | None,
-    places: Tensor,
+    records: Tensor, format: Format, width: int, dtype: torch.dtype, weight: Tensor | None, places: Tensor
 ) -> Tensor:
     """Decode records and sum those of each row: ``[n, width]`` of ``dtype``; see ``moves.decode_sum``."""
     rows = records.new_empty(len(places), width, dtype=dtype)

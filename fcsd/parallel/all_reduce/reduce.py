@@ -23,18 +23,14 @@ class Reduction:
 
     Raises:
         ConfigError: the backend or its format is unknown, or the ranks cannot reduce in this way.
-
-    Attributes:
-        exact: whether ``wait`` returns the sum, up to the rounding of a format; False for the bound.
-        format: the format of the values sent; None for the values as they are.
     """
 
     def __init__(self, group: Any, backend: str, layer: int) -> None:
-        found, self.format = backend_of(backend, "engine")
-        self.exact, self._layer = not found.bound, layer
+        found, format = backend_of(backend, "engine")
+        self._layer = layer
         self._start: Start | None = None
         if found.open is not None and dist.get_world_size(group) > 1:
-            self._start = found.open(group, self.format)
+            self._start = found.open(group, format)
         self._work: Work | None = None
         self._tensor: Tensor | None = None
 

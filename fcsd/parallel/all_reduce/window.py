@@ -76,6 +76,5 @@ class OnStream:
         self._kept = tensor  # its memory may belong to another stream
 
     def wait(self) -> None:
-        """See ``Work``."""
         torch.cuda.current_stream().wait_event(self._done)
         del self._kept

@@ -23,11 +23,7 @@ class Gathered(NamedTuple):
 
 
 def gather(
-    counts: Tensor,
-    summarise: Callable[[Tensor], Tensor],
-    group: Any,
-    ranks: int,
-    side: torch.cuda.Stream | None,
+    counts: Tensor, summarise: Callable[[Tensor], Tensor], group: Any, ranks: int, side: torch.cuda.Stream | None
 ) -> Callable[[], Gathered]:
     """Start to gather ``counts [n]`` of all ranks; the returned function waits for the result.
 

@@ -67,13 +67,7 @@ class Pack(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        tokens: Tensor,
-        weights: Tensor,
-        written: list[Tensor],
-        copies: Copies,
-        layout: Layout,
-        moves: Moves,
+        ctx: Any, tokens: Tensor, weights: Tensor, written: list[Tensor], copies: Copies, layout: Layout, moves: Moves
     ) -> Tensor:
         ctx.save_for_backward(copies.row_of, copies.entry_of)
         ctx.layout, ctx.moves = layout, moves

@@ -94,7 +94,6 @@ class _Packed:
     ready: torch.Event | None
 
     def dispatch(self, awaited_at: int | None) -> "_Dispatched":
-        """See ``Packed``."""
         common, codecs = self.common, self.common.codecs
         common.plan()
         in_flight = common.send("dispatch", self.rows, (codecs.dispatch, codecs.dispatch_grad), awaited_at, self.ready)
@@ -113,7 +112,6 @@ class _Dispatched:
         return self
 
     def combine(self, awaited_at: int | None) -> "_Combined":
-        """See ``Dispatched``."""
         common, codecs = self.common, self.common.codecs
         outputs = common.permute.run(common.block, self.rows, common.plan().counts)
         return _Combined(common, common.send("combine", outputs, (codecs.combine, codecs.combine_grad), awaited_at))
@@ -131,7 +129,6 @@ class _Combined:
         return self
 
     def land(self) -> Tensor:
-        """See ``Combined``."""
         return self.common.permute.unpack(self.rows.wait()).view(self.common.shape)
 
 

@@ -55,7 +55,6 @@ class ByLayer:
         self._ways = {dedup: dispatcher_of(dedup, ranks, node_size) for dedup in self.offered}
 
     def __call__(self, block: ExpertBlock, layer: int, x: Tensor, transfer: Transfer, /) -> Packed:
-        """See ``Dispatcher``."""
         dedup = self.chosen.get(layer, next(reversed(self.offered)))
         return self._ways[dedup](block, layer, x, transfer)
 
@@ -204,7 +203,6 @@ class _Packed:
     ready: torch.Event | None
 
     def dispatch(self, awaited_at: int | None) -> "_Dispatched":
-        """See ``Packed``."""
         common, plan, layout = self.common, self.wait_for_plan(), self.common.layouts[0]
         written = [self.written[: sum(plan.dispatch[0].sends)]]
         records = Pack.apply(self.tokens, self.weights, written, self.copies, layout, common.moves)
@@ -245,7 +243,6 @@ class _Dispatched:
         return type(self)(common, self.plan, (*self.copies, copies), in_flight)
 
     def combine(self, awaited_at: int | None) -> "_Combined":
-        """See ``Dispatched``."""
         common, level = self.common, len(self.copies)
         if level < common.levels.depth:
             return self.forward().combine(awaited_at)
@@ -290,7 +287,6 @@ class _Combined:
         return type(self)(self.common, self.plan, copies, in_flight, self.awaited_at)
 
     def land(self) -> Tensor:
-        """See ``Combined``."""
         if len(self.copies) > 1:
             return self.forward().land()
         return self._summed().view(self.common.shape)

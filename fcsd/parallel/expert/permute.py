@@ -94,15 +94,12 @@ class RowPermute:
             self._unpermute = partial(rows_reference.unpermute, order=pairs, top_k=top_k)
 
     def pack(self, tokens: Tensor) -> Tensor:
-        """See ``Permute``."""
         return self._permute(tokens, self._before)
 
     def run(self, block: ExpertBlock, arriving: Deferred, counts: Tensor) -> Tensor:
-        """See ``Permute``."""
         return block.run(arriving.wait(), counts)
 
     def unpack(self, rows: Tensor) -> Tensor:
-        """See ``Permute``."""
         return self._unpermute(rows, self._after)
 
 
@@ -128,11 +125,9 @@ class FusedPermute:
         )
 
     def pack(self, tokens: Tensor) -> Tensor:
-        """See ``Permute``."""
         return tokens
 
     def run(self, block: ExpertBlock, arriving: Deferred, counts: Tensor) -> Tensor:
-        """See ``Permute``."""
         return block.run_ordered(arriving.wait(), self._orders.arrived)
 
     def unpack(self, rows: Tensor) -> Tensor:

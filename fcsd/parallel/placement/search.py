@@ -126,7 +126,6 @@ def greedy(
         chosen: for each layer the experts that this rank's tokens chose, ``[tokens, top_k]``.
         placements: for each layer where its experts are.
         most: the largest number of swaps in a layer; None is no limit.
-        together: how the ranks search together.
 
     Returns: the placements, and the number of swaps in all layers together.
     """

@@ -104,11 +104,9 @@ class RowCodec:
         self._format = format
 
     def encode(self, rows: Tensor) -> Tensor:
-        """See ``Codec``."""
         return encode(rows, self._format)
 
     def decode(self, records: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        """See ``Codec``."""
         return decode(records, self._format, width, dtype)
 
 

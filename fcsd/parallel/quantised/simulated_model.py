@@ -36,11 +36,8 @@ from fcsd.parallel.quantised.rows import Rounding, simulate
 from fcsd.parallel.quantised.simulated_all_reduce import simulate_all_reduce
 from fcsd.parallel.quantised.simulated_row_parallel import PartialSums, expert_slices, expert_sums, require_divides
 
-_CALLED: tuple[Part, ...] = (
-    "attn",
-    "routed",
-    "shared",
-)  # the order in which a layer computes its parts, see ``wiring.WiredLayer``
+# The order in which a layer computes its parts, see ``wiring.WiredLayer``.
+_CALLED: tuple[Part, ...] = ("attn", "routed", "shared")
 
 
 @dataclass(frozen=True)

@@ -244,11 +244,7 @@ def ranks_of(model: PreTrainedModel) -> TensorGroup | None:
 
 
 def wire_training(
-    model: PreTrainedModel,
-    wiring: Wiring,
-    ranks: TensorGroup,
-    mode: Mode = "on",
-    backend: str = "nccl",
+    model: PreTrainedModel, wiring: Wiring, ranks: TensorGroup, mode: Mode = "on", backend: str = "nccl"
 ) -> None:
     """Wire a model whose weights are sharded for training, in place. The call can be repeated on one model.
 

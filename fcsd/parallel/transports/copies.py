@@ -24,14 +24,13 @@ the rows of this exchange by ``all_to_all``. No row is ever dropped. The next ex
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fcsd.parallel.transports.nodes import Node, node_of, send_outside
+from fcsd.parallel.transports.nodes import Node, node_of, send_outside, spans
 from fcsd.parallel.transports.transport import Several, Splits, Work, all_to_all
 
 ARRIVED, FREE = 0, 1
@@ -146,7 +145,7 @@ class _Lane:
 
     def _exchange(self, peers: PeerBuffers, node: Node, rows: Tensor, splits: Splits) -> Tensor:
         row = rows.shape[1] * rows.element_size()
-        outgoing, incoming = _spans(splits.sends, row), _spans(splits.receives, row)
+        outgoing, incoming = spans(splits.sends, row), spans(splits.receives, row)
         # ``peer`` and ``me`` are places in the node; ``ranks`` are those of the group, which the splits are about.
         number, me, others, ranks = self._exchanges, peers.rank, range(1, peers.size), node.ranks
         start = number % self._slots * self._capacity
@@ -173,8 +172,3 @@ class _Lane:
                 for step in others:
                     peers.set_flag((me - step) % peers.size, FREE, number)
         return received
-
-
-def _spans(counts: list[int], row: int) -> list[slice]:
-    """The range of bytes of each rank's rows in a buffer that holds the rows of all ranks in order."""
-    return [slice(*ends) for ends in pairwise(accumulate((count * row for count in counts), initial=0))]

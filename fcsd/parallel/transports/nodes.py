@@ -41,7 +41,7 @@ def send_outside(rows: Tensor, received: Tensor, splits: Splits, node: Node, gro
         splits: the sizes of the whole exchange.
         group: the group of all ranks.
     """
-    sends, receives = _slices(splits.sends), _slices(splits.receives)
+    sends, receives = spans(splits.sends), spans(splits.receives)
     operations = []
     for rank in range(dist.get_world_size(group)):
         if rank in node.ranks:
@@ -54,5 +54,6 @@ def send_outside(rows: Tensor, received: Tensor, splits: Splits, node: Node, gro
     return dist.batch_isend_irecv(operations) if operations else []
 
 
-def _slices(counts: list[int]) -> list[slice]:
-    return [slice(*ends) for ends in pairwise(accumulate(counts, initial=0))]
+def spans(counts: list[int], row: int = 1) -> list[slice]:
+    """Where the rows of each rank are, if those of all ranks are in order and a row takes ``row`` places."""
+    return [slice(*ends) for ends in pairwise(accumulate((count * row for count in counts), initial=0))]

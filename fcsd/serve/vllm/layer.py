@@ -60,7 +60,6 @@ class WiredLayer(nn.Module):
     """A decoder layer that runs by its plan; a mixin that precedes vLLM's own class."""
 
     fcsd: Wired
-    fcsd_started: list[Any] | tuple[()] = ()  # the list in which a ``SummedProjection`` leaves its sum
 
     def forward(
         self,
@@ -209,7 +208,7 @@ class WiredLayer(nn.Module):
         if step.then == "collect":
             return Flight(landed, sums, out), out
         if step.then == "start":
-            sum_ = self._started(out) or reducer.start(out, step.crosses)
+            sum_ = reducer.start(out, step.crosses)
         elif step.then == "now":
             sum_ = reducer.now(out)
         elif step.then == "local":
@@ -219,15 +218,6 @@ class WiredLayer(nn.Module):
             sum_ = reducer.now(_arrived(out, _same, self.fcsd.multiplier) + landed / reducer.size)
             return Flight(None, (*sums, sum_), sum_.total), collected
         return Flight(landed, (*sums, self._arriving(sum_, step)), sum_.total), collected
-
-    def _started(self, out: Tensor) -> Sum | None:
-        """The sum that a projection of the MLP has started; None if it has not."""
-        if not self.fcsd_started:
-            return None
-        sum_ = self.fcsd_started.pop()
-        if sum_.total is not out:
-            raise RuntimeError('the MLP computes with its sum, which is in flight; set "chunks" to 1')
-        return sum_
 
     def _arriving(self, sum_: Sum, step: Step) -> Sum:
         """The sum with what becomes of it on arrival: its norm, and the factor of this family."""
@@ -392,54 +382,9 @@ def take_apart(layer: Any, wired: Wired) -> None:
             runner.fcsd_apart = []
     if moe is None or names.beside is not None:
         getattr(mlp_of(layer, names), names.down).reduce_results = False
-        _let_start(layer, getattr(mlp_of(layer, names), names.down), wired)
     layer.__class__ = mixed(WiredLayer, type(layer))
     twin = names.beside is not None and moe is not None
     layer.fcsd = replace(wired, linear=linear, fills=fills, bare=bare, twin=twin)
-
-
-def _let_start(layer: Any, down: Any, wired: Wired) -> None:
-    """Let the last projection of a dense MLP start the MLP's sum where this is done in parts, in place.
-
-    It has to be a product alone, whose sum is the MLP's own and travels.
-    """
-    *_, step = wired.plan.steps
-    if wired.reducer.chunks == 1 or not wired.reducer.sends or step[:3] != ("mlp", "start", False):
-        return
-    from vllm.model_executor.layers.linear import (  # pyright: ignore[reportMissingImports]
-        RowParallelLinear,
-        UnquantizedLinearMethod,
-    )
-
-    plain = isinstance(down, RowParallelLinear) and type(down.quant_method) is UnquantizedLinearMethod
-    if plain and down.input_is_parallel and down.bias is None:
-        layer.fcsd_started = []
-        down.__class__ = mixed(SummedProjection, type(down))
-        down.fcsd = Started(wired.reducer, step.crosses, layer.fcsd_started)
-
-
-class Started(NamedTuple):
-    """What a projection needs to start the sum of its output: see ``Reducer.start_product``."""
-
-    reducer: Reducer
-    crosses: bool
-    sums: list[Sum]
-
-
-class SummedProjection(nn.Module):
-    """The last projection of an MLP, which returns its sum over the ranks, which may be in flight; a mixin."""
-
-    fcsd: Started
-    weight: Tensor
-    return_bias: bool
-
-    def forward(self, x: Tensor) -> Any:
-        """``[tokens, n]`` of this rank to ``[tokens, hidden]``; with None in the place of a bias if vLLM's has it."""
-        if self.weight.shape[-1] != x.shape[-1]:  # vLLM packs it on some CPUs, and leaves an empty one
-            return super().forward(x)
-        sum_ = self.fcsd.reducer.start_product(x, self.weight, self.fcsd.crosses)
-        self.fcsd.sums.append(sum_)
-        return (sum_.total, None) if self.return_bias else sum_.total
 
 
 class Held(NamedTuple):

@@ -73,7 +73,7 @@ def _reducer(settings: Settings) -> Reducer:
         )
     define_operators()
     ranks, group = get_tensor_model_parallel_world_size(), get_tp_group().unique_name
-    return Reducer(ranks, group, settings.reduce, settings.overlap_from, settings.pieces, settings.chunks)
+    return Reducer(ranks, group, settings.reduce, settings.overlap_from, settings.pieces)
 
 
 @cache

@@ -21,10 +21,6 @@ A sum is complete when ``reduce_start`` returns, and nothing is overlapped, in t
 - in a step without a graph that has fewer than ``overlap_from`` tokens. Such a step waits for the host, and the second
   stream and its events are more work for the host.
 
-The sum of a dense MLP can start before the MLP has ended: with ``chunks``, ``fcsd::product_start(x, weight, chunks,
-group, reduce, overlap_from, within) -> y`` makes the MLP's last product, too. In a step without a graph whose sums
-travel it makes the product of a few tokens after the other, and starts the sum of each as soon as it is there.
-
 A table (``parallel.all_reduce.ways``) decides the last case by itself: by its decoding rows what a whole graph covers,
 by its other rows every other step. Compiled code holds the name of the table and not its rows, which are read when the
 process starts; a whole graph asks when it is captured, for the one size that it has.
@@ -37,7 +33,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from fcsd.errors import ConfigError
 from fcsd.parallel.all_reduce.backends import backend_of, is_bound
@@ -47,7 +42,6 @@ from fcsd.parallel.all_reduce.ways import Way, Ways, is_table, read_ways
 # 8192 was faster. Without peer access 2048 were faster, and two runs disagree about 768 and 1024 (benchmarks/results,
 # "Serving by vLLM", "Random arrivals once more").
 OVERLAP_FROM = 2048
-CHUNKS = 1  # no GPU has timed more
 
 
 class Settings(NamedTuple):
@@ -60,14 +54,12 @@ class Settings(NamedTuple):
             false where vLLM's own pieces are not asked for.
         shared_experts: ``beside`` the routed ones, by vLLM's call for both, which computes few tokens of them on a
             second stream; or ``apart``, before them. It is asked where both have sums of their own.
-        chunks: the most parts of its tokens in which a dense MLP is summed; 1 for one sum. See ``_count``.
     """
 
     reduce: str
     overlap_from: int
     shared_experts: str
     pieces: bool
-    chunks: int
 
 
 class Sum(NamedTuple):
@@ -75,7 +67,7 @@ class Sum(NamedTuple):
 
     Attributes:
         total: the sum, ``[tokens, hidden]``; not complete before ``Reducer.wait`` if it is in flight.
-        summand: what is read until the sum is awaited; None if the sum is complete.
+        summand: what this rank adds to it; None if the sum is complete.
         arrive: what becomes of the sum on arrival, before it is added to the stream; None if it is added as it is.
         within: whether it may be in flight in a piecewise CUDA graph. CUDA refuses a piece that ends before its wait.
     """
@@ -96,7 +88,6 @@ class Reducer:
         reduce: see ``Settings``.
         overlap_from: see ``Settings``.
         pieces: see ``Settings``.
-        chunks: see ``Settings``.
         sends: whether anything is sent. It is a value, because torch.compile reads it.
     """
 
@@ -105,7 +96,6 @@ class Reducer:
     reduce: str = "auto"
     overlap_from: int = OVERLAP_FROM
     pieces: bool = True
-    chunks: int = CHUNKS
     sends: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -118,12 +108,6 @@ class Reducer:
         x, within = x.contiguous(), self.pieces and not crosses
         total = torch.ops.fcsd.reduce_start(x, self.group, self.reduce, self.overlap_from, within)
         return Sum(total, x, within=within)
-
-    def start_product(self, x: Tensor, weight: Tensor, crosses: bool) -> Sum:
-        """Start to sum the product of ``x``, ``[tokens, n]``, with this rank's ``weight``, ``[hidden, n]``."""
-        within = self.pieces and not crosses
-        how = self.chunks, self.group, self.reduce, self.overlap_from, within
-        return Sum(torch.ops.fcsd.product_start(x, weight, *how), weight, within=within)
 
     def hold(self, x: Tensor, own: Tensor | None) -> None:
         """Keep ``own`` for the next ``start_held``, which what is computed from ``x`` will ask for."""
@@ -216,10 +200,7 @@ def read_settings(additional_config: Any, degree: int | None = None) -> Settings
     pieces = section.get("pieces", True)
     if type(pieces) is not bool:
         raise ConfigError(f"pieces is true or false, not {pieces!r}")
-    chunks = section.get("chunks", CHUNKS)
-    if type(chunks) is not int or chunks < 1:
-        raise ConfigError(f"chunks is a number of parts, not {chunks!r}; 1 sums an MLP as a whole")
-    return Settings(reduce, overlap_from, shared_experts, pieces, chunks)
+    return Settings(reduce, overlap_from, shared_experts, pieces)
 
 
 @cache
@@ -269,13 +250,10 @@ def _open(reduce: str, group: Any) -> None:
 
 
 def _start(x: Tensor, group: str, reduce: str, overlap_from: int, within: bool) -> Tensor:
-    return _start_by(way_of(x, reduce, overlap_from, within), x, group, reduce)
-
-
-def _start_by(way: Way, x: Tensor, group: str, reduce: str) -> Tensor:
     from vllm.distributed import parallel_state  # pyright: ignore[reportMissingImports]
 
     ranks = parallel_state._groups[group]()
+    way = way_of(x, reduce, overlap_from, within)
     if is_table(reduce):
         _open(reduce, ranks.device_group)
     if not backend_of(way.reduce, "plugin")[0].by_vllm:
@@ -311,41 +289,6 @@ def _start_of_fcsd(x: Tensor, group: Any, way: Way) -> Tensor:
         return reduction.wait()
     waits()[y.data_ptr()] = reduction.wait
     return y
-
-
-def _count(way: Way, x: Tensor, chunks: int, overlap_from: int) -> int:
-    """In how many parts the tokens of ``x`` are multiplied and summed; each has half of ``overlap_from`` or more.
-
-    A CPU lets nothing travel, and sums in parts all the same, so that this can be tested there.
-    """
-    cpu = x.device.type == "cpu"
-    if not cpu and (not way.travels or torch.cuda.is_current_stream_capturing()):
-        return 1
-    return max(1, min(chunks, x.shape[0] // max(1, overlap_from // 2)))
-
-
-def _start_product(
-    x: Tensor, weight: Tensor, chunks: int, group: str, reduce: str, overlap_from: int, within: bool
-) -> Tensor:
-    way = way_of(x, reduce, overlap_from, within)
-    parts = x.chunk(_count(way, x, chunks, overlap_from))
-    if len(parts) == 1:
-        return _start_by(way, linear(x, weight), group, reduce)
-    totals = [_start_by(way, linear(part, weight), group, reduce) for part in parts]
-    y = x.new_empty(x.shape[0], weight.shape[0])
-    waits()[y.data_ptr()] = partial(_gather, y, totals)
-    return y
-
-
-def _gather(y: Tensor, totals: list[Tensor]) -> None:
-    """Wait for the sums of parts, and write each to its place in ``y`` while later ones may still travel."""
-    for place, total in zip(y.split([len(total) for total in totals]), totals, strict=True):
-        waits().pop(total.data_ptr(), _nothing)()
-        place.copy_(total)
-
-
-def _nothing() -> None:
-    """What waits for a sum that is complete."""
 
 
 @cache
@@ -391,16 +334,13 @@ def define_operators() -> torch.library.Library:
     library.define("reduce_cover(Tensor(a!) x, Tensor y) -> ()", tags=tags)
     library.define("reduce_hold(Tensor(a!) x, Tensor own) -> ()", tags=tags)
     library.define(f"reduce_held(Tensor x, bool joins, str group, {how}) -> Tensor", tags=tags)
-    library.define(f"product_start(Tensor x, Tensor weight, int chunks, str group, {how}) -> Tensor", tags=tags)
     for device in ("CPU", "CUDA"):
-        library.impl("product_start", _start_product, device)
         library.impl("reduce_cover", lambda x, y: None, device)
         library.impl("reduce_hold", _hold, device)
         library.impl("reduce_held", _start_held, device)
         library.impl("reduce_start", _start, device)
         library.impl("reduce_wait", _wait, device)
     library._register_fake("reduce_start", lambda x, *how: torch.empty_like(x))
-    library._register_fake("product_start", lambda x, weight, *how: x.new_empty(x.shape[0], weight.shape[0]))
     library._register_fake("reduce_wait", lambda y, x, after, *how: None)
     library._register_fake("reduce_cover", lambda x, y: None)
     library._register_fake("reduce_hold", lambda x, own: None)
