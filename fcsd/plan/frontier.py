@@ -36,7 +36,6 @@ WIRINGS = (
     ("desync-4x", "full"),
 )
 SHARES = ("25%", "50%", "75%", "100%")
-HEALED = ("ladder", "farskip")  # the wirings of the runs to which the law was fitted
 PROMPTS, CONTEXT = 16, 1024  # the workload: 16 prompts of 1024 tokens, and then a step of 16 answers
 TOKENS = 100  # millions, of the healing
 
@@ -58,7 +57,7 @@ class Row:
         cost: the sum of the costs of the converted layers alone in nats, the lowest and the highest; None if unknown.
         kl: nats per token after healing, the ends of an interval of 90 %.
         points: points lost, likewise.
-        fitted: whether the law was fitted to runs of such a wiring, and the whole of ``cost`` is in their range.
+        fitted: whether the law was fitted to runs of such a wiring, on such a share of the layers, and of such costs.
     """
 
     wiring: str
@@ -112,8 +111,9 @@ def frontier(model: MetaModel, ranks: int, machine: Machine | None = None, costs
             lost: dict[str, Any] = {}
             if all(alike in profile for profile in profiles):
                 sums = sorted(sum_over(profile[alike], layers, depth) for profile in profiles)
-                lost = losses((sums[0], sums[-1]))
-                lost["fitted"] &= alike in HEALED
+                wholes = sorted(sum(profile[alike]) for profile in profiles)
+                lost = losses(len(layers) / depth, (wholes[0], wholes[-1])) | {"cost": (sums[0], sums[-1])}
+                lost["fitted"] &= alike in law()["wirings"]
             found.append(Row(label, f"{share} ({layers_text(layers)})", decode, prefill, **lost))
     return found
 
@@ -156,10 +156,20 @@ def sum_over(alone: Sequence[float], layers: Sequence[int], depth: int) -> float
     return total
 
 
-def losses(cost: tuple[float, float]) -> dict[str, Any]:
-    """The fields of ``Row`` that follow from the lowest and the highest sum of costs."""
-    kl, points, low, high = law()["kl"], law()["points"], *law()["sums"]
-    ends = [_line(kl, [1.0, math.log(max(total, 1e-9)), -math.log(TOKENS)]) for total in cost]
+def losses(
+    share: float, whole: tuple[float, float], tokens: float = TOKENS, fitted: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """``kl``, ``points`` and ``fitted`` of a ``Row``.
+
+    Args:
+        share: that of the converted layers.
+        whole: the sum of what all layers of the model cost alone, in nats, the lowest and the highest.
+        tokens: millions, of the healing.
+        fitted: another law than ``law()``.
+    """
+    told = fitted or law()
+    kl, points = told["kl"], told["points"]
+    ends = [_line(kl, [1.0, math.log(share), math.log(max(cost, 1e-9)), -math.log(tokens)]) for cost in whole]
     divergences = [(middle - kl["t"] * error, middle + kl["t"] * error) for middle, error in ends]
     slope = points["coefficients"][1]
     lost = []
@@ -167,11 +177,11 @@ def losses(cost: tuple[float, float]) -> dict[str, Any]:
         value, own = _line(points, [1.0, middle])
         spread = points["t"] * math.hypot(own, slope * error)
         lost.append((value - spread, value + spread))
+    (least, most), (low, high) = told["shares"], told["wholes"]
     return {
-        "cost": cost,
         "kl": (math.exp(divergences[0][0]), math.exp(divergences[1][1])),
         "points": (math.exp(lost[0][0]), math.exp(lost[1][1])),
-        "fitted": low <= cost[0] and cost[1] <= high,
+        "fitted": least <= share <= most and low <= whole[0] and whole[1] <= high,
     }
 
 
@@ -300,9 +310,9 @@ def to_text(rows: list[Row], ranks: int, machine: Machine | None, costs: Path | 
         f"Speed: over the original, both with TP {ranks}, of a step of {PROMPTS} answers after {CONTEXT} tokens and of",
         f"the first tokens of {PROMPTS} prompts of {CONTEXT} tokens.",
         links,
-        f"Loss: a law of {told['kl']['runs']} runs of {told['model']} that trained all weights, on its own text or on",
-        "its own and foreign text; intervals of 90 % for a new run of that kind. Points are those of tasks on which",
-        "that model is above chance.",
+        f"Loss: a law of {told['kl']['runs']} runs of {told['model']} that trained the converted layers alone,",
+        "on its own text or on own and other text; intervals of 90 % for a new run of that kind. Points are those of",
+        "tasks on which that model is above chance. The law takes how many layers are converted, not which.",
         place,
         "- : no costs of this wiring were measured. * : outside of what the law was fitted to.",
     ]

@@ -2,8 +2,9 @@
 
 The speed is that of serving 16 layers of Llama-3 8B's dimensions on two H100s, as a multiple of the original's. Where
 fcsd's engine was measured with all layers converted, a share of the layers is counted to save that share of the time.
-Other wirings have what ``fcsd plan --frontier`` predicts. The points lost are predicted for SmolLM2-135M-Instruct by
-the law of ``studies/real/law.py``, with this model's own costs of layers.
+Other wirings have what ``fcsd plan --frontier`` predicts. The points lost are those of SmolLM2-135M-Instruct: measured
+after healing with the same tokens (a *cell* is a wiring on a choice of layers), or predicted by the law of
+``studies/real/law.py``, with this model's own costs of layers.
 """
 
 import json
@@ -16,8 +17,8 @@ from typing import Any, NamedTuple
 from transformers import AutoConfig, PretrainedConfig
 
 from fcsd.markdown import table
-from fcsd.models.selection import cheapest, select_layers
-from fcsd.plan.frontier import HEALED, SHARES, WIRINGS, Row, frontier, losses
+from fcsd.models.selection import select_layers
+from fcsd.plan.frontier import SHARES, TOKENS, WIRINGS, Row, frontier, law, losses
 from fcsd.plan.model import MetaModel, packaged_config
 
 COSTS = Path("benchmarks/results/real_layers_smollm2_cpu.json")
@@ -26,6 +27,15 @@ WITHOUT_PEERS = Path("benchmarks/results/infer_slow_16_layers_2xh100.json")  # 1
 NVLINK = Path("benchmarks/results/serve_own_2xh100.json")  # a step of 16 answers, the first token of 2048
 PREDICTED, MEASURED, OVER_NVLINK = "predicted", "measured, scaled", "measured over NVLink, scaled"
 ALIKE = ("farskip", "parallel", "ladder mlp-only")  # whose reads are the same in a dense model
+CHOICES = {"last": "last", "cheapest": "that cost least alone"}
+COLOURS = {
+    "ladder": "#38761d",
+    "farskip": "#3c78d8",
+    "ladder attn-only": "#e69138",
+    "desync-2x": "#a64d79",
+    "desync-4x": "#666666",
+}
+WANTED = (1.05, 1.1, 1.15, 1.2, 1.3, 1.4)  # times the speed of a step
 # Larger dense models, by their published dimensions; a mixture of experts is among the packaged ones.
 LARGER: dict[str, tuple[str, dict[str, Any]]] = {
     "SmolLM2-1.7B": (
@@ -70,13 +80,24 @@ class Speed(NamedTuple):
 
 
 class Healed(NamedTuple):
-    """A healed model: points minus the original's, and their standard error."""
+    """A healed model: points minus the original's, and their standard error.
+
+    ``share`` is that of the converted layers. ``choice`` is ``last`` or ``cheapest`` where the layers are a share of
+    ``SHARES``, and empty otherwise. ``whole``: all weights were trained, not the converted layers alone.
+    """
 
     name: str
     wiring: str
     share: float
     points: float
     error: float
+    choice: str = ""
+    whole: bool = False
+
+    @property
+    def lost(self) -> str:
+        """The points lost and their error."""
+        return f"{-self.points:.1f} ± {self.error:.1f}"
 
 
 @cache
@@ -114,6 +135,12 @@ def served(wiring: str, share: float, link: str, repo: Path = Path()) -> Speed |
     return None if whole is None else whole.shared(share)
 
 
+def speed(wiring: str, share: float, repo: Path = Path()) -> Speed:
+    """The speed without peer access: as measured, or as predicted if the wiring was not measured."""
+    known = predicted().get((wiring, f"{share:.0%}"), predicted()[wiring, "100%"].shared(share))
+    return served(wiring, share, MEASURED, repo) or known
+
+
 def speeds(repo: Path = Path()) -> str:
     """Markdown with the speed of every wiring at every share of the layers, and where it is from."""
     body = []
@@ -142,38 +169,70 @@ def costs(repo: Path) -> dict[str, list[float]]:
     }
 
 
-def lost(wiring: str, choice: str, repo: Path = Path()) -> list[tuple[float, float, float, bool]]:
+def lost(wiring: str, repo: Path = Path(), tokens: float = TOKENS) -> list[tuple[float, float, float, bool]]:
     """The points that the law says are lost at every share: the middle, both ends, and whether it was fitted there.
 
     Args:
         wiring: one whose layers were measured.
-        choice: ``last`` or ``cheapest`` layers.
+        tokens: millions, of the healing.
     """
     alone, found = costs(repo)[wiring], []
     for share in SHARES:
-        layers = select_layers(share, len(alone))
-        if choice == "cheapest":
-            layers = cheapest(dict(enumerate(alone)), len(layers))
-        total = sum(alone[layer] for layer in layers)
-        row = losses((total, total))
+        row = losses(len(select_layers(share, len(alone))) / len(alone), (sum(alone), sum(alone)), tokens)
         low, high = row["points"]
         # The interval is one of logarithms.
-        found.append((math.sqrt(low * high), low, high, row["fitted"] and wiring in HEALED))
+        found.append((math.sqrt(low * high), low, high, row["fitted"] and wiring in law()["wirings"]))
     return found
 
 
 def table_of_losses(repo: Path = Path()) -> str:
-    """Markdown with the points lost by prediction. A star marks sums of costs outside of what the law was fitted to."""
+    """Markdown with the points lost by prediction. A star marks what is outside of what the law was fitted to."""
     body = []
     for wiring in sorted(costs(repo), key=labels().index):
         names = ALIKE if wiring == "farskip" else (wiring,)
-        for choice, called in (("last", "last"), ("cheapest", "that cost least alone")):
-            cells = [
-                f"{middle:.1f} ({low:.1f} to {high:.1f}){'' if fitted else '*'}"
-                for middle, low, high, fitted in lost(wiring, choice, repo)
-            ]
-            body.append([", ".join(names), called, *cells])
+        cells = [
+            f"{middle:.1f} ({low:.1f} to {high:.1f}){'' if fitted else '*'}"
+            for middle, low, high, fitted in lost(wiring, repo)
+        ]
+        body.append([", ".join(names), *cells])
+    return table(["wiring", *(share.replace("%", " %") for share in SHARES)], body, left=1) + "\n"
+
+
+def table_of_cells(cells: list[Healed], tokens: float, repo: Path = Path()) -> str:
+    """Markdown with the points that every cell lost after the same millions of tokens, and their standard errors.
+
+    A cell that was not healed has the law's interval of 90 % after as many tokens and a star, or a dash if the costs
+    of its layers are unknown.
+    """
+    known = {(cell.wiring, cell.choice, cell.share): cell for cell in cells}
+    body = []
+    for wiring in (name for name in labels() if name not in ALIKE[1:]):
+        for choice, called in CHOICES.items():
+            predicted = lost(wiring, repo, tokens) if wiring in costs(repo) else [None] * len(SHARES)
+            row = [", ".join(ALIKE) if wiring == ALIKE[0] else wiring, called]
+            for share, told in zip(SHARES, predicted, strict=True):
+                # All layers are the same choice by any rule, and stored as the last ones.
+                found = known.get((wiring, "last" if share == SHARES[-1] else choice, _part(share)))
+                if found is not None:
+                    row.append(f"{found.lost}{' (all weights)' if found.whole else ''}")
+                else:
+                    row.append("-" if told is None else f"{told[1]:.1f} to {told[2]:.1f}*")
+            body.append(row)
     return table(["wiring", "layers", *(share.replace("%", " %") for share in SHARES)], body, left=2) + "\n"
+
+
+def table_of_speeds_wanted(cells: list[Healed], repo: Path = Path()) -> str:
+    """Markdown with the healed cell that lost least of those that are served at least so fast."""
+    body = []
+    for wanted in WANTED:
+        fast = [cell for cell in cells if round(speed(cell.wiring, cell.share, repo).decode, 2) >= wanted]
+        if fast:
+            one = max(fast, key=lambda cell: cell.points)
+            what = f"{one.share:.0%}, {CHOICES[one.choice]}" if one.share < 1 else "all"
+            cell = [f"{wanted:.2f}x", one.wiring, what, str(speed(one.wiring, one.share, repo)), one.lost]
+            body.append(cell)
+    head = ["a step at least", "wiring that lost least", "layers", "step / first tokens", "points lost"]
+    return table(head, body, left=3) + "\n"
 
 
 def of_larger() -> str:
@@ -186,7 +245,9 @@ def of_larger() -> str:
         head += [f"{share.replace('%', ' %')}: step / first tokens", "points lost"]
     for name, config in {**dense, "Qwen3-30B-A3B": moe}.items():
         rows = _rows(config)
-        for wiring in ("farskip",) if config is moe else HEALED:  # without shared experts ladder is the same
+        for wiring in (
+            ("farskip",) if config is moe else ("ladder", "farskip")
+        ):  # without shared experts ladder is the same
             cells = []
             for row in (rows[wiring, share] for share in SHARES[1::2]):
                 assert row.points is not None
@@ -196,8 +257,13 @@ def of_larger() -> str:
     return table(head, body, left=2) + "\n"
 
 
-def draw(out: Path, healed: list[Healed], repo: Path = Path()) -> None:
-    """Points lost against the speed of a decoding step without peer access, with intervals, and the healed models."""
+def draw(out: Path, cells: list[Healed], longer: list[Healed], tokens: float, repo: Path = Path()) -> None:
+    """Points lost against the speed of a decoding step without peer access: every healed cell, and the longer runs.
+
+    Args:
+        cells: healed with the same millions of ``tokens``.
+        longer: models that were healed with more, drawn as stars with their names.
+    """
     import matplotlib
 
     matplotlib.use("svg")
@@ -205,31 +271,34 @@ def draw(out: Path, healed: list[Healed], repo: Path = Path()) -> None:
 
     matplotlib.rcParams["svg.hashsalt"] = "fcsd"  # the same picture has the same bytes
     figure, axis = pyplot.subplots(figsize=(8, 5))
-    colours = {"ladder": "#38761d", "farskip": "#3c78d8", "ladder attn-only": "#e69138", "desync-2x": "#a64d79"}
-    for wiring in costs(repo):
-        link = MEASURED if (wiring, MEASURED) in measured(repo) else PREDICTED
-        gained = [(served(wiring, _part(share), link, repo) or predicted()[wiring, share]).decode for share in SHARES]
+    for wiring, colour in COLOURS.items():
         for choice, style in (("last", "-o"), ("cheapest", "--s")):
-            rows = lost(wiring, choice, repo)
-            names = ", ".join(ALIKE) if wiring == "farskip" else wiring
-            label = f"{names}: {choice} layers (speed {link})"
-            axis.plot(
-                gained, [r[0] for r in rows], style, color=colours[wiring], label=label, markersize=4, linewidth=1
+            row = sorted(
+                (speed(wiring, cell.share, repo).decode, -cell.points, cell.error)
+                for cell in cells
+                if cell.wiring == wiring and (cell.choice == choice or cell.share == 1)
             )
-            if choice == "cheapest":
-                axis.fill_between(gained, [r[1] for r in rows], [r[2] for r in rows], color=colours[wiring], alpha=0.1)
-    for one in healed:
-        gained = (
-            served(one.wiring, one.share, MEASURED, repo) or predicted()[one.wiring, "100%"].shared(one.share)
-        ).decode
-        axis.errorbar(gained, -one.points, one.error, fmt="*", color=colours[one.wiring], markersize=11, capsize=2)
+            if not row:
+                continue
+            names = ", ".join(ALIKE) if wiring == ALIKE[0] else wiring
+            link = MEASURED if (wiring, MEASURED) in measured(repo) else PREDICTED
+            label = f"{names}: {choice} layers (speed {link})"
+            gained, points, errors = zip(*row, strict=True)
+            axis.errorbar(
+                gained, points, errors, fmt=style, color=colour, label=label, markersize=4, linewidth=1, capsize=2
+            )
+    for one in longer:
+        gained = speed(one.wiring, one.share, repo).decode
+        axis.errorbar(gained, -one.points, one.error, fmt="*", color=COLOURS[one.wiring], markersize=11, capsize=2)
         axis.annotate(one.name, (gained, -one.points), (7, 3), textcoords="offset points", fontsize=7)
     axis.set_xlabel("speed of a step of 16 answers over the original's: 8 B width, TP 2, no peer access")
     axis.set_ylabel("points lost by SmolLM2-135M-Instruct")
     axis.set_title(
-        "Lines: predicted after 100 million tokens, at 25, 50, 75 and 100 % of the layers. Stars: healed", fontsize=9
+        f"Healed with {tokens:.2g} million tokens: 25, 50, 75 and 100 % of the layers. Stars: healed with more",
+        fontsize=9,
     )
-    axis.set_ylim(0, 6)
+    low, high = axis.get_ylim()
+    axis.set_ylim(min(0, low), 1.25 * high)  # the legend is above what the points reach
     axis.legend(fontsize=7, frameon=False, loc="upper left")
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)

@@ -2,64 +2,144 @@
 
 Two power laws, each a straight line in logarithms, fitted by least squares:
 
-    KL = c * S^a * T^-b                  S: the sum of the costs of the converted layers alone, in nats per token
-    points lost = p * KL^q               T: tokens in millions
+    KL = c * n^a * W^d * T^-b            n: the share of the layers that is converted, T: tokens in millions
+    points lost = p * KL^q               W: the sum of what all layers cost alone under the wiring, in nats per token
 
-The first takes every run by KL and AdamW that read text of the model's own and was measured to its end; KL is that on
-own text. The second takes every model of these runs that has scores, the untrained ones included. ``fcsd plan
---frontier`` reads the file, whose matrix and residual give the uncertainty of a new value. All runs are of one model of
-135 million parameters, and some have other learning rates and batches.
+The first takes every run by KL and AdamW that trained the converted layers alone, read text of the model's own and was
+measured to its end; KL is that on own text. The second takes every model that has scores, the untrained ones included,
+however it was trained. ``fcsd plan --frontier`` reads the file, whose matrix and residual give the uncertainty of a new
+value. All runs are of one model of 135 million parameters, and some have other learning rates and batches.
+
+``checks`` says how well such a law predicts the cells of the frontier when it is fitted to other runs.
 """
 
 import json
 import math
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy
 from scipy.stats import t as student_t
-from studies.real.page import LAYERS, RAW, mean_difference
+from studies.real import frontier
+from studies.real.page import CELLS, LAYERS, MORE, RAW, mean_difference
 
+from fcsd.markdown import table
 from fcsd.models.selection import select_layers
+from fcsd.plan.frontier import losses
 
 OUT, PAGE = Path("fcsd/plan/healing_law.json"), Path("docs/planning.md")
 HEALED = "SmolLM2-135M-Instruct"
-OTHER_RECIPE = ("objective.", "optim.kind", "optim.train")  # runs that set one of these are left out
+CONVERTED = ["converted"]  # ``optim.train`` of the runs to which the divergence is fitted
+OTHER_RECIPE = ("objective.", "optim.kind")  # runs that set one of these are left out
+
+
+def stored(repo: Path = Path()) -> list[dict[str, Any]]:
+    """The files of runs, those of the frontier's cells last."""
+    return [json.loads((repo / file).read_text()) for file in (*RAW, *MORE, CELLS)]
+
+
+def runs_of(files: Iterable[dict[str, Any]], train: Any = CONVERTED, repo: Path = Path()) -> list[dict[str, Any]]:
+    """The runs of a recipe with known costs: ``train`` is their ``optim.train``, None for all weights.
+
+    Each has its row of the divergence's line as ``at``, and in ``asked`` a divergence with the points minus the
+    original's: of the healed model and of the untrained one, as far as they have scores.
+    """
+    found, costs = [], frontier.costs(repo)
+    for file in files:
+        models = {one["model"] for one in file.get("differences", ())}
+        for run in file["runs"]:
+            changed = run.get("set", {})
+            other = any(key.startswith(OTHER_RECIPE) for key in changed) or changed.get("optim.train") != train
+            if "kl" not in run or "own" not in run["text"].split("+") or other or run["wiring"] not in costs:
+                continue
+            alone = costs[run["wiring"]]
+            share = len(select_layers(run["layers"], len(alone))) / len(alone)
+            names = {"kl": run["name"], "untrained_kl": f"{run['name']}-untrained"}
+            asked = [
+                (run[key]["own"]["kl"], mean_difference(file, name)[0]) for key, name in names.items() if name in models
+            ]
+            at = [1.0, math.log(share), math.log(sum(alone)), -math.log(run["tokens"] / 1e6)]
+            found.append({**run, "at": at, "asked": asked})
+    return found
 
 
 def law(repo: Path = Path()) -> dict[str, Any]:
     """The file's content: both fits, the profiles of costs that were measured, and where all of it comes from."""
-    raw = [json.loads((repo / file).read_text()) for file in RAW]
+    files = stored(repo)
     costs = {name: json.loads((repo / file).read_text()) for name, file in LAYERS.items()}
-    runs = [run for file in raw for run in file["runs"] if "kl" in run and "own" in run["text"].split("+")]
-    runs = [run for run in runs if not any(key.startswith(OTHER_RECIPE) for key in run.get("set", {}))]
-    rows, known = [], []
-    for run in runs:
-        alone = costs[HEALED][run["wiring"]]["alone"]
-        total = sum(alone[layer] for layer in select_layers(run["layers"], len(alone)))
-        rows.append([1.0, math.log(total), -math.log(run["tokens"] / 1e6)])
-        known.append(math.log(run["kl"]["own"]["kl"]))
-    lost, divergence = [], []
-    for scored, name in ((file, found["model"]) for file in raw for found in file.get("differences", ())):
-        run = next((run for run in runs if name.removesuffix("-untrained") == run["name"]), None)
-        if run is None:
-            continue
-        kl = run["untrained_kl" if name.endswith("-untrained") else "kl"]["own"]["kl"]
-        lost.append(math.log(-mean_difference(scored, name)[0]))
-        divergence.append([1.0, math.log(kl)])
+    runs = runs_of(files, repo=repo)
+    tokens = [run["tokens"] for run in runs]
     return {
-        "from": [str(file) for file in (*RAW, *LAYERS.values())],
+        "from": [str(file) for file in (*RAW, *MORE, CELLS, *LAYERS.values())],
         "model": HEALED,
-        "kl": {**_fit(rows, known), "of": ["1", "log sum of costs", "-log millions of tokens"]},
-        "points": {**_fit(divergence, lost), "of": ["1", "log KL"]},
-        "tokens": [min(run["tokens"] for run in runs), max(run["tokens"] for run in runs)],
-        "sums": [min(math.exp(row[1]) for row in rows), max(math.exp(row[1]) for row in rows)],
+        "wirings": sorted({run["wiring"] for run in runs}),
+        **fits(runs, [*runs, *runs_of(files, None, repo)]),
+        "tokens": [min(tokens), max(tokens)],
         "costs": {
             name: {wiring: [round(cost, 5) for cost in found[wiring]["alone"]] for wiring in ("ladder", "farskip")}
             for name, found in costs.items()
         },
     }
+
+
+def fits(runs: list[dict[str, Any]], scored: list[dict[str, Any]]) -> dict[str, Any]:
+    """Both fits of a law: the divergence of ``runs``, and the points of those that have ``scored``.
+
+    ``runs_of`` made both lists. ``shares`` and ``wholes`` are the least and the greatest n and W of ``runs``.
+    """
+    asked = [pair for run in scored for pair in run["asked"]]
+    shares, wholes = ([math.exp(run["at"][n]) for run in runs] for n in (1, 2))
+    return {
+        "kl": {
+            **_fit([run["at"] for run in runs], [math.log(run["kl"]["own"]["kl"]) for run in runs]),
+            "of": ["1", "log share of the layers", "log cost of all layers", "-log millions of tokens"],
+        },
+        "points": {
+            **_fit([[1.0, math.log(kl)] for kl, _ in asked], [math.log(-points) for _, points in asked]),
+            "of": ["1", "log KL"],
+        },
+        "shares": [min(shares), max(shares)],
+        "wholes": [min(wholes), max(wholes)],
+    }
+
+
+def checks(files: list[dict[str, Any]], repo: Path = Path()) -> list[dict[str, Any]]:
+    """Which cells of the frontier lie in the intervals of 90 % of laws that were not fitted to them.
+
+    Each line has what the law was fitted ``to``, to how many ``runs``, and the ``cells`` by wiring: a pair for each
+    cell, the divergence on own text and the points, each -1, 0 or 1 for below, within and above; None if not asked. The
+    laws are fitted to the older runs of all weights, to those of the converted layers alone, and to these and the cells
+    without each wiring. Cells of which all weights were trained are held against the first alone.
+    """
+    *older, file = files
+    cells, alone, full = runs_of([file], repo=repo), runs_of(older, repo=repo), runs_of(older, None, repo)
+    lines = [
+        ("older runs of all weights", full, full, cells + runs_of([file], None, repo)),
+        ("older runs of the converted layers alone", alone, alone + full, cells),
+    ]
+    for wiring in dict.fromkeys(run["wiring"] for run in cells):
+        others = [run for run in alone + cells if run["wiring"] != wiring]
+        rest = [run for run in others + full if run["wiring"] != wiring]
+        lines.append((f"all but {wiring}", others, rest, [run for run in cells if run["wiring"] == wiring]))
+    found = []
+    for to, runs, scored, asked in lines:
+        fitted = fits(runs, scored)
+        by: dict[str, list[tuple[int, int | None]]] = {}
+        for run in asked:
+            share, whole = (math.exp(value) for value in run["at"][1:3])
+            told = losses(share, (whole, whole), run["tokens"] / 1e6, fitted)
+            lost = next((-points for kl, points in run["asked"] if kl == run["kl"]["own"]["kl"]), None)
+            pair = _beside(run["kl"]["own"]["kl"], told["kl"]), None if lost is None else _beside(lost, told["points"])
+            by.setdefault(run["wiring"], []).append(pair)
+        found.append({"to": to, "runs": len(runs), "cells": by})
+    return found
+
+
+def _beside(value: float, ends: tuple[float, float]) -> int:
+    """Whether a value is below an interval (-1), in it (0) or above it (1)."""
+    return (value > ends[1]) - (value < ends[0])
 
 
 def _fit(rows: list[list[float]], known: list[float]) -> dict[str, Any]:
@@ -80,13 +160,15 @@ def _fit(rows: list[list[float]], known: list[float]) -> dict[str, Any]:
 
 def sentence(found: dict[str, Any]) -> str:
     """The law in words, for ``docs/planning.md``."""
-    (c, a, b), (p, q) = found["kl"]["coefficients"], found["points"]["coefficients"]
+    (c, a, d, b), (p, q) = found["kl"]["coefficients"], found["points"]["coefficients"]
     away, points = (math.exp(found[name]["residual"]) for name in ("kl", "points"))
     first, last = (round(tokens / 1e6) for tokens in found["tokens"])
     said = (
-        f"The loss is a law that `studies/real/law.py` fitted to {found['kl']['runs']} runs of {found['model']}: "
-        f"the divergence on own text is {math.exp(c):.3f} * S^{a:.2f} * T^{-b:.2f} nats per token, where S is the sum "
-        f"of what the converted layers cost alone and T the tokens in millions ({first} to {last}). A single run is "
+        f"The loss is a law that `studies/real/law.py` fitted to {found['kl']['runs']} runs of {found['model']} that "
+        f"trained the converted layers alone ({', '.join(found['wirings'])}): "
+        f"the divergence on own text is {math.exp(c):.3f} * n^{a:.2f} * W^{d:.2f} * T^{-b:.2f} nats per token, where n "
+        "is the share of the layers that is converted, W the sum of what all layers cost alone under the wiring, and T "
+        f"the tokens in millions ({first} to {last}). A single run is "
         f"a factor of {away:.2f} away from it (one standard deviation). The points lost on the tasks on which the "
         f"model is above chance are {math.exp(p):.1f} * KL^{q:.2f}, by {found['points']['runs']} models, with a "
         f"factor of {points:.2f}."
@@ -94,15 +176,32 @@ def sentence(found: dict[str, Any]) -> str:
     return textwrap.fill(said, 120) + "\n"
 
 
-def filled(page: str, found: dict[str, Any]) -> str:
-    """The page with the law between its marks."""
-    before, rest = page.split("<!-- law -->\n")
-    return (
-        before + "<!-- law -->\n" + sentence(found) + "<!-- end of law -->\n" + rest.split("<!-- end of law -->\n")[1]
-    )
+def table_of_checks(found: list[dict[str, Any]]) -> str:
+    """Markdown with ``checks``: how many cells of each wiring lie in the intervals, by divergence and by points."""
+    wirings = list(found[0]["cells"])
+    body = []
+    for line in found:
+        cells = []
+        for pairs in (line["cells"].get(wiring) for wiring in wirings):
+            if pairs is None:
+                cells.append("")
+                continue
+            kl, points = ([side for side in sides if side is not None] for sides in zip(*pairs, strict=True))
+            cells.append(f"{kl.count(0)} of {len(kl)}; {points.count(0)} of {len(points)}")
+        body.append([line["to"], str(line["runs"]), *cells])
+    return table(["fitted to", "runs", *wirings], body, left=1) + "\n"
+
+
+def filled(page: str, found: dict[str, Any], checked: list[dict[str, Any]]) -> str:
+    """The page with the law and its checks between their marks."""
+    for name, text in (("law", sentence(found)), ("checks", table_of_checks(checked))):
+        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
+        before, rest = page.split(begin)
+        page = before + begin + text + end + rest.split(end)[1]
+    return page
 
 
 if __name__ == "__main__":
     fitted = law()
     OUT.write_text(json.dumps(fitted, indent=1) + "\n")
-    PAGE.write_text(filled(PAGE.read_text(), fitted))
+    PAGE.write_text(filled(PAGE.read_text(), fitted, checks(stored())))

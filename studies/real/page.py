@@ -119,6 +119,60 @@ def healed(raw: list[dict[str, Any]]) -> list[frontier.Healed]:
     ]
 
 
+CELLS = RESULTS / "real_smollm2_frontier_2xh100.json"
+
+
+def cells(file: dict[str, Any]) -> list[frontier.Healed]:
+    """The cells of the frontier that were healed with the same tokens and asked."""
+    asked, found = {one["model"] for one in file["differences"]}, []
+    for run in (run for run in file["runs"] if run["name"] in asked):
+        layers = select_layers(run["layers"], DEPTH)
+        share = next(s for s in frontier.SHARES if len(select_layers(s, DEPTH)) == len(layers))
+        choice = "last" if layers == select_layers(share, DEPTH) else "cheapest"
+        part = float(share.rstrip("%")) / 100
+        lost, whole = mean_difference(file, run["name"]), "optim.train" not in run.get("set", {})
+        found.append(frontier.Healed(run["name"], run["wiring"], part, *lost, choice, whole))
+    return found
+
+
+def tokens_of(file: dict[str, Any]) -> float:
+    """The millions of tokens of every cell."""
+    (tokens,) = {run["steps"] * run["batch"] for run in file["runs"]}
+    return tokens / 1e6
+
+
+def divergences_of_cells(file: dict[str, Any]) -> str:
+    """Markdown with the divergence on own and foreign text that each cell ended at."""
+    body = []
+    for run in file["runs"]:
+        own, foreign = (f"{run['kl'][text]['kl']:.3f}" for text in ("own", "foreign"))
+        body.append([run["wiring"], run["layers"], own, foreign])
+    return table(["wiring", "layers", "KL, own text", "KL, foreign text"], body, left=2) + "\n"
+
+
+def by_tokens(file: dict[str, Any], longer: list[dict[str, Any]]) -> str:
+    """Markdown with the conversions that were healed as a cell and with more tokens, the converted layers alone."""
+    alike: dict[tuple[str, int], dict[int, list[tuple[dict[str, Any], tuple[float, float]]]]] = {}
+    for one in (file, *longer):
+        asked = {found["model"] for found in one.get("differences", ())}
+        for run in (run for run in one["runs"] if run["name"] in asked and "day" not in run["text"].split("+")):
+            layers = select_layers(run["layers"], DEPTH)
+            if "optim.train" in run.get("set", {}) and layers == tuple(range(DEPTH))[-len(layers) :]:
+                tokens = round(run["tokens"] / 1e6)
+                of = alike.setdefault((run["wiring"], len(layers)), {}).setdefault(tokens, [])
+                of.append((run, mean_difference(one, run["name"])))
+    body = []
+    for (wiring, count), by in alike.items():
+        for tokens, found in sorted(by.items() if len(by) > 1 else ()):
+            points, error = over_seeds([lost for _, lost in found])
+            cells = [f"{count} of {DEPTH}", wiring, f"{tokens} M", str(len(found))]
+            for text in ("own", "foreign"):
+                cells.append(f"{statistics.mean(run['kl'][text]['kl'] for run, _ in found):.3f}")
+            body.append([*cells, f"{-points:.1f} ± {error:.1f}"])
+    head = ["converted", "wiring", "tokens", "seeds", "KL, own text", "KL, foreign text", "points lost"]
+    return table(head, body, left=2) + "\n"
+
+
 def runs(raw: list[dict[str, Any]]) -> str:
     """Markdown with the divergence of every run that was measured to its end, on both held-out texts.
 
@@ -492,7 +546,7 @@ def _change(text: str, *seeds: dict[str, Any]) -> str:
 
 def filled(page: str, raw: dict[Path, dict[str, Any]], repo: Path = Path()) -> str:
     """The page with the tables of the stored runs and of the layers; ``raw`` is by file."""
-    stored = list(raw.values())
+    stored, stored_cells = list(raw.values()), json.loads((repo / CELLS).read_text())
     tables = {
         "runs": runs(stored),
         "scores": scores(stored[0]),
@@ -505,6 +559,10 @@ def filled(page: str, raw: dict[Path, dict[str, Any]], repo: Path = Path()) -> s
         "rounded": f"{OF_ROUNDED}\n{rounded(json.loads((repo / ROUNDED).read_text())['after_training'])}",
         "answer": answer(stored, repo),
         "speeds": frontier.speeds(repo),
+        "cells": frontier.table_of_cells(cells(stored_cells), tokens_of(stored_cells), repo),
+        "wanted": frontier.table_of_speeds_wanted(cells(stored_cells), repo),
+        "divergences": divergences_of_cells(stored_cells),
+        "more tokens": by_tokens(stored_cells, [raw[file] for file in MORE]),
         "frontier": frontier.table_of_losses(repo),
         "larger": frontier.of_larger(),
         "layers": layers(repo),
@@ -529,4 +587,5 @@ def read(repo: Path = Path()) -> dict[Path, dict[str, Any]]:
 
 if __name__ == "__main__":
     PAGE.write_text(filled(PAGE.read_text(), read()))
-    frontier.draw(PICTURE, healed(list(read().values())))
+    stored_cells = json.loads(CELLS.read_text())
+    frontier.draw(PICTURE, cells(stored_cells), healed(list(read().values())), tokens_of(stored_cells))
