@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmarks.turns import Timing, timings
 from torch import Tensor
 
-from fcsd.bench.runner import Timing, table, timings
+from fcsd.bench.runner import table
 from fcsd.errors import FcsdError
 from fcsd.kernels import rows_reference
 from fcsd.kernels.bit_split import Format, decode, encode

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from benchmarks.comm import expert_rows
 from benchmarks.out_file import out_file
+from benchmarks.turns import timings
 from torch import Tensor
 
-from fcsd.bench.runner import table, timings, write
+from fcsd.bench.runner import table, write
 from fcsd.errors import FcsdError
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, join_world, leave

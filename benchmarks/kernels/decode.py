@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from benchmarks.kernels.rates import copy_rate
 from benchmarks.out_file import out_file
+from benchmarks.turns import timings
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from fcsd.bench.runner import table, timings, write
+from fcsd.bench.runner import table, write
 from fcsd.bench.shapes import SHAPES
 from fcsd.engine.latent_steps import attend_to_latents
 from fcsd.kernels.decode.attention import decode_attention

@@ -19,9 +19,10 @@ from typing import Any, Literal
 import torch
 from benchmarks.kernels.rates import copy_rate
 from benchmarks.out_file import out_file
+from benchmarks.turns import timings
 from torch import Tensor
 
-from fcsd.bench.runner import table, timings, write
+from fcsd.bench.runner import table, write
 from fcsd.kernels import rows as token_rows
 from fcsd.kernels.bit_split import Format, kernels, reference
 from fcsd.launch.environment import snapshot

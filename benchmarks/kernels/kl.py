@@ -19,10 +19,11 @@ from functools import partial
 import torch
 from benchmarks.kernels.rates import product_rate
 from benchmarks.out_file import out_file
+from benchmarks.turns import timings
 from torch import Tensor
 from torch.nn import functional as F
 
-from fcsd.bench.runner import table, timings, write
+from fcsd.bench.runner import table, write
 from fcsd.foreign_errors import reason_of
 from fcsd.kernels.fused_kl import Tuning, kl_divergence
 

@@ -1,9 +1,8 @@
 """The rates of a GPU that the programs in this folder compare kernels with."""
 
 import torch
+from benchmarks.turns import timings
 from torch import Tensor
-
-from fcsd.bench.runner import timings
 
 REPEATS = 9
 

@@ -30,6 +30,7 @@ from fcsd.distill.teacher.targets import TeacherSource
 from fcsd.distill.train_engine import TrainEngine
 from fcsd.errors import unknown_value
 from fcsd.foreign_errors import reason_of
+from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, join_world
 from fcsd.plan import Hardware, Plan, plan_run
 from fcsd.plan.setup import GIB
@@ -92,7 +93,7 @@ def bench(
         measured = {"out_of_memory": reason_of(error)}
     settings = recipe.model_dump(exclude={"model", "teacher", "output_dir"})  # these directories no longer exist
     result: dict[str, Any] = {"shape": shape, "layers": layers, "processes": world.size, "cap": cap}
-    result |= {"recipe": settings}
+    result |= {"recipe": settings, "environment": snapshot()}
     result |= {"predicted": predicted(planned), "measured": measured}
     if world.rank == 0 and "out_of_memory" not in measured:
         print(to_text(result), file=sys.stderr, flush=True)

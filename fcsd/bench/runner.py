@@ -1,7 +1,6 @@
-"""What every benchmark does: ways to do the same thing run in turns, and their figures become a table and a JSON file.
+"""What every benchmark does: a run is timed, and figures become a table and a JSON file.
 
-In turns, because a drift of the machine then affects all ways alike. ``fcsd bench`` and the programs in ``benchmarks/``
-use this module.
+``fcsd bench`` and the programs in ``benchmarks/`` use this module.
 """
 
 import json
@@ -11,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,48 +18,8 @@ import torch.distributed as dist
 from fcsd.disk import write_text
 from fcsd.launch.world import World, barrier
 
-_WARM_UPS = 2  # repeats that are not counted
 # What stands before the name in an absolute path. A path begins a text, or follows a space, a quote or punctuation.
 _FOLDERS = re.compile(r"(?<![^\s\"'`=:(\[,])/(?:[^/\s\"'`]+/)+(?=[^/\s\"'`])")
-
-
-class Timing(NamedTuple):
-    """The milliseconds of one way: the median over all repeats, and the quartiles."""
-
-    median: float
-    low: float
-    high: float
-
-
-def timings(
-    ways: Mapping[str, Callable[[], Any]],
-    device: torch.device,
-    repeats: int,
-    before: Callable[[], Any] = lambda: None,
-) -> dict[str, Timing]:
-    """Time every way once in each repeat. All ranks call this with the same names and start each way together.
-
-    The time of a run is that of the slowest rank; a process that has joined no group is alone. On GPUs the time is
-    measured between two events, so that it does not contain the host's wait for the GPU; on CPUs by the clock.
-
-    Args:
-        before: runs before each way, outside of its time.
-    """
-    taken = torch.zeros(repeats, len(ways))
-    for repeat in range(-_WARM_UPS, repeats):
-        for number, run in enumerate(ways.values()):
-            before()
-            milliseconds = together(run, device)
-            if repeat >= 0:
-                taken[repeat, number] = milliseconds
-    slowest = taken.to(device)
-    if dist.is_initialized():
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    found = {}
-    for name, column in zip(ways, slowest.T.tolist(), strict=True):
-        quartiles = statistics.quantiles(column, n=4, method="inclusive") if repeats > 1 else column * 3
-        found[name] = Timing(statistics.median(column), quartiles[0], quartiles[2])
-    return found
 
 
 def together(run: Callable[[], Any], device: torch.device) -> float:

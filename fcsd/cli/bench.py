@@ -31,6 +31,14 @@ def _require_new(out: Path) -> None:
         raise ConfigError(f"{out} exists", hint="Choose another --out. Nothing was overwritten.")
 
 
+def _require_new_in(folder: Path, *names: str) -> None:
+    """Refuses a directory that cannot be written, or that has one of these files or folders already."""
+    require_folder(folder, "--out")
+    for name in names:
+        if (folder / name).exists():
+            _require_new(folder / name)
+
+
 @command(app, "links")
 def links(
     out: Annotated[Path, typer.Option(help="The machine file to write; it must not exist.")],
@@ -155,14 +163,16 @@ def step(
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of a variant in each round.")] = 3,
     sets: Sets = [],  # noqa: B006
     gpus: Gpus = None,
-    out: Annotated[Path | None, typer.Option(help="Directory for step.json and traces.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for step.json and traces, which must not exist there.")
+    ] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Trace a step into --out, and account for its time.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Time a training step (with --teacher, distillation) of random weights beside the communication-free bound."""
     require_extra("train", "fcsd bench step")
     if out is not None:
-        require_folder(out, "--out")
+        _require_new_in(out, "step.json")
     from fcsd.bench.step.workload import Workload
 
     load = Workload(
@@ -191,6 +201,8 @@ def step(
             "only a step that overlaps can be traced, and none of the variants overlaps",
             hint="Add one: --variants overlapped,...",
         )
+    if trace and out is not None:
+        _require_new_in(out, *load.traced)
     from fcsd.launch.world import ensure_world
 
     ensure_world(gpus)
@@ -261,12 +273,14 @@ def serve(
             metavar="H", min=0, help="GPU-hours of healing (hours of `fcsd plan` x GPUs), for the break-even."
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Directory for serve.json and serve.png.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for serve.json and serve.png, which must not exist there.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure how fast MODEL would be served if it were converted, beside the original at its best and the bound."""
     if out is not None:
-        require_folder(out, "--out")
+        _require_new_in(out, "serve.json", "serve.png")
     from fcsd.bench.serve.workload import Workload
 
     load = Workload(

@@ -6,6 +6,7 @@ The functions follow the order of a run. ``distill_model`` checks the recipe and
 """
 
 import gc
+import logging
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -23,7 +24,7 @@ from fcsd.distill.parts.files import write_merged, write_parts
 from fcsd.distill.prepare import Prepared, hide_progress_bars, prepare_run
 from fcsd.distill.run import checkpoints, identity, manifest, run_dir, signals
 from fcsd.distill.run.nonfinite import Skips
-from fcsd.distill.run.report import Reporter, closing, opening, reporting
+from fcsd.distill.run.report import METRICS, Reporter, closing, opening, read_metrics, reporting
 from fcsd.distill.run.saver import Saver
 from fcsd.distill.run.signals import Preemption
 from fcsd.distill.run.time_left import CHECKPOINT, HELD_OUT_LOSS, SAMPLES, SCORE
@@ -33,12 +34,14 @@ from fcsd.distill.step.feed import Feed, feeding
 from fcsd.distill.step.one_step import LaunchedStep, launch_step, measure
 from fcsd.distill.student import write_student
 from fcsd.distill.teacher.original import without_compiling
-from fcsd.errors import ConfigError
+from fcsd.errors import ConfigError, PreemptedError
 from fcsd.eval.score import Scorer
 from fcsd.extras import require_extra
 from fcsd.launch.preflight import TIMEOUT
 from fcsd.launch.world import World, join_world
 from fcsd.parallel.weights.saving import OwnPart
+
+log = logging.getLogger(__name__)
 
 
 def distill_model(
@@ -161,14 +164,21 @@ def _train(run: Prepared, scorer: Scorer | None, preemption: Preemption, watchdo
     samples = Samples(run.directory, recipe, run.world, run.tokenizer, run.student, run.training.source, run.done)
     scores = ScoreHistory(recipe.early_stop, scorer, run.progress)
     skips = Skips(recipe, run.world, run.progress)
-    if scores.missed(run.done):
+    found: dict[str, float] = {}
+    if (unscored := scores.missed(run.done)) or _unmeasured(run):
+        if run.world.rank == 0:
+            log.info("measuring what the run, when it was asked to end, left out after step %d", run.done)
         with run.training.without_rounding():
-            scores.take(run.student, run.tokenizer, run.done, _held_out(run))
+            found = _held_out(run, preemption)
+            if unscored:
+                scores.take(run.student, run.tokenizer, run.done, found)
     with ExitStack() as shown:
         reporter = None
         if run.world.rank == 0:
             reporter = shown.enter_context(
-                reporting(run.directory, run.resolved, start=run.done, held_out_tokens=_held_out_tokens(run))
+                reporting(
+                    run.directory, run.resolved, start=run.done, held_out_tokens=_held_out_tokens(run), found=found
+                )
             )
             reporter.say(opening(recipe, run.directory, run.done))
         shown.callback(watchdog.leave)  # after the last step, ranks may work for different times, so none is watched
@@ -239,20 +249,23 @@ def finish_step(
     Raises:
         PreemptedError: the run was asked to end; a checkpoint was saved if there was time.
     """
-    found = dict(metrics)
+    found, asked = dict(metrics), False
     with without_compiling(run.recipe), run.training.without_rounding():
         if duties.evaluate:
             if tokens := _held_out_tokens(run):
                 doing = f"measuring the held-out loss of step {step}, {tokens:,} tokens"
-                with tools.pause(HELD_OUT_LOSS, doing, tokens) as advance:
-                    found |= _held_out(run, advance)
-            if not duties.end and run.recipe.train.sample_tokens:
+                try:
+                    with tools.pause(HELD_OUT_LOSS, doing, tokens) as advance:
+                        found |= _held_out(run, tools.preemption, advance)
+                except PreemptedError:
+                    asked = True  # the next attempt measures it
+            if not (duties.end or asked) and run.recipe.train.sample_tokens:
                 with tools.pause(SAMPLES, f"writing samples of step {step}"):
                     tools.samples.take(step)
-        if duties.score:
+        if duties.score and not asked:
             with tools.pause(SCORE, f"scoring step {step} by {run.recipe.early_stop.metric}"):
                 found |= tools.scores.take(run.student, run.tokenizer, step, found)
-    last = duties.last or tools.scores.verdict.stop
+    last = (duties.last or tools.scores.verdict.stop) and not asked
     if last or duties.evaluate or duties.log or skipped:
         _log(run, tools, step, found)
     best = tools.scores.verdict.best
@@ -323,13 +336,38 @@ def _log(run: Prepared, tools: Tools, step: int, metrics: dict[str, float]) -> N
         tools.reporter.log({**_counts(run, step), **metrics, **measured, **tools.swaps.metrics()})
 
 
-def _held_out(run: Prepared, advance: Callable[[float], None] = lambda tokens: None) -> dict[str, float]:
-    """The losses on the held-out texts, if there are any: ``held_out_kl``, ``held_out_own_kl``, ..."""
+def _held_out(
+    run: Prepared, preemption: Preemption, advance: Callable[[float], None] = lambda tokens: None
+) -> dict[str, float]:
+    """The losses on the held-out texts, if there are any: ``held_out_kl``, ``held_out_own_kl``, ...
+
+    Raises:
+        PreemptedError: the run was asked to end, on all ranks after the same batch.
+    """
+
+    def measured(tokens: float) -> None:
+        advance(tokens)
+        if preemption.time_left(run.hosts) < math.inf:
+            raise signals.preempted("the held-out loss was being measured", run.checkpoint)
+
     found: dict[str, float] = {}
     for name, rows in run.held_out.items():
-        losses = measure(run.training, rows, run.recipe, run.data, advance)
+        losses = measure(run.training, rows, run.recipe, run.data, measured)
         found |= {f"{name}_{term}": value for term, value in losses.items()}
     return found
+
+
+def _unmeasured(run: Prepared) -> bool:
+    """Whether the last record has no held-out loss, because an earlier attempt was asked to end. Same on all ranks."""
+    if not run.held_out or not (run.done == run.recipe.train.steps or _is_due(run.done, run.recipe.train.eval_every)):
+        return False
+
+    def unmeasured() -> bool:
+        records = read_metrics(run.directory) if (run.directory / METRICS).exists() else []
+        own = [line for line in records if line["step"] == run.done]
+        return bool(own) and not any(key.startswith("held_out") for line in own for key in line)
+
+    return run.world.on_first(unmeasured)
 
 
 def _held_out_tokens(run: Prepared) -> int:

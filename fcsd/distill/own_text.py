@@ -8,6 +8,7 @@ themselves or nearly another document of their file are dropped.
 import hashlib
 import io
 import json
+import logging
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -16,13 +17,17 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fcsd.checkpoint import fingerprint, read_layout, resolve
+from fcsd.checkpoint import fingerprint, read_config, read_layout, resolve
+from fcsd.checkpoint.location import recorded_original
+from fcsd.checkpoint.rewired import describe
 from fcsd.checkpoint.tokenizer import load_tokenizer
 from fcsd.disk import read_input, require_folder, write_bytes, write_text
 from fcsd.distill.writer import CPU_BATCH, GPU_BATCH, Writer, Writing
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.launch.world import World, join_world
 from fcsd.progress import progress
+
+log = logging.getLogger(__name__)
 
 RECORD = "write.json"
 TRAIN, HELD_OUT = "train", "held_out"
@@ -67,8 +72,9 @@ def write_own_text(
             values are in memory.
 
     Returns:
-        The content of ``write.json``: the model, the settings, and for all files the documents and tokens that were
-        written, and how many documents were dropped because they loop or nearly repeat another one of their file.
+        The content of ``write.json``: the model, its rewiring in words (null for an original), the settings, and for
+        all files the documents and tokens that were written, and how many documents were dropped because they loop or
+        nearly repeat another one of their file.
 
     Raises:
         BadInputError: the checkpoint, its tokenizer or the prompts cannot be used.
@@ -90,6 +96,15 @@ def write_own_text(
         **asdict(writing),
         "prompts_sha256": None if questions is None else hashlib.sha256(json.dumps(questions).encode()).hexdigest(),
     }
+    rewired = read_config(path, trust_remote_code=True).rewired  # no code is run
+    if rewired is not None and world.rank == 0:
+        log.warning(
+            "%s is rewired (%s): a conversion heals nearer to its original on text that the original writes (%s); this "
+            "text is the rewired model's, and write.json says so",
+            model,
+            describe(rewired),
+            recorded_original(path, rewired) or "it is not recorded",
+        )
     identity = world.on_first(lambda: _claim(out, identity))
     writing = replace(writing, shard_tokens=identity["shard_tokens"])
     count = -(-tokens // writing.shard_tokens)
@@ -105,7 +120,8 @@ def write_own_text(
             for number in mine:
                 _write_shard(out, number, writer, advance)
     world.everywhere(lambda: None)  # waits until all files are there
-    return world.on_first(lambda: _record(out, identity, model, count, tokenizer))
+    who = {"model": model, "rewired": None if rewired is None else describe(rewired)}
+    return world.on_first(lambda: _record(out, identity, who, count, tokenizer))
 
 
 def _check(writing: Writing, tokens: int, tokenizer: PreTrainedTokenizerBase, prompts: Path | None) -> None:
@@ -251,7 +267,7 @@ def _name(part: str, number: int) -> str:
 
 
 def _record(
-    out: Path, identity: dict[str, Any], model: str, count: int, tokenizer: PreTrainedTokenizerBase
+    out: Path, identity: dict[str, Any], who: dict[str, Any], count: int, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
     """Count what all files hold, and write ``write.json``."""
     import pyarrow.parquet as pq
@@ -268,7 +284,7 @@ def _record(
                 totals["documents"] += table.num_rows
                 totals["tokens"] += sum(len(chunk.flatten()) for chunk in table["input_ids"].chunks)
     first = pq.read_table(out / _name(TRAIN, 0))["input_ids"][0].as_py()
-    record = {"model": model, "settings": identity, "written": totals, "example": tokenizer.decode(first)}
+    record = {**who, "settings": identity, "written": totals, "example": tokenizer.decode(first)}
     write_text(out / RECORD, json.dumps(record, indent=1) + "\n")
     return record
 

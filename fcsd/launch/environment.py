@@ -7,8 +7,10 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import subprocess
 from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import Path
 
 from fcsd.version import __version__
 
@@ -33,6 +35,7 @@ def snapshot() -> dict[str, object]:
     devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count() if cuda else 0)]
     return {
         "fcsd": __version__,
+        "commit": _commit(Path(__file__).parents[1]),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in PACKAGES},
@@ -48,6 +51,20 @@ def snapshot() -> dict[str, object]:
             if name.startswith(SETTINGS)
         },
     }
+
+
+def _commit(package: Path) -> str | None:
+    """The commit of a package in a checkout, with ``-dirty`` where a tracked file was changed; None elsewhere.
+
+    An installed package can lie inside of a checkout of something else, which does not track it.
+    """
+    git = ["git", "-C", str(package)]
+    try:
+        subprocess.run([*git, "ls-files", "--error-unmatch", "__init__.py"], capture_output=True, check=True)
+        describe = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        return subprocess.run(describe, capture_output=True, check=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):  # there is no git, or no commit of this package
+        return None
 
 
 def _version(package: str) -> str | None:

@@ -4,9 +4,12 @@ Every rank sets a key in the store when it has started, and waits for the keys o
 summed over all ranks. Both steps have the same timeout, so a run that cannot work ends before it has loaded anything.
 """
 
+import logging
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +19,31 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
+log = logging.getLogger(__name__)
+
 TIMEOUT = 300.0  # seconds; importing Python packages from a network disk can take minutes
+_SAY_AFTER = 5.0  # seconds of waiting after which a process says for whom it waits
+
+
+def launched() -> tuple[int, int]:
+    """The rank of this process and the number of ranks, as its launcher says in the environment; else 0 and 1.
+
+    Raises:
+        ConfigError: a variable is missing, or is not the number that it should be. Nobody would ever come.
+    """
+    if "WORLD_SIZE" not in os.environ:
+        return 0, 1
+    said = {name: os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")}
+    alone = said["WORLD_SIZE"] == "1"  # such a process meets nobody
+    numbers = {name: int(text) for name, text in said.items() if text.isdecimal()}
+    size, rank = numbers.get("WORLD_SIZE", 0), numbers.get("RANK", 0 if alone else -1)
+    if not 0 <= rank < size or not (alone or (said["MASTER_ADDR"] and "MASTER_PORT" in numbers)):
+        told = ", ".join(f"{name}={text}" if text else f"no {name}" for name, text in said.items())
+        raise ConfigError(
+            f"the environment is not that of a launcher: it has {told}",
+            "If no launcher started this process, unset WORLD_SIZE. Else docs/launching.md says what it has to set.",
+        )
+    return rank, size
 
 
 def join(backend: str, rank: int, size: int, device: "torch.device", timeout: float) -> None:
@@ -28,20 +55,14 @@ def join(backend: str, rank: int, size: int, device: "torch.device", timeout: fl
         timeout: how long, in seconds, to wait for all ranks to start, and again for their first collective.
 
     Raises:
-        ConfigError: the variables are missing, or the port is in use.
+        ConfigError: the port is in use.
         PeerLostError: a rank did not start, or the sum was not finished; the message names the ranks.
     """
     import torch
     import torch.distributed as dist
     from torch.distributed.constants import default_pg_timeout
 
-    try:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    except (KeyError, ValueError) as error:
-        raise ConfigError(
-            f"RANK and WORLD_SIZE are set, but where to meet is not: {error}",
-            hint="set MASTER_ADDR and MASTER_PORT, or start with --gpus, or unset WORLD_SIZE",
-        ) from error
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     # Under torchrun the ranks use torchrun's own store. Otherwise rank 0 holds the store.
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = meet("rank", rank, size, host, port, serves=serves, timeout=timeout)
@@ -81,15 +102,25 @@ def meet(kind: str, number: int, count: int, host: str, port: int, *, serves: bo
     )
 
     wait = timedelta(seconds=timeout)
+    asked = f"waits up to {timeout:g} seconds; if no other process was started, unset WORLD_SIZE"
     try:
         # ``multi_tenant`` because torchrun opens the store of the nodes a second time.
-        tcp = TCPStore(host, port, None, serves, timeout=wait, wait_for_workers=False, multi_tenant=True)
+        with _said_later(f"nobody answers yet at {host}:{port}: {kind} {number} {asked}"):
+            tcp = TCPStore(host, port, None, serves, timeout=wait, wait_for_workers=False, multi_tenant=True)
     except DistError as error:
         raise _unreachable(error, host, port, timeout) from error
     store = PrefixStore("fcsd", tcp)
     try:
         store.set(f"{kind}/{number}", "1")
-        store.wait([f"{kind}/{one}" for one in range(count)], wait)
+        keys = [f"{kind}/{one}" for one in range(count)]
+        try:
+            store.wait(keys, min(wait, timedelta(seconds=_SAY_AFTER)))
+        except DistError:
+            if number == 0:  # speaks for all
+                log.info(
+                    "%s of %d did not come yet: %s 0 %s", _named(kind, _missing(store, kind, count)), count, kind, asked
+                )
+            store.wait(keys, wait)
     except DistError as error:
         missing = _missing(store, kind, count)
         raise PeerLostError(
@@ -97,6 +128,17 @@ def meet(kind: str, number: int, count: int, host: str, port: int, *, serves: bo
             hint="look at the output of that process, or of its node; if no other was started, unset WORLD_SIZE",
         ) from error
     return store
+
+
+@contextmanager
+def _said_later(text: str) -> Iterator[None]:
+    """Log ``text`` if the block takes long."""
+    timer = threading.Timer(_SAY_AFTER, log.info, [text])
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _unreachable(error: Exception, host: str, port: int, timeout: float) -> ConfigError | PeerLostError:

@@ -105,10 +105,17 @@ def ensure_world(
         module: what the copies run, with the arguments of this process: ``python -m`` of this name.
 
     Raises:
-        ConfigError: the machine has fewer GPUs, or the port at which the nodes meet is in use.
+        ConfigError: the machine has fewer GPUs, the port at which the nodes meet is in use, or the environment says
+            that a launcher started this process, and is not complete.
         PeerLostError: another node did not start.
     """
     gpus = 1 if gpus is None else gpus
+    _, started = preflight.launched()
+    if "WORLD_SIZE" in os.environ and started < gpus:
+        raise ConfigError(
+            f"{gpus} processes are asked for, and WORLD_SIZE={started} says that a launcher has started {started}",
+            "If no launcher started this process, unset WORLD_SIZE.",
+        )
     if (gpus == 1 and node is None) or "WORLD_SIZE" in os.environ:
         return
     import torch
@@ -186,12 +193,13 @@ def join_world(timeout: float = preflight.TIMEOUT) -> World:
         timeout: seconds to wait for the other processes, and again for their first collective.
 
     Raises:
+        ConfigError: the environment says that a launcher started this process, and is not complete.
         PeerLostError: a process is missing; the message names its rank.
     """
     import torch
     import torch.distributed as dist
 
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, size = preflight.launched()
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -210,7 +218,7 @@ def join_world(timeout: float = preflight.TIMEOUT) -> World:
 
 def first_rank() -> bool:
     """Whether this is the only process of a run, or the first one. The answer needs neither torch nor a group."""
-    return os.environ.get("RANK", "0") == "0"
+    return "WORLD_SIZE" not in os.environ or os.environ.get("RANK", "0") == "0"
 
 
 def barrier() -> None:

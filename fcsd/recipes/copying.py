@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from fcsd import recipes
-from fcsd.errors import ConfigError, DiskError
+from fcsd.disk import write_text
+from fcsd.errors import ConfigError
 from fcsd.recipes import inherit
 
 
@@ -17,19 +18,15 @@ def copy_recipe(name: str, out: Path) -> Path:
 
     Raises:
         ConfigError: there is no such recipe, the file exists, or its folder does not. Nothing is overwritten.
-        DiskError: the file cannot be written.
+        OSError: the file cannot be written.
     """
     text = complete(recipes.packaged(name))
     target = out / f"{name}.yaml" if out.is_dir() else out
     if not os.path.isdir(target.parent):
         raise ConfigError(f"{target}: the folder {target.parent} does not exist", hint="Make it, or name another one.")
-    try:
-        with target.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError as error:
-        raise ConfigError(f"{target} exists", hint="Choose another --out. Nothing was overwritten.") from error
-    except OSError as error:
-        raise DiskError(f"{target}: cannot be written: {error.strerror}") from error
+    if os.path.lexists(target):
+        raise ConfigError(f"{target} exists", hint="Choose another --out. Nothing was overwritten.")
+    write_text(target, text)  # a full disk leaves no part of it
     return target
 
 

@@ -71,7 +71,8 @@ def test_a_run_whose_gpu_memory_is_exhausted_leaves_a_row(monkeypatch, tmp_path)
     monkeypatch.setattr(memory, "_measure", exhaust)
     found = CliRunner().invoke(bench_app, ["memory", "tiny", "--layers", "2", "--seq", "64", "--out", f"{tmp_path}/x"])
     assert found.exit_code == 8
-    measured = json.loads((tmp_path / "x").read_text())["measured"]
-    assert measured == {"out_of_memory": "CUDA out of memory. Tried to allocate 2 GiB. More lines"}
+    stored = json.loads((tmp_path / "x").read_text())
+    assert {"fcsd", "commit", "packages"} <= stored["environment"].keys()
+    assert stored["measured"] == {"out_of_memory": "CUDA out of memory. Tried to allocate 2 GiB. More lines"}
     again = CliRunner().invoke(bench_app, ["memory", "tiny", "--out", f"{tmp_path}/x"])
     assert again.exit_code == 2 and "x exists" in again.stderr

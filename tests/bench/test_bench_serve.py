@@ -288,6 +288,7 @@ def test_the_engine_of_fcsd_is_measured_on_this_machine(tmp_path):
     assert ways.to_rows() == stored["tables"]["ladder"]
     assert ways.decode[0][0] == 1 and ways.prefill[0][0] == 16, "the tokens of a step"
     assert stored["command"].startswith("fcsd ") and stored["environment"]["packages"]["torch"]
+    assert {"fcsd", "commit"} <= stored["environment"].keys()
     written = [(tmp_path / name).read_text() for name in ("serve.json", "table.json")]
     assert all(str(tmp_path) not in text and "--table table.json" in text for text in written), "names alone"
     assert (tmp_path / "serve.png").stat().st_size > 1000
@@ -345,6 +346,24 @@ def test_a_config_alone_is_enough_and_chooses_the_wiring(tmp_path):
 def test_what_does_not_apply_is_refused_in_one_line(options, said):
     found = CliRunner().invoke(app, ["bench", "serve", *options])
     assert found.exit_code == 2 and said in found.stderr.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "name"),
+    [
+        ("serve", ["--engine", "own"], "serve.json"),
+        ("serve", ["--engine", "own"], "serve.png"),
+        ("step", [], "step.json"),
+        ("step", ["--trace"], "overlapped/rank-0.json.gz"),
+    ],
+)
+def test_what_another_measurement_has_written_stays(command, options, name, tmp_path):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("former")
+    found = CliRunner().invoke(app, ["bench", command, "tiny", *options, "--out", str(tmp_path)])
+    assert found.exit_code == 2 and f"{tmp_path / name.partition('/')[0]} exists" in found.stderr
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / name]
+    assert (tmp_path / name).read_text() == "former"
 
 
 def test_under_data_parallel_attention_there_is_no_bound(asked, monkeypatch):

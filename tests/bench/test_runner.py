@@ -1,20 +1,9 @@
-"""The runner of benchmarks: ways take turns, and their figures become a table and a file."""
+"""The runner of benchmarks: figures become a table and a file."""
 
 import json
 from pathlib import Path
 
-import torch
-
-from fcsd.bench.runner import ratio, table, timings, write
-
-
-def test_ways_take_turns_also_in_a_process_without_a_group() -> None:
-    order: list[str] = []
-    ways = {name: lambda name=name: order.append(name) for name in ("one", "other")}
-    found = timings(ways, torch.device("cpu"), 3, before=lambda: order.append("before"))
-    assert order == ["before", "one", "before", "other"] * 5  # two repeats are not counted
-    assert list(found) == ["one", "other"]
-    assert all(0 <= each.low <= each.median <= each.high for each in found.values())
+from fcsd.bench.runner import ratio, table, write
 
 
 def test_a_table_leaves_out_columns_without_a_cell() -> None:

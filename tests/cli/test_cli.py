@@ -355,6 +355,16 @@ def test_recipes(tmp_path: Path) -> None:
     assert nowhere.exit_code == 2
 
 
+def test_a_recipe_that_a_full_disk_does_not_take_leaves_no_file(tmp_path: Path, monkeypatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    done = run("recipes", "copy", "tiny", "--out", str(tmp_path / "mine.yaml"))
+    assert done.exit_code == 7 and f"the disk is full: {tmp_path}/mine.yaml" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_measurement_of_links_overwrites_nothing(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("name: mine")
     result = run("bench", "links", "--out", str(tmp_path / "recipe.yaml"))
@@ -372,6 +382,33 @@ def test_env_keeps_secrets_and_paths(monkeypatch) -> None:
     assert facts["settings"]["NCCL_DEBUG"] == "INFO" and facts["settings"]["NCCL_TOPO_FILE"] == "(a path)"
     assert str(Path.home()) not in json.dumps(facts) and sys.executable not in json.dumps(facts)
     assert "secret" not in run("env").stdout + json.dumps(facts)
+
+
+def test_env_names_the_commit_of_a_checkout_and_not_that_of_a_folder_around_it(tmp_path, monkeypatch) -> None:
+    from fcsd.launch import environment
+
+    for variable in [name for name in os.environ if name.startswith("GIT_")]:  # set where a hook runs the tests
+        monkeypatch.delenv(variable)
+    package, git = tmp_path / "fcsd", ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=b"]
+    (package / "launch").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    monkeypatch.setattr(environment, "__file__", str(package / "launch/environment.py"))
+
+    def commit() -> Any:
+        return environment.snapshot()["commit"]
+
+    assert commit() is None
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "of something else"], check=True)
+    assert commit() is None
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "of the package"], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    assert commit() == head
+    (package / "__init__.py").write_text("changed")
+    assert commit() == f"{head}-dirty"
+    monkeypatch.setenv("PATH", "")
+    assert commit() is None
 
 
 @pytest.mark.parametrize(

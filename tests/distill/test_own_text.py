@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from fcsd.checkpoint.tokenizer import load_tokenizer, tokens_before
 from fcsd.cli.main import app
+from fcsd.convert import convert_checkpoint
 from fcsd.distill import own_text
 from fcsd.distill.own_text import loops, repeats, write_own_text
 from fcsd.distill.writer import Turns, Writer, Writing, turns_of
@@ -78,6 +79,7 @@ def test_a_model_writes_documents_and_a_killed_call_goes_on(
     whole = write_own_text(str(teacher), tmp_path / "whole", **how)
     train, held_out = (documents(tmp_path / "whole", part) for part in ("train", "held_out"))
     before = tokens_before(load_tokenizer(teacher))
+    assert whole["rewired"] is None
     assert whole["written"]["tokens"] == sum(map(len, train)) and len(held_out) == 3
     assert whole["settings"]["shard_tokens"] == 167, "three files of one size hold what was asked for"
     assert sum(map(len, train + held_out)) >= 500 and all(ids[: len(before)] == before for ids in train)
@@ -169,6 +171,15 @@ def test_what_has_no_meaning_is_refused_before_anything_is_written(
     with pytest.raises(ConfigError, match=reason):
         write_own_text(str(teacher), tmp_path / "out", **{"tokens": 100, "form": "document", **changes})
     assert not (tmp_path / "out").exists()
+
+
+def test_a_rewired_model_writes_and_the_record_says_so(teacher: Path, tmp_path: Path, caplog) -> None:
+    convert_checkpoint(teacher, tmp_path / "rewired", wiring="farskip", layers="1-2", check=False)
+    caplog.set_level("INFO", "fcsd")
+    write_own_text(str(tmp_path / "rewired"), tmp_path / "out", tokens=60, form="document", max_tokens=20)
+    [said] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"{tmp_path}/rewired is rewired (farskip, layers 1-2, by fcsd)" in said and f"({teacher})" in said
+    assert json.loads((tmp_path / "out/write.json").read_text())["rewired"] == "farskip, layers 1-2, by fcsd"
 
 
 def test_foreign_directories_and_wrong_numbers_are_refused(teacher: Path, tmp_path: Path) -> None:

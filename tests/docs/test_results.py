@@ -1580,6 +1580,21 @@ def test_quantised_sums_on_gpus(repo: Path, raw: Raw) -> None:
     assert f"[{right} of {right} right]" in (repo / "docs/serving.md").read_text()
 
 
+def test_the_memory_of_graphs(repo: Path, raw: Raw) -> None:
+    counted = [row for row in raw("vllm_graph_memory_2xh100")["rows"] if row["counts"]]
+    assert all(f"took {gib:.2f} GiB" in row["log"] for row in counted for gib in row["gib"])
+    (mixed,) = (row for row in counted if max(row["sizes"]) == 1024)
+    few = {row["variant"]: row for row in counted if row is not mixed}
+    size = f"{len(mixed['sizes'])} sizes up to 1024 tokens took [{mixed['gib'][0]} GiB of each GPU]"
+    original, ladder = few["original"], few["ladder"]
+    told = f"{len(original['sizes'])} sizes up to {max(original['sizes'])} with {original['layers']} layers "
+    told += f"{original['gib'][0]} GiB, with `ladder` {ladder['gib'][0]}."
+    serving = " ".join((repo / "docs/serving.md").read_text().split())
+    assert size in serving and told in serving and f"({mixed['layers']} layers of 8B's dimensions" in serving
+    assert f"took [{mixed['gib'][0]} GiB of each GPU]" in (repo / "benchmarks/results/vllm_load.md").read_text()
+    assert set(mixed["sizes"]) >= {1024, 512} and len(set(mixed["gib"])) == 1
+
+
 def test_what_is_known_of_the_figures_that_farskip_lost(repo: Path, raw: Raw) -> None:
     page = " ".join((repo / "benchmarks/results/vllm.md").read_text().split())
     steps = {}

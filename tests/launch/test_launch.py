@@ -29,7 +29,8 @@ def test_several_processes_are_started_by_torchrun(monkeypatch: pytest.MonkeyPat
     assert started[0][-7:] == ["-m", "--", "fcsd", "distill", "r.yaml", "--gpus", "2"]
     assert "--nproc-per-node=2" in started[0]
     assert os.environ["PYTHONSAFEPATH"] == "1"  # otherwise each process would import from the current directory
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in ranks._worlds(2)[0].items():
+        monkeypatch.setenv(name, value)
     launch.ensure_world(2)
     assert len(started) == 1
 

@@ -14,6 +14,7 @@ from ranks import fcsd, free_port
 from fcsd.config import load_recipe
 from fcsd.errors import ConfigError, PeerLostError
 from fcsd.launch import preflight
+from fcsd.launch import world as launch
 from fcsd.launch.nodes import node_commands, node_of, slurm_script
 
 
@@ -158,8 +159,48 @@ def test_a_meeting_place_that_is_taken_or_empty() -> None:
         preflight.meet("rank", 1, 2, "127.0.0.1", free_port(), serves=False, timeout=1)
 
 
-def test_a_world_without_an_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ConfigError, match="MASTER_ADDR"):
-        preflight.join("gloo", 0, 2, None, 1)  # type: ignore[arg-type]
+WHOLE = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("left", "told"),
+    [
+        ({"RANK": ""}, "WORLD_SIZE=2, no RANK, MASTER_ADDR=here"),
+        ({"RANK": "2"}, "RANK=2"),
+        ({"MASTER_ADDR": ""}, "no MASTER_ADDR"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT=http"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two"),
+    ],
+)
+def test_what_a_launcher_left_behind_is_refused_at_once(left, told, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (WHOLE | left).items():
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+    for gpus in (None, 2):
+        with pytest.raises(ConfigError, match=told) as refused:
+            launch.ensure_world(gpus)
+        assert "unset WORLD_SIZE" in str(refused.value.hint)
+
+
+def test_fewer_processes_than_asked_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in WHOLE.items():
+        monkeypatch.setenv(name, value)
+    assert preflight.launched() == (1, 2) and not launch.first_rank()
+    launch.ensure_world(2)
+    with pytest.raises(ConfigError, match="3 processes are asked for, and WORLD_SIZE=2"):
+        launch.ensure_world(3)
+    monkeypatch.delenv("WORLD_SIZE")
+    assert preflight.launched() == (0, 1) and launch.first_rank(), "a rank alone says nothing"
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name)
+    assert preflight.launched() == (0, 1)
+
+
+def test_who_waits_long_says_for_whom(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(preflight, "_SAY_AFTER", 0.1)
+    caplog.set_level("INFO", "fcsd")
+    for number, told in ((0, "rank 1 of 2 did not come yet"), (1, "nobody answers yet at 127.0.0.1:")):
+        with pytest.raises(PeerLostError):
+            preflight.meet("rank", number, 2, "127.0.0.1", free_port(), serves=number == 0, timeout=0.5)
+        assert told in caplog.text and "waits up to 0.5 seconds" in caplog.text and "unset WORLD_SIZE" in caplog.text
+        caplog.clear()

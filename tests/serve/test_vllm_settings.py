@@ -157,6 +157,11 @@ REFUSED = [
         'the keys "reduce", "overlap_from", "shared_experts" and "pieces"',
     ),
     (settings(FARSKIP, additional_config={"fcsd": {"pieces": "yes"}}), "pieces is true or false, not 'yes'"),
+    (settings(FARSKIP, splitting_ops=[], additional_config={"fcsd": {"pieces": True}}), "leave out pieces, or these"),
+    (
+        settings(FARSKIP, partition=True, additional_config={"fcsd": {"pieces": True}}),
+        "no sum can travel in the pieces",
+    ),
     (settings(FARSKIP, additional_config={"fcsd": {"overlap_from": -1}}), "overlap_from is a number of tokens"),
     (settings(FARSKIP, additional_config={"fcsd": {"overlap_from": "2048"}}), "not '2048'; 0 always overlaps"),
     (settings(FARSKIP, additional_config={"fcsd": {"reduce": "no.json"}}), "no.json is not a table of sums for this"),
@@ -228,7 +233,8 @@ def test_what_it_can_do_is_accepted(monkeypatch):
         ({}, True),
         ({"additional_config": {"fcsd": {"pieces": False}}}, False),
         ({"splitting_ops": ["vllm::moe_forward"]}, False),
-        ({"splitting_ops": [], "additional_config": {"fcsd": {"pieces": True}}}, False),
+        ({"splitting_ops": [], "additional_config": {"fcsd": {"pieces": False}}}, False),
+        ({"additional_config": {"fcsd": {"pieces": True}}}, True),
         ({"partition": True}, False),
     ],
 )
@@ -446,6 +452,8 @@ def test_the_entry_point_is_the_plugin_and_loads_no_torch(repo):
     project = tomllib.loads((repo / "pyproject.toml").read_text())["project"]
     ((name, value),) = project["entry-points"][support.GROUP].items()
     assert EntryPoint(name, value, support.GROUP).load() is plugin.register
+    oldest, too_new = (".".join(map(str, edge)) for edge in (support.OLDEST, support.TOO_NEW))
+    assert project["optional-dependencies"]["vllm"] == [f"vllm>={oldest},<{too_new}"]
     code = "import sys, fcsd.serve.vllm.plugin; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=repo, timeout=120).returncode == 0
 

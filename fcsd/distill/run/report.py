@@ -4,7 +4,7 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -103,15 +103,24 @@ class Reporter:
 
 
 @contextmanager
-def reporting(run: Path, resolved: ResolvedRecipe, *, start: int, held_out_tokens: int = 0) -> Iterator[Reporter]:
+def reporting(
+    run: Path,
+    resolved: ResolvedRecipe,
+    *,
+    start: int,
+    held_out_tokens: int = 0,
+    found: Mapping[str, float] | None = None,
+) -> Iterator[Reporter]:
     """A reporter for a run that begins after step ``start`` and measures its loss on ``held_out_tokens``.
 
-    Records of later steps, which an earlier attempt wrote, are dropped. The curves are drawn at the end, whether the
-    run succeeds or fails.
+    Records of later steps, which an earlier attempt wrote, are dropped. ``found``, if it is given, was measured after
+    step ``start`` in this attempt, and is added to the record of that step. The curves are drawn at the end, whether
+    the run succeeds or fails.
     """
     recipe = resolved.recipe
     path = run / METRICS
     kept = [line for line in read_metrics(run) if line["step"] <= start] if path.exists() else []
+    kept = [{**line, **(found or {})} if line["step"] == start else line for line in kept]
     write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
     console = Console(file=sys.stderr)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())

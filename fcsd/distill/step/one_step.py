@@ -187,7 +187,8 @@ def measure(
     """Measures the loss terms per token over all rows of one epoch. No random number is drawn.
 
     Args:
-        advance: is called with the number of tokens that were measured since the call before, on all ranks together.
+        advance: is called with the number of tokens that were measured since the call before, on all ranks together. An
+            error that it raises on all of them ends the measurement.
 
     Returns: ``sft``, with a teacher in memory ``kl``, and ``hidden`` if the term has a weight.
     """
@@ -199,17 +200,19 @@ def measure(
     totals = torch.zeros(len(terms) + 1, device=world.device, dtype=torch.float64)
     one = torch.ones((), device=world.device)
     engine.eval()
-    for first in range(0, rows.per_epoch, micro * world.size):
-        start = first + world.rank * micro
-        numbers = range(start, min(start + micro, rows.per_epoch))
-        # All ranks must run the model equally often. A rank without rows left runs it on a row that does not count.
-        data = {name: column.to(world.device) for name, column in batch(rows, numbers or [0]).items()}
-        if not numbers:
-            data["labels"].fill_(IGNORE)
-        losses = engine(data, source.get_targets(data) if source.any_text else None, one, terms)
-        totals += torch.stack([*(losses[name] for name in terms), (data["labels"] != IGNORE).sum()])
-        advance(min(micro * world.size, rows.per_epoch - first) * recipe.data.seq_len)
-    engine.train()
+    try:
+        for first in range(0, rows.per_epoch, micro * world.size):
+            start = first + world.rank * micro
+            numbers = range(start, min(start + micro, rows.per_epoch))
+            # All ranks must run the model equally often. A rank without rows left runs it on a row that does not count.
+            data = {name: column.to(world.device) for name, column in batch(rows, numbers or [0]).items()}
+            if not numbers:
+                data["labels"].fill_(IGNORE)
+            losses = engine(data, source.get_targets(data) if source.any_text else None, one, terms)
+            totals += torch.stack([*(losses[name] for name in terms), (data["labels"] != IGNORE).sum()])
+            advance(min(micro * world.size, rows.per_epoch - first) * recipe.data.seq_len)
+    finally:
+        engine.train()
     dist.all_reduce(totals, group=world.group)
     *sums, positions = totals.tolist()
     return {name: value / max(1, positions) for name, value in zip(terms, sums, strict=True)}

@@ -29,9 +29,7 @@ def check(vllm_config: Any, model_type: str) -> None:
     """
     for problem in problems(vllm_config, model_type):
         raise ConfigError(f"converted model: {problem}")
-    compilation = vllm_config.compilation_config
-    if compilation.splitting_ops is not None or compilation.use_inductor_graph_partition:
-        # An operator between two attentions could end a piece, or Inductor could choose what is in one.
+    if _other_pieces(vllm_config):
         vllm_config.additional_config.setdefault("fcsd", {})["pieces"] = False
 
 
@@ -83,10 +81,21 @@ def problems(vllm_config: Any, model_type: str) -> Iterator[str]:
     }
     yield from (refusal(name) for name, found in asked.items() if found)
     chosen = read_settings(vllm_config.additional_config, parallel.tensor_parallel_size)
+    if _other_pieces(vllm_config) and vllm_config.additional_config.get("fcsd", {}).get("pieces"):
+        yield (
+            "pieces true in --additional-config: no sum can travel in the pieces of splitting_ops or "
+            "use_inductor_graph_partition in --compilation-config; leave out pieces, or these two"
+        )
     strict = bool(os.environ.get(RIGHT_RESULTS))
     if strict and leaves_out(chosen.reduce):
         wrong = f"reduce {chosen.reduce} gives wrong results"
         yield f"{wrong}, which fcsd serve and fcsd eval refuse; start vLLM for a bound"
+
+
+def _other_pieces(vllm_config: Any) -> bool:
+    """Whether an operator between two attentions could end a piece, or Inductor could choose what is in one."""
+    compilation = vllm_config.compilation_config
+    return compilation.splitting_ops is not None or compilation.use_inductor_graph_partition
 
 
 def _scales_short_texts(model: Any) -> bool:

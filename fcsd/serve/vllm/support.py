@@ -10,7 +10,7 @@ from fcsd.errors import ConfigError
 from fcsd.extras import require_extra
 
 GROUP = "vllm.general_plugins"  # the group of entry points that every process of vLLM loads
-# The first supported version, and the first one that is not supported. pyproject.toml admits a part of this range.
+# The first supported version, and the first one that is not supported: the range of the extra in pyproject.toml.
 OLDEST, TOO_NEW = (0, 24), (0, 34)
 # ``fcsd serve`` and ``fcsd eval`` set this variable, so that the plugin refuses reductions with wrong results.
 RIGHT_RESULTS = "FCSD_RIGHT_RESULTS"

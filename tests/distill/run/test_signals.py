@@ -34,6 +34,7 @@ PHASES = {  # where the signal comes -> the function it comes in, and at which o
     "load": (prepare, "build_training", 1),
     "step": (loop, "launch_step", 3),
     "evaluation": (loop, "measure", 1),
+    "last evaluation": (loop, "measure", 2),
     "save": (manifest, "sync", 3),
 }
 
@@ -59,6 +60,7 @@ def signalled(recipe: Any, phase: str, told: tuple[int, ...], number: int) -> No
     [
         ("step", (1,), "step-3"),
         pytest.param("evaluation", (0, 1), "step-3", marks=pytest.mark.nightly),
+        ("last evaluation", (1,), "step-4"),
         ("save", (0,), "step-2"),
         pytest.param("load", (0, 1), None, marks=pytest.mark.nightly),
     ],
@@ -72,8 +74,11 @@ def test_a_signal_ends_the_run_with_its_last_step_saved_once(
     saved = [path.name for path in checkpoints.checkpoints(tmp_path / "run" / "checkpoints")]
     assert saved[-1:] == ([] if committed is None else [committed])
     assert not (tmp_path / "run" / "final").exists()
+    if "evaluation" in phase:
+        assert "held_out_kl" not in read_metrics(tmp_path / "run")[-1], "it was not measured to the end"
     runs.train(recipe, 2)
     assert runs.outcome(tmp_path / "run") == runs.outcome(folder / "whole")
+    assert runs.numbers(tmp_path / "run")[0] == runs.numbers(folder / "whole")[0], "nor any held-out loss"
 
 
 def signalled_after_the_decision(recipe: Any) -> None:
