@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,24 @@ def say(world: World, text: str) -> None:
     """Prints to stderr on rank 0."""
     if world.rank == 0:
         print(text, file=sys.stderr, flush=True)
+
+
+def set_aside(path: Path | None, *others: str, rank: int = 0) -> None:
+    """Renames the result of an earlier run, and what lies beside it, on rank 0: ``serve.json`` to ``serve.1.json``.
+
+    Args:
+        path: the file of the result; None, or a name that is free, renames nothing.
+        others: further names in its directory; ``overlapped`` becomes ``overlapped.1``.
+    """
+    if path is not None and rank == 0 and path.exists():
+        names = [path, *(path.with_name(name) for name in others)]
+        for number in count(1):
+            kept = [name.with_name(f"{name.stem}.{number}{name.suffix}") for name in names]
+            if not any(map(Path.exists, kept)):
+                break
+        for name, new in zip(names, kept, strict=True):
+            if name.exists():
+                name.rename(new)
 
 
 def write(result: Any, path: Path | None, rank: int = 0) -> None:

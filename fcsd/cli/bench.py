@@ -11,7 +11,7 @@ from fcsd.bundled import located
 from fcsd.cli.command import command, emit
 from fcsd.cli.options import AsJson, Gpus, Sets, numbers, shares
 from fcsd.cli.panels import Commands
-from fcsd.disk import require_folder, write_json
+from fcsd.disk import read_input, require_folder, write_json
 from fcsd.errors import ConfigError, DoesNotFitError, FcsdError
 from fcsd.extras import require_extra
 from fcsd.launch.world import first_rank
@@ -31,12 +31,26 @@ def _require_new(out: Path) -> None:
         raise ConfigError(f"{out} exists", hint="Choose another --out. Nothing was overwritten.")
 
 
-def _require_new_in(folder: Path, *names: str) -> None:
-    """Refuses a directory that cannot be written, or that has one of these files or folders already."""
+def _require_new_in(folder: Path, result: str, *names: str) -> None:
+    """Refuses a directory that cannot be written, or that has one of these files or folders already.
+
+    What a run has left that was cut short, as its result says, does not count: the next run keeps it under a new name.
+    """
     require_folder(folder, "--out")
+    if _cut_short(folder / result):
+        return
+    names = (result, *names)
     for name in names:
         if (folder / name).exists():
             _require_new(folder / name)
+
+
+def _cut_short(path: Path) -> bool:
+    """Whether a result says of itself that its run did not come to its end."""
+    try:
+        return json.loads(read_input(path)).get("complete") is False
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return False  # nothing that may be moved
 
 
 @command(app, "links")
@@ -164,7 +178,11 @@ def step(
     sets: Sets = [],  # noqa: B006
     gpus: Gpus = None,
     out: Annotated[
-        Path | None, typer.Option(help="Directory for step.json and traces, which must not exist there.")
+        Path | None,
+        typer.Option(
+            help="Directory for step.json and traces, which must not exist there. Those of an interrupted run are kept "
+            "as step.1.json and so on."
+        ),
     ] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Trace a step into --out, and account for its time.")] = False,
     as_json: AsJson = False,
@@ -202,7 +220,7 @@ def step(
             hint="Add one: --variants overlapped,...",
         )
     if trace and out is not None:
-        _require_new_in(out, *load.traced)
+        _require_new_in(out, "step.json", *load.traced)
     from fcsd.launch.world import ensure_world
 
     ensure_world(gpus)
@@ -274,7 +292,11 @@ def serve(
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Directory for serve.json and serve.png, which must not exist there.")
+        Path | None,
+        typer.Option(
+            help="Directory for serve.json and serve.png, which must not exist there. An interrupted run's file is "
+            "kept as serve.1.json."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -70,8 +70,8 @@ def push_model(
     from huggingface_hub import HfApi
 
     directory = Path(directory)
-    check_record(directory)
     token = require_target(repo, create_pr=create_pr, revision=revision, token=token)
+    check_record(directory)
     title = f"fcsd export {read_object(directory / RECORD)['fingerprint'][:12]}"
     sent = sent_files(directory, _NOT_UPLOADED)
     api = HfApi(token=token)
@@ -94,7 +94,7 @@ def require_target(repo: str, *, create_pr: bool, revision: str | None, token: s
     """Check the arguments of ``push_model`` before anything is written or sent, and return the token to use.
 
     Raises:
-        ConfigError: there is no token, or a pull request and a branch are asked for.
+        ConfigError: there is no token, the name has no organisation, or a pull request and a branch are asked for.
         HFValidationError: no repository can have this name.
     """
     from huggingface_hub import get_token
@@ -102,6 +102,8 @@ def require_target(repo: str, *, create_pr: bool, revision: str | None, token: s
 
     if create_pr and revision:
         raise ConfigError("a pull request and a branch exclude each other", "Give --create-pr or --revision.")
+    if "/" not in repo:
+        raise ConfigError(f"{quoted(repo)} is not ORG/NAME", "Put your name or that of an organisation before it.")
     validate_repo_id(repo)
     if not (token := token or get_token()):
         raise ConfigError("no hub token", "Run: hf auth login")

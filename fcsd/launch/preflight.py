@@ -6,6 +6,7 @@ summed over all ranks. Both steps have the same timeout, so a run that cannot wo
 
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -101,11 +102,14 @@ def meet(kind: str, number: int, count: int, host: str, port: int, *, serves: bo
         TCPStore,  # pyright: ignore[reportPrivateImportUsage]
     )
 
-    wait = timedelta(seconds=timeout)
+    wait, until = timedelta(seconds=timeout), time.monotonic() + timeout
     asked = f"waits up to {timeout:g} seconds; if no other process was started, unset WORLD_SIZE"
     try:
         # ``multi_tenant`` because torchrun opens the store of the nodes a second time.
         with _said_later(f"nobody answers yet at {host}:{port}: {kind} {number} {asked}"):
+            # The store's own waiting heeds no signal. So does that for its keys.
+            if not serves and not _within(lambda: _answers(host, port), timeout, 0.1):
+                raise _silent(host, port, timeout)
             tcp = TCPStore(host, port, None, serves, timeout=wait, wait_for_workers=False, multi_tenant=True)
     except DistError as error:
         raise _unreachable(error, host, port, timeout) from error
@@ -113,21 +117,27 @@ def meet(kind: str, number: int, count: int, host: str, port: int, *, serves: bo
     try:
         store.set(f"{kind}/{number}", "1")
         keys = [f"{kind}/{one}" for one in range(count)]
-        try:
-            store.wait(keys, min(wait, timedelta(seconds=_SAY_AFTER)))
-        except DistError:
-            if number == 0:  # speaks for all
-                log.info(
-                    "%s of %d did not come yet: %s 0 %s", _named(kind, _missing(store, kind, count)), count, kind, asked
-                )
-            store.wait(keys, wait)
-    except DistError as error:
-        missing = _missing(store, kind, count)
-        raise PeerLostError(
-            f"{_named(kind, missing)} of {count} did not come up within {timeout:g} seconds",
-            hint="look at the output of that process, or of its node; if no other was started, unset WORLD_SIZE",
-        ) from error
-    return store
+        for seconds in (min(timeout, _SAY_AFTER), until - time.monotonic()):
+            if _within(lambda: store.check(keys), seconds, 0.05):
+                return store
+            if number == 0 and time.monotonic() < until:  # speaks for all
+                late = _named(kind, _missing(store, kind, count))
+                log.info("%s of %d did not come yet: %s 0 %s", late, count, kind, asked)
+    except DistError:
+        pass  # the process that holds the store is gone
+    raise PeerLostError(
+        f"{_named(kind, _missing(store, kind, count))} of {count} did not come up within {timeout:g} seconds",
+        hint="look at the output of that process, or of its node; if no other was started, unset WORLD_SIZE",
+    )
+
+
+def _answers(host: str, port: int) -> bool:
+    """Whether somebody listens at an address."""
+    try:
+        socket.create_connection((host, port), timeout=1).close()
+    except OSError:
+        return False
+    return True
 
 
 @contextmanager
@@ -145,6 +155,10 @@ def _unreachable(error: Exception, host: str, port: int, timeout: float) -> Conf
     """The error of fcsd for a store that could not be made or reached."""
     if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
         return ConfigError(f"port {port} of {host} is in use", hint="Perhaps another run uses it. Choose another port.")
+    return _silent(host, port, timeout)
+
+
+def _silent(host: str, port: int, timeout: float) -> PeerLostError:
     return PeerLostError(
         f"nobody answers at {host}:{port} within {timeout:g} seconds",
         hint="Check that the process of rank 0 runs on node 0, and that its address can be reached from here.",
@@ -161,12 +175,12 @@ def _missing(store: "Store", mark: str, count: int) -> list[int]:
         return [0]
 
 
-def _within(done: Callable[[], bool], timeout: float) -> bool:
+def _within(done: Callable[[], bool], timeout: float, pause: float = 0.01) -> bool:
     end = time.monotonic() + timeout
     while not done():
         if time.monotonic() > end:
             return False
-        time.sleep(0.01)
+        time.sleep(pause)
     return True
 
 

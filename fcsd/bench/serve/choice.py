@@ -94,14 +94,25 @@ def _worth(load: Workload, step: str, way: Way) -> float:
     return _WORTH if waits or not exact else 1.0
 
 
-def by_table(load: Workload, times: Mapping[Way, Rounds], ways: Ways) -> Rounds:
-    """The times of each figure in the way that a table chooses for it."""
+def by_table(load: Workload, times: Mapping[Way, Rounds]) -> Rounds:
+    """The times of each figure by a table: of each round, in the way that is chosen by all other rounds.
+
+    The fastest of several ways was partly lucky, and its own times would flatter the table. Of one round alone there
+    are no others.
+    """
     found: Rounds = {}
-    for figure in dict.fromkeys(chain(*times.values())):
-        if figure[0] in get_args(Step):
-            own = times.get(ways.of(figure[0], tokens_of(load, figure)), {})  # pyright: ignore[reportArgumentType]
-            found |= {figure: own[figure]} if figure in own else {}
-    return found
+    count = max((len(own) for rounds in times.values() for own in rounds.values()), default=0)
+    for round_ in range(count):
+        others = {
+            way: {figure: own[:round_] + own[round_ + 1 :] if count > 1 else own for figure, own in rounds.items()}
+            for way, rounds in times.items()
+        }
+        ways = choose(load, others)
+        for figure in dict.fromkeys(chain(*times.values())):
+            if figure[0] in get_args(Step):
+                way = ways.of(figure[0], tokens_of(load, figure))  # pyright: ignore[reportArgumentType]
+                found.setdefault(figure, []).extend(times.get(way, {}).get(figure, [])[round_ : round_ + 1])
+    return {figure: own for figure, own in found.items() if own}
 
 
 def add_tables(load: Workload, found: dict[str, Any]) -> None:
@@ -114,7 +125,7 @@ def add_tables(load: Workload, found: dict[str, Any]) -> None:
         if len(times) > 1:
             ways = choose(load, times)
             found["tables"][wiring] = ways.to_rows()
-            row = {"role": "wired", "wiring": wiring, "rounds": by_table(load, times, ways)}
+            row = {"role": "wired", "wiring": wiring, "rounds": by_table(load, times)}
             found["variants"][f"{wiring}, by its table"] = row
 
 

@@ -23,15 +23,16 @@ def bench(
     """Measure a workload. With ``--engine own``, every process of the run must call this function.
 
     Args:
-        out: directory for ``serve.json``, which is written again as the run goes on, and for ``serve.png``.
+        out: directory for ``serve.json``, which is written again as the run goes on, and for ``serve.png``. A
+            ``serve.json`` that is there is kept as ``serve.1.json``, or with the next number.
         heal_hours: GPU-hours of healing, for the break-even.
         table_file: the file that gets the table of ways, see ``choice.check_table``. Nothing is written if the wiring
             was not timed in two ways.
 
     Returns:
         What ``serve.json`` holds, and the text to print. The content is ``workload``, ``command``, ``environment``
-        (versions, GPUs and settings), ``link``, ``seconds``, ``variants`` with the milliseconds of each round,
-        ``missing``, ``notes``, ``tables`` with the fastest way of each wiring for each size; and for each wired variant
+        (versions, GPUs and settings), ``link``, ``seconds``, ``complete``, ``variants`` with the milliseconds of each
+        round, ``missing``, ``notes``, ``tables`` with the fastest way of each wiring for each size; and for each wired variant
         in ``ratios`` its speed over the best original, in ``verdicts`` the sentence (without the figures of
         ``says_nothing``, in which the bound itself is slower than the original), in ``load_verdicts`` one for each
         load, and in ``break_even_days`` when healing is won back, null if never.
@@ -47,21 +48,26 @@ def bench(
     command = shlex.join(["fcsd", *(runner.without_folders(word) for word in sys.argv[1:])])
     head = {"workload": runner.without_folders(asdict(load)), "command": command, "environment": facts}
     head["link"] = under_vllm.link()
+    path, begins = None if out is None else out / "serve.json", True
 
-    def write(found: Mapping[str, Any]) -> None:
-        runner.write(head | stored(found, heal_hours, gpus), out and out / "serve.json", rank)
+    def write(found: Mapping[str, Any], complete: bool = False) -> None:
+        nonlocal begins
+        if begins:
+            runner.set_aside(path, "serve.png", rank=rank)
+        begins = False
+        runner.write(head | {"complete": complete} | stored(found, heal_hours, gpus), path, rank)
 
     if load.engine == "own":
         from fcsd.bench.serve import own  # needs accelerate, which an image of vLLM may lack
 
-        found = own.bench(load, config)
+        found = own.bench(load, config, write)
     else:
         cards: Any = facts["gpus"]
         memory = int(min(card["memory_gib"] for card in cards) * 2**30) if cards else None
         found = under_vllm.bench(load, config, memory, write)
     choice.add_tables(load, found)
     head["seconds"] = round(time.monotonic() - begun, 1)
-    write(found)
+    write(found, complete=True)
     if table_file is not None and rank == 0 and found["tables"]:
         write_json(table_file, runner.without_folders(choice.file_of(load, found, command)))
     if out is not None and rank == 0 and table.ratios_of(found):
@@ -69,7 +75,7 @@ def bench(
             found["notes"].append("serve.png is not drawn: matplotlib is not installed")
         else:
             table.draw(found, f"{load.model}, {gpus} GPUs", out / "serve.png")
-    return head | stored(found, heal_hours, gpus), table.text(found, heal_hours, gpus)
+    return head | {"complete": True} | stored(found, heal_hours, gpus), table.text(found, heal_hours, gpus)
 
 
 def stored(found: Mapping[str, Any], heal_hours: float | None, gpus: int) -> dict[str, Any]:

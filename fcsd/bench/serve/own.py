@@ -20,7 +20,6 @@ import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fcsd.bench.runner import finished, say
-from fcsd.bench.serve import figures
 from fcsd.bench.serve.variants import Role, label
 from fcsd.bench.serve.workload import STANDARD, Workload, prompts_of, usual_wirings, wiring_for
 from fcsd.engine.decode import GRAIN, Stepper
@@ -51,11 +50,12 @@ class Variant(NamedTuple):
     way: Way
 
 
-def bench(load: Workload, config: PretrainedConfig) -> dict[str, Any]:
+def bench(load: Workload, config: PretrainedConfig, write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Measure the original, the wirings and the bound. Every process of the run must call this function.
 
     Args:
         load: the workload; there are ``tp`` processes.
+        write: gets what was found so far, after each figure.
 
     Returns:
         ``variants``, ``missing`` and ``notes``, as of ``under_vllm.bench``.
@@ -84,7 +84,10 @@ def bench(load: Workload, config: PretrainedConfig) -> dict[str, Any]:
     }
     variants["bound"] = Variant(names[0], Way(BOUND))
     model = random_model(config, ranks, world, torch.bfloat16, "whole" if load.ep else "sliced")
-    rounds: dict[str, figures.Rounds] = {name: {} for name in variants}
+    found = {
+        name: {"role": role(key, first), "wiring": key.wiring, **key.way._asdict(), "rounds": {}}
+        for name, key in variants.items()
+    }
 
     def more() -> bool:
         return world.lowest(until - time.monotonic()) > 0
@@ -92,6 +95,7 @@ def bench(load: Workload, config: PretrainedConfig) -> dict[str, Any]:
     work = [("decode", n, n, load.short, load.answer) for n in load.batches]
     work += [("prefill", tokens, load.arrivals, tokens, 1) for tokens in load.prompts]
     notes = ["one model had all wirings, and all variants took turns"]
+    result = {"variants": found, "missing": missing, "notes": notes}
     vocabulary, on_gpu = config.get_text_config().vocab_size, model.device.type == "cuda"
     if not on_gpu:
         notes.append("there was no GPU: times on CPUs say nothing about GPUs, nor whether a conversion pays there")
@@ -110,12 +114,9 @@ def bench(load: Workload, config: PretrainedConfig) -> dict[str, Any]:
             if times.get(key) is None:
                 notes.append(f"{name}: {kind} {size} does not fit into memory")
             elif times[key][kind]:
-                rounds[name][kind, size] = times[key][kind]
-    found = {
-        name: {"role": role(key, first), "wiring": key.wiring, **key.way._asdict(), "rounds": rounds[name]}
-        for name, key in variants.items()
-    }
-    return {"variants": found, "missing": missing, "notes": notes}
+                found[name]["rounds"][kind, size] = times[key][kind]
+        write(result)
+    return result
 
 
 def _require_short(load: Workload, work: Sequence[tuple[str, int, int, int, int]], each: float, world: World) -> None:

@@ -55,6 +55,8 @@ def text(found: Mapping[str, Any], heal_hours: float | None = None, gpus: int = 
     originals, ratios = rounds_of(found, "original"), judged_of(found)
     for name, ratio in ratios.items():
         lines.append(figures.verdict(name, ratio))
+    if found.get("tables"):
+        lines.append(f"by its table: each size in its fastest way, {_chosen_by(found)}")
     if not ratios:
         lines.append("no converted model was measured beside the original")
     if len(originals) > 1:
@@ -78,6 +80,14 @@ def text(found: Mapping[str, Any], heal_hours: float | None = None, gpus: int = 
     lines += [f"{name} failed: {row['failed']}" for name, row in found["variants"].items() if "failed" in row]
     lines += [f"not run: {name}: {why}" for name, why in found["missing"].items()]
     return "\n".join([*lines, *found["notes"]])
+
+
+def _chosen_by(found: Mapping[str, Any]) -> str:
+    """By which rounds a table chose its ways; see ``choice.by_table``."""
+    ways = [row["rounds"] for row in found["variants"].values() if row["role"] in ("wired", "way")]
+    if max(len(own) for rounds in ways for own in rounds.values()) > 1:
+        return "which the other rounds chose for each round"
+    return "chosen by the same only round, so that line flatters the table: repeat it with more --rounds"
 
 
 def not_compared(found: Mapping[str, Any]) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from transformers import PreTrainedModel
 
 from fcsd.bench.account import read_account, to_text
-from fcsd.bench.runner import peak_gib, say, write
+from fcsd.bench.runner import peak_gib, say, set_aside, write
 from fcsd.bench.step.model import evenly_routed
 from fcsd.bench.step.record import record
 from fcsd.bench.step.table import table
@@ -61,7 +61,8 @@ def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> d
     Every process of the run must call this function.
 
     Args:
-        out: directory for ``step.json``, which is written again after each router.
+        out: directory for ``step.json``, which is written again after each router, with ``complete``. What
+            an earlier run left there is kept as ``step.1.json``.
         traced: also writes to ``out``, under the first router, a Chrome trace of one step of each rank under each of
             ``load.traced``, and says from it where the time goes.
 
@@ -80,7 +81,9 @@ def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> d
     routers: dict[str, dict[str, Any]] = {}
     result: dict[str, Any] = {"workload": asdict(load), "world": world.size, **speeds, "environment": snapshot()}
     result["routers"] = routers
+    result["complete"] = False
     path = None if out is None else out / "step.json"
+    set_aside(path, *(load.traced if traced else ()), rank=world.rank)
     for router in load.routers:
         say(world, f"\n{router} router, {time.monotonic() - begun:.0f} s after the start")
         with ExitStack() as held:
@@ -95,6 +98,8 @@ def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> d
                 write(result, path, world.rank)
         accounts = {name: told["account"] for name, told in found.get("traces", {}).items() if told}
         say(world, table(found["variants"], **speeds, accounts=accounts))
+    result["complete"] = True
+    write(result, path, world.rank)
     wrong = [
         f"{name} under the {router} router"
         for router, found in routers.items()
