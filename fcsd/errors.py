@@ -1,7 +1,17 @@
 """The errors that fcsd raises on purpose: one class for each exit code, with a one-line message and a hint."""
 
+import signal
 from collections.abc import Iterable
 from difflib import get_close_matches
+
+
+class Stopped(SystemExit):
+    """A signal ended the command, whose exit code is 128 and its number. No library catches this as an Exception."""
+
+    def __init__(self, number: int) -> None:
+        self.exit_code = 128 + number
+        super().__init__(self.exit_code)
+        self.name = signal.Signals(number).name
 
 
 class FcsdError(Exception):

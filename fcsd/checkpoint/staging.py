@@ -10,17 +10,15 @@ import fcntl
 import os
 import re
 import shutil
-import signal
-import threading
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO
 
 from fcsd.checkpoint import read_object
 from fcsd.disk import left_over, require_writable, sync, sync_directories
-from fcsd.errors import ConfigError, DiskError, PreemptedError
+from fcsd.errors import ConfigError, DiskError
 from fcsd.progress import progress
 
 Contents = frozenset[tuple[str, int, int, int]]  # path, inode, size and time of every entry of a directory
@@ -87,8 +85,7 @@ def staged(out: Path, former: Contents | None = None) -> Iterator[Path]:
     lock = _lock(stage)
     try:
         (stage / _UNFINISHED).touch()
-        with _interruptible():
-            yield stage
+        yield stage
         (stage / _UNFINISHED).unlink()
         sync_directories(stage)
         if former is None:
@@ -222,20 +219,3 @@ def _remove_abandoned(out: Path) -> None:
                 lock = _lock(stage)
                 shutil.rmtree(stage)
                 os.close(lock)
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Make SIGTERM raise inside the block, as Ctrl-C does, so that the block removes what it has written."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, _terminated)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _terminated(*_: object) -> NoReturn:
-    raise PreemptedError("stopped by SIGTERM; nothing was written")

@@ -10,17 +10,19 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from inspect import Parameter, signature
 from typing import Annotated, TextIO
 
 import typer
 
 from fcsd.cli.panels import PanelCommand
-from fcsd.errors import DiskError, PreemptedError
+from fcsd.errors import DiskError, PreemptedError, Stopped
 from fcsd.foreign_errors import reason_of, translate
+from fcsd.launch.world import first_rank
 from fcsd.terminal import printable
 
 VERBOSE = Parameter(
@@ -75,11 +77,11 @@ def command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], Ca
                 sys.stdout = open(os.devnull, "w")  # noqa: SIM115
             _DATA.set(sys.stdout)
             try:
-                with contextlib.redirect_stdout(sys.stderr):  # libraries print and log to stdout
+                with contextlib.redirect_stdout(sys.stderr), ended_by_signals():  # libraries print and log to stdout
                     function(**options)
             except BrokenPipeError:
                 raise  # `fcsd recipes show tiny | head` is not an error; typer exits without a message
-            except (KeyboardInterrupt, Exception) as error:
+            except (KeyboardInterrupt, Stopped, Exception) as error:
                 if verbose:
                     traceback.print_exc()
                 sys.exit(report_error(error))
@@ -92,6 +94,31 @@ def command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], Ca
     return register
 
 
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block as Ctrl-C does: what it has begun is removed, and what it has started ends.
+
+    A signal that somebody handles already, or that `nohup` ignores, stays as it is.
+    """
+    process = os.getpid()
+
+    def end(number: int, frame: object) -> None:
+        if os.getpid() != process:  # a copy of this process, which does not report
+            os._exit(128 + number)
+        signal.signal(number, signal.SIG_IGN)  # a launcher may repeat it while files are removed
+        raise Stopped(number)
+
+    here = threading.current_thread() is threading.main_thread()
+    free = [n for n in (signal.SIGTERM, signal.SIGHUP) if here and signal.getsignal(n) == signal.SIG_DFL]
+    for number in free:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in free:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def report_error(error: BaseException) -> int:
     """Prints an error to stderr and returns the exit code that goes with it."""
     known = translate(error)
@@ -99,6 +126,10 @@ def report_error(error: BaseException) -> int:
         message, hint, code = "interrupted", None, 128 + signal.SIGINT
         if "TORCHELASTIC_RUN_ID" in os.environ:
             return code  # the command that started this process, or torchrun, reports it once for all
+    elif isinstance(error, Stopped):
+        message, hint, code = f"stopped by {error.name}", None, error.exit_code
+        if not first_rank():
+            return code
     elif known is not None:
         message, hint, code = str(known), known.hint, known.exit_code
     else:

@@ -102,7 +102,7 @@ def meet(kind: str, number: int, count: int, host: str, port: int, *, serves: bo
         TCPStore,  # pyright: ignore[reportPrivateImportUsage]
     )
 
-    wait, until = timedelta(seconds=timeout), time.monotonic() + timeout
+    wait = timedelta(seconds=timeout)
     asked = f"waits up to {timeout:g} seconds; if no other process was started, unset WORLD_SIZE"
     try:
         # ``multi_tenant`` because torchrun opens the store of the nodes a second time.
@@ -115,6 +115,7 @@ def meet(kind: str, number: int, count: int, host: str, port: int, *, serves: bo
         raise _unreachable(error, host, port, timeout) from error
     store = PrefixStore("fcsd", tcp)
     try:
+        until = time.monotonic() + timeout
         store.set(f"{kind}/{number}", "1")
         keys = [f"{kind}/{one}" for one in range(count)]
         for seconds in (min(timeout, _SAY_AFTER), until - time.monotonic()):

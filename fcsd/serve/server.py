@@ -16,7 +16,7 @@ from http.client import HTTPException
 from pathlib import Path
 
 from fcsd.checkpoint import read_config, read_layout, resolve, verify_tensors
-from fcsd.errors import ConfigError, FcsdError
+from fcsd.errors import ConfigError, FcsdError, Stopped
 from fcsd.models.wiring_block import DESYNC
 from fcsd.serve.vllm.support import RIGHT_RESULTS, require_vllm
 
@@ -40,7 +40,7 @@ def serve(
         ConfigError: vLLM or fcsd's plugin is missing, the port is in use, or an option does not go with the model.
         FcsdError: vLLM ended by itself with an error.
         KeyboardInterrupt: SIGINT ended the server.
-        SystemExit: another signal ended it.
+        Stopped: another signal ended it.
     """
     path = resolve(model).path
     config = read_config(path)
@@ -117,7 +117,7 @@ def run(command: Sequence[str], url: str, ready: Callable[[str], None], grace: f
 
     Raises:
         KeyboardInterrupt: SIGINT ended the server.
-        SystemExit: another signal ended it.
+        Stopped: another signal ended it.
     """
     caught: list[tuple[int, float]] = []
     server = subprocess.Popen(
@@ -144,7 +144,7 @@ def run(command: Sequence[str], url: str, ready: Callable[[str], None], grace: f
     if caught and caught[0][0] == signal.SIGINT:
         raise KeyboardInterrupt
     if caught:
-        sys.exit(128 + caught[0][0])
+        raise Stopped(caught[0][0])
     return server.returncode
 
 

@@ -32,8 +32,8 @@ def bench(
     Returns:
         What ``serve.json`` holds, and the text to print. The content is ``workload``, ``command``, ``environment``
         (versions, GPUs and settings), ``link``, ``seconds``, ``complete``, ``variants`` with the milliseconds of each
-        round, ``missing``, ``notes``, ``tables`` with the fastest way of each wiring for each size; and for each wired variant
-        in ``ratios`` its speed over the best original, in ``verdicts`` the sentence (without the figures of
+        round, ``missing``, ``notes``, ``tables`` with the fastest way of each wiring for each size; and for each wired
+        variant in ``ratios`` its speed over the best original, in ``verdicts`` the sentence (without the figures of
         ``says_nothing``, in which the bound itself is slower than the original), in ``load_verdicts`` one for each
         load, and in ``break_even_days`` when healing is won back, null if never.
 

@@ -8,14 +8,12 @@ The figures are those of a client of the server, so they include vLLM's schedule
 processes. Prefix caching is off, prompts are random, and no answer ends early.
 """
 
-import contextlib
 import os
-import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import chain
@@ -120,7 +118,7 @@ def bench(
     sharing = () if room == 1 else ("--gpu-memory-utilization", f"{0.94 / room:.3f}")
     if room > 1:
         sharing += ("--kv-cache-memory-bytes", str(cache // gpus))
-    with TemporaryDirectory(prefix="fcsd-bench-serve-") as scratch, _ended_by_signals():
+    with TemporaryDirectory(prefix="fcsd-bench-serve-") as scratch:
         folder = Path(scratch)
         paths = {
             name: write_directory(load.model, config, wiring, folder / name, load.longest)
@@ -349,21 +347,6 @@ def _gpus() -> list[str]:
     import torch
 
     return [str(n) for n in range(torch.cuda.device_count())]
-
-
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the command as SIGINT does: with everything that it has started."""
-
-    def end(number: int, frame: object) -> None:
-        sys.exit(128 + number)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def link() -> str | None:
