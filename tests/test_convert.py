@@ -23,6 +23,7 @@ from fcsd import convert as conversion
 from fcsd import parity
 from fcsd.checkpoint import fingerprint, read_config, read_layout, staging
 from fcsd.checkpoint.location import read_base_path
+from fcsd.cli.main import app
 from fcsd.convert import convert_checkpoint
 from fcsd.errors import BadInputError, ConfigError, DiskError, FcsdError
 from fcsd.models import build
@@ -521,11 +522,11 @@ def test_an_interrupted_convert_leaves_no_half_directory(
     before = snapshot(original)
     with monkeypatch.context() as patch:
         patch.setattr(conversion, moment, interrupted)
-        arguments = (str(original), tmp_path / "out")
-        child = multiprocessing.get_context("fork").Process(target=convert_checkpoint, args=arguments)
+        arguments = ["convert", str(original), str(tmp_path / "out")]
+        child = multiprocessing.get_context("fork").Process(target=app, args=[arguments])
         child.start()
         child.join()
-    assert child.exitcode == (-kind if kind == signal.SIGKILL else 1)
+    assert child.exitcode == (-kind if kind == signal.SIGKILL else 128 + kind)
     assert not (tmp_path / "out").exists()
     assert snapshot(original) == before
     assert len(list(tmp_path.glob(".out.tmp-*"))) == (kind == signal.SIGKILL)

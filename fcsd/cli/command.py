@@ -105,18 +105,23 @@ def ended_by_signals() -> Iterator[None]:
     def end(number: int, frame: object) -> None:
         if os.getpid() != process:  # a copy of this process, which does not report
             os._exit(128 + number)
-        signal.signal(number, signal.SIG_IGN)  # a launcher may repeat it while files are removed
-        raise Stopped(number)
+        error = KeyboardInterrupt() if number == signal.SIGINT else Stopped(number)
+        if getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False):
+            os._exit(report_error(error))  # torch's C++ aborts the process when its import is interrupted
+        if number != signal.SIGINT:
+            signal.signal(number, signal.SIG_IGN)  # a launcher may repeat it while files are removed
+        raise error
 
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
     here = threading.current_thread() is threading.main_thread()
-    free = [n for n in (signal.SIGTERM, signal.SIGHUP) if here and signal.getsignal(n) == signal.SIG_DFL]
+    free = {number: handler for number, handler in usual.items() if here and signal.getsignal(number) == handler}
     for number in free:
         signal.signal(number, end)
     try:
         yield
     finally:
-        for number in free:
-            signal.signal(number, signal.SIG_DFL)
+        for number, handler in free.items():
+            signal.signal(number, handler)
 
 
 def report_error(error: BaseException) -> int:

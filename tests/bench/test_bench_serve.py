@@ -11,11 +11,13 @@ from typing import Any
 
 import psutil
 import pytest
+import ranks
 import tiny
 from ranks import fcsd
 from ranks import start as start_process
 from typer.testing import CliRunner
 
+from fcsd.bench import runner
 from fcsd.bench.serve import client, table, under_vllm
 from fcsd.bench.serve.client import ask
 from fcsd.bench.serve.model_files import write_directory
@@ -28,7 +30,8 @@ from fcsd.bench.serve.workload import (
     weight_bytes,
     wiring_for,
 )
-from fcsd.cli.main import app
+from fcsd.cli.command import ended_by_signals
+from fcsd.cli.main import app, main
 from fcsd.convert import convert_checkpoint
 from fcsd.errors import ConfigError, FcsdError
 from fcsd.models.build import unwired
@@ -240,7 +243,8 @@ def serve_for_long(double: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins without it
     sys.path.insert(0, double)
     under_vllm.require_vllm = lambda what, *, rewired: None
-    under_vllm.bench(Workload("tiny-dense", 1, answer=30000), config_of("tiny-dense", 1), None, lambda found: None)
+    with ended_by_signals():
+        under_vllm.bench(Workload("tiny-dense", 1, answer=30000), config_of("tiny-dense", 1), None, lambda found: None)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -254,6 +258,45 @@ def test_signals_leave_no_process(asked, tmp_path, number):
     process.join(120)
     assert process.exitcode not in (0, None)
     assert all(ended(pid) for server in asked() for pid in server["processes"])
+
+
+def stopped_after_a_figure(options: list[str], said: Path) -> None:
+    real = runner.write
+
+    def write(*arguments: Any) -> None:
+        real(*arguments)
+        signal.raise_signal(signal.SIGTERM)
+
+    runner.write, sys.argv = write, ["fcsd", "bench", "serve", "tiny-dense", *options]
+    with said.open("w") as sys.stderr:
+        main()
+
+
+def test_a_figure_is_written_at_once_and_kept_when_the_run_starts_again(tmp_path):
+    options = [
+        "--engine",
+        "own",
+        "--layers",
+        "1",
+        "--prompts",
+        "8",
+        "--arrivals",
+        "1",
+        "--answer",
+        "2",
+        "--batches",
+        "1",
+        "--rounds",
+        "1",
+        "--out",
+    ]
+    for kept in (["serve.json"], ["serve.1.json", "serve.json"]):
+        assert ranks.exit_code(stopped_after_a_figure, options, tmp_path / "said") == 143
+        assert (tmp_path / "said").read_text().splitlines()[1:] == ["error: stopped by SIGTERM"]
+        assert sorted(path.name for path in tmp_path.glob("*.json")) == kept
+        for name in kept:
+            stored = json.loads((tmp_path / name).read_text())
+            assert stored["complete"] is False and list(stored["variants"]["original"]["rounds"]) == ["decode 1"]
 
 
 def test_the_engine_of_fcsd_is_measured_on_this_machine(tmp_path):
@@ -276,7 +319,7 @@ def test_the_engine_of_fcsd_is_measured_on_this_machine(tmp_path):
     found = fcsd("bench", "serve", "tiny-dense", *options, size=2)
     assert found.returncode == 0, found.stderr
     stored = json.loads((tmp_path / "serve.json").read_text())
-    assert stored["verdicts"]["ladder"].startswith("ladder ") and stored["missing"]["load"]
+    assert stored["complete"] and stored["verdicts"]["ladder"].startswith("ladder ") and stored["missing"]["load"]
     wired = {"ladder", "ladder, by its table"}
     assert json.loads(found.stdout)["ratios"] == stored["ratios"] and stored["break_even_days"].keys() == wired
     keys = {"decode 1", "decode 2", "prefill 8", "prefill 16"}

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,9 +123,24 @@ def test_a_table_has_the_fastest_way_for_each_number_of_tokens() -> None:
     ways = choice.choose(load, known)
     assert ways.decode == ((1, AT_ONCE), (16, Way("nccl")))
     assert ways.prefill == ((4 * 512, Way("nccl")), (4 * 2048, ROUNDED)) and ways.rest == AT_ONCE
-    chosen = figures.medians(choice.by_table(load, known, ways))
+    chosen = figures.medians(choice.by_table(load, known))
     assert list(chosen.values()) == [1.0, 1.0, 1.0, 10.0, 70.0], "and nothing for the peak, which has many sizes"
     assert choice.choose(load, {ROUNDED: {}}).decode == ()
+
+
+def test_the_line_of_a_table_has_times_of_rounds_that_did_not_choose() -> None:
+    load = Workload("tiny-dense", engine="own", tp=2)
+    two = {Way("nccl"): [1.0, 5.0], AT_ONCE: [4.0, 2.0]}
+    for rounds, by_table, told in ((2, [4.0, 5.0], "which the other rounds chose"), (1, [1.0], "flatters the table")):
+        variants = {
+            str(way): {"role": role, "wiring": "ladder", **way._asdict(), "rounds": {("decode", 1): times[:rounds]}}
+            for role, (way, times) in zip(("wired", "way"), two.items(), strict=True)
+        }
+        found: dict[str, Any] = {"variants": variants, "missing": {}, "notes": []}
+        choice.add_tables(load, found)
+        assert found["variants"]["ladder, by its table"]["rounds"] == {("decode", 1): by_table}
+        found["variants"]["original"] = {"role": "original", "wiring": None, "rounds": {("decode", 1): [1.0]}}
+        assert told in table.text(found)
 
 
 def test_vllm_reads_prompts_in_steps_of_its_budget() -> None:

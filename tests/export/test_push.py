@@ -263,6 +263,8 @@ def test_who_may_not_write_is_told(hub, exported: Path, monkeypatch) -> None:
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(ConfigError, match="no hub token"):
         push_model(exported, "org/mine")
+    with pytest.raises(ConfigError, match="'mine' is not ORG/NAME"):  # a token would not help
+        push_model(exported, "mine")
     with pytest.raises(ConfigError, match="no hub token"):  # before anything is written
         export_model(exported.parent / "converted", exported.parent / "unsent", push="org/mine")
     assert not (exported.parent / "unsent").exists()

@@ -3,8 +3,10 @@
 import json
 import os
 import shlex
+import signal
 import socket
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -157,6 +159,17 @@ def test_a_meeting_place_that_is_taken_or_empty() -> None:
             preflight.meet("rank", 0, 2, "127.0.0.1", taken.getsockname()[1], serves=True, timeout=2)
     with pytest.raises(PeerLostError, match="nobody answers at"):
         preflight.meet("rank", 1, 2, "127.0.0.1", free_port(), serves=False, timeout=1)
+
+
+def test_ctrl_c_ends_the_waiting() -> None:
+    began = time.monotonic()
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    for number in range(2):
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(KeyboardInterrupt):
+            preflight.meet("rank", number, 2, "127.0.0.1", free_port(), serves=number == 0, timeout=60)
+    signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - began < 50
 
 
 WHOLE = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}
