@@ -112,9 +112,11 @@ def convert(
 
         found = choose_by_cost(model, wiring, layers, calibration, **trust, **how)
         layers = layers_text(found.wiring.layers)
-        if costs is not None:
+        done = run(layers, dry_run)
+        if costs is not None:  # last: were it there after an interruption, the same command would refuse it
             write_json(costs, found.to_json())
-    done = run(layers, dry_run)
+    else:
+        done = run(layers, dry_run)
     emit(done.to_json() if as_json else done.to_text())
 
 
