@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import types
 from pathlib import Path
 
 import hub_server
@@ -18,6 +19,7 @@ import torch
 import transformers
 from files import snapshot
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from fcsd import convert as conversion
 from fcsd import parity
@@ -25,6 +27,7 @@ from fcsd.checkpoint import fingerprint, read_config, read_layout, staging
 from fcsd.checkpoint.location import read_base_path
 from fcsd.cli.main import app
 from fcsd.convert import convert_checkpoint
+from fcsd.distill import layer_costs
 from fcsd.errors import BadInputError, ConfigError, DiskError, FcsdError
 from fcsd.models import build
 from fcsd.models.archs import ARCHS
@@ -533,3 +536,16 @@ def test_an_interrupted_convert_leaves_no_half_directory(
     convert_checkpoint(str(original), tmp_path / "out", check=False)  # and the next one sweeps up
     assert list(tmp_path.glob(".*")) == []
     assert snapshot(original) == before
+
+
+def test_costs_do_not_block_a_command_that_was_interrupted(original, tmp_path, monkeypatch) -> None:
+    def interrupted(*_: object, dry_run: bool, **__: object) -> None:
+        if not dry_run:
+            raise KeyboardInterrupt
+
+    found = types.SimpleNamespace(wiring=types.SimpleNamespace(layers=(1,)), to_json=dict)
+    monkeypatch.setattr(conversion, "convert_checkpoint", interrupted)
+    monkeypatch.setattr(layer_costs, "choose_by_cost", lambda *_, **__: found)
+    options = ["convert", str(original), str(tmp_path / "out"), "--layers", "auto", "--costs", str(tmp_path / "c.json")]
+    assert CliRunner().invoke(app, options).exit_code == 130
+    assert not (tmp_path / "c.json").exists()

@@ -2,6 +2,7 @@
 
 import errno
 import importlib
+import importlib.machinery
 import importlib.metadata
 import inspect
 import io
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from unittest.mock import create_autospec
 import huggingface_hub.errors
 import psutil
 import pytest
+import ranks
 import safetensors
 import torch
 import typer
@@ -639,3 +642,31 @@ def test_env_sees_a_package_whose_distribution_has_another_name(tmp_path, monkey
     found = environment.snapshot()["packages"]
     typer = importlib.metadata.version("typer")
     assert found == {"typer": typer, "a_build": "0.24.0", "a_folder": None, "not_here": None}
+
+
+def interrupt_an_import(number: int) -> None:
+    sys.modules["torch"] = types.ModuleType("torch")
+    sys.modules["torch"].__spec__ = importlib.machinery.ModuleSpec("torch", None)
+    sys.modules["torch"].__spec__._initializing = True  # type: ignore[attr-defined]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with command.ended_by_signals():
+        try:
+            signal.raise_signal(number)
+        except BaseException:
+            os._exit(1)  # an exception is what torch's C++ does not survive
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_torch_is_imported_ends_the_process_without_an_exception(number):
+    assert ranks.exit_code(interrupt_an_import, number) == 128 + number
+
+
+def test_signals_that_are_ignored_or_handled_stay_so():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with pytest.raises(errors.Stopped) as stopped, command.ended_by_signals():
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert stopped.value.code == 143 and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
