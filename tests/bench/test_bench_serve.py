@@ -273,23 +273,8 @@ def stopped_after_a_figure(options: list[str], said: Path) -> None:
 
 
 def test_a_figure_is_written_at_once_and_kept_when_the_run_starts_again(tmp_path):
-    options = [
-        "--engine",
-        "own",
-        "--layers",
-        "1",
-        "--prompts",
-        "8",
-        "--arrivals",
-        "1",
-        "--answer",
-        "2",
-        "--batches",
-        "1",
-        "--rounds",
-        "1",
-        "--out",
-    ]
+    options = ["--layers=1", "--prompts=8", "--arrivals=1", "--answer=2", "--batches=1", "--rounds=1"]
+    options += ["--engine=own", f"--out={tmp_path}"]
     for kept in (["serve.json"], ["serve.1.json", "serve.json"]):
         assert ranks.exit_code(stopped_after_a_figure, options, tmp_path / "said") == 143
         assert (tmp_path / "said").read_text().splitlines()[1:] == ["error: stopped by SIGTERM"]
