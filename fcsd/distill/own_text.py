@@ -12,9 +12,11 @@ import logging
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.checkpoint import fingerprint, read_config, read_layout, resolve
@@ -35,6 +37,7 @@ _HELD_OUT_EACH = 50  # one document of so many is for the held-out loss
 # The most tokens of a file. A call that was killed writes its last file again, which should take minutes at most.
 GPU_FILE, CPU_FILE = 2_000_000, 8_192
 _NAMES = {"model_sha256": "model", "prompts_sha256": "file of --prompts"}  # settings that are not options
+_PATIENCE = timedelta(days=1)  # processes that are ready wait for one that writes another file
 _SHINGLE = 8  # tokens
 _HASHES, _BANDS = 8, 4
 _LOOP = 0.5  # the least share of distinct shingles
@@ -82,6 +85,8 @@ def write_own_text(
             with other settings.
     """
     world = join_world()
+    if world.size > 1:
+        world = replace(world, group=dist.new_group(backend="gloo", timeout=_PATIENCE))
     path = resolve(model).path
     tokenizer = load_tokenizer(path)
     form = form or ("chat" if tokenizer.chat_template else "document")

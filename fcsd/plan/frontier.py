@@ -329,8 +329,8 @@ def to_text(rows: list[Row], ranks: int, machine: Machine | None, costs: Path | 
         "on its own text or on own and other text; intervals of 90 % for a new run of that kind. Points are those of",
         "tasks on which that model is above chance. The law takes how many layers are converted, not which.",
         place,
-        "- : no costs of this wiring were measured. * : a wiring, a share of the layers or costs to which the law was not",
-        "fitted. That a model is larger or has experts has no star.",
+        "- : no costs of this wiring were measured. * : a wiring, a share of the layers or costs to which the law was",
+        "not fitted. That a model is larger or has experts has no star.",
     ]
     return "\n".join([*said, "", table(head, lines, left=2)])
 

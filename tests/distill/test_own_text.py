@@ -4,6 +4,7 @@ import errno
 import json
 import shutil
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import tiny
 import torch
+from ranks import on_ranks
 from typer.testing import CliRunner
 
 from fcsd.checkpoint.tokenizer import load_tokenizer, tokens_before
@@ -108,10 +110,12 @@ def test_a_model_writes_documents_and_a_killed_call_goes_on(
     assert Counter(map(tuple, documents(tmp_path / "again", "train"))) == Counter(map(tuple, train))
     with pytest.raises(ConfigError, match="another --max-tokens: 40"):
         write_own_text(str(teacher), tmp_path / "again", **{**how, "max_tokens": 41})
-    grown = write_own_text(str(teacher), tmp_path / "again", **{**how, "tokens": 502, "shard_tokens": None})
+    more = {**how, "tokens": 700, "shard_tokens": None}
+    grown, other = on_ranks(2, partial(write_own_text, str(teacher), tmp_path / "again", **more))
+    assert grown == other, "any number of processes goes on"
     assert grown["settings"] == whole["settings"] and grown["written"]["documents"] > len(train)
     assert (tmp_path / "again/train/part-00000.parquet").stat().st_ino == first.st_ino
-    assert len(list((tmp_path / "again/train").iterdir())) == 4
+    assert len(list((tmp_path / "again/train").iterdir())) == 5
     less = write_own_text(str(teacher), tmp_path / "again", **{**how, "tokens": 100})
     assert less == grown, "the record counts all files that a recipe reads"
 
