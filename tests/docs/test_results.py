@@ -757,12 +757,19 @@ def test_the_tables_of_ladder_residual(repo: Path, raw: Raw) -> None:
             assert f"| {where}, {batch} | {' | '.join(cells)} |" in page
     slow, fast = ([f"{gains['ladder']:.2f}x" for (of, _), gains in whole.items() if of == link] for link in LINKS)
     assert f"{slow[0]} to {slow[-1]} as fast by `ladder` without peer access, and {fast[0]} to {fast[-1]}" in said
+    readme, serving = (" ".join((repo / name).read_text().split()) for name in ("README.md", "docs/serving.md"))
+    assert f"projected from 8 layers, {slow[0]} to {slow[-1]}." in readme
+    assert f"| {slow[0]} to {slow[-1]}; {fast[0]} to {fast[-1]} |" in serving
     assert f"ladder {', '.join(slow)} at batch 1, 4, 16 without peer access, {fast[0]} to {fast[-1]} over" in index
     alone = {depth: found[f"nvlink-tp2-{depth}"]["rows"] for depth in (8, 4)}
     one = [next(r for r in alone[depth] if (r["batch"], r["wiring"]) == (1, "ladder")) for depth in (8, 4)]
     eight, four = (f"{row['prefill_times_standard']:.2f}x" for row in one)
     assert f"slower over NVLink: {eight}** with eight layers, {four} with four" in page
-    assert f"**one prompt has {eight}**" in index
+    assert (
+        f"**one prompt has {eight}**" in index
+        and f"had {fast[0]} to {fast[-1]}, and 8 layers of it **{eight}**" in serving
+    )
+    assert f"that 70B had {fast[0]} to {fast[-1]}, and one prompt of 8 layers {eight}." in readme
     apart: dict[bool, list[float]] = {True: [], False: []}
     for run in found.values():
         for row in run["rows"]:
@@ -1221,15 +1228,14 @@ def test_when_serving_pays(repo: Path, raw: Raw) -> None:
     index = (repo / "benchmarks/results/README.md").read_text()
     text = " ".join(page.split())
 
-    def spans(files: str, name: str, against: Callable[[Any], dict[str, float]], between: str) -> str:
-        """The speed of a variant in some files, over ``against``, in prefill and in decoding."""
+    def spans(file: str, name: str, against: Callable[[Any], dict[str, float]], between: str) -> str:
+        """The speed of a variant in a file, over ``against``, in prefill and in decoding."""
         found: dict[str, list[float]] = {"prefill": [], "decode": []}
-        for file in files.split():
-            variants = raw(file)["variants"]
-            plain = against(variants)
-            for key, times in variants[name]["rounds"].items():
-                if key.split()[0] in found:
-                    found[key.split()[0]].append(plain[key] / median(times))
+        variants = raw(file)["variants"]
+        plain = against(variants)
+        for key, times in variants[name]["rounds"].items():
+            if key.split()[0] in found:
+                found[key.split()[0]].append(plain[key] / median(times))
         told = [f"{min(ratios):.2f}x to {max(ratios):.2f}x" for ratios in found.values()]
         return between.format(*told)
 
@@ -1240,50 +1246,39 @@ def test_when_serving_pays(repo: Path, raw: Raw) -> None:
         every = [row["rounds"] for row in variants.values() if row["role"] == "original"]
         return {key: min(median(rounds[key]) for rounds in every) for key in every[0]}
 
-    def steps_first(kind: str, name: str, between: str = "step {1}; together {0}") -> str:
-        return spans(f"serve_vllm_{kind}slow_{4 if 'tp4' in kind else 2}xh100", name, original, between)
+    def beside(kind: str, name: str, between: str) -> str:
+        return spans(f"serve_vllm_{kind}_slow_2xh100", name, original, between)
 
-    lost = [
-        raw(f"serve_vllm_{kind}_slow_2xh100")["ratios"]["farskip"][figure]
-        for kind, figure in (("v2lite_fp8", "prefill 2048"), ("qwen3_16_layers", "decode 1"))
-    ]
-    told = "lost somewhere: {:.2f}x to first tokens (V2-Lite in fp8), {:.2f}x in steps of one answer (Qwen3-30B-A3B)"
-    assert told.format(*lost) in text
-
-    slow, own = "serve_vllm_{}slow_2xh100", "together {}, step {}; "
-    runs = " ".join(slow.format(kind) for kind in ("", "quantised_", "load_"))
+    slow = "serve_vllm_{}slow_2xh100"
     for words in (
-        spans(runs, "ladder", original, "together {}; step {} |"),
-        steps_first("70b_", "ladder", "width, its steps were {1} and its first tokens {0} as fast."),
-        steps_first("70b_", "ladder", "| step {1}, together {0}; ")
-        + steps_first("70b_", "desync-4x", "step {1}, together {0} |"),
-        steps_first("qwen3_16_layers_", "farskip", "step {1}, together {0} |"),
-        steps_first("v2lite_fp8_", "farskip", "together {0}, step {1} |"),
-        steps_first("qwen3_32b_12_layers_", "ladder", "| step {1}, together {0}; ")
-        + steps_first("qwen3_32b_12_layers_", "ladder, quantised:int4", "step {1}, together {0} |"),
-        steps_first("v2lite_27_layers_", "farskip") + ", in one of three rounds 0.93x and 1.02x |",
-        steps_first("by_table_8b_", "ladder") + " |",
-        steps_first("by_table_8b_", "ladder", "had {1} and {0} with INT8 and INT4 sums, which change results."),
-        spans("serve_own_2xh100", "ladder", best, own)
-        + spans("serve_own_2xh100", "ladder, by its table", best, "step {1} |"),
-        spans("serve_own_slow_2xh100", "ladder", best, own)
-        + spans("serve_own_slow_2xh100", "ladder, by its table", best, "together {}, step {} |"),
+        beside("70b", "ladder", "| step {1}, together {0} |"),
+        beside("qwen3_16_layers", "farskip", "step {1}, together {0} |"),
+        beside("v2lite_fp8", "farskip", "together {0}, step {1} |"),
+        beside("v2lite_27_layers", "farskip", "| together 0.93x and 1.02x; {0} |"),
+        beside("by_table_8b", "ladder", "| step {1}, together {0} |"),
+        spans("serve_own_2xh100", "ladder", best, "and over NVLink {1} a step beside its best sum"),
+        spans("serve_own_slow_2xh100", "ladder", best, "had {0} together beside INT4 sums of the original"),
     ):
         assert words in text, words
-    four = raw("serve_vllm_70b_tp4_slow_4xh100")["ratios"]["ladder"].values()
-    assert f"| step {min(four):.2f}x to {max(four):.2f}x; together not measured |" in page
+    fastest = raw("serve_own_slow_2xh100")["variants"]
+    assert all(
+        best(fastest)[f"prefill {tokens}"] == median(fastest["original, quantised:int4"]["rounds"][f"prefill {tokens}"])
+        for tokens in (512, 2048)
+    )
+    over_nvlink = [
+        row for row in raw("vllm_first_tokens_v2lite_2xh200")["time-1"]["rows"] if row["role"] == "converted"
+    ]
+    together = [row["mean_ms_times_original"] for row in over_nvlink if "length" in row]
+    rare = min((row for row in over_nvlink if "per_s" in row), key=lambda row: row["per_s"])
+    waits = [rare[f"{of}_times_original"] for of in ("first_p50", "first_p99", "step_p50", "step_p99")]
+    told = f"| together {min(together):.2f}x to {max(together):.2f}x; {rare['per_s']:.0f} arrivals a second"
+    assert f"{told} {min(waits):.2f}x to {max(waits):.2f}x |" in page
     late = raw(slow.format("v2lite_27_layers_"))["variants"]
     slowest = [
         f"{median(late['original']['rounds'][key]) / max(late['farskip']['rounds'][key]):.2f}x"
         for key in ("prefill 512", "prefill 2048")
     ]
     assert slowest == ["0.93x", "1.02x"] and "one of three rounds {}, {}".format(*slowest) in index
-    moved = [
-        ratio
-        for kind in ("dp_", "dp_again_")
-        for ratio in raw(slow.format(kind))["ratios"]["farskip, exchange in flight"].values()
-    ]
-    assert f"in flight they had {min(moved):.2f}x to {max(moved):.2f}x in two runs" in text
     whole = raw(slow.format("by_table_8b_"))["ratios"]["ladder"].values()
     assert f"was [{min(whole):.2f}x to {max(whole):.2f}x as fast as its original]" in text
     changes = " ".join((repo / "CHANGELOG.md").read_text().split())
@@ -1336,18 +1331,20 @@ def test_a_whole_model_beside_replicas_and_pipeline_stages(repo: Path, raw: Raw)
         name: ["{} and {}".format(*(of[f"{kind} {n}"] for n in sizes)) for kind, sizes in SIZES.items()]
         for name, of in (("plain", plain), ("replicas", replicas), ("stages", stages))
     }
-    spans = ["step {1}, together {0}".format(*(pair.replace("and", "to") for pair in of)) for of in pairs.values()]
-    spans[1] = "step {decode 16} to {decode 1}, together {prefill 512} to {prefill 2048}".format(**replicas)
-    assert f"beside pipeline stages | {'; '.join(spans)} |" in said
+    step, together = (
+        f"{min(of)} to {max(of)}"
+        for of in ([replicas[f"{kind} {n}"] for n in SIZES[kind]] for kind in ("decode", "prefill"))
+    )
+    assert f"| together {together}, step {step} |" in said
+    first, step = (pair.replace("and", "to") for pair in pairs["stages"])
+    assert f"| together {first}, step {step} |" in said
     for where, words in (
         (text, f"ladder has {pairs['replicas'][0]} of their speed. Its steps of 1 and 16 answers are"),
         (text, f"are {pairs['replicas'][1]} as fast"),
         (text, f"ladder has {pairs['stages'][0]} of their speed to the first tokens. They are the slowest in steps"),
         (text, f"where ladder has {pairs['stages'][1]} of their speed:"),
         (text, f"ladder has {pairs['plain'][1]} in steps, and {pairs['plain'][0]} to the first tokens."),
-        (said, f"`ladder` had {pairs['stages'][0]} of their speed to the first tokens of 512 and 2048"),
-        (said, f"and {pairs['stages'][1]} in steps of 1 and 16 answers."),
-        (said, f"it had {pairs['replicas'][0]} to the first tokens, and {pairs['replicas'][1]} in steps."),
+        (said, f"All of Llama-3 8B had {pairs['stages'][0]} of their speed to the first tokens."),
         (index, "**{}** of replicas and **{}** of two".format(*(pairs[of][0].replace(" and", ",") for of in LATTER))),
         (index, "answers {} and {} |".format(*(pairs[of][1].replace(" and", ",") for of in LATTER))),
     ):
@@ -1388,12 +1385,11 @@ def test_replicas_and_a_load(repo: Path, raw: Raw) -> None:
         load_ratios(ladder["loads"]["0.6"], [replicas["loads"]["0.6"]]),
         load_ratios(ladder["loads"]["0.6"], [plain]),
     )
-    said = f"**{won['peak 0']}** of their throughput at full load, **{won['prefill 512']} and {won['prefill 2048']}**"
-    assert said in serving and f"**{under['first_p50']:.2f}x** to the median first token" in serving
-    assert f"{won['decode 1']} and {won['decode 16']} at 1 and 16 answers" in serving
-    assert f"{beside['first_p50']:.2f}x to the median first token, {beside['token_p50']:.2f}x a step" in serving
-    every = [f"{beside[key]:.2f}x" for key in LOAD]
-    assert f"**{every[0]}, {every[1]}; {every[2]}, {every[3]}**" in serving
+    said = (
+        f"**{won['peak 0']}** of their throughput at full load, and **{under['first_p50']:.2f}x** to the median first"
+    )
+    assert said in serving and f"`ladder` had **{beside['first_p50']:.2f}x** to the median first token." in serving
+    assert f"The {beside['first_p50']:.2f}x is of a busy host" in serving
     for name, ratio in (("decode 1", 1.33), ("peak 0", 0.76)):
         assert float(won[name][:-1]) == ratio, "the replicas win at full load, and not in steps of one answer"
 
@@ -1413,8 +1409,8 @@ def test_random_arrivals_once_more_and_steps_without_a_graph(repo: Path, raw: Ra
                 called = "the bound, which sends nothing" if name == "bound" else name
                 assert f"| {share} | {called} | {' | '.join(cells)} | {passes} |" in page
         ratios[share] = [f"{ratio:.2f}x" for ratio in load_ratios(variants["ladder"]["loads"][share], [plain]).values()]
-    told = ["{}, {}; {}, {}".format(*ratios[share]) for share in ("0.6", "0.3")]
-    assert f"**{told[0]}**; **{told[1]}**" in serving
+    first, step = ([ratio for own in ratios.values() for ratio in own[n : n + 2]] for n in (0, 2))
+    assert f"first token **{min(first)} to {max(first)}**, step **{min(step)} to {max(step)}** |" in serving
     assert f"{ratios['0.6'][0]} to the median first token at 0.6 of the peak and {ratios['0.3'][0]} at 0.3" in page
 
     found = raw("vllm_steps_slow_2xh100")
@@ -1484,9 +1480,8 @@ def test_graphs_for_mixed_steps_and_sums_inside_them(repo: Path, raw: Raw) -> No
     assert f"{inside[0]} to the median first token and {inside[2]} a step, by more than the two originals" in page
     best = min(one["first_p50"] for name in ("original", "original, again") for one in under[name]["passes"])
     assert all(one["first_p50"] < best for one in under["ladder, pieces"]["passes"])
-    said = f"`ladder` had {inside[0]} to the median first token and {inside[2]} a step, and a second server of the"
-    assert f"{said} original {again[0]} and {again[2]}. Without sums" in serving
-    assert f"(`pieces: false`) it had {without[0]} and {without[2]}." in serving
+    assert f"| first token {inside[0]}, step {inside[2]} |" in serving
+    assert f"`ladder` then had **{without[0]}** to the median first token and {without[2]} a step" in serving
     _, v2lite = told("v2lite_graphs")
     mixture, plain, bound = (v2lite[name] for name in ("farskip, pieces", "farskip", "bound"))
     assert f"none inside, {plain[0]}, and not clearly" in page
@@ -1503,12 +1498,11 @@ def test_graphs_for_mixed_steps_and_sums_inside_them(repo: Path, raw: Raw) -> No
     assert f"{first['farskip, pieces']} ms with its sums inside, {first['bound']} of the bound" in page
     assert f"{first['original']} of the original. Steps were slower in both passes" in page
     assert f"in both passes: {step['farskip, pieces']} ms beside {step['original']}" in page
-    assert f"had {mixture[0]} and {mixture[2]}, and was slower at the 99th percentile, **{slowest[0]}**" in serving
     assert f"it was {inside[0]}, and `farskip` {mixture[0]} with **{mixture[1]}** at the 99th" in serving
-    assert "| **{}, {}; {}, {}**; {}, {}; {}, {} |".format(*without, *inside) in serving
-    assert "| **{}, {}; {}, {}**; {}, **{}**; {}, **{}** |".format(*plain, *mixture) in serving
+    assert f"a step, and `farskip` **{plain[0]} and {plain[2]}**." in serving
+    assert "| first token **{1}** to {0}, step **{3}** to {2} |".format(*mixture) in serving
     assert (
-        f"it was [{inside[0]}](" in readme
+        f"it was {inside[0]}, and" in readme
         and f"another model {mixture[0]}, but its slowest hundredth {mixture[1]}" in readme
     )
     said = f"{inside[0]} [with larger CUDA graphs and sums inside them, **{without[0]}** with none inside; `farskip` on"
@@ -1542,9 +1536,8 @@ def test_graphs_for_mixed_steps_and_sums_inside_them(repo: Path, raw: Raw) -> No
             elif kind not in ("128", "256"):
                 gains.setdefault(link, []).append(times[1] / times[2])
     slow, nvlink = ([f"{edge:.2f}x" for edge in (min(own), max(own))] for own in gains.values())
-    assert f"a step was {slow[0]} to {slow[1]} as fast" in page and f"[{slow[0]} to {slow[1]}](" in serving
+    assert f"a step was {slow[0]} to {slow[1]} as fast" in page
     assert f"on {nvlink[0]}, at 768 tokens, to {nvlink[1]} of none inside" in page
-    assert f"{nvlink[0]} to {nvlink[1]}, which says nothing" in serving
     assert f"engines differ by {100 * decoding - 100:.0f} %" in page
     assert f"had {short[2]} of the original with them and {short[1]} without, and the bound has {short[3]}" in page
     found = raw("vllm_steps_graphs_slow_2xh100")
@@ -1697,8 +1690,8 @@ def test_version_0_33_on_gpus(repo: Path, raw: Raw) -> None:
     assert f"in bfloat16 {min(shares):.1f} to {max(shares):.1f} times the rms" in page
     assert len({row["case"].partition("-")[0] for _, row in found}) == 4
     said = f"{len(found)} rows"
-    assert f"where its wheel asks for 2.14: [{len(found)} of {len(found)} rows]" in serving
-    assert f"all {said} of four families are right" in serving and f"all {said} right beside" in index
+    assert f"four families by vLLM 0.33 over torch 2.11, [{len(found)} of {len(found)} rows](" in serving
+    assert f"all {said} right beside" in index
     assert all("over torch 2.11, where its wheel asks for 2.14" in text for text in (serving, changes, index))
     served = raw("serve_vllm_0.33_slow_2xh100")
     assert served["environment"]["packages"]["torch"] == "2.11.0" and served["vllm"] == "0.33.0"
