@@ -269,7 +269,8 @@ def chat(
 
     check_dtype(dtype)
     check_device(device)
-    ensure_world(gpus)
+    if gpus is not None:  # else the model is in this process alone, whatever a launcher has left in the environment
+        ensure_world(gpus)
 
     from fcsd.serve import chat as chatting
 

@@ -106,8 +106,9 @@ def choose_by_cost(
     whole = choose_wiring(config, config.arch, wiring, "all", **how)
     served = MetaModel(str(path))
     ranks = usual_ranks(served)
+    speed = speed_of(served, ranks)
     found = _measure(path, whole, layers, text)
-    log.info(found.to_text(speed_of(served, ranks), ranks))
+    log.info(found.to_text(speed, ranks))
     return found
 
 

@@ -12,9 +12,11 @@ import logging
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.checkpoint import fingerprint, read_config, read_layout, resolve
@@ -35,6 +37,7 @@ _HELD_OUT_EACH = 50  # one document of so many is for the held-out loss
 # The most tokens of a file. A call that was killed writes its last file again, which should take minutes at most.
 GPU_FILE, CPU_FILE = 2_000_000, 8_192
 _NAMES = {"model_sha256": "model", "prompts_sha256": "file of --prompts"}  # settings that are not options
+_PATIENCE = timedelta(days=1)  # processes that are ready wait for one that writes another file
 _SHINGLE = 8  # tokens
 _HASHES, _BANDS = 8, 4
 _LOOP = 0.5  # the least share of distinct shingles
@@ -82,6 +85,8 @@ def write_own_text(
             with other settings.
     """
     world = join_world()
+    if world.size > 1:
+        world = replace(world, group=dist.new_group(backend="gloo", timeout=_PATIENCE))
     path = resolve(model).path
     tokenizer = load_tokenizer(path)
     form = form or ("chat" if tokenizer.chat_template else "document")
@@ -110,7 +115,8 @@ def write_own_text(
     count = -(-tokens // writing.shard_tokens)
     for part in (TRAIN, HELD_OUT):
         (out / part).mkdir(exist_ok=True)
-    missing = [number for number in range(count) if not (out / _name(TRAIN, number)).exists()]
+    # One process looks, before any of them writes a file.
+    missing = world.on_first(lambda: [n for n in range(count) if not (out / _name(TRAIN, n)).exists()])
     mine = missing[world.rank :: world.size]
     if mine:
         network = _load(path, world)
@@ -121,7 +127,7 @@ def write_own_text(
                 _write_shard(out, number, writer, advance)
     world.everywhere(lambda: None)  # waits until all files are there
     who = {"model": model, "rewired": None if rewired is None else describe(rewired)}
-    return world.on_first(lambda: _record(out, identity, who, count, tokenizer))
+    return world.on_first(lambda: _record(out, identity, who, tokenizer))
 
 
 def _check(writing: Writing, tokens: int, tokenizer: PreTrainedTokenizerBase, prompts: Path | None) -> None:
@@ -203,10 +209,11 @@ def _write_shard(out: Path, number: int, writer: Writer, advance: Any) -> None:
 
     writing, kept, dropped = writer.writing, [], {"loops": 0, "repeats": 0}
     seen: set[tuple[int, ...]] = set()
-    total, written, asked = 0, 0, 0
-    while total < writing.shard_tokens:
+    total, written, asked, in_vain = 0, 0, 0, 0
+    while total < writing.shard_tokens or len(kept) < 2:  # the first is held out, and one has to be trained on
         mean = written / asked if asked else writing.max_tokens
         count = max(16, int((writing.shard_tokens - total) / max(mean, 1.0)))
+        before = len(kept)
         for ids in writer.documents(number, asked, count):
             written += len(ids)
             if loops(ids):
@@ -218,8 +225,10 @@ def _write_shard(out: Path, number: int, writer: Writer, advance: Any) -> None:
                 total += len(ids)
                 advance(len(ids))
         asked += count
-        if not total and asked >= 1000:
-            raise BadInputError("the model writes nothing that does not loop or repeat", "raise --temperature")
+        in_vain = in_vain + count if len(kept) == before else 0
+        if in_vain >= 1000:
+            what = f"the last {in_vain} documents of a file all loop or nearly repeat others of it"
+            raise BadInputError(what, "raise --temperature, or leave --greedy and --prompts out")
     held_out, train = kept[::_HELD_OUT_EACH], [ids for i, ids in enumerate(kept) if i % _HELD_OUT_EACH]
     for part, documents in ((HELD_OUT, held_out), (TRAIN, train)):
         table = pa.table({"input_ids": pa.array(documents, pa.list_(pa.int32()))})
@@ -267,15 +276,15 @@ def _name(part: str, number: int) -> str:
 
 
 def _record(
-    out: Path, identity: dict[str, Any], who: dict[str, Any], count: int, tokenizer: PreTrainedTokenizerBase
+    out: Path, identity: dict[str, Any], who: dict[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """Count what all files hold, and write ``write.json``."""
+    """Count what all files hold that a recipe reads, those of an earlier and larger call too; write ``write.json``."""
     import pyarrow.parquet as pq
 
     totals = {"documents": 0, "tokens": 0, "held_out_documents": 0, "loops": 0, "repeats": 0}
-    for number in range(count):
-        for part in (TRAIN, HELD_OUT):
-            table = pq.read_table(out / _name(part, number))
+    for part in (TRAIN, HELD_OUT):
+        for file in sorted((out / part).glob("*.parquet")):
+            table = pq.read_table(file)
             if part == HELD_OUT:
                 totals["held_out_documents"] += table.num_rows
                 for key, value in json.loads(table.schema.metadata[b"fcsd"]).items():

@@ -34,7 +34,7 @@ def launched() -> tuple[int, int]:
     """
     if "WORLD_SIZE" not in os.environ:
         return 0, 1
-    said = {name: os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")}
+    said = {name: os.environ.get(name, "").strip() for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")}
     alone = said["WORLD_SIZE"] == "1"  # such a process meets nobody
     numbers = {name: int(text) for name, text in said.items() if text.isdecimal()}
     size, rank = numbers.get("WORLD_SIZE", 0), numbers.get("RANK", 0 if alone else -1)

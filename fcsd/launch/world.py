@@ -199,14 +199,15 @@ def join_world(timeout: float = preflight.TIMEOUT) -> World:
     import torch
     import torch.distributed as dist
 
-    rank, size = preflight.launched()
+    joined = dist.is_initialized()  # by a caller, perhaps without the variables of a launcher
+    rank, size = (dist.get_rank(), dist.get_world_size()) if joined else preflight.launched()
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     else:
         os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed searches and prints messages about it
-    if not dist.is_initialized():
+    if not joined:
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed requires this variable
         backend = "nccl" if device.type == "cuda" else "gloo"
         if size == 1:

@@ -75,9 +75,9 @@ def frontier(model: MetaModel, ranks: int, machine: Machine | None = None, costs
 
     Args:
         machine: measured links; None for two H100s without peer access.
-        costs: what ``python -m studies.real.layers`` wrote about this model. With it, the choice of ``--layers auto``
-            and those of ``auto:N``, of as many layers as the shares, are rows, too, and the law takes these costs in
-            place of those of the models that were measured.
+        costs: what ``fcsd convert --layers auto --costs`` or ``python -m studies.real.layers`` wrote about this model.
+            With it, the choice of ``--layers auto`` and those of ``auto:N``, of as many layers as the shares, are rows,
+            too, and the law takes these costs in place of those of the models that were measured.
 
     Raises:
         ConfigError: ``ranks`` is 1, where nothing is sent, or does not divide the attention heads; or ``costs`` does
@@ -87,9 +87,8 @@ def frontier(model: MetaModel, ranks: int, machine: Machine | None = None, costs
         raise ConfigError("--frontier is about tensor parallelism: one GPU sends nothing", "Give --gpus 2 or more.")
     config, numbers = model.config, model.numbers
     if (heads := getattr(config.get_text_config(), "num_attention_heads", None) or ranks) % ranks:
-        raise ConfigError(
-            f"--gpus {ranks} does not divide the {heads} attention heads", f"Give one that does: {usual_ranks(model)}."
-        )
+        hint = "One head cannot be divided." if heads == 1 else f"Give one that does: {usual_ranks(model)}."
+        raise ConfigError(f"--gpus {ranks} does not divide the {heads} attention heads", hint)
     arch, depth = arch_of(config), len(numbers.layers)
     kinds: list[Kind] = [_kind(layer) for layer in numbers.layers]
     speed = speed_of(model, ranks, machine)
@@ -121,9 +120,9 @@ def frontier(model: MetaModel, ranks: int, machine: Machine | None = None, costs
 
 
 def usual_ranks(model: MetaModel) -> int:
-    """The fewest GPUs, from two on, over which the attention heads can be divided."""
+    """The fewest GPUs, from two on, over which the attention heads can be divided; two where one head cannot be."""
     heads = getattr(model.config.get_text_config(), "num_attention_heads", None) or 2
-    return next(ranks for ranks in range(2, max(heads, 2) + 1) if heads % ranks == 0 or ranks == heads)
+    return next((ranks for ranks in range(2, heads + 1) if heads % ranks == 0), 2)
 
 
 def speed_of(model: MetaModel, ranks: int, machine: Machine | None = None) -> Callable[[Wiring], tuple[float, float]]:
@@ -141,7 +140,7 @@ def law() -> dict[str, Any]:
 
 
 def read_costs(path: Path, depth: int) -> dict[str, list[float]]:
-    """The costs of single layers by wiring, from a file of ``python -m studies.real.layers``.
+    """The costs of single layers by wiring, from a file of ``fcsd convert`` or ``python -m studies.real.layers``.
 
     Raises:
         ConfigError: the file cannot be read, has no costs, or has those of another number of layers.
@@ -326,11 +325,12 @@ def to_text(rows: list[Row], ranks: int, machine: Machine | None, costs: Path | 
         f"Speed: over the original, both with TP {ranks}, of a step of {PROMPTS} answers after {CONTEXT} tokens and of",
         f"the first tokens of {PROMPTS} prompts of {CONTEXT} tokens.",
         links,
-        f"Loss: a law of {told['kl']['runs']} runs of {told['model']} that trained the converted layers alone,",
+        f"Loss: a law of {told['kl']['runs']} runs of {told['model']} alone, which trained the converted layers alone,",
         "on its own text or on own and other text; intervals of 90 % for a new run of that kind. Points are those of",
         "tasks on which that model is above chance. The law takes how many layers are converted, not which.",
         place,
-        "- : no costs of this wiring were measured. * : outside of what the law was fitted to.",
+        "- : no costs of this wiring were measured. * : a wiring, a share of the layers or costs to which the law was",
+        "not fitted. That a model is larger or has experts has no star.",
     ]
     return "\n".join([*said, "", table(head, lines, left=2)])
 

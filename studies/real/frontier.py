@@ -245,9 +245,8 @@ def of_larger() -> str:
         head += [f"{share.replace('%', ' %')}: step / first tokens", "points lost"]
     for name, config in {**dense, "Qwen3-30B-A3B": moe}.items():
         rows = _rows(config)
-        for wiring in (
-            ("farskip",) if config is moe else ("ladder", "farskip")
-        ):  # without shared experts ladder is the same
+        # Without shared experts ladder is the same.
+        for wiring in ("farskip",) if config is moe else ("ladder", "farskip"):
             cells = []
             for row in (rows[wiring, share] for share in SHARES[1::2]):
                 assert row.points is not None

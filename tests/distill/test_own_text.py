@@ -4,12 +4,15 @@ import errno
 import json
 import shutil
 from collections import Counter
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
 import tiny
 import torch
+from ranks import on_ranks
 from typer.testing import CliRunner
 
 from fcsd.checkpoint.tokenizer import load_tokenizer, tokens_before
@@ -107,10 +110,28 @@ def test_a_model_writes_documents_and_a_killed_call_goes_on(
     assert Counter(map(tuple, documents(tmp_path / "again", "train"))) == Counter(map(tuple, train))
     with pytest.raises(ConfigError, match="another --max-tokens: 40"):
         write_own_text(str(teacher), tmp_path / "again", **{**how, "max_tokens": 41})
-    grown = write_own_text(str(teacher), tmp_path / "again", **{**how, "tokens": 502, "shard_tokens": None})
+    more = {**how, "tokens": 700, "shard_tokens": None}
+    grown, other = on_ranks(2, partial(write_own_text, str(teacher), tmp_path / "again", **more))
+    assert grown == other, "any number of processes goes on"
     assert grown["settings"] == whole["settings"] and grown["written"]["documents"] > len(train)
     assert (tmp_path / "again/train/part-00000.parquet").stat().st_ino == first.st_ino
-    assert len(list((tmp_path / "again/train").iterdir())) == 4
+    assert len(list((tmp_path / "again/train").iterdir())) == 5
+    less = write_own_text(str(teacher), tmp_path / "again", **{**how, "tokens": 100})
+    assert less == grown, "the record counts all files that a recipe reads"
+
+
+def test_a_file_has_a_document_to_train_on_or_is_refused(tmp_path: Path) -> None:
+    """The first document of a file is held out. A model that only repeats itself would write for ever."""
+    (tmp_path / "train").mkdir()
+    (tmp_path / "held_out").mkdir()
+    writer = SimpleNamespace(writing=Writing(shard_tokens=9))
+    writer.documents = lambda number, asked, count: [[*range(asked, asked + 40)]] * count
+    own_text._write_shard(tmp_path, 0, writer, lambda tokens: None)
+    assert [len(documents(tmp_path, part)) for part in ("held_out", "train")] == [1, 1]
+    writer.documents = lambda number, asked, count: [[*range(40)]] * count
+    with pytest.raises(BadInputError, match="all loop or nearly repeat"):
+        own_text._write_shard(tmp_path, 1, writer, lambda tokens: None)
+    assert len(list(tmp_path.rglob("*.parquet"))) == 2
 
 
 def test_the_share_of_greedy_answers_holds_over_small_calls() -> None:

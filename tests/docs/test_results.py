@@ -758,7 +758,7 @@ def test_the_tables_of_ladder_residual(repo: Path, raw: Raw) -> None:
     slow, fast = ([f"{gains['ladder']:.2f}x" for (of, _), gains in whole.items() if of == link] for link in LINKS)
     assert f"{slow[0]} to {slow[-1]} as fast by `ladder` without peer access, and {fast[0]} to {fast[-1]}" in said
     readme, serving = (" ".join((repo / name).read_text().split()) for name in ("README.md", "docs/serving.md"))
-    assert f"projected from 8 layers, {slow[0]} to {slow[-1]}." in readme
+    assert f"projected from 4 and 8 layers, {slow[0]} to {slow[-1]}." in readme
     assert f"| {slow[0]} to {slow[-1]}; {fast[0]} to {fast[-1]} |" in serving
     assert f"ladder {', '.join(slow)} at batch 1, 4, 16 without peer access, {fast[0]} to {fast[-1]} over" in index
     alone = {depth: found[f"nvlink-tp2-{depth}"]["rows"] for depth in (8, 4)}

@@ -268,6 +268,7 @@ def test_without_network_the_cache_is_read_at_once(
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     for module in (constants, datasets.config):
         monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("0", "1"):  # the processes of a machine say it once
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(BadInputError, match=r"PIQA: cannot load .*OfflineMode"):

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import runs
 from ranks import fcsd, free_port
+from typer.testing import CliRunner
 
+from fcsd.cli.main import app
 from fcsd.config import load_recipe
 from fcsd.errors import ConfigError, PeerLostError
 from fcsd.launch import preflight
@@ -196,7 +198,7 @@ def test_what_a_launcher_left_behind_is_refused_at_once(left, told, monkeypatch:
 
 def test_fewer_processes_than_asked_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in WHOLE.items():
-        monkeypatch.setenv(name, value)
+        monkeypatch.setenv(name, f" {value}\n" if name == "WORLD_SIZE" else value)
     assert preflight.launched() == (1, 2) and not launch.first_rank()
     launch.ensure_world(2)
     with pytest.raises(ConfigError, match="3 processes are asked for, and WORLD_SIZE=2"):
@@ -207,6 +209,21 @@ def test_fewer_processes_than_asked_for_are_refused(monkeypatch: pytest.MonkeyPa
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name)
     assert preflight.launched() == (0, 1)
+
+
+def test_a_group_that_a_caller_has_made_needs_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {"is_initialized": True, "get_rank": 1, "get_world_size": 2}.items():
+        monkeypatch.setattr(f"torch.distributed.{name}", lambda value=value: value)
+    world = launch.join_world()
+    assert (world.rank, world.size) == (1, 2)
+
+
+def test_a_chat_in_one_process_asks_for_no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    model = str(tmp_path / "none")
+    alone, divided = (CliRunner().invoke(app, ["chat", model, *more]) for more in ([], ["--gpus", "8"]))
+    assert f"{model}: no such directory" in alone.stderr and "is not that of a launcher" in divided.stderr
 
 
 def test_who_waits_long_says_for_whom(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

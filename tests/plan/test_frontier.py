@@ -91,6 +91,8 @@ def test_more_layers_are_faster_and_lose_more(rows: dict[tuple[str, str], fronti
 def test_heads_that_two_gpus_do_not_divide_are_planned_for_three() -> None:
     fields = dict(hidden_size=576, num_attention_heads=9, num_key_value_heads=3, num_hidden_layers=2)
     odd = SimpleNamespace(config=LlamaConfig(**fields))
+    fields |= dict(num_attention_heads=1, num_key_value_heads=1)
+    assert frontier.usual_ranks(SimpleNamespace(config=LlamaConfig(**fields))) == 2, "no number divides one head"
     assert frontier.usual_ranks(odd) == 3 and frontier.usual_ranks(SimpleNamespace(config=LlamaConfig())) == 2
 
 

@@ -226,7 +226,7 @@ def test_what_the_pages_say_of_the_cells_is_that_of_the_raw_file(repo: Path) -> 
 
 
 def test_what_the_pages_say_of_the_law_is_that_of_the_raw_files(repo: Path) -> None:
-    """The law before, of the sum of what converted layers cost alone, is fitted once more to the runs that it had."""
+    """A law of the sum of what the converted layers cost alone is fitted to the older runs of all weights."""
     text = " ".join((repo / page.PAGE).read_text().split())
     planning = " ".join((repo / healing.PAGE).read_text().split())
     files, costs = healing.stored(repo), frontier.costs(repo)

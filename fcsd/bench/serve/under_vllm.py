@@ -226,7 +226,8 @@ class _Run:
         except FcsdError as error:
             if self.left > 0:
                 time.sleep(0.5)  # a server that dies closes its connections first
-                self._failed(variant.name, failed(server) or error_behind(server) or str(error))
+                behind = error_behind(server)  # of a server that runs: perhaps an older one
+                self._failed(variant.name, failed(server) or str(error) + (f"; its log has {behind}" if behind else ""))
             return []
 
     def _figures(self, running: list[Variant]) -> None:
