@@ -107,7 +107,7 @@ def meet(kind: str, number: int, count: int, host: str, port: int, *, serves: bo
     try:
         # ``multi_tenant`` because torchrun opens the store of the nodes a second time.
         with _said_later(f"nobody answers yet at {host}:{port}: {kind} {number} {asked}"):
-            # The store's own waiting heeds no signal. So does that for its keys.
+            # The store's own waits heed no signal, so this process asks again and again, here and for the keys below.
             if not serves and not _within(lambda: _answers(host, port), timeout, 0.1):
                 raise _silent(host, port, timeout)
             tcp = TCPStore(host, port, None, serves, timeout=wait, wait_for_workers=False, multi_tenant=True)
@@ -115,11 +115,12 @@ def meet(kind: str, number: int, count: int, host: str, port: int, *, serves: bo
         raise _unreachable(error, host, port, timeout) from error
     store = PrefixStore("fcsd", tcp)
     try:
-        until = time.monotonic() + timeout
+        now = time.monotonic()
+        until = now + timeout
         store.set(f"{kind}/{number}", "1")
         keys = [f"{kind}/{one}" for one in range(count)]
-        for seconds in (min(timeout, _SAY_AFTER), until - time.monotonic()):
-            if _within(lambda: store.check(keys), seconds, 0.05):
+        for end in (min(until, now + _SAY_AFTER), until):
+            if _within(lambda: store.check(keys), end - time.monotonic(), 0.05):
                 return store
             if number == 0 and time.monotonic() < until:  # speaks for all
                 late = _named(kind, _missing(store, kind, count))

@@ -1,9 +1,14 @@
 """The runner of benchmarks: figures become a table and a file."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
-from fcsd.bench.runner import ratio, table, write
+import pytest
+
+from fcsd.bench.runner import ratio, set_aside, table, write
+from fcsd.cli.bench import _require_new_in
+from fcsd.errors import ConfigError
 
 
 def test_a_table_leaves_out_columns_without_a_cell() -> None:
@@ -28,3 +33,17 @@ def test_no_folder_of_a_user_stands_in_a_result(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["command"] == ["--model=b", "c"]
     assert found["missing"]["way"] == "[Errno 2] no file (a.json), see https://docs.example/of/it or org/name"
+
+
+def test_what_an_interrupted_run_left_is_kept_under_one_number(tmp_path: Path) -> None:
+    result = tmp_path / "step.json"
+    for text, complete in (("{}", True), ('{"complete": true}', True), ('{"complete": false}', False)):
+        result.write_text(text)
+        (tmp_path / "overlapped").mkdir(exist_ok=True)
+        with pytest.raises(ConfigError, match="exists") if complete else nullcontext():
+            _require_new_in(tmp_path, "step.json", "overlapped")
+    (tmp_path / "step.1.json").touch()
+    set_aside(result, "overlapped", "absent", rank=1)
+    assert result.exists(), "another rank renames nothing"
+    set_aside(result, "overlapped", "absent")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["overlapped.2", "step.1.json", "step.2.json"]
