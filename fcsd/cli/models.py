@@ -102,6 +102,7 @@ def convert(
         options: dict[str, Any] = {"check": not no_check, "dry_run": dry_run, "force": force, **trust}
         return convert_checkpoint(model, out, wiring=wiring, layers=layers, **how, **options)
 
+    found = None
     if is_auto(layers):
         if dry_run:
             raise ConfigError("--layers auto reads the weights", "Leave out --dry-run, or choose the layers.")
@@ -112,11 +113,9 @@ def convert(
 
         found = choose_by_cost(model, wiring, layers, calibration, **trust, **how)
         layers = layers_text(found.wiring.layers)
-        done = run(layers, dry_run)
-        if costs is not None:  # last: were it there after an interruption, the same command would refuse it
-            write_json(costs, found.to_json())
-    else:
-        done = run(layers, dry_run)
+    done = run(layers, dry_run)
+    if costs is not None and found is not None:  # last: after an interruption the same command would refuse the file
+        write_json(costs, found.to_json())
     emit(done.to_json() if as_json else done.to_text())
 
 

@@ -1196,6 +1196,10 @@ def test_chunks_of_tokens_lost_what_an_account_allows(repo: Path, raw: Raw) -> N
     assert f"would have allowed {min(possible):.2f}x to {max(possible):.2f}x" in text
     assert f"rounds differ by up to {100 * max(steps):.0f} %" in text
     assert f"{min(two)} to {max(two)} with two parts and {min(four)} to {max(four)} with four" in log
+    parts = raw("vllm_chunks_2xh100")["vllm"].values()
+    right = [row["right"] for part in parts for row in part["rows"]]
+    assert all(f"[{sum(right)} of {len(right)} rows](" in told for told in (text, log))
+    assert not any(part["unfinished"] for part in parts)
 
 
 def test_tokens_in_flight_under_data_parallel_attention_in_two_runs(repo: Path, raw: Raw) -> None:

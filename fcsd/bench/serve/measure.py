@@ -48,13 +48,10 @@ def bench(
     command = shlex.join(["fcsd", *(runner.without_folders(word) for word in sys.argv[1:])])
     head = {"workload": runner.without_folders(asdict(load)), "command": command, "environment": facts}
     head["link"] = under_vllm.link()
-    path, begins = None if out is None else out / "serve.json", True
+    path = None if out is None else out / "serve.json"
+    runner.set_aside(path, "serve.png", rank=rank)
 
     def write(found: Mapping[str, Any], complete: bool = False) -> None:
-        nonlocal begins
-        if begins:
-            runner.set_aside(path, "serve.png", rank=rank)
-        begins = False
         runner.write(head | {"complete": complete} | stored(found, heal_hours, gpus), path, rank)
 
     if load.engine == "own":
