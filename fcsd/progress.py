@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from tqdm import tqdm
 
@@ -11,6 +12,9 @@ from tqdm import tqdm
 INTERVAL_S = 60.0
 # A time left is said after this share of the work, or after so many seconds: the first pieces are often the slowest.
 _SHARE, _SECONDS = 0.02, 600.0
+
+# On a narrow terminal the bar gives way first, and the time left is cut off before the count and the rate.
+_BAR = "{desc} {percentage:2.0f}%|{bar}| {n_fmt}/{total_fmt}, {rate_noinv_fmt}, {remaining} left"
 
 log = logging.getLogger(__name__)
 
@@ -21,9 +25,9 @@ def progress(
 ) -> Iterator[Callable[[float], None]]:
     """Yields a function that the caller calls with the amount of work that was done since the call before.
 
-    On a terminal a bar shows percentage and time left. Elsewhere a line is logged at most every ``INTERVAL_S``
-    seconds, with what is done, the total, the percentage and, once enough is done, the time left. The time left is
-    estimated as if the rest were as fast. Work that takes less than ``INTERVAL_S`` seconds logs nothing.
+    On a terminal a bar shows percentage, count, rate and time left. Elsewhere a line is logged at most every
+    ``INTERVAL_S`` seconds, with what is done, the total, the percentage and, once enough is done, the time left. The
+    time left is estimated as if the rest were as fast. Work that takes less than ``INTERVAL_S`` seconds logs nothing.
 
     Args:
         what: the kind of work, e.g. ``scoring``, and its unit, if it is not a number of things.
@@ -32,7 +36,9 @@ def progress(
     """
     done, began = 0.0, clock()
     said = began
-    with tqdm(total=total, desc=what, disable=True if quiet else None, leave=False, smoothing=0) as bar:
+    short = total > 9999 or total % 1 > 0  # 1.23M in place of 1234567
+    shown: dict[str, Any] = {"bar_format": _BAR, "unit": "", "unit_scale": short, "leave": False, "smoothing": 0}
+    with tqdm(total=total, desc=what, disable=True if quiet else None, **shown) as bar:
 
         def advance(amount: float) -> None:
             nonlocal done, said

@@ -91,7 +91,7 @@ READERS = {
     "cache/MANIFEST.json": (lambda path: CachedTeacher(path.parent, 1), 3, ()),
     "shard-000000.json": (_entry, 3, ()),
     "sweep.json": (_known_trials, 3, ()),
-    WRITTEN: (lambda path: _claim(path.parent, {}), 3, set()),
+    WRITTEN: (lambda path: _claim(path.parent, {}, 1, 1, 1), 3, set()),
     "metrics.jsonl": (lambda path: read_metrics(path.parent), 3, _CUT),
     "answers.jsonl": (lambda path: AnswerCache(path).close(), 3, {"nothing", "cut off", "null bytes"}),
     "texts.jsonl": (read_texts, 3, ()),

@@ -1,6 +1,14 @@
 """How far long work is, without a terminal: lines with total and time left, and never too many."""
 
+import fcntl
 import logging
+import os
+import pty
+import re
+import struct
+import termios
+import time
+from contextlib import suppress
 
 import pytest
 
@@ -41,6 +49,25 @@ def test_a_short_one_and_another_rank_say_nothing(said: pytest.LogCaptureFixture
     run(500, 0.1)
     run(20, 30.0, quiet=True)
     assert said.messages == []
+
+
+@pytest.mark.parametrize(("total", "count"), [(5_000_000, "2.50M/5.00M"), (4, "2/4")])
+def test_count_and_rate_stay_on_a_narrow_terminal(total: int, count: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    with os.fdopen(terminal, "w", encoding="utf-8") as stderr:
+        monkeypatch.setattr("sys.stderr", stderr)
+        with progress("generating, tokens", total) as advance:
+            time.sleep(0.11)  # tqdm draws at most ten times a second
+            advance(total // 2)
+    said = b""
+    with os.fdopen(ours, "rb"), suppress(OSError):  # the end of a terminal that nobody holds is an error
+        while block := os.read(ours, 1 << 12):
+            said += block
+    (shown,) = (line for line in said.decode().split("\r") if "50%" in line)
+    assert len(shown) <= 60 and re.fullmatch(
+        rf"generating, tokens 50%\|.+\| {count}, +[0-9.]+[kM]?/s, 00:0. left", shown
+    ), shown
 
 
 def test_hours() -> None:

@@ -50,9 +50,9 @@ class LayerCosts:
     tokens: int
 
     def to_json(self) -> dict[str, Any]:
-        """What ``fcsd plan --frontier --costs`` reads. Layers before the last that cannot be converted cost nothing."""
+        """What ``fcsd plan --frontier --costs`` reads, with None for the first layers if they cannot be converted."""
         name = self.wiring.name if self.wiring.variant == "full" else f"{self.wiring.name} {self.wiring.variant}"
-        alone = [self.alone.get(layer, 0.0) for layer in range(max(self.alone) + 1)]
+        alone = [self.alone.get(layer) for layer in range(max(self.alone) + 1)]
         return {"tokens": self.tokens, name: {"alone": alone, "kept": self.wiring.layers, "together": self.together}}
 
     def to_text(self, speed: Callable[[Wiring], tuple[float, float]], ranks: int) -> str:

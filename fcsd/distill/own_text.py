@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -69,15 +70,16 @@ def write_own_text(
             they are answered in turn, several times if they are few.
         form: ``chat`` or ``document``; None is ``chat`` if the tokenizer has a chat template.
         temperature, greedy, max_tokens, seed: see ``Writing``.
-        shard_tokens: the most tokens of a file of a new text; None for ``GPU_FILE`` or ``CPU_FILE``. There are as many
-            files for each process, and a text that grows keeps their size.
+        shard_tokens: the most tokens of a file; None for ``GPU_FILE`` or ``CPU_FILE``. There are as many files for
+            each process, of one size, and a text that grows gets such files for what it lacks.
         batch_size: how many documents are written at a time; None for ``GPU_BATCH`` or ``CPU_BATCH``. Their keys and
             values are in memory.
 
     Returns:
-        The content of ``write.json``: the model, its rewiring in words (null for an original), the settings, and for
-        all files the documents and tokens that were written, and how many documents were dropped because they loop or
-        nearly repeat another one of their file.
+        The content of ``write.json``: the model, its rewiring in words (null for an original), the settings, the
+        files in their order as pairs of a number of files and about how many tokens each holds, and for all files the
+        documents and tokens that were written, and how many documents were dropped because they loop or nearly repeat
+        another one of their file.
 
     Raises:
         BadInputError: the checkpoint, its tokenizer or the prompts cannot be used.
@@ -91,9 +93,7 @@ def write_own_text(
     tokenizer = load_tokenizer(path)
     form = form or ("chat" if tokenizer.chat_template else "document")
     on_gpu = world.device.type == "cuda"
-    most = shard_tokens or (GPU_FILE if on_gpu else CPU_FILE)
-    files = world.size * -(-tokens // (world.size * most))
-    writing = Writing(temperature, greedy, form, max_tokens, -(-tokens // max(1, files)), seed)
+    writing = Writing(temperature, greedy, form, max_tokens, seed)
     _check(writing, tokens, tokenizer, prompts)
     questions = None if prompts is None else _read_prompts(prompts, tokenizer, max_tokens)
     identity = {
@@ -110,9 +110,10 @@ def write_own_text(
             describe(rewired),
             recorded_original(path, rewired) or "it is not recorded",
         )
-    identity = world.on_first(lambda: _claim(out, identity))
-    writing = replace(writing, shard_tokens=identity["shard_tokens"])
-    count = -(-tokens // writing.shard_tokens)
+    most = shard_tokens or (GPU_FILE if on_gpu else CPU_FILE)
+    files = world.on_first(lambda: _claim(out, identity, tokens, most, world.size))
+    sizes = [size for count, size in files for _ in range(count)]
+    count = next(number for number, total in enumerate(accumulate(sizes), 1) if total >= tokens)
     for part in (TRAIN, HELD_OUT):
         (out / part).mkdir(exist_ok=True)
     # One process looks, before any of them writes a file.
@@ -122,12 +123,12 @@ def write_own_text(
         network = _load(path, world)
         writer = Writer(network, tokenizer, writing, questions, batch_size or (GPU_BATCH if on_gpu else CPU_BATCH))
         quiet = world.rank > 0
-        with progress("writing tokens", len(mine) * writing.shard_tokens, quiet=quiet) as advance:
+        with progress("writing tokens", sum(sizes[number] for number in mine), quiet=quiet) as advance:
             for number in mine:
-                _write_shard(out, number, writer, advance)
+                _write_shard(out, number, sizes[number], writer, advance)
     world.everywhere(lambda: None)  # waits until all files are there
     who = {"model": model, "rewired": None if rewired is None else describe(rewired)}
-    return world.on_first(lambda: _record(out, identity, who, tokenizer))
+    return world.on_first(lambda: _record(out, identity, files, who, tokenizer))
 
 
 def _check(writing: Writing, tokens: int, tokenizer: PreTrainedTokenizerBase, prompts: Path | None) -> None:
@@ -163,34 +164,43 @@ def _read_prompts(file: Path, tokenizer: PreTrainedTokenizerBase, most: int) -> 
     return fitting
 
 
-def _claim(out: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    """Record the settings in ``out`` before anything is written, or compare them with those that are recorded.
+def _claim(out: Path, identity: dict[str, Any], tokens: int, most: int, processes: int) -> list[list[int]]:
+    """Compare the settings with those that ``out`` records, and record them and the files before any is written.
+
+    Args:
+        most: the most tokens of a file that is added.
 
     Returns:
-        The settings. The size of the files is the recorded one: a text that goes on or grows has files of one size.
+        The files, as ``write.json`` has them. They hold at least ``tokens`` together, and those that were planned once
+        stay as they are: the number and the size of a file decide its text.
     """
-    file = out / RECORD
+    file, record = out / RECORD, {"settings": identity, "files": []}
     if file.exists():
         try:
-            known = json.loads(read_input(file))["settings"]
-            if not known["shard_tokens"] > 0:
+            record = json.loads(read_input(file))
+            known, files = record["settings"], record["files"]
+            if not all(count > 0 and size > 0 for count, size in files):
                 raise ValueError("files without tokens")
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise BadInputError(f"{file}: is damaged", "Choose another directory.") from error
-        identity = {**identity, "shard_tokens": known["shard_tokens"]}
         changed = [key for key in identity if known.get(key) != identity[key]]
         if changed:
             was = known.get(changed[0])
             named = _NAMES.get(changed[0]) or f"{'--' + changed[0].replace('_', '-')}: {was!r}"
             raise ConfigError(f"{out}: holds text that was written with another {named}", "Choose another directory.")
-        return identity
-    # The record is the first file, so that a call that ends here can be started again.
-    require_folder(out, "--out")
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out}: is not empty and holds no text of fcsd write", "Choose another directory.")
-    out.mkdir(parents=True, exist_ok=True)
-    write_text(file, json.dumps({"settings": identity}, indent=1) + "\n")
-    return identity
+    else:
+        require_folder(out, "--out")
+        if out.exists() and any(out.iterdir()):
+            raise ConfigError(f"{out}: is not empty and holds no text of fcsd write", "Choose another directory.")
+        out.mkdir(parents=True, exist_ok=True)
+    files = record["files"]
+    lacking = tokens - sum(count * size for count, size in files)
+    if lacking > 0:
+        count = processes * -(-lacking // (processes * most))
+        files.append([count, -(-lacking // count)])
+        # It is written before the files, so that a call that ends here can be started again.
+        write_text(file, json.dumps(record, indent=1) + "\n")
+    return files
 
 
 def _load(path: Path, world: World) -> PreTrainedModel:
@@ -203,16 +213,16 @@ def _load(path: Path, world: World) -> PreTrainedModel:
     return network
 
 
-def _write_shard(out: Path, number: int, writer: Writer, advance: Any) -> None:
-    """Write documents until the shard has its tokens. Its training file comes last, and says that it is whole."""
+def _write_shard(out: Path, number: int, size: int, writer: Writer, advance: Any) -> None:
+    """Write documents until the shard has ``size`` tokens. Its training file comes last, and says that it is whole."""
     import pyarrow as pa
 
-    writing, kept, dropped = writer.writing, [], {"loops": 0, "repeats": 0}
+    kept, dropped = [], {"loops": 0, "repeats": 0}
     seen: set[tuple[int, ...]] = set()
     total, written, asked, in_vain = 0, 0, 0, 0
-    while total < writing.shard_tokens or len(kept) < 2:  # the first is held out, and one has to be trained on
-        mean = written / asked if asked else writing.max_tokens
-        count = max(16, int((writing.shard_tokens - total) / max(mean, 1.0)))
+    while total < size or len(kept) < 2:  # the first is held out, and one has to be trained on
+        mean = written / asked if asked else writer.writing.max_tokens
+        count = max(16, int((size - total) / max(mean, 1.0)))
         before = len(kept)
         for ids in writer.documents(number, asked, count):
             written += len(ids)
@@ -276,7 +286,11 @@ def _name(part: str, number: int) -> str:
 
 
 def _record(
-    out: Path, identity: dict[str, Any], who: dict[str, Any], tokenizer: PreTrainedTokenizerBase
+    out: Path,
+    identity: dict[str, Any],
+    files: list[list[int]],
+    who: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, Any]:
     """Count what all files hold that a recipe reads, those of an earlier and larger call too; write ``write.json``."""
     import pyarrow.parquet as pq
@@ -293,7 +307,7 @@ def _record(
                 totals["documents"] += table.num_rows
                 totals["tokens"] += sum(len(chunk.flatten()) for chunk in table["input_ids"].chunks)
     first = pq.read_table(out / _name(TRAIN, 0))["input_ids"][0].as_py()
-    record = {**who, "settings": identity, "written": totals, "example": tokenizer.decode(first)}
+    record = {**who, "settings": identity, "files": files, "written": totals, "example": tokenizer.decode(first)}
     write_text(out / RECORD, json.dumps(record, indent=1) + "\n")
     return record
 

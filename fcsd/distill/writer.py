@@ -31,7 +31,6 @@ class Writing:
         greedy: the share of answers that are written with the most likely tokens. Users' turns are always drawn.
         form: ``chat``, a user's turn and its answer in the chat template, or ``document``.
         max_tokens: the most tokens of a user's turn, of an answer and of a document.
-        shard_tokens: about how many tokens a file holds.
         seed: of the random numbers.
     """
 
@@ -39,7 +38,6 @@ class Writing:
     greedy: float = 0.0
     form: str = "chat"
     max_tokens: int = 512
-    shard_tokens: int = 2_000_000
     seed: int = 0
 
 

@@ -93,7 +93,9 @@ def frontier(model: MetaModel, ranks: int, machine: Machine | None = None, costs
     kinds: list[Kind] = [_kind(layer) for layer in numbers.layers]
     speed = speed_of(model, ranks, machine)
     given = None if costs is None else read_costs(costs, depth)
-    profiles = [given] if given is not None else list(law()["costs"].values())
+    profiles = list(law()["costs"].values())
+    if given is not None:
+        profiles = [{name: [cost or 0.0 for cost in alone] for name, alone in given.items()}]
     found = []
     for name, variant in WIRINGS:
         if name not in arch.wirings:
@@ -104,8 +106,8 @@ def frontier(model: MetaModel, ranks: int, machine: Machine | None = None, costs
         alike = measured_alike(whole, kinds, arch.blocks) or label
         choices = {share: select_layers(share, depth) for share in SHARES}
         if given is not None and alike in given:
-            alone = dict(enumerate(given[alike]))
-            counts = [len(choices[share]) for share in SHARES[:-1]]
+            alone = {layer: cost for layer, cost in enumerate(given[alike]) if cost is not None}
+            counts = [count for share in SHARES[:-1] if (count := len(choices[share])) <= len(alone)]
             choices |= {f"auto:{count}": cheapest(alone, count) for count in counts} | {"auto": cheapest(alone)}
         for share, layers in choices.items():
             decode, prefill = speed(replace(whole, layers=layers))
@@ -139,16 +141,18 @@ def law() -> dict[str, Any]:
     return json.loads(Path(__file__).with_name("healing_law.json").read_text(encoding="utf-8"))
 
 
-def read_costs(path: Path, depth: int) -> dict[str, list[float]]:
+def read_costs(path: Path, depth: int) -> dict[str, list[float | None]]:
     """The costs of single layers by wiring, from a file of ``fcsd convert`` or ``python -m studies.real.layers``.
+
+    A layer that cannot be converted has None.
 
     Raises:
         ConfigError: the file cannot be read, has no costs, or has those of another number of layers.
     """
     try:
         content = json.loads(read_input(path))
-        parts = {name: part for name, part in content.items() if isinstance(part, dict) and "alone" in part}
-        found = {name: [float(cost) for cost in part["alone"]] for name, part in parts.items()}
+        parts = {name: part["alone"] for name, part in content.items() if isinstance(part, dict) and "alone" in part}
+        found = {name: [None if cost is None else float(cost) for cost in alone] for name, alone in parts.items()}
     except FileNotFoundError:
         raise ConfigError(f"--costs {path}: there is no such file") from None
     except (OSError, ValueError, TypeError, AttributeError) as error:

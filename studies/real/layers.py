@@ -52,13 +52,13 @@ def main() -> None:
         wiring, _, variant = name.partition(" ")
         whole = choose_wiring(config, ARCHS[config.model_type], wiring, "all", variant=variant or None)
         costs = measure_layers(network, whole, rows)
-        found[name] = {"alone": list(costs.alone.values()), "kept": costs.wiring.layers, "together": costs.together}
+        found |= costs.to_json()
         order = sorted(costs.alone, key=lambda layer: -costs.alone[layer])[: len(costs.alone) // 2]
         sets = [tuple(sorted(costs.alone.keys() - order[:count])) for count in range(len(order) + 1)]
         found[name]["standard"] = {"order": order, "together": divergences(network, whole, rows, sets)}
         for measured in ("attn_turned", "mlp_turned", "first_token", "largest"):
-            values = [layer[measured] for layer in found["layers"]]
-            found[name][f"rank correlation with {measured}"] = float(spearmanr(values, found[name]["alone"])[0])
+            values = [found["layers"][layer][measured] for layer in costs.alone]
+            found[name][f"rank correlation with {measured}"] = float(spearmanr(values, [*costs.alone.values()])[0])
     given.out.write_text(json.dumps(found, indent=1) + "\n")
 
 

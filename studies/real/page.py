@@ -35,7 +35,7 @@ RAW, MORE = (
         ),
     )
 )
-SEEDS, PARTS = RAW[2:]
+SEEDS = RAW[2]
 CONVERTED, CONVERTED_SEEDS, ALL, LONGER, EVERYDAY = MORE
 PASSAGES = RESULTS / "real_smollm2_passages_cpu.json"
 KL_TEXTS = ("own", "foreign")  # those of the tables

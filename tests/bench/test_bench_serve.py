@@ -21,6 +21,7 @@ from fcsd.bench import runner
 from fcsd.bench.serve import client, table, under_vllm
 from fcsd.bench.serve.client import ask
 from fcsd.bench.serve.model_files import write_directory
+from fcsd.bench.serve.variants import Missing
 from fcsd.bench.serve.workload import (
     Workload,
     cache_bytes,
@@ -144,7 +145,8 @@ def test_every_variant_is_a_server_that_is_timed_in_turns(asked, monkeypatch):
     assert variants["original, async TP"]["failed"] == "torch.OutOfMemoryError: no memory"
     symmetric = variants["original, symmetric memory by NCCL"]
     assert symmetric["failed"].startswith("vLLM left it out: Failed to compile NCCL") and not symmetric["rounds"]
-    assert found["missing"]["fused all-reduce and norm"] == "flashinfer is not installed" and found["vllm"] == "0.28.0"
+    assert found["missing"]["fused all-reduce and norm"] == Missing("flashinfer is not installed")
+    assert found["vllm"] == "0.28.0"
 
     original, ladder, bound = (server["config"] for server in servers[:3])
     assert original["architectures"] == ["LlamaForCausalLM"] and "fcsd" not in original
@@ -178,7 +180,8 @@ def test_without_room_the_servers_run_one_after_the_other_and_time_bounds_them(a
     assert routed == ["uniform_random"] * 4, "all variants route alike"
 
     found = run(Workload("tiny", 2, **{**SMALL, "minutes": 1e-9, "arrivals": 1}))
-    assert not found["variants"] and found["missing"]["original"].startswith("no time was left")
+    assert not found["variants"] and found["missing"]["original"].why.startswith("no time was left")
+    assert not found["missing"]["original"].needless and found["missing"]["farskip"].needless, "it is no alternative"
     assert "farskip, always in flight" in found["missing"], "a prompt that comes alone is a step of its own"
 
 
@@ -206,7 +209,7 @@ def test_imitated_slow_links_leave_no_other_way_for_sums(asked, monkeypatch):
     with pytest.raises(ConfigError, match="--sums symmetric is between 2 to 8 GPUs of one host"):
         run(replace(load, sums=("vllm", "symmetric")))
     missing = run(load)["missing"]
-    assert "imitates GPUs" in missing["async TP"] and "without it" in missing["no custom all-reduce"]
+    assert "imitates GPUs" in missing["async TP"].why and "without it" in missing["no custom all-reduce"].why
 
 
 def test_a_server_that_refuses_or_is_slow_is_an_error(asked, monkeypatch, tmp_path):

@@ -12,7 +12,7 @@ from fcsd.bench.serve.figures import PEAK, Answer
 from fcsd.bench.serve.measure import stored
 from fcsd.bench.serve.running import Server, error_behind, last_error
 from fcsd.bench.serve.under_vllm import read_link
-from fcsd.bench.serve.variants import Machine, Variant, alternatives, core, groups, room_for
+from fcsd.bench.serve.variants import Machine, Missing, Variant, alternatives, core, groups, room_for
 from fcsd.bench.serve.workload import Workload
 from fcsd.parallel.all_reduce.ways import Way
 from fcsd.serve.vllm.reduction import OVERLAP_FROM
@@ -172,8 +172,10 @@ def offered(
     options: tuple[str, ...] = (),
     moe: bool = True,
 ) -> tuple[list[Variant], dict[str, str]]:
-    load = Workload("tiny", tp=tp, options=options)
-    return alternatives(Machine(version, installed.__contains__, tp, fits, peers), load, hidden=4096, moe=moe)
+    """The alternatives, and why the others are missing."""
+    load, machine = Workload("tiny", tp=tp, options=options), Machine(version, installed.__contains__, tp, fits, peers)
+    found, missing = alternatives(machine, load, hidden=4096, moe=moe)
+    return found, {name: one.why for name, one in missing.items()}
 
 
 def test_alternatives_depend_on_the_version_and_on_what_is_installed() -> None:
@@ -295,13 +297,16 @@ def test_the_text_begins_with_the_verdict() -> None:
     one_rank = alternatives(
         Machine("0.33.0", lambda name: False, 1, None), Workload("tiny-dense"), hidden=64, moe=False
     )[1]
-    missing = {**one_rank, "ladder, sums at once": "no time", "async TP": "gone"}
+    no_time, worded_alike = Missing("no time", needless=True), Missing("there is one other")
+    missing = {**one_rank, "ladder, sums at once": no_time, "async TP": worded_alike}
     found = {"variants": variants, "missing": missing, "notes": ["a note"]}
     lines = table.text(found, heal_hours=24, gpus=2).splitlines()
     assert lines[0] == "ladder is 2.00x at batch 1: faster everywhere"
     assert lines.pop(1) == "not compared with (reasons below): async TP; broken", "beside the ratio"
     assert lines[1] == "ladder: 24 GPU-hours of healing are won back after 1 days of serving by 2 GPUs at 2.00x"
-    assert {"broken failed: ValueError: no", "not run: async TP: gone"} <= {*lines} and lines[-1] == "a note"
+    assert {"broken failed: ValueError: no", "not run: async TP: there is one other"} <= {*lines}
+    assert lines[-1] == "a note"
+    assert stored(found, None, 2)["missing"]["async TP"] == "there is one other", "a sentence in the file"
     cells = {line.split("  ")[0]: line for line in lines[2:]}
     assert cells["ladder"].endswith("1 (2.00x)") and cells["bound (wrong results)"].endswith("0.5 (4.00x)")
     assert cells["0.5, ladder"].split()[-3:] == ["10", "(2.00x)", "30"] and "20 (1.00x)" in cells["0.5, original"]

@@ -84,7 +84,7 @@ def test_a_model_writes_documents_and_a_killed_call_goes_on(
     before = tokens_before(load_tokenizer(teacher))
     assert whole["rewired"] is None
     assert whole["written"]["tokens"] == sum(map(len, train)) and len(held_out) == 3
-    assert whole["settings"]["shard_tokens"] == 167, "three files of one size hold what was asked for"
+    assert whole["files"] == [[3, 167]], "three files of one size hold what was asked for"
     assert sum(map(len, train + held_out)) >= 500 and all(ids[: len(before)] == before for ids in train)
 
     def full_disk(*_: object) -> None:
@@ -113,9 +113,15 @@ def test_a_model_writes_documents_and_a_killed_call_goes_on(
     more = {**how, "tokens": 700, "shard_tokens": None}
     grown, other = on_ranks(2, partial(write_own_text, str(teacher), tmp_path / "again", **more))
     assert grown == other, "any number of processes goes on"
-    assert grown["settings"] == whole["settings"] and grown["written"]["documents"] > len(train)
+    assert grown["settings"] == whole["settings"] and grown["files"] == [[3, 167], [2, 100]], "as of a new text"
+    assert grown["written"]["documents"] > len(train)
     assert (tmp_path / "again/train/part-00000.parquet").stat().st_ino == first.st_ino
     assert len(list((tmp_path / "again/train").iterdir())) == 5
+    shutil.copytree(tmp_path / "again", tmp_path / "planned")
+    (tmp_path / "planned/train/part-00004.parquet").unlink()
+    write_own_text(str(teacher), tmp_path / "planned", **{**more, "tokens": 650})
+    write_own_text(str(teacher), tmp_path / "planned", **more)
+    assert documents(tmp_path / "planned", "train") == documents(tmp_path / "again", "train"), "a plan stays"
     less = write_own_text(str(teacher), tmp_path / "again", **{**how, "tokens": 100})
     assert less == grown, "the record counts all files that a recipe reads"
 
@@ -124,13 +130,13 @@ def test_a_file_has_a_document_to_train_on_or_is_refused(tmp_path: Path) -> None
     """The first document of a file is held out. A model that only repeats itself would write for ever."""
     (tmp_path / "train").mkdir()
     (tmp_path / "held_out").mkdir()
-    writer = SimpleNamespace(writing=Writing(shard_tokens=9))
+    writer = SimpleNamespace(writing=Writing())
     writer.documents = lambda number, asked, count: [[*range(asked, asked + 40)]] * count
-    own_text._write_shard(tmp_path, 0, writer, lambda tokens: None)
+    own_text._write_shard(tmp_path, 0, 9, writer, lambda tokens: None)
     assert [len(documents(tmp_path, part)) for part in ("held_out", "train")] == [1, 1]
     writer.documents = lambda number, asked, count: [[*range(40)]] * count
     with pytest.raises(BadInputError, match="all loop or nearly repeat"):
-        own_text._write_shard(tmp_path, 1, writer, lambda tokens: None)
+        own_text._write_shard(tmp_path, 1, 9, writer, lambda tokens: None)
     assert len(list(tmp_path.rglob("*.parquet"))) == 2
 
 

@@ -10,6 +10,8 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from fcsd.cli.main import app
+from fcsd.disk import write_json
+from fcsd.distill.layer_costs import LayerCosts
 from fcsd.models.archs import ARCHS
 from fcsd.models.schedule import Kind
 from fcsd.models.wiring_block import DESYNC, Blocks, Wiring
@@ -138,6 +140,18 @@ def test_the_command_says_that_it_predicts_and_what_it_assumes(model: Path, tmp_
     )
     assert ladder[1]["decode"] < ladder[0]["decode"] and ladder[1]["cost"] == [pytest.approx(0.4)] * 2
     assert farskip[0]["kl"] is not None and farskip[1]["kl"] is None
+
+
+def test_a_layer_that_cannot_be_converted_is_never_among_the_cheapest(model: Path, tmp_path: Path) -> None:
+    """The first layers of a model that adds image features to their outputs stay standard."""
+    later = {layer: 0.01 + layer / 1000 for layer in range(6, 16)}
+    measured = LayerCosts(Wiring("ladder", tuple(later)), later, together=1.0, tokens=9)
+    costs = tmp_path / "costs.json"
+    write_json(costs, measured.to_json())
+    rows = frontier.frontier(MetaModel(str(model)), 2, costs=costs)
+    told = {row.layers: row.cost for row in rows if row.wiring == "ladder"}
+    assert [layers for layers in told if layers.startswith("auto")] == ["auto:4 (6-9)", "auto:8 (6-13)", "auto (6-15)"]
+    assert told["auto (6-15)"] == told["100% (0-15)"] == (pytest.approx(sum(later.values())),) * 2
 
 
 @pytest.mark.parametrize(

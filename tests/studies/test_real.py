@@ -28,6 +28,8 @@ from fcsd.plan.frontier import _line, law
 from fcsd.plan.frontier import frontier as plan_rows
 from fcsd.plan.model import MetaModel
 
+PARTS = page.RAW[3]  # the runs that train part of the model
+
 
 def test_the_page_holds_what_is_stored(repo: Path) -> None:
     text, raw = (repo / page.PAGE).read_text(), page.read(repo)
@@ -41,10 +43,10 @@ def test_the_page_holds_what_is_stored(repo: Path) -> None:
 
 def test_a_target_is_reached_where_the_upper_end_of_the_interval_is_within_it(repo: Path) -> None:
     raw = page.read(repo)
-    (run,) = (run for run in raw[page.PARTS]["runs"] if run["name"] == "half-frozen-41m")
-    (found,) = (found for found in raw[page.PARTS]["differences"] if found["model"] == "half-frozen-41m")
+    (run,) = (run for run in raw[PARTS]["runs"] if run["name"] == "half-frozen-41m")
+    (found,) = (found for found in raw[PARTS]["differences"] if found["model"] == "half-frozen-41m")
     run |= {"tokens": 140e6, "kl": {text: {"kl": 0.05} for text in ("own", "foreign")}}
-    points = "{:.1f} ± {:.1f}".format(*map(abs, page.mean_difference(raw[page.PARTS], "half-frozen-41m")))
+    points = "{:.1f} ± {:.1f}".format(*map(abs, page.mean_difference(raw[PARTS], "half-frozen-41m")))
     told = page.answer(list(raw.values()), repo)
     (row,) = (line for line in told.splitlines() if line.startswith("| 15 of 30"))
     assert f"140 M | converted layers | {points}" in " ".join(row.split()) and "1.36 → 0.050" in row
@@ -576,7 +578,7 @@ def test_the_cases_of_the_study_of_ranks_are_taken_and_its_table_is_that_of_the_
         ["all weights", "0.001", "1", "2.00 → 0.500", "75.0%", "100.0%"],
         ["rank 4", "0.003", "1", "2.00 → 0.600", "70.0%", "93.3%"],
     ]
-    stored = json.loads((repo / page.PARTS).read_text())
+    stored = json.loads((repo / PARTS).read_text())
     (found,) = (found for found in stored["differences"] if found["model"] == "half-frozen-41m")
     points, error = page.mean_difference(stored, found["model"])
     asked = {"model": "tiny", "runs": runs, "differences": [{**found, "model": runs[2]["name"]}]}
@@ -687,7 +689,7 @@ def test_the_lost_loss_that_is_won_back_is_that_of_the_raw_files(repo: Path) -> 
     raw, text = page.read(repo), " ".join((repo / page.PAGE).read_text().split())
     (half,) = (run for run in raw[page.RAW[0]]["runs"] if run["name"] == "ladder-half-both-41m")
     lost = {name: known["loss"] - known["teacher_loss"] for name, known in half["untrained_kl"].items()}
-    runs = raw[page.PARTS]["runs"]
+    runs = raw[PARTS]["runs"]
     left = [{name: known["loss"] - known["teacher_loss"] for name, known in run["kl"].items()} for run in runs]
     won = [{name: f"{100 * (1 - rest[name] / lost[name]):.1f}" for name in rest} for rest in left]
     assert f"half of the layers cost {lost['foreign']:.3f} nats of held-out foreign text" in text
@@ -697,7 +699,7 @@ def test_the_lost_loss_that_is_won_back_is_that_of_the_raw_files(repo: Path) -> 
 
 
 def test_what_training_the_converted_layers_alone_gains_is_that_of_the_raw_file(repo: Path) -> None:
-    raw = json.loads((repo / page.PARTS).read_text())
+    raw = json.loads((repo / PARTS).read_text())
     pages = (repo / file for file in (page.PAGE, "docs/adapters.md"))
     text, adapters = (" ".join(file.read_text().split()) for file in pages)
     full, parts = raw["runs"]
@@ -969,7 +971,7 @@ def test_what_the_pages_say_of_all_layers_is_that_of_the_raw_files(repo: Path) -
 def test_what_the_page_says_of_gemmas_weights_and_tokens_is_that_of_the_raw_file(repo: Path) -> None:
     untrained = json.loads((repo / page.UNTRAINED_GEMMA).read_text())
     without = [
-        {**run, "kl": {"foreign": run["kl"]["foreign"]}} for run in json.loads((repo / page.PARTS).read_text())["runs"]
+        {**run, "kl": {"foreign": run["kl"]["foreign"]}} for run in json.loads((repo / PARTS).read_text())["runs"]
     ]
     assert page.runs([{"runs": without}]).count("| not measured |") == len(without)  # it wrote no text
     text = " ".join((repo / page.PAGE).read_text().split())

@@ -32,10 +32,10 @@ def bench(
     Returns:
         What ``serve.json`` holds, and the text to print. The content is ``workload``, ``command``, ``environment``
         (versions, GPUs and settings), ``link``, ``seconds``, ``complete``, ``variants`` with the milliseconds of each
-        round, ``missing``, ``notes``, ``tables`` with the fastest way of each wiring for each size; and for each wired
-        variant in ``ratios`` its speed over the best original, in ``verdicts`` the sentence (without the figures of
-        ``says_nothing``, in which the bound itself is slower than the original), in ``load_verdicts`` one for each
-        load, and in ``break_even_days`` when healing is won back, null if never.
+        round, ``missing`` with a sentence for each, ``notes``, ``tables`` with the fastest way of each wiring for each
+        size; and for each wired variant in ``ratios`` its speed over the best original, in ``verdicts`` the sentence
+        (without the figures of ``says_nothing``, in which the bound itself is slower than the original), in
+        ``load_verdicts`` one for each load, and in ``break_even_days`` when healing is won back, null if never.
 
     Raises:
         ConfigError: the engine is missing, or the model cannot have a wiring.
@@ -79,7 +79,8 @@ def stored(found: Mapping[str, Any], heal_hours: float | None, gpus: int) -> dic
     """What was found, with keys that JSON has, and what follows from it."""
     variants = {name: {**row, "rounds": figures.to_json(row["rounds"])} for name, row in found["variants"].items()}
     ratios = table.ratios_of(found)
-    result = runner.without_folders({**found, "variants": variants})
+    missing = {name: one.why for name, one in found["missing"].items()}
+    result = runner.without_folders({**found, "variants": variants, "missing": missing})
     result["ratios"] = {name: figures.to_json(own) for name, own in ratios.items()}
     judged = table.judged_of(found)
     result["says_nothing"] = figures.to_json(table.says_nothing(found))

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fcsd.bench.runner import finished, say
-from fcsd.bench.serve.variants import Role, label
+from fcsd.bench.serve.variants import Missing, Role, label
 from fcsd.bench.serve.workload import STANDARD, Workload, prompts_of, usual_wirings, wiring_for
 from fcsd.engine.decode import GRAIN, Stepper
 from fcsd.engine.fused import fuse
@@ -76,8 +76,8 @@ def bench(load: Workload, config: PretrainedConfig, write: Callable[[dict[str, A
         except ConfigError as error:
             if load.sums:
                 raise
-            missing["symmetric memory"] = str(error)
-    missing["load"] = "fcsd's engine has no arrivals; --engine vllm has"
+            missing["symmetric memory"] = Missing(str(error))
+    missing["load"] = Missing("fcsd's engine has no arrivals; --engine vllm has", needless=True)
     first, *others = [Way(backend, travels) for travels in (True, False) for backend in backends]
     variants = {label("original", way, first): Variant(STANDARD, way) for way in (first, *others) if way.travels} | {
         label(name, way, first): Variant(name, way) for name in names for way in (first, *others)

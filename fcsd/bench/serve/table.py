@@ -8,7 +8,7 @@ from typing import Any
 from fcsd.bench import runner
 from fcsd.bench.serve import figures
 from fcsd.bench.serve.figures import Figure, Rounds
-from fcsd.bench.serve.variants import NEEDLESS, ORIGINAL
+from fcsd.bench.serve.variants import ORIGINAL
 
 
 def rounds_of(found: Mapping[str, Any], role: str) -> dict[str, Rounds]:
@@ -78,7 +78,7 @@ def text(found: Mapping[str, Any], heal_hours: float | None = None, gpus: int = 
     if loads := load_table(found):
         lines += [loads, ""]
     lines += [f"{name} failed: {row['failed']}" for name, row in found["variants"].items() if "failed" in row]
-    lines += [f"not run: {name}: {why}" for name, why in found["missing"].items()]
+    lines += [f"not run: {name}: {missing.why}" for name, missing in found["missing"].items()]
     return "\n".join([*lines, *found["notes"]])
 
 
@@ -92,11 +92,8 @@ def _chosen_by(found: Mapping[str, Any]) -> str:
 
 def not_compared(found: Mapping[str, Any]) -> list[str]:
     """What a user could serve instead of converting elsewhere, and did not run here: the ratios say less without it."""
-    wired = {"bound", "load", *(row["wiring"] for row in found["variants"].values())}
     return [
-        name.removeprefix(f"{ORIGINAL}, ")
-        for name, why in found["missing"].items()
-        if name.split(", ")[0] not in wired and not why.startswith(NEEDLESS)
+        name.removeprefix(f"{ORIGINAL}, ") for name, missing in found["missing"].items() if not missing.needless
     ] + [
         name.removeprefix(f"{ORIGINAL}, ")
         for name, row in found["variants"].items()

@@ -34,6 +34,7 @@ from fcsd.bench.serve.variants import (
     NO_CUSTOM,
     ORIGINAL,
     Machine,
+    Missing,
     Variant,
     alternatives,
     core,
@@ -82,7 +83,7 @@ def bench(
     Returns:
         ``vllm``, its version; ``variants``, by name: ``role``, ``wiring``, of a wiring ``reduce`` and ``travels``
         (see ``Way``), ``rounds`` (see ``figures``), ``loads`` by the share of the peak, ``start_s``, and ``failed``
-        with the last error of a variant that did; ``missing``, what a user could do elsewhere and why not here;
+        with the last error of a variant that did; ``missing``, what was not run, by name: ``Missing``;
         ``notes``.
 
     Raises:
@@ -196,7 +197,8 @@ class _Run:
         """Whether there is time to start a variant and to time it with the others before it, by what they took."""
         enough = self.left > self.starting + number * self.timing
         if not enough:
-            self.found["missing"][variant.name] = f"no time was left; give it more than {self.load.minutes:g} --minutes"
+            why = f"no time was left; give it more than {self.load.minutes:g} --minutes"
+            self.found["missing"][variant.name] = Missing(why, needless=variant.role != "original")
         return enough
 
     def _start(

@@ -18,8 +18,6 @@ ORIGINAL = "original"
 NO_CUSTOM = "--disable-custom-all-reduce"
 _NO_SEQUENCE_PARALLEL = (0, 32)  # vLLM took the passes for sequence parallelism and async TP out
 _BUDGET = 8192  # tokens of a step by vLLM's own choice on large GPUs
-# How the reasons begin why an alternative does not exist for a workload, on any machine and with any version of vLLM.
-NEEDLESS = ("there is one ", "every variant ", "it needs a model ", "all layers of the model do not ")
 IMITATED = "NCCL_P2P_DISABLE=1 imitates GPUs without peer access, and it would use it"
 
 
@@ -58,6 +56,19 @@ class Variant:
         The first and the last of several stages have the whole embeddings.
         """
         return self.replicas > 0 or self.stages > 0 or self.spread
+
+
+class Missing(NamedTuple):
+    """Why something was not run.
+
+    Attributes:
+        why: a sentence.
+        needless: whether the ratios say as much without it: it is no alternative to converting, or does not exist for
+            this workload on any machine and with any version of vLLM.
+    """
+
+    why: str
+    needless: bool = False
 
 
 class Machine(NamedTuple):
@@ -118,7 +129,9 @@ def label(name: str, way: Way, first: Way) -> str:
     return name if way.travels else f"{name}, sums at once"
 
 
-def alternatives(machine: Machine, load: Workload, *, hidden: int, moe: bool) -> tuple[list[Variant], dict[str, str]]:
+def alternatives(
+    machine: Machine, load: Workload, *, hidden: int, moe: bool
+) -> tuple[list[Variant], dict[str, Missing]]:
     """What a user would do instead of converting.
 
     vLLM leaves some options out without an error: where it is known before, the alternative is missing, and what only a
@@ -132,20 +145,20 @@ def alternatives(machine: Machine, load: Workload, *, hidden: int, moe: bool) ->
         The variants, the likeliest gain first; and for each that cannot be run here, its name and why.
     """
     found: list[Variant] = []
-    missing: dict[str, str] = {}
+    missing: dict[str, Missing] = {}
     tp = load.tp
 
-    def offer(name: str, why_not: str | None, **given: Any) -> None:
+    def offer(name: str, why_not: Missing | None, **given: Any) -> None:
         if why_not is None:
             found.append(Variant(f"{ORIGINAL}, {name}", "original", **given))
         else:
             missing[name] = why_not
 
-    alone = None if tp > 1 else "there is one rank, which sums nothing"
-    by_peers = alone or (None if machine.peers else IMITATED)
+    alone = None if tp > 1 else Missing("there is one rank, which sums nothing", needless=True)
+    by_peers = alone or (None if machine.peers else Missing(IMITATED))
     offer("one replica a GPU", _no_replicas(machine), replicas=machine.gpus)
-    offer("pipeline stages", alone or (None if load.dp == 1 else "it was not tested with --dp"), stages=tp)
-    no_flashinfer = None if machine.installed("flashinfer") else "flashinfer is not installed"
+    offer("pipeline stages", alone or (None if load.dp == 1 else Missing("it was not tested with --dp")), stages=tp)
+    no_flashinfer = None if machine.installed("flashinfer") else Missing("flashinfer is not installed")
     offer(
         "fused all-reduce and norm",
         by_peers or no_flashinfer,
@@ -153,28 +166,34 @@ def alternatives(machine: Machine, load: Workload, *, hidden: int, moe: bool) ->
         environment={"VLLM_ALLREDUCE_USE_FLASHINFER": "1"},
         ignored=("AllReduce fusion pass is disabled", "allreduce-norm fusion will be disabled"),
     )
-    gone = version_of(machine.version) >= _NO_SEQUENCE_PARALLEL
     least, most = async_tp_from(hidden, tp), load.budget or _BUDGET
-    short = None if least < most else f"it begins at {least} tokens, and a step has at most {most}"
+    short = None if least < most else Missing(f"it begins at {least} tokens, and a step has at most {most}")
+    gone = version_of(machine.version) >= _NO_SEQUENCE_PARALLEL
+    gone_or_short = Missing(f"vLLM {machine.version} does not have it; up to 0.31 it does") if gone else short
     offer(
         "async TP",
-        by_peers or (f"vLLM {machine.version} does not have it; up to 0.31 it does" if gone else short),
+        by_peers or gone_or_short,
         options=passes(enable_sp=True, fuse_gemm_comms=True, sp_min_token_num=least),
         ignored=("for the SP threshold heuristic, disabling",),
     )
+    few = None
+    if tp < 8 and tp != 4:
+        few = Missing(f"vLLM does it for 4, 8 and more ranks, and leaves it out at {tp}")
     offer(
         "symmetric memory by NCCL",
-        by_peers
-        or (None if tp in (4, 8) or tp > 8 else f"vLLM does it for 4, 8 and more ranks, and leaves it out at {tp}"),
+        by_peers or few,
         environment={"VLLM_USE_NCCL_SYMM_MEM": "1"},
         ignored=("Failed to compile NCCL memory allocator",),
     )
-    every = "every variant is without it" if NO_CUSTOM in load.options else None
+    every = Missing("every variant is without it", needless=True) if NO_CUSTOM in load.options else None
     offer("no custom all-reduce", alone or every, options=(NO_CUSTOM,))
-    spreads = None if moe and machine.gpus > 1 else "it needs a model with experts and two GPUs"
-    spreads = "every variant has it" if moe and load.dp > 1 else spreads
+    spreads = None
+    if not moe or machine.gpus == 1:
+        spreads = Missing("it needs a model with experts and two GPUs", needless=True)
+    elif load.dp > 1:
+        spreads = Missing("every variant has it", needless=True)
     offer("data-parallel attention", spreads, spread=True)
-    no_deep_ep = None if machine.installed("deep_ep") else "deep_ep is not installed"
+    no_deep_ep = None if machine.installed("deep_ep") else Missing("deep_ep is not installed")
     # The first has no CUDA graphs and is for prefill, the second has them and is for decoding.
     for backend in ("high_throughput", "low_latency"):
         offer(
@@ -200,12 +219,12 @@ def passes(**chosen: int) -> tuple[str, ...]:
     return ("--compilation-config", json.dumps({"pass_config": chosen}))
 
 
-def _no_replicas(machine: Machine) -> str | None:
+def _no_replicas(machine: Machine) -> Missing | None:
     if machine.gpus == 1:
-        return "there is one GPU"
+        return Missing("there is one GPU", needless=True)
     if machine.fits_one is None:
-        return "the memory of the GPUs is not known"
-    return None if machine.fits_one else "all layers of the model do not fit into one GPU"
+        return Missing("the memory of the GPUs is not known")
+    return None if machine.fits_one else Missing("all layers of the model do not fit into one GPU", needless=True)
 
 
 def groups(first: list[Variant], others: list[Variant], room: int) -> list[list[Variant]]:
