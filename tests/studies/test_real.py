@@ -924,7 +924,9 @@ def test_what_the_page_says_of_more_tokens_for_all_layers_is_that_of_the_raw_fil
     assert f"**It is {run['steps']:,} of {steps:,} steps.** The run was ended with {left} of" in text
     rates = [f"{round(one['tokens_per_second'], -3):,.0f}" for one in (run, shorter)]
     assert f"read {rates[0]} tokens/s, and the one before {rates[1]}." in text
-    assert "busy for {} and {} % of the time".format(*run["gpu_utilization"]["percent"]) in text
+    assert (
+        "At one look its GPUs were busy for {} and {} % of the time".format(*run["gpu_utilization"]["percent"]) in text
+    )
     assert f"It took {run['steps_seconds']:,.0f} s." in text
 
     def power(name: str, one: Any, other: Any) -> float:
