@@ -10,6 +10,7 @@ from itertools import combinations
 from math import exp, log
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,7 +25,7 @@ from fcsd.config import Recipe
 from fcsd.eval.suite import select_any
 from fcsd.eval.tasks import load_tasks
 from fcsd.models.selection import select_layers
-from fcsd.plan.frontier import _line, law
+from fcsd.plan.frontier import _line, law, losses
 from fcsd.plan.frontier import frontier as plan_rows
 from fcsd.plan.model import MetaModel
 
@@ -862,63 +863,95 @@ def test_what_the_page_says_of_the_longer_run_of_all_layers_is_that_of_the_raw_f
     kl = {name: one["kl"] for name, one in run["kl"].items()}
     told = "({own:.3f} own, {doc:.3f} `doc`, {foreign:.3f} foreign, after {tokens:.0f} of"
     assert told.format(**kl, tokens=run["tokens"] / 1e6) in text
-    assert kl["doc"] < 0.15 < kl["foreign"] < kl["own"] and "was reached on `doc` alone" in text
+    assert kl["doc"] < kl["foreign"] < 0.15 < kl["own"] and "was missed on own text alone" in text
     points, error = best["lost"]
     assert f"by ladder lose {-points:.1f} ± {error:.1f} points after {run['tokens'] / 1e6:.0f} million tokens**" in text
     tasks = {task["column"]: task for task in found["tasks"]}
     advice = page.won(raw["hellaswag"][run["name"]]["advice"])
-    hellaswag = f"{-tasks['HS']['points']:.1f} ± {tasks['HS']['stderr']:.1f} of HellaSwag's"
-    assert f"{hellaswag}, of whose advice {-advice[0]:.1f} ± {advice[1]:.1f}." in text
-    others = -mean(tasks[name]["points"] for name in ("PIQA", "ARC-E", "OBook"))
-    assert f"other tasks lose {others:.1f} on the mean, so HellaSwag alone" in text and others > 1.5
+    hellaswag, easy = (f"{-tasks[name]['points']:.1f} ± {tasks[name]['stderr']:.1f} of" for name in ("HS", "ARC-E"))
+    told = f"of whose advice {-advice[0]:.1f} ± {advice[1]:.1f}, and {easy} ARC-Easy's."
+    assert f"{hellaswag} HellaSwag's, {told}" in text
     word, loss = tasks["lambada_openai"], found["loss"]
     assert f"({word['points']:+.1f} ± {word['stderr']:.1f})" in text
-    told = f"the loss on held-out text is {-loss['nats']:.3f} ± {loss['stderr']:.3f} nats below the original's. It took"
-    rate = run["tokens_per_second"]
-    assert f"{told} {run['tokens'] / rate:.0f} s of steps on two GPUs, at {round(rate, -3):,.0f} tokens/s." in text
-    (before,) = (run for run in raw["runs"] if run["name"] == "all-151m")
-    divided, losses = run["tokens_of_held_out_text"], [run["original"], raw["scores"]["original"]]
+    assert f"held-out text is {-loss['nats']:.3f} ± {loss['stderr']:.3f} nats below the original's." in text
+    lost, untrained = page.mean_difference(raw, f"{run['name']}-untrained")
+    assert f"Untrained they lose {-lost:.1f} ± {untrained:.1f}, and no last word is right." in text
+    assert raw["scores"][f"{run['name']}-untrained"]["lambada_openai"]["value"] == 0
+    (shorter,) = (one for one in raw["runs"] if one["name"] == "all-186m")
+    divided, losses = shorter["tokens_of_held_out_text"], [run["original"], raw["scores"]["original"]]
     assert "have {with_each_digit_alone:,} tokens instead of {before:,}, and".format(**divided) in text
     assert "is {:.3f} instead of {:.3f}.".format(*(one["Held-out loss"]["value"] for one in losses)) in text
     losses = [{name: one[name]["value"] for name in one if name != "Held-out loss"} for one in losses]
     assert losses[0] == losses[1]  # the digits are in no score
-    own, doc, foreign = (before["kl"][name]["kl"] for name in ("own", "doc", "foreign"))
-    told = f"divergence is {before['train_kl_last_tenth']:.3f} in training, and at its end"
-    assert f"{told} {(2 * foreign + own + doc) / 4:.3f} on held-out" in text  # `more` is of the foreign text
-    same = (2 * kl["foreign"] + kl["own"] + kl["doc"]) / 4
-    rate = f"{run['lr']:.0e}".replace("e-0", "e-")
-    read = f"read {run['tokens'] / 1e6:.0f} million tokens of the same texts"
-    ends = "{own:.3f} (own), {doc:.3f} (`doc`) and {foreign:.3f} (foreign),".format(**kl)
-    read += f" in {run['steps']:,} steps of {run['batch']:,}, at a learning rate of {rate}, and ended at {ends}"
-    assert f"They {read.removesuffix(',')}." in text
-    assert f"divergence is {run['train_kl_last_tenth']:.3f} in training, and {same:.3f} on held-out text in" in text
-    powers = [
-        log(kl[name] / one) / log(run["tokens"] / before["tokens"])
-        for name, one in (("own", own), ("foreign", foreign))
-    ]
-    assert "to the power of {:.2f} (own) and {:.2f} (foreign).".format(*powers) in text
-    ends = [kl[name] * (500e6 / run["tokens"]) ** power for name, power in zip(("own", "foreign"), powers, strict=True)]
-    assert "500 million tokens would end at {:.3f} and {:.3f}.".format(*ends) in text
-    curve = "which is no law, ends at {:.3f} and {:.3f} on own and foreign text after 500 million".format(*ends)
-    assert curve in (repo / "docs/LOG.md").read_text()
-    both = [(one[key], two[key]) for key in ("held_out", "held_out_own") for one, two in [(before, run)]]
-    apart = [abs(there / here - 1) for one, two in both for (_, here), (_, there) in zip(one, two, strict=True)]
-    assert len(apart) == 12 and "at most 3 % apart" in text and 0.025 < max(apart) < 0.03
-    more, fewer = run["tokens"] / before["tokens"] - 1, 1 - run["steps"] / before["steps"]
-    assert f"so {100 * more:.0f} % more tokens in {100 * fewer:.0f} % fewer, larger steps gained little" in text
-    cut = raw["cut_off"]
-    own, foreign = (cut[name][-1][1] for name in ("held_out_own", "held_out"))
-    assert f"at {own:.3f} (own) and {foreign:.3f} (foreign) on the run's held-out text" in text
+
+
+def test_what_the_page_says_of_more_tokens_for_all_layers_is_that_of_the_raw_file(repo: Path) -> None:
+    raw, text = json.loads((repo / page.LONGER).read_text()), " ".join((repo / page.PAGE).read_text().split())
+    first, shorter, run = (next(one for one in raw["runs"] if one["name"] == f"all-{n}m") for n in (151, 186, 358))
+    kl, less = ({name: one["kl"] for name, one in which["kl"].items()} for which in (run, shorter))
+    lost = ["{:.1f} ± {:.1f}".format(*map(abs, page.mean_difference(raw, one["name"]))) for one in (shorter, run)]
     assert (
-        cut["tokens"] == 280e6 and round(cut["tokens_read"] / 1e6) == 95 and f"{cut['lr_at_the_end']:.1e}" == "5.4e-04"
+        "After 186 million it was at {own:.3f} (own), {doc:.3f} (`doc`) and {foreign:.3f} (foreign), and ".format(
+            **less
+        )
+        + f"{lost[0]} points were lost; after 358 million it is at "
+        + "{own:.3f}, {doc:.3f} and {foreign:.3f}, and ".format(**kl)
+        + f"{lost[1]} are lost."
+    ) in text
+    (easy,) = (
+        task
+        for found in raw["differences"]
+        if found["model"] == "all-186m"
+        for task in found["tasks"]
+        if task["column"] == "ARC-E"
     )
-    cut = raw["cut_off_again"]
-    own, foreign = (cut[name][-1][1] for name in ("held_out_own", "held_out"))
-    tokens, read, then = (count / 1e6 for count in (cut["tokens"], cut["tokens_read"], cut["held_out"][-1][0] * 32768))
-    assert f"One of {tokens:.0f} million at 1e-3 was cut off after {read:.0f} million, at {own:.3f} and" in text
-    left = f"{cut['lr_at_the_last_measure']:.1e}".replace("e-0", "e-")
-    assert f"and {foreign:.3f} after {then:.0f} million with {left} left." in text
-    assert f"A fifth of it was own text read {read * 1e6 / 5 / cut['own2_tokens']:.0f} times." in text
+    assert f"ARC-Easy lost {-easy['points']:.1f} ± {easy['stderr']:.1f} then." in text
+    written = [run[name]["tokens"] / 1e6 for name in ("own", "doc")]
+    assert "wrote {:.1f} million tokens of own text and {:.1f} of documents anew".format(*written) in text
+    before = [run["untrained_kl"][name]["kl"] for name in ("own", "foreign")]
+    before += [shorter["untrained_kl"][name]["kl"] for name in ("own", "foreign")]
+    told = (
+        "untrained conversion is at {:.2f} and {:.2f} nats (own and foreign), on the former ones at {:.2f} and {:.2f}."
+    )
+    assert told.format(*before) in text
+    trained = [one["train_kl_last_tenth"] for one in (run, shorter)]
+    same = [(2 * one["foreign"] + one["own"] + one["doc"]) / 4 for one in (kl, less)]  # `more` is of the foreign text
+    told = f"the divergence is {trained[0]:.3f} in training, and at its end {same[0]:.3f} on held-out text in the same"
+    assert f"{told} shares; in the shorter one {trained[1]:.3f} and {same[1]:.3f}." in text
+    assert run["batch"] == shorter["batch"] == 65536 and run["lr"] == shorter["lr"] == 1e-3
+    steps = run["planned_tokens"] // run["batch"]
+    left = f"{run['lr_at_the_end']:.1e}".replace("e-0", "e-")
+    assert f"**It is {run['steps']:,} of {steps:,} steps.** The run was ended with {left} of" in text
+    rates = [f"{round(one['tokens_per_second'], -3):,.0f}" for one in (run, shorter)]
+    assert f"read {rates[0]} tokens/s, and the one before {rates[1]}." in text
+    assert (
+        "At one look its GPUs were busy for {} and {} % of the time".format(*run["gpu_utilization"]["percent"]) in text
+    )
+    assert f"It took {run['steps_seconds']:,.0f} s." in text
+
+    def power(name: str, one: Any, other: Any) -> float:
+        return log(other["kl"][name]["kl"] / one["kl"][name]["kl"]) / log(other["tokens"] / one["tokens"])
+
+    curve = [
+        less[name] * (run["tokens"] / shorter["tokens"]) ** power(name, first, shorter) for name in ("own", "foreign")
+    ]
+    assert "Through those of 151 and 186 million it had {:.3f} and {:.3f} for 358 million".format(*curve) in text
+    powers = [power(name, shorter, run) for name in ("own", "foreign")]
+    assert "to the power of {:.2f} (own) and {:.2f} (foreign);".format(*powers) in text
+    ends = [kl[name] * (500e6 / run["tokens"]) ** of for name, of in zip(("own", "foreign"), powers, strict=True)]
+    assert "500 million would end at {:.3f} and {:.3f}.".format(*ends) in text
+    assert "ends at {:.3f} and {:.3f} after 500 million".format(*ends) in (repo / "docs/LOG.md").read_text()
+    without = [
+        {**file, "runs": [one for one in file["runs"] if one["name"] != "all-358m"]} for file in healing.stored(repo)
+    ]
+    fitted = healing.runs_of(without, repo=repo)
+    share, whole = (exp(value) for value in healing.runs_of([{**raw, "runs": [run]}], repo=repo)[0]["at"][1:3])
+    before = healing.fits(fitted, [*fitted, *healing.runs_of(without, None, repo)])
+    told = losses(share, (whole, whole), run["tokens"] / 1e6, before)
+    said = "{:.3f} to {:.3f} on own text, and {:.1f} to {:.1f} points, as intervals of 90 %"
+    assert said.format(*told["kl"], *told["points"]) in text
+    most = told["points"][1]
+    assert told["kl"][0] < kl["own"] < told["kl"][1] and most < -page.mean_difference(raw, run["name"])[0] < most + 0.1
 
 
 def test_the_page_takes_other_runs_of_all_layers_and_of_everyday_text(repo: Path) -> None:
