@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fcsd.checkpoint import read_layout, sample_sha256
@@ -25,9 +25,10 @@ from fcsd.models.adapters.lora import switch
 from fcsd.models.adapters.targets import Chosen, shared_prefix
 from fcsd.models.adapters.trained import TrainedParts
 from fcsd.models.build import decoder_layers
+from fcsd.models.desync import RankPartialLinear
 from fcsd.parallel.expert.block import expert_blocks
 
-Wired = tuple[type[Any], Any]  # the class of a decoder layer, and what it reads; None in the original wiring
+Wired = tuple[type[Any], Any]  # the class of a module, and what a decoder layer reads; None in the original wiring
 
 
 def require_own_weights(recipe: Recipe, teacher_sample: str) -> None:
@@ -62,7 +63,9 @@ class SharedTeacher(TeacherSource):
         model = self._model = parts.model
         self._compared = compared_layers(model, objective)
         self._adapters = list(parts.layers.values())
-        self._layers: list[Any] = list(decoder_layers(model))
+        # Under Desync the output projections of a layer have other classes, too.
+        rows = [module for module in model.modules() if isinstance(module, RankPartialLinear)]
+        self._rewired: list[Any] = [*decoder_layers(model), *rows]
         self._originals = [(parameter, parts.originals[name]) for name, parameter in parts.trained.items()]
         self._modules = [vars(module) for module in model.modules()]
         # Divided blocks count the tokens of each expert. The teacher's are no part of the student's numbers.
@@ -84,13 +87,13 @@ class SharedTeacher(TeacherSource):
     @contextmanager
     def teacher(self) -> Iterator[PreTrainedModel]:
         """A block in which the student is the teacher, in evaluation mode. At its end all is as before."""
-        student = _wired(self._layers)
+        student = _wired(self._rewired)
         training = [module for module in self._modules if module["training"]]
         counters = [buffer.clone() for buffer in self._counters]
         trained = [parameter.data for parameter, _ in self._originals]
         try:
             switch(self._adapters, on=False)
-            _rewire(self._layers, self._standard)
+            _rewire(self._rewired, self._standard)
             for parameter, original in self._originals:
                 parameter.data = original
             for module in training:
@@ -101,18 +104,18 @@ class SharedTeacher(TeacherSource):
                 module["training"] = True
             for (parameter, _), own in zip(self._originals, trained, strict=True):
                 parameter.data = own
-            _rewire(self._layers, student)
+            _rewire(self._rewired, student)
             switch(self._adapters, on=True)
             for buffer, before in zip(self._counters, counters, strict=True):
                 buffer.copy_(before)
 
     def _standard_layers(self, rewire: Callable[[], None] | None) -> list[Wired]:
         if rewire is None:
-            return [(getattr(layer, "unwired", type(layer)), None) for layer in self._layers]
-        student = _wired(self._layers)
+            return [(_unwired(module), None) for module in self._rewired]
+        student = _wired(self._rewired)
         rewire()
-        standard = _wired(self._layers)
-        _rewire(self._layers, student)
+        standard = _wired(self._rewired)
+        _rewire(self._rewired, student)
         return standard
 
 
@@ -143,13 +146,17 @@ class WithinPass(TeacherSource):
         return losses
 
 
-def _wired(layers: list[Any]) -> list[Wired]:
-    return [(type(layer), vars(layer).get("fcsd")) for layer in layers]
+def _unwired(module: Any) -> type[Any]:
+    return nn.Linear if isinstance(module, RankPartialLinear) else getattr(module, "unwired", type(module))
 
 
-def _rewire(layers: list[Any], wired: list[Wired]) -> None:
-    for layer, (cls, reads) in zip(layers, wired, strict=True):
-        layer.__class__ = cls
-        vars(layer).pop("fcsd", None)
+def _wired(modules: list[Any]) -> list[Wired]:
+    return [(type(module), vars(module).get("fcsd")) for module in modules]
+
+
+def _rewire(modules: list[Any], wired: list[Wired]) -> None:
+    for module, (cls, reads) in zip(modules, wired, strict=True):
+        module.__class__ = cls
+        vars(module).pop("fcsd", None)
         if reads is not None:
-            vars(layer)["fcsd"] = reads
+            vars(module)["fcsd"] = reads

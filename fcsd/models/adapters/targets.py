@@ -58,7 +58,12 @@ def choose(
         ConfigError: a word names nothing in this model, the embeddings and the output head are one weight and only one
             of them is named, nothing is left to adapt, or the wiring is Desync.
     """
-    wiring = _proven("train.adapter", wiring or wiring_of(model.config))
+    wiring = wiring or wiring_of(model.config)
+    if wiring.name in DESYNC:
+        raise ConfigError(
+            f"train.adapter cannot be combined with the wiring {wiring.name}, whose ranks share the weights of a layer",
+            hint="remove train.adapter; optim.train: [converted] trains the layers themselves",
+        )
     trained = tuple(_trained(model, parts, wiring, "frozen"))
     own = {name.rpartition(".")[0] for name in trained if name.endswith(".weight")}
     inside = _chosen_layers(layers, model, wiring)
@@ -80,19 +85,11 @@ def choose_parts(
         divided: whether the experts are divided among processes. Parts with routed experts are then refused.
 
     Raises:
-        ConfigError: see ``choose``.
+        ConfigError: a word names nothing in this model, or the embeddings and the output head are one weight and only
+            one of them is named.
     """
-    wiring = _proven("optim.train", wiring or wiring_of(model.config))
+    wiring = wiring or wiring_of(model.config)
     return Chosen((), tuple(_trained(model, parts, wiring, "refused" if divided else "trained")))
-
-
-def _proven(setting: str, wiring: Wiring) -> Wiring:
-    if wiring.name in DESYNC:
-        raise ConfigError(
-            f"{setting} cannot be combined with the wiring {wiring.name}, whose ranks share the weights of a layer",
-            hint=f"remove {setting}",
-        )
-    return wiring
 
 
 def shared_prefix(model: PreTrainedModel, chosen: Chosen, wiring: Wiring | None = None) -> tuple[int, int]:
@@ -115,8 +112,10 @@ def shared_prefix(model: PreTrainedModel, chosen: Chosen, wiring: Wiring | None 
         if not name.startswith(after)
     ]
     frozen = min([len(layers), *first])
-    planned = plan_layers(wiring or wiring_of(model.config), len(layers), arch.blocks)
-    return frozen, 0 if arch.blocks.cuts or arch.draws else min([frozen, *planned])
+    wiring = wiring or wiring_of(model.config)
+    # Desync changes no layer but those that it names.
+    changed = wiring.layers if wiring.name in DESYNC else plan_layers(wiring, len(layers), arch.blocks)
+    return frozen, 0 if arch.blocks.cuts or arch.draws else min([frozen, *changed])
 
 
 def _chosen_layers(spec: str, model: PreTrainedModel, wiring: Wiring) -> tuple[str, ...]:

@@ -55,6 +55,11 @@ ALONE: dict[str, dict[str, Any]] = {
     "parts, streams are compared": {"objective__hidden": {"weight": 0.1, "layers": "all"}},
     "parts, one micro-batch": {"train__micro_batch_size": 4, "train__dtype": "bf16"},
 }
+# The ranks of Desync are simulated: the projections that return partial sums are the teacher's ordinary ones, too.
+DESYNC: dict[str, dict[str, Any]] = {
+    "desync, bf16": {"train__dtype": "bf16", "init": {"wiring": "desync-4x", "layers": "last:2", "tp_degree": 2}},
+    "desync, all layers": {"init": {"wiring": "desync-2x", "layers": "all", "tp_degree": 2}},
+}
 SHARDED: dict[str, dict[str, Any]] = {
     "overlapped": {},
     "overlapped, stage 2, bf16": {"parallel__zero_stage": 2, "train__dtype": "bf16", **NORMS},
@@ -134,6 +139,12 @@ def test_parts_that_train_without_adapters_have_a_shared_teacher(
     """The converted layers have routed experts, which train with them."""
     model = {"model": str(folder / "teacher"), **PARTS}
     both_ways(folder, tmp_path, size, {name: {**model, **ALONE[name]} for name in names})
+
+
+def test_parts_that_train_under_desync_have_a_shared_teacher(tmp_path: Path) -> None:
+    runs.write_models(tmp_path / "dense", "llama")
+    model = {**PARTS, "model": str(tmp_path / "dense" / "teacher")}
+    both_ways(tmp_path / "dense", tmp_path, 1, {name: {**model, **changes} for name, changes in DESYNC.items()})
 
 
 @pytest.mark.parametrize(
