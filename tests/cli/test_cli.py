@@ -543,6 +543,16 @@ def test_errors_in_a_real_process(tmp_path: Path) -> None:
     assert unprinted.stderr.startswith("error: the result cannot be printed: No space left on device\nhint: ")
 
 
+@pytest.mark.parametrize("nowhere", ["2> /dev/full", ">&- 2>&-", "2> >(exec true)"])
+def test_messages_that_cannot_be_printed_change_no_exit_code(nowhere: str) -> None:
+    """They end no run either: a log may be on a full disk, its reader may have gone, and a terminal be closed."""
+    said = "import logging, sys\nlogging.getLogger('fcsd').info(1)\nfor _ in range(9): print(1, file=sys.stderr)"
+    code = f"import sys\nfrom fcsd import checkpoint\ndef said(model, **options):\n exec({said!r})\n raise OSError(28, 'full')"
+    code += "\ncheckpoint.inspect_checkpoint = said\nfrom fcsd.cli.main import main\nsys.argv[1:] = ['inspect', 'm']\nmain()"
+    ended = subprocess.run(["bash", "-c", f'"$@" {nowhere}', "-", sys.executable, "-c", code], timeout=120, check=False)
+    assert ended.returncode == 7
+
+
 def test_pictures_are_drawn_in_a_notebook_that_names_a_backend_of_its_own() -> None:
     code = "import sys\nfrom fcsd.cli.main import main\nsys.argv[1:] = ['--version']\n"
     code += "try: main()\nfinally: import matplotlib"
