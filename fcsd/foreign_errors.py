@@ -127,9 +127,8 @@ def _width(error: BaseException) -> FcsdError | None:
 
 def _disk(error: BaseException, place: Path | None) -> FcsdError | None:
     if isinstance(error, OSError):
-        number = (
-            errno.ENOSPC if str(error).startswith("Not enough disk space") else error.errno
-        )  # datasets has no number
+        # That of datasets, when it has looked before it writes, has no number.
+        number = errno.ENOSPC if str(error).startswith("Not enough disk space") else error.errno
         if number in _DISK:
             message, hint = _DISK[number]
             where = error.filename2 or error.filename or place  # a failed copy names the written file second
