@@ -158,6 +158,23 @@ def open_to_append(path: Path) -> TextIO:
     return os.fdopen(os.open(path, flags, 0o666), "a+", encoding="utf-8")
 
 
+def append(path: Path, text: str) -> None:
+    """Add ``text`` to the end of a file as a whole; if the disk has no room for it, the file stays as it is.
+
+    Raises:
+        ConfigError: see :func:`open_to_append`.
+        OSError: the file cannot be written; the error names it.
+    """
+    with naming(path), open_to_append(path) as file:
+        end, left = os.fstat(file.fileno()).st_size, text.encode()
+        try:
+            while left:
+                left = left[os.write(file.fileno(), left) :]
+        except OSError:
+            os.ftruncate(file.fileno(), end)
+            raise
+
+
 def _mode_of_regular(path: Path) -> int | None:
     """The permissions of a regular file that is about to be written; None if it does not exist."""
     try:

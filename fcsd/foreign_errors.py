@@ -7,6 +7,7 @@ and these are compared with the exception's class and its base classes. This fil
 import errno
 import os
 from itertools import dropwhile
+from pathlib import Path
 
 from fcsd.errors import BadInputError, ConfigError, DiskError, DoesNotFitError, FcsdError, PeerLostError
 from fcsd.terminal import bounded, printable
@@ -63,11 +64,15 @@ _DISK = {  # number of the error -> message, hint
 }
 
 
-def translate(error: BaseException) -> FcsdError | None:
-    """The fcsd error that explains `error` or the exception that caused it; None if neither is known."""
+def translate(error: BaseException, place: Path | None = None) -> FcsdError | None:
+    """The fcsd error that explains `error` or the exception that caused it; None if neither is known.
+
+    Args:
+        place: what was written, if only disk errors that name no file can be about it.
+    """
     link: BaseException | None = error
     while link is not None:
-        found = link if isinstance(link, FcsdError) else _disk(link) or _row(link) or _width(link)
+        found = link if isinstance(link, FcsdError) else _disk(link, place) or _row(link) or _width(link)
         if found is not None:
             return found
         link = link.__cause__
@@ -120,11 +125,14 @@ def _width(error: BaseException) -> FcsdError | None:
     )
 
 
-def _disk(error: BaseException) -> FcsdError | None:
-    if isinstance(error, OSError) and error.errno in _DISK:
-        message, hint = _DISK[error.errno]
-        where = error.filename2 or error.filename  # of a failed copy, the second name is the file that was written
-        return DiskError(message + (f": {where}" if where else ""), hint)
+def _disk(error: BaseException, place: Path | None) -> FcsdError | None:
+    if isinstance(error, OSError):
+        # That of datasets, when it has looked before it writes, has no number.
+        number = errno.ENOSPC if str(error).startswith("Not enough disk space") else error.errno
+        if number in _DISK:
+            message, hint = _DISK[number]
+            where = error.filename2 or error.filename or place  # a failed copy names the written file second
+            return DiskError(message + (f": {where}" if where else ""), hint)
     # safetensors and torch keep the text of the error but not its number. That of EPERM can be about a network, too.
     for number, (message, hint) in _DISK.items():
         if number != errno.EPERM and os.strerror(number) in str(error):

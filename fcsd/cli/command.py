@@ -98,9 +98,11 @@ def command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], Ca
 def ended_by_signals() -> Iterator[None]:
     """SIGTERM and SIGHUP end the block as Ctrl-C does: what it has begun is removed, and what it has started ends.
 
-    A signal that somebody handles already, or that `nohup` ignores, stays as it is.
+    A signal that somebody handles already, or that `nohup` ignores, stays as it is. Python drops an error that is
+    raised while it frees an object, so a signal that arrives there is sent again.
     """
     process = os.getpid()
+    report_dropped = sys.unraisablehook
 
     def end(number: int, frame: object) -> None:
         if os.getpid() != process:  # a copy of this process, which does not report
@@ -112,14 +114,28 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(number, signal.SIG_IGN)  # a launcher may repeat it while files are removed
         raise error
 
+    def repeat(dropped: "sys.UnraisableHookArgs") -> None:
+        error = dropped.exc_value
+        if not isinstance(error, (KeyboardInterrupt, Stopped)):
+            report_dropped(dropped)
+            return
+        number = error.exit_code - 128 if isinstance(error, Stopped) else signal.SIGINT
+        if number in free:
+            signal.signal(number, end)
+            threading.Timer(0.02, os.kill, (process, number)).start()
+
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
     here = threading.current_thread() is threading.main_thread()
     free = {number: handler for number, handler in usual.items() if here and signal.getsignal(number) == handler}
     for number in free:
         signal.signal(number, end)
+    if free:
+        sys.unraisablehook = repeat
     try:
         yield
     finally:
+        if free:
+            sys.unraisablehook = report_dropped
         for number, handler in free.items():
             signal.signal(number, handler)
 

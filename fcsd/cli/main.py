@@ -21,6 +21,7 @@ from fcsd.cli.panels import Commands
 from fcsd.cli.recipes import app as recipes_app
 from fcsd.cli.serve import serve
 from fcsd.launch.world import leave
+from fcsd.terminal import lasting
 from fcsd.version import __version__
 
 EXAMPLES = """\b
@@ -54,6 +55,7 @@ app.add_typer(bench_app, name="bench", help="Measure this machine: its links, a 
 
 def main() -> None:
     """The console script."""
+    sys.stderr = lasting(sys.stderr)
     if not sys.stderr.isatty():  # the libraries would write their progress bars into log files, too
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")

@@ -7,7 +7,8 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.config import Recipe
-from fcsd.disk import open_to_append, read_input_text, write_text
+from fcsd.disk import read_input_text, write_text
+from fcsd.distill.run.report import add
 from fcsd.distill.teacher.targets import TeacherSource
 from fcsd.errors import BadInputError, NonFiniteError
 from fcsd.foreign_errors import reason_of
@@ -64,8 +65,7 @@ class Samples:
             line = {"step": step, "prompt": prompt, "student": self._answer(self._student, prompt)}
             lines.append(line | ({"teacher": self._known[prompt]} if self._known else {}))
         if self._world.rank == 0:
-            with open_to_append(self._path) as file:
-                file.writelines(printable(json.dumps(line, ensure_ascii=False)) + "\n" for line in lines)
+            add(self._path, "".join(printable(json.dumps(line, ensure_ascii=False)) + "\n" for line in lines))
 
     def _answer(self, speaker: Speaker, prompt: str) -> str:
         training = speaker.model.training

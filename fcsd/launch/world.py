@@ -248,6 +248,7 @@ def leave(end: SystemExit) -> NoReturn:
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_initialized():
         raise end
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the wait below; nothing is left to remove
     code = end.code if isinstance(end.code, int) else int(end.code is not None)
     if code == 0:
         with suppress(Exception):  # other ranks may still be reading what this process sent, or have failed

@@ -46,6 +46,8 @@ def packaged(name: str) -> Path:
         meant = f"Did you mean {close[0]!r}? " if close else ""
         if os.path.isfile(f"{name}.yaml"):
             meant = f"Did you mean the file ./{name}.yaml? "
+        elif os.path.isdir(name):
+            meant = f"For the model in the directory {name}, add --set model={name} to a recipe. "
         raise ConfigError(
             f"no packaged recipe is named {name!r}",
             f"{meant}`fcsd recipes list` shows the names. A file of your own needs a path, such as ./NAME.yaml.",

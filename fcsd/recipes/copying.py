@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd import recipes
-from fcsd.disk import write_text
+from fcsd.disk import require_folder, write_text
 from fcsd.errors import ConfigError
 from fcsd.recipes import inherit
 
@@ -18,10 +18,12 @@ def copy_recipe(name: str, out: Path) -> Path:
 
     Raises:
         ConfigError: there is no such recipe, the file exists, or its folder does not. Nothing is overwritten.
+        DiskError: the folder may not be written.
         OSError: the file cannot be written.
     """
     text = complete(recipes.packaged(name))
     target = out / f"{name}.yaml" if out.is_dir() else out
+    require_folder(target.parent, "--out", of_a_model=True)
     if not os.path.isdir(target.parent):
         raise ConfigError(f"{target}: the folder {target.parent} does not exist", hint="Make it, or name another one.")
     if os.path.lexists(target):

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,7 @@ from fcsd.cli.main import app
 from fcsd.cli.panels import ALL, MANY, PANELS, REST, panels
 from fcsd.foreign_errors import _TABLE, translate
 
+ROOT = Path(__file__).parents[2]
 COMMANDS = ["inspect", "convert", "distill", "eval", "export", "push", "env"]
 RECIPES = [["recipes", "list"], ["recipes", "show"], ["recipes", "copy"]]
 
@@ -543,6 +545,21 @@ def test_errors_in_a_real_process(tmp_path: Path) -> None:
     assert unprinted.stderr.startswith("error: the result cannot be printed: No space left on device\nhint: ")
 
 
+@pytest.mark.parametrize("nowhere", ["2> /dev/full", ">&- 2>&-", "2> >(exec true)"])
+def test_messages_that_cannot_be_printed_change_no_exit_code(nowhere: str) -> None:
+    """They end no run either: a log may be on a full disk, its reader may have gone, and a terminal be closed."""
+    code = (
+        "import logging, sys\nfrom fcsd import checkpoint\nfrom fcsd.cli.main import main\n"
+        "def full(model, **options):\n"
+        "    logging.getLogger('fcsd').info('a message')\n"
+        "    print('another', file=sys.stderr)\n"
+        "    raise OSError(28, 'full')\n"
+        "checkpoint.inspect_checkpoint = full\nsys.argv = ['fcsd', 'inspect', 'm']\nmain()\n"
+    )
+    ended = subprocess.run(["bash", "-c", f'"$@" {nowhere}', "-", sys.executable, "-c", code], timeout=120, check=False)
+    assert ended.returncode == 7
+
+
 def test_pictures_are_drawn_in_a_notebook_that_names_a_backend_of_its_own() -> None:
     code = "import sys\nfrom fcsd.cli.main import main\nsys.argv[1:] = ['--version']\n"
     code += "try: main()\nfinally: import matplotlib"
@@ -576,6 +593,36 @@ def test_ctrl_c_ends_with_130_and_no_orphan(tmp_path: Path, import_first: str) -
     assert process.returncode == 130, stderr
     assert stderr == "error: interrupted\n"
     assert not [child for child in children if child.is_running()]
+
+
+@pytest.mark.parametrize(("number", "message"), [(2, "interrupted"), (15, "stopped by SIGTERM")])
+def test_a_signal_that_arrives_while_an_object_is_freed_is_not_lost(number: int, message: str) -> None:
+    code = (
+        "import os, signal, sys, time, weakref\nfrom fcsd import checkpoint\nfrom fcsd.cli.main import main\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "def slow(model, **options):\n"
+        f"    found, watch = set(), lambda _: os.kill(os.getpid(), {number})\n"
+        "    dead = weakref.ref(found, watch)\n"
+        "    del found\n"
+        "    time.sleep(9)\n"
+        "checkpoint.inspect_checkpoint = slow\nsys.argv = ['fcsd', 'inspect', 'm']\nmain()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (128 + number, f"error: {message}\n")
+
+
+def test_ctrl_c_during_the_imports_of_the_console_script_ends_without_a_traceback() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, function = scripts["fcsd"].split(":")
+    code = (
+        "import sys\n"
+        "class Pressed:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'typer': raise KeyboardInterrupt\n"
+        f"sys.meta_path.insert(0, Pressed())\nfrom {module} import {function}\n{function}()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 OPTIONS = ["--set", "--gpus", "--seed", "--resume", "--output-dir", "--json", "--dry-run", "--layers", "--wiring", "-v"]

@@ -2,6 +2,8 @@
 
 import atexit
 import os
+import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -128,3 +130,14 @@ def test_accumulation_follows_from_the_batch_in_tokens(tmp_path: Path) -> None:
         accumulation(recipe, 3)
     config = deepspeed_config(recipe, 2)
     assert config["gradient_accumulation_steps"] == 2 and config["zero_optimization"] == {"stage": 1}
+
+
+def test_ctrl_c_while_a_process_that_is_done_waits_for_the_others_ends_it_without_a_traceback() -> None:
+    code = (
+        "import os, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from fcsd.launch import world\nimport torch.distributed as dist\nworld.join_world()\n"
+        "dist.barrier = lambda **_: os.kill(os.getpid(), signal.SIGINT)\n"
+        "world.leave(SystemExit(0))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")

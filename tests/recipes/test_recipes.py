@@ -247,6 +247,12 @@ def test_a_file_of_ones_own_is_guessed(tmp_path: Path, monkeypatch: pytest.Monke
     assert caught.value.hint is not None and "Did you mean mine.yaml?" in caught.value.hint
     with pytest.raises(ConfigError, match="the folder none does not exist"):
         copy_recipe("tiny", Path("none/tiny.yaml"))
+    with pytest.raises(ConfigError, match=r"mine\.yaml is not a directory"):
+        copy_recipe("tiny", Path("mine.yaml/tiny.yaml"))
+    (tmp_path / "rewired").mkdir()
+    with pytest.raises(ConfigError, match="no packaged recipe is named 'rewired'") as caught:
+        load_recipe("rewired")
+    assert caught.value.hint is not None and "add --set model=rewired to a recipe" in caught.value.hint
 
 
 @pytest.mark.parametrize("name", ["../tiny", "", ".", "..", "\0"])

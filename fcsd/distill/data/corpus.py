@@ -26,6 +26,7 @@ from fcsd.checkpoint.limited_process import LimitedProcess, LimitExceededError
 from fcsd.checkpoint.tokenizer import document_ids, tokens_before
 from fcsd.checkpoint.tokenizer import load_tokenizer as any_tokenizer
 from fcsd.config import Source
+from fcsd.disk import naming
 from fcsd.distill.data.chat_template import Rendering, read_template, render_chat
 from fcsd.distill.data.examples import Message, Skip, chat_of, row_of_line, text_of, token_ids_of
 from fcsd.distill.data.raw_table import COLUMN, RawTable, cache_folder, digest, open_source
@@ -139,26 +140,27 @@ def load_corpus(source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: 
     chats = (source.message_keys, source.train_on, source.earlier_reasoning)
     read = [source.columns, chats, source.max_rows, table.lines, vocab_size, *(["ids"] if source.token_ids else [])]
     fingerprint = digest([_VERSION, sha256, *read])[:32]
-    cache_folder().mkdir(parents=True, exist_ok=True)
-    encoded = table.rows.map(
-        partial(
-            _encode,
-            source=source,
-            lines=table.lines,
-            tokenizer=tokenizer,
-            template=template,
-            end=ending,
-            limit=vocab_size,
-        ),
-        input_columns=columns,
-        remove_columns=columns,
-        batched=True,
-        num_proc=_processes(len(table.rows)),
-        features=datasets.Features(_FEATURES),
-        cache_file_name=str(cache_folder() / f"{fingerprint}.arrow"),
-        new_fingerprint=fingerprint,
-        desc=f"tokenising {source.path}",
-    )
+    with naming(cache_folder()):
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        encoded = table.rows.map(
+            partial(
+                _encode,
+                source=source,
+                lines=table.lines,
+                tokenizer=tokenizer,
+                template=template,
+                end=ending,
+                limit=vocab_size,
+            ),
+            input_columns=columns,
+            remove_columns=columns,
+            batched=True,
+            num_proc=_processes(len(table.rows)),
+            features=datasets.Features(_FEATURES),
+            cache_file_name=str(cache_folder() / f"{fingerprint}.arrow"),
+            new_fingerprint=fingerprint,
+            desc=f"tokenising {source.path}",
+        )
     lengths = pc.call_function("list_value_length", [encoded.data.column("ids")]).to_numpy().astype(np.int64)
     if template is not None:  # a template may exceed its limits on one host only
         sha256["documents"] = hashlib.sha256(lengths.tobytes()).hexdigest()

@@ -79,7 +79,7 @@ def open_source(source: Source) -> RawTable:
             if source.streaming:
                 sha256 = {source.path: digest(list(sha256.values()))}
     except (DatasetGenerationError, pa.ArrowException, OSError, ValueError, RuntimeError) as error:
-        if (known := translate(error)) is not None:  # such as a cache that cannot be written
+        if (known := translate(error, cache_folder().parent)) is not None:  # such as a cache that cannot be written
             raise known from None
         cause = reason_of(error.__cause__ or error)
         raise BadInputError(f"{source.path}: cannot be read as {kind}: {cause}") from error

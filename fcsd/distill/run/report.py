@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from fcsd.config import Recipe, ResolvedRecipe
-from fcsd.disk import open_to_append, write_text
+from fcsd.disk import append, write_text
 from fcsd.distill.run.run_dir import CHECKPOINTS
 from fcsd.distill.run.time_left import TimeLeft
 from fcsd.distill.run.trackers import Log, tracking
 from fcsd.errors import BadInputError
-from fcsd.foreign_errors import reason_of
+from fcsd.foreign_errors import reason_of, translate
 from fcsd.input_lines import read_lines
 from fcsd.progress import duration, progress
 
@@ -84,8 +84,7 @@ class Reporter:
             metrics: the values by name, including ``step``.
         """
         record = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in metrics.items()}
-        with open_to_append(self._path) as file:
-            file.write(json.dumps(record) + "\n")
+        add(self._path, json.dumps(record) + "\n")
         self._track({k: v for k, v in metrics.items() if k != "step"}, metrics["step"])
         shown = "  ".join(f"{name} {_short(value)}" for name, value in metrics.items())
         self.say(f"{shown}  {self._left(metrics['step'])}")
@@ -100,6 +99,15 @@ class Reporter:
             return f"{share}, ends in {duration(seconds)} and what was not timed yet: {', '.join(untimed)}"
         end = datetime.now().astimezone() + timedelta(seconds=seconds)
         return f"{share}, ends in {duration(seconds)}, at {end:%Y-%m-%d %H:%M}"
+
+
+def add(path: Path, text: str) -> None:
+    """Adds lines about the run to a file. A file that cannot be written does not end the run, as with a checkpoint."""
+    try:
+        append(path, text)
+    except OSError as error:
+        reason = translate(error) or f"{path}: {reason_of(error)}"
+        print(f"warning: {reason}; nothing is added to this file now; training goes on", file=sys.stderr)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fcsd.checkpoint.kind import RUN_RECIPE
 from fcsd.config import ResolvedRecipe
-from fcsd.disk import left_over, open_to_append, require_folder, write_text
+from fcsd.disk import append, left_over, naming, open_to_append, require_folder, write_text
 from fcsd.errors import ConfigError
 from fcsd.launch import environment
 
@@ -63,12 +63,12 @@ def claim(run: Path) -> Iterator[None]:
             raise ConfigError(
                 f"{run} is in use by process {lock.read().strip()}", hint="wait for it, or set another output_dir"
             ) from error
-        lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
-        for unfinished in left_over(run, rf"{FINAL}\.tmp-", directories=True):
-            shutil.rmtree(unfinished)  # left by a run that was killed in `publish`
         try:
+            with naming(run / _LOCK):
+                lock.truncate(0)
+                os.write(lock.fileno(), f"{os.getpid()}\n".encode())  # unbuffered: closing the file must not fail again
+            for unfinished in left_over(run, rf"{FINAL}\.tmp-", directories=True):
+                shutil.rmtree(unfinished)  # left by a run that was killed in `publish`
             yield
         finally:
             if [path.name for path in run.iterdir()] == [_LOCK]:
@@ -81,8 +81,7 @@ def describe(run: Path, resolved: ResolvedRecipe) -> None:
     """Writes ``config.resolved.yaml`` and ``env.json``, and appends the command to ``command.txt``."""
     write_text(run / RUN_RECIPE, resolved.to_yaml())
     write_text(run / "env.json", json.dumps(environment.snapshot(), indent=2) + "\n")
-    with open_to_append(run / "command.txt") as file:
-        file.write(shlex.join(sys.argv) + "\n")
+    append(run / "command.txt", shlex.join(sys.argv) + "\n")
 
 
 def publish(model: Path, run: Path) -> None:

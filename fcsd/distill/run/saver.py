@@ -213,7 +213,7 @@ class Saver:
         need, free = _ROOM * manifest.size(self.checkpoint), shutil.disk_usage(self._folder).free
         if free < need:
             raise DiskError(
-                f"{self._folder}: a checkpoint needs {need / 2**30:.2f} GiB, {free / 2**30:.2f} are free",
+                f"{self._folder}: a checkpoint needs {need / 2**30:.3g} GiB, {free / 2**30:.3g} are free",
                 "free some space, then start the same command again: it goes on from the last checkpoint",
             )
 

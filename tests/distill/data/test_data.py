@@ -19,6 +19,7 @@ from fcsd.distill.data.token_slices import TokenSlices
 from fcsd.distill.loss.losses import IGNORE
 from fcsd.distill.teacher.original import final_hidden
 from fcsd.errors import BadInputError, ConfigError, DiskError
+from fcsd.foreign_errors import translate
 from fcsd.models.build import logits_factor
 
 TEXTS = [f"document {n}: " + "abc " * (n % 7) for n in range(40)]
@@ -231,14 +232,26 @@ def test_unreadable_sources_are_one_clear_line(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_a_cache_that_cannot_be_written_is_not_blamed_on_the_file(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("called", "error"),
+    [
+        ("fcsd.distill.data.raw_table._open", OSError(errno.ENOSPC, "No space left on device")),
+        ("fcsd.distill.data.raw_table._open", OSError("Not enough disk space. Needed: 1")),
+        ("datasets.Dataset.map", OSError(errno.ENOSPC, "No space left on device")),
+    ],
+)
+def test_a_cache_that_cannot_be_written_is_named_and_not_the_file(
+    tmp_path: Path, monkeypatch, called: str, error: OSError
+) -> None:
     def full(*_: object, **__: object) -> object:
-        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "cache"))
+        raise error
 
-    monkeypatch.setattr("fcsd.distill.data.raw_table._open", full)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(called, full)
     source = Source(path=str(texts.write_jsonl(tmp_path / "a.jsonl", ["text"])))
-    with pytest.raises(DiskError, match=r"the disk is full: .*cache"):
+    with pytest.raises((DiskError, OSError)) as caught:
         load_corpus(source, texts.tokenizer(), tiny.VOCAB)
+    assert str(translate(caught.value)).startswith(f"the disk is full: {tmp_path / 'cache'}")
 
 
 def test_a_stream_is_read_once_and_never_beyond_its_bound(tmp_path: Path, monkeypatch) -> None:

@@ -1,6 +1,7 @@
 """What a run says of itself: how far it goes, where it saves, how it is resumed, and when it will end."""
 
 import json
+import resource
 import sys
 from pathlib import Path
 
@@ -38,6 +39,21 @@ def test_every_line_says_when_the_run_will_end(
     said = capfd.readouterr().err
     assert "30% of 100 steps, ends in 1 h 10 min, at 2" in said
     assert said.rstrip().endswith("100% of 100 steps")
+
+
+def test_a_disk_without_room_for_a_record_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with report.reporting(tmp_path, runs.resolved(tmp_path), start=0) as reporter:
+        reporter.log({"step": 1})
+        metrics = tmp_path / report.METRICS
+        resource.setrlimit(resource.RLIMIT_FSIZE, (metrics.stat().st_size + 3, before[1]))
+        try:
+            reporter.log({"step": 2})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        reporter.log({"step": 3})
+    assert [line["step"] for line in report.read_metrics(tmp_path)] == [1, 3]
+    assert f"warning: a file may not grow so large: {metrics}; nothing is added" in capsys.readouterr().err
 
 
 def test_pauses_are_named_and_counted_in_the_time_left(

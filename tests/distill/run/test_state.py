@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -305,6 +306,17 @@ def test_two_runs_cannot_share_a_directory(tmp_path: Path) -> None:
             pass
     with run_dir.claim(tmp_path / "run"):
         pass
+
+
+def test_a_disk_without_room_for_the_lock_is_named_and_keeps_no_directory(tmp_path: Path) -> None:
+    run, before = tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(OSError, match="too large") as full, run_dir.claim(run):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (full.value.filename, run.exists()) == (str(run / ".lock"), False)
 
 
 def test_the_newest_is_newest_by_step_whatever_the_clock_says(finished: tuple[int, Path], tmp_path: Path) -> None:
