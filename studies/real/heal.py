@@ -3,7 +3,8 @@
     python -m studies.real.heal TEACHER OUT --cases FILE --text own=DIR [--text foreign=DIR] [--mirror DIR]
         [--gpus N] [--at-once N] [--tasks NAMES] [--held-out FILE]
 
-A case is a line of JSON. It has a `name`, what `fcsd convert` takes (`wiring`, `layers`), the `text` (a name, or two
+A case is a line of JSON. It has a `name`, what `fcsd convert` takes (`wiring`, with a variant behind a space, `layers`,
+and `tp_degree` under Desync), the `text` (a name, or two
 with `+`), the `tokens` and the learning rate `lr`. It may have a `seed`, the tokens of a step (`batch`), and in `set`
 every other value of the recipe by its dotted key, such as `objective.temperature`, `optim.betas` or `optim.train`
 (`["converted"]` trains the converted layers alone). `untrained` measures the conversion before it is healed as well.
@@ -46,7 +47,7 @@ SEQ, BATCH, MICRO = 1024, 131072, 32
 HELD_OUT_ROWS = 128
 LOGITS = 1 << 28  # of the rows that a GPU measures at once: 1 GiB in fp32
 NEEDED = {"name", "wiring", "layers", "text", "tokens", "lr"}
-POSSIBLE = {"seed", "batch", "set", "untrained", "eval", "from", "gpus"}
+POSSIBLE = {"seed", "batch", "set", "untrained", "eval", "from", "gpus", "tp_degree"}
 
 
 def main() -> None:
@@ -158,7 +159,10 @@ def heal(case: dict[str, Any], teacher: Path, out: Path, texts: dict[str, Path],
     if case["wiring"] == "standard":
         student = original
     elif not student.exists():
-        words = ["--wiring", case["wiring"], "--layers", case["layers"], "--no-check"]
+        wiring, _, variant = case["wiring"].partition(" ")
+        words = ["--wiring", wiring, "--layers", case["layers"], "--no-check"]
+        words += ["--variant", variant] if variant else []
+        words += ["--tp-degree", case["tp_degree"]] if "tp_degree" in case else []
         _fcsd(folder, env, "convert", original, student, *words)
     recipe = recipe_of(case, student, folder, texts)
     if "from" in case:  # a conversion records the model that it was made from, which is not this teacher

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import tiny
 import torch
+from studies.real import cells as frontiers_cells
 from studies.real import frontier, heal, page, passages, ranks
 from studies.real import law as healing
 from studies.real.heal import read_cases, recipe_of
@@ -505,6 +506,31 @@ def test_cases_are_checked_before_the_first_one_runs(tmp_path: Path) -> None:
         read(case | {"seeds": [1, 2]})
     with pytest.raises(ValueError, match="heat"):
         read(case | {"set": {"objective.heat": 2}})
+
+
+def test_the_cells_that_were_not_asked_are_cases(repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is healed as the cells before it, is one of the table's cells, and is converted as its name says."""
+    raw = json.loads((repo / page.CELLS).read_text())
+    file, asked = tmp_path / "cases", {one["model"] for one in raw["differences"]}
+    file.write_text("\n".join(json.dumps(case) for case in frontiers_cells.cases(repo)))
+    texts = dict.fromkeys(("own", "doc", "foreign"), tmp_path)
+    cases = read_cases(file, texts)
+    (like, *_), original = raw["differences"], raw["scores"]["original"]
+    scores = {"original": original} | {case["name"]: {} for case in cases}
+    differences = [{**like, "model": case["name"]} for case in cases]
+    told = page.cells({"runs": cases, "scores": scores, "differences": differences})
+    assert len(cases) + len(asked) == 35 == len({(c.wiring, c.choice, c.share) for c in (*told, *page.cells(raw))})
+    assert all(case[key] == raw["runs"][0][key] for key in ("text", "tokens", "batch", "lr", "seed") for case in cases)
+    ran: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(heal, "_fcsd", lambda *words, **_: ran.append(words[2:]) or 1 / (words[2] == "convert"))
+    names = {"ladder-attn-only-last-75", "desync-2x-all"}
+    for case in (case for case in cases if case["name"] in names):
+        with pytest.raises(ZeroDivisionError):
+            heal.heal(case, tmp_path / "teacher", tmp_path, texts, {})
+    assert [words[4:] for words in ran if words[0] == "convert"] == [
+        ("ladder", "--layers", "75%", "--no-check", "--variant", "attn-only"),
+        ("desync-2x", "--layers", "all", "--no-check", "--tp-degree", 3),
+    ]
 
 
 def test_failed_cases_run_again_and_two_runs_of_a_gpu_have_two_ports(

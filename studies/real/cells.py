@@ -1,0 +1,60 @@
+"""Prints the cases of ``studies.real.heal`` that heal the cells of the frontier that were not healed and asked yet.
+
+    python -m studies.real.cells [WIRING ...] > CASES
+
+All cells are healed by one recipe. ``WIRING`` is a name as ``fcsd plan --frontier`` prints it, such as ``desync-2x``
+or ``ladder attn-only``; without one, all are printed.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from studies.real import frontier, page
+
+from fcsd.models.selection import cheapest, layers_text, select_layers
+from fcsd.plan.frontier import SHARES
+
+RECIPE: dict[str, Any] = {
+    "text": "own+doc+foreign",
+    "tokens": 6_000_000,
+    "batch": 32768,
+    "lr": 1e-3,
+    "seed": 0,
+    "eval": True,
+}
+SET = {"optim.train": ["converted"], "data.held_out.max_rows": 60, "train.eval_every": 100_000}
+RANKS = 3  # simulated under Desync: the model has three heads of keys and values
+MICRO = 8  # rows at a time under Desync, whose activations are those of all ranks
+
+
+def cases(repo: Path = Path()) -> list[dict[str, Any]]:
+    """A case for each cell that has no points yet: the last layers first, then those that cost least alone."""
+    healed = page.cells(json.loads((repo / page.CELLS).read_text()))
+    known = {(cell.wiring, cell.choice, cell.share) for cell in healed}
+    found = []
+    for wiring in (name for name in frontier.labels() if name not in frontier.ALIKE[1:]):
+        desync = wiring.startswith("desync")
+        # A single layer leaves nothing out under desync-4x that it keeps under desync-2x.
+        alone = dict(enumerate(frontier.costs(repo)["desync-2x" if desync else wiring]))
+        for choice in frontier.CHOICES:
+            for share in SHARES if choice == "last" else SHARES[:-1]:
+                part = float(share.rstrip("%")) / 100
+                if (wiring, choice, part) in known:
+                    continue
+                layers = (
+                    share if choice == "last" else layers_text(cheapest(alone, len(select_layers(share, len(alone)))))
+                )
+                name = "-".join([*wiring.split(), *(["all"] if part == 1 else [choice, share.rstrip("%")])])
+                case = {"name": name, "wiring": wiring, "layers": "all" if part == 1 else layers, **RECIPE}
+                if desync:
+                    case |= {"tp_degree": RANKS, "set": {**SET, "train.micro_batch_size": MICRO}}
+                found.append({"set": SET, **case})
+    return found
+
+
+if __name__ == "__main__":
+    for case in cases():
+        if case["wiring"] in (sys.argv[1:] or [case["wiring"]]):
+            print(json.dumps(case))
