@@ -156,8 +156,10 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
         hint = f"set parallel.{'ep_size: 1' if one is model else 'teacher_placement: replicated'}"
         check_divided(one.config, name, recipe.parallel, hardware.world, hint)
     setup = setup_for(recipe, hardware.world, model)
+    desync = recipe.init.wiring in DESYNC or (recipe.init.wiring is None and model.wiring.name in DESYNC)
+    ranks = (recipe.init.tp_degree if recipe.init.wiring else model.wiring.tp_degree) if desync else 1
     offer = None
-    if setup.parts is None and recipe.teacher is None and not {recipe.init.wiring, model.wiring.name} & {*DESYNC}:
+    if setup.parts is None and recipe.teacher is None and not desync:
         offer = partial(model.parts, Adapter(), [])
 
     def accepted(values: Mapping[str, object]) -> bool:
@@ -171,7 +173,7 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
     return replace(
         planned,
         packaged=tuple(name for name, one in named.items() if one.packaged),
-        not_counted=tuple(uncounted(recipe, hardware)),
+        not_counted=tuple(uncounted(recipe, hardware, ranks)),
     )
 
 

@@ -4,10 +4,13 @@ from fcsd.config import NO_METRIC, Recipe
 from fcsd.plan.setup import Hardware
 
 
-def uncounted(recipe: Recipe, hardware: Hardware) -> list[str]:
+def uncounted(recipe: Recipe, hardware: Hardware, ranks: int = 1) -> list[str]:
     """A text for each setting that changes time, memory or disk in a way that the plan does not know.
 
     Settings whose effect the plan knows are fields of ``fcsd.plan.setup.Setup``. docs/planning.md lists both kinds.
+
+    Args:
+        ranks: those of a Desync wiring.
     """
     train, parallel, divided = recipe.train, recipe.parallel, recipe.parallel.ep_size > 1
     found = {
@@ -17,6 +20,9 @@ def uncounted(recipe: Recipe, hardware: Hardware) -> list[str]:
         "train.adapter: the small kernels of the adapters, which the host starts": train.adapter is not None,
         "train.trace_every: steps that are profiled": train.trace_every > 0,
         "init.wiring: all-to-alls that the standard wiring exposes": divided and recipe.init.wiring == "standard",
+        f"desync: each GPU computes {ranks} ranks of the converted layers, in up to {ranks} times the time and memory": (
+            ranks > parallel.tp_size
+        ),
         "deterministic: slower kernels": recipe.deterministic,
         "objective.hidden: the overlap that the compared layers lose": divided and recipe.objective.hidden.weight > 0,
         "parallel.overlap: time that all-to-alls expose": divided and parallel.overlap != "on",

@@ -649,6 +649,12 @@ def test_settings_whose_effect_the_plan_does_not_know_are_named(tmp_path):
     assert names == ["parallel.overlap", "parallel.dedup", "all-to-alls between nodes (--machine predicts their time)"]
     baseline = uncounted(load_recipe("pretrain-farskip-baseline").recipe, Hardware(8))
     assert baseline[0].startswith("init.wiring: ")
+    runs.write_models(tmp_path / "dense", "llama")
+    desync = runs.resolved(tmp_path / "dense", model=str(tmp_path / "dense" / "teacher"), optim__train=["converted"])
+    for degree, said in ((2, ["desync: each GPU computes 2 ranks"]), (1, [])):
+        init = desync.recipe.init.model_copy(update={"wiring": "desync-2x", "tp_degree": degree, "layers": "50%"})
+        told = plan_run(desync.recipe.model_copy(update={"init": init}), Hardware(1)).not_counted
+        assert [text.split(" of the ")[0] for text in told] == said
     planned = plan_run(divided, Hardware(2))
     assert planned.not_counted and f"not counted  {planned.not_counted[0]}" in to_text(planned)
 
