@@ -20,7 +20,7 @@ def uncounted(recipe: Recipe, hardware: Hardware, ranks: int = 1) -> list[str]:
         "train.adapter: the small kernels of the adapters, which the host starts": train.adapter is not None,
         "train.trace_every: steps that are profiled": train.trace_every > 0,
         "init.wiring: all-to-alls that the standard wiring exposes": divided and recipe.init.wiring == "standard",
-        f"desync: each GPU computes {ranks} ranks of the converted layers, in up to {ranks} times the time and memory": (
+        f"desync: each GPU computes {ranks} ranks of converted layers, in up to {ranks} times the time and memory": (
             ranks > parallel.tp_size
         ),
         "deterministic: slower kernels": recipe.deterministic,

@@ -651,10 +651,11 @@ def test_settings_whose_effect_the_plan_does_not_know_are_named(tmp_path):
     assert baseline[0].startswith("init.wiring: ")
     runs.write_models(tmp_path / "dense", "llama")
     desync = runs.resolved(tmp_path / "dense", model=str(tmp_path / "dense" / "teacher"), optim__train=["converted"])
-    for degree, said in ((2, ["desync: each GPU computes 2 ranks"]), (1, [])):
-        init = desync.recipe.init.model_copy(update={"wiring": "desync-2x", "tp_degree": degree, "layers": "50%"})
+    for wiring, said in (("desync-2x", ["desync: each GPU computes 2 ranks"]), ("ladder", [])):
+        init = desync.recipe.init.model_copy(update={"wiring": wiring, "layers": "50%"})
+        init = init.model_copy(update={"tp_degree": 2 if said else 1})
         told = plan_run(desync.recipe.model_copy(update={"init": init}), Hardware(1)).not_counted
-        assert [text.split(" of the ")[0] for text in told] == said
+        assert [text.split(" of converted")[0] for text in told] == said
     planned = plan_run(divided, Hardware(2))
     assert planned.not_counted and f"not counted  {planned.not_counted[0]}" in to_text(planned)
 
