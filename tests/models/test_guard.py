@@ -18,7 +18,7 @@ import pytest
 import tiny
 import torch
 import transformers
-from test_norms import DEVICE
+from kernel_device import DEVICE
 from torch import Tensor
 
 from fcsd.distill.loss.losses import logits_of
