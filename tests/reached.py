@@ -12,6 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 PACKAGE = "fcsd"
+# Scripts for processes of their own, and what can be imported only where vLLM is.
+NOT_IMPORTED = {
+    "fcsd.__main__",
+    "fcsd.export.fresh_process",
+    "fcsd.eval.engines.vllm_adapter",
+    "fcsd.serve.vllm.models",
+    "fcsd.serve.vllm.registration",
+}
 Name = tuple[str, str | None]  # a module, and a name at its top level; None for the module itself
 
 
@@ -37,6 +45,7 @@ class Source:
     """The modules of the package in ``root``."""
 
     def __init__(self, root: Path) -> None:
+        self._root = root
         self.paths = {_module_name(path, root): path for path in (root / PACKAGE).rglob("*.py")}
         self.modules = {name: self._read(name) for name in self.paths}
 
@@ -116,16 +125,13 @@ class Source:
                 whole = alias.name if alias.asname else alias.name.split(".")[0]
                 yield alias.asname or whole, (whole, None), alias.name
         elif isinstance(node, ast.ImportFrom):
-            folder = _module_name(self.paths[module].parent / "__init__.py", self._root(module)).split(".")
+            folder = _module_name(self.paths[module].parent / "__init__.py", self._root).split(".")
             base = folder[: len(folder) - node.level + 1] if node.level else []
             source = ".".join([*base, *filter(None, [node.module])])
             for alias in node.names:
                 full = f"{source}.{alias.name}"
                 target: Name = (full, None) if full in self.paths else (source, alias.name)
                 yield alias.asname or alias.name, target, target[0]
-
-    def _root(self, module: str) -> Path:
-        return next(parent.parent for parent in self.paths[module].parents if parent.name == PACKAGE)
 
 
 def _module_name(path: Path, root: Path) -> str:

@@ -30,13 +30,17 @@ SECTIONS: dict[str, Any] = {
 }
 
 
-def write_models(folder: Path, arch: str = "deepseek_v2") -> tuple[Path, Path]:
-    """Write a teacher directory and its farskip conversion of all layers, both with tokenizers; return their paths."""
+def write_models(folder: Path, arch: str = "deepseek_v2", **changes: Any) -> tuple[Path, Path]:
+    """Write a teacher and its farskip conversion of all layers, both with tokenizers; return their directories.
+
+    ``changes`` are fields of the config.
+    """
     from fcsd.models.build import converted_config, model_classes, register
     from fcsd.models.wiring import Wiring
 
     register()  # so that experts are saved under the architecture's on-disk names
-    teacher = tiny.model(arch, initializer_range=0.1)  # weights large enough that the wiring changes the outputs
+    # The weights are large enough that the wiring changes the outputs.
+    teacher = tiny.model(arch, initializer_range=0.1, **changes)
     for name, weight in teacher.named_parameters():
         if any(key in name for key in teacher._keep_in_fp32_modules_strict):
             weight.data = weight.data.bfloat16().float()  # as published; DeepSpeed rounds a student's router to bf16

@@ -17,6 +17,7 @@ import runs
 import texts
 import tiny
 import torch
+from reached import NOT_IMPORTED
 from reloads import fork_reloads
 
 import fcsd
@@ -24,15 +25,6 @@ from fcsd.eval.harness import Loaded
 from fcsd.models.build import decoder_layers
 from fcsd.models.wiring import WiredLayer
 from fcsd.plan import Hardware
-
-# Scripts for processes of their own, and what can be imported only where vLLM is.
-NOT_IMPORTED = {
-    "fcsd.__main__",
-    "fcsd.export.fresh_process",
-    "fcsd.eval.engines.vllm_adapter",
-    "fcsd.serve.vllm.models",
-    "fcsd.serve.vllm.registration",
-}
 
 
 @pytest.fixture(scope="module", autouse=True)

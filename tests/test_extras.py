@@ -10,6 +10,7 @@ from distributions import closure
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from reached import Reached, Source
+from test_imports import imported_packages
 from typer.testing import CliRunner
 
 import fcsd
@@ -84,10 +85,11 @@ def test_a_core_command_reaches_core_dependencies_alone(source: Source, project:
     assert unnamed(reached, allowed) == {}
 
 
-def test_the_plugin_of_vllm_reaches_core_dependencies_and_what_vllm_brings(source: Source, project: dict) -> None:
+def test_the_plugin_needs_nothing_that_vllms_image_lacks(source: Source) -> None:
+    """``pip install --no-deps fcsd`` beside vLLM is enough for it."""
     modules = [f"fcsd.serve.vllm.{name}" for name in ("plugin", "registration", "models", "checks")]
     reached = source.reached([name for module in modules for name in source.names(module)])
-    assert unnamed(reached, module_names(project["dependencies"]) | {"vllm"}) == {}
+    assert unnamed(reached, {"vllm", "torch", "transformers", "safetensors", "triton"}) == {}
 
 
 def commands(source: Source) -> list[tuple[str, str]]:
@@ -126,10 +128,7 @@ def test_the_table_of_extras_is_that_of_pyproject(project: dict) -> None:
 
 
 def test_no_dependency_is_left_over(repo: Path, project: dict) -> None:
-    texts = [path.read_text() for path in (repo / "fcsd").rglob("*.py")]
-    nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
-    imported = {alias.name.split(".")[0] for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    imported |= {node.module.split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    imported = set().union(*map(imported_packages, (repo / "fcsd").rglob("*.py")))
     wanted = module_names(project["dependencies"]).union(*map(set, EXTRAS.values()))
     assert wanted - imported == {"tensorboard"}  # torch.utils.tensorboard needs it
 

@@ -11,17 +11,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from reached import NOT_IMPORTED
 
 from fcsd import __version__
-
-# Programs of their own, which are run and not imported.
-NOT_IMPORTED = {
-    "fcsd.__main__",
-    "fcsd.export.fresh_process",
-    "fcsd.eval.engines.vllm_adapter",
-    "fcsd.serve.vllm.models",
-    "fcsd.serve.vllm.registration",
-}  # two scripts, and what needs vLLM
 
 
 @pytest.fixture(scope="module")

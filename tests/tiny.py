@@ -26,6 +26,7 @@ _SHARED = dict(
 )
 _MOE = dict(moe_intermediate_size=32, num_experts_per_tok=2)
 _MOE_8 = dict(_MOE, num_experts=8)
+_ROUTED_8 = dict(_MOE, n_routed_experts=8, n_shared_experts=1)
 _NARROW_8 = dict(intermediate_size=32, num_experts_per_tok=2, num_local_experts=8)
 _ONE_DENSE = dict(mlp_layer_types=["dense", "sparse", "sparse", "sparse"])
 _LINEAR = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
@@ -181,17 +182,7 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     "olmoe": ("OlmoeConfig", dict(intermediate_size=32, num_experts=8, num_experts_per_tok=2)),
     "glm4_moe": (
         "Glm4MoeConfig",
-        dict(
-            moe_intermediate_size=32,
-            head_dim=16,
-            n_routed_experts=8,
-            n_shared_experts=1,
-            num_experts_per_tok=2,
-            first_k_dense_replace=1,
-            n_group=1,
-            topk_group=1,
-            norm_topk_prob=True,
-        ),
+        dict(_ROUTED_8, head_dim=16, first_k_dense_replace=1, n_group=1, topk_group=1, norm_topk_prob=True),
     ),
     "minimax_m2": ("MiniMaxM2Config", dict(_NARROW_8, head_dim=16)),
     "mimo_v2_flash": (
@@ -214,7 +205,7 @@ CONFIGS: dict[str, tuple[str, dict]] = {
         "Glm4MoeLiteConfig",
         dict(_MLA, n_shared_experts=1, q_lora_rank=32, n_group=1, topk_group=1, **_ONE_DENSE),
     ),
-    "dots1": ("Dots1Config", dict(_MOE, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, head_dim=16)),
+    "dots1": ("Dots1Config", dict(_ROUTED_8, first_k_dense_replace=1, head_dim=16)),
     "ernie4_5_moe": (
         "Ernie4_5_MoeConfig",
         dict(
@@ -231,10 +222,7 @@ CONFIGS: dict[str, tuple[str, dict]] = {
         "ExaoneMoeConfig",
         dict(_MOE_8, num_shared_experts=1, head_dim=16, sliding_window=16, layer_types=_SLIDING_FIRST, **_ONE_DENSE),
     ),
-    "solar_open": (
-        "SolarOpenConfig",
-        dict(moe_intermediate_size=32, num_experts_per_tok=2, n_routed_experts=8, n_shared_experts=1, head_dim=16),
-    ),
+    "solar_open": ("SolarOpenConfig", dict(_ROUTED_8, head_dim=16)),
     "hunyuan_v1_moe": ("HunYuanMoEV1Config", dict(intermediate_size=32, num_experts=8, moe_topk=2, head_dim=16)),
     "deepseek_v32": ("DeepseekV32Config", dict(_GROUPED, **_INDEXER, **_ONE_DENSE)),
     "gpt_oss": ("GptOssConfig", dict(_NARROW_8, head_dim=16, sliding_window=16)),

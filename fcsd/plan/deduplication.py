@@ -3,7 +3,7 @@
 ``fcsd plan`` assumes random routing. A run counts the routing of its first step (``distill.experts.dedup_choice``).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,7 +13,7 @@ from fcsd.parallel.cost import Dedup, Links, Rows, Sent, expected_bytes
 from fcsd.parallel.expert.choice import Option, arrangements, node_size_for, options
 from fcsd.parallel.machine import require_far
 from fcsd.plan.cluster import covers_in_step
-from fcsd.plan.model import LayerNumbers, ModelNumbers
+from fcsd.plan.model import ModelNumbers
 from fcsd.plan.setup import Setup
 
 
@@ -24,25 +24,6 @@ def rows_of(model: ModelNumbers, setup: Setup, quantised: config.Quantised) -> R
     bits = sum(plain if name is None else Format.parse(name).bits_per_value for name in formats) / len(formats)
     tokens = setup.micro_batch_size * setup.seq_len
     return Rows(tokens, model.top_k, model.experts, setup.ep_size, model.hidden, bits)
-
-
-def layer_options(
-    model: ModelNumbers,
-    layer: LayerNumbers,
-    setup: Setup,
-    links: Links,
-    rows: Rows,
-    sent: Mapping[Dedup, Sent],
-    overlapped: bool,
-) -> list[Option]:
-    """The options of a layer, the best one first.
-
-    Args:
-        rows: of ``rows_of``.
-        sent: for each value of ``parallel.dedup`` that can be chosen the bytes of one dispatch or combine.
-        overlapped: whether computation covers the layer's collectives.
-    """
-    return options(sent, rows, links, covers_in_step(model, layer, setup, links, overlapped))
 
 
 def expected_options(model: ModelNumbers, setup: Setup, links: Links, parallel: config.Parallel) -> list[Option]:
@@ -60,7 +41,8 @@ def expected_options(model: ModelNumbers, setup: Setup, links: Links, parallel: 
     rows = rows_of(model, setup, parallel.quantised)
     offered = arrangements(setup.ep_size, node_size_for(setup.ep_size, links.per_node))
     sent: dict[Dedup, Sent] = {dedup: expected_bytes(rows, links, dedup) for dedup in offered}
-    return layer_options(model, layers[-1], setup, links, rows, sent, overlapped=parallel.overlap == "on")
+    covers = covers_in_step(model, layers[-1], setup, links, overlapped=parallel.overlap == "on")
+    return options(sent, rows, links, covers)
 
 
 def to_text(found: Sequence[Option]) -> str:

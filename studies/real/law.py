@@ -23,7 +23,7 @@ from typing import Any
 import numpy
 from scipy.stats import t as student_t
 from studies.real import frontier
-from studies.real.page import CELLS, LAYERS, MORE, RAW, mean_difference
+from studies.real.page import CELLS, LAYERS, MORE, RAW, between_marks, mean_difference
 
 from fcsd.markdown import table
 from fcsd.models.selection import select_layers
@@ -194,11 +194,7 @@ def table_of_checks(found: list[dict[str, Any]]) -> str:
 
 def filled(page: str, found: dict[str, Any], checked: list[dict[str, Any]]) -> str:
     """The page with the law and its checks between their marks."""
-    for name, text in (("law", sentence(found)), ("checks", table_of_checks(checked))):
-        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
-        before, rest = page.split(begin)
-        page = before + begin + text + end + rest.split(end)[1]
-    return page
+    return between_marks(page, {"law": sentence(found), "checks": table_of_checks(checked)})
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -573,7 +573,12 @@ def filled(page: str, raw: dict[Path, dict[str, Any]], repo: Path = Path()) -> s
         "splits": splits(json.loads((repo / SPLITS).read_text())),
         "passages": beside(json.loads((repo / PASSAGES).read_text())),
     }
-    for name, text in tables.items():
+    return between_marks(page, tables)
+
+
+def between_marks(page: str, texts: Mapping[str, str]) -> str:
+    """The page with each text between the marks of its name."""
+    for name, text in texts.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
         before, rest = page.split(begin)
         page = before + begin + text + end + rest.split(end)[1]

@@ -16,7 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from studies.real.page import mean_difference
+from studies.real.page import between_marks, mean_difference
 
 from fcsd.markdown import table as markdown_table
 
@@ -140,9 +140,7 @@ def _best(runs: list[dict[str, Any]]) -> tuple[float, list[dict[str, Any]]]:
 
 def filled(page: str, raw: list[dict[str, Any]]) -> str:
     """The page with the table of the stored runs."""
-    begin, end = "<!-- ranks -->\n", "<!-- end of ranks -->\n"
-    before, rest = page.split(begin)
-    return before + begin + table(raw) + end + rest.split(end)[1]
+    return between_marks(page, {"ranks": table(raw)})
 
 
 def read(repo: Path = Path()) -> list[dict[str, Any]]:

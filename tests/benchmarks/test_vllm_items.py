@@ -1,18 +1,11 @@
 """``benchmarks/vllm/vllm_items.py``: recorded answers score as before, and other answers do not."""
 
 import gzip
-import importlib.util
 import json
-from pathlib import Path
 
 import eval_data
 import tiny
-
-_FILE = Path(__file__).parents[2] / "benchmarks/vllm" / "vllm_items.py"
-_SPEC = importlib.util.spec_from_file_location("vllm_items", _FILE)
-assert _SPEC is not None and _SPEC.loader is not None
-items = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(items)
+from benchmarks.vllm import vllm_items as items
 
 
 def test_answers_score_as_the_items_that_were_recorded(tmp_path, capsys):

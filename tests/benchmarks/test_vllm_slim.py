@@ -1,17 +1,9 @@
 """``benchmarks/carried/vllm_slim.py`` keeps a library's code for Hopper as it is, and takes out the rest."""
 
-import importlib.util
 import struct
-from pathlib import Path
 
 import pytest
-
-_SPEC = importlib.util.spec_from_file_location(
-    "vllm_slim", Path(__file__).parents[2] / "benchmarks/carried/vllm_slim.py"
-)
-assert _SPEC is not None and _SPEC.loader is not None
-slim = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(slim)
+from benchmarks.carried import vllm_slim as slim
 
 
 def entry(kind: int, capability: int, payload: bytes) -> bytes:

@@ -27,10 +27,8 @@ from fcsd.models.build import load_model
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(folder: Path) -> Path:
     """A teacher, its conversion and a corpus."""
-    folder = tmp_path_factory.mktemp("models")
-    runs.write_models(folder)
     runs.resolved(folder)
     return folder
 

@@ -113,18 +113,6 @@ def test_a_dry_run_prints_the_bits_of_each_direction(folder: Path) -> None:
     assert f"\nformats     {shown}\n" in preview(runs.resolved(folder, parallel__quantised=wire).recipe)
 
 
-@pytest.mark.parametrize(
-    ("message", "changes"),
-    [
-        ('"int9" is not|2 to 8 bits', {"dispatch": "int9"}),
-        ("must start with int2 to int8", {"combine": "fp8"}),
-    ],
-)
-def test_a_recipe_names_known_formats(folder: Path, message: str, changes: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=message):
-        runs.resolved(folder, parallel__quantised=changes, parallel__ep_size=2, parallel__dedup="rank")
-
-
 def test_compiled_layers_cannot_round(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"train\.compile cannot be combined with parallel\.quantised"):
         runs.resolved(folder, parallel__quantised=WIRE, train__compile=True, train__dtype="bf16")

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import ranks
 import runs
-import tiny
 import torch
 import torch.distributed as dist
 
@@ -16,6 +15,7 @@ from fcsd.distill.preview import preview
 from fcsd.errors import CheckpointError, ConfigError
 from fcsd.parallel.tensor.shard import SHARDED
 
+ARCH = "qwen3"
 SHARDED_RUN = {"parallel__tp_size": 2}
 STEPS = {"train__steps": 2, "optim__lr": 1e-4, "checkpoint__every_steps": 0, "optim__grad_clip": 0.5}
 RECOMPUTED = {"train__activation_checkpointing": True, "train__micro_batch_size": 1, "train__sample_tokens": 2}
@@ -24,21 +24,10 @@ HIDDEN = {"objective__hidden": {"weight": 0.1, "layers": "all"}}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A teacher, its conversion and a corpus."""
-    folder = tmp_path_factory.mktemp("qwen3")
-    runs.write_models(folder, "qwen3")
-    return folder
-
-
-@pytest.fixture(scope="module")
 def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same for a family whose row-parallel products have biases, which the first rank alone trains."""
     folder = tmp_path_factory.mktemp("starcoder2")
-    name, fields = tiny.CONFIGS["starcoder2"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(tiny.CONFIGS, "starcoder2", (name, {**fields, "use_bias": True}))
-        runs.write_models(folder, "starcoder2")
+    runs.write_models(folder, "starcoder2", use_bias=True)
     return folder
 
 

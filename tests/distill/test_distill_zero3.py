@@ -82,10 +82,7 @@ DENSE = sorted(name for name in ARCHS if name in tiny.CONFIGS and not experts_of
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A teacher whose head is its embeddings, its conversion and a corpus."""
     folder = tmp_path_factory.mktemp("llama")
-    name, fields = tiny.CONFIGS["llama"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(tiny.CONFIGS, "llama", (name, {**fields, "tie_word_embeddings": True}))
-        runs.write_models(folder, "llama")
+    runs.write_models(folder, "llama", tie_word_embeddings=True)
     return folder
 
 

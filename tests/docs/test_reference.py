@@ -1,24 +1,13 @@
 """docs/reference and the README's architectures are what scripts/write_reference.py writes from the code."""
 
-import importlib.util
-
-import pytest
 from pydantic import BaseModel
+from scripts import write_reference as script
 
 from fcsd.config import Recipe
 from fcsd.models.archs import ARCHS
 
 
-@pytest.fixture(scope="module")
-def script(repo):
-    spec = importlib.util.spec_from_file_location("write_reference", repo / "scripts/write_reference.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_pages_are_up_to_date(script, repo):
+def test_the_pages_are_up_to_date(repo):
     folder = repo / "docs/reference"
     pages = script.pages()
     assert sorted(path.name for path in folder.iterdir()) == sorted(pages)
@@ -26,7 +15,7 @@ def test_the_pages_are_up_to_date(script, repo):
         assert (folder / name).read_text() == text, "run python scripts/write_reference.py"
 
 
-def test_the_readme_lists_every_architecture(script, repo):
+def test_the_readme_lists_every_architecture(repo):
     readme = (repo / "README.md").read_text()
     assert script.with_architectures(readme) == readme, "run python scripts/write_reference.py"
     assert all(f"`{arch}`" in readme for arch in ARCHS)
@@ -37,7 +26,7 @@ def test_the_readme_lists_every_architecture(script, repo):
     assert row.split(" | ")[2] == " ".join(f"`{wiring}`" for wiring in ARCHS["llama"].wirings)
 
 
-def test_every_field_has_a_type_a_default_and_a_meaning(script):
+def test_every_field_has_a_type_a_default_and_a_meaning():
     rows = [line for line in script.recipe_page().splitlines() if line.startswith("| `")]
     fields = [name for section in script._sections(Recipe) for name in section.model_fields]
     assert [row.split("`")[1] for row in rows] == fields and len(fields) > 60
@@ -45,19 +34,19 @@ def test_every_field_has_a_type_a_default_and_a_meaning(script):
         assert all(cell.strip() for cell in row.strip("|").replace(r"\|", "").split("|")), row
 
 
-def test_types_limits_and_defaults_are_in_words(script):
+def test_types_limits_and_defaults_are_in_words():
     rows = {line.split("`")[1]: line for line in script.recipe_page().splitlines() if line.startswith("| `")}
     assert "`none`, `wandb`, `trackio`, `tensorboard`" in rows["report"] and '`"none"`' in rows["report"]
     assert "integer, ≥ 2" in rows["seq_len"] and "*required*" in rows["sources"] and "true or false" in rows["fused"]
 
 
-def test_a_section_under_two_keys_is_listed_once(script):
+def test_a_section_under_two_keys_is_listed_once():
     keys = [keys for section, keys in script._sections(Recipe).items() if "max_rows" in section.model_fields]
     assert keys == [["data.sources[]", "data.held_out", "data.held_out_own"]]
     assert all(issubclass(section, BaseModel) for section in script._sections(Recipe))
 
 
-def test_every_command_and_option_is_listed(script):
+def test_every_command_and_option_is_listed():
     page = script.commands_page()
     assert {"fcsd convert", "fcsd recipes show", "fcsd bench step"} <= {
         line.strip("# `") for line in page.splitlines() if line.startswith("## ")

@@ -845,16 +845,23 @@ def test_steps_on_two_h100s(page: str, raw: Raw, heading: str, file: str, base: 
     assert [row[:4] for row in rows(page, heading)[1:]] == expected
 
 
+Medians = dict[str, dict[str, float]]
+
+
+def require_rows(page: str, found: Medians, plain: dict[str, float]) -> None:
+    """Check that each variant has a row: its times, each with how many times as fast as the one of ``plain`` it is."""
+    for name, times in found.items():
+        cells = [f"{ms:.{3 if key[0] == 'd' else 1}f} ({plain[key] / ms:.2f}x)" for key, ms in times.items()]
+        assert f"| {'the bound, which sends nothing' if name == 'bound' else name} | {' | '.join(cells)} |" in page
+
+
 def test_serving_by_the_own_engine_without_peer_access(repo: Path, raw: Raw) -> None:
     found = raw("serve_own_slow_2xh100")["variants"]
     medians = {name: {key: median(times) for key, times in one["rounds"].items()} for name, one in found.items()}
     points = list(medians["original"])
     fastest = {key: min(medians[name][key] for name in found if found[name]["role"] == "original") for key in points}
     page = (repo / "benchmarks/results/all_reduce.md").read_text()
-    for name, times in medians.items():
-        digits = {key: 3 if key.startswith("decode") else 1 for key in points}
-        cells = [f"{times[key]:.{digits[key]}f} ({fastest[key] / times[key]:.2f}x)" for key in points]
-        assert f"| {'the bound, which sends nothing' if name == 'bound' else name} | {' | '.join(cells)} |" in page
+    require_rows(page, medians, fastest)
     beside = {name: one["rounds"] for name, one in raw("serve_vllm_quantised_slow_2xh100")["variants"].items()}
     costs = [
         {line["format"]: line for line in raw(name)["losses"] if line["direction"] == "all-reduce"}
@@ -906,8 +913,6 @@ def test_capability_of_a_real_model_in_the_index(repo: Path, raw: Raw) -> None:
     ]
     assert "HellaSwag alone **{:.1f}, {:.1f} and {:.1f}**".format(*lost) in index
 
-
-Medians = dict[str, dict[str, float]]
 
 # What the page and the log say of each run beside its targets: of a wiring, ratios and shares of the bound's speed.
 TARGETS = {
@@ -1076,11 +1081,7 @@ def test_serving_by_vllm_without_peer_access(repo: Path, raw: Raw, kind: str) ->
         if one["rounds"] and not name.endswith("by its table")
     }
     page = (repo / "benchmarks/results/vllm.md").read_text()
-    for name, times in found.items():
-        digits = {key: 3 if key.startswith("decode") else 1 for key in times}
-        gains = {key: found["original"][key] / ms for key, ms in times.items()}
-        cells = [f"{ms:.{digits[key]}f} ({gains[key]:.2f}x)" for key, ms in times.items()]
-        assert f"| {'the bound, which sends nothing' if name == 'bound' else name} | {' | '.join(cells)} |" in page
+    require_rows(page, found, found["original"])
     text, log = " ".join(page.split()), (repo / "docs/LOG.md").read_text()
     if kind != "v2lite_":  # newer runs of the same question stand in the index
         told_in_the_index(repo, kind, found)
@@ -1340,11 +1341,7 @@ def test_a_whole_model_beside_replicas_and_pipeline_stages(repo: Path, raw: Raw)
     text, said, index = (
         " ".join(name.split()) for name in (page, serving, (repo / "benchmarks/results/README.md").read_text())
     )
-    for name, times in found.items():
-        cells = [
-            f"{ms:.{3 if key[0] == 'd' else 1}f} ({found['original'][key] / ms:.2f}x)" for key, ms in times.items()
-        ]
-        assert f"| {name} | {' | '.join(cells)} |" in page
+    require_rows(page, found, found["original"])
     plain, replicas, stages = (
         {key: f"{found[of][key] / ms:.2f}x" for key, ms in found["ladder"].items()}
         for of in ("original", "original, one replica a GPU", "original, pipeline stages")
@@ -1387,13 +1384,8 @@ def test_replicas_and_a_load(repo: Path, raw: Raw) -> None:
     variants, page = found["variants"], (repo / "benchmarks/results/vllm_load.md").read_text()
     medians = {name: {key: median(times) for key, times in one["rounds"].items()} for name, one in variants.items()}
     replicas, ladder, original = (variants[name] for name in ("original, one replica a GPU", "ladder", "original"))
-    for name, times in medians.items():
-        if name.endswith("by its table"):
-            continue
-        cells = [
-            f"{ms:.{3 if key[0] == 'd' else 1}f} ({medians['original'][key] / ms:.2f}x)" for key, ms in times.items()
-        ]
-        assert f"| {'the bound, which sends nothing' if name == 'bound' else name} | {' | '.join(cells)} |" in page
+    named = {name: times for name, times in medians.items() if not name.endswith("by its table")}
+    require_rows(page, named, medians["original"])
     plain = original["loads"]["0.6"]
     for name, row in variants.items():
         if own := row.get("loads", {}).get("0.6"):

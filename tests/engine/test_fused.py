@@ -1,6 +1,5 @@
 """A model that serves computes the same with merged projections, and with kernels for norms, rotations and MLPs."""
 
-import os
 from typing import Any
 
 import pytest
@@ -8,6 +7,7 @@ import tiny
 import torch
 from benchmarks.infer import own_engine
 from benchmarks.infer.workload import Workload
+from kernel_device import DEVICE
 from test_mlps import gated_mlps
 
 from fcsd.engine.fused import fuse
@@ -22,7 +22,6 @@ from fcsd.models.fused.norms import FusedNorm
 from fcsd.models.fused.rotary import FusedRotary
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 # One has experts with biases, one experts whose inputs are weighted, one an activation that is no module, two have
 # experts beside the MLP, one experts without a gate, and the others limit what experts multiply.
 OTHER_EXPERTS = {"gpt_oss", "llama4_text", "lfm2_moe", "gemma4_text", "gemma4", "nemotron_h", "step3p7"}

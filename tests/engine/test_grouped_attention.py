@@ -1,9 +1,5 @@
-"""Attention of a decoding step, without repeated keys or by the kernel that divides them, is that of transformers.
+"""Attention of a decoding step, without repeated keys or by the kernel that divides them, is that of transformers."""
 
-The kernel is compiled on a GPU and runs in Triton's interpreter elsewhere.
-"""
-
-import os
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +7,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from kernel_device import DEVICE
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -24,7 +21,6 @@ from fcsd.models.wiring import Wiring
 from fcsd.parallel.all_reduce.ways import Way, Ways
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 WINDOW: dict[str, Any] = {"sliding_window": 8}
 ALL = (0, 1)
 

@@ -28,11 +28,6 @@ TASKS = ["PIQA", "HS", "GSM-8K"]
 
 
 @pytest.fixture(scope="module")
-def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return eval_data.write_mirror(tmp_path_factory.mktemp("mirror"))
-
-
-@pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     tiny.model("deepseek_v2", vocab_size=400, max_position_embeddings=1024).save_pretrained(path)

@@ -28,11 +28,6 @@ from fcsd.eval.suite import SUITES, select
 NINE = ["PIQA", "ARC-E", "ARC-C", "HS", "CSQa", "WG", "MMLU", "OBook", "GSM-8K"]
 
 
-@pytest.fixture(scope="module")
-def mirror(tmp_path_factory) -> Path:
-    return eval_data.write_mirror(tmp_path_factory.mktemp("mirror"))
-
-
 def loaded(name: str = "tiny", seed: int = 0, longest: int = 1024) -> Loaded:
     network = tiny.model("deepseek_v2", seed=seed, vocab_size=400, max_position_embeddings=longest)
     return Loaded(name, network, eval_data.tokenizer())

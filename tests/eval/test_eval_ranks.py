@@ -43,11 +43,6 @@ def scored(rank: int, size: int, mirror: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return eval_data.write_mirror(tmp_path_factory.mktemp("mirror"))
-
-
-@pytest.fixture(scope="module")
 def two_ranks(mirror: Path) -> list[Any]:
     return ranks.in_group(2, both, mirror)
 

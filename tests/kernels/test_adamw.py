@@ -1,17 +1,12 @@
-"""The kernel of AdamW equals its torch reference, and the reference equals torch's AdamW on fp32 weights.
-
-The kernel is compiled on a GPU and runs in Triton's interpreter elsewhere.
-"""
-
-import os
+"""The kernel of AdamW equals its torch reference, and the reference equals torch's AdamW on fp32 weights."""
 
 import pytest
 import torch
+from kernel_device import DEVICE
 from torch import Tensor
 
 from fcsd.kernels.adamw import Moments, Rates, device_numbers, launch, update_reference
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 RATES = Rates(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
 
 

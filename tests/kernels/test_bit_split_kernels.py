@@ -3,15 +3,12 @@
 ``python -m benchmarks.kernels.formats`` makes the same comparison for every format on a GPU.
 """
 
-import os
-
 import pytest
 import torch
 from benchmarks.kernels.formats import all_formats, differences
+from kernel_device import DEVICE
 
 from fcsd.kernels.bit_split import Format, kernels, reference
-
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 
 
 @pytest.mark.parametrize("bits", range(2, 9))

@@ -1,14 +1,12 @@
 """Kernels that encode where rows are packed, and decode where they are ordered, give the bits of two steps in torch."""
 
-import os
-
 import pytest
 import torch
+from kernel_device import DEVICE
 from torch import Tensor
 
 from fcsd.kernels.bit_split import Format, kernels, moves
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 WIDTH, ROWS, MOST = 96, 4, 3
 # The records of each row; the second row has two, and the third has none.
 PLACES = torch.tensor([[5, 0, 2], [-1, 1, 4], [-1, -1, -1], [3, 6, 7]])

@@ -1,21 +1,17 @@
-"""Attention of single queries by Triton kernels equals its torch reference and reads no key outside of the ranges.
+"""Attention of single queries by Triton kernels equals its torch reference and reads no key outside of the ranges."""
 
-The kernels are compiled on a GPU and run in Triton's interpreter elsewhere.
-"""
-
-import os
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import triton.language as tl
+from kernel_device import DEVICE
 from torch import Tensor
 
 from fcsd.kernels.decode import attention as module
 from fcsd.kernels.decode.attention import decode_attention, decode_attention_reference
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 KEYS, PLACES = 200, 256
 # The first position, one in the middle, the last one, and a window.
 RANGES = [[0, 0], [0, 70], [0, KEYS - 1], [37, 150]]

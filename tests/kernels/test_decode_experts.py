@@ -1,19 +1,14 @@
-"""Routed experts of few tokens by Triton kernels equal their torch reference.
+"""Routed experts of few tokens by Triton kernels equal their torch reference."""
 
-The kernels are compiled on a GPU and run in Triton's interpreter elsewhere.
-"""
-
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.utils.deterministic
+from kernel_device import DEVICE
 from torch import Tensor
 
 from fcsd.kernels.decode.experts import few_experts, few_experts_reference
-
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 
 
 def draw(

@@ -1,18 +1,13 @@
-"""Attention of single queries to latents by a Triton kernel equals its reference, and attention to expanded latents.
-
-The kernel is compiled on a GPU and runs in Triton's interpreter elsewhere.
-"""
-
-import os
+"""Attention of single queries to latents by a Triton kernel equals its reference, and attention to expanded latents."""
 
 import pytest
 import torch
+from kernel_device import DEVICE
 from torch import Tensor
 
 from fcsd.kernels.decode.attention import decode_attention_reference
 from fcsd.kernels.decode.latents import latent_attention, latent_attention_reference
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 KEYS, PLACES = 100, 128
 # The first position, one in the middle, the last one, and a window.
 RANGES = [[0, 0], [0, 70], [0, KEYS - 1], [37, 90]]

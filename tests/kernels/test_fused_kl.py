@@ -1,11 +1,11 @@
 """The fused losses (compiled on a GPU, else in Triton's interpreter) against the torch losses on the CPU."""
 
-import os
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from kernel_device import DEVICE
 from torch import Tensor
 
 from fcsd.distill.loss import losses
@@ -17,7 +17,6 @@ from fcsd.kernels.vocabulary import Launch
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning", "ignore:divide by zero:RuntimeWarning")
 
 TOKENS, HIDDEN, WIDER, VOCAB = 7, 16, 24, 301
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 SMALL = Tuning(launch=Launch(block=32, span=64))  # five spans, the last with a ragged block
 
 

@@ -1,17 +1,11 @@
-"""The kernel of gated MLPs equals its torch reference, in values and gradients.
-
-The kernel is compiled on a GPU and runs in Triton's interpreter elsewhere.
-"""
-
-import os
+"""The kernel of gated MLPs equals its torch reference, in values and gradients."""
 
 import pytest
 import torch
+from kernel_device import DEVICE
 from torch import Tensor
 
 from fcsd.kernels.gated import gated_silu, gated_silu_halves, gated_silu_reference
-
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

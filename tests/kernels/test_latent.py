@@ -1,17 +1,11 @@
-"""The kernels of latent attention's keys equal their torch reference, in values and gradients.
-
-The kernels are compiled on a GPU and run in Triton's interpreter elsewhere.
-"""
-
-import os
+"""The kernels of latent attention's keys equal their torch reference, in values and gradients."""
 
 import pytest
 import torch
+from kernel_device import DEVICE
 from torch import Tensor
 
 from fcsd.kernels.latent import expand, expand_reference
-
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,14 +1,11 @@
 """Kernels that number copies and write tails (compiled on a GPU, else in Triton's interpreter) are their references."""
 
-import os
-
 import pytest
 import torch
+from kernel_device import DEVICE
 from torch import Tensor
 
 from fcsd.kernels import copies, copies_reference
-
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 
 
 def chosen(rows: int, top_k: int, experts: int, none: float) -> Tensor:

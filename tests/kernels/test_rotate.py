@@ -1,21 +1,16 @@
-"""The kernel of rotary embeddings equals its torch reference and transformers' functions, in values and gradients.
+"""The kernel of rotary embeddings equals its torch reference and transformers' functions, in values and gradients."""
 
-The kernel is compiled on a GPU and runs in Triton's interpreter elsewhere.
-"""
-
-import os
 from functools import partial
 
 import pytest
 import torch
+from kernel_device import DEVICE
 from torch import Tensor
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as deepseek_v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
 from transformers.models.glm4_moe import modeling_glm4_moe as glm4_moe
 
 from fcsd.kernels.rotary import HALVES, Pairs, rotate, rotate_reference
-
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 
 
 def draw(batch: int, heads: int, seq: int, dim: int, rotated: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:

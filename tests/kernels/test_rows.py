@@ -1,19 +1,14 @@
-"""The kernels that move rows equal their torch reference, in values and gradients.
-
-The kernels are compiled on a GPU and run in Triton's interpreter elsewhere.
-"""
-
-import os
+"""The kernels that move rows equal their torch reference, in values and gradients."""
 
 import pytest
 import torch
+from kernel_device import DEVICE
 from torch import Tensor
 
 from fcsd.kernels import rows as kernels
 from fcsd.kernels import rows_reference
 from fcsd.kernels.rows import permute, row_numbers, unpermute
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 TOKENS = 7
 
 

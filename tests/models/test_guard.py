@@ -18,7 +18,7 @@ import pytest
 import tiny
 import torch
 import transformers
-from test_norms import DEVICE
+from kernel_device import DEVICE
 from torch import Tensor
 
 from fcsd.distill.loss.losses import logits_of
@@ -106,10 +106,7 @@ _YARN = dict(
 )
 _ROPE = dict(rope_type="default", rope_theta=50.0)  # for classes that fail if a part of a head is not rotated
 _ROPES = dict(full_attention=_ROPE, sliding_attention=_ROPE)
-_GATED_DELTA = dict(
-    _EXPERTS,
-    num_key_value_heads=1,
-    shared_expert_intermediate_size=40,
+_LINEAR = dict(
     layer_types=_LINEAR_SECOND,
     linear_num_value_heads=6,
     linear_num_key_heads=3,
@@ -117,6 +114,7 @@ _GATED_DELTA = dict(
     linear_value_head_dim=10,
     linear_conv_kernel_dim=3,
 )
+_GATED_DELTA = dict(_EXPERTS, **_LINEAR, num_key_value_heads=1, shared_expert_intermediate_size=40)
 _CONVOLVED = dict(conv_bias=True, conv_L_cache=4, layer_types=["full_attention", "conv"] * 2, tie_word_embeddings=False)
 _MROPE = {"rope_type": "default", "rope_theta": 50.0, "mrope_section": [3, 2, 1], "mrope_interleaved": True}
 _GLM_MROPE = {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.75, "mrope_section": [1, 1, 1]}
@@ -381,12 +379,7 @@ OWN: dict[str, dict[str, Any]] = {
         rope_parameters={kind: dict(rope, partial_rotary_factor=0.5) for kind, rope in _ROPES.items()},
     ),
     "olmo_hybrid": dict(
-        layer_types=_LINEAR_SECOND,
-        linear_num_value_heads=6,
-        linear_num_key_heads=3,
-        linear_key_head_dim=8,
-        linear_value_head_dim=10,
-        linear_conv_kernel_dim=3,
+        _LINEAR,
         linear_allow_neg_eigval=False,
         linear_a_log_min=0.5,
         linear_a_log_max=3.0,

@@ -4,12 +4,13 @@ import gc
 import random
 import time
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import tiny
 import torch
-import torch.distributed as dist
+from divided import losses, sharded
 from file_buffers import opener
 from late import late_collectives
 from ranks import in_group
@@ -18,11 +19,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fcsd.errors import ConfigError
 from fcsd.models.archs import ARCHS
-from fcsd.models.build import arch_of, decoder_layers, unwired, wire
+from fcsd.models.build import decoder_layers, unwired, wire
 from fcsd.models.fused.latent import FusedLatentAttention
 from fcsd.models.wiring import WiredLayer, Wiring
 from fcsd.parallel.deferred import Exchange
-from fcsd.parallel.expert.autoep import allow_string_keys, expert_parallel_config, shard_experts
 from fcsd.parallel.expert.dispatcher import Dispatcher
 from fcsd.parallel.expert.flat import flat
 from fcsd.parallel.expert.hierarchical import hierarchical
@@ -46,12 +46,6 @@ WIRINGS = [
 ]
 # Of them, one for each schedule (FARSKIP, attn-only, mlp-only and standard), and ladder.
 SCHEDULES = [WIRINGS[place] for place in (0, 2, 3, 4, 8)]
-
-
-def _sharded(arch: str, **changes):
-    model = tiny.model(arch, **changes)
-    shard_experts(model, arch_of(model.config), dist.get_world_size())
-    return model.train()
 
 
 def _run(model, batches, **forward):
@@ -89,7 +83,7 @@ def _every_wiring(rank: int) -> list[str]:
     problems: list[str] = []
     batch = tiny.tokens(seed=10 + rank, length=8 + 4 * rank)  # ranks hold different numbers of tokens
     for arch in MOE:
-        model = _sharded(arch)
+        model = sharded(arch)
         several = {"deepseek_v2": WIRINGS, "qwen3_moe": SCHEDULES, "flex_olmo": SCHEDULES}
         if arch in several:
             for wiring in several[arch]:
@@ -103,7 +97,7 @@ def _every_situation(rank: int, arch: str, wirings: list[Wiring]) -> list[str]:
     """Accumulation, one token, recompute, no token for most ranks, top-1."""
     problems: list[str] = []
     batches = [tiny.tokens(seed=10 * i + rank, length=6 + 4 * rank + i) for i in range(3)]
-    model = _sharded(arch)
+    model = sharded(arch)
     _compare(model, FARSKIP, batches, "accumulated", problems)
     _compare(model, FARSKIP, [tiny.tokens(1, 1, seed=rank)], "one token", problems)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -114,14 +108,14 @@ def _every_situation(rank: int, arch: str, wirings: list[Wiring]) -> list[str]:
         if "router.gate.weight" in name:
             parameter.data.zero_()  # all scores alike: every token goes to the first experts, all on rank 0
     _compare(model, FARSKIP, batches[:1], "all on rank 0", problems)
-    _compare(_sharded(arch, num_experts_per_tok=1), FARSKIP, batches[:1], "top-1", problems)
+    _compare(sharded(arch, num_experts_per_tok=1), FARSKIP, batches[:1], "top-1", problems)
     return problems
 
 
 def _by_copies(rank: int, folder: str) -> list[str]:
     """Rows copied into the peers' memory; the second batch does not fit the buffers of the first."""
     problems: list[str] = []
-    model = _sharded("deepseek_v2")
+    model = sharded("deepseek_v2")
     transport = CopiesTransport(opener(folder))
     batches = [tiny.tokens(seed=rank, length=length) for length in (6, 40, 40)]
     for wiring in SCHEDULES:
@@ -143,7 +137,7 @@ def _fused(rank: int) -> list[str]:
     problems = []
     ids = tiny.tokens(batch=1, seed=rank, length=2)  # the interpreter runs the kernels row by row
     for arch in ("deepseek_v2", "llama4_text"):
-        model = _sharded(arch)
+        model = sharded(arch)
         results = []
         for fused in (False, True):
             overlap(model, FARSKIP, fused=fused)
@@ -189,7 +183,7 @@ def _watched(see):
 
 def _executed(rank: int, wiring: Wiring, modules: dict[str, str], recompute: bool) -> tuple[list[str], list[str]]:
     """What ran in forward and in backward, in order: collectives and the named modules of each layer."""
-    model = _sharded("deepseek_v2", first_k_dense_replace=0)
+    model = sharded("deepseek_v2", first_k_dense_replace=0)
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     overlap(model, wiring)
@@ -232,7 +226,7 @@ def _between(events: list[str], first: str, last: str) -> list[str]:
 
 def _alive_buffers(rank: int, recompute: bool, dispatcher: Dispatcher = flat) -> list[str]:
     """Buffers that outlive their use: still alive at the second launch after they landed, or after the pass."""
-    model = _sharded("deepseek_v2")
+    model = sharded("deepseek_v2")
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     overlap(model, FARSKIP, dispatcher=dispatcher)
@@ -273,7 +267,7 @@ def _alive_buffers(rank: int, recompute: bool, dispatcher: Dispatcher = flat) ->
 
 def _states(rank: int) -> bool:
     """Captured hidden states are the full streams, of the blocking parts' bits."""
-    model = _sharded("deepseek_v2").eval()
+    model = sharded("deepseek_v2").eval()
     ids = tiny.tokens(seed=rank)
     states = []
     for mode in ("off", "on"):
@@ -288,34 +282,12 @@ def _states(rank: int) -> bool:
 
 def _train(rank: int, steps: int) -> list[str]:
     """Loss curves of DeepSpeed engines, overlapped against blocking."""
-    import deepspeed
-
     problems = []
     for stage, recompute in ((1, False), (2, True)):
         curves = []
         for mode in ("off", "on"):
-            model = tiny.model("deepseek_v2").train()
-            if recompute:
-                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            config = {
-                "train_micro_batch_size_per_gpu": 2,
-                "gradient_accumulation_steps": 2,
-                "gradient_clipping": 1.0,
-                "zero_optimization": {"stage": stage},
-                "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-                "expert_parallel": expert_parallel_config(ARCHS["deepseek_v2"], dist.get_world_size()),
-            }
-            allow_string_keys()
-            engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-            overlap(engine.module, FARSKIP, mode)
-            losses = []
-            for step in range(2 * steps):
-                ids = tiny.tokens(seed=10 * rank + step % 4)
-                loss = engine(ids, labels=ids, use_cache=False).loss
-                engine.backward(loss)
-                engine.step()
-                losses.append(loss.item())
-            curves.append(losses)
+            seeds = [10 * rank + step % 4 for step in range(2 * steps)]
+            curves.append(losses(stage, partial(overlap, wiring=FARSKIP, mode=mode), seeds, recompute))
         if curves[0] != curves[1]:
             step = next(i for i, (a, b) in enumerate(zip(*curves, strict=True)) if a != b)
             problems.append(f"ZeRO-{stage} differs at micro-batch {step}")

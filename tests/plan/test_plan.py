@@ -675,6 +675,19 @@ def test_the_host_starts_captured_passes_in_less_time_and_one_process_updates_wi
         assert update_seconds(model, replace(alone, **other)) == pytest.approx(UPDATE * updated)
 
 
+def test_one_process_updates_without_copies_of_its_gradients(tmp_path):
+    model = meta(tmp_path, tiny.config("llama"))
+    alone, zero = (
+        {moment.name: moment for moment in plan_setup("x", model, model.numbers, each, Hardware(gpus=1)).memory.moments}
+        for each in (replace(SMALL, world=1), replace(SMALL, world=1, alone=False))
+    )
+    trained = model.numbers.total
+    assert alone["optimizer step"].gradients == alone["gradient reduction"].gradients == 2 * trained
+    assert alone["gradient reduction"].communication == 0 < zero["gradient reduction"].communication
+    assert zero["optimizer step"].gradients > 3 * 2 * trained
+    assert alone["optimizer step"].optimizer == zero["optimizer step"].optimizer == 12 * trained
+
+
 def test_a_recipe_becomes_a_setup(tmp_path):
     runs.write_models(tmp_path)
     recipe = runs.resolved(tmp_path, objective__kl=0.0, train__activation_checkpointing=True).recipe

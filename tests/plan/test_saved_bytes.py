@@ -1,6 +1,5 @@
 """What fused modules keep on the meta device, where plans count it, is what they really keep for the backward pass."""
 
-import os
 import weakref
 from collections.abc import Callable, MutableMapping
 from contextlib import nullcontext
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from kernel_device import DEVICE
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
@@ -24,7 +24,6 @@ from fcsd.models.fused.rotary import FusedRotary
 from fcsd.plan.activations import MetaExperts, attention, measure_layer
 from fcsd.plan.model import own_copies
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 TOKENS = 4  # the interpreter runs one program after the other for each token
 REPEATS_ANGLES = {"ernie4_5", "ernie4_5_moe", "glm", "helium"}
 # Their masks stand for the keys that they choose.

@@ -36,12 +36,6 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[2])), Answer).serve_forever()
 """
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def serve_script(folder: Path, how: str, port: int, grace: float) -> None:
     """In a process of its own: run the script, and write what happened."""
     os.chdir(folder)
@@ -75,7 +69,7 @@ def is_gone(pid: int) -> bool:
 
 @pytest.mark.parametrize(("how", "number", "grace"), [("well", signal.SIGTERM, 60.0), ("deaf", signal.SIGTERM, 0.3)])
 def test_a_signal_ends_the_server_and_its_children(how, number, grace, tmp_path):
-    port = free_port()
+    port = ranks.free_port()
     process = ranks.start(serve_script, tmp_path, how, port, grace)
     appears(tmp_path / "child")
     assert (tmp_path / "right").read_text() == "1", "reductions with wrong results are refused"
@@ -91,7 +85,7 @@ def test_a_signal_ends_the_server_and_its_children(how, number, grace, tmp_path)
 
 
 def test_a_server_that_fails_is_reported(tmp_path):
-    assert ranks.exit_code(serve_script, tmp_path, "fail", free_port(), 60.0) == 0
+    assert ranks.exit_code(serve_script, tmp_path, "fail", ranks.free_port(), 60.0) == 0
     assert (tmp_path / "code").read_text() == "7" and not (tmp_path / "ready").exists()
 
 
@@ -142,7 +136,7 @@ def test_what_is_checked_before_vllm_starts(models, monkeypatch):
         with pytest.raises(ConfigError, match=r"--port \d+: Address already in use"):
             server.serve(str(models / "ladder"), port=taken.getsockname()[1], ready=never)
     assert not run
-    port = free_port()
+    port = ranks.free_port()
     server.serve(str(models / "desync"), gpus=2, port=port, options=["--max-model-len", "64"], ready=never)
     ((command, url, ready),) = run
     assert command[1:6] == ["-P", "-m", "vllm.entrypoints.cli.main", "serve", str(models / "desync")]

@@ -1,32 +1,22 @@
 """Every name of vLLM that the plugin uses exists in the versions that were read, by a list of their names."""
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
+from benchmarks.vllm import vllm_names as script
 
 from fcsd.serve.vllm.support import TOO_NEW, version_of, why_unsupported
 
 VERSIONS = json.loads((Path(__file__).parent / "vllm_names.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def script(repo: Path) -> Any:
-    spec = importlib.util.spec_from_file_location("vllm_names", repo / "benchmarks/vllm/vllm_names.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("version", VERSIONS)
-def test_names_exist(version: str, script: Any) -> None:
+def test_names_exist(version: str) -> None:
     listed = set()
     for owner, names in VERSIONS[version].items():
         module = owner.startswith("vllm")
@@ -40,7 +30,7 @@ def test_every_supported_minor_version_is_listed() -> None:
     assert [n for n in range(20, 40) if why_unsupported(f"0.{n}.0") is None] == [n for n in minor if n < TOO_NEW[1]]
 
 
-def test_what_the_plugin_no_longer_uses_is_gone_by_then(script: Any) -> None:
+def test_what_the_plugin_no_longer_uses_is_gone_by_then() -> None:
     """A name that is still there would mean that the plugin leaves it out for nothing."""
     for name, first in script.UNTIL.items():
         owner, _, inner = name.partition(":")
@@ -49,7 +39,7 @@ def test_what_the_plugin_no_longer_uses_is_gone_by_then(script: Any) -> None:
         assert not any(name in script.used_in(version) for version in VERSIONS if version not in have)
 
 
-def test_the_next_version_is_judged_by_its_sources_or_its_wheel(script: Any, tmp_path: Path, repo: Path) -> None:
+def test_the_next_version_is_judged_by_its_sources_or_its_wheel(tmp_path: Path, repo: Path) -> None:
     source = tmp_path / "vllm/distributed"
     source.mkdir(parents=True)
     text = "def _all_reduce_out_place(self, renamed): ...\n_groups = unique_name = 1\n"
@@ -81,7 +71,7 @@ def test_the_newest_version_has_every_name(repo: Path, tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
-def test_a_name_that_is_gone_is_found(script: Any, tmp_path: Path) -> None:
+def test_a_name_that_is_gone_is_found(tmp_path: Path) -> None:
     source = tmp_path / "vllm/model_executor/models"
     source.mkdir(parents=True)
     (source / "registry.py").write_text('{"LlamaForCausalLM": ("llama", "LlamaForCausalLM")}')

@@ -7,7 +7,7 @@ import re
 import sys
 from collections import Counter
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +22,7 @@ from fcsd.models.schedule import layer_plans
 from fcsd.models.wiring_block import Wiring
 from fcsd.serve.vllm import reduction
 from fcsd.serve.vllm.layer import Wired, take_apart
-from fcsd.serve.vllm.reduction import Reducer, Sum, define_operators
+from fcsd.serve.vllm.reduction import Reducer, Sum
 
 
 class Hasty(Reducer):
@@ -36,17 +36,8 @@ class Hasty(Reducer):
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's group of two ranks that hold the same."""
-    group = SimpleNamespace(_all_reduce_out_place=lambda x: x.mul_(2))
-    parallel_state: Any = ModuleType("vllm.distributed.parallel_state")
-    distributed: Any = ModuleType("vllm.distributed")
-    parallel_state._groups = {"tp:0": lambda: group}
-    distributed.parallel_state = parallel_state
-    distributed.tensor_model_parallel_all_reduce = lambda x: x * 2
-    for fake in (ModuleType("vllm"), distributed, parallel_state):
-        monkeypatch.setitem(sys.modules, fake.__name__, fake)
-    define_operators()
+def ranks(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks whose sums of shared experts are in flight."""
     stock = reduction._start
 
     def start(*given: Any) -> Tensor:

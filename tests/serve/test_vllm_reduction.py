@@ -1,11 +1,10 @@
 """The plugin's operators, and which sums are in flight; vLLM is doubled at its border."""
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,20 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fcsd.parallel.all_reduce.ways import Way
 from fcsd.serve.vllm import reduction
-
-
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
-    """Puts a double of one of vLLM's modules where an import finds it."""
-    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
-
-    def double(name: str, **contents: Any) -> ModuleType:
-        found = ModuleType(name)
-        vars(found).update(contents)
-        monkeypatch.setitem(sys.modules, name, found)
-        return found
-
-    return double
 
 
 @pytest.fixture
@@ -69,12 +54,7 @@ def write_table(tmp_path: Path) -> Callable[[], str]:
     return write
 
 
-def test_both_operators_sum_at_once_on_a_cpu(module, monkeypatch):
-    # As vLLM's, it writes over its input.
-    ranks = SimpleNamespace(_all_reduce_out_place=lambda x: x.mul_(2), device_group="the process group")
-    parallel_state = module("vllm.distributed.parallel_state", _groups={"tp:0": lambda: ranks})
-    module("vllm.distributed", parallel_state=parallel_state, tensor_model_parallel_all_reduce=lambda x: x * 2)
-    reduction.define_operators()
+def test_both_operators_sum_at_once_on_a_cpu(ranks, monkeypatch):
     x = torch.ones(2, 3)
     reducer = reduction.Reducer(2, "tp:0")
     started = reducer.start(x, True)
@@ -95,11 +75,7 @@ def test_both_operators_sum_at_once_on_a_cpu(module, monkeypatch):
         assert alone.wait(alone.start(x, True), x) is x
 
 
-def test_shared_experts_start_their_sum_with_what_is_held(module):
-    ranks = SimpleNamespace(_all_reduce_out_place=lambda x: x.mul_(2), device_group="the process group")
-    parallel_state = module("vllm.distributed.parallel_state", _groups={"tp:0": lambda: ranks})
-    module("vllm.distributed", parallel_state=parallel_state)
-    reduction.define_operators()
+def test_shared_experts_start_their_sum_with_what_is_held(ranks):
     reducer, own, x, later = reduction.Reducer(2, "tp:0"), torch.ones(2, 3), torch.full((2, 3), 4.0), torch.zeros(2, 3)
     reducer.hold(x, own)
     total = reducer.start_held(x, True, False)
@@ -184,12 +160,8 @@ def test_in_a_piece_a_sum_that_crosses_an_attention_is_made_behind_the_one_in_fl
     assert events == (within if pieces else ["sum on main", "sum on main"]) and not reduction.waits()
 
 
-def test_a_wait_stays_behind_another_tensor_than_the_one_it_completes(module):
+def test_a_wait_stays_behind_another_tensor_than_the_one_it_completes(ranks):
     """The operator writes to the sum; an operator may not read through one argument what it writes through another."""
-    ranks = SimpleNamespace(_all_reduce_out_place=lambda x: x.mul_(2), device_group="the process group")
-    parallel_state = module("vllm.distributed.parallel_state", _groups={"tp:0": lambda: ranks})
-    module("vllm.distributed", parallel_state=parallel_state)
-    reduction.define_operators()
     behind = []
 
     class Watch(TorchDispatchMode):
@@ -252,11 +224,7 @@ def test_a_table_chooses_for_the_one_size_of_a_graph(graphs, write_table, graph,
     assert not reduction.way_of(summand, "symmetric", 0, True).travels
 
 
-def test_what_a_table_chooses_sums_and_is_made_before_a_graph_is_captured(module, write_table, monkeypatch):
-    ranks = SimpleNamespace(_all_reduce_out_place=lambda x: x.mul_(2), device_group="the process group")
-    parallel_state = module("vllm.distributed.parallel_state", _groups={"tp:0": lambda: ranks})
-    module("vllm.distributed", parallel_state=parallel_state)
-    reduction.define_operators()
+def test_what_a_table_chooses_sums_and_is_made_before_a_graph_is_captured(ranks, write_table, monkeypatch):
     made, asked = [], []
     monkeypatch.setattr("fcsd.parallel.all_reduce.reduce.Reduction", lambda group, kind, layer: made.append(kind))
 

@@ -1,6 +1,5 @@
 """The plugin around its layers: what it reads, refuses and registers, at the border to vLLM, which is doubled."""
 
-import ast
 import importlib
 import json
 import pickle
@@ -9,7 +8,6 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -456,39 +454,3 @@ def test_the_entry_point_is_the_plugin_and_loads_no_torch(repo):
     assert project["optional-dependencies"]["vllm"] == [f"vllm>={oldest},<{too_new}"]
     code = "import sys, fcsd.serve.vllm.plugin; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=repo, timeout=120).returncode == 0
-
-
-def reached(repo: Path, start: str) -> set[Path]:
-    """The files of fcsd that a module of fcsd imports at its top level or later, by any detour."""
-    found: set[Path] = set()
-    todo = [start]
-    while todo:
-        name = todo.pop()
-        for path in (repo / f"{name.replace('.', '/')}.py", repo / name.replace(".", "/") / "__init__.py"):
-            if path.is_file() and path not in found:
-                found.add(path)
-                for node in ast.walk(ast.parse(path.read_text())):
-                    if isinstance(node, ast.ImportFrom):
-                        base = node.module or ""
-                        if node.level:
-                            package = ".".join(path.relative_to(repo).parent.parts)
-                            base = ".".join(filter(None, [package, base]))
-                        todo += [base, *(f"{base}.{alias.name}" for alias in node.names)]
-                    elif isinstance(node, ast.Import):
-                        todo += [alias.name for alias in node.names]
-    return found
-
-
-def test_the_plugin_needs_nothing_that_vllms_image_lacks(repo):
-    """``pip install --no-deps fcsd`` beside vLLM is enough for it."""
-    packages: set[str] = set()
-    for start in ("plugin", "registration", "models"):
-        for path in reached(repo, f"fcsd.serve.vllm.{start}"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Import):
-                    packages |= {alias.name.split(".")[0] for alias in node.names}
-                elif isinstance(node, ast.ImportFrom) and not node.level:
-                    packages.add((node.module or "").split(".")[0])
-    # torch's builds for CUDA bring ``triton`` and ``cuda``.
-    allowed = {"vllm", "torch", "transformers", "safetensors", "fcsd", "triton", "cuda"}
-    assert packages - sys.stdlib_module_names <= allowed

@@ -21,11 +21,12 @@ from fcsd.launch.world import World
 from fcsd.models.build import arch_of, decoder_layers, wiring_of
 from fcsd.parallel.cost import Dedup, Sent
 from fcsd.parallel.expert.block import ExpertBlock, expert_block
-from fcsd.parallel.expert.choice import Option, rows_by_link, told
+from fcsd.parallel.expert.choice import Option, options, rows_by_link, told
 from fcsd.parallel.expert.hierarchical import ByLayer
 from fcsd.parallel.machine import read_machine
 from fcsd.plan import plan_run
-from fcsd.plan.deduplication import layer_options, reason, rows_of, to_json
+from fcsd.plan.cluster import covers_in_step
+from fcsd.plan.deduplication import reason, rows_of, to_json
 from fcsd.plan.setup import present
 
 FILE = "dedup.json"
@@ -129,7 +130,8 @@ class DedupChoice:
                 sent[dedup] = Sent(near * inside / micro_batches, far * rows.wire / micro_batches)
             covered = parallel.overlap == "on" and wiring.name != "standard" and layer in wiring.layers
             numbers = planned.numbers.layers[layer]
-            decided[layer] = layer_options(planned.numbers, numbers, planned.setup, links, rows, sent, covered)
+            covers = covers_in_step(planned.numbers, numbers, planned.setup, links, covered)
+            decided[layer] = options(sent, rows, links, covers)
         return decided
 
 

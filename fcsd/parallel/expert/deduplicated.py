@@ -120,7 +120,7 @@ class Open(torch.autograd.Function):
     def forward(
         ctx: Any, records: Tensor, layout: Layout, row_of: Tensor, count: int, weighted: bool, moves: Moves
     ) -> tuple[Tensor, Tensor]:
-        ctx.layout, ctx.moves, ctx.weighted = layout, moves, weighted
+        ctx.layout, ctx.moves = layout, moves
         ctx.save_for_backward(row_of, records if weighted else None)
         weights = layout.weights(records).clone(memory_format=torch.contiguous_format)
         rows = records.new_empty(count, layout.width)

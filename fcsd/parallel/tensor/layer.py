@@ -127,7 +127,6 @@ class LayerSums(LayerWiring):
         distance: under how many earlier sub-blocks the sum of an input's gradient can run.
         exposed: whether the wiring leaves any sum of the model exposed. A forward pass without gradients then computes
             its rows in two groups.
-        following: the next layer; None behind the last one.
     """
 
     index: int
@@ -135,7 +134,6 @@ class LayerSums(LayerWiring):
     sums: TrainingSums
     distance: int
     exposed: bool
-    following: Any
 
     @property
     def local(self) -> set[str]:
@@ -276,9 +274,9 @@ def wire_training(
     sums = TrainingSums(ranks, mode, backend)
     distance = 1 if wiring.name in DESYNC else max(1, *wiring.reads)
     exposed = ranks.degree > 1 and any(step.then == "now" for plan in plans.values() for step in plan.steps)
-    for index, (layer, following) in enumerate(zip(layers, [*layers[1:], None], strict=True)):
+    for index, layer in enumerate(layers):
         layer.__class__ = wired_class(TrainedTensorLayer, type(layer))
-        place = index, plans[index], sums, distance, exposed, following
+        place = index, plans[index], sums, distance, exposed
         layer.fcsd = LayerSums(0, 0, 1, False, parts, blocks, *place)
         for by, norms in (("attn", blocks.attn_norms), ("mlp", blocks.mlp_norms)):
             for name in filter(None, norms):

@@ -224,13 +224,7 @@ def moments(value: Any) -> set[torch.dtype]:
     return own.union(*(moments(item) for item in (value.values() if isinstance(value, dict) else value)))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    runs.write_models(folder, "qwen3_moe")
-    return folder
-
-
+ARCH = "qwen3_moe"
 TWO = {"train__dtype": "bf16", "parallel__zero_stage": 2}
 SUMMED = {**TWO, "optim__accumulate_dtype": "fp32", "train__micro_batch_size": 1}
 EVERY_DAY: dict[str, dict[str, Any]] = {

@@ -22,10 +22,8 @@ from fcsd.distill.run.report import read_metrics
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(folder: Path) -> Path:
     """Models and, in ``whole``, the run that nobody interrupted."""
-    folder = tmp_path_factory.mktemp("models")
-    runs.write_models(folder)
     runs.train(runs.resolved(folder, output_dir=str(folder / "whole"), train__eval_every=3), 2)
     return folder
 

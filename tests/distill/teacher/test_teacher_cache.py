@@ -20,15 +20,9 @@ from fcsd.distill.run.report import read_metrics
 from fcsd.distill.teacher import cache as teacher_cache
 from fcsd.errors import BadInputError, ConfigError, NonFiniteError
 
+ARCH = "llama"
 VOCAB = tiny.VOCAB
 SHARD = 5 * 32 * 8 * 8  # bytes: five rows of 32 positions of 8 words
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    runs.write_models(folder, "llama")
-    return folder
 
 
 def recipe(folder: Path, out: Path, top_k: int = 8, **changes: Any) -> Any:

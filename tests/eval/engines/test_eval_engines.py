@@ -24,11 +24,6 @@ VLLM = Engine(backend="vllm")
 
 
 @pytest.fixture(scope="module")
-def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return eval_data.write_mirror(tmp_path_factory.mktemp("mirror"))
-
-
-@pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("models") / "tiny", tiny.model("deepseek_v2", **SIZES))
 

@@ -3,7 +3,7 @@
 import pytest
 import tiny
 import torch
-from test_norms import DEVICE
+from kernel_device import DEVICE
 from torch import Tensor
 
 from fcsd.models.build import converted_config, model_classes, unwired, wire

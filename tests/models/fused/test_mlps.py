@@ -3,7 +3,8 @@
 import pytest
 import tiny
 import torch
-from test_norms import DEVICE, run
+from kernel_device import DEVICE
+from test_norms import run
 from torch import nn
 from transformers.activations import SiLUActivation
 

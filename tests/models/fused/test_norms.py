@@ -1,20 +1,18 @@
 """RMSNorms that torch computes at once are transformers' own up to rounding, and their classes come back."""
 
-import os
 from collections.abc import Container
 from dataclasses import replace
 
 import pytest
 import tiny
 import torch
+from kernel_device import DEVICE
 from torch import Tensor, nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import arch_of, decoder_of, unwired, wire
 from fcsd.models.fused.norms import FusedNorm, fuse_norms
-
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 
 
 def run(model: nn.Module, length: int = 24) -> list[Tensor]:

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from test_norms import DEVICE, run
+from kernel_device import DEVICE
+from test_norms import run
 from torch import Tensor
 
 from fcsd.kernels import rotary as kernel

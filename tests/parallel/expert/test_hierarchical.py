@@ -2,8 +2,8 @@
 
 import random
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,16 +11,15 @@ import tiny
 import torch
 import torch.distributed as dist
 from blocks import Block, interleaved
+from divided import losses, sharded
 from file_buffers import opener
 from late import late_collectives
 from ranks import in_group
+from rewired import backward
 from torch import Tensor
 
-from fcsd.models.archs import ARCHS
-from fcsd.models.build import arch_of
 from fcsd.models.wiring import Wiring
 from fcsd.parallel.deferred import Deferred, Exchange
-from fcsd.parallel.expert.autoep import allow_string_keys, expert_parallel_config, shard_experts
 from fcsd.parallel.expert.dispatcher import Dispatcher, Mode, Transfer
 from fcsd.parallel.expert.flat import flat
 from fcsd.parallel.expert.hierarchical import hierarchical
@@ -120,18 +119,11 @@ def worse_in_bf16(rank: int) -> list[float]:
     return [error / errors[0] for error in errors[1:]]
 
 
-def sharded(arch: str, **changes: Any) -> Any:
-    model = tiny.model(arch, **changes)
-    shard_experts(model, arch_of(model.config), dist.get_world_size())
-    return model.train()
-
-
 def step(model: Any, ids: Tensor) -> list[Tensor]:
     """Logits, and the gradients of all parameters, computed in a thread as on CUDA."""
     model.zero_grad()
     out = model(ids, labels=ids, use_cache=False)
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(out.loss.backward).result()
+    backward(out.loss)
     return [out.logits.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
@@ -206,34 +198,14 @@ def rounded_exchanges(rank: int) -> list[tuple[str, bool, bool]]:
 
 def wrong_training(rank: int) -> list[str]:
     """Losses of DeepSpeed engines, overlapped against blocking and against the flat dispatcher."""
-    import deepspeed
-
     problems = []
     levels = arrangements()[-1]
     for stage in (1, 2):
         curves = []
         cases: list[tuple[Mode, Dispatcher]] = [("off", hierarchical(levels)), ("on", hierarchical(levels))]
         for mode, make in [*cases, ("off", flat)][: 4 - stage]:
-            config = {
-                "train_micro_batch_size_per_gpu": 2,
-                "gradient_accumulation_steps": 2,
-                "gradient_clipping": 1.0,
-                "zero_optimization": {"stage": stage},
-                "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-                "expert_parallel": expert_parallel_config(ARCHS["deepseek_v2"], dist.get_world_size()),
-            }
-            model = tiny.model("deepseek_v2").train()
-            allow_string_keys()
-            engine: Any = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-            overlap(engine.module, FARSKIP, mode, dispatcher=make)
-            losses = []
-            for number in range(6):
-                ids = tiny.tokens(seed=10 * rank + number % 2)
-                loss = engine(ids, labels=ids, use_cache=False).loss
-                engine.backward(loss)
-                engine.step()
-                losses.append(loss.item())
-            curves.append(losses)
+            seeds = [10 * rank + number % 2 for number in range(6)]
+            curves.append(losses(stage, partial(overlap, wiring=FARSKIP, mode=mode, dispatcher=make), seeds))
         if curves[0] != curves[1]:
             problems.append(f"ZeRO-{stage}: overlapped {curves[1]}, blocking {curves[0]}")
         if curves[0] != pytest.approx(curves[-1], rel=1e-5):

@@ -1,15 +1,14 @@
 """The greedy search finds what an exhaustive one finds, on a trained router, and ends where moves cost more."""
 
-import importlib.util
 import itertools
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from studies.placement import study
 from torch import Tensor
 
 from fcsd.parallel.expert.levels import tokens_by_group
@@ -21,17 +20,7 @@ EXPERTS = 8
 
 
 @pytest.fixture(scope="module")
-def study(repo: Path) -> Any:
-    """The script that compares objectives."""
-    spec = importlib.util.spec_from_file_location("placement_study", repo / "studies/placement/study.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def routing(study: Any) -> list[Tensor]:
+def routing() -> list[Tensor]:
     """What 16384 held-out tokens choose in each layer of the bundled teacher, ``[tokens, 2]`` each."""
     found, experts = study.choices(16384)
     assert experts == EXPERTS and len(found) == 9
@@ -51,7 +40,7 @@ def cost(objective: Objective, chosen: Tensor, placement: Placement) -> float:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_greedy_reaches_the_exhaustive_reduction_on_other_tokens(study: Any, routing: list[Tensor], ranks: int) -> None:
+def test_greedy_reaches_the_exhaustive_reduction_on_other_tokens(routing: list[Tensor], ranks: int) -> None:
     seen, unseen = [chosen[:8192] for chosen in routing], [chosen[8192:] for chosen in routing]
     start = [Placement(EXPERTS, ranks)] * len(routing)
     found, _ = greedy(seen, start, study.objectives(ranks)["smooth-max"])
