@@ -68,7 +68,7 @@ call() {
         [ ! -e "$part" ] || echo "${part#"$WORK/healed/"}: $(tail -n 1 "$part" | cut -c 1-120)"
     done
     tar -C "$WORK" -czf "${OUT:-$WORK}/found.tar.gz" --exclude=models --exclude='*.safetensors' --exclude=student --exclude=checkpoints \
-        found $([ ! -e "$WORK/healed" ] || echo healed)
+        found $([ ! -e "$WORK/healed" ] || echo healed) || [ $? = 1 ] # 1: a file grew while it was read
 }
 
 say() { echo "$(date +%T) $*"; }
