@@ -1,7 +1,6 @@
 """Makes a wiring from the name, layers and options that a user gives, and checks that it fits the checkpoint."""
 
 import logging
-from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -12,7 +11,14 @@ from fcsd.checkpoint.files import with_floats
 from fcsd.checkpoint.rewired import AMD_KEYS
 from fcsd.errors import ConfigError
 from fcsd.models.arch import Arch
-from fcsd.models.build import check_desync, check_injected, config_class, injected_layers, model_classes
+from fcsd.models.build import (
+    check_desync,
+    check_injected,
+    config_class,
+    injected_layers,
+    model_classes,
+    without_injected,
+)
 from fcsd.models.selection import layers_text, select_layers
 from fcsd.models.wiring_block import Wiring
 
@@ -40,7 +46,7 @@ def choose_wiring(config: CheckpointConfig, arch: Arch, name: str, layers: str, 
         chosen = {key: value for key, value in fields.items() if value is not None}
         wiring = Wiring(name, select_layers(layers, config.text["num_hidden_layers"]), **chosen)
         if layers.strip() == "all":
-            wiring = _without_injected(config, arch, wiring)
+            wiring = _all_that_can(_converted_config(config, arch, wiring), wiring)
         cls = model_classes(arch.model_type)["AutoModelForCausalLM"]
         with torch.device("meta"):
             model = cls(_converted_config(config, arch, wiring))
@@ -49,6 +55,18 @@ def choose_wiring(config: CheckpointConfig, arch: Arch, name: str, layers: str, 
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return wiring
+
+
+def _all_that_can(config: Any, wiring: Wiring) -> Wiring:
+    """``without_injected``, with a word about the layers that stay standard."""
+    found = without_injected(config, wiring)
+    if found.layers != wiring.layers:
+        log.warning(
+            "layers 0-%d stay standard: the model adds image features to the outputs of its first %d layers",
+            min(found.layers, default=len(wiring.layers)) - 1,
+            injected_layers(config),
+        )
+    return found
 
 
 def _as_trained(
@@ -65,25 +83,6 @@ def _as_trained(
     found = list(range(own["start"], min(own["end"] + 1, depth)))
     border = None if own["variant"] == "mlp-only" else "partial"
     return "farskip", layers_text(found), {"variant": own["variant"], "border": border}
-
-
-def _without_injected(config: CheckpointConfig, arch: Arch, wiring: Wiring) -> Wiring:
-    """The wiring of the most layers that still lets the model add image features to the outputs of its first layers."""
-    converted = _converted_config(config, arch, wiring)
-    for start in range(injected_layers(converted) + 2):
-        found = replace(wiring, layers=wiring.layers[start:])
-        try:
-            check_injected(converted, found)
-        except ConfigError:
-            continue
-        if start:
-            log.warning(
-                "layers 0-%d stay standard: the model adds image features to the outputs of its first %d layers",
-                start - 1,
-                injected_layers(converted),
-            )
-        return found
-    return wiring
 
 
 def _converted_config(config: CheckpointConfig, arch: Arch, wiring: Wiring) -> Any:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -165,6 +166,18 @@ def check_injected(config: PretrainedConfig, wiring: Wiring) -> None:
             f"the outputs of layers 0-{count - 1}",
             hint="Use layers: all, which leaves these layers as they are, or choose later layers.",
         )
+
+
+def without_injected(config: PretrainedConfig, wiring: Wiring) -> Wiring:
+    """The wiring of the most layers that still lets the model add image features to the outputs of its first layers."""
+    for start in range(injected_layers(config) + 2):
+        found = replace(wiring, layers=wiring.layers[start:])
+        try:
+            check_injected(config, found)
+        except ConfigError:
+            continue
+        return found
+    return wiring
 
 
 def unwired() -> Wiring:

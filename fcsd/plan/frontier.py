@@ -17,7 +17,7 @@ from typing import Any
 from fcsd.disk import read_input
 from fcsd.errors import ConfigError
 from fcsd.markdown import table
-from fcsd.models.build import arch_of, key_value_heads
+from fcsd.models.build import arch_of, key_value_heads, without_injected
 from fcsd.models.schedule import Kind, Output, reads_of, reductions
 from fcsd.models.selection import cheapest, layers_text, select_layers
 from fcsd.models.wiring_block import DESYNC, Blocks, Wiring
@@ -104,7 +104,8 @@ def frontier(model: MetaModel, ranks: int, machine: Machine | None = None, costs
         whole = Wiring(name, tuple(range(depth)), variant, tp_degree=degree)
         label = name if variant == "full" else f"{name} {variant}"
         alike = measured_alike(whole, kinds, arch.blocks) or label
-        choices = {share: select_layers(share, depth) for share in SHARES}
+        first = min(without_injected(config, whole).layers, default=depth)
+        choices = {share: tuple(n for n in select_layers(share, depth) if n >= first) for share in SHARES}
         if given is not None and alike in given:
             alone = {layer: cost for layer, cost in enumerate(given[alike]) if cost is not None}
             counts = [count for share in SHARES[:-1] if (count := len(choices[share])) <= len(alone)]

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tiny
 from studies.real.law import OUT, PAGE, checks, filled, law, stored
 from transformers import LlamaConfig
 from typer.testing import CliRunner
@@ -13,7 +14,9 @@ from fcsd.cli.main import app
 from fcsd.disk import write_json
 from fcsd.distill.layer_costs import LayerCosts
 from fcsd.models.archs import ARCHS
+from fcsd.models.build import without_injected
 from fcsd.models.schedule import Kind
+from fcsd.models.selection import layers_text
 from fcsd.models.wiring_block import DESYNC, Blocks, Wiring
 from fcsd.plan import frontier
 from fcsd.plan.model import MetaModel, packaged_config
@@ -152,6 +155,19 @@ def test_a_layer_that_cannot_be_converted_is_never_among_the_cheapest(model: Pat
     told = {row.layers: row.cost for row in rows if row.wiring == "ladder"}
     assert [layers for layers in told if layers.startswith("auto")] == ["auto:4 (6-9)", "auto:8 (6-13)", "auto (6-15)"]
     assert told["auto (6-15)"] == told["100% (0-15)"] == (pytest.approx(sum(later.values())),) * 2
+
+
+def test_layers_that_cannot_be_converted_are_in_no_row(tmp_path: Path) -> None:
+    """As with ``fcsd convert --layers all``, which leaves them standard."""
+    config = tiny.config("qwen3_vl")
+    config.vision_config.deepstack_visual_indexes = [0, 1]
+    config.save_pretrained(tmp_path)
+    rows = frontier.frontier(MetaModel(str(tmp_path)), 2)
+    whole = {row.wiring: row.layers for row in rows if row.layers.startswith("100%")}
+    for wiring in ("ladder", "farskip", "desync-2x"):
+        layers = tuple(range(config.text_config.num_hidden_layers))
+        all_that_can = without_injected(config, Wiring(wiring, layers, tp_degree=2 if wiring in DESYNC else 1)).layers
+        assert 0 < len(all_that_can) < len(layers) and whole[wiring] == f"100% ({layers_text(all_that_can)})"
 
 
 @pytest.mark.parametrize(
