@@ -546,7 +546,7 @@ def kernels_compute_the_same(model: Any, arch: str) -> None:
     fused = outputs(model, ids)
     assert len(fused) == len(plain)
     for found, own in zip(fused, plain, strict=True):
-        assert (found - own).norm() <= 1e-4 * own.norm() + 1e-6  # a key bias without positions has no gradient
+        assert (found - own).norm() <= 1e-4 * own.norm() + 3e-6  # a key bias without positions has no gradient
 
 
 @pytest.mark.parametrize("arch", tiny.CONFIGS)

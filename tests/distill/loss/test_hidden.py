@@ -120,13 +120,13 @@ def test_no_stream_outlives_its_use_and_no_hook_stays() -> None:
 
 def _overlapped(rank: int) -> list[str]:
     """Loss and gradients of the streams' distance under overlap, against the same parts in blocking order."""
+    from divided import sharded
     from late import late_collectives
-    from test_overlap import _sharded
 
     from fcsd.parallel.overlap import overlap
 
     problems = []
-    model = _sharded("deepseek_v2")
+    model = sharded("deepseek_v2")
     module = Student(model, Objective(hidden=Hidden(weight=1.0, layers="1,3")))
     for recompute in (False, True):
         if recompute:

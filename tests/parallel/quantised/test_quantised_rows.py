@@ -8,11 +8,12 @@ import tiny
 import torch
 import torch.distributed as dist
 from blocks import Block
+from divided import sharded
 from file_buffers import opener
 from late import late_collectives
 from ranks import in_group
 from test_dispatcher import through
-from test_overlap import ALL, FARSKIP, _difference, _run, _sharded
+from test_overlap import ALL, FARSKIP, _difference, _run
 from torch import Tensor
 
 from fcsd.errors import ConfigError
@@ -66,7 +67,7 @@ def _schedules(rank: int, folder: str) -> list[str]:
     problems = []
     copies = CopiesTransport(opener(folder))
     ids = tiny.tokens(batch=1, seed=rank, length=4 + 2 * rank)  # the interpreter encodes row by row
-    overlap(model := _sharded("deepseek_v2"), FARSKIP, "off")
+    overlap(model := sharded("deepseek_v2"), FARSKIP, "off")
     plain = _run(model, [ids])
     for case in CASES:
         if case.recompute:
@@ -104,7 +105,7 @@ def _paused(model: Any, ids: Tensor, plain: Any) -> list[str]:
 def _bytes(rank: int) -> dict[str, int]:
     """The bytes that this rank sends in one pass, for wires that change no choice of a router."""
     found = {}
-    model = _sharded("deepseek_v2")
+    model = sharded("deepseek_v2")
     for text in ("", DISPATCH_GRAD, COMBINE_GRAD):
         traffic = Traffic()
         quantiser = Quantiser(Formats.parse(text)) if text else None
