@@ -4,7 +4,7 @@
 # Usage: benchmarks/carried/heal_gpu.sh COMMAND
 #   build CASES MIRROR TRAIN HELD_OUT [FOLDER]   in fcsd's own environment: packs the weights, the token ids of TRAIN and
 #           HELD_OUT (`studies.real.texts`), the benchmarks in MIRROR with passages of HELD_OUT, the cases, and the
-#           packages that the machine lacks, into FOLDER/1 to FOLDER/3 of at most 60 MiB each; FOLDER is .healing
+#           packages that the machine lacks, into FOLDER/1 to FOLDER/3 of at most 55 MiB each; FOLDER is .healing
 #   call [PART ...]   on the GPU machine: takes the parts in, starts the run with the last of them, waits $WAIT seconds,
 #           shows how far it is, and packs all that was found so far into $OUT/found.tar.gz. Call it without a part as
 #           often as you like: the run goes on by itself.

@@ -6,8 +6,8 @@ All cells are healed by one recipe. ``WIRING`` is a name as ``fcsd plan --fronti
 or ``ladder attn-only``; without one, all are printed.
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,21 +40,31 @@ def cases(repo: Path = Path()) -> list[dict[str, Any]]:
         alone = dict(enumerate(frontier.costs(repo)["desync-2x" if desync else wiring]))
         for choice in frontier.CHOICES:
             for share in SHARES if choice == "last" else SHARES[:-1]:
-                part = float(share.rstrip("%")) / 100
-                if (wiring, choice, part) in known:
+                if (wiring, choice, frontier.part(share)) in known:
                     continue
-                layers = (
-                    share if choice == "last" else layers_text(cheapest(alone, len(select_layers(share, len(alone)))))
-                )
-                name = "-".join([*wiring.split(), *(["all"] if part == 1 else [choice, share.rstrip("%")])])
-                case = {"name": name, "wiring": wiring, "layers": "all" if part == 1 else layers, **RECIPE}
+                layers, of = share, [choice, share.rstrip("%")]
+                if share == SHARES[-1]:
+                    layers, of = "all", ["all"]
+                elif choice != "last":
+                    layers = layers_text(cheapest(alone, len(select_layers(share, len(alone)))))
+                case = {"name": "-".join([*wiring.split(), *of]), "wiring": wiring, "layers": layers, **RECIPE}
                 if desync:
                     case |= {"tp_degree": RANKS, "set": {**SET, "train.micro_batch_size": MICRO}}
                 found.append({"set": SET, **case})
     return found
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Print the cases of the wirings that the arguments name."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("wirings", nargs="*", metavar="WIRING")
+    wanted = parser.parse_args().wirings
+    if unknown := {*wanted} - {*frontier.labels()}:
+        parser.error(f"no wiring {', '.join(sorted(unknown))}; there are {', '.join(frontier.labels())}")
     for case in cases():
-        if case["wiring"] in (sys.argv[1:] or [case["wiring"]]):
+        if not wanted or case["wiring"] in wanted:
             print(json.dumps(case))
+
+
+if __name__ == "__main__":
+    main()

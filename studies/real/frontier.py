@@ -147,7 +147,7 @@ def speeds(repo: Path = Path()) -> str:
     for wiring in labels():
         own = [link for name, link in measured(repo) if name == wiring]
         for link in own or [PREDICTED]:
-            cells = [served(wiring, _part(share), link, repo) or predicted()[wiring, share] for share in SHARES]
+            cells = [served(wiring, part(share), link, repo) or predicted()[wiring, share] for share in SHARES]
             body.append([wiring, *map(str, cells), link])
     return table(["wiring", *(share.replace("%", " %") for share in SHARES), "from"], body, left=1) + "\n"
 
@@ -212,7 +212,7 @@ def table_of_cells(cells: list[Healed], tokens: float, repo: Path = Path()) -> s
             row = [", ".join(ALIKE) if wiring == ALIKE[0] else wiring, called]
             for share, told in zip(SHARES, predicted, strict=True):
                 # All layers are the same choice by any rule, and stored as the last ones.
-                found = known.get((wiring, "last" if share == SHARES[-1] else choice, _part(share)))
+                found = known.get((wiring, "last" if share == SHARES[-1] else choice, part(share)))
                 if found is not None:
                     row.append(f"{found.lost}{' (all weights)' if found.whole else ''}")
                 else:
@@ -306,5 +306,6 @@ def draw(out: Path, cells: list[Healed], longer: list[Healed], tokens: float, re
     pyplot.close(figure)
 
 
-def _part(share: str) -> float:
+def part(share: str) -> float:
+    """A share of the layers, such as ``75%``, as a number."""
     return float(share.rstrip("%")) / 100

@@ -129,7 +129,7 @@ def cells(file: dict[str, Any]) -> list[frontier.Healed]:
         layers = select_layers(run["layers"], DEPTH)
         share = next(s for s in frontier.SHARES if len(select_layers(s, DEPTH)) == len(layers))
         choice = "last" if layers == select_layers(share, DEPTH) else "cheapest"
-        part = float(share.rstrip("%")) / 100
+        part = frontier.part(share)
         lost, whole = mean_difference(file, run["name"]), "optim.train" not in run.get("set", {})
         found.append(frontier.Healed(run["name"], run["wiring"], part, *lost, choice, whole))
     return found

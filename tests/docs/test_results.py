@@ -1613,6 +1613,25 @@ def test_a_step_of_one_answer_of_scout(repo: Path, raw: Raw) -> None:
     assert all(max(rounds[name]) / min(rounds[name]) < 1.02 for name in ("farskip", "original"))
     for file in ("docs/LOG.md", "docs/serving.md", "benchmarks/results/README.md"):
         assert f"**{ratio}**" in (repo / file).read_text()
+    assert f"A step of one answer takes the original {ms['original']:.1f} ms," in page
+    both = raw("serve_vllm_scout_fp8_slow_2xh100")["variants"].values()
+    steps = [one["rounds"][key] for one in both for key in ("decode 16", "decode 64")]
+    apart = [100 * (max(times) / min(times) - 1) for times in steps]
+    assert f"differ by {min(apart):.0f} to {max(apart):.0f} %" in (repo / "docs/LOG.md").read_text()
+
+
+def test_what_was_timed_and_not_compared_on_gpus_is_named(repo: Path, raw: Raw) -> None:
+    page = (repo / "benchmarks/results/vllm.md").read_text()
+    serving = " ".join((repo / "docs/serving.md").read_text().split())
+    files = [json.loads(file.read_text()) for file in (repo / "benchmarks/results").glob("vllm_*xh*00.json")]
+    compared = {case for file in files for case in re.findall('"case": "([^"]+)', json.dumps(file))}
+    models = {case.split("-")[0] for case in compared}
+    assert {"llama", "qwen3_moe", "deepseek_v2"} <= models and not {"llama4_text", "qwen3"} & models
+    assert [case for case in compared if "fp8" in case] == ["qwen3_moe-fp8"]
+    assert "**This architecture was not compared with transformers on a GPU**" in page
+    assert "**Not compared on a GPU**: llama4 (Scout) and dense qwen3," in serving
+    on_cpus = json.dumps(raw("vllm_cpu_0_25_to_0_33"))
+    assert '"llama4_text-farskip"' in on_cpus and '"qwen3-parallel"' in on_cpus
 
 
 def test_what_is_known_of_the_figures_that_farskip_lost(repo: Path, raw: Raw) -> None:
