@@ -10,8 +10,9 @@
 #           often as you like: the run goes on by itself.
 #
 # The run lets the original write OWN tokens of chats on the first GPU and DOC tokens of documents on the last one, asks
-# it the benchmarks in the same time, and then heals AT_ONCE cases at a time on each GPU. WORK is where it runs. The
-# machine needs Python 3.12, torch 2.11 for CUDA 13 and transformers 5.17, and fcsd and studies of this repository.
+# it the benchmarks in the same time on the one in the middle, and then heals AT_ONCE cases at a time on each GPU. WORK
+# is where it runs. The machine needs Python 3.12, torch 2.11 for CUDA 13 and transformers 5.17, and fcsd and studies of
+# this repository.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -91,7 +92,7 @@ run() {
         --batch-size "${ROWS:-1024}" --out "$WORK/texts/doc" 2> "$found/doc.log" & doc=$!
     mkdir -p "$out/answers" "$WORK/before"
     ln -sfn "$out/answers" "$WORK/before/answers"
-    CUDA_VISIBLE_DEVICES=$((gpus - 1)) python3 -m fcsd eval "$WORK/original" --tasks $tasks,lambada_openai --limit "${LIMIT:-2500}" \
+    CUDA_VISIBLE_DEVICES=$((gpus / 2)) python3 -m fcsd eval "$WORK/original" --tasks $tasks,lambada_openai --limit "${LIMIT:-2500}" \
         --data-mirror "$WORK/mirror" --held-out "$WORK/texts/sample.jsonl" --out "$WORK/before" > /dev/null 2> "$found/before.log" & before=$!
     wait $own && wait $doc && wait $before
     cp "$WORK/texts/own/write.json" "$found/own.json" && cp "$WORK/texts/doc/write.json" "$found/doc.json"
@@ -104,5 +105,5 @@ run() {
 
 case ${1:-} in
 build | call | run) "$@" ;;
-*) sed -n '2,16s/^# \{0,1\}//p' "$0" >&2 && exit 2 ;;
+*) sed -n '2,17s/^# \{0,1\}//p' "$0" >&2 && exit 2 ;;
 esac

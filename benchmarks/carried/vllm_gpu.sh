@@ -12,8 +12,8 @@
 #   beside  on two GPUs: converted models with shared experts beside the routed ones
 #   sums    on two GPUs: quantised and symmetric sums, tables of sums, and the bound, which has to be wrong
 #   exchange  on two GPUs: data-parallel attention, with divided experts and vLLM's exchange of tokens
-#   rows    on two GPUs: the plans in PLANS for `vllm_parity.py serve`. Parts between semicolons run at the same time; a
-#           part with a case for vLLM's kernels for latent attention uses them
+#   rows    on TP GPUs (two): the plans in PLANS for `vllm_parity.py serve`. Parts between semicolons run at the same
+#           time; a part with a case for vLLM's kernels for latent attention uses them
 #   four    on four GPUs: the same with tensor parallelism 4, and two stages of two GPUs
 #   serve   times originals, wirings and bounds: `fcsd bench serve` with the words in SERVE; its files are in $OUT/serve.
 #           Several of them run at once on different GPUs, each with CUDA_VISIBLE_DEVICES and OUT of its own. BENCH is
@@ -256,7 +256,7 @@ rows)
     for part in "${!parts[@]}"; do
         program=$serve
         [[ ${parts[part]} = *-latent/* ]] && program=$latent
-        job "part-$part" $program --tp 2 ${parts[part]}
+        job "part-$part" $program --tp "${TP:-2}" ${parts[part]}
     done
     ;;
 four)

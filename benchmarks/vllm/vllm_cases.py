@@ -217,6 +217,8 @@ PROCESSOR = {
 }  # fmt: skip
 # Families of which transformers saves other names than published files have, or experts in another layout.
 PUBLISHED = ("qwen3_vl_moe", "kimi_k25", "olmo_hybrid")
+# Cases for four ranks, each of which has heads of keys and values of its own under Desync.
+BY_FOUR = ("llama-desync-4x-by-4",)
 # Cases of HyperCLOVA X whose layers norm no output.
 PLAIN = ("hyperclovax-plain",)
 # Families with two cases each: three of four layers (``ARCH-WIRING``), and all (``ARCH-WIRING-all``).
@@ -239,6 +241,7 @@ MORE = {
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama-ladder": ("llama", "1-3", dict(wiring="ladder")),
     "qwen3-parallel": ("qwen3", "all", dict(wiring="parallel")),
+    "qwen3-ladder": ("qwen3", "1-3", dict(wiring="ladder")),
     "qwen3_moe-farskip": ("qwen3_moe", "1-3", dict(wiring="farskip")),
     "qwen2_moe-farskip": ("qwen2_moe", "1-3", dict(wiring="farskip")),
     "mixtral-ladder": ("mixtral", "1-3", dict(wiring="ladder")),
@@ -255,6 +258,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_moe-fp8": ("qwen3_moe", "1-3", dict(wiring="farskip")),
     "llama-desync-2x": ("llama", "1-3", dict(wiring="desync-2x", tp_degree=2)),
     "llama-desync-4x": ("llama", "all", dict(wiring="desync-4x", tp_degree=2)),
+    "llama-desync-4x-by-4": ("llama", "all", dict(wiring="desync-4x", tp_degree=4)),
     "granite-desync-2x": ("granite", "1-3", dict(wiring="desync-2x", tp_degree=2)),
     "hyperclovax-plain": ("hyperclovax", "1-3", dict(wiring="ladder")),
     "deepseek_v3-gated": ("deepseek_v3", "", {}),  # AMD's keys say how it is wired
@@ -303,6 +307,8 @@ def _make(case: str, original: Path, converted: Path) -> None:
     sizes = FP8_SIZES if case in FP8 else dict(hidden_size=HIDDEN) | SIZES[arch]
     if case in LATENT:
         sizes |= LATENT_SIZES
+    if case in BY_FOUR:
+        sizes |= dict(num_key_value_heads=4)
     if case in GATED:
         sizes |= dict(q_lora_rank=None)
     if case in PLAIN:

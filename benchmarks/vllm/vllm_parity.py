@@ -10,9 +10,11 @@ that vLLM refuses converted models without fcsd's plugin.
 
 The models are those of ``benchmarks/vllm/vllm_cases.py``, and are made in FOLDER. A PLAN is ``CASE/DTYPE/MODE``, with
 ``/ep`` behind it for whole experts on each rank, and with settings of the plugin such as ``/beside+always``: a key of
-``SETTINGS``, or several. A plan with settings is about the converted model alone. The reference is transformers in
-float32 on the CPU, given the same tokens; in bfloat16 the error of transformers in bfloat16 stands beside that of
-vLLM, and with fp8 weights the distance from the other wiring. With quantised sums the reference rounds its sums, too.
+``SETTINGS``, or several. A plan with settings is about the converted model alone. DTYPE is ``float32``, ``bfloat16`` or
+``fp8``, for which vLLM rounds bfloat16 weights itself (``--quantization fp8``). The reference is transformers in
+float32 on the CPU, given the same tokens; in bfloat16 and fp8 the error of transformers that rounds so stands beside
+that of vLLM, and with a checkpoint in fp8 the distance from the other wiring. With quantised sums the reference rounds
+its sums, too.
 ``MODE`` is ``eager``, ``graph`` (whole CUDA graphs, not compiled, 200 tokens), ``default`` (compiled, with vLLM's own
 choice of graphs) or ``pressure`` (so little memory that requests are preempted).
 
@@ -45,12 +47,12 @@ from vllm_report import Row, report  # noqa: E402
 
 NEW, REPLAYS = 8, 200  # tokens of an answer, and where the same step is taken again and again
 FLOAT32_TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}  # nats; kernels on the GPU add up in another order than the CPU
-BFLOAT16_RATIO = 1.5  # root mean square error over that of transformers in bfloat16
+RATIO = 1.5  # root mean square error over that of transformers in bfloat16, or with weights in fp8
 # With quantised sums, the root mean square error over what rounding them moves: a value at the border of two codes may
 # get the other one. Sums that are not rounded, or rounded otherwise, are a whole rounding or more away.
 ROUNDED_SHARE = 0.25
-# With weights in fp8, vLLM also rounds what a projection reads, which the reference does not. So the error is compared
-# with the distance from the other wiring.
+# With a checkpoint in fp8, vLLM also rounds what a projection reads, which the reference does not. So the error is
+# compared with the distance from the other wiring.
 FP8_SHARE = 0.25
 ITEM_TOLERANCE = 1e-3  # nats, of the sum over a continuation
 MODES: dict[str, dict[str, Any]] = {
@@ -82,6 +84,8 @@ def engine(path: Path, dtype: str, **options: Any) -> Any:
 
     inspect_here()
     options.setdefault("kv_cache_memory_bytes", 1 << 28)
+    if dtype == "fp8":
+        dtype, options["quantization"] = "bfloat16", "fp8"
     if torch.cuda.is_available():
         if dtype == "float32":
             options["attention_config"] = dict(backend="TRITON_ATTN")  # FlashAttention has no float32
@@ -180,8 +184,9 @@ def compare(folder: Path, plan: Row) -> Row:
     Returns:
         ``largest`` and ``rms``, the errors of vLLM; ``answers``, the largest error in the answers alone; ``greedy``,
         how many answers are the most likely tokens for transformers; ``other`` and ``other_rms``, how far the other
-        wiring is; in bfloat16 ``rms_transformers``, the error of transformers; with quantised sums ``rms_rounding``,
-        how far the reference that rounds them is from the one that does not; ``tolerance``; ``right``.
+        wiring is; in bfloat16 and fp8 ``rms_transformers``, the error of transformers; with quantised sums
+        ``rms_rounding``, how far the reference that rounds them is from the one that does not; ``tolerance``;
+        ``right``.
     """
     import vllm_exchange
 
@@ -248,13 +253,15 @@ def answered(
 def judged(paths: dict[str, Path], plan: Row, given: list[Answer], reduce: str) -> Row:
     """Compare answers with transformers; see ``compare``. ``reduce`` is what the plugin was told to sum by."""
     import torch
+    from vllm_rounded import round_sums, round_to_fp8
 
     case, role, dtype = plan["case"], plan["role"], plan["dtype"]
     references = {name: reference(path) for name, path in paths.items()}
     rounded = reference(paths[role]).to(torch.bfloat16) if dtype == "bfloat16" and case not in FP8 else None
+    if dtype == "fp8":
+        rounded = reference(paths[role])
+        round_to_fp8(rounded)
     if format := format_of(reduce):
-        from vllm_rounded import round_sums
-
         if dtype != "float32":
             raise ValueError("quantised sums are compared in float32")
         rounded = references[role]
@@ -282,8 +289,9 @@ def judged(paths: dict[str, Path], plan: Row, given: list[Answer], reduce: str) 
         return result | dict(tolerance=tolerance, right=result["rms"] <= tolerance)
     if rounded is not None:
         rms = (torch.cat(own) - torch.cat(expected)).square().mean().sqrt().item()
-        name, factor = ("rms_rounding", ROUNDED_SHARE) if format else ("rms_transformers", BFLOAT16_RATIO)
-        return result | {name: rms, "tolerance": factor * rms, "right": result["rms"] <= factor * rms}
+        name, factor = ("rms_rounding", ROUNDED_SHARE) if format else ("rms_transformers", RATIO)
+        near = result["rms"] <= factor * rms and result["rms"] < result["other_rms"]
+        return result | {name: rms, "tolerance": factor * rms, "right": near}
     tolerance = FLOAT32_TOLERANCE["cuda" if torch.cuda.is_available() else "cpu"]
     if "linear_key_head_dim" in (paths["original"] / "config.json").read_text():
         tolerance *= 2  # transformers computes the gated delta rule in chunks, which rounds more

@@ -1,4 +1,4 @@
-"""A model in transformers that rounds its sums as ranks with quantised all-reduces do: the slow reference for them.
+"""A model in transformers that rounds as vLLM does: the slow reference for quantised all-reduces and for fp8.
 
 The last product of a sub-block is linear in its weight. What a rank adds to a sum is therefore the output of the whole
 sub-block with zeros in place of the other ranks' part of that weight. Each rank's addend is encoded and decoded by
@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn, zeros_like
 
 from fcsd.kernels.bit_split import Format, decode, encode
@@ -46,6 +47,26 @@ def round_sums(model: Any, format: Format, ranks: int, experts: bool) -> None:
         weights = _weights(blocks, layers[i], experts)
         made = partial(_parts, layers[i].fcsd.parts, steps, weights, format, ranks)
         layers[i].fcsd = replace(layers[i].fcsd, parts=made)
+
+
+def round_to_fp8(model: Any) -> None:
+    """Let a model round the matrices of its layers, and what reaches them, to fp8 (e4m3) with one scale each, in place.
+
+    An expert's matrices have scales of their own. Routers, the embedding and the output head stay as they are. The
+    inner values of experts are not rounded, and vLLM has more scales, so this tells the size of the error alone.
+    """
+    for name, module in model.named_modules():
+        own = [weight for weight in module.parameters(recurse=False) if weight.ndim > 1]
+        if not own or isinstance(module, nn.Embedding) or name.endswith(("lm_head", "mlp.gate", "router")):
+            continue
+        for weight in own:
+            weight.data = torch.stack([_in_fp8(x) for x in weight.data]) if weight.ndim > 2 else _in_fp8(weight.data)
+        module.register_forward_pre_hook(lambda module, given: (_in_fp8(given[0]), *given[1:]))
+
+
+def _in_fp8(x: Tensor) -> Tensor:
+    scale = x.abs().amax() / torch.finfo(torch.float8_e4m3fn).max
+    return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
 
 
 def _weights(blocks: Blocks, layer: Any, experts: bool) -> dict[str, tuple[nn.Parameter, int]]:

@@ -90,6 +90,25 @@ def test_the_verdict_on_a_row_has_teeth(folder):
         vllm_parity.judged(paths, plan | dict(dtype="bfloat16"), [], "quantised:int8")
 
 
+@pytest.mark.parametrize("case", ["deepseek_v2-latent", "llama4_text-farskip"])
+def test_the_verdict_on_fp8_knows_the_other_wiring(folder, case):
+    import vllm_parity
+    import vllm_rounded
+
+    paths = vllm_parity.made(folder, case)
+    asked = vllm_parity.prompts(paths["original"], case)
+    plan = dict(case=case, role="converted", dtype="fp8", ranks=2, experts=True)
+    verdicts = {}
+    for role, path in paths.items():
+        model = vllm_parity.reference(path)
+        vllm_rounded.round_to_fp8(model)
+        said = [(ids[:-4], ids[-4:], vllm_parity.logprobs(model, ids)[0].tolist()) for ids in asked]
+        verdicts[role] = vllm_parity.judged(paths, plan, said, "")
+    assert verdicts["converted"]["right"] and not verdicts["original"]["right"]
+    right = verdicts["converted"]
+    assert right["rms"] == pytest.approx(right["rms_transformers"]) and right["rms"] > 0.01, "weights are rounded"
+
+
 def test_plans_say_what_the_plugin_is_told(tmp_path):
     import vllm_parity
 
