@@ -87,7 +87,8 @@ def answered(path: Path, asked: list[list[int]], plan: dict[str, Any], section: 
         RuntimeError: a rank has failed, and has said why.
         TimeoutError: a rank has not answered in time.
     """
-    context, port = multiprocessing.get_context("fork"), random.randrange(20000, 50000)
+    context = multiprocessing.get_context("fork")
+    port = random.randrange(20000, 32000)  # Linux gives higher ones to any socket
     found = context.Queue()
     given = (port, path, asked, plan, section, found)
     ranks = [context.Process(target=_rank, args=(rank, *given)) for rank in range(plan["replicas"])]
