@@ -261,13 +261,9 @@ def _torchrun_team(lockstep: bool, together_on_all: bool) -> Team:
     """The processes that torchrun started, or this process alone."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return ALONE
-    import torch.distributed as dist
-
     from fcsd.launch.world import join_world
 
-    world = join_world()
-    group = dist.new_group(backend="gloo", timeout=PATIENCE)
-    return Team(replace(world, group=group), lockstep, together_on_all)
+    return Team(join_world().patient(PATIENCE), lockstep, together_on_all)
 
 
 def _results(
