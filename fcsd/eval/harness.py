@@ -251,10 +251,8 @@ def _lent(model: Loaded, engine: Engine, team: Team) -> Iterator[Adapter]:
     limits: dict[str, Any] = {"batch_size": engine.batch_size, "max_length": engine.max_length}
     with eval_mode(model.model), over(model.model, engine.quantised):
         adapter = HFAdapter(model.model, model.tokenizer, team=team, generation=engine.generation, **limits)
-        try:
+        with contextlib.closing(adapter):
             yield adapter
-        finally:
-            adapter.close()
 
 
 def _torchrun_team(lockstep: bool, together_on_all: bool) -> Team:
