@@ -138,6 +138,3 @@ SHAPES: dict[str, Shape] = {
     ),
     "tiny-dense": Shape(LlamaConfig, 4, _sizes(256, 64, 128, 4, 4) | {"max_position_embeddings": 4096}),
 }
-
-# Decoder layers of the models whose dimensions the shapes have.
-DEPTHS: dict[str, int] = {name: shape.depth for name, shape in SHAPES.items()}

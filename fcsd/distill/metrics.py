@@ -52,9 +52,7 @@ class Meter:
         self._feed, self._waited, self._warned = feed, 0.0, False
         self._exposed: dict[str, float] = {}
         self._traffic, self._of_step = traffic, Traffic()
-        on_gpu = world.device.type == "cuda"
-        peak = gpu_peak(torch.cuda.get_device_name(world.device), recipe.train.dtype) if on_gpu else None
-        self._full = None if peak is None else full_speed(recipe, world.size, peak)
+        self._full = full_speed_of(recipe, world)
         self._seconds, self._start, self._read = 0.0, start, (start, 0.0)
 
     def traces(self, step: int) -> bool:
@@ -150,6 +148,14 @@ def exposed_communication(path: Path) -> dict[str, float]:
 def gpu_peak(name: str, dtype: str) -> float | None:
     """The peak FLOP/s of a GPU with torch's name ``name``; None if it is not known."""
     return PEAK[dtype] if any(part in name for part in _SAME_PEAK) else None
+
+
+def full_speed_of(recipe: Recipe, world: World) -> float | None:
+    """``full_speed`` at the peak of this process's GPU; None on a CPU, or if the peak is not known."""
+    if world.device.type != "cuda":
+        return None
+    peak = gpu_peak(torch.cuda.get_device_name(world.device), recipe.train.dtype)
+    return None if peak is None else full_speed(recipe, world.size, peak)
 
 
 def full_speed(recipe: Recipe, processes: int, peak: float) -> float:

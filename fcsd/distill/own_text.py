@@ -11,13 +11,12 @@ import json
 import logging
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.checkpoint import fingerprint, read_config, read_layout, resolve
@@ -88,7 +87,7 @@ def write_own_text(
     """
     world = join_world()
     if world.size > 1:
-        world = replace(world, group=dist.new_group(backend="gloo", timeout=_PATIENCE))
+        world = world.patient(_PATIENCE)
     path = resolve(model).path
     tokenizer = load_tokenizer(path)
     form = form or ("chat" if tokenizer.chat_template else "document")

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from fcsd.engine.batches import CACHE_TOKENS
 from fcsd.engine.grouped_attention import SPLIT, attention_of_step, usual_attention
-from fcsd.engine.logprobs import FORWARD_TOKENS, batches, decoder_of, head_logits
+from fcsd.engine.logprobs import FORWARD_TOKENS, batches, decoder_of, head_logits, right_padded
 from fcsd.engine.slots import Slots
 from fcsd.foreign_errors import reason_of
 from fcsd.launch.shared_work import ALONE
@@ -172,9 +172,8 @@ class Stepper:
         self, prompts: Sequence[Sequence[int]], slots: Sequence[int], temperatures: Sequence[float] | None = None
     ) -> list[int]:
         """Read prompts into slots, each with its temperature, and return the first new token id of each."""
-        width = max(map(len, prompts))
         device = self.model.device
-        rows = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts], device=device)
+        rows, _ = right_padded(prompts, device)
         ends = torch.tensor([len(prompt) for prompt in prompts], device=device)
         self.slots.filling = torch.tensor(slots, device=device)
         try:

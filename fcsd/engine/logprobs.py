@@ -146,7 +146,7 @@ def _whole(
     tokens = list(inputs)
     for batch in team.share(batches([len(t) for t in tokens], FORWARD_TOKENS, batch_size)):
         rows = [tokens[i] for i in batch]
-        ids, width = _right_padded(rows, model.device)
+        ids, width = right_padded(rows, model.device)
         ends = [(n * width + len(row), inputs[row]) for n, row in enumerate(rows)]
         yield decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state, ends
 
@@ -168,7 +168,7 @@ def _branched(
         branches = [(n, branch, indices) for n, row in enumerate(rows) for branch, indices in trunks[row].items()]
         owners = torch.tensor([n for n, _, _ in branches], device=model.device)
         select_rows(cache, owners, len(rows))
-        ids, width = _right_padded([branch for _, branch, _ in branches], model.device)
+        ids, width = right_padded([branch for _, branch, _ in branches], model.device)
         hidden = decoder(
             input_ids=ids,
             attention_mask=torch.cat([mask[owners], torch.ones_like(ids)], dim=1),
@@ -179,7 +179,7 @@ def _branched(
         yield hidden, [(n * width + len(b), indices) for n, (_, b, indices) in enumerate(branches)]
 
 
-def _right_padded(rows: Sequence[Tokens], device: torch.device) -> tuple[torch.Tensor, int]:
+def right_padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, int]:
     """Token ids ``[batch, width]`` and the width; padding on the right does not change a causal model's output."""
     width = max(map(len, rows))
     return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device), width

@@ -159,9 +159,7 @@ class _ShardedModel:
                     continue
                 shape = layout.tensors[source.stored].shape[source.row is not None :]
                 rows = None
-                if sharding == "vocabulary" or (
-                    isinstance(sharding, Shard) and sharding in (Shard(0), Shard(0, kv=True))
-                ):
+                if sharding in ("vocabulary", Shard(0), Shard(0, kv=True)):
                     (rows,) = own_range(sharding, shape[0], self.ranks, self._kv_heads_of(source.name))
                     target[rows[1] :] = 0  # the rows that the vocabulary does not have
                     target, sharding = target[: rows[1]], "whole"

@@ -19,6 +19,7 @@ from fcsd.eval.code.judge import Problem, pass_at_1
 from fcsd.eval.code.problems import load_evalplus
 from fcsd.eval.code_tasks import TIMEOUT_S, judged
 from fcsd.eval.engines.interface import Adapter
+from fcsd.eval.results import fields_of
 from fcsd.eval.statistics import estimate, spread
 from fcsd.eval.suite import Benchmark
 from fcsd.foreign_errors import reason_of
@@ -122,12 +123,7 @@ def evalplus_result(
     items = [float(v.plus is not None and v.plus.status == "pass") for v in verdicts]
     value, stderr = estimate(items)
     used = {
-        "harness": row.harness,
-        "task": row.task,
-        "version": row.version,
-        "shots": row.shots,
-        "metric": row.metric,
-        "filter": row.filter,
+        **row.settings,
         "chat": chat,
         "generation": {"until": until, "max_gen_toks": MAX_NEW_TOKENS},
         "limit": limit,
@@ -135,19 +131,8 @@ def evalplus_result(
         "prompts_sha256": json_sha256(prompts),
     }
     return {
-        "column": row.column,
-        "task": row.task,
-        "metric": row.metric,
-        "filter": row.filter,
-        "value": value,
+        **fields_of(row, items, value, stderr, used),
         "base_value": pass_at_1(verdicts, "base"),
-        "stderr": stderr,
-        "n": len(items),
-        "chance": row.chance,
-        "beside": row.beside,
-        "items": items,
-        "settings": used,
-        "settings_sha256": json_sha256(used),
         "data_sha256": json_sha256([*task.data_files.values(), len(problems)]),
         "data_files": task.data_files,
         "sandbox": sandbox,

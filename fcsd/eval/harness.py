@@ -251,23 +251,17 @@ def _lent(model: Loaded, engine: Engine, team: Team) -> Iterator[Adapter]:
     limits: dict[str, Any] = {"batch_size": engine.batch_size, "max_length": engine.max_length}
     with eval_mode(model.model), over(model.model, engine.quantised):
         adapter = HFAdapter(model.model, model.tokenizer, team=team, generation=engine.generation, **limits)
-        try:
+        with contextlib.closing(adapter):
             yield adapter
-        finally:
-            adapter.close()
 
 
 def _torchrun_team(lockstep: bool, together_on_all: bool) -> Team:
     """The processes that torchrun started, or this process alone."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return ALONE
-    import torch.distributed as dist
-
     from fcsd.launch.world import join_world
 
-    world = join_world()
-    group = dist.new_group(backend="gloo", timeout=PATIENCE)
-    return Team(replace(world, group=group), lockstep, together_on_all)
+    return Team(join_world().patient(PATIENCE), lockstep, together_on_all)
 
 
 def _results(

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.checkpoint.kind import RUN_RECIPE
-from fcsd.disk import read_input, write_text
+from fcsd.disk import json_sha256, read_input, write_text
 from fcsd.errors import BadInputError
 from fcsd.eval.engines.answer_cache import is_number
+from fcsd.eval.suite import Benchmark
 from fcsd.terminal import printable
 
 # One model's score on one task, as ``evaluate_models`` describes it.
@@ -28,6 +29,13 @@ _MAX_RESULTS = 4 << 30  # bytes; a file holds every item of every task
 PERPLEXITIES = {"word_perplexity": "word", "byte_perplexity": "byte"}
 # The metrics that are counted in nats, and per what: losses, and the perplexities by their logarithms.
 UNITS = {"nll_per_token": "token", "nll_per_answer": "answer", **PERPLEXITIES}
+
+
+def fields_of(row: Benchmark, items: Sequence[Any], value: float, stderr: float, settings: dict[str, Any]) -> Result:
+    """The fields that the results of all benchmarks have."""
+    named = {name: getattr(row, name) for name in ("column", "task", "metric", "filter")}
+    named |= {"value": value, "stderr": stderr, "n": len(items), "chance": row.chance, "beside": row.beside}
+    return {**named, "items": items, "settings": settings, "settings_sha256": json_sha256(settings)}
 
 
 def read_results(path: Path) -> list[Result]:

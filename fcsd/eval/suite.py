@@ -59,6 +59,12 @@ class Benchmark:
     beside: bool = False
     loss: str = ""
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a result records of these fields as its settings."""
+        names = ("harness", "task", "version", "shots", "metric", "filter", "chat", "generation")
+        return {name: getattr(self, name) for name in names}
+
 
 def _lm(column: str, task: str, directory: str, version: float | None, metric: str, **more) -> Benchmark:
     return Benchmark(column, LM_EVAL, task, directory, version, more.pop("shots", 0), metric, **more)

@@ -99,14 +99,12 @@ def _verdict(task: Difference, margin: float) -> str:
 
 def draw_bars(results: Sequence[Result], path: Path) -> None:
     """A PNG of bars grouped by benchmark, standard errors as whiskers, chance as a short line."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     results = [result for result in results if is_accuracy(result)]
     columns, models = _axes(results)
-    figure, axes = pyplot.subplots(figsize=(max(6.0, 1.2 * len(columns)), 3.6), layout="constrained")
+    figure = Figure(figsize=(max(6.0, 1.2 * len(columns)), 3.6), layout="constrained")
+    axes = figure.add_subplot()
     width = 0.8 / max(1, len(models))
     for number, model in enumerate(models):
         own = {result["column"]: result for result in results if result["model"] == model}
@@ -123,7 +121,6 @@ def draw_bars(results: Sequence[Result], path: Path) -> None:
     figure.legend(loc="outside upper center", fontsize="small", ncols=4, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)
 
 
 def _bits(result: Result) -> str:

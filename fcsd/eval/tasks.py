@@ -21,7 +21,7 @@ from fcsd.eval.code_tasks import TIMEOUT_S, no_execution, run_programs
 from fcsd.eval.engines.interface import Adapter
 from fcsd.eval.evalplus_tasks import EvalPlusTask, load_evalplus_task
 from fcsd.eval.ifeval import AGGREGATED, aggregated_items, require_ifeval_tools
-from fcsd.eval.results import PERPLEXITIES
+from fcsd.eval.results import PERPLEXITIES, fields_of
 from fcsd.eval.statistics import estimate, spread
 from fcsd.eval.suite import DEFINITIONS, EVALPLUS, SANDBOX, Benchmark
 from fcsd.eval.task_files import definition_sha256, mirror_files, task_manager
@@ -335,33 +335,18 @@ def task_results(
         items = [_score(sample[benchmark.metric], benchmark) for sample in samples]
         value, stderr = estimate(items)
     settings = {
-        "harness": benchmark.harness,
-        "task": benchmark.task,
-        "version": benchmark.version,
-        "shots": benchmark.shots,
+        **benchmark.settings,
         "fewshot_seed": FEWSHOT_SEED,
-        "metric": benchmark.metric,
-        "filter": benchmark.filter,
-        "chat": benchmark.chat,
-        "generation": benchmark.generation,
         "limit": limit,
         "program_seconds": TIMEOUT_S if sandbox else None,
         "definition_sha256": task.definition_sha256,
         "prompts_sha256": json_sha256([sample["prompt_hash"] for sample in samples]),
     }
+    if benchmark.metric in PERPLEXITIES:
+        stderr *= value  # until here it is that of the logarithm
     result = {
-        "column": benchmark.column,
-        "task": benchmark.task,
-        "metric": benchmark.metric,
-        "filter": benchmark.filter,
-        "value": value,
-        "stderr": stderr * value if benchmark.metric in PERPLEXITIES else stderr,
-        "n": len(items),
+        **fields_of(benchmark, items, value, stderr, settings),
         "chance": _chance(task, samples) if benchmark.chance is None else benchmark.chance,
-        "beside": benchmark.beside,
-        "items": items,
-        "settings": settings,
-        "settings_sha256": json_sha256(settings),
         "data_sha256": json_sha256([sample["doc_hash"] for sample in samples]),
         "data_files": task.data_files,
         "sandbox": sandbox,

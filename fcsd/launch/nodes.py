@@ -72,22 +72,21 @@ def node_commands(arguments: list[str], nodes: int, rendezvous: str | None) -> s
     return "\n".join(lines)
 
 
-def slurm_script(resolved: ResolvedRecipe, *, nodes: int, gpus: int, options: list[str], grace: int = GRACE) -> str:
+def slurm_script(resolved: ResolvedRecipe, *, nodes: int, gpus: int, options: list[str]) -> str:
     """A Slurm batch script that runs exactly this recipe or sweep.
 
-    The script contains the whole recipe, with every ``--set`` applied. Slurm sends SIGUSR1 ``grace`` seconds before the
+    The script contains the whole recipe, with every ``--set`` applied. Slurm sends SIGUSR1 ``GRACE`` seconds before the
     time limit, and SIGTERM when it preempts the job. The run then saves and ends with exit code 143, and the script
     puts its job back into the queue. When the job starts again, the run resumes.
 
     Args:
         gpus: the number of GPUs on each node.
         options: further options of ``fcsd distill`` for the run.
-        grace: seconds between the signal and the time limit.
     """
     name, run = resolved.recipe.name, shlex.quote(resolved.recipe.output_dir)
     if resolved.recipe.sweep is None:
         logs = [f"--output={name}-%j-%t.log", "--open-mode=append"]
-        start = f'{shlex.join(srun(nodes, gpus, options, logs=logs, grace=grace))} "$recipe"'
+        start = f'{shlex.join(srun(nodes, gpus, options, logs=logs))} "$recipe"'
     else:  # The sweep starts a job step for each of its runs.
         several = ["--gpus", str(gpus), "--nodes", str(nodes), *options]
         start = f'{shlex.join([*own_code.command(), "distill", *several])} --sweep "$recipe"'
@@ -100,7 +99,7 @@ def slurm_script(resolved: ResolvedRecipe, *, nodes: int, gpus: int, options: li
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output={name}-%j.log
-#SBATCH --signal=USR1@{grace}
+#SBATCH --signal=USR1@{GRACE}
 # Add what your cluster needs: --partition, --account, --time.
 set -u
 
@@ -123,12 +122,12 @@ exit "$code"
 """
 
 
-def srun(nodes: int, gpus: int, options: list[str], *, logs: list[str], grace: int = GRACE) -> list[str]:
+def srun(nodes: int, gpus: int, options: list[str], *, logs: list[str]) -> list[str]:
     """The ``srun`` command of a job step with one task for each node; the task starts the processes of its node.
 
     The caller appends the path of the recipe to the command. The variables ``host`` and ``port`` of the batch script
-    must be in the environment. After the first node has ended, the others have ``grace`` seconds to save and end.
+    must be in the environment. After the first node has ended, the others have ``GRACE`` seconds to save and end.
     """
     run = shlex.join([*own_code.command(), "distill", "--gpus", str(gpus), "--nodes", str(nodes), *options])
     task = f'exec {run} --node-rank "$SLURM_NODEID" --rendezvous "$host:$port" "$0"'
-    return ["srun", "--kill-on-bad-exit=0", f"--wait={grace}", *logs, "bash", "-c", task]
+    return ["srun", "--kill-on-bad-exit=0", f"--wait={GRACE}", *logs, "bash", "-c", task]

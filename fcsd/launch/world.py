@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -83,6 +83,12 @@ class World:
         values = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self.group)
         return values.item()
+
+    def patient(self, patience: timedelta) -> "World":
+        """The same ranks in a gloo group of their own, in which each waits so long for the others."""
+        import torch.distributed as dist
+
+        return replace(self, group=dist.new_group(backend="gloo", timeout=patience))
 
 
 def ensure_world(

@@ -262,11 +262,9 @@ def to_json(predictions: list[Prediction]) -> list[dict[str, Any]]:
 
 def draw(predictions: list[Prediction], path: Path, title: str) -> None:
     """Writes a PNG with the speed of each choice, as a share of a step without communication, over the nodes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     groups = _by_nodes(predictions)
     for index, first in enumerate(next(iter(groups.values()))):

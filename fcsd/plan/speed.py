@@ -127,17 +127,16 @@ def flops_per_token(model: ModelNumbers, teacher: ModelNumbers, setup: Setup) ->
     student and teacher share are computed in the teacher's pass alone.
     """
     layers, head = forward_flops(model, setup.seq_len)
-    if (parts := setup.parts) is not None:
-        layers += 2.0 * parts.in_adapters
-        active = parts.trained - parts.routed + parts.routed * model.top_k / max(1, model.experts)
-        attention, trained = attention_flops(model, setup.seq_len), 2.0 * active
-        student = 2 * (layers + head) + attention + trained + (layers if setup.recompute else 0)
-        for count, passes in ((shared_layers(setup), 1), (parts.frozen, 1 + setup.recompute)):
-            student -= passes * _first_flops(model, setup.seq_len, count)
-        student -= attention * parts.frozen / len(model.layers)
-        return student + (sum(forward_flops(teacher, setup.seq_len)) if setup.teacher != "none" else 0)
-    student = 3 * (layers + head) + (layers if setup.recompute else 0)
-    return student + (sum(forward_flops(teacher, setup.seq_len)) if setup.teacher != "none" else 0)
+    by_teacher = sum(forward_flops(teacher, setup.seq_len)) if setup.teacher != "none" else 0
+    if (parts := setup.parts) is None:
+        return 3 * (layers + head) + (layers if setup.recompute else 0) + by_teacher
+    layers += 2.0 * parts.in_adapters
+    active = parts.trained - parts.routed + parts.routed * model.top_k / max(1, model.experts)
+    attention, trained = attention_flops(model, setup.seq_len), 2.0 * active
+    student = 2 * (layers + head) + attention + trained + (layers if setup.recompute else 0)
+    for count, passes in ((shared_layers(setup), 1), (parts.frozen, 1 + setup.recompute)):
+        student -= passes * _first_flops(model, setup.seq_len, count)
+    return student - attention * parts.frozen / len(model.layers) + by_teacher
 
 
 def shared_layers(setup: Setup) -> int:

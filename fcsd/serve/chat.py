@@ -4,7 +4,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from io import TextIOWrapper
 from pathlib import Path
@@ -33,7 +33,7 @@ PROMPTS = (
     "Why does ice float on water?",
 )
 MAX_NEW_TOKENS = 256
-PATIENCE = timedelta(days=1)  # how long the other ranks wait for a prompt
+PATIENCE = timedelta(days=1)  # how long the other ranks wait for a prompt that the user types
 
 Turn = dict[str, str]  # role and content, as chat templates read them
 
@@ -112,7 +112,9 @@ def chat(
     asked = _typed() if interactive else PROMPTS if prompts is None else read_prompts(Path(prompts))
     names = [name for name in (baseline, model) if name is not None]
     if divided:
-        world = _ranks()
+        from fcsd.launch.world import join_world
+
+        world = join_world().patient(PATIENCE)
         interactive = world.on_first(lambda: interactive)
         asked = _same_everywhere(asked, world)
         speakers = [load_divided_speaker(name, world, reduce, dtype) for name in names]
@@ -159,15 +161,6 @@ def load_divided_speaker(model: str, world: "World", reduce: str, dtype: str | N
     kind = getattr(torch, dtype or default_dtype(world.device.type == "cpu"))
     network = open_engine(path, world, dtype=kind, reduce=reduce)
     return Speaker(model, network, load_tokenizer(path))
-
-
-def _ranks() -> "World":
-    """The processes of the chat, with a group for prompts, which may have to wait long for what the user types."""
-    import torch.distributed as dist
-
-    from fcsd.launch.world import join_world
-
-    return replace(join_world(), group=dist.new_group(backend="gloo", timeout=PATIENCE))
 
 
 def _same_everywhere(prompts: Iterable[str], world: "World") -> Iterator[str]:

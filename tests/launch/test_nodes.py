@@ -93,9 +93,9 @@ def test_the_slurm_script_carries_the_recipe_and_requeues(tmp_path: Path) -> Non
     assert carried == load_recipe(tmp_path / "recipe.yaml", ["optim.lr=3e-4"]).recipe
 
 
-def test_the_slurm_grace_is_that_of_the_recipe(tmp_path: Path) -> None:
-    script = slurm_script(runs.resolved(tmp_path), nodes=1, gpus=2, options=[], grace=77)
-    assert "--signal=USR1@77" in script and "--wait=77" in script
+def test_the_signal_comes_as_early_as_the_job_waits_for_its_nodes(tmp_path: Path) -> None:
+    script = slurm_script(runs.resolved(tmp_path), nodes=1, gpus=2, options=[])
+    assert "--signal=USR1@120" in script and "--wait=120" in script
 
 
 SWEEP = {"stages": [{"optim.lr": [1e-3, 2e-3]}], "steps": 2}

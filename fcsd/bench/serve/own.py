@@ -11,7 +11,6 @@ The engine answers a whole batch at once and has no arrivals, so there is no loa
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
@@ -61,8 +60,7 @@ def bench(load: Workload, config: PretrainedConfig, write: Callable[[dict[str, A
         ``variants``, ``missing`` and ``notes``, as of ``under_vllm.bench``.
     """
     until = time.monotonic() + 60 * load.minutes
-    world = join_world()
-    world = replace(world, group=dist.new_group(backend="gloo", timeout=PATIENCE))
+    world = join_world().patient(PATIENCE)
     if world.size != load.tp:
         raise ConfigError(f"--tp {load.tp} needs as many processes, and there are {world.size}")
     names = usual_wirings(load, config)

@@ -157,14 +157,12 @@ def _originals_under(found: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 def draw(found: Mapping[str, Any], title_: str, path: Path) -> None:
     """A PNG with a group of bars for each figure: the speed of every variant over the best original."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Picture
 
     originals = rounds_of(found, "original")
     shown = {name: row for name, row in found["variants"].items() if row["rounds"]}
     columns = list(figures.best(originals))
     picture = Picture(figsize=(max(6.4, 1.1 * len(columns) + 2), 4.2), layout="constrained")
-    FigureCanvasAgg(picture)
     axes = picture.add_subplot()
     width = 0.8 / max(1, len(shown))
     for number, (name, row) in enumerate(shown.items()):

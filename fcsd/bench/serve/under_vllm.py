@@ -33,6 +33,7 @@ from fcsd.bench.serve.variants import (
     IMITATED,
     NO_CUSTOM,
     ORIGINAL,
+    RESERVE,
     Machine,
     Missing,
     Variant,
@@ -98,7 +99,7 @@ def bench(
     version, gpus = installed_version(), load.tp * load.dp
     tokens, whole = tokens_at_once(load), config if load.layers is None else config_of(load.model, None)
     cache = cache_bytes(config, tokens, load.tp)
-    needed = weight_bytes(whole) + cache_bytes(whole, tokens, load.tp) // gpus + (6 << 30)
+    needed = weight_bytes(whole) + cache_bytes(whole, tokens, load.tp) // gpus + RESERVE
     fits_one = None if memory is None else needed <= 0.94 * memory
     peers = os.environ.get("NCCL_P2P_DISABLE", "0") == "0"
     if not peers and load.tp > 1 and NO_CUSTOM not in load.options:

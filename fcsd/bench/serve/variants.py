@@ -17,6 +17,7 @@ Role = Literal["original", "wired", "way", "bound"]  # a way: another one for th
 ORIGINAL = "original"
 NO_CUSTOM = "--disable-custom-all-reduce"
 _NO_SEQUENCE_PARALLEL = (0, 32)  # vLLM took the passes for sequence parallelism and async TP out
+RESERVE = 6 << 30  # bytes that a server takes on a GPU for activations, graphs and libraries
 _BUDGET = 8192  # tokens of a step by vLLM's own choice on large GPUs
 IMITATED = "NCCL_P2P_DISABLE=1 imitates GPUs without peer access, and it would use it"
 
@@ -247,7 +248,7 @@ def groups(first: list[Variant], others: list[Variant], room: int) -> list[list[
     return found + alone
 
 
-def room_for(memory: int, weights: int, cache: int, ranks: int, reserve: int = 6 << 30) -> int:
+def room_for(memory: int, weights: int, cache: int, ranks: int) -> int:
     """How many servers fit into the GPUs at once, at least 1.
 
     Args:
@@ -255,6 +256,5 @@ def room_for(memory: int, weights: int, cache: int, ranks: int, reserve: int = 6
         weights: bytes of all weights.
         cache: bytes of the keys and values of one server, on all ranks together.
         ranks: GPUs of a server.
-        reserve: bytes that a server takes on a GPU for activations, graphs and libraries.
     """
-    return max(1, int(0.94 * memory) // ((weights + cache) // ranks + reserve))
+    return max(1, int(0.94 * memory) // ((weights + cache) // ranks + RESERVE))

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from fcsd.bench.shapes import DEPTHS, SHAPES
+from fcsd.bench.shapes import SHAPES
 from fcsd.checkpoint import read_config
 from fcsd.errors import ConfigError, unknown_value
 from fcsd.models.build import (
@@ -148,7 +148,7 @@ def config_of(model: str, layers: int | None) -> PretrainedConfig:
         BadInputError: its config.json cannot be read.
     """
     if model in SHAPES:
-        return SHAPES[model](DEPTHS[model] if layers is None else layers)
+        return SHAPES[model](SHAPES[model].depth if layers is None else layers)
     if read_config(Path(model)).foreign:
         raise ConfigError(f"{model}: it was rewired by another program, whose wiring the engines do not have")
     register_configs()

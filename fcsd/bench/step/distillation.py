@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from fcsd.bench.random_run import draw_models, random_corpus, random_run
@@ -18,9 +17,8 @@ from fcsd.bench.step.model import in_phases
 from fcsd.bench.step.variants import NoExchange
 from fcsd.bench.step.workload import BLOCKING, MASKED, OVERLAPPED, Workload
 from fcsd.checkpoint import resolve
-from fcsd.config import Recipe
 from fcsd.distill.experts.expert_parallel import dispatcher_for, quantiser_of, wire_sharded
-from fcsd.distill.metrics import full_speed, gpu_peak
+from fcsd.distill.metrics import full_speed_of
 from fcsd.distill.optim import update
 from fcsd.distill.parts.chosen import chosen_parts, train_parts
 from fcsd.distill.prepare import shares_weights, training_rows
@@ -61,7 +59,7 @@ class Distillation:
             for format in load.formats:
                 check_formats(Formats.parse(format), rewired, load.shape)
             chosen = chosen_parts(recipe, resolve(recipe.model, weights=False))
-            self.full_speed = _full_speed(recipe, world)
+            self.full_speed = full_speed_of(recipe, world)
         self._recipe, self._world, self._taken = recipe, world, 0
         self.batch_tokens = recipe.train.batch_tokens
         student, teacher = draw_models(recipe, rewired, original, world)
@@ -148,11 +146,3 @@ class Distillation:
             seconds = time.perf_counter() - began
             data_wait = (feed.waited - waited) / seconds
         return {"step": [1e3 * seconds / count], "data_wait": [data_wait], "loss": metrics["loss"]}
-
-
-def _full_speed(recipe: Recipe, world: World) -> float | None:
-    """Tokens per second at the GPUs' peak FLOP/s; None if the GPUs' peak is not known."""
-    if world.device.type != "cuda":
-        return None
-    peak = gpu_peak(torch.cuda.get_device_name(world.device), recipe.train.dtype)
-    return None if peak is None else full_speed(recipe, world.size, peak)

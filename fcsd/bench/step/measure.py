@@ -79,9 +79,8 @@ def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> d
     steps = _steps(load, world)
     speeds = {"batch_tokens": steps.batch_tokens, "full_speed": steps.full_speed}
     routers: dict[str, dict[str, Any]] = {}
-    result: dict[str, Any] = {"workload": asdict(load), "world": world.size, **speeds, "environment": snapshot()}
-    result["routers"] = routers
-    result["complete"] = False
+    head = {"workload": asdict(load), "world": world.size, **speeds, "environment": snapshot()}
+    result: dict[str, Any] = {**head, "routers": routers, "complete": False}
     path = None if out is None else out / "step.json"
     set_aside(path, *(load.traced if traced else ()), rank=world.rank)
     for router in load.routers:

@@ -88,7 +88,6 @@ def make_engine(
         optimizer: whether to build the engine; without it, the result only runs forward and backward passes.
     """
     deepspeed = import_deepspeed()
-    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     on_cuda = world.device.type == "cuda"
     dtype = torch.bfloat16 if on_cuda else torch.float32
     model = random_expert_parallel(config, dtype=dtype, device=world.device, ep_size=world.size, seed=0).train()

@@ -106,11 +106,10 @@ def require_model(checkpoint: Path, fields: dict[str, Any]) -> None:
         return {key: value for key, value in facts.items() if key.startswith(keys) and value is not None}
 
     identity = manifest.read_manifest(checkpoint)["identity"]
-    if changed := differences(trained(identity), trained(fields)):
-        raise _of_another_run(checkpoint, changed)
     then = of_model(identity)
     now = {key: value for key, value in of_model(fields).items() if key in then}
-    if changed := differences({key: then[key] for key in now}, now):
+    changed = differences(trained(identity), trained(fields)) or differences({key: then[key] for key in now}, now)
+    if changed:
         raise _of_another_run(checkpoint, changed)
 
 

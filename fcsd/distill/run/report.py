@@ -183,13 +183,11 @@ def _is_record(record: Any) -> bool:
 
 def draw_curves(run: Path) -> Path:
     """Draws ``curves.png`` from ``metrics.jsonl``, with a panel for each metric over the steps. Returns its path."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     records = read_metrics(run)
     names = [name for name in _PANELS if any(name in record for record in records)]
     figure = Figure(figsize=(4.2 * max(1, len(names)), 3.2), layout="constrained")
-    FigureCanvasAgg(figure)
     for place, name in enumerate(names, 1):
         axes = figure.add_subplot(1, len(names), place)
         points = [(record["step"], record[name]) for record in records if record.get(name) is not None]

@@ -9,8 +9,7 @@ of the step, so neither their order nor the point where a resumed run continues 
 import queue
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, suppress
 from typing import NamedTuple
 
 import torch
@@ -143,16 +142,9 @@ class Feed:
                 return self._ready.put(item, timeout=_POLL)
 
 
-@contextmanager
-def feeding(
-    rows: Mixture, recipe: Recipe, world: World, first: int, last: int, source: TeacherSource
-) -> Iterator[Feed]:
+def feeding(rows: Mixture, recipe: Recipe, world: World, first: int, last: int, source: TeacherSource) -> closing[Feed]:
     """Prepares the micro-batches of the steps ``first`` to ``last`` ahead of time, as long as the block runs."""
-    feed = Feed(rows, recipe, world, first, last, source)
-    try:
-        yield feed
-    finally:
-        feed.close()
+    return closing(Feed(rows, recipe, world, first, last, source))
 
 
 def _pinned(micro: MicroBatch) -> MicroBatch:

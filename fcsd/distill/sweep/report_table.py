@@ -50,11 +50,9 @@ def draw(out: Path, record: dict[str, Any]) -> Path:
 
     Returns: the path of the figure.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     chosen = {stage["chosen"] for stage in record["stages"]}
     for name in _order(record):

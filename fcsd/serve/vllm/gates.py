@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fcsd.models.arch import VllmNames
-from fcsd.serve.vllm.layer import mixed
+from fcsd.models.class_swap import with_mixin
 
 GATE = ".self_attn.gate_proj.weight"  # a tensor of a gated attention, as checkpoints name it
 
@@ -40,8 +40,8 @@ class GatedProjection(nn.Module):
 def gate_attention(attention: Any, gate_proj: nn.Module) -> None:
     """Give an attention a gate, in place: ``gate_proj`` returns this rank's part of it, and None."""
     attention.gate_proj, attention.o_proj.fcsd_gates = gate_proj, []
-    attention.o_proj.__class__ = mixed(GatedProjection, type(attention.o_proj))
-    attention.__class__ = mixed(GatedAttention, type(attention))
+    attention.o_proj.__class__ = with_mixin(GatedProjection, type(attention.o_proj))
+    attention.__class__ = with_mixin(GatedAttention, type(attention))
 
 
 def add_gates(model: Any, names: VllmNames) -> None:

@@ -13,7 +13,7 @@ of layers that add themselves take one tensor, as in vLLM's own code.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from fcsd.models.arch import VllmNames
+from fcsd.models.class_swap import with_mixin
 from fcsd.models.schedule import Kind, LayerPlan, Step
 from fcsd.serve.vllm.reduction import Reducer, Sum
 
@@ -273,12 +274,6 @@ def _enter(hidden: Any, residual: Any = None, *, lands: bool) -> Flight:
     return Flight(None if lands else residual, (Sum(hidden, None),), hidden)
 
 
-@cache
-def mixed(mixin: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
-    """The class of one of vLLM's modules with what a mixin changes."""
-    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
-
-
 def _attention_name(names: VllmNames, linear: bool) -> str:
     return names.linear if linear and names.linear is not None else names.attn
 
@@ -366,7 +361,7 @@ def take_apart(layer: Any, wired: Wired) -> None:
     fills = "output" in signature(attention.forward).parameters
     if moe is not None:
         runner, beside = runner_of(moe), _beside(layer, names)
-        runner.__class__ = mixed(UnreducedExperts, type(runner))
+        runner.__class__ = with_mixin(UnreducedExperts, type(runner))
         if beside is not None:
             getattr(beside, names.down).reduce_results = False
         elif wired.plan.splits and not wired.beside:
@@ -377,12 +372,12 @@ def take_apart(layer: Any, wired: Wired) -> None:
             step = wired.plan.steps[1]
             assert step.then == "start" and names.mlp_norms[1] is None, "routed experts cover the sum of shared ones"
             shared = runner._shared_experts._layer
-            shared.__class__ = mixed(SummedExperts, type(shared))
+            shared.__class__ = with_mixin(SummedExperts, type(shared))
             shared.fcsd = Held(wired.reducer, step.joins, step.crosses)
             runner.fcsd_apart = []
     if moe is None or names.beside is not None:
         getattr(mlp_of(layer, names), names.down).reduce_results = False
-    layer.__class__ = mixed(WiredLayer, type(layer))
+    layer.__class__ = with_mixin(WiredLayer, type(layer))
     twin = names.beside is not None and moe is not None
     layer.fcsd = replace(wired, linear=linear, fills=fills, bare=bare, twin=twin)
 
