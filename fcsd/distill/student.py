@@ -94,19 +94,36 @@ def load_student(
     Raises:
         BadInputError, ConfigError: see ``student_config``; also if the weights do not match the config.
     """
-    parallel, how = recipe.parallel, {"dtype": dtype, "device": device}
-    sharding: Any = tensor_parallel  # both modules load and draw, for ranks that share a model in another way
-    shares: Any = ranks
-    if ranks is None:
-        sharding, shares = expert_parallel, parallel.ep_size
-        how |= {"dispatched": parallel.quantised.any, "partitioned": parallel.zero_stage == 3}
+    parallel = recipe.parallel
+    how: Any = {"dtype": dtype, "device": device, "dispatched": parallel.quantised.any}
+    how["partitioned"] = parallel.zero_stage == 3
+    if ranks is not None:
+        return _load_shards(recipe, ranks, dtype=dtype, device=device, config=config, trained=trained)
     if trained is not None:
-        return sharding.load(trained, shares, **how, **({"orders": orders} if ranks is None else {}))
+        return expert_parallel.load(trained, parallel.ep_size, orders=orders, **how)
     source = student_source(recipe)
     config = config or student_config(recipe, source)
     if recipe.init.weights == "loaded":
-        return sharding.load(source.path, shares, config=config, **how)
-    return sharding.randomise(config, shares, seed=recipe.seed, **how)
+        return expert_parallel.load(source.path, parallel.ep_size, config=config, **how)
+    return expert_parallel.randomise(config, parallel.ep_size, seed=recipe.seed, **how)
+
+
+def _load_shards(
+    recipe: Recipe,
+    ranks: TensorGroup,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    config: PretrainedConfig | None,
+    trained: Path | None,
+) -> PreTrainedModel:
+    if trained is not None:
+        return tensor_parallel.load(trained, ranks, dtype=dtype, device=device)
+    source = student_source(recipe)
+    config = config or student_config(recipe, source)
+    if recipe.init.weights == "loaded":
+        return tensor_parallel.load(source.path, ranks, dtype=dtype, device=device, config=config)
+    return tensor_parallel.randomise(config, ranks, dtype=dtype, device=device, seed=recipe.seed)
 
 
 def meta_student(recipe: Recipe, source: Location) -> PreTrainedModel:
