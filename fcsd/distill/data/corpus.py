@@ -180,11 +180,11 @@ def load_corpus(source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: 
     )
 
 
-def listed(reasons: Mapping[str, int]) -> str:
-    """The eight most frequent reasons with their counts, in one line."""
+def listed(reasons: Mapping[str, int], most: int = 8) -> str:
+    """The most frequent reasons with their counts, in one line."""
     common = sorted(reasons.items(), key=lambda item: -item[1])
-    rest = sum(count for _, count in common[8:])
-    return ", ".join([f"{count:,} {reason}" for reason, count in common[:8]] + [f"{rest:,} others"] * (rest > 0))
+    rest = sum(count for _, count in common[most:])
+    return ", ".join([f"{count:,} {reason}" for reason, count in common[:most]] + [f"{rest:,} others"] * (rest > 0))
 
 
 def _encode(
