@@ -19,7 +19,7 @@ _NETWORK = "check the connection; for files already downloaded, set HF_HUB_OFFLI
 _MEMORY = (
     "lower train.micro_batch_size or set train.activation_checkpointing: true, which recomputes; then lower "
     "objective.chunk_tokens, set optim.moments: bf16, or raise parallel.zero_stage or --gpus; "
-    "`fcsd plan` says what fits"
+    "`fcsd plan` says what fits. Without a recipe, lower --batch-size"
 )
 
 _TABLE: list[tuple[str, str, type[FcsdError], str, str | None]] = [

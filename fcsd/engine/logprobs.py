@@ -159,8 +159,9 @@ def _branched(
     Each beginning is computed once. The tokens that follow it are computed over copies of its cache.
     """
     decoder, keys = decoder_of(model), list(trunks)
-    for batch in team.share(batches([len(t) for t in keys], FORWARD_TOKENS, batch_size, model)):
-        rows = [keys[i] for i in batch]
+    whole = batches([len(t) for t in keys], FORWARD_TOKENS, batch_size, model)
+    parts = chain.from_iterable(_narrowed([keys[i] for i in batch], trunks) for batch in whole)
+    for rows in team.share(parts):
         ids, mask, positions = left_padded(rows, model.device)
         cache = DynamicCache(config=model.config)
         kept: Any = {cache_keyword(): cache}
@@ -177,6 +178,23 @@ def _branched(
             **kept,
         ).last_hidden_state
         yield hidden, [(n * width + len(b), indices) for n, (_, b, indices) in enumerate(branches)]
+
+
+def _narrowed(batch: list[Tokens], trunks: dict[Tokens, dict[Tokens, list[int]]]) -> Iterator[list[Tokens]]:
+    """Parts of a batch of beginnings, each with branches of at most ``FORWARD_TOKENS`` padded tokens or one beginning.
+
+    Short beginnings have far more tokens in their branches than of their own.
+    """
+    part: list[Tokens] = []
+    count = width = 0
+    for trunk in batch:
+        more, wide = len(trunks[trunk]), max(map(len, trunks[trunk]))
+        if part and (count + more) * max(width, wide) > FORWARD_TOKENS:
+            yield part
+            part, count, width = [], 0, 0
+        part.append(trunk)
+        count, width = count + more, max(width, wide)
+    yield part
 
 
 def right_padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, int]:

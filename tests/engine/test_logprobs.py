@@ -6,6 +6,7 @@ import pytest
 import tiny
 import torch
 
+from fcsd.engine import logprobs
 from fcsd.engine.batches import generate_in_batch
 from fcsd.engine.generate import BATCHES, generate
 from fcsd.engine.logprobs import Request, continuation_logprobs
@@ -25,10 +26,10 @@ REQUESTS: list[Request] = [
 def literal(model, context, continuation):
     """The answer to one request, from one forward pass of its own."""
     ids = torch.tensor([[*context, *continuation]])
-    logprobs = model(input_ids=ids).logits[0].float().log_softmax(-1)
+    found = model(input_ids=ids).logits[0].float().log_softmax(-1)
     rows = range(len(context) - 1, ids.shape[1] - 1)
-    value = sum(float(logprobs[row, token]) for row, token in zip(rows, continuation, strict=True))
-    return value, all(int(logprobs[row].argmax()) == token for row, token in zip(rows, continuation, strict=True))
+    value = sum(float(found[row, token]) for row, token in zip(rows, continuation, strict=True))
+    return value, all(int(found[row].argmax()) == token for row, token in zip(rows, continuation, strict=True))
 
 
 @pytest.mark.parametrize("arch", ["llama", "minimax_m3_vl_text", "jamba"])
@@ -43,6 +44,25 @@ def test_every_request_has_the_answer_of_a_pass_of_its_own(arch: str) -> None:
     for index, request in enumerate(requests):
         value, greedy = literal(model, *request)
         assert found[index][0] == pytest.approx(value, abs=1e-4) and found[index][1] == greedy
+
+
+def test_the_choices_of_short_contexts_are_asked_in_several_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass is bounded by the tokens of the choices as well, which are many where contexts are short."""
+    model = tiny.model("llama", initializer_range=0.2)
+    choices = tiny.tokens(4, 9).tolist()
+    requests: list[Request] = [((number, 2), tuple(choice)) for number in range(3, 9) for choice in choices]
+    expected = continuation_logprobs(model, requests)
+    sizes: list[int] = []
+    model.model.register_forward_pre_hook(
+        lambda _, __, given: sizes.append(given["input_ids"].numel()), with_kwargs=True
+    )
+    monkeypatch.setattr(logprobs, "FORWARD_TOKENS", 80)
+    found = continuation_logprobs(model, requests)
+    assert max(sizes) <= 80 and sum(size > 40 for size in sizes) == 3, (
+        "two contexts with four choices of nine tokens each"
+    )
+    assert {index: answer[1] for index, answer in found.items()} == {i: answer[1] for i, answer in expected.items()}
+    assert all(answer[0] == pytest.approx(expected[index][0], abs=1e-4) for index, answer in found.items())
 
 
 def test_prompts_of_different_lengths_are_continued_as_alone() -> None:
