@@ -31,7 +31,7 @@ MICRO = 8  # rows at a time under Desync, whose activations are those of all ran
 
 def cases(repo: Path = Path()) -> list[dict[str, Any]]:
     """A case for each cell that has no points yet: the last layers first, then those that cost least alone."""
-    healed = page.cells(json.loads((repo / page.CELLS).read_text()))
+    healed = page.cells(page.read_cells(repo))
     known = {(cell.wiring, cell.choice, cell.share) for cell in healed}
     found = []
     for wiring in (name for name in frontier.labels() if name not in frontier.ALIKE[1:]):

@@ -83,7 +83,7 @@ class Healed(NamedTuple):
     """A healed model: points minus the original's, and their standard error.
 
     ``share`` is that of the converted layers. ``choice`` is ``last`` or ``cheapest`` where the layers are a share of
-    ``SHARES``, and empty otherwise. ``whole``: all weights were trained, not the converted layers alone.
+    ``SHARES``, and empty otherwise.
     """
 
     name: str
@@ -92,7 +92,6 @@ class Healed(NamedTuple):
     points: float
     error: float
     choice: str = ""
-    whole: bool = False
 
     @property
     def lost(self) -> str:
@@ -214,7 +213,7 @@ def table_of_cells(cells: list[Healed], tokens: float, repo: Path = Path()) -> s
                 # All layers are the same choice by any rule, and stored as the last ones.
                 found = known.get((wiring, "last" if share == SHARES[-1] else choice, part(share)))
                 if found is not None:
-                    row.append(f"{found.lost}{' (all weights)' if found.whole else ''}")
+                    row.append(found.lost)
                 else:
                     row.append("-" if told is None else f"{told[1]:.1f} to {told[2]:.1f}*")
             body.append(row)

@@ -23,7 +23,7 @@ from typing import Any
 import numpy
 from scipy.stats import t as student_t
 from studies.real import frontier
-from studies.real.page import CELLS, LAYERS, MORE, RAW, between_marks, mean_difference
+from studies.real.page import CELLS, LAYERS, MORE, RAW, between_marks, mean_difference, read_cells
 
 from fcsd.markdown import table
 from fcsd.models.selection import select_layers
@@ -37,7 +37,7 @@ OTHER_RECIPE = ("objective.", "optim.kind")  # runs that set one of these are le
 
 def stored(repo: Path = Path()) -> list[dict[str, Any]]:
     """The files of runs, those of the frontier's cells last."""
-    return [json.loads((repo / file).read_text()) for file in (*RAW, *MORE, CELLS)]
+    return [*(json.loads((repo / file).read_text()) for file in (*RAW, *MORE)), read_cells(repo)]
 
 
 def runs_of(files: Iterable[dict[str, Any]], train: Any = CONVERTED, repo: Path = Path()) -> list[dict[str, Any]]:
@@ -72,7 +72,7 @@ def law(repo: Path = Path()) -> dict[str, Any]:
     runs = runs_of(files, repo=repo)
     tokens = [run["tokens"] for run in runs]
     return {
-        "from": [str(file) for file in (*RAW, *MORE, CELLS, *LAYERS.values())],
+        "from": [str(file) for file in (*RAW, *MORE, *CELLS, *LAYERS.values())],
         "model": HEALED,
         "wirings": sorted({run["wiring"] for run in runs}),
         **fits(runs, [*runs, *runs_of(files, None, repo)]),
@@ -111,12 +111,12 @@ def checks(files: list[dict[str, Any]], repo: Path = Path()) -> list[dict[str, A
     Each line has what the law was fitted ``to``, to how many ``runs``, and the ``cells`` by wiring: a pair for each
     cell, the divergence on own text and the points, each -1, 0 or 1 for below, within and above; None if not asked. The
     laws are fitted to the older runs of all weights, to those of the converted layers alone, and to these and the cells
-    without each wiring. Cells of which all weights were trained are held against the first alone.
+    without each wiring.
     """
     *older, file = files
     cells, alone, full = runs_of([file], repo=repo), runs_of(older, repo=repo), runs_of(older, None, repo)
     lines = [
-        ("older runs of all weights", full, full, cells + runs_of([file], None, repo)),
+        ("older runs of all weights", full, full, cells),
         ("older runs of the converted layers alone", alone, alone + full, cells),
     ]
     for wiring in dict.fromkeys(run["wiring"] for run in cells):

@@ -119,7 +119,20 @@ def healed(raw: list[dict[str, Any]]) -> list[frontier.Healed]:
     ]
 
 
-CELLS = RESULTS / "real_smollm2_frontier_2xh100.json"
+CELLS = tuple(RESULTS / f"real_smollm2_frontier_{name}.json" for name in ("2xh100", "more_4xh100"))
+
+
+def read_cells(repo: Path = Path()) -> dict[str, Any]:
+    """The cells of the frontier as one file of runs. Of a conversion that both files have, it has the later run."""
+    older, newer = (json.loads((repo / file).read_text()) for file in CELLS)
+    again = {(run["wiring"], run["layers"]) for run in newer["runs"]}
+    kept = [run for run in older["runs"] if (run["wiring"], run["layers"]) not in again]
+    names = {run["name"] for run in kept}
+    return {
+        "runs": kept + newer["runs"],
+        "scores": older["scores"] | newer["scores"],
+        "differences": [one for one in older["differences"] if one["model"] in names] + newer["differences"],
+    }
 
 
 def cells(file: dict[str, Any]) -> list[frontier.Healed]:
@@ -130,8 +143,7 @@ def cells(file: dict[str, Any]) -> list[frontier.Healed]:
         share = next(s for s in frontier.SHARES if len(select_layers(s, DEPTH)) == len(layers))
         choice = "last" if layers == select_layers(share, DEPTH) else "cheapest"
         part = frontier.part(share)
-        lost, whole = mean_difference(file, run["name"]), "optim.train" not in run.get("set", {})
-        found.append(frontier.Healed(run["name"], run["wiring"], part, *lost, choice, whole))
+        found.append(frontier.Healed(run["name"], run["wiring"], part, *mean_difference(file, run["name"]), choice))
     return found
 
 
@@ -546,7 +558,7 @@ def _change(text: str, *seeds: dict[str, Any]) -> str:
 
 def filled(page: str, raw: dict[Path, dict[str, Any]], repo: Path = Path()) -> str:
     """The page with the tables of the stored runs and of the layers; ``raw`` is by file."""
-    stored, stored_cells = list(raw.values()), json.loads((repo / CELLS).read_text())
+    stored, stored_cells = list(raw.values()), read_cells(repo)
     tables = {
         "runs": runs(stored),
         "scores": scores(stored[0]),
@@ -592,5 +604,5 @@ def read(repo: Path = Path()) -> dict[Path, dict[str, Any]]:
 
 if __name__ == "__main__":
     PAGE.write_text(filled(PAGE.read_text(), read()))
-    stored_cells = json.loads(CELLS.read_text())
+    stored_cells = read_cells()
     frontier.draw(PICTURE, cells(stored_cells), healed(list(read().values())), tokens_of(stored_cells))

@@ -167,7 +167,7 @@ def test_the_frontier_is_that_of_the_raw_files_and_of_the_law(repo: Path, tmp_pa
     (last,) = (line for line in frontier.of_larger().splitlines() if "Qwen3-30B-A3B" in line)
     assert told in " ".join(last.split()) and 0.65 < 5 ** -law()["kl"]["coefficients"][3] < 0.7
     assert "five times the tokens lower the divergence by a third" in " ".join((repo / page.PAGE).read_text().split())
-    file = json.loads((repo / page.CELLS).read_text())
+    file = page.read_cells(repo)
     longer = page.healed(list(page.read(repo).values()))
     frontier.draw(tmp_path / "drawn.svg", page.cells(file), longer, page.tokens_of(file), repo)
     drawn, stored = ((path).read_text() for path in (tmp_path / "drawn.svg", repo / page.PICTURE))
@@ -175,43 +175,66 @@ def test_the_frontier_is_that_of_the_raw_files_and_of_the_law(repo: Path, tmp_pa
     assert said[0] == said[1] and any("farskip" in one for one in said[0]), "run python -m studies.real.page"
 
 
-def test_what_the_pages_say_of_the_cells_is_that_of_the_raw_file(repo: Path) -> None:
+def _cell(run: dict[str, Any]) -> tuple[str, str, float]:
+    """The wiring, the choice and the share of a run of the frontier."""
+    layers = select_layers(run["layers"], page.DEPTH)
+    (share,) = (s for s in frontier.SHARES if len(select_layers(s, page.DEPTH)) == len(layers))
+    choice = "last" if layers == select_layers(share, page.DEPTH) else "cheapest"
+    return run["wiring"], choice, frontier.part(share)
+
+
+def _less(pairs: list[tuple[frontier.Healed, frontier.Healed]]) -> str:
+    """The points that the first ones of pairs lose less in the mean, and their error."""
+    less = sum(one.points - other.points for one, other in pairs) / len(pairs)
+    return f"{less:.1f} ± {sum(c.error**2 for pair in pairs for c in pair) ** 0.5 / len(pairs):.1f}"
+
+
+def test_what_the_pages_say_of_the_cells_is_that_of_the_raw_files(repo: Path) -> None:
     pages = (page.PAGE, "README.md", "benchmarks/results/README.md")
     text, first, index = (" ".join((repo / file).read_text().split()) for file in pages)
-    file = json.loads((repo / page.CELLS).read_text())
+    file = page.read_cells(repo)
     cells = {(c.wiring, c.choice, c.share): c for c in page.cells(file)}
-    runs = {run["name"]: run["kl"]["own"]["kl"] for run in file["runs"]}
-    assert f"**{len(runs)} of 35 different conversions were healed, and {len(cells)} of them asked**" in text
-    assert sum(run["wiring"] in ("farskip", "ladder") for run in file["runs"]) == 14 and "all 14 of farskip" in text
-    pairs = [(kl, runs.get(name.replace("cheap", "last"))) for name, kl in runs.items() if "cheap" in name]
-    near = sum(chosen < last for chosen, last in pairs if last is not None)
+    ends = {_cell(run): run["kl"]["own"]["kl"] for run in file["runs"]}
+    assert f"**{len(ends)} of 35 different conversions were healed, and {len(cells)} of them asked.**" in text
+    pairs = [(kl, ends[wiring, "last", share]) for (wiring, choice, share), kl in ends.items() if choice != "last"]
+    near = sum(chosen < last for chosen, last in pairs)
     assert f"nearer than the last ones in {near} of {len(pairs)} pairs, and farther in {len(pairs) - near}." in text
-    both = [(c, cells.get((w, "last", share))) for (w, choice, share), c in cells.items() if choice == "cheapest"]
-    apart = [(c, o) for c, o in both if o and abs(c.points - o.points) > 1.645 * (c.error**2 + o.error**2) ** 0.5]
-    ((chosen, last),) = apart
-    less = sum(c.points - o.points for c, o in both if o) / 7
-    error = sum(c.error**2 + o.error**2 for c, o in both if o) ** 0.5 / 7
-    assert f"Over all 7 the layers that cost least lose {less:.1f} ± {error:.1f} points less" in text
-    assert f"In points one of {len(both)} pairs differs" in text and (chosen.wiring, chosen.share) == ("farskip", 0.5)
-    assert f"({-chosen.points:.1f} and {-last.points:.1f} points, at {runs[chosen.name]:.3f} and" in text
-    assert f"{runs[last.name]:.3f} nats)" in text
+    both = [(c, cells[w, "last", share]) for (w, choice, share), c in cells.items() if choice == "cheapest"]
+    apart = [(c, o) for c, o in both if abs(c.points - o.points) > 1.645 * (c.error**2 + o.error**2) ** 0.5]
+    (chosen, last), (fourth, last_fourth) = apart
+    assert f"In points two of {len(both)} pairs differ by more than the errors: farskip on half of the layers" in text
+    assert (chosen.wiring, chosen.share, fourth.wiring, fourth.share) == ("farskip", 0.5, "desync-4x", 0.25)
+    nats = (ends["farskip", choice, 0.5] for choice in ("cheapest", "last"))
+    told = "({:.1f} and {:.1f} points, at {:.3f} and {:.3f} nats), and desync-4x on a quarter ({:.1f} and {:.1f})."
+    assert told.format(-chosen.points, -last.points, *nats, -fourth.points, -last_fourth.points) in text
+    assert f"Over all {len(both)} the layers that cost least lose {_less(both)} points less." in text
     alone = cells["ladder attn-only", "last", 1.0]
     others = [cells["farskip", choice, 0.75] for choice in ("cheapest", "last")]
     gained = [frontier.speed(c.wiring, c.share, repo).decode for c in (alone, others[0])]
     told = f"it loses {alone.lost} points for a step {gained[0]:.2f}x as fast; farskip on 75 % of them loses "
     assert f"{told}{others[0].lost} and {others[1].lost} for {gained[1]:.2f}x." in text
-    for share in (0.25, 0.5, 1.0):
+    for share in (0.25, 0.5, 0.75, 1.0):
         least = {w: cells[w, "last", share].points for w in ("ladder attn-only", "farskip", "ladder")}
-        assert max(least, key=lambda wiring: least[wiring]) == "ladder attn-only"
-    ends = [runs[f"{name}-last-50"] for name in ("desync-2x", "desync-4x", "farskip", "ladder")]
-    told = (
-        "desync-2x ended at {:.3f} on own text and desync-4x at {:.3f}, and farskip and ladder, which are as fast, at "
-    )
-    assert f"{told}{{:.3f}} and {{:.3f}}.".format(*ends) in text
-    during = {run["name"]: run["held_out"][-1][1] for run in (*file["cut_off"], *file["runs"])}
-    ends = [during[f"{name}-all"] for name in ("desync-2x", "desync-4x", "farskip", "ladder")]
-    told = "at {:.3f} and {:.3f} on the run's 60 held-out rows of own text, where farskip ended at {:.3f} and ladder at"
-    assert f"{told} {{:.3f}}.".format(*ends) in text and ends[0] < ends[2]
+        assert (max(least, key=lambda wiring: least[wiring]) == "ladder attn-only") == (share != 0.75)
+    for desync, other, told in (
+        ("desync-4x", "ladder", "In {} pairs with the same layers desync-4x loses {} points more than ladder"),
+        ("desync-2x", "farskip", "and loses {1} points more in {0} pairs."),
+    ):
+        alike = [(cells[other, *at], c) for (wiring, *at), c in cells.items() if wiring == desync]
+        assert told.format(len(alike), _less(alike)) in text
+        assert frontier.speed(desync, 1, repo).decode == pytest.approx(frontier.speed(other, 1, repo).decode, abs=0.005)
+    first_tokens = [frontier.speed(wiring, 1, repo).first for wiring in ("desync-4x", "ladder")]
+    assert "Its first tokens are faster: {:.2f}x beside {:.2f}x on all layers.".format(*first_tokens) in text
+    told = "at {:.3f} nats and farskip at {:.3f}.".format(*(ends[w, "last", 1.0] for w in ("desync-2x", "farskip")))
+    assert told in text
+    runs = [json.loads((repo / one).read_text())["runs"] for one in page.CELLS]
+    losses = [run[0]["kl"][name]["teacher_loss"] for run in runs[::-1] for name in ("own", "foreign")]
+    told = "is {:.2f} nats on own and {:.2f} on foreign text there, and {:.2f} and {:.2f} in the first."
+    assert told.format(*losses) in text
+    earlier, later = ({_cell(run): run for run in of} for of in runs)
+    twice = [key for key in earlier.keys() & later if earlier[key]["set"].get("optim.train")]
+    assert len(twice) == 2 and f"Two conversions were healed in both, and ended within {4} % of each other." in text
+    assert all(abs(earlier[key]["kl"]["own"]["kl"] / later[key]["kl"]["own"]["kl"] - 1) < 0.045 for key in twice)
     points = []
     for least in (1.1, 1.16, 1.29, 1.43):
         fast = [c for c in cells.values() if round(frontier.speed(c.wiring, c.share, repo).decode, 2) >= least]
@@ -220,7 +243,7 @@ def test_what_the_pages_say_of_the_cells_is_that_of_the_raw_file(repo: Path) -> 
     assert told.format(points[0], *points[2:]) in text
     assert f"A step 1.10x as fast costs it {points[0]} points, and one 1.43x as fast {points[3]}" in first
     told = "costs **{}** points, 1.16x **{}**, 1.29x **{}**, 1.43x **{}** |"
-    assert f"{len(runs)} conversions after 6 million tokens: a step 1.10x as fast {told}".format(*points) in index
+    assert f"{len(ends)} conversions after 6 million tokens: a step 1.10x as fast {told}".format(*points) in index
     rows = [
         line.split("|")[1:-1] for line in page.by_tokens(file, [page.read(repo)[f] for f in page.MORE]).splitlines()
     ]
@@ -241,7 +264,7 @@ def test_what_the_pages_say_of_the_law_is_that_of_the_raw_files(repo: Path) -> N
         return [1.0, log(total), -log(run["tokens"] / 1e6)]
 
     before = healing.runs_of(files[:-1], None, repo)
-    cells = [run for train in (healing.CONVERTED, None) for run in healing.runs_of(files[-1:], train, repo)]
+    cells = healing.runs_of(files[-1:], repo=repo)
     fit = healing._fit([by_sum(run) for run in before], [log(run["kl"]["own"]["kl"]) for run in before])
     asked = [pair for run in before for pair in run["asked"]]
     of_points = healing._fit([[1.0, log(kl)] for kl, _ in asked], [log(-points) for _, points in asked])
@@ -271,7 +294,7 @@ def test_what_the_pages_say_of_the_law_is_that_of_the_raw_files(repo: Path) -> N
 
 def test_a_cell_is_told_as_it_was_healed_and_asked(repo: Path) -> None:
     """What was not asked has the law's interval and a star; the least lost is that of the cells that are as fast."""
-    file = json.loads((repo / page.CELLS).read_text())
+    file = page.read_cells(repo)
     scores, (found, *_) = file["scores"], file["differences"]
     like = {**file["runs"][0], "steps": 183, "batch": 32768, "set": {"optim.train": ["converted"]}}
     names = {
@@ -281,7 +304,6 @@ def test_a_cell_is_told_as_it_was_healed_and_asked(repo: Path) -> None:
         "d": ("farskip", "25%"),
     }
     runs = [{**like, "name": name, "wiring": w, "layers": layers} for name, (w, layers) in names.items()]
-    runs[2]["set"] = {}
     tasks = {
         name: [{**t, "points": -p, "stderr": 0.6} for t in found["tasks"]]
         for name, p in zip("abc", (3, 1, 5), strict=True)
@@ -293,15 +315,15 @@ def test_a_cell_is_told_as_it_was_healed_and_asked(repo: Path) -> None:
         "differences": [{**found, "model": n, "tasks": t} for n, t in tasks.items()],
     }
     cells = page.cells(told)
-    assert [(c.wiring, c.choice, c.share, c.whole) for c in cells] == [
-        ("ladder", "last", 0.5, False),
-        ("ladder", "cheapest", 0.5, False),
-        ("desync-4x", "last", 1.0, True),
+    assert [(c.wiring, c.choice, c.share) for c in cells] == [
+        ("ladder", "last", 0.5),
+        ("ladder", "cheapest", 0.5),
+        ("desync-4x", "last", 1.0),
     ]
     lines = frontier.table_of_cells(cells, page.tokens_of(told), repo).splitlines()
     by = {tuple(cell.strip() for cell in line.split("|")[1:3]): line.split("|")[3:-1] for line in lines}
     whole = [cell.strip() for choice in frontier.CHOICES.values() for cell in by["desync-4x", choice]]
-    assert whole == 2 * ["-", "-", "-", "5.0 ± 0.3 (all weights)"]
+    assert whole == 2 * ["-", "-", "-", "5.0 ± 0.3"]
     low, high = frontier.lost("ladder", repo, page.tokens_of(told))[0][1:3]
     assert [cell.strip() for cell in by["ladder", "last"]][:2] == [f"{low:.1f} to {high:.1f}*", "3.0 ± 0.3"]
     wanted = [
@@ -510,7 +532,7 @@ def test_cases_are_checked_before_the_first_one_runs(tmp_path: Path) -> None:
 
 def test_the_cells_that_were_not_asked_are_cases(repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is healed as the cells before it, is one of the table's cells, and is converted as its name says."""
-    raw = json.loads((repo / page.CELLS).read_text())
+    raw = page.read_cells(repo)
     file, asked = tmp_path / "cases", {one["model"] for one in raw["differences"]}
     file.write_text("\n".join(json.dumps(case) for case in frontiers_cells.cases(repo)))
     texts = dict.fromkeys(("own", "doc", "foreign"), tmp_path)
@@ -523,12 +545,12 @@ def test_the_cells_that_were_not_asked_are_cases(repo: Path, tmp_path: Path, mon
     assert all(case[key] == raw["runs"][0][key] for key in ("text", "tokens", "batch", "lr", "seed") for case in cases)
     ran: list[tuple[Any, ...]] = []
     monkeypatch.setattr(heal, "_fcsd", lambda *words, **_: ran.append(words[2:]) or 1 / (words[2] == "convert"))
-    names = {"ladder-attn-only-last-75", "desync-2x-all"}
+    names = {"ladder-attn-only-cheapest-75", "desync-2x-all"}
     for case in (case for case in cases if case["name"] in names):
         with pytest.raises(ZeroDivisionError):
             heal.heal(case, tmp_path / "teacher", tmp_path, texts, {})
     assert [words[4:] for words in ran if words[0] == "convert"] == [
-        ("ladder", "--layers", "75%", "--no-check", "--variant", "attn-only"),
+        ("ladder", "--layers", "0,4-6,8-11,13-16,19-29", "--no-check", "--variant", "attn-only"),
         ("desync-2x", "--layers", "all", "--no-check", "--tp-degree", 3),
     ]
 
