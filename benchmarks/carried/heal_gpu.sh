@@ -68,7 +68,8 @@ call() {
     for part in "$WORK"/healed/*/run/metrics.jsonl; do
         [ ! -e "$part" ] || echo "${part#"$WORK/healed/"}: $(tail -n 1 "$part" | cut -c 1-120)"
     done
-    tar -C "$WORK" -czf "${OUT:-$WORK}/found.tar.gz" --exclude=models --exclude='*.safetensors' --exclude=student --exclude=checkpoints \
+    tar -C "$WORK" -czf "${OUT:-$WORK}/found.tar.gz" --exclude=models --exclude='*.safetensors' --exclude=student --exclude=final \
+        --exclude=checkpoints --exclude=answers \
         found $([ ! -e "$WORK/healed" ] || echo healed) || [ $? = 1 ] # 1: a file grew while it was read
 }
 
@@ -97,9 +98,11 @@ run() {
     wait $own && wait $doc && wait $before
     cp "$WORK/texts/own/write.json" "$found/own.json" && cp "$WORK/texts/doc/write.json" "$found/doc.json"
     say "heal"
-    python3 -m studies.real.heal "$WORK/original" "$out" --cases "$in/cases.jsonl" --mirror "$WORK/mirror" --tasks $tasks \
-        --text own="$WORK/texts/own" --text doc="$WORK/texts/doc" --text foreign="$WORK/texts/foreign" --text more="$WORK/texts/more" \
-        --limit "${LIMIT:-2500}" --held-out "$WORK/texts/sample.jsonl" --gpus "$gpus" --at-once "${AT_ONCE:-1}"
+    for at_once in "${AT_ONCE:-1}" 1; do # in the second pass, only what has failed: others may have had the memory
+        python3 -m studies.real.heal "$WORK/original" "$out" --cases "$in/cases.jsonl" --mirror "$WORK/mirror" --tasks $tasks \
+            --text own="$WORK/texts/own" --text doc="$WORK/texts/doc" --text foreign="$WORK/texts/foreign" --text more="$WORK/texts/more" \
+            --limit "${LIMIT:-2500}" --held-out "$WORK/texts/sample.jsonl" --gpus "$gpus" --at-once "$at_once"
+    done
     say "ended"
 }
 

@@ -43,7 +43,13 @@ def test_a_run_of_carried_parts(repo: Path, tmp_path: Path) -> None:
             archive.add(tmp_path / name, name)
     asked = tmp_path / "asked"
     given = dict(
-        PATH=f"{tools}:{os.environ['PATH']}", WORK=str(work), OUT=str(out), ASKED=str(asked), WAIT="0.1", LIMIT="9"
+        PATH=f"{tools}:{os.environ['PATH']}",
+        WORK=str(work),
+        OUT=str(out),
+        ASKED=str(asked),
+        WAIT="0.1",
+        LIMIT="9",
+        AT_ONCE="3",
     )
 
     def call(*words: str) -> str:
@@ -62,10 +68,13 @@ def test_a_run_of_carried_parts(repo: Path, tmp_path: Path) -> None:
     assert told.splitlines()[-1] == 'a/run/metrics.jsonl: {"step": 7}', told
     assert (work / "model.gguf").read_text() == "GGUF"
     words = asked.read_text().splitlines()
-    (heal,) = (line for line in words if "studies.real.heal" in line)
-    assert words[-1] == heal and "--gpus 2 --at-once 1" in heal and "--limit 9" in heal
+    first, second = (line for line in words if "studies.real.heal" in line)
+    assert words[-1] == second and second == first.replace("--at-once 3", "--at-once 1"), "what failed runs alone"
+    assert "--gpus 2 --at-once 3" in first and "--limit 9" in first
     assert len([line for line in words if "fcsd write" in line]) == 2, "it starts once"
     with tarfile.open(out / "found.tar.gz") as archive:
         names = archive.getnames()
     assert {"found/own.json", "found/run.log", "healed/a/run/metrics.jsonl", "healed/results.jsonl"} <= {*names}
-    assert not [name for name in names if name.endswith("safetensors") or "student" in name], "no weights"
+    assert not [name for name in names if name.endswith("safetensors") or name.endswith(("student", "final"))], (
+        "no weights"
+    )
