@@ -1,7 +1,7 @@
 """Computes log-probabilities of continuations. Each context runs once; logits exist only at positions to score."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -160,8 +160,8 @@ def _branched(
     """
     decoder, keys = decoder_of(model), list(trunks)
     whole = batches([len(t) for t in keys], FORWARD_TOKENS, batch_size, model)
-    parts = chain.from_iterable(_narrowed([keys[i] for i in batch], trunks) for batch in whole)
-    for rows in team.share(parts):
+    for batch in team.share(chain.from_iterable(_narrowed(part, list(trunks.values())) for part in whole)):
+        rows = [keys[i] for i in batch]
         ids, mask, positions = left_padded(rows, model.device)
         cache = DynamicCache(config=model.config)
         kept: Any = {cache_keyword(): cache}
@@ -180,19 +180,19 @@ def _branched(
         yield hidden, [(n * width + len(b), indices) for n, (_, b, indices) in enumerate(branches)]
 
 
-def _narrowed(batch: list[Tokens], trunks: dict[Tokens, dict[Tokens, list[int]]]) -> Iterator[list[Tokens]]:
-    """Parts of a batch of beginnings, each with branches of at most ``FORWARD_TOKENS`` padded tokens or one beginning.
+def _narrowed(batch: list[int], branches: Sequence[Mapping[Tokens, list[int]]]) -> Iterator[list[int]]:
+    """Parts of a batch of beginnings, whose branches have at most ``FORWARD_TOKENS`` padded tokens or one beginning.
 
     Short beginnings have far more tokens in their branches than of their own.
     """
-    part: list[Tokens] = []
+    part: list[int] = []
     count = width = 0
-    for trunk in batch:
-        more, wide = len(trunks[trunk]), max(map(len, trunks[trunk]))
+    for i in batch:
+        more, wide = len(branches[i]), max(map(len, branches[i]))
         if part and (count + more) * max(width, wide) > FORWARD_TOKENS:
             yield part
             part, count, width = [], 0, 0
-        part.append(trunk)
+        part.append(i)
         count, width = count + more, max(width, wide)
     yield part
 
