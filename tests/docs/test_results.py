@@ -20,6 +20,7 @@ from fcsd.bench.serve.figures import LOAD, load_ratios
 from fcsd.bench.serve.workload import config_of
 from fcsd.bench.shapes import SHAPES
 from fcsd.kernels.bit_split import Format, kernels
+from fcsd.models.build import experts_of
 from fcsd.parallel.placement.placement import Placement
 from fcsd.parallel.placement.search import greedy
 
@@ -1633,10 +1634,10 @@ def test_what_was_timed_was_compared_on_gpus(repo: Path, raw: Raw) -> None:
         compared.add((arch, wiring, degree, row["dtype"] == "fp8"))
     for file in results.glob("serve_vllm_*xh*00.json"):
         load = raw(file.stem)["workload"]
-        arch = config_of(load["model"], 1).model_type
+        config = config_of(load["model"], 1)
         degree = f"dp {load['dp']}" if load["dp"] > 1 else f"tp {load['tp']}"
-        for wiring in load["wirings"]:
-            assert (arch, wiring, degree, "fp8" in load["options"]) in compared, file.stem
+        for wiring in load["wirings"] or ["farskip" if experts_of(config) else "ladder"]:
+            assert (config.model_type, wiring, degree, "fp8" in load["options"]) in compared, file.stem
 
 
 def _rows_in(found: Any) -> list[dict[str, Any]]:
