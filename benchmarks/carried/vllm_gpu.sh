@@ -14,7 +14,6 @@
 #   exchange  on two GPUs: data-parallel attention, with divided experts and vLLM's exchange of tokens
 #   rows    on TP GPUs (two): the plans in PLANS for `vllm_parity.py serve`. Parts between semicolons run at the same
 #           time; a part with a case for vLLM's kernels for latent attention uses them
-#   four    on four GPUs: the same with tensor parallelism 4, and two stages of two GPUs
 #   serve   times originals, wirings and bounds: `fcsd bench serve` with the words in SERVE; its files are in $OUT/serve.
 #           Several of them run at once on different GPUs, each with CUDA_VISIBLE_DEVICES and OUT of its own. BENCH is
 #           another program in the place of `python3 -m fcsd`
@@ -31,10 +30,10 @@ set -uo pipefail
 cd "$(dirname "$0")/../.."
 
 version=${VLLM:-0.24.0}
-command=${1:?build, items, one, tasks, two, beside, sums, exchange, rows, four, serve, load or trace}
+command=${1:?build, items, one, tasks, two, beside, sums, exchange, rows, serve, load or trace}
 case $command in
-build | items | one | tasks | two | beside | sums | exchange | rows | four | serve | load | trace) ;;
-*) echo "no command $command: build, items, one, tasks, two, beside, sums, exchange, rows, four, serve, load or trace" >&2 && exit 2 ;;
+build | items | one | tasks | two | beside | sums | exchange | rows | serve | load | trace) ;;
+*) echo "no command $command: build, items, one, tasks, two, beside, sums, exchange, rows, serve, load or trace" >&2 && exit 2 ;;
 esac
 folder=${2:-.vllm}
 WORK=${WORK:-/tmp/vllm-work}
@@ -258,11 +257,6 @@ rows)
         [[ ${parts[part]} = *-latent/* ]] && program=$latent
         job "part-$part" $program --tp "${TP:-2}" ${parts[part]}
     done
-    ;;
-four)
-    job float32 $serve --tp 4 $small/float32/{eager,eager/ep,graph,pressure}
-    job bfloat16 $serve --tp 4 $small/bfloat16/{graph/ep,default} teacher/bfloat16/default
-    job stages $serve --tp 2 --pp 2 $small/float32/eager
     ;;
 serve | load)
     # It imports for up to 14 s before its minutes begin, and ends its servers and prints what it has found after them.

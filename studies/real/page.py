@@ -135,15 +135,20 @@ def read_cells(repo: Path = Path()) -> dict[str, Any]:
     }
 
 
+def cell_of(run: dict[str, Any]) -> tuple[str, str, float]:
+    """The wiring, the choice and the share of the layers of a run of the frontier."""
+    layers = select_layers(run["layers"], DEPTH)
+    share = next(s for s in frontier.SHARES if len(select_layers(s, DEPTH)) == len(layers))
+    choice = "last" if layers == select_layers(share, DEPTH) else "cheapest"
+    return run["wiring"], choice, frontier.part(share)
+
+
 def cells(file: dict[str, Any]) -> list[frontier.Healed]:
     """The cells of the frontier that were healed with the same tokens and asked."""
     asked, found = {one["model"] for one in file["differences"]}, []
     for run in (run for run in file["runs"] if run["name"] in asked):
-        layers = select_layers(run["layers"], DEPTH)
-        share = next(s for s in frontier.SHARES if len(select_layers(s, DEPTH)) == len(layers))
-        choice = "last" if layers == select_layers(share, DEPTH) else "cheapest"
-        part = frontier.part(share)
-        found.append(frontier.Healed(run["name"], run["wiring"], part, *mean_difference(file, run["name"]), choice))
+        wiring, choice, share = cell_of(run)
+        found.append(frontier.Healed(run["name"], wiring, share, *mean_difference(file, run["name"]), choice))
     return found
 
 

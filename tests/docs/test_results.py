@@ -1623,7 +1623,7 @@ def test_a_step_of_one_answer_of_scout(repo: Path, raw: Raw) -> None:
 
 
 def test_what_was_timed_was_compared_on_gpus(repo: Path, raw: Raw) -> None:
-    """Every architecture, wiring, kind of parallelism and weight that vLLM was timed with on GPUs has a right row."""
+    """What ``fcsd bench serve`` timed under vLLM: its architecture, wiring, degree and weights have a right row."""
     results, compared = repo / "benchmarks/results", set()
     files = [raw(file.stem) for file in results.glob("vllm_*xh*00.json")]
     rows = [row for file in files for row in _rows_in(file) if row["right"] and row.get("role") == "converted"]
@@ -1684,6 +1684,8 @@ def test_rows_of_fp8_of_replicas_and_of_four_gpus(repo: Path, raw: Raw) -> None:
     never = [row for row in rows if not row["right"] and tuple(row[key] for key in told) not in found]
     whole = [row for row in never if (row["mode"], row["case"]) == ("graph", "llama4_text-farskip")]
     assert len(whole) == 6 and "all six such rows" in page
+    log = raw("vllm_rows_4xh100")["log of the rows of llama4 with default graphs"]
+    assert "ChunkedLocalAttention" in log and "setting cudagraph_mode=PIECEWISE" in log
     rest = {(row["case"], row["role"], row["dtype"], row["mode"]) for row in never if row not in whole}
     assert rest == {
         ("llama4_text-farskip", "converted", "float32", "default"),
@@ -1705,6 +1707,10 @@ def test_a_step_of_four_gpus(repo: Path, raw: Raw) -> None:
     assert min(times["original"] / times[name] for name in ("ladder", "desync-4x")) > 1.25
     assert "**1.25x is met at 16 answers by both**, by {} and {} % of the bound's speed.".format(*shares) in page
     serving = " ".join((repo / "docs/serving.md").read_text().split())
+    slowest = max(one["start_s"] for one in told["variants"].values())
+    assert f"Six servers of four ranks took up to {slowest:.0f} s to start" in page and len(times) == 6
+    apart = [max(t) / min(t) - 1 for t in (one["rounds"]["decode 16"] for one in told["variants"].values())]
+    assert f"Rounds differ by {100 * min(apart):.0f} to {100 * max(apart):.0f} %, those of the bound most." in page
     assert f"a step of 16 answers of Llama-3 70B's width is {times['original'] / times['ladder']:.2f}x" in serving
 
 

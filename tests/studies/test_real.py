@@ -175,14 +175,6 @@ def test_the_frontier_is_that_of_the_raw_files_and_of_the_law(repo: Path, tmp_pa
     assert said[0] == said[1] and any("farskip" in one for one in said[0]), "run python -m studies.real.page"
 
 
-def _cell(run: dict[str, Any]) -> tuple[str, str, float]:
-    """The wiring, the choice and the share of a run of the frontier."""
-    layers = select_layers(run["layers"], page.DEPTH)
-    (share,) = (s for s in frontier.SHARES if len(select_layers(s, page.DEPTH)) == len(layers))
-    choice = "last" if layers == select_layers(share, page.DEPTH) else "cheapest"
-    return run["wiring"], choice, frontier.part(share)
-
-
 def _less(pairs: list[tuple[frontier.Healed, frontier.Healed]]) -> str:
     """The points that the first ones of pairs lose less in the mean, and their error."""
     less = sum(one.points - other.points for one, other in pairs) / len(pairs)
@@ -194,7 +186,7 @@ def test_what_the_pages_say_of_the_cells_is_that_of_the_raw_files(repo: Path) ->
     text, first, index = (" ".join((repo / file).read_text().split()) for file in pages)
     file = page.read_cells(repo)
     cells = {(c.wiring, c.choice, c.share): c for c in page.cells(file)}
-    ends = {_cell(run): run["kl"]["own"]["kl"] for run in file["runs"]}
+    ends = {page.cell_of(run): run["kl"]["own"]["kl"] for run in file["runs"]}
     assert f"**{len(ends)} of 35 different conversions were healed, and {len(cells)} of them asked.**" in text
     pairs = [(kl, ends[wiring, "last", share]) for (wiring, choice, share), kl in ends.items() if choice != "last"]
     near = sum(chosen < last for chosen, last in pairs)
@@ -232,7 +224,7 @@ def test_what_the_pages_say_of_the_cells_is_that_of_the_raw_files(repo: Path) ->
     losses = [run[0]["kl"][name]["teacher_loss"] for run in runs[::-1] for name in ("own", "foreign")]
     told = "is {:.2f} nats on own and {:.2f} on foreign text there, and {:.2f} and {:.2f} in the first."
     assert told.format(*losses) in text
-    earlier, later = ({_cell(run): run for run in of} for of in runs)
+    earlier, later = ({page.cell_of(run): run for run in of} for of in runs)
     twice = [key for key in earlier.keys() & later if earlier[key]["set"].get("optim.train")]
     assert len(twice) == 2 and f"Two conversions were healed in both, and ended within {4} % of each other." in text
     assert all(abs(earlier[key]["kl"]["own"]["kl"] / later[key]["kl"]["own"]["kl"] - 1) < 0.045 for key in twice)
