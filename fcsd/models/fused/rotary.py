@@ -30,10 +30,10 @@ class FusedRotary(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers' own class."""
         forward = self.unfused.forward
-        if "past_key_values" in kwargs:  # what is around transformers' own code would rename it
-            kwargs[cache_keyword()] = kwargs.pop("past_key_values")
         if not torch.compiler.is_compiling():  # a compiler fuses transformers' own code
             forward = _with_kernel(forward)
+            if "past_key_values" in kwargs:  # what is around transformers' own code would rename it
+                kwargs[cache_keyword()] = kwargs.pop("past_key_values")
         return forward(self, *args, **kwargs)
 
 
