@@ -1,4 +1,4 @@
-"""Prints the cases of ``studies.real.heal`` that heal the cells of the frontier that were not healed and asked yet.
+"""Prints the cases of ``studies.real.heal`` that heal the cells of the frontier, and ask them the benchmarks.
 
     python -m studies.real.cells [WIRING ...] > CASES
 
@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from studies.real import frontier, page
+from studies.real import frontier
 
 from fcsd.models.selection import cheapest, layers_text, select_layers
 from fcsd.plan.frontier import SHARES
@@ -30,9 +30,7 @@ MICRO = 8  # rows at a time under Desync, whose activations are those of all ran
 
 
 def cases(repo: Path = Path()) -> list[dict[str, Any]]:
-    """A case for each cell that has no points yet: the last layers first, then those that cost least alone."""
-    healed = page.cells(page.read_cells(repo))
-    known = {(cell.wiring, cell.choice, cell.share) for cell in healed}
+    """A case for each cell: for each wiring the last layers first, then those that cost least alone."""
     found = []
     for wiring in (name for name in frontier.labels() if name not in frontier.ALIKE[1:]):
         desync = wiring.startswith("desync")
@@ -40,8 +38,6 @@ def cases(repo: Path = Path()) -> list[dict[str, Any]]:
         alone = dict(enumerate(frontier.costs(repo)["desync-2x" if desync else wiring]))
         for choice in frontier.CHOICES:
             for share in SHARES if choice == "last" else SHARES[:-1]:
-                if (wiring, choice, frontier.part(share)) in known:
-                    continue
                 layers, of = share, [choice, share.rstrip("%")]
                 if share == SHARES[-1]:
                     layers, of = "all", ["all"]

@@ -168,16 +168,15 @@ def costs(repo: Path) -> dict[str, list[float]]:
     }
 
 
-def lost(wiring: str, repo: Path = Path(), tokens: float = TOKENS) -> list[tuple[float, float, float, bool]]:
+def lost(wiring: str, repo: Path = Path()) -> list[tuple[float, float, float, bool]]:
     """The points that the law says are lost at every share: the middle, both ends, and whether it was fitted there.
 
     Args:
         wiring: one whose layers were measured.
-        tokens: millions, of the healing.
     """
     alone, found = costs(repo)[wiring], []
     for share in SHARES:
-        row = losses(len(select_layers(share, len(alone))) / len(alone), (sum(alone), sum(alone)), tokens)
+        row = losses(len(select_layers(share, len(alone))) / len(alone), (sum(alone), sum(alone)), TOKENS)
         low, high = row["points"]
         # The interval is one of logarithms.
         found.append((math.sqrt(low * high), low, high, row["fitted"] and wiring in law()["wirings"]))
@@ -197,25 +196,17 @@ def table_of_losses(repo: Path = Path()) -> str:
     return table(["wiring", *(share.replace("%", " %") for share in SHARES)], body, left=1) + "\n"
 
 
-def table_of_cells(cells: list[Healed], tokens: float, repo: Path = Path()) -> str:
-    """Markdown with the points that every cell lost after the same millions of tokens, and their standard errors.
-
-    A cell that was not healed has the law's interval of 90 % after as many tokens and a star, or a dash if the costs
-    of its layers are unknown.
-    """
-    known = {(cell.wiring, cell.choice, cell.share): cell for cell in cells}
+def table_of_cells(cells: list[Healed]) -> str:
+    """Markdown with the points that every cell lost after the same tokens, and their standard errors."""
+    known = {(cell.wiring, cell.choice, cell.share): cell.lost for cell in cells}
     body = []
     for wiring in (name for name in labels() if name not in ALIKE[1:]):
         for choice, called in CHOICES.items():
-            predicted = lost(wiring, repo, tokens) if wiring in costs(repo) else [None] * len(SHARES)
             row = [", ".join(ALIKE) if wiring == ALIKE[0] else wiring, called]
-            for share, told in zip(SHARES, predicted, strict=True):
-                # All layers are the same choice by any rule, and stored as the last ones.
-                found = known.get((wiring, "last" if share == SHARES[-1] else choice, part(share)))
-                if found is not None:
-                    row.append(found.lost)
-                else:
-                    row.append("-" if told is None else f"{told[1]:.1f} to {told[2]:.1f}*")
+            # All layers are the same choice by any rule, and stored as the last ones.
+            row += [
+                known.get((wiring, "last" if share == SHARES[-1] else choice, part(share)), "-") for share in SHARES
+            ]
             body.append(row)
     return table(["wiring", "layers", *(share.replace("%", " %") for share in SHARES)], body, left=2) + "\n"
 

@@ -119,19 +119,24 @@ def healed(raw: list[dict[str, Any]]) -> list[frontier.Healed]:
     ]
 
 
-CELLS = tuple(RESULTS / f"real_smollm2_frontier_{name}.json" for name in ("2xh100", "more_4xh100"))
+CELLS = tuple(RESULTS / f"real_smollm2_frontier_{name}.json" for name in ("2xh100", "more_4xh100", "last_4xh100"))
 
 
 def read_cells(repo: Path = Path()) -> dict[str, Any]:
-    """The cells of the frontier as one file of runs. Of a conversion that both files have, it has the later run."""
-    older, newer = (json.loads((repo / file).read_text()) for file in CELLS)
-    again = {(run["wiring"], run["layers"]) for run in newer["runs"]}
-    kept = [run for run in older["runs"] if (run["wiring"], run["layers"]) not in again]
-    names = {run["name"] for run in kept}
+    """The cells of the frontier as one file of runs. Of a conversion that several files have, it has the last run."""
+    found: dict[tuple[str, str, float], tuple[dict[str, Any], dict[str, Any] | None]] = {}
+    scores: dict[str, Any] = {}
+    for name in CELLS:
+        file = json.loads((repo / name).read_text())
+        asked = {one["model"]: one for one in file["differences"]}
+        found |= {cell_of(run): (run, asked.get(run["name"])) for run in file["runs"]}
+        scores |= file["scores"]
+    order = {wiring: n for n, wiring in enumerate(frontier.labels())}
+    cells = [found[cell] for cell in sorted(found, key=lambda cell: (order[cell[0]], cell[1] != "last", cell[2]))]
     return {
-        "runs": kept + newer["runs"],
-        "scores": older["scores"] | newer["scores"],
-        "differences": [one for one in older["differences"] if one["model"] in names] + newer["differences"],
+        "runs": [run for run, _ in cells],
+        "scores": scores,
+        "differences": [one for _, one in cells if one is not None],
     }
 
 
@@ -576,7 +581,7 @@ def filled(page: str, raw: dict[Path, dict[str, Any]], repo: Path = Path()) -> s
         "rounded": f"{OF_ROUNDED}\n{rounded(json.loads((repo / ROUNDED).read_text())['after_training'])}",
         "answer": answer(stored, repo),
         "speeds": frontier.speeds(repo),
-        "cells": frontier.table_of_cells(cells(stored_cells), tokens_of(stored_cells), repo),
+        "cells": frontier.table_of_cells(cells(stored_cells)),
         "wanted": frontier.table_of_speeds_wanted(cells(stored_cells), repo),
         "divergences": divergences_of_cells(stored_cells),
         "more tokens": by_tokens(stored_cells, [raw[file] for file in MORE]),
