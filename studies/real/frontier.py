@@ -118,14 +118,14 @@ def predicted() -> dict[tuple[str, str], Speed]:
     config = packaged_config("meta-llama/Llama-3.1-8B-Instruct")
     assert config is not None
     config.num_hidden_layers = 16
-    return {key: Speed(row.decode, row.prefill) for key, row in _rows(config).items()}
+    return {key: Speed(row.decode, row.prefill) for key, row in predicted_rows(config).items()}
 
 
-def _rows(config: PretrainedConfig) -> dict[tuple[str, str], Row]:
-    """The rows of ``fcsd plan --frontier`` for two GPUs without peer access, by wiring and share of the layers."""
+def predicted_rows(config: PretrainedConfig, ranks: int = 2) -> dict[tuple[str, str], Row]:
+    """The rows of ``fcsd plan --frontier`` for GPUs without peer access, by wiring and share of the layers."""
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        return {(row.wiring, row.layers.split()[0]): row for row in frontier(MetaModel(folder), ranks=2)}
+        return {(row.wiring, row.layers.split()[0]): row for row in frontier(MetaModel(folder), ranks)}
 
 
 def served(wiring: str, share: float, link: str, repo: Path = Path()) -> Speed | None:
@@ -234,7 +234,7 @@ def of_larger() -> str:
     for share in SHARES[1::2]:
         head += [f"{share.replace('%', ' %')}: step / first tokens", "points lost"]
     for name, config in {**dense, "Qwen3-30B-A3B": moe}.items():
-        rows = _rows(config)
+        rows = predicted_rows(config)
         # Without shared experts ladder is the same.
         for wiring in ("farskip",) if config is moe else ("ladder", "farskip"):
             cells = []

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 import tiny
 from studies.real.law import OUT, PAGE, checks, filled, law, stored
+from studies.real.page import between_marks
+from studies.real.speeds import served
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
@@ -58,6 +60,18 @@ def test_the_speed_is_near_what_was_measured(repo: Path, rows: dict[tuple[str, s
     told = " ".join((repo / PAGE).read_text().split())
     times = f"{rows['ladder', '100%'].prefill:.2f}x as fast and was measured {one['prefill_times_standard']:.2f}x"
     assert f"Ladder's first token of one prompt is predicted {times}" in told
+
+
+def test_the_page_holds_the_speeds_beside_those_of_servers(repo: Path) -> None:
+    page, told = (repo / PAGE).read_text(), served(repo)
+    assert between_marks(page, {"served": told}) == page, "run python -m studies.real.speeds"
+    cells = [line.replace("x", "").split("|")[5:-1] for line in told.splitlines()[2:]]
+    steps = [float(step) / float(measured) for step, measured, *_ in cells]
+    first = [float(one) / float(measured) for *_, one, both in cells for measured in both.split(",")]
+    said = "is {:.2f} to {:.2f} times the measured one for a step, and {:.2f} to {:.2f} times for first tokens.**"
+    text = " ".join(page.split())
+    assert said.format(min(steps), max(steps), min(first), max(first)) in text
+    assert sum(ratio > 1 for ratio in steps) == 7 and len(steps) == 9 and "Seven of nine steps are predicted" in text
 
 
 def test_the_assumed_link_and_rates_are_near_what_was_measured(repo: Path, model: Path) -> None:
