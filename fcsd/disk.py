@@ -10,7 +10,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from io import BufferedReader
+from io import BufferedReader, BytesIO
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -78,18 +78,28 @@ def write_bytes(path: Path, data: bytes) -> None:
     mode = _mode_of_regular(path)
     temporary = path.with_name(f".{path.name[:200]}.part-{uuid.uuid4().hex[:8]}")
     try:
-        with naming(path), temporary.open("xb") as file:
+        with temporary.open("xb") as file:
             if mode is not None:
                 os.fchmod(file.fileno(), mode)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             temporary.unlink()
+        if isinstance(error, OSError):
+            error.filename = str(path)  # not the temporary file, which no user knows
+            del error.filename2
         raise
     sync(path.parent)
+
+
+def write_picture(path: Path, figure: Any) -> None:
+    """Write a figure of matplotlib as a PNG, see :func:`write_bytes`."""
+    picture = BytesIO()
+    figure.savefig(picture, format="png", dpi=150)
+    write_bytes(path, picture.getvalue())
 
 
 @contextmanager

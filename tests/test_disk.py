@@ -6,6 +6,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from fcsd import disk
 from fcsd.distill.run.manifest import read_manifest
@@ -33,6 +34,8 @@ def test_a_full_disk_is_named_with_the_file(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(OSError) as caught:
         disk.write_text(tmp_path / "result.json", "text")
     assert caught.value.filename == str(tmp_path / "result.json") and not os.listdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"No such file or directory: '/[^']*/missing/result.json'$"):
+        disk.write_text(tmp_path / "missing" / "result.json", "text")
 
 
 def test_a_linked_file_is_replaced_and_not_written_through(tmp_path: Path) -> None:
@@ -106,6 +109,8 @@ def test_a_full_disk_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
         disk.write_text(path, "new")
+    with pytest.raises(OSError, match="No space"):
+        disk.write_picture(path, Figure())
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["result.json"]
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fcsd import markdown
-from fcsd.disk import write_text
+from fcsd.disk import write_picture, write_text
 from fcsd.eval.compare import Comparison, Difference, not_above_chance
 from fcsd.eval.results import COMPARISON, Result, in_mean, is_accuracy, shown
 
@@ -120,7 +120,7 @@ def draw_bars(results: Sequence[Result], path: Path) -> None:
     axes.set_ylabel("points")
     figure.legend(loc="outside upper center", fontsize="small", ncols=4, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    write_picture(path, figure)
 
 
 def _bits(result: Result) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fcsd.disk import write_picture
 from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format
 from fcsd.kernels.bit_split.format import bits_sent
@@ -278,7 +279,7 @@ def draw(predictions: list[Prediction], path: Path, title: str) -> None:
     axes.set_title(f"{title}: predicted", loc="left", fontsize=10)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    write_picture(path, figure)
 
 
 def _by_nodes(predictions: list[Prediction]) -> dict[int, list[Prediction]]:

@@ -9,6 +9,7 @@ from fcsd.bench import runner
 from fcsd.bench.serve import figures
 from fcsd.bench.serve.figures import Figure, Rounds
 from fcsd.bench.serve.variants import ORIGINAL
+from fcsd.disk import write_picture
 
 
 def rounds_of(found: Mapping[str, Any], role: str) -> dict[str, Rounds]:
@@ -175,4 +176,4 @@ def draw(found: Mapping[str, Any], title_: str, path: Path) -> None:
     axes.set_ylabel("x the best original")
     picture.suptitle(title_, fontsize=10)
     picture.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
-    picture.savefig(path, dpi=150)
+    write_picture(path, picture)

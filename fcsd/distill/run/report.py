@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from fcsd.config import Recipe, ResolvedRecipe
-from fcsd.disk import append, write_text
+from fcsd.disk import append, write_picture, write_text
 from fcsd.distill.run.run_dir import CHECKPOINTS
 from fcsd.distill.run.time_left import TimeLeft
 from fcsd.distill.run.trackers import Log, tracking
@@ -197,7 +197,7 @@ def draw_curves(run: Path) -> Path:
         axes.grid(alpha=0.3)
         if name in ("kl", "held_out_kl", "held_out_own_kl") and all(value > 0 for _, value in points):
             axes.set_yscale("log")
-    figure.savefig(run / CURVES, dpi=120)
+    write_picture(run / CURVES, figure)
     return run / CURVES
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd import markdown
-from fcsd.disk import write_text
+from fcsd.disk import write_picture, write_text
 from fcsd.distill.run.report import read_metrics
 
 TABLE = "table.md"
@@ -67,7 +67,7 @@ def draw(out: Path, record: dict[str, Any]) -> Path:
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend(fontsize="small")
-    figure.savefig(out / PICTURE, dpi=120)
+    write_picture(out / PICTURE, figure)
     return out / PICTURE
 
 
