@@ -291,6 +291,8 @@ def test_what_the_pages_say_of_the_law_is_that_of_the_raw_files(repo: Path) -> N
     assert f"fitted to {len(runs)} runs of the converted layers alone." in text
     assert "A single run is a factor of {} away from it, and {} by the sum.".format(*factors) in text
     assert f"a factor of {factors[1]} away from the same runs" in planning
+    (told,) = (line for line in planning.split(" | all but ") if line.startswith("desync-2x"))
+    assert "| 6 of 7; 6 of 7 |" in told and "it holds 6 of its 7, by divergence and by points." in text
 
 
 def test_a_cell_is_told_as_it_was_healed_and_asked(repo: Path) -> None:
