@@ -187,7 +187,7 @@ def test_what_the_pages_say_of_the_cells_is_that_of_the_raw_files(repo: Path) ->
     file = page.read_cells(repo)
     cells = {(c.wiring, c.choice, c.share): c for c in page.cells(file)}
     ends = {page.cell_of(run): run["kl"]["own"]["kl"] for run in file["runs"]}
-    assert f"**{len(ends)} of 35 different conversions were healed, and {len(cells)} of them asked.**" in text
+    assert len(ends) == len(cells) == 35 and "**All 35 different conversions were healed and asked.**" in text
     pairs = [(kl, ends[wiring, "last", share]) for (wiring, choice, share), kl in ends.items() if choice != "last"]
     near = sum(chosen < last for chosen, last in pairs)
     assert f"nearer than the last ones in {near} of {len(pairs)} pairs, and farther in {len(pairs) - near}." in text
