@@ -93,7 +93,7 @@ def linears(model: Any, format: str) -> Iterator[tuple[str, nn.Linear]]:
         if type(layer) is nn.Linear or isinstance(layer, RoundedLinear):
             if layer.in_features % (group := group_of(format)):
                 raise ConfigError(
-                    f"groups of {group} do not divide the {layer.in_features} inputs of {name}",
+                    f"groups of {group} do not divide the {layer.in_features} inputs of layer {name}",
                     f"Choose train.weight_format int4:g{group // 2}, or less.",
                 )
             yield name, layer

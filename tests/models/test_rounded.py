@@ -65,7 +65,7 @@ def test_the_gradient_of_a_weight_is_that_of_its_rounded_value() -> None:
 
 
 def test_what_is_not_proven_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"groups of 128 do not divide the 64 inputs of 0\.self_attn\.q_proj"):
+    with pytest.raises(ConfigError, match=r"groups of 128 do not divide the 64 inputs of layer 0\.self_attn\.q_proj"):
         compute_rounded(tiny.model("llama"), "int4:g128")
     with pytest.raises(ConfigError, match="dense models: no experts are rounded"):
         round_weights(tiny.model("qwen3_moe"), "int4:g32")
