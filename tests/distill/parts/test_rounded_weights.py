@@ -7,20 +7,19 @@ from typing import Any
 import pytest
 import runs
 import torch
-from reloads import fork_reloads
 from runs import outcome, train
 from safetensors.torch import load_file
 
+from fcsd.distill.parts.files import merge_checkpoint
 from fcsd.errors import ConfigError
-from fcsd.export.final import export_model
 from fcsd.models.rounded import to_int4
 
 ROUNDED: dict[str, Any] = {
     "init": {"wiring": "ladder", "layers": "last:2"},
     "optim__train": ["converted"],
     "train__weight_format": "int4:g16",
+    "train__dtype": "bf16",
 }
-PARTS = Path("parts") / "parts.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -34,29 +33,37 @@ def recipe(dense: Path, out: Path, **changes: Any) -> Any:
     return runs.resolved(dense, model=str(dense / "teacher"), output_dir=str(out), **{**ROUNDED, **changes})
 
 
-def test_final_and_exports_have_rounded_weights(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    train(recipe(dense, tmp_path / "run"))
-    base, final = (load_file(path / "model.safetensors") for path in (dense / "teacher", tmp_path / "run" / "final"))
-    trained = load_file(tmp_path / "run" / "checkpoints" / "step-4" / PARTS)
+@pytest.fixture(scope="module")
+def finished(dense: Path) -> Path:
+    """A run of four steps with checkpoints after two and four."""
+    train(recipe(dense, dense / "run"))
+    return dense / "run"
+
+
+def test_final_and_exports_have_rounded_weights(dense: Path, finished: Path, tmp_path: Path) -> None:
+    checkpoint = finished / "checkpoints" / "step-4" / "parts"
+    merge_checkpoint(recipe(dense, finished).recipe, checkpoint, tmp_path / "merged")
+    base, trained = load_file(dense / "teacher" / "model.safetensors"), load_file(checkpoint / "parts.safetensors")
+    final, merged = (load_file(path / "model.safetensors") for path in (finished / "final", tmp_path / "merged"))
+    assert base.keys() == final.keys() == merged.keys() and trained.keys() < base.keys()
     for name, weight in {**base, **trained}.items():
-        rounded = ".layers." in name and weight.ndim == 2
-        assert torch.equal(final[name], to_int4(weight, 16) if rounded else weight), name
-        assert not rounded or not torch.equal(final[name], weight)
-    fork_reloads(monkeypatch)
-    export_model(tmp_path / "run", tmp_path / "out", checkpoint="latest")
-    exported = load_file(tmp_path / "out" / "model.safetensors")
-    assert exported.keys() == final.keys() and all(torch.equal(exported[name], final[name]) for name in final)
+        weight = weight.bfloat16()
+        expected = to_int4(weight, 16) if ".layers." in name and weight.ndim == 2 else weight
+        assert torch.equal(final[name], expected) and torch.equal(merged[name], expected), name
+        assert torch.equal(expected, weight) != (".layers." in name and weight.ndim == 2)
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.nightly)])
-def test_two_steps_and_a_resume_are_four_steps(dense: Path, tmp_path: Path, size: int) -> None:
-    changes = {"train__dtype": "bf16", "parallel__zero_stage": 2} if size > 1 else {"train__dtype": "bf16"}
-    train(recipe(dense, tmp_path / "run", **changes), size)
-    shutil.copytree(tmp_path / "run", tmp_path / "part")
+def test_two_steps_and_a_resume_are_four_steps(dense: Path, finished: Path, tmp_path: Path, size: int) -> None:
+    run, changes = finished, {}
+    if size > 1:
+        run, changes = tmp_path / "run", {"parallel__zero_stage": 2}
+        train(recipe(dense, run, **changes), size)
+    shutil.copytree(run, tmp_path / "part")
     shutil.rmtree(tmp_path / "part" / "final")
     shutil.rmtree(tmp_path / "part" / "checkpoints" / "step-4")
     train(recipe(dense, tmp_path / "part", **changes), size)
-    assert outcome(tmp_path / "part") == outcome(tmp_path / "run")
+    assert outcome(tmp_path / "part") == outcome(run)
 
 
 @pytest.mark.parametrize(
