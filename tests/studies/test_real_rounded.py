@@ -49,6 +49,17 @@ def test_forms_are_rounded_by_their_names_then_asked_and_measured(
         rounded.load("a+int4:g48", folder)
 
 
+def test_what_the_page_says_of_healing_with_rounded_weights(repo: Path) -> None:
+    text = " ".join((repo / "docs/REAL_MODELS.md").read_text().split())
+    raw = json.loads((repo / "benchmarks/results/real_smollm2_int4_healing_cpu.json").read_text())
+    original, healed, rounded_after, within = (one["kl"] for one in raw["forms"].values())
+    told = f"{healed:.3f} nats on held-out foreign text, {rounded_after:.3f} after rounding to groups of 64, and"
+    assert f"{told} {within:.3f} healed with such weights. The rounded original has {original:.3f}" in text
+    assert f"leaves {100 * (within - healed) / (rounded_after - healed):.0f} % of what rounding costs" in text
+    train = raw["recipe"]["train"]
+    assert f"with {train['steps'] * train['batch_tokens']:,} tokens of foreign text" in text
+
+
 def _logs(model: torch.nn.Module, ids: Tensor) -> Tensor:
     with torch.no_grad():
         return model.double()(ids.view(1, -1)).logits[0, :-1].log_softmax(-1)
