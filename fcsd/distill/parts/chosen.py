@@ -14,6 +14,7 @@ from fcsd.models.adapters.lora import add_adapters
 from fcsd.models.adapters.targets import Chosen, choose, choose_parts
 from fcsd.models.adapters.trained import TrainedParts
 from fcsd.models.build import arch_of
+from fcsd.models.rounded import linears
 from fcsd.parallel.expert.block import expert_blocks
 
 
@@ -24,11 +25,14 @@ def chosen_parts(recipe: Recipe, source: Location) -> Chosen | None:
         source: the checkpoint that the student is made from.
 
     Raises:
-        ConfigError: ``peft`` is not installed, or the recipe names a part that the model does not have.
+        ConfigError: ``peft`` is not installed, the recipe names a part that the model does not have, or its weights
+            cannot be rounded.
     """
     if recipe.frozen_beside is None:
         return None
     model, parts = meta_student(recipe, source), recipe.optim.train
+    if recipe.train.weight_format:
+        dict(linears(model, recipe.train.weight_format))  # refuses what cannot be rounded
     if (adapter := recipe.train.adapter) is None:
         return choose_parts(model, parts, divided=recipe.parallel.ep_size > 1)
     require_extra("train", "train.adapter", "peft")
