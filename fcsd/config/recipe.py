@@ -225,7 +225,6 @@ class Recipe(Section):
             "train.adapter": self.train.adapter is not None,
             "train.compile": self.train.compile,
             "train.graph": self.train.graph,
-            "parallel.ep_size above 1": self.parallel.ep_size > 1,
         }
         why = next((why for why, is_so in found.items() if is_so), None)
         return why and f"cannot be combined with {why}: it is not proven"

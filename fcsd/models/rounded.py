@@ -5,8 +5,6 @@ in the symmetric formats of compressed-tensors, and a step has the dtype of the 
 of its rounded value (straight-through, Bengio et al. 2013).
 """
 
-import re
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,15 +16,12 @@ from .build import arch_of, decoder_layers, wiring_of
 from .class_swap import with_mixin
 from .wiring_block import DESYNC
 
-FORMAT = re.compile(r"int4:g(\d+)")
 _LEAST = 1e-30  # a step, also of zeros
 
 
 def group_of(format: str) -> int:
-    """The inputs of a group of a format such as ``int4:g64``."""
-    found = FORMAT.fullmatch(format)
-    assert found is not None, "the recipe has checked it"
-    return int(found[1])
+    """The inputs of a group of a format such as ``int4:g64``, which a recipe has checked."""
+    return int(format.removeprefix("int4:g"))
 
 
 def to_int4(weight: Tensor, group: int) -> Tensor:
@@ -64,7 +59,7 @@ def compute_rounded(model: nn.Module, format: str) -> None:
     Raises:
         ConfigError: see ``linears``.
     """
-    for layer in dict(linears(model, format)).values():
+    for layer in linears(model, format).values():
         layer.__class__ = with_mixin(RoundedLinear, nn.Linear, group=group_of(format))
 
 
@@ -75,11 +70,11 @@ def round_weights(model: nn.Module, format: str) -> None:
     Raises:
         ConfigError: see ``linears``.
     """
-    for layer in dict(linears(model, format)).values():
+    for layer in linears(model, format).values():
         layer.weight.copy_(to_int4(layer.weight, group_of(format)))
 
 
-def linears(model: Any, format: str) -> Iterator[tuple[str, nn.Linear]]:
+def linears(model: Any, format: str) -> dict[str, nn.Linear]:
     """The linear layers in a model's decoder layers, by name.
 
     Raises:
@@ -89,11 +84,13 @@ def linears(model: Any, format: str) -> Iterator[tuple[str, nn.Linear]]:
         raise ConfigError(f"{format} is for dense models: no experts are rounded", "Set train.weight_format: null.")
     if wiring_of(model.config).name in DESYNC:
         raise ConfigError(f"{format} is not proven with Desync", "Set train.weight_format: null.")
+    found, group = {}, group_of(format)
     for name, layer in decoder_layers(model).named_modules():
         if type(layer) is nn.Linear or isinstance(layer, RoundedLinear):
-            if layer.in_features % (group := group_of(format)):
+            if layer.in_features % group:
                 raise ConfigError(
                     f"groups of {group} do not divide the {layer.in_features} inputs of layer {name}",
-                    f"Choose train.weight_format int4:g{group // 2}, or less.",
+                    "Choose smaller groups, or train.weight_format: null.",
                 )
-            yield name, layer
+            found[name] = layer
+    return found

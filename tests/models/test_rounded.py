@@ -45,7 +45,7 @@ def test_a_model_that_computes_rounded_is_the_model_with_rounded_weights(dtype: 
     round_weights(other, "int4:g16")
     assert torch.equal(model(ids).logits, other(ids).logits) and not torch.equal(other(ids).logits, plain)
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
-    rounded = {f"model.layers.{name}.weight" for name, _ in linears(model, "int4:g16")}
+    rounded = {f"model.layers.{name}.weight" for name in linears(model, "int4:g16")}
     for name, weight in other.state_dict().items():
         assert (name in rounded) == (".layers." in name and weight.ndim == 2)
         assert torch.equal(weight, to_int4(before[name], 16) if name in rounded else before[name])

@@ -32,7 +32,7 @@ def chosen_parts(recipe: Recipe, source: Location) -> Chosen | None:
         return None
     model, parts = meta_student(recipe, source), recipe.optim.train
     if recipe.train.weight_format:
-        dict(linears(model, recipe.train.weight_format))  # refuses what cannot be rounded
+        linears(model, recipe.train.weight_format)  # refuses what cannot be rounded
     if (adapter := recipe.train.adapter) is None:
         return choose_parts(model, parts, divided=recipe.parallel.ep_size > 1)
     require_extra("train", "train.adapter", "peft")

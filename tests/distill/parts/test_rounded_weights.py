@@ -8,9 +8,10 @@ import pytest
 import runs
 import torch
 from runs import outcome, train
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from fcsd.distill.parts.files import merge_checkpoint
+from fcsd.distill.run.report import read_metrics
 from fcsd.errors import ConfigError
 from fcsd.models.rounded import to_int4
 
@@ -30,7 +31,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe(dense: Path, out: Path, **changes: Any) -> Any:
-    return runs.resolved(dense, model=str(dense / "teacher"), output_dir=str(out), **{**ROUNDED, **changes})
+    return runs.resolved(dense, output_dir=str(out), **{"model": str(dense / "teacher"), **ROUNDED, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,21 @@ def test_final_and_exports_have_rounded_weights(dense: Path, finished: Path, tmp
         expected = to_int4(weight, 16) if ".layers." in name and weight.ndim == 2 else weight
         assert torch.equal(final[name], expected) and torch.equal(merged[name], expected), name
         assert torch.equal(expected, weight) != (".layers." in name and weight.ndim == 2)
+
+
+def test_the_first_loss_is_that_of_a_student_with_rounded_weights(dense: Path, finished: Path, tmp_path: Path) -> None:
+    """Such a student, with the original as its teacher, is trained as usual."""
+    shutil.copytree(dense / "teacher", tmp_path / "rounded")
+    weights = load_file(dense / "teacher" / "model.safetensors")
+    for name, weight in weights.items():
+        if ".layers." in name and weight.ndim == 2:
+            weights[name] = to_int4(weight.bfloat16(), 16).float()
+    save_file(weights, tmp_path / "rounded" / "model.safetensors", metadata={"format": "pt"})
+    student = {"model": str(tmp_path / "rounded"), "teacher": str(dense / "teacher")}
+    usual = {"optim__train": [], "train__weight_format": None}
+    train(recipe(dense, tmp_path / "run", **student, **usual))
+    one, first = read_metrics(tmp_path / "run")[0], read_metrics(finished)[0]
+    assert (one["step"], one["loss"], one["kl"]) == (first["step"], first["loss"], first["kl"])
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.nightly)])
