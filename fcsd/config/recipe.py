@@ -189,8 +189,6 @@ class Recipe(Section):
             raise ValueError(f"parallel.zero_stage 3 cannot be combined with {why}")
         if why := self._not_frozen():
             raise ValueError(why)
-        if self.train.weight_format and (why := self._not_rounded()):
-            raise ValueError(f"train.weight_format {why}")
         if self.train.eval_every and self.data.held_out is None:
             raise ValueError("train.eval_every needs data.held_out, the text to measure on")
         if self.early_stop.metric == HELD_OUT and self.data.held_out is None:
@@ -216,18 +214,6 @@ class Recipe(Section):
         }
         why = next((why for why, is_so in found.items() if is_so), None)
         return why and f"{self.frozen_beside} cannot be combined with {why}"
-
-    def _not_rounded(self) -> str | None:
-        """Why the student's weights cannot be rounded; None if they can be."""
-        if not self.optim.train:
-            return "needs optim.train, for example [converted]"
-        found = {
-            "train.adapter": self.train.adapter is not None,
-            "train.compile": self.train.compile,
-            "train.graph": self.train.graph,
-        }
-        why = next((why for why, is_so in found.items() if is_so), None)
-        return why and f"cannot be combined with {why}: it is not proven"
 
     def _not_captured(self) -> str | None:
         """The setting because of which the passes of a micro-batch cannot be captured; None if they can be."""

@@ -63,11 +63,6 @@ class Train(Section):
     """Train adapters beside frozen weights instead of the weights. The teacher is then the model itself with its
     adapters off and in the standard wiring, so no second copy of the weights is in memory. null trains the weights, or
     those parts that `optim.train` names."""
-    weight_format: Annotated[str, Field(pattern=r"^int4:g(16|32|64|128)$")] | None = None
-    """Heal with the weights that a server with INT4 weights would have (quantisation-aware distillation): `int4:g64`
-    rounds those of all linear layers in decoder layers, a step for each 64 inputs, in every pass of the student. The
-    weights that train are not rounded themselves, and the gradient is that of the rounded ones (straight-through).
-    `final/` has rounded weights in the dtype of the run. For dense models; it needs `optim.train`."""
     activation_checkpointing: bool = False
     """Recompute the activations of each layer in the backward pass: less memory, one more forward pass per step."""
     anneal_share: Share = 0.0

@@ -310,7 +310,7 @@ def publish_model(run: Prepared, tools: Tools) -> None:
         return
     folder = run.world.on_first(lambda: manifest.verified_model(best or newest, manifest.PARTS))
     final = run.world.on_first(lambda: run_dir.new_final(run.directory))
-    write_merged(parts, folder, run.source.path, final, run.world, run.recipe.train.weight_format)
+    write_merged(parts, folder, run.source.path, final, run.world)
     run.world.on_first(lambda: run_dir.finish(final, run.directory))
 
 

@@ -38,7 +38,6 @@ from fcsd.distill.teacher.targets import TeacherSource, expect_comparable
 from fcsd.launch.world import World
 from fcsd.models.adapters.trained import TrainedParts
 from fcsd.models.build import unwired
-from fcsd.models.rounded import compute_rounded
 from fcsd.parallel.expert.dispatcher import Dispatcher
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 from fcsd.parallel.transports.traffic import Traffic
@@ -150,8 +149,6 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     parts = None if chosen is None else train_parts(student, recipe, chosen)
     if parts is not None and checkpoint:
         parts.load(read_parts(checkpoint / manifest.PARTS), str(checkpoint))
-    if recipe.train.weight_format:
-        compute_rounded(student, recipe.train.weight_format)
     traffic = Traffic() if recipe.parallel.ep_size > 1 else None
     dispatcher = expert_parallel.dispatcher_for(recipe.parallel, recipe.parallel.ep_size)
     teacher = None

@@ -18,7 +18,6 @@ def uncounted(recipe: Recipe, hardware: Hardware, ranks: int = 1) -> list[str]:
         "train.graph: the memory that captured passes keep reserved": train.graph,
         "train.anneal_share: annealed steps read additional streams": train.anneal_share > 0,
         "train.adapter: the small kernels of the adapters, which the host starts": train.adapter is not None,
-        "train.weight_format: rounding, and rounded weights that passes keep": train.weight_format is not None,
         "train.trace_every: steps that are profiled": train.trace_every > 0,
         "init.wiring: all-to-alls that the standard wiring exposes": divided and recipe.init.wiring == "standard",
         f"desync: each GPU computes {ranks} ranks of converted layers, in up to {ranks} times the time and memory": (

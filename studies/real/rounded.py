@@ -21,10 +21,10 @@ from studies.real.heal import TASKS, divergences, tasks_of
 
 from fcsd.checkpoint.tokenizer import load_tokenizer
 from fcsd.eval.harness import Loaded, evaluate_models  # the package's own name for it demands evalplus
-from fcsd.models.build import load_model
-from fcsd.models.rounded import round_weights
+from fcsd.models.build import decoder_layers, load_model
 
 ROUNDED = "+int4:g"
+LEAST = 1e-30  # a step, also of zeros
 
 
 def main() -> None:
@@ -58,8 +58,33 @@ def load(name: str, folder: str | Path) -> Loaded:
     model = load_model(folder, dtype=torch.bfloat16 if cuda else torch.float32, device="cuda" if cuda else "cpu").eval()
     _, _, group = name.partition(ROUNDED)
     if group:
-        round_weights(model, f"int4:g{group}")
+        round_linears(model, int(group))
     return Loaded(name, model, load_tokenizer(Path(folder)))
+
+
+def round_linears(model: Any, group: int) -> None:
+    """Round the weights of all linear layers in a model's decoder layers, in place.
+
+    Raises:
+        ValueError: groups of this size do not divide the inputs of a layer.
+    """
+    linears = {name: layer for name, layer in decoder_layers(model).named_modules() if type(layer) is torch.nn.Linear}
+    for name, layer in linears.items():
+        if layer.in_features % group:
+            raise ValueError(f"groups of {group} do not divide the {layer.in_features} inputs of {name}")
+    for layer in linears.values():
+        layer.weight.data = to_int4(layer.weight.data, group)
+
+
+def to_int4(weight: torch.Tensor, group: int) -> torch.Tensor:
+    """A weight ``[out, in]`` rounded to -8 to 7 steps, by a step for each ``group`` of inputs; of the same dtype.
+
+    The largest value of a group is 7.5 steps, as in compressed-tensors' symmetric formats, and a step has the weight's
+    dtype.
+    """
+    groups = weight.float().unflatten(-1, (-1, group))
+    step = (groups.abs().amax(-1, keepdim=True) / 7.5).clamp(min=LEAST).to(weight.dtype).float()
+    return ((groups / step).round().clamp(-8, 7) * step).flatten(-2).to(weight.dtype)
 
 
 if __name__ == "__main__":

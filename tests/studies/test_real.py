@@ -23,6 +23,7 @@ from studies.real import law as healing
 from studies.real.heal import read_cases, recipe_of
 
 from fcsd.config import Recipe
+from fcsd.eval.statistics import paired_difference
 from fcsd.eval.suite import select_any
 from fcsd.eval.tasks import load_tasks
 from fcsd.models.selection import select_layers
@@ -1192,25 +1193,53 @@ def test_what_the_pages_say_of_kl_beside_sft_is_that_of_the_raw_file(repo: Path)
     assert f"cut off after {cut} of {by_kl['steps']} steps" in text and cut < by_kl["steps"]
 
 
-def test_what_the_log_says_of_healing_with_rounding_is_that_of_the_raw_file(repo: Path) -> None:
-    raw = json.loads((repo / "benchmarks/results/real_smollm2_rounded_1xh100.json").read_text())
+def test_what_the_log_says_of_healing_to_int4_is_that_of_the_raw_file(repo: Path) -> None:
+    raw = json.loads((repo / "benchmarks/results/real_smollm2_int4_healing_4xh100.json").read_text())
     log = " ".join((repo / "docs/LOG.md").read_text().split())
-    plain, rounded = raw["runs"]
-    assert rounded["set"]["train.rounded"] == {"weights": "int4:g64"} and "train.rounded" not in plain["set"]
-    told = ["{:.3f}, {:.3f} and {:.3f}".format(*(kl["kl"] for kl in run["kl"].values())) for run in (rounded, plain)]
-    assert f"its weights are then {told[0]} nats" in log and f"plain run of 41 million {told[1]}." in log
-    assert f"ended after {rounded['curve']['held_out'][-1]['tokens'] / 1e6:.1f} of 41 million tokens" in log
-    last = [loss for _, loss in rounded["curve"]["training"][-20:]]
-    assert f"In training, where it is rounded, it ended at {mean(last):.3f}." in log
-    # The two were alone on the GPU in these seconds of each.
-    rates, seconds = [run["curve"]["tokens_per_second_by_second"] for run in (rounded, plain)], ((170, 999), (270, 315))
-    fast = [
-        median(rate for second, rate in of if low < second < high)
-        for of, (low, high) in zip(rates, seconds, strict=True)
-    ]
-    assert f"It had {round(fast[0], -3):,.0f} tokens/s beside" in log
-    assert f"which had {round(fast[1], -3):,.0f} on the same H100" in log
-    assert f"it had {round(raw['given_up']['tokens_per_second'], -3):,.0f} beside three other runs" in log
+    forms = {form["name"]: form for form in raw["forms"]}
+    after = "+int4:g64"
+
+    def minus(name: str, baseline: str, of_one: str = "", of_other: str = "") -> str:
+        """The mean difference in points over the tasks; an answer of two seeds is their mean."""
+        sides, found = ((name, of_one), (baseline, of_other)), []
+        for task in ("PIQA", "ARC-E", "HS", "OBook"):
+            seeds = [[forms[f"{n}-s{seed}{m}"]["answers"][task] for seed in (0, 1)] for n, m in sides]
+            found.append(paired_difference(*([mean(map(int, a)) for a in zip(*both, strict=True)] for both in seeds)))
+        error = 100 * sum(e * e for _, e in found) ** 0.5 / len(found)
+        return f"{abs(100 * mean(points for points, _ in found)):.1f} ± {error:.1f}"
+
+    def own(name: str) -> str:
+        return f"{mean(forms[name.format(seed)]['kl']['own']['kl'] for seed in (0, 1)):.3f}"
+
+    assert {run["tokens"] for run in raw["runs"]} == {24.576e6} and "24.6 million tokens, two seeds" in log
+    lost = minus("qad", "plain"), minus("qad-all", "plain-all")
+    assert "loses {} points with the converted layers trained, and {} with all (aim: at most 0.3)".format(*lost) in log
+    assert "of the same run without | {}, with all layers trained {} |".format(*lost) in log
+    lost_at_best = lost[1]
+    lost = minus("plain", "plain", after), minus("plain-all", "plain-all", after)
+    assert "Rounding after training loses {} and {},".format(*lost) in log
+    lost = minus("plain", "qad", after), minus("plain-all", "qad-all", after)
+    assert "which is {} and {} more.".format(*lost) in log
+    kinds = [f"{name}-s{{}}{m}" for n, m in (("qad", ""), ("plain", after), ("plain", "")) for name in (n, f"{n}-all")]
+    told = "on own text {} and {} from the original, after training {} and {}, without rounding {} and {}."
+    assert told.format(*map(own, kinds)) in log
+    two = {run["name"]: run["tokens_per_second"] for run in raw["two_processes"]["runs"]}
+    assert f"had {two['qad-zero2'] / two['plain-zero2']:.2f}x the tokens/s" in log
+    raw = json.loads((repo / "benchmarks/results/real_smollm2_int4_healing_cpu.json").read_text())
+    kl = {name: form["kl"] for name, form in raw["llm_compressor"]["forms"].items()}
+    within, again = kl["healed with rounded weights"], kl["healed with rounded weights, rounded to nearest again"]
+    other = raw["forms"]["healed with rounded weights"]["kl"]
+    told = f"was {within:.3f} nats away on foreign text ({other:.3f} with sums in another order), and **{again:.3f} rounded"
+    assert told in log
+    plain, after = raw["forms"]["healed"]["kl"], raw["forms"]["healed, then rounded"]["kl"]
+    assert f"{plain:.3f}, {after:.3f} rounded after training and {kl['healed, GPTQ']:.3f} by GPTQ" in log
+    assert plain == pytest.approx(kl["healed"], rel=1e-6) and again > after
+    text = " ".join((repo / page.PAGE).read_text().split())
+    original = [kl[f"original, {how}"] for how in ("rounded to nearest", "GPTQ", "FP8_DYNAMIC")]
+    for said, value in zip(("is {} nats from", "{} by llm-compressor's", "{} with its `FP8"), original, strict=True):
+        assert said.format(f"{value:.3f}") in text
+    assert f"({plain:.3f} nats) has {after:.3f} rounded to nearest and {kl['healed, GPTQ']:.3f} by GPTQ" in text
+    assert f"loses {lost_at_best} points at best (aim: 0.3)" in text
 
 
 def test_what_the_page_says_of_rounding_after_training_is_that_of_the_raw_file(repo: Path) -> None:

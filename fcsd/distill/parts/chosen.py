@@ -14,7 +14,6 @@ from fcsd.models.adapters.lora import add_adapters
 from fcsd.models.adapters.targets import Chosen, choose, choose_parts
 from fcsd.models.adapters.trained import TrainedParts
 from fcsd.models.build import arch_of
-from fcsd.models.rounded import linears
 from fcsd.parallel.expert.block import expert_blocks
 
 
@@ -25,14 +24,11 @@ def chosen_parts(recipe: Recipe, source: Location) -> Chosen | None:
         source: the checkpoint that the student is made from.
 
     Raises:
-        ConfigError: ``peft`` is not installed, the recipe names a part that the model does not have, or its weights
-            cannot be rounded.
+        ConfigError: ``peft`` is not installed, or the recipe names a part that the model does not have.
     """
     if recipe.frozen_beside is None:
         return None
     model, parts = meta_student(recipe, source), recipe.optim.train
-    if recipe.train.weight_format:
-        linears(model, recipe.train.weight_format)  # refuses what cannot be rounded
     if (adapter := recipe.train.adapter) is None:
         return choose_parts(model, parts, divided=recipe.parallel.ep_size > 1)
     require_extra("train", "train.adapter", "peft")

@@ -23,7 +23,6 @@ from fcsd.errors import BadInputError, CheckpointError
 from fcsd.foreign_errors import reason_of
 from fcsd.launch.world import World
 from fcsd.models.adapters.trained import TrainedParts
-from fcsd.models.rounded import round_weights
 from fcsd.parallel.partitions import changed
 from fcsd.parallel.weights.saving import OwnPart, own_part
 
@@ -62,22 +61,17 @@ def read_parts(folder: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{folder / _WEIGHTS}: cannot be read: {reason_of(error)}") from error
 
 
-def write_merged(
-    parts: TrainedParts, folder: Path, source: Path, directory: Path, world: World, format: str | None = None
-) -> None:
+def write_merged(parts: TrainedParts, folder: Path, source: Path, directory: Path, world: World) -> None:
     """Writes an ordinary model directory, with what a checkpoint has merged into the weights. Every rank calls
     this at the end of a run; the student is an ordinary model afterwards.
 
     Args:
-        format: ``train.weight_format`` of the run.
         folder: the folder ``parts/`` of the checkpoint, which was verified.
         source: the directory that the student was made from.
     """
     with changed([parameter for _, parameter in parts.tensors()]):
         world.everywhere(lambda: parts.load(read_parts(folder), str(folder)))
     parts.merge(changed)
-    if format is not None:
-        round_weights(parts.model, format)
     write_student(own_part(parts.model), source, directory, world)
 
 
@@ -108,5 +102,4 @@ def merge_checkpoint(recipe: Recipe, folder: Path, directory: Path) -> None:
     chosen = chosen_parts(recipe, student_source(recipe))
     assert chosen is not None
     model = load_student(recipe, dtype=DTYPES[recipe.train.dtype], device=torch.device("cpu"))
-    parts, alone = train_parts(model, recipe, chosen), World(0, 1, torch.device("cpu"))
-    write_merged(parts, folder, base.path, directory, alone, recipe.train.weight_format)
+    write_merged(train_parts(model, recipe, chosen), folder, base.path, directory, World(0, 1, torch.device("cpu")))

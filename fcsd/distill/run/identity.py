@@ -93,7 +93,6 @@ def _later_fields(recipe: Recipe, world: World) -> dict[str, bool]:
         "train.graph": train.graph,
         "train.anneal_share": train.anneal_share > 0,
         "train.adapter": train.adapter is not None,
-        "train.weight_format": train.weight_format is not None,
         "optim.train": bool(optim.train),
         "optim.moments": optim.moments != "fp32",
         "optim.offload": optim.offload != "none",

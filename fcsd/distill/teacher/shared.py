@@ -26,7 +26,6 @@ from fcsd.models.adapters.targets import Chosen, shared_prefix
 from fcsd.models.adapters.trained import TrainedParts
 from fcsd.models.build import decoder_layers
 from fcsd.models.desync import RankPartialLinear
-from fcsd.models.rounded import RoundedLinear
 from fcsd.parallel.expert.block import expert_blocks
 
 Wired = tuple[type[Any], Any]  # the class of a module, and what a decoder layer reads; None in the original wiring
@@ -64,19 +63,17 @@ class SharedTeacher(TeacherSource):
         model = self._model = parts.model
         self._compared = compared_layers(model, objective)
         self._adapters = list(parts.layers.values())
-        # Output projections under Desync and linear layers with rounded weights have other classes, too.
-        other = [module for module in model.modules() if isinstance(module, RankPartialLinear | RoundedLinear)]
-        self._rewired: list[Any] = [*decoder_layers(model), *other]
+        # Under Desync the output projections of a layer have other classes, too.
+        rows = [module for module in model.modules() if isinstance(module, RankPartialLinear)]
+        self._rewired: list[Any] = [*decoder_layers(model), *rows]
         self._originals = [(parameter, parts.originals[name]) for name, parameter in parts.trained.items()]
         self._modules = [vars(module) for module in model.modules()]
         # Divided blocks count the tokens of each expert. The teacher's are no part of the student's numbers.
         self._counters = [b for path in expert_blocks(model) for b in model.get_submodule(path).buffers()]
         self._standard = self._standard_layers(rewire)
         shared = shared_prefix(model, Chosen(tuple(parts.layers), tuple(parts.trained)))[1]
-        # Divided experts count their tokens in each pass, and their rows, or weights, may be rounded in the student's
-        # alone.
-        rounded = any(isinstance(module, RoundedLinear) for module in other)
-        self._prefix = shared if rewire is None and not self._compared and not rounded else 0
+        # Divided experts count their tokens in each pass, and their rows may be rounded in the student's alone.
+        self._prefix = shared if rewire is None and not self._compared else 0
 
     @torch.no_grad()
     def get_targets(self, columns: dict[str, Tensor], stored: TopK | None = None) -> Targets:
@@ -150,8 +147,7 @@ class WithinPass(TeacherSource):
 
 
 def _unwired(module: Any) -> type[Any]:
-    linear = isinstance(module, RankPartialLinear | RoundedLinear)
-    return nn.Linear if linear else getattr(module, "unwired", type(module))
+    return nn.Linear if isinstance(module, RankPartialLinear) else getattr(module, "unwired", type(module))
 
 
 def _wired(modules: list[Any]) -> list[Wired]:
