@@ -1218,6 +1218,8 @@ def test_what_the_log_says_of_healing_to_int4_is_that_of_the_raw_file(repo: Path
     lost_at_best = lost[1]
     lost = minus("plain", "plain", after), minus("plain-all", "plain-all", after)
     assert "Rounding after training loses {} and {},".format(*lost) in log
+    least, most = sorted(one.split()[0] for one in lost)
+    assert f"rounding after training costs {least} to {most} ([removed]" in log
     lost = minus("plain", "qad", after), minus("plain-all", "qad-all", after)
     assert "which is {} and {} more.".format(*lost) in log
     kinds = [f"{name}-s{{}}{m}" for n, m in (("qad", ""), ("plain", after), ("plain", "")) for name in (n, f"{n}-all")]
@@ -1226,7 +1228,9 @@ def test_what_the_log_says_of_healing_to_int4_is_that_of_the_raw_file(repo: Path
     two = {run["name"]: run["tokens_per_second"] for run in raw["two_processes"]["runs"]}
     assert f"had {two['qad-zero2'] / two['plain-zero2']:.2f}x the tokens/s" in log
     raw = json.loads((repo / "benchmarks/results/real_smollm2_int4_healing_cpu.json").read_text())
-    kl = {name: form["kl"] for name, form in raw["llm_compressor"]["forms"].items()}
+    train, compressed = raw["recipe"]["train"], raw["llm_compressor"]["forms"]
+    assert f"After {train['steps'] * train['batch_tokens']:,} tokens on two CPU cores" in log
+    kl = {name: form["kl"] for name, form in compressed.items()}
     within, again = kl["healed with rounded weights"], kl["healed with rounded weights, rounded to nearest again"]
     other = raw["forms"]["healed with rounded weights"]["kl"]
     told = f"was {within:.3f} nats away on foreign text ({other:.3f} with sums in another order)"
@@ -1239,6 +1243,7 @@ def test_what_the_log_says_of_healing_to_int4_is_that_of_the_raw_file(repo: Path
     for said, value in zip(("is {} nats from", "{} by llm-compressor's", "{} with its `FP8"), original, strict=True):
         assert said.format(f"{value:.3f}") in text
     assert f"({plain:.3f} nats) has {after:.3f} rounded to nearest and {kl['healed, GPTQ']:.3f} by GPTQ" in text
+    assert f"in {compressed['original, GPTQ']['seconds']:.0f} s on two cores" in text
     assert f"loses {lost_at_best} points at best (aim: 0.3)" in text
 
 
