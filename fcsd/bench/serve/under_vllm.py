@@ -21,6 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig
 
 from fcsd.bench.serve import figures
@@ -127,7 +128,10 @@ def bench(
             for name, wiring in wirings.items()
         }
         try:
-            first = core(names, _ways(load, folder), _ALONE if load.arrivals == 1 and not spread else {})
+            forms = _ALONE if load.arrivals == 1 and not spread else {}
+            first = core(
+                names, _ways(load, folder), forms, host=load.tp > 1 and not spread and not (peers and _peer_access())
+            )
             if spread:  # what a bound leaves out is sums, and the original exchanges tokens
                 first = [variant for variant in first if variant.role in ("original", "wired")]
             for group in groups(first, others, room):
@@ -351,6 +355,11 @@ def _gpus() -> list[str]:
     import torch
 
     return [str(n) for n in range(torch.cuda.device_count())]
+
+
+def _peer_access() -> bool:
+    """Whether the first two GPUs can access each other's memory."""
+    return torch.cuda.device_count() > 1 and torch.cuda.can_device_access_peer(0, 1)
 
 
 def link() -> str | None:

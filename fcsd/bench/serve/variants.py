@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from fcsd.bench.serve.workload import Workload
 from fcsd.parallel.all_reduce.ways import Way
+from fcsd.serve.vllm.communicator import ASKED
 from fcsd.serve.vllm.support import version_of
 
 Role = Literal["original", "wired", "way", "bound"]  # a way: another one for the sums of a wiring
@@ -19,6 +20,8 @@ NO_CUSTOM = "--disable-custom-all-reduce"
 _NO_SEQUENCE_PARALLEL = (0, 32)  # vLLM took the passes for sequence parallelism and async TP out
 RESERVE = 6 << 30  # bytes that a server takes on a GPU for activations, graphs and libraries
 _BUDGET = 8192  # tokens of a step by vLLM's own choice on large GPUs
+# What serves a model with sums through memory of the host, by the name of the variant; see ``serve.vllm.communicator``.
+HOST_SUMS = {"host sums": {ASKED: "host"}, "host sums in int8": {ASKED: "host:int8"}}
 IMITATED = "NCCL_P2P_DISABLE=1 imitates GPUs without peer access, and it would use it"
 
 
@@ -92,7 +95,10 @@ class Machine(NamedTuple):
 
 
 def core(
-    wirings: tuple[str, ...], ways: Mapping[Way, str | None], forms: Mapping[str, Mapping[str, Any]] | None = None
+    wirings: tuple[str, ...],
+    ways: Mapping[Way, str | None],
+    forms: Mapping[str, Mapping[str, Any]] | None = None,
+    host: bool = False,
 ) -> list[Variant]:
     """The original with vLLM's own choices, each wiring, further forms and the bound of the first, other ways to sum.
 
@@ -100,11 +106,19 @@ def core(
         ways: for each way, what the plugin is told to choose it; None for its own choice. The first is that of the
             verdict.
         forms: by name, what else the plugin is told of the first wiring; see ``reduction.Settings``.
+        host: whether the original and the wirings are served with sums through the host, too.
     """
+    through_host = HOST_SUMS if host else {}
     (first, told), *others = ways.items()
     return [
         Variant(ORIGINAL, "original"),
+        *(Variant(f"{ORIGINAL}, {told}", "original", environment=asked) for told, asked in through_host.items()),
         *(Variant(name, "wired", name, _plugin(told), way=first) for name in wirings),
+        *(
+            Variant(f"{name}, {told}", "wired", name, way=first, environment=asked)
+            for name in wirings
+            for told, asked in through_host.items()
+        ),
         *(
             Variant(f"{wirings[0]}, {name}", "wired", wirings[0], _plugin(told, own), way=first)
             for name, own in (forms or {}).items()

@@ -194,13 +194,13 @@ def parse_directions(text: str, directions: Sequence[str]) -> dict[str, Format]:
 
 
 def format_of_reduction(name: str) -> Format | None:
-    """The format of the reduction ``quantised:FORMAT``; None for any other name.
+    """The format of the reductions ``quantised:FORMAT`` and ``host:FORMAT``; None for any other name.
 
     Raises:
         ConfigError: FORMAT is not a format.
     """
     first, _, format = name.partition(":")
-    return Format.parse(format) if first == _REDUCTION else None
+    return Format.parse(format) if first == _REDUCTION or (first == "host" and format) else None
 
 
 def bits_sent(names: Iterable[str]) -> str:

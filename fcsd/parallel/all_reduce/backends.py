@@ -69,6 +69,13 @@ def _auto(group: Any, _: "Format | None") -> Start:
     return lambda x: symmetric.all_reduce(x.detach(), group) if symmetric.pays(x, group) else nccl(x)
 
 
+def _host(group: Any, format: "Format | None") -> Start:
+    """Through memory of the host, exact or in a format; NCCL for what is not in whole lines of 16 bytes."""
+    from fcsd.parallel.all_reduce import host
+
+    return host.starter(group, format, _nccl(group, None))
+
+
 def _quantised(group: Any, format: "Format | None") -> Start:
     """Rows in a format; see ``quantised`` and docs/quantised_communication.md."""
     from fcsd.parallel.all_reduce import quantised
@@ -82,6 +89,8 @@ BACKENDS = (
     Backend("symmetric", open=_symmetric, only=f"between {PEERS}"),
     Backend("auto", open=_auto, by_vllm=True),  # in the plugin it is ``vllm`` today
     Backend("vllm", ("plugin",), by_vllm=True),  # vLLM's own choice of all-reduce
+    Backend("host", ("engine",), _host, only="between 2 to 8 GPUs of one host without peer access"),
+    Backend("host:FORMAT", ("engine",), _host, only="the same in fewer bits"),
     Backend("quantised:FORMAT", open=_quantised, only="for GPUs without peer access"),
     Backend("none", bound=True),
 )
@@ -111,7 +120,7 @@ def backend_of(name: str, user: User) -> "tuple[Backend, Format | None]":
     format = format_of_reduction(name)
     known = names(user)
     for backend in BACKENDS:
-        if backend.name == ("quantised:FORMAT" if format else name) and user in backend.users:
+        if backend.name == (f"{name.partition(':')[0]}:FORMAT" if format else name) and user in backend.users:
             return backend, format
     raise ConfigError(f"unknown all-reduce backend {name!r}; one of {', '.join(known)}")
 

@@ -22,6 +22,12 @@ def register() -> None:
         log.error(problem)
         return
     try:
+        from fcsd.serve.vllm.communicator import use_host_sums
+
+        use_host_sums()
+    except Exception as error:
+        log.error("sums are vLLM's own: %s", reason_of(error))
+    try:
         from fcsd.serve.vllm import registration
 
         registration.register()

@@ -1,0 +1,69 @@
+"""How ranks use memory of the host that all of them have mapped, and why no value is torn, stale or overwritten.
+
+The memory begins with a control page. Then each rank has a region, which only this rank writes; all read it. Three
+protocols have parts of their own in a region, so none sees another's flags:
+
+    one shot   two slots of lines of 16 bytes: four bytes of values, the number of the call, and both once more
+    blocks     two slots for values and two for sums, a flag for each block and step
+    exchange   one slot, which copy engines fill and empty in pieces, a flag for each piece, and one for "done"
+
+**Torn.** A GPU moves each aligned half of a line as one access (NCCL's LL protocol relies on the same). In one shot
+each half has the number of the call, so a half that has arrived says so by itself, and nothing has to be fenced. In
+the other protocols values are fenced (``membar.sys``) before a flag is stored with release semantics, and read after
+a flag was loaded with acquire semantics; both hold for the whole system. Loads are volatile and miss the caches.
+
+**Stale.** The number of a call rises by one with each call of a protocol and is stored on the device, one for each
+block, so a captured CUDA graph can be replayed. Every launch has the same number of blocks, and a block without work
+counts, too. So all blocks of all ranks agree on the number as long as all ranks make the same calls in the same
+order, whatever the sizes. A slot has the values of the call before the last one, so a number is compared for
+equality, and may wrap; what is seldom written is written anew every million calls, long before an old number could
+come again.
+
+**Overwritten.** In one shot and blocks, call n uses slot n mod 2. A rank that starts call n + 2 has ended call n + 1,
+for which it has read something from every other rank that was written in *its* call n + 1; that rank has therefore
+ended call n and read the slot. In the exchange a rank fills its slot after all others have said that they are done
+with the call before. This needs the calls of one protocol to follow each other on the device: all calls of a rank are
+on one stream, or on streams that wait for each other.
+
+**It ends.** Every wait looks at the control page and at a clock. If it lasted too long, or a rank is known to be
+lost, the kernel notes it and stops with an error, which no later call of this process survives
+(``parallel.all_reduce.host``).
+"""
+
+from dataclasses import dataclass
+
+MOST_RANKS = 8
+CONTROL = 4096  # bytes of the control page
+LOST, STOPPED, LEFT = 0, 4, 64  # offsets in it: the lost rank + 1; a word for each stopped rank, and for each that left
+ONE_SHOT = 128 << 10  # the most bytes of values in one shot; they take twice as much room
+BLOCKS = 2 << 20  # the most bytes of values in blocks
+EXCHANGE = 32 << 20  # the most bytes that a rank shows the others at once
+PIECES = 64  # flags of the exchange
+GRID = {"one_shot": 16, "in_blocks": 32}  # blocks of every launch; few, because they wait beside other work
+THREADS = 512
+_FLAG = 64  # bytes between two flags, so that each has a line of the cache for itself
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Offsets in bytes in the region of a rank; ``region`` is its size."""
+
+    one_shot: int = 0
+    blocks: int = 4 * ONE_SHOT
+    block_flags: int = 4 * ONE_SHOT + 4 * BLOCKS
+    piece_flags: int = 4 * ONE_SHOT + 4 * BLOCKS + 2 * 64 * _FLAG
+    done: int = 4 * ONE_SHOT + 4 * BLOCKS + 2 * 64 * _FLAG + PIECES * _FLAG
+    exchange: int = 4 * ONE_SHOT + 4 * BLOCKS + (64 << 10)
+    region: int = 4 * ONE_SHOT + 4 * BLOCKS + (64 << 10) + EXCHANGE
+
+    def piece_flag(self, piece: int) -> int:
+        """The flag of a piece of the exchange."""
+        return self.piece_flags + _FLAG * piece
+
+
+LAYOUT = Layout()
+
+
+def total_bytes(ranks: int) -> int:
+    """The memory of all ranks."""
+    return CONTROL + ranks * LAYOUT.region

@@ -1,0 +1,242 @@
+// Sums over the ranks of one host through memory of the host that all GPUs have mapped. See memory.py for the layout
+// and for why no value is torn, stale or overwritten.
+//
+// RANKS and KIND (0 bf16, 1 fp16, 2 fp32) are given when it is compiled: by NVRTC for a GPU, without any header; and for
+// a CPU by a C++ compiler, after tests/kernels/host/on_cpu.h has defined ON_CPU and what differs there, with one thread
+// for each block.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+struct Line { u32 a, b, c, d; };  // 16 bytes, aligned
+
+#ifndef ON_CPU
+__device__ __forceinline__ Line load_line(const void* at) {
+  Line v;
+  asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.a), "=r"(v.b), "=r"(v.c), "=r"(v.d) : "l"(at) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_line(void* at, Line v) {
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" :: "l"(at), "r"(v.a), "r"(v.b), "r"(v.c), "r"(v.d) : "memory");
+}
+__device__ __forceinline__ u32 load_flag(const void* at) {
+  u32 v;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_flag(void* at, u32 v) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" :: "l"(at), "r"(v) : "memory");
+}
+__device__ __forceinline__ u64 now() {
+  u64 v;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(v));
+  return v;
+}
+__device__ __forceinline__ float from_half(u32 bits) {
+  float v;
+  asm("{.reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h;}" : "=f"(v) : "r"(bits));
+  return v;
+}
+__device__ __forceinline__ u32 to_half(float v) {
+  u32 bits;
+  asm("{.reg .b16 h; cvt.rn.f16.f32 h, %1; cvt.u32.u16 %0, h;}" : "=r"(bits) : "f"(v));
+  return bits;
+}
+#define BITS(v) __float_as_uint(v)
+#define FLOAT(v) __uint_as_float(v)
+#define FENCE() __threadfence_system()
+#define BARRIER() __syncthreads()
+#define STOP() __trap()
+#endif
+
+// From time to time what is seldom written is written anew, so that no number of a call is as old as its wrap around.
+#define RENEW(call) (((call) & 0xfffff) == 0)
+
+// The words of the control page: who is waited for in vain, then one word for each rank that was stopped by it.
+struct Control { u32 lost; u32 stopped[8]; };
+
+// One wait: it ends the kernel if a rank is known to be lost, or if it took longer than `limit` nanoseconds.
+struct Patience {
+  volatile Control* control;
+  int rank;
+  u64 limit, began;
+  u32 turns;
+  __device__ void wait(int peer) {
+    if (++turns & 1023) return;
+    u64 time = now();
+    if (!began) began = time;
+    if (!control->lost && time - began > limit) control->lost = peer + 1;
+    if (control->lost) {
+      control->stopped[rank] = 1;
+      FENCE();
+      STOP();
+    }
+  }
+};
+
+#if KIND == 2
+#define VALUES 1
+__device__ __forceinline__ void add_word(float* total, u32 word) { total[0] += FLOAT(word); }
+__device__ __forceinline__ u32 rounded(const float* total) { return BITS(total[0]); }
+#elif KIND == 1
+#define VALUES 2
+__device__ __forceinline__ void add_word(float* total, u32 word) {
+  total[0] += from_half(word & 0xffff);
+  total[1] += from_half(word >> 16);
+}
+__device__ __forceinline__ u32 rounded(const float* total) { return to_half(total[0]) | to_half(total[1]) << 16; }
+#else
+#define VALUES 2
+__device__ __forceinline__ void add_word(float* total, u32 word) {
+  total[0] += FLOAT(word << 16);
+  total[1] += FLOAT(word & 0xffff0000);
+}
+__device__ __forceinline__ u32 brain(float v) {  // to the nearest, ties to even; not a number stays so
+  u32 bits = BITS(v);
+  return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+__device__ __forceinline__ u32 rounded(const float* total) { return brain(total[0]) | brain(total[1]) << 16; }
+#endif
+
+struct Total {  // the sum of one line, in fp32
+  float of[4][VALUES];
+  __device__ void clear() {
+    for (int word = 0; word < 4; word++)
+      for (int value = 0; value < VALUES; value++) of[word][value] = 0;
+  }
+  __device__ void add(Line v) {
+    add_word(of[0], v.a);
+    add_word(of[1], v.b);
+    add_word(of[2], v.c);
+    add_word(of[3], v.d);
+  }
+  __device__ Line line() const { return Line{rounded(of[0]), rounded(of[1]), rounded(of[2]), rounded(of[3])}; }
+};
+
+// One shot. Two words of the values and the number of the call twice are one line, so that each half of it says by itself
+// whether it has arrived. `count` is the number of pairs of words; `slots` is where rank 0 has its two slots of `slot`
+// bytes, and the other ranks have theirs `region` bytes further on each.
+extern "C" __global__ void one_shot(const uint2* x, uint2* y, int count, char* slots, u64 slot, u64 region, int rank,
+                                    u32* calls, Control* control, u64 limit) {
+  u32 call = calls[blockIdx.x] + 1;
+  slots += (call & 1) * slot;
+  int first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
+  for (int i = first; i < count; i += step) store_line(slots + rank * region + 16ull * i, Line{x[i].x, call, x[i].y, call});
+  if (RENEW(call >> 1))
+    for (int i = count + first; i < slot / 16; i += step) store_line(slots + rank * region + 16ull * i, Line{0, call, 0, call});
+  Patience patience{control, rank, limit, 0, 0};
+  for (int i = first; i < count; i += step) {
+    Line got[RANKS];
+#pragma unroll
+    for (int peer = 0; peer < RANKS; peer++)
+      if (peer != rank) got[peer] = load_line(slots + peer * region + 16ull * i);
+    float low[VALUES] = {}, high[VALUES] = {};
+#pragma unroll
+    for (int peer = 0; peer < RANKS; peer++) {
+      if (peer == rank) {
+        got[peer] = Line{x[i].x, call, x[i].y, call};
+      } else {
+        while (got[peer].b != call || got[peer].d != call) {
+          patience.wait(peer);
+          got[peer] = load_line(slots + peer * region + 16ull * i);
+        }
+      }
+      add_word(low, got[peer].a);
+      add_word(high, got[peer].c);
+    }
+    y[i] = uint2{rounded(low), rounded(high)};
+  }
+  BARRIER();
+  if (threadIdx.x == 0) calls[blockIdx.x] = call;
+}
+
+// Wait in thread `peer` of a block until a rank has set its flag of this block.
+__device__ __forceinline__ void await_block(char* flags, u64 region, int rank, u32 call, Control* control, u64 limit) {
+  Patience patience{control, rank, limit, 0, 0};
+  for (int peer = threadIdx.x; peer < RANKS; peer += blockDim.x)
+    while (peer != rank && load_flag(flags + peer * region) != call) patience.wait(peer);
+  FENCE();
+  BARRIER();
+}
+
+// Blocks with a flag each. Every block of a rank works with the same block of the others. In one step it sums all values
+// of its part; in two steps (`shares` is RANKS) it sums its share of them and hands the sums on. `count` is the number of
+// lines; `flags` is where rank 0 has its flags: one for each block and step, 64 bytes apart.
+extern "C" __global__ void in_blocks(const Line* x, Line* y, int count, char* slots, u64 slot, char* flags, u64 region,
+                                     int rank, int shares, u32* calls, Control* control, u64 limit) {
+  u32 call = calls[blockIdx.x] + 1;
+  char *values = slots + (call & 1) * slot, *sums = slots + (2 + (call & 1)) * slot;
+  char *sent = flags + 64 * blockIdx.x, *summed = sent + 64 * gridDim.x;
+  int part = (count + gridDim.x - 1) / gridDim.x, first = blockIdx.x * part;
+  int last = min(count, first + part), share = (part + shares - 1) / shares;
+  if (first < count) {
+    for (int i = first + threadIdx.x; i < last; i += blockDim.x) store_line(values + rank * region + 16ull * i, x[i]);
+    FENCE();
+    BARRIER();
+    if (threadIdx.x == 0) store_flag(sent + rank * region, call);
+    await_block(sent, region, rank, call, control, limit);
+    int from = shares > 1 ? min(last, first + rank * share) : first, to = shares > 1 ? min(last, from + share) : last;
+    for (int i = from + threadIdx.x; i < to; i += blockDim.x) {
+      Total total;
+      total.clear();
+      Line own = x[i];
+#pragma unroll
+      for (int peer = 0; peer < RANKS; peer++) total.add(peer == rank ? own : load_line(values + peer * region + 16ull * i));
+      Line line = total.line();
+      y[i] = line;
+      if (shares > 1) store_line(sums + rank * region + 16ull * i, line);
+    }
+    if (shares > 1) {
+      FENCE();
+      BARRIER();
+      if (threadIdx.x == 0) store_flag(summed + rank * region, call);
+      await_block(summed, region, rank, call, control, limit);
+      for (int i = first + threadIdx.x; i < last; i += blockDim.x) {
+        int owner = (i - first) / share;
+        if (owner != rank) y[i] = load_line(sums + owner * region + 16ull * i);
+      }
+    }
+  } else if (threadIdx.x == 0) {  // nothing to do, and no flag grows old
+    store_flag(sent + rank * region, call);
+    store_flag(summed + rank * region, call);
+  }
+  BARRIER();
+  if (threadIdx.x == 0) calls[blockIdx.x] = call;
+}
+
+// What copy engines move is announced and awaited by these, one block each. The number of the call is `*calls` + 1.
+extern "C" __global__ void announce(char* flag, const u32* calls) {
+  FENCE();
+  store_flag(flag, *calls + 1);
+}
+
+// Wait until all other ranks have announced what belongs to `back` calls before this one. None can have announced more:
+// it would have waited for this rank.
+extern "C" __global__ void await_all(char* flag, u64 region, int rank, const u32* calls, u32 back, Control* control, u64 limit) {
+  u32 call = *calls + 1 - back;
+  Patience patience{control, rank, limit, 0, 0};
+  for (int peer = threadIdx.x; peer < RANKS; peer += blockDim.x)
+    while (peer != rank && load_flag(flag + peer * region) != call) patience.wait(peer);
+  FENCE();
+  BARRIER();
+}
+
+// The end of a call: the other ranks may write over what this one has read.
+extern "C" __global__ void finish(char* flag, char* pieces, int count, u32* calls) {
+  u32 call = *calls + 1;
+  if (RENEW(call))
+    for (int piece = 0; piece < count; piece++) store_flag(pieces + 64 * piece, call);
+  FENCE();
+  store_flag(flag, call);
+  *calls = call;
+}
+
+// The sum of this rank's values and of those of the others, `others` [RANKS, count] with this rank's place left empty.
+extern "C" __global__ void add_parts(const Line* own, const Line* others, Line* y, int count, int rank) {
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) {
+    Total total;
+    total.clear();
+#pragma unroll
+    for (int peer = 0; peer < RANKS; peer++) total.add(peer == rank ? own[i] : others[(u64)peer * count + i]);
+    y[i] = total.line();
+  }
+}

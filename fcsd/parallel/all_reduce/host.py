@@ -1,0 +1,257 @@
+"""The backend ``host``: sums between GPUs of one host without peer access, through mapped memory of the host.
+
+Small tensors travel in one kernel, one shot; middle ones in blocks with a flag each; large ones by copy engines, which
+leave the SMs to the products beside them. In fewer bits, records of a format travel by copy engines. The sum is made in
+fp32 in the order of ranks and rounded once, so every rank has the same bits, whichever way the values travelled.
+
+What is faster where depends on the machine: a ``Table`` says it by the bytes of a tensor. All ranks have the same one.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fcsd.errors import ConfigError
+from fcsd.kernels.bit_split import Format, decode, encode
+from fcsd.kernels.bit_split.moves import decode_ranks, encode_sum
+from fcsd.kernels.host import compiled
+from fcsd.kernels.host.layout import BLOCKS, CONTROL, EXCHANGE, GRID, LAYOUT, ONE_SHOT, PIECES, THREADS
+from fcsd.parallel.all_reduce.host_memory import LIMIT, HostMemory, open_memory
+
+DTYPES = tuple(compiled.KINDS)
+_PIECE = 2 << 20  # bytes of a piece of the exchange, if there are flags for so many
+# Up to so many bytes of a rank's values, by the number of ranks: measured on H200s (benchmarks/results/host_sums).
+_ONE_SHOT = {2: 128 << 10, 3: 64 << 10}
+_BLOCKS = {2: 1 << 20}
+
+
+class HostSums:
+    """Sums of one group of processes; all of them make it together, and not while a CUDA graph is captured.
+
+    All sums of a rank follow each other on one stream, or on streams that wait for each other.
+
+    Args:
+        memory: what the ranks share.
+        device: where the values are: a ``compiled.Gpu``, or what tests put in its place on CPUs.
+    """
+
+    def __init__(self, memory: HostMemory, device: Any) -> None:
+        self.memory, self.device = memory, device
+        self.rank, self.size = memory.rank, memory.size
+        self._base: int = device.mapped(memory.address, CONTROL + self.size * LAYOUT.region)
+        # The numbers of calls: one for each block of two protocols, and one for the exchange.
+        self._calls = {name: device.counters(grid) for name, grid in GRID.items()} | {"exchange": device.counters(1)}
+
+    def supports(self, x: Tensor) -> bool:
+        """Whether ``x`` can be summed: bf16, fp16 or fp32, contiguous, in whole lines of 16 bytes."""
+        whole = x.is_contiguous() and x.nbytes % 16 == 0 and x.data_ptr() % 16 == 0 and x.nbytes > 0
+        return whole and x.dtype in DTYPES
+
+    def all_reduce(self, x: Tensor, out: Tensor, method: str | None = None, format: Format | None = None) -> None:
+        """Write the sum of ``x`` over the ranks into ``out``, which may be ``x``, on the current stream.
+
+        Args:
+            x, out: of the same shape and dtype; see ``supports``.
+            method: ``one_shot``, ``in_blocks`` or ``exchange``; None chooses by the bytes.
+            format: send records of this format; only ``exchange`` does.
+
+        Raises:
+            PeerLostError: a rank has ended.
+            ConfigError: the groups of the format do not divide the rows of ``x``.
+        """
+        self.memory.require_peers()
+        if format is not None:
+            self._in_format(x, out, format)
+        else:
+            getattr(self, method or self.method(x.nbytes))(x, out)
+
+    def method(self, size: int) -> str:
+        """The method for ``size`` bytes."""
+        if size <= _ONE_SHOT.get(self.size, 32 << 10):
+            return "one_shot"
+        return "in_blocks" if size <= _BLOCKS.get(self.size, 1 << 20) else "exchange"
+
+    def one_shot(self, x: Tensor, out: Tensor) -> None:
+        """One kernel; ``x`` has at most ``ONE_SHOT`` bytes."""
+        assert x.nbytes <= ONE_SHOT
+        self.device.start(
+            *("one_shot", x.dtype, GRID["one_shot"], THREADS, None, x.data_ptr(), out.data_ptr(), x.nbytes // 8),
+            *(self._base + self.memory.region(0, LAYOUT.one_shot), 2 * ONE_SHOT, LAYOUT.region, self.rank),
+            *(self._calls["one_shot"].data_ptr(), self._base, self.memory.limit),
+        )
+
+    def in_blocks(self, x: Tensor, out: Tensor) -> None:
+        """One kernel with a flag for each block; ``x`` has at most ``BLOCKS`` bytes. Two steps from three ranks on."""
+        assert x.nbytes <= BLOCKS
+        shares = self.size if self.size > 2 else 1
+        self.device.start(
+            *("in_blocks", x.dtype, GRID["in_blocks"], THREADS, None, x.data_ptr(), out.data_ptr(), x.nbytes // 16),
+            *(self._base + self.memory.region(0, LAYOUT.blocks), BLOCKS),
+            *(self._base + self.memory.region(0, LAYOUT.block_flags), LAYOUT.region, self.rank, shares),
+            *(self._calls["in_blocks"].data_ptr(), self._base, self.memory.limit),
+        )
+
+    def exchange(self, x: Tensor, out: Tensor) -> None:
+        """By copy engines: in one step between two ranks, in two steps between more."""
+        values, sums = x.view(-1), out.view(-1)
+        most = EXCHANGE // x.element_size()
+        for part, total in zip(values.split(most), sums.split(most), strict=True):
+            if self.size == 2:
+                others = part.new_empty(self.size, len(part))
+                self.all_gather(part, others)
+                self._add(part, others, total)
+            else:
+                self._in_two_steps(part, total)
+
+    def _in_two_steps(self, x: Tensor, out: Tensor) -> None:
+        line = 16 // x.element_size()
+        share = -(-len(x) // (self.size * line)) * line
+        padded = x if len(x) == share * self.size else torch.cat((x, x.new_zeros(share * self.size - len(x))))
+        arriving = x.new_empty(self.size, share)
+        self.all_to_all(padded.view(self.size, share), arriving)
+        sums = x.new_empty(self.size, share)
+        own = sums[self.rank]
+        self._add(padded.view(self.size, share)[self.rank], arriving, own)
+        self.all_gather(own, sums)
+        out.copy_(sums.view(-1)[: len(x)])
+
+    def _add(self, own: Tensor, others: Tensor, out: Tensor) -> None:
+        lines = own.nbytes // 16
+        addresses = own.data_ptr(), others.data_ptr(), out.data_ptr()
+        self.device.start("add_parts", own.dtype, self.device.blocks(lines), 256, None, *addresses, lines, self.rank)
+
+    def _in_format(self, x: Tensor, out: Tensor, format: Format) -> None:
+        """Every value is decoded from what is sent, that of the rank itself too: see ``quantised``."""
+        from fcsd.parallel.all_reduce.quantised import cut
+
+        rows, sums = x.view(-1, x.shape[-1]), out.view(-1, x.shape[-1])
+        if self.size == 2:
+            records = _records(rows, format, self.size, len(rows))
+            encode(rows, format, out=records[self.rank])
+            self.all_gather(records[self.rank], records)
+            decode_ranks(records, format, sums)
+            return
+        rows = cut(rows, format, self.size)
+        share = -(-len(rows) // self.size)
+        records = _records(rows, format, self.size, share)
+        every = records.flatten(0, 1)
+        encode(rows, format, out=every[: len(rows)])
+        if len(every) > len(rows):
+            every[len(rows) :].zero_()
+        arriving = torch.empty_like(records)
+        self.all_to_all(records, arriving)
+        arriving[self.rank].copy_(records[self.rank])
+        encode_sum(arriving, format, rows.shape[1], records[self.rank])
+        self.all_gather(records[self.rank], records)
+        decode(every[: len(rows)], format, rows.shape[1], x.dtype, sums.view(rows.shape))
+
+    def all_gather(self, own: Tensor, out: Tensor) -> None:
+        """Receive ``own`` of every other rank in ``out``, ``[ranks, ...]``; this rank's place is left as it is."""
+        size = own.nbytes
+        for begin in range(0, size, EXCHANGE):
+            pieces = _pieces(begin, min(size, begin + EXCHANGE), PIECES)
+            ups = [(flag, at - begin, own.data_ptr() + at, length) for flag, (at, length) in enumerate(pieces)]
+            downs = [
+                (flag, [(peer, at - begin, out.data_ptr() + peer * size + at, length) for peer in self._others])
+                for flag, (at, length) in enumerate(pieces)
+            ]
+            self._move(ups, downs)
+
+    def all_to_all(self, rows: Tensor, out: Tensor) -> None:
+        """Send ``rows[r]`` to rank r, and receive in ``out[r]`` what it sends; own rows are not moved."""
+        each = rows.nbytes // self.size
+        most = EXCHANGE // self.size
+        for begin in range(0, each, most):
+            pieces = _pieces(begin, min(each, begin + most), PIECES // self.size)
+            ups, downs = [], []
+            for number, (at, length) in enumerate(pieces):
+                for peer in self._others:
+                    place = peer * most + at - begin
+                    ups.append((peer * len(pieces) + number, place, rows.data_ptr() + peer * each + at, length))
+                place = self.rank * most + at - begin
+                arriving = [(peer, place, out.data_ptr() + peer * each + at, length) for peer in self._others]
+                downs.append((self.rank * len(pieces) + number, arriving))
+            self._move(ups, downs)
+
+    @property
+    def _others(self) -> list[int]:
+        """The other ranks, each rank's next one first, so that not all read from the same one."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def _move(
+        self,
+        ups: Sequence[tuple[int, int, int, int]],
+        downs: Sequence[tuple[int, Sequence[tuple[int, int, int, int]]]],
+    ) -> None:
+        """One call of the exchange.
+
+        Args:
+            ups: flag, place in this rank's slot, address on the GPU, bytes.
+            downs: flag that all others announce, and for each of them its rank, place, address on the GPU, bytes.
+        """
+        calls, dtype = self._calls["exchange"].data_ptr(), torch.bfloat16  # these kernels know no values
+        start, copy, memory = self.device.start, self.device.copy, self.memory
+        patience = self._base, memory.limit
+        up, down = self.device.fork()
+        every, own = self._base + memory.region(0), self._base + memory.region(self.rank)
+        waiting = LAYOUT.region, self.rank, calls
+        start("await_all", dtype, 1, 32, up, every + LAYOUT.done, *waiting, 1, *patience)
+        for flag, place, address, length in ups:
+            copy(memory.address + memory.region(self.rank, LAYOUT.exchange) + place, address, length, up, True)
+            start("announce", dtype, 1, 1, up, own + LAYOUT.piece_flag(flag), calls)
+        for flag, arriving in downs:
+            start("await_all", dtype, 1, 32, down, every + LAYOUT.piece_flag(flag), *waiting, 0, *patience)
+            for peer, place, address, length in arriving:
+                copy(address, memory.address + memory.region(peer, LAYOUT.exchange) + place, length, down, False)
+        self.device.join()
+        start("finish", dtype, 1, 1, None, own + LAYOUT.done, own + LAYOUT.piece_flags, PIECES, calls)
+
+
+def _records(rows: Tensor, format: Format, ranks: int, count: int) -> Tensor:
+    return rows.new_empty(ranks, count, format.row_bytes(rows.shape[1]), dtype=torch.uint8)
+
+
+def _pieces(begin: int, end: int, most: int) -> list[tuple[int, int]]:
+    """Cut bytes into at most ``most`` pieces: where each begins, and its length. The first are not the largest."""
+    count = max(1, min(most, -(-(end - begin) // _PIECE), 16))
+    each = -(-(end - begin) // count // 256) * 256
+    return [(at, min(each, end - at)) for at in range(begin, end, each)]
+
+
+@cache
+def sums_of(group: Any, limit: float = LIMIT) -> HostSums:
+    """The sums of a group of GPUs. All ranks make the first call together, and not while a CUDA graph is captured.
+
+    Raises:
+        ConfigError: see ``open_memory``, and ``compiled.Gpu``.
+    """
+    device = torch.cuda.current_device()
+    sums = HostSums(open_memory(group, device, limit), compiled.Gpu(dist.get_world_size(group)))
+    torch.cuda.synchronize()
+    dist.barrier(group)  # no rank starts before all have mapped the memory
+    return sums
+
+
+def starter(group: Any, format: Format | None, otherwise: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """What starts a sum on a stream of its own; a tensor that is not supported goes to ``otherwise``.
+
+    Raises:
+        ConfigError: the ranks cannot share memory of the host.
+    """
+    from fcsd.parallel.all_reduce.window import OnStream
+
+    if not torch.cuda.is_available():
+        raise ConfigError("sums through the host are for GPUs", "Use nccl, which is gloo on CPUs.")
+    sums, stream = sums_of(group), torch.cuda.Stream(priority=-1)
+
+    def start(x: Tensor) -> Any:
+        if not sums.supports(x):
+            return otherwise(x)
+        values = x.detach()
+        return OnStream(stream, values, lambda: sums.all_reduce(values, values, format=format))
+
+    return start

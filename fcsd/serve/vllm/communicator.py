@@ -1,0 +1,122 @@
+"""The sums of every model under vLLM, converted or not, through memory of the host, where a user asks for it.
+
+``FCSD_ALL_REDUCE=host`` (or ``host:int8``, which changes results a little) gives vLLM's platform another communicator:
+a subclass of its own, whose all-reduce of the tensor-parallel group goes by a table that is measured when the group is
+made. vLLM sees its own operator, so its compiler and its CUDA graphs stay as they are. Where vLLM's own way is faster,
+as it is between GPUs with NVLink, the table has it.
+"""
+
+import logging
+import os
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from fcsd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fcsd.kernels.bit_split import Format
+
+ASKED = "FCSD_ALL_REDUCE"
+log = logging.getLogger("vllm.fcsd")
+
+
+def format_of(asked: str) -> "Format | None":
+    """The format in which sums may travel, by the value of ``FCSD_ALL_REDUCE``; None if they have to be exact.
+
+    Raises:
+        ConfigError: the value is another one, or the format is unknown.
+    """
+    from fcsd.kernels.bit_split import Format
+
+    first, _, format = asked.partition(":")
+    if first != "host":
+        raise ConfigError(f"{ASKED}={asked}: sums are vLLM's own, host or host:FORMAT", "Use host, or host:int8.")
+    return Format.parse(format) if format else None
+
+
+def use_host_sums() -> None:
+    """Give vLLM's platform the communicator, if ``FCSD_ALL_REDUCE`` asks for it.
+
+    Raises:
+        ConfigError: its value is unknown, or the platform is not CUDA.
+    """
+    asked = os.environ.get(ASKED, "")
+    if not asked:
+        return
+    format_of(asked)
+    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+
+    if not current_platform.is_cuda():
+        raise ConfigError(f"{ASKED}={asked} is for NVIDIA GPUs")
+    name = f"{__name__}.HostCommunicator"
+    # The platform names the class of its communicators; vLLM looks it up for each group of ranks.
+    type(current_platform).get_device_communicator_cls = classmethod(lambda cls: name)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "HostCommunicator":  # vLLM imports it by its name, and this module must not import vLLM's otherwise
+        return _communicator()
+    raise AttributeError(name)
+
+
+@cache
+def _communicator() -> type[Any]:
+    from vllm.distributed.device_communicators.cuda_communicator import (  # pyright: ignore[reportMissingImports]
+        CudaCommunicator,
+    )
+
+    return communicator_of(CudaCommunicator)
+
+
+def communicator_of(base: type[Any]) -> type[Any]:
+    """The communicator over a class of vLLM's.
+
+    Args:
+        base: has ``unique_name``, ``world_size``, ``cpu_group`` and ``all_reduce``.
+    """
+
+    class HostCommunicator(base):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self._sums: Any = None
+            if self.unique_name.split(":")[0] == "tp" and self.world_size > 1:
+                self._open(format_of(os.environ[ASKED]))
+
+        def _open(self, format: "Format | None") -> None:
+            from fcsd.parallel.all_reduce.host import sums_of
+            from fcsd.parallel.all_reduce.host_table import measured
+
+            try:
+                sums = sums_of(self.cpu_group)
+            except ConfigError as error:
+                log.warning("sums are vLLM's own: %s", error)
+                return
+            self._table = measured(sums, super().all_reduce, self.cpu_group, format)
+            self._format, self._sums = format, sums
+            rows = zip(self._table.sizes, self._table.ways, strict=True)
+            told = ", ".join(f"{size >> 10} KiB {way}" for size, way in rows)
+            log.info("sums through the host, the fastest way by size: %s", told)
+
+        def all_reduce(self, input_: Any) -> Any:
+            """The sum over the ranks, as a new tensor."""
+            sums = self._sums
+            if sums is None or not sums.supports(input_):
+                return super().all_reduce(input_)
+            way = self._table.way(input_.nbytes)
+            if way == "stock":
+                return super().all_reduce(input_)
+            out = input_.new_empty(input_.shape)
+            method, _, format = way.partition(":")
+            if format and _divides(self._format, input_):
+                sums.all_reduce(input_, out, format=self._format)
+            elif format:
+                sums.all_reduce(input_, out)
+            else:
+                sums.all_reduce(input_, out, method)
+            return out
+
+    return HostCommunicator
+
+
+def _divides(format: "Format | None", x: Any) -> bool:
+    return format is not None and x.dim() > 1 and x.shape[-1] % format.group == 0

@@ -1,0 +1,197 @@
+"""Sums through memory of the host, run between processes on CPUs: every rank has the bits of the sum in rank order."""
+
+import ctypes
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import cpu_device
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fcsd.errors import ConfigError, PeerLostError
+from fcsd.kernels.bit_split import Format
+from fcsd.kernels.host.layout import LAYOUT, LEFT, LOST, STOPPED, total_bytes
+from fcsd.parallel.all_reduce import host, host_memory, quantised
+
+WAYS = ("one_shot", "in_blocks", "exchange")
+SIZES = (8, 256, 4096, 24, 32768, 512, 40, 8)  # values, multiples of eight; they change from call to call
+
+
+def drawn(rank: int, call: int, size: int, dtype: torch.dtype) -> Tensor:
+    x = torch.randn(size, generator=torch.Generator().manual_seed(1000 * call + rank))
+    return torch.where(x > 2, x * 50, x).to(dtype)
+
+
+def literal(call: int, size: int, dtype: torch.dtype, world: int) -> Tensor:
+    """The sum in fp32 in the order of ranks, rounded once."""
+    total = torch.zeros(size)
+    for rank in range(world):
+        total += drawn(rank, call, size, dtype).float()
+    return total.to(dtype)
+
+
+def differing(rank: int, world: int, built: dict[int, Path], slow: bool = False, first: int = 0) -> list[str]:
+    """What a rank finds wrong, over methods, dtypes and sizes."""
+    source = random.Random(rank)
+    delay = (lambda: time.sleep(source.choice((0, 0, 0.002)))) if slow else (lambda: None)
+    made = cpu_device.sums(built, delay=delay)
+    made.device.set_counters(first)
+    if first:  # what the calls before would have left
+        ctypes.memset(made.memory.address + made.memory.region(rank, LAYOUT.one_shot), 0xFB, 4 * host.ONE_SHOT)
+        made.memory.set_word(made.memory.region(rank, LAYOUT.done), first & 0xFFFFFFFF)
+    dist.barrier()
+    wrong, call = [], 0
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for size in SIZES:
+            for way in WAYS:
+                call += 1
+                x = drawn(rank, call, size, dtype)
+                out = x if call % 2 else torch.empty_like(x)
+                made.all_reduce(x, out, way)
+                if not torch.equal(out, literal(call, size, dtype, world)):
+                    wrong.append(f"{way} {dtype} {size}")
+    return wrong
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_rank_has_the_literal_sum(world: int) -> None:
+    assert ranks.in_group(world, differing, world, cpu_device.libraries(world)) == [[]] * world
+
+
+def test_ranks_that_are_slow_at_any_place_change_nothing() -> None:
+    assert ranks.in_group(2, differing, 2, cpu_device.libraries(2), True) == [[], []]
+
+
+def test_numbers_of_calls_wrap_around() -> None:
+    assert ranks.in_group(2, differing, 2, cpu_device.libraries(2), False, -5) == [[], []]
+
+
+def in_pieces(rank: int, built: dict[int, Path], world: int) -> bool:
+    """A tensor of several pieces, and of more than one round of the exchange."""
+    made = cpu_device.sums(built)
+    size = (host.EXCHANGE + (5 << 20)) // 4
+    x = drawn(rank, 1, size, torch.float32)
+    made.exchange(x, x)
+    return torch.equal(x, literal(1, size, torch.float32, world))
+
+
+def test_large_tensors_travel_in_pieces_and_rounds() -> None:
+    assert ranks.in_group(2, in_pieces, cpu_device.libraries(2), 2) == [True, True]
+
+
+def in_format(rank: int, built: dict[int, Path], name: str) -> bool:
+    made, format = cpu_device.sums(built), Format.parse(name)
+    same = []
+    for shape in ((6, 256), (1, 256), (5, 128)):
+        x = torch.randn(*shape, generator=torch.Generator().manual_seed(rank)).bfloat16()
+        expected = x.clone()
+        quantised.all_reduce(expected, format, dist.group.WORLD).wait()
+        made.all_reduce(x, x, format=format)
+        same.append(torch.equal(x, expected))
+    return all(same)
+
+
+@pytest.mark.parametrize(("world", "name"), [(2, "int8"), (3, "int4"), (2, "int6:sr")])
+def test_a_format_means_the_same_as_over_nccl(world: int, name: str) -> None:
+    assert ranks.in_group(world, in_format, cpu_device.libraries(world), name) == [True] * world
+
+
+def waits(rank: int, built: dict[int, Path], way: str) -> Any:
+    """Rank 1 never calls; what rank 0 then says, after how many seconds."""
+    made = cpu_device.sums(built, limit=0.5)
+    made.memory.close = lambda: None  # pyright: ignore[reportAttributeAccessIssue]: nobody leaves
+    made.memory._closed.set()  # the thread would end this process
+    begun = time.monotonic()
+    told: Any = None
+    if rank == 0:
+        x = torch.ones(4096)
+        with pytest.raises(cpu_device.StoppedError):
+            made.all_reduce(x, x, way)
+        with pytest.raises(PeerLostError, match=r"rank 1 \(process \d+\) did not answer for 0 s") as raised:
+            made.all_reduce(x, x, way)
+        told = str(raised.value), time.monotonic() - begun < 30, made.memory.word(STOPPED)
+    dist.barrier()
+    return told
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_that_does_not_come_ends_the_sum_by_name(way: str) -> None:
+    (_, soon, stopped), nothing = ranks.in_group(2, waits, cpu_device.libraries(2), way)
+    assert soon and stopped == 1 and nothing is None
+
+
+def dies(built: dict[int, Path]) -> None:
+    """Rank 1 ends without a word; rank 0 is in a sum."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    made = cpu_device.sums(built)
+    if rank == 1:
+        os.kill(os.getpid(), 9)
+    x = torch.ones(64)
+    try:
+        made.all_reduce(x, x, "one_shot")
+    except cpu_device.StoppedError:
+        time.sleep(30)  # a process whose GPU has stopped; the thread of the memory ends it
+
+
+def test_a_dead_rank_ends_the_others_with_its_exit_code() -> None:
+    begun = time.monotonic()
+    codes, told = ranks.exit_codes(2, dies, cpu_device.libraries(2))
+    assert codes[0] == PeerLostError.exit_code and "error: rank 1 (process " in told and "has ended" in told
+    assert time.monotonic() - begun < 25
+
+
+def leaves(rank: int, built: dict[int, Path]) -> int:
+    made = cpu_device.sums(built)
+    x = torch.ones(64)
+    made.all_reduce(x, x)
+    if rank == 1:
+        made.memory.close()
+    dist.barrier()
+    assert made.memory.word(LEFT + 4) == 1
+    return made.memory.word(LOST)
+
+
+def test_a_rank_that_leaves_is_not_lost() -> None:
+    assert ranks.in_group(2, leaves, cpu_device.libraries(2)) == [0, 0]
+
+
+def leaves_nothing(rank: int, built: dict[int, Path]) -> tuple[list[str], int]:
+    made = cpu_device.sums(built)
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return [line for line in maps if "/dev/shm" in line and "fcsd" in line], len(made.memory._map)
+
+
+def test_the_memory_has_no_name() -> None:
+    assert ranks.in_group(2, leaves_nothing, cpu_device.libraries(2)) == [([], total_bytes(2))] * 2
+
+
+def unshared(rank: int) -> str:
+    host_memory._host = lambda: f"host {rank}"  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(ConfigError) as raised:
+        host_memory.open_memory(dist.group.WORLD, None)
+    return str(raised.value)
+
+
+def test_several_hosts_are_refused_on_all_ranks() -> None:
+    first, second = ranks.in_group(2, unshared)
+    assert first == second and "on several" in first
+
+
+def test_the_parts_of_a_region_do_not_overlap() -> None:
+    ends = [
+        (LAYOUT.one_shot, 2 * 2 * host.ONE_SHOT),
+        (LAYOUT.blocks, 4 * host.BLOCKS),
+        (LAYOUT.block_flags, 2 * 64 * host.GRID["in_blocks"]),
+        (LAYOUT.piece_flags, 64 * host.PIECES),
+        (LAYOUT.done, 64),
+        (LAYOUT.exchange, host.EXCHANGE),
+    ]
+    for (begin, size), (after, _) in zip(ends, [*ends[1:], (LAYOUT.region, 0)], strict=True):
+        assert begin % 64 == 0 and begin + size <= after
