@@ -35,7 +35,7 @@ def source() -> str:
 
 
 class Gpu:
-    """The current CUDA device as the sums use it: kernels, copy engines, and two streams beside the current one.
+    """The current CUDA device as the sums use it: kernels, copy engines, and streams beside the current one.
 
     Args:
         ranks: for which the kernels are built.
@@ -64,7 +64,8 @@ class Gpu:
         device = torch.cuda.current_device()
         self.index = device
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._up, self._down = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
+        # Two in each direction: while a copy engine works for one, the other one waits for its flag.
+        self._ups, self._downs = ([torch.cuda.Stream(device, priority=-1) for _ in range(2)] for _ in range(2))
 
     def counters(self, count: int) -> Tensor:
         """Numbers of calls, int32 ``[count]``, all 0."""
@@ -96,18 +97,18 @@ class Gpu:
         do = self._driver.cuMemcpyDtoHAsync_v2 if up else self._driver.cuMemcpyHtoDAsync_v2
         _check(do(_POINTER(to), _POINTER(of), ctypes.c_size_t(size), ctypes.c_void_p(stream)), "copying by the host")
 
-    def fork(self) -> tuple[int, int]:
+    def fork(self) -> tuple[list[int], list[int]]:
         """The streams of what goes up and of what comes down, after all that is on the current stream."""
         current = torch.cuda.current_stream()
-        self._up.wait_stream(current)
-        self._down.wait_stream(current)
-        return self._up.cuda_stream, self._down.cuda_stream
+        for stream in (*self._ups, *self._downs):
+            stream.wait_stream(current)
+        return [stream.cuda_stream for stream in self._ups], [stream.cuda_stream for stream in self._downs]
 
     def join(self) -> None:
-        """Let the current stream wait for both."""
+        """Let the current stream wait for all of them."""
         current = torch.cuda.current_stream()
-        current.wait_stream(self._up)
-        current.wait_stream(self._down)
+        for stream in (*self._ups, *self._downs):
+            current.wait_stream(stream)
 
 
 @cache

@@ -23,7 +23,8 @@ from fcsd.kernels.host.layout import BLOCKS, CONTROL, EXCHANGE, GRID, LAYOUT, ON
 from fcsd.parallel.all_reduce.host_memory import LIMIT, HostMemory, open_memory
 
 DTYPES = tuple(compiled.KINDS)
-_PIECE = 2 << 20  # bytes of a piece of the exchange, if there are flags for so many
+_PIECE = 1 << 20  # bytes of a piece of the exchange; at most _MOST_PIECES
+_MOST_PIECES = 12
 # Up to so many bytes of a rank's values, by the number of ranks: measured on H200s (benchmarks/results/host_sums).
 _ONE_SHOT = {2: 128 << 10, 3: 64 << 10}
 _BLOCKS = {2: 1 << 20}
@@ -196,17 +197,20 @@ class HostSums:
         calls, dtype = self._calls["exchange"].data_ptr(), torch.bfloat16  # these kernels know no values
         start, copy, memory = self.device.start, self.device.copy, self.memory
         patience = self._base, memory.limit
-        up, down = self.device.fork()
+        ups_on, downs_on = self.device.fork()
         every, own = self._base + memory.region(0), self._base + memory.region(self.rank)
         waiting = LAYOUT.region, self.rank, calls
-        start("await_all", dtype, 1, 32, up, every + LAYOUT.done, *waiting, 1, *patience)
-        for flag, place, address, length in ups:
-            copy(memory.address + memory.region(self.rank, LAYOUT.exchange) + place, address, length, up, True)
-            start("announce", dtype, 1, 1, up, own + LAYOUT.piece_flag(flag), calls)
-        for flag, arriving in downs:
-            start("await_all", dtype, 1, 32, down, every + LAYOUT.piece_flag(flag), *waiting, 0, *patience)
+        for stream in ups_on:
+            start("await_all", dtype, 1, 32, stream, every + LAYOUT.done, *waiting, 1, *patience)
+        for number, (flag, place, address, length) in enumerate(ups):
+            stream = ups_on[number % len(ups_on)]
+            copy(memory.address + memory.region(self.rank, LAYOUT.exchange) + place, address, length, stream, True)
+            start("announce", dtype, 1, 1, stream, own + LAYOUT.piece_flag(flag), calls)
+        for number, (flag, arriving) in enumerate(downs):
+            stream = downs_on[number % len(downs_on)]
+            start("await_all", dtype, 1, 32, stream, every + LAYOUT.piece_flag(flag), *waiting, 0, *patience)
             for peer, place, address, length in arriving:
-                copy(address, memory.address + memory.region(peer, LAYOUT.exchange) + place, length, down, False)
+                copy(address, memory.address + memory.region(peer, LAYOUT.exchange) + place, length, stream, False)
         self.device.join()
         start("finish", dtype, 1, 1, None, own + LAYOUT.done, own + LAYOUT.piece_flags, PIECES, calls)
 
@@ -217,7 +221,7 @@ def _records(rows: Tensor, format: Format, ranks: int, count: int) -> Tensor:
 
 def _pieces(begin: int, end: int, most: int) -> list[tuple[int, int]]:
     """Cut bytes into at most ``most`` pieces: where each begins, and its length. The first are not the largest."""
-    count = max(1, min(most, -(-(end - begin) // _PIECE), 16))
+    count = max(1, min(most, -(-(end - begin) // _PIECE), _MOST_PIECES))
     each = -(-(end - begin) // count // 256) * 256
     return [(at, min(each, end - at)) for at in range(begin, end, each)]
 

@@ -41,7 +41,7 @@ class Cpu:
     def __init__(self, libraries: dict[int, Path], delay: Callable[[], None] = lambda: None) -> None:
         self._libraries = {dtype: ctypes.CDLL(str(libraries[kind])) for dtype, kind in compiled.KINDS.items()}
         self._delay = delay
-        self._queues = [_Stream(), _Stream()]
+        self._queues = [_Stream() for _ in range(4)]
         self._kept: list[torch.Tensor] = []
 
     def counters(self, count: int) -> torch.Tensor:
@@ -79,8 +79,8 @@ class Cpu:
 
         self._queues[stream].put(do)
 
-    def fork(self) -> tuple[int, int]:
-        return 0, 1
+    def fork(self) -> tuple[list[int], list[int]]:
+        return [0, 1], [2, 3]
 
     def join(self) -> None:
         for one in self._queues:
