@@ -4,8 +4,9 @@
 
 Every model has random weights of a shape and runs in a process of its own for each way: eager, and with vLLM's compiler
 and CUDA graphs, by TP (2) GPUs. Prompts have 3 to 700 tokens, so that sums of all sizes are made. Between two ranks the
-exact sums have NCCL's bits, so tokens and log-probabilities have to be equal; in a format they differ, and the file says
-by how much. PYTHONPATH is the root of the repository, and vLLM is installed.
+exact sums have NCCL's bits, so tokens and log-probabilities have to be equal; in a format they differ, and the file
+says by how much. MODES and WAYS choose some of them, separated by commas. PYTHONPATH is the root of the repository, and
+vLLM is installed.
 """
 
 import json
@@ -18,6 +19,7 @@ from typing import Any
 
 LENGTHS = (3, 40, 700)
 WAYS = {"NCCL": "", "NCCL again": "", "host": "host", "host:int8": "host:int8"}
+MODES = ("eager", "graphs")
 
 
 def answers(folder: str, eager: bool) -> list[dict[str, Any]]:
@@ -25,9 +27,16 @@ def answers(folder: str, eager: bool) -> list[dict[str, Any]]:
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 
     llm = LLM(
-        model=folder, load_format="dummy", tensor_parallel_size=int(os.environ.get("TP", "2")), skip_tokenizer_init=True,
-        enforce_eager=eager, disable_custom_all_reduce=True, max_model_len=1024, gpu_memory_utilization=0.4, seed=0,
-    )  # fmt: skip
+        model=folder,
+        load_format="dummy",
+        tensor_parallel_size=int(os.environ.get("TP", "2")),
+        skip_tokenizer_init=True,
+        enforce_eager=eager,
+        disable_custom_all_reduce=True,
+        max_model_len=1024,
+        gpu_memory_utilization=0.4,
+        seed=0,
+    )
     prompts = [{"prompt_token_ids": [(7 * n + length) % 5000 for n in range(length)]} for length in LENGTHS]
     settings = SamplingParams(temperature=0, max_tokens=24, logprobs=1, detokenize=False)
     found = []
@@ -60,15 +69,15 @@ def main() -> None:
     out, found = Path(sys.argv[1]), {}
     for name in sys.argv[2:]:
         shape, _, layers = name.partition(":")
-        for mode in ("eager", "graphs"):
+        for mode in os.environ.get("MODES", ",".join(MODES)).split(","):
             with tempfile.TemporaryDirectory() as folder:
                 SHAPES[shape](int(layers or SHAPES[shape].depth)).save_pretrained(folder)
                 rows = {}
-                for way, asked in WAYS.items():
+                for way in os.environ.get("WAYS", ",".join(WAYS)).split(","):
                     file = Path(folder, "answer.json")
                     file.unlink(missing_ok=True)
                     command = [sys.executable, __file__, "--one", folder, mode, str(file)]
-                    environment = {**os.environ, "FCSD_ALL_REDUCE": asked}
+                    environment = {**os.environ, "FCSD_ALL_REDUCE": WAYS[way]}
                     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
                     log = ran.stdout + ran.stderr
                     told = [

@@ -209,13 +209,17 @@ extern "C" __global__ void announce(char* flag, const u32* calls) {
   store_flag(flag, *calls + 1);
 }
 
-// Wait until all other ranks have announced what belongs to `back` calls before this one. None can have announced more:
-// it would have waited for this rank.
+// Wait until all other ranks have announced what belongs to `back` calls before this one. The announcement of this call
+// has its number, or it is an old one. What all announce in every call, that they are done, may be one call further.
 extern "C" __global__ void await_all(char* flag, u64 region, int rank, const u32* calls, u32 back, Control* control, u64 limit) {
   u32 call = *calls + 1 - back;
   Patience patience{control, rank, limit, 0, 0};
   for (int peer = threadIdx.x; peer < RANKS; peer += blockDim.x)
-    while (peer != rank && load_flag(flag + peer * region) != call) patience.wait(peer);
+    while (peer != rank) {
+      u32 announced = load_flag(flag + peer * region);
+      if (announced == call || (back && announced == call + 1)) break;
+      patience.wait(peer);
+    }
   FENCE();
   BARRIER();
 }
