@@ -37,9 +37,9 @@ CONTROL = 4096  # bytes of the control page
 LOST, STOPPED, LEFT = 0, 4, 64  # offsets in it: the lost rank + 1; a word for each stopped rank, and for each that left
 ONE_SHOT = 128 << 10  # the most bytes of values in one shot; they take twice as much room
 BLOCKS = 2 << 20  # the most bytes of values in blocks
-EXCHANGE = 40 << 20  # the most bytes that a rank shows the others at once
+EXCHANGE = 68 << 20  # the most bytes that a rank shows the others at once
 PIECES = 64  # flags of the exchange
-GRID = {"one_shot": 16, "in_blocks": 32}  # blocks of every launch; few, because they wait beside other work
+GRID = {"one_shot": 16, "in_blocks": 16}  # blocks of every launch; few, because they wait beside other work
 THREADS = 512
 _FLAG = 64  # bytes between two flags, so that each has a line of the cache for itself
 

@@ -48,6 +48,9 @@ __device__ __forceinline__ u32 to_half(float v) {
 #define STOP() __trap()
 #endif
 
+// Lines of every rank that a thread asks for at once.
+#define AHEAD (RANKS > 4 ? 2 : 4)
+
 // From time to time what is seldom written is written anew, so that no number of a call is as old as its wrap around.
 #define RENEW(call) (((call) & 0xfffff) == 0)
 
@@ -175,15 +178,27 @@ extern "C" __global__ void in_blocks(const Line* x, Line* y, int count, char* sl
     if (threadIdx.x == 0) store_flag(sent + rank * region, call);
     await_block(sent, region, rank, call, control, limit);
     int from = shares > 1 ? min(last, first + rank * share) : first, to = shares > 1 ? min(last, from + share) : last;
-    for (int i = from + threadIdx.x; i < to; i += blockDim.x) {
-      Total total;
-      total.clear();
-      Line own = x[i];
+    for (int i = from + threadIdx.x; i < to; i += AHEAD * blockDim.x) {
+      Line got[AHEAD][RANKS];  // what is asked for before the first answer has come
 #pragma unroll
-      for (int peer = 0; peer < RANKS; peer++) total.add(peer == rank ? own : load_line(values + peer * region + 16ull * i));
-      Line line = total.line();
-      y[i] = line;
-      if (shares > 1) store_line(sums + rank * region + 16ull * i, line);
+      for (int k = 0; k < AHEAD; k++)
+#pragma unroll
+        for (int peer = 0; peer < RANKS; peer++) {
+          int at = i + k * blockDim.x;
+          if (at < to) got[k][peer] = peer == rank ? x[at] : load_line(values + peer * region + 16ull * at);
+        }
+#pragma unroll
+      for (int k = 0; k < AHEAD; k++) {
+        int at = i + k * blockDim.x;
+        if (at >= to) break;
+        Total total;
+        total.clear();
+#pragma unroll
+        for (int peer = 0; peer < RANKS; peer++) total.add(got[k][peer]);
+        Line line = total.line();
+        y[at] = line;
+        if (shares > 1) store_line(sums + rank * region + 16ull * at, line);
+      }
     }
     if (shares > 1) {
       FENCE();

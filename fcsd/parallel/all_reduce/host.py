@@ -23,8 +23,7 @@ from fcsd.kernels.host.layout import BLOCKS, CONTROL, EXCHANGE, GRID, LAYOUT, ON
 from fcsd.parallel.all_reduce.host_memory import LIMIT, HostMemory, open_memory
 
 DTYPES = tuple(compiled.KINDS)
-_PIECE = 1 << 20  # bytes of a piece of the exchange; at most _MOST_PIECES
-_MOST_PIECES = 12
+_PIECE = 4 << 20  # bytes of most pieces of the exchange
 # Up to so many bytes of a rank's values, by the number of ranks: measured on H200s (benchmarks/results/host_sums).
 _ONE_SHOT = {2: 128 << 10, 3: 64 << 10}
 _BLOCKS = {2: 1 << 20}
@@ -220,10 +219,21 @@ def _records(rows: Tensor, format: Format, ranks: int, count: int) -> Tensor:
 
 
 def _pieces(begin: int, end: int, most: int) -> list[tuple[int, int]]:
-    """Cut bytes into at most ``most`` pieces: where each begins, and its length. The first are not the largest."""
-    count = max(1, min(most, -(-(end - begin) // _PIECE), _MOST_PIECES))
-    each = -(-(end - begin) // count // 256) * 256
-    return [(at, min(each, end - at)) for at in range(begin, end, each)]
+    """Cut bytes into at most ``most`` pieces: where each begins, and its length.
+
+    A piece that has come up can come down, so more pieces overlap more and each costs some microseconds. The last ones
+    are small, because nothing covers their way down.
+    """
+    count = max(1, min(most - 2, -(-(end - begin) // _PIECE)))
+    shares = [1.0] * count + [0.5, 0.25] if end - begin > 1 << 20 else [1.0, 0.5]
+    pieces, at = [], begin
+    for number, share in enumerate(shares):
+        last = number == len(shares) - 1
+        length = end - at if last else int(share / sum(shares) * (end - begin)) // 256 * 256
+        if length > 0:
+            pieces.append((at, length))
+        at += max(0, length)
+    return pieces
 
 
 @cache

@@ -12,6 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from fcsd.errors import ConfigError
+from fcsd.foreign_errors import reason_of
 
 if TYPE_CHECKING:
     from fcsd.kernels.bit_split import Format
@@ -83,16 +84,24 @@ def communicator_of(base: type[Any]) -> type[Any]:
                 self._open(format_of(os.environ[ASKED]))
 
         def _open(self, format: "Format | None") -> None:
+            import torch.distributed as dist
+
             from fcsd.parallel.all_reduce.host import sums_of
             from fcsd.parallel.all_reduce.host_table import measured
 
+            problem = None
             try:
                 sums = sums_of(self.cpu_group)
-            except ConfigError as error:
-                log.warning("sums are vLLM's own: %s", error)
+                self._table, self._format = measured(sums, super().all_reduce, self.cpu_group, format), format
+            except Exception as error:  # a server that starts is better than one that does not; it says so below
+                sums, problem = None, f"{type(error).__name__}: {reason_of(error)}"
+                log.debug("sums through the host", exc_info=True)
+            problems: list[Any] = [None] * self.world_size
+            dist.all_gather_object(problems, problem, group=self.cpu_group)
+            if found := next(filter(None, problems), None):
+                log.warning("sums are vLLM's own: %s", found)
                 return
-            self._table = measured(sums, super().all_reduce, self.cpu_group, format)
-            self._format, self._sums = format, sums
+            self._sums = sums
             rows = zip(self._table.sizes, self._table.ways, strict=True)
             told = ", ".join(f"{size >> 10} KiB {way}" for size, way in rows)
             log.info("sums through the host, the fastest way by size: %s", told)
