@@ -101,6 +101,7 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
         )
     for item, corpus, rows in zip(data.sources, corpora, packed, strict=True):
         left_out = f"; left out: {listed(reasons)}" if (reasons := corpus.left_out(data.seq_len)) else ""
+        left_out += f"; fields that nothing reads: {listed(corpus.unread)}" if corpus.unread else ""
         counted = round(rows.counted * rows.per_epoch * data.seq_len)
         sizes = f"{corpus.tokens:,} tokens in {rows.per_epoch:,} rows, {rows.filled:.1%} full"
         lines.append(f"data        {item.path}: {sizes}; {counted:,} tokens ({rows.counted:.1%}) count{left_out}")

@@ -31,6 +31,7 @@ from fcsd.input_lines import blocks, lines_of
 
 LONGEST_LINE = 40_000_000  # bytes; a longer line is left out and costs no memory
 COLUMN = "line"
+TOOLS = "tools"  # the column of chats that says which tools the assistant may call, if there is one
 
 _BATCH = 32 << 20  # bytes of lines that are written at once
 _ENDINGS = {"jsonl": (".jsonl", ".ndjson", ".jsonl.gz"), "parquet": (".parquet",)}
@@ -41,15 +42,18 @@ class RawTable:
     """The rows of a source.
 
     Attributes:
-        rows: the source's columns, or one column ``line`` of JSON lines as bytes.
+        rows: the source's columns, for chats also the column ``tools`` if there is one; or one column ``line`` of JSON
+            lines as bytes.
         lines: whether the rows are JSON lines.
         sha256: the SHA-256 of every data file, by its path relative to the folder that contains all of them. For a
             streamed dataset, the SHA-256 of the rows that were read.
+        unread: the columns of a table that are not read.
     """
 
     rows: datasets.Dataset
     lines: bool
     sha256: dict[str, str]
+    unread: tuple[str, ...] = ()
 
 
 def cache_folder() -> Path:
@@ -73,7 +77,7 @@ def open_source(source: Source) -> RawTable:
     kind, files = _find(source)
     try:
         sha256 = _hashes(files)
-        rows = _open(source, kind, files, sha256)
+        rows, unread = _open(source, kind, files, sha256)
         if not files:
             sha256 = _hashes([Path(entry["filename"]) for entry in rows.cache_files])
             if source.streaming:
@@ -85,7 +89,7 @@ def open_source(source: Source) -> RawTable:
         raise BadInputError(f"{source.path}: cannot be read as {kind}: {cause}") from error
     if source.max_rows is not None and source.max_rows < len(rows):
         rows = rows.select(range(source.max_rows))
-    return RawTable(rows, kind == "jsonl" or source.streaming, sha256)
+    return RawTable(rows, kind == "jsonl" or source.streaming, sha256, unread)
 
 
 def check_columns(path: str, wanted: Iterable[str], present: Iterable[str]) -> None:
@@ -125,16 +129,19 @@ def _find(source: Source) -> tuple[str, list[Path]]:
     )
 
 
-def _open(source: Source, kind: str, files: list[Path], sha256: dict[str, str]) -> datasets.Dataset:
+def _open(
+    source: Source, kind: str, files: list[Path], sha256: dict[str, str]
+) -> tuple[datasets.Dataset, tuple[str, ...]]:
+    """The rows of a source, and the columns of a table that are not read."""
     table: Any
     if kind == "jsonl":
         name = f"lines-{digest([list(sha256.values()), source.max_rows])[:32]}.arrow"
-        return read_json_lines(files, cache_folder() / name, source.max_rows)
+        return read_json_lines(files, cache_folder() / name, source.max_rows), ()
     if kind == "parquet":
         table = datasets.load_dataset("parquet", data_files=list(map(str, files)), split="train")
     elif source.streaming:
         features = datasets.Features({COLUMN: datasets.Value("binary")})
-        return datasets.Dataset.from_generator(_stream, features=features, gen_kwargs=_address(source))
+        return datasets.Dataset.from_generator(_stream, features=features, gen_kwargs=_address(source)), ()
     elif is_saved_dataset(source.path):
         table = datasets.load_from_disk(source.path)
         if isinstance(table, datasets.DatasetDict):
@@ -146,17 +153,24 @@ def _open(source: Source, kind: str, files: list[Path], sha256: dict[str, str]) 
     else:
         table = datasets.load_dataset(source.path, source.subset, split=source.split, revision=source.revision)
     check_columns(source.path, source.columns, table.column_names)
-    return table.select_columns(list(source.columns))
+    read = [*source.columns, *([TOOLS] if source.chat and TOOLS in table.column_names else [])]
+    return table.select_columns(read), tuple(name for name in table.column_names if name not in read)
 
 
 def _address(source: Source) -> dict[str, Any]:
     """The fields that identify a streamed dataset. ``datasets`` reads a dataset with the same fields only once."""
     fields = ("path", "subset", "split", "revision", "columns", "max_rows")
-    return {name: getattr(source, name) for name in fields}
+    return {name: getattr(source, name) for name in fields} | ({"whole": True} if source.chat else {})
 
 
 def _stream(
-    path: str, subset: str | None, split: str, revision: str | None, columns: tuple[str, ...], max_rows: int
+    path: str,
+    subset: str | None,
+    split: str,
+    revision: str | None,
+    columns: tuple[str, ...],
+    max_rows: int,
+    whole: bool = False,
 ) -> Iterator[dict[str, bytes]]:
     """The first rows of a dataset as JSON lines. They are read over the network without fetching whole files."""
     stream: Any = datasets.load_dataset(path, subset, split=split, revision=revision, streaming=True)
@@ -164,7 +178,8 @@ def _stream(
         if number == 0:
             check_columns(path, columns, row)
         # A value that JSON cannot express, such as an image, becomes null, because it cannot be used as text.
-        line = json.dumps({name: row[name] for name in columns if name in row}, default=lambda _: None)
+        kept = {name: value for name, value in row.items() if whole or name in columns}
+        line = json.dumps(kept, default=lambda _: None)
         yield {COLUMN: line.encode()}
 
 
