@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, enable_full_d
 from fcsd.checkpoint import Location, read_layout, resolve, sample_sha256
 from fcsd.config import Recipe, ResolvedRecipe, accumulation
 from fcsd.distill import tensor_parallel
-from fcsd.distill.data.corpus import Corpus, load_tokenizer
+from fcsd.distill.data.corpus import Corpus, load_tokenizer, require_other_text
 from fcsd.distill.data.document_end import document_end
 from fcsd.distill.data.load_on_ranks import load_corpora
 from fcsd.distill.data.rows import Mixture, Rows
@@ -243,6 +243,7 @@ def read_data(
     end = document_end(data.document_end, model, tokenizer, vocab_size)
     corpora = load_corpora(sources, tokenizer, vocab_size, data.seq_len, world, end.id)
     trained, others = corpora[: len(data.sources)], corpora[len(data.sources) :]
+    require_other_text(trained, dict(zip(data.measured, others, strict=True)))
     held_out = {name: Rows(corpus, data.seq_len) for name, corpus in zip(data.measured, others, strict=True)}
     return trained, training_rows(recipe, trained), held_out
 

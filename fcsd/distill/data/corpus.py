@@ -29,6 +29,7 @@ from fcsd.config import Source
 from fcsd.disk import naming
 from fcsd.distill.data.chat_template import Rendered, Rendering, Templates, read_templates, render_chat
 from fcsd.distill.data.examples import Chat, Skip, chat_of, row_of_line, text_of, token_ids_of
+from fcsd.distill.data.files import measured_and_trained
 from fcsd.distill.data.raw_table import COLUMN, TOOLS, RawTable, cache_folder, digest, open_source
 from fcsd.distill.data.token_slices import TokenSlices
 from fcsd.errors import BadInputError
@@ -66,6 +67,8 @@ class Corpus:
         sha256: the SHA-256 of every data file by its name, of the tokenizer and of the chat template. For chats also
             that of ``lengths``, which differs between two hosts if the template exceeded its limits on different chats.
         skipped: the number of rows of the source that were left out, by reason.
+        read: how many rows and files were read, as which format, and what was not read.
+        files: the SHA-256 of every local data file that is not empty.
         unread: the fields of chats that nothing reads, and of how many rows or messages.
         overlong: what happens to a document that is longer than a row: ``split``, ``truncate`` or ``skip``.
         padding: the token id that fills the rest of a row.
@@ -81,6 +84,8 @@ class Corpus:
     _documents: TokenSlices
     min_counted: float = 0.0
     unread: dict[str, int] = field(default_factory=dict)
+    read: str = ""
+    files: frozenset[str] = frozenset()
 
     @property
     def tokens(self) -> int:
@@ -182,7 +187,25 @@ def load_corpus(source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: 
         _documents=TokenSlices(encoded),
         min_counted=source.min_counted,
         unread=_fields_unread(encoded, table) if source.chat else {},
+        read=table.read,
+        files=table.files,
     )
+
+
+def require_other_text(trained: Sequence[Corpus], measured: Mapping[str, Corpus]) -> None:
+    """Refuses a file to measure on whose content is that of a training file, such as a copy of it.
+
+    Args:
+        measured: the corpora that are only measured on, by the field of ``data`` that names them.
+
+    Raises:
+        BadInputError: there is such a file.
+    """
+    for name, held_out in measured.items():
+        for corpus in trained:
+            if same := held_out.files & corpus.files:
+                names = [file for file, sha in corpus.sha256.items() if sha in same]
+                raise measured_and_trained(name, held_out.name, f"{names[0]} of {corpus.name}")
 
 
 def listed(reasons: Mapping[str, int], most: int = 8) -> str:
