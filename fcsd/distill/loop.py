@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fcsd.config import ResolvedRecipe
 from fcsd.distill import preview
-from fcsd.distill.early_stop import ScoreHistory
+from fcsd.distill.early_stop import ScoreHistory, held_out_text
 from fcsd.distill.experts.dedup_choice import DedupChoice
 from fcsd.distill.experts.swaps import ExpertSwaps
 from fcsd.distill.metrics import Meter
@@ -274,6 +274,7 @@ def finish_step(
     if last or (wanted and tools.saver.seconds < time_left):
         keepers = (tools.scores, tools.skips, tools.swaps, tools.dedup)
         progress = _counts(run, step) | {key: value for one in keepers for key, value in one.progress().items()}
+        progress |= held_out_text(run.held_out)
         with tools.pause(CHECKPOINT, f"saving step {step}"):
             tools.saver.save(step, progress, last=last, best=best, wait=time_left < math.inf)
         time_left = _time_left(run, tools)  # a signal that came during the save needs no further step

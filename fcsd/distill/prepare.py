@@ -19,6 +19,7 @@ from fcsd.distill.data.document_end import document_end
 from fcsd.distill.data.load_on_ranks import load_corpora
 from fcsd.distill.data.rows import Mixture, Rows
 from fcsd.distill.dtypes import DTYPES
+from fcsd.distill.early_stop import scored_text
 from fcsd.distill.experts import expert_parallel
 from fcsd.distill.experts.swaps import orders_of
 from fcsd.distill.inputs import student_source
@@ -160,7 +161,7 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     if settings := recipe.objective.teacher_cache:
         source, cached = read_teacher_cache(recipe, settings, identity, vocab_size)
         hashes = hashes | cached
-    identity |= hashes
+    identity |= hashes | scored_text(recipe.early_stop, held_out)
     by_zero = checkpoint is not None and checkpoints.of_several(checkpoint)
     training = build_training(student, source, recipe, world, traffic, dispatcher, by_zero, teams, parts)
     if parts is not None and shares_weights(recipe):
