@@ -150,6 +150,21 @@ def test_the_share_of_greedy_answers_holds_over_small_calls() -> None:
     assert len(heats) == 12 and heats.count(0.0) == 3
 
 
+@pytest.mark.parametrize("questions", [40, 1000, 4096, 100_000, 1_000_003])
+def test_shards_begin_evenly_apart_in_a_file_of_prompts(questions: int) -> None:
+    """Round numbers of prompts are usual; shards that begin near each other answer the same ones."""
+    writer = object.__new__(Writer)
+    writer.writing = Writing()
+    writer._turns, writer._questions = Turns([], []), [[number] for number in range(questions)]
+    writer._generate = lambda prompts, heat: ((n, []) for n in range(len(prompts)))
+    begun = [[ids[0] for ids in writer.documents(shard, first, 2)] for shard in range(8) for first in (0, 2)]
+    starts = [one[0] for one in begun[::2]]
+    for start, (first, then) in zip(starts, zip(begun[::2], begun[1::2], strict=True), strict=True):
+        assert [*first, *then] == [(start + n) % questions for n in range(4)], "a shard answers them in turn"
+    apart = [min((a - b) % questions, (b - a) % questions) for n, a in enumerate(starts) for b in starts[:n]]
+    assert min(apart) >= questions // 16
+
+
 def test_a_chat_model_invents_the_users_turn_and_answers(teacher: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(teacher)
     tokenizer.chat_template = (
