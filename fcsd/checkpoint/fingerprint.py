@@ -1,4 +1,4 @@
-"""Hashes that identify a checkpoint without reading all of its weights."""
+"""Hashes that identify a checkpoint: by its config and headers, by samples of its weights, or by all of its bytes."""
 
 import hashlib
 
@@ -27,6 +27,26 @@ def fingerprint(layout: Layout) -> str:
             length = file.read(8)
             digest.update(f"{name} {path.stat().st_size} ".encode() + length)
             digest.update(file.read(int.from_bytes(length, "little")))
+    return digest.hexdigest()
+
+
+def content_sha256(layout: Layout, *beside: str) -> str:
+    """SHA-256 of all bytes of a checkpoint's weights, of its config with fcsd's block in it, and of its headers.
+
+    Args:
+        beside: names of other files in its directory, whose bytes are hashed, too, where they exist.
+
+    Raises:
+        BadInputError: a file is missing or not a regular file.
+    """
+    digest = hashlib.sha256(fingerprint(layout).encode())
+    for name, path in sorted(layout.files.items()):
+        with open_regular(path) as file:
+            digest.update(f" {name} {hashlib.file_digest(file, 'sha256').hexdigest()}".encode())
+    for name in sorted(beside):
+        if (path := contained(layout.path, *name.split("/"))).exists():
+            with open_regular(path) as file:
+                digest.update(f" {name} {hashlib.file_digest(file, 'sha256').hexdigest()}".encode())
     return digest.hexdigest()
 
 

@@ -48,8 +48,10 @@ def require_usable(run: Path, models: Iterable[str]) -> None:
 
 
 @contextmanager
-def claim(run: Path) -> Iterator[None]:
-    """Locks the directory ``run`` for this process. If it is still empty at the end, it is removed again.
+def claim(run: Path, named: str = "output_dir") -> Iterator[None]:
+    """Locks the directory ``run``, which the option or key ``named`` says, for this process.
+
+    If it is still empty at the end, it is removed again.
 
     Raises:
         ConfigError: another process holds the lock.
@@ -61,7 +63,7 @@ def claim(run: Path) -> Iterator[None]:
         except BlockingIOError as error:
             lock.seek(0)
             raise ConfigError(
-                f"{run} is in use by process {lock.read().strip()}", hint="wait for it, or set another output_dir"
+                f"{run} is in use by process {lock.read().strip()}", hint=f"wait for it, or set another {named}"
             ) from error
         try:
             with naming(run / _LOCK):
