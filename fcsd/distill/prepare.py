@@ -11,7 +11,7 @@ import torch.distributed as dist
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, enable_full_determinism, set_seed
 
-from fcsd.checkpoint import Location, read_layout, resolve, sample_sha256
+from fcsd.checkpoint import Location, read_layout, resolve, whole_sha256
 from fcsd.config import Recipe, ResolvedRecipe, accumulation
 from fcsd.distill import tensor_parallel
 from fcsd.distill.data.corpus import Corpus, load_tokenizer, require_other_text
@@ -216,7 +216,7 @@ def share_weights(
 
 
 def identify_frozen(recipe: Recipe, source: Location, teacher: dict[str, str]) -> dict[str, str]:
-    """``frozen.sample``, the hash of the weights that the student starts with.
+    """``frozen.base``, the hash of the whole model that the student starts with, its wiring and tokenizer included.
 
     Args:
         teacher: the result of ``identify_teacher``; empty without a teacher in memory.
@@ -226,7 +226,7 @@ def identify_frozen(recipe: Recipe, source: Location, teacher: dict[str, str]) -
     """
     if teacher:
         require_own_weights(recipe, teacher["teacher.sample"])
-    return {"frozen.sample": sample_sha256(read_layout(source.path))}
+    return {"frozen.base": whole_sha256(read_layout(source.path))}
 
 
 def read_data(

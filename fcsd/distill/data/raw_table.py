@@ -168,12 +168,12 @@ def _local(source: Source) -> dict[str, str]:
     return _hashes(find_files(source.path)) if Path(source.path).is_dir() else {}
 
 
-def _cache_of(sha256: dict[str, str]) -> str | None:
-    """A folder of the cache that belongs to files of these hashes; None, the usual one, without files.
+def _cache_of(sha256: dict[str, str]) -> str:
+    """A folder of the cache that belongs to files of these hashes; without files, the usual one of ``datasets``.
 
     ``datasets`` itself takes a file for unchanged whose path and time of modification are.
     """
-    return str(cache_folder() / f"files-{digest(sha256)[:32]}") if sha256 else None
+    return str(cache_folder() / f"files-{digest(sha256)[:32]}" if sha256 else cache_folder().parent)
 
 
 def _address(source: Source) -> dict[str, Any]:
