@@ -78,10 +78,12 @@ def plan_files(out: Path, settings: dict[str, Any], tokens: int, most: int, proc
         record = _read_record(file)
         known = record["settings"]
         for key, value in settings.items():
-            if key not in known or known[key] != value:
-                option = f"--{key.replace('_', '-')}: {known.get(key, 'not recorded')!r}"
-                what = f"{out}: holds text that was written with another {_NAMES.get(key) or option}"
-                raise ConfigError(what, _ELSEWHERE)
+            name = _NAMES.get(key) or f"--{key.replace('_', '-')}"
+            if key not in known:
+                raise ConfigError(f"{out}: does not record with which {name} its text was written", _ELSEWHERE)
+            if known[key] != value:
+                was = "" if key in _NAMES else f": {known[key]!r}"
+                raise ConfigError(f"{out}: holds text that was written with another {name}{was}", _ELSEWHERE)
     files = record["files"]
     lacking = tokens - sum(count * size for count, size in files)
     if lacking > 0:

@@ -306,6 +306,15 @@ def test_what_changes_the_text_is_refused(
         write_own_text(str(folder), tmp_path / "out", **SHORT, **options)
 
 
+def test_a_text_that_does_not_say_how_it_was_written_is_refused(teacher: Path, written: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(written, tmp_path / "out")
+    record = json.loads((out / "write.json").read_text())
+    del record["settings"]["batch_size"]
+    (out / "write.json").write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match="does not record with which --batch-size its text was written"):
+        write_own_text(str(teacher), out, **SHORT)
+
+
 def test_another_chat_template_is_refused(teacher: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(teacher)
     folder = shutil.copytree(teacher, tmp_path / "chat")

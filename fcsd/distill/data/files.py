@@ -72,13 +72,15 @@ def require_apart(sources: Sequence[Source], measured: Mapping[str, Source]) -> 
         BadInputError: there is such a file, or both texts are the same split of a dataset.
         ConfigError: see ``choose_files``.
     """
-    trained = {_place(path): path for source in sources for path in choose_files(source).files}
-    splits = {split: source.path for source in sources for split in _splits(source)}
+    chosen = [(source, choose_files(source)) for source in sources]
+    trained = {_place(path): path for _, found in chosen for path in found.files}
+    splits = {split: source.path for source, found in chosen for split in _splits(source, found)}
     for name, source in measured.items():
-        for path in choose_files(source).files:
+        found = choose_files(source)
+        for path in found.files:
             if (same := trained.get(_place(path))) is not None:
                 raise measured_and_trained(name, path, same)
-        for split in _splits(source):
+        for split in _splits(source, found):
             if split in splits:
                 raise measured_and_trained(name, source.path, f"the split {split[-1]} of {splits[split]}")
 
@@ -96,9 +98,9 @@ def _place(path: Path) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def _splits(source: Source) -> list[tuple[str | None, ...]]:
+def _splits(source: Source, found: Found) -> list[tuple[str | None, ...]]:
     """The splits of a dataset that are read. Of a part of a split nobody knows here which rows it has."""
-    if choose_files(source).kind != "hf":
+    if found.kind != "hf":
         return []
     where = str(Path(source.path).resolve()) if Path(source.path).exists() else source.path
     return [(where, source.subset, source.revision, split) for split in source.split.split("+")]
