@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fcsd.errors import FcsdError
-from fcsd.eval.code.judge import Form, Problem, Verdict, pass_at_1, score
-from fcsd.eval.code.problems import problem_from_tests
+from fcsd.eval.code.judge import Form, Verdict, pass_at_1, score
+from fcsd.eval.code.problems import Problem, problem_from_tests
 
 # CPU seconds that a program may take. lm-eval allows three seconds of wall time, so a busy machine lowers its scores.
 TIMEOUT_S = 10
