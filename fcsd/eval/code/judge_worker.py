@@ -93,7 +93,8 @@ def judge_all(job: dict[str, Any]) -> list[Verdict]:
             child.start()
             input_.close()
             running[output] = index, child
-        for output in multiprocessing.connection.wait(list(running)):
+        ready: list[Any] = multiprocessing.connection.wait(list(running))
+        for output in ready:
             index, child = running.pop(output)
             with contextlib.closing(output):
                 try:
@@ -111,7 +112,8 @@ def judge_all(job: dict[str, Any]) -> list[Verdict]:
 
 def _problem_from(fields: dict[str, Any]) -> Problem:
     """The problem of which `dataclasses.asdict` made `fields`."""
-    return Problem(**fields | {tests: [Case(**case) for case in fields[tests]] for tests in ("base", "plus")})
+    cases: dict[str, Any] = {tests: [Case(**case) for case in fields[tests]] for tests in ("base", "plus")}
+    return Problem(**fields | cases)
 
 
 def _child(output: Any, parent: int, judged: Callable[[], Verdict]) -> None:
