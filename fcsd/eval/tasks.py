@@ -17,7 +17,8 @@ from typing import Any
 
 from fcsd.disk import json_sha256
 from fcsd.errors import BadInputError, ConfigError
-from fcsd.eval.code_tasks import TIMEOUT_S, no_execution, run_programs
+from fcsd.eval.code.judge import TIMEOUT_S, judged
+from fcsd.eval.code.problems import problem_from_tests
 from fcsd.eval.engines.interface import Adapter
 from fcsd.eval.evalplus_tasks import EvalPlusTask, load_evalplus_task
 from fcsd.eval.ifeval import AGGREGATED, aggregated_items, require_ifeval_tools
@@ -73,7 +74,7 @@ def load_tasks(benchmarks: Sequence[Benchmark], mirror: Path | None) -> Iterator
         stack.enter_context(_no_progress_bars())
         for owner, name, value in _swaps(None if mirror is None else temporary / "datasets"):
             stack.enter_context(_swapped(owner, name, value))
-        with contextlib.chdir(elsewhere if mirror is None else mirror), no_execution():
+        with contextlib.chdir(elsewhere if mirror is None else mirror):
             # All definitions are found before the data of any task are read, which may take long.
             found = [None if b.harness == EVALPLUS else task_manager(b.task, b.directory) for b in benchmarks]
             if mirror is None:
@@ -176,6 +177,8 @@ def _swaps(cache: Path | None) -> list[tuple[Any, str, Any]]:
 
     * lm-eval shows a progress bar per task, which are 57 for MMLU. tqdm reads its own switch when it is imported.
     * lm-eval compiles a template again for every document: 3.0 s for the bundled MMLU instead of 0.1 s.
+    * lm-eval executes the programs of its code tasks in a fork of this process, by a metric that evaluate fetches from
+      the hub. Here nothing is executed, and ``_run_programs`` judges the programs.
     * datasets looks at the files of a data set for each of its configurations, on the hub with requests for each.
     * With a mirror, the data go to ``cache``, also those that the code of a task reads. A row of a column of images,
       sounds or other files may hold an address, which datasets would fetch; such a row cannot be read.
@@ -185,6 +188,7 @@ def _swaps(cache: Path | None) -> list[tuple[Any, str, Any]]:
     import datasets.config
     import datasets.features
     import datasets.load
+    import evaluate
     import lm_eval.api.task
     import lm_eval.utils
     import tqdm
@@ -192,8 +196,12 @@ def _swaps(cache: Path | None) -> list[tuple[Any, str, Any]]:
     def refuse(*_: Any, **__: Any) -> Any:
         raise BadInputError("the data mirror has a column of files, such as images, which may lead anywhere")
 
-    templates = lm_eval.utils.env
+    def load(path: str, *args: Any, **kwargs: Any) -> Any:
+        return _NoExecution() if path == "code_eval" else load_metric(path, *args, **kwargs)
+
+    load_metric, templates = evaluate.load, lm_eval.utils.env
     always = [
+        (evaluate, "load", load),
         (lm_eval.api.task, "tqdm", functools.partial(tqdm.tqdm, disable=True)),
         (templates, "from_string", functools.lru_cache(templates.from_string)),
         (datasets.load, "dataset_module_factory", _found_once(datasets.load.dataset_module_factory)),
@@ -204,6 +212,14 @@ def _swaps(cache: Path | None) -> list[tuple[Any, str, Any]]:
     of_files = [kind for kind in kinds if hasattr(kind, "_type") and hasattr(kind, "decode_example")]
     refused = [(kind, "decode_example", refuse) for kind in of_files]
     return [*always, (datasets.config, "HF_DATASETS_CACHE", cache), *refused]
+
+
+class _NoExecution:
+    """Takes the place of lm-eval's ``code_eval`` metric."""
+
+    def compute(self, references: Any, predictions: Any, k: Any) -> tuple[dict[str, float], None]:
+        """Return NaN without executing anything. If this value ever reached a result, it would be noticed."""
+        return {"pass@1": math.nan}, None
 
 
 @contextlib.contextmanager
@@ -311,7 +327,7 @@ def task_results(
             bootstrap_iters=0,
             apply_chat_template=benchmark.chat,
             fewshot_as_multiturn=benchmark.chat,
-            confirm_run_unsafe_code=True,  # no program runs here: see code_tasks
+            confirm_run_unsafe_code=True,  # no program runs here: see _NoExecution
         )
     except BadInputError as error:
         raise BadInputError(f"{benchmark.column}: {error}", error.hint) from error
@@ -324,7 +340,7 @@ def task_results(
     samples = [sample for _, sample in named]
     sandbox = None
     if benchmark.harness == SANDBOX:
-        items, sandbox = lm.team.on_first(lambda: run_programs(samples, accept_unsafe_exec))
+        items, sandbox = lm.team.on_first(lambda: _run_programs(samples, accept_unsafe_exec))
         value, stderr = estimate(items)
     elif benchmark.metric == AGGREGATED:
         items = aggregated_items(samples)
@@ -365,6 +381,23 @@ def task_results(
     loss |= {"value": value, "stderr": stderr, "items": losses, "chance": None, "beside": True}
     settings = {**settings, "metric": "nll_per_answer"}
     return [result, {**loss, "settings": settings, "settings_sha256": json_sha256(settings)}]
+
+
+def _run_programs(samples: Sequence[dict[str, Any]], accept_unsafe_exec: bool) -> tuple[list[float], str]:
+    """Run the programs that a model wrote against the tests of lm-eval's samples, in the sandbox.
+
+    Returns:
+        1.0 or 0.0 per sample, and the level of the sandbox.
+
+    Raises:
+        BadInputError: tests of an unknown shape, which cannot be run without showing the program its answers.
+        FcsdError: there is no sandbox, or a program has no verdict.
+    """
+    problems = [problem_from_tests(str(sample["doc"]["task_id"]), sample["target"]) for sample in samples]
+    answers = [sample["filtered_resps"][0] for sample in samples]
+    programs = [answer[0] if isinstance(answer, list) else answer for answer in answers]  # as lm-eval's filter has it
+    verdicts, level = judged(problems, programs, accept_unsafe_exec)
+    return [float(verdict.base.status == "pass") for verdict in verdicts], level
 
 
 def _chance(task: LoadedTask, samples: Sequence[dict[str, Any]]) -> float | None:

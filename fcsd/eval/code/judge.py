@@ -31,6 +31,8 @@ Status = Literal["pass", "fail", "timeout", "error"]
 Form = Literal["program", "chat"]
 
 READING_SHARE = 2  # extraction and comparison of one program may take this many times `timeout_s` of CPU time
+# CPU seconds that a program may take. lm-eval allows three seconds of wall time, so a busy machine lowers its scores.
+TIMEOUT_S = 10
 ATTEMPTS = 2  # for the judging process, and in it for a program without a verdict
 # The judging process may be killed, stopped, or hang. It sends an empty line every `BEAT_S` seconds, so that a caller,
 # which may be all ranks of a training run, notices that after two silent periods and two starts: in less than 30 s.
@@ -68,7 +70,7 @@ def score(
     generations: Sequence[str],
     *,
     workers: int | None = None,
-    timeout_s: int = 10,
+    timeout_s: int = TIMEOUT_S,
     form: Form = "program",
     accept_unsafe_exec: bool = False,
     budget_s: float | None = None,
@@ -122,6 +124,22 @@ def pass_at_1(verdicts: Sequence[Verdict], tests: Literal["base", "plus"]) -> fl
         first = f" (first: {broken[0]})" if broken else ""
         raise FcsdError(f"no {tests} score: {len(broken)} of {len(outcomes)} problems have no verdict{first}")
     return sum(outcome.status == "pass" for _, outcome in outcomes) / len(outcomes)
+
+
+def judged(
+    problems: Sequence[Problem], programs: Sequence[str], accept_unsafe_exec: bool, form: Form = "program"
+) -> tuple[list[Verdict], str]:
+    """The verdicts on all programs of a task, and the level of the sandbox.
+
+    Raises:
+        FcsdError: there is no sandbox, or a program has no verdict.
+    """
+    verdicts = score(problems, programs, form=form, accept_unsafe_exec=accept_unsafe_exec)
+    pass_at_1(verdicts, "base")  # raises where a verdict is missing
+    levels = {verdict.sandbox for verdict in verdicts}
+    if len(levels) != 1:
+        raise FcsdError(f"programs of one task ran in different sandboxes: {', '.join(sorted(levels))}")
+    return verdicts, levels.pop()
 
 
 def wall_limit(cpu_s: float) -> float:
