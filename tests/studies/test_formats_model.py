@@ -1,4 +1,4 @@
-"""A model over a simulated wire computes what a literal evaluation computes, for every layout and wiring."""
+"""A model under simulated formats computes what a literal evaluation computes, for every layout and wiring."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +7,8 @@ import literal
 import pytest
 import tiny
 import torch
+from studies.formats.simulated_all_reduce import rounding_of, simulate_all_reduce
+from studies.formats.simulated_model import SimulatedCommunication, over_formats
 from torch import Tensor, nn
 
 from fcsd.errors import ConfigError
@@ -14,13 +16,13 @@ from fcsd.kernels.bit_split import Format
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import unwired, wire
 from fcsd.models.wiring import Wiring
-from fcsd.parallel.quantised.simulated_all_reduce import rounding_of, simulate_all_reduce
-from fcsd.parallel.quantised.simulated_model import SimulatedCommunication, over_formats
+
+pytestmark = pytest.mark.lab
 
 ALL = (0, 1, 2, 3)
 TP = 2
 CODES = Format.parse("int5:g32")
-exact = torch.Tensor.float  # a wire that rounds nothing
+exact = torch.Tensor.float  # a format that rounds nothing
 
 
 @torch.no_grad()

@@ -11,6 +11,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from studies.formats.simulated_all_reduce import simulate_all_reduce
+from studies.formats.simulated_row_parallel import PartialSums, expert_slices, expert_sums, require_divides
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -33,8 +35,6 @@ from fcsd.models.wiring import (
     wire_layers,
 )
 from fcsd.parallel.quantised.rows import Rounding, simulate
-from fcsd.parallel.quantised.simulated_all_reduce import simulate_all_reduce
-from fcsd.parallel.quantised.simulated_row_parallel import PartialSums, expert_slices, expert_sums, require_divides
 
 # The order in which a layer computes its parts, see ``wiring.WiredLayer``.
 _CALLED: tuple[Part, ...] = ("attn", "routed", "shared")
@@ -42,7 +42,7 @@ _CALLED: tuple[Part, ...] = ("attn", "routed", "shared")
 
 @dataclass(frozen=True)
 class SimulatedCommunication:
-    """What the wire makes of rows, by direction; None leaves rows as they are.
+    """What communication makes of rows, by direction; None leaves rows as they are.
 
     Attributes:
         dispatch: rows on their way to the routed experts.
@@ -63,10 +63,10 @@ class SimulatedCommunication:
 def over_formats(model: PreTrainedModel, simulated: SimulatedCommunication) -> Iterator[PreTrainedModel]:
     """A context in which a model computes as under quantised communication; afterwards it computes as before.
 
-    The model must lie on one device, in evaluation mode. No gradient flows through the wire.
+    The model must lie on one device, in evaluation mode. No gradient flows through the rounding.
 
     Raises:
-        ConfigError: the wire cannot be simulated for this model. The message names the reason.
+        ConfigError: the communication cannot be simulated for this model. The message names the reason.
     """
     arch, wiring = arch_of(model.config), wiring_of(model.config)
     _check(model, arch, wiring, simulated)

@@ -1,4 +1,5 @@
-"""Computes in one process what a quantised all-reduce returns: the slow reference of ``quantised``.
+"""Computes in one process what a quantised all-reduce returns: the slow reference of
+``fcsd.parallel.all_reduce.quantised``.
 
 The functions follow the definition of the collective, and share no code with it but the formats themselves.
 """

@@ -1,10 +1,12 @@
-"""The quantised communication under which ``fcsd eval --quantised`` scores a model, simulated in one process."""
+"""The quantised communication under which ``studies.formats.scores`` scores a model, simulated in one process."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from studies.formats.simulated_all_reduce import rounding_of
+from studies.formats.simulated_model import SimulatedCommunication, over_formats
 from transformers import PreTrainedModel
 
 from fcsd.errors import ConfigError
@@ -64,18 +66,12 @@ class QuantisedCommunication:
 
 
 @contextmanager
-def over(model: PreTrainedModel, quantised: QuantisedCommunication | None) -> Iterator[None]:
-    """A context in which the model computes as under the formats; None changes nothing.
+def over(model: PreTrainedModel, quantised: QuantisedCommunication) -> Iterator[None]:
+    """A context in which the model computes as under the formats.
 
     Raises:
         ConfigError: the formats cannot be simulated for this model, or the groups of a format do not divide its rows.
     """
-    if quantised is None:
-        yield
-        return
-    from fcsd.parallel.quantised.simulated_all_reduce import rounding_of
-    from fcsd.parallel.quantised.simulated_model import SimulatedCommunication, over_formats
-
     for format in quantised.formats.values():
         format.layout(model.config.get_text_config().hidden_size)
     rounding = {d: rounding_of(f) for d, f in quantised.formats.items()}
