@@ -6,7 +6,6 @@ file (``fcsd.parallel.machine``), from which ``fcsd plan --machine`` predicts tr
 
 import json
 import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,12 +119,14 @@ def _seconds(run: Callable[[], None], world: World) -> float:
     return max(world.everywhere(lambda: statistics.median(times[2:])))
 
 
-def write(machine: Machine, path: Path, rank: int) -> None:
-    """Writes the machine file on rank 0, and says what was found."""
-    if rank:
-        return
-    for name, link in (("near", machine.near), ("far", machine.far)):
-        if link is not None:
-            print(f"{name}: {link.latency_us:.0f} µs and {link.gb_per_s:.3g} GB/s", file=sys.stderr)
+def to_text(machine: Machine) -> str:
+    """Says what was found: a line for each link."""
+    links = {"near": machine.near, "far": machine.far}
+    return "\n".join(
+        f"{name}: {link.latency_us:.0f} µs and {link.gb_per_s:.3g} GB/s" for name, link in links.items() if link
+    )
+
+
+def write(machine: Machine, path: Path) -> None:
+    """Writes the machine file."""
     write_text(path, json.dumps(machine.model_dump(exclude_none=True), indent=1) + "\n")
-    print(f"written: {path}", file=sys.stderr)

@@ -85,7 +85,7 @@ class Overlap:
 
 
 def files(given: list[Path]) -> list[Path]:
-    """Paths of trace files; a directory stands for the traces that ``fcsd bench step --out`` wrote into it.
+    """Paths of trace files; a directory stands for the traces that ``benchmarks.train.step --out`` wrote into it.
 
     Raises:
         BadInputError: a directory contains no trace.
@@ -94,7 +94,7 @@ def files(given: list[Path]) -> list[Path]:
     for path in given:
         inside = sorted(path.glob("rank-*.json.gz")) if path.is_dir() else [path]
         if not inside:
-            raise BadInputError(f"no trace in {path}", hint="fcsd bench step --trace --out DIR writes them")
+            raise BadInputError(f"no trace in {path}", hint="benchmarks.train.step --trace --out DIR writes them")
         found += inside
     return found
 

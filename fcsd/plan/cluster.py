@@ -24,8 +24,8 @@ from fcsd.plan.speed import micro_batch_seconds, update_seconds
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 # FLOP/s of an H200 in the computation that covers all-to-alls in a forward pass: in attention itself, and in the
-# products with weights around it. With them the covers of three shapes are within 45 % of those that `fcsd bench step`
-# has measured on four H200s, and their sum within 20 %.
+# products with weights around it. With them the covers of three shapes are within 45 % of those that were measured on
+# four H200s, and their sum within 20 %.
 ATTENTION_RATE = 380e12
 PRODUCT_RATE = 700e12
 

@@ -42,8 +42,6 @@ REFUSED = {
     "eval teacher": ("fcsd eval needs accelerate, datasets, lm_eval, matplotlib, pyarrow, scipy:", EVAL),
     "chat teacher --gpus 1": ("fcsd chat --gpus needs accelerate", EVAL),
     "serve student": ("fcsd serve needs vllm:", "pip install 'fcsd[vllm]'"),
-    "bench step tiny --out b": ("fcsd bench step needs accelerate,", TRAIN),
-    "bench memory tiny --out b": ("fcsd bench memory needs accelerate,", TRAIN),
     "bench links --out links.json": ("fcsd bench links needs scipy:", TRAIN),
 }
 CORE = {
