@@ -252,11 +252,7 @@ def memory(
     require_extra("train", "benchmarks.train.memory")
     if out is not None:
         require_new(out)
-
-    ensure_world(gpus)
-
-    from benchmarks.train.memory import bench
-
+    ensure_world(gpus, module="benchmarks.train.memory")
     size: dict[str, int] = {"seq": seq, "micro_batch": micro_batch, "accumulation": accumulation}
     found = bench(shape, layers, **size, steps=steps, sets=sets, cap=cap)
     exhausted = found["measured"].get("out_of_memory")

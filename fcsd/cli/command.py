@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from inspect import Parameter, signature
 from itertools import chain
-from typing import Annotated, TextIO, get_type_hints
+from typing import Annotated, Any, TextIO, get_type_hints
 
 import typer
 
@@ -71,7 +71,7 @@ def command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], Ca
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         own = signature(function)
-        groups = {p.name: p.annotation for p in own.parameters.values() if is_dataclass(p.annotation)}
+        groups: dict[str, Any] = {p.name: p.annotation for p in own.parameters.values() if is_dataclass(p.annotation)}
 
         @functools.wraps(function)
         def guarded(*, verbose: bool, **options: object) -> None:

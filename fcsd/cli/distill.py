@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,14 +40,13 @@ def distill(
     ] = None,
     sets: Sets = [],  # noqa: B006 (typer reads the default and never changes it)
     gpus: Gpus = None,
-    nodes: Annotated[
-        int, typer.Option(min=1, help="Machines. Prints the command for each, unless --node-rank names one.")
-    ] = 1,
-    node_rank: Annotated[int | None, typer.Option(min=0, help="The number of this machine, from 0.")] = None,
-    rendezvous: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="The address on node 0 at which the nodes meet.")
+    launch: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COMMAND",
+            help="With --sweep: what starts a run on several machines, with the recipe behind it (docs/launching.md).",
+        ),
     ] = None,
-    slurm: Annotated[bool, typer.Option("--slurm", help="Print a script for sbatch instead of running.")] = False,
     join_timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for the other processes.")] = 300,
     resume: Annotated[str, typer.Option(metavar="auto|never|PATH", help="Where to continue from.")] = "auto",
     output_dir: Annotated[
@@ -69,38 +67,23 @@ def distill(
     resolved = load_recipe(named, sets, given)
     if resolved.recipe.sweep is not None and sweep is None:
         raise ConfigError(f"The recipe {named} is a sweep.", f"Start it with: fcsd distill --sweep {named}")
-
-    if rendezvous is not None and nodes == 1 and node_rank is None:
-        raise ConfigError("--rendezvous is for a run on several nodes, and this is one node", "Give --nodes N too.")
-
-    from fcsd.launch import nodes as several
-
     if sweep is not None:
         from fcsd.distill.sweep.trials import plan_of
 
         plan_of(resolved)  # refuses a recipe without a sweep
-    if slurm:
-        options = ["--resume", resume, *(["--accept-unsafe-exec"] if accept_unsafe_exec else [])]
-        emit(several.slurm_script(resolved, nodes=nodes, gpus=gpus or 1, options=options))
-        print("save it and hand it to sbatch, where output_dir is shared by all nodes", file=sys.stderr)
+        _sweep(named, resolved, gpus, launch, accept_unsafe_exec, dry_run, as_json)
         return
-    if sweep is not None:
-        _sweep(named, resolved, gpus, 1 if dry_run else nodes, accept_unsafe_exec, dry_run, as_json)
-        return
+    if launch is not None:
+        raise ConfigError("--launch is for --sweep", "Start one run by the command itself, with the recipe behind it.")
 
     from fcsd.launch.world import ensure_world
 
-    if nodes > 1 and node_rank is None and not dry_run:
-        emit(several.node_commands(sys.argv[1:], nodes, rendezvous))
-        return
     _require_extras(resolved.recipe)
     _require_inputs(named, resolved.recipe)
-    processes = (gpus or 1) * nodes
     if "WORLD_SIZE" not in os.environ:
-        accumulation(resolved.recipe, processes)  # or every process would say that the batch cannot be divided
+        accumulation(resolved.recipe, gpus or 1)  # or every process would say that the batch cannot be divided
     if not dry_run:
-        node = None if node_rank is None else several.node_of(nodes, node_rank, rendezvous)
-        ensure_world(gpus, node, timeout=join_timeout, grace_seconds=resolved.recipe.faults.grace_seconds)
+        ensure_world(gpus, grace_seconds=resolved.recipe.faults.grace_seconds)
 
     scorer = None
     if resolved.recipe.early_stop.benchmark:
@@ -111,7 +94,7 @@ def distill(
     from fcsd.distill.loop import distill_model
 
     directory = distill_model(
-        resolved, resume=resume, dry_run=dry_run, processes=processes, scorer=scorer, join_timeout=join_timeout
+        resolved, resume=resume, dry_run=dry_run, processes=gpus or 1, scorer=scorer, join_timeout=join_timeout
     )
     if first_rank():
         emit(json.dumps({"run": str(directory)}) if as_json else directory)
@@ -121,7 +104,7 @@ def _sweep(
     name: str,
     resolved: "config.ResolvedRecipe",
     gpus: int | None,
-    nodes: int,
+    command: str | None,
     accept_unsafe_exec: bool,
     dry_run: bool,
     as_json: bool,
@@ -130,7 +113,7 @@ def _sweep(
     _require_extras(resolved.recipe)
     from fcsd.distill.sweep.process import ends_on_sigterm, launcher
 
-    launch = launcher(gpus, accept_unsafe_exec, nodes)
+    launch = launcher(gpus, accept_unsafe_exec, command)
     _require_inputs(name, resolved.recipe)  # before torch is imported
 
     from fcsd.distill.sweep import search as sweeping

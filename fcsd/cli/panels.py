@@ -19,7 +19,7 @@ PANELS = {
     "Comparison": "baseline untrained margin require",
     "Layers and wiring": "layers wiring wirings variant border distance tp_degree reduce quantised",
     "Size of the work": "batch_size max_length tokens rounds lengths arrivals answer batches loads minutes heal_hours",
-    "Machine": "gpus nodes node_rank rendezvous slurm join_timeout ep_size device dtype backend generation "
+    "Machine": "gpus nodes launch join_timeout ep_size device dtype backend generation "
     "gpu_mem price mfu machine no_compile tp ep dp engine",
     "Output": "out log_samples picture dry_run as_json",
 }

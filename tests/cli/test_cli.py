@@ -171,7 +171,7 @@ def test_distill(library) -> None:
     inputs = library("fcsd.distill.inputs", "require_inputs")
     done = run("distill", "--recipe", "tiny", "--set", "optim.lr=1e-3", "--set", "name=x", "--seed", "7", "--gpus", "2")
     assert (done.exit_code, done.stdout) == (0, "runs/x\n"), done.stderr
-    world.assert_called_once_with(2, None, timeout=300, grace_seconds=30)
+    world.assert_called_once_with(2, grace_seconds=30)
     resolved = loop.call_args.args[0]
     assert inputs.call_args.args[0] is resolved.recipe and inputs.call_args.args[1].startswith("fcsd convert ")
     assert (resolved.recipe.optim.lr, resolved.recipe.name, resolved.recipe.seed) == (1e-3, "x", 7)

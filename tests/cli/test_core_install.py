@@ -53,7 +53,6 @@ CORE = {
     "push": "push --help",
     "recipes": "recipes show tiny",
     "env": "env --json",
-    "slurm": "distill tiny --slurm",
 }
 
 
@@ -117,7 +116,6 @@ def test_the_core_does_its_commands(installed: Installed) -> None:
             assert json.loads(out), name
     assert (installed.folder / "exported" / "reload_proof.json").is_file()
     assert (installed.folder / "exported-run" / "reload_proof.json").is_file()
-    assert "#SBATCH" in found[CORE["slurm"]][1]
     packages = json.loads(found[CORE["env"]][1])["packages"]
     absent = {name for name, version in packages.items() if version is None}
     assert {"deepspeed", "lm_eval", "evalplus", "datasets", "wandb"} <= absent
