@@ -62,7 +62,7 @@ def links(
     gpus: Gpus = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the links inside of a node and between nodes, for `fcsd plan --machine`. On several nodes: torchrun."""
+    """Measure the links inside of a node and between nodes, and sums of a node. On several nodes: torchrun."""
     require_extra("train", "fcsd bench links", "scipy")
     require_new(out)
     from fcsd.launch.world import ensure_world

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fcsd.bundled import located
 from fcsd.cli.command import emit
 from fcsd.cli.options import (
     AsJson,
@@ -225,105 +224,40 @@ def plan(
     mfu: Annotated[
         float | None, typer.Option(min=0.001, max=1, help="Share of the GPUs' peak reached; default: as measured.")
     ] = None,
-    machine: Annotated[
-        Path | None,
-        typer.Option(
-            help="Predict training steps of both wirings on 1 to 128 nodes with the links in this file; the default is "
-            "parallel.machine."
-        ),
-    ] = None,
-    quantised: Annotated[
-        str | None,
-        typer.Option(help="With --machine: the format of the rows with quantised communication; the default is int8."),
-    ] = None,
-    picture: Annotated[Path | None, typer.Option(help="With --machine: draw the prediction into this PNG.")] = None,
-    frontier: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="In place of a recipe: predict for this model how fast each wiring of a share of the layers would be "
-            "served over --gpus (2, or the fewest that divide its heads), and what it would lose after healing.",
-        ),
-    ] = None,
-    costs: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="With --frontier: the costs of the model's layers (docs/planning.md)."),
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say whether a recipe fits, how long it takes and what it costs. Reads no weight; exit 8 if it does not fit."""
     from fcsd.config import load_recipe
 
-    if frontier is not None:
-        if recipe is not None or recipe_name is not None or sets:
-            raise ConfigError("--frontier is about a model, and a recipe is given too", "Leave out one of them.")
-        if nodes > 1 or any(given is not None for given in (gpu_mem, price, mfu, quantised, picture)):
-            raise ConfigError(
-                "--nodes, --gpu-mem, --price, --mfu, --quantised and --picture are about runs of a recipe, not for "
-                "--frontier",
-                "Leave them out.",
-            )
-        _frontier(frontier, gpus, machine, costs, as_json)
-        return
-    if costs is not None:
-        raise ConfigError("--costs is for --frontier, which is not given", "Give --frontier MODEL too.")
     named = one_recipe(recipe, recipe_name)
     read = load_recipe(named, sets).recipe
     memory = None if gpu_mem is None else gpu_memory(gpu_mem)
     _require_model(named, read)
     gpus = gpus or math.ceil(read.parallel.ep_size * read.parallel.tp_size / nodes)
 
-    from fcsd.parallel.machine import read_machine
-    from fcsd.plan import Hardware, cluster, deduplication, plan_run, report
+    from fcsd.plan import Hardware, deduplication, plan_run, report
     from fcsd.plan.setup import present
 
-    if read.parallel.machine is not None:
-        machine = machine or Path(read.parallel.machine)
-    if quantised is not None and machine is None:
-        raise ConfigError(
-            "--quantised is a format for the prediction for a cluster", "--machine FILE describes the cluster"
-        )
-    if picture is not None and machine is None:
-        raise ConfigError("--picture draws the prediction for a cluster", hint="--machine FILE describes the cluster")
-    if picture is not None:
-        require_extra("train", "fcsd plan --picture", "matplotlib")
-    described = None if machine is None else read_machine(machine)
-    links = None if described is None else described.links
     hardware = present(gpus, nodes, price)
     if memory is not None:
         source = f"GPUs of {memory:g} GiB, as --gpu-mem says; hours assume the arithmetic of an H200"
         hardware = Hardware(gpus, nodes, memory, price, source)
     planned = plan_run(read, hardware, mfu)
-    predictions = [] if links is None else cluster.predict(planned.numbers, planned.setup, links, quantised or "int8")
     options = []
-    if links is not None and read.parallel.dedup == "auto":
+    if read.parallel.dedup == "auto" and read.parallel.machine is not None:
+        from fcsd.parallel.machine import read_machine
+
+        links = read_machine(Path(read.parallel.machine)).links
         options = deduplication.expected_options(planned.numbers, planned.setup, links, read.parallel)
-    if picture is not None:
-        cluster.draw(predictions, picture, planned.name)
     if as_json:
         found = report.to_json(planned)
-        found |= {"cluster": cluster.to_json(predictions)} if predictions else {}
         found |= {"dedup": deduplication.to_json(options)} if options else {}
         emit(json.dumps(found, indent=2))
     else:
         parts = [report.to_text(planned)]
         parts += [deduplication.to_text(options)] if options else []
-        parts += [cluster.to_text(predictions, described.assumed)] if described is not None and predictions else []
         emit("\n\n".join(parts))
     planned.check()
-
-
-def _frontier(model: str, gpus: int | None, machine: Path | None, costs: Path | None, as_json: bool) -> None:
-    """Print what conversions of a model are predicted to gain and to lose."""
-    from fcsd.parallel.machine import read_machine
-    from fcsd.plan import frontier
-    from fcsd.plan.model import MetaModel
-
-    described = None if machine is None else read_machine(machine)
-    known = MetaModel(located(model))
-    gpus = gpus or frontier.usual_ranks(known)
-    rows = frontier.frontier(known, gpus, described, costs)
-    emit(json.dumps(frontier.to_json(rows), indent=2) if as_json else frontier.to_text(rows, gpus, described, costs))
 
 
 def _require_extras(recipe: "config.Recipe") -> None:

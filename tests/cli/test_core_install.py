@@ -35,10 +35,6 @@ REFUSED = {
     "distill tiny": ("fcsd distill needs accelerate, datasets, deepspeed,", TRAIN),
     "distill --sweep tiny-sweep": ("fcsd distill needs accelerate,", TRAIN),
     "cache-teacher tiny": ("fcsd cache-teacher needs accelerate,", TRAIN),
-    "plan tiny --set model=student --machine machine.json --picture plan.png": (
-        "fcsd plan --picture needs matplotlib:",
-        TRAIN,
-    ),
     "eval teacher": ("fcsd eval needs accelerate, datasets, lm_eval, matplotlib, pyarrow, scipy:", EVAL),
     "chat teacher --gpus 1": ("fcsd chat --gpus needs accelerate", EVAL),
     "serve student": ("fcsd serve needs vllm:", "pip install 'fcsd[vllm]'"),
