@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from fcsd.bench import runner
 from fcsd.bench.serve import client, table, under_vllm
 from fcsd.bench.serve.client import ask
-from fcsd.bench.serve.model_files import write_directory
+from fcsd.bench.serve.running import write_directory
 from fcsd.bench.serve.variants import Missing
 from fcsd.bench.serve.workload import (
     Workload,

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from fcsd.bench.shapes import SHAPES
 from fcsd.cli.main import app
 from fcsd.config import load_recipe
-from fcsd.distill.optim import adamw_choice, adamw_host_moments
 from fcsd.distill.optim import adamw_chunked as chunked
+from fcsd.distill.optim import adamw_host_moments
 from fcsd.distill.optim.adamw_choice import updates_alone
 from fcsd.errors import BadInputError, ConfigError, DoesNotFitError
 from fcsd.models.build import decoder_of
@@ -35,7 +35,7 @@ from fcsd.plan.offload import BUS, HOST, host_optimizer_bytes
 from fcsd.plan.report import to_text
 from fcsd.plan.search import candidates, changes, larger_micro_batches
 from fcsd.plan.setup import GIB, USABLE, present, setup_of
-from fcsd.plan.shard import GROUP, shard
+from fcsd.plan.shard import shard
 from fcsd.plan.speed import (
     BENCHMARK,
     COPY,
@@ -405,7 +405,7 @@ def test_a_plan_that_fits_only_with_the_optimizer_on_the_host_says_what_it_takes
 
 
 def test_sizes_in_the_plan_are_the_optimizers():
-    assert (chunked.CHUNK, adamw_host_moments.SLOTS, adamw_choice.GROUP) == (CHUNK, SLOTS, GROUP)
+    assert (chunked.CHUNK, adamw_host_moments.SLOTS) == (CHUNK, SLOTS)
 
 
 def test_hours_are_steps_and_what_runs_between_them(tmp_path):
