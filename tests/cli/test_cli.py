@@ -15,8 +15,9 @@ import time
 import tomllib
 import types
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from unittest.mock import create_autospec
 
 import huggingface_hub.errors
@@ -122,6 +123,27 @@ def test_a_command_with_many_options_groups_them() -> None:
     assert "\nOptions:\n" in run("inspect", "--help").stdout
     assert text.startswith("Usage: fcsd eval [OPTIONS] MODEL...\n") and "--limit N" in text and "<" not in text
     assert " --gpus INTEGER " in text and run("eval", "-h").stdout == text
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Options of a command of a test."""
+
+    count: Annotated[int, typer.Option(min=1)]
+    words: Annotated[list[str], typer.Option("--word")] = field(default_factory=lambda: ["one"])
+
+
+def test_the_fields_of_a_dataclass_are_options_of_a_command() -> None:
+    group = typer.Typer()
+
+    @command.command(group, "told")
+    def told(name: str, chosen: Chosen, loud: bool = False) -> None:
+        command.emit(f"{name} {chosen.count} {chosen.words} {loud}")
+
+    runner = CliRunner()
+    assert runner.invoke(group, ["a", "--count", "2"]).stdout == "a 2 ['one'] False\n"
+    assert runner.invoke(group, ["a", "--count", "2", "--word", "x", "--word", "y"]).stdout == "a 2 ['x', 'y'] False\n"
+    assert runner.invoke(group, ["a", "--count", "0"]).exit_code == runner.invoke(group, ["a"]).exit_code == 2
 
 
 def test_commands_are_listed_with_whole_sentences_and_found_by_what_they_do() -> None:

@@ -16,14 +16,16 @@ from benchmarks.train.step.model import evenly_routed
 from benchmarks.train.step.record import record
 from benchmarks.train.step.table import table
 from benchmarks.train.step.workload import Workload
+from benchmarks.train.trace import files, to_json
+from benchmarks.train.trace import to_text as trace_to_text
 from transformers import PreTrainedModel
 
 from fcsd.bench.runner import peak_gib, say, set_aside, write
 from fcsd.errors import FcsdError
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, barrier, join_world
-from fcsd.parallel import trace
 from fcsd.parallel.expert.block import expert_blocks
+from fcsd.parallel.trace import read
 
 
 class Steps(Protocol):
@@ -158,7 +160,7 @@ def _trace(steps: Steps, name: str, folder: Path, world: World) -> dict[str, Any
     say(world, f"\n{name}, a traced step of rank 0\n{to_text(account)}")
     told: dict[str, Any] = {"account": asdict(account)}
     if world.size > 1 and expert_blocks(steps.models[0]):
-        traces = [trace.read(path) for path in trace.files([folder])]
-        say(world, trace.to_text(traces))
-        told["hidden"] = trace.to_json(traces)
+        traces = [read(path) for path in files([folder])]
+        say(world, trace_to_text(traces))
+        told["hidden"] = to_json(traces)
     return told
