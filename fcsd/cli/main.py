@@ -50,7 +50,7 @@ app = typer.Typer(
     epilog=EXAMPLES,
 )
 app.add_typer(recipes_app, name="recipes", help="List, show or copy the packaged recipes, or print their schema.")
-app.add_typer(bench_app, name="bench", help="Measure this machine: its links, a step's memory and time, and serving.")
+app.add_typer(bench_app, name="bench", help="Measure this machine: its links, and serving.")
 
 
 def main() -> None:

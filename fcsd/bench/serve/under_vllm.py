@@ -27,8 +27,7 @@ from fcsd.bench.serve import figures
 from fcsd.bench.serve.choice import file_of
 from fcsd.bench.serve.client import ask
 from fcsd.bench.serve.figures import Answer
-from fcsd.bench.serve.model_files import write_directory
-from fcsd.bench.serve.running import Server, await_answers, error_behind, failed, left_out, start, stop
+from fcsd.bench.serve.running import Server, await_answers, error_behind, failed, left_out, start, stop, write_directory
 from fcsd.bench.serve.variants import (
     IMITATED,
     NO_CUSTOM,

@@ -1,11 +1,15 @@
-"""``fcsd plan --frontier``: how fast a conversion would be served against what it would lose, by prediction.
+"""How fast a conversion would be served against what it would lose, by prediction.
 
-Speed: the schedule of the wiring (``fcsd.models.schedule``) says which sums travel and what is computed meanwhile. The
-time of a part is that of reading its weights or of its products, whichever is longer, and that of a sum a line in its
-bytes. What a sum takes beyond its cover is exposed, and what it hides costs a share. Loss: the law that
-``studies/real/law.py`` fitted to the runs of one small model. ``docs/planning.md`` says how far both can be trusted.
+    python -m studies.real.predictions MODEL [--gpus N] [--machine FILE] [--costs FILE] [--json]
+
+MODEL is a directory or a hub id, of which config.json is read. Speed: the schedule of the wiring
+(``fcsd.models.schedule``) says which sums travel and what is computed meanwhile. The time of a part is that of reading
+its weights or of its products, whichever is longer, and that of a sum a line in its bytes. What a sum takes beyond its
+cover is exposed, and what it hides costs a share. Loss: the law that ``studies/real/law.py`` fitted to the runs of one
+small model. ``PREDICTIONS.md`` says how far both can be trusted.
 """
 
+import argparse
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -14,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fcsd.bundled import located
 from fcsd.disk import read_input
 from fcsd.errors import ConfigError
 from fcsd.markdown import table
@@ -22,8 +27,7 @@ from fcsd.models.schedule import Kind, Output, reads_of, reductions
 from fcsd.models.selection import cheapest, layers_text, select_layers
 from fcsd.models.wiring_block import DESYNC, Blocks, Wiring
 from fcsd.parallel.cost import Collective, Line
-from fcsd.parallel.machine import Machine
-from fcsd.plan.cluster import ATTENTION_RATE
+from fcsd.parallel.machine import Machine, read_machine
 from fcsd.plan.model import LayerNumbers, MetaModel, ModelNumbers
 
 WIRINGS = (
@@ -40,11 +44,12 @@ PROMPTS, CONTEXT = 16, 1024  # the workload: 16 prompts of 1024 tokens, and then
 TOKENS = 100  # millions, of the healing
 
 # Without a machine file: two H100s without peer access between them, fitted to infer_slow_16_layers_2xh100.json in
-# benchmarks/results (tests/plan/test_frontier.py). Bytes are those that a GPU sends, and rates those of one GPU.
+# benchmarks/results (tests/studies/test_predictions.py). Bytes are those that a GPU sends, and rates those of one GPU.
 SLOW = Line(alpha=38e-6, beta=1 / 30e9)
 HIDDEN_COST = 0.24
 READ_RATE = 1.9e12  # bytes of weights and of keys and values per second, launches included
 PRODUCT_RATE = 560e12  # operations per second of a large product, at the H100's peak of 989e12
+ATTENTION_RATE = 380e12  # of attention in a prompt; an H200 reached it in training
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ def frontier(model: MetaModel, ranks: int, machine: Machine | None = None, costs
             not fit the model.
     """
     if ranks < 2:
-        raise ConfigError("--frontier is about tensor parallelism: one GPU sends nothing", "Give --gpus 2 or more.")
+        raise ConfigError("this is about tensor parallelism: one GPU sends nothing", "Give --gpus 2 or more.")
     config, numbers = model.config, model.numbers
     if (heads := getattr(config.get_text_config(), "num_attention_heads", None) or ranks) % ranks:
         hint = "One head cannot be divided." if heads == 1 else f"Give one that does: {usual_ranks(model)}."
@@ -349,3 +354,29 @@ def _range(ends: tuple[float, float] | None) -> str:
 def to_json(rows: list[Row]) -> list[dict[str, Any]]:
     """The rows as data that can be written as JSON."""
     return [vars(row) for row in rows]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the table of a model, or the rows as JSON.
+
+    Raises:
+        ConfigError: as in ``frontier``, or the machine file cannot be read.
+    """
+    parser = argparse.ArgumentParser(prog="python -m studies.real.predictions")
+    parser.add_argument("model", help="a directory or a hub id, of which config.json is read")
+    parser.add_argument("--gpus", type=int, help="ranks of the server; 2, or the fewest that divide the heads")
+    parser.add_argument("--machine", type=Path, help="links that fcsd bench links has measured")
+    parser.add_argument(
+        "--costs", type=Path, help="the costs of the model's layers, from convert --layers auto --costs"
+    )
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    given = parser.parse_args(arguments)
+    described = None if given.machine is None else read_machine(given.machine)
+    known = MetaModel(located(given.model))
+    gpus = given.gpus or usual_ranks(known)
+    rows = frontier(known, gpus, described, given.costs)
+    print(json.dumps(to_json(rows), indent=2) if given.json else to_text(rows, gpus, described, given.costs))
+
+
+if __name__ == "__main__":
+    main()

@@ -77,7 +77,7 @@ def require_all_trained(recipe: Recipe) -> None:
     if recipe.frozen_beside is not None:
         raise ConfigError(
             f"this benchmark trains all weights, so --set {recipe.frozen_beside} has no place here",
-            hint="`fcsd bench step --teacher` times a step that freezes weights",
+            hint="`benchmarks.train.step --teacher` times a step that freezes weights",
         )
 
 

@@ -4,8 +4,9 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.train.step.workload import BOUND, FUSED, STANDARD, STOCK
+
 from fcsd.bench import runner
-from fcsd.bench.step.workload import BOUND, FUSED, STANDARD, STOCK
 
 
 def table(

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmarks.train.step import row_counts
+from benchmarks.train.step.model import in_phases, make_engine
+from benchmarks.train.step.variants import eager_name, variants
+from benchmarks.train.step.workload import COPIES, Workload
 from torch import Tensor
 
 from fcsd.bench.runner import finished, reset_peak, say
-from fcsd.bench.step import row_counts
-from fcsd.bench.step.model import in_phases, make_engine
-from fcsd.bench.step.variants import eager_name, variants
-from fcsd.bench.step.workload import COPIES, Workload
 from fcsd.distill.train_engine import PassEngine
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World, barrier

@@ -5,25 +5,26 @@ import tempfile
 
 import pytest
 import torch
+from benchmarks.train import memory
+from benchmarks.train.memory import MOMENTS, predicted, random_corpus, to_text
 from ranks import fcsd
 from typer.testing import CliRunner
 
-from fcsd.bench import memory
-from fcsd.bench.memory import MOMENTS, predicted, random_corpus, to_text
 from fcsd.bench.shapes import SHAPES
-from fcsd.cli.bench import app as bench_app
 from fcsd.distill.data.rows import Rows
 from fcsd.plan import Hardware, plan_setup
 from fcsd.plan.model import MetaModel
 from fcsd.plan.setup import GIB, Setup
 
+pytestmark = pytest.mark.lab
+
 
 def test_steps_of_a_random_model_on_two_ranks(tmp_path):
-    asked = ["bench", "memory", "tiny", "--layers", 2, "--seq", 64, "--steps", 4]
+    asked = ["tiny", "--layers", 2, "--seq", 64, "--steps", 4]
     sets = ["--set", "objective.sft=1.0", "--set", "optim.lr=1e-2"]
-    done = fcsd(*asked, *sets, "--out", tmp_path / "found.json", size=2)
+    done = fcsd(*asked, *sets, "--out", tmp_path / "found.json", size=2, module="benchmarks.train.memory")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("not measured") == 8 and "ZeRO-1, fp32, 256 tokens a step" in done.stderr
+    assert done.stdout.count("not measured") == 8 and "ZeRO-1, fp32, 256 tokens a step" in done.stdout
     written = (tmp_path / "found.json").read_text()
     assert tempfile.gettempdir() not in written, "directories of the machine that are gone"
     found = json.loads(written)
@@ -69,10 +70,10 @@ def test_a_run_whose_gpu_memory_is_exhausted_leaves_a_row(monkeypatch, tmp_path)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore lines")
 
     monkeypatch.setattr(memory, "_measure", exhaust)
-    found = CliRunner().invoke(bench_app, ["memory", "tiny", "--layers", "2", "--seq", "64", "--out", f"{tmp_path}/x"])
+    found = CliRunner().invoke(memory.app, ["tiny", "--layers", "2", "--seq", "64", "--out", f"{tmp_path}/x"])
     assert found.exit_code == 8
     stored = json.loads((tmp_path / "x").read_text())
     assert {"fcsd", "commit", "packages"} <= stored["environment"].keys()
     assert stored["measured"] == {"out_of_memory": "CUDA out of memory. Tried to allocate 2 GiB. More lines"}
-    again = CliRunner().invoke(bench_app, ["memory", "tiny", "--out", f"{tmp_path}/x"])
+    again = CliRunner().invoke(memory.app, ["tiny", "--out", f"{tmp_path}/x"])
     assert again.exit_code == 2 and "x exists" in again.stderr

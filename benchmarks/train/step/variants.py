@@ -5,10 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
-
-from fcsd.bench.step.workload import (
+from benchmarks.train.step.workload import (
     BOUND,
     COPIES,
     EAGER,
@@ -20,6 +17,9 @@ from fcsd.bench.step.workload import (
     TUNED,
     Workload,
 )
+from torch import Tensor
+from transformers import PreTrainedModel
+
 from fcsd.models.build import unwired, wire
 from fcsd.models.wiring import Wiring
 from fcsd.parallel.expert.autoep import adapt

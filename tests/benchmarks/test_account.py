@@ -5,9 +5,11 @@ import json
 from pathlib import Path
 
 import pytest
+from benchmarks.train.account import BETWEEN, STATES, read_account, to_text
 
-from fcsd.bench.account import BETWEEN, STATES, read_account, to_text
 from fcsd.errors import BadInputError
+
+pytestmark = pytest.mark.lab
 
 
 def write(path: Path, *events: dict) -> Path:

@@ -9,13 +9,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from benchmarks.train.random_run import draw_models, random_corpus, random_run
+from benchmarks.train.step.model import in_phases
+from benchmarks.train.step.variants import NoExchange
+from benchmarks.train.step.workload import BLOCKING, MASKED, OVERLAPPED, Workload
 from transformers import PreTrainedModel
 
-from fcsd.bench.random_run import draw_models, random_corpus, random_run
 from fcsd.bench.runner import finished, reset_peak
-from fcsd.bench.step.model import in_phases
-from fcsd.bench.step.variants import NoExchange
-from fcsd.bench.step.workload import BLOCKING, MASKED, OVERLAPPED, Workload
 from fcsd.checkpoint import resolve
 from fcsd.distill.experts.expert_parallel import dispatcher_for, quantiser_of, wire_sharded
 from fcsd.distill.metrics import full_speed_of

@@ -1,4 +1,4 @@
-"""`fcsd bench step`: the training step and the distillation step run on CPUs as they do on GPUs, beside their bound."""
+"""`benchmarks.train.step`: steps of training and of distillation run on CPUs as on GPUs, beside their bound."""
 
 import json
 import math
@@ -7,23 +7,26 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.train.step import model, workload
+from benchmarks.train.step.__main__ import app
+from benchmarks.train.step.distillation import Distillation
+from benchmarks.train.step.table import table
+from benchmarks.train.step.workload import FUSED, WITH_TEACHER, Workload
 from ranks import fcsd, on_ranks
 from test_levels import duplicates
 from torch import nn
 from typer.testing import CliRunner
 
-from fcsd.bench.step import model, workload
-from fcsd.bench.step.distillation import Distillation
-from fcsd.bench.step.table import table
-from fcsd.bench.step.workload import FUSED, WITH_TEACHER, Workload
-from fcsd.cli.main import app
 from fcsd.errors import ConfigError
 from fcsd.launch.world import join_world
 from fcsd.parallel.cost import expected_groups
 
+pytestmark = pytest.mark.lab
+
 
 def bench(*options, size=None):
-    return fcsd("bench", "step", "tiny", "--layers", 2, "--micro-batch", 1, "--seq", 16, *options, size=size)
+    asked = ["tiny", "--layers", 2, "--micro-batch", 1, "--seq", 16, *options]
+    return fcsd(*asked, size=size, module="benchmarks.train.step")
 
 
 @pytest.mark.parametrize(("gpus", "fused"), [(True, 4), (False, 0)])
@@ -197,6 +200,18 @@ def test_what_it_cannot_do_is_refused(changes, message):
     ],
 )
 def test_options_that_it_cannot_follow_are_refused_in_one_line(options, message):
-    result = CliRunner().invoke(app, ["bench", "step", "tiny", *options])
+    result = CliRunner().invoke(app, ["tiny", *options])
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "name"), [([], "step.json"), (["--trace"], "overlapped/rank-0.json.gz")], ids=["result", "trace"]
+)
+def test_what_another_measurement_has_written_stays(options, name, tmp_path):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("former")
+    found = CliRunner().invoke(app, ["tiny", *options, "--out", str(tmp_path)])
+    assert found.exit_code == 2 and f"{tmp_path / name.partition('/')[0]} exists" in found.stderr
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / name]
+    assert (tmp_path / name).read_text() == "former"

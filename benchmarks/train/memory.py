@@ -1,24 +1,30 @@
-"""Compares the memory and speed that ``fcsd plan`` predicts for an optimizer step with those that are measured.
+"""``python -m benchmarks.train.memory SHAPE``: a step's memory and speed beside what ``fcsd plan`` predicts of them.
 
 Memory is compared by part and by moment. Student and teacher have random weights and the dimensions of a published
 model. The recipe, the packed rows, the loss, the engine and the step are those of ``fcsd distill``. The benchmark reads
 no checkpoint and writes only its result.
 """
 
+import json
 import resource
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from pathlib import Path
+from typing import Annotated, Any, cast
 
 import torch
+import typer
+from benchmarks.train.random_run import random_corpus, random_run, require_all_trained
 from transformers import PretrainedConfig
 
-from fcsd.bench.random_run import random_corpus, random_run, require_all_trained
 from fcsd.bench.runner import finished, ratio, table
 from fcsd.bench.shapes import SHAPES
+from fcsd.cli.bench import require_new
+from fcsd.cli.command import command, emit
+from fcsd.cli.options import AsJson, Gpus, Sets
 from fcsd.config import Recipe
+from fcsd.disk import write_json
 from fcsd.distill.dtypes import DTYPES
 from fcsd.distill.experts.expert_parallel import randomise, wire_sharded
 from fcsd.distill.optim import update
@@ -28,12 +34,15 @@ from fcsd.distill.step.one_step import train_step
 from fcsd.distill.teacher.original import compile_layers, needs_teacher, pack_attention
 from fcsd.distill.teacher.targets import TeacherSource
 from fcsd.distill.train_engine import TrainEngine
-from fcsd.errors import unknown_value
+from fcsd.errors import DoesNotFitError, unknown_value
+from fcsd.extras import require_extra
 from fcsd.foreign_errors import reason_of
 from fcsd.launch.environment import snapshot
-from fcsd.launch.world import World, join_world
+from fcsd.launch.world import World, ensure_world, first_rank, join_world, leave
 from fcsd.plan import Hardware, Plan, plan_run
 from fcsd.plan.setup import GIB
+
+app = typer.Typer(rich_markup_mode=None)
 
 # Parts of a step. Each has the prefixes of the names that its moments have in ``fcsd.plan.memory``.
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
@@ -55,7 +64,7 @@ def bench(
     sets: Sequence[str] = (),
     cap: float | None = None,
 ) -> dict[str, Any]:
-    """Plans a run, takes its steps, and prints the comparison on rank 0; every process of the run must call it.
+    """Plans a run, takes its steps, and returns the comparison; every process of the run must call it.
 
     Args:
         shape: a name in ``fcsd.bench.shapes``.
@@ -95,8 +104,6 @@ def bench(
     result: dict[str, Any] = {"shape": shape, "layers": layers, "processes": world.size, "cap": cap}
     result |= {"recipe": settings, "environment": snapshot()}
     result |= {"predicted": predicted(planned), "measured": measured}
-    if world.rank == 0 and "out_of_memory" not in measured:
-        print(to_text(result), file=sys.stderr, flush=True)
     return result
 
 
@@ -221,3 +228,44 @@ def to_text(result: dict[str, Any]) -> str:
     rates = {"predicted GiB": f"{one:,.0f}", "measured GiB": f"{other:,.0f}"}
     rows["tokens/s"] = {**rates, "ratio": ratio(one, other, ".3f")}
     return "\n".join([title, table(rows), "losses " + " ".join(f"{loss:.4g}" for loss in seen["losses"])])
+
+
+@command(app, "memory")
+def memory(
+    shape: Annotated[
+        str, typer.Argument(metavar="SHAPE", help="deepseek-v2-lite, qwen3-30b-a3b, llama4-scout, ... or tiny.")
+    ],
+    layers: Annotated[int, typer.Option(min=1, help="Decoder layers of a SHAPE.")] = 4,
+    seq: Annotated[int, typer.Option(min=8, help="Tokens of a sequence.")] = 4096,
+    micro_batch: Annotated[int, typer.Option(min=1, help="Rows per forward pass and GPU.")] = 1,
+    accumulation: Annotated[int, typer.Option(min=1, help="Forward passes per step and GPU.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to take; the last one counts.")] = 2,
+    sets: Sets = [],  # noqa: B006
+    cap: Annotated[
+        float | None, typer.Option("--cap", metavar="GIB", min=1, help="Memory of a GPU that torch may take.")
+    ] = None,
+    gpus: Gpus = None,
+    out: Annotated[Path | None, typer.Option(help="The JSON file to write; it must not exist.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Take distillation steps of random weights, and compare their memory and time with what `fcsd plan` predicts."""
+    require_extra("train", "benchmarks.train.memory")
+    if out is not None:
+        require_new(out)
+    ensure_world(gpus, module="benchmarks.train.memory")
+    size: dict[str, int] = {"seq": seq, "micro_batch": micro_batch, "accumulation": accumulation}
+    found = bench(shape, layers, **size, steps=steps, sets=sets, cap=cap)
+    exhausted = found["measured"].get("out_of_memory")
+    if out is not None and (first_rank() or exhausted):
+        write_json(out, found)
+    if exhausted:
+        raise DoesNotFitError(f"out of GPU memory: {exhausted}", "take fewer layers, or a larger --cap")
+    if first_rank():
+        emit(json.dumps(found, indent=2) if as_json else to_text(found))
+
+
+if __name__ == "__main__":
+    try:
+        app()
+    except SystemExit as end:
+        leave(end)

@@ -5,24 +5,27 @@ and memory affect all of them alike. ``training`` and ``distillation`` say what 
 """
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
+from benchmarks.train.account import read_account, to_text
+from benchmarks.train.step.model import evenly_routed
+from benchmarks.train.step.record import record
+from benchmarks.train.step.table import table
+from benchmarks.train.step.workload import Workload
+from benchmarks.train.trace import files, to_json
+from benchmarks.train.trace import to_text as trace_to_text
 from transformers import PreTrainedModel
 
-from fcsd.bench.account import read_account, to_text
 from fcsd.bench.runner import peak_gib, say, set_aside, write
-from fcsd.bench.step.model import evenly_routed
-from fcsd.bench.step.record import record
-from fcsd.bench.step.table import table
-from fcsd.bench.step.workload import Workload
 from fcsd.errors import FcsdError
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, barrier, join_world
-from fcsd.parallel import trace
 from fcsd.parallel.expert.block import expert_blocks
+from fcsd.parallel.trace import read
 
 
 class Steps(Protocol):
@@ -55,8 +58,10 @@ class Steps(Protocol):
         ...
 
 
-def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> dict[str, Any]:
-    """Measures all variants, prints the results to stderr on rank 0, and returns the content of ``step.json``.
+def bench(
+    load: Workload, out: Path | None = None, *, traced: bool = False, tell: Callable[[str], None] | None = None
+) -> dict[str, Any]:
+    """Measures all variants, tells the results on rank 0, and returns the content of ``step.json``.
 
     Every process of the run must call this function.
 
@@ -65,6 +70,7 @@ def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> d
             an earlier run left there is kept as ``step.1.json``.
         traced: also writes to ``out``, under the first router, a Chrome trace of one step of each rank under each of
             ``load.traced``, and says from it where the time goes.
+        tell: takes the table of each router; None prints it to stderr.
 
     Returns: ``workload``, ``world``, ``batch_tokens``, ``full_speed``, ``environment``, and for each of ``routers``
         what ``Steps.check`` says, ``traces``, and ``variants``: by name the ms of a ``step``, one for each timed step
@@ -96,7 +102,11 @@ def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> d
                 found["traces"] = {name: _trace(steps, name, out / name, world) for name in load.traced}
                 write(result, path, world.rank)
         accounts = {name: told["account"] for name, told in found.get("traces", {}).items() if told}
-        say(world, table(found["variants"], **speeds, accounts=accounts))
+        text = table(found["variants"], **speeds, accounts=accounts)
+        if tell is None:
+            say(world, text)
+        elif world.rank == 0:
+            tell(f"{router} router\n{text}")
     result["complete"] = True
     write(result, path, world.rank)
     wrong = [
@@ -112,10 +122,10 @@ def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> d
 
 def _steps(load: Workload, world: World) -> Steps:
     if load.teacher:
-        from fcsd.bench.step.distillation import Distillation
+        from benchmarks.train.step.distillation import Distillation
 
         return Distillation(load, world)
-    from fcsd.bench.step.training import Training
+    from benchmarks.train.step.training import Training
 
     return Training(load, world)
 
@@ -150,7 +160,7 @@ def _trace(steps: Steps, name: str, folder: Path, world: World) -> dict[str, Any
     say(world, f"\n{name}, a traced step of rank 0\n{to_text(account)}")
     told: dict[str, Any] = {"account": asdict(account)}
     if world.size > 1 and expert_blocks(steps.models[0]):
-        traces = [trace.read(path) for path in trace.files([folder])]
-        say(world, trace.to_text(traces))
-        told["hidden"] = trace.to_json(traces)
+        traces = [read(path) for path in files([folder])]
+        say(world, trace_to_text(traces))
+        told["hidden"] = to_json(traces)
     return told

@@ -6,22 +6,23 @@ from types import SimpleNamespace
 
 import pytest
 import tiny
+from studies.real import predictions as frontier
 from studies.real.law import OUT, PAGE, checks, filled, law, stored
 from studies.real.page import between_marks
 from studies.real.speeds import served
 from transformers import LlamaConfig
-from typer.testing import CliRunner
 
-from fcsd.cli.main import app
 from fcsd.disk import write_json
 from fcsd.distill.layer_costs import LayerCosts
+from fcsd.errors import ConfigError
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import without_injected
 from fcsd.models.schedule import Kind
 from fcsd.models.selection import layers_text
 from fcsd.models.wiring_block import DESYNC, Blocks, Wiring
-from fcsd.plan import frontier
 from fcsd.plan.model import MetaModel, packaged_config
+
+pytestmark = pytest.mark.lab
 
 MEASURED = "benchmarks/results/infer_slow_16_layers_2xh100.json"
 
@@ -134,23 +135,25 @@ def test_the_place_in_the_depth_decides_the_cost_of_a_model_of_other_depth() -> 
     assert frontier.sum_over(alone, [1, 2], 4) == pytest.approx(0.25 * 2 + 1.0 + 0.25 * 0.5)
 
 
-def test_the_command_says_that_it_predicts_and_what_it_assumes(model: Path, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["plan", "--frontier", str(model)])
-    assert done.exit_code == 0, done.stderr
-    assert (
-        done.stdout.startswith("Predicted, not measured.") and "are assumed: those of two H100s without" in done.stdout
-    )
-    assert "as in SmolLM2-135M-Instruct or Gemma-3-270m" in " ".join(done.stdout.split())
+def test_the_command_says_that_it_predicts_and_what_it_assumes(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*options: str) -> str:
+        frontier.main([str(model), *options])
+        return capsys.readouterr().out
+
+    done = said()
+    assert done.startswith("Predicted, not measured.") and "are assumed: those of two H100s without" in done
+    assert "as in SmolLM2-135M-Instruct or Gemma-3-270m" in " ".join(done.split())
     costs, machine = tmp_path / "costs.json", tmp_path / "machine.json"
     costs.write_text(json.dumps({"tokens": 9, "ladder": {"alone": [3.0, 1.0, *[0.1] * 14]}}))
     machine.write_text(json.dumps({"gpus_per_node": 2, "near": {"latency_us": 10, "gb_per_s": 300}}))
     options = ["--costs", str(costs), "--machine", str(machine)]
-    told = CliRunner().invoke(app, ["plan", "--frontier", str(model), *options])
-    rows = " ".join(told.stdout.split())
+    told = said(*options)
+    rows = " ".join(told.split())
     assert "| ladder | auto (1-15)" in rows and "| ladder | auto:4 (2-5)" in rows  # 25 % of 16, the first of equal ones
-    assert "those of the machine file" in told.stdout
-    words = ["plan", "--frontier", str(model), "--json"]
-    before, after = (json.loads(CliRunner().invoke(app, given).stdout) for given in (words, [*words, *options]))
+    assert "those of the machine file" in told
+    before, after = json.loads(said("--json")), json.loads(said("--json", *options))
     ladder, farskip = (
         [next(row for row in found if row["wiring"] == name) for found in (before, after)]
         for name in ("ladder", "farskip")
@@ -188,10 +191,7 @@ def test_layers_that_cannot_be_converted_are_in_no_row(tmp_path: Path) -> None:
     ("options", "words"),
     [
         (["--gpus", "1"], "one GPU sends nothing"),
-        (["--gpus", "3"], "Give one that does: 2."),
-        (["tiny"], "a recipe is given too"),
-        (["--price", "2"], "are about runs of a recipe, not for --frontier"),
-        (["--quantised", "int8"], "are about runs of a recipe, not for --frontier"),
+        (["--gpus", "3"], "does not divide the 32 attention heads"),
         (["--costs", "none.json"], "--costs none.json: there is no such file"),
         (["--costs", "text.json"], "text.json has no costs of layers"),
         (["--costs", "short.json"], "no costs of a model of 16 layers"),
@@ -203,7 +203,5 @@ def test_what_cannot_be_predicted_is_refused(
     monkeypatch.chdir(tmp_path)
     Path("text.json").write_text("[]")
     Path("short.json").write_text(json.dumps({"ladder": {"alone": [1.0, 2.0]}}))
-    done = CliRunner().invoke(app, ["plan", "--frontier", str(model), *options])
-    assert done.exit_code == 2 and words in done.stderr
-    other = CliRunner().invoke(app, ["plan", "tiny", "--costs", "short.json"])
-    assert other.exit_code == 2 and "--costs is for --frontier" in other.stderr
+    with pytest.raises(ConfigError, match=words):
+        frontier.main([str(model), *options])
