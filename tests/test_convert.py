@@ -352,6 +352,7 @@ def test_parity_in_part_of_the_depth_reads_only_its_tensors(arch: str, tmp_path:
     whole = parity.plan_proof(layout, config, row)
     assert (whole.layers, whole.of) == (4, 4)
     assert whole.read_bytes == sum(tensor.end - tensor.start for tensor in layout.tensors.values())
+    assert whole.memory_bytes > whole.read_bytes, "the experts of a layer are in memory twice while they are fused"
     fits = [parity.plan_proof(layout, config, row, free_bytes=free).layers for free in range(0, 4_000_000, 50_000)]
     assert fits == sorted(fits) and set(fits) == {0, 1, 2, 3, 4}
 
