@@ -1,4 +1,7 @@
-"""The command line where only the dependencies of `fcsd` itself are installed, and none of an extra."""
+"""The command line where only the dependencies of `fcsd` itself are installed, and none of an extra.
+
+`.ci/run` runs this file as a section of its own; the tests of every day leave it out.
+"""
 
 import json
 import os
@@ -13,6 +16,8 @@ from distributions import closure, linked_environment
 from files import snapshot
 
 from fcsd.distill.run import manifest
+
+pytestmark = pytest.mark.core
 
 # Runs commands one after the other in one process. A command's own exit code, stdout and stderr are its result.
 DRIVER = """

@@ -8,6 +8,7 @@ import runs
 import tiny
 import torch
 import transformers
+from representatives import representatives
 from typer.testing import CliRunner
 
 from fcsd.bench.shapes import SHAPES
@@ -69,7 +70,7 @@ def meta(folder: Path, config) -> MetaModel:
     return MetaModel(str(folder))
 
 
-@pytest.mark.parametrize("arch", tiny.CONFIGS)
+@pytest.mark.parametrize("arch", representatives("layer", "moe"))
 def test_the_numbers_of_every_architecture_are_its_models(tmp_path, arch):
     model = meta(tmp_path, tiny.config(arch))
     whole = tiny.model(arch)
