@@ -14,6 +14,7 @@ ROOMS = [
     "__main__",
     "cli",
     "__init__",
+    "advise",
     "bench",
     "export",
     "distill",
