@@ -75,7 +75,10 @@ def elsewhere(peers: bool, pcie_gb_per_s: float) -> Sums:
 
 
 def of_machine(machine: Machine, name: str) -> Sums:
-    """What a machine file says: its measured links, over which an all-reduce is counted as a ring."""
+    """What a machine file says: its all-reduces, or its links, over which an all-reduce is counted as a ring."""
+    if machine.all_reduce_us:
+        table = {str(ranks): times for ranks, times in machine.all_reduce_us.items()}
+        return Sums(_methods({"stock": table}), True, name)
     ranks, line = machine.gpus_per_node, machine.near.line
     points = [(float(2**power), line.seconds(2 * (ranks - 1) / ranks * 2**power)) for power in range(12, 29)]
     return Sums({"stock": {ranks: points}}, True, name)

@@ -149,6 +149,19 @@ def test_losses_are_nearest_by_kind_and_size() -> None:
     assert half.share == 0.5 and half.lost("MMLU") == pytest.approx(2.7) and half.mean == pytest.approx(1.3)
 
 
+def test_a_machine_file_has_its_own_sums(tmp_path: Path, large: str) -> None:
+    file = tmp_path / "machine.json"
+    link = {"latency_us": 20.0, "gb_per_s": 10.0}
+    fields = {"gpu": "NVIDIA L40S", "gpus_per_node": 4, "near": link}
+    file.write_text(json.dumps(fields))
+    ring = host_of(None, None, file)
+    assert ring.gpus == 4 and ring.sums.seconds("stock", 4, 1e6) == pytest.approx(20e-6 + 1.5e6 / 10e9, rel=0.05)
+    file.write_text(json.dumps(fields | {"all_reduce_us": {"4": {"1000": 30.0, "1000000": 900.0}}}))
+    measured = host_of(None, None, file)
+    assert measured.sums.seconds("stock", 4, 1e6) == pytest.approx(900e-6)
+    assert "measured sums" in to_text(advise(large, measured, LOAD))
+
+
 def test_gpus_are_named_once() -> None:
     with pytest.raises(ConfigError, match="--gpu and --machine"):
         host_of(2, "L4", Path("machine.json"))
