@@ -11,7 +11,7 @@ from fcsd.errors import ConfigError
 # Extra -> the packages that it adds, by the names under which they are imported.
 EXTRAS = {
     "train": ("accelerate", "datasets", "deepspeed", "matplotlib", "peft", "pyarrow", "scipy"),
-    "eval": ("accelerate", "datasets", "evalplus", "lm_eval", "matplotlib", "pyarrow", "scipy"),
+    "eval": ("accelerate", "datasets", "evalplus", "lm_eval", "matplotlib", "psutil", "pyarrow", "scipy"),
     "gguf": ("gguf",),
     "vllm": ("vllm",),
     "track": ("tensorboard", "trackio", "wandb"),

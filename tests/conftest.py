@@ -3,11 +3,13 @@
 import gc
 import os
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+_STARTS_PROCESSES = ("ranks", "runs", "reloads", "subprocess")  # modules: a test that imports one takes seconds
 _CACHE = tempfile.TemporaryDirectory(prefix="fcsd-tests-")
 # These variables are set before anything imports torch, transformers or datasets, which read them once.
 os.environ.update(
@@ -44,6 +46,19 @@ def datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets cache")
     return tmp_path / "datasets cache"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start processes come first, then those with most tests.
+
+    A worker takes a whole file at a time. The last ones are short, so that all workers end together.
+    """
+    files = Counter(item.path for item in items)
+    starts = {
+        item.path: not vars(item.getparent(pytest.Module).obj).keys().isdisjoint(_STARTS_PROCESSES) for item in items
+    }
+    items.sort(key=lambda item: (not starts[item.path], -files[item.path], str(item.path)))
 
 
 def pytest_collection_finish() -> None:

@@ -133,11 +133,12 @@ def in_group(size: int, function: Callable[..., Any], *arguments: Any) -> list[A
 
 
 def fcsd(
-    *arguments: object, cwd: Path | None = None, size: int | None = None, **environment: str
+    *arguments: object, cwd: Path | None = None, size: int | None = None, module: str = "fcsd", **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run ``fcsd ARGUMENTS`` and return its exit code and output.
 
     Args:
+        module: what runs in place of fcsd, as ``python -m MODULE ARGUMENTS``.
         size: as how many ranks it runs, as if torchrun had started them; None for one process, which may call torchrun.
             The exit code is then that of rank 0, and the output that of all ranks.
     """
@@ -145,7 +146,8 @@ def fcsd(
     with tempfile.TemporaryDirectory() as told:
         out, err = Path(told, "out"), Path(told, "err")
         worlds = _worlds(size) if size else [{}]
-        started = [start(_command, cwd or Path.cwd(), out, err, words, **environment, **world) for world in worlds]
+        given = module, cwd or Path.cwd(), out, err, words
+        started = [start(_command, *given, **environment, **world) for world in worlds]
         code, *_ = [_end(process) for process in started]
         return subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())
 
@@ -236,10 +238,13 @@ def _script(file: Path, out: Path, err: Path) -> None:
     runpy.run_path(str(file), run_name="__main__")
 
 
-def _command(cwd: Path, out: Path, err: Path, arguments: list[str]) -> None:
+def _command(module: str, cwd: Path, out: Path, err: Path, arguments: list[str]) -> None:
     from fcsd.cli.main import main
 
     os.chdir(cwd)
     _tell(out, err)
-    sys.argv = ["fcsd", *arguments]
-    main()
+    sys.argv = [module, *arguments]
+    if module == "fcsd":
+        main()
+    else:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -18,6 +18,7 @@ import tiny
 import torch
 import transformers
 from files import snapshot
+from representatives import representatives
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -59,7 +60,7 @@ def sharded(path: Path) -> list[str]:
     return sorted(file.name for file in path.glob("*.safetensors"))
 
 
-@pytest.mark.parametrize("arch", [*tiny.CONFIGS, *tiny.INSIDE])
+@pytest.mark.parametrize("arch", representatives("layer", "moe", "head", of=[*tiny.CONFIGS, *tiny.INSIDE]))
 def test_every_architecture_converts_and_loads_wired(arch: str, tmp_path: Path) -> None:
     base = tiny.model(arch)
     base.save_pretrained(tmp_path / "base")
@@ -341,7 +342,7 @@ def test_a_file_named_like_our_code_does_not_take_its_place(original: Path, tmp_
 # Parity
 
 
-@pytest.mark.parametrize("arch", tiny.CONFIGS)
+@pytest.mark.parametrize("arch", representatives("layer", "head"))
 def test_parity_in_part_of_the_depth_reads_only_its_tensors(arch: str, tmp_path: Path, monkeypatch) -> None:
     row = ARCHS[arch]
     plain = dict(hidden_size_per_layer_input=0, num_kv_shared_layers=0) if row.spanning else {}
@@ -351,6 +352,7 @@ def test_parity_in_part_of_the_depth_reads_only_its_tensors(arch: str, tmp_path:
     whole = parity.plan_proof(layout, config, row)
     assert (whole.layers, whole.of) == (4, 4)
     assert whole.read_bytes == sum(tensor.end - tensor.start for tensor in layout.tensors.values())
+    assert whole.memory_bytes > whole.read_bytes, "the experts of a layer are in memory twice while they are fused"
     fits = [parity.plan_proof(layout, config, row, free_bytes=free).layers for free in range(0, 4_000_000, 50_000)]
     assert fits == sorted(fits) and set(fits) == {0, 1, 2, 3, 4}
 

@@ -6,7 +6,6 @@ import pytest
 
 from fcsd.cli.options import gpu_memory, numbers
 from fcsd.errors import ConfigError
-from fcsd.launch.nodes import node_of
 from fcsd.models.load_options import check_device
 from fcsd.models.selection import is_auto, select_layers
 from fcsd.models.wiring_block import Wiring
@@ -19,7 +18,6 @@ READERS: dict[str, Callable[[str], object]] = {
     "8{} GB": gpu_memory,
     "1,{}": numbers,
     "cuda:{}": check_device,
-    "node:2940{}": lambda text: node_of(2, 0, text),
     "1{}x": lambda text: Wiring("desync", (0, 1), tp_degree=2, reduce=text),
 }
 

@@ -14,6 +14,7 @@ ROOMS = [
     "__main__",
     "cli",
     "__init__",
+    "advise",
     "bench",
     "export",
     "distill",
@@ -183,7 +184,7 @@ def test_the_core_imports_nothing_of_the_lab(repo: Path) -> None:
 ENTRIES = ("fcsd.__init__", "fcsd.__main__", "fcsd.cli.main", "fcsd.serve.vllm.plugin")
 # Modules that a text names instead of importing, and who does so.
 NAMED = {
-    "fcsd.eval.code.judge_worker": "fcsd.eval.code.judge_process",
+    "fcsd.eval.code.judge_worker": "fcsd.eval.code.judge",
     "fcsd.export.fresh_process": "fcsd.export.reload",
     "fcsd.serve.vllm.models": "fcsd.serve.vllm.registration",
 }

@@ -11,8 +11,8 @@ import tiny
 import torch
 from safetensors.torch import save
 
-from fcsd.distill.own_text import RECORD as WRITTEN
-from fcsd.distill.own_text import _claim
+from fcsd.distill.own_text_files import RECORD as WRITTEN
+from fcsd.distill.own_text_files import plan_files
 from fcsd.distill.run.manifest import read_manifest
 from fcsd.distill.run.report import read_metrics
 from fcsd.distill.run.trackers import _id
@@ -91,7 +91,7 @@ READERS = {
     "cache/MANIFEST.json": (lambda path: CachedTeacher(path.parent, 1), 3, ()),
     "shard-000000.json": (_entry, 3, ()),
     "sweep.json": (_known_trials, 3, ()),
-    WRITTEN: (lambda path: _claim(path.parent, {}, 1, 1, 1), 3, set()),
+    WRITTEN: (lambda path: plan_files(path.parent, {}, 1, 1, 1), 3, set()),
     "metrics.jsonl": (lambda path: read_metrics(path.parent), 3, _CUT),
     "answers.jsonl": (lambda path: AnswerCache(path).close(), 3, {"nothing", "cut off", "null bytes"}),
     "texts.jsonl": (read_texts, 3, ()),

@@ -22,16 +22,16 @@ import torch.distributed as dist
 from benchmarks.comm import all_reduce_ways
 from benchmarks.comm.all_reduce_ways import Way
 from benchmarks.out_file import out_file
+from benchmarks.sent import bits_sent
 from benchmarks.turns import Timing, timings
+from studies.formats.simulated_all_reduce import simulate_all_reduce
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from fcsd.bench.runner import table, write
 from fcsd.kernels.bit_split import Format
-from fcsd.kernels.bit_split.format import bits_sent
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import join_world, leave
-from fcsd.parallel.quantised.simulated_all_reduce import simulate_all_reduce
 
 WIDTH = 4096
 QUANTISED = "quantised:"  # the names of quantised ways begin with it, and a format follows

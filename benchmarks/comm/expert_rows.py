@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmarks.sent import bits_sent
 from benchmarks.turns import Timing, timings
 from torch import Tensor
 
@@ -24,7 +25,6 @@ from fcsd.bench.runner import table
 from fcsd.errors import FcsdError
 from fcsd.kernels import rows_reference
 from fcsd.kernels.bit_split import Format, decode, encode
-from fcsd.kernels.bit_split.format import bits_sent
 from fcsd.kernels.bit_split.moves import decode_from, encode_at
 from fcsd.launch.world import World
 from fcsd.parallel.transports.transport import Splits, Transport, splits_of

@@ -21,7 +21,7 @@ mkdir -p "${OUT:?set it to a directory for the results}"
 OUT=$(cd "$OUT" && pwd)
 
 step() { # CASE SHAPE LAYERS MICRO_BATCH OVERLAPPED_VARIANT [OPTION...]
-    python3 -m fcsd bench step "$2" --layers "$3" --micro-batch "$4" --gpus "$gpus" --routers uniform \
+    python3 -m benchmarks.train.step "$2" --layers "$3" --micro-batch "$4" --gpus "$gpus" --routers uniform \
         --rounds "$rounds" --steps 2 --variants "standard-fused,$5,comm-free-fused" --dedup off --dedup rank \
         --out "$OUT/$1" "${@:6}"
 }

@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from benchmarks.sent import bits_sent
+
 from fcsd.bench import runner
-from fcsd.kernels.bit_split.format import bits_sent
 
 
 def table(rows: list[dict[str, Any]]) -> str:

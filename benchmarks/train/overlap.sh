@@ -11,7 +11,7 @@ gpus=${1:-8}
 variants=stock,standard-fused,overlapped-fused,copies-fused,comm-free-fused
 
 step() { # CASE SHAPE LAYERS MICRO_BATCH [OPTION...]
-    python3 -m fcsd bench step "$2" --layers "$3" --micro-batch "$4" --variants $variants --gpus "$gpus" \
+    python3 -m benchmarks.train.step "$2" --layers "$3" --micro-batch "$4" --variants $variants --gpus "$gpus" \
         --out "${OUT:?set it to a directory for the results}/$1" "${@:5}"
 }
 

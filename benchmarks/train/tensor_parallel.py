@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from benchmarks.out_file import out_file
+from benchmarks.train.random_run import random_corpus, random_recipe
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fcsd.bench.random_run import random_corpus, random_recipe
 from fcsd.bench.runner import peak_gib, ratio, reset_peak, say, table, together, write
 from fcsd.bench.shapes import SHAPES
 from fcsd.config import Recipe

@@ -1,4 +1,4 @@
-"""Draws one layer's forward and backward on two streams from a trace, as in FarSkip Figures 9 and 10."""
+"""Says how much communication traces hide, and draws one layer's passes on two streams (FarSkip Figures 9 and 10)."""
 
 import argparse
 import re
@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.errors import BadInputError
-from fcsd.parallel import trace as tracing
-from fcsd.parallel.trace import Call, Kernel, Trace
+from fcsd.parallel.trace import Call, Kernel, Overlap, Trace, covered, overlaps, read
 
 # Classes of kernels, with a pattern of their names and a colour; a kernel belongs to the first class that matches.
 _CLASSES = {
@@ -18,6 +17,65 @@ _CLASSES = {
 _WIRE = {"dispatch": "#DD8452", "combine": "#C44E52"}
 # pass -> (the collective that begins a layer in this pass, offset of the layer that comes next in this pass)
 _PASSES = {"fwd": ("dispatch", 1), "bwd": ("combine", -1)}
+
+
+def files(given: list[Path]) -> list[Path]:
+    """Paths of trace files; a directory stands for the traces that ``benchmarks.train.step --out`` wrote into it.
+
+    Raises:
+        BadInputError: a directory contains no trace.
+    """
+    found = []
+    for path in given:
+        inside = sorted(path.glob("rank-*.json.gz")) if path.is_dir() else [path]
+        if not inside:
+            raise BadInputError(f"no trace in {path}", hint="benchmarks.train.step --trace --out DIR writes them")
+        found += inside
+    return found
+
+
+def hta_overlap(trace: Trace) -> float:
+    """The percentage that HolisticTraceAnalysis's ``get_comm_comp_overlap`` gives for this rank.
+
+    It is the part of the time of all NCCL kernels, including ZeRO's and those that exchange counts, during which a
+    kernel of computation runs too.
+    """
+    total = float((trace.hta_nccl[:, 1] - trace.hta_nccl[:, 0]).sum())
+    hidden = sum(covered(start, end, trace.hta_computation) for start, end in trace.hta_nccl)
+    return 100 * hidden / total if total else 0.0
+
+
+def to_text(traces: list[Trace]) -> str:
+    """The table that `python -m benchmarks.train.trace` prints."""
+    lines = [f"{'':20s} {'calls':>6s} {'on device ms':>13s} {'late ms':>8s} {'hidden':>8s} {'exposed ms':>11s}"]
+    trimmed = overlaps(traces, without_last=True)
+    for (kind, passes), found in overlaps(traces).items():
+        late = "-" if found.late is None else f"{found.late:.2f}"
+        name = "dispatch+combine" if kind == "all" else kind
+        line = f"{name + ' ' + passes:20s} {found.calls:6d} {found.on_device:13.2f} {late:>8s} {found.share:8.1%}"
+        line += f" {found.exposed:11.2f}"
+        if kind == "all" and (kind, passes) in trimmed:
+            line += f"   {trimmed[kind, passes].share:.1%} without the last layer's combine"
+        lines.append(line)
+    hta = ", ".join(f"rank {trace.rank} {hta_overlap(trace):.2f} %" for trace in traces)
+    lines.append(f"HolisticTraceAnalysis's overlap of all NCCL kernels: {hta}")
+    return "\n".join(lines)
+
+
+def to_json(traces: list[Trace]) -> dict[str, Any]:
+    """The figures of ``to_text`` as data: times in ms, shares in 0..1, and HTA's figure in per cent."""
+
+    def rows(found: dict[tuple[str, str], Overlap]) -> dict[str, Any]:
+        return {
+            f"{kind}.{passes}": {**vars(overlap), "share": overlap.share, "exposed": overlap.exposed}
+            for (kind, passes), overlap in found.items()
+        }
+
+    return {
+        "overlap": rows(overlaps(traces)),
+        "without_last_combine": rows(overlaps(traces, without_last=True)),
+        "hta": {str(trace.rank): hta_overlap(trace) for trace in traces},
+    }
 
 
 def draw(trace: Trace, path: Path, layer: int | None = None) -> None:
@@ -117,10 +175,10 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, help="draw one layer's forward and backward into this PNG")
     parser.add_argument("--layer", type=int, help="which layer to draw; default: the middle one")
     given = parser.parse_args()
-    traces = [tracing.read(path) for path in tracing.files(given.files)]
+    traces = [read(path) for path in files(given.files)]
     if given.picture is not None:
         draw(traces[0], given.picture, given.layer)
-    print(tracing.to_text(traces))
+    print(to_text(traces))
 
 
 if __name__ == "__main__":

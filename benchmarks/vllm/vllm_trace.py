@@ -88,7 +88,7 @@ class Bench:
     def __init__(self, way: str, given: argparse.Namespace, folder: Path) -> None:
         from vllm import LLM  # pyright: ignore[reportMissingImports]
 
-        from fcsd.bench.serve.model_files import write_directory
+        from fcsd.bench.serve.running import write_directory
         from fcsd.bench.serve.workload import config_of, wiring_for
         from fcsd.parallel.all_reduce.ways import PLAIN, VERSION, Way, Ways
 

@@ -1,1 +1,1 @@
-"""Benchmarks that measure a part of fcsd and its baseline: `fcsd bench NAME`, or `python -m fcsd.bench.NAME`."""
+"""Measures a machine for its user, `fcsd bench NAME`: its links, and how fast a converted model would be served."""

@@ -1,12 +1,12 @@
-"""Measures the links of a cluster: all-to-alls inside of a node and between nodes, and the lines through their times.
+"""Measures the links of a cluster: all-to-alls inside of a node and between nodes, and all-reduces inside of a node.
 
-Every link is measured over several sizes while all GPUs send at once, as they do in training. The result is a machine
-file (``fcsd.parallel.machine``), from which ``fcsd plan --machine`` predicts training steps.
+All-to-alls are measured over several sizes while all GPUs send at once, as they do in training, and told as the lines
+through their times. All-reduces are measured as a server has them: by 2, 4, 8, ... GPUs of one node while the others
+rest. The result is a machine file (``fcsd.parallel.machine``).
 """
 
 import json
 import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from fcsd.parallel.transports.transport import Splits, Transport, all_to_all, sp
 WIDTH = 2048  # values of a row; 4096 bytes in bf16
 # Rows that a process sends: 128 KiB to 512 MiB by GPUs, up to 8 MiB by CPUs, which are much slower.
 SIZES = {"cuda": tuple(2**power for power in range(5, 18, 2)), "cpu": tuple(2**power for power in range(5, 12, 2))}
+SUMS = {"cuda": tuple(2**power for power in range(13, 27)), "cpu": tuple(2**power for power in range(13, 21))}  # bytes
 REPEATS = 7
 
 
@@ -85,7 +86,28 @@ def bench(node_size: int) -> Machine:
     near = own["near"] or own["far"]  # a node of one GPU sends nothing inside
     assert near is not None
     measured = {"ranks": world.size, "environment": snapshot(), **found}
-    return Machine(gpu=gpu, gpus_per_node=node_size, near=near, far=own["far"], measured=measured)
+    sums = all_reduces(node_size, world)
+    return Machine(gpu=gpu, gpus_per_node=node_size, near=near, far=own["far"], all_reduce_us=sums, measured=measured)
+
+
+def all_reduces(node_size: int, world: World) -> dict[int, dict[int, float]]:
+    """Microseconds of an all-reduce of the first node by GPUs and bytes; every rank calls this.
+
+    The numbers of GPUs are the powers of two in a node, and all of it.
+    """
+    found: dict[int, dict[int, float]] = {}
+    for count in sorted({node_size, *(2**power for power in range(1, node_size.bit_length()))} - {1}):
+        group = dist.new_group(list(range(count)))
+        found[count] = {}
+        for size in SUMS[world.device.type]:
+            values = torch.zeros(size // 2, dtype=torch.bfloat16, device=world.device)
+
+            def run(values: torch.Tensor = values, group: Any = group, takes_part: bool = world.rank < count) -> None:
+                if takes_part:
+                    dist.all_reduce(values, group=group)
+
+            found[count][size] = 1e6 * _seconds(run, world)
+    return found
 
 
 def _transports(link: str, world: World) -> list[tuple[str, Transport]]:
@@ -120,12 +142,19 @@ def _seconds(run: Callable[[], None], world: World) -> float:
     return max(world.everywhere(lambda: statistics.median(times[2:])))
 
 
-def write(machine: Machine, path: Path, rank: int) -> None:
-    """Writes the machine file on rank 0, and says what was found."""
-    if rank:
-        return
-    for name, link in (("near", machine.near), ("far", machine.far)):
-        if link is not None:
-            print(f"{name}: {link.latency_us:.0f} µs and {link.gb_per_s:.3g} GB/s", file=sys.stderr)
+def to_text(machine: Machine) -> str:
+    """Says what was found: a line for each link."""
+    links = {"near": machine.near, "far": machine.far}
+    lines = [f"{name}: {link.latency_us:.0f} µs and {link.gb_per_s:.3g} GB/s" for name, link in links.items() if link]
+    for ranks, times in machine.all_reduce_us.items():
+        (least, shortest), *_, (most, longest) = times.items()
+        lines.append(
+            f"all-reduce of {ranks} GPUs: {shortest:.0f} µs for {least / 2**10:.0f} KiB, {longest:.0f} µs for "
+            f"{most / 2**20:.0f} MiB"
+        )
+    return "\n".join(lines)
+
+
+def write(machine: Machine, path: Path) -> None:
+    """Writes the machine file."""
     write_text(path, json.dumps(machine.model_dump(exclude_none=True), indent=1) + "\n")
-    print(f"written: {path}", file=sys.stderr)

@@ -2,7 +2,7 @@
 
 from fcsd.checkpoint.config_json import CheckpointConfig, read_config
 from fcsd.checkpoint.files import contained, read_object
-from fcsd.checkpoint.fingerprint import fingerprint, sample_sha256
+from fcsd.checkpoint.fingerprint import content_sha256, fingerprint, sample_sha256, whole_sha256
 from fcsd.checkpoint.headers import read_header
 from fcsd.checkpoint.inspection import inspect_checkpoint
 from fcsd.checkpoint.kind import expect_directory
@@ -19,6 +19,7 @@ __all__ = [
     "Location",
     "compare_tensors",
     "contained",
+    "content_sha256",
     "expect_directory",
     "fingerprint",
     "inspect_checkpoint",
@@ -30,4 +31,5 @@ __all__ = [
     "resolve",
     "sample_sha256",
     "verify_tensors",
+    "whole_sha256",
 ]

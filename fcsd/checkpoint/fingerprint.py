@@ -1,10 +1,12 @@
-"""Hashes that identify a checkpoint without reading all of its weights."""
+"""Hashes that identify a checkpoint: by its config and headers, by samples of its weights, or by all of its bytes."""
 
 import hashlib
 
 from fcsd.checkpoint.files import contained, open_regular
 from fcsd.checkpoint.layout import INDEX, Layout
+from fcsd.checkpoint.side_files import side_files
 
+_DECIDING = (".json", ".jinja", "merges.txt", "vocab.txt", ".model", ".tiktoken")  # files beside the weights
 _BYTES = 4096  # bytes of each tensor that are hashed; a step of any optimizer changes some of them
 
 
@@ -28,6 +30,37 @@ def fingerprint(layout: Layout) -> str:
             digest.update(f"{name} {path.stat().st_size} ".encode() + length)
             digest.update(file.read(int.from_bytes(length, "little")))
     return digest.hexdigest()
+
+
+def content_sha256(layout: Layout, *beside: str) -> str:
+    """SHA-256 of all bytes of a checkpoint's weights, of its config with fcsd's block in it, and of its headers.
+
+    Args:
+        beside: names of other files in its directory, whose bytes are hashed, too, where they exist.
+
+    Raises:
+        BadInputError: a file is missing or not a regular file.
+    """
+    digest = hashlib.sha256(fingerprint(layout).encode())
+    others = {name: contained(layout.path, *name.split("/")) for name in beside}
+    files = layout.files | {name: path for name, path in others.items() if path.exists()}
+    for name, path in sorted(files.items()):
+        digest.update(f" {name} {path.stat().st_size} ".encode())
+        with open_regular(path) as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def whole_sha256(layout: Layout) -> str:
+    """``content_sha256`` with every file that decides what a model computes and reads, its tokenizer and templates.
+
+    A conversion of the same weights to another wiring changes this hash. The card and the licence do not.
+
+    Raises:
+        BadInputError: see ``content_sha256`` and ``side_files``.
+    """
+    return content_sha256(layout, *(name for name in side_files(layout.path) if name.endswith(_DECIDING)))
 
 
 def sample_sha256(layout: Layout) -> str:

@@ -14,8 +14,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields, is_dataclass
 from inspect import Parameter, signature
-from typing import Annotated, TextIO
+from itertools import chain
+from typing import Annotated, Any, TextIO, get_type_hints
 
 import typer
 
@@ -62,10 +64,14 @@ def emit(text: object, end: str = "\n") -> None:
 
 
 def command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Registers a command, gives it `-v`, and ends its errors in one line, a hint and their exit code."""
+    """Registers a command, gives it `-v`, and ends its errors in one line, a hint and their exit code.
+
+    A parameter whose type is a dataclass stands for options: each field is one, with its name, type and default.
+    """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         own = signature(function)
+        groups: dict[str, Any] = {p.name: p.annotation for p in own.parameters.values() if is_dataclass(p.annotation)}
 
         @functools.wraps(function)
         def guarded(*, verbose: bool, **options: object) -> None:
@@ -77,6 +83,8 @@ def command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], Ca
                 sys.stdout = open(os.devnull, "w")  # noqa: SIM115
             _DATA.set(sys.stdout)
             try:
+                for group_name, of in groups.items():
+                    options[group_name] = of(**{field.name: options.pop(field.name) for field in fields(of)})
                 with contextlib.redirect_stdout(sys.stderr), ended_by_signals():  # libraries print and log to stdout
                     function(**options)
             except BrokenPipeError:
@@ -86,12 +94,28 @@ def command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], Ca
                     traceback.print_exc()
                 sys.exit(report_error(error))
 
-        parameters = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in own.parameters.values()]
+        spread = chain.from_iterable(
+            _fields_of(p.annotation) if p.name in groups else [p] for p in own.parameters.values()
+        )
+        parameters = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in spread]
         guarded.__signature__ = own.replace(parameters=[*parameters, VERBOSE])  # type: ignore[attr-defined]
         group.command(name, cls=PanelCommand)(guarded)
         return function
 
     return register
+
+
+def _fields_of(options: type) -> Iterator[Parameter]:
+    """A parameter for each field of a dataclass."""
+    types = get_type_hints(options, include_extras=True)
+    for field in fields(options):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        yield Parameter(
+            field.name,
+            Parameter.KEYWORD_ONLY,
+            default=Parameter.empty if default is MISSING else default,
+            annotation=types[field.name],
+        )
 
 
 @contextlib.contextmanager

@@ -4,13 +4,11 @@ import json
 import math
 import os
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fcsd.bundled import located
 from fcsd.cli.command import emit
 from fcsd.cli.options import (
     AsJson,
@@ -41,14 +39,13 @@ def distill(
     ] = None,
     sets: Sets = [],  # noqa: B006 (typer reads the default and never changes it)
     gpus: Gpus = None,
-    nodes: Annotated[
-        int, typer.Option(min=1, help="Machines. Prints the command for each, unless --node-rank names one.")
-    ] = 1,
-    node_rank: Annotated[int | None, typer.Option(min=0, help="The number of this machine, from 0.")] = None,
-    rendezvous: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="The address on node 0 at which the nodes meet.")
+    launch: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COMMAND",
+            help="With --sweep: what starts a run on several machines, with the recipe behind it (docs/launching.md).",
+        ),
     ] = None,
-    slurm: Annotated[bool, typer.Option("--slurm", help="Print a script for sbatch instead of running.")] = False,
     join_timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for the other processes.")] = 300,
     resume: Annotated[str, typer.Option(metavar="auto|never|PATH", help="Where to continue from.")] = "auto",
     output_dir: Annotated[
@@ -69,38 +66,23 @@ def distill(
     resolved = load_recipe(named, sets, given)
     if resolved.recipe.sweep is not None and sweep is None:
         raise ConfigError(f"The recipe {named} is a sweep.", f"Start it with: fcsd distill --sweep {named}")
-
-    if rendezvous is not None and nodes == 1 and node_rank is None:
-        raise ConfigError("--rendezvous is for a run on several nodes, and this is one node", "Give --nodes N too.")
-
-    from fcsd.launch import nodes as several
-
     if sweep is not None:
         from fcsd.distill.sweep.trials import plan_of
 
         plan_of(resolved)  # refuses a recipe without a sweep
-    if slurm:
-        options = ["--resume", resume, *(["--accept-unsafe-exec"] if accept_unsafe_exec else [])]
-        emit(several.slurm_script(resolved, nodes=nodes, gpus=gpus or 1, options=options))
-        print("save it and hand it to sbatch, where output_dir is shared by all nodes", file=sys.stderr)
+        _sweep(named, resolved, gpus, launch, accept_unsafe_exec, dry_run, as_json)
         return
-    if sweep is not None:
-        _sweep(named, resolved, gpus, 1 if dry_run else nodes, accept_unsafe_exec, dry_run, as_json)
-        return
+    if launch is not None:
+        raise ConfigError("--launch is for --sweep", "Start one run by the command itself, with the recipe behind it.")
 
     from fcsd.launch.world import ensure_world
 
-    if nodes > 1 and node_rank is None and not dry_run:
-        emit(several.node_commands(sys.argv[1:], nodes, rendezvous))
-        return
     _require_extras(resolved.recipe)
     _require_inputs(named, resolved.recipe)
-    processes = (gpus or 1) * nodes
     if "WORLD_SIZE" not in os.environ:
-        accumulation(resolved.recipe, processes)  # or every process would say that the batch cannot be divided
+        accumulation(resolved.recipe, gpus or 1)  # or every process would say that the batch cannot be divided
     if not dry_run:
-        node = None if node_rank is None else several.node_of(nodes, node_rank, rendezvous)
-        ensure_world(gpus, node, timeout=join_timeout, grace_seconds=resolved.recipe.faults.grace_seconds)
+        ensure_world(gpus, grace_seconds=resolved.recipe.faults.grace_seconds)
 
     scorer = None
     if resolved.recipe.early_stop.benchmark:
@@ -111,7 +93,7 @@ def distill(
     from fcsd.distill.loop import distill_model
 
     directory = distill_model(
-        resolved, resume=resume, dry_run=dry_run, processes=processes, scorer=scorer, join_timeout=join_timeout
+        resolved, resume=resume, dry_run=dry_run, processes=gpus or 1, scorer=scorer, join_timeout=join_timeout
     )
     if first_rank():
         emit(json.dumps({"run": str(directory)}) if as_json else directory)
@@ -121,7 +103,7 @@ def _sweep(
     name: str,
     resolved: "config.ResolvedRecipe",
     gpus: int | None,
-    nodes: int,
+    command: str | None,
     accept_unsafe_exec: bool,
     dry_run: bool,
     as_json: bool,
@@ -130,7 +112,7 @@ def _sweep(
     _require_extras(resolved.recipe)
     from fcsd.distill.sweep.process import ends_on_sigterm, launcher
 
-    launch = launcher(gpus, accept_unsafe_exec, nodes)
+    launch = launcher(gpus, accept_unsafe_exec, command)
     _require_inputs(name, resolved.recipe)  # before torch is imported
 
     from fcsd.distill.sweep import search as sweeping
@@ -242,105 +224,40 @@ def plan(
     mfu: Annotated[
         float | None, typer.Option(min=0.001, max=1, help="Share of the GPUs' peak reached; default: as measured.")
     ] = None,
-    machine: Annotated[
-        Path | None,
-        typer.Option(
-            help="Predict training steps of both wirings on 1 to 128 nodes with the links in this file; the default is "
-            "parallel.machine."
-        ),
-    ] = None,
-    quantised: Annotated[
-        str | None,
-        typer.Option(help="With --machine: the format of the rows with quantised communication; the default is int8."),
-    ] = None,
-    picture: Annotated[Path | None, typer.Option(help="With --machine: draw the prediction into this PNG.")] = None,
-    frontier: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="In place of a recipe: predict for this model how fast each wiring of a share of the layers would be "
-            "served over --gpus (2, or the fewest that divide its heads), and what it would lose after healing.",
-        ),
-    ] = None,
-    costs: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="With --frontier: the costs of the model's layers (docs/planning.md)."),
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say whether a recipe fits, how long it takes and what it costs. Reads no weight; exit 8 if it does not fit."""
     from fcsd.config import load_recipe
 
-    if frontier is not None:
-        if recipe is not None or recipe_name is not None or sets:
-            raise ConfigError("--frontier is about a model, and a recipe is given too", "Leave out one of them.")
-        if nodes > 1 or any(given is not None for given in (gpu_mem, price, mfu, quantised, picture)):
-            raise ConfigError(
-                "--nodes, --gpu-mem, --price, --mfu, --quantised and --picture are about runs of a recipe, not for "
-                "--frontier",
-                "Leave them out.",
-            )
-        _frontier(frontier, gpus, machine, costs, as_json)
-        return
-    if costs is not None:
-        raise ConfigError("--costs is for --frontier, which is not given", "Give --frontier MODEL too.")
     named = one_recipe(recipe, recipe_name)
     read = load_recipe(named, sets).recipe
     memory = None if gpu_mem is None else gpu_memory(gpu_mem)
     _require_model(named, read)
     gpus = gpus or math.ceil(read.parallel.ep_size * read.parallel.tp_size / nodes)
 
-    from fcsd.parallel.machine import read_machine
-    from fcsd.plan import Hardware, cluster, deduplication, plan_run, report
+    from fcsd.plan import Hardware, deduplication, plan_run, report
     from fcsd.plan.setup import present
 
-    if read.parallel.machine is not None:
-        machine = machine or Path(read.parallel.machine)
-    if quantised is not None and machine is None:
-        raise ConfigError(
-            "--quantised is a format for the prediction for a cluster", "--machine FILE describes the cluster"
-        )
-    if picture is not None and machine is None:
-        raise ConfigError("--picture draws the prediction for a cluster", hint="--machine FILE describes the cluster")
-    if picture is not None:
-        require_extra("train", "fcsd plan --picture", "matplotlib")
-    described = None if machine is None else read_machine(machine)
-    links = None if described is None else described.links
     hardware = present(gpus, nodes, price)
     if memory is not None:
         source = f"GPUs of {memory:g} GiB, as --gpu-mem says; hours assume the arithmetic of an H200"
         hardware = Hardware(gpus, nodes, memory, price, source)
     planned = plan_run(read, hardware, mfu)
-    predictions = [] if links is None else cluster.predict(planned.numbers, planned.setup, links, quantised or "int8")
     options = []
-    if links is not None and read.parallel.dedup == "auto":
+    if read.parallel.dedup == "auto" and read.parallel.machine is not None:
+        from fcsd.parallel.machine import read_machine
+
+        links = read_machine(Path(read.parallel.machine)).links
         options = deduplication.expected_options(planned.numbers, planned.setup, links, read.parallel)
-    if picture is not None:
-        cluster.draw(predictions, picture, planned.name)
     if as_json:
         found = report.to_json(planned)
-        found |= {"cluster": cluster.to_json(predictions)} if predictions else {}
         found |= {"dedup": deduplication.to_json(options)} if options else {}
         emit(json.dumps(found, indent=2))
     else:
         parts = [report.to_text(planned)]
         parts += [deduplication.to_text(options)] if options else []
-        parts += [cluster.to_text(predictions, described.assumed)] if described is not None and predictions else []
         emit("\n\n".join(parts))
     planned.check()
-
-
-def _frontier(model: str, gpus: int | None, machine: Path | None, costs: Path | None, as_json: bool) -> None:
-    """Print what conversions of a model are predicted to gain and to lose."""
-    from fcsd.parallel.machine import read_machine
-    from fcsd.plan import frontier
-    from fcsd.plan.model import MetaModel
-
-    described = None if machine is None else read_machine(machine)
-    known = MetaModel(located(model))
-    gpus = gpus or frontier.usual_ranks(known)
-    rows = frontier.frontier(known, gpus, described, costs)
-    emit(json.dumps(frontier.to_json(rows), indent=2) if as_json else frontier.to_text(rows, gpus, described, costs))
 
 
 def _require_extras(recipe: "config.Recipe") -> None:

@@ -114,18 +114,6 @@ def evaluate(
     ] = None,
     reduce: Reduce = "nccl",
     no_compile: NoCompile = False,
-    quantised: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIRECTION=FORMAT,...",
-            help="Score the models as if their communication were quantised: dispatch, combine, or all-reduce with "
-            "--tp-degree. The baseline is scored without it, and may be the same MODEL.",
-        ),
-    ] = None,
-    tp_degree: Annotated[
-        int | None,
-        typer.Option(min=2, metavar="N", help="The tensor-parallel degree of --quantised all-reduce=FORMAT."),
-    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -142,8 +130,6 @@ def evaluate(
     """Score models on benchmarks. Prints a table; with --baseline also the differences and a verdict."""
     if baseline is None and (require or untrained):
         raise ConfigError("--require and --untrained compare with a baseline, and no --baseline is given")
-    if tp_degree is not None and quantised is None:
-        raise ConfigError("--tp-degree belongs to --quantised all-reduce=FORMAT, and no --quantised is given")
     require_extra("eval", "fcsd eval", *(package for package in EXTRAS["eval"] if package != "evalplus"))
 
     from fcsd.eval.suite import EVALPLUS, select_any
@@ -163,7 +149,6 @@ def evaluate(
 
     from fcsd.eval import compare, tables
     from fcsd.eval.engines.engine import Engine
-    from fcsd.eval.engines.quantised import QuantisedCommunication
     from fcsd.eval.harness import evaluate_models, named_models
 
     required = None if require is None else compare.Requirement.parse(require)  # refused before hours of work
@@ -182,7 +167,6 @@ def evaluate(
         gpus=gpus or 1 if backend in ("vllm", "own") else 1,
         reduce=reduce,  # type: ignore[arg-type]
         compile=not no_compile,
-        quantised=None if quantised is None else QuantisedCommunication.parse(quantised, tp_degree),
     )
     results = evaluate_models(
         models,
@@ -203,8 +187,8 @@ def evaluate(
         return
     comparisons = []
     if baseline:
-        named = named_models(models, baseline, engine)[1:]
-        name = next((name for name, model, _ in named if model == untrained), None)
+        named = named_models(models, baseline)[1:]
+        name = next((name for name, model in named if model == untrained), None)
         comparisons = compare.compare_models(results, untrained=name)
         if out:
             tables.report(results, out, comparisons, margin=margin)

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from fcsd.cli.advise import advise
 from fcsd.cli.bench import app as bench_app
 from fcsd.cli.command import command, emit, report_error
 from fcsd.cli.distill import cache_teacher, distill, plan, write
@@ -26,6 +27,7 @@ from fcsd.version import __version__
 
 EXAMPLES = """\b
 Examples:
+  fcsd advise org/model --gpu 'RTX 4090' --gpus 4
   fcsd inspect org/model
   fcsd convert org/model model-farskip --wiring farskip --layers all
   fcsd distill recipe.yaml --set optim.lr=1e-5 --gpus 8
@@ -50,7 +52,7 @@ app = typer.Typer(
     epilog=EXAMPLES,
 )
 app.add_typer(recipes_app, name="recipes", help="List, show or copy the packaged recipes, or print their schema.")
-app.add_typer(bench_app, name="bench", help="Measure this machine: its links, a step's memory and time, and serving.")
+app.add_typer(bench_app, name="bench", help="Measure this machine: its links, and serving.")
 
 
 def main() -> None:
@@ -84,6 +86,7 @@ def root(
     """Rewire a Hugging Face checkpoint so that communication no longer blocks; heal, prove and export it."""
 
 
+command(app, "advise")(advise)
 command(app, "inspect")(inspect)
 command(app, "convert")(convert)
 command(app, "distill")(distill)

@@ -65,9 +65,7 @@ def convert(
     ] = None,
     costs: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="With --layers auto: a new file for the costs, which `fcsd plan --frontier` reads."
-        ),
+        typer.Option(metavar="FILE", help="With --layers auto: a new file for what each layer alone costs."),
     ] = None,
     dry_run: DryRun = False,
     force: Force = False,

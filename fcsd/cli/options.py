@@ -84,6 +84,11 @@ def gpu_memory(text: str) -> float:
     return float(match[1])
 
 
+def names(text: str | None) -> tuple[str, ...]:
+    """The names in a list such as ``ladder,farskip``; none of no text."""
+    return () if text is None else tuple(text.split(","))
+
+
 def numbers(text: str) -> list[int]:
     """The numbers in a list such as ``2,5,8``.
 

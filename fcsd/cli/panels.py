@@ -17,13 +17,10 @@ PANELS = {
     "Recipe": "recipe_name sweep sets output_dir seed resume",
     "Questions": "suite tasks num_fewshot apply_chat_template data_mirror held_out limit",
     "Comparison": "baseline untrained margin require",
-    "Layers and wiring": "layers wiring wirings variant variants border distance tp_degree reduce quantised dedup "
-    "routers",
-    "Size of the work": "batch_size max_length micro_batch seq accumulation tokens rounds steps recompute "
-    "no_optimizer lengths arrivals answer batches loads minutes heal_hours",
-    "Machine": "gpus nodes node_rank node_size rendezvous slurm join_timeout ep_size device dtype backend generation "
-    "gpu_mem price mfu machine no_compile tp ep dp engine",
-    "Output": "out log_samples picture trace dry_run as_json",
+    "Layers and wiring": "layers wiring wirings variant border distance tp_degree reduce quantised",
+    "Size of the work": "batch_size max_length tokens rounds lengths arrivals answer batches loads minutes heal_hours",
+    "Machine": "gpus launch join_timeout ep_size device dtype backend generation no_compile tp ep dp engine",
+    "Output": "out log_samples dry_run as_json",
 }
 _MEANT = {"heal": "distill", "train": "distill", "rewire": "convert", "evaluate": "eval", "score": "eval"}
 _TYPE = re.compile(r" <(?:list\[)?(int|float|str|path)\b.*>")

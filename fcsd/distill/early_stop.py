@@ -9,7 +9,7 @@ a ``Scorer`` to it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +18,8 @@ from fcsd.eval.score import Scorer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from fcsd.distill.data.rows import Rows
 
 # 0.51 must not count as better than 0.50 by more than 0.01 because of a rounding error in the difference.
 _ROUNDING = 1e-9
@@ -62,6 +64,19 @@ def judge(history: Sequence[dict[str, Any]], settings: EarlyStop, mode: Literal[
     finite = [entry for entry in history if math.isfinite(entry["value"])]
     best = max(finite, key=lambda entry: (sign * entry["value"], entry["step"]))["step"] if finite else None
     return Verdict(best, waited, waited >= settings.patience)
+
+
+def held_out_text(held_out: "Mapping[str, Rows]") -> dict[str, str]:
+    """The hash of the text that the held-out loss is measured on, which checkpoints store; empty without a text.
+
+    Losses on two texts do not say which model is better.
+    """
+    return {"held_out_text": held_out["held_out"].sha256} if held_out else {}
+
+
+def scored_text(settings: EarlyStop, held_out: "Mapping[str, Rows]") -> dict[str, str]:
+    """The part of a run's identity that its scores depend on: the held-out text, where its loss is the score."""
+    return held_out_text(held_out) if settings.metric == HELD_OUT else {}
 
 
 class ScoreHistory:

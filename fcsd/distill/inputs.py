@@ -4,7 +4,7 @@ from pathlib import Path
 
 from fcsd.checkpoint import Location, expect_directory, resolve
 from fcsd.config import Recipe
-from fcsd.distill.data.files import data_files, is_saved_dataset
+from fcsd.distill.data.files import require_apart
 from fcsd.errors import BadInputError
 
 
@@ -15,15 +15,14 @@ def require_inputs(recipe: Recipe, conversion: str | None = None) -> None:
         conversion: the command that makes the model, if the recipe's file says it.
 
     Raises:
-        BadInputError: the model or the teacher does not exist or is not a checkpoint, or a data file does not exist.
+        BadInputError: the model or the teacher does not exist or is not a checkpoint, a data file does not exist, or
+            the run would train on a file that it is to measure on.
+        ConfigError: the format of a data file cannot be told from its name.
     """
     require_model(recipe, conversion)
     if recipe.teacher is not None:
         resolve(recipe.teacher, weights=False)
-    data = recipe.data
-    for source in [*data.sources, *data.measured.values()]:
-        if source.format != "hf" and not is_saved_dataset(source.path):
-            data_files(source.path)
+    require_apart(recipe.data.sources, recipe.data.measured)
 
 
 def require_model(recipe: Recipe, conversion: str | None = None) -> None:

@@ -6,7 +6,7 @@ away untrained, and costs little layer by layer, heals as well as one that is ne
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,6 @@ from fcsd.errors import ConfigError, NonFiniteError
 from fcsd.models.build import load_model, unwired, wire
 from fcsd.models.selection import cheapest, layers_text
 from fcsd.models.wiring_block import DESYNC, Wiring
-from fcsd.plan.frontier import speed_of, usual_ranks
-from fcsd.plan.model import MetaModel
 from fcsd.progress import progress
 
 log = logging.getLogger(__name__)
@@ -50,36 +48,22 @@ class LayerCosts:
     tokens: int
 
     def to_json(self) -> dict[str, Any]:
-        """What ``fcsd plan --frontier --costs`` reads, with None for the first layers if they cannot be converted."""
+        """What ``convert --costs`` writes, with None for the first layers if they cannot be converted."""
         name = self.wiring.name if self.wiring.variant == "full" else f"{self.wiring.name} {self.wiring.variant}"
         alone = [self.alone.get(layer) for layer in range(max(self.alone) + 1)]
         return {"tokens": self.tokens, name: {"alone": alone, "kept": self.wiring.layers, "together": self.together}}
 
-    def to_text(self, speed: Callable[[Wiring], tuple[float, float]], ranks: int) -> str:
-        """A table with a line for each layer, and what the standard layers cost a server by prediction.
-
-        Args:
-            speed: ``plan.frontier.speed_of``, for ``ranks`` GPUs.
-        """
-
-        def times(layers: Sequence[int]) -> tuple[float, float]:
-            return speed(replace(self.wiring, layers=tuple(layers)))
-
+    def to_text(self) -> str:
+        """A table with a line for each layer."""
         whole, rest = sum(self.alone.values()), sum(self.alone[layer] for layer in self.wiring.layers)
-        every, chosen = times([*self.alone]), times(self.wiring.layers)
         lines = [f"KL from the original in nats per token, over {self.tokens} tokens, of each layer converted alone:"]
         for layer, cost in self.alone.items():
-            told = ""
-            if layer not in self.wiring.layers:
-                lost = zip(times([n for n in self.alone if n != layer]), every, strict=True)
-                told = "  stays standard: {:+.3f}x a step, {:+.3f}x first tokens".format(*(a - b for a, b in lost))
+            told = "" if layer in self.wiring.layers else "  stays standard"
             lines.append(f"  {layer:>3}  {cost:8.4f}{told}")
         lines += [
             f"  sum over all layers {whole:.4f}, and over layers {layers_text(self.wiring.layers)} {rest:.4f}",
             f"  these layers together, untrained: {self.together:.4f}",
             f"  {len(self.alone) - len(self.wiring.layers)} of {len(self.alone)} layers stay standard",
-            f"  predicted for {ranks} GPUs without peer access, a step and the first tokens, over the original:",
-            "  {:.2f}x and {:.2f}x with all layers, {:.2f}x and {:.2f}x with these".format(*every, *chosen),
         ]
         return "\n".join(lines)
 
@@ -104,11 +88,8 @@ def choose_by_cost(
     config = read_config(path, trust_remote_code=trust_remote_code)
     refuse_rewired(path, config.rewired)
     whole = choose_wiring(config, config.arch, wiring, "all", **how)
-    served = MetaModel(str(path))
-    ranks = usual_ranks(served)
-    speed = speed_of(served, ranks)
     found = _measure(path, whole, layers, text)
-    log.info(found.to_text(speed, ranks))
+    log.info(found.to_text())
     return found
 
 

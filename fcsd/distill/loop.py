@@ -16,11 +16,11 @@ from pathlib import Path
 
 from fcsd.config import ResolvedRecipe
 from fcsd.distill import preview
-from fcsd.distill.early_stop import ScoreHistory
+from fcsd.distill.early_stop import ScoreHistory, held_out_text
 from fcsd.distill.experts.dedup_choice import DedupChoice
 from fcsd.distill.experts.swaps import ExpertSwaps
 from fcsd.distill.metrics import Meter
-from fcsd.distill.parts.files import write_merged, write_parts
+from fcsd.distill.parts.files import require_base, write_merged, write_parts
 from fcsd.distill.prepare import Prepared, hide_progress_bars, prepare_run
 from fcsd.distill.run import checkpoints, identity, manifest, run_dir, signals
 from fcsd.distill.run.nonfinite import Skips
@@ -274,6 +274,7 @@ def finish_step(
     if last or (wanted and tools.saver.seconds < time_left):
         keepers = (tools.scores, tools.skips, tools.swaps, tools.dedup)
         progress = _counts(run, step) | {key: value for one in keepers for key, value in one.progress().items()}
+        progress |= held_out_text(run.held_out)
         with tools.pause(CHECKPOINT, f"saving step {step}"):
             tools.saver.save(step, progress, last=last, best=best, wait=time_left < math.inf)
         time_left = _time_left(run, tools)  # a signal that came during the save needs no further step
@@ -303,21 +304,26 @@ def publish_model(run: Prepared, tools: Tools) -> None:
     if tools.reporter and verdict.best is not None:
         stopped = f"stopped early: {verdict.waited} scores in a row were no improvement; " if verdict.stop else ""
         tools.reporter.say(f"{stopped}final/ is the model with the best score, that of step {verdict.best}")
-    if (parts := run.training.parts) is None:
-        run.world.on_first(
-            lambda: run_dir.publish(manifest.verified_model(best) if best else newest / manifest.MODEL, run.directory)
-        )
+    chosen, parts = best or newest, run.training.parts
+    kind = manifest.MODEL if parts is None else manifest.PARTS
+    whole = best is None and parts is None  # the newest model was just written, or was read when the run began
+    folder = run.world.on_first(lambda: newest / kind if whole else manifest.verified_model(chosen, kind))
+    # A run that takes no step leaves its final/ as it is.
+    if newest == run.checkpoint and run.world.on_first(lambda: run_dir.is_published(run.directory, chosen)):
         return
-    folder = run.world.on_first(lambda: manifest.verified_model(best or newest, manifest.PARTS))
+    if parts is None:
+        run.world.on_first(lambda: run_dir.publish(folder, run.directory, chosen))
+        return
+    run.world.on_first(lambda: require_base(run.source, run.identity["frozen.base"], folder))
     final = run.world.on_first(lambda: run_dir.new_final(run.directory))
     write_merged(parts, folder, run.source.path, final, run.world)
-    run.world.on_first(lambda: run_dir.finish(final, run.directory))
+    run.world.on_first(lambda: run_dir.finish(final, run.directory, chosen))
 
 
 def _write_model(run: Prepared, part: OwnPart, checkpoint: Path, world: World) -> None:
     """Writes the model into the directory of a checkpoint, or what trains beside frozen weights."""
     if run.training.parts is not None:
-        write_parts(part, run.source, checkpoint / manifest.PARTS, world)
+        write_parts(part, run.source, run.identity["frozen.base"], checkpoint / manifest.PARTS, world)
         return
     random = run.recipe.init.weights == "random"
     write_student(part, run.source.path, checkpoint / manifest.MODEL, world, random=random)

@@ -6,11 +6,11 @@ themselves or nearly another document of their file are dropped.
 """
 
 import hashlib
-import io
 import json
 import logging
 import zlib
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import timedelta
 from itertools import accumulate
@@ -19,11 +19,23 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fcsd.checkpoint import fingerprint, read_config, read_layout, resolve
+from fcsd.checkpoint import content_sha256, read_config, read_layout, resolve
 from fcsd.checkpoint.location import recorded_original
 from fcsd.checkpoint.rewired import describe
 from fcsd.checkpoint.tokenizer import load_tokenizer
-from fcsd.disk import read_input, require_folder, write_bytes, write_text
+from fcsd.disk import json_sha256, write_text
+from fcsd.distill.own_text_files import (
+    HELD_OUT,
+    RECORD,
+    TRAIN,
+    count_files,
+    files_to_write,
+    hold,
+    make_folders,
+    plan_files,
+    text_of,
+    write_file,
+)
 from fcsd.distill.writer import CPU_BATCH, GPU_BATCH, Writer, Writing
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.launch.world import World, join_world
@@ -31,12 +43,9 @@ from fcsd.progress import progress
 
 log = logging.getLogger(__name__)
 
-RECORD = "write.json"
-TRAIN, HELD_OUT = "train", "held_out"
 _HELD_OUT_EACH = 50  # one document of so many is for the held-out loss
 # The most tokens of a file. A call that was killed writes its last file again, which should take minutes at most.
 GPU_FILE, CPU_FILE = 2_000_000, 8_192
-_NAMES = {"model_sha256": "model", "prompts_sha256": "file of --prompts"}  # settings that are not options
 _PATIENCE = timedelta(days=1)  # processes that are ready wait for one that writes another file
 _SHINGLE = 8  # tokens
 _HASHES, _BANDS = 8, 4
@@ -72,7 +81,7 @@ def write_own_text(
         shard_tokens: the most tokens of a file; None for ``GPU_FILE`` or ``CPU_FILE``. There are as many files for
             each process, of one size, and a text that grows gets such files for what it lacks.
         batch_size: how many documents are written at a time; None for ``GPU_BATCH`` or ``CPU_BATCH``. Their keys and
-            values are in memory.
+            values are in memory. Another number of them gives another text.
 
     Returns:
         The content of ``write.json``: the model, its rewiring in words (null for an original), the settings, the
@@ -81,9 +90,9 @@ def write_own_text(
         another one of their file.
 
     Raises:
-        BadInputError: the checkpoint, its tokenizer or the prompts cannot be used.
-        ConfigError: a setting has no meaning, or ``out`` holds text that was written
-            with other settings.
+        BadInputError: the checkpoint, its tokenizer or the prompts cannot be used, or a file in ``out`` is damaged.
+        ConfigError: a setting has no meaning, ``out`` holds text that was written with other settings, or another call
+            is writing to it.
     """
     world = join_world()
     if world.size > 1:
@@ -96,7 +105,10 @@ def write_own_text(
     _check(writing, tokens, tokenizer, prompts)
     questions = None if prompts is None else _read_prompts(prompts, tokenizer, max_tokens)
     identity = {
-        "model_sha256": fingerprint(read_layout(path)),
+        "tokenizer_sha256": _tokenizer_sha256(tokenizer),
+        "chat_template_sha256": json_sha256(tokenizer.chat_template) if form == "chat" else None,
+        "model_sha256": content_sha256(read_layout(path), "generation_config.json"),
+        "batch_size": batch_size or (GPU_BATCH if on_gpu else CPU_BATCH),
         **asdict(writing),
         "prompts_sha256": None if questions is None else hashlib.sha256(json.dumps(questions).encode()).hexdigest(),
     }
@@ -110,24 +122,39 @@ def write_own_text(
             recorded_original(path, rewired) or "it is not recorded",
         )
     most = shard_tokens or (GPU_FILE if on_gpu else CPU_FILE)
-    files = world.on_first(lambda: _claim(out, identity, tokens, most, world.size))
-    sizes = [size for count, size in files for _ in range(count)]
-    count = next(number for number, total in enumerate(accumulate(sizes), 1) if total >= tokens)
-    for part in (TRAIN, HELD_OUT):
-        (out / part).mkdir(exist_ok=True)
-    # One process looks, before any of them writes a file.
-    missing = world.on_first(lambda: [n for n in range(count) if not (out / _name(TRAIN, n)).exists()])
-    mine = missing[world.rank :: world.size]
-    if mine:
-        network = _load(path, world)
-        writer = Writer(network, tokenizer, writing, questions, batch_size or (GPU_BATCH if on_gpu else CPU_BATCH))
-        quiet = world.rank > 0
-        with progress("writing tokens", sum(sizes[number] for number in mine), quiet=quiet) as advance:
-            for number in mine:
-                _write_shard(out, number, sizes[number], writer, advance)
-    world.everywhere(lambda: None)  # waits until all files are there
-    who = {"model": model, "rewired": None if rewired is None else describe(rewired)}
-    return world.on_first(lambda: _record(out, identity, files, who, tokenizer))
+    with ExitStack() as held:
+        world.on_first(lambda: held.enter_context(hold(out)))
+        files = world.on_first(lambda: plan_files(out, identity, tokens, most, world.size))
+        sizes = [size for count, size in files for _ in range(count)]
+        count = next(number for number, total in enumerate(accumulate(sizes), 1) if total >= tokens)
+        texts = [text_of(identity, number, size) for number, size in enumerate(sizes)]
+        world.on_first(lambda: make_folders(out))
+        # One process looks, before any of them writes a file.
+        missing = world.on_first(lambda: files_to_write(out, texts, count))
+        mine = missing[world.rank :: world.size]
+        if mine:
+            network = _load(path, world)
+            writer = Writer(network, tokenizer, writing, questions, identity["batch_size"])
+            quiet = world.rank > 0
+            with progress("writing tokens", sum(sizes[number] for number in mine), quiet=quiet) as advance:
+                for number in mine:
+                    _write_shard(out, number, sizes[number], texts[number], writer, advance)
+        world.everywhere(lambda: None)  # waits until all files are there
+
+        def record() -> dict[str, Any]:
+            written, first = count_files(out, texts)
+            who = {"model": model, "rewired": None if rewired is None else describe(rewired)}
+            about = {"settings": identity, "files": files, "written": written, "example": tokenizer.decode(first)}
+            write_text(out / RECORD, json.dumps(who | about, indent=1) + "\n")
+            return who | about
+
+        return world.on_first(record)
+
+
+def _tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
+    backend: Any = tokenizer
+    words = backend.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.get_vocab()
+    return json_sha256([words, {name: str(token) for name, token in tokenizer.special_tokens_map.items()}])
 
 
 def _check(writing: Writing, tokens: int, tokenizer: PreTrainedTokenizerBase, prompts: Path | None) -> None:
@@ -163,45 +190,6 @@ def _read_prompts(file: Path, tokenizer: PreTrainedTokenizerBase, most: int) -> 
     return fitting
 
 
-def _claim(out: Path, identity: dict[str, Any], tokens: int, most: int, processes: int) -> list[list[int]]:
-    """Compare the settings with those that ``out`` records, and record them and the files before any is written.
-
-    Args:
-        most: the most tokens of a file that is added.
-
-    Returns:
-        The files, as ``write.json`` has them. They hold at least ``tokens`` together, and those that were planned once
-        stay as they are: the number and the size of a file decide its text.
-    """
-    file, record = out / RECORD, {"settings": identity, "files": []}
-    if file.exists():
-        try:
-            record = json.loads(read_input(file))
-            known, files = record["settings"], record["files"]
-            if not all(count > 0 and size > 0 for count, size in files):
-                raise ValueError("files without tokens")
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise BadInputError(f"{file}: is damaged", "Choose another directory.") from error
-        changed = [key for key in identity if known.get(key) != identity[key]]
-        if changed:
-            was = known.get(changed[0])
-            named = _NAMES.get(changed[0]) or f"{'--' + changed[0].replace('_', '-')}: {was!r}"
-            raise ConfigError(f"{out}: holds text that was written with another {named}", "Choose another directory.")
-    else:
-        require_folder(out, "--out")
-        if out.exists() and any(out.iterdir()):
-            raise ConfigError(f"{out}: is not empty and holds no text of fcsd write", "Choose another directory.")
-        out.mkdir(parents=True, exist_ok=True)
-    files = record["files"]
-    lacking = tokens - sum(count * size for count, size in files)
-    if lacking > 0:
-        count = processes * -(-lacking // (processes * most))
-        files.append([count, -(-lacking // count)])
-        # It is written before the files, so that a call that ends here can be started again.
-        write_text(file, json.dumps(record, indent=1) + "\n")
-    return files
-
-
 def _load(path: Path, world: World) -> PreTrainedModel:
     from fcsd.engine.fused import fuse
     from fcsd.models.build import load_model
@@ -212,10 +200,8 @@ def _load(path: Path, world: World) -> PreTrainedModel:
     return network
 
 
-def _write_shard(out: Path, number: int, size: int, writer: Writer, advance: Any) -> None:
-    """Write documents until the shard has ``size`` tokens. Its training file comes last, and says that it is whole."""
-    import pyarrow as pa
-
+def _write_shard(out: Path, number: int, size: int, text: str, writer: Writer, advance: Any) -> None:
+    """Write documents until the shard has ``size`` tokens; ``text`` is its ``text_of``."""
     kept, dropped = [], {"loops": 0, "repeats": 0}
     seen: set[tuple[int, ...]] = set()
     total, written, asked, in_vain = 0, 0, 0, 0
@@ -239,19 +225,7 @@ def _write_shard(out: Path, number: int, size: int, writer: Writer, advance: Any
             what = f"the last {in_vain} documents of a file all loop or nearly repeat others of it"
             raise BadInputError(what, "raise --temperature, or leave --greedy and --prompts out")
     held_out, train = kept[::_HELD_OUT_EACH], [ids for i, ids in enumerate(kept) if i % _HELD_OUT_EACH]
-    for part, documents in ((HELD_OUT, held_out), (TRAIN, train)):
-        table = pa.table({"input_ids": pa.array(documents, pa.list_(pa.int32()))})
-        table = table.replace_schema_metadata({"fcsd": json.dumps(dropped)})
-        _replace(out / _name(part, number), table)
-
-
-def _replace(file: Path, table: Any) -> None:
-    """Write a parquet file that exists as a whole or not at all."""
-    import pyarrow.parquet as pq
-
-    buffer = io.BytesIO()
-    pq.write_table(table, buffer, compression="zstd")
-    write_bytes(file, buffer.getvalue())
+    write_file(out, number, text, {HELD_OUT: held_out, TRAIN: train}, dropped)
 
 
 def loops(ids: Sequence[int]) -> bool:
@@ -278,37 +252,6 @@ def repeats(ids: Sequence[int], seen: set[tuple[int, ...]]) -> bool:
 def _shingles(ids: Sequence[int]) -> set[bytes]:
     texts = [token.to_bytes(4) for token in ids]
     return {b"".join(texts[n : n + _SHINGLE]) for n in range(max(1, len(ids) - _SHINGLE + 1))}
-
-
-def _name(part: str, number: int) -> str:
-    return f"{part}/part-{number:05d}.parquet"
-
-
-def _record(
-    out: Path,
-    identity: dict[str, Any],
-    files: list[list[int]],
-    who: dict[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
-) -> dict[str, Any]:
-    """Count what all files hold that a recipe reads, those of an earlier and larger call too; write ``write.json``."""
-    import pyarrow.parquet as pq
-
-    totals = {"documents": 0, "tokens": 0, "held_out_documents": 0, "loops": 0, "repeats": 0}
-    for part in (TRAIN, HELD_OUT):
-        for file in sorted((out / part).glob("*.parquet")):
-            table = pq.read_table(file)
-            if part == HELD_OUT:
-                totals["held_out_documents"] += table.num_rows
-                for key, value in json.loads(table.schema.metadata[b"fcsd"]).items():
-                    totals[key] += value
-            else:
-                totals["documents"] += table.num_rows
-                totals["tokens"] += sum(len(chunk.flatten()) for chunk in table["input_ids"].chunks)
-    first = pq.read_table(out / _name(TRAIN, 0))["input_ids"][0].as_py()
-    record = {**who, "settings": identity, "files": files, "written": totals, "example": tokenizer.decode(first)}
-    write_text(out / RECORD, json.dumps(record, indent=1) + "\n")
-    return record
 
 
 def to_text(record: dict[str, Any], out: Path) -> str:

@@ -11,14 +11,15 @@ import torch.distributed as dist
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, enable_full_determinism, set_seed
 
-from fcsd.checkpoint import Location, read_layout, resolve, sample_sha256
+from fcsd.checkpoint import Location, read_layout, resolve, whole_sha256
 from fcsd.config import Recipe, ResolvedRecipe, accumulation
 from fcsd.distill import tensor_parallel
-from fcsd.distill.data.corpus import Corpus, load_tokenizer
+from fcsd.distill.data.corpus import Corpus, load_tokenizer, require_other_text
 from fcsd.distill.data.document_end import document_end
 from fcsd.distill.data.load_on_ranks import load_corpora
 from fcsd.distill.data.rows import Mixture, Rows
 from fcsd.distill.dtypes import DTYPES
+from fcsd.distill.early_stop import scored_text
 from fcsd.distill.experts import expert_parallel
 from fcsd.distill.experts.swaps import orders_of
 from fcsd.distill.inputs import student_source
@@ -160,7 +161,7 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     if settings := recipe.objective.teacher_cache:
         source, cached = read_teacher_cache(recipe, settings, identity, vocab_size)
         hashes = hashes | cached
-    identity |= hashes
+    identity |= hashes | scored_text(recipe.early_stop, held_out)
     by_zero = checkpoint is not None and checkpoints.of_several(checkpoint)
     training = build_training(student, source, recipe, world, traffic, dispatcher, by_zero, teams, parts)
     if parts is not None and shares_weights(recipe):
@@ -215,7 +216,7 @@ def share_weights(
 
 
 def identify_frozen(recipe: Recipe, source: Location, teacher: dict[str, str]) -> dict[str, str]:
-    """``frozen.sample``, the hash of the weights that the student starts with.
+    """``frozen.base``, the hash of the whole model that the student starts with, its wiring and tokenizer included.
 
     Args:
         teacher: the result of ``identify_teacher``; empty without a teacher in memory.
@@ -225,7 +226,7 @@ def identify_frozen(recipe: Recipe, source: Location, teacher: dict[str, str]) -
     """
     if teacher:
         require_own_weights(recipe, teacher["teacher.sample"])
-    return {"frozen.sample": sample_sha256(read_layout(source.path))}
+    return {"frozen.base": whole_sha256(read_layout(source.path))}
 
 
 def read_data(
@@ -243,6 +244,7 @@ def read_data(
     end = document_end(data.document_end, model, tokenizer, vocab_size)
     corpora = load_corpora(sources, tokenizer, vocab_size, data.seq_len, world, end.id)
     trained, others = corpora[: len(data.sources)], corpora[len(data.sources) :]
+    require_other_text(trained, dict(zip(data.measured, others, strict=True)))
     held_out = {name: Rows(corpus, data.seq_len) for name, corpus in zip(data.measured, others, strict=True)}
     return trained, training_rows(recipe, trained), held_out
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fcsd.config import Recipe, accumulation
 from fcsd.distill import tensor_parallel
-from fcsd.distill.data.corpus import Corpus, listed, load_corpus, load_tokenizer
+from fcsd.distill.data.corpus import Corpus, listed, load_corpus, load_tokenizer, require_other_text
 from fcsd.distill.data.document_end import document_end
 from fcsd.distill.data.rows import Rows, batch
 from fcsd.distill.experts import expert_parallel
@@ -66,8 +66,10 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
     end = document_end(data.document_end, source.path, tokenizer, vocab_size)
     corpora = [load_corpus(item, tokenizer, vocab_size, end.id) for item in data.sources]
     packed = [Rows(corpus, data.seq_len, [recipe.seed, n]) for n, corpus in enumerate(corpora)]
-    for item in data.measured.values():
-        Rows(load_corpus(item, tokenizer, vocab_size, end.id), data.seq_len)
+    measured = {name: load_corpus(item, tokenizer, vocab_size, end.id) for name, item in data.measured.items()}
+    for corpus in measured.values():
+        Rows(corpus, data.seq_len)
+    require_other_text(corpora, measured)
     teacher = teacher_name(recipe) if needs_teacher(recipe) else "none, the loss is cross-entropy"
     if cache := recipe.objective.teacher_cache:
         teacher = f"{cache.path}, the {cache.top_k} most likely token ids of {teacher_name(recipe)}"
@@ -101,9 +103,11 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
         )
     for item, corpus, rows in zip(data.sources, corpora, packed, strict=True):
         left_out = f"; left out: {listed(reasons)}" if (reasons := corpus.left_out(data.seq_len)) else ""
+        left_out += f"; fields that nothing reads: {listed(corpus.unread)}" if corpus.unread else ""
         counted = round(rows.counted * rows.per_epoch * data.seq_len)
         sizes = f"{corpus.tokens:,} tokens in {rows.per_epoch:,} rows, {rows.filled:.1%} full"
         lines.append(f"data        {item.path}: {sizes}; {counted:,} tokens ({rows.counted:.1%}) count{left_out}")
+        lines.append(f"read        {corpus.read}")
         lines.append(f"first row   {show_first_row(corpus, rows, tokenizer)}")
     return "\n".join(lines)
 

@@ -19,7 +19,7 @@ from fcsd.engine.generate import GRAPHS, SLOTS, ending, generate
 from fcsd.errors import BadInputError
 
 GPU_BATCH, CPU_BATCH = 512, 32  # documents that are written at a time
-_STRIDE = 1_000_003  # prompts of a file from one shard to the next; a prime, so that shards begin elsewhere
+_GOLDEN = 0x9E3779B97F4A7C15  # the golden section of 2^64: its multiples modulo 2^64 lie evenly apart, however many
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Writer:
             asked = [ids[:-1] if ids[-1] in self._end.tokens else ids for _, ids in invented]
             asked = [ids for ids in asked if ids]
         else:
-            place = shard * _STRIDE + first
+            place = _beginning(shard, len(self._questions)) + first
             asked = [self._questions[(place + i) % len(self._questions)] for i in range(count)]
         prompts = [[*turns.before, *ids, *turns.after] for ids in asked]
         greedy = int(writing.greedy * (first + len(prompts))) - int(writing.greedy * first)  # few calls, or many
@@ -106,6 +106,11 @@ class Writer:
             cache_tokens=self._batch_size * (max(map(len, prompts)) + most + GRAIN),
             temperatures=temperatures,
         )
+
+
+def _beginning(shard: int, questions: int) -> int:
+    """The prompt of a file at which a shard begins. Any number of shards begins evenly apart over the file."""
+    return (shard * _GOLDEN % (1 << 64)) * questions >> 64
 
 
 def own_documents(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: int) -> list[list[int]]:

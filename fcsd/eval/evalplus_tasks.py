@@ -15,9 +15,8 @@ from typing import Any
 
 from fcsd.disk import file_sha256, json_sha256
 from fcsd.errors import BadInputError
-from fcsd.eval.code.judge import Problem, pass_at_1
-from fcsd.eval.code.problems import load_evalplus
-from fcsd.eval.code_tasks import TIMEOUT_S, judged
+from fcsd.eval.code.judge import TIMEOUT_S, judged, pass_at_1
+from fcsd.eval.code.problems import Problem, load_evalplus
 from fcsd.eval.engines.interface import Adapter
 from fcsd.eval.results import fields_of
 from fcsd.eval.statistics import estimate, spread

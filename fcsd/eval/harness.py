@@ -6,7 +6,6 @@ import os
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,15 +17,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.checkpoint import expect_directory, read_config, read_layout, resolve
 from fcsd.checkpoint.location import short_names
-from fcsd.disk import json_sha256, require_folder
-from fcsd.engine.generate import BATCHES
+from fcsd.disk import require_folder
 from fcsd.errors import ConfigError
 from fcsd.eval.code.sandbox import find_sandbox
 from fcsd.eval.compare import require_same_engine
 from fcsd.eval.engines.adapter import HFAdapter
 from fcsd.eval.engines.engine import OWN, Engine, opened, versions
 from fcsd.eval.engines.interface import Adapter
-from fcsd.eval.engines.quantised import over
 from fcsd.eval.evalplus_tasks import EvalPlusTask, evalplus_result
 from fcsd.eval.perplexity import HELD_OUT, HeldOut, held_out_result
 from fcsd.eval.results import COMPARISON, Result, ResultFile, in_mean, shown, write_samples
@@ -76,13 +73,12 @@ def evaluate_models(
         suite: a name in ``suite.SUITES``.
         tasks: some of the suite, by column or task name, and tasks of lm-eval that the suite does not have.
         num_fewshot, apply_chat_template: settings of the named tasks, instead of their own; see ``suite.select_any``.
-        baseline: one more model, evaluated first; the others are compared with it afterwards. It is evaluated without
-            the engine's quantised wire, and may then be one of ``models`` too.
+        baseline: one more model, evaluated first; the others are compared with it afterwards.
         data_mirror: a directory of data sets under their hub names; None for the hub and its cache.
         held_out: a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` text for one more result, the held-out loss; or a
             ``.parquet`` file of token ids; or a folder with files of either kind.
         limit: score only so many questions of every benchmark, spread evenly over its tasks and over each task.
-        engine: how the models are run. Of models in memory, only limits, ``generation`` and ``quantised`` are used.
+        engine: how the models are run. Of models in memory, only limits and ``generation`` are used.
         out: a directory for one ``<model>.json`` each. Answers are kept there too: an evaluation that was killed and
             is started again repeats none of them.
         log_samples: write every question's prompt, answer and score to ``out/samples/<model>/<suite>/<task>.jsonl``.
@@ -92,12 +88,11 @@ def evaluate_models(
 
     Returns:
         One result per model and task: ``model, path, suite, baseline, column, task, metric, filter, value, stderr, n,
-        chance, beside, items, settings, settings_sha256, data_sha256, data_files, sandbox, engine, wire, wire_sha256,
-        versions, seconds``. A task such as LAMBADA has two, the second one for the loss of the right answer.
+        chance, beside, items, settings, settings_sha256, data_sha256, data_files, sandbox, engine, versions,
+        seconds``. A task such as LAMBADA has two, the second one for the loss of the right answer.
         ``value`` is a fraction (or a loss in nats per token or answer, or a perplexity); ``items`` holds the results of
         the single questions in a fixed order, by which ``compare_models`` pairs models. ``path`` is the model's
-        absolute path, or its hub id; None for a model in memory. ``wire`` holds the formats of quantised communication,
-        which are a part of the model's name too; None without any.
+        absolute path, or its hub id; None for a model in memory.
 
     Raises:
         ConfigError: a suite or task is unknown, a task cannot run here, no task counts in the mean of which a verdict
@@ -112,7 +107,7 @@ def evaluate_models(
     if log_samples and out is None:
         raise ConfigError("samples are written beside results, and no directory is given for these", "give --out DIR")
     engine = engine or Engine()
-    ordered = named_models(models, baseline, engine)
+    ordered = named_models(models, baseline)
     text = None if held_out is None else HeldOut(Path(held_out))
     mirror = None if data_mirror is None else Path(data_mirror).absolute()  # loading changes directory
     directory = None if out is None else Path(out)
@@ -121,7 +116,7 @@ def evaluate_models(
     results: list[dict[str, Any]] = []
     chosen = select_any(suite, tasks, num_fewshot=num_fewshot, apply_chat_template=apply_chat_template)
     engine.check(int(os.environ.get("WORLD_SIZE", "1")) if team is None else 1)
-    for _, model, _ in ordered:  # a mistyped name or an unsupported model is refused before data are read
+    for _, model in ordered:  # a mistyped name or an unsupported model is refused before data are read
         if isinstance(model, str):
             source = resolve(model, weights=False)
             read_config(source.path, trust_remote_code=True)  # no code is run
@@ -143,8 +138,8 @@ def evaluate_models(
         total = len(ordered) * (len(loaded_tasks) + lost + (text is not None))
         if team.leads:
             log.info("%s", announcement(len(ordered), loaded_tasks, text, limit))
-        for name, model, own in ordered:
-            ours = _lent(model, own, team) if isinstance(model, Loaded) else opened(model, own, directory, team)
+        for name, model in ordered:
+            ours = _lent(model, engine, team) if isinstance(model, Loaded) else opened(model, engine, directory, team)
             with ours as lm:
                 how = {**lm.engine(), "ep_size": engine.ep_size}
                 if baseline is not None and results:
@@ -153,10 +148,10 @@ def evaluate_models(
                 start = time.perf_counter()
                 for scored in _results(lm, loaded_tasks, text, limit, accept_unsafe_exec):
                     samples = scored.pop("samples", None)  # the held-out loss has none
-                    is_baseline = baseline is not None and (name, model, own) == ordered[0]
+                    is_baseline = baseline is not None and (name, model) == ordered[0]
                     result = {"model": name, "path": _path(model), "suite": suite, "baseline": is_baseline, **scored}
-                    result |= {"engine": how, **_quantised(own), "versions": versions(engine)}
-                    result |= {"seconds": round(time.perf_counter() - start, 2)}
+                    seconds = round(time.perf_counter() - start, 2)
+                    result |= {"engine": how, "versions": versions(engine), "seconds": seconds}
                     results.append(result)
                     if team.leads:
                         log.info("%s  [%d of %d]", summary(result), len(results), total)
@@ -174,40 +169,23 @@ def _counts(task: LoadedTask) -> bool:
 
 
 def named_models(
-    models: Sequence[str | Path | Loaded], baseline: str | Path | Loaded | None, engine: Engine
-) -> list[tuple[str, str | Loaded, Engine]]:
-    """The models in the order of their evaluation, the baseline first: their names, themselves and their engines.
-
-    Under quantised communication, a model's name ends with the formats. The baseline is evaluated without. It may be
-    one of the models only if there are formats; otherwise it is evaluated once.
+    models: Sequence[str | Path | Loaded], baseline: str | Path | Loaded | None
+) -> list[tuple[str, str | Loaded]]:
+    """The models in the order of their evaluation, the baseline first: their names and themselves. Each stands once.
 
     Raises:
         ConfigError: the same model is named twice, or the baseline is the only one: a verdict would be met unasked.
     """
     first = [] if baseline is None else [_spelled(baseline)]
-    others = [model for model in map(_spelled, models) if engine.quantised is not None or model not in first]
+    others = [model for model in map(_spelled, models) if model not in first]
     if not others:
         raise ConfigError(f"--baseline {baseline}: is the only MODEL, too", "Name another MODEL or another baseline.")
-    each = [*first, *(model for model in others if model not in first)]
-    names_of([_name(model) for model in others])  # refuses a model that is named twice
-    name_of = dict(zip(map(_name, each), names_of([_name(model) for model in each]), strict=True))
-    if engine.quantised is None:
-        return [(name_of[_name(model)], model, engine) for model in each]
-    # Generates as the models under a format do, so that the answers can be compared.
-    plain = replace(engine, quantised=None, generation=BATCHES)
-    found = [(name_of[_name(model)], model, plain) for model in first]
-    wired = replace(engine, generation=engine.generation or BATCHES)
-    return [*found, *((f"{name_of[_name(model)]}+{engine.quantised}", model, wired) for model in others)]
+    each = [*first, *others]
+    return list(zip(names_of([_name(model) for model in each]), each, strict=True))
 
 
 def _name(model: str | Loaded) -> str:
     return model.name if isinstance(model, Loaded) else model
-
-
-def _quantised(engine: Engine) -> dict[str, Any]:
-    """The quantised communication of a result, and a hash of it."""
-    wire = None if engine.quantised is None else engine.quantised.to_json()
-    return {"wire": wire, "wire_sha256": None if wire is None else json_sha256(wire)}
 
 
 def _path(model: str | Loaded) -> str | None:
@@ -249,7 +227,7 @@ def _spelled(model: str | Path | Loaded) -> str | Loaded:
 def _lent(model: Loaded, engine: Engine, team: Team) -> Iterator[Adapter]:
     """The adapter of a model that the caller has in memory. The model is in evaluation mode while it is scored."""
     limits: dict[str, Any] = {"batch_size": engine.batch_size, "max_length": engine.max_length}
-    with eval_mode(model.model), over(model.model, engine.quantised):
+    with eval_mode(model.model):
         adapter = HFAdapter(model.model, model.tokenizer, team=team, generation=engine.generation, **limits)
         with contextlib.closing(adapter):
             yield adapter

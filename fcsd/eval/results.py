@@ -111,6 +111,7 @@ def in_mean(result: Result) -> bool:
 def is_quantised(result: Result) -> bool:
     """Whether the score was taken under quantised communication, simulated or between ranks: it is not the model's."""
     reduce = result.get("engine", {}).get("reduce", "")  # of fcsd's own engine
+    # `wire` names simulated formats in the results of studies.formats.scores, and in those of earlier versions.
     return result.get("wire") is not None or reduce.startswith("quantised:")
 
 
@@ -129,7 +130,7 @@ def write_samples(folder: Path, task: str, samples: Sequence[dict[str, Any]]) ->
 
 
 class ResultFile:
-    """A model's results. A result replaces an earlier one only if task, settings, data and formats are the same."""
+    """A model's results. A result replaces an earlier one only if task, settings and data are the same."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -151,5 +152,5 @@ class ResultFile:
 
 
 def _key(result: Result) -> tuple[str | None, ...]:
-    keys = ("suite", "column", "settings_sha256", "data_sha256", "wire_sha256")
-    return tuple(result.get(key) for key in keys)  # files of earlier versions know no formats
+    keys = ("suite", "column", "settings_sha256", "data_sha256")
+    return tuple(result.get(key) for key in keys)

@@ -43,10 +43,7 @@ def table_1(results: Sequence[Result]) -> str:
 
 
 def plain_table(results: Sequence[Result]) -> str:
-    """Markdown with a row per benchmark and a column per model, each value with its standard error.
-
-    If models were scored under quantised communication, a row says how many bits per value each direction took.
-    """
+    """Markdown with a row per benchmark and a column per model, each value with its standard error."""
     columns, models = _axes(results)
     by_cell = {(result["model"], result["column"]): result for result in results}
     body = []
@@ -54,8 +51,6 @@ def plain_table(results: Sequence[Result]) -> str:
         cells = [by_cell[model, column] for model in models]
         values = [" ± ".join(shown(result)) for result in cells]
         body.append([column, cells[0]["metric"], str(cells[0]["n"]), *values])
-    if any(result.get("wire") is not None for result in results):
-        body.append(["Bits as sent", "", "", *(_bits(by_cell[model, columns[0]]) for model in models)])
     return markdown.table(["Task", "Metric", "n", *models], body)
 
 
@@ -121,13 +116,6 @@ def draw_bars(results: Sequence[Result], path: Path) -> None:
     figure.legend(loc="outside upper center", fontsize="small", ncols=4, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     write_picture(path, figure)
-
-
-def _bits(result: Result) -> str:
-    """The bits on the wire per value in each direction, or ``-``."""
-    if result.get("wire") is None:
-        return "-"
-    return ", ".join(f"{direction} {bits:g}" for direction, bits in result["wire"]["bits_on_the_wire"].items())
 
 
 def _axes(results: Sequence[Result]) -> tuple[list[str], list[str]]:

@@ -17,7 +17,8 @@ from typing import Any
 
 from fcsd.disk import json_sha256
 from fcsd.errors import BadInputError, ConfigError
-from fcsd.eval.code_tasks import TIMEOUT_S, no_execution, run_programs
+from fcsd.eval.code.judge import TIMEOUT_S, judged
+from fcsd.eval.code.problems import problem_from_tests
 from fcsd.eval.engines.interface import Adapter
 from fcsd.eval.evalplus_tasks import EvalPlusTask, load_evalplus_task
 from fcsd.eval.ifeval import AGGREGATED, aggregated_items, require_ifeval_tools
@@ -64,19 +65,16 @@ def load_tasks(benchmarks: Sequence[Benchmark], mirror: Path | None) -> Iterator
         ConfigError: a task is unknown, has another version than in the suite, or needs a library that is missing.
         BadInputError: the data are missing or empty, or are too few for the examples in the prompt.
     """
-    import datasets.config
-
     if mirror is not None and not mirror.is_dir():
         raise BadInputError(f"data mirror {mirror} is not a directory")
     with contextlib.ExitStack() as stack:
         temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fcsd-eval-")))
         elsewhere = temporary / "empty"
         elsewhere.mkdir()
-        if mirror is not None:
-            stack.enter_context(_swapped(datasets.config, "HF_DATASETS_CACHE", temporary / "datasets"))
-            stack.enter_context(_no_linked_files())
-        stack.enter_context(_lean_lm_eval())
-        with contextlib.chdir(elsewhere if mirror is None else mirror), no_execution():
+        stack.enter_context(_no_progress_bars())
+        for owner, name, value in _swaps(None if mirror is None else temporary / "datasets"):
+            stack.enter_context(_swapped(owner, name, value))
+        with contextlib.chdir(elsewhere if mirror is None else mirror):
             # All definitions are found before the data of any task are read, which may take long.
             found = [None if b.harness == EVALPLUS else task_manager(b.task, b.directory) for b in benchmarks]
             if mirror is None:
@@ -171,6 +169,59 @@ def _data_sets(manager: Any, task: str) -> set[str]:
     return {str(e.cfg["dataset_path"]) for e in entries if e.cfg and "dataset_path" in e.cfg}
 
 
+def _swaps(cache: Path | None) -> list[tuple[Any, str, Any]]:
+    """What is replaced inside of lm-eval and datasets until the tasks have run, as (owner, name, replacement).
+
+    None of these libraries has an option for it. lm-eval is pinned below 0.5, and tests notice where a replacement does
+    not work any more. ``_no_retries_offline`` replaces one more name while the tasks are loaded.
+
+    * lm-eval shows a progress bar per task, which are 57 for MMLU. tqdm reads its own switch when it is imported.
+    * lm-eval compiles a template again for every document: 3.0 s for the bundled MMLU instead of 0.1 s.
+    * lm-eval executes the programs of its code tasks in a fork of this process, by a metric that evaluate fetches from
+      the hub. Here nothing is executed, and ``_run_programs`` judges the programs.
+    * datasets looks at the files of a data set for each of its configurations, on the hub with requests for each.
+    * With a mirror, the data go to ``cache``, also those that the code of a task reads. A row of a column of images,
+      sounds or other files may hold an address, which datasets would fetch; such a row cannot be read.
+    """
+    import functools
+
+    import datasets.config
+    import datasets.features
+    import datasets.load
+    import evaluate
+    import lm_eval.api.task
+    import lm_eval.utils
+    import tqdm
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise BadInputError("the data mirror has a column of files, such as images, which may lead anywhere")
+
+    def load(path: str, *args: Any, **kwargs: Any) -> Any:
+        return _NoExecution() if path == "code_eval" else load_metric(path, *args, **kwargs)
+
+    load_metric, templates = evaluate.load, lm_eval.utils.env
+    always = [
+        (evaluate, "load", load),
+        (lm_eval.api.task, "tqdm", functools.partial(tqdm.tqdm, disable=True)),
+        (templates, "from_string", functools.lru_cache(templates.from_string)),
+        (datasets.load, "dataset_module_factory", _found_once(datasets.load.dataset_module_factory)),
+    ]
+    if cache is None:
+        return always
+    kinds = [kind for kind in vars(datasets.features).values() if isinstance(kind, type)]
+    of_files = [kind for kind in kinds if hasattr(kind, "_type") and hasattr(kind, "decode_example")]
+    refused = [(kind, "decode_example", refuse) for kind in of_files]
+    return [*always, (datasets.config, "HF_DATASETS_CACHE", cache), *refused]
+
+
+class _NoExecution:
+    """Takes the place of lm-eval's ``code_eval`` metric."""
+
+    def compute(self, references: Any, predictions: Any, k: Any) -> tuple[dict[str, float], None]:
+        """Return NaN without executing anything. If this value ever reached a result, it would be noticed."""
+        return {"pass@1": math.nan}, None
+
+
 @contextlib.contextmanager
 def _swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
     before = getattr(owner, name)
@@ -182,22 +233,17 @@ def _swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _no_linked_files() -> Iterator[None]:
-    """Inside the block, data with a column of images, sounds or other files cannot be read.
+def _no_progress_bars() -> Iterator[None]:
+    """Inside the block, datasets shows no progress bars."""
+    import datasets
 
-    A row of such a column may hold an address instead, which ``datasets`` would fetch.
-    """
-    import datasets.features
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise BadInputError("the data mirror has a column of files, such as images, which may lead anywhere")
-
-    kinds = [kind for kind in vars(datasets.features).values() if isinstance(kind, type)]
-    with contextlib.ExitStack() as stack:
-        for kind in kinds:
-            if hasattr(kind, "_type") and hasattr(kind, "decode_example"):
-                stack.enter_context(_swapped(kind, "decode_example", refuse))
+    shown = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
         yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
 
 
 @contextlib.contextmanager
@@ -211,44 +257,16 @@ def _no_retries_offline() -> Iterator[None]:
     from huggingface_hub import constants, get_session
     from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
-    with contextlib.ExitStack() as stack:
-        try:
-            if not constants.HF_HUB_OFFLINE:
-                get_session().head(constants.ENDPOINT, timeout=10)
-        except HTTPError as error:
-            if first_rank():  # once, not once for each process
-                log.warning("%s cannot be reached (%s): data come from its cache", constants.ENDPOINT, reason_of(error))
-            stack.enter_context(_swapped(constants, "HF_HUB_OFFLINE", True))
-            stack.enter_context(_swapped(datasets.config, "HF_HUB_OFFLINE", True))
-        yield
-
-
-@contextlib.contextmanager
-def _lean_lm_eval() -> Iterator[None]:
-    """Inside the block, lm-eval shows no progress bar per task (57 for MMLU), compiles no template per document, and
-    looks at the files of a data set once, not for each of its configurations.
-    """
-    import functools
-
-    import datasets
-    import datasets.load
-    import lm_eval.api.task
-    import lm_eval.utils
-    import tqdm
-
-    templates = lm_eval.utils.env
-    shown = datasets.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
+    offline = contextlib.nullcontext()
     try:
-        with (
-            _swapped(lm_eval.api.task, "tqdm", functools.partial(tqdm.tqdm, disable=True)),
-            _swapped(templates, "from_string", functools.lru_cache(templates.from_string)),
-            _swapped(datasets.load, "dataset_module_factory", _found_once(datasets.load.dataset_module_factory)),
-        ):
-            yield
-    finally:
-        if shown:
-            datasets.enable_progress_bars()
+        if not constants.HF_HUB_OFFLINE:
+            get_session().head(constants.ENDPOINT, timeout=10)
+    except HTTPError as error:
+        if first_rank():  # once, not once for each process
+            log.warning("%s cannot be reached (%s): data come from its cache", constants.ENDPOINT, reason_of(error))
+        offline = _swapped(datasets.config, "HF_HUB_OFFLINE", True)  # datasets then asks the hub for nothing
+    with offline:
+        yield
 
 
 def _found_once(find: Callable[..., Any]) -> Callable[..., Any]:
@@ -309,7 +327,7 @@ def task_results(
             bootstrap_iters=0,
             apply_chat_template=benchmark.chat,
             fewshot_as_multiturn=benchmark.chat,
-            confirm_run_unsafe_code=True,  # no program runs here: see code_tasks
+            confirm_run_unsafe_code=True,  # no program runs here: see _NoExecution
         )
     except BadInputError as error:
         raise BadInputError(f"{benchmark.column}: {error}", error.hint) from error
@@ -322,7 +340,7 @@ def task_results(
     samples = [sample for _, sample in named]
     sandbox = None
     if benchmark.harness == SANDBOX:
-        items, sandbox = lm.team.on_first(lambda: run_programs(samples, accept_unsafe_exec))
+        items, sandbox = lm.team.on_first(lambda: _run_programs(samples, accept_unsafe_exec))
         value, stderr = estimate(items)
     elif benchmark.metric == AGGREGATED:
         items = aggregated_items(samples)
@@ -363,6 +381,23 @@ def task_results(
     loss |= {"value": value, "stderr": stderr, "items": losses, "chance": None, "beside": True}
     settings = {**settings, "metric": "nll_per_answer"}
     return [result, {**loss, "settings": settings, "settings_sha256": json_sha256(settings)}]
+
+
+def _run_programs(samples: Sequence[dict[str, Any]], accept_unsafe_exec: bool) -> tuple[list[float], str]:
+    """Run the programs that a model wrote against the tests of lm-eval's samples, in the sandbox.
+
+    Returns:
+        1.0 or 0.0 per sample, and the level of the sandbox.
+
+    Raises:
+        BadInputError: tests of an unknown shape, which cannot be run without showing the program its answers.
+        FcsdError: there is no sandbox, or a program has no verdict.
+    """
+    problems = [problem_from_tests(str(sample["doc"]["task_id"]), sample["target"]) for sample in samples]
+    answers = [sample["filtered_resps"][0] for sample in samples]
+    programs = [answer[0] if isinstance(answer, list) else answer for answer in answers]  # as lm-eval's filter has it
+    verdicts, level = judged(problems, programs, accept_unsafe_exec)
+    return [float(verdict.base.status == "pass") for verdict in verdicts], level
 
 
 def _chance(task: LoadedTask, samples: Sequence[dict[str, Any]]) -> float | None:

@@ -175,7 +175,9 @@ def _best(run: Path, committed: list[Path]) -> Path | None:
         return scored
     if not (run / METRICS).is_file():
         return None
-    steps = {int(path.name.removeprefix("step-")): path for path in committed}
+    texts = {path: manifest.read_manifest(path)["progress"].get("held_out_text") for path in committed}
+    same = [path for path in committed if texts[path] == texts[committed[-1]]]  # losses on other texts say nothing
+    steps = {int(path.name.removeprefix("step-")): path for path in same}
     # As in early stopping, the KL is used where the run has one, because the cross-entropy may rise while the KL falls.
     records = [line for line in read_metrics(run) if "held_out_sft" in line]
     losses = {line["step"]: line.get("held_out_kl", line["held_out_sft"]) for line in records}

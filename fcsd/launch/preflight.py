@@ -66,7 +66,7 @@ def join(backend: str, rank: int, size: int, device: "torch.device", timeout: fl
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     # Under torchrun the ranks use torchrun's own store. Otherwise rank 0 holds the store.
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = meet("rank", rank, size, host, port, serves=serves, timeout=timeout)
+    store = meet(rank, size, host, port, serves=serves, timeout=timeout)
     store.set_timeout(default_pg_timeout)  # later waits are for collectives, which take longer than starting
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     total = torch.ones((), device=device)
@@ -75,26 +75,23 @@ def join(backend: str, rank: int, size: int, device: "torch.device", timeout: fl
         late = _missing(store, "summed", size)
         raise PeerLostError(
             f"all {size} ranks are up, but after {timeout:g} seconds their first all-reduce is unfinished at "
-            f"{_named('rank', late)}",
+            f"{_named(late)}",
             hint="the network between them is broken; NCCL_DEBUG=INFO and NCCL_SOCKET_IFNAME help to find out where",
         )
     work.wait()
     store.set(f"summed/{rank}", "1")
 
 
-def meet(kind: str, number: int, count: int, host: str, port: int, *, serves: bool, timeout: float) -> "Store":
-    """Connect to the store at ``host:port``, and return it when all ranks, or all nodes, have connected to it.
+def meet(rank: int, size: int, host: str, port: int, *, serves: bool, timeout: float) -> "Store":
+    """Connect to the store at ``host:port``, and return it when all ranks have connected to it.
 
     Args:
-        kind: ``rank`` or ``node``: what is counted.
-        number: the number of this rank or node.
-        count: the number of ranks or nodes.
         serves: whether this process holds the store, which then exists as long as the process.
         timeout: how long to wait, in seconds.
 
     Raises:
         ConfigError: the port is in use.
-        PeerLostError: some ranks or nodes did not connect in time; the message names them.
+        PeerLostError: some ranks did not connect in time; the message names them.
     """
     from torch.distributed import (
         DistError,
@@ -105,30 +102,29 @@ def meet(kind: str, number: int, count: int, host: str, port: int, *, serves: bo
     wait = timedelta(seconds=timeout)
     asked = f"waits up to {timeout:g} seconds; if no other process was started, unset WORLD_SIZE"
     try:
-        # ``multi_tenant`` because torchrun opens the store of the nodes a second time.
-        with _said_later(f"nobody answers yet at {host}:{port}: {kind} {number} {asked}"):
+        with _said_later(f"nobody answers yet at {host}:{port}: rank {rank} {asked}"):
             # The store's own waits heed no signal, so this process asks again and again, here and for the keys below.
             if not serves and not _within(lambda: _answers(host, port), timeout, 0.1):
                 raise _silent(host, port, timeout)
-            tcp = TCPStore(host, port, None, serves, timeout=wait, wait_for_workers=False, multi_tenant=True)
+            tcp = TCPStore(host, port, None, serves, timeout=wait, wait_for_workers=False)
     except DistError as error:
         raise _unreachable(error, host, port, timeout) from error
     store = PrefixStore("fcsd", tcp)
     try:
         now = time.monotonic()
         until = now + timeout
-        store.set(f"{kind}/{number}", "1")
-        keys = [f"{kind}/{one}" for one in range(count)]
+        store.set(f"rank/{rank}", "1")
+        keys = [f"rank/{one}" for one in range(size)]
         for end in (min(until, now + _SAY_AFTER), until):
             if _within(lambda: store.check(keys), end - time.monotonic(), 0.05):
                 return store
-            if number == 0 and time.monotonic() < until:  # speaks for all
-                late = _named(kind, _missing(store, kind, count))
-                log.info("%s of %d did not come yet: %s 0 %s", late, count, kind, asked)
+            if rank == 0 and time.monotonic() < until:  # speaks for all
+                late = _named(_missing(store, "rank", size))
+                log.info("%s of %d did not come yet: rank 0 %s", late, size, asked)
     except DistError:
         pass  # the process that holds the store is gone
     raise PeerLostError(
-        f"{_named(kind, _missing(store, kind, count))} of {count} did not come up within {timeout:g} seconds",
+        f"{_named(_missing(store, 'rank', size))} of {size} did not come up within {timeout:g} seconds",
         hint="look at the output of that process, or of its node; if no other was started, unset WORLD_SIZE",
     )
 
@@ -186,6 +182,6 @@ def _within(done: Callable[[], bool], timeout: float, pause: float = 0.01) -> bo
     return True
 
 
-def _named(kind: str, numbers: list[int]) -> str:
+def _named(numbers: list[int]) -> str:
     shown = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
-    return f"{kind}{'s' * (len(numbers) > 1)} {shown}"
+    return f"rank{'s' * (len(numbers) > 1)} {shown}"

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-    from fcsd.launch.nodes import Node
-
 T = TypeVar("T")
 
 _PATIENCE = 30.0  # seconds that torchrun waits for processes that it has told to end
@@ -91,29 +89,21 @@ class World:
         return replace(self, group=dist.new_group(backend="gloo", timeout=patience))
 
 
-def ensure_world(
-    gpus: int | None,
-    node: "Node | None" = None,
-    timeout: float = preflight.TIMEOUT,
-    grace_seconds: float = _PATIENCE,
-    module: str = "fcsd",
-) -> None:
+def ensure_world(gpus: int | None, grace_seconds: float = _PATIENCE, module: str = "fcsd") -> None:
     """Run ``gpus`` copies of this command under torchrun, then exit with the exit code of the first copy that failed.
 
     The function returns at once in a process that torchrun has started, and where one process is enough. On a machine
-    without GPUs the copies share the CPU and communicate through gloo.
+    without GPUs the copies share the CPU and communicate through gloo. On several machines, another launcher starts the
+    processes (docs/launching.md).
 
     Args:
-        gpus: the number of processes on this node; None is one.
-        node: this node, if the run has several; None if it is the only one.
-        timeout: seconds to wait for the other nodes.
+        gpus: the number of processes; None is one.
         grace_seconds: seconds that the copies may go on after SIGTERM or SIGUSR1. Both signals are passed on to them.
         module: what the copies run, with the arguments of this process: ``python -m`` of this name.
 
     Raises:
-        ConfigError: the machine has fewer GPUs, the port at which the nodes meet is in use, or the environment says
-            that a launcher started this process, and is not complete.
-        PeerLostError: another node did not start.
+        ConfigError: the machine has fewer GPUs, or the environment says that a launcher started this process, and is
+            not complete.
     """
     gpus = 1 if gpus is None else gpus
     _, started = preflight.launched()
@@ -122,7 +112,7 @@ def ensure_world(
             f"{gpus} processes are asked for, and WORLD_SIZE={started} says that a launcher has started {started}",
             "If no launcher started this process, unset WORLD_SIZE.",
         )
-    if (gpus == 1 and node is None) or "WORLD_SIZE" in os.environ:
+    if gpus == 1 or "WORLD_SIZE" in os.environ:
         return
     import torch
 
@@ -133,12 +123,7 @@ def ensure_world(
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // gpus)))
     process_settings.set_defaults(os.environ)
     own_code.leave_out_current_directory(os.environ)
-    where = ["--standalone"]
-    if node is not None:
-        store = preflight.meet("node", node.rank, node.count, *node.meeting, serves=node.rank == 0, timeout=timeout)
-        atexit.register(lambda: store)  # keeps the store until the process exits, because torchrun uses it too
-        where = node.torchrun()
-    options = [*where, f"--nproc-per-node={gpus}", f"--signals-to-handle={_SIGNALS}"]
+    options = ["--standalone", f"--nproc-per-node={gpus}", f"--signals-to-handle={_SIGNALS}"]
     if grace_seconds > _PATIENCE:
         options.append(f"--shutdown-timeout={math.ceil(grace_seconds)}")
     # Without `--` torchrun would read an option of fcsd such as `--run` as an abbreviation of one of its own options.
@@ -153,7 +138,7 @@ def _torchrun(arguments: list[str]) -> NoReturn:
 
     sys.stdout.flush()
     options = parse_args(arguments)
-    if options.standalone and not logging.getLogger("fcsd").isEnabledFor(logging.DEBUG):  # -v
+    if not logging.getLogger("fcsd").isEnabledFor(logging.DEBUG):  # -v
         logging.disable()  # what torchrun says about its processes, each of which reports its own error
     try:
         run(options)

@@ -66,6 +66,10 @@ class Machine(_Part):
     """The rate at which a kernel of the GPU reads and writes memory, in 10^12 bytes per second for both together."""
     codec: Annotated[float, Field(gt=1e-4, le=1)] = 0.88
     """The share of that rate that the kernels reach which encode and decode rows: that of INT8 on an H200."""
+    all_reduce_us: dict[Annotated[int, Field(gt=1)], dict[Annotated[int, Field(gt=0)], _Microseconds]] = Field(
+        default_factory=dict
+    )
+    """For numbers of GPUs of one node: the microseconds of an all-reduce by NCCL, by its bytes."""
     measured: dict[str, Any] | None = None
     """What `fcsd bench links` measured, and where. A prediction does not read it."""
 

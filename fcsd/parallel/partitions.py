@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 KEPT_WHOLE = 100_000  # weights of at most this many elements stay whole; DeepSpeed's default
+GROUP = 2**28  # parameters of a group of the optimizer, which ZeRO copies in its step, unless one tensor has more
 BUCKET = 500_000_000  # gradients that are reduced at once, unless a layer is smaller; DeepSpeed's default
 LIVE = 1_000_000_000  # weights that are whole at a time, unless two layers are larger; DeepSpeed's default
 

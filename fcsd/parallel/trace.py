@@ -84,21 +84,6 @@ class Overlap:
         return self.on_device - self.hidden
 
 
-def files(given: list[Path]) -> list[Path]:
-    """Paths of trace files; a directory stands for the traces that ``fcsd bench step --out`` wrote into it.
-
-    Raises:
-        BadInputError: a directory contains no trace.
-    """
-    found = []
-    for path in given:
-        inside = sorted(path.glob("rank-*.json.gz")) if path.is_dir() else [path]
-        if not inside:
-            raise BadInputError(f"no trace in {path}", hint="fcsd bench step --trace --out DIR writes them")
-        found += inside
-    return found
-
-
 def read_content(path: Path) -> dict[str, Any]:
     """The content of a Chrome trace that ``torch.profiler`` exported, plain or gzipped, with complete events alone.
 
@@ -236,47 +221,3 @@ def _last_starts(traces: list[Trace]) -> dict[tuple[str, str, int, int], float]:
         for key, call in _numbered(trace.calls):
             starts[key] = max(starts.get(key, call.start), call.start)
     return starts
-
-
-def hta_overlap(trace: Trace) -> float:
-    """The percentage that HolisticTraceAnalysis's ``get_comm_comp_overlap`` gives for this rank.
-
-    It is the part of the time of all NCCL kernels, including ZeRO's and those that exchange counts, during which a
-    kernel of computation runs too.
-    """
-    total = float((trace.hta_nccl[:, 1] - trace.hta_nccl[:, 0]).sum())
-    hidden = sum(covered(start, end, trace.hta_computation) for start, end in trace.hta_nccl)
-    return 100 * hidden / total if total else 0.0
-
-
-def to_text(traces: list[Trace]) -> str:
-    """The table that `python -m benchmarks.train.trace` prints."""
-    lines = [f"{'':20s} {'calls':>6s} {'on device ms':>13s} {'late ms':>8s} {'hidden':>8s} {'exposed ms':>11s}"]
-    trimmed = overlaps(traces, without_last=True)
-    for (kind, passes), found in overlaps(traces).items():
-        late = "-" if found.late is None else f"{found.late:.2f}"
-        name = "dispatch+combine" if kind == "all" else kind
-        line = f"{name + ' ' + passes:20s} {found.calls:6d} {found.on_device:13.2f} {late:>8s} {found.share:8.1%}"
-        line += f" {found.exposed:11.2f}"
-        if kind == "all" and (kind, passes) in trimmed:
-            line += f"   {trimmed[kind, passes].share:.1%} without the last layer's combine"
-        lines.append(line)
-    hta = ", ".join(f"rank {trace.rank} {hta_overlap(trace):.2f} %" for trace in traces)
-    lines.append(f"HolisticTraceAnalysis's overlap of all NCCL kernels: {hta}")
-    return "\n".join(lines)
-
-
-def to_json(traces: list[Trace]) -> dict[str, Any]:
-    """The figures of ``to_text`` as data: times in ms, shares in 0..1, and HTA's figure in per cent."""
-
-    def rows(found: dict[tuple[str, str], Overlap]) -> dict[str, Any]:
-        return {
-            f"{kind}.{passes}": {**vars(overlap), "share": overlap.share, "exposed": overlap.exposed}
-            for (kind, passes), overlap in found.items()
-        }
-
-    return {
-        "overlap": rows(overlaps(traces)),
-        "without_last_combine": rows(overlaps(traces, without_last=True)),
-        "hta": {str(trace.rank): hta_overlap(trace) for trace in traces},
-    }

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
+from fcsd.parallel.partitions import GROUP
 from fcsd.plan.model import ModelNumbers
 from fcsd.plan.setup import Parts, Setup
 
 EXPERT_GROUP = 178_956_971  # most parameters of one of the groups into which DeepSpeed splits experts for its optimizer
-GROUP = 2**28  # most parameters of a group if experts are not divided; that of ``fcsd.distill.optim.adamw_choice``
 
 
 @dataclass(frozen=True)

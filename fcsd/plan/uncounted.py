@@ -27,10 +27,10 @@ def uncounted(recipe: Recipe, hardware: Hardware, ranks: int = 1) -> list[str]:
         "objective.hidden: the overlap that the compared layers lose": divided and recipe.objective.hidden.weight > 0,
         "parallel.overlap: time that all-to-alls expose": divided and parallel.overlap != "on",
         "parallel.tp_size: time that all-reduces expose, and the activations that sharding saves": parallel.tp_size > 1,
-        "parallel.dedup: what it saves and costs (--machine predicts both)": parallel.dedup != "off",
-        "parallel.quantised: what formats save and cost (--machine predicts both)": parallel.quantised.any,
+        "parallel.dedup: what it saves and costs": parallel.dedup != "off",
+        "parallel.quantised: what formats save and cost": parallel.quantised.any,
         "parallel.placement: searches and swaps of experts": parallel.placement.every > 0,
-        "all-to-alls between nodes (--machine predicts their time)": parallel.ep_size > hardware.gpus,
+        "all-to-alls between nodes": parallel.ep_size > hardware.gpus,
         "early_stop: the run may end earlier; a step with the best score is saved in addition": (
             recipe.early_stop.metric != NO_METRIC
         ),

@@ -17,6 +17,7 @@ from fcsd.foreign_errors import reason_of
 from fcsd.input_lines import LONGEST_TEXT
 from fcsd.models.installed import cache_keyword
 from fcsd.models.load_options import check_device, check_dtype, default_dtype
+from fcsd.serve.generation_settings import UNKNOWN_TO_THE_LOOP, name_unapplied
 from fcsd.terminal import printable
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ def answer(
     """The model's answer to a conversation whose last turn is the user's.
 
     Without a chat template the model continues the text of the last turn alone. transformers reads the model's
-    generation settings, and fcsd's loop applies them, except for beam search, which it does not know.
+    generation settings, and fcsd's loop applies them. Those that it does not know, such as beams, are named once.
 
     Args:
         seed: the seed of the sampling; None for greedy decoding, which uses no random numbers.
@@ -215,8 +216,11 @@ def answer(
     room = model.config.get_text_config().max_position_embeddings - length
     if length == 0 or room < 1:
         raise BadInputError(f"{speaker.name}: the conversation has {length} tokens, which leaves no room for an answer")
-    most = min(max_new_tokens or model.generation_config.max_new_tokens or MAX_NEW_TOKENS, room)
-    end = ending(model, tokenizer, tuple(model.generation_config.stop_strings or ()))
+    settings: Any = model.generation_config
+    most = min(max_new_tokens or _longest_answer(speaker.name, settings, length), room)
+    name_unapplied(speaker.name, settings, UNKNOWN_TO_THE_LOOP)
+    stops = settings.stop_strings or ()
+    end = ending(model, tokenizer, (stops,) if isinstance(stops, str) else tuple(stops))
 
     def run(model: Any, input_ids: Any, logits_processor: Any, generation_config: Any, **state: Any) -> list[int]:
         """What transformers calls with the model's settings."""
@@ -230,7 +234,8 @@ def answer(
         [ids] = generate_in_batch(model, input_ids.tolist(), max_new_tokens=most, ended=end.of, **options)
         return ids
 
-    options: dict[str, Any] = {"max_new_tokens": most}
+    # Lengths and stop strings are the loop's; transformers would need the tokenizer for the latter.
+    options: dict[str, Any] = {**UNKNOWN_TO_THE_LOOP, "max_new_tokens": most, "max_length": None, "stop_strings": None}
     if seed is None:
         options["do_sample"] = False
     else:
@@ -241,6 +246,23 @@ def answer(
         hint = "Its generation_config.json may hold values that cannot be; -v shows the traceback."
         raise BadInputError(f"{speaker.name}: cannot generate: {reason_of(error)}", hint) from error
     return end.text(ids).strip()
+
+
+def _longest_answer(model: str, settings: Any, length: int) -> int:
+    """The most tokens that a model's generation settings allow after a conversation of ``length`` tokens.
+
+    Raises:
+        BadInputError: its ``max_length``, which counts the conversation, leaves no room.
+    """
+    if settings.max_new_tokens or not settings.max_length:
+        return settings.max_new_tokens or MAX_NEW_TOKENS
+    if settings.max_length <= length:
+        raise BadInputError(
+            f"{model}: the conversation has {length} tokens, and max_length in its generation_config.json is "
+            f"{settings.max_length}",
+            "Give --max-new-tokens.",
+        )
+    return settings.max_length - length
 
 
 def read_prompts(path: Path) -> list[str]:

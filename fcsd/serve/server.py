@@ -11,13 +11,15 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http.client import HTTPException
 from pathlib import Path
+from types import MappingProxyType
 
 from fcsd.checkpoint import read_config, read_layout, resolve, verify_tensors
 from fcsd.errors import ConfigError, FcsdError, Stopped
 from fcsd.models.wiring_block import DESYNC
+from fcsd.serve.vllm.communicator import ASKED, format_of
 from fcsd.serve.vllm.support import RIGHT_RESULTS, require_vllm
 
 PORT = 8000  # vLLM's own default
@@ -27,12 +29,20 @@ _OURS = {"--tensor-parallel-size": "--gpus", "--port": "--port", "--model": "MOD
 
 
 def serve(
-    model: str, *, gpus: int = 1, port: int = PORT, options: Sequence[str] = (), ready: Callable[[str], None]
+    model: str,
+    *,
+    gpus: int = 1,
+    port: int = PORT,
+    options: Sequence[str] = (),
+    all_reduce: str | None = None,
+    ready: Callable[[str], None],
 ) -> None:
     """Serve a model by vLLM until a signal or an error ends it.
 
     Args:
         model: a directory or hub id, of a converted model or of an original.
+        all_reduce: ``host`` or ``host:FORMAT``: sums through memory of the host where that is faster than vLLM's own
+            way; None leaves them to vLLM.
         ready: called with the server's URL once it answers.
 
     Raises:
@@ -42,6 +52,12 @@ def serve(
         KeyboardInterrupt: SIGINT ended the server.
         Stopped: another signal ended it.
     """
+    environment: dict[str, str] = {}
+    if all_reduce is not None:
+        format_of(all_reduce)  # refuses another word
+        if gpus == 1:
+            raise ConfigError(f"--all-reduce {all_reduce}: one GPU sums nothing", "Give --gpus 2 or more.")
+        environment[ASKED] = all_reduce
     path = resolve(model).path
     config = read_config(path)
     verify_tensors(read_layout(path), config)
@@ -59,7 +75,7 @@ def serve(
         if own := _ours(option):
             raise ConfigError(f"{option} behind -- is set by fcsd serve", f"Use {own} before --.")
     _check_port(port)
-    code = run(_command(path, model, gpus, port, options), _url(port, options), ready)
+    code = run(_command(path, model, gpus, port, options), _url(port, options), ready, environment=environment)
     if code:
         raise FcsdError(f"vLLM ended with exit code {code}", "Its messages above say why.")
 
@@ -100,7 +116,13 @@ def _command(path: Path, model: str, gpus: int, port: int, options: Sequence[str
     ]
 
 
-def run(command: Sequence[str], url: str, ready: Callable[[str], None], grace: float = _GRACE) -> int:
+def run(
+    command: Sequence[str],
+    url: str,
+    ready: Callable[[str], None],
+    grace: float = _GRACE,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> int:
     """Run a server in a process group of its own, and end the whole group.
 
     SIGINT, SIGTERM and SIGHUP are passed on to the server. If it is still there ``grace`` seconds later, its group is
@@ -111,6 +133,7 @@ def run(command: Sequence[str], url: str, ready: Callable[[str], None], grace: f
         url: where it listens; it is ready once ``URL/health`` answers with 200.
         ready: called with ``url`` once it is ready.
         grace: see above.
+        environment: further variables of the server.
 
     Returns:
         The server's exit code.
@@ -121,7 +144,11 @@ def run(command: Sequence[str], url: str, ready: Callable[[str], None], grace: f
     """
     caught: list[tuple[int, float]] = []
     server = subprocess.Popen(
-        command, stdout=2, env={**os.environ, RIGHT_RESULTS: "1"}, start_new_session=True, preexec_fn=end_with_parent
+        command,
+        stdout=2,
+        env={**os.environ, RIGHT_RESULTS: "1", **environment},
+        start_new_session=True,
+        preexec_fn=end_with_parent,
     )
 
     def pass_on(number: int, frame: object) -> None:

@@ -2,8 +2,8 @@
 
     python -m studies.real.cells [WIRING ...] > CASES
 
-All cells are healed by one recipe. ``WIRING`` is a name as ``fcsd plan --frontier`` prints it, such as ``desync-2x``
-or ``ladder attn-only``; without one, all are printed.
+All cells are healed by one recipe. ``WIRING`` is a name as ``studies.real.predictions`` prints it, such as
+``desync-2x`` or ``ladder attn-only``; without one, all are printed.
 """
 
 import argparse
@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from studies.real import frontier
+from studies.real.predictions import SHARES
 
 from fcsd.models.selection import cheapest, layers_text, select_layers
-from fcsd.plan.frontier import SHARES
 
 RECIPE: dict[str, Any] = {
     "text": "own+doc+foreign",

@@ -1,4 +1,4 @@
-"""Fits what healing leaves to the stored runs: ``python -m studies.real.law`` writes ``fcsd/plan/healing_law.json``.
+"""Fits what healing leaves to the stored runs: ``python -m studies.real.law`` writes ``studies/real/healing_law.json``.
 
 Two power laws, each a straight line in logarithms, fitted by least squares:
 
@@ -7,8 +7,8 @@ Two power laws, each a straight line in logarithms, fitted by least squares:
 
 The first takes every run by KL and AdamW that trained the converted layers alone, read text of the model's own and was
 measured to its end; KL is that on own text. The second takes every model that has scores, the untrained ones included,
-however it was trained. ``fcsd plan --frontier`` reads the file, whose matrix and residual give the uncertainty of a new
-value. All runs are of one model of 135 million parameters, and some have other learning rates and batches.
+however it was trained. ``studies.real.predictions`` reads the file, whose matrix and residual give the uncertainty of
+a new value. All runs are of one model of 135 million parameters, and some have other learning rates and batches.
 
 ``checks`` says how well such a law predicts the cells of the frontier when it is fitted to other runs.
 """
@@ -24,12 +24,12 @@ import numpy
 from scipy.stats import t as student_t
 from studies.real import frontier
 from studies.real.page import CELLS, LAYERS, MORE, RAW, between_marks, mean_difference, read_cells
+from studies.real.predictions import losses
 
 from fcsd.markdown import table
 from fcsd.models.selection import select_layers
-from fcsd.plan.frontier import losses
 
-OUT, PAGE = Path("fcsd/plan/healing_law.json"), Path("docs/planning.md")
+OUT, PAGE = Path("studies/real/healing_law.json"), Path("studies/real/PREDICTIONS.md")
 HEALED = "SmolLM2-135M-Instruct"
 CONVERTED = ["converted"]  # ``optim.train`` of the runs to which the divergence is fitted
 OTHER_RECIPE = ("objective.", "optim.kind")  # runs that set one of these are left out

@@ -1,7 +1,7 @@
 """Holds predicted speeds beside those of vLLM's servers: ``python -m studies.real.speeds`` writes it to a page.
 
-``fcsd plan --frontier`` predicts them from rates that were set on fcsd's own engine with other dimensions and two GPUs,
-so none of these servers had a part in them.
+``studies.real.predictions`` predicts them from rates that were set on fcsd's own engine with other dimensions and two
+GPUs, so none of these servers had a part in them.
 """
 
 import json
@@ -14,7 +14,7 @@ from studies.real.page import RESULTS, between_marks
 from fcsd.bench.serve.workload import config_of
 from fcsd.markdown import table
 
-PAGE = Path("docs/planning.md")
+PAGE = Path("studies/real/PREDICTIONS.md")
 # Servers in bf16 without peer access. Each file has the original beside the wirings, all with vLLM's own sums.
 DENSE = ("", "8b_replicas_", "qwen3_32b_12_layers_", "70b_", "70b_tp4_whole_")
 EXPERTS = ("v2lite_27_layers_", "qwen3_16_layers_")

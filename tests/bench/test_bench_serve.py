@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from fcsd.bench import runner
 from fcsd.bench.serve import client, table, under_vllm
 from fcsd.bench.serve.client import ask
-from fcsd.bench.serve.model_files import write_directory
+from fcsd.bench.serve.running import write_directory
 from fcsd.bench.serve.variants import Missing
 from fcsd.bench.serve.workload import (
     Workload,
@@ -183,6 +183,20 @@ def test_without_room_the_servers_run_one_after_the_other_and_time_bounds_them(a
     assert not found["variants"] and found["missing"]["original"].why.startswith("no time was left")
     assert not found["missing"]["original"].needless and found["missing"]["farskip"].needless, "it is no alternative"
     assert "farskip, always in flight" in found["missing"], "a prompt that comes alone is a step of its own"
+
+
+def test_without_peer_access_sums_through_the_host_are_compared(asked, monkeypatch):
+    monkeypatch.setattr(under_vllm, "_through_host", lambda peers: True)
+    monkeypatch.setattr(under_vllm, "alternatives", lambda machine, load, **_: ([], {}))
+    found = run(Workload("tiny-dense", 2, tp=2, **{**SMALL, "loads": ()}), memory=80 << 30)
+    wanted = {", host sums": "host", ", host sums in int8": "host:int8"}
+    for model in ("original", "ladder"):
+        for told, way in wanted.items():
+            assert found["variants"][f"{model}{told}"]["environment"]["FCSD_ALL_REDUCE"] == way
+    settings = [server["settings"].get("FCSD_ALL_REDUCE") for server in asked()]
+    assert sorted(filter(None, settings)) == ["host", "host", "host:int8", "host:int8"] and settings.count(None) == 4
+    assert found["variants"]["original, host sums"]["role"] == "original", "a conversion is compared with it, too"
+    assert "ladder, host sums" in table.ratios_of(found)
 
 
 def test_tokens_that_come_in_one_burst_have_no_time(asked, monkeypatch):
@@ -379,20 +393,11 @@ def test_what_does_not_apply_is_refused_in_one_line(options, said):
     assert found.exit_code == 2 and said in found.stderr.splitlines()[0]
 
 
-@pytest.mark.parametrize(
-    ("command", "options", "name"),
-    [
-        ("serve", ["--engine", "own"], "serve.json"),
-        ("serve", ["--engine", "own"], "serve.png"),
-        ("step", [], "step.json"),
-        ("step", ["--trace"], "overlapped/rank-0.json.gz"),
-    ],
-)
-def test_what_another_measurement_has_written_stays(command, options, name, tmp_path):
-    (tmp_path / name).parent.mkdir(exist_ok=True)
+@pytest.mark.parametrize("name", ["serve.json", "serve.png"])
+def test_what_another_measurement_has_written_stays(name, tmp_path):
     (tmp_path / name).write_text("former")
-    found = CliRunner().invoke(app, ["bench", command, "tiny", *options, "--out", str(tmp_path)])
-    assert found.exit_code == 2 and f"{tmp_path / name.partition('/')[0]} exists" in found.stderr
+    found = CliRunner().invoke(app, ["bench", "serve", "tiny", "--engine", "own", "--out", str(tmp_path)])
+    assert found.exit_code == 2 and f"{tmp_path / name} exists" in found.stderr
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / name]
     assert (tmp_path / name).read_text() == "former"
 

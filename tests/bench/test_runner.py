@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fcsd.bench.runner import ratio, set_aside, table, write
-from fcsd.cli.bench import _require_new_in
+from fcsd.cli.bench import require_new_in
 from fcsd.errors import ConfigError
 
 
@@ -41,7 +41,7 @@ def test_what_an_interrupted_run_left_is_kept_under_one_number(tmp_path: Path) -
         result.write_text(text)
         (tmp_path / "overlapped").mkdir(exist_ok=True)
         with pytest.raises(ConfigError, match="exists") if complete else nullcontext():
-            _require_new_in(tmp_path, "step.json", "overlapped")
+            require_new_in(tmp_path, "step.json", "overlapped")
     (tmp_path / "step.1.json").touch()
     set_aside(result, "overlapped", "absent", rank=1)
     assert result.exists(), "another rank renames nothing"

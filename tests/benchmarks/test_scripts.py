@@ -2,29 +2,36 @@
 
 import os
 import subprocess
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
+from benchmarks.train.step.__main__ import Options, app
+from benchmarks.train.step.workload import Workload
 
-from fcsd.bench.step.workload import Workload
-from fcsd.cli import bench as cli
 from fcsd.config import load_recipe
 
 pytestmark = pytest.mark.lab
 
 
+def step_asked(words: list[str]) -> tuple[dict[str, Any], Workload]:
+    """The values of the options of ``benchmarks.train.step``, and the workload that they ask for."""
+    given = typer.main.get_command(app).make_context("step", words).params
+    asked = Options(**{field.name: given[field.name] for field in fields(Options)})
+    return given, asked.workload(given["shape"])
+
+
 def test_the_script_of_all_cases_gives_commands_that_are_taken(tmp_path):
     stand_in = tmp_path / "python3"
-    stand_in.write_text('#!/bin/sh\nshift 4\necho "$@"\n')
+    stand_in.write_text('#!/bin/sh\nshift 2\necho "$@"\n')
     stand_in.chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path)}
     script = Path(__file__).parents[2] / "benchmarks/train/overlap.sh"
     said = subprocess.run([script, "4"], env=environment, capture_output=True, text=True, check=True).stdout
-    train = typer.main.get_group(cli.app).commands["step"]
     for line in said.splitlines():
-        given = train.make_context("step", line.split()).params
-        load = Workload(given["shape"], given["layers"], 1, 1, variants=tuple(given["variants"].split(",")))
+        given, load = step_asked(line.split())
         assert (given["gpus"], given["trace"]) == (4, "slow_link" not in line) and load.overlapped[-1:] != ()
     assert len(said.splitlines()) == 7
 
@@ -40,19 +47,12 @@ def test_the_script_of_wires_gives_commands_that_are_taken(tmp_path):
     root = Path(__file__).parents[2]
     done = subprocess.run([root / "benchmarks/comm/quantised.sh", "4"], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    commands = typer.main.get_group(cli.app).commands
     modules = []
     for line in done.stdout.splitlines():
         words = line.split()
-        if words[:3] == ["-m", "fcsd", "bench"]:
-            given = commands[words[3]].make_context(words[3], words[4:]).params
-            if words[3] == "step":
-                load = Workload(
-                    given["shape"], 1, 1, 1, variants=tuple(given["variants"].split(",")),
-                    formats=tuple(given["quantised"]),
-                    dedup=given["dedup"][0], more_dedups=tuple(given["dedup"][1:]),
-                )  # fmt: skip
-                assert {name.partition("+")[2] for name in load.changed} >= {"rank", "int8", "rank+int8"}
+        if words[:2] == ["-m", "benchmarks.train.step"]:
+            _, load = step_asked(words[2:])
+            assert {name.partition("+")[2] for name in load.changed} >= {"rank", "int8", "rank+int8"}
         elif words[:2] == ["-m", "benchmarks.infer"]:
             assert "quantised:int2:sr" in words[words.index("--reduce") + 1].split(",")
         elif "benchmarks." in line:

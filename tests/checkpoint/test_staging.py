@@ -147,3 +147,11 @@ def test_what_a_killed_command_left_goes_whatever_out_is_called(tmp_path: Path) 
     with staged(tmp_path / "[x]"):
         pass
     assert os.listdir(tmp_path) == ["[x]"]
+
+
+def test_a_directory_that_holds_its_source_or_is_inside_of_it_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "above" / "source"
+    source.mkdir(parents=True)
+    for out in (source, source / "out", source.parent):
+        with pytest.raises(ConfigError, match="overlaps with its source"):
+            check_out(out, [source], force=True)

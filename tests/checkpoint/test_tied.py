@@ -89,6 +89,11 @@ def test_equal_values_are_tied(tmp_path: Path) -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
+def test_a_head_of_the_first_rows_alone_differs(tmp_path: Path) -> None:
+    path = write(tmp_path / "model", lambda tensors: tensors.update({HEAD: tensors[EMBEDDING][:-1].clone()}))
+    assert len(differing_copies(read_layout(path), {HEAD: EMBEDDING})) == 1
+
+
 def test_absent_untied_heads_and_other_sizes_are_refused(tmp_path: Path) -> None:
     def absent(tensors: dict[str, torch.Tensor]) -> None:
         del tensors[HEAD]

@@ -15,8 +15,9 @@ import time
 import tomllib
 import types
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from unittest.mock import create_autospec
 
 import huggingface_hub.errors
@@ -124,10 +125,31 @@ def test_a_command_with_many_options_groups_them() -> None:
     assert " --gpus INTEGER " in text and run("eval", "-h").stdout == text
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """Options of a command of a test."""
+
+    count: Annotated[int, typer.Option(min=1)]
+    words: Annotated[list[str], typer.Option("--word")] = field(default_factory=lambda: ["one"])
+
+
+def test_the_fields_of_a_dataclass_are_options_of_a_command() -> None:
+    group = typer.Typer()
+
+    @command.command(group, "told")
+    def told(name: str, chosen: Chosen, loud: bool = False) -> None:
+        command.emit(f"{name} {chosen.count} {chosen.words} {loud}")
+
+    runner = CliRunner()
+    assert runner.invoke(group, ["a", "--count", "2"]).stdout == "a 2 ['one'] False\n"
+    assert runner.invoke(group, ["a", "--count", "2", "--word", "x", "--word", "y"]).stdout == "a 2 ['x', 'y'] False\n"
+    assert runner.invoke(group, ["a", "--count", "0"]).exit_code == runner.invoke(group, ["a"]).exit_code == 2
+
+
 def test_commands_are_listed_with_whole_sentences_and_found_by_what_they_do() -> None:
-    for group in ((), ("bench",), ("recipes",)):
+    for group, least in (((), 9), (("bench",), 2), (("recipes",), 4)):
         shown = run(*group, "--help").stdout.partition("Commands:")[2].partition("Examples:")[0]
-        assert "..." not in shown and shown.count(".\n") >= 4
+        assert "..." not in shown and shown.count(".\n") >= least
     assert "Did you mean 'distill'?" in run("heal", "recipe.yaml").stderr
     assert "Did you mean 'convert'?" in run("convrt").stderr
 
@@ -171,7 +193,7 @@ def test_distill(library) -> None:
     inputs = library("fcsd.distill.inputs", "require_inputs")
     done = run("distill", "--recipe", "tiny", "--set", "optim.lr=1e-3", "--set", "name=x", "--seed", "7", "--gpus", "2")
     assert (done.exit_code, done.stdout) == (0, "runs/x\n"), done.stderr
-    world.assert_called_once_with(2, None, timeout=300, grace_seconds=30)
+    world.assert_called_once_with(2, grace_seconds=30)
     resolved = loop.call_args.args[0]
     assert inputs.call_args.args[0] is resolved.recipe and inputs.call_args.args[1].startswith("fcsd convert ")
     assert (resolved.recipe.optim.lr, resolved.recipe.name, resolved.recipe.seed) == (1e-3, "x", 7)

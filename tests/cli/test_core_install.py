@@ -1,4 +1,7 @@
-"""The command line where only the dependencies of `fcsd` itself are installed, and none of an extra."""
+"""The command line where only the dependencies of `fcsd` itself are installed, and none of an extra.
+
+`.ci/run` runs this file as a section of its own; the tests of every day leave it out.
+"""
 
 import json
 import os
@@ -13,6 +16,8 @@ from distributions import closure, linked_environment
 from files import snapshot
 
 from fcsd.distill.run import manifest
+
+pytestmark = pytest.mark.core
 
 # Runs commands one after the other in one process. A command's own exit code, stdout and stderr are its result.
 DRIVER = """
@@ -35,15 +40,9 @@ REFUSED = {
     "distill tiny": ("fcsd distill needs accelerate, datasets, deepspeed,", TRAIN),
     "distill --sweep tiny-sweep": ("fcsd distill needs accelerate,", TRAIN),
     "cache-teacher tiny": ("fcsd cache-teacher needs accelerate,", TRAIN),
-    "plan tiny --set model=student --machine machine.json --picture plan.png": (
-        "fcsd plan --picture needs matplotlib:",
-        TRAIN,
-    ),
     "eval teacher": ("fcsd eval needs accelerate, datasets, lm_eval, matplotlib, pyarrow, scipy:", EVAL),
     "chat teacher --gpus 1": ("fcsd chat --gpus needs accelerate", EVAL),
     "serve student": ("fcsd serve needs vllm:", "pip install 'fcsd[vllm]'"),
-    "bench step tiny --out b": ("fcsd bench step needs accelerate,", TRAIN),
-    "bench memory tiny --out b": ("fcsd bench memory needs accelerate,", TRAIN),
     "bench links --out links.json": ("fcsd bench links needs scipy:", TRAIN),
 }
 CORE = {
@@ -55,7 +54,6 @@ CORE = {
     "push": "push --help",
     "recipes": "recipes show tiny",
     "env": "env --json",
-    "slurm": "distill tiny --slurm",
 }
 
 
@@ -119,7 +117,6 @@ def test_the_core_does_its_commands(installed: Installed) -> None:
             assert json.loads(out), name
     assert (installed.folder / "exported" / "reload_proof.json").is_file()
     assert (installed.folder / "exported-run" / "reload_proof.json").is_file()
-    assert "#SBATCH" in found[CORE["slurm"]][1]
     packages = json.loads(found[CORE["env"]][1])["packages"]
     absent = {name for name, version in packages.items() if version is None}
     assert {"deepspeed", "lm_eval", "evalplus", "datasets", "wandb"} <= absent

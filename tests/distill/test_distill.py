@@ -89,7 +89,9 @@ def test_a_run_leaves_what_the_next_command_needs(
 ) -> None:
     monkeypatch.setenv(ranks.DRAW_CURVES, "1")
     run = tmp_path / "run"
-    own = {"path": str(folder / "corpus.jsonl"), "max_rows": 3}
+    runs.resolved(folder)  # writes the corpus
+    (tmp_path / "own.jsonl").write_text("".join((folder / "corpus.jsonl").read_text().splitlines(keepends=True)[:3]))
+    own = {"path": str(tmp_path / "own.jsonl")}
     changes = {"train__activation_checkpointing": True, "data__held_out_own": own}
     metrics = train(folder, run, **changes)
     assert metrics[-1]["held_out_kl"] > 0 and metrics[-1]["held_out_sft"] > 0

@@ -12,10 +12,10 @@ import texts
 import tiny
 import torch
 import torch.distributed as dist
+from benchmarks.train.random_run import random_corpus
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
-from fcsd.bench.random_run import random_corpus
 from fcsd.config import Recipe, ResolvedRecipe, accumulation
 from fcsd.distill import loop
 from fcsd.distill.optim import update

@@ -183,6 +183,30 @@ def test_weights_are_the_same_with_and_without_it(folder: Path, tmp_path: Path, 
     assert found["none"] == found["held_out"] == found["benchmark"]
 
 
+def test_scores_of_two_texts_are_not_compared(folder: Path, tmp_path: Path) -> None:
+    """The file may lie in another place. A text that decides nothing may change."""
+    recipe(folder, tmp_path / "scored")  # writes the text
+    held_out = (folder / "held_out.jsonl").read_text()
+    (tmp_path / "moved.jsonl").write_text(held_out)
+    (tmp_path / "easier.jsonl").write_text(held_out.splitlines(keepends=True)[0] * 10)
+    common = {"train__eval_every": 1, "checkpoint__every_steps": 1, "checkpoint__keep": 9, "optim__horizon": 4}
+    moved, easier = ({"data__held_out": {"path": str(tmp_path / name)}} for name in ("moved.jsonl", "easier.jsonl"))
+    scored, free = tmp_path / "scored", tmp_path / "free"
+    stopping = {"early_stop": {"metric": "held_out", "every": 1}}
+    first = [recipe(folder, scored, train__steps=1, **stopping, **common)]
+    first += [recipe(folder, scored, train__steps=2, **stopping, **common, **moved)]
+    first += [recipe(folder, free, train__steps=2, early_stop={}, **common)]
+    first += [recipe(folder, free, train__steps=3, early_stop={}, **common, **easier)]
+    assert ranks.on_ranks(1, distilled, first) == [None]
+    before = (scored / "metrics.jsonl").read_text()
+    (error,) = ranks.on_ranks(1, distilled, [recipe(folder, scored, train__steps=4, **stopping, **common, **easier)])
+    assert isinstance(error, CheckpointError) and "held_out_text was" in str(error)
+    assert (scored / "metrics.jsonl").read_text() == before
+    with (free / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 2, "held_out_kl": 0.0, "held_out_sft": 0.0}\n')
+    assert _choose(free, None).name == "step-3", "the losses of the steps before were on another text"
+
+
 def test_what_cannot_be_scored_is_refused_before_anything_is_written(folder: Path, tmp_path: Path) -> None:
     from fcsd.eval.early_score import scorer
 

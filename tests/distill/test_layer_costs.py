@@ -31,10 +31,9 @@ def test_what_costs_most_stays_standard_and_costs_are_divergences(
     done = choose_by_cost(str(model), "farskip", "auto", text)
     assert done.wiring.layers == cheapest(done.alone)
     standard = done.alone.keys() - done.wiring.layers
-    told = done.to_text(lambda wiring: (1 + len(wiring.layers) / 100, 1.5), 2)
-    assert 0 in standard and told.count("stays standard: -0.010x a step, +0.000x first") == len(standard) <= 2
+    told = done.to_text()
+    assert 0 in standard and told.count("  stays standard\n") == len(standard) <= 2
     assert f"{len(standard)} of 10 layers stay standard" in told
-    assert f"1.10x and 1.50x with all layers, {1.1 - len(standard) / 100:.2f}x and 1.50x with these" in told
     alone = convert_checkpoint(model, tmp_path / "alone", layers="1", check=False)
     ids = load_tokenizer(model)(json.loads(text.read_text())["text"], return_tensors="pt")["input_ids"][:, :512]
     with torch.no_grad():
@@ -71,12 +70,8 @@ def test_as_many_layers_as_asked_for_are_converted_on_text_of_the_model_itself(
     assert done.exit_code == 0, done.stderr
     layers = json.loads(done.stdout)["wiring"]["layers"]
     assert len(layers) == 2
-    planned = CliRunner().invoke(app, ["plan", "--frontier", str(model), "--costs", costs, "--json"])
     alone = json.loads(Path(costs).read_text())["farskip"]["alone"]
-    whole = next(
-        row for row in json.loads(planned.stdout) if (row["wiring"], row["layers"]) == ("farskip", "100% (0-9)")
-    )
-    assert whole["cost"] == [pytest.approx(sum(alone))] * 2 and sorted(alone)[:2] == sorted(alone[n] for n in layers)
+    assert len(alone) == 10 and sorted(alone)[:2] == sorted(alone[n] for n in layers)
 
 
 def test_an_out_that_is_taken_is_refused_before_anything_is_measured(

@@ -2,12 +2,15 @@
 
 import errno
 import json
+import os
 import shutil
 from collections import Counter
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tiny
@@ -20,6 +23,7 @@ from fcsd.cli.main import app
 from fcsd.convert import convert_checkpoint
 from fcsd.distill import own_text
 from fcsd.distill.own_text import loops, repeats, write_own_text
+from fcsd.distill.own_text_files import hold
 from fcsd.distill.writer import Turns, Writer, Writing, turns_of
 from fcsd.engine import generate as generating
 from fcsd.engine.decode import drawn, generate_in_slots, plan_slots
@@ -91,7 +95,7 @@ def test_a_model_writes_documents_and_a_killed_call_goes_on(
         raise OSError(errno.ENOSPC, "No space left")
 
     with monkeypatch.context() as full, pytest.raises(OSError, match="No space"):
-        full.setattr("fcsd.distill.own_text.write_text", full_disk)
+        full.setattr("fcsd.distill.own_text_files.write_text", full_disk)
         write_own_text(str(teacher), tmp_path / "again", **how)
     write = own_text._write_shard
 
@@ -132,11 +136,11 @@ def test_a_file_has_a_document_to_train_on_or_is_refused(tmp_path: Path) -> None
     (tmp_path / "held_out").mkdir()
     writer = SimpleNamespace(writing=Writing())
     writer.documents = lambda number, asked, count: [[*range(asked, asked + 40)]] * count
-    own_text._write_shard(tmp_path, 0, 9, writer, lambda tokens: None)
+    own_text._write_shard(tmp_path, 0, 9, "text", writer, lambda tokens: None)
     assert [len(documents(tmp_path, part)) for part in ("held_out", "train")] == [1, 1]
     writer.documents = lambda number, asked, count: [[*range(40)]] * count
     with pytest.raises(BadInputError, match="all loop or nearly repeat"):
-        own_text._write_shard(tmp_path, 1, 9, writer, lambda tokens: None)
+        own_text._write_shard(tmp_path, 1, 9, "text", writer, lambda tokens: None)
     assert len(list(tmp_path.rglob("*.parquet"))) == 2
 
 
@@ -148,6 +152,21 @@ def test_the_share_of_greedy_answers_holds_over_small_calls() -> None:
     for first in range(0, 12, 3):
         list(writer.documents(0, first, 3))
     assert len(heats) == 12 and heats.count(0.0) == 3
+
+
+@pytest.mark.parametrize("questions", [40, 1000, 4096, 100_000, 1_000_003])
+def test_shards_begin_evenly_apart_in_a_file_of_prompts(questions: int) -> None:
+    """Round numbers of prompts are usual; shards that begin near each other answer the same ones."""
+    writer = object.__new__(Writer)
+    writer.writing = Writing()
+    writer._turns, writer._questions = Turns([], []), [[number] for number in range(questions)]
+    writer._generate = lambda prompts, heat: ((n, []) for n in range(len(prompts)))
+    begun = [[ids[0] for ids in writer.documents(shard, first, 2)] for shard in range(8) for first in (0, 2)]
+    starts = [one[0] for one in begun[::2]]
+    for start, (first, then) in zip(starts, zip(begun[::2], begun[1::2], strict=True), strict=True):
+        assert [*first, *then] == [(start + n) % questions for n in range(4)], "a shard answers them in turn"
+    apart = [min((a - b) % questions, (b - a) % questions) for n, a in enumerate(starts) for b in starts[:n]]
+    assert min(apart) >= questions // 16
 
 
 def test_a_chat_model_invents_the_users_turn_and_answers(teacher: Path, tmp_path: Path) -> None:
@@ -220,3 +239,218 @@ def test_foreign_directories_and_wrong_numbers_are_refused(teacher: Path, tmp_pa
     found = CliRunner().invoke(app, ["write", str(teacher), "--out", str(tmp_path / "new"), "--tokens", "many"])
     assert found.exit_code == 2 or isinstance(found.exception, ConfigError)
     assert not (tmp_path / "new").exists()
+
+
+SHORT = dict(tokens=300, shard_tokens=150, form="document", max_tokens=30)
+
+
+@pytest.fixture(scope="module")
+def written(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text of two files."""
+    out = tmp_path_factory.mktemp("written") / "out"
+    write_own_text(str(teacher), out, **SHORT)
+    return out
+
+
+@pytest.mark.parametrize("lost", ["held_out/part-00000", "train/part-00001", "both", "everything"])
+def test_a_file_that_is_gone_is_written_again(teacher: Path, written: Path, tmp_path: Path, lost: str) -> None:
+    shutil.copytree(written, tmp_path / "out")
+    gone = {"both": ["held_out/part-00001", "train/part-00001"], "everything": ["held_out", "train"]}.get(lost, [lost])
+    for name in gone:
+        path = tmp_path / "out" / name
+        shutil.rmtree(path) if path.is_dir() else path.with_suffix(".parquet").unlink()
+    (tmp_path / "out" / "train").mkdir(exist_ok=True)
+    (tmp_path / "out" / "train" / ".part-00000.parquet.part-0123abcd").write_text("of a killed call")
+    write_own_text(str(teacher), tmp_path / "out", **SHORT)
+    for part in ("train", "held_out"):
+        assert documents(tmp_path / "out", part) == documents(written, part)
+        assert {path.name for path in (tmp_path / "out" / part).iterdir()} == {
+            "part-00000.parquet",
+            "part-00001.parquet",
+        }
+    assert (tmp_path / "out/write.json").read_text() == (written / "write.json").read_text()
+
+
+def _another_tokenizer(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(folder)
+
+
+def _another_ending(folder: Path) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
+
+
+def _other_values(folder: Path) -> None:
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(-2, os.SEEK_END)
+        file.write(b"\x01\x02")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (_another_tokenizer, "another tokenizer"),
+        (_another_ending, "another model"),
+        (_other_values, "another model"),
+        (lambda folder: {"batch_size": 7}, "another --batch-size: 32"),
+    ],
+)
+def test_what_changes_the_text_is_refused(
+    teacher: Path, written: Path, tmp_path: Path, change: Any, named: str
+) -> None:
+    folder = shutil.copytree(teacher, tmp_path / "model")
+    options = change(folder) or {}
+    shutil.copytree(written, tmp_path / "out")
+    with pytest.raises(ConfigError, match=f"holds text that was written with {named}"):
+        write_own_text(str(folder), tmp_path / "out", **SHORT, **options)
+
+
+def test_a_text_that_does_not_say_how_it_was_written_is_refused(teacher: Path, written: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(written, tmp_path / "out")
+    record = json.loads((out / "write.json").read_text())
+    del record["settings"]["batch_size"]
+    (out / "write.json").write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match="does not record with which --batch-size its text was written"):
+        write_own_text(str(teacher), out, **SHORT)
+
+
+def test_another_chat_template_is_refused(teacher: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(teacher)
+    folder = shutil.copytree(teacher, tmp_path / "chat")
+    for number, template in enumerate(("<{{ m.role }}>", "[{{ m.role }}]")):
+        tokenizer.chat_template = (
+            "{% for m in messages %}" + template + "{{ m.content }}</s>{% endfor %}"
+            "{% if add_generation_prompt %}<assistant>{% endif %}"
+        )
+        tokenizer.save_pretrained(folder)
+        if number == 0:
+            write_own_text(str(folder), tmp_path / "out", tokens=60, max_tokens=10)
+    with pytest.raises(ConfigError, match="another chat template"):
+        write_own_text(str(folder), tmp_path / "out", tokens=60, max_tokens=10)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        "[[1000000000, 5]]",
+        "[[600000, 5], [600000, 5]]",
+        "[[1, Infinity]]",
+        "[[1, NaN]]",
+        "[[1, 1e400]]",
+        "[[1, 1.5]]",
+        "[[1, null]]",
+        "[[true, 5]]",
+        "[[1, 0]]",
+        "[[-1, 5]]",
+        "[[1, " + "9" * 5000 + "]]",
+        "[[1, 2, 3]]",
+        '["12"]',
+        "[5]",
+        "{}",
+        "null",
+        "[" * 100_000,
+    ],
+)
+def test_a_record_of_absurd_files_is_refused(teacher: Path, written: Path, tmp_path: Path, files: str) -> None:
+    (tmp_path / "out").mkdir()
+    record = json.loads((written / "write.json").read_text())
+    (tmp_path / "out" / "write.json").write_text(f'{{"settings": {json.dumps(record["settings"])}, "files": {files}}}')
+    with pytest.raises(BadInputError, match=r"write\.json: is damaged: ") as caught:
+        write_own_text(str(teacher), tmp_path / "out", **SHORT)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_text_of_too_many_files_is_refused(teacher: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="need more than 1,000,000 files"):
+        write_own_text(str(teacher), tmp_path / "out", **{**SHORT, "tokens": 10**18})
+    assert not (tmp_path / "out").exists()
+
+
+def _truncated(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-20])
+
+
+def _hole(file: Path) -> None:
+    """Whole at both ends, and damaged between them."""
+    data = bytearray(file.read_bytes())
+    data[4:60] = bytes(56)
+    file.write_bytes(data)
+
+
+def _of_another_number(file: Path) -> None:
+    file.write_bytes(file.with_name("part-00001.parquet").read_bytes())
+
+
+def _foreign(file: Path) -> None:
+    pq.write_table(pa.table({"text": ["hello"]}), file)
+
+
+def _without_metadata(file: Path) -> None:
+    pq.write_table(pa.table({"input_ids": pa.array([[5]], pa.list_(pa.int32()))}), file)
+
+
+def _directory(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def _fifo(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def _link(file: Path) -> None:
+    file.rename(file.with_suffix(".elsewhere"))
+    file.symlink_to(file.with_suffix(".elsewhere"))
+
+
+@pytest.mark.parametrize("part", ["train", "held_out"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _truncated,
+        _hole,
+        _of_another_number,
+        _foreign,
+        _without_metadata,
+        _directory,
+        _fifo,
+        _link,
+        lambda file: file.write_bytes(b""),
+    ],
+)
+def test_a_damaged_file_is_named_and_can_be_deleted(
+    teacher: Path, written: Path, tmp_path: Path, part: str, damage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = shutil.copytree(written, tmp_path / "out")
+    file = out / part / "part-00000.parquet"
+    damage(file)
+    with monkeypatch.context() as quick, pytest.raises(BadInputError) as caught:
+        quick.setattr(own_text, "_load", lambda *_: pytest.fail("a model was loaded"))
+        write_own_text(str(teacher), out, **SHORT)
+    assert str(file) in str(caught.value) and "\n" not in str(caught.value)
+    assert caught.value.hint == "Delete it; the same command writes it again."
+    shutil.rmtree(file) if file.is_dir() else file.unlink()
+    write_own_text(str(teacher), out, **SHORT)
+    assert documents(out, part) == documents(written, part)
+
+
+def test_files_of_nobody_are_named(teacher: Path, written: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(written, tmp_path / "out")
+    shutil.copy(out / "train/part-00000.parquet", out / "train/part-00002.parquet")
+    with pytest.raises(BadInputError, match=r"part-00002\.parquet: is none of the files of this text"):
+        write_own_text(str(teacher), out, **SHORT)
+    shutil.rmtree(out / "train")
+    (out / "train").write_text("a file")
+    with pytest.raises(BadInputError, match="train: is not a folder"):
+        write_own_text(str(teacher), out, **SHORT)
+
+
+def test_two_calls_do_not_write_at_once(teacher: Path, written: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(written, tmp_path / "out")
+    before = sorted(path.name for path in out.rglob("*"))
+    with hold(out), pytest.raises(ConfigError, match="is in use by process") as caught:
+        write_own_text(str(teacher), out, **{**SHORT, "tokens": 500})
+    assert caught.value.hint == "wait for it, or set another --out"
+    assert sorted(path.name for path in out.rglob("*")) == before

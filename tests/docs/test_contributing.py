@@ -33,7 +33,7 @@ def test_the_steps_add_the_easy_family(page: str, repo: Path, tmp_path: Path) ->
     """In a copy of the repository; the commands are those of the steps."""
     steps = page.split("## An easy family")[1].split("\n## ")[0]
     assert len(re.findall(r"^\d\. ", steps, re.MULTILINE)) == 4
-    (chosen,) = re.findall(r'`scripts/test\.sh tests -k "(.*?)"`', steps)
+    ((marked, chosen),) = re.findall(r'`scripts/test\.sh tests -m "(.*?)" -k "(.*?)"`', steps)
     (script,) = re.findall(r"`python (scripts/\w+\.py)`", steps)
     family = eval(python_blocks(page)[0], vars(archs)).model_type
     assert family in chosen.split()
@@ -56,11 +56,13 @@ def test_the_steps_add_the_easy_family(page: str, repo: Path, tmp_path: Path) ->
         return done.stdout
 
     # The files that have cases of a family: to collect all others, too, takes most of the command's time.
-    named = re.compile(r"\b(CONFIGS|ARCHS|names_exist)\b")
+    named = re.compile(r"\b(CONFIGS|ARCHS|representatives|names_exist)\b")
     folders = ("models", "engine", "kernels", "parallel", "plan", "serve", "distill/step")
     files = (file for name in folders for file in (tmp_path / "tests" / name).rglob("test_*.py"))
     where = sorted(str(file) for file in files if named.search(file.read_text()))
-    passed = re.search(r"(\d+) passed", run("-m", "pytest", "-q", "-p", "no:cacheprovider", *where, "-k", chosen))
+    passed = re.search(
+        r"(\d+) passed", run("-m", "pytest", "-q", "-p", "no:cacheprovider", *where, "-m", marked, "-k", chosen)
+    )
     assert passed is not None and int(passed[1]) > 40
     run(script)
     assert f"`{family}`" in (tmp_path / "README.md").read_text()

@@ -1,5 +1,6 @@
-"""docs/launching.md: torchrun's line trains, and what Kubernetes and Ray would start is a command that fcsd has."""
+"""docs/launching.md: torchrun's line and Slurm's script train, and Kubernetes and Ray would start what they do."""
 
+import json
 import os
 import re
 import shlex
@@ -12,24 +13,83 @@ from typing import Any
 
 import pytest
 import runs
-import typer
 import yaml
+from ranks import fcsd, free_port
 from torch.distributed.run import parse_args
 
-from fcsd.cli.main import app
 from fcsd.distill.run.report import read_metrics
 from fcsd.parallel.process_settings import DEFAULTS
 
 
 def block(repo: Path, language: str) -> str:
     """The last block of a language in the page."""
-    *_, text = re.findall(rf"```{language}\n(.*?)```", (repo / "docs/launching.md").read_text(), re.DOTALL)
-    return text
+    return blocks(repo, language)[-1]
 
 
-def distill_options() -> set[str]:
-    command = typer.main.get_command(app).commands["distill"]  # type: ignore[attr-defined]
-    return {option for parameter in command.params for option in parameter.opts}
+def blocks(repo: Path, language: str) -> list[str]:
+    """The blocks of a language in the page."""
+    return re.findall(rf"```{language}\n(.*?)```", (repo / "docs/launching.md").read_text(), re.DOTALL)
+
+
+def slurm(folder: Path, script: str, tasks: int = 2, **more: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script for sbatch with stand-ins for the cluster's programs: as many tasks on this machine."""
+    tools = folder / "bin"
+    tools.mkdir(exist_ok=True)
+    for name, body in {
+        "srun": 'echo step >> "$SEEN"; while [[ "$1" == --* ]]; do shift; done; [ -z "${CODE:-}" ] || exit "$CODE"\n'
+        'for ((task = 1; task < SLURM_NTASKS; task++)); do SLURM_PROCID=$task SLURM_LOCALID=$task "$@" & done\n'
+        'SLURM_PROCID=0 SLURM_LOCALID=0 "$@"; code=$?; wait; exit $code',
+        "scontrol": 'if [ "$1" = show ]; then echo 127.0.0.1; else echo "$1-$2" >> "$SEEN"; fi',
+        "fcsd": f'exec {sys.executable} -m fcsd "$@"',
+    }.items():
+        (tools / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tools / name).chmod(0o755)
+    job = {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_ID": str(free_port() - 20_000), "SEEN": str(folder / "seen")}
+    job |= {"SLURM_NTASKS": str(tasks), "SLURM_NTASKS_PER_NODE": str(tasks)}
+    environment = {**os.environ, **job, **more, "PATH": f"{tools}:{os.environ['PATH']}"}
+    return subprocess.run(["bash", "-c", script], env=environment, timeout=500, capture_output=True, text=True)
+
+
+def test_the_script_of_slurm_trains_on_all_tasks_and_requeues(repo: Path, tmp_path: Path) -> None:
+    runs.write_models(tmp_path)
+    runs.resolved(tmp_path, train__steps=2)
+    script, _ = blocks(repo, "sh")
+    script = script.replace("RECIPE", str(tmp_path / "recipe.yaml"))
+    done = slurm(tmp_path, script)
+    assert done.returncode == 0, done.stderr
+    manifest = json.loads((tmp_path / "run/checkpoints/step-2/MANIFEST.json").read_text())
+    assert manifest["identity"]["processes"] == 2 and (tmp_path / "seen").read_text().split() == ["step"]
+    assert slurm(tmp_path, script, CODE="143").returncode == 143
+    assert slurm(tmp_path, script, CODE="5").returncode == 5
+    assert [line.split("-")[0] for line in (tmp_path / "seen").read_text().split()] == [
+        "step",
+        "step",
+        "requeue",
+        "step",
+    ]
+
+
+@pytest.mark.nightly
+def test_the_sweep_of_slurm_starts_each_run_on_all_tasks(repo: Path, tmp_path: Path) -> None:
+    runs.write_models(tmp_path, "qwen3_moe")
+    sweep = {"stages": [{"optim.lr": [1e-3, 2e-3]}], "steps": 2}
+    changes = {"parallel__ep_size": 2, "train__steps": 3, "output_dir": str(tmp_path / "out")}
+    runs.resolved(tmp_path, sweep=sweep, **changes)
+    script, line = blocks(repo, "sh")
+    start = next(one for one in script.splitlines() if one.startswith("srun "))
+    done = slurm(tmp_path, script.replace(start, line).replace("RECIPE", str(tmp_path / "recipe.yaml")))
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "out" / "sweep.json").read_text())
+    assert [trial["status"] for trial in record["trials"].values()] == ["done", "done"]
+    assert (tmp_path / "seen").read_text().split() == ["step"] * 3, "two trials and the full run"
+    assert (Path(record["run"]) / "final" / "model.safetensors").exists()
+
+
+def test_a_command_that_starts_runs_is_for_sweeps(repo: Path) -> None:
+    refused = fcsd("distill", "tiny", "--launch", "srun", cwd=repo)
+    assert refused.returncode == 2 and "--launch is for --sweep" in refused.stderr
+    refused = fcsd("distill", "--sweep", "tiny-sweep", "--launch", "srun 'bash", cwd=repo)
+    assert refused.returncode == 2 and "--launch srun 'bash: " in refused.stderr
 
 
 def test_the_line_of_torchrun_trains_on_two_processes(repo: Path, tmp_path: Path) -> None:
@@ -92,11 +152,11 @@ def test_each_worker_of_ray_calls_fcsd_for_its_node(repo: Path, monkeypatch: pyt
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(subprocess, "run", lambda command, env, check: started.append((command, env)))
     exec(block(repo, "python"), {})
-    where = ["--gpus", "8", "--rendezvous", "node-0:29400"]
-    assert [command[1:] for command, _ in started] == [
-        ["-P", "-m", "fcsd", "distill", "/shared/recipe.yaml", "--nodes", "2", "--node-rank", str(node), *where]
-        for node in (0, 1)
-    ]
-    assert {word for word in started[0][0][1:] if word.startswith("--")} <= distill_options()
+    for node, (command, environment) in enumerate(started):
+        assert command[1:3] == ["-m", "torch.distributed.run"] and environment.items() >= DEFAULTS.items()
+        given = parse_args(command[3:])
+        assert (given.nnodes, given.node_rank, given.nproc_per_node) == ("2", node, "8")
+        assert (given.master_addr, given.master_port) == ("node-0", 29400)
+        assert [given.training_script, *given.training_script_args] == ["fcsd", "distill", "/shared/recipe.yaml"]
     left = os.environ.keys() - started[0][1].keys()
     assert left == {"RANK", "WORLD_SIZE", "LOCAL_RANK"}, "with WORLD_SIZE set, fcsd would start no processes"

@@ -48,7 +48,7 @@ def test_a_section_under_two_keys_is_listed_once():
 
 def test_every_command_and_option_is_listed():
     page = script.commands_page()
-    assert {"fcsd convert", "fcsd recipes show", "fcsd bench step"} <= {
+    assert {"fcsd convert", "fcsd recipes show", "fcsd bench serve"} <= {
         line.strip("# `") for line in page.splitlines() if line.startswith("## ")
     }
     convert = page.split("## `fcsd convert`")[1].split("\n## ")[0]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from representatives import representatives
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
@@ -72,7 +73,7 @@ BOTH = ("llama", "qwen2_moe", "deepseek_v3")
 
 @pytest.mark.parametrize(
     ("arch", "merged"),  # the engine merges projections always
-    [*((arch, True) for arch in SHARDED), *((arch, False) for arch in BOTH)],
+    [*representatives("layer", "moe", of=SHARDED, also=(True,)), *((arch, False) for arch in BOTH)],
 )
 def test_a_function_is_traced_once_for_all_layers_and_changes_nothing(
     arch: str, merged: bool, counted: list[str], monkeypatch: pytest.MonkeyPatch

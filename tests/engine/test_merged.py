@@ -5,15 +5,15 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from representatives import representatives
 from torch import nn
 
 from fcsd.engine import merged
 from fcsd.engine.merged import TOGETHER, First, Next, merge_projections
-from fcsd.models.archs import ARCHS
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch != "llama4"])
+@pytest.mark.parametrize("arch", representatives("attention", "mlp"))
 def test_every_architecture_asks_for_the_results_in_their_order(arch: str) -> None:
     model: Any = tiny.model(arch, initializer_range=0.1)
     ids = tiny.tokens(batch=2, length=9)

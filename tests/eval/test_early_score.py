@@ -14,7 +14,7 @@ import torch
 
 from fcsd.errors import FcsdError
 from fcsd.eval import evalplus_tasks
-from fcsd.eval.code import judge_process
+from fcsd.eval.code import judge
 from fcsd.eval.early_score import Score, score
 from fcsd.eval.harness import Loaded, evaluate_models
 from fcsd.models.build import load_model
@@ -81,7 +81,7 @@ def broken_scorer(rank: int, repo: Path) -> list[tuple[str, float]]:
     model, tokenizer = teacher(repo)
     real, told = subprocess.Popen, []
     for number, silence in ((9, 12.0), (19, 1.0)):  # on a loaded machine a healthy process may be silent for seconds
-        judge_process.SILENCE_S, ill = silence, f"import os; os.kill(os.getpid(), {number})"
+        judge.SILENCE_S, ill = silence, f"import os; os.kill(os.getpid(), {number})"
         patient = [sys.executable, "-c", ill]
         subprocess.Popen = lambda command, patient=patient, **more: real(
             patient if "fcsd.eval.code.judge_worker" in command else command, **more
@@ -105,8 +105,8 @@ def test_training_is_the_same_to_the_last_bit_and_every_rank_knows_the_score(rep
     for killed, stopped in (first["error"], second["error"]):
         assert "the judging process failed twice: status -9" in killed[0]
         assert "the judging process failed twice: it sent nothing for 1 s" in stopped[0]
-    patience = judge_process.ATTEMPTS * judge_process.SILENCE_S
-    assert patience < 30 and judge_process.BEAT_S < judge_process.SILENCE_S / 4
+    patience = judge.ATTEMPTS * judge.SILENCE_S
+    assert patience < 30 and judge.BEAT_S < judge.SILENCE_S / 4
 
     monkeypatch.setattr(evalplus_tasks, "MAX_NEW_TOKENS", 64)
     model, tokenizer = teacher(repo)

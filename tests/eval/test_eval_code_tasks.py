@@ -150,7 +150,7 @@ def test_where_evalplus_keeps_its_files(mirror, tmp_path, monkeypatch):
 
 def test_no_generated_program_runs_without_a_sandbox_unless_that_is_accepted(mirror, tmp_path, monkeypatch):
     monkeypatch.setattr(evalplus_tasks, "MAX_NEW_TOKENS", 4)
-    monkeypatch.setenv("PATH", str(tmp_path))  # neither bwrap nor unshare
+    monkeypatch.setenv("PATH", str(tmp_path))  # without bwrap
     options = dict(suite="strict", tasks=["HEval+"], data_mirror=mirror, limit=1)
     generated = []
     real = adapter.HFAdapter.generate_until

@@ -21,7 +21,7 @@ from fcsd.engine import logprobs
 from fcsd.errors import BadInputError, ConfigError, NonFiniteError
 from fcsd.eval.compare import compare_models
 from fcsd.eval.engines import adapter
-from fcsd.eval.harness import Loaded, evaluate_models, names_of
+from fcsd.eval.harness import Loaded, evaluate_models, named_models, names_of
 from fcsd.eval.results import read_results
 from fcsd.eval.suite import SUITES, select
 
@@ -270,3 +270,12 @@ def test_models_by_path_resume_after_a_kill_and_keep_other_results(mirror, tmp_p
     evaluate_models([student], tasks=["piqa"], data_mirror=mirror, limit=2, out=out)
     kept = [(row["column"], row["n"]) for row in read_results(out / "student.json")]
     assert kept == [("PIQA", 8), ("ARC-E", 8), ("PIQA", 2)]
+
+
+def test_names_of_models():
+    named = [("one", "a/one"), ("two", "two")]
+    assert named_models(["a/one", "two"], "a/one") == named_models(["a/one", "two"], None) == named
+    with pytest.raises(ConfigError, match="named twice"):
+        named_models(["two", "two"], None)
+    with pytest.raises(ConfigError, match="--baseline a/one: is the only MODEL"):
+        named_models(["a/one"], "a/one")

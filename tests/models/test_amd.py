@@ -19,6 +19,7 @@ import transformers
 from ranks import in_group
 from reloads import fork_reloads
 from safetensors.torch import load_file, save_file
+from studies.formats.simulated_model import SimulatedCommunication, over_formats
 from torch import Tensor, nn
 
 from fcsd.checkpoint.inspection import inspect_checkpoint
@@ -30,7 +31,6 @@ from fcsd.export.final import export_model
 from fcsd.models.adapters.lora import add_adapters
 from fcsd.models.build import load_model, unwired, wire, wiring_of
 from fcsd.parallel.all_reduce.ways import Way, Ways
-from fcsd.parallel.quantised.simulated_model import SimulatedCommunication, over_formats
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 from fcsd.plan.model import MetaModel
 from fcsd.serve.vllm.config import base_config

@@ -19,6 +19,7 @@ import tiny
 import torch
 import transformers
 from kernel_device import DEVICE
+from representatives import representatives
 from torch import Tensor
 
 from fcsd.distill.loss.losses import logits_of
@@ -527,12 +528,12 @@ def test_every_field_that_the_code_reads_is_moved(arch: str) -> None:
     assert not_moved(model.config, read) == set()
 
 
-@pytest.mark.parametrize("arch", tiny.CONFIGS)
+@pytest.mark.parametrize("arch", representatives("layer", "moe"))
 def test_off_is_off(arch: str) -> None:
     assert off_is_off(guarded_model(arch))
 
 
-@pytest.mark.parametrize("arch", tiny.CONFIGS)
+@pytest.mark.parametrize("arch", representatives("norm", "mlp", "moe", "rotary"))
 @pytest.mark.skipif(DEVICE != "cpu", reason="dropout draws other numbers on a GPU")
 def test_kernels_compute_the_same(arch: str) -> None:
     """With dropout, which a kernel could leave out."""
@@ -549,7 +550,7 @@ def kernels_compute_the_same(model: Any, arch: str) -> None:
         assert (found - own).norm() <= 1e-4 * own.norm() + 3e-6  # a key bias without positions has no gradient
 
 
-@pytest.mark.parametrize("arch", tiny.CONFIGS)
+@pytest.mark.parametrize("arch", representatives("layer", "moe"))
 @pytest.mark.parametrize("name", ["farskip", "ladder", "parallel"])
 def test_on_is_the_table_cached_or_not_and_gradients_flow(arch: str, name: str) -> None:
     model, ids = guarded_model(arch), tiny.tokens(length=12)
@@ -576,7 +577,7 @@ def test_on_is_the_table_cached_or_not_and_gradients_flow(arch: str, name: str) 
     assert without == frozen
 
 
-@pytest.mark.parametrize("arch", tiny.CONFIGS)
+@pytest.mark.parametrize("arch", representatives("attention"))
 def test_packed_documents_are_separate_ones(arch: str) -> None:
     """Also where a window, a chunk or a scale by positions would reach across their border."""
     model, ids = guarded_model(arch), tiny.tokens(batch=1, length=16)
@@ -666,7 +667,7 @@ def test_tokens_are_cut_off_in_front_of_layers_that_read_the_keys_of_others(name
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("arch", tiny.CONFIGS)
+@pytest.mark.parametrize("arch", representatives("head", "norm"))
 def test_scores_and_losses_see_the_logits_of_the_model(arch: str) -> None:
     """They compute them from final hidden states and the output head, a chunk at a time."""
     model, ids = guarded_model(arch), tiny.tokens().clamp(max=249)  # a text has no tokens that stand for images
@@ -683,7 +684,7 @@ def test_scores_and_losses_see_the_logits_of_the_model(arch: str) -> None:
     torch.testing.assert_close(seen, logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("arch", tiny.CONFIGS)
+@pytest.mark.parametrize("arch", representatives("layer", "mlp", "moe"))
 @pytest.mark.skipif(DEVICE != "cpu", reason="dropout draws other numbers on a GPU")
 def test_other_words_compute_the_same(arch: str) -> None:
     """A kernel knows one activation, and AutoEP and the parts one way of choosing experts."""

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks.train.trace import draw
+from benchmarks.train.trace import draw, files, hta_overlap
 
 from fcsd.errors import BadInputError
 from fcsd.parallel import trace
@@ -149,7 +149,7 @@ def test_a_layer_is_drawn(tmp_path):
 @pytest.mark.parametrize("name", HTA)
 def test_stored_traces_give_the_figure_of_hta_and_a_picture(tmp_path, name):
     found = trace.read(STORED / name)
-    assert round(trace.hta_overlap(found), 2) == HTA[name]
+    assert round(hta_overlap(found), 2) == HTA[name]
     assert {call.kind for call in found.calls} >= {"dispatch", "combine"}
     draw(found, tmp_path / "layer.png", middle_of(found))
 
@@ -167,8 +167,8 @@ def middle_of(found):
 
 def test_the_traces_of_a_run_are_found_in_its_directory(tmp_path):
     with pytest.raises(BadInputError, match="no trace in"):
-        trace.files([tmp_path])
+        files([tmp_path])
     for name in ("rank-1.json.gz", "rank-0.json.gz", "step.json"):
         (tmp_path / name).touch()
-    assert trace.files([tmp_path]) == [tmp_path / "rank-0.json.gz", tmp_path / "rank-1.json.gz"]
-    assert trace.files([tmp_path / "step.json"]) == [tmp_path / "step.json"]
+    assert files([tmp_path]) == [tmp_path / "rank-0.json.gz", tmp_path / "rank-1.json.gz"]
+    assert files([tmp_path / "step.json"]) == [tmp_path / "step.json"]

@@ -114,7 +114,7 @@ def stored(name: str) -> Run:
         value: Any = raw
         for part in listed["measured"][key]:
             value = value[part]
-        if isinstance(value, list):  # `bench memory` stores its first step, which warms up, with the others
+        if isinstance(value, list):  # `benchmarks.train.memory` stores its first step, which warms up, with the others
             value = statistics.median(value[1:] if listed["measured"][key][0] == "measured" else value)
         return value
 

@@ -9,6 +9,7 @@ import pytest
 import tiny
 import torch
 from kernel_device import DEVICE
+from representatives import representatives
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
@@ -89,7 +90,9 @@ def fused_layers(arch: str, device: str) -> list[tuple[list[Any], nn.Module, Cal
     ]
 
 
-@pytest.mark.parametrize("arch", [arch for arch in tiny.CONFIGS if arch not in MASKED])
+@pytest.mark.parametrize(
+    "arch", representatives("norm", "mlp", "moe", "rotary", of=[arch for arch in tiny.CONFIGS if arch not in MASKED])
+)
 def test_a_fused_layer_keeps_on_the_meta_device_what_autograd_saves(arch: str) -> None:
     hidden = torch.randn(1, TOKENS, 64, dtype=torch.bfloat16)
     kept: list[list[int]] = []

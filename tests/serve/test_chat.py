@@ -8,6 +8,8 @@ import select
 import shutil
 import sys
 from contextlib import suppress
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import eval_data
@@ -15,6 +17,7 @@ import pytest
 import tiny
 import torch
 from ranks import start
+from transformers import GenerationConfig
 from typer.testing import CliRunner
 
 from fcsd.cli.main import app
@@ -22,7 +25,8 @@ from fcsd.convert import convert_checkpoint
 from fcsd.errors import BadInputError, NonFiniteError
 from fcsd.models.build import read_generation_config
 from fcsd.serve import chat as chatting
-from fcsd.serve.chat import PROMPTS, Answer, answer, chat, load_speaker, read_prompts, side_by_side
+from fcsd.serve.chat import PROMPTS, Answer, Speaker, answer, chat, load_speaker, read_prompts, side_by_side
+from fcsd.serve.generation_settings import UNKNOWN_TO_THE_LOOP, WITHOUT_EFFECT
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -74,6 +78,126 @@ def test_penalties_and_ends_of_the_models_settings_are_kept(models):
     speaker.model.generation_config.eos_token_id = [whole[5]]
     expected = speaker.tokenizer.decode(whole[: whole.index(whole[5])], skip_special_tokens=True).strip()
     assert answer(speaker, turn, seed=3) == expected
+
+
+RIVER = [{"role": "user", "content": "river and stone"}]
+# Settings that chat applies, each with a value that differs from its default.
+APPLIED = {
+    "temperature": 0.5,
+    "top_k": 3,
+    "top_p": 0.5,
+    "min_p": 0.2,
+    "top_h": 0.5,
+    "typical_p": 0.5,
+    "epsilon_cutoff": 0.002,
+    "eta_cutoff": 0.002,
+    "repetition_penalty": 1.7,
+    "encoder_repetition_penalty": 1.5,
+    "no_repeat_ngram_size": 2,
+    "encoder_no_repeat_ngram_size": 2,
+    "bad_words_ids": [[5]],
+    "renormalize_logits": True,
+    "forced_bos_token_id": 7,
+    "forced_eos_token_id": 1,
+    "remove_invalid_values": True,
+    "exponential_decay_length_penalty": [2, 1.5],
+    "suppress_tokens": [5, 6],
+    "begin_suppress_tokens": [5, 6],
+    "sequence_bias": [[[5], -3.0]],
+    "min_length": 12,
+    "min_new_tokens": 6,
+    "max_length": 12,
+    "max_new_tokens": 5,
+    "do_sample": False,
+    "eos_token_id": [5, 6, 7],
+    "stop_strings": ["e"],
+    "watermarking_config": None,  # a class of its own
+}
+NAMED = {
+    "num_beams": 4,
+    "num_beam_groups": 2,
+    "num_return_sequences": 2,
+    "diversity_penalty": 0.5,
+    "constraints": [[1]],
+    "force_words_ids": [[5]],
+    "penalty_alpha": 0.6,
+    "dola_layers": "low",
+    "low_memory": True,
+    "guidance_scale": 1.5,
+    "token_healing": True,
+    "max_time": 1e-9,
+    "use_mtp": True,
+    "prompt_lookup_num_tokens": 3,
+    "assistant_early_exit": 1,
+    "speculation_type": "x",
+    "is_assistant": True,
+    "cache_implementation": "static",
+    "cache_config": {"nbits": 4},
+    "max_cache_len": 64,
+}
+
+
+def test_every_setting_is_applied_or_named():
+    known = {*APPLIED, *UNKNOWN_TO_THE_LOOP, *WITHOUT_EFFECT}
+    assert {name for name in vars(GenerationConfig()) if not name.startswith("_")} <= known
+    assert NAMED.keys() == UNKNOWN_TO_THE_LOOP.keys() and not APPLIED.keys() & NAMED.keys()
+
+
+@pytest.fixture(scope="module")
+def loaded(models) -> Speaker:
+    return load_speaker(str(models[0]))
+
+
+@pytest.fixture
+def speaker(loaded, monkeypatch) -> Speaker:
+    """The teacher with generation settings that a test may change."""
+    monkeypatch.setattr(loaded.model, "generation_config", deepcopy(loaded.model.generation_config))
+    return loaded
+
+
+@pytest.mark.parametrize("name", [name for name in APPLIED if name not in ("stop_strings", "watermarking_config")])
+def test_a_setting_is_applied_as_transformers_does(speaker, name):
+    settings = {"max_new_tokens": None if name == "max_length" else 8, name: APPLIED[name]}
+    speaker.model.generation_config.update(**settings)
+    ids = speaker.tokenizer("river and stone", return_tensors="pt")["input_ids"]
+    torch.manual_seed(3)
+    whole = speaker.model.generate(ids)[0, ids.shape[1] :]
+    if name == "eos_token_id" and whole[-1] in (5, 6, 7):
+        whole = whole[:-1]
+    assert answer(speaker, RIVER, seed=3) == speaker.tokenizer.decode(whole, skip_special_tokens=True).strip()
+
+
+@pytest.mark.parametrize("stops", ["e", ["e", "zz"]])
+def test_stop_strings_of_the_settings_end_an_answer(speaker, stops):
+    whole = answer(speaker, RIVER, seed=3, max_new_tokens=40)
+    assert "e" in whole
+    speaker.model.generation_config.stop_strings = stops
+    assert answer(speaker, RIVER, seed=3, max_new_tokens=40) == whole.split("e")[0].strip()
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_setting_that_is_not_applied_is_named_once(speaker, name, caplog):
+    plain = answer(speaker, RIVER)
+    setattr(speaker.model.generation_config, name, NAMED[name])
+    subject = replace(speaker, name=f"with {name}")
+    assert [answer(subject, RIVER) for _ in range(2)] == [plain, plain]
+    assert caplog.text.count(f"with {name}: not applied of its generation_config.json: {name} ") == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["use_cache", *(name for name in WITHOUT_EFFECT if name.startswith(("output", "ret")))]
+)
+def test_a_setting_without_effect_changes_nothing(speaker, name, caplog):
+    plain = answer(speaker, RIVER)
+    setattr(speaker.model.generation_config, name, name != "use_cache")
+    assert answer(speaker, RIVER) == plain and "not applied" not in caplog.text
+
+
+def test_a_conversation_longer_than_max_length_is_refused(speaker):
+    speaker.model.generation_config.update(max_length=2, max_new_tokens=None)
+    with pytest.raises(BadInputError, match=r"max_length in its generation_config\.json is 2"):
+        answer(speaker, RIVER)
+    assert answer(speaker, RIVER, max_new_tokens=3)
 
 
 def test_no_answer_is_given_for_logits_that_are_not_finite(models):

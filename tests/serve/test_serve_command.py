@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,7 +105,7 @@ def never(url: str) -> None:
 
 def test_what_is_checked_before_vllm_starts(models, monkeypatch):
     run: list[Any] = []
-    monkeypatch.setattr(server, "run", lambda *arguments: run.append(arguments) or 0)
+    monkeypatch.setattr(server, "run", lambda *arguments, **_: run.append(arguments) or 0)
     with pytest.raises(BadInputError, match="no such directory"):
         server.serve(str(models / "nowhere"), ready=never)
     monkeypatch.setattr(extras, "find_spec", lambda name: None)
@@ -174,3 +175,20 @@ def test_what_does_not_speak_http_is_not_ready_and_ends_nothing() -> None:
         greeter.start()
         assert not server.answers(f"http://127.0.0.1:{listening.getsockname()[1]}/health")
         greeter.join()
+
+
+def test_sums_through_the_host_are_asked_of_vllm(monkeypatch, tmp_path):
+    given = {}
+    monkeypatch.setattr(server, "resolve", lambda model: SimpleNamespace(path=tmp_path))
+    monkeypatch.setattr(server, "read_config", lambda path: SimpleNamespace(rewired=None, foreign=False))
+    monkeypatch.setattr(server, "read_layout", lambda path: None)
+    monkeypatch.setattr(server, "verify_tensors", lambda layout, config: None)
+    monkeypatch.setattr(server, "require_vllm", lambda what, rewired: None)
+    monkeypatch.setattr(server, "run", lambda command, url, ready, environment: given.update(environment) or 0)
+    port = ranks.free_port()
+    server.serve("model", gpus=2, port=port, all_reduce="host:int8", ready=print)
+    assert given == {"FCSD_ALL_REDUCE": "host:int8"}
+    with pytest.raises(ConfigError, match="one GPU sums nothing"):
+        server.serve("model", gpus=1, port=port, all_reduce="host", ready=print)
+    with pytest.raises(ConfigError, match="sums are vLLM's own, host or host:FORMAT"):
+        server.serve("model", gpus=2, port=port, all_reduce="nccl", ready=print)

@@ -21,14 +21,14 @@ from studies.real import cells as frontiers_cells
 from studies.real import frontier, heal, page, passages, ranks
 from studies.real import law as healing
 from studies.real.heal import read_cases, recipe_of
+from studies.real.predictions import _line, law, losses
+from studies.real.predictions import frontier as plan_rows
 
 from fcsd.config import Recipe
 from fcsd.eval.statistics import paired_difference
 from fcsd.eval.suite import select_any
 from fcsd.eval.tasks import load_tasks
 from fcsd.models.selection import select_layers
-from fcsd.plan.frontier import _line, law, losses
-from fcsd.plan.frontier import frontier as plan_rows
 from fcsd.plan.model import MetaModel
 
 PARTS = page.RAW[3]  # the runs that train part of the model

@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 
 from benchmarks.distill.baselines.compare import BASELINES, bench
+from benchmarks.train.step.workload import Workload
 
-from fcsd.bench.step.workload import Workload
 from fcsd.bundled import located
 
 

@@ -23,9 +23,9 @@ from benchmarks.distill.baselines.layers import Layers
 from benchmarks.distill.baselines.prepare import held_bytes, prepare
 from benchmarks.distill.baselines.setting import Setting, Side, Watch
 from benchmarks.distill.baselines.table import OWN, table, told
+from benchmarks.train.step.workload import Workload
 
 from fcsd.bench.runner import write
-from fcsd.bench.step.workload import Workload
 from fcsd.errors import unknown_value
 from fcsd.extras import require_extra
 from fcsd.launch.environment import snapshot

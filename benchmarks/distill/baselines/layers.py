@@ -13,9 +13,9 @@ from importlib import import_module
 from typing import Any
 
 from benchmarks.distill.baselines.setting import Setting
+from benchmarks.train.step.variants import tune_autoep
 from transformers import PreTrainedModel
 
-from fcsd.bench.step.variants import tune_autoep
 from fcsd.distill.step.engine import import_deepspeed
 from fcsd.distill.teacher.original import compile_layers
 from fcsd.errors import ConfigError

@@ -4,9 +4,9 @@ from typing import Any
 
 from benchmarks.distill.baselines.setting import Setting
 from benchmarks.kernels.rates import product_rate
+from benchmarks.train.random_run import random_corpus, random_run, require_all_trained
+from benchmarks.train.step.workload import Workload
 
-from fcsd.bench.random_run import random_corpus, random_run, require_all_trained
-from fcsd.bench.step.workload import Workload
 from fcsd.config import Objective, Recipe
 from fcsd.distill.dtypes import DTYPES
 from fcsd.distill.experts.expert_parallel import randomise

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.train.account import read_account
 from torch.profiler import ProfilerActivity, profile
 from transformers import PretrainedConfig, PreTrainedModel
 
-from fcsd.bench.account import read_account
 from fcsd.config import Recipe, accumulation
 from fcsd.distill.data.rows import Mixture
 from fcsd.distill.dtypes import DTYPES

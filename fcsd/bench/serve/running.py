@@ -1,5 +1,6 @@
-"""vLLM's servers as processes: started, told from those that failed, and ended with all that they started."""
+"""vLLM's servers as processes, from the directory of random weights that they load to the end of all they started."""
 
+import json
 import os
 import random
 import re
@@ -11,17 +12,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from transformers import PretrainedConfig
+
 from fcsd.bench.serve.client import MODEL
 from fcsd.bench.serve.variants import Variant
+from fcsd.bench.shapes import SHAPES
 from fcsd.errors import FcsdError
+from fcsd.models.build import arch_of
+from fcsd.models.config_keys import PREFIX
+from fcsd.models.wiring_block import Wiring
 from fcsd.serve.server import answers, end_with_parent, kill_group
+from fcsd.serve.vllm.config import base_config
 from fcsd.serve.vllm.support import RIGHT_RESULTS
 
 _PORTS = range(20000, 32768, 2)  # below those that a kernel gives to connections
 _GRACE = 15.0  # seconds that a server has to end its processes before they are killed
 # vLLM's processes put their name, and then a level, a time and a place in the source, before each line.
 _PREFIX = re.compile(r"^(?:\([^)]*pid=\d+\) )?(?:(?:ERROR|WARNING|INFO) [\d-]+ [\d:]+ \[[^\]]*\] ?)?")
-_ERROR = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception): \S")
+_ERROR = re.compile(r"^(?:[A-Za-z_][\w.]*(?:Error|Exception)|error): \S")
 _GENERAL = (
     "Engine core initialization failed", "died unexpectedly", "WorkerProc initialization failed",
     "EngineCore encountered an issue",
@@ -44,6 +52,33 @@ class Server(NamedTuple):
     logs: list[Path]
     begun: float
     claims: list[socket.socket]
+
+
+def write_directory(model: str, config: PretrainedConfig, wiring: Wiring, path: Path, positions: int) -> Path:
+    """Make a directory that vLLM can load with random weights: the config.json of the original or of a wiring.
+
+    Args:
+        model: a name in ``fcsd.bench.shapes``, or a directory.
+        wiring: the wiring of the result; the original if it has no layers.
+        positions: the tokens that the model takes at least, which may be more than its own number.
+
+    Returns:
+        ``path``.
+    """
+    path.mkdir()
+    source = path if model in SHAPES else Path(model)
+    if model in SHAPES:
+        config.save_pretrained(path)
+    fields = json.loads((source / "config.json").read_bytes())
+    fields, arch = base_config(fields, source) or fields, arch_of(config)
+    fields["architectures"] = [arch.causal_lm]
+    if wiring.layers:
+        fields |= {"model_type": PREFIX + arch.model_type, "architectures": [arch.wired_causal_lm]}
+        fields["fcsd"] = wiring.to_block()
+    text = fields.get("text_config", fields)
+    text["max_position_embeddings"] = max(text.get("max_position_embeddings", 0), positions)
+    (path / "config.json").write_text(json.dumps(fields))
+    return path
 
 
 def start(variant: Variant, path: Path, options: Sequence[str], logs: Path, gpus: Sequence[str]) -> Server:

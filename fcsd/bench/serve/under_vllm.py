@@ -28,8 +28,7 @@ from fcsd.bench.serve import figures
 from fcsd.bench.serve.choice import file_of
 from fcsd.bench.serve.client import ask
 from fcsd.bench.serve.figures import Answer
-from fcsd.bench.serve.model_files import write_directory
-from fcsd.bench.serve.running import Server, await_answers, error_behind, failed, left_out, start, stop
+from fcsd.bench.serve.running import Server, await_answers, error_behind, failed, left_out, start, stop, write_directory
 from fcsd.bench.serve.variants import (
     IMITATED,
     NO_CUSTOM,
@@ -129,9 +128,7 @@ def bench(
         }
         try:
             forms = _ALONE if load.arrivals == 1 and not spread else {}
-            first = core(
-                names, _ways(load, folder), forms, host=load.tp > 1 and not spread and not (peers and _peer_access())
-            )
+            first = core(names, _ways(load, folder), forms, host=load.tp > 1 and not spread and _through_host(peers))
             if spread:  # what a bound leaves out is sums, and the original exchanges tokens
                 first = [variant for variant in first if variant.role in ("original", "wired")]
             for group in groups(first, others, room):
@@ -357,9 +354,9 @@ def _gpus() -> list[str]:
     return [str(n) for n in range(torch.cuda.device_count())]
 
 
-def _peer_access() -> bool:
-    """Whether the first two GPUs can access each other's memory."""
-    return torch.cuda.device_count() > 1 and torch.cuda.can_device_access_peer(0, 1)
+def _through_host(peers: bool) -> bool:
+    """Whether data between the GPUs have to go through the host; ``peers``: NCCL may use peer access where it is."""
+    return torch.cuda.device_count() > 1 and not (peers and torch.cuda.can_device_access_peer(0, 1))
 
 
 def link() -> str | None:

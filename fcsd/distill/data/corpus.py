@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -27,19 +27,21 @@ from fcsd.checkpoint.tokenizer import document_ids, tokens_before
 from fcsd.checkpoint.tokenizer import load_tokenizer as any_tokenizer
 from fcsd.config import Source
 from fcsd.disk import naming
-from fcsd.distill.data.chat_template import Rendering, read_template, render_chat
-from fcsd.distill.data.examples import Message, Skip, chat_of, row_of_line, text_of, token_ids_of
-from fcsd.distill.data.raw_table import COLUMN, RawTable, cache_folder, digest, open_source
+from fcsd.distill.data.chat_template import Rendered, Rendering, Templates, read_templates, render_chat
+from fcsd.distill.data.examples import Chat, Skip, chat_of, row_of_line, text_of, token_ids_of
+from fcsd.distill.data.files import measured_and_trained
+from fcsd.distill.data.raw_table import COLUMN, TOOLS, RawTable, cache_folder, digest, open_source
 from fcsd.distill.data.token_slices import TokenSlices
 from fcsd.errors import BadInputError
 
-_VERSION = 3  # version of the cached tokens; raise it when the way in which text or chats become tokens changes
+_VERSION = 4  # version of the cached tokens; raise it when the way in which text or chats become tokens changes
 _ROWS_PER_PROCESS = 20_000
 _HOPELESS = 3  # the run ends if a template exceeds its limits on this many chats before it has rendered one
 _FEATURES = {
     "ids": datasets.List(datasets.Value("int32")),
     "counts": datasets.List(datasets.Value("bool")),
     "skipped": datasets.Value("string"),
+    "unread": datasets.List(datasets.Value("string")),
 }
 
 
@@ -65,6 +67,9 @@ class Corpus:
         sha256: the SHA-256 of every data file by its name, of the tokenizer and of the chat template. For chats also
             that of ``lengths``, which differs between two hosts if the template exceeded its limits on different chats.
         skipped: the number of rows of the source that were left out, by reason.
+        read: how many rows and files were read, as which format, and what was not read.
+        files: the SHA-256 of every local data file that is not empty.
+        unread: the fields of chats that nothing reads, and of how many rows or messages.
         overlong: what happens to a document that is longer than a row: ``split``, ``truncate`` or ``skip``.
         padding: the token id that fills the rest of a row.
         min_counted: the smallest share of the tokens in its rows that must count in the loss.
@@ -78,6 +83,9 @@ class Corpus:
     padding: int
     _documents: TokenSlices
     min_counted: float = 0.0
+    unread: dict[str, int] = field(default_factory=dict)
+    read: str = ""
+    files: frozenset[str] = frozenset()
 
     @property
     def tokens(self) -> int:
@@ -127,16 +135,16 @@ def load_corpus(source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: 
             used; the chat template exceeds its limits on every chat.
         ConfigError: the format cannot be told from the name, or the chat template's file cannot be read.
     """
-    template = read_template(source, tokenizer) if source.chat else None
+    templates = read_templates(source, tokenizer) if source.chat else None
     table = open_source(source)
     backend: Any = tokenizer
     sha256 = table.sha256 | {"tokenizer": digest([backend.backend_tokenizer.to_str(), tokenizer.special_tokens_map])}
-    if template is not None:
-        sha256["chat template"] = digest(template)
+    if templates is not None:
+        sha256["chat template"] = digest(templates.plain if len(set(templates)) == 1 else templates)
     ending: int = backend.eos_token_id if end is None else end
     if source.plain and ending != backend.eos_token_id:
         sha256["end of a document"] = str(ending)
-    columns = [COLUMN] if table.lines else list(source.columns)
+    columns = [COLUMN] if table.lines else table.rows.column_names
     chats = (source.message_keys, source.train_on, source.earlier_reasoning)
     read = [source.columns, chats, source.max_rows, table.lines, vocab_size, *(["ids"] if source.token_ids else [])]
     fingerprint = digest([_VERSION, sha256, *read])[:32]
@@ -147,8 +155,9 @@ def load_corpus(source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: 
                 _encode,
                 source=source,
                 lines=table.lines,
+                columns=columns,
                 tokenizer=tokenizer,
-                template=template,
+                templates=templates,
                 end=ending,
                 limit=vocab_size,
             ),
@@ -162,7 +171,7 @@ def load_corpus(source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: 
             desc=f"tokenising {source.path}",
         )
     lengths = pc.call_function("list_value_length", [encoded.data.column("ids")]).to_numpy().astype(np.int64)
-    if template is not None:  # a template may exceed its limits on one host only
+    if templates is not None:  # a template may exceed its limits on one host only
         sha256["documents"] = hashlib.sha256(lengths.tobytes()).hexdigest()
     reasons = encoded.data.column("skipped").drop_null().value_counts().to_pylist()
     skipped = {entry["values"]: entry["counts"] for entry in reasons}
@@ -177,7 +186,26 @@ def load_corpus(source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: 
         padding=backend.eos_token_id,
         _documents=TokenSlices(encoded),
         min_counted=source.min_counted,
+        unread=_fields_unread(encoded, table) if source.chat else {},
+        read=table.read,
+        files=table.files,
     )
+
+
+def require_other_text(trained: Sequence[Corpus], measured: Mapping[str, Corpus]) -> None:
+    """Refuses a file to measure on whose content is that of a training file, such as a copy of it.
+
+    Args:
+        measured: the corpora that are only measured on, by the field of ``data`` that names them.
+
+    Raises:
+        BadInputError: there is such a file.
+    """
+    for name, held_out in measured.items():
+        for corpus in trained:
+            if same := held_out.files & corpus.files:
+                names = [file for file, sha in corpus.sha256.items() if sha in same]
+                raise measured_and_trained(name, held_out.name, f"{names[0]} of {corpus.name}")
 
 
 def listed(reasons: Mapping[str, int], most: int = 8) -> str:
@@ -187,42 +215,52 @@ def listed(reasons: Mapping[str, int], most: int = 8) -> str:
     return ", ".join([f"{count:,} {reason}" for reason, count in common[:most]] + [f"{rest:,} others"] * (rest > 0))
 
 
+def _fields_unread(encoded: datasets.Dataset, table: RawTable) -> dict[str, int]:
+    """The fields that nothing reads, with the number of rows or messages that have them."""
+    flat = pc.call_function("list_flatten", [encoded.data.column("unread")])
+    found = {entry["values"]: entry["counts"] for entry in flat.value_counts().to_pylist()}
+    return found | {f"{name!r} of rows": len(table.rows) for name in table.unread}
+
+
 def _encode(
-    *columns: list[Any],
+    *batch: list[Any],
     source: Source,
     lines: bool,
+    columns: list[str],
     tokenizer: PreTrainedTokenizerBase,
-    template: str | None,
+    templates: Templates | None,
     end: int,
     limit: int,
 ) -> dict[str, list[Any]]:
     """The tokenised documents of a batch of rows. A row that cannot be used gives an empty document and the reason."""
     encoded: dict[str, list[Any]] = {name: [] for name in _FEATURES}
+    special_tokens, known = dict(tokenizer.special_tokens_map), set[tuple[object, ...]]()
     render = partial(
-        render_chat, template=template or "", special_tokens=dict(tokenizer.special_tokens_map), source=source
+        render_chat, templates=templates or Templates("", ""), special_tokens=special_tokens, source=source, known=known
     )
     before = tokens_before(tokenizer)
     with LimitedProcess(render) as limited:
-        for values in zip(*columns, strict=True):
-            reason = None
+        for values in zip(*batch, strict=True):
+            reason, unread = None, list[str]()
             try:
-                row = (
-                    row_of_line(values[0], source.columns) if lines else dict(zip(source.columns, values, strict=True))
-                )
+                row = row_of_line(values[0], source.columns) if lines else dict(zip(columns, values, strict=True))
                 if source.token_ids is not None:
                     ids = token_ids_of(row, source.token_ids)
                     documents = [Document(ids, [True] * len(ids))]
-                elif template is None:
+                elif templates is None:
                     documents = [encode_text(text_of(row, source), tokenizer, before, end)]
                 else:
-                    renderings = _rendered(chat_of(row, source), limited, source)
+                    renderings, unread = _rendered(
+                        chat_of(row, source, of_table=not lines or source.streaming), limited, source
+                    )
                     documents = [encode_rendering(rendering, tokenizer) for rendering in renderings]
+                    unread = unread + [f"{name!r} of rows" for name in row if name not in (*source.columns, TOOLS)]
                 if max(max(document.ids, default=0) for document in documents) >= limit:
                     raise Skip("outside the vocabulary")
             except Skip as skip:
-                documents, reason = [Document([], [])], str(skip)
-            for document in documents:
-                for name, value in zip(encoded, (*document, reason), strict=True):
+                documents, reason, unread = [Document([], [])], str(skip), []
+            for number, document in enumerate(documents):
+                for name, value in zip(encoded, (*document, reason, [] if number else unread), strict=True):
                     encoded[name].append(value)
     return encoded
 
@@ -247,15 +285,15 @@ def encode_rendering(rendering: Rendering, tokenizer: PreTrainedTokenizerBase) -
     return Document(encoded["input_ids"], counts.tolist())
 
 
-def _rendered(messages: list[Message], render: LimitedProcess, source: Source) -> list[Rendering]:
-    """The texts of a chat.
+def _rendered(chat: Chat, render: LimitedProcess, source: Source) -> Rendered:
+    """The texts of a chat, and its fields that the template does not read.
 
     Raises:
         Skip: the template cannot render the chat.
         BadInputError: the template exceeded its limits on each of the first chats, and so probably on all others.
     """
     try:
-        found = render(messages)
+        found = render(chat)
     except LimitExceededError as error:
         if render.stopped >= _HOPELESS and not render.answered:
             raise BadInputError(

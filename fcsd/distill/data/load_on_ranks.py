@@ -36,8 +36,12 @@ def load_corpora(
         wanted = sources if turn == mine else ()
         _patiently(world, lambda wanted=wanted: corpora.extend(map(load, wanted)))
     for corpus in corpora:
+        if world.rank == 0:
+            print(f"{corpus.name}: read: {corpus.read}", file=sys.stderr)
         if world.rank == 0 and (left_out := corpus.left_out(seq_len)):
             print(f"{corpus.name}: left out: {listed(left_out)}", file=sys.stderr)
+        if world.rank == 0 and corpus.unread:
+            print(f"{corpus.name}: fields that nothing reads: {listed(corpus.unread)}", file=sys.stderr)
     return corpora
 
 

@@ -24,16 +24,17 @@ from datasets.exceptions import DatasetGenerationError
 
 from fcsd.config import Source
 from fcsd.disk import file_sha256
-from fcsd.distill.data.files import data_files, is_saved_dataset
-from fcsd.errors import BadInputError, ConfigError
+from fcsd.distill.data.files import choose_files, find_files, is_saved_dataset
+from fcsd.errors import BadInputError
 from fcsd.foreign_errors import reason_of, translate
 from fcsd.input_lines import blocks, lines_of
 
 LONGEST_LINE = 40_000_000  # bytes; a longer line is left out and costs no memory
+_EMPTY = hashlib.sha256().hexdigest()
 COLUMN = "line"
+TOOLS = "tools"  # the column of chats that says which tools the assistant may call, if there is one
 
 _BATCH = 32 << 20  # bytes of lines that are written at once
-_ENDINGS = {"jsonl": (".jsonl", ".ndjson", ".jsonl.gz"), "parquet": (".parquet",)}
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,22 @@ class RawTable:
     """The rows of a source.
 
     Attributes:
-        rows: the source's columns, or one column ``line`` of JSON lines as bytes.
+        rows: the source's columns, for chats also the column ``tools`` if there is one; or one column ``line`` of JSON
+            lines as bytes.
         lines: whether the rows are JSON lines.
         sha256: the SHA-256 of every data file, by its path relative to the folder that contains all of them. For a
             streamed dataset, the SHA-256 of the rows that were read.
+        read: how many rows and files are read, as which format, and what is not read.
+        files: the SHA-256 of every local data file that is not empty.
+        unread: the columns of a table that are not read.
     """
 
     rows: datasets.Dataset
     lines: bool
     sha256: dict[str, str]
+    read: str
+    files: frozenset[str]
+    unread: tuple[str, ...]
 
 
 def cache_folder() -> Path:
@@ -70,10 +78,11 @@ def open_source(source: Source) -> RawTable:
         ConfigError: the format cannot be told from the file's name.
         DiskError: the cache of ``datasets`` cannot be written.
     """
-    kind, files = _find(source)
+    found = choose_files(source)
+    kind, files, _ = found
     try:
         sha256 = _hashes(files)
-        rows = _open(source, kind, files, sha256)
+        rows, unread = _open(source, kind, files, sha256)
         if not files:
             sha256 = _hashes([Path(entry["filename"]) for entry in rows.cache_files])
             if source.streaming:
@@ -85,7 +94,17 @@ def open_source(source: Source) -> RawTable:
         raise BadInputError(f"{source.path}: cannot be read as {kind}: {cause}") from error
     if source.max_rows is not None and source.max_rows < len(rows):
         rows = rows.select(range(source.max_rows))
-    return RawTable(rows, kind == "jsonl" or source.streaming, sha256)
+    bound = ", no more by max_rows," if source.max_rows == len(rows) else ""
+    of = str(found) if files else f"the split {source.split} of a dataset"
+    known = sha256 if files or (is_saved_dataset(source.path) and "[" not in source.split) else {}
+    return RawTable(
+        rows=rows,
+        lines=kind == "jsonl" or source.streaming,
+        sha256=sha256,
+        read=f"{len(rows):,} rows{bound} from {of}",
+        files=frozenset(known.values()) - {_EMPTY},
+        unread=unread,
+    )
 
 
 def check_columns(path: str, wanted: Iterable[str], present: Iterable[str]) -> None:
@@ -106,35 +125,23 @@ def check_columns(path: str, wanted: Iterable[str], present: Iterable[str]) -> N
             )
 
 
-def _find(source: Source) -> tuple[str, list[Path]]:
-    """The format of a source and its files. The list is empty for a dataset that ``datasets`` locates itself."""
-    if source.format == "hf" or (source.format == "auto" and is_saved_dataset(source.path)):
-        return "hf", []
-    files = data_files(source.path)
-    if not any(name.stat().st_size for name in files):
-        raise BadInputError(f"{source.path}: is empty")
-    if source.format != "auto":
-        return source.format, files
-    for kind, endings in _ENDINGS.items():
-        matching = [name for name in files if name.name.endswith(endings)]
-        if matching:
-            return kind, matching
-    raise ConfigError(
-        f"{source.path}: the format cannot be told from the name",
-        "Set `format: jsonl` or `format: parquet` beside its path. Plain text has to be brought into one of them.",
-    )
-
-
-def _open(source: Source, kind: str, files: list[Path], sha256: dict[str, str]) -> datasets.Dataset:
+def _open(
+    source: Source, kind: str, files: list[Path], sha256: dict[str, str]
+) -> tuple[datasets.Dataset, tuple[str, ...]]:
+    """The rows of a source, and the columns of a table that are not read."""
     table: Any
     if kind == "jsonl":
         name = f"lines-{digest([list(sha256.values()), source.max_rows])[:32]}.arrow"
-        return read_json_lines(files, cache_folder() / name, source.max_rows)
+        return read_json_lines(files, cache_folder() / name, source.max_rows), ()
     if kind == "parquet":
-        table = datasets.load_dataset("parquet", data_files=list(map(str, files)), split="train")
+        table = datasets.load_dataset(
+            "parquet", data_files=list(map(str, files)), split="train", cache_dir=_cache_of(sha256)
+        )
     elif source.streaming:
         features = datasets.Features({COLUMN: datasets.Value("binary")})
-        return datasets.Dataset.from_generator(_stream, features=features, gen_kwargs=_address(source))
+        return datasets.Dataset.from_generator(
+            _stream, features=features, gen_kwargs=_address(source), cache_dir=_cache_of(_local(source))
+        ), ()
     elif is_saved_dataset(source.path):
         table = datasets.load_from_disk(source.path)
         if isinstance(table, datasets.DatasetDict):
@@ -144,19 +151,45 @@ def _open(source: Source, kind: str, files: list[Path], sha256: dict[str, str]) 
                 )
             table = table[source.split]
     else:
-        table = datasets.load_dataset(source.path, source.subset, split=source.split, revision=source.revision)
+        table = datasets.load_dataset(
+            source.path,
+            source.subset,
+            split=source.split,
+            revision=source.revision,
+            cache_dir=_cache_of(_local(source)),
+        )
     check_columns(source.path, source.columns, table.column_names)
-    return table.select_columns(list(source.columns))
+    read = [*source.columns, *([TOOLS] if source.chat and TOOLS in table.column_names else [])]
+    return table.select_columns(read), tuple(name for name in table.column_names if name not in read)
+
+
+def _local(source: Source) -> dict[str, str]:
+    """The hashes of the files of a dataset that is a folder here; none for one of the hub, which has revisions."""
+    return _hashes(find_files(source.path)) if Path(source.path).is_dir() else {}
+
+
+def _cache_of(sha256: dict[str, str]) -> str:
+    """A folder of the cache that belongs to files of these hashes; without files, the usual one of ``datasets``.
+
+    ``datasets`` itself takes a file for unchanged whose path and time of modification are.
+    """
+    return str(cache_folder() / f"files-{digest(sha256)[:32]}" if sha256 else cache_folder().parent)
 
 
 def _address(source: Source) -> dict[str, Any]:
     """The fields that identify a streamed dataset. ``datasets`` reads a dataset with the same fields only once."""
     fields = ("path", "subset", "split", "revision", "columns", "max_rows")
-    return {name: getattr(source, name) for name in fields}
+    return {name: getattr(source, name) for name in fields} | ({"whole": True} if source.chat else {})
 
 
 def _stream(
-    path: str, subset: str | None, split: str, revision: str | None, columns: tuple[str, ...], max_rows: int
+    path: str,
+    subset: str | None,
+    split: str,
+    revision: str | None,
+    columns: tuple[str, ...],
+    max_rows: int,
+    whole: bool = False,
 ) -> Iterator[dict[str, bytes]]:
     """The first rows of a dataset as JSON lines. They are read over the network without fetching whole files."""
     stream: Any = datasets.load_dataset(path, subset, split=split, revision=revision, streaming=True)
@@ -164,7 +197,8 @@ def _stream(
         if number == 0:
             check_columns(path, columns, row)
         # A value that JSON cannot express, such as an image, becomes null, because it cannot be used as text.
-        line = json.dumps({name: row[name] for name in columns if name in row}, default=lambda _: None)
+        kept = {name: value for name, value in row.items() if whole or name in columns}
+        line = json.dumps(kept, default=lambda _: None)
         yield {COLUMN: line.encode()}
 
 

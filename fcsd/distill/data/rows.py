@@ -8,7 +8,9 @@ restart as a document boundary, and attention stays within the document. Labels 
 Padding is treated as one more document, in which no token counts.
 """
 
+import hashlib
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -76,6 +78,15 @@ class Rows:
             filled = until
         positions[filled:] = self._count_up[: self._seq_len - filled]
         return ids, positions, counts
+
+    @cached_property
+    def sha256(self) -> str:
+        """The SHA-256 of the rows of the first epoch: of all tokens, of their documents, and of which of them count."""
+        digest = hashlib.sha256()
+        for number in range(self.per_epoch):
+            for column in self[number]:
+                digest.update(column.tobytes())
+        return digest.hexdigest()
 
 
 class Mixture:

@@ -25,8 +25,7 @@ from fcsd.parallel.expert.choice import Option, options, rows_by_link, told
 from fcsd.parallel.expert.hierarchical import ByLayer
 from fcsd.parallel.machine import read_machine
 from fcsd.plan import plan_run
-from fcsd.plan.cluster import covers_in_step
-from fcsd.plan.deduplication import reason, rows_of, to_json
+from fcsd.plan.deduplication import covers_in_step, reason, rows_of, to_json
 from fcsd.plan.setup import present
 
 FILE = "dedup.json"

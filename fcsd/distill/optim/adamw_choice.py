@@ -14,9 +14,7 @@ from fcsd.config import Recipe
 from fcsd.distill.dtypes import DTYPES
 from fcsd.distill.optim.adamw_chunked import ChunkedAdamW
 from fcsd.distill.optim.adamw_one_process import OneProcessAdamW
-from fcsd.parallel.partitions import whole_shape
-
-GROUP = 2**28  # most parameters of a group of the optimizer, unless one tensor has more
+from fcsd.parallel.partitions import GROUP, whole_shape
 
 
 def adamw_settings(recipe: Recipe) -> dict[str, Any]:

@@ -1,10 +1,12 @@
 """What trains, in a checkpoint, and the ordinary model that is made of it and of the weights beside which it trains.
 
 A checkpoint of a run that freezes weights has the folder ``parts/`` in place of ``model/``: what trains, in one
-safetensors file under transformers' names, and a JSON file that says where the frozen weights are.
+safetensors file under transformers' names, and a JSON file that says where the frozen weights are, and which model
+they belong to: all of its bytes, its config with the wiring, its tokenizer and its templates.
 """
 
 import json
+import logging
 from pathlib import Path
 
 import torch
@@ -12,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fcsd.checkpoint import Location, read_layout, resolve, sample_sha256
+from fcsd.checkpoint import Location, read_layout, resolve, sample_sha256, whole_sha256
 from fcsd.config import Recipe
 from fcsd.disk import read_input, write_json
 from fcsd.distill.dtypes import DTYPES
@@ -26,16 +28,19 @@ from fcsd.models.adapters.trained import TrainedParts
 from fcsd.parallel.partitions import changed
 from fcsd.parallel.weights.saving import OwnPart, own_part
 
+log = logging.getLogger(__name__)
+
 _WEIGHTS, _SETTINGS = "parts.safetensors", "parts.json"
 _VERSION = 1
 
 
-def write_parts(part: OwnPart, base: Location, directory: Path, world: World) -> None:
+def write_parts(part: OwnPart, base: Location, base_sha256: str, directory: Path, world: World) -> None:
     """Writes the folder of what trains; every rank calls this.
 
     Args:
         part: the result of ``trained_part``.
         base: the checkpoint of the frozen weights.
+        base_sha256: its ``whole_sha256`` when it was loaded.
     """
     name = str(base.path.resolve()) if base.repo_id is None else f"{base.repo_id}@{base.revision}"
 
@@ -43,7 +48,7 @@ def write_parts(part: OwnPart, base: Location, directory: Path, world: World) ->
         directory.mkdir()
         values = {name: value.cpu().contiguous() for name, value, _ in part.tensors()}
         save_file(values, directory / _WEIGHTS, metadata={"format": "pt"})
-        facts = {"version": _VERSION, "base": name, "base_sample": sample_sha256(read_layout(base.path))}
+        facts = {"version": _VERSION, "base": name, "base_sha256": base_sha256}
         write_json(directory / _SETTINGS, facts)
 
     world.on_first(write)
@@ -59,6 +64,17 @@ def read_parts(folder: Path) -> dict[str, Tensor]:
         return load_file(folder / _WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder / _WEIGHTS}: cannot be read: {reason_of(error)}") from error
+
+
+def require_base(base: Location, base_sha256: str, folder: Path) -> None:
+    """Refuses frozen weights, or a model around them, that are not those beside which ``folder`` was trained.
+
+    Raises:
+        BadInputError: they are others.
+    """
+    if whole_sha256(read_layout(base.path)) != base_sha256:
+        what = "its weights, config, tokenizer or chat template are not those beside which"
+        raise BadInputError(f"{base.path}: {what} {folder} was trained", "Restore them.")
 
 
 def write_merged(parts: TrainedParts, folder: Path, source: Path, directory: Path, world: World) -> None:
@@ -87,16 +103,21 @@ def merge_checkpoint(recipe: Recipe, folder: Path, directory: Path) -> None:
     """
     try:
         facts = json.loads(read_input(folder / _SETTINGS))
-        name, sample = facts["base"], facts["base_sample"]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        name, sha256 = facts["base"], facts.get("base_sha256")
+        sample = facts["base_sample"] if sha256 is None else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder / _SETTINGS}: cannot be read: {reason_of(error)}") from error
     try:
         base = resolve(name)
     except BadInputError as error:
         error.hint = f"What {folder.parent} has trained is merged into these weights; put them back."
         raise
-    if sample_sha256(read_layout(base.path)) != sample:
+    if sha256 is not None:
+        require_base(base, sha256, folder)
+    elif sample_sha256(read_layout(base.path)) != sample:
         raise BadInputError(f"{name}: the weights are not those beside which {folder} was trained", "Restore them.")
+    else:
+        log.warning("%s does not record how %s was wired: compare it with the recipe of its conversion", folder, name)
     parallel = recipe.parallel.model_copy(update={"ep_size": 1, "zero_stage": 0})
     recipe = recipe.model_copy(update={"model": name, "parallel": parallel})
     chosen = chosen_parts(recipe, student_source(recipe))

@@ -23,7 +23,7 @@ _FREE = (
     "output_dir",
     "report",
     "sweep",
-    "data.held_out",
+    "data.held_out",  # where it is scored, the hash of its rows is compared: ``early_stop.scored_text``
     "objective.teacher_cache.path",
     "train.steps",
     "train.tokens",

@@ -13,13 +13,15 @@ from pathlib import Path
 
 from fcsd.checkpoint.kind import RUN_RECIPE
 from fcsd.config import ResolvedRecipe
-from fcsd.disk import append, left_over, naming, open_to_append, require_folder, write_text
+from fcsd.disk import append, file_sha256, left_over, naming, open_to_append, read_input, require_folder, write_text
+from fcsd.distill.run.manifest import MANIFEST
 from fcsd.errors import ConfigError
 from fcsd.launch import environment
 
 CHECKPOINTS = "checkpoints"
 FINAL = "final"
 _LOCK = ".lock"
+_PUBLISHED = ".published"  # the hash of the manifest of the checkpoint that final/ was made of
 _REPLACED = (FINAL, "metrics.jsonl", "samples.jsonl", "curves.png", "env.json")
 
 
@@ -48,8 +50,10 @@ def require_usable(run: Path, models: Iterable[str]) -> None:
 
 
 @contextmanager
-def claim(run: Path) -> Iterator[None]:
-    """Locks the directory ``run`` for this process. If it is still empty at the end, it is removed again.
+def claim(run: Path, named: str = "output_dir") -> Iterator[None]:
+    """Locks the directory ``run``, which the option or key ``named`` says, for this process.
+
+    If it is still empty at the end, it is removed again.
 
     Raises:
         ConfigError: another process holds the lock.
@@ -61,7 +65,7 @@ def claim(run: Path) -> Iterator[None]:
         except BlockingIOError as error:
             lock.seek(0)
             raise ConfigError(
-                f"{run} is in use by process {lock.read().strip()}", hint="wait for it, or set another output_dir"
+                f"{run} is in use by process {lock.read().strip()}", hint=f"wait for it, or set another {named}"
             ) from error
         try:
             with naming(run / _LOCK):
@@ -84,14 +88,26 @@ def describe(run: Path, resolved: ResolvedRecipe) -> None:
     append(run / "command.txt", shlex.join(sys.argv) + "\n")
 
 
-def publish(model: Path, run: Path) -> None:
+def is_published(run: Path, checkpoint: Path) -> bool:
+    """Whether ``run/final`` is there and was made of this checkpoint."""
+    try:
+        return (run / FINAL).is_dir() and read_input(run / _PUBLISHED, 1000) == _identified(checkpoint).encode()
+    except OSError:
+        return False
+
+
+def _identified(checkpoint: Path) -> str:
+    return file_sha256(checkpoint / MANIFEST)
+
+
+def publish(model: Path, run: Path, checkpoint: Path) -> None:
     """Creates ``run/final`` from the model directory of a checkpoint.
 
     The files are hard links, so that the checkpoint itself may be deleted later.
     """
     part = new_final(run)
     shutil.copytree(model, part, copy_function=_link)
-    finish(part, run)
+    finish(part, run, checkpoint)
 
 
 def new_final(run: Path) -> Path:
@@ -99,12 +115,14 @@ def new_final(run: Path) -> Path:
     return run / f"{FINAL}.tmp-{uuid.uuid4().hex[:8]}"
 
 
-def finish(part: Path, run: Path) -> None:
-    """Renames a complete directory to ``run/final``."""
+def finish(part: Path, run: Path, checkpoint: Path) -> None:
+    """Renames a complete directory, which was made of a checkpoint, to ``run/final``."""
     final = run / FINAL
+    (run / _PUBLISHED).unlink(missing_ok=True)
     if final.exists():
         shutil.rmtree(final)
     part.rename(final)
+    write_text(run / _PUBLISHED, _identified(checkpoint))
 
 
 def _link(source: str, target: str) -> None:

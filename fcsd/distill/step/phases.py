@@ -1,4 +1,4 @@
-"""The phases of a step, which its traces record, and from which ``fcsd.bench.account`` says where time goes."""
+"""The phases of a step, which its traces record, and from which ``benchmarks.train.account`` says where time goes."""
 
 from contextlib import AbstractContextManager
 from typing import Any

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,7 +16,6 @@ from types import FrameType
 
 from fcsd.errors import ConfigError, PreemptedError
 from fcsd.launch import own_code
-from fcsd.launch.nodes import srun
 
 _ALONE = 5.0  # seconds in which a run that Ctrl-C reached from the terminal ends by itself
 
@@ -41,25 +41,25 @@ class Exit:
 Launch = Callable[[Path], Exit]
 
 
-def launcher(gpus: int | None, accept_unsafe_exec: bool, nodes: int) -> Launch:
-    """The function that runs a recipe in new processes, ``gpus`` of them on each of ``nodes`` nodes.
+def launcher(gpus: int | None, accept_unsafe_exec: bool, command: str | None = None) -> Launch:
+    """The function that runs a recipe in new processes, ``gpus`` of them or those that a command starts.
 
     Args:
         accept_unsafe_exec: whether ``--accept-unsafe-exec`` is passed on to the runs.
+        command: starts ``fcsd distill`` with the words behind it in all processes of a run, on several nodes, and ends
+            with its exit code; None starts them on this machine.
 
     Raises:
-        ConfigError: torchrun started this process; or ``nodes`` is larger than 1 and this is not a Slurm job of
-            ``fcsd.launch.nodes``.
+        ConfigError: torchrun started this process, or the command has a quote without an end.
     """
     if "WORLD_SIZE" in os.environ:
         raise ConfigError("a sweep starts its own processes", "Start it once, with --gpus N instead of torchrun.")
     options = ["--accept-unsafe-exec"] if accept_unsafe_exec else []
-    if nodes > 1:
-        if not {"SLURM_JOB_ID", "host", "port"} <= os.environ.keys():
-            raise ConfigError(
-                "a sweep over several nodes must be a Slurm job", hint="--slurm prints the script of the job."
-            )
-        return partial(_run, command=srun(nodes, gpus or 1, options, logs=[]))
+    if command is not None:
+        try:
+            return partial(_run, command=[*shlex.split(command), *options])
+        except ValueError as error:
+            raise ConfigError(f"--launch {command}: {error}", "Write it as you would in a shell.") from None
     options += ["--gpus", str(gpus)] if gpus else []
     return partial(_run, command=[*own_code.command(), "distill", *options])
 

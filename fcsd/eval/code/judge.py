@@ -11,41 +11,33 @@ limit is CPU time because on a busy machine a limit on wall time would fail righ
 three times that plus five seconds.
 """
 
+import json
 import os
+import selectors
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from fcsd.errors import FcsdError
-from fcsd.eval.code.comparison import Case
-from fcsd.eval.code.judge_process import ask_judge
+from fcsd.eval.code.problems import Problem
 from fcsd.eval.code.sandbox_runner import encode
 
 Status = Literal["pass", "fail", "timeout", "error"]
 Form = Literal["program", "chat"]
 
 READING_SHARE = 2  # extraction and comparison of one program may take this many times `timeout_s` of CPU time
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One task. `fcsd.eval.code.problems` makes them from the rows of EvalPlus and lm-eval.
-
-    Attributes:
-        entry_point: function called with each case's arguments; None where cases are expressions.
-        base, plus: the original tests and EvalPlus' additional ones.
-        prefix: the code that a model is asked to continue (HumanEval's prompt).
-        suffix: code run after the program (imports that expressions need).
-        reference: program whose outputs are the expected ones; None where the cases hold them.
-    """
-
-    task_id: str
-    entry_point: str | None
-    base: list[Case]
-    plus: list[Case]
-    prefix: str = ""
-    suffix: str = ""
-    reference: str | None = None
+# CPU seconds that a program may take. lm-eval allows three seconds of wall time, so a busy machine lowers its scores.
+TIMEOUT_S = 10
+ATTEMPTS = 2  # for the judging process, and in it for a program without a verdict
+# The judging process may be killed, stopped, or hang. It sends an empty line every `BEAT_S` seconds, so that a caller,
+# which may be all ranks of a training run, notices that after two silent periods and two starts: in less than 30 s.
+BEAT_S = 1.0
+SILENCE_S = 12.0
 
 
 @dataclass(frozen=True)
@@ -78,7 +70,7 @@ def score(
     generations: Sequence[str],
     *,
     workers: int | None = None,
-    timeout_s: int = 10,
+    timeout_s: int = TIMEOUT_S,
     form: Form = "program",
     accept_unsafe_exec: bool = False,
     budget_s: float | None = None,
@@ -134,15 +126,84 @@ def pass_at_1(verdicts: Sequence[Verdict], tests: Literal["base", "plus"]) -> fl
     return sum(outcome.status == "pass" for _, outcome in outcomes) / len(outcomes)
 
 
+def judged(
+    problems: Sequence[Problem], programs: Sequence[str], accept_unsafe_exec: bool, form: Form = "program"
+) -> tuple[list[Verdict], str]:
+    """The verdicts on all programs of a task, and the level of the sandbox.
+
+    Raises:
+        FcsdError: there is no sandbox, or a program has no verdict.
+    """
+    verdicts = score(problems, programs, form=form, accept_unsafe_exec=accept_unsafe_exec)
+    pass_at_1(verdicts, "base")  # raises where a verdict is missing
+    levels = {verdict.sandbox for verdict in verdicts}
+    if len(levels) != 1:
+        raise FcsdError(f"programs of one task ran in different sandboxes: {', '.join(sorted(levels))}")
+    return verdicts, levels.pop()
+
+
 def wall_limit(cpu_s: float) -> float:
     """Wall seconds that a program with a limit of `cpu_s` seconds of CPU time may take."""
     return 3 * cpu_s + 5
 
 
-def problem_from(fields: dict[str, Any]) -> Problem:
-    """The problem of which `dataclasses.asdict` made `fields`."""
-    cases = {tests: [Case(**case) for case in fields[tests]] for tests in ("base", "plus")}
-    return Problem(**{**fields, **cases})
+def ask_judge(job: dict[str, Any], budget_s: float) -> dict[str, Any]:
+    """The reply of `fcsd.eval.code.judge_worker` to a job.
+
+    Args:
+        budget_s: wall seconds for one attempt.
+
+    Raises:
+        FcsdError: the process died, sent nothing for `SILENCE_S` seconds or took too long, twice.
+    """
+    paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-P", "-m", "fcsd.eval.code.judge_worker"]
+    reason = ""
+    for _ in range(ATTEMPTS):
+        with tempfile.TemporaryFile() as request, tempfile.TemporaryFile() as errors:
+            request.write(json.dumps(job).encode())
+            request.seek(0)
+            with subprocess.Popen(
+                command, stdin=request, stdout=subprocess.PIPE, stderr=errors, env=environment
+            ) as process:
+                try:
+                    reply = _listen(process, time.monotonic() + budget_s, budget_s)
+                except TimeoutError as error:
+                    reason = str(error)
+                    continue
+                finally:
+                    process.kill()
+            if process.returncode == 0 and reply:
+                return json.loads(reply)
+            errors.seek(0)
+            reason = errors.read().decode(errors="replace").strip()[-500:] or f"status {process.returncode}"
+    raise FcsdError(f"the judging process failed twice: {reason}")
+
+
+def _listen(process: subprocess.Popen[bytes], deadline: float, budget_s: float) -> bytes:
+    """The output of the process, without its heartbeat, once it has ended.
+
+    Raises:
+        TimeoutError: the process sends nothing, or the deadline (monotonic seconds) has passed.
+    """
+    assert process.stdout is not None
+    output = bytearray()
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"it took more than {budget_s:.0f} s")
+            if selector.select(min(left, SILENCE_S)):
+                chunk = os.read(process.stdout.fileno(), 1 << 16)
+                if not chunk:
+                    break
+                output += chunk
+            elif left > SILENCE_S:
+                raise TimeoutError(f"it sent nothing for {SILENCE_S:.0f} s")
+    process.wait()
+    return bytes(output).strip()
 
 
 def verdict_from(row: dict[str, Any]) -> Verdict:

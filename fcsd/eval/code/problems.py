@@ -10,12 +10,11 @@ import ast
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fcsd.errors import BadInputError
-from fcsd.eval.code.comparison import Case, rule_name
-from fcsd.eval.code.judge import Problem
 from fcsd.foreign_errors import reason_of
 from fcsd.input_lines import read_lines
 
@@ -23,6 +22,54 @@ _CONSTRUCTORS = {"set": set, "frozenset": frozenset, "tuple": tuple, "list": lis
 _CONSTRUCTORS |= {"float": float, "complex": complex}
 _LONGEST_ROW = 40_000_000  # bytes; a row holds all inputs of a problem
 _NAMES = {"inf": float("inf"), "nan": float("nan")}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of the program and the value that it should return.
+
+    Attributes:
+        call: the arguments for the entry point, or an expression.
+        expected: the right value, where the dataset has it; unused where a reference program computes it.
+        atol: absolute tolerance.
+        rtol: of an expression: None for a value that must be equal, otherwise the relative tolerance of
+            `math.isclose`. EvalPlus' comparison, which judges the calls of an entry point, has its own.
+    """
+
+    call: Any
+    expected: Any = None
+    atol: float = 0.0
+    rtol: float | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One task of a code benchmark.
+
+    Attributes:
+        entry_point: function called with each case's arguments; None where cases are expressions.
+        dataset: `humaneval` or `mbpp`; by it and the entry point EvalPlus chooses how it compares.
+        base, plus: the original tests and EvalPlus' additional ones.
+        prefix: the code that a model is asked to continue (HumanEval's prompt).
+        suffix: code run after the program (imports that expressions need).
+        reference: program whose outputs are the expected ones; None where the cases hold them.
+    """
+
+    task_id: str
+    entry_point: str | None
+    base: list[Case]
+    plus: list[Case]
+    prefix: str = ""
+    suffix: str = ""
+    reference: str | None = None
+    dataset: str = "humaneval"
+
+    @property
+    def not_none(self) -> bool:
+        """Whether it only counts that a value is not None: match objects cannot be sent as data."""
+        from evalplus.eval._special_oracle import MBPP_OUTPUT_NOT_NONE_TASKS
+
+        return self.dataset == "mbpp" and self.entry_point in MBPP_OUTPUT_NOT_NONE_TASKS
 
 
 def load_evalplus(path: Path) -> list[Problem]:
@@ -60,10 +107,9 @@ def evalplus_problem(row: dict[str, Any]) -> Problem:
     try:
         _check_types(row)
         dataset = row["task_id"].split("/")[0]
-        rule = rule_name(dataset, row["entry_point"])
         cases = {
             tests: [
-                Case(list(arguments), rule=rule, atol=row["atol"])
+                Case(list(arguments), atol=row["atol"])
                 for arguments in (
                     mbpp_deserialize_inputs(row["task_id"], row[tests]) if dataset == "Mbpp" else row[tests]
                 )
@@ -77,6 +123,7 @@ def evalplus_problem(row: dict[str, Any]) -> Problem:
             plus=cases["plus_input"],
             prefix=row["prompt"],
             reference=row["prompt"] + row["canonical_solution"],
+            dataset=dataset.lower(),
         )
     except KeyError as error:
         raise BadInputError(f"not an EvalPlus row: {row.get('task_id')!r:.80} has no {error}") from error
@@ -130,7 +177,7 @@ def _from_check(task_id: str, module: ast.Module, check: ast.FunctionDef) -> Pro
     entry_point = ast.unparse(call.value.args[0])
     (assertion,) = loop.body
     form = ast.unparse(assertion)
-    rule, atol = _assertion(assertion)
+    atol = _assertion(assertion, entry_point)
     reference = None
     if "ref_func(" in form:
         helpers = [node for node in module.body if isinstance(node, (ast.Import, ast.ImportFrom))]
@@ -141,8 +188,7 @@ def _from_check(task_id: str, module: ast.Module, check: ast.FunctionDef) -> Pro
     if len(results) != len(values["inputs"]) or ("results" not in values and reference is None):
         raise ValueError("inputs and results do not pair up")
     cases = [
-        Case(list(arguments), expected, rule, atol)
-        for arguments, expected in zip(values["inputs"], results, strict=True)
+        Case(list(arguments), expected, atol) for arguments, expected in zip(values["inputs"], results, strict=True)
     ]
     return Problem(task_id, entry_point, cases, [], reference=reference)
 
@@ -157,15 +203,24 @@ def _from_plain_check(task_id: str, module: ast.Module, check: ast.FunctionDef) 
     return Problem(task_id, None, cases, [], suffix=suffix)
 
 
-def _assertion(statement: ast.stmt) -> tuple[str, float]:
-    """Rule and tolerance of `assertion(candidate(*inp), ..., atol)` or `assert ..._poly(...) <= atol`."""
+def _assertion(statement: ast.stmt, entry_point: str) -> float:
+    """The tolerance of `assertion(candidate(*inp), ..., atol)`, or of `assert ..._poly(...) <= atol` for HumanEval/32.
+
+    EvalPlus compares by the name of the entry point: `find_zero` with the polynomial, everything else with the value.
+    """
+    is_root = entry_point == "find_zero"
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         called = statement.value
-        if ast.unparse(called.func) == "assertion" and ast.unparse(called.args[0]) == "candidate(*inp)":
-            return "evalplus", float(literal(called.args[2]))
+        if ast.unparse(called.func) == "assertion" and ast.unparse(called.args[0]) == "candidate(*inp)" and not is_root:
+            return float(literal(called.args[2]))
     test = statement.test if isinstance(statement, ast.Assert) else None
-    if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.LtE) and "_poly(" in ast.unparse(test.left):
-        return "root", float(literal(test.comparators[0]))
+    if (
+        isinstance(test, ast.Compare)
+        and isinstance(test.ops[0], ast.LtE)
+        and is_root
+        and "_poly(" in ast.unparse(test.left)
+    ):
+        return float(literal(test.comparators[0]))
     raise ValueError(f"unknown assertion {ast.unparse(statement)!r}")
 
 
@@ -176,15 +231,15 @@ def _from_assert(statement: ast.stmt) -> Case:
     test = statement.test
     if isinstance(test, ast.Compare) and isinstance(test.ops[0], (ast.Eq, ast.Is)) and len(test.ops) == 1:
         call, expected = _call_and_value(test.left, test.comparators[0])
-        return Case(call, expected, "exact")
+        return Case(call, expected)
     if isinstance(test, ast.Call) and ast.unparse(test.func) in ("math.isclose", "isclose"):
         call, expected = _call_and_value(*test.args)
         options = {keyword.arg: float(literal(keyword.value)) for keyword in test.keywords}
-        return Case(call, expected, "isclose", options.get("abs_tol", 0.0), options.get("rel_tol", 1e-9))
+        return Case(call, expected, options.get("abs_tol", 0.0), options.get("rel_tol", 1e-9))
     negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
     subject = test.operand if isinstance(test, ast.UnaryOp) and negated else test
     if isinstance(subject, ast.Call) and not any(isinstance(node, ast.Compare) for node in ast.walk(subject)):
-        return Case(f"bool({ast.unparse(subject)})", not negated, "exact")
+        return Case(f"bool({ast.unparse(subject)})", not negated)
     raise ValueError(f"unknown assertion {ast.unparse(test)[:60]!r}")
 
 

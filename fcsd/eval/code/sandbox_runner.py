@@ -8,12 +8,9 @@ The protocol is one JSON job on stdin, and on stdout one JSON line each for `rea
 used).
 """
 
-import ctypes
 import json
 import os
-import platform
 import resource
-import struct
 import sys
 import time
 import types
@@ -90,43 +87,8 @@ def decode(value: Any) -> Any:
     raise ValueError(f"unknown tag {tag!r}")
 
 
-# System call numbers: those that provide memory outside of the address space, or namespaces; then `clone`, `clone3`.
-SYSTEM_CALLS = {
-    # machine: (audit architecture, (shmget, semget, msgget, mq_open, memfd_create, memfd_secret, bpf, unshare), ...)
-    "x86_64": (0xC000003E, (29, 64, 68, 240, 319, 447, 321, 272), 56, 435),
-    "aarch64": (0xC00000B7, (194, 190, 186, 180, 279, 447, 280, 97), 220, 435),
-}
-CLONE_NAMESPACES = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
-
-
-def filter_system_calls() -> None:
-    """Make the kernel refuse the system calls of `SYSTEM_CALLS` to this process and its children, permanently.
-
-    Where that is impossible (another machine, a kernel without seccomp) nothing happens. The probe of the sandbox then
-    finds a way out, and the sandbox is not used.
-    """
-    if platform.machine() not in SYSTEM_CALLS:
-        return
-    architecture, refused, clone, clone3 = SYSTEM_CALLS[platform.machine()]
-    load, equal, at_least, any_bit, end = 0x20, 0x15, 0x35, 0x45, 0x06  # opcodes of BPF on 32-bit words
-    allow, kill, errno = 0x7FFF0000, 0x80000000, 0x00050000
-    eperm, enosys = errno | 1, errno | 38
-    program = [(load, 0, 0, 4), (equal, 1, 0, architecture), (end, 0, 0, kill)]  # word 4: the architecture
-    program += [(load, 0, 0, 0), (at_least, 0, 1, 0x40000000), (end, 0, 0, kill)]  # word 0: the call; x32 has this bit
-    for number in refused:
-        program += [(equal, 0, 1, number), (end, 0, 0, eperm)]
-    program += [(equal, 0, 1, clone3), (end, 0, 0, enosys)]  # its flags are in memory; libc then uses clone
-    program += [(equal, 1, 0, clone), (end, 0, 0, allow)]
-    program += [(load, 0, 0, 16), (any_bit, 0, 1, CLONE_NAMESPACES), (end, 0, 0, eperm), (end, 0, 0, allow)]
-    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in program))
-    header = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program), ctypes.addressof(code)))
-    prctl = ctypes.CDLL(None).prctl
-    prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
-    prctl(22, 2, header)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
-
-
 def confine(limits: dict[str, int], uid: int | None) -> None:
-    """Set resource limits (bytes, seconds, counts), change to `uid` if it is given, and filter system calls."""
+    """Set resource limits (bytes, seconds, counts), and change to `uid` if it is given."""
     cpu = limits["cpu_s"]
     resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))  # SIGXCPU can be caught, the hard limit not
     for name, value in (
@@ -141,7 +103,6 @@ def confine(limits: dict[str, int], uid: int | None) -> None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-    filter_system_calls()
 
 
 def describe(error: BaseException) -> str:

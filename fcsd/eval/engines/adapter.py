@@ -17,6 +17,7 @@ from fcsd.eval.engines.answer_cache import AnswerCache, is_loglikelihood, is_tex
 from fcsd.eval.engines.interface import Adapter
 from fcsd.launch.shared_work import ALONE, Team
 from fcsd.progress import progress
+from fcsd.serve.generation_settings import NOT_IN_EVALUATIONS, name_unapplied
 
 
 class HFAdapter(Adapter):
@@ -155,7 +156,12 @@ class HFAdapter(Adapter):
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Greedy answers, cut before the first stop string. A task that asks for sampling is refused."""
+        """Greedy answers, cut before the first stop string. A task that asks for sampling is refused.
+
+        The penalties and other rules of the model's own generation settings are not applied, and are named.
+        """
+        if self.team.leads:
+            name_unapplied(str(self.model.name_or_path), self.model.generation_config, NOT_IN_EVALUATIONS)
         answers: list[Any] = [self.cached(["generate_until", *request.args], is_text) for request in requests]
         groups: dict[tuple[tuple[str, ...], int], list[int]] = defaultdict(list)
         for index, request in enumerate(requests):

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.disk import json_sha256
-from fcsd.engine.generate import BATCHES, GENERATION, SLOTS
+from fcsd.engine.generate import GENERATION, SLOTS
 from fcsd.errors import ConfigError, unknown_value
 from fcsd.eval.engines.adapter import HFAdapter
 from fcsd.eval.engines.answer_cache import AnswerCache
 from fcsd.eval.engines.interface import Adapter
-from fcsd.eval.engines.quantised import QuantisedCommunication, over
 from fcsd.extras import require_extra
 from fcsd.launch.shared_work import Team
 from fcsd.models.load_options import check_device, check_dtype, default_dtype
@@ -42,7 +41,6 @@ class Engine:
         gpus: the tensor-parallel degree under vLLM and in fcsd's engine.
         reduce: how the ranks of fcsd's engine reduce; see ``parallel.all_reduce.backends``.
         compile: whether fcsd's engine may compile parts of decoding steps, see ``engine.open.open_engine``.
-        quantised: the quantised communication that is simulated; None for none.
     """
 
     backend: str = HF
@@ -55,7 +53,6 @@ class Engine:
     gpus: int = 1
     reduce: str = "nccl"
     compile: bool = True
-    quantised: QuantisedCommunication | None = None
 
     def check(self, ranks: int) -> None:
         """Refuse settings that do not go together, before anything is loaded.
@@ -69,8 +66,6 @@ class Engine:
         check_device(self.device, "auto")
         if self.generation is not None and self.generation not in GENERATION:
             raise unknown_value("generation", self.generation, GENERATION)
-        if self.quantised is not None:
-            self._check_quantised()
         if self.backend == VLLM:
             self._check_vllm()
         if self.backend == OWN:
@@ -109,15 +104,6 @@ class Engine:
                 f"backend {OWN} divides the model over all {ranks} processes, not over {self.gpus}",
                 f"start it with --gpus {self.gpus}",
             )
-
-    def _check_quantised(self) -> None:
-        if self.backend != HF or self.device == "auto" or self.ep_size > 1:
-            raise ConfigError(
-                "--quantised is simulated in one process, with the whole model on one device",
-                "leave out --backend, --device auto and --ep-size",
-            )
-        if self.generation not in (None, BATCHES):
-            raise ConfigError(f"--quantised cannot generate in {self.generation}", f"--generation {BATCHES}")
 
     def _check_vllm(self) -> None:
         require_vllm("--backend vllm", rewired=False)
@@ -198,9 +184,8 @@ def _in_transformers(
         network = load_model(path, dtype=kind, device_map="auto", offload_folder=folder)
     else:
         network = load_model(path, dtype=kind, device=device)
-    stack.enter_context(over(network.eval(), engine.quantised))
     return HFAdapter(
-        network,
+        network.eval(),
         load_tokenizer(path),
         batch_size=engine.batch_size,
         max_length=engine.max_length,

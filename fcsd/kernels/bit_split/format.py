@@ -5,7 +5,7 @@ This is the only file that reads names of formats: alone (``Format.parse``), one
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -201,15 +201,6 @@ def format_of_reduction(name: str) -> Format | None:
     """
     first, _, format = name.partition(":")
     return Format.parse(format) if first == _REDUCTION or (first == "host" and format) else None
-
-
-def bits_sent(names: Iterable[str]) -> str:
-    """What the formats with these names send, for the reader of a table: ``int8 8.25, int4 5 bits per value``.
-
-    Raises:
-        ConfigError: a name is not a format.
-    """
-    return ", ".join(f"{name} {Format.parse(name).bits_per_value:g}" for name in names) + " bits per value"
 
 
 def _paper_group(bits: int) -> int:

@@ -63,9 +63,20 @@ class Gpu:
                 self._functions[name, dtype] = function
         device = torch.cuda.current_device()
         self.index = device
+        self._last: torch.cuda.Stream | None = None
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         # Two in each direction: while a copy engine works for one, the other one waits for its flag.
         self._ups, self._downs = ([torch.cuda.Stream(device, priority=-1) for _ in range(2)] for _ in range(2))
+
+    def follow(self) -> None:
+        """Let the current stream wait for the one of the call before, if it is another one.
+
+        While a graph is captured, whoever captures it joins its streams.
+        """
+        current = torch.cuda.current_stream()
+        if self._last is not None and self._last != current and not torch.cuda.is_current_stream_capturing():
+            current.wait_stream(self._last)
+        self._last = current
 
     def counters(self, count: int) -> Tensor:
         """Numbers of calls, int32 ``[count]``, all 0."""

@@ -32,7 +32,7 @@ _BLOCKS = {2: 1 << 20}
 class HostSums:
     """Sums of one group of processes; all of them make it together, and not while a CUDA graph is captured.
 
-    All sums of a rank follow each other on one stream, or on streams that wait for each other.
+    All sums of a rank follow each other: a sum on another stream than the one before waits for that stream.
 
     Args:
         memory: what the ranks share.
@@ -64,6 +64,7 @@ class HostSums:
             ConfigError: the groups of the format do not divide the rows of ``x``.
         """
         self.memory.require_peers()
+        self.device.follow()
         if format is not None:
             self._in_format(x, out, format)
         else:

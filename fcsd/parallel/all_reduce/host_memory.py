@@ -75,13 +75,16 @@ class HostMemory:
 
     def close(self) -> None:
         """Tell the other ranks that this one makes no more sums. The memory itself goes with the process."""
-        if not self._closed.is_set():
+        if not self._closed.is_set() and os.getpid() == self.pids[self.rank]:  # and not in a child that was forked
             self._closed.set()
             self.set_word(LEFT + 4 * self.rank, 1)
 
     def _ended(self, peer: int) -> bool:
-        handle = self._peers.get(peer)
-        return handle is not None and bool(select.select([handle], [], [], 0)[0])
+        if (handle := self._peers.get(peer)) is None:
+            return False
+        poll = select.poll()
+        poll.register(handle, select.POLLIN)
+        return bool(poll.poll(0))
 
     def _watch_peers(self) -> None:
         """Note a peer that ended without leaving; end this process once a kernel has stopped because of a lost rank."""

@@ -4,15 +4,24 @@ What a server does without fcsd is measured beside it and wins where it is faste
 slower than without it, on the sizes that were measured.
 """
 
+import fcntl
+import json
+import math
+import os
+import re
 import statistics
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fcsd.disk import read_input_text, write_json
+from fcsd.errors import DiskError
 from fcsd.kernels.bit_split import Format
 from fcsd.kernels.host.layout import BLOCKS, ONE_SHOT
 from fcsd.parallel.all_reduce.host import HostSums
@@ -22,6 +31,8 @@ SIZES = tuple(2**power for power in (13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23,
 _GRAPHED = 8 << 20  # up to so many bytes a sum is timed in a CUDA graph, as a step of decoding is
 _MOST = {"one_shot": ONE_SHOT, "in_blocks": BLOCKS}  # bytes
 _REPEATS = 5
+_SETTINGS = ("NCCL_P2P_DISABLE", "NCCL_SHM_USE_CUDA_MEMCPY")  # of NCCL, which change what stock takes
+_VERSION = 1  # of what the names of ways mean
 
 
 class HostTable(NamedTuple):
@@ -66,6 +77,59 @@ def measured(
             runs[f"exchange:{format}"] = lambda x: sums.all_reduce(x, torch.empty_like(x), format=format)
         found[size] = {name: _microseconds(run, x, group) for name, run in runs.items()}
     return of_times(found)
+
+
+def kept(file: Path, measure: Callable[[], HostTable], group: Any) -> HostTable:
+    """The table in ``file``, or else the one that is measured now and kept there; all ranks call it together.
+
+    Servers that start at the same time on the same GPUs would measure each other, so they follow each other.
+    """
+    first = dist.get_rank(group) == 0
+    told: list[Any] = [None]
+    with _alone(file) if first else nullcontext():
+        if first:
+            told[0] = _read(file)
+        dist.broadcast_object_list(told, dist.get_global_rank(group, 0), group=group)
+        if told[0] is not None:
+            return of_times(told[0])
+        table = measure()
+        if first:
+            with suppress(OSError, DiskError):  # else it is measured again the next time
+                write_json(file, {str(size): dict(row) for size, row in table.microseconds.items()})
+    return table
+
+
+def file_for(folder: Path, gpu: str, ranks: int, what: str) -> Path:
+    """Where a table is kept: by the GPU, the number of ranks, what was asked for, and NCCL's settings."""
+    settings = [f"{name}{os.environ[name]}" for name in _SETTINGS if name in os.environ]
+    words = re.sub(r"[^A-Za-z0-9.]+", "-", "-".join((gpu, str(ranks), what, *settings)))
+    return folder / f"host-sums-{_VERSION}-{words}.json"
+
+
+def _read(file: Path) -> dict[int, dict[str, float]] | None:
+    """The times in a file; None if it is not there or not such a file."""
+    try:
+        content = json.loads(read_input_text(file))
+        found = {int(size): {str(way): float(time) for way, time in row.items()} for size, row in content.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+    times = [time for row in found.values() for time in row.values()]
+    sound = all(math.isfinite(time) and time > 0 for time in times) and all(STOCK in row for row in found.values())
+    return found if sound and found else None
+
+
+@contextmanager
+def _alone(file: Path) -> Iterator[None]:
+    """Hold the lock of a file; without one where its folder cannot be written."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(file.parent / "host-sums.lock", "w")  # noqa: SIM115
+    except OSError:
+        yield
+        return
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def of_times(found: Mapping[int, Mapping[str, float]]) -> HostTable:

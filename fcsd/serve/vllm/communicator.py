@@ -9,6 +9,7 @@ as it is between GPUs with NVLink, the table has it.
 import logging
 import os
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fcsd.errors import ConfigError
@@ -84,24 +85,28 @@ def communicator_of(base: type[Any]) -> type[Any]:
                 self._open(format_of(os.environ[ASKED]))
 
         def _open(self, format: "Format | None") -> None:
+            import torch
             import torch.distributed as dist
 
             from fcsd.parallel.all_reduce.host import sums_of
-            from fcsd.parallel.all_reduce.host_table import measured
+            from fcsd.parallel.all_reduce.host_table import file_for, kept, measured
 
-            problem = None
+            problem, opened = None, None
             try:
-                sums = sums_of(self.cpu_group)
-                self._table, self._format = measured(sums, super().all_reduce, self.cpu_group, format), format
+                opened = sums = sums_of(self.cpu_group)
+                stock = super().all_reduce
+                file = file_for(_caches(), torch.cuda.get_device_name(), self.world_size, os.environ[ASKED])
+                self._table = kept(file, lambda: measured(sums, stock, self.cpu_group, format), self.cpu_group)
+                self._format = format
             except Exception as error:  # a server that starts is better than one that does not; it says so below
-                sums, problem = None, f"{type(error).__name__}: {reason_of(error)}"
+                problem = f"{type(error).__name__}: {reason_of(error)}"
                 log.debug("sums through the host", exc_info=True)
             problems: list[Any] = [None] * self.world_size
             dist.all_gather_object(problems, problem, group=self.cpu_group)
             if found := next(filter(None, problems), None):
                 log.warning("sums are vLLM's own: %s", found)
                 return
-            self._sums = sums
+            self._sums = opened
             rows = zip(self._table.sizes, self._table.ways, strict=True)
             told = ", ".join(f"{size >> 10} KiB {way}" for size, way in rows)
             log.info("sums through the host, the fastest way by size: %s", told)
@@ -125,6 +130,13 @@ def communicator_of(base: type[Any]) -> type[Any]:
             return out
 
     return HostCommunicator
+
+
+def _caches() -> Path:
+    """The folder of vLLM's caches."""
+    from vllm import envs  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
+
+    return Path(envs.VLLM_CACHE_ROOT)
 
 
 def _divides(format: "Format | None", x: Any) -> bool:

@@ -12,8 +12,10 @@ import torch
 from tokenizers import decoders
 
 from fcsd.config import Source
-from fcsd.distill.data.chat_template import render_chat
+from fcsd.distill.data.chat_template import Templates, render_chat
 from fcsd.distill.data.corpus import Corpus, Document, encode_rendering, load_corpus
+from fcsd.distill.data.examples import Chat
+from fcsd.distill.data.load_on_ranks import load_corpora
 from fcsd.distill.data.rows import Mixture, Rows, batch
 from fcsd.distill.loss.losses import IGNORE
 from fcsd.distill.preview import preview, show_first_row
@@ -34,9 +36,11 @@ def corpus(path: Path, rows: list[object], template: str = texts.PLAIN, **source
 def documents(chat: list[dict[str, str]], template: str, **source) -> list[Document]:
     """The documents that a chat becomes."""
     tokenizer = texts.tokenizer()
-    found = render_chat(chat, template, dict(tokenizer.special_tokens_map), Source(path="x", messages="m", **source))
+    read = Source(path="x", messages="m", **source)
+    special = dict(tokenizer.special_tokens_map)
+    found = render_chat(Chat(chat), Templates(template, template), special, read, set())
     assert not isinstance(found, str), found
-    return [encode_rendering(rendering, tokenizer) for rendering in found]
+    return [encode_rendering(rendering, tokenizer) for rendering in found.texts]
 
 
 def counted(template: str, *contents: str, **source) -> list[str]:
@@ -149,6 +153,164 @@ def test_hostile_chats_are_counted_and_left_out(tmp_path: Path) -> None:
         "not Unicode text": 1,
         "over 10,000,000 characters": 1,
     }
+
+
+# A template that writes the tools, the reasoning and the calls of tools, as those of today's models do.
+CALLING = (
+    "{% for tool in tools or [] %}T:{{ tool | tojson }};{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}A:"
+    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}[{{ call.function.name }}{{ call.function.arguments | tojson }}]{% endfor %}"
+    "{{ eos_token }}{% else %}{{ m.role[0] | upper }}:{{ m.content }};{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}A:{% endif %}"
+)
+TOOLS = [
+    {"type": "function", "function": {"name": "rain", "parameters": {"properties": {"city": {"type": "string"}}}}},
+    {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "number"}}}}},
+]
+
+
+def called(content: str | None, name: str = "rain", **arguments: object) -> dict[str, object]:
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
+SAID = [
+    [
+        *texts.chat("rain?"),
+        called(None, city="Oslo"),
+        {"role": "tool", "name": "rain", "content": "yes"},
+        {"role": "assistant", "content": "it rains"},
+    ],
+    [
+        *texts.chat("1+1"),
+        called("", "add", a=1),
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "2", "reasoning_content": "the tool said so"},
+    ],
+    [*texts.chat("hi"), {"role": "assistant", "content": "yo", "reasoning_content": "a greeting"}],
+]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "parquet with tools as text", "from/value"])
+def test_a_chat_has_the_tokens_that_apply_chat_template_gives(tmp_path: Path, form: str) -> None:
+    """Tools, calls of tools and reasoning: from a file of any form, nothing that was said is lost."""
+    tokenizer = texts.tokenizer()
+    tokenizer.chat_template = CALLING
+    source = {"path": str(tmp_path / "a.jsonl"), "messages": "messages"}
+    chats = [{"messages": chat, "tools": TOOLS if n < 2 else None} for n, chat in enumerate(SAID)]
+    wanted = [tokenizer.apply_chat_template(c["messages"], tools=c["tools"], return_dict=False) for c in chats]
+    if form == "parquet":
+        source["path"] = str(tmp_path / "a.parquet")
+        datasets.Dataset.from_list(chats).to_parquet(source["path"])
+    elif form == "parquet with tools as text":
+        source["path"] = str(tmp_path / "a.parquet")
+        as_text = [{**chat, "tools": json.dumps(chat["tools"])} for chat in chats]
+        datasets.Dataset.from_list(as_text).to_parquet(source["path"])
+    else:
+        if form == "from/value":
+            source["message_keys"] = form
+            names = {"user": "human", "assistant": "gpt", "tool": "tool"}
+            for chat in chats:
+                chat["messages"] = [
+                    {"from": names[m["role"]], "value": m["content"]}
+                    | {key: value for key, value in m.items() if key not in ("role", "content")}
+                    for m in chat["messages"]
+                ]
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    got = load_corpus(Source(**source), tokenizer, tiny.VOCAB)
+    assert got.skipped == {} and got.unread == {"'name' of tool messages": 1}
+    assert [got.document(n)[0].tolist() for n in range(3)] == wanted
+    learned = ["".join(texts.decode(ids[keep].tolist())) for ids, keep in map(got.document, range(3))]
+    assert learned == [
+        '[rain{"city": "Oslo"}].it rains.',
+        '[add{"a": 1}].(the tool said so)2.',
+        "(a greeting)yo.",
+    ]
+    kept = load_corpus(Source(**source, earlier_reasoning="kept"), tokenizer, tiny.VOCAB)
+    assert [kept.document(n)[0].tolist() for n in range(3)] == wanted
+
+
+def test_fields_that_nothing_reads_are_counted(tmp_path: Path, capsys) -> None:
+    rows = [
+        {"messages": chat, "tools": TOOLS, "id": n}
+        for n, chat in enumerate([*SAID, [*texts.chat("hi"), called("wait", city="Oslo")]])
+    ]
+    (tmp_path / "t.jinja").write_text(texts.PLAIN)
+    fields = {"messages": "messages", "chat_template": str(tmp_path / "t.jinja")}
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    for name in ("a.jsonl", "a.parquet"):
+        source = Source(path=str(tmp_path / name), **fields)
+        (got,) = load_corpora([source], texts.tokenizer(), tiny.VOCAB, 32, World(0, 1, torch.device("cpu")), texts.EOS)
+        assert got.skipped == {"a message of which the chat template reads nothing: 'tool_calls'": 2}
+        reasoning, calls = "'reasoning_content' of assistant messages", "'tool_calls' of assistant messages"
+        rows_of = 4 if name == "a.parquet" else 2  # a table says so of all of its rows, those left out among them
+        assert got.unread == {reasoning: 1, calls: 1, "'tools' of chats": 2, "'id' of rows": rows_of}
+        said = capsys.readouterr().err
+        assert f"{name}: fields that nothing reads: " in said and f"1 {reasoning}" in said
+
+
+@pytest.mark.parametrize("template", [texts.PLAIN, texts.MARKED])
+@pytest.mark.parametrize("mask", [{"weight": 0}, {"train": False}, {"weight": 0.0, "train": True}])
+def test_a_turn_of_weight_0_is_read_and_not_learned(template: str, mask: dict[str, object]) -> None:
+    chat: list[dict[str, object]] = [*texts.chat("hi", "bad", "so", "good", "and", "best")]
+    for earlier in ("dropped", "kept"):
+        how = {"earlier_reasoning": earlier}
+        chat[1] = {"role": "assistant", "content": "bad", **mask}
+        chat[3] = {"role": "assistant", "content": "good", "weight": 1, "train": True}
+        (document,) = documents(chat, template, **how)
+        shown = [c if count else "_" for c, count in zip(texts.decode(document.ids), document.counts, strict=True)]
+        assert texts.decode(document.ids) == "U:hi;A:bad.U:so;A:good.U:and;A:best."
+        assert "".join(shown) == "_" * len("U:hi;A:bad.U:so;A:") + "good." + "_" * len("U:and;A:") + "best."
+    (document,) = documents(chat, template, train_on="all")
+    shown = [c if count else "_" for c, count in zip(texts.decode(document.ids), document.counts, strict=True)]
+    assert "".join(shown) == "U:hi;" + "_" * len("A:bad.") + "U:so;A:good.U:and;A:best."
+
+
+def test_weights_that_have_no_meaning_cost_the_row_and_are_named(tmp_path: Path) -> None:
+    def turn(**fields: object) -> list[dict[str, object]]:
+        return [*texts.chat("hi"), {"role": "assistant", "content": "yo", **fields}]
+
+    rows = [turn(), turn(weight=0.5), turn(train="no"), turn(weight=0), turn(train=None), turn(weight=2)]
+    got = corpus(tmp_path / "a.jsonl", rows)
+    assert got.lengths.tolist() == [10, 0, 0, 0, 10, 0] and got.counted() == 6
+    assert got.skipped == {
+        "a message whose 'weight' is neither 0 nor 1": 2,
+        "a message whose 'train' is neither 0 nor 1": 1,
+        "no response counts, by 'weight' or 'train'": 1,
+    }
+
+
+def test_tools_that_are_none_cost_the_row(tmp_path: Path) -> None:
+    deep: object = "x"
+    for _ in range(100):
+        deep = [deep]
+    chat = texts.chat("hi", "yo")
+    tools = [None, [], "", "{", "text", {"name": "x"}, ["x"], [{"x": deep}], [{"x": "\ud83d"}]]
+    lines = [json.dumps({"messages": chat, "tools": value}) for value in tools]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "t.jinja").write_text(texts.PLAIN)
+    fields = {"messages": "messages", "chat_template": str(tmp_path / "t.jinja")}
+    got = load_corpus(Source(path=str(tmp_path / "a.jsonl"), **fields), texts.tokenizer(), tiny.VOCAB)
+    assert got.lengths.tolist() == [10, 10, 10, *[0] * 6]
+    assert got.skipped == {
+        "'tools' that are not JSON": 2,
+        "'tools' that are not a list of objects": 2,
+        "a field nested more than 64 levels deep": 1,
+        "not Unicode text": 1,
+    }
+
+
+def test_a_tokenizer_with_a_template_for_tools_uses_it_for_chats_with_tools(tmp_path: Path) -> None:
+    tokenizer = texts.tokenizer()
+    tokenizer.chat_template = {"default": texts.PLAIN, "tool_use": CALLING}
+    lines = [json.dumps({"messages": texts.chat("hi", "yo"), "tools": tools}) for tools in (None, TOOLS)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    got = load_corpus(Source(path=str(tmp_path / "a.jsonl"), messages="messages"), tokenizer, tiny.VOCAB)
+    assert texts.decode(got.document(0)[0].tolist()) == "U:hi;A:yo."
+    wanted = tokenizer.apply_chat_template(texts.chat("hi", "yo"), tools=TOOLS, return_dict=False)
+    assert got.document(1)[0].tolist() == wanted and len(wanted) > 100
 
 
 def test_the_tokenizers_own_template_is_used_and_its_absence_refused(tmp_path: Path) -> None:

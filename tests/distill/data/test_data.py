@@ -264,10 +264,16 @@ def test_a_stream_is_read_once_and_never_beyond_its_bound(tmp_path: Path, monkey
     first = load_corpus(source, texts.tokenizer(), tiny.VOCAB)
     assert [texts.decode(first.document(n)[0].tolist()) for n in range(30)] == [f"{text}." for text in TEXTS[:30]]
     assert len(first.lengths) == 30 and len(first.sha256[str(folder)]) == 64
-    (folder / "train-0.parquet").unlink()  # from here on the cache alone answers
-    again = load_corpus(source, texts.tokenizer(), tiny.VOCAB)
-    assert again.sha256 == first.sha256
-    assert again.document(7)[0].tolist() == first.document(7)[0].tolist()
+    with monkeypatch.context() as offline:  # from here on the cache alone answers
+
+        def away(*_: object, **__: object) -> None:
+            raise ConnectionError("the stream was opened again")
+
+        offline.setattr(datasets, "load_dataset", away)
+        again = load_corpus(source, texts.tokenizer(), tiny.VOCAB)
+        assert again.sha256 == first.sha256
+        assert again.document(7)[0].tolist() == first.document(7)[0].tolist()
+    (folder / "train-0.parquet").unlink()
     with pytest.raises(BadInputError, match="cannot be read as hf"):
         load_corpus(source.model_copy(update={"max_rows": 31}), texts.tokenizer(), tiny.VOCAB)
 

@@ -13,6 +13,8 @@ from reloads import fork_reloads
 from runs import outcome, train
 from safetensors.torch import load_file
 
+from fcsd.checkpoint import read_layout
+from fcsd.convert import convert_checkpoint
 from fcsd.distill import loop, prepare
 from fcsd.distill.inputs import student_source
 from fcsd.distill.parts.chosen import chosen_parts, train_parts
@@ -284,3 +286,70 @@ def test_an_export_needs_the_weights_beside_which_the_adapters_were_trained(
         shutil.rmtree(folder / "student", ignore_errors=True)
         moved.rename(folder / "student")
     assert not (tmp_path / "out").exists()
+
+
+def distill_and_convert_again(recipe: Any, base: Path, original: Path) -> None:
+    """A run whose frozen model is converted to another wiring before the run ends."""
+    publish = loop.publish_model
+
+    def late(*arguments: Any) -> None:
+        convert_checkpoint(original, base, wiring="farskip", check=False, force=True)
+        publish(*arguments)
+
+    loop.publish_model = late
+    loop.distill_model(recipe)
+
+
+def test_a_run_knows_the_model_beside_which_it_trained(folder: Path, tmp_path: Path) -> None:
+    """Two wirings have the same weights, so no hash of weights tells a conversion from another."""
+    base, run = tmp_path / "base", tmp_path / "run"
+
+    def convert(wiring: str) -> None:
+        convert_checkpoint(folder / "teacher", base, wiring=wiring, check=False, force=base.exists())
+
+    def bytes_of(model: Path) -> dict[str, bytes]:
+        return {str(path.relative_to(model)): path.read_bytes() for path in model.rglob("*") if path.is_file()}
+
+    def refused_everywhere() -> None:
+        with pytest.raises(BadInputError, match="are not those beside which"):
+            export_model(run, tmp_path / "out", checkpoint="step-4")
+        for of_this_base in (resumed, again):
+            with pytest.raises(CheckpointError, match=r"frozen\.base was "):
+                train(of_this_base)
+        assert not (tmp_path / "out").exists() and not (tmp_path / "part" / "final").exists()
+        assert bytes_of(run / "final") == final
+
+    convert("ladder")
+    again = runs.resolved(folder, model=str(base), output_dir=str(run), **LORA)
+    resumed = runs.resolved(folder, model=str(base), output_dir=str(tmp_path / "part"), **LORA)
+    train(again)
+    runs.cut_short(run, tmp_path / "part")
+    final = bytes_of(run / "final")
+    assert json.loads(final["config.json"])["fcsd"]["wiring"] == "ladder"
+    convert("farskip")
+    refused_everywhere()
+    convert("ladder")
+    weights = base / "model.safetensors"
+    good = weights.read_bytes()
+    layout = read_layout(base)
+    place = next(tensor.end for tensor in layout.tensors.values() if tensor.end - tensor.start > 5000) - 1
+    weights.unlink()  # it may share its content with the original's file
+    weights.write_bytes(
+        good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :]
+    )  # far behind a tensor's first bytes
+    refused_everywhere()
+    weights.write_bytes(good)
+    tokenizer = (base / "tokenizer_config.json").read_text()
+    (base / "tokenizer_config.json").write_text(json.dumps(json.loads(tokenizer) | {"chat_template": "{{ 1 }}"}))
+    refused_everywhere()
+    (base / "tokenizer_config.json").write_text(tokenizer)
+    (base / "README.md").write_text("a card decides nothing")
+    (run / "final" / "README.md").write_text("mine")
+    train(again)
+    assert (run / "final" / "README.md").read_text() == "mine", "a finished run leaves its final/ as it is"
+    (error,) = ranks.on_ranks(1, distill_and_convert_again, resumed, base, folder / "teacher")
+    assert isinstance(error, BadInputError) and "are not those beside which" in str(error)
+    assert not (tmp_path / "part" / "final").exists()
+    convert("ladder")
+    train(resumed)
+    assert outcome(tmp_path / "part") == outcome(run)

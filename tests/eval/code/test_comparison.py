@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from evalplus.eval import untrusted_check
 
-from fcsd.eval.code.comparison import RULES, Case
-from fcsd.eval.code.judge import Problem, score
+from fcsd.eval.code.judge import score
+from fcsd.eval.code.problems import Case, Problem
 
 BIG = math.factorial(25)
 # (output, expected value, absolute tolerance of the dataset)
@@ -41,15 +41,35 @@ PAIRS: list[tuple[Any, Any, float]] = [
 ]
 
 
-@pytest.mark.parametrize("out, expected, atol", PAIRS)
-def test_the_rule_is_that_of_evalplus(out: Any, expected: Any, atol: float):
-    code = f"from math import inf\ndef f(x):\n    return {out!r}"
-    status, _ = untrusted_check("humaneval", code, [[1]], "f", [expected], atol, [60.0])
-    try:
-        is_right = RULES["evalplus"]([1], out, expected, Case([1], atol=atol))
-    except Exception:  # the caller counts it as wrong
-        is_right = False
-    assert is_right == (status == "pass")
+# Several cases of one problem, as pairs of output and expected value: EvalPlus keeps a tolerance that a case turned on.
+SERIES: list[list[tuple[Any, Any]]] = [
+    [(0.5, 0.5), (10**9 + 1, 10**9)],
+    [(10**9 + 1, 10**9), (0.5, 0.5)],
+    [("a", "a"), ([0.1 + 0.2], [0.3]), ("b", "c")],
+]
+PROBLEMS = [([(out, expected)], atol) for out, expected, atol in PAIRS] + [(series, 0.0) for series in SERIES]
+
+
+@pytest.fixture(scope="module")
+def judged() -> list[bool]:
+    problems = [
+        Problem(str(number), "f", [Case([case], expected, atol) for case, (_, expected) in enumerate(series)], [])
+        for number, (series, atol) in enumerate(PROBLEMS)
+    ]
+    verdicts = score(problems, [program(series) for series, _ in PROBLEMS])
+    return [verdict.base.status == "pass" for verdict in verdicts]
+
+
+def program(series: list[tuple[Any, Any]]) -> str:
+    return f"from math import inf\ndef f(x):\n    return {[out for out, _ in series]!r}[x]"
+
+
+@pytest.mark.parametrize("number", range(len(PROBLEMS)))
+def test_the_rule_is_that_of_evalplus(judged: list[bool], number: int):
+    series, atol = PROBLEMS[number]
+    inputs, expected = [[case] for case in range(len(series))], [value for _, value in series]
+    status, _ = untrusted_check("humaneval", program(series), inputs, "f", expected, atol, [60.0] * len(series))
+    assert judged[number] == (status == "pass")
 
 
 def test_nearly_right_integers_fail():

@@ -253,3 +253,14 @@ def test_wired_models_generate_as_without_cache(kind):
             ids = torch.cat([ids, network(input_ids=ids, use_cache=False).logits[:, -1].argmax(-1, True)], dim=1)
         free = TOKENIZER.decode(ids[0, len(TOKENIZER(prompt)["input_ids"]) :], skip_special_tokens=True)
         assert text == free.split("e")[0].split("r")[0]
+
+
+def test_penalties_of_the_models_own_settings_are_named_and_not_applied(caplog):
+    network = model()
+    asked = instances("generate_until", [("river and", {"until": [], "max_gen_toks": 12})])
+    plain = HFAdapter(network, TOKENIZER).generate_until(asked)
+    network.generation_config.update(repetition_penalty=1.05, num_beams=2, do_sample=True, temperature=0.6)
+    network.name_or_path = "org/with-penalties"
+    assert [HFAdapter(network, TOKENIZER).generate_until(asked) for _ in range(2)] == [plain, plain]
+    named = "org/with-penalties: not applied of its generation_config.json: num_beams 2, repetition_penalty 1.05\n"
+    assert caplog.text.count(named) == 1

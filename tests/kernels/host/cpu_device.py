@@ -44,6 +44,9 @@ class Cpu:
         self._queues = [_Stream() for _ in range(4)]
         self._kept: list[torch.Tensor] = []
 
+    def follow(self) -> None:
+        return None
+
     def counters(self, count: int) -> torch.Tensor:
         self._kept.append(torch.zeros(count, dtype=torch.int32))
         return self._kept[-1]

@@ -4,6 +4,7 @@ import pytest
 import tiny
 import torch
 from kernel_device import DEVICE
+from representatives import representatives
 from test_norms import run
 from torch import nn
 from transformers.activations import SiLUActivation
@@ -23,7 +24,7 @@ def gated_mlps(model: nn.Module) -> list[nn.Module]:
     return [one for one in silu if not any(hasattr(one, name) for name in more)]
 
 
-@pytest.mark.parametrize("arch", tiny.CONFIGS)
+@pytest.mark.parametrize("arch", representatives("mlp"))
 def test_a_model_with_fused_mlps_computes_the_same_and_becomes_itself_again(arch: str) -> None:
     model = tiny.model(arch)
     classes, expected = [type(module) for module in model.modules()], run(model, LENGTH)

@@ -7,6 +7,7 @@ import pytest
 import tiny
 import torch
 from kernel_device import DEVICE
+from representatives import representatives
 from torch import Tensor, nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
@@ -33,7 +34,7 @@ def _is_plain_norm(name: str, names: Container[str]) -> bool:
     return "norm" in name and not biased and not any(part in name for part in _OTHERS)
 
 
-@pytest.mark.parametrize("arch", tiny.CONFIGS)
+@pytest.mark.parametrize("arch", representatives("norm"))
 def test_a_model_with_fused_norms_computes_the_same_and_becomes_itself_again(arch):
     model = tiny.model(arch)
     with torch.no_grad():  # a weight of one would not show where it is multiplied

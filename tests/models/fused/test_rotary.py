@@ -7,6 +7,7 @@ import pytest
 import tiny
 import torch
 from kernel_device import DEVICE
+from representatives import representatives
 from test_norms import run
 from torch import Tensor
 
@@ -23,7 +24,7 @@ SCALES = {"mistral4"}  # latent queries by their positions; the function that ro
 LENGTH = 2  # the interpreter runs one program after the other for each token; the second one is rotated
 
 
-@pytest.mark.parametrize("arch", tiny.CONFIGS)
+@pytest.mark.parametrize("arch", representatives("rotary"))
 def test_a_model_with_fused_rotations_computes_the_same_and_becomes_itself_again(arch: str) -> None:
     model = tiny.model(arch)
     classes, expected = [type(module) for module in model.modules()], run(model, LENGTH)

@@ -10,7 +10,7 @@ from fcsd.parallel.all_reduce.backends import BACKENDS, backend_of, described, i
 
 
 def test_each_user_has_names_of_its_own() -> None:
-    assert names("engine") == ["nccl", "symmetric", "auto", "quantised:FORMAT", "none"]
+    assert names("engine") == ["nccl", "symmetric", "auto", "host", "host:FORMAT", "quantised:FORMAT", "none"]
     assert names("plugin") == ["symmetric", "auto", "vllm", "quantised:FORMAT", "none"]
     for name, user in (("vllm", "engine"), ("nccl", "plugin"), ("quick", "engine"), ("quantised:FORMAT", "engine")):
         with pytest.raises(ConfigError):
@@ -31,6 +31,8 @@ def test_the_bound_alone_has_wrong_results() -> None:
 def test_a_quantised_backend_has_its_format() -> None:
     backend, format = backend_of("quantised:int5:g32", "plugin")
     assert backend.name == "quantised:FORMAT" and format == Format(5, 32)
+    backend, format = backend_of("host:int8", "engine")
+    assert backend.name == "host:FORMAT" and format == Format(8) and backend_of("host", "engine")[1] is None
     assert backend_of("auto", "plugin")[1] is None and backend_of("auto", "plugin")[0].by_vllm
 
 

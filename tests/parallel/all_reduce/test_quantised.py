@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from benchmarks.comm import all_reduce
 from ranks import in_group
+from studies.formats.simulated_all_reduce import simulate_all_reduce
 from torch import Tensor
 
 from fcsd.errors import ConfigError
@@ -16,7 +17,6 @@ from fcsd.kernels.bit_split import Format, decode, encode
 from fcsd.parallel.all_reduce import quantised
 from fcsd.parallel.all_reduce.quantised import cut
 from fcsd.parallel.all_reduce.reduce import reduce
-from fcsd.parallel.quantised.simulated_all_reduce import simulate_all_reduce
 
 # (format, shape, dtype, ranks). One row is cut into pieces, or, where it has a single group, is the share of one rank
 # alone; 15 rows do not divide evenly among 4 ranks.

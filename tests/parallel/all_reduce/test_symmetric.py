@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
+from studies.formats.simulated_all_reduce import simulate_all_reduce
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
@@ -14,7 +15,6 @@ from fcsd.kernels.bit_split import Format
 from fcsd.parallel.all_reduce import backends, symmetric, window
 from fcsd.parallel.all_reduce.reduce import reduce
 from fcsd.parallel.all_reduce.symmetric import shape_of
-from fcsd.parallel.quantised.simulated_all_reduce import simulate_all_reduce
 
 REPLAYS = 200
 # One row and 64 rows of a decoding step, a message of several turns, and one that shares divide unevenly.

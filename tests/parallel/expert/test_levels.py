@@ -94,6 +94,7 @@ def test_records_begin_at_multiples_of_64_bytes(dtype: torch.dtype, choices: int
 def test_the_two_arrangements_that_a_recipe_names() -> None:
     assert one_level(8) == Levels((8,))
     assert two_levels(8, node_size=2) == Levels((4, 2))
+    assert [two_levels(8, node_size=2).choices(level, experts=16, top_k=8) for level in (0, 1)] == [4, 2]
     assert [two_levels(8, 2).groups(level) for level in (0, 1)] == [4, 8]
     assert [two_levels(8, 2).span(level, 64) for level in (0, 1)] == [16, 8]
 

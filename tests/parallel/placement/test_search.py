@@ -55,6 +55,12 @@ def test_greedy_reaches_the_exhaustive_reduction_on_other_tokens(routing: list[T
     assert before - by_greedy >= 0.95 * (before - by_exhaustion)
 
 
+def test_a_swap_that_saves_nothing_is_none() -> None:
+    """Where a token chooses all experts, every placement costs the same."""
+    start = Placement(EXPERTS, 2)
+    assert greedy([torch.arange(EXPERTS)[None]], [start], Objective((Level(2, 1.0),)), most=1) == ([start], 0)
+
+
 TWO_LEVELS = (Level(2, 4.0), Level(4, 1.0))
 WORK = Level(4, 0.7, deduplicated=False)
 

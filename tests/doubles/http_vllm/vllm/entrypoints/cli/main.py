@@ -66,7 +66,9 @@ if __name__ == "__main__":
     config = json.loads((Path(arguments[0]) / "config.json").read_text())
     BURST = config.get("fcsd", {}).get("wiring", "none") == os.environ.get("FCSD_DOUBLE_BURST")
     with Path(os.environ["FCSD_DOUBLE"]).open("a") as told:
-        settings = {name: value for name, value in os.environ.items() if name.startswith(("VLLM_", "CUDA_VISIBLE"))}
+        settings = {
+            name: value for name, value in os.environ.items() if name.startswith(("VLLM_", "CUDA_VISIBLE", "FCSD_ALL_"))
+        }
         line = {"arguments": arguments, "config": config, "settings": settings, "processes": [os.getpid(), worker.pid]}
         print(json.dumps(line), file=told, flush=True)
     if "--disable-custom-all-reduce" in arguments:

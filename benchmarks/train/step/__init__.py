@@ -1,0 +1,1 @@
+"""The benchmark of a training step: ``python -m benchmarks.train.step``."""

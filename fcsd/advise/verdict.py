@@ -1,0 +1,359 @@
+"""``fcsd advise``: the ways to serve a model on a machine, what each is expected to bring, and the one to begin with.
+
+The order of what a user gains decides: copies of the model if it fits one GPU; a better transport for the model as it
+is; fewer bits; then a conversion, which has to be healed and loses points.
+"""
+
+import json
+import math
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fcsd.advise.cards import H100
+from fcsd.advise.host import Host
+from fcsd.advise.losses import TOLD, Loss, nearest
+from fcsd.advise.speed import STANDARD, Load, Served, Server, server_of
+from fcsd.bench.serve.figures import break_even_days
+from fcsd.disk import read_input_text
+from fcsd.errors import DoesNotFitError
+from fcsd.markdown import table
+from fcsd.models.build import arch_of, without_injected
+from fcsd.models.wiring_block import DESYNC, Wiring
+from fcsd.plan.model import MetaModel
+from fcsd.plan.speed import SHARE
+
+WIRINGS = ("ladder", "farskip", "desync-4x")
+SHARES = (0.5, 1.0)  # of the layers, the last ones
+RESERVE_GB = 6.0  # of a GPU, for activations, graphs and libraries
+PAYS_BITS, PAYS_CONVERSION = 1.05, 1.10  # how much faster than what is simpler it has to be
+HEAL_TOKENS = 100e6
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to serve the model.
+
+    Attributes:
+        name: as it is printed.
+        kind: ``stock``, ``sums`` (exact), ``bits`` (sums in fewer bits), ``stages``, ``replicas`` or ``conversion``.
+        served: the prediction.
+        gain: the geometric mean of how many times as fast as stock tensor parallelism a step and first tokens are.
+        source: where its figures come from.
+        share: of the layers that are converted.
+    """
+
+    name: str
+    kind: str
+    served: Served
+    gain: float
+    source: str
+    share: float = 0.0
+    wiring: str = "standard"
+
+
+@dataclass(frozen=True)
+class Healing:
+    """What it takes to heal the last half of the layers, trained alone, with ``HEAL_TOKENS``; by arithmetic.
+
+    Attributes:
+        gpu: on which it is counted: the GPUs that serve if it fits there, else rented H100s.
+        gpus: how many it takes at least.
+        gpu_hours: hours of one GPU, together.
+    """
+
+    gpu: str
+    gpus: int
+    gpu_hours: float
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The verdict.
+
+    Attributes:
+        ways: all that were weighed; the first is stock vLLM.
+        chosen: the one to begin with.
+        why: a sentence.
+        command: the next command.
+        losses: rows of measured losses that are nearest to the model.
+        heal: what healing the last half takes.
+        days: until these are won back by the best conversion over the best of the rest, infinite if never.
+    """
+
+    model: str
+    server: Server
+    host: Host
+    ways: tuple[Way, ...]
+    chosen: Way
+    why: str
+    command: str
+    losses: tuple[Loss, ...]
+    heal: Healing
+    days: float
+    price: float | None
+
+
+def advise(model: str, host: Host, load: Load, price: float | None = None, speed: float | None = None) -> Advice:
+    """Weigh the ways to serve a model.
+
+    Args:
+        model: a directory in which config.json is enough, or a hub id. Weights may be quantised.
+        price: of one GPU for an hour.
+        speed: how many times as fast as stock it should be; the cheapest way that reaches it is chosen then.
+
+    Raises:
+        BadInputError: the config cannot be read, or its type is not supported.
+        DoesNotFitError: the weights do not fit into these GPUs.
+    """
+    bits, meta = _opened(model)
+    server = server_of(meta, host.card, load, bits)
+    memory = host.card.memory_gb - RESERVE_GB
+    weights, cache = server.weight_bytes / 1e9, server.cache_bytes / 1e9
+    if weights > memory * host.gpus:
+        needed = math.ceil(weights / memory)
+        raise DoesNotFitError(
+            f"{model}: its weights take {weights:.0f} GB, and {host.gpus} x {host.card.name} have "
+            f"{host.card.memory_gb * host.gpus:.0f} GB",
+            f"It takes {needed} such GPUs, or weights in fewer bits.",
+        )
+    fits_one = weights + min(cache, 0.1 * weights) <= memory
+    ways = _ways(server, meta, host, fits_one)
+    simple = [way for way in ways if way.kind in ("stock", "sums")]
+    best = max(simple, key=lambda way: way.gain)
+    conversions = [way for way in ways if way.kind == "conversion"]
+    converted = max(conversions, key=lambda way: (round(way.gain, 2), -way.share), default=None)
+    chosen, why = _choose(ways, best, converted, fits_one, host, speed)
+    heal = _healing(meta, host)
+    rest = max((way.gain for way in ways if way.kind not in ("conversion", "replicas")), default=1.0)
+    days = break_even_days(heal.gpu_hours, converted.gain / rest, host.gpus) if converted else math.inf
+    rows = tuple(nearest(meta.numbers.total, bool(meta.numbers.experts)))
+    command = _command(chosen, model, host, load)
+    return Advice(model, server, host, tuple(ways), chosen, why, command, rows, heal, days, price)
+
+
+def _ways(server: Server, meta: MetaModel, host: Host, fits_one: bool) -> list[Way]:
+    count, sums = host.gpus, host.sums
+    source = "measured sums" if sums.measured else "sums measured elsewhere"
+    if count == 1:
+        served = server.replicas(1)
+        return [Way("stock vLLM", "stock", served, 1.0, "predicted")]
+    stock = server.tensor_parallel(count, STANDARD, sums.of("stock", count))
+    ways = [Way(f"stock vLLM, TP {count}", "stock", stock, 1.0, f"predicted, {source}")]
+
+    def add(name: str, kind: str, served: Served, told: str = f"predicted, {source}", **more: Any) -> None:
+        gain = math.sqrt(stock.step / served.step * stock.first / served.first)
+        ways.append(Way(name, kind, served, gain, told, **more))
+
+    if fits_one:
+        add(f"{count} replicas", "replicas", server.replicas(count), "predicted")
+    add(f"{count} pipeline stages", "stages", server.stages(count), "predicted")
+    methods = [method for method in ("host", "host:int8") if method in sums.methods]
+    for method in methods:
+        kind = "bits" if ":" in method else "sums"
+        add(f"sums by {method}", kind, server.tensor_parallel(count, STANDARD, sums.of(method, count)))
+    exact = sums.of("host" if "host" in methods else "stock", count)
+    depth, arch = len(meta.numbers.layers), arch_of(meta.config)
+    for name in (name for name in WIRINGS if name in arch.wirings):
+        for share in SHARES:
+            layers = tuple(range(depth - round(share * depth), depth))
+            wiring = without_injected(meta.config, Wiring(name, layers, tp_degree=count if name in DESYNC else 1))
+            label = f"{name}, {'all' if share == 1 else 'last half'} of the layers"
+            served = server.tensor_parallel(count, wiring, exact)
+            add(label, "conversion", served, share=share, wiring=name)
+    return ways
+
+
+def _choose(
+    ways: list[Way], best: Way, converted: Way | None, fits_one: bool, host: Host, speed: float | None
+) -> tuple[Way, str]:
+    """The way to begin with, and why."""
+    by_kind = {way.kind: way for way in reversed(ways)}
+    if speed is not None:
+        order = ("stock", "replicas", "stages", "sums", "bits", "conversion")
+        reached = [way for way in ways if way.gain >= speed]
+        if reached:
+            first = min(reached, key=lambda way: (order.index(way.kind), way.share, -way.gain))
+            return first, f"it is the simplest way that is expected to reach {speed:.2f}x"
+        return best, f"nothing here is expected to reach {speed:.2f}x"
+    if host.gpus == 1:
+        return ways[0], "one GPU sends nothing, so there is nothing to gain"
+    if fits_one:
+        return by_kind[
+            "replicas"
+        ], "the model fits one GPU, and copies of it send nothing; serve by TP for single answers"
+    candidate, why = best, "it computes the same, and nothing has to be healed"
+    if best.kind == "stock":
+        why = "no other way to sum the same values is expected to be faster here"
+    bits = by_kind.get("bits")
+    if bits is not None and bits.gain > PAYS_BITS * best.gain:
+        why += f"; in 8 bits it would have {bits.gain:.2f}x, and changes answers a little"
+    if converted is not None and converted.gain > PAYS_CONVERSION * candidate.gain:
+        why += f"; a conversion would have {converted.gain:.2f}x, and has to be healed"
+    return candidate, why
+
+
+def _healing(meta: MetaModel, host: Host) -> Healing:
+    """What healing takes.
+
+    A token passes the first half once, for teacher and student; the second half twice forward, and once backward, which
+    counts double; the head twice forward, and backward for its input alone. Memory holds all weights in bf16, those of
+    the originals of converted layers too, and what trains with gradients and AdamW's moments: 16 bytes a parameter.
+    """
+    numbers = meta.numbers
+    chosen = numbers.top_k / numbers.experts if numbers.experts else 0.0
+    active = sum(layer.dense + layer.routed * chosen for layer in numbers.layers)
+    operations = 2 * active / 2 + (2 + 2 + 4) * active / 2 + 6 * numbers.head
+    gigabytes = (2 * numbers.total + (2 + 16) * numbers.total / 2) / 1e9
+    fits = gigabytes <= 0.8 * host.card.memory_gb * host.gpus
+    card = host.card if fits else H100
+    rate = SHARE[bool(numbers.experts), "bf16"] * card.tflops * 1e12
+    gpus = math.ceil(gigabytes / (0.8 * card.memory_gb))
+    return Healing(card.name, gpus, operations * HEAL_TOKENS / rate / 3600)
+
+
+def _command(chosen: Way, model: str, host: Host, load: Load) -> str:
+    if chosen.kind == "conversion":
+        share = "all" if chosen.share == 1 else f"last:{chosen.share:.0%}"
+        degree = f" --tp-degree {host.gpus}" if chosen.wiring in DESYNC else ""
+        return f"fcsd convert {model} OUT --wiring {chosen.wiring} --layers {share}{degree}"
+    if chosen.kind == "replicas":
+        return f"vllm serve {model} --data-parallel-size {host.gpus}"
+    if chosen.kind == "stages":
+        return f"vllm serve {model} --pipeline-parallel-size {host.gpus}"
+    if chosen.kind in ("sums", "bits"):
+        return f"fcsd serve {model} --gpus {host.gpus} --all-reduce {chosen.name.removeprefix('sums by ')}"
+    return f"vllm serve {model} --tensor-parallel-size {host.gpus}"
+
+
+def _opened(model: str) -> tuple[float, MetaModel]:
+    """Bits of a weight of a decoder layer, and the model on the meta device; what is quantised is counted as values."""
+    folder = Path(model)
+    if not (folder / "config.json").is_file():
+        return 16.0, MetaModel(model)
+    fields = json.loads(read_input_text(folder / "config.json"))
+    found = fields.pop("quantization_config", None) if isinstance(fields, dict) else None
+    if not isinstance(found, dict):
+        return 16.0, MetaModel(model)
+    with tempfile.TemporaryDirectory(prefix="fcsd-advise-") as place:
+        Path(place, "config.json").write_text(json.dumps(fields))
+        return quantised_bits(found), MetaModel(place)
+
+
+def quantised_bits(config: dict[str, Any]) -> float:
+    """Bits of a weight, those of scales of groups included, by a ``quantization_config``; 16 where it does not say."""
+    method = " ".join(str(config.get(key, "")) for key in ("quant_method", "quant_algo")).strip().lower()
+    if method in ("fp8", "fbgemm_fp8"):
+        return 8.0
+    if method == "mxfp4":
+        return 4.25
+    said = config.get("bits", config.get("w_bit", 0))
+    groups = config.get("config_groups")
+    if isinstance(groups, dict) and groups:
+        weights = next(iter(groups.values())).get("weights") or {}
+        said = weights.get("num_bits", said)
+    if not said and "fp8" in method:
+        said = 8
+    if not said and "fp4" in method:
+        said = 4
+    return float(said) + (0.25 if said and said < 8 else 0.0) if said else 16.0
+
+
+def to_text(advice: Advice) -> str:
+    """One screen."""
+    server, host, stock = advice.server, advice.host, advice.ways[0]
+    load = server.load
+    body = [
+        [
+            way.name,
+            f"{1e3 * way.served.step:.1f}",
+            f"{stock.served.step / way.served.step:.2f}x",
+            f"{1e3 * way.served.first:.0f}",
+            f"{stock.served.first / way.served.first:.2f}x",
+            way.source,
+        ]
+        for way in _shown(advice)
+    ]
+    head = ["way", "TPOT, ms", "gain", "TTFT, ms", "gain", "from"]
+    lines = [
+        f"{advice.model}: {server.numbers.total / 1e9:.1f} billion parameters, {server.weight_bytes / 1e9:.0f} GB",
+        host.described,
+        f"{load.concurrency} prompts of {load.prompt_tokens} tokens at once",
+        "",
+        f"Do this: {advice.chosen.name}. Why: {advice.why}.",
+        f"  {advice.command}",
+        "",
+        table(head, body),
+        "",
+        host.sums.told,
+        f"Computation is predicted from the data sheet of {host.card.name}. `fcsd bench serve` measures all of it.",
+    ]
+    if any(way.kind == "conversion" for way in advice.ways):
+        lines += [
+            *_healing_told(advice),
+            "What conversions lost after healing, in points, as measured:",
+            "",
+            _loss_table(advice.losses),
+        ]
+    return "\n".join(lines)
+
+
+def _healing_told(advice: Advice) -> list[str]:
+    """What healing costs, and when it is won back where it is counted in hours of the GPUs that serve."""
+    heal = advice.heal
+    money = "" if advice.price is None else f", {heal.gpu_hours * advice.price:,.0f} at your price"
+    told = [
+        f"Healing the last half with {HEAL_TOKENS / 1e6:.0f} million tokens takes {heal.gpu_hours:.0f} GPU-hours of at "
+        f"least {heal.gpus} x {heal.gpu}, by arithmetic{money}."
+    ]
+    if heal.gpu == advice.host.card.name:
+        back = "never won back" if math.isinf(advice.days) else f"won back after {advice.days:.0f} days at full load"
+        told.append(f"By the fastest conversion they are {back}.")
+    return told
+
+
+def _shown(advice: Advice) -> list[Way]:
+    """All ways but the conversions that another one of as many layers beats; the chosen one in any case."""
+    best = {
+        share: max(
+            (way for way in advice.ways if way.kind == "conversion" and way.share == share), key=_gain, default=None
+        )
+        for share in SHARES
+    }
+    return [way for way in advice.ways if way.kind != "conversion" or way in best.values() or way == advice.chosen]
+
+
+def _gain(way: Way) -> float:
+    return way.gain
+
+
+def _loss_table(rows: tuple[Loss, ...]) -> str:
+    head = ["model", "wiring", "layers", "tokens", *TOLD, "mean", "source"]
+    body = []
+    for row in rows:
+        told = ["-" if (lost := row.lost(name)) is None else f"{lost:.1f}" for name in TOLD]
+        tokens = f"{row.tokens_b:g} B" if row.tokens_b >= 0.1 else f"{1e3 * row.tokens_b:g} M"
+        body.append([row.model, row.wiring, f"{row.share:.0%}", tokens, *told, f"{row.mean:.1f}", row.source])
+    return table(head, body, left=2)
+
+
+def to_json(advice: Advice) -> dict[str, Any]:
+    """The advice as data; times are in seconds."""
+    return {
+        "model": advice.model,
+        "gpus": advice.host.gpus,
+        "gpu": advice.host.card.name,
+        "peers": advice.host.peers,
+        "weights_bytes": advice.server.weight_bytes,
+        "ways": [
+            {"name": way.name, "kind": way.kind, **vars(way.served), "gain": way.gain, "from": way.source}
+            for way in advice.ways
+        ],
+        "chosen": advice.chosen.name,
+        "why": advice.why,
+        "command": advice.command,
+        "healing": vars(advice.heal),
+        "won_back_days": None if math.isinf(advice.days) else advice.days,
+        "losses": [{**row._asdict(), "mean": row.mean} for row in advice.losses],
+    }

@@ -1,0 +1,37 @@
+"""The command `fcsd advise`."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fcsd.cli.command import emit
+from fcsd.cli.options import AsJson, Model
+
+
+def advise(
+    model: Model,
+    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs that will serve; the default is those here.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Another machine's GPU: 'RTX 4090', L40S, 'A100 PCIe', ...")
+    ] = None,
+    machine: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Another machine, as fcsd bench links measured it.")
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 2048,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 16,
+    price: Annotated[float | None, typer.Option(min=0, help="The price of an hour of one GPU that heals.")] = None,
+    speed: Annotated[
+        float | None, typer.Option(metavar="X", min=1, help="Ask for the simplest way to be X times as fast as stock.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say how to serve MODEL on these GPUs: as it is, with better sums, or converted. Reads config.json alone."""
+    from fcsd.advise.host import host_of
+    from fcsd.advise.speed import Load
+    from fcsd.advise.verdict import advise as weigh
+    from fcsd.advise.verdict import to_json, to_text
+
+    found = weigh(model, host_of(gpus, gpu, machine), Load(prompt_tokens, concurrency), price, speed)
+    emit(json.dumps(to_json(found), indent=2) if as_json else to_text(found))

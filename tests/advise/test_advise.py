@@ -1,0 +1,167 @@
+"""``fcsd advise``: what it weighs, what it chooses, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fcsd.advise import sums
+from fcsd.advise.cards import card_of
+from fcsd.advise.host import host_of
+from fcsd.advise.losses import losses, nearest
+from fcsd.advise.speed import STANDARD, Load, server_of
+from fcsd.advise.verdict import advise, quantised_bits, to_text
+from fcsd.bench.shapes import SHAPES
+from fcsd.cli.main import app
+from fcsd.errors import ConfigError, DoesNotFitError
+from fcsd.models.wiring_block import Wiring
+from fcsd.plan.model import MetaModel
+
+LOAD = Load()
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The config of a Llama-3 70B."""
+    folder = tmp_path_factory.mktemp("large")
+    SHAPES["llama3-70b"](80).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The config of a Llama-3 8B."""
+    folder = tmp_path_factory.mktemp("small")
+    SHAPES["llama3-8b"](32).save_pretrained(folder)
+    return str(folder)
+
+
+def quantised(model: str, folder: Path, **config: object) -> str:
+    fields = json.loads(Path(model, "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | {"quantization_config": config}))
+    return str(folder)
+
+
+def test_a_model_that_fits_one_gpu_is_copied(small: str) -> None:
+    found = advise(small, host_of(2, "H100", None), LOAD)
+    assert found.chosen.kind == "replicas" and found.command.endswith("--data-parallel-size 2")
+
+
+def test_without_peer_access_the_transport_comes_first(large: str, tmp_path: Path) -> None:
+    packed = quantised(large, tmp_path, quant_method="awq", bits=4)
+    found = advise(packed, host_of(4, "RTX 4090", None), LOAD)
+    assert found.chosen.name == "sums by host" and "--all-reduce host" in found.command
+    assert any(way.kind == "conversion" and way.gain > found.chosen.gain for way in found.ways)
+
+
+def test_over_nvlink_stock_is_kept(large: str) -> None:
+    found = advise(large, host_of(2, "H200", None), LOAD)
+    assert found.chosen.kind == "stock" and all("sums by" not in way.name for way in found.ways)
+
+
+def test_a_speed_that_is_asked_for_names_the_simplest_way(large: str, tmp_path: Path) -> None:
+    packed, host = quantised(large, tmp_path, quant_method="awq", bits=4), host_of(4, "RTX 4090", None)
+    gains = {way.name: way.gain for way in advise(packed, host, LOAD).ways}
+    wanted = (gains["sums by host:int8"] + max(gains.values())) / 2
+    found = advise(packed, host, LOAD, speed=wanted)
+    assert found.chosen.kind == "conversion" and found.chosen.gain >= wanted and "fcsd convert" in found.command
+    never = advise(packed, host, LOAD, speed=9.0)
+    assert never.chosen.kind == "sums" and "9.00x" in never.why
+
+
+def test_what_does_not_fit_says_how_many_gpus_it_takes(large: str) -> None:
+    with pytest.raises(DoesNotFitError, match="141 GB") as raised:
+        advise(large, host_of(4, "RTX 4090", None), LOAD)
+    assert raised.value.hint is not None and raised.value.hint.startswith("It takes 8 ")
+
+
+def test_the_command_has_the_exit_codes_and_json_of_others(small: str, large: str) -> None:
+    runner = CliRunner()
+    done = runner.invoke(app, ["advise", small, "--gpu", "L40S", "--gpus", "2", "--json"])
+    assert done.exit_code == 0 and json.loads(done.stdout)["chosen"] == "2 replicas"
+    assert runner.invoke(app, ["advise", large, "--gpu", "L4", "--gpus", "2"]).exit_code == 8
+    assert runner.invoke(app, ["advise", small, "--gpu", "Voodoo 2"]).exit_code == 2
+
+
+def test_the_text_is_one_screen(large: str) -> None:
+    lines = to_text(advise(large, host_of(2, "H200", None), LOAD, price=2.5)).splitlines()
+    assert len(lines) <= 40
+
+
+def test_a_sum_lies_between_its_neighbours_and_never_above_stock() -> None:
+    table = sums.elsewhere(False, 64)
+    low, middle, high = (table.seconds("stock", 2, size) for size in (2**20, 1.4 * 2**20, 2**21))
+    assert low < middle < high
+    for size in (2**13, 2**20, 2**28):
+        assert table.of("host", 4)(size) <= table.seconds("stock", 4, size)
+    slow = sums.elsewhere(False, 32)
+    assert slow.seconds("stock", 2, 2**13) == table.seconds("stock", 2, 2**13)
+    assert 1.8 < slow.seconds("stock", 2, 2**26) / table.seconds("stock", 2, 2**26) < 2
+
+
+def test_a_wiring_is_never_slower_than_sums_at_once_and_never_faster_than_no_sums(large: str) -> None:
+    model = MetaModel(large)
+    server = server_of(model, card_of("H100"), LOAD)
+    slow = sums.elsewhere(False, 64).of("stock", 2)
+    bound = server.tensor_parallel(2, STANDARD, lambda size: 0.0)
+    stock = server.tensor_parallel(2, STANDARD, slow)
+    ladder = server.tensor_parallel(2, Wiring("ladder", tuple(range(80))), slow)
+    assert bound.step < ladder.step < stock.step and bound.first < ladder.first < stock.first
+
+
+@pytest.mark.parametrize(
+    ("config", "bits"),
+    [
+        ({"quant_method": "awq", "bits": 4}, 4.25),
+        ({"quant_method": "gptq", "bits": 8}, 8.0),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8.0),
+        ({"quant_method": "mxfp4"}, 4.25),
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 4}}}}, 4.25),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4.25),
+        ({"quant_method": "unheard"}, 16.0),
+    ],
+)
+def test_bits_of_quantised_weights(config: dict[str, object], bits: float) -> None:
+    assert quantised_bits(config) == bits
+
+
+@pytest.mark.parametrize(
+    ("name", "card"),
+    [
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA A100-SXM4-80GB", "A100 80 GB"),
+        ("NVIDIA A100 80GB PCIe", "A100 PCIe 80 GB"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000"),
+    ],
+)
+def test_cards_by_the_names_of_the_driver(name: str, card: str) -> None:
+    assert card_of(name).name == card and card_of(name).known
+
+
+def test_losses_are_nearest_by_kind_and_size() -> None:
+    assert {row.wiring for row in losses()} >= {"farskip", "ladder"}
+    assert nearest(109e9, True)[0].model == "Llama-4-Scout" and nearest(2e8, False)[0].model.startswith("Gemma")
+    half = nearest(30e9, True, share=0.5)[0]
+    assert half.share == 0.5 and half.lost("MMLU") == pytest.approx(2.7) and half.mean == pytest.approx(1.3)
+
+
+def test_a_machine_file_has_its_own_sums(tmp_path: Path, large: str) -> None:
+    file = tmp_path / "machine.json"
+    link = {"latency_us": 20.0, "gb_per_s": 10.0}
+    fields = {"gpu": "NVIDIA L40S", "gpus_per_node": 4, "near": link}
+    file.write_text(json.dumps(fields))
+    ring = host_of(None, None, file)
+    assert ring.gpus == 4 and ring.sums.seconds("stock", 4, 1e6) == pytest.approx(20e-6 + 1.5e6 / 10e9, rel=0.05)
+    file.write_text(json.dumps(fields | {"all_reduce_us": {"4": {"1000": 30.0, "1000000": 900.0}}}))
+    measured = host_of(None, None, file)
+    assert measured.sums.seconds("stock", 4, 1e6) == pytest.approx(900e-6)
+    assert "measured sums" in to_text(advise(large, measured, LOAD))
+
+
+def test_gpus_are_named_once() -> None:
+    with pytest.raises(ConfigError, match="--gpu and --machine"):
+        host_of(2, "L4", Path("machine.json"))

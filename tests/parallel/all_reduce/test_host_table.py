@@ -1,0 +1,81 @@
+"""The table of ways through the host: the fastest of each size, kept in a file, measured by one server at a time."""
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from ranks import in_group
+
+from fcsd.parallel.all_reduce.host_table import HostTable, file_for, kept, of_times
+
+TIMES = {8192: {"stock": 16.0, "one_shot": 5.0}, 1 << 20: {"stock": 60.0, "exchange": 80.0}}
+
+
+def test_a_tensor_takes_the_way_of_the_next_larger_size() -> None:
+    table = of_times(TIMES)
+    assert [table.way(size) for size in (16, 8192, 8193, 1 << 20, 1 << 30)] == ["one_shot"] * 2 + ["stock"] * 3
+
+
+def keeps(rank: int, file: Path) -> tuple[HostTable, HostTable, int]:
+    calls: list[int] = []
+
+    def measure() -> HostTable:
+        calls.append(rank)
+        return of_times(TIMES)
+
+    first = kept(file, measure, dist.group.WORLD)
+    return first, kept(file, measure, dist.group.WORLD), len(calls)
+
+
+def test_a_table_is_measured_once_and_read_by_all_ranks(tmp_path: Path) -> None:
+    for first, second, calls in in_group(2, keeps, tmp_path / "caches" / "table.json"):
+        assert first == second == of_times(TIMES) and calls == 1
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", '{"8192": {"stock": NaN}}', '{"8192": {"one_shot": 5}}', '{"8192": {"stock": -1}}', '{"a": {}}'],
+)
+def test_a_damaged_table_is_measured_again(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "table.json"
+    file.write_text(content)
+    for first, _, calls in in_group(1, keeps, file):
+        assert first == of_times(TIMES) and calls == 1
+    assert json.loads(file.read_text())["8192"]["stock"] == 16.0
+
+
+def test_servers_measure_one_after_the_other(tmp_path: Path) -> None:
+    from fcsd.parallel.all_reduce.host_table import _alone
+
+    inside, most = 0, 0
+
+    def one(number: int) -> None:
+        nonlocal inside, most
+        with _alone(tmp_path / f"table{number}.json"):
+            inside += 1
+            most = max(most, inside)
+            time.sleep(0.02)
+            inside -= 1
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == 1
+
+
+def test_the_file_is_of_this_machine_and_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    names = {
+        str(file_for(Path("c"), gpu, ranks, what))
+        for gpu in ("H200", "L4")
+        for ranks in (2, 4)
+        for what in ("host", "host:int8")
+    }
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    names.add(str(file_for(Path("c"), "H200", 2, "host")))
+    assert len(names) == 9
