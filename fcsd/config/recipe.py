@@ -235,7 +235,6 @@ class Recipe(Section):
         found = {
             "train.compile": self.train.compile,
             "train.graph": self.train.graph,
-            "train.anneal_share": self.train.anneal_share > 0,
             f"{self.frozen_beside}": self.frozen_beside is not None,
             "optim.offload": self.optim.offload != "none",
             "optim.moments bf16": self.optim.moments != "fp32",

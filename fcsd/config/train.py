@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from fcsd.config.fields import Count, NonNegative, Positive, Section, Share, whole
+from fcsd.config.fields import Count, NonNegative, Positive, Section, whole
 from fcsd.models.adapters import GROUPS
 
 Word = Annotated[str, Field(min_length=1, max_length=256)]
@@ -65,11 +65,6 @@ class Train(Section):
     those parts that `optim.train` names."""
     activation_checkpointing: bool = False
     """Recompute the activations of each layer in the backward pass: less memory, one more forward pass per step."""
-    anneal_share: Share = 0.0
-    """The share of the schedule's steps over which the wiring is annealed: a rewired read sees the available outputs
-    and (1 - λ) times those in flight. λ rises linearly from 0, the original model, to 1, the wiring, and then stays.
-    Only training steps are annealed. With 0, λ is 1 from the first step. An annealed step hides no communication of the
-    student, and `train.graph` captures no annealed step."""
     log_every: Positive = 10
     """The number of optimizer steps between lines of metrics.jsonl."""
     eval_every: NonNegative = 0

@@ -88,11 +88,6 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
         first = "adapters off" if adapter else "first weights"
         shared = f"; the teacher is the student with its {first}" if needs_teacher(recipe) else ""
         lines.append(f"trained     {', and '.join(found)}{shared}")
-    if train.anneal_share:
-        first = round(train.anneal_share * recipe.schedule_steps) + 1
-        lines.append(
-            f"annealing   the wiring is that of the original in step 1 and the student's own from step {first:,} on"
-        )
     if (formats := formats_of(recipe.parallel.quantised)) is not None:
         lines.append(f"formats     {formats}")
     if any(item.plain for item in (*data.sources, *data.measured.values())):

@@ -215,6 +215,7 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "line", "says"),
     [
+        ("optim:", "train:\n  anneal_share: 0.2\noptim:", 10, "annealed wiring was removed"),
         ("lr: 2e-5", "lrr: 2e-5", 10, "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
         ("name: run", "name: run\nlr: 1e-4", 2, "unknown key 'lr'; did you mean 'optim.lr'?"),
         ("optim:", "optin:", 9, "unknown key 'optin'; did you mean 'optim'?"),

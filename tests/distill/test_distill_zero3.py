@@ -61,7 +61,7 @@ CASES: dict[str, tuple[int | None, dict[str, Any], dict[str, Any]]] = {
         {**SHORT, "train__micro_batch_size": 1, "objective__hidden": {"weight": 0.1, "layers": "all"}},
         {"train__activation_checkpointing": True, "train__sample_tokens": 2},
     ),
-    "frozen": (2, {**SHORT, **FROZEN, "train__anneal_share": 0.5}, {}),
+    "frozen": (2, {**SHORT, **FROZEN}, {}),
     "random": (2, {**SHORT, "init__weights": "random", "init__wiring": "desync-2x", "init__tp_degree": 2}, {}),
     "bf16": (2, BF16, {"optim__offload": "moments", "checkpoint__overlap": True}),
     "adapters": (2, {**BF16, **ADAPTERS}, {"train__activation_checkpointing": True}),

@@ -91,7 +91,6 @@ def _later_fields(recipe: Recipe, world: World) -> dict[str, bool]:
         "train.attention": world.device.type == "cuda" and train.attention != "masked",  # other devices ignore it
         "train.compile": train.compile,
         "train.graph": train.graph,
-        "train.anneal_share": train.anneal_share > 0,
         "train.adapter": train.adapter is not None,
         "optim.train": bool(optim.train),
         "optim.moments": optim.moments != "fp32",

@@ -27,7 +27,6 @@ from fcsd.distill.train_engine import Trained, TrainEngine
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
 from fcsd.models.adapters.trained import TrainedParts
-from fcsd.models.annealed import Annealing, anneal
 from fcsd.models.build import decoder_layers, logits_cap
 from fcsd.parallel.expert.autoep import frozen_experts
 from fcsd.parallel.expert.dispatcher import Dispatcher
@@ -165,12 +164,10 @@ class Training(Trained):
     Attributes:
         source: gives the targets.
         quantiser: rounds the rows of dispatch and combine; None if they are sent as they are.
-        annealing: how far the wiring of the student is annealed; None if it is not.
     """
 
     source: TeacherSource
     quantiser: Quantiser | None
-    annealing: Annealing | None
 
     def without_rounding(self) -> AbstractContextManager[None]:
         """A block in which all rows of the student are sent as they are, so that it computes as the exported model."""
@@ -294,9 +291,8 @@ def build_training(
     else:
         assert sharded.ranks is not None
         tensor_parallel.wire(model, sharded.ranks, recipe)
-    annealing = anneal(model) if recipe.train.anneal_share else None
     compile_layers(model, recipe)
-    return Training(engine, model, source, quantiser, annealing, parts=parts)
+    return Training(engine, model, source, quantiser, parts=parts)
 
 
 def live_teacher(model: PreTrainedModel, recipe: Recipe, world_size: int) -> LiveTeacher:

@@ -6,9 +6,6 @@ with one call. Two graphs are recorded: one for the teacher's pass, the student'
 for the student's backward pass. The rest of the step runs as without graphs: DeepSpeed receives the gradients from
 autograd, and the optimizer and all collectives are outside of the graphs.
 
-While the wiring is annealed, it depends on the step, so the passes are computed without graphs. They are captured when
-the annealing has ended.
-
 Two shapes depend on the data, and are made independent of it. The losses are computed for all positions, also for
 those that do not count. The borders of the documents are padded with empty documents at the end.
 
@@ -35,7 +32,6 @@ from fcsd.distill.teacher.targets import FixedLosses, Targets, TeacherSource
 from fcsd.errors import ConfigError
 from fcsd.foreign_errors import reason_of
 from fcsd.kernels.packed_attention import takes_borders
-from fcsd.models.annealed import Annealing
 from fcsd.models.build import arch_of
 
 _WARM_UPS = 2  # runs before the capture, in which kernels are compiled and libraries allocate their workspaces
@@ -46,7 +42,7 @@ Losses = Callable[[dict[str, Tensor], Tensor], Tensor]
 def with_fixed_passes(training: Training, recipe: Recipe, models: Sequence[Any]) -> Training:
     """The training whose passes run on fixed buffers, if the recipe has ``train.graph``; otherwise ``training``.
 
-    Call this after a checkpoint is loaded. The capture itself takes place in the first step that is not annealed.
+    Call this after a checkpoint is loaded. The capture itself takes place in the first step.
 
     Args:
         models: the student's model and, if there is one, the teacher's.
@@ -72,7 +68,7 @@ def with_fixed_passes(training: Training, recipe: Recipe, models: Sequence[Any])
                 hint="packed attention needs train.attention packed, train.dtype bf16, and layers that attend to all "
                 "earlier tokens; or set train.graph: false",
             )
-    passes = FixedPasses(Student(training.model, recipe.objective), training.source, training.annealing, capture=on_gpu)
+    passes = FixedPasses(Student(training.model, recipe.objective), training.source, capture=on_gpu)
     return replace(training, source=passes)
 
 
@@ -81,20 +77,16 @@ class FixedPasses(TeacherSource):
 
     Args:
         source: gives the targets inside the passes, and where nothing is trained.
-        annealing: see ``Training``.
         capture: whether the passes are captured as CUDA graphs.
     """
 
-    def __init__(
-        self, student: Student, source: TeacherSource, annealing: Annealing | None = None, *, capture: bool
-    ) -> None:
+    def __init__(self, student: Student, source: TeacherSource, *, capture: bool) -> None:
         self.any_text = source.any_text
         self._student, self._source, self._capture = student, source, capture
         self._named = {name: p for name, p in student.named_parameters() if p.requires_grad}
         self._parameters = list(self._named.values())
-        self._annealing = annealing
         self._passes: Passes | None = None
-        self._made_for: Any = None  # the terms, whether to capture, and the addresses of the weights
+        self._made_for: Any = None  # the terms, and the addresses of the weights
 
     def get_targets(self, columns: dict[str, Tensor], stored: TopK | None = None) -> Targets | FixedLosses | None:
         """See ``TeacherSource``. In training they are this object itself."""
@@ -106,19 +98,17 @@ class FixedPasses(TeacherSource):
     def __call__(self, batch: dict[str, Tensor], denominator: Tensor, terms: tuple[str, ...]) -> dict[str, Tensor]:
         """The loss terms by name; arguments and results are those of ``Student.forward``.
 
-        The passes are made in the first call. They are made again if a micro-batch has more documents than fit, if the
-        weights are at other addresses, or when the annealing has ended. None of these changes the results.
+        The passes are made in the first call. They are made again if a micro-batch has more documents than fit, or if
+        the weights are at other addresses. Neither changes the results.
         """
-        annealed = self._annealing is not None and self._annealing.weight < 1
-        capture = self._capture and not annealed
-        made_for = (terms, capture, [parameter.data_ptr() for parameter in self._parameters])
+        made_for = (terms, [parameter.data_ptr() for parameter in self._parameters])
         if self._passes is None or made_for != self._made_for or not self._passes.fits(batch):
             self._passes = None  # the memory of earlier graphs is freed first
             # DeepSpeed's hooks tie each parameter's gradient to the default stream, on which nothing can be captured.
             # The passes therefore compute the gradients of other tensors, which share the memory of the parameters.
             aliases = {name: parameter.detach().requires_grad_() for name, parameter in self._named.items()}
             losses = self._losses(terms, aliases)
-            self._passes = Passes(losses, list(aliases.values()), batch, denominator, capture=capture)
+            self._passes = Passes(losses, list(aliases.values()), batch, denominator, capture=self._capture)
             self._made_for = made_for
         found = _Replayed.apply(self._passes, batch, denominator, *self._parameters)
         return dict(zip(terms, found.unbind(), strict=True))  # pyright: ignore[reportOptionalMemberAccess]

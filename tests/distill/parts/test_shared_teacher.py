@@ -23,7 +23,6 @@ CASES: dict[str, dict[str, Any]] = {
     "fp32, stage 0, recomputed": {"parallel__zero_stage": 0, "train__activation_checkpointing": True},
     "bf16, stage 1": {"train__dtype": "bf16", **NORMS},
     "bf16, stage 2": {"train__dtype": "bf16", "parallel__zero_stage": 2, "optim__moments": "bf16"},
-    "annealed": {"train__anneal_share": 1.0},
     "fixed passes": {"train__graph": True, "train__dtype": "bf16", **NORMS},
 }
 # The last two of four layers are converted, and they alone have adapters: the first two are computed once.
@@ -33,7 +32,6 @@ PREFIX: dict[str, dict[str, Any]] = {
     "prefix, bf16": {"train__dtype": "bf16", "train__micro_batch_size": 1, "optim__train": ["head", "last:1"]},
     "prefix, fixed passes": {"train__graph": True, "train__dtype": "bf16"},
     "prefix, stage 0": {"parallel__zero_stage": 0, "train__micro_batch_size": 8},
-    "prefix, annealed": {"train__anneal_share": 1.0},
     "streams are compared, no prefix": {"objective__hidden": {"weight": 0.1, "layers": "last:1"}},
 }
 # Without adapters the converted layers train themselves. Of four layers two are converted, and one or two are shared.
@@ -51,7 +49,6 @@ ALONE: dict[str, dict[str, Any]] = {
     },
     "parts, fixed passes": {"train__graph": True, "train__dtype": "bf16", **LADDER},
     "parts, moments on the host": {"optim__offload": "moments", "optim__train": ["2-3"]},
-    "parts, annealed": {"train__anneal_share": 1.0},
     "parts, streams are compared": {"objective__hidden": {"weight": 0.1, "layers": "all"}},
     "parts, one micro-batch": {"train__micro_batch_size": 4, "train__dtype": "bf16"},
 }

@@ -21,7 +21,6 @@ from fcsd.distill.step.graphs import FixedPasses, with_fixed_passes
 from fcsd.distill.teacher.targets import LiveTeacher, TeacherSource
 from fcsd.errors import ConfigError
 from fcsd.kernels.packed_attention import document_borders, use_packed_attention
-from fcsd.models.annealed import Annealing
 from fcsd.models.build import wire
 from fcsd.models.wiring import Wiring
 
@@ -162,11 +161,8 @@ def test_a_capture_that_fails_says_why_and_restores_the_stream(
     for name, double in doubles.items():
         monkeypatch.setattr(torch.cuda, name, double)
     student, teacher = models("cpu", torch.float32)
-    annealing = Annealing(0.5)
-    passes = FixedPasses(student, teacher, annealing, capture=True)
+    passes = FixedPasses(student, teacher, capture=True)
     call = partial(student, micro_batch(LENGTHS[0], 1), passes, torch.tensor(5), TERMS)
-    assert call()["kl"].isfinite()  # while the wiring is annealed, nothing is captured
-    annealing.weight = 1.0
     with pytest.raises(raised, match=words):
         call()
     assert streams[-1] == "restored"
@@ -175,13 +171,13 @@ def test_a_capture_that_fails_says_why_and_restores_the_stream(
 def test_a_run_with_fixed_passes_is_one_without_up_to_rounding(tmp_path: Path) -> None:
     """On a CPU the recipe's field runs the passes without capture: DeepSpeed gets the same gradients.
 
-    The resumed run makes its passes anew and ends with the bits of the run that was not interrupted. The first of two
-    steps is annealed.
+    The resumed run makes its passes anew and ends with the bits of the run that was not interrupted.
     """
     runs.write_models(tmp_path)
-    annealed = {"train__anneal_share": 0.5, "optim__horizon": 2}
     recipes = [
-        runs.resolved(tmp_path, train__graph=graph, train__steps=steps, output_dir=str(tmp_path / name), **annealed)
+        runs.resolved(
+            tmp_path, train__graph=graph, train__steps=steps, output_dir=str(tmp_path / name), optim__horizon=2
+        )
         for name, graph, steps in (("without", False, 2), ("with", True, 2), ("parts", True, 1), ("parts", True, 2))
     ]
     runs.train_all(recipes)
