@@ -181,8 +181,6 @@ class Recipe(Section):
             raise ValueError(
                 "train.compile cannot be combined with parallel.quantised: layers that round rows stay eager"
             )
-        if self.train.graph and (why := self._not_captured()):
-            raise ValueError(f"train.graph cannot be combined with {why}")
         if self.parallel.tp_size > 1 and (why := self._not_with_shards()):
             raise ValueError(f"parallel.tp_size above 1 cannot be combined with {why}")
         if self.parallel.zero_stage == 3 and (why := self._not_with_zero_3()):
@@ -215,26 +213,10 @@ class Recipe(Section):
         why = next((why for why, is_so in found.items() if is_so), None)
         return why and f"{self.frozen_beside} cannot be combined with {why}"
 
-    def _not_captured(self) -> str | None:
-        """The setting because of which the passes of a micro-batch cannot be captured; None if they can be."""
-        divided = max(self.parallel.ep_size, self.parallel.teacher_ep_size) > 1
-        found = {
-            "divided experts: the host sizes their all-to-alls in each pass": divided,
-            "parallel.quantised: captured passes that round rows are not proven": self.parallel.quantised.any,
-            "train.activation_checkpointing: it saves the state of random generators": (
-                self.train.activation_checkpointing
-            ),
-            "train.attention masked: the masks depend on the documents": self.train.attention == "masked",
-            "deterministic: some of the deterministic kernels cannot be captured": self.deterministic,
-            "objective.teacher_cache: targets come from the host": self.objective.teacher_cache is not None,
-        }
-        return next((why for why, is_so in found.items() if is_so), None)
-
     def _not_with_shards(self) -> str | None:
         """The setting with which tensor parallelism is not proven; None if there is none."""
         found = {
             "train.compile": self.train.compile,
-            "train.graph": self.train.graph,
             f"{self.frozen_beside}": self.frozen_beside is not None,
             "optim.offload": self.optim.offload != "none",
             "optim.moments bf16": self.optim.moments != "fp32",
@@ -250,7 +232,6 @@ class Recipe(Section):
             "parallel.tp_size above 1: shards need stage 1 or 2": self.parallel.tp_size > 1,
             "parallel.quantised: it has no dispatch": self.parallel.quantised.any,
             "train.compile": self.train.compile,
-            "train.graph": self.train.graph,
             "optim.train, and with train.adapter alone it can": bool(self.optim.train),
             "optim.offload host, and with moments it can": self.optim.offload == "host",
         }

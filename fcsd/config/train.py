@@ -53,12 +53,6 @@ class Train(Section):
     """Compile each decoder layer of student and teacher by torch.compile. It helps small models, whose step is limited
     by the number of kernels that the host starts; the first step takes about a minute longer. Results differ in
     rounding. It needs `parallel.ep_size: 1`."""
-    graph: bool = False
-    """Capture the passes of a micro-batch, the teacher's included, as CUDA graphs, which the host starts with two calls
-    instead of thousands. It helps small models. The memory of the passes stays reserved between steps, which `fcsd
-    plan` does not count, and the loss is computed also at positions that do not count. Results differ in rounding. It
-    needs packed attention in bf16, and experts that are not divided. If the passes of a model cannot be captured, the
-    first step ends the run and says why. On a CPU the same passes run without capture."""
     adapter: Adapter | None = None
     """Train adapters beside frozen weights instead of the weights. The teacher is then the model itself with its
     adapters off and in the standard wiring, so no second copy of the weights is in memory. null trains the weights, or

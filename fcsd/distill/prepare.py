@@ -28,7 +28,6 @@ from fcsd.distill.parts.files import read_parts
 from fcsd.distill.run import checkpoints, manifest, run_dir
 from fcsd.distill.run.identity import flat, require_agreement, run_identity
 from fcsd.distill.run.saver import require_room
-from fcsd.distill.step import graphs
 from fcsd.distill.step.engine import Training, build_training, import_deepspeed, live_teacher
 from fcsd.distill.student import load_student, student_config
 from fcsd.distill.teacher.cache import read_teacher_cache
@@ -168,9 +167,7 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
         divided = recipe.parallel.zero_stage == 3
         training = replace(training, source=WithinPass(shared, training.engine.module) if divided else shared)
     progress = checkpoints.load(checkpoint, world, training, identity) if checkpoint else {"step": 0}
-    # Both take what a checkpoint has put into the engine.
-    update.install(training.engine, recipe)
-    training = graphs.with_fixed_passes(training, recipe, [student] if teacher is None else [student, teacher])
+    update.install(training.engine, recipe)  # takes what a checkpoint has put into the engine
     require_agreement(world, {**identity, "vocabulary": vocab_size, "first step": progress["step"] + 1})
     world.on_first(lambda: run_dir.describe(directory, resolved))
     return Prepared(

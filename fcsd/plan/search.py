@@ -57,7 +57,6 @@ def candidates(setup: Setup, hardware: Hardware, experts: int) -> Iterator[tuple
                         zero_stage=stage,
                         micro_batch_size=rows,
                         recompute=recompute,
-                        graph=setup.graph and not (recompute or cached or ep_size > 1),
                     )
                     if changed.possible(experts):
                         yield changed, larger
@@ -92,7 +91,6 @@ def assignments(before: Setup, after: Setup) -> dict[str, object]:
     """The values of the recipe, by dotted key, that change the setup ``before`` into ``after`` on the same hardware."""
     keys = {
         "train.activation_checkpointing": (before.recompute, after.recompute),
-        "train.graph": (before.graph, after.graph),
         "train.micro_batch_size": (before.micro_batch_size, after.micro_batch_size),
         "parallel.zero_stage": (before.zero_stage, after.zero_stage),
         "optim.moments": (before.moments, after.moments),

@@ -123,7 +123,6 @@ class Setup:
         fused: whether each norm and each rotation is one kernel and, if no experts are divided, also the product inside
             each gated MLP and each move of rows to and from routed experts.
         alone: whether one process may update its weights with ``OneProcessAdamW`` instead of ZeRO; see ``zero``.
-        graph: whether the passes of a micro-batch are captured as CUDA graphs (``train.graph``).
         best: whether the checkpoint with the best early-stopping score is kept as well.
         saves: checkpoints that are written after a fixed number of steps, and the last one.
         saves_per_hour: checkpoints that are written per hour because a fixed time has passed.
@@ -160,7 +159,6 @@ class Setup:
     document: int | None = None
     fused: bool = True
     alone: bool = True
-    graph: bool = False
     best: bool = False
     saves: int = 0
     saves_per_hour: float = 0.0
@@ -217,7 +215,7 @@ class Setup:
         divides = experts % self.ep_size == 0 if experts else self.ep_size == 1
         placed = self.offload != "host" or 0 < self.zero_stage < 3
         adapters = self.parts is None or not self.parts.own
-        dense = not experts and self.tp_size == 1 and adapters and not self.graph
+        dense = not experts and self.tp_size == 1 and adapters
         if self.zero_stage == 3 and not dense:
             return False
         if self.ep_size > 1 and self.parts is not None and self.parts.routed:
@@ -267,7 +265,6 @@ def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Set
         masked=not (train.attention == "packed" and train.dtype == "bf16" and plain),
         fused=parallel.fused,
         alone=not parallel.quantised.any,
-        graph=train.graph,
         best=stop.metric != NO_METRIC,
         saves=pauses(0, train.steps, save.every_steps),
         saves_per_hour=60 / save.every_minutes if save.every_minutes else 0.0,

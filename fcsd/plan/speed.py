@@ -46,10 +46,6 @@ MASKED_ATTENTION = 3.9
 # each. The host varies: the same code took up to twice as long beside other work.
 LAUNCH = {"dense": 1.05e-3, "experts": 1.64e-3, "divided experts": 5.6e-3}
 
-# The same with ``train.graph``: the whole step of the bundled model, which the device limits at least in part. It is
-# therefore an upper bound.
-GRAPH = 0.624e-3
-
 # Seconds of the device for each value of the residual stream that passes through a layer, a backward pass counted as
 # two. Small models are limited by this, because they do little arithmetic for each value. Fitted to a run of the
 # bundled model, with a width of 128.
@@ -176,10 +172,9 @@ def layer_passes(model: ModelNumbers, teacher: ModelNumbers, setup: Setup) -> tu
     return student, len(teacher.layers) if setup.teacher != "none" else 0
 
 
-def launch_seconds(model: ModelNumbers, divided: bool, graph: bool) -> float:
-    """Seconds of the host for the forward pass of one layer: ``LAUNCH`` or ``GRAPH``."""
-    kind = "dense" if not model.experts else "divided experts" if divided else "experts"
-    return min(LAUNCH[kind], GRAPH) if graph else LAUNCH[kind]
+def launch_seconds(model: ModelNumbers, divided: bool) -> float:
+    """Seconds of the host for the forward pass of one layer: ``LAUNCH``."""
+    return LAUNCH["dense" if not model.experts else "divided experts" if divided else "experts"]
 
 
 def micro_batch_seconds(model: ModelNumbers, teacher: ModelNumbers, setup: Setup) -> tuple[float, float]:
@@ -188,8 +183,8 @@ def micro_batch_seconds(model: ModelNumbers, teacher: ModelNumbers, setup: Setup
     student_passes, teacher_passes = layer_passes(model, teacher, setup)
     traffic = TRAFFIC * (student_passes * model.hidden + teacher_passes * teacher.hidden)
     device = tokens * max(work_per_token(model, teacher, setup) / forward_rate(setup), traffic) + MICRO_BATCH
-    host = student_passes * launch_seconds(model, setup.ep_size > 1, setup.graph)
-    return device, host + teacher_passes * launch_seconds(teacher, setup.teacher == "sharded", setup.graph)
+    host = student_passes * launch_seconds(model, setup.ep_size > 1)
+    return device, host + teacher_passes * launch_seconds(teacher, setup.teacher == "sharded")
 
 
 def forward_rate(setup: Setup) -> float:
@@ -205,7 +200,7 @@ def reading_seconds(model: ModelNumbers, setup: Setup, divided: bool) -> float:
     """
     tokens = setup.micro_batch_size * setup.seq_len
     device = sum(forward_flops(model, setup.seq_len)) * tokens / forward_rate(setup)
-    return max(device, len(model.layers) * launch_seconds(model, divided, graph=False)) / (tokens * setup.copies)
+    return max(device, len(model.layers) * launch_seconds(model, divided)) / (tokens * setup.copies)
 
 
 def update_seconds(model: ModelNumbers, setup: Setup, gpus: int = 8) -> float:

@@ -40,7 +40,6 @@ from fcsd.plan.speed import (
     BENCHMARK,
     COPY,
     GATHER,
-    GRAPH,
     LAUNCH,
     MASKED_ATTENTION,
     MICRO_BATCH,
@@ -573,20 +572,6 @@ def test_a_model_rewired_on_the_way_in_has_two_streams(tmp_path):
     assert recomputed == [2, 1, 2]
 
 
-def test_captured_passes_end_where_a_change_excludes_them(tmp_path):
-    runs.write_models(tmp_path)
-    graph = {"train__dtype": "bf16", "train__graph": True, "train__micro_batch_size": 1}
-    recipe = runs.resolved(tmp_path, **graph).recipe
-    captured = setup_of(recipe, 2, 4)
-    assert captured.graph
-    for changed, _ in candidates(captured, Hardware(2), 8):
-        assert not changed.graph or not (changed.recompute or changed.cached or changed.ep_size > 1)
-    assert changes(captured, replace(captured, graph=False, recompute=True), Hardware(2)) == [
-        "--set train.activation_checkpointing=true",
-        "--set train.graph=false",
-    ]
-
-
 def test_the_first_line_of_a_plan_says_which_gpus_it_assumes(tmp_path, monkeypatch):
     runs.write_models(tmp_path)
     runs.resolved(tmp_path)
@@ -660,13 +645,12 @@ def test_settings_whose_effect_the_plan_does_not_know_are_named(tmp_path):
     assert planned.not_counted and f"not counted  {planned.not_counted[0]}" in to_text(planned)
 
 
-def test_the_host_starts_captured_passes_in_less_time_and_one_process_updates_without_zero(tmp_path):
+def test_divided_experts_take_the_host_longer_and_one_process_updates_without_zero(tmp_path):
     model = meta(tmp_path, tiny.config("qwen3_moe")).numbers
     alone = replace(SMALL, world=1, teacher="replicated")
     device, host = micro_batch_seconds(model, model, alone)
     passes = 4 * len(model.layers)  # three of the student, one of the teacher
     assert device > MICRO_BATCH and host == pytest.approx(passes * LAUNCH["experts"])
-    assert micro_batch_seconds(model, model, replace(alone, graph=True))[1] == pytest.approx(passes * GRAPH)
     divided = replace(alone, world=2, ep_size=2, teacher="sharded")
     assert micro_batch_seconds(model, model, divided)[1] == pytest.approx(passes * LAUNCH["divided experts"])
     updated = sum(shard(model, alone).partition)

@@ -90,7 +90,6 @@ def _later_fields(recipe: Recipe, world: World) -> dict[str, bool]:
         "data.document_end": False,  # the token that it chooses is among the hashes of the data
         "train.attention": world.device.type == "cuda" and train.attention != "masked",  # other devices ignore it
         "train.compile": train.compile,
-        "train.graph": train.graph,
         "train.adapter": train.adapter is not None,
         "optim.train": bool(optim.train),
         "optim.moments": optim.moments != "fp32",

@@ -15,7 +15,7 @@ from fcsd.config import Objective, Recipe, accumulation
 from fcsd.distill import tensor_parallel
 from fcsd.distill.dtypes import DTYPES
 from fcsd.distill.experts.expert_parallel import quantiser_of, wire_sharded
-from fcsd.distill.loss.losses import IGNORE, cross_entropy, kl_divergence, only_counted, squared_distance
+from fcsd.distill.loss.losses import IGNORE, cross_entropy, kl_divergence, squared_distance
 from fcsd.distill.loss.top_k import TopK, kl_from_top_k
 from fcsd.distill.optim.adamw_choice import adamw_settings, chunked, own_adamw, parameter_groups, updates_alone
 from fcsd.distill.step.phases import phase
@@ -66,9 +66,6 @@ class Losses(nn.Module):
         head, labels = output_head(self.model), batch["labels"]
         chunk, cap = self.objective.chunk(len(head)), logits_cap(self.model.config)
         counts, kept = labels != IGNORE, batch.get("kept")
-        everywhere = kept is not None and len(kept) == labels.numel()
-        if everywhere:
-            hidden = only_counted(hidden, counts)
         losses = {}
         if "hidden" in terms:
             assert targets is not None
@@ -92,7 +89,6 @@ class Losses(nn.Module):
                 losses["kl"] = kl_from_top_k(hidden, head, targets.output, counts, **options)
             else:
                 theirs, their_head = targets.output
-                theirs = only_counted(theirs, counts) if everywhere else theirs
                 losses["kl"] = kl_divergence(hidden, head, theirs, their_head, counts, **options)
         if "sft" in terms:
             losses["sft"] = cross_entropy(
@@ -121,8 +117,7 @@ class Student(nn.Module):
 
         Args:
             batch: ``input_ids``, ``position_ids`` and ``labels``, each ``[batch, seq]``. It may also have ``kept``, the
-                positions in the flattened batch whose logits are computed, if the host knows them: those with a label,
-                or all.
+                positions in the flattened batch that have a label, if the host knows them.
             targets: the teacher's output, which ``kl`` and ``hidden`` need; or a function that computes the terms.
             denominator: the number by which the sums over tokens are divided.
         """

@@ -1,8 +1,7 @@
 """The targets of the student, and where they come from: a ``TeacherSource``.
 
 A run has one source. This module has that of a teacher in memory. ``fcsd.distill.teacher.cache`` reads targets from
-disk, ``fcsd.distill.teacher.shared`` computes them with the student's own weights, and
-``fcsd.distill.step.graphs`` in the passes of the student.
+disk, and ``fcsd.distill.teacher.shared`` computes them with the student's own weights.
 """
 
 from collections.abc import Callable, Iterator, Sequence

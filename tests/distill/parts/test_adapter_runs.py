@@ -73,7 +73,6 @@ def half_run(folder: Path, out: Path, **changes: Any) -> Any:
         (1, {"train__dtype": "bf16", **HALF}),
         pytest.param(2, {"parallel__zero_stage": 2, "checkpoint__overlap": True, **HALF}, marks=pytest.mark.nightly),
         pytest.param(2, {"train__dtype": "bf16", "parallel__zero_stage": 0, **HALF}, marks=pytest.mark.nightly),
-        pytest.param(1, {"train__graph": True, "train__dtype": "bf16", **HALF}, marks=pytest.mark.nightly),
         pytest.param(1, {"train__dtype": "bf16", **LORA}, marks=pytest.mark.nightly),
         pytest.param(2, {"parallel__ep_size": 2, "checkpoint__overlap": True, **LORA}, marks=pytest.mark.nightly),
         pytest.param(2, {"parallel__zero_stage": 0, **LORA}, marks=pytest.mark.nightly),
