@@ -1,4 +1,4 @@
-"""The commands `fcsd distill`, `cache-teacher`, `write` and `plan`."""
+"""The commands `fcsd distill`, `write` and `plan`."""
 
 import json
 import math
@@ -140,32 +140,6 @@ def _sweep(
         found = sweeping.sweep(resolved, launch, dry_run=dry_run)
     emit(json.dumps(found, indent=2) if as_json else to_text(found))
     sweeping.require_complete(found)
-
-
-def cache_teacher(
-    recipe: Recipe = None,
-    recipe_name: RecipeOption = None,
-    sets: Sets = [],  # noqa: B006
-    gpus: Gpus = None,
-    as_json: AsJson = False,
-) -> None:
-    """Write the teacher cache of a recipe. Finished parts are kept. Prints the directory of the cache."""
-    require_extra("train", "fcsd cache-teacher")
-    from fcsd.config import load_recipe
-
-    named = one_recipe(recipe, recipe_name)
-    resolved = load_recipe(named, sets)
-    _require_inputs(named, resolved.recipe)
-
-    from fcsd.launch.world import ensure_world
-
-    ensure_world(gpus)
-
-    from fcsd.distill.cache_teacher import cache_teacher as run
-
-    directory = run(resolved)
-    if first_rank():
-        emit(json.dumps({"cache": str(directory)}) if as_json else directory)
 
 
 def write(

@@ -13,7 +13,7 @@ import typer
 
 from fcsd.cli.bench import app as bench_app
 from fcsd.cli.command import command, emit, report_error
-from fcsd.cli.distill import cache_teacher, distill, plan, write
+from fcsd.cli.distill import distill, plan, write
 from fcsd.cli.eval import chat, evaluate
 from fcsd.cli.models import convert, export, inspect, push
 from fcsd.cli.options import AsJson
@@ -87,7 +87,6 @@ def root(
 command(app, "inspect")(inspect)
 command(app, "convert")(convert)
 command(app, "distill")(distill)
-command(app, "cache-teacher")(cache_teacher)
 command(app, "write")(write)
 command(app, "plan")(plan)
 command(app, "eval")(evaluate)

@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 # What earlier versions had, by its key, and what to do instead. The key of a value has the value behind it.
 _REMOVED = {
     "train.anneal_share": "annealed wiring was removed, because no gain was shown; delete the line",
+    "objective.teacher_cache": "caches were removed; train.adapter or optim.train share one copy of the weights",
     "train.graph": "captured passes were removed; use train.compile, or a larger train.micro_batch_size",
 }
 

@@ -220,7 +220,6 @@ class Recipe(Section):
             f"{self.frozen_beside}": self.frozen_beside is not None,
             "optim.offload": self.optim.offload != "none",
             "optim.moments bf16": self.optim.moments != "fp32",
-            "objective.teacher_cache": self.objective.teacher_cache is not None,
             "a benchmark as early_stop.metric": self.early_stop.benchmark is not None,
         }
         return next((why for why, is_so in found.items() if is_so), None)

@@ -184,7 +184,7 @@ def _train(run: Prepared, scorer: Scorer | None, preemption: Preemption, watchdo
         shown.callback(watchdog.leave)  # after the last step, ranks may work for different times, so none is watched
         shown.callback(saver.close)
         steps = recipe.train.steps if not scores.verdict.stop else run.done
-        feed = shown.enter_context(feeding(run.rows, recipe, run.data, first, steps, run.training.source))
+        feed = shown.enter_context(feeding(run.rows, recipe, run.data, first, steps))
         meter = Meter(run.directory, recipe, run.world, run.hosts, run.done, feed, run.traffic)
         swaps = ExpertSwaps(run.directory, recipe, run.world, run.hosts, run.training, run.progress)
         say = reporter.say if reporter else print

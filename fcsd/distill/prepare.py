@@ -30,7 +30,6 @@ from fcsd.distill.run.identity import flat, require_agreement, run_identity
 from fcsd.distill.run.saver import require_room
 from fcsd.distill.step.engine import Training, build_training, import_deepspeed, live_teacher
 from fcsd.distill.student import load_student, student_config
-from fcsd.distill.teacher.cache import read_teacher_cache
 from fcsd.distill.teacher.original import compile_layers, identify_teacher, needs_teacher, pack_attention, teacher_name
 from fcsd.distill.teacher.shared import SharedTeacher, WithinPass, require_own_weights
 from fcsd.distill.teacher.targets import TeacherSource, expect_comparable
@@ -155,11 +154,7 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
         say(f"loading the teacher {teacher_name(recipe)} ...")
         teacher = load_teacher(recipe, student, world, traffic, dispatcher, teams.ranks)
     source = TeacherSource() if teacher is None else live_teacher(teacher, recipe, world.size)
-    identity = run_identity(recipe, corpora, world)
-    if settings := recipe.objective.teacher_cache:
-        source, cached = read_teacher_cache(recipe, settings, identity, vocab_size)
-        hashes = hashes | cached
-    identity |= hashes
+    identity = run_identity(recipe, corpora, world) | hashes
     by_zero = checkpoint is not None and checkpoints.of_several(checkpoint)
     training = build_training(student, source, recipe, world, traffic, dispatcher, by_zero, teams, parts)
     if parts is not None and shares_weights(recipe):

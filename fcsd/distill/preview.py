@@ -69,8 +69,6 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
     for item in data.measured.values():
         Rows(load_corpus(item, tokenizer, vocab_size, end.id), data.seq_len)
     teacher = teacher_name(recipe) if needs_teacher(recipe) else "none, the loss is cross-entropy"
-    if cache := recipe.objective.teacher_cache:
-        teacher = f"{cache.path}, the {cache.top_k} most likely token ids of {teacher_name(recipe)}"
     asked = f", the {train.tokens:,} asked for, in whole steps" if train.tokens else ""
     degree = recipe.parallel.tp_size
     shared = f" / {degree} that shard each model" if degree > 1 else ""

@@ -317,14 +317,6 @@ def _stored_width(setup: Setup) -> int:
     return 2 * setup.moment_width + (4 if setup.dtype == "bf16" else 0)
 
 
-def cache_bytes(setup: Setup) -> int:
-    """Most bytes of the teacher cache: per position, the stored token ids, their log probabilities and the rest's mass.
-
-    Positions that do not count in the loss are not stored, so the cache can be smaller than this.
-    """
-    return setup.tokens * (8 * setup.cached + 4) if setup.cached else 0
-
-
 def least_disk_bytes(model: ModelNumbers, setup: Setup) -> int:
     """Bytes of disk without which nothing of a run can be kept: one checkpoint, and the merged model beside parts."""
     merged = 0 if setup.parts is None else setup.width * model.total
@@ -332,9 +324,9 @@ def least_disk_bytes(model: ModelNumbers, setup: Setup) -> int:
 
 
 def disk_bytes(model: ModelNumbers, setup: Setup) -> int:
-    """Bytes on disk: ``keep`` checkpoints, the best one, one that is being written, and the teacher cache.
+    """Bytes on disk: ``keep`` checkpoints, the best one, and one that is being written.
 
     Beside checkpoints of parts the merged model takes its own place.
     """
     more = checkpoint_bytes(model, setup) * (setup.keep + setup.best)
-    return least_disk_bytes(model, setup) + more + cache_bytes(setup)
+    return least_disk_bytes(model, setup) + more

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 
 from fcsd.plan import Plan
-from fcsd.plan.memory import cache_bytes, copy_bytes
+from fcsd.plan.memory import copy_bytes
 from fcsd.plan.offload import BUS, HOST
 from fcsd.plan.setup import GIB, Setup
 from fcsd.plan.speed import GATHER, PEAK, Speed, readable, shared_layers
@@ -159,8 +159,7 @@ def _host(plan: Plan) -> str:
 def _files(setup: Setup) -> str:
     """Names the files that the disk must hold at the same time."""
     best = ", the best one" if setup.best else ""
-    cache = f", and a teacher cache of {cache_bytes(setup) / 1e9:,.0f} GB" if setup.cached else ""
-    return f"{setup.keep} checkpoints{best} and one being written{cache}"
+    return f"{setup.keep} checkpoints{best} and one being written"
 
 
 def _copy(plan: Plan) -> str:

@@ -9,7 +9,6 @@ from fcsd.plan.setup import Hardware, Setup
 
 MOST_GPUS = 64  # the search tries up to this many times as many nodes as were asked for
 _OFFLOADS = ("none", "moments", "host")
-CACHED = 64  # token ids that a teacher cache stores per position, the default of objective.teacher_cache.top_k
 
 
 def candidates(setup: Setup, hardware: Hardware, experts: int) -> Iterator[tuple[Setup, Hardware]]:
@@ -23,7 +22,6 @@ def candidates(setup: Setup, hardware: Hardware, experts: int) -> Iterator[tuple
     - ZeRO-3 for dense models, which gathers all weights in every pass
     - bf16 moments, which round what the optimizer remembers
     - sharding the teacher's experts, and experts over more ranks, which both need more all-to-all
-    - a teacher cache, which needs disk and restricts the divergence to the stored token ids
     - the moments on the host, which makes each step wait for the bus
     - the optimizer on the host, which makes each step wait for the CPU cores as well
     - more nodes
@@ -33,7 +31,6 @@ def candidates(setup: Setup, hardware: Hardware, experts: int) -> Iterator[tuple
     """
     for nodes in _doubled(hardware.nodes, hardware.nodes * MOST_GPUS):
         larger = replace(hardware, nodes=nodes)
-        caches = [0, CACHED] if _can_cache(setup) else [setup.cached]
         ep_sizes = list(_doubled(setup.ep_size, larger.world if experts else setup.ep_size))
         inner = list(
             product(
@@ -43,15 +40,14 @@ def candidates(setup: Setup, hardware: Hardware, experts: int) -> Iterator[tuple
                 sorted({setup.recompute, True}),
             )
         )
-        for offload, cached, ep_size in product(_OFFLOADS[_OFFLOADS.index(setup.offload) :], caches, ep_sizes):
-            for teacher in ["none"] if cached else _teachers(setup, ep_size):
+        for offload, ep_size in product(_OFFLOADS[_OFFLOADS.index(setup.offload) :], ep_sizes):
+            for teacher in _teachers(setup, ep_size):
                 for moments, stage, rows, recompute in inner:
                     changed = replace(
                         setup,
                         world=larger.world,
                         ep_size=ep_size,
                         teacher=teacher,
-                        cached=cached,
                         moments=moments,
                         offload=offload,
                         zero_stage=stage,
@@ -94,15 +90,12 @@ def assignments(before: Setup, after: Setup) -> dict[str, object]:
         "train.micro_batch_size": (before.micro_batch_size, after.micro_batch_size),
         "parallel.zero_stage": (before.zero_stage, after.zero_stage),
         "optim.moments": (before.moments, after.moments),
-        "parallel.teacher_placement": (before.teacher, before.teacher if after.cached else after.teacher),
+        "parallel.teacher_placement": (before.teacher, after.teacher),
         "parallel.ep_size": (before.ep_size, after.ep_size),
         "optim.offload": (before.offload, after.offload),
         "train.adapter.rank": (before.parts and before.parts.rank, after.parts and after.parts.rank),
     }
-    values: dict[str, object] = {key: new for key, (old, new) in keys.items() if old != new}
-    if after.cached and not before.cached:
-        values["objective.teacher_cache.path"] = "runs/teacher-cache"
-    return values
+    return {key: new for key, (old, new) in keys.items() if old != new}
 
 
 def changes(before: Setup, after: Setup, hardware: Hardware) -> list[str]:
@@ -110,14 +103,6 @@ def changes(before: Setup, after: Setup, hardware: Hardware) -> list[str]:
     values = assignments(before, after).items()
     written = [f"--set {key}={str(new).lower() if isinstance(new, bool) else new}" for key, new in values]
     return written + ([f"--nodes {hardware.nodes}"] if before.world != after.world else [])
-
-
-def _can_cache(setup: Setup) -> bool:
-    """Whether a teacher cache can replace the teacher that runs beside the student.
-
-    A cache provides targets for the divergence only, so the run must not compare hidden states.
-    """
-    return setup.teacher != "none" and "kl" in setup.terms and not setup.compared
 
 
 def _teachers(setup: Setup, ep_size: int) -> list[Literal["none", "replicated", "sharded"]]:

@@ -129,7 +129,6 @@ class Setup:
         saves_beside: whether checkpoints are written while the run goes on (``checkpoint.overlap``).
         evaluations: measurements of the held-out loss, on ``held_out`` rows each; every score is one, too.
         benchmarks: how often a benchmark computes a score for early stopping.
-        cached: token ids that the teacher cache stores for each position; 0 without a cache.
         parts: what trains beside frozen weights, which are the teacher's, too; None if all weights train.
     """
 
@@ -166,7 +165,6 @@ class Setup:
     evaluations: int = 0
     held_out: int = 0
     benchmarks: int = 0
-    cached: int = 0
     parts: Parts | None = None
 
     @property
@@ -236,7 +234,7 @@ def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Set
         plain: whether in all of them a token attends to all tokens before it, which packed attention requires.
     """
     train, objective, parallel = recipe.train, recipe.objective, recipe.parallel
-    stop, save, cache = recipe.early_stop, recipe.checkpoint, recipe.objective.teacher_cache
+    stop, save = recipe.early_stop, recipe.checkpoint
     weights = {"kl": objective.kl, "sft": objective.sft}
     compared = bool(objective.hidden.weight)
     scored = 0 if stop.metric == NO_METRIC else stop.every
@@ -255,7 +253,7 @@ def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Set
         recompute=train.activation_checkpointing,
         ep_size=parallel.ep_size,
         tp_size=parallel.tp_size,
-        teacher=_placement(parallel) if (objective.kl or compared) and cache is None else "none",
+        teacher=_placement(parallel) if objective.kl or compared else "none",
         terms=tuple(name for name, weight in weights.items() if weight),
         compared=len(select_layers(objective.hidden.layers, layers)) if compared else 0,
         chunk_tokens=objective.chunk_tokens,
@@ -272,7 +270,6 @@ def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Set
         evaluations=pauses(0, train.steps, train.eval_every, scored) if held_out else 0,
         held_out=held_out,
         benchmarks=train.steps // stop.every if stop.benchmark else 0,
-        cached=cache.top_k if cache else 0,
     )
 
 

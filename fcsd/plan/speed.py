@@ -1,4 +1,4 @@
-"""Estimates how long a run takes: its steps, its checkpoints, its evaluations and the teacher.
+"""Estimates how long a run takes: its steps, its checkpoints and its evaluations.
 
 The time of a step follows from measured constants. A micro-batch takes the longer of two times, because the host starts
 kernels while the device computes:
@@ -84,7 +84,7 @@ class Speed:
             metrics.jsonl.
         tokens_per_second: tokens of all GPUs per second during steps.
         limited_by_host: whether the host needs more time to start the kernels than the device needs to run them.
-        parts: hours of ``forward and backward``, ``optimizer``, ``checkpoints``, ``evaluations`` and ``teacher cache``.
+        parts: hours of ``forward and backward``, ``optimizer``, ``checkpoints`` and ``evaluations``.
         hours: the sum of ``parts``.
         gpu_hours: hours times GPUs.
         cost: price of all GPU-hours; None if no price is known.
@@ -263,7 +263,7 @@ def checkpoint_hours(model: ModelNumbers, setup: Setup, hardware: Hardware, hour
 def speed(
     model: ModelNumbers, teacher: ModelNumbers, setup: Setup, hardware: Hardware, utilisation: float | None = None
 ) -> Speed:
-    """Hours and cost of the run: steps, checkpoints, evaluations, and the pass that writes a teacher cache.
+    """Hours and cost of the run: steps, checkpoints and evaluations.
 
     The time for loading the models and for tokenising the text is not included.
 
@@ -294,7 +294,6 @@ def speed(
         "optimizer": steps * update,
         "evaluations": (setup.evaluations * setup.held_out * setup.seq_len * scored + setup.benchmarks * BENCHMARK)
         / 3600,
-        "teacher cache": setup.tokens * by_teacher / 3600 if setup.cached else 0.0,
     }
     parts["checkpoints"] = checkpoint_hours(model, setup, hardware, sum(parts.values()))
     hours = sum(parts.values())

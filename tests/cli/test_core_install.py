@@ -34,7 +34,6 @@ TRAIN, EVAL = "pip install 'fcsd[train]'", "pip install 'fcsd[eval]'"
 REFUSED = {
     "distill tiny": ("fcsd distill needs accelerate, datasets, deepspeed,", TRAIN),
     "distill --sweep tiny-sweep": ("fcsd distill needs accelerate,", TRAIN),
-    "cache-teacher tiny": ("fcsd cache-teacher needs accelerate,", TRAIN),
     "plan tiny --set model=student --machine machine.json --picture plan.png": (
         "fcsd plan --picture needs matplotlib:",
         TRAIN,

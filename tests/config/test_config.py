@@ -216,6 +216,7 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
     ("old", "new", "line", "says"),
     [
         ("optim:", "train:\n  anneal_share: 0.2\noptim:", 10, "annealed wiring was removed"),
+        ("optim:", "objective:\n  teacher_cache:\n    path: c\noptim:", 10, "caches were removed; train.adapter"),
         ("optim:", "train:\n  graph: true\noptim:", 10, "captured passes were removed; use train.compile"),
         ("lr: 2e-5", "lrr: 2e-5", 10, "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
         ("name: run", "name: run\nlr: 1e-4", 2, "unknown key 'lr'; did you mean 'optim.lr'?"),

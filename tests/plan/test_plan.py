@@ -267,40 +267,6 @@ def test_the_advice_fits_and_is_the_first_that_does(tmp_path):
     assert nothing.change is None and "none of the settings" in nothing.advice()
 
 
-def test_the_teacher_cache_comes_after_smaller_micro_batches_and_before_more_machines(tmp_path):
-    model = meta(tmp_path, tiny.config("qwen3_moe"))
-    setup = replace(SMALL, world=2, micro_batch_size=2, teacher="replicated")
-    tried = list(candidates(setup, Hardware(2), model.numbers.experts))
-    first = {
-        "micro-batch": next(n for n, (one, _) in enumerate(tried) if one.micro_batch_size == 1),
-        "cache": next(n for n, (one, _) in enumerate(tried) if one.cached),
-        "nodes": next(n for n, (_, hardware) in enumerate(tried) if hardware.nodes > 1),
-    }
-    assert first["micro-batch"] < first["cache"] < first["nodes"]
-    assert all(one.teacher == "none" for one, _ in tried if one.cached)
-    for other in ({"teacher": "none"}, {"terms": ("sft",)}, {"compared": 2}):  # none to replace, or it cannot
-        assert not any(one.cached for one, _ in candidates(replace(setup, **other), Hardware(2), 8))
-
-
-def test_a_plan_that_only_a_teacher_cache_fits_says_so_and_what_it_takes(tmp_path):
-    model = meta(tmp_path, tiny.config("llama"))
-    setup = replace(SMALL, world=1, micro_batch_size=1, tokens=512 * 10**6, teacher="replicated", moments="bf16")
-
-    def planned(setup, memory):
-        return plan_setup("x", model, model.numbers, setup, Hardware(1, memory=memory))
-
-    smallest = replace(setup, recompute=True)
-    with_teacher = min(planned(replace(smallest, zero_stage=stage), 141).memory.total for stage in (1, 2))
-    without = min(planned(replace(smallest, zero_stage=s, teacher="none"), 141).memory.total for s in (1, 2))
-    between = planned(setup, (with_teacher + without) / 2 / USABLE / GIB)
-    assert without < with_teacher and between.change is not None
-    assert "--set objective.teacher_cache.path=runs/teacher-cache" in between.change.written
-    assert not any("placement" in word for word in between.change.written)
-    bytes_of_cache = setup.tokens * (64 * 8 + 4)
-    assert between.change.disk == between.disk + bytes_of_cache
-    assert f"{between.change.disk / 1e9:,.0f} GB of disk instead of {between.disk / 1e9:,.0f}" in between.advice()
-
-
 def test_qwen3_30b_a3b_on_eight_cards_of_80_gb(monkeypatch):
     """The packaged recipe: 66 GB of states today, 51 with bf16 moments, 36 with moments on the host, 21 with all."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -369,7 +335,6 @@ def test_the_optimizer_moves_to_the_host_only_after_everything_but_more_nodes(tm
     first = [
         next(n for n, (one, _) in enumerate(tried) if one.moments == "bf16"),
         next(n for n, (one, _) in enumerate(tried) if one.teacher == "sharded"),
-        next(n for n, (one, _) in enumerate(tried) if one.cached),
         next(n for n, (one, _) in enumerate(tried) if one.offload == "moments"),
         next(n for n, (one, _) in enumerate(tried) if one.offload == "host"),
         next(n for n, (_, hardware) in enumerate(tried) if hardware.nodes > 1),
@@ -432,10 +397,6 @@ def test_hours_are_steps_and_what_runs_between_them(tmp_path):
     long = plan_setup("x", model, model.numbers, replace(alone, tokens=10**9, saves=4, saves_beside=True), Hardware(2))
     assert long.speed.parts["checkpoints"] * 3600 == pytest.approx(3 * copied / COPY + written / WRITE)
     assert "for the copy that checkpoints are written from" in to_text(long)
-    cached = parts(teacher="none", cached=64)
-    passes = alone.tokens / (alone.micro_batch_size * alone.seq_len * alone.world)  # the host limits them here
-    assert cached.parts["teacher cache"] * 3600 == pytest.approx(passes * len(model.numbers.layers) * LAUNCH["experts"])
-    assert cached.flops < bare.flops
 
 
 def test_utilisation_is_of_the_whole_step_without_recompute(tmp_path):
@@ -459,12 +420,11 @@ def test_attention_of_short_documents_is_cheaper_and_a_mask_costs_more(tmp_path)
     assert work_per_token(model, model, replace(setup, masked=True)) > whole
 
 
-def test_disk_counts_the_best_checkpoint_and_the_cache(tmp_path):
+def test_disk_counts_the_best_checkpoint(tmp_path):
     numbers = meta(tmp_path, tiny.config("llama")).numbers
     one = checkpoint_bytes(numbers, SMALL)
     assert disk_bytes(numbers, SMALL) == 3 * one
     assert disk_bytes(numbers, replace(SMALL, best=True)) == 4 * one
-    assert disk_bytes(numbers, replace(SMALL, cached=8)) == 3 * one + SMALL.tokens * 68
 
 
 def test_a_dry_run_is_planned_for_the_gpus_that_are_present(monkeypatch):

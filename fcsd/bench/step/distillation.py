@@ -132,7 +132,7 @@ class Distillation:
         self._taken = last
         began = waited = 0.0
         metrics: dict[str, float] = {}
-        with feeding(self._rows, self._recipe, self._world, first, last, self._training.source) as feed:
+        with feeding(self._rows, self._recipe, self._world, first, last) as feed:
             for step in range(first, last + 1):
                 launched = launch_step(self._training, feed.take(), self._recipe, self._world, step)
                 if step in (first, last):

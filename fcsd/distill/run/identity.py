@@ -24,7 +24,6 @@ _FREE = (
     "report",
     "sweep",
     "data.held_out",
-    "objective.teacher_cache.path",
     "train.steps",
     "train.tokens",
     "optim.horizon",
@@ -69,6 +68,7 @@ def run_identity(recipe: Recipe, corpora: "list[Corpus]", world: World) -> dict[
             own.pop(f"data.sources.{number}.token_ids", None)
     made_of = {f"data.sources.{n}: {name}": sha for n, c in enumerate(corpora) for name, sha in c.sha256.items()}
     code = {"version of fcsd": __version__} | {f"version of {name}": version(name) for name in _CODE}
+    own |= {"objective.teacher_cache": None}  # a removed field, which checkpoints of earlier versions name
     own |= {"optim.accumulate_dtype": recipe.accumulate_dtype, "optim.reduce_dtype": recipe.reduce_dtype}
     return {
         **own,

@@ -16,7 +16,6 @@ from fcsd.distill import tensor_parallel
 from fcsd.distill.dtypes import DTYPES
 from fcsd.distill.experts.expert_parallel import quantiser_of, wire_sharded
 from fcsd.distill.loss.losses import IGNORE, cross_entropy, kl_divergence, squared_distance
-from fcsd.distill.loss.top_k import TopK, kl_from_top_k
 from fcsd.distill.optim.adamw_choice import adamw_settings, chunked, own_adamw, parameter_groups, updates_alone
 from fcsd.distill.step.phases import phase
 from fcsd.distill.teacher.original import compile_layers, final_hidden, output_head, pack_attention
@@ -85,11 +84,7 @@ class Losses(nn.Module):
                 "kept": kept,
                 "cap": cap,
             }
-            if isinstance(targets.output, TopK):
-                losses["kl"] = kl_from_top_k(hidden, head, targets.output, counts, **options)
-            else:
-                theirs, their_head = targets.output
-                losses["kl"] = kl_divergence(hidden, head, theirs, their_head, counts, **options)
+            losses["kl"] = kl_divergence(hidden, head, *targets.output, counts, **options)
         if "sft" in terms:
             losses["sft"] = cross_entropy(
                 hidden, head, labels, denominator=denominator, chunk_tokens=chunk, kept=kept, cap=cap

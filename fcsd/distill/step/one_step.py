@@ -131,7 +131,7 @@ def launch_step(training: Training, micros: list[MicroBatch], recipe: Recipe, wo
     norm: Tensor | float = 0.0
     for micro in micros:
         with phase("teacher"):
-            targets = training.source.get_targets(micro.columns, micro.stored)
+            targets = training.source.get_targets(micro.columns)
         terms = engine(micro.columns, targets, denominator, tuple(weights))
         del targets  # the loss has read them
         totals += torch.stack([terms[name].detach() for name in weights])
@@ -162,7 +162,7 @@ def train_step(training: Training, rows: Mixture, recipe: Recipe, world: World, 
 
     Returns: the metrics of the step.
     """
-    gathered = gather_step(rows, recipe, world, step, training.source)
+    gathered = gather_step(rows, recipe, world, step)
     micros = [to_device(micro, world.device) for micro in gathered]
     return launch_step(training, micros, recipe, world, step).metrics()
 
@@ -180,7 +180,7 @@ def measure(
     Returns: ``sft``, with a teacher in memory ``kl``, and ``hidden`` if the term has a weight.
     """
     engine, source = training.engine, training.source
-    terms = ("kl", "sft") if source.any_text else ("sft",)
+    terms = ("kl", "sft") if source.has_teacher else ("sft",)
     if recipe.objective.hidden.weight:
         terms = (*terms, "hidden")
     micro = recipe.train.micro_batch_size
@@ -195,7 +195,7 @@ def measure(
             data = {name: column.to(world.device) for name, column in batch(rows, numbers or [0]).items()}
             if not numbers:
                 data["labels"].fill_(IGNORE)
-            losses = engine(data, source.get_targets(data) if source.any_text else None, one, terms)
+            losses = engine(data, source.get_targets(data) if source.has_teacher else None, one, terms)
             totals += torch.stack([*(losses[name] for name in terms), (data["labels"] != IGNORE).sum()])
             advance(min(micro * world.size, rows.per_epoch - first) * recipe.data.seq_len)
     finally:
