@@ -12,6 +12,8 @@ from pydantic_core import ErrorDetails
 _REMOVED = {
     "train.anneal_share": "annealed wiring was removed, because no gain was shown; delete the line",
     "objective.teacher_cache": "caches were removed; train.adapter or optim.train share one copy of the weights",
+    "optim.moments": "moments in bf16 were removed; set optim.offload: host, or parallel.zero_stage: 2 or 3",
+    "optim.offload: moments": "it was removed; set optim.offload: host, or parallel.zero_stage: 2 or 3",
     "train.graph": "captured passes were removed; use train.compile, or a larger train.micro_batch_size",
 }
 

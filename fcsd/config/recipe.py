@@ -163,9 +163,7 @@ class Recipe(Section):
         if self.train.dtype == "bf16" and self.parallel.zero_stage == 1 and self.accumulate_dtype == "fp32":
             raise ValueError("optim.accumulate_dtype fp32 needs parallel.zero_stage 0, 2 or 3: ZeRO-1 sums in bf16")
         if self.optim.offload == "host" and self.parallel.zero_stage == 0:
-            raise ValueError(
-                "optim.offload host needs parallel.zero_stage 1 or 2; with 0, optim.offload can be moments"
-            )
+            raise ValueError("optim.offload host needs parallel.zero_stage 1 or 2")
         if self.optim.offload != "none" and self.parallel.placement.every:
             raise ValueError(
                 "parallel.placement.every needs optim.offload none: the states of experts move between GPUs, not hosts"
@@ -219,7 +217,6 @@ class Recipe(Section):
             "train.compile": self.train.compile,
             f"{self.frozen_beside}": self.frozen_beside is not None,
             "optim.offload": self.optim.offload != "none",
-            "optim.moments bf16": self.optim.moments != "fp32",
             "a benchmark as early_stop.metric": self.early_stop.benchmark is not None,
         }
         return next((why for why, is_so in found.items() if is_so), None)
@@ -232,7 +229,7 @@ class Recipe(Section):
             "parallel.quantised: it has no dispatch": self.parallel.quantised.any,
             "train.compile": self.train.compile,
             "optim.train, and with train.adapter alone it can": bool(self.optim.train),
-            "optim.offload host, and with moments it can": self.optim.offload == "host",
+            "optim.offload host": self.optim.offload == "host",
         }
         return next((why for why, is_so in found.items() if is_so), None)
 

@@ -53,8 +53,7 @@ class Plan:
     """What a run of a recipe needs.
 
     Attributes:
-        host: most bytes of host memory that each process needs: while it loads, or with the optimizer or its moments on
-            the host.
+        host: most bytes of host memory that each process needs: while it loads, or with the optimizer on the host.
         disk: bytes of the checkpoints that exist at the same time.
         change: the cheapest change that makes the recipe fit. None if it fits, or if no change makes it fit.
         faster: the micro-batches, with or without recompute, with which a run that fits is fastest, the assignment that

@@ -8,8 +8,6 @@ from fcsd.plan.offload import BUS, HOST
 from fcsd.plan.setup import GIB, Setup
 from fcsd.plan.speed import GATHER, PEAK, Speed, readable, shared_layers
 
-_PLACES = {"none": "", "moments": "AdamW with its moments on the host", "host": "AdamW on the host"}
-
 
 def to_text(plan: Plan) -> str:
     """Formats a plan as text: parameters, memory by part at the fullest moment, disk, time, cost and the verdict."""
@@ -100,8 +98,7 @@ def _costs(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("assumed", f"for the weights that ZeRO-3 gathers: {rates}; one run has measured the first"))
     if setup.offload != "none":
         rates = f"{BUS / 1e9:g} GB/s between GPU and host, {HOST / 1e9:g} GB/s of a node's memory"
-        measured = "one run has measured the first" if setup.offload == "moments" else "no run has measured it"
-        rows.append(("assumed", f"for {_PLACES[setup.offload]}: {rates}; {measured}"))
+        rows.append(("assumed", f"for AdamW on the host: {rates}; no run has measured it"))
     if speed.limited_by_host:
         rows.append(("note", "the host takes longer to start the kernels than the GPU to run them"))
     return rows
@@ -143,9 +140,8 @@ def to_json(plan: Plan) -> dict[str, object]:
 
 
 def _optimizer(setup: Setup) -> str:
-    """What differs from an optimizer with fp32 moments on the GPU."""
-    place = _PLACES[setup.offload]
-    return ", bf16 moments" * (setup.moments == "bf16") + ", " * bool(place) + place
+    """What differs from an optimizer on the GPU."""
+    return "" if setup.offload == "none" else ", AdamW on the host"
 
 
 def _host(plan: Plan) -> str:

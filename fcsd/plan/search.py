@@ -8,7 +8,7 @@ from typing import Literal
 from fcsd.plan.setup import Hardware, Setup
 
 MOST_GPUS = 64  # the search tries up to this many times as many nodes as were asked for
-_OFFLOADS = ("none", "moments", "host")
+_OFFLOADS = ("none", "host")
 
 
 def candidates(setup: Setup, hardware: Hardware, experts: int) -> Iterator[tuple[Setup, Hardware]]:
@@ -20,10 +20,8 @@ def candidates(setup: Setup, hardware: Hardware, experts: int) -> Iterator[tuple
     - smaller micro-batches, which give each kernel less work
     - ZeRO-2, which reduces gradients at every micro-batch
     - ZeRO-3 for dense models, which gathers all weights in every pass
-    - bf16 moments, which round what the optimizer remembers
     - sharding the teacher's experts, and experts over more ranks, which both need more all-to-all
-    - the moments on the host, which makes each step wait for the bus
-    - the optimizer on the host, which makes each step wait for the CPU cores as well
+    - the optimizer on the host, which makes each step wait for the bus and the CPU cores
     - more nodes
 
     Args:
@@ -34,7 +32,6 @@ def candidates(setup: Setup, hardware: Hardware, experts: int) -> Iterator[tuple
         ep_sizes = list(_doubled(setup.ep_size, larger.world if experts else setup.ep_size))
         inner = list(
             product(
-                ("fp32", "bf16") if setup.moments == "fp32" else ("bf16",),
                 sorted({setup.zero_stage, 2, *([3] if larger.world > 1 else [])}),
                 list(_halved(setup.micro_batch_size)),
                 sorted({setup.recompute, True}),
@@ -42,13 +39,12 @@ def candidates(setup: Setup, hardware: Hardware, experts: int) -> Iterator[tuple
         )
         for offload, ep_size in product(_OFFLOADS[_OFFLOADS.index(setup.offload) :], ep_sizes):
             for teacher in _teachers(setup, ep_size):
-                for moments, stage, rows, recompute in inner:
+                for stage, rows, recompute in inner:
                     changed = replace(
                         setup,
                         world=larger.world,
                         ep_size=ep_size,
                         teacher=teacher,
-                        moments=moments,
                         offload=offload,
                         zero_stage=stage,
                         micro_batch_size=rows,
@@ -89,7 +85,6 @@ def assignments(before: Setup, after: Setup) -> dict[str, object]:
         "train.activation_checkpointing": (before.recompute, after.recompute),
         "train.micro_batch_size": (before.micro_batch_size, after.micro_batch_size),
         "parallel.zero_stage": (before.zero_stage, after.zero_stage),
-        "optim.moments": (before.moments, after.moments),
         "parallel.teacher_placement": (before.teacher, after.teacher),
         "parallel.ep_size": (before.ep_size, after.ep_size),
         "optim.offload": (before.offload, after.offload),

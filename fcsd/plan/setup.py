@@ -115,8 +115,7 @@ class Setup:
         imbalance: rows that the fullest expert-parallel rank receives, divided by the mean. Random routers come close
             to 1. The value 1.2 leaves room for trained routers, whose worst layers are less even. It has not been
             measured on a trained model.
-        moments: the dtype of AdamW's moments.
-        offload: what is on the host: nothing, AdamW's moments, or all of its states, so that it runs there.
+        offload: what is on the host: nothing, or all states of AdamW, so that it runs there.
         overlap_comm: DeepSpeed's option of that name, which reduces gradients during backward through two buckets.
         document: mean number of tokens of a document in a row; with None, a row counts as one document.
         tp_size: processes that shard the decoder layers of a model; they compute with the same rows.
@@ -140,8 +139,7 @@ class Setup:
     dtype: Literal["bf16", "fp32"] = "bf16"
     accumulate_dtype: Literal["bf16", "fp32"] = "bf16"
     zero_stage: int = 1
-    moments: Literal["fp32", "bf16"] = "fp32"
-    offload: Literal["none", "moments", "host"] = "none"
+    offload: Literal["none", "host"] = "none"
     recompute: bool = False
     ep_size: int = 1
     tp_size: int = 1
@@ -178,11 +176,6 @@ class Setup:
         return 2 if self.dtype == "bf16" else 4
 
     @property
-    def moment_width(self) -> int:
-        """Bytes of one of AdamW's moments of a parameter."""
-        return 2 if self.moments == "bf16" else 4
-
-    @property
     def gradient_width(self) -> int:
         """Bytes of a gradient in the dtype in which it is accumulated."""
         return 4 if "fp32" in (self.dtype, self.accumulate_dtype) else 2
@@ -190,7 +183,7 @@ class Setup:
     @property
     def zero(self) -> int:
         """The stage of ZeRO that runs; 0 on one process whose weights ``OneProcessAdamW`` updates."""
-        plain = (self.dtype, self.moments, self.offload) == ("bf16", "fp32", "none") and self.zero_stage < 3
+        plain = (self.dtype, self.offload) == ("bf16", "none") and self.zero_stage < 3
         return 0 if self.alone and self.world == 1 and plain else self.zero_stage
 
     @property
@@ -248,7 +241,6 @@ def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Set
         dtype=train.dtype,
         accumulate_dtype=recipe.accumulate_dtype,
         zero_stage=parallel.zero_stage,
-        moments=recipe.optim.moments,
         offload=recipe.optim.offload,
         recompute=train.activation_checkpointing,
         ep_size=parallel.ep_size,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from fcsd.errors import ConfigError
 from fcsd.plan.memory import checkpoint_bytes, copy_bytes
 from fcsd.plan.model import ModelNumbers
-from fcsd.plan.offload import host_seconds, moments_seconds, transfer_seconds
+from fcsd.plan.offload import host_seconds, transfer_seconds
 from fcsd.plan.setup import Hardware, Setup
 from fcsd.plan.shard import shard
 from fcsd.progress import duration
@@ -57,10 +57,6 @@ UPDATE = 33e-12
 
 # The same for one process that updates its weights without ZeRO: the kernel of the update in two traced steps.
 UPDATE_ALONE = 6.92e-12
-
-# Seconds in addition for each parameter with bf16 moments, which are converted to fp32, rounded and stored. It was
-# measured in one run.
-ROUND = 19e-12
 
 # Bytes per second at which a GPU receives the weights that ZeRO-3 gathers: from the GPUs of its node, and from others.
 # The first is what a run on two H100s with NVLink took in addition to the computation, with the time of the host. The
@@ -206,7 +202,7 @@ def reading_seconds(model: ModelNumbers, setup: Setup, divided: bool) -> float:
 def update_seconds(model: ModelNumbers, setup: Setup, gpus: int = 8) -> float:
     """Seconds of the optimizer in a step.
 
-    With the optimizer or its moments on the host, the times of ``fcsd.plan.offload`` come on top of the time that was
+    With the optimizer on the host, the times of ``fcsd.plan.offload`` come on top of the time that was
     measured with all of it on the GPU, which includes the communication.
 
     Args:
@@ -216,9 +212,8 @@ def update_seconds(model: ModelNumbers, setup: Setup, gpus: int = 8) -> float:
     if setup.zero_stage and not setup.zero:
         return UPDATE_ALONE * sum(own.partition)
     if setup.offload == "host":
-        return UPDATE * sum(own.partition) + transfer_seconds(own, setup) + host_seconds(own, setup, gpus)
-    here = (UPDATE + (ROUND if setup.moments == "bf16" else 0)) * sum(own.partition)
-    return here + (moments_seconds(own, setup, gpus) if setup.offload == "moments" else 0.0)
+        return UPDATE * sum(own.partition) + transfer_seconds(own, setup) + host_seconds(own, gpus)
+    return UPDATE * sum(own.partition)
 
 
 def gather_seconds(model: ModelNumbers, teacher: ModelNumbers, setup: Setup, gpus: int) -> float:

@@ -216,6 +216,8 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
     ("old", "new", "line", "says"),
     [
         ("optim:", "train:\n  anneal_share: 0.2\noptim:", 10, "annealed wiring was removed"),
+        ("lr: 2e-5", "moments: bf16", 10, "moments in bf16 were removed; set optim.offload: host"),
+        ("lr: 2e-5", "offload: moments", 10, "it was removed; set optim.offload: host"),
         ("optim:", "objective:\n  teacher_cache:\n    path: c\noptim:", 10, "caches were removed; train.adapter"),
         ("optim:", "train:\n  graph: true\noptim:", 10, "captured passes were removed; use train.compile"),
         ("lr: 2e-5", "lrr: 2e-5", 10, "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),

@@ -26,7 +26,6 @@ from fcsd.plan.speed import (
     MASKED_ATTENTION,
     MICRO_BATCH,
     PEAK,
-    ROUND,
     SHARE,
     TRAFFIC,
     UPDATE,
@@ -211,8 +210,10 @@ def predicted(run: Run, constants: Constants) -> float:
     if "step" not in run.listed["measured"] and "tokens_per_second" not in run.listed["measured"]:
         return seconds
     alone = setup.zero_stage and not setup.zero
-    moments = {"bf16": ROUND, "fp32": 0.0}[setup.moments] + (8 / BUS if setup.offload == "moments" else 0.0)
-    return seconds + ((UPDATE_ALONE if alone else constants.update) + moments) * run.updated
+    if run.listed.get("own_update"):  # by an optimizer that was removed since
+        assert run.update is not None
+        return seconds + run.update
+    return seconds + (UPDATE_ALONE if alone else constants.update) * run.updated
 
 
 def shipped() -> Constants:
@@ -244,10 +245,9 @@ def test_constants_are_the_fit() -> None:
 
 
 def test_constants_of_the_update_are_measured() -> None:
-    by_moments = {name: from_file(f"memory_qwen3_24_layers_{name}_4xh200") for name in ("fp32", "bf16", "moments")}
+    by_moments = {name: from_file(f"memory_qwen3_24_layers_{name}_4xh200") for name in ("fp32", "moments")}
     seconds = {name: run.update or 0.0 for name, run in by_moments.items()}
     updated = by_moments["fp32"].updated
-    assert (seconds["bf16"] - seconds["fp32"]) / updated == pytest.approx(ROUND, rel=0.02)
     assert 8 * updated / (seconds["moments"] - seconds["fp32"]) == pytest.approx(BUS, rel=0.02)
 
     alone = []
@@ -274,7 +274,7 @@ def test_speed_and_memory_of_a_stored_run(name: str) -> None:
 
 @pytest.mark.parametrize("family", sorted({entry["family"] for entry in LISTED["runs"]}))
 def test_runs_of_a_family_are_predicted_from_the_other_families(family: str) -> None:
-    """Constants that are from one model each stay: masks, graphs, small models, moments on the host or in bf16."""
+    """Constants that are from one model each stay: masks and small models."""
     constants = fit([run for run in map(stored, NAMES) if run.listed["family"] != family])
     for run in map(stored, NAMES):
         if run.listed["family"] == family:

@@ -13,17 +13,14 @@ from typer.testing import CliRunner
 from fcsd.bench.shapes import SHAPES
 from fcsd.cli.main import app
 from fcsd.config import load_recipe
-from fcsd.distill.optim import adamw_choice, adamw_host_moments
-from fcsd.distill.optim import adamw_chunked as chunked
+from fcsd.distill.optim import adamw_choice
 from fcsd.distill.optim.adamw_choice import updates_alone
 from fcsd.errors import BadInputError, ConfigError, DoesNotFitError
 from fcsd.models.build import decoder_of
 from fcsd.plan import Hardware, Setup, plan_run, plan_setup
 from fcsd.plan.memory import (
     BUCKET,
-    CHUNK,
     LIVE,
-    SLOTS,
     checkpoint_bytes,
     copy_bytes,
     disk_bytes,
@@ -268,7 +265,7 @@ def test_the_advice_fits_and_is_the_first_that_does(tmp_path):
 
 
 def test_qwen3_30b_a3b_on_eight_cards_of_80_gb(monkeypatch):
-    """The packaged recipe: 66 GB of states today, 51 with bf16 moments, 36 with moments on the host, 21 with all."""
+    """The packaged recipe: 66 GB of states today, 21 with the optimizer on the host."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     model = MetaModel("Qwen/Qwen3-30B-A3B", rewired=True)
 
@@ -276,31 +273,22 @@ def test_qwen3_30b_a3b_on_eight_cards_of_80_gb(monkeypatch):
         setup = setup_of(load_recipe("qwen3-30b-a3b", list(sets)).recipe, 8, len(model.numbers.layers), model.plain)
         return plan_setup("qwen3-30b-a3b", model, model.numbers, setup, Hardware(8, memory=80))
 
-    today, rounded = planned(), planned("optim.moments=bf16")
-    moments = planned("optim.offload=moments")
-    away, both = planned("optim.offload=host"), planned("optim.offload=host", "optim.moments=bf16")
+    today, away = planned(), planned("optim.offload=host")
     numbers = today.numbers
     mine = numbers.dense + numbers.routed // 8
     updated = -(-numbers.dense // 8) + numbers.routed // 8
-    states = {"today": 4 * mine + 12 * updated, "rounded": 4 * mine + 8 * updated}  # two models of two bytes, AdamW
-    assert states["today"] / 1e9 == pytest.approx(66.5, abs=0.1) and states["rounded"] / 1e9 == pytest.approx(
-        51.2, abs=0.1
-    )
-    for one, expected in ((today, states["today"]), (rounded, states["rounded"])):
-        peak = one.memory.peak
-        assert peak.weights + peak.teacher + peak.optimizer == expected
-    every = (today, rounded, moments, away)
-    assert [one.memory.total / GIB for one in every] == pytest.approx([85.8, 71.6, 57.5, 38.1], abs=0.1)
-    assert [one.memory.fits for one in every] == [False, True, True, True]
-    assert moments.memory.peak.optimizer == 4 * updated + SLOTS * 8 * CHUNK
-    assert 8 * updated < moments.host < 16 * updated + 2 * GIB, "pinned memory is rounded up to powers of two"
-    assert today.change is not None and today.change.written == ["--set optim.moments=bf16"]
+    states = 4 * mine + 12 * updated  # two models of two bytes, AdamW
+    assert states / 1e9 == pytest.approx(66.5, abs=0.1)
+    peak = today.memory.peak
+    assert peak.weights + peak.teacher + peak.optimizer == states
+    assert [one.memory.total / GIB for one in (today, away)] == pytest.approx([85.8, 38.1], abs=0.1)
+    assert [one.memory.fits for one in (today, away)] == [False, True]
+    assert today.change is not None and today.change.written == ["--set optim.offload=host"]
 
     buffer = 2 * numbers.embedding  # the gradient of the largest tensor
-    assert away.memory.peak.optimizer == both.memory.peak.optimizer == buffer
+    assert away.memory.peak.optimizer == buffer
     # In host memory are the masters, their gradients and the copy for the way back, all pinned, and the moments.
-    assert away.host > 18 * updated and away.host - both.host == 4 * updated
-    assert 0 < today.speed.hours - rounded.speed.hours < 1, "smaller checkpoints save more than rounding takes"
+    assert away.host > 18 * updated
     assert away.speed.parts["optimizer"] > 10 * today.speed.parts["optimizer"]
 
 
@@ -309,9 +297,9 @@ def test_the_time_of_an_optimizer_on_the_host_is_bytes_over_rates(tmp_path):
     base = replace(SMALL, world=4, offload="host")
     updated = sum(shard(model, base).partition)
     measured = update_seconds(model, replace(base, offload="none"), 4)
-    for stage, moments, sent, touched in ((1, "fp32", 6, 42), (1, "bf16", 6, 78), (2, "fp32", 6, 42)):
-        found = update_seconds(model, replace(base, zero_stage=stage, moments=moments), 4)
-        assert found - measured == pytest.approx(updated * (sent / BUS + touched * 4 / HOST))
+    for stage in (1, 2):
+        found = update_seconds(model, replace(base, zero_stage=stage), 4)
+        assert found - measured == pytest.approx(updated * (6 / BUS + 42 * 4 / HOST))
     # Under ZeRO-2 each micro-batch sends its gradients; all but the first read the sum back.
     several = replace(base, zero_stage=2, batch_tokens=4 * base.batch_tokens)
     assert several.accumulation == 4
@@ -319,29 +307,18 @@ def test_the_time_of_an_optimizer_on_the_host_is_bytes_over_rates(tmp_path):
     assert more == pytest.approx(updated * 2 * 7 / BUS)
     assert update_seconds(model, several, 8) > update_seconds(model, several, 4), "more processes share the memory"
 
-    # Moments that travel cross the bus once in each direction, at the same time; the host reads and writes them.
-    for dtype, width in (("fp32", 4), ("bf16", 2)):
-        away = replace(base, offload="moments", moments=dtype)
-        here = update_seconds(model, replace(away, offload="none"), 1)
-        for gpus in (1, 8):
-            expected = updated * 2 * width * max(1 / BUS, 2 * gpus / HOST)
-            assert update_seconds(model, away, gpus) - here == pytest.approx(expected)
-
 
 def test_the_optimizer_moves_to_the_host_only_after_everything_but_more_nodes(tmp_path):
     model = meta(tmp_path, tiny.config("qwen3_moe")).numbers
     setup = replace(SMALL, teacher="replicated")
     tried = list(candidates(setup, Hardware(2), model.experts))
     first = [
-        next(n for n, (one, _) in enumerate(tried) if one.moments == "bf16"),
         next(n for n, (one, _) in enumerate(tried) if one.teacher == "sharded"),
-        next(n for n, (one, _) in enumerate(tried) if one.offload == "moments"),
         next(n for n, (one, _) in enumerate(tried) if one.offload == "host"),
         next(n for n, (_, hardware) in enumerate(tried) if hardware.nodes > 1),
     ]
     assert first == sorted(first)
-    changed = replace(setup, moments="bf16", offload="host")
-    assert changes(setup, changed, Hardware(2)) == ["--set optim.moments=bf16", "--set optim.offload=host"]
+    assert changes(setup, replace(setup, offload="host"), Hardware(2)) == ["--set optim.offload=host"]
     without = candidates(replace(setup, zero_stage=0), Hardware(2), 8)
     assert not any(one.offload == "host" and one.zero_stage == 0 for one, _ in without)
 
@@ -353,9 +330,7 @@ def test_a_plan_that_fits_only_with_the_optimizer_on_the_host_says_what_it_takes
     def planned(memory, **changes):
         return plan_setup("x", model, model.numbers, replace(setup, **changes), Hardware(1, memory=memory))
 
-    bytes_needed = [
-        planned(141, zero_stage=2, moments="bf16", offload=offload).memory.total for offload in ("host", "moments")
-    ]
+    bytes_needed = [planned(141, zero_stage=2, offload=offload).memory.total for offload in ("host", "none")]
     between = planned(sum(bytes_needed) / 2 / USABLE / GIB)
     assert bytes_needed[0] < bytes_needed[1] and between.change is not None
     assert "--set optim.offload=host" in between.change.written and between.change.hours > between.speed.hours
@@ -369,7 +344,7 @@ def test_a_plan_that_fits_only_with_the_optimizer_on_the_host_says_what_it_takes
 
 
 def test_sizes_in_the_plan_are_the_optimizers():
-    assert (chunked.CHUNK, adamw_host_moments.SLOTS, adamw_choice.GROUP) == (CHUNK, SLOTS, GROUP)
+    assert adamw_choice.GROUP == GROUP
 
 
 def test_hours_are_steps_and_what_runs_between_them(tmp_path):

@@ -16,7 +16,7 @@ from fcsd.distill import tensor_parallel
 from fcsd.distill.dtypes import DTYPES
 from fcsd.distill.experts.expert_parallel import quantiser_of, wire_sharded
 from fcsd.distill.loss.losses import IGNORE, cross_entropy, kl_divergence, squared_distance
-from fcsd.distill.optim.adamw_choice import adamw_settings, chunked, own_adamw, parameter_groups, updates_alone
+from fcsd.distill.optim.adamw_choice import adamw_settings, own_adamw, parameter_groups, updates_alone
 from fcsd.distill.step.phases import phase
 from fcsd.distill.teacher.original import compile_layers, final_hidden, output_head, pack_attention
 from fcsd.distill.teacher.prefix import left_out
@@ -216,7 +216,7 @@ def deepspeed_config(
         "steps_per_print": None,
         "timers": {"throughput": {"enabled": False}},  # this timer waits for the device around every step
     }
-    if not chunked(recipe) and not alone:
+    if not alone:
         # torch's fused AdamW is used, on GPUs and on the host, because DeepSpeed's own optimizers are compiled on first
         # use, which takes a minute and a compiler.
         params = {**adamw_settings(recipe), "torch_adam": True, "fused": True}

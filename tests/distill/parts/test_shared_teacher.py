@@ -22,7 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "fp32, stage 0, recomputed": {"parallel__zero_stage": 0, "train__activation_checkpointing": True},
     "bf16, stage 1": {"train__dtype": "bf16", **NORMS},
-    "bf16, stage 2": {"train__dtype": "bf16", "parallel__zero_stage": 2, "optim__moments": "bf16"},
+    "bf16, stage 2": {"train__dtype": "bf16", "parallel__zero_stage": 2},
 }
 # The last two of four layers are converted, and they alone have adapters: the first two are computed once.
 LAST = {"init": {"wiring": "farskip", "layers": "last:2"}, "train__adapter": {"rank": 4, "layers": "converted"}}
@@ -39,13 +39,12 @@ ALONE: dict[str, dict[str, Any]] = {
     "parts, bf16, stage 1": {"train__dtype": "bf16", "optim__weight_decay": 0.1},
     "parts, fp32, stage 2, ladder": {"parallel__zero_stage": 2, **LADDER},
     "parts, stage 0, recomputed": {"parallel__zero_stage": 0, "train__activation_checkpointing": True},
-    "parts, bf16, stage 2, bf16 moments": {
+    "parts, bf16, stage 2": {
         "train__dtype": "bf16",
         "parallel__zero_stage": 2,
-        "optim__moments": "bf16",
         "optim__train": ["last:50%", "norms", "head"],
     },
-    "parts, moments on the host": {"optim__offload": "moments", "optim__train": ["2-3"]},
+    "parts, named layers": {"optim__train": ["2-3"]},
     "parts, streams are compared": {"objective__hidden": {"weight": 0.1, "layers": "all"}},
     "parts, one micro-batch": {"train__micro_batch_size": 4, "train__dtype": "bf16"},
 }
