@@ -218,10 +218,7 @@ def plan(
     ] = None,
     machine: Annotated[
         Path | None,
-        typer.Option(
-            help="Predict training steps of both wirings on 1 to 128 nodes with the links in this file; the default is "
-            "parallel.machine."
-        ),
+        typer.Option(help="Predict training steps of both wirings on 1 to 128 nodes with the links in this file."),
     ] = None,
     quantised: Annotated[
         str | None,
@@ -265,11 +262,9 @@ def plan(
     gpus = gpus or math.ceil(read.parallel.ep_size * read.parallel.tp_size / nodes)
 
     from fcsd.parallel.machine import read_machine
-    from fcsd.plan import Hardware, cluster, deduplication, plan_run, report
+    from fcsd.plan import Hardware, cluster, plan_run, report
     from fcsd.plan.setup import present
 
-    if read.parallel.machine is not None:
-        machine = machine or Path(read.parallel.machine)
     if quantised is not None and machine is None:
         raise ConfigError(
             "--quantised is a format for the prediction for a cluster", "--machine FILE describes the cluster"
@@ -286,19 +281,14 @@ def plan(
         hardware = Hardware(gpus, nodes, memory, price, source)
     planned = plan_run(read, hardware, mfu)
     predictions = [] if links is None else cluster.predict(planned.numbers, planned.setup, links, quantised or "int8")
-    options = []
-    if links is not None and read.parallel.dedup == "auto":
-        options = deduplication.expected_options(planned.numbers, planned.setup, links, read.parallel)
     if picture is not None:
         cluster.draw(predictions, picture, planned.name)
     if as_json:
         found = report.to_json(planned)
         found |= {"cluster": cluster.to_json(predictions)} if predictions else {}
-        found |= {"dedup": deduplication.to_json(options)} if options else {}
         emit(json.dumps(found, indent=2))
     else:
         parts = [report.to_text(planned)]
-        parts += [deduplication.to_text(options)] if options else []
         parts += [cluster.to_text(predictions, described.assumed)] if described is not None and predictions else []
         emit("\n\n".join(parts))
     planned.check()

@@ -55,7 +55,6 @@ class Prepared:
         source: the checkpoint that the student was made from.
         training: the student, its engine, and the source of its targets.
         traffic: counts the bytes that dispatch and combine send; None if no experts are divided.
-        dispatcher: makes the dispatchers of the student's layers and of a teacher with divided experts.
         rows: the rows of the whole schedule.
         held_out: rows that are only evaluated and never trained on, by the field of ``data`` that names their text.
         identity: the facts that a run must share with this one in order to continue from its checkpoints.
@@ -71,7 +70,6 @@ class Prepared:
     training: Training
     tokenizer: PreTrainedTokenizerBase
     traffic: Traffic | None
-    dispatcher: Dispatcher
     rows: Mixture
     held_out: dict[str, Rows]
     identity: dict[str, Any]
@@ -174,7 +172,6 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
         training=training,
         tokenizer=tokenizer,
         traffic=traffic,
-        dispatcher=dispatcher,
         rows=rows,
         held_out=held_out,
         identity=identity,

@@ -216,6 +216,7 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
     ("old", "new", "line", "says"),
     [
         ("optim:", "train:\n  anneal_share: 0.2\noptim:", 10, "annealed wiring was removed"),
+        ("optim:", "parallel:\n  ep_size: 2\n  dedup: auto\noptim:", 11, "the choice by layer was removed; set off"),
         ("lr: 2e-5", "moments: bf16", 10, "moments in bf16 were removed; set optim.offload: host"),
         ("lr: 2e-5", "offload: moments", 10, "it was removed; set optim.offload: host"),
         ("optim:", "objective:\n  teacher_cache:\n    path: c\noptim:", 10, "caches were removed; train.adapter"),
@@ -240,8 +241,8 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
         ("optim:", "parallel:\n  ep_size: 0\noptim:", 10, "greater than 0"),
         ("optim:", "parallel:\n  overlap: eager\noptim:", 10, "'on', 'eager-sync' or 'off'"),
         ("optim:", "parallel:\n  teacher_placement: sharded\noptim:", 10, "needs parallel.ep_size above 1"),
-        ("optim:", "parallel:\n  dedup: host\noptim:", 10, "'off', 'rank', 'node' or 'auto'"),
-        ("optim:", "parallel:\n  ep_size: 2\n  machine: ~/m.json\noptim:", 11, "`~` is not expanded"),
+        ("optim:", "parallel:\n  dedup: host\noptim:", 10, "'off', 'rank' or 'node'"),
+        ("name: run", "name: run\nteacher: ~/m", 2, "`~` is not expanded"),
         ("optim:", "parallel:\n  dedup: rank\noptim:", 10, "dedup rank needs parallel.ep_size above 1"),
         ("optim:", "parallel:\n  quantised:\n    dispatch: fp8\noptim:", 11, '"fp8" is not a format'),
         ("optim:", "parallel:\n  quantised:\n    combine: int9\noptim:", 11, "2 to 8 bits, not 9"),

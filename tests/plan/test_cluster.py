@@ -10,13 +10,10 @@ from ranks import fcsd
 from test_measured_runs import LISTED, RESULTS, from_file, meta, read
 
 from fcsd.bench.links import groups_of
-from fcsd.config import Parallel
 from fcsd.errors import ConfigError
 from fcsd.parallel.cost import Line, Links, Rows, expected_bytes, fit
 from fcsd.parallel.machine import read_machine
 from fcsd.plan.cluster import NODES, Choice, covers_of, draw, predict, predicted, to_text
-from fcsd.plan.deduplication import expected_options
-from fcsd.plan.deduplication import to_text as options_to_text
 from fcsd.plan.setup import Setup
 
 STANDARD, FARSKIP = Choice("standard", "standard"), Choice("farskip", "farskip")
@@ -167,21 +164,6 @@ def test_slower_gpus_hide_more_and_a_fast_link_leaves_nothing_to_gain(cluster: L
     ]
 
 
-def test_the_plan_says_which_deduplication_is_chosen_and_why(cluster: Links) -> None:
-    model = meta("deepseek-v2-lite", 8).numbers
-    auto = Parallel(ep_size=8, dedup="auto", machine="machine.json")
-    setup = replace(from_file("train_v2lite_copies_4xh200").setup, ep_size=8, world=8)
-    found = expected_options(model, setup, cluster, auto)
-    assert [option.dedup for option in found] == ["node", "rank", "off"]
-    text = options_to_text(found)
-    assert f"it chooses node, which exposes {1e3 * found[0].exposed:.2f} ms" in text and "Predicted" in text
-    inside = expected_options(model, replace(setup, ep_size=4, world=4), cluster, auto)
-    assert [option.dedup for option in inside] == ["off", "rank"], "one node has no second level, and hides the wire"
-    assert not expected_options(model, replace(setup, ep_size=1), cluster, auto)
-    with pytest.raises(ConfigError, match="describes one node of 4 GPUs"):
-        expected_options(model, setup, replace(cluster, far=None), auto)
-
-
 def test_bad_input_of_a_prediction(cluster: Links, tmp_path: Path) -> None:
     model, setup = meta("deepseek-v2-lite", 8).numbers, from_file("train_v2lite_copies_4xh200").setup
     with pytest.raises(ConfigError, match="2 to 8 bits"):
@@ -203,7 +185,5 @@ def test_links_are_measured_and_the_plan_reads_them(tmp_path: Path) -> None:
     asked = ["plan", "qwen3-30b-a3b", "--machine", path, "--json"]
     told = json.loads(fcsd(*asked).stdout)["cluster"]
     assert [one["nodes"] for one in told][::6] == [1, 2, 4, 8, 16, 32, 64, 128]
-    chosen = fcsd("plan", "qwen3-30b-a3b", "--set", "parallel.dedup=auto", "--set", f"parallel.machine={path}")
-    assert "parallel.dedup auto: under random routing it chooses" in chosen.stdout, chosen.stderr
     with pytest.raises(ConfigError, match="--node-size 3 does not divide 2 GPUs"):
         groups_of(2, 3)

@@ -3,13 +3,11 @@
 import re
 from collections.abc import Iterable
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fcsd.config import Recipe
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
-from fcsd.parallel.machine import read_machine
 from fcsd.version import __version__
 
 if TYPE_CHECKING:  # `fcsd export` reads checkpoints without the libraries that read data
@@ -54,9 +52,6 @@ def run_identity(recipe: Recipe, corpora: "list[Corpus]", world: World) -> dict[
     fields = flat(recipe.model_dump())
     unused = tuple(key for key, is_used in _later_fields(recipe, world).items() if not is_used)
     fields = {key: value for key, value in fields.items() if not key.startswith(unused)}
-    # What was chosen with the machine file is in the progress of a checkpoint. Only the size of a node must stay.
-    if (machine := fields.pop("parallel.machine")) is not None:
-        fields["gpus_per_node of parallel.machine"] = read_machine(Path(machine)).gpus_per_node
     own = {key: value for key, value in fields.items() if not key.startswith(_FREE) and not _SOURCE_FREE.match(key)}
     # These fields are later ones, too, and have no effect on such data.
     if len(corpora) == 1 or all(corpus.overlong == "split" for corpus in corpora):
