@@ -103,8 +103,6 @@ class Parallel(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.tp_size > 1 and (why := self._not_sharded()):
-            raise ValueError(f"parallel.tp_size above 1 cannot be combined with {why}")
         if self.teacher_placement == "sharded" and self.ep_size == 1:
             raise ValueError("parallel.teacher_placement sharded needs parallel.ep_size above 1")
         if self.placement.every and self.ep_size == 1:
@@ -119,15 +117,6 @@ class Parallel(Section):
                 "divide it; if all processes are on one node, set parallel.dedup: rank"
             )
         return self
-
-    def _not_sharded(self) -> str | None:
-        """The setting with which tensor parallelism is not proven; None if there is none."""
-        found = {
-            "parallel.ep_size above 1: it does not shard experts": self.ep_size > 1,
-            "parallel.quantised: it has no dispatch": self.quantised.any,
-            "parallel.zero_stage 0: set it to 1 or 2": self.zero_stage == 0,
-        }
-        return next((why for why, is_so in found.items() if is_so), None)
 
     @property
     def teacher_ep_size(self) -> int:

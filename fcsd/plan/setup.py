@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from fcsd.config import NO_METRIC, Parallel, Recipe
+from fcsd.config import NO_METRIC, Parallel, Recipe, exclusions
 from fcsd.config.batch import pauses
 from fcsd.errors import ConfigError
 from fcsd.models.adapters.targets import Chosen
@@ -203,15 +203,23 @@ class Setup:
 
     def possible(self, experts: int) -> bool:
         """Whether a run accepts this setup for a model with ``experts`` routed experts in a layer (0 if dense)."""
-        divides = experts % self.ep_size == 0 if experts else self.ep_size == 1
-        placed = self.offload != "host" or 0 < self.zero_stage < 3
-        adapters = self.parts is None or not self.parts.own
-        dense = not experts and self.tp_size == 1 and adapters
-        if self.zero_stage == 3 and not dense:
+        settings = {
+            exclusions.SHARDED: self.tp_size > 1,
+            exclusions.EXPERTS: self.ep_size > 1,
+            exclusions.UNDIVIDED: self.zero_stage == 0,
+            exclusions.DIVIDED: self.zero_stage == 3,
+            exclusions.ON_HOST: self.offload == "host",
+            exclusions.FROZEN: self.parts is not None,
+            exclusions.OWN_PARTS: self.parts is not None and self.parts.own > 0,
+        }
+        if exclusions.conflict({name for name, is_set in settings.items() if is_set}):
+            return False
+        if experts and self.zero_stage == 3:
             return False
         if self.ep_size > 1 and self.parts is not None and self.parts.routed:
             return False
-        return divides and placed and self.world % (self.ep_size * self.tp_size) == 0 and self.accumulation.is_integer()
+        divides = experts % self.ep_size == 0 if experts else self.ep_size == 1
+        return divides and self.world % (self.ep_size * self.tp_size) == 0 and self.accumulation.is_integer()
 
 
 def with_parts(setup: Setup, parts: Parts) -> Setup:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from fcsd.config import Recipe, load_recipe
+from fcsd.config import Recipe, exclusions, load_recipe
 from fcsd.errors import ConfigError
 from fcsd.recipes import strict_yaml
 
@@ -390,3 +390,17 @@ def _sections(schema: type[BaseModel]) -> Iterator[type[BaseModel]]:
         for inner in [field.annotation, *get_args(field.annotation)]:
             if isinstance(inner, type) and issubclass(inner, BaseModel):
                 yield from _sections(inner)
+
+
+def test_every_exclusion_is_found_by_one_reader(recipe: Path) -> None:
+    """A setting alone excludes nothing, and a pair of the table says why; the line begins with a key of recipes."""
+    for one, other, why in exclusions.EXCLUSIONS:
+        assert exclusions.conflict({one}) is None and exclusions.conflict({other}) is None
+        told = exclusions.conflict({one, other})
+        assert told == f"{one} cannot be combined with {other}: {why}"
+    alone = {"parallel.tp_size=2", "parallel.zero_stage=3", "train.compile=true", "optim.offload=host"}
+    found = [load_recipe(recipe, [each]).recipe.settings for each in sorted(alone)]
+    assert found == [{exclusions.ON_HOST}, {exclusions.SHARDED}, {exclusions.DIVIDED}, {exclusions.COMPILED}]
+    assert "parallel.zero_stage 3 cannot be combined with train.compile" in refused(
+        recipe, ["parallel.zero_stage=3", "train.compile=true"]
+    )

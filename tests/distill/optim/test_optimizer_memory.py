@@ -111,7 +111,7 @@ def test_a_norm_that_the_host_has_computed_is_a_number(folder: Path) -> None:
 
 
 def test_what_cannot_work_is_refused_and_what_runs_is_said(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"optim\.offload host needs parallel\.zero_stage 1 or 2"):
+    with pytest.raises(ConfigError, match=r"optim\.offload host cannot be combined with parallel\.zero_stage 0"):
         runs.resolved(folder, parallel__zero_stage=0, **HOST)
     plain, away = runs.resolved(folder).recipe, runs.resolved(folder, **HOST).recipe
     assert "AdamW" not in opening(plain, tmp_path, 0)
