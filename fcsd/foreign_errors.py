@@ -18,7 +18,7 @@ _LOGIN = "check the name; if it is private, run `hf auth login` with an account 
 _NETWORK = "check the connection; for files already downloaded, set HF_HUB_OFFLINE=1"
 _MEMORY = (
     "lower train.micro_batch_size or set train.activation_checkpointing: true, which recomputes; then lower "
-    "objective.chunk_tokens, set optim.moments: bf16, or raise parallel.zero_stage or --gpus; "
+    "objective.chunk_tokens, or raise parallel.zero_stage or --gpus; "
     "`fcsd plan` says what fits. Without a recipe, lower --batch-size"
 )
 

@@ -10,7 +10,6 @@ from matplotlib.figure import Figure
 
 from fcsd import disk
 from fcsd.distill.run.manifest import read_manifest
-from fcsd.distill.teacher.cache import read_key
 from fcsd.errors import ConfigError, FcsdError
 from fcsd.eval.results import read_results
 from fcsd.parallel.machine import read_machine
@@ -66,7 +65,6 @@ READERS = {
     "machine.json": read_machine,
     "prompts.txt": read_prompts,
     "results.json": read_results,
-    "KEY.json": lambda path: read_key(path.parent),
     "MANIFEST.json": lambda path: read_manifest(path.parent),
 }
 

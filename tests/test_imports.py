@@ -116,7 +116,6 @@ def test_folders_do_not_import_in_a_circle(repo: Path) -> None:
 # The only files that import DeepSpeed, lazily or not. In `parallel/` they are one adapter each for experts and weights.
 DEEPSPEED = {
     "distill/step/engine.py",
-    "distill/optim/adamw_choice.py",
     "distill/run/resharded.py",
     "distill/run/snapshot.py",
     "distill/optim/adamw_norms.py",

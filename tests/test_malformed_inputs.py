@@ -1,6 +1,5 @@
 """Files that commands read may be cut off, of other types or special: each ends in one line with its exit code."""
 
-import hashlib
 import json
 import math
 import os
@@ -8,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import tiny
-import torch
-from safetensors.torch import save
 
 from fcsd.distill.own_text_files import RECORD as WRITTEN
 from fcsd.distill.own_text_files import plan_files
@@ -18,7 +15,6 @@ from fcsd.distill.run.report import read_metrics
 from fcsd.distill.run.trackers import _id
 from fcsd.distill.samples import Samples
 from fcsd.distill.sweep.search import _known_trials
-from fcsd.distill.teacher.cache import CachedTeacher, _entry, _load, read_key
 from fcsd.errors import BadInputError, FcsdError
 from fcsd.eval.code.problems import load_evalplus
 from fcsd.eval.engines.answer_cache import AnswerCache
@@ -86,10 +82,7 @@ _YAML = _ALL - {
 READERS = {
     "machine.json": (read_machine, 2, ()),
     "results.json": (read_results, 3, {"an empty list"}),
-    "KEY.json": (lambda path: read_key(path.parent), 3, _OBJECTS),
     "MANIFEST.json": (lambda path: read_manifest(path.parent), 4, ()),
-    "cache/MANIFEST.json": (lambda path: CachedTeacher(path.parent, 1), 3, ()),
-    "shard-000000.json": (_entry, 3, ()),
     "sweep.json": (_known_trials, 3, ()),
     WRITTEN: (lambda path: plan_files(path.parent, {}, 1, 1, 1), 3, set()),
     "metrics.jsonl": (lambda path: read_metrics(path.parent), 3, _CUT),
@@ -157,56 +150,6 @@ def test_a_cut_record_of_metrics_is_left_out_and_one_in_the_middle_is_damage(tmp
         path.write_text(f'{record}\n{{"step": 3, "loss": 1.0}}\n')
         with pytest.raises(BadInputError, match=r"metrics\.jsonl: cannot be read"):
             read_metrics(tmp_path)
-
-
-SHARD = {
-    "log_probs": torch.zeros(6, 2),
-    "words": torch.zeros(6, 2, dtype=torch.int32),
-    "tail": torch.zeros(6),
-    "counts": torch.tensor([2, 4]),
-    "digests": torch.zeros(2, 32, dtype=torch.uint8),
-}
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {},
-        {"tail": None},
-        {"words": torch.zeros(6, 3, dtype=torch.int32)},
-        {"words": torch.full((6, 2), -1, dtype=torch.int32)},
-        {"log_probs": torch.full((6, 2), torch.nan)},
-        {"tail": torch.full((6,), torch.nan)},
-        {"counts": torch.tensor([2, 5])},
-        {"counts": torch.tensor([-2, 8])},
-        {"counts": torch.tensor([6])},
-        {"digests": torch.zeros(2, 31, dtype=torch.uint8)},
-    ],
-)
-def test_a_shard_of_a_teacher_cache_that_was_sealed_anew_is_checked(change: dict, tmp_path: Path) -> None:
-    tensors = {name: tensor for name, tensor in (SHARD | change).items() if tensor is not None}
-    data = save(tensors)
-    (tmp_path / "shard-000000.safetensors").write_bytes(data)
-    entry = {"rows": [0, 2], "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    if not change:
-        assert _load(tmp_path / "shard-000000.safetensors", entry)[1] == [0, 2, 6]
-        return
-    with pytest.raises(BadInputError, match="does not hold a teacher's answers") as caught:
-        _load(tmp_path / "shard-000000.safetensors", entry)
-    assert caught.value.hint
-
-
-def test_a_manifest_of_a_teacher_cache_names_its_own_shards_alone(tmp_path: Path) -> None:
-    entry = {"rows": [0, 2], "size": 1, "sha256": "0"}
-    for manifest in (
-        {"../shard-000000.safetensors": entry},
-        {"shard-000000.safetensors": entry | {"rows": [1, 2]}},
-        {"shard-000000.safetensors": entry | {"rows": [0, 1e30]}},
-        {"shard-000000.safetensors": entry, "shard-000001.safetensors": entry | {"rows": [3, 4]}},
-    ):
-        (tmp_path / "MANIFEST.json").write_text(json.dumps(manifest))
-        with pytest.raises(BadInputError, match="is damaged at"):
-            CachedTeacher(tmp_path, 1)
 
 
 def test_trials_of_a_sweep_are_checked(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The commands `fcsd distill`, `cache-teacher`, `write` and `plan`."""
+"""The commands `fcsd distill`, `write` and `plan`."""
 
 import json
 import math
@@ -124,32 +124,6 @@ def _sweep(
     sweeping.require_complete(found)
 
 
-def cache_teacher(
-    recipe: Recipe = None,
-    recipe_name: RecipeOption = None,
-    sets: Sets = [],  # noqa: B006
-    gpus: Gpus = None,
-    as_json: AsJson = False,
-) -> None:
-    """Write the teacher cache of a recipe. Finished parts are kept. Prints the directory of the cache."""
-    require_extra("train", "fcsd cache-teacher")
-    from fcsd.config import load_recipe
-
-    named = one_recipe(recipe, recipe_name)
-    resolved = load_recipe(named, sets)
-    _require_inputs(named, resolved.recipe)
-
-    from fcsd.launch.world import ensure_world
-
-    ensure_world(gpus)
-
-    from fcsd.distill.cache_teacher import cache_teacher as run
-
-    directory = run(resolved)
-    if first_rank():
-        emit(json.dumps({"cache": str(directory)}) if as_json else directory)
-
-
 def write(
     model: Model,
     out: Annotated[Path, typer.Option(metavar="DIR", help="The directory for the text; a killed call goes on there.")],
@@ -235,7 +209,7 @@ def plan(
     _require_model(named, read)
     gpus = gpus or math.ceil(read.parallel.ep_size * read.parallel.tp_size / nodes)
 
-    from fcsd.plan import Hardware, deduplication, plan_run, report
+    from fcsd.plan import Hardware, plan_run, report
     from fcsd.plan.setup import present
 
     hardware = present(gpus, nodes, price)
@@ -243,20 +217,7 @@ def plan(
         source = f"GPUs of {memory:g} GiB, as --gpu-mem says; hours assume the arithmetic of an H200"
         hardware = Hardware(gpus, nodes, memory, price, source)
     planned = plan_run(read, hardware, mfu)
-    options = []
-    if read.parallel.dedup == "auto" and read.parallel.machine is not None:
-        from fcsd.parallel.machine import read_machine
-
-        links = read_machine(Path(read.parallel.machine)).links
-        options = deduplication.expected_options(planned.numbers, planned.setup, links, read.parallel)
-    if as_json:
-        found = report.to_json(planned)
-        found |= {"dedup": deduplication.to_json(options)} if options else {}
-        emit(json.dumps(found, indent=2))
-    else:
-        parts = [report.to_text(planned)]
-        parts += [deduplication.to_text(options)] if options else []
-        emit("\n\n".join(parts))
+    emit(json.dumps(report.to_json(planned), indent=2) if as_json else report.to_text(planned))
     planned.check()
 
 

@@ -14,7 +14,7 @@ import typer
 from fcsd.cli.advise import advise
 from fcsd.cli.bench import app as bench_app
 from fcsd.cli.command import command, emit, report_error
-from fcsd.cli.distill import cache_teacher, distill, plan, write
+from fcsd.cli.distill import distill, plan, write
 from fcsd.cli.eval import chat, evaluate
 from fcsd.cli.models import convert, export, inspect, push
 from fcsd.cli.options import AsJson
@@ -90,7 +90,6 @@ command(app, "advise")(advise)
 command(app, "inspect")(inspect)
 command(app, "convert")(convert)
 command(app, "distill")(distill)
-command(app, "cache-teacher")(cache_teacher)
 command(app, "write")(write)
 command(app, "plan")(plan)
 command(app, "eval")(evaluate)

@@ -8,7 +8,7 @@ from fcsd.config.batch import accumulation
 from fcsd.config.checkpoint import Checkpoint
 from fcsd.config.data import Data, Source
 from fcsd.config.faults import Faults
-from fcsd.config.objective import Hidden, Objective, TeacherCache
+from fcsd.config.objective import Hidden, Objective
 from fcsd.config.optim import Optim
 from fcsd.config.parallel import Parallel, Quantised
 from fcsd.config.recipe import HELD_OUT, NO_METRIC, EarlyStop, Init, Recipe, Sweep
@@ -33,7 +33,6 @@ __all__ = [
     "ResolvedRecipe",
     "Source",
     "Sweep",
-    "TeacherCache",
     "Train",
     "accumulation",
     "load_recipe",

@@ -8,6 +8,17 @@ from collections.abc import Iterator, Mapping
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
+# What earlier versions had, by its key, and what to do instead. The key of a value has the value behind it.
+_REMOVED = {
+    "train.anneal_share": "annealed wiring was removed, because no gain was shown; delete the line",
+    "objective.teacher_cache": "caches were removed; train.adapter or optim.train share one copy of the weights",
+    "optim.moments": "moments in bf16 were removed; set optim.offload: host, or parallel.zero_stage: 2 or 3",
+    "optim.offload: moments": "it was removed; set optim.offload: host, or parallel.zero_stage: 2 or 3",
+    "parallel.dedup: auto": "the choice by layer was removed; set off, rank or node, see docs/deduplication.md",
+    "parallel.machine": "parallel.dedup auto alone read it, and was removed; delete the line",
+    "train.graph": "captured passes were removed; use train.compile, or a larger train.micro_batch_size",
+}
+
 
 def explain(problem: ErrorDetails, places: Mapping[str, str], schema: type[BaseModel]) -> str:
     """The message for one problem, on one line.
@@ -20,6 +31,9 @@ def explain(problem: ErrorDetails, places: Mapping[str, str], schema: type[BaseM
     kind, loc, message = problem["type"], problem["loc"], problem["msg"].replace("Input should", "should")
     key = ".".join(str(part) for part in loc)
     place = nearest(key, places)
+    removed = _REMOVED.get(key if kind == "extra_forbidden" else f"{key}: {problem['input']}"[:100])
+    if removed:
+        return f"{place}: {key!r}: {removed}"
     if kind == "extra_forbidden":
         return f"{place}: unknown key {key!r}; {_suggestion(loc, schema)}"
     if kind == "missing":

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from fcsd.config.fields import OutputPath, Positive, Section, Weight
+from fcsd.config.fields import Positive, Section, Weight
 
 
 def automatic_chunk(vocab: int) -> int:
@@ -24,15 +24,6 @@ class Hidden(Section):
     costs the overlap of these layers."""
 
 
-class TeacherCache(Section):
-    """The teacher's most likely next tokens on disk, used instead of the teacher; `fcsd cache-teacher` writes them."""
-
-    path: OutputPath
-    """The directory of the cache."""
-    top_k: Positive = 64
-    """The number of token ids that are stored per position, each with its log probability; 8 bytes each."""
-
-
 class Objective(Section):
     """The loss: kl * KL(teacher || student) + sft * cross-entropy + hidden.weight * squared distance."""
 
@@ -42,9 +33,6 @@ class Objective(Section):
     """The weight of the cross-entropy with the text itself; 0 turns it off."""
     hidden: Hidden = Hidden()
     """The distance between the hidden states of student and teacher, as a third term of the loss."""
-    teacher_cache: TeacherCache | None = None
-    """Use stored log probabilities of the teacher, which give a lower bound of the divergence; null runs the teacher
-    itself."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """The temperature of the teacher's and the student's softmax in the divergence."""
     reduction: Literal["mean", "sum"] = "mean"
@@ -67,8 +55,4 @@ class Objective(Section):
     def _something_to_learn(self) -> Self:
         if self.kl == 0 and self.sft == 0 and self.hidden.weight == 0:
             raise ValueError("objective.kl, objective.sft and objective.hidden.weight are all 0, so nothing is learned")
-        if self.teacher_cache and (self.kl == 0 or self.hidden.weight):
-            raise ValueError(
-                "objective.teacher_cache is for the KL alone: objective.kl must not be 0, objective.hidden.weight must"
-            )
         return self

@@ -43,13 +43,7 @@ class Optim(Section):
     each gradient that a process holds, and `zero_stage` 1 does not offer it."""
     reduce_dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """The precision in which gradients are summed over the processes. `auto` is that of `accumulate_dtype`."""
-    moments: Literal["fp32", "bf16"] = "fp32"
-    """The precision in which AdamW's two moments are stored. `bf16` saves four bytes for each parameter that a process
-    updates. The moments are rounded to bf16 stochastically; the update itself and the optimizer's copy of the weights
-    stay in fp32."""
-    offload: Literal["none", "moments", "host"] = "none"
-    """What is kept in host memory instead of on the GPU. `moments`: AdamW's two moments. AdamW runs on the GPU; in each
-    step the moments are copied there piece by piece and back. The GPU needs 8 bytes less for each parameter that a
-    process updates, or 4 with `moments: bf16`. `host`: the moments and the optimizer's copy of the weights. AdamW runs
-    on the CPU cores; the GPU needs 12 bytes less, and each step takes longer. It needs `parallel.zero_stage` 1 or 2.
-    Both kinds of AdamW are torch's own; nothing is compiled."""
+    offload: Literal["none", "host"] = "none"
+    """What is kept in host memory instead of on the GPU. `host`: AdamW's two moments and the optimizer's copy of the
+    weights. AdamW runs on the CPU cores; the GPU needs 12 bytes less for each parameter that a process updates, and
+    each step takes longer. It needs `parallel.zero_stage` 1 or 2. AdamW is torch's own; nothing is compiled."""

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from fcsd.config.fields import InputPath, NonNegative, Positive, Section
+from fcsd.config.fields import NonNegative, Positive, Section
 from fcsd.errors import ConfigError
 
 
@@ -87,17 +87,14 @@ class Parallel(Section):
     """On GPUs: compute each norm in one kernel, rotate queries and keys by one, and move rows to and from experts by
     one kernel in each direction. With `ep_size: 1` the product inside each gated MLP and each routed expert is one
     kernel, too. This is faster and takes less memory, and results differ from the unfused ones by rounding."""
-    dedup: Literal["off", "rank", "node", "auto"] = "off"
+    dedup: Literal["off", "rank", "node"] = "off"
     """With `ep_size` above 1: how often the row of a token is sent if several of its experts are in one place. `off`
     sends it once for each expert, `rank` once to each process that holds any of them, and `node` once to each node,
-    where one process forwards it to the others. `auto` chooses one of them for each layer by the routing of the first
-    step and the links in `machine`. Results differ from those of `off` by rounding. A model whose tokens choose one
-    expert always uses `off`."""
+    where one process forwards it to the others. Results differ from those of `off` by rounding. A model whose tokens
+    choose one expert always uses `off`."""
     node_size: Positive | None = None
     """With `dedup: node`: the number of neighbouring processes that form a node. It divides `ep_size` and is smaller
     than it."""
-    machine: InputPath | None = None
-    """With `dedup: auto`: the machine file, which describes the links of the cluster; `fcsd bench links` writes one."""
     placement: Placement = Placement()
     """Moves experts between processes during the run. Losses and weights stay the same, up to rounding."""
     teacher_placement: Literal["auto", "sharded", "replicated"] = "auto"
@@ -106,28 +103,12 @@ class Parallel(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.tp_size > 1 and (why := self._not_sharded()):
-            raise ValueError(f"parallel.tp_size above 1 cannot be combined with {why}")
         if self.teacher_placement == "sharded" and self.ep_size == 1:
             raise ValueError("parallel.teacher_placement sharded needs parallel.ep_size above 1")
         if self.placement.every and self.ep_size == 1:
             raise ValueError("parallel.placement.every needs parallel.ep_size above 1: one process has all experts")
         if self.dedup != "off" and self.ep_size == 1:
             raise ValueError(f"parallel.dedup {self.dedup} needs parallel.ep_size above 1")
-        if (self.dedup == "auto") != (self.machine is not None):
-            raise ValueError(
-                "parallel.dedup auto needs parallel.machine, a machine file, and nothing else reads it: set both or "
-                "neither; fcsd bench links writes such a file"
-            )
-        if self.dedup == "auto" and self.node_size is not None:
-            raise ValueError(
-                "parallel.dedup auto takes the size of a node from parallel.machine; remove parallel.node_size"
-            )
-        if self.dedup == "auto" and self.placement.every:
-            raise ValueError(
-                "parallel.placement needs one objective for all layers, and parallel.dedup auto may choose differently "
-                "for each of them; set parallel.dedup: off, rank or node"
-            )
         if self.dedup == "node" and self.node_size is None:
             raise ValueError("parallel.dedup node needs parallel.node_size, the number of processes of a node")
         if self.node_size is not None and (self.ep_size % self.node_size or not 1 < self.node_size < self.ep_size):
@@ -136,15 +117,6 @@ class Parallel(Section):
                 "divide it; if all processes are on one node, set parallel.dedup: rank"
             )
         return self
-
-    def _not_sharded(self) -> str | None:
-        """The setting with which tensor parallelism is not proven; None if there is none."""
-        found = {
-            "parallel.ep_size above 1: it does not shard experts": self.ep_size > 1,
-            "parallel.quantised: it has no dispatch": self.quantised.any,
-            "parallel.zero_stage 0: set it to 1 or 2": self.zero_stage == 0,
-        }
-        return next((why for why, is_so in found.items() if is_so), None)
 
     @property
     def teacher_ep_size(self) -> int:

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from fcsd.config import exclusions
 from fcsd.config.checkpoint import Checkpoint
 from fcsd.config.data import Data
 from fcsd.config.faults import Faults
@@ -162,32 +163,12 @@ class Recipe(Section):
             raise ValueError("optim.accumulate_dtype and optim.reduce_dtype cannot be bf16 if train.dtype is fp32")
         if self.train.dtype == "bf16" and self.parallel.zero_stage == 1 and self.accumulate_dtype == "fp32":
             raise ValueError("optim.accumulate_dtype fp32 needs parallel.zero_stage 0, 2 or 3: ZeRO-1 sums in bf16")
-        if self.optim.offload == "host" and self.parallel.zero_stage == 0:
-            raise ValueError(
-                "optim.offload host needs parallel.zero_stage 1 or 2; with 0, optim.offload can be moments"
-            )
-        if self.optim.offload != "none" and self.parallel.placement.every:
-            raise ValueError(
-                "parallel.placement.every needs optim.offload none: the states of experts move between GPUs, not hosts"
-            )
         if (rows := self.schedule_steps * self.rows_per_step) > MAX_ROWS:
             raise ValueError(
                 f"train.steps ({self.train.steps}) of the schedule's {self.schedule_steps} steps take {rows:,} rows of "
                 f"data.seq_len tokens; a run has at most {MAX_ROWS:,}"
             )
-        if self.train.compile and self.parallel.ep_size > 1:
-            raise ValueError("train.compile needs parallel.ep_size 1: layers with divided experts cannot be compiled")
-        if self.train.compile and self.parallel.quantised.any:
-            raise ValueError(
-                "train.compile cannot be combined with parallel.quantised: layers that round rows stay eager"
-            )
-        if self.train.graph and (why := self._not_captured()):
-            raise ValueError(f"train.graph cannot be combined with {why}")
-        if self.parallel.tp_size > 1 and (why := self._not_with_shards()):
-            raise ValueError(f"parallel.tp_size above 1 cannot be combined with {why}")
-        if self.parallel.zero_stage == 3 and (why := self._not_with_zero_3()):
-            raise ValueError(f"parallel.zero_stage 3 cannot be combined with {why}")
-        if why := self._not_frozen():
+        if why := exclusions.conflict(self.settings):
             raise ValueError(why)
         if self.train.eval_every and self.data.held_out is None:
             raise ValueError("train.eval_every needs data.held_out, the text to measure on")
@@ -195,67 +176,28 @@ class Recipe(Section):
             raise ValueError("early_stop.metric held_out needs data.held_out, the text to measure on")
         return self
 
-    def _not_frozen(self) -> str | None:
-        """Why the settings around frozen weights contradict each other; None if they do not."""
-        if self.frozen_beside is None:
-            return None
-        parts, objective, parallel = self.optim.train, self.objective, self.parallel
+    @property
+    def settings(self) -> set[str]:
+        """The settings of the table of ``exclusions`` that this recipe has."""
+        parallel, parts, objective = self.parallel, self.optim.train, self.objective
         found = {
-            "init.weights random: what is frozen must have learned something": (self.init.weights == "random"),
-            "parallel.teacher_placement replicated: the teacher's experts are the student's": (
-                parallel.teacher_placement == "replicated"
-            ),
-            "parallel.placement.every: it moves experts that train": parallel.placement.every > 0,
-            "parallel.quantised with parallel.ep_size 1": parallel.quantised.any and parallel.ep_size == 1,
-            "objective.freeze_embeddings, because optim.train names embeddings": (
-                objective.freeze_embeddings and "embeddings" in parts
-            ),
-            "objective.freeze_lm_head, because optim.train names head": objective.freeze_lm_head and "head" in parts,
+            exclusions.SHARDED: parallel.tp_size > 1,
+            exclusions.EXPERTS: parallel.ep_size > 1 or parallel.quantised.any,
+            exclusions.UNDIVIDED: parallel.zero_stage == 0,
+            exclusions.DIVIDED: parallel.zero_stage == 3,
+            exclusions.COMPILED: self.train.compile,
+            exclusions.ON_HOST: self.optim.offload == "host",
+            exclusions.MOVED: parallel.placement.every > 0,
+            exclusions.FROZEN: self.frozen_beside is not None,
+            exclusions.OWN_PARTS: bool(parts),
+            exclusions.RANDOM: self.init.weights == "random",
+            exclusions.REPLICATED: parallel.teacher_placement == "replicated",
+            exclusions.ALONE_ROUNDED: parallel.quantised.any and parallel.ep_size == 1,
+            exclusions.BENCHMARK: self.early_stop.benchmark is not None,
+            exclusions.FREEZES_TRAINED: (objective.freeze_embeddings and "embeddings" in parts)
+            or (objective.freeze_lm_head and "head" in parts),
         }
-        why = next((why for why, is_so in found.items() if is_so), None)
-        return why and f"{self.frozen_beside} cannot be combined with {why}"
-
-    def _not_captured(self) -> str | None:
-        """The setting because of which the passes of a micro-batch cannot be captured; None if they can be."""
-        divided = max(self.parallel.ep_size, self.parallel.teacher_ep_size) > 1
-        found = {
-            "divided experts: the host sizes their all-to-alls in each pass": divided,
-            "parallel.quantised: captured passes that round rows are not proven": self.parallel.quantised.any,
-            "train.activation_checkpointing: it saves the state of random generators": (
-                self.train.activation_checkpointing
-            ),
-            "train.attention masked: the masks depend on the documents": self.train.attention == "masked",
-            "deterministic: some of the deterministic kernels cannot be captured": self.deterministic,
-            "objective.teacher_cache: targets come from the host": self.objective.teacher_cache is not None,
-        }
-        return next((why for why, is_so in found.items() if is_so), None)
-
-    def _not_with_shards(self) -> str | None:
-        """The setting with which tensor parallelism is not proven; None if there is none."""
-        found = {
-            "train.compile": self.train.compile,
-            "train.graph": self.train.graph,
-            "train.anneal_share": self.train.anneal_share > 0,
-            f"{self.frozen_beside}": self.frozen_beside is not None,
-            "optim.offload": self.optim.offload != "none",
-            "optim.moments bf16": self.optim.moments != "fp32",
-            "objective.teacher_cache": self.objective.teacher_cache is not None,
-            "a benchmark as early_stop.metric": self.early_stop.benchmark is not None,
-        }
-        return next((why for why, is_so in found.items() if is_so), None)
-
-    def _not_with_zero_3(self) -> str | None:
-        """The setting with which weights that ZeRO-3 divides are not proven; None if there is none."""
-        found = {
-            "parallel.ep_size above 1: experts need stage 1 or 2": self.parallel.ep_size > 1,
-            "parallel.tp_size above 1: shards need stage 1 or 2": self.parallel.tp_size > 1,
-            "parallel.quantised: it has no dispatch": self.parallel.quantised.any,
-            "train.compile": self.train.compile,
-            "train.graph": self.train.graph,
-            "optim.train, and with train.adapter alone it can": bool(self.optim.train),
-            "optim.offload host, and with moments it can": self.optim.offload == "host",
-        }
-        return next((why for why, is_so in found.items() if is_so), None)
+        return {name for name, is_set in found.items() if is_set}
 
     @property
     def frozen_beside(self) -> Literal["train.adapter", "optim.train"] | None:

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from fcsd.config.fields import Count, NonNegative, Positive, Section, Share, whole
+from fcsd.config.fields import Count, NonNegative, Positive, Section, whole
 from fcsd.models.adapters import GROUPS
 
 Word = Annotated[str, Field(min_length=1, max_length=256)]
@@ -53,23 +53,12 @@ class Train(Section):
     """Compile each decoder layer of student and teacher by torch.compile. It helps small models, whose step is limited
     by the number of kernels that the host starts; the first step takes about a minute longer. Results differ in
     rounding. It needs `parallel.ep_size: 1`."""
-    graph: bool = False
-    """Capture the passes of a micro-batch, the teacher's included, as CUDA graphs, which the host starts with two calls
-    instead of thousands. It helps small models. The memory of the passes stays reserved between steps, which `fcsd
-    plan` does not count, and the loss is computed also at positions that do not count. Results differ in rounding. It
-    needs packed attention in bf16, and experts that are not divided. If the passes of a model cannot be captured, the
-    first step ends the run and says why. On a CPU the same passes run without capture."""
     adapter: Adapter | None = None
     """Train adapters beside frozen weights instead of the weights. The teacher is then the model itself with its
     adapters off and in the standard wiring, so no second copy of the weights is in memory. null trains the weights, or
     those parts that `optim.train` names."""
     activation_checkpointing: bool = False
     """Recompute the activations of each layer in the backward pass: less memory, one more forward pass per step."""
-    anneal_share: Share = 0.0
-    """The share of the schedule's steps over which the wiring is annealed: a rewired read sees the available outputs
-    and (1 - λ) times those in flight. λ rises linearly from 0, the original model, to 1, the wiring, and then stays.
-    Only training steps are annealed. With 0, λ is 1 from the first step. An annealed step hides no communication of the
-    student, and `train.graph` captures no annealed step."""
     log_every: Positive = 10
     """The number of optimizer steps between lines of metrics.jsonl."""
     eval_every: NonNegative = 0

@@ -17,7 +17,6 @@ from pathlib import Path
 from fcsd.config import ResolvedRecipe
 from fcsd.distill import preview
 from fcsd.distill.early_stop import ScoreHistory, held_out_text
-from fcsd.distill.experts.dedup_choice import DedupChoice
 from fcsd.distill.experts.swaps import ExpertSwaps
 from fcsd.distill.metrics import Meter
 from fcsd.distill.parts.files import require_base, write_merged, write_parts
@@ -117,7 +116,6 @@ class Tools:
     saver: Saver
     samples: Samples
     meter: Meter
-    dedup: DedupChoice
     swaps: ExpertSwaps
     reporter: Reporter | None
     preemption: Preemption
@@ -184,12 +182,10 @@ def _train(run: Prepared, scorer: Scorer | None, preemption: Preemption, watchdo
         shown.callback(watchdog.leave)  # after the last step, ranks may work for different times, so none is watched
         shown.callback(saver.close)
         steps = recipe.train.steps if not scores.verdict.stop else run.done
-        feed = shown.enter_context(feeding(run.rows, recipe, run.data, first, steps, run.training.source))
+        feed = shown.enter_context(feeding(run.rows, recipe, run.data, first, steps))
         meter = Meter(run.directory, recipe, run.world, run.hosts, run.done, feed, run.traffic)
         swaps = ExpertSwaps(run.directory, recipe, run.world, run.hosts, run.training, run.progress)
-        say = reporter.say if reporter else print
-        dedup = DedupChoice(run.directory, recipe, run.world, run.hosts, run.student, run.dispatcher, run.progress, say)
-        tools = Tools(feed, scores, skips, saver, samples, meter, dedup, swaps, reporter, preemption, watchdog)
+        tools = Tools(feed, scores, skips, saver, samples, meter, swaps, reporter, preemption, watchdog)
         gc.collect()
         gc.freeze()  # libraries and models are excluded from garbage collection, which would slow steps down
         take_steps(run, tools, range(first, steps + 1))
@@ -209,7 +205,7 @@ def take_steps(run: Prepared, tools: Tools, steps: range) -> None:
         tools.watchdog.beat()
         tools.saver.poll(run.hosts)
         with tools.meter.step(step):
-            with tools.swaps.step(step), tools.dedup.step():
+            with tools.swaps.step(step):
                 launched = launch_step(run.training, tools.feed.take(), run.recipe, run.data, step)
             if unjudged is not None:
                 _log_if_skipped(run, tools, unjudged)
@@ -272,7 +268,7 @@ def finish_step(
     time_left = _time_left(run, tools)
     wanted = duties.save or best == step or time_left < math.inf
     if last or (wanted and tools.saver.seconds < time_left):
-        keepers = (tools.scores, tools.skips, tools.swaps, tools.dedup)
+        keepers = (tools.scores, tools.skips, tools.swaps)
         progress = _counts(run, step) | {key: value for one in keepers for key, value in one.progress().items()}
         progress |= held_out_text(run.held_out)
         with tools.pause(CHECKPOINT, f"saving step {step}"):

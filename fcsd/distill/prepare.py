@@ -3,13 +3,13 @@
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import torch
 import torch.distributed as dist
 import transformers
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, enable_full_determinism, set_seed
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, enable_full_determinism, set_seed
 
 from fcsd.checkpoint import Location, read_layout, resolve, whole_sha256
 from fcsd.config import Recipe, ResolvedRecipe, accumulation
@@ -29,14 +29,13 @@ from fcsd.distill.parts.files import read_parts
 from fcsd.distill.run import checkpoints, manifest, run_dir
 from fcsd.distill.run.identity import flat, require_agreement, run_identity
 from fcsd.distill.run.saver import require_room
-from fcsd.distill.step import graphs
 from fcsd.distill.step.engine import Training, build_training, import_deepspeed, live_teacher
 from fcsd.distill.student import load_student, student_config
-from fcsd.distill.teacher.cache import read_teacher_cache
 from fcsd.distill.teacher.original import compile_layers, identify_teacher, needs_teacher, pack_attention, teacher_name
 from fcsd.distill.teacher.shared import SharedTeacher, WithinPass, require_own_weights
 from fcsd.distill.teacher.targets import TeacherSource, expect_comparable
 from fcsd.launch.world import World
+from fcsd.models.adapters.targets import Chosen
 from fcsd.models.adapters.trained import TrainedParts
 from fcsd.models.build import unwired
 from fcsd.parallel.expert.dispatcher import Dispatcher
@@ -58,7 +57,6 @@ class Prepared:
         source: the checkpoint that the student was made from.
         training: the student, its engine, and the source of its targets.
         traffic: counts the bytes that dispatch and combine send; None if no experts are divided.
-        dispatcher: makes the dispatchers of the student's layers and of a teacher with divided experts.
         rows: the rows of the whole schedule.
         held_out: rows that are only evaluated and never trained on, by the field of ``data`` that names their text.
         identity: the facts that a run must share with this one in order to continue from its checkpoints.
@@ -74,7 +72,6 @@ class Prepared:
     training: Training
     tokenizer: PreTrainedTokenizerBase
     traffic: Traffic | None
-    dispatcher: Dispatcher
     rows: Mixture
     held_out: dict[str, Rows]
     identity: dict[str, Any]
@@ -118,78 +115,108 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
         CheckpointError: the checkpoint is damaged or belongs to another run.
         DiskError: not even one checkpoint of a new run could be saved.
     """
-    recipe = resolved.recipe
-    directory = Path(recipe.output_dir)
+    recipe, say = resolved.recipe, _say if world.rank == 0 else lambda text: None
     accumulation(recipe, world.size)
     expert_parallel.check(recipe, world.size)
     tensor_parallel.check(recipe, world.size)
     import_deepspeed()
     teams = tensor_parallel.teams_of(recipe, world)
     (enable_full_determinism if recipe.deterministic else set_seed)(recipe.seed)
-    original = student_source(recipe)
-    chosen = chosen_parts(recipe, original)  # a part that no model has is not said to be a change of the run
-    checkpoint = world.on_first(lambda: checkpoints.find(directory / run_dir.CHECKPOINTS, resume, _say))
-    if checkpoint:
-        world.on_first(lambda: checkpoints.require_model(checkpoint, flat(recipe.model_dump())))
-    if checkpoint is None:
-        world.on_first(lambda: require_room(directory, least_disk(recipe, world.size)))
-    config = student_config(recipe, original)
-    hashes = world.on_first(lambda: identify_teacher(recipe) if needs_teacher(recipe) else {})
-    if chosen is not None:
-        hashes |= world.on_first(lambda: identify_frozen(recipe, original, hashes))
-    say = _say if world.rank == 0 else lambda text: None
+    start = find_start(recipe, resume, world)
     say("reading the text ...")
     # The data come first, because a fault in them is found in less time than it takes to load a model.
-    tokenizer, vocab_size = load_tokenizer(original.path), config.get_text_config().vocab_size
-    corpora, rows, held_out = read_data(recipe, original.path, tokenizer, vocab_size, world)
-    trained = checkpoint / manifest.MODEL if checkpoint and chosen is None else None
-    orders = orders_of(manifest.read_manifest(checkpoint)["progress"]) if checkpoint else None
+    path, vocab_size = start.source.path, start.config.get_text_config().vocab_size
+    tokenizer = load_tokenizer(path)
+    corpora, rows, held_out = read_data(recipe, path, tokenizer, vocab_size, world)
     say(f"loading {recipe.model} ...")
-    placed: Any = {"device": world.device, "orders": orders, "ranks": teams.ranks}
-    student = load_student(recipe, dtype=DTYPES[recipe.train.dtype], config=config, trained=trained, **placed)
-    parts = None if chosen is None else train_parts(student, recipe, chosen)
-    if parts is not None and checkpoint:
-        parts.load(read_parts(checkpoint / manifest.PARTS), str(checkpoint))
+    student, parts = start_student(recipe, start, world, teams.ranks)
     traffic = Traffic() if recipe.parallel.ep_size > 1 else None
     dispatcher = expert_parallel.dispatcher_for(recipe.parallel, recipe.parallel.ep_size)
-    teacher = None
+    source = TeacherSource()
     if needs_teacher(recipe) and not shares_weights(recipe):
         say(f"loading the teacher {teacher_name(recipe)} ...")
         teacher = load_teacher(recipe, student, world, traffic, dispatcher, teams.ranks)
-    source = TeacherSource() if teacher is None else live_teacher(teacher, recipe, world.size)
-    identity = run_identity(recipe, corpora, world)
-    if settings := recipe.objective.teacher_cache:
-        source, cached = read_teacher_cache(recipe, settings, identity, vocab_size)
-        hashes = hashes | cached
-    identity |= hashes | scored_text(recipe.early_stop, held_out)
-    by_zero = checkpoint is not None and checkpoints.of_several(checkpoint)
+        source = live_teacher(teacher, recipe, world.size)
+    identity = run_identity(recipe, corpora, world) | start.hashes | scored_text(recipe.early_stop, held_out)
+    by_zero = start.checkpoint is not None and checkpoints.of_several(start.checkpoint)
     training = build_training(student, source, recipe, world, traffic, dispatcher, by_zero, teams, parts)
     if parts is not None and shares_weights(recipe):
         shared = share_weights(parts, recipe, traffic, dispatcher)
         divided = recipe.parallel.zero_stage == 3
         training = replace(training, source=WithinPass(shared, training.engine.module) if divided else shared)
-    progress = checkpoints.load(checkpoint, world, training, identity) if checkpoint else {"step": 0}
-    # Both take what a checkpoint has put into the engine.
-    update.install(training.engine, recipe)
-    training = graphs.with_fixed_passes(training, recipe, [student] if teacher is None else [student, teacher])
+    progress = checkpoints.load(start.checkpoint, world, training, identity) if start.checkpoint else {"step": 0}
+    update.install(training.engine, recipe)  # takes what a checkpoint has put into the engine
     require_agreement(world, {**identity, "vocabulary": vocab_size, "first step": progress["step"] + 1})
-    world.on_first(lambda: run_dir.describe(directory, resolved))
+    world.on_first(lambda: run_dir.describe(Path(recipe.output_dir), resolved))
     return Prepared(
         resolved=resolved,
         world=world,
         data=teams.data,
         hosts=hosts_of(world),
-        source=original,
+        source=start.source,
         training=training,
         tokenizer=tokenizer,
         traffic=traffic,
-        dispatcher=dispatcher,
         rows=rows,
         held_out=held_out,
         identity=identity,
-        checkpoint=checkpoint,
+        checkpoint=start.checkpoint,
         progress=progress,
     )
+
+
+class Start(NamedTuple):
+    """Where a run begins; no weight has been loaded for it.
+
+    Attributes:
+        source: the checkpoint that the student was made from.
+        chosen: what trains beside frozen weights; None if all weights train.
+        checkpoint: the checkpoint from which the run continues; None if it starts anew.
+        config: the student's.
+        hashes: those of the teacher and of what is frozen, which belong to the identity of the run.
+    """
+
+    source: Location
+    chosen: Chosen | None
+    checkpoint: Path | None
+    config: PretrainedConfig
+    hashes: dict[str, str]
+
+
+def find_start(recipe: Recipe, resume: str, world: World) -> Start:
+    """Finds the student, the checkpoint and the teacher of a run, and compares their hashes.
+
+    Raises:
+        ConfigError, BadInputError, CheckpointError, DiskError: see ``prepare_run``.
+    """
+    directory, source = Path(recipe.output_dir), student_source(recipe)
+    chosen = chosen_parts(recipe, source)  # a part that no model has is not said to be a change of the run
+    checkpoint = world.on_first(lambda: checkpoints.find(directory / run_dir.CHECKPOINTS, resume, _say))
+    if checkpoint:
+        world.on_first(lambda: checkpoints.require_model(checkpoint, flat(recipe.model_dump())))
+    else:
+        world.on_first(lambda: require_room(directory, least_disk(recipe, world.size)))
+    config = student_config(recipe, source)
+    hashes = world.on_first(lambda: identify_teacher(recipe) if needs_teacher(recipe) else {})
+    if chosen is not None:
+        hashes |= world.on_first(lambda: identify_frozen(recipe, source, hashes))
+    return Start(source, chosen, checkpoint, config, hashes)
+
+
+def start_student(
+    recipe: Recipe, start: Start, world: World, ranks: TensorGroup | None
+) -> tuple[PreTrainedModel, TrainedParts | None]:
+    """Loads the student, or what a checkpoint has of it, and what trains beside its frozen weights."""
+    trained = start.checkpoint / manifest.MODEL if start.checkpoint is not None and start.chosen is None else None
+    orders = None if start.checkpoint is None else orders_of(manifest.read_manifest(start.checkpoint)["progress"])
+    placed: Any = {"device": world.device, "orders": orders, "ranks": ranks}
+    student = load_student(recipe, dtype=DTYPES[recipe.train.dtype], config=start.config, trained=trained, **placed)
+    if start.chosen is None:
+        return student, None
+    parts = train_parts(student, recipe, start.chosen)
+    if start.checkpoint is not None:
+        parts.load(read_parts(start.checkpoint / manifest.PARTS), str(start.checkpoint))
+    return student, parts
 
 
 def least_disk(recipe: Recipe, processes: int) -> int:

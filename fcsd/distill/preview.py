@@ -71,8 +71,6 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
         Rows(corpus, data.seq_len)
     require_other_text(corpora, measured)
     teacher = teacher_name(recipe) if needs_teacher(recipe) else "none, the loss is cross-entropy"
-    if cache := recipe.objective.teacher_cache:
-        teacher = f"{cache.path}, the {cache.top_k} most likely token ids of {teacher_name(recipe)}"
     asked = f", the {train.tokens:,} asked for, in whole steps" if train.tokens else ""
     degree = recipe.parallel.tp_size
     shared = f" / {degree} that shard each model" if degree > 1 else ""
@@ -90,11 +88,6 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
         first = "adapters off" if adapter else "first weights"
         shared = f"; the teacher is the student with its {first}" if needs_teacher(recipe) else ""
         lines.append(f"trained     {', and '.join(found)}{shared}")
-    if train.anneal_share:
-        first = round(train.anneal_share * recipe.schedule_steps) + 1
-        lines.append(
-            f"annealing   the wiring is that of the original in step 1 and the student's own from step {first:,} on"
-        )
     if (formats := formats_of(recipe.parallel.quantised)) is not None:
         lines.append(f"formats     {formats}")
     if any(item.plain for item in (*data.sources, *data.measured.values())):

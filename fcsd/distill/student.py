@@ -19,8 +19,7 @@ from fcsd.distill.experts import expert_parallel
 from fcsd.distill.inputs import student_source
 from fcsd.errors import BadInputError
 from fcsd.launch.world import World
-from fcsd.models.annealed import require_in_flight
-from fcsd.models.build import arch_of, converted_config, register, wiring_of
+from fcsd.models.build import arch_of, converted_config, register
 from fcsd.models.export_template import CODE_FILES
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 
@@ -34,15 +33,8 @@ def student_config(recipe: Recipe, source: Location) -> PretrainedConfig:
     Raises:
         BadInputError: the architecture is not supported; the recipe names a wiring, but the checkpoint is rewired
             already; or the weights are random, but the config is quantised.
-        ConfigError: the wiring does not fit the architecture, or it cannot be annealed although the recipe asks for it.
+        ConfigError: the wiring does not fit the architecture.
     """
-    config = _rewired_config(recipe, source)
-    if recipe.train.anneal_share:
-        require_in_flight(wiring_of(config))
-    return config
-
-
-def _rewired_config(recipe: Recipe, source: Location) -> PretrainedConfig:
     init = recipe.init
     register()
     checked = read_config(source.path)

@@ -122,6 +122,9 @@ def wire(model: PreTrainedModel, ranks: TensorGroup, recipe: Recipe) -> None:
 
 
 def make_trainable(model: PreTrainedModel, teams: Teams) -> None:
-    """Marks what is sharded, and lets gradients that a rank has a part of be summed. See ``shard.prepare``."""
-    assert teams.ranks is not None
-    prepare(model, teams.ranks, teams.small)
+    """Marks what is sharded, and lets gradients that a rank has a part of be summed. See ``shard.prepare``.
+
+    Without tensor parallelism it does nothing.
+    """
+    if teams.ranks is not None:
+        prepare(model, teams.ranks, teams.small)

@@ -97,19 +97,6 @@ class Machine(_Part):
         return Links(self.gpus_per_node, self.near.line, far, self.hidden_cost, rate, self.codec, direct, fixed, speed)
 
 
-def require_far(links: Links, ranks: int) -> None:
-    """Check that a machine has the links that ``ranks`` neighbouring ranks need.
-
-    Raises:
-        ConfigError: the ranks need several nodes, and the links between nodes are unknown.
-    """
-    if links.far is None and ranks > links.per_node:
-        raise ConfigError(
-            f"the machine file describes one node of {links.per_node} GPUs, and parallel.ep_size {ranks} needs several",
-            hint="add the key far to the file, or lower parallel.ep_size",
-        )
-
-
 def read_machine(path: Path) -> Machine:
     """Read a machine file.
 

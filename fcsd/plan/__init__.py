@@ -53,9 +53,8 @@ class Plan:
     """What a run of a recipe needs.
 
     Attributes:
-        host: most bytes of host memory that each process needs: while it loads, or with the optimizer or its moments on
-            the host.
-        disk: bytes of the checkpoints that exist at the same time, and of the teacher cache.
+        host: most bytes of host memory that each process needs: while it loads, or with the optimizer on the host.
+        disk: bytes of the checkpoints that exist at the same time.
         change: the cheapest change that makes the recipe fit. None if it fits, or if no change makes it fit.
         faster: the micro-batches, with or without recompute, with which a run that fits is fastest, the assignment that
             gains most first; None if they gain less than a twentieth of the hours.
@@ -224,7 +223,7 @@ def plan_setup(
             here = takewhile(
                 lambda found: found[1] == hardware, candidates(with_parts(setup, offer()), hardware, experts)
             )
-            light = next((new for new, _ in here if new.cached == setup.cached and possible(new, hardware)), None)
+            light = next((new for new, _ in here if possible(new, hardware)), None)
             adapted = None if light is None else changed(light, hardware, written=changes(setup, light, hardware))
     elif (best := _best([new for new in quicker(setup, experts) if possible(new, hardware)], hours_of)) is not None:
         parts = replace(setup, micro_batch_size=best.micro_batch_size), replace(setup, recompute=best.recompute)

@@ -23,9 +23,6 @@ from fcsd.plan.offload import host_optimizer_bytes, summed_on_host
 from fcsd.plan.setup import GIB, USABLE, Hardware, Setup
 from fcsd.plan.shard import Shard, shard
 
-CHUNK = 2**23  # parameters that ``fcsd.distill.optim.adamw_chunked`` updates at a time
-SLOTS = 3  # pairs of buffers for moments on their way; that of ``fcsd.distill.optim.adamw_host_moments``
-
 # Memory that max_memory_allocated does not count. These are assumptions; nvidia-smi and memory_reserved can check them.
 CONTEXT = int(0.8 * GIB)  # CUDA context, kernels, cuBLAS workspaces
 # NCCL's buffers of one process group. There are up to three: all ranks, expert-parallel, expert-data-parallel.
@@ -103,20 +100,16 @@ def state_width(setup: Setup) -> int:
     ZeRO-1 and ZeRO-2 copy their partition even if the weights are in fp32. The other stages keep a copy for weights in
     bf16 only.
     """
-    return 2 * setup.moment_width + (4 if setup.zero_stage in (1, 2) or setup.dtype == "bf16" else 0)
+    return 8 + (4 if setup.zero_stage in (1, 2) or setup.dtype == "bf16" else 0)
 
 
 def optimizer_bytes(own: Shard, setup: Setup) -> int:
     """Bytes of the optimizer's states on a GPU.
 
-    If they are on the host, the GPU has a buffer for the gradient of one tensor instead. If only the moments are on the
-    host, it has buffers for some chunks of them.
+    If they are on the host, the GPU has a buffer for the gradient of one tensor instead.
     """
     if setup.offload == "host":
         return setup.width * own.largest
-    moments = 2 * setup.moment_width
-    if setup.offload == "moments":
-        return (state_width(setup) - moments) * sum(own.partition) + SLOTS * moments * CHUNK
     return state_width(setup) * sum(own.partition)
 
 
@@ -149,19 +142,16 @@ def step_bytes(own: Shard, setup: Setup) -> int:
     """Bytes that the optimizer step needs in addition to weights and states; it updates one group after another.
 
     ZeRO holds all averaged gradients in the dtype in which they were accumulated. For each group it makes a flat copy
-    of the gradients and, if they are in bf16, an fp32 copy of that. torch's fused AdamW allocates nothing more. With
-    bf16 moments, those of ``CHUNK`` parameters exist in fp32, beside random numbers and a sum of both. Without ZeRO
-    there is one group. On the host, and with ``OneProcessAdamW``, a step allocates nothing on the GPU.
+    of the gradients and, if they are in bf16, an fp32 copy of that. torch's fused AdamW allocates nothing more. Without
+    ZeRO there is one group. On the host, and with ``OneProcessAdamW``, a step allocates nothing on the GPU.
     """
     if setup.offload == "host":
         return 0
     copy = 4 if setup.gradient_width == 2 else 0
     updated, group = sum(own.partition), max(own.groups)
-    # Two moments, two random numbers and one temporary tensor, each of four bytes.
-    rounding = 20 * min(CHUNK, group) if setup.moments == "bf16" else 0
     if not setup.zero:
-        return 0 if setup.zero_stage else copy * updated + rounding
-    return setup.gradient_width * updated + (setup.gradient_width + copy) * group + rounding
+        return 0 if setup.zero_stage else copy * updated
+    return setup.gradient_width * updated + (setup.gradient_width + copy) * group
 
 
 def moments(
@@ -280,7 +270,7 @@ def memory(
 
 
 def host_bytes(model: ModelNumbers, setup: Setup) -> int:
-    """Most bytes of host memory of a process: while it loads, or with its optimizer, or its moments, on the host.
+    """Most bytes of host memory of a process: while it loads, or with its optimizer on the host.
 
     A process loads layer by layer: it holds its shard and one whole layer. 2 GiB are added for the rest.
     """
@@ -314,15 +304,7 @@ def copy_bytes(model: ModelNumbers, setup: Setup) -> int:
 
 def _stored_width(setup: Setup) -> int:
     """Bytes of a trained parameter's states in a checkpoint: two moments and, for bf16 weights, the fp32 weight."""
-    return 2 * setup.moment_width + (4 if setup.dtype == "bf16" else 0)
-
-
-def cache_bytes(setup: Setup) -> int:
-    """Most bytes of the teacher cache: per position, the stored token ids, their log probabilities and the rest's mass.
-
-    Positions that do not count in the loss are not stored, so the cache can be smaller than this.
-    """
-    return setup.tokens * (8 * setup.cached + 4) if setup.cached else 0
+    return 8 + (4 if setup.dtype == "bf16" else 0)
 
 
 def least_disk_bytes(model: ModelNumbers, setup: Setup) -> int:
@@ -332,9 +314,9 @@ def least_disk_bytes(model: ModelNumbers, setup: Setup) -> int:
 
 
 def disk_bytes(model: ModelNumbers, setup: Setup) -> int:
-    """Bytes on disk: ``keep`` checkpoints, the best one, one that is being written, and the teacher cache.
+    """Bytes on disk: ``keep`` checkpoints, the best one, and one that is being written.
 
     Beside checkpoints of parts the merged model takes its own place.
     """
     more = checkpoint_bytes(model, setup) * (setup.keep + setup.best)
-    return least_disk_bytes(model, setup) + more + cache_bytes(setup)
+    return least_disk_bytes(model, setup) + more

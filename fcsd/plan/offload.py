@@ -1,14 +1,11 @@
-"""Memory and time of an optimizer whose states, or whose moments, are on the host (``optim.offload``).
+"""Memory and time of an optimizer whose states are on the host (``optim.offload``).
 
-**All states.** DeepSpeed 0.19.8 keeps the fp32 weights of ZeRO's partition, their gradients and a copy for the way back
-in pinned host memory, and the optimizer keeps its moments in ordinary memory (``runtime/zero/stage_1_and_2.py``). The
-GPU keeps a buffer of the size of the largest tensor.
-
-**Moments.** They are in pinned host memory, and the GPU keeps buffers for some chunks
-(``distill.optim.adamw_host_moments``).
+DeepSpeed 0.19.8 keeps the fp32 weights of ZeRO's partition, their gradients and a copy for the way back in pinned host
+memory, and the optimizer keeps its moments in ordinary memory (``runtime/zero/stage_1_and_2.py``). The GPU keeps a
+buffer of the size of the largest tensor.
 
 The times add up the bytes that cross the bus, and the bytes that AdamW and the copies around it read and write in host
-memory. One run on four H200s with its moments on the host measured the rate of the bus, 25 GB/s in each direction. The
+memory. One run on four H200s measured the rate of the bus, 25 GB/s in each direction, with other copies than these. The
 rate of the host's memory is assumed, and so is that nothing of this overlaps with computation. AdamW on the host has
 not been timed.
 """
@@ -22,7 +19,6 @@ HOST = 300e9  # bytes per second that the memory of a node delivers to all its p
 # Bytes per updated parameter that a step reads and writes in host memory. AdamW reads a weight, a gradient and two
 # moments in fp32, and writes all but the gradient. Before it, the gradient is scaled; after it, the weight is copied.
 _ADAMW, _SCALED, _COPIED = 28, 8, 6
-_ROUNDED = 36  # in addition with bf16 moments: they are converted to fp32, rounded with random numbers, and stored
 
 
 def host_optimizer_bytes(own: Shard, setup: Setup) -> int:
@@ -32,13 +28,11 @@ def host_optimizer_bytes(own: Shard, setup: Setup) -> int:
     """
     if setup.offload == "none":
         return 0
-    if setup.offload == "moments":
-        return 2 * sum(_power_of_two(setup.moment_width * group) for group in own.groups)
     widths = (4, 4, setup.width)  # weights and gradients in fp32, weights on their way to the GPU
     pinned = sum(_power_of_two(width * group) for group in own.groups for width in widths)
     if summed_on_host(setup):
         pinned += setup.width * sum(own.partition)  # tensor by tensor; most experts' sizes are near a power of two
-    return pinned + _power_of_two(setup.width * own.largest) + 2 * setup.moment_width * sum(own.partition)
+    return pinned + _power_of_two(setup.width * own.largest) + 8 * sum(own.partition)
 
 
 def summed_on_host(setup: Setup) -> bool:
@@ -58,19 +52,9 @@ def transfer_seconds(own: Shard, setup: Setup) -> float:
     return bytes_each * sum(own.partition) / BUS
 
 
-def moments_seconds(own: Shard, setup: Setup, gpus: int) -> float:
-    """Seconds of a step in which moments travel to the GPU and back, both ways at the same time.
-
-    The bus of a GPU carries ``BUS`` in each direction, and the ``gpus`` processes of a node share ``HOST``.
-    """
-    moved = 2 * setup.moment_width * sum(own.partition)
-    return max(moved / BUS, 2 * moved * gpus / HOST)
-
-
-def host_seconds(own: Shard, setup: Setup, gpus: int) -> float:
+def host_seconds(own: Shard, gpus: int) -> float:
     """Seconds of AdamW on the host in a step, if the ``gpus`` processes of a node share ``HOST``."""
-    bytes_each = _ADAMW + _SCALED + _COPIED + (_ROUNDED if setup.moments == "bf16" else 0)
-    return bytes_each * sum(own.partition) * gpus / HOST
+    return (_ADAMW + _SCALED + _COPIED) * sum(own.partition) * gpus / HOST
 
 
 def _power_of_two(size: int) -> int:

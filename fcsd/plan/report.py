@@ -3,12 +3,10 @@
 from dataclasses import asdict
 
 from fcsd.plan import Plan
-from fcsd.plan.memory import cache_bytes, copy_bytes
+from fcsd.plan.memory import copy_bytes
 from fcsd.plan.offload import BUS, HOST
 from fcsd.plan.setup import GIB, Setup
 from fcsd.plan.speed import GATHER, PEAK, Speed, readable, shared_layers
-
-_PLACES = {"none": "", "moments": "AdamW with its moments on the host", "host": "AdamW on the host"}
 
 
 def to_text(plan: Plan) -> str:
@@ -100,8 +98,7 @@ def _costs(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("assumed", f"for the weights that ZeRO-3 gathers: {rates}; one run has measured the first"))
     if setup.offload != "none":
         rates = f"{BUS / 1e9:g} GB/s between GPU and host, {HOST / 1e9:g} GB/s of a node's memory"
-        measured = "one run has measured the first" if setup.offload == "moments" else "no run has measured it"
-        rows.append(("assumed", f"for {_PLACES[setup.offload]}: {rates}; {measured}"))
+        rows.append(("assumed", f"for AdamW on the host: {rates}; no run has measured it"))
     if speed.limited_by_host:
         rows.append(("note", "the host takes longer to start the kernels than the GPU to run them"))
     return rows
@@ -143,9 +140,8 @@ def to_json(plan: Plan) -> dict[str, object]:
 
 
 def _optimizer(setup: Setup) -> str:
-    """What differs from an optimizer with fp32 moments on the GPU."""
-    place = _PLACES[setup.offload]
-    return ", bf16 moments" * (setup.moments == "bf16") + ", " * bool(place) + place
+    """What differs from an optimizer on the GPU."""
+    return "" if setup.offload == "none" else ", AdamW on the host"
 
 
 def _host(plan: Plan) -> str:
@@ -159,8 +155,7 @@ def _host(plan: Plan) -> str:
 def _files(setup: Setup) -> str:
     """Names the files that the disk must hold at the same time."""
     best = ", the best one" if setup.best else ""
-    cache = f", and a teacher cache of {cache_bytes(setup) / 1e9:,.0f} GB" if setup.cached else ""
-    return f"{setup.keep} checkpoints{best} and one being written{cache}"
+    return f"{setup.keep} checkpoints{best} and one being written"
 
 
 def _copy(plan: Plan) -> str:

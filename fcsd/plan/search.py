@@ -8,8 +8,7 @@ from typing import Literal
 from fcsd.plan.setup import Hardware, Setup
 
 MOST_GPUS = 64  # the search tries up to this many times as many nodes as were asked for
-_OFFLOADS = ("none", "moments", "host")
-CACHED = 64  # token ids that a teacher cache stores per position, the default of objective.teacher_cache.top_k
+_OFFLOADS = ("none", "host")
 
 
 def candidates(setup: Setup, hardware: Hardware, experts: int) -> Iterator[tuple[Setup, Hardware]]:
@@ -21,11 +20,8 @@ def candidates(setup: Setup, hardware: Hardware, experts: int) -> Iterator[tuple
     - smaller micro-batches, which give each kernel less work
     - ZeRO-2, which reduces gradients at every micro-batch
     - ZeRO-3 for dense models, which gathers all weights in every pass
-    - bf16 moments, which round what the optimizer remembers
     - sharding the teacher's experts, and experts over more ranks, which both need more all-to-all
-    - a teacher cache, which needs disk and restricts the divergence to the stored token ids
-    - the moments on the host, which makes each step wait for the bus
-    - the optimizer on the host, which makes each step wait for the CPU cores as well
+    - the optimizer on the host, which makes each step wait for the bus and the CPU cores
     - more nodes
 
     Args:
@@ -33,31 +29,26 @@ def candidates(setup: Setup, hardware: Hardware, experts: int) -> Iterator[tuple
     """
     for nodes in _doubled(hardware.nodes, hardware.nodes * MOST_GPUS):
         larger = replace(hardware, nodes=nodes)
-        caches = [0, CACHED] if _can_cache(setup) else [setup.cached]
         ep_sizes = list(_doubled(setup.ep_size, larger.world if experts else setup.ep_size))
         inner = list(
             product(
-                ("fp32", "bf16") if setup.moments == "fp32" else ("bf16",),
                 sorted({setup.zero_stage, 2, *([3] if larger.world > 1 else [])}),
                 list(_halved(setup.micro_batch_size)),
                 sorted({setup.recompute, True}),
             )
         )
-        for offload, cached, ep_size in product(_OFFLOADS[_OFFLOADS.index(setup.offload) :], caches, ep_sizes):
-            for teacher in ["none"] if cached else _teachers(setup, ep_size):
-                for moments, stage, rows, recompute in inner:
+        for offload, ep_size in product(_OFFLOADS[_OFFLOADS.index(setup.offload) :], ep_sizes):
+            for teacher in _teachers(setup, ep_size):
+                for stage, rows, recompute in inner:
                     changed = replace(
                         setup,
                         world=larger.world,
                         ep_size=ep_size,
                         teacher=teacher,
-                        cached=cached,
-                        moments=moments,
                         offload=offload,
                         zero_stage=stage,
                         micro_batch_size=rows,
                         recompute=recompute,
-                        graph=setup.graph and not (recompute or cached or ep_size > 1),
                     )
                     if changed.possible(experts):
                         yield changed, larger
@@ -92,19 +83,14 @@ def assignments(before: Setup, after: Setup) -> dict[str, object]:
     """The values of the recipe, by dotted key, that change the setup ``before`` into ``after`` on the same hardware."""
     keys = {
         "train.activation_checkpointing": (before.recompute, after.recompute),
-        "train.graph": (before.graph, after.graph),
         "train.micro_batch_size": (before.micro_batch_size, after.micro_batch_size),
         "parallel.zero_stage": (before.zero_stage, after.zero_stage),
-        "optim.moments": (before.moments, after.moments),
-        "parallel.teacher_placement": (before.teacher, before.teacher if after.cached else after.teacher),
+        "parallel.teacher_placement": (before.teacher, after.teacher),
         "parallel.ep_size": (before.ep_size, after.ep_size),
         "optim.offload": (before.offload, after.offload),
         "train.adapter.rank": (before.parts and before.parts.rank, after.parts and after.parts.rank),
     }
-    values: dict[str, object] = {key: new for key, (old, new) in keys.items() if old != new}
-    if after.cached and not before.cached:
-        values["objective.teacher_cache.path"] = "runs/teacher-cache"
-    return values
+    return {key: new for key, (old, new) in keys.items() if old != new}
 
 
 def changes(before: Setup, after: Setup, hardware: Hardware) -> list[str]:
@@ -112,14 +98,6 @@ def changes(before: Setup, after: Setup, hardware: Hardware) -> list[str]:
     values = assignments(before, after).items()
     written = [f"--set {key}={str(new).lower() if isinstance(new, bool) else new}" for key, new in values]
     return written + ([f"--nodes {hardware.nodes}"] if before.world != after.world else [])
-
-
-def _can_cache(setup: Setup) -> bool:
-    """Whether a teacher cache can replace the teacher that runs beside the student.
-
-    A cache provides targets for the divergence only, so the run must not compare hidden states.
-    """
-    return setup.teacher != "none" and "kl" in setup.terms and not setup.compared
 
 
 def _teachers(setup: Setup, ep_size: int) -> list[Literal["none", "replicated", "sharded"]]:

@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from fcsd.config import NO_METRIC, Parallel, Recipe
+from fcsd.config import NO_METRIC, Parallel, Recipe, exclusions
 from fcsd.config.batch import pauses
 from fcsd.errors import ConfigError
 from fcsd.models.adapters.targets import Chosen
@@ -115,22 +115,19 @@ class Setup:
         imbalance: rows that the fullest expert-parallel rank receives, divided by the mean. Random routers come close
             to 1. The value 1.2 leaves room for trained routers, whose worst layers are less even. It has not been
             measured on a trained model.
-        moments: the dtype of AdamW's moments.
-        offload: what is on the host: nothing, AdamW's moments, or all of its states, so that it runs there.
+        offload: what is on the host: nothing, or all states of AdamW, so that it runs there.
         overlap_comm: DeepSpeed's option of that name, which reduces gradients during backward through two buckets.
         document: mean number of tokens of a document in a row; with None, a row counts as one document.
         tp_size: processes that shard the decoder layers of a model; they compute with the same rows.
         fused: whether each norm and each rotation is one kernel and, if no experts are divided, also the product inside
             each gated MLP and each move of rows to and from routed experts.
         alone: whether one process may update its weights with ``OneProcessAdamW`` instead of ZeRO; see ``zero``.
-        graph: whether the passes of a micro-batch are captured as CUDA graphs (``train.graph``).
         best: whether the checkpoint with the best early-stopping score is kept as well.
         saves: checkpoints that are written after a fixed number of steps, and the last one.
         saves_per_hour: checkpoints that are written per hour because a fixed time has passed.
         saves_beside: whether checkpoints are written while the run goes on (``checkpoint.overlap``).
         evaluations: measurements of the held-out loss, on ``held_out`` rows each; every score is one, too.
         benchmarks: how often a benchmark computes a score for early stopping.
-        cached: token ids that the teacher cache stores for each position; 0 without a cache.
         parts: what trains beside frozen weights, which are the teacher's, too; None if all weights train.
     """
 
@@ -142,8 +139,7 @@ class Setup:
     dtype: Literal["bf16", "fp32"] = "bf16"
     accumulate_dtype: Literal["bf16", "fp32"] = "bf16"
     zero_stage: int = 1
-    moments: Literal["fp32", "bf16"] = "fp32"
-    offload: Literal["none", "moments", "host"] = "none"
+    offload: Literal["none", "host"] = "none"
     recompute: bool = False
     ep_size: int = 1
     tp_size: int = 1
@@ -160,7 +156,6 @@ class Setup:
     document: int | None = None
     fused: bool = True
     alone: bool = True
-    graph: bool = False
     best: bool = False
     saves: int = 0
     saves_per_hour: float = 0.0
@@ -168,7 +163,6 @@ class Setup:
     evaluations: int = 0
     held_out: int = 0
     benchmarks: int = 0
-    cached: int = 0
     parts: Parts | None = None
 
     @property
@@ -182,11 +176,6 @@ class Setup:
         return 2 if self.dtype == "bf16" else 4
 
     @property
-    def moment_width(self) -> int:
-        """Bytes of one of AdamW's moments of a parameter."""
-        return 2 if self.moments == "bf16" else 4
-
-    @property
     def gradient_width(self) -> int:
         """Bytes of a gradient in the dtype in which it is accumulated."""
         return 4 if "fp32" in (self.dtype, self.accumulate_dtype) else 2
@@ -194,7 +183,7 @@ class Setup:
     @property
     def zero(self) -> int:
         """The stage of ZeRO that runs; 0 on one process whose weights ``OneProcessAdamW`` updates."""
-        plain = (self.dtype, self.moments, self.offload) == ("bf16", "fp32", "none") and self.zero_stage < 3
+        plain = (self.dtype, self.offload) == ("bf16", "none") and self.zero_stage < 3
         return 0 if self.alone and self.world == 1 and plain else self.zero_stage
 
     @property
@@ -214,15 +203,23 @@ class Setup:
 
     def possible(self, experts: int) -> bool:
         """Whether a run accepts this setup for a model with ``experts`` routed experts in a layer (0 if dense)."""
-        divides = experts % self.ep_size == 0 if experts else self.ep_size == 1
-        placed = self.offload != "host" or 0 < self.zero_stage < 3
-        adapters = self.parts is None or not self.parts.own
-        dense = not experts and self.tp_size == 1 and adapters and not self.graph
-        if self.zero_stage == 3 and not dense:
+        settings = {
+            exclusions.SHARDED: self.tp_size > 1,
+            exclusions.EXPERTS: self.ep_size > 1,
+            exclusions.UNDIVIDED: self.zero_stage == 0,
+            exclusions.DIVIDED: self.zero_stage == 3,
+            exclusions.ON_HOST: self.offload == "host",
+            exclusions.FROZEN: self.parts is not None,
+            exclusions.OWN_PARTS: self.parts is not None and self.parts.own > 0,
+        }
+        if exclusions.conflict({name for name, is_set in settings.items() if is_set}):
+            return False
+        if experts and self.zero_stage == 3:
             return False
         if self.ep_size > 1 and self.parts is not None and self.parts.routed:
             return False
-        return divides and placed and self.world % (self.ep_size * self.tp_size) == 0 and self.accumulation.is_integer()
+        divides = experts % self.ep_size == 0 if experts else self.ep_size == 1
+        return divides and self.world % (self.ep_size * self.tp_size) == 0 and self.accumulation.is_integer()
 
 
 def with_parts(setup: Setup, parts: Parts) -> Setup:
@@ -238,7 +235,7 @@ def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Set
         plain: whether in all of them a token attends to all tokens before it, which packed attention requires.
     """
     train, objective, parallel = recipe.train, recipe.objective, recipe.parallel
-    stop, save, cache = recipe.early_stop, recipe.checkpoint, recipe.objective.teacher_cache
+    stop, save = recipe.early_stop, recipe.checkpoint
     weights = {"kl": objective.kl, "sft": objective.sft}
     compared = bool(objective.hidden.weight)
     scored = 0 if stop.metric == NO_METRIC else stop.every
@@ -252,12 +249,11 @@ def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Set
         dtype=train.dtype,
         accumulate_dtype=recipe.accumulate_dtype,
         zero_stage=parallel.zero_stage,
-        moments=recipe.optim.moments,
         offload=recipe.optim.offload,
         recompute=train.activation_checkpointing,
         ep_size=parallel.ep_size,
         tp_size=parallel.tp_size,
-        teacher=_placement(parallel) if (objective.kl or compared) and cache is None else "none",
+        teacher=_placement(parallel) if objective.kl or compared else "none",
         terms=tuple(name for name, weight in weights.items() if weight),
         compared=len(select_layers(objective.hidden.layers, layers)) if compared else 0,
         chunk_tokens=objective.chunk_tokens,
@@ -267,7 +263,6 @@ def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Set
         masked=not (train.attention == "packed" and train.dtype == "bf16" and plain),
         fused=parallel.fused,
         alone=not parallel.quantised.any,
-        graph=train.graph,
         best=stop.metric != NO_METRIC,
         saves=pauses(0, train.steps, save.every_steps),
         saves_per_hour=60 / save.every_minutes if save.every_minutes else 0.0,
@@ -275,7 +270,6 @@ def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Set
         evaluations=pauses(0, train.steps, train.eval_every, scored) if held_out else 0,
         held_out=held_out,
         benchmarks=train.steps // stop.every if stop.benchmark else 0,
-        cached=cache.top_k if cache else 0,
     )
 
 

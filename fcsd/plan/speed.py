@@ -1,4 +1,4 @@
-"""Estimates how long a run takes: its steps, its checkpoints, its evaluations and the teacher.
+"""Estimates how long a run takes: its steps, its checkpoints and its evaluations.
 
 The time of a step follows from measured constants. A micro-batch takes the longer of two times, because the host starts
 kernels while the device computes:
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from fcsd.errors import ConfigError
 from fcsd.plan.memory import checkpoint_bytes, copy_bytes
 from fcsd.plan.model import ModelNumbers
-from fcsd.plan.offload import host_seconds, moments_seconds, transfer_seconds
+from fcsd.plan.offload import host_seconds, transfer_seconds
 from fcsd.plan.setup import Hardware, Setup
 from fcsd.plan.shard import shard
 from fcsd.progress import duration
@@ -46,10 +46,6 @@ MASKED_ATTENTION = 3.9
 # each. The host varies: the same code took up to twice as long beside other work.
 LAUNCH = {"dense": 1.05e-3, "experts": 1.64e-3, "divided experts": 5.6e-3}
 
-# The same with ``train.graph``: the whole step of the bundled model, which the device limits at least in part. It is
-# therefore an upper bound.
-GRAPH = 0.624e-3
-
 # Seconds of the device for each value of the residual stream that passes through a layer, a backward pass counted as
 # two. Small models are limited by this, because they do little arithmetic for each value. Fitted to a run of the
 # bundled model, with a width of 128.
@@ -61,10 +57,6 @@ UPDATE = 33e-12
 
 # The same for one process that updates its weights without ZeRO: the kernel of the update in two traced steps.
 UPDATE_ALONE = 6.92e-12
-
-# Seconds in addition for each parameter with bf16 moments, which are converted to fp32, rounded and stored. It was
-# measured in one run.
-ROUND = 19e-12
 
 # Bytes per second at which a GPU receives the weights that ZeRO-3 gathers: from the GPUs of its node, and from others.
 # The first is what a run on two H100s with NVLink took in addition to the computation, with the time of the host. The
@@ -88,7 +80,7 @@ class Speed:
             metrics.jsonl.
         tokens_per_second: tokens of all GPUs per second during steps.
         limited_by_host: whether the host needs more time to start the kernels than the device needs to run them.
-        parts: hours of ``forward and backward``, ``optimizer``, ``checkpoints``, ``evaluations`` and ``teacher cache``.
+        parts: hours of ``forward and backward``, ``optimizer``, ``checkpoints`` and ``evaluations``.
         hours: the sum of ``parts``.
         gpu_hours: hours times GPUs.
         cost: price of all GPU-hours; None if no price is known.
@@ -176,10 +168,9 @@ def layer_passes(model: ModelNumbers, teacher: ModelNumbers, setup: Setup) -> tu
     return student, len(teacher.layers) if setup.teacher != "none" else 0
 
 
-def launch_seconds(model: ModelNumbers, divided: bool, graph: bool) -> float:
-    """Seconds of the host for the forward pass of one layer: ``LAUNCH`` or ``GRAPH``."""
-    kind = "dense" if not model.experts else "divided experts" if divided else "experts"
-    return min(LAUNCH[kind], GRAPH) if graph else LAUNCH[kind]
+def launch_seconds(model: ModelNumbers, divided: bool) -> float:
+    """Seconds of the host for the forward pass of one layer: ``LAUNCH``."""
+    return LAUNCH["dense" if not model.experts else "divided experts" if divided else "experts"]
 
 
 def micro_batch_seconds(model: ModelNumbers, teacher: ModelNumbers, setup: Setup) -> tuple[float, float]:
@@ -188,8 +179,8 @@ def micro_batch_seconds(model: ModelNumbers, teacher: ModelNumbers, setup: Setup
     student_passes, teacher_passes = layer_passes(model, teacher, setup)
     traffic = TRAFFIC * (student_passes * model.hidden + teacher_passes * teacher.hidden)
     device = tokens * max(work_per_token(model, teacher, setup) / forward_rate(setup), traffic) + MICRO_BATCH
-    host = student_passes * launch_seconds(model, setup.ep_size > 1, setup.graph)
-    return device, host + teacher_passes * launch_seconds(teacher, setup.teacher == "sharded", setup.graph)
+    host = student_passes * launch_seconds(model, setup.ep_size > 1)
+    return device, host + teacher_passes * launch_seconds(teacher, setup.teacher == "sharded")
 
 
 def forward_rate(setup: Setup) -> float:
@@ -205,13 +196,13 @@ def reading_seconds(model: ModelNumbers, setup: Setup, divided: bool) -> float:
     """
     tokens = setup.micro_batch_size * setup.seq_len
     device = sum(forward_flops(model, setup.seq_len)) * tokens / forward_rate(setup)
-    return max(device, len(model.layers) * launch_seconds(model, divided, graph=False)) / (tokens * setup.copies)
+    return max(device, len(model.layers) * launch_seconds(model, divided)) / (tokens * setup.copies)
 
 
 def update_seconds(model: ModelNumbers, setup: Setup, gpus: int = 8) -> float:
     """Seconds of the optimizer in a step.
 
-    With the optimizer or its moments on the host, the times of ``fcsd.plan.offload`` come on top of the time that was
+    With the optimizer on the host, the times of ``fcsd.plan.offload`` come on top of the time that was
     measured with all of it on the GPU, which includes the communication.
 
     Args:
@@ -221,9 +212,8 @@ def update_seconds(model: ModelNumbers, setup: Setup, gpus: int = 8) -> float:
     if setup.zero_stage and not setup.zero:
         return UPDATE_ALONE * sum(own.partition)
     if setup.offload == "host":
-        return UPDATE * sum(own.partition) + transfer_seconds(own, setup) + host_seconds(own, setup, gpus)
-    here = (UPDATE + (ROUND if setup.moments == "bf16" else 0)) * sum(own.partition)
-    return here + (moments_seconds(own, setup, gpus) if setup.offload == "moments" else 0.0)
+        return UPDATE * sum(own.partition) + transfer_seconds(own, setup) + host_seconds(own, gpus)
+    return UPDATE * sum(own.partition)
 
 
 def gather_seconds(model: ModelNumbers, teacher: ModelNumbers, setup: Setup, gpus: int) -> float:
@@ -268,7 +258,7 @@ def checkpoint_hours(model: ModelNumbers, setup: Setup, hardware: Hardware, hour
 def speed(
     model: ModelNumbers, teacher: ModelNumbers, setup: Setup, hardware: Hardware, utilisation: float | None = None
 ) -> Speed:
-    """Hours and cost of the run: steps, checkpoints, evaluations, and the pass that writes a teacher cache.
+    """Hours and cost of the run: steps, checkpoints and evaluations.
 
     The time for loading the models and for tokenising the text is not included.
 
@@ -299,7 +289,6 @@ def speed(
         "optimizer": steps * update,
         "evaluations": (setup.evaluations * setup.held_out * setup.seq_len * scored + setup.benchmarks * BENCHMARK)
         / 3600,
-        "teacher cache": setup.tokens * by_teacher / 3600 if setup.cached else 0.0,
     }
     parts["checkpoints"] = checkpoint_hours(model, setup, hardware, sum(parts.values()))
     hours = sum(parts.values())

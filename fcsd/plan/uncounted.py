@@ -15,8 +15,6 @@ def uncounted(recipe: Recipe, hardware: Hardware, ranks: int = 1) -> list[str]:
     train, parallel, divided = recipe.train, recipe.parallel, recipe.parallel.ep_size > 1
     found = {
         "train.compile: compiled layers start fewer kernels, and compiling takes minutes": train.compile,
-        "train.graph: the memory that captured passes keep reserved": train.graph,
-        "train.anneal_share: annealed steps read additional streams": train.anneal_share > 0,
         "train.adapter: the small kernels of the adapters, which the host starts": train.adapter is not None,
         "train.trace_every: steps that are profiled": train.trace_every > 0,
         "init.wiring: all-to-alls that the standard wiring exposes": divided and recipe.init.wiring == "standard",

@@ -5,7 +5,7 @@
 #   OUT       the directory for everything; the same command goes on after an interruption
 #   TOKENS    of each run, such as 12e6; or of the first and of those that begin from it, such as 12e6,8e6
 #   NAME=DIR  texts, as studies.real.heal takes them; the first is `own` if there are two
-# MIRROR=DIR asks benchmarks, too. EXPERTS, LAYERS, BATCH, GRAPH, LIMIT (of the questions) and SET (of every
+# MIRROR=DIR asks benchmarks, too. EXPERTS, LAYERS, BATCH, LIMIT (of the questions) and SET (of every
 # recipe) replace the values below. PYTHON=COMMAND runs another Python.
 # What is wanted most comes first: farskip on LAYERS is healed, asked and answers before farskip on all layers begins.
 # The control is healed beside it, and a healed model is measured and asked while the next run starts.
@@ -53,9 +53,9 @@ ask() { # benchmarks of the models that there are; a model that was asked before
   echo "$SECONDS s: asked $*"
 }
 
-# Divided experts can be neither captured nor compiled, and the teacher has none that could be divided. The last run
+# Divided experts cannot be compiled, and the teacher has none that could be divided. The last run
 # keeps whole experts, whose passes can be captured: where experts are changes no result but by rounding.
-whole="\"train.compile\": false, \"train.graph\": ${GRAPH:-true}"
+whole='"train.compile": false'
 divided='"train.compile": false, "parallel.ep_size": 2, "parallel.teacher_placement": "replicated"'
 [ -e "$out/divided" ] || "$python" -m studies.real.experts "$dense" "$out/divided" "${experts[@]}" "${texts[@]}"
 run moe divided standard all "$first" "$whole" > "$out/first.jsonl"

@@ -39,7 +39,6 @@ TRAIN, EVAL = "pip install 'fcsd[train]'", "pip install 'fcsd[eval]'"
 REFUSED = {
     "distill tiny": ("fcsd distill needs accelerate, datasets, deepspeed,", TRAIN),
     "distill --sweep tiny-sweep": ("fcsd distill needs accelerate,", TRAIN),
-    "cache-teacher tiny": ("fcsd cache-teacher needs accelerate,", TRAIN),
     "eval teacher": ("fcsd eval needs accelerate, datasets, lm_eval, matplotlib, pyarrow, scipy:", EVAL),
     "chat teacher --gpus 1": ("fcsd chat --gpus needs accelerate", EVAL),
     "serve student": ("fcsd serve needs vllm:", "pip install 'fcsd[vllm]'"),

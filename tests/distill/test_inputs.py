@@ -32,7 +32,6 @@ def test_tiny_says_how_to_convert_its_model_in_any_folder(tmp_path: Path, repo: 
         ["distill", "tiny-sft", "--dry-run", "--gpus", "2"],
         ["distill", "--sweep", "tiny-sweep"],
         ["plan", "tiny"],
-        ["cache-teacher", "tiny"],
     ]
     done = subprocess.run(
         [sys.executable, "-c", COMMANDS, json.dumps(commands)],

@@ -78,7 +78,6 @@ def test_cross_entropy_equals_torch(chunk_tokens: int) -> None:
 @pytest.mark.parametrize("name", ["kl_divergence", "cross_entropy"])
 @pytest.mark.parametrize("function", [losses, fused_kl], ids=["torch", "fused"])
 def test_all_positions_may_be_computed_if_those_that_do_not_count_are_zero(name: str, function: Any) -> None:
-    """This is how passes on fixed buffers avoid shapes that depend on the data (``fcsd.distill.step.graphs``)."""
     hidden, head, teacher_hidden, teacher_head = (x.to(DEVICE) for x in sides())
     labels = torch.randint(VOCAB, (1, TOKENS), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     counts = some().to(DEVICE)
@@ -88,7 +87,7 @@ def test_all_positions_may_be_computed_if_those_that_do_not_count_are_zero(name:
         ours, weight = hidden.clone().requires_grad_(), head.clone().requires_grad_()
         student, teacher, kept = ours, teacher_hidden, counts.flatten().nonzero().squeeze(1)
         if everywhere:
-            student, teacher = (losses.only_counted(x, counts) for x in (ours, teacher_hidden))
+            student, teacher = (x.masked_fill(~counts.unsqueeze(-1), 0.0) for x in (ours, teacher_hidden))
             kept = torch.arange(TOKENS, device=DEVICE)
         rest: Any = (teacher, teacher_head, counts) if name == "kl_divergence" else (labels,)
         loss = getattr(function, name)(student, weight, *rest, denominator=counts.sum(), chunk_tokens=4, kept=kept)

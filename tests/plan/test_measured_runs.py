@@ -22,12 +22,10 @@ from fcsd.plan.offload import BUS
 from fcsd.plan.setup import GIB
 from fcsd.plan.shard import shard
 from fcsd.plan.speed import (
-    GRAPH,
     LAUNCH,
     MASKED_ATTENTION,
     MICRO_BATCH,
     PEAK,
-    ROUND,
     SHARE,
     TRAFFIC,
     UPDATE,
@@ -67,6 +65,11 @@ class Run:
     def kind(self) -> str:
         """The key of its constant in ``LAUNCH``."""
         return "divided experts" if self.setup.ep_size > 1 else "experts" if self.model.numbers.experts else "dense"
+
+    @property
+    def captured(self) -> bool:
+        """Whether its passes were captured as CUDA graphs, so that the host did not limit it."""
+        return self.listed.get("captured", False)
 
     @property
     def updated(self) -> int:
@@ -144,7 +147,6 @@ class Constants:
     micro_batch: float
     update: float
     launch: dict[str, float]
-    graph: float
     traffic: float
 
 
@@ -187,16 +189,14 @@ def fit(runs: list[Run]) -> Constants:
     launch = {}
     for kind in LAUNCH:
         limited = [passes(run) / run.passes for run in used("launch", lambda run, kind=kind: run.kind == kind)]
-        others = [passes(run) / run.passes for run in runs if run.kind == kind and not run.setup.graph]
+        others = [passes(run) / run.passes for run in runs if run.kind == kind and not run.captured]
         launch[kind] = mean(limited) if limited else min(others, default=0.0)
-    captured = [passes(run) / run.passes for run in used("graph")]
     traffic = [(passes(run) - run.setup.accumulation * micro_batch) / run.values for run in used("traffic")]
     return Constants(
         share,
         micro_batch,
         update,
         launch,
-        mean(captured) if captured else GRAPH,
         mean(traffic) if traffic else TRAFFIC,
     )
 
@@ -206,25 +206,26 @@ def predicted(run: Run, constants: Constants) -> float:
     setup = run.setup
     device = max(run.ideal / constants.share[setup.ep_size > 1], constants.traffic * run.values)
     device += setup.accumulation * constants.micro_batch
-    each = constants.launch[run.kind]
-    seconds = max(device, run.passes * (min(each, constants.graph) if setup.graph else each))
+    seconds = max(device, 0.0 if run.captured else run.passes * constants.launch[run.kind])
     if "step" not in run.listed["measured"] and "tokens_per_second" not in run.listed["measured"]:
         return seconds
     alone = setup.zero_stage and not setup.zero
-    moments = {"bf16": ROUND, "fp32": 0.0}[setup.moments] + (8 / BUS if setup.offload == "moments" else 0.0)
-    return seconds + ((UPDATE_ALONE if alone else constants.update) + moments) * run.updated
+    if run.listed.get("own_update"):  # by an optimizer that was removed since
+        assert run.update is not None
+        return seconds + run.update
+    return seconds + (UPDATE_ALONE if alone else constants.update) * run.updated
 
 
 def shipped() -> Constants:
     share = {divided: SHARE[divided, "bf16"] for divided in (True, False)}
-    return Constants(share, MICRO_BATCH, UPDATE, LAUNCH, GRAPH, TRAFFIC)
+    return Constants(share, MICRO_BATCH, UPDATE, LAUNCH, TRAFFIC)
 
 
 def test_constants_are_the_fit() -> None:
     runs = [stored(name) for name in NAMES]
     found = fit(runs)
-    constants = [found.micro_batch, found.update, found.graph, found.traffic]
-    assert constants == pytest.approx([MICRO_BATCH, UPDATE, GRAPH, TRAFFIC], rel=0.02)
+    constants = [found.micro_batch, found.update, found.traffic]
+    assert constants == pytest.approx([MICRO_BATCH, UPDATE, TRAFFIC], rel=0.02)
     assert found.share == pytest.approx(shipped().share, rel=0.01) and found.launch == pytest.approx(LAUNCH, rel=0.02)
     for run in runs:  # the formula of this file is that of the plan
         if run.peak is not None:
@@ -244,10 +245,9 @@ def test_constants_are_the_fit() -> None:
 
 
 def test_constants_of_the_update_are_measured() -> None:
-    by_moments = {name: from_file(f"memory_qwen3_24_layers_{name}_4xh200") for name in ("fp32", "bf16", "moments")}
+    by_moments = {name: from_file(f"memory_qwen3_24_layers_{name}_4xh200") for name in ("fp32", "moments")}
     seconds = {name: run.update or 0.0 for name, run in by_moments.items()}
     updated = by_moments["fp32"].updated
-    assert (seconds["bf16"] - seconds["fp32"]) / updated == pytest.approx(ROUND, rel=0.02)
     assert 8 * updated / (seconds["moments"] - seconds["fp32"]) == pytest.approx(BUS, rel=0.02)
 
     alone = []
@@ -274,7 +274,7 @@ def test_speed_and_memory_of_a_stored_run(name: str) -> None:
 
 @pytest.mark.parametrize("family", sorted({entry["family"] for entry in LISTED["runs"]}))
 def test_runs_of_a_family_are_predicted_from_the_other_families(family: str) -> None:
-    """Constants that are from one model each stay: masks, graphs, small models, moments on the host or in bf16."""
+    """Constants that are from one model each stay: masks and small models."""
     constants = fit([run for run in map(stored, NAMES) if run.listed["family"] != family])
     for run in map(stored, NAMES):
         if run.listed["family"] == family:
@@ -292,7 +292,7 @@ def test_the_table_of_the_page_is_the_prediction() -> None:
         others = fit([other for other in map(stored, NAMES) if other.listed["family"] != run.listed["family"]])
         step, without = predicted(run, shipped()), predicted(run, others)
         expected: list[float | None] = [1e3 * run.step, 1e3 * step, 100 * (run.step / step - 1)]
-        expected.append(None if run.setup.graph else 100 * (run.step / without - 1))
+        expected.append(None if run.captured else 100 * (run.step / without - 1))
         if run.peak is not None:
             planned = plan_setup("run", run.model, run.model.numbers, run.setup, Hardware(gpus=run.setup.world))
             expected += [run.peak / GIB, planned.memory.peak.total / GIB]

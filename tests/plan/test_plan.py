@@ -14,17 +14,13 @@ from typer.testing import CliRunner
 from fcsd.bench.shapes import SHAPES
 from fcsd.cli.main import app
 from fcsd.config import load_recipe
-from fcsd.distill.optim import adamw_chunked as chunked
-from fcsd.distill.optim import adamw_host_moments
 from fcsd.distill.optim.adamw_choice import updates_alone
 from fcsd.errors import BadInputError, ConfigError, DoesNotFitError
 from fcsd.models.build import decoder_of
 from fcsd.plan import Hardware, Setup, plan_run, plan_setup
 from fcsd.plan.memory import (
     BUCKET,
-    CHUNK,
     LIVE,
-    SLOTS,
     checkpoint_bytes,
     copy_bytes,
     disk_bytes,
@@ -41,7 +37,6 @@ from fcsd.plan.speed import (
     BENCHMARK,
     COPY,
     GATHER,
-    GRAPH,
     LAUNCH,
     MASKED_ATTENTION,
     MICRO_BATCH,
@@ -269,42 +264,8 @@ def test_the_advice_fits_and_is_the_first_that_does(tmp_path):
     assert nothing.change is None and "none of the settings" in nothing.advice()
 
 
-def test_the_teacher_cache_comes_after_smaller_micro_batches_and_before_more_machines(tmp_path):
-    model = meta(tmp_path, tiny.config("qwen3_moe"))
-    setup = replace(SMALL, world=2, micro_batch_size=2, teacher="replicated")
-    tried = list(candidates(setup, Hardware(2), model.numbers.experts))
-    first = {
-        "micro-batch": next(n for n, (one, _) in enumerate(tried) if one.micro_batch_size == 1),
-        "cache": next(n for n, (one, _) in enumerate(tried) if one.cached),
-        "nodes": next(n for n, (_, hardware) in enumerate(tried) if hardware.nodes > 1),
-    }
-    assert first["micro-batch"] < first["cache"] < first["nodes"]
-    assert all(one.teacher == "none" for one, _ in tried if one.cached)
-    for other in ({"teacher": "none"}, {"terms": ("sft",)}, {"compared": 2}):  # none to replace, or it cannot
-        assert not any(one.cached for one, _ in candidates(replace(setup, **other), Hardware(2), 8))
-
-
-def test_a_plan_that_only_a_teacher_cache_fits_says_so_and_what_it_takes(tmp_path):
-    model = meta(tmp_path, tiny.config("llama"))
-    setup = replace(SMALL, world=1, micro_batch_size=1, tokens=512 * 10**6, teacher="replicated", moments="bf16")
-
-    def planned(setup, memory):
-        return plan_setup("x", model, model.numbers, setup, Hardware(1, memory=memory))
-
-    smallest = replace(setup, recompute=True)
-    with_teacher = min(planned(replace(smallest, zero_stage=stage), 141).memory.total for stage in (1, 2))
-    without = min(planned(replace(smallest, zero_stage=s, teacher="none"), 141).memory.total for s in (1, 2))
-    between = planned(setup, (with_teacher + without) / 2 / USABLE / GIB)
-    assert without < with_teacher and between.change is not None
-    assert "--set objective.teacher_cache.path=runs/teacher-cache" in between.change.written
-    assert not any("placement" in word for word in between.change.written)
-    bytes_of_cache = setup.tokens * (64 * 8 + 4)
-    assert between.change.disk == between.disk + bytes_of_cache
-    assert f"{between.change.disk / 1e9:,.0f} GB of disk instead of {between.disk / 1e9:,.0f}" in between.advice()
-
-
 def test_qwen3_30b_a3b_on_eight_cards_of_80_gb(monkeypatch):
-    """The packaged recipe: 66 GB of states today, 51 with bf16 moments, 36 with moments on the host, 21 with all."""
+    """The packaged recipe: 66 GB of states today, 21 with the optimizer on the host."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     model = MetaModel("Qwen/Qwen3-30B-A3B", rewired=True)
 
@@ -312,31 +273,22 @@ def test_qwen3_30b_a3b_on_eight_cards_of_80_gb(monkeypatch):
         setup = setup_of(load_recipe("qwen3-30b-a3b", list(sets)).recipe, 8, len(model.numbers.layers), model.plain)
         return plan_setup("qwen3-30b-a3b", model, model.numbers, setup, Hardware(8, memory=80))
 
-    today, rounded = planned(), planned("optim.moments=bf16")
-    moments = planned("optim.offload=moments")
-    away, both = planned("optim.offload=host"), planned("optim.offload=host", "optim.moments=bf16")
+    today, away = planned(), planned("optim.offload=host")
     numbers = today.numbers
     mine = numbers.dense + numbers.routed // 8
     updated = -(-numbers.dense // 8) + numbers.routed // 8
-    states = {"today": 4 * mine + 12 * updated, "rounded": 4 * mine + 8 * updated}  # two models of two bytes, AdamW
-    assert states["today"] / 1e9 == pytest.approx(66.5, abs=0.1) and states["rounded"] / 1e9 == pytest.approx(
-        51.2, abs=0.1
-    )
-    for one, expected in ((today, states["today"]), (rounded, states["rounded"])):
-        peak = one.memory.peak
-        assert peak.weights + peak.teacher + peak.optimizer == expected
-    every = (today, rounded, moments, away)
-    assert [one.memory.total / GIB for one in every] == pytest.approx([85.8, 71.6, 57.5, 38.1], abs=0.1)
-    assert [one.memory.fits for one in every] == [False, True, True, True]
-    assert moments.memory.peak.optimizer == 4 * updated + SLOTS * 8 * CHUNK
-    assert 8 * updated < moments.host < 16 * updated + 2 * GIB, "pinned memory is rounded up to powers of two"
-    assert today.change is not None and today.change.written == ["--set optim.moments=bf16"]
+    states = 4 * mine + 12 * updated  # two models of two bytes, AdamW
+    assert states / 1e9 == pytest.approx(66.5, abs=0.1)
+    peak = today.memory.peak
+    assert peak.weights + peak.teacher + peak.optimizer == states
+    assert [one.memory.total / GIB for one in (today, away)] == pytest.approx([85.8, 38.1], abs=0.1)
+    assert [one.memory.fits for one in (today, away)] == [False, True]
+    assert today.change is not None and today.change.written == ["--set optim.offload=host"]
 
     buffer = 2 * numbers.embedding  # the gradient of the largest tensor
-    assert away.memory.peak.optimizer == both.memory.peak.optimizer == buffer
+    assert away.memory.peak.optimizer == buffer
     # In host memory are the masters, their gradients and the copy for the way back, all pinned, and the moments.
-    assert away.host > 18 * updated and away.host - both.host == 4 * updated
-    assert 0 < today.speed.hours - rounded.speed.hours < 1, "smaller checkpoints save more than rounding takes"
+    assert away.host > 18 * updated
     assert away.speed.parts["optimizer"] > 10 * today.speed.parts["optimizer"]
 
 
@@ -345,9 +297,9 @@ def test_the_time_of_an_optimizer_on_the_host_is_bytes_over_rates(tmp_path):
     base = replace(SMALL, world=4, offload="host")
     updated = sum(shard(model, base).partition)
     measured = update_seconds(model, replace(base, offload="none"), 4)
-    for stage, moments, sent, touched in ((1, "fp32", 6, 42), (1, "bf16", 6, 78), (2, "fp32", 6, 42)):
-        found = update_seconds(model, replace(base, zero_stage=stage, moments=moments), 4)
-        assert found - measured == pytest.approx(updated * (sent / BUS + touched * 4 / HOST))
+    for stage in (1, 2):
+        found = update_seconds(model, replace(base, zero_stage=stage), 4)
+        assert found - measured == pytest.approx(updated * (6 / BUS + 42 * 4 / HOST))
     # Under ZeRO-2 each micro-batch sends its gradients; all but the first read the sum back.
     several = replace(base, zero_stage=2, batch_tokens=4 * base.batch_tokens)
     assert several.accumulation == 4
@@ -355,30 +307,18 @@ def test_the_time_of_an_optimizer_on_the_host_is_bytes_over_rates(tmp_path):
     assert more == pytest.approx(updated * 2 * 7 / BUS)
     assert update_seconds(model, several, 8) > update_seconds(model, several, 4), "more processes share the memory"
 
-    # Moments that travel cross the bus once in each direction, at the same time; the host reads and writes them.
-    for dtype, width in (("fp32", 4), ("bf16", 2)):
-        away = replace(base, offload="moments", moments=dtype)
-        here = update_seconds(model, replace(away, offload="none"), 1)
-        for gpus in (1, 8):
-            expected = updated * 2 * width * max(1 / BUS, 2 * gpus / HOST)
-            assert update_seconds(model, away, gpus) - here == pytest.approx(expected)
-
 
 def test_the_optimizer_moves_to_the_host_only_after_everything_but_more_nodes(tmp_path):
     model = meta(tmp_path, tiny.config("qwen3_moe")).numbers
     setup = replace(SMALL, teacher="replicated")
     tried = list(candidates(setup, Hardware(2), model.experts))
     first = [
-        next(n for n, (one, _) in enumerate(tried) if one.moments == "bf16"),
         next(n for n, (one, _) in enumerate(tried) if one.teacher == "sharded"),
-        next(n for n, (one, _) in enumerate(tried) if one.cached),
-        next(n for n, (one, _) in enumerate(tried) if one.offload == "moments"),
         next(n for n, (one, _) in enumerate(tried) if one.offload == "host"),
         next(n for n, (_, hardware) in enumerate(tried) if hardware.nodes > 1),
     ]
     assert first == sorted(first)
-    changed = replace(setup, moments="bf16", offload="host")
-    assert changes(setup, changed, Hardware(2)) == ["--set optim.moments=bf16", "--set optim.offload=host"]
+    assert changes(setup, replace(setup, offload="host"), Hardware(2)) == ["--set optim.offload=host"]
     without = candidates(replace(setup, zero_stage=0), Hardware(2), 8)
     assert not any(one.offload == "host" and one.zero_stage == 0 for one, _ in without)
 
@@ -390,9 +330,7 @@ def test_a_plan_that_fits_only_with_the_optimizer_on_the_host_says_what_it_takes
     def planned(memory, **changes):
         return plan_setup("x", model, model.numbers, replace(setup, **changes), Hardware(1, memory=memory))
 
-    bytes_needed = [
-        planned(141, zero_stage=2, moments="bf16", offload=offload).memory.total for offload in ("host", "moments")
-    ]
+    bytes_needed = [planned(141, zero_stage=2, offload=offload).memory.total for offload in ("host", "none")]
     between = planned(sum(bytes_needed) / 2 / USABLE / GIB)
     assert bytes_needed[0] < bytes_needed[1] and between.change is not None
     assert "--set optim.offload=host" in between.change.written and between.change.hours > between.speed.hours
@@ -403,10 +341,6 @@ def test_a_plan_that_fits_only_with_the_optimizer_on_the_host_says_what_it_takes
         + 2 * GIB
     )
     assert f"{between.change.host / GIB:,.0f} GiB of host memory for each process instead of" in between.advice()
-
-
-def test_sizes_in_the_plan_are_the_optimizers():
-    assert (chunked.CHUNK, adamw_host_moments.SLOTS) == (CHUNK, SLOTS)
 
 
 def test_hours_are_steps_and_what_runs_between_them(tmp_path):
@@ -434,10 +368,6 @@ def test_hours_are_steps_and_what_runs_between_them(tmp_path):
     long = plan_setup("x", model, model.numbers, replace(alone, tokens=10**9, saves=4, saves_beside=True), Hardware(2))
     assert long.speed.parts["checkpoints"] * 3600 == pytest.approx(3 * copied / COPY + written / WRITE)
     assert "for the copy that checkpoints are written from" in to_text(long)
-    cached = parts(teacher="none", cached=64)
-    passes = alone.tokens / (alone.micro_batch_size * alone.seq_len * alone.world)  # the host limits them here
-    assert cached.parts["teacher cache"] * 3600 == pytest.approx(passes * len(model.numbers.layers) * LAUNCH["experts"])
-    assert cached.flops < bare.flops
 
 
 def test_utilisation_is_of_the_whole_step_without_recompute(tmp_path):
@@ -461,12 +391,11 @@ def test_attention_of_short_documents_is_cheaper_and_a_mask_costs_more(tmp_path)
     assert work_per_token(model, model, replace(setup, masked=True)) > whole
 
 
-def test_disk_counts_the_best_checkpoint_and_the_cache(tmp_path):
+def test_disk_counts_the_best_checkpoint(tmp_path):
     numbers = meta(tmp_path, tiny.config("llama")).numbers
     one = checkpoint_bytes(numbers, SMALL)
     assert disk_bytes(numbers, SMALL) == 3 * one
     assert disk_bytes(numbers, replace(SMALL, best=True)) == 4 * one
-    assert disk_bytes(numbers, replace(SMALL, cached=8)) == 3 * one + SMALL.tokens * 68
 
 
 def test_a_dry_run_is_planned_for_the_gpus_that_are_present(monkeypatch):
@@ -569,20 +498,6 @@ def test_a_model_rewired_on_the_way_in_has_two_streams(tmp_path):
     assert recomputed == [2, 1, 2]
 
 
-def test_captured_passes_end_where_a_change_excludes_them(tmp_path):
-    runs.write_models(tmp_path)
-    graph = {"train__dtype": "bf16", "train__graph": True, "train__micro_batch_size": 1}
-    recipe = runs.resolved(tmp_path, **graph).recipe
-    captured = setup_of(recipe, 2, 4)
-    assert captured.graph
-    for changed, _ in candidates(captured, Hardware(2), 8):
-        assert not changed.graph or not (changed.recompute or changed.cached or changed.ep_size > 1)
-    assert changes(captured, replace(captured, graph=False, recompute=True), Hardware(2)) == [
-        "--set train.activation_checkpointing=true",
-        "--set train.graph=false",
-    ]
-
-
 def test_the_first_line_of_a_plan_says_which_gpus_it_assumes(tmp_path, monkeypatch):
     runs.write_models(tmp_path)
     runs.resolved(tmp_path)
@@ -637,9 +552,9 @@ def test_settings_whose_effect_the_plan_does_not_know_are_named(tmp_path):
     runs.write_models(tmp_path)
     plain = runs.resolved(tmp_path).recipe
     assert uncounted(plain, Hardware(2)) == []
-    more = {"train__compile": True, "train__anneal_share": 0.5, "early_stop": {"metric": "mbpp_plus"}}
+    more = {"train__compile": True, "early_stop": {"metric": "mbpp_plus"}}
     found = uncounted(runs.resolved(tmp_path, **more).recipe, Hardware(2))
-    assert [text.split(":")[0] for text in found] == ["train.compile", "train.anneal_share", "early_stop"]
+    assert [text.split(":")[0] for text in found] == ["train.compile", "early_stop"]
     divided = runs.resolved(tmp_path, parallel={"ep_size": 2, "dedup": "rank", "overlap": "off"}).recipe
     names = [text.split(":")[0] for text in uncounted(divided, Hardware(1, nodes=2))]
     assert names == ["parallel.overlap", "parallel.dedup", "all-to-alls between nodes"]
@@ -656,13 +571,12 @@ def test_settings_whose_effect_the_plan_does_not_know_are_named(tmp_path):
     assert planned.not_counted and f"not counted  {planned.not_counted[0]}" in to_text(planned)
 
 
-def test_the_host_starts_captured_passes_in_less_time_and_one_process_updates_without_zero(tmp_path):
+def test_divided_experts_take_the_host_longer_and_one_process_updates_without_zero(tmp_path):
     model = meta(tmp_path, tiny.config("qwen3_moe")).numbers
     alone = replace(SMALL, world=1, teacher="replicated")
     device, host = micro_batch_seconds(model, model, alone)
     passes = 4 * len(model.layers)  # three of the student, one of the teacher
     assert device > MICRO_BATCH and host == pytest.approx(passes * LAUNCH["experts"])
-    assert micro_batch_seconds(model, model, replace(alone, graph=True))[1] == pytest.approx(passes * GRAPH)
     divided = replace(alone, world=2, ep_size=2, teacher="sharded")
     assert micro_batch_seconds(model, model, divided)[1] == pytest.approx(passes * LAUNCH["divided experts"])
     updated = sum(shard(model, alone).partition)

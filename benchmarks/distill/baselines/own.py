@@ -60,7 +60,7 @@ def _take(setting: Setting, watch: Watch, training: Training) -> float:
         training = replace(training, engine=cast(TrainEngine, _Weighed(training.engine, watch)))
     loss = float("nan")
     try:
-        with feeding(setting.rows, recipe, world, 1, watch.steps, training.source) as feed:
+        with feeding(setting.rows, recipe, world, 1, watch.steps) as feed:
             for step in range(1, watch.steps + 1):
                 micros = feed.take()
                 watch.waited = feed.waited

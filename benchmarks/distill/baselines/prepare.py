@@ -56,10 +56,10 @@ def _check(recipe: Recipe) -> None:
     asked, usual = (one.model_dump(exclude={"chunk_tokens"}) for one in (recipe.objective, Objective()))
     if asked != usual:
         raise ConfigError("the baselines compute KL at temperature 1 only", hint="leave --set objective... out")
-    if (recipe.optim.moments, recipe.optim.offload, recipe.parallel.quantised.any) != ("fp32", "none", False):
+    if (recipe.optim.offload, recipe.parallel.quantised.any) != ("none", False):
         raise ConfigError(
             "the baselines keep fp32 moments on the device and send no rows",
-            hint="leave --set optim.moments, optim.offload and parallel.quantised out",
+            hint="leave --set optim.offload and parallel.quantised out",
         )
 
 
@@ -70,5 +70,4 @@ def held_bytes(setting: Setting) -> int:
     """
     weights = list(setting.teacher.parameters())
     masters = 4 if setting.recipe.train.dtype == "bf16" else 0
-    moments = 4 if setting.recipe.optim.moments == "bf16" else 8
-    return 2 * sum(p.nbytes for p in weights) + (masters + moments) * sum(p.numel() for p in weights)
+    return 2 * sum(p.nbytes for p in weights) + (masters + 8) * sum(p.numel() for p in weights)

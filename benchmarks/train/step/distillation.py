@@ -22,7 +22,6 @@ from fcsd.distill.metrics import full_speed_of
 from fcsd.distill.optim import update
 from fcsd.distill.parts.chosen import chosen_parts, train_parts
 from fcsd.distill.prepare import shares_weights, training_rows
-from fcsd.distill.step import graphs
 from fcsd.distill.step.engine import build_training, live_teacher
 from fcsd.distill.step.feed import feeding
 from fcsd.distill.step.one_step import launch_step, train_step
@@ -92,8 +91,7 @@ class Distillation:
             shared = SharedTeacher(self._parts, recipe.objective, rewire if ep_sizes[0] > 1 else None)
             divided = recipe.parallel.zero_stage == 3
             training = replace(training, source=WithinPass(shared, training.engine.module) if divided else shared)
-        # Captured passes do not change, so each variant has its own.
-        self._training = graphs.with_fixed_passes(training, recipe, self.models)
+        self._training = training
 
     def _wire(
         self,
@@ -134,7 +132,7 @@ class Distillation:
         self._taken = last
         began = waited = 0.0
         metrics: dict[str, float] = {}
-        with feeding(self._rows, self._recipe, self._world, first, last, self._training.source) as feed:
+        with feeding(self._rows, self._recipe, self._world, first, last) as feed:
             for step in range(first, last + 1):
                 launched = launch_step(self._training, feed.take(), self._recipe, self._world, step)
                 if step in (first, last):

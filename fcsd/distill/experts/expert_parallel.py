@@ -8,7 +8,6 @@ and ``launch_step`` multiplies the loss by that number in advance.
 """
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -24,7 +23,6 @@ from fcsd.models.build import arch_of, load_model, register, wiring_of
 from fcsd.models.fused.model import fuse_parts
 from fcsd.models.wiring import DESYNC, Wiring
 from fcsd.parallel.expert.dispatcher import Dispatcher, check_divided, check_formats
-from fcsd.parallel.machine import read_machine, require_far
 from fcsd.parallel.quantised.rows import Quantiser, formats_of
 from fcsd.parallel.transports.traffic import Traffic
 
@@ -39,13 +37,10 @@ def check(recipe: Recipe, processes: int) -> None:
     Raises:
         ConfigError: ``ep_size`` does not divide the number of processes or of experts, or a model does not support
             expert parallelism; or ZeRO-3 would divide experts; or the rows of the student cannot be rounded to the
-            formats; or ``parallel.machine`` is damaged, describes another GPU or larger nodes, or lacks a link that the
-            processes use.
+            formats.
         BadInputError: ZeRO-3 would divide a quantised model.
     """
     ep_size = recipe.parallel.ep_size
-    if recipe.parallel.machine is not None:
-        check_machine(Path(recipe.parallel.machine), ep_size)
     if (formats := formats_of(recipe.parallel.quantised)) is not None:
         register()
         check_formats(formats, _config(recipe.model), recipe.model)
@@ -70,48 +65,11 @@ def check(recipe: Recipe, processes: int) -> None:
         log.warning("%s: parallel.dedup %s has no effect, because each token chooses one expert", recipe.model, dedup)
 
 
-def check_machine(path: Path, ep_size: int) -> None:
-    """Check that a machine file describes this machine and has the links of ``ep_size`` neighbouring processes.
-
-    The GPU is compared where there is one. Nodes may be smaller in the file than on the machine, which imitates
-    several nodes on one host.
-
-    Raises:
-        ConfigError: see ``check``.
-    """
-    machine = read_machine(path)
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", ep_size))  # processes on this host
-    present = torch.cuda.get_device_name() if torch.cuda.is_available() else machine.gpu
-    if machine.gpu != present:
-        raise ConfigError(
-            f"parallel.machine: {path} describes {machine.gpu}, and this machine has {present}",
-            hint="measure this machine with fcsd bench links, or correct the key gpu",
-        )
-    if here < min(ep_size, machine.gpus_per_node):
-        raise ConfigError(
-            f"parallel.machine: {path} describes nodes of {machine.gpus_per_node} GPUs, and this run has {here} "
-            "processes in a node",
-            hint=f"set gpus_per_node: {here} in the file, or start as many processes in each node",
-        )
-    require_far(machine.links, ep_size)
-
-
 def dispatcher_for(parallel: Parallel, ep_size: int) -> Dispatcher:
-    """The function that makes the dispatchers of a model whose experts are divided among ``ep_size`` processes.
+    """The function that makes the dispatchers of a model whose experts are divided among ``ep_size`` processes."""
+    from fcsd.parallel.expert.hierarchical import dispatcher_of
 
-    Raises:
-        ConfigError: ``parallel.machine`` cannot be read.
-    """
-    from fcsd.parallel.expert.choice import node_size_for
-    from fcsd.parallel.expert.hierarchical import ByLayer, dispatcher_of
-
-    if ep_size == 1:
-        return dispatcher_of("off", 1, None)
-    if parallel.dedup == "auto":
-        assert parallel.machine is not None, "the recipe's checks require a machine file"
-        per_node = read_machine(Path(parallel.machine)).gpus_per_node
-        return ByLayer(ep_size, node_size_for(ep_size, per_node))
-    return dispatcher_of(parallel.dedup, ep_size, parallel.node_size)
+    return dispatcher_of("off", 1, None) if ep_size == 1 else dispatcher_of(parallel.dedup, ep_size, parallel.node_size)
 
 
 def _config(name: str) -> PretrainedConfig:

@@ -135,9 +135,8 @@ def objective_of(recipe: Recipe, processes: int, block: ExpertBlock, width: int)
     weights = list(block.experts.parameters())
     slots = block.placement.slots
     stored = sum(weight.numel() * weight.itemsize for weight in weights) / slots
-    moments = 4 if recipe.optim.moments == "bf16" else 8
     master = 0 if recipe.train.dtype == "fp32" and parallel.zero_stage == 0 else 4
-    states = sum(weight.numel() for weight in weights) / slots * (master + moments)
+    states = sum(weight.numel() for weight in weights) / slots * (master + 8)
     # Each group of processes that divides the experts counts its own tokens; the ranks sum the counts of all groups.
     groups = processes / parallel.ep_size
     step = _bytes_of_row(recipe, width, weights[0].itemsize) / groups

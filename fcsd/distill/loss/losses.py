@@ -46,8 +46,7 @@ def kl_divergence(
         denominator: the number by which the sum over positions is divided.
         chunk_tokens: the number of positions whose logits are computed at a time.
         kept: ``[counted]`` int64, the positions in the flattened ``mask`` that count, if the caller knows them.
-            Otherwise they are computed here, and on a GPU the host then waits for the device. It may hold positions
-            that do not count if the hidden states there are 0, see ``only_counted``.
+            Otherwise they are computed here, and on a GPU the host then waits for the device.
         cap: both models' logits are ``cap * tanh(logits / cap)``; None if they cap nothing. The kernels cap nothing.
 
     Returns: an fp32 scalar with gradients to ``student_hidden`` and, if it requires them, ``student_head``.
@@ -122,16 +121,6 @@ def cross_entropy(
         return loss, gradient.scatter_add_(1, targets[rows], -torch.ones_like(gradient[:, :1]))
 
     return chunked(student_hidden.flatten(0, -2)[keep], student_head, chunk_loss, chunk_tokens, cap) / denominator
-
-
-def only_counted(hidden: Tensor, mask: Tensor) -> Tensor:
-    """``hidden`` ``[..., hidden]`` with 0 at the positions where ``mask`` ``[...]`` is false.
-
-    If both models' hidden states are 0, all logits are 0, so the divergence and its gradients are exactly 0. The same
-    holds for the gradients of ``cross_entropy``: that of the head is multiplied by the hidden states, and that of the
-    hidden states ends here. A caller that cannot wait to learn how many positions count can therefore compute all.
-    """
-    return hidden.masked_fill(~mask.unsqueeze(-1), 0.0)
 
 
 def squared_distance(student: Tensor, teacher: Tensor, mask: Tensor, *, denominator: float | Tensor = 1.0) -> Tensor:

@@ -1,8 +1,8 @@
 """Chooses the implementation of AdamW that a recipe asks for, and the groups of parameters that it updates.
 
-AdamW runs in one of three implementations. ``OneProcessAdamW`` updates the weights of a run of one process.
-``ChunkedAdamW`` keeps its moments in bf16 or in host memory. In all other runs DeepSpeed makes torch's fused AdamW from
-its configuration (``fcsd.distill.step.engine.deepspeed_config``). ``update`` clips and skips for all of them.
+AdamW runs in one of two implementations. ``OneProcessAdamW`` updates the weights of a run of one process. In all other
+runs DeepSpeed makes torch's fused AdamW from its configuration (``fcsd.distill.step.engine.deepspeed_config``).
+``update`` clips and skips for both of them.
 """
 
 from collections.abc import Callable
@@ -11,8 +11,6 @@ from typing import Any
 from torch import nn
 
 from fcsd.config import Recipe
-from fcsd.distill.dtypes import DTYPES
-from fcsd.distill.optim.adamw_chunked import ChunkedAdamW
 from fcsd.distill.optim.adamw_one_process import OneProcessAdamW
 from fcsd.parallel.partitions import GROUP, whole_shape
 
@@ -29,38 +27,19 @@ def updates_alone(recipe: Recipe, processes: int) -> bool:
     It trains in bf16, its states are in fp32 on the device, and its rows are not rounded by ``parallel.quantised``.
     """
     optim, parallel = recipe.optim, recipe.parallel
-    plain = (recipe.train.dtype, optim.moments, optim.offload) == ("bf16", "fp32", "none")
+    plain = (recipe.train.dtype, optim.offload) == ("bf16", "none")
     return processes == 1 and parallel.zero_stage in (1, 2) and plain and not parallel.quantised.any
 
 
-def chunked(recipe: Recipe) -> bool:
-    """Whether ``ChunkedAdamW`` is needed: torch's own AdamW keeps moments neither in bf16 nor in host memory."""
-    return recipe.optim.moments == "bf16" or recipe.optim.offload == "moments"
-
-
-def own_adamw(recipe: Recipe, alone: bool) -> Callable[[Any], ChunkedAdamW | OneProcessAdamW] | None:
+def own_adamw(recipe: Recipe, alone: bool) -> Callable[[Any], OneProcessAdamW] | None:
     """The function that makes the optimizer for ``deepspeed.initialize``; None if its configuration describes it.
 
     Args:
         alone: whether the optimizer is ``OneProcessAdamW``.
     """
-    if alone:
-        return lambda parameters: OneProcessAdamW(
-            parameters, **adamw_settings(recipe), grad_clip=recipe.optim.grad_clip
-        )
-    if not chunked(recipe):
+    if not alone:
         return None
-
-    def make(parameters: Any) -> ChunkedAdamW:
-        from deepspeed.moe.utils import configure_moe_param_groups
-
-        # DeepSpeed itself divides the parameters only for optimizers that it makes.
-        if _divided_by_deepspeed(recipe):
-            parameters = configure_moe_param_groups(parameters)
-        placed = {"dtype": DTYPES[recipe.optim.moments], "on_host": recipe.optim.offload == "moments"}
-        return ChunkedAdamW(parameters, **adamw_settings(recipe), **placed)
-
-    return make
+    return lambda parameters: OneProcessAdamW(parameters, **adamw_settings(recipe), grad_clip=recipe.optim.grad_clip)
 
 
 def parameter_groups(student: nn.Module, recipe: Recipe) -> list[Any]:

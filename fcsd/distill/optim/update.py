@@ -16,8 +16,7 @@ ZeRO stage, weights    the norm is computed by                    a norm that is
 3                      DeepSpeed, over all partitions             on the host, by DeepSpeed
 =====================  =========================================  ========================================
 
-With ``optim.offload: host`` AdamW itself runs on the host, which therefore waits for the gradients in any case. With
-``optim.offload: moments`` it runs on the device. ``ChunkedAdamW`` takes the flag ``found_inf`` as torch's AdamW does.
+With ``optim.offload: host`` AdamW itself runs on the host, which therefore waits for the gradients in any case.
 """
 
 import os

@@ -3,13 +3,11 @@
 import re
 from collections.abc import Iterable
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fcsd.config import Recipe
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
-from fcsd.parallel.machine import read_machine
 from fcsd.version import __version__
 
 if TYPE_CHECKING:  # `fcsd export` reads checkpoints without the libraries that read data
@@ -24,7 +22,6 @@ _FREE = (
     "report",
     "sweep",
     "data.held_out",  # where it is scored, the hash of its rows is compared: ``early_stop.scored_text``
-    "objective.teacher_cache.path",
     "train.steps",
     "train.tokens",
     "optim.horizon",
@@ -55,9 +52,6 @@ def run_identity(recipe: Recipe, corpora: "list[Corpus]", world: World) -> dict[
     fields = flat(recipe.model_dump())
     unused = tuple(key for key, is_used in _later_fields(recipe, world).items() if not is_used)
     fields = {key: value for key, value in fields.items() if not key.startswith(unused)}
-    # What was chosen with the machine file is in the progress of a checkpoint. Only the size of a node must stay.
-    if (machine := fields.pop("parallel.machine")) is not None:
-        fields["gpus_per_node of parallel.machine"] = read_machine(Path(machine)).gpus_per_node
     own = {key: value for key, value in fields.items() if not key.startswith(_FREE) and not _SOURCE_FREE.match(key)}
     # These fields are later ones, too, and have no effect on such data.
     if len(corpora) == 1 or all(corpus.overlong == "split" for corpus in corpora):
@@ -69,6 +63,7 @@ def run_identity(recipe: Recipe, corpora: "list[Corpus]", world: World) -> dict[
             own.pop(f"data.sources.{number}.token_ids", None)
     made_of = {f"data.sources.{n}: {name}": sha for n, c in enumerate(corpora) for name, sha in c.sha256.items()}
     code = {"version of fcsd": __version__} | {f"version of {name}": version(name) for name in _CODE}
+    own |= {"objective.teacher_cache": None}  # a removed field, which checkpoints of earlier versions name
     own |= {"optim.accumulate_dtype": recipe.accumulate_dtype, "optim.reduce_dtype": recipe.reduce_dtype}
     return {
         **own,
@@ -90,11 +85,8 @@ def _later_fields(recipe: Recipe, world: World) -> dict[str, bool]:
         "data.document_end": False,  # the token that it chooses is among the hashes of the data
         "train.attention": world.device.type == "cuda" and train.attention != "masked",  # other devices ignore it
         "train.compile": train.compile,
-        "train.graph": train.graph,
-        "train.anneal_share": train.anneal_share > 0,
         "train.adapter": train.adapter is not None,
         "optim.train": bool(optim.train),
-        "optim.moments": optim.moments != "fp32",
         "optim.offload": optim.offload != "none",
         "parallel.dedup": parallel.dedup != "off",
         "parallel.node_size": parallel.dedup == "node",

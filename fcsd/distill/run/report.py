@@ -241,14 +241,11 @@ def _optimizer(recipe: Recipe) -> str:
     """A line that says where AdamW and its moments are, if that is not the default."""
     if recipe.optim.offload == "none":
         return ""
-    kind = "bf16" if recipe.optim.moments == "bf16" else "fp32"
-    if recipe.optim.offload == "moments":
-        return f"\nThe optimizer is torch's fused AdamW. Its {kind} moments are in host memory. Nothing is compiled."
     from fcsd.distill.optim.update import optimizer_threads  # here, because `fcsd export` needs no DeepSpeed
 
     threads = optimizer_threads()
     where = f"on the host, with {threads} CPU thread{'s' * (threads > 1)} in each process"
-    return f"\nThe optimizer is torch's fused AdamW with {kind} moments {where}. Nothing is compiled."
+    return f"\nThe optimizer is torch's fused AdamW with fp32 moments {where}. Nothing is compiled."
 
 
 def _command() -> str:

@@ -15,9 +15,8 @@ from fcsd.config import Objective, Recipe, accumulation
 from fcsd.distill import tensor_parallel
 from fcsd.distill.dtypes import DTYPES
 from fcsd.distill.experts.expert_parallel import quantiser_of, wire_sharded
-from fcsd.distill.loss.losses import IGNORE, cross_entropy, kl_divergence, only_counted, squared_distance
-from fcsd.distill.loss.top_k import TopK, kl_from_top_k
-from fcsd.distill.optim.adamw_choice import adamw_settings, chunked, own_adamw, parameter_groups, updates_alone
+from fcsd.distill.loss.losses import IGNORE, cross_entropy, kl_divergence, squared_distance
+from fcsd.distill.optim.adamw_choice import adamw_settings, own_adamw, parameter_groups, updates_alone
 from fcsd.distill.step.phases import phase
 from fcsd.distill.teacher.original import compile_layers, final_hidden, output_head, pack_attention
 from fcsd.distill.teacher.prefix import left_out
@@ -27,7 +26,6 @@ from fcsd.distill.train_engine import Trained, TrainEngine
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
 from fcsd.models.adapters.trained import TrainedParts
-from fcsd.models.annealed import Annealing, anneal
 from fcsd.models.build import decoder_layers, logits_cap
 from fcsd.parallel.expert.autoep import frozen_experts
 from fcsd.parallel.expert.dispatcher import Dispatcher
@@ -67,9 +65,6 @@ class Losses(nn.Module):
         head, labels = output_head(self.model), batch["labels"]
         chunk, cap = self.objective.chunk(len(head)), logits_cap(self.model.config)
         counts, kept = labels != IGNORE, batch.get("kept")
-        everywhere = kept is not None and len(kept) == labels.numel()
-        if everywhere:
-            hidden = only_counted(hidden, counts)
         losses = {}
         if "hidden" in terms:
             assert targets is not None
@@ -89,12 +84,7 @@ class Losses(nn.Module):
                 "kept": kept,
                 "cap": cap,
             }
-            if isinstance(targets.output, TopK):
-                losses["kl"] = kl_from_top_k(hidden, head, targets.output, counts, **options)
-            else:
-                theirs, their_head = targets.output
-                theirs = only_counted(theirs, counts) if everywhere else theirs
-                losses["kl"] = kl_divergence(hidden, head, theirs, their_head, counts, **options)
+            losses["kl"] = kl_divergence(hidden, head, *targets.output, counts, **options)
         if "sft" in terms:
             losses["sft"] = cross_entropy(
                 hidden, head, labels, denominator=denominator, chunk_tokens=chunk, kept=kept, cap=cap
@@ -122,8 +112,7 @@ class Student(nn.Module):
 
         Args:
             batch: ``input_ids``, ``position_ids`` and ``labels``, each ``[batch, seq]``. It may also have ``kept``, the
-                positions in the flattened batch whose logits are computed, if the host knows them: those with a label,
-                or all.
+                positions in the flattened batch that have a label, if the host knows them.
             targets: the teacher's output, which ``kl`` and ``hidden`` need; or a function that computes the terms.
             denominator: the number by which the sums over tokens are divided.
         """
@@ -165,12 +154,10 @@ class Training(Trained):
     Attributes:
         source: gives the targets.
         quantiser: rounds the rows of dispatch and combine; None if they are sent as they are.
-        annealing: how far the wiring of the student is annealed; None if it is not.
     """
 
     source: TeacherSource
     quantiser: Quantiser | None
-    annealing: Annealing | None
 
     def without_rounding(self) -> AbstractContextManager[None]:
         """A block in which all rows of the student are sent as they are, so that it computes as the exported model."""
@@ -224,12 +211,12 @@ def deepspeed_config(
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "communication_data_type": recipe.reduce_dtype,
-        # Without ZeRO DeepSpeed offers no other dtype than that of the weights; see build_engine.
+        # Without ZeRO DeepSpeed offers no other dtype than that of the weights; see sum_gradients.
         "data_types": {"grad_accum_dtype": "fp32" if alone else recipe.accumulate_dtype if zero_stage else train.dtype},
         "steps_per_print": None,
         "timers": {"throughput": {"enabled": False}},  # this timer waits for the device around every step
     }
-    if not chunked(recipe) and not alone:
+    if not alone:
         # torch's fused AdamW is used, on GPUs and on the host, because DeepSpeed's own optimizers are compiled on first
         # use, which takes a minute and a compiler.
         params = {**adamw_settings(recipe), "torch_adam": True, "fused": True}
@@ -250,6 +237,9 @@ def build_training(
 ) -> Training:
     """Builds a DeepSpeed engine around ``Student(model)`` in training mode. Experts that are already sharded stay so.
 
+    This is all that is done to a loaded student before its first step, in this order. What the recipe leaves off does
+    nothing.
+
     Args:
         traffic: counts the bytes that dispatch and combine send; None does not count.
         dispatcher: see ``wire_sharded``.
@@ -257,46 +247,61 @@ def build_training(
         by_zero: whether DeepSpeed's ZeRO updates the weights also on one process, to compare with it.
         teams: how the processes of the run work together; None stands for data parallelism alone.
     """
-    sharded = teams if teams is not None and teams.ranks is not None else None
-    if sharded is not None:
-        tensor_parallel.make_trainable(model, sharded)
+    teams, quantiser = teams or Teams(world), quantiser_of(recipe)
     alone = updates_alone(recipe, world.size) and not by_zero
-    deepspeed = import_deepspeed()
-    if parts is None:
+    tensor_parallel.make_trainable(model, teams)
+    if parts is None:  # otherwise ``train_parts`` has frozen the rest
         freeze(model, recipe.objective)
     pack_attention(model, recipe)
     if recipe.train.activation_checkpointing:
         recompute_layers(model)
     switch_off_noise(model)
-    student = Student(model, recipe.objective).train()
+    engine = start_engine(Student(model, recipe.objective).train(), recipe, world, teams, parts, alone)
+    gather_weights(engine, recipe)
+    sum_gradients(engine, recipe, alone)
+    if teams.ranks is None:
+        wire_sharded(model, recipe.parallel.ep_size, recipe.parallel, quantiser, traffic, dispatcher)
+    else:
+        tensor_parallel.wire(model, teams.ranks, recipe)
+    compile_layers(model, recipe)
+    return Training(engine, model, source, quantiser, parts=parts)
+
+
+def start_engine(
+    student: Student, recipe: Recipe, world: World, teams: Teams, parts: TrainedParts | None, alone: bool
+) -> TrainEngine:
+    """The DeepSpeed engine around a student, with the optimizer of its trained parameters."""
+    model = student.model
     with nullcontext() if parts is None else frozen_experts(model):
-        engine: TrainEngine = deepspeed.initialize(
+        return import_deepspeed().initialize(
             model=student,
             model_parameters=parameter_groups(student, recipe),
             config=deepspeed_config(recipe, world.size, decoder_layers(model), alone),
             optimizer=own_adamw(recipe, alone),
-            mpu=sharded,
+            mpu=None if teams.ranks is None else teams,
         )[0]
-    if recipe.parallel.zero_stage == 3:
-        deepspeed.zero.register_external_parameter(student.losses, output_head(model))
-        gather_by_layer(engine, decoder_layers(model))
-        if not recipe.train.activation_checkpointing:
-            keep_no_weights()
+
+
+def gather_weights(engine: TrainEngine, recipe: Recipe) -> None:
+    """Lets ZeRO-3 gather the weights that it has divided layer by layer, and the head for the losses."""
+    if recipe.parallel.zero_stage != 3:
+        return
+    student: Any = engine.module
+    layers = decoder_layers(student.model)
+    import_deepspeed().zero.register_external_parameter(student.losses, output_head(student.model))
+    gather_by_layer(engine, layers)
+    if not recipe.train.activation_checkpointing:
+        keep_no_weights()
+
+
+def sum_gradients(engine: TrainEngine, recipe: Recipe, alone: bool) -> None:
+    """Says in which dtype gradients are summed where ZeRO does not, and that one process sends none to itself."""
     if alone:
         engine.enable_backward_allreduce = False  # it would copy all gradients, also on one process
     if not engine.zero_optimization():
-        for parameter in student.parameters():
+        for parameter in engine.module.parameters():
             if parameter.requires_grad:
                 parameter.grad_dtype = DTYPES[recipe.accumulate_dtype]  # autograd and DeepSpeed sum in it
-    quantiser = quantiser_of(recipe)
-    if sharded is None:
-        wire_sharded(model, recipe.parallel.ep_size, recipe.parallel, quantiser, traffic, dispatcher)
-    else:
-        assert sharded.ranks is not None
-        tensor_parallel.wire(model, sharded.ranks, recipe)
-    annealing = anneal(model) if recipe.train.anneal_share else None
-    compile_layers(model, recipe)
-    return Training(engine, model, source, quantiser, annealing, parts=parts)
 
 
 def live_teacher(model: PreTrainedModel, recipe: Recipe, world_size: int) -> LiveTeacher:

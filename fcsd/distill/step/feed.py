@@ -1,9 +1,9 @@
 """Prepares the micro-batches of the coming steps in a thread while the device computes.
 
-The thread works one step ahead of the training thread: it packs rows and reads what the teacher's source stores for
-them. On GPUs a micro-batch is copied from pinned memory on a separate stream, and an event tells the stream of the
-training thread when the copy is done. The thread draws no random number. The rows of a step depend only on the number
-of the step, so neither their order nor the point where a resumed run continues depends on the thread.
+The thread works one step ahead of the training thread: it packs rows. On GPUs a micro-batch is copied from pinned
+memory on a separate stream, and an event tells the stream of the training thread when the copy is done. The thread
+draws no random number. The rows of a step depend only on the number of the step, so neither their order nor the point
+where a resumed run continues depends on the thread.
 """
 
 import queue
@@ -18,8 +18,6 @@ from torch import Tensor
 from fcsd.config import Recipe
 from fcsd.distill.data.rows import Mixture, batch
 from fcsd.distill.loss.losses import IGNORE
-from fcsd.distill.loss.top_k import TopK
-from fcsd.distill.teacher.targets import TeacherSource
 from fcsd.launch.world import World
 
 _AHEAD = 1  # the number of steps that wait in the queue, besides the one that the thread is preparing
@@ -34,13 +32,11 @@ class MicroBatch(NamedTuple):
         columns: ``input_ids``, ``position_ids`` and ``labels``, each ``[batch, seq]`` int64, and ``kept``, the
             positions in the flattened batch that have a label, ``[counted]`` int64.
         counted: ``[]`` int64, the number of positions with a label.
-        stored: what the teacher's source stores for the rows, in host memory; see ``TeacherSource.read``.
     """
 
     rows: range
     columns: dict[str, Tensor]
     counted: Tensor
-    stored: TopK | None
 
 
 def rows_of_step(recipe: Recipe, world: World, step: int) -> list[range]:
@@ -50,20 +46,19 @@ def rows_of_step(recipe: Recipe, world: World, step: int) -> list[range]:
     return [range(start, start + micro) for start in range(first, step * whole, micro * world.size)]
 
 
-def gather_step(rows: Mixture, recipe: Recipe, world: World, step: int, source: TeacherSource) -> list[MicroBatch]:
+def gather_step(rows: Mixture, recipe: Recipe, world: World, step: int) -> list[MicroBatch]:
     """This rank's micro-batches of a step, in host memory."""
     gathered = []
     for numbers in rows_of_step(recipe, world, step):
         columns = batch(rows, numbers)
-        stored = source.read(columns, numbers)
         # The positions are computed on the host. On a GPU the host would have to wait to learn how many they are.
         columns["kept"] = (columns["labels"].flatten() != IGNORE).nonzero().squeeze(1)
-        gathered.append(MicroBatch(numbers, columns, torch.tensor(len(columns["kept"])), stored))
+        gathered.append(MicroBatch(numbers, columns, torch.tensor(len(columns["kept"]))))
     return gathered
 
 
 def to_device(micro: MicroBatch, device: torch.device) -> MicroBatch:
-    """Copies the columns of a micro-batch to ``device``. What is stored stays where it is.
+    """Copies the columns of a micro-batch to ``device``.
 
     A copy from pinned memory is only launched; the host does not wait for it.
     """
@@ -78,11 +73,9 @@ class Feed:
         waited: seconds that ``take`` has spent waiting for data so far.
     """
 
-    def __init__(
-        self, rows: Mixture, recipe: Recipe, world: World, first: int, last: int, source: TeacherSource
-    ) -> None:
+    def __init__(self, rows: Mixture, recipe: Recipe, world: World, first: int, last: int) -> None:
         self.waited = 0.0
-        self._rows, self._recipe, self._world, self._source = rows, recipe, world, source
+        self._rows, self._recipe, self._world = rows, recipe, world
         self._copies = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
         self._ready: queue.Queue[tuple[list[MicroBatch], torch.cuda.Event | None] | Exception]
         self._ready = queue.Queue(_AHEAD)
@@ -93,7 +86,7 @@ class Feed:
     def take(self) -> list[MicroBatch]:
         """The micro-batches of the next step, on the device.
 
-        Raises: any error that the thread met while it prepared them, such as a damaged shard of a teacher cache.
+        Raises: any error that the thread met while it prepared them.
         """
         began = time.perf_counter()
         found = self._ready.get()
@@ -120,7 +113,7 @@ class Feed:
     def _work(self, first: int, last: int) -> None:
         try:
             for step in range(first, last + 1):
-                micros = gather_step(self._rows, self._recipe, self._world, step, self._source)
+                micros = gather_step(self._rows, self._recipe, self._world, step)
                 self._put(self._copied(micros))
                 if self._ended.is_set():
                     return
@@ -142,13 +135,12 @@ class Feed:
                 return self._ready.put(item, timeout=_POLL)
 
 
-def feeding(rows: Mixture, recipe: Recipe, world: World, first: int, last: int, source: TeacherSource) -> closing[Feed]:
+def feeding(rows: Mixture, recipe: Recipe, world: World, first: int, last: int) -> closing[Feed]:
     """Prepares the micro-batches of the steps ``first`` to ``last`` ahead of time, as long as the block runs."""
-    return closing(Feed(rows, recipe, world, first, last, source))
+    return closing(Feed(rows, recipe, world, first, last))
 
 
 def _pinned(micro: MicroBatch) -> MicroBatch:
     """A micro-batch in page-locked memory, from which copies to a GPU do not make the host wait."""
-    stored = None if micro.stored is None else TopK(*(column.pin_memory() for column in micro.stored))
     columns = {name: column.pin_memory() for name, column in micro.columns.items()}
-    return micro._replace(columns=columns, counted=micro.counted.pin_memory(), stored=stored)
+    return micro._replace(columns=columns, counted=micro.counted.pin_memory())

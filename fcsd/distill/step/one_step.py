@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,15 +38,6 @@ def learning_rate(recipe: Recipe, step: int) -> float:
     progress = (step - optim.warmup_steps) / (recipe.schedule_steps - optim.warmup_steps)
     shape = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
     return optim.min_lr + (optim.lr - optim.min_lr) * shape[optim.schedule]
-
-
-def anneal_weight(recipe: Recipe, step: int) -> float:
-    """The λ of a step, counted from 1, with which the wiring is annealed: a read sees (1 - λ) of what is in flight.
-
-    It rises linearly from 0 in the first step to 1, and stays 1 after ``train.anneal_share`` of the schedule.
-    """
-    steps = round(recipe.train.anneal_share * recipe.schedule_steps)
-    return min(1.0, (step - 1) / steps) if steps else 1.0
 
 
 class Readback:
@@ -86,7 +76,7 @@ class LaunchedStep:
 
     Attributes:
         number: the number of the step, counted from 1.
-        settings: ``lr``, the learning rate of the step; and ``anneal``, its λ, if the wiring is annealed.
+        rate: the learning rate of the step.
         weights: the weights of the loss terms.
         numbers: the copy to the host of the loss terms, ``grad_norm``, and ``counted``, the number of positions with a
             label.
@@ -94,13 +84,13 @@ class LaunchedStep:
     """
 
     number: int
-    settings: dict[str, float]
+    rate: float
     weights: dict[str, float]
     numbers: Readback
     rows: range
 
     def metrics(self) -> dict[str, float]:
-        """``loss``, its unweighted terms, ``settings`` and ``grad_norm``; waits until the step is taken.
+        """``loss``, its unweighted terms, ``lr`` and ``grad_norm``; waits until the step is taken.
 
         Raises:
             BadInputError: no position of the step's rows counts in the loss.
@@ -113,7 +103,7 @@ class LaunchedStep:
             )
         norm = found.pop("grad_norm")
         loss = sum(weight * found[name] for name, weight in self.weights.items())
-        return {"loss": loss, **found, **self.settings, "grad_norm": norm}
+        return {"loss": loss, **found, "lr": self.rate, "grad_norm": norm}
 
 
 def launch_step(training: Training, micros: list[MicroBatch], recipe: Recipe, world: World, step: int) -> LaunchedStep:
@@ -135,16 +125,13 @@ def launch_step(training: Training, micros: list[MicroBatch], recipe: Recipe, wo
     dist.all_reduce(counted, group=world.group)
     denominator = counted.clamp(min=1) if recipe.objective.reduction == "mean" else torch.ones_like(counted)
     rate = learning_rate(recipe, step)
-    settings: dict[str, Any] = {"lr": rate}
-    if training.annealing is not None:
-        training.annealing.weight = settings["anneal"] = anneal_weight(recipe, step)
     for group in engine.optimizer.param_groups:
         group["lr"] = rate
     totals = torch.zeros(len(weights), device=world.device)
     norm: Tensor | float = 0.0
     for micro in micros:
         with phase("teacher"):
-            targets = training.source.get_targets(micro.columns, micro.stored)
+            targets = training.source.get_targets(micro.columns)
         terms = engine(micro.columns, targets, denominator, tuple(weights))
         del targets  # the loss has read them
         totals += torch.stack([terms[name].detach() for name in weights])
@@ -164,7 +151,7 @@ def launch_step(training: Training, micros: list[MicroBatch], recipe: Recipe, wo
             engine.step()  # counts the micro-batch
     numbers = Readback({**dict(zip(weights, totals, strict=True)), "grad_norm": norm, "counted": counted})
     rows = range((step - 1) * recipe.rows_per_step, step * recipe.rows_per_step)
-    return LaunchedStep(step, settings, weights, numbers, rows)
+    return LaunchedStep(step, rate, weights, numbers, rows)
 
 
 def train_step(training: Training, rows: Mixture, recipe: Recipe, world: World, step: int) -> dict[str, float]:
@@ -175,7 +162,7 @@ def train_step(training: Training, rows: Mixture, recipe: Recipe, world: World, 
 
     Returns: the metrics of the step.
     """
-    gathered = gather_step(rows, recipe, world, step, training.source)
+    gathered = gather_step(rows, recipe, world, step)
     micros = [to_device(micro, world.device) for micro in gathered]
     return launch_step(training, micros, recipe, world, step).metrics()
 
@@ -193,7 +180,7 @@ def measure(
     Returns: ``sft``, with a teacher in memory ``kl``, and ``hidden`` if the term has a weight.
     """
     engine, source = training.engine, training.source
-    terms = ("kl", "sft") if source.any_text else ("sft",)
+    terms = ("kl", "sft") if source.has_teacher else ("sft",)
     if recipe.objective.hidden.weight:
         terms = (*terms, "hidden")
     micro = recipe.train.micro_batch_size
@@ -208,7 +195,7 @@ def measure(
             data = {name: column.to(world.device) for name, column in batch(rows, numbers or [0]).items()}
             if not numbers:
                 data["labels"].fill_(IGNORE)
-            losses = engine(data, source.get_targets(data) if source.any_text else None, one, terms)
+            losses = engine(data, source.get_targets(data) if source.has_teacher else None, one, terms)
             totals += torch.stack([*(losses[name] for name in terms), (data["labels"] != IGNORE).sum()])
             advance(min(micro * world.size, rows.per_epoch - first) * recipe.data.seq_len)
     finally:

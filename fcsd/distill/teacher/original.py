@@ -25,8 +25,7 @@ _NO_BASE = "If it is an original, convert it or set init.wiring. If not, name it
 
 def needs_teacher(recipe: Recipe) -> bool:
     """Whether a term of the loss needs a teacher in memory."""
-    objective = recipe.objective
-    return objective.teacher_cache is None and bool(objective.kl or objective.hidden.weight)
+    return bool(recipe.objective.kl or recipe.objective.hidden.weight)
 
 
 def teacher_name(recipe: Recipe) -> str:

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from fcsd.checkpoint import read_layout, sample_sha256
 from fcsd.config import Objective, Recipe
 from fcsd.distill.inputs import student_source
-from fcsd.distill.loss.top_k import TopK
 from fcsd.distill.teacher.original import final_hidden, output_head, teacher_name
 from fcsd.distill.teacher.prefix import noted
 from fcsd.distill.teacher.targets import FixedLosses, Targets, TeacherSource, captured, compared_layers
@@ -57,7 +56,7 @@ class SharedTeacher(TeacherSource):
             divided.
     """
 
-    any_text = True
+    has_teacher = True
 
     def __init__(self, parts: TrainedParts, objective: Objective, rewire: Callable[[], None] | None = None) -> None:
         model = self._model = parts.model
@@ -76,7 +75,7 @@ class SharedTeacher(TeacherSource):
         self._prefix = shared if rewire is None and not self._compared else 0
 
     @torch.no_grad()
-    def get_targets(self, columns: dict[str, Tensor], stored: TopK | None = None) -> Targets:
+    def get_targets(self, columns: dict[str, Tensor]) -> Targets:
         with self.teacher() as model, captured(model, self._compared) as streams, noted(model, self._prefix) as prefix:
             hidden = final_hidden(model, columns)
             head = output_head(model)
@@ -129,7 +128,7 @@ class WithinPass(TeacherSource):
         student: the module of the engine, see ``fcsd.distill.step.engine.Student``.
     """
 
-    any_text = True
+    has_teacher = True
 
     def __init__(self, shared: SharedTeacher, student: Any) -> None:
         self._shared, self._student = shared, student
@@ -137,7 +136,7 @@ class WithinPass(TeacherSource):
     def teacher(self) -> AbstractContextManager[PreTrainedModel]:
         return self._shared.teacher()
 
-    def get_targets(self, columns: dict[str, Tensor], stored: TopK | None = None) -> FixedLosses:
+    def get_targets(self, columns: dict[str, Tensor]) -> FixedLosses:
 
         def losses(batch: dict[str, Tensor], denominator: Tensor, terms: tuple[str, ...]) -> dict[str, Tensor]:
             # Not by a call, whose hooks begin a pass of the engine.

@@ -1,8 +1,7 @@
 """The targets of the student, and where they come from: a ``TeacherSource``.
 
-A run has one source. This module has that of a teacher in memory. ``fcsd.distill.teacher.cache`` reads targets from
-disk, ``fcsd.distill.teacher.shared`` computes them with the student's own weights, and
-``fcsd.distill.step.graphs`` in the passes of the student.
+A run has one source. This module has that of a teacher in memory. ``fcsd.distill.teacher.shared`` computes targets
+with the student's own weights.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fcsd.config import Objective, Recipe
-from fcsd.distill.loss.top_k import TopK
 from fcsd.distill.teacher.original import final_hidden, output_head
 from fcsd.distill.teacher.prefix import Prefix
 from fcsd.errors import BadInputError
@@ -27,14 +25,13 @@ class Targets(NamedTuple):
     """The teacher's outputs that the loss needs on one micro-batch.
 
     Attributes:
-        output: the final hidden states ``[batch, seq, hidden]`` and the output head ``[vocab, hidden]``, or the top-k
-            distribution from a cache.
+        output: the final hidden states ``[batch, seq, hidden]`` and the output head ``[vocab, hidden]``.
         streams: the full stream ``[batch, seq, hidden]`` after each layer that the objective compares, by the 0-based
             index of the layer.
         prefix: the first layers, if the student is to take the teacher's output of them.
     """
 
-    output: tuple[Tensor, Tensor] | TopK
+    output: tuple[Tensor, Tensor]
     streams: dict[int, Tensor]
     prefix: Prefix | None = None
 
@@ -47,26 +44,16 @@ class TeacherSource:
     """Gives the targets of the student, whatever is behind it. This class itself is the source without a teacher.
 
     Attributes:
-        any_text: whether it has targets for every text, such as held-out text, and not only for the rows of the run.
+        has_teacher: whether it has targets.
     """
 
-    any_text = False
+    has_teacher = False
 
-    def read(self, columns: dict[str, Tensor], rows: Sequence[int]) -> TopK | None:
-        """What is stored for rows of the run, in host memory. It may be called in another thread, ahead of time.
-
-        Args:
-            columns: the columns of the rows, see ``MicroBatch``, in host memory.
-            rows: the numbers of the rows in the run.
-        """
-        return None
-
-    def get_targets(self, columns: dict[str, Tensor], stored: TopK | None = None) -> Targets | FixedLosses | None:
+    def get_targets(self, columns: dict[str, Tensor]) -> Targets | FixedLosses | None:
         """What ``Student.forward`` takes as the targets on a micro-batch.
 
         Args:
             columns: the columns of the micro-batch, on the device.
-            stored: what ``read`` has returned for its rows.
         """
         return None
 
@@ -107,14 +94,14 @@ class LiveTeacher(TeacherSource):
         passes: the module that is called for a pass.
     """
 
-    any_text = True
+    has_teacher = True
 
     def __init__(self, model: PreTrainedModel, objective: Objective) -> None:
         self._model, self._layers = model, compared_layers(model, objective)
         self.passes = Passes(model)
 
     @torch.no_grad()
-    def get_targets(self, columns: dict[str, Tensor], stored: TopK | None = None) -> Targets:
+    def get_targets(self, columns: dict[str, Tensor]) -> Targets:
         with captured(self._model, self._layers) as streams:
             return Targets(self.passes(columns), streams)
 

@@ -29,7 +29,6 @@ from fcsd.parallel import order
 from fcsd.parallel.cost import Dedup
 from fcsd.parallel.deferred import Deferred, Exchange
 from fcsd.parallel.expert.block import ExpertBlock
-from fcsd.parallel.expert.choice import arrangements
 from fcsd.parallel.expert.counts import gather
 from fcsd.parallel.expert.deduplicated import Collect, Moves, Open, Pack, Relay, moves_by, write
 from fcsd.parallel.expert.dispatcher import Dispatcher, Packed, Transfer
@@ -40,27 +39,8 @@ from fcsd.parallel.quantised.rows import Codecs
 from fcsd.parallel.transports.transport import Splits, splits_of
 
 
-class ByLayer:
-    """The ``Dispatcher`` of ``parallel.dedup: auto``, which may take another way in each layer.
-
-    Attributes:
-        offered: the levels of each value of ``parallel.dedup`` that can be chosen, from the fewest levels on.
-        chosen: the choice for each layer, by its 0-based index. A layer without a choice takes the last value offered.
-            Every rank has the same choices, and changes them between two steps only.
-    """
-
-    def __init__(self, ranks: int, node_size: int | None) -> None:
-        self.offered = arrangements(ranks, node_size)
-        self.chosen: dict[int, Dedup] = {}
-        self._ways = {dedup: dispatcher_of(dedup, ranks, node_size) for dedup in self.offered}
-
-    def __call__(self, block: ExpertBlock, layer: int, x: Tensor, transfer: Transfer, /) -> Packed:
-        dedup = self.chosen.get(layer, next(reversed(self.offered)))
-        return self._ways[dedup](block, layer, x, transfer)
-
-
 def dispatcher_of(dedup: Dedup, ranks: int, node_size: int | None) -> Dispatcher:
-    """The dispatcher that a value of ``parallel.dedup`` names; that of ``auto`` is a ``ByLayer``.
+    """The dispatcher that a value of ``parallel.dedup`` names.
 
     Args:
         dedup: ``off`` sends a row to each expert of a token, ``rank`` to each rank that has any of its experts, and

@@ -122,15 +122,12 @@ def cases_of(folder: Path, arch: str) -> tuple[dict[str, Any], dict[str, Any]]:
         random = {**standard, "model": str(config), "init": {"weights": "random", "wiring": "farskip"}}
         single["random"] = sharded["random"] = random
     if arch == "deepseek_v2":
-        annealed = {"train__anneal_share": 0.67, "parallel__zero_stage": 0}  # the third of three steps is not annealed
-        single |= {"hidden": hidden, "bf16": BF16, "annealed": annealed}
+        single |= {"hidden": hidden, "bf16": BF16}
         sharded |= {
             "farskip eager-sync": {"parallel__zero_stage": 0, "parallel__overlap": "eager-sync"},
             "farskip off": {"parallel__zero_stage": 0, "parallel__overlap": "off"},
             "farskip stage 2, deduplicated": {"parallel__zero_stage": 2, "parallel__dedup": "rank"},
             "hidden": hidden,
-            "annealed on": annealed,
-            "annealed off": {**annealed, "parallel__overlap": "off"},
             **{f"bf16 stage {stage}": {**BF16, "parallel__zero_stage": stage} for stage in (0, 1, 2)},
         }
     return single, {name: {**SHARDED, **changes} for name, changes in sharded.items()}
@@ -153,8 +150,6 @@ def test_two_ranks_equal_one_process(models: dict[str, Path], tmp_path: Path, ar
             on = found[f"{kind} on"]
             assert [m["loss"] for m in result[0]] == [m["loss"] for m in on[0]], name
             assert all(torch.equal(weight, on[1][key]) for key, weight in result[1].items()), name
-    if "annealed on" in found:
-        assert [m["anneal"] for m in found["annealed on"][0]] == [0, 0.5, 1]
 
 
 def assert_close(one: Any, other: Any, what: str) -> None:

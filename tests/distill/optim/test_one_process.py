@@ -104,9 +104,7 @@ def test_the_norm_of_bf16_gradients_is_summed_in_fp32() -> None:
     "changes",
     [
         {"train__dtype": "fp32"},
-        {"optim__moments": "bf16"},
         {"optim__offload": "host"},
-        {"optim__offload": "moments"},
         {"parallel__zero_stage": 0},
         {"parallel__quantised": {"dispatch": "int8"}},
     ],

@@ -22,18 +22,14 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "fp32, stage 0, recomputed": {"parallel__zero_stage": 0, "train__activation_checkpointing": True},
     "bf16, stage 1": {"train__dtype": "bf16", **NORMS},
-    "bf16, stage 2": {"train__dtype": "bf16", "parallel__zero_stage": 2, "optim__moments": "bf16"},
-    "annealed": {"train__anneal_share": 1.0},
-    "fixed passes": {"train__graph": True, "train__dtype": "bf16", **NORMS},
+    "bf16, stage 2": {"train__dtype": "bf16", "parallel__zero_stage": 2},
 }
 # The last two of four layers are converted, and they alone have adapters: the first two are computed once.
 LAST = {"init": {"wiring": "farskip", "layers": "last:2"}, "train__adapter": {"rank": 4, "layers": "converted"}}
 PREFIX: dict[str, dict[str, Any]] = {
     "prefix, recomputed": {"train__activation_checkpointing": True},
     "prefix, bf16": {"train__dtype": "bf16", "train__micro_batch_size": 1, "optim__train": ["head", "last:1"]},
-    "prefix, fixed passes": {"train__graph": True, "train__dtype": "bf16"},
     "prefix, stage 0": {"parallel__zero_stage": 0, "train__micro_batch_size": 8},
-    "prefix, annealed": {"train__anneal_share": 1.0},
     "streams are compared, no prefix": {"objective__hidden": {"weight": 0.1, "layers": "last:1"}},
 }
 # Without adapters the converted layers train themselves. Of four layers two are converted, and one or two are shared.
@@ -43,15 +39,12 @@ ALONE: dict[str, dict[str, Any]] = {
     "parts, bf16, stage 1": {"train__dtype": "bf16", "optim__weight_decay": 0.1},
     "parts, fp32, stage 2, ladder": {"parallel__zero_stage": 2, **LADDER},
     "parts, stage 0, recomputed": {"parallel__zero_stage": 0, "train__activation_checkpointing": True},
-    "parts, bf16, stage 2, bf16 moments": {
+    "parts, bf16, stage 2": {
         "train__dtype": "bf16",
         "parallel__zero_stage": 2,
-        "optim__moments": "bf16",
         "optim__train": ["last:50%", "norms", "head"],
     },
-    "parts, fixed passes": {"train__graph": True, "train__dtype": "bf16", **LADDER},
-    "parts, moments on the host": {"optim__offload": "moments", "optim__train": ["2-3"]},
-    "parts, annealed": {"train__anneal_share": 1.0},
+    "parts, named layers": {"optim__train": ["2-3"]},
     "parts, streams are compared": {"objective__hidden": {"weight": 0.1, "layers": "all"}},
     "parts, one micro-batch": {"train__micro_batch_size": 4, "train__dtype": "bf16"},
 }
@@ -126,7 +119,7 @@ def test_first_layers_computed_once_are_those_computed_twice(folder: Path, tmp_p
 @pytest.mark.parametrize(
     ("size", "names"),
     [
-        (1, ["parts, bf16, stage 1", "parts, fixed passes"]),
+        (1, ["parts, bf16, stage 1"]),
         (2, ["parts, fp32, stage 2, ladder"]),
         pytest.param(1, [*ALONE], marks=pytest.mark.nightly),
         pytest.param(2, [*ALONE], marks=pytest.mark.nightly),

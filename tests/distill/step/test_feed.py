@@ -16,9 +16,9 @@ from fcsd.distill.data.corpus import load_corpus
 from fcsd.distill.data.rows import Mixture
 from fcsd.distill.metrics import Meter
 from fcsd.distill.run.report import read_metrics
+from fcsd.distill.step import feed as feed_module
 from fcsd.distill.step.feed import MicroBatch, feeding, gather_step, rows_of_step
 from fcsd.distill.step.one_step import Readback, train_step
-from fcsd.distill.teacher.targets import TeacherSource
 from fcsd.errors import BadInputError
 from fcsd.launch.world import World
 
@@ -45,22 +45,26 @@ def test_a_feed_gives_the_rows_of_each_step_in_order(folder: Path, first: int) -
     recipe, rows = text_of(folder)
     for rank in range(2):
         world = World(rank, 2, torch.device("cpu"))
-        with feeding(rows, recipe, world, first, 4, TeacherSource()) as feed:
+        with feeding(rows, recipe, world, first, 4) as feed:
             for step in range(first, 5):
-                assert tensors(feed.take()) == tensors(gather_step(rows, recipe, world, step, TeacherSource()))
+                assert tensors(feed.take()) == tensors(gather_step(rows, recipe, world, step))
         assert feed.waited > 0
 
 
-def test_an_error_of_the_thread_is_raised_at_the_step_that_needs_the_data(folder: Path) -> None:
+def test_an_error_of_the_thread_is_raised_at_the_step_that_needs_the_data(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe, rows = text_of(folder)
     before = threading.active_count()
+    real = feed_module.batch
 
-    class Damaged(TeacherSource):
-        def read(self, columns: Any, rows: Any) -> Any:
-            if 16 in rows:
-                raise BadInputError("row 16 is damaged")
+    def damaged(rows: Any, numbers: Any) -> Any:
+        if 16 in numbers:
+            raise BadInputError("row 16 is damaged")
+        return real(rows, numbers)
 
-    with feeding(rows, recipe, World(0, 1, torch.device("cpu")), 1, 4, Damaged()) as feed:
+    monkeypatch.setattr(feed_module, "batch", damaged)
+    with feeding(rows, recipe, World(0, 1, torch.device("cpu")), 1, 4) as feed:
         feed.take()
         feed.take()
         with pytest.raises(BadInputError, match="row 16 is damaged"):
@@ -72,7 +76,7 @@ def test_a_run_that_ends_early_leaves_no_thread(folder: Path) -> None:
     recipe, rows = text_of(folder)
     before = threading.active_count()
     world = World(0, 1, torch.device("cpu"))
-    with pytest.raises(KeyboardInterrupt), feeding(rows, recipe, world, 1, 4, TeacherSource()):
+    with pytest.raises(KeyboardInterrupt), feeding(rows, recipe, world, 1, 4):
         raise KeyboardInterrupt
     assert threading.active_count() == before
 

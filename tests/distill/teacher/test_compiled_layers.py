@@ -93,5 +93,5 @@ def test_without_the_field_nothing_is_compiled(tmp_path: Path) -> None:
 
 
 def test_divided_experts_are_not_compiled(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"train\.compile needs parallel\.ep_size 1"):
+    with pytest.raises(ConfigError, match=r"train\.compile cannot be combined with parallel\.ep_size"):
         runs.resolved(tmp_path, train__compile=True, parallel__ep_size=2)

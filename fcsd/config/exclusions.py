@@ -1,0 +1,43 @@
+"""The settings that exclude each other: one table, which recipes, runs and plans read by ``conflict``.
+
+What a setting needs of the model or of the number of processes is not here; it is checked where these are known.
+"""
+
+from collections.abc import Set
+
+SHARDED, EXPERTS = "parallel.tp_size above 1", "parallel.ep_size above 1 or parallel.quantised"
+UNDIVIDED, DIVIDED = "parallel.zero_stage 0", "parallel.zero_stage 3"
+COMPILED, ON_HOST, MOVED = "train.compile", "optim.offload host", "parallel.placement.every"
+FROZEN, OWN_PARTS = "optim.train or train.adapter", "optim.train"
+RANDOM, REPLICATED = "init.weights random", "parallel.teacher_placement replicated"
+ALONE_ROUNDED, BENCHMARK = "parallel.quantised with parallel.ep_size 1", "a benchmark as early_stop.metric"
+FREEZES_TRAINED = "objective.freeze_embeddings or objective.freeze_lm_head"
+
+# setting, setting, why
+EXCLUSIONS = (
+    (SHARDED, EXPERTS, "shards have no experts and no dispatch"),
+    (SHARDED, UNDIVIDED, "set it to 1 or 2"),
+    (SHARDED, COMPILED, "it is not proven"),
+    (SHARDED, FROZEN, "it is not proven"),
+    (SHARDED, ON_HOST, "it is not proven"),
+    (SHARDED, BENCHMARK, "it is not proven"),
+    (DIVIDED, EXPERTS, "experts need stage 1 or 2"),
+    (DIVIDED, SHARDED, "shards need stage 1 or 2"),
+    (DIVIDED, COMPILED, "it is not proven"),
+    (DIVIDED, OWN_PARTS, "with train.adapter alone it can"),
+    (DIVIDED, ON_HOST, "set it to 1 or 2"),
+    (ON_HOST, UNDIVIDED, "set it to 1 or 2"),
+    (MOVED, ON_HOST, "the states of experts move between GPUs, not hosts"),
+    (COMPILED, EXPERTS, "layers that send or round rows cannot be compiled"),
+    (FROZEN, RANDOM, "what is frozen must have learned something"),
+    (FROZEN, REPLICATED, "the teacher's experts are the student's"),
+    (FROZEN, MOVED, "it moves experts that train"),
+    (FROZEN, ALONE_ROUNDED, "it is not proven"),
+    (OWN_PARTS, FREEZES_TRAINED, "it names embeddings or head, which would be frozen"),
+)
+
+
+def conflict(settings: Set[str]) -> str | None:
+    """Why settings cannot be combined, in a line that begins with one of them; None if they can."""
+    found = ((one, other, why) for one, other, why in EXCLUSIONS if one in settings and other in settings)
+    return next((f"{one} cannot be combined with {other}: {why}" for one, other, why in found), None)
