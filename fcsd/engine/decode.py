@@ -67,6 +67,7 @@ def generate_in_slots(
     ended: Callable[[list[int], int], int | None],
     graphs: bool,
     temperatures: Sequence[float] | None = None,
+    attention: str | None = None,
 ) -> Iterator[tuple[int, list[int]]]:
     """Continue prompts as ``generate.generate`` does, which describes the other arguments, results and errors.
 
@@ -77,8 +78,10 @@ def generate_in_slots(
         length: the length of a slot in tokens, at least that of every prompt with its answer.
         graphs: whether to capture the steps as CUDA graphs. If that fails, the reason is logged and the kernels of
             each step are launched one by one.
+        attention: see ``Stepper``.
     """
-    stepper = Stepper(model, Slots(count, length, model.device), graphs, sampled=temperatures is not None)
+    slots_of_all = Slots(count, length, model.device)
+    stepper = Stepper(model, slots_of_all, graphs, attention=attention, sampled=temperatures is not None)
     queue, free = deque(groups), list(range(count))
     running: dict[int, int] = {}  # slot -> prompt
     new: dict[int, list[int]] = {}
