@@ -24,10 +24,9 @@ from fcsd.engine import compiled
 from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of, decoder_layers, wire
 from fcsd.models.installed import cache_keyword
-from fcsd.models.schedule import Kind, LayerPlan, Step, kind_of, layer_plans
+from fcsd.models.schedule import Kind, PlannedWiring, Running, Step, kind_of, layer_plans, run_step
 from fcsd.models.wiring import (
     DESYNC,
-    LayerWiring,
     Parts,
     WiredLayer,
     Wiring,
@@ -69,58 +68,53 @@ class Stream:
     """
 
     def __init__(self, x: Tensor, sums: Sums, way: Way | None = None) -> None:
-        self._landed: Tensor | None = x  # what a read has included; None if the oldest sum in flight holds it, too
+        self._running = Running(x, None)
         self._sums = sums
         self._way = way or sums.ways.of("decode" if x.shape[1] == 1 else "prefill", x.shape[0] * x.shape[1])
-        self._collected: Tensor | None = None
-        self._leaving: tuple[LayerSums, Any, Tensor | None] | None = None  # see ``leave``
+        self._leaving: tuple[SummedWiring, Any, Tensor | None] | None = None  # see ``leave``
         self._in_flight: list[Callable[[], Tensor]] = []  # oldest first; each returns its sum when it has arrived
 
     def add(self, step: Step, layer: int, out: Tensor, arrive: Callable[[Tensor], Tensor]) -> None:
-        """Do with this rank's output of a call what the step says.
+        """Do with this rank's output of a call what the step says; see ``run_step``.
 
         Args:
-            step: what is called, and what happens to its output.
             layer: 0-based index of the decoder layer.
             out: the output ``[batch, seq, hidden]``, which may be written over.
-            arrive: what the layer does with the sum over the ranks before it is added to the stream. Outputs that share
-                a sum have the same one, and under Desync it acts on a part of an output as on the whole.
         """
-        if step.joins:
-            assert self._collected is not None, "the first output of a sum is collected"
-            out, self._collected = self._collected + out, None
-        if step.then == "collect":
-            self._collected = out
+        ranks = self._sums.ranks
+        self._running, sent = run_step(step, out, self._running, arrive, ranks.degree)
+        if sent is None:
             return
-        if step.then == "local":
-            self._in_flight.append(partial(_given, arrive(out)))
+        if sent.how == "local":
+            self._in_flight.append(partial(_given, arrive(sent.out)))
             return
-        if step.then == "resync":
-            assert self._landed is not None, "a reduction of Desync includes what this rank has added"
-            out, self._landed = arrive(out) + self._landed / self._sums.ranks.degree, None
-            arrive = _given
-        wait = reduce.reduce(out, self._sums.ranks.group, self._way.reduce, layer).wait
+        wait = reduce.reduce(sent.out, ranks.group, self._way.reduce, layer).wait
         if not self._way.travels:
             wait = partial(_given, wait())
-        self._in_flight.append(lambda: arrive(wait()))
+        self._in_flight.append((lambda: arrive(wait())) if sent.arrives else wait)
 
     def read(self, places: Sequence[int]) -> Tensor:
         """The stream ``[batch, seq, hidden]`` with the sums at ``places`` among those in flight, which are awaited."""
         for place in places:
-            total = self._in_flight[place]()
-            self._landed = total if self._landed is None else self._landed + total
+            landed, total = self._running.landed, self._in_flight[place]()
+            self._running = self._running._replace(landed=total if landed is None else landed + total)
         self._in_flight = [wait for n, wait in enumerate(self._in_flight) if n not in places]
         landed = self._landed
-        assert landed is not None, "a read under Desync lands what was added before it"
         if self._leaving is not None:
             (own, layer, given), self._leaving = self._leaving, None
             (landed,) = own.blocks.leave(layer, [landed], given)
-            self._landed = landed
+            self._running = self._running._replace(landed=landed)
             # A sum that this read does not include is no input of what the layer adds, but it leaves the layer, too.
             self._in_flight = [partial(_left, own, layer, wait) for wait in self._in_flight]
         return landed
 
-    def leave(self, own: "LayerSums", layer: Any, given: Tensor | None) -> None:
+    @property
+    def _landed(self) -> Tensor:
+        landed = self._running.landed
+        assert landed is not None, "a read under Desync lands what was added before it"
+        return landed
+
+    def leave(self, own: "SummedWiring", layer: Any, given: Tensor | None) -> None:
         """Let the stream leave a layer, see ``Blocks.leave``, as soon as the next read has landed what it includes.
 
         Args:
@@ -132,11 +126,9 @@ class Stream:
     @property
     def shape(self) -> torch.Size:
         """``[batch, seq, hidden]``. transformers' loop over layers may cut tokens off, as it would of a tensor."""
-        assert self._landed is not None, "a read under Desync lands what was added before it"
         return self._landed.shape
 
     def __getitem__(self, place: Any) -> "Stream":
-        assert self._landed is not None, "a read under Desync lands what was added before it"
         cut = Stream(self._landed[place], self._sums, self._way)
         cut._in_flight = [partial(_cut, place, wait) for wait in self._in_flight]
         if self._leaving is not None:
@@ -153,7 +145,7 @@ def _given(x: Tensor) -> Tensor:
     return x
 
 
-def _left(own: "LayerSums", layer: Any, wait: Callable[[], Tensor]) -> Tensor:
+def _left(own: "SummedWiring", layer: Any, wait: Callable[[], Tensor]) -> Tensor:
     return own.blocks.leave(layer, [wait()])[0]
 
 
@@ -162,24 +154,16 @@ def _cut(place: Any, wait: Callable[[], Tensor]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class LayerSums(LayerWiring):
-    """A layer's place in the schedule.
+class SummedWiring(PlannedWiring):
+    """A layer's place in the schedule; ``sums`` says how the reductions of the model travel."""
 
-    Attributes:
-        index: 0-based index of the decoder layer.
-        plan: what the layer does.
-        sums: how the reductions of the model travel.
-    """
-
-    index: int
-    plan: LayerPlan
     sums: Sums
 
 
 class TensorParallelLayer(WiredLayer):
     """A decoder layer whose parts compute partial sums. It passes on a ``Stream``, and the last layer a tensor."""
 
-    fcsd: LayerSums
+    fcsd: SummedWiring
 
     def forward(self, hidden_states: Any, given: Tensor | None = None, **kwargs: Any) -> Any:
         if _active_collector.get():
@@ -283,4 +267,4 @@ def wire_tensor_parallel(
     sums = Sums(ranks, ways, compile_steps)
     for index, layer in enumerate(layers):
         layer.__class__ = wired_class(TensorParallelLayer, type(layer), blocks.passes is not None)
-        layer.fcsd = LayerSums(0, 0, 1, False, parts, blocks, index, plans[index], sums)
+        layer.fcsd = SummedWiring(0, 0, 1, False, parts, blocks, index, plans[index], sums)

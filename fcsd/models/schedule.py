@@ -12,9 +12,12 @@ The rule runs the wiring itself: ``read``, ``split`` and ``add`` of ``wiring.py`
 so the schedule cannot differ from the model. The outputs of a layer are computed in the order attention, shared
 experts, routed experts; a dense MLP counts as shared experts, as everywhere in a wiring.
 
-``layer_plans`` turns the schedule into what each decoder layer does, call by call. fcsd's engine and the plugin for
-vLLM run these plans. Every read of the residual stream includes all that the read before it included. One running sum
-of landed outputs is therefore enough: a layer lands the sums that its read awaits, and leaves the others in flight.
+``layer_plans`` turns the schedule into what each decoder layer does, call by call. fcsd's engine, tensor-parallel
+training and the plugin for vLLM run these plans, and ``run_step`` says for all of them what becomes of an output. Under
+expert parallelism a layer has one output in flight, and needs no plan (``fcsd.parallel.overlap``).
+
+Every read of the residual stream includes all that the read before it included. One running sum of landed outputs is
+therefore enough: a layer lands the sums that its read awaits, and leaves the others in flight.
 
 Under Desync the running sum is that of one rank alone. An output whose reduction is dropped is added to it as it is. A
 kept reduction replaces it by the sum over the ranks of ``output + running / degree`` (``fcsd.models.desync``).
@@ -22,10 +25,11 @@ kept reduction replaces it by the sum over the ranks of ``output + running / deg
 This file contains no communication. Whoever runs a plan decides how the sums travel.
 """
 
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
-from .wiring import Parts, add, plan_layers, read, split
+from .wiring import LayerWiring, Parts, add, plan_layers, read, split
 from .wiring_block import DESYNC, Blocks, Wiring, kept_reductions
 
 Part = Literal["attn", "shared", "routed"]
@@ -235,6 +239,75 @@ class LayerPlan(NamedTuple):
     def splits(self) -> bool:
         """Whether shared and routed experts are called one by one."""
         return any(step.call == "shared" for step in self.steps)
+
+
+@dataclass(frozen=True)
+class PlannedWiring(LayerWiring):
+    """A layer's place in the schedule.
+
+    Attributes:
+        index: 0-based index of the decoder layer.
+        plan: what the layer does.
+    """
+
+    index: int
+    plan: LayerPlan
+
+
+class Running(NamedTuple):
+    """The residual stream of one rank between two calls of a layer, apart from what is in flight.
+
+    Attributes:
+        landed: what the last read has included; None if the oldest sum in flight includes it, too.
+        collected: the outputs that wait for others with which they share a sum; None if there are none.
+    """
+
+    landed: Any
+    collected: Any
+
+
+class Sent(NamedTuple):
+    """What joins the sums that a later read awaits.
+
+    Attributes:
+        out: what this rank adds to the sum.
+        how: the sum starts and stays in flight; or it is reduced at once; or there is none, and ``out`` stays this
+            rank's own.
+        arrives: whether the layer still norms or multiplies the sum when it has arrived.
+    """
+
+    out: Any
+    how: Literal["start", "now", "local"]
+    arrives: bool
+
+
+def run_step(
+    step: Step, out: Any, state: Running, arrive: Callable[[Any], Any] | None, degree: int
+) -> tuple[Running, Sent | None]:
+    """Do with the output of a call what its step says.
+
+    Args:
+        step: what was called, and what happens to its output.
+        out: the output of this rank, a tensor ``[..., hidden]``.
+        state: the stream before.
+        arrive: what the layer does with a sum before it is added to the stream; None if it is added as it is. Outputs
+            that share a sum have the same one, and under Desync it acts on a part of an output as on the whole.
+        degree: the number of tensor-parallel ranks.
+
+    Returns:
+        The stream after it, and what is sent; None if the output is collected.
+    """
+    landed, collected = state
+    if step.joins:
+        assert collected is not None, "the first output of a sum is collected"
+        out, collected = collected + out, None
+    if step.then == "collect":
+        return Running(landed, out), None
+    if step.then == "resync":
+        assert landed is not None, "a reduction of Desync includes what this rank has added"
+        own = out if arrive is None else arrive(out)
+        return Running(None, collected), Sent(own + landed / degree, "now", arrives=False)
+    return Running(landed, collected), Sent(out, step.then, arrives=True)
 
 
 class _Waiting(NamedTuple):
