@@ -210,12 +210,14 @@ class Step(NamedTuple):
         then: what happens to the output.
         joins: whether the output is first added to the sum that is being collected.
         crosses: whether the sum that starts here is in flight while an attention is computed.
+        slot: the lowest number that no other sum has that is in flight when this one starts.
     """
 
     call: Call
     then: Then
     joins: bool
     crosses: bool
+    slot: int = 0
 
 
 class LayerPlan(NamedTuple):
@@ -314,7 +316,7 @@ class _Waiting(NamedTuple):
     """A sum, or an output of this rank alone, that no read has included yet."""
 
     awaited_by: Read
-    in_flight: bool
+    slot: int | None  # that of a sum in flight
 
 
 def layer_plans(
@@ -345,9 +347,9 @@ def layer_plans(
     queue: list[_Waiting] = []
     for i in stage:
         if i == stage.start:  # the pair that the stage before handed on, or the embedding
-            queue = [_Waiting(Read(i, "mlp" if i in partial_reads else "attn"), False)] if i else []
+            queue = [_Waiting(Read(i, "mlp" if i in partial_reads else "attn"), None)] if i else []
         elif not wired[i - 1]:
-            queue = [_Waiting(Read(i, "attn"), False)]
+            queue = [_Waiting(Read(i, "attn"), None)]
         if not wired[i]:
             continue
         attn, mlp, steps = _land(queue, Read(i, "attn")), (), []
@@ -358,7 +360,7 @@ def layer_plans(
             ends = next((reduction for reduction in schedule[i] if reduction.starts_after == outputs[-1]), None)
             then, joins = _then(queue, outputs, ends, wiring), _joins(outputs[0], schedule[i], wiring)
             crosses = ends is not None and any(output.part == "attn" for output in ends.covered_by)
-            steps.append(Step(call, then, joins, crosses))
+            steps.append(Step(call, then, joins, crosses, (queue[-1].slot or 0) if then == "start" else 0))
         last = i + 1 == stage.stop
         hands_on = None
         if last or not wired[i + 1]:
@@ -398,13 +400,14 @@ def _calls(i: int, kind: Kind, schedule: Sequence[Reduction], every: bool) -> li
 def _then(queue: list[_Waiting], outputs: list[Output], ends: Reduction | None, wiring: Wiring) -> Then:
     """What happens to the outputs of a call, which end a reduction or none. The queue gets what has to be awaited."""
     if ends is None and wiring.name in DESYNC:
-        queue.append(_Waiting(_next_read(outputs[-1]), False))
+        queue.append(_Waiting(_next_read(outputs[-1]), None))
         return "local"
     if ends is None:
         return "collect"
     alone = ends.sums == tuple(outputs)
-    covered = bool(ends.covered_by) or any(waiting.in_flight for waiting in queue)
-    queue.append(_Waiting(ends.awaited_by, covered))
+    taken = {waiting.slot for waiting in queue} - {None}
+    covered = bool(ends.covered_by or taken)
+    queue.append(_Waiting(ends.awaited_by, min({*range(len(taken) + 1)} - taken) if covered else None))
     if wiring.name in DESYNC and not alone:
         return "resync"
     return "start" if covered else "now"

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fcsd.models.arch import VllmNames
-from fcsd.models.schedule import MLP_PARTS, Kind, LayerPlan, Output, Read, layer_plans, reads_of
+from fcsd.models.schedule import MLP_PARTS, Kind, LayerPlan, Output, Read, Step, layer_plans, reads_of
 from fcsd.models.wiring_block import DESYNC, Blocks, Wiring, kept_reductions
 from fcsd.serve.vllm.gates import gate_attention
 from fcsd.serve.vllm.layer import Wired, check_handed_on, kind_of, read_ahead, take_apart
@@ -48,29 +48,32 @@ class LateReducer(Reducer):
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         super().__init__(RANKS)
-        vars(self).update(rank=rank, meeting=meeting, started=[], log=[], awaited=0, own=[], inner={})
+        vars(self).update(rank=rank, meeting=meeting, started=[], slots={}, log=[], awaited=0, own=[], inner={})
 
-    def start(self, x: torch.Tensor, crosses: bool) -> Sum:
+    def start(self, x: torch.Tensor, step: Step) -> Sum:
+        assert step.slot not in self.slots, "a slot has one sum at a time"
         number = len(self.started)
+        self.slots[step.slot] = number
         total = torch.full_like(x, torch.nan)
         self.meeting.summands[number, self.rank] = x.clone()
         self.started.append(total)
         self.log.append("start")
-        return Sum(total, x, within=not crosses)
+        return Sum(total, x, slot=step.slot)
 
     def hold(self, x: torch.Tensor, own: torch.Tensor | None) -> None:
         self.own.append((own, None if own is None else own.clone()))
 
-    def start_held(self, x: torch.Tensor, joins: bool, crosses: bool) -> torch.Tensor:
+    def start_held(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         own, _ = self.own[-1]
-        assert joins == (own is not None)
-        total = self.start(x if own is None else own + x, crosses).total
+        assert step.joins == (own is not None)
+        total = self.start(x if own is None else own + x, step).total
         self.inner[len(self.started) - 1] = self.own.pop()
         return total
 
     def wait(self, sum_: Sum, newest: torch.Tensor) -> torch.Tensor:
         if sum_.summand is not None:
-            number = next(n for n, total in enumerate(self.started) if total is sum_.total)
+            number = self.slots.pop(sum_.slot)
+            assert self.started[number] is sum_.total
             sent = self.meeting.summands[number, self.rank]
             if number in self.inner:
                 own, sent = self.inner[number]
@@ -470,6 +473,14 @@ def test_a_plan_says_which_sums_are_in_flight_at_an_attention():
     assert said(Wiring("farskip", (0, 1, 2)), ("moe-shared",) * 3) == [*shared, *shared]
     assert said(Wiring("farskip", (0, 1, 2)), ("dense",) * 3) == []
     assert said(Wiring("desync-2x", (0, 1, 2), tp_degree=2), ("dense",) * 3) == []
+
+
+def test_slots_repeat_from_layer_to_layer():
+    """A compiler gets the same piece for each layer between the first and the last."""
+    for name, kind in (("ladder", "dense"), ("farskip", "moe-shared")):
+        plans = layer_plans(Wiring(name, tuple(range(6))), (kind,) * 6, range(6))
+        assert len({tuple(step.slot for step in plans[i].steps) for i in range(1, 5)}) == 1
+        assert {step.slot for plan in plans.values() for step in plan.steps} == {0, 1}
 
 
 def test_layers_that_are_not_rewired_stay_vllms_own():

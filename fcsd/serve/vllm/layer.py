@@ -141,7 +141,7 @@ class WiredLayer(nn.Module):
         reducer.hold(x, own)
         mlp = mlp_of(self, self.fcsd.names)
         out = mlp(x)
-        sum_ = reducer.held(mlp.experts.fcsd_apart.pop(), own, out, shared.crosses)
+        sum_ = reducer.held(mlp.experts.fcsd_apart.pop(), own, out, shared)
         flight = Flight(flight.landed, (*flight.sums, sum_), sum_.total)
         return self._add(flight, collected, out, routed)[0]
 
@@ -202,16 +202,16 @@ class WiredLayer(nn.Module):
     def _add(self, flight: Flight, collected: Tensor | None, out: Tensor, step: Step) -> tuple[Flight, Tensor | None]:
         """Do with an output what the step says. Returns the new state and what is being collected."""
         reducer, arrive = self.fcsd.reducer, self._arrival(step)
-        (landed, collected), sent = run_step(step, out, Running(flight.landed, collected), arrive, reducer.size)
+        running, sent = run_step(step, out, Running(flight.landed, collected), arrive, reducer.size)
         if sent is None:
-            return Flight(landed, flight.sums, collected), collected
+            return Flight(running.landed, flight.sums, running.collected), running.collected
         if sent.how == "start":
-            sum_ = reducer.start(sent.out, step.crosses)
+            sum_ = reducer.start(sent.out, step)
         else:
             sum_ = reducer.now(sent.out) if sent.how == "now" else Sum(sent.out, None)
         if sent.arrives:
             sum_ = sum_._replace(arrive=arrive)
-        return Flight(landed, (*flight.sums, sum_), sum_.total), collected
+        return Flight(running.landed, (*flight.sums, sum_), sum_.total), running.collected
 
     def _arrival(self, step: Step) -> Callable[[Tensor], Tensor] | None:
         """What becomes of a sum on arrival: its norm, and the factor of this family; None if it is added as it is."""
@@ -366,7 +366,7 @@ def take_apart(layer: Any, wired: Wired) -> None:
             assert step.then == "start" and names.mlp_norms[1] is None, "routed experts cover the sum of shared ones"
             shared = runner._shared_experts._layer
             shared.__class__ = with_mixin(SummedExperts, type(shared))
-            shared.fcsd = Held(wired.reducer, step.joins, step.crosses)
+            shared.fcsd = Held(wired.reducer, step)
             runner.fcsd_apart = []
     if moe is None or names.beside is not None:
         getattr(mlp_of(layer, names), names.down).reduce_results = False
@@ -379,8 +379,7 @@ class Held(NamedTuple):
     """What shared experts need to start the sum of their output: see ``Reducer.start_held``."""
 
     reducer: Reducer
-    joins: bool
-    crosses: bool
+    step: Step
 
 
 class SummedExperts(nn.Module):
@@ -393,8 +392,7 @@ class SummedExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[tokens, hidden]`` to the same: see ``Reducer.start_held``."""
-        reducer, *how = self.fcsd
-        return reducer.start_held(super().forward(x), *how)
+        return self.fcsd.reducer.start_held(super().forward(x), self.fcsd.step)
 
 
 class UnreducedExperts(nn.Module):
