@@ -22,7 +22,7 @@ from fcsd.errors import FcsdError
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, barrier, join_world
 from fcsd.parallel import trace
-from fcsd.parallel.expert.block import expert_blocks
+from fcsd.parallel.expert.autoep import expert_blocks
 
 
 class Steps(Protocol):

@@ -20,7 +20,8 @@ from fcsd.distill.experts.routing_record import RoutingRecord
 from fcsd.launch.world import World
 from fcsd.models.build import arch_of, decoder_layers, wiring_of
 from fcsd.parallel.cost import Dedup, Sent
-from fcsd.parallel.expert.block import ExpertBlock, expert_block
+from fcsd.parallel.expert.autoep import expert_block
+from fcsd.parallel.expert.block import ExpertBlock
 from fcsd.parallel.expert.choice import Option, options, rows_by_link, told
 from fcsd.parallel.expert.hierarchical import ByLayer
 from fcsd.parallel.machine import read_machine
