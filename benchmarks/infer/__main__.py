@@ -9,7 +9,7 @@ import typer
 
 from fcsd.bundled import located
 from fcsd.cli.command import command, emit
-from fcsd.cli.options import AsJson, NoCompile, numbers
+from fcsd.cli.options import AsJson, numbers
 from fcsd.extras import require_extra
 from fcsd.launch.world import first_rank
 
@@ -47,7 +47,6 @@ def infer(
     layers: Annotated[int, typer.Option(min=1, help="Decoder layers of a SHAPE.")] = 8,
     dtype: Annotated[str, typer.Option(metavar="bfloat16|float32", help="Data type of the weights.")] = "bfloat16",
     rounds: Annotated[int, typer.Option(min=1, help="How often each variant is timed.")] = 3,
-    no_compile: NoCompile = False,
     attention: Annotated[
         str | None,
         typer.Option(
@@ -89,7 +88,6 @@ def infer(
         graphs=not no_graphs,
         rounds=rounds,
         bounds=None if bounds is None else tuple(bounds.split(",")),
-        compile=not no_compile,
         attention=attention,
     )
     found = bench(load, out)

@@ -5,8 +5,6 @@ affect all of them alike. The bound of a wiring is the same computation with red
 nothing inside the layers, and its results are wrong. The sum of the embedding and the exchange of logits remain in
 every row, the bound's too.
 
-On GPUs the first round of every variant also compiles, which takes a minute or more, unless ``compile`` is off.
-
 The sizes are those of Ladder-Residual §3: a prompt of 1024 tokens and 512 new ones. Here every prompt of a batch is
 another one, and every new token is the most likely one.
 
@@ -116,7 +114,6 @@ def _rows(
             load.new,
             rounds=load.rounds,
             graphs=load.graphs and on_gpu,
-            compiles=load.compile and on_gpu,
             attention=load.attention,
         )
     rows = [row(load, ranks.degree, batch, key.wiring, key.way.reduce, found) for key, found in times.items()]

@@ -33,7 +33,6 @@ class Workload:
         dtype: ``float32`` or ``bfloat16``.
         graphs: whether decoding is captured as CUDA graphs; on CPUs nothing is captured.
         rounds: how often each variant is timed.
-        compile: whether the parts of decoding steps are compiled on a GPU, see ``engine.compiled``.
         attention: how decoding steps attend, ``grouped`` or ``split``; see ``engine.grouped_attention``. None chooses
             by the model and its device.
 
@@ -54,7 +53,6 @@ class Workload:
     graphs: bool = True
     rounds: int = 3
     bounds: tuple[str, ...] | None = None
-    compile: bool = True
     attention: str | None = None
 
     def __post_init__(self) -> None:

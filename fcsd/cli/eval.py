@@ -14,7 +14,6 @@ from fcsd.cli.options import (
     Device,
     Dtype,
     Model,
-    NoCompile,
     Reduce,
     UnsafeExec,
 )
@@ -113,7 +112,6 @@ def evaluate(
         typer.Option(metavar="batches|slots|graphs", help="How to generate; the default is the fastest way."),
     ] = None,
     reduce: Reduce = "nccl",
-    no_compile: NoCompile = False,
     quantised: Annotated[
         str | None,
         typer.Option(
@@ -181,7 +179,6 @@ def evaluate(
         # Under hf the answers do not depend on the number of processes.
         gpus=gpus or 1 if backend in ("vllm", "own") else 1,
         reduce=reduce,  # type: ignore[arg-type]
-        compile=not no_compile,
         quantised=None if quantised is None else QuantisedCommunication.parse(quantised, tp_degree),
     )
     results = evaluate_models(

@@ -22,7 +22,7 @@ PANELS = {
     "Size of the work": "batch_size max_length micro_batch seq accumulation tokens rounds steps recompute "
     "no_optimizer lengths arrivals answer batches loads minutes heal_hours",
     "Machine": "gpus nodes node_rank node_size rendezvous slurm join_timeout ep_size device dtype backend generation "
-    "gpu_mem price mfu machine no_compile tp ep dp engine",
+    "gpu_mem price mfu machine tp ep dp engine",
     "Output": "out log_samples picture trace dry_run as_json",
 }
 _MEANT = {"heal": "distill", "train": "distill", "rewire": "convert", "evaluate": "eval", "score": "eval"}

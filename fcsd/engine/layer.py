@@ -16,24 +16,18 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _active_collector
 
-from fcsd.engine import compiled
 from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of, decoder_layers, wire
-from fcsd.models.installed import cache_keyword
 from fcsd.models.schedule import Kind, PlannedWiring, Running, Step, kind_of, layer_plans, run_step
 from fcsd.models.wiring import (
     DESYNC,
-    Parts,
     WiredLayer,
     Wiring,
     hf_parts,
-    mlp_of,
-    scaled,
-    shared_of,
     unwire_layers,
     wired_class,
 )
@@ -51,12 +45,10 @@ class Sums:
         ranks: the ranks that divide the model.
         ways: how the ranks reduce in each step, and whether a reduction is awaited where it starts. The code is the
             same then, but nothing overlaps.
-        compiled: whether the parts of a decoding step with a cache of fixed shape are compiled.
     """
 
     ranks: TensorGroup
     ways: Ways
-    compiled: bool
 
 
 class Stream:
@@ -171,16 +163,12 @@ class TensorParallelLayer(WiredLayer):
         own, plan = self.fcsd, self.fcsd.plan
         stream = hidden_states if isinstance(hidden_states, Stream) else Stream(hidden_states, own.sums)
         parts = own.parts(self)
-        compiles = own.sums.compiled and own.blocks.beside is None
-        if compiles and compiled.possible(kwargs.get(cache_keyword()), own.index):
-            self._compiled_step(stream, parts, **kwargs)
-        else:
-            assert parts.attn is not None, "layers with one sub-block have no plan"
-            x = own.blocks.read(self, "attn", stream.read(plan.attn))
-            self._add(stream, 0, parts.attn(x, **kwargs))
-            x = own.blocks.read(self, "mlp", stream.read(plan.mlp))
-            for number, part in enumerate((part for part in (parts.shared, parts.routed) if part is not None), 1):
-                self._add(stream, number, part(x))
+        assert parts.attn is not None, "layers with one sub-block have no plan"
+        x = own.blocks.read(self, "attn", stream.read(plan.attn))
+        self._add(stream, 0, parts.attn(x, **kwargs))
+        x = own.blocks.read(self, "mlp", stream.read(plan.mlp))
+        for number, part in enumerate((part for part in (parts.shared, parts.routed) if part is not None), 1):
+            self._add(stream, number, part(x))
         if own.blocks.inputs is not None or own.blocks.scale is not None:
             stream.leave(own, self, given)
         return stream if plan.hands_on is None else stream.whole()
@@ -191,45 +179,12 @@ class TensorParallelLayer(WiredLayer):
         arrive = partial(own.blocks.arrive, self, "mlp" if number else "attn")
         stream.add(own.plan.steps[number], own.index, out, arrive)
 
-    def _compiled_step(self, stream: Stream, parts: Parts, **kwargs: Any) -> None:
-        plan, blocks = self.fcsd.plan, self.fcsd.blocks
-        attn_norm, mlp_norm = (
-            nn.Identity() if name is None else getattr(self, name)
-            for name in (blocks.attn_norms[0], blocks.mlp_norms[0])
-        )
-        x = stream.read(plan.attn)
-        self._add(stream, 0, compiled.attend(attn_norm, self.self_attn, x, **kwargs))
-        x = stream.read(plan.mlp)
-        if parts.routed is None:
-            assert isinstance(parts.shared, nn.Module), "the only part of a dense MLP is its module"
-            self._add(stream, 1, compiled.dense(mlp_norm, parts.shared, x))
-        else:
-            self._sparse_step(stream, parts.routed, mlp_norm, x)
-
-    def _sparse_step(self, stream: Stream, routed: Callable[[Tensor], Tensor], norm: nn.Module, x: Tensor) -> None:
-        """The step of a sparse MLP. A router that does more than transformers' own is left to ``routed``."""
-        blocks = self.fcsd.blocks
-        mlp: Any = mlp_of(blocks, self)
-        router, shared = mlp.get_submodule(blocks.router), shared_of(blocks, self)
-        gate = getattr(mlp, blocks.shared_gate) if blocks.shared_gate else None
-        if blocks.prescaled or blocks.router_bias or router._forward_hooks:
-            router = None
-        found = compiled.before_experts(norm, compiled.Sparse(router, shared, gate), x)
-        if found.shared is not None:
-            self._add(stream, 1, found.shared)
-        if router is None:
-            out = routed(found.read)
-        else:
-            out = scaled(blocks, mlp, mlp.experts(found.read.flatten(0, -2), found.chosen, found.weights)).view_as(x)
-        self._add(stream, len(self.fcsd.plan.steps) - 1, out)
-
 
 def wire_tensor_parallel(
     model: PreTrainedModel,
     wiring: Wiring,
     ranks: TensorGroup,
     ways: Ways = Ways(Way("nccl")),  # noqa: B008
-    compile_steps: bool = False,
 ) -> None:
     """Wire a model whose weights are divided (``weights.py``), in place. The call can be repeated on one model.
 
@@ -237,8 +192,6 @@ def wire_tensor_parallel(
         wiring: any wiring that fits the model, Desync with a degree that is the number of ranks.
         ways: how the ranks reduce in each step. Whether a reduction is awaited where it starts changes no bit of the
             results.
-        compile_steps: whether to compile the parts of decoding steps in slots, see ``compiled``; the results are the
-            same up to rounding.
 
     Raises:
         ConfigError: the wiring does not fit the model or the number of ranks, or a format of quantised reductions does
@@ -264,7 +217,7 @@ def wire_tensor_parallel(
         plans = layer_plans(wiring, kinds, range(len(layers)), every=True, blocks=blocks)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    sums = Sums(ranks, ways, compile_steps)
+    sums = Sums(ranks, ways)
     for index, layer in enumerate(layers):
         layer.__class__ = wired_class(TensorParallelLayer, type(layer), blocks.passes is not None)
         layer.fcsd = SummedWiring(0, 0, 1, False, parts, blocks, index, plans[index], sums)

@@ -104,13 +104,8 @@ class SlotLayer(CacheLayerMixin):
             return key_states, value_states
         at = slots.positions.repeat(ranks)
         for store, new in ((self.keys, key_states), (self.values, value_states)):
-            store[self._rows, :, at] = new[:, :, 0]  # torch.compile keeps this in place; it copied all for scatter_
+            store[self._rows, :, at] = new[:, :, 0]
         return self.keys[:, :, : slots.width], self.values[:, :, : slots.width]
-
-    @property
-    def fixed_shape(self) -> bool:
-        """Whether the next call is a step of one token in every slot, whose shapes are those of the step before."""
-        return self._slots.filling is None
 
     def _ranks(self, states: torch.Tensor) -> int:
         return states.shape[0] // (self._slots.count if self._slots.filling is None else len(self._slots.filling))

@@ -1,6 +1,5 @@
 """Attention of a decoding step, without repeated keys or by the kernel that divides them, is that of transformers."""
 
-from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,7 @@ from kernel_device import DEVICE
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from fcsd.engine import compiled, grouped_attention
+from fcsd.engine import grouped_attention
 from fcsd.engine.decode import Stepper
 from fcsd.engine.fused import fuse
 from fcsd.engine.layer import wire_tensor_parallel
@@ -120,14 +119,10 @@ def test_split_keys_under_desync(slots: int) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("compile_steps", [False, True])
-def test_split_steps_leave_latents_as_they_are(compile_steps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_steps_leave_latents_as_they_are() -> None:
     model: Any = tiny.model("deepseek_v2", initializer_range=0.1, num_hidden_layers=2).to(DEVICE)
     fuse(model, kernels=True)
-    monkeypatch.setattr(compiled, "_compiled", cache(partial(torch.compile, backend="eager", fullgraph=True)))
-    wire_tensor_parallel(
-        model, Wiring("standard", ()), TensorGroup(None, 1, 0), Ways(Way("none")), compile_steps=compile_steps
-    )
+    wire_tensor_parallel(model, Wiring("standard", ()), TensorGroup(None, 1, 0), Ways(Way("none")))
     classes = [type(module) for module in model.modules()]
     short = (5, 2, 3)  # the interpreter runs every kernel of the prefill for every token
     expected = answers(model, "grouped", lengths=short)
@@ -136,13 +131,12 @@ def test_split_steps_leave_latents_as_they_are(compile_steps: bool, monkeypatch:
     def noted(module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
         expanded.append(inputs[0].shape[2])
 
-    if not compile_steps:
-        for layer in model.model.layers:
-            layer.self_attn.kv_b_proj.register_forward_pre_hook(noted)
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj.register_forward_pre_hook(noted)
     first, tokens, logits = answers(model, "split", lengths=short)
     assert (first, tokens) == expected[:2]
     torch.testing.assert_close(logits, expected[2], rtol=0, atol=2e-5)
-    assert compile_steps or expanded == [5, 5], "a prefill expands the latents of its own tokens, and a step none"
+    assert expanded == [5, 5], "a prefill expands the latents of its own tokens, and a step none"
     assert [type(module) for module in model.modules()] == classes
 
 
@@ -169,13 +163,12 @@ def test_other_attention_is_refused() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("arch", "changes"), [("mixtral", WINDOW), ("deepseek_v2", {})])
-@pytest.mark.parametrize("compile_steps", [False, True])
-def test_a_gpu_captures_steps_with_split_keys(arch: str, changes: dict[str, Any], compile_steps: bool) -> None:
+def test_a_gpu_captures_steps_with_split_keys(arch: str, changes: dict[str, Any]) -> None:
     model: Any = tiny.model(arch, initializer_range=0.1, num_hidden_layers=2, **changes).cuda()
     wiring, alone = Wiring("ladder", ALL), TensorGroup(None, 1, 0)
     assert grouped_attention.why_not_split(model) is None
     wire_tensor_parallel(model, wiring, alone, Ways(Way("none")))
     first, tokens, _ = answers(model, "grouped")
     fuse(model, kernels=True)
-    wire_tensor_parallel(model, wiring, alone, Ways(Way("none")), compile_steps=compile_steps)
+    wire_tensor_parallel(model, wiring, alone, Ways(Way("none")))
     assert answers(model, "split", graphs=True)[:2] == (first, tokens)
