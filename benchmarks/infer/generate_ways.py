@@ -22,9 +22,11 @@ import argparse
 import gc
 import logging
 import random
+import signal
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -241,14 +243,38 @@ def turn(models: Models, side: Side, prompts: Sequence[Sequence[int]], load: Loa
     return {"seconds": seconds, "tokens": new, "mean": new / len(answers), "peak_gib": peak}
 
 
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """A block that ends with a ``TimeoutError`` if it takes longer."""
+
+    def late(*given: Any) -> None:
+        raise TimeoutError(f"a turn took more than {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def measure(
-    shape: str, load: Load, names: Sequence[str], layers: int | None, rounds: int, until: float, out: Callable[[], None]
+    shape: str,
+    load: Load,
+    names: Sequence[str],
+    layers: int | None,
+    rounds: int,
+    until: float,
+    most: float,
+    out: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
     """All sides of one shape in turns, until all rounds are done or the time is up. The first turns only warm up.
 
     Args:
         until: on the clock ``time.monotonic``; a turn starts only if one as long as its last would end before.
-        out: called after each turn.
+        most: the seconds after which a turn is given up, and its side with it.
+        out: called after each turn with what is found so far.
 
     Returns:
         ``load``, and by the name of a side its ``turns``, ``warm_up`` in seconds, ``tokens_per_s`` at the median, and
@@ -260,20 +286,24 @@ def measure(
     ends = max(1, 2 * config.vocab_size // load.new)
     prompts = prompts_of(load, config.vocab_size, ends)
     found: dict[str, Any] = {name: {"turns": []} for name in names}
+    result = {"load": load._asdict(), "layers": config.num_hidden_layers, "sides": found}
     known = sides()
     for round_ in range(-1, rounds):
         for name in names:
             side = found[name]
             spent = side["turns"][-1]["seconds"] if side["turns"] else side.get("warm_up", 0.0)
-            if "error" in side or time.monotonic() + spent > until:
+            left = until - time.monotonic()
+            if "error" in side or left < max(spent, 1.0):
                 continue
             try:
                 # A short turn compiles kernels; graphs are captured anew in every call.
                 some = prompts[: max(4, load.batch // 8)] if round_ < 0 else prompts
-                took = turn(models, known[name], some, load, ends)
+                with at_most(min(most, left)):
+                    took = turn(models, known[name], some, load, ends)
             except Exception as error:  # one side that fails leaves the others their turns
                 log.exception("%s, %s", shape, name)
                 side["error"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                out(result)
                 continue
             if round_ < 0:
                 side["warm_up"] = took["seconds"]
@@ -281,8 +311,8 @@ def measure(
                 side["turns"].append(took)
                 side["tokens_per_s"] = statistics.median(one["tokens"] / one["seconds"] for one in side["turns"])
             log.warning("%s, %s: %.1f s, %d tokens", shape, name, took["seconds"], took["tokens"])
-            out()
-    return {"load": load._asdict(), "layers": config.num_hidden_layers, "sides": found}
+            out(result)
+    return result
 
 
 def rows_of(shape: str, sides: dict[str, Any]) -> dict[str, dict[str, str | None]]:
@@ -306,6 +336,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=f"from {', '.join(_CHOICES)}")
     parser.add_argument("--limit", type=float, default=540.0, metavar="SECONDS", help="of all turns of all shapes")
+    parser.add_argument("--turn", type=float, default=60.0, metavar="SECONDS", help="after which a turn is given up")
     parser.add_argument("--out", type=out_file, help="write all figures as JSON")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layers", type=int, help="of every shape; its own depth by default")
@@ -325,11 +356,14 @@ def main() -> None:
     rows: dict[str, dict[str, str | None]] = {}
     out: Path | None = given.out
     for place, shape in enumerate(shapes, 1):
-        found: dict[str, Any] = {}
         until = start + given.limit * place / len(shapes)  # a shape that was fast leaves its time to those after it
-        result["shapes"][shape] = found
-        found |= measure(shape, load, given.sides, given.layers, given.rounds, until, lambda: write(result, out))
-        write(result, out)
+
+        def keep(found: dict[str, Any], shape: str = shape) -> None:
+            result["shapes"][shape] = found
+            write(result, out)
+
+        found = measure(shape, load, given.sides, given.layers, given.rounds, until, given.turn, keep)
+        keep(found)
         rows |= rows_of(shape, found["sides"])
     print(table(rows, "way to write"))
 
