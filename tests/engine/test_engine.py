@@ -122,7 +122,7 @@ def _by_table(path: Path, world: Any, file: Path, expected: torch.Tensor) -> dic
 
 
 def _everything(models: dict[str, Path], mirror: Path, prompts: Path, out: Path) -> dict[str, Any]:
-    from fcsd.engine.merged import First
+    from fcsd.engine.fused import First
     from fcsd.engine.open import open_engine
 
     world, found = join_world(), {}
