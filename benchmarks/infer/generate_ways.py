@@ -45,10 +45,10 @@ from transformers import (
 
 from fcsd.bench.runner import finished, reset_peak, table, write
 from fcsd.bench.shapes import SHAPES
+from fcsd.engine.attention import GROUPED
 from fcsd.engine.decode import GRAIN, generate_in_slots, plan_slots
 from fcsd.engine.fused import fuse
 from fcsd.engine.generate import BATCHES, generate
-from fcsd.engine.grouped_attention import GROUPED
 from fcsd.launch.environment import snapshot
 from fcsd.models.build import arch_of, wire
 from fcsd.models.fused.model import fuse_parts

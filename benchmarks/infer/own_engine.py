@@ -26,7 +26,7 @@ from fcsd.bench.runner import write
 from fcsd.bench.serve.own import PATIENCE, Times, Variant, if_it_fits, random_model, stored_model, turns
 from fcsd.bench.serve.workload import wiring_for
 from fcsd.bench.shapes import SHAPES
-from fcsd.engine.grouped_attention import usual_attention
+from fcsd.engine.attention import usual_attention
 from fcsd.errors import ConfigError
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, join_world

@@ -8,7 +8,7 @@ from typing import Any
 from fcsd.bench.serve.own import Times
 from fcsd.bench.serve.workload import OWN, STANDARD, prompts_of
 from fcsd.bench.shapes import SHAPES
-from fcsd.engine.grouped_attention import GROUPED, SPLIT
+from fcsd.engine.attention import GROUPED, SPLIT
 from fcsd.errors import ConfigError, unknown_value
 from fcsd.models.wiring_block import NAMES
 from fcsd.parallel.all_reduce.backends import backend_of, is_bound
@@ -33,7 +33,7 @@ class Workload:
         dtype: ``float32`` or ``bfloat16``.
         graphs: whether decoding is captured as CUDA graphs; on CPUs nothing is captured.
         rounds: how often each variant is timed.
-        attention: how decoding steps attend, ``grouped`` or ``split``; see ``engine.grouped_attention``. None chooses
+        attention: how decoding steps attend, ``grouped`` or ``split``; see ``engine.attention``. None chooses
             by the model and its device.
 
     Raises:

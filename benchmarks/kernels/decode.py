@@ -28,7 +28,7 @@ from transformers import PretrainedConfig
 
 from fcsd.bench.runner import table, write
 from fcsd.bench.shapes import SHAPES
-from fcsd.engine.latent_steps import attend_to_latents
+from fcsd.engine.attention import attend_to_latents
 from fcsd.kernels.decode.attention import decode_attention
 from fcsd.kernels.decode.experts import few_experts
 from fcsd.kernels.latent import expand

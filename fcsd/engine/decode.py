@@ -15,8 +15,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from fcsd.engine.attention import SPLIT, attention_of_step, usual_attention
 from fcsd.engine.batches import CACHE_TOKENS
-from fcsd.engine.grouped_attention import SPLIT, attention_of_step, usual_attention
 from fcsd.engine.logprobs import FORWARD_TOKENS, batches, decoder_of, head_logits, right_padded
 from fcsd.engine.slots import Slots
 from fcsd.foreign_errors import reason_of
@@ -142,7 +142,7 @@ class Stepper:
         slots: the slots, in which no answer is running.
         graphs: whether to capture the steps as CUDA graphs.
         cache: the keys and values of ``slots``, if another stepper of the same slots has made them.
-        attention: how a step attends, ``grouped`` or ``split``; see ``grouped_attention``. ``split`` is for models for
+        attention: how a step attends, ``grouped`` or ``split``; see ``attention``. ``split`` is for models for
             which ``why_not_split`` returns None. None chooses by ``usual_attention``.
         sampled: whether tokens are drawn, at the temperatures that ``prefill`` gets.
 

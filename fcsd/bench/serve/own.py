@@ -21,9 +21,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fcsd.bench.runner import finished, say
 from fcsd.bench.serve.variants import Missing, Role, label
 from fcsd.bench.serve.workload import STANDARD, Workload, prompts_of, usual_wirings, wiring_for
+from fcsd.engine.attention import SPLIT, why_not_split
 from fcsd.engine.decode import GRAIN, Stepper
 from fcsd.engine.fused import fuse
-from fcsd.engine.grouped_attention import SPLIT, why_not_split
 from fcsd.engine.layer import wire_tensor_parallel
 from fcsd.engine.slots import Slots, why_no_slots
 from fcsd.engine.weights import load_tensor_parallel, random_tensor_parallel
@@ -203,7 +203,7 @@ def turns(
         prompts: lists of token ids of the same length.
         new: tokens of an answer, the first of which comes from the prefill; 1 decodes nothing.
         graphs: whether decoding is captured as CUDA graphs.
-        attention: how steps attend, see ``engine.grouped_attention``; None chooses.
+        attention: how steps attend, see ``engine.attention``; None chooses.
         more: says before each round but the first two, on all ranks alike, whether there is time for it.
 
     Raises:

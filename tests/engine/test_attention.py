@@ -10,7 +10,7 @@ from kernel_device import DEVICE
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from fcsd.engine import grouped_attention
+from fcsd.engine import attention
 from fcsd.engine.decode import Stepper
 from fcsd.engine.fused import fuse
 from fcsd.engine.layer import wire_tensor_parallel
@@ -33,7 +33,7 @@ def test_attention_is_that_of_repeated_keys(shared: int, queries: int, masked: b
     mask = torch.where(torch.arange(16) < lengths, 0.0, torch.finfo(torch.float32).min).expand(3, 1, queries, 16)
     module: Any = SimpleNamespace(num_key_value_groups=shared, is_causal=True)
     given = mask if masked else None
-    found, _ = grouped_attention.attend(module, query, key, value, given, scaling=0.3)
+    found, _ = attention.attend(module, query, key, value, given, scaling=0.3)
 
     module.num_key_value_groups = 1
     whole = repeat_kv(key, shared), repeat_kv(value, shared)
@@ -46,10 +46,10 @@ def test_a_step_uses_it_and_leaves_the_model_as_it_was(monkeypatch: pytest.Monke
 
     def noted(query: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         shapes.append(tuple(query.shape))
-        return attention(query, *args, **options)
+        return stock(query, *args, **options)
 
-    attention = grouped_attention.scaled_dot_product_attention
-    monkeypatch.setattr(grouped_attention, "scaled_dot_product_attention", noted)
+    stock = attention.scaled_dot_product_attention
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", noted)
     model: Any = tiny.model("llama")
     assert model.config._attn_implementation == "sdpa"
     heads, shared = (
@@ -142,9 +142,9 @@ def test_split_steps_leave_latents_as_they_are() -> None:
 
 def test_a_step_attends_by_the_faster_kernel_if_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = tiny.model("llama")
-    assert grouped_attention.usual_attention(model) == ("grouped" if model.device.type == "cpu" else "split")
-    monkeypatch.setattr(grouped_attention, "why_not_split", lambda model: None)
-    assert grouped_attention.usual_attention(model) == "split"
+    assert attention.usual_attention(model) == ("grouped" if model.device.type == "cpu" else "split")
+    monkeypatch.setattr(attention, "why_not_split", lambda model: None)
+    assert attention.usual_attention(model) == "split"
     assert Stepper(model, Slots(1, 64, model.device), graphs=False)._attention == "split"
 
 
@@ -157,8 +157,8 @@ def test_ranges_end_where_a_step_stops_reading() -> None:
 
 
 def test_other_attention_is_refused() -> None:
-    assert grouped_attention.why_not_split(tiny.model("gpt_oss")) == "its attention is eager"
-    assert grouped_attention.why_not_split(tiny.model("llama")) == "it is not on a GPU"
+    assert attention.why_not_split(tiny.model("gpt_oss")) == "its attention is eager"
+    assert attention.why_not_split(tiny.model("llama")) == "it is not on a GPU"
 
 
 @pytest.mark.gpu
@@ -166,7 +166,7 @@ def test_other_attention_is_refused() -> None:
 def test_a_gpu_captures_steps_with_split_keys(arch: str, changes: dict[str, Any]) -> None:
     model: Any = tiny.model(arch, initializer_range=0.1, num_hidden_layers=2, **changes).cuda()
     wiring, alone = Wiring("ladder", ALL), TensorGroup(None, 1, 0)
-    assert grouped_attention.why_not_split(model) is None
+    assert attention.why_not_split(model) is None
     wire_tensor_parallel(model, wiring, alone, Ways(Way("none")))
     first, tokens, _ = answers(model, "grouped")
     fuse(model, kernels=True)
