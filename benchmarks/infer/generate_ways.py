@@ -27,6 +27,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -78,12 +79,14 @@ class Load(NamedTuple):
         longest: tokens of the longest prompt; the shortest has an eighth.
         new: the most new tokens of an answer.
         batch: how many answers are written at a time.
+        keep: whether transformers keeps the memory and the graphs of its first call, which is not timed.
     """
 
     prompts: int
     longest: int
     new: int
     batch: int
+    keep: bool
 
 
 class Models(NamedTuple):
@@ -181,7 +184,7 @@ def in_eager_batches(
 
 
 def by_transformers(model: PreTrainedModel, prompts: Sequence[Sequence[int]], load: Load, ends: int) -> list[list[int]]:
-    """The same by continuous batching."""
+    """The same by continuous batching. If it is kept, the next turns have its cache and its graphs."""
     settings = GenerationConfig(
         max_new_tokens=load.new,
         do_sample=True,
@@ -191,12 +194,15 @@ def by_transformers(model: PreTrainedModel, prompts: Sequence[Sequence[int]], lo
         eos_token_id=list(range(ends)),
         pad_token_id=0,
     )
-    # transformers asks the hub for a kernel where flash-attn is not installed, and machines that measure are offline.
-    batching = ContinuousBatchingConfig(
-        max_requests_per_batch=load.batch, auto_switch_to_flash=find_spec("flash_attn") is not None
-    )
+    options: dict[str, Any] = {"max_requests_per_batch": load.batch}
+    if "auto_switch_to_flash" in {field.name for field in fields(ContinuousBatchingConfig)}:
+        # Without flash-attn it asks the hub for a kernel, and machines that measure are offline.
+        options["auto_switch_to_flash"] = find_spec("flash_attn") is not None
     found = model.generate_batch(  # pyright: ignore[reportCallIssue]
-        inputs=[list(prompt) for prompt in prompts], generation_config=settings, continuous_batching_config=batching
+        inputs=[list(prompt) for prompt in prompts],
+        generation_config=settings,
+        continuous_batching_config=ContinuousBatchingConfig(**options),
+        persistent_manager=load.keep,
     )
     failed = [one.error for one in found.values() if one.error]
     if failed or len(found) != len(prompts):
@@ -345,12 +351,15 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=256, help="tokens of the longest prompt")
     parser.add_argument("--new", type=int, default=512, help="the most new tokens of an answer")
     parser.add_argument("--batch", type=int, default=512, help="answers at a time")
+    parser.add_argument("--keep", action="store_true", help="keep transformers' batching between turns; with one SIDE")
     given = parser.parse_args()
     shapes = given.shapes or ["smollm2-135m", "llama3-8b"]
     for shape in shapes:
         if shape not in _CHOICES:
             parser.error(f"no shape {shape}: {', '.join(_CHOICES)}")
-    load = Load(given.prompts, given.longest, given.new, given.batch)
+    if given.keep and len(given.sides) > 1:
+        parser.error("--keep holds the memory of a GPU between turns, so it needs one of --sides")
+    load = Load(given.prompts, given.longest, given.new, given.batch, given.keep)
     start = time.monotonic()
     result: dict[str, Any] = {"environment": snapshot(), "shapes": {}}
     rows: dict[str, dict[str, str | None]] = {}
