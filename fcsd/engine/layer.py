@@ -22,7 +22,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of, decoder_layers, wire
-from fcsd.models.schedule import Kind, PlannedWiring, Running, Step, kind_of, layer_plans, run_step
+from fcsd.models.schedule import PlannedWiring, Running, Step, plans_of, run_step
 from fcsd.models.wiring import (
     DESYNC,
     WiredLayer,
@@ -212,11 +212,7 @@ def wire_tensor_parallel(
         wire(model, wiring)
         return
     parts = partial(hf_parts, blocks)
-    try:
-        kinds: list[Kind] = [kind_of(parts(layer)) for layer in layers]
-        plans = layer_plans(wiring, kinds, range(len(layers)), every=True, blocks=blocks)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    plans = plans_of(layers, parts, wiring, blocks)
     sums = Sums(ranks, ways)
     for index, layer in enumerate(layers):
         layer.__class__ = wired_class(TensorParallelLayer, type(layer), blocks.passes is not None)

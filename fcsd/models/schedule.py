@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from ..errors import ConfigError
 from .wiring import LayerWiring, Parts, add, plan_layers, read, split
 from .wiring_block import DESYNC, Blocks, Wiring, kept_reductions
 
@@ -367,6 +368,21 @@ def layer_plans(
             hands_on = _pair(queue, i, len(kinds), splits=last and i + 1 in partial_reads)
         plans[i] = LayerPlan(attn, mlp, tuple(steps), hands_on)
     return plans
+
+
+def plans_of(
+    layers: Sequence[Any], parts: Callable[[Any], Parts], wiring: Wiring, blocks: Blocks
+) -> dict[int, LayerPlan]:
+    """What the decoder layers of a whole model do, all of which are taken apart by ``parts``.
+
+    Raises:
+        ConfigError: the wiring does not fit the model.
+    """
+    try:
+        kinds: list[Kind] = [kind_of(parts(layer)) for layer in layers]
+        return layer_plans(wiring, kinds, range(len(kinds)), every=True, blocks=blocks)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _is_standard(i: int, kind: Kind, schedule: Sequence[Reduction]) -> bool:

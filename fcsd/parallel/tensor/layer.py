@@ -23,7 +23,7 @@ from transformers.utils.output_capturing import _active_collector
 from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of, decoder_layers, experts_of
 from fcsd.models.installed import cache_keyword
-from fcsd.models.schedule import Kind, PlannedWiring, Running, kind_of, layer_plans, run_step
+from fcsd.models.schedule import PlannedWiring, Running, plans_of, run_step
 from fcsd.models.wiring import (
     DESYNC,
     WiredLayer,
@@ -255,11 +255,7 @@ def wire_training(
     layers: Any = decoder_layers(model)
     blocks = arch_of(model.config).blocks
     parts = partial(hf_parts, blocks)
-    try:
-        kinds: list[Kind] = [kind_of(parts(layer)) for layer in layers]
-        plans = layer_plans(wiring, kinds, range(len(layers)), every=True, blocks=blocks)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    plans = plans_of(layers, parts, wiring, blocks)
     unwire_layers(layers)
     split_products(model)
     if mode == "on" and model.device.type == "cuda":
