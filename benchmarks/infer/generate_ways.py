@@ -4,8 +4,7 @@
 
 The sides take turns on two copies of one random model, of which one has the engine's fused parts:
 
-- ``engine``: fcsd's slots and CUDA graphs, with the attention that the engine chooses by itself;
-- ``engine, sdpa``: the same with torch's attention alone, without kernels of fcsd that divide the keys of a slot;
+- ``engine``: fcsd's slots and CUDA graphs;
 - ``engine, batches``: the same, batch after batch, without a second answer in a slot;
 - ``engine, eager batches``: transformers' ordinary cache, without graphs;
 - ``transformers``: ``model.generate_batch``, continuous batching with a paged cache.
@@ -46,7 +45,6 @@ from transformers import (
 
 from fcsd.bench.runner import finished, reset_peak, table, write
 from fcsd.bench.shapes import SHAPES
-from fcsd.engine.attention import GROUPED
 from fcsd.engine.decode import GRAIN, generate_in_slots, plan_slots
 from fcsd.engine.fused import fuse
 from fcsd.engine.generate import BATCHES, generate
@@ -133,9 +131,7 @@ def prompts_of(load: Load, vocabulary: int, ends: int) -> list[list[int]]:
     return [[draws.randrange(ends, vocabulary) for _ in range(size)] for size in sizes]
 
 
-def in_slots(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], load: Load, ends: int, *, attention: str | None
-) -> list[list[int]]:
+def in_slots(model: PreTrainedModel, prompts: Sequence[Sequence[int]], load: Load, ends: int) -> list[list[int]]:
     """The new tokens of each prompt, by the engine's slots."""
     sizes = [len(prompt) + load.new for prompt in prompts]
     count, length, groups = plan_slots(
@@ -151,7 +147,6 @@ def in_slots(
         ended=partial(_ended, ends),
         graphs=model.device.type == "cuda",
         temperatures=[1.0] * len(prompts),
-        attention=attention,
     )
     return [answer for _, answer in sorted(found)]
 
@@ -162,7 +157,7 @@ def batch_after_batch(
     """The same without a second answer in a slot: every batch runs until its last answer has ended."""
     found = []
     for first in range(0, len(prompts), load.batch):
-        found += in_slots(model, prompts[first : first + load.batch], load, ends, attention=GROUPED)
+        found += in_slots(model, prompts[first : first + load.batch], load, ends)
     return found
 
 
@@ -216,15 +211,13 @@ def _ended(ends: int, answer: list[int], seen: int) -> int | None:
 
 def sides() -> dict[str, Side]:
     """All sides by name."""
-    usual = partial(in_slots, attention=None)
     return {
-        "engine": Side(True, False, usual),
-        "engine, sdpa": Side(True, False, partial(in_slots, attention=GROUPED)),
+        "engine": Side(True, False, in_slots),
         "engine, batches": Side(True, False, batch_after_batch),
         "engine, eager batches": Side(True, False, in_eager_batches),
         "transformers": Side(False, False, by_transformers),
         "transformers, fused": Side(True, False, by_transformers),
-        "engine, ladder": Side(True, True, usual),
+        "engine, ladder": Side(True, True, in_slots),
         "transformers, ladder": Side(False, True, by_transformers),
     }
 

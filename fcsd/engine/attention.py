@@ -1,17 +1,16 @@
-"""Attention of a decoding step: without repeated keys, or by a kernel that reads only the keys of each slot.
+"""Attention of a decoding step by torch, without repeated keys and without expanded latents.
 
 transformers 5.17 repeats keys and values for every query head where there is a mask, as in every step that decodes in
 slots. For Llama-3 70B it thereby writes and reads eight times the keys and values that the cache holds. A single query
 token needs no repetition: the query heads of one key-value head take the place of queries, ``[batch, key-value heads,
-query heads for each, head size]``. transformers 5.23 does the same by itself. torch's kernel for this reads all keys up
-to the width of the step, and one program reads all keys of a slot and key-value head.
+query heads for each, head size]``. transformers 5.23 does the same by itself.
 
-``split`` stands for the kernel of ``fcsd.kernels.decode.attention``, which divides the keys of a slot between programs.
-
-In models with latent attention (MLA) it does not expand the latents in the cache. transformers' modules expand the
-latents of all tokens to the keys and values of every head, in every step. With the mixin ``KeptLatents`` an attention
-hands the latents themselves to its attention function. That function projects the queries instead, and the sums of the
-latents, as ``fcsd.kernels.decode.latents`` describes.
+In models with latent attention (MLA) transformers' modules expand the latents of all tokens to the keys and values of
+every head, in every step. With the mixin ``KeptLatents`` an attention hands the latents themselves to its attention
+function. A head's key is a projection of the latent of its token, and a rotated part that all heads share; its value is
+another projection of the same latent. A product with a projected latent equals a product of the projected query with
+the latent itself, and a weighted sum of projected latents is the projection of their weighted sum. So all heads attend
+to the latents as they lie in the cache. Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.2.
 """
 
 from collections.abc import Iterable, Iterator
@@ -28,8 +27,7 @@ from fcsd.models.build import decoder_layers
 from fcsd.models.class_swap import swap_classes
 from fcsd.models.fused.latent import is_latent
 
-GROUPED, SPLIT = "grouped", "split"
-ORDINARY = "sdpa"
+ORDINARY, OF_STEPS = "sdpa", "fcsd_step"
 
 
 def attend(
@@ -39,12 +37,15 @@ def attend(
 
     Args:
         query: ``[batch, heads, queries, head size]``.
-        key: ``[batch, key-value heads, keys, head size]``, and ``value`` likewise.
+        key: ``[batch, key-value heads, keys, head size]``, and ``value`` likewise. A module that keeps latents gives
+            them, and the shared parts of its keys.
         attention_mask: additive, ``[batch, 1, queries, keys]``; None for no mask.
 
     Returns:
         ``[batch, queries, heads, head size]``, and None for the weights.
     """
+    if isinstance(module, KeptLatents):
+        return _attend_to_latents(module, query, key, value, attention_mask, options["scaling"]), None
     batch, heads, queries, size = query.shape
     shared = heads // key.shape[1]
     if queries != 1 or shared == 1 or options.get("position_bias") is not None:
@@ -55,42 +56,17 @@ def attend(
     return found.reshape(batch, 1, heads, value.shape[-1]), None
 
 
-def attend_split(module: nn.Module, *states: Any, **options: Any) -> tuple[Tensor, None]:
-    """The attention function of ``split``, which takes ranges in the place of masks."""
-    from fcsd.kernels.decode.attention import attend as attend_to_keys  # Triton is imported only where its kernels run
-
-    return (attend_to_latents if isinstance(module, KeptLatents) else attend_to_keys)(module, *states, **options)
-
-
-def why_not_split(model: PreTrainedModel) -> str | None:
-    """The reason why a model cannot use the attention ``split``; None if it can."""
-    attention = model.config.get_text_config()._attn_implementation
-    if attention != ORDINARY:
-        return f"its attention is {attention}"
-    return None if model.device.type == "cuda" else "it is not on a GPU"
-
-
-def usual_attention(model: PreTrainedModel) -> str:
-    """How the decoding steps of a model attend if nobody says otherwise: by ``split``, which is faster, if they can."""
-    return GROUPED if why_not_split(model) else SPLIT
-
-
 @contextmanager
-def attention_of_step(model: PreTrainedModel, kind: str) -> Iterator[None]:
-    """Inside the block, a model whose attention is ``sdpa`` uses another one; every other model stays as it is.
-
-    Args:
-        kind: ``grouped`` for ``attend``, or ``split`` for ``attend_split``.
-    """
+def attention_of_step(model: PreTrainedModel) -> Iterator[None]:
+    """Inside the block, a model whose attention is ``sdpa`` uses ``attend``; every other model stays as it is."""
     config: Any = model.config.get_text_config()
     if config._attn_implementation != ORDINARY:
-        assert kind == GROUPED, "other attention does not take ranges"
         yield
         return
-    name, layers = f"fcsd_{kind}", decoder_layers(model)
-    AttentionInterface.register(name, attend_split if kind == SPLIT else attend)
-    keep_latents(layers, kind == SPLIT)
-    config._attn_implementation = name
+    layers = decoder_layers(model)
+    AttentionInterface.register(OF_STEPS, attend)
+    keep_latents(layers, kept=True)
+    config._attn_implementation = OF_STEPS
     try:
         yield
     finally:
@@ -121,26 +97,21 @@ def _is_plain(module: Any) -> bool:
     return is_latent(module) and type(module.kv_b_proj) is nn.Linear
 
 
-def attend_to_latents(
-    module: Any, query: Tensor, latent: Tensor, shared: Tensor, attention_mask: Tensor, **options: Any
-) -> tuple[Tensor, None]:
-    """An attention function of transformers for modules that keep latents.
+def _attend_to_latents(
+    module: Any, query: Tensor, latent: Tensor, shared: Tensor, attention_mask: Tensor | None, scale: float
+) -> Tensor:
+    """The attention of one query ``[rows, heads, 1, own + rotated]`` to latents ``[rows, 1, keys, rank]``.
 
     Args:
-        query: ``[rows, heads, 1, own + rotated]``.
-        latent: ``[rows, 1, keys, rank]``.
         shared: the rotated parts of the keys, ``[rows, 1, keys, rotated]``.
-        attention_mask: the ranges in the place of a mask, ``[rows, 1, 1, 2]``.
 
-    Returns: ``[rows, 1, heads, value size]``, and None for the weights.
+    Returns: ``[rows, 1, heads, value size]``.
     """
-    from fcsd.kernels.decode.latents import latent_attention  # Triton is imported only where its kernels run
-
     own, rank = module.qk_nope_head_dim, module.kv_lora_rank
     projections = module.kv_b_proj.weight.view(-1, own + module.v_head_dim, rank)  # one for each head
     to_keys, to_values = projections[:, :own], projections[:, own:]
     own_part, rotated = query[:, :, 0].split([own, query.shape[-1] - own], dim=-1)
     projected = torch.bmm(own_part.transpose(0, 1), to_keys).transpose(0, 1)
-    ranges = attention_mask[:, 0, 0]
-    found = latent_attention(projected, rotated, latent[:, 0], shared[:, 0], ranges, options["scaling"])
-    return torch.bmm(found.transpose(0, 1), to_values.mT).transpose(0, 1)[:, None], None
+    heads, keys = torch.cat([projected, rotated], -1)[:, None], torch.cat([latent, shared], -1)
+    found = scaled_dot_product_attention(heads, keys, latent, attn_mask=attention_mask, scale=scale)[:, 0]
+    return torch.bmm(found.transpose(0, 1), to_values.mT).transpose(0, 1)[:, None]

@@ -21,7 +21,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fcsd.bench.runner import finished, say
 from fcsd.bench.serve.variants import Missing, Role, label
 from fcsd.bench.serve.workload import STANDARD, Workload, prompts_of, usual_wirings, wiring_for
-from fcsd.engine.attention import SPLIT, why_not_split
 from fcsd.engine.decode import GRAIN, Stepper
 from fcsd.engine.fused import fuse
 from fcsd.engine.layer import wire_tensor_parallel
@@ -193,7 +192,6 @@ def turns(
     *,
     rounds: int,
     graphs: bool,
-    attention: str | None = None,
     more: Callable[[], bool] = lambda: True,
 ) -> dict[Variant, Times]:
     """Milliseconds of ``prefill`` and of a ``decode`` step in each round, for the variants that fit into memory.
@@ -203,22 +201,19 @@ def turns(
         prompts: lists of token ids of the same length.
         new: tokens of an answer, the first of which comes from the prefill; 1 decodes nothing.
         graphs: whether decoding is captured as CUDA graphs.
-        attention: how steps attend, see ``engine.attention``; None chooses.
         more: says before each round but the first two, on all ranks alike, whether there is time for it.
 
     Raises:
-        ConfigError: the model cannot have a static cache, or this attention.
+        ConfigError: the model cannot have a static cache.
     """
     length = -(-(len(prompts[0]) + new) // GRAIN) * GRAIN
     reason = why_no_slots(model, length)
     if reason is not None:
         raise ConfigError(f"a static cache of {length} tokens cannot hold this model's keys: {reason}")
-    if attention == SPLIT and (reason := why_not_split(model)):
-        raise ConfigError(f"this model cannot use --attention {SPLIT}: {reason}", hint="leave the option out")
     batch = range(len(prompts))
     slots = Slots(len(prompts), length, model.device)
     cache = Stepper(model, slots, graphs).cache
-    steppers = {key: Stepper(model, slots, graphs, cache, attention) for key in variants}
+    steppers = {key: Stepper(model, slots, graphs, cache) for key in variants}
     times: dict[Variant, Times] = {key: {"prefill": [], "decode": []} for key in variants}
 
     def turn(key: Variant) -> tuple[float, float]:
