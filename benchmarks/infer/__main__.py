@@ -9,7 +9,7 @@ import typer
 
 from fcsd.bundled import located
 from fcsd.cli.command import command, emit
-from fcsd.cli.options import AsJson, NoCompile, numbers
+from fcsd.cli.options import AsJson, numbers
 from fcsd.extras import require_extra
 from fcsd.launch.world import first_rank
 
@@ -47,15 +47,6 @@ def infer(
     layers: Annotated[int, typer.Option(min=1, help="Decoder layers of a SHAPE.")] = 8,
     dtype: Annotated[str, typer.Option(metavar="bfloat16|float32", help="Data type of the weights.")] = "bfloat16",
     rounds: Annotated[int, typer.Option(min=1, help="How often each variant is timed.")] = 3,
-    no_compile: NoCompile = False,
-    attention: Annotated[
-        str | None,
-        typer.Option(
-            metavar="grouped|split",
-            help="How fcsd's engine attends in a step: by torch's kernel, or by kernels that divide the keys of a slot "
-            "between programs and read no others; default: split on a GPU, except for gpt-oss.",
-        ),
-    ] = None,
     no_graphs: Annotated[bool, typer.Option("--no-graphs", help="Decode without CUDA graphs.")] = False,
     no_nvlink: Annotated[
         bool, typer.Option("--no-nvlink", help="Let NCCL send through host memory, as on machines without NVLink.")
@@ -89,8 +80,6 @@ def infer(
         graphs=not no_graphs,
         rounds=rounds,
         bounds=None if bounds is None else tuple(bounds.split(",")),
-        compile=not no_compile,
-        attention=attention,
     )
     found = bench(load, out)
     if as_json and first_rank():

@@ -7,7 +7,7 @@
 #                                                             4096 and 16384 tokens, both links; about 130 s on four H200s
 #        benchmarks/infer/ladder_serving.sh GPUS 70B,8B      a piece with some of 1B, 3B, 8B, 34B, 70B and 176B
 # Environment: OUT=ladder-serving  MINUTES=9  PYTHON=python3  REDUCE=nccl (kinds of reduction, the best of which counts)
-#   OPTIONS= (more options of `python -m benchmarks.infer`, such as --no-compile)
+#   OPTIONS= (more options of `python -m benchmarks.infer`, such as --no-graphs)
 #   SECONDS_PER_LINK=72 (of the short form, after which a link is left)
 set -uo pipefail
 cd "$(dirname "$0")/../.."

@@ -5,8 +5,6 @@ affect all of them alike. The bound of a wiring is the same computation with red
 nothing inside the layers, and its results are wrong. The sum of the embedding and the exchange of logits remain in
 every row, the bound's too.
 
-On GPUs the first round of every variant also compiles, which takes a minute or more, unless ``compile`` is off.
-
 The sizes are those of Ladder-Residual §3: a prompt of 1024 tokens and 512 new ones. Here every prompt of a batch is
 another one, and every new token is the most likely one.
 
@@ -28,7 +26,6 @@ from fcsd.bench.runner import write
 from fcsd.bench.serve.own import PATIENCE, Times, Variant, if_it_fits, random_model, stored_model, turns
 from fcsd.bench.serve.workload import wiring_for
 from fcsd.bench.shapes import SHAPES
-from fcsd.engine.grouped_attention import usual_attention
 from fcsd.errors import ConfigError
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, join_world
@@ -56,7 +53,7 @@ def bench(load: Workload, out: Path | None = None) -> dict[str, Any]:
         ``out_of_memory`` has no times.
 
     Raises:
-        ConfigError: an all-reduce backend is unknown, or a wiring, a degree or the attention does not fit the model,
+        ConfigError: an all-reduce backend is unknown, or a wiring, or a degree does not fit the model,
             the processes or the device.
         BadInputError: the checkpoint cannot be loaded.
     """
@@ -74,8 +71,6 @@ def bench(load: Workload, out: Path | None = None) -> dict[str, Any]:
         if world.rank < degree:
             ranks, team = TensorGroup(group, degree, world.rank), replace(world, size=degree, group=talk)
             model = if_it_fits(lambda ranks=ranks: _model(load, ranks, world), team)
-            if model is not None:
-                workload["attention"] = load.attention or usual_attention(model)
             for batch in load.batches:
                 result["rows"] += _rows(model, load, ranks, batch, team)
                 write(result, out and out / "infer.json", world.rank)
@@ -116,8 +111,6 @@ def _rows(
             load.new,
             rounds=load.rounds,
             graphs=load.graphs and on_gpu,
-            compiles=load.compile and on_gpu,
-            attention=load.attention,
         )
     rows = [row(load, ranks.degree, batch, key.wiring, key.way.reduce, found) for key, found in times.items()]
     for own in rows:

@@ -8,7 +8,6 @@ from typing import Any
 from fcsd.bench.serve.own import Times
 from fcsd.bench.serve.workload import OWN, STANDARD, prompts_of
 from fcsd.bench.shapes import SHAPES
-from fcsd.engine.grouped_attention import GROUPED, SPLIT
 from fcsd.errors import ConfigError, unknown_value
 from fcsd.models.wiring_block import NAMES
 from fcsd.parallel.all_reduce.backends import backend_of, is_bound
@@ -33,9 +32,6 @@ class Workload:
         dtype: ``float32`` or ``bfloat16``.
         graphs: whether decoding is captured as CUDA graphs; on CPUs nothing is captured.
         rounds: how often each variant is timed.
-        compile: whether the parts of decoding steps are compiled on a GPU, see ``engine.compiled``.
-        attention: how decoding steps attend, ``grouped`` or ``split``; see ``engine.grouped_attention``. None chooses
-            by the model and its device.
 
     Raises:
         ConfigError: a value is unknown or out of range.
@@ -54,8 +50,6 @@ class Workload:
     graphs: bool = True
     rounds: int = 3
     bounds: tuple[str, ...] | None = None
-    compile: bool = True
-    attention: str | None = None
 
     def __post_init__(self) -> None:
         for name in self.wirings:
@@ -67,8 +61,6 @@ class Workload:
                 raise unknown_value("wiring for a bound", name, self.wirings)
         for kind in self.reduce:
             backend_of(kind, "engine")
-        if self.attention not in (GROUPED, SPLIT, None):
-            raise unknown_value("attention", self.attention, (GROUPED, SPLIT))
         if self.experts not in ("sliced", "whole"):
             raise unknown_value("division of experts", self.experts, ("sliced", "whole"))
         if self.dtype not in ("float32", "bfloat16"):

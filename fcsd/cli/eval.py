@@ -14,7 +14,6 @@ from fcsd.cli.options import (
     Device,
     Dtype,
     Model,
-    NoCompile,
     Reduce,
     UnsafeExec,
 )
@@ -113,7 +112,6 @@ def evaluate(
         typer.Option(metavar="batches|slots|graphs", help="How to generate; the default is the fastest way."),
     ] = None,
     reduce: Reduce = "nccl",
-    no_compile: NoCompile = False,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -166,7 +164,6 @@ def evaluate(
         # Under hf the answers do not depend on the number of processes.
         gpus=gpus or 1 if backend in ("vllm", "own") else 1,
         reduce=reduce,  # type: ignore[arg-type]
-        compile=not no_compile,
     )
     results = evaluate_models(
         models,

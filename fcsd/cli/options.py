@@ -24,12 +24,6 @@ Sets = Annotated[
 Private = Annotated[bool, typer.Option("--private", help="Create the hub repository as private.")]
 CreatePr = Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of committing.")]
 Revision = Annotated[str | None, typer.Option(metavar="BRANCH", help="Branch of the hub repository.")]
-NoCompile = Annotated[
-    bool,
-    typer.Option(
-        "--no-compile", help="Do not compile the parts of decoding steps in fcsd's engine, as it does on a GPU."
-    ),
-]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="The most sequences in one forward pass.")]
 Dtype = Annotated[
     str | None,

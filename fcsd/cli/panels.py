@@ -19,7 +19,7 @@ PANELS = {
     "Comparison": "baseline untrained margin require",
     "Layers and wiring": "layers wiring wirings variant border distance tp_degree reduce quantised",
     "Size of the work": "batch_size max_length tokens rounds lengths arrivals answer batches loads minutes heal_hours",
-    "Machine": "gpus launch join_timeout ep_size device dtype backend generation no_compile tp ep dp engine",
+    "Machine": "gpus launch join_timeout ep_size device dtype backend generation tp ep dp engine",
     "Output": "out log_samples dry_run as_json",
 }
 _MEANT = {"heal": "distill", "train": "distill", "rewire": "convert", "evaluate": "eval", "score": "eval"}

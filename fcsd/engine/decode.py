@@ -9,14 +9,13 @@ answers that have ended, and puts the next prompts into their slots.
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from fcsd.engine.attention import attention_of_step
 from fcsd.engine.batches import CACHE_TOKENS
-from fcsd.engine.grouped_attention import SPLIT, attention_of_step, usual_attention
 from fcsd.engine.logprobs import FORWARD_TOKENS, batches, decoder_of, head_logits, right_padded
 from fcsd.engine.slots import Slots
 from fcsd.foreign_errors import reason_of
@@ -139,8 +138,6 @@ class Stepper:
         slots: the slots, in which no answer is running.
         graphs: whether to capture the steps as CUDA graphs.
         cache: the keys and values of ``slots``, if another stepper of the same slots has made them.
-        attention: how a step attends, ``grouped`` or ``split``; see ``grouped_attention``. ``split`` is for models for
-            which ``why_not_split`` returns None. None chooses by ``usual_attention``.
         sampled: whether tokens are drawn, at the temperatures that ``prefill`` gets.
 
     Attributes:
@@ -155,7 +152,6 @@ class Stepper:
         slots: Slots,
         graphs: bool,
         cache: Cache | None = None,
-        attention: str | None = None,
         sampled: bool = False,
     ) -> None:
         self.model = model
@@ -164,7 +160,6 @@ class Stepper:
         self.ids = torch.zeros(slots.count, 1, dtype=torch.long, device=model.device)
         self.finite = torch.ones(slots.count, dtype=torch.bool, device=model.device)
         self.graphs: dict[int, torch.cuda.CUDAGraph] | None = {} if graphs else None
-        self._attention = attention or usual_attention(model)
         self._temperatures = torch.zeros(slots.count, device=model.device) if sampled else None
 
     @torch.no_grad()
@@ -205,9 +200,8 @@ class Stepper:
     def _step(self) -> torch.Tensor:
         """Compute one token for every slot without waiting for the device, and return the logits ``[slots, vocab]``."""
         slots = self.slots
-        make = slots.ranges if self._attention == SPLIT else partial(slots.mask, self.model.dtype)
-        masks = slots.masks(self.model.config.get_text_config(), make)
-        with attention_of_step(self.model, self._attention):
+        masks = slots.masks(self.model.config.get_text_config(), self.model.dtype)
+        with attention_of_step(self.model):
             logits = self.model(
                 input_ids=self.ids,
                 attention_mask=masks,

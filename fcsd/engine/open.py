@@ -26,9 +26,7 @@ if TYPE_CHECKING:
     from fcsd.launch.world import World
 
 
-def open_engine(
-    path: Path, world: "World", *, dtype: "torch.dtype", reduce: str = "nccl", compile_steps: bool = True
-) -> "PreTrainedModel":
+def open_engine(path: Path, world: "World", *, dtype: "torch.dtype", reduce: str = "nccl") -> "PreTrainedModel":
     """Load an original or converted checkpoint over all ranks of the default process group.
 
     Args:
@@ -36,8 +34,6 @@ def open_engine(
         world: this process, from ``join_world``.
         reduce: how the ranks reduce: one of the backends that give right results, or the file of a table, see
             ``parallel.all_reduce.ways``.
-        compile_steps: whether a GPU compiles the parts of decoding steps over a cache of fixed shape; see
-            ``engine.compiled``. Other passes, and CPUs, compile nothing.
 
     Returns:
         A causal LM in eval mode: token ids ``[batch, seq]``, equal on all ranks, give logits ``[batch, seq, vocab]``.
@@ -58,7 +54,6 @@ def open_engine(
     if world.device.type == "cuda" and world.size > 1:
         process_settings.warn(os.environ)
     model = load_tensor_parallel(path, dtype=dtype, device=world.device, ranks=ranks)
-    on_gpu = world.device.type == "cuda"
-    fuse(model, on_gpu)
-    wire_tensor_parallel(model, wiring_of(model.config), ranks, ways, compile_steps=compile_steps and on_gpu)
+    fuse(model, world.device.type == "cuda")
+    wire_tensor_parallel(model, wiring_of(model.config), ranks, ways)
     return model

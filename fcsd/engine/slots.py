@@ -1,6 +1,5 @@
 """A key-value cache of fixed shape with a slot per answer. When an answer has ended, the next prompt gets its slot."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,14 +29,14 @@ class Slots:
         """A cache for a model of this many layers."""
         return Cache(layers=[SlotLayer(self) for _ in range(layers)])
 
-    def masks(self, config: Any, make: Callable[[int | None], torch.Tensor]) -> torch.Tensor | dict[str, torch.Tensor]:
+    def masks(self, config: Any, dtype: torch.dtype) -> torch.Tensor | dict[str, torch.Tensor]:
         """The masks of a decoding step, in the form in which transformers' model takes them.
 
         They are made from the positions on the device, so that a captured step makes them again.
 
         Args:
             config: the config of the language model.
-            make: makes the mask of a window, or of no window; ``mask`` with a dtype, or ``ranges``.
+            dtype: of the masks.
 
         Returns:
             One mask for all layers, or a mask for each type of layer if some layers have a sliding window.
@@ -45,8 +44,8 @@ class Slots:
         window = getattr(config, "sliding_window", None) or None  # some configs have 0 for no window
         types = getattr(config, "layer_types", None)
         if types and "sliding_attention" in types:
-            return {"full_attention": make(None), "sliding_attention": make(window)}
-        return make(None if types else window)
+            return {"full_attention": self.mask(dtype), "sliding_attention": self.mask(dtype, window)}
+        return self.mask(dtype, None if types else window)
 
     def mask(self, dtype: torch.dtype, window: int | None = None) -> torch.Tensor:
         """The additive attention mask ``[count, 1, 1, width]`` of the next token of every slot.
@@ -60,12 +59,6 @@ class Slots:
             seen &= places > self.positions[:, None] - window
         hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=self.positions.device)
         return torch.where(seen, torch.zeros_like(hidden), hidden)[:, None, None]
-
-    def ranges(self, window: int | None = None) -> torch.Tensor:
-        """The first and the last key that the next token of every slot reads, ``[count, 1, 1, 2]``; see ``mask``."""
-        last = self.positions.clamp(max=self.width - 1)  # ended answers may be further
-        first = torch.zeros_like(last) if window is None else (last - window + 1).clamp(min=0)
-        return torch.stack([first, last], dim=-1)[:, None, None]
 
 
 class SlotLayer(CacheLayerMixin):
@@ -104,13 +97,8 @@ class SlotLayer(CacheLayerMixin):
             return key_states, value_states
         at = slots.positions.repeat(ranks)
         for store, new in ((self.keys, key_states), (self.values, value_states)):
-            store[self._rows, :, at] = new[:, :, 0]  # torch.compile keeps this in place; it copied all for scatter_
+            store[self._rows, :, at] = new[:, :, 0]
         return self.keys[:, :, : slots.width], self.values[:, :, : slots.width]
-
-    @property
-    def fixed_shape(self) -> bool:
-        """Whether the next call is a step of one token in every slot, whose shapes are those of the step before."""
-        return self._slots.filling is None
 
     def _ranks(self, states: torch.Tensor) -> int:
         return states.shape[0] // (self._slots.count if self._slots.filling is None else len(self._slots.filling))

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fcsd.kernels.copies_reference import Copies
+from fcsd.kernels import Copies
 
 _ROWS = 32  # of a program
 

@@ -1,24 +1,9 @@
 """The reference of ``copies.py`` in torch: it numbers the copies of deduplicated rows, and writes their tails."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-
-class Copies(NamedTuple):
-    """Where the copies of each row go: one copy for each group that holds any of its experts.
-
-    Attributes:
-        row_of: ``[rows, most]``, the number of each copy; -1 where a row has fewer copies.
-        entry_of: ``[rows, choices]``, the number ``copy * choices of a copy + entry`` of the entry that each choice
-            becomes; -1 if the choice has no expert.
-        experts: ``[rows, choices]``, the place of each expert in its group.
-    """
-
-    row_of: Tensor
-    entry_of: Tensor
-    experts: Tensor
+from fcsd.kernels import Copies
 
 
 def number_copies(experts: Tensor, groups: int, span: int, choices: int) -> Copies:

@@ -12,9 +12,12 @@ The rule runs the wiring itself: ``read``, ``split`` and ``add`` of ``wiring.py`
 so the schedule cannot differ from the model. The outputs of a layer are computed in the order attention, shared
 experts, routed experts; a dense MLP counts as shared experts, as everywhere in a wiring.
 
-``layer_plans`` turns the schedule into what each decoder layer does, call by call. fcsd's engine and the plugin for
-vLLM run these plans. Every read of the residual stream includes all that the read before it included. One running sum
-of landed outputs is therefore enough: a layer lands the sums that its read awaits, and leaves the others in flight.
+``layer_plans`` turns the schedule into what each decoder layer does, call by call. fcsd's engine, tensor-parallel
+training and the plugin for vLLM run these plans, and ``run_step`` says for all of them what becomes of an output. Under
+expert parallelism a layer has one output in flight, and needs no plan (``fcsd.parallel.overlap``).
+
+Every read of the residual stream includes all that the read before it included. One running sum of landed outputs is
+therefore enough: a layer lands the sums that its read awaits, and leaves the others in flight.
 
 Under Desync the running sum is that of one rank alone. An output whose reduction is dropped is added to it as it is. A
 kept reduction replaces it by the sum over the ranks of ``output + running / degree`` (``fcsd.models.desync``).
@@ -22,10 +25,12 @@ kept reduction replaces it by the sum over the ranks of ``output + running / deg
 This file contains no communication. Whoever runs a plan decides how the sums travel.
 """
 
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
-from .wiring import Parts, add, plan_layers, read, split
+from ..errors import ConfigError
+from .wiring import LayerWiring, Parts, add, plan_layers, read, split
 from .wiring_block import DESYNC, Blocks, Wiring, kept_reductions
 
 Part = Literal["attn", "shared", "routed"]
@@ -206,12 +211,14 @@ class Step(NamedTuple):
         then: what happens to the output.
         joins: whether the output is first added to the sum that is being collected.
         crosses: whether the sum that starts here is in flight while an attention is computed.
+        slot: the lowest number that no other sum has that is in flight when this one starts.
     """
 
     call: Call
     then: Then
     joins: bool
     crosses: bool
+    slot: int = 0
 
 
 class LayerPlan(NamedTuple):
@@ -237,11 +244,80 @@ class LayerPlan(NamedTuple):
         return any(step.call == "shared" for step in self.steps)
 
 
+@dataclass(frozen=True)
+class PlannedWiring(LayerWiring):
+    """A layer's place in the schedule.
+
+    Attributes:
+        index: 0-based index of the decoder layer.
+        plan: what the layer does.
+    """
+
+    index: int
+    plan: LayerPlan
+
+
+class Running(NamedTuple):
+    """The residual stream of one rank between two calls of a layer, apart from what is in flight.
+
+    Attributes:
+        landed: what the last read has included; None if the oldest sum in flight includes it, too.
+        collected: the outputs that wait for others with which they share a sum; None if there are none.
+    """
+
+    landed: Any
+    collected: Any
+
+
+class Sent(NamedTuple):
+    """What joins the sums that a later read awaits.
+
+    Attributes:
+        out: what this rank adds to the sum.
+        how: the sum starts and stays in flight; or it is reduced at once; or there is none, and ``out`` stays this
+            rank's own.
+        arrives: whether the layer still norms or multiplies the sum when it has arrived.
+    """
+
+    out: Any
+    how: Literal["start", "now", "local"]
+    arrives: bool
+
+
+def run_step(
+    step: Step, out: Any, state: Running, arrive: Callable[[Any], Any] | None, degree: int
+) -> tuple[Running, Sent | None]:
+    """Do with the output of a call what its step says.
+
+    Args:
+        step: what was called, and what happens to its output.
+        out: the output of this rank, a tensor ``[..., hidden]``.
+        state: the stream before.
+        arrive: what the layer does with a sum before it is added to the stream; None if it is added as it is. Outputs
+            that share a sum have the same one, and under Desync it acts on a part of an output as on the whole.
+        degree: the number of tensor-parallel ranks.
+
+    Returns:
+        The stream after it, and what is sent; None if the output is collected.
+    """
+    landed, collected = state
+    if step.joins:
+        assert collected is not None, "the first output of a sum is collected"
+        out, collected = collected + out, None
+    if step.then == "collect":
+        return Running(landed, out), None
+    if step.then == "resync":
+        assert landed is not None, "a reduction of Desync includes what this rank has added"
+        own = out if arrive is None else arrive(out)
+        return Running(None, collected), Sent(own + landed / degree, "now", arrives=False)
+    return Running(landed, collected), Sent(out, step.then, arrives=True)
+
+
 class _Waiting(NamedTuple):
     """A sum, or an output of this rank alone, that no read has included yet."""
 
     awaited_by: Read
-    in_flight: bool
+    slot: int | None  # that of a sum in flight
 
 
 def layer_plans(
@@ -272,9 +348,9 @@ def layer_plans(
     queue: list[_Waiting] = []
     for i in stage:
         if i == stage.start:  # the pair that the stage before handed on, or the embedding
-            queue = [_Waiting(Read(i, "mlp" if i in partial_reads else "attn"), False)] if i else []
+            queue = [_Waiting(Read(i, "mlp" if i in partial_reads else "attn"), None)] if i else []
         elif not wired[i - 1]:
-            queue = [_Waiting(Read(i, "attn"), False)]
+            queue = [_Waiting(Read(i, "attn"), None)]
         if not wired[i]:
             continue
         attn, mlp, steps = _land(queue, Read(i, "attn")), (), []
@@ -285,13 +361,28 @@ def layer_plans(
             ends = next((reduction for reduction in schedule[i] if reduction.starts_after == outputs[-1]), None)
             then, joins = _then(queue, outputs, ends, wiring), _joins(outputs[0], schedule[i], wiring)
             crosses = ends is not None and any(output.part == "attn" for output in ends.covered_by)
-            steps.append(Step(call, then, joins, crosses))
+            steps.append(Step(call, then, joins, crosses, (queue[-1].slot or 0) if then == "start" else 0))
         last = i + 1 == stage.stop
         hands_on = None
         if last or not wired[i + 1]:
             hands_on = _pair(queue, i, len(kinds), splits=last and i + 1 in partial_reads)
         plans[i] = LayerPlan(attn, mlp, tuple(steps), hands_on)
     return plans
+
+
+def plans_of(
+    layers: Sequence[Any], parts: Callable[[Any], Parts], wiring: Wiring, blocks: Blocks
+) -> dict[int, LayerPlan]:
+    """What the decoder layers of a whole model do, all of which are taken apart by ``parts``.
+
+    Raises:
+        ConfigError: the wiring does not fit the model.
+    """
+    try:
+        kinds: list[Kind] = [kind_of(parts(layer)) for layer in layers]
+        return layer_plans(wiring, kinds, range(len(kinds)), every=True, blocks=blocks)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _is_standard(i: int, kind: Kind, schedule: Sequence[Reduction]) -> bool:
@@ -325,13 +416,14 @@ def _calls(i: int, kind: Kind, schedule: Sequence[Reduction], every: bool) -> li
 def _then(queue: list[_Waiting], outputs: list[Output], ends: Reduction | None, wiring: Wiring) -> Then:
     """What happens to the outputs of a call, which end a reduction or none. The queue gets what has to be awaited."""
     if ends is None and wiring.name in DESYNC:
-        queue.append(_Waiting(_next_read(outputs[-1]), False))
+        queue.append(_Waiting(_next_read(outputs[-1]), None))
         return "local"
     if ends is None:
         return "collect"
     alone = ends.sums == tuple(outputs)
-    covered = bool(ends.covered_by) or any(waiting.in_flight for waiting in queue)
-    queue.append(_Waiting(ends.awaited_by, covered))
+    taken = {waiting.slot for waiting in queue} - {None}
+    covered = bool(ends.covered_by or taken)
+    queue.append(_Waiting(ends.awaited_by, min({*range(len(taken) + 1)} - taken) if covered else None))
     if wiring.name in DESYNC and not alone:
         return "resync"
     return "start" if covered else "now"

@@ -28,7 +28,8 @@ from fcsd.models.build import arch_of, decoder_layers
 from fcsd.models.wiring import DESYNC, LayerWiring, WiredLayer, Wiring, _refuse_reentrant, mixer, wired_class
 from fcsd.parallel import order, process_settings
 from fcsd.parallel.attention import Around, calls_inside, join_attention, split_attention
-from fcsd.parallel.expert.block import ExpertBlock, expert_block
+from fcsd.parallel.expert.autoep import expert_block
+from fcsd.parallel.expert.block import ExpertBlock
 from fcsd.parallel.expert.blocking import wire_parallel
 from fcsd.parallel.expert.dispatcher import Combined, Dispatched, Dispatcher, Mode, Packed, Transfer
 from fcsd.parallel.expert.flat import flat

@@ -1,1 +1,1 @@
-"""Generation and scoring with a model in memory: caches, decoding, log-probabilities and chat."""
+"""What answers: chat in a terminal, the server of a converted model, and fcsd's plugin for vLLM."""

@@ -1,10 +1,6 @@
 """``python -m benchmarks.infer``: what is refused, and the table of its rows."""
 
-import subprocess
-import sys
-
 import pytest
-import tiny
 from benchmarks.infer import workload as timing
 from benchmarks.infer.__main__ import app
 from benchmarks.infer.table import table
@@ -19,7 +15,6 @@ pytestmark = pytest.mark.lab
     [
         (["--reduce", "vllm"], "unknown all-reduce backend 'vllm'"),
         (["--wirings", "standard,sideways"], "unknown wiring 'sideways'"),
-        (["--attention", "flash"], "unknown attention 'flash'"),
         (["--bounds", "parallel"], "unknown wiring for a bound 'parallel'"),
         (["--tp", "one"], "not a list of numbers"),
     ],
@@ -43,10 +38,3 @@ def test_the_table_names_the_bits_of_quantised_kinds() -> None:
 def test_a_model_that_does_not_exist_is_refused():
     found = CliRunner().invoke(app, ["nothing"])
     assert found.exit_code == 2 and "neither a shape nor a checkpoint" in found.stderr
-
-
-def test_attention_that_the_model_cannot_have_is_refused(tmp_path, repo):
-    tiny.model("gpt_oss").save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "benchmarks.infer", str(tmp_path), "--attention", "split"]
-    done = subprocess.run(command, cwd=repo, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2 and "cannot use --attention split: its attention is eager" in done.stderr

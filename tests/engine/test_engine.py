@@ -3,9 +3,7 @@
 import json
 import logging
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import eval_data
@@ -38,7 +36,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmoe": {"wiring": "farskip"},
     "qwen3": {"wiring": "desync-2x", "tp_degree": 2},
 }
-COMPILED = ("llama", "olmoe")  # whose steps are also compiled; olmoe sums inside of its attention, too
 ASKED = {"output_router_logits": True, "output_hidden_states": True, "output_attentions": True, "return_dict": False}
 TASKS: dict[str, Any] = {"tasks": ["PIQA", "GSM-8K", "lambada_openai"], "limit": 1}
 
@@ -84,32 +81,6 @@ def _step_by_step(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return torch.cat(logits, dim=1)
 
 
-def _compiled(model: Any, world: Any) -> list[list[int]]:
-    """Answers in slots whose steps torch.compile traces; no compiler follows, because it would take long."""
-    from fcsd.engine import compiled
-    from fcsd.engine.layer import wire_tensor_parallel
-    from fcsd.models.build import wiring_of
-    from fcsd.parallel.tensor.tp_plan import TensorGroup
-
-    traced: list[Any] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        traced.append(graph)
-        return graph.forward
-
-    compile_, torch.compile = torch.compile, partial(torch.compile, backend=backend)
-    compiled._compiled.cache_clear()
-    try:
-        ranks = TensorGroup(torch.distributed.group.WORLD, world.size, world.rank)
-        wire_tensor_parallel(model, wiring_of(model.config), ranks, compile_steps=True)
-        answers = _in_slots(model)
-    finally:
-        torch.compile = compile_
-        compiled._compiled.cache_clear()
-    assert traced, "the steps are compiled"
-    return answers
-
-
 def _write_table(file: Path, decode: list[tuple[int, str, bool]], prefill: list[tuple[int, str, bool]]) -> None:
     head = {"version": 1, "user": "engine", "tp": 2, "wiring": "ladder", "model": "", "command": ""}
     rows = {
@@ -151,7 +122,7 @@ def _by_table(path: Path, world: Any, file: Path, expected: torch.Tensor) -> dic
 
 
 def _everything(models: dict[str, Path], mirror: Path, prompts: Path, out: Path) -> dict[str, Any]:
-    from fcsd.engine.merged import First
+    from fcsd.engine.fused import First
     from fcsd.engine.open import open_engine
 
     world, found = join_world(), {}
@@ -160,8 +131,6 @@ def _everything(models: dict[str, Path], mirror: Path, prompts: Path, out: Path)
         assert any(isinstance(module, First) for module in model.modules()), "projections are merged"
         found[arch] = {"greedy": _greedy(model), "steps": _step_by_step(model, tiny.tokens(length=30))}
         found[arch]["slots"] = _in_slots(model)
-        if arch in COMPILED:
-            found[arch]["compiled"] = _compiled(model, world)
         if arch == "llama":
             found["table"] = _by_table(path, world, out.with_suffix(".json"), found[arch]["steps"])
     found["chat"] = [answers[0].text for answers in chat(str(models["llama"]), prompts=prompts, divided=True)]
@@ -214,7 +183,6 @@ def test_two_ranks_answer_and_score_as_one(models: dict[str, Path], tmp_path: Pa
         expected = _greedy(reference)
         assert [found[arch]["greedy"] for found in ranks] == [expected, expected]
         assert [found[arch]["slots"] for found in ranks] == [expected, expected]
-        assert arch not in COMPILED or [found[arch]["compiled"] for found in ranks] == [expected, expected]
         with torch.no_grad():
             whole = reference(tiny.tokens(length=30), use_cache=False).logits
         assert max(float((found[arch]["steps"] - whole).abs().max()) for found in ranks) < 2e-5
@@ -247,7 +215,7 @@ def test_two_ranks_are_timed_as_one(tmp_path: Path) -> None:
     found = results(2, _bench, tmp_path)
     rows, without_weights = found[0]
     written = json.loads((tmp_path / "infer.json").read_text())
-    assert written["rows"] == rows and written["workload"]["attention"] == "grouped"
+    assert written["rows"] == rows
     assert (tmp_path / "infer.png").stat().st_size > 1000
     assert [(row["tp"], row["batch"], row["wiring"], row["reduce"]) for row in rows] == [
         (tp, batch, wiring, kind)
@@ -276,26 +244,6 @@ def test_two_ranks_are_timed_as_one(tmp_path: Path) -> None:
     assert [row["wiring"] for row in without_weights if not row["exact"]] == ["standard"]
     assert len(without_weights) == 4
     assert found[1][1] == without_weights
-
-
-@pytest.mark.parametrize(
-    ("device", "asked", "compiles"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
-)
-def test_a_gpu_compiles_steps_unless_this_is_switched_off(
-    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, device: str, asked: bool, compiles: bool
-) -> None:
-    """The GPU is a double: nothing is loaded and wired."""
-    from fcsd.engine import open as engine
-
-    given: list[Any] = []
-    config = load_model(models["llama"], dtype=torch.float32).config
-    monkeypatch.setattr(engine, "Reduction", lambda *_: None)
-    monkeypatch.setattr(engine, "load_tensor_parallel", lambda *_, **__: SimpleNamespace(config=config))
-    monkeypatch.setattr(engine, "fuse", lambda model, kernels: given.append(kernels))
-    monkeypatch.setattr(engine, "wire_tensor_parallel", lambda *_, compile_steps: given.append(compile_steps))
-    world: Any = SimpleNamespace(device=torch.device(device), size=1, rank=0)
-    engine.open_engine(models["llama"], world, dtype=torch.float32, compile_steps=asked)
-    assert given == [device == "cuda", compiles]
 
 
 def _by_graphs(path: Path, *kinds: str) -> dict[str, tuple[list[list[int]], list[list[int]], list[str]]]:
@@ -332,7 +280,6 @@ def test_two_gpus_decode_by_graphs_as_step_by_step(models: dict[str, Path], tmp_
         (["chat", "{model}", "--gpus", "1", "--reduce", "none"], "gives wrong results"),
         (["chat", "{model}", "--reduce", "none"], "add --gpus"),
         (["chat", "{model}", "--gpus", "1", "--device", "cpu"], "leave it out with --gpus"),
-        (["eval", "{model}", "--no-compile"], "--no-compile is for --backend own"),
     ],
 )
 def test_what_gives_wrong_results_is_refused(models: dict[str, Path], words: list[str], message: str) -> None:

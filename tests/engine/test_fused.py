@@ -11,8 +11,7 @@ from kernel_device import DEVICE
 from representatives import representatives
 from test_mlps import gated_mlps
 
-from fcsd.engine.fused import fuse
-from fcsd.engine.merged import First
+from fcsd.engine.fused import First, fuse
 from fcsd.engine.sharded_modules import SplitNorm, _split_norm_class
 from fcsd.launch.world import World
 from fcsd.models.archs import ARCHS

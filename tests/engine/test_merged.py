@@ -8,8 +8,8 @@ import torch
 from representatives import representatives
 from torch import nn
 
-from fcsd.engine import merged
-from fcsd.engine.merged import TOGETHER, First, Next, merge_projections
+from fcsd.engine import fused
+from fcsd.engine.fused import TOGETHER, First, Next, merge_projections
 
 
 @torch.no_grad()
@@ -53,7 +53,7 @@ def test_many_tokens_are_multiplied_by_each_weight_by_itself(bias: bool) -> None
     torch.manual_seed(0)
     parent = nn.Module()
     parent.gate_proj, parent.up_proj = nn.Linear(6, 5, bias), nn.Linear(6, 3, bias)
-    x = torch.randn(1, merged._FEW + 1, 6)
+    x = torch.randn(1, fused._FEW + 1, 6)
     expected = parent.gate_proj(x), parent.up_proj(x)
     merge_projections(parent)
     found = parent.gate_proj(x), parent.up_proj(x)

@@ -22,9 +22,7 @@ from fcsd.kernels import adamw, copies, gated, latent, rotary, rows, vocabulary
 from fcsd.kernels.all_reduce import launch
 from fcsd.kernels.all_reduce.memory import Memory, Shape, memory_of
 from fcsd.kernels.bit_split import Format, kernels
-from fcsd.kernels.decode import attention as decode_attention
 from fcsd.kernels.decode import experts as few_experts
-from fcsd.kernels.decode import latents
 
 
 class Driver:
@@ -49,8 +47,7 @@ def compile_all(target: GPUTarget, once: bool) -> list[str]:
     kernels: set[JITFunction] = set()
     run = JITFunction.run
     room = 232448 if target.backend == "cuda" else 65536  # bytes of shared memory of an H100, and of an MI300X
-    for module in (decode_attention, few_experts):
-        module.shared_memory = lambda device: room
+    few_experts.shared_memory = lambda device: room
 
     def compile_only(kernel: JITFunction, *args: Any, **options: Any) -> Any:
         if once and kernel in kernels:
@@ -65,7 +62,6 @@ def compile_all(target: GPUTarget, once: bool) -> list[str]:
     losses()
     token_rows()
     elementwise()
-    attention()
     records()
     sums()
     return sorted({kernel.fn.__name__ for kernel in kernels})
@@ -110,17 +106,6 @@ def elementwise() -> None:
     weight = torch.zeros(4096, dtype=torch.bfloat16)
     kept = adamw.Moments(*(torch.zeros(4096) for _ in range(3)))
     adamw.launch(weight, weight, kept, torch.ones(4), adamw.Rates(1e-3, 0.9, 0.95, 1e-8, 0.1))
-
-
-def attention() -> None:
-    ranges = torch.zeros(2, 2, dtype=torch.int64)
-    for dtype in (torch.bfloat16, torch.float32):
-        for heads, size in ((16, 128), (2, 192)):  # shared keys, and those of latent attention
-            query, key = torch.zeros(2, heads, size, dtype=dtype), torch.zeros(2, 2, 1536, size, dtype=dtype)
-            decode_attention.decode_attention(query, key, key[..., :128], ranges, 0.1, 24)
-        query, rotated = torch.zeros(2, 16, 512, dtype=dtype), torch.zeros(2, 16, 64, dtype=dtype)
-        keys, shared = torch.zeros(2, 1536, 512, dtype=dtype), torch.zeros(2, 1536, 64, dtype=dtype)
-        latents.latent_attention(query, rotated, keys, shared, ranges, 0.1, 24)
 
 
 def records() -> None:

@@ -7,7 +7,18 @@ import tiny
 
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import decoder_layers
-from fcsd.models.schedule import MLP_PARTS, Output, Read, kind_of, reads_of, reductions
+from fcsd.models.schedule import (
+    MLP_PARTS,
+    Output,
+    Read,
+    Running,
+    Step,
+    kind_of,
+    layer_plans,
+    reads_of,
+    reductions,
+    run_step,
+)
 from fcsd.models.wiring import Blocks, Wiring, hf_parts
 
 ALL = (0, 1, 2)
@@ -216,6 +227,66 @@ def test_every_part_is_awaited_by_the_first_read_that_includes_it(kinds, blocks)
                 assert reduction.starts_after == max(reduction.sums, key=computed.index)
                 for output in reduction.sums:
                     assert next(read for read, seen in reads.items() if output in seen) == reduction.awaited_by, wiring
+
+
+def run_on_numbers(wiring, kinds, blocks, values):
+    """What each read of a model includes whose parts add numbers to a stream of 0, on one rank that runs its plans."""
+    found, running, in_flight = {}, Running(0, None), []
+    plans = layer_plans(wiring, kinds, range(len(kinds)), every=True, blocks=blocks)
+    for k, plan in plans.items():
+        outputs = [Output(k, part) for part in ("attn", *MLP_PARTS[kinds[k]])]
+        for number, (step, output) in enumerate(zip(plan.steps, outputs, strict=True)):
+            if number < 2:
+                places = (plan.attn, plan.mlp)[number]
+                running = running._replace(landed=running.landed + sum(in_flight[n] for n in places))
+                in_flight = [value for n, value in enumerate(in_flight) if n not in places]
+                found[Read(k, ("attn", "mlp")[number])] = running.landed
+            running, sent = run_step(step, values[output], running, None, 1)
+            in_flight += [] if sent is None else [sent.out]
+    assert running.collected is None
+    found[Read(len(kinds), "norm")] = running.landed + sum(in_flight)
+    return found
+
+
+@pytest.mark.parametrize("blocks", [Blocks(), NORMED], ids=["plain", "normed"])
+@pytest.mark.parametrize("kinds", list(product(MLP_PARTS, repeat=3)), ids="-".join)
+def test_plans_that_run_on_numbers_read_what_the_table_says(kinds, blocks):
+    computed = [Output(k, part) for k, kind in enumerate(kinds) for part in ("attn", *MLP_PARTS[kind])]
+    values = {output: 2**n for n, output in enumerate(computed)}  # no two sets have the same sum
+    for wiring in wirings(len(kinds)):
+        expected = {read: sum(map(values.get, seen)) for read, seen in reads_of(wiring, kinds, blocks).items()}
+        assert run_on_numbers(wiring, kinds, blocks, values) == expected, wiring
+
+
+@pytest.mark.parametrize(
+    ("step", "before", "after", "sent"),
+    [
+        (Step("attn", "collect", joins=False, crosses=False), Running(1.0, None), Running(1.0, 8.0), None),
+        (
+            Step("shared", "start", joins=True, crosses=False),
+            Running(1.0, 2.0),
+            Running(1.0, None),
+            (10.0, "start", True),
+        ),
+        (Step("mlp", "now", joins=False, crosses=False), Running(1.0, 2.0), Running(1.0, 2.0), (8.0, "now", True)),
+        (
+            Step("mlp", "local", joins=False, crosses=False),
+            Running(1.0, None),
+            Running(1.0, None),
+            (8.0, "local", True),
+        ),
+        # Each rank adds its output, which the layer triples, and its part of the streams that the ranks had.
+        (
+            Step("mlp", "resync", joins=False, crosses=False),
+            Running(6.0, None),
+            Running(None, None),
+            (27.0, "now", False),
+        ),
+    ],
+    ids=lambda value: value.then if isinstance(value, Step) else "",
+)
+def test_what_becomes_of_an_output(step, before, after, sent):
+    assert run_step(step, 8.0, before, lambda total: 3 * total, 2) == (after, sent)
 
 
 @pytest.mark.parametrize("wiring", [Wiring("ladder", (3,)), Wiring("desync-2x", (3,), tp_degree=2)])

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fcsd.models.arch import VllmNames
-from fcsd.models.schedule import MLP_PARTS, Kind, LayerPlan, Output, Read, layer_plans, reads_of
+from fcsd.models.schedule import MLP_PARTS, Kind, LayerPlan, Output, Read, Step, layer_plans, reads_of
 from fcsd.models.wiring_block import DESYNC, Blocks, Wiring, kept_reductions
 from fcsd.serve.vllm.gates import gate_attention
 from fcsd.serve.vllm.layer import Wired, check_handed_on, kind_of, read_ahead, take_apart
@@ -28,6 +28,8 @@ NORMED: dict[str, Any] = dict(
 )
 AS_IS: dict[str, Any] = dict(attn_norms=(None, "post_self_attn_layernorm"), mlp_norms=(None, "post_mlp"))
 FACTOR = 0.5
+# The weights of the norms before a sub-block and on arrival of its output. No two are alike, so none can be another's.
+BEFORE, AFTER = {"attn": 1.1, "mlp": 0.9}, {"attn": 0.8, "mlp": 1.3}
 MIXED: tuple[Kind, ...] = ("dense", "moe-shared", "moe", "moe-shared", "dense")
 
 
@@ -48,29 +50,32 @@ class LateReducer(Reducer):
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         super().__init__(RANKS)
-        vars(self).update(rank=rank, meeting=meeting, started=[], log=[], awaited=0, own=[], inner={})
+        vars(self).update(rank=rank, meeting=meeting, started=[], slots={}, log=[], awaited=0, own=[], inner={})
 
-    def start(self, x: torch.Tensor, crosses: bool) -> Sum:
+    def start(self, x: torch.Tensor, step: Step) -> Sum:
+        assert step.slot not in self.slots, "a slot has one sum at a time"
         number = len(self.started)
+        self.slots[step.slot] = number
         total = torch.full_like(x, torch.nan)
         self.meeting.summands[number, self.rank] = x.clone()
         self.started.append(total)
         self.log.append("start")
-        return Sum(total, x, within=not crosses)
+        return Sum(total, x, slot=step.slot)
 
     def hold(self, x: torch.Tensor, own: torch.Tensor | None) -> None:
         self.own.append((own, None if own is None else own.clone()))
 
-    def start_held(self, x: torch.Tensor, joins: bool, crosses: bool) -> torch.Tensor:
+    def start_held(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         own, _ = self.own[-1]
-        assert joins == (own is not None)
-        total = self.start(x if own is None else own + x, crosses).total
+        assert step.joins == (own is not None)
+        total = self.start(x if own is None else own + x, step).total
         self.inner[len(self.started) - 1] = self.own.pop()
         return total
 
     def wait(self, sum_: Sum, newest: torch.Tensor) -> torch.Tensor:
         if sum_.summand is not None:
-            number = next(n for n, total in enumerate(self.started) if total is sum_.total)
+            number = self.slots.pop(sum_.slot)
+            assert self.started[number] is sum_.total
             sent = self.meeting.summands[number, self.rank]
             if number in self.inner:
                 own, sent = self.inner[number]
@@ -95,13 +100,17 @@ class LateReducer(Reducer):
 
 
 class Norm(nn.Module):
-    """vLLM's RMSNorm without its weights; it writes over its arguments, as vLLM's kernel does."""
+    """vLLM's RMSNorm with one weight for all; it writes over its arguments, as vLLM's kernel does."""
+
+    def __init__(self, weight: float = 1.0) -> None:
+        super().__init__()
+        self.weight = weight
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         if residual is None:
-            return x / (1 + x.abs())
+            return norm(x, self.weight)
         residual += x
-        x.copy_(residual / (1 + residual.abs()))
+        x.copy_(norm(residual, self.weight))
         return x, residual
 
 
@@ -185,7 +194,7 @@ class Layer(nn.Module):
 
     def __init__(self, rank: int, index: int, kind: Kind, reducer: Any) -> None:
         super().__init__()
-        self.input_layernorm, self.post_attention_layernorm = Norm(), Norm()
+        self.input_layernorm, self.post_attention_layernorm = Norm(BEFORE["attn"]), Norm(BEFORE["mlp"])
         self.self_attn = Attention(rank, seed_of(index, "attn"), reducer)
         seed = seed_of(index, "shared")
         self.mlp = Mlp(rank, seed, reducer) if kind == "dense" else Moe(rank, seed, reducer, kind == "moe-shared")
@@ -205,7 +214,7 @@ class NormedLayer(Layer):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.post_self_attn_layernorm, self.post_mlp = Norm(), Norm()
+        self.post_self_attn_layernorm, self.post_mlp = Norm(AFTER["attn"]), Norm(AFTER["mlp"])
 
     def forward(self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None) -> Any:
         if residual is None:
@@ -263,8 +272,17 @@ def embedding() -> torch.Tensor:
     return torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
 
 
-def norm(x: torch.Tensor) -> torch.Tensor:
-    return x / (1 + x.abs())
+def norm(x: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
+    return weight * x / (1 + x.abs())
+
+
+def sub_block(part: str) -> str:
+    return "attn" if part == "attn" else "mlp"
+
+
+def read(x: torch.Tensor, part: str) -> torch.Tensor:
+    """What a part computes from, of the stream ``x``."""
+    return norm(x, BEFORE[sub_block(part)])
 
 
 def literal(
@@ -289,14 +307,14 @@ def literal(
     for i, kind in enumerate(kinds):
         for part in ("attn", *MLP_PARTS[kind]):
             x = stream(Read(i, "attn" if part == "attn" else "mlp"))
-            x = x if blocks.attn_norms[0] is None else norm(x)
+            x = x if blocks.attn_norms[0] is None else read(x, part)
             seed = seed_of(i, part)
             ranks = range(1 if part in whole else RANKS)
             outputs[Output(i, part)] = sum(x @ weight(rank, seed) for rank in ranks)
             if blocks.normed and part in ("attn", MLP_PARTS[kind][-1]):
                 first = Output(i, "attn" if part == "attn" else MLP_PARTS[kind][0])
                 both = {Output(i, part), first}
-                normed = norm(sum(outputs[output] for output in both))
+                normed = norm(sum(outputs[output] for output in both), AFTER[sub_block(part)])
                 outputs |= dict.fromkeys(both, torch.zeros(())) | {first: normed}
     return stream(Read(len(kinds), "norm"))
 
@@ -307,7 +325,7 @@ def literal_desync(wiring: Wiring, kinds: Sequence[Kind], factor: float) -> torc
     keeps = kept_reductions(wiring.layers, wiring.kept)
     for i in range(len(kinds)):
         for part, kept in zip(("attn", "shared"), keeps.get(i, (True, True)), strict=True):
-            outs = [factor * norm(local[rank]) @ weight(rank, seed_of(i, part)) for rank in range(RANKS)]
+            outs = [factor * read(local[rank], part) @ weight(rank, seed_of(i, part)) for rank in range(RANKS)]
             if kept:
                 whole = sum(local[rank] / RANKS + outs[rank] for rank in range(RANKS))
                 local = [whole.clone() for _ in range(RANKS)]
@@ -397,7 +415,7 @@ def test_a_layer_whose_config_leaves_its_norms_on_arrival_out():
     (plan,) = layer_plans(Wiring("parallel", (0,)), ("dense",), range(1), blocks=Blocks(**NORMED)).values()
     take_apart(layer, Wired(FORMS["normed"][1], plan, Reducer(1), multiplier=FACTOR))
     hidden, residual = layer(torch.arange(TOKENS), embedding(), None)
-    outputs = sum(norm(embedding()) @ weight(0, seed_of(0, part)) for part in ("attn", "shared"))
+    outputs = sum(read(embedding(), part) @ weight(0, seed_of(0, part)) for part in ("attn", "shared"))
     assert torch.allclose(hidden + residual, embedding() + FACTOR * outputs)
 
 
@@ -472,6 +490,14 @@ def test_a_plan_says_which_sums_are_in_flight_at_an_attention():
     assert said(Wiring("desync-2x", (0, 1, 2), tp_degree=2), ("dense",) * 3) == []
 
 
+def test_slots_repeat_from_layer_to_layer():
+    """A compiler gets the same piece for each layer between the first and the last."""
+    for name, kind in (("ladder", "dense"), ("farskip", "moe-shared")):
+        plans = layer_plans(Wiring(name, tuple(range(6))), (kind,) * 6, range(6))
+        assert len({tuple(step.slot for step in plans[i].steps) for i in range(1, 5)}) == 1
+        assert {step.slot for plan in plans.values() for step in plan.steps} == {0, 1}
+
+
 def test_layers_that_are_not_rewired_stay_vllms_own():
     for kinds in (MIXED, ("dense",) * 5):
         assert set(layer_plans(Wiring("farskip", (3,)), kinds, range(5))) == {3}
@@ -500,10 +526,8 @@ def test_what_a_loop_names_and_the_scale_that_a_layer_leaves_out():
     take_apart(layer, Wired(replace(NAMES, unscaled=True), plan, Reducer(1)))
     rewired: Any = layer
     hidden, residual = rewired(torch.arange(TOKENS), embedding(), None, t_cond=None)
-    x = norm(embedding())
-    assert torch.allclose(
-        hidden + residual, embedding() + sum(x @ weight(0, seed_of(0, p)) for p in ("attn", "shared"))
-    )
+    outputs = sum(read(embedding(), part) @ weight(0, seed_of(0, part)) for part in ("attn", "shared"))
+    assert torch.allclose(hidden + residual, embedding() + outputs)
     with pytest.raises(RuntimeError, match="no condition of time"):
         rewired(torch.arange(TOKENS), embedding(), None, t_cond=torch.ones(1))
 
@@ -526,8 +550,8 @@ def test_a_layer_with_linear_attention_and_a_loop_that_names_its_arguments(fills
         def forward(self, hidden_states: torch.Tensor, output: torch.Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
             output[:] = self.out_proj(hidden_states)
 
-    names, x = replace(NAMES, linear="linear_attn"), norm(embedding())
-    expected = embedding() + sum(x @ weight(0, seed_of(0, part)) for part in ("attn", "shared"))
+    names, x = replace(NAMES, linear="linear_attn"), embedding()
+    expected = x + sum(read(x, part) @ weight(0, seed_of(0, part)) for part in ("attn", "shared"))
     (plan,) = layer_plans(Wiring("parallel", (0,)), ("dense",), range(1)).values()
     for attention in (Filling() if fills else Linear(), None):
         layer: Any = Layer(0, 0, "dense", None)
@@ -577,8 +601,8 @@ SCALE, GIVEN = 0.7, torch.linspace(-1, 1, TOKENS * WIDTH, dtype=torch.float64).v
 FEATURED = VllmNames(
     whole=True,
     moe=("elsewhere", "experts"),
-    attn_norms=("norm", "norm"),
-    mlp_norms=("norm", "norm"),
+    attn_norms=("norm", "after_attn"),
+    mlp_norms=("norm", "after_mlp"),
     beside=("norm", "norm", "norm"),
     router="norm",
     inputs=("norm", "norm", "norm"),
@@ -592,14 +616,15 @@ class FeaturedLayer(Layer):
     def __init__(self, rank: int, index: int, kind: Kind, reducer: Any) -> None:
         super().__init__(rank, index, "dense", reducer)
         self.norm, self.factor = Norm(), torch.tensor([SCALE], dtype=torch.float64)
+        self.after_attn, self.after_mlp = Norm(AFTER["attn"]), Norm(AFTER["mlp"])
         self.experts = None if kind == "dense" else BesideRunner(rank, seed_of(index, "routed"), reducer, None)
 
     def forward(self, positions: torch.Tensor, hidden: torch.Tensor, residual: Any, per_layer_input: Any = None) -> Any:
-        hidden = hidden + norm(self.self_attn(positions, norm(hidden)))
+        hidden = hidden + self.after_attn(self.self_attn(positions, norm(hidden)))
         out = self.mlp(norm(hidden))
         if self.experts is not None:
             out = norm(out) + norm(self.experts(norm(hidden), norm(hidden)))
-        hidden = hidden + norm(out)
+        hidden = hidden + self.after_mlp(out)
         return (hidden + feature(hidden)) * SCALE, None
 
 
@@ -622,14 +647,15 @@ def featured(wiring: Wiring, kinds: Sequence[Kind], blocks: Blocks) -> torch.Ten
         return SCALE**layer * embedding() + sum(SCALE ** (layer - i) * value for i, value in own)
 
     def summed(x: torch.Tensor, i: int, part: str) -> torch.Tensor:
-        return norm(sum((x @ weight(rank, seed_of(i, part)) for rank in range(RANKS)), torch.zeros(())))
+        return sum((x @ weight(rank, seed_of(i, part)) for rank in range(RANKS)), torch.zeros(()))
 
     for i, kind in enumerate(kinds):
-        outputs[Output(i, "attn")] = summed(norm(stream(Read(i, "attn"), i)), i, "attn")
+        outputs[Output(i, "attn")] = norm(summed(norm(stream(Read(i, "attn"), i)), i, "attn"), AFTER["attn"])
         x = norm(stream(Read(i, "mlp"), i))
         parts = [summed(x, i, part) for part in MLP_PARTS[kind]]
         outputs |= dict.fromkeys((Output(i, part) for part in MLP_PARTS[kind]), torch.zeros(()))
-        outputs[Output(i, "shared")] = parts[0] if kind == "dense" else norm(parts[0] + parts[1])
+        both = parts[0] if kind == "dense" else norm(parts[0]) + norm(parts[1])
+        outputs[Output(i, "shared")] = norm(both, AFTER["mlp"])
         last = i + 1 == len(kinds)
         features.append(feature(stream(Read(i + 1, "norm" if last else "attn"), i)))
     return stream(Read(len(kinds), "norm"), len(kinds))

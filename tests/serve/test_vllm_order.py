@@ -18,7 +18,7 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.utils import run_and_get_code
 
 from fcsd.models.arch import VllmNames
-from fcsd.models.schedule import layer_plans
+from fcsd.models.schedule import Step, layer_plans
 from fcsd.models.wiring_block import Wiring
 from fcsd.serve.vllm import reduction
 from fcsd.serve.vllm.layer import Wired, take_apart
@@ -38,15 +38,16 @@ class Hasty(Reducer):
 @pytest.fixture
 def ranks(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks whose sums of shared experts are in flight."""
-    stock = reduction._start
+    in_flight = reduction.define_operators()
+    stock = in_flight.start
 
-    def start(*given: Any) -> Tensor:
+    def start(x: Tensor, slot: int, *how: Any) -> Tensor:
         """The start of the sum of shared experts, which is in flight: what is awaited is this very tensor."""
-        total = stock(*given)
-        reduction.waits()[total.data_ptr()] = lambda: None
+        total = stock(x, slot, *how)
+        in_flight.sums[slot] = reduction.Travelling(total.data_ptr(), lambda: None)
         return total
 
-    monkeypatch.setattr(reduction, "_start", start)
+    monkeypatch.setattr(in_flight, "start", start)
 
 
 class Row(nn.Module):
@@ -170,7 +171,7 @@ def order(reducer: Reducer, count: int, beside: bool = False, bare: bool = False
         expected = model(positions, hidden.clone())
         found, code = run_and_get_code(torch.compile(model, fullgraph=True), positions, hidden.clone())
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert not reduction.waits(), "no compiler copies a sum that is in flight"
+    assert not reduction.define_operators().sums, "every sum is awaited"
     body = code[-1][code[-1].index("def call(") :]
     calls = re.findall(
         r"ops\.(?:fcsd|double)\.(?:reduce_)?(start|wait|hold|moe)\w*\.default\(|extern_kernels\.\w*?(mm)\(",
@@ -273,6 +274,7 @@ def test_what_travels_in_a_piece_starts_and_is_awaited_in_it(ranks: None, name: 
         return hidden + residual
 
     pieces: list[list[str]] = [[]]
+    travels: dict[int, bool] = {}  # by the slot of a sum
 
     def divide(traced: torch.fx.GraphModule, given: list[Tensor]) -> Any:
         for node in traced.graph.nodes:
@@ -281,10 +283,12 @@ def test_what_travels_in_a_piece_starts_and_is_awaited_in_it(ranks: None, name: 
                 continue
             if found[0] == "attention":
                 pieces.append([])
-            elif node.args[-1]:  # within
-                pieces[-1].append(found[1])
             elif found[1] == "start":
-                pieces[-1].append("at once")
+                slot, within = node.args[1], node.args[-1]
+                pieces[-1].append("start" if within else "at once")
+                travels[slot] = within
+            elif travels.pop(node.args[-1]):
+                pieces[-1].append("wait")
         return traced.forward
 
     torch._dynamo.reset()
@@ -296,8 +300,8 @@ def test_what_travels_in_a_piece_starts_and_is_awaited_in_it(ranks: None, name: 
 class Wasteful(Reducer):
     """The negative control: something is done to each summand."""
 
-    def start(self, x: Tensor, crosses: bool) -> Sum:
-        return super().start(x * 2, crosses)
+    def start(self, x: Tensor, step: Step) -> Sum:
+        return super().start(x * 2, step)
 
 
 def kernels(count: int, reducer: Reducer | None) -> Counter[str]:

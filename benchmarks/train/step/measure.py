@@ -24,7 +24,7 @@ from fcsd.bench.runner import peak_gib, say, set_aside, write
 from fcsd.errors import FcsdError
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, barrier, join_world
-from fcsd.parallel.expert.block import expert_blocks
+from fcsd.parallel.expert.autoep import expert_blocks
 from fcsd.parallel.trace import read
 
 

@@ -13,7 +13,7 @@ from fcsd.distill.step.engine import import_deepspeed, recompute_layers
 from fcsd.distill.step.phases import phase
 from fcsd.distill.train_engine import PassEngine
 from fcsd.launch.world import World
-from fcsd.parallel.expert.block import expert_blocks
+from fcsd.parallel.expert.autoep import expert_blocks
 from fcsd.parallel.weights.random_init import random_expert_parallel
 
 Engine = TypeVar("Engine", bound=PassEngine)

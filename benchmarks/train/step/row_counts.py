@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fcsd.distill.train_engine import PassEngine
-from fcsd.parallel.expert.block import ExpertBlock, expert_blocks
+from fcsd.parallel.expert.autoep import expert_blocks
+from fcsd.parallel.expert.block import ExpertBlock
 from fcsd.parallel.expert.levels import Levels, one_level, pairs_sent, rows_sent, two_levels
 
 

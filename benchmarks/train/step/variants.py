@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from fcsd.models.build import unwired, wire
 from fcsd.models.wiring import Wiring
-from fcsd.parallel.expert.autoep import adapt
+from fcsd.parallel.expert.autoep import expert_block
 from fcsd.parallel.expert.dispatcher import Dispatcher
 from fcsd.parallel.overlap import overlap
 from fcsd.parallel.transports.copies import CopiesTransport
@@ -79,7 +79,7 @@ def tune_autoep(model: PreTrainedModel, tuned: bool, gate_up: str = "separate") 
     Args:
         gate_up: AutoEP's ``gate_up_impl``; ``fused`` joins two matrices of weights in every pass, for one product.
     """
-    layers: list[Any] = [module for module in model.modules() if adapt(module) is not None]
+    layers: list[Any] = [module for module in model.modules() if expert_block(module) is not None]
     for layer in layers:
         layer.combine_impl = "fused_weighted_sum" if tuned else "weighted_sum"
         layer.async_split_plan = tuned

@@ -23,7 +23,6 @@ from fcsd.bench.serve.variants import Missing, Role, label
 from fcsd.bench.serve.workload import STANDARD, Workload, prompts_of, usual_wirings, wiring_for
 from fcsd.engine.decode import GRAIN, Stepper
 from fcsd.engine.fused import fuse
-from fcsd.engine.grouped_attention import SPLIT, why_not_split
 from fcsd.engine.layer import wire_tensor_parallel
 from fcsd.engine.slots import Slots, why_no_slots
 from fcsd.engine.weights import load_tensor_parallel, random_tensor_parallel
@@ -98,7 +97,7 @@ def bench(load: Workload, config: PretrainedConfig, write: Callable[[dict[str, A
     if not on_gpu:
         notes.append("there was no GPU: times on CPUs say nothing about GPUs, nor whether a conversion pays there")
         key, few = variants["bound"], prompts_of(1, min(load.short, FEW), vocabulary, seed=0)
-        tried = turns(model, ranks, world, [key], wirings, few, 1, rounds=1, graphs=False, compiles=False)
+        tried = turns(model, ranks, world, [key], wirings, few, 1, rounds=1, graphs=False)
         _require_short(load, work, 2 * len(variants) * tried[key]["prefill"][0] / 1e3 / len(few[0]), world)
     for kind, size, batch, prompt, new in work:
         if not more():
@@ -106,7 +105,7 @@ def bench(load: Workload, config: PretrainedConfig, write: Callable[[dict[str, A
             continue
         say(world, f"{kind} {size}")
         prompts = prompts_of(batch, prompt, vocabulary, seed=size)
-        options = {"rounds": load.rounds, "graphs": on_gpu, "compiles": on_gpu, "more": more}
+        options = {"rounds": load.rounds, "graphs": on_gpu, "more": more}
         times = turns(model, ranks, world, [*variants.values()], wirings, prompts, new, **options)
         for name, key in variants.items():
             if times.get(key) is None:
@@ -193,8 +192,6 @@ def turns(
     *,
     rounds: int,
     graphs: bool,
-    compiles: bool,
-    attention: str | None = None,
     more: Callable[[], bool] = lambda: True,
 ) -> dict[Variant, Times]:
     """Milliseconds of ``prefill`` and of a ``decode`` step in each round, for the variants that fit into memory.
@@ -204,28 +201,24 @@ def turns(
         prompts: lists of token ids of the same length.
         new: tokens of an answer, the first of which comes from the prefill; 1 decodes nothing.
         graphs: whether decoding is captured as CUDA graphs.
-        compiles: whether the parts of decoding steps are compiled.
-        attention: how steps attend, see ``engine.grouped_attention``; None chooses.
         more: says before each round but the first two, on all ranks alike, whether there is time for it.
 
     Raises:
-        ConfigError: the model cannot have a static cache, or this attention.
+        ConfigError: the model cannot have a static cache.
     """
     length = -(-(len(prompts[0]) + new) // GRAIN) * GRAIN
     reason = why_no_slots(model, length)
     if reason is not None:
         raise ConfigError(f"a static cache of {length} tokens cannot hold this model's keys: {reason}")
-    if attention == SPLIT and (reason := why_not_split(model)):
-        raise ConfigError(f"this model cannot use --attention {SPLIT}: {reason}", hint="leave the option out")
     batch = range(len(prompts))
     slots = Slots(len(prompts), length, model.device)
     cache = Stepper(model, slots, graphs).cache
-    steppers = {key: Stepper(model, slots, graphs, cache, attention) for key in variants}
+    steppers = {key: Stepper(model, slots, graphs, cache) for key in variants}
     times: dict[Variant, Times] = {key: {"prefill": [], "decode": []} for key in variants}
 
     def turn(key: Variant) -> tuple[float, float]:
         stepper = steppers[key]
-        wire_tensor_parallel(model, wirings[key.wiring], ranks, Ways(key.way), compile_steps=compiles)
+        wire_tensor_parallel(model, wirings[key.wiring], ranks, Ways(key.way))
         prefill = _timed(lambda: stepper.prefill(prompts, batch), ranks, team)
         if new == 1:
             return prefill, 0.0

@@ -23,7 +23,8 @@ from fcsd.distill.experts.states import expert_shares
 from fcsd.distill.train_engine import Trained
 from fcsd.kernels.bit_split import Format
 from fcsd.launch.world import World
-from fcsd.parallel.expert.block import ExpertBlock, expert_blocks
+from fcsd.parallel.expert.autoep import expert_blocks
+from fcsd.parallel.expert.block import ExpertBlock
 from fcsd.parallel.placement.moving import move, plan
 from fcsd.parallel.placement.placement import Placement
 from fcsd.parallel.placement.search import Level, Objective, Ranks, greedy

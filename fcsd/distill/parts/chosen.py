@@ -14,7 +14,7 @@ from fcsd.models.adapters.lora import add_adapters
 from fcsd.models.adapters.targets import Chosen, choose, choose_parts
 from fcsd.models.adapters.trained import TrainedParts
 from fcsd.models.build import arch_of
-from fcsd.parallel.expert.block import expert_blocks
+from fcsd.parallel.expert.autoep import expert_blocks
 
 
 def chosen_parts(recipe: Recipe, source: Location) -> Chosen | None:

@@ -25,7 +25,7 @@ from fcsd.models.adapters.targets import Chosen, shared_prefix
 from fcsd.models.adapters.trained import TrainedParts
 from fcsd.models.build import decoder_layers
 from fcsd.models.desync import RankPartialLinear
-from fcsd.parallel.expert.block import expert_blocks
+from fcsd.parallel.expert.autoep import expert_blocks
 
 Wired = tuple[type[Any], Any]  # the class of a module, and what a decoder layer reads; None in the original wiring
 

@@ -40,7 +40,6 @@ class Engine:
         ep_size: the expert-parallel size, the number of ranks that divide the experts of every layer.
         gpus: the tensor-parallel degree under vLLM and in fcsd's engine.
         reduce: how the ranks of fcsd's engine reduce; see ``parallel.all_reduce.backends``.
-        compile: whether fcsd's engine may compile parts of decoding steps, see ``engine.open.open_engine``.
     """
 
     backend: str = HF
@@ -52,7 +51,6 @@ class Engine:
     ep_size: int = 1
     gpus: int = 1
     reduce: str = "nccl"
-    compile: bool = True
 
     def check(self, ranks: int) -> None:
         """Refuse settings that do not go together, before anything is loaded.
@@ -72,8 +70,6 @@ class Engine:
             self._check_own(ranks)
         elif self.reduce != "nccl":
             raise ConfigError(f"--reduce is for --backend {OWN}", "leave it out: other backends have their own way")
-        elif not self.compile:
-            raise ConfigError(f"--no-compile is for --backend {OWN}", "leave it out")
         if self.ep_size > 1 and self.device == "auto":
             raise ConfigError("--device auto spreads the model of one process, and --ep-size needs several processes")
         if ranks % self.ep_size:
@@ -171,10 +167,9 @@ def _in_transformers(
         from fcsd.engine.open import open_engine
         from fcsd.launch.world import join_world
 
-        network = open_engine(path, join_world(), dtype=kind, reduce=engine.reduce, compile_steps=engine.compile)
+        network = open_engine(path, join_world(), dtype=kind, reduce=engine.reduce)
         generation = generation or SLOTS
-        compiles = engine.compile and network.device.type == "cuda"
-        backend = {"name": OWN, "tensor_parallel": engine.gpus, "reduce": engine.reduce, "compiled": compiles}
+        backend = {"name": OWN, "tensor_parallel": engine.gpus, "reduce": engine.reduce}
     elif engine.ep_size > 1:
         from fcsd.parallel.weights.loading import load_expert_parallel
 

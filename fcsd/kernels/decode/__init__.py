@@ -1,4 +1,1 @@
-"""Kernels of decoding steps, which have one token in each row: attention to keys or latents, and routed experts.
-
-None of them has a backward pass.
-"""
+"""Kernels of decoding steps, which have one token in each row: routed experts. They have no backward pass."""

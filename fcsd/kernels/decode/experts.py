@@ -18,8 +18,6 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from fcsd.kernels.decode.shared_memory import shared_memory
-
 # Pairs that a program computes at once: the fewest that ``tl.dot`` takes, or more for an expert that many tokens chose.
 _FEW_ROWS, _MANY_ROWS = 16, 32
 # Within 8 % of the fastest of 20 launches on an H200, for 1 to 64 tokens of DeepSeek-V2-Lite and Qwen3-30B-A3B.
@@ -27,6 +25,7 @@ _COLUMNS = 64  # of a product, in each program
 _DEPTH_BYTES = 128  # bytes of a row of weights that a program reads at once
 _STAGES = 5  # one more than the blocks that are loaded at once; fewer if shared memory does not suffice
 _SUMMED = 1024  # columns of a token that a program sums at once
+_HOPPER = 232448  # bytes of shared memory, for Triton's interpreter, which has no limit
 
 
 def few_experts_reference(tokens: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -168,3 +167,12 @@ def _weighted_sum_kernel(outputs, chosen, weights, out, experts, width, TOP_K: t
         x = tl.load(outputs + pair * width + column, mask=here & (column < width), other=0.0).to(tl.float32)
         total += x * tl.load(weights + pair).to(tl.float32)
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=column < width)
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program can have: 99 KiB to 227 KiB on NVIDIA's GPUs, 64 KiB on an MI300X."""
+    if device.type != "cuda":
+        return _HOPPER
+    properties: Any = torch.cuda.get_device_properties(device)
+    # AMD's GPUs have one limit. On NVIDIA's, Triton asks for the higher one of two.
+    return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)

@@ -1,4 +1,4 @@
-"""Makes DeepSpeed AutoEP an ``ExpertBlock``, writes its configuration, and divides experts without an engine.
+"""Makes DeepSpeed AutoEP an ``ExpertBlock``, finds such blocks, writes its configuration, and divides experts.
 
 This is the only file of ``fcsd/parallel`` that imports DeepSpeed or knows AutoEP's names. It imports DeepSpeed
 inside functions, because ``expert_parallel_config`` must not load it.
@@ -29,10 +29,16 @@ _EXPERTS = {
 _PLACEMENT = "fcsd_placement"  # the attribute of AutoEP's layer that has a placement other than AutoEP's own
 
 
-def adapt(module: nn.Module) -> ExpertBlock | None:
-    """The ``ExpertBlock`` of an AutoEP layer, which replaces a MoE block; None for any other module."""
+def expert_block(module: nn.Module) -> ExpertBlock | None:
+    """The ``ExpertBlock`` of a module; None if the module is not a MoE block whose experts are divided."""
     # This attribute marks AutoEP's class. Reading it does not load DeepSpeed.
     return AutoEPBlock(module) if getattr(module, "_is_autoep_layer", False) else None
+
+
+def expert_blocks(model: nn.Module) -> dict[str, ExpertBlock]:
+    """Every MoE block of a model whose experts are divided, by the path of its module."""
+    found = {path: expert_block(module) for path, module in model.named_modules()}
+    return {path: block for path, block in found.items() if block is not None}
 
 
 @dataclass(frozen=True)
@@ -178,7 +184,7 @@ def frozen_experts(model: nn.Module) -> Iterator[None]:
     the class it treats all trained parameters alike, which is right for those outside of the experts. It still
     broadcasts the weights of experts among the ranks that hold the same ones, which the parameters themselves say.
     """
-    layers = [module for module in model.modules() if adapt(module) is not None]
+    layers = [module for module in model.modules() if expert_block(module) is not None]
     classes = [type(layer) for layer in layers]
     for layer in layers:
         layer.__class__ = nn.Module
@@ -277,7 +283,7 @@ def shard_experts(model: PreTrainedModel, arch: Arch, ep_size: int) -> None:
     with next(model.parameters()).device:  # AutoEP creates its layers on the default device
         sharder.replace_moe_layers(specs, ep_size=ep_size, ep_rank=dist.get_rank() % ep_size)
     for module in model.modules():
-        if adapt(module) is not None:
+        if expert_block(module) is not None:
             module.set_deepspeed_parallelism(False)  # pyright: ignore[reportCallIssue]
             _choose_among_all(module.router)
             _stay_in_fp32(module.router)

@@ -1,6 +1,6 @@
-"""Defines the interface of a MoE block whose routed experts are divided over ranks, and finds the blocks of a model.
+"""Defines the interface of a MoE block whose routed experts are divided over ranks.
 
-Each library that divides experts has an adapter that implements ``ExpertBlock``; that of DeepSpeed is ``autoep.py``.
+A library that divides experts has an adapter that implements ``ExpertBlock`` and finds the blocks of a model.
 """
 
 from collections.abc import Callable
@@ -137,16 +137,3 @@ class ExpertBlock(Protocol):
         Returns: None if ``name`` is a later part of an original tensor.
         """
         ...
-
-
-def expert_block(module: nn.Module) -> ExpertBlock | None:
-    """The ``ExpertBlock`` of a module; None if the module is not a MoE block whose experts are divided."""
-    from fcsd.parallel.expert.autoep import adapt  # imports this file
-
-    return adapt(module)
-
-
-def expert_blocks(model: nn.Module) -> dict[str, ExpertBlock]:
-    """Every MoE block of a model whose experts are divided, by the path of its module."""
-    found = {path: expert_block(module) for path, module in model.named_modules()}
-    return {path: block for path, block in found.items() if block is not None}

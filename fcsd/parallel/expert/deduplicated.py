@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fcsd.kernels import copies_reference, rows_reference
-from fcsd.kernels.copies_reference import Copies
+from fcsd.kernels import Copies, copies_reference, rows_reference
 from fcsd.parallel.expert.records import Layout, take_entries
 
 

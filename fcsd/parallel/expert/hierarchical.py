@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from fcsd.kernels.copies_reference import Copies
+from fcsd.kernels import Copies
 from fcsd.parallel import order
 from fcsd.parallel.cost import Dedup
 from fcsd.parallel.deferred import Deferred, Exchange

@@ -23,10 +23,9 @@ from transformers.utils.output_capturing import _active_collector
 from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of, decoder_layers, experts_of
 from fcsd.models.installed import cache_keyword
-from fcsd.models.schedule import Kind, LayerPlan, kind_of, layer_plans
+from fcsd.models.schedule import PlannedWiring, Running, plans_of, run_step
 from fcsd.models.wiring import (
     DESYNC,
-    LayerWiring,
     WiredLayer,
     Wiring,
     _refuse_reentrant,
@@ -117,20 +116,16 @@ class RowGroups:
 
 
 @dataclass(frozen=True)
-class LayerSums(LayerWiring):
+class TrainedWiring(PlannedWiring):
     """A layer's place in the schedule.
 
     Attributes:
-        index: 0-based index of the decoder layer.
-        plan: what the layer does.
         sums: how the sums of the model travel.
         distance: under how many earlier sub-blocks the sum of an input's gradient can run.
         exposed: whether the wiring leaves any sum of the model exposed. A forward pass without gradients then computes
             its rows in two groups.
     """
 
-    index: int
-    plan: LayerPlan
     sums: TrainingSums
     distance: int
     exposed: bool
@@ -145,7 +140,7 @@ class LayerSums(LayerWiring):
 class TrainedTensorLayer(WiredLayer):
     """A decoder layer with sharded weights. It passes on a ``SummedStream``, and the last layer a tensor."""
 
-    fcsd: LayerSums
+    fcsd: TrainedWiring
 
     def forward(self, hidden_states: Any, **kwargs: Any) -> Any:
         _refuse_reentrant(self)
@@ -208,24 +203,22 @@ class TrainedTensorLayer(WiredLayer):
     def _add(self, number: int, out: Tensor, stream: SummedStream) -> SummedStream:
         """The stream after the output of the call that has this number in the layer's plan."""
         own, step = self.fcsd, self.fcsd.plan.steps[number]
-        if step.joins:
-            assert stream.collected is not None, "the first output of a sum is collected"
-            out, stream = stream.collected + out, replace(stream, collected=None)
-        if step.then == "collect":
-            return replace(stream, collected=out)
-        arrive = partial(own.blocks.arrive, self, "mlp" if number else "attn")
-        if step.then == "local":
-            return replace(stream, in_flight=(*stream.in_flight, InFlight(lambda: arrive(out))))
-        if step.then == "resync":
-            assert stream.landed is not None and not stream.in_flight
-            out, arrive = arrive(out) + stream.landed / own.sums.ranks.degree, _given
-            stream = replace(stream, landed=None, local=False)
+        arrive: Callable[[Tensor], Tensor] = partial(own.blocks.arrive, self, "mlp" if number else "attn")
+        running, sent = run_step(step, out, Running(stream.landed, stream.collected), arrive, own.sums.ranks.degree)
+        stream = replace(stream, landed=running.landed, collected=running.collected)
+        if sent is None:
+            return stream
+        if sent.how == "local":
+            return replace(stream, in_flight=(*stream.in_flight, InFlight(lambda: arrive(sent.out))))
+        if not sent.arrives:
+            assert not stream.in_flight, "a reduction of Desync replaces all that the rank has added"
+            stream, arrive = replace(stream, local=False), _given
         read_here = number == 0 and len(stream.in_flight) in own.plan.mlp
         if order.in_backward() and not read_here and not own.blocks.normed:
             # No tensor that a recompute saves depends on the sum.
-            wait: Callable[[], Tensor] = partial(_given, out)
+            wait: Callable[[], Tensor] = partial(_given, sent.out)
         else:
-            wait = partial_output(out, own.sums, own.index).wait
+            wait = partial_output(sent.out, own.sums, own.index).wait
             if own.sums.waits:
                 wait = partial(_given, wait())
         return replace(stream, in_flight=(*stream.in_flight, InFlight(lambda: arrive(wait()))))
@@ -262,11 +255,7 @@ def wire_training(
     layers: Any = decoder_layers(model)
     blocks = arch_of(model.config).blocks
     parts = partial(hf_parts, blocks)
-    try:
-        kinds: list[Kind] = [kind_of(parts(layer)) for layer in layers]
-        plans = layer_plans(wiring, kinds, range(len(layers)), every=True, blocks=blocks)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    plans = plans_of(layers, parts, wiring, blocks)
     unwire_layers(layers)
     split_products(model)
     if mode == "on" and model.device.type == "cuda":
@@ -277,7 +266,7 @@ def wire_training(
     for index, layer in enumerate(layers):
         layer.__class__ = wired_class(TrainedTensorLayer, type(layer))
         place = index, plans[index], sums, distance, exposed
-        layer.fcsd = LayerSums(0, 0, 1, False, parts, blocks, *place)
+        layer.fcsd = TrainedWiring(0, 0, 1, False, parts, blocks, *place)
         for by, norms in (("attn", blocks.attn_norms), ("mlp", blocks.mlp_norms)):
             for name in filter(None, norms):
                 mark_partial(layer.get_submodule(name), by in layer.fcsd.local)

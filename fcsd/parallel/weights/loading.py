@@ -24,8 +24,7 @@ from fcsd.models.build import (
     wiring_of,
     without_further_outputs,
 )
-from fcsd.parallel.expert.autoep import shard_experts
-from fcsd.parallel.expert.block import expert_blocks
+from fcsd.parallel.expert.autoep import expert_blocks, shard_experts
 from fcsd.parallel.expert.blocking import wire_parallel
 from fcsd.parallel.placement.placement import Placement
 from fcsd.parallel.weights.tensor_map import on_disk, pieces, put, read_apart, state

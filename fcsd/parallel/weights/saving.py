@@ -21,7 +21,7 @@ from fcsd.checkpoint.names import Held, cut_like, names_like, stored
 from fcsd.checkpoint.weights import MAX_SHARD, NAMES, Reader, Shape, Writer
 from fcsd.models.adapters.trained import TrainedParts
 from fcsd.models.build import arch_of, stored_config
-from fcsd.parallel.expert.block import expert_blocks
+from fcsd.parallel.expert.autoep import expert_blocks
 from fcsd.parallel.partitions import gathered, is_partitioned, whole_shape
 from fcsd.parallel.tensor import shard
 from fcsd.parallel.tensor.layer import ranks_of

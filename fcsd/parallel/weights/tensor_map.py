@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from fcsd.checkpoint.names import Held, loaded, rewritten, stored
 from fcsd.checkpoint.weights import Reader
 from fcsd.models.build import arch_of
-from fcsd.parallel.expert.block import ExpertBlock, Origin, expert_blocks
+from fcsd.parallel.expert.autoep import expert_blocks
+from fcsd.parallel.expert.block import ExpertBlock, Origin
 from fcsd.parallel.partitions import whole_shape
 
 State = Mapping[str, Tensor]

@@ -23,7 +23,7 @@ from torch.nn.functional import gelu
 
 from fcsd.models.arch import VllmNames
 from fcsd.models.class_swap import with_mixin
-from fcsd.models.schedule import Kind, LayerPlan, Step
+from fcsd.models.schedule import Kind, LayerPlan, Running, Step, run_step
 from fcsd.serve.vllm.reduction import Reducer, Sum
 
 
@@ -141,7 +141,7 @@ class WiredLayer(nn.Module):
         reducer.hold(x, own)
         mlp = mlp_of(self, self.fcsd.names)
         out = mlp(x)
-        sum_ = reducer.held(mlp.experts.fcsd_apart.pop(), own, out, shared.crosses)
+        sum_ = reducer.held(mlp.experts.fcsd_apart.pop(), own, out, shared)
         flight = Flight(flight.landed, (*flight.sums, sum_), sum_.total)
         return self._add(flight, collected, out, routed)[0]
 
@@ -201,35 +201,28 @@ class WiredLayer(nn.Module):
 
     def _add(self, flight: Flight, collected: Tensor | None, out: Tensor, step: Step) -> tuple[Flight, Tensor | None]:
         """Do with an output what the step says. Returns the new state and what is being collected."""
-        landed, sums, _ = flight
-        reducer = self.fcsd.reducer
-        if step.joins:
-            assert collected is not None, "the first output of a sum is collected"
-            out, collected = collected + out, None
-        if step.then == "collect":
-            return Flight(landed, sums, out), out
-        if step.then == "start":
-            sum_ = reducer.start(out, step.crosses)
-        elif step.then == "now":
-            sum_ = reducer.now(out)
-        elif step.then == "local":
-            sum_ = Sum(out, None)
+        reducer, arrive = self.fcsd.reducer, self._arrival(step)
+        running, sent = run_step(step, out, Running(flight.landed, collected), arrive, reducer.size)
+        if sent is None:
+            return Flight(running.landed, flight.sums, running.collected), running.collected
+        if sent.how == "start":
+            sum_ = reducer.start(sent.out, step)
         else:
-            assert landed is not None, "a reduction of Desync includes what this rank has added"
-            sum_ = reducer.now(_arrived(out, _same, self.fcsd.multiplier) + landed / reducer.size)
-            return Flight(None, (*sums, sum_), sum_.total), collected
-        return Flight(landed, (*sums, self._arriving(sum_, step)), sum_.total), collected
+            sum_ = reducer.now(sent.out) if sent.how == "now" else Sum(sent.out, None)
+        if sent.arrives:
+            sum_ = sum_._replace(arrive=arrive)
+        return Flight(running.landed, (*flight.sums, sum_), sum_.total), running.collected
 
-    def _arriving(self, sum_: Sum, step: Step) -> Sum:
-        """The sum with what becomes of it on arrival: its norm, and the factor of this family."""
+    def _arrival(self, step: Step) -> Callable[[Tensor], Tensor] | None:
+        """What becomes of a sum on arrival: its norm, and the factor of this family; None if it is added as it is."""
         names = self.fcsd.names
         if self.fcsd.twin and step.call != "attn":
-            return sum_._replace(arrive=self._both)
+            return self._both
         name = (names.attn_norms if step.call == "attn" else names.mlp_norms)[1]
         if name is None and self.fcsd.multiplier is None:
-            return sum_
+            return None
         norm = getattr(self, name or "", _same)  # the config of a family can leave its norms on arrival out
-        return sum_._replace(arrive=partial(_arrived, norm=norm, factor=self.fcsd.multiplier))
+        return partial(_arrived, norm=norm, factor=self.fcsd.multiplier)
 
     def _leave(self, flight: Flight, places: Sequence[int]) -> tuple[Tensor, Tensor]:
         """vLLM's pair: ``hidden``, and the residual with the sums at ``places``."""
@@ -373,7 +366,7 @@ def take_apart(layer: Any, wired: Wired) -> None:
             assert step.then == "start" and names.mlp_norms[1] is None, "routed experts cover the sum of shared ones"
             shared = runner._shared_experts._layer
             shared.__class__ = with_mixin(SummedExperts, type(shared))
-            shared.fcsd = Held(wired.reducer, step.joins, step.crosses)
+            shared.fcsd = Held(wired.reducer, step)
             runner.fcsd_apart = []
     if moe is None or names.beside is not None:
         getattr(mlp_of(layer, names), names.down).reduce_results = False
@@ -386,8 +379,7 @@ class Held(NamedTuple):
     """What shared experts need to start the sum of their output: see ``Reducer.start_held``."""
 
     reducer: Reducer
-    joins: bool
-    crosses: bool
+    step: Step
 
 
 class SummedExperts(nn.Module):
@@ -400,8 +392,7 @@ class SummedExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[tokens, hidden]`` to the same: see ``Reducer.start_held``."""
-        reducer, *how = self.fcsd
-        return reducer.start_held(super().forward(x), *how)
+        return self.fcsd.reducer.start_held(super().forward(x), self.fcsd.step)
 
 
 class UnreducedExperts(nn.Module):

@@ -23,7 +23,7 @@ from fcsd import extras
 from fcsd.distill.experts.expert_parallel import randomise
 from fcsd.distill.loss.losses import IGNORE, kl_divergence
 from fcsd.errors import ConfigError
-from fcsd.parallel.expert.autoep import adapt
+from fcsd.parallel.expert.autoep import expert_block
 from fcsd.parallel.weights.tensor_map import pieces, state
 
 pytestmark = pytest.mark.lab
@@ -147,7 +147,7 @@ def trained(names: tuple[str, ...], load: compare.Workload) -> dict[str, tuple[f
         loss = side(setting, watch)
         block = kept[-1].model.layers[0].mlp
         assert ("Liger" in repr(block.experts)) == (name == "loop-liger-model"), name
-        assert (adapt(block) is not None) == (name == "autoep"), name
+        assert (expert_block(block) is not None) == (name == "autoep"), name
         found[name] = (loss, watch.data_wait, parameters(kept.pop()) - before)
         assert watch.seconds > 0 and watch.peak is None and watch.idle is None
         assert setting.student.to_dict() == configured, f"{name} changed the config for the sides after it"

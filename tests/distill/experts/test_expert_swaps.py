@@ -21,7 +21,7 @@ from fcsd.distill.experts.swaps import FILE, levels_of, objective_of
 from fcsd.distill.run.report import read_metrics
 from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format
-from fcsd.parallel.expert.block import expert_blocks
+from fcsd.parallel.expert.autoep import expert_blocks
 from fcsd.parallel.placement.pair_counts import Level
 
 SWAPS = {"parallel__placement": {"every": 2}}

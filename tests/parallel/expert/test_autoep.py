@@ -10,8 +10,7 @@ from torch import Tensor
 
 from fcsd.models.build import arch_of
 from fcsd.parallel.expert import autoep
-from fcsd.parallel.expert.autoep import shard_experts
-from fcsd.parallel.expert.block import expert_blocks
+from fcsd.parallel.expert.autoep import expert_blocks, shard_experts
 from fcsd.parallel.expert.permute import stable_order
 
 
