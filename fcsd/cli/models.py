@@ -75,8 +75,7 @@ def convert(
     as_json: AsJson = False,
 ) -> None:
     """Write a rewired copy of MODEL to OUT. Weights are linked, and parity with MODEL is proven."""
-    from fcsd.checkpoint.gguf import is_gguf
-    from fcsd.convert import ConvertReport, convert_checkpoint, unpack
+    from fcsd.convert import ConvertReport, convert_checkpoint
     from fcsd.models.selection import is_auto, layers_text
 
     if calibration is not None:
@@ -106,8 +105,6 @@ def convert(
     if is_auto(layers):
         if dry_run:
             raise ConfigError("--layers auto reads the weights", "Leave out --dry-run, or choose the layers.")
-        if is_gguf(model):
-            model = str(unpack(model, out, wiring=wiring, layers="all", force=force, **how))
         run("all", dry_run=True)  # whatever can be refused is refused before minutes of measuring
         from fcsd.distill.layer_costs import choose_by_cost
 
