@@ -15,16 +15,13 @@ from fcsd.extras import require_extra
 
 def inspect(
     model: Model,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Compare every tensor with the class of transformers, as convert does.")
-    ] = False,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Describe MODEL: layers, experts, size, possible wirings, missing tensors. Only headers are read."""
     from fcsd.checkpoint import inspect_checkpoint
 
-    found = inspect_checkpoint(model, verify=verify, trust_remote_code=trust_remote_code)
+    found = inspect_checkpoint(model, trust_remote_code=trust_remote_code)
     emit(found.to_json() if as_json else found.to_text())
 
 

@@ -114,14 +114,11 @@ class Arch:
         spanning: the names, inside the decoder, of tensors beside its layers, its embedding and its final norm. They
             hold a part for each layer, so no model of fewer layers can have them.
         stored: the name of the decoder in files, if it differs from that of the causal LM.
-        embedding: the embedding of the decoder.
         layer_lists: the fields of config.json of which one has an entry for each layer, if their number is not a field
             by itself.
         since: the oldest version of transformers whose code for the type computes what fcsd takes apart. With an older
             one the type is not supported.
         fails_in: the version of transformers whose own model of the type ends in an error; None if none does.
-        later_layers: whether checkpoints may have layers after the last one, or modules called ``mtp``, which predict
-            further tokens. transformers does not load them.
         draws: whether its router draws experts at random in training.
     """
 
@@ -151,11 +148,9 @@ class Arch:
     logits_cap: str | None = None
     spanning: tuple[str, ...] = ()
     stored: str | None = None
-    embedding: str = "embed_tokens"
     layer_lists: tuple[str, ...] = ()
     since: tuple[int, int] = (5, 17)
     fails_in: str | None = None
-    later_layers: bool = False
     draws: bool = False
 
     def around(self, text: str | None) -> "Arch":

@@ -146,7 +146,6 @@ _MINIMAX_M3: Mapping[str, Any] = {
         "self_attn.indexer.*": "replicated",  # of a single rank
     },
     "no_vllm": _UNTRIED,
-    "later_layers": True,
     "since": (5, 23),
 }
 
@@ -173,7 +172,6 @@ _GATED_DELTA: Mapping[str, Any] = {
     "norm_offset": 1,
     "no_tp": _RECURRENT,
     "tp_plan": {"linear_attn.*": "replicated"},  # of a single rank
-    "later_layers": True,
 }
 _GATED_DELTA_MOE: Mapping[str, Any] = {
     **_GATED_DELTA,
@@ -286,7 +284,7 @@ _ROWS = (
     ),
     _row("mixtral", "Mixtral", autoep="mixtral", vllm={"mlp": "block_sparse_moe"}),
     _row("olmoe", "Olmoe", autoep="qwen3_moe", **_NORMS_OVER_HEADS),
-    _row("glm4_moe", "Glm4Moe", blocks=_SHARED_EXPERTS, autoep="deepseek_v3", later_layers=True),
+    _row("glm4_moe", "Glm4Moe", blocks=_SHARED_EXPERTS, autoep="deepseek_v3"),
     _row(
         "minimax_m2",
         "MiniMaxM2",
@@ -302,9 +300,8 @@ _ROWS = (
         "MiMoV2Flash",
         autoep="deepseek_v3",
         no_vllm="its windows are one token shorter in vLLM than in transformers",
-        later_layers=True,
     ),
-    _row("mellum", "Mellum", autoep="qwen3_moe", later_layers=True),
+    _row("mellum", "Mellum", autoep="qwen3_moe"),
     _row(
         "glm4_moe_lite",
         "Glm4MoeLite",
@@ -313,7 +310,6 @@ _ROWS = (
         rotates_halves=False,
         tp_plan={**_LATENT_TP, **_SHARED_TP},
         vllm={"unscaled": True},
-        later_layers=True,
     ),
     _row("dots1", "Dots1", blocks=_SHARED_EXPERTS, autoep="deepseek_v3", no_vllm=_NO_CLASS),
     _row(
@@ -323,11 +319,8 @@ _ROWS = (
         no_ep="DeepSpeed AutoEP cannot read the router's bias, which ernie4_5_moe stores in a module of its own",
         rotates_halves=False,
         tp_plan={"mlp.gate.moe_statics": "replicated"},
-        later_layers=True,
     ),
-    _row(
-        "exaone_moe", "ExaoneMoe", blocks=_SHARED_EXPERTS, autoep="deepseek_v3", tp_plan=_SHARED_TP, later_layers=True
-    ),
+    _row("exaone_moe", "ExaoneMoe", blocks=_SHARED_EXPERTS, autoep="deepseek_v3", tp_plan=_SHARED_TP),
     _row(
         "solar_open", "SolarOpen", blocks=_SHARED_EXPERTS, autoep="deepseek_v3", tp_plan=_SHARED_TP, no_vllm=_NO_CLASS
     ),
@@ -351,7 +344,6 @@ _ROWS = (
         rotates_halves=False,
         tp_plan={**_LATENT_TP, "self_attn.indexer.*": "replicated"},
         no_vllm=_SPARSE,
-        later_layers=True,
     ),
     _row(
         "deepseek_v2",
@@ -370,7 +362,6 @@ _ROWS = (
         rotates_halves=False,
         tp_plan={**_LATENT_TP, "self_attn.gate_proj": "colwise"},
         vllm={"rescales_float16": True},
-        later_layers=True,
     ),
     _row(
         "gpt_oss",
@@ -556,7 +547,6 @@ _ROWS = (
         ep_scale="router_scaling_factor",
         tp_plan={"mlp.e_score_correction_bias": "replicated"},
         vllm={"shared": "shared_mlp"},
-        later_layers=True,
     ),
     _row(
         "laguna",
@@ -707,11 +697,9 @@ _ROWS = (
         tp_plan={"mixer.*": "replicated"},  # of a single rank
         final_norm="norm_f",
         stored="backbone",
-        embedding="embeddings",
         layer_lists=("layers_block_type", "hybrid_override_pattern"),
         since=(5, 23),
         no_vllm="vLLM's layer has one sub-block, the plugin's two, and vLLM has experts without gates on GPUs alone",
-        later_layers=True,
     ),
     _row(
         "glm_moe_dsa",
@@ -721,7 +709,6 @@ _ROWS = (
         rotates_halves=False,
         tp_plan={**_LATENT_TP, "self_attn.indexer.*": "replicated"},
         no_vllm=_SPARSE,
-        later_layers=True,
     ),
     _row(
         "mistral4",
@@ -790,7 +777,6 @@ _ROWS = (
         rotates_halves=False,
         tp_plan=_LATENT_TP,
         vllm={"causal_lm": "KimiK25ForConditionalGeneration", "rescales_float16": True},
-        later_layers=True,
     ),
     _multimodal(
         "step3p7",
@@ -803,7 +789,6 @@ _ROWS = (
         no_tp="its layers differ in their number of heads, for which tensor parallelism has one number",
         tp_plan={**_DENSE_TP, **_SHARED_TP, "self_attn.g_proj": "colwise"},  # of a single rank
         no_vllm="vLLM reads its vision tower's fields by names that transformers' config drops, the original's as well",
-        later_layers=True,
         since=(5, 23),
     ),
     _row(

@@ -403,7 +403,7 @@ def load_model(
         ArithmeticError,
         FileNotFoundError,
     ) as error:
-        hint = f"`fcsd inspect {path} --verify` says what is wrong."
+        hint = f"`fcsd inspect {path}` says what is wrong."
         raise BadInputError(f"{path}: {reason_of(error)}", hint) from error
     problems = [
         f"{kind.removesuffix('_keys')} {keys}" for kind in report if (keys := sorted(map(str, report[kind]))[:5])

@@ -1,6 +1,6 @@
 """The wiring of a model as data: its name, layers and options, as the ``fcsd`` block of ``config.json`` holds them.
 
-This file needs the standard library only, so that ``fcsd inspect`` can read a block without importing torch. It is
+This file needs the standard library only, so that a block can be read without importing torch. It is
 shipped verbatim in exported checkpoints.
 """
 
