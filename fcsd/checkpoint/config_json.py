@@ -167,7 +167,7 @@ def check_type(config: CheckpointConfig, where: Path) -> None:
     if row is None:
         raise BadInputError(
             f"{where}: model_type {quoted(config.model_type)}{family(config.model_type)} is not supported"
-            + nearest(config.model_type),
+            + nearest(config.model_type, config.raw.get("architectures") or ()),
             f"Supported: {supported()}. docs/adding_an_architecture.md says how to add one.",
         )
     text = config.text.get("model_type")

@@ -55,7 +55,8 @@ def arch_of(config: PretrainedConfig) -> Arch:
         raise BadInputError("the model was trained with AMD's farskip keys, which transformers does not read", hint)
     if model_type not in ARCHS:
         hint = f"Supported: {supported()}. docs/adding_an_architecture.md says how to add one."
-        text = f"model_type {model_type!r}{family(model_type)} is not supported{nearest(model_type)}"
+        near = nearest(model_type, getattr(config, "architectures", None) or ())
+        text = f"model_type {model_type!r}{family(model_type)} is not supported{near}"
         raise BadInputError(text, hint)
     arch = ARCHS[model_type]
     if reason := unsupported_text(arch, config.get_text_config().model_type):
