@@ -22,7 +22,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from fcsd.engine import compiled
 from fcsd.errors import ConfigError
-from fcsd.models.build import arch_of, decoder_layers, wire
+from fcsd.models.build import arch_of, decoder_layers
 from fcsd.models.installed import cache_keyword
 from fcsd.models.schedule import Kind, LayerPlan, Step, kind_of, layer_plans
 from fcsd.models.wiring import (
@@ -271,9 +271,6 @@ def wire_tensor_parallel(
     layers: Any = decoder_layers(model)
     unwire_layers(layers)
     blocks = arch_of(model.config).blocks
-    if blocks.alone is not None:  # such layers are on one rank, which awaits nothing
-        wire(model, wiring)
-        return
     parts = partial(hf_parts, blocks)
     try:
         kinds: list[Kind] = [kind_of(parts(layer)) for layer in layers]

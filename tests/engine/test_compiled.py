@@ -27,7 +27,6 @@ ALONE, ALL, STEPS = TensorGroup(None, 1, 0), (0, 1, 2, 3), 4
 # What differs between layers of one model: some have no rotary embedding, or no sinks.
 DIFFERS = {
     "llama4_text": "use_rope",
-    "smollm3": "use_rope",
     "exaone_moe": "is_sliding",
     "exaone4": "is_sliding",
     "afmoe": "is_local_attention",
@@ -63,7 +62,7 @@ def decode(model: Any, wiring: Wiring, compile_steps: bool, attention: str = "gr
     return first, torch.stack([stepper._step() for _ in range(STEPS)])
 
 
-NO_SLOTS = ("deepseek_v32", "glm_moe_dsa", "axk2")  # see why_no_slots
+NO_SLOTS = ("deepseek_v32", "glm_moe_dsa")  # see why_no_slots
 SHARDED = [arch for arch in tiny.CONFIGS if ARCHS[arch].no_tp is None and arch not in NO_SLOTS]
 
 

@@ -60,7 +60,7 @@ def with_fixed_passes(training: Training, recipe: Recipe, models: Sequence[Any])
     on_gpu = models[0].device.type == "cuda"
     for model in models:
         arch = arch_of(model.config)
-        if arch.blocks.linear is not None or arch.apart is not None:
+        if arch.blocks.linear is not None:
             raise ConfigError(
                 f"train.graph cannot run {model.config.model_type}: its attention takes each document as a row, and "
                 "their lengths differ",
