@@ -101,7 +101,7 @@ def wire(model: PreTrainedModel, wiring: Wiring) -> PreTrainedModel:
         ConfigError: the wiring does not fit the model.
     """
     arch = arch_of(model.config)
-    check_desync(model.config, wiring)
+    require_desync(model.config, wiring)
     check_injected(model.config, wiring)
     layers: Any = decoder_layers(model)
     try:
@@ -115,7 +115,7 @@ def wire(model: PreTrainedModel, wiring: Wiring) -> PreTrainedModel:
     return model
 
 
-def check_desync(config: PretrainedConfig, wiring: Wiring) -> None:
+def require_desync(config: PretrainedConfig, wiring: Wiring) -> None:
     """Refuse a Desync wiring that a model of this config cannot have.
 
     A rank must own whole key-value heads, as in the code of the Ladder authors, which has the same limit. Only new

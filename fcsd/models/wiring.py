@@ -296,7 +296,7 @@ class WiredLayer(nn.Module):
         """transformers' loop gives a layer its features of the tokens by position, if it has any: ``given``."""
         _refuse_reentrant(self)
         streams = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
-        plan = self._plan()
+        plan = self.fcsd
         attn, shared, routed = plan.parts(self)
 
         has_mlp = shared is not None or routed is not None
@@ -315,10 +315,6 @@ class WiredLayer(nn.Module):
             streams = add(streams, settled, in_flight, keep=plan.hands_on)
         streams = plan.blocks.leave(self, streams, given)
         return streams[0] if len(streams) == 1 else (Streams if plan.blocks.cuts else tuple)(streams)
-
-    def _plan(self) -> LayerWiring:
-        """What this layer reads."""
-        return self.fcsd
 
     def _read(self, streams: Sequence[Tensor], depth: int) -> tuple[Tensor, Sequence[Tensor]]:
         """What a sub-block reads, and the streams that are left; training may replace it (annealed wirings)."""
