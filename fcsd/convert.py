@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.checkpoint import read_config, read_layout, remote_headers, resolve, verify_tensors
-from fcsd.checkpoint.config_json import CheckpointConfig, check_type
-from fcsd.checkpoint.gguf import is_gguf, unpack_beside
+from fcsd.checkpoint.config_json import check_type
 from fcsd.checkpoint.location import SMALL_FILES, base_path_file, origin
 from fcsd.checkpoint.rewired import AMD_CLASS, AMD_KEYS, describe, refuse_rewired
 from fcsd.checkpoint.side_files import side_files, without_code
 from fcsd.checkpoint.staging import check_out, copy_small, staged, take_over
 from fcsd.disk import write_text
-from fcsd.models.wiring_block import BORDERS, Wiring
+from fcsd.models.wiring_block import BORDERS
 from fcsd.parity import Proof, plan_proof, prove_parity
 
 log = logging.getLogger(__name__)
@@ -101,8 +100,7 @@ def convert_checkpoint(
     """Write a converted copy of a checkpoint.
 
     Args:
-        model: directory or hub id (``org/name[@revision]``) of an original, or a GGUF file, whose weights are first
-            written in bf16 to ``OUT-original``.
+        model: directory or hub id (``org/name[@revision]``) of an original.
         out: directory to write; it must be empty or not exist.
         wiring: see ``fcsd.models.wiring_block.NAMES``.
         layers: see ``fcsd.models.selection.select_layers``.
@@ -136,9 +134,6 @@ def convert_checkpoint(
         "reduce": reduce,
         "distance": distance,
     }
-
-    if is_gguf(model):
-        model = unpack(model, out, wiring=wiring, layers=layers, dry_run=dry_run, force=force, **how)
     source = resolve(str(model), allow_patterns=SMALL_FILES if dry_run else None)
     former = check_out(out, [source.path], force=force)
     config = read_config(source.path, trust_remote_code=trust_remote_code)
@@ -185,30 +180,6 @@ def convert_checkpoint(
         skipped,
         dry_run,
     )
-
-
-def unpack(
-    model: str | Path,
-    out: str | Path,
-    *,
-    wiring: str,
-    layers: str,
-    dry_run: bool = False,
-    force: bool = False,
-    **how: Any,
-) -> Path:
-    """Write the model of a GGUF file to ``OUT-original``, and return that directory.
-
-    The arguments are those of :func:`convert_checkpoint`, for the conversion that is to follow: what would be refused
-    then is refused before any weight is read.
-    """
-    from fcsd.checkpoint.wiring_options import choose_wiring
-
-    def choose(config: CheckpointConfig) -> Wiring:
-        return choose_wiring(config, config.arch, wiring, layers, **how)
-
-    check_out(Path(out), [Path(model)], force=force)
-    return unpack_beside(Path(model), Path(out), dry_run=dry_run, accept=choose)
 
 
 def _has_border(block: dict[str, Any]) -> bool:

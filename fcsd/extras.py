@@ -12,7 +12,6 @@ from fcsd.errors import ConfigError
 EXTRAS = {
     "train": ("accelerate", "datasets", "deepspeed", "matplotlib", "peft", "pyarrow", "scipy"),
     "eval": ("accelerate", "datasets", "evalplus", "lm_eval", "matplotlib", "psutil", "pyarrow", "scipy"),
-    "gguf": ("gguf",),
     "vllm": ("vllm",),
     "track": ("tensorboard", "trackio", "wandb"),
 }

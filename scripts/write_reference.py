@@ -24,7 +24,6 @@ from fcsd.cli.panels import ALL, panels
 from fcsd.config import Recipe
 from fcsd.models.arch import Arch
 from fcsd.models.archs import ARCHS
-from fcsd.models.refused import refused
 
 _README = Path(__file__).resolve().parent.parent / "README.md"
 _FOLDER = _README.parent / "docs" / "reference"
@@ -45,7 +44,6 @@ def pages() -> dict[str, str]:
         "recipe.md": recipe_page(),
         "commands.md": commands_page(),
         "architectures.md": architectures_page(),
-        "refused.md": refused_page(),
     }
 
 
@@ -63,8 +61,7 @@ def architectures_page() -> str:
     """Every architecture with its wirings, and the reason of what it cannot do."""
     intro = (
         "A row is for the types that differ in nothing but their names. "
-        "[Add an architecture](../adding_an_architecture.md) says how a row is added, and [refused.md](refused.md) "
-        "lists the types that have none."
+        "[Add an architecture](../adding_an_architecture.md) says how a row is added."
     )
     head = "| `model_type` | experts | wirings | expert parallelism | vLLM |\n|---|---|---|---|---|"
     rows = [f"| {', '.join(names)} | {cells} |" for cells, names in _grouped(_cells, " (with vision)").items()]
@@ -99,22 +96,6 @@ def _short_cells(arch: Arch) -> str:
     parallel = "" if arch.dense else said(not arch.no_ep)
     desync = said("desync" in arch.wirings)
     return " | ".join(("none" if arch.dense else "yes", desync, parallel, said(not arch.no_vllm)))
-
-
-def refused_page() -> str:
-    """The types of transformers that fcsd does not take, by the reason."""
-    groups: dict[str, list[str]] = {}
-    for model_type, (near, why) in sorted(refused().items()):
-        if model_type not in ARCHS:
-            same = f"it is taken with {near} as its model_type in config.json"
-            groups.setdefault(why or same, []).append(f"`{model_type}`" + (f" ({near})" if near else ""))
-    intro = (
-        "The types of transformers 5.24 for causal language models, and for images and text, that fcsd does not take, "
-        "and some others that people meet. The supported type that is nearest is in brackets. "
-        "[Add an architecture](../adding_an_architecture.md) says what a row needs."
-    )
-    lines = [f"- {why[0].upper()}{why[1:]}: {', '.join(types)}." for why, types in groups.items()]
-    return "\n\n".join(["# Model types that are refused", _GENERATED, intro, "\n".join(lines)]) + "\n"
 
 
 def recipe_page() -> str:

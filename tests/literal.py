@@ -14,20 +14,19 @@ from torch import Tensor, nn
 # attention reads, of its output, of what the MLP reads, of its output).
 NORMS: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
     **dict.fromkeys(
-        ("olmo2", "olmo3", "olmo_hybrid", "flex_olmo", "exaone4"),
+        ("olmo2", "olmo3", "flex_olmo", "exaone4"),
         (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
     ),
     **dict.fromkeys(
         ("gemma2", "gemma3_text", "gemma3", "gemma4_text", "gemma4"),
         ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
     ),
-    **dict.fromkeys(("lfm2", "lfm2_vl", "lfm2_moe"), ("operator_norm", None, "ffn_norm", None)),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), ("operator_norm", None, "ffn_norm", None)),
     "afmoe": ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"),
     "hyperclovax": ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
     "jamba": ("input_layernorm", None, "pre_ff_layernorm", None),
-    "apertus": ("attention_layernorm", None, "feedforward_layernorm", None),
     **dict.fromkeys(
-        ("glm4", "glm4v", "glm46v"),
+        ("glm4", "glm4v"),
         ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
     ),
 }
@@ -46,7 +45,7 @@ LOGITS: dict[str, Callable] = {
     ),
     "hyperclovax": lambda config, logits: logits * config.logits_scaling,
     **dict.fromkeys(
-        ("gemma2", "gemma3_text", "gemma4_text", "gemma4", "nanochat"),
+        ("gemma2", "gemma3_text", "gemma4_text", "gemma4"),
         lambda config, logits: capped(logits, config.get_text_config().final_logit_softcapping),
     ),
 }
@@ -59,8 +58,7 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
 KEYS = "prev_topk_indices"  # the keys that the attention of the layer before has read
 LINEAR = ("linear_attn", "mamba", "conv")
 FINAL_NORM = {
-    **dict.fromkeys(("lfm2", "lfm2_vl", "lfm2_moe"), "embedding_norm"),
-    "nemotron_h": "norm_f",
+    **dict.fromkeys(("lfm2", "lfm2_moe"), "embedding_norm"),
     "jamba": "final_layernorm",
 }
 PLAIN = ("input_layernorm", None, "post_attention_layernorm", None)
@@ -71,8 +69,6 @@ def around(model: nn.Module, layer: nn.Module) -> list[Callable[[Tensor], Tensor
     config, functions = model.config, []
     factor = MULTIPLIERS[config.model_type](config) if config.model_type in MULTIPLIERS else 1
     names = NORMS.get(config.model_type, PLAIN)
-    if config.model_type == "olmo_hybrid" and hasattr(layer, "linear_attn"):
-        names = PLAIN
     for name, scale in zip(names, (1, factor, 1, factor), strict=True):
         norm = nn.Identity() if name is None else layer.get_submodule(name)
         functions.append(lambda x, norm=norm, scale=scale: norm(x) * scale)
@@ -191,38 +187,6 @@ def logits_of(model: nn.Module, stream: Tensor) -> Tensor:
     return LOGITS.get(model.config.model_type, lambda _, x: x)(model.config, logits)
 
 
-def evaluate_alone(
-    model: nn.Module, ids: Tensor, name: str, variant: str, converted: set[int], distance: int, border: str
-) -> list[Tensor]:
-    """As ``evaluate``, for layers with one sub-block each: what the last sub-blocks have in flight may be missing.
-
-    A read does not miss what an earlier read included.
-    """
-    embeds, _, kwargs, _ = layer_inputs(model, ids)
-    outputs, streams, missing = [], [embeds], set()
-    for k, layer in enumerate(decoder_of(model).layers):
-        mixes = layer.block_type not in ("mlp", "moe")
-        depth = distance if k in converted and name != "standard" else 0
-        if mixes and (name == "parallel" or variant == "mlp-only" or (border == "full" and k - 1 not in converted)):
-            depth = 0
-        if not mixes and variant == "attn-only":
-            depth = 0
-        missing = (missing | {k - 1}) & set(range(max(k - depth, 0), k))
-        seen = embeds + sum(s + (0 if j in missing else f) for j, (s, f) in enumerate(outputs))
-        x = layer.norm(seen)
-        if layer.block_type == "full_attention":
-            settled, in_flight = torch.zeros_like(x), layer.mixer(hidden_states=x, **kwargs[k])[0]
-        elif mixes:
-            settled, in_flight = torch.zeros_like(x), layer.mixer(x, attention_mask=kwargs[k]["attention_mask"])
-        else:
-            settled, in_flight = settled_and_routed(layer, x)
-            if name != "farskip":
-                settled, in_flight = torch.zeros_like(x), settled + in_flight
-        outputs.append((settled, in_flight))
-        streams.append(streams[-1] + settled + in_flight)
-    return [*streams, logits_of(model, streams[-1])]
-
-
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
@@ -240,8 +204,6 @@ def evaluate(
     layer and ``r`` in a MoE layer: shared and routed experts are summed before the norm, so neither is there alone.
     """
     border = border or ("full" if name == "farskip" else "partial")
-    if model.config.model_type == "nemotron_h":
-        return evaluate_alone(model, ids, name, variant, converted, distance, border)
     embeds, given, kwargs, added = layer_inputs(model, ids, **images)
     o = [embeds]  # o[k] is the stream before layer k
     zero = torch.zeros_like(embeds)

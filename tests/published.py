@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-_OF_LINEAR = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
 _KIMI = (
     (r"^lm_head\.", "language_model.lm_head."),
     (r"^model\.language_model\.", "language_model.model."),
@@ -28,13 +27,6 @@ _KIMI = (
     (r"^model\.vision_tower\.patch_embed\.pos_emb\.position_embeddings$", "vision_tower.patch_embed.pos_emb.weight"),
     (r"^model\.vision_tower\.", "vision_tower."),
 )
-_LLAVA = (
-    (r"^lm_head\.", "language_model.lm_head."),
-    (r"^model\.language_model\.", "language_model.model."),
-    (r"^model\.vision_tower\.", "vision_tower.vision_model."),
-    (r"^model\.", ""),
-)
-_LFM2_VL = ((r"^model\.vision_tower\.", "model.vision_tower.vision_model."),)
 
 
 def write(arch: str, folder: Path) -> Any:
@@ -45,23 +37,6 @@ def write(arch: str, folder: Path) -> Any:
     tensors = NAMED[arch](model)
     save_file({name: x.clone() for name, x in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
     return model
-
-
-def olmo_hybrid(model: Any) -> dict[str, Tensor]:
-    config, found = model.config, {}
-    keys = config.linear_num_key_heads * config.linear_key_head_dim
-    values = config.linear_num_value_heads * config.linear_value_head_dim
-    for name, tensor in model.state_dict().items():
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
-        if layer and config.layer_types[int(layer[1])] == "linear_attention":
-            for one, other in _OF_LINEAR.items():
-                name = name.replace(f".{one}.", f".{other}.")
-        if name.endswith(".conv1d.weight"):
-            parts = zip("qkv", tensor.split([keys, keys, values]), strict=True)
-            found |= {name.replace("conv1d", f"{one}_conv1d"): part for one, part in parts}
-        else:
-            found[name] = tensor
-    return found
 
 
 def kimi_k25(model: Any) -> dict[str, Tensor]:
@@ -102,19 +77,7 @@ def qwen3_vl_moe(model: Any) -> dict[str, Tensor]:
     return {name: x.mT.contiguous() if ".mlp.experts." in name else x for name, x in model.state_dict().items()}
 
 
-def llava(model: Any) -> dict[str, Tensor]:
-    return {_renamed(name, _LLAVA): x for name, x in model.state_dict().items()}
-
-
-def lfm2_vl(model: Any) -> dict[str, Tensor]:
-    return {_renamed(name, _LFM2_VL): x for name, x in model.state_dict().items()}
-
-
 NAMED = {
-    "olmo_hybrid": olmo_hybrid,
     "kimi_k25": kimi_k25,
     "qwen3_vl_moe": qwen3_vl_moe,
-    "llava_onevision": llava,
-    "llava_next": llava,
-    "lfm2_vl": lfm2_vl,
 }

@@ -40,8 +40,8 @@ def source(repo: Path) -> Source:
     return Source(repo)
 
 
-# What some calls of a core command need: --picture, a GGUF file, --calibration, and a run with adapters.
-OPTIONAL = {"plan": {"matplotlib"}, "convert": {"gguf", "pyarrow"}, "export": {"accelerate", "deepspeed", "peft"}}
+# What some calls of a core command need: --picture, --calibration, and a run with adapters.
+OPTIONAL = {"plan": {"matplotlib"}, "convert": {"pyarrow"}, "export": {"accelerate", "deepspeed", "peft"}}
 
 
 @pytest.fixture(scope="module")

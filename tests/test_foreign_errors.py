@@ -106,7 +106,7 @@ def test_the_reason_of_a_config_that_cannot_be_is_in_the_message(tmp_path: Path)
     file = tmp_path / "config.json"
     file.write_text(file.read_text().replace('"output_router_logits": false', '"output_router_logits": "yes"'))
     with pytest.raises(BadInputError, match=r"'output_router_logits': TypeError: Field .* \(value: 'yes'\)\)$"):
-        inspect_checkpoint(tmp_path, verify=True)
+        inspect_checkpoint(tmp_path)
 
 
 def test_the_whole_refusal_of_a_chat_template_is_said() -> None:

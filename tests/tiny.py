@@ -73,11 +73,7 @@ _GLM_IMAGES = dict(
     video_end_token_id=255,
 )
 # An image of 14x28 pixels is seen whole, then as two tiles and the end of their row: four tokens.
-_TILED = dict(image_grid_pinpoints=[[14, 28]], image_token_index=250)
 _TOWER = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, patch_size=14)
-_SMOLVLM = dict(
-    text_config=dict(model_type="llama", head_dim=16), vision_config=dict(_TOWER, image_size=56), image_token_id=250
-)
 _GLM_MROPE = dict(
     rope_parameters={
         "rope_type": "default",
@@ -126,20 +122,6 @@ _YARN = dict(
 )
 
 # Attention that chooses two blocks of four keys.
-_MINIMAX_M3 = dict(
-    _MOE,
-    intermediate_size=32,
-    dense_intermediate_size=128,
-    shared_intermediate_size=32,
-    num_local_experts=8,
-    head_dim=16,
-    index_n_heads=2,
-    index_head_dim=16,
-    index_block_size=4,
-    index_topk_blocks=2,
-    layer_types=["full_attention", *["minimax_m3_sparse"] * 3],
-    **_ONE_DENSE,
-)
 
 _GATED_DELTA = dict(
     head_dim=16,
@@ -158,23 +140,13 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     "seed_oss": ("SeedOssConfig", dict(head_dim=16, attention_dropout=0.0, residual_dropout=0.0)),
     "arcee": ("ArceeConfig", {}),
     "cwm": ("CwmConfig", dict(head_dim=16, sliding_window=16)),
-    "smollm3": ("SmolLM3Config", dict(tie_word_embeddings=False)),
-    "ministral": ("MinistralConfig", dict(head_dim=16, sliding_window=16)),
-    "mistral": ("MistralConfig", dict(head_dim=16, sliding_window=None)),
     "ministral3": ("Ministral3Config", dict(head_dim=16, rope_parameters=_YARN)),
+    "mistral": ("MistralConfig", dict(head_dim=16, sliding_window=None)),
     "ernie4_5": ("Ernie4_5Config", dict(head_dim=16, tie_word_embeddings=False)),
     "nemotron": ("NemotronConfig", dict(head_dim=16)),
-    "olmo": ("OlmoConfig", {}),
-    "starcoder2": ("Starcoder2Config", dict(use_bias=False, tie_word_embeddings=False)),
     "gemma": ("GemmaConfig", dict(head_dim=16, tie_word_embeddings=False)),
     "glm": ("GlmConfig", dict(head_dim=16)),
     "phi3": ("Phi3Config", {}),
-    "hunyuan_v1_dense": ("HunYuanDenseV1Config", dict(head_dim=16)),
-    "helium": ("HeliumConfig", dict(head_dim=16)),
-    "youtu": (
-        "YoutuConfig",
-        dict(_MLA_DENSE, q_lora_rank=32, head_dim=8, embedding_initializer_range=0.02, tie_word_embeddings=False),
-    ),
     "qwen3": ("Qwen3Config", dict(head_dim=16)),
     "qwen3_moe": ("Qwen3MoeConfig", dict(_MOE_8, head_dim=16, norm_topk_prob=True, mlp_only_layers=[2])),
     "qwen2_moe": ("Qwen2MoeConfig", dict(_MOE_8, shared_expert_intermediate_size=64)),
@@ -223,7 +195,6 @@ CONFIGS: dict[str, tuple[str, dict]] = {
         dict(_MOE_8, num_shared_experts=1, head_dim=16, sliding_window=16, layer_types=_SLIDING_FIRST, **_ONE_DENSE),
     ),
     "solar_open": ("SolarOpenConfig", dict(_ROUTED_8, head_dim=16)),
-    "hunyuan_v1_moe": ("HunYuanMoEV1Config", dict(intermediate_size=32, num_experts=8, moe_topk=2, head_dim=16)),
     "deepseek_v32": ("DeepseekV32Config", dict(_GROUPED, **_INDEXER, **_ONE_DENSE)),
     "gpt_oss": ("GptOssConfig", dict(_NARROW_8, head_dim=16, sliding_window=16)),
     "deepseek_v2": (
@@ -269,25 +240,6 @@ CONFIGS: dict[str, tuple[str, dict]] = {
             image_token_id=250,
         ),
     ),
-    "llava_onevision": (
-        "LlavaOnevisionConfig",
-        dict(
-            text_config=dict(model_type="qwen2"),
-            vision_config=dict(_TOWER, image_size=14, model_type="siglip_vision_model", vision_use_head=False),
-            video_token_index=251,
-            **_TILED,
-        ),
-    ),
-    "llava_next": (
-        "LlavaNextConfig",
-        dict(
-            text_config=dict(model_type="mistral", head_dim=16, sliding_window=None),
-            vision_config=dict(_TOWER, image_size=14, model_type="clip_vision_model", projection_dim=32),
-            **_TILED,
-        ),
-    ),
-    "smolvlm": ("SmolVLMConfig", _SMOLVLM),
-    "idefics3": ("Idefics3Config", _SMOLVLM),
     "qwen3_vl": (
         "Qwen3VLConfig",
         dict(text_config=dict(_MROPE, head_dim=16), vision_config=_DEEPSTACK, **_QWEN_IMAGES),
@@ -365,7 +317,6 @@ CONFIGS: dict[str, tuple[str, dict]] = {
         "MiniCPM3Config",
         dict(_MLA_DENSE, q_lora_rank=32, scale_emb=2, dim_model_base=32, tie_word_embeddings=False),
     ),
-    "apertus": ("ApertusConfig", {}),
     "afmoe": (
         "AfmoeConfig",
         dict(
@@ -385,15 +336,6 @@ CONFIGS: dict[str, tuple[str, dict]] = {
         ),
     ),
     "lfm2": ("Lfm2Config", dict(tie_word_embeddings=False, layer_types=_CONV)),
-    "lfm2_vl": (
-        "Lfm2VlConfig",
-        dict(
-            text_config=dict(model_type="lfm2", layer_types=_CONV),
-            vision_config=dict(_TOWER, model_type="siglip2_vision_model", num_patches=16, vision_use_head=False),
-            projector_hidden_size=32,
-            image_token_id=250,
-        ),
-    ),
     "lfm2_moe": ("Lfm2MoeConfig", dict(_MOE_8, num_dense_layers=1, tie_word_embeddings=False, layer_types=_CONV)),
     "kimi_linear": (
         "KimiLinearConfig",
@@ -406,9 +348,7 @@ CONFIGS: dict[str, tuple[str, dict]] = {
             layer_types=_LINEAR,
         ),
     ),
-    "axk1": ("AXK1Config", dict(_GROUPED, **_ONE_DENSE)),
     "phimoe": ("PhimoeConfig", _NARROW_8),
-    "nanochat": ("NanoChatConfig", {}),
     "granitemoehybrid": (
         "GraniteMoeHybridConfig",
         dict(
@@ -434,53 +374,12 @@ CONFIGS: dict[str, tuple[str, dict]] = {
             mamba_d_state=8,
         ),
     ),
-    "nemotron_h": (
-        "NemotronHConfig",
-        dict(
-            head_dim=16,
-            moe_intermediate_size=32,
-            moe_shared_expert_intermediate_size=32,
-            moe_latent_size=48,
-            num_experts_per_tok=2,
-            layers_block_type=["linear_attention", "moe", "full_attention", "mlp"],
-            ssm_state_size=16,
-            mamba_num_heads=8,
-            mamba_head_dim=16,
-            n_groups=2,
-        ),
-    ),
     "glm_moe_dsa": (
         "GlmMoeDsaConfig",
         dict(_GROUPED, **_INDEXER, indexer_types=["full", "shared", "full", "shared"], **_ONE_DENSE),
     ),
     "mistral4": ("Mistral4Config", _GROUPED),
-    "minimax_m3_vl_text": ("MiniMaxM3VLTextConfig", _MINIMAX_M3),
-    "minimax_m3_vl": (
-        "MiniMaxM3VLConfig",
-        dict(
-            text_config=_MINIMAX_M3,
-            vision_config=dict(_TOWER, image_size=56, temporal_patch_size=1),
-            projector_hidden_size=32,
-            image_token_index=250,
-            video_token_index=251,
-        ),
-    ),
-    "axk2": (
-        "AXK2Config",
-        dict(
-            {name: value for name, value in _MLA.items() if name != "first_k_dense_replace"},
-            n_shared_experts=1,
-            q_lora_rank=32,
-            gated_norm_rank=4,
-            **_INDEXER,
-            **_ONE_DENSE,
-        ),
-    ),
     "glm4v": ("Glm4vConfig", dict(text_config=_GLM_MROPE, vision_config=_GLM_VISION, **_GLM_IMAGES)),
-    "glm46v": (
-        "Glm46VConfig",
-        dict(text_config=dict(_GLM_MROPE, model_type="glm4v_text"), vision_config=_GLM_VISION, **_GLM_IMAGES),
-    ),
     "glm4v_moe": (
         "Glm4vMoeConfig",
         dict(
@@ -489,7 +388,6 @@ CONFIGS: dict[str, tuple[str, dict]] = {
             **_GLM_IMAGES,
         ),
     ),
-    "diffllama": ("DiffLlamaConfig", dict(head_dim=16)),
     "kimi_k25": (
         "Kimi_K25Config",
         dict(
@@ -497,37 +395,6 @@ CONFIGS: dict[str, tuple[str, dict]] = {
             vision_config=dict(_TOWER, pos_emb_height=4, pos_emb_width=4),
             projection_hidden_size=32,
             **_QWEN_IMAGES,
-        ),
-    ),
-    "step3p7": (
-        "Step3p7Config",
-        dict(
-            text_config=dict(
-                _MOE,
-                head_dim=16,
-                n_routed_experts=8,
-                share_expert_dim=32,
-                sliding_window=16,
-                layer_types=_FULL_FIRST,
-                **_ONE_DENSE,
-                swiglu_limits=[0, 0, 0.5, 0.5],
-                moe_router_scaling_factor=1.5,
-            ),
-            vision_config=dict(
-                hidden_size=32, num_hidden_layers=2, num_attention_heads=2, mlp_ratio=2.0, image_size=112, patch_size=14
-            ),
-            image_token_id=250,
-        ),
-    ),
-    "olmo_hybrid": (
-        "OlmoHybridConfig",
-        dict(
-            linear_num_value_heads=4,
-            linear_num_key_heads=2,
-            linear_key_head_dim=16,
-            linear_value_head_dim=16,
-            rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
-            layer_types=_LINEAR,
         ),
     ),
 }
@@ -628,10 +495,9 @@ _PATCHES = (16, 3 * 14 * 14)
 _PIXELS = {
     "llama4": (1, 3, 28, 28),
     **dict.fromkeys(("mistral3", "gemma3", "internvl"), (1, 3, 56, 56)),
-    **dict.fromkeys(("llava_onevision", "llava_next"), (1, 3, 3, 14, 14)),
-    **dict.fromkeys(("smolvlm", "idefics3"), (1, 1, 3, 56, 56)),
-    "step3p7": (1, 3, 112, 112),
-    **dict.fromkeys(("gemma4", "lfm2_vl"), (1, *_PATCHES)),
+    **dict.fromkeys((), (1, 3, 3, 14, 14)),
+    **dict.fromkeys((), (1, 1, 3, 56, 56)),
+    **dict.fromkeys(("gemma4",), (1, *_PATCHES)),
     "kimi_k25": (16, 3, 14, 14),
 }
 
@@ -641,21 +507,14 @@ def image(arch: str) -> dict[str, torch.Tensor]:
     arch = arch.partition("+")[0]
     ids = torch.cat([tokens(1, 5).clamp(max=249), torch.full((1, 4), 250), tokens(1, 6, seed=2).clamp(max=249)], dim=1)
     shape, kinds = _PIXELS.get(arch, _PATCHES), (ids == 250).int()
-    grid, tiled = {"image_grid_thw": torch.tensor([[1, 4, 4]])}, {"image_sizes": torch.tensor([[14, 28]])}
+    grid = {"image_grid_thw": torch.tensor([[1, 4, 4]])}
     beside: dict[str, dict[str, torch.Tensor]] = {
         "mistral3": {"image_sizes": torch.tensor([[56, 56]])},
         "gemma3": {"token_type_ids": kinds},  # the tokens of an image see each other
-        "llava_onevision": tiled,
-        "llava_next": tiled,
         "gemma4": {
             "image_position_ids": torch.cartesian_prod(torch.arange(4), torch.arange(4))[None],
             "mm_token_type_ids": kinds,
         },
-        "lfm2_vl": {
-            "spatial_shapes": torch.tensor([[4, 4]]),
-            "pixel_attention_mask": torch.ones(1, 16, dtype=torch.long),
-        },
-        "minimax_m3_vl": grid,
         "kimi_k25": grid,
     }
     others = {} if arch in _PIXELS else {**grid, "mm_token_type_ids": kinds}

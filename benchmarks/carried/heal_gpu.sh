@@ -39,8 +39,8 @@ build() {
     find "$made/package" -name '*.gguf' -exec mv {} "$made/model.gguf" \;
     split -n 2 -d -a 1 "$made/model.gguf" "$folder/weights."
     mv "$folder/weights.0" "$folder/1" && mv "$folder/weights.1" "$folder/2"
-    python3 -m fcsd convert "$made/model.gguf" "$made/rewired" --wiring ladder --layers all --no-check
-    python3 -m studies.real.texts "$made/rewired-original" "$train" "$held_out" "$made/texts"
+    python3 -m studies.real.read_gguf "$made/model.gguf" "$made/original"
+    python3 -m studies.real.texts "$made/original" "$train" "$held_out" "$made/texts"
     cp -r "$mirror" "$made/mirror"
     python3 -m studies.real.passages "$held_out" "$made/mirror"
     tar -C "$made" -cf "$folder/3/texts.tar" texts
@@ -84,8 +84,7 @@ run() {
     cat "$in"/weights.? > "$WORK/model.gguf"
     tar -C "$WORK" -xf "$in/texts.tar" && tar -C "$WORK" -xf "$in/mirror.tar.xz"
     [ ! -e "$in/wheels" ] || python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$WORK/site" "$in"/wheels/*.whl
-    CUDA_VISIBLE_DEVICES='' python3 -m fcsd convert "$WORK/model.gguf" "$WORK/rewired" --wiring ladder --layers all --no-check
-    mv "$WORK/rewired-original" "$WORK/original" && rm -r "$WORK/rewired"
+    CUDA_VISIBLE_DEVICES='' python3 -m studies.real.read_gguf "$WORK/model.gguf" "$WORK/original"
     say "the original writes and is asked"
     CUDA_VISIBLE_DEVICES=0 python3 -m fcsd write "$WORK/original" --tokens "${OWN:-6M}" --batch-size "${ROWS:-1024}" \
         --out "$WORK/texts/own" 2> "$found/own.log" & own=$!

@@ -73,7 +73,6 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "glm4": dict(intermediate_size=256, head_dim=32),
     "afmoe": dict(intermediate_size=256, moe_intermediate_size=64, head_dim=32),
-    "apertus": dict(intermediate_size=256),
     # vLLM's layers add their outputs to the stream themselves, and those of Granite and its like multiply them first.
     **{arch: dict(intermediate_size=256) for arch in ("olmo2", "olmo3")},
     "exaone4": dict(intermediate_size=256, head_dim=32),
@@ -174,12 +173,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "lfm2": dict(intermediate_size=256, conv_dim=HIDDEN, block_dim=HIDDEN, tie_word_embeddings=True),
     "lfm2_moe": dict(intermediate_size=256, moe_intermediate_size=64, tie_word_embeddings=True),
     "jamba": dict(intermediate_size=128),
-    "olmo_hybrid": dict(intermediate_size=256, linear_key_head_dim=64, linear_value_head_dim=64),
-    "step3p7": dict(intermediate_size=256, moe_intermediate_size=64, head_dim=32, share_expert_dim=64),
-    "nemotron_h": dict(
-        intermediate_size=256, head_dim=32, moe_intermediate_size=64, moe_shared_expert_intermediate_size=64,
-        moe_latent_size=64, mamba_head_dim=32,
-    ),
 }  # fmt: skip
 # Cases as AMD publishes Instella-MoE: DeepSeek-V3 with gates, trained with FarSkip. vLLM has no class of that name.
 GATED = ("deepseek_v3-gated",)
@@ -196,7 +189,7 @@ LATENT_SIZES: dict[str, Any] = dict(
 )  # fmt: skip
 # Families whose norms, biases and factors are random, too; those of the others are what transformers begins with.
 STIRRED = (
-    *("gemma4_text", "gemma4", "qwen3_vl_moe", "kimi_k25", "lfm2", "lfm2_moe", "step3p7", "jamba"),
+    *("gemma4_text", "gemma4", "qwen3_vl_moe", "kimi_k25", "lfm2", "lfm2_moe", "jamba"),
     *("qwen2_vl", "qwen2_5_vl", "internvl", "internvl+qwen2", "internvl+qwen3_moe"),
 )
 # Fields of config.json of a multimodal type that differ from those of the tests, and of its vision tower. The tokens
@@ -216,7 +209,7 @@ PROCESSOR = {
     for arch, name in (("qwen2_vl", "Qwen2VLProcessor"), ("qwen2_5_vl", "Qwen2_5_VLProcessor"))
 }  # fmt: skip
 # Families of which transformers saves other names than published files have, or experts in another layout.
-PUBLISHED = ("qwen3_vl_moe", "kimi_k25", "olmo_hybrid")
+PUBLISHED = ("qwen3_vl_moe", "kimi_k25")
 # Cases for four ranks, each of which has heads of keys and values of its own under Desync.
 BY_FOUR = ("llama-desync-4x-by-4",)
 # Cases of HyperCLOVA X whose layers norm no output.
@@ -225,15 +218,23 @@ PLAIN = ("hyperclovax-plain",)
 MORE = {
     "ladder": (
         *("mistral", "gemma", "phi3", "ernie4_5", "glm", "nemotron", "gemma2", "gemma3_text", "gemma3", "glm4"),
-        *("apertus", "qwen3_vl", "glm4v", "mistral3", "qwen3_5_text", "qwen3_5"),
-        *("olmo2", "olmo3", "exaone4", "granite", "hyperclovax", "minicpm3", "lfm2", "olmo_hybrid"),
+        *("qwen3_vl", "glm4v", "mistral3", "qwen3_5_text", "qwen3_5"),
+        *(
+            "olmo2",
+            "olmo3",
+            "exaone4",
+            "granite",
+            "hyperclovax",
+            "minicpm3",
+            "lfm2",
+        ),
         *("qwen2_vl", "qwen2_5_vl", "internvl", "internvl+qwen2"),
     ),
     "farskip": (
         *("minimax_m2", "ernie4_5_moe", "glm4_moe_lite", "mellum", "laguna", "afmoe", "hy_v3", "exaone_moe"),
         *("glm4v_moe", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe", "flex_olmo", "phimoe", "granitemoe"),
-        *("gemma4_text", "gemma4", "qwen3_vl_moe", "kimi_k25", "lfm2_moe", "jamba", "step3p7"),
-        *("nemotron_h", "granitemoehybrid", "internvl+qwen3_moe"),
+        *("gemma4_text", "gemma4", "qwen3_vl_moe", "kimi_k25", "lfm2_moe", "jamba"),
+        *("granitemoehybrid", "internvl+qwen3_moe"),
     ),
 }
 # Name of the case -> architecture, layers, and the other options of `fcsd convert`. ``TYPE+TEXT`` is an architecture

@@ -120,13 +120,12 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> CheckpointCon
 
 
 def _text(raw: dict[str, Any], row: Arch | None) -> dict[str, Any]:
-    """The decoder's part of config.json, with the number of its layers."""
+    """The decoder's part of config.json."""
     if row is None:
         return raw
     if row.text_config is not None:
         return raw.get(row.text_config, raw)
-    lists = [raw[key] for key in row.layer_lists if isinstance(raw.get(key), list | str)]
-    return {**raw, "num_hidden_layers": len(lists[0])} if lists else raw
+    return raw
 
 
 def _check_values(raw: dict[str, Any], where: Path) -> None:
@@ -167,7 +166,7 @@ def check_type(config: CheckpointConfig, where: Path) -> None:
     if row is None:
         raise BadInputError(
             f"{where}: model_type {quoted(config.model_type)}{family(config.model_type)} is not supported"
-            + nearest(config.model_type),
+            + nearest(config.model_type, config.raw.get("architectures") or ()),
             f"Supported: {supported()}. docs/adding_an_architecture.md says how to add one.",
         )
     text = config.text.get("model_type")

@@ -1,4 +1,4 @@
-"""The command ``fcsd inspect``: describes a model without reading a weight."""
+"""The command ``fcsd inspect``: describes a model by its headers, compared as ``convert`` compares them."""
 
 import json
 import re
@@ -7,7 +7,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from fcsd.checkpoint.compare_layers import compare_layers
 from fcsd.checkpoint.config_json import CheckpointConfig, read_config
 from fcsd.checkpoint.files import read_object, shown
 from fcsd.checkpoint.layout import Layout, read_layout
@@ -47,8 +46,8 @@ class Inspection:
         carried: tensors that are in the files and that the base class does not load.
         tokenizer: the name of the file that holds the tokenizer's vocabulary; None if there is none. Weights alone can
             be converted, but not trained or evaluated.
-        verified: whether the tensors were compared with those of transformers' class. Otherwise they were compared with
-            config.json and with one another, see :mod:`fcsd.checkpoint.compare_layers`.
+        verified: whether the tensors were compared with those of transformers' class. Those of AMD's models are not,
+            because transformers has no class of them.
         problems: the shards and tensors that are missing or damaged, the first damaged file beside them, and the parts
             of the architecture that transformers does not implement, one line each. ``convert`` refuses a model with
             problems.
@@ -124,25 +123,20 @@ class Inspection:
     def _checked(self) -> str:
         if self.verified:
             return "every tensor, against the class of transformers"
-        if self.rewired and self.rewired["by"] != "fcsd":
-            return "headers and config.json; transformers has no class of this model"
-        return "headers and config.json; with --verify every tensor, against the class of transformers"
+        return "headers and config.json; transformers has no class of this model"
 
 
-def inspect_checkpoint(model: str | Path, *, verify: bool = False, trust_remote_code: bool = False) -> Inspection:
+def inspect_checkpoint(model: str | Path, *, trust_remote_code: bool = False) -> Inspection:
     """Describe a model. For a model on the hub, only small files and the headers of its weights are fetched.
 
     Args:
         model: a directory or ``org/name[@revision]``.
-        verify: compare every tensor with those of transformers' class, as ``convert`` does. This imports torch and
-            transformers. Without it, the tensors are compared with config.json and with one another; if config.json
-            leaves a value to the defaults of transformers, they are verified all the same.
         trust_remote_code: accept an ``auto_map``; no code of the checkpoint is ever run.
 
     Raises:
-        BadInputError: the model is not a checkpoint, is malformed, or is of an unsupported type; with ``verify`` also
-            if transformers cannot build it; or its only weights file is unusable. Missing tensors, and missing and
-            damaged shards of several, are reported in the result instead.
+        BadInputError: the model is not a checkpoint, is malformed, is of an unsupported type, transformers cannot
+            build it, or its only weights file is unusable. Missing tensors, and missing and damaged shards of several,
+            are reported in the result instead.
     """
     try:
         source = resolve(str(model), allow_patterns=SMALL_FILES)
@@ -155,10 +149,8 @@ def inspect_checkpoint(model: str | Path, *, verify: bool = False, trust_remote_
     if layout.problems and not layout.indexed:  # no tensor is left to describe
         [problem] = layout.problems.values()
         raise BadInputError(problem, "If the file is damaged, download it again.")
-    comparison = None if config.foreign or verify else compare_layers(layout, config)
-    verified = comparison is None and not config.foreign
-    differing: list[str] = []
-    if verified:
+    comparison, differing = None, []
+    if not config.foreign:
         from fcsd.checkpoint.tied import differing_copies
 
         comparison = compare_tensors(layout, config)
@@ -183,7 +175,7 @@ def inspect_checkpoint(model: str | Path, *, verify: bool = False, trust_remote_
         original=recorded_original(source.path, config.raw.get("fcsd") or {}),
         carried=comparison.carried if comparison else [],
         tokenizer=tokenizer_file(source.path),
-        verified=verified,
+        verified=comparison is not None,
         problems=_problems(layout, comparison)
         + _damaged_beside(source.path)
         + differing

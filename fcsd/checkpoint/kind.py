@@ -20,7 +20,7 @@ _KINDS: list[tuple[tuple[str, ...], str, str]] = [
         "a LoRA adapter",
         "Merge it into its base model (peft: merge_and_unload) and pass that.",
     ),
-    (("*.gguf",), "a GGUF model", "Pass the file itself: fcsd convert DIR/NAME.gguf OUT."),
+    (("*.gguf",), "a GGUF model", "Pass the file itself, and fcsd says how transformers writes it as a checkpoint."),
     (
         ("global_step*", "*mp_rank_*"),
         "a DeepSpeed checkpoint",
@@ -81,7 +81,7 @@ def expect_directory(path: Path, *, weights: bool = True) -> None:
                 f"{meant(str(path))}MODEL is a directory or a hub id: org/name[@revision].",
             )
         if path.suffix == ".gguf":
-            hint = f"Only fcsd convert reads it: fcsd convert {path} OUT writes its weights to OUT-original."
+            hint = f"Write one with two lines of Python: {' and '.join(gguf_lines(path, 'OUT'))}; then pass OUT."
             raise BadInputError(f"{path}: is a GGUF model, not a checkpoint directory", hint)
         kind = "a single weights file" if path.suffix == ".safetensors" else "a file"
         raise BadInputError(f"{path}: is {kind}, not a checkpoint directory", _EXPECTED)
@@ -96,6 +96,20 @@ def expect_directory(path: Path, *, weights: bool = True) -> None:
         if "config.json" not in names and inside:
             error.hint = f"Did you mean {inside[0]}? {error.hint or ''}".strip()
         raise
+
+
+def gguf_lines(file: Path, out: str) -> tuple[str, str]:
+    """The lines of Python by which transformers writes the model and the tokenizer of a GGUF file to a directory.
+
+    The first one gives up the quantisation, because transformers does not save a quantised model of this kind.
+    """
+    where = f"{str(file.parent)!r}, gguf_file={file.name!r}"
+    load = f"from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; m = M.from_pretrained({where})"
+    plain = "m.hf_quantizer = m.config.quantization_config = None"
+    return (
+        f"{load}; {plain}; m.bfloat16().save_pretrained({out!r})",
+        f"T.from_pretrained({where}).save_pretrained({out!r})",
+    )
 
 
 def meant(name: str) -> str:

@@ -30,7 +30,7 @@ Shape = tuple[int, ...]
 FLOATS = ("F64", "F32", "BF16", "F16")
 _SHOWN = 5  # the most names in a message
 _NOT_FOR_BUILDING = ("auto_map", "fcsd", WEIGHTS_FILE, "quantization_config", "model_type", "architectures", "farskip")
-MXFP4_BLOCK = 32  # the number of values that share a scale; they are packed in 16 bytes
+_MXFP4_BLOCK = 32  # the number of values that share a scale; they are packed in 16 bytes
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def compare_tensors(layout: Layout, config: CheckpointConfig) -> Comparison:
             could hold.
     """
     tensors = layout.tensors
-    refuse_inflated(max(len(tensors), len(layout.weight_map or ())), config, layout.path)
+    _refuse_inflated(max(len(tensors), len(layout.weight_map or ())), config, layout.path)
     model = _on_meta(config, layout.path)
     state = model.state_dict()
     tied = set(model.all_tied_weights_keys)
@@ -131,7 +131,7 @@ def compare_tensors(layout: Layout, config: CheckpointConfig) -> Comparison:
     )
 
 
-def refuse_inflated(held: int, config: CheckpointConfig, where: Path) -> None:
+def _refuse_inflated(held: int, config: CheckpointConfig, where: Path) -> None:
     """Refuse a config with many more layers or experts than the files have tensors, before the model is built."""
     parts = [config.text, *filter(None, [config.raw.get("vision_config")])]
     layers = sum(part.get("num_hidden_layers") or 0 for part in parts)
@@ -196,9 +196,9 @@ def _mxfp4(parameters: dict[str, Shape], tensors: Mapping[str, TensorInfo], conf
     for name, shape in parameters.items():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             experts, inner, outer = shape
-            if inner % MXFP4_BLOCK:
-                raise BadInputError(f"{shown(name)}: {inner} values cannot be stored in MXFP4 blocks of {MXFP4_BLOCK}")
-            scales = (experts, outer, inner // MXFP4_BLOCK)
+            if inner % _MXFP4_BLOCK:
+                raise BadInputError(f"{shown(name)}: {inner} values cannot be stored in MXFP4 blocks of {_MXFP4_BLOCK}")
+            scales = (experts, outer, inner // _MXFP4_BLOCK)
             expected[f"{name}_blocks"] = ((*scales, 16), ("U8",))
             expected[f"{name}_scales"] = (scales, ("U8",))
         else:

@@ -12,11 +12,11 @@ from fcsd.checkpoint.rewired import AMD_KEYS
 from fcsd.errors import ConfigError
 from fcsd.models.arch import Arch
 from fcsd.models.build import (
-    check_desync,
     check_injected,
     config_class,
     injected_layers,
     model_classes,
+    require_desync,
     without_injected,
 )
 from fcsd.models.selection import layers_text, select_layers
@@ -50,7 +50,7 @@ def choose_wiring(config: CheckpointConfig, arch: Arch, name: str, layers: str, 
         cls = model_classes(arch.model_type)["AutoModelForCausalLM"]
         with torch.device("meta"):
             model = cls(_converted_config(config, arch, wiring))
-        check_desync(model.config, wiring)
+        require_desync(model.config, wiring)
         check_injected(model.config, wiring)
     except ValueError as error:
         raise ConfigError(str(error)) from error

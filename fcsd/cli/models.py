@@ -15,16 +15,13 @@ from fcsd.extras import require_extra
 
 def inspect(
     model: Model,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Compare every tensor with the class of transformers, as convert does.")
-    ] = False,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Describe MODEL: layers, experts, size, possible wirings, missing tensors. Only headers are read."""
     from fcsd.checkpoint import inspect_checkpoint
 
-    found = inspect_checkpoint(model, verify=verify, trust_remote_code=trust_remote_code)
+    found = inspect_checkpoint(model, trust_remote_code=trust_remote_code)
     emit(found.to_json() if as_json else found.to_text())
 
 
@@ -73,8 +70,7 @@ def convert(
     as_json: AsJson = False,
 ) -> None:
     """Write a rewired copy of MODEL to OUT. Weights are linked, and parity with MODEL is proven."""
-    from fcsd.checkpoint.gguf import is_gguf
-    from fcsd.convert import ConvertReport, convert_checkpoint, unpack
+    from fcsd.convert import ConvertReport, convert_checkpoint
     from fcsd.models.selection import is_auto, layers_text
 
     if calibration is not None:
@@ -104,8 +100,6 @@ def convert(
     if is_auto(layers):
         if dry_run:
             raise ConfigError("--layers auto reads the weights", "Leave out --dry-run, or choose the layers.")
-        if is_gguf(model):
-            model = str(unpack(model, out, wiring=wiring, layers="all", force=force, **how))
         run("all", dry_run=True)  # whatever can be refused is refused before minutes of measuring
         from fcsd.distill.layer_costs import choose_by_cost
 

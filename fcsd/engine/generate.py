@@ -70,7 +70,7 @@ def generate(
         settings |= {"count": count, "length": length, "graphs": way == GRAPHS, "temperatures": temperatures}
         yield from generate_in_slots(model, prompts, team.share(groups), **settings)
         return
-    for batch in team.share(batches(sizes, cache_tokens, batch_size, model)):
+    for batch in team.share(batches(sizes, cache_tokens, batch_size)):
         choose = most_likely if temperatures is None else _drawing([temperatures[i] for i in batch], model.device)
         rows = generate_in_batch(model, [prompts[i] for i in batch], choose=choose, team=team, **settings)
         yield from zip(batch, rows, strict=True)

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _active_collector
 
 from fcsd.errors import ConfigError
-from fcsd.models.build import arch_of, decoder_layers, wire
+from fcsd.models.build import arch_of, decoder_layers
 from fcsd.models.schedule import PlannedWiring, Running, Step, plans_of, run_step
 from fcsd.models.wiring import (
     DESYNC,
@@ -208,9 +208,6 @@ def wire_tensor_parallel(
     layers: Any = decoder_layers(model)
     unwire_layers(layers)
     blocks = arch_of(model.config).blocks
-    if blocks.alone is not None:  # such layers are on one rank, which awaits nothing
-        wire(model, wiring)
-        return
     parts = partial(hf_parts, blocks)
     plans = plans_of(layers, parts, wiring, blocks)
     sums = Sums(ranks, ways)

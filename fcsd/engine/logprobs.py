@@ -11,7 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 from fcsd.engine.batches import is_recurrent, left_padded, select_rows
 from fcsd.errors import BadInputError
 from fcsd.launch.shared_work import ALONE, Team
-from fcsd.models.build import arch_of, logits_cap, logits_factor
+from fcsd.models.build import logits_cap, logits_factor
 from fcsd.models.installed import cache_keyword
 
 # The most padded tokens in one forward pass.
@@ -59,22 +59,12 @@ def head_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def batches(
-    lengths: Sequence[int], tokens: int, batch_size: int | None, model: PreTrainedModel | None = None
-) -> Iterator[list[int]]:
-    """Indices of ``lengths``, longest first, in batches of at most ``tokens`` padded tokens and ``batch_size``.
-
-    Args:
-        model: given for rows that are padded on the left. One that chooses keys by their places in a row would choose
-            others there, so its batches have rows of one length.
-    """
-    apart = model is not None and arch_of(model.config).apart is not None
+def batches(lengths: Sequence[int], tokens: int, batch_size: int | None) -> Iterator[list[int]]:
+    """Indices of ``lengths``, longest first, in batches of at most ``tokens`` padded tokens and ``batch_size``."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     while order:
         size = max(1, tokens // lengths[order[0]])
         size = min(size, batch_size or size)
-        if apart:
-            size = min(size, sum(lengths[i] == lengths[order[0]] for i in order))
         yield order[:size]
         order = order[size:]
 
@@ -159,7 +149,7 @@ def _branched(
     Each beginning is computed once. The tokens that follow it are computed over copies of its cache.
     """
     decoder, keys = decoder_of(model), list(trunks)
-    whole = batches([len(t) for t in keys], FORWARD_TOKENS, batch_size, model)
+    whole = batches([len(t) for t in keys], FORWARD_TOKENS, batch_size)
     for batch in team.share(chain.from_iterable(_narrowed(part, list(trunks.values())) for part in whole)):
         rows = [keys[i] for i in batch]
         ids, mask, positions = left_padded(rows, model.device)

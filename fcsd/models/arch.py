@@ -90,8 +90,6 @@ class Arch:
         no_ep: why the type cannot be expert-parallel although it has experts.
         ep_scale: the field of the config by which the router scales its weights, if AutoEP does not look for it.
         packs: whether transformers' code keeps attention inside documents where position ids restart.
-        apart: the child of an attention by which it chooses keys by their places in a row, so that it must get each
-            document as a row; None if no attention does.
         keeps_documents: whether transformers' layers hand on to linear attention what its loop over layers passes them.
         norm_epsilon: the name of the attribute of its RMSNorms that holds epsilon; None if its norms compute something
             else, or have no weight, so that no kernel may stand for them.
@@ -114,14 +112,9 @@ class Arch:
         spanning: the names, inside the decoder, of tensors beside its layers, its embedding and its final norm. They
             hold a part for each layer, so no model of fewer layers can have them.
         stored: the name of the decoder in files, if it differs from that of the causal LM.
-        embedding: the embedding of the decoder.
-        layer_lists: the fields of config.json of which one has an entry for each layer, if their number is not a field
-            by itself.
         since: the oldest version of transformers whose code for the type computes what fcsd takes apart. With an older
             one the type is not supported.
         fails_in: the version of transformers whose own model of the type ends in an error; None if none does.
-        later_layers: whether checkpoints may have layers after the last one, or modules called ``mtp``, which predict
-            further tokens. transformers does not load them.
         draws: whether its router draws experts at random in training.
     """
 
@@ -136,7 +129,6 @@ class Arch:
     no_ep: str | None = None
     ep_scale: str | None = None
     packs: bool = True
-    apart: str | None = None
     keeps_documents: bool = True
     norm_epsilon: str | None = "variance_epsilon"
     norm_offset: int = 0
@@ -151,11 +143,8 @@ class Arch:
     logits_cap: str | None = None
     spanning: tuple[str, ...] = ()
     stored: str | None = None
-    embedding: str = "embed_tokens"
-    layer_lists: tuple[str, ...] = ()
     since: tuple[int, int] = (5, 17)
     fails_in: str | None = None
-    later_layers: bool = False
     draws: bool = False
 
     def around(self, text: str | None) -> "Arch":

@@ -42,7 +42,6 @@ def _multimodal(model_type: str, stem: str, *, decoder: str = "language_model", 
 
 
 _NO_CLASS = "vLLM has no class of its own for this type"
-_UNTRIED = "fcsd's plugin was not tried on any vLLM with this type"  # for a row that is new
 _SPARSE = "vLLM's sparse attention runs on GPUs alone, where fcsd's plugin was not tried with it"
 
 _CONVOLVED = "its short convolutions keep a state for each channel, which fcsd does not shard"
@@ -128,28 +127,6 @@ _FUSED_EXPERTS_AUTOEP = {
 _MINIMAX_M2_AUTOEP = {**_FUSED_EXPERTS_AUTOEP, "moe_layer_pattern": r"model\.layers\.\d+\.mlp", "score_func": "sigmoid"}
 
 _MISTRAL4_AUTOEP = {"preset_model": "deepseek_v3", "score_func": "softmax"}
-# MiniMax-M3's attention chooses blocks of keys in most layers. Rounding could choose others.
-_MINIMAX_M3: Mapping[str, Any] = {
-    "blocks": Blocks(shared="shared_experts", flattens=True, shared_first=True, routed_scale="routed_scaling_factor"),
-    "no_ep": "DeepSpeed AutoEP does not limit what experts compute, as MiniMax-M3 does",
-    "apart": "indexer",
-    "norm_epsilon": "eps",
-    "norm_offset": 1,
-    "rotates_halves": False,
-    "no_tp": "its heads choose keys in groups, which fcsd does not divide",
-    "tp_plan": {
-        **_ATTENTION_TP,
-        "mlp.gate_up_proj": "packed_colwise",
-        "mlp.down_proj": "rowwise",
-        "mlp.shared_experts.gate_up_proj": "packed_colwise",
-        "mlp.shared_experts.down_proj": "rowwise",
-        "self_attn.indexer.*": "replicated",  # of a single rank
-    },
-    "no_vllm": _UNTRIED,
-    "later_layers": True,
-    "since": (5, 23),
-}
-
 _AFMOE_ROUTER = {"mlp.router.gate": "replicated", "mlp.expert_bias": "replicated"}
 _HY_V3_AUTOEP = {**_MINIMAX_M2_AUTOEP, "has_shared_experts": True, "shared_experts_pattern": "shared_experts"}
 
@@ -173,7 +150,6 @@ _GATED_DELTA: Mapping[str, Any] = {
     "norm_offset": 1,
     "no_tp": _RECURRENT,
     "tp_plan": {"linear_attn.*": "replicated"},  # of a single rank
-    "later_layers": True,
 }
 _GATED_DELTA_MOE: Mapping[str, Any] = {
     **_GATED_DELTA,
@@ -249,14 +225,10 @@ _ROWS = (
     _row("seed_oss", "SeedOss"),
     _row("arcee", "Arcee"),
     _row("cwm", "Cwm"),
-    _row("smollm3", "SmolLM3", no_vllm=_NO_CLASS),
-    _row("ministral", "Ministral", no_vllm=_NO_CLASS),
     _row("mistral", "Mistral"),
     _row("ministral3", "Ministral3", no_vllm="vLLM reads the scales of its positions in another format alone"),
     _row("ernie4_5", "Ernie4_5", rotates_halves=False),
     _row("nemotron", "Nemotron", norm_epsilon=None),
-    _row("olmo", "Olmo", norm_epsilon=None, no_vllm=f"{_NO_CLASS} from 0.26 on"),
-    _row("starcoder2", "Starcoder2", norm_epsilon=None, no_vllm=f"{_NO_CLASS} from 0.25 on"),
     _row("gemma", "Gemma", norm_epsilon="eps", norm_offset=1),
     _row("glm", "Glm", rotates_halves=False, tp_plan=_PACKED_MLP_TP),
     _row(
@@ -265,9 +237,6 @@ _ROWS = (
         blocks=Blocks(dropouts=("resid_attn_dropout", "resid_mlp_dropout")),
         tp_plan={**_PACKED_MLP_TP, "self_attn.qkv_proj": "heads_colwise", "self_attn.o_proj": "rowwise"},
     ),
-    _row("hunyuan_v1_dense", "HunYuanDenseV1", tp_plan=_DENSE_TP, no_vllm=f"{_NO_CLASS} from 0.29 on"),
-    _row("helium", "Helium", rotates_halves=False, no_vllm=_NO_CLASS),
-    _row("youtu", "Youtu", rotates_halves=False, tp_plan=_LATENT_TP, no_vllm=_NO_CLASS),
     _row("qwen3", "Qwen3"),
     _row("qwen3_moe", "Qwen3Moe", autoep="qwen3_moe"),
     _row(
@@ -286,7 +255,7 @@ _ROWS = (
     ),
     _row("mixtral", "Mixtral", autoep="mixtral", vllm={"mlp": "block_sparse_moe"}),
     _row("olmoe", "Olmoe", autoep="qwen3_moe", **_NORMS_OVER_HEADS),
-    _row("glm4_moe", "Glm4Moe", blocks=_SHARED_EXPERTS, autoep="deepseek_v3", later_layers=True),
+    _row("glm4_moe", "Glm4Moe", blocks=_SHARED_EXPERTS, autoep="deepseek_v3"),
     _row(
         "minimax_m2",
         "MiniMaxM2",
@@ -302,9 +271,8 @@ _ROWS = (
         "MiMoV2Flash",
         autoep="deepseek_v3",
         no_vllm="its windows are one token shorter in vLLM than in transformers",
-        later_layers=True,
     ),
-    _row("mellum", "Mellum", autoep="qwen3_moe", later_layers=True),
+    _row("mellum", "Mellum", autoep="qwen3_moe"),
     _row(
         "glm4_moe_lite",
         "Glm4MoeLite",
@@ -313,7 +281,6 @@ _ROWS = (
         rotates_halves=False,
         tp_plan={**_LATENT_TP, **_SHARED_TP},
         vllm={"unscaled": True},
-        later_layers=True,
     ),
     _row("dots1", "Dots1", blocks=_SHARED_EXPERTS, autoep="deepseek_v3", no_vllm=_NO_CLASS),
     _row(
@@ -323,25 +290,10 @@ _ROWS = (
         no_ep="DeepSpeed AutoEP cannot read the router's bias, which ernie4_5_moe stores in a module of its own",
         rotates_halves=False,
         tp_plan={"mlp.gate.moe_statics": "replicated"},
-        later_layers=True,
     ),
-    _row(
-        "exaone_moe", "ExaoneMoe", blocks=_SHARED_EXPERTS, autoep="deepseek_v3", tp_plan=_SHARED_TP, later_layers=True
-    ),
+    _row("exaone_moe", "ExaoneMoe", blocks=_SHARED_EXPERTS, autoep="deepseek_v3", tp_plan=_SHARED_TP),
     _row(
         "solar_open", "SolarOpen", blocks=_SHARED_EXPERTS, autoep="deepseek_v3", tp_plan=_SHARED_TP, no_vllm=_NO_CLASS
-    ),
-    _row(
-        "hunyuan_v1_moe",
-        "HunYuanMoEV1",
-        blocks=Blocks(shared="shared_mlp", shared_first=True),
-        no_ep="DeepSpeed AutoEP cannot read the router's weight, which hunyuan_v1_moe stores in a module inside it",
-        tp_plan={
-            **_ATTENTION_TP,
-            **{name.replace("mlp.", "mlp.shared_mlp."): style for name, style in _MLP_TP.items()},
-            "mlp.gate.wg": "replicated",
-        },
-        no_vllm=f"{_NO_CLASS} from 0.29 on",
     ),
     _row(
         "deepseek_v32",
@@ -351,7 +303,6 @@ _ROWS = (
         rotates_halves=False,
         tp_plan={**_LATENT_TP, "self_attn.indexer.*": "replicated"},
         no_vllm=_SPARSE,
-        later_layers=True,
     ),
     _row(
         "deepseek_v2",
@@ -370,7 +321,6 @@ _ROWS = (
         rotates_halves=False,
         tp_plan={**_LATENT_TP, "self_attn.gate_proj": "colwise"},
         vllm={"rescales_float16": True},
-        later_layers=True,
     ),
     _row(
         "gpt_oss",
@@ -418,10 +368,6 @@ _ROWS = (
             "qwen3_moe": {"autoep": {"preset_model": "qwen3_moe", "moe_layer_pattern": _INSIDE_VISION}},
         },
     ),
-    _multimodal("llava_onevision", "LlavaOnevision", no_vllm=_UNTRIED, texts={"qwen2": {}}),
-    _multimodal("llava_next", "LlavaNext", no_vllm=_UNTRIED, texts={"mistral": {}, "llama": {}, "qwen2": {}}),
-    _multimodal("smolvlm", "SmolVLM", decoder="text_model", no_vllm=_UNTRIED, texts={"llama": {}}),
-    _multimodal("idefics3", "Idefics3", decoder="text_model", no_vllm=_UNTRIED, texts={"llama": {}}),
     _multimodal("qwen3_vl", "Qwen3VL", injected="vision_config.deepstack_visual_indexes", tp_plan=_DENSE_TP),
     _multimodal(
         "qwen3_vl_moe",
@@ -525,13 +471,6 @@ _ROWS = (
         vllm={**_ADDS, "multiplier": "scale_depth", "multiplier_by_depth": True},
     ),
     _row(
-        "apertus",
-        "Apertus",
-        blocks=Blocks(attn_norms=("attention_layernorm", None), mlp_norms=("feedforward_layernorm", None)),
-        tp_plan={"mlp.act_fn": "replicated"},  # its activation has two learned numbers
-        no_vllm="vLLM's own class differs from transformers in float32 by more than rounding",
-    ),
-    _row(
         "afmoe",
         "Afmoe",
         packs=False,
@@ -556,7 +495,6 @@ _ROWS = (
         ep_scale="router_scaling_factor",
         tp_plan={"mlp.e_score_correction_bias": "replicated"},
         vllm={"shared": "shared_mlp"},
-        later_layers=True,
     ),
     _row(
         "laguna",
@@ -574,17 +512,6 @@ _ROWS = (
         tp_plan=_LFM2_TP,
         since=(5, 23),
         vllm=_LFM2_VLLM,
-    ),
-    _multimodal(
-        "lfm2_vl",
-        "Lfm2Vl",
-        blocks=_LFM2,
-        final_norm="embedding_norm",
-        no_tp=_CONVOLVED,
-        tp_plan=_LFM2_TP,
-        since=(5, 23),
-        no_vllm=_UNTRIED,
-        texts={"lfm2": {}},
     ),
     _row(
         "lfm2_moe",
@@ -608,15 +535,6 @@ _ROWS = (
         no_vllm=_ON_GPUS,
     ),
     _row(
-        "axk1",
-        "AXK1",
-        blocks=Blocks(shared="shared_experts", mlp_norms=("post_attention_layernorm", "mlp.post_mlp_layernorm")),
-        no_ep="its MoE block norms the sum of all experts, for which the block of DeepSpeed AutoEP has no norm",
-        rotates_halves=False,
-        tp_plan={**_LATENT_TP, "mlp.post_mlp_layernorm": "replicated"},
-        no_vllm="vLLM's layer norms the output of experts and not that of a dense MLP, and the plugin's norms both",
-    ),
-    _row(
         "phimoe",
         "Phimoe",
         blocks=Blocks(router="router"),
@@ -635,14 +553,6 @@ _ROWS = (
                 "router_jitter_noise": 0.01,
             },
         },
-    ),
-    _row(
-        "nanochat",
-        "NanoChat",
-        norm_epsilon=None,
-        rotates_halves=False,
-        logits_cap="final_logit_softcapping",
-        no_vllm=_NO_CLASS,
     ),
     _row(
         "granitemoehybrid",
@@ -689,31 +599,6 @@ _ROWS = (
         no_vllm=_NO_SCAN,
     ),
     _row(
-        "nemotron_h",
-        "NemotronH",
-        blocks=Blocks(
-            mlp="mixer",
-            shared="shared_experts",
-            linear="mixer",
-            attn_norms=("norm", None),
-            mlp_norms=("norm", None),
-            alone=("block_type", ("mlp", "moe")),
-            latent=("fc1_latent_proj", "fc2_latent_proj"),
-        ),
-        no_ep="its experts have no gate, which those of DeepSpeed AutoEP have",
-        norm_epsilon=None,  # its norms multiply by the weight before they round
-        rotates_halves=False,  # its attention has no positions
-        no_tp=_STATES,
-        tp_plan={"mixer.*": "replicated"},  # of a single rank
-        final_norm="norm_f",
-        stored="backbone",
-        embedding="embeddings",
-        layer_lists=("layers_block_type", "hybrid_override_pattern"),
-        since=(5, 23),
-        no_vllm="vLLM's layer has one sub-block, the plugin's two, and vLLM has experts without gates on GPUs alone",
-        later_layers=True,
-    ),
-    _row(
         "glm_moe_dsa",
         "GlmMoeDsa",
         blocks=Blocks(shared="shared_experts", passes="prev_topk_indices"),
@@ -721,7 +606,6 @@ _ROWS = (
         rotates_halves=False,
         tp_plan={**_LATENT_TP, "self_attn.indexer.*": "replicated"},
         no_vllm=_SPARSE,
-        later_layers=True,
     ),
     _row(
         "mistral4",
@@ -732,40 +616,8 @@ _ROWS = (
         tp_plan=_LATENT_TP,
         no_vllm=_NO_CLASS,
     ),
-    _row("minimax_m3_vl_text", "MiniMaxM3VLText", **_MINIMAX_M3),
-    _multimodal(
-        "minimax_m3_vl",
-        "MiniMaxM3VL",
-        classes={**_vision("MiniMaxM3Sparse"), "AutoModel": ("MiniMaxM3VLModel", "language_model")},
-        **_MINIMAX_M3,
-    ),
-    _row(
-        "axk2",
-        "AXK2",
-        blocks=_SHARED_EXPERTS,
-        no_ep="its router may choose from groups that it left out, which that of DeepSpeed AutoEP does not",
-        rotates_halves=False,
-        tp_plan={
-            **_LATENT_TP,
-            "self_attn.q_gate_proj": "colwise",
-            "self_attn.indexer.*": "replicated",
-            "*norm.mlp.*": "replicated",
-            "*norm.norm": "replicated",
-        },
-        no_vllm=_NO_CLASS,
-    ),
     _multimodal(
         "glm4v", "Glm4v", packs=False, blocks=Blocks(**_GLM_NORMS), rotates_halves=False, tp_plan=_PACKED_MLP_TP
-    ),
-    _multimodal(
-        "glm46v",
-        "Glm46V",
-        packs=False,
-        blocks=Blocks(**_GLM_NORMS),
-        rotates_halves=False,
-        tp_plan=_PACKED_MLP_TP,
-        no_vllm=_UNTRIED,
-        texts={"glm4v_text": {}},
     ),
     _multimodal(
         "glm4v_moe",
@@ -773,13 +625,6 @@ _ROWS = (
         packs=False,
         blocks=_SHARED_EXPERTS,
         autoep={"preset_model": "deepseek_v3", "moe_layer_pattern": _INSIDE_VISION},
-    ),
-    _row(
-        "diffllama",
-        "DiffLlama",
-        no_tp="its attention is the difference of two, of heads that ranks would divide",
-        tp_plan={"self_attn.*": "replicated", **_MLP_TP},  # of a single rank
-        no_vllm=_NO_CLASS,
     ),
     _multimodal(
         "kimi_k25",
@@ -790,33 +635,6 @@ _ROWS = (
         rotates_halves=False,
         tp_plan=_LATENT_TP,
         vllm={"causal_lm": "KimiK25ForConditionalGeneration", "rescales_float16": True},
-        later_layers=True,
-    ),
-    _multimodal(
-        "step3p7",
-        "Step3p7",
-        blocks=Blocks(shared="shared_experts", flattens=True, shared_first=True, routed_scale="routed_scaling_factor"),
-        no_ep="DeepSpeed AutoEP does not limit what experts compute, as step3p7 does",
-        norm_epsilon="eps",
-        norm_offset=1,
-        stored="model",
-        no_tp="its layers differ in their number of heads, for which tensor parallelism has one number",
-        tp_plan={**_DENSE_TP, **_SHARED_TP, "self_attn.g_proj": "colwise"},  # of a single rank
-        no_vllm="vLLM reads its vision tower's fields by names that transformers' config drops, the original's as well",
-        later_layers=True,
-        since=(5, 23),
-    ),
-    _row(
-        "olmo_hybrid",
-        "OlmoHybrid",
-        blocks=Blocks(
-            linear="linear_attn",
-            linear_norms=(("input_layernorm", None), ("post_attention_layernorm", None)),
-            **_OLMO_NORMS,
-        ),
-        no_tp=_RECURRENT,
-        tp_plan={"linear_attn.*": "replicated", "self_attn.*": "replicated"},  # of a single rank
-        no_vllm=_ON_GPUS,
     ),
 )
 

@@ -55,7 +55,8 @@ def arch_of(config: PretrainedConfig) -> Arch:
         raise BadInputError("the model was trained with AMD's farskip keys, which transformers does not read", hint)
     if model_type not in ARCHS:
         hint = f"Supported: {supported()}. docs/adding_an_architecture.md says how to add one."
-        text = f"model_type {model_type!r}{family(model_type)} is not supported{nearest(model_type)}"
+        near = nearest(model_type, getattr(config, "architectures", None) or ())
+        text = f"model_type {model_type!r}{family(model_type)} is not supported{near}"
         raise BadInputError(text, hint)
     arch = ARCHS[model_type]
     if reason := unsupported_text(arch, config.get_text_config().model_type):
@@ -100,7 +101,7 @@ def wire(model: PreTrainedModel, wiring: Wiring) -> PreTrainedModel:
         ConfigError: the wiring does not fit the model.
     """
     arch = arch_of(model.config)
-    check_desync(model.config, wiring)
+    require_desync(model.config, wiring)
     check_injected(model.config, wiring)
     layers: Any = decoder_layers(model)
     try:
@@ -114,7 +115,7 @@ def wire(model: PreTrainedModel, wiring: Wiring) -> PreTrainedModel:
     return model
 
 
-def check_desync(config: PretrainedConfig, wiring: Wiring) -> None:
+def require_desync(config: PretrainedConfig, wiring: Wiring) -> None:
     """Refuse a Desync wiring that a model of this config cannot have.
 
     A rank must own whole key-value heads, as in the code of the Ladder authors, which has the same limit. Only new
@@ -403,7 +404,7 @@ def load_model(
         ArithmeticError,
         FileNotFoundError,
     ) as error:
-        hint = f"`fcsd inspect {path} --verify` says what is wrong."
+        hint = f"`fcsd inspect {path}` says what is wrong."
         raise BadInputError(f"{path}: {reason_of(error)}", hint) from error
     problems = [
         f"{kind.removesuffix('_keys')} {keys}" for kind in report if (keys := sorted(map(str, report[kind]))[:5])

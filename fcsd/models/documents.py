@@ -36,38 +36,22 @@ class InsideDocuments(nn.Module):
     unfused: type[nn.Module]
 
     def forward(self, hidden_states: Tensor, documents: Documents | None = None, **kwargs: Any) -> Any:
-        """``[batch, seq, hidden]`` to the same shape; without ``documents`` each row is one document.
-
-        An attention that is not linear also gets positions, angles ``[batch or 1, seq, width]`` and a mask, and returns
-        a tuple.
-        """
+        """``[batch, seq, hidden]`` to the same shape; without ``documents`` each row is one document."""
         if documents is None:
             return super().forward(hidden_states=hidden_states, **kwargs)
-        rows = hidden_states.flatten(0, 1)[documents.tokens]
-        if is_linear(self):
-            out = super().forward(hidden_states=rows, **kwargs)
-            return out.flatten(0, 1)[documents.places].view_as(hidden_states)
-        angles = (x.expand(len(hidden_states), -1, -1) for x in kwargs["position_embeddings"])
-        kwargs["position_embeddings"] = tuple(x.flatten(0, 1)[documents.tokens] for x in angles)
-        kwargs["position_ids"] = torch.arange(rows.shape[1], device=rows.device)[None]
-        out, *others = super().forward(hidden_states=rows, **{**kwargs, "attention_mask": None})
-        return out.flatten(0, 1)[documents.places].view_as(hidden_states), *others
+        out = super().forward(hidden_states=hidden_states.flatten(0, 1)[documents.tokens], **kwargs)
+        return out.flatten(0, 1)[documents.places].view_as(hidden_states)
 
 
-def stay_inside_documents(layers: Any, blocks: Blocks | None = None, apart: str | None = None) -> None:
+def stay_inside_documents(layers: Any, blocks: Blocks | None = None) -> None:
     """Let the attentions of decoder layers that need it take ``documents``. The call can be repeated.
 
     Args:
         layers: changed in place.
         blocks: the names of a layer's children, if transformers' own layers do not hand ``documents`` on. These layers
             are taken apart then, which changes no bit of what they compute.
-        apart: see ``Arch.apart``.
     """
-
-    def concerns(module: nn.Module) -> bool:
-        return is_linear(module) if apart is None else getattr(module, apart, None) is not None
-
-    swap_classes(layers, InsideDocuments, concerns, True)
+    swap_classes(layers, InsideDocuments, is_linear, True)
     if blocks is None:
         return
     for layer in layers:

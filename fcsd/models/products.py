@@ -4,16 +4,16 @@ The table serves error messages and docs/walkthrough.md. What fcsd supports is i
 """
 
 import re
+from collections.abc import Iterable
 from difflib import get_close_matches
 
 from .arch import Arch
 from .archs import ARCHS
-from .refused import refused
 
 # (pattern of a model's name in lower case, the family's name, its model_type); the first row that matches counts
 PRODUCTS = (
     (r"kimi-?k2\.[5-7]", "Kimi-K2.5 to -K2.7 in bf16", "kimi_k25"),
-    (r"kimi-?k2", "Kimi-K2", "kimi_k2"),
+    (r"kimi-?k2", "Kimi-K2; its layers are those of deepseek_v3", "kimi_k2"),
     (r"kimi-?linear", "Kimi-Linear", "kimi_linear"),
     (r"deepseek-?v3\.2", "DeepSeek-V3.2", "deepseek_v32"),
     (r"deepseek-?(v3|r1)(?!-distill)", "DeepSeek-V3, -R1", "deepseek_v3"),
@@ -93,9 +93,7 @@ PRODUCTS = (
 def family(model_type: str) -> str:
     """The name of the family in brackets, after a blank; empty for a type that the table does not have."""
     named = product(model_type)
-    near, why = refused().get(model_type, ("", ""))
-    like = f"; its layers are those of {near}" if near and not why else ""
-    return f" ({named}{like})" if named else ""
+    return f" ({named})" if named else ""
 
 
 def product(model_type: str) -> str | None:
@@ -103,18 +101,16 @@ def product(model_type: str) -> str | None:
     return next((name for _, name, known in PRODUCTS if known == model_type), None)
 
 
-def nearest(model_type: str) -> str:
-    """What a message about an unsupported type ends with: the nearest family, and what fcsd lacks; may be empty."""
-    near, why = refused().get(model_type, ("", ""))
-    if near and not why:
-        return f"; nearest is {near}, and with that as its model_type in config.json it is"
-    if near in ARCHS:  # an old transformers lacks some
-        return f"; nearest is {near}, but {why}"
-    if why:
-        return f": {why}"
+def nearest(model_type: str, architectures: Iterable[str] = ()) -> str:
+    """What a message about an unsupported type ends with: the supported type whose name is closest; may be empty.
+
+    Args:
+        architectures: the classes that config.json names, which are compared where no type has a close name.
+    """
+    classes = {arch.causal_lm: name for name, arch in ARCHS.items()}
     close = get_close_matches(model_type, ARCHS, 1, 0.5)
-    known = f", and the supported one with the closest name is {close[0]}" if close else ""
-    return f": fcsd knows no such type of language models{known}"
+    close = close or [classes[near] for one in architectures for near in get_close_matches(one, classes, 1, 0.8)]
+    return f"; the supported type with the closest name is {close[0]}" if close else ""
 
 
 def unsupported_text(row: Arch, text: str | None) -> str | None:

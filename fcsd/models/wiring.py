@@ -58,17 +58,13 @@ def hf_parts(blocks: Blocks, layer: Any) -> Parts:
         out = whole(x, **kwargs)
         return out if after_attn is None else after_attn(out)
 
-    has_attn, has_mlp = blocks.halves(layer)
-    attn = dropped if has_attn else None
-    if not has_mlp:
-        return Parts(attn, None, None)
     if blocks.has_beside(layer):
-        return Parts(attn, *_beside(blocks, layer, mlp))
+        return Parts(dropped, *_beside(blocks, layer, mlp))
     if not any(name == "experts" for name, _ in mlp.named_children()):
-        return Parts(attn, mlp if after_mlp is None or not layer.training else nn.Sequential(mlp, after_mlp), None)
+        return Parts(dropped, mlp if after_mlp is None or not layer.training else nn.Sequential(mlp, after_mlp), None)
     expert = shared_of(blocks, layer)
     if expert is None:
-        return Parts(attn, None, partial(_whole, mlp))
+        return Parts(dropped, None, partial(_whole, mlp))
 
     router, experts = router_of(blocks, mlp), mlp.get_submodule("experts")
     flat = _remembered(lambda x: x.reshape(-1, x.shape[-1]))
@@ -81,13 +77,7 @@ def hf_parts(blocks: Blocks, layer: Any) -> Parts:
         if blocks.prescaled:
             return _prescaled(router, experts, flat(x)).view_as(x)
         _, weights, indices = router(x if blocks.router_unflattened else seen(x))
-        rows = flat(x)
-        if blocks.latent is None:
-            out = experts(rows, indices, weights)
-        else:
-            before, after = map(mlp.get_submodule, blocks.latent)
-            out = after(experts(before(rows), indices, weights))
-        return scaled(blocks, mlp, out).view_as(x)
+        return scaled(blocks, mlp, experts(flat(x), indices, weights)).view_as(x)
 
     def shared(x: Tensor) -> Tensor:
         out = shared_expert(x)
@@ -95,7 +85,7 @@ def hf_parts(blocks: Blocks, layer: Any) -> Parts:
             out = torch.sigmoid(mlp.get_submodule(blocks.shared_gate)(seen(x))) * out
         return out.view_as(x)
 
-    return Parts(attn, shared, routed)
+    return Parts(dropped, shared, routed)
 
 
 def mlp_of(blocks: Blocks, layer: Any) -> Any:
@@ -306,7 +296,7 @@ class WiredLayer(nn.Module):
         """transformers' loop gives a layer its features of the tokens by position, if it has any: ``given``."""
         _refuse_reentrant(self)
         streams = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
-        plan = self._plan()
+        plan = self.fcsd
         attn, shared, routed = plan.parts(self)
 
         has_mlp = shared is not None or routed is not None
@@ -325,10 +315,6 @@ class WiredLayer(nn.Module):
             streams = add(streams, settled, in_flight, keep=plan.hands_on)
         streams = plan.blocks.leave(self, streams, given)
         return streams[0] if len(streams) == 1 else (Streams if plan.blocks.cuts else tuple)(streams)
-
-    def _plan(self) -> LayerWiring:
-        """What this layer reads; training may replace it (progressive conversion)."""
-        return self.fcsd
 
     def _read(self, streams: Sequence[Tensor], depth: int) -> tuple[Tensor, Sequence[Tensor]]:
         """What a sub-block reads, and the streams that are left; training may replace it (annealed wirings)."""
@@ -388,27 +374,23 @@ def plan_layers(
     blocks: Blocks,
     parts: Callable[[nn.Module], Parts] | None = None,
     every: bool = False,
-    halves: Sequence[tuple[bool, bool]] | None = None,
 ) -> dict[int, LayerWiring]:
     """The layers to take apart and how each of them reads; the other layers stay transformers' own.
 
-    The streams that a layer passes on are those of the next layer's first read. ``Wiring.border`` is about attention,
-    so it does not change the first read of a layer that is an MLP alone.
+    The streams that a layer passes on are those of the next layer's first read.
 
     Args:
         wiring: any wiring but Desync.
         parts: takes a layer apart; ``hf_parts`` if it is None.
         every: whether to take apart also the layers that the wiring does not change.
-        halves: for each layer, see ``Blocks.halves``; by default all layers have both.
     """
     attn, mlp = wiring.reads
     settles = wiring.name == "farskip"
     parts = parts or partial(hf_parts, blocks)
     plans = {}
     for i in range(count):
-        attends = halves is None or i + 1 == count or halves[i + 1][0]
-        feeds = i + 1 in wiring.layers and (not attends or i in wiring.layers or wiring.border == "partial")
-        hands_on = (attn if attends else mlp) + 1 if feeds else 1
+        feeds = i + 1 in wiring.layers and (i in wiring.layers or wiring.border == "partial")
+        hands_on = attn + 1 if feeds else 1
         if i in wiring.layers:
             plans[i] = LayerWiring(attn, mlp, hands_on, settles, parts, blocks)
         elif every or hands_on > 1:
@@ -441,8 +423,7 @@ def wire_layers(
     if wiring.name in DESYNC:
         desync_layers(layers, blocks, kept_reductions(wiring.layers, wiring.kept), wiring.tp_degree)
         return
-    halves = [blocks.halves(layer) for layer in layers]
-    for i, plan in plan_layers(wiring, len(layers), blocks, parts, every, halves).items():
+    for i, plan in plan_layers(wiring, len(layers), blocks, parts, every).items():
         take_apart(layers[i], plan)
 
 

@@ -1,6 +1,6 @@
 """The wiring of a model as data: its name, layers and options, as the ``fcsd`` block of ``config.json`` holds them.
 
-This file needs the standard library only, so that ``fcsd inspect`` can read a block without importing torch. It is
+This file needs the standard library only, so that a block can be read without importing torch. It is
 shipped verbatim in exported checkpoints.
 """
 
@@ -155,8 +155,6 @@ class Blocks:
             the layer does not have. A norm on arrival needs the whole output: what tensor-parallel ranks have summed,
             and for a MoE the routed and the shared experts' together.
         mlp_norms: the same for the MLP or MoE block.
-        linear_norms: ``attn_norms`` and ``mlp_norms`` of the layers that ``linear`` names, where they differ from those
-            of the other layers; None if they do not.
         passes: the argument in which a layer's attention gets what that of the layer before it returned last; None if
             there is none. The layer returns it beside its output.
         multiplier: the attribute of the layer by which it multiplies every output before it is added to the stream;
@@ -168,10 +166,6 @@ class Blocks:
             stream, the projection, and the norm of what it returns. None if no layer does.
         scale: the attribute of the layer by which it multiplies the stream that it passes on; None if there is none.
         cuts: whether transformers' loop may cut tokens off the stream between two layers.
-        alone: for layers that have one sub-block each, which ``linear`` and ``mlp`` both name: the attribute of the
-            layer that says what it is, and the values that say an MLP or a MoE block. None if layers have two.
-        latent: for experts of another width than the stream: the projections, inside the MoE block, of what they read
-            and of their weighted sum. None if there are none.
         gated: the field of the config that says that attentions are gated, see ``GatedAttention``; None if the family
             has none. transformers' own class does not read it.
     """
@@ -191,29 +185,18 @@ class Blocks:
     linear: str | None = None
     attn_norms: tuple[str | None, str | None] = ("input_layernorm", None)
     mlp_norms: tuple[str | None, str | None] = ("post_attention_layernorm", None)
-    linear_norms: tuple[tuple[str | None, str | None], tuple[str | None, str | None]] | None = None
     passes: str | None = None
     multiplier: str | None = None
     beside: tuple[str, str, str] | None = None
     inputs: tuple[str, str, str] | None = None
     scale: str | None = None
     cuts: bool = False
-    alone: tuple[str, tuple[str, ...]] | None = None
-    latent: tuple[str, str] | None = None
     gated: str | None = None
 
     @property
     def normed(self) -> bool:
         """Whether outputs are normed on arrival. Parts of an output that arrive apart cannot be added apart then."""
         return self.attn_norms[1] is not None or self.mlp_norms[1] is not None
-
-    def halves(self, layer: Any) -> tuple[bool, bool]:
-        """Whether a layer has a sub-block that mixes tokens, and whether it has an MLP or a MoE block."""
-        if self.alone is None:
-            return True, True
-        attribute, mlps = self.alone
-        has_mlp = getattr(layer, attribute) in mlps
-        return not has_mlp, has_mlp
 
     def read(self, layer: Any, by: Literal["attn", "mlp"], x: Any) -> Any:
         """What a sub-block of a layer computes from, if it reads the stream ``x``; tensors ``[batch, seq, hidden]``.
@@ -223,7 +206,7 @@ class Blocks:
         """
         if by == "mlp" and self.has_beside(layer):
             return x
-        return _normed(layer, self._norms(layer, by)[0], x)
+        return _normed(layer, self._norms(by)[0], x)
 
     def has_beside(self, layer: Any) -> bool:
         """Whether a layer has experts beside its MLP."""
@@ -238,14 +221,11 @@ class Blocks:
 
         The output must be whole if ``normed``. Otherwise it may be any part of the output.
         """
-        output = _normed(layer, self._norms(layer, by)[1], output)
+        output = _normed(layer, self._norms(by)[1], output)
         return output if self.multiplier is None else output * getattr(layer, self.multiplier)
 
-    def _norms(self, layer: Any, by: Literal["attn", "mlp"]) -> tuple[str | None, str | None]:
-        attn, mlp = self.attn_norms, self.mlp_norms
-        if self.linear_norms is not None and hasattr(layer, self.linear or ""):
-            attn, mlp = self.linear_norms
-        return attn if by == "attn" else mlp
+    def _norms(self, by: Literal["attn", "mlp"]) -> tuple[str | None, str | None]:
+        return self.attn_norms if by == "attn" else self.mlp_norms
 
     def leave(self, layer: Any, streams: Sequence[Any], given: Any = None) -> list[Any]:
         """The streams ``[batch, seq, hidden]`` that a layer passes on, after all its outputs were added to them.

@@ -323,14 +323,11 @@ def _call(layer: nn.Module, given: tuple[Any, ...], kwargs: dict[str, Any], stre
 
 def _covering(blocks: Blocks, layer: Any) -> tuple[int, int, int]:
     """Parameters of attention before and after attention itself, and of the shared experts."""
-    has_attn, _ = blocks.halves(layer)
     mlp = mlp_of(blocks, layer)
     shared = shared_of(blocks, layer) if hasattr(mlp, "experts") else None
     if blocks.has_beside(layer):
         shared = mlp
     inside = sum(parameter.numel() for parameter in shared.parameters()) if shared is not None else 0
-    if not has_attn:
-        return 0, 0, inside
     attention = mixer(blocks, layer)
     output = (attention.out_proj if hasattr(attention, "out_proj") else attention.o_proj).weight.numel()
     return sum(parameter.numel() for parameter in attention.parameters()) - output, output, inside

@@ -85,8 +85,6 @@ def _check(model: PreTrainedModel, arch: Arch, wiring: Wiring, simulated: Simula
     names = [name for layer in decoder_layers(model) for name, _ in layer.named_parameters()]
     if any(".experts." in name and name.endswith("_bias") for name in names):
         raise ConfigError(f"--quantised cannot be simulated for {arch.model_type}: its experts have biases")
-    if arch.blocks.alone is not None:
-        raise ConfigError(f"--quantised cannot be simulated for {arch.model_type}: its layers have one sub-block each")
     if arch.blocks.beside is not None:
         raise ConfigError(f"--quantised cannot be simulated for {arch.model_type}: its experts are beside an MLP")
     if wiring.name in DESYNC:

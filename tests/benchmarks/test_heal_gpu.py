@@ -15,7 +15,7 @@ PYTHON = """#!/bin/sh
 echo "$*" >> "$ASKED"
 case "$*" in
 *torch.cuda*) echo 2 ;;
-*"fcsd convert"*) mkdir -p "$5" "$5-original" ;;
+*studies.real.read_gguf*) mkdir -p "$4" ;;
 *"fcsd write"*)
     for text in own doc; do mkdir -p "$WORK/texts/$text"; echo {} > "$WORK/texts/$text/write.json"; done ;;
 *studies.real.heal*)

@@ -1,9 +1,6 @@
 """What inspect says, for every architecture, quantised, tied, multimodal, rewired, and as large as they come."""
 
 import json
-import subprocess
-import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +15,7 @@ from fcsd.checkpoint import INDEX, inspect_checkpoint, read_layout
 from fcsd.convert import convert_checkpoint
 from fcsd.errors import BadInputError
 from fcsd.models.archs import ARCHS
-from fcsd.models.build import load_model, wire
+from fcsd.models.build import load_model
 from fcsd.models.export_template import auto_map
 from fcsd.models.wiring import Wiring
 from fcsd.plan.model import MetaModel
@@ -39,7 +36,6 @@ SHAPES = {
     "ernie4_5_moe": (1, 3, 8, 2, 1),
     "exaone_moe": (1, 3, 8, 2, 1),
     "solar_open": (0, 4, 8, 2, 1),
-    "hunyuan_v1_moe": (0, 4, 8, 2, 1),
     "gpt_oss": (0, 4, 8, 2, 0),
     "deepseek_v32": (1, 3, 8, 2, 1),
     "deepseek_v2": (1, 3, 8, 2, 2),
@@ -56,14 +52,15 @@ SHAPES = {
     "laguna": (1, 3, 8, 2, 1),
     "lfm2_moe": (1, 3, 8, 2, 0),
     "kimi_linear": (1, 3, 8, 2, 1),
-    "axk1": (1, 3, 8, 2, 1),
     "phimoe": (0, 4, 8, 2, 0),
     "granitemoehybrid": (0, 4, 8, 2, 1),
     "jamba": (2, 2, 8, 2, 0),
-    "nemotron_h": (3, 1, 8, 2, 1),
     "glm_moe_dsa": (1, 3, 8, 2, 1),
-    **dict.fromkeys(("mistral4", "axk2", "glm4v_moe", "kimi_k25", "step3p7"), (1, 3, 8, 2, 1)),
-    **dict.fromkeys(("minimax_m3_vl_text", "minimax_m3_vl"), (1, 3, 8, 2, 1)),
+    **dict.fromkeys(
+        ("mistral4", "glm4v_moe", "kimi_k25"),
+        (1, 3, 8, 2, 1),
+    ),
+    **dict.fromkeys((), (1, 3, 8, 2, 1)),
     "gemma4_text": (0, 4, 8, 2, 0),
     "gemma4": (0, 4, 8, 2, 0),
 }
@@ -80,8 +77,7 @@ def test_every_architecture(arch, tmp_path):
     model.save_pretrained(tmp_path, max_shard_size="300KB")
     open_base(str(tmp_path))
     report = inspect_checkpoint(str(tmp_path))
-    assert not report.verified and replace(report, verified=True) == inspect_checkpoint(str(tmp_path), verify=True)
-    assert report.problems == [] and report.carried == []
+    assert report.verified and report.problems == [] and report.carried == []
     dense, moe, experts, per_token, shared = DENSE_SHAPE if ARCHS[arch].dense else SHAPES[arch]
     assert (report.layers, report.dense_layers, report.moe_layers) == (4, dense, moe)
     assert (report.experts, report.experts_per_token, report.shared_experts) == (experts, per_token, shared)
@@ -107,20 +103,7 @@ def test_projections_of_layers_that_read_the_keys_of_others_are_carried(arch: st
     save_file({**tensors, **more}, path, metadata={"format": "pt"})
     report = inspect_checkpoint(str(tmp_path))
     assert report.problems == [] and report.carried == sorted(more) and len(more) == 2
-    assert replace(report, verified=True) == inspect_checkpoint(str(tmp_path), verify=True)
     load_model(tmp_path)
-
-
-def test_a_number_for_each_layer(tmp_path: Path) -> None:
-    """As published configs of Hunyuan have them."""
-    model = tiny.model("hunyuan_v1_moe", moe_topk=[2, 2, 3, 2])
-    model.save_pretrained(tmp_path)
-    edit_config(tmp_path, moe_intermediate_size=[32] * 4)
-    report = inspect_checkpoint(str(tmp_path))
-    assert report.problems == [] and (report.experts, report.experts_per_token) == (8, 3)
-    edit_config(tmp_path, moe_intermediate_size=[32, 0, 32, 32])
-    with pytest.raises(BadInputError, match="moe_intermediate_size is 0, not a whole number from 1"):
-        inspect_checkpoint(str(tmp_path))
 
 
 def test_llama4_with_vision(tmp_path):
@@ -182,21 +165,6 @@ def test_the_key_of_the_original_config_counts(tmp_path):
         open_base(str(tmp_path))
 
 
-def test_letters_say_what_the_layers_are(tmp_path: Path) -> None:
-    """As in published files of Nemotron-H. transformers does not read the number of layers beside them."""
-    tiny.model("nemotron_h").save_pretrained(tmp_path / "base")
-    config = json.loads((tmp_path / "base" / "config.json").read_text())
-    config |= {"hybrid_override_pattern": "ME*-", "num_hidden_layers": 9}
-    del config["layers_block_type"]
-    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
-    report = inspect_checkpoint(str(tmp_path / "base"))
-    assert (report.layers, report.moe_layers) == (4, 1) and report.problems == [] and not report.verified
-    convert_checkpoint(tmp_path / "base", tmp_path / "out", layers="last:2")
-    with torch.no_grad():
-        logits = wire(load_model(tmp_path / "base"), Wiring("farskip", (2, 3)))(tiny.tokens()).logits
-        assert torch.equal(load_model(tmp_path / "out")(tiny.tokens()).logits, logits)
-
-
 @pytest.mark.parametrize("arch, layer", [("deepseek_v3", 61), ("glm4_moe", 46), ("glm4_moe_lite", 47)])
 def test_multi_token_prediction_is_carried(arch, layer, tmp_path):
     """What the base class declares as ignored stays in the files; one layer further it is unexpected."""
@@ -206,11 +174,10 @@ def test_multi_token_prediction_is_carried(arch, layer, tmp_path):
     sparse_checkpoint.write_header(tmp_path / "model.safetensors", {**tensors, extra: ("F32", (64, 128))})
     report = inspect_checkpoint(str(tmp_path))
     assert report.carried == [extra] and report.problems == []
-    assert replace(report, verified=True) == inspect_checkpoint(str(tmp_path), verify=True)
     assert f"1 tensors, kept as they are ({extra}" in report.to_text()
     extra = f"model.layers.{layer - 1}.eh_proj.weight"
     sparse_checkpoint.write_header(tmp_path / "model.safetensors", {**tensors, extra: ("F32", (64, 128))})
-    assert inspect_checkpoint(str(tmp_path), verify=True).problems == [f"1 unexpected ({extra})"]
+    assert inspect_checkpoint(str(tmp_path)).problems == [f"1 unexpected ({extra})"]
     with pytest.raises(BadInputError) as caught:
         open_base(str(tmp_path))
     assert caught.value.hint == f"They predict further tokens, which fcsd does not carry for {arch}: remove them."
@@ -223,7 +190,6 @@ def test_multi_token_prediction_is_carried(arch, layer, tmp_path):
         ("mimo_v2_flash", "model.mtp.layers.0.eh_proj.weight"),
         ("ernie4_5_moe", "model.mtp_block.0.eh_proj.weight"),
         ("mellum", "mtp.fc.weight"),
-        ("nemotron_h", "mtp.layers.0.eh_proj.weight"),
     ],
 )
 def test_modules_that_predict_further_tokens_are_carried(arch: str, extra: str, tmp_path: Path) -> None:
@@ -232,7 +198,6 @@ def test_modules_that_predict_further_tokens_are_carried(arch: str, extra: str, 
     sparse_checkpoint.write_header(tmp_path / "model.safetensors", {**tensors, extra: ("F32", (64, 128))})
     report = inspect_checkpoint(str(tmp_path))
     assert report.carried == [extra] and report.problems == []
-    assert replace(report, verified=True) == inspect_checkpoint(str(tmp_path), verify=True)
 
 
 @pytest.mark.parametrize(
@@ -412,26 +377,6 @@ def test_json_is_stable_and_text_is_short(tmp_path):
         assert (f"published as  Mixtral, here {name}\n" in report.to_text()) == hub_id
 
 
-def test_inspecting_imports_no_torch(tmp_path):
-    """Neither for an original nor for a converted model; so `fcsd inspect` answers at once."""
-    tiny.model("deepseek_v2").save_pretrained(tmp_path / "original")
-    tiny.model("deepseek_v2").save_pretrained(tmp_path / "converted")
-    edit_config(
-        tmp_path / "converted",
-        model_type="fcsd_deepseek_v2",
-        architectures=["FcsdDeepseekV2ForCausalLM"],
-        fcsd=Wiring("farskip", (1, 2, 3)).to_block(),
-    )
-    program = (
-        "import sys; from fcsd.checkpoint import inspect_checkpoint\n"
-        "for path in sys.argv[1:]: assert inspect_checkpoint(path).layers == 4\n"
-        "print({'torch', 'transformers', 'huggingface_hub'} & set(sys.modules))"
-    )
-    command = [sys.executable, "-c", program, *map(str, sorted(tmp_path.iterdir()))]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert run.stdout.strip() == "set()"
-
-
 def test_a_missing_and_a_damaged_tokenizer_are_named(tmp_path):
     tiny.model("llama").save_pretrained(tmp_path)
     found = inspect_checkpoint(str(tmp_path))
@@ -481,10 +426,9 @@ def qwen3_vl_2b():
 
 def test_qwen3_vl_of_full_size(tmp_path):
     folder = sparse_checkpoint.write(tmp_path / "model", qwen3_vl_2b(), "Qwen3VLForConditionalGeneration", shards=2)
-    for verify in (False, True):
-        report = inspect_checkpoint(str(folder), verify=verify)
-        assert report.problems == [] and (report.layers, report.moe_layers) == (28, 0)
-        assert 2.0e9 < report.parameters < 2.3e9
+    report = inspect_checkpoint(str(folder))
+    assert report.problems == [] and (report.layers, report.moe_layers) == (28, 0)
+    assert 2.0e9 < report.parameters < 2.3e9
     numbers = MetaModel(str(folder)).numbers
     assert 1.6e9 < numbers.total < 1.8e9 and len(numbers.layers) == 28, "the decoder alone"
 
@@ -499,14 +443,13 @@ def test_qwen3_5_of_full_size(tmp_path):
     sparse_checkpoint.write_header(folder / "mtp.safetensors", {"mtp.fc.weight": ("BF16", (2048, 4096))})
     index["weight_map"]["mtp.fc.weight"] = "mtp.safetensors"
     (folder / INDEX).write_text(json.dumps(index))
-    for verify in (False, True):
-        report = inspect_checkpoint(str(folder), verify=verify)
-        assert report.problems == [] and report.carried == ["mtp.fc.weight"]
-        assert (report.layers, report.moe_layers, report.experts, report.experts_per_token) == (8, 8, 256, 8)
-        assert report.wirings == ["standard", "farskip", "ladder", "parallel"]
+    report = inspect_checkpoint(str(folder))
+    assert report.problems == [] and report.carried == ["mtp.fc.weight"]
+    assert (report.layers, report.moe_layers, report.experts, report.experts_per_token) == (8, 8, 256, 8)
+    assert report.wirings == ["standard", "farskip", "ladder", "parallel"]
     numbers = MetaModel(str(folder)).numbers
     assert numbers.attention == 16 * 512 // 4, "one layer of four has softmax attention"
     edit = {name: file for name, file in index["weight_map"].items() if "layers.2.linear_attn.conv1d" not in name}
     (folder / INDEX).write_text(json.dumps({**index, "weight_map": edit}))
-    (problem,) = inspect_checkpoint(str(folder), verify=True).problems
+    (problem,) = inspect_checkpoint(str(folder)).problems
     assert "layers.2.linear_attn.conv1d.weight" in problem

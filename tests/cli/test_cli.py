@@ -164,11 +164,9 @@ def test_help_has_examples_and_exit_codes() -> None:
 def test_inspect(library) -> None:
     fake = library("fcsd.checkpoint", "inspect_checkpoint", Shown())
     assert run("inspect", "some/model").stdout == "a 1\n"
-    fake.assert_called_with("some/model", verify=False, trust_remote_code=False)
+    fake.assert_called_with("some/model", trust_remote_code=False)
     assert json.loads(run("inspect", "some/model", "--json", "--trust-remote-code").stdout) == {"a": 1}
-    fake.assert_called_with("some/model", verify=False, trust_remote_code=True)
-    run("inspect", "some/model", "--verify")
-    fake.assert_called_with("some/model", verify=True, trust_remote_code=False)
+    fake.assert_called_with("some/model", trust_remote_code=True)
 
 
 def test_convert(library) -> None:

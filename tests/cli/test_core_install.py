@@ -45,7 +45,7 @@ REFUSED = {
     "bench links --out links.json": ("fcsd bench links needs scipy:", TRAIN),
 }
 CORE = {
-    "inspect": "inspect teacher --verify --json",
+    "inspect": "inspect teacher --json",
     "convert": "convert teacher converted --wiring farskip --layers all --json",
     "plan": "plan tiny --set model=converted --gpu-mem 80 --json",
     "export": "export converted exported --json",

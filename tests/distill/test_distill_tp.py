@@ -26,8 +26,8 @@ HIDDEN = {"objective__hidden": {"weight": 0.1, "layers": "all"}}
 @pytest.fixture(scope="module")
 def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same for a family whose row-parallel products have biases, which the first rank alone trains."""
-    folder = tmp_path_factory.mktemp("starcoder2")
-    runs.write_models(folder, "starcoder2", use_bias=True)
+    folder = tmp_path_factory.mktemp("biased")
+    runs.write_models(folder, "llama", attention_bias=True, mlp_bias=True)
     return folder
 
 

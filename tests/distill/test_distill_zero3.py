@@ -75,7 +75,7 @@ CASES: dict[str, tuple[int | None, dict[str, Any], dict[str, Any]]] = {
 }
 UNTIED = ("recomputed", "frozen")  # the others train a model whose head is its embeddings
 # Families whose parts read weights of others, whose files cut a weight, or with a tower beside the decoder.
-PECULIAR = ("olmo_hybrid", "lfm2", "apertus", "gemma3")
+PECULIAR = ("lfm2", "gemma3")
 DENSE = sorted(name for name in ARCHS if name in tiny.CONFIGS and not experts_of(tiny.config(name)))
 
 

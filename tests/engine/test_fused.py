@@ -24,8 +24,7 @@ from fcsd.parallel.tensor.tp_plan import TensorGroup
 
 # One has experts with biases, one experts whose inputs are weighted, one an activation that is no module, two have
 # experts beside the MLP, one experts without a gate, and the others limit what experts multiply.
-OTHER_EXPERTS = {"gpt_oss", "llama4_text", "lfm2_moe", "gemma4_text", "gemma4", "nemotron_h", "step3p7"}
-OTHER_EXPERTS |= {"minimax_m3_vl_text", "minimax_m3_vl"}
+OTHER_EXPERTS = {"gpt_oss", "llama4_text", "lfm2_moe", "gemma4_text", "gemma4"}
 
 
 def parts(model: Any, kind: type) -> int:

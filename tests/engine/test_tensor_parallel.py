@@ -82,7 +82,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     own = {
         "llama": {"attention_bias": True, "mlp_bias": True},
         "gpt_oss": {"attention_bias": True},
-        "starcoder2": {"use_bias": True},
         "ernie4_5_moe": {"use_bias": True},
         "laguna": {"num_attention_heads_per_layer": [4, 8, 4, 8]},
     }

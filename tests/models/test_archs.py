@@ -14,7 +14,6 @@ from fcsd.models.installed import cache_keyword
 
 # The only other files of the package with a row's ``model_type`` in quotes, and why.
 NAMED_ELSEWHERE = {
-    "checkpoint/gguf.py": "the architecture as llama.cpp names it, whose translation is proven",
     "models/products.py": "the names under which people know the families, for messages",
 }
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,8 +13,7 @@ from fcsd.cli.main import app
 from fcsd.errors import BadInputError
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import arch_of
-from fcsd.models.products import PRODUCTS, product_hint, supported
-from fcsd.models.refused import refused
+from fcsd.models.products import PRODUCTS, nearest, product_hint, supported
 
 NAMES = {
     "moonshotai/Kimi-K2-Instruct-0905": "kimi_k2",
@@ -143,42 +141,27 @@ def test_an_unsupported_type_is_named_with_its_family_and_the_supported_ones(tmp
 
 
 @pytest.mark.parametrize(
-    ("model_type", "ends"),
+    ("model_type", "architecture", "near"),
     [
-        ("kimi_k2", "is not supported; nearest is deepseek_v3"),
-        ("bailing_hybrid", "; nearest is kimi_linear, but it was trained with limits of what experts compute"),
-        ("deepseek_v4", "but its layers pass on several streams, see docs/hyper_connections.md"),
-        ("gptj", "; nearest is llama, but its attention and its MLP read one stream"),
-        ("qwen4_moe", "knows no such type of language models, and the supported one with the closest name is qwen"),
-        ("roberta", "'roberta' is not supported: it is an encoder, or its decoder attends to"),
-        ("llava", "; nearest is llama, but the wrapper was not tried: nothing has shown yet"),
-        ("t5", "'t5' is not supported: it is an encoder, or"),
-        ("other", "'other' is not supported: fcsd knows no such type of language models"),
+        ("deepseek_v4", None, "deepseek_v"),
+        ("qwen4_moe", None, "qwen"),
+        ("zz_new", "Qwen3MoeForCausalLM", "qwen3_moe"),
     ],
 )
-def test_the_nearest_family_and_what_is_missing_are_named(model_type: str, ends: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+def test_the_supported_type_with_the_closest_name_is_named(
+    model_type: str, architecture: str | None, near: str, tmp_path: Path
+) -> None:
+    config = {"model_type": model_type} | ({"architectures": [architecture]} if architecture else {})
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(BadInputError) as read:
         read_config(tmp_path)
     with pytest.raises(BadInputError) as built:
-        arch_of(SimpleNamespace(model_type=model_type))  # pyright: ignore[reportArgumentType]
-    assert ends in str(read.value) and ends in str(built.value)
+        arch_of(SimpleNamespace(**{"architectures": None, **config}))  # pyright: ignore[reportArgumentType]
+    assert f"closest name is {near}" in str(read.value) and f"closest name is {near}" in str(built.value)
 
 
-NEW = pytest.mark.skipif(not version("transformers").startswith(("5.23.", "5.24.")), reason="the table has their types")
-
-
-@NEW
-def test_the_nearest_family_is_a_supported_one() -> None:
-    assert {near for near, _ in refused().values()} - {""} <= ARCHS.keys()
-
-
-@NEW
-def test_every_type_of_transformers_is_supported_or_refused_with_the_reason() -> None:
-    from transformers.models.auto import modeling_auto as auto
-
-    tables = (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
-    assert {name for table in tables for name in table} <= ARCHS.keys() | refused().keys()
+def test_a_type_that_is_close_to_none_is_refused_without_one() -> None:
+    assert nearest("bert-generation-xyz", ["Nothing"]) == ""
 
 
 def test_the_walkthrough_lists_the_table(repo: Path) -> None:

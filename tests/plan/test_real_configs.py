@@ -27,9 +27,9 @@ SIZES = {
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": (109, 17),
 }
 REFUSED = {
-    "moonshotai/Kimi-K2-Instruct": "nearest is deepseek_v3, and with that as its model_type in config.json it is",
+    "moonshotai/Kimi-K2-Instruct": "Kimi-K2; its layers are those of deepseek_v3",
     "moonshotai/Kimi-K2.5": "the language model alone is quantised",
-    "deepseek-ai/DeepSeek-V4-Flash": "nearest is deepseek_v3, but its layers pass on several streams",
+    "deepseek-ai/DeepSeek-V4-Flash": "the supported type with the closest name is deepseek_v3",
 }
 
 

@@ -68,8 +68,8 @@ def test_a_block_that_does_not_belong_is_refused():
 
 
 def test_a_family_that_vllm_does_not_have_is_refused_by_name():
-    raw = {"model_type": "fcsd_smollm3", "fcsd": Wiring("ladder", (1,)).to_block()}
-    with pytest.raises(BadInputError, match=r"^x: the vLLM plugin cannot serve smollm3: vLLM has no class of its own"):
+    raw = {"model_type": "fcsd_dots1", "fcsd": Wiring("ladder", (1,)).to_block()}
+    with pytest.raises(BadInputError, match=r"^x: the vLLM plugin cannot serve dots1: vLLM has no class of its own"):
         base_config(raw, "x")
 
 

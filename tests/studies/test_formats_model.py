@@ -33,7 +33,7 @@ def _logits(model: Any, simulated: SimulatedCommunication | None = None) -> Tens
         return model(tiny.tokens()).logits
 
 
-REFUSED = {arch for arch in tiny.CONFIGS if arch == "gpt_oss" or ARCHS[arch].blocks.beside or ARCHS[arch].blocks.alone}
+REFUSED = {arch for arch in tiny.CONFIGS if arch == "gpt_oss" or ARCHS[arch].blocks.beside}
 
 
 @pytest.mark.parametrize("arch", [arch for arch in tiny.CONFIGS if arch not in REFUSED])
@@ -170,7 +170,6 @@ def test_what_cannot_be_simulated_is_refused() -> None:
     rounding = rounding_of(CODES)
     refusals = [
         ("gpt_oss", SimulatedCommunication(dispatch=rounding), "gpt_oss: its experts have biases"),
-        ("nemotron_h", SimulatedCommunication(dispatch=rounding), "nemotron_h: its layers have one sub-block each"),
         ("llama", SimulatedCommunication(combine=rounding), "need routed experts, which llama does not have"),
         (
             "llama",

@@ -12,10 +12,10 @@ from fcsd.errors import ConfigError, unknown_value
 from fcsd.models.build import (
     arch_of,
     causal_lm_class,
-    check_desync,
     experts_of,
     key_value_heads,
     register_configs,
+    require_desync,
     wiring_of,
 )
 from fcsd.models.wiring_block import DESYNC, NAMES, Wiring
@@ -177,7 +177,7 @@ def wiring_for(name: str, config: PretrainedConfig, degree: int) -> Wiring:
         return wiring_of(config)
     layers = () if name == STANDARD else tuple(range(config.get_text_config().num_hidden_layers))
     wiring = Wiring(name, layers, tp_degree=degree if name in DESYNC else 1)
-    check_desync(config, wiring)
+    require_desync(config, wiring)
     return wiring
 
 

@@ -104,8 +104,8 @@ def final_hidden(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
     else:
         inside = {"attention_mask": None if arch_of(model.config).packs else _document_masks(decoder, ids, positions)}
     arch = arch_of(model.config)
-    if arch.blocks.linear is not None or arch.apart is not None:
-        stay_inside_documents(decoder_layers(model), None if arch.keeps_documents else arch.blocks, arch.apart)
+    if arch.blocks.linear is not None:
+        stay_inside_documents(decoder_layers(model), None if arch.keeps_documents else arch.blocks)
         inside["documents"] = documents_of(batch["borders"], ids.numel())
     hidden = decoder(input_ids=ids, position_ids=positions, use_cache=False, **inside).last_hidden_state
     factor = logits_factor(model.config)

@@ -157,11 +157,9 @@ def _linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, str, str, bool
     blocks = arch_of(model.config).blocks
     paths = {module: path for path, module in model.named_modules()}
     for layer in decoder_layers(model):
-        mlp, (has_attn, has_mlp) = mlp_of(blocks, layer), blocks.halves(layer)
-        inside: list[tuple[str, Any]] = [("attention", mixer(blocks, layer))] if has_attn else []
-        if not has_mlp:
-            pass
-        elif not any(name == "experts" for name, _ in mlp.named_children()):
+        mlp = mlp_of(blocks, layer)
+        inside: list[tuple[str, Any]] = [("attention", mixer(blocks, layer))]
+        if not any(name == "experts" for name, _ in mlp.named_children()):
             inside.append(("mlp", mlp))
         elif (shared := shared_of(blocks, layer)) is not None:
             inside.append(("shared_experts", shared))

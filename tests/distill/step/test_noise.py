@@ -22,7 +22,7 @@ def noisy(arch: str) -> nn.Module:
     return tiny.model(arch, attn_implementation="eager", **changes).train()
 
 
-NO_NOISE = ("ernie4_5", "lfm2", "diffllama")
+NO_NOISE = ("ernie4_5", "lfm2")
 
 
 @pytest.mark.parametrize("arch", [arch for arch in tiny.CONFIGS if not arch.startswith(NO_NOISE)])

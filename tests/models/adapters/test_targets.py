@@ -26,7 +26,6 @@ def kinds(paths: tuple[str, ...]) -> set[str]:
         ("deepseek_v32", "mlp.shared_experts.up_proj self_attn.kv_b_proj self_attn.q_a_proj mlp.down_proj"),
         ("granitemoehybrid", "shared_mlp.input_linear shared_mlp.output_linear self_attn.q_proj"),
         ("gemma4_text", "mlp.gate_proj self_attn.o_proj"),
-        ("nemotron_h", "mixer.in_proj mixer.q_proj mixer.shared_experts.up_proj mixer.down_proj"),
         ("qwen3_next", "linear_attn.in_proj_qkvz linear_attn.out_proj self_attn.o_proj mlp.shared_expert.up_proj"),
     ],
 )

@@ -34,7 +34,7 @@ def test_a_model_with_fused_mlps_computes_the_same_and_becomes_itself_again(arch
         assert any(isinstance(module, FusedMLP) for module in model.modules()) == (len(gated) > 0)
     if DEVICE == "cpu":
         for fused, own in zip(run(model, LENGTH), expected, strict=True):
-            # A decay may have almost no gradient, and terms of those of diffllama's λ cancel.
+            # A decay may have almost no gradient.
             assert (fused - own).norm() <= 1e-5 * own.norm() + 1e-7
     wire(model.to("cpu"), unwired())
     assert [type(module) for module in model.modules()] == classes

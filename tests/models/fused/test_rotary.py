@@ -18,8 +18,8 @@ from fcsd.models.fused.latent import FusedLatentAttention
 from fcsd.models.fused.rotary import FusedRotary, fuse_rotary
 from fcsd.models.wiring import is_linear, mixer
 
-LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "minicpm3", "axk1", "kimi_k25"}
-CHOOSES = {"deepseek_v32", "glm_moe_dsa", "axk2", "minimax_m3_vl_text", "minimax_m3_vl"}  # which keys it reads
+LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "kimi_k25"}
+CHOOSES = {"deepseek_v32", "glm_moe_dsa"}  # which keys it reads
 SCALES = {"mistral4"}  # latent queries by their positions; the function that rotates halves is not called
 LENGTH = 2  # the interpreter runs one program after the other for each token; the second one is rotated
 

@@ -42,7 +42,9 @@ EVERY = [
 ]
 DENSE = [arch for arch in tiny.CONFIGS if ARCHS[arch].dense and ARCHS[arch].no_tp is None]
 # Biases inside and after the products, norms of each head, norms on arrival, and norms over all heads.
-BIASES = {"llama": {"attention_bias": True, "mlp_bias": True}, "starcoder2": {"use_bias": True}}
+BIASES = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+}
 CLOSE = 2e-5  # of the largest element of a tensor, in fp32
 
 

@@ -1,27 +1,25 @@
 """Writes the model of a GGUF file as a Hugging Face checkpoint, whose conversions and healing need bf16 weights.
 
+Usage: python -m studies.real.read_gguf FILE.gguf OUT
+
 transformers reads the config, the tokenizer and the dequantised tensors. What it passes over without a word is refused
 here: scaled rotary embeddings, experts, files in several parts, and keys of the format that nobody has proven. What
 some of its versions misread of a tokenizer is set to what the file says, or refused.
 """
 
-import logging
-import os
 import shutil
-from collections.abc import Callable
+import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fcsd.checkpoint.config_json import CheckpointConfig
+import gguf
+
 from fcsd.checkpoint.staging import check_out, staged
 from fcsd.checkpoint.tokenizer import load_tokenizer, tokens_before
 from fcsd.disk import write_text
 from fcsd.errors import BadInputError, ConfigError, DiskError
-from fcsd.extras import require_extra
 from fcsd.foreign_errors import reason_of
-
-log = logging.getLogger(__name__)
 
 _DAMAGED = "If the file is damaged or not complete, download it again."
 _OTHER = "Pass the safetensors checkpoint that it was made from."
@@ -38,12 +36,7 @@ _COMMON = (
 _PROVEN = {"llama": (*_COMMON, "rope.dimension_count"), "gemma3": (*_COMMON, "attention.sliding_window")}
 
 
-def is_gguf(model: str | Path) -> bool:
-    """Whether a command was given a GGUF file."""
-    return str(model).endswith(".gguf")
-
-
-def unpack_gguf(file: Path, out: Path, accept: Callable[[CheckpointConfig], object] = lambda _: None) -> None:
+def unpack_gguf(file: Path, out: Path) -> None:
     """Write the model of a GGUF file as a directory of bf16 weights, with its config and its tokenizer.
 
     Quantised values are dequantised, and rounded to bf16.
@@ -51,23 +44,20 @@ def unpack_gguf(file: Path, out: Path, accept: Callable[[CheckpointConfig], obje
     Args:
         file: one whole GGUF file of one of llama.cpp's architectures ``llama`` and ``gemma3``.
         out: the directory to write; it must be empty or not exist.
-        accept: is called with the model's config before any weight is read, and raises what speaks against it.
 
     Raises:
         BadInputError: the file is missing, damaged, in several parts, of a quantisation that the package ``gguf``
             cannot undo, of an architecture, with keys or with a vocabulary that are not proven, or transformers
             misreads its tokenizer.
-        ConfigError: ``out`` is not empty, or the package ``gguf`` is missing.
+        ConfigError: ``out`` is not empty.
         DiskError: the weights would not fit.
     """
-    require_extra("gguf", f"{file.name}:", "gguf")
     if not file.is_file():
         raise BadInputError(f"{file}: there is no such file")
     check_out(out, [file], force=False)
     fields, sizes = _read_header(file)
     names = list(sizes)
     _check(file, fields, names)
-    accept(_config(file))
     from rich.filesize import decimal
 
     above = next(path for path in out.absolute().parents if path.exists())
@@ -116,8 +106,6 @@ def unpack_gguf(file: Path, out: Path, accept: Callable[[CheckpointConfig], obje
 
 def _read_header(file: Path) -> tuple[dict[str, Any], dict[str, int]]:
     """The short values of a file's header by key, and how many values each of its tensors has, by name."""
-    import gguf
-
     try:
         reader = gguf.GGUFReader(file)
         short = {key: field for key, field in reader.fields.items() if field.types[:1] != [gguf.GGUFValueType.ARRAY]}
@@ -133,18 +121,6 @@ def _read_header(file: Path) -> tuple[dict[str, Any], dict[str, int]]:
         if "GGMLQuantizationType" in str(error):
             raise BadInputError(f"{file}: the package gguf does not know a quantisation: {error}", _NEWER) from error
         raise BadInputError(f"{file}: this GGUF file cannot be read: {reason_of(error)}", _DAMAGED) from error
-
-
-def _config(file: Path) -> CheckpointConfig:
-    """The config that transformers makes of a file's header."""
-    from transformers import AutoConfig
-
-    try:
-        found = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-    except Exception as error:  # the parser of transformers raises errors of every class
-        raise BadInputError(f"{file}: transformers cannot read this GGUF file: {reason_of(error)}", _DAMAGED) from error
-    raw = found.to_dict()
-    return CheckpointConfig(raw, raw["model_type"], raw, None, None)
 
 
 def _check(file: Path, fields: dict[str, Any], names: list[str]) -> None:
@@ -240,20 +216,10 @@ def _card(file: Path, fields: dict[str, Any]) -> str:
     return f"{head}# {name}\n\nThe weights of `{file.name}`, dequantised to bf16 by fcsd.\n"
 
 
-def unpack_beside(file: Path, out: Path, *, dry_run: bool, accept: Callable[[CheckpointConfig], object]) -> Path:
-    """Write the model of a GGUF file beside ``out``, and return that directory; see :func:`unpack_gguf`.
-
-    It is the original and the teacher of the conversion ``out``.
-
-    Raises:
-        ConfigError: it exists, or nothing may be written.
-    """
-    original = out.with_name(f"{out.name}-original")
-    if dry_run:
-        hint = f"Convert without it, which writes {original}; then fcsd convert {original} OUT --dry-run."
-        raise ConfigError("--dry-run cannot read a GGUF file, because its weights must be written first", hint)
-    if os.path.lexists(original):
-        raise ConfigError(f"{original}: exists", f"If it is the model of this file: fcsd convert {original} {out}")
-    unpack_gguf(file, original, accept)
-    log.info("%s: dequantised to bf16 in %s", file.name, original)
-    return original
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("Usage: python -m studies.real.read_gguf FILE.gguf OUT")
+    try:
+        unpack_gguf(Path(sys.argv[1]), Path(sys.argv[2]))
+    except (BadInputError, ConfigError, DiskError) as error:
+        sys.exit(f"{error}. {error.hint or ''}")

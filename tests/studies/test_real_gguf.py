@@ -12,15 +12,13 @@ import tiny
 import torch
 from rich.filesize import decimal
 from safetensors.torch import load_file
+from studies.real import read_gguf
+from studies.real.read_gguf import unpack_gguf
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
-from fcsd.checkpoint import gguf as checkpoint_gguf
-from fcsd.checkpoint.gguf import unpack_gguf
-from fcsd.cli.main import app
+from fcsd.checkpoint.kind import gguf_lines
 from fcsd.convert import convert_checkpoint
-from fcsd.distill import layer_costs
 from fcsd.errors import BadInputError, ConfigError, DiskError
 
 NAMES = {
@@ -153,9 +151,8 @@ def test_a_conversion_has_the_weights_of_the_file(tmp_path: Path, arch: str, qua
     expected = write(tmp_path / "m.gguf", arch=arch, quantised=quantised)
     model_type, changes, _ = MODELS[arch]
     before = (tmp_path / "m.gguf").read_bytes()
-    report = convert_checkpoint(tmp_path / "m.gguf", tmp_path / "out", wiring="ladder")
-    original = tmp_path / "out-original"
-    assert report.model == str(original) and report.parity == changes.get("num_hidden_layers", 4)
+    original = tmp_path / "original"
+    unpack_gguf(tmp_path / "m.gguf", original)
     found = load_file(original / "model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], weight.bfloat16()) for name, weight in expected.items())
@@ -184,8 +181,8 @@ def test_words_of_a_file_are_merged_by_their_scores_and_the_users_words_come_fir
     assert found == [[*pieces, *words].index(word) for word in told]
     assert tokenizer.decode(found, skip_special_tokens=True) == "the the  abc\n\n\u00e9"
 
-    load, whole = checkpoint_gguf._load, tokenizer.backend_tokenizer.to_str()
-    fields, _ = checkpoint_gguf._read_header(tmp_path / "m.gguf")
+    load, whole = read_gguf._load, tokenizer.backend_tokenizer.to_str()
+    fields, _ = read_gguf._read_header(tmp_path / "m.gguf")
 
     def misread(part: str, key: str, value: Any) -> Tokenizer:
         state = json.loads(whole)
@@ -199,7 +196,7 @@ def test_words_of_a_file_are_merged_by_their_scores_and_the_users_words_come_fir
     ):
         tokenizer._tokenizer = misread(part, key, value)
         with pytest.raises(BadInputError, match=reason) as caught:
-            checkpoint_gguf._require_read(tmp_path / "m.gguf", fields, tokenizer)
+            read_gguf._require_read(tmp_path / "m.gguf", fields, tokenizer)
         assert "Use transformers 5.23 or newer" in str(caught.value.hint)
 
     def loaded(file: Path) -> tuple[Any, Any]:
@@ -208,7 +205,7 @@ def test_words_of_a_file_are_merged_by_their_scores_and_the_users_words_come_fir
         tokenizer.eos_token = "<bos>"
         return model, tokenizer
 
-    monkeypatch.setattr(checkpoint_gguf, "_load", loaded)
+    monkeypatch.setattr(read_gguf, "_load", loaded)
     merges = json.loads(whole)["model"]["merges"]
     unpack_gguf(tmp_path / "m.gguf", tmp_path / "mended")
     assert AutoTokenizer.from_pretrained(tmp_path / "mended").eos_token == "<eos>"
@@ -225,16 +222,6 @@ def test_each_digit_of_smollm_is_a_word(tmp_path: Path) -> None:
     found = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("ab  12 a")
     assert [piece for piece, _ in found] == ["ab", "\u0120\u0120", "1", "2", "\u0120a"]
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
-
-
-def test_the_layers_of_a_file_are_chosen_by_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "m.gguf", arch="gemma3")
-    monkeypatch.setattr(layer_costs, "TOKENS", 32)
-    chosen = ["convert", str(tmp_path / "m.gguf"), str(tmp_path / "out"), "--wiring", "ladder", "--layers", "auto:2"]
-    done = CliRunner().invoke(app, [*chosen, "--json"])
-    assert done.exit_code == 0, done.stderr
-    assert len(json.loads(done.stdout)["wiring"]["layers"]) == 2
-    assert json.loads(done.stdout)["model"] == str(tmp_path / "out-original")
 
 
 @pytest.mark.parametrize(
@@ -295,17 +282,11 @@ def test_a_scale_of_queries_that_the_file_does_not_say_is_refused(
 
 def test_what_does_not_fit_is_refused_before_a_weight_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = sum(weight.numel() for weight in write(tmp_path / "m.gguf").values())
-    monkeypatch.setattr("fcsd.checkpoint.gguf._load", lambda file: pytest.fail("weights were read"))
-    for wrong, reason in (
-        ({"wiring": "lader"}, "no wiring 'lader'"),
-        ({"layers": "2-9"}, "the choice needs 10 layers"),
-    ):
-        with pytest.raises(ConfigError, match=reason):
-            convert_checkpoint(tmp_path / "m.gguf", tmp_path / "out", **wrong)
+    monkeypatch.setattr("studies.real.read_gguf._load", lambda file: pytest.fail("weights were read"))
     disk = SimpleNamespace(free=2 * values - 1)
-    monkeypatch.setattr("fcsd.checkpoint.gguf.shutil.disk_usage", lambda path: disk)
+    monkeypatch.setattr("studies.real.read_gguf.shutil.disk_usage", lambda path: disk)
     with pytest.raises(DiskError, match=f"{decimal(2 * values)} of bf16 weights do not fit"):
-        convert_checkpoint(tmp_path / "m.gguf", tmp_path / "new" / "out")
+        unpack_gguf(tmp_path / "m.gguf", tmp_path / "new" / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
 
 
@@ -316,19 +297,30 @@ def test_weights_that_are_not_finite_are_refused_and_nothing_is_written(tmp_path
         file.seek(norm.data_offset)
         file.write(struct.pack("<f", float("nan")))
     with pytest.raises(BadInputError, match=r"model.layers.1.input_layernorm.weight has values that are not finite"):
-        convert_checkpoint(tmp_path / "m.gguf", tmp_path / "out")
+        unpack_gguf(tmp_path / "m.gguf", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
 
 
 def test_damaged_files_and_existing_directories_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match="there is no such file"):
-        convert_checkpoint(tmp_path / "none.gguf", tmp_path / "out")
+        unpack_gguf(tmp_path / "none.gguf", tmp_path / "out")
     (tmp_path / "text.gguf").write_text("a text, which is not such a file")
     with pytest.raises(BadInputError, match="cannot be read"):
-        convert_checkpoint(tmp_path / "text.gguf", tmp_path / "out")
-    with pytest.raises(ConfigError, match="--dry-run cannot read a GGUF file"):
-        convert_checkpoint(tmp_path / "text.gguf", tmp_path / "out", dry_run=True)
-    (tmp_path / "out-original").mkdir()
-    with pytest.raises(ConfigError, match="out-original: exists") as caught:
-        convert_checkpoint(tmp_path / "text.gguf", tmp_path / "out")
-    assert f"fcsd convert {tmp_path / 'out-original'} {tmp_path / 'out'}" in str(caught.value.hint)
+        unpack_gguf(tmp_path / "text.gguf", tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "file").touch()
+    with pytest.raises(ConfigError):
+        unpack_gguf(tmp_path / "text.gguf", tmp_path / "out")
+
+
+def test_the_lines_that_fcsd_prints_make_a_checkpoint_that_it_converts(tmp_path: Path) -> None:
+    expected = write(tmp_path / "m.gguf", quantised=gguf.GGMLQuantizationType.Q8_0)
+    with pytest.raises(BadInputError, match="is a GGUF model") as caught:
+        convert_checkpoint(tmp_path / "m.gguf", tmp_path / "out")
+    lines = gguf_lines(tmp_path / "m.gguf", str(tmp_path / "saved"))
+    printed = gguf_lines(tmp_path / "m.gguf", "OUT")
+    assert all(line in str(caught.value.hint) for line in printed)
+    exec("\n".join(lines), {})
+    found = load_file(tmp_path / "saved/model.safetensors")
+    assert all(torch.equal(found[name], weight.bfloat16()) for name, weight in expected.items())
+    assert convert_checkpoint(tmp_path / "saved", tmp_path / "out", wiring="ladder").parity == 4
