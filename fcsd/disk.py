@@ -1,10 +1,12 @@
 """Files that appear as a whole and are on disk when a call returns, and the SHA-256 of files, bytes and JSON."""
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import re
+import shutil
 import stat
 import tempfile
 import uuid
@@ -16,6 +18,7 @@ from typing import Any, TextIO
 
 from fcsd.errors import ConfigError, DiskError
 
+_SCRATCH = ".fcsd-unfinished"  # the file that marks a directory as ours to delete
 _ELSEWHERE = "Choose another directory, or change who may write there."
 
 
@@ -209,6 +212,40 @@ def left_over(folder: Path, before: str, *, directories: bool) -> list[Path]:
     kind = stat.S_ISDIR if directories else stat.S_ISREG
     entries = folder.iterdir() if folder.is_dir() else ()
     return [path for path in entries if name.fullmatch(path.name) and kind(path.lstat().st_mode)]
+
+
+@contextmanager
+def scratch(place: Path, name: str) -> Iterator[Path]:
+    """A new directory in ``place``, for what is too large for the system's own, that is deleted after the block.
+
+    What killed processes left under this name is deleted first. A process that still runs holds a lock on its own.
+
+    Args:
+        name: how the directory's name begins; it ends in 8 hexadecimal digits.
+    """
+    for path in left_over(place, re.escape(name), directories=True):
+        if (path / _SCRATCH).is_file():  # otherwise it is not ours, whatever its name
+            with suppress(OSError), _locked(path):  # in use, gone meanwhile, or another user's
+                shutil.rmtree(path)
+    folder = place / f"{name}{uuid.uuid4().hex[:8]}"
+    folder.mkdir()
+    with _locked(folder):
+        try:
+            (folder / _SCRATCH).touch()
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Locks a directory, at the latest until this process ends; a BlockingIOError if another process holds the lock."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def sync(path: Path) -> None:

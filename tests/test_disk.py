@@ -2,10 +2,12 @@
 
 import errno
 import os
+import signal
 import stat
 from pathlib import Path
 
 import pytest
+import ranks
 from matplotlib.figure import Figure
 
 from fcsd import disk
@@ -127,3 +129,25 @@ def test_sums(tmp_path: Path) -> None:
     (tmp_path / "abc").write_bytes(b"abc")
     assert disk.bytes_sha256(b"abc") == disk.file_sha256(tmp_path / "abc") == abc
     assert disk.json_sha256({"a": 1, "b": 2}) == disk.json_sha256({"b": 2, "a": 1}) != disk.json_sha256([1, 2])
+
+
+def killed_within(place: Path) -> None:
+    with disk.scratch(place, "work-") as folder:
+        (folder / "model").write_text("half")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_scratch_directory_goes_with_its_block_or_when_the_next_one_begins(tmp_path: Path) -> None:
+    (tmp_path / "work-0123abcd").mkdir()  # not ours, whatever its name
+    assert ranks.exit_code(killed_within, tmp_path) == -signal.SIGKILL
+    (killed,) = set(tmp_path.iterdir()) - {tmp_path / "work-0123abcd"}
+    assert (killed / "model").read_text() == "half"
+    with disk.scratch(tmp_path, "other-"):
+        assert killed.is_dir()
+    with disk.scratch(tmp_path, "work-") as first:
+        assert first.is_dir() and not killed.exists()
+        with disk.scratch(tmp_path, "work-") as second:
+            assert first.is_dir() and second != first, "one in use stays"
+    with pytest.raises(KeyError), disk.scratch(tmp_path, "work-"):
+        raise KeyError
+    assert os.listdir(tmp_path) == ["work-0123abcd"]

@@ -34,6 +34,7 @@ ROOMS = [
     "foreign_errors",
     "extras",
     "input_lines",
+    "strict_json",
     "disk",
     "errors",
     "bundled",

@@ -16,7 +16,7 @@ from fcsd.advise.host import Host
 from fcsd.advise.losses import TOLD, Loss, nearest
 from fcsd.advise.speed import STANDARD, Load, Served, Server, server_of
 from fcsd.bench.serve.figures import break_even_days
-from fcsd.disk import read_input_text
+from fcsd.checkpoint import read_object
 from fcsd.errors import DoesNotFitError
 from fcsd.markdown import table
 from fcsd.models.build import arch_of, without_injected
@@ -215,7 +215,7 @@ def _healing(meta: MetaModel, host: Host) -> Healing:
 
 def _command(chosen: Way, model: str, host: Host, load: Load) -> str:
     if chosen.kind == "conversion":
-        share = "all" if chosen.share == 1 else f"last:{chosen.share:.0%}"
+        share = "all" if chosen.share == 1 else f"{chosen.share:.0%}"
         degree = f" --tp-degree {host.gpus}" if chosen.wiring in DESYNC else ""
         return f"fcsd convert {model} OUT --wiring {chosen.wiring} --layers {share}{degree}"
     if chosen.kind == "replicas":
@@ -232,8 +232,8 @@ def _opened(model: str) -> tuple[float, MetaModel]:
     folder = Path(model)
     if not (folder / "config.json").is_file():
         return 16.0, MetaModel(model)
-    fields = json.loads(read_input_text(folder / "config.json"))
-    found = fields.pop("quantization_config", None) if isinstance(fields, dict) else None
+    fields = read_object(folder / "config.json")
+    found = fields.pop("quantization_config", None)
     if not isinstance(found, dict):
         return 16.0, MetaModel(model)
     with tempfile.TemporaryDirectory(prefix="fcsd-advise-") as place:

@@ -21,7 +21,7 @@ from typing import Annotated, Any, TextIO, get_type_hints
 
 import typer
 
-from fcsd.cli.panels import PanelCommand
+from fcsd.cli.panels import VERBOSE_NAMES, PanelCommand
 from fcsd.errors import DiskError, PreemptedError, Stopped
 from fcsd.foreign_errors import reason_of, translate
 from fcsd.launch.world import first_rank
@@ -31,7 +31,7 @@ VERBOSE = Parameter(
     "verbose",
     Parameter.KEYWORD_ONLY,
     default=False,
-    annotation=Annotated[bool, typer.Option("--verbose", "-v", help="Show tracebacks.")],
+    annotation=Annotated[bool, typer.Option(*VERBOSE_NAMES, help="Show tracebacks.")],
 )
 
 _FIRST_RANK_SPEAKS = 5  # seconds that the other processes of a machine wait before they print their error

@@ -5,10 +5,12 @@ Typer's own panels need rich's markup, whose boxes do not fit the plain help of 
 
 import re
 from collections.abc import Iterable
+from itertools import takewhile
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
+VERBOSE_NAMES = ("--verbose", "-v")  # of the option that every command has
 MANY = 12  # a command with fewer options shows them in one list
 ALL, REST = "Options", "Other options"  # the headings of a command with few options, and of what PANELS do not name
 
@@ -44,6 +46,15 @@ class Commands(TyperGroup):
         """Writes the commands; typer would cut their sentences to one line."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, one.get_short_help_str(limit=200)) for name, one in self.commands.items()])
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Takes the option ``-v`` of a command before the command's name, too, and in a group of commands."""
+        before = list(takewhile(lambda word: word.startswith("-") and word != "--", args))
+        moved = [word for word in before if word in VERBOSE_NAMES]
+        if moved and len(before) < len(args):
+            args = [word for word in before if word not in VERBOSE_NAMES] + args[len(before) :]
+            args.insert(len(before) - len(moved) + 1, moved[0])  # after the command's name
+        return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Finds the command; the error of an unknown one names the nearest by its letters, or by its meaning."""

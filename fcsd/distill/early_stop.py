@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from fcsd.config import HELD_OUT, NO_METRIC, EarlyStop
+from fcsd.errors import CheckpointError
 from fcsd.eval.score import Scorer
 
 if TYPE_CHECKING:
@@ -86,12 +87,23 @@ class ScoreHistory:
         settings: the ``early_stop`` section of the recipe.
         scorer: runs the benchmark; None for the metrics ``none`` and ``held_out``, which need no benchmark.
         progress: the progress stored in the checkpoint from which the run continues.
+
+    Raises:
+        CheckpointError: the scores so far are of other questions.
     """
 
     def __init__(self, settings: EarlyStop, scorer: Scorer | None, progress: dict[str, Any]) -> None:
         self._settings, self._scorer = settings, scorer
         self._mode: Literal["max", "min"] = "min" if scorer is None else scorer.mode
         self._history: History = list(progress.get("scores", []))
+        self._questions = None if scorer is None else scorer.questions
+        then = progress.get("scored_questions", self._questions)
+        if self._history and then != self._questions:
+            raise CheckpointError(
+                f"the benchmark {settings.benchmark} asks other questions than it did before: their SHA-256 was "
+                f"{then} and is now {self._questions}, and scores of both cannot be compared",
+                hint="put early_stop.data_mirror back as it was, or start anew in another output_dir",
+            )
 
     def due(self, step: int) -> bool:
         """Whether the model is scored after this step. The held-out loss is then measured as well."""
@@ -128,4 +140,5 @@ class ScoreHistory:
         """What a checkpoint stores of the scores; empty if the model is never scored."""
         if self._settings.metric == NO_METRIC:
             return {}
-        return {"scores": self._history, "best": self.verdict.best}
+        asked = {} if self._questions is None else {"scored_questions": self._questions}
+        return {"scores": self._history, "best": self.verdict.best} | asked

@@ -8,6 +8,7 @@ themselves or nearly another document of their file are dropped.
 import hashlib
 import json
 import logging
+import math
 import zlib
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -40,6 +41,7 @@ from fcsd.distill.writer import CPU_BATCH, GPU_BATCH, Writer, Writing
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.launch.world import World, join_world
 from fcsd.progress import progress
+from fcsd.serve.generation_settings import NOT_IN_WRITING, name_unapplied
 
 log = logging.getLogger(__name__)
 
@@ -134,6 +136,8 @@ def write_own_text(
         mine = missing[world.rank :: world.size]
         if mine:
             network = _load(path, world)
+            if world.rank == 0:
+                name_unapplied(model, network.generation_config, NOT_IN_WRITING)
             writer = Writer(network, tokenizer, writing, questions, identity["batch_size"])
             quiet = world.rank > 0
             with progress("writing tokens", sum(sizes[number] for number in mine), quiet=quiet) as advance:
@@ -169,7 +173,7 @@ def _check(writing: Writing, tokens: int, tokenizer: PreTrainedTokenizerBase, pr
             raise ConfigError(what, hint)
         raise ConfigError("--prompts are users' turns, which --form document does not have", "write --form chat")
     for option, value, possible, need in (
-        ("--temperature", writing.temperature, writing.temperature > 0, "a number above 0"),
+        ("--temperature", writing.temperature, 0 < writing.temperature < math.inf, "a number above 0"),
         ("--greedy", writing.greedy, 0 <= writing.greedy <= 1, "a share from 0 to 1"),
         ("--tokens", tokens, tokens > 0, "at least 1"),
         ("--max-tokens", writing.max_tokens, writing.max_tokens > 0, "at least 1"),

@@ -15,10 +15,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fcsd.disk import json_sha256, left_over, open_input, read_input, require_folder, write_bytes, write_text
+from fcsd.disk import json_sha256, left_over, open_input, require_folder, write_bytes, write_text
 from fcsd.distill.run import run_dir
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.foreign_errors import reason_of
+from fcsd.strict_json import read_file
 
 RECORD = "write.json"
 TRAIN, HELD_OUT = "train", "held_out"
@@ -98,12 +99,8 @@ def plan_files(out: Path, settings: dict[str, Any], tokens: int, most: int, proc
 
 def _read_record(file: Path) -> dict[str, Any]:
     """The record of a folder, whose settings and files were checked."""
-
-    def refused(name: str) -> None:
-        raise ValueError(f"holds {name}")
-
     try:
-        record = json.loads(read_input(file), parse_constant=refused)
+        record = read_file(file)
         if not isinstance(record, dict) or not isinstance(record.get("settings"), dict):
             raise ValueError("has no settings")
         files = record.get("files")
@@ -116,7 +113,7 @@ def _read_record(file: Path) -> dict[str, Any]:
                 raise ValueError("its files are too many, too large, or none")
         if sum(count for count, _ in files) > _MOST_FILES:
             raise ValueError(f"it names more than {_MOST_FILES:,} files")
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise BadInputError(f"{file}: is damaged: {reason_of(error)}", _ELSEWHERE) from error
     return record
 

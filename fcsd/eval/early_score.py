@@ -14,7 +14,7 @@ from fcsd.eval.harness import Loaded, evaluate_models
 from fcsd.eval.results import PERPLEXITIES
 from fcsd.eval.score import Score, Scorer
 from fcsd.eval.suite import EVALPLUS, SANDBOX, select
-from fcsd.eval.tasks import load_tasks
+from fcsd.eval.tasks import load_tasks, questions_sha256
 from fcsd.launch.shared_work import Team
 from fcsd.launch.world import World
 
@@ -36,13 +36,13 @@ def scorer(settings: EarlyStop, *, accept_unsafe_exec: bool = False) -> Scorer |
     task = _COLUMNS.get(settings.benchmark, settings.benchmark)
     (benchmark,) = select(settings.suite, [task])
     mirror = None if settings.data_mirror is None else Path(settings.data_mirror).absolute()
-    with load_tasks([benchmark], mirror):  # missing data is an error before training, not after a thousand steps
-        pass
+    with load_tasks([benchmark], mirror) as (loaded,):  # missing data is an error before training
+        questions = questions_sha256(loaded)
     if benchmark.harness in (SANDBOX, EVALPLUS):
         find_sandbox(accept_unsafe_exec=accept_unsafe_exec)
     run = partial(score, suite=settings.suite, task=task, data_mirror=mirror, limit=settings.limit)
     best = "min" if benchmark.metric in PERPLEXITIES else "max"
-    return Scorer(partial(run, accept_unsafe_exec=accept_unsafe_exec), best)
+    return Scorer(partial(run, accept_unsafe_exec=accept_unsafe_exec), best, questions)
 
 
 def score(

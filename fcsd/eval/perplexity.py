@@ -1,6 +1,5 @@
 """Held-out loss: the mean negative log-likelihood per token of documents that no model was trained on."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +8,7 @@ from fcsd.errors import BadInputError
 from fcsd.eval.statistics import estimate
 from fcsd.foreign_errors import reason_of
 from fcsd.input_lines import LONGEST_TEXT, MOST_TEXT, read_lines
+from fcsd.strict_json import StrictJsonError, parse
 
 if TYPE_CHECKING:
     from fcsd.eval.engines.interface import Adapter
@@ -122,8 +122,8 @@ def _of_lines(path: Path) -> list[str]:
 
 def _text(line: bytes, number: int, path: Path) -> str:
     try:
-        text = json.loads(line.decode())[COLUMN]
-    except (json.JSONDecodeError, KeyError, TypeError, RecursionError) as error:
+        text = parse(line.decode(), measured=True)[COLUMN]
+    except (StrictJsonError, KeyError, TypeError) as error:
         raise BadInputError(f"{path}:{number}: not a JSON object with a {COLUMN!r}") from error
     if not isinstance(text, str):
         raise BadInputError(f"{path}:{number}: {COLUMN!r} is not a text")

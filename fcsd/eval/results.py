@@ -16,6 +16,7 @@ from fcsd.disk import json_sha256, read_input, write_text
 from fcsd.errors import BadInputError
 from fcsd.eval.engines.answer_cache import is_number
 from fcsd.eval.suite import Benchmark
+from fcsd.strict_json import parse
 from fcsd.terminal import printable
 
 # One model's score on one task, as ``evaluate_models`` describes it.
@@ -45,10 +46,10 @@ def read_results(path: Path) -> list[Result]:
         BadInputError: the file is missing or holds something else.
     """
     try:
-        results = json.loads(read_input(path, _MAX_RESULTS))
+        results = parse(read_input(path, _MAX_RESULTS), measured=True)
         if not are_sound(results) or not all(_is_named(result) for result in results):
             raise ValueError("no results")
-    except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, OverflowError) as error:
         raise BadInputError(
             f"{path} is not a result file of fcsd eval",
             "It was changed or damaged: move it away, and evaluate the model again.",

@@ -29,7 +29,9 @@ class Scorer:
             the state of random number generators, the modes and the placement of the weights unchanged, and its time
             is limited.
         mode: whether the largest or the smallest score is the best.
+        questions: a hash of what is asked; None if it is not known. Scores of other questions are not compared.
     """
 
     score: "ScoreFunction"
     mode: Literal["max", "min"] = "max"
+    questions: str | None = None

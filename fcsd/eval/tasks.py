@@ -7,6 +7,8 @@ task definitions read real and mirrored data. For the same reason, it would read
 """
 
 import contextlib
+import hashlib
+import json
 import logging
 import math
 import tempfile
@@ -128,6 +130,22 @@ def _load(benchmark: Benchmark, manager: Any, directory: Path, mirror: Path | No
             benchmark.task,
         )
     return LoadedTask(benchmark, loaded, definition, files)
+
+
+def questions_sha256(task: LoadedTask | EvalPlusTask) -> str:
+    """A hash of what a task asks and of the examples that it shows, wherever they come from.
+
+    What JSON cannot hold, such as a picture, counts by its type alone.
+    """
+    if isinstance(task, EvalPlusTask):
+        return json_sha256(sorted(task.data_files.values()))
+    digest = hashlib.sha256()
+    for name, leaf in sorted(task.lm_eval["tasks"].items()):
+        for part in (leaf.eval_docs, leaf.sampler.df if task.benchmark.shots else ()):
+            digest.update(f"\n{name}\n".encode())
+            for document in part:
+                digest.update(json.dumps(document, sort_keys=True, default=lambda value: type(value).__name__).encode())
+    return digest.hexdigest()
 
 
 def _completed(benchmark: Benchmark, leaves: Sequence[Any]) -> Benchmark:

@@ -6,7 +6,6 @@ training. If it deletes the checkpoint that is being exported, another checkpoin
 
 import json
 import logging
-import tempfile
 from pathlib import Path
 
 from fcsd.checkpoint import read_config, read_layout, resolve, verify_tensors
@@ -14,7 +13,7 @@ from fcsd.checkpoint.kind import RUN_RECIPE
 from fcsd.checkpoint.side_files import side_files
 from fcsd.checkpoint.staging import check_out, copy_small, staged, take_over
 from fcsd.config import load_recipe
-from fcsd.disk import write_text
+from fcsd.disk import scratch, write_text
 from fcsd.errors import BadInputError, CheckpointError, ConfigError, FcsdError
 from fcsd.export.card import model_card
 from fcsd.export.reload import RECORD, prove_reload
@@ -86,10 +85,10 @@ def _write_checkpoint(run: Path, checkpoint: str | None, out: Path, *, force: bo
             check_out(out, _trained(run), force=force)
             parts = verified_model(chosen, PARTS)
             out.absolute().parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=".merged-") as scratch:
+            with scratch(out.absolute().parent, ".merged-") as folder:
                 log.info("merging what was trained into the weights")
-                merge_checkpoint(load_recipe(run / RUN_RECIPE).recipe, parts, Path(scratch) / "model")
-                return _write(Path(scratch) / "model", run, out, force=force, title=title)
+                merge_checkpoint(load_recipe(run / RUN_RECIPE).recipe, parts, folder / "model")
+                return _write(folder / "model", run, out, force=force, title=title)
         except (FcsdError, OSError):
             if chosen.exists():
                 raise

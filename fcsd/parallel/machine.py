@@ -10,6 +10,7 @@ from fcsd.config.explain import explain
 from fcsd.disk import read_input
 from fcsd.errors import ConfigError
 from fcsd.parallel.cost import Dedup, Line, Links
+from fcsd.strict_json import MAX_BYTES, StrictJsonError, parse
 
 H200_TFLOPS = 989.0  # the peak of an H200, which that of an H100 SXM equals
 # Smaller rates and larger times are mistakes. A step would take no finite time, and ratios of steps would be nan.
@@ -66,9 +67,9 @@ class Machine(_Part):
     """The rate at which a kernel of the GPU reads and writes memory, in 10^12 bytes per second for both together."""
     codec: Annotated[float, Field(gt=1e-4, le=1)] = 0.88
     """The share of that rate that the kernels reach which encode and decode rows: that of INT8 on an H200."""
-    all_reduce_us: dict[Annotated[int, Field(gt=1)], dict[Annotated[int, Field(gt=0)], _Microseconds]] = Field(
-        default_factory=dict
-    )
+    all_reduce_us: dict[
+        Annotated[int, Field(gt=1)], dict[Annotated[int, Field(gt=0)], Annotated[float, Field(gt=0, le=1e9)]]
+    ] = Field(default_factory=dict)
     """For numbers of GPUs of one node: the microseconds of an all-reduce by NCCL, by its bytes."""
     measured: dict[str, Any] | None = None
     """What `fcsd bench links` measured, and where. A prediction does not read it."""
@@ -104,11 +105,17 @@ def read_machine(path: Path) -> Machine:
         ConfigError: the file cannot be read, or is not a machine file; the message names a wrong key, and for an
             unknown one the key that was probably meant.
     """
+    hint = "docs/planning.md describes the file; fcsd bench links writes one"
     try:
-        return Machine.model_validate_json(read_input(path).decode())
+        text = read_input(path, MAX_BYTES)
+        parse(text)
+        # Strict: a boolean or a text is no number. The text is read again, because a key of JSON is one, too.
+        return Machine.model_validate_json(text, strict=True)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file", hint=f"Measure one: fcsd bench links --out {path}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except StrictJsonError as error:
+        raise ConfigError(f"{path} is not a machine file: {error}", hint) from None
+    except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}", hint="fcsd bench links writes such a file") from error
     except ValidationError as error:
         # A mistyped key is unknown, and the right one is then missing, too. The unknown one says more.
@@ -117,4 +124,4 @@ def read_machine(path: Path) -> Machine:
             said = explain(first, {"": str(path)}, Machine)
         else:
             said = f"{path} is not a machine file: {first['msg'].removeprefix('Value error, ')}"
-        raise ConfigError(said, hint="docs/planning.md describes the file; fcsd bench links writes one") from error
+        raise ConfigError(said, hint) from error

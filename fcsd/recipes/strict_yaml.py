@@ -15,9 +15,9 @@ import yaml
 
 from fcsd.disk import open_input
 from fcsd.errors import ConfigError
+from fcsd.strict_json import MAX_DEPTH, StrictJsonError, whole_number
 
 MAX_BYTES = 256 * 1024
-MAX_DEPTH = 32
 
 _SCALARS = {
     "null": re.compile(r"null|Null|NULL|~|"),
@@ -155,9 +155,10 @@ def _scalar(node: yaml.ScalarNode) -> str | int | float | bool | None:
     if kind == "bool":
         return text.lower() == "true"
     if kind == "int":
-        if len(text) > 20 or abs(int(text)) >= 2**63:
-            raise _problem(f"number too large: {text[:24]}", node)
-        return int(text)
+        try:
+            return whole_number(text)
+        except StrictJsonError as error:
+            raise _problem(str(error), node) from None
     number = float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
     if not math.isfinite(number):
         raise _problem(f"{text[:24]} is not a finite number", node)

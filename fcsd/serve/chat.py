@@ -1,6 +1,5 @@
 """Lets models answer the same prompts side by side (FarSkip App. B), each with its own generation settings."""
 
-import json
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +17,7 @@ from fcsd.input_lines import LONGEST_TEXT
 from fcsd.models.installed import cache_keyword
 from fcsd.models.load_options import check_device, check_dtype, default_dtype
 from fcsd.serve.generation_settings import UNKNOWN_TO_THE_LOOP, name_unapplied
+from fcsd.strict_json import parse
 from fcsd.terminal import printable
 
 if TYPE_CHECKING:
@@ -282,8 +282,8 @@ def read_prompts(path: Path) -> list[str]:
     if any(len(line) > LONGEST_TEXT for line in lines):
         raise BadInputError(f"{path}: a line has over {LONGEST_TEXT:,} characters", hint)
     try:
-        prompts = [json.loads(line)["prompt"] for line in lines] if path.suffix == ".jsonl" else lines
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        prompts = [parse(line, measured=True)["prompt"] for line in lines] if path.suffix == ".jsonl" else lines
+    except (ValueError, KeyError, TypeError) as error:
         raise BadInputError(f"{path}: not every line is a JSON object with a prompt", hint) from error
     if not prompts or not all(isinstance(prompt, str) and prompt.strip() for prompt in prompts):
         raise BadInputError(f"{path}: has no prompts, or empty ones")

@@ -1,4 +1,4 @@
-"""The settings of a model's ``generation_config.json`` that chat and evaluations do not apply, and name instead.
+"""The settings of a model's ``generation_config.json`` that a command does not apply, and names instead.
 
 A setting that is in none of these tables is applied by ``fcsd chat``, through transformers' own processors of logits or
 by fcsd's loop: sampling, penalties, forbidden and forced tokens, lengths, stop strings and tokens that end an answer.
@@ -53,6 +53,20 @@ NOT_IN_EVALUATIONS: Mapping[str, Any] = UNKNOWN_TO_THE_LOOP | {
     "min_new_tokens": None,
     "stop_strings": None,
     "watermarking_config": None,
+}
+# What ``fcsd write`` does not apply: it draws from the model's whole distribution, at a temperature and up to a length
+# of its own options.
+NOT_IN_WRITING: Mapping[str, Any] = NOT_IN_EVALUATIONS | {
+    "temperature": 1.0,
+    "top_k": None,
+    "top_p": 1.0,
+    "min_p": None,
+    "top_h": None,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "max_length": None,
+    "max_new_tokens": None,
 }
 # Settings without a meaning for one answer of the loop: of beams, a second model, what else is returned, and speed.
 WITHOUT_EFFECT = (

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.bundled import located
-from fcsd.disk import read_input
 from fcsd.errors import ConfigError
+from fcsd.foreign_errors import reason_of
 from fcsd.markdown import table
 from fcsd.models.build import arch_of, key_value_heads, without_injected
 from fcsd.models.schedule import Kind, Output, reads_of, reductions
@@ -29,6 +29,7 @@ from fcsd.models.wiring_block import DESYNC, Blocks, Wiring
 from fcsd.parallel.cost import Collective, Line
 from fcsd.parallel.machine import Machine, read_machine
 from fcsd.plan.model import LayerNumbers, MetaModel, ModelNumbers
+from fcsd.strict_json import finite_number, read_file
 
 WIRINGS = (
     ("farskip", "full"),
@@ -42,6 +43,7 @@ WIRINGS = (
 SHARES = ("25%", "50%", "75%", "100%")
 PROMPTS, CONTEXT = 16, 1024  # the workload: 16 prompts of 1024 tokens, and then a step of 16 answers
 TOKENS = 100  # millions, of the healing
+_ROUNDING = 1e-6  # nats; a divergence of 0 may be measured as less
 
 # Without a machine file: two H100s without peer access between them, fitted to infer_slow_16_layers_2xh100.json in
 # benchmarks/results (tests/studies/test_predictions.py). Bytes are those that a GPU sends, and rates those of one GPU.
@@ -156,18 +158,30 @@ def read_costs(path: Path, depth: int) -> dict[str, list[float | None]]:
         ConfigError: the file cannot be read, has no costs, or has those of another number of layers.
     """
     try:
-        content = json.loads(read_input(path))
+        content = read_file(path)
         parts = {name: part["alone"] for name, part in content.items() if isinstance(part, dict) and "alone" in part}
-        found = {name: [None if cost is None else float(cost) for cost in alone] for name, alone in parts.items()}
+        found = {name: _costs_of(name, alone) for name, alone in parts.items()}
     except FileNotFoundError:
         raise ConfigError(f"--costs {path}: there is no such file") from None
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{path} has no costs of layers", "fcsd convert --layers auto --costs FILE writes such a file"
+            f"{path} has no costs of layers: {reason_of(error)}",
+            "fcsd convert --layers auto --costs FILE writes such a file",
         ) from error
     if not found or any(len(alone) != depth for alone in found.values()):
         raise ConfigError(f"{path} has no costs of a model of {depth} layers", "Measure this model's own.")
     return found
+
+
+def _costs_of(name: str, alone: Any) -> list[float | None]:
+    """The costs of a wiring, which begin with None for the first layers if these cannot be converted."""
+    if not isinstance(alone, list):
+        raise ValueError(f"those of {name} are not a list")
+    first = next((number for number, cost in enumerate(alone) if cost is not None), len(alone))
+    costs = [finite_number(cost) for cost in alone[first:]]
+    if min(costs, default=0.0) < -_ROUNDING or max(costs, default=0.0) <= _ROUNDING:
+        raise ValueError(f"those of {name} are negative, or none is above 0")
+    return [None] * first + costs
 
 
 def sum_over(alone: Sequence[float], layers: Sequence[int], depth: int) -> float:

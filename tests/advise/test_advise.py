@@ -15,6 +15,7 @@ from fcsd.advise.verdict import advise, quantised_bits, to_text
 from fcsd.bench.shapes import SHAPES
 from fcsd.cli.main import app
 from fcsd.errors import ConfigError, DoesNotFitError
+from fcsd.models.selection import select_layers
 from fcsd.models.wiring_block import Wiring
 from fcsd.plan.model import MetaModel
 
@@ -66,6 +67,8 @@ def test_a_speed_that_is_asked_for_names_the_simplest_way(large: str, tmp_path: 
     wanted = (gains["sums by host:int8"] + max(gains.values())) / 2
     found = advise(packed, host, LOAD, speed=wanted)
     assert found.chosen.kind == "conversion" and found.chosen.gain >= wanted and "fcsd convert" in found.command
+    chosen = found.command.split("--layers ")[1].split()[0]
+    assert len(select_layers(chosen, 100)) == round(100 * found.chosen.share), "convert takes what is advised"
     never = advise(packed, host, LOAD, speed=9.0)
     assert never.chosen.kind == "sums" and "9.00x" in never.why
 

@@ -456,6 +456,10 @@ def test_unexpected_error(library) -> None:
     assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr == "error: ZeroDivisionError: first second\nhint: -v shows the traceback\n"
     assert "Traceback" in run("inspect", "m", "--verbose").stderr
+    assert "Traceback" in run("-v", "inspect", "m").stderr
+    assert "Traceback" in run("-v", "recipes", "show", "none").stderr
+    assert "Traceback" in run("recipes", "-v", "show", "none").stderr
+    assert run("-V").stdout == run("--version").stdout == f"{__version__}\n"
 
 
 def test_interrupt_and_rank(library, monkeypatch) -> None:

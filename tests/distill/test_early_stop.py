@@ -13,7 +13,7 @@ import runs
 
 from fcsd.config import EarlyStop, ResolvedRecipe, load_recipe
 from fcsd.distill import loop
-from fcsd.distill.early_stop import judge
+from fcsd.distill.early_stop import ScoreHistory, judge
 from fcsd.distill.run import checkpoints, manifest
 from fcsd.distill.run.report import read_metrics
 from fcsd.errors import CheckpointError, ConfigError
@@ -61,6 +61,21 @@ def test_a_score_that_is_not_finite_is_never_the_best() -> None:
 def test_a_loss_is_better_when_it_is_smaller() -> None:
     verdict = judge(history([2.0, 1.97, 1.9, 1.95]), EarlyStop(metric="held_out"), "min")
     assert (verdict.best, verdict.waited) == (30, 1)
+
+
+def test_scores_of_other_questions_are_not_compared() -> None:
+    settings = EarlyStop(metric="mbpp_plus", patience=2)
+    made = {name: Scorer(lambda *_: Score(0.5, 0.1, 9), questions=name) for name in ("a", "b")}
+    begun = ScoreHistory(settings, made["a"], {})
+    assert begun.progress() == {"scores": [], "best": None, "scored_questions": "a"}
+    ScoreHistory(settings, made["b"], begun.progress())  # no score is compared yet
+    scored = {**begun.progress(), "scores": history([0.5])}
+    assert ScoreHistory(settings, made["a"], scored).progress() == scored | {"best": 10}
+    with pytest.raises(CheckpointError, match="asks other questions than it did before") as caught:
+        ScoreHistory(settings, made["b"], scored)
+    assert "early_stop.data_mirror" in str(caught.value.hint)
+    del scored["scored_questions"]  # an earlier version's checkpoint does not say what was asked
+    assert ScoreHistory(settings, made["b"], scored).progress()["scored_questions"] == "b"
 
 
 def recipe(folder: Path, run: Path, **changes: Any) -> ResolvedRecipe:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import shutil
 from collections import Counter
@@ -16,6 +17,7 @@ import pytest
 import tiny
 import torch
 from ranks import on_ranks
+from transformers import GenerationConfig
 from typer.testing import CliRunner
 
 from fcsd.checkpoint.tokenizer import load_tokenizer, tokens_before
@@ -29,6 +31,7 @@ from fcsd.engine import generate as generating
 from fcsd.engine.decode import drawn, generate_in_slots, plan_slots
 from fcsd.engine.generate import SLOTS, generate
 from fcsd.errors import BadInputError, ConfigError
+from fcsd.serve.generation_settings import NOT_IN_WRITING, WITHOUT_EFFECT
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +195,28 @@ def test_a_chat_model_invents_the_users_turn_and_answers(teacher: Path, tmp_path
     assert all(ids[: len(start)] == start for ids in documents(tmp_path / "asked", "train"))
 
 
+def test_settings_of_generation_that_writing_does_not_apply_are_named(teacher: Path, tmp_path: Path, caplog) -> None:
+    known = {
+        *NOT_IN_WRITING,
+        *WITHOUT_EFFECT,
+        "do_sample",
+        "eos_token_id",
+        "renormalize_logits",
+        "remove_invalid_values",
+    }
+    assert {name for name in vars(GenerationConfig()) if not name.startswith("_")} <= known
+    folder = shutil.copytree(teacher, tmp_path / "model")
+    settings = GenerationConfig.from_pretrained(folder)
+    settings.update(do_sample=True, temperature=0.6, top_p=0.8, repetition_penalty=1.05, max_new_tokens=7)
+    settings.save_pretrained(folder)
+    for out in ("one", "two"):
+        write_own_text(str(folder), tmp_path / out, tokens=60, form="document", max_tokens=20)
+    [said] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said.startswith(f"{folder}: not applied of its generation_config.json: ")
+    named = set(said.split(": ")[-1].split(", "))
+    assert named == {"temperature 0.6", "top_p 0.8", "repetition_penalty 1.05", "max_new_tokens 7"}
+
+
 def test_loops_and_near_repeats_are_found() -> None:
     text = torch.randint(1000, (200,), generator=torch.Generator().manual_seed(0)).tolist()
     assert loops([1, 2, 3] * 40) and not loops(text) and not loops([1, 2, 3] * 5)
@@ -206,6 +231,7 @@ def test_loops_and_near_repeats_are_found() -> None:
         ({"form": "chat"}, "needs a chat template"),
         ({"form": "poem"}, "'poem' is not a form"),
         ({"temperature": 0.0}, "--temperature must be a number above 0, not 0"),
+        ({"temperature": math.inf}, "--temperature must be a number above 0, not inf"),
         ({"max_tokens": 0}, "--max-tokens must be at least 1, not 0"),
         ({"greedy": 0.5}, "--greedy is a share of answers"),
         ({"prompts": Path("none.jsonl")}, "no chat template to put them in"),

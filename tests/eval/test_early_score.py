@@ -8,14 +8,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import eval_data
 import numpy
 import ranks
 import torch
 
+from fcsd.config import EarlyStop
 from fcsd.errors import FcsdError
 from fcsd.eval import evalplus_tasks
 from fcsd.eval.code import judge
-from fcsd.eval.early_score import Score, score
+from fcsd.eval.early_score import Score, score, scorer
 from fcsd.eval.harness import Loaded, evaluate_models
 from fcsd.models.build import load_model
 
@@ -119,3 +121,15 @@ def test_training_is_the_same_to_the_last_bit_and_every_rank_knows_the_score(rep
         data_mirror=repo / "assets/mirror",
     )
     assert alone == Score(row["value"], row["stderr"], row["n"]) == Score(1.0, 0.0, 2)
+
+
+def test_a_scorer_knows_what_it_asks_wherever_it_lies(tmp_path: Path) -> None:
+    def questions(folder: str, seed: int) -> str | None:
+        mirror = eval_data.write_mirror(tmp_path / folder, seed=seed)
+        made = scorer(EarlyStop(metric="GSM-8K", suite="paper", data_mirror=str(mirror)))
+        assert made is not None
+        return made.questions
+
+    first = questions("a", 0)
+    assert first is not None and questions("moved", 0) == first
+    assert questions("b", 1) != first

@@ -128,7 +128,7 @@ def test_a_shorter_wire_pays_only_where_it_was_exposed() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "is not a machine file: Invalid JSON"),
+        ("{", "is not a machine file: it is not JSON"),
         ("[]", "is not a machine file: Input should be an object"),
         ('{"gpus_per_node": 4}', "'near' is missing"),
         ('{"gpu_per_node": 4, "near": {"latency_us": 1, "gb_per_s": 1}}', "did you mean 'gpus_per_node'?"),

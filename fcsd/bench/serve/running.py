@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 from fcsd.bench.serve.client import MODEL
 from fcsd.bench.serve.variants import Variant
 from fcsd.bench.shapes import SHAPES
+from fcsd.checkpoint import read_object
 from fcsd.errors import FcsdError
 from fcsd.models.build import arch_of
 from fcsd.models.config_keys import PREFIX
@@ -69,7 +70,7 @@ def write_directory(model: str, config: PretrainedConfig, wiring: Wiring, path: 
     source = path if model in SHAPES else Path(model)
     if model in SHAPES:
         config.save_pretrained(path)
-    fields = json.loads((source / "config.json").read_bytes())
+    fields = read_object(source / "config.json")
     fields, arch = base_config(fields, source) or fields, arch_of(config)
     fields["architectures"] = [arch.causal_lm]
     if wiring.layers:

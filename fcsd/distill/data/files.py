@@ -133,9 +133,12 @@ def data_files(path: str) -> list[Path]:
     """The files of :func:`find_files`, of which there must be at least one.
 
     Raises:
-        BadInputError: there is no such file; the hint names a file or folder with a similar name.
+        BadInputError: there is no such file, and the hint names a file or folder with a similar name; or it is a FIFO
+            or a device.
     """
     found = find_files(path)
+    if not found and os.path.exists(path) and not os.path.isdir(path):
+        raise BadInputError(f"{path}: is not a regular file", "Copy what it gives into a file.")
     if not found:
         raise BadInputError(f"{path}: there is no such data file", _similar(path))
     return found

@@ -9,7 +9,6 @@ written once as JSON lines into that cache, and is read from there afterwards.
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -23,7 +22,7 @@ import pyarrow as pa
 from datasets.exceptions import DatasetGenerationError
 
 from fcsd.config import Source
-from fcsd.disk import file_sha256
+from fcsd.disk import file_sha256, scratch
 from fcsd.distill.data.files import choose_files, find_files, is_saved_dataset
 from fcsd.errors import BadInputError
 from fcsd.foreign_errors import reason_of, translate
@@ -233,8 +232,8 @@ def read_json_lines(files: Sequence[Path], cached: Path, max_rows: int | None) -
 def _write(lines: Iterable[bytes | None], cached: Path) -> None:
     """Writes an Arrow file, which appears under its name only when it is complete."""
     cached.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cached.parent, prefix="lines-") as folder:
-        begun = Path(folder) / cached.name
+    with scratch(cached.parent, "lines-") as folder:
+        begun = folder / cached.name
         schema = pa.schema([(COLUMN, pa.binary())])
         with pa.OSFile(str(begun), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
             for batch in _batches(lines):

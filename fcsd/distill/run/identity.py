@@ -37,7 +37,7 @@ _FREE = (
     "early_stop.every",
     "early_stop.patience",
     "early_stop.delta",
-    "early_stop.data_mirror",
+    "early_stop.data_mirror",  # the hash of its questions is compared: ``early_stop.ScoreHistory``
 )
 _SOURCE_FREE = re.compile(r"data\.sources\.\d+\.(path|format|chat_template|min_counted)")
 _CODE = ("torch", "transformers", "deepspeed")  # other versions of these packages may give results with other bits

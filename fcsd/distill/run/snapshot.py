@@ -32,6 +32,9 @@ from fcsd.parallel.tensor.tp_plan import TensorGroup
 from fcsd.parallel.weights.saving import OwnPart, own_part, trained_part
 
 OPTIMIZER = "optimizer"
+# What DeepSpeed raises at a state of other content. Subclasses are about devices, memory and other ranks.
+_OF_OTHER_CONTENT = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+_RESUME_EARLIER = "Resume from an earlier checkpoint (--resume PATH), or start anew in another output_dir."
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # of DeepSpeed's engine
 
 
@@ -100,8 +103,8 @@ def restore(checkpoint: Path, world: World, trained: Trained) -> None:
     The engine's model has the weights of ``model/`` already.
 
     Raises:
-        CheckpointError: the optimizer's file asks for a class that DeepSpeed's files do not need, or the file of the
-            rank's state holds something else.
+        CheckpointError: the optimizer's file asks for a class that DeepSpeed's files do not need, or it or the file of
+            the rank's state is damaged or holds something else.
     """
     engine, ranks = trained.engine, ranks_of(trained.model) or TensorGroup(None, 1, 0)
     # The number of ranks that divide the rows is part of the identity. What is left is the degree of the saved run.
@@ -123,9 +126,9 @@ def restore(checkpoint: Path, world: World, trained: Trained) -> None:
         if engine.zero_optimization_partition_weights():
             state.setdefault(_master(engine), engine.optimizer.fp32_partitioned_groups_flat)  # ZeRO-3 always reads them
         # DeepSpeed expects the states of all ranks, but reads only that of this rank.
-        engine.optimizer.load_state_dict([state] * world.size, load_from_fp32_weights=engine.bfloat16_enabled())
+        _load_optimizer(engine, [state] * world.size, checkpoint, load_from_fp32_weights=engine.bfloat16_enabled())
     else:
-        engine.optimizer.load_state_dict(state)
+        _load_optimizer(engine, state, checkpoint)
     try:
         for name in _COUNTERS:
             setattr(engine, name, saved["engine"][name])
@@ -139,6 +142,17 @@ def _part(trained: Trained) -> OwnPart:
     return own_part(trained.model) if trained.parts is None else trained_part(trained.parts)
 
 
+def _load_optimizer(engine: Any, state: Any, checkpoint: Path, **how: Any) -> None:
+    """Loads what ``_read_optimizer`` read. Errors of devices and of other ranks pass as they are."""
+    try:
+        engine.optimizer.load_state_dict(state, **how)
+    except Exception as error:
+        if type(error) not in _OF_OTHER_CONTENT:
+            raise
+        what = f"{checkpoint / OPTIMIZER}: does not hold the state of this optimizer: {reason_of(error)}"
+        raise CheckpointError(what, _RESUME_EARLIER) from error
+
+
 def _read_optimizer(path: Path) -> Any:
     """The state in an optimizer's file, which is a pickle. It may name tensors and three classes of DeepSpeed only.
 
@@ -150,12 +164,19 @@ def _read_optimizer(path: Path) -> Any:
 
     try:
         with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
-            return torch.load(path, map_location="cpu", weights_only=True)
+            state = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path}: holds objects that no optimizer of fcsd saves; none was loaded",
             "Do not use this checkpoint: somebody changed it, or another version of DeepSpeed wrote it.",
         ) from error
+    except Exception as error:  # that of an empty or cut file has many types
+        if isinstance(error, (FileNotFoundError, PermissionError, torch.OutOfMemoryError)):
+            raise
+        raise CheckpointError(f"{path}: cannot be read: {reason_of(error)}", _RESUME_EARLIER) from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path}: holds no state of an optimizer", _RESUME_EARLIER)
+    return state
 
 
 def _optimizer_state(engine: TrainEngine) -> dict[str, Any]:

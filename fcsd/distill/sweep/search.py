@@ -9,13 +9,12 @@ schedule of its own, and the full run starts anew in ``OUT/full``.
 """
 
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
 
 from fcsd.config import ResolvedRecipe, Sweep
-from fcsd.disk import read_input, require_folder, write_text
+from fcsd.disk import require_folder, write_text
 from fcsd.distill.run import run_dir
 from fcsd.distill.run.report import read_metrics
 from fcsd.distill.sweep.process import Exit, Launch
@@ -24,6 +23,7 @@ from fcsd.distill.sweep.trials import TRIALS, Trial, all_trials, plan_of, points
 from fcsd.errors import BadInputError, ConfigError, FcsdError, NonFiniteError, PreemptedError
 from fcsd.foreign_errors import reason_of
 from fcsd.recipes import strict_yaml
+from fcsd.strict_json import finite_number, read_file
 
 RECORD = "sweep.json"
 FULL = "full.yaml"
@@ -88,16 +88,15 @@ def _known_trials(path: Path) -> dict[str, Any]:
         BadInputError: the record is damaged.
     """
     try:
-        trials = json.loads(read_input(path))["trials"]
+        trials = read_file(path)["trials"]
         for name, trial in trials.items():
             kinds = {"values": dict, "recipe": str, "run": str, "status": str}
             if trial["status"] == "done":
-                kinds |= {"step": int, "tokens": int, "value": (int, float)}
-            if not all(isinstance(trial[key], kind) for key, kind in kinds.items()):
+                kinds |= {"step": int, "tokens": int}
+                finite_number(trial["value"])
+            if not all(type(trial[key]) is kind for key, kind in kinds.items()):
                 raise ValueError(f"trial {name!r:.80} is not one of a sweep")
-            if trial["status"] == "done" and not math.isfinite(trial["value"]):
-                raise ValueError(f"trial {name!r:.80} has no value")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         hint = "Delete it: trials that are done end at once when they are started again."
         raise BadInputError(f"{path}: is damaged: {reason_of(error)}", hint) from error
     return trials

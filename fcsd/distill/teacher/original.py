@@ -1,6 +1,10 @@
 """Identifies the frozen teacher, and computes the hidden states that the loss reads of teacher and student."""
 
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,15 +12,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from fcsd.checkpoint import fingerprint, read_config, read_layout, resolve, sample_sha256
+from fcsd.checkpoint import Layout, fingerprint, read_config, read_layout, resolve
+from fcsd.checkpoint.files import open_regular
 from fcsd.checkpoint.location import recorded_original
 from fcsd.config import Recipe
+from fcsd.disk import bytes_sha256
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.kernels.packed_attention import packed_arguments, takes_borders, use_packed_attention
 from fcsd.models.build import arch_of, decoder_layers, decoder_of, logits_factor
 from fcsd.models.documents import documents_of, stay_inside_documents
 from fcsd.models.installed import cache_keyword
 
+_BLOCK = 1 << 20  # bytes that are read at once
 _MOST_COMPILED = 64  # torch's own limit is 8; beyond it layers would silently run uncompiled
 
 
@@ -52,7 +59,7 @@ def student_block(recipe: Recipe) -> dict[str, Any]:
 
 
 def identify_teacher(recipe: Recipe) -> dict[str, str]:
-    """Hashes of the teacher: ``teacher.fingerprint`` of its config and headers, ``teacher.sample`` of its weights.
+    """Hashes of the teacher: ``teacher.fingerprint`` of its config and headers, ``teacher.sample`` of all its weights.
 
     Raises:
         BadInputError: the teacher does not exist, or its fingerprint is not the expected one.
@@ -66,7 +73,34 @@ def identify_teacher(recipe: Recipe) -> dict[str, str]:
         raise
     found = fingerprint(layout)
     expect_fingerprint(recipe, found, f"teacher {name}")
-    return {"teacher.fingerprint": found, "teacher.sample": sample_sha256(layout)}
+    return {"teacher.fingerprint": found, "teacher.sample": weights_sha256(layout)}
+
+
+def weights_sha256(layout: Layout) -> str:
+    """SHA-256 of the SHA-256 of every tensor's bytes, in the order of shards and of places in a shard.
+
+    Every byte is read once. Headers and names are not hashed, so that a conversion has the hash of its original.
+
+    Raises:
+        BadInputError: a file is missing or not a regular file.
+    """
+    places = [
+        (layout.files[name], tensor.start, tensor.end)
+        for name, header in sorted(layout.shards.items())
+        for tensor in sorted(header.values(), key=lambda tensor: tensor.start)
+    ]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # hashlib and reads leave the lock to other threads
+        return bytes_sha256(b"".join(pool.map(_range_digest, places)))
+
+
+def _range_digest(place: tuple[Path, int, int]) -> bytes:
+    path, start, end = place
+    digest = hashlib.sha256()
+    with open_regular(path) as file:
+        file.seek(start)
+        while block := file.read(min(_BLOCK, end - file.tell())):
+            digest.update(block)
+    return digest.digest()
 
 
 def expect_fingerprint(recipe: Recipe, found: str, what: str) -> None:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fcsd.checkpoint import read_layout, sample_sha256
+from fcsd.checkpoint import read_layout
 from fcsd.config import Objective, Recipe
 from fcsd.distill.inputs import student_source
-from fcsd.distill.teacher.original import final_hidden, output_head, teacher_name
+from fcsd.distill.teacher.original import final_hidden, output_head, teacher_name, weights_sha256
 from fcsd.distill.teacher.prefix import noted
 from fcsd.distill.teacher.targets import FixedLosses, Targets, TeacherSource, captured, compared_layers
 from fcsd.errors import ConfigError
@@ -30,16 +30,16 @@ from fcsd.parallel.expert.autoep import expert_blocks
 Wired = tuple[type[Any], Any]  # the class of a module, and what a decoder layer reads; None in the original wiring
 
 
-def require_own_weights(recipe: Recipe, teacher_sample: str) -> None:
+def require_own_weights(recipe: Recipe, teacher_weights: str) -> None:
     """Checks that the student's weights are those of the teacher, before any of them is loaded.
 
     Args:
-        teacher_sample: ``sample_sha256`` of the teacher.
+        teacher_weights: ``weights_sha256`` of the teacher.
 
     Raises:
         ConfigError: they differ, because the recipe names another teacher or a student that was trained already.
     """
-    if sample_sha256(read_layout(student_source(recipe).path)) != teacher_sample:
+    if weights_sha256(read_layout(student_source(recipe).path)) != teacher_weights:
         raise ConfigError(
             f"{recipe.frozen_beside} needs the weights of the teacher, and those of {recipe.model} differ from those "
             f"of {teacher_name(recipe)}",

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from fcsd.disk import json_sha256
+from fcsd.disk import file_sha256, json_sha256
 from fcsd.engine.generate import GENERATION, SLOTS
 from fcsd.errors import ConfigError, unknown_value
 from fcsd.eval.engines.adapter import HFAdapter
@@ -130,7 +130,7 @@ def opened(model: str, engine: Engine, out: Path | None, team: Team) -> Iterator
     with contextlib.ExitStack() as stack:
         cache = None
         if out is not None:
-            key = json_sha256([_fingerprint(path), asdict(engine), dtype, device, versions(engine)])
+            key = json_sha256([_content_on(team, path), asdict(engine), dtype, device, versions(engine)])
             cache = AnswerCache(out / "answers" / f"{key[:16]}.jsonl", team.world)
             stack.callback(cache.close)
         if engine.backend == VLLM:
@@ -210,7 +210,10 @@ def versions(engine: Engine) -> dict[str, str]:
     return found | ({"vllm": installed_version()} if engine.backend == VLLM else {})
 
 
-def _fingerprint(path: Path) -> list[tuple[str, int, int]]:
-    """Name, size and time of modification of every file, which identify the model without reading its weights."""
-    files = sorted(p for p in path.iterdir() if p.is_file())
-    return [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+def _content_on(team: Team, path: Path) -> list[list[str]]:
+    """Name and SHA-256 of every file of a model, which one rank reads: a copy may keep another model's times."""
+
+    def content() -> list[list[str]]:
+        return [[file.name, file_sha256(file)] for file in sorted(path.iterdir()) if file.is_file()]
+
+    return content() if team.world is None else team.world.on_first(content)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from fcsd.disk import read_input_text
 from fcsd.errors import BadInputError, FcsdError
 from fcsd.foreign_errors import reason_of
 from fcsd.parallel.all_reduce.backends import User, backend_of, is_bound
+from fcsd.strict_json import read_file
 
 Step = Literal["decode", "prefill"]  # one token of each answer, as a graph covers it; or anything else
 SUFFIX = ".json"  # of tables; no backend ends in it
@@ -94,11 +94,14 @@ def read_ways(reduce: str, user: User, degree: int | None = None) -> Ways:
         backend_of(reduce, user)
         return Ways(Way(reduce))
     try:
-        table = json.loads(read_input_text(Path(reduce)))
-        if not isinstance(table, dict) or table.get("version") != VERSION or table.keys() - _KEYS:
+        table = read_file(Path(reduce))
+        known = isinstance(table, dict) and type(table.get("version")) is int and not table.keys() - _KEYS
+        if not known or table["version"] != VERSION:
             raise ValueError(f"it has not the keys of a table of version {VERSION}")
         if (made := table["user"]) != user:
             raise ValueError(f"it was measured for the {made}, and this is the {user}")
+        if type(table["tp"]) is not int:
+            raise ValueError("tp is not a number of ranks")
         if degree not in (None, table["tp"]):
             raise ValueError(f"it was measured with --tp {table['tp']}, and there are {degree} ranks")
         rows = {step: _rows(table[step], step, user) for step in get_args(Step)}

@@ -119,6 +119,13 @@ def test_a_search_of_the_whole_disk_is_refused(tmp_path: Path, monkeypatch: pyte
         corpus(tmp_path / "**" / "*.parquet")
 
 
+def test_a_fifo_or_a_device_is_no_data_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "text.jsonl")
+    for path in (tmp_path / "text.jsonl", Path("/dev/zero")):
+        with pytest.raises(BadInputError, match="is not a regular file"):
+            corpus(path)
+
+
 @pytest.mark.parametrize("form", ["file", "folder", "stream", "saved"])
 def test_another_file_of_the_same_name_and_time_is_read(tmp_path: Path, form: str) -> None:
     """As ``tar`` and ``rsync -a`` unpack: the same path, size and time of modification, and another text."""

@@ -1,7 +1,9 @@
 """Runs with frozen weights: what trains, what checkpoints hold, resume, the merged model, and what is refused."""
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from fcsd.checkpoint import read_layout
 from fcsd.convert import convert_checkpoint
 from fcsd.distill import loop, prepare
 from fcsd.distill.inputs import student_source
+from fcsd.distill.parts import files
 from fcsd.distill.parts.chosen import chosen_parts, train_parts
 from fcsd.distill.run.report import read_metrics
 from fcsd.distill.student import load_student
@@ -94,11 +97,23 @@ def test_two_steps_and_a_resume_are_four_steps(
     assert (tmp_path / "part" / last).read_bytes() == (tmp_path / "run" / last).read_bytes()
 
 
+def killed_export(run: Path, out: Path) -> None:
+    def deadly(recipe: Any, folder: Path, directory: Path) -> None:
+        directory.write_text("half of a model")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    files.merge_checkpoint = deadly
+    export_model(run, out, checkpoint="latest")
+
+
 def test_any_checkpoint_is_exported_as_an_ordinary_model(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own check reloads it in a process without fcsd. It needs no process group."""
     fork_reloads(monkeypatch)
+    assert ranks.exit_code(killed_export, finished, tmp_path / "other") == -signal.SIGKILL
+    (left,) = tmp_path.glob(".merged-*")
+    assert (left / "model").is_file(), "what a killed export leaves, the next one deletes"
     export_model(finished, tmp_path / "out", checkpoint="latest")
     exported, final = (load_file(path / "model.safetensors") for path in (tmp_path / "out", finished / "final"))
     assert exported.keys() == final.keys()

@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import shutil
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -104,18 +105,39 @@ class Planted:
         return Path.touch, (self._mark,)
 
 
-def test_a_sealed_checkpoint_runs_no_code(folder: Path, single: Path, tmp_path: Path) -> None:
-    run = runs.cut_short(single, tmp_path / "run")
-    checkpoint = run / "checkpoints" / "step-2"
-    torch.save({"state": Planted(tmp_path / "ran")}, checkpoint / "optimizer/rank-0.pt")
+def seal(checkpoint: Path) -> None:
+    """Writes the manifest anew, as somebody can who has changed a file."""
     content = manifest.read_manifest(checkpoint)
     names = manifest.files(checkpoint)
     names.remove(manifest.MANIFEST)
     content = {key: content[key] for key in ("step", "identity", "progress")}
     manifest.write_manifest(checkpoint, {**content, "files": manifest.described(checkpoint, names)})
+
+
+def test_a_sealed_checkpoint_runs_no_code(folder: Path, single: Path, tmp_path: Path) -> None:
+    run = runs.cut_short(single, tmp_path / "run")
+    checkpoint = run / "checkpoints" / "step-2"
+    torch.save({"state": Planted(tmp_path / "ran")}, checkpoint / "optimizer/rank-0.pt")
+    seal(checkpoint)
     with pytest.raises(CheckpointError, match="holds objects that no optimizer"):
         loop.distill_model(runs.resolved(folder, output_dir=str(run)))
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_sealed_state_of_an_optimizer_that_is_none_is_damage(folder: Path, single: Path, tmp_path: Path) -> None:
+    run = runs.cut_short(single, tmp_path / "run")
+    checkpoint = run / "checkpoints" / "step-2"
+    file = checkpoint / "optimizer/rank-0.pt"
+    whole = file.read_bytes()
+    listed, other = BytesIO(), BytesIO()
+    torch.save([1, 2], listed)
+    torch.save({"param_groups": 5}, other)
+    for data in (b"", b"\x80", whole[: len(whole) // 2], listed.getvalue(), other.getvalue()):
+        file.write_bytes(data)
+        seal(checkpoint)
+        with pytest.raises(CheckpointError, match="optimizer") as caught:
+            loop.distill_model(runs.resolved(folder, output_dir=str(run)))
+        assert "\n" not in str(caught.value) and caught.value.hint
 
 
 def test_a_changed_run_is_refused_by_name(folder: Path, single: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from fcsd.checkpoint import fingerprint, read_layout, sample_sha256
 from fcsd.convert import convert_checkpoint
 from fcsd.distill import loop
-from fcsd.distill.teacher.original import identify_teacher, output_head
+from fcsd.distill.teacher.original import identify_teacher, output_head, weights_sha256
 from fcsd.errors import BadInputError, CheckpointError, ConfigError
 
 
@@ -73,6 +73,22 @@ def test_new_weights_under_the_old_headers_are_noticed_on_resume(folder: Path) -
     shutil.rmtree(folder / "run" / "final")
     (result,) = ranks.on_ranks(1, loop.distill_model, started)
     assert isinstance(result, CheckpointError) and "teacher.sample was" in str(result)
+
+
+def test_a_teacher_is_identified_by_every_byte_of_its_weights(folder: Path) -> None:
+    layout = read_layout(folder / "teacher")
+    tensor = max(layout.tensors.values(), key=lambda tensor: tensor.end - tensor.start)
+    assert tensor.end - tensor.start > 1 << 13
+    before, sampled = weights_sha256(layout), sample_sha256(layout)
+    (file,) = layout.files.values()
+    with file.open("r+b") as weights:
+        weights.seek(tensor.end - 1)
+        (last,) = weights.read(1)
+        weights.seek(tensor.end - 1)
+        weights.write(bytes([last ^ 1]))
+    assert sample_sha256(layout) == sampled, "the first bytes of a tensor do not tell"
+    assert weights_sha256(layout) != before
+    assert identify_teacher(recipe(folder).recipe)["teacher.sample"] == weights_sha256(layout)
 
 
 def test_a_head_with_a_bias_is_refused_because_losses_would_leave_it_out() -> None:

@@ -1,5 +1,6 @@
 """Other ways to run a model give the same scores: vLLM, a device map, experts spread over ranks; or say why not."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,27 @@ def test_vllm_gives_no_false_score(vllm, model, mirror, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="converted models only with fcsd's plugin"):
         evaluate_models([str(tmp_path / "rewired")], tasks=["PIQA"], data_mirror=mirror, engine=VLLM)
     assert len(vllm.made) == 2
+
+
+def test_stored_answers_are_of_the_weights_and_not_of_their_time(model, mirror, tmp_path):
+    copied, out = tmp_path / "copied", tmp_path / "out"
+    options: dict[str, Any] = dict(tasks=["PIQA"], data_mirror=mirror, limit=4)
+    write(copied, tiny.model("deepseek_v2", **SIZES))
+    weights = copied / "model.safetensors"
+    before = weights.stat()
+    evaluate_models([str(copied)], out=out, **options)
+    data = bytearray(weights.read_bytes())
+    data[-4096:] = data[-8192:-4096]
+    weights.write_bytes(data)
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert weights.stat().st_size == before.st_size and weights.stat().st_mtime_ns == before.st_mtime_ns
+    (row,) = evaluate_models([str(copied)], out=tmp_path / "other", **options)
+    stored = {path.name for path in (tmp_path / "other" / "answers").iterdir()}
+    assert not stored & {path.name for path in (out / "answers").iterdir()}, "other weights, other answers"
+    os.utime(weights)
+    (again,) = evaluate_models([str(copied)], out=tmp_path / "other", **options)
+    assert {path.name for path in (tmp_path / "other" / "answers").iterdir()} == stored, "a time says nothing"
+    assert again["items"] == row["items"]
 
 
 def test_a_model_larger_than_memory_scores_the_same(model, mirror, monkeypatch):
