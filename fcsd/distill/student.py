@@ -22,6 +22,7 @@ from fcsd.launch.world import World
 from fcsd.models.annealed import require_in_flight
 from fcsd.models.build import arch_of, converted_config, register, wiring_of
 from fcsd.models.export_template import CODE_FILES
+from fcsd.models.rope import require_short_rows
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 
 if TYPE_CHECKING:
@@ -34,9 +35,11 @@ def student_config(recipe: Recipe, source: Location) -> PretrainedConfig:
     Raises:
         BadInputError: the architecture is not supported; the recipe names a wiring, but the checkpoint is rewired
             already; or the weights are random, but the config is quantised.
-        ConfigError: the wiring does not fit the architecture, or it cannot be annealed although the recipe asks for it.
+        ConfigError: the wiring does not fit the architecture, or it cannot be annealed although the recipe asks for it;
+            or short documents would get the rotary factors of long ones.
     """
     config = _rewired_config(recipe, source)
+    require_short_rows(config, recipe.data.seq_len, recipe.model)
     if recipe.train.anneal_share:
         require_in_flight(wiring_of(config))
     return config
