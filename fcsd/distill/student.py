@@ -21,6 +21,7 @@ from fcsd.errors import BadInputError
 from fcsd.launch.world import World
 from fcsd.models.build import arch_of, converted_config, register
 from fcsd.models.export_template import CODE_FILES
+from fcsd.models.rope import require_short_rows
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 
 if TYPE_CHECKING:
@@ -33,8 +34,16 @@ def student_config(recipe: Recipe, source: Location) -> PretrainedConfig:
     Raises:
         BadInputError: the architecture is not supported; the recipe names a wiring, but the checkpoint is rewired
             already; or the weights are random, but the config is quantised.
-        ConfigError: the wiring does not fit the architecture.
+        ConfigError: the wiring does not fit the architecture, or short documents would get the rotary factors of long
+            ones.
     """
+    config = _rewired_config(recipe, source)
+    require_short_rows(config, recipe.data.seq_len, recipe.model)
+    return config
+
+
+def _rewired_config(recipe: Recipe, source: Location) -> PretrainedConfig:
+    """The config of the student, whatever its rows are."""
     init = recipe.init
     register()
     checked = read_config(source.path)

@@ -17,6 +17,7 @@ from fcsd.checkpoint.tokenizer import tokens_before
 from fcsd.engine.decode import GRAIN
 from fcsd.engine.generate import GRAPHS, SLOTS, ending, generate
 from fcsd.errors import BadInputError
+from fcsd.models.rope import rope_border
 
 GPU_BATCH, CPU_BATCH = 512, 32  # documents that are written at a time
 _GOLDEN = 0x9E3779B97F4A7C15  # the golden section of 2^64: its multiples modulo 2^64 lie evenly apart, however many
@@ -66,6 +67,16 @@ class Writer:
         if not self._end.tokens:
             raise BadInputError("the model names no token that ends a text: eos_token_id is missing everywhere")
         self._turns = turns_of(tokenizer) if writing.form == "chat" else None
+        if (border := rope_border(model.config)) is not None:
+            border.require_computable(self._longest())
+
+    def _longest(self) -> int:
+        """The most tokens of a document, before any is written."""
+        most = self.writing.max_tokens
+        if self._turns is None:
+            return max(1, len(tokens_before(self.tokenizer))) + most
+        asked = most if self._questions is None else max(map(len, self._questions))
+        return len(self._turns.before) + asked + len(self._turns.after) + most
 
     def documents(self, shard: int, first: int, count: int) -> Iterator[list[int]]:
         """``count`` documents of token ids, the ``first`` and those after it of a shard.

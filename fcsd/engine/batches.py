@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache
 
 from fcsd.launch.shared_work import ALONE, Team
 from fcsd.models.installed import cache_keyword
+from fcsd.models.rope import rope_border
 
 # The most tokens (of prompts and answers, padded) whose keys and values are in memory at once.
 CACHE_TOKENS = 65536
@@ -36,6 +37,10 @@ def generate_in_batch(
 ) -> list[list[int]]:
     """Continue every prompt.
 
+    Where the rotary factors of a pass depend on its length, prompts before the border run first, and up to it. Answers
+    that go on beyond it are read again from their first token, with the longer prompts: the factors of all their tokens
+    have changed, and transformers drops its cache there, too.
+
     Args:
         model: a causal LM in eval mode.
         prompts: token ids; each sequence is a row of the batch, and none is empty.
@@ -49,15 +54,63 @@ def generate_in_batch(
         The new token ids of each row, including the token that ended it.
 
     Raises:
+        ConfigError: an answer may reach beyond the border of rotary factors that differ from length to length.
         NonFiniteError: the model gives NaN or infinite logits.
     """
-    ids, mask, positions = left_padded(prompts, model.device)
+    border = rope_border(model.config)
+    new: list[list[int]] = [[] for _ in prompts]
+    open_ = set(range(len(prompts)))
+
+    def over(row: int) -> bool:
+        return len(new[row]) == max_new_tokens or ended(new[row], len(new[row]) - 1) is not None
+
+    if border is None:
+        _continue(model, prompts, new, open_, over, choose, cache, team, most=None)
+        return new
+    border.require_computable(max(map(len, prompts)) + max_new_tokens - 1)
+    short = {row for row in open_ if not border.beyond(len(prompts[row]))}
+    if team.any(bool(short)):
+        open_ = (open_ - short) | _continue(
+            model, prompts, new, short, over, choose, cache, team, most=border.positions
+        )
+        cache = None
+    if team.any(bool(open_)):
+        _continue(model, prompts, new, open_, over, choose, cache, team, most=None)
+    return new
+
+
+def _continue(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    new: list[list[int]],
+    chosen: set[int],
+    over: Callable[[int], bool],
+    choose: Choose,
+    cache: Cache | None,
+    team: Team,
+    most: int | None,
+) -> set[int]:
+    """Continue some of the prompts with what their answers have already.
+
+    Args:
+        new: the answers so far, which grow.
+        chosen: the places of the prompts. If there are none, the first token of a prompt stands in for them, since
+            other ranks may have some.
+        over: whether the answer at a place has ended with its last token.
+        most: the most tokens of an input; None for any number.
+
+    Returns:
+        The places of the answers that go on beyond ``most`` tokens.
+    """
+    rows = sorted(chosen)
+    texts = [[*prompts[row], *new[row]] for row in rows]
+    if not rows:
+        rows, texts = [0], [[prompts[0][0]]]
+    ids, mask, positions = left_padded(texts, model.device)
     tokens = ids
     cache = DynamicCache(config=model.config) if cache is None else cache
     kept: Any = {cache_keyword(): cache}
-    new: list[list[int]] = [[] for _ in prompts]
-    rows = list(range(len(prompts)))
-    running = set(rows)
+    running, further = set(chosen), set[int]()
     while True:
         logits = model(
             input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1, **kept
@@ -67,12 +120,17 @@ def generate_in_batch(
         for row, token in zip(rows, ids[:, 0].tolist(), strict=True):
             if row in running:
                 new[row].append(token)
-                if len(new[row]) == max_new_tokens or ended(new[row], len(new[row]) - 1) is not None:
+                if over(row):
                     running.discard(row)
+                elif most is not None and len(prompts[row]) + len(new[row]) > most:
+                    running.discard(row)
+                    further.add(row)
         if not team.any(bool(running)):
-            return new
+            return further
         tokens = torch.cat([tokens, ids], dim=1)
+        # A row that has ended goes on with the others, and must not lead the pass beyond the border.
         positions = positions[:, -1:] + 1
+        positions = positions if most is None else positions.clamp(max=most - 1)
         mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
         # Copying the cache takes more time than computing a few rows whose results are not used.
         if 0 < len(running) <= 0.75 * len(rows):

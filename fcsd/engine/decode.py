@@ -21,6 +21,7 @@ from fcsd.engine.slots import Slots
 from fcsd.foreign_errors import reason_of
 from fcsd.launch.shared_work import ALONE
 from fcsd.models.installed import cache_keyword
+from fcsd.models.rope import rope_border
 
 # Steps after which the host reads the new tokens.
 BLOCK = 16
@@ -160,6 +161,10 @@ class Stepper:
         self.ids = torch.zeros(slots.count, 1, dtype=torch.long, device=model.device)
         self.finite = torch.ones(slots.count, dtype=torch.bool, device=model.device)
         self.graphs: dict[int, torch.cuda.CUDAGraph] | None = {} if graphs else None
+        # Ended answers go on with the others: their writes stay inside of their slots, and their positions before the
+        # border of rotary factors, beyond which those of all slots would change.
+        border = rope_border(model.config)
+        self._last = slots.length - 1 if border is None else min(slots.length, border.positions) - 1
         self._temperatures = torch.zeros(slots.count, device=model.device) if sampled else None
 
     @torch.no_grad()
@@ -212,7 +217,7 @@ class Stepper:
         ids, finite = self._choose(logits)
         self.ids.copy_(ids)
         self.finite &= finite
-        slots.positions.add_(1).clamp_(max=slots.length - 1)  # writes of ended answers stay inside of their slots
+        slots.positions.add_(1).clamp_(max=self._last)
         return logits
 
     def _choose(self, logits: torch.Tensor, slots: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:

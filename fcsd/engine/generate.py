@@ -20,6 +20,7 @@ from fcsd.engine.decode import drawn, generate_in_slots, plan_slots
 from fcsd.engine.logprobs import batches
 from fcsd.engine.slots import why_no_slots
 from fcsd.launch.shared_work import ALONE, Team
+from fcsd.models.rope import rope_border
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ def generate(
         ``(index of the prompt, its new token ids, with the one that ended the answer)`` as soon as an answer ends.
 
     Raises:
+        ConfigError: an answer may reach beyond the border of rotary factors that differ from length to length.
         NonFiniteError: the model gives NaN or infinite logits.
     """
     sizes = [len(prompt) + max_new_tokens for prompt in prompts]
@@ -70,7 +72,11 @@ def generate(
         settings |= {"count": count, "length": length, "graphs": way == GRAPHS, "temperatures": temperatures}
         yield from generate_in_slots(model, prompts, team.share(groups), **settings)
         return
-    for batch in team.share(batches(sizes, cache_tokens, batch_size)):
+    border = rope_border(model.config)
+    if border is not None:
+        border.require_computable(max(sizes) - 1)
+    most = None if border is None else border.positions + max_new_tokens  # the size of the longest short prompt
+    for batch in team.share(batches(sizes, cache_tokens, batch_size, most)):
         choose = most_likely if temperatures is None else _drawing([temperatures[i] for i in batch], model.device)
         rows = generate_in_batch(model, [prompts[i] for i in batch], choose=choose, team=team, **settings)
         yield from zip(batch, rows, strict=True)

@@ -13,6 +13,7 @@ from fcsd.errors import BadInputError
 from fcsd.launch.shared_work import ALONE, Team
 from fcsd.models.build import logits_cap, logits_factor
 from fcsd.models.installed import cache_keyword
+from fcsd.models.rope import RopeBorder, rope_border
 
 # The most padded tokens in one forward pass.
 FORWARD_TOKENS = 16384
@@ -59,12 +60,20 @@ def head_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def batches(lengths: Sequence[int], tokens: int, batch_size: int | None) -> Iterator[list[int]]:
-    """Indices of ``lengths``, longest first, in batches of at most ``tokens`` padded tokens and ``batch_size``."""
+def batches(
+    lengths: Sequence[int], tokens: int, batch_size: int | None, border: int | None = None
+) -> Iterator[list[int]]:
+    """Indices of ``lengths``, longest first, in batches of at most ``tokens`` padded tokens and ``batch_size``.
+
+    Args:
+        border: a batch has no lengths of both sides of this one, which is on the side of the shorter ones.
+    """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     while order:
         size = max(1, tokens // lengths[order[0]])
         size = min(size, batch_size or size)
+        if border is not None:
+            size = min(size, sum((lengths[i] > border) == (lengths[order[0]] > border) for i in order))
         yield order[:size]
         order = order[size:]
 
@@ -82,6 +91,8 @@ def continuation_logprobs(
 
     The choices of one context share its keys and values, except in models with recurrent layers: some of these take
     several tokens after a state as if there were none. Choices of a single token need no forward pass of their own.
+    Where rotary factors depend on the length of a pass, choices that reach beyond the border share nothing with a
+    context before it, and no pass has inputs of both sides.
 
     Args:
         model: a causal LM in eval mode.
@@ -95,21 +106,31 @@ def continuation_logprobs(
         and whether greedy decoding would have produced it.
 
     Raises:
+        ConfigError: an input is beyond the border of rotary factors that differ from length to length.
         NonFiniteError: the model gives NaN or infinite logits.
     """
+    border = rope_border(model.config)
+    if border is not None and requests:
+        border.require_computable(max(len(context) + len(continuation) - 1 for context, continuation in requests))
     trunks: dict[Tokens, dict[Tokens, list[int]]] = defaultdict(lambda: defaultdict(list))
     for index, (context, continuation) in enumerate(requests):
         trunks[tuple(context[:-1])][(context[-1], *continuation[:-1])].append(index)
     layers: Any = DynamicCache(config=model.config).layers
     divisible = not any(map(is_recurrent, layers))
-    shared = {trunk: branches for trunk, branches in trunks.items() if divisible and trunk and len(branches) > 1}
+    shared = {
+        trunk: branches
+        for trunk, branches in trunks.items()
+        if divisible and trunk and len(branches) > 1 and not _crosses(border, trunk, branches)
+    }
     single: dict[Tokens, list[int]] = defaultdict(list)  # requests that divide the same tokens elsewhere share a row
     for trunk, branches in trunks.items():
         if trunk not in shared:
             for branch, indices in branches.items():
                 single[trunk + branch] += indices
     answers: dict[int, tuple[float, bool]] = {}
-    forwards = chain(_whole(model, single, batch_size, team), _branched(model, shared, batch_size, team))
+    forwards = chain(
+        _whole(model, single, batch_size, team, border), _branched(model, shared, batch_size, team, border)
+    )
     for hidden, ends in forwards:
         scored = [(end, index) for end, indices in ends for index in indices]
         positions = [p for end, index in scored for p in range(end - len(requests[index][1]), end)]
@@ -124,8 +145,17 @@ def continuation_logprobs(
     return answers
 
 
+def _crosses(border: RopeBorder | None, trunk: Tokens, branches: Mapping[Tokens, list[int]]) -> bool:
+    """Whether a beginning has other rotary factors alone than with some of its branches."""
+    return border is not None and not border.beyond(len(trunk)) and border.beyond(len(trunk) + max(map(len, branches)))
+
+
 def _whole(
-    model: PreTrainedModel, inputs: dict[Tokens, list[int]], batch_size: int | None, team: Team
+    model: PreTrainedModel,
+    inputs: dict[Tokens, list[int]],
+    batch_size: int | None,
+    team: Team,
+    border: RopeBorder | None,
 ) -> Iterator[tuple[torch.Tensor, list[tuple[int, list[int]]]]]:
     """Forward passes over whole inputs.
 
@@ -134,7 +164,8 @@ def _whole(
         dimensions, with the indices of its requests.
     """
     tokens = list(inputs)
-    for batch in team.share(batches([len(t) for t in tokens], FORWARD_TOKENS, batch_size)):
+    most = border and border.positions
+    for batch in team.share(batches([len(t) for t in tokens], FORWARD_TOKENS, batch_size, border=most)):
         rows = [tokens[i] for i in batch]
         ids, width = right_padded(rows, model.device)
         ends = [(n * width + len(row), inputs[row]) for n, row in enumerate(rows)]
@@ -142,14 +173,19 @@ def _whole(
 
 
 def _branched(
-    model: PreTrainedModel, trunks: dict[Tokens, dict[Tokens, list[int]]], batch_size: int | None, team: Team
+    model: PreTrainedModel,
+    trunks: dict[Tokens, dict[Tokens, list[int]]],
+    batch_size: int | None,
+    team: Team,
+    border: RopeBorder | None,
 ) -> Iterator[tuple[torch.Tensor, list[tuple[int, list[int]]]]]:
     """As ``_whole``, for inputs with common beginnings.
 
     Each beginning is computed once. The tokens that follow it are computed over copies of its cache.
     """
     decoder, keys = decoder_of(model), list(trunks)
-    whole = batches([len(t) for t in keys], FORWARD_TOKENS, batch_size)
+    most = border and border.positions
+    whole = batches([len(t) for t in keys], FORWARD_TOKENS, batch_size, most)
     for batch in team.share(chain.from_iterable(_narrowed(part, list(trunks.values())) for part in whole)):
         rows = [keys[i] for i in batch]
         ids, mask, positions = left_padded(rows, model.device)
@@ -160,10 +196,13 @@ def _branched(
         owners = torch.tensor([n for n, _, _ in branches], device=model.device)
         select_rows(cache, owners, len(rows))
         ids, width = right_padded([branch for _, branch, _ in branches], model.device)
+        places = positions[owners, -1:] + 1 + torch.arange(width, device=model.device)
+        if most is not None and len(rows[0]) <= most:  # the padding of a branch must not reach beyond the border
+            places = places.clamp(max=most - 1)
         hidden = decoder(
             input_ids=ids,
             attention_mask=torch.cat([mask[owners], torch.ones_like(ids)], dim=1),
-            position_ids=positions[owners, -1:] + 1 + torch.arange(width, device=model.device),
+            position_ids=places,
             use_cache=True,
             **kept,
         ).last_hidden_state

@@ -6,6 +6,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
+from fcsd.models.rope import rope_border
+
 
 class Slots:
     """The state that all layers of the cache share.
@@ -124,6 +126,9 @@ def why_no_slots(model: PreTrainedModel, length: int) -> str | None:
     # Some layers of Llama-4 scale their queries by the position, from this one on. A step in slots does not tell them.
     if getattr(config, "attn_temperature_tuning", False) and length >= config.floor_scale:
         return f"layers scale queries by their position from token {config.floor_scale} on, and {length} are needed"
+    border = rope_border(model.config)
+    if border is not None and border.beyond(length):
+        return f"rotary factors change beyond {border.positions} tokens, and {length} are needed"
     for layer in DynamicCache(config=model.config).layers:
         if isinstance(layer, DynamicSlidingWindowLayer):
             if chunked and layer.sliding_window < length:

@@ -14,6 +14,7 @@ from itertools import takewhile
 
 from fcsd.config import Adapter, Recipe, ResolvedRecipe, accumulation, vary
 from fcsd.errors import ConfigError, DoesNotFitError
+from fcsd.models.rope import require_short_rows
 from fcsd.models.selection import select_layers
 from fcsd.models.wiring_block import DESYNC, Wiring
 from fcsd.parallel.expert.dispatcher import check_divided, check_formats
@@ -138,8 +139,8 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
     Raises:
         BadInputError: the student or the teacher is not a model.
         ConfigError: the batch, the experts or the heads cannot be split evenly over the GPUs, a Desync wiring is for
-            another ``parallel.tp_size``, or the rows of the student cannot be rounded to the formats of
-            ``parallel.quantised``.
+            another ``parallel.tp_size``, the rows of the student cannot be rounded to the formats of
+            ``parallel.quantised``, or short documents would get the rotary factors of long ones.
     """
     accumulation(recipe, hardware.world)
     model = MetaModel(recipe.model, rewired=recipe.init.wiring is not None)
@@ -154,6 +155,8 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
     for name, one in [(recipe.model, model)] if alone else named.items():
         hint = f"set parallel.{'ep_size: 1' if one is model else 'teacher_placement: replicated'}"
         check_divided(one.config, name, recipe.parallel, hardware.world, hint)
+    for name, one in named.items():
+        require_short_rows(one.config, recipe.data.seq_len, name)
     setup = setup_for(recipe, hardware.world, model)
     desync = recipe.init.wiring in DESYNC or (recipe.init.wiring is None and model.wiring.name in DESYNC)
     ranks = (recipe.init.tp_degree if recipe.init.wiring else model.wiring.tp_degree) if desync else 1

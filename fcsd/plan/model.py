@@ -30,6 +30,7 @@ from fcsd.models.config_keys import EXPERTS_PER_TOKEN, expert_count, first_count
 from fcsd.models.fused.model import fuse_parts
 from fcsd.models.fused.norms import fuse_norms
 from fcsd.models.fused.rotary import fuse_rotary
+from fcsd.models.rope import rope_border
 from fcsd.models.wiring import Blocks, Wiring, hf_parts, mixer, mlp_of, shared_of
 from fcsd.plan.activations import AdaptedLinear, LayerBytes, MetaExperts, RoutedExperts, attention, measure_layer
 from fcsd.plan.setup import Parts, Setup
@@ -296,6 +297,7 @@ class MetaModel:
             cls: Any = causal_lm_class(self.config)
             model = cls._from_config(self.config, dtype=torch.bfloat16, attn_implementation=_ATTENTION).train()
         model.to("meta")  # what torch.normal has made is on the CPU
+        _keep_factors(model)
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
         def keep(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -309,6 +311,23 @@ class MetaModel:
         for hook in hooks:
             hook.remove()
         return model, calls, sum(widths) // len(calls)
+
+
+def _keep_factors(model: PreTrainedModel) -> None:
+    """Let rotary factors not depend on the length of a pass, which has no value on the meta device.
+
+    Angles have the same shape with all factors.
+    """
+    if rope_border(model.config) is None:
+        return
+    for module in model.modules():
+        given: Any = module
+        kinds = getattr(module, "rope_type", None)
+        if isinstance(kinds, dict):
+            given.rope_type = dict.fromkeys(kinds, "default")
+        elif kinds is not None:
+            given.rope_type, given.config = "default", copy(given.config)
+            given.config.rope_parameters = {**given.config.rope_parameters, "rope_type": "default"}
 
 
 def own_copies(kwargs: dict[str, Any]) -> dict[str, Any]:

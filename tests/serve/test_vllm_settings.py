@@ -98,7 +98,11 @@ def settings(wiring: Wiring, dtype: torch.dtype = torch.bfloat16, moe: bool = Tr
     for name, value in changes.items():
         (parallel if name in parallel else whole)[name] = value
     rope = dict(rope_type="longrope", original_max_position_embeddings=4096)
-    config = SimpleNamespace(fcsd=wiring.to_block(), gated_attention="quant_config" in changes, rope_parameters=rope)
+    rope |= whole.pop("rope", {})
+    gated = "quant_config" in changes
+    config = SimpleNamespace(
+        fcsd=wiring.to_block(), gated_attention=gated, rope_parameters=rope, max_position_embeddings=8192
+    )
     return SimpleNamespace(
         model_config=SimpleNamespace(
             hf_config=config,
@@ -142,6 +146,7 @@ REFUSED = [
     (settings(FARSKIP, quant_config=object()), "quantised weights with gated attention"),
     (settings(FARSKIP, runner_type="pooling"), "embeddings and scores"),
     (settings(FARSKIP, max_model_len=4097), "use at most original_max_position_embeddings"),
+    (settings(FARSKIP, rope={"rope_type": "dynamic"}), "rotary factors that grow with the text"),
     (settings(FARSKIP, kv_transfer_config=object()), "leave --kv-transfer-config out"),
     (settings(FARSKIP, additional_config={"fcsd": {"reduce": "none"}}), "reduce none gives wrong results"),
     (

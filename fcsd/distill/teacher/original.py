@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from fcsd.checkpoint import Layout, fingerprint, read_config, read_layout, resolve
@@ -19,9 +19,10 @@ from fcsd.config import Recipe
 from fcsd.disk import bytes_sha256
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.kernels.packed_attention import packed_arguments, takes_borders, use_packed_attention
-from fcsd.models.build import arch_of, decoder_layers, decoder_of, logits_factor
+from fcsd.models.build import arch_of, decoder_layers, decoder_of, logits_factor, register
 from fcsd.models.documents import documents_of, stay_inside_documents
 from fcsd.models.installed import cache_keyword
+from fcsd.models.rope import require_short_rows
 
 _BLOCK = 1 << 20  # bytes that are read at once
 _MOST_COMPILED = 64  # torch's own limit is 8; beyond it layers would silently run uncompiled
@@ -63,16 +64,21 @@ def identify_teacher(recipe: Recipe) -> dict[str, str]:
 
     Raises:
         BadInputError: the teacher does not exist, or its fingerprint is not the expected one.
+        ConfigError: it would give short documents of a row the rotary factors of long ones.
     """
     name = teacher_name(recipe)
     try:
-        layout = read_layout(resolve(name).path)
+        path = resolve(name).path
+        layout = read_layout(path)
     except BadInputError as error:
         if recipe.teacher is None:
             error.hint = f"{recipe.model} records it as its original; if it moved, set `teacher:` in the recipe"
         raise
     found = fingerprint(layout)
     expect_fingerprint(recipe, found, f"teacher {name}")
+    register()
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    require_short_rows(config, recipe.data.seq_len, f"teacher {name}")
     return {"teacher.fingerprint": found, "teacher.sample": weights_sha256(layout)}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from fcsd.errors import ConfigError
 from fcsd.models.archs import ARCHS
+from fcsd.models.rope import RopeBorder, rope_border
 from fcsd.models.wiring_block import DESYNC, Wiring
 from fcsd.serve.vllm.reduction import leaves_out, read_settings
 from fcsd.serve.vllm.support import RIGHT_RESULTS, refusal
@@ -60,6 +61,7 @@ def problems(vllm_config: Any, model_type: str) -> Iterator[str]:
     yield from _wiring_problems(wiring, parallel, ARCHS[model_type].vllm.whole)
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
     passes, speculation = vllm_config.compilation_config.pass_config, vllm_config.speculative_config
+    border = rope_border(config)
     exchanges = parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe
     gated = ARCHS[model_type].blocks.gated
     asked = {
@@ -75,7 +77,8 @@ def problems(vllm_config: Any, model_type: str) -> Iterator[str]:
         "speculation": speculation is not None and speculation.method not in _OUTSIDE,
         "lora": vllm_config.lora_config is not None,
         "pooling": vllm_config.model_config.runner_type == "pooling",
-        "long_positions": _scales_short_texts(vllm_config.model_config),
+        "long_positions": _scales_short_texts(border, vllm_config.model_config.max_model_len),
+        "dynamic_rope": border is not None and border.exact,
         "connectors": vllm_config.kv_transfer_config is not None,
         "fast_prefill": vllm_config.cache_config.kv_sharing_fast_prefill,
     }
@@ -98,13 +101,9 @@ def _other_pieces(vllm_config: Any) -> bool:
     return compilation.splitting_ops is not None or compilation.use_inductor_graph_partition
 
 
-def _scales_short_texts(model: Any) -> bool:
+def _scales_short_texts(border: RopeBorder | None, longest: int) -> bool:
     """Whether vLLM gives the positions of short texts the factors of long ones, as it does by ``max_model_len``."""
-    rope = getattr(model.hf_config, "rope_parameters", None) or {}
-    first = rope.get("original_max_position_embeddings") or getattr(
-        model.hf_config, "original_max_position_embeddings", 0
-    )
-    return rope.get("rope_type") == "longrope" and model.max_model_len > first
+    return border is not None and not border.exact and border.beyond(longest)
 
 
 def _wiring_problems(wiring: Wiring, parallel: Any, whole: bool) -> Iterator[str]:

@@ -142,6 +142,13 @@ LOST = {
         "leave it out, or use at most original_max_position_embeddings",
         "the long contexts of such models",
     ),
+    "dynamic_rope": Lost(
+        "rotary factors that grow with the text (rope type dynamic)",
+        "rope_parameters of config.json",
+        "vLLM has one set of factors for all positions, those of the longest text",
+        "use fcsd's own engine",
+        "texts beyond max_position_embeddings",
+    ),
     "pipeline": Lost(
         "pipeline parallelism of Desync, at a distance of 2 or more, or of layers that add their outputs themselves",
         "--pipeline-parallel-size N",
