@@ -1,7 +1,8 @@
 """``fcsd advise``: the ways to serve a model on a machine, what each is expected to bring, and the one to begin with.
 
 The order of what a user gains decides: copies of the model if it fits one GPU; a better transport for the model as it
-is; fewer bits; then a conversion, which has to be healed and loses points.
+is; fewer bits; then a conversion, which has to be healed and loses points. Sums through the host are named as a trial,
+because no server has been timed with them yet.
 """
 
 import json
@@ -27,7 +28,7 @@ from fcsd.plan.speed import SHARE
 WIRINGS = ("ladder", "farskip", "desync-4x")
 SHARES = (0.5, 1.0)  # of the layers, the last ones
 RESERVE_GB = 6.0  # of a GPU, for activations, graphs and libraries
-PAYS_BITS, PAYS_CONVERSION = 1.05, 1.10  # how much faster than what is simpler it has to be
+WORTH_A_TRIAL, PAYS_CONVERSION = 1.03, 1.10  # how much faster than what is simpler it has to be
 HEAL_TOKENS = 100e6
 
 
@@ -77,6 +78,7 @@ class Advice:
         chosen: the one to begin with.
         why: a sentence.
         command: the next command.
+        trial: a command that is worth a trial, although no server was timed with it; None if there is none.
         losses: rows of measured losses that are nearest to the model.
         heal: what healing the last half takes.
         days: until these are won back by the best conversion over the best of the rest, infinite if never.
@@ -89,6 +91,7 @@ class Advice:
     chosen: Way
     why: str
     command: str
+    trial: str | None
     losses: tuple[Loss, ...]
     heal: Healing
     days: float
@@ -120,7 +123,8 @@ def advise(model: str, host: Host, load: Load, price: float | None = None, speed
         )
     fits_one = weights + min(cache, 0.1 * weights) <= memory
     ways = _ways(server, meta, host, fits_one)
-    simple = [way for way in ways if way.kind in ("stock", "sums")]
+    stock = ways[0]
+    simple = [stock, *(way for way in ways if way.kind == "stages" and _nowhere_slower(way, stock))]
     best = max(simple, key=lambda way: way.gain)
     conversions = [way for way in ways if way.kind == "conversion"]
     converted = max(conversions, key=lambda way: (round(way.gain, 2), -way.share), default=None)
@@ -129,8 +133,15 @@ def advise(model: str, host: Host, load: Load, price: float | None = None, speed
     rest = max((way.gain for way in ways if way.kind not in ("conversion", "replicas")), default=1.0)
     days = break_even_days(heal.gpu_hours, converted.gain / rest, host.gpus) if converted else math.inf
     rows = tuple(nearest(meta.numbers.total, bool(meta.numbers.experts)))
-    command = _command(chosen, model, host, load)
-    return Advice(model, server, host, tuple(ways), chosen, why, command, rows, heal, days, price)
+    command = _command(chosen, model, host)
+    better = [way for way in ways if way.kind == "sums" and way.gain > WORTH_A_TRIAL * chosen.gain]
+    trial = None if fits_one or chosen.kind == "conversion" or not better else _command(better[0], model, host)
+    return Advice(model, server, host, tuple(ways), chosen, why, command, trial, rows, heal, days, price)
+
+
+def _nowhere_slower(way: Way, stock: Way) -> bool:
+    """Whether neither steps nor first tokens are slower than those of stock, to 2 %."""
+    return max(way.served.step / stock.served.step, way.served.first / stock.served.first) <= 1.02
 
 
 def _ways(server: Server, meta: MetaModel, host: Host, fits_one: bool) -> list[Way]:
@@ -171,7 +182,7 @@ def _choose(
     """The way to begin with, and why."""
     by_kind = {way.kind: way for way in reversed(ways)}
     if speed is not None:
-        order = ("stock", "replicas", "stages", "sums", "bits", "conversion")
+        order = ("stock", "replicas", "stages", "sums", "bits", "conversion")  # the simplest first
         reached = [way for way in ways if way.gain >= speed]
         if reached:
             first = min(reached, key=lambda way: (order.index(way.kind), way.share, -way.gain))
@@ -183,15 +194,17 @@ def _choose(
         return by_kind[
             "replicas"
         ], "the model fits one GPU, and copies of it send nothing; serve by TP for single answers"
-    candidate, why = best, "it computes the same, and nothing has to be healed"
-    if best.kind == "stock":
-        why = "no other way to sum the same values is expected to be faster here"
-    bits = by_kind.get("bits")
-    if bits is not None and bits.gain > PAYS_BITS * best.gain:
-        why += f"; in 8 bits it would have {bits.gain:.2f}x, and changes answers a little"
-    if converted is not None and converted.gain > PAYS_CONVERSION * candidate.gain:
-        why += f"; a conversion would have {converted.gain:.2f}x, and has to be healed"
-    return candidate, why
+    why = "of what servers were timed with, nothing that leaves the answers as they are is expected to be faster"
+    stages, sums, bits = by_kind.get("stages"), by_kind.get("sums"), by_kind.get("bits")
+    if stages is not None and stages != best and (first := ways[0].served.first / stages.served.first) > 1.02:
+        why += f"; pipeline stages have first tokens {first:.2f}x as fast, and slower steps"
+    if sums is not None and sums.gain > WORTH_A_TRIAL * best.gain:
+        why += f"; sums through the host are expected to bring {sums.gain:.2f}x"
+    if bits is not None and bits.gain > WORTH_A_TRIAL * best.gain:
+        why += f"; in 8 bits {bits.gain:.2f}x, which changes answers a little"
+    if converted is not None and converted.gain > PAYS_CONVERSION * best.gain:
+        why += f"; a conversion {converted.gain:.2f}x, which has to be healed"
+    return best, why
 
 
 def _healing(meta: MetaModel, host: Host) -> Healing:
@@ -213,7 +226,7 @@ def _healing(meta: MetaModel, host: Host) -> Healing:
     return Healing(card.name, gpus, operations * HEAL_TOKENS / rate / 3600)
 
 
-def _command(chosen: Way, model: str, host: Host, load: Load) -> str:
+def _command(chosen: Way, model: str, host: Host) -> str:
     if chosen.kind == "conversion":
         share = "all" if chosen.share == 1 else f"{chosen.share:.0%}"
         degree = f" --tp-degree {host.gpus}" if chosen.wiring in DESYNC else ""
@@ -283,6 +296,7 @@ def to_text(advice: Advice) -> str:
         "",
         f"Do this: {advice.chosen.name}. Why: {advice.why}.",
         f"  {advice.command}",
+        *([] if advice.trial is None else [f"Worth a trial, although no server was timed with it yet: {advice.trial}"]),
         "",
         table(head, body),
         "",
@@ -353,6 +367,7 @@ def to_json(advice: Advice) -> dict[str, Any]:
         "chosen": advice.chosen.name,
         "why": advice.why,
         "command": advice.command,
+        "trial": advice.trial,
         "healing": vars(advice.heal),
         "won_back_days": None if math.isinf(advice.days) else advice.days,
         "losses": [{**row._asdict(), "mean": row.mean} for row in advice.losses],
