@@ -1,7 +1,7 @@
 """Writes docs/reference/ from the code: every field of a recipe, and every command with its options.
 
-It also writes the README's table of architectures. Run it after a change to `fcsd/config/`, to a command or to
-`fcsd/models/archs.py`. `tests/docs/test_reference.py` fails while the pages are out of date.
+Run it after a change to `fcsd/config/`, to a command or to `fcsd/models/archs.py`. `tests/docs/test_reference.py` fails
+while the pages are out of date.
 """
 
 import json
@@ -25,14 +25,12 @@ from fcsd.config import Recipe
 from fcsd.models.arch import Arch
 from fcsd.models.archs import ARCHS
 
-_README = Path(__file__).resolve().parent.parent / "README.md"
-_FOLDER = _README.parent / "docs" / "reference"
+_FOLDER = Path(__file__).resolve().parent.parent / "docs" / "reference"
 _GENERATED = "`scripts/write_reference.py` writes this page from the code."
 
 
 def main() -> None:
-    """Writes all pages and the table in the README."""
-    _README.write_text(with_architectures(_README.read_text()))
+    """Writes all pages."""
     _FOLDER.mkdir(exist_ok=True)
     for name, text in pages().items():
         (_FOLDER / name).write_text(text)
@@ -45,16 +43,6 @@ def pages() -> dict[str, str]:
         "commands.md": commands_page(),
         "architectures.md": architectures_page(),
     }
-
-
-def with_architectures(readme: str) -> str:
-    """The README with the short table of architectures: what each can do, without the reasons."""
-    head = "| experts | Desync | expert parallelism | vLLM | `model_type` |\n|---|---|---|---|---|\n"
-    rows = "".join(f"| {cells} | {', '.join(names)} |\n" for cells, names in _grouped(_short_cells, "\\*").items())
-    before, found, rest = readme.partition(head)
-    if not found:
-        raise ValueError("the README has no table of architectures to replace")
-    return before + head + rows + re.sub(r"\A(\|.*\n)+", "", rest)
 
 
 def architectures_page() -> str:
@@ -87,15 +75,6 @@ def _cells(arch: Arch) -> str:
     parallel = "" if arch.dense else f"no: {arch.no_ep}" if arch.no_ep else "yes"
     served = f"no: {arch.no_vllm}" if arch.no_vllm else "yes"
     return " | ".join((experts, " ".join(f"`{wiring}`" for wiring in arch.wirings), parallel, served))
-
-
-def _short_cells(arch: Arch) -> str:
-    def said(possible: bool) -> str:
-        return "yes" if possible else "no"
-
-    parallel = "" if arch.dense else said(not arch.no_ep)
-    desync = said("desync" in arch.wirings)
-    return " | ".join(("none" if arch.dense else "yes", desync, parallel, said(not arch.no_vllm)))
 
 
 def recipe_page() -> str:
