@@ -33,9 +33,9 @@ _FIELDS = {
     "mlp": (),
     "moe": ("dense",),
     "rotary": ("rotates_halves",),
-    "attention": ("rotates_halves", "packs", "apart", "keeps_documents"),
+    "attention": ("rotates_halves", "packs", "keeps_documents"),
     "layer": ("blocks", "dense"),
-    "head": ("text_config", "final_norm", "embedding", "logits_factor", "logits_cap", "spanning", "stored", "injected"),
+    "head": ("text_config", "final_norm", "logits_factor", "logits_cap", "spanning", "stored", "injected"),
     "shards": ("tp_plan", "no_tp", "norms_over_heads"),
 }
 _OF_IMAGES = re.compile(r"Vision|Audio|Image|Video|Patch|Projector|Merger")

@@ -19,7 +19,7 @@ PANELS = {
     "Recipe": "recipe_name sweep sets output_dir seed resume",
     "Questions": "suite tasks num_fewshot apply_chat_template data_mirror held_out limit",
     "Comparison": "baseline untrained margin require",
-    "Layers and wiring": "layers wiring wirings variant border distance tp_degree reduce quantised",
+    "Layers and wiring": "layers wiring wirings variant border distance tp_degree reduce",
     "Size of the work": "batch_size max_length tokens rounds lengths arrivals answer batches loads minutes heal_hours",
     "Machine": "gpus launch join_timeout ep_size device dtype backend generation tp ep dp engine",
     "Output": "out log_samples dry_run as_json",

@@ -65,7 +65,7 @@ def test_the_steps_add_the_easy_family(page: str, repo: Path, tmp_path: Path) ->
     )
     assert passed is not None and int(passed[1]) > 40
     run(script)
-    assert f"`{family}`" in (tmp_path / "README.md").read_text()
+    assert f"`{family}`" in (tmp_path / "docs/reference/architectures.md").read_text()
 
 
 def test_the_hard_row_is_that_of_the_table_and_every_field_is_explained(page: str) -> None:

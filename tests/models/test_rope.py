@@ -139,13 +139,11 @@ def test_the_border_is_read_from_the_config() -> None:
     assert rope_border(tiny.config("ministral3")) is None, "yarn has one set of factors"
     assert rope_border(tiny.config("phi3", **LONGROPE)) == RopeBorder("longrope", BORDER, exact=False)
     assert rope_border(tiny.config("llama", **DYNAMIC)) == RopeBorder("dynamic", BORDER, exact=True)
-    fixed = dict(DYNAMIC["rope_parameters"], alpha=1000.0)
-    assert rope_border(tiny.config("hunyuan_v1_dense", rope_parameters=fixed)) is None
     sliding = dict(rope_type="default", rope_theta=9.0)
     by_layer = dict(full_attention=DYNAMIC["rope_parameters"], sliding_attention=sliding)
     gemma = tiny.config("gemma3_text", rope_parameters=by_layer, max_position_embeddings=BORDER)
     assert rope_border(gemma) == RopeBorder("dynamic", BORDER, exact=True)
-    inner = tiny.config("smolvlm", **DYNAMIC)
+    inner = tiny.config("qwen2_vl", **DYNAMIC)
     assert rope_border(inner) == RopeBorder("dynamic", BORDER, exact=True), "the text config of a vision model"
 
 

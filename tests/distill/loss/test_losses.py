@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fcsd.distill.loss.losses import IGNORE, cross_entropy, kl_divergence, only_counted
+from fcsd.distill.loss.losses import IGNORE, cross_entropy, kl_divergence
 
 TOKENS, HIDDEN, WIDER, VOCAB = 37, 16, 24, 61
 
@@ -196,23 +196,3 @@ def test_positions_that_the_caller_knows_change_no_bit(dtype: torch.dtype) -> No
         return [loss, *(x.grad for x in ours if x.grad is not None)]
 
     assert all(torch.equal(one, other) for one, other in zip(both(kept), both(None), strict=True))
-
-
-def test_positions_that_do_not_count_add_nothing_where_the_caller_gives_all() -> None:
-    """As on a GPU, where the host does not wait to learn which positions count."""
-    hidden, head, teacher_hidden, teacher_head = sides()
-    mask = some()
-    labels = torch.randint(VOCAB, (1, TOKENS)).masked_fill(~mask, IGNORE)
-
-    def terms(kept: Tensor | None) -> list[Tensor]:
-        ours = [hidden.clone().requires_grad_(), head.clone().requires_grad_()]
-        own, theirs = (only_counted(x, mask) if kept is not None else x for x in (ours[0], teacher_hidden))
-        losses = [
-            kl_divergence(own, ours[1], theirs, teacher_head, mask, kept=kept),
-            cross_entropy(own, ours[1], labels, kept=kept),
-        ]
-        gradients = [torch.autograd.grad(loss, ours, retain_graph=True) for loss in losses]
-        return [*losses, *(x for both in gradients for x in both)]
-
-    for found, expected in zip(terms(torch.arange(TOKENS)), terms(None), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
