@@ -39,12 +39,13 @@ TRAIN, EVAL = "pip install 'fcsd[train]'", "pip install 'fcsd[eval]'"
 REFUSED = {
     "distill tiny": ("fcsd distill needs accelerate, datasets, deepspeed,", TRAIN),
     "distill --sweep tiny-sweep": ("fcsd distill needs accelerate,", TRAIN),
-    "eval teacher": ("fcsd eval needs accelerate, datasets, lm_eval, matplotlib, pyarrow, scipy:", EVAL),
+    "eval teacher": ("fcsd eval needs accelerate, datasets, lm_eval, matplotlib, psutil, pyarrow, scipy:", EVAL),
     "chat teacher --gpus 1": ("fcsd chat --gpus needs accelerate", EVAL),
     "serve student": ("fcsd serve needs vllm:", "pip install 'fcsd[vllm]'"),
     "bench links --out links.json": ("fcsd bench links needs scipy:", TRAIN),
 }
 CORE = {
+    "advise": "advise teacher --gpu L4 --gpus 2 --json",
     "inspect": "inspect teacher --json",
     "convert": "convert teacher converted --wiring farskip --layers all --json",
     "plan": "plan tiny --set model=converted --gpu-mem 80 --json",
