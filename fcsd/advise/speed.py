@@ -161,21 +161,22 @@ class Server:
 def server_of(model: MetaModel, card: Card, load: Load, bits: float = 16.0) -> Server:
     """The server of a model; ``bits`` are those of its layers' weights."""
     arch = arch_of(model.config)
-    kinds: list[Kind] = [_kind(layer) for layer in model.numbers.layers]
-    return Server(model.numbers, kinds, arch.blocks, _kv_share(model.config), bits, card, load)
+    kinds: list[Kind] = [kind_of_numbers(layer) for layer in model.numbers.layers]
+    return Server(model.numbers, kinds, arch.blocks, kv_share(model.config), bits, card, load)
 
 
 def _none(_: float) -> float:
     return 0.0
 
 
-def _kind(layer: LayerNumbers) -> Kind:
+def kind_of_numbers(layer: LayerNumbers) -> Kind:
+    """The kind of a decoder layer, by its numbers of parameters."""
     if not layer.routed:
         return "dense"
     return "moe-shared" if layer.shared else "moe"
 
 
-def _kv_share(config: Any) -> float:
+def kv_share(config: Any) -> float:
     """The key-value heads as a share of the query heads; 1 where the config does not say it."""
     heads = getattr(config.get_text_config(), "num_attention_heads", None) or 1
     own = [kept for kept, _ in key_value_heads(config)]

@@ -317,7 +317,7 @@ class WiredLayer(nn.Module):
         return streams[0] if len(streams) == 1 else (Streams if plan.blocks.cuts else tuple)(streams)
 
     def _read(self, streams: Sequence[Tensor], depth: int) -> tuple[Tensor, Sequence[Tensor]]:
-        """What a sub-block reads, and the streams that are left; training may replace it (annealed wirings)."""
+        """What a sub-block reads, and the streams that are left."""
         return read(streams, depth)
 
 

@@ -18,11 +18,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fcsd.advise.speed import kind_of_numbers, kv_share
 from fcsd.bundled import located
 from fcsd.errors import ConfigError
 from fcsd.foreign_errors import reason_of
 from fcsd.markdown import table
-from fcsd.models.build import arch_of, key_value_heads, without_injected
+from fcsd.models.build import arch_of, without_injected
 from fcsd.models.schedule import Kind, Output, reads_of, reductions
 from fcsd.models.selection import cheapest, layers_text, select_layers
 from fcsd.models.wiring_block import DESYNC, Blocks, Wiring
@@ -97,7 +98,7 @@ def frontier(model: MetaModel, ranks: int, machine: Machine | None = None, costs
         hint = "One head cannot be divided." if heads == 1 else f"Give one that does: {usual_ranks(model)}."
         raise ConfigError(f"--gpus {ranks} does not divide the {heads} attention heads", hint)
     arch, depth = arch_of(config), len(numbers.layers)
-    kinds: list[Kind] = [_kind(layer) for layer in numbers.layers]
+    kinds: list[Kind] = [kind_of_numbers(layer) for layer in numbers.layers]
     speed = speed_of(model, ranks, machine)
     given = None if costs is None else read_costs(costs, depth)
     profiles = list(law()["costs"].values())
@@ -137,8 +138,8 @@ def usual_ranks(model: MetaModel) -> int:
 
 def speed_of(model: MetaModel, ranks: int, machine: Machine | None = None) -> Callable[[Wiring], tuple[float, float]]:
     """What tells of a wiring its speed in decoding and to the first tokens, as multiples of the original's."""
-    numbers, blocks, share = model.numbers, arch_of(model.config).blocks, _kv_share(model.config)
-    kinds: list[Kind] = [_kind(layer) for layer in numbers.layers]
+    numbers, blocks, share = model.numbers, arch_of(model.config).blocks, kv_share(model.config)
+    kinds: list[Kind] = [kind_of_numbers(layer) for layer in numbers.layers]
     step, prompts = (_Serving(numbers, kinds, blocks, ranks, machine, share, prefill) for prefill in (False, True))
     return lambda wiring: (step.times(wiring), prompts.times(wiring))
 
@@ -305,19 +306,6 @@ class _Serving:
     @property
     def _speed(self) -> float:
         return 1.0 if self.machine is None else self.machine.links.speed
-
-
-def _kind(layer: LayerNumbers) -> Kind:
-    if not layer.routed:
-        return "dense"
-    return "moe-shared" if layer.shared else "moe"
-
-
-def _kv_share(config: Any) -> float:
-    """The key-value heads as a share of the query heads; 1 where the config does not say it."""
-    heads = getattr(config.get_text_config(), "num_attention_heads", None) or 1
-    own = [kept for kept, _ in key_value_heads(config)]
-    return sum(own) / len(own) / heads
 
 
 def to_text(rows: list[Row], ranks: int, machine: Machine | None, costs: Path | None) -> str:

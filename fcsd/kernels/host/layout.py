@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 MOST_RANKS = 8
 CONTROL = 4096  # bytes of the control page
-LOST, STOPPED, LEFT = 0, 4, 64  # offsets in it: the lost rank + 1; a word for each stopped rank, and for each that left
+LOST, STOPPED = 0, 4  # offsets in it: the lost rank + 1, and a word for each rank that was stopped by it
 ONE_SHOT = 128 << 10  # the most bytes of values in one shot; they take twice as much room
 BLOCKS = 2 << 20  # the most bytes of values in blocks
 EXCHANGE = 68 << 20  # the most bytes that a rank shows the others at once

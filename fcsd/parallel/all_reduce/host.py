@@ -4,7 +4,7 @@ Small tensors travel in one kernel, one shot; middle ones in blocks with a flag 
 leave the SMs to the products beside them. In fewer bits, records of a format travel by copy engines. The sum is made in
 fp32 in the order of ranks and rounded once, so every rank has the same bits, whichever way the values travelled.
 
-What is faster where depends on the machine: a ``Table`` says it by the bytes of a tensor. All ranks have the same one.
+What is faster where depends on the machine: ``host_table`` measures it.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +21,7 @@ from fcsd.kernels.bit_split.moves import decode_ranks, encode_sum
 from fcsd.kernels.host import compiled
 from fcsd.kernels.host.layout import BLOCKS, CONTROL, EXCHANGE, GRID, LAYOUT, ONE_SHOT, PIECES, THREADS
 from fcsd.parallel.all_reduce.host_memory import LIMIT, HostMemory, open_memory
+from fcsd.parallel.all_reduce.quantised import cut
 
 DTYPES = tuple(compiled.KINDS)
 _PIECE = 4 << 20  # bytes of most pieces of the exchange
@@ -127,8 +128,6 @@ class HostSums:
 
     def _in_format(self, x: Tensor, out: Tensor, format: Format) -> None:
         """Every value is decoded from what is sent, that of the rank itself too: see ``quantised``."""
-        from fcsd.parallel.all_reduce.quantised import cut
-
         rows, sums = x.view(-1, x.shape[-1]), out.view(-1, x.shape[-1])
         if self.size == 2:
             records = _records(rows, format, self.size, len(rows))

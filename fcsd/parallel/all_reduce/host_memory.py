@@ -4,7 +4,6 @@ The memory is an anonymous file of rank 0 (``memfd_create``), which the others o
 another user could open, needs no room in /dev/shm, and is gone with the last process, however it ends.
 """
 
-import atexit
 import contextlib
 import ctypes
 import mmap
@@ -20,7 +19,7 @@ import torch.distributed as dist
 
 from fcsd.errors import ConfigError, PeerLostError
 from fcsd.foreign_errors import reason_of
-from fcsd.kernels.host.layout import CONTROL, LAYOUT, LEFT, LOST, MOST_RANKS, STOPPED, total_bytes
+from fcsd.kernels.host.layout import CONTROL, LAYOUT, LOST, MOST_RANKS, STOPPED, total_bytes
 
 LIMIT = 300.0  # seconds that a rank waits for another one; a rank that has ended is noticed at once
 _LOOK = 0.2  # seconds between two looks of the thread
@@ -45,7 +44,6 @@ class HostMemory:
         self._watch = threading.Thread(target=self._watch_peers, name="fcsd host sums", daemon=True)
         self._peers = {peer: _handle(pid) for peer, pid in enumerate(pids) if peer != rank}
         self._watch.start()
-        atexit.register(self.close)
 
     def region(self, rank: int, offset: int = 0) -> int:
         """Where the region of a rank begins, from the beginning of the memory."""
@@ -74,10 +72,8 @@ class HostMemory:
         return f"rank {lost} (process {self.pids[lost]}) {ended} while the ranks sum through the memory of the host"
 
     def close(self) -> None:
-        """Tell the other ranks that this one makes no more sums. The memory itself goes with the process."""
-        if not self._closed.is_set() and os.getpid() == self.pids[self.rank]:  # and not in a child that was forked
-            self._closed.set()
-            self.set_word(LEFT + 4 * self.rank, 1)
+        """Look after the other ranks no longer. The memory itself goes with the process."""
+        self._closed.set()
 
     def _ended(self, peer: int) -> bool:
         if (handle := self._peers.get(peer)) is None:
@@ -87,10 +83,10 @@ class HostMemory:
         return bool(poll.poll(0))
 
     def _watch_peers(self) -> None:
-        """Note a peer that ended without leaving; end this process once a kernel has stopped because of a lost rank."""
+        """Note a peer that has ended, however it did; end this process once a kernel of it waits for a lost rank."""
         while not self._closed.wait(_LOOK):
             for peer in self._peers:
-                if self._ended(peer) and not self.word(LEFT + 4 * peer) and not self.word(LOST):
+                if not self.word(LOST) and self._ended(peer):
                     self.set_word(LOST, peer + 1)
             if self.word(STOPPED + 4 * self.rank):
                 print(f"error: {self.reason(self.word(LOST) - 1)}", file=sys.stderr, flush=True)

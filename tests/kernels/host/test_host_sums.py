@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fcsd.errors import ConfigError, PeerLostError
 from fcsd.kernels.bit_split import Format
-from fcsd.kernels.host.layout import LAYOUT, LEFT, LOST, STOPPED, total_bytes
+from fcsd.kernels.host.layout import LAYOUT, LOST, STOPPED, total_bytes
 from fcsd.parallel.all_reduce import host, host_memory, quantised
 
 WAYS = ("one_shot", "in_blocks", "exchange")
@@ -105,8 +105,7 @@ def test_a_format_means_the_same_as_over_nccl(world: int, name: str) -> None:
 def waits(rank: int, built: dict[int, Path], way: str) -> Any:
     """Rank 1 never calls; what rank 0 then says, after how many seconds."""
     made = cpu_device.sums(built, limit=0.5)
-    made.memory.close = lambda: None  # pyright: ignore[reportAttributeAccessIssue]: nobody leaves
-    made.memory._closed.set()  # the thread would end this process
+    made.memory.close()  # or the thread would end this process
     begun = time.monotonic()
     told: Any = None
     if rank == 0:
@@ -126,13 +125,15 @@ def test_a_rank_that_does_not_come_ends_the_sum_by_name(way: str) -> None:
     assert soon and stopped == 1 and nothing is None
 
 
-def dies(built: dict[int, Path]) -> None:
-    """Rank 1 ends without a word; rank 0 is in a sum."""
+def dies(built: dict[int, Path], killed: bool) -> None:
+    """Rank 1 ends, by a signal or of itself; rank 0 is in a sum."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     made = cpu_device.sums(built)
     if rank == 1:
-        os.kill(os.getpid(), 9)
+        if killed:
+            os.kill(os.getpid(), 9)
+        return
     x = torch.ones(64)
     try:
         made.all_reduce(x, x, "one_shot")
@@ -140,26 +141,28 @@ def dies(built: dict[int, Path]) -> None:
         time.sleep(30)  # a process whose GPU has stopped; the thread of the memory ends it
 
 
-def test_a_dead_rank_ends_the_others_with_its_exit_code() -> None:
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_rank_that_has_ended_ends_the_others_with_its_exit_code(killed: bool) -> None:
     begun = time.monotonic()
-    codes, told = ranks.exit_codes(2, dies, cpu_device.libraries(2))
+    codes, told = ranks.exit_codes(2, dies, cpu_device.libraries(2), killed)
     assert codes[0] == PeerLostError.exit_code and "error: rank 1 (process " in told and "has ended" in told
     assert time.monotonic() - begun < 25
 
 
-def leaves(rank: int, built: dict[int, Path]) -> int:
+def goes_on(rank: int, built: dict[int, Path]) -> int:
+    """Rank 1 ends after its last sum; rank 0 makes no more, and is left alone."""
     made = cpu_device.sums(built)
     x = torch.ones(64)
     made.all_reduce(x, x)
-    if rank == 1:
-        made.memory.close()
-    dist.barrier()
-    assert made.memory.word(LEFT + 4) == 1
-    return made.memory.word(LOST)
+    if rank == 0:
+        while not made.memory.word(LOST):
+            time.sleep(0.05)
+        time.sleep(0.5)
+    return int(x[0])
 
 
-def test_a_rank_that_leaves_is_not_lost() -> None:
-    assert ranks.in_group(2, leaves, cpu_device.libraries(2)) == [0, 0]
+def test_a_rank_that_sums_no_more_outlives_the_others() -> None:
+    assert ranks.in_group(2, goes_on, cpu_device.libraries(2)) == [2, 2]
 
 
 def leaves_nothing(rank: int, built: dict[int, Path]) -> tuple[list[str], int]:
