@@ -21,6 +21,8 @@
 #   trace   the times of single steps, and their traces: benchmarks/vllm/vllm_trace.py with the words in TRACE; its files
 #           are in $OUT/steps
 #
+# With ONE_GPU=2 in the environment two ranks share one GPU (benchmarks/vllm/one_gpu.py): whether it is right, not how fast.
+#
 # FOLDER is .vllm by default. VLLM=0.33.0 builds that version; it runs beside 0.24.0 with a WORK of its own. The GPU machine needs Python 3.12, torch 2.11 for CUDA 13 and transformers 5.17, FOLDER, and
 # fcsd, benchmarks, tests and assets of this repository. Every part ends before second $LIMIT; a part that fails or hangs
 # does not keep the others from running. What the parts have found is in $OUT/COMMAND.json after every row of theirs; it
@@ -108,7 +110,8 @@ unpack() {
     # vLLM finds fcsd's plugin by an entry point, which an installed package has and a copy of the repository has not.
     mkdir -p "$site/fcsd-0.dist-info"
     printf 'Metadata-Version: 2.1\nName: fcsd\nVersion: 0\n' > "$site/fcsd-0.dist-info/METADATA"
-    printf '[vllm.general_plugins]\nfcsd = fcsd.serve.vllm.plugin:register\n' > "$site/fcsd-0.dist-info/entry_points.txt"
+    printf '[vllm.general_plugins]\nfcsd = fcsd.serve.vllm.plugin:register\none_gpu = benchmarks.vllm.one_gpu:register\n' \
+        > "$site/fcsd-0.dist-info/entry_points.txt"
     touch "$site/complete"
 }
 

@@ -5,7 +5,7 @@
 Every model has random weights of a shape and runs in a process of its own for each way: eager, and with vLLM's compiler
 and CUDA graphs, by TP (2) GPUs. Prompts have 3 to 700 tokens, so that sums of all sizes are made. Between two ranks the
 exact sums have NCCL's bits, so tokens and log-probabilities have to be equal; in a format they differ, and the file
-says by how much. MODES and WAYS choose some of them, separated by commas. PYTHONPATH is the root of the repository, and
+says by how much. MODES and WAYS choose some of them, separated by commas. Logs lie beside OUT.json. PYTHONPATH is the root of the repository, and
 vLLM is installed.
 """
 
@@ -80,6 +80,7 @@ def main() -> None:
                     environment = {**os.environ, "FCSD_ALL_REDUCE": WAYS[way]}
                     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
                     log = ran.stdout + ran.stderr
+                    out.with_name(f"{shape}-{mode}-{way.replace(':', '-').replace(' ', '-')}.log").write_text(log)
                     told = [
                         line[-600:] for line in log.splitlines() if "sums through" in line or "sums are vLLM" in line
                     ]
