@@ -5,8 +5,8 @@
 Every model has random weights of a shape and runs in a process of its own for each way: eager, and with vLLM's compiler
 and CUDA graphs, by TP (2) GPUs. Prompts have 3 to 700 tokens, so that sums of all sizes are made. Between two ranks the
 exact sums have NCCL's bits, so tokens and log-probabilities have to be equal; in a format they differ, and the file
-says by how much. MODES and WAYS choose some of them, separated by commas. Logs lie beside OUT.json. PYTHONPATH is the root of the repository, and
-vLLM is installed.
+says by how much. MODES and WAYS choose some of them, separated by commas. Logs lie beside OUT.json. PYTHONPATH is
+the root of the repository, and vLLM is installed.
 """
 
 import json
