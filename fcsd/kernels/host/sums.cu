@@ -152,11 +152,18 @@ extern "C" __global__ void one_shot(const uint2* x, uint2* y, int count, char* s
   if (threadIdx.x == 0) calls[blockIdx.x] = call;
 }
 
+// Whether a flag has announced a call. A rank that was set aside between two looks may find the next call's number: the
+// other rank has read what it needed of this call, and cannot end the next one before this rank takes part in it.
+__device__ __forceinline__ bool announced(const void* flag, u32 call) {
+  u32 found = load_flag(flag);
+  return found == call || found == call + 1;
+}
+
 // Wait in thread `peer` of a block until a rank has set its flag of this block.
 __device__ __forceinline__ void await_block(char* flags, u64 region, int rank, u32 call, Control* control, u64 limit) {
   Patience patience{control, rank, limit, 0, 0};
   for (int peer = threadIdx.x; peer < RANKS; peer += blockDim.x)
-    while (peer != rank && load_flag(flags + peer * region) != call) patience.wait(peer);
+    while (peer != rank && !announced(flags + peer * region, call)) patience.wait(peer);
   FENCE();
   BARRIER();
 }
@@ -224,17 +231,12 @@ extern "C" __global__ void announce(char* flag, const u32* calls) {
   store_flag(flag, *calls + 1);
 }
 
-// Wait until all other ranks have announced what belongs to `back` calls before this one. The announcement of this call
-// has its number, or it is an old one. What all announce in every call, that they are done, may be one call further.
+// Wait until all other ranks have announced what belongs to `back` calls before this one.
 extern "C" __global__ void await_all(char* flag, u64 region, int rank, const u32* calls, u32 back, Control* control, u64 limit) {
   u32 call = *calls + 1 - back;
   Patience patience{control, rank, limit, 0, 0};
   for (int peer = threadIdx.x; peer < RANKS; peer += blockDim.x)
-    while (peer != rank) {
-      u32 announced = load_flag(flag + peer * region);
-      if (announced == call || (back && announced == call + 1)) break;
-      patience.wait(peer);
-    }
+    while (peer != rank && !announced(flag + peer * region, call)) patience.wait(peer);
   FENCE();
   BARRIER();
 }

@@ -56,6 +56,11 @@ class Cpu:
         for counter in self._kept:
             counter.fill_(number)
 
+    def set_aside(self, microseconds: int) -> None:
+        """Let every look at what another rank has written wait, as on a GPU that another process has for the moment."""
+        for one in self._libraries.values():
+            one.set_aside(microseconds)
+
     def mapped(self, address: int, size: int) -> int:
         return address
 

@@ -68,6 +68,25 @@ def test_ranks_that_are_slow_at_any_place_change_nothing() -> None:
     assert ranks.in_group(2, differing, 2, cpu_device.libraries(2), True) == [[], []]
 
 
+def set_aside(rank: int, world: int, built: dict[int, Path], way: str) -> list[bool]:
+    """One rank looks so seldom that the others are in the next call when it does."""
+    made = cpu_device.sums(built, limit=10.0)
+    made.memory.close()
+    made.device.set_aside(3000 if rank == world - 1 else 0)
+    found = []
+    for call, size in enumerate((64, 128, 8, 64, 64, 8, 128)):
+        x = drawn(rank, call, size, torch.float32)
+        made.all_reduce(x, x, way)
+        found.append(torch.equal(x, literal(call, size, torch.float32, world)))
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_that_was_set_aside_finds_the_others_one_call_further(world: int, way: str) -> None:
+    assert ranks.in_group(world, set_aside, world, cpu_device.libraries(world), way) == [[True] * 7] * world
+
+
 def test_numbers_of_calls_wrap_around() -> None:
     assert ranks.in_group(2, differing, 2, cpu_device.libraries(2), False, -5) == [[], []]
 
