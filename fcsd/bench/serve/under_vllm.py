@@ -28,6 +28,7 @@ from fcsd.bench.serve import figures
 from fcsd.bench.serve.choice import file_of
 from fcsd.bench.serve.client import ask
 from fcsd.bench.serve.figures import Answer
+from fcsd.bench.serve.host_ways import prepare
 from fcsd.bench.serve.running import Server, await_answers, error_behind, failed, left_out, start, stop, write_directory
 from fcsd.bench.serve.variants import (
     IMITATED,
@@ -128,7 +129,10 @@ def bench(
         }
         try:
             forms = _ALONE if load.arrivals == 1 and not spread else {}
-            first = core(names, _ways(load, folder), forms, host=load.tp > 1 and not spread and _through_host(peers))
+            host = load.tp > 1 and not spread and _through_host(peers)
+            if host:
+                prepare(load.tp)
+            first = core(names, _ways(load, folder), forms, host=host)
             if spread:  # what a bound leaves out is sums, and the original exchanges tokens
                 first = [variant for variant in first if variant.role in ("original", "wired")]
             for group in groups(first, others, room):

@@ -22,6 +22,7 @@ RESERVE = 6 << 30  # bytes that a server takes on a GPU for activations, graphs 
 _BUDGET = 8192  # tokens of a step by vLLM's own choice on large GPUs
 # What serves a model with sums through memory of the host, by the name of the variant; see ``serve.vllm.communicator``.
 HOST_SUMS = {"host sums": {ASKED: "host"}, "host sums in int8": {ASKED: "host:int8"}}
+_NOT_HOST = ("sums are vLLM's own",)  # what the plugin says where it leaves them out
 IMITATED = "NCCL_P2P_DISABLE=1 imitates GPUs without peer access, and it would use it"
 
 
@@ -112,10 +113,13 @@ def core(
     (first, told), *others = ways.items()
     return [
         Variant(ORIGINAL, "original"),
-        *(Variant(f"{ORIGINAL}, {told}", "original", environment=asked) for told, asked in through_host.items()),
+        *(
+            Variant(f"{ORIGINAL}, {told}", "original", environment=asked, ignored=_NOT_HOST)
+            for told, asked in through_host.items()
+        ),
         *(Variant(name, "wired", name, _plugin(told), way=first) for name in wirings),
         *(
-            Variant(f"{name}, {told}", "wired", name, way=first, environment=asked)
+            Variant(f"{name}, {told}", "wired", name, way=first, environment=asked, ignored=_NOT_HOST)
             for name in wirings
             for told, asked in through_host.items()
         ),

@@ -21,13 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcsd.disk import read_input_text, write_json
-from fcsd.errors import DiskError
+from fcsd.errors import ConfigError, DiskError
 from fcsd.kernels.bit_split import Format
 from fcsd.kernels.host.layout import BLOCKS, ONE_SHOT
 from fcsd.parallel.all_reduce.host import HostSums
 
 STOCK = "stock"
 SIZES = tuple(2**power for power in (13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 26))
+_BUSY = 1000.0  # microseconds: the smallest sum takes so long only if another process has one of the GPUs meanwhile
 _GRAPHED = 8 << 20  # up to so many bytes a sum is timed in a CUDA graph, as a step of decoding is
 _MOST = {"one_shot": ONE_SHOT, "in_blocks": BLOCKS}  # bytes
 _REPEATS = 5
@@ -65,6 +66,9 @@ def measured(
     Args:
         stock: what sums without fcsd, out of place.
         format: is weighed, too, if it is given: it changes results.
+
+    Raises:
+        ConfigError: on all ranks, if another process works on one of the GPUs.
     """
     found: dict[int, dict[str, float]] = {}
     for size in sizes:
@@ -76,6 +80,11 @@ def measured(
         if format is not None and size >= 1 << 18:
             runs[f"exchange:{format}"] = lambda x: sums.all_reduce(x, torch.empty_like(x), format=format)
         found[size] = {name: _microseconds(run, x, group) for name, run in runs.items()}
+        if size == sizes[0] and min(found[size].values()) > _BUSY:
+            raise ConfigError(
+                "another process works on the GPUs, so the ways to sum cannot be timed",
+                "Start one server while nothing else runs; what it measures is kept for the others.",
+            )
     return of_times(found)
 
 
@@ -83,6 +92,9 @@ def kept(file: Path, measure: Callable[[], HostTable], group: Any) -> HostTable:
     """The table in ``file``, or else the one that is measured now and kept there; all ranks call it together.
 
     Servers that start at the same time on the same GPUs would measure each other, so they follow each other.
+
+    Raises:
+        ConfigError: see ``measured``.
     """
     first = dist.get_rank(group) == 0
     told: list[Any] = [None]

@@ -95,7 +95,7 @@ def communicator_of(base: type[Any]) -> type[Any]:
             try:
                 opened = sums = sums_of(self.cpu_group)
                 stock = super().all_reduce
-                file = file_for(_caches(), torch.cuda.get_device_name(), self.world_size, os.environ[ASKED])
+                file = file_for(caches(), torch.cuda.get_device_name(), self.world_size, os.environ[ASKED])
                 self._table = kept(file, lambda: measured(sums, stock, self.cpu_group, format), self.cpu_group)
                 self._format = format
             except Exception as error:  # a server that starts is better than one that does not; it says so below
@@ -132,11 +132,10 @@ def communicator_of(base: type[Any]) -> type[Any]:
     return HostCommunicator
 
 
-def _caches() -> Path:
-    """The folder of vLLM's caches."""
-    from vllm import envs  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
-
-    return Path(envs.VLLM_CACHE_ROOT)
+def caches() -> Path:
+    """The folder of vLLM's caches, as vLLM finds it."""
+    general = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("VLLM_CACHE_ROOT") or Path(general, "vllm")).expanduser()
 
 
 def _divides(format: "Format | None", x: Any) -> bool:

@@ -4,11 +4,15 @@ import json
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import in_group
 
+from fcsd.errors import ConfigError
+from fcsd.parallel.all_reduce import host_table
 from fcsd.parallel.all_reduce.host_table import HostTable, file_for, kept, of_times
 
 TIMES = {8192: {"stock": 16.0, "one_shot": 5.0}, 1 << 20: {"stock": 60.0, "exchange": 80.0}}
@@ -66,6 +70,16 @@ def test_servers_measure_one_after_the_other(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert most == 1
+
+
+def test_nothing_is_chosen_on_gpus_that_others_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    randn, times = torch.randn, iter((9.0, 2000.0, 5.0))
+    monkeypatch.setattr(torch, "randn", lambda *shape, device: randn(*shape))
+    monkeypatch.setattr(host_table, "_microseconds", lambda run, x, group: next(times, 2000.0))
+    sums: Any = None
+    assert host_table.measured(sums, lambda x: x, None, sizes=(8192,)).ways == ("in_blocks",)
+    with pytest.raises(ConfigError, match="another process works on the GPUs"):
+        host_table.measured(sums, lambda x: x, None, sizes=(8192, 16384))
 
 
 def test_the_file_is_of_this_machine_and_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
