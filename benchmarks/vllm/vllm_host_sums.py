@@ -78,17 +78,19 @@ def main() -> None:
                     file.unlink(missing_ok=True)
                     command = [sys.executable, __file__, "--one", folder, mode, str(file)]
                     environment = {**os.environ, "FCSD_ALL_REDUCE": WAYS[way]}
-                    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-                    log = ran.stdout + ran.stderr
-                    out.with_name(f"{shape}-{mode}-{way.replace(':', '-').replace(' ', '-')}.log").write_text(log)
-                    told = [
-                        line[-600:] for line in log.splitlines() if "sums through" in line or "sums are vLLM" in line
-                    ]
+                    log = out.with_name(f"{shape}-{mode}-{way.replace(':', '-').replace(' ', '-')}.log")
+                    with log.open("w") as messages:
+                        subprocess.run(
+                            command, env=environment, stdout=messages, stderr=messages, timeout=240, check=False
+                        )
+                    lines = log.read_text(errors="replace").splitlines()
+                    told = [line[-600:] for line in lines if "sums through" in line or "sums are vLLM" in line]
                     rows[way] = json.loads(file.read_text()) if file.exists() else None
+                    first = next(iter(rows.values()))
                     found.setdefault(f"{name}, {mode}", {})[way] = (
-                        {"failed": log[-6000:]}
-                        if rows[way] is None or rows["NCCL"] is None
-                        else {**compared(rows["NCCL"], rows[way]), "log": told[:1]}
+                        {"failed": lines[-20:]}
+                        if rows[way] is None or first is None
+                        else {**compared(first, rows[way]), "log": told[:1]}
                     )
                     out.write_text(json.dumps(found, indent=1) + "\n")
     for name, ways in found.items():

@@ -1,0 +1,69 @@
+"""Sums through memory of the host by two ranks that take turns on one GPU, where each is set aside all the time."""
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fcsd.kernels.bit_split import Format
+from fcsd.kernels.host.layout import BLOCKS, ONE_SHOT
+from fcsd.parallel.all_reduce import host, quantised
+
+LARGEST = {"one_shot": ONE_SHOT, "in_blocks": BLOCKS}
+SIZES = (16, 8 << 10, 64 << 10, 1 << 20, 3 << 20, 64 << 20)  # bytes
+
+
+def differing(rank: int) -> list[str]:
+    """What a rank finds wrong: eagerly, and in a graph that is replayed."""
+    torch.cuda.set_device(0)
+    sums = host.sums_of(dist.group.WORLD, limit=60.0)
+    wrong = []
+    for size in SIZES:
+        draw = [torch.Generator().manual_seed(size + peer) for peer in range(2)]
+        parts = [torch.randn(size // 2, generator=one).bfloat16() for one in draw]
+        right = (parts[0].float() + parts[1].float()).bfloat16()
+        x, out = parts[rank].cuda(), torch.empty_like(parts[rank], device="cuda")
+        for way in ("one_shot", "in_blocks", "exchange"):
+            if size > LARGEST.get(way, size):
+                continue
+            for _ in range(4):  # what a call leaves must not mislead the next one
+                sums.all_reduce(x, out, way)
+            wrong += _unless_equal(out, right, f"{way}, {size} bytes")
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for _ in range(4):
+                    sums.all_reduce(x, out, way)
+            for _ in range(2):
+                out.zero_()
+                graph.replay()
+                wrong += _unless_equal(out, right, f"{way}, {size} bytes, replayed")
+    return wrong
+
+
+def _unless_equal(out: Tensor, right: Tensor, what: str) -> list[str]:
+    return [] if torch.equal(out.cpu(), right) else [what]
+
+
+@pytest.mark.gpu
+def test_every_way_has_the_literal_sum_on_a_gpu_that_two_ranks_share() -> None:
+    assert ranks.in_group(2, differing) == [[], []]
+
+
+def in_format(rank: int) -> list[str]:
+    torch.cuda.set_device(0)
+    sums, wrong = host.sums_of(dist.group.WORLD, limit=60.0), []
+    for name in ("int8", "int4"):
+        for rows in (1, 700):
+            x = torch.randn(rows, 1024, generator=torch.Generator().manual_seed(rank)).bfloat16()
+            right, format = x.clone(), Format.parse(name)
+            quantised.all_reduce(right, format, dist.group.WORLD).wait()
+            out = torch.empty_like(x, device="cuda")
+            sums.all_reduce(x.cuda(), out, format=format)
+            wrong += _unless_equal(out, right, f"{name}, {rows} rows")
+    return wrong
+
+
+@pytest.mark.gpu
+def test_a_format_means_the_same_as_over_gloo_on_cpus() -> None:
+    assert ranks.in_group(2, in_format) == [[], []]
