@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format
-from fcsd.parallel.all_reduce.host_table import of_times
+from fcsd.parallel.all_reduce.host_table import HostTables, of_times
 from fcsd.serve.vllm import communicator
 
 TIMES = {
@@ -19,6 +19,8 @@ TIMES = {
     4096: {"stock": 1.0, "in_blocks": 9.0},
     16384: {"stock": 9.0, "exchange": 8.0, "exchange:int8": 1.0},
 }
+
+GATHERS = {64: {"stock": 1.0, "exchange": 9.0}, 1024: {"stock": 9.0, "exchange": 1.0}}
 
 
 class Stock:
@@ -28,6 +30,9 @@ class Stock:
         self.unique_name, self.world_size, self.cpu_group = unique_name, 2, None
 
     def all_reduce(self, input_: Tensor) -> Any:
+        return "stock"
+
+    def all_gather(self, input_: Tensor, dim: int = -1) -> Any:
         return "stock"
 
 
@@ -44,10 +49,13 @@ class Sums:
         self.asked.append((method, format))
         out.copy_(2 * x)
 
+    def gathered(self, x: Tensor) -> Tensor:
+        return torch.stack((x, 2 * x))
+
 
 def opened(format: Format | None = None) -> Any:
     made = communicator.communicator_of(Stock)("pp:0")
-    made._sums, made._table, made._format = Sums(), of_times(TIMES), format
+    made._sums, made._tables, made._format = Sums(), HostTables(of_times(TIMES), of_times(GATHERS)), format
     return made
 
 
@@ -60,6 +68,13 @@ def test_each_size_goes_its_fastest_way_and_leaves_its_input() -> None:
     made.all_reduce(odd)  # its rows are not divided by the groups of the format
     assert made._sums.asked == [("one_shot", None), (None, int8), (None, None)]
     assert made.all_reduce(large.t()) == "stock"
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_logits_are_gathered_as_vllm_lays_them_out(dim: int) -> None:
+    made, x = opened(), torch.randn(8, 16)
+    assert torch.equal(made.all_gather(x, dim), torch.cat((x, 2 * x), dim))
+    assert made.all_gather(x[:1], dim) == "stock" and made.all_gather(x.t(), dim) == "stock"
 
 
 def test_other_groups_keep_their_sums(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from fcsd.bench.serve.variants import HOST_SUMS
-from fcsd.kernels.bit_split import Format
 from fcsd.parallel.all_reduce.host import sums_of
 from fcsd.parallel.all_reduce.host_table import file_for, kept, measured
-from fcsd.serve.vllm.communicator import caches
+from fcsd.serve.vllm.communicator import caches, format_of
 
 
 def prepare(ranks: int) -> None:
@@ -39,9 +38,14 @@ def _rank(rank: int, ranks: int, meeting: Path) -> None:
         dist.all_reduce(x)
         return x
 
+    def nccl_gather(x: Tensor) -> Tensor:
+        out = x.new_empty(ranks * len(x), *x.shape[1:])
+        dist.all_gather_into_tensor(out, x)
+        return out
+
     for environment in HOST_SUMS.values():
         (asked,) = environment.values()
-        format = asked.partition(":")[2]
+        format = format_of(asked)
         file = file_for(caches(), torch.cuda.get_device_name(), ranks, asked)
-        kept(file, lambda format=format: measured(sums, nccl, group, Format.parse(format) if format else None), group)
+        kept(file, lambda format=format: measured(sums, nccl, nccl_gather, group, format), group)
     dist.barrier()

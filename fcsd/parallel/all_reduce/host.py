@@ -149,6 +149,22 @@ class HostSums:
         self.all_gather(records[self.rank], records)
         decode(every[: len(rows)], format, rows.shape[1], x.dtype, sums.view(rows.shape))
 
+    def gathered(self, x: Tensor) -> Tensor:
+        """``x`` of all ranks, ``[ranks, *x.shape]``, by copy engines on the current stream.
+
+        Args:
+            x: contiguous, of any dtype, of the same shape on all ranks.
+
+        Raises:
+            PeerLostError: a rank has ended.
+        """
+        self.memory.require_peers()
+        self.device.follow()
+        out = x.new_empty(self.size, *x.shape)
+        out[self.rank].copy_(x)
+        self.all_gather(x, out)
+        return out
+
     def all_gather(self, own: Tensor, out: Tensor) -> None:
         """Receive ``own`` of every other rank in ``out``, ``[ranks, ...]``; this rank's place is left as it is."""
         size = own.nbytes

@@ -1,7 +1,8 @@
-"""Which way of summing through the host is fastest for how many bytes: measured where it will be used, in seconds.
+"""Which way through the host is fastest for how many bytes: measured where it will be used, in seconds.
 
-What a server does without fcsd is measured beside it and wins where it is faster, so a server with this table is never
-slower than without it, on the sizes that were measured.
+There is a table for sums, and one for gathering what each rank has, as a server does with its logits. What a server does
+without fcsd is measured beside it and wins where it is faster, so a server with these tables is never slower than
+without them, on the sizes that were measured.
 """
 
 import fcntl
@@ -33,7 +34,7 @@ _GRAPHED = 8 << 20  # up to so many bytes a sum is timed in a CUDA graph, as a s
 _MOST = {"one_shot": ONE_SHOT, "in_blocks": BLOCKS}  # bytes
 _REPEATS = 5
 _SETTINGS = ("NCCL_P2P_DISABLE", "NCCL_SHM_USE_CUDA_MEMCPY")  # of NCCL, which change what stock takes
-_VERSION = 1  # of what the names of ways mean
+_VERSION = 2  # of what the names of ways mean
 
 
 class HostTable(NamedTuple):
@@ -54,23 +55,33 @@ class HostTable(NamedTuple):
         return self.ways[min(bisect_left(self.sizes, size), len(self.sizes) - 1)]
 
 
+class HostTables(NamedTuple):
+    """The tables of a machine; ``gathers`` goes by the bytes of one rank."""
+
+    sums: HostTable
+    gathers: HostTable
+
+
 def measured(
     sums: HostSums,
     stock: Callable[[Tensor], Tensor],
+    stock_gather: Callable[[Tensor], Tensor],
     group: Any,
     format: Format | None = None,
     sizes: tuple[int, ...] = SIZES,
-) -> HostTable:
+) -> HostTables:
     """Time all ways; all ranks call it together, and none has anything else on its GPU.
 
     Args:
         stock: what sums without fcsd, out of place.
+        stock_gather: what gathers without fcsd.
         format: is weighed, too, if it is given: it changes results.
 
     Raises:
         ConfigError: on all ranks, if another process works on one of the GPUs.
     """
     found: dict[int, dict[str, float]] = {}
+    gathers: dict[int, dict[str, float]] = {}
     for size in sizes:
         x = torch.randn(size // 512, 256, device="cuda").to(torch.bfloat16)
         runs: dict[str, Callable[[Tensor], Any]] = {STOCK: stock}
@@ -85,11 +96,13 @@ def measured(
                 "another process works on the GPUs, so the ways to sum cannot be timed",
                 "Start one server while nothing else runs; what it measures is kept for the others.",
             )
-    return of_times(found)
+        ways = {STOCK: stock_gather, "exchange": sums.gathered}
+        gathers[size] = {name: _microseconds(run, x, group) for name, run in ways.items()}
+    return HostTables(of_times(found), of_times(gathers))
 
 
-def kept(file: Path, measure: Callable[[], HostTable], group: Any) -> HostTable:
-    """The table in ``file``, or else the one that is measured now and kept there; all ranks call it together.
+def kept(file: Path, measure: Callable[[], HostTables], group: Any) -> HostTables:
+    """The tables in ``file``, or else those that are measured now and kept there; all ranks call it together.
 
     Servers that start at the same time on the same GPUs would measure each other, so they follow each other.
 
@@ -103,12 +116,12 @@ def kept(file: Path, measure: Callable[[], HostTable], group: Any) -> HostTable:
             told[0] = _read(file)
         dist.broadcast_object_list(told, dist.get_global_rank(group, 0), group=group)
         if told[0] is not None:
-            return of_times(told[0])
-        table = measure()
+            return HostTables(*map(of_times, told[0]))
+        tables = measure()
         if first:
             with suppress(OSError, DiskError):  # else it is measured again the next time
-                write_json(file, {str(size): dict(row) for size, row in table.microseconds.items()})
-    return table
+                write_json(file, {name: _written(table) for name, table in tables._asdict().items()})
+    return tables
 
 
 def file_for(folder: Path, gpu: str, ranks: int, what: str) -> Path:
@@ -118,16 +131,24 @@ def file_for(folder: Path, gpu: str, ranks: int, what: str) -> Path:
     return folder / f"host-sums-{_VERSION}-{words}.json"
 
 
-def _read(file: Path) -> dict[int, dict[str, float]] | None:
-    """The times in a file; None if it is not there or not such a file."""
+def _written(table: HostTable) -> dict[str, dict[str, float]]:
+    return {str(size): dict(row) for size, row in table.microseconds.items()}
+
+
+def _read(file: Path) -> list[dict[int, dict[str, float]]] | None:
+    """The times of each table in a file; None if it is not there or not such a file."""
     try:
         content = json.loads(read_input_text(file))
-        found = {int(size): {str(way): float(time) for way, time in row.items()} for size, row in content.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
+        found = [
+            {int(size): {str(way): float(time) for way, time in row.items()} for size, row in content[name].items()}
+            for name in HostTables._fields
+        ]
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):
         return None
-    times = [time for row in found.values() for time in row.values()]
-    sound = all(math.isfinite(time) and time > 0 for time in times) and all(STOCK in row for row in found.values())
-    return found if sound and found else None
+    rows = [row for table in found for row in table.values()]
+    times = [time for row in rows for time in row.values()]
+    sound = all(math.isfinite(time) and time > 0 for time in times) and all(STOCK in row for row in rows)
+    return found if sound and all(found) else None
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """The sums of every model under vLLM, converted or not, through memory of the host, where a user asks for it.
 
 ``FCSD_ALL_REDUCE=host`` (or ``host:int8``, which changes results a little) gives vLLM's platform another communicator:
-a subclass of its own, whose all-reduce of the tensor-parallel group goes by a table that is measured when the group is
-made. vLLM sees its own operator, so its compiler and its CUDA graphs stay as they are. Where vLLM's own way is faster,
-as it is between GPUs with NVLink, the table has it.
+a subclass of its own, whose all-reduce and all-gather (of logits) of the tensor-parallel group go by tables that are
+measured when the group is made. vLLM sees its own operator, so its compiler and its CUDA graphs stay as they are. Where
+vLLM's own way is faster, as it is between GPUs with NVLink, the table has it.
 """
 
 import logging
@@ -74,7 +74,7 @@ def communicator_of(base: type[Any]) -> type[Any]:
     """The communicator over a class of vLLM's.
 
     Args:
-        base: has ``unique_name``, ``world_size``, ``cpu_group`` and ``all_reduce``.
+        base: has ``unique_name``, ``world_size``, ``cpu_group``, ``all_reduce`` and ``all_gather``.
     """
 
     class HostCommunicator(base):
@@ -94,9 +94,9 @@ def communicator_of(base: type[Any]) -> type[Any]:
             problem, opened = None, None
             try:
                 opened = sums = sums_of(self.cpu_group)
-                stock = super().all_reduce
+                stock = super().all_reduce, super().all_gather
                 file = file_for(caches(), torch.cuda.get_device_name(), self.world_size, os.environ[ASKED])
-                self._table = kept(file, lambda: measured(sums, stock, self.cpu_group, format), self.cpu_group)
+                self._tables = kept(file, lambda: measured(sums, *stock, self.cpu_group, format), self.cpu_group)
                 self._format = format
             except Exception as error:  # a server that starts is better than one that does not; it says so below
                 problem = f"{type(error).__name__}: {reason_of(error)}"
@@ -107,7 +107,7 @@ def communicator_of(base: type[Any]) -> type[Any]:
                 log.warning("sums are vLLM's own: %s", found)
                 return
             self._sums = opened
-            rows = zip(self._table.sizes, self._table.ways, strict=True)
+            rows = zip(self._tables.sums.sizes, self._tables.sums.ways, strict=True)
             told = ", ".join(f"{size >> 10} KiB {way}" for size, way in rows)
             log.info("sums through the host, the fastest way by size: %s", told)
 
@@ -116,7 +116,7 @@ def communicator_of(base: type[Any]) -> type[Any]:
             sums = self._sums
             if sums is None or not sums.supports(input_):
                 return super().all_reduce(input_)
-            way = self._table.way(input_.nbytes)
+            way = self._tables.sums.way(input_.nbytes)
             if way == "stock":
                 return super().all_reduce(input_)
             out = input_.new_empty(input_.shape)
@@ -128,6 +128,14 @@ def communicator_of(base: type[Any]) -> type[Any]:
             else:
                 sums.all_reduce(input_, out, method)
             return out
+
+        def all_gather(self, input_: Any, dim: int = -1) -> Any:
+            """The tensors of all ranks, one after the other along ``dim``."""
+            sums = self._sums
+            if sums is None or not input_.is_contiguous() or self._tables.gathers.way(input_.nbytes) == "stock":
+                return super().all_gather(input_, dim)
+            dim %= input_.dim()
+            return sums.gathered(input_).movedim(0, dim).flatten(dim, dim + 1)
 
     return HostCommunicator
 

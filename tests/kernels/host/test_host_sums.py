@@ -104,6 +104,16 @@ def test_large_tensors_travel_in_pieces_and_rounds() -> None:
     assert ranks.in_group(2, in_pieces, cpu_device.libraries(2), 2) == [True, True]
 
 
+def gathers(rank: int, built: dict[int, Path], world: int) -> bool:
+    made = cpu_device.sums(built)
+    parts = [torch.arange(37 * 3).view(37, 3) + 1000 * peer for peer in range(world)]
+    return torch.equal(made.gathered(parts[rank]), torch.stack(parts))
+
+
+def test_what_every_rank_has_is_gathered() -> None:
+    assert ranks.in_group(3, gathers, cpu_device.libraries(3), 3) == [True] * 3
+
+
 def in_format(rank: int, built: dict[int, Path], name: str) -> bool:
     made, format = cpu_device.sums(built), Format.parse(name)
     same = []

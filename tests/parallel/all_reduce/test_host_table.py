@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from ranks import in_group
 
 from fcsd.errors import ConfigError
 from fcsd.parallel.all_reduce import host_table
-from fcsd.parallel.all_reduce.host_table import HostTable, file_for, kept, of_times
+from fcsd.parallel.all_reduce.host_table import HostTables, file_for, kept, of_times
 
 TIMES = {8192: {"stock": 16.0, "one_shot": 5.0}, 1 << 20: {"stock": 60.0, "exchange": 80.0}}
 
@@ -23,12 +24,15 @@ def test_a_tensor_takes_the_way_of_the_next_larger_size() -> None:
     assert [table.way(size) for size in (16, 8192, 8193, 1 << 20, 1 << 30)] == ["one_shot"] * 2 + ["stock"] * 3
 
 
-def keeps(rank: int, file: Path) -> tuple[HostTable, HostTable, int]:
+TABLES = HostTables(of_times(TIMES), of_times({8192: {"stock": 9.0, "exchange": 8.0}}))
+
+
+def keeps(rank: int, file: Path) -> tuple[HostTables, HostTables, int]:
     calls: list[int] = []
 
-    def measure() -> HostTable:
+    def measure() -> HostTables:
         calls.append(rank)
-        return of_times(TIMES)
+        return TABLES
 
     first = kept(file, measure, dist.group.WORLD)
     return first, kept(file, measure, dist.group.WORLD), len(calls)
@@ -36,19 +40,31 @@ def keeps(rank: int, file: Path) -> tuple[HostTable, HostTable, int]:
 
 def test_a_table_is_measured_once_and_read_by_all_ranks(tmp_path: Path) -> None:
     for first, second, calls in in_group(2, keeps, tmp_path / "caches" / "table.json"):
-        assert first == second == of_times(TIMES) and calls == 1
+        assert first == second == TABLES and calls == 1
+
+
+ROWS = ('{"stock": NaN}', '{"one_shot": 5}', '{"stock": -1}')
 
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", '{"8192": {"stock": NaN}}', '{"8192": {"one_shot": 5}}', '{"8192": {"stock": -1}}', '{"a": {}}'],
+    [
+        *(
+            "",
+            "[]",
+            '{"sums": {"8192": {"stock": 5}}}',
+            '{"sums": {}, "gathers": {}}',
+            '{"sums": {"a": {}}, "gathers": 1}',
+        ),
+        *(f'{{"sums": {{"8192": {row}}}, "gathers": {{"8192": {{"stock": 5}}}}}}' for row in ROWS),
+    ],
 )
 def test_a_damaged_table_is_measured_again(tmp_path: Path, content: str) -> None:
     file = tmp_path / "table.json"
     file.write_text(content)
     for first, _, calls in in_group(1, keeps, file):
-        assert first == of_times(TIMES) and calls == 1
-    assert json.loads(file.read_text())["8192"]["stock"] == 16.0
+        assert first == TABLES and calls == 1
+    assert json.loads(file.read_text())["sums"]["8192"]["stock"] == 16.0
 
 
 def test_servers_measure_one_after_the_other(tmp_path: Path) -> None:
@@ -73,13 +89,15 @@ def test_servers_measure_one_after_the_other(tmp_path: Path) -> None:
 
 
 def test_nothing_is_chosen_on_gpus_that_others_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    randn, times = torch.randn, iter((9.0, 2000.0, 5.0))
+    randn, times = torch.randn, iter((9.0, 2000.0, 5.0, 2000.0, 7.0, 8.0))
     monkeypatch.setattr(torch, "randn", lambda *shape, device: randn(*shape))
     monkeypatch.setattr(host_table, "_microseconds", lambda run, x, group: next(times, 2000.0))
-    sums: Any = None
-    assert host_table.measured(sums, lambda x: x, None, sizes=(8192,)).ways == ("in_blocks",)
+    sums: Any = SimpleNamespace(gathered=None)
+    stock = lambda x: x  # noqa: E731
+    tables = host_table.measured(sums, stock, stock, None, sizes=(8192,))
+    assert tables.sums.ways == ("in_blocks",) and tables.gathers.ways == ("stock",)
     with pytest.raises(ConfigError, match="another process works on the GPUs"):
-        host_table.measured(sums, lambda x: x, None, sizes=(8192, 16384))
+        host_table.measured(sums, stock, stock, None, sizes=(8192, 16384))
 
 
 def test_the_file_is_of_this_machine_and_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
