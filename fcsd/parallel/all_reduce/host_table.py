@@ -1,6 +1,6 @@
 """Which way through the host is fastest for how many bytes: measured where it will be used, in seconds.
 
-There is a table for sums, and one for gathering what each rank has, as a server does with its logits. What a server does
+There is a table for sums, and one for gathering what each rank has, as a server does its logits. What a server does
 without fcsd is measured beside it and wins where it is faster, so a server with these tables is never slower than
 without them, on the sizes that were measured.
 """
