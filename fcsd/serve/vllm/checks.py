@@ -14,8 +14,8 @@ from fcsd.models.wiring_block import DESYNC, Wiring
 from fcsd.serve.vllm.reduction import leaves_out, read_settings
 from fcsd.serve.vllm.support import RIGHT_RESULTS, refusal
 
-# Methods of speculation that read nothing inside of the model.
-_OUTSIDE = ("ngram", "ngram_gpu", "suffix", "draft_model")
+# Methods of speculation that read nothing inside of the model, or its last hidden state, in which no sum is missing.
+_DRAFTS = ("ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "mtp")
 
 
 def check(vllm_config: Any, model_type: str) -> None:
@@ -41,9 +41,14 @@ def refuse_other_architecture(vllm_config: Any, name: str) -> None:
         vllm_config: vLLM's ``VllmConfig``. The plugin's config parser puts the ``fcsd`` block into ``hf_config``.
         name: the architecture that vLLM builds.
 
+    The MTP layers of a converted model are a draft beside it, and stay as they are.
+
     Raises:
         ConfigError: the model is a converted one.
     """
+    speculation = vllm_config.speculative_config
+    if speculation is not None and vllm_config.model_config is speculation.draft_model_config:
+        return
     if getattr(vllm_config.model_config.hf_config, "fcsd", None) is not None:
         raise ConfigError(
             f"converted model: vLLM would build it as {name}, which computes another function; "
@@ -74,7 +79,7 @@ def problems(vllm_config: Any, model_type: str) -> Iterator[str]:
         "eplb": parallel.enable_eplb,
         "context": max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1,
         "enable_sp": getattr(passes, "enable_sp", False),  # vLLM 0.32 has no such pass
-        "speculation": speculation is not None and speculation.method not in _OUTSIDE,
+        "speculation": speculation is not None and speculation.method not in _DRAFTS,
         "lora": vllm_config.lora_config is not None,
         "pooling": vllm_config.model_config.runner_type == "pooling",
         "long_positions": _scales_short_texts(border, vllm_config.model_config.max_model_len),

@@ -87,11 +87,11 @@ LOST = {
         "the original can hide its sums without a conversion where vLLM has the pass; measure it by `fcsd bench serve`",
     ),
     "speculation": Lost(
-        "speculation by MTP layers, EAGLE and other readers of the model's streams",
+        "speculation by EAGLE-3 and other readers of streams between layers",
         "--speculative-config",
-        "they were trained on streams of the original",
-        "use one of ngram, ngram_gpu, suffix, draft_model",
-        "the MTP layers of a checkpoint stay in its files unused; the other methods guess fewer tokens rightly",
+        "sums are in flight in these streams",
+        "use one of eagle, mtp, ngram, ngram_gpu, suffix, draft_model",
+        "drafts that were trained on the original guess fewer tokens rightly; what is answered stays exact",
     ),
     "lora": Lost(
         "LoRA adapters",
