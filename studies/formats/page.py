@@ -31,7 +31,7 @@ def sections(root: Path) -> dict[str, str]:
 
 def filled(page: str, parts: dict[str, str]) -> str:
     """The page with each part in its place."""
-    return between_marks(page, {name: f"\n{part}\n" for name, part in parts.items()})
+    return between_marks(page, {name: f"\n{part}\n\n" for name, part in parts.items()})
 
 
 def main() -> None:
