@@ -7,6 +7,7 @@ import json
 import tempfile
 from contextlib import chdir
 from pathlib import Path
+from typing import Any
 
 from studies.real import page as real
 from typer.testing import CliRunner
@@ -20,63 +21,40 @@ from fcsd.serve.vllm.support import LOST
 
 ADVISED = "meta-llama/Llama-3.1-8B-Instruct"  # of which fcsd has the config, so that no hub is asked
 
-# What README tells of speed: the situation, the raw file, the place of the ratio in it, and what it is compared with.
-# Pairs of places are divided.
+_LOAD, _SLOW = "serve_vllm_load_slow_2xh100.json", "serve_vllm_8b_slow_2xh200.json"
+_HOST, _TTFT = "host_sums_2xh200.json", "loads/0.6/first_p50"
+# What README tells of speed: the situation, the raw file, the place of the ratio in it (or of two times, the first of
+# which is divided by the second), and what it is compared with.
 SITUATIONS = (
-    (
-        "the model fits one GPU: `ladder` over two, throughput",
-        "serve_vllm_load_slow_2xh100.json",
-        ("ratios", "ladder", "peak 0"),
-        "a replica on each",
-    ),
-    (
-        "Llama-3 8B, no NVLink, `ladder`: TPOT, one request",
-        "serve_vllm_8b_slow_2xh200.json",
-        ("ratios", "ladder", "decode 1"),
-        "stock vLLM",
-    ),
-    (
-        "the same: TPOT, many requests",
-        "serve_vllm_8b_slow_2xh200.json",
-        ("ratios", "ladder", "decode 64"),
-        "stock vLLM",
-    ),
-    (
-        "the same: TTFT, short prompts at once",
-        "serve_vllm_8b_slow_2xh200.json",
-        ("ratios", "ladder", "prefill 512"),
-        "stock vLLM",
-    ),
+    ("the model fits one GPU: `ladder` over two, throughput", _LOAD, ["ratios/ladder/peak 0"], "a replica on each"),
+    ("Llama-3 8B, no NVLink, `ladder`: TPOT, one request", _SLOW, ["ratios/ladder/decode 1"], "stock vLLM"),
+    ("the same: TPOT, many requests", _SLOW, ["ratios/ladder/decode 64"], "stock vLLM"),
+    ("the same: TTFT, short prompts at once", _SLOW, ["ratios/ladder/prefill 512"], "stock vLLM"),
     (
         "half of Llama-3 8B, random arrivals, a busy host: median TTFT",
-        "serve_vllm_load_slow_2xh100.json",
-        (("variants", "original", "loads", "0.6", "first_p50"), ("variants", "ladder", "loads", "0.6", "first_p50")),
+        _LOAD,
+        [f"variants/original/{_TTFT}", f"variants/ladder/{_TTFT}"],
         "stock vLLM",
     ),
     (
         "width of Llama-3 70B, four GPUs, no NVLink, `ladder`: TTFT",
         "serve_vllm_70b_tp4_whole_slow_4xh100.json",
-        ("ratios", "ladder", "prefill 2048"),
+        ["ratios/ladder/prefill 2048"],
         "pipeline stages",
     ),
     (
         "Llama-3 8B over NVLink: TPOT, one request",
         "serve_vllm_8b_nvlink_2xh200.json",
-        ("ratios", "ladder", "decode 1"),
+        ["ratios/ladder/decode 1"],
         "stock vLLM",
     ),
     (
         "an all-reduce through host memory, no NVLink, 16 KiB",
-        "host_sums_2xh200.json",
-        (("microseconds", "16384", "stock"), ("microseconds", "16384", "one_shot")),
+        _HOST,
+        ["microseconds/16384/stock", "microseconds/16384/one_shot"],
         "NCCL",
     ),
-    (
-        "the same, 16 MiB",
-        "host_sums_2xh200.json",
-        (("microseconds", "16777216", "stock"), ("microseconds", "16777216", "exchange")),
-        "NCCL",
-    ),
+    ("the same, 16 MiB", _HOST, ["microseconds/16777216/stock", "microseconds/16777216/exchange"], "NCCL"),
 )
 
 
@@ -107,10 +85,10 @@ def advised() -> str:
 def situations(root: Path) -> str:
     """A row for each situation with one number."""
     body = []
-    for what, file, place, beside in SITUATIONS:
+    for what, file, places, beside in SITUATIONS:
         raw = json.loads((root / real.RESULTS / file).read_text())
-        values = [_at(raw, one) for one in place] if isinstance(place[0], tuple) else [_at(raw, place)]
-        ratio = values[0] / values[1] if len(values) == 2 else values[0]
+        ratio, *other = (_at(raw, place) for place in places)
+        ratio /= other[0] if other else 1.0
         body.append([what, f"{ratio:.2f}x of {beside}", f"[raw]({real.RESULTS / file})"])
     found = {run["count"]: run for run in real.best(list(real.read(root).values()))}
     for count, layers in ((15, "half of the layers"), (real.DEPTH, "all layers")):
@@ -120,10 +98,10 @@ def situations(root: Path) -> str:
     return table(["situation", "figure", "from"], body, left=1) + "\n"
 
 
-def _at(raw: dict, place: tuple) -> float:
-    for key in place:
+def _at(raw: Any, place: str) -> float:
+    for key in place.split("/"):
         raw = raw[key]
-    return float(raw)  # pyright: ignore[reportArgumentType]
+    return float(raw)
 
 
 def lost_points() -> str:
