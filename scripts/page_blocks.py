@@ -106,7 +106,7 @@ def _at(raw: Any, place: str) -> float:
 
 def lost_points() -> str:
     """Every healed conversion that is known, the papers' and ours, with the points that each benchmark lost."""
-    named = ("MMLU", "GSM8K", "HumanEval+", "ARC-C", "HellaSwag")
+    named = ("MMLU", "GSM8K", "HumanEval+", "HellaSwag")
     head = ["model", "wiring", "layers", "tokens", *named, "mean", "source"]
     body = []
     for row in losses():

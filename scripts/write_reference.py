@@ -28,6 +28,7 @@ from fcsd.models.arch import Arch
 from fcsd.models.archs import ARCHS
 from fcsd.models.products import PRODUCTS
 
+EVERYWHERE = ("verbose", "as_json")  # parameters that every command has, and that are told once
 _ROOT = Path(__file__).resolve().parent.parent
 _FOLDER = _ROOT / "docs" / "reference"
 _GENERATED = "`scripts/write_reference.py` writes this page from the code."
@@ -186,8 +187,9 @@ def _bound(limit: Any) -> dict[str, Any]:
 def commands_page() -> str:
     """The reference of the command line: usage, arguments and options of every command."""
     intro = (
-        "Results go to stdout, everything else to stderr. `-v` or `--verbose` shows the traceback of an error; every "
-        "command has it. [operations.md](../operations.md#exit-codes) lists the exit codes."
+        "Results go to stdout, everything else to stderr. Every command has `-v` or `--verbose`, which shows the "
+        "traceback of an error, and `--json`, which prints JSON instead of text. "
+        "[operations.md](../operations.md#exit-codes) lists the exit codes."
     )
     parts = ["# Command reference", _GENERATED, intro]
     for name, command in _commands(typer.main.get_command(app), "fcsd"):
@@ -209,7 +211,7 @@ def _table(parameters: list[Any]) -> list[str]:
 
 
 def _rows(parameters: list[Any]) -> list[str]:
-    return [_parameter_row(parameter) for parameter in parameters if parameter.name != "verbose"]
+    return [_parameter_row(parameter) for parameter in parameters if parameter.name not in EVERYWHERE]
 
 
 def _commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:

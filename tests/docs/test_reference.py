@@ -2,11 +2,13 @@
 
 import re
 
+import typer
 from pydantic import BaseModel
 from scripts import write_reference as script
 from scripts.page_blocks import page_blocks
 from studies.blocks import between_marks
 
+from fcsd.cli.main import app
 from fcsd.config import Recipe
 from fcsd.models.archs import ARCHS
 
@@ -60,5 +62,7 @@ def test_every_command_and_option_is_listed():
     assert {"fcsd convert", "fcsd recipes show", "fcsd bench serve"} <= {
         line.strip("# `") for line in page.splitlines() if line.startswith("## ")
     }
+    for name, command in script._commands(typer.main.get_command(app), "fcsd"):
+        assert {parameter.name for parameter in command.params} >= set(script.EVERYWHERE), name
     convert = page.split("## `fcsd convert`")[1].split("\n## ")[0]
     assert "fcsd convert MODEL OUT [OPTIONS]" in convert and "| `--layers` `TEXT` | `all` |" in convert
