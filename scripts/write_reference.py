@@ -1,7 +1,7 @@
-"""Writes docs/reference/ from the code: every field of a recipe, and every command with its options.
+"""Writes docs/reference/ from the code, and the generated blocks of README and docs/ (`scripts/page_blocks.py`).
 
-Run it after a change to `fcsd/config/`, to a command or to `fcsd/models/archs.py`. `tests/docs/test_reference.py` fails
-while the pages are out of date.
+Run it after a change to `fcsd/config/`, to a command or to `fcsd/models/archs.py`, and after a new measurement.
+`tests/docs/test_reference.py` fails while the pages are out of date.
 """
 
 import json
@@ -18,14 +18,19 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
+from scripts.page_blocks import page_blocks
+from studies.blocks import between_marks
 
 from fcsd.cli.main import app
 from fcsd.cli.panels import ALL, panels
 from fcsd.config import Recipe
 from fcsd.models.arch import Arch
 from fcsd.models.archs import ARCHS
+from fcsd.models.products import PRODUCTS
 
-_FOLDER = Path(__file__).resolve().parent.parent / "docs" / "reference"
+EVERYWHERE = ("verbose", "as_json")  # parameters that every command has, and that are told once
+_ROOT = Path(__file__).resolve().parent.parent
+_FOLDER = _ROOT / "docs" / "reference"
 _GENERATED = "`scripts/write_reference.py` writes this page from the code."
 
 
@@ -34,6 +39,8 @@ def main() -> None:
     _FOLDER.mkdir(exist_ok=True)
     for name, text in pages().items():
         (_FOLDER / name).write_text(text)
+    for name, blocks in page_blocks(_ROOT).items():
+        (_ROOT / name).write_text(between_marks((_ROOT / name).read_text(), blocks))
 
 
 def pages() -> dict[str, str]:
@@ -53,7 +60,13 @@ def architectures_page() -> str:
     )
     head = "| `model_type` | experts | wirings | expert parallelism | vLLM |\n|---|---|---|---|---|"
     rows = [f"| {', '.join(names)} | {cells} |" for cells, names in _grouped(_cells, " (with vision)").items()]
-    return "\n\n".join(["# Architectures", _GENERATED, intro, "\n".join([head, *rows])]) + "\n"
+    names = "## Names under which models are published\n\nA type in brackets is not supported."
+    published: dict[str, list[str]] = {}
+    for _, name, model_type in PRODUCTS:
+        published.setdefault(f"`{model_type}`" if model_type in ARCHS else f"(`{model_type}`)", []).append(name)
+    lines = [f"- {model_type}: {'; '.join(found)}" for model_type, found in sorted(published.items())]
+    parts = ["# Architectures", _GENERATED, intro, "\n".join([head, *rows]), names, "\n".join(lines)]
+    return "\n\n".join(parts) + "\n"
 
 
 def _grouped(cells: Callable[[Arch], str], vision: str) -> dict[str, list[str]]:
@@ -174,8 +187,9 @@ def _bound(limit: Any) -> dict[str, Any]:
 def commands_page() -> str:
     """The reference of the command line: usage, arguments and options of every command."""
     intro = (
-        "Results go to stdout, everything else to stderr. `-v` or `--verbose` shows the traceback of an error; every "
-        "command has it. [operations.md](../operations.md#exit-codes) lists the exit codes."
+        "Results go to stdout, everything else to stderr. Every command has `-v` or `--verbose`, which shows the "
+        "traceback of an error, and `--json`, which prints JSON instead of text. "
+        "[operations.md](../operations.md#exit-codes) lists the exit codes."
     )
     parts = ["# Command reference", _GENERATED, intro]
     for name, command in _commands(typer.main.get_command(app), "fcsd"):
@@ -197,7 +211,7 @@ def _table(parameters: list[Any]) -> list[str]:
 
 
 def _rows(parameters: list[Any]) -> list[str]:
-    return [_parameter_row(parameter) for parameter in parameters if parameter.name != "verbose"]
+    return [_parameter_row(parameter) for parameter in parameters if parameter.name not in EVERYWHERE]
 
 
 def _commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:

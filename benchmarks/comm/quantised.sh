@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every case in which a target was set for quantised, deduplicated and placed communication, on at most four H200s.
 # Usage: OUT=DIR benchmarks/comm/quantised.sh [GPUS [CASE...]]      default: 4 GPUs, all cases; no network needed
-# Cases, with the files that they leave in OUT (docs/quantised_communication.md lists the targets):
+# Cases, with the files that they leave in OUT (benchmarks/results/quantised_communication.md lists the targets):
 #   slow_link    a training step over a slow link: plain, deduplicated, INT8, both        slow_link/step.json
 #   qwen3, v3    the same over NVLink at the widths of Qwen3-30B-A3B and DeepSeek-V3       qwen3/ and v3/step.json
 #   rows         from token rows to rows in the order of experts                           rows.json

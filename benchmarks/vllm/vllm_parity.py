@@ -98,7 +98,7 @@ def engine(path: Path, dtype: str, **options: Any) -> Any:
             options["mamba_ssm_cache_dtype"] = "float32"
             attend_linearly_in_float32()
         if {"kv_lora_rank", "conv_L_cache"} & keys_of(json.loads((path / "config.json").read_text())):
-            # With the CPU kernels of its norms and rotary embeddings, the original is wrong as well (docs/serving.md).
+            # With the CPU kernels of its norms and rotary embeddings, the original is wrong as well.
             options["compilation_config"] = dict(custom_ops=["none"])
     if os.environ.get("NCCL_P2P_DISABLE") == "1":  # vLLM's own all-reduce does not read it, and would use peer access
         options["disable_custom_all_reduce"] = True

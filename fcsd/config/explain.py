@@ -14,7 +14,7 @@ _REMOVED = {
     "objective.teacher_cache": "caches were removed; train.adapter or optim.train share one copy of the weights",
     "optim.moments": "moments in bf16 were removed; set optim.offload: host, or parallel.zero_stage: 2 or 3",
     "optim.offload: moments": "it was removed; set optim.offload: host, or parallel.zero_stage: 2 or 3",
-    "parallel.dedup: auto": "the choice by layer was removed; set off, rank or node, see docs/deduplication.md",
+    "parallel.dedup: auto": "the choice by layer was removed; set off, rank or node, see docs/slow_links.md",
     "parallel.machine": "parallel.dedup auto alone read it, and was removed; delete the line",
     "train.graph": "captured passes were removed; use train.compile, or a larger train.micro_batch_size",
 }

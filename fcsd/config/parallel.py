@@ -22,7 +22,7 @@ FormatName = Annotated[str, AfterValidator(_known_format)]
 
 
 class Quantised(Section):
-    """The formats of the student's rows in dispatch and combine; docs/quantised_communication.md explains them. null
+    """The formats of the student's rows in dispatch and combine; docs/slow_links.md explains them. null
     sends bf16. The gradients of all weights are computed as if rows were not rounded (straight-through). The teacher's
     rows are not rounded, nor are those of evaluations during the run."""
 
@@ -43,7 +43,7 @@ class Quantised(Section):
 
 class Placement(Section):
     """When the student's experts change places between processes, so that the busiest process receives fewer rows;
-    docs/placement.md explains it."""
+    docs/slow_links.md explains it."""
 
     every: NonNegative = 0
     """Search better places every this many steps, by the experts that the tokens of the last step chose; 0 leaves every

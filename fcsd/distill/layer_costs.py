@@ -1,6 +1,6 @@
 """Measures what converting each layer alone costs, and leaves the dearest ones standard: ``convert --layers auto``.
 
-In real models the first layers cost many times as much as others (docs/REAL_MODELS.md). The costs of single layers do
+In real models the first layers cost many times as much as others (docs/quality.md). The costs of single layers do
 not add up to that of the untrained conversion, but what healing leaves follows their sum: a set of layers that is far
 away untrained, and costs little layer by layer, heals as well as one that is near.
 """

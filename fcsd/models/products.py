@@ -1,6 +1,6 @@
 """The names under which families of models are published, and their ``model_type``: people know the former.
 
-The table serves error messages and docs/walkthrough.md. What fcsd supports is in ``archs.py`` alone.
+The table serves error messages and docs/reference/architectures.md. What fcsd supports is in ``archs.py`` alone.
 """
 
 import re

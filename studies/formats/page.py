@@ -2,15 +2,16 @@
 
     python -m studies.formats.page
 
-The text around the tables is written by hand. A table stands between a line `<!-- NAME -->` and a line `<!-- end -->`:
+The text around the tables is written by hand. A table stands between a line `<!-- NAME -->` and a line
+`<!-- end of NAME -->`:
 `quality` holds the tables of FlashCommunication V2, and `training` the study of training through the wire.
 """
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
+from studies.blocks import between_marks
 from studies.formats import bandwidths, tables, training
 
 PAGE = "studies/formats/FORMATS_QUALITY.md"
@@ -29,17 +30,8 @@ def sections(root: Path) -> dict[str, str]:
 
 
 def filled(page: str, parts: dict[str, str]) -> str:
-    """The page with each part in its place.
-
-    Raises:
-        ValueError: the page has no place for a part.
-    """
-    for name, part in parts.items():
-        place = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- end -->)", re.DOTALL)
-        if not place.search(page):
-            raise ValueError(f"{PAGE} has no lines <!-- {name} --> and <!-- end -->")
-        page = place.sub(lambda found, part=part: f"{found[1]}\n{part}\n{found[2]}", page)
-    return page
+    """The page with each part in its place."""
+    return between_marks(page, {name: f"\n{part}\n\n" for name, part in parts.items()})
 
 
 def main() -> None:

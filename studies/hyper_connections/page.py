@@ -1,15 +1,14 @@
-"""Writes the table of docs/hyper_connections.md from stored results: ``python -m studies.hyper_connections.page``."""
+"""Writes the table of HYPER_CONNECTIONS.md from stored results: ``python -m studies.hyper_connections.page``."""
 
 import json
-import re
 import statistics
 from pathlib import Path
 from typing import Any
 
+from studies.blocks import between_marks
 from studies.hyper_connections.wired import CHOICES
 
-PAGE, RAW = "docs/hyper_connections.md", "benchmarks/results/hyper_connections_cpu.json"
-PLACE = re.compile(r"(<!-- table -->\n).*?(<!-- end -->)", re.DOTALL)
+PAGE, RAW = "studies/hyper_connections/HYPER_CONNECTIONS.md", "benchmarks/results/hyper_connections_cpu.json"
 
 
 def values(runs: list[dict[str, Any]], wiring: str, choice: str, key: str) -> list[float]:
@@ -42,9 +41,7 @@ def mean(found: list[float]) -> str:
 
 def filled(text: str, root: Path) -> str:
     """The page with the table of the stored results."""
-    part = table(json.loads((root / RAW).read_text())["runs"])
-    assert PLACE.search(text), "the page has no lines <!-- table --> and <!-- end -->"
-    return PLACE.sub(lambda found: f"{found[1]}\n{part}\n\n{found[2]}", text)
+    return between_marks(text, {"table": table(json.loads((root / RAW).read_text())["runs"]) + "\n"})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Rewires transformers' deepseek_v4, whose layers pass on several streams: what a read may miss, and how it lands.
 
-``docs/hyper_connections.md`` has the formulas. A sub-block of such a layer reads a weighted sum of ``n`` streams, mixes
-the streams, and adds its output to each of them with a weight of its own. All weights are computed from the streams. An
+``HYPER_CONNECTIONS.md`` has the formulas. A sub-block of such a layer reads a weighted sum of ``n`` streams, mixes the
+streams, and adds its output to each of them with a weight of its own. All weights are computed from the streams. An
 output that a read misses is kept apart from the streams, as the output ``[batch, seq, hidden]`` and one weight for each
 stream ``[batch, seq, n]``. It lands in the write of the sub-block that missed it, before the next read. Which outputs a
 read misses is fcsd's own table (``plan_layers``). What several streams leave open is a ``Choice``.

@@ -22,8 +22,9 @@ from typing import Any
 
 import numpy
 from scipy.stats import t as student_t
+from studies.blocks import between_marks
 from studies.real import frontier
-from studies.real.page import CELLS, LAYERS, MORE, RAW, between_marks, mean_difference, read_cells
+from studies.real.page import CELLS, LAYERS, MORE, RAW, mean_difference, read_cells
 from studies.real.predictions import losses
 
 from fcsd.markdown import table
@@ -159,7 +160,7 @@ def _fit(rows: list[list[float]], known: list[float]) -> dict[str, Any]:
 
 
 def sentence(found: dict[str, Any]) -> str:
-    """The law in words, for ``docs/planning.md``."""
+    """The law in words, for ``PREDICTIONS.md``."""
     (c, a, d, b), (p, q) = found["kl"]["coefficients"], found["points"]["coefficients"]
     away, points = (math.exp(found[name]["residual"]) for name in ("kl", "points"))
     first, last = (round(tokens / 1e6) for tokens in found["tokens"])

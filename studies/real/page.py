@@ -1,12 +1,13 @@
-"""Writes tables and picture of ``docs/REAL_MODELS.md`` from the stored runs: ``python -m studies.real.page``."""
+"""Writes tables and picture of ``REAL_MODELS.md`` from the stored runs: ``python -m studies.real.page``."""
 
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from studies.blocks import between_marks
 from studies.real import frontier
 from studies.real.heal import BATCH
 
@@ -16,7 +17,7 @@ from fcsd.eval.suite import SUITES
 from fcsd.markdown import table
 from fcsd.models.selection import cheapest, layers_text, select_layers
 
-PAGE, PICTURE = Path("docs/REAL_MODELS.md"), Path("docs/frontier.svg")
+PAGE, PICTURE = Path("studies/real/REAL_MODELS.md"), Path("studies/real/frontier.svg")
 DEPTH = 30  # layers of the model of all runs
 TARGETS = {15: 0.5, 26: 0.7, DEPTH: 1.5}  # points, for at least so many layers
 RESULTS = Path("benchmarks/results")
@@ -596,15 +597,6 @@ def filled(page: str, raw: dict[Path, dict[str, Any]], repo: Path = Path()) -> s
         "passages": beside(json.loads((repo / PASSAGES).read_text())),
     }
     return between_marks(page, tables)
-
-
-def between_marks(page: str, texts: Mapping[str, str]) -> str:
-    """The page with each text between the marks of its name."""
-    for name, text in texts.items():
-        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
-        before, rest = page.split(begin)
-        page = before + begin + text + end + rest.split(end)[1]
-    return page
 
 
 def read(repo: Path = Path()) -> dict[Path, dict[str, Any]]:

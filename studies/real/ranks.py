@@ -4,9 +4,9 @@
     python -m studies.real.heal TEACHER OUT --cases CASES --text own=DIR --at-once 3
     python -m studies.real.ranks page
 
-The first command prints the cases that ``studies.real.heal`` runs. ``docs/adapters.md`` receives the table of the
-stored results from the last one. TEACHER is the bundled model or a real one; ``fcsd write`` makes its text. For the
-bundled model ``python -m studies.real.ranks text DIR`` writes its corpus as token ids in the same form.
+The first command prints the cases that ``studies.real.heal`` runs. ``benchmarks/results/adapters.md`` receives
+the table of the stored results from the last one. TEACHER is the bundled model or a real one; ``fcsd write`` makes its
+text. For the bundled model ``python -m studies.real.ranks text DIR`` writes its corpus as token ids in the same form.
 """
 
 import argparse
@@ -16,11 +16,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from studies.real.page import between_marks, mean_difference
+from studies.blocks import between_marks
+from studies.real.page import mean_difference
 
 from fcsd.markdown import table as markdown_table
 
-PAGE = Path("docs/adapters.md")
+PAGE = Path("benchmarks/results/adapters.md")
 RAW = sorted(Path("benchmarks/results").glob("adapter_ranks_*.json"))
 FULL = "full"
 ALPHA = 32.0  # of every rank, so that one learning rate suits all ranks

@@ -8,8 +8,9 @@ import json
 from pathlib import Path
 from statistics import median
 
+from studies.blocks import between_marks
 from studies.real.frontier import predicted_rows
-from studies.real.page import RESULTS, between_marks
+from studies.real.page import RESULTS
 
 from fcsd.bench.serve.workload import config_of
 from fcsd.markdown import table

@@ -15,7 +15,7 @@ from fcsd.cli.main import app
 from fcsd.config import Recipe, load_recipe
 
 _REPO = Path(__file__).resolve().parents[2]
-PAGES = [Path("README.md"), Path("CONTRIBUTING.md"), Path("assets/README.md")]
+PAGES = [Path("README.md"), Path("CONTRIBUTING.md"), Path("SECURITY.md"), Path("assets/README.md")]
 PAGES += sorted(path.relative_to(_REPO) for path in (_REPO / "docs").rglob("*.md"))
 LAB = [Path(f"{folder}/README.md") for folder in ("benchmarks", "benchmarks/carried", "studies")]
 RESULTS = sorted(path.relative_to(_REPO) for path in (_REPO / "benchmarks/results").glob("*.md"))
@@ -44,6 +44,17 @@ def test_files_of_the_repository_exist(page, repo):
     )
     missing = [name for name in named if not list(repo.glob(name))]
     assert not [name for name in missing if name != "assets/teacher"]
+
+
+@pytest.mark.parametrize("folder", ["fcsd", "recipes", "scripts", "studies", "benchmarks", "tests"])
+def test_pages_that_the_code_names_exist(folder, repo):
+    """Messages, help texts and comments lead to a page; one that says where in the page, to its heading."""
+    for file in (found for kind in ("py", "sh", "yaml") for found in (repo / folder).rglob(f"*.{kind}")):
+        for name, anchor in re.findall(
+            r"(?<![\w/])((?:docs|studies|benchmarks)/[\w/]+\.md)(?:#([\w-]+))?", file.read_text()
+        ):
+            assert (repo / name).exists(), f"{file}: {name}"
+            assert not anchor or anchor in anchors((repo / name).read_text()), f"{file}: {name}#{anchor}"
 
 
 def absent_programs(text, repo):
@@ -178,8 +189,12 @@ def written(node: ast.AST) -> str:
 
 
 def test_messages_in_troubleshooting_are_those_of_the_code(repo, messages):
-    text = (repo / "docs/troubleshooting.md").read_text()
-    entries = re.findall(r'^((?:\*\*"[^*]+"\*\*(?:,?\s+and\s+|,\s+)?)+)(?:\s+\(exit (\d+)\))?', text, re.MULTILINE)
+    """A section may begin with the exit code of all its messages that give no other; a warning has none."""
+    entries = []
+    for section in (repo / "docs/troubleshooting.md").read_text().split("\n### ")[1:]:
+        (usual,) = re.findall(r"^Exit code (\d+), unless another one is given\.$", section, re.MULTILINE) or [""]
+        found = re.findall(r'^((?:\*\*"[^*]+"\*\*(?:,?\s+and\s+|,\s+)?)+)(?:\s+\(([^)]*)\))?', section, re.MULTILINE)
+        entries += [(quoted, code_told(told, usual)) for quoted, told in found]
     assert len(entries) > 40
     wrong = []
     for quoted, code in entries:
@@ -189,3 +204,9 @@ def test_messages_in_troubleshooting_are_those_of_the_code(repo, messages):
             if not codes or (code and codes != {None} and int(code) not in codes):
                 wrong.append((message, code, codes))
     assert not wrong
+
+
+def code_told(told: str, usual: str) -> str:
+    """The exit code in the brackets behind a message, or that of its section; none of a warning."""
+    own = re.search(r"exit (\d+)", told)
+    return own[1] if own else "" if "warning" in told else usual

@@ -1,8 +1,14 @@
-"""docs/reference is what scripts/write_reference.py writes from the code."""
+"""docs/reference, and the generated blocks of README and docs/, are what scripts/write_reference.py writes."""
 
+import re
+
+import typer
 from pydantic import BaseModel
 from scripts import write_reference as script
+from scripts.page_blocks import page_blocks
+from studies.blocks import between_marks
 
+from fcsd.cli.main import app
 from fcsd.config import Recipe
 from fcsd.models.archs import ARCHS
 
@@ -13,6 +19,15 @@ def test_the_pages_are_up_to_date(repo):
     assert sorted(path.name for path in folder.iterdir()) == sorted(pages)
     for name, text in pages.items():
         assert (folder / name).read_text() == text, "run python scripts/write_reference.py"
+
+
+def test_the_blocks_are_up_to_date(repo):
+    blocks = page_blocks(repo)
+    for page in [repo / "README.md", *(repo / "docs").rglob("*.md")]:
+        text, own = page.read_text(), blocks.pop(str(page.relative_to(repo)), {})
+        assert set(re.findall(r"<!-- end of (.*?) -->", text)) == own.keys(), "a block that no program writes"
+        assert between_marks(text, own) == text, "run python scripts/write_reference.py"
+    assert not blocks
 
 
 def test_every_architecture_is_listed():
@@ -47,5 +62,7 @@ def test_every_command_and_option_is_listed():
     assert {"fcsd convert", "fcsd recipes show", "fcsd bench serve"} <= {
         line.strip("# `") for line in page.splitlines() if line.startswith("## ")
     }
+    for name, command in script._commands(typer.main.get_command(app), "fcsd"):
+        assert {parameter.name for parameter in command.params} >= set(script.EVERYWHERE), name
     convert = page.split("## `fcsd convert`")[1].split("\n## ")[0]
     assert "fcsd convert MODEL OUT [OPTIONS]" in convert and "| `--layers` `TEXT` | `all` |" in convert

@@ -162,10 +162,3 @@ def test_the_supported_type_with_the_closest_name_is_named(
 
 def test_a_type_that_is_close_to_none_is_refused_without_one() -> None:
     assert nearest("bert-generation-xyz", ["Nothing"]) == ""
-
-
-def test_the_walkthrough_lists_the_table(repo: Path) -> None:
-    page = (repo / "docs/walkthrough.md").read_text()
-    for _, name, model_type in PRODUCTS:
-        cell = f"`{model_type}`" if model_type in ARCHS else f"(`{model_type}`)"
-        assert f"| {name} | {cell} |" in page

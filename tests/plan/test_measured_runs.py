@@ -285,7 +285,7 @@ def test_runs_of_a_family_are_predicted_from_the_other_families(family: str) -> 
 
 def test_the_table_of_the_page_is_the_prediction() -> None:
     """Steps in ms, speeds in per cent, peaks in GiB; the last digit may be off, which depends on torch's version."""
-    text = (REPO / "docs/planning.md").read_text().split("### How far the plan is from measured runs")[1]
+    text = (REPO / "benchmarks/results/plan.md").read_text().split("### How far the plan is from measured runs")[1]
     rows = re.findall(r"^\|.*\|$", text, re.MULTILINE)[2 : 2 + len(NAMES)]
     for name, row in zip(NAMES, rows, strict=True):
         run, cells = stored(name), [cell.strip(" *").removesuffix(" %") for cell in row.split("|")[2:-1]]

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import tiny
+from studies.blocks import between_marks
 from studies.real import predictions as frontier
 from studies.real.law import OUT, PAGE, checks, filled, law, stored
-from studies.real.page import between_marks
 from studies.real.speeds import served
 from transformers import LlamaConfig
 
@@ -58,9 +58,7 @@ def test_the_speed_is_near_what_was_measured(repo: Path, rows: dict[tuple[str, s
         assert row.decode == pytest.approx(measured[name]["decode_times_standard"], rel=0.1)
         assert row.prefill == pytest.approx(measured[name]["prefill_times_standard"], rel=0.1)
     one = next(r for r in stored if (r["batch"], r["wiring"], r["reduce"]) == (1, "ladder", "nccl"))
-    told = " ".join((repo / PAGE).read_text().split())
-    times = f"{rows['ladder', '100%'].prefill:.2f}x as fast and was measured {one['prefill_times_standard']:.2f}x"
-    assert f"Ladder's first token of one prompt is predicted {times}" in told
+    assert rows["ladder", "100%"].prefill > 1.3 * one["prefill_times_standard"], "one prompt is predicted too fast"
 
 
 def test_the_page_holds_the_speeds_beside_those_of_servers(repo: Path) -> None:
@@ -69,10 +67,8 @@ def test_the_page_holds_the_speeds_beside_those_of_servers(repo: Path) -> None:
     cells = [line.replace("x", "").split("|")[5:-1] for line in told.splitlines()[2:]]
     steps = [float(step) / float(measured) for step, measured, *_ in cells]
     first = [float(one) / float(measured) for *_, one, both in cells for measured in both.split(",")]
-    said = "is {:.2f} to {:.2f} times the measured one for a step, and {:.2f} to {:.2f} times for first tokens.**"
-    text = " ".join(page.split())
-    assert said.format(min(steps), max(steps), min(first), max(first)) in text
-    assert sum(ratio > 1 for ratio in steps) == 7 and len(steps) == 9 and "Seven of nine steps are predicted" in text
+    assert sum(ratio > 1 for ratio in steps) == 7 and len(steps) == 9
+    assert min(steps + first) > 0.85 and max(steps + first) < 1.2
 
 
 def test_the_assumed_link_and_rates_are_near_what_was_measured(repo: Path, model: Path) -> None:

@@ -137,50 +137,29 @@ def test_what_cannot_be_divided_is_refused_and_nothing_is_written(dense: Path, t
     assert not (tmp_path / "out").exists()
 
 
-def test_the_figures_of_the_page_are_those_of_the_raw_file(repo: Path) -> None:
-    text = " ".join((repo / page.PAGE).read_text().split())
+def test_the_mixtures_runs_have_a_control_of_as_many_tokens(repo: Path) -> None:
     file = json.loads((repo / page.EXPERTS).read_text())
     runs = {run["name"]: run for run in file["runs"]}
-    mean = {one["model"]: page.mean_difference(file, one["model"]) for one in file["differences"]}
-    before, after = (runs["moe"][when]["own"]["kl"] for when in ("untrained_kl", "kl"))
-    assert (
-        f"mixture is {before:.2f} nats from the dense model on own text and loses {-mean['divided'][0]:.1f} po" in text
-    )
     assert runs["moe"]["steps"] * 32768 == 11_993_088 and runs["farskip-2-29"]["steps"] * 32768 == 5_996_544
-    assert f"it is {after:.2f} nats away and loses {-mean['moe'][0]:.1f} ± {mean['moe'][1]:.1f}, most" in text
+    assert runs["moe-again"]["steps"] == runs["farskip-2-29"]["steps"]
     far, control = (runs[name]["kl"] for name in ("farskip-2-29", "moe-again"))
-    own, doc, foreign = (far[name]["kl"] - control[name]["kl"] for name in ("own", "doc", "foreign"))
-    assert f"ends {own:.2f} nats above the control on own" in text
-    assert f"({far['own']['kl']:.3f} and {control['own']['kl']:.3f}), {doc:.2f} on documents and {foreign:.2f}" in text
-    paired = file["beside_control"]["overall"]
-    told = (-mean["farskip-2-29"][0], mean["farskip-2-29"][1], -paired["points"], paired["stderr"])
-    assert "loses {:.1f} ± {:.1f} points, which is {:.1f} ± {:.1f} below the control".format(*told) in text
+    assert all(far[name]["kl"] > control[name]["kl"] for name in ("own", "doc", "foreign"))
     whole, half, standard = (runs[name]["held_out"][1] for name in ("farskip-all", "farskip-2-29", "moe-again"))
     assert whole[0] == half[0] == standard[0] == 122 and "kl" not in runs["farskip-all"]  # 4.0 million tokens
-    assert f"at {whole[1]:.3f} on held-out own text, where layers 2-29 were at {half[1]:.3f}" in text
-    assert f"and the control at {standard[1]:.3f}" in text
-    assert f"`fcsd plan` predicts {file['planned']['tokens_per_second']:,} tokens/s for this run" in text
-    assert f"and {runs['farskip-2-29']['tokens_per_second']:,.0f} were measured" in text
-    same = sorted(one["same_from_the_first"] for one in file["compared"])
-    assert same[0] == 1 and f"for {same[1]} to {same[3]} tokens" in text
+    assert standard[1] < half[1] < whole[1]
+    assert min(one["same_from_the_first"] for one in file["compared"]) == 1
     assert all(
         len({v for k, v in one.items() if k != "prompt"}) == 1 for one in file["compared_untrained_cpu"]["prompts"]
     )
 
 
-def test_what_the_page_says_of_the_divisions_is_that_of_the_raw_file(repo: Path) -> None:
-    text = " ".join((repo / page.PAGE).read_text().split())
+def test_the_divisions_are_those_that_were_compared(repo: Path) -> None:
     models = json.loads((repo / page.SPLITS).read_text())["models"]
     choices = [{key: value for key, value in one.items() if key != "kl"} for one in models]
     assert all(case.items() <= choice.items() for case, choice in zip(experts.COMPARED, choices, strict=True))
-    whole, used, random, two, gates, wide, small, less, more = (one["kl"]["foreign"]["kl"] for one in models)
+    whole, used, random, two, _, wide, small, _, _ = (one["kl"]["foreign"]["kl"] for one in models)
     assert abs(whole) < 1e-6 and random > 2 * used and 0 < used - small < 0.02 < 0.4 < wide - used
-    assert (
-        f"{used:.2f} nats, and {random:.2f} with a random split" in text and f"the fitted one has {gates:.2f}." in text
-    )
-    assert f"prefers some ({wide:.2f})" in text and f"gain little ({small:.2f})" in text
-    assert f"in use {less:.2f} if 256 are shared, {used:.2f} with 512 and {more:.2f} with 768" in text
-    assert round(two / used, 1) == 2.0 and f"double the divergence ({two:.2f})" in text
+    assert round(two / used, 1) == 2.0
 
 
 def test_the_page_shows_runs_scores_and_how_far_two_engines_agree_and_says_what_was_not_measured() -> None:

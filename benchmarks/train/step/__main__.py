@@ -45,9 +45,9 @@ class Options:
         str | None,
         typer.Option(
             metavar="NAME[,NAME...]",
-            help="Names from docs/overlap.md. The default is stock, standard, eager-sync, overlapped and comm-free (on "
-            "GPUs stock-tuned, too, and all but these two are fused), or with --teacher overlapped, masked, blocking "
-            "and comm-free.",
+            help="Names from benchmarks/results/overlap.md. The default is stock, standard, eager-sync, overlapped and "
+            "comm-free (on GPUs stock-tuned, too, and all but these two are fused), or with --teacher overlapped, "
+            "masked, blocking and comm-free.",
         ),
     ] = None
     quantised: Annotated[
@@ -55,7 +55,7 @@ class Options:
         typer.Option(
             "--quantised",
             metavar="FORMAT",
-            help="Also time overlapped steps whose rows are rounded to this format (docs/quantised_communication.md): "
+            help="Also time overlapped steps whose rows are rounded to this format (docs/slow_links.md): "
             "int8, or dispatch=int8,combine=int8; repeatable.",
         ),
     ] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """Encodes rows for communication, with 2 to 8 bits per value; one record of bytes holds one row.
 
 Source: FlashCommunication V2, section 3: round to nearest per group, bit splitting, spike reserving, integer scales.
-docs/quantised_communication.md explains the formats and says what each of them costs.
+docs/slow_links.md explains the formats and says what each of them costs.
 
 ``encode`` turns rows ``[n, width]`` into records, uint8 ``[n, row_bytes]``; ``decode`` turns records back into rows.
 On GPUs both are Triton kernels (``kernels``), elsewhere torch (``reference``); the two agree in every bit.

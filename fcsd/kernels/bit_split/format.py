@@ -15,10 +15,7 @@ GROUPS = (16, 32, 64, 128, 256)  # an index fits into a byte; 16 values take who
 Meta = Literal["bf16", "int"]
 Rounding = Literal["floor", "nearest", "ceil"]
 
-_HINT = (
-    "write for example int8, int4:g32, int3:g128:sr or int2:g64:sr:clip0.7; docs/quantised_communication.md explains "
-    "the parts"
-)
+_HINT = "write for example int8, int4:g32, int3:g128:sr or int2:g64:sr:clip0.7; docs/slow_links.md explains the parts"
 # Unicode has more digits, which a ``\d`` and ``int`` accept.
 _OPTION = re.compile(r"(?P<group>g[0-9]+)|(?P<spikes>sr)|(?P<meta>bf16|int)|(?P<clip>clip[0-9]+(\.[0-9]+)?)")
 _REDUCTION = "quantised"
@@ -187,7 +184,7 @@ def parse_directions(text: str, directions: Sequence[str]) -> dict[str, Format]:
             raise ConfigError(
                 f'"{text}" does not name formats: the direction "{direction}" is unknown or repeated',
                 hint=f"write for example {directions[0]}=int8; the directions are {', '.join(directions)}, and "
-                "docs/quantised_communication.md lists the formats",
+                "docs/slow_links.md lists the formats",
             )
         formats[direction] = Format.parse(name)
     return formats

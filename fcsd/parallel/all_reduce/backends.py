@@ -77,7 +77,7 @@ def _host(group: Any, format: "Format | None") -> Start:
 
 
 def _quantised(group: Any, format: "Format | None") -> Start:
-    """Rows in a format; see ``quantised`` and docs/quantised_communication.md."""
+    """Rows in a format; see ``quantised`` and docs/slow_links.md."""
     from fcsd.parallel.all_reduce import quantised
 
     assert format is not None, "the name of a quantised backend has a format"

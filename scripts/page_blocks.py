@@ -1,0 +1,130 @@
+"""The generated blocks of README and docs/: every figure in them is of a raw file, a table of the code or a command.
+
+`python scripts/write_reference.py` writes them between their marks (`studies/blocks.py`).
+"""
+
+import json
+import tempfile
+from contextlib import chdir
+from pathlib import Path
+from typing import Any
+
+from studies.real import page as real
+from typer.testing import CliRunner
+
+from fcsd.advise.losses import losses
+from fcsd.cli.main import app
+from fcsd.markdown import table
+from fcsd.models.archs import ARCHS
+from fcsd.plan.model import packaged_config
+from fcsd.serve.vllm.support import LOST
+
+ADVISED = "meta-llama/Llama-3.1-8B-Instruct"  # of which fcsd has the config, so that no hub is asked
+
+_LOAD, _SLOW = "serve_vllm_load_slow_2xh100.json", "serve_vllm_8b_slow_2xh200.json"
+_HOST, _TTFT = "host_sums_2xh200.json", "loads/0.6/first_p50"
+# What README tells of speed: the situation, the raw file, the place of the ratio in it (or of two times, the first of
+# which is divided by the second), and what it is compared with.
+SITUATIONS = (
+    ("the model fits one GPU: `ladder` over two, throughput", _LOAD, ["ratios/ladder/peak 0"], "a replica on each"),
+    ("Llama-3 8B, no NVLink, `ladder`: TPOT, one request", _SLOW, ["ratios/ladder/decode 1"], "stock vLLM"),
+    ("the same: TPOT, many requests", _SLOW, ["ratios/ladder/decode 64"], "stock vLLM"),
+    ("the same: TTFT, short prompts at once", _SLOW, ["ratios/ladder/prefill 512"], "stock vLLM"),
+    (
+        "half of Llama-3 8B, random arrivals, a busy host: median TTFT",
+        _LOAD,
+        [f"variants/original/{_TTFT}", f"variants/ladder/{_TTFT}"],
+        "stock vLLM",
+    ),
+    (
+        "width of Llama-3 70B, four GPUs, no NVLink, `ladder`: TTFT",
+        "serve_vllm_70b_tp4_whole_slow_4xh100.json",
+        ["ratios/ladder/prefill 2048"],
+        "pipeline stages",
+    ),
+    (
+        "Llama-3 8B over NVLink: TPOT, one request",
+        "serve_vllm_8b_nvlink_2xh200.json",
+        ["ratios/ladder/decode 1"],
+        "stock vLLM",
+    ),
+    (
+        "an all-reduce through host memory, no NVLink, 16 KiB",
+        _HOST,
+        ["microseconds/16384/stock", "microseconds/16384/one_shot"],
+        "NCCL",
+    ),
+    ("the same, 16 MiB", _HOST, ["microseconds/16777216/stock", "microseconds/16777216/exchange"], "NCCL"),
+)
+
+
+def page_blocks(root: Path) -> dict[str, dict[str, str]]:
+    """The text of each block by its name, by page."""
+    return {
+        "README.md": {"advise": advised(), "situations": situations(root)},
+        "docs/quality.md": {"losses": lost_points()},
+        "docs/serving.md": {"refused": refused(), "served types": served_types()},
+    }
+
+
+def advised() -> str:
+    """What `fcsd advise` prints for a model that fits each of two consumer cards."""
+    words = ["advise", "Llama-3.1-8B-Instruct", "--gpu", "RTX 4090", "--gpus", "2"]
+    with tempfile.TemporaryDirectory() as folder, chdir(folder):
+        config = packaged_config(ADVISED)
+        if config is None:
+            raise ValueError(f"fcsd has no config of {ADVISED}")
+        config.save_pretrained(words[1])
+        done = CliRunner().invoke(app, words)
+    if done.exit_code:
+        raise ValueError(done.output)
+    command = " ".join(f'"{word}"' if " " in word else word for word in words)
+    return f"```text\n# fcsd {command}\n{done.stdout}```\n"
+
+
+def situations(root: Path) -> str:
+    """A row for each situation with one number."""
+    body = []
+    for what, file, places, beside in SITUATIONS:
+        raw = json.loads((root / real.RESULTS / file).read_text())
+        ratio, *other = (_at(raw, place) for place in places)
+        ratio /= other[0] if other else 1.0
+        body.append([what, f"{ratio:.2f}x of {beside}", f"[raw]({real.RESULTS / file})"])
+    found = {run["count"]: run for run in real.best(list(real.read(root).values()))}
+    for count, layers in ((15, "half of the layers"), (real.DEPTH, "all layers")):
+        points, error = found[count]["lost"]
+        what = f"quality of SmolLM2-135M after healing, `ladder` on {layers}"
+        body.append([what, f"{-points:.1f} ± {error:.1f} points lost", f"[page]({real.PAGE})"])
+    return table(["situation", "figure", "from"], body, left=1) + "\n"
+
+
+def _at(raw: Any, place: str) -> float:
+    for key in place.split("/"):
+        raw = raw[key]
+    return float(raw)
+
+
+def lost_points() -> str:
+    """Every healed conversion that is known, the papers' and ours, with the points that each benchmark lost."""
+    named = ("MMLU", "GSM8K", "HumanEval+", "HellaSwag")
+    head = ["model", "wiring", "layers", "tokens", *named, "mean", "source"]
+    body = []
+    for row in losses():
+        lost = ["-" if (points := row.lost(name)) is None else f"{points:.1f}" for name in named]
+        tokens = f"{row.tokens_b:g} B" if row.tokens_b >= 0.1 else f"{1e3 * row.tokens_b:g} M"
+        source = row.source
+        if source.startswith("fcsd, "):
+            source = f"[ours](../{source.removeprefix('fcsd, ')})"
+        body.append([row.model, row.wiring, f"{row.share:.0%}", tokens, *lost, f"{row.mean:.1f}", source])
+    return table(head, body, left=2) + "\n"
+
+
+def refused() -> str:
+    """What vLLM does for an original alone; the messages of the plugin are made of the same rows."""
+    rows = [[lost.what, f"`{lost.option}`"] for lost in LOST.values()]
+    return table(["what", "asked by"], rows, left=2) + "\n"
+
+
+def served_types() -> str:
+    """How many architectures the plugin serves."""
+    return f"The plugin serves {sum(arch.no_vllm is None for arch in ARCHS.values())} model types.\n"
