@@ -42,7 +42,17 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent)]
 
-from vllm_cases import FP8, GATED, attend_linearly_in_float32, inspect_here, made, prompts, score_by_sigmoid  # noqa: E402
+from vllm_cases import (  # noqa: E402
+    COMPRESSED,
+    FP8,
+    GATED,
+    attend_linearly_in_float32,
+    inspect_here,
+    made,
+    plain_of,
+    prompts,
+    score_by_sigmoid,
+)
 from vllm_report import Row, report  # noqa: E402
 
 NEW, REPLAYS = 8, 200  # tokens of an answer, and where the same step is taken again and again
@@ -284,7 +294,7 @@ def judged(paths: dict[str, Path], plan: Row, given: list[Answer], reduce: str) 
         largest=error.abs().max().item(), rms=error.square().mean().sqrt().item(), answers=answers, greedy=greedy,
         other=apart.abs().max().item(), other_rms=apart.square().mean().sqrt().item(), tokens=len(error),
     )  # fmt: skip
-    if case in FP8:
+    if case in FP8 or COMPRESSED.get(case) == "fp8":
         tolerance = FP8_SHARE * result["other_rms"]
         return result | dict(tolerance=tolerance, right=result["rms"] <= tolerance)
     if rounded is not None:
@@ -309,6 +319,7 @@ def format_of(reduce: str) -> Any:
 
 def reference(path: Path) -> Any:
     """The model in transformers, float32, on the CPU."""
+    path = plain_of(path) if plain_of(path).exists() else path
     import torch
     import transformers
 
