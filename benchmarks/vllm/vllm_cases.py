@@ -181,8 +181,8 @@ FP8 = ("qwen3_moe-fp8",)
 FP8_SIZES: dict[str, Any] = dict(
     hidden_size=256, head_dim=128, intermediate_size=256, moe_intermediate_size=256, vocab_size=256
 )
-# Cases as llm-compressor writes them: packed integers of four bits in groups of 128, or fp8 with a scale a row and inputs
-# that are rounded as they come. The same values without a format stand beside them, for the reference.
+# Cases as llm-compressor writes them: packed integers of four bits in groups of 128, or fp8 with a scale a row and
+# inputs that are rounded as they come. The same values without a format stand beside them, for the reference.
 COMPRESSED = {"llama-w4a16": "int4", "llama-fp8-dynamic": "fp8", "qwen3_moe-fp8-dynamic": "fp8"}
 COMPRESSED_SIZES: dict[str, Any] = dict(
     hidden_size=512, head_dim=64, num_attention_heads=8, num_key_value_heads=4, intermediate_size=1024,
