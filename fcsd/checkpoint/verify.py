@@ -117,12 +117,12 @@ def compare_tensors(layout: Layout, config: CheckpointConfig) -> Comparison:
         parameters,
         missing=[name for name in expected if name not in tensors and not _matches(name, lacking_patterns)],
         unexpected=[name for name in left_over if not _matches(name, carried_patterns)],
-        wrong=[
+        wrong=_contradictions(config.method, expected, parameters, named)
+        + [
             f"{shown(name)} is {found.dtype} {list(found.shape)}, not {'/'.join(dtypes)} {list(shapes[0])}"
             for name, (shapes, dtypes) in {**expected, **optional}.items()
             if (found := tensors.get(name)) and (found.shape not in shapes or found.dtype not in dtypes)
-        ]
-        + _contradictions(config.method, expected, parameters, named),
+        ],
         carried=[name for name in left_over if _matches(name, carried_patterns)],
         text={**text.to_dict(), "num_hidden_layers": text.num_hidden_layers},
         tied={
