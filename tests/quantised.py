@@ -124,8 +124,10 @@ def _int8(value: torch.Tensor) -> Tensors:
     return {"weight": (value / scales.float()).round().clamp(-128, 127).to(torch.int8), "weight_scale": scales}
 
 
-def _float8(rows: int, columns: int, suffix: str, dtype: torch.dtype = torch.bfloat16) -> Callable[..., Tensors]:
-    """One scale for each ``rows`` x ``columns``; 0 for all of them."""
+def _float8(
+    rows: int, columns: int, suffix: str, dtype: torch.dtype = torch.bfloat16, shape: tuple[int, ...] = ()
+) -> Callable[..., Tensors]:
+    """One scale for each ``rows`` x ``columns``; 0 for all of them, and then it has the shape ``shape``."""
 
     def quantise(value: torch.Tensor) -> Tensors:
         high, wide = rows or len(value), columns or value.shape[1]
@@ -134,7 +136,7 @@ def _float8(rows: int, columns: int, suffix: str, dtype: torch.dtype = torch.bfl
         whole[: len(value), : value.shape[1]] = value
         scales = (whole.view(down, high, across, wide).abs().amax((1, 3)) / 448).to(dtype)
         each = scales.float().repeat_interleave(high, 0).repeat_interleave(wide, 1)[: len(value), : value.shape[1]]
-        return {"weight": (value / each).to(torch.float8_e4m3fn), suffix: scales if rows else scales.reshape(())}
+        return {"weight": (value / each).to(torch.float8_e4m3fn), suffix: scales if rows else scales.reshape(shape)}
 
     return quantise
 
@@ -155,12 +157,13 @@ def _nvfp4(modelopt: bool) -> Callable[[torch.Tensor], Tensors]:
     return quantise
 
 
-def _compressed(form: str, **weights: Any) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": weights}
+def _compressed(form: str, *, inputs: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     head = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
     return {**head, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
 
 
+_ROWS = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}  # of activations
 _FOUR = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}
 _EIGHT = {"num_bits": 8, "type": "float", "symmetric": True}
 _FP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
@@ -169,9 +172,12 @@ _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False,
 METHODS: dict[str, tuple[Callable[[torch.Tensor], Tensors], dict[str, Any]]] = {
     "packed": (_pack(True), _compressed("pack-quantized", **_FOUR, symmetric=True)),
     "packed_zero_points": (_pack(False), _compressed("pack-quantized", **_FOUR, symmetric=False)),
-    "int8": (_int8, _compressed("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=True)),
+    "int8": (
+        _int8,
+        _compressed("int-quantized", inputs=_ROWS, num_bits=8, type="int", strategy="channel", symmetric=True),
+    ),
     "float8_tensor": (
-        _float8(0, 0, "weight_scale"),
+        _float8(0, 0, "weight_scale", shape=(1,)),
         _compressed("float-quantized", **_EIGHT, strategy="tensor"),
     ),
     "float8_channel": (_float8(1, 0, "weight_scale"), _compressed("float-quantized", **_EIGHT, strategy="channel")),

@@ -63,3 +63,26 @@ def test_what_is_decoded_can_be_saved_in_bf16(method: str, tmp_path: Path) -> No
     expected = plain_tensors(load_file(base / SINGLE), method_in(base), torch.bfloat16)
     assert found.keys() == expected.keys() and inspect_checkpoint(tmp_path / "plain").problems == []
     assert all(torch.equal(tensor, expected[name][...]) for name, tensor in found.items())
+
+
+# Of which transformers 5.23 reads experts, too; its list of what it reads is in docs/quantised_models.md.
+BOTH = ("packed", "float8_tensor", "float8_channel", "fp8_matrix")
+DENSE = ("int8", "float8_block", "nvfp4", "awq", "gptq", "gptq_v2", "gptq_ordered")
+
+
+@pytest.mark.parametrize("method, arch", [(m, a) for m in BOTH for a in ARCHS] + [(m, "llama") for m in DENSE])
+def test_off_is_off_through_the_modules_of_the_method(method: str, arch: str, tmp_path: Path) -> None:
+    """transformers and the method's own library load both directories, and compute the same."""
+    if "gptq" in method or method == "awq":
+        pytest.importorskip("gptqmodel")
+    base, out = quantised.write_by(method, arch, tmp_path / "base"), tmp_path / "out"
+    convert_checkpoint(base, out, wiring="ladder", layers="last:2")
+    original, converted = load_model(base, decode=False), load_model(out, decode=False)
+    expected = logits(original)
+    assert not torch.equal(logits(converted), expected)
+    assert torch.equal(logits(wire(converted, unwired())), expected)
+    difference = (logits(load_model(base)).float() - expected.float()).abs().max()
+    if method in ("int8", *DENSE[3:]):  # it rounds activations, too, or computes in another order
+        assert 0 < difference < 0.05 * expected.float().abs().max()
+    else:
+        assert difference == 0

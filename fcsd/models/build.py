@@ -33,6 +33,7 @@ from .fused.model import fuse_parts
 from .load_options import default_dtype
 from .products import family, nearest, supported, unsupported_text
 from .quantised.decode import plain_tensors
+from .quantised.layouts import Scheme
 from .quantised.method import Method, method_of, without_quantisation
 from .wiring import WiredModel, plan_layers, wire_layers
 from .wiring_block import DESYNC, Wiring
@@ -397,7 +398,7 @@ def load_model(
         }
         method = method_of(config, path)
         on_gpu = torch.cuda.is_available() and (device_map is not None or str(device).startswith("cuda"))
-        if method is not None and (not (on_gpu and kept_quantised(method)) if decode is None else decode):
+        if method is not None and (not (on_gpu and kept_quantised(method, config)) if decode is None else decode):
             loaded: Any = _decoded(cls, Path(path), config, method, how | kwargs)
         else:
             loaded = cls.from_pretrained(path, config=config, **how, **kwargs)
@@ -437,7 +438,7 @@ def _weights_files(path: Path) -> list[Path]:
     return [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
 
 
-# What transformers needs to compute with the weights of a method as they are stored, on a GPU.
+# What transformers 5.23 needs to compute with the weights of a method as they are stored, on a GPU.
 _LIBRARIES = {
     "compressed-tensors": ("compressed_tensors",),
     "awq": ("gptqmodel",),
@@ -448,11 +449,20 @@ _LIBRARIES = {
 }
 
 
-def kept_quantised(method: Method) -> bool:
+def kept_quantised(method: Method, config: PretrainedConfig) -> bool:
     """Whether transformers can compute with weights as they are stored, on the first GPU and with what is installed."""
     if method.name not in _LIBRARIES or not all(map(find_spec, _LIBRARIES[method.name])):
         return False
+    if not all(_read_by_transformers(scheme, experts_of(config) > 0) for scheme in method.schemes):
+        return False
     return "fp8" not in method.name or torch.cuda.get_device_capability() >= (8, 9)
+
+
+def _read_by_transformers(scheme: Scheme, experts: bool) -> bool:
+    """Whether transformers 5.23 reads a scheme rightly, with experts too, which it joins; docs/quantised_models.md."""
+    if scheme.layout == "packed":  # it expects zero points that are not packed, and leaves the order of columns out
+        return scheme.symmetric and not scheme.ordered
+    return not experts or scheme.layout in ("inverse", "mxfp4") or (scheme.floats and scheme.block in ((0, 0), (1, 0)))
 
 
 def _decoded(cls: Any, path: Path, config: PretrainedConfig, method: Method, how: dict[str, Any]) -> tuple[Any, Any]:

@@ -89,6 +89,14 @@ class Method:
             raise BadInputError(f"{_short(weight)}: the files hold it quantised, and quantization_config {why}")
         return rule.scheme
 
+    def scheme_named(self, layer: str) -> Scheme | None:
+        """The scheme of a layer by its name alone, where no file is there to say whether it is quantised."""
+        parts = layer.split(".")
+        parents = [".".join(parts[: end + 1]) for end in range(len(parts))]
+        if any(f".{entry}." in f".{layer}." or any(_exactly(entry, one) for one in parents) for entry in self.ignore):
+            return None
+        return next((rule.scheme for rule in self.rules if any(_names(one, layer) for one in rule.targets)), None)
+
     def unnamed(self, layers: Iterable[str]) -> list[str]:
         """The names in ``ignore`` that name nothing. Patterns may name nothing: they are written for many models.
 
