@@ -1,7 +1,8 @@
 """The command ``fcsd convert``: writes a converted copy of a checkpoint to another directory.
 
-The shards are linked, config.json and code are written, and parity with the original is proven. No tensor is rewritten
-or scanned. The directory is built beside OUT and renamed into place, so OUT exists as a whole or not at all.
+The shards are linked, config.json and code are written, and parity with the original is proven. No tensor is rewritten,
+and none is scanned but the scales of quantised weights. The directory is built beside OUT and renamed into place, so
+OUT exists as a whole or not at all.
 """
 
 import json
@@ -13,6 +14,7 @@ from typing import Any
 from fcsd.checkpoint import read_config, read_layout, remote_headers, resolve, verify_tensors
 from fcsd.checkpoint.config_json import check_type
 from fcsd.checkpoint.location import SMALL_FILES, base_path_file, origin
+from fcsd.checkpoint.quantised_values import check_values
 from fcsd.checkpoint.rewired import AMD_CLASS, AMD_KEYS, describe, refuse_rewired
 from fcsd.checkpoint.side_files import side_files, without_code
 from fcsd.checkpoint.staging import check_out, copy_small, staged, take_over
@@ -142,7 +144,9 @@ def convert_checkpoint(
     else:
         refuse_rewired(source.path, config.rewired)
     layout = read_layout(source.path, remote=remote_headers(source) if dry_run else None)
-    verify_tensors(layout, config)
+    comparison = verify_tensors(layout, config)
+    if config.method is not None:
+        check_values(layout, config.method, comparison.parameters)
     arch = config.arch
     chosen = choose_wiring(config, arch, wiring, layers, **how)
 

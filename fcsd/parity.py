@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 _TOKENS = 24
 _BUG = "This is a bug in fcsd. Please report it with the model's name."
 _SHARE = 0.7  # share of the free memory that weights may take; a forward pass of _TOKENS tokens needs little more
-# Bytes in memory for each byte on disk: a quantised checkpoint is dequantised to bf16.
-_GROWTH = {None: 1.0, "fp8": 2.0, "mxfp4": 64 / 17}
+_CODES = ("U8", "I8", "I32", "F8_E4M3")  # dtypes of quantised weights, which are decoded to bf16
 # config lists with one entry a layer
 _PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers", "swiglu_limits")
 _LAYER_LISTS = ("mlp_only_layers", "moe_layers")  # config lists of layer indices
@@ -68,23 +67,22 @@ def plan_proof(layout: Layout, config: CheckpointConfig, arch: "Arch", free_byte
     """
     free = free_memory() if free_bytes is None else free_bytes
     of = config.text["num_hidden_layers"]
-    of_layer = [0] * of
-    rest = 0
+    growth = 1.0 if config.method is None else 16 / min(scheme.bits for scheme in config.method.schemes)
+    held, in_memory = [0] * (of + 1), [0.0] * (of + 1)  # by layer; the last is for what lies outside
     for name, tensor in layout.tensors.items():
-        index = layer_index(arch, name)
-        if index is None:
-            rest += tensor.end - tensor.start
-        elif index < of:
-            of_layer[index] += tensor.end - tensor.start
+        index, size = layer_index(arch, name), tensor.end - tensor.start
+        if index is None or index < of:
+            held[of if index is None else index] += size
+            in_memory[of if index is None else index] += size * (growth if tensor.dtype in _CODES else 1)
     layers, read, memory = 0, 0, 0
     # A tensor with a part for each layer fits a model of all layers alone.
     spans = any(name.endswith(arch.spanning) for name in layout.tensors)
     for count in (of,) if spans else range(1, of + 1):
         # While transformers fuses the experts of a layer, the layer is in memory twice.
-        need = int((rest + sum(of_layer[:count]) + max(of_layer[:count])) * _GROWTH[config.quantization])
+        need = int(in_memory[of] + sum(in_memory[:count]) + max(in_memory[:count]))
         if need > free * _SHARE:
             break
-        layers, read, memory = count, rest + sum(of_layer[:count]), need
+        layers, read, memory = count, held[of] + sum(held[:count]), need
     return Proof(layers, of, read, memory, free)
 
 
@@ -188,29 +186,28 @@ def first_layers(
     Raises:
         BadInputError: the tensors do not match those of the model, or the installed transformers cannot compute it.
     """
+    import torch
     import transformers
     from safetensors import safe_open
 
     from fcsd.models.build import causal_lm_class, register, require_working, without_further_outputs
-    from fcsd.models.fp8 import blocks_of_config
+    from fcsd.models.quantised.decode import plain_tensors
+    from fcsd.models.quantised.method import without_quantisation
 
     require_working(arch)
     register()
     config = shortened(transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False), layers)
     config, _ = without_further_outputs(config)
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Any] = {}
     for shard in shards:
         with safe_open(shard, framework="pt") as file:
             tensors |= {name: file.get_tensor(name) for name in _wanted(file.keys(), arch, layers)}
-    with blocks_of_config():
-        loaded: Any = causal_lm_class(config).from_pretrained(
-            None,
-            config=config,
-            state_dict=tensors,
-            output_loading_info=True,
-            quantization_config=_dequantise(base),
-            experts_implementation="eager",  # the default depends on how quantisation was turned off
-        )
+    if base.method is not None:
+        config = without_quantisation(config)
+        tensors = plain_tensors(tensors, base.method, config.dtype or torch.bfloat16)
+    loaded: Any = causal_lm_class(config).from_pretrained(
+        None, config=config, state_dict=tensors, output_loading_info=True, experts_implementation="eager"
+    )
     model, report = loaded
     if problems := {kind: sorted(map(str, keys))[:5] for kind, keys in report.items() if keys}:
         raise BadInputError(f"{directory}: the first {layers} layers do not load: {problems}")
@@ -218,14 +215,6 @@ def first_layers(
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
     return model.eval()
-
-
-def _dequantise(base: CheckpointConfig) -> Any:
-    from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
-
-    if base.quantization is None:
-        return None
-    return {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}[base.quantization](dequantize=True)
 
 
 def token_ids(model: "PreTrainedModel") -> "Tensor":

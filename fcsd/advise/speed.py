@@ -59,7 +59,6 @@ class Server:
         kinds: the kind of each decoder layer.
         blocks: how its layers are put together.
         kv_share: key-value heads as a share of the query heads.
-        bits: bits of a value of a decoder layer's weights as they are read; embeddings have 16.
         card: the GPU.
         load: what is asked.
     """
@@ -68,15 +67,13 @@ class Server:
     kinds: Sequence[Kind]
     blocks: Blocks
     kv_share: float
-    bits: float
     card: Card
     load: Load
 
     @property
     def weight_bytes(self) -> float:
         """Bytes of all weights."""
-        layers = sum(layer.dense + layer.routed for layer in self.numbers.layers)
-        return layers * self.bits / 8 + (self.numbers.total - layers) * BYTES
+        return self.numbers.stored
 
     @property
     def cache_bytes(self) -> float:
@@ -137,15 +134,15 @@ class Server:
                 inside = rows * width * context / (ATTENTION_SHARE * self.card.tflops * 1e12)
             else:
                 inside = BYTES * width * self.kv_share * rows * context / self._read_rate
-            return self._products(own, rows, ranks, self.bits) + inside
+            return self._products(own, rows, ranks, self.numbers.bits) + inside
         if part == "shared":
             dense = layer.shared if layer.routed else layer.dense - own
-            return self._products(dense, rows, ranks, self.bits)
+            return self._products(dense, rows, ranks, self.numbers.bits)
         if not layer.routed:
             return 0.0
         chosen = numbers.top_k / numbers.experts
         read = layer.routed * (1 - (1 - chosen) ** rows)  # of the experts, those that any token chose
-        return self._products(read, rows, ranks, self.bits, layer.routed * chosen)
+        return self._products(read, rows, ranks, self.numbers.bits, layer.routed * chosen)
 
     def _products(self, read: float, rows: float, ranks: int, bits: float, active: float | None = None) -> float:
         """Seconds in which ``rows`` pass through ``active`` parameters, of which ``read`` are read."""
@@ -158,11 +155,11 @@ class Server:
         return READ_SHARE * self.card.read_gb_per_s * 1e9
 
 
-def server_of(model: MetaModel, card: Card, load: Load, bits: float = 16.0) -> Server:
-    """The server of a model; ``bits`` are those of its layers' weights."""
+def server_of(model: MetaModel, card: Card, load: Load) -> Server:
+    """The server of a model."""
     arch = arch_of(model.config)
     kinds: list[Kind] = [kind_of_numbers(layer) for layer in model.numbers.layers]
-    return Server(model.numbers, kinds, arch.blocks, kv_share(model.config), bits, card, load)
+    return Server(model.numbers, kinds, arch.blocks, kv_share(model.config), card, load)
 
 
 def _none(_: float) -> float:

@@ -5,11 +5,8 @@ is; fewer bits; then a conversion, which has to be healed and loses points. Sums
 because no server has been timed with them yet.
 """
 
-import json
 import math
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from fcsd.advise.cards import H100
@@ -17,7 +14,6 @@ from fcsd.advise.host import Host
 from fcsd.advise.losses import TOLD, Loss, nearest
 from fcsd.advise.speed import STANDARD, Load, Served, Server, server_of
 from fcsd.bench.serve.figures import break_even_days
-from fcsd.checkpoint import read_object
 from fcsd.errors import DoesNotFitError
 from fcsd.markdown import table
 from fcsd.models.build import arch_of, without_injected
@@ -102,7 +98,8 @@ def advise(model: str, host: Host, load: Load, price: float | None = None, speed
     """Weigh the ways to serve a model.
 
     Args:
-        model: a directory in which config.json is enough, or a hub id. Weights may be quantised.
+        model: a directory in which config.json is enough, or a hub id. Weights may be quantised by a method that
+            ``fcsd convert`` reads.
         price: of one GPU for an hour.
         speed: how many times as fast as stock it should be; the cheapest way that reaches it is chosen then.
 
@@ -110,8 +107,8 @@ def advise(model: str, host: Host, load: Load, price: float | None = None, speed
         BadInputError: the config cannot be read, or its type is not supported.
         DoesNotFitError: the weights do not fit into these GPUs.
     """
-    bits, meta = _opened(model)
-    server = server_of(meta, host.card, load, bits)
+    meta = MetaModel(model)
+    server = server_of(meta, host.card, load)
     memory = host.card.memory_gb - RESERVE_GB
     weights, cache = server.weight_bytes / 1e9, server.cache_bytes / 1e9
     if weights > memory * host.gpus:
@@ -238,39 +235,6 @@ def _command(chosen: Way, model: str, host: Host) -> str:
     if chosen.kind in ("sums", "bits"):
         return f"fcsd serve {model} --gpus {host.gpus} --all-reduce {chosen.name.removeprefix('sums by ')}"
     return f"vllm serve {model} --tensor-parallel-size {host.gpus}"
-
-
-def _opened(model: str) -> tuple[float, MetaModel]:
-    """Bits of a weight of a decoder layer, and the model on the meta device; what is quantised is counted as values."""
-    folder = Path(model)
-    if not (folder / "config.json").is_file():
-        return 16.0, MetaModel(model)
-    fields = read_object(folder / "config.json")
-    found = fields.pop("quantization_config", None)
-    if not isinstance(found, dict):
-        return 16.0, MetaModel(model)
-    with tempfile.TemporaryDirectory(prefix="fcsd-advise-") as place:
-        Path(place, "config.json").write_text(json.dumps(fields))
-        return quantised_bits(found), MetaModel(place)
-
-
-def quantised_bits(config: dict[str, Any]) -> float:
-    """Bits of a weight, those of scales of groups included, by a ``quantization_config``; 16 where it does not say."""
-    method = " ".join(str(config.get(key, "")) for key in ("quant_method", "quant_algo")).strip().lower()
-    if method in ("fp8", "fbgemm_fp8"):
-        return 8.0
-    if method == "mxfp4":
-        return 4.25
-    said = config.get("bits", config.get("w_bit", 0))
-    groups = config.get("config_groups")
-    if isinstance(groups, dict) and groups:
-        weights = next(iter(groups.values())).get("weights") or {}
-        said = weights.get("num_bits", said)
-    if not said and "fp8" in method:
-        said = 8
-    if not said and "fp4" in method:
-        said = 4
-    return float(said) + (0.25 if said and said < 8 else 0.0) if said else 16.0
 
 
 def to_text(advice: Advice) -> str:

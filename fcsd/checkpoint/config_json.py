@@ -16,6 +16,7 @@ from fcsd.models.arch import Arch
 from fcsd.models.archs import ARCHS
 from fcsd.models.config_keys import REFUSAL, WEIGHTS_FILE
 from fcsd.models.products import family, nearest, supported, unsupported_text
+from fcsd.models.quantised.method import MODELOPT_FILE, Method, read_method
 
 _NAME = re.compile(r"[\w.-]{1,100}")
 _HUB_CODE_KEYS = ("attn_implementation", "experts_implementation")
@@ -56,15 +57,20 @@ class CheckpointConfig:
         raw: the whole content.
         model_type: the model type of the base architecture, for a converted checkpoint too.
         text: the decoder's part of ``raw``; ``raw`` itself unless the model is multimodal.
-        quantization: None, ``"mxfp4"``, or ``"fp8"`` (in blocks).
+        method: how the weights are quantised; None if they are not.
         rewired: the model's present rewiring, see :func:`fcsd.checkpoint.rewired.read_rewiring`; None for an original.
     """
 
     raw: dict[str, Any]
     model_type: str
     text: dict[str, Any]
-    quantization: str | None
+    method: Method | None
     rewired: dict[str, Any] | None
+
+    @property
+    def quantization(self) -> str | None:
+        """The name of the method by which the weights are quantised; None if they are not."""
+        return None if self.method is None else self.method.name
 
     @property
     def arch(self) -> Arch:
@@ -103,7 +109,7 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> CheckpointCon
     rewired = read_rewiring(raw, declared, where)
     model_type = declared.removeprefix(PREFIX)
     row = ARCHS.get(model_type)
-    config = CheckpointConfig(raw, model_type=model_type, text=_text(raw, row), quantization=None, rewired=rewired)
+    config = CheckpointConfig(raw, model_type=model_type, text=_text(raw, row), method=None, rewired=rewired)
     for part in (raw, config.text, raw.get("vision_config", {})):
         if not isinstance(part, dict):
             raise BadInputError(f"{where}: text_config and vision_config must be objects")
@@ -111,7 +117,7 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> CheckpointCon
         check_type(config, where)  # before what another flag or another file of the same model could change
         if rewired is not None and not trust_remote_code:
             _check_own_code(config, path)
-    config = replace(config, quantization=_quantization(raw, where))
+    config = replace(config, method=_method(raw, where))
     if rewired is None and not trust_remote_code:
         refuse_code(path)
     for part in (raw, config.text, raw.get("vision_config", {})):
@@ -183,24 +189,16 @@ def _plain(name: str) -> str:
     return name.replace("_", "").lower()
 
 
-def _quantization(raw: dict[str, Any], where: Path) -> str | None:
+def _method(raw: dict[str, Any], where: Path) -> Method | None:
+    """How the weights are quantised, by config.json or by the file that ModelOpt writes beside it."""
     inner = raw.get("text_config")
     block = raw.get("quantization_config")
     if block is None and isinstance(inner, dict) and "quantization_config" in inner:
         raise BadInputError(f"{where}: the language model alone is quantised, which is not supported")
-    if block is None and (where.parent / "hf_quant_config.json").exists():
-        block = {"quant_algo": "of hf_quant_config.json"}
-    if block is None:
-        return None
-    block = block if isinstance(block, dict) else {}
-    method, sizes = block.get("quant_method", block.get("quant_algo")), block.get("weight_block_size")
-    if method == "mxfp4":
-        return "mxfp4"
-    if method == "fp8" and isinstance(sizes, list) and [type(n) is int and n > 0 for n in sizes] == [True, True]:
-        return "fp8"
-    raise BadInputError(
-        f"{where}: quantisation {quoted(str(method))} is not supported", "Supported: none, mxfp4, fp8 in blocks."
-    )
+    if block is None and (where.parent / MODELOPT_FILE).exists():
+        where = where.parent / MODELOPT_FILE
+        block = read_object(contained(where.parent, MODELOPT_FILE))
+    return None if block is None else read_method(block, where)
 
 
 def _check_own_code(config: CheckpointConfig, path: Path) -> None:

@@ -40,6 +40,8 @@ class Inspection:
         hub_id: ``org/name`` as config.json has it; None if it has none, or the path of a directory.
         active_parameters: the parameters that one token uses: all but those of the experts it is not routed to.
         dtypes: dtype -> the bytes that are stored in it.
+        quantization: the method by which weights are quantised, by its name; None if they are not.
+        stored_as: the same in words, with the bits and what shares a scale.
         wirings: the values that ``convert --wiring`` accepts for this model; empty if the model is rewired already.
         original: what a model that fcsd converted records of its original: its path on this machine or its hub id, or
             only its name if the directory came from elsewhere; None for other models.
@@ -72,6 +74,7 @@ class Inspection:
     shards: int
     dtypes: dict[str, int]
     quantization: str | None
+    stored_as: str | None
     wirings: list[str]
     rewired: dict[str, Any] | None
     original: str | None
@@ -96,7 +99,7 @@ class Inspection:
             "experts": f"{self.experts}, {self.experts_per_token} per token{experts}" if self.experts else "none",
             "parameters": f"{_short(self.parameters)}, {_short(self.active_parameters)} active",
             "size": f"{_short(self.bytes, 'kMGT')}B in {self.shards} file{'s' * (self.shards != 1)}",
-            "dtypes": ", ".join(self.dtypes) + (f" (quantised: {self.quantization})" if self.quantization else ""),
+            "dtypes": ", ".join(self.dtypes) + (f" ({self.stored_as})" if self.stored_as else ""),
             "wirings": ", ".join(self.wirings) or f"none: {self._why_none()}",
             "rewired": describe(self.rewired) if self.rewired else "no",
             "original": self._original(),
@@ -171,6 +174,7 @@ def inspect_checkpoint(model: str | Path, *, trust_remote_code: bool = False) ->
         shards=len(layout.shards) + len(layout.problems.keys() - layout.shards.keys()),
         dtypes=dtypes,
         quantization=config.quantization,
+        stored_as=None if config.method is None else str(config.method),
         rewired=config.rewired,
         original=recorded_original(source.path, config.raw.get("fcsd") or {}),
         carried=comparison.carried if comparison else [],

@@ -22,15 +22,15 @@ from fcsd.errors import BadInputError
 from fcsd.foreign_errors import reason_of
 from fcsd.models.archs import ARCHS
 from fcsd.models.config_keys import EXPERT_COUNTS, WEIGHTS_FILE
+from fcsd.models.quantised.layouts import BESIDE, FLOATS, held_of
+from fcsd.models.quantised.method import Method
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Shape = tuple[int, ...]
-FLOATS = ("F64", "F32", "BF16", "F16")
 _SHOWN = 5  # the most names in a message
 _NOT_FOR_BUILDING = ("auto_map", "fcsd", WEIGHTS_FILE, "quantization_config", "model_type", "architectures", "farskip")
-_MXFP4_BLOCK = 32  # the number of values that share a scale; they are packed in 16 bytes
 
 
 @dataclass(frozen=True)
@@ -103,21 +103,25 @@ def compare_tensors(layout: Layout, config: CheckpointConfig) -> Comparison:
     tied = set(model.all_tied_weights_keys)
     parameters = _shapes(stored(model, {name: tensor for name, tensor in state.items() if name not in tied}, tensors))
     copies = _shapes(stored(model, {name: tensor for name, tensor in state.items() if name in tied}, tensors))
-    expected = _QUANTISED[config.quantization](parameters, tensors, config)
-    optional = {name: (shape, FLOATS) for name, shape in copies.items()}
+    expected, optional = _expected(parameters, tensors, config.method)
+    optional |= {name: ((shape,), FLOATS) for name, shape in copies.items()}
 
     text = model.config.get_text_config()
     carried_patterns = {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"}
     lacking_patterns = model._keys_to_ignore_on_load_missing or ()
+    named = [*tensors, *(name for name, _ in model.named_modules())]
     left_over = [name for name in tensors if name not in expected and name not in optional]
+    if config.method is not None:
+        carried_patterns |= {BESIDE}
     return Comparison(
         parameters,
         missing=[name for name in expected if name not in tensors and not _matches(name, lacking_patterns)],
         unexpected=[name for name in left_over if not _matches(name, carried_patterns)],
-        wrong=[
-            f"{shown(name)} is {found.dtype} {list(found.shape)}, not {'/'.join(dtypes)} {list(shape)}"
-            for name, (shape, dtypes) in {**expected, **optional}.items()
-            if (found := tensors.get(name)) and (found.shape != shape or found.dtype not in dtypes)
+        wrong=_contradictions(config.method, expected, parameters, named)
+        + [
+            f"{shown(name)} is {found.dtype} {list(found.shape)}, not {'/'.join(dtypes)} {list(shapes[0])}"
+            for name, (shapes, dtypes) in {**expected, **optional}.items()
+            if (found := tensors.get(name)) and (found.shape not in shapes or found.dtype not in dtypes)
         ],
         carried=[name for name in left_over if _matches(name, carried_patterns)],
         text={**text.to_dict(), "num_hidden_layers": text.num_hidden_layers},
@@ -180,49 +184,41 @@ def _shapes(tensors: Mapping[str, Any]) -> dict[str, Shape]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-Expected = dict[str, tuple[Shape, tuple[str, ...]]]  # name -> shape, dtypes it may have
+Expected = dict[str, tuple[tuple[Shape, ...], tuple[str, ...]]]  # name -> the shapes and dtypes that it may have
 
 
-def _plain(parameters: dict[str, Shape], tensors: Mapping[str, TensorInfo], config: CheckpointConfig) -> Expected:
-    return {name: (shape, FLOATS) for name, shape in parameters.items()}
-
-
-def _mxfp4(parameters: dict[str, Shape], tensors: Mapping[str, TensorInfo], config: CheckpointConfig) -> Expected:
-    """The tensors of GPT-OSS in MXFP4.
-
-    The experts' matrix ``[experts, in, out]`` is stored as blocks ``[experts, out, in/32, 16]`` and scales, both U8.
-    """
-    expected: Expected = {}
+def _expected(
+    parameters: dict[str, Shape], tensors: Mapping[str, TensorInfo], method: Method | None
+) -> tuple[Expected, Expected]:
+    """The tensors that files must have, and those that they may have. A quantised model may hold any as it is."""
+    needed: Expected = {}
+    optional: Expected = {}
     for name, shape in parameters.items():
-        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            experts, inner, outer = shape
-            if inner % _MXFP4_BLOCK:
-                raise BadInputError(f"{shown(name)}: {inner} values cannot be stored in MXFP4 blocks of {_MXFP4_BLOCK}")
-            scales = (experts, outer, inner // _MXFP4_BLOCK)
-            expected[f"{name}_blocks"] = ((*scales, 16), ("U8",))
-            expected[f"{name}_scales"] = (scales, ("U8",))
-        else:
-            expected[name] = (shape, FLOATS)
-    return expected
+        scheme = None if method is None or len(shape) < 2 else method.scheme_of(name, tensors)
+        if scheme is None:
+            needed[name] = ((shape,), FLOATS)
+            continue
+        try:
+            held = held_of(scheme, name, shape)
+        except ValueError as error:
+            raise BadInputError(f"{shown(name)}: {error}") from None
+        for own, one in held.items():
+            (needed if one.needed else optional)[own] = (one.shapes, one.dtypes)
+    return needed, optional
 
 
-def _fp8(parameters: dict[str, Shape], tensors: Mapping[str, TensorInfo], config: CheckpointConfig) -> Expected:
-    """The tensors of DeepSeek-V3 in FP8.
-
-    A matrix in F8_E4M3 has a float ``_scale_inv`` per block. Any matrix may also be stored without quantisation.
-    """
-    rows, columns = config.raw["quantization_config"]["weight_block_size"]
-    expected: Expected = {}
-    for name, shape in parameters.items():
-        if len(shape) == 2 and name in tensors and tensors[name].dtype == "F8_E4M3":
-            expected[name] = (shape, ("F8_E4M3",))
-            expected[f"{name}_scale_inv"] = ((-(-shape[0] // rows), -(-shape[1] // columns)), FLOATS)
-        else:
-            expected[name] = (shape, FLOATS)
-    return expected
-
-
-_QUANTISED = {None: _plain, "mxfp4": _mxfp4, "fp8": _fp8}
+def _contradictions(
+    method: Method | None, expected: Expected, parameters: dict[str, Shape], names: list[str]
+) -> list[str]:
+    """In what the config of a quantised model contradicts its files as a whole."""
+    if method is None:
+        return []
+    found = [f"quantization_config ignores {shown(name)}, which names nothing" for name in method.unnamed(names)]
+    if all(dtypes == FLOATS for _, dtypes in (expected[name] for name in parameters if name in expected)) and (
+        expected.keys() <= parameters.keys()
+    ):
+        found.append(f"no tensor is quantised as config.json says: {method}")
+    return found
 
 
 def _matches(name: str, patterns: Any) -> bool:

@@ -1,16 +1,20 @@
 """Makes and registers the classes of converted models, rewires models in place, and loads checkpoints strictly."""
 
+import json
 from collections.abc import Mapping
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
 import transformers
+from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import (
@@ -25,10 +29,12 @@ from ..foreign_errors import reason_of
 from .arch import Arch
 from .archs import ARCHS
 from .config_keys import PREFIX, UNTIE, WEIGHTS_FILE, expert_count
-from .fp8 import blocks_of_config
 from .fused.model import fuse_parts
 from .load_options import default_dtype
 from .products import family, nearest, supported, unsupported_text
+from .quantised.decode import plain_tensors
+from .quantised.layouts import Scheme
+from .quantised.method import Method, method_of, without_quantisation
 from .wiring import WiredModel, plan_layers, wire_layers
 from .wiring_block import DESYNC, Wiring
 
@@ -352,6 +358,7 @@ def load_model(
     device_map: str | dict[str, Any] | None = None,
     config: PretrainedConfig | None = None,
     auto: str = "AutoModelForCausalLM",
+    decode: bool | None = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """Load an original or converted checkpoint directory, in eval mode.
@@ -367,6 +374,8 @@ def load_model(
         device_map: accelerate's placement for a model that does not fit on one device.
         config: used in place of the directory's config.
         auto: the transformers Auto class to load through.
+        decode: whether quantised weights become plain ones, one tensor at a time. False leaves them to transformers and
+            the library of their method; None does so on a GPU where :func:`kept_quantised` says that it can.
         kwargs: further arguments of ``from_pretrained``.
 
     Returns:
@@ -381,20 +390,21 @@ def load_model(
         config = config or AutoConfig.from_pretrained(path, trust_remote_code=False)
         require_working(arch_of(config))
         config, asked = without_further_outputs(config)
-        with blocks_of_config():
-            # transformers' own table has no causal LM, or one without the images, for some multimodal types
-            cls = causal_lm_class(config) if auto == "AutoModelForCausalLM" else getattr(transformers, auto)
-            loaded: Any = cls.from_pretrained(
-                path,
-                config=config,
-                dtype=dtype,
-                device_map=device_map,
-                trust_remote_code=False,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # so that they are reported below, by name
-                **kwargs,
-            )
-            model, report = loaded
+        # transformers' own table has no causal LM, or one without the images, for some multimodal types
+        cls = causal_lm_class(config) if auto == "AutoModelForCausalLM" else getattr(transformers, auto)
+        how: dict[str, Any] = {
+            **{"dtype": dtype, "device_map": device_map, "trust_remote_code": False, "output_loading_info": True},
+            "ignore_mismatched_sizes": True,  # so that they are reported below, by name
+        }
+        method = method_of(config, path)
+        on_gpu = torch.cuda.is_available() and (device_map is not None or str(device).startswith("cuda"))
+        if method is not None and (not (on_gpu and kept_quantised(method, config)) if decode is None else decode):
+            loaded: Any = _decoded(cls, Path(path), config, method, how | kwargs)
+        else:
+            loaded = cls.from_pretrained(path, config=config, **how, **kwargs)
+        model, report = loaded
+    except BadInputError:
+        raise
     except (
         RuntimeError,
         ValueError,
@@ -419,6 +429,57 @@ def load_model(
         # transformers has taken them for settings of generation, with which ``generate`` returns no tensor
         model.generation_config.update(output_hidden_states=None, output_attentions=None, return_dict_in_generate=None)
     return model if device is None else model.to(device)
+
+
+def _weights_files(path: Path) -> list[Path]:
+    index = path / "model.safetensors.index.json"
+    if not index.is_file():
+        return [path / "model.safetensors"]
+    return [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+
+
+# What transformers 5.23 needs to compute with the weights of a method as they are stored, on a GPU.
+_LIBRARIES = {
+    "compressed-tensors": ("compressed_tensors",),
+    "awq": ("gptqmodel",),
+    "gptq": ("gptqmodel", "optimum"),
+    "fp8": ("kernels",),
+    "fbgemm_fp8": ("fbgemm_gpu",),
+    "mxfp4": ("kernels",),
+}
+
+
+def kept_quantised(method: Method, config: PretrainedConfig) -> bool:
+    """Whether transformers can compute with weights as they are stored, on the first GPU and with what is installed."""
+    if method.name not in _LIBRARIES or not all(map(find_spec, _LIBRARIES[method.name])):
+        return False
+    if not all(_read_by_transformers(scheme, experts_of(config) > 0) for scheme in method.schemes):
+        return False
+    return "fp8" not in method.name or torch.cuda.get_device_capability() >= (8, 9)
+
+
+def _read_by_transformers(scheme: Scheme, experts: bool) -> bool:
+    """Whether transformers 5.23 reads a scheme rightly, with experts too, which it joins; docs/quantised_models.md."""
+    if scheme.layout == "packed":  # it expects zero points that are not packed, and leaves the order of columns out
+        return scheme.symmetric and not scheme.ordered
+    return not experts or scheme.layout in ("inverse", "mxfp4") or (scheme.floats and scheme.block in ((0, 0), (1, 0)))
+
+
+def _decoded(cls: Any, path: Path, config: PretrainedConfig, method: Method, how: dict[str, Any]) -> tuple[Any, Any]:
+    """A model with plain weights from quantised files, and transformers' report; ``how`` is for ``from_pretrained``."""
+    config = without_quantisation(config)
+    if how["dtype"] == "auto":
+        how["dtype"] = config.dtype or torch.bfloat16
+    kind = getattr(torch, how["dtype"]) if isinstance(how["dtype"], str) else how["dtype"]
+    with ExitStack() as files:
+        opened = [files.enter_context(safe_open(file, framework="pt")) for file in _weights_files(path)]
+        tensors = {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118 (no mapping)
+        state = plain_tensors(tensors, method, kind)
+        model, report = cls.from_pretrained(None, config=config, state_dict=state, **how)
+    model.name_or_path = model.config.name_or_path = str(path)
+    if model.can_generate() and (given := read_generation_config(path)) is not None:
+        model.generation_config = given
+    return model, report
 
 
 def read_generation_config(path: Path) -> GenerationConfig | None:

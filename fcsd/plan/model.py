@@ -5,6 +5,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from fcsd.models.config_keys import EXPERTS_PER_TOKEN, expert_count, first_count
 from fcsd.models.fused.model import fuse_parts
 from fcsd.models.fused.norms import fuse_norms
 from fcsd.models.fused.rotary import fuse_rotary
+from fcsd.models.quantised.method import Method
 from fcsd.models.rope import rope_border
 from fcsd.models.wiring import Blocks, Wiring, hf_parts, mixer, mlp_of, shared_of
 from fcsd.plan.activations import AdaptedLinear, LayerBytes, MetaExperts, RoutedExperts, attention, measure_layer
@@ -79,6 +81,7 @@ class ModelNumbers:
         attention: width of a key plus width of a value, summed over a layer's query heads; the mean over all layers, of
             which those with linear attention have none.
         streams: residual streams between two layers: 1, or 2 for a rewired model.
+        bits: bits of a value of a layer's weights in the files, scales included, in the mean over all layers.
     """
 
     layers: tuple[LayerNumbers, ...]
@@ -92,6 +95,13 @@ class ModelNumbers:
     top_k: int
     attention: int
     streams: int
+    bits: float = 16.0
+
+    @property
+    def stored(self) -> float:
+        """Bytes of all weights in the files."""
+        inside = sum(layer.dense + layer.routed for layer in self.layers)
+        return inside * self.bits / 8 + (self.total - inside) * 2
 
     @property
     def dense(self) -> int:
@@ -153,6 +163,7 @@ class MetaModel:
         packaged: whether the configuration is that in ``fcsd/plan/configs``, because neither the hub nor its cache had
             it.
         wiring: the wiring that the model is converted to.
+        method: how its weights are quantised in the files; None if they are not. All else is about plain weights.
 
     Raises:
         BadInputError: the cases of ``fcsd.checkpoint.resolve`` and ``fcsd.checkpoint.read_config``. For a model that
@@ -161,7 +172,7 @@ class MetaModel:
 
     def __init__(self, name: str, rewired: bool = False) -> None:
         register()
-        self.packaged, config = False, None
+        self.packaged, config, self.method = False, None, None
         try:
             local = Path(name)
             folder = local if (local / "config.json").is_file() else resolve(name, allow_patterns=["*.json"]).path
@@ -172,14 +183,17 @@ class MetaModel:
             self.packaged = True
         else:
             found = read_config(folder, trust_remote_code=True)  # no code of a checkpoint is run here
-            rewired = rewired or found.rewired is not None
+            rewired, self.method = rewired or found.rewired is not None, found.method
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         self.wiring = wiring_of(config)
-        fields = {key: value for key, value in config.to_dict().items() if key not in ("fcsd", "model_type")}
+        without = ("fcsd", "model_type", "quantization_config")
+        fields = {key: value for key, value in config.to_dict().items() if key not in without}
         self.config, _ = without_further_outputs(AutoConfig.for_model(arch_of(config).model_type, **fields))
         self._measured: dict[Any, dict[int, LayerBytes]] = {}
         model, _, width = self._run(seq_len=2, masked=False)
         self.numbers = _numbers(model, 2 if rewired else 1, width)
+        if self.method is not None:
+            self.numbers = replace(self.numbers, bits=_bits(model, self.method))
 
     def parts(
         self, adapter: Adapter | None, words: Sequence[str], wiring: Wiring | None = None, *, divided: bool = False
@@ -350,6 +364,19 @@ def _covering(blocks: Blocks, layer: Any) -> tuple[int, int, int]:
     attention = mixer(blocks, layer)
     output = (attention.out_proj if hasattr(attention, "out_proj") else attention.o_proj).weight.numel()
     return sum(parameter.numel() for parameter in attention.parameters()) - output, output, inside
+
+
+def _bits(model: PreTrainedModel, method: Method) -> float:
+    """The mean bits of a value of the decoder layers' weights in files, by the names of their parameters."""
+    held = count = 0.0
+    prefix = next(name for name, module in model.named_modules() if module is decoder_layers(model))
+    for name, parameter in decoder_layers(model).named_parameters():
+        layer = f"{prefix}.{name}".removesuffix(".weight")
+        scheme = method.scheme_named(layer) if parameter.ndim > 1 else None
+        *stack, rows, columns = (1, *parameter.shape)
+        held += 2 * parameter.numel() if scheme is None else prod(stack) * scheme.bytes(rows, columns)
+        count += parameter.numel()
+    return 8 * held / count
 
 
 def _numbers(model: PreTrainedModel, streams: int, attention_width: int) -> ModelNumbers:

@@ -11,7 +11,7 @@ from fcsd.advise.cards import card_of
 from fcsd.advise.host import host_of
 from fcsd.advise.losses import losses, nearest
 from fcsd.advise.speed import STANDARD, Load, server_of
-from fcsd.advise.verdict import advise, quantised_bits, to_text
+from fcsd.advise.verdict import advise, to_text
 from fcsd.bench.shapes import SHAPES
 from fcsd.cli.main import app
 from fcsd.errors import ConfigError, DoesNotFitError
@@ -50,7 +50,7 @@ def test_a_model_that_fits_one_gpu_is_copied(small: str) -> None:
 
 
 def test_without_peer_access_sums_through_the_host_are_a_trial(large: str, tmp_path: Path) -> None:
-    packed = quantised(large, tmp_path, quant_method="gptq", bits=8)
+    packed = quantised(large, tmp_path, quant_method="gptq", bits=8, group_size=128)
     found = advise(packed, host_of(2, "L40S", None), LOAD)
     assert found.chosen.kind == "stock" and found.trial is not None
     assert found.trial.endswith("--gpus 2 --all-reduce host") and "no server was timed" in to_text(found)
@@ -63,7 +63,7 @@ def test_over_nvlink_stock_is_kept(large: str) -> None:
 
 
 def test_a_speed_that_is_asked_for_names_the_simplest_way(large: str, tmp_path: Path) -> None:
-    packed, host = quantised(large, tmp_path, quant_method="awq", bits=4), host_of(4, "RTX 4090", None)
+    packed, host = quantised(large, tmp_path, quant_method="awq", bits=4, group_size=128), host_of(4, "RTX 4090", None)
     gains = {way.name: way.gain for way in advise(packed, host, LOAD).ways}
     wanted = (gains["sums by host:int8"] + max(gains.values())) / 2
     found = advise(packed, host, LOAD, speed=wanted)
@@ -114,20 +114,39 @@ def test_a_wiring_is_never_slower_than_sums_at_once_and_never_faster_than_no_sum
     assert bound.step < ladder.step < stock.step and bound.first < ladder.first < stock.first
 
 
+_FOUR = {"num_bits": 4, "strategy": "group", "group_size": 128}
+_OF_MLP = {"targets": ["re:.*mlp.*"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
+_OF_REST = {"targets": ["Linear"], "weights": _FOUR}
+
+
 @pytest.mark.parametrize(
     ("config", "bits"),
     [
-        ({"quant_method": "awq", "bits": 4}, 4.25),
-        ({"quant_method": "gptq", "bits": 8}, 8.0),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, 4 + 20 / 128),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 128}, 8 + 24 / 128),
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8.0),
-        ({"quant_method": "mxfp4"}, 4.25),
-        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 4}}}}, 4.25),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4.25),
-        ({"quant_method": "unheard"}, 16.0),
+        (
+            {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": _OF_REST}},
+            4.125,
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4.5),
+        # three matrices of the MLP have 82.3 % of a layer's parameters
+        (
+            {
+                **{"quant_method": "compressed-tensors", "format": "pack-quantized"},
+                "config_groups": {"group_0": {**_OF_MLP, "format": "float-quantized"}, "group_1": _OF_REST},
+            },
+            0.8235 * 8 + 0.1765 * 4.125,
+        ),
+        # attention alone is quantised
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "modules_to_not_convert": ["mlp"]}, 13.909),
     ],
 )
-def test_bits_of_quantised_weights(config: dict[str, object], bits: float) -> None:
-    assert quantised_bits(config) == bits
+def test_bits_of_quantised_weights(large: str, config: dict[str, object], bits: float, tmp_path: Path) -> None:
+    model = MetaModel(quantised(large, tmp_path, **config))
+    assert model.numbers.bits == pytest.approx(bits, abs=0.01)
+    layers, rest = 80 * 855_654_400, 2 * 128_256 * 8192 + 8192
+    assert model.numbers.stored == pytest.approx(layers * model.numbers.bits / 8 + 2 * rest, rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -364,7 +364,18 @@ def test_json_is_stable_and_text_is_short(tmp_path):
         *("model", "revision", "gated", "model_type", "family", "hub_id", "architecture", "layers"),
         *("dense_layers", "moe_layers"),
         *("experts", "experts_per_token", "shared_experts", "parameters", "active_parameters", "bytes", "shards"),
-        *("dtypes", "quantization", "wirings", "rewired", "original", "carried", "tokenizer", "verified", "problems"),
+        *(
+            "dtypes",
+            "quantization",
+            "stored_as",
+            "wirings",
+            "rewired",
+            "original",
+            "carried",
+            "tokenizer",
+            "verified",
+            "problems",
+        ),
     ]
     text = report.to_text()
     assert "MixtralForCausalLM (mixtral)" in text and "8, 2 per token" in text and "478 k, 183 k active" in text

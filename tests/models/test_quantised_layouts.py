@@ -16,7 +16,8 @@ from fcsd.errors import BadInputError
 from fcsd.export.final import export_model
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import load_model
-from fcsd.models.fp8 import blocks_of_config, dequantise
+from fcsd.models.quantised.layouts import Scheme
+from fcsd.models.quantised.values import dequantise
 from fcsd.parity import first_layers
 
 Tensors = dict[str, torch.Tensor]
@@ -110,19 +111,10 @@ def test_dequantising_a_stack_of_matrices() -> None:
                 expected[expert, row, column] = (
                     values[expert, row, column].float() * scales[expert, row // 2, column // 4]
                 )
-    assert torch.equal(dequantise(values, scales, (2, 4)), expected)
+    tensors, scheme = {"weight": values, "weight_scale_inv": scales}, Scheme("inverse", 8, (2, 4), floats=True)
+    assert torch.equal(dequantise(scheme, tensors, torch.float32), expected)
     with pytest.raises(ValueError, match="5 x 7 values in blocks of"):
-        dequantise(values, scales, (2, 8))
-
-
-def test_transformers_is_left_as_it_was() -> None:
-    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-
-    before = Fp8Dequantize._dequantize_one
-    with pytest.raises(RuntimeError), blocks_of_config():
-        assert Fp8Dequantize._dequantize_one is not before
-        raise RuntimeError
-    assert Fp8Dequantize._dequantize_one is before
+        dequantise(Scheme("inverse", 8, (2, 8), floats=True), tensors)
 
 
 def test_mxfp4_is_read_as_its_format_says(tmp_path: Path) -> None:

@@ -72,11 +72,13 @@ def test_kimi_k2_is_read_under_the_name_that_its_refusal_gives(tmp_path: Path) -
     assert MetaModel(str(path)).numbers.total / 1e9 == pytest.approx(1026, rel=0.01)
 
 
-def test_quantisation_that_config_json_hides_is_refused(tmp_path: Path) -> None:
-    """A file beside it may name it, or the part of the language model alone."""
+def test_quantisation_that_config_json_hides_is_found(tmp_path: Path) -> None:
+    """A file beside it may name it, which is read, or the part of the language model alone, which is refused."""
     path = folder("zai-org/GLM-5", tmp_path)
     (path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
-    with pytest.raises(BadInputError, match="hf_quant_config"):
+    assert str(read_config(path).method) == "4-bit floats in groups of 16 (modelopt)"
+    (path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "W4A8_AWQ"}}')
+    with pytest.raises(BadInputError, match=r"hf_quant_config.*W4A8_AWQ.*is not supported"):
         read_config(path)
     (path / "hf_quant_config.json").unlink()
     scout = CONFIGS["meta-llama/Llama-4-Scout-17B-16E-Instruct"]

@@ -1,0 +1,88 @@
+"""Quantised checkpoints: conversion rewrites no tensor, and original and converted model agree with the wiring off."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import quantised
+import tiny
+import torch
+from safetensors.torch import load_file
+
+from fcsd.checkpoint import SINGLE, inspect_checkpoint
+from fcsd.convert import convert_checkpoint
+from fcsd.models.build import load_model, unwired, wire
+from fcsd.models.quantised.decode import plain_tensors
+from fcsd.models.quantised.method import Method, read_method
+
+ARCHS = ("llama", "qwen3_moe")
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(tiny.tokens(), use_cache=False).logits
+
+
+def method_in(path: Path) -> Method:
+    return read_method(json.loads((path / "config.json").read_text())["quantization_config"], path)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("method", quantised.METHODS)
+def test_a_quantised_model_is_converted_as_it_is(method: str, arch: str, tmp_path: Path) -> None:
+    base, out = quantised.write_by(method, arch, tmp_path / "base"), tmp_path / "out"
+    report = inspect_checkpoint(base)
+    assert report.problems == [] and report.stored_as == str(method_in(base))
+    assert report.parameters == sum(tensor.numel() for tensor in tiny.model(arch).state_dict().values())
+    assert convert_checkpoint(base, out, wiring="ladder", layers="last:2").parity == 4
+    assert (out / SINGLE).samefile(base / SINGLE)
+    own, theirs = (json.loads((path / "config.json").read_text()) for path in (out, base))
+    assert own["quantization_config"] == theirs["quantization_config"]
+
+    original, converted = load_model(base), load_model(out)
+    assert converted.dtype == torch.bfloat16 and original.config.get_text_config().num_hidden_layers == 4
+    assert not torch.equal(logits(converted), logits(original))
+    assert torch.equal(logits(wire(converted, unwired())), logits(original))
+    # The values are near those that were quantised, so that no order of columns or rows is confused.
+    plain = tiny.model(arch).state_dict()
+    for name, tensor in original.state_dict().items():
+        if "proj" in name:
+            error = (tensor.float() - plain[name]).norm() / plain[name].norm()
+            assert 1e-4 < error < 0.2, (name, error)
+
+
+@pytest.mark.parametrize("method", quantised.METHODS)
+def test_what_is_decoded_can_be_saved_in_bf16(method: str, tmp_path: Path) -> None:
+    """As the page of quantised models says, for what cannot be quantised."""
+    base = quantised.write_by(method, "qwen3_moe", tmp_path / "base")
+    model: Any = load_model(base)
+    model.save_pretrained(tmp_path / "plain")
+    assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+    found = load_file(tmp_path / "plain" / SINGLE)
+    expected = plain_tensors(load_file(base / SINGLE), method_in(base), torch.bfloat16)
+    assert found.keys() == expected.keys() and inspect_checkpoint(tmp_path / "plain").problems == []
+    assert all(torch.equal(tensor, expected[name][...]) for name, tensor in found.items())
+
+
+# Of which transformers 5.23 reads experts, too; its list of what it reads is in docs/quantised_models.md.
+BOTH = ("packed", "float8_tensor", "float8_channel", "fp8_matrix")
+DENSE = ("int8", "float8_block", "nvfp4", "awq", "gptq", "gptq_v2", "gptq_ordered")
+
+
+@pytest.mark.parametrize("method, arch", [(m, a) for m in BOTH for a in ARCHS] + [(m, "llama") for m in DENSE])
+def test_off_is_off_through_the_modules_of_the_method(method: str, arch: str, tmp_path: Path) -> None:
+    """transformers and the method's own library load both directories, and compute the same."""
+    if "gptq" in method or method == "awq":
+        pytest.importorskip("gptqmodel")
+    base, out = quantised.write_by(method, arch, tmp_path / "base"), tmp_path / "out"
+    convert_checkpoint(base, out, wiring="ladder", layers="last:2")
+    original, converted = load_model(base, decode=False), load_model(out, decode=False)
+    expected = logits(original)
+    assert not torch.equal(logits(converted), expected)
+    assert torch.equal(logits(wire(converted, unwired())), expected)
+    difference = (logits(load_model(base)).float() - expected.float()).abs().max()
+    if method in ("int8", *DENSE[3:]):  # it rounds activations, too, or computes in another order
+        assert 0 < difference < 0.05 * expected.float().abs().max()
+    else:
+        assert difference == 0
