@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from fcsd.checkpoint import INDEX, Location, read_config, read_layout
-from fcsd.checkpoint.location import origin
-from fcsd.checkpoint.rewired import refuse_rewired
+from fcsd.checkpoint import INDEX, Checkpoint
 from fcsd.checkpoint.side_files import side_files
 from fcsd.checkpoint.staging import copy_small
 from fcsd.checkpoint.wiring_options import choose_wiring
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
     from fcsd.parallel.weights.saving import OwnPart
 
 
-def student_config(recipe: Recipe, source: Location) -> PretrainedConfig:
+def student_config(recipe: Recipe, source: Checkpoint) -> PretrainedConfig:
     """The student's config, with the wiring of the recipe if the recipe names one.
 
     Raises:
@@ -42,18 +40,18 @@ def student_config(recipe: Recipe, source: Location) -> PretrainedConfig:
     return config
 
 
-def _rewired_config(recipe: Recipe, source: Location) -> PretrainedConfig:
+def _rewired_config(recipe: Recipe, source: Checkpoint) -> PretrainedConfig:
     """The config of the student, whatever its rows are."""
     init = recipe.init
     register()
-    checked = read_config(source.path)
+    checked = source.config
     config = AutoConfig.from_pretrained(source.path, trust_remote_code=False)
     arch_of(config)
     if init.weights == "random" and checked.quantization is not None:
         raise BadInputError(f"{source.path}: random weights are not quantised", "Remove quantization_config.")
     if init.wiring is None:
         return config
-    refuse_rewired(source.path, checked.rewired)
+    source.require_original()
     wiring = choose_wiring(
         checked,
         checked.arch,
@@ -65,7 +63,7 @@ def _rewired_config(recipe: Recipe, source: Location) -> PretrainedConfig:
         tp_degree=init.tp_degree,
         reduce=init.reduce,
     )
-    made_from = origin(source, read_layout(source.path)) if init.weights == "loaded" else {}
+    made_from = source.origin() if init.weights == "loaded" else {}
     return converted_config(config, wiring.to_block(**made_from))
 
 
@@ -127,7 +125,7 @@ def _load_shards(
     return tensor_parallel.randomise(config, ranks, dtype=dtype, device=device, seed=recipe.seed)
 
 
-def meta_student(recipe: Recipe, source: Location) -> PreTrainedModel:
+def meta_student(recipe: Recipe, source: Checkpoint) -> PreTrainedModel:
     """The student on the meta device, where tensors have shapes but no memory."""
     config = student_config(recipe, source)
     with torch.device("meta"):

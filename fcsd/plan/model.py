@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, PretrainedConfig, PreTrainedModel
 
-from fcsd.checkpoint import read_config, resolve
+from fcsd.checkpoint import open_checkpoint
 from fcsd.config import Adapter
 from fcsd.errors import BadInputError
 from fcsd.kernels.packed_attention import attends_to_all
@@ -155,7 +155,7 @@ class MetaModel:
         wiring: the wiring that the model is converted to.
 
     Raises:
-        BadInputError: the cases of ``fcsd.checkpoint.resolve`` and ``fcsd.checkpoint.read_config``. For a model that
+        BadInputError: those of ``fcsd.checkpoint.open_checkpoint`` and of its ``config``. For a model that
             has a packaged configuration, only errors in files that were found are raised.
     """
 
@@ -163,17 +163,15 @@ class MetaModel:
         register()
         self.packaged, config = False, None
         try:
-            local = Path(name)
-            folder = local if (local / "config.json").is_file() else resolve(name, allow_patterns=["*.json"]).path
+            source = open_checkpoint(name, weights=False, trust_remote_code=True)  # no code of a checkpoint is run here
         except BadInputError:
             config = packaged_config(name)
             if config is None:
                 raise
             self.packaged = True
         else:
-            found = read_config(folder, trust_remote_code=True)  # no code of a checkpoint is run here
-            rewired = rewired or found.rewired is not None
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            rewired = rewired or source.config.rewired is not None
+            config = AutoConfig.from_pretrained(source.path, trust_remote_code=False)
         self.wiring = wiring_of(config)
         fields = {key: value for key, value in config.to_dict().items() if key not in ("fcsd", "model_type")}
         self.config, _ = without_further_outputs(AutoConfig.for_model(arch_of(config).model_type, **fields))

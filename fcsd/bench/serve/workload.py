@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from fcsd.bench.shapes import SHAPES
-from fcsd.checkpoint import read_config
+from fcsd.checkpoint import open_checkpoint
 from fcsd.errors import ConfigError, unknown_value
 from fcsd.models.build import (
     arch_of,
@@ -149,7 +149,7 @@ def config_of(model: str, layers: int | None) -> PretrainedConfig:
     """
     if model in SHAPES:
         return SHAPES[model](SHAPES[model].depth if layers is None else layers)
-    if read_config(Path(model)).foreign:
+    if open_checkpoint(model, weights=False).config.foreign:
         raise ConfigError(f"{model}: it was rewired by another program, whose wiring the engines do not have")
     register_configs()
     return AutoConfig.from_pretrained(model, trust_remote_code=False)
