@@ -17,7 +17,7 @@ from fcsd.advise.host import Host
 from fcsd.advise.losses import TOLD, Loss, nearest
 from fcsd.advise.speed import STANDARD, Load, Served, Server, server_of
 from fcsd.bench.serve.figures import break_even_days
-from fcsd.checkpoint import read_object
+from fcsd.checkpoint import open_checkpoint, read_object
 from fcsd.errors import DoesNotFitError
 from fcsd.markdown import table
 from fcsd.models.build import arch_of, without_injected
@@ -245,7 +245,7 @@ def _opened(model: str) -> tuple[float, MetaModel]:
     folder = Path(model)
     if not (folder / "config.json").is_file():
         return 16.0, MetaModel(model)
-    fields = read_object(folder / "config.json")
+    fields = read_object(open_checkpoint(folder, weights=False).path / "config.json")
     found = fields.pop("quantization_config", None)
     if not isinstance(found, dict):
         return 16.0, MetaModel(model)

@@ -11,6 +11,7 @@ from fcsd.checkpoint.config_json import CheckpointConfig, read_config
 from fcsd.checkpoint.files import contained, open_regular, read_object, shown
 from fcsd.checkpoint.layout import INDEX, Header, Layout, read_layout
 from fcsd.checkpoint.side_files import side_files
+from fcsd.checkpoint.tokenizer import OTHER_TOKENIZER, ends_without_a_row, tokens_without_a_row
 from fcsd.checkpoint.verify import Comparison, verify_tensors
 from fcsd.errors import BadInputError
 
@@ -62,17 +63,24 @@ class Checkpoint:
         return verify_tensors(self.layout, self.config)
 
     def verify(self) -> Comparison:
-        """Check that config.json and the headers agree; see ``verify_tensors``."""
+        """Check that config.json, the tokenizer and the headers agree; see ``verify_tensors``."""
         self.require_usable()
         return self._comparison
 
+    @cached_property
+    def size_problem(self) -> str | None:
+        """What disagrees with the rows of the embedding, in words: tokens of the tokenizer, or the ends of texts."""
+        rows = self.config.text.get("vocab_size")
+        return tokens_without_a_row(self.path, rows) or ends_without_a_row(self.path, self.config.text, rows)
+
     def require_usable(self, *, headers: bool = True) -> None:
-        """Check what can be checked without transformers: config.json and headers.
+        """Check what can be checked without transformers: config.json, the tokenizer's size, and headers.
 
         Args:
             headers: whether the weights are on this machine.
         """
-        _ = self.config
+        if self.size_problem:
+            raise BadInputError(f"{self.path}: {self.size_problem}", OTHER_TOKENIZER)
         if headers:
             _ = self.layout
 

@@ -183,6 +183,7 @@ def inspect_checkpoint(model: str | Path, *, trust_remote_code: bool = False) ->
         problems=_problems(layout, comparison)
         + _damaged_beside(source.path)
         + differing
+        + list(filter(None, [source.size_problem]))
         + _absent_layer(config)
         + ([GATED_ATTENTION] if has_gated_attention(config.raw) and not _has_gates(config) else []),
     )

@@ -18,6 +18,7 @@ from fcsd.checkpoint.checkpoint import Checkpoint
 from fcsd.checkpoint.layout import INDEX, SINGLE, Header, parse_header
 from fcsd.errors import BadInputError, DiskError
 from fcsd.foreign_errors import reason_of
+from fcsd.models.config_keys import ADAPTER, BOTH, DIVIDE
 from fcsd.models.products import product_hint
 
 RUN_RECIPE = "config.resolved.yaml"  # the first file that a run writes, by which its directory is known
@@ -27,7 +28,7 @@ _KINDS: list[tuple[tuple[str, ...], str, str]] = [
     ((RUN_RECIPE,), "an fcsd run", "Export it first: fcsd export RUN OUT."),
     (("MANIFEST.json",), "a checkpoint of an fcsd run", "Export it first: fcsd export RUN OUT --checkpoint step-N."),
     (
-        ("adapter_config.json", "adapter_model.*"),
+        (ADAPTER, "adapter_model.*"),
         "a LoRA adapter",
         "Merge it into its base model (peft: merge_and_unload) and pass that.",
     ),
@@ -64,10 +65,12 @@ def expect_checkpoint(names: Iterable[str], where: str | Path, *, weights: bool 
         weights: whether the checkpoint must have weights; if not, config.json is enough.
 
     Raises:
-        BadInputError: the files are something else; the message says what.
+        BadInputError: the files are something else, or a checkpoint and an adapter; the message says what.
     """
     top = {name.split("/")[0] for name in names}
     found = SINGLE in top or INDEX in top
+    if "config.json" in top and found and ADAPTER in top:
+        raise BadInputError(f"{where}: {BOTH}", DIVIDE)
     if "config.json" in top and (found or not weights):
         return
     for patterns, kind, hint in _KINDS:

@@ -85,6 +85,7 @@ def choose_by_cost(
     """
     source = open_checkpoint(model, trust_remote_code=trust_remote_code)
     source.require_original()
+    source.require_usable()  # before what convert itself looks at after minutes
     whole = choose_wiring(source.config, source.config.arch, wiring, "all", **how)
     found = _measure(source.path, whole, layers, text)
     log.info(found.to_text())

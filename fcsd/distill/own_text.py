@@ -99,6 +99,7 @@ def write_own_text(
     if world.size > 1:
         world = world.patient(_PATIENCE)
     source = open_checkpoint(model, trust_remote_code=True)  # no code is run
+    source.require_usable()
     path = source.path
     tokenizer = load_tokenizer(path)
     form = form or ("chat" if tokenizer.chat_template else "document")

@@ -88,7 +88,7 @@ def write_merged(parts: TrainedParts, folder: Path, source: Path, directory: Pat
     with changed([parameter for _, parameter in parts.tensors()]):
         world.everywhere(lambda: parts.load(read_parts(folder), str(folder)))
     parts.merge(changed)
-    write_student(own_part(parts.model), source, directory, world)
+    write_student(own_part(parts.model), source, directory, world, first=True)
 
 
 def merge_checkpoint(recipe: Recipe, folder: Path, directory: Path) -> None:
