@@ -26,7 +26,7 @@ from fcsd.models.build import (
     wiring_of,
     without_further_outputs,
 )
-from fcsd.models.config_keys import EXPERTS_PER_TOKEN, expert_count, first_count
+from fcsd.models.config_keys import EXPERTS_PER_TOKEN, WEIGHTS_FILE, expert_count, first_count
 from fcsd.models.fused.model import fuse_parts
 from fcsd.models.fused.norms import fuse_norms
 from fcsd.models.fused.rotary import fuse_rotary
@@ -173,7 +173,9 @@ class MetaModel:
             rewired = rewired or source.config.rewired is not None
             config = AutoConfig.from_pretrained(source.path, trust_remote_code=False)
         self.wiring = wiring_of(config)
-        fields = {key: value for key, value in config.to_dict().items() if key not in ("fcsd", "model_type")}
+        fields = {
+            key: value for key, value in config.to_dict().items() if key not in ("fcsd", "model_type", WEIGHTS_FILE)
+        }
         self.config, _ = without_further_outputs(AutoConfig.for_model(arch_of(config).model_type, **fields))
         self._measured: dict[Any, dict[int, LayerBytes]] = {}
         model, _, width = self._run(seq_len=2, masked=False)

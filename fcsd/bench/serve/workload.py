@@ -18,6 +18,7 @@ from fcsd.models.build import (
     require_desync,
     wiring_of,
 )
+from fcsd.models.config_keys import WEIGHTS_FILE
 from fcsd.models.wiring_block import DESYNC, NAMES, Wiring
 from fcsd.parallel.all_reduce.backends import User, is_bound
 
@@ -188,7 +189,7 @@ def weight_bytes(config: PretrainedConfig, replicas: int = 1, divided: bool = Fa
         replicas: data-parallel replicas, whose weights are counted together.
         divided: whether the replicas divide the routed experts between them.
     """
-    fields = {key: value for key, value in config.to_dict().items() if key not in ("fcsd", "model_type")}
+    fields = {key: value for key, value in config.to_dict().items() if key not in ("fcsd", "model_type", WEIGHTS_FILE)}
     plain = AutoConfig.for_model(arch_of(config).model_type, **fields)
     with torch.device("meta"):
         model = causal_lm_class(plain)(plain)
