@@ -5,7 +5,6 @@ negative number of layers. The rewiring that a model already has is read, too: f
 models have ``farskip*`` keys.
 """
 
-import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -143,8 +142,6 @@ def _check_values(raw: dict[str, Any], where: Path) -> None:
             shown = f"a table of {len(value)}" if isinstance(value, dict) else quoted(str(value))
             hint = "A language model has no labels: remove the table." if key.endswith(("2label", "2id")) else None
             raise BadInputError(f"{where}: {key} is {shown}, not {_VALUES[key][1]}", hint)
-        if isinstance(value, float) and not math.isfinite(value):
-            raise BadInputError(f"{where}: {quoted(key)} is not finite")
         if key.endswith(_HUB_CODE_KEYS) and isinstance(value, str) and "/" in value:
             raise BadInputError(
                 f"{where}: {quoted(key)} asks for code of its own to be run, {quoted(value)}",
