@@ -1,6 +1,6 @@
 """Finds out what a path or repository holds, from file names, headers and config.json alone; no weight is read."""
 
-from fcsd.checkpoint.checkpoint import Checkpoint, content_sha256, fingerprint, sample_sha256, whole_sha256
+from fcsd.checkpoint.checkpoint import Checkpoint, content_sha256, fingerprint, whole_sha256
 from fcsd.checkpoint.config_json import CheckpointConfig, read_config
 from fcsd.checkpoint.files import contained, read_object
 from fcsd.checkpoint.inspection import inspect_checkpoint
@@ -26,7 +26,6 @@ __all__ = [
     "read_header",
     "read_layout",
     "read_object",
-    "sample_sha256",
     "verify_tensors",
     "whole_sha256",
 ]

@@ -17,7 +17,6 @@ from fcsd.errors import BadInputError
 
 _BASE_PATH = ".fcsd.json"
 _DECIDING = (".json", ".jinja", "merges.txt", "vocab.txt", ".model", ".tiktoken")  # files beside the weights
-_BYTES = 4096  # bytes of each tensor that are hashed; a step of any optimizer changes some of them
 
 
 @dataclass(frozen=True)
@@ -198,23 +197,10 @@ def content_sha256(layout: Layout, *beside: str) -> str:
 def whole_sha256(layout: Layout) -> str:
     """``content_sha256`` with every file that decides what a model computes and reads, its tokenizer and templates.
 
-    A conversion of the same weights to another wiring changes this hash. The card and the licence do not.
+    A conversion of the same weights to another wiring changes this hash. The card, the licence and files of code do
+    not: fcsd runs no code of a directory, not even its own, and so no code decides what it computes.
 
     Raises:
         BadInputError: see ``content_sha256`` and ``side_files``.
     """
     return content_sha256(layout, *(name for name in side_files(layout.path) if name.endswith(_DECIDING)))
-
-
-def sample_sha256(layout: Layout) -> str:
-    """SHA-256 of the first ``_BYTES`` bytes of every tensor, in the order of shards and of places in a shard.
-
-    Training changes this hash.
-    """
-    digest = hashlib.sha256()
-    for name, header in sorted(layout.shards.items()):
-        with open_regular(layout.files[name]) as file:
-            for tensor in sorted(header.values(), key=lambda tensor: tensor.start):
-                file.seek(tensor.start)
-                digest.update(file.read(min(_BYTES, tensor.end - tensor.start)))
-    return digest.hexdigest()

@@ -6,7 +6,6 @@ they belong to: all of its bytes, its config with the wiring, its tokenizer and 
 """
 
 import json
-import logging
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fcsd.checkpoint import Checkpoint, open_checkpoint, sample_sha256, whole_sha256
+from fcsd.checkpoint import Checkpoint, open_checkpoint, whole_sha256
 from fcsd.config import Recipe
 from fcsd.disk import read_input, write_json
 from fcsd.distill.dtypes import DTYPES
@@ -27,8 +26,6 @@ from fcsd.launch.world import World
 from fcsd.models.adapters.trained import TrainedParts
 from fcsd.parallel.partitions import changed
 from fcsd.parallel.weights.saving import OwnPart, own_part
-
-log = logging.getLogger(__name__)
 
 _WEIGHTS, _SETTINGS = "parts.safetensors", "parts.json"
 _VERSION = 1
@@ -103,8 +100,7 @@ def merge_checkpoint(recipe: Recipe, folder: Path, directory: Path) -> None:
     """
     try:
         facts = json.loads(read_input(folder / _SETTINGS))
-        name, sha256 = facts["base"], facts.get("base_sha256")
-        sample = facts["base_sample"] if sha256 is None else None
+        name, sha256 = facts["base"], facts["base_sha256"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder / _SETTINGS}: cannot be read: {reason_of(error)}") from error
     try:
@@ -112,12 +108,7 @@ def merge_checkpoint(recipe: Recipe, folder: Path, directory: Path) -> None:
     except BadInputError as error:
         error.hint = f"What {folder.parent} has trained is merged into these weights; put them back."
         raise
-    if sha256 is not None:
-        require_base(base, sha256, folder)
-    elif sample_sha256(base.layout) != sample:
-        raise BadInputError(f"{name}: the weights are not those beside which {folder} was trained", "Restore them.")
-    else:
-        log.warning("%s does not record how %s was wired: compare it with the recipe of its conversion", folder, name)
+    require_base(base, sha256, folder)
     parallel = recipe.parallel.model_copy(update={"ep_size": 1, "zero_stage": 0})
     recipe = recipe.model_copy(update={"model": name, "parallel": parallel})
     chosen = chosen_parts(recipe, student_source(recipe))
