@@ -11,12 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fcsd.checkpoint import read_config, read_layout, remote_headers, resolve, verify_tensors
-from fcsd.checkpoint.config_json import check_type
-from fcsd.checkpoint.location import SMALL_FILES, base_path_file, origin
+from fcsd.checkpoint import open_checkpoint
+from fcsd.checkpoint.config_json import AMD_CLASS, AMD_KEYS, check_type, describe
 from fcsd.checkpoint.quantised_values import check_values
-from fcsd.checkpoint.rewired import AMD_CLASS, AMD_KEYS, describe, refuse_rewired
-from fcsd.checkpoint.side_files import side_files, without_code
+from fcsd.checkpoint.side_files import without_code
 from fcsd.checkpoint.staging import check_out, copy_small, staged, take_over
 from fcsd.disk import write_text
 from fcsd.models.wiring_block import BORDERS
@@ -136,27 +134,26 @@ def convert_checkpoint(
         "reduce": reduce,
         "distance": distance,
     }
-    source = resolve(str(model), allow_patterns=SMALL_FILES if dry_run else None)
+    source = open_checkpoint(model, headers=dry_run, trust_remote_code=trust_remote_code)
     former = check_out(out, [source.path], force=force)
-    config = read_config(source.path, trust_remote_code=trust_remote_code)
+    config = source.config
     if config.foreign and config.raw.get("architectures") == [AMD_CLASS]:
         check_type(config, source.path / "config.json")
     else:
-        refuse_rewired(source.path, config.rewired)
-    layout = read_layout(source.path, remote=remote_headers(source) if dry_run else None)
-    comparison = verify_tensors(layout, config)
+        source.require_original()
+    comparison = source.verify()
+    layout, arch = source.layout, config.arch
     if config.method is not None:
         check_values(layout, config.method, comparison.parameters)
-    arch = config.arch
     chosen = choose_wiring(config, arch, wiring, layers, **how)
 
     hashed = not (dry_run and source.repo_id)  # a dry run does not download the shards of a repository
     hashed = hashed and not config.foreign  # such a model's teacher is a copy, whose config.json differs
-    block = chosen.to_block(**origin(source, layout if hashed else None))
+    block = chosen.to_block(**source.origin(hashed=hashed))
     raw = {key: value for key, value in config.raw.items() if key not in AMD_KEYS}
     texts = converted_files(raw, arch, block)
-    others = side_files(source.path, texts.keys() | layout.shards.keys())
-    texts |= without_code(others) | base_path_file(source)
+    others = source.side_files(texts.keys())
+    texts |= without_code(others) | source.base_path_file()
     proof = plan_proof(layout, config, arch)
     skipped = _why_not(check, dry_run, proof)
     copied = 0
@@ -171,7 +168,7 @@ def convert_checkpoint(
             if not skipped:
                 prove_parity(layout, stage, config, arch, proof.layers)
     return ConvertReport(
-        source.repo_id or str(source.path),
+        source.name,
         source.revision,
         str(out),
         block,

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from fcsd.errors import ConfigError, DiskError
 
-_SCRATCH = ".fcsd-unfinished"  # the file that marks a directory as ours to delete
+UNFINISHED = ".fcsd-unfinished"  # the file that marks a directory as ours to delete
 _ELSEWHERE = "Choose another directory, or change who may write there."
 
 
@@ -215,30 +215,35 @@ def left_over(folder: Path, before: str, *, directories: bool) -> list[Path]:
 
 
 @contextmanager
-def scratch(place: Path, name: str) -> Iterator[Path]:
+def scratch(place: Path, name: str, named: Path | None = None) -> Iterator[Path]:
     """A new directory in ``place``, for what is too large for the system's own, that is deleted after the block.
 
     What killed processes left under this name is deleted first. A process that still runs holds a lock on its own.
 
     Args:
         name: how the directory's name begins; it ends in 8 hexadecimal digits.
+        named: what an error names if the directory cannot be made, because nobody knows the directory.
     """
     for path in left_over(place, re.escape(name), directories=True):
-        if (path / _SCRATCH).is_file():  # otherwise it is not ours, whatever its name
-            with suppress(OSError), _locked(path):  # in use, gone meanwhile, or another user's
+        if (path / UNFINISHED).is_file():  # otherwise it is not ours, whatever its name
+            with suppress(OSError), locked(path):  # in use, gone meanwhile, or another user's
                 shutil.rmtree(path)
     folder = place / f"{name}{uuid.uuid4().hex[:8]}"
-    folder.mkdir()
-    with _locked(folder):
+    try:
+        folder.mkdir()
+    except OSError as error:
+        error.filename = str(named or place)
+        raise
+    with locked(folder):
         try:
-            (folder / _SCRATCH).touch()
+            (folder / UNFINISHED).touch()
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Locks a directory, at the latest until this process ends; a BlockingIOError if another process holds the lock."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

@@ -8,8 +8,10 @@ digits are those of recipes, too: ``recipes.strict_yaml`` reads them here.
 import json
 import math
 from collections import Counter
+from collections.abc import Collection
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from fcsd.disk import read_input
 from fcsd.terminal import bounded, printable
@@ -39,21 +41,27 @@ def read_file(path: Path, limit: int = MAX_BYTES) -> Any:
     return parse(read_input(path, limit))
 
 
-def parse(text: bytes | str, *, measured: bool = False) -> Any:
+def parse(
+    text: bytes | str, *, measured: bool = False, digits: int = MAX_DIGITS, infinite: Collection[str] = ()
+) -> Any:
     """The value of a JSON text.
 
     Args:
         text: bytes are UTF-8.
         measured: whether numbers may be whatever Python's own reader accepts, because they are data and decide nothing:
             the arguments of a function under test, or an error that is not defined.
+        digits: the most digits of a whole number, with its sign; beyond ``MAX_DIGITS`` it may also be ``MOST`` or more.
+        infinite: keys whose value may be, or be a list with, ``Infinity``.
 
     Raises:
         StrictJsonError: it is not JSON, is nested too deeply, names a key of a mapping twice, or has a number that is
             not finite or too long.
     """
-    checks: dict[str, Any] = {"object_pairs_hook": _unique}
+    checks: dict[str, Any] = {"object_pairs_hook": partial(_unique, infinite=infinite)}
     if not measured:
-        checks |= {"parse_constant": _refused, "parse_int": whole_number, "parse_float": _finite}
+        whole = whole_number if digits == MAX_DIGITS else partial(_up_to, digits)
+        constant = partial(_constant, infinite=bool(infinite))
+        checks |= {"parse_constant": constant, "parse_int": whole, "parse_float": _finite}
     try:
         value = json.loads(text.decode() if isinstance(text, bytes) else text, **checks)
     except StrictJsonError:
@@ -95,15 +103,27 @@ def _finite(text: str) -> float:
     return number
 
 
-def _refused(literal: str) -> NoReturn:
+def _up_to(digits: int, text: str) -> int:
+    if len(text) > digits:
+        raise StrictJsonError(f"number too large: {_short(text)}")
+    return int(text)
+
+
+def _constant(literal: str, infinite: bool) -> float:
+    """Infinity, which the key above it must allow; see ``_unique``."""
+    if infinite and literal == "Infinity":
+        return math.inf
     raise StrictJsonError(f"{literal} is not a finite number")
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]], infinite: Collection[str]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise StrictJsonError(f"duplicate key {_short(twice)!r}")
+    for key, value in pairs if infinite else ():
+        if math.inf in (value if isinstance(value, list) else [value]) and key not in infinite:
+            raise StrictJsonError("Infinity is not a finite number")
     return found
 
 

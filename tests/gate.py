@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fcsd.checkpoint import CheckpointConfig, Comparison, Layout, read_config, read_layout, resolve, verify_tensors
+from fcsd.checkpoint import CheckpointConfig, Comparison, Layout, open_checkpoint
 from fcsd.errors import BadInputError
 
 
@@ -24,10 +24,8 @@ class Base:
 
 def open_base(model: str, *, trust_remote_code: bool = False) -> Base:
     """Resolve a model, read its config and layout, and verify its tensors, raising on the first problem."""
-    source = resolve(model)
-    config = read_config(source.path, trust_remote_code=trust_remote_code)
-    layout = read_layout(source.path)
-    return Base(config, layout, verify_tensors(layout, config))
+    source = open_checkpoint(model, trust_remote_code=trust_remote_code)
+    return Base(source.config, source.layout, source.verify())
 
 
 def state_of(root: Path) -> dict[str, str]:

@@ -24,8 +24,7 @@ from typer.testing import CliRunner
 
 from fcsd import convert as conversion
 from fcsd import parity
-from fcsd.checkpoint import fingerprint, read_config, read_layout, staging
-from fcsd.checkpoint.location import read_base_path
+from fcsd.checkpoint import Checkpoint, fingerprint, read_config, read_layout, staging
 from fcsd.cli.main import app
 from fcsd.convert import convert_checkpoint
 from fcsd.distill import layer_costs
@@ -107,7 +106,7 @@ def test_shards_are_linked_and_the_rest_is_copied(original: Path, tmp_path: Path
     assert Wiring.from_block(block) == Wiring("ladder", (2, 3))
     assert block["base_model"] == "original" and block["base_revision"] is None
     assert str(tmp_path) not in (out / "config.json").read_text()
-    assert read_base_path(out) == str(original)
+    assert Checkpoint(out).original == str(original)
     assert block["base_sha256"] == fingerprint(read_layout(original))
     assert snapshot(original) == before
     assert list(tmp_path.glob(".*")) == []
@@ -465,7 +464,7 @@ def test_the_tokenizer_stays_the_same(repo: Path, tmp_path: Path) -> None:
     text = "Hello  world, it's 2024!\n\tx = 3"
     for arch, declared in (("mixtral", "Qwen2Tokenizer"), ("llama", "PreTrainedTokenizerFast"), ("qwen3_moe", None)):
         base, out = tmp_path / arch, tmp_path / f"{arch}-out"
-        tiny.model(arch).save_pretrained(base)
+        tiny.model(arch, vocab_size=2048).save_pretrained(base)  # as many as the tokenizer has tokens
         (base / "tokenizer.json").write_bytes((repo / "assets/teacher/tokenizer.json").read_bytes())
         (base / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": declared} if declared else {}))
         convert_checkpoint(str(base), out, check=False)

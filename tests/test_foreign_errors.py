@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from fcsd.checkpoint import inspect_checkpoint
-from fcsd.checkpoint.chat_text import chat_text, limited_template
 from fcsd.checkpoint.files import quoted
+from fcsd.checkpoint.tokenizer import chat_text, limited_template
 from fcsd.config.recipe import Recipe
 from fcsd.errors import BadInputError, DiskError
 from fcsd.foreign_errors import one_line, reason_in, reason_of, translate

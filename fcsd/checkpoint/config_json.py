@@ -1,22 +1,27 @@
-"""Reads config.json and checks what it says before any class is built from it; the file is not trusted."""
+"""Reads config.json and checks what it says before any class is built from it; the file is not trusted.
 
-import math
+transformers accepts most of the numbers that are refused here: zero experts, more experts per token than experts, a
+negative number of layers. The rewiring that a model already has is read, too: fcsd writes an ``fcsd`` block, AMD's
+models have ``farskip*`` keys.
+"""
+
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from operator import gt, ne
 from pathlib import Path
 from typing import Any
 
 from fcsd.checkpoint.files import contained, quoted, read_object
-from fcsd.checkpoint.limits import check_numbers
-from fcsd.checkpoint.rewired import GATED_ATTENTION, PREFIX, has_gated_attention, read_rewiring
 from fcsd.checkpoint.side_files import refuse_code, refuse_foreign_code
 from fcsd.errors import BadInputError
 from fcsd.models.arch import Arch
 from fcsd.models.archs import ARCHS
-from fcsd.models.config_keys import REFUSAL, WEIGHTS_FILE
+from fcsd.models.config_keys import EXPERT_COUNTS, EXPERTS_PER_TOKEN, PREFIX, REFUSAL, WEIGHTS_FILE
 from fcsd.models.products import family, nearest, supported, unsupported_text
 from fcsd.models.quantised.method import MODELOPT_FILE, Method, read_method
+from fcsd.models.selection import layers_text
+from fcsd.models.wiring_block import Wiring
 
 _NAME = re.compile(r"[\w.-]{1,100}")
 _HUB_CODE_KEYS = ("attn_implementation", "experts_implementation")
@@ -58,7 +63,7 @@ class CheckpointConfig:
         model_type: the model type of the base architecture, for a converted checkpoint too.
         text: the decoder's part of ``raw``; ``raw`` itself unless the model is multimodal.
         method: how the weights are quantised; None if they are not.
-        rewired: the model's present rewiring, see :func:`fcsd.checkpoint.rewired.read_rewiring`; None for an original.
+        rewired: the model's present rewiring, see :func:`read_rewiring`; None for an original.
     """
 
     raw: dict[str, Any]
@@ -143,8 +148,6 @@ def _check_values(raw: dict[str, Any], where: Path) -> None:
             shown = f"a table of {len(value)}" if isinstance(value, dict) else quoted(str(value))
             hint = "A language model has no labels: remove the table." if key.endswith(("2label", "2id")) else None
             raise BadInputError(f"{where}: {key} is {shown}, not {_VALUES[key][1]}", hint)
-        if isinstance(value, float) and not math.isfinite(value):
-            raise BadInputError(f"{where}: {quoted(key)} is not finite")
         if key.endswith(_HUB_CODE_KEYS) and isinstance(value, str) and "/" in value:
             raise BadInputError(
                 f"{where}: {quoted(key)} asks for code of its own to be run, {quoted(value)}",
@@ -217,3 +220,137 @@ def _walk(root: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             stack += [(key if key.endswith(_HUB_CODE_KEYS) else inner, item) for inner, item in value.items()]
         elif isinstance(value, list):
             stack += [(key, item) for item in value]
+
+
+_AMD_FLAGS = ("farskip", "attn_only_farskip", "mlp_only_farskip")
+AMD_CLASS = "InstellaMoEForCausalLM"  # whose file was read: what it computes, fcsd's class computes
+AMD_KEYS = (*_AMD_FLAGS, "farskip_start_idx", "farskip_end_idx")
+GATED_ATTENTION = (
+    "its attention is gated (self_attn.gate_proj), which no class of transformers that fcsd uses has; nearest is "
+    "deepseek_v3, whose layers are the same otherwise"
+)
+
+
+def read_rewiring(raw: dict[str, Any], model_type: str, where: str | Path) -> dict[str, Any] | None:
+    """The model's rewiring; None if the model has the standard wiring.
+
+    In AMD's code the two ``*_only`` flags have no effect without ``farskip``, and both together cancel it. In both
+    cases the model has the standard wiring.
+
+    Returns:
+        ``{"by": "fcsd", **block}``, or ``{"by": "amd", "wiring": "farskip", "variant", "start", "end"}``, with the
+        first layer and the end of the range as AMD's keys give them (the end may be past the last layer).
+
+    Raises:
+        BadInputError: a block or key that is unknown, malformed, or does not belong to the model type.
+    """
+    block = raw.get("fcsd")
+    if block is None and not model_type.startswith(PREFIX):
+        return _amd(raw, where)
+    if not isinstance(block, dict) or not model_type.startswith(PREFIX):
+        raise BadInputError(f"{where}: model_type {quoted(model_type)} and its fcsd block do not belong together")
+    try:
+        Wiring.from_block(block)
+    except (ValueError, TypeError, KeyError) as error:
+        raise BadInputError(f"{where}: {error}", "Update fcsd, or convert the base model again.") from None
+    return {"by": "fcsd", **block}
+
+
+def describe(rewiring: dict[str, Any]) -> str:
+    """The rewiring in a few words, for example ``farskip (attn-only), layers 0-26, by AMD``."""
+    variant = f" ({rewiring['variant']})" if rewiring["variant"] != "full" else ""
+    if rewiring["by"] == "amd":
+        return f"farskip{variant}, layers from {rewiring['start']} up to {rewiring['end']}, by AMD"
+    kept = f" (reduce {rewiring['reduce']})" if "reduce" in rewiring else ""
+    return f"{rewiring['wiring']}{variant}{kept}, layers {layers_text(rewiring['layers'])}, by fcsd"
+
+
+def has_gated_attention(raw: dict[str, Any]) -> bool:
+    """Whether config.json describes AMD's Instella-MoE with gated attention; see ``GATED_ATTENTION``."""
+    return raw.get("model_type") == "instella_moe" or raw.get("gated_attention") is True
+
+
+def _amd(raw: dict[str, Any], where: str | Path) -> dict[str, Any] | None:
+    flags = {key: raw.get(key) or False for key in _AMD_FLAGS}
+    start, end = raw.get("farskip_start_idx", 0), raw.get("farskip_end_idx", 10_000)
+    if not all(type(flag) is bool for flag in flags.values()) or {type(start), type(end)} - {int, float}:
+        raise BadInputError(f"{where}: the farskip keys do not hold flags and layer numbers")
+    attn_only, mlp_only = flags["attn_only_farskip"], flags["mlp_only_farskip"]
+    if not flags["farskip"] or (attn_only and mlp_only):
+        return None
+    variant = "attn-only" if attn_only else "mlp-only" if mlp_only else "full"
+    return {"by": "amd", "wiring": "farskip", "variant": variant, "start": int(start), "end": int(end)}
+
+
+# key -> (least, most). The upper bounds are above the values of every known model, and small enough that a model with
+# such values can be checked quickly.
+_SIZES: dict[str, tuple[int, int]] = {
+    **dict.fromkeys(("num_hidden_layers", "interleave_moe_layer_step", "decoder_sparse_step"), (1, 10_000)),
+    **dict.fromkeys(
+        ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "first_k_dense_replace"), (0, 10_000)
+    ),
+    **dict.fromkeys(EXPERT_COUNTS, (1, 100_000)),
+    **dict.fromkeys((*EXPERTS_PER_TOKEN, "n_group", "topk_group"), (1, 100_000)),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), (1, 1 << 16)),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "intermediate_size_mlp"), (1, 1 << 22)),
+    "moe_intermediate_size": (1, 1 << 22),
+    "shared_expert_intermediate_size": (0, 1 << 22),  # 0 for none, as with n_shared_experts
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), (1, 1 << 22)),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), (1, 1 << 16)),
+    **dict.fromkeys(("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads"), (1, 1 << 16)),
+    **dict.fromkeys(("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"), (1, 1 << 16)),
+    **dict.fromkeys(("vocab_size", "max_position_embeddings"), (1, 1 << 30)),
+    **dict.fromkeys(("sliding_window", "attention_chunk_size"), (0, 1 << 40)),
+}
+
+
+# Sizes of which a config may have one a layer, as Hunyuan's have.
+_ONE_A_LAYER = ("moe_intermediate_size", "moe_topk")
+
+
+def _indivisible(divisor: int, number: int) -> bool:
+    return number % divisor != 0
+
+
+# (key, other key, the relation of their values that is an error, the same relation in words)
+_CONTRADICTIONS: list[tuple[str, str, Callable[[int, int], bool], str]] = [
+    *[(chosen, key, gt, "exceeds") for chosen in ("num_experts_per_tok", "moe_k") for key in EXPERT_COUNTS],
+    ("num_experts", "num_local_experts", ne, "is not"),  # both keys name the same number
+    ("topk_group", "n_group", gt, "exceeds"),
+    ("n_group", "n_routed_experts", _indivisible, "does not divide"),
+    ("first_k_dense_replace", "num_hidden_layers", gt, "exceeds"),
+    ("num_key_value_heads", "num_attention_heads", _indivisible, "does not divide"),
+]
+
+
+def check_numbers(config: dict[str, Any], where: str | Path) -> None:
+    """Check the numbers of a config or of a config inside it.
+
+    Raises:
+        BadInputError: a size is not a whole number within its bounds, or two of them contradict each other.
+    """
+    for key, (least, most) in _SIZES.items():
+        given = config.get(key)
+        for value in given if key in _ONE_A_LAYER and isinstance(given, list) else [given]:
+            if value is None or (type(value) is int and least <= value <= most):
+                continue
+            shown = quoted(value) if isinstance(value, str) else str(value)[:40]
+            raise BadInputError(f"{where}: {key} is {shown}, not a whole number from {least} to {most}")
+    if config.get("num_experts_per_tok", 1) is None:  # transformers accepts None and fails at the first token
+        raise BadInputError(f"{where}: num_experts_per_tok is null")
+    for key, other, wrong, words in _CONTRADICTIONS:
+        a, b = config.get(key), config.get(other)
+        if a is not None and b is not None and wrong(a, b):
+            raise BadInputError(f"{where}: {key}, {a}, {words} {other}, {b}")
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = config.get(key)
+        lists = [rope.get(name) for name in ("short_factor", "long_factor")] if isinstance(rope, dict) else []
+        if len({len(factors) for factors in lists if isinstance(factors, list)}) > 1:
+            raise BadInputError(f"{where}: {key} has a short_factor and a long_factor of different lengths")
+    for key in ("mlp_only_layers", "moe_layers"):
+        layers = config.get(key)
+        last = (config.get("num_hidden_layers") or _SIZES["num_hidden_layers"][1]) - 1
+        if layers is None:
+            continue
+        if not isinstance(layers, list) or not all(type(i) is int and 0 <= i <= last for i in layers):
+            raise BadInputError(f"{where}: {key} is not a list of layers from 0 to {last}")

@@ -1,17 +1,18 @@
 """Safe reading of untrusted files: regular files only, inside their directory, and JSON without ambiguities."""
 
-import json
 import os
 import re
 import stat
-from collections import Counter
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 from fcsd.errors import BadInputError
+from fcsd.strict_json import StrictJsonError, parse
 from fcsd.terminal import bounded
 
+INFINITE = ("time_step_limit",)  # keys of which a value may be infinite
 MAX_JSON = 10 << 20  # bytes; the longest config.json or tokenizer_config.json in the wild is below 1 MB
+_MAX_DIGITS = 40
 
 # Surrogates are excluded, because Python puts them in the place of bytes that are not UTF-8.
 _PLAIN_NAME = re.compile(r"(?!\.{1,2}$)[^/\\:\0-\x1f\ud800-\udfff]{1,255}")
@@ -112,16 +113,17 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def parse_object(text: bytes, where: str | Path) -> dict[str, Any]:
-    """Parse a JSON object; duplicate keys, NaN and infinity literals, and anything but UTF-8 are errors.
+    """Parse a JSON object; see ``fcsd.strict_json``.
+
+    Numbers may have the 31 digits that transformers writes for a tokenizer without a longest text, and
+    ``time_step_limit`` of published models with state spaces holds ``Infinity``.
 
     Raises:
         BadInputError: the text is not such a JSON object.
     """
     try:
-        value = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
-    except RecursionError:
-        raise BadInputError(f"{where}: is nested too deeply to be JSON of a checkpoint") from None
-    except ValueError as error:
+        value = parse(text, digits=_MAX_DIGITS, infinite=INFINITE)
+    except StrictJsonError as error:
         raise BadInputError(
             f"{where}: is not strict JSON ({error})", "Correct the file, or download it again."
         ) from None
@@ -137,18 +139,6 @@ def read_object(path: Path, limit: int = MAX_JSON) -> dict[str, Any]:
     if len(text) > limit:
         raise BadInputError(f"{path}: is larger than {limit >> 20} MB")
     return parse_object(text, path)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    unique = dict(pairs)
-    if len(unique) < len(pairs):
-        counts = Counter(name for name, _ in pairs)
-        raise ValueError(f"duplicate key {quoted(counts.most_common(1)[0][0])}")
-    return unique
-
-
-def _no_constant(literal: str) -> NoReturn:
-    raise ValueError(f"{literal} is not JSON")
 
 
 def with_floats(value: Any) -> Any:

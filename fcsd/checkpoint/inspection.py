@@ -7,15 +7,21 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from fcsd.checkpoint.config_json import CheckpointConfig, read_config
+from fcsd.checkpoint.config_json import (
+    AMD_CLASS,
+    GATED_ATTENTION,
+    CheckpointConfig,
+    describe,
+    has_gated_attention,
+    read_config,
+)
 from fcsd.checkpoint.files import read_object, shown
 from fcsd.checkpoint.layout import Layout, read_layout
-from fcsd.checkpoint.location import SMALL_FILES, recorded_original, remote_headers, resolve
+from fcsd.checkpoint.location import open_checkpoint
 from fcsd.checkpoint.names import LAYERS
-from fcsd.checkpoint.rewired import AMD_CLASS, GATED_ATTENTION, describe, has_gated_attention
 from fcsd.checkpoint.side_files import side_files
 from fcsd.checkpoint.tokenizer import tokenizer_file
-from fcsd.checkpoint.verify import Comparison, compare_tensors
+from fcsd.checkpoint.verify import Comparison, compare_tensors, differing_copies
 from fcsd.errors import BadInputError
 from fcsd.models.archs import ARCHS
 from fcsd.models.config_keys import EXPERTS_PER_TOKEN, PREFIX, SHARED_EXPERTS, expert_count, first_count
@@ -142,20 +148,18 @@ def inspect_checkpoint(model: str | Path, *, trust_remote_code: bool = False) ->
             are reported in the result instead.
     """
     try:
-        source = resolve(str(model), allow_patterns=SMALL_FILES)
+        source = open_checkpoint(model, headers=True, trust_remote_code=trust_remote_code)
     except BadInputError:
         if _names_another_type(Path(model)):
             read_config(Path(model))  # refuses the type, whatever else is missing
         raise
-    config = read_config(source.path, trust_remote_code=trust_remote_code)
-    layout = read_layout(source.path, strict=False, remote=remote_headers(source))
+    config = source.config
+    layout = read_layout(source.path, strict=False, remote=source.remote())
     if layout.problems and not layout.indexed:  # no tensor is left to describe
         [problem] = layout.problems.values()
         raise BadInputError(problem, "If the file is damaged, download it again.")
     comparison, differing = None, []
     if not config.foreign:
-        from fcsd.checkpoint.tied import differing_copies
-
         comparison = compare_tensors(layout, config)
         differing = differing_copies(layout, comparison.tied)
     tensors = layout.tensors
@@ -163,7 +167,7 @@ def inspect_checkpoint(model: str | Path, *, trust_remote_code: bool = False) ->
     for tensor in tensors.values():
         dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + tensor.end - tensor.start
     return Inspection(
-        model=source.repo_id or str(source.path),
+        model=source.name,
         revision=source.revision,
         gated=source.gated,
         model_type=config.model_type,
@@ -176,13 +180,14 @@ def inspect_checkpoint(model: str | Path, *, trust_remote_code: bool = False) ->
         quantization=config.quantization,
         stored_as=None if config.method is None else str(config.method),
         rewired=config.rewired,
-        original=recorded_original(source.path, config.raw.get("fcsd") or {}),
+        original=source.original,
         carried=comparison.carried if comparison else [],
         tokenizer=tokenizer_file(source.path),
         verified=comparison is not None,
         problems=_problems(layout, comparison)
         + _damaged_beside(source.path)
         + differing
+        + list(filter(None, [source.size_problem]))
         + _absent_layer(config)
         + ([GATED_ATTENTION] if has_gated_attention(config.raw) and not _has_gates(config) else []),
     )

@@ -1,91 +1,190 @@
-"""Finds a model: in a directory, or in the hub cache at the commit that a hub id was resolved to."""
+"""Finds a model: in a directory, or in the hub cache at the commit that a hub id was resolved to.
 
-import json
+What a directory holds is recognised by file names; if it is no checkpoint of transformers, the message says what it is.
+"""
+
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
 from fcsd.bundled import located
-from fcsd.checkpoint.files import contained, read_object
-from fcsd.checkpoint.fingerprint import fingerprint
-from fcsd.checkpoint.headers import TensorInfo, parse_header
-from fcsd.checkpoint.kind import expect_checkpoint, expect_directory, meant
-from fcsd.checkpoint.layout import Layout
+from fcsd.checkpoint.checkpoint import Checkpoint
+from fcsd.checkpoint.layout import INDEX, SINGLE, Header, parse_header
 from fcsd.errors import BadInputError, DiskError
 from fcsd.foreign_errors import reason_of
+from fcsd.models.config_keys import ADAPTER, BOTH, DIVIDE
+from fcsd.models.products import product_hint
+
+RUN_RECIPE = "config.resolved.yaml"  # the first file that a run writes, by which its directory is known
+# The known kinds, in the order in which they are tried: globs over the top-level names -> the kind, and what to do.
+_KINDS: list[tuple[tuple[str, ...], str, str]] = [
+    (("model_index.json",), "a diffusers pipeline", "fcsd rewires language models only."),
+    ((RUN_RECIPE,), "an fcsd run", "Export it first: fcsd export RUN OUT."),
+    (("MANIFEST.json",), "a checkpoint of an fcsd run", "Export it first: fcsd export RUN OUT --checkpoint step-N."),
+    (
+        (ADAPTER, "adapter_model.*"),
+        "a LoRA adapter",
+        "Merge it into its base model (peft: merge_and_unload) and pass that.",
+    ),
+    (("*.gguf",), "a GGUF model", "Pass the file itself, and fcsd says how transformers writes it as a checkpoint."),
+    (
+        ("global_step*", "*mp_rank_*"),
+        "a DeepSpeed checkpoint",
+        "Convert it first: python -m deepspeed.utils.zero_to_fp32 DIR OUT.",
+    ),
+    (
+        ("*.distcp", ".metadata"),
+        "a distributed (DCP) checkpoint",
+        "Save the model it holds with save_pretrained and pass that.",
+    ),
+    (
+        ("pytorch_model*",),
+        "a checkpoint of pickled weights (pytorch_model.bin)",
+        "Load it with transformers' AutoModelForCausalLM, save it with save_pretrained, and copy its tokenizer there.",
+    ),
+    (("consolidated*",), "a checkpoint in its author's own format", "Pass the transformers version of it."),
+    (("*.pth",), "a checkpoint of pickled weights (.pth)", "Pass the transformers version of it."),
+    (("tf_model.h5",), "a TensorFlow checkpoint", "Convert it to safetensors first."),
+    (("flax_model*",), "a Flax checkpoint", "Convert it to safetensors first."),
+]
+_EXPECTED = f"Expected a directory with config.json and {SINGLE} or {INDEX}."
+
+
+def expect_checkpoint(names: Iterable[str], where: str | Path, *, weights: bool = True) -> None:
+    """Check by file names alone that these files are a transformers checkpoint in safetensors.
+
+    Args:
+        names: paths in the directory or repository, relative to it.
+        where: the directory or repository, for the message.
+        weights: whether the checkpoint must have weights; if not, config.json is enough.
+
+    Raises:
+        BadInputError: the files are something else, or a checkpoint and an adapter; the message says what.
+    """
+    top = {name.split("/")[0] for name in names}
+    found = SINGLE in top or INDEX in top
+    if "config.json" in top and found and ADAPTER in top:
+        raise BadInputError(f"{where}: {BOTH}", DIVIDE)
+    if "config.json" in top and (found or not weights):
+        return
+    for patterns, kind, hint in _KINDS:
+        if any(fnmatch(name, pattern) for name in top for pattern in patterns):
+            raise BadInputError(f"{where}: is {kind}, not a transformers checkpoint in safetensors", hint)
+    if not top:
+        raise BadInputError(f"{where}: is empty", _EXPECTED)
+    missing = "config.json" if found else f"{SINGLE} or {INDEX}" if "config.json" in top else "checkpoint"
+    raise BadInputError(f"{where}: has no {missing}", _EXPECTED)
+
+
+def expect_directory(path: Path, *, weights: bool = True) -> None:
+    """Check that ``path`` is a directory that holds a transformers checkpoint; see :func:`expect_checkpoint`.
+
+    Raises:
+        BadInputError: the path is something else; the message says what.
+    """
+    if not os.path.isdir(path):
+        if not os.path.exists(path):
+            raise BadInputError(
+                f"{path}: no such directory",
+                f"{meant(str(path))}MODEL is a directory or a hub id: org/name[@revision].",
+            )
+        if path.suffix == ".gguf":
+            hint = f"Write one with two lines of Python: {' and '.join(gguf_lines(path, 'OUT'))}; then pass OUT."
+            raise BadInputError(f"{path}: is a GGUF model, not a checkpoint directory", hint)
+        kind = "a single weights file" if path.suffix == ".safetensors" else "a file"
+        raise BadInputError(f"{path}: is {kind}, not a checkpoint directory", _EXPECTED)
+    try:
+        names = os.listdir(path)
+    except OSError as error:
+        raise BadInputError(f"{path}: cannot be listed ({error.strerror})") from None
+    try:
+        expect_checkpoint(names, path, weights=weights)
+    except BadInputError as error:
+        inside = [folder for folder in _folders(path) if (folder / "config.json").is_file()]
+        if "config.json" not in names and inside:
+            error.hint = f"Did you mean {inside[0]}? {error.hint or ''}".strip()
+        raise
+
+
+def gguf_lines(file: Path, out: str) -> tuple[str, str]:
+    """The lines of Python by which transformers writes the model and the tokenizer of a GGUF file to a directory.
+
+    The first one gives up the quantisation, because transformers does not save a quantised model of this kind.
+    """
+    where = f"{str(file.parent)!r}, gguf_file={file.name!r}"
+    load = f"from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; m = M.from_pretrained({where})"
+    plain = "m.hf_quantizer = m.config.quantization_config = None"
+    return (
+        f"{load}; {plain}; m.bfloat16().save_pretrained({out!r})",
+        f"T.from_pretrained({where}).save_pretrained({out!r})",
+    )
+
+
+def meant(name: str) -> str:
+    """The start of a hint for a model that was not found: a similar directory, and the type behind its name."""
+    path = Path(name)
+    close = get_close_matches(path.name, [folder.name for folder in _folders(path.parent)], n=1)
+    return (f"Did you mean {path.parent / close[0]}? " if close else "") + product_hint(name)
+
+
+def _folders(path: Path) -> list[Path]:
+    """The folders in ``path``, sorted; none if it cannot be listed."""
+    try:
+        return sorted(entry for entry in path.iterdir() if entry.is_dir())
+    except OSError:
+        return []
+
 
 # Weights in other formats or in a subdirectory. They are the same model again, for another program.
 OTHER_FORMATS = ["*/*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx*"]
 OTHER_FORMATS += ["*.distcp", "consolidated*"]
 SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]  # all files but the weights: config, tokenizer, index
-_BASE_PATH = ".fcsd.json"
 _HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[^@\s]+))?")
 
 
-@dataclass(frozen=True)
-class Location:
-    """A checkpoint on this machine. If it comes from the hub, its repository id and commit are recorded too."""
-
-    path: Path
-    repo_id: str | None = None
-    revision: str | None = None
-    gated: bool = False
-
-
-def resolve(model: str, *, allow_patterns: list[str] | None = None, weights: bool = True) -> Location:
+def open_checkpoint(
+    model: str | Path, *, weights: bool = True, headers: bool = False, trust_remote_code: bool = False
+) -> Checkpoint:
     """Find a model and download the files that the hub cache lacks. An interrupted download resumes where it stopped.
 
     Args:
         model: a directory, which may begin with ``bundled:``, or ``org/name`` or ``org/name@revision`` on the hub. If
             both exist, the directory is taken.
-        allow_patterns: download only the files that match one of these globs.
         weights: whether the checkpoint must have weights; if not, only its small files are downloaded.
+        headers: download small files only, and read the headers of the weights over the network.
+        trust_remote_code: see ``Checkpoint``.
 
     Raises:
         BadInputError: the model does not exist, is not accessible, or is not a transformers checkpoint in safetensors.
     """
-    model = located(model)
+    model = located(str(model))
     path = Path(os.path.expanduser(model))
     match = _HUB_ID.fullmatch(model)
     if os.path.exists(path) or match is None:
         expect_directory(path, weights=weights)
-        return Location(path)
+        return Checkpoint(path, trust_remote_code=trust_remote_code)
     from huggingface_hub import snapshot_download
 
-    repo, revision = match["repo"], match["revision"]
-    if not weights:
-        allow_patterns = SMALL_FILES
+    repo, revision, whole = match["repo"], match["revision"], weights and not headers
     with _hub_errors(repo, revision):
         reachable, gated = _look_up(repo, revision)
         folder = snapshot_download(  # in snapshots/<commit>; the cache records the revision's commit for offline use
             repo,
             revision=revision,
-            allow_patterns=allow_patterns,
+            allow_patterns=None if whole else SMALL_FILES,
             ignore_patterns=OTHER_FORMATS,
             local_files_only=not reachable,
         )
     path = Path(folder)
-    if allow_patterns is None:
-        expect_directory(path)
-    return Location(path, repo, path.name, gated)
-
-
-def origin(source: Location, layout: Layout | None) -> dict[str, str | None]:
-    """The fields of the ``fcsd`` block that describe the original. A directory is recorded by its name, not its path.
-
-    Args:
-        layout: the original's weights; with None the fingerprint is left out.
-    """
-    return {
-        "base_model": source.repo_id or source.path.resolve().name,
-        "base_revision": source.revision,
-        "base_sha256": None if layout is None else fingerprint(layout),
-    }
+    expect_directory(path, weights=whole)
+    remote = partial(_remote_headers, repo, path.name) if headers else dict
+    return Checkpoint(path, repo, path.name, gated, trust_remote_code, remote)
 
 
 def short_names(models: Sequence[str], taken: Collection[str] = ()) -> list[str]:
@@ -109,74 +208,33 @@ def short_names(models: Sequence[str], taken: Collection[str] = ()) -> list[str]
     return names
 
 
-def base_path_file(source: Location) -> dict[str, str]:
-    """The file of a converted directory that records the original's path on this machine, as name -> text.
+def _remote_headers(repo: str, revision: str) -> dict[str, Callable[[], Header]]:
+    """Functions that read headers over the network by ranged requests, for every safetensors file of a repository.
 
-    The file is hidden, so neither ``fcsd export`` nor ``fcsd push`` copies it. For an original on the hub the result is
-    empty.
+    The result is empty when the hub cannot be reached.
     """
-    if source.repo_id is not None:
-        return {}
-    return {_BASE_PATH: json.dumps({"base_path": str(source.path.resolve())}) + "\n"}
-
-
-def read_base_path(directory: Path) -> str | None:
-    """The path in the file of :func:`base_path_file`; None if there is no such file.
-
-    Raises:
-        BadInputError: the file does not hold a path.
-    """
-    if not (directory / _BASE_PATH).exists():
-        return None
-    path = read_object(contained(directory, _BASE_PATH)).get("base_path")
-    if not isinstance(path, str):
-        raise BadInputError(f"{directory / _BASE_PATH}: has no base_path", "Delete it, and set `teacher:` in recipes.")
-    return path
-
-
-def recorded_original(directory: Path, block: dict[str, Any]) -> str | None:
-    """The original that a converted model records: its hub id with the commit, its path here, or only its name.
-
-    Returns: None if the block names no original.
-
-    Raises:
-        BadInputError: see :func:`read_base_path`.
-    """
-    if block.get("base_model") and (revision := block.get("base_revision")):
-        return f"{block['base_model']}@{revision}"
-    return block.get("base_model") and (read_base_path(directory) or block["base_model"])
-
-
-def remote_headers(source: Location) -> dict[str, Callable[[], dict[str, TensorInfo]]]:
-    """Functions that read headers over the network by ranged requests, for every safetensors file of a hub repository.
-
-    The result is empty for a directory, and when the hub cannot be reached.
-    """
-    if source.repo_id is None:
-        return {}
     from huggingface_hub import HfApi, is_offline_mode
 
     if is_offline_mode():
         return {}
-    with _hub_errors(source.repo_id, source.revision):
-        info = HfApi().model_info(source.repo_id, revision=source.revision, files_metadata=True)
+    with _hub_errors(repo, revision):
+        info = HfApi().model_info(repo, revision=revision, files_metadata=True)
     sizes = {file.rfilename: file.size for file in info.siblings or []}
     return {
-        name: partial(_remote_header, source, name, size)
+        name: partial(_remote_header, repo, revision, name, size)
         for name, size in sizes.items()
         if name.endswith(".safetensors") and size is not None
     }
 
 
-def _remote_header(source: Location, name: str, size: int) -> dict[str, TensorInfo]:
+def _remote_header(repo: str, revision: str, name: str, size: int) -> Header:
     from huggingface_hub import HfFileSystem
 
-    assert source.repo_id is not None
     with (
-        _hub_errors(source.repo_id, source.revision),
-        HfFileSystem().open(f"{source.repo_id}/{name}", "rb", revision=source.revision, block_size=1 << 18) as file,
+        _hub_errors(repo, revision),
+        HfFileSystem().open(f"{repo}/{name}", "rb", revision=revision, block_size=1 << 18) as file,
     ):
-        return parse_header(cast(BinaryIO, file), size, f"{source.repo_id}/{name}")
+        return parse_header(cast(BinaryIO, file), size, f"{repo}/{name}")
 
 
 def _look_up(repo: str, revision: str | None) -> tuple[bool, bool]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
-from fcsd.checkpoint.headers import TensorInfo
+from fcsd.checkpoint.layout import TensorInfo
 
 if TYPE_CHECKING:
     from torch import Tensor

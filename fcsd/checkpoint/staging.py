@@ -6,24 +6,23 @@ deleted.
 """
 
 import errno
-import fcntl
 import os
 import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from fcsd.checkpoint import read_object
-from fcsd.disk import left_over, require_writable, sync, sync_directories
+from fcsd.disk import UNFINISHED, left_over, locked, require_writable, scratch, sync, sync_directories
 from fcsd.errors import ConfigError, DiskError
 from fcsd.progress import progress
 
 Contents = frozenset[tuple[str, int, int, int]]  # path, inode, size and time of every entry of a directory
 
-_UNFINISHED = ".fcsd-unfinished"  # the file that marks a directory as ours to delete
+_ASIDE = ".old-"  # in the name of what ``_replace`` moves out of the way
 _CHUNK = 64 << 20  # bytes that are copied between two updates of the progress
 # The errors of os.link when two directories cannot share a file: they are on different file systems, the file system
 # has no links, the file belongs to another user, or it has too many links.
@@ -51,14 +50,13 @@ def check_out(out: Path, sources: list[Path], *, force: bool) -> Contents | None
     if above == real and not real.is_dir():
         raise ConfigError(f"{out}: is a file", "OUT is the directory to write.")
     require_writable(above if above != real else real.parent, str(out))
-    if above != real:
-        return None
-    if not any(real.iterdir()):
+    _restore(real)
+    if not real.exists() or not any(real.iterdir()):
         return None
     contents = _contents(real)  # taken before config.json is read, because files that appear later are unchecked
     if not force:
         raise ConfigError(f"{out}: is not empty", "Choose another directory, or replace it with --force.")
-    if not (real / "config.json").is_file() or "fcsd" not in read_object(real / "config.json"):
+    if not _is_ours(real):
         raise ConfigError(f"{out}: is not empty and not fcsd's work", "--force replaces converted directories only.")
     return contents
 
@@ -75,27 +73,15 @@ def staged(out: Path, former: Contents | None = None) -> Iterator[Path]:
     """
     real = out.resolve()
     real.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(real)
-    stage = real.with_name(f".{real.name}.tmp-{uuid.uuid4().hex[:8]}")
-    try:
-        stage.mkdir()
-    except OSError as error:
-        error.filename = str(out)  # nobody knows the other name
-        raise
-    lock = _lock(stage)
-    try:
-        (stage / _UNFINISHED).touch()
+    with scratch(real.parent, f".{real.name}.tmp-", out) as stage:
         yield stage
-        (stage / _UNFINISHED).unlink()
         sync_directories(stage)
         if former is None:
             _rename_to_empty(stage, real)
         else:
             _replace(stage, real, former)
+        (real / UNFINISHED).unlink()  # not earlier: killed before the rename, it would be left over for ever
         sync(real.parent)
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
-        os.close(lock)
 
 
 def _rename_to_empty(stage: Path, out: Path) -> None:
@@ -109,21 +95,46 @@ def _rename_to_empty(stage: Path, out: Path) -> None:
 
 
 def _replace(stage: Path, out: Path, former: Contents) -> None:
-    """Replace ``out`` by ``stage`` if the entries of ``out`` are still those of ``former``."""
-    aside = out.with_name(f".{out.name}.old-{uuid.uuid4().hex[:8]}")
-    try:
+    """Replace ``out`` by ``stage`` if the entries of ``out`` are still those of ``former``.
+
+    If the process is killed meanwhile, ``_restore`` takes up what is left.
+    """
+    aside = out.with_name(f".{out.name}{_ASIDE}{uuid.uuid4().hex[:8]}")
+    with ExitStack() as held:
+        try:
+            held.enter_context(locked(out))
+        except FileNotFoundError:  # removed meanwhile
+            return _rename_to_empty(stage, out)
+        except (BlockingIOError, NotADirectoryError):
+            raise _appeared(out) from None
         out.rename(aside)
-    except FileNotFoundError:  # removed meanwhile
-        return _rename_to_empty(stage, out)
-    try:
-        if _contents(aside) != former:
-            raise _appeared(out)
-        _rename_to_empty(stage, out)
-    except BaseException:
-        with suppress(ConfigError):  # if ``out`` exists again, both directories stay
-            _rename_to_empty(aside, out)
-        raise
-    shutil.rmtree(aside)
+        try:
+            if _contents(aside) != former:
+                raise _appeared(out)
+            (aside / UNFINISHED).touch()  # from now on it may be deleted
+            _rename_to_empty(stage, out)
+        except BaseException:
+            (aside / UNFINISHED).unlink(missing_ok=True)
+            with suppress(ConfigError):  # if ``out`` exists again, both directories stay
+                _rename_to_empty(aside, out)
+            raise
+        shutil.rmtree(aside)
+
+
+def _restore(out: Path) -> None:
+    """Undo or end what a process that was killed in ``_replace`` has begun: the former ``out`` comes back, or goes."""
+    for aside in left_over(out.parent, re.escape(f".{out.name}{_ASIDE}"), directories=True):
+        with suppress(OSError), locked(aside):  # in use, gone meanwhile, or another user's
+            if not out.exists() and _is_ours(aside):
+                (aside / UNFINISHED).unlink(missing_ok=True)
+                aside.rename(out)
+            elif (aside / UNFINISHED).is_file():
+                shutil.rmtree(aside)
+
+
+def _is_ours(directory: Path) -> bool:
+    """Whether fcsd wrote a directory."""
+    return (directory / "config.json").is_file() and "fcsd" in read_object(directory / "config.json")
 
 
 def _appeared(out: Path) -> ConfigError:
@@ -202,20 +213,3 @@ def _copy_chunk(source: BinaryIO, target: BinaryIO) -> int:
         if error.errno not in (*_CANNOT_LINK, errno.EINVAL):
             raise
     return target.write(source.read(_CHUNK))
-
-
-def _lock(directory: Path) -> int:
-    """Lock a directory until the returned descriptor is closed, at the latest when this process ends."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return descriptor
-
-
-def _remove_abandoned(out: Path) -> None:
-    """Delete directories that killed processes left beside ``out``. A process that still runs holds its lock."""
-    for stage in left_over(out.parent, re.escape(f".{out.name}.tmp-"), directories=True):
-        if (stage / _UNFINISHED).is_file():  # otherwise it is not ours, whatever its name
-            with suppress(BlockingIOError):
-                lock = _lock(stage)
-                shutil.rmtree(stage)
-                os.close(lock)

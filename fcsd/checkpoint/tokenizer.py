@@ -1,20 +1,33 @@
-"""Loads the tokenizer of a model directory, and decides which special tokens a text has when a model reads it.
+"""Loads the tokenizer of a model directory, decides which special tokens a text has, and renders conversations.
 
 Tokenizers differ: some put BOS before a text (``add_bos_token``), some append EOS (``add_eos_token``), some do neither.
 A text that a model continues or scores, and the text of a training document, begin with what the tokenizer puts before
 a text, once. They never end with what it appends. A training document ends with one token that ends documents.
+
+A chat template is a program that came with a model. A loop in it cannot be interrupted from another thread of the same
+process, and its memory counts as memory of the run. The operating system, however, can stop a child process. Therefore
+every command renders in one; ``fcsd/distill/data/chat_template.py`` does it turn by turn.
 """
 
-from collections.abc import Sequence
+import gc
+import multiprocessing
+import resource
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from fcsd.checkpoint.files import MAX_JSON, contained, open_regular, quoted, read_object
+from fcsd.checkpoint.side_files import MAX_SIDE_FILE
 from fcsd.errors import BadInputError
 from fcsd.foreign_errors import reason_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
 
 # What holds the vocabulary of a tokenizer in the formats that transformers reads.
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
@@ -24,6 +37,96 @@ def tokenizer_file(path: Path) -> str | None:
     """The name of the file in a model directory that holds the tokenizer's vocabulary; None if there is none."""
     others = sorted(file.name for file in path.iterdir() if file.suffix in (".model", ".tiktoken"))
     return next((name for name in (*_VOCABULARIES, *others) if (path / name).is_file()), None)
+
+
+# What to do about a tokenizer of another model.
+OTHER_TOKENIZER = (
+    "Copy the tokenizer of this model here, or give the model these rows (resize_token_embeddings of transformers)."
+)
+
+
+class _Token(NamedTuple):
+    """A token of a vocabulary; ``special`` if only a text that spells it out can hold it."""
+
+    text: str
+    special: bool
+
+
+def tokens_without_a_row(path: Path, rows: int | None) -> str | None:
+    """What is wrong, in words, if a text can have tokens for which an embedding of ``rows`` rows has none; else None.
+
+    A special token counts if texts begin or end with it, or if the chat template writes it. Published models have
+    others, such as Gemma 3's for images. The tokenizer is not loaded, because it may hold anything: files that are
+    damaged or of another form are left to what reads them.
+
+    Args:
+        path: a model directory.
+        rows: None if config.json does not say it.
+    """
+    if rows is None:
+        return None
+    beyond = {number: token for number, token in _vocabulary(path).items() if number >= rows}
+    written = _written_specials(path) if beyond else ""
+    lacking = {number: token.text for number, token in beyond.items() if not token.special or token.text in written}
+    if not lacking:
+        return None
+    number = min(lacking)
+    text = f"the tokenizer has {len(lacking)} tokens more than the {rows} rows of the embedding"
+    return f"{text} ({quoted(lacking[number])} is number {number})"
+
+
+def ends_without_a_row(path: Path, text: Mapping[str, Any], rows: int | None) -> str | None:
+    """What is wrong, in words, if no token at which a model is to end a text is one that it can choose; else None.
+
+    Args:
+        text: the decoder's part of config.json; the other arguments are those of ``tokens_without_a_row``.
+    """
+    for name, content in (("generation_config.json", _content(path, "generation_config.json")), ("config.json", text)):
+        ends = content.get("eos_token_id")
+        numbers = ends if isinstance(ends, list) else [ends]
+        if rows is not None and numbers and all(type(number) is int and number >= rows for number in numbers):
+            return f"eos_token_id of {name} is {ends}, and the embedding has {rows} rows: no text would end"
+    return None
+
+
+def _vocabulary(path: Path) -> dict[int, _Token]:
+    """The tokens of tokenizer.json, or of the tables in place of it, and those added by tokenizer_config.json."""
+    whole = _content(path, "tokenizer.json")
+    model, listed = whole.get("model"), whole.get("added_tokens")
+    table = model.get("vocab") if isinstance(model, dict) else _content(path, "vocab.json")
+    if isinstance(table, list):  # pairs of a token and its score
+        table = {str(pair[0]): number for number, pair in enumerate(table) if isinstance(pair, list) and pair}
+    pairs = (table if isinstance(table, dict) else {}) | ({} if whole else _content(path, "added_tokens.json"))
+    found = {number: _Token(text, False) for text, number in pairs.items() if type(number) is int}
+    added = _content(path, "tokenizer_config.json").get("added_tokens_decoder")
+    entries = [{**entry, "id": int(number)} for number, entry in _entries(added) if number.isdecimal()]
+    for entry in [*entries, *(listed if isinstance(listed, list) else [])]:
+        if isinstance(entry, dict) and type(entry.get("id")) is int:
+            found[entry["id"]] = _Token(str(entry.get("content")), entry.get("special") is True)
+    return found
+
+
+def _entries(table: Any) -> list[tuple[str, dict[str, Any]]]:
+    return [(key, value) for key, value in table.items() if isinstance(value, dict)] if isinstance(table, dict) else []
+
+
+def _written_specials(path: Path) -> str:
+    """A text that holds every special token which begins or ends texts, and the chat templates."""
+    config, parts = _content(path, "tokenizer_config.json"), []
+    for content in (config, _content(path, "special_tokens_map.json")):
+        parts += [content.get(name) for name in ("bos_token", "eos_token")]
+    parts += [config.get("chat_template"), _content(path, "chat_template.json").get("chat_template")]
+    with suppress(BadInputError, UnicodeDecodeError), open_regular(contained(path, "chat_template.jinja")) as file:
+        parts.append(file.read(MAX_JSON).decode())
+    return " ".join(map(str, parts))
+
+
+def _content(path: Path, name: str) -> dict[str, Any]:
+    """A JSON object beside the weights; empty if the file is missing or damaged."""
+    try:
+        return read_object(contained(path, name), MAX_SIDE_FILE)
+    except BadInputError:
+        return {}
 
 
 def load_tokenizer(model: Path) -> "PreTrainedTokenizerBase":
@@ -85,3 +188,139 @@ def document_ids(text: str, tokenizer: Any, before: Sequence[int], end: int) -> 
     ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     start = [] if count_before(ids, before, tokenizer) else before
     return [*start, *ids, *([] if ids[-1:] == [end] else [end])]
+
+
+CPU_SECONDS = 20.0  # per call; CPU time is limited so that the load of the machine does not decide which rows are used
+MEMORY = 1 << 30  # bytes that a child may allocate in addition to the memory of its parent
+
+
+class LimitExceededError(Exception):
+    """The child process was stopped. The message is a verb phrase, to which the caller adds the subject."""
+
+
+class LimitedProcess:
+    """Calls ``function`` in a child process, one call at a time.
+
+    If the child was stopped, the next call starts another one. The child is forked, so it starts in milliseconds and
+    has all objects that ``function`` needs. It starts no thread and uses no device. It ends when the ``with`` block or
+    the parent process ends.
+
+    Args:
+        function: its argument and its result must be picklable. It must catch its own exceptions, because an exception
+            that it does not catch ends the child.
+
+    Attributes:
+        answered: the number of calls that returned.
+        stopped: the number of calls that exceeded a limit or ended the child.
+    """
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.answered = self.stopped = 0
+        self._function = function
+        self._child: tuple[BaseProcess, Connection] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __call__(self, argument: Any) -> Any:
+        """Calls ``function`` with an argument and returns its result.
+
+        Raises:
+            LimitExceededError: the call used more than ``CPU_SECONDS``, or the child ended for another reason.
+        """
+        _, pipe = self._child = self._child or self._start()
+        try:
+            pipe.send(argument)
+            result = pipe.recv()
+        except (EOFError, OSError) as error:
+            self.stopped += 1
+            if self.close() == -signal.SIGPROF:
+                raise LimitExceededError(f"ran for more than {CPU_SECONDS:g} s") from error
+            raise LimitExceededError("ended its process") from error
+        self.answered += 1
+        return result
+
+    def _start(self) -> tuple[BaseProcess, Connection]:
+        context = multiprocessing.get_context("fork")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(self._function, theirs, ours), daemon=True)
+        process.start()
+        theirs.close()
+        return process, ours
+
+    def close(self) -> int | None:
+        """Ends the child, if there is one, and returns its exit code. The next call starts another one."""
+        if self._child is None:
+            return None
+        process, pipe = self._child
+        self._child = None
+        pipe.close()  # an idle child ends by itself
+        process.join(timeout=1.0)
+        process.kill()
+        process.join()
+        return process.exitcode
+
+
+def _serve(function: Callable[[Any], Any], pipe: Connection, parents_end: Connection) -> None:
+    """The loop of the child: answers calls until the parent closes its end of the pipe."""
+    parents_end.close()
+    gc.freeze()  # the child must not collect objects of the parent, such as tensors on a device
+    for number in (signal.SIGPROF, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which closes the pipe
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    limit = pages * resource.getpagesize() + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
+    while True:
+        try:
+            argument = pipe.recv()
+        except EOFError:
+            return
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # SIGPROF ends the process, even inside C code
+        result = function(argument)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        pipe.send(result)
+
+
+MAX_CHARACTERS = 10_000_000  # in a text or a chat; a tokenizer needs several hundred bytes of memory per character
+
+
+def limited_template(tokenizer: Any) -> LimitedProcess:
+    """The process in which :func:`chat_text` renders, from the first text to the end of its ``with`` block."""
+    return LimitedProcess(partial(_rendered, tokenizer))
+
+
+def chat_text(template: LimitedProcess, messages: Sequence[dict[str, str]], name: str, **options: Any) -> str:
+    """The text of a conversation, as ``apply_chat_template`` renders it.
+
+    Args:
+        template: see :func:`limited_template`.
+        messages: the turns, each with ``role`` and ``content``.
+        options: arguments of ``apply_chat_template``, such as ``add_generation_prompt``.
+
+    Raises:
+        BadInputError: the template exceeds its limits, refuses the conversation, or makes too long a text of it.
+    """
+    whose = f"{name or 'the tokenizer'}: its chat template"
+    try:
+        text, reason = template((list(messages), options))
+    except LimitExceededError as error:
+        raise BadInputError(f"{whose} {error}") from error
+    if reason:
+        raise BadInputError(f"{whose} refuses the conversation: {reason}")
+    return text
+
+
+def _rendered(tokenizer: Any, call: tuple[list[dict[str, str]], dict[str, Any]]) -> tuple[str, str]:
+    """The text and an empty reason, or an empty text and the reason why there is none."""
+    messages, options = call
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+    except Exception as error:  # a template may fail in any way
+        return "", reason_of(error)
+    return (text, "") if len(text) <= MAX_CHARACTERS else ("", f"over {MAX_CHARACTERS:,} characters")

@@ -1,5 +1,9 @@
 """Compares names, shapes and dtypes of the tensors in the headers with those that config.json describes.
 
+Tensors that config.json ties to one another, such as the output head, but that the files hold apart, are compared too.
+transformers keeps both if they differ, and other programs (vLLM, a model built without its weights) tie them by the
+config. Such a checkpoint would compute different functions, so it is refused wherever tensors are verified.
+
 The expected tensors are not listed here. transformers builds the base class on the meta device, which takes no memory,
 and ``names.py`` says how files name its tensors.
 """
@@ -15,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from fcsd.checkpoint.config_json import CheckpointConfig
 from fcsd.checkpoint.files import quoted, shown, with_floats
-from fcsd.checkpoint.headers import TensorInfo
-from fcsd.checkpoint.layout import Layout
+from fcsd.checkpoint.layout import Layout, TensorInfo
 from fcsd.checkpoint.names import LAYERS, stored
 from fcsd.errors import BadInputError
 from fcsd.foreign_errors import reason_of
@@ -27,6 +30,8 @@ from fcsd.models.quantised.method import Method
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from fcsd.checkpoint.weights import Reader
 
 Shape = tuple[int, ...]
 _SHOWN = 5  # the most names in a message
@@ -68,7 +73,6 @@ def verify_tensors(layout: Layout, config: CheckpointConfig) -> Comparison:
         BadInputError: a tensor is missing, is unexpected, or has another shape or dtype than in the base class. Tied
             copies may be present or absent; one that is present has the values of the tensor to which it is tied.
     """
-    from fcsd.checkpoint.tied import differing_copies
     from fcsd.models.config_keys import UNTIE
 
     comparison = compare_tensors(layout, config)
@@ -228,3 +232,44 @@ def _matches(name: str, patterns: Any) -> bool:
 def _some(kind: str, names: list[str]) -> str:
     first = ", ".join(shown(name) for name in names[:_SHOWN])
     return f"{len(names)} {kind} ({first}{', ...' if len(names) > _SHOWN else ''})"
+
+
+_ROWS = 4096  # rows that are compared at a time, so that no tensor is in memory as a whole
+
+
+def differing_copies(layout: Layout, tied: Mapping[str, str]) -> list[str]:
+    """The tied tensors whose values differ in the files, in words.
+
+    Args:
+        layout: the checkpoint. A tensor whose file is not on this machine is not compared.
+        tied: on-disk name of a copy -> on-disk name of the tensor that it is tied to. Either may be missing from the
+            files.
+    """
+    from fcsd.checkpoint.weights import Reader
+
+    here = {name for shard in layout.files for name in layout.shards.get(shard, {}) if layout.files[shard].exists()}
+    with Reader(layout) as reader:
+        return [
+            f"{shown(copy)} differs from {shown(source)}, to which config.json ties it"
+            for copy, source in tied.items()
+            if {copy, source} <= here and not _equal_values(layout, reader, copy, source)
+        ]
+
+
+def _equal_values(layout: Layout, reader: "Reader", copy: str, source: str) -> bool:
+    import torch
+
+    from fcsd.checkpoint.weights import DTYPES
+
+    one, other = layout.tensors[copy], layout.tensors[source]
+    if one.shape != other.shape:
+        return False
+    for start in range(0, one.shape[0], _ROWS):
+        part = (start, min(_ROWS, one.shape[0] - start))
+        if one.dtype == other.dtype and torch.equal(reader.raw(copy, part=part), reader.raw(source, part=part)):
+            continue
+        if not {one.dtype, other.dtype} <= DTYPES.keys():
+            return False
+        if not torch.equal(reader.tensor(copy, part=part).double(), reader.tensor(source, part=part).double()):
+            return False
+    return True

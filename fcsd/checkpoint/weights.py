@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from fcsd.checkpoint.files import open_regular, quoted
-from fcsd.checkpoint.headers import BITS
-from fcsd.checkpoint.layout import INDEX, SINGLE, Layout
+from fcsd.checkpoint.layout import BITS, INDEX, SINGLE, Layout
 from fcsd.errors import BadInputError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from fcsd.checkpoint.config_json import CheckpointConfig
+from fcsd.checkpoint.config_json import AMD_KEYS, CheckpointConfig
 from fcsd.checkpoint.files import with_floats
-from fcsd.checkpoint.rewired import AMD_KEYS
 from fcsd.errors import ConfigError
 from fcsd.models.arch import Arch
 from fcsd.models.build import (

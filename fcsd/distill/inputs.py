@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fcsd.checkpoint import Location, expect_directory, resolve
+from fcsd.checkpoint import Checkpoint, expect_directory, open_checkpoint
 from fcsd.config import Recipe
 from fcsd.distill.data.files import require_apart
 from fcsd.errors import BadInputError
@@ -21,7 +21,7 @@ def require_inputs(recipe: Recipe, conversion: str | None = None) -> None:
     """
     require_model(recipe, conversion)
     if recipe.teacher is not None:
-        resolve(recipe.teacher, weights=False)
+        open_checkpoint(recipe.teacher, weights=False)
     require_apart(recipe.data.sources, recipe.data.measured)
 
 
@@ -38,7 +38,7 @@ def require_model(recipe: Recipe, conversion: str | None = None) -> None:
         _resolve_student(recipe, weights=False)
 
 
-def student_source(recipe: Recipe) -> Location:
+def student_source(recipe: Recipe) -> Checkpoint:
     """The checkpoint that the student is made from. With random weights, only its config and tokenizer are fetched.
 
     Raises:
@@ -47,9 +47,9 @@ def student_source(recipe: Recipe) -> Location:
     return _resolve_student(recipe, weights=recipe.init.weights == "loaded")
 
 
-def _resolve_student(recipe: Recipe, *, weights: bool) -> Location:
+def _resolve_student(recipe: Recipe, *, weights: bool) -> Checkpoint:
     try:
-        return resolve(recipe.model, weights=weights)
+        return open_checkpoint(recipe.model, weights=weights)
     except BadInputError as error:
         if recipe.init.wiring is None and not Path(recipe.model).exists():
             create = f"fcsd convert {recipe.teacher or 'ORIGINAL'} {recipe.model}"

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from fcsd.checkpoint import read_config, resolve
-from fcsd.checkpoint.rewired import refuse_rewired
+from fcsd.checkpoint import open_checkpoint
 from fcsd.checkpoint.tokenizer import load_tokenizer
 from fcsd.checkpoint.wiring_options import choose_wiring
 from fcsd.errors import ConfigError, NonFiniteError
@@ -84,11 +83,11 @@ def choose_by_cost(
         BadInputError: the checkpoint or the text cannot be used.
         NonFiniteError: the model gives NaN or infinite logits.
     """
-    path = resolve(model).path
-    config = read_config(path, trust_remote_code=trust_remote_code)
-    refuse_rewired(path, config.rewired)
-    whole = choose_wiring(config, config.arch, wiring, "all", **how)
-    found = _measure(path, whole, layers, text)
+    source = open_checkpoint(model, trust_remote_code=trust_remote_code)
+    source.require_original()
+    source.require_usable()  # before what convert itself looks at after minutes
+    whole = choose_wiring(source.config, source.config.arch, wiring, "all", **how)
+    found = _measure(source.path, whole, layers, text)
     log.info(found.to_text())
     return found
 

@@ -322,7 +322,8 @@ def _write_model(run: Prepared, part: OwnPart, checkpoint: Path, world: World) -
         write_parts(part, run.source, run.identity["frozen.base"], checkpoint / manifest.PARTS, world)
         return
     random = run.recipe.init.weights == "random"
-    write_student(part, run.source.path, checkpoint / manifest.MODEL, world, random=random)
+    first = world.on_first(lambda: not checkpoints.checkpoints(run.folder))
+    write_student(part, run.source.path, checkpoint / manifest.MODEL, world, random=random, first=first)
 
 
 def _log_if_skipped(run: Prepared, tools: Tools, launched: LaunchedStep) -> None:

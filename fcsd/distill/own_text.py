@@ -20,9 +20,8 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fcsd.checkpoint import content_sha256, read_config, read_layout, resolve
-from fcsd.checkpoint.location import recorded_original
-from fcsd.checkpoint.rewired import describe
+from fcsd.checkpoint import content_sha256, open_checkpoint
+from fcsd.checkpoint.config_json import describe
 from fcsd.checkpoint.tokenizer import load_tokenizer
 from fcsd.disk import json_sha256, write_text
 from fcsd.distill.own_text_files import (
@@ -99,7 +98,9 @@ def write_own_text(
     world = join_world()
     if world.size > 1:
         world = world.patient(_PATIENCE)
-    path = resolve(model).path
+    source = open_checkpoint(model, trust_remote_code=True)  # no code is run
+    source.require_usable()
+    path = source.path
     tokenizer = load_tokenizer(path)
     form = form or ("chat" if tokenizer.chat_template else "document")
     on_gpu = world.device.type == "cuda"
@@ -109,19 +110,19 @@ def write_own_text(
     identity = {
         "tokenizer_sha256": _tokenizer_sha256(tokenizer),
         "chat_template_sha256": json_sha256(tokenizer.chat_template) if form == "chat" else None,
-        "model_sha256": content_sha256(read_layout(path), "generation_config.json"),
+        "model_sha256": content_sha256(source.layout, "generation_config.json"),
         "batch_size": batch_size or (GPU_BATCH if on_gpu else CPU_BATCH),
         **asdict(writing),
         "prompts_sha256": None if questions is None else hashlib.sha256(json.dumps(questions).encode()).hexdigest(),
     }
-    rewired = read_config(path, trust_remote_code=True).rewired  # no code is run
+    rewired = source.config.rewired
     if rewired is not None and world.rank == 0:
         log.warning(
             "%s is rewired (%s): a conversion heals nearer to its original on text that the original writes (%s); this "
             "text is the rewired model's, and write.json says so",
             model,
             describe(rewired),
-            recorded_original(path, rewired) or "it is not recorded",
+            source.original or "it is not recorded",
         )
     most = shard_tokens or (GPU_FILE if on_gpu else CPU_FILE)
     with ExitStack() as held:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, enable_full_determinism, set_seed
 
-from fcsd.checkpoint import Location, read_layout, resolve, whole_sha256
+from fcsd.checkpoint import Checkpoint, open_checkpoint, whole_sha256
 from fcsd.config import Recipe, ResolvedRecipe, accumulation
 from fcsd.distill import tensor_parallel
 from fcsd.distill.data.corpus import Corpus, load_tokenizer, require_other_text
@@ -68,7 +68,7 @@ class Prepared:
     world: World
     data: World
     hosts: World
-    source: Location
+    source: Checkpoint
     training: Training
     tokenizer: PreTrainedTokenizerBase
     traffic: Traffic | None
@@ -176,7 +176,7 @@ class Start(NamedTuple):
         hashes: those of the teacher and of what is frozen, which belong to the identity of the run.
     """
 
-    source: Location
+    source: Checkpoint
     chosen: Chosen | None
     checkpoint: Path | None
     config: PretrainedConfig
@@ -242,7 +242,7 @@ def share_weights(
     return SharedTeacher(parts, recipe.objective, rewire if recipe.parallel.ep_size > 1 else None)
 
 
-def identify_frozen(recipe: Recipe, source: Location, teacher: dict[str, str]) -> dict[str, str]:
+def identify_frozen(recipe: Recipe, source: Checkpoint, teacher: dict[str, str]) -> dict[str, str]:
     """``frozen.base``, the hash of the whole model that the student starts with, its wiring and tokenizer included.
 
     Args:
@@ -253,7 +253,7 @@ def identify_frozen(recipe: Recipe, source: Location, teacher: dict[str, str]) -
     """
     if teacher:
         require_own_weights(recipe, teacher["teacher.sample"])
-    return {"frozen.base": whole_sha256(read_layout(source.path))}
+    return {"frozen.base": whole_sha256(source.layout)}
 
 
 def read_data(
@@ -307,13 +307,13 @@ def load_teacher(
     name, ep_size = teacher_name(recipe), recipe.parallel.teacher_ep_size
     dtype = DTYPES[recipe.train.dtype]
     if ranks is not None:
-        teacher = tensor_parallel.load(resolve(name).path, ranks, dtype=dtype, device=world.device)
+        teacher = tensor_parallel.load(open_checkpoint(name).path, ranks, dtype=dtype, device=world.device)
         expect_comparable(student, teacher, recipe, name)
         pack_attention(teacher, recipe)
         tensor_parallel.wire(teacher, ranks, recipe)
         return teacher.requires_grad_(False)
     how: Any = {"dtype": dtype, "device": world.device, "partitioned": recipe.parallel.zero_stage == 3}
-    teacher = expert_parallel.load(resolve(name).path, ep_size, **how)
+    teacher = expert_parallel.load(open_checkpoint(name).path, ep_size, **how)
     expect_comparable(student, teacher, recipe, name)
     pack_attention(teacher, recipe)
     shared = dispatcher if ep_size > 1 else None

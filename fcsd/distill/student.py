@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from fcsd.checkpoint import INDEX, Location, read_config, read_layout
-from fcsd.checkpoint.location import origin
-from fcsd.checkpoint.rewired import refuse_rewired
+from fcsd.checkpoint import INDEX, Checkpoint, compare_tensors
 from fcsd.checkpoint.side_files import side_files
 from fcsd.checkpoint.staging import copy_small
 from fcsd.checkpoint.wiring_options import choose_wiring
@@ -17,7 +15,7 @@ from fcsd.config import Recipe
 from fcsd.distill import tensor_parallel
 from fcsd.distill.experts import expert_parallel
 from fcsd.distill.inputs import student_source
-from fcsd.errors import BadInputError
+from fcsd.errors import BadInputError, FcsdError
 from fcsd.launch.world import World
 from fcsd.models.build import arch_of, converted_config, register
 from fcsd.models.export_template import CODE_FILES
@@ -28,32 +26,34 @@ if TYPE_CHECKING:
     from fcsd.parallel.weights.saving import OwnPart
 
 
-def student_config(recipe: Recipe, source: Location) -> PretrainedConfig:
+def student_config(recipe: Recipe, source: Checkpoint) -> PretrainedConfig:
     """The student's config, with the wiring of the recipe if the recipe names one.
 
     Raises:
         BadInputError: the architecture is not supported; the recipe names a wiring, but the checkpoint is rewired
-            already; or the weights are random, but the config is quantised.
-        ConfigError: the wiring does not fit the architecture, or short documents would get the rotary factors of long
-            ones.
+            already; the tokenizer has more tokens than the model has rows; or the weights are random, but the config
+            is quantised.
+        ConfigError: the wiring does not fit the architecture, rows are longer than the model's positions, or short
+            documents would get the rotary factors of long ones.
     """
+    source.require_usable(headers=False)
     config = _rewired_config(recipe, source)
     require_short_rows(config, recipe.data.seq_len, recipe.model)
     return config
 
 
-def _rewired_config(recipe: Recipe, source: Location) -> PretrainedConfig:
+def _rewired_config(recipe: Recipe, source: Checkpoint) -> PretrainedConfig:
     """The config of the student, whatever its rows are."""
     init = recipe.init
     register()
-    checked = read_config(source.path)
+    checked = source.config
     config = AutoConfig.from_pretrained(source.path, trust_remote_code=False)
     arch_of(config)
     if init.weights == "random" and checked.quantization is not None:
         raise BadInputError(f"{source.path}: random weights are not quantised", "Remove quantization_config.")
     if init.wiring is None:
         return config
-    refuse_rewired(source.path, checked.rewired)
+    source.require_original()
     wiring = choose_wiring(
         checked,
         checked.arch,
@@ -65,7 +65,7 @@ def _rewired_config(recipe: Recipe, source: Location) -> PretrainedConfig:
         tp_degree=init.tp_degree,
         reduce=init.reduce,
     )
-    made_from = origin(source, read_layout(source.path)) if init.weights == "loaded" else {}
+    made_from = source.origin() if init.weights == "loaded" else {}
     return converted_config(config, wiring.to_block(**made_from))
 
 
@@ -127,14 +127,16 @@ def _load_shards(
     return tensor_parallel.randomise(config, ranks, dtype=dtype, device=device, seed=recipe.seed)
 
 
-def meta_student(recipe: Recipe, source: Location) -> PreTrainedModel:
+def meta_student(recipe: Recipe, source: Checkpoint) -> PreTrainedModel:
     """The student on the meta device, where tensors have shapes but no memory."""
     config = student_config(recipe, source)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
-def write_student(part: "OwnPart", source: Path, directory: Path, world: World, *, random: bool = False) -> None:
+def write_student(
+    part: "OwnPart", source: Path, directory: Path, world: World, *, random: bool = False, first: bool = False
+) -> None:
     """Writes the model directory of a checkpoint, an ordinary Hugging Face directory with the original tensor names.
 
     Every rank calls this and writes its part of the trained weights. All other files are copied from ``source``.
@@ -143,12 +145,26 @@ def write_student(part: "OwnPart", source: Path, directory: Path, world: World, 
         part: this rank's part of the student; see ``own_part``.
         source: the directory that the student was made from.
         random: whether the student began with random weights; ``source`` may then have no weights.
+        first: whether the names and shapes that were written are compared with the config, as in a run's first
+            checkpoint: what no command could open is said before hours of training and not after them.
+
+    Raises:
+        FcsdError: they do not match the config.
     """
     from fcsd.parallel.weights.saving import write_part
 
     world.on_first(directory.mkdir)
     world.everywhere(lambda: write_part(part, directory, None if random else source))
     world.on_first(lambda: _copy_others(source, directory))
+    if first:
+        world.on_first(lambda: _require_own_names(directory))
+
+
+def _require_own_names(directory: Path) -> None:
+    written = Checkpoint(directory)
+    if problems := compare_tensors(written.layout, written.config).problems():
+        text = "; ".join(problems.values())
+        raise FcsdError(f"{directory}: what the run has written does not match its config: {text}", "Report this.")
 
 
 def _copy_others(source: Path, directory: Path) -> None:

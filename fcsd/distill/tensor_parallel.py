@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from fcsd.checkpoint import resolve
+from fcsd.checkpoint import open_checkpoint
 from fcsd.config import Init, Recipe
 from fcsd.distill.teacher.original import needs_teacher, teacher_name
 from fcsd.engine.weights import load_tensor_parallel, random_tensor_parallel
@@ -96,7 +96,8 @@ def check(recipe: Recipe, processes: int) -> None:
     names: list[tuple[str, Init | None]] = [(recipe.model, recipe.init)]
     if needs_teacher(recipe):
         names.append((teacher_name(recipe), None))
-    configs = (AutoConfig.from_pretrained(resolve(n, weights=False).path, trust_remote_code=False) for n, _ in names)
+    paths = (open_checkpoint(name, weights=False).path for name, _ in names)
+    configs = (AutoConfig.from_pretrained(path, trust_remote_code=False) for path in paths)
     models = ((name, config, wiring_of(config), init) for (name, init), config in zip(names, configs, strict=True))
     check_sharded(models, recipe.parallel, processes)
 

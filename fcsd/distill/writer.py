@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fcsd.checkpoint.chat_text import chat_text, limited_template
-from fcsd.checkpoint.tokenizer import tokens_before
+from fcsd.checkpoint.tokenizer import chat_text, limited_template, tokens_before
 from fcsd.engine.decode import GRAIN
 from fcsd.engine.generate import GRAPHS, SLOTS, ending, generate
 from fcsd.errors import BadInputError

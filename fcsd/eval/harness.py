@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fcsd.checkpoint import expect_directory, read_config, read_layout, resolve
+from fcsd.checkpoint import expect_directory, open_checkpoint
 from fcsd.checkpoint.location import short_names
 from fcsd.disk import require_folder
 from fcsd.errors import ConfigError
@@ -118,11 +118,10 @@ def evaluate_models(
     engine.check(int(os.environ.get("WORLD_SIZE", "1")) if team is None else 1)
     for _, model in ordered:  # a mistyped name or an unsupported model is refused before data are read
         if isinstance(model, str):
-            source = resolve(model, weights=False)
-            read_config(source.path, trust_remote_code=True)  # no code is run
+            source = open_checkpoint(model, weights=False, trust_remote_code=True)  # no code is run
             if source.repo_id is None:  # damaged weights of the last model are found before the first is scored
                 expect_directory(source.path)
-                read_layout(source.path)
+            source.require_usable(headers=source.repo_id is None)
     team = team or _torchrun_team(lockstep=engine.ep_size > 1, together_on_all=engine.backend == OWN)
     with preserved_rng(), load_tasks(chosen, mirror) as loaded_tasks:
         # What follows is refused before hours of work.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fcsd.checkpoint.kind import RUN_RECIPE
+from fcsd.checkpoint.location import RUN_RECIPE
 from fcsd.disk import json_sha256, read_input, write_text
 from fcsd.errors import BadInputError
 from fcsd.eval.engines.answer_cache import is_number

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fcsd import markdown
-from fcsd.checkpoint.kind import RUN_RECIPE
-from fcsd.checkpoint.rewired import describe
+from fcsd.checkpoint.config_json import describe
+from fcsd.checkpoint.location import RUN_RECIPE
 from fcsd.distill.run.report import METRICS, read_metrics
 from fcsd.errors import ConfigError
 from fcsd.eval.results import Result, is_accuracy, is_quantised, read_directory, run_of, shown

@@ -8,9 +8,8 @@ import json
 import logging
 from pathlib import Path
 
-from fcsd.checkpoint import read_config, read_layout, resolve, verify_tensors
-from fcsd.checkpoint.kind import RUN_RECIPE
-from fcsd.checkpoint.side_files import side_files
+from fcsd.checkpoint import Checkpoint, open_checkpoint
+from fcsd.checkpoint.location import RUN_RECIPE
 from fcsd.checkpoint.staging import check_out, copy_small, staged, take_over
 from fcsd.config import load_recipe
 from fcsd.disk import scratch, write_text
@@ -63,7 +62,7 @@ def export_model(
     if (Path(run_or_model) / RUN_RECIPE).is_file():
         _write_checkpoint(Path(run_or_model), checkpoint, out, force=force, title=push)
     else:
-        _write(resolve(str(run_or_model)).path, None, out, force=force, title=push)
+        _write(open_checkpoint(run_or_model), None, out, force=force, title=push)
     if push:
         log.info("pushed to %s", push_model(out, push, private=private, create_pr=create_pr, revision=revision))
     return out
@@ -78,7 +77,7 @@ def _write_checkpoint(run: Path, checkpoint: str | None, out: Path, *, force: bo
         log.info("exporting %s", chosen)
         try:
             if not (chosen / PARTS).is_dir():
-                return _write(verified_model(chosen), run, out, force=force, title=title)
+                return _write(Checkpoint(verified_model(chosen)), run, out, force=force, title=title)
             require_extra("train", "the export of a run with frozen weights")
             from fcsd.distill.parts.files import merge_checkpoint
 
@@ -88,7 +87,7 @@ def _write_checkpoint(run: Path, checkpoint: str | None, out: Path, *, force: bo
             with scratch(out.absolute().parent, ".merged-") as folder:
                 log.info("merging what was trained into the weights")
                 merge_checkpoint(load_recipe(run / RUN_RECIPE).recipe, parts, folder / "model")
-                return _write(folder / "model", run, out, force=force, title=title)
+                return _write(Checkpoint(folder / "model"), run, out, force=force, title=title)
         except (FcsdError, OSError):
             if chosen.exists():
                 raise
@@ -99,20 +98,19 @@ def _write_checkpoint(run: Path, checkpoint: str | None, out: Path, *, force: bo
     )
 
 
-def _write(model: Path, run: Path | None, out: Path, *, force: bool, title: str | None) -> None:
+def _write(source: Checkpoint, run: Path | None, out: Path, *, force: bool, title: str | None) -> None:
     """Export a model directory, which ``run`` trained if it is given; see ``export_model``."""
     from fcsd.models.export_template import converted_files
 
-    former = check_out(out, [model, *_trained(run)], force=force)
-    config = read_config(model)
+    former = check_out(out, [source.path, *_trained(run)], force=force)
+    config = source.config
     if config.rewired is None or config.foreign:
-        raise BadInputError(f"{model}: is not converted by fcsd", "Convert it first: fcsd convert MODEL OUT.")
-    layout = read_layout(model)
-    verify_tensors(layout, config)
-    arch = config.arch
+        raise BadInputError(f"{source.path}: is not converted by fcsd", "Convert it first: fcsd convert MODEL OUT.")
+    source.verify()
+    layout, arch = source.layout, config.arch
 
     texts = converted_files(config.raw, arch, config.raw["fcsd"])
-    others = side_files(model, texts.keys() | layout.shards.keys() | {RECORD})
+    others = source.side_files(texts.keys() | {RECORD})
     raw = json.loads(texts["config.json"])
     texts[_CARD] = model_card(raw, arch, others.pop(_CARD, None), run, title=title or out.resolve().name)
     with staged(out, former) as stage:

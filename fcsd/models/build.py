@@ -1,7 +1,7 @@
 """Makes and registers the classes of converted models, rewires models in place, and loads checkpoints strictly."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import replace
@@ -28,7 +28,8 @@ from ..extras import require_extra
 from ..foreign_errors import reason_of
 from .arch import Arch
 from .archs import ARCHS
-from .config_keys import PREFIX, UNTIE, WEIGHTS_FILE, expert_count
+from .config_keys import ADAPTER, BOTH, DIVIDE, PREFIX, REFUSAL, UNTIE, WEIGHTS_FILE, expert_count
+from .export_template import auto_map, render
 from .fused.model import fuse_parts
 from .load_options import default_dtype
 from .products import family, nearest, supported, unsupported_text
@@ -96,8 +97,8 @@ def wire(model: PreTrainedModel, wiring: Wiring) -> PreTrainedModel:
     """Rewire a model in place. A former wiring is undone first; ``unwired()`` restores transformers' own graph.
 
     No weight changes, and inputs and outputs keep their shapes: token ids ``[batch, seq]`` give logits
-    ``[batch, seq, vocab]``. The config does not change either, so ``save_pretrained`` does not record the new wiring;
-    ``convert_checkpoint`` does.
+    ``[batch, seq, vocab]``. The config does not change either, so ``save_pretrained`` cannot record the new wiring and
+    raises ConfigError; ``convert_checkpoint`` records it.
 
     Returns:
         ``model`` itself.
@@ -118,6 +119,11 @@ def wire(model: PreTrainedModel, wiring: Wiring) -> PreTrainedModel:
     for layer in layers:
         if "_hf_hook" in vars(layer):  # accelerate's hook calls the forward that it found
             layer._old_forward = MethodType(type(layer).forward, layer)
+    recorded = wiring_of(model.config)
+    if wiring == recorded or not (wiring.layers or recorded.layers):
+        vars(model).pop("save_pretrained", None)
+    else:
+        vars(model)["save_pretrained"] = _refuse_to_save
     return model
 
 
@@ -245,6 +251,10 @@ def config_class(model_type: str) -> type[PretrainedConfig]:
         "model_type": PREFIX + model_type,
         "fcsd": None,
         WEIGHTS_FILE: property(lambda self: None, lambda self, value: None),  # see REFUSAL
+        "to_dict": lambda self: {
+            **base.to_dict(self),
+            WEIGHTS_FILE: REFUSAL,
+        },  # every tool that saves it keeps the guard
     }
     return type(f"Fcsd{base.__name__}", (base,), namespace)
 
@@ -262,9 +272,35 @@ def model_classes(model_type: str) -> Mapping[str, type[PreTrainedModel]]:
             "config_class": config_class(model_type),
             "fcsd_decoder": decoder,
             "fcsd_blocks": arch.blocks,
+            "save_pretrained": _saving_with_code(getattr(transformers, base_name), arch),
         }
         classes[auto] = type(f"Fcsd{base_name}", (WiredModel, base), namespace)
     return classes
+
+
+def _saving_with_code(base: type[PreTrainedModel], arch: Arch) -> Callable[..., Any]:
+    """``save_pretrained`` of a rewired class, as TRL and PEFT call it: the directory loads where fcsd is not installed.
+
+    transformers copies only code that came with a directory, and fcsd's classes did not.
+    """
+
+    def save_pretrained(self: Any, save_directory: str | Path, is_main_process: bool = True, **kwargs: Any) -> None:
+        if is_main_process and hasattr(self.config, "fcsd"):
+            self.config.auto_map = auto_map(arch)
+            Path(save_directory).mkdir(parents=True, exist_ok=True)
+            for name, text in render(arch).items():
+                (Path(save_directory) / name).write_text(text, "utf-8")
+        base.save_pretrained(self, save_directory, is_main_process=is_main_process, **kwargs)
+
+    return save_pretrained
+
+
+def _refuse_to_save(*_: Any, **__: Any) -> None:
+    raise ConfigError(
+        "the model was rewired in memory, which its config does not say: loaded again, it would compute something else",
+        "Convert its directory (fcsd convert), and load and train that: it is saved with its wiring, and `fcsd export` "
+        "takes it.",
+    )
 
 
 def causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
@@ -382,10 +418,12 @@ def load_model(
         A transformers model: token ids ``[batch, seq]`` give logits ``[batch, seq, vocab]``.
 
     Raises:
-        BadInputError: the architecture is not supported, a file is missing, tensors and config do not match, or the
-            installed transformers cannot compute the type.
+        BadInputError: the architecture is not supported, a file is missing, tensors and config do not match, an adapter
+            lies beside the weights, or the installed transformers cannot compute the type.
     """
     register()
+    if (Path(path) / ADAPTER).is_file():
+        raise BadInputError(f"{path}: {BOTH}", DIVIDE)
     try:
         config = config or AutoConfig.from_pretrained(path, trust_remote_code=False)
         require_working(arch_of(config))

@@ -31,6 +31,15 @@ def first_count(fields: Mapping[str, Any], keys: tuple[str, ...]) -> int:
 WEIGHTS_FILE = "transformers_weights"
 REFUSAL = "this model is rewired; load it by an Auto class, with trust_remote_code=True or after `import fcsd`"
 
+# transformers applies the adapter that this file describes to the model beside which it lies. It would be a part of
+# what fcsd computes and not of what fcsd writes.
+ADAPTER = "adapter_config.json"
+BOTH = f"holds a whole model and an adapter ({ADAPTER}), which transformers would apply to it"
+DIVIDE = (
+    f"Move {ADAPTER} and adapter_model.* to a directory of their own, or merge them first "
+    "(peft: merge_and_unload) and pass the result."
+)
+
 # What to do about a checkpoint that holds, beside a tensor, another one that the config ties to it.
 UNTIE = (
     'If the separate tensor is the right one, set "tie_word_embeddings": false in config.json; '

@@ -45,6 +45,10 @@ class Fcsd{config}(transformers.{config}):
     fcsd: dict | None = None
     # config.json names no file here, so that transformers' own class refuses the model; this class finds its weights.
     {weights_file} = property(lambda self: None, lambda self, value: None)
+
+    def to_dict(self):
+        """What is written to config.json, by whatever tool saves the model."""
+        return {{**super().to_dict(), "{weights_file}": "{refusal}"}}
 '''
 
 _MODELING = '''"""Rewired {model_type}, written by fcsd: transformers' own classes, taken apart by wiring.py."""
@@ -108,6 +112,7 @@ def render(arch: Arch) -> Mapping[str, str]:
     oldest, too_new = TRANSFORMERS
     decoders = dict(sorted(arch.classes.values()))
     common = {"model_type": arch.model_type, "prefix": PREFIX, "config": arch.config, "weights_file": WEIGHTS_FILE}
+    common["refusal"] = REFUSAL
     configuration = _CONFIGURATION.format(
         **common,
         oldest=oldest,

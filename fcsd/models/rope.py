@@ -75,13 +75,13 @@ def _border(text: Any, rope: dict[str, Any]) -> RopeBorder | None:
 
 
 def require_short_rows(config: Any, seq_len: int, model: str) -> None:
-    """Refuse packed rows in which short documents would get the rotary factors of long ones.
+    """Refuse packed rows that are longer than the model's positions, or give short documents the factors of long ones.
 
     Args:
         model: names the model in the message.
 
     Raises:
-        ConfigError: ``seq_len`` is beyond the border of the model.
+        ConfigError: ``seq_len`` is beyond the positions or the border of the model.
     """
     border = rope_border(config)
     if border is not None and border.beyond(seq_len):
@@ -89,4 +89,10 @@ def require_short_rows(config: Any, seq_len: int, model: str) -> None:
             f"{model}: its rotary factors (rope type {border.kind}) change beyond {border.positions} tokens, and "
             f"data.seq_len is {seq_len}: the short documents of a row would get those of long ones",
             f"Set data.seq_len to at most {border.positions}.",
+        )
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if most is not None and seq_len > most:
+        raise ConfigError(
+            f"{model}: it has {most} positions (max_position_embeddings), and data.seq_len is {seq_len}",
+            f"Set data.seq_len to at most {most}.",
         )

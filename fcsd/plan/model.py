@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, PretrainedConfig, PreTrainedModel
 
-from fcsd.checkpoint import read_config, resolve
+from fcsd.checkpoint import open_checkpoint
 from fcsd.config import Adapter
 from fcsd.errors import BadInputError
 from fcsd.kernels.packed_attention import attends_to_all
@@ -27,7 +27,7 @@ from fcsd.models.build import (
     wiring_of,
     without_further_outputs,
 )
-from fcsd.models.config_keys import EXPERTS_PER_TOKEN, expert_count, first_count
+from fcsd.models.config_keys import EXPERTS_PER_TOKEN, WEIGHTS_FILE, expert_count, first_count
 from fcsd.models.fused.model import fuse_parts
 from fcsd.models.fused.norms import fuse_norms
 from fcsd.models.fused.rotary import fuse_rotary
@@ -166,7 +166,7 @@ class MetaModel:
         method: how its weights are quantised in the files; None if they are not. All else is about plain weights.
 
     Raises:
-        BadInputError: the cases of ``fcsd.checkpoint.resolve`` and ``fcsd.checkpoint.read_config``. For a model that
+        BadInputError: those of ``fcsd.checkpoint.open_checkpoint`` and of its ``config``. For a model that
             has a packaged configuration, only errors in files that were found are raised.
     """
 
@@ -174,19 +174,17 @@ class MetaModel:
         register()
         self.packaged, config, self.method = False, None, None
         try:
-            local = Path(name)
-            folder = local if (local / "config.json").is_file() else resolve(name, allow_patterns=["*.json"]).path
+            source = open_checkpoint(name, weights=False, trust_remote_code=True)  # no code of a checkpoint is run here
         except BadInputError:
             config = packaged_config(name)
             if config is None:
                 raise
             self.packaged = True
         else:
-            found = read_config(folder, trust_remote_code=True)  # no code of a checkpoint is run here
-            rewired, self.method = rewired or found.rewired is not None, found.method
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            rewired, self.method = rewired or source.config.rewired is not None, source.config.method
+            config = AutoConfig.from_pretrained(source.path, trust_remote_code=False)
         self.wiring = wiring_of(config)
-        without = ("fcsd", "model_type", "quantization_config")
+        without = ("fcsd", "model_type", "quantization_config", WEIGHTS_FILE)
         fields = {key: value for key, value in config.to_dict().items() if key not in without}
         self.config, _ = without_further_outputs(AutoConfig.for_model(arch_of(config).model_type, **fields))
         self._measured: dict[Any, dict[int, LayerBytes]] = {}

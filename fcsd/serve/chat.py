@@ -136,14 +136,14 @@ def chat(
 
 def load_speaker(model: str, *, device: str | None = None, dtype: str | None = None) -> Speaker:
     """Loads a model and its tokenizer; accelerate spreads the model over the GPUs. See ``chat`` for the arguments."""
-    from fcsd.checkpoint import read_layout, resolve
+    from fcsd.checkpoint import open_checkpoint
     from fcsd.checkpoint.tokenizer import load_tokenizer
     from fcsd.models.build import load_on_device
 
-    path = resolve(model).path
-    read_layout(path)  # names a damaged file, which transformers does not
-    network = load_on_device(path, device=device, dtype=dtype)
-    return Speaker(model, network, load_tokenizer(path))
+    source = open_checkpoint(model, trust_remote_code=True)  # no code is run
+    source.require_usable()
+    network = load_on_device(source.path, device=device, dtype=dtype)
+    return Speaker(model, network, load_tokenizer(source.path))
 
 
 def load_divided_speaker(model: str, world: "World", reduce: str, dtype: str | None) -> Speaker:
@@ -154,14 +154,15 @@ def load_divided_speaker(model: str, world: "World", reduce: str, dtype: str | N
     """
     import torch
 
-    from fcsd.checkpoint import resolve
+    from fcsd.checkpoint import open_checkpoint
     from fcsd.checkpoint.tokenizer import load_tokenizer
     from fcsd.engine.open import open_engine
 
-    path = resolve(model).path
+    source = open_checkpoint(model, trust_remote_code=True)  # no code is run
+    source.require_usable(headers=False)
     kind = getattr(torch, dtype or default_dtype(world.device.type == "cpu"))
-    network = open_engine(path, world, dtype=kind, reduce=reduce)
-    return Speaker(model, network, load_tokenizer(path))
+    network = open_engine(source.path, world, dtype=kind, reduce=reduce)
+    return Speaker(model, network, load_tokenizer(source.path))
 
 
 def _same_everywhere(prompts: Iterable[str], world: "World") -> Iterator[str]:
@@ -197,8 +198,7 @@ def answer(
     import torch
     from transformers import BatchEncoding, set_seed
 
-    from fcsd.checkpoint.chat_text import chat_text, limited_template
-    from fcsd.checkpoint.tokenizer import text_ids
+    from fcsd.checkpoint.tokenizer import chat_text, limited_template, text_ids
     from fcsd.engine.batches import generate_in_batch
     from fcsd.engine.generate import ending
     from fcsd.launch.shared_work import ALONE

@@ -16,7 +16,7 @@ from http.client import HTTPException
 from pathlib import Path
 from types import MappingProxyType
 
-from fcsd.checkpoint import read_config, read_layout, resolve, verify_tensors
+from fcsd.checkpoint import open_checkpoint
 from fcsd.errors import ConfigError, FcsdError, Stopped
 from fcsd.models.wiring_block import DESYNC
 from fcsd.serve.vllm.communicator import ASKED, format_of
@@ -58,9 +58,9 @@ def serve(
         if gpus == 1:
             raise ConfigError(f"--all-reduce {all_reduce}: one GPU sums nothing", "Give --gpus 2 or more.")
         environment[ASKED] = all_reduce
-    path = resolve(model).path
-    config = read_config(path)
-    verify_tensors(read_layout(path), config)
+    source = open_checkpoint(model)
+    source.verify()
+    path, config = source.path, source.config
     rewired = config.rewired or {"wiring": "standard"}
     require_vllm("fcsd serve", rewired=config.rewired is not None)
     if config.foreign:

@@ -23,9 +23,8 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd import markdown
-from fcsd.checkpoint import read_config, resolve
+from fcsd.checkpoint import open_checkpoint
 from fcsd.checkpoint.location import short_names
-from fcsd.checkpoint.rewired import refuse_rewired
 from fcsd.checkpoint.tokenizer import load_tokenizer
 from fcsd.disk import file_sha256, json_sha256, require_folder, write_text
 from fcsd.errors import ConfigError
@@ -96,8 +95,9 @@ class Subject:
 
 def load_subject(model: str, wiring: str, device: str | None, dtype: str | None) -> Subject:
     """Load an original model for rewiring; ``load_on_device`` explains device and dtype."""
-    path = resolve(model).path
-    refuse_rewired(path, read_config(path).rewired)
+    source = open_checkpoint(model)
+    source.require_original()
+    path = source.path
     network = load_on_device(path, device=device, dtype=dtype)
     digest = hashlib.sha256()
     for file in sorted([*path.glob("*.json"), *path.glob("*.safetensors")]):

@@ -16,7 +16,7 @@ import torch
 from studies.formats.communication import QuantisedCommunication, over
 
 from fcsd import markdown
-from fcsd.checkpoint import resolve
+from fcsd.checkpoint import open_checkpoint
 from fcsd.checkpoint.tokenizer import load_tokenizer
 from fcsd.engine.generate import BATCHES
 from fcsd.eval import tables
@@ -75,7 +75,7 @@ def main() -> None:
         QuantisedCommunication.parse(text, given.tp_degree if "all-reduce" in text else None)
         for text in given.quantised
     ]
-    path = resolve(given.model).path
+    path = open_checkpoint(given.model).path
     device = "cuda" if torch.cuda.is_available() else "cpu"
     network = load_model(path, dtype=getattr(torch, default_dtype(device == "cpu")), device=device).eval()
     rows = scores(

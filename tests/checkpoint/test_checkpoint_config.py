@@ -98,7 +98,7 @@ def test_tensors_that_do_not_match(model, change, reasons):
         ({"rms_norm_eps": "small"}, "transformers cannot build"),
         ({"hidden_act": "no_such_function"}, "transformers cannot build"),
         ({"layer_types": ["full_attention"] * 9}, "transformers cannot build"),
-        ({"rms_norm_eps": float("1e308") * 10}, "Infinity is not JSON"),
+        ({"rms_norm_eps": float("1e308") * 10}, "Infinity is not a finite number"),
         (
             {"quantization_config": {"quant_method": "gptq", "bits": 4}},
             "(ValueError: None is no size of a group",
@@ -141,9 +141,9 @@ def test_config_values(model, change, reason):
         ('{"model_type": "llama"}'.encode("utf-16"), "not strict JSON"),
         (b'\xef\xbb\xbf{"model_type": "llama"}', "not strict JSON"),
         (b'{"model_type": "llama", "model_type": "qwen3"}', "duplicate key 'model_type'"),
-        (b'{"rope_theta": NaN}', "NaN is not JSON"),
-        (b'{"rope_theta": 1e999}', "'rope_theta' is not finite"),
-        (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "nested too deeply"),
+        (b'{"rope_theta": NaN}', "NaN is not a finite number"),
+        (b'{"rope_theta": 1e999}', "1e999 is not a finite number"),
+        (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "nested more than 32 levels deep"),
         (b" " * (11 << 20) + b"{}", "larger than 10 MB"),
     ],
 )
@@ -207,3 +207,19 @@ def test_every_value_under_every_key(arch, tmp_path):
     keys = sorted(json.loads((tmp_path / "config.json").read_text()))
     keys += ["quantization_config", "farskip", "farskip_start_idx", "fcsd", "text_config", "vision_config", "dtype"]
     check_config_values(tmp_path, [(key, value) for key in keys for value in NASTY])
+
+
+def test_infinity_is_accepted_where_published_models_have_it(model) -> None:
+    """Nemotron's and Mamba 2's steps have no upper limit, which their config.json writes as a literal."""
+    edit(model / "config.json", lambda config: config.update(time_step_limit=[0.0, float("inf")]))
+    assert "Infinity" in (model / "config.json").read_text()
+    assert open_base(str(model)).config.raw["time_step_limit"] == [0.0, float("inf")]
+    edit(model / "config.json", lambda config: config.update(time_step_limit=[0.0, float("-inf")]))
+    refused(model, "-Infinity is not a finite number")
+
+
+def test_other_files_have_the_same_limits(model) -> None:
+    (model / "tokenizer_config.json").write_text(json.dumps({"model_max_length": int(1e30)}))
+    assert inspect_checkpoint(model).problems == []
+    (model / "generation_config.json").write_text('{"temperature": 1e400}')
+    refused(model, "generation_config.json: is not strict JSON (1e400 is not a finite number)")

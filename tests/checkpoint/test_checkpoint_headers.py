@@ -15,7 +15,7 @@ import pytest
 import safetensors
 
 from fcsd.checkpoint import read_header
-from fcsd.checkpoint.headers import parse_header
+from fcsd.checkpoint.layout import parse_header
 from fcsd.errors import BadInputError
 
 GOOD = {
@@ -49,8 +49,8 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
     "leading space": (pack(b" " + json.dumps(GOOD).encode()), "not a safetensors file"),
     "a list": (pack(b"[]"), "not a safetensors file"),
     "not UTF-8": (pack(b'{"\xff": 1}'), "not strict JSON"),
-    "NaN": (pack('{"a": NaN}'), "NaN is not JSON"),
-    "nested 100 000 deep": (pack(b'{"a":' * 100_000), "nested too deeply"),
+    "NaN": (pack('{"a": NaN}'), "NaN is not a finite number"),
+    "nested 100 000 deep": (pack(b'{"a":' * 100_000), "nested more than 32 levels deep"),
     "number of 5000 digits": (pack(b'{"a":' + b"9" * 5000 + b"}"), "not strict JSON"),
     "duplicate tensor": (pack(json.dumps(GOOD)[:-1] + ', "a": ' + json.dumps(GOOD["a"]) + "}"), "duplicate key 'a'"),
     "duplicate field": (pack('{"a": {"dtype": "F32", "dtype": "F16"}}'), "duplicate key 'dtype'"),

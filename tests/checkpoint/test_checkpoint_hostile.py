@@ -61,7 +61,7 @@ def test_shard_names(model, shard, reason, call):
         (b"[1]", "holds a JSON list"),
         (b'{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', "duplicate key 'a'"),
         (b'{"weight_map": {"a": "\xff.safetensors"}}', "not strict JSON"),
-        (b'{"weight_map": ' + b'{"a":' * 200_000, "nested too deeply"),
+        (b'{"weight_map": ' + b'{"a":' * 200_000, "nested more than 32 levels deep"),
     ],
 )
 def test_malformed_index(model, text, reason):

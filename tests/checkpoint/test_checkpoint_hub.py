@@ -11,7 +11,7 @@ import sparse_checkpoint
 import tiny
 from huggingface_hub import constants
 
-from fcsd.checkpoint import inspect_checkpoint, resolve
+from fcsd.checkpoint import inspect_checkpoint, open_checkpoint
 from fcsd.errors import BadInputError, DiskError
 
 
@@ -25,25 +25,25 @@ def saved(tmp_path_factory) -> Path:
 
 def refused(model: str) -> BadInputError:
     with pytest.raises(BadInputError) as caught:
-        resolve(model)
+        open_checkpoint(model)
     assert "\n" not in str(caught.value) and caught.value.hint
     return caught.value
 
 
 def test_resolve_pins_the_revision_and_caches(hub, saved, monkeypatch):
     first = hub.add("org/model", saved)
-    source = resolve("org/model")
+    source = open_checkpoint("org/model")
     assert (source.repo_id, source.revision) == ("org/model", first)
     assert source.path.name == first and not (source.path / "pytorch_model.bin").exists()
     for file in saved.glob("*.safetensors"):
         assert (source.path / file.name).read_bytes() == file.read_bytes()
 
     second = hub.add("org/model", {"config.json": b"{}", "model.safetensors": b""})
-    assert resolve(f"org/model@{first}") == source
-    assert resolve("org/model@main").revision == second
+    assert open_checkpoint(f"org/model@{first}") == source
+    assert open_checkpoint("org/model@main").revision == second
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert resolve(f"org/model@{first}").path == source.path
-    assert resolve("org/model@main").revision == second
+    assert open_checkpoint(f"org/model@{first}").path == source.path
+    assert open_checkpoint("org/model@main").revision == second
 
 
 def test_cut_download_resumes(hub, saved, monkeypatch):
@@ -52,7 +52,7 @@ def test_cut_download_resumes(hub, saved, monkeypatch):
     shard = max(saved.glob("*.safetensors"), key=lambda file: file.stat().st_size)
     hub.faults[f"GET .*{shard.name}"] = ("cut", 100_000)
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 10_000)
-    path = resolve("org/model").path
+    path = open_checkpoint("org/model").path
     assert (path / shard.name).read_bytes() == shard.read_bytes()
     ranges = [line for line in hub.requests if line.startswith("GET") and shard.name in line]
     assert len(ranges) == 2 and ranges[1].endswith("bytes=100000-")
@@ -99,7 +99,7 @@ def test_inspect_fetches_headers_only(hub, saved):
 
 def test_unreachable_hub_fails_fast_and_directories_still_work(saved):
     """A fresh process, nothing listening at the endpoint: the whole command, imports included."""
-    program = "import sys; from fcsd.checkpoint import resolve; print(resolve(sys.argv[1]).path)"
+    program = "import sys; from fcsd.checkpoint import open_checkpoint; print(open_checkpoint(sys.argv[1]).path)"
     environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
 
     def run(model: str) -> subprocess.CompletedProcess[str]:
@@ -128,4 +128,4 @@ def test_full_disk_under_the_cache(hub, saved, tmp_path):
     hub.add("org/model", saved)
     (tmp_path / "cache").symlink_to("/dev/full")
     with pytest.raises(DiskError, match="cannot be written"):
-        resolve("org/model")
+        open_checkpoint("org/model")

@@ -3,12 +3,14 @@
 import errno
 import json
 import os
+import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 from files import snapshot
 
 from fcsd.checkpoint.staging import check_out, staged
@@ -155,3 +157,35 @@ def test_a_directory_that_holds_its_source_or_is_inside_of_it_is_refused(tmp_pat
     for out in (source, source / "out", source.parent):
         with pytest.raises(ConfigError, match="overlaps with its source"):
             check_out(out, [source], force=True)
+
+
+def replaced_until(out: Path, moment: str, count: int) -> None:
+    """Replaces ``out``, and is killed after the ``count``-th call of a method of ``Path``."""
+    calls, real = [], getattr(Path, moment)
+
+    def then_killed(path: Path, *arguments: Any, **options: Any) -> Any:
+        result = real(path, *arguments, **options)
+        if ".out.old-" in f"{path} {arguments}" or (moment == "rename" and calls):
+            calls.append(path)
+            if len(calls) == count:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    with staged(out, check_out(out, [], force=True)) as stage:
+        (stage / "config.json").write_text(json.dumps({"fcsd": {}, "content": "new"}))
+        setattr(Path, moment, then_killed)
+
+
+@pytest.mark.parametrize(("moment", "count"), [("rename", 1), ("touch", 1), ("rename", 2)])
+def test_what_a_killed_force_moved_out_of_the_way_comes_back_or_goes(tmp_path: Path, moment: str, count: int) -> None:
+    out = fcsd_directory(tmp_path / "out", "former")
+    (tmp_path / ".out.old-0123abcd").mkdir()  # not ours, whatever its name
+    assert ranks.exit_code(replaced_until, out, moment, count) == -signal.SIGKILL
+    assert len(list(tmp_path.glob(".out.old-*"))) == 2
+    with pytest.raises(ConfigError, match="is not empty"):  # what the killed command began is undone, or ended
+        check_out(out, [], force=False)
+    expected = "new" if (moment, count) == ("rename", 2) else "former"
+    assert json.loads((out / "config.json").read_text())["content"] == expected
+    with staged(out, check_out(out, [], force=True)) as stage:
+        (stage / "a").touch()
+    assert sorted(os.listdir(tmp_path)) == [".out.old-0123abcd", "out"] and os.listdir(out) == ["a"]

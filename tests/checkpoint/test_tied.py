@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fcsd.checkpoint import SINGLE, inspect_checkpoint, read_config, read_layout, verify_tensors
-from fcsd.checkpoint.tied import differing_copies
+from fcsd.checkpoint.verify import differing_copies
 from fcsd.convert import convert_checkpoint
 from fcsd.engine.weights import load_tensor_parallel
 from fcsd.errors import BadInputError

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import runs
 
-from fcsd.checkpoint.location import resolve
+from fcsd.checkpoint import open_checkpoint
 from fcsd.config import load_recipe
 from fcsd.distill import loop, prepare
 from fcsd.distill.inputs import require_inputs
@@ -54,7 +54,7 @@ def test_bundled_files_are_found_from_any_folder(tmp_path: Path, repo: Path, mon
     monkeypatch.chdir(tmp_path)
     changes = ["model=bundled:teacher", "init.wiring=farskip", "teacher=bundled:teacher"]
     recipe = load_recipe("tiny", changes).recipe
-    assert recipe.model == str(repo / "assets/teacher") == str(resolve("bundled:teacher").path)
+    assert recipe.model == str(repo / "assets/teacher") == str(open_checkpoint("bundled:teacher").path)
     require_inputs(recipe)
     wrong = load_recipe("tiny", [*changes, "data.held_out.path=bundled:corpus/held_out.json"]).recipe
     with pytest.raises(BadInputError, match="there is no such data file") as caught:

@@ -18,7 +18,7 @@ from reloads import fork_reloads
 from safetensors.torch import load_file, save_file
 
 from fcsd import parity
-from fcsd.checkpoint import Layout
+from fcsd.checkpoint import Layout, verify_tensors
 from fcsd.config import Recipe
 from fcsd.convert import convert_checkpoint
 from fcsd.distill.run import manifest
@@ -250,7 +250,7 @@ def test_the_best_checkpoint_is_the_default_and_is_said(run: Path, tmp_path: Pat
 
 def test_a_checkpoint_that_training_deletes_is_chosen_again(run: Path, tmp_path: Path, monkeypatch, caplog) -> None:
     """Retention deletes the checkpoint while it is read; the next attempt takes the newest one then."""
-    verify, committed = exporting.verify_tensors, run / "checkpoints"
+    verify, committed = verify_tensors, run / "checkpoints"
 
     def delete_step_20(layout: Layout, *rest: Any) -> Any:
         if "step-20" in str(layout.path):
@@ -258,7 +258,7 @@ def test_a_checkpoint_that_training_deletes_is_chosen_again(run: Path, tmp_path:
             shutil.rmtree(committed / "step-20")
         return verify(layout, *rest)
 
-    monkeypatch.setattr(exporting, "verify_tensors", delete_step_20)
+    monkeypatch.setattr("fcsd.checkpoint.checkpoint.verify_tensors", delete_step_20)
     monkeypatch.setattr(exporting, "prove_reload", lambda *args: {"layers": 4, "of": 4})
     out = export_model(str(run), tmp_path / "out", checkpoint="latest")
     assert (out / "model.safetensors").samefile(committed / "step-30" / "model" / "model.safetensors")
@@ -276,7 +276,7 @@ def test_training_that_deletes_faster_than_export_reads_is_named(run: Path, tmp_
         shutil.rmtree(checkpoint)
         raise FileNotFoundError(layout.path)
 
-    monkeypatch.setattr(exporting, "verify_tensors", delete)
+    monkeypatch.setattr("fcsd.checkpoint.checkpoint.verify_tensors", delete)
     with pytest.raises(CheckpointError, match="training deleted the chosen checkpoint in each of 5 attempts"):
         export_model(str(run), tmp_path / "out", checkpoint="latest")
     assert not (tmp_path / "out").exists()

@@ -259,7 +259,7 @@ def test_a_model_reads_what_its_template_makes_of_a_conversation(models, monkeyp
 
 
 def test_a_chat_template_has_limits(models, monkeypatch):
-    monkeypatch.setattr("fcsd.checkpoint.limited_process.CPU_SECONDS", 0.3)
+    monkeypatch.setattr("fcsd.checkpoint.tokenizer.CPU_SECONDS", 0.3)
     speaker = load_speaker(str(models[0]))
     for template, reason in {
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "ran for more than 0.3 s",

@@ -179,10 +179,9 @@ def test_what_does_not_speak_http_is_not_ready_and_ends_nothing() -> None:
 
 def test_sums_through_the_host_are_asked_of_vllm(monkeypatch, tmp_path):
     given = {}
-    monkeypatch.setattr(server, "resolve", lambda model: SimpleNamespace(path=tmp_path))
-    monkeypatch.setattr(server, "read_config", lambda path: SimpleNamespace(rewired=None, foreign=False))
-    monkeypatch.setattr(server, "read_layout", lambda path: None)
-    monkeypatch.setattr(server, "verify_tensors", lambda layout, config: None)
+    config = SimpleNamespace(rewired=None, foreign=False)
+    opened = SimpleNamespace(path=tmp_path, config=config, verify=lambda: None)
+    monkeypatch.setattr(server, "open_checkpoint", lambda model: opened)
     monkeypatch.setattr(server, "require_vllm", lambda what, rewired: None)
     monkeypatch.setattr(server, "run", lambda command, url, ready, environment: given.update(environment) or 0)
     port = ranks.free_port()

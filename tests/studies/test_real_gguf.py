@@ -17,7 +17,7 @@ from studies.real.read_gguf import unpack_gguf
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fcsd.checkpoint.kind import gguf_lines
+from fcsd.checkpoint.location import gguf_lines
 from fcsd.convert import convert_checkpoint
 from fcsd.errors import BadInputError, ConfigError, DiskError
 

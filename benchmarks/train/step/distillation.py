@@ -16,7 +16,7 @@ from benchmarks.train.step.workload import BLOCKING, MASKED, OVERLAPPED, Workloa
 from transformers import PreTrainedModel
 
 from fcsd.bench.runner import finished, reset_peak
-from fcsd.checkpoint import resolve
+from fcsd.checkpoint import open_checkpoint
 from fcsd.distill.experts.expert_parallel import dispatcher_for, quantiser_of, wire_sharded
 from fcsd.distill.metrics import full_speed_of
 from fcsd.distill.optim import update
@@ -57,7 +57,7 @@ class Distillation:
                 )
             for format in load.formats:
                 check_formats(Formats.parse(format), rewired, load.shape)
-            chosen = chosen_parts(recipe, resolve(recipe.model, weights=False))
+            chosen = chosen_parts(recipe, open_checkpoint(recipe.model, weights=False))
             self.full_speed = full_speed_of(recipe, world)
         self._recipe, self._world, self._taken = recipe, world, 0
         self.batch_tokens = recipe.train.batch_tokens

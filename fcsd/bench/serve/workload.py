@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from fcsd.bench.shapes import SHAPES
-from fcsd.checkpoint import read_config
+from fcsd.checkpoint import open_checkpoint
 from fcsd.errors import ConfigError, unknown_value
 from fcsd.models.build import (
     arch_of,
@@ -18,6 +18,7 @@ from fcsd.models.build import (
     require_desync,
     wiring_of,
 )
+from fcsd.models.config_keys import WEIGHTS_FILE
 from fcsd.models.wiring_block import DESYNC, NAMES, Wiring
 from fcsd.parallel.all_reduce.backends import User, is_bound
 
@@ -149,7 +150,7 @@ def config_of(model: str, layers: int | None) -> PretrainedConfig:
     """
     if model in SHAPES:
         return SHAPES[model](SHAPES[model].depth if layers is None else layers)
-    if read_config(Path(model)).foreign:
+    if open_checkpoint(model, weights=False).config.foreign:
         raise ConfigError(f"{model}: it was rewired by another program, whose wiring the engines do not have")
     register_configs()
     return AutoConfig.from_pretrained(model, trust_remote_code=False)
@@ -188,7 +189,7 @@ def weight_bytes(config: PretrainedConfig, replicas: int = 1, divided: bool = Fa
         replicas: data-parallel replicas, whose weights are counted together.
         divided: whether the replicas divide the routed experts between them.
     """
-    fields = {key: value for key, value in config.to_dict().items() if key not in ("fcsd", "model_type")}
+    fields = {key: value for key, value in config.to_dict().items() if key not in ("fcsd", "model_type", WEIGHTS_FILE)}
     plain = AutoConfig.for_model(arch_of(config).model_type, **fields)
     with torch.device("meta"):
         model = causal_lm_class(plain)(plain)

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from fcsd.checkpoint.chat_text import MAX_CHARACTERS
+from fcsd.checkpoint.tokenizer import MAX_CHARACTERS
 from fcsd.config import Source
 from fcsd.disk import read_input_text
 from fcsd.distill.data.examples import Chat, Message, Skip, counts, too_long

@@ -22,8 +22,7 @@ import numpy as np
 import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 
-from fcsd.checkpoint.limited_process import LimitedProcess, LimitExceededError
-from fcsd.checkpoint.tokenizer import document_ids, tokens_before
+from fcsd.checkpoint.tokenizer import LimitedProcess, LimitExceededError, document_ids, tokens_before
 from fcsd.checkpoint.tokenizer import load_tokenizer as any_tokenizer
 from fcsd.config import Source
 from fcsd.disk import naming

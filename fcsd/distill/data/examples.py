@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fcsd.checkpoint.chat_text import MAX_CHARACTERS
+from fcsd.checkpoint.tokenizer import MAX_CHARACTERS
 from fcsd.config import Source
 from fcsd.distill.data.raw_table import LONGEST_LINE, TOOLS
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from fcsd.checkpoint import read_config, resolve
+from fcsd.checkpoint import open_checkpoint
 from fcsd.config import Parallel, Recipe
 from fcsd.distill.teacher.original import needs_teacher, teacher_name
 from fcsd.errors import BadInputError, ConfigError
@@ -55,7 +55,7 @@ def check(recipe: Recipe, processes: int) -> None:
         hint = "set parallel.teacher_placement: replicated"
         check_divided(_config(name), name, recipe.parallel, processes, hint)
     for name in names if stage == 3 else ():
-        if (found := read_config(resolve(name, weights=False).path).quantization) is not None:
+        if (found := open_checkpoint(name, weights=False).config.quantization) is not None:
             raise BadInputError(
                 f"{name} is quantised ({found}), and parallel.zero_stage 3 cannot load that",
                 "save a dequantised copy in bf16 first",
@@ -73,7 +73,7 @@ def dispatcher_for(parallel: Parallel, ep_size: int) -> Dispatcher:
 
 
 def _config(name: str) -> PretrainedConfig:
-    return AutoConfig.from_pretrained(resolve(name, weights=False).path, trust_remote_code=False)
+    return AutoConfig.from_pretrained(open_checkpoint(name, weights=False).path, trust_remote_code=False)
 
 
 def quantiser_of(recipe: Recipe) -> Quantiser | None:

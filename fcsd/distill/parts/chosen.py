@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from fcsd.checkpoint import Location
+from fcsd.checkpoint import Checkpoint
 from fcsd.config import Recipe
 from fcsd.distill.student import meta_student
 from fcsd.distill.teacher.original import needs_teacher
@@ -17,7 +17,7 @@ from fcsd.models.build import arch_of
 from fcsd.parallel.expert.autoep import expert_blocks
 
 
-def chosen_parts(recipe: Recipe, source: Location) -> Chosen | None:
+def chosen_parts(recipe: Recipe, source: Checkpoint) -> Chosen | None:
     """What trains beside frozen weights, by the names in the recipe; None if all weights train. No weight is read.
 
     Args:

@@ -6,7 +6,6 @@ they belong to: all of its bytes, its config with the wiring, its tokenizer and 
 """
 
 import json
-import logging
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fcsd.checkpoint import Location, read_layout, resolve, sample_sha256, whole_sha256
+from fcsd.checkpoint import Checkpoint, open_checkpoint, whole_sha256
 from fcsd.config import Recipe
 from fcsd.disk import read_input, write_json
 from fcsd.distill.dtypes import DTYPES
@@ -28,13 +27,11 @@ from fcsd.models.adapters.trained import TrainedParts
 from fcsd.parallel.partitions import changed
 from fcsd.parallel.weights.saving import OwnPart, own_part
 
-log = logging.getLogger(__name__)
-
 _WEIGHTS, _SETTINGS = "parts.safetensors", "parts.json"
 _VERSION = 1
 
 
-def write_parts(part: OwnPart, base: Location, base_sha256: str, directory: Path, world: World) -> None:
+def write_parts(part: OwnPart, base: Checkpoint, base_sha256: str, directory: Path, world: World) -> None:
     """Writes the folder of what trains; every rank calls this.
 
     Args:
@@ -66,13 +63,13 @@ def read_parts(folder: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{folder / _WEIGHTS}: cannot be read: {reason_of(error)}") from error
 
 
-def require_base(base: Location, base_sha256: str, folder: Path) -> None:
+def require_base(base: Checkpoint, base_sha256: str, folder: Path) -> None:
     """Refuses frozen weights, or a model around them, that are not those beside which ``folder`` was trained.
 
     Raises:
         BadInputError: they are others.
     """
-    if whole_sha256(read_layout(base.path)) != base_sha256:
+    if whole_sha256(base.layout) != base_sha256:
         what = "its weights, config, tokenizer or chat template are not those beside which"
         raise BadInputError(f"{base.path}: {what} {folder} was trained", "Restore them.")
 
@@ -88,7 +85,7 @@ def write_merged(parts: TrainedParts, folder: Path, source: Path, directory: Pat
     with changed([parameter for _, parameter in parts.tensors()]):
         world.everywhere(lambda: parts.load(read_parts(folder), str(folder)))
     parts.merge(changed)
-    write_student(own_part(parts.model), source, directory, world)
+    write_student(own_part(parts.model), source, directory, world, first=True)
 
 
 def merge_checkpoint(recipe: Recipe, folder: Path, directory: Path) -> None:
@@ -103,21 +100,15 @@ def merge_checkpoint(recipe: Recipe, folder: Path, directory: Path) -> None:
     """
     try:
         facts = json.loads(read_input(folder / _SETTINGS))
-        name, sha256 = facts["base"], facts.get("base_sha256")
-        sample = facts["base_sample"] if sha256 is None else None
+        name, sha256 = facts["base"], facts["base_sha256"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder / _SETTINGS}: cannot be read: {reason_of(error)}") from error
     try:
-        base = resolve(name)
+        base = open_checkpoint(name)
     except BadInputError as error:
         error.hint = f"What {folder.parent} has trained is merged into these weights; put them back."
         raise
-    if sha256 is not None:
-        require_base(base, sha256, folder)
-    elif sample_sha256(read_layout(base.path)) != sample:
-        raise BadInputError(f"{name}: the weights are not those beside which {folder} was trained", "Restore them.")
-    else:
-        log.warning("%s does not record how %s was wired: compare it with the recipe of its conversion", folder, name)
+    require_base(base, sha256, folder)
     parallel = recipe.parallel.model_copy(update={"ep_size": 1, "zero_stage": 0})
     recipe = recipe.model_copy(update={"model": name, "parallel": parallel})
     chosen = chosen_parts(recipe, student_source(recipe))

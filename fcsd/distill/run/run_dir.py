@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fcsd.checkpoint.kind import RUN_RECIPE
+from fcsd.checkpoint.location import RUN_RECIPE
 from fcsd.config import ResolvedRecipe
 from fcsd.disk import append, file_sha256, left_over, naming, open_to_append, read_input, require_folder, write_text
 from fcsd.distill.run.manifest import MANIFEST

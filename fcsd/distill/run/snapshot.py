@@ -145,12 +145,38 @@ def _part(trained: Trained) -> OwnPart:
 def _load_optimizer(engine: Any, state: Any, checkpoint: Path, **how: Any) -> None:
     """Loads what ``_read_optimizer`` read. Errors of devices and of other ranks pass as they are."""
     try:
+        own = _optimizer_state(engine)
+        for each in state if isinstance(state, list) else [state]:
+            _require_shapes(own, each)
         engine.optimizer.load_state_dict(state, **how)
+        base = getattr(engine.optimizer, "optimizer", engine.optimizer)  # that which ZeRO gives its partitions to
+        for parameter, kept in base.state.items():  # the moments, which DeepSpeed takes over as they are
+            _require_shapes({name: parameter for name in kept}, {n: t for n, t in kept.items() if _has_places(t)})
     except Exception as error:
         if type(error) not in _OF_OTHER_CONTENT:
             raise
         what = f"{checkpoint / OPTIMIZER}: does not hold the state of this optimizer: {reason_of(error)}"
         raise CheckpointError(what, _RESUME_EARLIER) from error
+
+
+def _has_places(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0
+
+
+def _require_shapes(own: Any, saved: Any) -> None:
+    """Refuses tensors of other shapes than the optimizer has, because copying would repeat the values of small ones.
+
+    Raises:
+        ValueError: a tensor has another shape.
+    """
+    if isinstance(own, Tensor) and isinstance(saved, Tensor) and own.shape != saved.shape:
+        raise ValueError(f"a tensor of shape {list(saved.shape)}, not {list(own.shape)}")
+    if isinstance(own, dict) and isinstance(saved, dict):
+        for key in own.keys() & saved.keys():
+            _require_shapes(own[key], saved[key])
+    elif isinstance(own, list | tuple) and isinstance(saved, list | tuple):
+        for one, other in zip(own, saved, strict=False):
+            _require_shapes(one, other)
 
 
 def _read_optimizer(path: Path) -> Any:

@@ -12,9 +12,8 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from fcsd.checkpoint import Layout, fingerprint, read_config, read_layout, resolve
+from fcsd.checkpoint import Layout, open_checkpoint
 from fcsd.checkpoint.files import open_regular
-from fcsd.checkpoint.location import recorded_original
 from fcsd.config import Recipe
 from fcsd.disk import bytes_sha256
 from fcsd.errors import BadInputError, ConfigError
@@ -48,7 +47,7 @@ def teacher_name(recipe: Recipe) -> str:
         return recipe.teacher
     if recipe.init.wiring is not None and recipe.init.weights == "loaded":
         return recipe.model
-    original = recorded_original(resolve(recipe.model, weights=False).path, student_block(recipe))
+    original = open_checkpoint(recipe.model, weights=False).original
     if original is None:
         raise ConfigError(f"{recipe.model} records no base model", hint=_NO_BASE)
     return original
@@ -56,7 +55,7 @@ def teacher_name(recipe: Recipe) -> str:
 
 def student_block(recipe: Recipe) -> dict[str, Any]:
     """The block ``fcsd`` in the student's config, which the conversion wrote; empty for an original model."""
-    return read_config(resolve(recipe.model, weights=False).path).raw.get("fcsd") or {}
+    return open_checkpoint(recipe.model, weights=False).config.raw.get("fcsd") or {}
 
 
 def identify_teacher(recipe: Recipe) -> dict[str, str]:
@@ -68,18 +67,17 @@ def identify_teacher(recipe: Recipe) -> dict[str, str]:
     """
     name = teacher_name(recipe)
     try:
-        path = resolve(name).path
-        layout = read_layout(path)
+        teacher = open_checkpoint(name)
+        found = teacher.fingerprint
     except BadInputError as error:
         if recipe.teacher is None:
             error.hint = f"{recipe.model} records it as its original; if it moved, set `teacher:` in the recipe"
         raise
-    found = fingerprint(layout)
     expect_fingerprint(recipe, found, f"teacher {name}")
     register()
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(teacher.path, trust_remote_code=False)
     require_short_rows(config, recipe.data.seq_len, f"teacher {name}")
-    return {"teacher.fingerprint": found, "teacher.sample": weights_sha256(layout)}
+    return {"teacher.fingerprint": found, "teacher.sample": weights_sha256(teacher.layout)}
 
 
 def weights_sha256(layout: Layout) -> str:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fcsd.checkpoint import read_layout
 from fcsd.config import Objective, Recipe
 from fcsd.distill.inputs import student_source
 from fcsd.distill.teacher.original import final_hidden, output_head, teacher_name, weights_sha256
@@ -39,7 +38,7 @@ def require_own_weights(recipe: Recipe, teacher_weights: str) -> None:
     Raises:
         ConfigError: they differ, because the recipe names another teacher or a student that was trained already.
     """
-    if weights_sha256(read_layout(student_source(recipe).path)) != teacher_weights:
+    if weights_sha256(student_source(recipe).layout) != teacher_weights:
         raise ConfigError(
             f"{recipe.frozen_beside} needs the weights of the teacher, and those of {recipe.model} differ from those "
             f"of {teacher_name(recipe)}",

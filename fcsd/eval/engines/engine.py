@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fcsd.disk import file_sha256, json_sha256
 from fcsd.engine.generate import GENERATION, SLOTS
@@ -20,6 +20,9 @@ from fcsd.extras import require_extra
 from fcsd.launch.shared_work import Team
 from fcsd.models.load_options import check_device, check_dtype, default_dtype
 from fcsd.serve.vllm.support import RIGHT_RESULTS, installed_version, require_vllm
+
+if TYPE_CHECKING:
+    from fcsd.checkpoint import Checkpoint
 
 HF, VLLM, OWN = "hf", "vllm", "own"
 
@@ -121,9 +124,10 @@ def opened(model: str, engine: Engine, out: Path | None, team: Team) -> Iterator
     """
     import torch
 
-    from fcsd.checkpoint import resolve
+    from fcsd.checkpoint import open_checkpoint
 
-    path = resolve(model).path
+    source = open_checkpoint(model)
+    path = source.path
     device = engine.device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
     dtype = engine.dtype or default_dtype(on_cpu and engine.backend != VLLM)
@@ -134,7 +138,7 @@ def opened(model: str, engine: Engine, out: Path | None, team: Team) -> Iterator
             cache = AnswerCache(out / "answers" / f"{key[:16]}.jsonl", team.world)
             stack.callback(cache.close)
         if engine.backend == VLLM:
-            adapter = _in_vllm(path, engine, dtype, cache)
+            adapter = _in_vllm(source, engine, dtype, cache)
         else:
             adapter = _in_transformers(path, engine, dtype, device, cache, team, stack)
         try:
@@ -191,17 +195,14 @@ def _in_transformers(
     )
 
 
-def _in_vllm(path: Path, engine: Engine, dtype: str, cache: AnswerCache | None) -> Adapter:
-    from fcsd.checkpoint import read_config
-
-    require_vllm("--backend vllm", rewired=read_config(path).rewired is not None)
+def _in_vllm(source: "Checkpoint", engine: Engine, dtype: str, cache: AnswerCache | None) -> Adapter:
+    require_vllm("--backend vllm", rewired=source.config.rewired is not None)
     os.environ[RIGHT_RESULTS] = "1"  # for vLLM's processes, which inherit it
     from fcsd.eval.engines.vllm_adapter import VLLMAdapter
 
     adapter: Any = VLLMAdapter  # its base has no type, so that pyright takes the class for abstract
-    return adapter(
-        path, dtype=dtype, gpus=engine.gpus, max_length=engine.max_length, batch_size=engine.batch_size, cache=cache
-    )
+    how: Any = {"dtype": dtype, "gpus": engine.gpus, "max_length": engine.max_length, "batch_size": engine.batch_size}
+    return adapter(source.path, cache=cache, **how)
 
 
 def versions(engine: Engine) -> dict[str, str]:

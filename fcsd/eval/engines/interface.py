@@ -8,9 +8,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from fcsd.checkpoint.chat_text import chat_text, limited_template
-from fcsd.checkpoint.limited_process import LimitedProcess
-from fcsd.checkpoint.tokenizer import count_before, text_ids, tokens_before
+from fcsd.checkpoint.tokenizer import LimitedProcess, chat_text, count_before, limited_template, text_ids, tokens_before
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.eval.engines.answer_cache import AnswerCache
 from fcsd.launch.shared_work import Team

@@ -12,7 +12,7 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from fcsd.checkpoint import Layout, read_config, read_layout, verify_tensors
+from fcsd.checkpoint import Checkpoint, Layout
 from fcsd.checkpoint.weights import Reader
 from fcsd.errors import BadInputError
 from fcsd.models.build import (
@@ -88,15 +88,14 @@ def verified_layout(path: Path, what: str) -> Layout:
     Raises:
         BadInputError: the checkpoint is quantised, or its tensors do not match its config.
     """
-    config = read_config(path)
-    if config.quantization is not None:
+    found = Checkpoint(path)
+    if found.config.quantization is not None:
         raise BadInputError(
-            f"{path} is quantised ({config.quantization}), and {what} cannot load that",
+            f"{path} is quantised ({found.config.quantization}), and {what} cannot load that",
             "save a dequantised copy in bf16 first",
         )
-    layout = read_layout(path)
-    verify_tensors(layout, config)
-    return layout
+    found.verify()
+    return found.layout
 
 
 def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fcsd.checkpoint import compare_tensors, read_config, read_layout
+from fcsd.checkpoint import Checkpoint, compare_tensors
 from fcsd.checkpoint.names import Held, cut_like, names_like, stored
 from fcsd.checkpoint.weights import MAX_SHARD, NAMES, Reader, Shape, Writer
 from fcsd.models.adapters.trained import TrainedParts
@@ -104,9 +104,10 @@ def write_part(part: OwnPart, directory: Path, source: Path | None, max_shard: i
     with ExitStack() as held:
         carried, theirs = Specs(), {}
         if source is not None:
-            layout = read_layout(source)
+            found = Checkpoint(source)
+            layout = found.layout
             reader = held.enter_context(Reader(layout))
-            names = compare_tensors(layout, read_config(source)).carried
+            names = compare_tensors(layout, found.config).carried
             carried = {name: (layout.tensors[name].dtype, layout.tensors[name].shape) for name in names}
             theirs = layout.tensors
         specs, tensors = _like(part, theirs)

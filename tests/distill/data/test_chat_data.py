@@ -399,7 +399,7 @@ def test_a_template_that_fails_costs_the_row(tmp_path: Path) -> None:
 
 
 def test_a_template_that_does_not_end_costs_the_row(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("fcsd.checkpoint.limited_process.CPU_SECONDS", 0.5)
+    monkeypatch.setattr("fcsd.checkpoint.tokenizer.CPU_SECONDS", 0.5)
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     some = "{% if messages[0].content == 'bad' %}" + loop + "{% endif %}" + texts.PLAIN
     got = corpus(tmp_path / "a.jsonl", [texts.chat("bad", "yo"), texts.chat("hi", "yo")] * 2, some)

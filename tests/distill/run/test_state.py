@@ -1,5 +1,6 @@
 """Checkpoints that are damaged or of another run; resumed to the last bit. See test_faults.py for kills."""
 
+import copy
 import json
 import os
 import resource
@@ -138,6 +139,34 @@ def test_a_sealed_state_of_an_optimizer_that_is_none_is_damage(folder: Path, sin
         with pytest.raises(CheckpointError, match="optimizer") as caught:
             loop.distill_model(runs.resolved(folder, output_dir=str(run)))
         assert "\n" not in str(caught.value) and caught.value.hint
+
+
+def test_a_sealed_state_with_tensors_of_other_shapes_is_damage(folder: Path, single: Path, tmp_path: Path) -> None:
+    """A tensor with one value would be copied to all places of the one that is expected."""
+    run = runs.cut_short(single, tmp_path / "run")
+    checkpoint = run / "checkpoints" / "step-2"
+    file = checkpoint / "optimizer/rank-0.pt"
+    whole = torch.load(file, weights_only=False)
+    for name in ("exp_avg", "exp_avg_sq"):
+        torch.save(cut_first(whole, name), file)
+        seal(checkpoint)
+        with pytest.raises(
+            CheckpointError, match=r"does not hold the state of this optimizer: a tensor of shape \[1\]"
+        ):
+            loop.distill_model(runs.resolved(folder, output_dir=str(run)))
+
+
+def cut_first(state: Any, name: str) -> Any:
+    """A copy in which the first tensor under ``name`` has one value."""
+    found = copy.deepcopy(state)
+    stack = [found]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, dict) and isinstance(value.get(name), torch.Tensor) and value[name].numel() > 1:
+            value[name] = value[name].flatten()[:1].clone()
+            return found
+        stack += value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else []
+    raise AssertionError(f"no {name}")
 
 
 def test_a_changed_run_is_refused_by_name(folder: Path, single: Path, tmp_path: Path) -> None:

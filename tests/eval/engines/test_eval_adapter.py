@@ -62,7 +62,7 @@ def test_chat_templates_are_rendered_as_hflm_does_and_have_limits(monkeypatch):
     for asked, prompt in ((chat[:2], True), (chat, False)):
         assert ours.apply_chat_template(asked, prompt) == theirs.apply_chat_template(asked, prompt)
     ours.close()
-    monkeypatch.setattr("fcsd.checkpoint.limited_process.CPU_SECONDS", 0.3)
+    monkeypatch.setattr("fcsd.checkpoint.tokenizer.CPU_SECONDS", 0.3)
     tokenizer.chat_template = ENDLESS
     for render in (
         lambda: ours.apply_chat_template(chat),
