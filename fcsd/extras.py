@@ -12,6 +12,7 @@ from fcsd.errors import ConfigError
 EXTRAS = {
     "train": ("accelerate", "datasets", "deepspeed", "matplotlib", "peft", "pyarrow", "scipy"),
     "eval": ("accelerate", "datasets", "evalplus", "lm_eval", "matplotlib", "psutil", "pyarrow", "scipy"),
+    "quantise": ("datasets", "llmcompressor", "pyarrow"),
     "vllm": ("vllm",),
     "track": ("tensorboard", "trackio", "wandb"),
 }

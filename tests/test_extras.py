@@ -124,7 +124,8 @@ def test_the_table_of_extras_is_that_of_pyproject(project: dict) -> None:
     for extra, packages in EXTRAS.items():
         assert module_names(project["optional-dependencies"][extra]) == set(packages), extra
     (everything,) = project["optional-dependencies"]["all"]
-    assert Requirement(everything).extras == set(EXTRAS)
+    # llm-compressor and vLLM each admit one version of compressed-tensors, and not the same.
+    assert Requirement(everything).extras == set(EXTRAS) - {"quantise"}
 
 
 def test_no_dependency_is_left_over(repo: Path, project: dict) -> None:

@@ -127,12 +127,25 @@ def export(
     private: Private = False,
     create_pr: CreatePr = False,
     revision: Revision = None,
+    quantise: Annotated[
+        str | None,
+        typer.Option(
+            metavar="METHOD",
+            help="Round the weights by llm-compressor: W4A16 (GPTQ with a text), AWQ, W8A8, FP8_DYNAMIC, FP8_BLOCK "
+            "or NVFP4A16.",
+        ),
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A text for --quantise W4A16, AWQ or W8A8; without it, round to nearest."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write the directory to give to others, with a card, and prove that it reloads. Prints OUT."""
     from fcsd.export.final import export_model
 
-    target = {"private": private, "create_pr": create_pr, "revision": revision}
+    target: dict[str, Any] = {"private": private, "create_pr": create_pr, "revision": revision}
+    target |= {"quantise": quantise, "calibration": calibration}
     written = export_model(run, out, checkpoint=checkpoint, force=force, push=push, **target)
     emit(json.dumps({"directory": str(written)}) if as_json else written)
 

@@ -146,8 +146,10 @@ def divergences(
     return found
 
 
-def calibration_rows(network: PreTrainedModel, model: Path, text: Path | None) -> list[Tensor]:
-    """``[1, seq]`` token ids on the model's device, of a text, or of text that the model writes itself.
+def calibration_rows(
+    network: PreTrainedModel, model: Path, text: Path | None, rows: int = ROWS, seq: int = TOKENS
+) -> list[Tensor]:
+    """At most ``rows`` rows ``[1, seq]`` of token ids on the model's device, of a text, or of what the model writes.
 
     Raises:
         BadInputError: the text cannot be read.
@@ -157,16 +159,16 @@ def calibration_rows(network: PreTrainedModel, model: Path, text: Path | None) -
     if text is None:
         from fcsd.distill.writer import own_documents
 
-        documents = own_documents(network, tokenizer, ROWS * TOKENS)
+        documents = own_documents(network, tokenizer, rows * seq)
     else:
         from fcsd.checkpoint.tokenizer import text_ids
         from fcsd.eval.perplexity import read_texts
 
-        documents = [ids for part in read_texts(text)[: ROWS * TOKENS] for ids in text_ids([part], tokenizer)]
-    ids = [token for document in documents for token in document][: ROWS * TOKENS]
+        documents = [ids for part in read_texts(text)[: rows * seq] for ids in text_ids([part], tokenizer)]
+    ids = [token for document in documents for token in document][: rows * seq]
     if len(ids) < 2:
         raise ConfigError("there is no text to measure the layers on", "Give a text by --calibration.")
-    return [row[None] for row in torch.tensor(ids, device=network.device).split(TOKENS) if len(row) > 1]
+    return [row[None] for row in torch.tensor(ids, device=network.device).split(seq) if len(row) > 1]
 
 
 def _log_probabilities(network: PreTrainedModel, row: Tensor) -> Tensor:

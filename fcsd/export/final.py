@@ -7,6 +7,7 @@ training. If it deletes the checkpoint that is being exported, another checkpoin
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 from fcsd.checkpoint import Checkpoint, open_checkpoint
 from fcsd.checkpoint.location import RUN_RECIPE
@@ -15,7 +16,7 @@ from fcsd.config import load_recipe
 from fcsd.disk import scratch, write_text
 from fcsd.errors import BadInputError, CheckpointError, ConfigError, FcsdError
 from fcsd.export.card import model_card
-from fcsd.export.reload import RECORD, prove_reload
+from fcsd.export.reload import RECORD, prove_quantised, prove_reload
 from fcsd.extras import require_extra
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ def export_model(
     private: bool = False,
     create_pr: bool = False,
     revision: str | None = None,
+    quantise: str | None = None,
+    calibration: Path | None = None,
 ) -> Path:
     """Write a directory that can be given to others.
 
@@ -43,7 +46,9 @@ def export_model(
             early-stopping score or, without such scores, the lowest held-out loss. The default is ``best`` where one
             of them was measured, and ``latest`` otherwise.
         force: replace an ``out`` that fcsd wrote.
-        push: hub repository to upload ``out`` to; the arguments after it are those of ``push_model``.
+        push: hub repository to upload ``out`` to; the next three arguments are those of ``push_model``.
+        quantise: a method of ``quantise.METHODS``, by which llm-compressor rounds the weights; None leaves them.
+        calibration: the text (``.jsonl`` or ``.parquet``) that calibrates it; None for a method without a text.
 
     Returns:
         ``out``.
@@ -51,24 +56,31 @@ def export_model(
     Raises:
         BadInputError: ``run_or_model`` is neither a run nor a converted model, or it is damaged.
         CheckpointError: the run's checkpoint is damaged, or training deleted the checkpoint in every attempt.
-        ConfigError: ``out`` may not be written, or the run has no such checkpoint.
+        ConfigError: ``out`` may not be written, the run has no such checkpoint, or ``quantise`` and ``calibration``
+            do not go together or with this machine.
         FcsdError: the directory does not reload to equal logits. It has been removed.
     """
     out = Path(out)
+    if quantise or calibration:
+        require_extra("quantise", "export --quantise")
+        from fcsd.export.quantise import check_method
+
+        check_method(quantise, calibration)
+    how: dict[str, Any] = {"force": force, "title": push, "quantise": quantise, "calibration": calibration}
     if push:
         from fcsd.export.push import push_model, require_target
 
         require_target(push, create_pr=create_pr, revision=revision)
     if (Path(run_or_model) / RUN_RECIPE).is_file():
-        _write_checkpoint(Path(run_or_model), checkpoint, out, force=force, title=push)
+        _write_checkpoint(Path(run_or_model), checkpoint, out, **how)
     else:
-        _write(open_checkpoint(run_or_model), None, out, force=force, title=push)
+        _write(open_checkpoint(run_or_model), None, out, **how)
     if push:
         log.info("pushed to %s", push_model(out, push, private=private, create_pr=create_pr, revision=revision))
     return out
 
 
-def _write_checkpoint(run: Path, checkpoint: str | None, out: Path, *, force: bool, title: str | None) -> None:
+def _write_checkpoint(run: Path, checkpoint: str | None, out: Path, *, force: bool, **how: Any) -> None:
     """Export a run's checkpoint; see ``export_model``."""
     from fcsd.distill.run.manifest import PARTS, verified_model
 
@@ -77,7 +89,7 @@ def _write_checkpoint(run: Path, checkpoint: str | None, out: Path, *, force: bo
         log.info("exporting %s", chosen)
         try:
             if not (chosen / PARTS).is_dir():
-                return _write(Checkpoint(verified_model(chosen)), run, out, force=force, title=title)
+                return _write(Checkpoint(verified_model(chosen)), run, out, force=force, **how)
             require_extra("train", "the export of a run with frozen weights")
             from fcsd.distill.parts.files import merge_checkpoint
 
@@ -87,7 +99,7 @@ def _write_checkpoint(run: Path, checkpoint: str | None, out: Path, *, force: bo
             with scratch(out.absolute().parent, ".merged-") as folder:
                 log.info("merging what was trained into the weights")
                 merge_checkpoint(load_recipe(run / RUN_RECIPE).recipe, parts, folder / "model")
-                return _write(Checkpoint(folder / "model"), run, out, force=force, title=title)
+                return _write(Checkpoint(folder / "model"), run, out, force=force, **how)
         except (FcsdError, OSError):
             if chosen.exists():
                 raise
@@ -98,7 +110,16 @@ def _write_checkpoint(run: Path, checkpoint: str | None, out: Path, *, force: bo
     )
 
 
-def _write(source: Checkpoint, run: Path | None, out: Path, *, force: bool, title: str | None) -> None:
+def _write(
+    source: Checkpoint,
+    run: Path | None,
+    out: Path,
+    *,
+    force: bool,
+    title: str | None,
+    quantise: str | None = None,
+    calibration: Path | None = None,
+) -> None:
     """Export a model directory, which ``run`` trained if it is given; see ``export_model``."""
     from fcsd.models.export_template import converted_files
 
@@ -108,11 +129,23 @@ def _write(source: Checkpoint, run: Path | None, out: Path, *, force: bool, titl
         raise BadInputError(f"{source.path}: is not converted by fcsd", "Convert it first: fcsd convert MODEL OUT.")
     source.verify()
     layout, arch = source.layout, config.arch
+    title = title or out.resolve().name
+    if quantise is not None:
+        if config.quantization is not None:
+            raise BadInputError(
+                f"{source.path}: is quantised already, as {config.quantization}", "Quantise its bf16 original."
+            )
+        out.absolute().parent.mkdir(parents=True, exist_ok=True)
+        with scratch(out.absolute().parent, ".to-quantise-") as folder:
+            _write(source, run, folder / "model", force=False, title=title)
+            with staged(out, former) as stage:
+                _quantise(folder / "model", stage, quantise, calibration)
+        return
 
     texts = converted_files(config.raw, arch, config.raw["fcsd"])
     others = source.side_files(texts.keys() | {RECORD})
     raw = json.loads(texts["config.json"])
-    texts[_CARD] = model_card(raw, arch, others.pop(_CARD, None), run, title=title or out.resolve().name)
+    texts[_CARD] = model_card(raw, arch, others.pop(_CARD, None), run, title=title)
     with staged(out, former) as stage:
         take_over(layout.files, stage)
         copy_small(others, stage)
@@ -121,6 +154,24 @@ def _write(source: Checkpoint, run: Path | None, out: Path, *, force: bool, titl
         record = prove_reload(layout, stage, config, arch)
         write_text(stage / RECORD, json.dumps(record, indent=2) + "\n")
     log.info("reloaded without fcsd: logits of the first %d of %d layers are equal", record["layers"], record["of"])
+
+
+def _quantise(model: Path, stage: Path, name: str, calibration: Path | None) -> None:
+    """Write an exported model with quantised weights into an empty directory, and prove that it reloads."""
+    from fcsd.export.quantise import card_section, quantise_directory
+    from fcsd.models.export_template import converted_files
+
+    source = Checkpoint(model)
+    config = source.config
+    stored, ids, logits = quantise_directory(model, stage, name, calibration)
+    texts = converted_files({**config.raw, "quantization_config": stored}, config.arch, config.raw["fcsd"])
+    texts[_CARD] = (model / _CARD).read_text() + card_section(name, calibration is not None)
+    copy_small(source.side_files(texts.keys() | {RECORD}), stage)
+    for file, text in texts.items():
+        write_text(stage / file, text)
+    record = prove_quantised(stage, ids, logits, config.text["num_hidden_layers"])
+    write_text(stage / RECORD, json.dumps(record, indent=2) + "\n")
+    log.info("reloaded without fcsd: the logits of the quantised model are equal")
 
 
 def _trained(run: Path | None) -> list[Path]:

@@ -15,6 +15,8 @@ from fcsd.foreign_errors import reason_in
 from fcsd.parity import first_layers, logits, plan_proof, shortened, token_ids
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from fcsd.models.arch import Arch
 
 RECORD = "reload_proof.json"
@@ -33,9 +35,6 @@ def prove_reload(source: Layout, directory: Path, config: CheckpointConfig, arch
         BadInputError: the model has fp8 blocks that transformers cannot read without a GPU.
         DoesNotFitError: not even one layer fits in memory.
     """
-    import torch
-    import transformers
-
     if uneven := _uneven_blocks(source, config):
         raise BadInputError(
             f"{source.path}: transformers on a CPU misreads the fp8 blocks of {quoted(uneven)}, which do not divide it",
@@ -53,11 +52,36 @@ def prove_reload(source: Layout, directory: Path, config: CheckpointConfig, arch
     with tempfile.TemporaryDirectory() as scratch:
         shown = directory if proof.layers == proof.of else _first_layers_of(directory, Path(scratch), proof.layers)
         found = _in_fresh_process(shown, ids, Path(scratch))
+    return _record(directory, found, expected, proof.layers, proof.of)
+
+
+def prove_quantised(directory: Path, ids: "Tensor", expected: "Tensor", layers: int) -> dict[str, Any]:
+    """Compare ``directory``, loaded by its own code in a fresh process, with the logits that fcsd's classes gave.
+
+    Args:
+        ids: the token ids ``[1, seq]`` of ``expected``.
+        layers: the number of layers of the model, all of which are compared.
+
+    Returns:
+        The record to write to ``directory/RECORD``.
+
+    Raises:
+        FcsdError: the directory does not load, or its logits are not equal bit for bit.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        found = _in_fresh_process(directory, ids, Path(scratch))
+    return _record(directory, found, expected, layers, layers)
+
+
+def _record(directory: Path, found: "Tensor", expected: "Tensor", layers: int, of: int) -> dict[str, Any]:
+    import torch
+    import transformers
+
     if not torch.isfinite(expected).all() or not torch.equal(found, expected):
         raise FcsdError(f"{directory}: reloaded without fcsd, its logits are not the model's")
     return {
-        "layers": proof.layers,
-        "of": proof.of,
+        "layers": layers,
+        "of": of,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "logits_sha256": bytes_sha256(expected.float().numpy().tobytes()),

@@ -45,6 +45,7 @@ class DesyncLayer(nn.Module):
 
     tp_degree: int
     keeps: tuple[bool, bool]  # whether the reduction after (attention, MLP) is kept
+    gets_ranks: bool  # whether the layer before passes on the residuals of the ranks
     unwired: type[nn.Module]  # transformers' class, which ``undo_desync`` restores
     blocks: Blocks
     self_attn: Any
@@ -53,6 +54,8 @@ class DesyncLayer(nn.Module):
     def forward(self, hidden_states: Tensor | tuple[Tensor, Tensor], **kwargs: Any) -> Tensor | tuple[Tensor, Tensor]:
         if isinstance(hidden_states, tuple):
             mean, local = hidden_states
+        elif self.gets_ranks:
+            raise ValueError(alone("residuals of ranks"))
         else:
             mean, local = hidden_states, hidden_states.repeat(self.tp_degree, 1, 1)
         for name in _PER_SEQUENCE & kwargs.keys():
@@ -71,6 +74,19 @@ class DesyncLayer(nn.Module):
             return local + partial
         reduced = (partial + local / self.tp_degree).unflatten(0, (self.tp_degree, -1)).sum(dim=0)
         return reduced.repeat(self.tp_degree, 1, 1)
+
+
+def alone(missing: str) -> str:
+    """Why a layer refuses one tensor where the layer before it passes on a tuple.
+
+    Tools that calibrate layer by layer keep the first output of a layer. It has the right shape, and a layer that took
+    it for all there is would compute the standard wiring or a third function.
+    """
+    return (
+        f"a rewired layer got one tensor without the {missing} that the layer before it passes on: give it the whole "
+        "output; tools that keep the first output of each layer, as GPTQModel and AutoRound do, calibrate another "
+        "function, so quantise by fcsd export --quantise instead"
+    )
 
 
 def _per_rank(value: Any, batch: int, degree: int) -> Any:
@@ -122,6 +138,7 @@ def desync_layers(layers: Any, blocks: Blocks, keeps: Mapping[int, tuple[bool, b
             row.__class__, row.tp_degree = RankPartialLinear, degree
         layers[i].__class__ = _desync_class(type(layers[i]))
         layers[i].tp_degree, layers[i].keeps, layers[i].blocks = degree, keep, blocks
+        layers[i].gets_ranks = i - 1 in keeps and not keeps[i - 1][1]
 
 
 def _projections(layer: Any) -> tuple[Any, Any]:
@@ -136,5 +153,5 @@ def undo_desync(layers: Any) -> None:
             for row in _projections(layer):
                 row.__class__ = nn.Linear
                 del row.tp_degree
-            del layer.tp_degree, layer.keeps, layer.blocks
+            del layer.tp_degree, layer.keeps, layer.blocks, layer.gets_ranks
             layer.__class__ = layer.unwired  # pyright: ignore[reportAttributeAccessIssue]

@@ -20,14 +20,14 @@ This file needs torch only and is shipped verbatim in exported checkpoints.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from .desync import desync_layers, undo_desync
+from .desync import alone, desync_layers, undo_desync
 from .wiring_block import DESYNC, Blocks, Wiring, kept_reductions
 
 
@@ -205,6 +205,7 @@ class LayerWiring:
             otherwise it is in flight, as the routed output is.
         parts: a function that takes a layer apart.
         blocks: what stands between the stream and the parts.
+        gets_streams: whether the layer before passes on several streams, so that one alone is an error.
     """
 
     attn: int
@@ -213,6 +214,19 @@ class LayerWiring:
     settles_shared: bool
     parts: Callable[[nn.Module], Parts]
     blocks: Blocks
+    gets_streams: bool = field(default=False, kw_only=True)
+
+    def streams(self, hidden_states: Any) -> tuple[Any, ...]:
+        """The streams that a layer was given.
+
+        Raises:
+            ValueError: it was given one where the layer before passes on several.
+        """
+        if isinstance(hidden_states, tuple):
+            return hidden_states
+        if self.gets_streams:
+            raise ValueError(alone("streams"))
+        return (hidden_states,)
 
     def settles(self, routed: bool) -> bool:
         """Whether the output of ``Parts.shared`` is settled, in a layer that has routed experts or has none.
@@ -295,8 +309,8 @@ class WiredLayer(nn.Module):
     ) -> Tensor | tuple[Tensor, ...]:
         """transformers' loop gives a layer its features of the tokens by position, if it has any: ``given``."""
         _refuse_reentrant(self)
-        streams = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
         plan = self.fcsd
+        streams: Sequence[Tensor] = plan.streams(hidden_states)
         attn, shared, routed = plan.parts(self)
 
         has_mlp = shared is not None or routed is not None
@@ -387,14 +401,16 @@ def plan_layers(
     attn, mlp = wiring.reads
     settles = wiring.name == "farskip"
     parts = parts or partial(hf_parts, blocks)
-    plans = {}
+    plans: dict[int, LayerWiring] = {}
+    got = 1
     for i in range(count):
         feeds = i + 1 in wiring.layers and (i in wiring.layers or wiring.border == "partial")
         hands_on = attn + 1 if feeds else 1
         if i in wiring.layers:
-            plans[i] = LayerWiring(attn, mlp, hands_on, settles, parts, blocks)
+            plans[i] = LayerWiring(attn, mlp, hands_on, settles, parts, blocks, gets_streams=got > 1)
         elif every or hands_on > 1:
-            plans[i] = LayerWiring(0, 0, hands_on, settles, parts, blocks)
+            plans[i] = LayerWiring(0, 0, hands_on, settles, parts, blocks, gets_streams=got > 1)
+        got = hands_on
     return plans
 
 

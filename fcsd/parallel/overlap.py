@@ -122,7 +122,7 @@ class OverlappedLayer(WiredLayer):
         """The streams are those of ``WiredLayer``, but the first one may be an ``InFlight``."""
         _refuse_reentrant(self)
         plan = self.fcsd
-        streams = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
+        streams = plan.streams(hidden_states)
         # After a dense layer whose output is settled, both streams are the same tensor and nothing is in flight.
         partial_read = plan.attn > 0 and streams[-1] is not streams[0]
         x = plan.grouped("attn", _private(streams[-1]) if partial_read else _landed(streams[0]))
