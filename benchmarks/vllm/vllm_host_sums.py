@@ -5,7 +5,7 @@
 Every model has random weights of a shape and runs in a process of its own for each way: eager, and with vLLM's compiler
 and CUDA graphs, by TP (2) GPUs. Prompts have 3 to 700 tokens, so that sums of all sizes are made. Between two ranks the
 exact sums have NCCL's bits, so tokens and log-probabilities have to be equal; in a format they differ, and the file
-says by how much. MODES and WAYS choose some of them, separated by commas. Logs lie beside OUT.json. PYTHONPATH is
+says by how much. MODES and WAYS choose some of them, separated by commas; MEMORY is the share of a GPU. Logs lie beside OUT.json. PYTHONPATH is
 the root of the repository, and vLLM is installed.
 """
 
@@ -34,7 +34,7 @@ def answers(folder: str, eager: bool) -> list[dict[str, Any]]:
         enforce_eager=eager,
         disable_custom_all_reduce=True,
         max_model_len=1024,
-        gpu_memory_utilization=0.4,
+        gpu_memory_utilization=float(os.environ.get("MEMORY", "0.4")),
         seed=0,
     )
     prompts = [{"prompt_token_ids": [(7 * n + length) % 5000 for n in range(length)]} for length in LENGTHS]

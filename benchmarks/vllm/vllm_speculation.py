@@ -103,7 +103,7 @@ def main() -> int:
             eagle_head(paths["original"], folder / "eagle")
             speculative["model"] = str(folder / "eagle")
         asked = prompts(paths["original"], case)
-        for mode in ("eager", "graph"):
+        for mode in os.environ.get("MODES", "eager,graph").split(","):
             for role, path in paths.items():
                 row: dict[str, Any] = dict(case=case, role=role, method=method, mode=mode, ranks=ranks)
                 try:
