@@ -5,8 +5,8 @@
 Every model has random weights of a shape and runs in a process of its own for each way: eager, and with vLLM's compiler
 and CUDA graphs, by TP (2) GPUs. Prompts have 3 to 700 tokens, so that sums of all sizes are made. Between two ranks the
 exact sums have NCCL's bits, so tokens and log-probabilities have to be equal; in a format they differ, and the file
-says by how much. MODES and WAYS choose some of them, separated by commas; MEMORY is the share of a GPU. Logs lie beside OUT.json. PYTHONPATH is
-the root of the repository, and vLLM is installed.
+says by how much. MODES and WAYS choose some of them, separated by commas; MEMORY is the share of a GPU. Logs
+and answers lie beside OUT.json. PYTHONPATH is the root of the repository, and vLLM is installed.
 """
 
 import json
@@ -78,7 +78,8 @@ def main() -> None:
                     file.unlink(missing_ok=True)
                     command = [sys.executable, __file__, "--one", folder, mode, str(file)]
                     environment = {**os.environ, "FCSD_ALL_REDUCE": WAYS[way]}
-                    log = out.with_name(f"{shape}-{mode}-{way.replace(':', '-').replace(' ', '-')}.log")
+                    beside = out.with_name(f"{shape}-{mode}-{way.replace(':', '-').replace(' ', '-')}")
+                    log = beside.with_suffix(".log")
                     with log.open("w") as messages:
                         subprocess.run(
                             command, env=environment, stdout=messages, stderr=messages, timeout=240, check=False
@@ -86,6 +87,7 @@ def main() -> None:
                     lines = log.read_text(errors="replace").splitlines()
                     told = [line[-600:] for line in lines if "sums through" in line or "sums are vLLM" in line]
                     rows[way] = json.loads(file.read_text()) if file.exists() else None
+                    beside.with_suffix(".json").write_text(json.dumps(rows[way]) + "\n")
                     first = next(iter(rows.values()))
                     found.setdefault(f"{name}, {mode}", {})[way] = (
                         {"failed": lines[-20:]}
