@@ -4,8 +4,9 @@
 
 All engines run at the same time, forked from one process that has imported vLLM, and wait for their turn. Weights are
 random. A step is what one more token takes, over 64 tokens of 1, 16 and 64 answers in CUDA graphs; first tokens are
-those of 16 prompts of 512 and 2048 tokens. ``fcsd bench serve`` does this with servers and more variants, and takes minutes.
-What was measured is in OUT.json after every turn, and what engines say is beside it.
+those of 16 prompts of 512 and 2048 tokens. ``fcsd bench serve`` does this with servers and more variants, and takes
+minutes. With random weights the answers say little; they are compared all the same. What was measured is in OUT.json
+after every turn, and what engines say is beside it.
 """
 
 import json
