@@ -259,7 +259,7 @@ def test_a_limit_of_time_steps_may_be_infinite(tmp_path):
     report = inspect_checkpoint(tmp_path)
     assert report.problems == [] and report.verified
     edit_config(tmp_path, rms_norm_eps=float("inf"))
-    with pytest.raises(BadInputError, match="Infinity is not JSON"):
+    with pytest.raises(BadInputError, match="Infinity is not a finite number"):
         inspect_checkpoint(tmp_path)
 
 
