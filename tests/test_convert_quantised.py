@@ -1,6 +1,9 @@
 """Quantised checkpoints: conversion rewrites no tensor, and original and converted model agree with the wiring off."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +11,9 @@ import pytest
 import quantised
 import tiny
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+import fcsd.export
 from fcsd.checkpoint import SINGLE, inspect_checkpoint
 from fcsd.convert import convert_checkpoint
 from fcsd.models.build import load_model, unwired, wire
@@ -86,3 +90,43 @@ def test_off_is_off_through_the_modules_of_the_method(method: str, arch: str, tm
         assert 0 < difference < 0.05 * expected.float().abs().max()
     else:
         assert difference == 0
+
+
+def test_several_schemes_in_one_config(tmp_path: Path) -> None:
+    """MLPs in four bits and attention in eight, one group for each; a name counts before a class."""
+    path = quantised.write_by("packed", "llama", tmp_path / "model")
+    other = load_file(quantised.write_by("float8_channel", "llama", tmp_path / "other") / SINGLE)
+    four, eight = load_file(path / SINGLE), {name: tensor for name, tensor in other.items() if "self_attn" in name}
+    save_file({name: t for name, t in four.items() if "self_attn" not in name} | eight, path / SINGLE)
+    config = json.loads((path / "config.json").read_text())
+    block = config["quantization_config"]
+    group = json.loads((tmp_path / "other" / "config.json").read_text())["quantization_config"]["config_groups"][
+        "group_0"
+    ]
+    block["config_groups"]["group_0"] |= {"format": "pack-quantized"}
+    block["config_groups"]["group_1"] = {**group, "format": "float-quantized", "targets": [r"re:.*self_attn\.\w_proj$"]}
+    (path / "config.json").write_text(
+        json.dumps(config | {"quantization_config": block | {"format": "mixed-precision"}})
+    )
+    report = inspect_checkpoint(path)
+    words = "8-bit floats with a scale for each row and 4-bit integers in groups of 16 (compressed-tensors)"
+    assert report.problems == [] and report.stored_as == words
+    assert convert_checkpoint(path, tmp_path / "out", wiring="ladder").parity == 4
+    found: Any = load_model(path).state_dict()
+    whole = quantised.write_by("packed", "llama", tmp_path / "four")
+    for name, source in (("self_attn.q_proj", tmp_path / "other"), ("mlp.up_proj", whole)):
+        expected: Any = load_model(source).state_dict()
+        assert torch.equal(found[f"model.layers.1.{name}.weight"], expected[f"model.layers.1.{name}.weight"])
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_transformers_alone_loads_the_converted_directory(arch: str, tmp_path: Path) -> None:
+    """In a fresh process without fcsd, by the code in the directory and the method's own library."""
+    base, out = quantised.write_by("packed", arch, tmp_path / "base"), tmp_path / "out"
+    convert_checkpoint(base, out, wiring="ladder", layers="last:2")
+    save_file({"input_ids": tiny.tokens()}, tmp_path / "inputs")
+    script = Path(fcsd.export.__file__).with_name("fresh_process.py")
+    command = [sys.executable, "-P", str(script), "inputs", "logits", "1", "AutoModelForCausalLM", str(out)]
+    own = {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    subprocess.run(command, cwd=tmp_path, env={**os.environ, **own}, check=True, capture_output=True)
+    assert torch.equal(load_file(tmp_path / "logits")["0"], logits(load_model(out)))

@@ -328,10 +328,10 @@ def reference(path: Path) -> Any:
 
     config = json.loads((path / "config.json").read_text())
     options: dict[str, Any] = dict(dtype=torch.float32)
+    if "fcsd" in config:
+        return load_model(path, decode=True, **options).eval().float()
     if "quantization_config" in config:
         options["quantization_config"] = transformers.FineGrainedFP8Config(dequantize=True)
-    if "fcsd" in config:
-        return load_model(path, **options).eval().float()
     # vLLM puts classes of its own in the place of some of transformers' configs.
     options["config"] = getattr(transformers, ARCHS[config["model_type"]].config).from_pretrained(path)
     model_class = getattr(transformers, ARCHS[config["model_type"]].causal_lm)

@@ -16,10 +16,10 @@ from fcsd.checkpoint.config_json import (
     read_config,
 )
 from fcsd.checkpoint.files import read_object, shown
-from fcsd.checkpoint.layout import Layout, read_layout
+from fcsd.checkpoint.layout import INDEX, SINGLE, Layout, read_layout
 from fcsd.checkpoint.location import open_checkpoint
 from fcsd.checkpoint.names import LAYERS
-from fcsd.checkpoint.side_files import side_files
+from fcsd.checkpoint.side_files import OTHER_WEIGHTS, side_files
 from fcsd.checkpoint.tokenizer import tokenizer_file
 from fcsd.checkpoint.verify import Comparison, compare_tensors, differing_copies
 from fcsd.errors import BadInputError
@@ -96,6 +96,7 @@ class Inspection:
     def to_text(self) -> str:
         """The description as text, one aligned line per fact."""
         experts = f", {self.shared_experts} shared" if self.shared_experts else ""
+        files = f"{self.shards} file{'s' * (self.shards != 1)}"
         lines = {
             "model": self.model + (f" @ {self.revision}" if self.revision else "") + (" (gated)" if self.gated else ""),
             "architecture": f"{self.architecture} ({self.model_type})",
@@ -104,7 +105,7 @@ class Inspection:
             + (f" ({self.dense_layers} dense, {self.moe_layers} MoE)" if self.experts else ""),
             "experts": f"{self.experts}, {self.experts_per_token} per token{experts}" if self.experts else "none",
             "parameters": f"{_short(self.parameters)}, {_short(self.active_parameters)} active",
-            "size": f"{_short(self.bytes, 'kMGT')}B in {self.shards} file{'s' * (self.shards != 1)}",
+            "size": f"{_short(self.bytes, 'kMGT')}B in {files}" if self.shards else "",
             "dtypes": ", ".join(self.dtypes) + (f" ({self.stored_as})" if self.stored_as else ""),
             "wirings": ", ".join(self.wirings) or f"none: {self._why_none()}",
             "rewired": describe(self.rewired) if self.rewired else "no",
@@ -132,6 +133,8 @@ class Inspection:
     def _checked(self) -> str:
         if self.verified:
             return "every tensor, against the class of transformers"
+        if not self.shards:
+            return "config.json alone: the class of transformers can be built from it"
         return "headers and config.json; transformers has no class of this model"
 
 
@@ -145,17 +148,21 @@ def inspect_checkpoint(model: str | Path, *, trust_remote_code: bool = False) ->
     Raises:
         BadInputError: the model is not a checkpoint, is malformed, is of an unsupported type, transformers cannot
             build it, or its only weights file is unusable. Missing tensors, and missing and damaged shards of several,
-            are reported in the result instead.
+            are reported in the result instead, and so is that a directory has a config.json and no weights at all.
     """
     try:
-        source = open_checkpoint(model, headers=True, trust_remote_code=trust_remote_code)
+        alone = _is_config_alone(Path(model))
+        source = open_checkpoint(model, weights=not alone, headers=True, trust_remote_code=trust_remote_code)
     except BadInputError:
         if _names_another_type(Path(model)):
             read_config(Path(model))  # refuses the type, whatever else is missing
         raise
     config = source.config
-    layout = read_layout(source.path, strict=False, remote=source.remote())
-    if layout.problems and not layout.indexed:  # no tensor is left to describe
+    if alone:
+        layout = Layout(source.path, None, {}, {}, {SINGLE: f"no weights: {source.path} holds config.json alone"})
+    else:
+        layout = read_layout(source.path, strict=False, remote=source.remote())
+    if layout.problems and not layout.indexed and not alone:  # no tensor is left to describe
         [problem] = layout.problems.values()
         raise BadInputError(problem, "If the file is damaged, download it again.")
     comparison, differing = None, []
@@ -175,7 +182,7 @@ def inspect_checkpoint(model: str | Path, *, trust_remote_code: bool = False) ->
         hub_id=_hub_id(config.raw),
         **_shape(config, comparison, list(tensors)),
         bytes=layout.bytes,
-        shards=len(layout.shards) + len(layout.problems.keys() - layout.shards.keys()),
+        shards=0 if alone else len(layout.shards) + len(layout.problems.keys() - layout.shards.keys()),
         dtypes=dtypes,
         quantization=config.quantization,
         stored_as=None if config.method is None else str(config.method),
@@ -183,7 +190,7 @@ def inspect_checkpoint(model: str | Path, *, trust_remote_code: bool = False) ->
         original=source.original,
         carried=comparison.carried if comparison else [],
         tokenizer=tokenizer_file(source.path),
-        verified=comparison is not None,
+        verified=comparison is not None and not alone,
         problems=_problems(layout, comparison)
         + _damaged_beside(source.path)
         + differing
@@ -191,6 +198,18 @@ def inspect_checkpoint(model: str | Path, *, trust_remote_code: bool = False) ->
         + _absent_layer(config)
         + ([GATED_ATTENTION] if has_gated_attention(config.raw) and not _has_gates(config) else []),
     )
+
+
+def _is_config_alone(path: Path) -> bool:
+    """Whether a directory has the config.json of a model and no weights of any kind."""
+    try:
+        named = "model_type" in read_object(path / "config.json")
+    except BadInputError:
+        named = False
+    if not named:
+        return False
+    names = [entry.name for entry in path.iterdir()]
+    return not any(name.endswith((*OTHER_WEIGHTS, INDEX)) or name == "model_index.json" for name in names)
 
 
 def _names_another_type(path: Path) -> bool:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fcsd.checkpoint.weights import Reader
 
 Shape = tuple[int, ...]
+_WITHOUT_FILES = 2000  # tensors that are assumed where there are none, so that a config of any size ends in time
 _SHOWN = 5  # the most names in a message
 _NOT_FOR_BUILDING = ("auto_map", "fcsd", WEIGHTS_FILE, "quantization_config", "model_type", "architectures", "farskip")
 
@@ -101,7 +102,8 @@ def compare_tensors(layout: Layout, config: CheckpointConfig) -> Comparison:
             could hold.
     """
     tensors = layout.tensors
-    _refuse_inflated(max(len(tensors), len(layout.weight_map or ())), config, layout.path)
+    held = max(len(tensors), len(layout.weight_map or ())) if layout.shards or layout.weight_map else _WITHOUT_FILES
+    _refuse_inflated(held, config, layout.path)
     model = _on_meta(config, layout.path)
     state = model.state_dict()
     tied = set(model.all_tied_weights_keys)
@@ -121,7 +123,7 @@ def compare_tensors(layout: Layout, config: CheckpointConfig) -> Comparison:
         parameters,
         missing=[name for name in expected if name not in tensors and not _matches(name, lacking_patterns)],
         unexpected=[name for name in left_over if not _matches(name, carried_patterns)],
-        wrong=_contradictions(config.method, expected, parameters, named)
+        wrong=_contradictions(config.method if tensors else None, expected, parameters, named)
         + [
             f"{shown(name)} is {found.dtype} {list(found.shape)}, not {'/'.join(dtypes)} {list(shapes[0])}"
             for name, (shapes, dtypes) in {**expected, **optional}.items()

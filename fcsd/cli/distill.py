@@ -1,6 +1,7 @@
 """The commands `fcsd distill`, `write` and `plan`."""
 
 import json
+import logging
 import math
 import os
 import re
@@ -29,6 +30,8 @@ from fcsd.launch.world import first_rank
 
 if TYPE_CHECKING:
     from fcsd import config
+
+log = logging.getLogger(__name__)
 
 
 def distill(
@@ -200,10 +203,16 @@ def plan(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say whether a recipe fits, how long it takes and what it costs. Reads no weight; exit 8 if it does not fit."""
+    """Say whether a recipe, or a model directory, fits, how long it takes and what it costs. Reads no weight; exit 8 if
+    it does not fit."""
     from fcsd.config import load_recipe
 
     named = one_recipe(recipe, recipe_name)
+    if (Path(named) / "config.json").is_file():
+        layers = ["init.wiring=null", "init.layers=all"] if _is_converted(Path(named)) else ["init.layers=50%"]
+        sets = [f"model={named}", *layers, *_OF_A_MODEL, *sets]
+        named = _FOR_A_MODEL
+        log.info("a model is planned as a recipe is: fcsd plan %s %s", named, " ".join(f"--set {one}" for one in sets))
     read = load_recipe(named, sets).recipe
     memory = None if gpu_mem is None else gpu_memory(gpu_mem)
     _require_model(named, read)
@@ -219,6 +228,17 @@ def plan(
     planned = plan_run(read, hardware, mfu)
     emit(json.dumps(report.to_json(planned), indent=2) if as_json else report.to_text(planned))
     planned.check()
+
+
+# How a model is planned without a recipe: the last half of its layers is healed on text that it wrote.
+_FOR_A_MODEL = "smollm2-135m-ladder"
+_OF_A_MODEL = ["train.micro_batch_size=1", "train.compile=false", "train.dtype=bf16"]
+
+
+def _is_converted(path: Path) -> bool:
+    from fcsd.checkpoint import read_config
+
+    return read_config(path, trust_remote_code=True).rewired is not None
 
 
 def _require_extras(recipe: "config.Recipe") -> None:

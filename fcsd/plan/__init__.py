@@ -7,6 +7,7 @@ what the plan leaves out. ``configs`` holds the configurations of the models in 
 also works without the hub.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,13 +15,14 @@ from itertools import takewhile
 
 from fcsd.config import Adapter, Recipe, ResolvedRecipe, accumulation, vary
 from fcsd.errors import ConfigError, DoesNotFitError
+from fcsd.models.quantised.method import Method
 from fcsd.models.rope import require_short_rows
 from fcsd.models.selection import select_layers
 from fcsd.models.wiring_block import DESYNC, Wiring
 from fcsd.parallel.expert.dispatcher import check_divided, check_formats
 from fcsd.parallel.quantised.rows import formats_of
 from fcsd.parallel.tensor.shard import check_sharded
-from fcsd.plan.memory import Memory, disk_bytes, host_bytes, memory
+from fcsd.plan.memory import Memory, disk_bytes, host_bytes, memory, state_width
 from fcsd.plan.model import MetaModel, ModelNumbers, of_rank
 from fcsd.plan.search import assignments, candidates, changes, cheapest, quicker
 from fcsd.plan.setup import GIB, Hardware, Parts, Setup, setup_of, with_parts
@@ -62,6 +64,7 @@ class Plan:
         adapted: a change to adapters that makes the recipe fit; None if it fits, or if it cannot or need not be made.
         packaged: names of the models whose configuration comes from ``fcsd/plan/configs``, because neither the hub nor
             its cache had it.
+        method: how the files hold the student's weights; None if they hold them as they are.
         not_counted: settings of the recipe whose effect the plan does not know, each with a few words about it.
     """
 
@@ -77,7 +80,17 @@ class Plan:
     faster: Change | None = None
     adapted: Change | None = None
     packaged: tuple[str, ...] = ()
+    method: Method | None = None
     not_counted: tuple[str, ...] = ()
+
+    @property
+    def held(self) -> int:
+        """Bytes of all weights, and of gradients and optimizer states of those that train, on all GPUs together."""
+        setup, total = self.setup, self.numbers.total
+        changed, trained = (total, total) if setup.parts is None else (setup.parts.own, setup.parts.trained)
+        weights = total + (changed if setup.teacher != "none" else 0)  # the teacher has its own of what changes
+        states = 0 if setup.offload == "host" else state_width(setup)
+        return setup.width * weights + (states + setup.gradient_width) * trained
 
     def check(self) -> None:
         """Refuses a plan that does not fit.
@@ -103,6 +116,13 @@ class Plan:
         )
 
     def _full_training(self) -> str:
+        usable = self.memory.usable - self.memory.context
+        if self.change is None and 0 < self.hardware.world * usable < self.held:
+            return (
+                f"the weights and what belongs to those that train take {self.held / GIB:,.0f} GiB, and a GPU has "
+                f"{usable / GIB:.0f} for them: it takes at least {math.ceil(self.held / usable)} such GPUs, "
+                "among which they are divided (parallel.zero_stage: 3 for a dense model, parallel.ep_size for experts)"
+            )
         if self.change is None:
             return (
                 "none of the settings that fcsd plan tries makes it fit; larger GPUs or a shorter data.seq_len may, "
@@ -175,6 +195,7 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
     return replace(
         planned,
         packaged=tuple(name for name, one in named.items() if one.packaged),
+        method=model.method,
         not_counted=tuple(uncounted(recipe, hardware, ranks)),
     )
 

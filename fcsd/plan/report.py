@@ -33,12 +33,14 @@ def _run(plan: Plan) -> list[tuple[str, str]]:
             f"{_billions(numbers.total)}, {_billions(numbers.active)} of them active; {_billions(numbers.routed)} in "
             f"routed experts ({numbers.experts} in a layer, {numbers.top_k} for each token)"
         )
+    files = f"{numbers.stored / 1e9:,.1f} GB of {plan.method}; counted below as they are in memory, decoded"
     nodes = f" on {hardware.nodes} nodes" if hardware.nodes > 1 else ""
     gpus = "1 GPU" if hardware.world == 1 else f"{hardware.world} GPUs"
     divided = f", experts divided among {setup.ep_size} GPUs" if setup.ep_size > 1 else ""
     divided += f", layers sharded among {setup.tp_size} GPUs" if setup.tp_size > 1 else ""
     rows = [("hardware", hardware.source)] if hardware.source else []  # what everything below it assumes
     rows += [("recipe", plan.name), ("parameters", parameters)]
+    rows += [] if plan.method is None else [("files", files)]
     if (parts := setup.parts) is not None:
         found = [f"{_billions(parts.in_adapters)} in adapters of rank {parts.rank}"] if parts.rank else []
         found += [f"{_billions(parts.own)} of the model itself ({', '.join(parts.words)})"] if parts.own else []
@@ -77,7 +79,7 @@ def _memory(plan: Plan) -> list[str]:
 def _costs(plan: Plan) -> list[tuple[str, str]]:
     """The rows about host memory, disk, time and money, and what they assume."""
     setup, hardware, speed = plan.setup, plan.hardware, plan.speed
-    rate = f"the {PEAK[setup.dtype] / 1e12:g} TFLOP/s of each GPU"
+    rate = f"the {PEAK[setup.dtype] / 1e12:g} TFLOP/s of an H200, whose times these are"
     shorter = "" if plan.faster is None else f"; {readable(plan.faster.hours)} with the settings of `faster`"
     cost = "" if speed.cost is None else f", cost {speed.cost:,.0f} at {hardware.price:g} per GPU-hour"
     rows = [
@@ -120,6 +122,7 @@ def to_json(plan: Plan) -> dict[str, object]:
         "packaged_configs": list(plan.packaged),
         "not_counted": list(plan.not_counted),
         "parameters": totals,
+        "stored": {"bytes": plan.numbers.stored, "as": None if plan.method is None else str(plan.method)},
         "model": numbers,
         "setup": {**asdict(plan.setup), "accumulation": plan.setup.accumulation},
         "hardware": asdict(plan.hardware),

@@ -237,6 +237,32 @@ def test_quantised_layouts(arch, cls, method, dtype, broken, tmp_path):
         open_base(str(path))
 
 
+def test_a_config_alone_is_described_and_its_weights_are_missing(tmp_path):
+    tiny.config("qwen3_moe").save_pretrained(tmp_path)
+    report = inspect_checkpoint(tmp_path)
+    assert report.problems == [f"no weights: {tmp_path} holds config.json alone"] and not report.verified
+    assert report.model_type == "qwen3_moe" and "farskip" in report.wirings and (report.experts, report.bytes) == (8, 0)
+    assert report.parameters == sum(tensor.numel() for tensor in tiny.model("qwen3_moe").state_dict().values())
+    assert "size" not in report.to_text() and "config.json alone" in report.to_text()
+    with pytest.raises(BadInputError, match=r"has no model\.safetensors"):
+        open_base(str(tmp_path))
+    (tmp_path / "adapter_model.safetensors").touch()
+    with pytest.raises(BadInputError, match="is a LoRA adapter"):
+        inspect_checkpoint(tmp_path)
+
+
+def test_a_limit_of_time_steps_may_be_infinite(tmp_path):
+    """As in published configs of hybrid models; anywhere else it is no number."""
+    tiny.model("granitemoehybrid").save_pretrained(tmp_path)
+    edit_config(tmp_path, time_step_limit=[0.0, float("inf")])
+    assert "Infinity" in (tmp_path / "config.json").read_text()
+    report = inspect_checkpoint(tmp_path)
+    assert report.problems == [] and report.verified
+    edit_config(tmp_path, rms_norm_eps=float("inf"))
+    with pytest.raises(BadInputError, match="Infinity is not a finite number"):
+        inspect_checkpoint(tmp_path)
+
+
 def test_converted_by_fcsd(tmp_path):
     """A rewired checkpoint is described, its own auto_map included."""
     tiny.model("deepseek_v2").save_pretrained(tmp_path)

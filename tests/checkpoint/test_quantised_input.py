@@ -1,6 +1,8 @@
 """Quantised checkpoints that cannot be right: one typed error that names the tensor, before anything is written."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from fcsd.checkpoint import INDEX, SINGLE, inspect_checkpoint
 from fcsd.convert import convert_checkpoint
 from fcsd.errors import BadInputError
 from fcsd.models.build import load_model
+from fcsd.parallel.weights.loading import verified_layout
 
 Tensors = dict[str, torch.Tensor]
 LAYER = "model.layers.1.self_attn.o_proj"
@@ -166,3 +169,29 @@ def test_shards_that_disagree_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match=r"1 unexpected .*o_proj\.weight\)"):
         convert_checkpoint(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_what_is_not_read_names_its_algorithm_and_a_way_out(tmp_path: Path) -> None:
+    """The release to look for has the name without its format, also in the hub's cache."""
+    base = quantised.write_by("awq", "llama", tmp_path / "base")
+    block = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    for folder in ("Qwen3-8B-bnb-4bit", "models--org--Qwen3-8B-AWQ/snapshots/0123"):
+        path = tmp_path / folder
+        path.mkdir(parents=True)
+        config = json.loads((base / "config.json").read_text()) | {"quantization_config": block}
+        (path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(BadInputError, match="quantisation 'bitsandbytes' is not supported") as refused:
+            inspect_checkpoint(path)
+        assert "Look for Qwen3-8B in bf16" in (refused.value.hint or "")
+        assert "Supported: awq, compressed-tensors," in (refused.value.hint or "")
+
+
+def test_the_line_of_the_hint_writes_a_copy_in_bf16(tmp_path: Path) -> None:
+    """Of a model that cannot be divided because it is quantised; its words are run as they are printed."""
+    path = quantised.write_by("gptq", "qwen3_moe", tmp_path / "model")
+    with pytest.raises(BadInputError, match=r"is quantised .gptq., and this cannot load that") as refused:
+        verified_layout(path, "this")
+    command = (refused.value.hint or "").split('-c "')[1].split('"')[0]
+    subprocess.run([sys.executable, "-c", command], cwd=tmp_path, check=True, capture_output=True)
+    assert verified_layout(tmp_path / "OUT", "this").tensors.keys() > {"model.layers.1.mlp.experts.0.down_proj.weight"}
+    assert inspect_checkpoint(tmp_path / "OUT").dtypes.keys() == {"BF16"}

@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import quantised
 import runs
 import tiny
 import torch
@@ -12,8 +13,10 @@ from representatives import representatives
 from typer.testing import CliRunner
 
 from fcsd.bench.shapes import SHAPES
+from fcsd.checkpoint import read_layout
 from fcsd.cli.main import app
 from fcsd.config import load_recipe
+from fcsd.convert import convert_checkpoint
 from fcsd.distill.optim.adamw_choice import updates_alone
 from fcsd.errors import BadInputError, ConfigError, DoesNotFitError
 from fcsd.models.build import decoder_of
@@ -432,6 +435,40 @@ def test_plan_command_and_dry_run(tmp_path):
     dry = CliRunner().invoke(app, ["distill", recipe, "--dry-run", "--gpus", "2"])
     assert dry.exit_code == 0 and "verdict      fits" in dry.stderr and not (tmp_path / "run").exists()
     assert dry.stderr.index(" count") < dry.stderr.index("assumes H200s") < dry.stderr.index("memory of one GPU")
+
+
+def test_a_model_directory_is_planned_without_a_recipe(tmp_path):
+    """Converted or not; the values of the recipe that stands in can be changed, as always."""
+    tiny.model("llama").save_pretrained(tmp_path / "model")
+    convert_checkpoint(tmp_path / "model", tmp_path / "converted", wiring="ladder")
+    for name in ("model", "converted"):
+        run = CliRunner().invoke(app, ["plan", str(tmp_path / name), "--set", "data.seq_len=128", "--json"])
+        assert run.exit_code == 0, run.output
+        told = json.loads(run.stdout)
+        assert told["fits"] and told["setup"]["seq_len"] == 128
+        assert told["parameters"]["total"] == sum(p.numel() for p in tiny.model("llama").parameters())
+
+
+def test_a_model_that_no_setting_fits_is_told_how_many_gpus_it_takes(tmp_path):
+    SHAPES["llama3-70b"](80).save_pretrained(tmp_path)
+    run = CliRunner().invoke(app, ["plan", str(tmp_path), "--gpus", "4", "--gpu-mem", "24"])
+    assert run.exit_code == 8
+    # 70.6 B weights, and 34.2 B of them a second time for the teacher, with gradients in fp32, moments and fp32 copies
+    held = (2 * (70.6e9 + 34.2e9) + (4 + 12) * 34.2e9) / GIB
+    usable = 24 * USABLE - 0.8 - 0.5
+    found = int(run.stderr.split("at least ")[1].split()[0])
+    assert found == pytest.approx(held / usable, rel=0.1) and "seq_len" not in run.stderr
+
+
+def test_the_files_of_a_quantised_model_are_told_beside_what_is_in_memory(tmp_path):
+    quantised.write_by("awq", "llama", tmp_path)
+    command = ["plan", str(tmp_path), "--set", "data.seq_len=128"]
+    planned = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
+    assert planned["stored"]["as"] == "4-bit integers in groups of 16 (awq)"
+    held = sum(t.end - t.start for name, t in read_layout(tmp_path).tensors.items())
+    assert planned["stored"]["bytes"] == pytest.approx(held, rel=0.01)
+    text = CliRunner().invoke(app, command).stdout
+    assert "GB of 4-bit integers in groups of 16 (awq)" in text
 
 
 @pytest.mark.parametrize(

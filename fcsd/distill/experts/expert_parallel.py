@@ -21,6 +21,7 @@ from fcsd.errors import BadInputError, ConfigError
 from fcsd.launch.world import first_rank
 from fcsd.models.build import arch_of, load_model, register, wiring_of
 from fcsd.models.fused.model import fuse_parts
+from fcsd.models.quantised.method import plain_copy
 from fcsd.models.wiring import DESYNC, Wiring
 from fcsd.parallel.expert.dispatcher import Dispatcher, check_divided, check_formats
 from fcsd.parallel.quantised.rows import Quantiser, formats_of
@@ -58,7 +59,7 @@ def check(recipe: Recipe, processes: int) -> None:
         if (found := open_checkpoint(name, weights=False).config.quantization) is not None:
             raise BadInputError(
                 f"{name} is quantised ({found}), and parallel.zero_stage 3 cannot load that",
-                "save a dequantised copy in bf16 first",
+                plain_copy(name),
             )
     dedup = recipe.parallel.dedup
     if dedup != "off" and config.get_text_config().num_experts_per_tok == 1 and first_rank():

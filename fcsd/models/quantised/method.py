@@ -180,6 +180,12 @@ def read_method(block: Any, where: str | Path) -> Method:
         raise BadInputError(f"{where}: quantization_config is malformed ({type(error).__name__}: {error})") from None
 
 
+def plain_copy(path: str | Path) -> str:
+    """What to do where quantised weights cannot be used: the command that writes a copy in bf16, see ``load_model``."""
+    line = f"import fcsd; fcsd.load_model({str(path)!r}).save_pretrained('OUT')"
+    return f'Write a copy in bf16: python -c "{line}", and copy its tokenizer there.'
+
+
 def _way_out(where: Path) -> str:
     """What to do about a method that is not read."""
     parts = (where.parent if where.suffix == ".json" else where).parts

@@ -24,6 +24,7 @@ from fcsd.models.build import (
     wiring_of,
     without_further_outputs,
 )
+from fcsd.models.quantised.method import plain_copy
 from fcsd.parallel.expert.autoep import expert_blocks, shard_experts
 from fcsd.parallel.expert.blocking import wire_parallel
 from fcsd.parallel.placement.placement import Placement
@@ -92,7 +93,7 @@ def verified_layout(path: Path, what: str) -> Layout:
     if found.config.quantization is not None:
         raise BadInputError(
             f"{path} is quantised ({found.config.quantization}), and {what} cannot load that",
-            "save a dequantised copy in bf16 first",
+            plain_copy(path),
         )
     found.verify()
     return found.layout
