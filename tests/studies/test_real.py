@@ -122,7 +122,7 @@ def test_any_number_of_seeds_is_a_row_with_their_mean(repo: Path) -> None:
     lost, error = page.mean_difference(longer, first["name"])
     each, told = f"{-lost:.1f}, {-lost - 1:.1f}", f"{-lost - 0.5:.1f} ± {(error**2 + 0.25) ** 0.5:.1f}"
     assert f"| 125 M | 2 | 0.071 ± 0.000 | 0.072 ± 0.000 | {each} | {told} |" in " ".join(row.split())
-    assert f"| 125 M | converted layers | {told} |" in " ".join(page.answer(list(raw.values()), repo).split())
+    assert f"| 125 M | converted layers | {told} of 7,214 |" in " ".join(page.answer(list(raw.values()), repo).split())
     seeds["runs"] = [{**seeds["runs"][0], "set": {"train.anneal_share": 0.3}}]
     assert "| 0.080 ± 0.000 |" in page.by_seed(seeds) and "| annealed wiring |" in page.runs([seeds])
 
