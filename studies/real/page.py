@@ -103,7 +103,8 @@ def answer(raw: list[dict[str, Any]], repo: Path = Path()) -> str:
         alone = "converted layers" if "optim.train" in run.get("set", {}) else "all weights"
         lost = "{:.1f} ± {:.1f}".format(-run["lost"][0], run["lost"][1])
         lost += f" of {questions(run['file'], run['name']):,}"
-        before = "{:.1f} of {:,}".format(-run["untrained_lost"][0], run["untrained_lost"][1])
+        points, asked = run.get("untrained_lost", (None, 0))
+        before = "" if points is None else f"{-points:.1f} of {asked:,}"
         cells = [f"{count} of {DEPTH}: {run['layers']}", wiring, f"{run['tokens'] / 1e6:.3g} M", alone, lost, before]
         cells += [_change(text, run) for text in KL_TEXTS]
         body.append([*cells, str(slow or f"{frontier.predicted()[wiring, '100%'].shared(share)}*"), str(near or "-")])

@@ -606,7 +606,7 @@ def test_the_page_takes_other_runs_of_all_layers_and_of_everyday_text(repo: Path
     filled = page.filled(text, raw, repo)
     points, error = (abs(value) for value in page.mean_difference(seeds, "half-converted-41m-0"))
     (row,) = (" ".join(line.split()) for line in filled.splitlines() if line.startswith("| 30 of 30:"))
-    assert f"| 300 M | converted layers | {points:.1f} ± {error:.1f} |" in row and "6.42 → 0.100" in row
+    assert f"| 300 M | converted layers | {points:.1f} ± {error:.1f} of 7,214 |" in row and "6.42 → 0.100" in row
     assert "1.5 points with ladder on 30 layers was" in filled
     row = " ".join(page.everyday(raw[page.EVERYDAY]).splitlines()[-1].split())
     assert row.startswith("| 0 |") and row.count("+20.0 ± 6.0") == 2  # sqrt(0.4 - 0.2^2) / 10
