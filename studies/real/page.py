@@ -48,7 +48,7 @@ def best(raw: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The run with scores of each conversion that ends nearest to the original on both texts.
 
     ``lost`` is the mean difference in points and its error, over the runs that differ from it in the seed alone, too;
-    ``untrained_lost`` are the points that the conversion costs before it is healed.
+    ``untrained_lost`` are the points that the conversion costs before it is healed, and the number of their questions.
     """
     found: dict[tuple[str, tuple[int, ...]], list[dict[str, Any]]] = {}
     for file in raw:
@@ -66,7 +66,8 @@ def best(raw: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for other in alike:
             run["untrained_kl"] = run.get("untrained_kl") or other.get("untrained_kl")
             if f"{other['name']}-untrained" in other["file"].get("scores", ()):
-                run["untrained_lost"] = mean_difference(other["file"], f"{other['name']}-untrained")[0]
+                before = f"{other['name']}-untrained"
+                run["untrained_lost"] = mean_difference(other["file"], before)[0], questions(other["file"], before)
         same = [
             mean_difference(other["file"], other["name"])
             for other in scored
@@ -101,7 +102,9 @@ def answer(raw: list[dict[str, Any]], repo: Path = Path()) -> str:
         near = frontier.served(wiring, share, frontier.OVER_NVLINK, repo)
         alone = "converted layers" if "optim.train" in run.get("set", {}) else "all weights"
         lost = "{:.1f} ± {:.1f}".format(-run["lost"][0], run["lost"][1])
-        before = f"{-run['untrained_lost']:.1f}" if "untrained_lost" in run else ""
+        lost += f" of {questions(run['file'], run['name']):,}"
+        points, asked = run.get("untrained_lost", (None, 0))
+        before = "" if points is None else f"{-points:.1f} of {asked:,}"
         cells = [f"{count} of {DEPTH}: {run['layers']}", wiring, f"{run['tokens'] / 1e6:.3g} M", alone, lost, before]
         cells += [_change(text, run) for text in KL_TEXTS]
         body.append([*cells, str(slow or f"{frontier.predicted()[wiring, '100%'].shared(share)}*"), str(near or "-")])
@@ -377,6 +380,11 @@ def mean_difference(file: dict[str, Any], model: str) -> tuple[float, float]:
     tasks = [task for task in found["tasks"] if task["column"] in informative(file)]
     points = sum(task["points"] for task in tasks) / len(tasks)
     return points, math.hypot(*(task["stderr"] for task in tasks)) / len(tasks)
+
+
+def questions(file: dict[str, Any], model: str) -> int:
+    """How many questions :func:`mean_difference` is about, which both models were asked."""
+    return sum(file["scores"][model][column]["n"] for column in informative(file))
 
 
 LAYERS = {

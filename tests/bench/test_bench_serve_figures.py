@@ -156,6 +156,12 @@ def test_vllm_reads_prompts_in_steps_of_its_budget() -> None:
     known[at_once][("prefill", 512)] = [6.0]
     load = dataclasses.replace(load, arrivals=16, options=("--max-num-batched-tokens", "8192"))
     assert choice.choose(load, known).prefill == ((OVERLAP_FROM, plain),)
+    # A size between two that were timed, below which the first step of several prompts may be much shorter.
+    short = {
+        plain: {("prefill", 32): [5.0], ("prefill", 64): [7.0], ("prefill", 512): [9.0]},
+        at_once: {("prefill", 32): [4.0], ("prefill", 64): [8.0], ("prefill", 512): [11.0]},
+    }
+    assert choice.choose(load, short).prefill == ((512, at_once), (8192, plain))
     # A prompt that comes alone is one step, so its own size is known; 1 % is not worth the work for the host.
     load = dataclasses.replace(load, arrivals=1)
     assert choice.choose(load, known).prefill == ((512, plain), (1024, at_once), (2048, plain))

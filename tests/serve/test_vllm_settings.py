@@ -397,6 +397,22 @@ def test_a_converted_model_is_not_built_as_another_architecture(vllm):
     assert vllm.asked == ["config", "model"], "GPT-OSS keeps its own"
 
 
+def test_the_wiring_is_that_of_the_weights_whatever_config_vllm_is_given(vllm, tmp_path):
+    """``--hf-overrides '{"fcsd": null}'`` and ``--hf-config-path`` change what vLLM takes for the config."""
+    vllm.top.__version__ = "0.24.0"
+    plugin.register()
+    (tmp_path / "config.json").write_text(json.dumps({"fcsd": FARSKIP.to_block()}))
+    own, none, other = settings(FARSKIP), settings(FARSKIP), settings(Wiring("ladder", (1, 2)))
+    for given in (own, none, other):
+        given.model_config.model = str(tmp_path)
+    none.model_config.hf_config.fcsd = None
+    with pytest.raises(ConfigError, match=r"would build it as LlamaForCausalLM.* and fcsd in --hf-overrides"):
+        vllm.hooks["LlamaForCausalLM"].verify_and_update_config(none)
+    check(own, "deepseek_v3")
+    with pytest.raises(ConfigError, match=r"its config.json has another wiring; .* --hf-config-path"):
+        check(other, "deepseek_v3")
+
+
 def test_hooks_of_vllm_keep_what_else_they_have(vllm):
     class Own:
         @staticmethod

@@ -122,7 +122,7 @@ def test_any_number_of_seeds_is_a_row_with_their_mean(repo: Path) -> None:
     lost, error = page.mean_difference(longer, first["name"])
     each, told = f"{-lost:.1f}, {-lost - 1:.1f}", f"{-lost - 0.5:.1f} ± {(error**2 + 0.25) ** 0.5:.1f}"
     assert f"| 125 M | 2 | 0.071 ± 0.000 | 0.072 ± 0.000 | {each} | {told} |" in " ".join(row.split())
-    assert f"| 125 M | converted layers | {told} |" in " ".join(page.answer(list(raw.values()), repo).split())
+    assert f"| 125 M | converted layers | {told} of 7,214 |" in " ".join(page.answer(list(raw.values()), repo).split())
     seeds["runs"] = [{**seeds["runs"][0], "set": {"train.anneal_share": 0.3}}]
     assert "| 0.080 ± 0.000 |" in page.by_seed(seeds) and "| annealed wiring |" in page.runs([seeds])
 
@@ -606,7 +606,7 @@ def test_the_page_takes_other_runs_of_all_layers_and_of_everyday_text(repo: Path
     filled = page.filled(text, raw, repo)
     points, error = (abs(value) for value in page.mean_difference(seeds, "half-converted-41m-0"))
     (row,) = (" ".join(line.split()) for line in filled.splitlines() if line.startswith("| 30 of 30:"))
-    assert f"| 300 M | converted layers | {points:.1f} ± {error:.1f} |" in row and "6.42 → 0.100" in row
+    assert f"| 300 M | converted layers | {points:.1f} ± {error:.1f} of 7,214 |" in row and "6.42 → 0.100" in row
     assert "1.5 points with ladder on 30 layers was" in filled
     row = " ".join(page.everyday(raw[page.EVERYDAY]).splitlines()[-1].split())
     assert row.startswith("| 0 |") and row.count("+20.0 ± 6.0") == 2  # sqrt(0.4 - 0.2^2) / 10

@@ -5,9 +5,12 @@ vLLM asks when it has its settings together, before a process is started or a we
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from fcsd.errors import ConfigError
+from fcsd.checkpoint import read_object
+from fcsd.errors import BadInputError, ConfigError
 from fcsd.models.archs import ARCHS
 from fcsd.models.rope import RopeBorder, rope_border
 from fcsd.models.wiring_block import DESYNC, Wiring
@@ -16,6 +19,9 @@ from fcsd.serve.vllm.support import RIGHT_RESULTS, refusal
 
 # Methods of speculation that read nothing inside of the model, or its last hidden state, in which no sum is missing.
 _DRAFTS = ("ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "mtp")
+
+
+_LEAVE_OUT = "leave --model-impl, --hf-config-path, and architectures and fcsd in --hf-overrides, out"
 
 
 def check(vllm_config: Any, model_type: str) -> None:
@@ -28,6 +34,9 @@ def check(vllm_config: Any, model_type: str) -> None:
         ConfigError: a setting does not go with the model. The message names it and says what to do.
         BadInputError: the file of a table of sums is none for this.
     """
+    model = vllm_config.model_config
+    if _recorded(model) not in (None, model.hf_config.fcsd):
+        raise ConfigError(f"converted model: its config.json has another wiring; {_LEAVE_OUT}")
     for problem in problems(vllm_config, model_type):
         raise ConfigError(f"converted model: {problem}")
     if _other_pieces(vllm_config):
@@ -49,11 +58,22 @@ def refuse_other_architecture(vllm_config: Any, name: str) -> None:
     speculation = vllm_config.speculative_config
     if speculation is not None and vllm_config.model_config is speculation.draft_model_config:
         return
-    if getattr(vllm_config.model_config.hf_config, "fcsd", None) is not None:
+    model = vllm_config.model_config
+    if getattr(model.hf_config, "fcsd", None) is not None or _recorded(model) is not None:
         raise ConfigError(
-            f"converted model: vLLM would build it as {name}, which computes another function; "
-            "leave --model-impl, and architectures in --hf-overrides, out"
+            f"converted model: vLLM would build it as {name}, which computes another function; {_LEAVE_OUT}"
         )
+
+
+def _recorded(model_config: Any) -> Any:
+    """The ``fcsd`` block in the directory of the weights, which no option can change; None without one, or on the hub.
+
+    ``--hf-overrides`` and ``--hf-config-path`` can give vLLM another config than that of the weights.
+    """
+    file = Path(getattr(model_config, "model", "no directory")) / "config.json"
+    with suppress(BadInputError):  # of another program's model, which vLLM may take
+        return read_object(file).get("fcsd")
+    return None
 
 
 def problems(vllm_config: Any, model_type: str) -> Iterator[str]:

@@ -198,6 +198,8 @@ def test_the_teachers_pass_leaves_no_trace(folder: Path) -> None:
     found, expected = shared.get_targets(columns), live.get_targets(columns)
     assert torch.equal(found.output[0], expected.output[0]) and torch.equal(found.output[1], expected.output[1])
     assert not found.output[0].requires_grad and not found.output[1].requires_grad
+    with shared.teacher() as model:
+        assert not any(module.training for module in model.modules()), "a teacher drops nothing out"
     after = facts()
     assert before[:4] == after[:4]
     assert all(torch.equal(after[4][name], value) for name, value in before[4].items())

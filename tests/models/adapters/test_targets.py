@@ -139,10 +139,12 @@ def test_an_adapter_starts_alike_whatever_other_layers_have_one() -> None:
     one, two = tiny.model("llama"), tiny.model("llama")
     path = "model.layers.2.self_attn.q_proj"
     alone = add_adapters(one, {path: path}, 4, 4.0, seed=3)[path]
-    among = add_adapters(two, {p: p for p in choose(two, DEFAULT, []).adapted}, 4, 4.0, seed=3)[path]
+    every = add_adapters(two, {p: p for p in choose(two, DEFAULT, []).adapted}, 4, 4.0, seed=3)
+    among, beside = every[path], every["model.layers.1.self_attn.q_proj"]
     other = add_adapters(tiny.model("llama"), {path: path}, 4, 4.0, seed=4)[path]
     assert torch.equal(matrices(alone)[0], matrices(among)[0])
     assert not torch.equal(matrices(alone)[0], matrices(other)[0])
+    assert not torch.equal(matrices(alone)[0], matrices(beside)[0]), "layers of one shape start unlike each other"
 
 
 @pytest.mark.parametrize(
