@@ -40,8 +40,9 @@ def source(repo: Path) -> Source:
     return Source(repo)
 
 
-# What some calls of a core command need: --picture, --calibration, and a run with adapters.
-OPTIONAL = {"plan": {"matplotlib"}, "convert": {"pyarrow"}, "export": {"accelerate", "deepspeed", "peft"}}
+# What some calls of a core command need: --picture, --calibration, a run with adapters, and --quantise.
+OF_EXPORT = {"accelerate", "deepspeed", "peft", "datasets", "llmcompressor", "pyarrow"}
+OPTIONAL = {"plan": {"matplotlib"}, "convert": {"pyarrow"}, "export": OF_EXPORT}
 
 
 @pytest.fixture(scope="module")

@@ -165,6 +165,7 @@ def _modifiers(model: PreTrainedModel, name: str, calibrated: bool) -> list[Any]
         weights = {"num_bits": 4, "strategy": "group", "group_size": group_size(model, ignore)}
         given["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": weights}}
     else:
+        _require_fit(model, ignore, name)
         given |= {"targets": "Linear", "scheme": METHODS[name].scheme}
     if not calibrated:
         return [QuantizationModifier(**given)]
@@ -216,6 +217,26 @@ def group_size(model: PreTrainedModel, ignore: Sequence[str]) -> int:
         f"no group of {GROUPS[-1]} inputs or more divides the layers' widths {sorted(widths)}",
         "Quantise to W8A8 or FP8_DYNAMIC, which have no groups.",
     )
+
+
+def _require_fit(model: PreTrainedModel, ignore: Sequence[str], name: str) -> None:
+    """Refuse a model that llm-compressor or transformers would fail on in the middle.
+
+    Raises:
+        BadInputError: blocks or groups do not divide a layer, or its dtype is not one that the format is read in.
+    """
+    if name == "NVFP4A16" and model.dtype != torch.bfloat16:
+        raise BadInputError(f"NVFP4A16 is read in bf16, and the weights are in {model.dtype}", "Convert a bf16 model.")
+    rows, columns = {"FP8_BLOCK": (128, 128), "NVFP4A16": (1, 16)}.get(name, (1, 1))
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.Linear) or path in ignore:
+            continue
+        if module.out_features % rows or module.in_features % columns:
+            raise BadInputError(
+                f"{path}: blocks of [{rows}, {columns}] do not divide its weight "
+                f"[{module.out_features}, {module.in_features}], as {name} needs",
+                "Quantise to W8A8 or FP8_DYNAMIC, which have no blocks.",
+            )
 
 
 def smoothed(model: PreTrainedModel) -> dict[str, list[str]]:

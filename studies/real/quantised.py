@@ -47,8 +47,8 @@ ALPHA = 32.0  # as in the runs of docs/adapters.md
 QUANTISES = 45.0  # seconds, at most, of what follows a training on one GPU: GPTQ and the divergences
 
 
-def main() -> None:
-    """Measure every form, or print the table of a file."""
+def arguments() -> argparse.ArgumentParser:
+    """What the command line takes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("original", type=Path, nargs="?")
     parser.add_argument("out", type=Path, nargs="?")
@@ -63,6 +63,12 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=96, help="rows of each divergence")
     parser.add_argument("--seconds", type=float, default=400)
     parser.add_argument("--table", type=Path, metavar="FILE")
+    return parser
+
+
+def main() -> None:
+    """Measure every form, or print the table of a file."""
+    parser = arguments()
     given = parser.parse_args()
     if given.table is not None:
         print(table([json.loads(line) for line in given.table.read_text().splitlines()]))
