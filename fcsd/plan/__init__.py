@@ -199,17 +199,20 @@ def plan_setup(
     own, teacher = of_rank(model.numbers, setup.tp_size), of_rank(teacher, setup.tp_size)
 
     def memory_of(setup: Setup, hardware: Hardware) -> Memory:
-        return memory(own, teacher, model.layer_bytes(setup), setup, hardware)
+        return memory(own, teacher, model.layer_bytes(setup), of_one_rank(setup), hardware)
+
+    def speed_of(new: Setup, hardware: Hardware = hardware) -> Speed:
+        return speed(own, teacher, of_one_rank(new), hardware, utilisation)
 
     def hours_of(new: Setup, hardware: Hardware = hardware) -> float:
-        return speed(own, teacher, new, hardware, utilisation).hours
+        return speed_of(new, hardware).hours
 
     def changed(new: Setup, hardware: Hardware, written: list[str]) -> Change:
         return Change(
             written=written,
             total=memory_of(new, hardware).total,
             disk=disk_bytes(model.numbers, new),
-            host=host_bytes(own, new),
+            host=host_bytes(own, of_one_rank(new)),
             hours=hours_of(new, hardware),
         )
 
@@ -217,7 +220,7 @@ def plan_setup(
         return memory_of(new, hardware).fits and accepted(assignments(setup, new))
 
     experts, needed = model.numbers.experts, memory_of(setup, hardware)
-    time, change, faster = speed(own, teacher, setup, hardware, utilisation), None, None
+    time, change, faster = speed_of(setup), None, None
     adapted: Change | None = None
     if not needed.fits:
         found = cheapest(setup, hardware, experts, possible)
@@ -240,12 +243,17 @@ def plan_setup(
         hardware=hardware,
         memory=needed,
         speed=time,
-        host=host_bytes(own, setup),
+        host=host_bytes(own, of_one_rank(setup)),
         disk=disk_bytes(model.numbers, setup),
         change=change,
         faster=faster,
         adapted=adapted,
     )
+
+
+def of_one_rank(setup: Setup) -> Setup:
+    """The setup with what one tensor-parallel rank has of the parts that train."""
+    return setup if setup.parts is None else replace(setup, parts=setup.parts.of_rank(setup.tp_size))
 
 
 def setup_for(recipe: Recipe, world: int, model: MetaModel) -> Setup:
@@ -257,10 +265,7 @@ def setup_for(recipe: Recipe, world: int, model: MetaModel) -> Setup:
     setup = setup_of(recipe, world, len(model.numbers.layers), model.plain)
     if recipe.frozen_beside is None:
         return setup
-    divided = setup.ep_size > 1
-    return with_parts(
-        setup, model.parts(recipe.train.adapter, recipe.optim.train, _wiring_of(recipe, model), divided=divided)
-    )
+    return with_parts(setup, model.parts(recipe.train.adapter, recipe.optim.train, _wiring_of(recipe, model)))
 
 
 def _wiring_of(recipe: Recipe, model: MetaModel) -> Wiring:
