@@ -14,6 +14,7 @@ from itertools import takewhile
 
 from fcsd.config import Adapter, Recipe, ResolvedRecipe, accumulation, vary
 from fcsd.errors import ConfigError, DoesNotFitError
+from fcsd.models.build import arch_of
 from fcsd.models.rope import require_short_rows
 from fcsd.models.selection import select_layers
 from fcsd.models.wiring_block import DESYNC, Wiring
@@ -216,8 +217,11 @@ def plan_setup(
             hours=hours_of(new, hardware),
         )
 
+    divides = arch_of(model.config).autoep is not None
+
     def possible(new: Setup, hardware: Hardware) -> bool:
-        return memory_of(new, hardware).fits and accepted(assignments(setup, new))
+        can_run = divides or new.ep_size == 1
+        return can_run and memory_of(new, hardware).fits and accepted(assignments(setup, new))
 
     experts, needed = model.numbers.experts, memory_of(setup, hardware)
     time, change, faster = speed_of(setup), None, None
