@@ -51,11 +51,11 @@ class Recorder(HFAdapter):
 
     def _generate(
         self, prompts: list[list[int]], stops: tuple[str, ...], max_new_tokens: int
-    ) -> Iterator[tuple[int, str]]:
+    ) -> Iterator[tuple[int, str, tuple[int, bool] | None]]:
         ends = sorted(ending(self.model, self.tokenizer, stops).tokens)
-        for index, text in super()._generate(prompts, stops, max_new_tokens):
+        for index, text, length in super()._generate(prompts, stops, max_new_tokens):
             self.requests.append(dict(prompt=prompts[index], ends=ends, stops=stops, new=max_new_tokens, text=text))
-            yield index, text
+            yield index, text, length
 
 
 class Replayer(HFAdapter):
@@ -71,9 +71,9 @@ class Replayer(HFAdapter):
 
     def _generate(
         self, prompts: list[list[int]], stops: tuple[str, ...], max_new_tokens: int
-    ) -> Iterator[tuple[int, str]]:
-        for index, prompt in enumerate(prompts):
-            yield index, self.answers[key_of(dict(prompt=prompt, stops=stops, new=max_new_tokens))]["text"]
+    ) -> Iterator[tuple[int, str, tuple[int, bool] | None]]:
+        for index, prompt in enumerate(prompts):  # how long the answers are was not written down
+            yield index, self.answers[key_of(dict(prompt=prompt, stops=stops, new=max_new_tokens))]["text"], None
 
 
 def key_of(request: Answer) -> str:

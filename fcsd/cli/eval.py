@@ -193,7 +193,7 @@ def evaluate(
         scores = [{key: value for key, value in result.items() if key != "items"} for result in results]
         emit(json.dumps({"rows": scores, "comparisons": [c.to_json(margin) for c in comparisons]}, indent=2))
     else:
-        parts = [tables.plain_table(results)]
+        parts = [*filter(None, (tables.plain_table(results), tables.answer_table(results)))]
         if comparisons:
             parts += [tables.difference_table(comparisons, margin), *(c.sentence(margin) for c in comparisons)]
         emit("\n\n".join(filter(None, parts)))

@@ -35,8 +35,8 @@ class Optim(Section):
     """The parts whose own weights train, while all others are frozen: `converted` (the layers that the wiring names),
     `norms`, `routers`, `embeddings`, `head`, layers as in `init.layers` or by share (`last:8`, `last:25%`), or names in
     the model's decoder layers such as `o_proj`. The teacher is then the model itself, with a copy of these parts alone.
-    Routed experts in them train too, and are refused with `parallel.ep_size` above 1. With `train.adapter`, adapters
-    train beside these parts, and routed experts stay frozen. Empty without `train.adapter`: all weights train."""
+    Routed experts in them train too. With `train.adapter`, adapters train beside these parts, and routed experts stay
+    frozen. Empty without `train.adapter`: all weights train."""
     accumulate_dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """The precision in which the gradients of micro-batches are summed. `auto` is fp32 with `parallel.zero_stage` 0, as
     in section 4.1.1 of the Ladder paper, and `train.dtype` otherwise. With bf16 weights, fp32 takes two more bytes for

@@ -190,6 +190,7 @@ class Recipe(Section):
             exclusions.MOVED: parallel.placement.every > 0,
             exclusions.FROZEN: self.frozen_beside is not None,
             exclusions.OWN_PARTS: bool(parts),
+            exclusions.ADAPTERS: self.train.adapter is not None,
             exclusions.RANDOM: self.init.weights == "random",
             exclusions.REPLICATED: parallel.teacher_placement == "replicated",
             exclusions.ALONE_ROUNDED: parallel.quantised.any and parallel.ep_size == 1,

@@ -41,6 +41,7 @@ from fcsd.models.build import unwired
 from fcsd.parallel.expert.dispatcher import Dispatcher
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 from fcsd.parallel.transports.traffic import Traffic
+from fcsd.parallel.weights.trained import load_trained
 from fcsd.plan import setup_for
 from fcsd.plan.memory import least_disk_bytes
 from fcsd.plan.model import MetaModel
@@ -129,7 +130,7 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     tokenizer = load_tokenizer(path)
     corpora, rows, held_out = read_data(recipe, path, tokenizer, vocab_size, world)
     say(f"loading {recipe.model} ...")
-    student, parts = start_student(recipe, start, world, teams.ranks)
+    student, parts = start_student(recipe, start, world, teams)
     traffic = Traffic() if recipe.parallel.ep_size > 1 else None
     dispatcher = expert_parallel.dispatcher_for(recipe.parallel, recipe.parallel.ep_size)
     source = TeacherSource()
@@ -141,7 +142,7 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     by_zero = start.checkpoint is not None and checkpoints.of_several(start.checkpoint)
     training = build_training(student, source, recipe, world, traffic, dispatcher, by_zero, teams, parts)
     if parts is not None and shares_weights(recipe):
-        shared = share_weights(parts, recipe, traffic, dispatcher)
+        shared = share_weights(parts, recipe, traffic, dispatcher, teams.ranks)
         divided = recipe.parallel.zero_stage == 3
         training = replace(training, source=WithinPass(shared, training.engine.module) if divided else shared)
     progress = checkpoints.load(start.checkpoint, world, training, identity) if start.checkpoint else {"step": 0}
@@ -204,18 +205,19 @@ def find_start(recipe: Recipe, resume: str, world: World) -> Start:
 
 
 def start_student(
-    recipe: Recipe, start: Start, world: World, ranks: TensorGroup | None
+    recipe: Recipe, start: Start, world: World, teams: tensor_parallel.Teams
 ) -> tuple[PreTrainedModel, TrainedParts | None]:
     """Loads the student, or what a checkpoint has of it, and what trains beside its frozen weights."""
     trained = start.checkpoint / manifest.MODEL if start.checkpoint is not None and start.chosen is None else None
     orders = None if start.checkpoint is None else orders_of(manifest.read_manifest(start.checkpoint)["progress"])
-    placed: Any = {"device": world.device, "orders": orders, "ranks": ranks}
+    placed: Any = {"device": world.device, "orders": orders, "ranks": teams.ranks}
     student = load_student(recipe, dtype=DTYPES[recipe.train.dtype], config=start.config, trained=trained, **placed)
     if start.chosen is None:
         return student, None
+    tensor_parallel.make_trainable(student, teams)  # before what does not train is frozen
     parts = train_parts(student, recipe, start.chosen)
     if start.checkpoint is not None:
-        parts.load(read_parts(start.checkpoint / manifest.PARTS), str(start.checkpoint))
+        load_trained(parts, read_parts(start.checkpoint / manifest.PARTS), str(start.checkpoint), teams.ranks)
     return student, parts
 
 
@@ -231,9 +233,20 @@ def shares_weights(recipe: Recipe) -> bool:
 
 
 def share_weights(
-    parts: TrainedParts, recipe: Recipe, traffic: Traffic | None = None, dispatcher: Dispatcher | None = None
+    parts: TrainedParts,
+    recipe: Recipe,
+    traffic: Traffic | None = None,
+    dispatcher: Dispatcher | None = None,
+    ranks: TensorGroup | None = None,
 ) -> SharedTeacher:
     """The teacher that is the student with its first weights; the other arguments are those of ``load_teacher``."""
+
+    if ranks is not None:
+        shared = SharedTeacher(
+            parts, recipe.objective, lambda: tensor_parallel.wire(parts.model, ranks, recipe, unwired())
+        )
+        tensor_parallel.wire(parts.model, ranks, recipe)  # what is not of a layer, such as marks of norms, is one again
+        return shared
 
     def rewire() -> None:
         how: Any = {"traffic": traffic, "dispatcher": dispatcher, "wiring": unwired()}

@@ -20,6 +20,7 @@ from fcsd.engine.weights import load_tensor_parallel, random_tensor_parallel
 from fcsd.launch.world import World
 from fcsd.models.build import arch_of, register, wiring_of
 from fcsd.models.fused.model import fuse_parts
+from fcsd.models.wiring import Wiring
 from fcsd.parallel.tensor.layer import wire_training
 from fcsd.parallel.tensor.shard import check_sharded, prepare
 from fcsd.parallel.tensor.tp_plan import TensorGroup
@@ -116,10 +117,10 @@ def randomise(
     return random_tensor_parallel(config, dtype=dtype, device=device, ranks=ranks, seed=seed, whole_vocabulary=True)
 
 
-def wire(model: PreTrainedModel, ranks: TensorGroup, recipe: Recipe) -> None:
-    """Installs the schedule of the model's own wiring, and fused kernels, with the settings of ``parallel``."""
+def wire(model: PreTrainedModel, ranks: TensorGroup, recipe: Recipe, wiring: Wiring | None = None) -> None:
+    """Installs the schedule of a wiring, or the model's own, and fused kernels, with the settings of ``parallel``."""
     fuse_parts(model, arch_of(model.config), recipe.parallel.fused and model.device.type == "cuda")
-    wire_training(model, wiring_of(model.config), ranks, recipe.parallel.overlap)
+    wire_training(model, wiring or wiring_of(model.config), ranks, recipe.parallel.overlap)
 
 
 def make_trainable(model: PreTrainedModel, teams: Teams) -> None:

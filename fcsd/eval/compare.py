@@ -82,6 +82,22 @@ class LossDifference:
 
 
 @dataclass(frozen=True)
+class Answers:
+    """How long the generated answers of a model and of its baseline are. Items without an end reached the limit.
+
+    Attributes:
+        tokens, baseline_tokens: tokens of an answer in the mean.
+        unended, baseline_unended: the share of answers that do not end.
+    """
+
+    column: str
+    tokens: float
+    baseline_tokens: float
+    unended: float
+    baseline_unended: float
+
+
+@dataclass(frozen=True)
 class Comparison:
     """A model against its baseline.
 
@@ -91,6 +107,7 @@ class Comparison:
             chance; None if there are none.
         loss: the difference in held-out loss; None without a held-out text.
         perplexities: the benchmarks that are perplexities or losses, as differences in loss.
+        answers: the benchmarks whose answers are generated, where the lengths of both models' are known.
     """
 
     model: str
@@ -99,6 +116,7 @@ class Comparison:
     overall: Difference | None
     loss: LossDifference | None
     perplexities: tuple[LossDifference, ...] = ()
+    answers: tuple[Answers, ...] = ()
 
     @property
     def losses(self) -> tuple[LossDifference, ...]:
@@ -130,6 +148,9 @@ class Comparison:
             text += f"; not counted, because {self.baseline} is not above chance: {', '.join(unknown)}"
         if beside := [f"{task.column} ({task.points:+.1f} ± {task.stderr:.1f})" for task in self.tasks if task.beside]:
             text += f"; beside the mean: {', '.join(beside)}"
+        for one in self.answers:
+            text += f"; answers to {one.column}: {one.tokens:.0f} tokens instead of {one.baseline_tokens:.0f}, "
+            text += f"{100 * one.unended:.1f} % without an end instead of {100 * one.baseline_unended:.1f} %"
         return text
 
     def to_json(self, margin: float) -> dict[str, Any]:
@@ -146,6 +167,7 @@ class Comparison:
             "overall": plain(self.overall),
             "loss": None if self.loss is None else vars(self.loss),
             "perplexities": [vars(loss) for loss in self.perplexities],
+            "answers": [vars(one) for one in self.answers],
             "sentence": self.sentence(margin),
         }
 
@@ -247,7 +269,13 @@ def _compare(model: dict[str, Result], baseline: dict[str, Result], floor: dict[
     name, reference = (next(iter(m.values()))["model"] for m in (model, baseline))
     told = [both for both in zip(tasks, counts, strict=True) if not both[0].at_chance and not both[0].beside]
     overall = _overall(*zip(*told, strict=True)) if told else None
-    return Comparison(name, reference, tasks, overall, held_out[0] if held_out else None, perplexities)
+    answers = tuple(_answers(*three[:2]) for three in results if three[0].get("answers") and three[1].get("answers"))
+    return Comparison(name, reference, tasks, overall, held_out[0] if held_out else None, perplexities, answers)
+
+
+def _answers(result: Result, baseline: Result) -> Answers:
+    one, other = result["answers"], baseline["answers"]
+    return Answers(result["column"], one["tokens"], other["tokens"], one["unended"], other["unended"])
 
 
 def _overall(tasks: Sequence[Difference], counts: Sequence[Counts]) -> Difference:

@@ -112,6 +112,7 @@ def evalplus_result(
     until = _stops(row.task, chat)
     settings = {"until": until, "max_gen_toks": MAX_NEW_TOKENS, "do_sample": False}
     requests = [Instance("generate_until", {}, (prompt, settings), 0) for prompt in prompts]
+    lm.take_lengths()  # those of another task
     try:
         answers = [answer.replace("\t", "    ") for answer in lm.generate_until(requests)]
     except BadInputError as error:
@@ -134,6 +135,7 @@ def evalplus_result(
         "base_value": pass_at_1(verdicts, "base"),
         "data_sha256": json_sha256([*task.data_files.values(), len(problems)]),
         "data_files": task.data_files,
+        "answers": lm.take_lengths(),
         "sandbox": sandbox,
         "samples": [
             {

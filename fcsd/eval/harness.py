@@ -26,7 +26,7 @@ from fcsd.eval.engines.engine import OWN, Engine, opened, versions
 from fcsd.eval.engines.interface import Adapter
 from fcsd.eval.evalplus_tasks import EvalPlusTask, evalplus_result
 from fcsd.eval.perplexity import HELD_OUT, HeldOut, held_out_result
-from fcsd.eval.results import COMPARISON, Result, ResultFile, in_mean, shown, write_samples
+from fcsd.eval.results import COMPARISON, Result, ResultFile, in_mean, shown, shown_answers, write_samples
 from fcsd.eval.statistics import spread
 from fcsd.eval.suite import EVALPLUS, SANDBOX, select_any
 from fcsd.eval.tasks import LoadedTask, asked_of_each, load_tasks, task_results
@@ -88,8 +88,9 @@ def evaluate_models(
 
     Returns:
         One result per model and task: ``model, path, suite, baseline, column, task, metric, filter, value, stderr, n,
-        chance, beside, items, settings, settings_sha256, data_sha256, data_files, sandbox, engine, versions,
-        seconds``. A task such as LAMBADA has two, the second one for the loss of the right answer.
+        chance, beside, items, settings, settings_sha256, data_sha256, data_files, answers, sandbox, engine,
+        versions, seconds``. A task such as LAMBADA has two, the second one for the loss of the right answer.
+        ``answers`` says how long generated answers are; see ``Adapter.take_lengths``.
         ``value`` is a fraction (or a loss in nats per token or answer, or a perplexity); ``items`` holds the results of
         the single questions in a fixed order, by which ``compare_models`` pairs models. ``path`` is the model's
         absolute path, or its hub id; None for a model in memory.
@@ -280,10 +281,9 @@ def announcement(
 
 def summary(result: Result) -> str:
     """A result as one line of text."""
-    value = " ± ".join(shown(result))
-    return (
-        f"{result['model']}  {result['column']}  {result['metric']} {value}  (n={result['n']}, {result['seconds']} s)"
-    )
+    value, answers = " ± ".join(shown(result)), shown_answers(result)
+    told = f"n={result['n']}, {result['seconds']} s" + (f", answers: {answers}" if answers else "")
+    return f"{result['model']}  {result['column']}  {result['metric']} {value}  ({told})"
 
 
 def names_of(paths: Sequence[str]) -> list[str]:

@@ -60,6 +60,10 @@ def read_results(path: Path) -> list[Result]:
 def _is_named(result: Result) -> bool:
     """Whether the fields of a result that name things have their types."""
     texts = all(isinstance(result.get(key), str) for key in ("model", "column", "metric"))
+    answers = result.get("answers")
+    if answers is not None:
+        fields = ("n", "tokens", "unended")
+        texts &= isinstance(answers, dict) and all(is_number(answers.get(field)) for field in fields)
     return texts and isinstance(result.get("settings", {}), dict) and isinstance(result.get("engine", {}), dict)
 
 
@@ -121,6 +125,17 @@ def shown(result: Result) -> tuple[str, str]:
     if is_accuracy(result):
         return f"{100 * result['value']:.1f}", f"{100 * result['stderr']:.1f}"
     return f"{result['value']:.3f}", f"{result['stderr']:.3f}"
+
+
+def shown_answers(result: Result) -> str:
+    """How long the generated answers are, and how many do not end; empty where none were generated or it is not known.
+
+    Results of earlier versions do not know it.
+    """
+    answers = result.get("answers")
+    if not answers:
+        return ""
+    return f"{answers['tokens']:.0f} tokens, {100 * answers['unended']:.1f} % without an end"
 
 
 def write_samples(folder: Path, task: str, samples: Sequence[dict[str, Any]]) -> None:

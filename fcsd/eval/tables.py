@@ -7,7 +7,7 @@ from pathlib import Path
 from fcsd import markdown
 from fcsd.disk import write_picture, write_text
 from fcsd.eval.compare import Comparison, Difference, not_above_chance
-from fcsd.eval.results import COMPARISON, Result, in_mean, is_accuracy, shown
+from fcsd.eval.results import COMPARISON, Result, in_mean, is_accuracy, shown, shown_answers
 
 
 def report(results: Sequence[Result], out: Path, comparisons: Sequence[Comparison], *, margin: float = 1.0) -> None:
@@ -16,7 +16,8 @@ def report(results: Sequence[Result], out: Path, comparisons: Sequence[Compariso
     out.mkdir(parents=True, exist_ok=True)
     data = json.dumps([comparison.to_json(margin) for comparison in comparisons], indent=2)
     write_text(out / COMPARISON, data + "\n")
-    parts = [table_1(results), plain_table(results), difference_table(comparisons, margin), *verdicts]
+    parts = [table_1(results), plain_table(results), answer_table(results), difference_table(comparisons, margin)]
+    parts += verdicts
     write_text(out / "table.md", "\n\n".join(filter(None, parts)) + "\n")
     draw_bars(results, out / "bars.png")
 
@@ -52,6 +53,21 @@ def plain_table(results: Sequence[Result]) -> str:
         values = [" ± ".join(shown(result)) for result in cells]
         body.append([column, cells[0]["metric"], str(cells[0]["n"]), *values])
     return markdown.table(["Task", "Metric", "n", *models], body)
+
+
+def answer_table(results: Sequence[Result]) -> str:
+    """Markdown with a row per benchmark whose answers are generated and a column per model: how long its answers are,
+    and how many do not end. Empty without such a benchmark.
+
+    A model may keep its score and yet ramble.
+    """
+    generated = [result for result in results if shown_answers(result)]
+    if not generated:
+        return ""
+    columns, models = _axes(generated)
+    by_cell = {(result["model"], result["column"]): shown_answers(result) for result in generated}
+    body = [[column, *(by_cell.get((model, column), "-") for model in models)] for column in columns]
+    return markdown.table(["Answers", *models], body)
 
 
 def difference_table(comparisons: Sequence[Comparison], margin: float) -> str:

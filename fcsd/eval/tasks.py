@@ -337,6 +337,7 @@ def task_results(
     asked = asked_of_each(task, limit)
     for name, leaf in task.lm_eval["tasks"].items():
         _check_questions(f"{benchmark.column}: {name}", leaf, asked[name], programs=benchmark.harness == SANDBOX)
+    lm.take_lengths()  # those of another task
     try:
         answer: Any = run(
             lm,
@@ -385,6 +386,7 @@ def task_results(
         "chance": _chance(task, samples) if benchmark.chance is None else benchmark.chance,
         "data_sha256": json_sha256([sample["doc_hash"] for sample in samples]),
         "data_files": task.data_files,
+        "answers": lm.take_lengths(),
         "sandbox": sandbox,
         "samples": [
             {"task": name, **{key: sample[key] for key in SAMPLE}, "score": item}

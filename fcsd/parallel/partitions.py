@@ -40,12 +40,16 @@ def keep_no_weights() -> None:
     Init(module=nn.ParameterList(), mem_efficient_linear=True)
 
 
-def ahead_of_layers(layers: Iterable[nn.Module]) -> dict[str, int]:
+def ahead_of_layers(layers: Iterable[nn.Module], beside: int = 0) -> dict[str, int]:
     """DeepSpeed's settings with which the weights of one layer are gathered while the layer before it is computed.
 
     The defaults gather ahead a part of a layer as wide as Llama-3 8B's, and the layer waits for the rest. A layer is
     taken without its small weights, which DeepSpeed keeps whole. Gradients are sent layer by layer, too, so that few of
     them wait at the end of the backward pass.
+
+    Args:
+        beside: elements of a weight outside of the layers that is whole while the first ones are gathered. Without room
+            for it a part of a layer would be gathered ahead, and then a part of each layer behind it.
     """
     sizes = [[whole_shape(weight).numel() for weight in layer.parameters()] for layer in layers]
     largest = max(KEPT_WHOLE, *(sum(size for size in layer if size > KEPT_WHOLE) for layer in sizes))
@@ -53,7 +57,7 @@ def ahead_of_layers(layers: Iterable[nn.Module]) -> dict[str, int]:
         "reduce_bucket_size": min(BUCKET, largest),
         "stage3_param_persistence_threshold": KEPT_WHOLE,
         "stage3_prefetch_bucket_size": largest,
-        "stage3_max_live_parameters": max(LIVE, 2 * largest),
+        "stage3_max_live_parameters": max(LIVE, 2 * largest + beside),
     }
 
 

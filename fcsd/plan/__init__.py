@@ -15,6 +15,7 @@ from itertools import takewhile
 
 from fcsd.config import Adapter, Recipe, ResolvedRecipe, accumulation, vary
 from fcsd.errors import ConfigError, DoesNotFitError
+from fcsd.models.build import arch_of
 from fcsd.models.quantised.method import Method
 from fcsd.models.rope import require_short_rows
 from fcsd.models.selection import select_layers
@@ -220,25 +221,31 @@ def plan_setup(
     own, teacher = of_rank(model.numbers, setup.tp_size), of_rank(teacher, setup.tp_size)
 
     def memory_of(setup: Setup, hardware: Hardware) -> Memory:
-        return memory(own, teacher, model.layer_bytes(setup), setup, hardware)
+        return memory(own, teacher, model.layer_bytes(setup), of_one_rank(setup), hardware)
+
+    def speed_of(new: Setup, hardware: Hardware = hardware) -> Speed:
+        return speed(own, teacher, of_one_rank(new), hardware, utilisation)
 
     def hours_of(new: Setup, hardware: Hardware = hardware) -> float:
-        return speed(own, teacher, new, hardware, utilisation).hours
+        return speed_of(new, hardware).hours
 
     def changed(new: Setup, hardware: Hardware, written: list[str]) -> Change:
         return Change(
             written=written,
             total=memory_of(new, hardware).total,
             disk=disk_bytes(model.numbers, new),
-            host=host_bytes(own, new),
+            host=host_bytes(own, of_one_rank(new)),
             hours=hours_of(new, hardware),
         )
 
+    divides = arch_of(model.config).autoep is not None
+
     def possible(new: Setup, hardware: Hardware) -> bool:
-        return memory_of(new, hardware).fits and accepted(assignments(setup, new))
+        can_run = divides or new.ep_size == 1
+        return can_run and memory_of(new, hardware).fits and accepted(assignments(setup, new))
 
     experts, needed = model.numbers.experts, memory_of(setup, hardware)
-    time, change, faster = speed(own, teacher, setup, hardware, utilisation), None, None
+    time, change, faster = speed_of(setup), None, None
     adapted: Change | None = None
     if not needed.fits:
         found = cheapest(setup, hardware, experts, possible)
@@ -261,12 +268,17 @@ def plan_setup(
         hardware=hardware,
         memory=needed,
         speed=time,
-        host=host_bytes(own, setup),
+        host=host_bytes(own, of_one_rank(setup)),
         disk=disk_bytes(model.numbers, setup),
         change=change,
         faster=faster,
         adapted=adapted,
     )
+
+
+def of_one_rank(setup: Setup) -> Setup:
+    """The setup with what one tensor-parallel rank has of the parts that train."""
+    return setup if setup.parts is None else replace(setup, parts=setup.parts.of_rank(setup.tp_size))
 
 
 def setup_for(recipe: Recipe, world: int, model: MetaModel) -> Setup:
@@ -278,10 +290,7 @@ def setup_for(recipe: Recipe, world: int, model: MetaModel) -> Setup:
     setup = setup_of(recipe, world, len(model.numbers.layers), model.plain)
     if recipe.frozen_beside is None:
         return setup
-    divided = setup.ep_size > 1
-    return with_parts(
-        setup, model.parts(recipe.train.adapter, recipe.optim.train, _wiring_of(recipe, model), divided=divided)
-    )
+    return with_parts(setup, model.parts(recipe.train.adapter, recipe.optim.train, _wiring_of(recipe, model)))
 
 
 def _wiring_of(recipe: Recipe, model: MetaModel) -> Wiring:

@@ -118,7 +118,8 @@ def teacher_bytes(teacher: ModelNumbers, setup: Setup) -> int:
     if setup.teacher == "none":
         return 0
     if setup.parts is not None:
-        return setup.width * setup.parts.own
+        own = setup.parts.own - setup.parts.routed + setup.parts.routed // setup.ep_size
+        return setup.width * -(-own // setup.weight_ranks)
     ranks = setup.ep_size if setup.teacher == "sharded" else 1
     return setup.width * -(-(teacher.dense + teacher.routed // ranks) // setup.weight_ranks)
 
@@ -190,7 +191,7 @@ def moments(
         layer = max(layer.dense for layer in model.layers)
         always = min(BUCKET, layer) * setup.gradient_width
         buckets = 2 * always + always // setup.world  # a bucket is copied to be sent, and this rank's part comes back
-        live = max(LIVE, 2 * layer)  # see ``ahead_of_layers``
+        live = max(LIVE, 2 * layer + (0 if setup.parts is None else model.embedding))  # see ``ahead_of_layers``
         gathered = width * min(live, own.trained + own.frozen)
         ahead = width * min(live, teacher.total)
 
@@ -230,7 +231,7 @@ def moments(
     for number, layer in reversed(list(enumerate(model.layers))[frozen:]):
         trained = layer.dense + layer.routed // setup.ep_size
         if setup.parts is not None:
-            trained = setup.parts.trained // (len(model.layers) - frozen)
+            trained = own.trained // (len(model.layers) - frozen)
         size, gradient = layers[layer.kind], setup.gradient_width * trained
         grown += gradient
         if setup.zero >= 2:

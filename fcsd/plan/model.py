@@ -193,16 +193,13 @@ class MetaModel:
         if self.method is not None:
             self.numbers = replace(self.numbers, bits=_bits(model, self.method))
 
-    def parts(
-        self, adapter: Adapter | None, words: Sequence[str], wiring: Wiring | None = None, *, divided: bool = False
-    ) -> Parts:
+    def parts(self, adapter: Adapter | None, words: Sequence[str], wiring: Wiring | None = None) -> Parts:
         """What trains beside frozen weights.
 
         Args:
             adapter: ``train.adapter``.
             words: ``optim.train``.
             wiring: the wiring of the student, if it is not that of the model's config.
-            divided: whether experts are divided among processes.
 
         Raises:
             ConfigError: see ``choose``.
@@ -210,14 +207,16 @@ class MetaModel:
         model = self._run(seq_len=2, masked=False)[0]
         wiring, rank = wiring or self.wiring, adapter.rank if adapter else 0
         if adapter is None:
-            chosen = choose_parts(model, words, wiring, divided=divided)
+            chosen = choose_parts(model, words, wiring)
         else:
             chosen = choose(model, adapter.targets, words, adapter.layers, wiring)
         beside: list[Any] = [model.get_submodule(path) for path in chosen.adapted]
         own = [model.get_parameter(name).numel() for name in chosen.trained]
+        layers = {weight for layer in decoder_layers(model) for weight in layer.parameters()}
+        outside = sum(w.numel() for w in map(model.get_parameter, chosen.trained) if w not in layers)
         routed = sum(size for name, size in zip(chosen.trained, own, strict=True) if ".experts." in name)
         sizes = [rank * features for layer in beside for features in (layer.in_features, layer.out_features)]
-        counts = sum(sizes), sum(own), routed, max([*sizes, *own])
+        counts = sum(sizes), sum(own), routed, outside, max([*sizes, *own])
         return Parts(rank, chosen, tuple(words), *counts, *shared_prefix(model, chosen, wiring))
 
     @property
@@ -281,7 +280,7 @@ class MetaModel:
         routed = RoutedExperts(
             *(numbers.hidden, inner, numbers.experts, numbers.top_k, setup.imbalance),
             prescaled=blocks.prescaled,
-        ).requires_grad_(setup.parts is None)
+        ).requires_grad_(any(weight.requires_grad for weight in experts.parameters()))
 
         def run(stream: Tensor) -> Tensor:
             if parts.attn is not None:

@@ -76,6 +76,7 @@ class Parts:
         in_adapters: parameters of all adapters.
         own: parameters of the parts of the model itself.
         routed: those of them that are in routed experts.
+        outside: those of them that are outside of the decoder layers.
         largest: parameters of the largest tensor that trains.
         frozen: the first decoder layers, in which and before which nothing trains.
         shared: those of them that student and teacher compute once; see ``shared_prefix``.
@@ -87,14 +88,20 @@ class Parts:
     in_adapters: int
     own: int
     routed: int
+    outside: int
     largest: int
     frozen: int
     shared: int
 
     @property
     def trained(self) -> int:
-        """Everything that trains; every process has all of it."""
+        """Everything that trains."""
         return self.in_adapters + self.own
+
+    def of_rank(self, degree: int) -> "Parts":
+        """What one of ``degree`` tensor-parallel ranks has of the parts: a part of what is in layers, and the rest."""
+        own = (self.own - self.outside) // degree + self.outside
+        return replace(self, own=own, largest=self.largest if self.outside else self.largest // degree)
 
 
 @dataclass(frozen=True)
@@ -211,12 +218,11 @@ class Setup:
             exclusions.ON_HOST: self.offload == "host",
             exclusions.FROZEN: self.parts is not None,
             exclusions.OWN_PARTS: self.parts is not None and self.parts.own > 0,
+            exclusions.ADAPTERS: self.parts is not None and self.parts.in_adapters > 0,
         }
         if exclusions.conflict({name for name, is_set in settings.items() if is_set}):
             return False
         if experts and self.zero_stage == 3:
-            return False
-        if self.ep_size > 1 and self.parts is not None and self.parts.routed:
             return False
         divides = experts % self.ep_size == 0 if experts else self.ep_size == 1
         return divides and self.world % (self.ep_size * self.tp_size) == 0 and self.accumulation.is_integer()

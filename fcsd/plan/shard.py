@@ -58,11 +58,18 @@ def shard(model: ModelNumbers, setup: Setup) -> Shard:
 
 
 def _frozen_shard(model: ModelNumbers, setup: Setup, parts: Parts) -> Shard:
-    ranks = setup.world if setup.zero_stage else 1
-    updated = -(-parts.trained // ranks)
-    groups = _parts(updated, max(GROUP, parts.largest) // ranks) if setup.zero_stage else (updated,)
-    frozen = model.dense + model.routed // setup.ep_size - parts.own
-    return Shard(parts.trained, frozen, (updated, 0), groups, parts.largest)
+    """What trains, and what is frozen, on one GPU; the experts that train may be divided."""
+    ranks, expert_ranks = (setup.copies, setup.world // setup.ep_size) if setup.zero_stage else (1, 1)
+    routed, dense = parts.routed // setup.ep_size, parts.trained - parts.routed
+    own = parts.own - parts.routed + routed
+    frozen = model.dense + model.routed // setup.ep_size - own
+    if not routed or setup.ep_size == 1:
+        updated = -(-parts.trained // ranks)
+        groups = _parts(updated, max(GROUP, parts.largest) // ranks) if setup.zero_stage else (updated,)
+        return Shard(parts.trained, frozen, (updated, 0), groups, parts.largest)
+    partition, largest = (-(-dense // ranks), -(-routed // expert_ranks)), parts.largest // setup.ep_size
+    groups = (partition[0], *_parts(partition[1], max(EXPERT_GROUP, largest) // expert_ranks))
+    return Shard(dense + routed, frozen, partition, groups if setup.zero_stage else (sum(partition),), largest)
 
 
 def _parts(whole: int, most: int) -> tuple[int, ...]:

@@ -220,12 +220,18 @@ def gather_seconds(model: ModelNumbers, teacher: ModelNumbers, setup: Setup, gpu
     """Seconds for which ZeRO-3 receives weights and gradients in one micro-batch.
 
     The student's weights are gathered for the forward and for the backward pass, which recompute shares, and the
-    teacher's for its pass. The gradients are as large as what trains.
+    teacher's for its pass. The gradients are as large as what trains. No gradient passes through frozen first layers,
+    and those that both models share are gathered for the teacher's pass alone.
     """
     if setup.zero_stage < 3:
         return 0.0
-    trained = model.total if setup.parts is None else setup.parts.trained
-    received = 2 * model.total + trained + (teacher.total if setup.teacher != "none" else 0)
+    trained, without = model.total, 0
+    if setup.parts is not None:
+        trained = setup.parts.trained
+        without = sum(
+            layer.dense for count in (setup.parts.frozen, shared_layers(setup)) for layer in model.layers[:count]
+        )
+    received = 2 * model.total - without + trained + (teacher.total if setup.teacher != "none" else 0)
     share = (setup.world - 1) / setup.world  # a GPU has its own part
     return share * setup.width * received / GATHER["inside" if setup.world <= gpus else "between"]
 

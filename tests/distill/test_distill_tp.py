@@ -144,7 +144,10 @@ def test_checkpoints_do_not_depend_on_the_degree(biased: Path, tmp_path: Path) -
         ({"parallel__tp_size": 2, "parallel__zero_stage": 0}, "cannot be combined with parallel.zero_stage 0"),
         ({"parallel__tp_size": 2, "optim__offload": "host"}, "cannot be combined with optim.offload host"),
         ({"parallel__tp_size": 2, "train__compile": True}, "cannot be combined with train.compile"),
-        ({"parallel__tp_size": 2, "optim__train": ["norms"]}, "cannot be combined with optim.train"),
+        (
+            {"parallel__tp_size": 2, "train__adapter": {}},
+            "cannot be combined with train.adapter",
+        ),
         (
             {"parallel__tp_size": 2, "model": "teacher", "init__wiring": "desync-2x", "init__tp_degree": 4},
             "2 tensor-parallel ranks cannot train .*teacher: desync-2x of tp_degree 4",

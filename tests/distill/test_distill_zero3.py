@@ -2,6 +2,7 @@
 
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,16 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 
 from fcsd.config import Recipe, ResolvedRecipe, accumulation
 from fcsd.distill import loop
+from fcsd.distill.inputs import student_source
 from fcsd.distill.optim import update
-from fcsd.distill.prepare import training_rows
+from fcsd.distill.parts.chosen import chosen_parts, train_parts
+from fcsd.distill.prepare import share_weights, training_rows
 from fcsd.distill.preview import preview
 from fcsd.distill.step import engine
 from fcsd.distill.step.one_step import train_step
+from fcsd.distill.student import student_config
 from fcsd.distill.teacher import targets
+from fcsd.distill.teacher.shared import WithinPass
 from fcsd.distill.teacher.targets import TeacherSource
 from fcsd.errors import BadInputError, ConfigError, NonFiniteError
 from fcsd.launch.world import World
@@ -54,6 +59,7 @@ SHORT = {"train__steps": 2, "checkpoint__every_steps": 1}
 FROZEN = {"objective__freeze_embeddings": True, "objective__freeze_lm_head": True}
 BF16 = {**SHORT, "train__dtype": "bf16", "optim__accumulate_dtype": "fp32"}
 ADAPTERS = {"train__adapter": {"rank": 4, "alpha": 8.0, "layers": "converted"}}
+CONVERTED = {"init__wiring": "ladder", "init__layers": "last:2", "optim__train": ["converted"]}
 # By name: the stage that the run is compared with, if any, its settings, and those that only ZeRO-3 gets.
 CASES: dict[str, tuple[int | None, dict[str, Any], dict[str, Any]]] = {
     "plain": (1, PLAIN, {}),
@@ -71,6 +77,18 @@ CASES: dict[str, tuple[int | None, dict[str, Any], dict[str, Any]]] = {
         {**SHORT, **ADAPTERS, "init__wiring": "farskip", "init__layers": "last:2", "train__micro_batch_size": 1},
         {},
     ),
+    "converted layers alone": (
+        2,
+        {**SHORT, **CONVERTED, "train__micro_batch_size": 1, "train__eval_every": 1},
+        {"train__activation_checkpointing": True},
+    ),
+    "parts outside of layers, too": (
+        2,
+        {**BF16, **CONVERTED, "optim__train": ["last:1", "norms", "embeddings", "head"]},
+        {"checkpoint__overlap": True},
+    ),
+    "parts beside adapters": (2, {**SHORT, **ADAPTERS, "optim__train": ["norms", "q_proj"]}, {}),
+    "own settings, converted layers": (2, {**BF16, **CONVERTED, "seed": OWN_SETTINGS}, {}),
     "own settings": (None, {**BF16, "seed": OWN_SETTINGS}, {}),
 }
 UNTIED = ("recomputed", "frozen")  # the others train a model whose head is its embeddings
@@ -160,7 +178,7 @@ def test_runs_are_those_of_the_other_stages(finished: Path, name: str) -> None:
 
 
 def test_a_resumed_run_is_the_run_that_was_not_interrupted(finished: Path, folder: Path, tmp_path: Path) -> None:
-    names = ("plain", "bf16", "own settings", "adapters")
+    names = ("plain", "bf16", "own settings", "adapters", "converted layers alone", "own settings, converted layers")
     for name in names:
         steps, every = (CASES[name][1][key] for key in ("train__steps", "checkpoint__every_steps"))
         run = tmp_path / name
@@ -234,7 +252,8 @@ def count_gathers(rank: int, folder: Path, resolved: ResolvedRecipe) -> None:
     """Takes steps in which every weight is released after each pass, and counts what is gathered in the last of them.
 
     In one micro-batch each layer is gathered for the teacher's pass and for both of the student's, whole and at once.
-    Recomputed layers find their weights there. Beside the layers only embeddings and heads are gathered.
+    Recomputed layers find their weights there. Beside the layers only embeddings and heads are gathered. If the last
+    two layers alone train, the others are gathered for the teacher's pass only, and there is one head.
     """
     partitions.KEPT_WHOLE, partitions.LIVE = tiny.config("llama").hidden_size, 0
     configure = engine.deepspeed_config
@@ -256,9 +275,19 @@ def count_gathers(rank: int, folder: Path, resolved: ResolvedRecipe) -> None:
     coordinator._invalidate_trace = lambda self: invalid.append(self) or invalidate(self)
     recipe, world = resolved.recipe, World(rank, dist.get_world_size(), torch.device("cpu"))
     how: Any = {"dtype": torch.float32, "device": world.device}
+    alone = bool(recipe.optim.train)
+    config = student_config(recipe, student_source(recipe))
     student, teacher = (load_partitioned(folder / name, **how) for name in ("student", "teacher"))
-    source = engine.live_teacher(teacher.requires_grad_(False), recipe, world.size)
-    built = engine.build_training(student, source, recipe, world)
+    if alone:
+        chosen = chosen_parts(recipe, student_source(recipe))
+        assert chosen is not None
+        student = load_partitioned(folder / "teacher", config=config, **how)
+        parts = train_parts(student, recipe, chosen)
+        built = engine.build_training(student, TeacherSource(), recipe, world, parts=parts)
+        built = replace(built, source=WithinPass(share_weights(parts, recipe), built.engine.module))
+    else:
+        source = engine.live_teacher(teacher.requires_grad_(False), recipe, world.size)
+        built = engine.build_training(student, source, recipe, world)
     update.install(built.engine, recipe)
     rows = training_rows(recipe, [random_corpus(tiny.VOCAB, recipe.data.seq_len)])
     for step in (1, 2, 3):  # the order is recorded in two passes
@@ -269,12 +298,16 @@ def count_gathers(rank: int, folder: Path, resolved: ResolvedRecipe) -> None:
     layers, micros = len(decoder_layers(teacher)), accumulation(recipe, world.size)
     # The student's last layer is still whole when its backward pass begins. Its embeddings are gathered for that, too.
     expected = {layer: micros * (3 * layers - 1), outside: micros * 5}
+    if alone:  # the head takes the place of the last layer, which is gathered again
+        expected = {layer: micros * (layers + 2 * 2), outside: micros * 3}
     assert Counter(filter(None, sizes)) == expected and layers > 3
     assert not invalid, "the order of the passes is the recorded one, so weights are gathered ahead"
 
 
-def test_a_layer_is_gathered_at_once_and_once_for_each_pass(untied: Path) -> None:
-    resolved = runs.resolved(untied, parallel__zero_stage=3, train__activation_checkpointing=True)
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_layer_is_gathered_at_once_and_once_for_each_pass(untied: Path, alone: bool) -> None:
+    changes = {"model": str(untied / "teacher"), **CONVERTED} if alone else {}
+    resolved = runs.resolved(untied, parallel__zero_stage=3, train__activation_checkpointing=True, **changes)
     ranks.in_group(2, count_gathers, untied, resolved)
 
 
@@ -288,7 +321,6 @@ def test_a_layer_is_gathered_at_once_and_once_for_each_pass(untied: Path) -> Non
             "cannot be combined with .* or parallel.quantised",
         ),
         ({"train__compile": True}, "cannot be combined with train.compile"),
-        ({"optim__train": ["converted"]}, "cannot be combined with optim.train"),
         ({"optim__offload": "host"}, "cannot be combined with optim.offload host"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from fcsd.errors import ConfigError, VerdictError
 from fcsd.eval.compare import NO, UNDECIDED, YES, Difference, Requirement, compare_models, not_above_chance
 from fcsd.eval.statistics import estimate, paired_difference, share_recovered, spread
-from fcsd.eval.tables import difference_table, plain_table, report, table_1
+from fcsd.eval.tables import answer_table, difference_table, plain_table, report, table_1
 
 
 def test_stderr_of_a_mean_is_the_usual_one():
@@ -240,6 +240,23 @@ def test_a_benchmark_beside_the_mean_is_compared_and_not_counted():
     )
     with pytest.raises(VerdictError, match="no benchmark that counts in the mean"):
         require("within 1.0", [alone])
+
+
+def test_a_model_that_keeps_its_score_and_rambles_is_told_of():
+    lengths = {"teacher": (96.0, 0.01), "student": (210.4, 0.125)}
+    rows = [
+        row(m, c, questions(800), answers={"n": 1000, "tokens": t, "unended": u} if c == "G" else None)
+        for c in ("A", "G")
+        for m, (t, u) in lengths.items()
+    ]
+    (student,) = compare_models(rows)
+    told = "; answers to G: 210 tokens instead of 96, 12.5 % without an end instead of 1.0 %"
+    assert student.overall is not None and student.overall.points == 0 and student.sentence(1.0).endswith(told)
+    (answers,) = student.to_json(1.0)["answers"]
+    assert answers["column"] == "G" and (answers["tokens"], answers["baseline_unended"]) == (210.4, 0.01)
+    lines = answer_table(rows).splitlines()
+    assert len(lines) == 3 and "96 tokens, 1.0 % without an end" in lines[2] and "210 tokens, 12.5 %" in lines[2]
+    assert answer_table(table()) == "" and "answers to" not in compare_models(table())[0].sentence(1.0)
 
 
 def test_few_answers_do_not_show_that_a_baseline_is_above_chance():

@@ -112,7 +112,9 @@ def test_an_evaluation_killed_again_and_again_repeats_no_request(model: Path, mi
         return sorted(json.loads(line)[0] for line in file.read_text().splitlines() if line)
 
     assert stored("killed") == stored("whole")
-    assert len(set(stored("whole"))) == len(stored("whole")) == 5 * 2 + 5 * 4 + 5
+    assert len(set(stored("whole"))) == len(stored("whole")) == 5 * 2 + 5 * 4 + 5 * 2, (
+        "also the length of each generated answer"
+    )
 
 
 def test_the_batch_size_changes_nothing_in_fp32_and_is_told_in_bf16(model: Path, mirror: Path, record_property) -> None:

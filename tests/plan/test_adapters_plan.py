@@ -11,7 +11,6 @@ import tiny
 import torch
 
 from fcsd.config import Adapter
-from fcsd.errors import ConfigError
 from fcsd.models.adapters.lora import add_adapters
 from fcsd.models.adapters.targets import choose
 from fcsd.models.wiring import Wiring
@@ -132,9 +131,13 @@ def test_the_converted_layers_alone_are_counted_with_the_experts_that_a_token_ta
     whole = sum(forward_flops(numbers, setup.seq_len)) + 2 * (numbers.head + numbers.hidden)  # of head and last norm
     half = 2 * (2 * active + numbers.attention * setup.seq_len * 2)
     assert student == pytest.approx(whole + half, rel=1e-6)
-    assert setup.possible(numbers.experts) and not replace(setup, world=2, ep_size=2).possible(numbers.experts)
-    with pytest.raises(ConfigError, match="'converted' has routed experts"):
-        model.parts(None, ["converted"], wiring, divided=True)
+    # Two GPUs that divide the experts have half of those that train, and of the teacher's copies of them.
+    two = replace(setup, world=2, ep_size=2)
+    assert setup.possible(numbers.experts) and two.possible(numbers.experts)
+    half_of_experts = parts.own - parts.routed // 2
+    assert shard(numbers, two).trained == half_of_experts and teacher_bytes(numbers, two) == 2 * half_of_experts
+    assert sum(shard(numbers, two).partition) == (parts.own - parts.routed) // 2 + parts.routed // 2
+    assert sum(shard(numbers, two).groups) == sum(shard(numbers, two).partition)
 
 
 def test_first_layers_that_are_shared_cost_one_pass_and_no_memory(model: MetaModel) -> None:

@@ -169,6 +169,11 @@ PACKAGED = {
     "meta-llama/Llama-3.1-8B-Instruct": (8.03, 8.03),
     "meta-llama/Llama-3.2-1B": (1.24, 1.24),
     "HuggingFaceTB/SmolLM2-135M-Instruct": (0.135, 0.135),
+    "meta-llama/Llama-3.3-70B-Instruct": (70.6, 70.6),
+    "Qwen/Qwen3-32B": (32.8, 32.8),
+    "Qwen/Qwen3-235B-A22B": (235.1, 22.2),
+    "zai-org/GLM-4.5-Air": (106.9, 13.4),
+    "openai/gpt-oss-120b": (116.8, 5.7),
 }
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from fcsd.config import Recipe
 from fcsd.distill.optim.adamw_one_process import OneProcessAdamW
+from fcsd.parallel.expert.autoep import trains_divided
 from fcsd.parallel.partitions import GROUP, whole_shape
 
 
@@ -60,7 +61,7 @@ def parameter_groups(student: nn.Module, recipe: Recipe) -> list[Any]:
         decayed = {"name": "decayed", "params": by_decay[True], "weight_decay": recipe.optim.weight_decay}
         spared = {"name": "not decayed", "params": by_decay[False], "weight_decay": 0.0}
         groups = [group for group in (decayed, spared) if group["params"]]
-    if recipe.parallel.zero_stage and not _divided_by_deepspeed(recipe):
+    if recipe.parallel.zero_stage and not _divided_by_deepspeed(recipe, student):
         groups = [{**group, "params": part} for group in groups for part in _parts(group["params"])]
     return groups if len(groups) > 1 or "weight_decay" in groups[0] else groups[0]["params"]
 
@@ -79,8 +80,8 @@ def _parts(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     return parts
 
 
-def _divided_by_deepspeed(recipe: Recipe) -> bool:
+def _divided_by_deepspeed(recipe: Recipe, student: nn.Module) -> bool:
     """Whether DeepSpeed separates the experts from the other parameters and limits the size of their groups."""
     if recipe.frozen_beside is not None:
-        return False  # no divided experts train
+        return any(map(trains_divided, student.parameters()))
     return recipe.parallel.ep_size > 1 or recipe.parallel.quantised.any

@@ -9,12 +9,14 @@ from fcsd.checkpoint import Checkpoint
 from fcsd.config import Recipe
 from fcsd.distill.student import meta_student
 from fcsd.distill.teacher.original import needs_teacher
+from fcsd.distill.teacher.twins import make_twins
 from fcsd.extras import require_extra
 from fcsd.models.adapters.lora import add_adapters
 from fcsd.models.adapters.targets import Chosen, choose, choose_parts
 from fcsd.models.adapters.trained import TrainedParts
 from fcsd.models.build import arch_of
 from fcsd.parallel.expert.autoep import expert_blocks
+from fcsd.parallel.partitions import is_partitioned
 
 
 def chosen_parts(recipe: Recipe, source: Checkpoint) -> Chosen | None:
@@ -30,7 +32,7 @@ def chosen_parts(recipe: Recipe, source: Checkpoint) -> Chosen | None:
         return None
     model, parts = meta_student(recipe, source), recipe.optim.train
     if (adapter := recipe.train.adapter) is None:
-        return choose_parts(model, parts, divided=recipe.parallel.ep_size > 1)
+        return choose_parts(model, parts)
     require_extra("train", "train.adapter", "peft")
     return choose(model, adapter.targets, parts, adapter.layers)
 
@@ -41,32 +43,43 @@ def train_parts(model: PreTrainedModel, recipe: Recipe, chosen: Chosen) -> Train
     The values of the adapters are the same on every rank and at any ``parallel.ep_size``.
     """
     parameters, paths = _by_name(model)
+    trained = {own: p for name in chosen.trained for own, p in parameters[name].items()}
+    asked = {name: p.requires_grad for name, p in trained.items()}  # with sharded layers one rank trains some biases
     model.requires_grad_(False)
-    trained = {name: parameters[name] for name in chosen.trained}
-    for parameter in trained.values():
-        parameter.requires_grad_()
-    originals = {name: p.detach().clone() for name, p in trained.items()} if needs_teacher(recipe) else {}
+    for name, parameter in trained.items():
+        parameter.requires_grad_(asked[name])
+    originals, twins = {}, ()
+    if needs_teacher(recipe) and any(map(is_partitioned, trained.values())):
+        twins = make_twins(model, trained.values())
+    elif needs_teacher(recipe):
+        originals = {name: p.detach().clone() for name, p in trained.items()}
     places = {name: paths[f"{name}.weight"].removesuffix(".weight") for name in chosen.adapted}
     layers: dict[str, Any] = {}
     if (adapter := recipe.train.adapter) is not None:
         layers = add_adapters(model, places, adapter.rank, adapter.factor * adapter.rank, recipe.seed)
-    return TrainedParts(model, layers, trained, originals)
+    return TrainedParts(model, layers, trained, originals, twins)
 
 
-def _by_name(model: PreTrainedModel) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
-    """The parameters outside of divided experts, and their names in this model, by their names in transformers.
+def _by_name(model: PreTrainedModel) -> tuple[dict[str, dict[str, nn.Parameter]], dict[str, str]]:
+    """The parameters that stand for each of transformers', by their names in ``TrainedParts``, and names in this model.
 
-    The names differ inside of blocks whose experts are divided.
+    Names differ inside of blocks whose experts are divided, where several parameters stand for one of all experts. The
+    names in this model do not have those of divided experts.
     """
     blocks, names = expert_blocks(model), arch_of(model.config).blocks
-    parameters: dict[str, nn.Parameter] = {}
+    parameters: dict[str, dict[str, nn.Parameter]] = {}
     paths: dict[str, str] = {}
     for name, parameter in model.named_parameters():
         path = next((path for path in blocks if name.startswith(f"{path}.")), None)
-        own: str | None = name
-        if path is not None:
-            origin = blocks[path].origin(name.removeprefix(f"{path}."), names)
-            own = None if origin is None or origin.of_experts else f"{path}.{origin.name}"
-        if own is not None:
-            parameters[own], paths[own] = parameter, name
+        if path is None:
+            parameters[name], paths[name] = {name: parameter}, name
+            continue
+        origin = blocks[path].origin(name.removeprefix(f"{path}."), names)
+        if origin is None:
+            continue  # the first part of the original tensor stands for all parts
+        own = f"{path}.{origin.name}"
+        if origin.of_experts:
+            parameters[own] = {f"{path}.{part}": model.get_parameter(f"{path}.{part}") for part in origin.parts}
+        else:
+            parameters[own], paths[own] = {own: parameter}, name
     return parameters, paths

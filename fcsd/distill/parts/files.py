@@ -1,7 +1,7 @@
 """What trains, in a checkpoint, and the ordinary model that is made of it and of the weights beside which it trains.
 
-A checkpoint of a run that freezes weights has the folder ``parts/`` in place of ``model/``: what trains, in one
-safetensors file under transformers' names, and a JSON file that says where the frozen weights are, and which model
+A checkpoint of a run that freezes weights has the folder ``parts/`` in place of ``model/``: what trains, in
+safetensors files under transformers' names, and a JSON file that says where the frozen weights are, and which model
 they belong to: all of its bytes, its config with the wiring, its tokenizer and its templates.
 """
 
@@ -25,7 +25,9 @@ from fcsd.foreign_errors import reason_of
 from fcsd.launch.world import World
 from fcsd.models.adapters.trained import TrainedParts
 from fcsd.parallel.partitions import changed
+from fcsd.parallel.tensor.layer import ranks_of
 from fcsd.parallel.weights.saving import OwnPart, own_part
+from fcsd.parallel.weights.trained import load_trained
 
 _WEIGHTS, _SETTINGS = "parts.safetensors", "parts.json"
 _VERSION = 1
@@ -42,25 +44,30 @@ def write_parts(part: OwnPart, base: Checkpoint, base_sha256: str, directory: Pa
     name = str(base.path.resolve()) if base.repo_id is None else f"{base.repo_id}@{base.revision}"
 
     def write() -> None:
-        directory.mkdir()
         values = {name: value.cpu().contiguous() for name, value, _ in part.tensors()}
-        save_file(values, directory / _WEIGHTS, metadata={"format": "pt"})
-        facts = {"version": _VERSION, "base": name, "base_sha256": base_sha256}
-        write_json(directory / _SETTINGS, facts)
+        if values:
+            file = _WEIGHTS if world.rank == 0 else f"parts-{world.rank}.safetensors"
+            save_file(values, directory / file, metadata={"format": "pt"})
 
-    world.on_first(write)
+    world.on_first(directory.mkdir)
+    world.everywhere(write)
+    facts = {"version": _VERSION, "base": name, "base_sha256": base_sha256}
+    world.on_first(lambda: write_json(directory / _SETTINGS, facts))
 
 
 def read_parts(folder: Path) -> dict[str, Tensor]:
-    """What ``write_parts`` has written, in host memory.
+    """What the ranks have written by ``write_parts``. The values are read from the files when they are used.
 
     Raises:
-        CheckpointError: the file cannot be read.
+        CheckpointError: a file cannot be read.
     """
-    try:
-        return load_file(folder / _WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{folder / _WEIGHTS}: cannot be read: {reason_of(error)}") from error
+    values: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("parts*.safetensors")) or [folder / _WEIGHTS]:
+        try:
+            values |= load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{file}: cannot be read: {reason_of(error)}") from error
+    return values
 
 
 def require_base(base: Checkpoint, base_sha256: str, folder: Path) -> None:
@@ -82,8 +89,7 @@ def write_merged(parts: TrainedParts, folder: Path, source: Path, directory: Pat
         folder: the folder ``parts/`` of the checkpoint, which was verified.
         source: the directory that the student was made from.
     """
-    with changed([parameter for _, parameter in parts.tensors()]):
-        world.everywhere(lambda: parts.load(read_parts(folder), str(folder)))
+    world.everywhere(lambda: load_trained(parts, read_parts(folder), str(folder), ranks_of(parts.model)))
     parts.merge(changed)
     write_student(own_part(parts.model), source, directory, world, first=True)
 
@@ -109,7 +115,7 @@ def merge_checkpoint(recipe: Recipe, folder: Path, directory: Path) -> None:
         error.hint = f"What {folder.parent} has trained is merged into these weights; put them back."
         raise
     require_base(base, sha256, folder)
-    parallel = recipe.parallel.model_copy(update={"ep_size": 1, "zero_stage": 0})
+    parallel = recipe.parallel.model_copy(update={"ep_size": 1, "tp_size": 1, "zero_stage": 0})
     recipe = recipe.model_copy(update={"model": name, "parallel": parallel})
     chosen = chosen_parts(recipe, student_source(recipe))
     assert chosen is not None

@@ -29,7 +29,8 @@ from fcsd.foreign_errors import reason_of
 from fcsd.launch.world import World
 from fcsd.parallel.tensor.layer import ranks_of
 from fcsd.parallel.tensor.tp_plan import TensorGroup
-from fcsd.parallel.weights.saving import OwnPart, own_part, trained_part
+from fcsd.parallel.weights.saving import OwnPart, own_part
+from fcsd.parallel.weights.trained import trained_part
 
 OPTIMIZER = "optimizer"
 # What DeepSpeed raises at a state of other content. Subclasses are about devices, memory and other ranks.

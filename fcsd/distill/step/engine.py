@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,15 +21,17 @@ from fcsd.distill.step.phases import phase
 from fcsd.distill.teacher.original import compile_layers, final_hidden, output_head, pack_attention
 from fcsd.distill.teacher.prefix import left_out
 from fcsd.distill.teacher.targets import FixedLosses, LiveTeacher, Targets, TeacherSource, captured, compared_layers
+from fcsd.distill.teacher.twins import in_place
 from fcsd.distill.tensor_parallel import Teams
 from fcsd.distill.train_engine import Trained, TrainEngine
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
-from fcsd.models.adapters.trained import TrainedParts
-from fcsd.models.build import decoder_layers, logits_cap
+from fcsd.models.adapters.trained import TrainedParts, Twin
+from fcsd.models.build import arch_of, decoder_layers, logits_cap
+from fcsd.models.fused.model import fuse_parts
 from fcsd.parallel.expert.autoep import frozen_experts
 from fcsd.parallel.expert.dispatcher import Dispatcher
-from fcsd.parallel.partitions import ahead_of_layers, gather_by_layer, keep_no_weights
+from fcsd.parallel.partitions import ahead_of_layers, gather_by_layer, keep_no_weights, whole_shape
 from fcsd.parallel.quantised.rows import Quantiser
 from fcsd.parallel.transports.traffic import Traffic
 
@@ -93,10 +95,15 @@ class Losses(nn.Module):
 
 
 class Student(nn.Module):
-    """A causal LM together with the objective that it is trained on."""
+    """A causal LM together with the objective that it is trained on.
 
-    def __init__(self, model: PreTrainedModel, objective: Objective) -> None:
+    Args:
+        twins: the modules that the teacher has in place of some of the model's. Their weights are divided, too.
+    """
+
+    def __init__(self, model: PreTrainedModel, objective: Objective, twins: Sequence[Twin] = ()) -> None:
         super().__init__()
+        self.twins = nn.ModuleList(twin.module for twin in twins)
         self.model = model
         self.objective = objective
         self.losses = Losses(model, objective)
@@ -182,7 +189,7 @@ def freeze(model: PreTrainedModel, objective: Objective) -> None:
 
 
 def deepspeed_config(
-    recipe: Recipe, world_size: int, layers: Iterable[nn.Module] = (), alone: bool = False
+    recipe: Recipe, world_size: int, layers: Iterable[nn.Module] = (), alone: bool = False, beside: int = 0
 ) -> dict[str, Any]:
     """The configuration of the DeepSpeed engine. Each step overwrites the learning rate in it.
 
@@ -190,6 +197,7 @@ def deepspeed_config(
         layers: the decoder layers whose weights ZeRO-3 gathers.
         alone: whether ``OneProcessAdamW`` updates the weights. DeepSpeed is then told that the model is in fp32 and
             that nothing is divided, so that it leaves weights and gradients as they are and calls the optimizer.
+        beside: see ``ahead_of_layers``.
     """
     train, optim, zero_stage = recipe.train, recipe.optim, recipe.parallel.zero_stage
     if alone:
@@ -197,7 +205,7 @@ def deepspeed_config(
     judged_on_device = zero_stage > 0 and optim.offload != "host"
     zero: dict[str, Any] = {"stage": zero_stage}
     if zero_stage == 3:
-        zero |= ahead_of_layers(layers)
+        zero |= ahead_of_layers(layers, beside)
     if optim.offload == "host":
         # Gradients travel to the host and weights back. Only memory that is pinned is copied at the speed of the bus.
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
@@ -249,20 +257,24 @@ def build_training(
     """
     teams, quantiser = teams or Teams(world), quantiser_of(recipe)
     alone = updates_alone(recipe, world.size) and not by_zero
-    tensor_parallel.make_trainable(model, teams)
     if parts is None:  # otherwise ``train_parts`` has frozen the rest
+        tensor_parallel.make_trainable(model, teams)
         freeze(model, recipe.objective)
     pack_attention(model, recipe)
     if recipe.train.activation_checkpointing:
         recompute_layers(model)
     switch_off_noise(model)
-    engine = start_engine(Student(model, recipe.objective).train(), recipe, world, teams, parts, alone)
-    gather_weights(engine, recipe)
+    twins = () if parts is None else parts.twins
+    engine = start_engine(Student(model, recipe.objective, twins).train(), recipe, world, teams, parts, alone)
+    gather_weights(engine, recipe, twins)
     sum_gradients(engine, recipe, alone)
     if teams.ranks is None:
         wire_sharded(model, recipe.parallel.ep_size, recipe.parallel, quantiser, traffic, dispatcher)
     else:
         tensor_parallel.wire(model, teams.ranks, recipe)
+    if twins:
+        with in_place(twins):
+            fuse_parts(model, arch_of(model.config), recipe.parallel.fused and model.device.type == "cuda")
     compile_layers(model, recipe)
     return Training(engine, model, source, quantiser, parts=parts)
 
@@ -272,24 +284,30 @@ def start_engine(
 ) -> TrainEngine:
     """The DeepSpeed engine around a student, with the optimizer of its trained parameters."""
     model = student.model
+    inputs: Any = model.get_input_embeddings()
+    # Where all weights train, the embeddings are still whole from the step before.
+    beside = 0 if parts is None else whole_shape(inputs.weight).numel()
     with nullcontext() if parts is None else frozen_experts(model):
         return import_deepspeed().initialize(
             model=student,
             model_parameters=parameter_groups(student, recipe),
-            config=deepspeed_config(recipe, world.size, decoder_layers(model), alone),
+            config=deepspeed_config(recipe, world.size, decoder_layers(model), alone, beside),
             optimizer=own_adamw(recipe, alone),
             mpu=None if teams.ranks is None else teams,
         )[0]
 
 
-def gather_weights(engine: TrainEngine, recipe: Recipe) -> None:
-    """Lets ZeRO-3 gather the weights that it has divided layer by layer, and the head for the losses."""
+def gather_weights(engine: TrainEngine, recipe: Recipe, twins: Sequence[Twin] = ()) -> None:
+    """Lets ZeRO-3 gather the weights that it has divided layer by layer, and the heads for the losses."""
     if recipe.parallel.zero_stage != 3:
         return
     student: Any = engine.module
-    layers = decoder_layers(student.model)
-    import_deepspeed().zero.register_external_parameter(student.losses, output_head(student.model))
-    gather_by_layer(engine, layers)
+    head = output_head(student.model)
+    import_deepspeed().zero.register_external_parameter(student.losses, head)
+    with in_place(twins):
+        if output_head(student.model) is not head:
+            import_deepspeed().zero.register_external_parameter(student.losses, output_head(student.model))
+    gather_by_layer(engine, [*decoder_layers(student.model), *student.twins])
     if not recipe.train.activation_checkpointing:
         keep_no_weights()
 

@@ -29,7 +29,12 @@ def noted(model: PreTrainedModel, layers: int) -> Iterator[list[Prefix]]:
         yield found
         return
     last = decoder_layers(model)[layers - 1]
-    handle = last.register_forward_hook(lambda _module, _inputs, output: found.append(Prefix(layers, output)))
+
+    def note(_module: Any, _inputs: Any, output: Any) -> None:
+        # Sharded layers pass on sums in flight. All reads behind a layer that is not rewired include them.
+        found.append(Prefix(layers, output.land() if hasattr(output, "land") else output))
+
+    handle = last.register_forward_hook(note)
     try:
         yield found
     finally:
@@ -37,9 +42,12 @@ def noted(model: PreTrainedModel, layers: int) -> Iterator[list[Prefix]]:
 
 
 class _LeftOut(nn.Module):
-    """The class of a layer that is left out: it returns what the last layer of the prefix returned."""
+    """The class of a layer that is left out: it returns what the last layer of the prefix returned.
 
-    def forward(self, *_: Any, **__: Any) -> Any:
+    It runs no hooks, because those of ZeRO-3 would gather weights that nothing reads.
+    """
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
         return vars(self)["_prefix_output"]
 
 

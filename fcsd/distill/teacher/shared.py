@@ -1,7 +1,8 @@
 """The teacher that is the student itself: the same weights in the standard wiring, with the adapters off.
 
 A run that trains adapters or named parts freezes all other weights, so they stay those of the original. No second copy
-is in memory. Only of the weights that train the original values are kept, and they take their places for the pass.
+is in memory. Only of the weights that train the original values are kept, and they take their places for the pass;
+where ZeRO-3 divides the weights, the modules of ``twins`` do.
 The first layers, if nothing trains in them and they are not rewired, are computed once for both; see ``prefix``.
 """
 
@@ -18,6 +19,7 @@ from fcsd.distill.inputs import student_source
 from fcsd.distill.teacher.original import final_hidden, output_head, teacher_name, weights_sha256
 from fcsd.distill.teacher.prefix import noted
 from fcsd.distill.teacher.targets import FixedLosses, Targets, TeacherSource, captured, compared_layers
+from fcsd.distill.teacher.twins import in_place
 from fcsd.errors import ConfigError
 from fcsd.models.adapters.lora import switch
 from fcsd.models.adapters.targets import Chosen, shared_prefix
@@ -51,8 +53,8 @@ class SharedTeacher(TeacherSource):
 
     Args:
         parts: the student, which is wired already.
-        rewire: wires a student with divided experts as a teacher, whose layers overlap, too; None if no experts are
-            divided.
+        rewire: wires a student with divided experts or sharded layers as a teacher, whose layers overlap, too; None for
+            other students.
     """
 
     has_teacher = True
@@ -64,14 +66,17 @@ class SharedTeacher(TeacherSource):
         # Under Desync the output projections of a layer have other classes, too.
         rows = [module for module in model.modules() if isinstance(module, RankPartialLinear)]
         self._rewired: list[Any] = [*decoder_layers(model), *rows]
-        self._originals = [(parameter, parts.originals[name]) for name, parameter in parts.trained.items()]
-        self._modules = [vars(module) for module in model.modules()]
+        self._originals = [(parts.trained[name], original) for name, original in parts.originals.items()]
+        self._twins = parts.twins
+        twins = [module for twin in parts.twins for module in twin.module.modules()]
+        _rewire(twins, [(_unwired(module), None) for module in twins])
+        self._modules = [vars(module) for module in (*model.modules(), *twins)]
         # Divided blocks count the tokens of each expert. The teacher's are no part of the student's numbers.
         self._counters = [b for path in expert_blocks(model) for b in model.get_submodule(path).buffers()]
         self._standard = self._standard_layers(rewire)
         shared = shared_prefix(model, Chosen(tuple(parts.layers), tuple(parts.trained)))[1]
         # Divided experts count their tokens in each pass, and their rows may be rounded in the student's alone.
-        self._prefix = shared if rewire is None and not self._compared else 0
+        self._prefix = 0 if self._counters or self._compared else shared
 
     @torch.no_grad()
     def get_targets(self, columns: dict[str, Tensor]) -> Targets:
@@ -96,7 +101,8 @@ class SharedTeacher(TeacherSource):
                 parameter.data = original
             for module in training:
                 module["training"] = False
-            yield self._model
+            with in_place(self._twins):
+                yield self._model
         finally:
             for module in training:
                 module["training"] = True

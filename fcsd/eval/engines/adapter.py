@@ -14,7 +14,7 @@ from fcsd.engine.generate import BATCHES, GRAPHS, ending, generate
 from fcsd.engine.logprobs import check_head, continuation_logprobs
 from fcsd.errors import BadInputError
 from fcsd.eval.engines.answer_cache import AnswerCache, is_loglikelihood, is_text
-from fcsd.eval.engines.interface import Adapter
+from fcsd.eval.engines.interface import Adapter, length_of
 from fcsd.launch.shared_work import ALONE, Team
 from fcsd.progress import progress
 from fcsd.serve.generation_settings import NOT_IN_EVALUATIONS, name_unapplied
@@ -178,28 +178,33 @@ class HFAdapter(Adapter):
         work = {i: len(prompts[i]) + most for (_, most), members in groups.items() for i in members}
         with self._progress("generating, tokens", sum(work.values())) as advance:
 
-            def generate() -> dict[int, str]:
-                new: dict[int, str] = {}
+            def generate() -> dict[int, tuple[str, tuple[int, bool] | None]]:
+                new: dict[int, tuple[str, tuple[int, bool] | None]] = {}
                 for (stops, max_new_tokens), members in groups.items():
-                    for place, text in self._generate([prompts[i] for i in members], stops, max_new_tokens):
-                        new[members[place]] = text
+                    for place, text, length in self._generate([prompts[i] for i in members], stops, max_new_tokens):
+                        new[members[place]] = text, length
+                        if length is not None:
+                            self.store(length_of(requests[members[place]]), length)
                         self.store(["generate_until", *requests[members[place]].args], text)
                         advance(work[members[place]])
                 return new
 
-            for index, text in self.team.together(generate).items():
-                answers[index] = text
-                self.remember(["generate_until", *requests[index].args], text)
+            new = self.team.together(generate)
+        for index, (text, _) in new.items():
+            answers[index] = text
+            self.remember(["generate_until", *requests[index].args], text)
+        self.note_lengths(requests, {index: length for index, (_, length) in new.items() if length is not None})
         return answers
 
     def _generate(
         self, prompts: list[list[int]], stops: tuple[str, ...], max_new_tokens: int
-    ) -> Iterator[tuple[int, str]]:
-        """The answers to this rank's share of the prompts, each with its prompt's index."""
+    ) -> Iterator[tuple[int, str, tuple[int, bool] | None]]:
+        """The answers to this rank's share of the prompts: the prompt's index, the text, and its length if known."""
         end = ending(self.model, self.tokenizer, stops)
         settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "batch_size": self.batch_size}
         found = generate(self.model, prompts, ended=end.of, way=self.generation, team=self.team, **settings)
-        yield from ((index, end.text(tokens)) for index, tokens in found)
+        for index, tokens in found:
+            yield index, end.text(tokens), (len(tokens), end.of(tokens, 0) is not None)
 
     def engine(self) -> dict[str, Any]:
         places = vars(self.model).get("hf_device_map", {})  # set by accelerate

@@ -87,6 +87,12 @@ def is_text(answer: Any) -> bool:
     return isinstance(answer, str)
 
 
+def is_length(answer: Any) -> bool:
+    """Whether an answer is ``[tokens of a generated answer, whether it ended]``."""
+    pair = isinstance(answer, list | tuple) and len(answer) == 2
+    return pair and type(answer[0]) is int and answer[0] > 0 and isinstance(answer[1], bool)
+
+
 def _key(request: Any) -> str:
     return hashlib.sha256(json.dumps(request).encode()).hexdigest()
 

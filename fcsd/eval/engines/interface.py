@@ -1,7 +1,7 @@
 """The interface of a model in an evaluation: lm-eval's own, and what fcsd needs beyond it, for every engine."""
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lm_eval.api.model import TemplateLM
@@ -10,11 +10,16 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from fcsd.checkpoint.tokenizer import LimitedProcess, chat_text, count_before, limited_template, text_ids, tokens_before
 from fcsd.errors import BadInputError, ConfigError
-from fcsd.eval.engines.answer_cache import AnswerCache
+from fcsd.eval.engines.answer_cache import AnswerCache, is_length
 from fcsd.launch.shared_work import Team
 
 # lm-eval's default for tasks that do not say how long an answer may be.
 MAX_NEW_TOKENS = 256
+
+
+def length_of(request: Any) -> list[Any]:
+    """The request under which the store has the length of the answer to a ``generate_until`` request."""
+    return ["length of the answer", *request.args]
 
 
 class Adapter(TemplateLM):
@@ -31,6 +36,7 @@ class Adapter(TemplateLM):
     team: Team
 
     _template: LimitedProcess | None = None
+    _lengths: tuple[tuple[int, bool] | None, ...] = ()
 
     def chat_text(self, messages: list[dict[str, str]], **options: Any) -> str:
         """The text of a conversation by the model's chat template, which runs in a process with limits.
@@ -105,6 +111,30 @@ class Adapter(TemplateLM):
         if settings["do_sample"]:
             raise ConfigError("the task asks for sampling", "Only greedy generation is comparable between models.")
         return tuple(settings["until"]), settings["max_gen_toks"]
+
+    def note_lengths(self, requests: Sequence[Any], found: dict[int, tuple[int, bool]]) -> None:
+        """Keep how long the answers to some requests are, for ``take_lengths``; those of earlier runs are in the store.
+
+        Args:
+            found: by the index of a request, the tokens of its new answer, and whether the answer ended by itself.
+        """
+        for index, length in found.items():
+            self.remember(length_of(requests[index]), length)
+        both = ((found.get(index), request) for index, request in enumerate(requests))
+        self._lengths += tuple(new or self.cached(length_of(request), is_length) for new, request in both)
+
+    def take_lengths(self) -> dict[str, float] | None:
+        """The answers that were generated since the last call.
+
+        Returns: ``n`` answers, ``tokens`` of one in the mean, and ``unended``, the share of those that the limit of
+            their length cut off. None if there are none, or if an earlier version of fcsd has stored one.
+        """
+        lengths, self._lengths = self._lengths, ()
+        known = [length for length in lengths if length is not None]
+        if not known or len(known) < len(lengths):
+            return None
+        tokens, ended = zip(*known, strict=True)
+        return {"n": len(known), "tokens": sum(tokens) / len(known), "unended": ended.count(False) / len(known)}
 
     def require_fits(self, tokens: int, text: str) -> None:
         """Refuse an input that would have to be cut.

@@ -15,7 +15,7 @@ from vllm.platforms import current_platform  # pyright: ignore[reportMissingImpo
 from fcsd.checkpoint.tokenizer import text_ids
 from fcsd.errors import BadInputError, NonFiniteError
 from fcsd.eval.engines.answer_cache import AnswerCache, is_loglikelihood, is_text
-from fcsd.eval.engines.interface import MAX_NEW_TOKENS, Adapter
+from fcsd.eval.engines.interface import MAX_NEW_TOKENS, Adapter, length_of
 from fcsd.launch.shared_work import ALONE
 from fcsd.serve.vllm.support import installed_version
 
@@ -61,6 +61,7 @@ class VLLMAdapter(_VLLM, Adapter):
         )
         self.cache = cache
         self.team = ALONE
+        self._by_prompt: dict[tuple[int, ...], tuple[int, bool]] = {}  # the lengths of the answers to the last requests
         self._settings = {"dtype": dtype, "tensor_parallel": gpus, "batch_size": batch_size, "seed": SEED}
 
     def engine(self) -> dict[str, Any]:
@@ -109,10 +110,30 @@ class VLLMAdapter(_VLLM, Adapter):
                 raise BadInputError("a prompt has no tokens")
             self.require_fits(tokens + most, request.args[0])
 
-        def generate(chosen: list[Any]) -> list[str]:
-            return _VLLM.generate_until(self, chosen, disable_tqdm=True)
+        found: dict[int, tuple[int, bool]] = {}
+        places = {id(request): index for index, request in enumerate(requests)}
 
-        return self._through_cache(requests, lambda r: ["generate_until", *r.args], is_text, generate)
+        def generate(chosen: list[Any]) -> list[str]:
+            self._by_prompt.clear()
+            texts = _VLLM.generate_until(self, chosen, disable_tqdm=True)
+            for request in chosen:
+                if (length := self._by_prompt.get(tuple(self.tok_encode(request.args[0])))) is not None:
+                    found[places[id(request)]] = length
+                    self.store(length_of(request), length)
+            return texts
+
+        texts = self._through_cache(requests, lambda r: ["generate_until", *r.args], is_text, generate)
+        self.note_lengths(requests, found)
+        return texts
+
+    def _model_generate(self, requests: list[list[int]], *arguments: Any, **settings: Any) -> Any:
+        """As lm-eval's, which calls it; the lengths of the answers to generated requests are kept by their prompts."""
+        outputs = _VLLM._model_generate(self, requests, *arguments, **settings)
+        if settings.get("generate"):
+            for request, output in zip(requests, outputs, strict=True):
+                answer = output.outputs[0]
+                self._by_prompt[tuple(request)] = len(answer.token_ids), answer.finish_reason != "length"
+        return outputs
 
     def _through_cache(
         self,

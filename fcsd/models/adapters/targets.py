@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -64,7 +64,7 @@ def choose(
             f"train.adapter cannot be combined with the wiring {wiring.name}, whose ranks share the weights of a layer",
             hint="remove train.adapter; optim.train: [converted] trains the layers themselves",
         )
-    trained = tuple(_trained(model, parts, wiring, "frozen"))
+    trained = tuple(_trained(model, parts, wiring, routed=False))
     own = {name.rpartition(".")[0] for name in trained if name.endswith(".weight")}
     inside = _chosen_layers(layers, model, wiring)
     adapted = tuple(path for path in _adapted(model, targets) if path not in own and path.startswith(inside))
@@ -76,20 +76,15 @@ def choose(
     return Chosen(adapted, trained)
 
 
-def choose_parts(
-    model: PreTrainedModel, parts: Sequence[str], wiring: Wiring | None = None, *, divided: bool = False
-) -> Chosen:
+def choose_parts(model: PreTrainedModel, parts: Sequence[str], wiring: Wiring | None = None) -> Chosen:
     """What trains in a model without adapters: the parts that ``optim.train`` names, with their routed experts.
-
-    Args:
-        divided: whether the experts are divided among processes. Parts with routed experts are then refused.
 
     Raises:
         ConfigError: a word names nothing in this model, or the embeddings and the output head are one weight and only
             one of them is named.
     """
     wiring = wiring or wiring_of(model.config)
-    return Chosen((), tuple(_trained(model, parts, wiring, "refused" if divided else "trained")))
+    return Chosen((), tuple(_trained(model, parts, wiring, routed=True)))
 
 
 def shared_prefix(model: PreTrainedModel, chosen: Chosen, wiring: Wiring | None = None) -> tuple[int, int]:
@@ -170,10 +165,8 @@ def _linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, str, str, bool
                     yield path, path.removeprefix(f"{paths[layer]}."), group, "." not in name
 
 
-def _trained(
-    model: PreTrainedModel, parts: Sequence[str], wiring: Wiring, routed: Literal["trained", "frozen", "refused"]
-) -> Iterator[str]:
-    """The names of the parameters in ``parts``; ``routed`` says what becomes of routed experts among them."""
+def _trained(model: PreTrainedModel, parts: Sequence[str], wiring: Wiring, *, routed: bool) -> Iterator[str]:
+    """The names of the parameters in ``parts``; ``routed`` says whether routed experts among them train."""
     inputs: Any = model.get_input_embeddings()
     outputs: Any = model.get_output_embeddings()
     if inputs.weight is outputs.weight and ("embeddings" in parts) != ("head" in parts):
@@ -183,7 +176,7 @@ def _trained(
     blocks, layers = arch_of(model.config).blocks, decoder_layers(model)
     inside = [list(layer.named_modules())[1:] for layer in layers]
     experts = _of(module for of in inside for path, module in of if path.rpartition(".")[2] == "experts")
-    left_out: set[nn.Parameter] = set() if routed == "trained" else experts
+    left_out: set[nn.Parameter] = set() if routed else experts
     chosen: set[nn.Parameter] = set()
     for word in parts:
         if word in ("embeddings", "head"):
@@ -203,9 +196,6 @@ def _trained(
                 hint = _meant(word, {*names, *PARTS, CONVERTED})
                 raise ConfigError(f"optim.train: this model has no part {word!r}", hint)
             found = _of(module for of in inside for path, module in of if word in _ends(path))
-        if routed == "refused" and found & experts:
-            hint = "set parallel.ep_size: 1, or name other parts, such as self_attn, norms or routers"
-            raise ConfigError(f"optim.train: {word!r} has routed experts, and divided ones cannot train so", hint)
         if not found - left_out:
             raise ConfigError(f"optim.train: {word!r} names no weight of this model that can train", "Remove it.")
         chosen |= found - left_out

@@ -176,15 +176,24 @@ class Gather(torch.autograd.Function):
         return gather_rows(grad, *ctx.saved_tensors), None, None
 
 
+def trains_divided(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is one of divided experts, and trains."""
+    return parameter.requires_grad and not getattr(parameter, "allreduce", True)
+
+
 @contextmanager
 def frozen_experts(model: nn.Module) -> Iterator[None]:
-    """A block in which DeepSpeed builds an engine for a model none of whose divided experts train.
+    """A block in which DeepSpeed builds an engine for a model some or all of whose divided experts are frozen.
 
     The engine looks for AutoEP's class, and then demands a group of parameters of experts from the optimizer. Without
-    the class it treats all trained parameters alike, which is right for those outside of the experts. It still
+    the class it treats all trained parameters alike, which is right where no expert trains. It still
     broadcasts the weights of experts among the ranks that hold the same ones, which the parameters themselves say.
     """
-    layers = [module for module in model.modules() if expert_block(module) is not None]
+    layers = [
+        model.get_submodule(path)
+        for path, block in expert_blocks(model).items()
+        if not any(map(trains_divided, block.experts.parameters()))
+    ]
     classes = [type(layer) for layer in layers]
     for layer in layers:
         layer.__class__ = nn.Module

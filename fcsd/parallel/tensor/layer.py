@@ -148,12 +148,14 @@ class TrainedTensorLayer(WiredLayer):
             raise ConfigError("a tensor-parallel model does not return the outputs of single layers")
         plan, parts = self.fcsd.plan, self.fcsd.parts(self)
         assert parts.attn is not None, "ranks do not share layers with one sub-block"
-        groups = hidden_states if isinstance(hidden_states, RowGroups) else self._first(hidden_states, kwargs)
+        # The embeddings, and what a prefix of layers returned, are full streams with nothing in flight.
+        full = not isinstance(hidden_states, RowGroups)
+        groups = self._first(hidden_states, kwargs) if full else hidden_states
         streams = list(groups.streams)
         mlp = parts.shared
         assert mlp is not None, "a model with experts is not trained by tensor parallelism"
         for group, stream in enumerate(streams):
-            x, stream = self._read("attn", stream, plan.attn)
+            x, stream = self._read("attn", stream, () if full else plan.attn)
             attn = partial(parts.attn, x, **groups.of_rows(group, kwargs))
             streams[group] = self._add(0, attn(), stream)
         for group, stream in enumerate(streams):
@@ -167,7 +169,7 @@ class TrainedTensorLayer(WiredLayer):
         return groups if plan.hands_on is None else groups.land()
 
     def _first(self, x: Tensor, kwargs: dict[str, Any]) -> RowGroups:
-        """The streams of the embeddings ``[batch, seq, hidden]``."""
+        """The streams of a full one ``[batch, seq, hidden]``."""
         whole = torch.is_grad_enabled() or kwargs.get(cache_keyword()) is not None
         count = 2 if self.fcsd.exposed and not whole and len(x) > 1 else 1
         # Two sums that are awaited at one place would be awaited in any order, so the places differ from the beginning.

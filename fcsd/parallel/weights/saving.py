@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from fcsd.checkpoint import Checkpoint, compare_tensors
 from fcsd.checkpoint.names import Held, cut_like, names_like, stored
 from fcsd.checkpoint.weights import MAX_SHARD, NAMES, Reader, Shape, Writer
-from fcsd.models.adapters.trained import TrainedParts
 from fcsd.models.build import arch_of, stored_config
 from fcsd.parallel.expert.autoep import expert_blocks
 from fcsd.parallel.partitions import gathered, is_partitioned, whole_shape
@@ -67,24 +66,6 @@ def own_part(model: PreTrainedModel) -> OwnPart:
     others = {name: tensors[name].detach() for name in apart(model)}
     specs = _of_pieces(tensors, found) | _specs(model, {name: tensor.to("meta") for name, tensor in others.items()})
     return OwnPart(model, specs, lambda: _own_pieces(model, found, others, ep_size), ep_size)
-
-
-def trained_part(parts: TrainedParts) -> OwnPart:
-    """What trains beside frozen weights, which rank 0 writes.
-
-    Every rank holds it, and nothing is copied. If ZeRO-3 divides it, all ranks must call this, and it is copied to the
-    host.
-    """
-    named: list[tuple[str, Tensor]] = list(parts.tensors())
-    if any(is_partitioned(parameter) for _, parameter in named):
-        named = [(name, _whole(name, parameter).to("cpu", copy=True)) for name, parameter in named]
-
-    def tensors() -> Iterator[Named]:
-        if _rank() == 0:
-            for name, value in named:
-                yield name, value.detach(), None
-
-    return OwnPart(parts.model, {}, tensors, 1)
 
 
 def write_part(part: OwnPart, directory: Path, source: Path | None, max_shard: int = MAX_SHARD) -> None:

@@ -69,6 +69,8 @@ class LLM:
         while len(new) < settings.max_tokens and not any(stop in text for stop in settings.stop):
             new.append(int(self._model(input_ids=torch.tensor([ids + new])).logits[0, -1].argmax()))
             text = self._tokenizer.decode(new, skip_special_tokens=settings.skip_special_tokens)
+        ended = any(stop in text for stop in settings.stop)
         for stop in settings.stop:
             text = text.split(stop)[0]
-        return SimpleNamespace(outputs=[SimpleNamespace(text=text)])
+        reason = "stop" if ended else "length"
+        return SimpleNamespace(outputs=[SimpleNamespace(text=text, token_ids=new, finish_reason=reason)])

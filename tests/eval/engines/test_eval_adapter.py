@@ -220,21 +220,44 @@ def test_a_killed_evaluation_repeats_no_request(tmp_path):
         cache = AnswerCache(path)
         adapter = HFAdapter(network, TOKENIZER, batch_size=4, cache=cache)
         try:
-            return adapter.loglikelihood(pairs), adapter.generate_until(prompts)
+            return adapter.loglikelihood(pairs), adapter.generate_until(prompts), adapter.take_lengths()
         finally:
             cache.close()
 
-    scores, texts = run()
+    scores, texts, lengths = run()
     lines = path.read_text().splitlines(keepends=True)[1:]
-    assert len(lines) == len({tuple(p.args) for p in pairs}) + len(prompts)
+    assert len(lines) == len({tuple(p.args) for p in pairs}) + 2 * len(prompts), "an answer and its length"
     path.write_text("".join(lines[:20]) + lines[20][:9])  # killed while writing the 21st answer
     whole = run()
-    assert whole[1] == texts
+    assert whole[1:] == (texts, lengths) and lengths is not None and lengths["n"] == len(prompts)
     assert torch.allclose(torch.tensor(whole[0]), torch.tensor(scores), rtol=1e-5, atol=1e-4)
     calls = []
     network.get_decoder().register_forward_pre_hook(lambda *_: calls.append(1))
     assert run() == whole
     assert len(calls) == 2, "only the check of the head may run"
+
+
+def test_lengths_are_those_of_the_generated_tokens(tmp_path):
+    """An answer ends by a stop string or by a token of the tokenizer, or it is as long as it may be."""
+    network = model()
+    adapter = HFAdapter(network, TOKENIZER)
+    assert adapter.take_lengths() is None
+    words, short = eval_data.WORDS, {"until": [], "max_gen_toks": 6}
+    free = adapter.generate_until(instances("generate_until", [(w, {"until": [], "max_gen_toks": 24}) for w in words]))
+    assert adapter.take_lengths() == {"n": len(words), "tokens": 24.0, "unended": 1.0}
+    assert adapter.take_lengths() is None, "they are taken once"
+    word, text = max(zip(words, free, strict=True), key=lambda pair: len(pair[1]))
+    asked = [(word, {"until": [text[2]], "max_gen_toks": 24}), (word, short)]
+    stopped, _ = adapter.generate_until(instances("generate_until", asked))
+    found = adapter.take_lengths()
+    assert len(stopped) <= 2 and found is not None and (found["n"], found["unended"]) == (2, 0.5)
+    assert 6 / 2 < found["tokens"] < (24 + 6) / 2
+    # An answer that an earlier version has stored has no length.
+    cache = AnswerCache(tmp_path / "answers.jsonl")
+    cache.add(["generate_until", "river", short], "and")
+    with_cache = HFAdapter(network, TOKENIZER, cache=cache)
+    assert with_cache.generate_until(instances("generate_until", [("river", short)])) == ["and"]
+    assert with_cache.take_lengths() is None
 
 
 @pytest.mark.parametrize("kind", ["farskip", "ladder", "desync-2x"])

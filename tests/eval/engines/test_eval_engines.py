@@ -82,6 +82,9 @@ def test_vllm_scores_as_transformers_and_resumes(vllm, model, mirror, tmp_path):
     assert {key: made.arguments[key] for key in wanted} == wanted and made.asked > 0
     again = evaluate_models([str(model)], engine=engine, out=tmp_path / "out", **options)
     assert scores(again) == scores(rows) and vllm.made[1].asked == 0, "every answer was kept"
+    lengths = [[one.get("answers") for one in each] for each in (expected, rows, again)]
+    assert lengths[1] == lengths[2] and [bool(one) for one in lengths[1]] == [bool(one) for one in lengths[0]]
+    assert [one["unended"] for one in lengths[1] if one] == [one["unended"] for one in lengths[0] if one] != []
 
 
 def test_vllm_gives_no_false_score(vllm, model, mirror, tmp_path, monkeypatch):

@@ -74,7 +74,7 @@ def test_routed_experts_never_train_and_tied_heads_train_together() -> None:
         choose(tiny.model("llama", tie_word_embeddings=True), DEFAULT, ["head"])
 
 
-def test_parts_without_adapters_train_with_their_routed_experts_or_are_refused() -> None:
+def test_parts_without_adapters_train_with_their_routed_experts() -> None:
     model, wiring = tiny.model("deepseek_v2"), Wiring("farskip", (2, 3))
     chosen = choose_parts(model, ["converted"], wiring)
     layers = ("model.layers.2.", "model.layers.3.")
@@ -84,10 +84,6 @@ def test_parts_without_adapters_train_with_their_routed_experts_or_are_refused()
     beside = choose(model, ["attention"], ["converted"], "all", wiring)
     assert "model.layers.2.mlp.gate.weight" in beside.trained
     assert not any(".experts." in name for name in beside.trained)
-    with pytest.raises(ConfigError, match="has routed experts, and divided ones cannot train so") as caught:
-        choose_parts(model, ["norms", "last:50%"], wiring, divided=True)
-    assert "parallel.ep_size: 1" in str(caught.value.hint)
-    assert choose_parts(model, ["norms", "self_attn"], wiring, divided=True).trained
     with pytest.raises(ConfigError, match=r"optim\.train: no layer of this model is converted"):
         choose_parts(model, ["converted"])
 
