@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from fcsd.cli.command import emit
-from fcsd.cli.options import AsJson, Model
+from fcsd.cli.options import AsJson, Model, require_models
 
 
 def advise(
@@ -29,9 +29,13 @@ def advise(
 ) -> None:
     """Say how to serve MODEL on these GPUs: as it is, with better sums, or converted. Reads config.json alone."""
     from fcsd.advise.host import host_of
+
+    require_models(model, weights=False)
+    host = host_of(gpus, gpu, machine)
+
     from fcsd.advise.speed import Load
     from fcsd.advise.verdict import advise as weigh
     from fcsd.advise.verdict import to_json, to_text
 
-    found = weigh(model, host_of(gpus, gpu, machine), Load(prompt_tokens, concurrency), price, speed)
+    found = weigh(model, host, Load(prompt_tokens, concurrency), price, speed)
     emit(json.dumps(to_json(found), indent=2) if as_json else to_text(found))

@@ -34,6 +34,7 @@ VERBOSE = Parameter(
     annotation=Annotated[bool, typer.Option(*VERBOSE_NAMES, help="Show tracebacks.")],
 )
 
+_SLOW = 1.0  # seconds after which a user wants to see something
 _FIRST_RANK_SPEAKS = 5  # seconds that the other processes of a machine wait before they print their error
 
 _DATA: contextvars.ContextVar[TextIO] = contextvars.ContextVar("stdout of the running command")
@@ -85,7 +86,8 @@ def command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], Ca
             try:
                 for group_name, of in groups.items():
                     options[group_name] = of(**{field.name: options.pop(field.name) for field in fields(of)})
-                with contextlib.redirect_stdout(sys.stderr), ended_by_signals():  # libraries print and log to stdout
+                # Libraries print and log to stdout.
+                with contextlib.redirect_stdout(sys.stderr), ended_by_signals(), said_if_slow():
                     function(**options)
             except BrokenPipeError:
                 raise  # `fcsd recipes show tiny | head` is not an error; typer exits without a message
@@ -103,6 +105,24 @@ def command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], Ca
         return function
 
     return register
+
+
+@contextlib.contextmanager
+def said_if_slow() -> Iterator[None]:
+    """On a terminal, says after a second that torch is being imported, which shows nothing itself."""
+
+    def say() -> None:
+        if "torch" in sys.modules:
+            print("loading torch and transformers", file=sys.stderr)
+
+    timer = threading.Timer(_SLOW, say)
+    timer.daemon = True
+    if sys.stderr.isatty() and "WORLD_SIZE" not in os.environ:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _fields_of(options: type) -> Iterator[Parameter]:

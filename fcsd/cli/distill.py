@@ -22,6 +22,7 @@ from fcsd.cli.options import (
     UnsafeExec,
     gpu_memory,
     one_recipe,
+    require_models,
 )
 from fcsd.errors import ConfigError
 from fcsd.extras import require_extra
@@ -146,6 +147,11 @@ def write(
     """Let MODEL write the text on which its conversion is healed. Prints what a recipe says to read it."""
     require_extra("train", "fcsd write", "pyarrow")
     wanted = _tokens(tokens)
+
+    from fcsd.distill.writing import Writing
+
+    Writing(temperature, greedy, form or "chat", max_tokens)  # refuses what has no meaning
+    require_models(model)
 
     from fcsd.launch.world import ensure_world
 

@@ -16,6 +16,7 @@ from fcsd.cli.options import (
     Model,
     Reduce,
     UnsafeExec,
+    require_models,
 )
 from fcsd.errors import ConfigError
 from fcsd.extras import EXTRAS, require_extra
@@ -130,29 +131,17 @@ def evaluate(
         raise ConfigError("--require and --untrained compare with a baseline, and no --baseline is given")
     require_extra("eval", "fcsd eval", *(package for package in EXTRAS["eval"] if package != "evalplus"))
 
-    from fcsd.eval.suite import EVALPLUS, select_any
-    from fcsd.launch.world import ensure_world
-    from fcsd.models.load_options import check_device, check_dtype
-
-    # These are checked before torch is imported, which takes seconds.
-    check_dtype(dtype)
-    check_device(device, "auto")
-    names = None if tasks is None else [name.strip() for name in tasks.split(",") if name.strip()]
-    prompts: dict[str, Any] = {"num_fewshot": num_fewshot, "apply_chat_template": apply_chat_template}
-    benchmarks = select_any(suite, names, **prompts)
-    if any(benchmark.harness == EVALPLUS for benchmark in benchmarks):
-        require_extra("eval", "fcsd eval of HumanEval+ and MBPP+", "evalplus")
-    if backend != "vllm":  # vLLM starts its processes itself
-        ensure_world(gpus)
-
-    from fcsd.eval import compare, tables
+    from fcsd.eval import compare
     from fcsd.eval.engines.engine import Engine
-    from fcsd.eval.harness import evaluate_models, named_models
+    from fcsd.eval.suite import EVALPLUS, select_any
+    from fcsd.launch.preflight import launched
+    from fcsd.launch.world import ensure_world
 
-    required = None if require is None else compare.Requirement.parse(require)  # refused before hours of work
+    # What follows is checked before torch is imported, which takes seconds.
+    require_models(*models, baseline)
+    required = None if require is None else compare.Requirement.parse(require)
     if untrained is not None and (untrained not in models or untrained == baseline):
         raise ConfigError(f"--untrained {untrained} is not one of the models", "name it as a MODEL too")
-    out = out or _folder_for_scores(models)
     engine = Engine(
         backend=backend,
         device=device,
@@ -165,6 +154,19 @@ def evaluate(
         gpus=gpus or 1 if backend in ("vllm", "own") else 1,
         reduce=reduce,  # type: ignore[arg-type]
     )
+    engine.check(1 if backend == "vllm" else max(gpus or 1, launched()[1]))
+    names = None if tasks is None else [name.strip() for name in tasks.split(",") if name.strip()]
+    prompts: dict[str, Any] = {"num_fewshot": num_fewshot, "apply_chat_template": apply_chat_template}
+    benchmarks = select_any(suite, names, **prompts)
+    if any(benchmark.harness == EVALPLUS for benchmark in benchmarks):
+        require_extra("eval", "fcsd eval of HumanEval+ and MBPP+", "evalplus")
+    if backend != "vllm":  # vLLM starts its processes itself
+        ensure_world(gpus)
+
+    from fcsd.eval import tables
+    from fcsd.eval.harness import evaluate_models, named_models
+
+    out = out or _folder_for_scores(models)
     results = evaluate_models(
         models,
         suite=suite,
@@ -250,6 +252,7 @@ def chat(
 
     check_dtype(dtype)
     check_device(device)
+    require_models(model, baseline)
     if gpus is not None:  # else the model is in this process alone, whatever a launcher has left in the environment
         ensure_world(gpus)
 

@@ -65,6 +65,21 @@ def one_recipe(*given: str | None) -> str:
     return names[0]
 
 
+def require_models(*models: str | None, weights: bool = True) -> None:
+    """Looks at those models that are directories before torch is imported, which takes seconds.
+
+    Args:
+        weights: whether config.json alone is not enough.
+
+    Raises:
+        BadInputError: one of them does not exist, or holds no checkpoint.
+    """
+    from fcsd.checkpoint.location import directory_of
+
+    for model in filter(None, models):
+        directory_of(model, weights=weights)
+
+
 def gpu_memory(text: str) -> float:
     """The memory of a GPU in GiB. What is sold as 80 GB has 80 GiB, so that ``80``, ``80GB``, ``80GiB`` and ``80G`` are
     the same.

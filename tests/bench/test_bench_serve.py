@@ -20,17 +20,10 @@ from typer.testing import CliRunner
 from fcsd.bench import runner
 from fcsd.bench.serve import client, table, under_vllm
 from fcsd.bench.serve.client import ask
+from fcsd.bench.serve.model import cache_bytes, config_of, prompts_of, usual_wirings, weight_bytes, wiring_for
 from fcsd.bench.serve.running import write_directory
 from fcsd.bench.serve.variants import Missing
-from fcsd.bench.serve.workload import (
-    Workload,
-    cache_bytes,
-    config_of,
-    prompts_of,
-    usual_wirings,
-    weight_bytes,
-    wiring_for,
-)
+from fcsd.bench.serve.workload import Workload
 from fcsd.cli.command import ended_by_signals
 from fcsd.cli.main import app, main
 from fcsd.convert import convert_checkpoint

@@ -59,6 +59,12 @@ def library(monkeypatch):
     return replace
 
 
+@pytest.fixture
+def models_exist(library) -> None:
+    """A command whose library function is replaced takes any names of models."""
+    library("fcsd.checkpoint.location", "directory_of")
+
+
 class Shown:
     def to_json(self) -> str:
         return '{"a": 1}'
@@ -84,6 +90,49 @@ def test_help_loads_no_heavy_library(args: list[str]) -> None:
     assert done.returncode == 0, done.stderr
     assert "Usage:" in done.stdout
     assert done.stdout.endswith("LOADED []\n")
+
+
+def test_what_needs_no_torch_is_refused_without_it(tmp_path: Path) -> None:
+    """Paths, config.json, recipes and options, in one subprocess: torch would stay imported from one to the next."""
+    empty, full, unknown = tmp_path / "empty", tmp_path / "full", tmp_path / "unknown"
+    for folder in (empty, full, unknown):
+        folder.mkdir()
+    (full / "a").write_text("")
+    (unknown / "config.json").write_text('{"model_type": "nosuch"}')
+    (unknown / "model.safetensors").write_text("")
+    teacher, out = "bundled:teacher", tmp_path / "out"
+    refused = [
+        *([name, empty] for name in ("inspect", "eval", "chat", "serve", "advise")),
+        *(["convert", model, out] for model in (empty, unknown)),
+        ["convert", teacher, full],
+        ["convert", teacher, out, "--wiring", "nosuch"],
+        ["convert", teacher, out, "--layers", "last:99"],
+        ["convert", teacher, out, "--tp-degree", "2"],
+        ["convert", empty, out, "--layers", "auto"],
+        ["export", empty, out],
+        ["write", empty, "--out", out],
+        ["write", teacher, "--out", out, "--form", "nosuch"],
+        ["distill", "nosuch"],
+        ["distill", "tiny", "--set", "parallel.quantised.dispatch=nosuch"],
+        ["plan", "tiny", "--gpu-mem", "nosuch"],
+        ["eval", teacher, "--backend", "nosuch"],
+        ["eval", teacher, "--baseline", teacher, "--require", "nosuch"],
+        ["serve", teacher, "--gpus", "2", "--all-reduce", "host:nosuch"],
+        ["bench", "serve", "nosuch"],
+        ["bench", "serve", "llama3-8b", "--wirings", "nosuch"],
+    ]
+    code = (
+        "import json, sys; from typer.testing import CliRunner; from fcsd.cli.main import app\n"
+        "for args in json.loads(sys.argv[1]):\n"
+        "    code = CliRunner().invoke(app, args).exit_code\n"
+        "    print(json.dumps([args, code, sorted({'torch', 'transformers', 'datasets'} & set(sys.modules))]))"
+    )
+    asked = [[str(word) for word in args] for args in refused]
+    command = [sys.executable, "-c", code, json.dumps(asked)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [args for args, *_ in found] == asked, done.stderr
+    assert not [row for row in found if row[1] not in (2, 3) or row[2]]
 
 
 def test_the_shell_completes_commands_and_options_without_a_heavy_library() -> None:
@@ -275,7 +324,7 @@ def test_an_option_means_the_same_in_every_command() -> None:
     assert {option: len(found) for option, found in texts.items()} == dict.fromkeys(shared, 1)
 
 
-def test_eval(library) -> None:
+def test_eval(library, models_exist) -> None:
     row = {"model": "m", "suite": "paper", "column": "PIQA", "task": "piqa", "metric": "acc_norm", "filter": "none"}
     row |= {"value": 0.5, "stderr": 0.02, "n": 100, "items": [1], "seconds": 1.0, "baseline": False, "chance": 50.0}
     fake = library("fcsd.eval.harness", "evaluate_models", [row])
@@ -293,7 +342,7 @@ def test_eval(library) -> None:
     assert fake.call_args.kwargs["accept_unsafe_exec"] is True
 
 
-def test_eval_refuses_a_verdict_it_could_not_give_before_it_runs(library) -> None:
+def test_eval_refuses_a_verdict_it_could_not_give_before_it_runs(library, models_exist) -> None:
     fake = library("fcsd.eval.harness", "evaluate_models", [])
     for options in (["--require", "about 1"], ["--untrained", "runs/u"]):
         assert run("eval", "runs/m", "--baseline", "teacher", *options).exit_code == 2
@@ -301,7 +350,7 @@ def test_eval_refuses_a_verdict_it_could_not_give_before_it_runs(library) -> Non
     fake.assert_not_called()
 
 
-def test_eval_exits_9_unless_the_verdict_is_met(library) -> None:
+def test_eval_exits_9_unless_the_verdict_is_met(library, models_exist) -> None:
     row = {"column": "PIQA", "metric": "acc", "value": 1.0, "stderr": 0.0, "n": 4000, "chance": 50.0, "engine": {}}
     row |= {"settings_sha256": "s", "data_sha256": "d", "items": [1.0] * 4000}
     worse = {**row, "items": [0.0] * 400 + [1.0] * 3600, "value": 0.9}
@@ -314,7 +363,7 @@ def test_eval_exits_9_unless_the_verdict_is_met(library) -> None:
     assert "a--final within 1 points of teacher: no (-10.0 ± 0.5)" in missed.stdout
 
 
-def test_eval_of_a_model_in_a_run_writes_where_export_looks(library, tmp_path: Path) -> None:
+def test_eval_of_a_model_in_a_run_writes_where_export_looks(library, models_exist, tmp_path: Path) -> None:
     fake = library("fcsd.eval.harness", "evaluate_models", [])
     for name in ("mine", "other"):
         (tmp_path / name / "final").mkdir(parents=True)
@@ -330,7 +379,7 @@ def test_eval_of_a_model_in_a_run_writes_where_export_looks(library, tmp_path: P
         assert fake.call_args.kwargs["out"] == out
 
 
-def test_eval_refuses_a_single_task_that_is_far_below(library) -> None:
+def test_eval_refuses_a_single_task_that_is_far_below(library, models_exist) -> None:
     right = {"metric": "acc", "value": 1.0, "stderr": 0.0, "n": 2000, "chance": 50.0, "engine": {}}
     right |= {"settings_sha256": "s", "data_sha256": "d", "items": [1.0] * 2000, "model": "teacher", "baseline": True}
     below = {"value": 0.9, "items": [0.0] * 200 + [1.0] * 1800}

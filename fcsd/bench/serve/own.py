@@ -19,8 +19,9 @@ import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fcsd.bench.runner import finished, say
+from fcsd.bench.serve.model import prompts_of, usual_wirings, wiring_for
 from fcsd.bench.serve.variants import Missing, Role, label
-from fcsd.bench.serve.workload import STANDARD, Workload, prompts_of, usual_wirings, wiring_for
+from fcsd.bench.serve.workload import STANDARD, Workload
 from fcsd.engine.decode import GRAIN, Stepper
 from fcsd.engine.fused import fuse
 from fcsd.engine.layer import wire_tensor_parallel

@@ -29,6 +29,7 @@ from fcsd.bench.serve.choice import file_of
 from fcsd.bench.serve.client import ask
 from fcsd.bench.serve.figures import Answer
 from fcsd.bench.serve.host_ways import prepare
+from fcsd.bench.serve.model import cache_bytes, config_of, prompts_of, usual_wirings, weight_bytes, wiring_for
 from fcsd.bench.serve.running import Server, await_answers, error_behind, failed, left_out, start, stop, write_directory
 from fcsd.bench.serve.variants import (
     IMITATED,
@@ -43,17 +44,7 @@ from fcsd.bench.serve.variants import (
     groups,
     room_for,
 )
-from fcsd.bench.serve.workload import (
-    STANDARD,
-    Workload,
-    cache_bytes,
-    config_of,
-    prompts_of,
-    tokens_at_once,
-    usual_wirings,
-    weight_bytes,
-    wiring_for,
-)  # fmt: skip
+from fcsd.bench.serve.workload import STANDARD, Workload, tokens_at_once
 from fcsd.disk import write_json
 from fcsd.errors import ConfigError, FcsdError
 from fcsd.models.build import experts_of
