@@ -226,7 +226,7 @@ def _healing(meta: MetaModel, host: Host) -> Healing:
 def _command(chosen: Way, model: str, host: Host) -> str:
     if chosen.kind == "conversion":
         share = "all" if chosen.share == 1 else f"{chosen.share:.0%}"
-        degree = f" --tp-degree {host.gpus}" if chosen.wiring in DESYNC else ""
+        degree = f" --gpus {host.gpus}" if chosen.wiring in DESYNC else ""
         return f"fcsd convert {model} OUT --wiring {chosen.wiring} --layers {share}{degree}"
     if chosen.kind == "replicas":
         return f"vllm serve {model} --data-parallel-size {host.gpus}"

@@ -7,20 +7,20 @@ from typing import Annotated
 import typer
 
 from fcsd.cli.command import emit
-from fcsd.cli.options import AsJson, Model, require_models
+from fcsd.cli.options import AsJson, Concurrency, Gpus, Model, PromptTokens, require_models
 
 
 def advise(
     model: Model,
-    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs that will serve; the default is those here.")] = None,
+    gpus: Gpus = None,
     gpu: Annotated[
         str | None, typer.Option(metavar="NAME", help="Another machine's GPU: 'RTX 4090', L40S, 'A100 PCIe', ...")
     ] = None,
     machine: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Another machine, as fcsd bench links measured it.")
     ] = None,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 2048,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 16,
+    prompt_tokens: PromptTokens = 2048,
+    concurrency: Concurrency = 16,
     price: Annotated[float | None, typer.Option(min=0, help="The price of an hour of one GPU that heals.")] = None,
     speed: Annotated[
         float | None, typer.Option(metavar="X", min=1, help="Ask for the simplest way to be X times as fast as stock.")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from fcsd.cli.command import emit
-from fcsd.cli.options import AsJson, CreatePr, DryRun, Force, Model, Out, Private, Revision, Trust
+from fcsd.cli.options import AsJson, CreatePr, DryRun, Force, Model, Out, Private, Revision, Trust, Wiring
 from fcsd.disk import write_json
 from fcsd.errors import ConfigError
 from fcsd.extras import require_extra
@@ -28,9 +28,7 @@ def inspect(
 def convert(
     model: Model,
     out: Out,
-    wiring: Annotated[
-        str, typer.Option(help="farskip, ladder, parallel, standard, desync-2x, desync-4x or desync.")
-    ] = "farskip",
+    wiring: Wiring = "farskip",
     layers: Annotated[
         str,
         typer.Option(
@@ -47,7 +45,7 @@ def convert(
         ),
     ] = None,
     distance: Annotated[int, typer.Option(min=1, help="Sub-blocks whose outputs may be in flight.")] = 1,
-    tp_degree: Annotated[int, typer.Option(min=1, help="Tensor-parallel degree, for desync.")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, help="For desync: the GPUs over which OUT will be divided.")] = 1,
     reduce: Annotated[
         str | None,
         typer.Option(
@@ -87,7 +85,7 @@ def convert(
         "variant": variant,
         "border": border,
         "distance": distance,
-        "tp_degree": tp_degree,
+        "tp_degree": gpus,
         "reduce": reduce,
     }
     trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}

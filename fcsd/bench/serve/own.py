@@ -62,7 +62,7 @@ def bench(load: Workload, config: PretrainedConfig, write: Callable[[dict[str, A
     until = time.monotonic() + 60 * load.minutes
     world = join_world().patient(PATIENCE)
     if world.size != load.tp:
-        raise ConfigError(f"--tp {load.tp} needs as many processes, and there are {world.size}")
+        raise ConfigError(f"--gpus {load.tp} needs as many processes, and there are {world.size}")
     names = usual_wirings(load, config)
     wirings = {name: wiring_for(name, config, load.tp) for name in (STANDARD, *names)}
     ranks, missing = TensorGroup(dist.group.WORLD, load.tp, world.rank), {}
@@ -129,7 +129,7 @@ def _require_short(load: Workload, work: Sequence[tuple[str, int, int, int, int]
     if world.lowest(60 * load.minutes - seconds) < 0:
         raise ConfigError(
             f"without a GPU, {kind} {size} takes about {duration(seconds)}, and --minutes is {load.minutes:g}",
-            "Give smaller sizes, such as --prompts 64 --arrivals 2 --batches 1,4 --answer 8; or more --minutes.",
+            "Give smaller sizes: --prompt-tokens 64 --concurrency 2 --batches 1,4 --answer 8; or more --minutes.",
         )
 
 

@@ -100,7 +100,7 @@ def bench(
         )
     if not peers and "symmetric" in load.sums:
         raise ConfigError(
-            f"--sums symmetric is {backend_of('symmetric', 'plugin')[0].only}", f"{IMITATED}; leave it out."
+            f"--all-reduce symmetric is {backend_of('symmetric', 'plugin')[0].only}", f"{IMITATED}; leave it out."
         )
     environment = {**(_EVEN_ROUTING if moe else {}), **({} if peers else {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"})}
     machine = Machine(version, lambda module: find_spec(module) is not None, gpus, fits_one, peers)

@@ -72,7 +72,7 @@ class Workload:
                 f"shapes: {', '.join(SHAPES)}; of a model on the hub, config.json alone is enough",
             )
         if self.model not in SHAPES and self.layers is not None:
-            raise ConfigError("--layers is for a SHAPE", f"{self.model} has its own number of layers")
+            raise ConfigError("--depth is for a SHAPE", f"{self.model} has its own number of layers")
         if (
             not self.prompts
             or not self.batches
@@ -89,7 +89,7 @@ class Workload:
             raise ConfigError("options behind -- are for --engine vllm")
         for backend in self.sums:
             if is_bound(backend, self.user):
-                raise ConfigError(f"--sums {backend} gives wrong results; the bound is measured in any case")
+                raise ConfigError(f"--all-reduce {backend} gives wrong results; the bound is measured in any case")
         if self.engine == "own" and self.dp > 1:
             raise ConfigError("--dp needs --engine vllm: fcsd's engine has no replicas")
 

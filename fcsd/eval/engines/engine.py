@@ -74,7 +74,7 @@ class Engine:
         if self.backend == OWN:
             self._check_own(ranks)
         elif self.reduce != "nccl":
-            raise ConfigError(f"--reduce is for --backend {OWN}", "leave it out: other backends have their own way")
+            raise ConfigError(f"--all-reduce is for --backend {OWN}", "leave it out: other backends have their own way")
         if self.ep_size > 1 and self.device == "auto":
             raise ConfigError("--device auto spreads the model of one process, and --ep-size needs several processes")
         if ranks % self.ep_size:
@@ -93,7 +93,7 @@ class Engine:
 
         if is_table(self.reduce):
             raise ConfigError(
-                f"--reduce {self.reduce}: a table would compute some scores in another way than others",
+                f"--all-reduce {self.reduce}: a table would compute some scores in another way than others",
                 "name one backend, such as nccl",
             )
         require_right(self.reduce)
