@@ -17,12 +17,13 @@ from fcsd.bench.serve.figures import break_even_days
 from fcsd.errors import DoesNotFitError
 from fcsd.markdown import table
 from fcsd.models.build import arch_of, without_injected
+from fcsd.models.selection import ADVISED, advised_count
 from fcsd.models.wiring_block import DESYNC, Wiring
 from fcsd.plan.model import MetaModel
 from fcsd.plan.speed import SHARE
 
 WIRINGS = ("ladder", "farskip", "desync-4x")
-SHARES = (0.5, 1.0)  # of the layers, the last ones
+SHARES = (ADVISED, 1.0)  # of the layers, the last ones
 RESERVE_GB = 6.0  # of a GPU, for activations, graphs and libraries
 WORTH_A_TRIAL, PAYS_CONVERSION = 1.03, 1.10  # how much faster than what is simpler it has to be
 HEAL_TOKENS = 100e6
@@ -165,9 +166,10 @@ def _ways(server: Server, meta: MetaModel, host: Host, fits_one: bool) -> list[W
     depth, arch = len(meta.numbers.layers), arch_of(meta.config)
     for name in (name for name in WIRINGS if name in arch.wirings):
         for share in SHARES:
-            layers = tuple(range(depth - round(share * depth), depth))
+            count_of = depth if share == 1 else advised_count(depth)
+            layers = tuple(range(depth - count_of, depth))
             wiring = without_injected(meta.config, Wiring(name, layers, tp_degree=count if name in DESYNC else 1))
-            label = f"{name}, {'all' if share == 1 else 'last half'} of the layers"
+            label = f"{name}, {'all' if share == 1 else 'half'} of the layers"
             served = server.tensor_parallel(count, wiring, exact)
             add(label, "conversion", served, share=share, wiring=name)
     return ways
@@ -225,9 +227,9 @@ def _healing(meta: MetaModel, host: Host) -> Healing:
 
 def _command(chosen: Way, model: str, host: Host) -> str:
     if chosen.kind == "conversion":
-        share = "all" if chosen.share == 1 else f"{chosen.share:.0%}"
-        degree = f" --gpus {host.gpus}" if chosen.wiring in DESYNC else ""
-        return f"fcsd convert {model} OUT --wiring {chosen.wiring} --layers {share}{degree}"
+        desync = chosen.wiring in DESYNC
+        share = "all" if chosen.share == 1 else f"{ADVISED:.0%} --gpus {host.gpus}" if desync else "auto"
+        return f"fcsd convert {model} OUT --wiring {chosen.wiring} --layers {share}"
     if chosen.kind == "replicas":
         return f"vllm serve {model} --data-parallel-size {host.gpus}"
     if chosen.kind == "stages":

@@ -33,7 +33,7 @@ def convert(
         str,
         typer.Option(
             help="all, auto, auto:26, last:24, first:8, 50%, 12-27 or 0,2,5-7. auto measures every layer alone "
-            "and leaves the dearest standard, until the others cost half of the sum."
+            "and converts the half that costs least; auto:26 the 26 that do."
         ),
     ] = "all",
     variant: Annotated[str, typer.Option(help="full, attn-only or mlp-only.")] = "full",

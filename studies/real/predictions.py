@@ -84,8 +84,8 @@ def frontier(model: MetaModel, ranks: int, machine: Machine | None = None, costs
     Args:
         machine: measured links; None for two H100s without peer access.
         costs: what ``fcsd convert --layers auto --costs`` or ``python -m studies.real.layers`` wrote about this model.
-            With it, the choice of ``--layers auto`` and those of ``auto:N``, of as many layers as the shares, are rows,
-            too, and the law takes these costs in place of those of the models that were measured.
+            With it, the choices of ``auto:N``, of as many layers as the shares, are rows, too, and the law
+            takes these costs in place of those of the models that were measured.
 
     Raises:
         ConfigError: ``ranks`` is 1, where nothing is sent, or does not divide the attention heads; or ``costs`` does
@@ -117,7 +117,7 @@ def frontier(model: MetaModel, ranks: int, machine: Machine | None = None, costs
         if given is not None and alike in given:
             alone = {layer: cost for layer, cost in enumerate(given[alike]) if cost is not None}
             counts = [count for share in SHARES[:-1] if (count := len(choices[share])) <= len(alone)]
-            choices |= {f"auto:{count}": cheapest(alone, count) for count in counts} | {"auto": cheapest(alone)}
+            choices |= {f"auto:{count}": cheapest(alone, count) for count in counts}
         for share, layers in choices.items():
             decode, prefill = speed(replace(whole, layers=layers))
             lost: dict[str, Any] = {}
