@@ -65,9 +65,14 @@ def links(
     """Measure the links inside of a node and between nodes, and sums of a node. On several nodes: torchrun."""
     require_extra("train", "fcsd bench links", "scipy")
     require_new(out)
-    ensure_world(gpus)
+    from fcsd.bench.links import bench, counts_of, to_text, write
 
-    from fcsd.bench.links import bench, to_text, write
+    if "WORLD_SIZE" not in os.environ:
+        from fcsd.bench.serve.host_ways import measure
+
+        gpus = gpus or gpus_here()
+        measure(counts_of(node_size or gpus))  # by processes of its own, before NCCL of these has kernels on the GPUs
+    ensure_world(gpus)
 
     machine = bench(node_size or int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     if first_rank():

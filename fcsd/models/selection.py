@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from ..errors import ConfigError
 
 # Of the layers, converted where nobody says how many. In the papers and in our own runs the other half costs as much
-# again or more: FarSkip's Table 2 lost 3.1 points with half of the layers and 10.1 with all, SmolLM2-135M with ladder
+# again or more: FarSkip's Table 2 lost 1.3 points with half of the layers and 7.7 with all, SmolLM2-135M with ladder
 # 0.9 and 3.4, Gemma-3-270m 2.7 with half and 5.0 with five sixths (fcsd/advise/losses.json).
 ADVISED = 0.5
 
