@@ -1,4 +1,4 @@
-"""The few minutes that decide: ``fcsd bench links`` and ``fcsd bench serve`` on this machine, for ``advise --measure``."""
+"""The minutes that decide: ``fcsd bench links`` and ``fcsd bench serve`` on this machine, for ``advise --measure``."""
 
 import json
 import logging
