@@ -15,7 +15,6 @@ from transformers import LlamaConfig
 from fcsd.disk import write_json
 from fcsd.distill.layer_costs import LayerCosts
 from fcsd.errors import ConfigError
-from fcsd.models.archs import ARCHS
 from fcsd.models.build import without_injected
 from fcsd.models.schedule import Kind
 from fcsd.models.selection import layers_text
@@ -78,11 +77,9 @@ def test_the_assumed_link_and_rates_are_near_what_was_measured(repo: Path, model
         for kind in ("nccl", "none")
     }
     meta = MetaModel(str(model))
-    kinds: list[Kind] = ["dense"] * 16
-    for prefill, key in ((False, "decode_ms"), (True, "prefill_ms")):
-        serving = frontier._Serving(meta.numbers, kinds, ARCHS["llama"].blocks, 2, None, 0.25, prefill)
-        whole = 1e3 * serving.seconds(Wiring("standard", ()))
-        sent = 2 * serving.rows * meta.numbers.hidden  # two ranks send what they sum
+    for prefill, key, rows in ((False, "decode_ms", 16), (True, "prefill_ms", 16 * 1024)):
+        whole = 1e3 * frontier.seconds_of(meta, 2, None, Wiring("standard", ()), prefill)
+        sent = 2 * rows * meta.numbers.hidden  # two ranks send what they sum
         assert whole == pytest.approx(standard["nccl"][key], rel=0.1)
         assert whole - 32e3 * frontier.SLOW.seconds(sent) == pytest.approx(standard["none"][key], rel=0.15)
 
