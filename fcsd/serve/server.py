@@ -76,7 +76,7 @@ def serve(
     desync = rewired["wiring"] in DESYNC
     if gpus is None:
         heads = config.text.get("num_attention_heads", 0)
-        gpus = rewired["tp_degree"] if desync else gpus_here(lambda count: heads % count == 0)
+        gpus = int(rewired["tp_degree"]) if desync else gpus_here(lambda count: heads % count == 0)
     if all_reduce is not None and gpus == 1:
         raise ConfigError(f"--all-reduce {all_reduce}: one GPU sums nothing", "Give --gpus 2 or more.")
     if desync and rewired["tp_degree"] != gpus:
