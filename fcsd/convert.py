@@ -13,9 +13,9 @@ from typing import Any
 
 from fcsd.checkpoint import open_checkpoint
 from fcsd.checkpoint.config_json import AMD_CLASS, AMD_KEYS, check_type, describe
-from fcsd.checkpoint.quantised_values import check_values
 from fcsd.checkpoint.side_files import without_code
 from fcsd.checkpoint.staging import check_out, copy_small, staged, take_over
+from fcsd.checkpoint.wiring_options import asked_wiring, choose_wiring
 from fcsd.disk import write_text
 from fcsd.models.wiring_block import BORDERS
 from fcsd.parity import Proof, plan_proof, prove_parity
@@ -123,9 +123,6 @@ def convert_checkpoint(
         DiskError: ``out`` may not be written, or the shards must be copied and there is not enough space for them.
         FcsdError: parity does not hold.
     """
-    from fcsd.checkpoint.wiring_options import choose_wiring
-    from fcsd.models.export_template import converted_files
-
     out = Path(out)
     how: dict[str, Any] = {
         "variant": variant,
@@ -141,12 +138,18 @@ def convert_checkpoint(
         check_type(config, source.path / "config.json")
     else:
         source.require_original()
+    arch = config.arch
+    asked_wiring(config, arch, wiring, layers, **how)  # what it refuses is refused before torch is imported
     comparison = source.verify()
-    layout, arch = source.layout, config.arch
-    if config.method is not None:
-        check_values(layout, config.method, comparison.parameters)
-    chosen = choose_wiring(config, arch, wiring, layers, **how)
+    layout = source.layout
+    from fcsd.models.export_template import converted_files
 
+    if config.method is not None:
+        from fcsd.checkpoint.quantised_values import check_values
+
+        check_values(layout, config.method, comparison.parameters)
+
+    chosen = choose_wiring(config, arch, wiring, layers, **how)
     hashed = not (dry_run and source.repo_id)  # a dry run does not download the shards of a repository
     hashed = hashed and not config.foreign  # such a model's teacher is a copy, whose config.json differs
     block = chosen.to_block(**source.origin(hashed=hashed))

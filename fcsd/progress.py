@@ -38,7 +38,9 @@ def progress(
     said = began
     short = total > 9999 or total % 1 > 0  # 1.23M in place of 1234567
     shown: dict[str, Any] = {"bar_format": _BAR, "unit": "", "unit_scale": short, "leave": False, "smoothing": 0}
-    with tqdm(total=total, desc=what, disable=True if quiet else None, **shown) as bar:
+    with tqdm(
+        total=total, desc=what, disable=True if quiet or not log.isEnabledFor(logging.INFO) else None, **shown
+    ) as bar:
 
         def advance(amount: float) -> None:
             nonlocal done, said

@@ -12,29 +12,32 @@ if [ -e "$out" ]; then
 fi
 source scripts/venv.sh
 export HF_HUB_OFFLINE=1
-processes=$(($(env -u OMP_NUM_THREADS nproc) > 1 ? 2 : 1)) # two processes of one thread are faster than one of two
+export OMP_NUM_THREADS=1 # two processes of one thread are faster than one of two
+processes=$(($(env -u OMP_NUM_THREADS nproc) > 1 ? 2 : 1))
 started=$SECONDS
 step() { printf '\n==== %s (%s s)\n' "$1" "$((SECONDS - started))"; }
 
 step "convert: rewire every layer, prove that off is off"
 fcsd convert assets/teacher "$out/untrained" --wiring farskip --layers all
 
-# The recipes' 350 steps would take most of the time; 120 already win most of the lost loss back.
-distil() { # RECIPE OUT; the held-out loss of all four models is measured at the end, not here
-  OMP_NUM_THREADS=1 fcsd distill --recipe "$1" --gpus "$processes" \
-    --set model="$out/untrained" --set data.held_out=null --set train.steps=120 --output-dir "$2"
+# Trains and exports one student. The recipes' 350 steps would take most of the time; 120 already win most of the lost
+# loss back, which is measured at the end for all four models.
+student() { # RECIPE NAME
+  fcsd distill --recipe "$1" --gpus 1 \
+    --set model="$out/untrained" --set data.held_out=null --set train.steps=120 --output-dir "$out/runs/$2"
+  fcsd export "$out/runs/$2" "$out/$2"
 }
-step "distil: KL to the teacher"
-distil tiny "$out/runs/kl"
-step "distil: cross-entropy on the same text, the control"
-distil tiny-sft "$out/runs/sft"
-
-step "export: ordinary checkpoints, reloaded by a process that has no fcsd"
-fcsd export "$out/runs/kl" "$out/kl"
-fcsd export "$out/runs/sft" "$out/sft"
+step "distil and export: KL to the teacher; beside it cross-entropy on the same text, the control"
+(student tiny-sft sft) >"$out/sft.log" 2>&1 &
+control=$!
+trap 'kill "$control" 2>/dev/null || true' EXIT
+student tiny kl
+step "the control"
+wait "$control" || { cat "$out/sft.log" >&2 && exit 1; }
+trap - EXIT
 
 step "evaluate: teacher, untrained conversion and both students"
-OMP_NUM_THREADS=1 fcsd eval "$out/untrained" "$out/kl" "$out/sft" --baseline assets/teacher --untrained "$out/untrained" \
+fcsd eval "$out/untrained" "$out/kl" "$out/sft" --baseline assets/teacher --untrained "$out/untrained" \
   --suite quickstart --limit 50 --gpus "$processes" \
   --data-mirror assets/mirror --held-out assets/corpus/held_out.jsonl --out "$out/eval"
 

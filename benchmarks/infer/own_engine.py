@@ -23,8 +23,8 @@ from benchmarks.infer.workload import Workload, compare, row
 from transformers import PreTrainedModel
 
 from fcsd.bench.runner import write
+from fcsd.bench.serve.model import wiring_for
 from fcsd.bench.serve.own import PATIENCE, Times, Variant, if_it_fits, random_model, stored_model, turns
-from fcsd.bench.serve.workload import wiring_for
 from fcsd.bench.shapes import SHAPES
 from fcsd.errors import ConfigError
 from fcsd.launch.environment import snapshot

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fcsd.bench.serve.model import prompts_of
 from fcsd.bench.serve.own import Times
-from fcsd.bench.serve.workload import OWN, STANDARD, prompts_of
+from fcsd.bench.serve.workload import OWN, STANDARD
 from fcsd.bench.shapes import SHAPES
 from fcsd.errors import ConfigError, unknown_value
 from fcsd.models.wiring_block import NAMES

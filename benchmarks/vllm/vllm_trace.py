@@ -88,8 +88,8 @@ class Bench:
     def __init__(self, way: str, given: argparse.Namespace, folder: Path) -> None:
         from vllm import LLM  # pyright: ignore[reportMissingImports]
 
+        from fcsd.bench.serve.model import config_of, wiring_for
         from fcsd.bench.serve.running import write_directory
-        from fcsd.bench.serve.workload import config_of, wiring_for
         from fcsd.parallel.all_reduce.ways import PLAIN, VERSION, Way, Ways
 
         self.given, self.count, self.traces = given, 0, folder.resolve() / "traces"

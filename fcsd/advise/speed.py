@@ -83,25 +83,25 @@ class Server:
 
     def tensor_parallel(self, ranks: int, wiring: Wiring, of: Sum) -> Served:
         """One server of ``ranks`` GPUs, each with a part of every layer."""
-        step = self._seconds(ranks, wiring, of, self.load.concurrency, prefill=False)
+        step = self.seconds(ranks, wiring, of, self.load.concurrency, prefill=False)
         chunks, tokens = self._chunks()
-        return Served(step, (chunks + 1) / 2 * self._seconds(ranks, wiring, of, tokens, prefill=True))
+        return Served(step, (chunks + 1) / 2 * self.seconds(ranks, wiring, of, tokens, prefill=True))
 
     def replicas(self, count: int) -> Served:
         """A server on each of ``count`` GPUs, between which requests are divided."""
         share = -(-self.load.concurrency // count)
-        step = self._seconds(1, STANDARD, _none, share, prefill=False)
+        step = self.seconds(1, STANDARD, _none, share, prefill=False)
         total = share * self.load.prompt_tokens
         chunks = max(1, -(-total // BUDGET))
-        return Served(step, (chunks + 1) / 2 * self._seconds(1, STANDARD, _none, total / chunks, prefill=True))
+        return Served(step, (chunks + 1) / 2 * self.seconds(1, STANDARD, _none, total / chunks, prefill=True))
 
     def stages(self, count: int) -> Served:
         """Pipeline stages of one GPU each; requests are divided into as many micro-batches, which follow each other."""
-        step = self._seconds(1, STANDARD, _none, max(1, self.load.concurrency // count), prefill=False)
+        step = self.seconds(1, STANDARD, _none, max(1, self.load.concurrency // count), prefill=False)
         chunks, _ = self._chunks()
         pieces = max(chunks, count)
         total = self.load.concurrency * self.load.prompt_tokens
-        each = self._seconds(1, STANDARD, _none, total / pieces, prefill=True) / count
+        each = self.seconds(1, STANDARD, _none, total / pieces, prefill=True) / count
         return Served(step, (count + (pieces - 1) / 2) * each)
 
     def _chunks(self) -> tuple[int, float]:
@@ -110,7 +110,15 @@ class Server:
         chunks = max(1, -(-total // BUDGET))
         return chunks, total / chunks
 
-    def _seconds(self, ranks: int, wiring: Wiring, of: Sum, rows: float, prefill: bool) -> float:
+    def seconds(
+        self, ranks: int, wiring: Wiring, of: Sum, rows: float, prefill: bool, hidden_cost: float = HIDDEN_COST
+    ) -> float:
+        """The seconds of one pass.
+
+        Args:
+            rows: tokens of the pass: of prompts (``prefill``), or one of each answer.
+            hidden_cost: seconds that computation loses for each second of a sum that it hides.
+        """
         parts = {
             Output(number, part): self._part(layer, part, ranks, rows, prefill)
             for number, layer in enumerate(self.numbers.layers)
@@ -122,8 +130,7 @@ class Server:
             for layer in reductions(wiring, self.kinds, self.blocks):
                 for sum_ in layer:
                     cover = sum(parts[output] for output in sum_.covered_by)
-                    # A sum at once is always possible, so one that gains nothing does not travel.
-                    seconds += min(one, Collective(one, cover).exposed(HIDDEN_COST))
+                    seconds += Collective(one, cover).exposed(hidden_cost)
         return seconds
 
     def _part(self, layer: LayerNumbers, part: str, ranks: int, rows: float, prefill: bool) -> float:

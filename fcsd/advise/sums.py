@@ -22,7 +22,8 @@ class Sums(NamedTuple):
 
     Attributes:
         methods: ``stock`` is what vLLM would take; ``host`` is exact, through the memory of the host; ``host:int8`` is
-            the same in 8 bits. For each the points by the number of ranks.
+            the same in 8 bits; ``NAME=VALUE`` is stock with a variable of the environment. For each the points by the
+            number of ranks.
         measured: whether this was measured on this machine.
         where: the machine, for the reader.
         slower: the bandwidth of that machine's links over that of the GPUs that are meant; 1 if they are the same.
@@ -78,7 +79,8 @@ def of_machine(machine: Machine, name: str) -> Sums:
     """What a machine file says: its all-reduces, or its links, over which an all-reduce is counted as a ring."""
     if machine.all_reduce_us:
         table = {str(ranks): times for ranks, times in machine.all_reduce_us.items()}
-        return Sums(_methods({"stock": table}), True, name)
+        others = {way: {str(ranks): row for ranks, row in own.items()} for way, own in machine.sums_us.items()}
+        return Sums(_methods({"stock": table, **others}), True, name)
     ranks, line = machine.gpus_per_node, machine.near.line
     points = [(float(2**power), line.seconds(2 * (ranks - 1) / ranks * 2**power)) for power in range(12, 29)]
     return Sums({"stock": {ranks: points}}, True, name)

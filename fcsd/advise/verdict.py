@@ -6,7 +6,9 @@ because no server has been timed with them yet.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from fcsd.advise.cards import H100
@@ -17,15 +19,17 @@ from fcsd.bench.serve.figures import break_even_days
 from fcsd.errors import DoesNotFitError
 from fcsd.markdown import table
 from fcsd.models.build import arch_of, without_injected
+from fcsd.models.selection import ADVISED, advised_count
 from fcsd.models.wiring_block import DESYNC, Wiring
 from fcsd.plan.model import MetaModel
 from fcsd.plan.speed import SHARE
 
 WIRINGS = ("ladder", "farskip", "desync-4x")
-SHARES = (0.5, 1.0)  # of the layers, the last ones
+SHARES = (ADVISED, 1.0)  # of the layers, the last ones
 RESERVE_GB = 6.0  # of a GPU, for activations, graphs and libraries
 WORTH_A_TRIAL, PAYS_CONVERSION = 1.03, 1.10  # how much faster than what is simpler it has to be
 HEAL_TOKENS = 100e6
+MEASURED = "measured here"  # the source of a way that a server here was timed with
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,14 @@ class Advice:
     price: float | None
 
 
-def advise(model: str, host: Host, load: Load, price: float | None = None, speed: float | None = None) -> Advice:
+def advise(
+    model: str,
+    host: Host,
+    load: Load,
+    price: float | None = None,
+    speed: float | None = None,
+    measured: Mapping[str, Served] = MappingProxyType({}),
+) -> Advice:
     """Weigh the ways to serve a model.
 
     Args:
@@ -102,6 +113,7 @@ def advise(model: str, host: Host, load: Load, price: float | None = None, speed
             ``fcsd convert`` reads.
         price: of one GPU for an hour.
         speed: how many times as fast as stock it should be; the cheapest way that reaches it is chosen then.
+        measured: what servers here were timed with, by the name of a way; it takes the place of predictions.
 
     Raises:
         BadInputError: the config cannot be read, or its type is not supported.
@@ -119,9 +131,10 @@ def advise(model: str, host: Host, load: Load, price: float | None = None, speed
             f"It takes {needed} such GPUs, or weights in fewer bits.",
         )
     fits_one = weights + min(cache, 0.1 * weights) <= memory
-    ways = _ways(server, meta, host, fits_one)
+    ways = _with_measured(_ways(server, meta, host, fits_one), measured)
     stock = ways[0]
-    simple = [stock, *(way for way in ways if way.kind == "stages" and _nowhere_slower(way, stock))]
+    tried = [way for way in ways if way.kind == "stages" or (way.kind == "sums" and way.source == MEASURED)]
+    simple = [stock, *(way for way in tried if _nowhere_slower(way, stock))]
     best = max(simple, key=lambda way: way.gain)
     conversions = [way for way in ways if way.kind == "conversion"]
     converted = max(conversions, key=lambda way: (round(way.gain, 2), -way.share), default=None)
@@ -131,9 +144,18 @@ def advise(model: str, host: Host, load: Load, price: float | None = None, speed
     days = break_even_days(heal.gpu_hours, converted.gain / rest, host.gpus) if converted else math.inf
     rows = tuple(nearest(meta.numbers.total, bool(meta.numbers.experts)))
     command = _command(chosen, model, host)
-    better = [way for way in ways if way.kind == "sums" and way.gain > WORTH_A_TRIAL * chosen.gain]
+    untried = [way for way in ways if way.kind == "sums" and way.source != MEASURED]
+    better = [way for way in untried if way.gain > WORTH_A_TRIAL * chosen.gain]
     trial = None if fits_one or chosen.kind == "conversion" or not better else _command(better[0], model, host)
     return Advice(model, server, host, tuple(ways), chosen, why, command, trial, rows, heal, days, price)
+
+
+def _with_measured(ways: Sequence[Way], measured: Mapping[str, Served]) -> list[Way]:
+    """The ways with what was measured in the place of predictions."""
+    found = [replace(way, served=measured[way.name], source=MEASURED) if way.name in measured else way for way in ways]
+    stock = found[0].served
+    gains = [math.sqrt(stock.step / way.served.step * stock.first / way.served.first) for way in found]
+    return [replace(way, gain=gain) for way, gain in zip(found, gains, strict=True)]
 
 
 def _nowhere_slower(way: Way, stock: Way) -> bool:
@@ -151,13 +173,12 @@ def _ways(server: Server, meta: MetaModel, host: Host, fits_one: bool) -> list[W
     ways = [Way(f"stock vLLM, TP {count}", "stock", stock, 1.0, f"predicted, {source}")]
 
     def add(name: str, kind: str, served: Served, told: str = f"predicted, {source}", **more: Any) -> None:
-        gain = math.sqrt(stock.step / served.step * stock.first / served.first)
-        ways.append(Way(name, kind, served, gain, told, **more))
+        ways.append(Way(name, kind, served, 1.0, told, **more))
 
     if fits_one:
         add(f"{count} replicas", "replicas", server.replicas(count), "predicted")
     add(f"{count} pipeline stages", "stages", server.stages(count), "predicted")
-    methods = [method for method in ("host", "host:int8") if method in sums.methods]
+    methods = [method for method in sums.methods if method != "stock"]
     for method in methods:
         kind = "bits" if ":" in method else "sums"
         add(f"sums by {method}", kind, server.tensor_parallel(count, STANDARD, sums.of(method, count)))
@@ -165,9 +186,10 @@ def _ways(server: Server, meta: MetaModel, host: Host, fits_one: bool) -> list[W
     depth, arch = len(meta.numbers.layers), arch_of(meta.config)
     for name in (name for name in WIRINGS if name in arch.wirings):
         for share in SHARES:
-            layers = tuple(range(depth - round(share * depth), depth))
+            count_of = depth if share == 1 else advised_count(depth)
+            layers = tuple(range(depth - count_of, depth))
             wiring = without_injected(meta.config, Wiring(name, layers, tp_degree=count if name in DESYNC else 1))
-            label = f"{name}, {'all' if share == 1 else 'last half'} of the layers"
+            label = f"{name}, {'all' if share == 1 else 'half'} of the layers"
             served = server.tensor_parallel(count, wiring, exact)
             add(label, "conversion", served, share=share, wiring=name)
     return ways
@@ -191,6 +213,8 @@ def _choose(
         return by_kind[
             "replicas"
         ], "the model fits one GPU, and copies of it send nothing; serve by TP for single answers"
+    if best.kind == "sums":
+        return best, f"servers were timed here, and it was {best.gain:.2f}x as fast as stock, with the same answers"
     why = "of what servers were timed with, nothing that leaves the answers as they are is expected to be faster"
     stages, sums, bits = by_kind.get("stages"), by_kind.get("sums"), by_kind.get("bits")
     if stages is not None and stages != best and (first := ways[0].served.first / stages.served.first) > 1.02:
@@ -225,16 +249,17 @@ def _healing(meta: MetaModel, host: Host) -> Healing:
 
 def _command(chosen: Way, model: str, host: Host) -> str:
     if chosen.kind == "conversion":
-        share = "all" if chosen.share == 1 else f"{chosen.share:.0%}"
-        degree = f" --tp-degree {host.gpus}" if chosen.wiring in DESYNC else ""
-        return f"fcsd convert {model} OUT --wiring {chosen.wiring} --layers {share}{degree}"
+        desync = chosen.wiring in DESYNC
+        share = "all" if chosen.share == 1 else f"{ADVISED:.0%} --gpus {host.gpus}" if desync else "auto"
+        return f"fcsd convert {model} OUT --wiring {chosen.wiring} --layers {share}"
     if chosen.kind == "replicas":
         return f"vllm serve {model} --data-parallel-size {host.gpus}"
     if chosen.kind == "stages":
         return f"vllm serve {model} --pipeline-parallel-size {host.gpus}"
-    if chosen.kind in ("sums", "bits"):
-        return f"fcsd serve {model} --gpus {host.gpus} --all-reduce {chosen.name.removeprefix('sums by ')}"
-    return f"vllm serve {model} --tensor-parallel-size {host.gpus}"
+    method = chosen.name.removeprefix("sums by ") if chosen.kind in ("sums", "bits") else ""
+    if method and "=" not in method:
+        return f"fcsd serve {model} --gpus {host.gpus} --all-reduce {method}"
+    return f"{method} vllm serve {model} --tensor-parallel-size {host.gpus}".lstrip()
 
 
 def to_text(advice: Advice) -> str:
@@ -265,7 +290,7 @@ def to_text(advice: Advice) -> str:
         table(head, body),
         "",
         host.sums.told,
-        f"Computation is predicted from the data sheet of {host.card.name}. `fcsd bench serve` measures all of it.",
+        f"Computation is predicted from the data sheet of {host.card.name}. `fcsd advise --measure` times it here.",
     ]
     if any(way.kind == "conversion" for way in advice.ways):
         lines += [

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fcsd.bench.runner import together
+from fcsd.bench.serve.host_ways import microseconds
 from fcsd.disk import write_text
 from fcsd.errors import ConfigError
 from fcsd.launch.environment import snapshot
@@ -48,7 +49,7 @@ def groups_of(world: int, node_size: int) -> dict[str, list[list[int]]]:
 
 
 def bench(node_size: int) -> Machine:
-    """Measures every link that the ranks have; every rank calls this.
+    """Measures every link that the ranks have; every rank calls this. Ways through the host are those that are kept.
 
     Args:
         node_size: GPUs of a node. A smaller number than that of a real node imitates several nodes on one host.
@@ -86,8 +87,13 @@ def bench(node_size: int) -> Machine:
     near = own["near"] or own["far"]  # a node of one GPU sends nothing inside
     assert near is not None
     measured = {"ranks": world.size, "environment": snapshot(), **found}
-    sums = all_reduces(node_size, world)
-    return Machine(gpu=gpu, gpus_per_node=node_size, near=near, far=own["far"], all_reduce_us=sums, measured=measured)
+    sums = {"all_reduce_us": all_reduces(node_size, world), "sums_us": microseconds(counts_of(node_size))}
+    return Machine(gpu=gpu, gpus_per_node=node_size, near=near, far=own["far"], measured=measured, **sums)
+
+
+def counts_of(node_size: int) -> list[int]:
+    """The numbers of GPUs of a node that are measured: the powers of two, and all of them."""
+    return sorted({node_size, *(2**power for power in range(1, node_size.bit_length()))} - {1})
 
 
 def all_reduces(node_size: int, world: World) -> dict[int, dict[int, float]]:
@@ -96,7 +102,7 @@ def all_reduces(node_size: int, world: World) -> dict[int, dict[int, float]]:
     The numbers of GPUs are the powers of two in a node, and all of it.
     """
     found: dict[int, dict[int, float]] = {}
-    for count in sorted({node_size, *(2**power for power in range(1, node_size.bit_length()))} - {1}):
+    for count in counts_of(node_size):
         group = dist.new_group(list(range(count)))
         found[count] = {}
         for size in SUMS[world.device.type]:
@@ -146,12 +152,13 @@ def to_text(machine: Machine) -> str:
     """Says what was found: a line for each link."""
     links = {"near": machine.near, "far": machine.far}
     lines = [f"{name}: {link.latency_us:.0f} µs and {link.gb_per_s:.3g} GB/s" for name, link in links.items() if link]
-    for ranks, times in machine.all_reduce_us.items():
-        (least, shortest), *_, (most, longest) = times.items()
-        lines.append(
-            f"all-reduce of {ranks} GPUs: {shortest:.0f} µs for {least / 2**10:.0f} KiB, {longest:.0f} µs for "
-            f"{most / 2**20:.0f} MiB"
-        )
+    for name, table in {"": machine.all_reduce_us, **machine.sums_us}.items():
+        for ranks, times in table.items():
+            (least, shortest), *_, (most, longest) = sorted(times.items())
+            lines.append(
+                f"all-reduce of {ranks} GPUs{name and f' by {name}'}: {shortest:.0f} µs for {least / 2**10:.0f} KiB, "
+                f"{longest:.0f} µs for {most / 2**20:.0f} MiB"
+            )
     return "\n".join(lines)
 
 

@@ -1,34 +1,28 @@
 """Transformers configs with the dimensions of the models that benchmarks use; the weights are random."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from transformers import (
-    DeepseekV2Config,
-    DeepseekV3Config,
-    Llama4TextConfig,
-    LlamaConfig,
-    PretrainedConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 class Shape(NamedTuple):
     """The dimensions of a model. ``shape(layers)`` is a config with so many decoder layers.
 
     Attributes:
-        kind: the class of the config.
+        kind: the name of the config's class in transformers.
         depth: the decoder layers that the model has.
         fields: the other fields of the config.
     """
 
-    kind: Callable[..., PretrainedConfig]
+    kind: str
     depth: int
     fields: dict[str, Any]
 
-    def __call__(self, layers: int) -> PretrainedConfig:
-        return self.kind(num_hidden_layers=layers, **self.fields)
+    def __call__(self, layers: int) -> "PretrainedConfig":
+        import transformers
+
+        return getattr(transformers, self.kind)(num_hidden_layers=layers, **self.fields)
 
 
 def _sizes(vocabulary: int, hidden: int, intermediate: int, heads: int, kv_heads: int) -> dict[str, Any]:
@@ -63,7 +57,7 @@ _DEEPSEEK_2 = _LATENT | {"n_shared_experts": 2, "first_k_dense_replace": 1, "hea
 
 SHAPES: dict[str, Shape] = {
     "deepseek-v2-lite": Shape(
-        DeepseekV2Config,
+        "DeepseekV2Config",
         27,
         _DEEPSEEK_2
         | _sizes(102400, 2048, 10944, 16, 16)
@@ -72,7 +66,7 @@ SHAPES: dict[str, Shape] = {
         | {"topk_method": "greedy", "n_group": 1, "topk_group": 1},
     ),
     "deepseek-v2": Shape(  # 236 B parameters
-        DeepseekV2Config,
+        "DeepseekV2Config",
         60,
         _DEEPSEEK_2
         | _sizes(102400, 5120, 12288, 128, 128)
@@ -81,7 +75,7 @@ SHAPES: dict[str, Shape] = {
         | {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3, "routed_scaling_factor": 16.0},
     ),
     "deepseek-v3": Shape(  # without its MTP layer; every layer is MoE, as in FarSkip Table 3
-        DeepseekV3Config,
+        "DeepseekV3Config",
         61,
         _LATENT
         | _sizes(129280, 7168, 18432, 128, 128)
@@ -90,7 +84,7 @@ SHAPES: dict[str, Shape] = {
         | {"n_group": 8, "topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
     ),
     "qwen3-30b-a3b": Shape(
-        Qwen3MoeConfig,
+        "Qwen3MoeConfig",
         48,
         _sizes(151936, 2048, 6144, 32, 4)
         | _rotated(1e6, 40960)
@@ -99,7 +93,7 @@ SHAPES: dict[str, Shape] = {
         | {"rms_norm_eps": 1e-6, "tie_word_embeddings": False},
     ),
     "llama4-scout": Shape(  # the language model of Llama-4-Scout-17B-16E
-        Llama4TextConfig,
+        "Llama4TextConfig",
         48,
         _sizes(202048, 5120, 8192, 40, 8)
         | _rotated(5e5, 40960)
@@ -107,16 +101,16 @@ SHAPES: dict[str, Shape] = {
         | {"intermediate_size_mlp": 16384, "head_dim": 128, "interleave_moe_layer_step": 1, "use_qk_norm": True}
         | {"attention_chunk_size": 8192},
     ),
-    "llama3-1b": Shape(LlamaConfig, 16, _llama_3(2048, 8192, 32, tied=True)),  # Llama-3.2
-    "llama3-3b": Shape(LlamaConfig, 28, _llama_3(3072, 8192, 24, tied=True)),  # Llama-3.2
-    "llama3-8b": Shape(LlamaConfig, 32, _llama_3(4096, 14336, 32)),
+    "llama3-1b": Shape("LlamaConfig", 16, _llama_3(2048, 8192, 32, tied=True)),  # Llama-3.2
+    "llama3-3b": Shape("LlamaConfig", 28, _llama_3(3072, 8192, 24, tied=True)),  # Llama-3.2
+    "llama3-8b": Shape("LlamaConfig", 32, _llama_3(4096, 14336, 32)),
     # CodeLlama-34B, and a llama with BLOOM-176B's width, heads and depth whose MLP makes it 176 B parameters. The
     # models of these sizes in Ladder-Residual Table 1 have dimensions that the paper does not give.
-    "llama-34b": Shape(LlamaConfig, 48, _llama_3(8192, 22016, 64, vocabulary=32000)),
-    "llama3-70b": Shape(LlamaConfig, 80, _llama_3(8192, 28672, 64)),  # the model of Ladder-Residual Figure 2
-    "llama-176b": Shape(LlamaConfig, 70, _llama_3(14336, 47104, 112)),
+    "llama-34b": Shape("LlamaConfig", 48, _llama_3(8192, 22016, 64, vocabulary=32000)),
+    "llama3-70b": Shape("LlamaConfig", 80, _llama_3(8192, 28672, 64)),  # the model of Ladder-Residual Figure 2
+    "llama-176b": Shape("LlamaConfig", 70, _llama_3(14336, 47104, 112)),
     "qwen3-32b": Shape(
-        Qwen3Config,
+        "Qwen3Config",
         64,
         _sizes(151936, 5120, 25600, 64, 8)
         | _rotated(1e6, 40960)
@@ -124,17 +118,17 @@ SHAPES: dict[str, Shape] = {
     ),
     # The dimensions of Qwen2.5-1.5B.
     "dense-1.5b": Shape(
-        LlamaConfig,
+        "LlamaConfig",
         28,
         _sizes(151936, 1536, 8960, 12, 2) | _rotated(1e6, 32768) | {"rms_norm_eps": 1e-6, "tie_word_embeddings": True},
     ),
     # Very small ones, with which a benchmark can be tried on CPUs.
     "tiny": Shape(
-        Qwen3MoeConfig,
+        "Qwen3MoeConfig",
         4,
         _experts("num_experts", 8, 2)
         | {"vocab_size": 256, "hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 16}
         | {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096},
     ),
-    "tiny-dense": Shape(LlamaConfig, 4, _sizes(256, 64, 128, 4, 4) | {"max_position_embeddings": 4096}),
+    "tiny-dense": Shape("LlamaConfig", 4, _sizes(256, 64, 128, 4, 4) | {"max_position_embeddings": 4096}),
 }

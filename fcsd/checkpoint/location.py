@@ -163,14 +163,13 @@ def open_checkpoint(
     Raises:
         BadInputError: the model does not exist, is not accessible, or is not a transformers checkpoint in safetensors.
     """
-    model = located(str(model))
-    path = Path(os.path.expanduser(model))
-    match = _HUB_ID.fullmatch(model)
-    if os.path.exists(path) or match is None:
-        expect_directory(path, weights=weights)
-        return Checkpoint(path, trust_remote_code=trust_remote_code)
+    here = directory_of(str(model), weights=weights)
+    if here is not None:
+        return Checkpoint(here, trust_remote_code=trust_remote_code)
     from huggingface_hub import snapshot_download
 
+    match = _HUB_ID.fullmatch(str(model))
+    assert match is not None
     repo, revision, whole = match["repo"], match["revision"], weights and not headers
     with _hub_errors(repo, revision):
         reachable, gated = _look_up(repo, revision)
@@ -185,6 +184,22 @@ def open_checkpoint(
     expect_directory(path, weights=whole)
     remote = partial(_remote_headers, repo, path.name) if headers else dict
     return Checkpoint(path, repo, path.name, gated, trust_remote_code, remote)
+
+
+def directory_of(model: str, *, weights: bool = True) -> Path | None:
+    """The directory that a model names, which looks like a checkpoint; None for a model of the hub.
+
+    Args:
+        model, weights: as in :func:`open_checkpoint`.
+
+    Raises:
+        BadInputError: there is no such directory, or it is not a transformers checkpoint in safetensors.
+    """
+    path = Path(os.path.expanduser(located(model)))
+    if not os.path.exists(path) and _HUB_ID.fullmatch(model):
+        return None
+    expect_directory(path, weights=weights)
+    return path
 
 
 def short_names(models: Sequence[str], taken: Collection[str] = ()) -> list[str]:

@@ -4,35 +4,25 @@ import logging
 from difflib import get_close_matches
 from typing import Any
 
-import torch
-
 from fcsd.checkpoint.config_json import AMD_KEYS, CheckpointConfig
 from fcsd.checkpoint.files import with_floats
 from fcsd.errors import ConfigError
 from fcsd.models.arch import Arch
-from fcsd.models.build import (
-    check_injected,
-    config_class,
-    injected_layers,
-    model_classes,
-    require_desync,
-    without_injected,
-)
 from fcsd.models.selection import layers_text, select_layers
 from fcsd.models.wiring_block import Wiring
 
 log = logging.getLogger(__name__)
 
 
-def choose_wiring(config: CheckpointConfig, arch: Arch, name: str, layers: str, **fields: Any) -> Wiring:
-    """The wiring that the options of ``convert`` ask for. It is applied to a model on the meta device as a check.
+def asked_wiring(config: CheckpointConfig, arch: Arch, name: str, layers: str, **fields: Any) -> Wiring:
+    """The wiring that the options of ``convert`` ask for, by config.json alone: torch is not imported.
 
     Args:
         layers: see ``fcsd.models.selection.select_layers``.
         fields: further fields of ``Wiring``; a field that is None takes its default.
 
     Raises:
-        ConfigError: the wiring does not fit the model, or its options do not go together.
+        ConfigError: the architecture has no such wiring or layers, or its options do not go together.
     """
     if config.foreign:
         name, layers, fields = _as_trained(config, name, layers, fields)
@@ -43,7 +33,23 @@ def choose_wiring(config: CheckpointConfig, arch: Arch, name: str, layers: str, 
         raise ConfigError(f"{name} mlp-only has no border: its attention reads the full stream", "Leave out --border.")
     try:
         chosen = {key: value for key, value in fields.items() if value is not None}
-        wiring = Wiring(name, select_layers(layers, config.text["num_hidden_layers"]), **chosen)
+        return Wiring(name, select_layers(layers, config.text["num_hidden_layers"]), **chosen)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def choose_wiring(config: CheckpointConfig, arch: Arch, name: str, layers: str, **fields: Any) -> Wiring:
+    """``asked_wiring``, applied to a model on the meta device as a check.
+
+    Raises:
+        ConfigError: as ``asked_wiring``, and where the wiring does not fit the model.
+    """
+    import torch
+
+    from fcsd.models.build import check_injected, model_classes, require_desync
+
+    wiring = asked_wiring(config, arch, name, layers, **fields)
+    try:
         if layers.strip() == "all":
             wiring = _all_that_can(_converted_config(config, arch, wiring), wiring)
         cls = model_classes(arch.model_type)["AutoModelForCausalLM"]
@@ -58,6 +64,8 @@ def choose_wiring(config: CheckpointConfig, arch: Arch, name: str, layers: str, 
 
 def _all_that_can(config: Any, wiring: Wiring) -> Wiring:
     """``without_injected``, with a word about the layers that stay standard."""
+    from fcsd.models.build import injected_layers, without_injected
+
     found = without_injected(config, wiring)
     if found.layers != wiring.layers:
         log.warning(
@@ -85,6 +93,8 @@ def _as_trained(
 
 
 def _converted_config(config: CheckpointConfig, arch: Arch, wiring: Wiring) -> Any:
+    from fcsd.models.build import config_class
+
     left_out = ("model_type", "quantization_config", *AMD_KEYS)
     raw = {key: value for key, value in config.raw.items() if key not in left_out}
     return config_class(arch.model_type).from_dict({**with_floats(raw), "fcsd": wiring.to_block()})

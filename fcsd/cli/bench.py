@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,12 +10,12 @@ import typer
 
 from fcsd.bundled import located
 from fcsd.cli.command import command, emit
-from fcsd.cli.options import AsJson, Gpus, names, numbers, shares
+from fcsd.cli.options import AsJson, Concurrency, Gpus, Shape, names, numbers, shares
 from fcsd.cli.panels import Commands
 from fcsd.disk import read_input, require_folder
 from fcsd.errors import ConfigError, FcsdError
 from fcsd.extras import require_extra
-from fcsd.launch.world import first_rank
+from fcsd.launch.world import ensure_world, first_rank, gpus_here
 
 if TYPE_CHECKING:
     from fcsd.bench.serve.workload import Workload
@@ -65,11 +65,14 @@ def links(
     """Measure the links inside of a node and between nodes, and sums of a node. On several nodes: torchrun."""
     require_extra("train", "fcsd bench links", "scipy")
     require_new(out)
-    from fcsd.launch.world import ensure_world
+    from fcsd.bench.links import bench, counts_of, to_text, write
 
+    if "WORLD_SIZE" not in os.environ:
+        from fcsd.bench.serve.host_ways import measure
+
+        gpus = gpus or gpus_here()
+        measure(counts_of(node_size or gpus))  # by processes of its own, before NCCL of these has kernels on the GPUs
     ensure_world(gpus)
-
-    from fcsd.bench.links import bench, to_text, write
 
     machine = bench(node_size or int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     if first_rank():
@@ -89,17 +92,17 @@ class ServeOptions:
             "The default is own, farskip for an original with experts, and ladder for any other.",
         ),
     ] = None
-    tp: Annotated[int, typer.Option(min=1, help="The tensor-parallel degree.")] = 1
+    gpus: Gpus = None
     ep: Annotated[bool, typer.Option("--ep", help="Give each rank whole experts.")] = False
-    dp: Annotated[int, typer.Option(min=1, help="Replicas of --tp GPUs each, behind one address.")] = 1
-    lengths: Annotated[str, typer.Option("--prompts", metavar="N[,N...]", help="Tokens of a prompt.")] = "512,2048,8192"
-    arrivals: Annotated[int, typer.Option(min=1, help="Prompts that arrive at once.")] = 16
+    dp: Annotated[int, typer.Option(min=1, help="Replicas, behind one address, of so many GPUs each.")] = 1
+    prompt_tokens: Annotated[str, typer.Option(metavar="N[,N...]", help="Tokens of a prompt.")] = "512,2048,8192"
+    concurrency: Concurrency = 16
     answer: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 64
     batches: Annotated[str, typer.Option(metavar="N[,N...]", help="Answers that are decoded at once.")] = "1,16,64"
     loads: Annotated[
         str, typer.Option(metavar="X[,X...]", help="Rates of random arrivals, as shares of the measured peak; or none.")
     ] = "0.3,0.6,0.9"
-    layers: Annotated[
+    depth: Annotated[
         int | None, typer.Option(min=1, help="Decoder layers of a SHAPE; the default is all of its model.")
     ] = None
     rounds: Annotated[int, typer.Option(min=1, help="How often the variants take turns.")] = 3
@@ -107,11 +110,11 @@ class ServeOptions:
     engine: Annotated[
         str, typer.Option(metavar="vllm|own", help="Servers of vLLM, or fcsd's own engine where there is no vLLM.")
     ] = "vllm"
-    sums: Annotated[
+    all_reduce: Annotated[
         str | None,
         typer.Option(
             metavar="KIND[,KIND...]",
-            help="The backends of --reduce with which a wiring is timed, in flight and at once, such as "
+            help="The ways to sum with which a wiring is timed, in flight and at once, such as "
             "nccl,quantised:int8; a quantised one changes results. The default is nccl, and symmetric where it works; "
             "under vLLM it is vllm.",
         ),
@@ -127,13 +130,13 @@ class ServeOptions:
 
         return Workload(
             model=located(model),
-            layers=self.layers,
+            layers=self.depth,
             wirings=names(self.wirings),
-            tp=self.tp,
+            tp=self.gpus or 1,
             dp=self.dp,
             ep=self.ep,
-            prompts=tuple(numbers(self.lengths)),
-            arrivals=self.arrivals,
+            prompts=tuple(numbers(self.prompt_tokens)),
+            arrivals=self.concurrency,
             answer=self.answer,
             batches=tuple(numbers(self.batches)),
             loads=() if self.loads == "none" else shares(self.loads),
@@ -141,18 +144,13 @@ class ServeOptions:
             minutes=self.minutes,
             engine=self.engine,
             options=tuple(options),
-            sums=names(self.sums),
+            sums=names(self.all_reduce),
         )
 
 
 @command(app, "serve")
 def serve(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL|SHAPE", help="A directory in which config.json is enough, or llama3-8b, qwen3-30b-a3b, ..."
-        ),
-    ],
+    model: Shape,
     asked: ServeOptions,
     options: Annotated[
         list[str] | None,
@@ -187,9 +185,10 @@ def serve(
         check_table(load, table)
     if asked.engine == "own":
         require_extra("eval", "fcsd bench serve --engine own", "accelerate", "matplotlib")
-        from fcsd.launch.world import ensure_world
-
-        ensure_world(asked.tp)
+    if asked.gpus is None:
+        load = replace(load, tp=max(1, gpus_here(lambda count: count % load.dp == 0) // load.dp))
+    if asked.engine == "own":
+        ensure_world(load.tp)
 
     from fcsd.bench.serve.measure import bench
 

@@ -21,19 +21,21 @@ from typing import Annotated, Any, TextIO, get_type_hints
 
 import typer
 
-from fcsd.cli.panels import VERBOSE_NAMES, PanelCommand
+from fcsd.cli.panels import QUIET_NAMES, VERBOSE_NAMES, PanelCommand
 from fcsd.errors import DiskError, PreemptedError, Stopped
 from fcsd.foreign_errors import reason_of, translate
 from fcsd.launch.world import first_rank
 from fcsd.terminal import printable
 
-VERBOSE = Parameter(
-    "verbose",
-    Parameter.KEYWORD_ONLY,
-    default=False,
-    annotation=Annotated[bool, typer.Option(*VERBOSE_NAMES, help="Show tracebacks.")],
-)
+SHARED = [  # by all commands
+    Parameter(name, Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, typer.Option(*names, help=text)])
+    for name, names, text in (
+        ("verbose", VERBOSE_NAMES, "Show tracebacks."),
+        ("quiet", QUIET_NAMES, "Print results, warnings and errors alone."),
+    )
+]
 
+_SLOW = 1.0  # seconds after which a user wants to see something
 _FIRST_RANK_SPEAKS = 5  # seconds that the other processes of a machine wait before they print their error
 
 _DATA: contextvars.ContextVar[TextIO] = contextvars.ContextVar("stdout of the running command")
@@ -64,7 +66,7 @@ def emit(text: object, end: str = "\n") -> None:
 
 
 def command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Registers a command, gives it `-v`, and ends its errors in one line, a hint and their exit code.
+    """Registers a command, gives it `-v` and `-q`, and ends its errors in one line, a hint and their exit code.
 
     A parameter whose type is a dataclass stands for options: each field is one, with its name, type and default.
     """
@@ -74,18 +76,22 @@ def command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], Ca
         groups: dict[str, Any] = {p.name: p.annotation for p in own.parameters.values() if is_dataclass(p.annotation)}
 
         @functools.wraps(function)
-        def guarded(*, verbose: bool, **options: object) -> None:
+        def guarded(*, verbose: bool, quiet: bool, **options: object) -> None:
             logging.basicConfig(format="%(message)s", stream=sys.stderr)
             for library in ("huggingface_hub", "datasets"):  # they print their messages themselves
                 logging.getLogger(library).propagate = False
-            logging.getLogger("fcsd").setLevel(logging.DEBUG if verbose else logging.INFO)
+            level = logging.WARNING if quiet else logging.INFO
+            logging.getLogger("fcsd").setLevel(logging.DEBUG if verbose else level)
+            if quiet:
+                show_no_bars()
             if sys.stdout is None:  # the caller has closed it
                 sys.stdout = open(os.devnull, "w")  # noqa: SIM115
             _DATA.set(sys.stdout)
             try:
                 for group_name, of in groups.items():
                     options[group_name] = of(**{field.name: options.pop(field.name) for field in fields(of)})
-                with contextlib.redirect_stdout(sys.stderr), ended_by_signals():  # libraries print and log to stdout
+                # Libraries print and log to stdout.
+                with contextlib.redirect_stdout(sys.stderr), ended_by_signals(), said_if_slow():
                     function(**options)
             except BrokenPipeError:
                 raise  # `fcsd recipes show tiny | head` is not an error; typer exits without a message
@@ -98,11 +104,29 @@ def command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], Ca
             _fields_of(p.annotation) if p.name in groups else [p] for p in own.parameters.values()
         )
         parameters = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in spread]
-        guarded.__signature__ = own.replace(parameters=[*parameters, VERBOSE])  # type: ignore[attr-defined]
+        guarded.__signature__ = own.replace(parameters=[*parameters, *SHARED])  # type: ignore[attr-defined]
         group.command(name, cls=PanelCommand)(guarded)
         return function
 
     return register
+
+
+@contextlib.contextmanager
+def said_if_slow() -> Iterator[None]:
+    """On a terminal, says after a second that torch is being imported, which shows nothing itself."""
+
+    def say() -> None:
+        if "torch" in sys.modules:
+            print("loading torch and transformers", file=sys.stderr)
+
+    timer = threading.Timer(_SLOW, say)
+    timer.daemon = True
+    if sys.stderr.isatty() and "WORLD_SIZE" not in os.environ:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _fields_of(options: type) -> Iterator[Parameter]:
@@ -185,7 +209,18 @@ def report_error(error: BaseException) -> int:
         # An error that all processes find is said once: when the first process of a machine has failed, torchrun ends
         # the others, which still wait here.
         time.sleep(_FIRST_RANK_SPEAKS)
-    print(f"{rank}error: {printable(message)}", file=sys.stderr)
+    print(f"{rank}{_coloured('error:', typer.colors.RED)} {printable(message)}", file=sys.stderr)
     if hint:
-        print(f"{rank}hint: {printable(hint)}", file=sys.stderr)
+        print(f"{rank}{_coloured('hint:', typer.colors.CYAN)} {printable(hint)}", file=sys.stderr)
     return code
+
+
+def _coloured(word: str, colour: str) -> str:
+    """A word of a message, in colour on a terminal unless NO_COLOR is set; see https://no-color.org."""
+    return typer.style(word, fg=colour) if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else word
+
+
+def show_no_bars() -> None:
+    """Keeps the progress bars of other libraries from stderr."""
+    for variable in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS", "TQDM_DISABLE"):
+        os.environ.setdefault(variable, "1")

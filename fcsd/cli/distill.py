@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,6 +24,7 @@ from fcsd.cli.options import (
     UnsafeExec,
     gpu_memory,
     one_recipe,
+    require_models,
 )
 from fcsd.errors import ConfigError
 from fcsd.extras import require_extra
@@ -42,6 +44,9 @@ def distill(
     ] = None,
     sets: Sets = [],  # noqa: B006 (typer reads the default and never changes it)
     gpus: Gpus = None,
+    fit: Annotated[
+        bool, typer.Option("--fit", help="Take the settings that `fcsd plan` finds to fit these GPUs, or to be faster.")
+    ] = False,
     launch: Annotated[
         str | None,
         typer.Option(
@@ -78,12 +83,15 @@ def distill(
     if launch is not None:
         raise ConfigError("--launch is for --sweep", "Start one run by the command itself, with the recipe behind it.")
 
-    from fcsd.launch.world import ensure_world
+    from fcsd.launch.world import ensure_world, gpus_here
 
     _require_extras(resolved.recipe)
     _require_inputs(named, resolved.recipe)
+    gpus = gpus or gpus_here(partial(_divides, resolved.recipe))
     if "WORLD_SIZE" not in os.environ:
-        accumulation(resolved.recipe, gpus or 1)  # or every process would say that the batch cannot be divided
+        accumulation(resolved.recipe, gpus)  # or every process would say that the batch cannot be divided
+    if fit:
+        resolved = load_recipe(named, [*sets, *_fitting(resolved.recipe, gpus)], given)
     if not dry_run:
         ensure_world(gpus, grace_seconds=resolved.recipe.faults.grace_seconds)
 
@@ -96,10 +104,41 @@ def distill(
     from fcsd.distill.loop import distill_model
 
     directory = distill_model(
-        resolved, resume=resume, dry_run=dry_run, processes=gpus or 1, scorer=scorer, join_timeout=join_timeout
+        resolved, resume=resume, dry_run=dry_run, processes=gpus, scorer=scorer, join_timeout=join_timeout
     )
     if first_rank():
         emit(json.dumps({"run": str(directory)}) if as_json else directory)
+
+
+def _divides(recipe: "config.Recipe", gpus: int) -> bool:
+    """Whether so many GPUs can divide the batch, the experts and the layers of a recipe."""
+    from fcsd.config.batch import accumulation
+
+    try:
+        accumulation(recipe, gpus)
+    except ConfigError:
+        return False
+    return gpus % recipe.parallel.tp_size == 0 and gpus % recipe.parallel.ep_size == 0
+
+
+def _fitting(recipe: "config.Recipe", gpus: int) -> list[str]:
+    """The assignments that ``fcsd plan`` suggests for these GPUs; none where the recipe is best as it is.
+
+    Raises:
+        DoesNotFitError: no change that these GPUs allow makes the recipe fit.
+    """
+    from fcsd.plan import plan_run
+    from fcsd.plan.setup import present
+
+    world, each = (int(os.environ.get(name, gpus)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    planned = plan_run(recipe, present(each, world // each, None))
+    best = planned.change or planned.faster
+    if best is None or any(not text.startswith("--set ") for text in best.written):
+        planned.check()
+        return []
+    if first_rank():
+        log.info("--fit: %s", planned.described(best))
+    return [text.removeprefix("--set ") for text in best.written]
 
 
 def _sweep(
@@ -149,6 +188,11 @@ def write(
     """Let MODEL write the text on which its conversion is healed. Prints what a recipe says to read it."""
     require_extra("train", "fcsd write", "pyarrow")
     wanted = _tokens(tokens)
+
+    from fcsd.distill.writing import Writing
+
+    Writing(temperature, greedy, form or "chat", max_tokens)  # refuses what has no meaning
+    require_models(model)
 
     from fcsd.launch.world import ensure_world
 

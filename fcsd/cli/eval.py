@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,13 +10,15 @@ import typer
 
 from fcsd.cli.command import emit
 from fcsd.cli.options import (
+    AllReduce,
     AsJson,
     BatchSize,
     Device,
     Dtype,
+    Gpus,
     Model,
-    Reduce,
     UnsafeExec,
+    require_models,
 )
 from fcsd.errors import ConfigError
 from fcsd.extras import EXTRAS, require_extra
@@ -95,15 +98,7 @@ def evaluate(
         typer.Option("--device", metavar="cuda|cpu|auto", help="auto spreads a model that is too large for one GPU."),
     ] = None,
     dtype: Dtype = None,
-    gpus: Annotated[
-        int | None,
-        typer.Option(
-            "--gpus",
-            min=1,
-            help="The number of processes on this machine, one per GPU; under vLLM, the tensor-parallel degree. "
-            "The default is 1.",
-        ),
-    ] = None,
+    gpus: Gpus = None,
     ep_size: Annotated[
         int, typer.Option(min=1, metavar="N", help="Divide the experts of every layer among N of the processes.")
     ] = 1,
@@ -111,7 +106,7 @@ def evaluate(
         str | None,
         typer.Option(metavar="batches|slots|graphs", help="How to generate; the default is the fastest way."),
     ] = None,
-    reduce: Reduce = "nccl",
+    all_reduce: AllReduce = "nccl",
     out: Annotated[
         Path | None,
         typer.Option(
@@ -130,29 +125,18 @@ def evaluate(
         raise ConfigError("--require and --untrained compare with a baseline, and no --baseline is given")
     require_extra("eval", "fcsd eval", *(package for package in EXTRAS["eval"] if package != "evalplus"))
 
-    from fcsd.eval.suite import EVALPLUS, select_any
-    from fcsd.launch.world import ensure_world
-    from fcsd.models.load_options import check_device, check_dtype
-
-    # These are checked before torch is imported, which takes seconds.
-    check_dtype(dtype)
-    check_device(device, "auto")
-    names = None if tasks is None else [name.strip() for name in tasks.split(",") if name.strip()]
-    prompts: dict[str, Any] = {"num_fewshot": num_fewshot, "apply_chat_template": apply_chat_template}
-    benchmarks = select_any(suite, names, **prompts)
-    if any(benchmark.harness == EVALPLUS for benchmark in benchmarks):
-        require_extra("eval", "fcsd eval of HumanEval+ and MBPP+", "evalplus")
-    if backend != "vllm":  # vLLM starts its processes itself
-        ensure_world(gpus)
-
-    from fcsd.eval import compare, tables
+    from fcsd.eval import compare
     from fcsd.eval.engines.engine import Engine
-    from fcsd.eval.harness import evaluate_models, named_models
+    from fcsd.eval.suite import EVALPLUS, select_any
+    from fcsd.launch.preflight import launched
+    from fcsd.launch.world import ensure_world, gpus_here
 
-    required = None if require is None else compare.Requirement.parse(require)  # refused before hours of work
+    # What follows is checked before torch is imported, which takes seconds.
+    require_models(*models, baseline)
+    required = None if require is None else compare.Requirement.parse(require)
     if untrained is not None and (untrained not in models or untrained == baseline):
         raise ConfigError(f"--untrained {untrained} is not one of the models", "name it as a MODEL too")
-    out = out or _folder_for_scores(models)
+    alone = device not in (None, "cuda")  # one device, or all of them for one process
     engine = Engine(
         backend=backend,
         device=device,
@@ -163,8 +147,24 @@ def evaluate(
         ep_size=ep_size,
         # Under hf the answers do not depend on the number of processes.
         gpus=gpus or 1 if backend in ("vllm", "own") else 1,
-        reduce=reduce,  # type: ignore[arg-type]
+        reduce=all_reduce,
     )
+    engine.check(1 if backend == "vllm" else max(gpus or (1 if backend == "own" else ep_size), launched()[1]))
+    names = None if tasks is None else [name.strip() for name in tasks.split(",") if name.strip()]
+    prompts: dict[str, Any] = {"num_fewshot": num_fewshot, "apply_chat_template": apply_chat_template}
+    benchmarks = select_any(suite, names, **prompts)
+    if any(benchmark.harness == EVALPLUS for benchmark in benchmarks):
+        require_extra("eval", "fcsd eval of HumanEval+ and MBPP+", "evalplus")
+    if gpus is None:
+        gpus = 1 if alone else gpus_here(lambda count: count % ep_size == 0)
+        engine = engine if backend == "hf" else replace(engine, gpus=gpus)
+    if backend != "vllm":  # vLLM starts its processes itself
+        ensure_world(gpus)
+
+    from fcsd.eval import tables
+    from fcsd.eval.harness import evaluate_models, named_models
+
+    out = out or _folder_for_scores(models)
     results = evaluate_models(
         models,
         suite=suite,
@@ -231,7 +231,7 @@ def chat(
         int | None,
         typer.Option(min=1, help="Divide the models over N processes, one per GPU, in fcsd's tensor-parallel engine."),
     ] = None,
-    reduce: Reduce = "nccl",
+    all_reduce: AllReduce = "nccl",
     as_json: AsJson = False,
 ) -> None:
     """Let MODEL answer prompts: those of a file, those you type, or a fixed few.
@@ -250,13 +250,14 @@ def chat(
 
     check_dtype(dtype)
     check_device(device)
+    require_models(model, baseline)
     if gpus is not None:  # else the model is in this process alone, whatever a launcher has left in the environment
         ensure_world(gpus)
 
     from fcsd.serve import chat as chatting
 
     options = {"prompts": prompts, "seed": seed, "max_new_tokens": max_new_tokens, "device": device, "dtype": dtype}
-    divided: dict[str, Any] = {"divided": gpus is not None, "reduce": reduce}
+    divided: dict[str, Any] = {"divided": gpus is not None, "reduce": all_reduce}
     for answers in chatting.chat(model, baseline=baseline, **options, **divided):
         if not first_rank():
             continue

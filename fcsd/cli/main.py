@@ -13,7 +13,7 @@ import typer
 
 from fcsd.cli.advise import advise
 from fcsd.cli.bench import app as bench_app
-from fcsd.cli.command import command, emit, report_error
+from fcsd.cli.command import command, emit, report_error, show_no_bars
 from fcsd.cli.distill import distill, plan, write
 from fcsd.cli.eval import chat, evaluate
 from fcsd.cli.models import convert, export, inspect, push
@@ -59,9 +59,7 @@ def main() -> None:
     """The console script."""
     sys.stderr = lasting(sys.stderr)
     if not sys.stderr.isatty():  # the libraries would write their progress bars into log files, too
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-        os.environ.setdefault("TQDM_DISABLE", "1")
+        show_no_bars()
     os.environ["MPLBACKEND"] = "agg"  # pictures are files; a notebook names a backend that may not be installed here
     try:
         app()

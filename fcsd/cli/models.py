@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from fcsd.cli.command import emit
-from fcsd.cli.options import AsJson, CreatePr, DryRun, Force, Model, Out, Private, Revision, Trust
+from fcsd.cli.options import AsJson, CreatePr, DryRun, Force, Model, Out, Private, Revision, Trust, Wiring
 from fcsd.disk import write_json
 from fcsd.errors import ConfigError
 from fcsd.extras import require_extra
@@ -28,14 +28,12 @@ def inspect(
 def convert(
     model: Model,
     out: Out,
-    wiring: Annotated[
-        str, typer.Option(help="farskip, ladder, parallel, standard, desync-2x, desync-4x or desync.")
-    ] = "farskip",
+    wiring: Wiring = "farskip",
     layers: Annotated[
         str,
         typer.Option(
             help="all, auto, auto:26, last:24, first:8, 50%, 12-27 or 0,2,5-7. auto measures every layer alone "
-            "and leaves the dearest standard, until the others cost half of the sum."
+            "and converts the half that costs least; auto:26 the 26 that do."
         ),
     ] = "all",
     variant: Annotated[str, typer.Option(help="full, attn-only or mlp-only.")] = "full",
@@ -47,7 +45,7 @@ def convert(
         ),
     ] = None,
     distance: Annotated[int, typer.Option(min=1, help="Sub-blocks whose outputs may be in flight.")] = 1,
-    tp_degree: Annotated[int, typer.Option(min=1, help="Tensor-parallel degree, for desync.")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, help="For desync: the GPUs over which OUT will be divided.")] = 1,
     reduce: Annotated[
         str | None,
         typer.Option(
@@ -87,7 +85,7 @@ def convert(
         "variant": variant,
         "border": border,
         "distance": distance,
-        "tp_degree": tp_degree,
+        "tp_degree": gpus,
         "reduce": reduce,
     }
     trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from fcsd.errors import ConfigError
+from fcsd.models.load_options import long_name
 from fcsd.parallel.all_reduce.backends import described
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A directory, or a hub id: org/name[@revision].")]
@@ -28,25 +29,71 @@ BatchSize = Annotated[int | None, typer.Option(min=1, help="The most sequences i
 Dtype = Annotated[
     str | None,
     typer.Option(
+        callback=long_name,
         metavar="float32|bfloat16|float16",
         help="Data type of the weights; the default is float32 on the CPU, else bfloat16.",
     ),
 ]
 Gpus = Annotated[
-    int | None, typer.Option(min=1, help="The number of processes on each machine, one per GPU; the default is 1.")
+    int | None,
+    typer.Option("--gpus", min=1, help="GPUs of each machine that take part; the default is those that are here."),
 ]
-Reduce = Annotated[
+PromptTokens = Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")]
+Concurrency = Annotated[int, typer.Option(min=1, help="Requests at once.")]
+AllReduce = Annotated[
     str,
     typer.Option(
+        "--all-reduce",
         metavar="KIND",
         help=f"How the ranks of fcsd's engine sum partial results: {described('engine')}; or, in fcsd chat, "
         "by the table FILE.json that fcsd bench serve has written. See docs/engine.md.",
     ),
 ]
 Device = Annotated[str | None, typer.Option(metavar="cuda|cpu", help="The default is cuda if there is a GPU.")]
-Recipe = Annotated[str | None, typer.Argument(metavar="RECIPE", help="A YAML file, or a packaged name.")]
+
+
+def _recipes() -> list[str]:
+    from fcsd import recipes
+
+    return recipes.names()
+
+
+def _wirings() -> list[str]:
+    from fcsd.models.wiring_block import NAMES
+
+    return list(NAMES)
+
+
+def _shapes() -> list[str]:
+    from fcsd.bench.shapes import SHAPES
+
+    return list(SHAPES)
+
+
+Recipe = Annotated[
+    str | None,
+    typer.Argument(metavar="RECIPE", help="A YAML file, or a packaged name.", autocompletion=_recipes),
+]
 RecipeOption = Annotated[
-    str | None, typer.Option("--recipe", metavar="NAME|FILE", help="The recipe, if it is not given as RECIPE.")
+    str | None,
+    typer.Option(
+        "--recipe",
+        metavar="NAME|FILE",
+        help="The recipe, if it is not given as RECIPE.",
+        autocompletion=_recipes,
+    ),
+]
+Wiring = Annotated[
+    str,
+    typer.Option(help="farskip, ladder, parallel, standard, desync-2x, desync-4x or desync.", autocompletion=_wirings),
+]
+Shape = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL|SHAPE",
+        help="A directory in which config.json is enough, or llama3-8b, qwen3-30b-a3b, ...",
+        autocompletion=_shapes,
+    ),
 ]
 
 
@@ -63,6 +110,21 @@ def one_recipe(*given: str | None) -> str:
             "`fcsd recipes list` shows the names.",
         )
     return names[0]
+
+
+def require_models(*models: str | None, weights: bool = True) -> None:
+    """Looks at those models that are directories before torch is imported, which takes seconds.
+
+    Args:
+        weights: whether config.json alone is not enough.
+
+    Raises:
+        BadInputError: one of them does not exist, or holds no checkpoint.
+    """
+    from fcsd.checkpoint.location import directory_of
+
+    for model in filter(None, models):
+        directory_of(model, weights=weights)
 
 
 def gpu_memory(text: str) -> float:

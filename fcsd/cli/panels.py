@@ -10,7 +10,18 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
-VERBOSE_NAMES = ("--verbose", "-v")  # of the option that every command has
+# Of the options that every command has.
+VERBOSE_NAMES, QUIET_NAMES = ("--verbose", "-v"), ("--quiet", "-q")
+# What options were called, and what they are now. A command that has an option of the first name means that one.
+RENAMED = {
+    "--tp": "--gpus",
+    "--tp-degree": "--gpus",
+    "--reduce": "--all-reduce",
+    "--sums": "--all-reduce",
+    "--prompts": "--prompt-tokens",
+    "--arrivals": "--concurrency",
+    "--layers": "--depth",
+}
 MANY = 12  # a command with fewer options shows them in one list
 ALL, REST = "Options", "Other options"  # the headings of a command with few options, and of what PANELS do not name
 
@@ -19,9 +30,10 @@ PANELS = {
     "Recipe": "recipe_name sweep sets output_dir seed resume",
     "Questions": "suite tasks num_fewshot apply_chat_template data_mirror held_out limit",
     "Comparison": "baseline untrained margin require",
-    "Layers and wiring": "layers wiring wirings variant border distance tp_degree reduce",
-    "Size of the work": "batch_size max_length tokens rounds lengths arrivals answer batches loads minutes heal_hours",
-    "Machine": "gpus launch join_timeout ep_size device dtype backend generation tp ep dp engine",
+    "Layers and wiring": "layers wiring wirings variant border distance reduce",
+    "Size of the work": "batch_size max_length tokens rounds prompt_tokens concurrency answer batches loads minutes "
+    "depth heal_hours",
+    "Machine": "gpus launch join_timeout ep_size device dtype backend generation ep dp engine all_reduce",
     "Output": "out log_samples dry_run as_json",
 }
 _MEANT = {"heal": "distill", "train": "distill", "rewire": "convert", "evaluate": "eval", "score": "eval"}
@@ -48,12 +60,13 @@ class Commands(TyperGroup):
             formatter.write_dl([(name, one.get_short_help_str(limit=200)) for name, one in self.commands.items()])
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Takes the option ``-v`` of a command before the command's name, too, and in a group of commands."""
+        """Takes ``-v`` and ``-q`` of a command before the command's name, too, and in a group of commands."""
         before = list(takewhile(lambda word: word.startswith("-") and word != "--", args))
-        moved = [word for word in before if word in VERBOSE_NAMES]
+        moved = [word for word in before if word in (*VERBOSE_NAMES, *QUIET_NAMES)]
         if moved and len(before) < len(args):
-            args = [word for word in before if word not in VERBOSE_NAMES] + args[len(before) :]
-            args.insert(len(before) - len(moved) + 1, moved[0])  # after the command's name
+            args = [word for word in before if word not in moved] + args[len(before) :]
+            after = len(before) - len(moved) + 1  # the command's name
+            args = [*args[:after], *moved, *args[after:]]
         return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -64,7 +77,17 @@ class Commands(TyperGroup):
 
 
 class PanelCommand(TyperCommand):
-    """A command whose help lists its options under headings."""
+    """A command whose help lists its options under headings, and which takes options by their earlier names."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Writes the options before ``--`` by the names of ``RENAMED`` that the command has."""
+        known = {name for parameter in self.get_params(ctx) for name in parameter.opts}
+        own = list(takewhile(lambda word: word != "--", args))
+        for place, word in enumerate(own):
+            name, *value = word.split("=", 1)
+            if name not in known and RENAMED.get(name) in known:
+                own[place] = "=".join([RENAMED[name], *value])
+        return super().parse_args(ctx, own + args[len(own) :])
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """The options and arguments of the first line, without typer's braces around what is required."""

@@ -6,11 +6,10 @@ from pydantic import AfterValidator, Field, model_validator
 
 from fcsd.config.fields import NonNegative, Positive, Section
 from fcsd.errors import ConfigError
+from fcsd.kernels.bit_split import Format
 
 
 def _known_format(value: str) -> str:
-    from fcsd.kernels.bit_split import Format  # loads torch, which a recipe without formats does not need
-
     try:
         Format.parse(value)
     except ConfigError as error:

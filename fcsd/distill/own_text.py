@@ -8,7 +8,6 @@ themselves or nearly another document of their file are dropped.
 import hashlib
 import json
 import logging
-import math
 import zlib
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -36,7 +35,8 @@ from fcsd.distill.own_text_files import (
     text_of,
     write_file,
 )
-from fcsd.distill.writer import CPU_BATCH, GPU_BATCH, Writer, Writing
+from fcsd.distill.writer import CPU_BATCH, GPU_BATCH, Writer
+from fcsd.distill.writing import Writing
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.launch.world import World, join_world
 from fcsd.progress import progress
@@ -163,8 +163,6 @@ def _tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _check(writing: Writing, tokens: int, tokenizer: PreTrainedTokenizerBase, prompts: Path | None) -> None:
-    if writing.form not in ("chat", "document"):
-        raise ConfigError(f"--form: {writing.form!r} is not a form", "write chat or document")
     if writing.form == "chat" and not tokenizer.chat_template:
         raise ConfigError("--form chat needs a chat template, and the tokenizer has none", "--form document")
     if writing.form == "document" and prompts is not None:
@@ -173,16 +171,8 @@ def _check(writing: Writing, tokens: int, tokenizer: PreTrainedTokenizerBase, pr
             hint = "leave --prompts out, or put the chat_template.jinja of the model's chat version into its directory"
             raise ConfigError(what, hint)
         raise ConfigError("--prompts are users' turns, which --form document does not have", "write --form chat")
-    for option, value, possible, need in (
-        ("--temperature", writing.temperature, 0 < writing.temperature < math.inf, "a number above 0"),
-        ("--greedy", writing.greedy, 0 <= writing.greedy <= 1, "a share from 0 to 1"),
-        ("--tokens", tokens, tokens > 0, "at least 1"),
-        ("--max-tokens", writing.max_tokens, writing.max_tokens > 0, "at least 1"),
-    ):
-        if not possible:
-            raise ConfigError(f"{option} must be {need}, not {value:g}")
-    if writing.greedy and writing.form == "document":
-        raise ConfigError("--greedy is a share of answers; a document written greedily is always the same one")
+    if tokens < 1:
+        raise ConfigError(f"--tokens must be at least 1, not {tokens:g}")
 
 
 def _read_prompts(file: Path, tokenizer: PreTrainedTokenizerBase, most: int) -> list[list[int]]:

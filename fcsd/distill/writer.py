@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.checkpoint.tokenizer import chat_text, limited_template, tokens_before
+from fcsd.distill.writing import Writing
 from fcsd.engine.decode import GRAIN
 from fcsd.engine.generate import GRAPHS, SLOTS, ending, generate
 from fcsd.errors import BadInputError
@@ -20,25 +21,6 @@ from fcsd.models.rope import rope_border
 
 GPU_BATCH, CPU_BATCH = 512, 32  # documents that are written at a time
 _GOLDEN = 0x9E3779B97F4A7C15  # the golden section of 2^64: its multiples modulo 2^64 lie evenly apart, however many
-
-
-@dataclass(frozen=True)
-class Writing:
-    """How text is written; ``write.json`` records it, and a call that goes on needs the same values.
-
-    Attributes:
-        temperature: of the distribution from which tokens are drawn.
-        greedy: the share of answers that are written with the most likely tokens. Users' turns are always drawn.
-        form: ``chat``, a user's turn and its answer in the chat template, or ``document``.
-        max_tokens: the most tokens of a user's turn, of an answer and of a document.
-        seed: of the random numbers.
-    """
-
-    temperature: float = 1.0
-    greedy: float = 0.0
-    form: str = "chat"
-    max_tokens: int = 512
-    seed: int = 0
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from fcsd.checkpoint import read_object
 from fcsd.checkpoint.files import quoted
@@ -34,7 +35,7 @@ _SLOWEST = 100_000  # bytes per second; an upload that is slower is given up
 _SILENCE = 120.0  # seconds until an answer that does not begin or go on is given up
 _WAITS = (2.0, 10.0)  # seconds
 _PULL = "refs/pr/"
-_MOST_PAGES = 200  # of open pull requests among which that of an interrupted push is looked for
+_MOST_PULLS = 10_000  # open ones of this account, among which that of an interrupted push is looked for
 
 
 def push_model(
@@ -128,30 +129,14 @@ def _open_pull(api: "HfApi", repo: str, title: str) -> str | None:
 
     Anybody may open one with this title, with files of his own in it: those of others are left alone.
     """
-    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
-
-    # huggingface_hub's own function asks for page after page as long as the hub says that there is another one.
-    address, headers = f"{api.endpoint}/api/models/{repo}/discussions", build_hf_headers(token=api.token)
-    seen = 0
-    for page in range(_MOST_PAGES):
-        asked: dict[str, str | int] = {"type": "pull_request", "status": "open", "p": page}
-        answer = get_session().get(address, headers=headers, params=asked)
-        hf_raise_for_status(answer)
-        try:
-            listed: dict[str, Any] = answer.json()
-            pulls = [  # a deleted account is no author
-                (int(pull["num"]), pull["title"], dict(pull.get("author") or {}).get("name"))
-                for pull in listed["discussions"]
-            ]
-            count = int(listed["count"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise FcsdError(f"{repo}: the hub's list of pull requests cannot be read", _AGAIN) from error
-        for number, named, author in pulls:
-            if named == title and author == api.whoami()["name"]:
-                return f"{_PULL}{number}"
-        seen += len(pulls)
-        if not pulls or seen >= count:
-            break
+    own = api.whoami()["name"]
+    open_ones = api.get_repo_discussions(repo, author=own, discussion_type="pull_request", discussion_status="open")
+    try:
+        for pull in islice(open_ones, _MOST_PULLS):
+            if pull.title == title and pull.author == own:
+                return f"{_PULL}{pull.num}"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FcsdError(f"{repo}: the hub's list of pull requests cannot be read", _AGAIN) from error
     return None
 
 

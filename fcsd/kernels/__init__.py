@@ -4,9 +4,10 @@ A plan counts the memory of the kernels in ``gated``, ``rows``, ``rotary`` and `
 allocate and keep the same tensors, and nothing is computed.
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Copies(NamedTuple):
@@ -19,6 +20,6 @@ class Copies(NamedTuple):
         experts: ``[rows, choices]``, the place of each expert in its group.
     """
 
-    row_of: Tensor
-    entry_of: Tensor
-    experts: Tensor
+    row_of: "Tensor"
+    entry_of: "Tensor"
+    experts: "Tensor"

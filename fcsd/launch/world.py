@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 _PATIENCE = 30.0  # seconds that torchrun waits for processes that it has told to end
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -89,6 +90,23 @@ class World:
         return replace(self, group=dist.new_group(backend="gloo", timeout=patience))
 
 
+def gpus_here(divides: Callable[[int], bool] = lambda count: True) -> int:
+    """What a command takes that was told no number of GPUs: the most of this machine for which ``divides`` holds.
+
+    It is said, unless the machine has one GPU or none, where the number is 1. In a process that a launcher has started
+    it is the number of these processes.
+    """
+    if "WORLD_SIZE" in os.environ:
+        return preflight.launched()[1]
+    import torch
+
+    here = torch.cuda.device_count()
+    count = next(filter(divides, range(here, 0, -1)), 1)
+    if here > 1:
+        log.info("%d of the %d GPUs here take part; --gpus N says how many", count, here)
+    return count
+
+
 def ensure_world(gpus: int | None, grace_seconds: float = _PATIENCE, module: str = "fcsd") -> None:
     """Run ``gpus`` copies of this command under torchrun, then exit with the exit code of the first copy that failed.
 
@@ -97,7 +115,7 @@ def ensure_world(gpus: int | None, grace_seconds: float = _PATIENCE, module: str
     processes (docs/launching.md).
 
     Args:
-        gpus: the number of processes; None is one.
+        gpus: the number of processes; None is ``gpus_here()``.
         grace_seconds: seconds that the copies may go on after SIGTERM or SIGUSR1. Both signals are passed on to them.
         module: what the copies run, with the arguments of this process: ``python -m`` of this name.
 
@@ -105,7 +123,7 @@ def ensure_world(gpus: int | None, grace_seconds: float = _PATIENCE, module: str
         ConfigError: the machine has fewer GPUs, or the environment says that a launcher started this process, and is
             not complete.
     """
-    gpus = 1 if gpus is None else gpus
+    gpus = gpus_here() if gpus is None else gpus
     _, started = preflight.launched()
     if "WORLD_SIZE" in os.environ and started < gpus:
         raise ConfigError(

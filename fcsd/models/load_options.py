@@ -5,6 +5,12 @@ import re
 from fcsd.errors import ConfigError, unknown_value
 
 DTYPES = ("float32", "bfloat16", "float16")
+_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # as recipes write them
+
+
+def long_name(dtype: str | None) -> str | None:
+    """The name that torch has for a data type, which may be written as in a recipe; any other text stays."""
+    return dtype if dtype is None else _SHORT.get(dtype, dtype)
 
 
 def check_dtype(dtype: str | None) -> None:

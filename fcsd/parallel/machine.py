@@ -16,6 +16,7 @@ H200_TFLOPS = 989.0  # the peak of an H200, which that of an H100 SXM equals
 # Smaller rates and larger times are mistakes. A step would take no finite time, and ratios of steps would be nan.
 _Rate = Annotated[float, Field(gt=1e-4)]
 _Microseconds = Annotated[float, Field(ge=0, le=1e9)]
+_Duration = Annotated[float, Field(gt=0, le=1e9)]  # of what sends something, in microseconds
 
 
 class _Part(BaseModel):
@@ -67,10 +68,15 @@ class Machine(_Part):
     """The rate at which a kernel of the GPU reads and writes memory, in 10^12 bytes per second for both together."""
     codec: Annotated[float, Field(gt=1e-4, le=1)] = 0.88
     """The share of that rate that the kernels reach which encode and decode rows: that of INT8 on an H200."""
-    all_reduce_us: dict[
-        Annotated[int, Field(gt=1)], dict[Annotated[int, Field(gt=0)], Annotated[float, Field(gt=0, le=1e9)]]
-    ] = Field(default_factory=dict)
+    all_reduce_us: dict[Annotated[int, Field(gt=1)], dict[Annotated[int, Field(gt=0)], _Duration]] = Field(
+        default_factory=dict
+    )
     """For numbers of GPUs of one node: the microseconds of an all-reduce by NCCL, by its bytes."""
+    sums_us: dict[str, dict[Annotated[int, Field(gt=1)], dict[Annotated[int, Field(gt=0)], _Duration]]] = Field(
+        default_factory=dict
+    )
+    """The same of other ways to sum: `host`, `host:int8`, and `NCCL_SHM_USE_CUDA_MEMCPY=1`, which is NCCL with that
+    setting."""
     measured: dict[str, Any] | None = None
     """What `fcsd bench links` measured, and where. A prediction does not read it."""
 

@@ -108,7 +108,7 @@ def chat(
         for backend in read_ways(reduce, "engine").backends:
             require_right(backend)
     elif reduce != "nccl":
-        raise ConfigError("an all-reduce backend is for a divided model", "add --gpus, or leave --reduce out")
+        raise ConfigError("an all-reduce backend is for a divided model", "add --gpus, or leave --all-reduce out")
     interactive = prompts is None and sys.stdin.isatty()
     asked = _typed() if interactive else PROMPTS if prompts is None else read_prompts(Path(prompts))
     names = [name for name in (baseline, model) if name is not None]

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import json
 import os
 import re
 import signal
@@ -11,18 +12,21 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from http.client import HTTPException
 from pathlib import Path
 from types import MappingProxyType
 
 from fcsd.checkpoint import open_checkpoint
 from fcsd.errors import ConfigError, FcsdError, Stopped
+from fcsd.launch.world import gpus_here
 from fcsd.models.wiring_block import DESYNC
+from fcsd.parallel.all_reduce.ways import read_ways
 from fcsd.serve.vllm.communicator import ASKED, format_of
 from fcsd.serve.vllm.support import RIGHT_RESULTS, require_vllm
 
 PORT = 8000  # vLLM's own default
+MOST_GRAPHED = 2560  # tokens of a step with a CUDA graph
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE = 60.0  # seconds that vLLM has to end its processes after a signal
 _OURS = {"--tensor-parallel-size": "--gpus", "--port": "--port", "--model": "MODEL"}
@@ -31,18 +35,24 @@ _OURS = {"--tensor-parallel-size": "--gpus", "--port": "--port", "--model": "MOD
 def serve(
     model: str,
     *,
-    gpus: int = 1,
+    gpus: int | None = None,
     port: int = PORT,
     options: Sequence[str] = (),
     all_reduce: str | None = None,
+    table: Path | None = None,
+    graphs: tuple[int, int] | None = None,
     ready: Callable[[str], None],
 ) -> None:
     """Serve a model by vLLM until a signal or an error ends it.
 
     Args:
         model: a directory or hub id, of a converted model or of an original.
+        gpus: the tensor-parallel degree; None is that of a Desync model, or else the most GPUs here that divide the
+            attention heads.
         all_reduce: ``host`` or ``host:FORMAT``: sums through memory of the host where that is faster than vLLM's own
             way; None leaves them to vLLM.
+        table: the ways to sum of a converted model, as ``fcsd bench serve --table`` writes them.
+        graphs: tokens of a prompt and requests at once, for ``graph_sizes``; None leaves the graphs to vLLM.
         ready: called with the server's URL once it answers.
 
     Raises:
@@ -55,8 +65,6 @@ def serve(
     environment: dict[str, str] = {}
     if all_reduce is not None:
         format_of(all_reduce)  # refuses another word
-        if gpus == 1:
-            raise ConfigError(f"--all-reduce {all_reduce}: one GPU sums nothing", "Give --gpus 2 or more.")
         environment[ASKED] = all_reduce
     source = open_checkpoint(model)
     source.verify()
@@ -65,7 +73,13 @@ def serve(
     require_vllm("fcsd serve", rewired=config.rewired is not None)
     if config.foreign:
         raise ConfigError(f"{path}: vLLM does not have this model's wiring; it was rewired by another program")
-    if rewired["wiring"] in DESYNC and rewired["tp_degree"] != gpus:
+    desync = rewired["wiring"] in DESYNC
+    if gpus is None:
+        heads = config.text.get("num_attention_heads", 0)
+        gpus = int(rewired["tp_degree"]) if desync else gpus_here(lambda count: heads % count == 0)
+    if all_reduce is not None and gpus == 1:
+        raise ConfigError(f"--all-reduce {all_reduce}: one GPU sums nothing", "Give --gpus 2 or more.")
+    if desync and rewired["tp_degree"] != gpus:
         degree = rewired["tp_degree"]
         raise ConfigError(
             f"{path}: {rewired['wiring']} was converted for {degree} tensor-parallel ranks, not {gpus}",
@@ -74,10 +88,47 @@ def serve(
     for option in options:
         if own := _ours(option):
             raise ConfigError(f"{option} behind -- is set by fcsd serve", f"Use {own} before --.")
+    told = [*options, *_further(table, graphs, gpus, options)]
     _check_port(port)
-    code = run(_command(path, model, gpus, port, options), _url(port, options), ready, environment=environment)
+    code = run(_command(path, model, gpus, port, told), _url(port, options), ready, environment=environment)
     if code:
         raise FcsdError(f"vLLM ended with exit code {code}", "Its messages above say why.")
+
+
+def _further(table: Path | None, graphs: tuple[int, int] | None, gpus: int, options: Sequence[str]) -> Iterator[str]:
+    """The options of vLLM that stand for ``table`` and ``graphs``.
+
+    Raises:
+        ConfigError: the same option stands behind ``--``.
+        BadInputError: the table is none for so many GPUs.
+    """
+    asked: dict[str, tuple[str, object]] = {}
+    if table is not None:
+        read_ways(str(table), "plugin", gpus)
+        asked["--additional-config"] = "--table", {"fcsd": {"reduce": str(table.resolve())}}
+    if graphs is not None:
+        asked["--compilation-config"] = "--prompt-tokens", {"cudagraph_capture_sizes": graph_sizes(*graphs)}
+    for name, (own, value) in asked.items():
+        if any(option.split("=")[0].replace("_", "-") == name for option in options):
+            raise ConfigError(f"{name} behind -- is what {own} sets", "Leave one of them out.")
+        yield from (name, json.dumps(value))
+
+
+def graph_sizes(prompt: int, requests: int) -> list[int]:
+    """Tokens of the steps that get CUDA graphs: answers alone, and one or two prompts beside them.
+
+    vLLM pads a step to the next size, and its own sizes end at 512 tokens. These are closest where most steps are, and
+    end at ``MOST_GRAPHED`` tokens: a longer step computes for so long that its launches do not show.
+
+    Args:
+        prompt: tokens of a prompt.
+        requests: requests at once, each of which is one token of a step while it is answered.
+    """
+    answers = {1, 2, 4, *range(8, requests, max(8, requests // 8)), requests}
+    between = {requests << power for power in range(1, prompt.bit_length()) if requests << power < prompt}
+    one = {prompt + requests * quarter // 4 for quarter in range(5)} | {prompt * 5 // 4, prompt * 3 // 2}
+    two = {2 * prompt + requests * quarters // 4 for quarters in (0, 1, 2, 4, 8)}
+    return sorted(size for size in answers | between | one | two if size <= MOST_GRAPHED)
 
 
 def _ours(option: str) -> str | None:

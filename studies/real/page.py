@@ -15,7 +15,7 @@ from fcsd.eval.compare import not_above_chance
 from fcsd.eval.results import shown
 from fcsd.eval.suite import SUITES
 from fcsd.markdown import table
-from fcsd.models.selection import cheapest, layers_text, select_layers
+from fcsd.models.selection import layers_text, select_layers
 
 PAGE, PICTURE = Path("studies/real/REAL_MODELS.md"), Path("studies/real/frontier.svg")
 DEPTH = 30  # layers of the model of all runs
@@ -416,6 +416,19 @@ def layers(repo: Path = Path()) -> str:
     return "\n".join(lines) + "\n"
 
 
+def half_of_the_cost(alone: Sequence[float]) -> list[int]:
+    """The layers that the runs named ``auto`` and ``far`` converted.
+
+    The dearest stay standard, one by one, until the others cost half of the sum of all, or one nat if that is more; at
+    most a quarter of the layers.
+    """
+    by_cost = sorted(range(len(alone)), key=alone.__getitem__)
+    count, enough = len(alone), max(0.5 * sum(alone), 1.0)
+    while sum(alone[layer] for layer in by_cost[:count]) > enough and count - 1 >= 0.75 * len(alone):
+        count -= 1
+    return sorted(by_cost[:count])
+
+
 def rules(repo: Path = Path()) -> str:
     """Markdown with the layers that stay standard by two rules, and what the other layers cost."""
     lines = [
@@ -430,7 +443,7 @@ def rules(repo: Path = Path()) -> str:
             for rule, kept in (
                 ("none", range(len(alone))),
                 ("five times the median", [n for n, cost in enumerate(alone) if cost < limit]),
-                ("`auto`", cheapest(dict(enumerate(alone)))),
+                ("half of the cost", half_of_the_cost(alone)),
             ):
                 standard = sorted(set(range(len(alone))) - set(kept))
                 assert standard == sorted(dear["order"][: len(standard)])
@@ -444,7 +457,7 @@ def rules(repo: Path = Path()) -> str:
 UNTRAINED_GEMMA, GEMMA = RESULTS / "real_gemma3_cpu.json", RESULTS / "real_gemma3_1xh100.json"
 OF_GEMMA = """\
 Healed, the converted layers alone, on all items of PIQA, ARC-E and OpenBookQA and 2500 of HellaSwag, spread over it.
-`half` is `ladder` on the last nine layers, and `far` is `farskip` on the choice of `--layers auto`, 15 of 18 layers.
+`half` is `ladder` on the last nine layers, and `far` is `farskip` on 15 of 18 layers, those of half of the cost.
 The last table has what stands beside the mean.
 """
 

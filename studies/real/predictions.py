@@ -18,18 +18,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fcsd.advise.speed import kind_of_numbers, kv_share
+from fcsd.advise.cards import H100
+from fcsd.advise.speed import HIDDEN_COST, STANDARD, Load, kind_of_numbers, server_of
 from fcsd.bundled import located
 from fcsd.errors import ConfigError
 from fcsd.foreign_errors import reason_of
 from fcsd.markdown import table
 from fcsd.models.build import arch_of, without_injected
-from fcsd.models.schedule import Kind, Output, reads_of, reductions
+from fcsd.models.schedule import Kind, reads_of
 from fcsd.models.selection import cheapest, layers_text, select_layers
 from fcsd.models.wiring_block import DESYNC, Blocks, Wiring
-from fcsd.parallel.cost import Collective, Line
+from fcsd.parallel.cost import Line
 from fcsd.parallel.machine import Machine, read_machine
-from fcsd.plan.model import LayerNumbers, MetaModel, ModelNumbers
+from fcsd.plan.model import MetaModel
 from fcsd.strict_json import finite_number, read_file
 
 WIRINGS = (
@@ -47,12 +48,9 @@ TOKENS = 100  # millions, of the healing
 _ROUNDING = 1e-6  # nats; a divergence of 0 may be measured as less
 
 # Without a machine file: two H100s without peer access between them, fitted to infer_slow_16_layers_2xh100.json in
-# benchmarks/results (tests/studies/test_predictions.py). Bytes are those that a GPU sends, and rates those of one GPU.
+# benchmarks/results (tests/studies/test_predictions.py), as the rates of ``fcsd.advise.speed`` were. Bytes are those
+# that a GPU sends.
 SLOW = Line(alpha=38e-6, beta=1 / 30e9)
-HIDDEN_COST = 0.24
-READ_RATE = 1.9e12  # bytes of weights and of keys and values per second, launches included
-PRODUCT_RATE = 560e12  # operations per second of a large product, at the H100's peak of 989e12
-ATTENTION_RATE = 380e12  # of attention in a prompt; an H200 reached it in training
 
 
 @dataclass(frozen=True)
@@ -84,8 +82,8 @@ def frontier(model: MetaModel, ranks: int, machine: Machine | None = None, costs
     Args:
         machine: measured links; None for two H100s without peer access.
         costs: what ``fcsd convert --layers auto --costs`` or ``python -m studies.real.layers`` wrote about this model.
-            With it, the choice of ``--layers auto`` and those of ``auto:N``, of as many layers as the shares, are rows,
-            too, and the law takes these costs in place of those of the models that were measured.
+            With it, the choices of ``auto:N``, of as many layers as the shares, are rows, too, and the law
+            takes these costs in place of those of the models that were measured.
 
     Raises:
         ConfigError: ``ranks`` is 1, where nothing is sent, or does not divide the attention heads; or ``costs`` does
@@ -117,7 +115,7 @@ def frontier(model: MetaModel, ranks: int, machine: Machine | None = None, costs
         if given is not None and alike in given:
             alone = {layer: cost for layer, cost in enumerate(given[alike]) if cost is not None}
             counts = [count for share in SHARES[:-1] if (count := len(choices[share])) <= len(alone)]
-            choices |= {f"auto:{count}": cheapest(alone, count) for count in counts} | {"auto": cheapest(alone)}
+            choices |= {f"auto:{count}": cheapest(alone, count) for count in counts}
         for share, layers in choices.items():
             decode, prefill = speed(replace(whole, layers=layers))
             lost: dict[str, Any] = {}
@@ -138,10 +136,27 @@ def usual_ranks(model: MetaModel) -> int:
 
 def speed_of(model: MetaModel, ranks: int, machine: Machine | None = None) -> Callable[[Wiring], tuple[float, float]]:
     """What tells of a wiring its speed in decoding and to the first tokens, as multiples of the original's."""
-    numbers, blocks, share = model.numbers, arch_of(model.config).blocks, kv_share(model.config)
-    kinds: list[Kind] = [kind_of_numbers(layer) for layer in numbers.layers]
-    step, prompts = (_Serving(numbers, kinds, blocks, ranks, machine, share, prefill) for prefill in (False, True))
-    return lambda wiring: (step.times(wiring), prompts.times(wiring))
+
+    def times(wiring: Wiring) -> tuple[float, float]:
+        step, first = (
+            seconds_of(model, ranks, machine, STANDARD, prefill) / seconds_of(model, ranks, machine, wiring, prefill)
+            for prefill in (False, True)
+        )
+        return step, first
+
+    return times
+
+
+def seconds_of(model: MetaModel, ranks: int, machine: Machine | None, wiring: Wiring, prefill: bool) -> float:
+    """The seconds of a pass through all prompts (``prefill``), or of a step of one token each."""
+    links = None if machine is None else machine.links
+    line, hidden, speed = (SLOW, HIDDEN_COST, 1.0) if links is None else (links.near, links.hidden_cost, links.speed)
+    server = server_of(model, H100._replace(tflops=speed * H100.tflops), Load(CONTEXT, PROMPTS))
+
+    def ring(size: float) -> float:  # every value is sent to the next GPU while it is summed, and again as a sum
+        return line.seconds(2 * (ranks - 1) / ranks * size)
+
+    return server.seconds(ranks, wiring, ring, PROMPTS * CONTEXT if prefill else PROMPTS, prefill, hidden)
 
 
 @cache
@@ -239,73 +254,6 @@ def measured_alike(wiring: Wiring, kinds: Sequence[Kind], blocks: Blocks) -> str
     reads = reads_of(wiring, kinds, blocks)
     same = (name for name in ("ladder", "farskip") if reads_of(Wiring(name, wiring.layers), kinds, blocks) == reads)
     return next(same, None)
-
-
-@dataclass(frozen=True)
-class _Serving:
-    """One pass of a server: a prompt's (``prefill``) or a step's."""
-
-    numbers: ModelNumbers
-    kinds: Sequence[Kind]
-    blocks: Blocks
-    ranks: int
-    machine: Machine | None
-    kv_share: float
-    prefill: bool
-
-    @property
-    def rows(self) -> int:
-        return PROMPTS * CONTEXT if self.prefill else PROMPTS
-
-    def times(self, wiring: Wiring) -> float:
-        """The speed of a wiring as a multiple of the original's."""
-        return self.seconds(Wiring("standard", ())) / self.seconds(wiring)
-
-    def seconds(self, wiring: Wiring) -> float:
-        """The seconds of the pass."""
-        parts = {
-            Output(number, part): self._part(layer, part)
-            for number, layer in enumerate(self.numbers.layers)
-            for part in ("attn", "shared", "routed")
-        }
-        head = self._products(self.numbers.head, PROMPTS)
-        links = None if self.machine is None else self.machine.links
-        line, hidden = (SLOW, HIDDEN_COST) if links is None else (links.near, links.hidden_cost)
-        # A ring sends every value to the next GPU while it sums and again while it hands the sums on.
-        size = 2 * (self.ranks - 1) / self.ranks * self.rows * self.numbers.hidden * 2
-        seconds = sum(parts.values()) + head
-        for layer in reductions(wiring, self.kinds, self.blocks):
-            for one in layer:
-                cover = sum(parts[output] for output in one.covered_by)
-                seconds += Collective(line.seconds(size), cover, 0.0).exposed(hidden)
-        return seconds
-
-    def _part(self, layer: LayerNumbers, part: str) -> float:
-        numbers = self.numbers
-        own = layer.projections + layer.output
-        if part == "attn":
-            width = numbers.attention / self.ranks
-            if self.prefill:
-                inside = self.rows * width * CONTEXT / ATTENTION_RATE / self._speed
-            else:
-                inside = 2 * width * self.kv_share * self.rows * CONTEXT / READ_RATE
-            return self._products(own, self.rows) + inside
-        if part == "shared":
-            return self._products(layer.shared if layer.routed else layer.dense - own, self.rows)
-        if not layer.routed:
-            return 0.0
-        chosen = numbers.top_k / numbers.experts
-        read = layer.routed * (1 - (1 - chosen) ** self.rows)  # of the experts, those that any token chose
-        return self._products(read, self.rows, layer.routed * chosen)
-
-    def _products(self, read: float, rows: int, active: float | None = None) -> float:
-        """Seconds in which ``rows`` pass through ``active`` parameters, of which ``read`` are read."""
-        active = read if active is None else active
-        return max(2 * read / READ_RATE, 2 * rows * active / PRODUCT_RATE / self._speed) / self.ranks
-
-    @property
-    def _speed(self) -> float:
-        return 1.0 if self.machine is None else self.machine.links.speed
 
 
 def to_text(rows: list[Row], ranks: int, machine: Machine | None, costs: Path | None) -> str:

@@ -12,7 +12,7 @@ from studies.blocks import between_marks
 from studies.real.frontier import predicted_rows
 from studies.real.page import RESULTS
 
-from fcsd.bench.serve.workload import config_of
+from fcsd.bench.serve.model import config_of
 from fcsd.markdown import table
 
 PAGE = Path("studies/real/PREDICTIONS.md")

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fcsd.advise import sums
+from fcsd.advise import measure, sums
 from fcsd.advise.cards import card_of
 from fcsd.advise.host import host_of
 from fcsd.advise.losses import losses, nearest
-from fcsd.advise.speed import STANDARD, Load, server_of
-from fcsd.advise.verdict import advise, to_text
+from fcsd.advise.speed import STANDARD, Load, Served, server_of
+from fcsd.advise.verdict import _command, advise, to_text
 from fcsd.bench.shapes import SHAPES
 from fcsd.cli.main import app
 from fcsd.errors import ConfigError, DoesNotFitError
@@ -183,6 +183,61 @@ def test_a_machine_file_has_its_own_sums(tmp_path: Path, large: str) -> None:
     measured = host_of(None, None, file)
     assert measured.sums.seconds("stock", 4, 1e6) == pytest.approx(900e-6)
     assert "measured sums" in to_text(advise(large, measured, LOAD))
+
+
+def test_other_ways_of_a_machine_file_are_weighed(tmp_path: Path, large: str) -> None:
+    file = tmp_path / "machine.json"
+    fields = {"gpu": "NVIDIA L40S", "gpus_per_node": 4, "near": {"latency_us": 20.0, "gb_per_s": 10.0}}
+    stock = {"4": {"1000": 30.0, "100000000": 90000.0}}
+    faster = {"4": {"1000": 20.0, "100000000": 50000.0}}
+    setting = "NCCL_SHM_USE_CUDA_MEMCPY=1"
+    file.write_text(json.dumps(fields | {"all_reduce_us": stock, "sums_us": {setting: faster}}))
+    host = host_of(None, None, file)
+    (way,) = (way for way in advise(large, host, LOAD).ways if way.kind == "sums")
+    assert way.name == f"sums by {setting}" and way.gain > 1
+    assert _command(way, large, host) == f"{setting} vllm serve {large} --tensor-parallel-size 4"
+
+
+def test_what_servers_were_timed_with_takes_the_place_of_predictions(tmp_path: Path, large: str, monkeypatch) -> None:
+    """The two commands that measure are replaced; what they write is read."""
+    asked: list[tuple[str, ...]] = []
+
+    def run(*words: str) -> None:
+        asked.append(words)
+        out = Path(words[words.index("--out") + 1])
+        if words[0] == "links":
+            near = {"latency_us": 20.0, "gb_per_s": 10.0}
+            fields = {"gpu": "NVIDIA L40S", "gpus_per_node": 4, "near": near, "all_reduce_us": {"4": {"1000": 30.0}}}
+            table = {"sums_us": {"host": {"4": {"1000": 20.0}}}}
+            out.write_text(json.dumps(fields | table))
+            return
+        rows = {
+            "original": (40.0, 900.0, "original", None),
+            "original, host sums": (30.0, 800.0, "original", None),
+            "original, pipeline stages": (80.0, 700.0, "original", None),
+            "ladder": (36.0, 700.0, "wired", "ladder"),
+            "ladder, host sums": (25.0, 600.0, "wired", "ladder"),
+            "bound": (20.0, 500.0, "bound", "ladder"),
+        }
+        variants = {
+            name: {"role": role, "wiring": wiring, "rounds": {"decode 16": [step] * 3, "prefill 2048": [first] * 3}}
+            for name, (step, first, role, wiring) in rows.items()
+        }
+        variants["original, one replica a GPU"] = {"role": "original", "wiring": None, "rounds": {"decode 16": [1.0]}}
+        (out / "serve.json").write_text(json.dumps({"variants": variants}))
+
+    monkeypatch.setattr(measure, "_run", run)
+    host, times = measure.measure(Path(large), host_of(4, "L40S", None), LOAD)
+    assert [words[0] for words in asked] == ["links", "serve"] and host.sums.measured
+    assert "--concurrency" in asked[1] and "4" in asked[1]
+    found = advise(large, host, LOAD, measured=times)
+    told = {way.name: way for way in found.ways if way.source == "measured here"}
+    names = ["stock vLLM, TP 4", "4 pipeline stages", "sums by host", "ladder, all of the layers"]
+    assert list(told) == names, "replicas have no time of first tokens"
+    assert told["ladder, all of the layers"].served == Served(0.025, 0.6)
+    assert told["sums by host"].gain == pytest.approx((40 / 30 * 900 / 800) ** 0.5)
+    assert found.chosen == told["sums by host"] and found.trial is None and "measured here" in to_text(found)
+    assert all(way.gain > 0 for way in found.ways if way.source != "measured here")
 
 
 def test_gpus_are_named_once() -> None:

@@ -20,17 +20,10 @@ from typer.testing import CliRunner
 from fcsd.bench import runner
 from fcsd.bench.serve import client, table, under_vllm
 from fcsd.bench.serve.client import ask
+from fcsd.bench.serve.model import cache_bytes, config_of, prompts_of, usual_wirings, weight_bytes, wiring_for
 from fcsd.bench.serve.running import write_directory
 from fcsd.bench.serve.variants import Missing
-from fcsd.bench.serve.workload import (
-    Workload,
-    cache_bytes,
-    config_of,
-    prompts_of,
-    usual_wirings,
-    weight_bytes,
-    wiring_for,
-)
+from fcsd.bench.serve.workload import Workload
 from fcsd.cli.command import ended_by_signals
 from fcsd.cli.main import app, main
 from fcsd.convert import convert_checkpoint
@@ -223,7 +216,7 @@ def test_imitated_slow_links_leave_no_other_way_for_sums(asked, monkeypatch):
         run(load)
     assert error.value.hint == "Add -- --disable-custom-all-reduce."
     load = replace(load, options=("--disable-custom-all-reduce",))
-    with pytest.raises(ConfigError, match="--sums symmetric is between 2 to 8 GPUs of one host"):
+    with pytest.raises(ConfigError, match="--all-reduce symmetric is between 2 to 8 GPUs of one host"):
         run(replace(load, sums=("vllm", "symmetric")))
     missing = run(load)["missing"]
     assert "imitates GPUs" in missing["async TP"].why and "without it" in missing["no custom all-reduce"].why
@@ -293,7 +286,7 @@ def stopped_after_a_figure(options: list[str], said: Path) -> None:
 
 
 def test_a_figure_is_written_at_once_and_kept_when_the_run_starts_again(tmp_path):
-    options = ["--layers=1", "--prompts=8", "--arrivals=1", "--answer=2", "--batches=1", "--rounds=1"]
+    options = ["--depth=1", "--prompt-tokens=8", "--concurrency=1", "--answer=2", "--batches=1", "--rounds=1"]
     options += ["--engine=own", f"--out={tmp_path}"]
     for kept in (["serve.json"], ["serve.1.json", "serve.json"]):
         assert ranks.exit_code(stopped_after_a_figure, options, tmp_path / "said") == 143
@@ -308,19 +301,19 @@ def test_the_engine_of_fcsd_is_measured_on_this_machine(tmp_path):
     options = [
         "--engine",
         "own",
-        "--layers",
+        "--depth",
         2,
-        "--prompts",
+        "--prompt-tokens",
         "8,16",
-        "--arrivals",
+        "--concurrency",
         2,
         "--answer",
         3,
         "--batches",
         "1,2",
     ]
-    options += ["--tp", 2, "--rounds", 1, "--heal-hours", 1, "--json", "--out", tmp_path]
-    options += ["--sums", "nccl,quantised:int8:g64", "--table", tmp_path / "table.json"]
+    options += ["--gpus", 2, "--rounds", 1, "--heal-hours", 1, "--json", "--out", tmp_path]
+    options += ["--all-reduce", "nccl,quantised:int8:g64", "--table", tmp_path / "table.json"]
     found = fcsd("bench", "serve", "tiny-dense", *options, size=2)
     assert found.returncode == 0, found.stderr
     stored = json.loads((tmp_path / "serve.json").read_text())
@@ -377,8 +370,8 @@ def test_a_config_alone_is_enough_and_chooses_the_wiring(tmp_path):
         (["tiny-dense", "--engine", "own", "--wirings", "own"], "own is the wiring of a converted model"),
         (["tiny", "--engine", "own", "--", "--seed", "1"], "options behind -- are for"),
         (["tiny"], "fcsd bench serve without --engine own needs vllm"),
-        (["tiny", "--engine", "own", "--sums", "vllm"], "unknown all-reduce backend 'vllm'"),
-        (["tiny", "--engine", "own", "--sums", "none"], "--sums none gives wrong results"),
+        (["tiny", "--engine", "own", "--all-reduce", "vllm"], "unknown all-reduce backend 'vllm'"),
+        (["tiny", "--engine", "own", "--all-reduce", "none"], "--all-reduce none gives wrong results"),
         (["tiny", "--engine", "own", "--out", __file__], "test_bench_serve.py is not a directory"),
         (["tiny", "--engine", "own", "--table", "t.txt"], "--table t.txt does not end in .json"),
         (["tiny", "--engine", "own", "--table", "no/t.json"], "--table no/t.json has no directory"),

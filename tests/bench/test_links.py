@@ -1,13 +1,16 @@
 """`fcsd bench links`: the links that ranks have, and sums of a node, as a file that is read again."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 from ranks import fcsd
 
 from fcsd.bench.links import SUMS, groups_of
+from fcsd.bench.serve import host_ways
 from fcsd.errors import ConfigError
+from fcsd.parallel.all_reduce import host_table
 from fcsd.parallel.machine import read_machine
 
 
@@ -35,3 +38,26 @@ def test_sums_are_measured_by_ranks_and_bytes_and_printed_as_the_result(tmp_path
     assert [line.split(":")[0] for line in told] == ["all-reduce of 2 GPUs", "all-reduce of 3 GPUs"]
     advice = fcsd("advise", Path(__file__).parents[2] / "assets/teacher", "--machine", path)
     assert advice.returncode == 0 and f"Sums are those of {path}." in advice.stdout, advice.stderr
+
+
+def test_the_ways_through_the_host_are_those_that_servers_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.delenv(host_ways.COPIES, raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "L40S")
+    gathers = {"8192": {"stock": 9.0}}
+
+    def keep(row: dict[str, float]) -> None:
+        file = host_table.file_for(tmp_path, "L40S", 2, "host:int8")
+        file.write_text(json.dumps({"sums": {"8192": row}, "gathers": gathers}))
+
+    assert host_ways.microseconds([2]) == {}, "nothing was measured"
+    keep({"stock": 50.0, "one_shot": 20.0, "in_blocks": 30.0, "exchange:int8": 10.0})
+    with host_ways._copies():
+        keep({"stock": 40.0, "one_shot": 20.0})
+    assert host_ways.microseconds([2, 4]) == {
+        "host": {2: {8192: 20.0}},
+        "host:int8": {2: {8192: 10.0}},
+        "NCCL_SHM_USE_CUDA_MEMCPY=1": {2: {8192: 40.0}},
+    }
+    assert host_ways.COPIES not in os.environ

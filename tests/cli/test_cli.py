@@ -36,6 +36,7 @@ from fcsd.cli import command
 from fcsd.cli.main import app
 from fcsd.cli.panels import ALL, MANY, PANELS, REST, panels
 from fcsd.foreign_errors import _TABLE, translate
+from fcsd.plan import Change
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ["inspect", "convert", "distill", "eval", "export", "push", "env"]
@@ -57,6 +58,12 @@ def library(monkeypatch):
         return fake
 
     return replace
+
+
+@pytest.fixture
+def models_exist(library) -> None:
+    """A command whose library function is replaced takes any names of models."""
+    library("fcsd.checkpoint.location", "directory_of")
 
 
 class Shown:
@@ -84,6 +91,49 @@ def test_help_loads_no_heavy_library(args: list[str]) -> None:
     assert done.returncode == 0, done.stderr
     assert "Usage:" in done.stdout
     assert done.stdout.endswith("LOADED []\n")
+
+
+def test_what_needs_no_torch_is_refused_without_it(tmp_path: Path) -> None:
+    """Paths, config.json, recipes and options, in one subprocess: torch would stay imported from one to the next."""
+    empty, full, unknown = tmp_path / "empty", tmp_path / "full", tmp_path / "unknown"
+    for folder in (empty, full, unknown):
+        folder.mkdir()
+    (full / "a").write_text("")
+    (unknown / "config.json").write_text('{"model_type": "nosuch"}')
+    (unknown / "model.safetensors").write_text("")
+    teacher, out = "bundled:teacher", tmp_path / "out"
+    refused = [
+        *([name, empty] for name in ("inspect", "eval", "chat", "serve", "advise")),
+        *(["convert", model, out] for model in (empty, unknown)),
+        ["convert", teacher, full],
+        ["convert", teacher, out, "--wiring", "nosuch"],
+        ["convert", teacher, out, "--layers", "last:99"],
+        ["convert", teacher, out, "--gpus", "2"],
+        ["convert", empty, out, "--layers", "auto"],
+        ["export", empty, out],
+        ["write", empty, "--out", out],
+        ["write", teacher, "--out", out, "--form", "nosuch"],
+        ["distill", "nosuch"],
+        ["distill", "tiny", "--set", "parallel.quantised.dispatch=nosuch"],
+        ["plan", "tiny", "--gpu-mem", "nosuch"],
+        ["eval", teacher, "--backend", "nosuch"],
+        ["eval", teacher, "--baseline", teacher, "--require", "nosuch"],
+        ["serve", teacher, "--gpus", "2", "--all-reduce", "host:nosuch"],
+        ["bench", "serve", "nosuch"],
+        ["bench", "serve", "llama3-8b", "--wirings", "nosuch"],
+    ]
+    code = (
+        "import json, sys; from typer.testing import CliRunner; from fcsd.cli.main import app\n"
+        "for args in json.loads(sys.argv[1]):\n"
+        "    code = CliRunner().invoke(app, args).exit_code\n"
+        "    print(json.dumps([args, code, sorted({'torch', 'transformers', 'datasets'} & set(sys.modules))]))"
+    )
+    asked = [[str(word) for word in args] for args in refused]
+    command = [sys.executable, "-c", code, json.dumps(asked)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [args for args, *_ in found] == asked, done.stderr
+    assert not [row for row in found if row[1] not in (2, 3) or row[2]]
 
 
 def test_the_shell_completes_commands_and_options_without_a_heavy_library() -> None:
@@ -175,9 +225,7 @@ def test_convert(library) -> None:
     defaults = {"wiring": "farskip", "layers": "all", "variant": "full", "tp_degree": 1, "distance": 1, "check": True}
     defaults |= {"border": None, "reduce": None, "dry_run": False, "force": False, "trust_remote_code": False}
     fake.assert_called_with("m", Path("out"), **defaults)
-    run(
-        "convert", "m", "out", "--wiring", "desync-2x", "--tp-degree", "4", "--layers", "50%", "--no-check", "--dry-run"
-    )
+    run("convert", "m", "out", "--wiring", "desync-2x", "--gpus", "4", "--layers", "50%", "--no-check", "--dry-run")
     changed = {"wiring": "desync-2x", "tp_degree": 4, "layers": "50%", "check": False, "dry_run": True}
     fake.assert_called_with("m", Path("out"), **(defaults | changed))
     run("convert", "m", "out", "--wiring", "desync", "--tp-degree", "2", "--reduce", "-,m", "--border", "full")
@@ -275,7 +323,7 @@ def test_an_option_means_the_same_in_every_command() -> None:
     assert {option: len(found) for option, found in texts.items()} == dict.fromkeys(shared, 1)
 
 
-def test_eval(library) -> None:
+def test_eval(library, models_exist) -> None:
     row = {"model": "m", "suite": "paper", "column": "PIQA", "task": "piqa", "metric": "acc_norm", "filter": "none"}
     row |= {"value": 0.5, "stderr": 0.02, "n": 100, "items": [1], "seconds": 1.0, "baseline": False, "chance": 50.0}
     fake = library("fcsd.eval.harness", "evaluate_models", [row])
@@ -293,7 +341,7 @@ def test_eval(library) -> None:
     assert fake.call_args.kwargs["accept_unsafe_exec"] is True
 
 
-def test_eval_refuses_a_verdict_it_could_not_give_before_it_runs(library) -> None:
+def test_eval_refuses_a_verdict_it_could_not_give_before_it_runs(library, models_exist) -> None:
     fake = library("fcsd.eval.harness", "evaluate_models", [])
     for options in (["--require", "about 1"], ["--untrained", "runs/u"]):
         assert run("eval", "runs/m", "--baseline", "teacher", *options).exit_code == 2
@@ -301,7 +349,7 @@ def test_eval_refuses_a_verdict_it_could_not_give_before_it_runs(library) -> Non
     fake.assert_not_called()
 
 
-def test_eval_exits_9_unless_the_verdict_is_met(library) -> None:
+def test_eval_exits_9_unless_the_verdict_is_met(library, models_exist) -> None:
     row = {"column": "PIQA", "metric": "acc", "value": 1.0, "stderr": 0.0, "n": 4000, "chance": 50.0, "engine": {}}
     row |= {"settings_sha256": "s", "data_sha256": "d", "items": [1.0] * 4000}
     worse = {**row, "items": [0.0] * 400 + [1.0] * 3600, "value": 0.9}
@@ -314,7 +362,7 @@ def test_eval_exits_9_unless_the_verdict_is_met(library) -> None:
     assert "a--final within 1 points of teacher: no (-10.0 ± 0.5)" in missed.stdout
 
 
-def test_eval_of_a_model_in_a_run_writes_where_export_looks(library, tmp_path: Path) -> None:
+def test_eval_of_a_model_in_a_run_writes_where_export_looks(library, models_exist, tmp_path: Path) -> None:
     fake = library("fcsd.eval.harness", "evaluate_models", [])
     for name in ("mine", "other"):
         (tmp_path / name / "final").mkdir(parents=True)
@@ -330,7 +378,7 @@ def test_eval_of_a_model_in_a_run_writes_where_export_looks(library, tmp_path: P
         assert fake.call_args.kwargs["out"] == out
 
 
-def test_eval_refuses_a_single_task_that_is_far_below(library) -> None:
+def test_eval_refuses_a_single_task_that_is_far_below(library, models_exist) -> None:
     right = {"metric": "acc", "value": 1.0, "stderr": 0.0, "n": 2000, "chance": 50.0, "engine": {}}
     right |= {"settings_sha256": "s", "data_sha256": "d", "items": [1.0] * 2000, "model": "teacher", "baseline": True}
     below = {"value": 0.9, "items": [0.0] * 200 + [1.0] * 1800}
@@ -741,3 +789,100 @@ def test_signals_that_are_ignored_or_handled_stay_so():
     finally:
         signal.signal(signal.SIGHUP, before)
     assert stopped.value.code == 143 and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_options_are_taken_by_their_earlier_names(library) -> None:
+    fake = library("fcsd.convert", "convert_checkpoint", Shown())
+    run("convert", "m", "out", "--wiring", "desync", "--tp-degree=2", "--reduce", "last")
+    assert (fake.call_args.kwargs["tp_degree"], fake.call_args.kwargs["reduce"]) == (2, "last")
+    chats = library("fcsd.serve.chat", "chat", [])
+    library("fcsd.checkpoint.location", "directory_of")
+    library("fcsd.launch.world", "ensure_world")
+    run("chat", "m", "--gpus", "2", "--reduce", "host", "--prompts", "file.txt")
+    assert (chats.call_args.kwargs["reduce"], chats.call_args.kwargs["prompts"]) == ("host", Path("file.txt"))
+    measured = library("fcsd.bench.serve.measure", "bench", ({"ratios": [1], "tables": {}}, ""))
+    run(
+        "bench",
+        "serve",
+        "tiny",
+        "--tp",
+        "2",
+        "--prompts",
+        "8,16",
+        "--arrivals",
+        "3",
+        "--layers",
+        "5",
+        "--",
+        "--layers",
+        "6",
+    )
+    load = measured.call_args.args[0]
+    assert (load.tp, load.prompts, load.arrivals, load.layers) == (2, (8, 16), 3, 5)
+    assert load.options == ("--layers", "6"), "what stands behind -- is vLLM's"
+
+
+@pytest.mark.parametrize(("variable", "coloured"), [("", True), ("1", False)])
+def test_errors_are_coloured_on_a_terminal(variable: str, coloured: bool, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("NO_COLOR", variable)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    command.report_error(errors.ConfigError("wrong", "right"))
+    assert ("\x1b[31merror:\x1b[0m wrong" in capsys.readouterr().err) is coloured
+
+
+def test_a_quiet_command_prints_results_warnings_and_errors_alone() -> None:
+    code = (
+        "import logging, fcsd.checkpoint, fcsd.cli.main as cli, sys\n"
+        "class Shown:\n"
+        "    def to_text(self): return 'a 1'\n"
+        "def inspect(*_, **__):\n"
+        "    logging.getLogger('fcsd.checkpoint').info('a step')\n"
+        "    logging.getLogger('fcsd.checkpoint').warning('a doubt')\n"
+        "    return Shown()\n"
+        "fcsd.checkpoint.inspect_checkpoint = inspect\n"
+        "cli.app(sys.argv[1:])"
+    )
+    for asked, said in ((["inspect", "m"], "a step\na doubt\n"), (["-q", "inspect", "m"], "a doubt\n")):
+        done = subprocess.run([sys.executable, "-c", code, *asked], capture_output=True, text=True, timeout=120)
+        assert (done.stdout, done.stderr) == ("a 1\n", said)
+
+
+def test_the_shell_completes_recipes_wirings_and_shapes() -> None:
+    completed = {
+        "fcsd distill ti": "tiny",
+        "fcsd convert m out --wiring lad": "ladder",
+        "fcsd bench serve llama3-8": "llama3-8b",
+    }
+    for line, word in completed.items():
+        env = {"_FCSD_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+        done = CliRunner().invoke(app, [], prog_name="fcsd", env=env)
+        assert word in done.stdout.split()
+
+
+def test_distill_takes_the_settings_that_the_plan_finds(library) -> None:
+    library("fcsd.launch.world", "ensure_world")
+    library("fcsd.distill.inputs", "require_inputs")
+    loop = library("fcsd.distill.loop", "distill_model", Path("runs/x"))
+    plans = library("fcsd.plan", "plan_run")
+    change = Change(["--set train.micro_batch_size=2", "--set optim.offload=host"], 1 << 30, 0, 0, 1.0)
+    more = Change([*change.written, "--nodes 2"], 1 << 30, 0, 0, 1.0)
+
+    def planned(fits: bool, change: Change | None, faster: Change | None) -> types.SimpleNamespace:
+        def check() -> None:
+            if not fits:
+                raise errors.DoesNotFitError("too large")
+
+        return types.SimpleNamespace(change=change, faster=faster, described=lambda change: "", check=check)
+
+    for plan, size, code in (
+        (planned(False, change, None), 2, 0),
+        (planned(True, None, change), 2, 0),
+        (planned(True, None, None), 8, 0),
+        (planned(False, more, None), None, 8),
+        (planned(False, None, None), None, 8),
+    ):
+        plans.return_value = plan
+        loop.reset_mock()
+        done = run("distill", "tiny", "--fit", "--gpus", "1", "--set", "train.micro_batch_size=8")
+        assert done.exit_code == code, done.output
+        assert size == (loop.call_args and loop.call_args.args[0].recipe.train.micro_batch_size)

@@ -12,9 +12,8 @@ from fcsd.cli.main import app
 from fcsd.convert import convert_checkpoint
 from fcsd.distill import layer_costs
 from fcsd.distill.layer_costs import choose_by_cost
-from fcsd.models import selection
 from fcsd.models.build import load_model
-from fcsd.models.selection import cheapest
+from fcsd.models.selection import cheapest, select_layers
 
 
 @pytest.fixture(scope="module")
@@ -22,17 +21,14 @@ def model(repo: Path) -> Path:
     return repo / "assets" / "teacher"
 
 
-def test_what_costs_most_stays_standard_and_costs_are_divergences(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(selection, "ENOUGH", 0.1)  # of this small model all layers together cost less than a nat
+def test_what_costs_most_stays_standard_and_costs_are_divergences(model: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"
     text.write_text(json.dumps({"text": "Bread is made of flour, water and salt. It is baked in an oven. " * 4}) + "\n")
     done = choose_by_cost(str(model), "farskip", "auto", text)
     assert done.wiring.layers == cheapest(done.alone)
     standard = done.alone.keys() - done.wiring.layers
     told = done.to_text()
-    assert 0 in standard and told.count("  stays standard\n") == len(standard) <= 2
+    assert 0 in standard and told.count("  stays standard\n") == len(standard) == 5
     assert f"{len(standard)} of 10 layers stay standard" in told
     alone = convert_checkpoint(model, tmp_path / "alone", layers="1", check=False)
     ids = load_tokenizer(model)(json.loads(text.read_text())["text"], return_tensors="pt")["input_ids"][:, :512]
@@ -47,16 +43,16 @@ def test_what_costs_most_stays_standard_and_costs_are_divergences(
 @pytest.mark.parametrize(
     ("costs", "standard"),
     [
-        ([3.0, 2.0, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5], {0, 1}),  # the others cost 3 of 8
-        ([0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.2], set()),  # all cost less than one nat
-        ([0.6, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.2], {0}),  # the others cost 0.8, which is less than one nat
-        ([1.0, 1.1, 1.0, 1.0, 1.2, 1.0, 1.0, 1.0], {1, 4}),  # no more than a quarter, and then the dearest
-        ([2.0, 0.1, 0.1], set()),  # of three layers none is a quarter
+        ([3.0, 2.0, 0.5, 0.7, 0.5, 0.9, 0.5, 0.5], {0, 1, 3, 5}),
+        ([0.1, 0.1, 0.1, 0.2], {2, 3}),  # of equal ones the first
+        ([2.0, 0.1, 0.2], {0}),  # half of three layers are two
+        ([2.0], set()),
     ],
 )
-def test_the_dearest_layers_stay_standard_until_the_others_cost_little(costs: list[float], standard: set[int]) -> None:
+def test_the_half_that_costs_least_is_converted(costs: list[float], standard: set[int]) -> None:
     kept = cheapest(dict(enumerate(costs)))
     assert set(range(len(costs))) - set(kept) == standard and list(kept) == sorted(kept)
+    assert len(kept) == len(select_layers("50%", len(costs))), "as many as where nothing was measured"
     assert cheapest(dict(enumerate(costs)), 2) == tuple(sorted(sorted(range(len(costs)), key=costs.__getitem__)[:2]))
 
 

@@ -273,12 +273,12 @@ def test_two_gpus_decode_by_graphs_as_step_by_step(models: dict[str, Path], tmp_
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["eval", "{model}", "--backend", "own", "--reduce", "none"], "gives wrong results"),
-        (["eval", "{model}", "--backend", "own", "--reduce", "t.json"], "some scores in another way"),
-        (["eval", "{model}", "--reduce", "none"], "--reduce is for --backend own"),
+        (["eval", "{model}", "--backend", "own", "--all-reduce", "none"], "gives wrong results"),
+        (["eval", "{model}", "--backend", "own", "--all-reduce", "t.json"], "some scores in another way"),
+        (["eval", "{model}", "--all-reduce", "none"], "--all-reduce is for --backend own"),
         (["eval", "{model}", "--backend", "own", "--ep-size", "2"], "--ep-size is for --backend hf"),
-        (["chat", "{model}", "--gpus", "1", "--reduce", "none"], "gives wrong results"),
-        (["chat", "{model}", "--reduce", "none"], "add --gpus"),
+        (["chat", "{model}", "--gpus", "1", "--all-reduce", "none"], "gives wrong results"),
+        (["chat", "{model}", "--all-reduce", "none"], "add --gpus"),
         (["chat", "{model}", "--gpus", "1", "--device", "cpu"], "leave it out with --gpus"),
     ],
 )

@@ -211,11 +211,11 @@ def test_a_second_push_finds_everything_there(hub, exported: Path, monkeypatch) 
 
 
 def test_endless_pages_of_pull_requests_end(hub, exported: Path, monkeypatch) -> None:
-    monkeypatch.setattr(pushing, "_MOST_PAGES", 3)
-    other = {"num": 7, "title": "another", "author": {"name": "org"}}
-    answering(
-        monkeypatch, "_discussions", lambda handler, own, named: handler._json({"discussions": [other], "count": 10**9})
-    )
+    monkeypatch.setattr(pushing, "_MOST_PULLS", 3)
+    other = {"num": 7, "title": "another", "author": {"name": "org"}, "createdAt": "2026-01-01T00:00:00.000Z"}
+    other |= {"status": "open", "isPullRequest": True, "repo": {"name": "org/mine", "type": "model"}}
+    page = {"discussions": [other], "count": 10**9, "start": 0}
+    answering(monkeypatch, "_discussions", lambda handler, own, named: handler._json(page))
     push_model(exported, "org/mine")
     assert sum(line.endswith("/discussions") for line in hub.requests) == 3
     answering(monkeypatch, "_discussions", lambda handler, own, named: handler._json({"discussions": 3}))

@@ -37,6 +37,19 @@ def test_several_processes_are_started_by_torchrun(monkeypatch: pytest.MonkeyPat
     assert len(started) == 1
 
 
+def test_without_a_number_all_gpus_take_part_that_divide_the_work(monkeypatch, caplog) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    with caplog.at_level("INFO", "fcsd"):
+        assert (launch.gpus_here(), launch.gpus_here(lambda count: 12 % count == 0)) == (8, 6)
+    assert caplog.messages[1] == "6 of the 8 GPUs here take part; --gpus N says how many"
+    assert launch.gpus_here(lambda count: False) == 1
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert launch.gpus_here() == 1
+    for name, value in ranks._worlds(2)[0].items():
+        monkeypatch.setenv(name, value)
+    assert launch.gpus_here() == 2
+
+
 def test_the_exit_code_of_a_process_is_that_of_the_command(repo: Path, tmp_path: Path) -> None:
     asked = ["distill", "recipes/tiny.yaml", "--gpus", "2", "--set", f"model={tmp_path}"]
     run = ranks.fcsd(*asked, "--output-dir", tmp_path / "run", cwd=repo)

@@ -1,5 +1,6 @@
 """`fcsd serve`: what it checks, when it is ready, how it ends; vLLM's server is a script of a few lines."""
 
+import json
 import os
 import signal
 import socket
@@ -126,7 +127,7 @@ def test_what_is_checked_before_vllm_starts(models, monkeypatch):
         server.serve(str(models / "ladder"), ready=never)
     monkeypatch.delenv("VLLM_PLUGINS")
     with pytest.raises(ConfigError, match="converted for 2 tensor-parallel ranks, not 1") as caught:
-        server.serve(str(models / "desync"), ready=never)
+        server.serve(str(models / "desync"), gpus=1, ready=never)
     assert caught.value.hint == "Add --gpus 2."
     for option in ("-tp", "-tp9", "-tp=9", "--tensor_parallel_size=2", "--tensor-par", "--port", "--mod=x"):
         with pytest.raises(ConfigError, match=f"{option} behind -- is set by fcsd serve"):
@@ -138,7 +139,7 @@ def test_what_is_checked_before_vllm_starts(models, monkeypatch):
             server.serve(str(models / "ladder"), port=taken.getsockname()[1], ready=never)
     assert not run
     port = ranks.free_port()
-    server.serve(str(models / "desync"), gpus=2, port=port, options=["--max-model-len", "64"], ready=never)
+    server.serve(str(models / "desync"), port=port, options=["--max-model-len", "64"], ready=never)
     ((command, url, ready),) = run
     assert command[1:6] == ["-P", "-m", "vllm.entrypoints.cli.main", "serve", str(models / "desync")]
     assert command[-2:] == ["--max-model-len", "64"] and url == f"http://127.0.0.1:{port}" and ready is never
@@ -191,3 +192,26 @@ def test_sums_through_the_host_are_asked_of_vllm(monkeypatch, tmp_path):
         server.serve("model", gpus=1, port=port, all_reduce="host", ready=print)
     with pytest.raises(ConfigError, match="sums are vLLM's own, host or host:FORMAT"):
         server.serve("model", gpus=2, port=port, all_reduce="nccl", ready=print)
+
+
+def test_graphs_are_closest_where_most_steps_are():
+    sizes = server.graph_sizes(512, 64)
+    assert sizes[:11] == [1, 2, 4, *range(8, 65, 8)], "answers alone"
+    assert {512, 528, 544, 560, 576} <= set(sizes), "one prompt beside them"
+    assert {1024, 1040, 1056, 1088, 1152} <= set(sizes) and sizes == sorted(set(sizes)), "two prompts"
+    assert max(server.graph_sizes(8192, 64)) < 8192, "no graph of a step that computes for long"
+    assert server.graph_sizes(1, 1)[:2] == [1, 2]
+
+
+def test_graphs_and_a_table_are_options_of_vllm(tmp_path):
+    table = tmp_path / "table.json"
+    rows = {"decode": [{"from": 1, "reduce": "vllm", "travels": True}], "prefill": []}
+    about = {"version": 1, "user": "plugin", "tp": 2, "wiring": "ladder", "model": "m", "command": "c"}
+    table.write_text(json.dumps({**about, **rows}))
+    words = list(server._further(table, (16, 2), 2, ["--seed", "1"]))
+    assert json.loads(words[1]) == {"fcsd": {"reduce": str(table)}}
+    assert json.loads(words[3]) == {"cudagraph_capture_sizes": server.graph_sizes(16, 2)}
+    with pytest.raises(BadInputError, match="measured with --gpus 2"):
+        list(server._further(table, None, 4, []))
+    with pytest.raises(ConfigError, match="--compilation-config behind -- is what --prompt-tokens sets"):
+        list(server._further(None, (16, 2), 2, ["--compilation_config={}"]))

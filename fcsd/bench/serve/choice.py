@@ -63,7 +63,7 @@ def choose(load: Workload, times: Mapping[Way, Rounds]) -> Ways:
 
     Under vLLM, prompts that arrive together are read in several steps, the first of which has the first prompts alone.
     All were timed as one size, so below ``OVERLAP_FROM`` tokens nothing travels, as by the plugin's own choice. A
-    prompt that arrives alone (``--arrivals 1``) is one step of its tokens, and its rows are those that were measured.
+    prompt that arrives alone (``--concurrency 1``) is one step of its tokens, and its rows are as they were measured.
     """
     together = load.user == "plugin" and load.arrivals > 1
     known = {way: medians(rounds) for way, rounds in times.items()}

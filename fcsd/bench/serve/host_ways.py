@@ -1,8 +1,12 @@
 """Times the ways to sum through memory of the host before any server runs, where every server then finds the table.
 
 A server that measures them while others start on the same GPUs would measure those, so it leaves them to vLLM.
+``fcsd bench links`` measures the same tables, so that measuring once is enough.
 """
 
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,8 +17,66 @@ from torch.multiprocessing.spawn import spawn
 
 from fcsd.bench.serve.variants import HOST_SUMS
 from fcsd.parallel.all_reduce.host import sums_of
-from fcsd.parallel.all_reduce.host_table import file_for, kept, measured
+from fcsd.parallel.all_reduce.host_table import STOCK, file_for, kept, measured, read_times
 from fcsd.serve.vllm.communicator import caches, format_of
+
+# A setting of NCCL: without peer access its copies are those of copy engines, not of kernels.
+COPIES = "NCCL_SHM_USE_CUDA_MEMCPY"
+_MOST_WAYS = "host:int8"  # of HOST_SUMS, the one whose table has all ways
+
+
+def through_host() -> bool:
+    """Whether data between the GPUs have to go through the host; NCCL_P2P_DISABLE=1 sends them so, too."""
+    peers = os.environ.get("NCCL_P2P_DISABLE", "0") == "0"
+    return torch.cuda.device_count() > 1 and not (peers and torch.cuda.can_device_access_peer(0, 1))
+
+
+def measure(counts: Sequence[int]) -> None:
+    """Measure and keep the tables of these numbers of ranks, with NCCL's own copies and with those of ``COPIES``.
+
+    Where GPUs can access each other's memory a server would not sum by NCCL alone, so nothing is measured.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: a rank cannot sum so.
+    """
+    for ranks in counts if through_host() else ():
+        prepare(ranks)
+        with _copies():
+            prepare(ranks)
+
+
+def microseconds(counts: Sequence[int]) -> dict[str, dict[int, dict[int, float]]]:
+    """What is kept, by the way to sum, ranks and bytes: ``host``, ``host:int8``, and NCCL with ``COPIES``."""
+    found: dict[str, dict[int, dict[int, float]]] = {}
+    for ranks in counts:
+        for size, row in _kept(ranks).items():
+            own = {way: time for way, time in row.items() if way != STOCK}
+            exact = min(time for way, time in own.items() if ":" not in way)
+            for name, time in (("host", exact), (_MOST_WAYS, min(own.values()))):
+                found.setdefault(name, {}).setdefault(ranks, {})[size] = time
+        with _copies():
+            for size, row in _kept(ranks).items():
+                found.setdefault(f"{COPIES}=1", {}).setdefault(ranks, {})[size] = row[STOCK]
+    return found
+
+
+def _kept(ranks: int) -> dict[int, dict[str, float]]:
+    """Microseconds by bytes and way; empty if they were not measured."""
+    if not torch.cuda.is_available():
+        return {}
+    found = read_times(file_for(caches(), torch.cuda.get_device_name(), ranks, _MOST_WAYS))
+    return {} if found is None else found[0]
+
+
+@contextmanager
+def _copies() -> Iterator[None]:
+    before = os.environ.get(COPIES)
+    os.environ[COPIES] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[COPIES]
+        os.environ.update({} if before is None else {COPIES: before})
 
 
 def prepare(ranks: int) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 from fcsd.bench import runner
 from fcsd.bench.serve import choice, figures, table, under_vllm
-from fcsd.bench.serve.workload import Workload, config_of
+from fcsd.bench.serve.model import config_of
+from fcsd.bench.serve.workload import Workload
 from fcsd.disk import write_json
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import first_rank

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fcsd.bench.runner import finished, say
+from fcsd.bench.serve.model import prompts_of, usual_wirings, wiring_for
 from fcsd.bench.serve.variants import Missing, Role, label
-from fcsd.bench.serve.workload import STANDARD, Workload, prompts_of, usual_wirings, wiring_for
+from fcsd.bench.serve.workload import STANDARD, Workload
 from fcsd.engine.decode import GRAIN, Stepper
 from fcsd.engine.fused import fuse
 from fcsd.engine.layer import wire_tensor_parallel
@@ -61,7 +62,7 @@ def bench(load: Workload, config: PretrainedConfig, write: Callable[[dict[str, A
     until = time.monotonic() + 60 * load.minutes
     world = join_world().patient(PATIENCE)
     if world.size != load.tp:
-        raise ConfigError(f"--tp {load.tp} needs as many processes, and there are {world.size}")
+        raise ConfigError(f"--gpus {load.tp} needs as many processes, and there are {world.size}")
     names = usual_wirings(load, config)
     wirings = {name: wiring_for(name, config, load.tp) for name in (STANDARD, *names)}
     ranks, missing = TensorGroup(dist.group.WORLD, load.tp, world.rank), {}
@@ -128,7 +129,7 @@ def _require_short(load: Workload, work: Sequence[tuple[str, int, int, int, int]
     if world.lowest(60 * load.minutes - seconds) < 0:
         raise ConfigError(
             f"without a GPU, {kind} {size} takes about {duration(seconds)}, and --minutes is {load.minutes:g}",
-            "Give smaller sizes, such as --prompts 64 --arrivals 2 --batches 1,4 --answer 8; or more --minutes.",
+            "Give smaller sizes: --prompt-tokens 64 --concurrency 2 --batches 1,4 --answer 8; or more --minutes.",
         )
 
 

@@ -28,7 +28,8 @@ from fcsd.bench.serve import figures
 from fcsd.bench.serve.choice import file_of
 from fcsd.bench.serve.client import ask
 from fcsd.bench.serve.figures import Answer
-from fcsd.bench.serve.host_ways import prepare
+from fcsd.bench.serve.host_ways import prepare, through_host
+from fcsd.bench.serve.model import cache_bytes, config_of, prompts_of, usual_wirings, weight_bytes, wiring_for
 from fcsd.bench.serve.running import Server, await_answers, error_behind, failed, left_out, start, stop, write_directory
 from fcsd.bench.serve.variants import (
     IMITATED,
@@ -43,17 +44,7 @@ from fcsd.bench.serve.variants import (
     groups,
     room_for,
 )
-from fcsd.bench.serve.workload import (
-    STANDARD,
-    Workload,
-    cache_bytes,
-    config_of,
-    prompts_of,
-    tokens_at_once,
-    usual_wirings,
-    weight_bytes,
-    wiring_for,
-)  # fmt: skip
+from fcsd.bench.serve.workload import STANDARD, Workload, tokens_at_once
 from fcsd.disk import write_json
 from fcsd.errors import ConfigError, FcsdError
 from fcsd.models.build import experts_of
@@ -109,7 +100,7 @@ def bench(
         )
     if not peers and "symmetric" in load.sums:
         raise ConfigError(
-            f"--sums symmetric is {backend_of('symmetric', 'plugin')[0].only}", f"{IMITATED}; leave it out."
+            f"--all-reduce symmetric is {backend_of('symmetric', 'plugin')[0].only}", f"{IMITATED}; leave it out."
         )
     environment = {**(_EVEN_ROUTING if moe else {}), **({} if peers else {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"})}
     machine = Machine(version, lambda module: find_spec(module) is not None, gpus, fits_one, peers)
@@ -129,7 +120,7 @@ def bench(
         }
         try:
             forms = _ALONE if load.arrivals == 1 and not spread else {}
-            host = load.tp > 1 and not spread and _through_host(peers)
+            host = load.tp > 1 and not spread and through_host()
             if host:
                 prepare(load.tp)
             first = core(names, _ways(load, folder), forms, host=host)
@@ -353,14 +344,8 @@ def _gpus() -> list[str]:
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return [name for name in chosen.split(",") if name]
-    import torch
 
     return [str(n) for n in range(torch.cuda.device_count())]
-
-
-def _through_host(peers: bool) -> bool:
-    """Whether data between the GPUs have to go through the host; ``peers``: NCCL may use peer access where it is."""
-    return torch.cuda.device_count() > 1 and not (peers and torch.cuda.can_device_access_peer(0, 1))
 
 
 def link() -> str | None:

@@ -11,11 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fcsd.disk import file_sha256, json_sha256
-from fcsd.engine.generate import GENERATION, SLOTS
 from fcsd.errors import ConfigError, unknown_value
-from fcsd.eval.engines.adapter import HFAdapter
-from fcsd.eval.engines.answer_cache import AnswerCache
-from fcsd.eval.engines.interface import Adapter
 from fcsd.extras import require_extra
 from fcsd.launch.shared_work import Team
 from fcsd.models.load_options import check_device, check_dtype, default_dtype
@@ -23,6 +19,9 @@ from fcsd.serve.vllm.support import RIGHT_RESULTS, installed_version, require_vl
 
 if TYPE_CHECKING:
     from fcsd.checkpoint import Checkpoint
+    from fcsd.eval.engines.adapter import HFAdapter
+    from fcsd.eval.engines.answer_cache import AnswerCache
+    from fcsd.eval.engines.interface import Adapter
 
 HF, VLLM, OWN = "hf", "vllm", "own"
 
@@ -65,14 +64,17 @@ class Engine:
             raise unknown_value("backend", self.backend, (HF, VLLM, OWN))
         check_dtype(self.dtype)
         check_device(self.device, "auto")
-        if self.generation is not None and self.generation not in GENERATION:
-            raise unknown_value("generation", self.generation, GENERATION)
+        if self.generation is not None:
+            from fcsd.engine.generate import GENERATION
+
+            if self.generation not in GENERATION:
+                raise unknown_value("generation", self.generation, GENERATION)
         if self.backend == VLLM:
             self._check_vllm()
         if self.backend == OWN:
             self._check_own(ranks)
         elif self.reduce != "nccl":
-            raise ConfigError(f"--reduce is for --backend {OWN}", "leave it out: other backends have their own way")
+            raise ConfigError(f"--all-reduce is for --backend {OWN}", "leave it out: other backends have their own way")
         if self.ep_size > 1 and self.device == "auto":
             raise ConfigError("--device auto spreads the model of one process, and --ep-size needs several processes")
         if ranks % self.ep_size:
@@ -91,7 +93,7 @@ class Engine:
 
         if is_table(self.reduce):
             raise ConfigError(
-                f"--reduce {self.reduce}: a table would compute some scores in another way than others",
+                f"--all-reduce {self.reduce}: a table would compute some scores in another way than others",
                 "name one backend, such as nccl",
             )
         require_right(self.reduce)
@@ -113,7 +115,7 @@ class Engine:
 
 
 @contextlib.contextmanager
-def opened(model: str, engine: Engine, out: Path | None, team: Team) -> Iterator[Adapter]:
+def opened(model: str, engine: Engine, out: Path | None, team: Team) -> "Iterator[Adapter]":
     """A context with a model, given by path or hub id, behind lm-eval's interface. Its answers are kept below ``out``.
 
     The model's memory is freed when the context ends.
@@ -125,6 +127,7 @@ def opened(model: str, engine: Engine, out: Path | None, team: Team) -> Iterator
     import torch
 
     from fcsd.checkpoint import open_checkpoint
+    from fcsd.eval.engines.answer_cache import AnswerCache
 
     source = open_checkpoint(model)
     path = source.path
@@ -156,13 +159,15 @@ def _in_transformers(
     engine: Engine,
     dtype: str,
     device: str,
-    cache: AnswerCache | None,
+    cache: "AnswerCache | None",
     team: Team,
     stack: contextlib.ExitStack,
-) -> HFAdapter:
+) -> "HFAdapter":
     import torch
 
     from fcsd.checkpoint.tokenizer import load_tokenizer
+    from fcsd.engine.generate import SLOTS
+    from fcsd.eval.engines.adapter import HFAdapter
     from fcsd.models.build import load_model
 
     kind = getattr(torch, dtype)
@@ -195,7 +200,7 @@ def _in_transformers(
     )
 
 
-def _in_vllm(source: "Checkpoint", engine: Engine, dtype: str, cache: AnswerCache | None) -> Adapter:
+def _in_vllm(source: "Checkpoint", engine: Engine, dtype: str, cache: "AnswerCache | None") -> "Adapter":
     require_vllm("--backend vllm", rewired=source.config.rewired is not None)
     os.environ[RIGHT_RESULTS] = "1"  # for vLLM's processes, which inherit it
     from fcsd.eval.engines.vllm_adapter import VLLMAdapter

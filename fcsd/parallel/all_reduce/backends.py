@@ -143,5 +143,5 @@ def require_right(name: str) -> None:
     if is_bound(name):
         raise ConfigError(
             f"the all-reduce backend {name} gives wrong results; only benchmarks take it",
-            hint="leave --reduce out, or use --reduce nccl",
+            hint="leave --all-reduce out, or use --all-reduce nccl",
         )

@@ -113,7 +113,7 @@ def kept(file: Path, measure: Callable[[], HostTables], group: Any) -> HostTable
     told: list[Any] = [None]
     with _alone(file) if first else nullcontext():
         if first:
-            told[0] = _read(file)
+            told[0] = read_times(file)
         dist.broadcast_object_list(told, dist.get_global_rank(group, 0), group=group)
         if told[0] is not None:
             return HostTables(*map(of_times, told[0]))
@@ -135,7 +135,7 @@ def _written(table: HostTable) -> dict[str, dict[str, float]]:
     return {str(size): dict(row) for size, row in table.microseconds.items()}
 
 
-def _read(file: Path) -> list[dict[int, dict[str, float]]] | None:
+def read_times(file: Path) -> list[dict[int, dict[str, float]]] | None:
     """The times of each table in a file; None if it is not there or not such a file."""
     try:
         content = json.loads(read_input_text(file))

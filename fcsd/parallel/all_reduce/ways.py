@@ -103,7 +103,7 @@ def read_ways(reduce: str, user: User, degree: int | None = None) -> Ways:
         if type(table["tp"]) is not int:
             raise ValueError("tp is not a number of ranks")
         if degree not in (None, table["tp"]):
-            raise ValueError(f"it was measured with --tp {table['tp']}, and there are {degree} ranks")
+            raise ValueError(f"it was measured with --gpus {table['tp']}, and there are {degree} ranks")
         rows = {step: _rows(table[step], step, user) for step in get_args(Step)}
     except (OSError, ValueError, KeyError, FcsdError) as error:
         why = f"{error.args[0]} is missing" if isinstance(error, KeyError) else reason_of(error)
@@ -113,7 +113,7 @@ def read_ways(reduce: str, user: User, degree: int | None = None) -> Ways:
 
 def _again(user: User, degree: int | None) -> str:
     engine = "own" if user == "engine" else "vllm"
-    return f"Measure one: fcsd bench serve MODEL --engine {engine} --tp {degree or 'N'} --table FILE{SUFFIX}"
+    return f"Measure one: fcsd bench serve MODEL --engine {engine} --gpus {degree or 'N'} --table FILE{SUFFIX}"
 
 
 def _rows(given: Any, step: str, user: User) -> Rows:

@@ -18,7 +18,7 @@ from fcsd.parallel.all_reduce.backends import PEERS
 from fcsd.parallel.transports.copies import PeerBuffers
 from fcsd.parallel.transports.symmetric_memory import open_buffers
 
-_INSTEAD = "use --reduce nccl, or under vLLM the backend vllm"
+_INSTEAD = "use --all-reduce nccl, or under vLLM the backend vllm"
 
 
 class Window:

@@ -10,26 +10,22 @@ import logging
 import os
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fcsd.errors import ConfigError
 from fcsd.foreign_errors import reason_of
-
-if TYPE_CHECKING:
-    from fcsd.kernels.bit_split import Format
+from fcsd.kernels.bit_split import Format
 
 ASKED = "FCSD_ALL_REDUCE"
 log = logging.getLogger("vllm.fcsd")
 
 
-def format_of(asked: str) -> "Format | None":
+def format_of(asked: str) -> Format | None:
     """The format in which sums may travel, by the value of ``FCSD_ALL_REDUCE``; None if they have to be exact.
 
     Raises:
         ConfigError: the value is another one, or the format is unknown.
     """
-    from fcsd.kernels.bit_split import Format
-
     first, _, format = asked.partition(":")
     if first != "host":
         raise ConfigError(f"{ASKED}={asked}: sums are vLLM's own, host or host:FORMAT", "Use host, or host:int8.")
@@ -84,7 +80,7 @@ def communicator_of(base: type[Any]) -> type[Any]:
             if self.unique_name.split(":")[0] == "tp" and self.world_size > 1:
                 self._open(format_of(os.environ[ASKED]))
 
-        def _open(self, format: "Format | None") -> None:
+        def _open(self, format: Format | None) -> None:
             import torch
             import torch.distributed as dist
 
@@ -146,5 +142,5 @@ def caches() -> Path:
     return Path(os.environ.get("VLLM_CACHE_ROOT") or Path(general, "vllm")).expanduser()
 
 
-def _divides(format: "Format | None", x: Any) -> bool:
+def _divides(format: Format | None, x: Any) -> bool:
     return format is not None and x.dim() > 1 and x.shape[-1] % format.group == 0

@@ -149,7 +149,7 @@ def test_the_kind_between_gpus_is_refused_on_cpus(two_ranks: list[dict[str, Any]
     for rank in two_ranks:
         said = rank["between GPUs"]
         assert "needs 2 to 8 GPUs of one host" in said
-        assert said.endswith("use --reduce nccl, or under vLLM the backend vllm")
+        assert said.endswith("use --all-reduce nccl, or under vLLM the backend vllm")
 
 
 def test_an_unknown_kind_is_refused() -> None:

@@ -48,7 +48,7 @@ def row(**changes: Any) -> dict[str, Any]:
         (TABLE | {"news": 1}, "has not the keys of a table of version 1"),
         ({key: TABLE[key] for key in TABLE if key != "prefill"}, "prefill is missing"),
         (TABLE | {"user": "plugin"}, "it was measured for the plugin, and this is the engine"),
-        (TABLE | {"tp": 4}, "it was measured with --tp 4, and there are 2 ranks"),
+        (TABLE | {"tp": 4}, "it was measured with --gpus 4, and there are 2 ranks"),
         (TABLE | {"decode": {}}, "decode is not a list"),
         (TABLE | {"decode": [[1, "nccl"]]}, 'a row of decode has not the keys "from", "reduce" and "travels"'),
         (TABLE | {"decode": TABLE["decode"][::-1]}, "the rows of decode do not ascend at 4 tokens"),
@@ -63,7 +63,7 @@ def test_what_is_no_table_for_this_is_refused_in_one_line(tmp_path: Path, table:
     with pytest.raises(BadInputError) as caught:
         read_ways(write(tmp_path, table), "engine", 2)
     assert said in str(caught.value) and "\n" not in str(caught.value)
-    assert str(caught.value.hint) == "Measure one: fcsd bench serve MODEL --engine own --tp 2 --table FILE.json"
+    assert str(caught.value.hint) == "Measure one: fcsd bench serve MODEL --engine own --gpus 2 --table FILE.json"
 
 
 def test_a_file_that_is_missing_and_a_backend_that_is_unknown(tmp_path: Path) -> None:
