@@ -2,7 +2,7 @@
 
 The order of what a user gains decides: copies of the model if it fits one GPU; a better transport for the model as it
 is; fewer bits; then a conversion, which has to be healed and loses points. Sums through the host are named as a trial,
-because no server has been timed with them yet.
+because one short run alone has timed them.
 """
 
 import math
@@ -78,7 +78,7 @@ class Advice:
         chosen: the one to begin with.
         why: a sentence.
         command: the next command.
-        trial: a command that is worth a trial, although no server was timed with it; None if there is none.
+        trial: a command that is worth a trial, because one short run alone has timed it; None if there is none.
         losses: rows of measured losses that are nearest to the model.
         heal: what healing the last half takes.
         days: until these are won back by the best conversion over the best of the rest, infinite if never.
@@ -285,7 +285,7 @@ def to_text(advice: Advice) -> str:
         "",
         f"Do this: {advice.chosen.name}. Why: {advice.why}.",
         f"  {advice.command}",
-        *([] if advice.trial is None else [f"Worth a trial, although no server was timed with it yet: {advice.trial}"]),
+        *([] if advice.trial is None else [f"Worth a trial, which only one short run has timed so far: {advice.trial}"]),
         "",
         table(head, body),
         "",
