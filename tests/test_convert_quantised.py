@@ -130,3 +130,19 @@ def test_transformers_alone_loads_the_converted_directory(arch: str, tmp_path: P
     own = {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")}
     subprocess.run(command, cwd=tmp_path, env={**os.environ, **own}, check=True, capture_output=True)
     assert torch.equal(load_file(tmp_path / "logits")["0"], logits(load_model(out)))
+
+
+def test_the_file_that_modelopt_writes_beside_config_json(tmp_path: Path) -> None:
+    """It stands for the part of config.json that is not there, and is copied."""
+    base, out = quantised.write_by("modelopt_nvfp4", "llama", tmp_path / "base"), tmp_path / "out"
+    inside = load_model(base).state_dict()
+    config = json.loads((base / "config.json").read_text())
+    del config["quantization_config"]
+    (base / "config.json").write_text(json.dumps(config))
+    details = {"quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    (base / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": details}))
+    assert inspect_checkpoint(base).stored_as == "4-bit floats in groups of 16 (modelopt)"
+    assert convert_checkpoint(base, out, wiring="ladder").parity == 4
+    assert inspect_checkpoint(out).stored_as == "4-bit floats in groups of 16 (modelopt)"
+    found = load_model(out).state_dict()
+    assert all(torch.equal(tensor, inside[name]) for name, tensor in found.items())
