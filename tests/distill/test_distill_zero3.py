@@ -191,6 +191,28 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(finished: Path, folde
         assert runs.outcome(tmp_path / name) == runs.outcome(finished / f"{name}-3")
 
 
+def test_another_number_of_processes_continues_a_run(finished: Path, folder: Path, tmp_path: Path) -> None:
+    """Weights, moments and fp32 weights are divided anew; what the processes compute differs by rounding."""
+    names = ("converted layers alone", "own settings, converted layers", "plain")
+    for size in (1, 4):
+        recipes = []
+        for name in names:
+            steps, every = (CASES[name][1][key] for key in ("train__steps", "checkpoint__every_steps"))
+            run = tmp_path / f"{name}-{size}"
+            shutil.copytree(finished / f"{name}-3", run)
+            shutil.rmtree(run / "final")
+            shutil.rmtree(run / "checkpoints" / f"step-{steps}")
+            assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{steps - every}"]
+            recipes.append(recipe(folder, run, name, 3))
+        ranks.results(size, distill, recipes)
+        for name in names:
+            mine, reference = (runs.numbers(run) for run in (tmp_path / f"{name}-{size}", finished / f"{name}-3"))
+            for one, other in zip(mine[0], reference[0], strict=True):
+                assert one == pytest.approx(other, rel=2e-2 if "settings" in name else 1e-5, abs=1e-6)
+            for key, weight in reference[1].items():
+                torch.testing.assert_close(mine[1][key], weight, rtol=0, atol=2e-3 if "settings" in name else 5e-5)
+
+
 def poisoned(each: ResolvedRecipe) -> None:
     """A run whose teacher gives NaN from step 3 on, on rank 1 only."""
     calls, real = 0, targets.final_hidden

@@ -77,7 +77,10 @@ def load(checkpoint: Path, world: World, trained: Trained, identity: dict[str, A
         CheckpointError: the checkpoint belongs to another run; the message names what differs.
     """
     content = world.everywhere(lambda: manifest.read_manifest(checkpoint))[0]
-    if changed := differences(content["identity"], identity):
+    then = content["identity"]
+    if identity.get("parallel.zero_stage") == then.get("parallel.zero_stage") == 3:
+        then = {**then, "processes": identity["processes"]}  # ``repartitioned`` divides the states anew
+    if changed := differences(then, identity):
         raise _of_another_run(checkpoint, changed)
     snapshot.restore(checkpoint, world, trained)
     return content["progress"]

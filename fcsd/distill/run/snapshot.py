@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fcsd.disk import read_input, write_json
 from fcsd.distill.optim.host_copies import HostCopies, size_of
-from fcsd.distill.run.resharded import resharded
+from fcsd.distill.run.resharded import repartitioned, resharded
 from fcsd.distill.train_engine import Trained, TrainEngine
 from fcsd.errors import CheckpointError, DiskError
 from fcsd.foreign_errors import reason_of
@@ -108,16 +108,22 @@ def restore(checkpoint: Path, world: World, trained: Trained) -> None:
             the rank's state is damaged or holds something else.
     """
     engine, ranks = trained.engine, ranks_of(trained.model) or TensorGroup(None, 1, 0)
-    # The number of ranks that divide the rows is part of the identity. What is left is the degree of the saved run.
-    shares = world.size // ranks.degree
-    then = len(list(checkpoint.glob("rank-*.json"))) // shares
+    # The number of ranks that divide the rows is part of the identity, except with ZeRO-3. What is left is the degree
+    # of the saved run.
+    shares, found = world.size // ranks.degree, len(list(checkpoint.glob("rank-*.json")))
+    anew = engine.zero_optimization_partition_weights() and found != world.size
+    then = ranks.degree if anew else found // shares
     states = _states_file(checkpoint, world.rank if then == ranks.degree else world.rank // ranks.degree * then)
+    if anew:
+        states = _states_file(checkpoint, world.rank % found)
     try:
         saved = json.loads(read_input(states))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{states}: cannot be read: {reason_of(error)}") from error
     zero = engine.zero_optimization()
-    if then != ranks.degree:
+    if anew:
+        state = repartitioned(trained, [_read_optimizer(_optimizer_file(checkpoint, rank)) for rank in range(found)])
+    elif then != ranks.degree:
         files = [_optimizer_file(checkpoint, rank) for rank in range(then * shares)]
         state = resharded(trained, files, then, ranks, _read_optimizer)
     else:
@@ -191,7 +197,7 @@ def _read_optimizer(path: Path) -> Any:
 
     try:
         with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path}: holds objects that no optimizer of fcsd saves; none was loaded",
