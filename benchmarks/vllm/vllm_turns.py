@@ -4,9 +4,8 @@
 
 All engines run at the same time, forked from one process that has imported vLLM, and wait for their turn. Weights are
 random. A step is what one more token takes, over 64 tokens of 1, 16 and 64 answers in CUDA graphs; first tokens are
-those of 16 prompts of 512 and 2048 tokens. ``fcsd bench serve`` does this with servers and more variants, and takes
-minutes. With random weights the answers say little; they are compared all the same. What was measured is in OUT.json
-after every turn, and what engines say is beside it.
+those of 16 prompts of 512 and 2048 tokens. ``fcsd bench serve`` does this with servers and more variants, in minutes.
+What was measured is in OUT.json after every turn, and what engines say is beside it.
 """
 
 import json
@@ -73,8 +72,8 @@ def main() -> None:
     # Imported once, before the forks.
     from vllm import LLM, __version__  # noqa: F401  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 
+    from fcsd.bench.serve.model import config_of, wiring_for
     from fcsd.bench.serve.running import write_directory
-    from fcsd.bench.serve.workload import config_of, wiring_for
 
     out, (shape, _, layers) = Path(sys.argv[1]), sys.argv[2].partition(":")
     until = time.monotonic() + float(sys.argv[4] if sys.argv[3:4] == ["--seconds"] else 150)
