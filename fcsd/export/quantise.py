@@ -101,17 +101,38 @@ def quantise_directory(
     model = load_model(source)
     texts = [] if calibration is None else calibration_rows(model, source, calibration, ROWS, TOKENS)
     quantise_model(model, source, name, [row[0] for row in texts])
-    with torch.no_grad():
-        expected = model(input_ids=token_ids(model).to(model.device), use_cache=False).logits.float().cpu()
+    expected = _of_weights(model)
     with scratch(out, "saved-") as saved:
         model.save_pretrained(saved, save_compressed=True)
         stored = read_object(saved / "config.json")["quantization_config"]
-        found = logits(load_model(saved))
-        if not torch.isfinite(found).all() or (found.float() - expected).norm() > _NEAR * expected.norm():
+        again = load_model(saved, decode=False)  # as transformers and compressed-tensors compute it
+        for tensor in (*again.parameters(), *again.buffers()):  # a sum's order depends on where in memory weights lie
+            tensor.data = tensor.data.clone()
+        found = logits(again)
+        del again
+        of_weights = _of_weights(load_model(saved, decode=True))
+        if not torch.isfinite(found).all() or (of_weights - expected).norm() > _NEAR * expected.norm():
             raise FcsdError(f"{source}: quantised by {name}, its files do not load to what was computed in memory")
         for file in (*saved.glob("*.safetensors"), *saved.glob(INDEX)):
             file.rename(out / file.name)
     return stored, token_ids(model), found
+
+
+def _of_weights(model: PreTrainedModel) -> Tensor:
+    """A quantised model's logits in fp32 without the rounding of activations.
+
+    llm-compressor rounds those of routed experts, and transformers, which computes them as one module, does not.
+    """
+    found = [getattr(module, "quantization_scheme", None) for module in model.modules()]
+    rounded = [(scheme, scheme.input_activations) for scheme in found if scheme is not None]
+    try:
+        for scheme, _ in rounded:
+            scheme.input_activations = None
+        with torch.no_grad():
+            return model(input_ids=token_ids(model).to(model.device), use_cache=False).logits.float().cpu()
+    finally:
+        for scheme, activations in reversed(rounded):  # layers may share a scheme, whose first value is its own
+            scheme.input_activations = activations
 
 
 def card_section(name: str, calibrated: bool) -> str:

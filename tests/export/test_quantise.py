@@ -218,7 +218,7 @@ def test_calibration_passes_through_the_converted_wiring(wiring: Wiring, tmp_pat
 @pytest.mark.nightly
 @COMPRESSES
 def test_what_does_not_fit_is_refused_before_it_is_quantised(tmp_path: Path) -> None:
-    source = converted("llama", tmp_path / "source", Wiring("ladder", ALL), torch.float32)
+    source = converted("llama", tmp_path / "source", Wiring("ladder", ALL), torch.float32, vocab_size=4096)
     with pytest.raises(BadInputError, match="NVFP4A16 is read in bf16"):
         export_model(source, tmp_path / "out", quantise="NVFP4A16")
     with pytest.raises(BadInputError, match=r"blocks of \[128, 128\] do not divide its weight \[64, 64\]"):

@@ -108,7 +108,8 @@ def load(
 
         return load_partitioned(path, dtype=dtype, device=device, config=config)
     if ep_size == 1 and not dispatched:
-        return load_model(path, dtype=dtype, device=device, config=config)
+        # What trains, or has adapters beside it, is a plain weight. Modules of a method's library have none.
+        return load_model(path, dtype=dtype, device=device, config=config, decode=True)
     from fcsd.parallel.weights.loading import load_expert_parallel
 
     return load_expert_parallel(path, dtype=dtype, device=device, ep_size=ep_size, config=config, orders=orders)
