@@ -285,7 +285,11 @@ def to_text(advice: Advice) -> str:
         "",
         f"Do this: {advice.chosen.name}. Why: {advice.why}.",
         f"  {advice.command}",
-        *([] if advice.trial is None else [f"Worth a trial, which only one short run has timed so far: {advice.trial}"]),
+        *(
+            []
+            if advice.trial is None
+            else [f"Worth a trial, which only one short run has timed so far: {advice.trial}"]
+        ),
         "",
         table(head, body),
         "",

@@ -180,7 +180,7 @@ def test_without_room_the_servers_run_one_after_the_other_and_time_bounds_them(a
 
 def test_without_peer_access_sums_through_the_host_are_compared(asked, monkeypatch):
     prepared: list[int] = []
-    monkeypatch.setattr(under_vllm, "_through_host", lambda peers: True)
+    monkeypatch.setattr(under_vllm, "through_host", lambda: True)
     monkeypatch.setattr(under_vllm, "prepare", prepared.append)
     monkeypatch.setattr(under_vllm, "alternatives", lambda machine, load, **_: ([], {}))
     found = run(Workload("tiny-dense", 2, tp=2, **{**SMALL, "loads": ()}), memory=80 << 30)

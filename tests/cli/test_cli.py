@@ -408,7 +408,7 @@ def test_export_and_push(library) -> None:
     export = library("fcsd.export.final", "export_model", Path("final"))
     assert run("export", "runs/x", "final", "--push", "org/name", "--private").stdout == "final\n"
     wanted = {"checkpoint": None, "force": False, "push": "org/name", "private": True, "create_pr": False}
-    export.assert_called_once_with("runs/x", Path("final"), **wanted, revision=None)
+    export.assert_called_once_with("runs/x", Path("final"), **wanted, revision=None, quantise=None, calibration=None)
     push = library("fcsd.export.push", "push_model", "address")
     assert run("push", "final", "org/name", "--create-pr", "--revision", "b").stdout == "address\n"
     push.assert_called_once_with(Path("final"), "org/name", private=False, create_pr=True, revision="b")
