@@ -22,7 +22,7 @@ from fcsd.export.final import export_model
 from fcsd.export.quantise import METHODS, check_method, group_size, ignored, quantise_model, smoothed
 from fcsd.export.reload import RECORD, check_record
 from fcsd.models.archs import ARCHS
-from fcsd.models.build import converted_config, load_model, model_classes, wire
+from fcsd.models.build import converted_config, load_model, model_classes, register, wire
 from fcsd.models.export_template import auto_map, render
 from fcsd.models.wiring import Wiring
 
@@ -104,6 +104,7 @@ def test_without_the_extra_the_command_says_what_to_install(monkeypatch: pytest.
 
 def converted(arch: str, out: Path, wiring: Wiring, dtype: torch.dtype = torch.bfloat16, **changes: int) -> Path:
     """A tiny converted directory, with a tokenizer of the bundled teacher."""
+    register()  # or experts would be saved as transformers holds them
     base = tiny.model(arch, dtype=dtype, **changes)
     config = converted_config(base.config, wiring.to_block())
     own = ARCHS[base.config.model_type]
