@@ -14,14 +14,16 @@ import argparse
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from studies.real.heal import TASKS, divergences, tasks_of
 
 from fcsd.checkpoint.tokenizer import load_tokenizer
-from fcsd.eval.harness import Loaded, evaluate_models  # the package's own name for it demands evalplus
 from fcsd.models.build import decoder_layers, load_model
+
+if TYPE_CHECKING:
+    from fcsd.eval.harness import Loaded
 
 ROUNDED = "+int4:g"
 LEAST = 1e-30  # a step, also of zeros
@@ -29,6 +31,8 @@ LEAST = 1e-30  # a step, also of zeros
 
 def main() -> None:
     """Ask every form, then measure every form."""
+    from fcsd.eval.harness import evaluate_models  # the package's own name for it demands evalplus
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("teacher", type=Path)
     parser.add_argument("out", type=Path)
@@ -52,8 +56,10 @@ def main() -> None:
             file.write(json.dumps(line) + "\n")
 
 
-def load(name: str, folder: str | Path) -> Loaded:
+def load(name: str, folder: str | Path) -> "Loaded":
     """A form in memory, with its weights rounded if its name says so."""
+    from fcsd.eval.harness import Loaded
+
     cuda = torch.cuda.is_available()
     model = load_model(folder, dtype=torch.bfloat16 if cuda else torch.float32, device="cuda" if cuda else "cpu").eval()
     _, _, group = name.partition(ROUNDED)
