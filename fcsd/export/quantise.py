@@ -158,9 +158,9 @@ def quantise_model(model: PreTrainedModel, source: Path, name: str, rows: Sequen
         BadInputError: no group of inputs divides the layers.
     """
     from datasets import Dataset
-    from llmcompressor import oneshot
-    from llmcompressor.logger import LoggerConfig, configure_logger
-    from llmcompressor.modeling.moe.linearize import linearize_moe
+    from llmcompressor import oneshot  # pyright: ignore[reportMissingImports]
+    from llmcompressor.logger import LoggerConfig, configure_logger  # pyright: ignore[reportMissingImports]
+    from llmcompressor.modeling.moe.linearize import linearize_moe  # pyright: ignore[reportMissingImports]
 
     configure_logger(LoggerConfig(disabled=True))  # it would print hundreds of lines
     linearize_moe(model)  # routed experts become linear layers, one for each expert
@@ -177,8 +177,8 @@ def quantise_model(model: PreTrainedModel, source: Path, name: str, rows: Sequen
 
 
 def _modifiers(model: PreTrainedModel, name: str, calibrated: bool) -> list[Any]:
-    from llmcompressor.modifiers.gptq import GPTQModifier
-    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.gptq import GPTQModifier  # pyright: ignore[reportMissingImports]
+    from llmcompressor.modifiers.quantization import QuantizationModifier  # pyright: ignore[reportMissingImports]
 
     ignore = ignored(model)
     given: dict[str, Any] = {"ignore": ignore}
@@ -191,12 +191,12 @@ def _modifiers(model: PreTrainedModel, name: str, calibrated: bool) -> list[Any]
     if not calibrated:
         return [QuantizationModifier(**given)]
     if name == "AWQ":
-        from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
+        from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier  # pyright: ignore[reportMissingImports]
 
         pairs = [AWQMapping(read, readers) for read, readers in smoothed(model).items()]
         return [AWQModifier(mappings=pairs), QuantizationModifier(**given)]
     if name == "W8A8":
-        from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
+        from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier  # pyright: ignore[reportMissingImports]
 
         norms: Any = [
             (readers, read)
@@ -321,7 +321,7 @@ def _scaled(model: PreTrainedModel, pairs: dict[str, list[str]]) -> Tensor:
     hooks: list[Any] = []
     for number, (read, readers) in enumerate(pairs.items()):
         generator = torch.Generator().manual_seed(number)
-        width = model.get_submodule(readers[0]).in_features
+        width: Any = model.get_submodule(readers[0]).in_features
         powers = torch.randint(-2, 3, (width,), generator=generator)  # powers of two change no bit of a product
         factor = torch.exp2(powers.float()).to(model.device, model.dtype)
         hooks.append(model.get_submodule(read).register_forward_hook(lambda _, __, out, factor=factor: out * factor))
