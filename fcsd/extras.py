@@ -13,6 +13,7 @@ EXTRAS = {
     "train": ("accelerate", "datasets", "deepspeed", "matplotlib", "peft", "pyarrow", "scipy"),
     "eval": ("accelerate", "datasets", "evalplus", "lm_eval", "matplotlib", "psutil", "pyarrow", "scipy"),
     "quantise": ("datasets", "llmcompressor", "pyarrow"),
+    "nf4": ("bitsandbytes",),
     "vllm": ("vllm",),
     "track": ("tensorboard", "trackio", "wandb"),
 }

@@ -288,6 +288,8 @@ def _is_converted(path: Path) -> bool:
 def _require_extras(recipe: "config.Recipe") -> None:
     """Check that the packages are installed with which a recipe is run."""
     require_extra("train", "fcsd distill")
+    if recipe.train.adapter is not None and recipe.train.adapter.base is not None:
+        require_extra("nf4", "train.adapter.base nf4")
     if recipe.early_stop.benchmark:
         require_extra("eval", f"early_stop.metric {recipe.early_stop.benchmark}")
 

@@ -11,6 +11,7 @@ COMPILED, ON_HOST, MOVED = "train.compile", "optim.offload host", "parallel.plac
 FROZEN, OWN_PARTS, ADAPTERS = "optim.train or train.adapter", "optim.train", "train.adapter"
 RANDOM, REPLICATED = "init.weights random", "parallel.teacher_placement replicated"
 ALONE_ROUNDED, BENCHMARK = "parallel.quantised with parallel.ep_size 1", "a benchmark as early_stop.metric"
+NF4 = "train.adapter.base nf4"
 FREEZES_TRAINED = "objective.freeze_embeddings or objective.freeze_lm_head"
 
 # setting, setting, why
@@ -32,6 +33,9 @@ EXCLUSIONS = (
     (FROZEN, REPLICATED, "the teacher's experts are the student's"),
     (FROZEN, MOVED, "it moves experts that train"),
     (FROZEN, ALONE_ROUNDED, "it is not proven"),
+    (NF4, DIVIDED, "each process holds the whole rounded model; set it to 1 or 2"),
+    (NF4, EXPERTS, "routed experts are stored stacked, and only linear layers are rounded"),
+    (NF4, COMPILED, "it is not proven"),
     (OWN_PARTS, FREEZES_TRAINED, "it names embeddings or head, which would be frozen"),
 )
 

@@ -191,6 +191,7 @@ class Recipe(Section):
             exclusions.FROZEN: self.frozen_beside is not None,
             exclusions.OWN_PARTS: bool(parts),
             exclusions.ADAPTERS: self.train.adapter is not None,
+            exclusions.NF4: self.train.adapter is not None and self.train.adapter.base == "nf4",
             exclusions.RANDOM: self.init.weights == "random",
             exclusions.REPLICATED: parallel.teacher_placement == "replicated",
             exclusions.ALONE_ROUNDED: parallel.quantised.any and parallel.ep_size == 1,

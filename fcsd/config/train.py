@@ -25,6 +25,12 @@ class Adapter(Section):
     """The decoder layers that have adapters: `converted`, those that the wiring names, or as in `init.layers`. Student
     and teacher share the first layers if these are not converted and nothing trains in them or before them."""
 
+    base: Literal["nf4"] | None = None
+    """How the frozen weights are held in memory: `nf4` rounds the linear layers of a bf16 model to four bits when it is
+    loaded (QLoRA), for student and teacher. Each process holds all of them. `final/` is a plain checkpoint of
+    the rounded weights and the adapters. It needs `pip install 'fcsd[nf4]'` and a model without routed experts. null
+    holds them in `train.dtype`."""
+
     @property
     def factor(self) -> float:
         """What multiplies the product of an adapter's two matrices."""

@@ -17,6 +17,7 @@ from fcsd.distill.experts import expert_parallel
 from fcsd.distill.inputs import student_source
 from fcsd.errors import BadInputError, FcsdError
 from fcsd.launch.world import World
+from fcsd.models.adapters.nf4 import load_nf4
 from fcsd.models.build import arch_of, converted_config, register
 from fcsd.models.export_template import CODE_FILES
 from fcsd.models.rope import require_short_rows
@@ -104,6 +105,8 @@ def load_student(
         return expert_parallel.load(trained, parallel.ep_size, orders=orders, **how)
     source = student_source(recipe)
     config = config or student_config(recipe, source)
+    if recipe.train.adapter is not None and recipe.train.adapter.base == "nf4":
+        return load_nf4(source.path, dtype=dtype, device=device, config=config)
     if recipe.init.weights == "loaded":
         return expert_parallel.load(source.path, parallel.ep_size, config=config, **how)
     return expert_parallel.randomise(config, parallel.ep_size, seed=recipe.seed, **how)

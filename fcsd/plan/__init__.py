@@ -26,7 +26,7 @@ from fcsd.parallel.tensor.shard import check_sharded
 from fcsd.plan.memory import Memory, disk_bytes, host_bytes, memory, state_width
 from fcsd.plan.model import MetaModel, ModelNumbers, of_rank
 from fcsd.plan.search import assignments, candidates, changes, cheapest, quicker
-from fcsd.plan.setup import GIB, Hardware, Parts, Setup, setup_of, with_parts
+from fcsd.plan.setup import GIB, USABLE, Hardware, Parts, Setup, setup_of, with_parts
 from fcsd.plan.speed import Speed, readable, speed
 from fcsd.plan.uncounted import uncounted
 
@@ -91,7 +91,7 @@ class Plan:
         changed, trained = (total, total) if setup.parts is None else (setup.parts.own, setup.parts.trained)
         weights = total + (changed if setup.teacher != "none" else 0)  # the teacher has its own of what changes
         states = 0 if setup.offload == "host" else state_width(setup)
-        return setup.width * weights + (states + setup.gradient_width) * trained
+        return setup.width * weights - setup.spared + (states + setup.gradient_width) * trained
 
     def check(self) -> None:
         """Refuses a plan that does not fit.
@@ -118,6 +118,13 @@ class Plan:
 
     def _full_training(self) -> str:
         usable = self.memory.usable - self.memory.context
+        if self.change is None and self.setup.parts is not None and self.setup.parts.rounded is not None:
+            peak = self.memory.peak
+            shorter = " or a shorter data.seq_len" if peak.weights + peak.optimizer < usable else ""
+            return (
+                f"every GPU holds all weights, {peak.weights / GIB:.1f} GiB with those in NF4, which cannot be divided "
+                f"(train.adapter.base): it takes GPUs of {math.ceil(self.memory.total / USABLE / GIB)} GiB{shorter}"
+            )
         if self.change is None and 0 < self.hardware.world * usable < self.held:
             return (
                 f"the weights and what belongs to those that train take {self.held / GIB:,.0f} GiB, and a GPU has "

@@ -139,6 +139,17 @@ def loss_bytes(model: ModelNumbers, setup: Setup) -> tuple[int, int]:
     return logits * (2 * models + setup.width), to_hidden + to_head
 
 
+def decoded_bytes(setup: Setup) -> int:
+    """Bytes of a weight that a pass decodes from NF4, and of what ``peft``'s own forward pass writes beside the output.
+
+    These are its output before and after the adapter's factor, and the output without the adapter.
+    """
+    rounded = None if setup.parts is None else setup.parts.rounded
+    if rounded is None:
+        return 0
+    return setup.width * (rounded.largest + 3 * setup.micro_batch_size * setup.seq_len * rounded.outputs)
+
+
 def step_bytes(own: Shard, setup: Setup) -> int:
     """Bytes that the optimizer step needs in addition to weights and states; it updates one group after another.
 
@@ -166,7 +177,7 @@ def moments(
     own, width, divided = shard(model, setup), setup.width, setup.zero_stage == 3
     stream = setup.micro_batch_size * setup.seq_len * model.hidden * width
     held = {
-        "weights": width * -(-(own.trained + own.frozen) // setup.weight_ranks),
+        "weights": width * -(-(own.trained + own.frozen) // setup.weight_ranks) - setup.spared,
         "optimizer": optimizer_bytes(own, setup),
         "teacher": teacher_bytes(teacher, setup),
     }
@@ -202,7 +213,8 @@ def moments(
     frozen = 0 if setup.parts is None else setup.parts.frozen  # layers through which no gradient passes
     kept[:frozen] = [0] * frozen
     alive = stream + sum(kept)  # the embeddings' output and what the layers keep
-    forward = max(layers[layer.kind].forward for layer in model.layers)
+    decoded = decoded_bytes(setup)
+    forward = max(layers[layer.kind].forward for layer in model.layers) + decoded
     end = alive + layers[FINAL_NORM].kept
     found = [
         Moment(
@@ -240,7 +252,7 @@ def moments(
         else:
             gradients = max(before, grown) + (gradient if several else 0)
         recomputed = size.kept if setup.recompute else 0
-        parts = {"gradients": gradients, "activations": alive + recomputed + size.backward, "loss": targets}
+        parts = {"gradients": gradients, "activations": alive + recomputed + size.backward + decoded, "loss": targets}
         found.append(Moment(f"backward pass of layer {number}", **held, **parts, communication=buckets + gathered))
         alive -= kept[number]
 
@@ -273,7 +285,8 @@ def memory(
 def host_bytes(model: ModelNumbers, setup: Setup) -> int:
     """Most bytes of host memory of a process: while it loads, or with its optimizer on the host.
 
-    A process loads layer by layer: it holds its shard and one whole layer. 2 GiB are added for the rest.
+    A process loads layer by layer: it holds its shard and one whole layer. 2 GiB are added for the rest. Weights in NF4
+    are plain ones there when they are merged at the end.
     """
     own = shard(model, setup)
     layer = max(layer.dense + layer.routed for layer in model.layers)

@@ -17,6 +17,7 @@ from fcsd.checkpoint import open_checkpoint
 from fcsd.config import Adapter
 from fcsd.errors import BadInputError
 from fcsd.kernels.packed_attention import attends_to_all
+from fcsd.models.adapters.nf4 import nf4_layers, require_nf4
 from fcsd.models.adapters.targets import choose, choose_parts, shared_prefix
 from fcsd.models.build import (
     arch_of,
@@ -35,7 +36,7 @@ from fcsd.models.quantised.method import Method
 from fcsd.models.rope import rope_border
 from fcsd.models.wiring import Blocks, Wiring, hf_parts, mixer, mlp_of, shared_of
 from fcsd.plan.activations import AdaptedLinear, LayerBytes, MetaExperts, RoutedExperts, attention, measure_layer
-from fcsd.plan.setup import Parts, Setup
+from fcsd.plan.setup import Parts, Rounded, Setup
 
 _ATTENTION = "fcsd_plan"
 _CHOOSES = {"indexed_attention", "deepseek_sparse_attention"}  # as transformers calls it since 5.23, and before
@@ -158,6 +159,7 @@ class MetaModel:
         rewired: whether the run rewires the model when it loads it.
 
     Attributes:
+        name: the argument.
         config: the configuration of the model before any conversion.
         numbers: parameters and dimensions of the model.
         packaged: whether the configuration is that in ``fcsd/plan/configs``, because neither the hub nor its cache had
@@ -172,7 +174,7 @@ class MetaModel:
 
     def __init__(self, name: str, rewired: bool = False) -> None:
         register()
-        self.packaged, config, self.method = False, None, None
+        self.name, self.packaged, config, self.method = name, False, None, None
         try:
             source = open_checkpoint(name, weights=False, trust_remote_code=True)  # no code of a checkpoint is run here
         except BadInputError:
@@ -202,7 +204,7 @@ class MetaModel:
             wiring: the wiring of the student, if it is not that of the model's config.
 
         Raises:
-            ConfigError: see ``choose``.
+            ConfigError: see ``choose`` and ``require_nf4``.
         """
         model = self._run(seq_len=2, masked=False)[0]
         wiring, rank = wiring or self.wiring, adapter.rank if adapter else 0
@@ -217,7 +219,13 @@ class MetaModel:
         routed = sum(size for name, size in zip(chosen.trained, own, strict=True) if ".experts." in name)
         sizes = [rank * features for layer in beside for features in (layer.in_features, layer.out_features)]
         counts = sum(sizes), sum(own), routed, outside, max([*sizes, *own])
-        return Parts(rank, chosen, tuple(words), *counts, *shared_prefix(model, chosen, wiring))
+        rounded = None
+        if adapter is not None and adapter.base == "nf4":
+            require_nf4(model, chosen.trained, self.name, quantised=self.method is not None)
+            found: list[Any] = list(nf4_layers(model).values())
+            each = [layer.weight.numel() for layer in found]
+            rounded = Rounded(sum(each), max(each), max(layer.out_features for layer in found))
+        return Parts(rank, chosen, tuple(words), *counts, *shared_prefix(model, chosen, wiring), rounded)
 
     @property
     def plain(self) -> bool:

@@ -2,11 +2,12 @@
 
 from dataclasses import asdict
 
+from fcsd.models.adapters.nf4 import BYTES
 from fcsd.plan import Plan
 from fcsd.plan.memory import copy_bytes
 from fcsd.plan.offload import BUS, HOST
 from fcsd.plan.setup import GIB, Setup
-from fcsd.plan.speed import GATHER, PEAK, Speed, readable, shared_layers
+from fcsd.plan.speed import DECODE, GATHER, PEAK, Speed, readable, shared_layers
 
 
 def to_text(plan: Plan) -> str:
@@ -49,6 +50,9 @@ def _run(plan: Plan) -> list[tuple[str, str]]:
         if (shared := shared_layers(setup)) > 0:
             beside += f", and the first {shared} layers are computed once for both"
         rows.append(("trained", ", and ".join(found) + beside))
+        if parts.rounded is not None:
+            size = _gib(int(BYTES * parts.rounded.values)).strip()
+            rows.append(("NF4", f"{_billions(parts.rounded.values)} of the frozen weights, {size} on every GPU"))
     rows += [
         (
             "run",
@@ -98,6 +102,8 @@ def _costs(plan: Plan) -> list[tuple[str, str]]:
     if setup.zero_stage == 3:
         rates = f"{GATHER['inside'] / 1e9:g} GB/s inside a node, {GATHER['between'] / 1e9:g} GB/s between nodes"
         rows.append(("assumed", f"for the weights that ZeRO-3 gathers: {rates}; one run has measured the first"))
+    if setup.parts is not None and setup.parts.rounded is not None:
+        rows.append(("assumed", f"{DECODE / 1e12:g} TB/s at which NF4 is decoded in each pass; no run has measured it"))
     if setup.offload != "none":
         rates = f"{BUS / 1e9:g} GB/s between GPU and host, {HOST / 1e9:g} GB/s of a node's memory"
         rows.append(("assumed", f"for AdamW on the host: {rates}; no run has measured it"))

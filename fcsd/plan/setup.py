@@ -8,6 +8,7 @@ import torch
 from fcsd.config import NO_METRIC, Parallel, Recipe, exclusions
 from fcsd.config.batch import pauses
 from fcsd.errors import ConfigError
+from fcsd.models.adapters.nf4 import BYTES
 from fcsd.models.adapters.targets import Chosen
 from fcsd.models.selection import select_layers
 
@@ -66,6 +67,21 @@ def present(gpus: int, nodes: int = 1, price: float | None = None) -> Hardware:
 
 
 @dataclass(frozen=True)
+class Rounded:
+    """The frozen weights that are in memory as NF4, which every process holds whole.
+
+    Attributes:
+        values: their number.
+        largest: values of the largest weight, which a pass decodes.
+        outputs: the most outputs of one of their layers.
+    """
+
+    values: int
+    largest: int
+    outputs: int
+
+
+@dataclass(frozen=True)
 class Parts:
     """What trains beside frozen weights.
 
@@ -80,6 +96,7 @@ class Parts:
         largest: parameters of the largest tensor that trains.
         frozen: the first decoder layers, in which and before which nothing trains.
         shared: those of them that student and teacher compute once; see ``shared_prefix``.
+        rounded: the frozen weights that are in memory as NF4; None if all are in the run's dtype.
     """
 
     rank: int
@@ -92,6 +109,7 @@ class Parts:
     largest: int
     frozen: int
     shared: int
+    rounded: Rounded | None = None
 
     @property
     def trained(self) -> int:
@@ -183,6 +201,12 @@ class Setup:
         return 2 if self.dtype == "bf16" else 4
 
     @property
+    def spared(self) -> int:
+        """Bytes of weights that a GPU does not hold because they are in NF4."""
+        rounded = None if self.parts is None else self.parts.rounded
+        return 0 if rounded is None else int((self.width - BYTES) * rounded.values)
+
+    @property
     def gradient_width(self) -> int:
         """Bytes of a gradient in the dtype in which it is accumulated."""
         return 4 if "fp32" in (self.dtype, self.accumulate_dtype) else 2
@@ -219,6 +243,7 @@ class Setup:
             exclusions.FROZEN: self.parts is not None,
             exclusions.OWN_PARTS: self.parts is not None and self.parts.own > 0,
             exclusions.ADAPTERS: self.parts is not None and self.parts.in_adapters > 0,
+            exclusions.NF4: self.parts is not None and self.parts.rounded is not None,
         }
         if exclusions.conflict({name for name, is_set in settings.items() if is_set}):
             return False

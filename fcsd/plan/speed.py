@@ -70,6 +70,10 @@ COPY = 10e9
 BENCHMARK = 300.0
 
 
+# Bytes per second at which a GPU decodes NF4: two are written and half of one is read for each value. Assumed.
+DECODE = 2e12
+
+
 @dataclass(frozen=True)
 class Speed:
     """The estimated speed, time and cost of a run.
@@ -179,8 +183,18 @@ def micro_batch_seconds(model: ModelNumbers, teacher: ModelNumbers, setup: Setup
     student_passes, teacher_passes = layer_passes(model, teacher, setup)
     traffic = TRAFFIC * (student_passes * model.hidden + teacher_passes * teacher.hidden)
     device = tokens * max(work_per_token(model, teacher, setup) / forward_rate(setup), traffic) + MICRO_BATCH
+    device += decode_seconds(model, setup)
     host = student_passes * launch_seconds(model, setup.ep_size > 1)
     return device, host + teacher_passes * launch_seconds(teacher, setup.teacher == "sharded")
+
+
+def decode_seconds(model: ModelNumbers, setup: Setup) -> float:
+    """Seconds in which the passes of one micro-batch, of student and teacher, decode the weights that are in NF4."""
+    if setup.parts is None or setup.parts.rounded is None:
+        return 0.0
+    student, teacher = layer_passes(model, model, setup)
+    passes = student - (len(model.layers) - setup.parts.frozen) + teacher  # a backward pass decodes once
+    return passes / len(model.layers) * 2.5 * setup.parts.rounded.values / DECODE
 
 
 def forward_rate(setup: Setup) -> float:

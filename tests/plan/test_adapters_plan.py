@@ -12,16 +12,17 @@ import torch
 
 from fcsd.config import Adapter
 from fcsd.models.adapters.lora import add_adapters
+from fcsd.models.adapters.nf4 import BYTES
 from fcsd.models.adapters.targets import choose
 from fcsd.models.wiring import Wiring
 from fcsd.plan import Hardware, Setup, plan_run, plan_setup
 from fcsd.plan.activations import AdaptedLinear, measure_layer
-from fcsd.plan.memory import checkpoint_bytes, disk_bytes, moments, teacher_bytes
+from fcsd.plan.memory import checkpoint_bytes, decoded_bytes, disk_bytes, moments, teacher_bytes
 from fcsd.plan.model import MetaModel
 from fcsd.plan.report import to_text
 from fcsd.plan.setup import GIB, Parts, with_parts
 from fcsd.plan.shard import shard
-from fcsd.plan.speed import flops_per_token, forward_flops, layer_passes
+from fcsd.plan.speed import DECODE, flops_per_token, forward_flops, layer_passes, micro_batch_seconds
 
 DEFAULT = ("attention", "mlp", "shared_experts")
 SMALL = Setup(world=2, micro_batch_size=2, seq_len=64, batch_tokens=512, tokens=5120, teacher="replicated")
@@ -160,3 +161,33 @@ def test_first_layers_that_are_shared_cost_one_pass_and_no_memory(model: MetaMod
     active = sum(layer.dense + layer.routed * numbers.top_k // numbers.experts for layer in numbers.layers[:2])
     assert before == pytest.approx(2 * active + numbers.attention * first.seq_len * 2)
     assert layer_passes(numbers, numbers, replace(first, ep_size=2))[0] == 4 + 2 + 2
+
+
+def test_weights_in_nf4_are_counted_as_they_are_held(tmp_path: Path) -> None:
+    tiny.config("llama").save_pretrained(tmp_path)
+    model = MetaModel(str(tmp_path))
+    plain, rounded = (with_parts(SMALL, model.parts(Adapter(rank=4, base=base), ("norms",))) for base in (None, "nf4"))
+    assert plain.parts is not None and rounded.parts is not None and rounded.parts.rounded is not None
+    linear = [module for module in tiny.model("llama").model.layers.modules() if isinstance(module, torch.nn.Linear)]
+    values = sum(layer.weight.numel() for layer in linear)
+    assert rounded.parts.rounded.values == values
+    full, light = (moments(model.numbers, model.numbers, model.layer_bytes(one), one) for one in (plain, rounded))
+    saved = int((2 - BYTES) * values)
+    for one, other in zip(full, light, strict=True):
+        assert one.weights - other.weights == saved
+        more = decoded_bytes(rounded) if "pass" in one.name else 0
+        assert other.activations - one.activations == more
+        assert (one.gradients, one.optimizer, one.teacher) == (other.gradients, other.optimizer, other.teacher)
+    assert decoded_bytes(rounded) >= 2 * max(layer.weight.numel() for layer in linear) > decoded_bytes(plain) == 0
+    times = [micro_batch_seconds(model.numbers, model.numbers, one)[0] for one in (plain, rounded)]
+    # Forward, backward and the teacher's pass decode every weight once; layers that are computed once do so once less.
+    assert times[0] < times[1] <= times[0] + 3 * 2.5 * values / DECODE
+
+
+def test_a_plan_says_that_weights_in_nf4_are_on_every_gpu(tmp_path: Path) -> None:
+    tiny.config("llama").save_pretrained(tmp_path)
+    recipe = runs.resolved(tmp_path, model=str(tmp_path), train__adapter={"base": "nf4"}, train__dtype="bf16").recipe
+    found = plan_run(recipe, Hardware(gpus=2, memory=0.5))
+    assert not found.memory.fits and found.change is None
+    assert "every GPU holds all weights" in found.advice()
+    assert "on every GPU" in to_text(plan_run(recipe, Hardware(gpus=2, memory=24)))

@@ -12,6 +12,7 @@ from fcsd.distill.teacher.original import needs_teacher
 from fcsd.distill.teacher.twins import make_twins
 from fcsd.extras import require_extra
 from fcsd.models.adapters.lora import add_adapters
+from fcsd.models.adapters.nf4 import require_nf4
 from fcsd.models.adapters.targets import Chosen, choose, choose_parts
 from fcsd.models.adapters.trained import TrainedParts
 from fcsd.models.build import arch_of
@@ -26,7 +27,8 @@ def chosen_parts(recipe: Recipe, source: Checkpoint) -> Chosen | None:
         source: the checkpoint that the student is made from.
 
     Raises:
-        ConfigError: ``peft`` is not installed, or the recipe names a part that the model does not have.
+        ConfigError: ``peft`` or bitsandbytes is not installed, the recipe names a part that the model does not have, or
+            the model cannot be trained beside NF4 weights.
     """
     if recipe.frozen_beside is None:
         return None
@@ -34,7 +36,11 @@ def chosen_parts(recipe: Recipe, source: Checkpoint) -> Chosen | None:
     if (adapter := recipe.train.adapter) is None:
         return choose_parts(model, parts)
     require_extra("train", "train.adapter", "peft")
-    return choose(model, adapter.targets, parts, adapter.layers)
+    chosen = choose(model, adapter.targets, parts, adapter.layers)
+    if adapter.base == "nf4":
+        require_extra("nf4", "train.adapter.base nf4", "bitsandbytes")
+        require_nf4(model, chosen.trained, recipe.model, quantised=source.config.quantization is not None)
+    return chosen
 
 
 def train_parts(model: PreTrainedModel, recipe: Recipe, chosen: Chosen) -> TrainedParts:

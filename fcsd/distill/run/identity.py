@@ -86,6 +86,7 @@ def _later_fields(recipe: Recipe, world: World) -> dict[str, bool]:
         "train.attention": world.device.type == "cuda" and train.attention != "masked",  # other devices ignore it
         "train.compile": train.compile,
         "train.adapter": train.adapter is not None,
+        "train.adapter.base": train.adapter is not None and train.adapter.base is not None,
         "optim.train": bool(optim.train),
         "optim.offload": optim.offload != "none",
         "parallel.dedup": parallel.dedup != "off",

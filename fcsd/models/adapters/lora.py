@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .nf4 import in_nf4, plain_linear, plain_weight
+
 Changed = Callable[[Sequence[Tensor]], AbstractContextManager[Any]]  # ``fcsd.parallel.partitions.changed``
 _NAME = "default"  # of the only adapter of a layer
 MATRICES = ("lora_A", "lora_B")
@@ -48,6 +50,9 @@ def add_adapters(model: nn.Module, paths: Mapping[str, str], rank: int, alpha: f
         with torch.random.fork_rng(devices=[]):  # the constructor draws values that are replaced
             layer: Any = made(base, _NAME, config=config, r=rank, lora_alpha=alpha)
         down, up = matrices(layer)
+        if in_nf4(base):  # peft leaves these adapters in fp32
+            for matrix in (down, up):
+                matrix.data = matrix.data.to(base.weight.quant_state.dtype)
         if not base.weight.is_meta:
             digest = hashlib.sha256(f"{seed} adapter {name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
@@ -55,8 +60,7 @@ def add_adapters(model: nn.Module, paths: Mapping[str, str], rank: int, alpha: f
             nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
             down.data.copy_(drawn)
         nn.init.zeros_(up)
-        parent, _, own = path.rpartition(".")
-        setattr(model.get_submodule(parent), own, layer.train(base.training))
+        _replace(model, path, layer.train(base.training))
         layers[name] = layer
     return layers
 
@@ -71,6 +75,8 @@ def _layer_class() -> type[nn.Module]:
             base: Any = self.base_layer
             if self.disable_adapters:
                 return base(x)
+            if in_nf4(base):  # its backward pass reads the weight as it is stored
+                return super().forward(x)
             return adapted_linear(x, base.weight, base.bias, *matrices(self), self.scaling[_NAME])
 
     return Adapted
@@ -140,7 +146,7 @@ def switch(layers: Sequence[Any], on: bool) -> None:
 @torch.no_grad()
 def merged_weight(layer: Any) -> Tensor:
     """The weight ``[out, in]`` that computes what ``peft``'s layer computes, rounded once to the weight's dtype."""
-    weight: Tensor = layer.base_layer.weight
+    weight = plain_weight(layer.base_layer)
     down, up = (matrix.detach().float() for matrix in matrices(layer))
     return (weight.float() + layer.scaling[_NAME] * (up @ down)).to(weight.dtype)
 
@@ -148,11 +154,23 @@ def merged_weight(layer: Any) -> Tensor:
 def merge(model: nn.Module, layers: Sequence[Any], changed: Changed) -> None:
     """Replace ``peft``'s layers by the linear layers that they hold, with merged weights. The model is ordinary again.
 
-    One weight is merged after the other, so little memory is needed.
+    One weight is merged after the other, so little memory is needed. Weights in NF4, with an adapter and without one,
+    become plain ones in host memory.
     """
     paths = {module: path for path, module in model.named_modules()}
     for layer in layers:
-        with changed([layer.base_layer.weight, *matrices(layer)]):
-            layer.base_layer.weight.data = merged_weight(layer)
-        parent, _, own = paths[layer].rpartition(".")
-        setattr(model.get_submodule(parent), own, layer.base_layer)
+        base = layer.base_layer
+        if in_nf4(base):
+            base = plain_linear(base, merged_weight(layer))
+        else:
+            with changed([base.weight, *matrices(layer)]):
+                base.weight.data = merged_weight(layer)
+        _replace(model, paths[layer], base)
+    for path, module in list(model.named_modules()):
+        if in_nf4(module):
+            _replace(model, path, plain_linear(module, plain_weight(module)))
+
+
+def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, own = path.rpartition(".")
+    setattr(model.get_submodule(parent), own, module)
