@@ -40,8 +40,8 @@ def source(repo: Path) -> Source:
     return Source(repo)
 
 
-# What some calls of a core command need: --picture, --calibration, a run with adapters, and --quantise.
-OF_EXPORT = {"accelerate", "deepspeed", "peft", "datasets", "llmcompressor", "pyarrow"}
+# What some calls of a core command need: --picture, --calibration, a run with adapters, also in NF4, and --quantise.
+OF_EXPORT = {"accelerate", "bitsandbytes", "deepspeed", "peft", "datasets", "llmcompressor", "pyarrow"}
 OPTIONAL = {"plan": {"matplotlib"}, "convert": {"pyarrow"}, "export": OF_EXPORT}
 
 
