@@ -156,7 +156,9 @@ def _optimizer(setup: Setup) -> str:
 def _host(plan: Plan) -> str:
     """The host memory of a process, and what needs it."""
     if plan.setup.offload == "none":
-        return f"{_gib(plan.host).strip()} for each process while it loads the model"
+        rounded = plan.setup.parts is not None and plan.setup.parts.rounded is not None
+        when = "when it writes the merged model" if rounded else "while it loads the model"
+        return f"{_gib(plan.host).strip()} for each process {when}"
     node = _gib(plan.host * plan.hardware.gpus).strip()
     return f"{_gib(plan.host).strip()} for each process, {node} for a node; most of it is pinned, for the optimizer"
 

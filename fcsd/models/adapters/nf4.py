@@ -74,7 +74,7 @@ def load_nf4(
     )
     model = load_model(path, dtype=dtype, device_map={"": device}, config=config, quantization_config=given)
     # The model of a run is an ordinary one, whose config is written and whose modules may be moved and exchanged.
-    del model.config.quantization_config
+    vars(model.config).pop("quantization_config")
     for name in ("hf_quantizer", "quantization_method", "is_quantized", "is_loaded_in_4bit", "hf_device_map"):
         vars(model).pop(name, None)
     for module in model.modules():
