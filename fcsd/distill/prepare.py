@@ -31,7 +31,7 @@ from fcsd.distill.run.identity import flat, require_agreement, run_identity
 from fcsd.distill.run.saver import require_room
 from fcsd.distill.step.engine import Training, build_training, import_deepspeed, live_teacher
 from fcsd.distill.student import load_student, student_config
-from fcsd.distill.teacher.original import compile_layers, identify_teacher, needs_teacher, pack_attention, teacher_name
+from fcsd.distill.teacher.original import compile_layers, identify_teacher, pack_attention, teacher_name
 from fcsd.distill.teacher.shared import SharedTeacher, WithinPass, require_own_weights
 from fcsd.distill.teacher.targets import TeacherSource, expect_comparable
 from fcsd.launch.world import World
@@ -134,7 +134,7 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     traffic = Traffic() if recipe.parallel.ep_size > 1 else None
     dispatcher = expert_parallel.dispatcher_for(recipe.parallel, recipe.parallel.ep_size)
     source = TeacherSource()
-    if needs_teacher(recipe) and not shares_weights(recipe):
+    if recipe.objective.needs_teacher and not shares_weights(recipe):
         say(f"loading the teacher {teacher_name(recipe)} ...")
         teacher = load_teacher(recipe, student, world, traffic, dispatcher, teams.ranks)
         source = live_teacher(teacher, recipe, world.size)
@@ -198,7 +198,7 @@ def find_start(recipe: Recipe, resume: str, world: World) -> Start:
     else:
         world.on_first(lambda: require_room(directory, least_disk(recipe, world.size)))
     config = student_config(recipe, source)
-    hashes = world.on_first(lambda: identify_teacher(recipe) if needs_teacher(recipe) else {})
+    hashes = world.on_first(lambda: identify_teacher(recipe) if recipe.objective.needs_teacher else {})
     if chosen is not None:
         hashes |= world.on_first(lambda: identify_frozen(recipe, source, hashes))
     return Start(source, chosen, checkpoint, config, hashes)
@@ -229,7 +229,7 @@ def least_disk(recipe: Recipe, processes: int) -> int:
 
 def shares_weights(recipe: Recipe) -> bool:
     """Whether the teacher in memory is the student itself, whose frozen weights are the teacher's."""
-    return recipe.frozen_beside is not None and needs_teacher(recipe)
+    return recipe.frozen_beside is not None and recipe.objective.needs_teacher
 
 
 def share_weights(

@@ -15,7 +15,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from fcsd.checkpoint import open_checkpoint
 from fcsd.config import Init, Recipe
-from fcsd.distill.teacher.original import needs_teacher, teacher_name
+from fcsd.distill.teacher.original import teacher_name
 from fcsd.engine.weights import load_tensor_parallel, random_tensor_parallel
 from fcsd.launch.world import World
 from fcsd.models.build import arch_of, register, wiring_of
@@ -95,7 +95,7 @@ def check(recipe: Recipe, processes: int) -> None:
         return
     register()
     names: list[tuple[str, Init | None]] = [(recipe.model, recipe.init)]
-    if needs_teacher(recipe):
+    if recipe.objective.needs_teacher:
         names.append((teacher_name(recipe), None))
     paths = (open_checkpoint(name, weights=False).path for name, _ in names)
     configs = (AutoConfig.from_pretrained(path, trust_remote_code=False) for path in paths)

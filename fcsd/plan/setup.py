@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from fcsd.config import NO_METRIC, Parallel, Recipe, exclusions
+from fcsd.config import NO_METRIC, TERMS, Parallel, Recipe, exclusions
 from fcsd.config.batch import pauses
 from fcsd.errors import ConfigError
 from fcsd.models.adapters.targets import Chosen
@@ -115,7 +115,7 @@ class Setup:
         tokens: tokens of the whole run.
         teacher: whether each rank holds all of the frozen teacher's experts (``replicated``) or they are spread over
             the expert-parallel ranks (``sharded``); ``none`` if no teacher runs beside the student.
-        terms: which of the terms ``kl`` and ``sft`` the loss has.
+        terms: the terms of the loss that compute logits.
         compared: number of layers whose streams the loss compares with the teacher's.
         keep: newest checkpoints that are kept.
         masked: whether attention runs with a mask, because rows hold several documents and packed attention is off.
@@ -242,8 +242,6 @@ def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Set
     """
     train, objective, parallel = recipe.train, recipe.objective, recipe.parallel
     stop, save = recipe.early_stop, recipe.checkpoint
-    weights = {"kl": objective.kl, "sft": objective.sft}
-    compared = bool(objective.hidden.weight)
     scored = 0 if stop.metric == NO_METRIC else stop.every
     held_out = sum(text.max_rows or HELD_OUT_ROWS for text in recipe.data.measured.values())
     return Setup(
@@ -259,9 +257,9 @@ def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Set
         recompute=train.activation_checkpointing,
         ep_size=parallel.ep_size,
         tp_size=parallel.tp_size,
-        teacher=_placement(parallel) if objective.kl or compared else "none",
-        terms=tuple(name for name, weight in weights.items() if weight),
-        compared=len(select_layers(objective.hidden.layers, layers)) if compared else 0,
+        teacher=_placement(parallel) if objective.needs_teacher else "none",
+        terms=tuple(name for name in objective.weights if TERMS[name].models),
+        compared=len(select_layers(objective.hidden.layers, layers)) if objective.hidden.weight else 0,
         chunk_tokens=objective.chunk_tokens,
         freeze_embeddings=objective.freeze_embeddings,
         freeze_lm_head=objective.freeze_lm_head,

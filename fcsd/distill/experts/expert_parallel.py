@@ -16,7 +16,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from fcsd.checkpoint import open_checkpoint
 from fcsd.config import Parallel, Recipe
-from fcsd.distill.teacher.original import needs_teacher, teacher_name
+from fcsd.distill.teacher.original import teacher_name
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.launch.world import first_rank
 from fcsd.models.build import arch_of, load_model, register, wiring_of
@@ -51,7 +51,7 @@ def check(recipe: Recipe, processes: int) -> None:
     config = _config(recipe.model)
     check_divided(config, recipe.model, recipe.parallel, processes, "set parallel.ep_size: 1")
     names = [recipe.model]
-    if needs_teacher(recipe) and (stage == 3 or recipe.parallel.teacher_ep_size > 1):
+    if recipe.objective.needs_teacher and (stage == 3 or recipe.parallel.teacher_ep_size > 1):
         names.append(name := teacher_name(recipe))
         hint = "set parallel.teacher_placement: replicated"
         check_divided(_config(name), name, recipe.parallel, processes, hint)
