@@ -25,12 +25,12 @@ from fcsd.cli.command import command, emit
 from fcsd.cli.options import AsJson, Gpus, Sets
 from fcsd.config import Recipe
 from fcsd.disk import write_json
-from fcsd.distill.dtypes import DTYPES
 from fcsd.distill.experts.expert_parallel import randomise, wire_sharded
 from fcsd.distill.optim import update
 from fcsd.distill.prepare import training_rows
 from fcsd.distill.step.engine import build_training, live_teacher
 from fcsd.distill.step.one_step import train_step
+from fcsd.distill.student import DTYPES
 from fcsd.distill.teacher.original import compile_layers, pack_attention
 from fcsd.distill.teacher.targets import TeacherSource
 from fcsd.distill.train_engine import TrainEngine

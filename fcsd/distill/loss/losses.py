@@ -264,8 +264,8 @@ def _hidden(given: Given) -> Tensor:
 
 
 def _kl(given: Given) -> Tensor:
-    temperature = given.objective.temperature
-    return kl_divergence(*given.student, *given.targets.output, given.counts, temperature=temperature, **given.how)
+    (hidden, head), how = given.targets.output, {**given.how, "temperature": given.objective.temperature}
+    return kl_divergence(*given.student, hidden, head, given.counts, **how)
 
 
 def _sft(given: Given) -> Tensor:

@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 
 from fcsd.config import Objective, Recipe, accumulation
 from fcsd.distill import tensor_parallel
-from fcsd.distill.dtypes import DTYPES
 from fcsd.distill.experts.expert_parallel import quantiser_of, wire_sharded
 from fcsd.distill.loss.losses import COMPUTED, Given
 from fcsd.distill.optim.adamw_choice import adamw_settings, own_adamw, parameter_groups, updates_alone
 from fcsd.distill.step.phases import phase
+from fcsd.distill.student import DTYPES
 from fcsd.distill.teacher.original import compile_layers, final_hidden, output_head, pack_attention
 from fcsd.distill.teacher.prefix import left_out
 from fcsd.distill.teacher.targets import FixedLosses, LiveTeacher, Targets, TeacherSource, captured, compared_layers
@@ -248,10 +248,8 @@ def build_training(
     engine = start_engine(Student(model, recipe.objective, twins).train(), recipe, world, teams, parts, alone)
     gather_weights(engine, recipe, twins)
     sum_gradients(engine, recipe, alone)
-    if teams.ranks is None:
-        wire_sharded(model, recipe.parallel.ep_size, recipe.parallel, quantiser, traffic, dispatcher)
-    else:
-        tensor_parallel.wire(model, teams.ranks, recipe)
+    how: Any = {"traffic": traffic, "dispatcher": dispatcher, "ranks": teams.ranks}
+    wire_sharded(model, recipe.parallel.ep_size, recipe.parallel, quantiser, **how)
     if twins:
         with in_place(twins):
             fuse_parts(model, arch_of(model.config), recipe.parallel.fused and model.device.type == "cuda")
