@@ -81,7 +81,7 @@ def main() -> None:
     import torch
 
     from fcsd.bench.shapes import SHAPES
-    from fcsd.distill.dtypes import DTYPES
+    from fcsd.distill.student import DTYPES
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", metavar="CONFIG_DIR|SHAPE")

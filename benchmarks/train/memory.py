@@ -25,13 +25,13 @@ from fcsd.cli.command import command, emit
 from fcsd.cli.options import AsJson, Gpus, Sets
 from fcsd.config import Recipe
 from fcsd.disk import write_json
-from fcsd.distill.dtypes import DTYPES
 from fcsd.distill.experts.expert_parallel import randomise, wire_sharded
 from fcsd.distill.optim import update
 from fcsd.distill.prepare import training_rows
 from fcsd.distill.step.engine import build_training, live_teacher
 from fcsd.distill.step.one_step import train_step
-from fcsd.distill.teacher.original import compile_layers, needs_teacher, pack_attention
+from fcsd.distill.student import DTYPES
+from fcsd.distill.teacher.original import compile_layers, pack_attention
 from fcsd.distill.teacher.targets import TeacherSource
 from fcsd.distill.train_engine import TrainEngine
 from fcsd.errors import DoesNotFitError, unknown_value
@@ -142,7 +142,7 @@ def _measure(recipe: Recipe, rewired: PretrainedConfig, original: PretrainedConf
     draw["partitioned"] = parallel.zero_stage == 3
     model = randomise(rewired, parallel.ep_size, **draw, dispatched=parallel.quantised.any)
     sizes, source = {"weights": since(), "teacher": 0}, TeacherSource()
-    if needs_teacher(recipe):
+    if recipe.objective.needs_teacher:
         teacher = randomise(original, parallel.teacher_ep_size, **draw)
         pack_attention(teacher, recipe)
         compile_layers(teacher, recipe)

@@ -17,10 +17,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fcsd.config import Recipe, load_recipe
 from fcsd.distill.data.corpus import Corpus
 from fcsd.distill.data.token_slices import TokenSlices
-from fcsd.distill.dtypes import DTYPES
 from fcsd.distill.experts.expert_parallel import check, randomise
 from fcsd.distill.step.engine import import_deepspeed
-from fcsd.distill.teacher.original import needs_teacher
+from fcsd.distill.student import DTYPES
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
 from fcsd.models.build import converted_config, register
@@ -89,7 +88,7 @@ def draw_models(
     draw: Any = {"dtype": DTYPES[recipe.train.dtype], "device": world.device, "seed": recipe.seed}
     draw["partitioned"] = parallel.zero_stage == 3
     student = randomise(rewired, parallel.ep_size, **draw, dispatched=parallel.quantised.any)
-    if not needs_teacher(recipe) or recipe.frozen_beside is not None:
+    if not recipe.objective.needs_teacher or recipe.frozen_beside is not None:
         return student, None
     return student, randomise(original, parallel.teacher_ep_size, **draw).requires_grad_(False)
 

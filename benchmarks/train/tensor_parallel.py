@@ -35,11 +35,12 @@ from fcsd.bench.runner import peak_gib, ratio, reset_peak, say, table, together,
 from fcsd.bench.shapes import SHAPES
 from fcsd.config import Recipe
 from fcsd.distill import tensor_parallel
-from fcsd.distill.dtypes import DTYPES
+from fcsd.distill.experts import expert_parallel
 from fcsd.distill.optim import update
 from fcsd.distill.prepare import training_rows
 from fcsd.distill.step.engine import build_training, import_deepspeed
 from fcsd.distill.step.one_step import train_step
+from fcsd.distill.student import DTYPES
 from fcsd.distill.teacher.original import pack_attention
 from fcsd.distill.teacher.targets import LiveTeacher
 from fcsd.errors import ConfigError
@@ -91,7 +92,7 @@ def draw(recipe: Recipe, config: Any, wirings: list[str], world: World) -> Model
     teams = tensor_parallel.teams_of(recipe, world)
     assert teams.ranks is not None, "the degree is above 1"
     options: Any = {"dtype": DTYPES[recipe.train.dtype], "device": world.device, "seed": recipe.seed}
-    student, teacher = (tensor_parallel.randomise(config, teams.ranks, **options) for _ in range(2))
+    student, teacher = (expert_parallel.randomise(config, 1, ranks=teams.ranks, **options) for _ in range(2))
     every = tuple(range(config.num_hidden_layers))
     named = {
         name: Wiring(name, () if name == "standard" else every, tp_degree=teams.ranks.degree if name in DESYNC else 1)
@@ -100,7 +101,7 @@ def draw(recipe: Recipe, config: Any, wirings: list[str], world: World) -> Model
     models = Models(student, teacher.requires_grad_(False), teams, named)
     pack_attention(teacher, recipe)
     for model in (student, teacher):
-        tensor_parallel.wire(model, teams.ranks, recipe)
+        expert_parallel.wire_sharded(model, 1, recipe.parallel, ranks=teams.ranks)
     return models
 
 

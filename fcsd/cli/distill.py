@@ -189,7 +189,7 @@ def write(
     require_extra("train", "fcsd write", "pyarrow")
     wanted = _tokens(tokens)
 
-    from fcsd.distill.writing import Writing
+    from fcsd.distill.own_text_files import Writing
 
     Writing(temperature, greedy, form or "chat", max_tokens)  # refuses what has no meaning
     require_models(model)

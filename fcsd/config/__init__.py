@@ -8,7 +8,7 @@ from fcsd.config.batch import accumulation
 from fcsd.config.checkpoint import Checkpoint
 from fcsd.config.data import Data, Source
 from fcsd.config.faults import Faults
-from fcsd.config.objective import Hidden, Objective
+from fcsd.config.objective import TERMS, Hidden, Objective
 from fcsd.config.optim import Optim
 from fcsd.config.parallel import Parallel, Quantised
 from fcsd.config.recipe import HELD_OUT, NO_METRIC, EarlyStop, Init, Recipe, Sweep
@@ -18,6 +18,7 @@ from fcsd.config.train import Adapter, Train
 __all__ = [
     "HELD_OUT",
     "NO_METRIC",
+    "TERMS",
     "Adapter",
     "Checkpoint",
     "Data",

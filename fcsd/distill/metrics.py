@@ -12,7 +12,7 @@ import torch
 
 from fcsd.config import Recipe
 from fcsd.distill.step.feed import Feed
-from fcsd.distill.teacher.original import needs_teacher, teacher_name
+from fcsd.distill.teacher.original import teacher_name
 from fcsd.errors import BadInputError
 from fcsd.launch.world import World
 from fcsd.parallel.trace import overlaps, read
@@ -166,6 +166,6 @@ def full_speed(recipe: Recipe, processes: int, peak: float) -> float:
     """
     model = MetaModel(recipe.model)
     student = model.numbers
-    teacher = MetaModel(teacher_name(recipe)).numbers if needs_teacher(recipe) else student
+    teacher = MetaModel(teacher_name(recipe)).numbers if recipe.objective.needs_teacher else student
     setup = replace(setup_for(recipe, processes, model), recompute=False)
     return processes * peak / flops_per_token(student, teacher, setup)

@@ -27,6 +27,7 @@ from fcsd.distill.own_text_files import (
     HELD_OUT,
     RECORD,
     TRAIN,
+    Writing,
     count_files,
     files_to_write,
     hold,
@@ -36,7 +37,6 @@ from fcsd.distill.own_text_files import (
     write_file,
 )
 from fcsd.distill.writer import CPU_BATCH, GPU_BATCH, Writer
-from fcsd.distill.writing import Writing
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.launch.world import World, join_world
 from fcsd.progress import progress

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,6 @@ from fcsd.distill.data.corpus import Corpus, load_tokenizer, require_other_text
 from fcsd.distill.data.document_end import document_end
 from fcsd.distill.data.load_on_ranks import load_corpora
 from fcsd.distill.data.rows import Mixture, Rows
-from fcsd.distill.dtypes import DTYPES
 from fcsd.distill.early_stop import scored_text
 from fcsd.distill.experts import expert_parallel
 from fcsd.distill.experts.swaps import orders_of
@@ -30,8 +30,8 @@ from fcsd.distill.run import checkpoints, manifest, run_dir
 from fcsd.distill.run.identity import flat, require_agreement, run_identity
 from fcsd.distill.run.saver import require_room
 from fcsd.distill.step.engine import Training, build_training, import_deepspeed, live_teacher
-from fcsd.distill.student import load_student, student_config
-from fcsd.distill.teacher.original import compile_layers, identify_teacher, needs_teacher, pack_attention, teacher_name
+from fcsd.distill.student import DTYPES, load_student, student_config
+from fcsd.distill.teacher.original import compile_layers, identify_teacher, pack_attention, teacher_name
 from fcsd.distill.teacher.shared import SharedTeacher, WithinPass, require_own_weights
 from fcsd.distill.teacher.targets import TeacherSource, expect_comparable
 from fcsd.launch.world import World
@@ -134,7 +134,7 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     traffic = Traffic() if recipe.parallel.ep_size > 1 else None
     dispatcher = expert_parallel.dispatcher_for(recipe.parallel, recipe.parallel.ep_size)
     source = TeacherSource()
-    if needs_teacher(recipe) and not shares_weights(recipe):
+    if recipe.objective.needs_teacher and not shares_weights(recipe):
         say(f"loading the teacher {teacher_name(recipe)} ...")
         teacher = load_teacher(recipe, student, world, traffic, dispatcher, teams.ranks)
         source = live_teacher(teacher, recipe, world.size)
@@ -198,7 +198,7 @@ def find_start(recipe: Recipe, resume: str, world: World) -> Start:
     else:
         world.on_first(lambda: require_room(directory, least_disk(recipe, world.size)))
     config = student_config(recipe, source)
-    hashes = world.on_first(lambda: identify_teacher(recipe) if needs_teacher(recipe) else {})
+    hashes = world.on_first(lambda: identify_teacher(recipe) if recipe.objective.needs_teacher else {})
     if chosen is not None:
         hashes |= world.on_first(lambda: identify_frozen(recipe, source, hashes))
     return Start(source, chosen, checkpoint, config, hashes)
@@ -229,7 +229,7 @@ def least_disk(recipe: Recipe, processes: int) -> int:
 
 def shares_weights(recipe: Recipe) -> bool:
     """Whether the teacher in memory is the student itself, whose frozen weights are the teacher's."""
-    return recipe.frozen_beside is not None and needs_teacher(recipe)
+    return recipe.frozen_beside is not None and recipe.objective.needs_teacher
 
 
 def share_weights(
@@ -240,19 +240,14 @@ def share_weights(
     ranks: TensorGroup | None = None,
 ) -> SharedTeacher:
     """The teacher that is the student with its first weights; the other arguments are those of ``load_teacher``."""
-
+    parallel = recipe.parallel
+    how: Any = {"traffic": traffic, "dispatcher": dispatcher, "ranks": ranks}
+    rewire = partial(expert_parallel.wire_sharded, parts.model, parallel.ep_size, parallel, **how)
+    divided = ranks is not None or parallel.ep_size > 1
+    shared = SharedTeacher(parts, recipe.objective, partial(rewire, wiring=unwired()) if divided else None)
     if ranks is not None:
-        shared = SharedTeacher(
-            parts, recipe.objective, lambda: tensor_parallel.wire(parts.model, ranks, recipe, unwired())
-        )
-        tensor_parallel.wire(parts.model, ranks, recipe)  # what is not of a layer, such as marks of norms, is one again
-        return shared
-
-    def rewire() -> None:
-        how: Any = {"traffic": traffic, "dispatcher": dispatcher, "wiring": unwired()}
-        expert_parallel.wire_sharded(parts.model, recipe.parallel.ep_size, recipe.parallel, **how)
-
-    return SharedTeacher(parts, recipe.objective, rewire if recipe.parallel.ep_size > 1 else None)
+        rewire()  # what is not of a layer, such as marks of norms, is one again
+    return shared
 
 
 def identify_frozen(recipe: Recipe, source: Checkpoint, teacher: dict[str, str]) -> dict[str, str]:
@@ -318,19 +313,13 @@ def load_teacher(
         ConfigError: the recipe compares a layer that the models do not have.
     """
     name, ep_size = teacher_name(recipe), recipe.parallel.teacher_ep_size
-    dtype = DTYPES[recipe.train.dtype]
-    if ranks is not None:
-        teacher = tensor_parallel.load(open_checkpoint(name).path, ranks, dtype=dtype, device=world.device)
-        expect_comparable(student, teacher, recipe, name)
-        pack_attention(teacher, recipe)
-        tensor_parallel.wire(teacher, ranks, recipe)
-        return teacher.requires_grad_(False)
-    how: Any = {"dtype": dtype, "device": world.device, "partitioned": recipe.parallel.zero_stage == 3}
+    how: Any = {"dtype": DTYPES[recipe.train.dtype], "device": world.device, "ranks": ranks}
+    how["partitioned"] = recipe.parallel.zero_stage == 3
     teacher = expert_parallel.load(open_checkpoint(name).path, ep_size, **how)
     expect_comparable(student, teacher, recipe, name)
     pack_attention(teacher, recipe)
-    shared = dispatcher if ep_size > 1 else None
-    expert_parallel.wire_sharded(teacher, ep_size, recipe.parallel, traffic=traffic, dispatcher=shared)
+    wires: Any = {"traffic": traffic, "dispatcher": dispatcher if ep_size > 1 else None, "ranks": ranks}
+    expert_parallel.wire_sharded(teacher, ep_size, recipe.parallel, **wires)
     compile_layers(teacher, recipe)
     return teacher.requires_grad_(False)
 

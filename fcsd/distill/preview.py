@@ -18,7 +18,7 @@ from fcsd.distill.parts.chosen import chosen_parts
 from fcsd.distill.run import run_dir
 from fcsd.distill.run.saver import require_room
 from fcsd.distill.student import meta_student
-from fcsd.distill.teacher.original import needs_teacher, output_head, teacher_name
+from fcsd.distill.teacher.original import output_head, teacher_name
 from fcsd.parallel.quantised.rows import formats_of
 from fcsd.plan import plan_run
 from fcsd.plan.memory import least_disk_bytes
@@ -70,7 +70,7 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
     for corpus in measured.values():
         Rows(corpus, data.seq_len)
     require_other_text(corpora, measured)
-    teacher = teacher_name(recipe) if needs_teacher(recipe) else "none, the loss is cross-entropy"
+    teacher = teacher_name(recipe) if recipe.objective.needs_teacher else "none, the loss is cross-entropy"
     asked = f", the {train.tokens:,} asked for, in whole steps" if train.tokens else ""
     degree = recipe.parallel.tp_size
     shared = f" / {degree} that shard each model" if degree > 1 else ""
@@ -86,7 +86,7 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
         found = [f"adapters of rank {adapter.rank} at {len(chosen.adapted)} layers"] if adapter else []
         found += [own] if chosen.trained else []
         first = "adapters off" if adapter else "first weights"
-        shared = f"; the teacher is the student with its {first}" if needs_teacher(recipe) else ""
+        shared = f"; the teacher is the student with its {first}" if recipe.objective.needs_teacher else ""
         lines.append(f"trained     {', and '.join(found)}{shared}")
     if (formats := formats_of(recipe.parallel.quantised)) is not None:
         lines.append(f"formats     {formats}")

@@ -12,7 +12,6 @@ from fcsd.checkpoint.side_files import side_files
 from fcsd.checkpoint.staging import copy_small
 from fcsd.checkpoint.wiring_options import choose_wiring
 from fcsd.config import Recipe
-from fcsd.distill import tensor_parallel
 from fcsd.distill.experts import expert_parallel
 from fcsd.distill.inputs import student_source
 from fcsd.errors import BadInputError, FcsdError
@@ -22,6 +21,8 @@ from fcsd.models.build import arch_of, converted_config, register
 from fcsd.models.export_template import CODE_FILES
 from fcsd.models.rope import require_short_rows
 from fcsd.parallel.tensor.tp_plan import TensorGroup
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # of a recipe -> torch's
 
 if TYPE_CHECKING:
     from fcsd.parallel.weights.saving import OwnPart
@@ -97,10 +98,8 @@ def load_student(
         BadInputError, ConfigError: see ``student_config``; also if the weights do not match the config.
     """
     parallel = recipe.parallel
-    how: Any = {"dtype": dtype, "device": device, "dispatched": parallel.quantised.any}
+    how: Any = {"dtype": dtype, "device": device, "dispatched": parallel.quantised.any, "ranks": ranks}
     how["partitioned"] = parallel.zero_stage == 3
-    if ranks is not None:
-        return _load_shards(recipe, ranks, dtype=dtype, device=device, config=config, trained=trained)
     if trained is not None:
         return expert_parallel.load(trained, parallel.ep_size, orders=orders, **how)
     source = student_source(recipe)
@@ -110,24 +109,6 @@ def load_student(
     if recipe.init.weights == "loaded":
         return expert_parallel.load(source.path, parallel.ep_size, config=config, **how)
     return expert_parallel.randomise(config, parallel.ep_size, seed=recipe.seed, **how)
-
-
-def _load_shards(
-    recipe: Recipe,
-    ranks: TensorGroup,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    config: PretrainedConfig | None,
-    trained: Path | None,
-) -> PreTrainedModel:
-    if trained is not None:
-        return tensor_parallel.load(trained, ranks, dtype=dtype, device=device)
-    source = student_source(recipe)
-    config = config or student_config(recipe, source)
-    if recipe.init.weights == "loaded":
-        return tensor_parallel.load(source.path, ranks, dtype=dtype, device=device, config=config)
-    return tensor_parallel.randomise(config, ranks, dtype=dtype, device=device, seed=recipe.seed)
 
 
 def meta_student(recipe: Recipe, source: Checkpoint) -> PreTrainedModel:

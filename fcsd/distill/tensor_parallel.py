@@ -1,4 +1,4 @@
-"""Tensor parallelism of a run: which processes shard a model, which divide the rows, and how models are loaded.
+"""Tensor parallelism of a run: which processes shard a model, and which divide the rows.
 
 Each group of ``parallel.tp_size`` neighbouring processes shards the decoder layers of student and teacher, and computes
 with the same rows. The processes at the same place of these groups have the same part of the weights. They are the data
@@ -6,22 +6,16 @@ parallel processes: they divide the rows, average the gradients, and divide the 
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from fcsd.checkpoint import open_checkpoint
 from fcsd.config import Init, Recipe
-from fcsd.distill.teacher.original import needs_teacher, teacher_name
-from fcsd.engine.weights import load_tensor_parallel, random_tensor_parallel
+from fcsd.distill.teacher.original import teacher_name
 from fcsd.launch.world import World
-from fcsd.models.build import arch_of, register, wiring_of
-from fcsd.models.fused.model import fuse_parts
-from fcsd.models.wiring import Wiring
-from fcsd.parallel.tensor.layer import wire_training
+from fcsd.models.build import register, wiring_of
 from fcsd.parallel.tensor.shard import check_sharded, prepare
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 
@@ -95,32 +89,12 @@ def check(recipe: Recipe, processes: int) -> None:
         return
     register()
     names: list[tuple[str, Init | None]] = [(recipe.model, recipe.init)]
-    if needs_teacher(recipe):
+    if recipe.objective.needs_teacher:
         names.append((teacher_name(recipe), None))
     paths = (open_checkpoint(name, weights=False).path for name, _ in names)
     configs = (AutoConfig.from_pretrained(path, trust_remote_code=False) for path in paths)
     models = ((name, config, wiring_of(config), init) for (name, init), config in zip(names, configs, strict=True))
     check_sharded(models, recipe.parallel, processes)
-
-
-def load(
-    path: Path, ranks: TensorGroup, *, dtype: torch.dtype, device: torch.device, config: PretrainedConfig | None = None
-) -> PreTrainedModel:
-    """Loads a model in eval mode with this process's part of the decoder layers."""
-    return load_tensor_parallel(path, dtype=dtype, device=device, ranks=ranks, config=config, whole_vocabulary=True)
-
-
-def randomise(
-    config: PretrainedConfig, ranks: TensorGroup, *, dtype: torch.dtype, device: torch.device, seed: int
-) -> PreTrainedModel:
-    """Like ``load``, but with random weights, which are the same at any degree."""
-    return random_tensor_parallel(config, dtype=dtype, device=device, ranks=ranks, seed=seed, whole_vocabulary=True)
-
-
-def wire(model: PreTrainedModel, ranks: TensorGroup, recipe: Recipe, wiring: Wiring | None = None) -> None:
-    """Installs the schedule of a wiring, or the model's own, and fused kernels, with the settings of ``parallel``."""
-    fuse_parts(model, arch_of(model.config), recipe.parallel.fused and model.device.type == "cuda")
-    wire_training(model, wiring or wiring_of(model.config), ranks, recipe.parallel.overlap)
 
 
 def make_trainable(model: PreTrainedModel, teams: Teams) -> None:

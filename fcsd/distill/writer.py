@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.checkpoint.tokenizer import chat_text, limited_template, tokens_before
-from fcsd.distill.writing import Writing
+from fcsd.distill.own_text_files import Writing
 from fcsd.engine.decode import GRAIN
 from fcsd.engine.generate import GRAPHS, SLOTS, ending, generate
 from fcsd.errors import BadInputError

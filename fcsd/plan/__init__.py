@@ -26,9 +26,8 @@ from fcsd.parallel.tensor.shard import check_sharded
 from fcsd.plan.memory import Memory, disk_bytes, host_bytes, memory, state_width
 from fcsd.plan.model import MetaModel, ModelNumbers, of_rank
 from fcsd.plan.search import assignments, candidates, changes, cheapest, quicker
-from fcsd.plan.setup import GIB, USABLE, Hardware, Parts, Setup, setup_of, with_parts
+from fcsd.plan.setup import GIB, USABLE, Hardware, Parts, Setup, setup_of, uncounted, with_parts
 from fcsd.plan.speed import Speed, readable, speed
-from fcsd.plan.uncounted import uncounted
 
 GAIN = 0.95  # a change that leaves more of the hours than this is not worth a line; plans are less exact than that
 

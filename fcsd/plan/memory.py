@@ -14,7 +14,7 @@ the whole run.
 
 from dataclasses import dataclass
 
-from fcsd.config.objective import automatic_chunk
+from fcsd.config.objective import TERMS, automatic_chunk
 from fcsd.parallel.partitions import BUCKET, LIVE
 from fcsd.parallel.transports import copies
 from fcsd.plan.activations import LayerBytes
@@ -133,7 +133,7 @@ def loss_bytes(model: ModelNumbers, setup: Setup) -> tuple[int, int]:
     """
     tokens = setup.micro_batch_size * setup.seq_len
     logits = min(setup.chunk_tokens or automatic_chunk(model.vocab), tokens) * model.vocab
-    models = 2 if "kl" in setup.terms else 1
+    models = max((TERMS[name].models for name in setup.terms), default=1)
     to_hidden = len(setup.terms) * tokens * model.hidden * setup.width
     to_head = 0 if setup.freeze_lm_head else model.head * setup.width
     return logits * (2 * models + setup.width), to_hidden + to_head

@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from fcsd.config import NO_METRIC, Parallel, Recipe, exclusions
+from fcsd.config import NO_METRIC, TERMS, Parallel, Recipe, exclusions
 from fcsd.config.batch import pauses
 from fcsd.errors import ConfigError
 from fcsd.models.adapters.nf4 import BYTES
@@ -133,7 +133,7 @@ class Setup:
         tokens: tokens of the whole run.
         teacher: whether each rank holds all of the frozen teacher's experts (``replicated``) or they are spread over
             the expert-parallel ranks (``sharded``); ``none`` if no teacher runs beside the student.
-        terms: which of the terms ``kl`` and ``sft`` the loss has.
+        terms: the terms of the loss that compute logits.
         compared: number of layers whose streams the loss compares with the teacher's.
         keep: newest checkpoints that are kept.
         masked: whether attention runs with a mask, because rows hold several documents and packed attention is off.
@@ -267,8 +267,6 @@ def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Set
     """
     train, objective, parallel = recipe.train, recipe.objective, recipe.parallel
     stop, save = recipe.early_stop, recipe.checkpoint
-    weights = {"kl": objective.kl, "sft": objective.sft}
-    compared = bool(objective.hidden.weight)
     scored = 0 if stop.metric == NO_METRIC else stop.every
     held_out = sum(text.max_rows or HELD_OUT_ROWS for text in recipe.data.measured.values())
     return Setup(
@@ -284,9 +282,9 @@ def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Set
         recompute=train.activation_checkpointing,
         ep_size=parallel.ep_size,
         tp_size=parallel.tp_size,
-        teacher=_placement(parallel) if objective.kl or compared else "none",
-        terms=tuple(name for name, weight in weights.items() if weight),
-        compared=len(select_layers(objective.hidden.layers, layers)) if compared else 0,
+        teacher=_placement(parallel) if objective.needs_teacher else "none",
+        terms=tuple(name for name in objective.weights if TERMS[name].models),
+        compared=len(select_layers(objective.hidden.layers, layers)) if objective.hidden.weight else 0,
         chunk_tokens=objective.chunk_tokens,
         freeze_embeddings=objective.freeze_embeddings,
         freeze_lm_head=objective.freeze_lm_head,
@@ -307,3 +305,36 @@ def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Set
 def _placement(parallel: Parallel) -> Literal["replicated", "sharded"]:
     """Where the teacher's experts are: sharded as the student's are, unless the recipe asks for replicated ones."""
     return "sharded" if parallel.teacher_ep_size > 1 else "replicated"
+
+
+def uncounted(recipe: Recipe, hardware: Hardware, ranks: int = 1) -> list[str]:
+    """A text for each setting that changes time, memory or disk in a way that the plan does not know.
+
+    Settings whose effect the plan knows are fields of ``Setup``. docs/planning.md lists both kinds.
+
+    Args:
+        ranks: those of a Desync wiring.
+    """
+    train, parallel, divided = recipe.train, recipe.parallel, recipe.parallel.ep_size > 1
+    found = {
+        "train.compile: compiled layers start fewer kernels, and compiling takes minutes": train.compile,
+        "train.adapter: the small kernels of the adapters, which the host starts": train.adapter is not None,
+        "train.trace_every: steps that are profiled": train.trace_every > 0,
+        "init.wiring: all-to-alls that the standard wiring exposes": divided and recipe.init.wiring == "standard",
+        f"desync: each GPU computes {ranks} ranks of converted layers, in up to {ranks} times the time and memory": (
+            ranks > parallel.tp_size
+        ),
+        "deterministic: slower kernels": recipe.deterministic,
+        "objective.hidden: the overlap that the compared layers lose": divided and recipe.objective.hidden.weight > 0,
+        "parallel.overlap: time that all-to-alls expose": divided and parallel.overlap != "on",
+        "parallel.tp_size: time that all-reduces expose, and the activations that sharding saves": parallel.tp_size > 1,
+        "parallel.dedup: what it saves and costs": parallel.dedup != "off",
+        "parallel.quantised: what formats save and cost": parallel.quantised.any,
+        "parallel.placement: searches and swaps of experts": parallel.placement.every > 0,
+        "all-to-alls between nodes": parallel.ep_size > hardware.gpus,
+        "early_stop: the run may end earlier; a step with the best score is saved in addition": (
+            recipe.early_stop.metric != NO_METRIC
+        ),
+        "sweep: the trials before the run": recipe.sweep is not None,
+    }
+    return [text for text, is_set in found.items() if is_set]

@@ -1,16 +1,19 @@
-"""Adding an architecture takes the steps that docs/adding_an_architecture.md says, and nothing else."""
+"""Adding an architecture or a loss takes the steps that its page in docs/ says, and nothing else."""
 
 import os
 import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import test_rotary
 
+from fcsd.config import TERMS
+from fcsd.distill.loss.losses import COMPUTED
 from fcsd.models import archs
 from fcsd.models.arch import Arch
 from fcsd.models.archs import ARCHS
@@ -29,6 +32,23 @@ def python_blocks(page: str) -> list[str]:
     return [block.strip() for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)]
 
 
+def copy_repository(repo: Path, to: Path) -> None:
+    for name in ("fcsd", "tests", "scripts", "docs", "recipes", "README.md", "CONTRIBUTING.md", "pyproject.toml"):
+        copy = shutil.copytree if (repo / name).is_dir() else shutil.copy
+        copy(repo / name, to / name)
+    for name in ("assets", "benchmarks", "studies"):
+        (to / name).symlink_to(repo / name)
+
+
+def run(repo: Path, *arguments: str) -> str:
+    """Runs python in a copy of the repository."""
+    environment = {**os.environ, "PYTHONPATH": str(repo)}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=repo, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    return done.stdout
+
+
 def test_the_steps_add_the_easy_family(page: str, repo: Path, tmp_path: Path) -> None:
     """In a copy of the repository; the commands are those of the steps."""
     steps = page.split("## An easy family")[1].split("\n## ")[0]
@@ -38,33 +58,21 @@ def test_the_steps_add_the_easy_family(page: str, repo: Path, tmp_path: Path) ->
     family = eval(python_blocks(page)[0], vars(archs)).model_type
     assert family in chosen.split()
 
-    for name in ("fcsd", "tests", "scripts", "docs", "recipes", "README.md", "CONTRIBUTING.md", "pyproject.toml"):
-        copy = shutil.copytree if (repo / name).is_dir() else shutil.copy
-        copy(repo / name, tmp_path / name)
-    for name in ("assets", "benchmarks", "studies"):
-        (tmp_path / name).symlink_to(repo / name)
+    copy_repository(repo, tmp_path)
     if family not in ARCHS:
         for (name, line), entry in zip(TABLES.items(), python_blocks(page), strict=False):
             before, after = (tmp_path / name).read_text().split(f"\n{line}\n")
             (tmp_path / name).write_text(f"{before}\n{line}\n    {entry},\n{after}")
-
-    def run(*arguments: str) -> str:
-        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-        command = [sys.executable, *arguments]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
-        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-        return done.stdout
 
     # The files that have cases of a family: to collect all others, too, takes most of the command's time.
     named = re.compile(r"\b(CONFIGS|ARCHS|representatives|names_exist)\b")
     folders = ("models", "engine", "kernels", "parallel", "plan", "serve", "distill/step")
     files = (file for name in folders for file in (tmp_path / "tests" / name).rglob("test_*.py"))
     where = sorted(str(file) for file in files if named.search(file.read_text()))
-    passed = re.search(
-        r"(\d+) passed", run("-m", "pytest", "-q", "-p", "no:cacheprovider", *where, "-m", marked, "-k", chosen)
-    )
+    said = run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", *where, "-m", marked, "-k", chosen)
+    passed = re.search(r"(\d+) passed", said)
     assert passed is not None and int(passed[1]) > 40
-    run(script)
+    run(tmp_path, script)
     assert f"`{family}`" in (tmp_path / "docs/reference/architectures.md").read_text()
 
 
@@ -79,3 +87,43 @@ def test_a_forgotten_exception_is_found(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(ARCHS, "gpt_oss", archs._row("gpt_oss", "GptOss"))  # pyright: ignore
     with pytest.raises(AssertionError):
         test_rotary.test_a_model_with_fused_rotations_computes_the_same_and_becomes_itself_again("gpt_oss")
+
+
+# Added to the proof of the page: a run with its loss, and what a plan counts.
+RUN = """
+
+def test_run_and_plan_read_the_row(tmp_path):
+    import runs
+
+    from fcsd.distill.run.report import read_metrics
+    from fcsd.plan.setup import setup_of
+
+    runs.write_models(tmp_path, "llama")
+    recipe = runs.resolved(tmp_path, objective__kl=0.0, objective__reverse_kl=2.0, train__eval_every=4)
+    runs.train(recipe)
+    first, *_, last = read_metrics(tmp_path / "run")
+    assert first["loss"] == pytest.approx(2 * first["reverse_kl"] + 0.5 * first["sft"])
+    assert last["held_out_reverse_kl"] > 0 and last["reverse_kl"] < first["reverse_kl"]
+    setup = setup_of(recipe.recipe, 1, 4)
+    assert setup.terms == ("sft", "reverse_kl") and setup.teacher != "none"
+"""
+
+
+def test_a_loss_is_a_row_a_function_and_a_proof(repo: Path, tmp_path: Path) -> None:
+    """In a copy of the repository."""
+    page = (repo / "docs/adding_a_loss.md").read_text()
+    row, function, proof = map(textwrap.dedent, re.findall(r"```python\n(.*?)   ```", page, re.DOTALL))
+    copy_repository(repo, tmp_path)
+    objective, losses = tmp_path / "fcsd/config/objective.py", tmp_path / "fcsd/distill/loss/losses.py"
+    before, after = objective.read_text().split("    hidden: Annotated[")
+    objective.write_text(f"{before}{textwrap.indent(row, '    ')}    hidden: Annotated[{after}")
+    before, after = losses.read_text().split("# The function of each term")
+    after = after.replace('"sft": _sft', '"sft": _sft, "reverse_kl": _reverse_kl')
+    losses.write_text(f"{before}{function}\n\n# The function of each term{after}")
+    test = tmp_path / "tests/distill/loss/test_reverse_kl.py"
+    test.write_text(proof + RUN)
+    assert "3 passed" in run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test))
+
+
+def test_every_term_of_the_table_is_computed() -> None:
+    assert COMPUTED.keys() == TERMS.keys()

@@ -34,7 +34,7 @@ from fcsd.plan.model import MetaModel, ModelNumbers
 from fcsd.plan.offload import BUS, HOST, host_optimizer_bytes
 from fcsd.plan.report import to_text
 from fcsd.plan.search import candidates, changes, larger_micro_batches
-from fcsd.plan.setup import GIB, USABLE, present, setup_of
+from fcsd.plan.setup import GIB, USABLE, present, setup_of, uncounted
 from fcsd.plan.shard import shard
 from fcsd.plan.speed import (
     BENCHMARK,
@@ -57,7 +57,6 @@ from fcsd.plan.speed import (
     update_seconds,
     work_per_token,
 )
-from fcsd.plan.uncounted import uncounted
 from fcsd.progress import duration
 
 SMALL = Setup(world=2, micro_batch_size=2, seq_len=64, batch_tokens=512, tokens=5120)

@@ -16,8 +16,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from fcsd.config import Recipe, accumulation
 from fcsd.distill.data.rows import Mixture
-from fcsd.distill.dtypes import DTYPES
 from fcsd.distill.experts.expert_parallel import randomise
+from fcsd.distill.student import DTYPES
 from fcsd.distill.teacher.original import compile_layers
 from fcsd.launch.world import World
 from fcsd.models.build import unwired, wire

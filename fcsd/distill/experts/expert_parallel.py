@@ -1,4 +1,6 @@
-"""Expert parallelism of a run: the checks of the recipe, and how the student and the teacher are sharded.
+"""Expert parallelism of a run: the checks of the recipe, and how student and teacher are loaded and wired.
+
+Where tensor-parallel ranks shard the models instead, ``load``, ``randomise`` and ``wire_sharded`` take these ranks.
 
 Every process is data parallel, and each group of ``parallel.ep_size`` neighbouring processes divides the experts of
 each MoE layer among its members. The experts are sharded before DeepSpeed sees the model. Its engine finds AutoEP's
@@ -10,13 +12,14 @@ and ``launch_step`` multiplies the loss by that number in advance.
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from fcsd.checkpoint import open_checkpoint
 from fcsd.config import Parallel, Recipe
-from fcsd.distill.teacher.original import needs_teacher, teacher_name
+from fcsd.distill.teacher.original import teacher_name
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.launch.world import first_rank
 from fcsd.models.build import arch_of, load_model, register, wiring_of
@@ -25,6 +28,8 @@ from fcsd.models.quantised.method import plain_copy
 from fcsd.models.wiring import DESYNC, Wiring
 from fcsd.parallel.expert.dispatcher import Dispatcher, check_divided, check_formats
 from fcsd.parallel.quantised.rows import Quantiser, formats_of
+from fcsd.parallel.tensor.layer import wire_training
+from fcsd.parallel.tensor.tp_plan import TensorGroup
 from fcsd.parallel.transports.traffic import Traffic
 
 log = logging.getLogger(__name__)
@@ -51,7 +56,7 @@ def check(recipe: Recipe, processes: int) -> None:
     config = _config(recipe.model)
     check_divided(config, recipe.model, recipe.parallel, processes, "set parallel.ep_size: 1")
     names = [recipe.model]
-    if needs_teacher(recipe) and (stage == 3 or recipe.parallel.teacher_ep_size > 1):
+    if recipe.objective.needs_teacher and (stage == 3 or recipe.parallel.teacher_ep_size > 1):
         names.append(name := teacher_name(recipe))
         hint = "set parallel.teacher_placement: replicated"
         check_divided(_config(name), name, recipe.parallel, processes, hint)
@@ -93,8 +98,9 @@ def load(
     dispatched: bool = False,
     orders: Mapping[str, Sequence[int]] | None = None,
     partitioned: bool = False,
+    ranks: TensorGroup | None = None,
 ) -> PreTrainedModel:
-    """Loads a model in eval mode with this process's share of the experts.
+    """Loads a model in eval mode with this process's share of it.
 
     Args:
         ep_size: the number of processes that divide the experts; with 1 every process has all of them.
@@ -102,7 +108,13 @@ def load(
         dispatched: whether rows pass through a dispatcher even if no experts are divided, so that they can be rounded.
         orders: where the experts are if they have changed places; see ``load_expert_parallel``.
         partitioned: whether ZeRO-3 divides the weights of a dense model.
+        ranks: the ranks that shard the decoder layers; None if every rank has them.
     """
+    if ranks is not None:
+        from fcsd.engine.weights import load_tensor_parallel
+
+        how: Any = {"dtype": dtype, "device": device, "whole_vocabulary": True}
+        return load_tensor_parallel(path, ranks=ranks, config=config, **how)
     if partitioned:
         from fcsd.parallel.weights.partitioned import load_partitioned
 
@@ -124,8 +136,14 @@ def randomise(
     seed: int,
     dispatched: bool = False,
     partitioned: bool = False,
+    ranks: TensorGroup | None = None,
 ) -> PreTrainedModel:
-    """Like ``load``, but with random weights, which are the same at any ``ep_size``."""
+    """Like ``load``, but with random weights, which do not depend on the number of processes."""
+    if ranks is not None:
+        from fcsd.engine.weights import random_tensor_parallel
+
+        how: Any = {"dtype": dtype, "device": device, "whole_vocabulary": True}
+        return random_tensor_parallel(config, ranks=ranks, seed=seed, **how)
     if partitioned:
         from fcsd.parallel.weights.partitioned import random_partitioned
 
@@ -145,6 +163,7 @@ def wire_sharded(
     traffic: Traffic | None = None,
     dispatcher: Dispatcher | None = None,
     wiring: Wiring | None = None,
+    ranks: TensorGroup | None = None,
 ) -> None:
     """Installs the overlapped schedule of the model's wiring, and fused kernels, with the settings of ``parallel``.
 
@@ -154,21 +173,23 @@ def wire_sharded(
         quantiser: rounds the rows; None sends them as they are.
         traffic: counts the bytes that are sent; None does not count.
         dispatcher: makes the dispatchers; None stands for a new one of ``dispatcher_for``.
-        wiring: used in place of the model's own if the experts are divided.
+        wiring: used in place of the model's own if the model is divided.
+        ranks: the ranks that shard the decoder layers; None if every rank has them.
 
     Raises:
         ConfigError: the wiring cannot be overlapped, or its rows cannot be rounded.
     """
-    on_cuda = model.device.type == "cuda"
-    if ep_size == 1 and quantiser is None:
+    on_cuda, wiring = model.device.type == "cuda", wiring or wiring_of(model.config)
+    if ranks is not None or (ep_size == 1 and quantiser is None):
         fuse_parts(model, arch_of(model.config), parallel.fused and on_cuda)
+        if ranks is not None:
+            wire_training(model, wiring, ranks, parallel.overlap)
         return
     from fcsd.parallel.overlap import overlap
     from fcsd.parallel.transports.copies import CopiesTransport
     from fcsd.parallel.transports.symmetric_memory import open_buffers
     from fcsd.parallel.transports.transport import all_to_all
 
-    wiring = wiring or wiring_of(model.config)
     if ep_size == 1 and (wiring.name in DESYNC or wiring.distance > 1):
         raise ConfigError(
             "parallel.quantised supports neither desync nor a distance above 1", hint="remove parallel.quantised"

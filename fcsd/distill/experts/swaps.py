@@ -7,22 +7,22 @@ checkpoints. Only the optimizer's files are in the order of places, so the manif
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from fcsd.config import Parallel, Recipe
 from fcsd.disk import write_json
-from fcsd.distill.experts.routing_record import RoutingRecord
 from fcsd.distill.experts.states import expert_shares
 from fcsd.distill.train_engine import Trained
 from fcsd.kernels.bit_split import Format
 from fcsd.launch.world import World
+from fcsd.parallel import order
 from fcsd.parallel.expert.autoep import expert_blocks
 from fcsd.parallel.expert.block import ExpertBlock
 from fcsd.parallel.placement.moving import move, plan
@@ -31,6 +31,37 @@ from fcsd.parallel.placement.search import Level, Objective, Ranks, greedy
 
 FILE = "placement.json"
 Orders = dict[str, list[int]]  # the numbers of a layer's experts by position, by the path of its MoE block
+
+
+class RoutingRecord:
+    """The choices of some routers while ``on`` is active.
+
+    Args:
+        routers: the routers, by any name; they return scores, experts and counts.
+    """
+
+    def __init__(self, routers: Mapping[str, nn.Module]) -> None:
+        self._chosen: dict[str, list[Tensor]] | None = None
+        for key, router in routers.items():
+            router.register_forward_hook(self._recorder(key))
+
+    @contextmanager
+    def on(self, keys: Mapping[str, Any]) -> Iterator[dict[str, list[Tensor]]]:
+        """Within the block, record the choices of each micro-batch, int16 ``[tokens, top_k]``, for each key."""
+        found: dict[str, list[Tensor]] = {key: [] for key in keys}
+        self._chosen = found
+        try:
+            yield found
+        finally:
+            self._chosen = None
+
+    def _recorder(self, key: str) -> Any:
+        def record(router: nn.Module, _: Any, output: Any) -> None:
+            # Neither evaluations nor the recompute of activation checkpointing are part of the step.
+            if self._chosen is not None and router.training and not order.in_backward():
+                self._chosen[key].append(output[1].to(torch.int16))
+
+        return record
 
 
 class ExpertSwaps:

@@ -11,11 +11,13 @@ equations 3 to 5, so that neither accumulation nor the number of ranks changes t
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from fcsd.config import Objective
 
 IGNORE = -100  # label of a position that predicts nothing
 
@@ -226,3 +228,50 @@ def logits_of(hidden: Tensor, weight: Tensor, cap: float | None = None) -> Tenso
     """The logits ``[tokens, vocab]`` of ``hidden`` ``[tokens, hidden]``, in fp32 or fp64, capped by ``cap``."""
     logits = _product(hidden.to(weight.dtype), weight.t())
     return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+class Given(NamedTuple):
+    """What a term is computed from on one micro-batch.
+
+    Attributes:
+        labels: ``[batch, seq]`` int64, already shifted: the token that each position predicts, or ``IGNORE``.
+        how: the keyword arguments ``denominator``, ``chunk_tokens``, ``kept`` and ``cap`` of ``kl_divergence``.
+        student: its hidden states ``[batch, seq, hidden]`` after the final norm, and its head ``[vocab, hidden]``.
+        streams: as in ``targets``, but the student's.
+        targets: the ``Targets`` of ``fcsd.distill.teacher``; None if no term needs a teacher.
+    """
+
+    objective: Objective
+    labels: Tensor
+    how: dict[str, Any]
+    student: tuple[Tensor, Tensor]
+    streams: dict[int, Tensor]
+    targets: Any
+
+    @property
+    def counts(self) -> Tensor:
+        """``[batch, seq]`` bool, true where the position counts."""
+        return self.labels != IGNORE
+
+
+def _hidden(given: Given) -> Tensor:
+    """The sum of the squared distances of all compared layers."""
+    # The streams are removed from the dicts one by one, so that both streams of a layer are freed as soon as only their
+    # difference is kept for backward.
+    ours, theirs, how = given.streams, given.targets.streams, {"denominator": given.how["denominator"]}
+    distances = [squared_distance(ours.pop(k), theirs.pop(k), given.counts, **how) for k in tuple(theirs)]
+    return torch.stack(distances).sum()
+
+
+def _kl(given: Given) -> Tensor:
+    (hidden, head), how = given.targets.output, {**given.how, "temperature": given.objective.temperature}
+    return kl_divergence(*given.student, hidden, head, given.counts, **how)
+
+
+def _sft(given: Given) -> Tensor:
+    return cross_entropy(*given.student, given.labels, **given.how)
+
+
+# The function of each term of the table ``fcsd.config.TERMS``, in the order in which they run: streams are freed before
+# logits take memory.
+COMPUTED: dict[str, Callable[[Given], Tensor]] = {"hidden": _hidden, "kl": _kl, "sft": _sft}

@@ -93,27 +93,28 @@ def update(engine: TrainEngine, recipe: Recipe, world: World) -> Tensor | float:
 
     Returns: the global L2 norm of the gradients before clipping; a number if the host has computed it.
     """
-    if isinstance(engine.optimizer, OneProcessAdamW):
+    norm, on_host = _clip(engine, recipe, world), recipe.optim.offload == "host"
+    if norm is not None and recipe.train.dtype == "fp32":  # torch's optimizer, called directly, reads found_inf
+        engine.optimizer.found_inf = found_inf(norm)
+    elif norm is not None and not norm.isfinite():  # the host waits; DeepSpeed's wrapper of bf16 makes it wait anyway
+        engine.zero_grad()
+        engine.micro_steps += 1
+        return norm
+    with _threads(optimizer_threads()) if on_host else nullcontext():
         engine.step()
-        return engine.optimizer.norm
+    if norm is None:
+        alone = isinstance(engine.optimizer, OneProcessAdamW)
+        norm = engine.optimizer.norm if alone else engine.get_global_grad_norm()
+    # With the optimizer on the host, the norm is there, too, while the step's other numbers are on the device.
+    return 0.0 if norm is None else float(norm) if on_host else norm
+
+
+def _clip(engine: TrainEngine, recipe: Recipe, world: World) -> Tensor | None:
+    """Clips the gradients by their norm and returns it; None where the optimizer does both in its step."""
     if recipe.parallel.zero_stage:
-        with _threads(optimizer_threads()) if recipe.optim.offload == "host" else nullcontext():
-            engine.step()
-        norm = engine.get_global_grad_norm()
-        if norm is None:
-            return 0.0
-        # With the optimizer on the host, the norm is there, too, while the step's other numbers are on the device.
-        return float(norm) if recipe.optim.offload == "host" else norm
+        return None
     norm = global_norm(engine, recipe, world)
     if recipe.optim.grad_clip:
         with_gradient = [parameter for parameter in engine.module.parameters() if parameter.grad is not None]
         torch.nn.utils.clip_grads_with_norm_(with_gradient, recipe.optim.grad_clip, norm)
-    if recipe.train.dtype == "fp32":  # the engine calls torch's optimizer directly, which reads found_inf
-        engine.optimizer.found_inf = found_inf(norm)
-        engine.step()
-    elif norm.isfinite():  # the host waits; DeepSpeed's wrapper of bf16 without ZeRO reads norms on the host anyway
-        engine.step()
-    else:
-        engine.zero_grad()
-        engine.micro_steps += 1
     return norm

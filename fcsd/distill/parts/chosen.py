@@ -8,7 +8,6 @@ from transformers import PreTrainedModel
 from fcsd.checkpoint import Checkpoint
 from fcsd.config import Recipe
 from fcsd.distill.student import meta_student
-from fcsd.distill.teacher.original import needs_teacher
 from fcsd.distill.teacher.twins import make_twins
 from fcsd.extras import require_extra
 from fcsd.models.adapters.lora import add_adapters
@@ -55,9 +54,9 @@ def train_parts(model: PreTrainedModel, recipe: Recipe, chosen: Chosen) -> Train
     for name, parameter in trained.items():
         parameter.requires_grad_(asked[name])
     originals, twins = {}, ()
-    if needs_teacher(recipe) and any(map(is_partitioned, trained.values())):
+    if recipe.objective.needs_teacher and any(map(is_partitioned, trained.values())):
         twins = make_twins(model, trained.values())
-    elif needs_teacher(recipe):
+    elif recipe.objective.needs_teacher:
         originals = {name: p.detach().clone() for name, p in trained.items()}
     places = {name: paths[f"{name}.weight"].removesuffix(".weight") for name in chosen.adapted}
     layers: dict[str, Any] = {}

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from fcsd.config import Recipe, ResolvedRecipe
+from fcsd.config import TERMS, Recipe, ResolvedRecipe
 from fcsd.disk import append, write_picture, write_text
 from fcsd.distill.run.run_dir import CHECKPOINTS
 from fcsd.distill.run.time_left import TimeLeft
@@ -28,8 +28,13 @@ _LONGEST = 1 << 20  # bytes of a record
 CURVES = "curves.png"
 _NAMED_S = 1.0  # a pause is not named again if the last one of its kind was shorter, in seconds
 # The metrics that are drawn if the run has them, in this order -> the title of the panel
-_PANELS = {"kl": "KL(teacher || student)", "sft": "cross-entropy", "hidden": "hidden L2", "held_out_kl": "held-out KL"}
-_PANELS |= {"held_out_own_kl": "held-out KL, the teacher's own text", "held_out_sft": "held-out cross-entropy"}
+_PANELS = {name: term.title for name, term in TERMS.items()}
+_PANELS |= {
+    f"held_out_{own}{name}": f"held-out {term.held_out}{where}"
+    for name, term in TERMS.items()
+    if term.held_out
+    for own, where in [("", ""), ("own_", ", the teacher's own text")][: 1 + term.teacher]
+}
 _PANELS |= {"score": "early-stopping score"}
 _PANELS |= {"grad_norm": "gradient norm", "lr": "learning rate"}
 _PANELS |= {"tokens_per_second": "tokens/s", "mfu": "model FLOPs utilization"}

@@ -7,17 +7,16 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fcsd.config import Objective, Recipe, accumulation
 from fcsd.distill import tensor_parallel
-from fcsd.distill.dtypes import DTYPES
 from fcsd.distill.experts.expert_parallel import quantiser_of, wire_sharded
-from fcsd.distill.loss.losses import IGNORE, cross_entropy, kl_divergence, squared_distance
+from fcsd.distill.loss.losses import COMPUTED, Given
 from fcsd.distill.optim.adamw_choice import adamw_settings, own_adamw, parameter_groups, updates_alone
 from fcsd.distill.step.phases import phase
+from fcsd.distill.student import DTYPES
 from fcsd.distill.teacher.original import compile_layers, final_hidden, output_head, pack_attention
 from fcsd.distill.teacher.prefix import left_out
 from fcsd.distill.teacher.targets import FixedLosses, LiveTeacher, Targets, TeacherSource, captured, compared_layers
@@ -64,34 +63,15 @@ class Losses(nn.Module):
             hidden: ``final_hidden``, ``[batch, seq, hidden]``.
             streams: as in ``Targets``, but the student's.
         """
-        head, labels = output_head(self.model), batch["labels"]
-        chunk, cap = self.objective.chunk(len(head)), logits_cap(self.model.config)
-        counts, kept = labels != IGNORE, batch.get("kept")
-        losses = {}
-        if "hidden" in terms:
-            assert targets is not None
-            wanted = targets.streams
-            # The streams are removed from the dicts one by one, so that both streams of a layer are freed as soon as
-            # only their difference is kept for backward.
-            distances = [
-                squared_distance(streams.pop(k), wanted.pop(k), counts, denominator=denominator) for k in tuple(wanted)
-            ]
-            losses["hidden"] = torch.stack(distances).sum()
-        if "kl" in terms:
-            assert targets is not None
-            options: Any = {
-                "temperature": self.objective.temperature,
-                "denominator": denominator,
-                "chunk_tokens": chunk,
-                "kept": kept,
-                "cap": cap,
-            }
-            losses["kl"] = kl_divergence(hidden, head, *targets.output, counts, **options)
-        if "sft" in terms:
-            losses["sft"] = cross_entropy(
-                hidden, head, labels, denominator=denominator, chunk_tokens=chunk, kept=kept, cap=cap
-            )
-        return losses
+        head = output_head(self.model)
+        how = {
+            "denominator": denominator,
+            "chunk_tokens": self.objective.chunk(len(head)),
+            "kept": batch.get("kept"),
+            "cap": logits_cap(self.model.config),
+        }
+        given = Given(self.objective, batch["labels"], how, (hidden, head), streams, targets)
+        return {name: compute(given) for name, compute in COMPUTED.items() if name in terms}
 
 
 class Student(nn.Module):
@@ -115,12 +95,12 @@ class Student(nn.Module):
         denominator: Tensor,
         terms: tuple[str, ...],
     ) -> dict[str, Tensor]:
-        """The loss terms ``kl``, ``sft`` and ``hidden`` named in ``terms``, unweighted, as fp32 scalars.
+        """The loss terms named in ``terms``, unweighted, as fp32 scalars.
 
         Args:
             batch: ``input_ids``, ``position_ids`` and ``labels``, each ``[batch, seq]``. It may also have ``kept``, the
                 positions in the flattened batch that have a label, if the host knows them.
-            targets: the teacher's output, which ``kl`` and ``hidden`` need; or a function that computes the terms.
+            targets: the teacher's output, if a term needs it; or a function that computes the terms.
             denominator: the number by which the sums over tokens are divided.
         """
         if targets is not None and not isinstance(targets, Targets):
@@ -268,10 +248,8 @@ def build_training(
     engine = start_engine(Student(model, recipe.objective, twins).train(), recipe, world, teams, parts, alone)
     gather_weights(engine, recipe, twins)
     sum_gradients(engine, recipe, alone)
-    if teams.ranks is None:
-        wire_sharded(model, recipe.parallel.ep_size, recipe.parallel, quantiser, traffic, dispatcher)
-    else:
-        tensor_parallel.wire(model, teams.ranks, recipe)
+    how: Any = {"traffic": traffic, "dispatcher": dispatcher, "ranks": teams.ranks}
+    wire_sharded(model, recipe.parallel.ep_size, recipe.parallel, quantiser, **how)
     if twins:
         with in_place(twins):
             fuse_parts(model, arch_of(model.config), recipe.parallel.fused and model.device.type == "cuda")

@@ -19,13 +19,6 @@ from fcsd.errors import BadInputError
 from fcsd.launch.world import World
 
 
-def loss_weights(recipe: Recipe) -> dict[str, float]:
-    """The weights of the loss terms by name; terms with weight 0 are left out."""
-    objective = recipe.objective
-    weights = {"kl": objective.kl, "sft": objective.sft, "hidden": objective.hidden.weight}
-    return {name: weight for name, weight in weights.items() if weight}
-
-
 def learning_rate(recipe: Recipe, step: int) -> float:
     """The learning rate of a step, counted from 1.
 
@@ -120,7 +113,7 @@ def launch_step(training: Training, micros: list[MicroBatch], recipe: Recipe, wo
         micros: this rank's part of the step, on the device.
         step: the number of the step, counted from 1.
     """
-    engine, weights = training.engine, loss_weights(recipe)
+    engine, weights = training.engine, recipe.objective.weights
     counted = torch.stack([micro.counted for micro in micros]).sum()
     dist.all_reduce(counted, group=world.group)
     denominator = counted.clamp(min=1) if recipe.objective.reduction == "mean" else torch.ones_like(counted)
@@ -177,12 +170,9 @@ def measure(
         advance: is called with the number of tokens that were measured since the call before, on all ranks together. An
             error that it raises on all of them ends the measurement.
 
-    Returns: ``sft``, with a teacher in memory ``kl``, and ``hidden`` if the term has a weight.
+    Returns: the terms ``objective.measures`` by name.
     """
-    engine, source = training.engine, training.source
-    terms = ("kl", "sft") if source.has_teacher else ("sft",)
-    if recipe.objective.hidden.weight:
-        terms = (*terms, "hidden")
+    engine, terms = training.engine, recipe.objective.measures
     micro = recipe.train.micro_batch_size
     totals = torch.zeros(len(terms) + 1, device=world.device, dtype=torch.float64)
     one = torch.ones((), device=world.device)
@@ -195,7 +185,7 @@ def measure(
             data = {name: column.to(world.device) for name, column in batch(rows, numbers or [0]).items()}
             if not numbers:
                 data["labels"].fill_(IGNORE)
-            losses = engine(data, source.get_targets(data) if source.has_teacher else None, one, terms)
+            losses = engine(data, training.source.get_targets(data), one, terms)
             totals += torch.stack([*(losses[name] for name in terms), (data["labels"] != IGNORE).sum()])
             advance(min(micro * world.size, rows.per_epoch - first) * recipe.data.seq_len)
     finally:

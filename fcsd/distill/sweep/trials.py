@@ -94,11 +94,9 @@ def _name(values: dict[str, Any]) -> str:
 
 
 def _require_metric(trial: Trial, metric: str) -> None:
-    from fcsd.distill.step.one_step import loss_weights
-
     recipe = trial.resolved.recipe
-    known = ["loss", *loss_weights(recipe)]
+    known = ["loss", *recipe.objective.weights]
     if recipe.data.held_out is not None:
-        known += ["held_out_sft", *(["held_out_kl"] if recipe.objective.kl else [])]
+        known += [f"held_out_{name}" for name in recipe.objective.measures]
     if metric not in known:
         raise ConfigError(f"sweep.metric {metric!r} is not measured by {trial.name}", f"it has {', '.join(known)}")

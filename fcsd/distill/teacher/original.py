@@ -30,11 +30,6 @@ _MOST_COMPILED = 64  # torch's own limit is 8; beyond it layers would silently r
 _NO_BASE = "If it is an original, convert it or set init.wiring. If not, name its original in the recipe: `teacher:`."
 
 
-def needs_teacher(recipe: Recipe) -> bool:
-    """Whether a term of the loss needs a teacher in memory."""
-    return bool(recipe.objective.kl or recipe.objective.hidden.weight)
-
-
 def teacher_name(recipe: Recipe) -> str:
     """The directory or hub id of the teacher.
 

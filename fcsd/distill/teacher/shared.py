@@ -57,8 +57,6 @@ class SharedTeacher(TeacherSource):
             other students.
     """
 
-    has_teacher = True
-
     def __init__(self, parts: TrainedParts, objective: Objective, rewire: Callable[[], None] | None = None) -> None:
         model = self._model = parts.model
         self._compared = compared_layers(model, objective)
@@ -132,8 +130,6 @@ class WithinPass(TeacherSource):
     Args:
         student: the module of the engine, see ``fcsd.distill.step.engine.Student``.
     """
-
-    has_teacher = True
 
     def __init__(self, shared: SharedTeacher, student: Any) -> None:
         self._shared, self._student = shared, student

@@ -41,13 +41,7 @@ FixedLosses = Callable[[dict[str, Tensor], Tensor, tuple[str, ...]], dict[str, T
 
 
 class TeacherSource:
-    """Gives the targets of the student, whatever is behind it. This class itself is the source without a teacher.
-
-    Attributes:
-        has_teacher: whether it has targets.
-    """
-
-    has_teacher = False
+    """Gives the targets of the student, whatever is behind it. This class itself is the source without a teacher."""
 
     def get_targets(self, columns: dict[str, Tensor]) -> Targets | FixedLosses | None:
         """What ``Student.forward`` takes as the targets on a micro-batch.
@@ -93,8 +87,6 @@ class LiveTeacher(TeacherSource):
     Attributes:
         passes: the module that is called for a pass.
     """
-
-    has_teacher = True
 
     def __init__(self, model: PreTrainedModel, objective: Objective) -> None:
         self._model, self._layers = model, compared_layers(model, objective)

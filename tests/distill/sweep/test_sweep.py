@@ -285,7 +285,7 @@ def test_a_sweep_that_cannot_be_is_refused_before_its_first_run(folder: Path, tm
     assert "unknown key 'train.lrr'; did you mean 'optim.lr'" in refused(folder, out, plan({"train.lrr": [1e-3]}))
     assert "sweep, optim.lr -1.0" in refused(folder, out, plan({"optim.lr": [1e-3, -1.0]}))
     assert "the full run has 6" in refused(folder, out, plan({"optim.lr": [1e-3]}, steps=7))
-    assert "it has loss, kl, sft, held_out_sft, held_out_kl" in refused(
+    assert "it has loss, kl, sft, held_out_kl, held_out_sft" in refused(
         folder, out, plan({"optim.lr": [1e-3]}, metric="perplexity")
     )
     assert "'kl' is not measured by kl-0" in refused(folder, out, plan({"objective.kl": [1.0, 0.0]}, metric="kl"))
