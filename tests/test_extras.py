@@ -21,7 +21,10 @@ from fcsd.errors import ConfigError
 from fcsd.extras import EXTRAS, require_extra
 
 # What a command imports and no requirement of fcsd names: the requirement that brings it, which imports it itself.
-COMES_WITH = {"pydantic_core": "pydantic", "evaluate": "lm_eval", "nltk": "lm_eval", "tokenizers": "transformers"}
+COMES_WITH = {
+    **{"pydantic_core": "pydantic", "evaluate": "lm_eval", "nltk": "lm_eval"},
+    **{"tokenizers": "transformers", "regex": "transformers"},
+}
 # torch's builds for CUDA bring it; without it fcsd sends rows through NCCL.
 WHERE_CUDA_IS = {"cuda"}
 CORE = {

@@ -253,6 +253,7 @@ def test_tasks_that_cannot_be_scored_are_refused_before_the_model_runs(
     with pytest.raises(BadInputError, match="no-model: no such directory"):
         evaluate_models(["no-model"], tasks=["MMLU"], data_mirror=mirror / "..")
     (tmp_path / "config.json").write_text('{"model_type": "bitnet"}')
+    (tmp_path / "model.safetensors").touch()
     with pytest.raises(BadInputError, match="model_type 'bitnet' is not supported"):
         evaluate_models([tmp_path], tasks=["MMLU"], data_mirror=mirror / "..")
     with pytest.raises(ConfigError, match="runs generated programs outside of fcsd's sandbox"):

@@ -94,9 +94,10 @@ def test_a_group_that_a_caller_has_made_needs_no_address(monkeypatch: pytest.Mon
 
 def test_a_chat_in_one_process_asks_for_no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
-    model = str(tmp_path / "none")
-    alone, divided = (CliRunner().invoke(app, ["chat", model, *more]) for more in ([], ["--gpus", "8"]))
-    assert f"{model}: no such directory" in alone.stderr and "is not that of a launcher" in divided.stderr
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).touch()
+    alone, divided = (CliRunner().invoke(app, ["chat", str(tmp_path), *more]) for more in ([], ["--gpus", "8"]))
+    assert "config.json: " in alone.stderr and "is not that of a launcher" in divided.stderr
 
 
 def test_who_waits_long_says_for_whom(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

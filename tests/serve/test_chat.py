@@ -308,11 +308,11 @@ def test_control_characters_of_models_are_never_printed_raw(models, monkeypatch)
     assert "\n".join(text.splitlines()) + "\n" == text and text.replace("\n", "").replace("\t", "").isprintable()
     assert "a\tb" in text and r"\u001b]0;owned\u0007\u009b2J\u000d\u007f" in text and "\nend" in text
     monkeypatch.setattr(chatting, "chat", lambda *args, **options: iter([given]))
-    shown = CliRunner().invoke(app, ["chat", "any", "--json"]).stdout
+    shown = CliRunner().invoke(app, ["chat", str(models[0]), "--json"]).stdout
     assert shown.rstrip("\n").isprintable() and json.loads(shown)[0]["text"] == hostile
     refusal = BadInputError(hostile, hostile)
     monkeypatch.setattr(chatting, "chat", lambda *args, **options: (_ for _ in ()).throw(refusal))
-    assert "\x1b" not in (said := CliRunner().invoke(app, ["chat", "any"]).stderr) and "owned" in said
+    assert "\x1b" not in (said := CliRunner().invoke(app, ["chat", str(models[0])]).stderr) and "owned" in said
 
 
 def test_only_a_newline_ends_a_prompt(tmp_path):
@@ -356,8 +356,8 @@ def test_columns_keep_lines_and_indentation():
 
 
 def test_command_line_answers_the_fixed_prompts(models, monkeypatch):
-    typo = CliRunner().invoke(app, ["chat", str(models[1]), "--dtype", "bf16"])
-    assert typo.exit_code == 2 and "unknown dtype 'bf16'" in typo.stderr and "bfloat16" in typo.stderr
+    typo = CliRunner().invoke(app, ["chat", str(models[1]), "--dtype", "bf17"])
+    assert typo.exit_code == 2 and "unknown dtype 'bf17'" in typo.stderr and "bfloat16" in typo.stderr
     typo = CliRunner().invoke(app, ["chat", str(models[1]), "--device", "gpu"])
     assert typo.exit_code == 2 and "unknown device 'gpu'" in typo.stderr
     for device, there in (("cuda:2", "1 GPU"), ("cuda", "no GPU")):
