@@ -44,7 +44,7 @@ def test_forms_are_rounded_by_their_names_then_asked_and_measured(
     ids = tiny.tokens(4, 32)
     pq.write_table(pa.table({"input_ids": ids.tolist()}), tmp_path / "text/held_out/a.parquet")
     asked = []
-    monkeypatch.setattr(rounded, "evaluate_models", lambda forms, **how: asked.append((forms, how)))
+    monkeypatch.setattr("fcsd.eval.harness.evaluate_models", lambda forms, **how: asked.append((forms, how)))
     folder, out = tmp_path / "model", tmp_path / "out"
     words = ["rounded", folder, out, f"a={folder}", f"a+int4:g32={folder}", "--text", f"own={tmp_path / 'text'}"]
     monkeypatch.setattr(sys, "argv", [*map(str, words), "--mirror", str(tmp_path), "--limit", "2"])
