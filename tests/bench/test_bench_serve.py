@@ -195,6 +195,17 @@ def test_without_peer_access_sums_through_the_host_are_compared(asked, monkeypat
     assert "ladder, host sums" in table.ratios_of(found)
 
 
+def test_sums_through_the_host_that_cannot_be_timed_keep_nothing_else_from_it(asked, monkeypatch):
+    def prepare(ranks: int) -> None:
+        raise ConfigError("the ways to sum cannot be timed: no NVRTC")
+
+    monkeypatch.setattr(under_vllm, "through_host", lambda: True)
+    monkeypatch.setattr(under_vllm, "prepare", prepare)
+    monkeypatch.setattr(under_vllm, "alternatives", lambda machine, load, **_: ([], {}))
+    found = run(Workload("tiny-dense", 2, tp=2, **{**SMALL, "loads": ()}), memory=80 << 30)
+    assert "the ways to sum cannot be timed: no NVRTC" in found["notes"] and found["variants"]["original"]["rounds"]
+
+
 def test_tokens_that_come_in_one_burst_have_no_time(asked, monkeypatch):
     monkeypatch.setattr(under_vllm, "alternatives", lambda machine, load, **_: ([], {}))
     monkeypatch.setenv("FCSD_DOUBLE_BURST", "ladder")

@@ -13,9 +13,11 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import ProcessException, spawn
 
 from fcsd.bench.serve.variants import HOST_SUMS
+from fcsd.errors import ConfigError
+from fcsd.foreign_errors import reason_in
 from fcsd.parallel.all_reduce.host import sums_of
 from fcsd.parallel.all_reduce.host_table import STOCK, file_for, kept, measured, read_times
 from fcsd.serve.vllm.communicator import caches, format_of
@@ -37,7 +39,7 @@ def measure(counts: Sequence[int]) -> None:
     Where GPUs can access each other's memory a server would not sum by NCCL alone, so nothing is measured.
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException: a rank cannot sum so.
+        ConfigError: a rank cannot sum so.
     """
     for ranks in counts if through_host() else ():
         prepare(ranks)
@@ -83,10 +85,14 @@ def prepare(ranks: int) -> None:
     """Measure the tables of all variants with sums through the host, one rank a GPU; what is there stays.
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException: a rank cannot sum so.
+        ConfigError: a rank cannot sum so.
     """
     with TemporaryDirectory(prefix="fcsd-host-ways-") as folder:
-        spawn(_rank, (ranks, Path(folder, "ranks")), nprocs=ranks)
+        try:
+            spawn(_rank, (ranks, Path(folder, "ranks")), nprocs=ranks)
+        except ProcessException as error:
+            why = reason_in(str(error))
+            raise ConfigError(f"the ways to sum through memory of the host cannot be timed: {why}") from None
 
 
 def _rank(rank: int, ranks: int, meeting: Path) -> None:
