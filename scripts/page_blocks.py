@@ -4,6 +4,7 @@
 """
 
 import json
+import statistics
 import tempfile
 from contextlib import chdir
 from pathlib import Path
@@ -23,6 +24,7 @@ ADVISED = "meta-llama/Llama-3.1-8B-Instruct"  # of which fcsd has the config, so
 
 _LOAD, _SLOW = "serve_vllm_load_slow_2xh100.json", "serve_vllm_8b_slow_2xh200.json"
 _HOST, _TTFT = "host_sums_2xh200.json", "loads/0.6/first_p50"
+_TURNS, _SHORT = "vllm_turns_8b_16_2xh200.json", "first tokens of 16 x 512"
 # What README tells of speed: the situation, the raw file, the place of the ratio in it (or of two times, the first of
 # which is divided by the second), and what it is compared with.
 SITUATIONS = (
@@ -55,6 +57,24 @@ SITUATIONS = (
         "NCCL",
     ),
     ("the same, 16 MiB", _HOST, ["microseconds/16777216/stock", "microseconds/16777216/exchange"], "NCCL"),
+    (
+        "half of Llama-3 8B, no NVLink, these all-reduces, one short run: TPOT, many requests",
+        _TURNS,
+        ["milliseconds/stock/step of 64", "milliseconds/stock, host sums/step of 64"],
+        "stock vLLM",
+    ),
+    (
+        "the same: TTFT, short prompts at once",
+        _TURNS,
+        [f"milliseconds/stock/{_SHORT}", f"milliseconds/stock, host sums/{_SHORT}"],
+        "stock vLLM",
+    ),
+    (
+        "the same short prompts with `ladder` in addition: TTFT",
+        _TURNS,
+        [f"milliseconds/stock with NVLink/{_SHORT}", f"milliseconds/ladder, host sums/{_SHORT}"],
+        "stock vLLM with NVLink",
+    ),
 )
 
 
@@ -64,6 +84,7 @@ def page_blocks(root: Path) -> dict[str, dict[str, str]]:
         "README.md": {"advise": advised(), "situations": situations(root)},
         "docs/quality.md": {"losses": lost_points()},
         "docs/serving.md": {"refused": refused(), "served types": served_types()},
+        "benchmarks/results/all_reduce.md": {"turns": turns(root)},
     }
 
 
@@ -98,10 +119,23 @@ def situations(root: Path) -> str:
     return table(["situation", "figure", "from"], body, left=1) + "\n"
 
 
+def turns(root: Path) -> str:
+    """How many times as fast as stock vLLM by NCCL each engine of `vllm_turns.py` was, by medians."""
+    found = json.loads((root / real.RESULTS / _TURNS).read_text())["milliseconds"]
+    stock = {what: statistics.median(times) for what, times in found["stock"].items()}
+    body = [
+        [name, *(f"{stock[what] / statistics.median(times):.2f}x" for what, times in row.items())]
+        for name, row in found.items()
+        if name != "stock"
+    ]
+    return table(["", *stock], body, left=1) + "\n"
+
+
 def _at(raw: Any, place: str) -> float:
+    """The number at a place, or the median of the numbers there."""
     for key in place.split("/"):
         raw = raw[key]
-    return float(raw)
+    return statistics.median(raw) if isinstance(raw, list) else float(raw)
 
 
 def lost_points() -> str:

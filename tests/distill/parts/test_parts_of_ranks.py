@@ -81,11 +81,14 @@ def whole_parts(run: Path, step: int) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in found.items()}
 
 
-def check_all(folder: Path, out: Path, shared_by: str, cases: dict[int, dict[str, dict[str, Any]]]) -> None:
-    """Runs cases by the number of processes, and compares them, resumed runs and exports with one process."""
+def check_all(folder: Path, out: Path, shared_by: str, four: dict[str, dict[str, Any]]) -> None:
+    """Runs two processes in all ways, and four in those of ``four``; compares all, and resumed runs, with one."""
+    two = {shared_by: 2}
+    ways = {"": {}, ", blocking": BLOCKING, ", recomputed": RECOMPUTED, ", bf16": BF16}
+    ways[", bf16, blocking"] = {**BF16, **BLOCKING}
+    cases = {2: {f"two{way}": {**two, **changes} for way, changes in ways.items()}, 4: four}
     for size, some in {1: {"one": {}}, **cases}.items():
         runs.train_all([recipe(folder, out / name, **changes) for name, changes in some.items()], size)
-    two = {shared_by: 2}
     ranks.results(2, with_a_second_model, recipe(folder, out / "second model", **two))
     single = runs.numbers(out / "one")
     base = load_file(folder / "teacher" / "model.safetensors")
@@ -113,17 +116,8 @@ def check_all(folder: Path, out: Path, shared_by: str, cases: dict[int, dict[str
 
 def test_sharded_layers_train_alone_as_in_one_process(dense: Path, tmp_path: Path) -> None:
     two = {"parallel__tp_size": 2}
-    cases = {
-        2: {
-            "two": two,
-            "two, blocking": {**two, **BLOCKING},
-            "two, recomputed": {**two, **RECOMPUTED},
-            "two, bf16": {**two, **BF16},
-            "two, bf16, blocking": {**two, **BF16, **BLOCKING},
-        },
-        4: {"four": {"parallel__tp_size": 4}, "two by two": {**two, "parallel__zero_stage": 2}},
-    }
-    check_all(dense, tmp_path, "parallel__tp_size", cases)
+    four = {"four": {"parallel__tp_size": 4}, "two by two": {**two, "parallel__zero_stage": 2}}
+    check_all(dense, tmp_path, "parallel__tp_size", four)
     # Other degrees continue a checkpoint of two ranks.
     for degree in (1, 4):
         run = runs.cut_short(tmp_path / "two", tmp_path / f"continued by {degree}")
@@ -133,17 +127,5 @@ def test_sharded_layers_train_alone_as_in_one_process(dense: Path, tmp_path: Pat
 
 def test_divided_experts_train_alone_as_in_one_process(experts: Path, tmp_path: Path) -> None:
     two = {"parallel__ep_size": 2}
-    cases = {
-        2: {
-            "two": two,
-            "two, blocking": {**two, **BLOCKING},
-            "two, recomputed": {**two, **RECOMPUTED},
-            "two, bf16": {**two, **BF16},
-            "two, bf16, blocking": {**two, **BF16, **BLOCKING},
-        },
-        4: {
-            "two by two": {**two, "parallel__zero_stage": 2},
-            "two by two, stage 0": {**two, "parallel__zero_stage": 0},
-        },
-    }
-    check_all(experts, tmp_path, "parallel__ep_size", cases)
+    four = {f"two by two, stage {stage}": {**two, "parallel__zero_stage": stage} for stage in (0, 2)}
+    check_all(experts, tmp_path, "parallel__ep_size", four)
