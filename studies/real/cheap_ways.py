@@ -45,7 +45,7 @@ from fcsd.models.selection import layers_text, select_layers
 from fcsd.models.wiring import Wiring
 
 LR, SEQ, LONG, LAST = 1e-3, 1024, 4096, 0.05
-WAYS = {"base": 1.0, "long": 1.0, "rates": 1.0, "mean": 0.0, "twice": 2.0, "task": 2.0}  # time, in trainings of base
+WAYS = {"base": 1.0, "long": 1.0, "rates": 1.0, "mean": 0.0, "twice": 2.0, "task": 4.0}  # time, in trainings of base
 Layers = tuple[int, ...]
 
 
