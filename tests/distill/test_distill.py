@@ -244,6 +244,16 @@ def test_fields_that_change_no_row_are_no_part_of_a_runs_identity(folder: Path) 
     assert named(text, chats) == {"data.weight_by"}
 
 
+def test_variables_that_change_how_libraries_round_are_part_of_a_runs_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, world = runs.load_recipe("tiny").recipe, World(0, 1, torch.device("cpu"))
+    before = run_identity(recipe, [], world)
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    assert differences(before, run_identity(recipe, [], world)) == [
+        "the variable NVIDIA_TF32_OVERRIDE was 'nothing' and is now '1'"
+    ]
+
+
 def test_learning_rate_rises_then_falls_to_the_minimum() -> None:
     settings = runs.load_recipe("tiny", ["train.steps=100", "optim.warmup_steps=10", "optim.min_lr=1e-5"]).recipe
     rates = [step.learning_rate(settings, n) for n in range(1, 101)]
