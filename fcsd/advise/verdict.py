@@ -202,10 +202,12 @@ def _choose(
     by_kind = {way.kind: way for way in reversed(ways)}
     if speed is not None:
         order = ("stock", "replicas", "stages", "sums", "bits", "conversion")  # the simplest first
-        reached = [way for way in ways if way.gain >= speed]
+        stock = ways[0].served  # a way that makes one of the two slower is not what was asked for
+        kept = [way for way in ways if way.served.step <= 1.02 * stock.step and way.served.first <= 1.02 * stock.first]
+        reached = [way for way in kept if way.gain >= speed]
         if reached:
             first = min(reached, key=lambda way: (order.index(way.kind), way.share, -way.gain))
-            return first, f"it is the simplest way that is expected to reach {speed:.2f}x"
+            return first, f"it is the simplest way that is expected to reach {speed:.2f}x in the mean of TPOT and TTFT"
         return best, f"nothing here is expected to reach {speed:.2f}x"
     if host.gpus == 1:
         return ways[0], "one GPU sends nothing, so there is nothing to gain"
