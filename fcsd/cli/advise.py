@@ -37,7 +37,7 @@ def advise(
     price: Annotated[float | None, typer.Option(min=0, help="The price of an hour of one GPU that heals.")] = None,
     speed: Annotated[
         float | None,
-        typer.Option(metavar="X", parser=_factor, help="Ask for the simplest way to be X times as fast as stock: 1.15x."),
+        typer.Option(metavar="X", parser=_factor, help="Ask for the simplest way to be X times as fast: 1.15x."),
     ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Time all-reduces and servers here first, for some minutes.")
