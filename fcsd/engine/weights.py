@@ -23,7 +23,7 @@ from fcsd.engine.sharded_modules import keep_own_experts, replace_modules
 from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of, decoder_layers, experts_of, read_generation_config, register
 from fcsd.models.wiring import unwire_layers
-from fcsd.parallel.placement.placement import Placement
+from fcsd.parallel.expert.placement import Placement
 from fcsd.parallel.tensor.tp_plan import (
     Experts,
     Shard,

@@ -24,8 +24,8 @@ from fcsd.parallel.expert.dispatcher import Dispatcher, Mode, Transfer
 from fcsd.parallel.expert.flat import flat
 from fcsd.parallel.expert.hierarchical import hierarchical
 from fcsd.parallel.expert.levels import Levels, one_level, two_levels
+from fcsd.parallel.expert.placement import Placement
 from fcsd.parallel.overlap import overlap
-from fcsd.parallel.placement.placement import Placement
 from fcsd.parallel.quantised.rows import Formats, Quantiser
 from fcsd.parallel.transports.copies import CopiesTransport
 from fcsd.parallel.transports.transport import Transport, all_to_all

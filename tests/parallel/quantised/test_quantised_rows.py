@@ -23,8 +23,8 @@ from fcsd.parallel.expert.dispatcher import Dispatcher, Mode, Transfer
 from fcsd.parallel.expert.flat import flat
 from fcsd.parallel.expert.hierarchical import hierarchical
 from fcsd.parallel.expert.levels import one_level
+from fcsd.parallel.expert.placement import Placement
 from fcsd.parallel.overlap import overlap
-from fcsd.parallel.placement.placement import Placement
 from fcsd.parallel.quantised.rows import Formats, Quantiser, RowCodec, simulate
 from fcsd.parallel.transports.copies import CopiesTransport
 from fcsd.parallel.transports.traffic import Traffic
