@@ -10,7 +10,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from fcsd.bench.shapes import SHAPES
 from fcsd.errors import ConfigError, unknown_value
-from fcsd.parallel.cost import Dedup
+from fcsd.parallel.expert.hierarchical import Dedup
 from fcsd.parallel.quantised.rows import Formats
 
 STOCK, STANDARD, EAGER, OVERLAPPED, BOUND = "stock", "standard", "eager-sync", "overlapped", "comm-free"
