@@ -63,9 +63,7 @@ class Workload:
             backward, without an engine.
         dedup: without a teacher, ``off``, ``rank`` or ``node``; see ``parallel.dedup`` in the recipe. It holds for all
             variants except ``stock`` and the bound, which need no deduplication: the bound is the same for every value.
-        node_size: neighbouring ranks that form a node, for ``node``. With it, the variants named copies copy rows only
-            inside a node, and NCCL sends rows between nodes. If ``NCCL_P2P_DISABLE`` makes NCCL slow, the nodes of one
-            host are imitations of real ones.
+        node_size: neighbouring ranks that form a node, for ``node``.
         more_dedups: other values of ``dedup``. Each overlapped variant is also timed with each of them, alone and with
             each of ``formats``.
 
