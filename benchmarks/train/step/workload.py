@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import NamedTuple, get_args
 
 import torch
+from studies.formats.directions import parse_formats
 from transformers import AutoConfig, PretrainedConfig
 
 from fcsd.bench.shapes import SHAPES
 from fcsd.errors import ConfigError, unknown_value
 from fcsd.parallel.expert.hierarchical import Dedup
-from fcsd.parallel.quantised.rows import Formats
 
 STOCK, STANDARD, EAGER, OVERLAPPED, BOUND = "stock", "standard", "eager-sync", "overlapped", "comm-free"
 TUNED = "stock-tuned"  # AutoEP's own layer with the options that it offers for speed; on GPUs
@@ -51,7 +51,7 @@ class Workload:
             there are none, it is both, or ``uniform`` with a teacher.
         variants: names from ``VARIANTS``, or with a teacher from ``WITH_TEACHER``, of which ``overlapped`` is the step
             of ``fcsd distill``. If there are none, it is the usual ones.
-        formats: formats of rows, as ``Formats.parse`` reads them. Each overlapped variant is also timed with each
+        formats: formats of rows, as ``parse_formats`` reads them. Each overlapped variant is also timed with each
             of them.
         rounds: how often each variant is timed; the variants take turns.
         steps: timed steps of a variant in each round.
@@ -119,7 +119,7 @@ class Workload:
         if "node" in (self.dedup, *self.more_dedups) and self.node_size is None:
             raise ConfigError("dedup node needs the number of ranks of a node", hint="--node-size")
         for format in self.formats:
-            Formats.parse(format)
+            parse_formats(format)
         if self.formats and not self.overlapped:
             raise ConfigError("--quantised needs a variant that overlaps", hint="--variants overlapped,...")
         if self.more_dedups and not self.overlapped:
