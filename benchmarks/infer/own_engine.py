@@ -86,8 +86,8 @@ def bench(load: Workload, out: Path | None = None) -> dict[str, Any]:
 def _model(load: Workload, ranks: TensorGroup, world: World) -> PreTrainedModel:
     dtype = getattr(torch, load.dtype)
     if load.model in SHAPES:
-        return random_model(SHAPES[load.model](load.layers), ranks, world, dtype, load.experts)
-    return stored_model(load.model, ranks, world, dtype, load.experts)
+        return random_model(SHAPES[load.model](load.layers), ranks, world, dtype)
+    return stored_model(load.model, ranks, world, dtype)
 
 
 def _rows(

@@ -15,7 +15,6 @@ from fcsd.advise.cards import Card
 from fcsd.models.build import arch_of, key_value_heads
 from fcsd.models.schedule import Kind, Output, reductions
 from fcsd.models.wiring_block import Blocks, Wiring
-from fcsd.parallel.cost import Collective
 from fcsd.plan.model import LayerNumbers, MetaModel, ModelNumbers
 
 STANDARD = Wiring("standard", ())
@@ -110,14 +109,11 @@ class Server:
         chunks = max(1, -(-total // BUDGET))
         return chunks, total / chunks
 
-    def seconds(
-        self, ranks: int, wiring: Wiring, of: Sum, rows: float, prefill: bool, hidden_cost: float = HIDDEN_COST
-    ) -> float:
+    def seconds(self, ranks: int, wiring: Wiring, of: Sum, rows: float, prefill: bool) -> float:
         """The seconds of one pass.
 
         Args:
             rows: tokens of the pass: of prompts (``prefill``), or one of each answer.
-            hidden_cost: seconds that computation loses for each second of a sum that it hides.
         """
         parts = {
             Output(number, part): self._part(layer, part, ranks, rows, prefill)
@@ -129,8 +125,8 @@ class Server:
             one = of(rows * self.numbers.hidden * BYTES)
             for layer in reductions(wiring, self.kinds, self.blocks):
                 for sum_ in layer:
-                    cover = sum(parts[output] for output in sum_.covered_by)
-                    seconds += Collective(one, cover).exposed(hidden_cost)
+                    hidden = min(one, sum(parts[output] for output in sum_.covered_by))
+                    seconds += one - hidden + HIDDEN_COST * hidden  # FarSkip eq. 9 has no cost of what is hidden
         return seconds
 
     def _part(self, layer: LayerNumbers, part: str, ranks: int, rows: float, prefill: bool) -> float:

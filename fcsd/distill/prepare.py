@@ -21,7 +21,6 @@ from fcsd.distill.data.load_on_ranks import load_corpora
 from fcsd.distill.data.rows import Mixture, Rows
 from fcsd.distill.early_stop import scored_text
 from fcsd.distill.experts import expert_parallel
-from fcsd.distill.experts.swaps import orders_of
 from fcsd.distill.inputs import student_source
 from fcsd.distill.optim import update
 from fcsd.distill.parts.chosen import chosen_parts, train_parts
@@ -209,7 +208,8 @@ def start_student(
 ) -> tuple[PreTrainedModel, TrainedParts | None]:
     """Loads the student, or what a checkpoint has of it, and what trains beside its frozen weights."""
     trained = start.checkpoint / manifest.MODEL if start.checkpoint is not None and start.chosen is None else None
-    orders = None if start.checkpoint is None else orders_of(manifest.read_manifest(start.checkpoint)["progress"])
+    saved = {} if start.checkpoint is None else manifest.read_manifest(start.checkpoint)["progress"]
+    orders = saved.get("placement", {}).get("layers")  # of experts that have changed their places
     placed: Any = {"device": world.device, "orders": orders, "ranks": teams.ranks}
     student = load_student(recipe, dtype=DTYPES[recipe.train.dtype], config=start.config, trained=trained, **placed)
     if start.chosen is None:

@@ -2,16 +2,17 @@
 
 import json
 import os
+import random
 from pathlib import Path
 
 import pytest
 from ranks import fcsd
 
-from fcsd.bench.links import SUMS, groups_of
+from fcsd.bench.links import SUMS, fit, groups_of, worst_error
 from fcsd.bench.serve import host_ways
 from fcsd.errors import ConfigError
 from fcsd.parallel.all_reduce import host_table
-from fcsd.parallel.machine import read_machine
+from fcsd.parallel.machine import Line, read_machine
 
 
 def test_the_link_between_imitated_nodes_is_measured(tmp_path: Path) -> None:
@@ -24,6 +25,17 @@ def test_the_link_between_imitated_nodes_is_measured(tmp_path: Path) -> None:
     assert found["all_reduce_us"] == {}
     with pytest.raises(ConfigError, match="--node-size 3 does not divide 2 GPUs"):
         groups_of(2, 3)
+
+
+def test_a_line_is_found_again_through_noise() -> None:
+    noise = random.Random(0)
+    line = Line(80e-6, 1 / 300e9)
+    sizes = [2.0**power for power in range(12, 30)]
+    points = [(size, line.seconds(size) * noise.uniform(0.97, 1.03)) for size in sizes]
+    found = fit(points)
+    assert found.alpha == pytest.approx(line.alpha, rel=0.03) and found.beta == pytest.approx(line.beta, rel=0.03)
+    assert worst_error(found, points) < 0.05
+    assert fit([(1e6, 1e-3), (2e6, 1.9e-3), (4e6, 4.4e-3)]).alpha >= 0
 
 
 def test_sums_are_measured_by_ranks_and_bytes_and_printed_as_the_result(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from benchmarks.train.random_run import draw_models, random_corpus, random_run
 from benchmarks.train.step.model import in_phases
 from benchmarks.train.step.variants import NoExchange
 from benchmarks.train.step.workload import BLOCKING, MASKED, OVERLAPPED, Workload
+from studies.formats.directions import parse_formats
 from transformers import PreTrainedModel
 
 from fcsd.bench.runner import finished, reset_peak
@@ -35,7 +36,7 @@ from fcsd.models.wiring import Wiring
 from fcsd.parallel.attention import join_attention
 from fcsd.parallel.expert.dispatcher import check_formats
 from fcsd.parallel.overlap import overlap
-from fcsd.parallel.quantised.rows import Formats, Quantiser
+from fcsd.parallel.quantised.rows import Quantiser
 
 
 class Distillation:
@@ -56,7 +57,7 @@ class Distillation:
                     "--quantised needs experts that are divided among several processes", hint="add --gpus 2"
                 )
             for format in load.formats:
-                check_formats(Formats.parse(format), rewired, load.shape)
+                check_formats(parse_formats(format), rewired, load.shape)
             chosen = chosen_parts(recipe, open_checkpoint(recipe.model, weights=False))
             self.full_speed = full_speed_of(recipe, world)
         self._recipe, self._world, self._taken = recipe, world, 0
@@ -81,7 +82,7 @@ class Distillation:
         """Wires both models for a variant, or the student and its own pass as the teacher if it freezes weights."""
         recipe, student = self._recipe, self.models[0]
         variant, _, format = variant.partition("+")
-        quantiser = Quantiser(Formats.parse(format)) if format else quantiser_of(recipe)
+        quantiser = Quantiser(parse_formats(format)) if format else quantiser_of(recipe)
         ep_sizes = recipe.parallel.ep_size, recipe.parallel.teacher_ep_size
         for model, ep_size, own in zip(self.models, ep_sizes, (quantiser, None), strict=False):
             self._wire(variant, model, ep_size, own)

@@ -1,11 +1,10 @@
 """Defines a format of quantised communication: its name, its options, and the bytes that a row takes in it.
 
-This is the only file that reads names of formats: alone (``Format.parse``), one for each direction
-(``parse_directions``), and in the name of a reduction (``format_of_reduction``).
+This is the only file that reads names of formats: alone (``Format.parse``), and in the name of a reduction
+(``format_of_reduction``).
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -169,25 +168,6 @@ class Format:
         sizes += [number, number, 4 * groups * self.spikes, 2 * number * self.spikes]
         starts = [sum(sizes[:n]) for n in range(len(sizes) + 1)]
         return Layout(tuple(starts[:-5]), *starts[-5:], bytes=-(-starts[-1] // 16) * 16)
-
-
-def parse_directions(text: str, directions: Sequence[str]) -> dict[str, Format]:
-    """Read ``DIRECTION=FORMAT[,DIRECTION=FORMAT]``, for example ``dispatch=int8,combine=int5``.
-
-    Raises:
-        ConfigError: a direction is not one of ``directions`` or is repeated, or a format is unknown.
-    """
-    formats: dict[str, Format] = {}
-    for part in text.split(","):
-        direction, _, name = part.strip().partition("=")
-        if direction not in directions or direction in formats:
-            raise ConfigError(
-                f'"{text}" does not name formats: the direction "{direction}" is unknown or repeated',
-                hint=f"write for example {directions[0]}=int8; the directions are {', '.join(directions)}, and "
-                "docs/slow_links.md lists the formats",
-            )
-        formats[direction] = Format.parse(name)
-    return formats
 
 
 def format_of_reduction(name: str) -> Format | None:

@@ -18,7 +18,7 @@ from fcsd.errors import ConfigError
 from fcsd.models.arch import Arch
 from fcsd.models.wiring import Blocks
 from fcsd.parallel.expert.block import ExpertBlock, ExpertOrder, Origin, Routing
-from fcsd.parallel.placement.placement import Placement
+from fcsd.parallel.expert.placement import Placement
 
 # AutoEP keeps the gate, down and up projections of a rank's experts as w1, w2 and w3; transformers fuses gate and up.
 _EXPERTS = {

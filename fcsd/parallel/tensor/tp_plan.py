@@ -31,8 +31,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.models.arch import Arch
 
-Experts = Literal["sliced", "whole"]
-
 
 class TensorGroup(NamedTuple):
     """The ranks that shard a model, as one of them sees them.
@@ -115,12 +113,6 @@ def check_degree(config: Any, degree: int) -> None:
             f"{degree} ranks cannot share {heads} attention heads and {kv_heads} key-value heads",
             hint="choose a number of GPUs that divides both, or that divides the first and is a multiple of the second",
         )
-
-
-def expert_tensor(name: str) -> str | None:
-    """The name inside the experts' module of a parameter, ``gate_up_proj`` for example; None for other parameters."""
-    match = re.search(r"\.experts\.(\w+)$", name)
-    return match[1] if match else None
 
 
 def layer_sharding(plan: TpPlan, name: str, ndim: int) -> Sharding:
