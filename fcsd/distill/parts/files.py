@@ -89,8 +89,7 @@ def write_merged(parts: TrainedParts, folder: Path, source: Path, directory: Pat
         source: the directory that the student was made from.
     """
     world.everywhere(lambda: load_trained(parts, read_parts(folder), str(folder), ranks_of(parts.model)))
-    parts.merge(changed)
-    write_student(own_part(parts.model), source, directory, world, first=True)
+    write_student(own_part(parts.model, parts.merge(changed)), source, directory, world, first=True)
 
 
 def merge_checkpoint(recipe: Recipe, folder: Path, directory: Path) -> None:
