@@ -1,9 +1,10 @@
 """Counts the files of fcsd that a run enters from `prepare_run` to its first step: what a reader of it walks through.
 
 It makes a tiny converted model in a temporary folder, trains it, and prints the files in the order in
-which a function of them is first called. Imports do not count.
+which a function of them is first called. Imports, and the bodies of modules and classes, do not count.
 """
 
+import inspect
 import sys
 import tempfile
 from pathlib import Path
@@ -28,7 +29,7 @@ def walk(folder: Path) -> list[str]:
     def note(frame: FrameType, event: str, _: Any) -> None:
         nonlocal on
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(FOLDER) and code.co_name != "<module>":
+        if event == "call" and code.co_filename.startswith(FOLDER) and code.co_flags & inspect.CO_OPTIMIZED:
             on = code.co_name == "prepare_run" or (on and code.co_name != "launch_step")
             if on:
                 found[code.co_filename.removeprefix(FOLDER)] = None

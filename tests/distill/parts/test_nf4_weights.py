@@ -13,9 +13,8 @@ from safetensors.torch import load_file
 from fcsd import extras
 from fcsd.checkpoint import read_object
 from fcsd.distill.inputs import student_source
-from fcsd.distill.parts.chosen import chosen_parts, train_parts
-from fcsd.distill.parts.files import read_parts
-from fcsd.distill.student import load_student
+from fcsd.distill.parts import read_parts
+from fcsd.distill.student import chosen_parts, load_student, train_parts
 from fcsd.errors import ConfigError
 from fcsd.export.final import export_model
 from fcsd.models.adapters.lora import add_adapters, matrices
