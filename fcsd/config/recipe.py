@@ -183,8 +183,8 @@ class Recipe(Section):
         found = {
             exclusions.SHARDED: parallel.tp_size > 1,
             exclusions.EXPERTS: parallel.ep_size > 1 or parallel.quantised.any,
-            exclusions.UNDIVIDED: parallel.zero_stage == 0,
             exclusions.DIVIDED: parallel.zero_stage == 3,
+            exclusions.OTHER_STAGES: parallel.zero_stage in (0, 3),
             exclusions.COMPILED: self.train.compile,
             exclusions.ON_HOST: self.optim.offload == "host",
             exclusions.MOVED: parallel.placement.every > 0,

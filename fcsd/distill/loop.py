@@ -19,18 +19,27 @@ from fcsd.config import ResolvedRecipe
 from fcsd.distill import preview
 from fcsd.distill.early_stop import ScoreHistory, held_out_text
 from fcsd.distill.metrics import Meter
-from fcsd.distill.parts.files import require_base, write_merged, write_parts
+from fcsd.distill.parts import require_base, write_merged, write_parts
 from fcsd.distill.prepare import Prepared, hide_progress_bars, prepare_run
 from fcsd.distill.run import checkpoints, identity, manifest, run_dir, signals
-from fcsd.distill.run.nonfinite import Skips
-from fcsd.distill.run.report import METRICS, Reporter, closing, opening, read_metrics, reporting
+from fcsd.distill.run.report import (
+    CHECKPOINT,
+    HELD_OUT_LOSS,
+    METRICS,
+    SAMPLES,
+    SCORE,
+    Reporter,
+    closing,
+    opening,
+    read_metrics,
+    reporting,
+)
 from fcsd.distill.run.saver import Saver
 from fcsd.distill.run.signals import Preemption
-from fcsd.distill.run.time_left import CHECKPOINT, HELD_OUT_LOSS, SAMPLES, SCORE
 from fcsd.distill.run.watchdog import Watchdog, watched
 from fcsd.distill.samples import Samples
 from fcsd.distill.step.feed import Feed, feeding
-from fcsd.distill.step.one_step import LaunchedStep, launch_step, measure
+from fcsd.distill.step.one_step import LaunchedStep, Skips, launch_step, measure
 from fcsd.distill.student import write_student
 from fcsd.distill.teacher.original import without_compiling
 from fcsd.errors import ConfigError, PreemptedError

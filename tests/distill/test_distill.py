@@ -12,8 +12,9 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from fcsd.distill import loop, prepare
+from fcsd.distill import loop
 from fcsd.distill.data.corpus import load_corpus, load_tokenizer
+from fcsd.distill.data.of_run import training_rows
 from fcsd.distill.data.rows import batch
 from fcsd.distill.loss.losses import IGNORE
 from fcsd.distill.preview import preview
@@ -45,7 +46,7 @@ def plain_torch(folder: Path, **changes: Any) -> list[float]:
     recipe = runs.resolved(folder, **changes).recipe
     student, teacher = load_model(folder / "student").train(), load_model(folder / "teacher")
     tokenizer = load_tokenizer(folder / "student")
-    rows = prepare.training_rows(recipe, [load_corpus(source, tokenizer, 256) for source in recipe.data.sources])
+    rows = training_rows(recipe, [load_corpus(source, tokenizer, 256) for source in recipe.data.sources])
     optimizer = torch.optim.AdamW(student.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     losses = []
     for number in range(recipe.train.steps):

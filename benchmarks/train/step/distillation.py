@@ -18,14 +18,15 @@ from transformers import PreTrainedModel
 
 from fcsd.bench.runner import finished, reset_peak
 from fcsd.checkpoint import open_checkpoint
+from fcsd.distill.data.of_run import training_rows
 from fcsd.distill.experts.expert_parallel import dispatcher_for, quantiser_of, wire_sharded
 from fcsd.distill.metrics import full_speed_of
 from fcsd.distill.optim import update
-from fcsd.distill.parts.chosen import chosen_parts, train_parts
-from fcsd.distill.prepare import shares_weights, training_rows
+from fcsd.distill.prepare import shares_weights
 from fcsd.distill.step.engine import build_training, live_teacher
 from fcsd.distill.step.feed import feeding
 from fcsd.distill.step.one_step import launch_step, train_step
+from fcsd.distill.student import chosen_parts, train_parts
 from fcsd.distill.teacher.original import compile_layers, pack_attention
 from fcsd.distill.teacher.shared import SharedTeacher, WithinPass
 from fcsd.distill.teacher.targets import TeacherSource

@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fcsd.distill.train_engine import PassEngine
+from fcsd.distill.train_engine import TrainEngine
 from fcsd.parallel.expert.autoep import expert_blocks
 from fcsd.parallel.expert.block import ExpertBlock
 from fcsd.parallel.expert.levels import Levels, all_groups, one_level, row_matrices, two_levels
 
 
-def measure(engine: PassEngine, model: PreTrainedModel, ids: Tensor, node_size: int | None) -> dict[str, list[float]]:
+def measure(engine: TrainEngine, model: PreTrainedModel, ids: Tensor, node_size: int | None) -> dict[str, list[float]]:
     """The rows that dispatch sends from one rank to another, divided by the number of tokens, on average over layers.
 
     Combine and the gradients of both send as many. Every rank must call this.

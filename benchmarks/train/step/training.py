@@ -22,7 +22,7 @@ from studies.formats.directions import parse_formats
 from torch import Tensor
 
 from fcsd.bench.runner import finished, reset_peak, say
-from fcsd.distill.train_engine import PassEngine
+from fcsd.distill.train_engine import TrainEngine
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World, barrier
 from fcsd.parallel.expert.dispatcher import check_formats
@@ -126,7 +126,7 @@ class Training:
         return (middle - start) * 1e3, (finished(device) - start) * 1e3
 
 
-def loss_and_norms(engine: PassEngine, ids: Tensor) -> dict[str, float]:
+def loss_and_norms(engine: TrainEngine, ids: Tensor) -> dict[str, float]:
     """Runs a step; returns its loss and the norm of every gradient on this rank, before averaging over the ranks.
 
     Args:
