@@ -26,7 +26,7 @@ from fcsd.engine.decode import GRAIN, Stepper
 from fcsd.engine.fused import fuse
 from fcsd.engine.layer import wire_tensor_parallel
 from fcsd.engine.slots import Slots, why_no_slots
-from fcsd.engine.weights import load_tensor_parallel, random_tensor_parallel
+from fcsd.engine.weights import random_tensor_parallel
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World, join_world
 from fcsd.models.wiring_block import Wiring
@@ -147,13 +147,6 @@ def random_model(
 ) -> PreTrainedModel:
     """A model with random weights in the engine, with the modules that the engine fuses."""
     model = random_tensor_parallel(config, dtype=dtype, device=world.device, ranks=ranks, experts=experts)
-    fuse(model, world.device.type == "cuda")
-    return model
-
-
-def stored_model(path: str, ranks: TensorGroup, world: World, dtype: torch.dtype, experts: Experts) -> PreTrainedModel:
-    """The same with the weights of a checkpoint."""
-    model = load_tensor_parallel(path, dtype=dtype, device=world.device, ranks=ranks, experts=experts)
     fuse(model, world.device.type == "cuda")
     return model
 
