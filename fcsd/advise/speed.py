@@ -83,29 +83,28 @@ class Server:
     def tensor_parallel(self, ranks: int, wiring: Wiring, of: Sum) -> Served:
         """One server of ``ranks`` GPUs, each with a part of every layer."""
         step = self.seconds(ranks, wiring, of, self.load.concurrency, prefill=False)
-        chunks, tokens = self._chunks()
+        chunks, tokens = self._chunks(self.load.concurrency)
         return Served(step, (chunks + 1) / 2 * self.seconds(ranks, wiring, of, tokens, prefill=True))
 
     def replicas(self, count: int) -> Served:
         """A server on each of ``count`` GPUs, between which requests are divided."""
         share = -(-self.load.concurrency // count)
         step = self.seconds(1, STANDARD, _none, share, prefill=False)
-        total = share * self.load.prompt_tokens
-        chunks = max(1, -(-total // BUDGET))
-        return Served(step, (chunks + 1) / 2 * self.seconds(1, STANDARD, _none, total / chunks, prefill=True))
+        chunks, tokens = self._chunks(share)
+        return Served(step, (chunks + 1) / 2 * self.seconds(1, STANDARD, _none, tokens, prefill=True))
 
     def stages(self, count: int) -> Served:
         """Pipeline stages of one GPU each; requests are divided into as many micro-batches, which follow each other."""
         step = self.seconds(1, STANDARD, _none, max(1, self.load.concurrency // count), prefill=False)
-        chunks, _ = self._chunks()
+        chunks, _ = self._chunks(self.load.concurrency)
         pieces = max(chunks, count)
         total = self.load.concurrency * self.load.prompt_tokens
         each = self.seconds(1, STANDARD, _none, total / pieces, prefill=True) / count
         return Served(step, (count + (pieces - 1) / 2) * each)
 
-    def _chunks(self) -> tuple[int, float]:
-        """The steps in which all prompts are read, and the tokens of each."""
-        total = self.load.concurrency * self.load.prompt_tokens
+    def _chunks(self, prompts: int) -> tuple[int, float]:
+        """The steps in which prompts are read, and the tokens of each."""
+        total = prompts * self.load.prompt_tokens
         chunks = max(1, -(-total // BUDGET))
         return chunks, total / chunks
 

@@ -26,7 +26,7 @@ from fcsd.models.build import (
     register,
     wire,
 )
-from fcsd.models.installed import cache_keyword
+from fcsd.models.config_keys import cache_keyword
 from fcsd.models.wiring import WiredLayer, Wiring
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 from fcsd.parallel.weights.random_init import random_model

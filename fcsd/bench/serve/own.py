@@ -26,7 +26,7 @@ from fcsd.engine.decode import GRAIN, Stepper
 from fcsd.engine.fused import fuse
 from fcsd.engine.layer import wire_tensor_parallel
 from fcsd.engine.slots import Slots, why_no_slots
-from fcsd.engine.weights import load_tensor_parallel, random_tensor_parallel
+from fcsd.engine.weights import random_tensor_parallel
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World, join_world
 from fcsd.models.wiring_block import Wiring
@@ -145,13 +145,6 @@ def role(variant: Variant, first: Way) -> Role:
 def random_model(config: PretrainedConfig, ranks: TensorGroup, world: World, dtype: torch.dtype) -> PreTrainedModel:
     """A model with random weights in the engine, with the modules that the engine fuses."""
     model = random_tensor_parallel(config, dtype=dtype, device=world.device, ranks=ranks)
-    fuse(model, world.device.type == "cuda")
-    return model
-
-
-def stored_model(path: str, ranks: TensorGroup, world: World, dtype: torch.dtype) -> PreTrainedModel:
-    """The same with the weights of a checkpoint."""
-    model = load_tensor_parallel(path, dtype=dtype, device=world.device, ranks=ranks)
     fuse(model, world.device.type == "cuda")
     return model
 

@@ -218,8 +218,7 @@ def expert_parallel_config(arch: Arch, ep_size: int) -> dict[str, Any]:
     """
     if arch.autoep is None:
         raise ConfigError(f"{arch.model_type} cannot be expert-parallel: {arch.no_ep or 'it has no experts'}")
-    keys = {"preset_model": arch.autoep} if isinstance(arch.autoep, str) else arch.autoep
-    return {"enabled": True, "autoep_size": ep_size, "use_grouped_mm": False, **keys}
+    return {"enabled": True, "autoep_size": ep_size, "use_grouped_mm": False, **arch.autoep_keys}
 
 
 def allow_string_keys() -> None:
