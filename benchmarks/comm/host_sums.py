@@ -179,9 +179,10 @@ def main() -> None:
         for size, row in int4.sums.microseconds.items()
     }
     found["ways"] = dict(zip(int8.sums.sizes, int8.sums.ways, strict=True))
-    found["gathers, microseconds"] = {
-        size: {name: round(value, 2) for name, value in row.items()} for size, row in int8.gathers.microseconds.items()
-    }
+    for name, table in (("gathers", int8.gathers), ("scatters", int8.scatters)):
+        found[f"{name}, microseconds"] = {
+            size: {way: round(value, 2) for way, value in row.items()} for size, row in table.microseconds.items()
+        }
     write()
     found["products, ms"] = under(sums)
     write()

@@ -3,9 +3,9 @@
     NCCL_P2P_DISABLE=1 python3 benchmarks/vllm/vllm_host_sums.py OUT.json [--seconds 200] [--models FOLDER] [KIND ...]
 
 The kinds are those of ``KINDS``; all are tried at the same time, so one GPU is shared by many engines. Each has three
-layers with random weights, and an engine on two ranks for each way in turn: in whole CUDA graphs, eagerly, compiled. In
-graphs NCCL runs twice: what differs between these two is what may differ. Prompts have 3 to 700 tokens, so that sums of all
-ways are made; each is asked alone, and then all together, where the engine may divide the work otherwise the next time.
+layers with random weights, and an engine on two ranks for each way in turn: in whole CUDA graphs, eagerly, compiled.
+In graphs NCCL runs twice: what differs between the two is what may differ. Prompts have 3 to 700 tokens, for sums of
+all ways; each is asked alone, and then all together, where the engine may divide the work otherwise the next time.
 Between two ranks exact sums have NCCL's bits, so tokens and log-probabilities have to be equal. OUT.json is written
 after every engine; a log of each is beside it. ``HOST`` is host, or host:FORMAT. PYTHONPATH is the root of the
 repository, and vLLM is installed.

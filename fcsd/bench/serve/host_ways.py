@@ -19,7 +19,7 @@ from fcsd.bench.serve.variants import HOST_SUMS
 from fcsd.errors import ConfigError
 from fcsd.foreign_errors import reason_in
 from fcsd.parallel.all_reduce.host import sums_of
-from fcsd.parallel.all_reduce.host_table import STOCK, file_for, kept, measured, read_times
+from fcsd.parallel.all_reduce.host_table import STOCK, Stock, file_for, kept, measured, read_times
 from fcsd.serve.vllm.communicator import caches, format_of
 
 # A setting of NCCL: without peer access its copies are those of copy engines, not of kernels.
@@ -106,14 +106,19 @@ def _rank(rank: int, ranks: int, meeting: Path) -> None:
         dist.all_reduce(x)
         return x
 
-    def nccl_gather(x: Tensor) -> Tensor:
+    def gather(x: Tensor) -> Tensor:
         out = x.new_empty(ranks * len(x), *x.shape[1:])
         dist.all_gather_into_tensor(out, x)
+        return out
+
+    def scatter(x: Tensor) -> Tensor:
+        out = x.new_empty(len(x) // ranks, *x.shape[1:])
+        dist.reduce_scatter_tensor(out, x)
         return out
 
     for environment in HOST_SUMS.values():
         (asked,) = environment.values()
         format = format_of(asked)
         file = file_for(caches(), torch.cuda.get_device_name(), ranks, asked)
-        kept(file, lambda format=format: measured(sums, nccl, nccl_gather, group, format), group)
+        kept(file, lambda format=format: measured(sums, Stock(nccl, gather, scatter), group, format), group)
     dist.barrier()
