@@ -62,7 +62,7 @@ def test_the_ways_through_the_host_are_those_that_servers_find(tmp_path: Path, m
 
     def keep(row: dict[str, float]) -> None:
         file = host_table.file_for(tmp_path, "L40S", 2, "host:int8")
-        file.write_text(json.dumps({"sums": {"8192": row}, "gathers": gathers}))
+        file.write_text(json.dumps({"sums": {"8192": row}, "gathers": gathers, "scatters": gathers}))
 
     assert host_ways.microseconds([2]) == {}, "nothing was measured"
     keep({"stock": 50.0, "one_shot": 20.0, "in_blocks": 30.0, "exchange:int8": 10.0})

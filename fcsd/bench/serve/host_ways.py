@@ -18,7 +18,7 @@ from torch.multiprocessing.spawn import ProcessException, spawn
 from fcsd.errors import ConfigError
 from fcsd.foreign_errors import reason_in
 from fcsd.parallel.all_reduce.host import sums_of
-from fcsd.parallel.all_reduce.host_table import STOCK, HostTables, file_for, kept, measured, of_times, read_times
+from fcsd.parallel.all_reduce.host_table import STOCK, HostTables, Stock, file_for, kept, measured, of_times, read_times
 from fcsd.serve.vllm.communicator import caches, format_of
 
 # A setting of NCCL: without peer access its copies are those of copy engines, not of kernels.
@@ -104,15 +104,21 @@ def _rank(rank: int, ranks: int, meeting: Path) -> None:
         dist.all_reduce(x)
         return x
 
-    def nccl_gather(x: Tensor) -> Tensor:
+    def gather(x: Tensor) -> Tensor:
         out = x.new_empty(ranks * len(x), *x.shape[1:])
         dist.all_gather_into_tensor(out, x)
+        return out
+
+    def scatter(x: Tensor) -> Tensor:
+        out = x.new_empty(len(x) // ranks, *x.shape[1:])
+        dist.reduce_scatter_tensor(out, x)
         return out
 
     def table(asked: str, made: Callable[[], HostTables]) -> HostTables:
         return kept(file_for(caches(), torch.cuda.get_device_name(), ranks, asked), made, group)
 
-    ways = table(_MOST_WAYS, lambda: measured(sums, nccl, nccl_gather, group, format_of(_MOST_WAYS)))
+    stock = Stock(nccl, gather, scatter)
+    ways = table(_MOST_WAYS, lambda: measured(sums, stock, group, format_of(_MOST_WAYS)))
     table("host", lambda: exact(ways))
     dist.barrier()
 
