@@ -29,6 +29,7 @@ from fcsd.config import Recipe
 from fcsd.models.arch import Arch
 from fcsd.models.archs import ARCHS
 from fcsd.models.products import PRODUCTS
+from fcsd.models.wiring_block import READS
 
 _ROOT = Path(__file__).resolve().parent.parent
 _FOLDER = _ROOT / "docs" / "reference"
@@ -56,10 +57,11 @@ def pages() -> dict[str, str]:
 def architectures_page() -> str:
     """Every architecture with its wirings, and the reason of what it cannot do."""
     intro = (
-        "A row is for the types that differ in nothing but their names. "
+        "A row is for the types that differ in nothing but their names. Each type can have "
+        f"the wirings {', '.join(f'`{name}`' for name in READS)}. "
         "[Add an architecture](../adding_an_architecture.md) says how a row is added."
     )
-    head = "| `model_type` | experts | wirings | expert parallelism | vLLM |\n|---|---|---|---|---|"
+    head = "| `model_type` | experts | Desync | expert parallelism | vLLM |\n|---|---|---|---|---|"
     rows = [f"| {', '.join(names)} | {cells} |" for cells, names in _grouped(_cells, " (with vision)").items()]
     names = "## Names under which models are published\n\nA type in brackets is not supported."
     published: dict[str, list[str]] = {}
@@ -88,7 +90,8 @@ def _cells(arch: Arch) -> str:
     experts = "none (dense)" if arch.dense else "routed and shared" if arch.blocks.shared else "routed"
     parallel = "" if arch.dense else f"no: {arch.no_ep}" if arch.no_ep else "yes"
     served = f"no: {arch.no_vllm}" if arch.no_vllm else "yes"
-    return " | ".join((experts, " ".join(f"`{wiring}`" for wiring in arch.wirings), parallel, served))
+    desync = "yes" if arch.no_desync is None else "no"
+    return " | ".join((experts, desync, parallel, served))
 
 
 def recipe_page() -> str:

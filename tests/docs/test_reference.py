@@ -11,6 +11,7 @@ from studies.blocks import between_marks
 from fcsd.cli.main import app
 from fcsd.config import Recipe
 from fcsd.models.archs import ARCHS
+from fcsd.models.wiring_block import NAMES
 
 
 def test_the_pages_are_up_to_date(repo):
@@ -33,8 +34,10 @@ def test_the_blocks_are_up_to_date(repo):
 def test_every_architecture_is_listed():
     page = script.architectures_page()
     assert all(f"`{arch}`" in page for arch in ARCHS)
-    (row,) = [line for line in page.splitlines() if line.startswith("| `llama`, ")]
-    assert row.split(" | ")[2] == " ".join(f"`{wiring}`" for wiring in ARCHS["llama"].wirings)
+    for first, desync in (("llama", "yes"), ("qwen3_moe", "no")):
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| `{first}`, ")]
+        assert row.split(" | ")[2] == desync and ("desync" in ARCHS[first].wirings) == (desync == "yes")
+    assert all(f"`{wiring}`" in page.split("| `")[0] for wiring in set(NAMES) - {"desync", "desync-2x", "desync-4x"})
 
 
 def lines_of_page(page):
