@@ -1,4 +1,4 @@
-"""Adding an architecture, a loss or a suite takes the steps that its page in docs/ says, and nothing else."""
+"""Adding an architecture, a loss, a format or a suite takes the steps that its page in docs/ says, and nothing else."""
 
 import json
 import os
@@ -131,6 +131,41 @@ def test_a_loss_is_a_row_a_function_and_a_proof(repo: Path, tmp_path: Path) -> N
 
 def test_every_term_of_the_table_is_computed() -> None:
     assert COMPUTED.keys() == TERMS.keys()
+
+
+# Added to the proof of the page: what reads the row.
+USE = """
+
+def test_recipes_and_exchanges_read_the_row():
+    from fcsd.config import load_recipe
+    from fcsd.parallel.quantised.rows import Formats, RowCodec, formats_of, simulate
+
+    recipe = load_recipe("tiny", ["parallel.quantised.combine_grad=int6:g16:pow2"]).recipe
+    formats = formats_of(recipe.parallel.quantised)
+    assert formats is not None and "int6:g16:pow2 (7 bits a value)" in str(formats)
+    rows = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    arrived = simulate(rows, RowCodec(Formats.parse("int8:g32:sr:pow2").dispatch))
+    assert not torch.equal(arrived, rows) and torch.allclose(arrived, rows, atol=0.05)
+"""
+
+
+def test_a_format_is_a_row_functions_and_a_proof(repo: Path, tmp_path: Path) -> None:
+    """In a copy of the repository."""
+    page = (repo / "docs/adding_a_format.md").read_text()
+    blocks = map(textwrap.dedent, re.findall(r"```python\n(.*?)   ```", page, re.DOTALL))
+    row, functions, coding, proof = blocks
+    copy_repository(repo, tmp_path)
+    for name, after, entry in (("format", "SCALES = {", row), ("reference", "CODINGS = {", coding)):
+        file = tmp_path / f"fcsd/kernels/bit_split/{name}.py"
+        text = file.read_text()
+        assert text.count(f"\n{after}\n") == 1
+        file.write_text(text.replace(f"\n{after}\n", f"\n{after}\n{textwrap.indent(entry, '    ')}"))
+    reference = tmp_path / "fcsd/kernels/bit_split/reference.py"
+    before, rest = reference.read_text().split("class Coding(")
+    reference.write_text(f"{before}{functions}\n\nclass Coding({rest}")
+    test = tmp_path / "tests/kernels/test_pow2.py"
+    test.write_text(proof + USE)
+    assert "23 passed" in run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test))
 
 
 def test_a_suite_is_a_file_of_names(repo: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from fcsd.config import Quantised
 from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format, decode, encode
-from fcsd.kernels.bit_split.format import parse_directions
+from fcsd.kernels.bit_split.format import SCALES, parse_directions
 from fcsd.parallel.deferred import Codec
 
 Direction = Literal["dispatch", "combine", "dispatch_grad", "combine_grad"]
@@ -38,7 +38,7 @@ class Formats:
         combine_grad: the gradients of the rows of combine, which travel from the tokens to the experts.
 
     Raises:
-        ConfigError: the format of a gradient has integer scales.
+        ConfigError: the scales of a gradient's format cannot be as small as gradients need.
     """
 
     dispatch: Format | None = None
@@ -49,10 +49,9 @@ class Formats:
     def __post_init__(self) -> None:
         for direction in _GRADIENTS:
             format = self.of(direction)
-            if format is not None and format.meta == "int":
+            if format is not None and not SCALES[format.meta].gradients:
                 raise ConfigError(
-                    f"{direction}: the format {format} has integer scales, which cannot express values as small as "
-                    "gradients",
+                    f"{direction}: the scales of the format {format} cannot express values as small as gradients",
                     hint=f"write {replace(format, meta='bf16')}",
                 )
 
@@ -90,7 +89,7 @@ def formats_of(quantised: Quantised) -> Formats | None:
     """The formats of a recipe's ``parallel.quantised``; None if no direction has one.
 
     Raises:
-        ConfigError: the format of a gradient has integer scales.
+        ConfigError: see ``Formats``.
     """
     named = {direction: name for direction in DIRECTIONS if (name := getattr(quantised, direction)) is not None}
     formats = {direction: Format.parse(name) for direction, name in named.items()}
