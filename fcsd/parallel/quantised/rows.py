@@ -19,6 +19,7 @@ from torch import Tensor
 from fcsd.config import Quantised
 from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format, decode, encode
+from fcsd.kernels.bit_split.format import SCALES
 from fcsd.parallel.deferred import Codec
 
 
@@ -56,15 +57,14 @@ def formats_of(quantised: Quantised) -> Formats | None:
     """The formats of a recipe's ``parallel.quantised``; None if no direction has one.
 
     Raises:
-        ConfigError: the format of a gradient has integer scales.
+        ConfigError: the scales of a gradient's format cannot be as small as gradients need.
     """
     names = {direction: getattr(quantised, direction) for direction in Formats._fields}
     formats = Formats(**{direction: Format.parse(name) for direction, name in names.items() if name is not None})
     for direction, format in formats._asdict().items():
-        if format is not None and format.meta == "int" and direction.endswith("_grad"):
+        if format is not None and direction.endswith("_grad") and not SCALES[format.meta].gradients:
             raise ConfigError(
-                f"{direction}: the format {format} has integer scales, which cannot express values as small as "
-                "gradients",
+                f"{direction}: the scales of the format {format} cannot express values as small as gradients",
                 hint=f"write {replace(format, meta='bf16')}",
             )
     return formats if any(formats) else None

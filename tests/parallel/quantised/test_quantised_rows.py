@@ -234,7 +234,7 @@ def test_formats_are_read_for_all_directions_or_for_each() -> None:
         ("int9", "2 to 8 bits"),
         ("dispatch=int8,dispatch=int4", '"dispatch" is unknown or repeated'),
         ("forward=int8", '"forward" is unknown or repeated'),
-        ("combine_grad=int3:sr", "combine_grad: the format int3:sr has integer scales"),
+        ("combine_grad=int3:sr", "combine_grad: the scales of the format int3:sr cannot express"),
     ],
 )
 def test_what_is_not_a_wire_is_refused(text: str, message: str) -> None:
