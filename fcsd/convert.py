@@ -145,7 +145,7 @@ def convert_checkpoint(
     from fcsd.models.export_template import converted_files
 
     if config.method is not None:
-        from fcsd.checkpoint.quantised_values import check_values
+        from fcsd.checkpoint.weights import check_values
 
         check_values(layout, config.method, comparison.parameters)
 

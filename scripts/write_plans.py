@@ -1,4 +1,4 @@
-"""Writes the table of docs/planning.md that says what healing large models takes, from the recipes and their plans.
+"""Writes the table of benchmarks/results/plan.md that says what healing large models takes, by the plans of recipes.
 
 Run it after a change to `fcsd/plan/` or to one of these recipes. `tests/docs/test_plans.py` fails while the table is
 out of date.
@@ -15,7 +15,7 @@ from fcsd.plan.model import MetaModel, of_rank
 from fcsd.plan.setup import GIB, Hardware
 from fcsd.plan.speed import speed
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "planning.md"
+PAGE = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "plan.md"
 PLACE = re.compile(r"(<!-- large models -->\n).*?(<!-- end -->)", re.DOTALL)
 PRICE = 2.5  # dollars for a GPU and hour
 MACHINES = ((8, 80), (8, 141), (4, 80), (4, 48))  # GPUs, and the memory of each in GB

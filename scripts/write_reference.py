@@ -8,8 +8,10 @@ import json
 import re
 import types
 import typing
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -22,13 +24,13 @@ from scripts.page_blocks import page_blocks
 from studies.blocks import between_marks
 
 from fcsd.cli.main import app
-from fcsd.cli.panels import ALL, panels
+from fcsd.cli.panels import panels
 from fcsd.config import Recipe
 from fcsd.models.arch import Arch
 from fcsd.models.archs import ARCHS
 from fcsd.models.products import PRODUCTS
+from fcsd.models.wiring_block import READS
 
-EVERYWHERE = ("verbose", "as_json")  # parameters that every command has, and that are told once
 _ROOT = Path(__file__).resolve().parent.parent
 _FOLDER = _ROOT / "docs" / "reference"
 _GENERATED = "`scripts/write_reference.py` writes this page from the code."
@@ -55,10 +57,11 @@ def pages() -> dict[str, str]:
 def architectures_page() -> str:
     """Every architecture with its wirings, and the reason of what it cannot do."""
     intro = (
-        "A row is for the types that differ in nothing but their names. "
+        "A row is for the types that differ in nothing but their names. Each type can have "
+        f"the wirings {', '.join(f'`{name}`' for name in READS)}. "
         "[Add an architecture](../adding_an_architecture.md) says how a row is added."
     )
-    head = "| `model_type` | experts | wirings | expert parallelism | vLLM |\n|---|---|---|---|---|"
+    head = "| `model_type` | experts | Desync | expert parallelism | vLLM |\n|---|---|---|---|---|"
     rows = [f"| {', '.join(names)} | {cells} |" for cells, names in _grouped(_cells, " (with vision)").items()]
     names = "## Names under which models are published\n\nA type in brackets is not supported."
     published: dict[str, list[str]] = {}
@@ -87,23 +90,28 @@ def _cells(arch: Arch) -> str:
     experts = "none (dense)" if arch.dense else "routed and shared" if arch.blocks.shared else "routed"
     parallel = "" if arch.dense else f"no: {arch.no_ep}" if arch.no_ep else "yes"
     served = f"no: {arch.no_vllm}" if arch.no_vllm else "yes"
-    return " | ".join((experts, " ".join(f"`{wiring}`" for wiring in arch.wirings), parallel, served))
+    desync = "yes" if arch.no_desync is None else "no"
+    return " | ".join((experts, desync, parallel, served))
 
 
 def recipe_page() -> str:
-    """The reference of a recipe: a table for each section."""
+    """The reference of a recipe: a list for each section."""
     intro = (
-        "A recipe is a YAML file. A key that this page does not list is an error. *required* means that the recipe "
-        "must give the value. `null` means that the value is not given. [recipes.md](../recipes.md) explains how "
-        "recipes build on each other."
+        "A recipe is a YAML file. A key that this page does not list is an error. In brackets stand the type and the "
+        "default. A value without a default is required, and *or null* without a default means that null is the "
+        "default: the value is not given. [recipes.md](../recipes.md) explains how recipes build on each other."
     )
     parts = ["# Recipe reference", _GENERATED, intro]
     for section, keys in _sections(Recipe).items():
         heading = " and ".join(f"`{key}`" for key in keys if key) or "The recipe itself"
-        rows = [_field_row(name, field) for name, field in section.model_fields.items()]
-        table = "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows])
-        parts += [f"## {heading}", _sentence(section.__doc__ or ""), table]
+        rows = [_field_row(name, field) for name, field in section.model_fields.items() if not _told_below(field)]
+        parts += [f"## {heading}", _sentence(section.__doc__ or ""), "\n".join(rows)]
     return "\n\n".join(parts) + "\n"
+
+
+def _told_below(field: FieldInfo) -> bool:
+    """Whether a field is a section with defaults, of which its own heading says all."""
+    return isinstance(field.get_default(call_default_factory=True), BaseModel)
 
 
 def _sections(model: type[BaseModel], key: str = "") -> dict[type[BaseModel], list[str]]:
@@ -125,21 +133,10 @@ def _models_in(annotation: Any) -> list[tuple[type[BaseModel], bool]]:
 
 
 def _field_row(name: str, field: FieldInfo) -> str:
-    meaning = _sentence(field.description or "")
-    return f"| `{name}` | {_type(field)} | {_default(field)} | {_cell(meaning)} |"
-
-
-def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
-    if value is PydanticUndefined:
-        return "*required*"
-    if isinstance(value, BaseModel):
-        return "see below"
-    return f"`{json.dumps(value)}`"
-
-
-def _type(field: FieldInfo) -> str:
-    return _cell(_type_of(field.annotation) + _limits(field.metadata))
+    default = "" if value is PydanticUndefined or value is None else f"; `{json.dumps(value)}`"
+    kind = _type_of(field.annotation) + _limits(field.metadata)
+    return f"- `{name}` ({kind}{default}): {_sentence(field.description or '')}"
 
 
 def _type_of(annotation: Any) -> str:
@@ -187,31 +184,33 @@ def _bound(limit: Any) -> dict[str, Any]:
 def commands_page() -> str:
     """The reference of the command line: usage, arguments and options of every command."""
     intro = (
-        "Results go to stdout, everything else to stderr. Every command has `-v` or `--verbose`, which shows the "
-        "traceback of an error, and `--json`, which prints JSON instead of text. "
+        "Results go to stdout, everything else to stderr. In brackets stand the defaults. "
         "[operations.md](../operations.md#exit-codes) lists the exit codes."
     )
+    commands = dict(_commands(typer.main.get_command(app), "fcsd"))
+    rows = {name: dict(_rows(command)) for name, command in commands.items()}
+    counts = Counter(row for own in rows.values() for row in own.values())
+    shared = {row: name for own in rows.values() for name, row in own.items() if counts[row] > 1}
+    everywhere = [row for row in shared if counts[row] == len(commands)]
+    several = sorted(row for row in shared if row not in everywhere)
     parts = ["# Command reference", _GENERATED, intro]
-    for name, command in _commands(typer.main.get_command(app), "fcsd"):
-        parts.append(f"## `{name}`")
-        parts.append(_sentence(command.help or ""))
-        parts.append(f"```\n{' '.join([name, *_usage(command)])}\n```")
-        arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
-        groups = panels(parameter for parameter in command.params if parameter.name != "help")
-        parts += _table([*arguments, *groups.pop(ALL, [])])
-        for heading, group in groups.items():
-            parts += [f"**{heading}**", *_table(group)] if _rows(group) else []
+    parts += ["## Every command has", "\n".join(everywhere), "## Several commands have", "\n".join(several)]
+    for name, command in commands.items():
+        own = [row for row in rows[name].values() if row not in shared]
+        also = [f"`{shared[row]}`" for row in rows[name].values() if row in several]
+        parts += [f"## `{' '.join([name, *_usage(command)])}`", _sentence(command.help or "")]
+        parts += ["\n".join(own)] if own else []
+        parts += [f"It has {', '.join(also)}, too."] if also else []
     return "\n\n".join(parts) + "\n"
 
 
-def _table(parameters: list[Any]) -> list[str]:
-    """The table of arguments and options, if there are any."""
-    head = ["| argument or option | default | meaning |", "|---|---|---|"]
-    return ["\n".join([*head, *rows])] if (rows := _rows(parameters)) else []
-
-
-def _rows(parameters: list[Any]) -> list[str]:
-    return [_parameter_row(parameter) for parameter in parameters if parameter.name not in EVERYWHERE]
+def _rows(command: Any) -> Iterator[tuple[str, str]]:
+    """The name and the line of each argument and option, in the order of the help."""
+    arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
+    groups = panels(parameter for parameter in command.params if parameter.name != "help")
+    for parameter in chain(arguments, *groups.values()):
+        named = _metavar(parameter) if parameter.param_type_name == "argument" else max(parameter.opts, key=len)
+        yield named, _parameter_row(parameter)
 
 
 def _commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -226,7 +225,7 @@ def _commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
 def _usage(command: Any) -> list[str]:
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     shown = [_metavar(p) if p.required else f"[{_metavar(p)}]" for p in arguments]
-    return [*shown, "[OPTIONS]"]
+    return shown
 
 
 def _metavar(parameter: Any) -> str:
@@ -234,13 +233,12 @@ def _metavar(parameter: Any) -> str:
 
 
 def _parameter_row(parameter: Any) -> str:
+    default = _parameter_default(parameter)
     if parameter.param_type_name == "argument":
-        named = f"`{_metavar(parameter)}`"
-    elif parameter.is_flag:
-        named = ", ".join(f"`{option}`" for option in parameter.opts)
+        named = _metavar(parameter)
     else:
-        named = ", ".join(f"`{option}`" for option in parameter.opts) + f" `{_value(parameter)}`"
-    return f"| {_cell(named)} | {_cell(_parameter_default(parameter))} | {_cell(_sentence(parameter.help or ''))} |"
+        named = ", ".join(parameter.opts) + ("" if parameter.is_flag else f" {_value(parameter)}")
+    return f"- `{named}`{default and f' ({default})'}: {_sentence(parameter.help or '')}"
 
 
 _WORDS = {str: "TEXT", int: "INTEGER", float: "NUMBER", Path: "PATH"}
@@ -254,7 +252,7 @@ def _value(parameter: Any) -> str:
 
 def _parameter_default(parameter: Any) -> str:
     if parameter.required:
-        return "*required*"
+        return "required" if parameter.param_type_name == "option" else ""
     if parameter.default in (None, False, []) or parameter.default == ():
         return ""
     return f"`{parameter.default}`"
@@ -263,10 +261,6 @@ def _parameter_default(parameter: Any) -> str:
 def _sentence(text: str) -> str:
     """A docstring or help text on one line. Its reStructuredText quotes become Markdown quotes."""
     return re.sub(r"\s+", " ", text).strip().replace("``", "`")
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", r"\|")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fcsd.parallel.expert.block import ExpertOrder, Routing
-from fcsd.parallel.placement.placement import Placement
+from fcsd.parallel.expert.placement import Placement
 
 
 def interleaved(experts: int, ranks: int) -> Placement:

@@ -43,17 +43,26 @@ def write(arch: str, path: Path) -> Path:
 
 def write_by(method: str, arch: str, path: Path) -> Path:
     """Save a tiny model of ``arch`` whose linear layers inside of the decoder layers are quantised by ``METHODS``."""
-    quantise, config = METHODS[method]
+    tiny.model(arch).save_pretrained(path)
+    return quantise_layers(path, *METHODS[method])
+
+
+def quantise_layers(path: Path, quantise: Callable[[torch.Tensor], Tensors], block: dict[str, Any]) -> Path:
+    """Quantise the linear layers inside of the decoder layers of a checkpoint, in place; see ``methods``."""
 
     def layer(name: str, value: torch.Tensor, random: torch.Generator) -> Tensors:
         inside = ".layers." in name and name.endswith("proj.weight")
         return {name.removesuffix("weight") + k: v for k, v in quantise(value).items()} if inside else {name: value}
 
-    return _save(arch, path, layer, config)
+    return _rewrite(path, layer, block)
 
 
 def _save(arch: str, path: Path, quantise: Callable[..., Tensors], block: dict[str, Any]) -> Path:
     tiny.model(arch).save_pretrained(path)
+    return _rewrite(path, quantise, block)
+
+
+def _rewrite(path: Path, quantise: Callable[..., Tensors], block: dict[str, Any]) -> Path:
     random = torch.Generator().manual_seed(0)
     tensors = load_file(path / "model.safetensors")
     parts = [quantise(name, value, random) for name, value in tensors.items()]
@@ -72,24 +81,28 @@ def packed(numbers: torch.Tensor, bits: int) -> torch.Tensor:
     return (words - ((words >> 31) << 32)).int()
 
 
-def _in_groups(value: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _in_groups(
+    value: torch.Tensor, bits: int, group: int, symmetric: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes from 0 on ``[rows, columns]``, zero points and scales ``[rows, groups]`` of a matrix."""
     shaped = value.float().unflatten(1, (-1, group))
     low, high = shaped.amin(-1).clamp(max=0), shaped.amax(-1).clamp(min=0)
+    if symmetric:  # the zero point is in the middle of the codes
+        low, high = -shaped.abs().amax(-1), shaped.abs().amax(-1) * (1 - 2 ** (1 - bits))
     scales = ((high - low) / (2**bits - 1)).half().float().clamp(min=1e-4)
     zeros = (-low / scales).round().clamp(1, 2**bits - 1)
     codes = (shaped / scales.unsqueeze(-1)).round() + zeros.unsqueeze(-1)
     return codes.clamp(0, 2**bits - 1).flatten(1), zeros, scales
 
 
-def _pack(symmetric: bool) -> Callable[[torch.Tensor], Tensors]:
+def _pack(symmetric: bool, group: int) -> Callable[[torch.Tensor], Tensors]:
     def quantise(value: torch.Tensor) -> Tensors:
         shape = torch.tensor(value.shape)
         if symmetric:
-            scales = (value.unflatten(1, (-1, 16)).abs().amax(-1) / 7.5).bfloat16()
-            codes = (value / scales.float().repeat_interleave(16, 1)).round().clamp(-8, 7) + 8
+            scales = (value.unflatten(1, (-1, group)).abs().amax(-1) / 7.5).bfloat16()
+            codes = (value / scales.float().repeat_interleave(group, 1)).round().clamp(-8, 7) + 8
             return {"weight_packed": packed(codes, 4), "weight_scale": scales, "weight_shape": shape}
-        codes, zeros, scales = _in_groups(value, 4, 16)
+        codes, zeros, scales = _in_groups(value, 4, group)
         down = packed(zeros.T, 4).T
         held = {"weight_packed": packed(codes, 4), "weight_scale": scales.bfloat16(), "weight_shape": shape}
         return {**held, "weight_zero_point": down}
@@ -97,23 +110,28 @@ def _pack(symmetric: bool) -> Callable[[torch.Tensor], Tensors]:
     return quantise
 
 
-def _awq(value: torch.Tensor) -> Tensors:
-    codes, zeros, scales = _in_groups(value, 4, 16)
+def _awq(group: int) -> Callable[[torch.Tensor], Tensors]:
     order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])  # which column of eight is in which four bits
 
     def words(numbers: torch.Tensor) -> torch.Tensor:
         return packed(numbers.unflatten(1, (-1, 8))[..., order].flatten(1), 4)
 
-    return {"qweight": words(codes.T), "qzeros": words(zeros.T), "scales": scales.T.half()}
+    def quantise(value: torch.Tensor) -> Tensors:
+        codes, zeros, scales = _in_groups(value, 4, group)
+        return {"qweight": words(codes.T), "qzeros": words(zeros.T), "scales": scales.T.half()}
+
+    return quantise
 
 
-def _gptq(bits: int, offset: int, ordered: bool) -> Callable[[torch.Tensor], Tensors]:
+def _gptq(
+    bits: int, offset: int, group: int, *, ordered: bool = False, symmetric: bool = False
+) -> Callable[[torch.Tensor], Tensors]:
     def quantise(value: torch.Tensor) -> Tensors:
         columns = value.shape[1]
         order = torch.randperm(columns) if ordered else torch.arange(columns)
-        codes, zeros, scales = _in_groups(value[:, order], bits, 16)
+        codes, zeros, scales = _in_groups(value[:, order], bits, group, symmetric)
         back = order.argsort()
-        held = {"qweight": packed(codes[:, back], bits).T, "scales": scales.T.half(), "g_idx": (back // 16).int()}
+        held = {"qweight": packed(codes[:, back], bits).T, "scales": scales.T.half(), "g_idx": (back // group).int()}
         return {**held, "qzeros": packed(zeros.T - offset, bits)}
 
     return quantise
@@ -141,10 +159,10 @@ def _float8(
     return quantise
 
 
-def _nvfp4(modelopt: bool) -> Callable[[torch.Tensor], Tensors]:
+def _nvfp4(modelopt: bool, shared: float | None = None) -> Callable[[torch.Tensor], Tensors]:
     def quantise(value: torch.Tensor) -> Tensors:
         table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-        whole = value.abs().max() / (448 * 6)
+        whole = value.abs().max() / (448 * 6) if shared is None else torch.tensor(shared)
         scales = (value.unflatten(1, (-1, 16)).abs().amax(-1) / 6 / whole).to(torch.float8_e4m3fn)
         each = (scales.float() * whole).repeat_interleave(16, 1)
         codes = ((value / each).abs().unsqueeze(-1) - table).abs().argmin(-1) + 8 * (value < 0)
@@ -164,37 +182,69 @@ def _compressed(form: str, *, inputs: dict[str, Any] | None = None, **weights: A
 
 
 _ROWS = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}  # of activations
-_FOUR = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}
-_EIGHT = {"num_bits": 8, "type": "float", "symmetric": True}
-_FP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
-_FP4["scale_dtype"] = "torch.float8_e4m3fn"
-_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, "sym": False}
-METHODS: dict[str, tuple[Callable[[torch.Tensor], Tensors], dict[str, Any]]] = {
-    "packed": (_pack(True), _compressed("pack-quantized", **_FOUR, symmetric=True)),
-    "packed_zero_points": (_pack(False), _compressed("pack-quantized", **_FOUR, symmetric=False)),
-    "int8": (
-        _int8,
-        _compressed("int-quantized", inputs=_ROWS, num_bits=8, type="int", strategy="channel", symmetric=True),
-    ),
-    "float8_tensor": (
-        _float8(0, 0, "weight_scale", shape=(1,)),
-        _compressed("float-quantized", **_EIGHT, strategy="tensor"),
-    ),
-    "float8_channel": (_float8(1, 0, "weight_scale"), _compressed("float-quantized", **_EIGHT, strategy="channel")),
-    "float8_block": (
-        _float8(32, 48, "weight_scale"),
-        _compressed("float-quantized", **_EIGHT, strategy="block", block_structure=[32, 48]),
-    ),
-    "nvfp4": (_nvfp4(False), _compressed("nvfp4-pack-quantized", **_FP4)),
-    "awq": (_awq, {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True}),
-    "gptq": (_gptq(4, 1, False), {**_GPTQ, "checkpoint_format": "gptq"}),
-    "gptq_v2": (_gptq(4, 0, False), {**_GPTQ, "checkpoint_format": "gptq_v2"}),
-    "gptq_ordered": (_gptq(4, 1, True), {**_GPTQ, "desc_act": True}),
-    "gptq_8_bits": (_gptq(8, 1, False), {**_GPTQ, "bits": 8}),
-    "modelopt_fp8": (_float8(0, 0, "weight_scale", torch.float32), {"quant_method": "modelopt", "quant_algo": "FP8"}),
-    "modelopt_nvfp4": (_nvfp4(True), {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}),
-    "fp8_matrix": (
-        _float8(0, 0, "weight_scale_inv", torch.float32),
-        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": None},
-    ),
-}
+
+
+def methods(
+    group: int = 16, shared: float | None = None
+) -> dict[str, tuple[Callable[[torch.Tensor], Tensors], dict[str, Any]]]:
+    """Name -> what stores a matrix ``[rows, columns]``, suffix -> tensor, and the ``quantization_config``.
+
+    Args:
+        group: columns that share a scale, where a method has groups of a size that one can choose.
+        shared: the scale of a whole matrix in NVFP4; None for one of its own.
+    """
+    four = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group}
+    eight = {"num_bits": 8, "type": "float", "symmetric": True}
+    fp4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+    fp4["scale_dtype"] = "torch.float8_e4m3fn"
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": False, "sym": False}
+    return {
+        "packed": (_pack(True, group), _compressed("pack-quantized", **four, symmetric=True)),
+        "packed_zero_points": (_pack(False, group), _compressed("pack-quantized", **four, symmetric=False)),
+        "int8": (
+            _int8,
+            _compressed("int-quantized", inputs=_ROWS, num_bits=8, type="int", strategy="channel", symmetric=True),
+        ),
+        "float8_tensor": (
+            _float8(0, 0, "weight_scale", shape=(1,)),
+            _compressed("float-quantized", **eight, strategy="tensor"),
+        ),
+        "float8_channel": (_float8(1, 0, "weight_scale"), _compressed("float-quantized", **eight, strategy="channel")),
+        "float8_dynamic": (
+            _float8(1, 0, "weight_scale"),
+            _compressed("float-quantized", inputs={**_ROWS, "type": "float"}, **eight, strategy="channel"),
+        ),
+        "float8_block": (
+            _float8(32, 48, "weight_scale"),
+            _compressed("float-quantized", **eight, strategy="block", block_structure=[32, 48]),
+        ),
+        "nvfp4": (_nvfp4(False, shared), _compressed("nvfp4-pack-quantized", **fp4)),
+        "awq": (
+            _awq(group),
+            {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm", "zero_point": True},
+        ),
+        "gptq": (_gptq(4, 1, group), {**gptq, "checkpoint_format": "gptq"}),
+        "gptq_v2": (_gptq(4, 0, group), {**gptq, "checkpoint_format": "gptq_v2"}),
+        "gptq_ordered": (_gptq(4, 1, group, ordered=True), {**gptq, "desc_act": True}),
+        "gptq_symmetric": (_gptq(4, 1, group, symmetric=True), {**gptq, "sym": True}),
+        "gptq_symmetric_ordered": (
+            _gptq(4, 1, group, ordered=True, symmetric=True),
+            {**gptq, "desc_act": True, "sym": True},
+        ),
+        "gptq_8_bits": (_gptq(8, 1, group), {**gptq, "bits": 8}),
+        "modelopt_fp8": (
+            _float8(0, 0, "weight_scale", torch.float32),
+            {"quant_method": "modelopt", "quant_algo": "FP8"},
+        ),
+        "modelopt_nvfp4": (
+            _nvfp4(True),
+            {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
+        ),
+        "fp8_matrix": (
+            _float8(0, 0, "weight_scale_inv", torch.float32),
+            {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": None},
+        ),
+    }
+
+
+METHODS = methods()

@@ -1,7 +1,7 @@
-"""Reload proofs in a forked process, for tests that are about what an export holds and not about the proof.
+"""Scripts in a forked process that has imported transformers and not fcsd, for tests that are not about these imports.
 
 A fresh process imports transformers for seconds. Here one process per session makes these imports, without fcsd, and
-forks a child for each proof, which runs the same script.
+forks a child for each script: for that of the reload proof, and for those of tests.
 """
 
 import json
@@ -18,9 +18,11 @@ import pytest
 # Forks a child for each line of its input, and answers with the child's exit code. It ends with its input.
 _SERVER = """
 import json, os, runpy, sys
-import torch
+import deepspeed, torch, transformers.integrations.mistral  # which loading and saving a model import
 from transformers import AutoModelForCausalLM, dynamic_module_utils
+from transformers.models.auto import tokenization_auto
 from transformers.models.deepseek_v2 import modeling_deepseek_v2
+from transformers.models.llama import modeling_llama
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 for line in sys.stdin:
@@ -54,9 +56,21 @@ def _server() -> subprocess.Popen[str]:
 def _run(command: list[str], *, cwd: Path, env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
     interpreter, safe_path, *argv = command
     assert (interpreter, safe_path) == (sys.executable, "-P")
+    return subprocess.CompletedProcess(command, *run_script(argv, cwd, env["HF_MODULES_CACHE"]))
+
+
+def run_script(argv: list[str], cwd: Path, modules: str) -> tuple[int, str, str]:
+    """Runs the script ``argv[0]`` with the arguments behind it, as ``python -P`` would.
+
+    Args:
+        modules: the directory for code that comes with a model.
+
+    Returns:
+        The exit code, nothing, and all that was printed.
+    """
     server = _server()
     assert server.stdin is not None and server.stdout is not None
     with tempfile.NamedTemporaryFile("r") as said:
-        job = {"argv": argv, "cwd": str(cwd), "modules": env["HF_MODULES_CACHE"], "said": said.name}
+        job = {"argv": argv, "cwd": str(cwd), "modules": modules, "said": said.name}
         server.stdin.write(json.dumps(job) + "\n")
-        return subprocess.CompletedProcess(command, int(server.stdout.readline()), "", said.read())
+        return int(server.stdout.readline()), "", said.read()

@@ -17,6 +17,7 @@ ROOMS = [
     "advise",
     "bench",
     "export",
+    "experimental",
     "distill",
     "eval",
     "serve",
@@ -100,8 +101,22 @@ def test_every_room_is_listed(repo: Path) -> None:
     assert {room(module) for module in read_imports(repo / "fcsd")} == set(ROOMS)
 
 
+# The one place for each experimental feature where the core imports it, when a recipe asks for it.
+OPTS_IN = {"fcsd.distill.loop": "fcsd.experimental.placement.swaps"}
+
+
 def test_no_import_points_up(repo: Path) -> None:
-    assert upward(read_imports(repo / "fcsd")) == []
+    allowed = [f"{module} imports {target}, which lies above it" for module, target in OPTS_IN.items()]
+    assert upward(read_imports(repo / "fcsd")) == sorted(allowed)
+
+
+def test_what_is_experimental_is_imported_when_it_is_asked_for(repo: Path) -> None:
+    imports = read_imports(repo / "fcsd").items()
+    pairs = [(module, target) for module, targets in imports for target in targets if room(module) != "experimental"]
+    assert sorted(pair for pair in pairs if room(pair[1]) == "experimental") == sorted(OPTS_IN.items())
+    for module, target in OPTS_IN.items():
+        at_once = ast.parse((repo / module.replace(".", "/")).with_suffix(".py").read_text()).body
+        assert not any(isinstance(node, ast.ImportFrom) and node.module == target for node in at_once), module
 
 
 def test_folders_do_not_import_in_a_circle(repo: Path) -> None:

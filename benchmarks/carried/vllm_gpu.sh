@@ -2,14 +2,17 @@
 # Carries vLLM to a Hopper GPU machine without a network, and checks originals and converted models there.
 #
 # Usage: benchmarks/carried/vllm_gpu.sh COMMAND [FOLDER]
-#   build   on a machine with a package index: downloads vLLM and what it needs, takes out of vLLM what a Hopper GPU does
-#           not run, and writes about 41 MiB to FOLDER
+#   build   on a machine with a package index, and ptxas and fatbinary of CUDA 13 (20 CPU minutes): downloads vLLM and
+#           what it needs, takes out of vLLM what a Hopper GPU does not run, compiles what is left as PTX, and writes
+#           three archives to FOLDER
 #   items   in fcsd's own environment: writes the requests of the eleven tasks, with the answers of transformers, to
 #           FOLDER (some minutes on two CPU cores)
 #   one     on one GPU: eager, whole CUDA graphs, compiled; the server
 #   tasks   on one GPU: the eleven tasks
 #   two     on two GPUs: tensor parallelism 2, with and without divided experts; latent attention; two stages
 #   beside  on two GPUs: converted models with shared experts beside the routed ones
+#   quantised  on one GPU: checkpoints as people serve them (AWQ, GPTQ, compressed-tensors), by vLLM's choice of kernels
+#           and by its Marlin kernels
 #   sums    on two GPUs: quantised and symmetric sums, tables of sums, and the bound, which has to be wrong
 #   exchange  on two GPUs: data-parallel attention, with divided experts and vLLM's exchange of tokens
 #   rows    on TP GPUs (two): the plans in PLANS for `vllm_parity.py serve`. Parts between semicolons run at the same
@@ -32,10 +35,10 @@ set -uo pipefail
 cd "$(dirname "$0")/../.."
 
 version=${VLLM:-0.24.0}
-command=${1:?build, items, one, tasks, two, beside, sums, exchange, rows, serve, load or trace}
+command=${1:?build, items, one, tasks, two, beside, quantised, sums, exchange, rows, serve, load or trace}
 case $command in
-build | items | one | tasks | two | beside | sums | exchange | rows | serve | load | trace) ;;
-*) echo "no command $command: build, items, one, tasks, two, beside, sums, exchange, rows, serve, load or trace" >&2 && exit 2 ;;
+build | items | one | tasks | two | beside | quantised | sums | exchange | rows | serve | load | trace) ;;
+*) echo "no command $command: build, items, one, tasks, two, beside, quantised, sums, exchange, rows, serve, load or trace" >&2 && exit 2 ;;
 esac
 folder=${2:-.vllm}
 WORK=${WORK:-/tmp/vllm-work}
@@ -72,7 +75,7 @@ build() {
     python3 -m pip download -q $options $platforms -d "$downloaded/wheels" $wheels
     # shellcheck disable=SC2086
     python3 -m pip download -q $options $platforms -d "$downloaded" "vllm==$version"
-    python3 benchmarks/carried/vllm_slim.py "$downloaded"/vllm-*.whl "$folder/vllm.tar.xz"
+    python3 benchmarks/carried/vllm_slim.py "$downloaded"/vllm-*.whl "$folder"
     # Unpacked and in one archive, the wheels take two thirds of their size.
     for wheel in "$downloaded"/wheels/*.whl; do python3 -m zipfile -e "$wheel" "$downloaded/site"; done
     python3 -c 'import shutil, sys; shutil.make_archive(sys.argv[1], "xztar", sys.argv[2])' \
@@ -106,6 +109,7 @@ unpack() {
     extract packages &
     local extracting=$!
     extract vllm || return
+    [ ! -e "$folder/kernels.tar.xz" ] || extract kernels || return # older archives of vLLM hold its kernels
     wait "$extracting" || return
     # vLLM finds fcsd's plugin by an entry point, which an installed package has and a copy of the repository has not.
     mkdir -p "$site/fcsd-0.dist-info"
@@ -238,6 +242,15 @@ beside)
     job bfloat16 $serve --tp 2 $small/bfloat16/default/{beside,ep/beside} $glm/bfloat16/default/ep/beside \
         teacher/bfloat16/default/beside
     job latent $latent --tp 2 $wide/bfloat16/{default/ep,graph/ep,default}/beside
+    ;;
+quantised)
+    job dense $serve llama-awq/{bfloat16/eager/marlin,float16/eager} llama-w4a16/bfloat16/eager/marlin \
+        llama-nvfp4a16/bfloat16/eager llama-fp8-dynamic/bfloat16/eager/marlin
+    job gptq $serve llama-gptq/{bfloat16/eager/marlin,float16/eager} llama-gptq-ordered/bfloat16/eager/{,marlin} \
+        llama-w8a8/bfloat16/eager
+    job experts $serve qwen3_moe-{awq,w4a16,gptq}/bfloat16/eager/marlin qwen3_moe-awq/float16/eager
+    job experts-8 $serve qwen3_moe-{nvfp4a16,fp8-dynamic,w8a8}/bfloat16/eager qwen3_moe-fp8-dynamic/bfloat16/eager/marlin
+    job graphs $serve {llama,qwen3_moe}-awq/bfloat16/default llama-w8a8/bfloat16/graph
     ;;
 sums)
     job rounded $serve --tp 2 $dense/float32/graph/{int8,int4,none}

@@ -1,32 +1,46 @@
-"""Reduces a wheel of vLLM to what one kind of GPU runs, as one archive that is small enough to be carried by hand.
+"""Reduces a wheel of vLLM to what one kind of GPU runs, as two archives that are small enough to be carried by hand.
 
-    python benchmarks/carried/vllm_slim.py WHEEL ARCHIVE.tar.xz
+    python benchmarks/carried/vllm_slim.py WHEEL FOLDER
+
+FOLDER gets ``kernels.tar.xz``, vLLM's own libraries of kernels, and ``vllm.tar.xz``, everything else.
 
 A wheel of vLLM holds machine code for seven generations of GPUs. This script takes out of the shared libraries what a
 Hopper GPU (compute capability 9.0: H100, H200) does not run: code for other GPUs, PTX, and the tables of symbols. Zeros
 take their place, which compress to nothing, so that no address changes and the libraries load as before. The script
 also leaves files out (``LEFT_OUT``) that serving through FlashAttention 3 or Triton on Hopper does not open.
 
-What no longer works: kernels that vLLM ships as PTX for Hopper (0.24.0: Marlin, AllSpark and int8 CUTLASS, all for
-quantised weights), FlashAttention 2, DeepGEMM, FlashMLA, the Rust front end, and every GPU but Hopper.
+Some kernels are PTX for Hopper (0.24.0: the Marlin kernels of mixtures of experts, those of dense layers in float16,
+and those that lay weights out for them). A driver would compile them when they are first called, for minutes. This
+script compiles them with ``ptxas``, ``fatbinary`` (CUDA 13) and ``zstd``: 20 CPU minutes for 0.24.0. Without one of the
+three it says so, and these kernels fail when they are called.
+
+What no longer works: FlashAttention 2, DeepGEMM, FlashMLA, the Rust front end, and every GPU but Hopper.
 
 The layout of a fat binary (a container with a header, then one entry for each GPU, each with a header and a payload) is
 not documented by NVIDIA. Where the bytes do not follow it, the script stops.
 """
 
+import contextlib
 import fnmatch
 import io
 import lzma
+import os
+import shutil
 import struct
+import subprocess
 import sys
 import tarfile
+import tempfile
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 CONTAINER = 0xBA55ED50  # the first four bytes of a container
 PTX, MACHINE_CODE = 1, 2  # kinds of entries
 HOPPER = 90
+TOOLS = ("ptxas", "fatbinary", "zstd")
+OLDER = b"cutlass7Kernel2"  # in the names of kernels that vLLM calls on GPUs before Hopper alone
 LEFT_OUT = (
     "vllm/vllm-rs",
     "vllm/_rust_tool_parser*",
@@ -43,6 +57,7 @@ LEFT_OUT = (
     "*.cu",
     "*/RECORD",
 )
+KERNELS = "vllm/_*C_stable*.so"
 DEVICE_TABLES = "*device_name=*.json"  # tuned sizes of Triton kernels, one file for each GPU and shape
 OWN_TABLES = "*device_name=NVIDIA_H[12]00*.json"
 
@@ -97,25 +112,30 @@ def entries(library: bytearray, start: int, end: int) -> Iterator[tuple[int, int
 def slim(library: bytearray) -> int:
     """Take out, in place, what Hopper does not run. Returns how many bytes of code for it are left."""
     kept = 0
-    for name, offset, length in list(sections(library)):
-        if name in (".symtab", ".strtab"):
-            library[offset : offset + length] = bytes(length)
-        elif name == ".nv_fatbin":
-            kept += sum(keep_hopper(library, *container) for container in list(containers(library, offset, length)))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # ptxas is a process
+        for name, offset, length in list(sections(library)):
+            if name in (".symtab", ".strtab"):
+                library[offset : offset + length] = bytes(length)
+            elif name == ".nv_fatbin":
+                found = list(containers(library, offset, length))
+                kept += sum(pool.map(lambda container: keep_hopper(library, *container), found))
     return kept
 
 
 def keep_hopper(library: bytearray, container: int, start: int, end: int) -> int:
     """Reduce one container to the entries for Hopper, as if it had been compiled for nothing else.
 
-    A container without one keeps its machine code for other GPUs as empty shells. A kernel in it then fails as it does
-    in any program that was not compiled for the GPU.
+    A container without one gets what its PTX is compiled to. Without PTX it keeps its machine code for other GPUs as
+    empty shells. A kernel in it then fails as it does in any program that was not compiled for the GPU.
 
     Returns:
         How many bytes of code for Hopper the container has.
     """
     found = list(entries(library, start, end))
     code = [bytes(library[a:z]) for kind, capability, a, _, z in found if (kind, capability) == (MACHINE_CODE, HOPPER)]
+    sources = [bytes(library[a:z]) for kind, capability, a, _, z in found if kind == PTX and capability < HOPPER]
+    if not code and sources and all(map(shutil.which, TOOLS)):
+        code = compiled(sources[-1], room=end - start)
     shells = [bytes(library[a:p]) + bytes(z - p) for kind, _, a, p, z in found if kind == MACHINE_CODE]
     content = b"".join(code or shells)
     if not content:
@@ -123,6 +143,31 @@ def keep_hopper(library: bytearray, container: int, start: int, end: int) -> int
     library[start:end] = content.ljust(end - start, b"\0")
     struct.pack_into("<Q", library, container + 8, len(content))
     return len(content) if code else 0
+
+
+def compiled(entry: bytes, room: int) -> list[bytes]:
+    """The entry of machine code for Hopper that an entry of PTX is compiled to; none for kernels of older GPUs.
+
+    Raises:
+        ValueError: the machine code is larger than ``room``.
+    """
+    _, _, header, size, packed = struct.unpack_from("<HHIQI", entry)
+    source = entry[header : header + (packed or size)]
+    if packed:
+        source = subprocess.run(["zstd", "-dcq"], input=source, capture_output=True, check=True).stdout
+    if OLDER in source:
+        return []
+    with tempfile.TemporaryDirectory() as folder:
+        ptx, code, whole = (str(Path(folder, name)) for name in ("kernels.ptx", "kernels.cubin", "kernels.fatbin"))
+        Path(ptx).write_bytes(source.rstrip(b"\0"))
+        subprocess.run(["ptxas", f"-arch=sm_{HOPPER}", "-o", code, ptx], check=True)
+        image = f"--image3=kind=elf,sm={HOPPER},file={code}"
+        subprocess.run(["fatbinary", "-64", "--compress-all", f"--create={whole}", image], check=True)
+        made = bytearray(Path(whole).read_bytes())
+    _, start, end = next(containers(made, 0, len(made)))
+    if end - start > room:
+        raise ValueError(f"machine code of {end - start} bytes for a place of {room}")
+    return [bytes(made[start:end])]
 
 
 def wanted(name: str) -> bool:
@@ -133,9 +178,15 @@ def wanted(name: str) -> bool:
 
 
 def main() -> None:
-    """Write the archive that the arguments name."""
-    wheel, archive = map(Path, sys.argv[1:])
-    with zipfile.ZipFile(wheel) as source, tarfile.open(archive, "w:xz", preset=6) as target:
+    """Write the archives to the folder that the arguments name."""
+    wheel, folder = map(Path, sys.argv[1:])
+    if missing := [tool for tool in TOOLS if not shutil.which(tool)]:
+        print(f"without {', '.join(missing)} kernels that are PTX for Hopper are left out")
+    names = {True: folder / "kernels.tar.xz", False: folder / "vllm.tar.xz"}
+    with zipfile.ZipFile(wheel) as source, contextlib.ExitStack() as opened:
+        archives = {
+            kernels: opened.enter_context(tarfile.open(file, "w:xz", preset=6)) for kernels, file in names.items()
+        }
         for entry in source.infolist():
             if entry.is_dir() or not wanted(entry.filename):
                 continue
@@ -147,8 +198,9 @@ def main() -> None:
                 print(f", about {packed >> 20} MiB compressed", flush=True)
             file = tarfile.TarInfo(entry.filename)
             file.size, file.mode = len(content), 0o644
-            target.addfile(file, io.BytesIO(content))
-    print(f"{archive}: {archive.stat().st_size / 2**20:.1f} MiB")
+            archives[fnmatch.fnmatchcase(entry.filename, KERNELS)].addfile(file, io.BytesIO(content))
+    for file in names.values():
+        print(f"{file}: {file.stat().st_size / 2**20:.1f} MiB")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,15 @@
 """Times and checks sums through memory of the host beside NCCL, and the products beside them.
 
-    NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 2 benchmarks/comm/host_sums.py OUT.json [SECONDS]
+    NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 2 benchmarks/comm/host_sums.py OUT.json
 
 Every size is summed by every way in eager mode and by replays of a CUDA graph, and compared with the sum in fp32 in the
-order of ranks to the last bit; in a format, with the same records over NCCL. Then random sizes and ways follow each
-other for SECONDS (20), each compared, too. The last part has a rank that dies while a graph waits for it, so the ranks
-have to be started without torchrun, which would end them itself; DEAD=0 leaves it out. PYTHONPATH is the root of the
-repository.
+order of ranks to the last bit; in a format, with the same records over NCCL (random sizes: ``host_sums_stress.py``).
+The last part has a rank that dies while a graph waits for it, so the ranks have to be started without torchrun, which
+would end them itself; DEAD=0 leaves it out. PYTHONPATH is the root of the repository.
 """
 
 import json
 import os
-import random
 import statistics
 import sys
 import time
@@ -86,27 +84,6 @@ def wrong_formats(sums: HostSums) -> list[str]:
     return found
 
 
-def stress(sums: HostSums, seconds: float) -> dict[str, Any]:
-    """Random sizes and ways, one after the other without a pause; every sum is compared."""
-    source, count, found = random.Random(0), 0, []
-    end = time.monotonic() + seconds
-    going = torch.ones(1, device="cuda")
-    while going.item():
-        cases = []
-        for _ in range(200):
-            size = 16 * source.randint(1, 1 << source.randint(0, 16))
-            way = source.choice(ways_of(size))
-            x = torch.randint(-64, 64, (size // 2,), device="cuda").to(torch.bfloat16)
-            out = torch.empty_like(x)
-            sums.all_reduce(x, out, way)
-            cases.append((x, out, way))
-        count += len(cases)
-        found += [way for x, out, way in cases if not torch.equal(out, literal(x))]
-        going.fill_(float(time.monotonic() < end))
-        dist.broadcast(going, 0)
-    return {"sums": count, "wrong": found}
-
-
 def under(sums: HostSums) -> dict[str, Any]:
     """Milliseconds of 24 products of 4096 x 4096 matrices alone, and beside sums of 16 MiB and of 64 KiB."""
     a = torch.randn(4096, 4096, device="cuda").to(torch.bfloat16)
@@ -162,10 +139,9 @@ def main() -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", rank))
     torch.manual_seed(rank)
-    seconds = float(sys.argv[2]) if len(sys.argv) > 2 else 20.0
     found: dict[str, Any] = {
         "command": f"NCCL_P2P_DISABLE={os.environ.get('NCCL_P2P_DISABLE', '0')} torchrun --nproc-per-node "
-        f"{dist.get_world_size()} benchmarks/comm/host_sums.py OUT.json {seconds:g}",
+        f"{dist.get_world_size()} benchmarks/comm/host_sums.py OUT.json",
         "environment": snapshot(),
     }
     begun = time.monotonic()
@@ -188,18 +164,27 @@ def main() -> None:
         dist.all_reduce(x)  # in place, as nothing is read of the result
         return x
 
+    def gathered(x: Tensor) -> Tensor:
+        out = x.new_empty(dist.get_world_size(), *x.shape)
+        dist.all_gather_into_tensor(out, x)
+        return out
+
     begun = time.monotonic()
-    tables = {name: host_table.measured(sums, nccl, cpu, Format.parse(name), SIZES) for name in ("int8", "int4")}
+    int8, int4 = (
+        host_table.measured(sums, nccl, gathered, cpu, Format.parse(name), SIZES) for name in ("int8", "int4")
+    )
     found["seconds to measure"] = round((time.monotonic() - begun) / 2, 2)
     found["microseconds"] = {
-        size: {name: round(value, 2) for name, value in (tables["int8"].microseconds[size] | row).items()}
-        for size, row in tables["int4"].microseconds.items()
+        size: {name: round(value, 2) for name, value in (int8.sums.microseconds[size] | row).items()}
+        for size, row in int4.sums.microseconds.items()
     }
-    found["ways"] = dict(zip(tables["int8"].sizes, tables["int8"].ways, strict=True))
+    found["ways"] = dict(zip(int8.sums.sizes, int8.sums.ways, strict=True))
+    for name, table in (("gathers", int8.gathers), ("scatters", int8.scatters)):
+        found[f"{name}, microseconds"] = {
+            size: {way: round(value, 2) for way, value in row.items()} for size, row in table.microseconds.items()
+        }
     write()
     found["products, ms"] = under(sums)
-    write()
-    found["stress"] = stress(sums, seconds)
     write()
     if rank == 0:
         print(json.dumps({name: value for name, value in found.items() if name != "environment"}), flush=True)

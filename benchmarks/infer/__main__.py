@@ -41,9 +41,6 @@ def infer(
     bounds: Annotated[
         str | None, typer.Option(metavar="WIRING[,WIRING...]", help="The wirings whose bound is timed; default: all.")
     ] = None,
-    experts: Annotated[
-        str, typer.Option(metavar="sliced|whole", help="Give each rank a slice of every expert, or some whole experts.")
-    ] = "sliced",
     layers: Annotated[int, typer.Option(min=1, help="Decoder layers of a SHAPE.")] = 8,
     dtype: Annotated[str, typer.Option(metavar="bfloat16|float32", help="Data type of the weights.")] = "bfloat16",
     rounds: Annotated[int, typer.Option(min=1, help="How often each variant is timed.")] = 3,
@@ -75,7 +72,6 @@ def infer(
         new,
         tuple(wirings.split(",")),
         tuple(reduce.split(",")),
-        experts,  # type: ignore[arg-type]
         dtype,
         graphs=not no_graphs,
         rounds=rounds,

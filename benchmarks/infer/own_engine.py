@@ -24,8 +24,10 @@ from transformers import PreTrainedModel
 
 from fcsd.bench.runner import write
 from fcsd.bench.serve.model import wiring_for
-from fcsd.bench.serve.own import PATIENCE, Times, Variant, if_it_fits, random_model, stored_model, turns
+from fcsd.bench.serve.own import PATIENCE, Times, Variant, if_it_fits, random_model, turns
 from fcsd.bench.shapes import SHAPES
+from fcsd.engine.fused import fuse
+from fcsd.engine.weights import load_tensor_parallel
 from fcsd.errors import ConfigError
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, join_world
@@ -86,8 +88,10 @@ def bench(load: Workload, out: Path | None = None) -> dict[str, Any]:
 def _model(load: Workload, ranks: TensorGroup, world: World) -> PreTrainedModel:
     dtype = getattr(torch, load.dtype)
     if load.model in SHAPES:
-        return random_model(SHAPES[load.model](load.layers), ranks, world, dtype, load.experts)
-    return stored_model(load.model, ranks, world, dtype, load.experts)
+        return random_model(SHAPES[load.model](load.layers), ranks, world, dtype)
+    model = load_tensor_parallel(load.model, dtype=dtype, device=world.device, ranks=ranks)
+    fuse(model, world.device.type == "cuda")
+    return model
 
 
 def _rows(

@@ -12,7 +12,6 @@ from fcsd.bench.shapes import SHAPES
 from fcsd.errors import ConfigError, unknown_value
 from fcsd.models.wiring_block import NAMES
 from fcsd.parallel.all_reduce.backends import backend_of, is_bound
-from fcsd.parallel.tensor.tp_plan import Experts
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,6 @@ class Workload:
         wirings: names of wirings, each applied to every layer; ``own`` is the wiring of the checkpoint.
         reduce: all-reduce backends, see ``parallel.all_reduce.backends``.
         bounds: the wirings that are also timed by the kinds with wrong results; None for all of them.
-        experts: how ranks share the experts, see ``load_tensor_parallel``.
         dtype: ``float32`` or ``bfloat16``.
         graphs: whether decoding is captured as CUDA graphs; on CPUs nothing is captured.
         rounds: how often each variant is timed.
@@ -46,7 +44,6 @@ class Workload:
     new: int = 512
     wirings: tuple[str, ...] = (STANDARD, "ladder")
     reduce: tuple[str, ...] = ("nccl", "none")
-    experts: Experts = "sliced"
     dtype: str = "bfloat16"
     graphs: bool = True
     rounds: int = 3
@@ -62,8 +59,6 @@ class Workload:
                 raise unknown_value("wiring for a bound", name, self.wirings)
         for kind in self.reduce:
             backend_of(kind, "engine")
-        if self.experts not in ("sliced", "whole"):
-            raise unknown_value("division of experts", self.experts, ("sliced", "whole"))
         if self.dtype not in ("float32", "bfloat16"):
             raise unknown_value("dtype", self.dtype, ("float32", "bfloat16"))
         if self.new < 2 or min((*self.degrees, *self.batches, self.prompt, self.rounds)) < 1:

@@ -1,6 +1,6 @@
 """Divides the time of a traced step among the phases of the step and among computation, communication and idle time.
 
-A phase is a range ``fcsd.phase::NAME`` that the host's main thread records (``fcsd.distill.step.phases``). A device
+A phase is a range ``fcsd.phase::NAME`` that the host's main thread records (``fcsd.distill.step.engine``). A device
 event belongs to the phase in which it was launched, whichever thread launched it: the main thread stays inside a phase
 while autograd's thread launches kernels for it. At each moment, the timeline of the device is in exactly one of three
 states, and the moment is counted for it:
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fcsd.bench.runner import table
-from fcsd.distill.step.phases import PREFIX
+from fcsd.distill.step.engine import PREFIX
 from fcsd.errors import BadInputError
 from fcsd.parallel.trace import LAUNCHES, ON_DEVICE, RANGE, read_content
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -25,9 +25,9 @@ from fcsd.cli.command import command, emit
 from fcsd.cli.options import AsJson, Gpus, Sets
 from fcsd.config import Recipe
 from fcsd.disk import write_json
+from fcsd.distill.data.of_run import training_rows
 from fcsd.distill.experts.expert_parallel import randomise, wire_sharded
 from fcsd.distill.optim import update
-from fcsd.distill.prepare import training_rows
 from fcsd.distill.step.engine import build_training, live_teacher
 from fcsd.distill.step.one_step import train_step
 from fcsd.distill.student import DTYPES
@@ -152,7 +152,7 @@ def _measure(recipe: Recipe, rewired: PretrainedConfig, original: PretrainedConf
     built = build_training(model, source, recipe, world)
     update.install(built.engine, recipe)
     engine = _Watched(built.engine, world)
-    training = replace(built, engine=cast(TrainEngine, engine))
+    training = replace(built, engine=engine)
     rows = training_rows(recipe, [random_corpus(model.config.vocab_size, recipe.data.seq_len)])
     losses: list[float] = []
     seconds: list[float] = []

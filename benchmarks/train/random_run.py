@@ -15,8 +15,7 @@ from datasets import Dataset
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fcsd.config import Recipe, load_recipe
-from fcsd.distill.data.corpus import Corpus
-from fcsd.distill.data.token_slices import TokenSlices
+from fcsd.distill.data.corpus import Corpus, TokenSlices
 from fcsd.distill.experts.expert_parallel import check, randomise
 from fcsd.distill.step.engine import import_deepspeed
 from fcsd.distill.student import DTYPES

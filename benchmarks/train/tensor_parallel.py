@@ -35,9 +35,9 @@ from fcsd.bench.runner import peak_gib, ratio, reset_peak, say, table, together,
 from fcsd.bench.shapes import SHAPES
 from fcsd.config import Recipe
 from fcsd.distill import tensor_parallel
+from fcsd.distill.data.of_run import training_rows
 from fcsd.distill.experts import expert_parallel
 from fcsd.distill.optim import update
-from fcsd.distill.prepare import training_rows
 from fcsd.distill.step.engine import build_training, import_deepspeed
 from fcsd.distill.step.one_step import train_step
 from fcsd.distill.student import DTYPES

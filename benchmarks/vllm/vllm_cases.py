@@ -181,10 +181,16 @@ FP8 = ("qwen3_moe-fp8",)
 FP8_SIZES: dict[str, Any] = dict(
     hidden_size=256, head_dim=128, intermediate_size=256, moe_intermediate_size=256, vocab_size=256
 )
-# Cases as llm-compressor writes them: packed integers of four bits in groups of 128, or fp8 with a scale a row and
-# inputs that are rounded as they come. The same values without a format stand beside them, for the reference.
-COMPRESSED = {"llama-w4a16": "int4", "llama-fp8-dynamic": "fp8", "qwen3_moe-fp8-dynamic": "fp8"}
-COMPRESSED_SIZES: dict[str, Any] = dict(
+# Cases whose linear layers are stored by the methods that people serve, in groups of 128 where a method has groups:
+# the end of a case's name -> a method of tests/quantised.py.
+STORED = {
+    "w4a16": "packed", "awq": "awq", "gptq": "gptq_symmetric", "gptq-ordered": "gptq_symmetric_ordered",
+    "w8a8": "int8", "fp8-dynamic": "float8_dynamic", "nvfp4a16": "nvfp4",
+}  # fmt: skip
+QUANTISED = {f"{arch}-{end}": method for arch in ("llama", "qwen3_moe") for end, method in STORED.items()}
+# vLLM joins matrices that read the same, and has one scale for a whole matrix of NVFP4 then.
+SHARED_SCALE = 2.0**-11
+QUANTISED_SIZES: dict[str, Any] = dict(
     hidden_size=512, head_dim=64, num_attention_heads=8, num_key_value_heads=4, intermediate_size=1024,
     moe_intermediate_size=512, vocab_size=256,
 )  # fmt: skip
@@ -264,9 +270,11 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "glm4_moe-attn-only": ("glm4_moe", "1-3", dict(wiring="farskip", variant="attn-only")),
     "llama-mlp-only": ("llama", "0,2-3", dict(wiring="ladder", variant="mlp-only")),
     "qwen3_moe-fp8": ("qwen3_moe", "1-3", dict(wiring="farskip")),
-    "llama-w4a16": ("llama", "1-3", dict(wiring="ladder")),
-    "llama-fp8-dynamic": ("llama", "1-3", dict(wiring="ladder")),
-    "qwen3_moe-fp8-dynamic": ("qwen3_moe", "1-3", dict(wiring="farskip")),
+    **{
+        f"{arch}-{end}": (arch, "1-3", dict(wiring=wiring))
+        for arch, wiring in (("llama", "ladder"), ("qwen3_moe", "farskip"))
+        for end in STORED
+    },
     "llama-desync-2x": ("llama", "1-3", dict(wiring="desync-2x", tp_degree=2)),
     "llama-desync-4x": ("llama", "all", dict(wiring="desync-4x", tp_degree=2)),
     "llama-desync-4x-by-4": ("llama", "all", dict(wiring="desync-4x", tp_degree=4)),
@@ -312,12 +320,13 @@ def _make(case: str, original: Path, converted: Path) -> None:
         original.symlink_to(ROOT / "assets" / "teacher")
         convert_checkpoint(original, converted, layers="all", wiring="farskip", check=False)
         return
+    import quantised  # pyright: ignore[reportMissingImports]
     import tiny  # pyright: ignore[reportMissingImports]
 
     arch, layers, options = CASES[case]
     sizes = FP8_SIZES if case in FP8 else dict(hidden_size=HIDDEN) | SIZES[arch]
-    if case in COMPRESSED:
-        sizes |= {name: size for name, size in COMPRESSED_SIZES.items() if arch != "llama" or "moe" not in name}
+    if case in QUANTISED:
+        sizes |= {name: size for name, size in QUANTISED_SIZES.items() if arch != "llama" or "moe" not in name}
     if case in LATENT:
         sizes |= LATENT_SIZES
     if case in BY_FOUR:
@@ -332,8 +341,10 @@ def _make(case: str, original: Path, converted: Path) -> None:
             parameter.data.mul_(3)
     if arch in STIRRED:
         stir(model)
+    if case in QUANTISED and "moe" in arch:
+        decide(model)
     # Some cases are rewritten as one file.
-    shards = {} if case in (*FP8, *GATED, *COMPRESSED) or arch in PUBLISHED else dict(max_shard_size="1MB")
+    shards = {} if case in (*FP8, *GATED, *QUANTISED) or arch in PUBLISHED else dict(max_shard_size="1MB")
     model.save_pretrained(original, **shards)
     config = json.loads((original / "config.json").read_text())
     outer = arch.partition("+")[0]
@@ -350,11 +361,8 @@ def _make(case: str, original: Path, converted: Path) -> None:
         publish(arch, model, original)
     if case in FP8:
         quantise(original)
-    if case in COMPRESSED:
-        plain = plain_of(original)
-        shutil.copytree(original, plain, dirs_exist_ok=True)
-        compress(original, plain, COMPRESSED[case])
-        convert_checkpoint(plain, plain_of(converted), layers=layers, check=False, **options)
+    if case in QUANTISED:
+        quantised.quantise_layers(original, *scheme(case, model))
     if case in GATED:
         gate(original)
         convert_checkpoint(original, converted, check=False)
@@ -421,52 +429,38 @@ def quantise(path: Path) -> None:
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": scheme, "dtype": "bfloat16"}))
 
 
-def plain_of(path: Path) -> Path:
-    """Where the values of a compressed checkpoint stand without a format."""
-    return path.with_name(f"{path.name}.plain")
+def scheme(case: str, model: Any) -> tuple[Any, dict[str, Any]]:
+    """What stores a linear layer of a quantised case, and its ``quantization_config``, which leaves routers out."""
+    import quantised  # pyright: ignore[reportMissingImports]
+
+    stored, block = quantised.methods(128, SHARED_SCALE)[QUANTISED[case]]
+    routers = [name for name, _ in model.named_modules() if name.endswith("mlp.gate")]
+    if block["quant_method"] == "compressed-tensors":
+        block["ignore"] += routers
+    elif routers:
+        block["modules_to_not_convert"] = routers
+    return stored, block
 
 
-def compress(path: Path, plain: Path, scheme: str) -> None:
-    """Round the projections of a checkpoint in the layout of compressed-tensors; ``plain`` gets the values."""
+def decide(model: Any) -> None:
+    """Let the routers of a model decide clearly: by a part of the embedding that layers hardly change.
+
+    Otherwise two experts are nearly alike for some token, and what is rounded before chooses between them.
+    """
     import torch
-    from safetensors.torch import load_file, save_file
+    from torch.nn.functional import one_hot
 
-    found, values = {}, {}
-    for name, value in load_file(path / "model.safetensors").items():
-        if not name.endswith("proj.weight"):
-            found[name] = values[name] = value.bfloat16()
-            continue
-        if scheme == "fp8":
-            scales = (value.abs().amax(1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max).bfloat16()
-            codes = (value / scales).to(torch.float8_e4m3fn)
-            found |= {name: codes, f"{name}_scale": scales}
-            values[name] = (codes.float() * scales.float()).bfloat16()
-            continue
-        groups = value.unflatten(1, (-1, 128))
-        scales = (groups.abs().amax(-1) / 7.5).bfloat16()
-        codes = (groups / scales.unsqueeze(-1)).round().clamp(-8, 7)
-        values[name] = (codes * scales.float().unsqueeze(-1)).flatten(1).bfloat16()
-        words = ((codes.flatten(1).long() + 8).unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)).sum(-1)
-        words = words - ((words >> 31) << 32)
-        shape = torch.tensor(value.shape)
-        found |= {f"{name}_packed": words.int(), f"{name}_scale": scales, f"{name}_shape": shape}
-    save_file(found, path / "model.safetensors", metadata={"format": "pt"})
-    save_file(values, plain / "model.safetensors", metadata={"format": "pt"})
-    gates = [name.removesuffix(".weight") for name in found if name.endswith("mlp.gate.weight")]
-    fp8 = dict(num_bits=8, type="float", symmetric=True)
-    weights = fp8 | dict(strategy="channel", dynamic=False)
-    if scheme == "int4":
-        weights = dict(num_bits=4, type="int", symmetric=True, strategy="group", group_size=128, dynamic=False)
-    inputs = fp8 | dict(strategy="token", dynamic=True) if scheme == "fp8" else None
-    form = "float-quantized" if scheme == "fp8" else "pack-quantized"
-    group = dict(targets=["Linear"], weights=weights, input_activations=inputs, output_activations=None, format=form)
-    block = dict(
-        quant_method="compressed-tensors", format=form, quantization_status="compressed", global_compression_ratio=None,
-        kv_cache_scheme=None, ignore=["lm_head", *gates], config_groups={"group_0": group},
-    )  # fmt: skip
-    for where, added in ((path, {"quantization_config": block}), (plain, {})):
-        config = json.loads((where / "config.json").read_text())
-        (where / "config.json").write_text(json.dumps(config | added | {"dtype": "bfloat16"}))
+    embedding = model.get_input_embeddings().weight.data
+    routers = [module.gate.weight.data for module in model.modules() if hasattr(module, "experts")]
+    experts, tokens = len(routers[0]), torch.arange(len(embedding))
+    first, second = (one_hot((tokens + n) % experts, experts) for n in (0, 1))
+    embedding[:, :experts] = 12 * embedding.std() * (first + 0.8 * second)
+    for name, weight in model.named_parameters():
+        if "o_proj" in name or "down_proj" in name:
+            weight.data.transpose(-2, -1)[..., :experts] *= 1e-3
+    for weight in routers:
+        weight *= 0.1
+        weight[:, :experts] += 10 * torch.eye(experts)
 
 
 def prompts(original: Path, case: str) -> list[list[int]]:

@@ -9,11 +9,13 @@
 that vLLM refuses converted models without fcsd's plugin.
 
 The models are those of ``benchmarks/vllm/vllm_cases.py``, and are made in FOLDER. A PLAN is ``CASE/DTYPE/MODE``, with
-``/ep`` behind it for whole experts on each rank, and with settings of the plugin such as ``/beside+always``: a key of
-``SETTINGS``, or several. A plan with settings is about the converted model alone. DTYPE is ``float32``, ``bfloat16`` or
+``/ep`` behind it for whole experts on each rank, with ``/marlin`` for vLLM's Marlin kernels in the place of its own
+choice for quantised weights, and with settings of the plugin such as ``/beside+always``: a key of ``SETTINGS``, or
+several. A plan with settings is about the converted model alone. DTYPE is ``float32``, ``bfloat16``, ``float16`` or
 ``fp8``, for which vLLM rounds bfloat16 weights itself (``--quantization fp8``). The reference is transformers in
-float32 on the CPU, given the same tokens; in bfloat16 and fp8 the error of transformers that rounds so stands beside
-that of vLLM, and with a checkpoint in fp8 the distance from the other wiring. With quantised sums the reference rounds
+float32 on the CPU, given the same tokens and, with a quantised checkpoint, the weights that it stands for; in other
+dtypes, and where kernels round what a layer reads, the error of transformers that rounds so stands beside that of vLLM,
+and with a checkpoint in fp8 by blocks the distance from the other wiring. With quantised sums the reference rounds
 its sums, too.
 ``MODE`` is ``eager``, ``graph`` (whole CUDA graphs, not compiled, 200 tokens), ``default`` (compiled, with vLLM's own
 choice of graphs) or ``pressure`` (so little memory that requests are preempted).
@@ -43,13 +45,12 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parent)]
 
 from vllm_cases import (  # noqa: E402
-    COMPRESSED,
     FP8,
     GATED,
+    QUANTISED,
     attend_linearly_in_float32,
     inspect_here,
     made,
-    plain_of,
     prompts,
     score_by_sigmoid,
 )
@@ -61,8 +62,8 @@ RATIO = 1.5  # root mean square error over that of transformers in bfloat16, or 
 # With quantised sums, the root mean square error over what rounding them moves: a value at the border of two codes may
 # get the other one. Sums that are not rounded, or rounded otherwise, are a whole rounding or more away.
 ROUNDED_SHARE = 0.25
-# With a checkpoint in fp8, vLLM also rounds what a projection reads, which the reference does not. So the error is
-# compared with the distance from the other wiring.
+# With a checkpoint in fp8 by blocks, vLLM also rounds what a projection reads, which the reference does not. So the
+# error is compared with the distance from the other wiring.
 FP8_SHARE = 0.25
 ITEM_TOLERANCE = 1e-3  # nats, of the sum over a continuation
 MODES: dict[str, dict[str, Any]] = {
@@ -84,6 +85,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 # Tables: what sums in every row, and the fewest tokens of a decoding step whose sums travel. Three answers are a whole
 # graph of 4 tokens, and their prompts one of 96 (``graph``) or a step without one.
 TABLES = {"table": ("vllm", 4), "table-late": ("vllm", 8), "table-int8": ("quantised:int8", 4)}
+# Methods of quantised checkpoints -> the dtype to which vLLM rounds what a layer reads. Its Marlin kernels do not.
+ROUNDED_INPUTS = {"int8": "int8", "float8_dynamic": "float8_e4m3fn"}
+MARLIN = dict(VLLM_DISABLED_KERNELS="MacheteLinearKernel,AllSparkLinearKernel", VLLM_TEST_FORCE_FP8_MARLIN="1")
 Answer = tuple[list[int], list[int], list[float]]  # a prompt, its answer, and the log-probabilities of both
 
 
@@ -158,6 +162,16 @@ def communicators(worker: Any) -> list[str]:
     return [*found, torch.distributed.get_backend(group.device_group)]
 
 
+def kernels(worker: Any) -> list[str]:
+    """The classes that compute the quantised layers of one of vLLM's workers."""
+    found = set()
+    for module in worker.get_model().modules():
+        for holder in (getattr(module, "quant_method", None), getattr(module, "scheme", None)):
+            for held in () if holder is None else vars(holder).values():
+                found.add((held if isinstance(held, type) else type(held)).__name__)
+    return sorted(name for name in found - {"FusedMoEKernel"} if name.endswith(("Kernel", "Experts")))
+
+
 def facts(llm: Any) -> Row:
     """What vLLM has chosen by itself.
 
@@ -189,14 +203,18 @@ def compare(folder: Path, plan: Row) -> Row:
         folder: where the models are made.
         plan: ``case``, a name in ``vllm_cases``; ``role``, ``original`` or ``converted``; ``dtype``; ``mode``, a key of
             ``MODES``; ``ranks``, the tensor-parallel degree; ``stages`` of the pipeline; ``replicas``, the
-            data-parallel degree; ``experts``, whether a rank has whole experts; ``settings``, keys of ``SETTINGS``.
+            data-parallel degree; ``experts``, whether a rank has whole experts; ``settings``, keys of ``SETTINGS``;
+            ``kernels``, ``marlin`` or an empty text for vLLM's choice.
 
     Returns:
         ``largest`` and ``rms``, the errors of vLLM; ``answers``, the largest error in the answers alone; ``greedy``,
         how many answers are the most likely tokens for transformers; ``other`` and ``other_rms``, how far the other
-        wiring is; in bfloat16 and fp8 ``rms_transformers``, the error of transformers; with quantised sums
+        wiring is; in other dtypes than float32 ``rms_transformers``, the error of transformers; with quantised sums
         ``rms_rounding``, how far the reference that rounds them is from the one that does not; ``tolerance``;
-        ``right``.
+        ``right``; with quantised weights ``computed_by``, the classes of vLLM's kernels.
+
+    Raises:
+        RuntimeError: vLLM has taken other kernels than those that the plan asks for.
     """
     import vllm_exchange
 
@@ -241,6 +259,8 @@ def answered(
     if plan["replicas"] > 1:
         # Every step of an engine is then one step of all ranks, which wait for each other in it.
         options |= dict(distributed_executor_backend="uni", async_scheduling=False)
+    if plan["kernels"] == "marlin":
+        os.environ.update(MARLIN)  # of this process and the engine's alone, see ``in_a_fork``
     llm = engine(path, plan["dtype"], **parallel, **options, **MODES[mode])
     sampling = SamplingParams(
         max_tokens=int(share * (REPLAYS if mode in LONG else NEW)), temperature=0, detokenize=False,
@@ -248,6 +268,11 @@ def answered(
     )  # fmt: skip
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in asked], sampling, use_tqdm=False)
     chosen = facts(llm)
+    if plan["case"] in QUANTISED:
+        chosen["computed_by"] = sorted({name for names in llm.collective_rpc(kernels) for name in names})
+        by_marlin = any("Marlin" in name and name.endswith("Kernel") for name in chosen["computed_by"])
+        if plan["kernels"] == "marlin" and not by_marlin:
+            raise RuntimeError(f"asked for Marlin kernels, and vLLM computes by {chosen['computed_by']}")
     if mode == "pressure":
         chosen["preemptions"] = sum(m.value for m in llm.get_metrics() if m.name.startswith("vllm:num_preemptions"))
     del llm
@@ -263,11 +288,14 @@ def answered(
 def judged(paths: dict[str, Path], plan: Row, given: list[Answer], reduce: str) -> Row:
     """Compare answers with transformers; see ``compare``. ``reduce`` is what the plugin was told to sum by."""
     import torch
-    from vllm_rounded import round_sums, round_to_fp8
+    from vllm_rounded import round_inputs, round_sums, round_to_fp8
 
     case, role, dtype = plan["case"], plan["role"], plan["dtype"]
     references = {name: reference(path) for name, path in paths.items()}
-    rounded = reference(paths[role]).to(torch.bfloat16) if dtype == "bfloat16" and case not in FP8 else None
+    half = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(dtype)
+    rounded = reference(paths[role]).to(half) if half and case not in FP8 else None
+    if (to := ROUNDED_INPUTS.get(QUANTISED.get(case, ""))) and plan["kernels"] != "marlin":
+        round_inputs(rounded, getattr(torch, to))
     if dtype == "fp8":
         rounded = reference(paths[role])
         round_to_fp8(rounded)
@@ -294,7 +322,7 @@ def judged(paths: dict[str, Path], plan: Row, given: list[Answer], reduce: str) 
         largest=error.abs().max().item(), rms=error.square().mean().sqrt().item(), answers=answers, greedy=greedy,
         other=apart.abs().max().item(), other_rms=apart.square().mean().sqrt().item(), tokens=len(error),
     )  # fmt: skip
-    if case in FP8 or COMPRESSED.get(case) == "fp8":
+    if case in FP8:
         tolerance = FP8_SHARE * result["other_rms"]
         return result | dict(tolerance=tolerance, right=result["rms"] <= tolerance)
     if rounded is not None:
@@ -319,7 +347,6 @@ def format_of(reduce: str) -> Any:
 
 def reference(path: Path) -> Any:
     """The model in transformers, float32, on the CPU."""
-    path = plain_of(path) if plain_of(path).exists() else path
     import torch
     import transformers
 
@@ -328,7 +355,7 @@ def reference(path: Path) -> Any:
 
     config = json.loads((path / "config.json").read_text())
     options: dict[str, Any] = dict(dtype=torch.float32)
-    if "fcsd" in config:
+    if "fcsd" in config or config.get("quantization_config", {}).get("quant_method", "fp8") != "fp8":
         return load_model(path, decode=True, **options).eval().float()
     if "quantization_config" in config:
         options["quantization_config"] = transformers.FineGrainedFP8Config(dequantize=True)
@@ -453,11 +480,12 @@ def main() -> None:
         case, *rest = word.split("/")
         if given.part == "serve":
             dtype, mode, *further = rest
-            settings = "".join(name for name in further if name != "ep")
+            settings = "".join(name for name in further if name not in ("ep", "marlin"))
             # The converted first, in case that the time ends.
             for role in ("converted",) if case in GATED or settings else ("converted", "original"):
                 row = dict(case=case, role=role, dtype=dtype, mode=mode, ranks=given.tp, stages=given.pp)
                 row |= dict(replicas=given.dp, experts="ep" in further, settings=settings)
+                row["kernels"] = "marlin" if "marlin" in further else ""
                 rows.append(report(row, in_a_fork, compare, given.folder, row))
         elif given.part == "items":
             role = "original" if case.endswith(".base") else "converted"

@@ -117,7 +117,8 @@ def other_runners(rows: list[Row]) -> list[str]:
     runners: dict[str, set[str]] = {}
     for row in rows:
         if "runner" in row:
-            same = {name: row.get(name) for name in ("case", "dtype", "mode", "ranks", "stages", "replicas", "experts")}
+            fields = ("case", "dtype", "mode", "ranks", "stages", "replicas", "experts", "kernels")
+            same = {name: row.get(name) for name in fields}
             runners.setdefault(json.dumps(same), set()).add(row["runner"])
     return [f"{same}: {', '.join(sorted(names))}" for same, names in runners.items() if len(names) > 1]
 

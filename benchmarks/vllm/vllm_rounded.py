@@ -1,4 +1,4 @@
-"""A model in transformers that rounds as vLLM does: the slow reference for quantised all-reduces and for fp8.
+"""A model in transformers that rounds as vLLM does: the slow reference for quantised all-reduces, fp8 and int8.
 
 The last product of a sub-block is linear in its weight. What a rank adds to a sum is therefore the output of the whole
 sub-block with zeros in place of the other ranks' part of that weight. Each rank's addend is encoded and decoded by
@@ -62,6 +62,47 @@ def round_to_fp8(model: Any) -> None:
         for weight in own:
             weight.data = torch.stack([_in_fp8(x) for x in weight.data]) if weight.ndim > 2 else _in_fp8(weight.data)
         module.register_forward_pre_hook(lambda module, given: (_in_fp8(given[0]), *given[1:]))
+
+
+def round_inputs(model: Any, dtype: torch.dtype) -> None:
+    """Let the linear layers inside of a model's layers, and its experts, round what they read, in place.
+
+    Every row has a scale of its own (*dynamic*, by *token*).
+
+    Args:
+        dtype: what they round to, ``torch.float8_e4m3fn`` or ``torch.int8``.
+    """
+    rounded = partial(_in_rows, dtype=dtype)
+    for name, module in model.named_modules():
+        if ".layers." in name and isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(lambda module, given: (rounded(given[0]), *given[1:]))
+        elif name.endswith(".experts"):
+            module.forward = partial(_experts, module, rounded)
+
+
+def _experts(module: Any, rounded: Callable[[Tensor], Tensor], x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+    """What stacked experts add up to, one after the other.
+
+    Args:
+        module: has the matrices of all experts, ``gate_up_proj`` and ``down_proj``.
+        x: ``[tokens, hidden]``.
+        chosen: the experts of each token, ``[tokens, top-k]``.
+        shares: of their outputs, ``[tokens, top-k]``.
+    """
+    total = zeros_like(x)
+    for expert, (inner, outer) in enumerate(zip(module.gate_up_proj, module.down_proj, strict=True)):
+        gate, up = nn.functional.linear(rounded(x), inner).chunk(2, -1)
+        found = nn.functional.linear(rounded(module.act_fn(gate) * up), outer)
+        total += found * (shares * (chosen == expert)).sum(-1, keepdim=True).to(x.dtype)
+    return total
+
+
+def _in_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    largest = (torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype).max
+    scales = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / largest
+    codes = x.float() / scales
+    codes = codes.to(dtype) if dtype.is_floating_point else codes.round()
+    return (codes.float() * scales).to(x.dtype)
 
 
 def _in_fp8(x: Tensor) -> Tensor:

@@ -40,19 +40,9 @@ def measure(model: Path, host: Host, load: Load, minutes: float = MINUTES) -> tu
         machine, prompts, requests = Path(folder, "machine.json"), str(load.prompt_tokens), str(load.concurrency)
         _run("links", "--out", str(machine), "--gpus", str(host.gpus))
         through_host = ["--", NO_CUSTOM] if os.environ.get("NCCL_P2P_DISABLE", "0") != "0" else []
-        sizes = ["--prompt-tokens", prompts, "--concurrency", requests, "--batches", requests, "--loads", "none"]
-        _run(
-            "serve",
-            str(model),
-            "--gpus",
-            str(host.gpus),
-            *sizes,
-            "--minutes",
-            f"{minutes:g}",
-            "--out",
-            folder,
-            *through_host,
-        )
+        asked = ["--prompt-tokens", prompts, "--concurrency", requests, "--batches", requests, "--loads", "none"]
+        asked += ["--gpus", str(host.gpus), "--minutes", f"{minutes:g}", "--out", folder]
+        _run("serve", str(model), *asked, *through_host)
         found = json.loads(Path(folder, "serve.json").read_text(encoding="utf-8"))
         table = sums.of_machine(read_machine(machine), "this machine")
     return replace(host, sums=table), served(found, host.gpus, load)

@@ -15,7 +15,6 @@ from fcsd.advise.cards import Card
 from fcsd.models.build import arch_of, key_value_heads
 from fcsd.models.schedule import Kind, Output, reductions
 from fcsd.models.wiring_block import Blocks, Wiring
-from fcsd.parallel.cost import Collective
 from fcsd.plan.model import LayerNumbers, MetaModel, ModelNumbers
 
 STANDARD = Wiring("standard", ())
@@ -84,40 +83,36 @@ class Server:
     def tensor_parallel(self, ranks: int, wiring: Wiring, of: Sum) -> Served:
         """One server of ``ranks`` GPUs, each with a part of every layer."""
         step = self.seconds(ranks, wiring, of, self.load.concurrency, prefill=False)
-        chunks, tokens = self._chunks()
+        chunks, tokens = self._chunks(self.load.concurrency)
         return Served(step, (chunks + 1) / 2 * self.seconds(ranks, wiring, of, tokens, prefill=True))
 
     def replicas(self, count: int) -> Served:
         """A server on each of ``count`` GPUs, between which requests are divided."""
         share = -(-self.load.concurrency // count)
         step = self.seconds(1, STANDARD, _none, share, prefill=False)
-        total = share * self.load.prompt_tokens
-        chunks = max(1, -(-total // BUDGET))
-        return Served(step, (chunks + 1) / 2 * self.seconds(1, STANDARD, _none, total / chunks, prefill=True))
+        chunks, tokens = self._chunks(share)
+        return Served(step, (chunks + 1) / 2 * self.seconds(1, STANDARD, _none, tokens, prefill=True))
 
     def stages(self, count: int) -> Served:
         """Pipeline stages of one GPU each; requests are divided into as many micro-batches, which follow each other."""
         step = self.seconds(1, STANDARD, _none, max(1, self.load.concurrency // count), prefill=False)
-        chunks, _ = self._chunks()
+        chunks, _ = self._chunks(self.load.concurrency)
         pieces = max(chunks, count)
         total = self.load.concurrency * self.load.prompt_tokens
         each = self.seconds(1, STANDARD, _none, total / pieces, prefill=True) / count
         return Served(step, (count + (pieces - 1) / 2) * each)
 
-    def _chunks(self) -> tuple[int, float]:
-        """The steps in which all prompts are read, and the tokens of each."""
-        total = self.load.concurrency * self.load.prompt_tokens
+    def _chunks(self, prompts: int) -> tuple[int, float]:
+        """The steps in which prompts are read, and the tokens of each."""
+        total = prompts * self.load.prompt_tokens
         chunks = max(1, -(-total // BUDGET))
         return chunks, total / chunks
 
-    def seconds(
-        self, ranks: int, wiring: Wiring, of: Sum, rows: float, prefill: bool, hidden_cost: float = HIDDEN_COST
-    ) -> float:
+    def seconds(self, ranks: int, wiring: Wiring, of: Sum, rows: float, prefill: bool) -> float:
         """The seconds of one pass.
 
         Args:
             rows: tokens of the pass: of prompts (``prefill``), or one of each answer.
-            hidden_cost: seconds that computation loses for each second of a sum that it hides.
         """
         parts = {
             Output(number, part): self._part(layer, part, ranks, rows, prefill)
@@ -129,8 +124,8 @@ class Server:
             one = of(rows * self.numbers.hidden * BYTES)
             for layer in reductions(wiring, self.kinds, self.blocks):
                 for sum_ in layer:
-                    cover = sum(parts[output] for output in sum_.covered_by)
-                    seconds += Collective(one, cover).exposed(hidden_cost)
+                    hidden = min(one, sum(parts[output] for output in sum_.covered_by))
+                    seconds += one - hidden + HIDDEN_COST * hidden  # FarSkip eq. 9 has no cost of what is hidden
         return seconds
 
     def _part(self, layer: LayerNumbers, part: str, ranks: int, rows: float, prefill: bool) -> float:

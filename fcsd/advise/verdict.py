@@ -56,7 +56,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Healing:
-    """What it takes to heal the last half of the layers, trained alone, with ``HEAL_TOKENS``; by arithmetic.
+    """What it takes at most to heal half of the layers, trained alone, with ``HEAL_TOKENS``; by arithmetic.
 
     Attributes:
         gpu: on which it is counted: the GPUs that serve if it fits there, else rented H100s.
@@ -80,7 +80,7 @@ class Advice:
         command: the next command.
         trial: a command that is worth a trial, because one short run alone has timed it; None if there is none.
         losses: rows of measured losses that are nearest to the model.
-        heal: what healing the last half takes.
+        heal: what healing half of the layers takes at most.
         days: until these are won back by the best conversion over the best of the rest, infinite if never.
     """
 
@@ -202,10 +202,12 @@ def _choose(
     by_kind = {way.kind: way for way in reversed(ways)}
     if speed is not None:
         order = ("stock", "replicas", "stages", "sums", "bits", "conversion")  # the simplest first
-        reached = [way for way in ways if way.gain >= speed]
+        stock = ways[0].served  # a way that makes one of the two slower is not what was asked for
+        kept = [way for way in ways if way.served.step <= 1.02 * stock.step and way.served.first <= 1.02 * stock.first]
+        reached = [way for way in kept if way.gain >= speed]
         if reached:
             first = min(reached, key=lambda way: (order.index(way.kind), way.share, -way.gain))
-            return first, f"it is the simplest way that is expected to reach {speed:.2f}x"
+            return first, f"it is the simplest way that is expected to reach {speed:.2f}x in the mean of TPOT and TTFT"
         return best, f"nothing here is expected to reach {speed:.2f}x"
     if host.gpus == 1:
         return ways[0], "one GPU sends nothing, so there is nothing to gain"
@@ -231,14 +233,16 @@ def _choose(
 def _healing(meta: MetaModel, host: Host) -> Healing:
     """What healing takes.
 
-    A token passes the first half once, for teacher and student; the second half twice forward, and once backward, which
-    counts double; the head twice forward, and backward for its input alone. Memory holds all weights in bf16, those of
-    the originals of converted layers too, and what trains with gradients and AdamW's moments: 16 bytes a parameter.
+    ``convert --layers auto`` may choose the first layer, so that a token passes all layers of teacher and student and
+    comes back through all of them; the half that trains counts double there. It passes the head twice, and backward for
+    its input alone. Where the last layers are chosen, the first ones are passed once. Memory holds all weights in bf16,
+    those of the originals of converted layers too, and what trains with gradients and AdamW's moments: 16 bytes a
+    parameter.
     """
     numbers = meta.numbers
     chosen = numbers.top_k / numbers.experts if numbers.experts else 0.0
     active = sum(layer.dense + layer.routed * chosen for layer in numbers.layers)
-    operations = 2 * active / 2 + (2 + 2 + 4) * active / 2 + 6 * numbers.head
+    operations = (2 + 2 + 2 + 1) * active + 6 * numbers.head
     gigabytes = (2 * numbers.total + (2 + 16) * numbers.total / 2) / 1e9
     fits = gigabytes <= 0.8 * host.card.memory_gb * host.gpus
     card = host.card if fits else H100
@@ -307,8 +311,8 @@ def _healing_told(advice: Advice) -> list[str]:
     heal = advice.heal
     money = "" if advice.price is None else f", {heal.gpu_hours * advice.price:,.0f} at your price"
     told = [
-        f"Healing the last half with {HEAL_TOKENS / 1e6:.0f} million tokens takes {heal.gpu_hours:.0f} GPU-hours of at "
-        f"least {heal.gpus} x {heal.gpu}, by arithmetic{money}."
+        f"Healing half of the layers, whichever they are, with {HEAL_TOKENS / 1e6:.0f} million tokens takes at most "
+        f"{heal.gpu_hours:.0f} GPU-hours of at least {heal.gpus} x {heal.gpu}, by arithmetic{money}."
     ]
     if heal.gpu == advice.host.card.name:
         back = "never won back" if math.isinf(advice.days) else f"won back after {advice.days:.0f} days at full load"
@@ -318,17 +322,10 @@ def _healing_told(advice: Advice) -> list[str]:
 
 def _shown(advice: Advice) -> list[Way]:
     """All ways but the conversions that another one of as many layers beats; the chosen one in any case."""
-    best = {
-        share: max(
-            (way for way in advice.ways if way.kind == "conversion" and way.share == share), key=_gain, default=None
-        )
-        for share in SHARES
-    }
-    return [way for way in advice.ways if way.kind != "conversion" or way in best.values() or way == advice.chosen]
-
-
-def _gain(way: Way) -> float:
-    return way.gain
+    converted = [way for way in advice.ways if way.kind == "conversion"]
+    halves, wholes = ([way for way in converted if way.share == share] for share in SHARES)
+    best = [max(ways, key=lambda way: way.gain) for ways in (halves, wholes) if ways]
+    return [way for way in advice.ways if way.kind != "conversion" or way in best or way == advice.chosen]
 
 
 def _loss_table(rows: tuple[Loss, ...]) -> str:

@@ -7,7 +7,7 @@ rest. The result is a machine file (``fcsd.parallel.machine``).
 
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,7 @@ from fcsd.disk import write_text
 from fcsd.errors import ConfigError
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, join_world
-from fcsd.parallel.cost import Line, fit, worst_error
-from fcsd.parallel.machine import Link, Machine
+from fcsd.parallel.machine import Line, Link, Machine
 from fcsd.parallel.transports.copies import CopiesTransport
 from fcsd.parallel.transports.symmetric_memory import open_buffers
 from fcsd.parallel.transports.transport import Splits, Transport, all_to_all, splits_of
@@ -89,6 +88,26 @@ def bench(node_size: int) -> Machine:
     measured = {"ranks": world.size, "environment": snapshot(), **found}
     sums = {"all_reduce_us": all_reduces(node_size, world), "sums_us": microseconds(counts_of(node_size))}
     return Machine(gpu=gpu, gpus_per_node=node_size, near=near, far=own["far"], measured=measured, **sums)
+
+
+def fit(points: Sequence[tuple[float, float]]) -> Line:
+    """The line through measured ``(bytes, seconds)`` that is nearest by relative error; no coefficient is negative.
+
+    Sizes span several orders of magnitude. The squared error of a point is therefore divided by its squared time,
+    otherwise the largest sizes alone would decide.
+    """
+    import numpy
+    from scipy.optimize import nnls
+
+    sizes, seconds = numpy.array(points, dtype=float).T
+    # The columns are brought to the same order of magnitude, because bytes and ones differ by eight.
+    (alpha, beta), _ = nnls(numpy.stack([1 / seconds, sizes / sizes.max() / seconds], axis=1), numpy.ones(len(points)))
+    return Line(float(alpha), float(beta / sizes.max()))
+
+
+def worst_error(line: Line, points: Sequence[tuple[float, float]]) -> float:
+    """The largest relative difference between the line and measured ``(bytes, seconds)``."""
+    return max(abs(line.seconds(size) / seconds - 1) for size, seconds in points)
 
 
 def counts_of(node_size: int) -> list[int]:

@@ -18,7 +18,8 @@ from fcsd.errors import BadInputError
 from fcsd.models.arch import Arch
 from fcsd.models.archs import ARCHS
 from fcsd.models.config_keys import EXPERT_COUNTS, EXPERTS_PER_TOKEN, PREFIX, REFUSAL, WEIGHTS_FILE
-from fcsd.models.products import family, nearest, supported, unsupported_text
+from fcsd.models.export_template import CODE_FILES, auto_map
+from fcsd.models.products import family, nearest, supported, unsupported
 from fcsd.models.quantised.method import MODELOPT_FILE, Method, read_method
 from fcsd.models.selection import layers_text
 from fcsd.models.wiring_block import Wiring
@@ -114,29 +115,21 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> CheckpointCon
     rewired = read_rewiring(raw, declared, where)
     model_type = declared.removeprefix(PREFIX)
     row = ARCHS.get(model_type)
-    config = CheckpointConfig(raw, model_type=model_type, text=_text(raw, row), method=None, rewired=rewired)
+    text = raw.get(row.text_config, raw) if row is not None and row.text_config is not None else raw
+    config = CheckpointConfig(raw, model_type=model_type, text=text, method=None, rewired=rewired)
     for part in (raw, config.text, raw.get("vision_config", {})):
         if not isinstance(part, dict):
             raise BadInputError(f"{where}: text_config and vision_config must be objects")
     if not config.foreign:
         check_type(config, where)  # before what another flag or another file of the same model could change
         if rewired is not None and not trust_remote_code:
-            _check_own_code(config, path)
+            refuse_foreign_code(path, auto_map(ARCHS[model_type]), CODE_FILES)
     config = replace(config, method=_method(raw, where))
     if rewired is None and not trust_remote_code:
         refuse_code(path)
     for part in (raw, config.text, raw.get("vision_config", {})):
         check_numbers(part, where)
     return config
-
-
-def _text(raw: dict[str, Any], row: Arch | None) -> dict[str, Any]:
-    """The decoder's part of config.json."""
-    if row is None:
-        return raw
-    if row.text_config is not None:
-        return raw.get(row.text_config, raw)
-    return raw
 
 
 def _check_values(raw: dict[str, Any], where: Path) -> None:
@@ -179,8 +172,8 @@ def check_type(config: CheckpointConfig, where: Path) -> None:
             f"Supported: {supported()}. docs/adding_an_architecture.md says how to add one.",
         )
     text = config.text.get("model_type")
-    if unsupported_text(row, text):
-        raise BadInputError(f"{where}: {unsupported_text(row, quoted(str(text)))}")
+    if unsupported(row, text):
+        raise BadInputError(f"{where}: {unsupported(row, quoted(str(text)))}")
     ours = row.causal_lm
     found = config.raw.get("architectures")
     if config.rewired is None and found is not None and list(map(_plain, found)) != [_plain(ours)]:
@@ -202,12 +195,6 @@ def _method(raw: dict[str, Any], where: Path) -> Method | None:
         where = where.parent / MODELOPT_FILE
         block = read_object(contained(where.parent, MODELOPT_FILE))
     return None if block is None else read_method(block, where)
-
-
-def _check_own_code(config: CheckpointConfig, path: Path) -> None:
-    from fcsd.models.export_template import CODE_FILES, auto_map
-
-    refuse_foreign_code(path, auto_map(ARCHS[config.model_type]), CODE_FILES)
 
 
 def _walk(root: dict[str, Any]) -> Iterator[tuple[str, Any]]:

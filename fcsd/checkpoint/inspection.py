@@ -25,7 +25,7 @@ from fcsd.checkpoint.verify import Comparison, compare_tensors, differing_copies
 from fcsd.errors import BadInputError
 from fcsd.models.archs import ARCHS
 from fcsd.models.config_keys import EXPERTS_PER_TOKEN, PREFIX, SHARED_EXPERTS, expert_count, first_count
-from fcsd.models.products import product, unsupported_text
+from fcsd.models.products import product, unsupported
 
 _HUB_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
 # The files of Granite's MoE have all experts' tensors in the block itself.
@@ -169,7 +169,7 @@ def inspect_checkpoint(model: str | Path, *, trust_remote_code: bool = False) ->
     if not config.foreign:
         comparison = compare_tensors(layout, config)
         differing = differing_copies(layout, comparison.tied)
-    tensors = layout.tensors
+    tensors, row = layout.tensors, ARCHS.get(config.model_type)
     dtypes: dict[str, int] = {}
     for tensor in tensors.values():
         dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + tensor.end - tensor.start
@@ -196,17 +196,13 @@ def inspect_checkpoint(model: str | Path, *, trust_remote_code: bool = False) ->
         + differing
         + list(filter(None, [source.size_problem]))
         + _absent_layer(config)
-        + ([GATED_ATTENTION] if has_gated_attention(config.raw) and not _has_gates(config) else []),
+        + ([GATED_ATTENTION] if has_gated_attention(config.raw) and (row is None or row.blocks.gated is None) else []),
     )
 
 
 def _is_config_alone(path: Path) -> bool:
     """Whether a directory has the config.json of a model and no weights of any kind."""
-    try:
-        named = "model_type" in read_object(path / "config.json")
-    except BadInputError:
-        named = False
-    if not named:
+    if "model_type" not in _raw(path):
         return False
     names = [entry.name for entry in path.iterdir()]
     return not any(name.endswith((*OTHER_WEIGHTS, INDEX)) or name == "model_index.json" for name in names)
@@ -214,19 +210,19 @@ def _is_config_alone(path: Path) -> bool:
 
 def _names_another_type(path: Path) -> bool:
     """Whether the config.json of a directory names a type, or one of a language model inside, that fcsd lacks."""
-    try:
-        raw = read_object(path / "config.json")
-    except BadInputError:
-        return False
+    raw = _raw(path)
     declared, text = raw.get("model_type"), raw.get("text_config")
     row = ARCHS.get(str(declared).removeprefix(PREFIX))
     inside = text.get("model_type") if isinstance(text, dict) else None
-    return declared is not None and (row is None or unsupported_text(row, inside) is not None)
+    return declared is not None and (row is None or unsupported(row, inside) is not None)
 
 
-def _has_gates(config: CheckpointConfig) -> bool:
-    row = ARCHS.get(config.model_type)
-    return row is not None and row.blocks.gated is not None
+def _raw(path: Path) -> dict[str, Any]:
+    """The content of the config.json of a directory; empty if it cannot be read."""
+    try:
+        return read_object(path / "config.json")
+    except BadInputError:
+        return {}
 
 
 def _hub_id(raw: dict[str, Any]) -> str | None:

@@ -146,6 +146,11 @@ class Layout:
         return sum(max((tensor.end for tensor in header.values()), default=0) for header in self.shards.values())
 
     @property
+    def here(self) -> set[str]:
+        """The names of the tensors whose files are on this machine."""
+        return {name for shard, file in self.files.items() if file.exists() for name in self.shards.get(shard, ())}
+
+    @property
     def tensors(self) -> Header:
         """All tensors, by their on-disk names."""
         return {name: tensor for header in self.shards.values() for name, tensor in header.items()}

@@ -99,15 +99,12 @@ def _vocabulary(path: Path) -> dict[int, _Token]:
     pairs = (table if isinstance(table, dict) else {}) | ({} if whole else _content(path, "added_tokens.json"))
     found = {number: _Token(text, False) for text, number in pairs.items() if type(number) is int}
     added = _content(path, "tokenizer_config.json").get("added_tokens_decoder")
-    entries = [{**entry, "id": int(number)} for number, entry in _entries(added) if number.isdecimal()]
+    numbered = added.items() if isinstance(added, dict) else ()
+    entries = [{**e, "id": int(number)} for number, e in numbered if isinstance(e, dict) and number.isdecimal()]
     for entry in [*entries, *(listed if isinstance(listed, list) else [])]:
         if isinstance(entry, dict) and type(entry.get("id")) is int:
             found[entry["id"]] = _Token(str(entry.get("content")), entry.get("special") is True)
     return found
-
-
-def _entries(table: Any) -> list[tuple[str, dict[str, Any]]]:
-    return [(key, value) for key, value in table.items() if isinstance(value, dict)] if isinstance(table, dict) else []
 
 
 def _written_specials(path: Path) -> str:

@@ -24,7 +24,7 @@ from fcsd.checkpoint.names import LAYERS, stored
 from fcsd.errors import BadInputError
 from fcsd.foreign_errors import reason_of
 from fcsd.models.archs import ARCHS
-from fcsd.models.config_keys import EXPERT_COUNTS, WEIGHTS_FILE
+from fcsd.models.config_keys import EXPERT_COUNTS, UNTIE, WEIGHTS_FILE
 from fcsd.models.quantised.layouts import BESIDE, FLOATS, held_of
 from fcsd.models.quantised.method import Method
 
@@ -74,8 +74,6 @@ def verify_tensors(layout: Layout, config: CheckpointConfig) -> Comparison:
         BadInputError: a tensor is missing, is unexpected, or has another shape or dtype than in the base class. Tied
             copies may be present or absent; one that is present has the values of the tensor to which it is tied.
     """
-    from fcsd.models.config_keys import UNTIE
-
     comparison = compare_tensors(layout, config)
     if problems := comparison.problems():
         hint = "config.json belongs to another model, or the checkpoint is incomplete: download it again."
@@ -249,7 +247,7 @@ def differing_copies(layout: Layout, tied: Mapping[str, str]) -> list[str]:
     """
     from fcsd.checkpoint.weights import Reader
 
-    here = {name for shard in layout.files for name in layout.shards.get(shard, {}) if layout.files[shard].exists()}
+    here = layout.here
     with Reader(layout) as reader:
         return [
             f"{shown(copy)} differs from {shown(source)}, to which config.json ties it"

@@ -18,6 +18,9 @@ from torch import Tensor
 from fcsd.checkpoint.files import open_regular, quoted
 from fcsd.checkpoint.layout import BITS, INDEX, SINGLE, Layout
 from fcsd.errors import BadInputError
+from fcsd.models.quantised import values
+from fcsd.models.quantised.decode import checked_tensor, is_small, quantised_weights
+from fcsd.models.quantised.method import Method
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -158,6 +161,25 @@ class Writer:
         done = 0
         while done < len(data):
             done += os.pwrite(self._files[file], data[done:], start + done)
+
+
+def check_values(layout: Layout, method: Method, parameters: Mapping[str, tuple[int, ...]]) -> None:
+    """Check scales, zero points and orders of columns, one tensor at a time. Codes are not read.
+
+    Args:
+        layout: the checkpoint. A tensor whose file is not on this machine is not checked.
+        parameters: the tensors of the model without quantisation: name -> shape.
+
+    Raises:
+        BadInputError: a value cannot be right; the message names the tensor.
+    """
+    tensors, here = layout.tensors, layout.here
+    with Reader(layout) as reader:
+        for weight in quantised_weights(method, tensors):
+            for suffix, name in weight.tensors.items():
+                if name in here and weight.name in parameters and is_small(suffix):
+                    held = reader.raw(name).view(values.DTYPES[tensors[name].dtype]).view(tensors[name].shape)
+                    checked_tensor(weight, suffix, held, parameters[weight.name])
 
 
 def _bytes(data: Tensor) -> memoryview:

@@ -12,6 +12,17 @@ from fcsd.errors import ConfigError
 from fcsd.extras import require_extra
 
 
+def _factor(text: str) -> float:
+    """``1.15`` or ``1.15x`` as a number."""
+    try:
+        factor = float(text.removesuffix("x"))
+    except ValueError:
+        factor = 0.0
+    if not 1 <= factor < float("inf"):
+        raise typer.BadParameter(f"{text!r} is not a number of at least 1, such as 1.15 or 1.15x")
+    return factor
+
+
 def advise(
     model: Model,
     gpus: Gpus = None,
@@ -25,7 +36,8 @@ def advise(
     concurrency: Concurrency = 16,
     price: Annotated[float | None, typer.Option(min=0, help="The price of an hour of one GPU that heals.")] = None,
     speed: Annotated[
-        float | None, typer.Option(metavar="X", min=1, help="Ask for the simplest way to be X times as fast as stock.")
+        float | None,
+        typer.Option(metavar="X", parser=_factor, help="Ask for the simplest way to be X times as fast: 1.15x."),
     ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Time all-reduces and servers here first, for some minutes.")

@@ -93,7 +93,7 @@ class ServeOptions:
         ),
     ] = None
     gpus: Gpus = None
-    ep: Annotated[bool, typer.Option("--ep", help="Give each rank whole experts.")] = False
+    ep: Annotated[bool, typer.Option("--ep", help="Give each rank of vLLM whole experts.")] = False
     dp: Annotated[int, typer.Option(min=1, help="Replicas, behind one address, of so many GPUs each.")] = 1
     prompt_tokens: Annotated[str, typer.Option(metavar="N[,N...]", help="Tokens of a prompt.")] = "512,2048,8192"
     concurrency: Concurrency = 16

@@ -31,7 +31,10 @@ def evaluate(
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Directories or hub ids.")],
     suite: Annotated[
         str,
-        typer.Option(help="The benchmarks: paper, strict, ladder, pretrain-farskip, pretrain-ladder or quickstart."),
+        typer.Option(
+            help="The benchmarks: paper, strict, ladder, pretrain-farskip, pretrain-ladder, quickstart, or a YAML file "
+            "of your own."
+        ),
     ] = "paper",
     tasks: Annotated[
         str | None,
@@ -125,14 +128,24 @@ def evaluate(
         raise ConfigError("--require and --untrained compare with a baseline, and no --baseline is given")
     require_extra("eval", "fcsd eval", *(package for package in EXTRAS["eval"] if package != "evalplus"))
 
+    from fcsd.eval.suite import EVALPLUS, LM_EVAL, select_any
+    from fcsd.eval.task_names import folders_of
+
+    # What follows is checked before torch and scipy are imported, which takes seconds.
+    require_models(*models, baseline)
+    names = None if tasks is None else [name.strip() for name in tasks.split(",") if name.strip()]
+    prompts: dict[str, Any] = {"num_fewshot": num_fewshot, "apply_chat_template": apply_chat_template}
+    benchmarks = select_any(suite, names, **prompts)
+    if any(benchmark.harness == EVALPLUS for benchmark in benchmarks):
+        require_extra("eval", "fcsd eval of HumanEval+ and MBPP+", "evalplus")
+    if unlisted := [each.task for each in benchmarks if each.harness == LM_EVAL and not each.directory]:
+        folders_of(unlisted)
+
     from fcsd.eval import compare
     from fcsd.eval.engines.engine import Engine
-    from fcsd.eval.suite import EVALPLUS, select_any
     from fcsd.launch.preflight import launched
     from fcsd.launch.world import ensure_world, gpus_here
 
-    # What follows is checked before torch is imported, which takes seconds.
-    require_models(*models, baseline)
     required = None if require is None else compare.Requirement.parse(require)
     if untrained is not None and (untrained not in models or untrained == baseline):
         raise ConfigError(f"--untrained {untrained} is not one of the models", "name it as a MODEL too")
@@ -150,11 +163,6 @@ def evaluate(
         reduce=all_reduce,
     )
     engine.check(1 if backend == "vllm" else max(gpus or (1 if backend == "own" else ep_size), launched()[1]))
-    names = None if tasks is None else [name.strip() for name in tasks.split(",") if name.strip()]
-    prompts: dict[str, Any] = {"num_fewshot": num_fewshot, "apply_chat_template": apply_chat_template}
-    benchmarks = select_any(suite, names, **prompts)
-    if any(benchmark.harness == EVALPLUS for benchmark in benchmarks):
-        require_extra("eval", "fcsd eval of HumanEval+ and MBPP+", "evalplus")
     if gpus is None:
         gpus = 1 if alone else gpus_here(lambda count: count % ep_size == 0)
         engine = engine if backend == "hf" else replace(engine, gpus=gpus)

@@ -6,7 +6,7 @@ What a setting needs of the model or of the number of processes is not here; it 
 from collections.abc import Set
 
 SHARDED, EXPERTS = "parallel.tp_size above 1", "parallel.ep_size above 1 or parallel.quantised"
-UNDIVIDED, DIVIDED = "parallel.zero_stage 0", "parallel.zero_stage 3"
+DIVIDED, OTHER_STAGES = "parallel.zero_stage 3", "parallel.zero_stage 0 or 3"
 COMPILED, ON_HOST, MOVED = "train.compile", "optim.offload host", "parallel.placement.every"
 FROZEN, OWN_PARTS, ADAPTERS = "optim.train or train.adapter", "optim.train", "train.adapter"
 RANDOM, REPLICATED = "init.weights random", "parallel.teacher_placement replicated"
@@ -17,16 +17,14 @@ FREEZES_TRAINED = "objective.freeze_embeddings or objective.freeze_lm_head"
 # setting, setting, why
 EXCLUSIONS = (
     (SHARDED, EXPERTS, "shards have no experts and no dispatch"),
-    (SHARDED, UNDIVIDED, "set it to 1 or 2"),
+    (SHARDED, OTHER_STAGES, "set it to 1 or 2"),
     (SHARDED, COMPILED, "it is not proven"),
     (SHARDED, ADAPTERS, "with optim.train alone it can"),
     (SHARDED, ON_HOST, "it is not proven"),
     (SHARDED, BENCHMARK, "it is not proven"),
     (DIVIDED, EXPERTS, "experts need stage 1 or 2"),
-    (DIVIDED, SHARDED, "shards need stage 1 or 2"),
     (DIVIDED, COMPILED, "it is not proven"),
-    (DIVIDED, ON_HOST, "set it to 1 or 2"),
-    (ON_HOST, UNDIVIDED, "set it to 1 or 2"),
+    (ON_HOST, OTHER_STAGES, "set it to 1 or 2"),
     (MOVED, ON_HOST, "the states of experts move between GPUs, not hosts"),
     (COMPILED, EXPERTS, "layers that send or round rows cannot be compiled"),
     (FROZEN, RANDOM, "what is frozen must have learned something"),

@@ -55,7 +55,7 @@ class EarlyStop(Section):
     """What is scored: `none`; `held_out`, the loss on data.held_out, which is the KL if the run has a teacher in memory
     and the cross-entropy otherwise; or a task of the suite: `mbpp_plus`."""
     suite: str = "strict"
-    """The suite of `fcsd eval` whose settings the task has."""
+    """The suite of `fcsd eval` whose settings the task has, or the YAML file of one of your own."""
     every: Positive = 1000
     """The number of optimizer steps between scores. A step whose score is the best so far is saved."""
     patience: Positive = 20
@@ -183,8 +183,8 @@ class Recipe(Section):
         found = {
             exclusions.SHARDED: parallel.tp_size > 1,
             exclusions.EXPERTS: parallel.ep_size > 1 or parallel.quantised.any,
-            exclusions.UNDIVIDED: parallel.zero_stage == 0,
             exclusions.DIVIDED: parallel.zero_stage == 3,
+            exclusions.OTHER_STAGES: parallel.zero_stage in (0, 3),
             exclusions.COMPILED: self.train.compile,
             exclusions.ON_HOST: self.optim.offload == "host",
             exclusions.MOVED: parallel.placement.every > 0,

@@ -13,24 +13,33 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fcsd.config import ResolvedRecipe
 from fcsd.distill import preview
 from fcsd.distill.early_stop import ScoreHistory, held_out_text
-from fcsd.distill.experts.swaps import ExpertSwaps
 from fcsd.distill.metrics import Meter
-from fcsd.distill.parts.files import require_base, write_merged, write_parts
+from fcsd.distill.parts import require_base, write_merged, write_parts
 from fcsd.distill.prepare import Prepared, hide_progress_bars, prepare_run
 from fcsd.distill.run import checkpoints, identity, manifest, run_dir, signals
-from fcsd.distill.run.nonfinite import Skips
-from fcsd.distill.run.report import METRICS, Reporter, closing, opening, read_metrics, reporting
+from fcsd.distill.run.report import (
+    CHECKPOINT,
+    HELD_OUT_LOSS,
+    METRICS,
+    SAMPLES,
+    SCORE,
+    Reporter,
+    closing,
+    opening,
+    read_metrics,
+    reporting,
+)
 from fcsd.distill.run.saver import Saver
 from fcsd.distill.run.signals import Preemption
-from fcsd.distill.run.time_left import CHECKPOINT, HELD_OUT_LOSS, SAMPLES, SCORE
 from fcsd.distill.run.watchdog import Watchdog, watched
 from fcsd.distill.samples import Samples
 from fcsd.distill.step.feed import Feed, feeding
-from fcsd.distill.step.one_step import LaunchedStep, launch_step, measure
+from fcsd.distill.step.one_step import LaunchedStep, Skips, launch_step, measure
 from fcsd.distill.student import write_student
 from fcsd.distill.teacher.original import without_compiling
 from fcsd.errors import ConfigError, PreemptedError
@@ -39,6 +48,9 @@ from fcsd.extras import require_extra
 from fcsd.launch.preflight import TIMEOUT
 from fcsd.launch.world import World, join_world
 from fcsd.parallel.weights.saving import OwnPart
+
+if TYPE_CHECKING:
+    from fcsd.experimental.placement.swaps import ExpertSwaps
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +128,7 @@ class Tools:
     saver: Saver
     samples: Samples
     meter: Meter
-    swaps: ExpertSwaps
+    swaps: "ExpertSwaps | None"
     reporter: Reporter | None
     preemption: Preemption
     watchdog: Watchdog
@@ -184,12 +196,20 @@ def _train(run: Prepared, scorer: Scorer | None, preemption: Preemption, watchdo
         steps = recipe.train.steps if not scores.verdict.stop else run.done
         feed = shown.enter_context(feeding(run.rows, recipe, run.data, first, steps))
         meter = Meter(run.directory, recipe, run.world, run.hosts, run.done, feed, run.traffic)
-        swaps = ExpertSwaps(run.directory, recipe, run.world, run.hosts, run.training, run.progress)
-        tools = Tools(feed, scores, skips, saver, samples, meter, swaps, reporter, preemption, watchdog)
+        tools = Tools(feed, scores, skips, saver, samples, meter, expert_swaps(run), reporter, preemption, watchdog)
         gc.collect()
         gc.freeze()  # libraries and models are excluded from garbage collection, which would slow steps down
         take_steps(run, tools, range(first, steps + 1))
         publish_model(run, tools)
+
+
+def expert_swaps(run: Prepared) -> "ExpertSwaps | None":
+    """What moves experts between ranks during a run, if the recipe asks for it."""
+    if not run.recipe.parallel.placement.every:
+        return None
+    from fcsd.experimental.placement.swaps import ExpertSwaps
+
+    return ExpertSwaps(run.directory, run.recipe, run.world, run.hosts, run.training, run.progress)
 
 
 def take_steps(run: Prepared, tools: Tools, steps: range) -> None:
@@ -205,7 +225,7 @@ def take_steps(run: Prepared, tools: Tools, steps: range) -> None:
         tools.watchdog.beat()
         tools.saver.poll(run.hosts)
         with tools.meter.step(step):
-            with tools.swaps.step(step):
+            with tools.swaps.step(step) if tools.swaps else nullcontext():
                 launched = launch_step(run.training, tools.feed.take(), run.recipe, run.data, step)
             if unjudged is not None:
                 _log_if_skipped(run, tools, unjudged)
@@ -269,7 +289,7 @@ def finish_step(
     wanted = duties.save or best == step or time_left < math.inf
     if last or (wanted and tools.saver.seconds < time_left):
         keepers = (tools.scores, tools.skips, tools.swaps)
-        progress = _counts(run, step) | {key: value for one in keepers for key, value in one.progress().items()}
+        progress = _counts(run, step) | {key: value for one in keepers if one for key, value in one.progress().items()}
         progress |= held_out_text(run.held_out)
         with tools.pause(CHECKPOINT, f"saving step {step}"):
             tools.saver.save(step, progress, last=last, best=best, wait=time_left < math.inf)
@@ -336,7 +356,8 @@ def _log_if_skipped(run: Prepared, tools: Tools, launched: LaunchedStep) -> None
 def _log(run: Prepared, tools: Tools, step: int, metrics: dict[str, float]) -> None:
     measured = tools.meter.read(step)
     if tools.reporter:
-        tools.reporter.log({**_counts(run, step), **metrics, **measured, **tools.swaps.metrics()})
+        swaps = tools.swaps.metrics() if tools.swaps else {}
+        tools.reporter.log({**_counts(run, step), **metrics, **measured, **swaps})
 
 
 def _held_out(

@@ -15,22 +15,19 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from fcsd.checkpoint import Checkpoint, open_checkpoint, whole_sha256
 from fcsd.config import Recipe, ResolvedRecipe, accumulation
 from fcsd.distill import tensor_parallel
-from fcsd.distill.data.corpus import Corpus, load_tokenizer, require_other_text
-from fcsd.distill.data.document_end import document_end
-from fcsd.distill.data.load_on_ranks import load_corpora
+from fcsd.distill.data.corpus import load_tokenizer
+from fcsd.distill.data.of_run import read_data
 from fcsd.distill.data.rows import Mixture, Rows
 from fcsd.distill.early_stop import scored_text
 from fcsd.distill.experts import expert_parallel
-from fcsd.distill.experts.swaps import orders_of
 from fcsd.distill.inputs import student_source
 from fcsd.distill.optim import update
-from fcsd.distill.parts.chosen import chosen_parts, train_parts
-from fcsd.distill.parts.files import read_parts
+from fcsd.distill.parts import read_parts
 from fcsd.distill.run import checkpoints, manifest, run_dir
 from fcsd.distill.run.identity import flat, require_agreement, run_identity
 from fcsd.distill.run.saver import require_room
 from fcsd.distill.step.engine import Training, build_training, import_deepspeed, live_teacher
-from fcsd.distill.student import DTYPES, load_student, student_config
+from fcsd.distill.student import DTYPES, chosen_parts, load_student, student_config, train_parts
 from fcsd.distill.teacher.original import compile_layers, identify_teacher, pack_attention, teacher_name
 from fcsd.distill.teacher.shared import SharedTeacher, WithinPass, require_own_weights
 from fcsd.distill.teacher.targets import TeacherSource, expect_comparable
@@ -132,7 +129,9 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     say(f"loading {recipe.model} ...")
     student, parts = start_student(recipe, start, world, teams)
     traffic = Traffic() if recipe.parallel.ep_size > 1 else None
-    dispatcher = expert_parallel.dispatcher_for(recipe.parallel, recipe.parallel.ep_size)
+    dispatcher = None  # one for both models, which may share its buffers
+    if traffic is not None:
+        dispatcher = expert_parallel.dispatcher_for(recipe.parallel, recipe.parallel.ep_size)
     source = TeacherSource()
     if recipe.objective.needs_teacher and not shares_weights(recipe):
         say(f"loading the teacher {teacher_name(recipe)} ...")
@@ -209,7 +208,8 @@ def start_student(
 ) -> tuple[PreTrainedModel, TrainedParts | None]:
     """Loads the student, or what a checkpoint has of it, and what trains beside its frozen weights."""
     trained = start.checkpoint / manifest.MODEL if start.checkpoint is not None and start.chosen is None else None
-    orders = None if start.checkpoint is None else orders_of(manifest.read_manifest(start.checkpoint)["progress"])
+    saved = {} if start.checkpoint is None else manifest.read_manifest(start.checkpoint)["progress"]
+    orders = saved.get("placement", {}).get("layers")  # of experts that have changed their places
     placed: Any = {"device": world.device, "orders": orders, "ranks": teams.ranks}
     student = load_student(recipe, dtype=DTYPES[recipe.train.dtype], config=start.config, trained=trained, **placed)
     if start.chosen is None:
@@ -262,34 +262,6 @@ def identify_frozen(recipe: Recipe, source: Checkpoint, teacher: dict[str, str])
     if teacher:
         require_own_weights(recipe, teacher["teacher.sample"])
     return {"frozen.base": whole_sha256(source.layout)}
-
-
-def read_data(
-    recipe: Recipe, model: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int, world: World
-) -> tuple[list[Corpus], Mixture, dict[str, Rows]]:
-    """Loads the corpora of a run.
-
-    Args:
-        model: the directory of the tokenizer.
-
-    Returns: the training corpora, the rows of the run, and the held-out rows by the field that names them.
-    """
-    data = recipe.data
-    sources = [*data.sources, *data.measured.values()]
-    end = document_end(data.document_end, model, tokenizer, vocab_size)
-    corpora = load_corpora(sources, tokenizer, vocab_size, data.seq_len, world, end.id)
-    trained, others = corpora[: len(data.sources)], corpora[len(data.sources) :]
-    require_other_text(trained, dict(zip(data.measured, others, strict=True)))
-    held_out = {name: Rows(corpus, data.seq_len) for name, corpus in zip(data.measured, others, strict=True)}
-    return trained, training_rows(recipe, trained), held_out
-
-
-def training_rows(recipe: Recipe, corpora: list[Corpus]) -> Mixture:
-    """The rows of the whole schedule, in their order. A run with fewer steps takes the first of these rows."""
-    whole = recipe.schedule_steps * recipe.rows_per_step
-    packed = [Rows(corpus, recipe.data.seq_len, [recipe.seed, n]) for n, corpus in enumerate(corpora)]
-    weights = [source.weight for source in recipe.data.sources]
-    return Mixture(packed, weights, whole, recipe.seed, recipe.data.weight_by)
 
 
 def load_teacher(

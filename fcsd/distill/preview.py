@@ -9,15 +9,14 @@ from transformers import PreTrainedTokenizerBase
 from fcsd.config import Recipe, accumulation
 from fcsd.distill import tensor_parallel
 from fcsd.distill.data.corpus import Corpus, listed, load_corpus, load_tokenizer, require_other_text
-from fcsd.distill.data.document_end import document_end
+from fcsd.distill.data.of_run import document_end
 from fcsd.distill.data.rows import Rows, batch
 from fcsd.distill.experts import expert_parallel
 from fcsd.distill.inputs import student_source
 from fcsd.distill.loss.losses import IGNORE
-from fcsd.distill.parts.chosen import chosen_parts
 from fcsd.distill.run import run_dir
 from fcsd.distill.run.saver import require_room
-from fcsd.distill.student import meta_student
+from fcsd.distill.student import chosen_parts, meta_student
 from fcsd.distill.teacher.original import output_head, teacher_name
 from fcsd.parallel.quantised.rows import formats_of
 from fcsd.plan import plan_run

@@ -1,10 +1,14 @@
-"""Builds the student: with the weights of a checkpoint or random ones, in its own wiring or that of the recipe."""
+"""Builds the student: with the weights of a checkpoint or random ones, in its own wiring or that of the recipe.
+
+A run may freeze it but for what trains: adapters, named parts, or both.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from fcsd.checkpoint import INDEX, Checkpoint, compare_tensors
@@ -14,18 +18,23 @@ from fcsd.checkpoint.wiring_options import choose_wiring
 from fcsd.config import Recipe
 from fcsd.distill.experts import expert_parallel
 from fcsd.distill.inputs import student_source
+from fcsd.distill.teacher.shared import make_twins
 from fcsd.errors import BadInputError, FcsdError
+from fcsd.extras import require_extra
 from fcsd.launch.world import World
-from fcsd.models.adapters.nf4 import load_nf4
+from fcsd.models.adapters.lora import add_adapters
+from fcsd.models.adapters.nf4 import load_nf4, require_nf4
+from fcsd.models.adapters.targets import Chosen, choose, choose_parts
+from fcsd.models.adapters.trained import TrainedParts
 from fcsd.models.build import arch_of, converted_config, register
 from fcsd.models.export_template import CODE_FILES
 from fcsd.models.rope import require_short_rows
+from fcsd.parallel.expert.autoep import expert_blocks
+from fcsd.parallel.partitions import is_partitioned
 from fcsd.parallel.tensor.tp_plan import TensorGroup
+from fcsd.parallel.weights.saving import OwnPart, write_part
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # of a recipe -> torch's
-
-if TYPE_CHECKING:
-    from fcsd.parallel.weights.saving import OwnPart
 
 
 def student_config(recipe: Recipe, source: Checkpoint) -> PretrainedConfig:
@@ -119,7 +128,7 @@ def meta_student(recipe: Recipe, source: Checkpoint) -> PreTrainedModel:
 
 
 def write_student(
-    part: "OwnPart", source: Path, directory: Path, world: World, *, random: bool = False, first: bool = False
+    part: OwnPart, source: Path, directory: Path, world: World, *, random: bool = False, first: bool = False
 ) -> None:
     """Writes the model directory of a checkpoint, an ordinary Hugging Face directory with the original tensor names.
 
@@ -135,8 +144,6 @@ def write_student(
     Raises:
         FcsdError: they do not match the config.
     """
-    from fcsd.parallel.weights.saving import write_part
-
     world.on_first(directory.mkdir)
     world.everywhere(lambda: write_part(part, directory, None if random else source))
     world.on_first(lambda: _copy_others(source, directory))
@@ -154,3 +161,74 @@ def _require_own_names(directory: Path) -> None:
 def _copy_others(source: Path, directory: Path) -> None:
     written = {path.name for path in directory.iterdir()}
     copy_small(side_files(source, written | {INDEX}, code=CODE_FILES), directory)
+
+
+def chosen_parts(recipe: Recipe, source: Checkpoint) -> Chosen | None:
+    """What trains beside frozen weights, by the names in the recipe; None if all weights train. No weight is read.
+
+    Args:
+        source: the checkpoint that the student is made from.
+
+    Raises:
+        ConfigError: ``peft`` or bitsandbytes is not installed, the recipe names a part that the model does not have, or
+            the model cannot be trained beside NF4 weights.
+    """
+    if recipe.frozen_beside is None:
+        return None
+    model, parts = meta_student(recipe, source), recipe.optim.train
+    if (adapter := recipe.train.adapter) is None:
+        return choose_parts(model, parts)
+    require_extra("train", "train.adapter", "peft")
+    chosen = choose(model, adapter.targets, parts, adapter.layers)
+    if adapter.base == "nf4":
+        require_extra("nf4", "train.adapter.base nf4", "bitsandbytes")
+        require_nf4(model, chosen.trained, recipe.model, quantised=source.config.quantization is not None)
+    return chosen
+
+
+def train_parts(model: PreTrainedModel, recipe: Recipe, chosen: Chosen) -> TrainedParts:
+    """Freezes everything but ``chosen.trained`` in a student that has just been loaded, and puts adapters into it.
+
+    The values of the adapters are the same on every rank and at any ``parallel.ep_size``.
+    """
+    parameters, paths = _by_name(model)
+    trained = {own: p for name in chosen.trained for own, p in parameters[name].items()}
+    asked = {name: p.requires_grad for name, p in trained.items()}  # with sharded layers one rank trains some biases
+    model.requires_grad_(False)
+    for name, parameter in trained.items():
+        parameter.requires_grad_(asked[name])
+    originals, twins = {}, ()
+    if recipe.objective.needs_teacher and any(map(is_partitioned, trained.values())):
+        twins = make_twins(model, trained.values())
+    elif recipe.objective.needs_teacher:
+        originals = {name: p.detach().clone() for name, p in trained.items()}
+    places = {name: paths[f"{name}.weight"].removesuffix(".weight") for name in chosen.adapted}
+    layers: dict[str, Any] = {}
+    if (adapter := recipe.train.adapter) is not None:
+        layers = add_adapters(model, places, adapter.rank, adapter.factor * adapter.rank, recipe.seed)
+    return TrainedParts(model, layers, trained, originals, twins)
+
+
+def _by_name(model: PreTrainedModel) -> tuple[dict[str, dict[str, nn.Parameter]], dict[str, str]]:
+    """The parameters that stand for each of transformers', by their names in ``TrainedParts``, and names in this model.
+
+    Names differ inside of blocks whose experts are divided, where several parameters stand for one of all experts. The
+    names in this model do not have those of divided experts.
+    """
+    blocks, names = expert_blocks(model), arch_of(model.config).blocks
+    parameters: dict[str, dict[str, nn.Parameter]] = {}
+    paths: dict[str, str] = {}
+    for name, parameter in model.named_parameters():
+        path = next((path for path in blocks if name.startswith(f"{path}.")), None)
+        if path is None:
+            parameters[name], paths[name] = {name: parameter}, name
+            continue
+        origin = blocks[path].origin(name.removeprefix(f"{path}."), names)
+        if origin is None:
+            continue  # the first part of the original tensor stands for all parts
+        own = f"{path}.{origin.name}"
+        if origin.of_experts:
+            parameters[own] = {f"{path}.{part}": model.get_parameter(f"{path}.{part}") for part in origin.parts}
+        else:
+            parameters[own], paths[own] = {own: parameter}, name
+    return parameters, paths

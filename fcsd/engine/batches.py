@@ -8,7 +8,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from fcsd.launch.shared_work import ALONE, Team
-from fcsd.models.installed import cache_keyword
+from fcsd.models.config_keys import cache_keyword
 from fcsd.models.rope import rope_border
 
 # The most tokens (of prompts and answers, padded) whose keys and values are in memory at once.

@@ -20,7 +20,7 @@ from fcsd.engine.logprobs import FORWARD_TOKENS, batches, decoder_of, head_logit
 from fcsd.engine.slots import Slots
 from fcsd.foreign_errors import reason_of
 from fcsd.launch.shared_work import ALONE
-from fcsd.models.installed import cache_keyword
+from fcsd.models.config_keys import cache_keyword
 from fcsd.models.rope import rope_border
 
 # Steps after which the host reads the new tokens.

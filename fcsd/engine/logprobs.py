@@ -12,7 +12,7 @@ from fcsd.engine.batches import is_recurrent, left_padded, select_rows
 from fcsd.errors import BadInputError
 from fcsd.launch.shared_work import ALONE, Team
 from fcsd.models.build import logits_cap, logits_factor
-from fcsd.models.installed import cache_keyword
+from fcsd.models.config_keys import cache_keyword
 from fcsd.models.rope import RopeBorder, rope_border
 
 # The most padded tokens in one forward pass.

@@ -130,21 +130,3 @@ def replace_modules(model: PreTrainedModel, arch: Arch, ranks: TensorGroup, voca
             norm: Any = layer.get_submodule(path)
             norm.ranks, norm.epsilon = ranks, getattr(norm, arch.norm_epsilon or "")
             norm.__class__ = _split_norm_class(type(norm))
-
-
-def keep_own_experts(mlp: Any, arch: Arch, ranks: TensorGroup, count: int) -> None:
-    """Let a MoE block compute this rank's ``count`` experts only; the router still chooses among all experts."""
-    first = ranks.rank * count
-    mlp.experts.num_experts = count
-
-    def of_own(module: nn.Module, inputs: Any, output: Any) -> Any:
-        if arch.blocks.prescaled:
-            scores, logits = output  # [tokens, experts]; zero for experts that were not chosen
-            return scores[:, first : first + count], logits
-        logits, weights, chosen = output
-        elsewhere = (chosen < first) | (chosen >= first + count)
-        # transformers' experts skip the number that follows the last expert's.
-        return logits, weights.masked_fill(elsewhere, 0), (chosen - first).masked_fill(elsewhere, count)
-
-    mlp.experts._is_expert_parallel = True
-    mlp.get_submodule(arch.blocks.router).register_forward_hook(of_own)

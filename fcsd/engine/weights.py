@@ -19,18 +19,15 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from fcsd.checkpoint import Layout
 from fcsd.checkpoint.names import stored
 from fcsd.checkpoint.weights import Reader
-from fcsd.engine.sharded_modules import keep_own_experts, replace_modules
+from fcsd.engine.sharded_modules import replace_modules
 from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of, decoder_layers, experts_of, read_generation_config, register
 from fcsd.models.wiring import unwire_layers
-from fcsd.parallel.placement.placement import Placement
 from fcsd.parallel.tensor.tp_plan import (
-    Experts,
     Shard,
     Sharding,
     TensorGroup,
     check_degree,
-    expert_tensor,
     model_shardings,
     of_one_expert,
     own_part,
@@ -60,6 +57,7 @@ class _Source:
     block: int | None = None
 
 
+_OF_EXPERTS = re.compile(r"\.experts\.\w+$")  # a parameter of an experts' module
 _DECODER_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.")
 
 
@@ -70,7 +68,6 @@ class _ShardedModel:
         config: the config of a transformers model or of a converted one.
         dtype: the dtype of the weights in memory.
         ranks: the ranks that divide the model.
-        experts: ``sliced`` gives each rank a slice of every expert, ``whole`` gives it some whole experts.
         whole_vocabulary: whether every rank has the whole embeddings and the whole output head.
 
     Attributes:
@@ -83,21 +80,13 @@ class _ShardedModel:
     """
 
     def __init__(
-        self,
-        config: PretrainedConfig,
-        dtype: torch.dtype,
-        ranks: TensorGroup,
-        experts: Experts,
-        whole_vocabulary: bool = False,
+        self, config: PretrainedConfig, dtype: torch.dtype, ranks: TensorGroup, whole_vocabulary: bool
     ) -> None:
         arch = arch_of(config)
         text = config.get_text_config()
         if arch.no_tp is not None and ranks.degree > 1:
             raise ConfigError(f"{ranks.degree} ranks cannot share a model of {arch.model_type}: {arch.no_tp}")
         check_degree(text, ranks.degree)
-        count = experts_of(config)
-        if experts == "whole" and count % ranks.degree:
-            raise ConfigError(f"{ranks.degree} ranks cannot share {count} experts evenly", hint="use sliced experts")
         self.ranks = ranks
         self.model = empty_model(config, dtype)
         attentions: list[Any] = [getattr(layer, "self_attn", None) for layer in decoder_layers(self.model)]
@@ -107,12 +96,8 @@ class _ShardedModel:
         self._kv_heads = [h // g if g else text.num_key_value_heads for h, g in zip(heads, groups, strict=True)]
         unwire_layers(decoder_layers(self.model))
         self._shardings = model_shardings(self.model, arch, "whole" if whole_vocabulary else "vocabulary")
-        self._placement = Placement(count, ranks.degree) if experts == "whole" else None
         vocabulary = self._narrow()
         replace_modules(self.model, arch, ranks, None if whole_vocabulary else vocabulary)
-        if self._placement is not None and ranks.degree > 1:
-            for path in filter(None, dict.fromkeys(map(_block, state(self.model)))):
-                keep_own_experts(self.model.get_submodule(path), arch, ranks, self._placement.slots)
 
     def _narrow(self) -> int:
         """Narrow every parameter on the meta device, and return the number of rows of the whole vocabulary."""
@@ -130,8 +115,6 @@ class _ShardedModel:
         return vocabulary
 
     def _own(self, whole: Tensor, name: str) -> Tensor:
-        if self._placement is not None and expert_tensor(name):
-            return whole.narrow(0, self.ranks.rank * self._placement.slots, self._placement.slots)
         return own_part(whole, self._shardings[name], self.ranks, self._kv_heads_of(name))
 
     def _kv_heads_of(self, name: str) -> int:
@@ -150,10 +133,7 @@ class _ShardedModel:
         tensors = state(self.model)
         with Reader(layout) as reader:
             for source in self._sources(layout):
-                place = self._place(tensors[source.name], source)
-                if place is None:
-                    continue
-                target, sharding = place
+                target, sharding = self._place(tensors[source.name], source)
                 if sharding == "first" and self.ranks.rank > 0:
                     target.zero_()
                     continue
@@ -186,21 +166,14 @@ class _ShardedModel:
             for name, value in values.items():
                 tensors[name].copy_(self._own(value, name))
 
-    def _place(self, target: Tensor, source: _Source) -> tuple[Tensor, Sharding] | None:
-        """The part of ``target`` that a source fills, and what this rank has of the source; None if it has nothing."""
+    def _place(self, target: Tensor, source: _Source) -> tuple[Tensor, Sharding]:
+        """The part of ``target`` that a source fills, and what this rank has of the source."""
         sharding = self._shardings[source.name]
         if source.expert is not None:
-            sharding, local = of_one_expert(sharding), source.expert
-            if self._placement is not None:
-                if self._placement.rank(local) != self.ranks.rank:
-                    return None
-                local = self._placement.slot(local)
-            target = target[local]
+            sharding, target = of_one_expert(sharding), target[source.expert]
         if source.block is not None and isinstance(sharding, Shard):
             target = target.chunk(sharding.packed, sharding.dim)[source.block]
             sharding = replace(sharding, packed=1)
-        if self._placement is not None and source.expert is not None:
-            sharding = "whole"
         return target, sharding
 
     def _sources(self, layout: Layout) -> Iterator[_Source]:
@@ -217,7 +190,7 @@ class _ShardedModel:
                 continue
             sharding = self._shardings[name]
             start = len(numbered)
-            if expert_tensor(name) and tensor.ndim == 3:
+            if _OF_EXPERTS.search(name) and tensor.ndim == 3:
                 blocks = sharding.packed if isinstance(sharding, Shard) else 1
                 numbered += [_Source("", None, name, e, b) for e in range(count) for b in range(blocks)]
                 probes[name] = torch.arange(start, len(numbered)).view(count, blocks, 1)
@@ -226,7 +199,7 @@ class _ShardedModel:
                 probes[name] = torch.tensor([[start]])
         for name, numbers in stored(self.model, probes, layout.tensors).items():
             source = numbered[int(numbers.flatten()[0])]
-            if expert_tensor(source.name) and (numbers.ndim == 3 or source.expert is None):
+            if _OF_EXPERTS.search(source.name) and (numbers.ndim == 3 or source.expert is None):
                 # All experts lie in one tensor, which is read expert by expert.
                 block = source.block if numbers.numel() == count else None
                 yield from (_Source(name, e, source.name, e, block) for e in range(count))
@@ -240,14 +213,12 @@ def load_tensor_parallel(
     dtype: torch.dtype,
     device: torch.device | str,
     ranks: TensorGroup,
-    experts: Experts = "sliced",
     config: PretrainedConfig | None = None,
     whole_vocabulary: bool = False,
 ) -> PreTrainedModel:
     """Load an original or converted checkpoint directory; this rank holds only its own part.
 
     Args:
-        experts: ``sliced`` gives each rank a slice of every expert, ``whole`` gives it some whole experts.
         config: used in place of the config of the directory.
         whole_vocabulary: whether every rank has the whole embeddings and the whole output head.
 
@@ -263,7 +234,7 @@ def load_tensor_parallel(
     layout = verified_layout(path, "tensor parallelism")
     register()
     config = config or AutoConfig.from_pretrained(path, trust_remote_code=False)
-    sharded = _ShardedModel(config, dtype, ranks, experts, whole_vocabulary)
+    sharded = _ShardedModel(config, dtype, ranks, whole_vocabulary)
     sharded.fill(layout, torch.device(device))
     sharded.model.generation_config = read_generation_config(path) or sharded.model.generation_config
     return sharded.model
@@ -275,7 +246,6 @@ def random_tensor_parallel(
     dtype: torch.dtype,
     device: torch.device | str,
     ranks: TensorGroup,
-    experts: Experts = "sliced",
     seed: int = 0,
     whole_vocabulary: bool = False,
 ) -> PreTrainedModel:
@@ -290,11 +260,6 @@ def random_tensor_parallel(
         ConfigError: the ranks cannot divide the model evenly.
     """
     register()
-    sharded = _ShardedModel(config, dtype, ranks, experts, whole_vocabulary=whole_vocabulary)
+    sharded = _ShardedModel(config, dtype, ranks, whole_vocabulary)
     sharded.draw(config, dtype, torch.device(device), seed)
     return sharded.model
-
-
-def _block(name: str) -> str | None:
-    """The path of the MoE block to which a tensor of experts belongs; None for other tensors."""
-    return name.rpartition(".experts.")[0] if expert_tensor(name) else None

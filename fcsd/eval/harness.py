@@ -28,7 +28,7 @@ from fcsd.eval.evalplus_tasks import EvalPlusTask, evalplus_result
 from fcsd.eval.perplexity import HELD_OUT, HeldOut, held_out_result
 from fcsd.eval.results import COMPARISON, Result, ResultFile, in_mean, shown, shown_answers, write_samples
 from fcsd.eval.statistics import spread
-from fcsd.eval.suite import EVALPLUS, SANDBOX, select_any
+from fcsd.eval.suite import EVALPLUS, SANDBOX, is_file, select_any
 from fcsd.eval.tasks import LoadedTask, asked_of_each, load_tasks, task_results
 from fcsd.launch.shared_work import ALONE, Team
 
@@ -70,7 +70,7 @@ def evaluate_models(
 
     Args:
         models: directories, hub ids, or models in memory.
-        suite: a name in ``suite.SUITES``.
+        suite: a name in ``suite.SUITES``, or the path of a suite's YAML file, which results call by its stem.
         tasks: some of the suite, by column or task name, and tasks of lm-eval that the suite does not have.
         num_fewshot, apply_chat_template: settings of the named tasks, instead of their own; see ``suite.select_any``.
         baseline: one more model, evaluated first; the others are compared with it afterwards.
@@ -116,6 +116,7 @@ def evaluate_models(
         require_folder(directory, "--out")
     results: list[dict[str, Any]] = []
     chosen = select_any(suite, tasks, num_fewshot=num_fewshot, apply_chat_template=apply_chat_template)
+    suite = Path(suite).stem if is_file(suite) else suite
     engine.check(int(os.environ.get("WORLD_SIZE", "1")) if team is None else 1)
     for _, model in ordered:  # a mistyped name or an unsupported model is refused before data are read
         if isinstance(model, str):

@@ -1,4 +1,4 @@
-"""The suites of benchmarks with all their settings. Each suite is a tuple of benchmarks.
+"""The suites of benchmarks with all their settings. Each suite is a tuple of benchmarks, or a YAML file of a user's.
 
 ``paper`` is the setting that best explains the original-model rows of FarSkip Table 1 (arXiv 2511.11505 states
 neither harness nor shots): lm-eval, raw prompts without chat template, zero-shot multiple choice, 5-shot
@@ -13,6 +13,7 @@ TruthfulQA the section names normalised accuracy on mc1, which lm-eval does not 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from fcsd.errors import ConfigError, unknown_value
@@ -35,7 +36,7 @@ class Benchmark:
         version: the task version these settings were chosen for; another installed version is refused.
         shots: examples in the prompt; None for as many as the task's own definition says.
         metric: the reported metric; empty until the definition of a task that no suite has is read.
-        filter: lm-eval's filter, which extracts the answer from the model's text.
+        filter: lm-eval's filter, which extracts the answer from the model's text; empty as long as ``metric``.
         chat: whether the tokenizer's chat template wraps the prompt.
         generation: settings that override the task's own (``max_gen_toks``); None for none.
         chance: the score of guessing, in points; None where the metric has no such level, or where the questions
@@ -143,12 +144,13 @@ def select(suite: str, tasks: Sequence[str] | None = None) -> list[Benchmark]:
     Raises:
         ConfigError: a suite or task is unknown, or a task is named twice.
     """
-    by_name = _by_name(suite)
+    rows = rows_of(suite)
     if tasks is None:
-        return list(SUITES[suite])
+        return list(rows)
+    by_name = _by_name(rows)
     unknown = [task for task in tasks if task.lower() not in by_name]
     if unknown:
-        known = ", ".join(f"{benchmark.column} ({benchmark.task})" for benchmark in SUITES[suite])
+        known = ", ".join(f"{benchmark.column} ({benchmark.task})" for benchmark in rows)
         raise ConfigError(f"suite {suite!r} has no task {unknown[0]!r}", f"Its tasks are: {known}")
     return _each_once([by_name[task.lower()] for task in tasks])
 
@@ -170,14 +172,15 @@ def select_any(
         ConfigError: an unknown suite, the same task twice, other settings without named tasks, or examples for a task
             of EvalPlus, which shows none.
     """
-    by_name = _by_name(suite)
+    rows = rows_of(suite)
     if tasks is None:
         if num_fewshot is not None or apply_chat_template is not None:
             raise ConfigError(
                 f"the settings of suite {suite!r} are fixed",
                 "name the tasks that --num-fewshot or --apply-chat-template is for by --tasks",
             )
-        return list(SUITES[suite])
+        return list(rows)
+    by_name = _by_name(rows)
     chosen = _each_once([by_name.get(task.lower()) or _of_lm_eval(task) for task in tasks])
     changes: dict[str, Any] = {}
     if num_fewshot is not None:
@@ -189,14 +192,47 @@ def select_any(
     return [replace(benchmark, **changes) for benchmark in chosen]
 
 
-def _by_name(suite: str) -> dict[str, Benchmark]:
+def rows_of(suite: str) -> tuple[Benchmark, ...]:
+    """The rows of a suite: one of ``SUITES``, or the file ``NAME.yaml`` (``suite_file.py``).
+
+    Raises:
+        ConfigError: there is no such suite or file, or the file is no suite.
+    """
+    if is_file(suite):
+        from fcsd.eval.suite_file import read_tasks
+
+        return tuple(
+            replace(
+                _of_lm_eval(task.task),
+                column=task.column or task.task,
+                shots=task.shots,
+                metric=task.metric,
+                filter=task.filter,
+                chat=task.chat,
+                generation=None if task.max_tokens is None else {"max_gen_toks": task.max_tokens},
+                chance=task.chance,
+            )
+            for task in read_tasks(Path(suite))
+        )
     if suite not in SUITES:
         raise unknown_value("suite", suite, SUITES)
-    return {name.lower(): benchmark for benchmark in SUITES[suite] for name in (benchmark.column, benchmark.task)}
+    return SUITES[suite]
+
+
+def is_file(suite: str) -> bool:
+    """Whether a suite is named by its file."""
+    return suite.endswith((".yaml", ".yml"))
+
+
+def _by_name(rows: Sequence[Benchmark]) -> dict[str, Benchmark]:
+    by_task = {benchmark.task.lower(): benchmark for benchmark in rows}
+    return by_task | {benchmark.column.lower(): benchmark for benchmark in rows}
 
 
 def _of_lm_eval(task: str) -> Benchmark:
-    return Benchmark(column=task, harness=LM_EVAL, task=task, directory="", version=None, shots=None, metric="")
+    return Benchmark(
+        column=task, harness=LM_EVAL, task=task, directory="", version=None, shots=None, metric="", filter=""
+    )
 
 
 def _each_once(benchmarks: list[Benchmark]) -> list[Benchmark]:

@@ -1,6 +1,5 @@
 """Finds the files in which lm-eval defines a task, and hashes these files and the task's data in a mirror."""
 
-import difflib
 import hashlib
 import os
 import re
@@ -13,6 +12,7 @@ from huggingface_hub import DatasetCard
 from fcsd.checkpoint.files import quoted
 from fcsd.disk import file_sha256, read_input_text
 from fcsd.errors import BadInputError, ConfigError
+from fcsd.eval.task_names import folders_of, tasks_folder
 from fcsd.foreign_errors import reason_of
 from fcsd.input_lines import LONGEST_TEXT, blocks, lines_of
 
@@ -37,8 +37,8 @@ def task_manager(task: str, directory: str) -> tuple[Any, Path]:
     """
     import lm_eval.tasks
 
-    root = Path(lm_eval.tasks.__file__).parent
-    folder = root / directory if directory else _folder_of(task, root)
+    root = tasks_folder()
+    folder = root / directory if directory else folders_of([task])[task]
     # Only this directory is read, which is fast; reading all of lm-eval's 14 000 files takes ten seconds.
     manager = lm_eval.tasks.TaskManager(include_path=folder, include_defaults=False)
     entry = manager.task_index.get(task)
@@ -48,18 +48,6 @@ def task_manager(task: str, directory: str) -> tuple[Any, Path]:
     if any(isinstance(member, str) and member not in manager.task_index for member in members):
         manager = lm_eval.tasks.TaskManager()  # members of the group are defined elsewhere
     return manager, folder
-
-
-def _folder_of(task: str, root: Path) -> Path:
-    """The directory of the YAML file that defines a task or group."""
-    files = sorted(root.rglob("*.yaml"))
-    named = re.compile(rf"^(task|group):\s*[\"']?{re.escape(task)}[\"']?\s*(#.*)?$", re.MULTILINE)
-    for file in sorted(files, key=lambda file: task not in file.stem):  # most files are called after their task
-        if named.search(file.read_text(encoding="utf-8", errors="replace")):
-            return file.parent
-    close = difflib.get_close_matches(task, {file.stem for file in files}, 3)
-    hint = f"similar names: {', '.join(close)}" if close else "lm_eval ls tasks prints the names"
-    raise ConfigError(f"neither the suite nor the installed lm-eval has a task {task!r}", hint)
 
 
 def definition_sha256(directory: Path) -> str:

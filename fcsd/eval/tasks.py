@@ -101,7 +101,7 @@ def _load(benchmark: Benchmark, manager: Any, directory: Path, mirror: Path | No
         message = f"{benchmark.column}: cannot load the data of {benchmark.task}: {reason_of(error)}"
         raise BadInputError(message, hint) from error
     leaves = list(loaded["tasks"].values())
-    if not benchmark.metric:
+    if not benchmark.directory:
         benchmark = _completed(benchmark, leaves)
         if mirror is not None:  # a definition that includes another file may not name its data set itself
             files |= mirror_files(benchmark.column, mirror, {str(leaf.config.dataset_path) for leaf in leaves})
@@ -151,12 +151,13 @@ def questions_sha256(task: LoadedTask | EvalPlusTask) -> str:
 def _completed(benchmark: Benchmark, leaves: Sequence[Any]) -> Benchmark:
     """A task outside of the suites, with the metric and the filter that it is scored by.
 
-    The metric is ``acc_norm`` where the task has it, else the first of its metrics that is a mean over questions, else
-    the first that is a perplexity. The filter is the task's first. A task whose answer must be the continuation that
+    A metric or filter that is given must be one of the task's. Else the metric is ``acc_norm`` where the task has it,
+    else the first of its metrics that is a mean over questions, else the first that is a perplexity. The filter is the
+    task's first. A task whose answer must be the continuation that
     the model finds likeliest, such as LAMBADA, has no level of guessing and stands beside the mean.
 
     Raises:
-        ConfigError: the task has no such metric, or it runs generated programs.
+        ConfigError: the task has no such metric or filter, or it runs generated programs.
     """
     from lm_eval.api.metrics import mean
 
@@ -172,10 +173,14 @@ def _completed(benchmark: Benchmark, leaves: Sequence[Any]) -> Benchmark:
         raise ConfigError(f"{benchmark.task} has no metric that is a mean over its questions, so models are not paired")
     shots = benchmark.shots if benchmark.shots is not None else first.config.num_fewshot
     filters = [entry["name"] for entry in first.config.filter_list or [{"name": "none"}]]
-    metric = "acc_norm" if "acc_norm" in usable else usable[0]
+    for given, known, what in ((benchmark.metric, usable, "metric"), (benchmark.filter, filters, "filter")):
+        if given and given not in known:
+            raise ConfigError(f"{benchmark.task} has no {what} {given!r} to report", f"It has: {', '.join(known)}")
+    metric = benchmark.metric or ("acc_norm" if "acc_norm" in usable else usable[0])
     continuation = first.OUTPUT_TYPE == "loglikelihood"
     loss = "perplexity" if continuation and "perplexity" in metrics else ""
-    return replace(benchmark, metric=metric, filter=filters[0], shots=shots, beside=continuation, loss=loss)
+    filter = benchmark.filter or filters[0]
+    return replace(benchmark, metric=metric, filter=filter, shots=shots, beside=continuation, loss=loss)
 
 
 def _data_sets(manager: Any, task: str) -> set[str]:

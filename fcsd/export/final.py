@@ -91,7 +91,7 @@ def _write_checkpoint(run: Path, checkpoint: str | None, out: Path, *, force: bo
             if not (chosen / PARTS).is_dir():
                 return _write(Checkpoint(verified_model(chosen)), run, out, force=force, **how)
             require_extra("train", "the export of a run with frozen weights")
-            from fcsd.distill.parts.files import merge_checkpoint
+            from fcsd.distill.parts import merge_checkpoint
 
             check_out(out, _trained(run), force=force)
             parts = verified_model(chosen, PARTS)

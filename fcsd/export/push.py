@@ -1,37 +1,30 @@
 """The command ``fcsd push``: uploads an exported directory to a pull request, which is merged at the end.
 
-What has arrived is read back before the merge and after it. No hub is waited for without end.
+What has arrived is read back before the merge and after it: no answer of the hub alone says that a model has arrived.
 """
 
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from fcsd.checkpoint import read_object
-from fcsd.checkpoint.files import quoted
+from fcsd.checkpoint.files import quoted, shown
 from fcsd.errors import ConfigError, FcsdError
-from fcsd.export.arrival import Sent, check_arrival, sent_files
 from fcsd.export.reload import RECORD, check_record
 from fcsd.foreign_errors import reason_of
 
 if TYPE_CHECKING:
-    from huggingface_hub import CommitInfo, HfApi
-
-T = TypeVar("T")
+    from huggingface_hub import HfApi
 
 _NOT_UPLOADED = [RECORD, ".*", "**/__pycache__/**"]
 _AGAIN = "Run it again; what has arrived is not sent twice."
 # Files of an earlier upload that must not stay beside the new ones, which may have other shards and other code.
 _REPLACED = ["*.safetensors", "*.safetensors.index.json", "*.py"]
 
-_SECONDS = 900.0  # for the hub's answers before the upload, and for those after it
-_SLOWEST = 100_000  # bytes per second; an upload that is slower is given up
 _SILENCE = 120.0  # seconds until an answer that does not begin or go on is given up
 _WAITS = (2.0, 10.0)  # seconds
 _PULL = "refs/pr/"
@@ -74,16 +67,24 @@ def push_model(
     token = require_target(repo, create_pr=create_pr, revision=revision, token=token)
     check_record(directory)
     title = f"fcsd export {read_object(directory / RECORD)['fingerprint'][:12]}"
-    sent = sent_files(directory, _NOT_UPLOADED)
     api = HfApi(token=token)
-    for_upload = _SECONDS + sum(file.size for file in sent.values()) / _SLOWEST
     with _hub_errors(repo), _no_silence():
-        target = _within(_SECONDS, repo, lambda: _prepare(api, repo, title, private, create_pr, revision))
-        number = _within(for_upload, repo, lambda: _upload(api, directory, repo, title, target)).pr_num
-        if target is None and number is not None:
-            target = f"refs/pr/{number}"
-        merge = not create_pr and revision is None
-        _within(_SECONDS, repo, lambda: _finish(api, repo, target or "main", sent, merge))
+        target = _prepare(api, repo, title, private, create_pr, revision)
+        made = api.upload_folder(  # one commit, after all large files have arrived
+            repo_id=repo,
+            folder_path=directory,
+            commit_message=title,
+            revision=target,
+            create_pr=target is None,
+            ignore_patterns=_NOT_UPLOADED,
+            delete_patterns=_REPLACED,
+        )
+        if target is None and made.pr_num is not None:  # None if everything was there already
+            target = f"{_PULL}{made.pr_num}"
+        _check_arrival(api, directory, repo, target or "main", _AGAIN)
+        if target is not None and not (create_pr or revision):
+            api.merge_pull_request(repo, int(target.removeprefix(_PULL)))
+            _check_arrival(api, directory, repo, "main", "Look at the pull request on the repository's page.")
     if revision:
         return f"{api.endpoint}/{repo}/tree/{revision}"
     if create_pr and target:
@@ -140,44 +141,31 @@ def _open_pull(api: "HfApi", repo: str, title: str) -> str | None:
     return None
 
 
-def _finish(api: "HfApi", repo: str, revision: str, sent: Mapping[str, Sent], merge: bool) -> None:
-    """Read back what arrived, merge the pull request if there is one, and read back what was merged."""
-    _read_back(api, repo, revision, sent, _AGAIN)
-    if merge and revision.startswith(_PULL):
-        api.merge_pull_request(repo, int(revision.removeprefix(_PULL)))
-        _read_back(api, repo, "main", sent, "Look at the pull request on the repository's page.")
+def _check_arrival(api: "HfApi", directory: Path, repo: str, revision: str, hint: str) -> None:
+    """Compare names and hashes of a revision's files on the hub with those of a directory.
 
-
-def _read_back(api: "HfApi", repo: str, revision: str, sent: Mapping[str, Sent], hint: str) -> None:
-    """``check_arrival``, again after each of ``_WAITS``: a large hub may take seconds to show what it has."""
-    for wait in _WAITS:
-        with suppress(FcsdError):
-            return check_arrival(api, repo, revision, sent, _REPLACED, hint)
-        time.sleep(wait)
-    check_arrival(api, repo, revision, sent, _REPLACED, hint)
-
-
-def _within(seconds: float, repo: str, call: Callable[[], T]) -> T:
-    """The result of a call, which runs in a thread of its own.
+    They are compared again after each of ``_WAITS``: a large hub may take seconds to show what it has.
 
     Raises:
-        FcsdError: it takes longer; then the thread ends with the process, or when the hub has been silent for long.
+        FcsdError: a file is missing or differs, or one of an earlier upload is still there.
     """
-    outcome: Future[T] = Future()
+    from huggingface_hub.utils import filter_repo_objects
 
-    def run() -> None:
-        try:
-            outcome.set_result(call())
-        except BaseException as error:  # raised again in the thread that waits
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        return outcome.result(seconds)
-    except TimeoutError:
-        if outcome.done():
-            raise
-        raise FcsdError(f"{repo}: the hub took more than {seconds:,.0f} s, so the push was given up", _AGAIN) from None
+    problems: dict[str, list[str]] = {}
+    for wait in (0.0, *_WAITS):
+        time.sleep(wait)
+        found = api.verify_repo_checksums(repo, revision=revision, local_dir=directory)
+        other = [one["path"] for one in found.mismatches]
+        problems = {
+            "lacks": list(filter_repo_objects(found.extra_paths, ignore_patterns=_NOT_UPLOADED)),
+            "differs in": list(filter_repo_objects(other, ignore_patterns=_NOT_UPLOADED)),
+            "still has the earlier": list(filter_repo_objects(found.missing_paths, allow_patterns=_REPLACED)),
+        }
+        if not any(problems.values()):
+            return
+    what, names = next((what, names) for what, names in problems.items() if names)
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    raise FcsdError(f"{repo}: after the upload, {revision} {what} {shown(names[0])}{more}", hint)
 
 
 @contextmanager
@@ -191,19 +179,6 @@ def _no_silence() -> Iterator[None]:
         yield
     finally:
         session.timeout = before
-
-
-def _upload(api: "HfApi", directory: Path, repo: str, title: str, revision: str | None) -> "CommitInfo":
-    """Make one commit after all large files have arrived. Without a revision, it goes to a new pull request."""
-    return api.upload_folder(
-        repo_id=repo,
-        folder_path=directory,
-        commit_message=title,
-        revision=revision,
-        create_pr=revision is None,
-        ignore_patterns=_NOT_UPLOADED,
-        delete_patterns=_REPLACED,
-    )
 
 
 def _refuse_another_model(api: "HfApi", repo: str) -> None:

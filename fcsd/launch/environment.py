@@ -20,7 +20,10 @@ PACKAGES = [
 ]  # fmt: skip
 # Prefixes of the environment variables that change results or communication. No other variable is read, because some
 # of them hold access tokens.
-SETTINGS = ("NCCL_", "CUDA_", "OMP_", "TORCH_NCCL_", "TORCH_SYMM", "HF_HUB_OFFLINE", "DS_")
+SETTINGS = (
+    "NCCL_", "CUDA_", "CUBLAS_", "NVIDIA_TF32_OVERRIDE", "OMP_", "ONEDNN_", "TORCH_ALLOW_TF32", "TORCH_NCCL_",
+    "TORCH_SYMM", "TRITON_", "HF_HUB_OFFLINE", "DS_",
+)  # fmt: skip
 
 
 def snapshot() -> dict[str, object]:

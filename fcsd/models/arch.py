@@ -3,6 +3,7 @@
 The rows are in ``archs.py``. docs/adding_an_architecture.md explains every field.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -72,6 +73,20 @@ class VllmNames:
     rescales_float16: bool = False
 
 
+# What the types share for which AutoEP has no preset: experts whose gate and up are one tensor.
+_EXPERTS = {
+    "expert_pattern": "experts",
+    "expert_w1": "gate_up_proj",
+    "expert_w2": "down_proj",
+    "expert_w3": None,
+    "num_experts_attr": "num_local_experts",
+    "top_k_attr": "num_experts_per_tok",
+    "score_func": "softmax",
+    "score_apply": "post",
+    "route_norm": True,
+}
+
+
 @dataclass(frozen=True)
 class Arch:
     """How one ``model_type`` of transformers is built, taken apart, sharded and served.
@@ -86,7 +101,8 @@ class Arch:
         texts: for multimodal types that take any language model: the types of those that are proven, each with the
             fields of the row that differ with this one inside.
         autoep: for types with experts, how DeepSpeed AutoEP, which would look for the ``model_type``, finds them: the
-            name of one of its presets, or its keys. None for types that cannot be expert-parallel.
+            name of one of its presets, or those of its keys that ``autoep_keys`` does not derive. None for types that
+            cannot be expert-parallel.
         no_ep: why the type cannot be expert-parallel although it has experts.
         ep_scale: the field of the config by which the router scales its weights, if AutoEP does not look for it.
         packs: whether transformers' code keeps attention inside documents where position ids restart.
@@ -96,9 +112,9 @@ class Arch:
         norm_offset: what its RMSNorms add to their weight: 0 if they multiply by ``weight``, 1 if by ``1 + weight``.
         rotates_halves: whether rotary embeddings rotate the first half of a head's dimensions against the second, by
             angles that are given twice. Others rotate pairs of neighbours, or give every angle once.
-        tp_plan: how tensor-parallel ranks shard what the ``base_model_tp_plan`` of the config class leaves out or says
-            in another way: name or pattern of a module or tensor inside a decoder layer -> one of transformers' styles.
-            ``fcsd.parallel.tensor.tp_plan`` explains the styles.
+        tp_plan: how tensor-parallel ranks shard what neither the ``base_model_tp_plan`` of the config class nor its
+            usual name says: name or pattern of a module or tensor inside a decoder layer -> one of transformers'
+            styles. ``fcsd.parallel.tensor.tp_plan`` explains the styles, and has those of usual names.
         norms_over_heads: the paths inside a layer of norms that normalise over all heads at once, so that
             tensor-parallel ranks must sum their means.
         no_tp: why tensor-parallel ranks cannot share the type; None if they can.
@@ -112,8 +128,7 @@ class Arch:
         spanning: the names, inside the decoder, of tensors beside its layers, its embedding and its final norm. They
             hold a part for each layer, so no model of fewer layers can have them.
         stored: the name of the decoder in files, if it differs from that of the causal LM.
-        since: the oldest version of transformers whose code for the type computes what fcsd takes apart. With an older
-            one the type is not supported.
+        since: the oldest version of transformers whose code for the type computes what fcsd takes apart.
         fails_in: the version of transformers whose own model of the type ends in an error; None if none does.
         draws: whether its router draws experts at random in training.
     """
@@ -155,6 +170,24 @@ class Arch:
     def dense(self) -> bool:
         """Whether no layer has experts."""
         return self.autoep is None and self.no_ep is None
+
+    @property
+    def autoep_keys(self) -> dict[str, Any]:
+        """The keys by which AutoEP finds the experts: those of the row, and what follows from ``blocks``.
+
+        A preset looks for them in a type for text alone.
+        """
+        _, decoder = self.classes["AutoModelForCausalLM"]
+        given = {"preset_model": self.autoep} if isinstance(self.autoep, str) else dict(self.autoep or {})
+        where = {"moe_layer_pattern": rf"{re.escape(decoder)}\.layers\.\d+\.{self.blocks.mlp}"}
+        if "preset_model" in given:
+            return given if decoder == "model" else where | given
+        shared = {
+            "has_shared_experts": self.blocks.shared is not None,
+            "shared_experts_pattern": self.blocks.shared,
+            "shared_experts_gate_pattern": self.blocks.shared_gate,
+        }
+        return {**_EXPERTS, **where, "router_pattern": self.blocks.router, **shared, **given}
 
     @property
     def no_desync(self) -> str | None:

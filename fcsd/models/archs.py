@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from .arch import Arch, VllmNames
-from .installed import transformers_version
 from .wiring_block import Blocks
 
 
@@ -57,7 +56,6 @@ _MULTIPLIED = {"whole": True, "multiplier": "residual_multiplier"}
 _UNEVEN = "its layers differ in heads, and some read the keys and values of others"
 _BESIDE = "experts beside an MLP read the stream through another norm than their router, which AutoEP's cannot"
 
-_INSIDE_VISION = r"model\.language_model\.layers\.\d+\.mlp"  # where a multimodal type has experts
 _SHARED_EXPERTS = Blocks(shared="shared_experts")
 
 # Outputs are normed on arrival. The stream is read as it is by the first kind, through norms by the second.
@@ -94,105 +92,27 @@ _GEMMA4: Mapping[str, Any] = {
         "per_layer_projection_norm.weight",
     ),
     "no_tp": _UNEVEN,
-    "tp_plan": dict.fromkeys(("*layernorm_?", "layer_scalar", "per_layer_*", "router.*"), "replicated"),  # of one rank
 }
 _GEMMA4_VLLM: Mapping[str, Any] = {"whole": True, "moe": ("moe", "experts")}
 
-# Multi-head latent attention: every rank makes the latents of all heads, and unfolds them for its own heads.
-_LATENT_TP = {
-    "self_attn.q_a_proj": "replicated",
-    "self_attn.kv_a_proj_with_mqa": "replicated",
-    "self_attn.q_proj": "colwise",
-    "self_attn.q_b_proj": "colwise",
-    "self_attn.kv_b_proj": "colwise",
-    "self_attn.o_proj": "rowwise",
-}
-_ATTENTION_TP = {"self_attn.[qkv]_proj": "colwise", "self_attn.o_proj": "rowwise"}
-_MLP_TP = {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
-_PACKED_MLP_TP = {"mlp.gate_up_proj": "packed_colwise", "mlp.down_proj": "rowwise"}
-
-# What the types share for which AutoEP has no preset: experts whose gate and up are one tensor.
-_FUSED_EXPERTS_AUTOEP = {
-    "router_pattern": "gate",
-    "expert_pattern": "experts",
-    "expert_w1": "gate_up_proj",
-    "expert_w2": "down_proj",
-    "expert_w3": None,
-    "num_experts_attr": "num_local_experts",
-    "top_k_attr": "num_experts_per_tok",
-    "score_func": "softmax",
-    "score_apply": "post",
-    "route_norm": True,
-}
-_MINIMAX_M2_AUTOEP = {**_FUSED_EXPERTS_AUTOEP, "moe_layer_pattern": r"model\.layers\.\d+\.mlp", "score_func": "sigmoid"}
-
 _MISTRAL4_AUTOEP = {"preset_model": "deepseek_v3", "score_func": "softmax"}
-_AFMOE_ROUTER = {"mlp.router.gate": "replicated", "mlp.expert_bias": "replicated"}
-_HY_V3_AUTOEP = {**_MINIMAX_M2_AUTOEP, "has_shared_experts": True, "shared_experts_pattern": "shared_experts"}
-
-_SHARED_TP = {name.replace("mlp.", "mlp.shared_experts."): style for name, style in _MLP_TP.items()}
-
-_DENSE_TP = {**_ATTENTION_TP, **_MLP_TP}
-
-# Qwen's mixture of experts inside a multimodal model, where no preset of AutoEP looks for it.
-_QWEN_AUTOEP = {
-    **_FUSED_EXPERTS_AUTOEP,
-    "moe_layer_pattern": _INSIDE_VISION,
-    "num_experts_attr": "num_experts",
-    "has_shared_experts": True,
-    "shared_experts_pattern": "shared_expert",
-    "shared_experts_gate_pattern": "shared_expert_gate",
-}
 
 # Qwen3-Next and its successors: linear attention in most layers, and norms that multiply by ``1 + weight``.
-_GATED_DELTA: Mapping[str, Any] = {
-    "norm_epsilon": "eps",
-    "norm_offset": 1,
-    "no_tp": _RECURRENT,
-    "tp_plan": {"linear_attn.*": "replicated"},  # of a single rank
-}
+_GATED_DELTA: Mapping[str, Any] = {"norm_epsilon": "eps", "norm_offset": 1, "no_tp": _RECURRENT}
 _GATED_DELTA_MOE: Mapping[str, Any] = {
     **_GATED_DELTA,
     "blocks": Blocks(shared="shared_expert", shared_gate="shared_expert_gate", flattens=True, linear="linear_attn"),
 }
 
-_NORMS_OVER_HEADS: Mapping[str, Any] = {
-    "tp_plan": _ATTENTION_TP,  # transformers gathers all heads, because of the norms
-    "norms_over_heads": ("self_attn.q_norm", "self_attn.k_norm"),
-}
+_NORMS_OVER_HEADS = ("self_attn.q_norm", "self_attn.k_norm")
 
 # Llama-4's router multiplies the experts' inputs, and its experts are stored [experts, in, out].
 _LLAMA4_VISION = ("Llama4ForConditionalGeneration", "language_model.model")
 _LLAMA4: Mapping[str, Any] = {
     "blocks": Blocks(mlp="feed_forward", router="router", shared="shared_expert", flattens=True, prescaled=True),
+    "autoep": {"score_func": "sigmoid", "score_apply": "pre", "route_norm": False},
     "norm_epsilon": "eps",
     "rotates_halves": False,
-}
-_LLAMA4_AUTOEP = {
-    **_FUSED_EXPERTS_AUTOEP,
-    "router_pattern": "router",
-    "score_func": "sigmoid",
-    "score_apply": "pre",
-    "route_norm": False,
-    "has_shared_experts": True,
-    "shared_experts_pattern": "shared_expert",
-}
-
-# Its router takes the softmax of the chosen experts alone, which is that of all experts, normalised again.
-_GRANITE_AUTOEP = {
-    **_FUSED_EXPERTS_AUTOEP,
-    "moe_layer_pattern": r"model\.layers\.\d+\.block_sparse_moe",
-    "router_pattern": "router",
-    "has_shared_experts": False,
-}
-
-_JAMBA_AUTOEP = {
-    **_FUSED_EXPERTS_AUTOEP,
-    "moe_layer_pattern": r"model\.layers\.\d+\.feed_forward",
-    "router_pattern": "router",
-    "num_experts_attr": "num_experts",
-    "route_norm": False,
-    "has_shared_experts": False,
 }
 
 # The layers of LFM2 begin with a short convolution or with attention, and have names of their own.
@@ -203,15 +123,6 @@ _LFM2_NAMES: Mapping[str, Any] = {
     "mlp_norms": ("ffn_norm", None),
 }
 _LFM2, _LFM2_MOE = Blocks(**_LFM2_NAMES), Blocks(router_bias="expert_bias", **_LFM2_NAMES)
-_LFM2_TP = {
-    "self_attn.[qkv]_proj": "colwise",
-    "self_attn.out_proj": "rowwise",
-    "feed_forward.w[13]": "colwise",
-    "feed_forward.w2": "rowwise",
-    "conv.*": "replicated",  # of a single rank
-    "operator_norm": "replicated",
-    "ffn_norm": "replicated",
-}
 _LFM2_VLLM = {
     "linear": "short_conv",
     "outs": ("out_proj", "out_proj"),
@@ -230,13 +141,8 @@ _ROWS = (
     _row("ernie4_5", "Ernie4_5", rotates_halves=False),
     _row("nemotron", "Nemotron", norm_epsilon=None),
     _row("gemma", "Gemma", norm_epsilon="eps", norm_offset=1),
-    _row("glm", "Glm", rotates_halves=False, tp_plan=_PACKED_MLP_TP),
-    _row(
-        "phi3",
-        "Phi3",
-        blocks=Blocks(dropouts=("resid_attn_dropout", "resid_mlp_dropout")),
-        tp_plan={**_PACKED_MLP_TP, "self_attn.qkv_proj": "heads_colwise", "self_attn.o_proj": "rowwise"},
-    ),
+    _row("glm", "Glm", rotates_halves=False),
+    _row("phi3", "Phi3", blocks=Blocks(dropouts=("resid_attn_dropout", "resid_mlp_dropout"))),
     _row("qwen3", "Qwen3"),
     _row("qwen3_moe", "Qwen3Moe", autoep="qwen3_moe"),
     _row(
@@ -244,25 +150,19 @@ _ROWS = (
         "Qwen2Moe",
         blocks=Blocks(shared="shared_expert", shared_gate="shared_expert_gate", flattens=True),
         autoep="qwen3_moe",
-        tp_plan={
-            "mlp.experts.gate_up_proj": "packed_colwise",  # transformers 5.17 leaves the experts out
-            "mlp.experts.down_proj": "rowwise",
-            "mlp.shared_expert.gate_proj": "colwise",
-            "mlp.shared_expert.up_proj": "colwise",
-            "mlp.shared_expert.down_proj": "rowwise",
-        },
+        # transformers 5.17 leaves them out.
+        tp_plan={"mlp.experts.gate_up_proj": "packed_colwise", "mlp.experts.down_proj": "rowwise"},
         vllm={"assumes": {"qkv_bias": True}},
     ),
     _row("mixtral", "Mixtral", autoep="mixtral", vllm={"mlp": "block_sparse_moe"}),
-    _row("olmoe", "Olmoe", autoep="qwen3_moe", **_NORMS_OVER_HEADS),
+    _row("olmoe", "Olmoe", autoep="qwen3_moe", norms_over_heads=_NORMS_OVER_HEADS),
     _row("glm4_moe", "Glm4Moe", blocks=_SHARED_EXPERTS, autoep="deepseek_v3"),
     _row(
         "minimax_m2",
         "MiniMaxM2",
         blocks=Blocks(router_bias="e_score_correction_bias"),
-        autoep=_MINIMAX_M2_AUTOEP,
-        norms_over_heads=("self_attn.q_norm", "self_attn.k_norm"),
-        tp_plan={**_ATTENTION_TP, "mlp.e_score_correction_bias": "replicated"},
+        autoep={"score_func": "sigmoid"},
+        norms_over_heads=_NORMS_OVER_HEADS,
         vllm={"mlp": "block_sparse_moe"},
         no_vllm="fcsd's plugin was right with it on one rank, and vLLM's build for CPUs failed with it on two",
     ),
@@ -279,7 +179,6 @@ _ROWS = (
         blocks=_SHARED_EXPERTS,
         autoep="deepseek_v3",
         rotates_halves=False,
-        tp_plan={**_LATENT_TP, **_SHARED_TP},
         vllm={"unscaled": True},
     ),
     _row("dots1", "Dots1", blocks=_SHARED_EXPERTS, autoep="deepseek_v3", no_vllm=_NO_CLASS),
@@ -289,19 +188,15 @@ _ROWS = (
         blocks=Blocks(shared="shared_experts", flattens=True, shared_first=True),
         no_ep="DeepSpeed AutoEP cannot read the router's bias, which ernie4_5_moe stores in a module of its own",
         rotates_halves=False,
-        tp_plan={"mlp.gate.moe_statics": "replicated"},
     ),
-    _row("exaone_moe", "ExaoneMoe", blocks=_SHARED_EXPERTS, autoep="deepseek_v3", tp_plan=_SHARED_TP),
-    _row(
-        "solar_open", "SolarOpen", blocks=_SHARED_EXPERTS, autoep="deepseek_v3", tp_plan=_SHARED_TP, no_vllm=_NO_CLASS
-    ),
+    _row("exaone_moe", "ExaoneMoe", blocks=_SHARED_EXPERTS, autoep="deepseek_v3"),
+    _row("solar_open", "SolarOpen", blocks=_SHARED_EXPERTS, autoep="deepseek_v3", no_vllm=_NO_CLASS),
     _row(
         "deepseek_v32",
         "DeepseekV32",
         blocks=_SHARED_EXPERTS,
         autoep="deepseek_v3",
         rotates_halves=False,
-        tp_plan={**_LATENT_TP, "self_attn.indexer.*": "replicated"},
         no_vllm=_SPARSE,
     ),
     _row(
@@ -310,7 +205,6 @@ _ROWS = (
         blocks=_SHARED_EXPERTS,
         autoep="deepseek_v2",
         rotates_halves=False,
-        tp_plan=_LATENT_TP,
         vllm={"rescales_float16": True},
     ),
     _row(
@@ -319,7 +213,6 @@ _ROWS = (
         blocks=Blocks(shared="shared_experts", gated="gated_attention"),
         autoep="deepseek_v3",
         rotates_halves=False,
-        tp_plan={**_LATENT_TP, "self_attn.gate_proj": "colwise"},
         vllm={"rescales_float16": True},
     ),
     _row(
@@ -330,7 +223,6 @@ _ROWS = (
         packs=False,
         rotates_halves=False,
         tp_plan={
-            **_ATTENTION_TP,
             "self_attn.sinks": "colwise",
             # The experts are stored [experts, in, out]. Columns of gate and up alternate, so that a range of columns
             # holds whole pairs.
@@ -341,34 +233,20 @@ _ROWS = (
         },
         vllm={"attn": "attn", "hidden_first": True},
     ),
-    _row(
-        "llama4_text",
-        "Llama4Text",
-        autoep={"moe_layer_pattern": r"model\.layers\.\d+\.feed_forward", **_LLAMA4_AUTOEP},
-        **_LLAMA4,
-    ),
+    _row("llama4_text", "Llama4Text", **_LLAMA4),
     _row(
         "llama4",
         "Llama4",
         # One class serves text and images, so that no tensor is lost when the model is used for text only.
         classes={auto: _LLAMA4_VISION for auto in ("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText")},
-        autoep={"moe_layer_pattern": r"language_model\.model\.layers\.\d+\.feed_forward", **_LLAMA4_AUTOEP},
         text_config="text_config",
         fails_in="5.24.0",  # which reads image_outputs of an object that has none
         **_LLAMA4,
     ),
     _multimodal("qwen2_vl", "Qwen2VL", packs=False, stored="model"),
     _multimodal("qwen2_5_vl", "Qwen2_5_VL", packs=False, stored="model"),
-    _multimodal(
-        "internvl",
-        "InternVL",
-        texts={
-            "qwen2": {},
-            "qwen3": {},
-            "qwen3_moe": {"autoep": {"preset_model": "qwen3_moe", "moe_layer_pattern": _INSIDE_VISION}},
-        },
-    ),
-    _multimodal("qwen3_vl", "Qwen3VL", injected="vision_config.deepstack_visual_indexes", tp_plan=_DENSE_TP),
+    _multimodal("internvl", "InternVL", texts={"qwen2": {}, "qwen3": {}, "qwen3_moe": {"autoep": "qwen3_moe"}}),
+    _multimodal("qwen3_vl", "Qwen3VL", injected="vision_config.deepstack_visual_indexes"),
     _multimodal(
         "qwen3_vl_moe",
         "Qwen3VLMoe",
@@ -379,31 +257,22 @@ _ROWS = (
         "mistral3",
         "Mistral3",
         blocks=_SHARED_EXPERTS,
-        tp_plan=_DENSE_TP,
-        texts={
-            "mistral": {},
-            "ministral3": {},
-            "mistral4": {
-                "autoep": {**_MISTRAL4_AUTOEP, "moe_layer_pattern": _INSIDE_VISION},
-                "rotates_halves": False,
-                "tp_plan": _LATENT_TP,
-            },
-        },
+        texts={"mistral": {}, "ministral3": {}, "mistral4": {"autoep": _MISTRAL4_AUTOEP, "rotates_halves": False}},
     ),
     _row("qwen3_next", "Qwen3Next", autoep="qwen3_5_moe", **_GATED_DELTA_MOE),
     _row("qwen3_5_text", "Qwen3_5Text", blocks=Blocks(linear="linear_attn"), **_GATED_DELTA),
     _row("qwen3_5_moe_text", "Qwen3_5MoeText", autoep="qwen3_5_moe", **_GATED_DELTA_MOE),
     _multimodal("qwen3_5", "Qwen3_5", blocks=Blocks(linear="linear_attn"), **_GATED_DELTA),
-    _multimodal("qwen3_5_moe", "Qwen3_5Moe", autoep=_QWEN_AUTOEP, **_GATED_DELTA_MOE),
-    _row("olmo2", "Olmo2", blocks=Blocks(**_OLMO_NORMS), vllm=_ADDS, **_NORMS_OVER_HEADS),
-    _row("olmo3", "Olmo3", blocks=Blocks(**_OLMO_NORMS), vllm=_ADDS, **_NORMS_OVER_HEADS),
+    _multimodal("qwen3_5_moe", "Qwen3_5Moe", autoep={"num_experts_attr": "num_experts"}, **_GATED_DELTA_MOE),
+    _row("olmo2", "Olmo2", blocks=Blocks(**_OLMO_NORMS), vllm=_ADDS, norms_over_heads=_NORMS_OVER_HEADS),
+    _row("olmo3", "Olmo3", blocks=Blocks(**_OLMO_NORMS), vllm=_ADDS, norms_over_heads=_NORMS_OVER_HEADS),
     _row(
         "flex_olmo",
         "FlexOlmo",
         blocks=Blocks(**_OLMO_NORMS),
         autoep="qwen3_moe",
         vllm={"whole": True, "assumes": {**_PLAIN, "norm_topk_prob": False}},
-        **_NORMS_OVER_HEADS,
+        norms_over_heads=_NORMS_OVER_HEADS,
     ),
     _row("exaone4", "Exaone4", blocks=Blocks(**_OLMO_NORMS), vllm={"whole": True}),
     _row(
@@ -428,11 +297,10 @@ _ROWS = (
         blocks=Blocks(**_GEMMA_NORMS),
         norm_epsilon="eps",
         norm_offset=1,
-        tp_plan=_DENSE_TP,
     ),
     _row("gemma4_text", "Gemma4Text", vllm=_GEMMA4_VLLM, **_GEMMA4),
     _multimodal("gemma4", "Gemma4", vllm=_GEMMA4_VLLM, **_GEMMA4),
-    _row("glm4", "Glm4", blocks=Blocks(**_GLM_NORMS), rotates_halves=False, tp_plan=_PACKED_MLP_TP),
+    _row("glm4", "Glm4", blocks=Blocks(**_GLM_NORMS), rotates_halves=False),
     _row(
         "granite",
         "Granite",
@@ -444,9 +312,9 @@ _ROWS = (
         "granitemoe",
         "GraniteMoe",
         blocks=Blocks(mlp="block_sparse_moe", router="router", multiplier="residual_multiplier"),
-        autoep=_GRANITE_AUTOEP,
+        # Its router takes the softmax of the chosen experts alone, which is that of all experts, normalised again.
+        autoep={},
         logits_factor=("logits_scaling", -1),
-        tp_plan=_ATTENTION_TP,
         vllm={**_MULTIPLIED, "assumes": _PLAIN},
     ),
     _row(
@@ -458,7 +326,6 @@ _ROWS = (
             multiplier="residual_multiplier",
         ),
         logits_factor=("logits_scaling", 1),
-        tp_plan={"post_norm?": "replicated"},
         vllm=_MULTIPLIED,
     ),
     _row(
@@ -467,7 +334,6 @@ _ROWS = (
         blocks=Blocks(multiplier="residual_scale"),
         rotates_halves=False,  # the kernel of latent attention rotates
         logits_factor=("logits_scaling", -1),
-        tp_plan=_LATENT_TP,
         vllm={**_ADDS, "multiplier": "scale_depth", "multiplier_by_depth": True},
     ),
     _row(
@@ -485,15 +351,13 @@ _ROWS = (
             mlp_norms=("pre_mlp_layernorm", "post_mlp_layernorm"),
         ),
         no_ep="DeepSpeed AutoEP cannot read the router's bias, which afmoe stores under a name of its own",
-        tp_plan={**_DENSE_TP, **_SHARED_TP, "self_attn.gate_proj": "colwise", **_AFMOE_ROUTER},
     ),
     _row(
         "hy_v3",
         "HYV3",
         blocks=Blocks(shared="shared_experts", flattens=True, router_bias="e_score_correction_bias"),
-        autoep=_HY_V3_AUTOEP,
+        autoep={"score_func": "sigmoid"},
         ep_scale="router_scaling_factor",
-        tp_plan={"mlp.e_score_correction_bias": "replicated"},
         vllm={"shared": "shared_mlp"},
     ),
     _row(
@@ -503,16 +367,7 @@ _ROWS = (
         no_ep="DeepSpeed AutoEP does not cap the scores of a router, as laguna can",
         vllm={"shared": "shared_expert"},
     ),
-    _row(
-        "lfm2",
-        "Lfm2",
-        blocks=_LFM2,
-        final_norm="embedding_norm",
-        no_tp=_CONVOLVED,
-        tp_plan=_LFM2_TP,
-        since=(5, 23),
-        vllm=_LFM2_VLLM,
-    ),
+    _row("lfm2", "Lfm2", blocks=_LFM2, final_norm="embedding_norm", no_tp=_CONVOLVED, since=(5, 23), vllm=_LFM2_VLLM),
     _row(
         "lfm2_moe",
         "Lfm2Moe",
@@ -520,7 +375,6 @@ _ROWS = (
         no_ep="DeepSpeed AutoEP cannot read the router's bias, which lfm2_moe stores under a name of its own",
         final_norm="embedding_norm",
         no_tp=_CONVOLVED,
-        tp_plan={**_LFM2_TP, "feed_forward.expert_bias": "replicated"},
         since=(5, 23),
         vllm=_LFM2_VLLM,
     ),
@@ -531,7 +385,6 @@ _ROWS = (
         autoep={"preset_model": "deepseek_v3", "num_experts_attr": "num_local_experts"},
         rotates_halves=False,
         no_tp=_RECURRENT,
-        tp_plan={"self_attn.*": "replicated"},  # of a single rank
         no_vllm=_ON_GPUS,
     ),
     _row(
@@ -541,7 +394,6 @@ _ROWS = (
         no_ep="its router draws experts in training, as no router of DeepSpeed AutoEP does",
         draws=True,
         norm_epsilon=None,
-        tp_plan=_ATTENTION_TP,
         vllm={
             "causal_lm": "PhiMoEForCausalLM",
             "mlp": "block_sparse_moe",
@@ -570,12 +422,6 @@ _ROWS = (
         packs=False,
         logits_factor=("logits_scaling", -1),
         no_tp=_STATES,
-        tp_plan={
-            **_ATTENTION_TP,
-            "mamba.*": "replicated",  # of a single rank
-            "shared_mlp.input_linear": "packed_colwise",
-            "shared_mlp.output_linear": "rowwise",
-        },
         since=(5, 23),
         vllm={**_MULTIPLIED, "down": "output_linear", "assumes": {"hidden_act": "silu"}},
     ),
@@ -583,17 +429,10 @@ _ROWS = (
         "jamba",
         "Jamba",
         blocks=Blocks(mlp="feed_forward", router="router", linear="mamba", mlp_norms=("pre_ff_layernorm", None)),
-        autoep=_JAMBA_AUTOEP,
+        autoep={"num_experts_attr": "num_experts", "route_norm": False},
         keeps_documents=False,
         rotates_halves=False,  # its attention has no positions
         no_tp=_STATES,
-        tp_plan={
-            **_ATTENTION_TP,
-            "mamba.*": "replicated",  # of a single rank
-            "feed_forward.gate_proj": "colwise",
-            "feed_forward.up_proj": "colwise",
-            "feed_forward.down_proj": "rowwise",
-        },
         final_norm="final_layernorm",
         since=(5, 23),
         no_vllm=_NO_SCAN,
@@ -604,40 +443,22 @@ _ROWS = (
         blocks=Blocks(shared="shared_experts", passes="prev_topk_indices"),
         autoep="deepseek_v3",
         rotates_halves=False,
-        tp_plan={**_LATENT_TP, "self_attn.indexer.*": "replicated"},
         no_vllm=_SPARSE,
     ),
     _row(
-        "mistral4",
-        "Mistral4",
-        blocks=_SHARED_EXPERTS,
-        autoep=_MISTRAL4_AUTOEP,
-        rotates_halves=False,
-        tp_plan=_LATENT_TP,
-        no_vllm=_NO_CLASS,
+        "mistral4", "Mistral4", blocks=_SHARED_EXPERTS, autoep=_MISTRAL4_AUTOEP, rotates_halves=False, no_vllm=_NO_CLASS
     ),
-    _multimodal(
-        "glm4v", "Glm4v", packs=False, blocks=Blocks(**_GLM_NORMS), rotates_halves=False, tp_plan=_PACKED_MLP_TP
-    ),
-    _multimodal(
-        "glm4v_moe",
-        "Glm4vMoe",
-        packs=False,
-        blocks=_SHARED_EXPERTS,
-        autoep={"preset_model": "deepseek_v3", "moe_layer_pattern": _INSIDE_VISION},
-    ),
+    _multimodal("glm4v", "Glm4v", packs=False, blocks=Blocks(**_GLM_NORMS), rotates_halves=False),
+    _multimodal("glm4v_moe", "Glm4vMoe", packs=False, blocks=_SHARED_EXPERTS, autoep="deepseek_v3"),
     _multimodal(
         "kimi_k25",
         "Kimi_K25",
         texts={"deepseek_v3": {}, "kimi_k2": {}},  # transformers takes the second for the first
         blocks=_SHARED_EXPERTS,
-        autoep={"preset_model": "deepseek_v3", "moe_layer_pattern": _INSIDE_VISION},
+        autoep="deepseek_v3",
         rotates_halves=False,
-        tp_plan=_LATENT_TP,
         vllm={"causal_lm": "KimiK25ForConditionalGeneration", "rescales_float16": True},
     ),
 )
 
-
-# The rows that were proven with the installed transformers.
-ARCHS: Mapping[str, Arch] = {row.model_type: row for row in _ROWS if transformers_version() >= row.since}
+ARCHS: Mapping[str, Arch] = {row.model_type: row for row in _ROWS}

@@ -32,7 +32,7 @@ from .config_keys import ADAPTER, BOTH, DIVIDE, PREFIX, REFUSAL, UNTIE, WEIGHTS_
 from .export_template import auto_map, render
 from .fused.model import fuse_parts
 from .load_options import default_dtype
-from .products import family, nearest, supported, unsupported_text
+from .products import family, nearest, supported, unsupported
 from .quantised.decode import plain_tensors
 from .quantised.layouts import Scheme
 from .quantised.method import Method, method_of, without_quantisation
@@ -66,7 +66,7 @@ def arch_of(config: PretrainedConfig) -> Arch:
         text = f"model_type {model_type!r}{family(model_type)} is not supported{near}"
         raise BadInputError(text, hint)
     arch = ARCHS[model_type]
-    if reason := unsupported_text(arch, config.get_text_config().model_type):
+    if reason := unsupported(arch, config.get_text_config().model_type):
         raise BadInputError(reason)
     return arch.around(config.get_text_config().model_type)
 
@@ -319,7 +319,7 @@ def causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
 def register() -> None:
     """Register every ``fcsd_*`` type with transformers: classes, tokenizer and on-disk layout of experts."""
     register_configs()
-    for model_type in ARCHS:
+    for model_type in _usable():
         own = {model_type: PREFIX + model_type}
         for auto, cls in model_classes(model_type).items():
             getattr(transformers, auto).register(config_class(model_type), cls, exist_ok=True)
@@ -332,10 +332,14 @@ def register() -> None:
 
 def register_configs() -> None:
     """Register every ``fcsd_*`` type with AutoConfig and AutoTokenizer, which imports no modeling file."""
-    for model_type in ARCHS:
+    for model_type in _usable():
         # AutoTokenizer uses the model type if it does not trust tokenizer_config.json (mixtral, glm4_moe).
         TOKENIZER_MAPPING_NAMES[PREFIX + model_type] = TOKENIZER_MAPPING_NAMES.get(model_type)
         AutoConfig.register(PREFIX + model_type, config_class(model_type), exist_ok=True)
+
+
+def _usable() -> list[str]:
+    return [model_type for model_type, arch in ARCHS.items() if unsupported(arch) is None]
 
 
 def converted_config(config: PretrainedConfig, block: dict[str, Any]) -> PretrainedConfig:

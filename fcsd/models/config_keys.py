@@ -1,6 +1,11 @@
-"""Keys of config.json that several packages need. Without torch and transformers, so that each can import this file."""
+"""Names that several packages need: keys of config.json, and what the installed transformers calls its arguments.
+
+Without torch and transformers, so that each package can import this file.
+"""
 
 from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import version
 from typing import Any
 
 # The model_type of a converted checkpoint is this prefix followed by that of its base.
@@ -45,3 +50,18 @@ UNTIE = (
     'If the separate tensor is the right one, set "tie_word_embeddings": false in config.json; '
     "otherwise leave it out of the files."
 )
+
+
+@cache
+def transformers_version() -> tuple[int, int]:
+    """The first two numbers of the installed version."""
+    major, minor = version("transformers").split(".")[:2]
+    return int(major), int(minor)
+
+
+def cache_keyword() -> str:
+    """The name under which transformers' models, layers and attentions take the keys and values of earlier tokens.
+
+    Since 5.24 a decorator of theirs still takes the older name, with a warning, and passes on the new one alone.
+    """
+    return "cache" if transformers_version() >= (5, 24) else "past_key_values"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .class_swap import swap_classes
+from .fused import swap_classes
 from .wiring import Blocks, LayerWiring, WiredLayer, hf_parts, is_linear, take_apart
 
 

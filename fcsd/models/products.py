@@ -9,6 +9,7 @@ from difflib import get_close_matches
 
 from .arch import Arch
 from .archs import ARCHS
+from .config_keys import transformers_version
 
 # (pattern of a model's name in lower case, the family's name, its model_type); the first row that matches counts
 PRODUCTS = (
@@ -113,12 +114,14 @@ def nearest(model_type: str, architectures: Iterable[str] = ()) -> str:
     return f"; the supported type with the closest name is {close[0]}" if close else ""
 
 
-def unsupported_text(row: Arch, text: str | None) -> str | None:
-    """Why a type that takes any language model is not supported around one of this type; None if it is, or may be.
+def unsupported(row: Arch, text: str | None = None) -> str | None:
+    """Why a type of the table is not supported by this transformers, or around a language model; None if it is.
 
     Args:
-        text: the type of the language model; None is the default of transformers.
+        text: the type of the language model inside of a type that takes any; None is the default of transformers.
     """
+    if transformers_version() < row.since:
+        return f"{row.model_type} needs transformers {row.since[0]}.{row.since[1]} or later"
     if not row.texts or text in (None, *row.texts):
         return None
     known = " or ".join(row.texts)

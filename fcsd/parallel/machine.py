@@ -1,6 +1,7 @@
 """The machine file: a JSON file that describes the links of a cluster, measured by ``fcsd bench links`` or by hand."""
 
-import re
+import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,14 +10,31 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from fcsd.config.explain import explain
 from fcsd.disk import read_input
 from fcsd.errors import ConfigError
-from fcsd.parallel.cost import Dedup, Line, Links
 from fcsd.strict_json import MAX_BYTES, StrictJsonError, parse
 
-H200_TFLOPS = 989.0  # the peak of an H200, which that of an H100 SXM equals
+# What earlier files have beside, for predictions of training that are gone; nothing reads it.
+_FORMER = ("peak_tflops", "direct", "fixed_us", "hidden_cost", "copy_tb_per_s", "codec")
 # Smaller rates and larger times are mistakes. A step would take no finite time, and ratios of steps would be nan.
 _Rate = Annotated[float, Field(gt=1e-4)]
 _Microseconds = Annotated[float, Field(ge=0, le=1e9)]
 _Duration = Annotated[float, Field(gt=0, le=1e9)]  # of what sends something, in microseconds
+
+
+@dataclass(frozen=True)
+class Line:
+    """The time of a transfer as a function of its size (HierMoE eq. 1).
+
+    Attributes:
+        alpha: seconds that a transfer of any size takes.
+        beta: seconds for each byte that a rank sends.
+    """
+
+    alpha: float
+    beta: float
+
+    def seconds(self, size: float) -> float:
+        """The seconds of a transfer of ``size`` bytes; nothing is sent in no time."""
+        return self.alpha + self.beta * size if size else 0.0
 
 
 class _Part(BaseModel):
@@ -47,27 +65,12 @@ class Machine(_Part):
 
     gpu: str = "NVIDIA H200"
     """The name of the GPU, as torch prints it."""
-    peak_tflops: _Rate = H200_TFLOPS
-    """The GPU's peak in bf16 without sparsity, from its data sheet, in 10^12 operations per second."""
     gpus_per_node: Annotated[int, Field(gt=0)]
     """The number of GPUs in a node."""
     near: Link
     """The links between the GPUs of a node."""
     far: Link | None = None
-    """The links between nodes, where each GPU sends to those that have the same place in other nodes. Without them,
-    only one node is predicted."""
-    direct: Link | None = None
-    """The links between nodes, where each GPU sends to all GPUs of other nodes. Without them, `far` is used."""
-    fixed_us: dict[Dedup, _Microseconds] = Field(default_factory=dict)
-    """For each of `off`, `rank` and `node`: microseconds of a dispatch or combine that depend neither on its bytes nor
-    on its rows. 0 where none is given."""
-    hidden_cost: Annotated[float, Field(ge=0, le=1)] = 0.3
-    """Seconds that computation loses for each second of a transfer that it hides. 0.27 was measured for copies and 0.45
-    for NCCL, on four H200s."""
-    copy_tb_per_s: _Rate = 4.26
-    """The rate at which a kernel of the GPU reads and writes memory, in 10^12 bytes per second for both together."""
-    codec: Annotated[float, Field(gt=1e-4, le=1)] = 0.88
-    """The share of that rate that the kernels reach which encode and decode rows: that of INT8 on an H200."""
+    """The links between nodes, where each GPU sends to those that have the same place in other nodes."""
     all_reduce_us: dict[Annotated[int, Field(gt=1)], dict[Annotated[int, Field(gt=0)], _Duration]] = Field(
         default_factory=dict
     )
@@ -86,23 +89,6 @@ class Machine(_Part):
             raise ValueError("a machine of one GPU has no link; set `gpus_per_node` or `far`")
         return self
 
-    @property
-    def assumed(self) -> str | None:
-        """What a prediction assumes because the file does not say it, as a sentence."""
-        if "peak_tflops" in self.model_fields_set or re.search("H[12]00", self.gpu):
-            return None
-        return f"The computation is that of an H200, because the machine file has no peak_tflops of {self.gpu}."
-
-    @property
-    def links(self) -> Links:
-        """The links in the form in which ``fcsd.parallel.cost`` takes them."""
-        far = None if self.far is None else self.far.line
-        rate = self.copy_tb_per_s * 1e12
-        direct = None if self.direct is None else self.direct.line
-        fixed: dict[Dedup, float] = {dedup: microseconds * 1e-6 for dedup, microseconds in self.fixed_us.items()}
-        speed = self.peak_tflops / H200_TFLOPS
-        return Links(self.gpus_per_node, self.near.line, far, self.hidden_cost, rate, self.codec, direct, fixed, speed)
-
 
 def read_machine(path: Path) -> Machine:
     """Read a machine file.
@@ -114,9 +100,11 @@ def read_machine(path: Path) -> Machine:
     hint = "docs/planning.md describes the file; fcsd bench links writes one"
     try:
         text = read_input(path, MAX_BYTES)
-        parse(text)
-        # Strict: a boolean or a text is no number. The text is read again, because a key of JSON is one, too.
-        return Machine.model_validate_json(text, strict=True)
+        content = parse(text)
+        if isinstance(content, dict):
+            content = {key: value for key, value in content.items() if key not in _FORMER}
+        # Strict: a boolean or a text is no number. It is read as JSON, because a key of JSON is a text.
+        return Machine.model_validate_json(json.dumps(content), strict=True)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file", hint=f"Measure one: fcsd bench links --out {path}") from None
     except StrictJsonError as error:

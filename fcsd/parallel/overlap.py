@@ -276,7 +276,7 @@ def overlap(
     blocks = arch_of(model.config).blocks
     # Copies need no SM, so they need not be launched before core attention: the host launches core attention first, and
     # the device computes while the host launches the copies.
-    by_copies = isinstance(transport, CopiesTransport) and transport.copies_all_rows
+    by_copies = isinstance(transport, CopiesTransport)
     transfer = Transfer(transport, mode, side, fused, quantiser, traffic)
     for index, layer in enumerate(cast(Any, decoder_layers(model))):
         plan = layer.fcsd

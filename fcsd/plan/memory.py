@@ -285,12 +285,11 @@ def memory(
 def host_bytes(model: ModelNumbers, setup: Setup) -> int:
     """Most bytes of host memory of a process: while it loads, or with its optimizer on the host.
 
-    A process loads layer by layer: it holds its shard and one whole layer. 2 GiB are added for the rest. Weights in NF4
-    are plain ones there when they are merged at the end.
+    A process loads layer by layer: it holds its shard and one whole layer. 2 GiB are added for the rest.
     """
     own = shard(model, setup)
     layer = max(layer.dense + layer.routed for layer in model.layers)
-    loading = setup.width * ((own.trained + own.frozen) // setup.weight_ranks + layer)
+    loading = setup.width * ((own.trained + own.frozen) // setup.weight_ranks + layer) - setup.spared
     return max(loading, host_optimizer_bytes(own, setup)) + 2 * GIB
 
 

@@ -156,9 +156,7 @@ def _optimizer(setup: Setup) -> str:
 def _host(plan: Plan) -> str:
     """The host memory of a process, and what needs it."""
     if plan.setup.offload == "none":
-        rounded = plan.setup.parts is not None and plan.setup.parts.rounded is not None
-        when = "when it writes the merged model" if rounded else "while it loads the model"
-        return f"{_gib(plan.host).strip()} for each process {when}"
+        return f"{_gib(plan.host).strip()} for each process while it loads the model"
     node = _gib(plan.host * plan.hardware.gpus).strip()
     return f"{_gib(plan.host).strip()} for each process, {node} for a node; most of it is pinned, for the optimizer"
 

@@ -237,8 +237,8 @@ class Setup:
         settings = {
             exclusions.SHARDED: self.tp_size > 1,
             exclusions.EXPERTS: self.ep_size > 1,
-            exclusions.UNDIVIDED: self.zero_stage == 0,
             exclusions.DIVIDED: self.zero_stage == 3,
+            exclusions.OTHER_STAGES: self.zero_stage in (0, 3),
             exclusions.ON_HOST: self.offload == "host",
             exclusions.FROZEN: self.parts is not None,
             exclusions.OWN_PARTS: self.parts is not None and self.parts.own > 0,

@@ -14,7 +14,7 @@ from fcsd.disk import read_input_text
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.foreign_errors import reason_of
 from fcsd.input_lines import LONGEST_TEXT
-from fcsd.models.installed import cache_keyword
+from fcsd.models.config_keys import cache_keyword
 from fcsd.models.load_options import check_device, check_dtype, default_dtype
 from fcsd.serve.generation_settings import UNKNOWN_TO_THE_LOOP, name_unapplied
 from fcsd.strict_json import parse

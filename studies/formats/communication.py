@@ -5,13 +5,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from studies.formats.directions import parse_directions
 from studies.formats.simulated_all_reduce import rounding_of
 from studies.formats.simulated_model import SimulatedCommunication, over_formats
 from transformers import PreTrainedModel
 
 from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format
-from fcsd.kernels.bit_split.format import parse_directions
 
 
 @dataclass(frozen=True)

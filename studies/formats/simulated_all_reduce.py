@@ -4,11 +4,15 @@
 The functions follow the definition of the collective, and share no code with it but the formats themselves.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from fcsd.kernels.bit_split import Format, decode, encode
-from fcsd.parallel.quantised.rows import Rounding
+
+# What communication makes of rows ``[n, width]``: the values that arrive, ``[n, width]`` of any floating dtype.
+Rounding = Callable[[Tensor], Tensor]
 
 
 def rounding_of(format: Format) -> Rounding:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from studies.formats.simulated_all_reduce import simulate_all_reduce
+from studies.formats.simulated_all_reduce import Rounding, simulate_all_reduce
 from studies.formats.simulated_row_parallel import PartialSums, expert_slices, expert_sums, require_divides
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -34,7 +34,6 @@ from fcsd.models.wiring import (
     shared_of,
     wire_layers,
 )
-from fcsd.parallel.quantised.rows import Rounding, simulate
 
 # The order in which a layer computes its parts, see ``wiring.WiredLayer``.
 _CALLED: tuple[Part, ...] = ("attn", "routed", "shared")
@@ -136,13 +135,13 @@ def _weighted(
     is a row for each token and expert, without the router's weight; the token's rank adds them in fp32.
     """
     _, weights, indices = router(flat)
-    sent = simulate(flat, simulated.dispatch)
+    sent = _arriving(flat, simulated.dispatch)
     if simulated.combine is None:
         return experts(sent, indices, weights)
     top_k = indices.shape[-1]
     rows = sent.repeat_interleave(top_k, dim=0)  # one row for each token and expert, [tokens * top_k, hidden]
     choice = indices.reshape(-1, 1)
-    outputs = simulate(experts(rows, choice, torch.ones_like(choice, dtype=weights.dtype)), simulated.combine)
+    outputs = _arriving(experts(rows, choice, torch.ones_like(choice, dtype=weights.dtype)), simulated.combine)
     weighted = outputs.float() * weights.reshape(-1, 1).float()
     return weighted.view(-1, top_k, flat.shape[1]).sum(dim=1).to(flat.dtype)
 
@@ -155,8 +154,13 @@ def _prescaled(
     transformers runs every expert on every token, with rows of zeros where an expert was not chosen. Every format
     leaves zeros as they are, so these rows stay what they are without rounding.
     """
-    outputs = simulate(experts(simulate(_prescaled_rows(router, flat), simulated.dispatch)), simulated.combine)
+    outputs = _arriving(experts(_arriving(_prescaled_rows(router, flat), simulated.dispatch)), simulated.combine)
     return outputs.view(-1, *flat.shape).float().sum(dim=0).to(flat.dtype)
+
+
+def _arriving(rows: Tensor, how: Rounding | None) -> Tensor:
+    """What communication makes of rows, in their dtype."""
+    return rows if how is None else how(rows).to(rows.dtype)
 
 
 def _prescaled_rows(router: Callable[[Tensor], Any], flat: Tensor) -> Tensor:

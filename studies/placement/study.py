@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fcsd.experimental.placement.search import Level, Objective, greedy
 from fcsd.markdown import table
 from fcsd.parallel.expert.levels import tokens_by_group
-from fcsd.parallel.placement.placement import Placement
-from fcsd.parallel.placement.search import Level, Objective, greedy
+from fcsd.parallel.expert.placement import Placement
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
 TEACHER, TEXT = ASSETS / "teacher", ASSETS / "corpus/held_out.jsonl"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.advise.cards import H100
-from fcsd.advise.speed import HIDDEN_COST, STANDARD, Load, kind_of_numbers, server_of
+from fcsd.advise.speed import STANDARD, Load, kind_of_numbers, server_of
 from fcsd.bundled import located
 from fcsd.errors import ConfigError
 from fcsd.foreign_errors import reason_of
@@ -28,8 +28,7 @@ from fcsd.models.build import arch_of, without_injected
 from fcsd.models.schedule import Kind, reads_of
 from fcsd.models.selection import cheapest, layers_text, select_layers
 from fcsd.models.wiring_block import DESYNC, Blocks, Wiring
-from fcsd.parallel.cost import Line
-from fcsd.parallel.machine import Machine, read_machine
+from fcsd.parallel.machine import Line, Machine, read_machine
 from fcsd.plan.model import MetaModel
 from fcsd.strict_json import finite_number, read_file
 
@@ -149,14 +148,12 @@ def speed_of(model: MetaModel, ranks: int, machine: Machine | None = None) -> Ca
 
 def seconds_of(model: MetaModel, ranks: int, machine: Machine | None, wiring: Wiring, prefill: bool) -> float:
     """The seconds of a pass through all prompts (``prefill``), or of a step of one token each."""
-    links = None if machine is None else machine.links
-    line, hidden, speed = (SLOW, HIDDEN_COST, 1.0) if links is None else (links.near, links.hidden_cost, links.speed)
-    server = server_of(model, H100._replace(tflops=speed * H100.tflops), Load(CONTEXT, PROMPTS))
+    line, server = SLOW if machine is None else machine.near.line, server_of(model, H100, Load(CONTEXT, PROMPTS))
 
     def ring(size: float) -> float:  # every value is sent to the next GPU while it is summed, and again as a sum
         return line.seconds(2 * (ranks - 1) / ranks * size)
 
-    return server.seconds(ranks, wiring, ring, PROMPTS * CONTEXT if prefill else PROMPTS, prefill, hidden)
+    return server.seconds(ranks, wiring, ring, PROMPTS * CONTEXT if prefill else PROMPTS, prefill)
 
 
 @cache
@@ -274,9 +271,7 @@ def to_text(rows: list[Row], ranks: int, machine: Machine | None, costs: Path | 
     told, profiles = law(), " or ".join(law()["costs"])
     links = "Links and rates are assumed: those of two H100s without peer access (--machine FILE takes measured links)."
     if machine is not None:
-        links = (
-            f"Links are those of the machine file, an all-reduce counted as a ring. {machine.assumed or ''}".rstrip()
-        )
+        links = "Links are those of the machine file, an all-reduce counted as a ring; GPUs are H100s."
     place = f"Costs of layers are those in {costs}."
     if costs is None:
         place = f"Costs of layers are assumed to depend on the place in the depth, as in {profiles} (--costs FILE)."

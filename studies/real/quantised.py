@@ -176,6 +176,7 @@ class Study:
 
         copy = deepcopy(model).cpu()  # llm-compressor brings one layer after the other to the GPU
         fuse_parts(copy, arch_of(copy.config), False)  # as anyone quantises it
+        vars(copy).pop("save_pretrained", None)  # a refusal, which llm-compressor would wrap
         if (size := group_size(copy, ignored(copy))) != self.given.group:
             raise ValueError(f"llm-compressor would get groups of {size}, and --group is {self.given.group}")
         rows = self.rows[: self.given.calibration].cpu()

@@ -86,6 +86,10 @@ def test_the_command_has_the_exit_codes_and_json_of_others(small: str, large: st
     assert done.exit_code == 0 and json.loads(done.stdout)["chosen"] == "2 replicas"
     assert runner.invoke(app, ["advise", large, "--gpu", "L4", "--gpus", "2"]).exit_code == 8
     assert runner.invoke(app, ["advise", small, "--gpu", "Voodoo 2"]).exit_code == 2
+    four = ["advise", large, "--gpu", "L40S", "--gpus", "4", "--json", "--speed"]
+    found = json.loads(runner.invoke(app, [*four, "1.05x"]).stdout)
+    assert found["chosen"] != "4 pipeline stages"  # their steps are slower
+    assert runner.invoke(app, [*four, "0.9x"]).exit_code == 2
 
 
 def test_the_text_is_one_screen(large: str) -> None:

@@ -378,6 +378,7 @@ def test_a_config_alone_is_enough_and_chooses_the_wiring(tmp_path):
         (["tiny", "--loads", "half"], "not a list of numbers"),
         (["tiny", "--minutes", "0"], "--minutes is above 0"),
         (["tiny", "--engine", "own", "--dp", "2"], "--dp needs --engine vllm"),
+        (["tiny", "--engine", "own", "--ep"], "--ep needs --engine vllm"),
         (["tiny-dense", "--engine", "own", "--wirings", "own"], "own is the wiring of a converted model"),
         (["tiny", "--engine", "own", "--", "--seed", "1"], "options behind -- are for"),
         (["tiny"], "fcsd bench serve without --engine own needs vllm"),

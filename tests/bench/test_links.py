@@ -2,16 +2,18 @@
 
 import json
 import os
+import random
 from pathlib import Path
 
 import pytest
 from ranks import fcsd
 
-from fcsd.bench.links import SUMS, groups_of
+from fcsd.bench.links import SUMS, fit, groups_of, worst_error
 from fcsd.bench.serve import host_ways
+from fcsd.bench.serve.variants import HOST_SUMS
 from fcsd.errors import ConfigError
 from fcsd.parallel.all_reduce import host_table
-from fcsd.parallel.machine import read_machine
+from fcsd.parallel.machine import Line, read_machine
 
 
 def test_the_link_between_imitated_nodes_is_measured(tmp_path: Path) -> None:
@@ -24,6 +26,17 @@ def test_the_link_between_imitated_nodes_is_measured(tmp_path: Path) -> None:
     assert found["all_reduce_us"] == {}
     with pytest.raises(ConfigError, match="--node-size 3 does not divide 2 GPUs"):
         groups_of(2, 3)
+
+
+def test_a_line_is_found_again_through_noise() -> None:
+    noise = random.Random(0)
+    line = Line(80e-6, 1 / 300e9)
+    sizes = [2.0**power for power in range(12, 30)]
+    points = [(size, line.seconds(size) * noise.uniform(0.97, 1.03)) for size in sizes]
+    found = fit(points)
+    assert found.alpha == pytest.approx(line.alpha, rel=0.03) and found.beta == pytest.approx(line.beta, rel=0.03)
+    assert worst_error(found, points) < 0.05
+    assert fit([(1e6, 1e-3), (2e6, 1.9e-3), (4e6, 4.4e-3)]).alpha >= 0
 
 
 def test_sums_are_measured_by_ranks_and_bytes_and_printed_as_the_result(tmp_path: Path) -> None:
@@ -49,7 +62,7 @@ def test_the_ways_through_the_host_are_those_that_servers_find(tmp_path: Path, m
 
     def keep(row: dict[str, float]) -> None:
         file = host_table.file_for(tmp_path, "L40S", 2, "host:int8")
-        file.write_text(json.dumps({"sums": {"8192": row}, "gathers": gathers}))
+        file.write_text(json.dumps({"sums": {"8192": row}, "gathers": gathers, "scatters": gathers}))
 
     assert host_ways.microseconds([2]) == {}, "nothing was measured"
     keep({"stock": 50.0, "one_shot": 20.0, "in_blocks": 30.0, "exchange:int8": 10.0})
@@ -61,3 +74,13 @@ def test_the_ways_through_the_host_are_those_that_servers_find(tmp_path: Path, m
         "NCCL_SHM_USE_CUDA_MEMCPY=1": {2: {8192: 40.0}},
     }
     assert host_ways.COPIES not in os.environ
+
+
+def test_one_pass_measures_both_tables_of_a_server() -> None:
+    sums = host_table.of_times({8192: {"stock": 50.0, "one_shot": 20.0, "exchange:int8": 10.0}})
+    gathers = host_table.of_times({8192: {"stock": 9.0}})
+    assert sums.ways == ("exchange:int8",)
+    found = host_ways.exact(host_table.HostTables(sums, gathers))
+    assert found.sums.ways == ("one_shot",) and found.sums.microseconds == {8192: {"stock": 50.0, "one_shot": 20.0}}
+    assert found.gathers == gathers
+    assert {asked for one in HOST_SUMS.values() for asked in one.values()} == {"host", host_ways._MOST_WAYS}

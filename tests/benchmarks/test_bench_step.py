@@ -13,13 +13,12 @@ from benchmarks.train.step.distillation import Distillation
 from benchmarks.train.step.table import table
 from benchmarks.train.step.workload import FUSED, WITH_TEACHER, Workload
 from ranks import fcsd, on_ranks
-from test_levels import duplicates
+from test_levels import duplicates, expected_groups
 from torch import nn
 from typer.testing import CliRunner
 
 from fcsd.errors import ConfigError
 from fcsd.launch.world import join_world
-from fcsd.parallel.cost import expected_groups
 
 pytestmark = pytest.mark.lab
 

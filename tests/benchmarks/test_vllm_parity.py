@@ -109,6 +109,61 @@ def test_the_verdict_on_fp8_knows_the_other_wiring(folder, case):
     assert right["rms"] == pytest.approx(right["rms_transformers"]) and right["rms"] > 0.01, "weights are rounded"
 
 
+@pytest.mark.parametrize("case", ["llama-w8a8", "qwen3_moe-fp8-dynamic"])
+def test_the_verdict_on_quantised_weights_knows_what_is_rounded(folder, case):
+    import vllm_cases
+    import vllm_parity
+    import vllm_rounded
+
+    paths, method = vllm_parity.made(folder, case), vllm_cases.QUANTISED[case]
+    dtype = getattr(torch, vllm_parity.ROUNDED_INPUTS[method])
+    plan = dict(case=case, role="converted", dtype="bfloat16", kernels="")
+    asked = vllm_parity.prompts(paths["original"], case)
+    verdicts = {}
+    for role, path in paths.items():
+        model = vllm_parity.reference(path)
+        vllm_rounded.round_inputs(model, dtype)
+        said = [(ids[:-4], ids[-4:], vllm_parity.logprobs(model, ids)[0].tolist()) for ids in asked]
+        verdicts[role] = vllm_parity.judged(paths, plan, said, "")
+        if role == "converted":  # Marlin's kernels round no inputs, and are nearer
+            assert not vllm_parity.judged(paths, plan | dict(kernels="marlin"), said, "")["right"]
+    assert verdicts["converted"]["right"] and not verdicts["original"]["right"]
+
+
+def test_experts_one_after_the_other_are_those_of_transformers(folder, monkeypatch):
+    import vllm_parity
+    import vllm_rounded
+
+    path = vllm_parity.made(folder, "qwen3_moe-fp8-dynamic")["converted"]
+    plain, model = vllm_parity.reference(path), vllm_parity.reference(path)
+    monkeypatch.setattr(vllm_rounded, "_in_rows", lambda x, dtype: x)
+    vllm_rounded.round_inputs(model, torch.int8)
+    expected, found = (vllm_parity.logprobs(one, IDS)[0] for one in (plain, model))
+    assert (found - expected).abs().max() < 1e-4
+
+
+def test_routers_of_quantised_cases_decide_clearly(folder):
+    """The last expert that is chosen is far from the first that is not, in logits; and all experts are used."""
+    import vllm_cases
+    import vllm_parity
+
+    margins: list[float] = []
+    chosen: set[int] = set()
+
+    def note(gate: Any, given: Any, _: Any) -> None:
+        first = torch.nn.functional.linear(given[0].flatten(0, -2), gate.weight).topk(3, -1)
+        margins.append((first.values[:, 1] - first.values[:, 2]).min().item())
+        chosen.update(first.indices[:, :2].flatten().tolist())
+
+    for path in vllm_parity.made(folder, "qwen3_moe-fp8-dynamic").values():
+        model = vllm_parity.reference(path)
+        for module in model.modules():
+            if hasattr(module, "experts"):
+                module.gate.register_forward_hook(note)
+        model(torch.tensor(vllm_cases.prompts(path, "qwen3_moe-fp8-dynamic")))
+    assert len(margins) == 2 * 3 and min(margins) > 0.5 and len(chosen) == 8
+
+
 def test_plans_say_what_the_plugin_is_told(tmp_path):
     import vllm_parity
 

@@ -1,14 +1,17 @@
 """``benchmarks/carried/vllm_slim.py`` keeps a library's code for Hopper as it is, and takes out the rest."""
 
+import shutil
 import struct
+import sys
+from pathlib import Path
 
 import pytest
 from benchmarks.carried import vllm_slim as slim
 
 
-def entry(kind: int, capability: int, payload: bytes) -> bytes:
+def entry(kind: int, capability: int, payload: bytes, packed: int = 0) -> bytes:
     header = bytearray(64)
-    struct.pack_into("<HHIQ", header, 0, kind, 0x101, 64, len(payload))
+    struct.pack_into("<HHIQI", header, 0, kind, 0x101, 64, len(payload), packed)
     struct.pack_into("<I", header, 28, capability)
     return bytes(header) + payload
 
@@ -39,7 +42,8 @@ def of(found: bytearray, section: str) -> tuple[int, bytes]:
     return offset, bytes(found[offset : offset + length])
 
 
-def test_hopper_code_stays_and_the_rest_is_zeros():
+def test_hopper_code_stays_and_the_rest_is_zeros(monkeypatch):
+    monkeypatch.setattr(slim, "TOOLS", ("no such compiler",))
     hopper = entry(slim.MACHINE_CODE, 90, b"H" * 40)
     mixed = container(entry(slim.MACHINE_CODE, 80, b"A" * 24), hopper, entry(slim.PTX, 80, b"P" * 16), hopper)
     other = container(entry(slim.PTX, 80, b"P" * 16), entry(slim.MACHINE_CODE, 75, b"T" * 24))
@@ -56,6 +60,42 @@ def test_hopper_code_stays_and_the_rest_is_zeros():
     assert [found[:2] for found in slim.entries(after, *shell[1:])] == [(slim.MACHINE_CODE, 75)]
     assert not any(payload in content for payload in (b"AAAA", b"PPPP", b"TTTT"))
     assert shell[0] - start == len(mixed) + 8, "no container moves"
+
+
+# In place of CUDA's tools: they say what they were given, and a fat binary holds it.
+TOOLS = {
+    "ptxas": 'open(given[2], "wb").write(" ".join(given[:1]).encode() + b" " + open(given[3], "rb").read())',
+    "fatbinary": """
+code = open(given[3].split("file=")[1], "rb").read().ljust(32, b"\\0")
+entry = struct.pack("<HHIQQI", 2, 257, 64, len(code), 0, 0).ljust(28, b"\\0") + struct.pack("<I", 90)
+entry = entry.ljust(64, b"\\0") + code
+open(given[2].split("=")[1], "wb").write(struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(entry)) + entry)
+""",
+    "zstd": "sys.stdout.buffer.write(sys.stdin.buffer.read().replace(b'packed', b'plain'))",
+}
+
+
+def test_ptx_for_hopper_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, program in TOOLS.items():
+        (tmp_path / name).write_text(f"#!{sys.executable}\nimport struct, sys\ngiven = sys.argv[1:]\n{program}")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert all(shutil.which(tool) for tool in slim.TOOLS)
+    older = entry(slim.MACHINE_CODE, 80, b"A" * 200)
+    with_ptx = container(older, entry(slim.PTX, 80, b"packed kernels, padding ", len(b"packed kernels")))
+    of_older = container(older, entry(slim.PTX, 80, b"for example cutlass7Kernel2 ... "))
+    for_later = container(older, entry(slim.PTX, 100, b"kernels of another GPU ."))
+    whole = library(__nv_fatbin=with_ptx + of_older + for_later)
+    code = b"-arch=sm_90 plain kernels".ljust(32, b"\0")
+    assert slim.slim(whole) == 64 + len(code)
+    start, content = of(whole, ".nv_fatbin")
+    found = list(slim.containers(whole, start, len(content)))
+    ((kind, capability, _, payload, end),) = slim.entries(whole, *found[0][1:])
+    assert (kind, capability) == (slim.MACHINE_CODE, 90) and whole[payload:end] == code
+    shells = [list(slim.entries(whole, *one[1:])) for one in found[1:]]
+    assert [[entry[:2] for entry in shell] for shell in shells] == [[(slim.MACHINE_CODE, 80)]] * 2
+    with pytest.raises(ValueError, match="machine code of"):
+        slim.slim(library(__nv_fatbin=container(entry(slim.PTX, 80, b"few ptx "))))
 
 
 def test_bytes_of_another_layout_are_refused():

@@ -117,6 +117,8 @@ def test_what_needs_no_torch_is_refused_without_it(tmp_path: Path) -> None:
         ["distill", "tiny", "--set", "parallel.quantised.dispatch=nosuch"],
         ["plan", "tiny", "--gpu-mem", "nosuch"],
         ["eval", teacher, "--backend", "nosuch"],
+        ["eval", teacher, "--tasks", "nosuch"],
+        ["eval", teacher, "--suite", "nosuch.yaml"],
         ["eval", teacher, "--baseline", teacher, "--require", "nosuch"],
         ["serve", teacher, "--gpus", "2", "--all-reduce", "host:nosuch"],
         ["bench", "serve", "nosuch"],

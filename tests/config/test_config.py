@@ -398,9 +398,11 @@ def test_every_exclusion_is_found_by_one_reader(recipe: Path) -> None:
         assert exclusions.conflict({one}) is None and exclusions.conflict({other}) is None
         told = exclusions.conflict({one, other})
         assert told == f"{one} cannot be combined with {other}: {why}"
-    alone = {"parallel.tp_size=2", "parallel.zero_stage=3", "train.compile=true", "optim.offload=host"}
-    found = [load_recipe(recipe, [each]).recipe.settings for each in sorted(alone)]
-    assert found == [{exclusions.ON_HOST}, {exclusions.SHARDED}, {exclusions.DIVIDED}, {exclusions.COMPILED}]
+    stages = [{exclusions.OTHER_STAGES}, set(), set(), {exclusions.OTHER_STAGES, exclusions.DIVIDED}]
+    alone = {f"parallel.zero_stage={stage}": own for stage, own in enumerate(stages)}
+    alone |= {"parallel.tp_size=2": {exclusions.SHARDED}, "train.compile=true": {exclusions.COMPILED}}
+    alone |= {"optim.offload=host": {exclusions.ON_HOST}}
+    assert {each: load_recipe(recipe, [each]).recipe.settings for each in alone} == alone
     assert "parallel.zero_stage 3 cannot be combined with train.compile" in refused(
         recipe, ["parallel.zero_stage=3", "train.compile=true"]
     )

@@ -12,8 +12,9 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from fcsd.distill import loop, prepare
+from fcsd.distill import loop
 from fcsd.distill.data.corpus import load_corpus, load_tokenizer
+from fcsd.distill.data.of_run import training_rows
 from fcsd.distill.data.rows import batch
 from fcsd.distill.loss.losses import IGNORE
 from fcsd.distill.preview import preview
@@ -45,7 +46,7 @@ def plain_torch(folder: Path, **changes: Any) -> list[float]:
     recipe = runs.resolved(folder, **changes).recipe
     student, teacher = load_model(folder / "student").train(), load_model(folder / "teacher")
     tokenizer = load_tokenizer(folder / "student")
-    rows = prepare.training_rows(recipe, [load_corpus(source, tokenizer, 256) for source in recipe.data.sources])
+    rows = training_rows(recipe, [load_corpus(source, tokenizer, 256) for source in recipe.data.sources])
     optimizer = torch.optim.AdamW(student.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     losses = []
     for number in range(recipe.train.steps):
@@ -242,6 +243,16 @@ def test_fields_that_change_no_row_are_no_part_of_a_runs_identity(folder: Path) 
     assert named(text) == named(text, text) == set()
     assert named(chats) == {"data.sources.0.earlier_reasoning", "data.sources.0: documents"}
     assert named(text, chats) == {"data.weight_by"}
+
+
+def test_variables_that_change_how_libraries_round_are_part_of_a_runs_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, world = runs.load_recipe("tiny").recipe, World(0, 1, torch.device("cpu"))
+    before = run_identity(recipe, [], world)
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    assert differences(before, run_identity(recipe, [], world)) == [
+        "the variable NVIDIA_TF32_OVERRIDE was 'nothing' and is now '1'"
+    ]
 
 
 def test_learning_rate_rises_then_falls_to_the_minimum() -> None:

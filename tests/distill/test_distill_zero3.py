@@ -19,14 +19,14 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 
 from fcsd.config import Recipe, ResolvedRecipe, accumulation
 from fcsd.distill import loop
+from fcsd.distill.data.of_run import training_rows
 from fcsd.distill.inputs import student_source
 from fcsd.distill.optim import update
-from fcsd.distill.parts.chosen import chosen_parts, train_parts
-from fcsd.distill.prepare import share_weights, training_rows
+from fcsd.distill.prepare import share_weights
 from fcsd.distill.preview import preview
 from fcsd.distill.step import engine
 from fcsd.distill.step.one_step import train_step
-from fcsd.distill.student import student_config
+from fcsd.distill.student import chosen_parts, student_config, train_parts
 from fcsd.distill.teacher import targets
 from fcsd.distill.teacher.shared import WithinPass
 from fcsd.distill.teacher.targets import TeacherSource

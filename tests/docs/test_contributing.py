@@ -1,7 +1,9 @@
-"""Adding an architecture or a loss takes the steps that its page in docs/ says, and nothing else."""
+"""Adding an architecture, a loss, a format or a suite takes the steps that its page in docs/ says, and nothing else."""
 
+import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,10 +12,12 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import ranks
 import test_rotary
 
 from fcsd.config import TERMS
 from fcsd.distill.loss.losses import COMPUTED
+from fcsd.eval.suite_file import Task
 from fcsd.models import archs
 from fcsd.models.arch import Arch
 from fcsd.models.archs import ARCHS
@@ -127,3 +131,59 @@ def test_a_loss_is_a_row_a_function_and_a_proof(repo: Path, tmp_path: Path) -> N
 
 def test_every_term_of_the_table_is_computed() -> None:
     assert COMPUTED.keys() == TERMS.keys()
+
+
+# Added to the proof of the page: what reads the row.
+USE = """
+
+def test_recipes_and_exchanges_read_the_row():
+    from fcsd.config import load_recipe
+    from fcsd.parallel.quantised.rows import Formats, RowCodec, formats_of, simulate
+
+    recipe = load_recipe("tiny", ["parallel.quantised.combine_grad=int6:g16:pow2"]).recipe
+    formats = formats_of(recipe.parallel.quantised)
+    assert formats is not None and "int6:g16:pow2 (7 bits a value)" in str(formats)
+    rows = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    arrived = simulate(rows, RowCodec(Formats.parse("int8:g32:sr:pow2").dispatch))
+    assert not torch.equal(arrived, rows) and torch.allclose(arrived, rows, atol=0.05)
+"""
+
+
+def test_a_format_is_a_row_functions_and_a_proof(repo: Path, tmp_path: Path) -> None:
+    """In a copy of the repository."""
+    page = (repo / "docs/adding_a_format.md").read_text()
+    blocks = map(textwrap.dedent, re.findall(r"```python\n(.*?)   ```", page, re.DOTALL))
+    row, functions, coding, proof = blocks
+    copy_repository(repo, tmp_path)
+    for name, after, entry in (("format", "SCALES = {", row), ("reference", "CODINGS = {", coding)):
+        file = tmp_path / f"fcsd/kernels/bit_split/{name}.py"
+        text = file.read_text()
+        assert text.count(f"\n{after}\n") == 1
+        file.write_text(text.replace(f"\n{after}\n", f"\n{after}\n{textwrap.indent(entry, '    ')}"))
+    reference = tmp_path / "fcsd/kernels/bit_split/reference.py"
+    before, rest = reference.read_text().split("class Coding(")
+    reference.write_text(f"{before}{functions}\n\nclass Coding({rest}")
+    test = tmp_path / "tests/kernels/test_pow2.py"
+    test.write_text(proof + USE)
+    assert "23 passed" in run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test))
+
+
+def test_a_suite_is_a_file_of_names(repo: Path, tmp_path: Path) -> None:
+    page = (repo / "docs/adding_a_suite.md").read_text()
+    (suite,) = map(textwrap.dedent, re.findall(r"```yml\n(.*?)   ```", page, re.DOTALL))
+    (command,) = re.findall(r"```bash\n\s*fcsd (.*?)\n\s*```", page)
+    (tmp_path / "mine.yaml").write_text(suite)
+    (tmp_path / "assets").symlink_to(repo / "assets")
+    done = ranks.fcsd("convert", "assets/teacher", "rewired", "--no-check", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = ranks.fcsd(*shlex.split(command), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    scored = json.loads((tmp_path / "scores/rewired.json").read_text())
+    assert [row["column"] for row in scored] == ["piqa", "ARC-E, raw", "gsm8k"]
+    assert {row["suite"] for row in scored} == {"mine"} and {row["n"] for row in scored} == {4}
+    settings = [row["settings"] for row in scored]
+    assert [each["metric"] for each in settings] == ["acc_norm", "acc", "exact_match"]
+    assert settings[1]["shots"] == 2 and settings[2]["filter"] == "flexible-extract" and scored[2]["chance"] == 0
+    assert settings[2]["generation"] == {"max_gen_toks": 64}
+    keys = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    assert keys == list(Task.model_fields)

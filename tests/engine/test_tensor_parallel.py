@@ -104,9 +104,9 @@ def _compare(cases: list[tuple[str, Path, Experts, list[Wiring]]], degree: int) 
     ranks, alone = TensorGroup(dist.group.WORLD, degree, world.rank), TensorGroup(dist.new_group([0]), 1, 0)
     found: dict[str, Any] = {}
     with torch.no_grad():
-        for arch, path, experts, wirings in cases:
+        for arch, path, wirings in cases:
             ids, expected = torch.load(path / EXPECTED)
-            model: Any = load_tensor_parallel(path, dtype=torch.float32, device="cpu", ranks=ranks, experts=experts)
+            model: Any = load_tensor_parallel(path, dtype=torch.float32, device="cpu", ranks=ranks)
 
             def logits(wiring: Wiring, *way: Any, ids: Tensor = ids, model: Any = model) -> Tensor:
                 wire_tensor_parallel(model, wiring, ranks, Ways(Way(*way or ("nccl",))))
@@ -118,11 +118,11 @@ def _compare(cases: list[tuple[str, Path, Experts, list[Wiring]]], degree: int) 
                 worst = float((overlapped - expected[str(wiring)]).abs().max())
                 # The schedule, and so what overlaps, does not depend on the number of ranks.
                 same = degree != 2 or torch.equal(overlapped, logits(wiring, "nccl", False))
-                found[f"{arch}, {experts}, {wiring}"] = worst, same
+                found[f"{arch}, {wiring}"] = worst, same
             if degree == 2:  # what the sums are for does not depend on the number of ranks
                 without = logits(STANDARD, "none") - expected[str(STANDARD)]
-                found[f"{arch}, {experts}, none"] = float(without.abs().max())
-            if world.rank == 0 and degree == 2 and experts == "sliced":
+                found[f"{arch}, none"] = float(without.abs().max())
+            if world.rank == 0 and degree == 2:
                 model = load_tensor_parallel(path, dtype=torch.float32, device="cpu", ranks=alone)
                 wire_tensor_parallel(model, STANDARD, alone)
                 same = torch.equal(model(ids, use_cache=False).logits, expected[str(STANDARD)])
@@ -146,16 +146,14 @@ def _check(of_ranks: list[dict[str, Any]], count: int) -> None:
 
 
 def test_two_ranks_give_the_logits_of_the_reference(checkpoints: dict[str, Path]) -> None:
-    cases = [(arch, path, "sliced", WIRINGS.get(arch, COMMON)) for arch, path in checkpoints.items()]
-    cases += [(arch, checkpoints[arch], "whole", [FARSKIP]) for arch in ("qwen2_moe", "gpt_oss")]
+    cases = [(arch, path, WIRINGS.get(arch, COMMON)) for arch, path in checkpoints.items()]
     _check(results(2, _compare, cases, 2), sum(len(wirings) for *_, wirings in cases))
 
 
-def test_four_ranks_repeat_key_value_heads_and_divide_experts(checkpoints: dict[str, Path]) -> None:
+def test_four_ranks_repeat_key_value_heads(checkpoints: dict[str, Path]) -> None:
     """What depends on the number of ranks is how weights are divided; two ranks run the schedules of all wirings."""
-    cases = [(arch, path, "sliced", [FARSKIP]) for arch, path in checkpoints.items()]
-    cases += [("llama", checkpoints["llama"], "sliced", [LADDER])]
-    cases += [(arch, checkpoints[arch], "whole", [STANDARD]) for arch in ("qwen3_moe", "llama4_text")]
+    cases = [(arch, path, [FARSKIP]) for arch, path in checkpoints.items()]
+    cases += [("llama", checkpoints["llama"], [LADDER])]
     _check(results(4, _compare, cases, 4), sum(len(wirings) for *_, wirings in cases))
 
 
@@ -202,23 +200,18 @@ def test_tied_weights_stay_one_tensor_and_random_ones_do_not_depend_on_the_ranks
     assert model.lm_head.weight is model.model.embed_tokens.weight and len(model.lm_head.weight) == 128
     config = tiny.config("qwen3_moe")
     whole = dict(state(random_model(config, dtype=torch.float32, device="cpu", seed=3)))
-    for experts in ("sliced", "whole"):
-        parts = [
-            dict(state(random_tensor_parallel(
-                tiny.config("qwen3_moe"), dtype=torch.float32, device="cpu", ranks=TensorGroup(None, 2, rank),
-                experts=experts, seed=3,
-            )))
-            for rank in range(2)
-        ]  # fmt: skip
-        for name, dim in (("self_attn.v_proj.weight", 0), ("mlp.experts.down_proj", 2 if experts == "sliced" else 0)):
-            name = f"model.layers.1.{name}"
-            assert torch.equal(torch.cat([part[name] for part in parts], dim), whole[name])
+    how: Any = {"dtype": torch.float32, "device": "cpu", "seed": 3}
+    ranks = [TensorGroup(None, 2, rank) for rank in range(2)]
+    parts = [dict(state(random_tensor_parallel(tiny.config("qwen3_moe"), ranks=rank, **how))) for rank in ranks]
+    for name, dim in (("self_attn.v_proj.weight", 0), ("mlp.experts.down_proj", 2)):
+        name = f"model.layers.1.{name}"
+        assert torch.equal(torch.cat([part[name] for part in parts], dim), whole[name])
 
 
 def test_files_that_do_not_match_are_refused_by_name(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    def refused(path: Path, degree: int = 2, **options: Any) -> str:
+    def refused(path: Path, degree: int = 2) -> str:
         with pytest.raises((BadInputError, ConfigError)) as caught:
-            load_tensor_parallel(path, dtype=torch.float32, device="cpu", ranks=TensorGroup(None, degree, 0), **options)
+            load_tensor_parallel(path, dtype=torch.float32, device="cpu", ranks=TensorGroup(None, degree, 0))
         return str(caught.value)
 
     tensors = load_file(checkpoints["llama"] / SINGLE)
@@ -240,8 +233,6 @@ def test_files_that_do_not_match_are_refused_by_name(checkpoints: dict[str, Path
     assert "8 ranks cannot share 4 attention heads" in refused(moe, 8)
     write(tmp_path / "odd", "llama", intermediate_size=126)
     assert "4 ranks cannot share 126 columns of a weight evenly" in refused(tmp_path / "odd", 4)
-    write(tmp_path / "few", "qwen3_moe", num_experts=6)
-    assert "4 ranks cannot share 6 experts evenly" in refused(tmp_path / "few", 4, experts="whole")
     fp8 = quantised.write("deepseek_v3", tmp_path / "fp8")
     assert "is quantised (fp8), and tensor parallelism cannot load that" in refused(fp8)
 

@@ -4,10 +4,11 @@ import re
 from itertools import product
 
 import pytest
+from studies.formats.directions import parse_directions
 
 from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format
-from fcsd.kernels.bit_split.format import format_of_reduction, parse_directions
+from fcsd.kernels.bit_split.format import format_of_reduction
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The table of architectures agrees with transformers, and a family is named there alone."""
 
 import ast
+from dataclasses import replace
 from inspect import signature, unwrap
 from pathlib import Path
 
@@ -8,9 +9,11 @@ import pytest
 import tiny
 import transformers
 
+from fcsd.errors import BadInputError
 from fcsd.models.archs import ARCHS
-from fcsd.models.build import experts_of
-from fcsd.models.installed import cache_keyword
+from fcsd.models.build import arch_of, experts_of
+from fcsd.models.config_keys import cache_keyword
+from fcsd.models.products import unsupported
 
 # The only other files of the package with a row's ``model_type`` in quotes, and why.
 NAMED_ELSEWHERE = {
@@ -41,7 +44,15 @@ def test_the_cache_has_the_name_that_transformers_gives_it() -> None:
 
 
 def test_every_row_has_a_tiny_model() -> None:
-    assert tiny.CONFIGS.keys() | {"llama4"} == ARCHS.keys(), "llama4's is tiny.llama4_vision"
+    supported = {arch for arch, row in ARCHS.items() if unsupported(row) is None}
+    assert tiny.CONFIGS.keys() | {"llama4"} == supported, "llama4's is tiny.llama4_vision"
+
+
+def test_a_type_that_this_transformers_is_too_old_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny.config("lfm2")
+    monkeypatch.setitem(ARCHS, "lfm2", replace(ARCHS["lfm2"], since=(99, 1)))  # pyright: ignore
+    with pytest.raises(BadInputError, match=r"lfm2 needs transformers 99\.1 or later"):
+        arch_of(config)
 
 
 @pytest.mark.parametrize("arch", tiny.CONFIGS)

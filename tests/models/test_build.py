@@ -8,6 +8,7 @@ import pytest
 import tiny
 import torch
 import transformers
+from reloads import run_script
 from representatives import representatives
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -26,7 +27,7 @@ from fcsd.models.build import (
     register,
     wire,
 )
-from fcsd.models.installed import cache_keyword
+from fcsd.models.config_keys import cache_keyword
 from fcsd.models.wiring import WiredLayer, Wiring
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 from fcsd.parallel.weights.random_init import random_model
@@ -133,7 +134,12 @@ ids, expected = torch.load({str(tmp_path / "expected.pt")!r})
 model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})
 assert torch.equal(model(ids).logits, expected) and type(model).__module__ == "fcsd.models.build"
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+    if order == AUTO:  # in a process that imported transformers before it was forked
+        (tmp_path / "code.py").write_text(code)
+        ended, _, said = run_script([str(tmp_path / "code.py")], tmp_path, str(tmp_path / "modules"))
+        assert ended == 0, said
+    else:
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def saved(tmp_path, arch="deepseek_v2"):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from fcsd.errors import BadInputError
 from fcsd.models.quantised import layouts, values
 from fcsd.models.quantised.decode import plain_tensors
 from fcsd.models.quantised.layouts import Scheme
@@ -92,3 +93,26 @@ WORDS: dict[str, Any] = {
 @pytest.mark.parametrize("case", WORDS)
 def test_a_method_is_told_in_words(case: str) -> None:
     assert str(stored(case)[0]) == WORDS[case]
+
+
+def test_of_the_settings_of_single_layers_the_first_counts_that_names_one() -> None:
+    """As GPTQModel reads ``dynamic``: a layer that is to be quantised may stand before a pattern that excludes it."""
+    head = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    eight: dict[str, Any] = {"+:.*down_proj": {"bits": 8}}
+    tensors = stored("gptq_8_bits")[1]
+    held = {f"layers.0.down_proj.{suffix}": tensor for suffix, tensor in tensors.items()}
+    kept = read_method(head | {"dynamic": {**eight, "-:layers.0": {}}}, "config")
+    scheme = kept.scheme_of("layers.0.down_proj.weight", held)
+    assert scheme is not None and scheme.bits == 8
+    left_out = read_method(head | {"dynamic": {"-:layers.0": {}, **eight}}, "config")
+    with pytest.raises(BadInputError, match="does not say how"):
+        left_out.scheme_of("layers.0.down_proj.weight", held)
+    assert left_out.scheme_of("layers.1.down_proj.weight", held) is None, "the files hold it as it is"
+
+
+def test_bits_that_are_no_whole_number_are_refused() -> None:
+    group = {"targets": ["Linear"], "weights": {"num_bits": 4.0, "group_size": 32}}
+    packed = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
+    for block in ({"quant_method": "gptq", "bits": 4.0, "group_size": 32}, packed):
+        with pytest.raises(BadInputError, match=r"malformed .*4\.0"):
+            read_method(block, "config")

@@ -1,12 +1,11 @@
 """A rewired model that another tool saves keeps its guard: loaded anywhere, it is itself or it is refused.
 
-Every directory is loaded by transformers in a fresh process, where fcsd can be imported and where it cannot.
+Every directory is loaded by transformers in a process of its own, where fcsd can be imported and where it cannot.
+``tests/models/test_build.py`` and ``tests/models/test_export_template.py`` do so in processes that import all anew.
 """
 
 import json
-import os
-import subprocess
-import sys
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import peft
 import pytest
 import tiny
 import torch
+from reloads import fork_reloads, run_script
 from transformers import LlamaForCausalLM
 
 from fcsd.convert import convert_checkpoint
@@ -59,18 +59,14 @@ def converted(tmp_path_factory) -> Path:
     return folder / "converted"
 
 
-def in_fresh_process(how: str, directory: Path, tmp_path: Path, *save: Path) -> torch.Tensor:
-    """The logits of a directory as a fresh process loads it, in which transformers' own class refuses it."""
-    out = tmp_path / "logits.pt"
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, how, directory, out, *save],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")},
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("refused:") and REFUSAL in done.stdout
+def in_own_process(how: str, directory: Path, tmp_path: Path, *save: Path) -> torch.Tensor:
+    """The logits of a directory as a process of its own loads it, in which transformers' own class refuses it."""
+    out, program = tmp_path / "logits.pt", tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    argv = [str(word) for word in (program, how, directory, out, *save)]
+    code, _, said = run_script(argv, tmp_path, str(tmp_path / "modules"))
+    assert code == 0, said
+    assert re.search(rf"^refused:.*{re.escape(REFUSAL)}", said, re.MULTILINE)
     return torch.load(out)
 
 
@@ -97,14 +93,17 @@ def test_what_is_saved_with_fcsd_loads_anywhere(converted: Path, tmp_path: Path,
     assert raw[WEIGHTS_FILE] == REFUSAL and raw["fcsd"]["wiring"] == "ladder"
     assert {file.name for file in (tmp_path / "saved").glob("*.py")} == CODE_FILES
     for how in ("with", "without"):
-        assert torch.equal(in_fresh_process(how, tmp_path / "saved", tmp_path), logits(model))
+        assert torch.equal(in_own_process(how, tmp_path / "saved", tmp_path), logits(model))
 
 
-def test_what_is_saved_without_fcsd_loads_anywhere(converted: Path, tmp_path: Path) -> None:
+def test_what_is_saved_without_fcsd_loads_anywhere(
+    converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_reloads(monkeypatch)
     export_model(converted, tmp_path / "export")
-    expected = in_fresh_process("without", tmp_path / "export", tmp_path, tmp_path / "saved")
+    expected = in_own_process("without", tmp_path / "export", tmp_path, tmp_path / "saved")
     for how in ("with", "without"):
-        assert torch.equal(in_fresh_process(how, tmp_path / "saved", tmp_path), expected)
+        assert torch.equal(in_own_process(how, tmp_path / "saved", tmp_path), expected)
 
 
 def test_a_wiring_made_in_memory_is_not_saved_as_if_it_were_none(tmp_path: Path) -> None:

@@ -101,6 +101,12 @@ def test_more_layers_are_faster_and_lose_more(rows: dict[tuple[str, str], fronti
     assert not frontier.losses(0.1, (4.2, 4.2))["fitted"] and not frontier.losses(0.5, (4.2, 9.0))["fitted"]
 
 
+def test_a_prediction_of_two_costs_reaches_from_the_low_end_of_the_one_to_the_high_end_of_the_other() -> None:
+    cheap, dear, both = (frontier.losses(0.5, whole) for whole in ((4.2, 4.2), (9.0, 9.0), (4.2, 9.0)))
+    for key in ("kl", "points"):
+        assert both[key] == (cheap[key][0], dear[key][1]) and cheap[key][1] < dear[key][1]
+
+
 def test_heads_that_two_gpus_do_not_divide_are_planned_for_three() -> None:
     fields = dict(hidden_size=576, num_attention_heads=9, num_key_value_heads=3, num_hidden_layers=2)
     odd = SimpleNamespace(config=LlamaConfig(**fields))

@@ -1,7 +1,7 @@
 """The sides of fcsd: the feed, engine, loss and step of ``fcsd distill``, which trains all weights or adapters."""
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from benchmarks.distill.baselines.setting import Setting, Watch
@@ -9,11 +9,11 @@ from benchmarks.distill.baselines.setting import Setting, Watch
 from fcsd.config import Adapter
 from fcsd.distill.experts.expert_parallel import wire_sharded
 from fcsd.distill.optim import update
-from fcsd.distill.parts.chosen import train_parts
 from fcsd.distill.prepare import share_weights
 from fcsd.distill.step.engine import Training, build_training
 from fcsd.distill.step.feed import feeding
 from fcsd.distill.step.one_step import launch_step
+from fcsd.distill.student import train_parts
 from fcsd.distill.teacher.original import pack_attention
 from fcsd.distill.teacher.targets import LiveTeacher, TeacherSource
 from fcsd.distill.train_engine import TrainEngine
@@ -57,7 +57,7 @@ def _take(setting: Setting, watch: Watch, training: Training) -> float:
     update.install(training.engine, recipe)
     if world.device.type == "cuda":
         watch.weights = sum(parameter.nbytes for parameter in training.model.parameters())
-        training = replace(training, engine=cast(TrainEngine, _Weighed(training.engine, watch)))
+        training = replace(training, engine=_Weighed(training.engine, watch))
     loss = float("nan")
     try:
         with feeding(setting.rows, recipe, world, 1, watch.steps) as feed:

@@ -8,9 +8,9 @@ from benchmarks.train.random_run import random_corpus, random_run, require_all_t
 from benchmarks.train.step.workload import Workload
 
 from fcsd.config import Objective, Recipe
+from fcsd.distill.data.of_run import training_rows
 from fcsd.distill.experts.expert_parallel import randomise
 from fcsd.distill.metrics import full_speed
-from fcsd.distill.prepare import training_rows
 from fcsd.distill.student import DTYPES
 from fcsd.distill.teacher.original import compile_layers
 from fcsd.errors import ConfigError

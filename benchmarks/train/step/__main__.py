@@ -72,7 +72,7 @@ class Options:
     ] = field(default_factory=lambda: ["off"])
     node_size: Annotated[
         int | None,
-        typer.Option(min=2, help="GPUs that form a node, for --dedup node and for variants with copies."),
+        typer.Option(min=2, help="GPUs that form a node, for --dedup node."),
     ] = None
     rounds: Annotated[int, typer.Option(min=1, help="How often the variants take turns.")] = 3
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of a variant in each round.")] = 3

@@ -13,18 +13,20 @@ from benchmarks.train.random_run import draw_models, random_corpus, random_run
 from benchmarks.train.step.model import in_phases
 from benchmarks.train.step.variants import NoExchange
 from benchmarks.train.step.workload import BLOCKING, MASKED, OVERLAPPED, Workload
+from studies.formats.directions import parse_formats
 from transformers import PreTrainedModel
 
 from fcsd.bench.runner import finished, reset_peak
 from fcsd.checkpoint import open_checkpoint
+from fcsd.distill.data.of_run import training_rows
 from fcsd.distill.experts.expert_parallel import dispatcher_for, quantiser_of, wire_sharded
 from fcsd.distill.metrics import full_speed_of
 from fcsd.distill.optim import update
-from fcsd.distill.parts.chosen import chosen_parts, train_parts
-from fcsd.distill.prepare import shares_weights, training_rows
+from fcsd.distill.prepare import shares_weights
 from fcsd.distill.step.engine import build_training, live_teacher
 from fcsd.distill.step.feed import feeding
 from fcsd.distill.step.one_step import launch_step, train_step
+from fcsd.distill.student import chosen_parts, train_parts
 from fcsd.distill.teacher.original import compile_layers, pack_attention
 from fcsd.distill.teacher.shared import SharedTeacher, WithinPass
 from fcsd.distill.teacher.targets import TeacherSource
@@ -35,7 +37,7 @@ from fcsd.models.wiring import Wiring
 from fcsd.parallel.attention import join_attention
 from fcsd.parallel.expert.dispatcher import check_formats
 from fcsd.parallel.overlap import overlap
-from fcsd.parallel.quantised.rows import Formats, Quantiser
+from fcsd.parallel.quantised.rows import Quantiser
 
 
 class Distillation:
@@ -56,7 +58,7 @@ class Distillation:
                     "--quantised needs experts that are divided among several processes", hint="add --gpus 2"
                 )
             for format in load.formats:
-                check_formats(Formats.parse(format), rewired, load.shape)
+                check_formats(parse_formats(format), rewired, load.shape)
             chosen = chosen_parts(recipe, open_checkpoint(recipe.model, weights=False))
             self.full_speed = full_speed_of(recipe, world)
         self._recipe, self._world, self._taken = recipe, world, 0
@@ -81,7 +83,7 @@ class Distillation:
         """Wires both models for a variant, or the student and its own pass as the teacher if it freezes weights."""
         recipe, student = self._recipe, self.models[0]
         variant, _, format = variant.partition("+")
-        quantiser = Quantiser(Formats.parse(format)) if format else quantiser_of(recipe)
+        quantiser = Quantiser(parse_formats(format)) if format else quantiser_of(recipe)
         ep_sizes = recipe.parallel.ep_size, recipe.parallel.teacher_ep_size
         for model, ep_size, own in zip(self.models, ep_sizes, (quantiser, None), strict=False):
             self._wire(variant, model, ep_size, own)

@@ -9,14 +9,12 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fcsd.distill.loss.losses import cross_entropy
-from fcsd.distill.step.engine import import_deepspeed, recompute_layers
-from fcsd.distill.step.phases import phase
-from fcsd.distill.train_engine import PassEngine
+from fcsd.distill.step.engine import import_deepspeed, phase, recompute_layers
 from fcsd.launch.world import World
 from fcsd.parallel.expert.autoep import expert_blocks
 from fcsd.parallel.weights.random_init import random_expert_parallel
 
-Engine = TypeVar("Engine", bound=PassEngine)
+Engine = TypeVar("Engine")
 
 
 class Decoder(nn.Module):
@@ -56,7 +54,7 @@ def in_phases(engine: Engine) -> Engine:
 
 
 class _Phases:
-    def __init__(self, engine: PassEngine) -> None:
+    def __init__(self, engine: Any) -> None:
         self._engine = engine
 
     def __getattr__(self, name: str) -> Any:
@@ -77,7 +75,7 @@ class _Phases:
 
 def make_engine(
     config: PretrainedConfig, micro_batch: int, world: World, *, recompute: bool, optimizer: bool
-) -> tuple[PassEngine, PreTrainedModel]:
+) -> tuple[Any, PreTrainedModel]:
     """Builds a DeepSpeed engine and in it a model of random weights, with ZeRO-1 and AdamW, whose learning rate is 0.
 
     The weights do not depend on the number of ranks.

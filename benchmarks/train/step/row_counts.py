@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fcsd.distill.train_engine import PassEngine
+from fcsd.distill.train_engine import TrainEngine
 from fcsd.parallel.expert.autoep import expert_blocks
 from fcsd.parallel.expert.block import ExpertBlock
-from fcsd.parallel.expert.levels import Levels, one_level, pairs_sent, rows_sent, two_levels
+from fcsd.parallel.expert.levels import Levels, all_groups, one_level, row_matrices, two_levels
 
 
-def measure(engine: PassEngine, model: PreTrainedModel, ids: Tensor, node_size: int | None) -> dict[str, list[float]]:
+def measure(engine: TrainEngine, model: PreTrainedModel, ids: Tensor, node_size: int | None) -> dict[str, list[float]]:
     """The rows that dispatch sends from one rank to another, divided by the number of tokens, on average over layers.
 
     Combine and the gradients of both send as many. Every rank must call this.
@@ -54,6 +54,26 @@ def measure(engine: PassEngine, model: PreTrainedModel, ids: Tensor, node_size: 
         name: [sum(layer[name][level] for layer in found) / tokens for level in range(len(found[0][name]))]
         for name in found[0]
     }
+
+
+def rows_sent(positions: Tensor, experts: int, levels: Levels) -> list[int]:
+    """How many rows travel from one rank to another at each level, in one direction and over all ranks.
+
+    Args:
+        positions: ``[ranks, tokens, top_k]``, the positions of the experts that each rank's tokens chose.
+    """
+    matrices = row_matrices(all_groups(positions, experts, levels), levels)
+    return [int(matrix.sum() - matrix.diagonal().sum()) for matrix in matrices]
+
+
+def pairs_sent(positions: Tensor, experts: int, ranks: int) -> int:
+    """How many rows travel from one rank to another without deduplication: one for each pair of token and expert.
+
+    Args:
+        positions: ``[ranks, tokens, top_k]``, the positions of the experts that each rank's tokens chose.
+    """
+    senders = torch.arange(ranks, device=positions.device).view(-1, 1, 1)
+    return int((positions // (experts // ranks) != senders).sum())
 
 
 def to_text(rows: dict[str, list[float]]) -> str:

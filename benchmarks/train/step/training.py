@@ -18,15 +18,16 @@ from benchmarks.train.step import row_counts
 from benchmarks.train.step.model import in_phases, make_engine
 from benchmarks.train.step.variants import eager_name, variants
 from benchmarks.train.step.workload import COPIES, Workload
+from studies.formats.directions import parse_formats
 from torch import Tensor
 
 from fcsd.bench.runner import finished, reset_peak, say
-from fcsd.distill.train_engine import PassEngine
+from fcsd.distill.train_engine import TrainEngine
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World, barrier
 from fcsd.parallel.expert.dispatcher import check_formats
 from fcsd.parallel.expert.hierarchical import dispatcher_of
-from fcsd.parallel.quantised.rows import Formats, Quantiser
+from fcsd.parallel.quantised.rows import Quantiser
 from fcsd.parallel.transports.traffic import Traffic
 
 
@@ -47,7 +48,7 @@ class Training:
         dedups = (load.dedup, *load.more_dedups)
         dispatchers = {dedup: dispatcher_of(dedup, world.size, load.node_size) for dedup in dedups}
         config = load.config
-        formats_by_name = {name: Formats.parse(name) for name in load.formats}
+        formats_by_name = {name: parse_formats(name) for name in load.formats}
         for formats in formats_by_name.values():
             check_formats(formats, config, load.shape)
         choices: Any = {"recompute": load.recompute, "optimizer": load.optimizer}
@@ -75,7 +76,7 @@ class Training:
             own = f"eager-sync against itself: {held['spread']:.2e}"
             say(self._world, f"{name} against eager-sync: {held['difference']:.2e} relative; {own}")
         for formats in self._load.formats:
-            say(self._world, f"{formats}: {Formats.parse(formats)}")
+            say(self._world, f"{formats}: {parse_formats(formats)}")
         return {"rows": rows, "equality": equality}
 
     def _held(self, name: str) -> dict[str, Any]:
@@ -125,7 +126,7 @@ class Training:
         return (middle - start) * 1e3, (finished(device) - start) * 1e3
 
 
-def loss_and_norms(engine: PassEngine, ids: Tensor) -> dict[str, float]:
+def loss_and_norms(engine: TrainEngine, ids: Tensor) -> dict[str, float]:
     """Runs a step; returns its loss and the norm of every gradient on this rank, before averaging over the ranks.
 
     Args:

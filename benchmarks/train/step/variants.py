@@ -48,8 +48,7 @@ def variants(model: PreTrainedModel, load: Workload, dispatcher: Dispatcher, tra
     """
     standard, farskip = unwired(), Wiring("farskip", tuple(range(load.layers)))
 
-    imitated = load.node_size is not None
-    copies = CopiesTransport(partial(open_buffers, beside_slow_nccl=imitated), node_size=load.node_size)
+    copies = CopiesTransport(open_buffers)
     sending = partial(overlap, model, dispatcher=dispatcher, traffic=traffic)
     ours = {
         STANDARD: partial(sending, standard, "eager-sync"),

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import NamedTuple, get_args
 
 import torch
+from studies.formats.directions import parse_formats
 from transformers import AutoConfig, PretrainedConfig
 
 from fcsd.bench.shapes import SHAPES
 from fcsd.errors import ConfigError, unknown_value
-from fcsd.parallel.cost import Dedup
-from fcsd.parallel.quantised.rows import Formats
+from fcsd.parallel.expert.hierarchical import Dedup
 
 STOCK, STANDARD, EAGER, OVERLAPPED, BOUND = "stock", "standard", "eager-sync", "overlapped", "comm-free"
 TUNED = "stock-tuned"  # AutoEP's own layer with the options that it offers for speed; on GPUs
@@ -51,7 +51,7 @@ class Workload:
             there are none, it is both, or ``uniform`` with a teacher.
         variants: names from ``VARIANTS``, or with a teacher from ``WITH_TEACHER``, of which ``overlapped`` is the step
             of ``fcsd distill``. If there are none, it is the usual ones.
-        formats: formats of rows, as ``Formats.parse`` reads them. Each overlapped variant is also timed with each
+        formats: formats of rows, as ``parse_formats`` reads them. Each overlapped variant is also timed with each
             of them.
         rounds: how often each variant is timed; the variants take turns.
         steps: timed steps of a variant in each round.
@@ -63,9 +63,7 @@ class Workload:
             backward, without an engine.
         dedup: without a teacher, ``off``, ``rank`` or ``node``; see ``parallel.dedup`` in the recipe. It holds for all
             variants except ``stock`` and the bound, which need no deduplication: the bound is the same for every value.
-        node_size: neighbouring ranks that form a node, for ``node``. With it, the variants named copies copy rows only
-            inside a node, and NCCL sends rows between nodes. If ``NCCL_P2P_DISABLE`` makes NCCL slow, the nodes of one
-            host are imitations of real ones.
+        node_size: neighbouring ranks that form a node, for ``node``.
         more_dedups: other values of ``dedup``. Each overlapped variant is also timed with each of them, alone and with
             each of ``formats``.
 
@@ -121,7 +119,7 @@ class Workload:
         if "node" in (self.dedup, *self.more_dedups) and self.node_size is None:
             raise ConfigError("dedup node needs the number of ranks of a node", hint="--node-size")
         for format in self.formats:
-            Formats.parse(format)
+            parse_formats(format)
         if self.formats and not self.overlapped:
             raise ConfigError("--quantised needs a variant that overlaps", hint="--variants overlapped,...")
         if self.more_dedups and not self.overlapped:

@@ -5,7 +5,7 @@ A server that measures them while others start on the same GPUs would measure th
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,16 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessException, spawn
 
-from fcsd.bench.serve.variants import HOST_SUMS
 from fcsd.errors import ConfigError
 from fcsd.foreign_errors import reason_in
 from fcsd.parallel.all_reduce.host import sums_of
-from fcsd.parallel.all_reduce.host_table import STOCK, file_for, kept, measured, read_times
+from fcsd.parallel.all_reduce.host_table import STOCK, HostTables, Stock, file_for, kept, measured, of_times, read_times
 from fcsd.serve.vllm.communicator import caches, format_of
 
 # A setting of NCCL: without peer access its copies are those of copy engines, not of kernels.
 COPIES = "NCCL_SHM_USE_CUDA_MEMCPY"
-_MOST_WAYS = "host:int8"  # of HOST_SUMS, the one whose table has all ways
+_MOST_WAYS = "host:int8"  # of the values of ``HOST_SUMS``, the one whose table has all ways; the other is ``host``
 
 
 def through_host() -> bool:
@@ -53,8 +52,7 @@ def microseconds(counts: Sequence[int]) -> dict[str, dict[int, dict[int, float]]
     for ranks in counts:
         for size, row in _kept(ranks).items():
             own = {way: time for way, time in row.items() if way != STOCK}
-            exact = min(time for way, time in own.items() if ":" not in way)
-            for name, time in (("host", exact), (_MOST_WAYS, min(own.values()))):
+            for name, time in (("host", min(_exact(own).values())), (_MOST_WAYS, min(own.values()))):
                 found.setdefault(name, {}).setdefault(ranks, {})[size] = time
         with _copies():
             for size, row in _kept(ranks).items():
@@ -82,7 +80,7 @@ def _copies() -> Iterator[None]:
 
 
 def prepare(ranks: int) -> None:
-    """Measure the tables of all variants with sums through the host, one rank a GPU; what is there stays.
+    """Measure the tables of ``HOST_SUMS``, one rank a GPU; what is there stays. Both are of one pass.
 
     Raises:
         ConfigError: a rank cannot sum so.
@@ -106,14 +104,30 @@ def _rank(rank: int, ranks: int, meeting: Path) -> None:
         dist.all_reduce(x)
         return x
 
-    def nccl_gather(x: Tensor) -> Tensor:
+    def gather(x: Tensor) -> Tensor:
         out = x.new_empty(ranks * len(x), *x.shape[1:])
         dist.all_gather_into_tensor(out, x)
         return out
 
-    for environment in HOST_SUMS.values():
-        (asked,) = environment.values()
-        format = format_of(asked)
-        file = file_for(caches(), torch.cuda.get_device_name(), ranks, asked)
-        kept(file, lambda format=format: measured(sums, nccl, nccl_gather, group, format), group)
+    def scatter(x: Tensor) -> Tensor:
+        out = x.new_empty(len(x) // ranks, *x.shape[1:])
+        dist.reduce_scatter_tensor(out, x)
+        return out
+
+    def table(asked: str, made: Callable[[], HostTables]) -> HostTables:
+        return kept(file_for(caches(), torch.cuda.get_device_name(), ranks, asked), made, group)
+
+    stock = Stock(nccl, gather, scatter)
+    ways = table(_MOST_WAYS, lambda: measured(sums, stock, group, format_of(_MOST_WAYS)))
+    table("host", lambda: exact(ways))
     dist.barrier()
+
+
+def exact(tables: HostTables) -> HostTables:
+    """The tables without the ways that change results."""
+    found = ({size: _exact(row) for size, row in table.microseconds.items()} for table in tables)
+    return HostTables(*map(of_times, found))
+
+
+def _exact(row: Mapping[str, float]) -> dict[str, float]:
+    return {way: time for way, time in row.items() if ":" not in way}

@@ -26,13 +26,13 @@ from fcsd.engine.decode import GRAIN, Stepper
 from fcsd.engine.fused import fuse
 from fcsd.engine.layer import wire_tensor_parallel
 from fcsd.engine.slots import Slots, why_no_slots
-from fcsd.engine.weights import load_tensor_parallel, random_tensor_parallel
+from fcsd.engine.weights import random_tensor_parallel
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World, join_world
 from fcsd.models.wiring_block import Wiring
 from fcsd.parallel.all_reduce.reduce import Reduction
 from fcsd.parallel.all_reduce.ways import Way, Ways
-from fcsd.parallel.tensor.tp_plan import Experts, TensorGroup
+from fcsd.parallel.tensor.tp_plan import TensorGroup
 from fcsd.progress import duration
 
 FEW = 128  # tokens by which the speed of a CPU is estimated
@@ -81,7 +81,7 @@ def bench(load: Workload, config: PretrainedConfig, write: Callable[[dict[str, A
         label(name, way, first): Variant(name, way) for name in names for way in (first, *others)
     }
     variants["bound"] = Variant(names[0], Way(BOUND))
-    model = random_model(config, ranks, world, torch.bfloat16, "whole" if load.ep else "sliced")
+    model = random_model(config, ranks, world, torch.bfloat16)
     found = {
         name: {"role": role(key, first), "wiring": key.wiring, **key.way._asdict(), "rounds": {}}
         for name, key in variants.items()
@@ -142,18 +142,9 @@ def role(variant: Variant, first: Way) -> Role:
     return "wired" if variant.way == first else "way"
 
 
-def random_model(
-    config: PretrainedConfig, ranks: TensorGroup, world: World, dtype: torch.dtype, experts: Experts
-) -> PreTrainedModel:
+def random_model(config: PretrainedConfig, ranks: TensorGroup, world: World, dtype: torch.dtype) -> PreTrainedModel:
     """A model with random weights in the engine, with the modules that the engine fuses."""
-    model = random_tensor_parallel(config, dtype=dtype, device=world.device, ranks=ranks, experts=experts)
-    fuse(model, world.device.type == "cuda")
-    return model
-
-
-def stored_model(path: str, ranks: TensorGroup, world: World, dtype: torch.dtype, experts: Experts) -> PreTrainedModel:
-    """The same with the weights of a checkpoint."""
-    model = load_tensor_parallel(path, dtype=dtype, device=world.device, ranks=ranks, experts=experts)
+    model = random_tensor_parallel(config, dtype=dtype, device=world.device, ranks=ranks)
     fuse(model, world.device.type == "cuda")
     return model
 

@@ -24,7 +24,7 @@ class Workload:
             a converted model, ``farskip`` for one with experts, and ``ladder`` for a dense one.
         tp: the tensor-parallel degree.
         dp: data-parallel replicas, each of ``tp`` ranks, behind one address.
-        ep: whether ranks hold whole experts.
+        ep: whether ranks of vLLM hold whole experts.
         prompts: tokens of a prompt, of which ``arrivals`` come at once. The smallest is the prompt of decoding and
             load.
         arrivals: prompts that come at once where the time to the first token is measured.
@@ -92,6 +92,8 @@ class Workload:
                 raise ConfigError(f"--all-reduce {backend} gives wrong results; the bound is measured in any case")
         if self.engine == "own" and self.dp > 1:
             raise ConfigError("--dp needs --engine vllm: fcsd's engine has no replicas")
+        if self.engine == "own" and self.ep:
+            raise ConfigError("--ep needs --engine vllm: fcsd's engine gives each rank a slice of every expert")
 
     @property
     def user(self) -> User:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 
@@ -30,7 +31,6 @@ from fcsd.distill.data.chat_template import Rendered, Rendering, Templates, read
 from fcsd.distill.data.examples import Chat, Skip, chat_of, row_of_line, text_of, token_ids_of
 from fcsd.distill.data.files import measured_and_trained
 from fcsd.distill.data.raw_table import COLUMN, TOOLS, RawTable, cache_folder, digest, open_source
-from fcsd.distill.data.token_slices import TokenSlices
 from fcsd.errors import BadInputError
 
 _VERSION = 4  # version of the cached tokens; raise it when the way in which text or chats become tokens changes
@@ -54,6 +54,62 @@ class Document(NamedTuple):
 
     ids: list[int]
     counts: list[bool]
+
+
+class TokenSlices:
+    """The token ids of each document, and which of them count, in slices of the memory-mapped Arrow buffers.
+
+    ``datasets`` needs 0.8 ms to format one document. Slicing the buffers takes microseconds and reads only the memory
+    pages of that document.
+
+    Args:
+        table: has the columns ``ids``, a list of int32 for each document, and ``counts``, a list of as many booleans.
+    """
+
+    def __init__(self, table: datasets.Dataset) -> None:
+        ids, self._column = table.data.column("ids"), table.data.column("counts")
+        self._ids = [_Lists(chunk) for chunk in ids.chunks]
+        self._counts = [_Lists(chunk) for chunk in self._column.chunks]
+        self._starts = np.cumsum([0, *map(len, ids.chunks)])
+
+    def counted(self) -> int:
+        """The number of tokens that count in the loss, over all documents."""
+        return pc.call_function("sum", [pc.call_function("list_flatten", [self._column])]).as_py()
+
+    def piece(self, number: int, first: int, last: int | None) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens ``first`` to ``last`` (exclusive; None stands for the end) of a document.
+
+        Returns: the token ids, int32, which may be a view of the file, and which of them count, bool; both
+            ``[last - first]``.
+        """
+        chunk = int(np.searchsorted(self._starts, number, side="right")) - 1
+        place = number - int(self._starts[chunk])
+        return self._ids[chunk].numbers(place, first, last), self._counts[chunk].flags(place, first, last)
+
+
+class _Lists:
+    """One chunk of a column of lists: the offset of each list among the values, and the buffer of the values."""
+
+    def __init__(self, chunk: pa.ListArray) -> None:
+        self._ends = chunk.offsets.to_numpy()
+        self._values = chunk.values
+        self._buffer = np.frombuffer(self._values.buffers()[1] or b"", dtype=np.uint8)
+
+    def _span(self, place: int, first: int, last: int | None) -> tuple[int, int]:
+        """The first value and the end (exclusive) of a part of a list, counted in values of the buffer."""
+        start, end = self._values.offset + int(self._ends[place]), self._values.offset + int(self._ends[place + 1])
+        return start + first, end if last is None else start + last
+
+    def numbers(self, place: int, first: int, last: int | None) -> np.ndarray:
+        """Part of a list of int32."""
+        start, end = self._span(place, first, last)
+        return self._buffer[4 * start : 4 * end].view(np.int32)
+
+    def flags(self, place: int, first: int, last: int | None) -> np.ndarray:
+        """Part of a list of booleans, which Arrow packs eight to a byte, the first in the lowest bit."""
+        start, end = self._span(place, first, last)
+        bits = np.unpackbits(self._buffer[start // 8 : -(-end // 8)], bitorder="little")
+        return bits[start % 8 : start % 8 + end - start].view(np.bool_)
 
 
 @dataclass(frozen=True)
@@ -127,7 +183,7 @@ def load_corpus(source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: 
 
     Args:
         vocab_size: the vocabulary size of the model; a row with a token id of this size or larger is left out.
-        end: the token that ends a plain text; see ``fcsd.distill.data.document_end``. None is the tokenizer's EOS.
+        end: the token that ends a plain text; see ``fcsd.distill.data.of_run``. None is the tokenizer's EOS.
 
     Raises:
         BadInputError: there is no such file, split, column or chat template; a file is not in its format; no row can be
@@ -269,7 +325,7 @@ def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, before: Sequence[
 
     Args:
         before: the special tokens that the tokenizer puts before a text; see ``tokens_before``.
-        end: the token that ends a document; see ``fcsd.distill.data.document_end``.
+        end: the token that ends a document; see ``fcsd.distill.data.of_run``.
     """
     ids = document_ids(text, tokenizer, before, end)
     return Document(ids, [True] * len(ids))

@@ -1,5 +1,6 @@
 """The identity of a run: the facts that it must share with its checkpoints, and that its ranks must agree on."""
 
+import os
 import re
 from collections.abc import Iterable
 from importlib.metadata import version
@@ -40,6 +41,14 @@ _FREE = (
     "early_stop.data_mirror",  # the hash of its questions is compared: ``early_stop.ScoreHistory``
 )
 _SOURCE_FREE = re.compile(r"data\.sources\.\d+\.(path|format|chat_template|min_counted)")
+# Variables of the environment that make libraries round or sum in another way, whatever the recipe says.
+_ENVIRONMENT = (
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+)
 _CODE = ("torch", "transformers", "deepspeed")  # other versions of these packages may give results with other bits
 _SCHEDULE = "optim.horizon (or train.steps)"  # the number of steps of the learning-rate schedule
 
@@ -69,6 +78,7 @@ def run_identity(recipe: Recipe, corpora: "list[Corpus]", world: World) -> dict[
         **own,
         **made_of,
         **code,
+        **{f"the variable {name}": os.environ[name] for name in _ENVIRONMENT if os.environ.get(name)},
         _SCHEDULE: recipe.schedule_steps,
         "processes": world.size // recipe.parallel.tp_size,
     }

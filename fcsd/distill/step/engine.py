@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.profiler import record_function
 from transformers import PreTrainedModel
 
 from fcsd.config import Objective, Recipe, accumulation
@@ -15,12 +16,18 @@ from fcsd.distill import tensor_parallel
 from fcsd.distill.experts.expert_parallel import quantiser_of, wire_sharded
 from fcsd.distill.loss.losses import COMPUTED, Given
 from fcsd.distill.optim.adamw_choice import adamw_settings, own_adamw, parameter_groups, updates_alone
-from fcsd.distill.step.phases import phase
 from fcsd.distill.student import DTYPES
 from fcsd.distill.teacher.original import compile_layers, final_hidden, output_head, pack_attention
-from fcsd.distill.teacher.prefix import left_out
-from fcsd.distill.teacher.targets import FixedLosses, LiveTeacher, Targets, TeacherSource, captured, compared_layers
-from fcsd.distill.teacher.twins import in_place
+from fcsd.distill.teacher.shared import in_place
+from fcsd.distill.teacher.targets import (
+    FixedLosses,
+    LiveTeacher,
+    Targets,
+    TeacherSource,
+    captured,
+    compared_layers,
+    left_out,
+)
 from fcsd.distill.tensor_parallel import Teams
 from fcsd.distill.train_engine import Trained, TrainEngine
 from fcsd.errors import ConfigError
@@ -33,6 +40,13 @@ from fcsd.parallel.expert.dispatcher import Dispatcher
 from fcsd.parallel.partitions import ahead_of_layers, gather_by_layer, keep_no_weights, whole_shape
 from fcsd.parallel.quantised.rows import Quantiser
 from fcsd.parallel.transports.traffic import Traffic
+
+PREFIX = "fcsd.phase::"  # of the phases in traces, from which ``benchmarks.train.account`` says where time goes
+
+
+def phase(name: str) -> AbstractContextManager[Any]:
+    """Records the block as a phase of the step. Phases may be nested; an event belongs to the innermost one."""
+    return record_function(PREFIX + name)
 
 
 class Losses(nn.Module):

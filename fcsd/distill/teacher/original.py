@@ -19,8 +19,8 @@ from fcsd.disk import bytes_sha256
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.kernels.packed_attention import packed_arguments, takes_borders, use_packed_attention
 from fcsd.models.build import arch_of, decoder_layers, decoder_of, logits_factor, register
+from fcsd.models.config_keys import cache_keyword
 from fcsd.models.documents import documents_of, stay_inside_documents
-from fcsd.models.installed import cache_keyword
 from fcsd.models.rope import require_short_rows
 
 _BLOCK = 1 << 20  # bytes that are read at once

@@ -2,12 +2,13 @@
 
 A run that trains adapters or named parts freezes all other weights, so they stay those of the original. No second copy
 is in memory. Only of the weights that train the original values are kept, and they take their places for the pass;
-where ZeRO-3 divides the weights, the modules of ``twins`` do.
-The first layers, if nothing trains in them and they are not rewired, are computed once for both; see ``prefix``.
+where ZeRO-3 divides the weights, the modules of ``make_twins`` do.
+The first layers, if nothing trains in them and they are not rewired, are computed once for both; see ``Prefix``.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -17,16 +18,15 @@ from transformers import PreTrainedModel
 from fcsd.config import Objective, Recipe
 from fcsd.distill.inputs import student_source
 from fcsd.distill.teacher.original import final_hidden, output_head, teacher_name, weights_sha256
-from fcsd.distill.teacher.prefix import noted
-from fcsd.distill.teacher.targets import FixedLosses, Targets, TeacherSource, captured, compared_layers
-from fcsd.distill.teacher.twins import in_place
+from fcsd.distill.teacher.targets import FixedLosses, Targets, TeacherSource, captured, compared_layers, noted
 from fcsd.errors import ConfigError
 from fcsd.models.adapters.lora import switch
 from fcsd.models.adapters.targets import Chosen, shared_prefix
-from fcsd.models.adapters.trained import TrainedParts
+from fcsd.models.adapters.trained import TrainedParts, Twin
 from fcsd.models.build import decoder_layers
 from fcsd.models.desync import RankPartialLinear
 from fcsd.parallel.expert.autoep import expert_blocks
+from fcsd.parallel.partitions import gathered, partition
 
 Wired = tuple[type[Any], Any]  # the class of a module, and what a decoder layer reads; None in the original wiring
 
@@ -160,3 +160,45 @@ def _rewire(modules: list[Any], wired: list[Wired]) -> None:
         vars(module).pop("fcsd", None)
         if reads is not None:
             vars(module)["fcsd"] = reads
+
+
+def make_twins(model: PreTrainedModel, trained: Collection[nn.Parameter]) -> tuple[Twin, ...]:
+    """The teacher's own modules of a student of which ZeRO-3 has divided ``trained``; all ranks call this together.
+
+    ZeRO-3 gathers the weights of a module before it runs, and those of the next modules ahead, in the order in which
+    they ran before. A weight that had the teacher's values in one pass and the student's in the next would be gathered
+    with the wrong ones. So what trains has a module of its own in the teacher, whose weights are divided, too: a whole
+    decoder layer if anything in it trains, and otherwise the module that holds the weight. Frozen weights are shared.
+    """
+    kept: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    kept |= {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}
+    chosen = {id(weight) for weight in trained}
+    for weight in trained:
+        with gathered(weight):
+            first = nn.Parameter(weight.detach().clone(), requires_grad=False)
+        partition([first])
+        kept[id(weight)] = first
+    layers = set(decoder_layers(model))
+
+    def found(parent: nn.Module) -> Iterator[Twin]:
+        for name, module in parent.named_children():
+            own = {id(weight) for weight in module.parameters(recurse=module in layers)}
+            if own & chosen:
+                yield Twin(parent, name, deepcopy(module, kept).eval())
+            elif module not in layers:
+                yield from found(module)
+
+    return tuple(found(model))
+
+
+@contextmanager
+def in_place(twins: Sequence[Twin]) -> Iterator[None]:
+    """A block in which the model has the teacher's modules. At its end it has the student's again."""
+    own = [twin.parent.get_submodule(twin.name) for twin in twins]
+    try:
+        for twin in twins:
+            twin.parent._modules[twin.name] = twin.module
+        yield
+    finally:
+        for twin, module in zip(twins, own, strict=True):
+            twin.parent._modules[twin.name] = module

@@ -2,6 +2,9 @@
 
 A run has one source. This module has that of a teacher in memory. ``fcsd.distill.teacher.shared`` computes targets
 with the student's own weights.
+
+Where the first layers are not rewired and nothing trains in them or before them, student and teacher compute the same
+in them. The teacher's pass is first. The student's pass leaves these layers out and goes on with what they returned.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,11 +17,65 @@ from transformers import PreTrainedModel
 
 from fcsd.config import Objective, Recipe
 from fcsd.distill.teacher.original import final_hidden, output_head
-from fcsd.distill.teacher.prefix import Prefix
 from fcsd.errors import BadInputError
 from fcsd.models.build import decoder_layers, logits_cap
 from fcsd.models.selection import select_layers
 from fcsd.parallel.partitions import whole_shape
+
+
+class Prefix(NamedTuple):
+    """The first ``layers`` decoder layers, and what the last of them returned in the teacher's pass."""
+
+    layers: int
+    output: Any
+
+
+@contextmanager
+def noted(model: PreTrainedModel, layers: int) -> Iterator[list[Prefix]]:
+    """Adds the prefix of ``layers`` layers in the forward pass of the block to a list; nothing without any layer."""
+    found: list[Prefix] = []
+    if not layers:
+        yield found
+        return
+    last = decoder_layers(model)[layers - 1]
+
+    def note(_module: Any, _inputs: Any, output: Any) -> None:
+        # Sharded layers pass on sums in flight. All reads behind a layer that is not rewired include them.
+        found.append(Prefix(layers, output.land() if hasattr(output, "land") else output))
+
+    handle = last.register_forward_hook(note)
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+class _LeftOut(nn.Module):
+    """The class of a layer that is left out: it returns what the last layer of the prefix returned.
+
+    It runs no hooks, because those of ZeRO-3 would gather weights that nothing reads.
+    """
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        return vars(self)["_prefix_output"]
+
+
+@contextmanager
+def left_out(model: PreTrainedModel, prefix: Prefix | None) -> Iterator[None]:
+    """A block in which the layers of a prefix compute nothing. At its end the layers are as before."""
+    layers: list[Any] = [] if prefix is None else list(decoder_layers(model))[: prefix.layers]
+    before = [(layer, type(layer), vars(layer).pop("_compiled_call_impl", None)) for layer in layers]
+    try:
+        for layer in layers:
+            layer.__class__ = _LeftOut
+            vars(layer)["_prefix_output"] = prefix and prefix.output
+        yield
+    finally:
+        for layer, cls, compiled in before:
+            layer.__class__ = cls
+            del vars(layer)["_prefix_output"]
+            if compiled is not None:
+                vars(layer)["_compiled_call_impl"] = compiled
 
 
 class Targets(NamedTuple):

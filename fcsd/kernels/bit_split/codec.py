@@ -1,4 +1,4 @@
-"""Encodes rows as records and decodes them: by Triton kernels on GPUs, by torch on other devices.
+"""Encodes rows as records and decodes them: by Triton kernels on GPUs, by torch on other devices and without kernels.
 
 A format whose groups do not divide the row is a ConfigError. Torch is imported when rows are encoded, so that the name
 of a format is checked without it.
@@ -19,7 +19,7 @@ def encode(rows: "Tensor", format: Format, out: "Tensor | None" = None) -> "Tens
     Args:
         out: contiguous records to write to and return; None makes new ones.
     """
-    if rows.is_cuda:
+    if rows.is_cuda and format.has_kernels:
         from fcsd.kernels.bit_split import kernels
 
         return kernels.encode(rows, format, out=out)
@@ -37,7 +37,7 @@ def decode(
     Args:
         out: contiguous rows to write to and return; None makes new ones.
     """
-    if records.is_cuda:
+    if records.is_cuda and format.has_kernels:
         from fcsd.kernels.bit_split import kernels
 
         return kernels.decode(records, format, width, dtype, out=out)

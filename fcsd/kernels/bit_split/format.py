@@ -1,24 +1,43 @@
 """Defines a format of quantised communication: its name, its options, and the bytes that a row takes in it.
 
-This is the only file that reads names of formats: alone (``Format.parse``), one for each direction
-(``parse_directions``), and in the name of a reduction (``format_of_reduction``).
+This is the only file that reads names of formats: alone (``Format.parse``), and in the name of a reduction
+(``format_of_reduction``).
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from fcsd.errors import ConfigError
 
 GROUPS = (16, 32, 64, 128, 256)  # an index fits into a byte; 16 values take whole 2-byte words in every plane
-Meta = Literal["bf16", "int"]
 Rounding = Literal["floor", "nearest", "ceil"]
 
 _HINT = "write for example int8, int4:g32, int3:g128:sr or int2:g64:sr:clip0.7; docs/slow_links.md explains the parts"
-# Unicode has more digits, which a ``\d`` and ``int`` accept.
-_OPTION = re.compile(r"(?P<group>g[0-9]+)|(?P<spikes>sr)|(?P<meta>bf16|int)|(?P<clip>clip[0-9]+(\.[0-9]+)?)")
 _REDUCTION = "quantised"
+
+
+class Scales(NamedTuple):
+    """How a format stores the scales of its groups; ``reference.CODINGS`` computes them.
+
+    Attributes:
+        bytes: the size of a scale, of a zero and of the index of a spike: 1 or 2.
+        gradients: whether a scale can be as small as gradients need.
+        kernels: whether the Triton kernels know them. Torch encodes the others, on GPUs as well.
+    """
+
+    bytes: int
+    gradients: bool = True
+    kernels: bool = False
+
+
+# How scales can be stored, by the word in the name of a format. docs/adding_a_format.md says how a row is added.
+SCALES = {
+    "bf16": Scales(2, kernels=True),
+    "int": Scales(1, gradients=False, kernels=True),
+}
+# Unicode has more digits, which a ``\d`` and ``int`` accept.
+_OPTION = re.compile(rf"(?P<group>g[0-9]+)|(?P<spikes>sr)|(?P<meta>{'|'.join(SCALES)})|(?P<clip>clip[0-9]+(\.[0-9]+)?)")
 
 
 class Layout(NamedTuple):
@@ -41,8 +60,8 @@ class Format:
         bits: the number of bits of a code, 2 to 8.
         group: how many values share a scale: 16, 32, 64, 128 or 256.
         spikes: whether the least and the greatest value of each group are stored in bf16 (spike reserving).
-        meta: how scales and zeros are stored: "bf16" or "int". They and the indices of spikes take two bytes each with
-            "bf16" and one with "int", as in the paper's Table 4. A bf16 scale is rounded to nearest: the greatest
+        meta: how scales and zeros are stored, a key of ``SCALES``. They and the indices of spikes take two bytes each
+            with "bf16" and one with "int", as in the paper's Table 4. A bf16 scale is rounded to nearest: the greatest
             value of a group may be cut by up to (2^bits - 1) / 256 steps.
         clip: the factor by which the range of the other values is multiplied, 0.1 to 1. It may be below 1 only with
             spikes and at most 3 bits: without spike reserving the largest activations would be clipped.
@@ -54,7 +73,7 @@ class Format:
     bits: int
     group: int = 128
     spikes: bool = False
-    meta: Meta = "bf16"
+    meta: str = "bf16"
     clip: float = 1.0
 
     def __post_init__(self) -> None:
@@ -62,8 +81,8 @@ class Format:
             raise ConfigError(f"a format has 2 to 8 bits, not {self.bits}", hint=_HINT)
         if self.group not in GROUPS:
             raise ConfigError(f"a group of a format has 16, 32, 64, 128 or 256 values, not {self.group}", hint=_HINT)
-        if self.meta not in ("bf16", "int"):
-            raise ConfigError(f'scales are stored as "bf16" or "int", not as "{self.meta}"', hint=_HINT)
+        if self.meta not in SCALES:
+            raise ConfigError(f'scales are stored as {" or ".join(SCALES)}, not as "{self.meta}"', hint=_HINT)
         if not 0.1 <= self.clip <= 1:
             raise ConfigError(f"a format clips to 0.1 to 1 of the range, not to {self.clip}", hint=_HINT)
         if self.clip != 1 and (not self.spikes or self.bits > 3):
@@ -95,7 +114,7 @@ class Format:
             width,
             int(options["group"][1:]) if "group" in options else _paper_group(width),
             spikes,
-            "int" if options.get("meta", "int" if spikes else "bf16") == "int" else "bf16",
+            options.get("meta", "int" if spikes else "bf16"),
             float(options["clip"].removeprefix("clip")) if "clip" in options else 1.0,
         )
 
@@ -135,7 +154,12 @@ class Format:
     @property
     def meta_bytes(self) -> int:
         """The number of bytes of a scale, of a zero and of an index."""
-        return 1 if self.meta == "int" else 2
+        return SCALES[self.meta].bytes
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether Triton kernels encode the format on GPUs."""
+        return SCALES[self.meta].kernels
 
     @property
     def _group_bytes(self) -> int:
@@ -169,25 +193,6 @@ class Format:
         sizes += [number, number, 4 * groups * self.spikes, 2 * number * self.spikes]
         starts = [sum(sizes[:n]) for n in range(len(sizes) + 1)]
         return Layout(tuple(starts[:-5]), *starts[-5:], bytes=-(-starts[-1] // 16) * 16)
-
-
-def parse_directions(text: str, directions: Sequence[str]) -> dict[str, Format]:
-    """Read ``DIRECTION=FORMAT[,DIRECTION=FORMAT]``, for example ``dispatch=int8,combine=int5``.
-
-    Raises:
-        ConfigError: a direction is not one of ``directions`` or is repeated, or a format is unknown.
-    """
-    formats: dict[str, Format] = {}
-    for part in text.split(","):
-        direction, _, name = part.strip().partition("=")
-        if direction not in directions or direction in formats:
-            raise ConfigError(
-                f'"{text}" does not name formats: the direction "{direction}" is unknown or repeated',
-                hint=f"write for example {directions[0]}=int8; the directions are {', '.join(directions)}, and "
-                "docs/slow_links.md lists the formats",
-            )
-        formats[direction] = Format.parse(name)
-    return formats
 
 
 def format_of_reduction(name: str) -> Format | None:

@@ -1,9 +1,9 @@
 """Encodes rows where they are packed to be sent, and decodes records where they are ordered for the experts.
 
 Each function equals two steps of which it saves the tensor between them: ``encode_at`` moves rows and encodes them, the
-others decode records and move or sum the rows. On GPUs each is one Triton kernel of ``kernels``. Elsewhere torch makes
-the two steps; these functions are the references of the kernels, which agree in every bit. Only the sums of
-``decode_dots`` are added in another order.
+others decode records and move or sum the rows. On GPUs each is one Triton kernel of ``kernels``, if the format has
+them. Elsewhere torch makes the two steps; these functions are the references of the kernels, which agree in every bit.
+Only the sums of ``decode_dots`` are added in another order.
 
 Places are int64. -1 stands for no record. Every function raises a ConfigError where the format's groups do not divide
 the row.
@@ -30,7 +30,7 @@ def encode_at(rows: Tensor, format: Format, weight: Tensor | None, places: Tenso
 
     Returns: uint8 ``[count, row_bytes]``.
     """
-    if rows.is_cuda:
+    if rows.is_cuda and format.has_kernels:
         from fcsd.kernels.bit_split import kernels
 
         return kernels.encode(rows, format, weight=weight, places=places, count=count)
@@ -44,7 +44,7 @@ def decode_from(records: Tensor, format: Format, width: int, dtype: torch.dtype,
 
     A row without a record, where ``source`` is -1, is zero.
     """
-    if records.is_cuda:
+    if records.is_cuda and format.has_kernels:
         from fcsd.kernels.bit_split import kernels
 
         return kernels.decode(records, format, width, dtype, source)
@@ -69,7 +69,7 @@ def decode_sum(
 
     Returns: ``[n, width]`` of ``dtype``.
     """
-    if records.is_cuda:
+    if records.is_cuda and format.has_kernels:
         from fcsd.kernels.bit_split import kernels
 
         return kernels.decode_sum(records, format, width, dtype, weight, places)
@@ -87,7 +87,7 @@ def decode_ranks(records: Tensor, format: Format, rows: Tensor) -> None:
         records: uint8 ``[ranks, n, row_bytes]``, contiguous.
         rows: bf16 or fp32 ``[n, width]``, contiguous.
     """
-    if records.is_cuda:
+    if records.is_cuda and format.has_kernels:
         from fcsd.kernels.bit_split import kernels
 
         kernels.decode(records.flatten(0, 1), format, rows.shape[1], rows.dtype, out=rows, ranks=len(records))
@@ -102,7 +102,7 @@ def encode_sum(records: Tensor, format: Format, width: int, sums: Tensor) -> Non
         records: uint8 ``[ranks, n, row_bytes]``, contiguous.
         sums: where the result is written: uint8 ``[n, row_bytes]``, contiguous.
     """
-    if records.is_cuda:
+    if records.is_cuda and format.has_kernels:
         from fcsd.kernels.bit_split import kernels
 
         kernels.encode_sum(records, format, width, sums)
@@ -128,7 +128,7 @@ def decode_dots(records: Tensor, format: Format, rows: Tensor, places: Tensor) -
         rows: bf16 or fp32 ``[n, width]``.
         places: ``[n, most]``.
     """
-    if records.is_cuda:
+    if records.is_cuda and format.has_kernels:
         from fcsd.kernels.bit_split import kernels
 
         return kernels.decode_dots(records, format, rows, places)

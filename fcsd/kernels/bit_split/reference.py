@@ -1,5 +1,8 @@
 """Encodes and decodes records by torch, on any device: the reference that the kernels equal bit for bit."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,12 +29,11 @@ def encode(rows: Tensor, format: Format) -> Tensor:
         ends, places = _spikes(x)
         x = x.scatter(2, places, 0.0)
         ends, places = (part.masked_fill(broken.unsqueeze(2), 0) for part in (_flushed(ends).bfloat16(), places))
-        index = torch.uint8 if format.meta == "int" else torch.int16
+        index = torch.uint8 if format.meta_bytes == 1 else torch.int16
         parts = [_bytes(ends.transpose(1, 2)), _bytes(places.transpose(1, 2).to(index))]
     x = _flushed(x)
     low, high = x.amin(2) * format.clip, x.amax(2) * format.clip
-    encode_groups = _encode_integer if format.meta == "int" else _encode_bf16
-    codes, scales, zeros = encode_groups(x, low, high, broken, format)
+    codes, scales, zeros = CODINGS[format.meta].encode(x, low, high, broken, format)
     planes = split(codes.flatten(1), format)
     record = torch.cat([*planes, _bytes(scales), _bytes(zeros), *parts], dim=1)
     return F.pad(record, (0, size - record.shape[1]))
@@ -46,17 +48,11 @@ def decode(records: Tensor, format: Format, width: int, dtype: torch.dtype) -> T
     layout, groups = format.layout(width), width // format.group
     codes = join(records, format, width).view(len(records), groups, format.group)
     scales, zeros = records[:, layout.scales : layout.zeros], records[:, layout.zeros : layout.spikes]
-    if format.meta == "int":
-        broken = scales == scale.BROKEN
-        x = (codes - zeros.int().unsqueeze(2)).float() * scale.step_of(scales).unsqueeze(2)
-    else:
-        step = scales.contiguous().view(torch.bfloat16).float()
-        broken = step.isnan()
-        x = codes.float() * step.unsqueeze(2) + zeros.contiguous().view(torch.bfloat16).float().unsqueeze(2)
+    x, broken = CODINGS[format.meta].decode(codes, scales, zeros)
     if format.spikes:
         ends = records[:, layout.spikes : layout.indices].contiguous().view(torch.bfloat16).float()
         places = records[:, layout.indices : layout.end].contiguous()
-        places = (places if format.meta == "int" else places.view(torch.int16)).long()
+        places = (places if format.meta_bytes == 1 else places.view(torch.int16)).long()
         for ends_of_one, places_of_one in zip(ends.chunk(2, 1), places.chunk(2, 1), strict=True):
             x = x.scatter(2, places_of_one.unsqueeze(2), ends_of_one.unsqueeze(2))
     return x.to(dtype).masked_fill(broken.unsqueeze(2), float("nan")).view(len(records), width)
@@ -116,6 +112,12 @@ def _encode_integer(
     return codes.int(), code.masked_fill(broken, scale.BROKEN).to(torch.uint8), zero.to(torch.uint8)
 
 
+def _decode_integer(codes: Tensor, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor]:
+    """See ``Coding.decode``."""
+    x = (codes - zeros.int().unsqueeze(2)).float() * scale.step_of(scales).unsqueeze(2)
+    return x, scales == scale.BROKEN
+
+
 def _encode_bf16(x: Tensor, low: Tensor, high: Tensor, broken: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, int32 ``[n, groups, group]``, scales and zeros, bf16 ``[n, groups]``; code 0 is the least value."""
     zero = low.to(torch.bfloat16)
@@ -125,6 +127,35 @@ def _encode_bf16(x: Tensor, low: Tensor, high: Tensor, broken: Tensor, format: F
     codes = codes.clamp(0, format.levels).round()
     codes = codes.masked_fill(broken.unsqueeze(2), 0)
     return codes.int(), step.masked_fill(broken, float("nan")), zero.masked_fill(broken, 0)
+
+
+def _decode_bf16(codes: Tensor, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor]:
+    """See ``Coding.decode``."""
+    step, zero = (part.contiguous().view(torch.bfloat16).float() for part in (scales, zeros))
+    return codes.float() * step.unsqueeze(2) + zero.unsqueeze(2), step.isnan()
+
+
+class Coding(NamedTuple):
+    """How codes, scales and zeros are computed.
+
+    Attributes:
+        encode: of values ``[n, groups, group]``, fp32, the least and the greatest value of each group, fp32
+            ``[n, groups]``, the groups that have no codes, bool ``[n, groups]``, and the format: codes, int32
+            ``[n, groups, group]``, scales and zeros, ``[n, groups]`` of ``Scales.bytes``. A group without codes has
+            zeros, and a scale by which ``decode`` knows it.
+        decode: of codes, and of scales and zeros as bytes, uint8 ``[n, groups * Scales.bytes]``: values, fp32
+            ``[n, groups, group]``, and the groups that have none.
+    """
+
+    encode: Callable[[Tensor, Tensor, Tensor, Tensor, Format], tuple[Tensor, Tensor, Tensor]]
+    decode: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+# For each way to store scales, of ``format.SCALES``.
+CODINGS = {
+    "bf16": Coding(_encode_bf16, _decode_bf16),
+    "int": Coding(_encode_integer, _decode_integer),
+}
 
 
 def _bytes(values: Tensor) -> Tensor:

@@ -21,9 +21,10 @@ come again.
 
 **Overwritten.** In one shot and blocks, call n uses slot n mod 2. A rank that starts call n + 2 has ended call n + 1,
 for which it has read something from every other rank that was written in *its* call n + 1; that rank has therefore
-ended call n and read the slot. In the exchange a rank fills its slot after all others have said that they are done
-with the call before. This needs the calls of one protocol to follow each other on the device: all calls of a rank are
-on one stream, or on streams that wait for each other.
+ended call n and read the slot. So a rank that has no share of what is summed has to read all of it. In the exchange a
+rank fills its slot after all others have said that they are done with the call before. This needs the calls of one
+protocol to follow each other on the device: all calls of a rank are on one stream, or on streams that wait for each
+other.
 
 **It ends.** Every wait looks at the control page and at a clock. If it lasted too long, or a rank is known to be
 lost, the kernel notes it and stops with an error, which no later call of this process survives

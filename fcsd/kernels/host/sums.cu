@@ -116,10 +116,11 @@ struct Total {  // the sum of one line, in fp32
 };
 
 // One shot. Two words of the values and the number of the call twice are one line, so that each half of it says by itself
-// whether it has arrived. `count` is the number of pairs of words; `slots` is where rank 0 has its two slots of `slot`
-// bytes, and the other ranks have theirs `region` bytes further on each.
-extern "C" __global__ void one_shot(const uint2* x, uint2* y, int count, char* slots, u64 slot, u64 region, int rank,
-                                    u32* calls, Control* control, u64 limit) {
+// whether it has arrived. `count` is the number of pairs of words; those from `from` to `to`, at least one, are summed, or
+// else gathered: `y` is [RANKS, count] then. `slots` is where rank 0 has its two slots of `slot` bytes, and the other
+// ranks have theirs `region` bytes further on each.
+extern "C" __global__ void one_shot(const uint2* x, uint2* y, int count, int from, int to, int gather, char* slots,
+                                    u64 slot, u64 region, int rank, u32* calls, Control* control, u64 limit) {
   u32 call = calls[blockIdx.x] + 1;
   slots += (call & 1) * slot;
   int first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
@@ -127,7 +128,7 @@ extern "C" __global__ void one_shot(const uint2* x, uint2* y, int count, char* s
   if (RENEW(call >> 1))
     for (int i = count + first; i < slot / 16; i += step) store_line(slots + rank * region + 16ull * i, Line{0, call, 0, call});
   Patience patience{control, rank, limit, 0, 0};
-  for (int i = first; i < count; i += step) {
+  for (int i = from + first; i < to; i += step) {
     Line got[RANKS];
 #pragma unroll
     for (int peer = 0; peer < RANKS; peer++)
@@ -143,10 +144,11 @@ extern "C" __global__ void one_shot(const uint2* x, uint2* y, int count, char* s
           got[peer] = load_line(slots + peer * region + 16ull * i);
         }
       }
+      if (gather) y[(u64)peer * count + i] = uint2{got[peer].a, got[peer].c};
       add_word(low, got[peer].a);
       add_word(high, got[peer].c);
     }
-    y[i] = uint2{rounded(low), rounded(high)};
+    if (!gather) y[i - from] = uint2{rounded(low), rounded(high)};
   }
   BARRIER();
   if (threadIdx.x == 0) calls[blockIdx.x] = call;
@@ -169,10 +171,11 @@ __device__ __forceinline__ void await_block(char* flags, u64 region, int rank, u
 }
 
 // Blocks with a flag each. Every block of a rank works with the same block of the others. In one step it sums all values
-// of its part; in two steps (`shares` is RANKS) it sums its share of them and hands the sums on. `count` is the number of
-// lines; `flags` is where rank 0 has its flags: one for each block and step, 64 bytes apart.
-extern "C" __global__ void in_blocks(const Line* x, Line* y, int count, char* slots, u64 slot, char* flags, u64 region,
-                                     int rank, int shares, u32* calls, Control* control, u64 limit) {
+// of its part; in two steps (`shares` is RANKS) it sums its share of them and hands the sums on; or it gathers, in one
+// step, and `y` is [RANKS, count]. `count` is the number of lines; `flags` is where rank 0 has its flags: one for each
+// block and step, 64 bytes apart.
+extern "C" __global__ void in_blocks(const Line* x, Line* y, int count, int gather, char* slots, u64 slot, char* flags,
+                                     u64 region, int rank, int shares, u32* calls, Control* control, u64 limit) {
   u32 call = calls[blockIdx.x] + 1;
   char *values = slots + (call & 1) * slot, *sums = slots + (2 + (call & 1)) * slot;
   char *sent = flags + 64 * blockIdx.x, *summed = sent + 64 * gridDim.x;
@@ -198,6 +201,11 @@ extern "C" __global__ void in_blocks(const Line* x, Line* y, int count, char* sl
       for (int k = 0; k < AHEAD; k++) {
         int at = i + k * blockDim.x;
         if (at >= to) break;
+        if (gather) {
+#pragma unroll
+          for (int peer = 0; peer < RANKS; peer++) y[(u64)peer * count + at] = got[k][peer];
+          continue;
+        }
         Total total;
         total.clear();
 #pragma unroll

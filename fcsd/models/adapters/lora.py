@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -151,24 +151,29 @@ def merged_weight(layer: Any) -> Tensor:
     return (weight.float() + layer.scaling[_NAME] * (up @ down)).to(weight.dtype)
 
 
-def merge(model: nn.Module, layers: Sequence[Any], changed: Changed) -> None:
+def merge(model: nn.Module, layers: Sequence[Any], changed: Changed) -> dict[str, Callable[[], Tensor]]:
     """Replace ``peft``'s layers by the linear layers that they hold, with merged weights. The model is ordinary again.
 
-    One weight is merged after the other, so little memory is needed. Weights in NF4, with an adapter and without one,
-    become plain ones in host memory.
+    One weight is merged after the other, so little memory is needed.
+
+    Returns: for each weight in NF4, with an adapter and without one, the function that makes the plain one, by name. In
+        the model it is on the meta device, because a process that holds all in four bits may not hold them in 16.
     """
-    paths = {module: path for path, module in model.named_modules()}
+    paths, later = {module: path for path, module in model.named_modules()}, dict[str, Callable[[], Tensor]]()
     for layer in layers:
-        base = layer.base_layer
+        base, path = layer.base_layer, paths[layer]
         if in_nf4(base):
-            base = plain_linear(base, merged_weight(layer))
+            later[f"{path}.weight"] = partial(merged_weight, layer)
+            base = plain_linear(base)
         else:
             with changed([base.weight, *matrices(layer)]):
                 base.weight.data = merged_weight(layer)
-        _replace(model, paths[layer], base)
+        _replace(model, path, base)
     for path, module in list(model.named_modules()):
         if in_nf4(module):
-            _replace(model, path, plain_linear(module, plain_weight(module)))
+            later[f"{path}.weight"] = partial(plain_weight, module)
+            _replace(model, path, plain_linear(module))
+    return later
 
 
 def _replace(model: nn.Module, path: str, module: nn.Module) -> None:

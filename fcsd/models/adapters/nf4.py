@@ -98,13 +98,10 @@ def plain_weight(layer: Any) -> Tensor:
     return dequantize_4bit(layer.weight.data, layer.weight.quant_state)
 
 
-def plain_linear(layer: Any, weight: Tensor) -> nn.Linear:
-    """A linear layer with a plain weight, in host memory, in place of one in NF4. It is frozen.
-
-    Args:
-        weight: ``[out, in]``.
-    """
-    made = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
-    made.weight = nn.Parameter(weight.cpu(), requires_grad=False)
+def plain_linear(layer: Any) -> nn.Linear:
+    """A linear layer in place of one in NF4, with its bias and, on the meta device, a plain weight. It is frozen."""
+    dtype = layer.weight.quant_state.dtype
+    made = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta", dtype=dtype)
+    made.weight.requires_grad_(False)
     made.bias = layer.bias
     return made.train(layer.training)

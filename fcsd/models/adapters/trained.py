@@ -1,6 +1,6 @@
 """A model with frozen weights: which tensors train beside them, and what the teacher has in their places."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -50,10 +50,12 @@ class TrainedParts:
                 yield f"{name}.{matrix}.weight", parameter
         yield from self.trained.items()
 
-    def merge(self, changed: Changed) -> None:
+    def merge(self, changed: Changed) -> dict[str, Callable[[], Tensor]]:
         """Makes the model an ordinary model again, with merged weights. The run is over then.
 
         Args:
             changed: gives a block in which weights are whole and may be changed.
+
+        Returns: what makes the weights that are still to be made, by name; see ``lora.merge``.
         """
-        merge(self.model, list(self.layers.values()), changed)
+        return merge(self.model, list(self.layers.values()), changed)

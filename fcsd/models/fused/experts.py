@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 from transformers.integrations import moe
 
-from ..class_swap import swap_classes
+from . import swap_classes
 
 # Pairs of a token and an expert up to which ``few_experts`` computes.
 _FEW = 1024

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from ..class_swap import swap_classes
+from . import swap_classes
 
 _PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ..arch import Arch
-from ..class_swap import swap_classes
+from . import swap_classes
 
 
 class FusedNorm(nn.Module):

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ..arch import Arch
-from ..class_swap import swap_classes
-from ..installed import cache_keyword
+from ..config_keys import cache_keyword
+from . import swap_classes
 from .latent import FusedLatentAttention, is_latent
 
 _NAME = "apply_rotary_pos_emb"

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ _SECONDS = 1.0  # for the pattern of a config against one name; those in use tak
 # What the names of quantised models end in; before it stands the name of the original.
 _RELEASE = re.compile(
     r"[-_.](?:awq|gptq|autoround|auto-round|bnb|nf4|quantized|w\d+a\d+|int[48]|[48]-?bit|fp[48]|nvfp4|mxfp[48]|hqq|eetq|aqlm|quark"
-    r"|quip|exl[23]|torchao|hqq)(?:[-_.].*)?$",
+    r"|quip|exl[23]|torchao)(?:[-_.].*)?$",
     re.IGNORECASE,
 )
 
@@ -76,18 +77,19 @@ class Method:
         Raises:
             BadInputError: the files hold it quantised, and the config says that it is not, or does not say how.
         """
-        possible = [(rule, one) for rule in self.rules if (one := rule.scheme) and stored_so(one, weight, held)]
-        if not possible:
+        possible = [rule for rule in self.rules if rule.scheme is None or stored_so(rule.scheme, weight, held)]
+        if all(rule.scheme is None for rule in possible):
             return None
-        possible.sort(key=lambda pair: len(lacking(pair[1], weight, held)))  # two have their codes in one name
-        found = [rule for rule in self.rules if rule.scheme is None] + [rule for rule, _ in possible]
         layer = weight.removesuffix(".weight")
-        rule = next((rule for rule in found if any(_names(target, layer) for target in rule.targets)), None)
+        named = (rule.scheme for rule in possible if any(_names(target, layer) for target in rule.targets))
+        found = takewhile(lambda scheme: scheme is not None, named)
+        # Two schemes may have their codes in one name.
+        scheme = min(filter(None, found), key=lambda one: len(lacking(one, weight, held)), default=None)
         ignored = next((entry for entry in self.ignore if _exactly(entry, layer)), None)
-        if rule is None or rule.scheme is None or ignored is not None:
+        if scheme is None or ignored is not None:
             why = f"ignores {_short(ignored)}" if ignored is not None else "does not say how"
             raise BadInputError(f"{_short(weight)}: the files hold it quantised, and quantization_config {why}")
-        return rule.scheme
+        return scheme
 
     def scheme_named(self, layer: str) -> Scheme | None:
         """The scheme of a layer by its name alone, where no file is there to say whether it is quantised."""
@@ -321,6 +323,8 @@ def _made(name: str, rules: list[Rule], ignore: Any) -> Method:
     method = Method(name, tuple(rules), _texts(ignore or []))
     if not method.schemes:
         raise ValueError("it quantises no layer")
+    if (bits := next((scheme.bits for scheme in method.schemes if type(scheme.bits) is not int), None)) is not None:
+        raise ValueError(f"{_short(bits)} is no number of bits")
     return method
 
 

@@ -77,22 +77,32 @@ class HostSums:
             return "one_shot"
         return "in_blocks" if size <= _BLOCKS.get(self.size, 1 << 20) else "exchange"
 
-    def one_shot(self, x: Tensor, out: Tensor) -> None:
-        """One kernel; ``x`` has at most ``ONE_SHOT`` bytes."""
+    def one_shot(self, x: Tensor, out: Tensor, part: range | None = None, gather: bool = False) -> None:
+        """One kernel; ``x`` has at most ``ONE_SHOT`` bytes.
+
+        Args:
+            out: the sum; or its part, or with ``gather`` the values of all ranks, ``[ranks, ...]``.
+            part: pairs of words that are summed, at least one; None for all.
+        """
         assert x.nbytes <= ONE_SHOT
+        part = range(x.nbytes // 8) if part is None else part
         self.device.start(
             *("one_shot", x.dtype, GRID["one_shot"], THREADS, None, x.data_ptr(), out.data_ptr(), x.nbytes // 8),
+            *(part.start, part.stop, int(gather)),
             *(self._base + self.memory.region(0, LAYOUT.one_shot), 2 * ONE_SHOT, LAYOUT.region, self.rank),
             *(self._calls["one_shot"].data_ptr(), self._base, self.memory.limit),
         )
 
-    def in_blocks(self, x: Tensor, out: Tensor) -> None:
-        """One kernel with a flag for each block; ``x`` has at most ``BLOCKS`` bytes. Two steps from three ranks on."""
+    def in_blocks(self, x: Tensor, out: Tensor, gather: bool = False) -> None:
+        """One kernel with a flag for each block; ``x`` has at most ``BLOCKS`` bytes. Two steps from three ranks on.
+
+        With ``gather`` it is one step, and ``out`` has the values of all ranks, ``[ranks, ...]``.
+        """
         assert x.nbytes <= BLOCKS
-        shares = self.size if self.size > 2 else 1
+        shares = self.size if self.size > 2 and not gather else 1
         self.device.start(
             *("in_blocks", x.dtype, GRID["in_blocks"], THREADS, None, x.data_ptr(), out.data_ptr(), x.nbytes // 16),
-            *(self._base + self.memory.region(0, LAYOUT.blocks), BLOCKS),
+            *(int(gather), self._base + self.memory.region(0, LAYOUT.blocks), BLOCKS),
             *(self._base + self.memory.region(0, LAYOUT.block_flags), LAYOUT.region, self.rank, shares),
             *(self._calls["in_blocks"].data_ptr(), self._base, self.memory.limit),
         )
@@ -113,13 +123,17 @@ class HostSums:
         line = 16 // x.element_size()
         share = -(-len(x) // (self.size * line)) * line
         padded = x if len(x) == share * self.size else torch.cat((x, x.new_zeros(share * self.size - len(x))))
-        arriving = x.new_empty(self.size, share)
-        self.all_to_all(padded.view(self.size, share), arriving)
         sums = x.new_empty(self.size, share)
         own = sums[self.rank]
-        self._add(padded.view(self.size, share)[self.rank], arriving, own)
+        self._sum_share(padded.view(self.size, share), own)
         self.all_gather(own, sums)
         out.copy_(sums.view(-1)[: len(x)])
+
+    def _sum_share(self, shares: Tensor, out: Tensor) -> None:
+        """The sum of this rank's share, of ``shares`` ``[ranks, ...]`` of all ranks."""
+        arriving = torch.empty_like(shares)
+        self.all_to_all(shares, arriving)
+        self._add(shares[self.rank], arriving, out)
 
     def _add(self, own: Tensor, others: Tensor, out: Tensor) -> None:
         lines = own.nbytes // 16
@@ -149,11 +163,42 @@ class HostSums:
         self.all_gather(records[self.rank], records)
         decode(every[: len(rows)], format, rows.shape[1], x.dtype, sums.view(rows.shape))
 
-    def gathered(self, x: Tensor) -> Tensor:
-        """``x`` of all ranks, ``[ranks, *x.shape]``, by copy engines on the current stream.
+    def scattered(self, x: Tensor, sizes: Sequence[int], method: str | None = None) -> Tensor:
+        """This rank's rows of the sum over the ranks, on the current stream.
+
+        Args:
+            x: ``[rows, ...]``; see ``supports``. A row has whole lines of 16 bytes.
+            sizes: how many rows each rank has of the sum, the same on all ranks.
+            method: see ``all_reduce``.
+
+        Raises:
+            PeerLostError: a rank has ended.
+        """
+        self.memory.require_peers()
+        self.device.follow()
+        method = method or self.method(x.nbytes)
+        begin = sum(sizes[: self.rank])
+        own = slice(begin, begin + sizes[self.rank])
+        if method == "exchange":
+            most = max(sizes)
+            shares = x.view(self.size, most, -1) if sum(sizes) == self.size * most else _padded(x, sizes)
+            out = x.new_empty(most, *x.shape[1:])
+            self._sum_share(shares, out)
+            return out[: sizes[self.rank]]
+        if method == "one_shot" and min(sizes) > 0:
+            out, pairs = x.new_empty(sizes[self.rank], *x.shape[1:]), x.nbytes // len(x) // 8
+            self.one_shot(x, out, range(pairs * own.start, pairs * own.stop))
+            return out
+        out = torch.empty_like(x)
+        getattr(self, method)(x, out)
+        return out[own]
+
+    def gathered(self, x: Tensor, method: str = "exchange") -> Tensor:
+        """``x`` of all ranks, ``[ranks, *x.shape]``, on the current stream.
 
         Args:
             x: contiguous, of any dtype, of the same shape on all ranks.
+            method: ``one_shot``, ``in_blocks`` or ``exchange``; the first two are for whole lines of 16 bytes.
 
         Raises:
             PeerLostError: a rank has ended.
@@ -161,8 +206,12 @@ class HostSums:
         self.memory.require_peers()
         self.device.follow()
         out = x.new_empty(self.size, *x.shape)
-        out[self.rank].copy_(x)
-        self.all_gather(x, out)
+        if method == "exchange":
+            out[self.rank].copy_(x)
+            self.all_gather(x, out)
+        else:
+            given = x.view(-1).view(torch.uint8).view(torch.bfloat16)  # these kernels gather bits
+            getattr(self, method)(given, out, gather=True)
         return out
 
     def all_gather(self, own: Tensor, out: Tensor) -> None:
@@ -228,6 +277,14 @@ class HostSums:
                 copy(address, memory.address + memory.region(peer, LAYOUT.exchange) + place, length, stream, False)
         self.device.join()
         start("finish", dtype, 1, 1, None, own + LAYOUT.done, own + LAYOUT.piece_flags, PIECES, calls)
+
+
+def _padded(x: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The rows of each rank, ``[ranks, max(sizes), values of a row]``, with zeros behind them."""
+    shares = x.new_zeros(len(sizes), max(sizes), x[0].numel())
+    for share, rows in zip(shares, x.view(len(x), -1).split(list(sizes)), strict=True):
+        share[: len(rows)] = rows
+    return shares
 
 
 def _records(rows: Tensor, format: Format, ranks: int, count: int) -> Tensor:

@@ -1,8 +1,9 @@
 """Which way through the host is fastest for how many bytes: measured where it will be used, in seconds.
 
-There is a table for sums, and one for gathering what each rank has, as a server does its logits. What a server does
-without fcsd is measured beside it and wins where it is faster, so a server with these tables is never slower than
-without them, on the sizes that were measured.
+There is a table for sums, one for gathering what each rank has, as a server does its logits, and one for sums of which
+each rank keeps its rows, as experts need them beside data-parallel attention. What a server does without fcsd is
+measured beside it and wins where it is faster, so a server with these tables is never slower than without them, on the
+sizes that were measured.
 """
 
 import fcntl
@@ -34,7 +35,7 @@ _GRAPHED = 8 << 20  # up to so many bytes a sum is timed in a CUDA graph, as a s
 _MOST = {"one_shot": ONE_SHOT, "in_blocks": BLOCKS}  # bytes
 _REPEATS = 5
 _SETTINGS = ("NCCL_P2P_DISABLE", "NCCL_SHM_USE_CUDA_MEMCPY")  # of NCCL, which change what stock takes
-_VERSION = 2  # of what the names of ways mean
+_VERSION = 3  # of what the names of ways mean
 
 
 class HostTable(NamedTuple):
@@ -56,49 +57,54 @@ class HostTable(NamedTuple):
 
 
 class HostTables(NamedTuple):
-    """The tables of a machine; ``gathers`` goes by the bytes of one rank."""
+    """The tables of a machine: ``gathers`` goes by the bytes of one rank, ``scatters`` by those before the sum."""
 
     sums: HostTable
     gathers: HostTable
+    scatters: HostTable
+
+
+class Stock(NamedTuple):
+    """What is done without fcsd, out of place, to ``[rows, ...]``; ``scatter`` keeps this rank's rows of the sum."""
+
+    sum: Callable[[Tensor], Tensor]
+    gather: Callable[[Tensor], Tensor]
+    scatter: Callable[[Tensor], Tensor]
 
 
 def measured(
-    sums: HostSums,
-    stock: Callable[[Tensor], Tensor],
-    stock_gather: Callable[[Tensor], Tensor],
-    group: Any,
-    format: Format | None = None,
-    sizes: tuple[int, ...] = SIZES,
+    sums: HostSums, stock: Stock, group: Any, format: Format | None = None, sizes: tuple[int, ...] = SIZES
 ) -> HostTables:
     """Time all ways; all ranks call it together, and none has anything else on its GPU.
 
     Args:
-        stock: what sums without fcsd, out of place.
-        stock_gather: what gathers without fcsd.
         format: is weighed, too, if it is given: it changes results.
 
     Raises:
         ConfigError: on all ranks, if another process works on one of the GPUs.
     """
-    found: dict[int, dict[str, float]] = {}
-    gathers: dict[int, dict[str, float]] = {}
+    found: tuple[dict[int, dict[str, float]], ...] = ({}, {}, {})
     for size in sizes:
         x = torch.randn(size // 512, 256, device="cuda").to(torch.bfloat16)
-        runs: dict[str, Callable[[Tensor], Any]] = {STOCK: stock}
-        for method in ("one_shot", "in_blocks", "exchange"):
-            if size <= _MOST.get(method, size):
-                runs[method] = lambda x, method=method: sums.all_reduce(x, torch.empty_like(x), method)
+        whole = x[: len(x) - len(x) % sums.size]
+        methods = [way for way in ("one_shot", "in_blocks", "exchange") if size <= _MOST.get(way, size)]
+        runs: dict[str, Callable[[Tensor], Any]] = {STOCK: stock.sum}
+        runs |= {way: lambda x, way=way: sums.all_reduce(x, torch.empty_like(x), way) for way in methods}
         if format is not None and size >= 1 << 18:
             runs[f"exchange:{format}"] = lambda x: sums.all_reduce(x, torch.empty_like(x), format=format)
-        found[size] = {name: _microseconds(run, x, group) for name, run in runs.items()}
-        if size == sizes[0] and min(found[size].values()) > _BUSY:
-            raise ConfigError(
-                "another process works on the GPUs, so the ways to sum cannot be timed",
-                "Start one server while nothing else runs; what it measures is kept for the others.",
-            )
-        ways = {STOCK: stock_gather, "exchange": sums.gathered}
-        gathers[size] = {name: _microseconds(run, x, group) for name, run in ways.items()}
-    return HostTables(of_times(found), of_times(gathers))
+        gathers: dict[str, Callable[[Tensor], Any]] = {STOCK: stock.gather}
+        gathers |= {way: lambda x, way=way: sums.gathered(x, way) for way in methods}
+        scatters: dict[str, Callable[[Tensor], Any]] = {STOCK: stock.scatter}
+        even = [len(whole) // sums.size] * sums.size
+        scatters |= {way: lambda x, way=way, even=even: sums.scattered(x, even, way) for way in methods}
+        for table, ways, given in zip(found, (runs, gathers, scatters), (x, x, whole), strict=True):
+            table[size] = {name: _microseconds(run, given, group) for name, run in ways.items()}
+            if size == sizes[0] and min(table[size].values()) > _BUSY:
+                raise ConfigError(
+                    "another process works on the GPUs, so the ways to sum cannot be timed",
+                    "Start one server while nothing else runs; what it measures is kept for the others.",
+                )
+    return HostTables(*map(of_times, found))
 
 
 def kept(file: Path, measure: Callable[[], HostTables], group: Any) -> HostTables:

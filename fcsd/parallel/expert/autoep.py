@@ -18,7 +18,7 @@ from fcsd.errors import ConfigError
 from fcsd.models.arch import Arch
 from fcsd.models.wiring import Blocks
 from fcsd.parallel.expert.block import ExpertBlock, ExpertOrder, Origin, Routing
-from fcsd.parallel.placement.placement import Placement
+from fcsd.parallel.expert.placement import Placement
 
 # AutoEP keeps the gate, down and up projections of a rank's experts as w1, w2 and w3; transformers fuses gate and up.
 _EXPERTS = {
@@ -218,8 +218,7 @@ def expert_parallel_config(arch: Arch, ep_size: int) -> dict[str, Any]:
     """
     if arch.autoep is None:
         raise ConfigError(f"{arch.model_type} cannot be expert-parallel: {arch.no_ep or 'it has no experts'}")
-    keys = {"preset_model": arch.autoep} if isinstance(arch.autoep, str) else arch.autoep
-    return {"enabled": True, "autoep_size": ep_size, "use_grouped_mm": False, **keys}
+    return {"enabled": True, "autoep_size": ep_size, "use_grouped_mm": False, **arch.autoep_keys}
 
 
 def allow_string_keys() -> None:

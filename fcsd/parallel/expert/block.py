@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from fcsd.models.wiring import Blocks
-from fcsd.parallel.placement.placement import Placement
+from fcsd.parallel.expert.placement import Placement
 
 
 class Routing(NamedTuple):

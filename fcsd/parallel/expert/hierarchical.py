@@ -18,7 +18,7 @@ a node exchange are sent as they are, so no row is rounded twice on its way. Rou
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from torch.profiler import record_function
 
 from fcsd.kernels import Copies
 from fcsd.parallel import order
-from fcsd.parallel.cost import Dedup
 from fcsd.parallel.deferred import Deferred, Exchange
 from fcsd.parallel.expert.block import ExpertBlock
 from fcsd.parallel.expert.counts import gather
@@ -37,6 +36,8 @@ from fcsd.parallel.expert.levels import Levels, all_groups, one_level, row_matri
 from fcsd.parallel.expert.records import Layout, RecordCodec, expert_order
 from fcsd.parallel.quantised.rows import Codecs
 from fcsd.parallel.transports.transport import Splits, splits_of
+
+Dedup = Literal["off", "rank", "node"]
 
 
 def dispatcher_of(dedup: Dedup, ranks: int, node_size: int | None) -> Dispatcher:
@@ -65,7 +66,6 @@ def hierarchical(levels: Levels) -> Dispatcher:
     A block whose tokens choose one expert has no duplicates, and neither has a block whose experts are all on one rank.
     Such a block takes the flat dispatcher.
     """
-    assert levels.deduplicated, "a row for each token and expert takes the flat dispatcher"
 
     def dispatcher(block: ExpertBlock, layer: int, x: Tensor, transfer: Transfer, /) -> Packed:
         if block.top_k == 1 or block.placement.ranks == 1:

@@ -24,12 +24,9 @@ class Levels:
     Args:
         sizes: how many ranks exchange rows with each other at each level, from the outermost level to the innermost.
             Their product is the number of ranks. ``(ranks,)`` has one level, ``(nodes, ranks of a node)`` two.
-        deduplicated: whether a group receives one row for each token, or one for each pair of token and expert, as in
-            the flat dispatcher. Rows of the latter kind are only counted by levels.
     """
 
     sizes: tuple[int, ...]
-    deduplicated: bool = True
 
     @property
     def depth(self) -> int:
@@ -85,22 +82,10 @@ def tokens_by_group(positions: Tensor, experts: int, groups: int) -> Tensor:
     return chosen.scatter_(-1, positions.long() // (experts // groups), True).sum(dim=-2)
 
 
-def pairs_by_group(positions: Tensor, experts: int, groups: int) -> Tensor:
-    """How many pairs of a token and an expert each group has; the arguments are those of ``tokens_by_group``.
-
-    Returns: ``[..., groups]``, int64.
-    """
-    group = (positions.long() // (experts // groups)).flatten(-2)
-    return group.new_zeros(*group.shape[:-1], groups).scatter_add_(-1, group, torch.ones_like(group))
-
-
 def all_groups(positions: Tensor, experts: int, levels: Levels) -> Tensor:
-    """The rows of the groups of every level, one level after the other: ``[..., groups of all levels]``, int64.
-
-    They are those of ``tokens_by_group``, or without deduplication those of ``pairs_by_group``.
-    """
-    rows = tokens_by_group if levels.deduplicated else pairs_by_group
-    return torch.cat([rows(positions, experts, levels.groups(level)) for level in range(levels.depth)], dim=-1)
+    """``tokens_by_group`` of every level, one level after the other: ``[..., groups of all levels]``, int64."""
+    each = [tokens_by_group(positions, experts, levels.groups(level)) for level in range(levels.depth)]
+    return torch.cat(each, dim=-1)
 
 
 def row_matrices(tokens: Tensor, levels: Levels) -> Tensor:
@@ -126,23 +111,3 @@ def row_matrices(tokens: Tensor, levels: Levels) -> Tensor:
         matrix = sent[:, :, :, None, :, None] * same_before * same_after
         matrices.append(matrix.reshape(levels.ranks, levels.ranks))
     return torch.stack(matrices)
-
-
-def rows_sent(positions: Tensor, experts: int, levels: Levels) -> list[int]:
-    """How many rows travel from one rank to another at each level, in one direction and over all ranks.
-
-    Args:
-        positions: ``[ranks, tokens, top_k]``, the positions of the experts that each rank's tokens chose.
-    """
-    matrices = row_matrices(all_groups(positions, experts, levels), levels)
-    return [int(matrix.sum() - matrix.diagonal().sum()) for matrix in matrices]
-
-
-def pairs_sent(positions: Tensor, experts: int, ranks: int) -> int:
-    """How many rows travel from one rank to another without deduplication: one for each pair of token and expert.
-
-    Args:
-        positions: ``[ranks, tokens, top_k]``, the positions of the experts that each rank's tokens chose.
-    """
-    senders = torch.arange(ranks, device=positions.device).view(-1, 1, 1)
-    return int((positions // (experts // ranks) != senders).sum())

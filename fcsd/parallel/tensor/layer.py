@@ -22,7 +22,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of, decoder_layers, experts_of
-from fcsd.models.installed import cache_keyword
+from fcsd.models.config_keys import cache_keyword
 from fcsd.models.schedule import PlannedWiring, Running, plans_of, run_step
 from fcsd.models.wiring import (
     DESYNC,

@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from fcsd.models.build import arch_of
-from fcsd.models.class_swap import swap_classes
+from fcsd.models.fused import swap_classes
 from fcsd.parallel import order
 from fcsd.parallel.tensor.tp_plan import Shard, model_shardings
 

@@ -31,8 +31,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.models.arch import Arch
 
-Experts = Literal["sliced", "whole"]
-
 
 class TensorGroup(NamedTuple):
     """The ranks that shard a model, as one of them sees them.
@@ -76,25 +74,43 @@ TpPlan = Sequence[Mapping[str, str]]
 _KV_HEADS = re.compile(r"\bself_attn\.[kv]_(proj|norm)\.")
 
 
+# Styles of transformers for what fcsd's ranks compute in the same way, without what its hooks do around a module.
+_SAME = {"rowwise_split_input": "rowwise", "mla_kv_a_proj": "replicated"}
+# The styles of the usual names, where neither a row nor transformers says another one. In latent attention every rank
+# makes the latents of all heads, and unfolds them for its own heads; an indexer chooses keys for all heads.
+_USUAL = {
+    **dict.fromkeys(("self_attn.[qkv]_proj", "self_attn.*_b_proj", "*.gate_proj", "*.up_proj"), "colwise"),
+    **dict.fromkeys(("self_attn.o_proj", "*.down_proj"), "rowwise"),
+    **dict.fromkeys(("self_attn.*_a_proj*", "self_attn.indexer.*", "*norm", "*norm[12]"), "replicated"),
+}
+
+
 def tp_plan_of(arch: Arch, config: PretrainedConfig) -> TpPlan:
-    """The styles of a family: those of its row, those of transformers, and that norms and routers are replicated.
+    """The styles of a family: those of its row, those of transformers, and those of usual names.
+
+    Routers, their biases and gates are replicated, and so is everything else of a family that has one rank alone.
 
     Args:
         config: the config of a transformers model or of a converted one.
     """
-    blocks = arch.blocks
-    routers = filter(None, (blocks.router, blocks.shared_gate))
-    text = config.get_text_config()
+    blocks, text = arch.blocks, config.get_text_config()
+    own = dict(arch.tp_plan)
+    if arch.norms_over_heads:  # for which transformers gathers all heads
+        own |= {"self_attn.[qkv]_proj": "colwise", "self_attn.o_proj": "rowwise"}
+        own |= dict.fromkeys(arch.norms_over_heads, "colwise")
+    if blocks.linear is not None:
+        own[f"{blocks.linear}.*"] = "replicated"  # of a single rank
+    # Two parts or more in one weight, of which transformers makes its ranks gather the product.
+    own |= {"mlp.gate_up_proj": "packed_colwise", "self_attn.qkv_proj": f"heads_colwise:{text.num_attention_heads}"}
     # The attribute of the class: config.json could bring one for the object.
     theirs = type(text).base_model_tp_plan or {}
-    own = {
-        name: f"{style}:{text.num_attention_heads}" if style == "heads_colwise" else style
-        for name, style in arch.tp_plan.items()
-    }
+    names = (blocks.router, f"{blocks.router}.*", blocks.router_bias, blocks.shared_gate)
+    whole = [f"{blocks.mlp}.{name}" for name in names if name is not None]
     return (
-        {**own, **dict.fromkeys(arch.norms_over_heads, "colwise")},
-        {name.removeprefix("layers.*."): style for name, style in theirs.items()},
-        {"*norm": "replicated", **{f"{blocks.mlp}.{router}": "replicated" for router in routers}},
+        own,
+        {name.removeprefix("layers.*."): _SAME.get(style, style) for name, style in theirs.items()},
+        dict.fromkeys(whole, "replicated") | _USUAL,
+        {"*": "replicated"} if arch.no_tp else {},
     )
 
 
@@ -115,12 +131,6 @@ def check_degree(config: Any, degree: int) -> None:
             f"{degree} ranks cannot share {heads} attention heads and {kv_heads} key-value heads",
             hint="choose a number of GPUs that divides both, or that divides the first and is a multiple of the second",
         )
-
-
-def expert_tensor(name: str) -> str | None:
-    """The name inside the experts' module of a parameter, ``gate_up_proj`` for example; None for other parameters."""
-    match = re.search(r"\.experts\.(\w+)$", name)
-    return match[1] if match else None
 
 
 def layer_sharding(plan: TpPlan, name: str, ndim: int) -> Sharding:

@@ -14,9 +14,6 @@ they had read the rows of exchange n.
 Rows that the caller keeps for longer use a third buffer. They are copied out of it when they arrive, and then the flag
 FREE is set to n.
 
-With ``node_size`` the ranks of a node copy rows to each other only. Rows to ranks of other nodes travel by messages
-between the two ranks, at the same time, into the same buffer.
-
 If any rank would receive more rows than its buffer holds, all ranks know this from their splits, and all of them send
 the rows of this exchange by ``all_to_all``. No row is ever dropped. The next exchange makes larger buffers.
 """
@@ -24,13 +21,12 @@ the rows of this exchange by ``all_to_all``. No row is ever dropped. The next ex
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from fcsd.parallel.transports.nodes import Node, node_of, send_outside, spans
 from fcsd.parallel.transports.transport import Several, Splits, Work, all_to_all
 
 ARRIVED, FREE = 0, 1
@@ -84,14 +80,11 @@ class CopiesTransport:
 
     Args:
         slack: the size of a new buffer, divided by the size of the largest exchange so far.
-        node_size: how many neighbouring ranks copy rows to each other; it divides the size of the group. None stands
-            for all ranks.
     """
 
-    def __init__(self, open_buffers: OpenBuffers, slack: float = SLACK, node_size: int | None = None) -> None:
-        self.copies_all_rows = node_size is None  # otherwise some rows travel by NCCL, whose kernels need SMs
-        self._in_place = _Lane(open_buffers, slack, node_size, keep=False)
-        self._kept = _Lane(open_buffers, slack, node_size, keep=True)
+    def __init__(self, open_buffers: OpenBuffers, slack: float = SLACK) -> None:
+        self._in_place = _Lane(open_buffers, slack, keep=False)
+        self._kept = _Lane(open_buffers, slack, keep=True)
 
     def __call__(self, rows: Tensor, splits: Splits, group: Any, keep: bool) -> tuple[Tensor, Work]:
         """See ``transport.Transport``."""
@@ -101,9 +94,7 @@ class CopiesTransport:
 class _Lane:
     """A sequence of exchanges. They use one buffer if the caller keeps the rows, and otherwise two buffers in turn."""
 
-    def __init__(self, open_buffers: OpenBuffers, slack: float, node_size: int | None, keep: bool) -> None:
-        self._node_size = node_size
-        self._node: Node | None = None
+    def __init__(self, open_buffers: OpenBuffers, slack: float, keep: bool) -> None:
         self._open, self._slack, self._keep, self._slots = open_buffers, slack, keep, 1 if keep else _IN_TURN
         self._peers: PeerBuffers | None = None
         self._capacity = self._largest = self._exchanges = 0  # bytes, bytes, number of exchanges through the buffers
@@ -113,41 +104,22 @@ class _Lane:
         assert self._last is None or self._last.awaited, "the exchange before this one was never awaited"
         if self._largest > self._capacity:
             self._capacity = math.ceil(self._slack * self._largest / _ALIGNMENT) * _ALIGNMENT
-            self._peers, self._exchanges, self._last = self._opened(group), 0, None
+            self._peers, self._exchanges, self._last = self._open(group, self._slots * self._capacity), 0, None
         needed = splits.most * rows.shape[1] * rows.element_size()
         self._largest = max(self._largest, needed)
         if self._peers is None or needed > self._capacity:
             return all_to_all(rows, splits, group, self._keep)
         self._exchanges += 1
-        assert self._node is not None
-        received = self._exchange(self._peers, self._node, rows, splits)
-        outside = send_outside(rows, received, splits, self._node, group)
-        work = Several([self._peers.work(), *outside])
+        received = self._exchange(self._peers, rows, splits)
+        work = Several([self._peers.work()])
         if not self._keep:
             self._last = work
         return received, work
 
-    def _opened(self, group: Any) -> PeerBuffers | None:
-        """New buffers; None on all ranks if the ranks of any node cannot access each other's memory."""
-        if self._node is None:
-            size = dist.get_world_size(group)
-            if self._node_size is None or self._node_size == size:
-                self._node = Node(group, range(size))
-            else:
-                self._node = node_of(group, self._node_size)
-        peers = self._open(self._node.group, self._slots * self._capacity)
-        if self._node.group is not group:
-            opened = [False] * dist.get_world_size(group)
-            dist.all_gather_object(opened, peers is not None, group=group)
-            if not all(opened):
-                return None
-        return peers
-
-    def _exchange(self, peers: PeerBuffers, node: Node, rows: Tensor, splits: Splits) -> Tensor:
+    def _exchange(self, peers: PeerBuffers, rows: Tensor, splits: Splits) -> Tensor:
         row = rows.shape[1] * rows.element_size()
-        outgoing, incoming = spans(splits.sends, row), spans(splits.receives, row)
-        # ``peer`` and ``me`` are places in the node; ``ranks`` are those of the group, which the splits are about.
-        number, me, others, ranks = self._exchanges, peers.rank, range(1, peers.size), node.ranks
+        outgoing, incoming = _spans(splits.sends, row), _spans(splits.receives, row)
+        number, me, others = self._exchanges, peers.rank, range(1, peers.size)
         start = number % self._slots * self._capacity
         arriving = peers.buffers[me][start : start + sum(splits.receives) * row]
         shape = sum(splits.receives), rows.shape[1]
@@ -158,17 +130,22 @@ class _Lane:
                 peer = (me + step) % peers.size
                 if self._keep:
                     peers.await_flag(peer, FREE, number - 1)
-                part = source[outgoing[ranks[peer]]]
-                peers.buffers[peer].narrow(0, start + splits.offsets[ranks[peer]] * row, len(part)).copy_(part)
+                part = source[outgoing[peer]]
+                peers.buffers[peer].narrow(0, start + splits.offsets[peer] * row, len(part)).copy_(part)
                 peers.set_flag(peer, ARRIVED, number)
         with peers.receiving():
-            target[incoming[ranks[me]]].copy_(source[outgoing[ranks[me]]])
+            target[incoming[me]].copy_(source[outgoing[me]])
             for step in others:
                 peer = (me - step) % peers.size
                 peers.await_flag(peer, ARRIVED, number)
                 if self._keep:
-                    target[incoming[ranks[peer]]].copy_(arriving[incoming[ranks[peer]]])
+                    target[incoming[peer]].copy_(arriving[incoming[peer]])
             if self._keep:
                 for step in others:
                     peers.set_flag((me - step) % peers.size, FREE, number)
         return received
+
+
+def _spans(counts: list[int], row: int) -> list[slice]:
+    """The bytes of the rows of each rank, if those of all ranks are in order and a row takes ``row`` bytes."""
+    return [slice(*ends) for ends in pairwise(accumulate((count * row for count in counts), initial=0))]

@@ -19,22 +19,18 @@ from fcsd.parallel.transports.transport import Several, Work
 _MARK, _FLAGS = 2048, 4096
 
 
-def open_buffers(group: Any, capacity: int, beside_slow_nccl: bool = False) -> PeerBuffers | None:
+def open_buffers(group: Any, capacity: int) -> PeerBuffers | None:
     """Make buffers of ``capacity`` bytes for a group whose GPUs are in one host and can access each other's memory.
 
     All ranks call it together. When it returns, all work that any rank launched before the call is complete, so buffers
     that were made earlier can be freed.
-
-    Args:
-        beside_slow_nccl: whether to make buffers although ``NCCL_P2P_DISABLE`` is set. Benchmarks set it in order to
-            imitate nodes on one host.
 
     Returns: None, on all ranks, for any other group.
     """
     torch.cuda.synchronize()
     # NCCL_P2P_DISABLE makes NCCL send rows through host memory. A user who sets it does not want peer-to-peer copies.
     hosts = _gather((platform.node(), os.environ.get("NCCL_P2P_DISABLE", "0")), group)
-    if len({host for host, _ in hosts}) > 1 or (any(disabled != "0" for _, disabled in hosts) and not beside_slow_nccl):
+    if len({host for host, _ in hosts}) > 1 or any(disabled != "0" for _, disabled in hosts):
         return None
     buffers, problem = None, None
     try:

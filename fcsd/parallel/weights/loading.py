@@ -27,7 +27,7 @@ from fcsd.models.build import (
 from fcsd.models.quantised.method import plain_copy
 from fcsd.parallel.expert.autoep import expert_blocks, shard_experts
 from fcsd.parallel.expert.blocking import wire_parallel
-from fcsd.parallel.placement.placement import Placement
+from fcsd.parallel.expert.placement import Placement
 from fcsd.parallel.weights.tensor_map import on_disk, pieces, put, read_apart, state
 
 

@@ -6,10 +6,11 @@ makes from the tensors in memory.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from fcsd.parallel.weights.tensor_map import Piece, State, apart, on_disk, outsi
 
 Specs = dict[str, tuple[str, Shape]]  # name on disk -> dtype and shape, for the tensors of all ranks
 Named = tuple[str, Tensor, int | None]  # name on disk, values, and their row if they are one expert of the tensor
+Later = Mapping[str, Callable[[], Tensor]]
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,16 @@ class OwnPart:
     group_size: int
 
 
-def own_part(model: PreTrainedModel) -> OwnPart:
+def own_part(model: PreTrainedModel, later: Later = MappingProxyType({})) -> OwnPart:
     """This rank's part of a model.
 
     Its experts are divided, or every rank holds the whole model, and nothing is copied. If decoder layers are sharded,
     or ZeRO-3 divides all weights, all ranks must call this: whole tensors are gathered, and every rank gets its share
     of them, in host memory.
+
+    Args:
+        later: makes a weight that the model has on the meta device when it is written, by name. Every rank holds such a
+            model whole, and makes only what it writes, one weight after the other.
     """
     if (ranks := ranks_of(model)) is not None:
         return _part_of_shards(model, ranks)
@@ -61,7 +67,7 @@ def own_part(model: PreTrainedModel) -> OwnPart:
         return _gathered_part(model, lambda _, tensor: whole_shape(tensor), _whole, dist.get_world_size())
     block = next(iter(expert_blocks(model).values()), None)
     if block is None:
-        return OwnPart(model, specs_of(model), lambda: _own_part(model), 1)
+        return OwnPart(model, specs_of(model), lambda: _own_part(model, later), 1)
     found, ep_size, tensors = list(on_disk(model, pieces(model))), block.placement.ranks, state(model)
     others = {name: tensors[name].detach() for name in apart(model)}
     specs = _of_pieces(tensors, found) | _specs(model, {name: tensor.to("meta") for name, tensor in others.items()})
@@ -195,13 +201,13 @@ def _specs(model: PreTrainedModel, empty: dict[str, Tensor]) -> Specs:
     return {name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in stored(model, empty).items()}
 
 
-def _own_part(model: PreTrainedModel) -> Iterator[Named]:
+def _own_part(model: PreTrainedModel, later: Later) -> Iterator[Named]:
     """The tensors that this rank writes of a model that every rank holds."""
     tensors = state(model)
     for turn, names in enumerate(_written_together(model)):
         if _my_turn(turn):
-            for name, value in stored(model, {name: tensors[name].detach() for name in names}).items():
-                yield name, value, None
+            held = {name: later[name]() if name in later else tensors[name].detach() for name in names}
+            yield from ((name, value, None) for name, value in stored(model, held).items())
 
 
 def _written_together(model: PreTrainedModel) -> list[list[str]]:

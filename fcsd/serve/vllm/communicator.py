@@ -1,9 +1,10 @@
 """The sums of every model under vLLM, converted or not, through memory of the host, where a user asks for it.
 
 ``FCSD_ALL_REDUCE=host`` (or ``host:int8``, which changes results a little) gives vLLM's platform another communicator:
-a subclass of its own, whose all-reduce and all-gather (of logits) of the tensor-parallel group go by tables that are
-measured when the group is made. vLLM sees its own operator, so its compiler and its CUDA graphs stay as they are. Where
-vLLM's own way is faster, as it is between GPUs with NVLink, the table has it.
+a subclass of its own, whose all-reduce, all-gather (of logits) and reduce-scatter of the tensor-parallel group go by
+tables that are measured when the group is made; and so do the gathers and scatters by which vLLM hands tokens to
+experts beside data-parallel attention. vLLM sees its own operator, so its compiler and its CUDA graphs stay as they
+are. Where vLLM's own way is faster, as it is between GPUs with NVLink, the table has it.
 """
 
 import logging
@@ -70,14 +71,16 @@ def communicator_of(base: type[Any]) -> type[Any]:
     """The communicator over a class of vLLM's.
 
     Args:
-        base: has ``unique_name``, ``world_size``, ``cpu_group``, ``all_reduce`` and ``all_gather``.
+        base: has ``unique_name``, ``world_size``, ``rank_in_group``, ``cpu_group``, ``all_reduce``, ``all_gather``,
+            ``all_gatherv``, ``reduce_scatter`` and ``reduce_scatterv``.
     """
 
     class HostCommunicator(base):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
             self._sums: Any = None
-            if self.unique_name.split(":")[0] == "tp" and self.world_size > 1:
+            name = self.unique_name.split(":")[0]
+            if self.world_size > 1 and (name == "tp" or (name in ("dp", "ep") and _exchanges_tokens())):
                 self._open(format_of(os.environ[ASKED]))
 
         def _open(self, format: Format | None) -> None:
@@ -85,14 +88,15 @@ def communicator_of(base: type[Any]) -> type[Any]:
             import torch.distributed as dist
 
             from fcsd.parallel.all_reduce.host import sums_of
-            from fcsd.parallel.all_reduce.host_table import file_for, kept, measured
+            from fcsd.parallel.all_reduce.host_table import Stock, file_for, kept, measured
 
             problem, opened = None, None
             try:
                 opened = sums = sums_of(self.cpu_group)
-                stock = super().all_reduce, super().all_gather
+                own = super()
+                stock = Stock(own.all_reduce, own.all_gather, lambda x: own.reduce_scatter(x, 0))
                 file = file_for(caches(), torch.cuda.get_device_name(), self.world_size, os.environ[ASKED])
-                self._tables = kept(file, lambda: measured(sums, *stock, self.cpu_group, format), self.cpu_group)
+                self._tables = kept(file, lambda: measured(sums, stock, self.cpu_group, format), self.cpu_group)
                 self._format = format
             except Exception as error:  # a server that starts is better than one that does not; it says so below
                 problem = f"{type(error).__name__}: {reason_of(error)}"
@@ -127,11 +131,54 @@ def communicator_of(base: type[Any]) -> type[Any]:
 
         def all_gather(self, input_: Any, dim: int = -1) -> Any:
             """The tensors of all ranks, one after the other along ``dim``."""
-            sums = self._sums
-            if sums is None or not input_.is_contiguous() or self._tables.gathers.way(input_.nbytes) == "stock":
+            way = self._gathers(input_.nbytes)
+            if way == "stock" or not input_.is_contiguous() or input_.data_ptr() % 16:
                 return super().all_gather(input_, dim)
             dim %= input_.dim()
-            return sums.gathered(input_).movedim(0, dim).flatten(dim, dim + 1)
+            return self._sums.gathered(input_, way).movedim(0, dim).flatten(dim, dim + 1)
+
+        def all_gatherv(self, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
+            """The same along the first dimension, with ``sizes`` rows of each rank; of each tensor, if it is a list."""
+            import torch
+
+            tensors = input_ if isinstance(input_, list) else [input_]
+            sizes = sizes or [len(tensors[0])] * self.world_size
+            width = sum(x[:1].nbytes if len(x) else 0 for x in tensors)  # what a row takes along, in one message
+            way = self._gathers(max(sizes) * width) if min(sizes) else "stock"
+            if way == "stock" or dim:
+                return super().all_gatherv(input_, dim, sizes)
+            found = self._sums.gathered(_message(tensors, max(sizes)), way)
+            rows = [part[:size] for part, size in zip(found, sizes, strict=True)]
+            out, at = [], 0
+            for x in tensors:
+                end = at + x[:1].nbytes
+                whole = torch.cat([row[:, at:end] for row in rows])
+                out.append(whole.view(x.dtype).view(-1, *x.shape[1:]))
+                at = end
+            return out if isinstance(input_, list) else out[0]
+
+        def reduce_scatter(self, input_: Any, dim: int = -1) -> Any:
+            """This rank's part of the sum, which is divided along ``dim``."""
+            way = self._scatters(input_, dim)
+            each, odd = divmod(len(input_), self.world_size)
+            if way == "stock" or odd:
+                return super().reduce_scatter(input_, dim)
+            return self._sums.scattered(_aligned(input_), [each] * self.world_size, way)
+
+        def reduce_scatterv(self, input_: Any, dim: int = -1, sizes: list[int] | None = None) -> Any:
+            """The same along the first dimension, with ``sizes`` rows for each rank."""
+            way = self._scatters(input_, dim) if sizes else "stock"
+            if way == "stock":
+                return super().reduce_scatterv(input_, dim, sizes)
+            return self._sums.scattered(_aligned(input_), sizes, way)
+
+        def _gathers(self, size: int) -> str:
+            """The way to gather so many bytes of each rank: by what all ranks know alike."""
+            return "stock" if self._sums is None or not size or size % 16 else self._tables.gathers.way(size)
+
+        def _scatters(self, x: Any, dim: int) -> str:
+            whole = x.nbytes > 0 and dim % x.dim() == 0 and x[:1].nbytes % 16 == 0
+            return self._tables.scatters.way(x.nbytes) if self._sums is not None and whole and _summed(x) else "stock"
 
     return HostCommunicator
 
@@ -144,3 +191,39 @@ def caches() -> Path:
 
 def _divides(format: Format | None, x: Any) -> bool:
     return format is not None and x.dim() > 1 and x.shape[-1] % format.group == 0
+
+
+def _summed(x: Any) -> bool:
+    from fcsd.parallel.all_reduce.host import DTYPES
+
+    return x.dtype in DTYPES
+
+
+def _aligned(x: Any) -> Any:
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def _message(tensors: list[Any], rows: int) -> Any:
+    """The rows of all tensors as bytes, one behind the other, ``[rows, bytes]``; those that are missing are zeros."""
+    import torch
+
+    count = len(tensors[0])
+    parts = [x.reshape(count, -1).contiguous().view(torch.uint8) for x in tensors]
+    if len(parts) == 1 and count == rows:
+        return _aligned(parts[0])
+    out = torch.zeros(rows, sum(part.shape[1] for part in parts), dtype=torch.uint8, device=tensors[0].device)
+    torch.cat(parts, dim=1, out=out[:count])
+    return out
+
+
+def _exchanges_tokens() -> bool:
+    """Whether vLLM gathers the tokens of data-parallel ranks for their experts, and scatters the sums."""
+    from vllm.config import get_current_vllm_config_or_none  # pyright: ignore[reportMissingImports]
+
+    config = get_current_vllm_config_or_none()
+    if config is None or config.model_config is None or not config.model_config.is_moe:
+        return False
+    parallel = config.parallel_config
+    by_gathers = parallel.all2all_backend == "allgather_reducescatter"
+    return parallel.data_parallel_size > 1 and by_gathers and not getattr(parallel, "enable_elastic_ep", False)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fcsd.models.arch import VllmNames
-from fcsd.models.class_swap import with_mixin
+from fcsd.models.fused import with_mixin
 
 GATE = ".self_attn.gate_proj.weight"  # a tensor of a gated attention, as checkpoints name it
 

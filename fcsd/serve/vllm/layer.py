@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from fcsd.models.arch import VllmNames
-from fcsd.models.class_swap import with_mixin
+from fcsd.models.fused import with_mixin
 from fcsd.models.schedule import Kind, LayerPlan, Running, Step, run_step
 from fcsd.serve.vllm.reduction import Reducer, Sum
 

@@ -15,7 +15,7 @@ from fcsd.config import Source
 from fcsd.distill.data.chat_template import Templates, render_chat
 from fcsd.distill.data.corpus import Corpus, Document, encode_rendering, load_corpus
 from fcsd.distill.data.examples import Chat
-from fcsd.distill.data.load_on_ranks import load_corpora
+from fcsd.distill.data.of_run import load_corpora
 from fcsd.distill.data.rows import Mixture, Rows, batch
 from fcsd.distill.loss.losses import IGNORE
 from fcsd.distill.preview import preview, show_first_row

@@ -13,9 +13,8 @@ import tiny
 import torch
 
 from fcsd.config import Source
-from fcsd.distill.data.corpus import Corpus, load_corpus
+from fcsd.distill.data.corpus import Corpus, TokenSlices, load_corpus
 from fcsd.distill.data.rows import Mixture, Rows, batch
-from fcsd.distill.data.token_slices import TokenSlices
 from fcsd.distill.loss.losses import IGNORE
 from fcsd.distill.teacher.original import final_hidden
 from fcsd.errors import BadInputError, ConfigError, DiskError

@@ -18,7 +18,7 @@ from fcsd.config import Source
 from fcsd.distill.data import files, raw_table
 from fcsd.distill.data.corpus import Corpus, load_corpus, require_other_text
 from fcsd.distill.data.files import choose_files, find_files, require_apart
-from fcsd.distill.data.load_on_ranks import load_corpora
+from fcsd.distill.data.of_run import load_corpora
 from fcsd.distill.data.raw_table import read_json_lines
 from fcsd.errors import BadInputError
 from fcsd.launch.world import World

@@ -11,7 +11,7 @@ import tiny
 
 from fcsd.config import Source, load_recipe
 from fcsd.distill.data.corpus import load_corpus
-from fcsd.distill.data.document_end import document_end
+from fcsd.distill.data.of_run import document_end
 from fcsd.distill.preview import preview
 from fcsd.errors import BadInputError, ConfigError
 

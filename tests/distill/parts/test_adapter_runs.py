@@ -17,12 +17,10 @@ from safetensors.torch import load_file
 
 from fcsd.checkpoint import read_layout
 from fcsd.convert import convert_checkpoint
-from fcsd.distill import loop, prepare
+from fcsd.distill import loop, parts, prepare
 from fcsd.distill.inputs import student_source
-from fcsd.distill.parts import files
-from fcsd.distill.parts.chosen import chosen_parts, train_parts
 from fcsd.distill.run.report import read_metrics
-from fcsd.distill.student import load_student
+from fcsd.distill.student import chosen_parts, load_student, train_parts
 from fcsd.distill.teacher.targets import LiveTeacher
 from fcsd.errors import BadInputError, CheckpointError, ConfigError
 from fcsd.export.final import export_model
@@ -102,7 +100,7 @@ def killed_export(run: Path, out: Path) -> None:
         directory.write_text("half of a model")
         os.kill(os.getpid(), signal.SIGKILL)
 
-    files.merge_checkpoint = deadly
+    parts.merge_checkpoint = deadly
     export_model(run, out, checkpoint="latest")
 
 

@@ -13,14 +13,14 @@ from safetensors.torch import load_file
 from fcsd import extras
 from fcsd.checkpoint import read_object
 from fcsd.distill.inputs import student_source
-from fcsd.distill.parts.chosen import chosen_parts, train_parts
-from fcsd.distill.parts.files import read_parts
-from fcsd.distill.student import load_student
+from fcsd.distill.parts import read_parts
+from fcsd.distill.student import chosen_parts, load_student, train_parts
 from fcsd.errors import ConfigError
 from fcsd.export.final import export_model
 from fcsd.models.adapters.lora import add_adapters, matrices
 from fcsd.models.adapters.nf4 import in_nf4, nf4_layers, plain_linear, plain_weight
 from fcsd.models.build import load_model
+from fcsd.parallel.partitions import changed
 from fcsd.parallel.weights.trained import load_trained
 from fcsd.plan import Hardware, plan_run
 
@@ -60,6 +60,11 @@ def test_a_run_its_resume_and_the_merged_model(llama: Path, tmp_path: Path) -> N
     assert (rounded - merged).norm() < 0.1 * (original - merged).norm()
     assert (rounded - merged).norm() < 0.03 * rounded.norm()
 
+    later = parts.merge(changed)  # one weight after the other, when it is written
+    assert {name for name, weight in student.named_parameters() if weight.is_meta} == later.keys()
+    final = load_file(run / "final" / "model.safetensors")
+    assert later and all(torch.equal(make(), final[name]) for name, make in later.items())
+
     export_model(run, tmp_path / "exported", checkpoint="step-4")
     final, exported = (load_file(path / "model.safetensors") for path in (run / "final", tmp_path / "exported"))
     assert final.keys() == exported.keys()
@@ -73,7 +78,8 @@ def merged_in(run: Path) -> Any:
 def test_an_adapted_layer_computes_what_it_does_beside_the_decoded_weight() -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes", reason="the extra nf4 is not installed")
     base = bitsandbytes.nn.Linear4bit(96, 40, bias=True, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
-    plain = plain_linear(base, plain_weight(base))
+    plain = plain_linear(base)
+    plain.weight = torch.nn.Parameter(plain_weight(base), requires_grad=False)
     x = torch.randn(3, 7, 96, generator=torch.Generator().manual_seed(0))
     found = []
     for layer in (base, plain):

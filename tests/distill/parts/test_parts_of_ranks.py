@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from fcsd.config import ResolvedRecipe
-from fcsd.distill import loop, prepare
-from fcsd.distill.parts import files
+from fcsd.distill import loop, parts, prepare
 from fcsd.distill.run.report import read_metrics
 
 ALONE: dict[str, Any] = {
@@ -77,7 +76,7 @@ def same(one: Numbers, other: Numbers) -> None:
 
 
 def whole_parts(run: Path, step: int) -> dict[str, tuple[int, ...]]:
-    found = files.read_parts(run / "checkpoints" / f"step-{step}" / "parts")
+    found = parts.read_parts(run / "checkpoints" / f"step-{step}" / "parts")
     return {name: tuple(value.shape) for name, value in found.items()}
 
 
@@ -107,7 +106,7 @@ def check_all(folder: Path, out: Path, shared_by: str, four: dict[str, dict[str,
     runs.train(resumed, 2)
     same(runs.numbers(out / "resumed"), runs.numbers(out / "two"))
     # Any checkpoint is merged in one process.
-    files.merge_checkpoint(resumed.recipe, out / "resumed" / "checkpoints" / "step-4" / "parts", out / "merged")
+    parts.merge_checkpoint(resumed.recipe, out / "resumed" / "checkpoints" / "step-4" / "parts", out / "merged")
     merged = load_file(out / "merged" / "model.safetensors")
     assert all(torch.equal(merged[name], weight) for name, weight in runs.numbers(out / "two")[1].items())
     steps = [line["step"] for line in read_metrics(out / "resumed")]

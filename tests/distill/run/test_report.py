@@ -12,7 +12,7 @@ from ranks import exit_codes
 from fcsd.config.batch import pauses
 from fcsd.distill.loop import distill_model
 from fcsd.distill.run import report
-from fcsd.distill.run.time_left import TimeLeft
+from fcsd.distill.run.report import TimeLeft
 
 
 def test_a_run_says_where_it_saves_and_what_resumes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import torch
 from fcsd.config import Recipe
 from fcsd.distill import loop, prepare
 from fcsd.distill.data.corpus import load_corpus
+from fcsd.distill.data.of_run import training_rows
 from fcsd.distill.data.rows import Mixture
 from fcsd.distill.metrics import Meter
 from fcsd.distill.run.report import read_metrics
@@ -25,7 +26,7 @@ from fcsd.launch.world import World
 
 def text_of(folder: Path, **changes: Any) -> tuple[Recipe, Mixture]:
     recipe = runs.resolved(folder, **changes).recipe
-    return recipe, prepare.training_rows(recipe, [load_corpus(recipe.data.sources[0], texts.tokenizer(), 256)])
+    return recipe, training_rows(recipe, [load_corpus(recipe.data.sources[0], texts.tokenizer(), 256)])
 
 
 def tensors(micros: list[MicroBatch]) -> list[Any]:

@@ -10,10 +10,9 @@ import torch
 
 from fcsd.distill import prepare
 from fcsd.distill.inputs import student_source
-from fcsd.distill.parts.chosen import chosen_parts, train_parts
-from fcsd.distill.student import load_student
+from fcsd.distill.student import chosen_parts, load_student, train_parts
 from fcsd.distill.teacher.original import compile_layers, final_hidden, without_compiling
-from fcsd.distill.teacher.prefix import left_out
+from fcsd.distill.teacher.targets import left_out
 from fcsd.errors import ConfigError
 from fcsd.models.build import decoder_layers, wire
 from fcsd.models.wiring import Wiring

@@ -104,14 +104,44 @@ def test_large_tensors_travel_in_pieces_and_rounds() -> None:
     assert ranks.in_group(2, in_pieces, cpu_device.libraries(2), 2) == [True, True]
 
 
-def gathers(rank: int, built: dict[int, Path], world: int) -> bool:
+def gathers(rank: int, built: dict[int, Path], world: int) -> list[bool]:
     made = cpu_device.sums(built)
     parts = [torch.arange(37 * 3).view(37, 3) + 1000 * peer for peer in range(world)]
-    return torch.equal(made.gathered(parts[rank]), torch.stack(parts))
+    same = [torch.equal(made.gathered(parts[rank]), torch.stack(parts))]
+    for way in WAYS:
+        for size in (1, 300, 7, 6000):  # lines, that is pairs of these values
+            bits = [torch.randint(-(1 << 62), 1 << 62, (size, 2)) for _ in range(world)]
+            dist.broadcast_object_list(bits)
+            same.append(torch.equal(made.gathered(bits[rank], way), torch.stack(bits)))
+    return same
 
 
-def test_what_every_rank_has_is_gathered() -> None:
-    assert ranks.in_group(3, gathers, cpu_device.libraries(3), 3) == [True] * 3
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_every_rank_has_is_gathered_bit_by_bit(world: int) -> None:
+    assert ranks.in_group(world, gathers, cpu_device.libraries(world), world) == [[True] * 13] * world
+
+
+SHARES = ([2, 2, 2], [1, 5, 3], [0, 4, 1], [700, 3, 40], [1, 1, 1])  # rows; they change from call to call
+
+
+def scatters(rank: int, built: dict[int, Path], world: int, aside: int = 0) -> list[str]:
+    made = cpu_device.sums(built)
+    made.device.set_aside(aside if rank == world - 1 else 0)
+    wrong, call = [], 0
+    for dtype in (torch.bfloat16, torch.float32):
+        for sizes in (shares[:world] for shares in SHARES):
+            for way in WAYS:
+                call += 1
+                found = made.scattered(drawn(rank, call, 16 * sum(sizes), dtype).view(-1, 2, 8), sizes, way)
+                right = literal(call, 16 * sum(sizes), dtype, world).view(-1, 2, 8).split(sizes)[rank]
+                if not torch.equal(found, right):
+                    wrong.append(f"{way} {dtype} {sizes}")
+    return wrong
+
+
+@pytest.mark.parametrize(("world", "aside"), [(2, 0), (3, 0), (3, 300)])
+def test_every_rank_has_its_rows_of_the_literal_sum(world: int, aside: int) -> None:
+    assert ranks.in_group(world, scatters, cpu_device.libraries(world), world, aside) == [[]] * world
 
 
 def in_format(rank: int, built: dict[int, Path], name: str) -> bool:

@@ -57,6 +57,35 @@ def test_every_way_has_the_literal_sum_on_a_gpu_that_two_ranks_share() -> None:
     assert ranks.results(2, differing) == [[], []]
 
 
+def exchanged() -> list[str]:
+    """What a rank finds wrong of gathers and of its rows of sums, replayed in a graph."""
+    rank, wrong = joined(), []
+    sums = host.sums_of(dist.group.WORLD, limit=60.0)
+    for size in SIZES[1:5]:
+        rows = [size // 48, size // 32 - size // 48]
+        draw = [torch.Generator().manual_seed(size + peer) for peer in range(2)]
+        parts = [torch.randn(sum(rows), 16, generator=one).bfloat16() for one in draw]
+        total = (parts[0].float() + parts[1].float()).bfloat16().split(rows)[rank]
+        x = parts[rank].cuda()
+        for way in ("one_shot", "in_blocks", "exchange"):
+            if size > LARGEST.get(way, size):
+                continue
+            sums.gathered(x, way)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                every, own = sums.gathered(x, way), sums.scattered(x, rows, way)
+            for _ in range(2):
+                graph.replay()
+                wrong += _unless_equal(every, torch.stack(parts), f"{way}, {size} bytes, gathered")
+                wrong += _unless_equal(own, total, f"{way}, {size} bytes, scattered")
+    return wrong
+
+
+@pytest.mark.gpu
+def test_what_ranks_gather_and_their_rows_of_sums_are_right_on_a_gpu() -> None:
+    assert ranks.results(2, exchanged) == [[], []]
+
+
 def in_format() -> list[str]:
     rank = joined()
     sums, wrong = host.sums_of(dist.group.WORLD, limit=60.0), []

@@ -16,8 +16,8 @@ from fcsd.models.wiring import Wiring
 from fcsd.parallel.expert.autoep import shard_experts
 from fcsd.parallel.expert.dispatcher import Mode, Transfer
 from fcsd.parallel.expert.flat import flat
+from fcsd.parallel.expert.placement import Placement
 from fcsd.parallel.overlap import overlap
-from fcsd.parallel.placement.placement import Placement
 
 EXPERTS = 6
 MOE_LAYERS = (0, 1, 3)  # of the tiny Qwen3

@@ -16,6 +16,7 @@ from file_buffers import opener
 from late import late_collectives
 from ranks import in_group
 from rewired import backward
+from studies.formats.directions import parse_formats
 from torch import Tensor
 
 from fcsd.models.wiring import Wiring
@@ -24,9 +25,9 @@ from fcsd.parallel.expert.dispatcher import Dispatcher, Mode, Transfer
 from fcsd.parallel.expert.flat import flat
 from fcsd.parallel.expert.hierarchical import hierarchical
 from fcsd.parallel.expert.levels import Levels, one_level, two_levels
+from fcsd.parallel.expert.placement import Placement
 from fcsd.parallel.overlap import overlap
-from fcsd.parallel.placement.placement import Placement
-from fcsd.parallel.quantised.rows import Formats, Quantiser
+from fcsd.parallel.quantised.rows import Quantiser
 from fcsd.parallel.transports.copies import CopiesTransport
 from fcsd.parallel.transports.transport import Transport, all_to_all
 
@@ -165,7 +166,7 @@ def wrong_wires(rank: int) -> list[str]:
     for levels in arrangements():
         make, found = hierarchical(levels), []
         for formats in (None, "combine=int8:g64,dispatch_grad=int6:g16", "int8:g64"):
-            quantiser = None if formats is None else Quantiser(Formats.parse(formats))
+            quantiser = None if formats is None else Quantiser(parse_formats(formats))
             overlap(model, FARSKIP, "off", dispatcher=make, quantiser=quantiser)
             found.append(step(model, ids))
             overlap(model, FARSKIP, dispatcher=make, quantiser=quantiser)
@@ -191,7 +192,7 @@ def rounded_exchanges(rank: int) -> list[tuple[str, bool, bool]]:
     _, block, _ = next(blocks(rank))
     gate = torch.randn(16, EXPERTS, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     x = torch.randn(1, 5, 16, generator=torch.Generator().manual_seed(rank))
-    transfer = Watched(mode="off", quantiser=Quantiser(Formats.parse("int8:g16")))
+    transfer = Watched(mode="off", quantiser=Quantiser(parse_formats("int8:g16")))
     through(hierarchical(two_levels(4, 2)), replace(block, gate=gate.float(), scale=block.scale.float()), x, transfer)
     return found
 

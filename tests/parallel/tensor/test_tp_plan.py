@@ -88,18 +88,29 @@ def test_what_the_rows_add_to_the_plans_of_transformers() -> None:
 @pytest.mark.parametrize(
     ("styles", "name", "message"),
     [
-        ({}, "self_attn.k_proj.weight", "how to shard self_attn.k_proj.weight$"),
+        ({}, "self_attn.qk_proj.weight", "how to shard self_attn.qk_proj.weight$"),
         ({"self_attn.k_proj": "colwise_gather_output"}, "self_attn.k_proj.weight", "as colwise_gather_output$"),
         ({"mlp.experts": "moe_tp_experts"}, "mlp.experts.up_proj", "as moe_tp_experts$"),
     ],
 )
 def test_a_tensor_without_a_style_is_refused(styles: dict[str, str], name: str, message: str) -> None:
     plan = {f"layers.*.{path}": style for path, style in styles.items()}
-    config = type("Config", (PretrainedConfig,), {"base_model_tp_plan": plan})()
+    config: Any = type("Config", (PretrainedConfig,), {"base_model_tp_plan": plan})(num_attention_heads=4)
     with pytest.raises(BadInputError, match=message):
         layer_sharding(tp_plan_of(ARCHS["llama"], config), name, 2)
     row = replace(ARCHS["llama"], tp_plan={name: "colwise"})
-    assert layer_sharding(tp_plan_of(row, config), name, 2) == Shard(0, kv="k_proj" in name)
+    assert layer_sharding(tp_plan_of(row, config), name, 2) == Shard(0, kv=".k_proj" in name)
+
+
+def test_usual_names_need_no_style_of_a_row_and_norms_over_heads_do() -> None:
+    config: Any = type("Config", (PretrainedConfig,), {"base_model_tp_plan": None})(num_attention_heads=4)
+    plan = tp_plan_of(ARCHS["llama"], config)
+    assert layer_sharding(plan, "self_attn.k_proj.weight", 2) == Shard(0, kv=True)
+    assert layer_sharding(plan, "mlp.shared_experts.down_proj.weight", 2) == Shard(1)
+    assert layer_sharding(plan, "mlp.gate_up_proj.weight", 2) == Shard(0, packed=2)
+    config = tiny.config("olmo2")
+    with pytest.raises(BadInputError, match=r"as colwise_gather_output$"):
+        layer_sharding(tp_plan_of(replace(ARCHS["olmo2"], norms_over_heads=()), config), "self_attn.q_proj.weight", 2)
 
 
 def test_a_plan_in_config_json_is_not_read() -> None:

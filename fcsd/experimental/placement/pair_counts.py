@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fcsd.parallel.placement.placement import Placement
+from fcsd.parallel.expert.placement import Placement
 
 _CHUNK = 2**14  # tokens that are counted at a time, so that the memory does not grow with the batch
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fcsd.parallel.placement.moving import Interval, plan
-from fcsd.parallel.placement.placement import Placement
+from fcsd.experimental.placement.moving import Interval, plan
+from fcsd.parallel.expert.placement import Placement
 
 EXPERTS, SIZE = 8, 6  # of each tensor, an expert has this many elements
 HALVES = [Interval(0, 11), Interval(0, 11), Interval(11, 24), Interval(11, 24)]  # the border is inside of an expert

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from fcsd.distill.train_engine import TrainEngine
+from fcsd.experimental.placement.moving import Share
 from fcsd.parallel.expert.block import ExpertBlock
-from fcsd.parallel.placement.moving import Share
 
 
 def expert_shares(engine: TrainEngine, block: ExpertBlock) -> dict[str, Share]:

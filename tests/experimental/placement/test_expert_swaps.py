@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 from fcsd.config import ResolvedRecipe
 from fcsd.config.parallel import Parallel
 from fcsd.distill import loop
-from fcsd.distill.experts.states import expert_shares
-from fcsd.distill.experts.swaps import FILE, levels_of, objective_of
 from fcsd.distill.run.report import read_metrics
 from fcsd.errors import ConfigError
+from fcsd.experimental.placement.pair_counts import Level
+from fcsd.experimental.placement.states import expert_shares
+from fcsd.experimental.placement.swaps import FILE, levels_of, objective_of
 from fcsd.kernels.bit_split import Format
 from fcsd.parallel.expert.autoep import expert_blocks
-from fcsd.parallel.placement.pair_counts import Level
 
 SWAPS = {"parallel__placement": {"every": 2}}
 EXPERTS = 8

@@ -11,10 +11,10 @@ import torch
 from studies.placement import study
 from torch import Tensor
 
+from fcsd.experimental.placement.pair_counts import count, split
+from fcsd.experimental.placement.search import Level, Objective, Ranks, best_swap, busiest, greedy
 from fcsd.parallel.expert.levels import tokens_by_group
-from fcsd.parallel.placement.pair_counts import count, split
-from fcsd.parallel.placement.placement import Placement
-from fcsd.parallel.placement.search import Level, Objective, Ranks, best_swap, busiest, greedy
+from fcsd.parallel.expert.placement import Placement
 
 EXPERTS = 8
 

@@ -18,16 +18,16 @@ from torch import Tensor, nn
 
 from fcsd.config import Parallel, Recipe
 from fcsd.disk import write_json
-from fcsd.distill.experts.states import expert_shares
 from fcsd.distill.train_engine import Trained
+from fcsd.experimental.placement.moving import move, plan
+from fcsd.experimental.placement.search import Level, Objective, Ranks, greedy
+from fcsd.experimental.placement.states import expert_shares
 from fcsd.kernels.bit_split import Format
 from fcsd.launch.world import World
 from fcsd.parallel import order
 from fcsd.parallel.expert.autoep import expert_blocks
 from fcsd.parallel.expert.block import ExpertBlock
-from fcsd.parallel.placement.moving import move, plan
-from fcsd.parallel.placement.placement import Placement
-from fcsd.parallel.placement.search import Level, Objective, Ranks, greedy
+from fcsd.parallel.expert.placement import Placement
 
 FILE = "placement.json"
 Orders = dict[str, list[int]]  # the numbers of a layer's experts by position, by the path of its MoE block
@@ -78,17 +78,15 @@ class ExpertSwaps:
         self, run: Path, recipe: Recipe, world: World, hosts: World, trained: Trained, progress: dict[str, Any]
     ) -> None:
         self._file, self._recipe, self._world, self._hosts, self._trained = run / FILE, recipe, world, hosts, trained
-        self._every = recipe.parallel.placement.every
-        self._blocks = expert_blocks(trained.model) if self._every else {}
+        self._every, self._blocks = recipe.parallel.placement.every, expert_blocks(trained.model)
         self._record = RoutingRecord({path: block.router for path, block in self._blocks.items()})
         self._swaps, self._seconds = progress.get("placement", {}).get("swaps", 0), 0.0
-        if self._every:
-            self._write()
+        self._write()
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """A block that takes the step with this number, counted from 1. At its end experts may change their places."""
-        if not self._every or number % self._every:
+        if number % self._every:
             yield
             return
         with self._record.on(self._blocks) as chosen:
@@ -105,11 +103,11 @@ class ExpertSwaps:
         Returns: ``swaps``, how many pairs of experts have changed places since the start of the run, over all layers;
             and ``swap_seconds``, the time that searches and moves have taken since this process started.
         """
-        return {"swaps": self._swaps, "swap_seconds": self._seconds} if self._every else {}
+        return {"swaps": self._swaps, "swap_seconds": self._seconds}
 
     def progress(self) -> dict[str, Any]:
-        """What a checkpoint stores for ``orders_of`` and for the next object of this class."""
-        return {"placement": {"swaps": self._swaps, "layers": self._orders()}} if self._every else {}
+        """What a checkpoint stores for the next object of this class, and for the run that loads its experts so."""
+        return {"placement": {"swaps": self._swaps, "layers": self._orders()}}
 
     def _wait(self) -> None:
         """Waits until the device has computed all that was launched."""
@@ -153,11 +151,6 @@ class ExpertSwaps:
             for path, numbers in self._orders().items()
         }
         self._hosts.on_first(lambda: write_json(self._file, {"swaps": self._swaps, "experts of each rank": layers}))
-
-
-def orders_of(progress: dict[str, Any]) -> Orders:
-    """The placement with which a checkpoint was saved; empty if the experts are in the order of their numbers."""
-    return progress.get("placement", {}).get("layers", {})
 
 
 def objective_of(recipe: Recipe, processes: int, block: ExpertBlock, width: int) -> Objective:

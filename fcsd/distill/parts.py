@@ -17,8 +17,7 @@ from fcsd.checkpoint import Checkpoint, open_checkpoint, whole_sha256
 from fcsd.config import Recipe
 from fcsd.disk import read_input, write_json
 from fcsd.distill.inputs import student_source
-from fcsd.distill.parts.chosen import chosen_parts, train_parts
-from fcsd.distill.student import DTYPES, load_student, write_student
+from fcsd.distill.student import DTYPES, chosen_parts, load_student, train_parts, write_student
 from fcsd.errors import BadInputError, CheckpointError
 from fcsd.foreign_errors import reason_of
 from fcsd.launch.world import World
@@ -89,8 +88,7 @@ def write_merged(parts: TrainedParts, folder: Path, source: Path, directory: Pat
         source: the directory that the student was made from.
     """
     world.everywhere(lambda: load_trained(parts, read_parts(folder), str(folder), ranks_of(parts.model)))
-    parts.merge(changed)
-    write_student(own_part(parts.model), source, directory, world, first=True)
+    write_student(own_part(parts.model, parts.merge(changed)), source, directory, world, first=True)
 
 
 def merge_checkpoint(recipe: Recipe, folder: Path, directory: Path) -> None:

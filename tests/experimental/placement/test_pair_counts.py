@@ -7,10 +7,10 @@ import torch
 from blocks import interleaved
 from torch import Tensor
 
+from fcsd.experimental.placement import pair_counts
+from fcsd.experimental.placement.pair_counts import Level, count, split
 from fcsd.parallel.expert.levels import tokens_by_group
-from fcsd.parallel.placement import pair_counts
-from fcsd.parallel.placement.pair_counts import Level, count, split
-from fcsd.parallel.placement.placement import Placement
+from fcsd.parallel.expert.placement import Placement
 
 EXPERTS, RANKS, GROUPS = 8, 4, (2, 4)
 

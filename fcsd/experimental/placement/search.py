@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fcsd.parallel.placement.pair_counts import Level, LevelCounts, count, split
-from fcsd.parallel.placement.placement import Placement
+from fcsd.experimental.placement.pair_counts import Level, LevelCounts, count, split
+from fcsd.parallel.expert.placement import Placement
 
 _GAMMA = 10  # the paper's default; any value from 5 to 19 gave it the same speed (§V-E)
 

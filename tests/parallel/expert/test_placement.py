@@ -4,7 +4,7 @@ import pytest
 import torch
 from blocks import interleaved
 
-from fcsd.parallel.placement.placement import Placement
+from fcsd.parallel.expert.placement import Placement
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,0 @@
-"""What trains beside frozen weights: how it is chosen, saved, and merged into ordinary weights."""

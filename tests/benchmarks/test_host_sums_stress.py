@@ -1,0 +1,32 @@
+"""The program that makes a million random sums: on CPUs it compares them as on GPUs, and a wrong value is found."""
+
+import random
+from pathlib import Path
+
+import cpu_device
+import pytest
+import ranks
+import torch
+from benchmarks.comm.host_sums_stress import Batch, drawn
+
+from fcsd.kernels.host import compiled
+
+pytestmark = pytest.mark.lab
+
+
+def batches(rank: int, built: dict[int, Path]) -> list[tuple[int, int]]:
+    """By dtype, the wrong values of two rounds, and those that are found after one bit of a sum was changed."""
+    sums, found = cpu_device.sums(built), []
+    for dtype in compiled.KINDS:
+        batch = Batch(sums, dtype, drawn(random.Random(0), True)[:40], "cpu")
+        batch.run()
+        batch.run()
+        right = int(batch.wrong)
+        batch.out.view(torch.int16)[-1] ^= 1
+        batch.compare()
+        found.append((right, int(batch.wrong)))
+    return found
+
+
+def test_random_sums_are_compared_to_the_last_bit() -> None:
+    assert ranks.in_group(2, batches, cpu_device.libraries(2)) == [[(0, 1)] * 3] * 2
