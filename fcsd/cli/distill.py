@@ -290,6 +290,8 @@ def _require_extras(recipe: "config.Recipe") -> None:
     require_extra("train", "fcsd distill")
     if recipe.train.adapter is not None and recipe.train.adapter.base is not None:
         require_extra("nf4", "train.adapter.base nf4")
+    if recipe.optim.moments == "8bit":
+        require_extra("nf4", "optim.moments 8bit")
     if recipe.early_stop.benchmark:
         require_extra("eval", f"early_stop.metric {recipe.early_stop.benchmark}")
 

@@ -12,6 +12,7 @@ FROZEN, OWN_PARTS, ADAPTERS = "optim.train or train.adapter", "optim.train", "tr
 RANDOM, REPLICATED = "init.weights random", "parallel.teacher_placement replicated"
 ALONE_ROUNDED, BENCHMARK = "parallel.quantised with parallel.ep_size 1", "a benchmark as early_stop.metric"
 NF4 = "train.adapter.base nf4"
+UNDIVIDED, ROUNDED_MOMENTS = "parallel.zero_stage 0", "optim.moments 8bit"
 FREEZES_TRAINED = "objective.freeze_embeddings or objective.freeze_lm_head"
 
 # setting, setting, why
@@ -25,6 +26,9 @@ EXCLUSIONS = (
     (DIVIDED, EXPERTS, "experts need stage 1 or 2"),
     (DIVIDED, COMPILED, "it is not proven"),
     (ON_HOST, OTHER_STAGES, "set it to 1 or 2"),
+    (ROUNDED_MOMENTS, UNDIVIDED, "set it to 1, 2 or 3"),
+    (ROUNDED_MOMENTS, ON_HOST, "the moments on the host are in fp32"),
+    (MOVED, ROUNDED_MOMENTS, "the states of experts move in fp32"),
     (MOVED, ON_HOST, "the states of experts move between GPUs, not hosts"),
     (COMPILED, EXPERTS, "layers that send or round rows cannot be compiled"),
     (FROZEN, RANDOM, "what is frozen must have learned something"),

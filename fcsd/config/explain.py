@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 _REMOVED = {
     "train.anneal_share": "annealed wiring was removed, because no gain was shown; delete the line",
     "objective.teacher_cache": "caches were removed; train.adapter or optim.train share one copy of the weights",
-    "optim.moments": "moments in bf16 were removed; set optim.offload: host, or parallel.zero_stage: 2 or 3",
+    "optim.moments: bf16": "moments in bf16 were removed; set optim.moments: 8bit, or optim.offload: host",
     "optim.offload: moments": "it was removed; set optim.offload: host, or parallel.zero_stage: 2 or 3",
     "parallel.dedup: auto": "the choice by layer was removed; set off, rank or node, see docs/slow_links.md",
     "parallel.machine": "parallel.dedup auto alone read it, and was removed; delete the line",

@@ -187,6 +187,8 @@ class Recipe(Section):
             exclusions.OTHER_STAGES: parallel.zero_stage in (0, 3),
             exclusions.COMPILED: self.train.compile,
             exclusions.ON_HOST: self.optim.offload == "host",
+            exclusions.UNDIVIDED: parallel.zero_stage == 0,
+            exclusions.ROUNDED_MOMENTS: self.optim.moments == "8bit",
             exclusions.MOVED: parallel.placement.every > 0,
             exclusions.FROZEN: self.frozen_beside is not None,
             exclusions.OWN_PARTS: bool(parts),

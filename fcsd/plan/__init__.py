@@ -90,7 +90,7 @@ class Plan:
         changed, trained = (total, total) if setup.parts is None else (setup.parts.own, setup.parts.trained)
         weights = total + (changed if setup.teacher != "none" else 0)  # the teacher has its own of what changes
         states = 0 if setup.offload == "host" else state_width(setup)
-        return setup.width * weights - setup.spared + (states + setup.gradient_width) * trained
+        return setup.width * weights - setup.spared + int((states + setup.gradient_width) * trained)
 
     def check(self) -> None:
         """Refuses a plan that does not fit.

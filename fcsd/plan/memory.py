@@ -94,13 +94,18 @@ class Memory:
         return self.total <= self.usable
 
 
-def state_width(setup: Setup) -> int:
+EIGHT_BIT = 2 + 2 * 4 / 256  # bytes of two moments in 8 bits, with a scale in fp32 for each 256 values
+
+
+def state_width(setup: Setup) -> float:
     """Bytes per updated parameter of AdamW's two moments, and of the fp32 copy of the weight where one is made.
 
     ZeRO-1 and ZeRO-2 copy their partition even if the weights are in fp32. The other stages keep a copy for weights in
     bf16 only.
     """
-    return 8 + (4 if setup.zero_stage in (1, 2) or setup.dtype == "bf16" else 0)
+    return (8 if setup.moments == "fp32" else EIGHT_BIT) + (
+        4 if setup.zero_stage in (1, 2) or setup.dtype == "bf16" else 0
+    )
 
 
 def optimizer_bytes(own: Shard, setup: Setup) -> int:
@@ -110,7 +115,7 @@ def optimizer_bytes(own: Shard, setup: Setup) -> int:
     """
     if setup.offload == "host":
         return setup.width * own.largest
-    return state_width(setup) * sum(own.partition)
+    return int(state_width(setup) * sum(own.partition))
 
 
 def teacher_bytes(teacher: ModelNumbers, setup: Setup) -> int:

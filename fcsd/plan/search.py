@@ -8,7 +8,12 @@ from typing import Literal
 from fcsd.plan.setup import Hardware, Setup
 
 MOST_GPUS = 64  # the search tries up to this many times as many nodes as were asked for
-_OFFLOADS = ("none", "host")
+# Where AdamW's states are, and what its moments are kept in.
+_STATES: tuple[tuple[Literal["none", "host"], Literal["fp32", "8bit"]], ...] = (
+    ("none", "fp32"),
+    ("host", "fp32"),
+    ("none", "8bit"),
+)
 
 
 def candidates(setup: Setup, hardware: Hardware, experts: int) -> Iterator[tuple[Setup, Hardware]]:
@@ -22,6 +27,7 @@ def candidates(setup: Setup, hardware: Hardware, experts: int) -> Iterator[tuple
     - ZeRO-3 for dense models, which gathers all weights in every pass
     - sharding the teacher's experts, and experts over more ranks, which both need more all-to-all
     - the optimizer on the host, which makes each step wait for the bus and the CPU cores
+    - moments in 8 bits, which round each step
     - more nodes
 
     Args:
@@ -37,7 +43,8 @@ def candidates(setup: Setup, hardware: Hardware, experts: int) -> Iterator[tuple
                 sorted({setup.recompute, True}),
             )
         )
-        for offload, ep_size in product(_OFFLOADS[_OFFLOADS.index(setup.offload) :], ep_sizes):
+        states = _STATES[_STATES.index((setup.offload, setup.moments)) :]
+        for (offload, moments), ep_size in product(states, ep_sizes):
             for teacher in _teachers(setup, ep_size):
                 for stage, rows, recompute in inner:
                     changed = replace(
@@ -46,6 +53,7 @@ def candidates(setup: Setup, hardware: Hardware, experts: int) -> Iterator[tuple
                         ep_size=ep_size,
                         teacher=teacher,
                         offload=offload,
+                        moments=moments,
                         zero_stage=stage,
                         micro_batch_size=rows,
                         recompute=recompute,
@@ -88,6 +96,7 @@ def assignments(before: Setup, after: Setup) -> dict[str, object]:
         "parallel.teacher_placement": (before.teacher, after.teacher),
         "parallel.ep_size": (before.ep_size, after.ep_size),
         "optim.offload": (before.offload, after.offload),
+        "optim.moments": (before.moments, after.moments),
         "train.adapter.rank": (before.parts and before.parts.rank, after.parts and after.parts.rank),
     }
     return {key: new for key, (old, new) in keys.items() if old != new}

@@ -141,6 +141,7 @@ class Setup:
             to 1. The value 1.2 leaves room for trained routers, whose worst layers are less even. It has not been
             measured on a trained model.
         offload: what is on the host: nothing, or all states of AdamW, so that it runs there.
+        moments: what AdamW's two moments are kept in.
         overlap_comm: DeepSpeed's option of that name, which reduces gradients during backward through two buckets.
         document: mean number of tokens of a document in a row; with None, a row counts as one document.
         tp_size: processes that shard the decoder layers of a model; they compute with the same rows.
@@ -165,6 +166,7 @@ class Setup:
     accumulate_dtype: Literal["bf16", "fp32"] = "bf16"
     zero_stage: int = 1
     offload: Literal["none", "host"] = "none"
+    moments: Literal["fp32", "8bit"] = "fp32"
     recompute: bool = False
     ep_size: int = 1
     tp_size: int = 1
@@ -214,7 +216,7 @@ class Setup:
     @property
     def zero(self) -> int:
         """The stage of ZeRO that runs; 0 on one process whose weights ``OneProcessAdamW`` updates."""
-        plain = (self.dtype, self.offload) == ("bf16", "none") and self.zero_stage < 3
+        plain = (self.dtype, self.offload, self.moments) == ("bf16", "none", "fp32") and self.zero_stage < 3
         return 0 if self.alone and self.world == 1 and plain else self.zero_stage
 
     @property
@@ -240,6 +242,8 @@ class Setup:
             exclusions.DIVIDED: self.zero_stage == 3,
             exclusions.OTHER_STAGES: self.zero_stage in (0, 3),
             exclusions.ON_HOST: self.offload == "host",
+            exclusions.UNDIVIDED: self.zero_stage == 0,
+            exclusions.ROUNDED_MOMENTS: self.moments == "8bit",
             exclusions.FROZEN: self.parts is not None,
             exclusions.OWN_PARTS: self.parts is not None and self.parts.own > 0,
             exclusions.ADAPTERS: self.parts is not None and self.parts.in_adapters > 0,
@@ -279,6 +283,7 @@ def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Set
         accumulate_dtype=recipe.accumulate_dtype,
         zero_stage=parallel.zero_stage,
         offload=recipe.optim.offload,
+        moments=recipe.optim.moments,
         recompute=train.activation_checkpointing,
         ep_size=parallel.ep_size,
         tp_size=parallel.tp_size,

@@ -217,7 +217,7 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
     [
         ("optim:", "train:\n  anneal_share: 0.2\noptim:", 10, "annealed wiring was removed"),
         ("optim:", "parallel:\n  ep_size: 2\n  dedup: auto\noptim:", 11, "the choice by layer was removed; set off"),
-        ("lr: 2e-5", "moments: bf16", 10, "moments in bf16 were removed; set optim.offload: host"),
+        ("lr: 2e-5", "moments: bf16", 10, "moments in bf16 were removed; set optim.moments: 8bit"),
         ("lr: 2e-5", "offload: moments", 10, "it was removed; set optim.offload: host"),
         ("optim:", "objective:\n  teacher_cache:\n    path: c\noptim:", 10, "caches were removed; train.adapter"),
         ("optim:", "train:\n  graph: true\noptim:", 10, "captured passes were removed; use train.compile"),
@@ -398,10 +398,15 @@ def test_every_exclusion_is_found_by_one_reader(recipe: Path) -> None:
         assert exclusions.conflict({one}) is None and exclusions.conflict({other}) is None
         told = exclusions.conflict({one, other})
         assert told == f"{one} cannot be combined with {other}: {why}"
-    stages = [{exclusions.OTHER_STAGES}, set(), set(), {exclusions.OTHER_STAGES, exclusions.DIVIDED}]
+    stages = [
+        {exclusions.OTHER_STAGES, exclusions.UNDIVIDED},
+        set(),
+        set(),
+        {exclusions.OTHER_STAGES, exclusions.DIVIDED},
+    ]
     alone = {f"parallel.zero_stage={stage}": own for stage, own in enumerate(stages)}
     alone |= {"parallel.tp_size=2": {exclusions.SHARDED}, "train.compile=true": {exclusions.COMPILED}}
-    alone |= {"optim.offload=host": {exclusions.ON_HOST}}
+    alone |= {"optim.offload=host": {exclusions.ON_HOST}, "optim.moments=8bit": {exclusions.ROUNDED_MOMENTS}}
     assert {each: load_recipe(recipe, [each]).recipe.settings for each in alone} == alone
     assert "parallel.zero_stage 3 cannot be combined with train.compile" in refused(
         recipe, ["parallel.zero_stage=3", "train.compile=true"]

@@ -29,6 +29,7 @@ from fcsd.plan.memory import (
     disk_bytes,
     loss_bytes,
     optimizer_bytes,
+    state_width,
 )
 from fcsd.plan.model import MetaModel, ModelNumbers
 from fcsd.plan.offload import BUS, HOST, host_optimizer_bytes
@@ -317,12 +318,27 @@ def test_the_optimizer_moves_to_the_host_only_after_everything_but_more_nodes(tm
     first = [
         next(n for n, (one, _) in enumerate(tried) if one.teacher == "sharded"),
         next(n for n, (one, _) in enumerate(tried) if one.offload == "host"),
+        next(n for n, (one, _) in enumerate(tried) if one.moments == "8bit"),
         next(n for n, (_, hardware) in enumerate(tried) if hardware.nodes > 1),
     ]
     assert first == sorted(first)
     assert changes(setup, replace(setup, offload="host"), Hardware(2)) == ["--set optim.offload=host"]
     without = candidates(replace(setup, zero_stage=0), Hardware(2), 8)
-    assert not any(one.offload == "host" and one.zero_stage == 0 for one, _ in without)
+    assert not any(one.zero_stage == 0 and (one.offload == "host" or one.moments == "8bit") for one, _ in without)
+
+
+def test_moments_in_8_bits_leave_half_of_the_states(tmp_path):
+    numbers = meta(tmp_path, tiny.config("llama")).numbers
+    for world in (1, 4):  # one process then has ZeRO, which holds a flat gradient in its step
+        setup = replace(SMALL, world=world, zero_stage=2)
+        small = replace(setup, moments="8bit")
+        assert optimizer_bytes(shard(numbers, setup), setup) == 12 * sum(shard(numbers, setup).partition)
+        assert state_width(small) * 256 == 256 * (4 + 2) + 2 * 4  # and a scale of each block of both moments
+        assert optimizer_bytes(shard(numbers, small), small) == int(
+            state_width(small) * sum(shard(numbers, small).partition)
+        )
+        assert small.zero == 2
+    assert changes(setup, small, Hardware(4)) == ["--set optim.moments=8bit"]
 
 
 def test_a_plan_that_fits_only_with_the_optimizer_on_the_host_says_what_it_takes(tmp_path):

@@ -1,14 +1,15 @@
 """Chooses the implementation of AdamW that a recipe asks for, and the groups of parameters that it updates.
 
-AdamW runs in one of two implementations. ``OneProcessAdamW`` updates the weights of a run of one process. In all other
-runs DeepSpeed makes torch's fused AdamW from its configuration (``fcsd.distill.step.engine.deepspeed_config``).
-``update`` clips and skips for both of them.
+AdamW runs in one of three implementations. ``OneProcessAdamW`` updates the weights of a run of one process, and that of
+bitsandbytes has moments in 8 bits. In all other runs DeepSpeed makes torch's fused AdamW from its configuration
+(``fcsd.distill.step.engine.deepspeed_config``). ``update`` clips and skips for all of them.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from fcsd.config import Recipe
 from fcsd.distill.optim.adamw_one_process import OneProcessAdamW
@@ -28,19 +29,32 @@ def updates_alone(recipe: Recipe, processes: int) -> bool:
     It trains in bf16, its states are in fp32 on the device, and its rows are not rounded by ``parallel.quantised``.
     """
     optim, parallel = recipe.optim, recipe.parallel
-    plain = (recipe.train.dtype, optim.offload) == ("bf16", "none")
+    plain = (recipe.train.dtype, optim.offload, optim.moments) == ("bf16", "none", "fp32")
     return processes == 1 and parallel.zero_stage in (1, 2) and plain and not parallel.quantised.any
 
 
-def own_adamw(recipe: Recipe, alone: bool) -> Callable[[Any], OneProcessAdamW] | None:
+def own_adamw(recipe: Recipe, alone: bool) -> Callable[[Any], Optimizer] | None:
     """The function that makes the optimizer for ``deepspeed.initialize``; None if its configuration describes it.
 
     Args:
         alone: whether the optimizer is ``OneProcessAdamW``.
     """
+    if recipe.optim.moments == "8bit":
+        return lambda parameters: _eight_bit(parameters, adamw_settings(recipe))
     if not alone:
         return None
     return lambda parameters: OneProcessAdamW(parameters, **adamw_settings(recipe), grad_clip=recipe.optim.grad_clip)
+
+
+def _eight_bit(parameters: Any, settings: dict[str, Any]) -> Optimizer:
+    """AdamW of bitsandbytes, which runs on a GPU and on a CPU."""
+    from bitsandbytes.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
+    from deepspeed.moe.utils import configure_moe_param_groups, is_moe_param
+
+    each = [one for group in parameters for one in (group["params"] if isinstance(group, dict) else [group])]
+    if any(map(is_moe_param, each)):  # DeepSpeed separates the experts itself only for an optimizer that it makes
+        parameters = configure_moe_param_groups(parameters)
+    return AdamW8bit(parameters, **settings)
 
 
 def parameter_groups(student: nn.Module, recipe: Recipe) -> list[Any]:

@@ -13,6 +13,7 @@ ZeRO stage, weights    the norm is computed by                    a norm that is
 1 and 2, bf16          ``partitions_norm``                        on the device, by ``found_inf``
 1 and 2, fp32          ``partitions_norm``                        on the host, by DeepSpeed
 1 and 2, on the host   DeepSpeed, over all partitions             on the host, by DeepSpeed
+1 and 2, 8-bit         ``partitions_norm``                        on the host, by DeepSpeed
 3                      DeepSpeed, over all partitions             on the host, by DeepSpeed
 =====================  =========================================  ========================================
 
@@ -48,13 +49,14 @@ def install(engine: TrainEngine, recipe: Recipe) -> None:
     if not recipe.parallel.zero_stage or isinstance(engine.optimizer, OneProcessAdamW):
         return
     zero, limit, on_device = engine.optimizer, recipe.optim.grad_clip, recipe.optim.offload != "host"
+    judged = judges_on_device(recipe)
     if on_device and recipe.parallel.zero_stage < 3:
         dtype = torch.float32 if engine.device.type == "cuda" else torch.float64
         zero.scaled_global_norm = lambda: partitions_norm(zero, dtype)  # DeepSpeed's step calls it
 
     def before_step(optimizer: Any, *_: Any) -> None:
         norm = zero._global_grad_norm
-        if on_device:
+        if judged:
             optimizer.found_inf = found_inf(norm)
         factor = clip_factor(norm, limit) if limit else None
         if factor is None or (not on_device and factor == 1):
@@ -64,6 +66,11 @@ def install(engine: TrainEngine, recipe: Recipe) -> None:
                 parameter.grad.mul_(factor)
 
     zero.optimizer.register_step_pre_hook(before_step)
+
+
+def judges_on_device(recipe: Recipe) -> bool:
+    """Whether ZeRO's inner optimizer takes the flag ``found_inf``: torch's fused AdamW on a GPU does."""
+    return recipe.optim.offload != "host" and recipe.optim.moments == "fp32"
 
 
 def optimizer_threads() -> int:

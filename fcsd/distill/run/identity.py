@@ -98,6 +98,7 @@ def _later_fields(recipe: Recipe, world: World) -> dict[str, bool]:
         "train.adapter": train.adapter is not None,
         "train.adapter.base": train.adapter is not None and train.adapter.base is not None,
         "optim.train": bool(optim.train),
+        "optim.moments": optim.moments != "fp32",
         "optim.offload": optim.offload != "none",
         "parallel.dedup": parallel.dedup != "off",
         "parallel.node_size": parallel.dedup == "node",

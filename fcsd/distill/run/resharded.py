@@ -6,7 +6,7 @@ parameter are joined here over the data parallel ranks, which divide it, and ove
 it. Each rank reads all files, and keeps its own part of one kind of state at a time.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,8 @@ def resharded(trained: Trained, files: list[Path], degree: int, ranks: TensorGro
             f"{files[0].parent}: a run of one process in bf16 cannot be resumed with parallel.tp_size {ranks.degree}",
             hint="resume it with one process, or start anew in another output_dir",
         )
+
+    _require_values(state[BASE_OPTIMIZER_STATE]["state"] for state in saved)
 
     def flats(state: Any, number: int) -> dict[str, Any]:
         """The flat tensors of a group in the file of a rank, and its count of steps."""
@@ -126,6 +128,7 @@ def repartitioned(trained: Trained, saved: list[Any]) -> Any:
     template = zero.state_dict()
     moments = [state[OPTIMIZER_STATE_DICT]["state"] for state in saved]
     rank, world = dist.get_rank(), dist.get_world_size()
+    _require_values(moments)
 
     def own(groups: list[list[Tensor]]) -> list[Tensor]:
         """This rank's part of each group, from the parts of each saved rank by group."""
@@ -156,3 +159,16 @@ def repartitioned(trained: Trained, saved: list[Any]) -> Any:
     if FP32_FLAT_GROUPS in saved[0]:
         made[FP32_FLAT_GROUPS] = own([list(one[FP32_FLAT_GROUPS]) for one in saved])
     return made
+
+
+def _require_values(states: Iterable[Any]) -> None:
+    """Refuses moments in 8 bits: a block of them may have values of two parameters, or of two ranks of another number.
+
+    Raises:
+        CheckpointError: a state of a rank, by number of the group, has such moments.
+    """
+    if any(isinstance(kept, dict) for state in states for group in state.values() for kept in group.values()):
+        raise CheckpointError(
+            "a run with optim.moments 8bit resumes on as many GPUs and with the parallel.tp_size that it had before",
+            "Resume it there, or start anew in another output_dir.",
+        )

@@ -36,6 +36,7 @@ OPTIMIZER = "optimizer"
 # What DeepSpeed raises at a state of other content. Subclasses are about devices, memory and other ranks.
 _OF_OTHER_CONTENT = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 _RESUME_EARLIER = "Resume from an earlier checkpoint (--resume PATH), or start anew in another output_dir."
+_OF_BLOCKS = ("absmax", "qmap")  # the scales of 8-bit moments, and what their numbers stand for
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # of DeepSpeed's engine
 
 
@@ -158,7 +159,8 @@ def _load_optimizer(engine: Any, state: Any, checkpoint: Path, **how: Any) -> No
         engine.optimizer.load_state_dict(state, **how)
         base = getattr(engine.optimizer, "optimizer", engine.optimizer)  # that which ZeRO gives its partitions to
         for parameter, kept in base.state.items():  # the moments, which DeepSpeed takes over as they are
-            _require_shapes({name: parameter for name in kept}, {n: t for n, t in kept.items() if _has_places(t)})
+            moments = {n: t for n, t in kept.items() if _has_places(t) and not n.startswith(_OF_BLOCKS)}
+            _require_shapes(dict.fromkeys(moments, parameter), moments)
     except Exception as error:
         if type(error) not in _OF_OTHER_CONTENT:
             raise

@@ -16,6 +16,7 @@ from fcsd.distill import tensor_parallel
 from fcsd.distill.experts.expert_parallel import quantiser_of, wire_sharded
 from fcsd.distill.loss.losses import COMPUTED, Given
 from fcsd.distill.optim.adamw_choice import adamw_settings, own_adamw, parameter_groups, updates_alone
+from fcsd.distill.optim.update import judges_on_device
 from fcsd.distill.student import DTYPES
 from fcsd.distill.teacher.original import compile_layers, final_hidden, output_head, pack_attention
 from fcsd.distill.teacher.shared import in_place
@@ -196,7 +197,7 @@ def deepspeed_config(
     train, optim, zero_stage = recipe.train, recipe.optim, recipe.parallel.zero_stage
     if alone:
         zero_stage = 0
-    judged_on_device = zero_stage > 0 and optim.offload != "host"
+    judged_on_device = zero_stage > 0 and judges_on_device(recipe)
     zero: dict[str, Any] = {"stage": zero_stage}
     if zero_stage == 3:
         zero |= ahead_of_layers(layers, beside)
@@ -218,7 +219,7 @@ def deepspeed_config(
         "steps_per_print": None,
         "timers": {"throughput": {"enabled": False}},  # this timer waits for the device around every step
     }
-    if not alone:
+    if own_adamw(recipe, alone) is None:
         # torch's fused AdamW is used, on GPUs and on the host, because DeepSpeed's own optimizers are compiled on first
         # use, which takes a minute and a compiler.
         params = {**adamw_settings(recipe), "torch_adam": True, "fused": True}
