@@ -291,7 +291,9 @@ def measure(student: Path, teacher: Path, texts: dict[str, Path], rows: int = HE
     return divergences(*models, texts, rows)
 
 
-def divergences(student: Any, teacher: Any, texts: dict[str, Path], rows: int = HELD_OUT_ROWS) -> dict[str, Any]:
+def divergences(
+    student: Any, teacher: Any, texts: dict[str, Path], rows: int = HELD_OUT_ROWS, seq: int = SEQ
+) -> dict[str, Any]:
     """KL(teacher || student) and both losses in nats per token, on ``rows`` held-out rows of every text.
 
     Rows are packed as in training, but attention reads over the borders of documents, for both models alike.
@@ -301,10 +303,10 @@ def divergences(student: Any, teacher: Any, texts: dict[str, Path], rows: int = 
 
     device = student.device
     # One row is enough work for a CPU, and the host starts the kernels of a row in about the time that a GPU takes.
-    at_once = max(1, LOGITS // (SEQ * student.config.get_text_config().vocab_size)) if device.type == "cuda" else 1
+    at_once = max(1, LOGITS // (seq * student.config.get_text_config().vocab_size)) if device.type == "cuda" else 1
     found = {}
     for name, folder in texts.items():
-        held_out = token_rows(folder / "held_out", rows * SEQ).to(device)
+        held_out = token_rows(folder / "held_out", rows * seq, seq).to(device)
         sums = torch.zeros(3, dtype=torch.float64)
         for batch in held_out.split(at_once):
             with torch.no_grad():
@@ -318,7 +320,7 @@ def divergences(student: Any, teacher: Any, texts: dict[str, Path], rows: int = 
     return found
 
 
-def token_rows(folder: Path, tokens: int) -> "Tensor":
+def token_rows(folder: Path, tokens: int, seq: int = SEQ) -> "Tensor":
     """The first ids of a part of a text, at most ``tokens``, in rows ``[rows, seq]``; a short text is one row."""
     import pyarrow.parquet as pq
     import torch
@@ -330,7 +332,7 @@ def token_rows(folder: Path, tokens: int) -> "Tensor":
             if len(ids) >= tokens:
                 break
     ids = ids[:tokens]
-    seq = min(SEQ, len(ids))
+    seq = min(seq, len(ids))
     return torch.tensor(ids[: len(ids) // seq * seq]).view(-1, seq)
 
 

@@ -21,11 +21,11 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from studies.real.heal import divergences, token_rows
@@ -33,6 +33,7 @@ from studies.real.rounded import to_int4
 from torch import Tensor, nn
 
 from fcsd.distill.loss.losses import kl_divergence
+from fcsd.distill.teacher.prefix import Prefix, left_out
 from fcsd.models.adapters.lora import add_adapters, merged_weight
 from fcsd.models.build import arch_of, decoder_layers, decoder_of, load_model, wire
 from fcsd.models.fused.model import fuse_parts
@@ -183,41 +184,18 @@ class Study:
         return {path: weight.to(self.device, self.dtype) for path, weight in weights_of(copy).items()}
 
     def heal(self, student: Any, teacher: Any, trained: list[nn.Parameter], lr: float, seed: int) -> float:
-        """Train by the divergence from the teacher; the tokens of a second.
-
-        The optimizer has fp32 copies of what trains.
-        """
+        """Train by the divergence from the teacher; the tokens of a second."""
         steps = max(1, len(self.rows) // self.given.batch)
         order = torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(seed)).to(self.device)
-        for parameter in trained:
-            parameter.requires_grad_(True)
-        masters = [parameter.detach().float().clone() for parameter in trained]
-        optimizer = torch.optim.AdamW(masters, lr, betas=(0.9, 0.95), weight_decay=0.0)
-        began = time.time()
-        for step in range(steps):
-            batch = self.rows[order[step * self.given.batch :][: self.given.batch]]
-            with torch.no_grad():
-                target = decoder_of(teacher)(batch, use_cache=False).last_hidden_state
-            hidden = decoder_of(student)(batch, use_cache=False).last_hidden_state
-            heads = student.get_output_embeddings().weight, teacher.get_output_embeddings().weight
-            mask = torch.ones_like(batch, dtype=torch.bool)
-            loss = kl_divergence(hidden, heads[0], target, heads[1], mask, denominator=batch.numel(), chunk_tokens=4096)
-            loss.backward()
-            for master, parameter in zip(masters, trained, strict=True):
-                assert parameter.grad is not None
-                master.grad, parameter.grad = parameter.grad.float(), None
-            torch.nn.utils.clip_grad_norm_(masters, 1.0)
-            done = (step + 1) / steps
-            share = min(done / WARMUP, LEAST + (1 - LEAST) * (1 + math.cos(math.pi * done)) / 2)
-            optimizer.param_groups[0]["lr"] = lr * share
-            optimizer.step()
-            with torch.no_grad():
-                torch._foreach_copy_(trained, masters)
-            if step % max(1, steps // 5) == 0:
-                print(f"  step {step} of {steps}: {loss.item():.4f}", flush=True)
-        for parameter in trained:
-            parameter.requires_grad_(False)
-        return steps * self.given.batch * self.rows.shape[1] / (time.time() - began)
+
+        def batches() -> Iterator[Batch]:
+            for step in range(steps):
+                batch = self.rows[order[step * self.given.batch :][: self.given.batch]]
+                with torch.no_grad():
+                    target = decoder_of(teacher)(batch, use_cache=False).last_hidden_state
+                yield Batch(batch, target)
+
+        return train(student, teacher.get_output_embeddings().weight, [(trained, lr)], batches(), steps)
 
     def measure(
         self, form: str, model: Any, seed: int | None = None, int4: bool = False, adapters: int = 0, **more: Any
@@ -239,6 +217,54 @@ class Study:
             file.write(json.dumps({**line, **fixed}) + "\n")
         found = {name: round(value["kl"], 4) for name, value in line.get("kl", {}).items()}
         print(line.get("form", line), "" if line.get("seed") is None else f"seed {line['seed']}", found, flush=True)
+
+
+class Batch(NamedTuple):
+    """Token ids ``[rows, seq]``, the teacher's last hidden states, and what of the student is known already."""
+
+    ids: Tensor
+    target: Tensor
+    prefix: Prefix | None = None
+
+
+def train(
+    student: Any, head: Tensor, groups: list[tuple[list[nn.Parameter], float]], batches: Iterator[Batch], steps: int
+) -> float:
+    """Train parameters, each group at its learning rate, by the divergence from a teacher; the tokens of a second.
+
+    The optimizer has fp32 copies of what trains. ``head`` are the teacher's output embeddings.
+    """
+    trained = [parameter for parameters, _ in groups for parameter in parameters]
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    copies = [[parameter.detach().float().clone() for parameter in parameters] for parameters, _ in groups]
+    masters = [master for own in copies for master in own]
+    placed: Any = [{"params": own, "lr": lr} for own, (_, lr) in zip(copies, groups, strict=True)]
+    optimizer = torch.optim.AdamW(placed, betas=(0.9, 0.95), weight_decay=0.0)
+    began, tokens = time.time(), 0
+    for step, batch in enumerate(batches):
+        with left_out(student, batch.prefix):
+            hidden = decoder_of(student)(batch.ids, use_cache=False).last_hidden_state
+        mask, own_head = torch.ones_like(batch.ids, dtype=torch.bool), student.get_output_embeddings().weight
+        loss = kl_divergence(hidden, own_head, batch.target, head, mask, denominator=mask.numel(), chunk_tokens=4096)
+        loss.backward()
+        for master, parameter in zip(masters, trained, strict=True):
+            assert parameter.grad is not None
+            master.grad, parameter.grad = parameter.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        done = (step + 1) / steps
+        share = min(done / WARMUP, LEAST + (1 - LEAST) * (1 + math.cos(math.pi * done)) / 2)
+        for group, (_, lr) in zip(optimizer.param_groups, groups, strict=True):
+            group["lr"] = lr * share
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(trained, masters)
+        tokens += batch.ids.numel()
+        if step % max(1, steps // 5) == 0:
+            print(f"  step {step} of {steps}: {loss.item():.4f}", flush=True)
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    return tokens / (time.time() - began)
 
 
 def weights_of(model: Any) -> dict[str, Tensor]:
