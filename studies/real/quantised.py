@@ -33,7 +33,7 @@ from studies.real.rounded import to_int4
 from torch import Tensor, nn
 
 from fcsd.distill.loss.losses import kl_divergence
-from fcsd.distill.teacher.prefix import Prefix, left_out
+from fcsd.distill.teacher.targets import Prefix, left_out
 from fcsd.models.adapters.lora import add_adapters, merged_weight
 from fcsd.models.build import arch_of, decoder_layers, decoder_of, load_model, wire
 from fcsd.models.fused.model import fuse_parts
