@@ -182,41 +182,17 @@ class Study:
         return {path: weight.to(self.device, self.dtype) for path, weight in weights_of(copy).items()}
 
     def heal(self, student: Any, teacher: Any, trained: list[nn.Parameter], lr: float, seed: int) -> float:
-        """Train by the divergence from the teacher; the tokens of a second.
+        """Train by the divergence from the teacher; the tokens of a second."""
+        heads = student.get_output_embeddings().weight, teacher.get_output_embeddings().weight
 
-        The optimizer has fp32 copies of what trains.
-        """
-        steps = max(1, len(self.rows) // self.given.batch)
-        order = torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(seed)).to(self.device)
-        for parameter in trained:
-            parameter.requires_grad_(True)
-        masters = [parameter.detach().float().clone() for parameter in trained]
-        optimizer = torch.optim.AdamW(masters, lr, betas=(0.9, 0.95), weight_decay=0.0)
-        began = time.time()
-        for step in range(steps):
-            batch = self.rows[order[step * self.given.batch :][: self.given.batch]]
+        def loss_of(batch: Tensor) -> Tensor:
             with torch.no_grad():
                 target = decoder_of(teacher)(batch, use_cache=False).last_hidden_state
             hidden = decoder_of(student)(batch, use_cache=False).last_hidden_state
-            heads = student.get_output_embeddings().weight, teacher.get_output_embeddings().weight
             mask = torch.ones_like(batch, dtype=torch.bool)
-            loss = kl_divergence(hidden, heads[0], target, heads[1], mask, denominator=batch.numel(), chunk_tokens=4096)
-            loss.backward()
-            for master, parameter in zip(masters, trained, strict=True):
-                assert parameter.grad is not None
-                master.grad, parameter.grad = parameter.grad.float(), None
-            torch.nn.utils.clip_grad_norm_(masters, 1.0)
-            done = (step + 1) / steps
-            share = min(done / WARMUP, LEAST + (1 - LEAST) * (1 + math.cos(math.pi * done)) / 2)
-            optimizer.param_groups[0]["lr"] = lr * share
-            optimizer.step()
-            with torch.no_grad():
-                torch._foreach_copy_(trained, masters)
-            if step % max(1, steps // 5) == 0:
-                print(f"  step {step} of {steps}: {loss.item():.4f}", flush=True)
-        for parameter in trained:
-            parameter.requires_grad_(False)
-        return steps * self.given.batch * self.rows.shape[1] / (time.time() - began)
+            return kl_divergence(hidden, heads[0], target, heads[1], mask, denominator=batch.numel(), chunk_tokens=4096)
+
+        return descend(loss_of, trained, lr, self.rows, self.given.batch, seed)
 
     def measure(
         self, form: str, model: Any, seed: int | None = None, int4: bool = False, adapters: int = 0, **more: Any
@@ -238,6 +214,40 @@ class Study:
             file.write(json.dumps({**line, **fixed}) + "\n")
         found = {name: round(value["kl"], 4) for name, value in line.get("kl", {}).items()}
         print(line.get("form", line), "" if line.get("seed") is None else f"seed {line['seed']}", found, flush=True)
+
+
+def descend(
+    loss_of: Callable[[Tensor], Tensor], trained: list[nn.Parameter], lr: float, rows: Tensor, batch: int, seed: int,
+    epochs: int = 1,
+) -> float:  # fmt: skip
+    """Train by a loss of ``batch`` rows; the tokens of a second. The optimizer has fp32 copies of what trains."""
+    steps = max(1, len(rows) // batch)
+    draw = torch.Generator().manual_seed(seed)
+    orders = [torch.randperm(len(rows), generator=draw)[: steps * batch] for _ in range(epochs)]
+    order = torch.cat(orders).to(rows.device)
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    masters = [parameter.detach().float().clone() for parameter in trained]
+    optimizer = torch.optim.AdamW(masters, lr, betas=(0.9, 0.95), weight_decay=0.0)
+    began, steps = time.time(), steps * epochs
+    for step, chosen in enumerate(order.chunk(steps)):
+        loss = loss_of(rows[chosen])
+        loss.backward()
+        for master, parameter in zip(masters, trained, strict=True):
+            assert parameter.grad is not None
+            master.grad, parameter.grad = parameter.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        done = (step + 1) / steps
+        share = min(done / WARMUP, LEAST + (1 - LEAST) * (1 + math.cos(math.pi * done)) / 2)
+        optimizer.param_groups[0]["lr"] = lr * share
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(trained, masters)
+        if step % max(1, steps // 5) == 0:
+            print(f"  step {step} of {steps}: {loss.item():.4f}", flush=True)
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    return len(order) * rows.shape[1] / (time.time() - began)
 
 
 def weights_of(model: Any) -> dict[str, Tensor]:
