@@ -142,7 +142,7 @@ def communicator_of(base: type[Any]) -> type[Any]:
             import torch
 
             tensors = input_ if isinstance(input_, list) else [input_]
-            counts = sizes or [len(tensors[0])] * self.world_size
+            counts: list[int] = sizes or [len(tensors[0])] * self.world_size
             width = sum(x[:1].nbytes if len(x) else 0 for x in tensors)  # what a row takes along, in one message
             way = self._gathers(max(counts) * width) if min(counts) else "stock"
             if way == "stock" or dim:
@@ -219,7 +219,9 @@ def _message(tensors: list[Any], rows: int) -> Any:
 
 def _exchanges_tokens() -> bool:
     """Whether vLLM gathers the tokens of data-parallel ranks for their experts, and scatters the sums."""
-    from vllm.config import get_current_vllm_config_or_none  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
+    from vllm.config import (  # pyright: ignore[reportMissingImports]
+        get_current_vllm_config_or_none,  # pyright: ignore[reportAttributeAccessIssue]
+    )
 
     config = get_current_vllm_config_or_none()
     if config is None or config.model_config is None or not config.model_config.is_moe:
