@@ -108,6 +108,14 @@ def loss_of(target: Any, head: DraftHead) -> Callable[[Tensor], Tensor]:
     return loss
 
 
+def train(target: Any, head: DraftHead, rows: Tensor, batch: int, seed: int, epochs: int = 1, lr: float = RATE) -> None:
+    """Train the head alone on ``rows`` of token ids, ``batch`` of them in a step."""
+    steps, loss, draw = max(1, len(rows) // batch), loss_of(target, head), torch.Generator().manual_seed(seed)
+    order = torch.cat([torch.randperm(len(rows), generator=draw)[: steps * batch] for _ in range(epochs)])
+    losses = ((loss(rows[chosen]), rows[chosen].numel()) for chosen in order.to(rows.device).chunk(steps * epochs))
+    descend(losses, [(list(head.parameters()), lr)], steps * epochs)
+
+
 @torch.no_grad()
 def speculate(target: Any, head: DraftHead, prompts: Tensor, new: int, drafts: int) -> tuple[Tensor, dict[str, int]]:
     """Greedy answers with drafts that the target verifies, token by token and without caches.
@@ -170,7 +178,7 @@ class HeadStudy(Study):
         original, converted = self.model(wired=False), self.model()
         head = DraftHead(original).requires_grad_(False)
         self.pair("original", original, "not trained", head, seed)
-        self.train(original, head, self.given.head_epochs, seed)
+        train(original, head, self.rows, self.given.batch, seed, self.given.head_epochs)
         self.pair("original", original, "original", head, seed)
         head.save(self.given.out / "original")
         self.pair("not healed", converted, "original", head, seed)
@@ -178,22 +186,11 @@ class HeadStudy(Study):
         self.heal(converted, original, own, RATES["layers"], seed)
         self.pair("healed", converted, "original", head, seed)
         again = deepcopy(head)
-        self.train(original, again, 1, seed + 1)  # what one epoch more brings by itself
+        train(original, again, self.rows, self.given.batch, seed + 1)  # what one epoch more brings by itself
         self.pair("original", original, "original, one epoch more", again, seed)
-        self.train(converted, head, 1, seed + 1)
+        train(converted, head, self.rows, self.given.batch, seed + 1)
         self.pair("healed", converted, "healed", head, seed)
         head.save(self.given.out / "healed")
-
-    def train(self, target: Any, head: DraftHead, epochs: int, seed: int) -> None:
-        """The head alone."""
-        steps, draw, loss = (
-            max(1, len(self.rows) // self.given.batch),
-            torch.Generator().manual_seed(seed),
-            loss_of(target, head),
-        )
-        orders = [torch.randperm(len(self.rows), generator=draw)[: steps * self.given.batch] for _ in range(epochs)]
-        batches = (self.rows[chosen] for chosen in torch.cat(orders).to(self.rows.device).chunk(steps * epochs))
-        descend(((loss(batch), batch.numel()) for batch in batches), [(list(head.parameters()), RATE)], steps * epochs)
 
     def pair(self, target: str, model: Any, trained_on: str, head: DraftHead, seed: int) -> None:
         """Store how often the drafts of a head are right."""

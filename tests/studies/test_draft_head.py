@@ -80,6 +80,6 @@ def test_a_head_learns_its_target_alone() -> None:
     head, rows = DraftHead(model).requires_grad_(False), tiny.tokens(16, 32)
     before = float(loss_of(model, head)(rows))
     kept = {name: x.clone() for name, x in model.state_dict().items()}
-    quantised.descend(loss_of(model, head), list(head.parameters()), 3e-3, rows, 8, 0, epochs=10)
+    draft_head.train(model, head, rows, 8, 0, epochs=10, lr=3e-3)
     assert float(loss_of(model, head)(rows)) < 0.7 * before
     assert all(torch.equal(x, kept[name]) for name, x in model.state_dict().items())
