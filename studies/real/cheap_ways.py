@@ -37,7 +37,7 @@ from studies.real.quantised import Batch, train
 from studies.real.questions import answers, read
 from torch import Tensor
 
-from fcsd.distill.teacher.prefix import Prefix, noted
+from fcsd.distill.teacher.targets import Prefix, noted
 from fcsd.eval.statistics import paired_difference
 from fcsd.models.build import arch_of, decoder_layers, decoder_of, load_model, wire
 from fcsd.models.fused.model import fuse_parts

@@ -33,7 +33,7 @@ from studies.real.rounded import to_int4
 from torch import Tensor, nn
 
 from fcsd.distill.loss.losses import kl_divergence
-from fcsd.distill.teacher.prefix import Prefix, left_out
+from fcsd.distill.teacher.targets import Prefix, left_out
 from fcsd.models.adapters.lora import add_adapters, merged_weight
 from fcsd.models.build import arch_of, decoder_layers, decoder_of, load_model, wire
 from fcsd.models.fused.model import fuse_parts
@@ -232,7 +232,24 @@ def train(
 ) -> float:
     """Train parameters, each group at its learning rate, by the divergence from a teacher; the tokens of a second.
 
-    The optimizer has fp32 copies of what trains. ``head`` are the teacher's output embeddings.
+    ``head`` are the teacher's output embeddings.
+    """
+
+    def losses() -> Iterator[tuple[Tensor, int]]:
+        for batch in batches:
+            with left_out(student, batch.prefix):
+                hidden = decoder_of(student)(batch.ids, use_cache=False).last_hidden_state
+            mask, own = torch.ones_like(batch.ids, dtype=torch.bool), student.get_output_embeddings().weight
+            count = mask.numel()
+            yield kl_divergence(hidden, own, batch.target, head, mask, denominator=count, chunk_tokens=4096), count
+
+    return descend(losses(), groups, steps)
+
+
+def descend(losses: Iterator[tuple[Tensor, int]], groups: list[tuple[list[nn.Parameter], float]], steps: int) -> float:
+    """Train parameters, each group at its learning rate; ``losses`` have their tokens. Returns the tokens of a second.
+
+    The optimizer has fp32 copies of what trains.
     """
     trained = [parameter for parameters, _ in groups for parameter in parameters]
     for parameter in trained:
@@ -242,11 +259,7 @@ def train(
     placed: Any = [{"params": own, "lr": lr} for own, (_, lr) in zip(copies, groups, strict=True)]
     optimizer = torch.optim.AdamW(placed, betas=(0.9, 0.95), weight_decay=0.0)
     began, tokens = time.time(), 0
-    for step, batch in enumerate(batches):
-        with left_out(student, batch.prefix):
-            hidden = decoder_of(student)(batch.ids, use_cache=False).last_hidden_state
-        mask, own_head = torch.ones_like(batch.ids, dtype=torch.bool), student.get_output_embeddings().weight
-        loss = kl_divergence(hidden, own_head, batch.target, head, mask, denominator=mask.numel(), chunk_tokens=4096)
+    for step, (loss, count) in enumerate(losses):
         loss.backward()
         for master, parameter in zip(masters, trained, strict=True):
             assert parameter.grad is not None
@@ -259,7 +272,7 @@ def train(
         optimizer.step()
         with torch.no_grad():
             torch._foreach_copy_(trained, masters)
-        tokens += batch.ids.numel()
+        tokens += count
         if step % max(1, steps // 5) == 0:
             print(f"  step {step} of {steps}: {loss.item():.4f}", flush=True)
     for parameter in trained:

@@ -26,7 +26,7 @@ from fcsd.models.schedule import Output, kind_of, reductions
 from fcsd.models.wiring import Wiring, hf_parts
 from fcsd.parallel.all_reduce import reduce
 from fcsd.parallel.all_reduce.ways import Way, Ways
-from fcsd.parallel.tensor.tp_plan import Experts, TensorGroup
+from fcsd.parallel.tensor.tp_plan import TensorGroup
 from fcsd.parallel.weights.random_init import random_model
 from fcsd.parallel.weights.tensor_map import state
 
@@ -96,7 +96,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {arch: root / arch for arch in SHARED}
 
 
-def _compare(cases: list[tuple[str, Path, Experts, list[Wiring]]], degree: int) -> dict[str, Any]:
+def _compare(cases: list[tuple[str, Path, list[Wiring]]], degree: int) -> dict[str, Any]:
     """Logits of every case against the reference, and of overlapped against blocking reductions."""
     from fcsd.launch.world import join_world
 

@@ -142,13 +142,13 @@ def communicator_of(base: type[Any]) -> type[Any]:
             import torch
 
             tensors = input_ if isinstance(input_, list) else [input_]
-            sizes = sizes or [len(tensors[0])] * self.world_size
+            counts: list[int] = sizes or [len(tensors[0])] * self.world_size
             width = sum(x[:1].nbytes if len(x) else 0 for x in tensors)  # what a row takes along, in one message
-            way = self._gathers(max(sizes) * width) if min(sizes) else "stock"
+            way = self._gathers(max(counts) * width) if min(counts) else "stock"
             if way == "stock" or dim:
                 return super().all_gatherv(input_, dim, sizes)
-            found = self._sums.gathered(_message(tensors, max(sizes)), way)
-            rows = [part[:size] for part, size in zip(found, sizes, strict=True)]
+            found = self._sums.gathered(_message(tensors, max(counts)), way)
+            rows = [part[:size] for part, size in zip(found, counts, strict=True)]
             out, at = [], 0
             for x in tensors:
                 end = at + x[:1].nbytes
@@ -219,7 +219,9 @@ def _message(tensors: list[Any], rows: int) -> Any:
 
 def _exchanges_tokens() -> bool:
     """Whether vLLM gathers the tokens of data-parallel ranks for their experts, and scatters the sums."""
-    from vllm.config import get_current_vllm_config_or_none  # pyright: ignore[reportMissingImports]
+    from vllm.config import (  # pyright: ignore[reportMissingImports]
+        get_current_vllm_config_or_none,  # pyright: ignore[reportAttributeAccessIssue]
+    )
 
     config = get_current_vllm_config_or_none()
     if config is None or config.model_config is None or not config.model_config.is_moe:

@@ -1,0 +1,231 @@
+"""How often the drafts of an EAGLE head are right before and after its target was converted and healed.
+
+    python -m studies.real.draft_head ORIGINAL OUT --text own=DIR [--layers 50%] [--tokens 3e6] [--head-epochs 3]
+        [--drafts 3] [--new 96] [--prompts 64] [--seeds 2] [--seconds 140]
+
+A head is that of EAGLE for llamas: a projection of the last hidden state of a token beside the embedding of the next
+one, and one decoder layer without its first norm, before the target's own head. It is trained by KL from the target's
+next distribution, the head alone. The layers are converted to ladder and healed to the original, as in
+`studies.real.quantised`, and four pairs are measured: the original with its head, the conversion with that head before
+and after it was healed, and the healed model with the head after this was trained on the healed model for one epoch.
+
+The target answers greedily, and verifies the drafts itself: `accepted` of `drafted` tokens, and how many tokens come
+out of one pass of the target. `like greedy` counts the answers that are those without drafts; in bfloat16 a pass over
+more tokens may round otherwise. `OUT/results.jsonl` receives a line for each pair, and `OUT/NAME` the heads as vLLM
+loads them (`--speculative-config '{"method": "eagle", "model": "OUT/healed", ...}'`).
+"""
+
+import json
+import time
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from studies.real.heal import token_rows
+from studies.real.quantised import RATES, Study, arguments, descend
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from fcsd.distill.loss.losses import kl_divergence
+from fcsd.models.build import decoder_layers, decoder_of
+
+RATE = 1e-3
+PROMPT = 64  # tokens
+
+
+class DraftHead(nn.Module):
+    """EAGLE's head of one layer for a target, whose embeddings and head it shares.
+
+    Args:
+        target: a causal language model. The layer begins as its last one where that is a llama's.
+    """
+
+    def __init__(self, target: Any) -> None:
+        super().__init__()
+        given = target.config.get_text_config()
+        names = (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+        )
+        names = *names, "rms_norm_eps", "rope_parameters", "max_position_embeddings"
+        fields = {name: getattr(given, name) for name in names if getattr(given, name, None) is not None}
+        self.config = LlamaConfig(num_hidden_layers=1, architectures=["LlamaForCausalLM"], **fields)
+        self.config._attn_implementation = "sdpa"
+        width = given.hidden_size
+        self.fc = nn.Linear(2 * width, width, bias=False)
+        self.layer = LlamaDecoderLayer(self.config, 0)
+        self.layer.input_layernorm = nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
+        with torch.no_grad():  # it begins as if the hidden state of the token before were that of the next one
+            self.fc.weight[:, :width].normal_(std=0.02)
+            self.fc.weight[:, width:].copy_(torch.eye(width))
+            own, last = self.layer.state_dict(), decoder_layers(target)[-1].state_dict()
+            same = {name: x for name, x in last.items() if name in own and own[name].shape == x.shape}
+            self.layer.load_state_dict(own | same)
+        self.to(target.device, target.dtype)
+        self.rotary = LlamaRotaryEmbedding(self.config).to(target.device)  # in fp32, as in the target
+
+    def forward(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """What stands for the target's last hidden state one token later.
+
+        Args:
+            embedded: ``[rows, tokens, width]``, of the token after each.
+            hidden: of the same shape, the target's normed last hidden states.
+        """
+        x = self.fc(torch.cat((embedded, hidden), -1))
+        places = torch.arange(x.shape[1], device=x.device)[None]
+        return self.layer(x, position_ids=places, position_embeddings=self.rotary(x, places))
+
+    def save(self, path: Path) -> None:
+        """Write the head as vLLM loads it."""
+        path.mkdir(parents=True, exist_ok=True)
+        layer = {f"layers.0.{name}": x for name, x in self.layer.state_dict().items()}
+        tensors = {name: x.detach().cpu().contiguous() for name, x in ({"fc.weight": self.fc.weight} | layer).items()}
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        dtype = str(self.fc.weight.dtype).removeprefix("torch.")
+        (path / "config.json").write_text(json.dumps(self.config.to_dict() | {"dtype": dtype}, indent=1) + "\n")
+
+
+def loss_of(target: Any, head: DraftHead) -> Callable[[Tensor], Tensor]:
+    """The divergence of a head from its target's distribution of the token after the next one, in nats per token."""
+    embeddings, out = target.get_input_embeddings(), target.get_output_embeddings().weight
+
+    def loss(batch: Tensor) -> Tensor:
+        with torch.no_grad():
+            hidden = decoder_of(target)(batch, use_cache=False).last_hidden_state
+            embedded = embeddings(batch[:, 1:])
+        guessed, mask = head(embedded, hidden[:, :-1]), torch.ones_like(batch[:, 1:], dtype=torch.bool)
+        count = mask.numel()
+        return kl_divergence(guessed, out, hidden[:, 1:], out, mask, denominator=count, chunk_tokens=4096)
+
+    return loss
+
+
+def train(target: Any, head: DraftHead, rows: Tensor, batch: int, seed: int, epochs: int = 1, lr: float = RATE) -> None:
+    """Train the head alone on ``rows`` of token ids, ``batch`` of them in a step."""
+    steps, loss, draw = max(1, len(rows) // batch), loss_of(target, head), torch.Generator().manual_seed(seed)
+    order = torch.cat([torch.randperm(len(rows), generator=draw)[: steps * batch] for _ in range(epochs)])
+    losses = ((loss(rows[chosen]), rows[chosen].numel()) for chosen in order.to(rows.device).chunk(steps * epochs))
+    descend(losses, [(list(head.parameters()), lr)], steps * epochs)
+
+
+@torch.no_grad()
+def speculate(target: Any, head: DraftHead, prompts: Tensor, new: int, drafts: int) -> tuple[Tensor, dict[str, int]]:
+    """Greedy answers with drafts that the target verifies, token by token and without caches.
+
+    Args:
+        prompts: int64 ``[rows, tokens]``.
+        new: tokens of each answer.
+        drafts: tokens that the head guesses before each pass of the target; 0 for none.
+
+    Returns:
+        The answers ``[rows, new]``, and ``passes`` of the target per row, ``drafted`` and ``accepted`` tokens, all as
+        sums over the rows.
+    """
+    embeddings, out = target.get_input_embeddings(), target.get_output_embeddings()
+    rows, begin = prompts.shape
+    tokens = prompts.new_zeros(rows, begin + new + 2 * drafts + 2)
+    tokens[:, :begin] = prompts
+    every, steps = torch.arange(rows, device=tokens.device)[:, None], torch.arange(drafts + 1, device=tokens.device)
+    hidden = decoder_of(target)(tokens, use_cache=False).last_hidden_state
+    tokens[:, begin] = out(hidden[:, begin - 1]).argmax(-1)
+    length = torch.full((rows,), begin + 1, device=tokens.device)  # tokens that are certain
+    counted = {"passes": 0, "drafted": 0, "accepted": 0}
+    while bool((going := length < begin + new).any()):
+        features = hidden.clone()
+        for step in range(drafts):
+            guessed = head(embeddings(tokens[:, 1:]), features[:, :-1])
+            last = length[:, None] + step - 2  # where the token after the next one is guessed
+            features[every, last + 1] = guessed[every, last]
+            tokens[every, last + 2] = out(guessed[every, last]).argmax(-1)
+        places = length[:, None] + steps
+        hidden = decoder_of(target)(tokens, use_cache=False).last_hidden_state
+        said = out(hidden[every, places - 1]).argmax(-1)
+        right = (said[:, :drafts] == tokens[every, places[:, :drafts]]).long().cumprod(1).sum(1)
+        tokens[every, places] = said  # those that were right, and one more; what is behind is not certain
+        counted["passes"] += int(going.sum())
+        counted["drafted"] += drafts * int(going.sum())
+        counted["accepted"] += int(right[going].sum())
+        length = torch.where(going, length + right + 1, length)
+    return tokens[:, begin : begin + new], counted
+
+
+class HeadStudy(Study):
+    """The original, its conversion, and the heads."""
+
+    def run(self) -> None:
+        """Measure the pairs of every seed, as long as there is time."""
+        held_out = token_rows(self.texts["own"] / "held_out", self.given.prompts * 1024).to(self.device)
+        self.prompts = held_out.reshape(-1, held_out.shape[1])[: self.given.prompts, :PROMPT].contiguous()
+        longest = 0.0
+        for seed in range(self.given.seeds):
+            began = time.time()
+            if self.given.seconds - (began - self.began) < 1.1 * longest:
+                return self.store({"stopped": f"{began - self.began:.0f} s, before seed {seed}"})
+            self.pairs(seed)
+            longest = time.time() - began
+
+    def pairs(self, seed: int) -> None:
+        """A head for the original; and with it, and with its own, the conversion."""
+        torch.manual_seed(seed)
+        original, converted = self.model(wired=False), self.model()
+        head = DraftHead(original).requires_grad_(False)
+        self.pair("original", original, "not trained", head, seed)
+        train(original, head, self.rows, self.given.batch, seed, self.given.head_epochs)
+        self.pair("original", original, "original", head, seed)
+        head.save(self.given.out / "original")
+        self.pair("not healed", converted, "original", head, seed)
+        own = [p for number in self.wiring.layers for p in decoder_layers(converted)[number].parameters()]
+        self.heal(converted, original, own, RATES["layers"], seed)
+        self.pair("healed", converted, "original", head, seed)
+        again = deepcopy(head)
+        train(original, again, self.rows, self.given.batch, seed + 1)  # what one epoch more brings by itself
+        self.pair("original", original, "original, one epoch more", again, seed)
+        train(converted, head, self.rows, self.given.batch, seed + 1)
+        self.pair("healed", converted, "healed", head, seed)
+        head.save(self.given.out / "healed")
+
+    def pair(self, target: str, model: Any, trained_on: str, head: DraftHead, seed: int) -> None:
+        """Store how often the drafts of a head are right."""
+        given = self.given
+        said, counted = speculate(model, head, self.prompts, given.new, given.drafts)
+        plain, _ = speculate(model, head, self.prompts, given.new, 0)
+        shares = {
+            "acceptance": counted["accepted"] / counted["drafted"],
+            "tokens of a pass": (counted["accepted"] + counted["passes"]) / counted["passes"],
+        }
+        same = int((said == plain).all(1).sum())
+        row = {"target": target, "head": trained_on, "seed": seed, **counted, **shares, "like greedy": same}
+        self.store(row | {"answers": len(said), "at": round(time.time() - self.began, 1)})
+
+    def store(self, line: dict[str, Any]) -> None:
+        """Append a line to the results, and show it."""
+        names = "layers", "tokens", "batch", "head_epochs", "drafts", "new"
+        with self.file.open("a") as file:
+            file.write(json.dumps({**line, **{name: getattr(self.given, name) for name in names}}) + "\n")
+        print(line, flush=True)
+
+
+def main() -> None:
+    """Measure all pairs."""
+    parser = arguments()
+    parser.description = __doc__
+    parser.add_argument("--head-epochs", type=int, default=3)
+    parser.add_argument("--drafts", type=int, default=3, help="tokens that are guessed before each pass")
+    parser.add_argument("--new", type=int, default=96, help="tokens of an answer")
+    parser.add_argument("--prompts", type=int, default=64)
+    given = parser.parse_args()
+    if given.original is None or given.out is None:
+        parser.error("ORIGINAL and OUT are needed")
+    HeadStudy(given).run()
+
+
+if __name__ == "__main__":
+    main()
