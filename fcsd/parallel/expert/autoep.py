@@ -217,7 +217,11 @@ def expert_parallel_config(arch: Arch, ep_size: int) -> dict[str, Any]:
         ConfigError: the architecture has no experts, or has experts that AutoEP does not support.
     """
     if arch.autoep is None:
-        raise ConfigError(f"{arch.model_type} cannot be expert-parallel: {arch.no_ep or 'it has no experts'}")
+        raise ConfigError(
+            f"{arch.model_type} cannot be expert-parallel: {arch.no_ep or 'it has no experts'}",
+            hint=arch.no_ep
+            and "Set parallel.ep_size: 1 on GPUs that hold all experts; train.adapter needs the least memory.",
+        )
     return {"enabled": True, "autoep_size": ep_size, "use_grouped_mm": False, **arch.autoep_keys}
 
 
