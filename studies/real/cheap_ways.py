@@ -238,9 +238,9 @@ class Study:
         inside = decoder_layers(student)
         groups = [([*inside[layer].parameters()], (rates or {}).get(layer, LR)) for layer in layers]
         first = self.first(self.layers) if self.first(layers) >= self.first(self.layers) else 0
-        head = self.original.get_output_embeddings().weight
+        embeddings: Any = self.original.get_output_embeddings()
         known = (text.batch(which, first) for text, which in batches)
-        return student, train(student, head, groups, known, len(batches))
+        return student, train(student, embeddings.weight, groups, known, len(batches))
 
     def measure(self, form: str, model: Any, seed: int | None = None, **more: Any) -> None:
         """Store the divergences and the answers of a form."""

@@ -48,7 +48,7 @@ def record(model: Path, mirror: Path, tasks: list[str], limit: int | None) -> Qu
     from fcsd.checkpoint.tokenizer import load_tokenizer
     from fcsd.eval.engines.adapter import HFAdapter
     from fcsd.eval.suite import select_any
-    from fcsd.eval.tasks import load_tasks
+    from fcsd.eval.tasks import LoadedTask, load_tasks
     from fcsd.models.build import load_model
 
     class Ids(HFAdapter):
@@ -61,7 +61,8 @@ def record(model: Path, mirror: Path, tasks: list[str], limit: int | None) -> Qu
     found: Questions = {}
     with load_tasks(select_any("paper", tasks), mirror) as loaded:
         for task in loaded:
-            (leaf,) = task.lm_eval["tasks"].values()  # type: ignore[union-attr] # none of these is one of evalplus
+            assert isinstance(task, LoadedTask)  # none of these is one of evalplus
+            (leaf,) = task.lm_eval["tasks"].values()
             rows = []
             for number in spread(len(leaf.eval_docs), limit):
                 document = leaf.eval_docs[number]
