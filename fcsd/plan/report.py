@@ -107,8 +107,6 @@ def _costs(plan: Plan) -> list[tuple[str, str]]:
     if setup.offload != "none":
         rates = f"{BUS / 1e9:g} GB/s between GPU and host, {HOST / 1e9:g} GB/s of a node's memory"
         rows.append(("assumed", f"for AdamW on the host: {rates}; no run has measured it"))
-    if setup.moments != "fp32":
-        rows.append(("assumed", "moments in 8 bits take the time of those in fp32; no run has measured it"))
     if speed.limited_by_host:
         rows.append(("note", "the host takes longer to start the kernels than the GPU to run them"))
     return rows

@@ -325,6 +325,7 @@ def uncounted(recipe: Recipe, hardware: Hardware, ranks: int = 1) -> list[str]:
         "train.compile: compiled layers start fewer kernels, and compiling takes minutes": train.compile,
         "train.adapter: the small kernels of the adapters, which the host starts": train.adapter is not None,
         "train.trace_every: steps that are profiled": train.trace_every > 0,
+        "optim.moments: time that rounding the moments takes or saves": recipe.optim.moments != "fp32",
         "init.wiring: all-to-alls that the standard wiring exposes": divided and recipe.init.wiring == "standard",
         f"desync: each GPU computes {ranks} ranks of converted layers, in up to {ranks} times the time and memory": (
             ranks > parallel.tp_size

@@ -604,9 +604,9 @@ def test_settings_whose_effect_the_plan_does_not_know_are_named(tmp_path):
     runs.write_models(tmp_path)
     plain = runs.resolved(tmp_path).recipe
     assert uncounted(plain, Hardware(2)) == []
-    more = {"train__compile": True, "early_stop": {"metric": "mbpp_plus"}}
+    more = {"train__compile": True, "optim__moments": "8bit", "early_stop": {"metric": "mbpp_plus"}}
     found = uncounted(runs.resolved(tmp_path, **more).recipe, Hardware(2))
-    assert [text.split(":")[0] for text in found] == ["train.compile", "early_stop"]
+    assert [text.split(":")[0] for text in found] == ["train.compile", "optim.moments", "early_stop"]
     divided = runs.resolved(tmp_path, parallel={"ep_size": 2, "dedup": "rank", "overlap": "off"}).recipe
     names = [text.split(":")[0] for text in uncounted(divided, Hardware(1, nodes=2))]
     assert names == ["parallel.overlap", "parallel.dedup", "all-to-alls between nodes"]
