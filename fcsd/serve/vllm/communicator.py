@@ -114,28 +114,28 @@ def communicator_of(base: type[Any]) -> type[Any]:
         def all_reduce(self, input_: Any) -> Any:
             """The sum over the ranks, as a new tensor."""
             sums = self._sums
-            if sums is None or not sums.supports(input_):
+            if sums is None or not sums.supports(given := _aligned(input_)):
                 return super().all_reduce(input_)
             way = self._tables.sums.way(input_.nbytes)
             if way == "stock":
                 return super().all_reduce(input_)
-            out = input_.new_empty(input_.shape)
+            out = given.new_empty(given.shape)
             method, _, format = way.partition(":")
-            if format and _divides(self._format, input_):
-                sums.all_reduce(input_, out, format=self._format)
+            if format and _divides(self._format, given):
+                sums.all_reduce(given, out, format=self._format)
             elif format:
-                sums.all_reduce(input_, out)
+                sums.all_reduce(given, out)
             else:
-                sums.all_reduce(input_, out, method)
+                sums.all_reduce(given, out, method)
             return out
 
         def all_gather(self, input_: Any, dim: int = -1) -> Any:
             """The tensors of all ranks, one after the other along ``dim``."""
             way = self._gathers(input_.nbytes)
-            if way == "stock" or not input_.is_contiguous() or input_.data_ptr() % 16:
+            if way == "stock":
                 return super().all_gather(input_, dim)
             dim %= input_.dim()
-            return self._sums.gathered(input_, way).movedim(0, dim).flatten(dim, dim + 1)
+            return self._sums.gathered(_aligned(input_), way).movedim(0, dim).flatten(dim, dim + 1)
 
         def all_gatherv(self, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
             """The same along the first dimension, with ``sizes`` rows of each rank; of each tensor, if it is a list."""
@@ -200,6 +200,7 @@ def _summed(x: Any) -> bool:
 
 
 def _aligned(x: Any) -> Any:
+    """As the kernels read it, on every rank: where a tensor lies must not decide which way one rank alone goes."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
