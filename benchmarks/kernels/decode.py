@@ -2,7 +2,7 @@
 
     python -m benchmarks.kernels.decode [SHAPE...] [--tokens 1 4 16 64] [--out FILE]
 
-The routed experts of one layer by ``kernels.decode.experts``, beside grouped products, with the dimensions of a SHAPE
+The routed experts of one layer by ``kernels.few_experts``, beside grouped products, with the dimensions of a SHAPE
 in ``fcsd.bench.shapes``, random values in bf16, and experts that are chosen at random.
 
 The ways run in turns, as CUDA graphs of several calls with different weights, most of which do not fit into the GPU's
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fcsd.bench.runner import table, write
 from fcsd.bench.shapes import SHAPES
-from fcsd.kernels.decode.experts import few_experts
+from fcsd.kernels.few_experts import few_experts
 from fcsd.launch.environment import snapshot
 from fcsd.models.build import experts_of
 from fcsd.models.fused.experts import fused_experts

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from fcsd.bench.runner import table, write
 from fcsd.foreign_errors import reason_of
-from fcsd.kernels.fused_kl import Tuning, kl_divergence
+from fcsd.kernels.fused_kl import kl_divergence
 
 SHAPES = [(2048, 151_936), (5120, 202_048), (2048, 102_400), (5120, 151_936), (2048, 202_048), (5120, 102_400)]
 TOKENS = [16_384, 4_096]
@@ -82,12 +82,10 @@ def full_logits(student: Tensor, student_head: Tensor, teacher: Tensor, teacher_
     return F.kl_div(log_p, log_q, log_target=True, reduction="sum") / len(student)
 
 
-def fused(
-    student: Tensor, student_head: Tensor, teacher: Tensor, teacher_head: Tensor, *, chunk: int, tuning: Tuning
-) -> Tensor:
+def fused(student: Tensor, student_head: Tensor, teacher: Tensor, teacher_head: Tensor, *, chunk: int) -> Tensor:
     mask = torch.ones(len(student), dtype=torch.bool, device="cuda")
     weights = (student, student_head, teacher, teacher_head)
-    return kl_divergence(*weights, mask, denominator=len(student), chunk_tokens=chunk, tuning=tuning)
+    return kl_divergence(*weights, mask, denominator=len(student), chunk_tokens=chunk)
 
 
 def liger(*, compiled: bool) -> Loss:
@@ -170,8 +168,7 @@ def attempt(
 def variants(with_liger: bool) -> dict[str, Callable[[], Loss]]:
     found: dict[str, Callable[[], Loss]] = {
         "torch, full logits": lambda: full_logits,
-        "fused": lambda: partial(fused, chunk=512, tuning=Tuning()),
-        "fused, fp32 head": lambda: partial(fused, chunk=1024, tuning=Tuning(head_sum=torch.float32)),
+        "fused": lambda: partial(fused, chunk=512),
     }
     return found | ({LIGER: lambda: liger(compiled=True)} if with_liger else {})
 

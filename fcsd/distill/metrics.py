@@ -16,7 +16,7 @@ from fcsd.distill.teacher.original import teacher_name
 from fcsd.errors import BadInputError
 from fcsd.launch.world import World
 from fcsd.parallel.trace import overlaps, read
-from fcsd.parallel.transports.traffic import Traffic
+from fcsd.parallel.transports.transport import Traffic
 from fcsd.plan import setup_for
 from fcsd.plan.model import MetaModel
 from fcsd.plan.setup import GIB

@@ -37,7 +37,7 @@ from fcsd.models.adapters.trained import TrainedParts
 from fcsd.models.build import unwired
 from fcsd.parallel.expert.dispatcher import Dispatcher
 from fcsd.parallel.tensor.tp_plan import TensorGroup
-from fcsd.parallel.transports.traffic import Traffic
+from fcsd.parallel.transports.transport import Traffic
 from fcsd.parallel.weights.trained import load_trained
 from fcsd.plan import setup_for
 from fcsd.plan.memory import least_disk_bytes

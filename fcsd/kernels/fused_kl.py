@@ -13,7 +13,6 @@ token of a chunk and each word of the vocabulary.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,21 +30,7 @@ Rows = slice | Tensor  # a range of positions, or the indices of the positions t
 Fill = Callable[[Rows, Tensor, Tensor | None], Tensor]
 
 
-@dataclass(frozen=True)
-class Tuning:
-    """How the work is divided. These values change the results by rounding only.
-
-    Args:
-        head_sum: the dtype in which the head's gradient is summed over chunks; None is the head's own dtype. fp32 takes
-            ``4 * vocab * hidden`` bytes more.
-        launch: how the Triton kernels are launched.
-    """
-
-    head_sum: torch.dtype | None = None
-    launch: Launch = field(default_factory=Launch)
-
-
-DEFAULT = Tuning()
+LAUNCH = Launch()
 
 
 def kl_divergence(
@@ -59,7 +44,7 @@ def kl_divergence(
     denominator: float | Tensor = 1.0,
     chunk_tokens: int = 512,
     kept: Tensor | None = None,
-    tuning: Tuning = DEFAULT,
+    launch: Launch = LAUNCH,
 ) -> Tensor:
     """KL(teacher ‖ student); arguments and result are those of ``fcsd.distill.loss.losses.kl_divergence``."""
     share = _share(student_hidden, denominator)
@@ -69,9 +54,9 @@ def kl_divergence(
 
     def fill(rows: Rows, student: Tensor, gradient: Tensor | None) -> Tensor:
         teacher = _product(teacher_rows[rows].to(teacher_weight.dtype), teacher_weight.t())
-        return divergence(student, teacher, gradient, scale, temperature, tuning.launch)
+        return divergence(student, teacher, gradient, scale, temperature, launch)
 
-    return _swept(student_hidden, student_head, mask, kept, fill, scale * temperature, chunk_tokens, tuning)
+    return _swept(student_hidden, student_head, mask, kept, fill, scale * temperature, chunk_tokens)
 
 
 def cross_entropy(
@@ -82,16 +67,16 @@ def cross_entropy(
     denominator: float | Tensor = 1.0,
     chunk_tokens: int = 512,
     kept: Tensor | None = None,
-    tuning: Tuning = DEFAULT,
+    launch: Launch = LAUNCH,
 ) -> Tensor:
     """Negative log-likelihood; arguments and result are those of ``fcsd.distill.loss.losses.cross_entropy``."""
     scale = _share(student_hidden, denominator)
     targets = labels.flatten()
 
     def fill(rows: Rows, logits: Tensor, gradient: Tensor | None) -> Tensor:
-        return negative_log_likelihood(logits, targets[rows], gradient, scale, tuning.launch)
+        return negative_log_likelihood(logits, targets[rows], gradient, scale, launch)
 
-    return _swept(student_hidden, student_head, labels != IGNORE, kept, fill, scale, chunk_tokens, tuning)
+    return _swept(student_hidden, student_head, labels != IGNORE, kept, fill, scale, chunk_tokens)
 
 
 def _swept(
@@ -102,14 +87,13 @@ def _swept(
     fill: Fill,
     scale: Tensor,
     chunk_tokens: int,
-    tuning: Tuning,
 ) -> Tensor:
     """``scale`` times the sum of ``fill`` over the positions that count."""
     keep = counts.flatten().nonzero().squeeze(1) if kept is None else kept
     chunks = range(0, len(keep), chunk_tokens)
     gathered = keep if len(keep) < counts.numel() else None
     return _FusedHeadLoss.apply(  # type: ignore[return-value]
-        hidden.flatten(0, -2), head, gathered, chunks, fill, scale, tuning, torch.is_grad_enabled()
+        hidden.flatten(0, -2), head, gathered, chunks, fill, scale, torch.is_grad_enabled()
     )
 
 
@@ -125,14 +109,11 @@ class _FusedHeadLoss(torch.autograd.Function):
         chunks: range,
         fill: Fill,
         scale: Tensor,
-        tuning: Tuning,
         training: bool,
     ) -> Tensor:
         weight = _for_matmul(head)
         to_hidden = torch.zeros_like(hidden) if training and ctx.needs_input_grad[0] else None
-        to_head = None
-        if training and ctx.needs_input_grad[1]:
-            to_head = torch.zeros_like(weight, dtype=tuning.head_sum or weight.dtype)
+        to_head = torch.zeros_like(weight) if training and ctx.needs_input_grad[1] else None
         wanted = to_hidden is not None or to_head is not None
         step = max(1, chunks.step // _LOGIT_SHARE)
         total = torch.zeros_like(scale)
@@ -150,7 +131,7 @@ class _FusedHeadLoss(torch.autograd.Function):
                 if gradient is not None and to_hidden is not None:
                     to_hidden[rows] = (gradient @ weight).to(hidden.dtype)
                 if gradient is not None and to_head is not None:
-                    _add_product(to_head, gradient.t(), inputs)
+                    to_head.addmm_(gradient.t(), inputs)
         ctx.gradients = (to_hidden, None if to_head is None else to_head.to(head.dtype))
         return total * scale
 
@@ -162,7 +143,7 @@ class _FusedHeadLoss(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None  # this reference is dropped: .grad may be the same buffers
         with torch.cuda.device_of(upstream):
             scaled = [None if g is None else multiply_(g, upstream) for g in gradients]
-        return (*scaled, *[None] * 6)
+        return (*scaled, *[None] * 5)
 
 
 def _share(hidden: Tensor, denominator: float | Tensor) -> Tensor:
@@ -183,11 +164,3 @@ def _for_matmul(head: Tensor) -> Tensor:
 def _product(left: Tensor, right: Tensor) -> Tensor:
     """``left @ right`` as fp32; the result is not rounded to half precision if the operands have half precision."""
     return left @ right if left.dtype == torch.float32 else torch.mm(left, right, out_dtype=torch.float32)
-
-
-def _add_product(sums: Tensor, left: Tensor, right: Tensor) -> None:
-    """``sums += left @ right``, in the dtype of ``sums``, with fp32 sums inside the product."""
-    if sums.dtype == left.dtype:
-        sums.addmm_(left, right)
-    else:
-        torch.addmm(sums, left, right, out_dtype=sums.dtype, out=sums)

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from fcsd.parallel import order
-from fcsd.parallel.transports.traffic import Traffic
-from fcsd.parallel.transports.transport import Splits, Transport, Work, all_to_all
+from fcsd.parallel.transports.transport import Splits, Traffic, Transport, Work, all_to_all
 
 
 class Codec(Protocol):

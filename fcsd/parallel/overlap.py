@@ -36,8 +36,7 @@ from fcsd.parallel.expert.flat import flat
 from fcsd.parallel.partitions import is_partitioned
 from fcsd.parallel.quantised.rows import Quantiser
 from fcsd.parallel.transports.copies import CopiesTransport
-from fcsd.parallel.transports.traffic import Traffic
-from fcsd.parallel.transports.transport import Transport, all_to_all
+from fcsd.parallel.transports.transport import Traffic, Transport, all_to_all
 
 Place = Literal["before_attn", "before_rotary", "before_core", "after_core", "after_attn"]
 _ORDER: tuple[Place, ...] = get_args(Place)

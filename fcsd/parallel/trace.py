@@ -178,22 +178,17 @@ def covered(start: float, end: float, by: np.ndarray) -> float:
     return float(np.clip(np.minimum(by[:, 1], end) - np.maximum(by[:, 0], start), 0, None).sum())
 
 
-def overlaps(traces: list[Trace], *, without_last: bool = False) -> dict[tuple[str, str], Overlap]:
+def overlaps(traces: list[Trace]) -> dict[tuple[str, str], Overlap]:
     """How much of each (kind, pass) is hidden. The kind ``all`` is the sum of dispatch and combine.
 
     Args:
         traces: one trace of each rank, or of some ranks. With several traces, the time on the device before the last
             rank starts counts as waiting.
-        without_last: whether to leave out the combine of the last layer. No computation follows it in the forward pass,
-            and none precedes it in the backward pass, so nothing can hide it.
     """
-    last = max(call.layer for trace in traces for call in trace.calls)
     starts = _last_starts(traces)
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0, 0.0])
     for trace in traces:
         for key, call in _numbered(trace.calls):
-            if without_last and (call.kind, call.layer) == ("combine", last):
-                continue
             values = 1, call.end - call.start, covered(call.start, call.end, trace.busy), call.waits(starts[key])
             kinds = [call.kind, "all"] if call.kind in ("dispatch", "combine") else [call.kind]
             for kind in kinds:

@@ -18,11 +18,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from fcsd.kernels import adamw, copies, gated, latent, rotary, rows, vocabulary
+from fcsd.kernels import adamw, copies, few_experts, gated, latent, rotary, rows, vocabulary
 from fcsd.kernels.all_reduce import launch
 from fcsd.kernels.all_reduce.memory import Memory, Shape, memory_of
 from fcsd.kernels.bit_split import Format, kernels
-from fcsd.kernels.decode import experts as few_experts
 
 
 class Driver:

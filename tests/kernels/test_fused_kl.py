@@ -10,14 +10,14 @@ from torch import Tensor
 
 from fcsd.distill.loss import losses
 from fcsd.kernels import fused_kl
-from fcsd.kernels.fused_kl import Tuning
+from fcsd.kernels.fused_kl import LAUNCH
 from fcsd.kernels.vocabulary import Launch
 
 # The interpreter is numpy, which reports what lanes outside the vocabulary compute.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning", "ignore:divide by zero:RuntimeWarning")
 
 TOKENS, HIDDEN, WIDER, VOCAB = 7, 16, 24, 301
-SMALL = Tuning(launch=Launch(block=32, span=64))  # five spans, the last with a ragged block
+SMALL = Launch(block=32, span=64)  # five spans, the last with a ragged block
 
 
 def sides(dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -36,7 +36,7 @@ def some(count: int = TOKENS) -> Tensor:
 
 def fused(name: str, *arguments: Tensor, **options) -> Tensor:
     """The loss from ``DEVICE``; gradients reach ``arguments`` wherever they are."""
-    return getattr(fused_kl, name)(*(x.to(DEVICE) for x in arguments), **{"tuning": SMALL, **options}).cpu()
+    return getattr(fused_kl, name)(*(x.to(DEVICE) for x in arguments), **{"launch": SMALL, **options}).cpu()
 
 
 def both(name: str, student: tuple[Tensor, Tensor], *rest: Tensor, **options) -> None:
@@ -178,7 +178,7 @@ def test_sign_and_size_near_alignment_with_a_large_vocabulary_in_bf16() -> None:
     expected = (log_q.exp() * (log_q - log_p)).sum().item()
     assert 0 < expected < 0.01
     mask = torch.ones(tokens, dtype=torch.bool)
-    loss = fused("kl_divergence", student, head, teacher, head, mask, tuning=Tuning())
+    loss = fused("kl_divergence", student, head, teacher, head, mask, launch=LAUNCH)
     assert loss.item() == pytest.approx(expected, rel=1e-4)
 
 

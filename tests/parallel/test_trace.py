@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks.train.trace import draw, files, hta_overlap
+from benchmarks.train.trace import draw, files, hta_overlap, without_last_combine
 
 from fcsd.errors import BadInputError
 from fcsd.parallel import trace
@@ -71,7 +71,7 @@ def test_hidden_and_exposed_time_of_each_kind_and_pass(tmp_path):
 
 
 def test_the_last_layers_combine_can_be_left_out(tmp_path):
-    found = trace.overlaps([trace.read(write(tmp_path / "t.json", EVENTS))], without_last=True)
+    found = without_last_combine([trace.read(write(tmp_path / "t.json", EVENTS))])
     assert found["all", "fwd"].share == 0.75
     assert ("combine", "fwd") not in found
 

@@ -27,8 +27,7 @@ from fcsd.parallel.expert.dispatcher import Dispatcher
 from fcsd.parallel.overlap import overlap
 from fcsd.parallel.transports.copies import CopiesTransport
 from fcsd.parallel.transports.symmetric_memory import open_buffers
-from fcsd.parallel.transports.traffic import Traffic
-from fcsd.parallel.transports.transport import Several, Splits, Work
+from fcsd.parallel.transports.transport import Several, Splits, Traffic, Work
 
 Choices = dict[str, Callable[..., Any]]  # name of a variant -> function that wires the model for it
 

@@ -30,7 +30,7 @@ from fcsd.parallel.expert.dispatcher import Dispatcher, check_divided, check_for
 from fcsd.parallel.quantised.rows import Quantiser, formats_of
 from fcsd.parallel.tensor.layer import wire_training
 from fcsd.parallel.tensor.tp_plan import TensorGroup
-from fcsd.parallel.transports.traffic import Traffic
+from fcsd.parallel.transports.transport import Traffic
 
 log = logging.getLogger(__name__)
 

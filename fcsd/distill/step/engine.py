@@ -40,7 +40,7 @@ from fcsd.parallel.expert.autoep import frozen_experts
 from fcsd.parallel.expert.dispatcher import Dispatcher
 from fcsd.parallel.partitions import ahead_of_layers, gather_by_layer, keep_no_weights, whole_shape
 from fcsd.parallel.quantised.rows import Quantiser
-from fcsd.parallel.transports.traffic import Traffic
+from fcsd.parallel.transports.transport import Traffic
 
 PREFIX = "fcsd.phase::"  # of the phases in traces, from which ``benchmarks.train.account`` says where time goes
 

@@ -33,7 +33,7 @@ class FusedExperts(nn.Module):
         """
         # A plan counts what is allocated on the meta device, and would not see what this one operator allocates inside.
         if not torch.is_grad_enabled() and top_k_index.numel() <= _FEW and not hidden_states.is_meta:
-            from fcsd.kernels.decode.experts import few_experts  # Triton is imported only where its kernels run
+            from fcsd.kernels.few_experts import few_experts  # Triton is imported only where its kernels run
 
             return few_experts(hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj)
         # A compiler fuses transformers' own code, and only that knows of experts on other ranks.

@@ -17,7 +17,7 @@ from fcsd.parallel.expert.autoep import expert_block
 from fcsd.parallel.expert.dispatcher import Dispatcher, Transfer
 from fcsd.parallel.expert.flat import flat
 from fcsd.parallel.quantised.rows import Quantiser
-from fcsd.parallel.transports.traffic import Traffic
+from fcsd.parallel.transports.transport import Traffic
 
 
 def blocking_parts(blocks: Blocks, layer: Any, transfer: Transfer, dispatcher: Dispatcher) -> Parts:

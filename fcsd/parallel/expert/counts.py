@@ -8,35 +8,30 @@ buffers of the other ranks, and whether any rank receives more rows than a buffe
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 
-class Gathered(NamedTuple):
-    """The counts of all ranks, and a summary of them on the host."""
-
-    everyone: Tensor  # [ranks, counts of a rank]
-    summary: Any  # nested lists of integers
-
-
 def gather(
     counts: Tensor, summarise: Callable[[Tensor], Tensor], group: Any, ranks: int, side: torch.cuda.Stream | None
-) -> Callable[[], Gathered]:
-    """Start to gather ``counts [n]`` of all ranks; the returned function waits for the result.
+) -> Callable[[], tuple[Tensor, Any]]:
+    """Start to gather ``counts [n]`` of all ranks.
 
     Args:
         summarise: a function from the counts of all ranks ``[ranks, n]`` to the integers that the host needs, as a
             tensor on the same device.
         ranks: the size of ``group``.
         side: the CUDA stream for the exchange; None gathers at once and blocks.
+
+    Returns: what waits for the counts of all ranks, ``[ranks, n]``, and the summary on the host, nested lists.
     """
     everyone = counts.new_empty(ranks, counts.numel())
     if side is None:
         dist.all_gather_into_tensor(everyone.view(-1), counts, group=group)
-        gathered = Gathered(everyone, summarise(everyone).tolist())
+        gathered = everyone, summarise(everyone).tolist()
         return lambda: gathered
     # The memory of ``counts`` and ``everyone`` belongs to the compute stream. Both live until that stream has waited
     # for this one, so the allocator need not be told, which would query an event at every allocation.
@@ -50,9 +45,9 @@ def gather(
 
     used = counts, everyone  # ``wait`` keeps both
 
-    def wait() -> Gathered:
+    def wait() -> tuple[Tensor, Any]:
         torch.cuda.current_stream().wait_event(done)
         done.synchronize()
-        return Gathered(used[1], on_host.tolist())
+        return used[1], on_host.tolist()
 
     return wait

@@ -25,8 +25,7 @@ from fcsd.parallel.deferred import Deferred, Exchange, exchange_now, launch
 from fcsd.parallel.expert.autoep import expert_parallel_config
 from fcsd.parallel.expert.block import ExpertBlock
 from fcsd.parallel.quantised.rows import Formats, Quantiser
-from fcsd.parallel.transports.traffic import Traffic
-from fcsd.parallel.transports.transport import Splits, Transport, all_to_all
+from fcsd.parallel.transports.transport import Splits, Traffic, Transport, all_to_all
 
 Mode = Literal["on", "eager-sync", "off"]
 

@@ -1,4 +1,4 @@
-"""Defines the interface of a transport, which sends rows between ranks, and the sizes of an exchange."""
+"""Defines the interface of a transport, which sends rows between ranks, the sizes of an exchange, and their count."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -67,3 +67,33 @@ def all_to_all(rows: Tensor, splits: Splits, group: Any, keep: bool) -> tuple[Te
     work = dist.all_to_all_single(received, rows, splits.receives, splits.sends, group=group, async_op=True)
     assert work is not None
     return received, work
+
+
+@dataclass
+class Traffic:
+    """What this rank has sent and received since ``reset``. It is computed on the host from the splits of exchanges.
+
+    Attributes:
+        sent: bytes that this rank has sent to other ranks.
+        fullest: the largest number of rows that this rank has received in one dispatch, its own rows included.
+    """
+
+    sent: int = 0
+    fullest: int = 0
+
+    def reset(self) -> None:
+        """Begin to count at zero."""
+        self.sent = self.fullest = 0
+
+    def add(self, rows: Tensor, splits: Splits, group: Any, *, dispatch: bool) -> None:
+        """Count one exchange.
+
+        Args:
+            rows: what this rank sends, ``[sent, width]``.
+            group: the process group of the ranks that exchange rows.
+            dispatch: whether the rows are those of dispatch in the forward direction.
+        """
+        away = len(rows) - splits.sends[dist.get_rank(group)]
+        self.sent += away * rows.shape[1] * rows.element_size()
+        if dispatch:
+            self.fullest = max(self.fullest, sum(splits.receives))

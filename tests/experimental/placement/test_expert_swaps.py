@@ -18,9 +18,8 @@ from fcsd.config.parallel import Parallel
 from fcsd.distill import loop
 from fcsd.distill.run.report import read_metrics
 from fcsd.errors import ConfigError
-from fcsd.experimental.placement.pair_counts import Level
-from fcsd.experimental.placement.states import expert_shares
-from fcsd.experimental.placement.swaps import FILE, levels_of, objective_of
+from fcsd.experimental.placement.search import Level
+from fcsd.experimental.placement.swaps import FILE, expert_shares, levels_of, objective_of
 from fcsd.kernels.bit_split import Format
 from fcsd.parallel.expert.autoep import expert_blocks
 

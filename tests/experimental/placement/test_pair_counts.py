@@ -7,8 +7,8 @@ import torch
 from blocks import interleaved
 from torch import Tensor
 
-from fcsd.experimental.placement import pair_counts
-from fcsd.experimental.placement.pair_counts import Level, count, split
+from fcsd.experimental.placement import search
+from fcsd.experimental.placement.search import Level, count, split
 from fcsd.parallel.expert.levels import tokens_by_group
 from fcsd.parallel.expert.placement import Placement
 
@@ -33,7 +33,7 @@ def rows_of(chosen: Tensor, placement: Placement, groups: int, deduplicated: boo
 @pytest.mark.parametrize("deduplicated", [True, False])
 @pytest.mark.parametrize("top_k", [1, 2, 5])
 def test_counts_of_every_swap(monkeypatch: pytest.MonkeyPatch, top_k: int, deduplicated: bool) -> None:
-    monkeypatch.setattr(pair_counts, "_CHUNK", 50)  # so that several chunks are summed
+    monkeypatch.setattr(search, "_CHUNK", 50)  # so that several chunks are summed
     chosen, levels = choices(120, top_k), [Level(groups, 1.0, deduplicated) for groups in GROUPS]
     for placement in (Placement(EXPERTS, RANKS), interleaved(EXPERTS, RANKS)):
         counts = split(count(chosen.to(torch.int16), placement, levels), EXPERTS, levels)

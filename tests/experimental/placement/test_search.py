@@ -11,8 +11,7 @@ import torch
 from studies.placement import study
 from torch import Tensor
 
-from fcsd.experimental.placement.pair_counts import count, split
-from fcsd.experimental.placement.search import Level, Objective, Ranks, best_swap, busiest, greedy
+from fcsd.experimental.placement.search import Level, Objective, Ranks, best_swap, busiest, count, greedy, split
 from fcsd.parallel.expert.levels import tokens_by_group
 from fcsd.parallel.expert.placement import Placement
 

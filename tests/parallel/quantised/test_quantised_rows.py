@@ -28,8 +28,7 @@ from fcsd.parallel.expert.placement import Placement
 from fcsd.parallel.overlap import overlap
 from fcsd.parallel.quantised.rows import Formats, Quantiser, RowCodec, simulate
 from fcsd.parallel.transports.copies import CopiesTransport
-from fcsd.parallel.transports.traffic import Traffic
-from fcsd.parallel.transports.transport import all_to_all
+from fcsd.parallel.transports.transport import Traffic, all_to_all
 
 WIDTH, EXPERTS, TOP_K = 32, 6, 2  # of the rows without a model
 

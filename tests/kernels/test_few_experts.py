@@ -8,7 +8,7 @@ import torch.utils.deterministic
 from kernel_device import DEVICE
 from torch import Tensor
 
-from fcsd.kernels.decode.experts import few_experts, few_experts_reference
+from fcsd.kernels.few_experts import few_experts, few_experts_reference
 
 
 def draw(

@@ -1,1 +1,0 @@
-"""Kernels of decoding steps, which have one token in each row: routed experts. They have no backward pass."""
