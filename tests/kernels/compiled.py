@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from fcsd.kernels import adamw, copies, few_experts, gated, latent, rotary, rows, vocabulary
-from fcsd.kernels.all_reduce import launch
+from fcsd.kernels.all_reduce import programs
 from fcsd.kernels.all_reduce.memory import Memory, Shape, memory_of
 from fcsd.kernels.bit_split import Format, kernels
 
@@ -127,7 +127,7 @@ MEMORY: Memory = memory_of(0, [0, 0, 0, 0], torch.device("cpu"))
 def sums() -> None:
     for number, one_shot in ((2**12, True), (2**20, False)):
         x = torch.zeros(number, dtype=torch.bfloat16)
-        launch.all_reduce(x, MEMORY, Shape(one_shot))
+        programs.all_reduce(x, MEMORY, Shape(one_shot))
 
 
 if __name__ == "__main__":

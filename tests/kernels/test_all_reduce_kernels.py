@@ -17,7 +17,7 @@ from ranks import in_group
 from torch import Tensor
 
 from fcsd.errors import ConfigError
-from fcsd.kernels.all_reduce import launch
+from fcsd.kernels.all_reduce import programs
 from fcsd.kernels.all_reduce.memory import SLOTS, Shape, memory_of, slot_bytes, total_bytes
 
 RANKS = 3
@@ -60,7 +60,7 @@ def _found(rank: int, folder: str) -> dict[str, list[Any]]:
         return not torch.equal(every[rank], expected)
 
     def summed(shape: Shape) -> Callable[[Tensor], None]:
-        return lambda x: launch.all_reduce(x, memory, shape)
+        return lambda x: programs.all_reduce(x, memory, shape)
 
     sums = [case for case in SUMS + SUMS[1:3] if wrong(*case[:2], summed(case[2]))]
     return {"sums": sums, "turns": memory.turns.tolist()}
@@ -93,7 +93,7 @@ def test_places_of_all_numbers_of_ranks_fit_and_are_aligned() -> None:
 def test_what_cannot_be_summed_is_refused() -> None:
     memory = memory_of(0, [0, 0], torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"not torch\.int64"):
-        launch.all_reduce(torch.ones(16, dtype=torch.int64), memory, Shape(True))
+        programs.all_reduce(torch.ones(16, dtype=torch.int64), memory, Shape(True))
 
 
 @pytest.mark.multi_gpu

@@ -1,4 +1,4 @@
-"""The Triton kernel of an all-reduce of bf16, fp16 or fp32 values.
+"""The Triton kernel of an all-reduce of bf16, fp16 or fp32 values, and what starts it.
 
 In one shot, every block sends its values to all ranks and sums what arrives. In two shots, the values of a block are
 divided among the ranks; each rank sums its share and sends the sum to all. A turn of a block is pipelined with the next
@@ -8,8 +8,42 @@ one: its values are being sent while those of the turn before it are summed.
 # pyright: reportAttributeAccessIssue=false
 # Triton gives the attributes of the tuple MEMORY, which pyright does not know of.
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from fcsd.kernels.all_reduce.memory import Memory, Shape, require_dtype
+
+_SMALLEST = 2048  # values of a tile: 16 bytes of bf16 for each of 256 threads
+_MOST_VALUES = 2**30  # of one launch, so that offsets fit into 32 bits
+
+
+def all_reduce(x: Tensor, memory: Memory, shape: Shape) -> None:
+    """Replace ``x`` by its sum over the ranks; on all ranks the same bits, added in fp32 in the order of ranks.
+
+    The kernel starts on the current stream. All ranks make the same calls in the same order. Two calls on one memory
+    must not run at the same time on a rank.
+
+    Args:
+        x: bf16, fp16 or fp32 of any shape, contiguous.
+
+    Raises:
+        ConfigError: the dtype is another one.
+    """
+    require_dtype(x)
+    shares = 1 if shape.one_shot else memory.size
+    largest = memory.slot_bytes // x.element_size()
+    for part in x.view(-1).split(_MOST_VALUES):
+        tile = _SMALLEST if len(part) <= 2 * _SMALLEST * shares * shape.blocks else largest
+        blocks = min(shape.blocks, -(-len(part) // (shares * tile)))
+        options: dict[str, Any] = {"TILE": tile, "num_warps": min(16, tile // 256)}
+        if len(part):
+            with torch.cuda.device_of(part):
+                arguments = part, len(part), memory.bases, memory.turns, memory.rank
+                sum_kernel[(blocks,)](*arguments, MEMORY=memory.layout, ONE_SHOT=shape.one_shot, **options)
 
 
 @triton.jit

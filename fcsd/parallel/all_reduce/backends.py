@@ -55,7 +55,10 @@ def _symmetric(group: Any, _: "Format | None") -> Start:
     """One kernel in the symmetric memory of the GPUs of one host; NCCL for messages for which it is faster."""
     from fcsd.parallel.all_reduce import symmetric, window
 
-    window.window_of(group)
+    if window.try_window(group) is None:
+        raise ConfigError(
+            f"this all-reduce backend needs {PEERS}", "use --all-reduce nccl, or under vLLM the backend vllm"
+        )
     nccl = _nccl(group, None)
     return lambda x: symmetric.all_reduce(x.detach(), group) if x.nbytes <= symmetric.LARGEST else nccl(x)
 

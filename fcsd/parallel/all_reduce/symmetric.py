@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcsd.kernels.all_reduce.memory import DTYPES, Shape
-from fcsd.parallel.all_reduce.window import OnStream, try_window, window_of
+from fcsd.parallel.all_reduce.window import OnStream, try_window
 from fcsd.parallel.transports.transport import Work
 
 # Measured on two H200s with nothing else on the GPUs (benchmarks/results/README.md). Up to so many bytes of a rank's
@@ -34,16 +34,17 @@ def all_reduce(x: Tensor, group: Any) -> Work:
     Args:
         x: bf16, fp16 or fp32 of any shape, contiguous, of at most ``LARGEST`` bytes. Nothing else may use it until the
             work was awaited.
-        group: GPUs of one host.
+        group: GPUs of one host that can access each other's memory.
 
     Raises:
-        ConfigError: the GPUs cannot access each other's memory, or the dtype is another one.
+        ConfigError: the dtype is another one.
     """
-    from fcsd.kernels.all_reduce import launch
+    from fcsd.kernels.all_reduce import programs
 
-    window = window_of(group)
+    window = try_window(group)
+    assert window is not None, "the backend was opened"
     shape = shape_of(x, window.memory.size)
-    return OnStream(window.stream, x, lambda: launch.all_reduce(x, window.memory, shape))
+    return OnStream(window.stream, x, lambda: programs.all_reduce(x, window.memory, shape))
 
 
 def pays(x: Tensor, group: Any) -> bool:

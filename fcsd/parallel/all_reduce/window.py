@@ -12,13 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fcsd.errors import ConfigError
 from fcsd.kernels.all_reduce.memory import MOST_RANKS, Memory, memory_of, total_bytes
-from fcsd.parallel.all_reduce.backends import PEERS
 from fcsd.parallel.transports.copies import PeerBuffers
 from fcsd.parallel.transports.symmetric_memory import open_buffers
-
-_INSTEAD = "use --all-reduce nccl, or under vLLM the backend vllm"
 
 
 class Window:
@@ -35,21 +31,12 @@ class Window:
         self._peers = peers  # keeps the memory mapped
 
 
-def window_of(group: Any) -> Window:
-    """The window of a group of GPUs. All ranks make the first call together, and not while a CUDA graph is captured.
-
-    Raises:
-        ConfigError: the GPUs cannot access each other's memory.
-    """
-    window = try_window(group)
-    if window is None:
-        raise ConfigError(f"this all-reduce backend needs {PEERS}", hint=_INSTEAD)
-    return window
-
-
 @cache
 def try_window(group: Any) -> Window | None:
-    """The window of a group; None, on all ranks, if the ranks cannot access each other's memory."""
+    """The window of a group; None, on all ranks, if the ranks cannot access each other's memory.
+
+    All ranks make the first call together, and not while a CUDA graph is captured.
+    """
     ranks = dist.get_world_size(group)
     if ranks > MOST_RANKS or "nccl" not in dist.get_backend(group):
         return None

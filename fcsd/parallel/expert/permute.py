@@ -167,11 +167,7 @@ class ToExperts:
     def encode(self, rows: Tensor) -> Tensor:
         """See ``Codec``; one record for each row to send."""
         row_of = self._orders.row_of
-        if self._format is not None:
-            return encode_at(rows, self._format, self._weight, row_of, row_of.numel())
-        moved = rows.new_empty(row_of.numel(), rows.shape[1])
-        _moves_of(rows).spread(rows, self._weight, row_of, moved)
-        return moved
+        return _packed(rows, self._format, self._weight, row_of, row_of.numel())
 
     def decode(self, records: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         """See ``Codec``; one row for each entry of ``ExpertOrder.source``, zero where there is none."""
@@ -199,12 +195,8 @@ class FromExperts:
 
     def encode(self, rows: Tensor) -> Tensor:
         """See ``Codec``; one record for each row that has arrived for the experts."""
-        source, count = self._orders.arrived.source, self._orders.arrived.received
-        if self._format is not None:
-            return encode_at(rows, self._format, None, source.unsqueeze(1), count)
-        moved = rows.new_empty(count, rows.shape[1])
-        _moves_of(rows).spread(rows, None, source.unsqueeze(1), moved)
-        return moved
+        arrived = self._orders.arrived
+        return _packed(rows, self._format, None, arrived.source.unsqueeze(1), arrived.received)
 
     def decode(self, records: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         """See ``Codec``; one row for each token."""
@@ -245,6 +237,15 @@ class _WeightGradient(torch.autograd.Function):
         else:
             dots = decode_dots(records, ctx.format, grad, row_of)
         return grad, dots.to(ctx.dtype), None, None, None
+
+
+def _packed(rows: Tensor, format: Format | None, weight: Tensor | None, places: Tensor, count: int) -> Tensor:
+    """``encode_at``; without a format the rows are copied to their places as they are."""
+    if format is not None:
+        return encode_at(rows, format, weight, places, count)
+    moved = rows.new_empty(count, rows.shape[1])
+    _moves_of(rows).spread(rows, weight, places, moved)
+    return moved
 
 
 def _moves_of(rows: Tensor) -> Any:
