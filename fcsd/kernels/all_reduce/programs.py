@@ -39,11 +39,11 @@ def all_reduce(x: Tensor, memory: Memory, shape: Shape) -> None:
     for part in x.view(-1).split(_MOST_VALUES):
         tile = _SMALLEST if len(part) <= 2 * _SMALLEST * shares * shape.blocks else largest
         blocks = min(shape.blocks, -(-len(part) // (shares * tile)))
-        options: dict[str, Any] = {"TILE": tile, "num_warps": min(16, tile // 256)}
+        options: dict[str, Any] = {"TILE": tile, "num_warps": min(16, tile // 256), "MEMORY": memory.layout}
         if len(part):
             with torch.cuda.device_of(part):
                 arguments = part, len(part), memory.bases, memory.turns, memory.rank
-                sum_kernel[(blocks,)](*arguments, MEMORY=memory.layout, ONE_SHOT=shape.one_shot, **options)
+                sum_kernel[(blocks,)](*arguments, **options, ONE_SHOT=shape.one_shot)  # pyright: ignore[reportArgumentType]
 
 
 @triton.jit
