@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from fcsd.kernels import adamw, copies, few_experts, gated, latent, rotary, rows, vocabulary
 from fcsd.kernels.all_reduce import programs
-from fcsd.kernels.all_reduce.memory import Memory, Shape, memory_of
+from fcsd.kernels.all_reduce.memory import Memory, memory_of
 from fcsd.kernels.bit_split import Format, kernels
 
 
@@ -125,9 +125,8 @@ MEMORY: Memory = memory_of(0, [0, 0, 0, 0], torch.device("cpu"))
 
 
 def sums() -> None:
-    for number, one_shot in ((2**12, True), (2**20, False)):
-        x = torch.zeros(number, dtype=torch.bfloat16)
-        programs.all_reduce(x, MEMORY, Shape(one_shot))
+    for number in (2**12, 2**20):
+        programs.all_reduce(torch.zeros(number, dtype=torch.bfloat16), MEMORY)
 
 
 if __name__ == "__main__":

@@ -18,18 +18,16 @@ from torch import Tensor
 
 from fcsd.errors import ConfigError
 from fcsd.kernels.all_reduce import programs
-from fcsd.kernels.all_reduce.memory import SLOTS, Shape, memory_of, slot_bytes, total_bytes
+from fcsd.kernels.all_reduce.memory import SLOTS, memory_of, slot_bytes, total_bytes
 
 RANKS = 3
-# The number of values, their dtype, and how they are divided. With one block the message takes six turns, so that slots
-# are used again, also by the next call. Whole numbers have exact sums in bf16, which the interpreter does not round.
+# The number of values, their dtype, and the most blocks. With one block the message takes six turns, so that slots are
+# used again, also by the next call. Whole numbers have exact sums in bf16, which the interpreter does not round.
 SUMS = [
-    (16, torch.float16, Shape(one_shot=True)),
-    (12_000, torch.float32, Shape(one_shot=True, blocks=1)),
-    (36_000, torch.float32, Shape(one_shot=False, blocks=1)),
-    (36_008, torch.float32, Shape(one_shot=False, blocks=2)),
-    (40_000, torch.bfloat16, Shape(one_shot=True, blocks=2)),
-    (4100, torch.bfloat16, Shape(one_shot=False)),
+    (16, torch.float16, 32),
+    (24_000, torch.float32, 1),
+    (24_008, torch.float32, 2),
+    (40_000, torch.bfloat16, 2),
 ]
 
 
@@ -59,8 +57,8 @@ def _found(rank: int, folder: str) -> dict[str, list[Any]]:
         reduce(every[rank])
         return not torch.equal(every[rank], expected)
 
-    def summed(shape: Shape) -> Callable[[Tensor], None]:
-        return lambda x: programs.all_reduce(x, memory, shape)
+    def summed(blocks: int) -> Callable[[Tensor], None]:
+        return lambda x: programs.all_reduce(x, memory, blocks)
 
     sums = [case for case in SUMS + SUMS[1:3] if wrong(*case[:2], summed(case[2]))]
     return {"sums": sums, "turns": memory.turns.tolist()}
@@ -77,7 +75,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Any]]
     return in_group(RANKS, _found, str(folder))
 
 
-def test_sums_are_those_in_the_order_of_ranks_in_one_shot_and_in_two(found: list[dict[str, list[Any]]]) -> None:
+def test_sums_are_those_in_the_order_of_ranks(found: list[dict[str, list[Any]]]) -> None:
     assert [rank["sums"] for rank in found] == [[]] * RANKS
     # Every rank has made the same turns, more than there are slots.
     assert all(rank["turns"] == found[0]["turns"] for rank in found) and found[0]["turns"][0] > 4 * SLOTS
@@ -93,7 +91,7 @@ def test_places_of_all_numbers_of_ranks_fit_and_are_aligned() -> None:
 def test_what_cannot_be_summed_is_refused() -> None:
     memory = memory_of(0, [0, 0], torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"not torch\.int64"):
-        programs.all_reduce(torch.ones(16, dtype=torch.int64), memory, Shape(True))
+        programs.all_reduce(torch.ones(16, dtype=torch.int64), memory)
 
 
 @pytest.mark.multi_gpu

@@ -1,20 +1,14 @@
 """The memory that the ranks share, and when a part of it may be used again.
 
-Every rank has the same memory. It consists of places. A place belongs to a stage, a block of the kernel, a slot and a
-rank, and has a flag and room for ``slot_bytes`` of data:
-
-    stage 0   what rank ``of`` adds to the values that this rank sums
-    stage 1   the sums of rank ``of``
+Every rank has the same memory. It consists of places. A place belongs to a block of the kernel, a slot and a rank
+``of``, and has a flag and room for ``slot_bytes`` of data: what that rank adds to the values that this rank sums.
 
 Block b of one rank communicates with block b of the other ranks only. It works in turns, and counts them over all
 calls; turn t uses slot ``t % SLOTS``. A rank writes the data of a turn into the place of another rank, and then the
 number of the turn into its flag. The other rank waits until the flag has that number.
 
-No place is overwritten before it was read. Within a call, a rank writes turn t + 1 while it awaits turn t:
-
-- One stage: it has then awaited turn t - 1, which the others wrote after they had read turn t - 3. Four slots suffice.
-- Two stages: it has then awaited the sums of turn t - 2, so the others have read turn t - 2. Their sums of turn t - 3
-  were read before they wrote turn t - 1.
+No place is overwritten before it was read. Within a call, a rank writes turn t + 1 while it awaits turn t. It has then
+awaited turn t - 1, which the others wrote after they had read turn t - 3. Four slots suffice.
 
 A call begins with the next turn after the last call, and all ranks make the same calls, so this also holds between
 calls. The counters are on the device, so a captured CUDA graph can be replayed any number of times.
@@ -33,8 +27,7 @@ BLOCKS = 64  # the most blocks of a kernel
 SLOTS = 4
 MOST_RANKS = 8
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_ROUND = 64 * 1024  # bytes that a rank receives in one stage of a turn of one block
-_STAGES = 2
+_ROUND = 64 * 1024  # bytes that a rank receives in a turn of one block
 
 
 class Places(NamedTuple):
@@ -74,18 +67,6 @@ class Memory:
         return Places(self.size, self.slot_bytes, data_offset(self.size))
 
 
-class Shape(NamedTuple):
-    """How a message is divided. It changes no result, but must be the same on all ranks.
-
-    Attributes:
-        one_shot: whether every rank sums all values, instead of its share.
-        blocks: the most blocks, each of which occupies one SM; at most ``BLOCKS``.
-    """
-
-    one_shot: bool
-    blocks: int = 32
-
-
 def memory_of(rank: int, addresses: Sequence[int], device: torch.device) -> Memory:
     """The shared memory of ranks whose memory begins at ``addresses`` and was set to zero.
 
@@ -112,9 +93,9 @@ def slot_bytes(ranks: int) -> int:
 
 def data_offset(ranks: int) -> int:
     """Where the data begin, in bytes; the flags lie before them, four bytes each."""
-    return 4 * _STAGES * BLOCKS * SLOTS * ranks
+    return 4 * BLOCKS * SLOTS * ranks
 
 
 def total_bytes(ranks: int) -> int:
     """The size of the memory of one rank."""
-    return data_offset(ranks) + _STAGES * BLOCKS * SLOTS * ranks * slot_bytes(ranks)
+    return data_offset(ranks) + BLOCKS * SLOTS * ranks * slot_bytes(ranks)

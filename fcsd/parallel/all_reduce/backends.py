@@ -53,14 +53,16 @@ def _nccl(group: Any, _: "Format | None") -> Start:
 
 def _symmetric(group: Any, _: "Format | None") -> Start:
     """One kernel in the symmetric memory of the GPUs of one host; NCCL for messages for which it is faster."""
+    import torch.distributed as dist
+
     from fcsd.parallel.all_reduce import symmetric, window
 
     if window.try_window(group) is None:
         raise ConfigError(
             f"this all-reduce backend needs {PEERS}", "use --all-reduce nccl, or under vLLM the backend vllm"
         )
-    nccl = _nccl(group, None)
-    return lambda x: symmetric.all_reduce(x.detach(), group) if x.nbytes <= symmetric.LARGEST else nccl(x)
+    nccl, largest = _nccl(group, None), symmetric.largest(dist.get_world_size(group))
+    return lambda x: symmetric.all_reduce(x.detach(), group) if x.nbytes <= largest else nccl(x)
 
 
 def _auto(group: Any, _: "Format | None") -> Start:

@@ -14,11 +14,8 @@ from torch._subclasses import FakeTensorMode
 from fcsd.kernels.bit_split import Format
 from fcsd.parallel.all_reduce import backends, symmetric, window
 from fcsd.parallel.all_reduce.reduce import reduce
-from fcsd.parallel.all_reduce.symmetric import shape_of
 
 REPLAYS = 200
-# One row and 64 rows of a decoding step, a message of several turns, and one that shares divide unevenly.
-SIZES = [(1, 8192), (64, 8192), (250, 8192), (3, 128)]
 QUANTISED = "quantised:int8"
 
 
@@ -47,7 +44,10 @@ def _different() -> list[Any]:
     from fcsd.launch.world import join_world
 
     world = join_world()
-    inputs = [torch.randn(*size, device=world.device, dtype=torch.bfloat16) for size in SIZES]
+    most = symmetric.largest(world.size) // (2 * 8192)
+    # One row and some rows of a decoding step, the largest message, which takes several turns, and a small one.
+    sizes = [(1, 8192), (most // 4, 8192), (most, 8192), (3, 128)]
+    inputs = [torch.randn(*size, device=world.device, dtype=torch.bfloat16) for size in sizes]
     found: list[Any] = []
     with torch.no_grad():
         _sums(inputs)
@@ -80,13 +80,6 @@ def test_every_replay_gives_the_bits_of_the_reference() -> None:
     assert on_ranks(ranks, _different) == [[]] * ranks
 
 
-def test_small_messages_take_one_shot_and_large_ones_two() -> None:
-    sizes = [torch.empty(rows, 4096, dtype=torch.bfloat16) for rows in (1, 128, 512)]
-    assert [shape_of(x, 2).one_shot for x in sizes] == [True, True, True]
-    assert [shape_of(x, 4).one_shot for x in sizes] == [True, False, False]
-    assert [shape_of(x, 2).blocks for x in sizes] == [16, 32, 64]
-
-
 def test_auto_takes_what_was_measured_as_the_fastest_and_nccl_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(size: int, dtype: torch.dtype = torch.bfloat16, ranks: int = 2, window: Any = "window") -> bool:
         monkeypatch.setattr(symmetric, "dist", SimpleNamespace(get_world_size=lambda _: ranks))
@@ -99,13 +92,15 @@ def test_auto_takes_what_was_measured_as_the_fastest_and_nccl_elsewhere(monkeypa
     assert {chosen(8192, torch.float64), chosen(8192, ranks=4), chosen(8192, window=None)} == {False}
 
 
-def test_messages_above_4_mib_are_left_to_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("ranks", "most"), [(2, 2**22), (4, 2**18), (8, 2**17)])
+def test_messages_above_what_pays_are_left_to_nccl(ranks: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
     monkeypatch.setattr(window, "try_window", lambda group: "window")
     monkeypatch.setattr(symmetric, "all_reduce", lambda x, group: called.append("symmetric"))
     monkeypatch.setattr(dist, "all_reduce", lambda x, group, async_op: called.append("nccl"))
+    monkeypatch.setattr(dist, "get_world_size", lambda group: ranks)
     start = backends.backend_of("symmetric", "engine")[0].open
     assert start is not None
-    for number in (2**21, 2**21 + 1):  # bf16 values: 4 MiB, and one more
+    for number in (most // 2, most // 2 + 1):  # bf16 values
         start(None, None)(torch.empty(number, dtype=torch.bfloat16))
     assert called == ["symmetric", "nccl"]
