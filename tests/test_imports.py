@@ -182,7 +182,9 @@ def test_imports_are_found_wherever_they_stand(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("folder", ["bench", "cli", "distill", "distill/run", "eval", "parallel", "checkpoint"])
+@pytest.mark.parametrize(
+    "folder", ["bench", "cli", "distill", "distill/run", "eval", "experimental/placement", "parallel", "checkpoint"]
+)
 def test_every_folder_says_what_it_is_for(repo: Path, folder: str) -> None:
     assert ast.get_docstring(ast.parse((repo / "fcsd" / folder / "__init__.py").read_text()))
 

@@ -21,8 +21,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fcsd.errors import ConfigError
-
 BLOCKS = 64  # the most blocks of a kernel
 SLOTS = 4
 MOST_RANKS = 8
@@ -74,16 +72,6 @@ def memory_of(rank: int, addresses: Sequence[int], device: torch.device) -> Memo
     """
     bases = torch.tensor(addresses, dtype=torch.int64, device=device)
     return Memory(rank, len(addresses), bases, torch.zeros(BLOCKS, dtype=torch.int32, device=device))
-
-
-def require_dtype(x: Tensor) -> None:
-    """Refuse values that cannot be summed in fp32.
-
-    Raises:
-        ConfigError: the dtype is not one of ``DTYPES``.
-    """
-    if x.dtype not in DTYPES:
-        raise ConfigError(f"an all-reduce over symmetric memory sums bf16, fp16 and fp32, not {x.dtype}")
 
 
 def slot_bytes(ranks: int) -> int:

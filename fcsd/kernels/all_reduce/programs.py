@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fcsd.kernels.all_reduce.memory import Memory, require_dtype
+from fcsd.errors import ConfigError
+from fcsd.kernels.all_reduce.memory import DTYPES, Memory
 
 _SMALLEST = 2048  # values of a tile: 16 bytes of bf16 for each of 256 threads
 _MOST_VALUES = 2**30  # of one launch, so that offsets fit into 32 bits
@@ -34,7 +35,8 @@ def all_reduce(x: Tensor, memory: Memory, most: int = 32) -> None:
     Raises:
         ConfigError: the dtype is another one.
     """
-    require_dtype(x)
+    if x.dtype not in DTYPES:
+        raise ConfigError(f"an all-reduce over symmetric memory sums bf16, fp16 and fp32, not {x.dtype}")
     largest = memory.slot_bytes // x.element_size()
     for part in x.view(-1).split(_MOST_VALUES):
         tile = _SMALLEST if len(part) <= 2 * _SMALLEST * most else largest
@@ -50,12 +52,6 @@ def all_reduce(x: Tensor, memory: Memory, most: int = 32) -> None:
 def place_of(block, turn, of, MEMORY: tl.constexpr):
     """The number of a place; see ``memory``."""
     return (block * MEMORY.slots + (turn & (MEMORY.slots - 1))) * MEMORY.ranks + of
-
-
-@triton.jit
-def data_of(base, place, MEMORY: tl.constexpr):
-    """The address of the data of a place, in the memory that begins at ``base``."""
-    return base + MEMORY.data + place.to(tl.int64) * MEMORY.slot
 
 
 @triton.jit
@@ -81,9 +77,9 @@ def await_signals(bases, me, block, turn, MEMORY: tl.constexpr):
 
 @triton.jit
 def _values_at(base, place, like, MEMORY: tl.constexpr):
-    """The address of the data of a place, as a pointer to values of the dtype of ``like``."""
-    pointer = data_of(base, place, MEMORY).to(tl.pointer_type(like.dtype.element_ty))
-    return tl.multiple_of(pointer, 16)
+    """Where the data of a place are in the memory that begins at ``base``: values of the dtype of ``like``."""
+    address = base + MEMORY.data + place.to(tl.int64) * MEMORY.slot
+    return tl.multiple_of(address.to(tl.pointer_type(like.dtype.element_ty)), 16)
 
 
 @triton.jit

@@ -117,7 +117,7 @@ class Quantiser:
         return Codecs(*(None if format is None else RowCodec(format) for format in self.formats or ()))
 
 
-def simulate(rows: Tensor, there: Codec | None, back: Codec | None) -> Tensor:
+def simulate(rows: Tensor, there: Codec | None, back: Codec | None = None) -> Tensor:
     """What an exchange of ``rows [rows, width]`` delivers, without ranks: every row is encoded and decoded in place.
 
     The result and the gradient equal, bit for bit, the rows and the gradients that ranks would receive.
