@@ -3,6 +3,10 @@
 The search is greedy. It takes the swap of two experts that saves most, counts again, and ends when no swap saves more
 time than the move of the two experts takes. The paper takes one swap per layer and update (eq. 10) and does not weigh
 the move. ``greedy`` with ``most=1`` and an objective whose ``move`` is 0 does the same.
+
+What every possible swap would change in the rows of each group is counted by ``count``. HierMoE §IV-B goes through four
+cases for every token and pair of experts. Here the same numbers are two matrix products for each level: one counts the
+tokens that a group gains with an expert, the other those that it loses.
 """
 
 import itertools
