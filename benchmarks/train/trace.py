@@ -1,13 +1,14 @@
 """Says how much communication traces hide, and draws one layer's passes on two streams (FarSkip Figures 9 and 10)."""
 
 import argparse
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fcsd.errors import BadInputError
-from fcsd.parallel.trace import Call, Kernel, Overlap, Trace, covered, overlaps, read
+from fcsd.parallel.trace import Call, Kernel, Overlap, Trace, covered, overlaps, read, read_content, union
 
 # Classes of kernels, with a pattern of their names and a colour; a kernel belongs to the first class that matches.
 _CLASSES = {
@@ -35,15 +36,20 @@ def files(given: list[Path]) -> list[Path]:
     return found
 
 
-def hta_overlap(trace: Trace) -> float:
-    """The percentage that HolisticTraceAnalysis's ``get_comm_comp_overlap`` gives for this rank.
+def hta_overlap(path: Path) -> float:
+    """The percentage that HolisticTraceAnalysis's ``get_comm_comp_overlap`` gives for the trace of a rank.
 
-    It is the part of the time of all NCCL kernels, including ZeRO's and those that exchange counts, during which a
-    kernel of computation runs too.
+    It is the part of the time of all NCCL kernels, including ZeRO's and those that exchange counts, during which any
+    other kernel runs too. HTA counts kernels only, in whole microseconds.
     """
-    total = float((trace.hta_nccl[:, 1] - trace.hta_nccl[:, 0]).sum())
-    hidden = sum(covered(start, end, trace.hta_computation) for start, end in trace.hta_nccl)
-    return 100 * hidden / total if total else 0.0
+    kinds: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for event in read_content(path)["traceEvents"]:
+        whole = math.ceil(event["ts"]), math.floor(event["ts"] + event["dur"])
+        if event.get("cat") == "kernel" and whole[0] < whole[1]:
+            kinds[event["name"].startswith("nccl")].append(whole)
+    nccl, others = union(kinds[True]), union(kinds[False])
+    total = float((nccl[:, 1] - nccl[:, 0]).sum())
+    return 100 * sum(covered(start, end, others) for start, end in nccl) / total if total else 0.0
 
 
 def without_last_combine(traces: list[Trace]) -> dict[tuple[str, str], Overlap]:
@@ -56,8 +62,8 @@ def without_last_combine(traces: list[Trace]) -> dict[tuple[str, str], Overlap]:
     return overlaps(kept)
 
 
-def to_text(traces: list[Trace]) -> str:
-    """The table that `python -m benchmarks.train.trace` prints."""
+def to_text(traces: list[Trace], paths: list[Path]) -> str:
+    """The table that `python -m benchmarks.train.trace` prints, of traces and their files."""
     lines = [f"{'':20s} {'calls':>6s} {'on device ms':>13s} {'late ms':>8s} {'hidden':>8s} {'exposed ms':>11s}"]
     trimmed = without_last_combine(traces)
     for (kind, passes), found in overlaps(traces).items():
@@ -68,12 +74,12 @@ def to_text(traces: list[Trace]) -> str:
         if kind == "all" and (kind, passes) in trimmed:
             line += f"   {trimmed[kind, passes].share:.1%} without the last layer's combine"
         lines.append(line)
-    hta = ", ".join(f"rank {trace.rank} {hta_overlap(trace):.2f} %" for trace in traces)
+    hta = ", ".join(f"rank {trace.rank} {hta_overlap(path):.2f} %" for trace, path in zip(traces, paths, strict=True))
     lines.append(f"HolisticTraceAnalysis's overlap of all NCCL kernels: {hta}")
     return "\n".join(lines)
 
 
-def to_json(traces: list[Trace]) -> dict[str, Any]:
+def to_json(traces: list[Trace], paths: list[Path]) -> dict[str, Any]:
     """The figures of ``to_text`` as data: times in ms, shares in 0..1, and HTA's figure in per cent."""
 
     def rows(found: dict[tuple[str, str], Overlap]) -> dict[str, Any]:
@@ -85,7 +91,7 @@ def to_json(traces: list[Trace]) -> dict[str, Any]:
     return {
         "overlap": rows(overlaps(traces)),
         "without_last_combine": rows(without_last_combine(traces)),
-        "hta": {str(trace.rank): hta_overlap(trace) for trace in traces},
+        "hta": {str(trace.rank): hta_overlap(path) for trace, path in zip(traces, paths, strict=True)},
     }
 
 
@@ -186,10 +192,11 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, help="draw one layer's forward and backward into this PNG")
     parser.add_argument("--layer", type=int, help="which layer to draw; default: the middle one")
     given = parser.parse_args()
-    traces = [read(path) for path in files(given.files)]
+    paths = files(given.files)
+    traces = [read(path) for path in paths]
     if given.picture is not None:
         draw(traces[0], given.picture, given.layer)
-    print(to_text(traces))
+    print(to_text(traces, paths))
 
 
 if __name__ == "__main__":

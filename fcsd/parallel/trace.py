@@ -6,11 +6,10 @@ A collective consists of all device events that were launched inside one such ra
 the memory of peers and out of this rank's buffer. It lasts from the start of its first event to the end of its last
 event. Computation is every other kernel, fill and copy within the device, except NCCL's kernels. fcsd changes the
 sequence numbers of autograd, so the links that the profiler makes from the backward to the forward pass are meaningless
-and are not used. HolisticTraceAnalysis counts kernels only; its figure is computed too.
+and are not used.
 """
 
 import json
-import math
 import re
 from bisect import bisect_right
 from collections import defaultdict
@@ -61,8 +60,6 @@ class Trace:
     calls: list[Call]
     computation: list[Kernel]
     busy: np.ndarray  # [n, 2], disjoint intervals in which something is computed
-    hta_nccl: np.ndarray  # [n, 2], disjoint intervals with any NCCL kernel, as HTA counts them, also ZeRO's
-    hta_computation: np.ndarray  # [n, 2], disjoint intervals with any other kernel, also inside a range
 
 
 @dataclass(frozen=True)
@@ -113,18 +110,13 @@ def read(path: Path) -> Trace:
     }
     parts: dict[tuple[int, str], list[tuple[float, float, bool]]] = defaultdict(list)
     computation: list[Kernel] = []
-    nccl, not_nccl = [], []
     for event in events:
         if event.get("cat") not in ON_DEVICE:
             continue
         start, end = event["ts"], event["ts"] + event["dur"]
-        is_nccl = event["name"].startswith("nccl")
-        whole = math.ceil(start), math.floor(end)  # HTA counts only whole microseconds
-        if event["cat"] == "kernel" and whole[0] < whole[1]:
-            (nccl if is_nccl else not_nccl).append(whole)
         if (found := owner.get(event["args"].get("correlation"))) is not None:
             parts[found].append((start, end, event["cat"] == "gpu_memcpy"))
-        elif not is_nccl and not _LEAVES.match(event["name"]):
+        elif not event["name"].startswith("nccl") and not _LEAVES.match(event["name"]):
             computation.append(Kernel(event["name"], start, end))
     if not parts:
         raise BadInputError(
@@ -142,7 +134,7 @@ def read(path: Path) -> Trace:
     rank = content.get("distributedInfo", {}).get("rank", 0)
     computation.sort(key=lambda kernel: kernel.start)
     busy = union([(kernel.start, kernel.end) for kernel in computation])
-    return Trace(rank, calls, computation, busy, union(nccl), union(not_nccl))
+    return Trace(rank, calls, computation, busy)
 
 
 def _ranges(events: list[dict[str, Any]]) -> dict[tuple[Any, Any], list[tuple[float, float, int, str]]]:

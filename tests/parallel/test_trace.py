@@ -149,7 +149,7 @@ def test_a_layer_is_drawn(tmp_path):
 @pytest.mark.parametrize("name", HTA)
 def test_stored_traces_give_the_figure_of_hta_and_a_picture(tmp_path, name):
     found = trace.read(STORED / name)
-    assert round(hta_overlap(found), 2) == HTA[name]
+    assert round(hta_overlap(STORED / name), 2) == HTA[name]
     assert {call.kind for call in found.calls} >= {"dispatch", "combine"}
     draw(found, tmp_path / "layer.png", middle_of(found))
 

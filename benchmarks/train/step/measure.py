@@ -160,7 +160,8 @@ def _trace(steps: Steps, name: str, folder: Path, world: World) -> dict[str, Any
     say(world, f"\n{name}, a traced step of rank 0\n{to_text(account)}")
     told: dict[str, Any] = {"account": asdict(account)}
     if world.size > 1 and expert_blocks(steps.models[0]):
-        traces = [read(path) for path in files([folder])]
-        say(world, trace_to_text(traces))
-        told["hidden"] = to_json(traces)
+        paths = files([folder])
+        traces = [read(path) for path in paths]
+        say(world, trace_to_text(traces, paths))
+        told["hidden"] = to_json(traces, paths)
     return told
