@@ -134,6 +134,7 @@ DEEPSPEED = {
     "distill/step/engine.py",
     "distill/run/resharded.py",
     "distill/run/snapshot.py",
+    "distill/optim/adamw_choice.py",
     "distill/optim/adamw_norms.py",
     "parallel/expert/autoep.py",
     "parallel/partitions.py",

@@ -76,11 +76,11 @@ def test_the_ways_through_the_host_are_those_that_servers_find(tmp_path: Path, m
     assert host_ways.COPIES not in os.environ
 
 
-def test_one_pass_measures_both_tables_of_a_server() -> None:
+def test_one_pass_measures_all_tables_of_a_server() -> None:
     sums = host_table.of_times({8192: {"stock": 50.0, "one_shot": 20.0, "exchange:int8": 10.0}})
     gathers = host_table.of_times({8192: {"stock": 9.0}})
     assert sums.ways == ("exchange:int8",)
-    found = host_ways.exact(host_table.HostTables(sums, gathers))
+    found = host_ways.exact(host_table.HostTables(sums, gathers, gathers))
     assert found.sums.ways == ("one_shot",) and found.sums.microseconds == {8192: {"stock": 50.0, "one_shot": 20.0}}
-    assert found.gathers == gathers
+    assert found.gathers == found.scatters == gathers
     assert {asked for one in HOST_SUMS.values() for asked in one.values()} == {"host", host_ways._MOST_WAYS}
