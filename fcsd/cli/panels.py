@@ -61,7 +61,7 @@ class Commands(TyperGroup):
             formatter.write_dl([(name, one.get_short_help_str(limit=200)) for name, one in self.commands.items()])
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Takes ``-V`` anywhere, and ``-v`` and ``-q`` of a command before its name, too, and in a group of commands."""
+        """Takes ``-V`` anywhere, and ``-v`` and ``-q`` of a command before its name and in a group of commands, too."""
         own = list(takewhile(lambda word: word != "--", args))
         if ctx.parent is None and not VERSION_NAMES.isdisjoint(own):  # behind the command's name, too
             return super().parse_args(ctx, ["--version"])
