@@ -195,7 +195,7 @@ def first_layers(
     from fcsd.models.quantised.method import without_quantisation
 
     require_working(arch)
-    register()
+    register(arch.model_type)
     config = shortened(transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False), layers)
     config, _ = without_further_outputs(config)
     tensors: dict[str, Any] = {}

@@ -10,6 +10,7 @@ if [ -e "$out" ]; then
   echo "$out exists; remove it or name another directory: scripts/quickstart.sh OUT" >&2
   exit 2
 fi
+extras=train,eval
 source scripts/venv.sh
 export HF_HUB_OFFLINE=1
 export OMP_NUM_THREADS=1 # two processes of one thread are faster than one of two

@@ -54,6 +54,7 @@ _CARDS = (
     (r"3090", Card("RTX 3090", 24, 936, 71)),
     (r"V100", Card("V100", 32, 900, 125, 16)),
 )
+NAMES = tuple(card.name for _, card in _CARDS)
 
 
 def card_of(name: str, memory_gb: float | None = None) -> Card:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fcsd.advise import sums
-from fcsd.advise.cards import Card, card_of
+from fcsd.advise.cards import NAMES, Card, card_of
 from fcsd.errors import ConfigError
 from fcsd.parallel.machine import read_machine
 
@@ -55,7 +55,8 @@ def host_of(gpus: int | None, gpu: str | None, machine: Path | None) -> Host:
     if gpu is not None:
         card = card_of(gpu)
         if not card.known:
-            raise ConfigError(f"--gpu {gpu}: fcsd does not know this GPU", "Measure it: fcsd bench links --out FILE")
+            known = f"Known are {', '.join(NAMES)}. Measure another one: fcsd bench links --out FILE"
+            raise ConfigError(f"--gpu {gpu}: fcsd does not know this GPU", known)
         peers = _peers(gpu)
         return Host(card, gpus or 2, peers, sums.elsewhere(peers, card.pcie_gb_per_s), False)
     return _here(gpus)

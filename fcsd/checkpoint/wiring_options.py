@@ -35,7 +35,8 @@ def asked_wiring(config: CheckpointConfig, arch: Arch, name: str, layers: str, *
         chosen = {key: value for key, value in fields.items() if value is not None}
         return Wiring(name, select_layers(layers, config.text["num_hidden_layers"]), **chosen)
     except ValueError as error:
-        raise ConfigError(str(error)) from error
+        hint = "--gpus, in a recipe init.gpus, is the tp_degree." if "tp_degree" in str(error) else None
+        raise ConfigError(str(error), hint) from error
 
 
 def choose_wiring(config: CheckpointConfig, arch: Arch, name: str, layers: str, **fields: Any) -> Wiring:

@@ -12,6 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 
 # Of the options that every command has.
 VERBOSE_NAMES, QUIET_NAMES = ("--verbose", "-v"), ("--quiet", "-q")
+VERSION_NAMES = {"--version", "-V"}  # of fcsd itself, wherever they stand
 # What options were called, and what they are now. A command that has an option of the first name means that one.
 RENAMED = {
     "--tp": "--gpus",
@@ -60,8 +61,11 @@ class Commands(TyperGroup):
             formatter.write_dl([(name, one.get_short_help_str(limit=200)) for name, one in self.commands.items()])
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Takes ``-v`` and ``-q`` of a command before the command's name, too, and in a group of commands."""
-        before = list(takewhile(lambda word: word.startswith("-") and word != "--", args))
+        """Takes ``-V`` anywhere, and ``-v`` and ``-q`` of a command before its name and in a group of commands, too."""
+        own = list(takewhile(lambda word: word != "--", args))
+        if ctx.parent is None and not VERSION_NAMES.isdisjoint(own):  # behind the command's name, too
+            return super().parse_args(ctx, ["--version"])
+        before = list(takewhile(lambda word: word.startswith("-"), own))
         moved = [word for word in before if word in (*VERBOSE_NAMES, *QUIET_NAMES)]
         if moved and len(before) < len(args):
             args = [word for word in before if word not in moved] + args[len(before) :]

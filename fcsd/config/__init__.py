@@ -11,7 +11,7 @@ from fcsd.config.faults import Faults
 from fcsd.config.objective import TERMS, Hidden, Objective
 from fcsd.config.optim import Optim
 from fcsd.config.parallel import Parallel, Quantised
-from fcsd.config.recipe import HELD_OUT, NO_METRIC, EarlyStop, Init, Recipe, Sweep
+from fcsd.config.recipe import HELD_OUT, NO_METRIC, EarlyStop, Init, Recipe, Report, Sweep
 from fcsd.config.resolve import ResolvedRecipe, load_recipe, value_of, vary
 from fcsd.config.train import Adapter, Train
 
@@ -31,6 +31,7 @@ __all__ = [
     "Parallel",
     "Quantised",
     "Recipe",
+    "Report",
     "ResolvedRecipe",
     "Source",
     "Sweep",

@@ -9,7 +9,9 @@ from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 # What earlier versions had, by its key, and what to do instead. The key of a value has the value behind it.
-_REMOVED = {
+_CHANGED = {
+    "init.tp_degree": "it is called init.gpus, as --gpus of fcsd convert",
+    **{f"report: {name}": f"write report: {{to: {name}}}" for name in ("none", "wandb", "trackio", "tensorboard")},
     "train.anneal_share": "annealed wiring was removed, because no gain was shown; delete the line",
     "objective.teacher_cache": "caches were removed; train.adapter or optim.train share one copy of the weights",
     "optim.moments: bf16": "moments in bf16 were removed; set optim.moments: 8bit, or optim.offload: host",
@@ -31,9 +33,9 @@ def explain(problem: ErrorDetails, places: Mapping[str, str], schema: type[BaseM
     kind, loc, message = problem["type"], problem["loc"], problem["msg"].replace("Input should", "should")
     key = ".".join(str(part) for part in loc)
     place = nearest(key, places)
-    removed = _REMOVED.get(key if kind == "extra_forbidden" else f"{key}: {problem['input']}"[:100])
-    if removed:
-        return f"{place}: {key!r}: {removed}"
+    changed = _CHANGED.get(key if kind == "extra_forbidden" else f"{key}: {problem['input']}"[:100])
+    if changed:
+        return f"{place}: {key!r}: {changed}"
     if kind == "extra_forbidden":
         return f"{place}: unknown key {key!r}; {_suggestion(loc, schema)}"
     if kind == "missing":

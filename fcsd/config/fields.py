@@ -1,11 +1,12 @@
 """The base class of all sections of a recipe, and the types that their fields share."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from fcsd import bundled
+from fcsd.models.load_options import short_name
 
 
 class Section(BaseModel):
@@ -37,6 +38,9 @@ def whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+# Of both, ``float32`` is ``fp32``, as in options.
+Dtype = Annotated[Literal["bf16", "fp32"], BeforeValidator(short_name)]
+DtypeOrAuto = Annotated[Literal["auto", "bf16", "fp32"], BeforeValidator(short_name)]
 PathText = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_literal_path)]
 InputPath = Annotated[PathText, AfterValidator(bundled.located)]
 OutputPath = Annotated[PathText, AfterValidator(_stays_below)]

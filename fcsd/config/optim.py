@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fcsd.config.fields import NonNegative, Positive, Section, Weight
+from fcsd.config.fields import DtypeOrAuto, NonNegative, Positive, Section, Weight
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -37,11 +37,11 @@ class Optim(Section):
     the model's decoder layers such as `o_proj`. The teacher is then the model itself, with a copy of these parts alone.
     Routed experts in them train too. With `train.adapter`, adapters train beside these parts, and routed experts stay
     frozen. Empty without `train.adapter`: all weights train."""
-    accumulate_dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    accumulate_dtype: DtypeOrAuto = "auto"
     """The precision in which the gradients of micro-batches are summed. `auto` is fp32 with `parallel.zero_stage` 0, as
     in section 4.1.1 of the Ladder paper, and `train.dtype` otherwise. With bf16 weights, fp32 takes two more bytes for
     each gradient that a process holds, and `zero_stage` 1 does not offer it."""
-    reduce_dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    reduce_dtype: DtypeOrAuto = "auto"
     """The precision in which gradients are summed over the processes. `auto` is that of `accumulate_dtype`."""
     moments: Literal["fp32", "8bit"] = "fp32"
     """What AdamW's two moments are kept in. `8bit`: AdamW of bitsandbytes (`pip install 'fcsd[nf4]'`), which rounds

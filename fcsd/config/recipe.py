@@ -35,8 +35,9 @@ class Init(Section):
     """The stream that a converted layer reads after a layer that is not converted; null is the wiring's default."""
     distance: Positive = 1
     """The number of sub-blocks whose outputs may be in flight at the same time."""
-    tp_degree: Positive = 1
-    """The tensor-parallel degree, which is part of the model under desync."""
+    gpus: Positive = 1
+    """For desync: the GPUs over which the model will be divided, its tensor-parallel degree. It is a part of the
+    model."""
     reduce: str | None = None
     """The reductions that `desync` keeps: 2x, 4x, another Nx, last, or a pattern by layer such as `-,m`."""
 
@@ -73,6 +74,17 @@ class EarlyStop(Section):
     def benchmark(self) -> str | None:
         """The task that `fcsd eval` must score, if there is one."""
         return None if self.metric in (NO_METRIC, HELD_OUT) else self.metric
+
+
+class Report(Section):
+    """Where the metrics go, in addition to metrics.jsonl."""
+
+    to: Literal["none", "wandb", "trackio", "tensorboard"] = "none"
+    """The tracker that receives them."""
+    project: Annotated[str, Field(min_length=1, max_length=128)] = "fcsd"
+    """The project of the run in wandb and trackio."""
+    tags: list[str] = Field(default=[])
+    """Tags of the run in wandb; the others show them with the recipe."""
 
 
 class Sweep(Section):
@@ -138,8 +150,8 @@ class Recipe(Section):
     """When to stop before the last step."""
     sweep: Sweep | None = None
     """For `fcsd distill --sweep`: how to choose values before the full run."""
-    report: Literal["none", "wandb", "trackio", "tensorboard"] = "none"
-    """The tracker that receives the metrics, in addition to metrics.jsonl."""
+    report: Report = Report()
+    """Where the metrics go, in addition to metrics.jsonl."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from fcsd.config.fields import Count, NonNegative, Positive, Section, whole
+from fcsd.config.fields import Count, Dtype, NonNegative, Positive, Section, whole
 from fcsd.models.adapters import GROUPS
 
 Word = Annotated[str, Field(min_length=1, max_length=256)]
@@ -49,7 +49,7 @@ class Train(Section):
     """The number of optimizer steps of the run."""
     tokens: Count | None = None
     """The length of the run in tokens, instead of `steps`; it is rounded up to whole steps. null means `steps`."""
-    dtype: Literal["bf16", "fp32"] = "bf16"
+    dtype: Dtype = "bf16"
     """The precision of weights and activations. The optimizer keeps its copy of the weights in fp32."""
     attention: Literal["packed", "masked"] = "packed"
     """How attention stays inside the documents of a packed row, on GPUs in bf16. `packed` computes the scores inside

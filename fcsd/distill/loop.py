@@ -104,8 +104,8 @@ def distill_model(
         raise ConfigError(
             f"early_stop.metric {recipe.early_stop.benchmark} needs a scorer", "see fcsd.eval.early_score"
         )
-    if recipe.report != "none":
-        require_extra("track", f"report: {recipe.report}", recipe.report)
+    if (tracker := recipe.report.to) != "none":
+        require_extra("track", f"report.to {tracker}", tracker)
     run_dir.require_usable(directory, filter(None, (recipe.model, recipe.teacher)))
     world = join_world(join_timeout)
     hide_progress_bars(world)

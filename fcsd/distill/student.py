@@ -73,7 +73,7 @@ def _rewired_config(recipe: Recipe, source: Checkpoint) -> PretrainedConfig:
         variant=init.variant,
         border=init.border,
         distance=init.distance,
-        tp_degree=init.tp_degree,
+        tp_degree=init.gpus,
         reduce=init.reduce,
     )
     made_from = source.origin() if init.weights == "loaded" else {}

@@ -1,8 +1,8 @@
 """Lets transformers' Auto classes load converted checkpoints without remote code once fcsd is imported.
 
 The classes of converted models derive from transformers' own, so making them imports torch and transformers.
-``import fcsd`` must stay light and therefore only prepares for it: the classes are made and registered when
-transformers looks up the first ``model_type`` that starts with ``fcsd_``.
+``import fcsd`` must stay light and therefore only prepares for it: the classes of a ``model_type`` that starts with
+``fcsd_`` are made and registered when transformers looks it up.
 """
 
 import importlib.util
@@ -11,6 +11,8 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+
+from fcsd.models.config_keys import PREFIX
 
 _CONFIGS = "transformers.models.auto.configuration_auto"
 
@@ -24,20 +26,24 @@ def prepare_transformers() -> None:
 
 
 class _Registered(dict[str, Any]):
-    """transformers' table of added model types; it registers fcsd's types when the first of them is looked up.
+    """transformers' table of added model types; it registers each of fcsd's types when that is first looked up.
 
     It cannot do so earlier: transformers also imports its Auto classes while it is importing a model that one of
     fcsd's classes would derive from.
     """
 
-    _made = False
+    def __init__(self, known: dict[str, Any]) -> None:
+        super().__init__(known)
+        self._looked_up: set[str] = set()
 
     def __contains__(self, model_type: object) -> bool:
-        if not self._made and isinstance(model_type, str) and model_type.startswith("fcsd_"):
-            self._made = True
+        if isinstance(model_type, str) and model_type.startswith(PREFIX) and model_type not in self._looked_up:
+            self._looked_up.add(model_type)
+            from fcsd.models.archs import ARCHS
             from fcsd.models.build import register
 
-            register()
+            if (own := model_type.removeprefix(PREFIX)) in ARCHS:
+                register(own)
         return super().__contains__(model_type)
 
 

@@ -1,7 +1,7 @@
 """Makes and registers the classes of converted models, rewires models in place, and loads checkpoints strictly."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import replace
@@ -316,10 +316,13 @@ def causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     return getattr(transformers, arch.causal_lm)
 
 
-def register() -> None:
-    """Register every ``fcsd_*`` type with transformers: classes, tokenizer and on-disk layout of experts."""
-    register_configs()
-    for model_type in _usable():
+def register(*model_types: str) -> None:
+    """Register the ``fcsd_*`` types of some architectures, or of all: classes, tokenizer, on-disk layout of experts.
+
+    Every type takes the import of its modeling file in transformers.
+    """
+    register_configs(*model_types)
+    for model_type in _usable(model_types):
         own = {model_type: PREFIX + model_type}
         for auto, cls in model_classes(model_type).items():
             getattr(transformers, auto).register(config_class(model_type), cls, exist_ok=True)
@@ -330,16 +333,16 @@ def register() -> None:
                 register_checkpoint_conversion_mapping(name, mapping, overwrite=True)
 
 
-def register_configs() -> None:
-    """Register every ``fcsd_*`` type with AutoConfig and AutoTokenizer, which imports no modeling file."""
-    for model_type in _usable():
+def register_configs(*model_types: str) -> None:
+    """Register ``fcsd_*`` types with AutoConfig and AutoTokenizer as ``register`` does; it imports no modeling file."""
+    for model_type in _usable(model_types):
         # AutoTokenizer uses the model type if it does not trust tokenizer_config.json (mixtral, glm4_moe).
         TOKENIZER_MAPPING_NAMES[PREFIX + model_type] = TOKENIZER_MAPPING_NAMES.get(model_type)
         AutoConfig.register(PREFIX + model_type, config_class(model_type), exist_ok=True)
 
 
-def _usable() -> list[str]:
-    return [model_type for model_type, arch in ARCHS.items() if unsupported(arch) is None]
+def _usable(model_types: Sequence[str]) -> list[str]:
+    return [model_type for model_type in model_types or ARCHS if unsupported(ARCHS[model_type]) is None]
 
 
 def converted_config(config: PretrainedConfig, block: dict[str, Any]) -> PretrainedConfig:
@@ -425,12 +428,12 @@ def load_model(
         BadInputError: the architecture is not supported, a file is missing, tensors and config do not match, an adapter
             lies beside the weights, or the installed transformers cannot compute the type.
     """
-    register()
     if (Path(path) / ADAPTER).is_file():
         raise BadInputError(f"{path}: {BOTH}", DIVIDE)
     try:
         config = config or AutoConfig.from_pretrained(path, trust_remote_code=False)
         require_working(arch_of(config))
+        register(arch_of(config).model_type)
         config, asked = without_further_outputs(config)
         # transformers' own table has no causal LM, or one without the images, for some multimodal types
         cls = causal_lm_class(config) if auto == "AutoModelForCausalLM" else getattr(transformers, auto)

@@ -4,13 +4,19 @@ import re
 
 from fcsd.errors import ConfigError, unknown_value
 
-DTYPES = ("float32", "bfloat16", "float16")
-_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # as recipes write them
+# The words for a data type, in options and recipes: as torch writes them, and in short.
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+DTYPES = tuple(_SHORT)
 
 
 def long_name(dtype: str | None) -> str | None:
-    """The name that torch has for a data type, which may be written as in a recipe; any other text stays."""
-    return dtype if dtype is None else _SHORT.get(dtype, dtype)
+    """The name that torch has for a data type, which may be written in short; any other text stays."""
+    return next((long for long, short in _SHORT.items() if short == dtype), dtype)
+
+
+def short_name(dtype: object) -> object:
+    """The short name of a data type, which may be written as torch writes it; anything else stays."""
+    return _SHORT.get(dtype, dtype) if isinstance(dtype, str) else dtype
 
 
 def check_dtype(dtype: str | None) -> None:

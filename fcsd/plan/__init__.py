@@ -186,7 +186,7 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
         require_short_rows(one.config, recipe.data.seq_len, name)
     setup = setup_for(recipe, hardware.world, model)
     desync = recipe.init.wiring in DESYNC or (recipe.init.wiring is None and model.wiring.name in DESYNC)
-    ranks = (recipe.init.tp_degree if recipe.init.wiring else model.wiring.tp_degree) if desync else 1
+    ranks = (recipe.init.gpus if recipe.init.wiring else model.wiring.tp_degree) if desync else 1
     offer = None
     if setup.parts is None and recipe.teacher is None and not desync:
         offer = partial(model.parts, Adapter(), [])
@@ -305,7 +305,7 @@ def _wiring_of(recipe: Recipe, model: MetaModel) -> Wiring:
     if init.wiring is None:
         return model.wiring
     layers = select_layers(init.layers, len(model.numbers.layers))
-    how = init.variant, init.border or "", init.distance, init.tp_degree, init.reduce or ""
+    how = init.variant, init.border or "", init.distance, init.gpus, init.reduce or ""
     try:
         return Wiring(init.wiring, layers, *how)
     except ValueError as error:

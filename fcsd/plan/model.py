@@ -24,7 +24,6 @@ from fcsd.models.build import (
     causal_lm_class,
     decoder_layers,
     decoder_of,
-    register,
     wiring_of,
     without_further_outputs,
 )
@@ -173,7 +172,6 @@ class MetaModel:
     """
 
     def __init__(self, name: str, rewired: bool = False) -> None:
-        register()
         self.name, self.packaged, config, self.method = name, False, None, None
         try:
             source = open_checkpoint(name, weights=False, trust_remote_code=True)  # no code of a checkpoint is run here

@@ -510,6 +510,9 @@ def test_unexpected_error(library) -> None:
     assert "Traceback" in run("-v", "recipes", "show", "none").stderr
     assert "Traceback" in run("recipes", "-v", "show", "none").stderr
     assert run("-V").stdout == run("--version").stdout == f"{__version__}\n"
+    for words in (["inspect", "-V"], ["-q", "-V"], ["bench", "links", "--version"]):
+        assert run(*words).stdout == f"{__version__}\n"
+    assert "no such directory" in run("serve", "nosuch", "--gpus", "2", "--", "--version").stderr
 
 
 def test_interrupt_and_rank(library, monkeypatch) -> None:

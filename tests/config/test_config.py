@@ -206,6 +206,14 @@ def test_files_that_are_no_recipe(tmp_path: Path, content: bytes, says: str) -> 
     assert says in refused(path)
 
 
+def test_a_data_type_is_written_as_in_options_or_in_short() -> None:
+    for words in (("float32", "float32"), ("fp32", "fp32")):
+        given = [f"train.dtype={words[0]}", f"optim.reduce_dtype={words[1]}"]
+        recipe = load_recipe("tiny", given).recipe
+        assert (recipe.train.dtype, recipe.optim.reduce_dtype) == ("fp32", "fp32")
+    assert load_recipe("tiny", ["train.dtype=bfloat16", "optim.accumulate_dtype=auto"]).recipe.train.dtype == "bf16"
+
+
 def test_missing_file_and_directory(tmp_path: Path) -> None:
     assert "no such file" in refused(tmp_path / "none.yaml")
     (tmp_path / "folder.yaml").mkdir()
@@ -221,6 +229,10 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
         ("lr: 2e-5", "offload: moments", 10, "it was removed; set optim.offload: host"),
         ("optim:", "objective:\n  teacher_cache:\n    path: c\noptim:", 10, "caches were removed; train.adapter"),
         ("optim:", "train:\n  graph: true\noptim:", 10, "captured passes were removed; use train.compile"),
+        ("optim:", "init:\n  tp_degree: 2\noptim:", 10, "'init.tp_degree': it is called init.gpus"),
+        ("name: run", "name: run\nreport: wandb", 2, "'report': write report: {to: wandb}"),
+        ("name: run", "name: run\nreport: {to: wandbx}", 2, "got 'wandbx'; did you mean 'wandb'?"),
+        ("lr: 2e-5", "reduce_dtype: float16", 10, "got 'fp16'"),
         ("lr: 2e-5", "lrr: 2e-5", 10, "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
         ("name: run", "name: run\nlr: 1e-4", 2, "unknown key 'lr'; did you mean 'optim.lr'?"),
         ("optim:", "optin:", 9, "unknown key 'optin'; did you mean 'optim'?"),

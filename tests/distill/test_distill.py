@@ -267,7 +267,7 @@ def test_learning_rate_rises_then_falls_to_the_minimum() -> None:
 
 
 def test_wandb_works_offline(folder: Path, tmp_path: Path) -> None:
-    train(folder, tmp_path / "run", report="wandb", train__steps=2)
+    train(folder, tmp_path / "run", report__to="wandb", train__steps=2)
     (offline,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
     (record,) = offline.glob("run-*.wandb")
     assert b"held_out_kl" in record.read_bytes()

@@ -73,7 +73,7 @@ def test_runs_are_those_of_one_process(folder: Path, tmp_path: Path) -> None:
     start = {"model": str(folder / "teacher"), **SCRATCH}
     scratch: dict[str, dict[str, Any]] = {
         "ladder": {**start, "init": {"weights": "random", "wiring": "ladder"}},
-        "desync-2x": {**start, "init": {"weights": "random", "wiring": "desync-2x", "tp_degree": 2}},
+        "desync-2x": {**start, "init": {"weights": "random", "wiring": "desync-2x", "gpus": 2}},
     }
     single = run_all(folder, tmp_path / "1", 1, {"plain": {}, "hidden": HIDDEN, **scratch})
     two = run_all(
@@ -149,7 +149,7 @@ def test_checkpoints_do_not_depend_on_the_degree(biased: Path, tmp_path: Path) -
             "cannot be combined with train.adapter",
         ),
         (
-            {"parallel__tp_size": 2, "model": "teacher", "init__wiring": "desync-2x", "init__tp_degree": 4},
+            {"parallel__tp_size": 2, "model": "teacher", "init__wiring": "desync-2x", "init__gpus": 4},
             "2 tensor-parallel ranks cannot train .*teacher: desync-2x of tp_degree 4",
         ),
     ],

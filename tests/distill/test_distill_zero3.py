@@ -69,7 +69,7 @@ CASES: dict[str, tuple[int | None, dict[str, Any], dict[str, Any]]] = {
         {"train__activation_checkpointing": True, "train__sample_tokens": 2},
     ),
     "frozen": (2, {**SHORT, **FROZEN}, {}),
-    "random": (2, {**SHORT, "init__weights": "random", "init__wiring": "desync-2x", "init__tp_degree": 2}, {}),
+    "random": (2, {**SHORT, "init__weights": "random", "init__wiring": "desync-2x", "init__gpus": 2}, {}),
     "bf16": (2, BF16, {"checkpoint__overlap": True}),
     "adapters": (2, {**BF16, **ADAPTERS}, {"train__activation_checkpointing": True}),
     "adapters behind layers that both models share": (

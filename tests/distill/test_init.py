@@ -47,7 +47,7 @@ def resolved(folder: Path, out: Path, start: str, **changes: Any) -> Any:
 def test_random_weights_are_the_configs_and_the_seeds(folder: Path, tmp_path: Path, wiring: str | None) -> None:
     init: dict[str, Any] = {"weights": "random", "wiring": wiring}
     if wiring == "desync-2x":
-        init["tp_degree"] = 2
+        init["gpus"] = 2
     recipes = [resolved(folder, tmp_path, "config", init=init, seed=seed).recipe for seed in (1, 1, 2)]
     one, same, other = (load_student(recipe, dtype=torch.float32, device=torch.device("cpu")) for recipe in recipes)
     weights = {name: torch.equal(p, dict(same.named_parameters())[name]) for name, p in one.named_parameters()}
@@ -64,7 +64,7 @@ def test_random_weights_are_the_configs_and_the_seeds(folder: Path, tmp_path: Pa
         ({"wiring": "farskip", "layers": "2-3"}, {"border": "full"}),
         ({"wiring": "farskip", "layers": "2-3", "border": "partial"}, {"border": "partial"}),
         ({"wiring": "ladder", "layers": "2-3", "border": "full"}, {"border": "full"}),
-        ({"wiring": "desync", "tp_degree": 2, "reduce": "last"}, {"reduce": "last"}),
+        ({"wiring": "desync", "gpus": 2, "reduce": "last"}, {"reduce": "last"}),
     ],
 )
 def test_a_recipe_chooses_border_and_reductions(folder: Path, tmp_path: Path, init: dict, chosen: dict) -> None:
@@ -80,7 +80,7 @@ def fcsd(*arguments: object) -> str:
 
 
 def test_pretraining_desync_from_a_config_to_an_export(folder: Path, tmp_path: Path) -> None:
-    init = {"weights": "random", "wiring": "desync-4x", "tp_degree": 2}
+    init = {"weights": "random", "wiring": "desync-4x", "gpus": 2}
     recipe = resolved(folder, tmp_path, "config", init=init, **SCRATCH, optim__lr=1e-2, train__steps=12)
     assert "random parameters" in preview(recipe.recipe) and "desync-4x" in preview(recipe.recipe)
     run = fcsd("distill", folder / "recipe.yaml")

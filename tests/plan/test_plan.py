@@ -535,7 +535,7 @@ def test_bad_models_and_batches(tmp_path):
     dense = {"model": str(tmp_path / "dense"), "teacher": None, "parallel": parallel}
     with pytest.raises(ConfigError, match=r"parallel\.tp_size 2 does not divide the 1 processes"):
         plan_run(recipe.model_copy(update=dense), Hardware(1))
-    init = recipe.init.model_copy(update={"wiring": "desync-2x", "tp_degree": 4})
+    init = recipe.init.model_copy(update={"wiring": "desync-2x", "gpus": 4})
     with pytest.raises(ConfigError, match=r"2 tensor-parallel ranks cannot train .*dense: desync-2x of tp_degree 4"):
         plan_run(recipe.model_copy(update=dense | {"init": init}), Hardware(2))
 
@@ -616,7 +616,7 @@ def test_settings_whose_effect_the_plan_does_not_know_are_named(tmp_path):
     desync = runs.resolved(tmp_path / "dense", model=str(tmp_path / "dense" / "teacher"), optim__train=["converted"])
     for wiring, said in (("desync-2x", ["desync: each GPU computes 2 ranks"]), ("ladder", [])):
         init = desync.recipe.init.model_copy(update={"wiring": wiring, "layers": "50%"})
-        init = init.model_copy(update={"tp_degree": 2 if said else 1})
+        init = init.model_copy(update={"gpus": 2 if said else 1})
         told = plan_run(desync.recipe.model_copy(update={"init": init}), Hardware(1)).not_counted
         assert [text.split(" of converted")[0] for text in told] == said
     planned = plan_run(divided, Hardware(2))

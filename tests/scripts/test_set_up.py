@@ -38,20 +38,20 @@ class Machine:
     def user(self, uid: int) -> None:
         self.program("id", f"echo {uid}")
 
-    def environment_is_up_to_date(self) -> None:
+    def environment_is_up_to_date(self, extras: str = "dev") -> None:
         """As the scripts leave it, so that pip has nothing to do."""
         (self.venv / "bin").mkdir(parents=True)
         (self.venv / "bin/python").symlink_to(sys.executable)
         (self.venv / "bin/activate").touch()
         needs = b"".join((self.repo / name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))
-        (self.venv / "fcsd-installed").write_text(f"{self.repo} {hashlib.sha256(needs).hexdigest()}  -\n")
+        (self.venv / "fcsd-installed").write_text(f"{self.repo} {hashlib.sha256(needs).hexdigest()}  - {extras}\n")
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         settings = {"PATH": str(self.bin), "FCSD_VENV": str(self.venv)}
         return subprocess.run(command, cwd=self.repo, env=settings, capture_output=True, text=True, timeout=300)
 
-    def set_up(self) -> subprocess.CompletedProcess[str]:
-        return self.run("bash", "-c", "set -euo pipefail; source scripts/venv.sh; echo ready")
+    def set_up(self, before: str = "") -> subprocess.CompletedProcess[str]:
+        return self.run("bash", "-c", f"set -euo pipefail; {before} source scripts/venv.sh; echo ready")
 
     def asked(self) -> list[str]:
         return self.log.read_text().splitlines() if self.log.exists() else []
@@ -95,6 +95,26 @@ def test_a_failed_installation_ends_the_set_up(machine: Machine):
     machine.program("apt-get", "exit 100")
     done = machine.set_up()
     assert done.returncode == 100 and "ready" not in done.stdout
+
+
+def test_the_quickstart_installs_no_tools_of_development(machine: Machine):
+    machine.environment_is_up_to_date("train,eval")
+    machine.program("gcc", "")
+    machine.program("bwrap", "")
+    machine.program("python", f'echo "python $*" >> {machine.log}')
+    quickstart = "extras=train,eval;"
+    assert quickstart[:-1] in (machine.repo / "scripts/quickstart.sh").read_text()
+    assert machine.set_up(quickstart).stdout == "ready\n" and machine.asked() == []
+    assert machine.set_up().returncode == 0
+    (asked,) = machine.asked()
+    assert asked.startswith("python -m pip install") and asked.endswith(
+        "--constraint constraints.txt --editable .[dev]"
+    )
+    assert machine.set_up(quickstart).returncode == 0 and len(machine.asked()) == 1, "dev has what it needs"
+    (machine.venv / "fcsd-installed").unlink()
+    machine.program("uv", f'echo "uv $*" >> {machine.log}')
+    assert machine.set_up(quickstart).returncode == 0
+    assert machine.asked()[1] == "uv pip install --quiet --constraint constraints.txt --editable .[train,eval]"
 
 
 def test_ci_installs_nothing_itself(repo: Path):

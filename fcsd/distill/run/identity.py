@@ -73,6 +73,7 @@ def run_identity(recipe: Recipe, corpora: "list[Corpus]", world: World) -> dict[
     made_of = {f"data.sources.{n}: {name}": sha for n, c in enumerate(corpora) for name, sha in c.sha256.items()}
     code = {"version of fcsd": __version__} | {f"version of {name}": version(name) for name in _CODE}
     own |= {"objective.teacher_cache": None}  # a removed field, which checkpoints of earlier versions name
+    own["init.tp_degree"] = own.pop("init.gpus")  # as they name it
     own |= {"optim.accumulate_dtype": recipe.accumulate_dtype, "optim.reduce_dtype": recipe.reduce_dtype}
     return {
         **own,

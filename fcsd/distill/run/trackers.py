@@ -15,7 +15,6 @@ from fcsd.foreign_errors import reason_of
 
 Log = Callable[[dict[str, Any], int], None]  # metrics and their step
 
-_PROJECT = "fcsd"
 _ID = "tracker_id"  # a file in the run directory; with this id a resumed run continues the same run of the tracker
 
 
@@ -41,7 +40,7 @@ def tracking(run: Path, recipe: Recipe, *, start: int) -> Iterator[Log]:
             with redirect_stdout(sys.stderr):  # stdout is reserved for data
                 return action()
         except Exception as error:
-            print(f"warning: {recipe.report}: {reason_of(error)}; the run goes on without it", file=sys.stderr)
+            print(f"warning: {recipe.report.to}: {reason_of(error)}; the run goes on without it", file=sys.stderr)
             return None
 
     def log(metrics: dict[str, Any], step: int) -> None:
@@ -49,8 +48,8 @@ def tracking(run: Path, recipe: Recipe, *, start: int) -> Iterator[Log]:
         if (open_one := tracker) is not None:
             tracker = attempt(lambda: open_one.log(metrics, step=step) or open_one)
 
-    if recipe.report != "none":
-        tracker = attempt(lambda: _OPEN[recipe.report](run, recipe, start))
+    if recipe.report.to != "none":
+        tracker = attempt(lambda: _OPEN[recipe.report.to](run, recipe, start))
     try:
         yield log
     finally:
@@ -61,15 +60,15 @@ def tracking(run: Path, recipe: Recipe, *, start: int) -> Iterator[Log]:
 def _wandb(run: Path, recipe: Recipe, start: int) -> Tracker:
     import wandb
 
-    settings: Any = {"id": _id(run), "dir": str(run), "resume": "allow"}
-    return wandb.init(project=_PROJECT, name=recipe.name, config=recipe.model_dump(), **settings)  # type: ignore[return-value]
+    settings: Any = {"id": _id(run), "dir": str(run), "resume": "allow", "tags": recipe.report.tags}
+    return wandb.init(project=recipe.report.project, name=recipe.name, config=recipe.model_dump(), **settings)  # type: ignore[return-value]
 
 
 def _trackio(run: Path, recipe: Recipe, start: int) -> Tracker:
     import trackio  # type: ignore[import-not-found]
 
     name = f"{recipe.name}-{_id(run)}"  # trackio identifies a run by its name
-    return trackio.init(project=_PROJECT, name=name, config=recipe.model_dump(), resume="allow")
+    return trackio.init(project=recipe.report.project, name=name, config=recipe.model_dump(), resume="allow")
 
 
 class _TensorBoard:

@@ -18,7 +18,7 @@ from fcsd.config import Recipe
 from fcsd.disk import bytes_sha256
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.kernels.packed_attention import packed_arguments, takes_borders, use_packed_attention
-from fcsd.models.build import arch_of, decoder_layers, decoder_of, logits_factor, register
+from fcsd.models.build import arch_of, decoder_layers, decoder_of, logits_factor
 from fcsd.models.config_keys import cache_keyword
 from fcsd.models.documents import documents_of, stay_inside_documents
 from fcsd.models.rope import require_short_rows
@@ -69,7 +69,6 @@ def identify_teacher(recipe: Recipe) -> dict[str, str]:
             error.hint = f"{recipe.model} records it as its original; if it moved, set `teacher:` in the recipe"
         raise
     expect_fingerprint(recipe, found, f"teacher {name}")
-    register()
     config = AutoConfig.from_pretrained(teacher.path, trust_remote_code=False)
     require_short_rows(config, recipe.data.seq_len, f"teacher {name}")
     return {"teacher.fingerprint": found, "teacher.sample": weights_sha256(teacher.layout)}

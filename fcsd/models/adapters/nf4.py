@@ -62,8 +62,8 @@ def load_nf4(
     Raises:
         BadInputError: see ``load_model``.
     """
-    register()
     config = config or AutoConfig.from_pretrained(path, trust_remote_code=False)
+    register(arch_of(config).model_type)
     layers = f"{arch_of(config).classes['AutoModelForCausalLM'][1]}.layers".replace(".", r"\.")
     given = BitsAndBytesConfig(
         load_in_4bit=True,

@@ -68,7 +68,7 @@ def check_sharded(
         check_trainable(name, config, degree)
         wiring, made_for = own.name, own.tp_degree
         if init is not None and init.wiring is not None:
-            wiring, made_for = init.wiring, init.tp_degree
+            wiring, made_for = init.wiring, init.gpus
         if wiring in DESYNC:
             check_desync(f"{name}: {wiring}", made_for, degree)
 

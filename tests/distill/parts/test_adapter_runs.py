@@ -251,7 +251,7 @@ def test_another_teacher_or_a_trained_student_is_refused_before_anything_loads(
     refused(runs.resolved(folder, **trained, **where), ConfigError, "differ from those of")
     unknown = {**where, "train__adapter": {"targets": ["q_prj"]}}
     refused(runs.resolved(folder, **unknown), ConfigError, "no linear layer 'q_prj'")
-    desync = {"model": str(folder / "llama"), "init": {"wiring": "desync-2x", "tp_degree": 2}}
+    desync = {"model": str(folder / "llama"), "init": {"wiring": "desync-2x", "gpus": 2}}
     runs.write_models(folder / "dense", "llama")
     desync["model"] = str(folder / "dense" / "teacher")
     refused(runs.resolved(folder, **desync, **where), ConfigError, "cannot be combined with the wiring desync-2x")

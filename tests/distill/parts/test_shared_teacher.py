@@ -50,8 +50,8 @@ ALONE: dict[str, dict[str, Any]] = {
 }
 # The ranks of Desync are simulated: the projections that return partial sums are the teacher's ordinary ones, too.
 DESYNC: dict[str, dict[str, Any]] = {
-    "desync, bf16": {"train__dtype": "bf16", "init": {"wiring": "desync-4x", "layers": "last:2", "tp_degree": 2}},
-    "desync, all layers": {"init": {"wiring": "desync-2x", "layers": "all", "tp_degree": 2}},
+    "desync, bf16": {"train__dtype": "bf16", "init": {"wiring": "desync-4x", "layers": "last:2", "gpus": 2}},
+    "desync, all layers": {"init": {"wiring": "desync-2x", "layers": "all", "gpus": 2}},
 }
 SHARDED: dict[str, dict[str, Any]] = {
     "overlapped": {},

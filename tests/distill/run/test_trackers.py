@@ -25,7 +25,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def log(folder: Path, report: str, start: int, steps: list[int]) -> None:
-    with reporting(folder / "run", runs.resolved(folder, report=report), start=start) as reporter:
+    with reporting(folder / "run", runs.resolved(folder, report__to=report), start=start) as reporter:
         for step in steps:
             reporter.log({"step": step, "loss": 1.0 / step, "grad_norm": float("nan") if step == 2 else 0.5})
 
@@ -97,10 +97,21 @@ def test_a_tracker_that_fails_does_not_stop_the_run(
     assert capsys.readouterr().err.count("warning: trackio: [Errno -3] no such host; the run goes on without it") == 1
 
 
+def test_wandb_gets_project_and_tags(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    double = ModuleType("wandb")
+    double.init = lambda **options: given.update(options)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", double)
+    report = {"to": "wandb", "project": "mine", "tags": ["first", "small"]}
+    with tracking(run, runs.resolved(tmp_path, report=report).recipe, start=0):
+        pass
+    assert (given["project"], given["tags"], given["resume"]) == ("mine", ["first", "small"], "allow")
+
+
 def test_an_error_of_the_run_is_not_taken_for_the_trackers(tmp_path: Path, run: Path) -> None:
     with (
         pytest.raises(ZeroDivisionError),
-        tracking(run, runs.resolved(tmp_path, report="tensorboard").recipe, start=0),
+        tracking(run, runs.resolved(tmp_path, report__to="tensorboard").recipe, start=0),
     ):
         raise ZeroDivisionError
 
@@ -118,7 +129,10 @@ def test_a_package_that_is_missing_is_named_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(extras, "find_spec", lambda name: None)
-    recipe = runs.resolved(tmp_path, report="trackio", model="no/such/model")
-    with pytest.raises(ConfigError, match=r"^report: trackio needs trackio: pip install 'fcsd\[track\]'$"):
+    recipe = runs.resolved(tmp_path, report__to="trackio", model="no/such/model")
+    with pytest.raises(ConfigError, match=r"^report.to trackio needs trackio: pip install 'fcsd\[track\]'$"):
         loop.distill_model(recipe)
-    assert json.loads((tmp_path / "recipe.yaml").read_text())["report"] == "trackio" and not (tmp_path / "run").exists()
+    assert (
+        json.loads((tmp_path / "recipe.yaml").read_text())["report"]["to"] == "trackio"
+        and not (tmp_path / "run").exists()
+    )

@@ -47,7 +47,7 @@ HALF: dict[str, Any] = {"init": {"wiring": "ladder", "layers": "50%"}, "optim__t
     [
         ("llama", LORA, None),
         ("llama", HALF, 1),
-        ("llama", {**HALF, "init": {"wiring": "desync-2x", "layers": "50%", "tp_degree": 2}}, 2),
+        ("llama", {**HALF, "init": {"wiring": "desync-2x", "layers": "50%", "gpus": 2}}, 2),
         pytest.param("deepseek_v2", LORA, None, marks=pytest.mark.nightly),
         pytest.param("deepseek_v2", HALF, 1, marks=pytest.mark.nightly),
     ],
