@@ -59,6 +59,16 @@ def representatives(*parts: str, of: Iterable[str] = tiny.CONFIGS, also: tuple[A
     return found
 
 
+def by_day_and_night(*parts: str, of: Iterable[str] = tiny.CONFIGS) -> list[Any]:
+    """The parameters of a test that takes many families at once: those chosen by ``representatives``, and the others.
+
+    The second list is nightly.
+    """
+    cases = representatives(*parts, of=of)
+    day, night = ([case.values[0] for case in cases if bool(case.marks) == late] for late in (False, True))
+    return [pytest.param(day, id="day"), pytest.param(night, id="night", marks=pytest.mark.nightly)]
+
+
 @cache
 def group(arch: str, part: str) -> frozenset[str]:
     """What a family has in common with the others of its group: the code of the part, and its fields of our row.
