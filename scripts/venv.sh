@@ -11,6 +11,7 @@ source "$venv/bin/activate"
 here="$PWD $(cat pyproject.toml constraints.txt | sha256sum)"
 if [ "$(cat "$venv/fcsd-installed" 2>/dev/null)" != "$here" ]; then
   # DeepSpeed compiles each operator when it is first used; compiling all of them now would need a CUDA toolkit.
-  DS_BUILD_OPS=0 python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[dev]'
+  DS_BUILD_OPS=0 python -m pip install --no-compile --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[dev]'
+  python -m compileall -qq -j 0 "$venv/lib" || true # on all cores, where pip takes one; some packages ship files for others
   echo "$here" > "$venv/fcsd-installed"
 fi
