@@ -17,6 +17,7 @@ import pytest
 import tiny
 
 from fcsd.models.archs import ARCHS
+from fcsd.parallel.tensor.tp_plan import tp_plan_of
 
 # Part -> the names of transformers' classes and functions that compute it, without the family's own name.
 _SOURCES = {
@@ -78,7 +79,9 @@ def group(arch: str, part: str) -> frozenset[str]:
     """
     text = _inside(arch)
     row = ARCHS[arch.partition("+")[0]].around(text)
-    fields = (f"{name}={getattr(row, name)}" for name in _FIELDS[part])
+    fields = [f"{name}={getattr(row, name)}" for name in _FIELDS[part]]
+    if part == "shards":  # most of its plan follows from the config's class and from usual names
+        fields.append(repr(tp_plan_of(row, tiny.config(arch))))
     pattern = re.compile(_SOURCES.get(part, "(?!)"))
     return frozenset([*fields, *(_computed(code) for name, code in _code(text) if pattern.fullmatch(name))])
 
