@@ -17,6 +17,7 @@ import pytest
 import tiny
 
 from fcsd.models.archs import ARCHS
+from fcsd.parallel.tensor.tp_plan import tp_plan_of
 
 # Part -> the names of transformers' classes and functions that compute it, without the family's own name.
 _SOURCES = {
@@ -59,6 +60,16 @@ def representatives(*parts: str, of: Iterable[str] = tiny.CONFIGS, also: tuple[A
     return found
 
 
+def by_day_and_night(*parts: str, of: Iterable[str] = tiny.CONFIGS) -> list[Any]:
+    """The parameters of a test that takes many families at once: those chosen by ``representatives``, and the others.
+
+    The second list is nightly.
+    """
+    cases = representatives(*parts, of=of)
+    day, night = ([case.values[0] for case in cases if bool(case.marks) == late] for late in (False, True))
+    return [pytest.param(day, id="day"), pytest.param(night, id="night", marks=pytest.mark.nightly)]
+
+
 @cache
 def group(arch: str, part: str) -> frozenset[str]:
     """What a family has in common with the others of its group: the code of the part, and its fields of our row.
@@ -68,7 +79,9 @@ def group(arch: str, part: str) -> frozenset[str]:
     """
     text = _inside(arch)
     row = ARCHS[arch.partition("+")[0]].around(text)
-    fields = (f"{name}={getattr(row, name)}" for name in _FIELDS[part])
+    fields = [f"{name}={getattr(row, name)}" for name in _FIELDS[part]]
+    if part == "shards":  # most of its plan follows from the config's class and from usual names
+        fields.append(repr(tp_plan_of(row, tiny.config(arch))))
     pattern = re.compile(_SOURCES.get(part, "(?!)"))
     return frozenset([*fields, *(_computed(code) for name, code in _code(text) if pattern.fullmatch(name))])
 

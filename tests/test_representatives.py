@@ -33,6 +33,13 @@ def test_every_group_has_one_family_each_day_and_all_families_are_cases(part: st
     assert set(chosen) == set(groups.values()) and len(chosen) == len(set(chosen)) < len(groups)
 
 
+def test_the_families_of_day_and_night_are_all_families() -> None:
+    day, night = representatives.by_day_and_night("norm", "mlp")
+    assert day.values[0] == daily("norm", "mlp") and not day.marks
+    assert sorted(day.values[0] + night.values[0]) == sorted(tiny.CONFIGS)
+    assert [mark.name for mark in night.marks] == ["nightly"]
+
+
 def test_the_code_decides_and_neither_the_name_of_a_family_nor_its_texts_do() -> None:
     assert representatives.group("qwen3", "norm") == representatives.group("llama", "norm")
     assert representatives.group("olmo2", "norm") != representatives.group("llama", "norm")

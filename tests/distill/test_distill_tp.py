@@ -69,12 +69,15 @@ def assert_same(one: tuple[Any, Any], other: tuple[Any, Any]) -> None:
     assert all(torch.equal(one[1][name], weight) for name, weight in other[1].items())
 
 
-def test_runs_are_those_of_one_process(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "wiring",
+    [{"wiring": "desync-2x", "gpus": 2}, pytest.param({"wiring": "ladder"}, marks=pytest.mark.nightly)],
+    ids=["desync", "ladder"],
+)
+def test_runs_are_those_of_one_process(folder: Path, tmp_path: Path, wiring: dict[str, Any]) -> None:
+    """``wiring`` is that of a run from random weights; every day the layers of ladder train as parts of ranks."""
     start = {"model": str(folder / "teacher"), **SCRATCH}
-    scratch: dict[str, dict[str, Any]] = {
-        "ladder": {**start, "init": {"weights": "random", "wiring": "ladder"}},
-        "desync-2x": {**start, "init": {"weights": "random", "wiring": "desync-2x", "gpus": 2}},
-    }
+    scratch: dict[str, dict[str, Any]] = {"from scratch": {**start, "init": {"weights": "random", **wiring}}}
     single = run_all(folder, tmp_path / "1", 1, {"plain": {}, "hidden": HIDDEN, **scratch})
     two = run_all(
         folder,

@@ -2,6 +2,7 @@
 
 import shutil
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,8 @@ CASES: dict[str, tuple[int | None, dict[str, Any], dict[str, Any]]] = {
     "own settings, converted layers": (2, {**BF16, **CONVERTED, "seed": OWN_SETTINGS}, {}),
     "own settings": (None, {**BF16, "seed": OWN_SETTINGS}, {}),
 }
+# Other cases have every part of these settings, every day.
+NIGHTLY = ("frozen", "adapters behind layers that both models share", "parts beside adapters")
 UNTIED = ("recomputed", "frozen")  # the others train a model whose head is its embeddings
 # Families whose parts read weights of others, whose files cut a weight, or with a tower beside the decoder.
 PECULIAR = ("lfm2", "gemma3")
@@ -153,18 +156,22 @@ def divide_all() -> None:
     engine.deepspeed_config = with_settings
 
 
-@pytest.fixture(scope="module")
-def finished(folder: Path, untied: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The runs of all cases, with ZeRO-3 in ``NAME-3`` and with the other stage in ``NAME-1`` or ``NAME-2``."""
-    out = tmp_path_factory.mktemp("runs")
-    stages = [(name, stage) for name, (other, *_) in CASES.items() for stage in (other, 3) if stage is not None]
+def run_cases(folder: Path, untied: Path, out: Path, names: Iterable[str]) -> None:
+    """Runs cases with ZeRO-3 in ``NAME-3`` and with the other stage in ``NAME-1`` or ``NAME-2``."""
+    stages = [(name, stage) for name in names for stage in (CASES[name][0], 3) if stage is not None]
     of = {name: untied if name in UNTIED else folder for name in CASES}
     ranks.results(2, distill, [recipe(of[name], out / f"{name}-{stage}", name, stage) for name, stage in stages])
+
+
+@pytest.fixture(scope="module")
+def finished(folder: Path, untied: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The runs of all cases but the nightly ones."""
+    out = tmp_path_factory.mktemp("runs")
+    run_cases(folder, untied, out, [name for name in CASES if name not in NIGHTLY])
     return out
 
 
-@pytest.mark.parametrize("name", [name for name, (other, *_) in CASES.items() if other is not None])
-def test_runs_are_those_of_the_other_stages(finished: Path, name: str) -> None:
+def assert_runs_are_alike(finished: Path, name: str) -> None:
     """Equal up to rounding: the norm is summed in another order, and AdamW meets the weights in other places."""
     mine, reference = runs.numbers(finished / f"{name}-3"), runs.numbers(finished / f"{name}-{CASES[name][0]}")
     assert len(mine[0]) == len(reference[0]) == CASES[name][1]["train__steps"]
@@ -177,8 +184,31 @@ def test_runs_are_those_of_the_other_stages(finished: Path, name: str) -> None:
     assert (finished / f"{name}-3" / "samples.jsonl").exists() == (name == "recomputed")
 
 
-def test_a_resumed_run_is_the_run_that_was_not_interrupted(finished: Path, folder: Path, tmp_path: Path) -> None:
-    names = ("plain", "bf16", "own settings", "adapters", "converted layers alone", "own settings, converted layers")
+@pytest.mark.parametrize(
+    "name", [name for name, (other, *_) in CASES.items() if other is not None and name not in NIGHTLY]
+)
+def test_runs_are_those_of_the_other_stages(finished: Path, name: str) -> None:
+    assert_runs_are_alike(finished, name)
+
+
+@pytest.mark.nightly
+def test_combined_settings_give_the_runs_of_the_other_stages(folder: Path, untied: Path, tmp_path: Path) -> None:
+    run_cases(folder, untied, tmp_path, NIGHTLY)
+    for name in NIGHTLY:
+        assert_runs_are_alike(tmp_path, name)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("plain", "bf16", "own settings", "adapters", "own settings, converted layers"),
+        pytest.param(("converted layers alone",), marks=pytest.mark.nightly),
+    ],
+    ids=["day", "night"],
+)
+def test_a_resumed_run_is_the_run_that_was_not_interrupted(
+    finished: Path, folder: Path, tmp_path: Path, names: tuple[str, ...]
+) -> None:
     for name in names:
         steps, every = (CASES[name][1][key] for key in ("train__steps", "checkpoint__every_steps"))
         run = tmp_path / name
@@ -191,9 +221,18 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(finished: Path, folde
         assert runs.outcome(tmp_path / name) == runs.outcome(finished / f"{name}-3")
 
 
-def test_another_number_of_processes_continues_a_run(finished: Path, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("own settings, converted layers", "plain"),
+        pytest.param(("converted layers alone",), marks=pytest.mark.nightly),
+    ],
+    ids=["day", "night"],
+)
+def test_another_number_of_processes_continues_a_run(
+    finished: Path, folder: Path, tmp_path: Path, names: tuple[str, ...]
+) -> None:
     """Weights, moments and fp32 weights are divided anew; what the processes compute differs by rounding."""
-    names = ("converted layers alone", "own settings, converted layers", "plain")
     for size in (1, 4):
         recipes = []
         for name in names:

@@ -10,6 +10,8 @@ import sys
 import textwrap
 from dataclasses import fields
 from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
 
 import pytest
 import ranks
@@ -26,9 +28,64 @@ from fcsd.models.archs import ARCHS
 TABLES = {"fcsd/models/archs.py": "_ROWS = (", "tests/tiny.py": "CONFIGS: dict[str, tuple[str, dict]] = {"}
 
 
-@pytest.fixture
+# Added to the proof of a loss: a run with it, and what a plan counts.
+RUN = """
+
+def test_run_and_plan_read_the_row(tmp_path, monkeypatch):
+    import runs
+
+    from fcsd.distill.loop import distill_model
+    from fcsd.distill.run import report
+    from fcsd.plan.setup import setup_of
+
+    monkeypatch.setattr(report, "draw_curves", lambda run: run / report.CURVES)
+    runs.write_models(tmp_path, "llama")
+    recipe = runs.resolved(tmp_path, objective__kl=0.0, objective__reverse_kl=2.0, train__eval_every=4)
+    distill_model(recipe)
+    first, *_, last = report.read_metrics(tmp_path / "run")
+    assert first["loss"] == pytest.approx(2 * first["reverse_kl"] + 0.5 * first["sft"])
+    assert last["held_out_reverse_kl"] > 0 and last["reverse_kl"] < first["reverse_kl"]
+    setup = setup_of(recipe.recipe, 1, 4)
+    assert setup.terms == ("sft", "reverse_kl") and setup.teacher != "none"
+"""
+
+
+class Followed(NamedTuple):
+    """A copy of the repository in which both pages were followed, and the tests that passed there, as MODULE::NAME."""
+
+    repo: Path
+    passed: list[str]
+
+
+@pytest.fixture(scope="module")
 def page(repo: Path) -> str:
     return (repo / "docs/adding_an_architecture.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def followed(page: str, repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Followed:
+    """The tests run in one process for both pages: to import and collect takes most of the time."""
+    ((marked, chosen),) = re.findall(r'`scripts/test\.sh tests -m "(.*?)" -k "(.*?)"`', steps_of(page))
+    copy = tmp_path_factory.mktemp("copy")
+    copy_repository(repo, copy)
+    add_the_easy_family(page, copy)
+    proof = add_a_loss((repo / "docs/adding_a_loss.md").read_text(), copy)
+    # The files that have cases of a family: to collect all others, too, would take longer still.
+    named = re.compile(r"\b(CONFIGS|ARCHS|representatives|names_exist)\b")
+    folders = ("models", "engine", "kernels", "parallel", "plan", "serve", "distill/step")
+    files = (file for name in folders for file in (copy / "tests" / name).rglob("test_*.py"))
+    where = [proof, *sorted(str(file) for file in files if named.search(file.read_text()))]
+    run(
+        copy,
+        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml=report.xml"),
+        *(*where, "-m", marked, "-k", f"{chosen} or {Path(proof).stem}"),
+    )
+    cases = ElementTree.parse(copy / "report.xml").iter("testcase")
+    return Followed(copy, [f"{case.get('classname')}::{case.get('name')}" for case in cases if len(case) == 0])
+
+
+def steps_of(page: str) -> str:
+    return page.split("## An easy family")[1].split("\n## ")[0]
 
 
 def python_blocks(page: str) -> list[str]:
@@ -53,31 +110,38 @@ def run(repo: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def test_the_steps_add_the_easy_family(page: str, repo: Path, tmp_path: Path) -> None:
+def add_the_easy_family(page: str, copy: Path) -> None:
+    if eval(python_blocks(page)[0], vars(archs)).model_type not in ARCHS:
+        for (name, line), entry in zip(TABLES.items(), python_blocks(page), strict=False):
+            before, after = (copy / name).read_text().split(f"\n{line}\n")
+            (copy / name).write_text(f"{before}\n{line}\n    {entry},\n{after}")
+
+
+def add_a_loss(page: str, copy: Path) -> str:
+    """Adds the loss of the page, and returns the file of its tests."""
+    row, function, proof = map(textwrap.dedent, re.findall(r"```python\n(.*?)   ```", page, re.DOTALL))
+    objective, losses = copy / "fcsd/config/objective.py", copy / "fcsd/distill/loss/losses.py"
+    before, after = objective.read_text().split("    hidden: Annotated[")
+    objective.write_text(f"{before}{textwrap.indent(row, '    ')}    hidden: Annotated[{after}")
+    before, after = losses.read_text().split("# The function of each term")
+    after = after.replace('"sft": _sft', '"sft": _sft, "reverse_kl": _reverse_kl')
+    losses.write_text(f"{before}{function}\n\n# The function of each term{after}")
+    test = copy / "tests/distill/loss/test_reverse_kl.py"
+    test.write_text(proof + RUN)
+    return str(test)
+
+
+def test_the_steps_add_the_easy_family(page: str, followed: Followed) -> None:
     """In a copy of the repository; the commands are those of the steps."""
-    steps = page.split("## An easy family")[1].split("\n## ")[0]
+    steps = steps_of(page)
     assert len(re.findall(r"^\d\. ", steps, re.MULTILINE)) == 4
-    ((marked, chosen),) = re.findall(r'`scripts/test\.sh tests -m "(.*?)" -k "(.*?)"`', steps)
+    ((_, chosen),) = re.findall(r'`scripts/test\.sh tests -m "(.*?)" -k "(.*?)"`', steps)
     (script,) = re.findall(r"`python (scripts/\w+\.py)`", steps)
     family = eval(python_blocks(page)[0], vars(archs)).model_type
     assert family in chosen.split()
-
-    copy_repository(repo, tmp_path)
-    if family not in ARCHS:
-        for (name, line), entry in zip(TABLES.items(), python_blocks(page), strict=False):
-            before, after = (tmp_path / name).read_text().split(f"\n{line}\n")
-            (tmp_path / name).write_text(f"{before}\n{line}\n    {entry},\n{after}")
-
-    # The files that have cases of a family: to collect all others, too, takes most of the command's time.
-    named = re.compile(r"\b(CONFIGS|ARCHS|representatives|names_exist)\b")
-    folders = ("models", "engine", "kernels", "parallel", "plan", "serve", "distill/step")
-    files = (file for name in folders for file in (tmp_path / "tests" / name).rglob("test_*.py"))
-    where = sorted(str(file) for file in files if named.search(file.read_text()))
-    said = run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", *where, "-m", marked, "-k", chosen)
-    passed = re.search(r"(\d+) passed", said)
-    assert passed is not None and int(passed[1]) > 40
-    run(tmp_path, script)
-    assert f"`{family}`" in (tmp_path / "docs/reference/architectures.md").read_text()
+    assert len([name for name in followed.passed if "test_reverse_kl" not in name]) > 40
+    run(followed.repo, script)
+    assert f"`{family}`" in (followed.repo / "docs/reference/architectures.md").read_text()
 
 
 def test_the_hard_row_is_that_of_the_table_and_every_field_is_explained(page: str) -> None:
@@ -93,40 +157,8 @@ def test_a_forgotten_exception_is_found(monkeypatch: pytest.MonkeyPatch) -> None
         test_rotary.test_a_model_with_fused_rotations_computes_the_same_and_becomes_itself_again("gpt_oss")
 
 
-# Added to the proof of the page: a run with its loss, and what a plan counts.
-RUN = """
-
-def test_run_and_plan_read_the_row(tmp_path):
-    import runs
-
-    from fcsd.distill.run.report import read_metrics
-    from fcsd.plan.setup import setup_of
-
-    runs.write_models(tmp_path, "llama")
-    recipe = runs.resolved(tmp_path, objective__kl=0.0, objective__reverse_kl=2.0, train__eval_every=4)
-    runs.train(recipe)
-    first, *_, last = read_metrics(tmp_path / "run")
-    assert first["loss"] == pytest.approx(2 * first["reverse_kl"] + 0.5 * first["sft"])
-    assert last["held_out_reverse_kl"] > 0 and last["reverse_kl"] < first["reverse_kl"]
-    setup = setup_of(recipe.recipe, 1, 4)
-    assert setup.terms == ("sft", "reverse_kl") and setup.teacher != "none"
-"""
-
-
-def test_a_loss_is_a_row_a_function_and_a_proof(repo: Path, tmp_path: Path) -> None:
-    """In a copy of the repository."""
-    page = (repo / "docs/adding_a_loss.md").read_text()
-    row, function, proof = map(textwrap.dedent, re.findall(r"```python\n(.*?)   ```", page, re.DOTALL))
-    copy_repository(repo, tmp_path)
-    objective, losses = tmp_path / "fcsd/config/objective.py", tmp_path / "fcsd/distill/loss/losses.py"
-    before, after = objective.read_text().split("    hidden: Annotated[")
-    objective.write_text(f"{before}{textwrap.indent(row, '    ')}    hidden: Annotated[{after}")
-    before, after = losses.read_text().split("# The function of each term")
-    after = after.replace('"sft": _sft', '"sft": _sft, "reverse_kl": _reverse_kl')
-    losses.write_text(f"{before}{function}\n\n# The function of each term{after}")
-    test = tmp_path / "tests/distill/loss/test_reverse_kl.py"
-    test.write_text(proof + RUN)
-    assert "3 passed" in run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test))
+def test_a_loss_is_a_row_a_function_and_a_proof(followed: Followed) -> None:
+    assert len([name for name in followed.passed if "test_reverse_kl" in name]) == 3
 
 
 def test_every_term_of_the_table_is_computed() -> None:

@@ -31,7 +31,20 @@ def blocks(repo: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (repo / "docs/launching.md").read_text(), re.DOTALL)
 
 
-def slurm(folder: Path, script: str, tasks: int = 2, **more: str) -> subprocess.CompletedProcess[str]:
+# In place of fcsd: meets the other tasks, and leaves the arguments of all beside ``SEEN``.
+MEETS = """
+import json, os, pathlib, sys
+from fcsd.launch.world import join_world, leave
+world = join_world()
+every = world.everywhere(lambda: [world.rank, *sys.argv[1:]])
+world.on_first(lambda: pathlib.Path(os.environ["SEEN"]).with_name("met").write_text(json.dumps(every)))
+leave(SystemExit(0))
+"""
+
+
+def slurm(
+    folder: Path, script: str, tasks: int = 2, fcsd: tuple[str, ...] = ("-m", "fcsd"), **more: str
+) -> subprocess.CompletedProcess[str]:
     """Runs a script for sbatch with stand-ins for the cluster's programs: as many tasks on this machine."""
     tools = folder / "bin"
     tools.mkdir(exist_ok=True)
@@ -40,7 +53,7 @@ def slurm(folder: Path, script: str, tasks: int = 2, **more: str) -> subprocess.
         'for ((task = 1; task < SLURM_NTASKS; task++)); do SLURM_PROCID=$task SLURM_LOCALID=$task "$@" & done\n'
         'SLURM_PROCID=0 SLURM_LOCALID=0 "$@"; code=$?; wait; exit $code',
         "scontrol": 'if [ "$1" = show ]; then echo 127.0.0.1; else echo "$1-$2" >> "$SEEN"; fi',
-        "fcsd": f'exec {sys.executable} -m fcsd "$@"',
+        "fcsd": f'exec {shlex.join([sys.executable, *fcsd])} "$@"',
     }.items():
         (tools / name).write_text(f"#!/bin/bash\n{body}\n")
         (tools / name).chmod(0o755)
@@ -50,15 +63,24 @@ def slurm(folder: Path, script: str, tasks: int = 2, **more: str) -> subprocess.
     return subprocess.run(["bash", "-c", script], env=environment, timeout=500, capture_output=True, text=True)
 
 
-def test_the_script_of_slurm_trains_on_all_tasks_and_requeues(repo: Path, tmp_path: Path) -> None:
+@pytest.mark.nightly
+def test_the_script_of_slurm_trains_on_all_tasks(repo: Path, tmp_path: Path) -> None:
     runs.write_models(tmp_path)
     runs.resolved(tmp_path, train__steps=2)
     script, _ = blocks(repo, "sh")
-    script = script.replace("RECIPE", str(tmp_path / "recipe.yaml"))
-    done = slurm(tmp_path, script)
+    done = slurm(tmp_path, script.replace("RECIPE", str(tmp_path / "recipe.yaml")))
     assert done.returncode == 0, done.stderr
     manifest = json.loads((tmp_path / "run/checkpoints/step-2/MANIFEST.json").read_text())
-    assert manifest["identity"]["processes"] == 2 and (tmp_path / "seen").read_text().split() == ["step"]
+    assert manifest["identity"]["processes"] == 2
+
+
+def test_the_script_of_slurm_makes_one_world_of_all_tasks_and_requeues(repo: Path, tmp_path: Path) -> None:
+    script, _ = blocks(repo, "sh")
+    done = slurm(tmp_path, script, fcsd=("-c", MEETS))
+    assert done.returncode == 0, done.stderr
+    met = json.loads((tmp_path / "met").read_text())
+    assert met == [[0, "distill", "RECIPE"], [1, "distill", "RECIPE"]]
+    assert (tmp_path / "seen").read_text().split() == ["step"]
     assert slurm(tmp_path, script, CODE="143").returncode == 143
     assert slurm(tmp_path, script, CODE="5").returncode == 5
     assert [line.split("-")[0] for line in (tmp_path / "seen").read_text().split()] == [

@@ -1,5 +1,7 @@
 """A tensor-parallel model gives the reference's logits; overlapped reductions give the bits of blocking ones."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 from late import late_sums
 from ranks import results
+from representatives import by_day_and_night
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -61,7 +64,7 @@ WIRINGS = {
 }
 COMMON = [STANDARD, FARSKIP, LADDER]
 EXPECTED = "expected.pt"
-SHARED = [arch for arch in (*tiny.CONFIGS, *tiny.LLAMA4) if ARCHS[arch].no_tp is None] + [*tiny.INSIDE]
+SHARED = [arch for arch in tiny.CONFIGS if ARCHS[arch].no_tp is None] + [*tiny.INSIDE]
 
 
 def write(folder: Path, arch: str, **changes: Any) -> Any:
@@ -76,8 +79,8 @@ def write(folder: Path, arch: str, **changes: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint of each architecture, and in its folder the reference's logits under each wiring."""
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Gives the checkpoint of an architecture, in whose folder are the reference's logits under each wiring."""
     root = tmp_path_factory.mktemp("models")
     own = {
         "llama": {"attention_bias": True, "mlp_bias": True},
@@ -85,7 +88,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "ernie4_5_moe": {"use_bias": True},
         "laguna": {"num_attention_heads_per_layer": [4, 8, 4, 8]},
     }
-    for arch in SHARED:
+
+    @cache
+    def written(arch: str) -> Path:
         odd = {} if arch == "llama4" else {"vocab_size": 255}  # which no number of ranks divides
         reference = write(root / arch, arch, **odd, **own.get(arch, {}))
         ids = tiny.tokens(batch=2, length=20).clamp(max=254)
@@ -93,7 +98,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             wirings = {*WIRINGS.get(arch, []), *COMMON}
             expected = {str(one): wire(reference, one)(ids, use_cache=False).logits for one in wirings}
         torch.save((ids, expected), root / arch / EXPECTED)
-    return {arch: root / arch for arch in SHARED}
+        return root / arch
+
+    return written
 
 
 def _compare(cases: list[tuple[str, Path, list[Wiring]]], degree: int) -> dict[str, Any]:
@@ -145,19 +152,23 @@ def _check(of_ranks: list[dict[str, Any]], count: int) -> None:
                 assert worst < 2e-5 and same, (name, value)
 
 
-def test_two_ranks_give_the_logits_of_the_reference(checkpoints: dict[str, Path]) -> None:
-    cases = [(arch, path, WIRINGS.get(arch, COMMON)) for arch, path in checkpoints.items()]
+@pytest.mark.parametrize("archs", by_day_and_night("shards", "attention", "moe", "head", "layer", of=SHARED))
+def test_two_ranks_give_the_logits_of_the_reference(checkpoint: Callable[[str], Path], archs: list[str]) -> None:
+    cases = [(arch, checkpoint(arch), WIRINGS.get(arch, COMMON)) for arch in (*archs, *tiny.LLAMA4)]
     _check(results(2, _compare, cases, 2), sum(len(wirings) for *_, wirings in cases))
 
 
-def test_four_ranks_repeat_key_value_heads(checkpoints: dict[str, Path]) -> None:
+@pytest.mark.parametrize("archs", by_day_and_night("shards", "moe", of=SHARED))
+def test_four_ranks_repeat_key_value_heads(checkpoint: Callable[[str], Path], archs: list[str]) -> None:
     """What depends on the number of ranks is how weights are divided; two ranks run the schedules of all wirings."""
-    cases = [(arch, path, [FARSKIP]) for arch, path in checkpoints.items()]
-    cases += [("llama", checkpoints["llama"], [LADDER])]
+    cases = [(arch, checkpoint(arch), [FARSKIP]) for arch in (*archs, *tiny.LLAMA4)]
+    cases += [("llama", checkpoint("llama"), [LADDER])]
     _check(results(4, _compare, cases, 4), sum(len(wirings) for *_, wirings in cases))
 
 
-def test_a_rank_reads_its_own_part_of_the_files(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_reads_its_own_part_of_the_files(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The parts of all ranks are the whole model, and what is divided by rows is not read elsewhere."""
     read: list[tuple[str, int]] = []
     raw = Reader.raw
@@ -168,12 +179,12 @@ def test_a_rank_reads_its_own_part_of_the_files(checkpoints: dict[str, Path], mo
         return value
 
     monkeypatch.setattr(Reader, "raw", counted)
-    whole = load_file(checkpoints["qwen2_moe"] / SINGLE)
+    whole = load_file(checkpoint("qwen2_moe") / SINGLE)
     parts = []
     for rank in range(2):
         read.clear()
         ranks = TensorGroup(None, 2, rank)
-        model = load_tensor_parallel(checkpoints["qwen2_moe"], dtype=torch.float32, device="cpu", ranks=ranks)
+        model = load_tensor_parallel(checkpoint("qwen2_moe"), dtype=torch.float32, device="cpu", ranks=ranks)
         parts.append(dict(state(model)))
         for name, size in read:
             halved = name.endswith(("q_proj.weight", "up_proj.weight", "embed_tokens.weight", "k_proj.bias"))
@@ -208,14 +219,14 @@ def test_tied_weights_stay_one_tensor_and_random_ones_do_not_depend_on_the_ranks
         assert torch.equal(torch.cat([part[name] for part in parts], dim), whole[name])
 
 
-def test_files_that_do_not_match_are_refused_by_name(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_files_that_do_not_match_are_refused_by_name(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     def refused(path: Path, degree: int = 2) -> str:
         with pytest.raises((BadInputError, ConfigError)) as caught:
             load_tensor_parallel(path, dtype=torch.float32, device="cpu", ranks=TensorGroup(None, degree, 0))
         return str(caught.value)
 
-    tensors = load_file(checkpoints["llama"] / SINGLE)
-    config = (checkpoints["llama"] / "config.json").read_text()
+    tensors = load_file(checkpoint("llama") / SINGLE)
+    config = (checkpoint("llama") / "config.json").read_text()
     name = "model.layers.2.mlp.up_proj.weight"
     for change, message in (
         ({name: None}, "1 missing"),
@@ -228,8 +239,8 @@ def test_files_that_do_not_match_are_refused_by_name(checkpoints: dict[str, Path
         kept = {key: value for key, value in {**tensors, **change}.items() if value is not None}
         save_file(kept, folder / SINGLE, {"format": "pt"})
         assert message in refused(folder)
-    assert "3 ranks cannot share 4 attention heads and 2 key-value heads" in refused(checkpoints["llama"], 3)
-    moe = checkpoints["qwen3_moe"]
+    assert "3 ranks cannot share 4 attention heads and 2 key-value heads" in refused(checkpoint("llama"), 3)
+    moe = checkpoint("qwen3_moe")
     assert "8 ranks cannot share 4 attention heads" in refused(moe, 8)
     write(tmp_path / "odd", "llama", intermediate_size=126)
     assert "4 ranks cannot share 126 columns of a weight evenly" in refused(tmp_path / "odd", 4)

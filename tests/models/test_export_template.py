@@ -14,6 +14,7 @@ import pytest
 import tiny
 import torch
 import transformers
+from representatives import by_day_and_night
 from safetensors.torch import load_file, save_file
 
 import fcsd
@@ -110,11 +111,12 @@ for sys.argv in json.loads(sys.argv[1]):
 """
 
 
-def test_every_architecture_loads_bit_equal_in_a_process_without_fcsd(tmp_path: Path) -> None:
+@pytest.mark.parametrize("archs", by_day_and_night("layer", "moe", "head", of=[*tiny.CONFIGS, *tiny.INSIDE]))
+def test_every_architecture_loads_bit_equal_in_a_process_without_fcsd(tmp_path: Path, archs: list[str]) -> None:
     inputs, expected, jobs = {"input_ids": tiny.tokens()}, {}, []
     for auto in ("AutoModelForCausalLM", "AutoModel"):
         folders = []
-        for arch in (*tiny.CONFIGS, *tiny.INSIDE):
+        for arch in archs:
             folders.append(f"{arch}-{auto}")
             model = wired_directory(arch, auto, tmp_path / folders[-1])
             model.set_experts_implementation("eager")

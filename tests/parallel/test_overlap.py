@@ -14,6 +14,7 @@ from divided import losses, sharded
 from file_buffers import opener
 from late import late_collectives
 from ranks import in_group
+from representatives import by_day_and_night
 from rewired import backward
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -31,6 +32,7 @@ from fcsd.parallel.overlap import overlap
 from fcsd.parallel.transports.copies import CopiesTransport
 
 MOE = [a for a in tiny.CONFIGS if ARCHS[a].autoep is not None] + [*tiny.INSIDE]
+DAILY, NIGHTLY = (case.values[0] for case in by_day_and_night("moe", "layer", of=MOE))
 ALL = (0, 1, 2, 3)
 FARSKIP = Wiring("farskip", ALL)
 WIRINGS = [
@@ -79,10 +81,10 @@ def _compare(model, wiring, batches, case, problems, modes=("on", "eager-sync"),
             problems.append(f"{case} {wiring.name} {wiring.variant} {wiring.layers} {mode}: {difference}")
 
 
-def _every_wiring(rank: int) -> list[str]:
+def _every_wiring(rank: int, archs: list[str]) -> list[str]:
     problems: list[str] = []
     batch = tiny.tokens(seed=10 + rank, length=8 + 4 * rank)  # ranks hold different numbers of tokens
-    for arch in MOE:
+    for arch in archs:
         model = sharded(arch)
         several = {"deepseek_v2": WIRINGS, "qwen3_moe": SCHEDULES, "flex_olmo": SCHEDULES}
         if arch in several:
@@ -112,13 +114,13 @@ def _every_situation(rank: int, arch: str, wirings: list[Wiring]) -> list[str]:
     return problems
 
 
-def _by_copies(rank: int, folder: str) -> list[str]:
+def _by_copies(rank: int, folder: str, wirings: list[Wiring], recomputed: list[Wiring]) -> list[str]:
     """Rows copied into the peers' memory; the second batch does not fit the buffers of the first."""
     problems: list[str] = []
     model = sharded("deepseek_v2")
     transport = CopiesTransport(opener(folder))
     batches = [tiny.tokens(seed=rank, length=length) for length in (6, 40, 40)]
-    for wiring in SCHEDULES:
+    for wiring in wirings:
         _compare(model, wiring, batches, "by copies", problems, transport=transport)
     few = [tiny.tokens(batch=1, seed=rank, length=2)]
     overlap(model, FARSKIP, fused=True)
@@ -127,7 +129,7 @@ def _by_copies(rank: int, folder: str) -> list[str]:
     if difference := _difference(fused, _run(model, few)):
         problems.append(f"fused, by copies: {difference}")
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for wiring in WIRINGS[:3]:
+    for wiring in recomputed:
         _compare(model, wiring, batches[1:], "recomputed, by copies", problems, transport=transport)
     return problems
 
@@ -313,10 +315,10 @@ def _zero_3(rank: int) -> str:
 def _two_ranks(rank: int, folder: str) -> dict[str, Any]:
     random.seed(rank)
     return {
-        "wirings": _every_wiring(rank),
-        "situations": _every_situation(rank, "deepseek_v2", WIRINGS),
+        "wirings": _every_wiring(rank, DAILY),
+        "situations": _every_situation(rank, "deepseek_v2", SCHEDULES),
         "situations without shared experts": _every_situation(rank, "qwen3_moe", WIRINGS[:1]),
-        "by copies": _by_copies(rank, folder),
+        "by copies": _by_copies(rank, folder, [SCHEDULES[place] for place in (0, 1, 4)], [FARSKIP]),
         "buffers": _alive_buffers(rank, recompute=False),
         "buffers recomputed": _alive_buffers(rank, recompute=True),
         "buffers deduplicated": _alive_buffers(rank, recompute=True, dispatcher=hierarchical(one_level(2))),
@@ -346,6 +348,17 @@ def test_overlapped_is_blocking_to_the_last_bit(two_ranks, what):
 @pytest.mark.parametrize("world", [1, 4])
 def test_on_one_rank_and_on_four(world):
     assert [p for rank in in_group(world, _every_situation, "deepseek_v2", WIRINGS[:1]) for p in rank] == []
+
+
+def _other_cases(rank: int, folder: str) -> list[str]:
+    random.seed(rank)
+    every = _every_situation(rank, "deepseek_v2", WIRINGS)
+    return _every_wiring(rank, NIGHTLY) + every + _by_copies(rank, folder, SCHEDULES, WIRINGS[:3])
+
+
+@pytest.mark.nightly
+def test_other_families_and_every_wiring_recomputed_and_by_copies(tmp_path):
+    assert [problem for rank in in_group(2, _other_cases, str(tmp_path)) for problem in rank] == []
 
 
 @pytest.mark.nightly

@@ -206,7 +206,38 @@ def test_a_step_that_does_not_end_is_left(echo: float, seconds: float, reason: s
     assert reason in said and "step-7" in said
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.nightly)])
+# A rank that does nothing but wait for a signal, and the command that starts it.
+WAITS = """
+import os, pathlib, signal, sys
+from fcsd.errors import PreemptedError
+signals = {signal.SIGTERM, signal.SIGUSR1}
+signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+waits, got = (pathlib.Path(sys.argv[1], f"{what}-{os.environ['RANK']}") for what in ("waits", "got"))
+waits.touch()
+got.write_text(str(int(signal.sigwait(signals))))
+sys.exit(PreemptedError.exit_code)
+"""
+STARTS = "from fcsd.launch.world import ensure_world; ensure_world(2, module='waits')"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_torchrun_passes_the_signal_on_to_ranks_that_do_nothing_else(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "waits.py").write_text(WAITS)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-c", STARTS, str(tmp_path)]
+    with subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE, text=True
+    ) as process:
+        while len(list(tmp_path.glob("waits-*"))) < 2:
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait(300) == 143
+    assert {file.name: int(file.read_text()) for file in tmp_path.glob("got-*")} == {"got-0": number, "got-1": number}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_torchrun_passes_the_signal_on(folder: Path, repo: Path, tmp_path: Path, number: signal.Signals) -> None:
     changes = {"train__steps": 100_000, "checkpoint__every_steps": 0}
     runs.resolved(folder, output_dir=str(tmp_path / "run"), **changes)  # writes recipe.yaml

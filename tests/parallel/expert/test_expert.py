@@ -5,6 +5,7 @@ import tiny
 import torch
 import torch.distributed as dist
 from ranks import in_group
+from representatives import by_day_and_night
 
 from fcsd.errors import ConfigError
 from fcsd.models.archs import ARCHS
@@ -81,9 +82,17 @@ def _fused(grads: dict[str, torch.Tensor], name: str, prescaled: bool) -> torch.
     return torch.cat([gate, up], dim=1).transpose(1, 2) if prescaled else torch.cat([gate, up], dim=1)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_blocking_expert_parallelism_is_plain_transformers(world):
-    arches = MOE if world == 2 else list(KINDS)
+FAMILIES = by_day_and_night("moe", "layer", of=MOE)
+
+
+@pytest.mark.parametrize(
+    ("world", "arches"),
+    [
+        pytest.param(4, list(KINDS), id="four ranks"),
+        *(pytest.param(2, *case.values, id=case.id, marks=case.marks) for case in FAMILIES),
+    ],
+)
+def test_blocking_expert_parallelism_is_plain_transformers(world, arches):
     ranks = in_group(world, _sharded, arches)
     for arch in arches:
         for i, wiring in enumerate(_wirings(arch)):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from late import late_sums
 from ranks import in_group
+from representatives import by_day_and_night
 from rewired import backward
 from torch import Tensor
 
@@ -138,8 +139,9 @@ def test_two_ranks_train_every_wiring(tmp_path: Path) -> None:
     _check(2, tmp_path, {"qwen3": EVERY, "olmo2": [Wiring("parallel", ALL), Wiring("ladder", ALL, distance=2)]})
 
 
-def test_two_ranks_train_every_dense_family(tmp_path: Path) -> None:
-    _check(2, tmp_path, {arch: [LADDER] for arch in DENSE})
+@pytest.mark.parametrize("archs", by_day_and_night("shards", "layer", "mlp", "attention", of=DENSE))
+def test_two_ranks_train_every_dense_family(tmp_path: Path, archs: list[str]) -> None:
+    _check(2, tmp_path, {arch: [LADDER] for arch in archs})
 
 
 def test_four_ranks_train_every_schedule(tmp_path: Path) -> None:
