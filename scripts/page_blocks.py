@@ -10,6 +10,7 @@ from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
+from benchmarks.comm.goals import goals
 from studies.real import page as real
 from typer.testing import CliRunner
 
@@ -85,6 +86,7 @@ def page_blocks(root: Path) -> dict[str, dict[str, str]]:
         "docs/quality.md": {"losses": lost_points()},
         "docs/serving.md": {"refused": refused(), "served types": served_types()},
         "benchmarks/results/all_reduce.md": {"turns": turns(root)},
+        "benchmarks/results/host_goals.md": {"goals": goals(root)},
     }
 
 

@@ -1,17 +1,18 @@
 """Time tensor-parallel distillation steps: overlapped sums, blocking sums of the same code, and no sums at all.
 
     torchrun --nproc-per-node 2 -m benchmarks.train.tensor_parallel [--shape llama3-8b] [--layers 12]
-        [--wirings standard ladder farskip] [--ways blocking own-weights overlapped bound] [--tp 2] [--seq 4096]
+        [--wirings standard ladder farskip] [--ways blocking own-weights overlapped by-host bound] [--tp 2] [--seq 4096]
         [--micro-batch 2] [--accumulation 1] [--rounds 3] [--steps 3] [--set KEY=VALUE ...] [--out FILE]
 
 A step is that of ``fcsd distill`` with a teacher in memory: the teacher's forward pass, the student's passes, the loss,
 ZeRO and AdamW. Student and teacher have random weights and are sharded alike; the teacher keeps the standard wiring.
 All variants run in turns on the same models. ``own-weights`` hides the sum of an input's gradient under the weight
-gradients of the same products, as Megatron-LM does, and blocks in the forward pass. First the overlapped passes of each
-wiring are compared with the blocking ones: the loss and the gradient of every weight must have the same bits, or the
-program ends with exit code 1. The bound sends nothing and gives wrong results; its time is what no overlap can beat.
-``NCCL_P2P_DISABLE=1`` in the environment lets NCCL send through host memory, as on machines whose GPUs have no NVLink.
-Over gloo the times say nothing.
+gradients of the same products, as Megatron-LM does, and blocks in the forward pass. ``by-host`` is overlapped, and its
+sums go through memory of the host (``blocking-by-host`` waits for each). First the overlapped passes of each wiring,
+and those by the host between two ranks, are compared with the blocking ones: the loss and the gradient of every weight
+must have the same bits, or the program ends with exit code 1. The bound sends nothing and gives wrong results; its time
+is what no overlap can beat. ``NCCL_P2P_DISABLE=1`` in the environment lets NCCL send through host memory, as on
+machines whose GPUs have no NVLink. Over gloo the times say nothing.
 """
 
 import argparse
@@ -65,6 +66,8 @@ WAYS = {
     "blocking": Way("off"),
     "own-weights": Way("own-weights"),
     "overlapped": Way("on"),
+    "blocking-by-host": Way("off", "host"),
+    "by-host": Way("on", "host"),
     "bound": Way("off", "none"),
 }
 DEFAULT_WAYS = ["blocking", "own-weights", "overlapped", "bound"]
@@ -114,8 +117,8 @@ def gradients(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
     return found
 
 
-def same_bits(models: Models, wiring: str, ids: Tensor) -> bool | None:
-    """Whether overlapped passes give all ranks the loss and the gradients of blocking ones.
+def same_bits(models: Models, wiring: str, ids: Tensor, ways: list[str]) -> bool | None:
+    """Whether passes by these ways give all ranks the loss and the gradients of blocking ones.
 
     Returns: None if blocking passes do not give their own bits again, so that their kernels or collectives cannot tell.
     """
@@ -133,7 +136,9 @@ def same_bits(models: Models, wiring: str, ids: Tensor) -> bool | None:
     try:
         with warnings.catch_warnings(action="ignore"):  # kernels without a deterministic form say so
             blocking = passes("blocking")
-            return None if differ(blocking, passes("blocking")) else not differ(blocking, passes("overlapped"))
+            if differ(blocking, passes("blocking")):
+                return None
+            return not any([differ(blocking, passes(way)) for way in ways])
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -166,7 +171,8 @@ def bench(arguments: argparse.Namespace, world: World) -> dict[str, Any]:
     prepare(models.student.train(), ranks, models.teams.small)
     torch.manual_seed(0)
     ids = torch.randint(config.vocab_size, (1, arguments.seq), device=world.device)
-    result: dict[str, Any] = {"equal": {name: same_bits(models, name, ids) for name in arguments.wirings}}
+    compared = ["overlapped", *(way for way in arguments.ways if way == "by-host" and degree == 2)]
+    result: dict[str, Any] = {"equal": {name: same_bits(models, name, ids, compared) for name in arguments.wirings}}
     source = LiveTeacher(models.teacher, recipe.objective)
     training = build_training(models.student, source, recipe, world, teams=models.teams)
     update.install(training.engine, recipe)

@@ -76,6 +76,10 @@ class Parallel(Section):
     """With `ep_size` or `tp_size` above 1: `on` runs other computation during the all-to-alls or all-reduces,
     `eager-sync` takes the same order but waits for each of them at once, and `off` runs the blocking reference. The
     results are the same."""
+    all_reduce: Literal["nccl", "host"] = "nccl"
+    """With `tp_size` above 1: how the all-reduces travel. `host` sends them through memory of the host, between 2 to 8
+    GPUs of one host without peer access, and sums in fp32 in the order of the processes. With two processes the
+    results are the same; with more they differ by rounding."""
     transport: Literal["auto", "nccl"] = "auto"
     """With `ep_size` above 1: how rows travel between GPUs. `auto` copies them into symmetric memory if the GPUs of an
     expert-parallel group are in one host, and uses NCCL otherwise; `nccl` always uses NCCL."""
@@ -106,6 +110,8 @@ class Parallel(Section):
             raise ValueError("parallel.teacher_placement sharded needs parallel.ep_size above 1")
         if self.placement.every and self.ep_size == 1:
             raise ValueError("parallel.placement.every needs parallel.ep_size above 1: one process has all experts")
+        if self.all_reduce == "host" and self.tp_size == 1:
+            raise ValueError("parallel.all_reduce host needs parallel.tp_size above 1: nothing else is summed so")
         if self.dedup != "off" and self.ep_size == 1:
             raise ValueError(f"parallel.dedup {self.dedup} needs parallel.ep_size above 1")
         if self.dedup == "node" and self.node_size is None:

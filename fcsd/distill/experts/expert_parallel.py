@@ -177,13 +177,13 @@ def wire_sharded(
         ranks: the ranks that shard the decoder layers; None if every rank has them.
 
     Raises:
-        ConfigError: the wiring cannot be overlapped, or its rows cannot be rounded.
+        ConfigError: the wiring cannot be overlapped, its rows cannot be rounded, or the ranks cannot sum as asked.
     """
     on_cuda, wiring = model.device.type == "cuda", wiring or wiring_of(model.config)
     if ranks is not None or (ep_size == 1 and quantiser is None):
         fuse_parts(model, arch_of(model.config), parallel.fused and on_cuda)
         if ranks is not None:
-            wire_training(model, wiring, ranks, parallel.overlap)
+            wire_training(model, wiring, ranks, parallel.overlap, parallel.all_reduce)
         return
     from fcsd.parallel.overlap import overlap
     from fcsd.parallel.transports.copies import CopiesTransport

@@ -27,6 +27,7 @@ _FREE = (
     "train.tokens",
     "optim.horizon",
     "parallel.overlap",
+    "parallel.all_reduce",
     "parallel.transport",
     "parallel.tp_size",
     "train.log_every",

@@ -333,12 +333,27 @@ def starter(group: Any, format: Format | None, otherwise: Callable[[Tensor], Any
 
     if not torch.cuda.is_available():
         raise ConfigError("sums through the host are for GPUs", "Use nccl, which is gloo on CPUs.")
-    sums, stream = sums_of(group), torch.cuda.Stream(priority=-1)
+    sums, stream = sums_of(group), _stream(group)
+    return in_place(sums, lambda x, run: OnStream(stream, x, run), format, otherwise)
+
+
+@cache
+def _stream(group: Any) -> torch.cuda.Stream:
+    return torch.cuda.Stream(priority=-1)
+
+
+def in_place(
+    sums: HostSums,
+    begin: Callable[[Tensor, Callable[[], None]], Any],
+    format: Format | None,
+    otherwise: Callable[[Tensor], Any],
+) -> Callable[[Tensor], Any]:
+    """What replaces a tensor by its sum, by work that ``begin`` starts; see ``starter``."""
 
     def start(x: Tensor) -> Any:
         if not sums.supports(x):
             return otherwise(x)
         values = x.detach()
-        return OnStream(stream, values, lambda: sums.all_reduce(values, values, format=format))
+        return begin(values, lambda: sums.all_reduce(values, values, format=format))
 
     return start

@@ -36,6 +36,7 @@ from fcsd.models.wiring import (
     wired_class,
 )
 from fcsd.parallel import order, process_settings
+from fcsd.parallel.all_reduce.reduce import Reduction
 from fcsd.parallel.overlap import InFlight
 from fcsd.parallel.tensor.products import compute_weights_at, split_products
 from fcsd.parallel.tensor.shard import check_desync, mark_partial
@@ -245,10 +246,10 @@ def wire_training(
         model: see ``shard.prepare``.
         wiring: any wiring; a Desync wiring for as many ranks.
         mode: see ``TrainingSums``; outputs and gradients are the same in every bit, and so are the groups of rows.
-        backend: see ``TrainingSums``.
+        backend: see ``TrainingSums``. All ranks open it here, together.
 
     Raises:
-        ConfigError: the model has experts, or the wiring does not fit the model or the ranks.
+        ConfigError: the model has experts, the wiring does not fit the model or the ranks, or these cannot sum so.
     """
     if experts_of(model.config):
         raise ConfigError("tensor-parallel training does not support models with experts", "set parallel.tp_size: 1")
@@ -263,6 +264,8 @@ def wire_training(
     if mode == "on" and model.device.type == "cuda":
         process_settings.warn(os.environ)
     sums = TrainingSums(ranks, mode, backend)
+    if ranks.degree > 1:
+        Reduction(ranks.group, backend, 0)
     distance = 1 if wiring.name in DESYNC else max(1, *wiring.reads)
     exposed = ranks.degree > 1 and any(step.then == "now" for plan in plans.values() for step in plan.steps)
     for index, layer in enumerate(layers):

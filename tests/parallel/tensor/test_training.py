@@ -4,6 +4,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import cpu_device
 import pytest
 import tiny
 import torch
@@ -14,6 +15,8 @@ from representatives import by_day_and_night
 from rewired import backward
 from torch import Tensor
 
+from fcsd.config.parallel import Parallel
+from fcsd.distill.experts import expert_parallel
 from fcsd.engine.weights import load_tensor_parallel
 from fcsd.errors import ConfigError
 from fcsd.kernels.packed_attention import attend, document_borders
@@ -21,6 +24,7 @@ from fcsd.models.archs import ARCHS
 from fcsd.models.build import wire
 from fcsd.models.schedule import Output, Read, reads_of
 from fcsd.models.wiring import Wiring
+from fcsd.parallel.all_reduce import host
 from fcsd.parallel.tensor.layer import RowGroups, SummedStream, wire_training
 from fcsd.parallel.tensor.shard import SHARDED, check_trainable, prepare
 from fcsd.parallel.tensor.tp_plan import TensorGroup, own_part
@@ -119,6 +123,64 @@ def _compare(rank: int, cases: list[tuple[str, str, list[Wiring]]], references: 
                 if not error < CLOSE:
                     problems.append(f"{arch} {wiring} {name}: {error:.1e}")
     return problems
+
+
+def literal(group: Any, format: Any, otherwise: Any) -> Any:
+    """Sums in the order of ranks, in fp32."""
+
+    def start(x: Tensor) -> None:
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x.detach(), group=group)
+        x.detach().copy_(sum(parts[1:], parts[0]))
+
+    return start
+
+
+def _by_host(rank: int, built: dict[int, Path], folder: str, degree: int) -> list[str]:
+    """Through memory of the host, overlapped and blocking, against literal sums: all passes of a run's models."""
+    ranks, found = TensorGroup(dist.group.WORLD, degree, rank), {}
+    sums, made = cpu_device.sums(built), []
+
+    def at_once(x: Tensor, run: Any) -> None:
+        made.append(x.numel())
+        run()
+
+    def refuse(x: Tensor) -> None:
+        raise AssertionError(f"{x.shape} is not summed through the host")
+
+    by_host = lambda group, format, otherwise: host.in_place(sums, at_once, format, refuse)  # noqa: E731
+    for name, starter, overlap in (("literal", literal, "off"), ("host", by_host, "off"), ("flying", by_host, "on")):
+        host.starter = starter  # pyright: ignore[reportAttributeAccessIssue]: this process ends with the test
+        model: Any = load_tensor_parallel(folder, dtype=torch.float32, device="cpu", ranks=ranks, whole_vocabulary=True)
+        prepare(model.train(), ranks)
+        parallel = Parallel(tp_size=degree, all_reduce="host", overlap=overlap, fused=False)
+        expert_parallel.wire_sharded(model, 1, parallel, wiring=LADDER, ranks=ranks)
+        found[name] = passes(model)
+    every = [differing(found["literal"], found[name]) for name in ("host", "flying")]
+    forward = 2 * 2 * 2 * len(ALL)  # two ways, two batches, two sub-blocks of each layer
+    return [*filter(None, every), *([f"{len(made)} sums"] if len(made) < 1.5 * forward else [])]
+
+
+def test_sums_through_the_host_are_the_literal_ones_forward_and_backward(tmp_path: Path) -> None:
+    model_of(tmp_path / "llama", "llama")
+    found = in_group(2, _by_host, cpu_device.libraries(2), str(tmp_path / "llama"), 2)
+    assert found == [[]] * 2
+
+
+def _without_gpus(rank: int, folder: str) -> str:
+    ranks = TensorGroup(dist.group.WORLD, 2, rank)
+    model: Any = load_tensor_parallel(folder, dtype=torch.float32, device="cpu", ranks=ranks, whole_vocabulary=True)
+    prepare(model, ranks)
+    with pytest.raises(ConfigError) as raised:
+        expert_parallel.wire_sharded(model, 1, Parallel(tp_size=2, all_reduce="host"), wiring=LADDER, ranks=ranks)
+    return str(raised.value)
+
+
+def test_sums_through_the_host_are_refused_before_the_first_step_without_gpus(tmp_path: Path) -> None:
+    model_of(tmp_path / "llama", "llama")
+    assert in_group(2, _without_gpus, str(tmp_path / "llama")) == ["sums through the host are for GPUs"] * 2
+    with pytest.raises(ValueError, match="all_reduce host needs parallel"):
+        Parallel(all_reduce="host")
 
 
 def write_references(folder: Path, cases: dict[str, list[Wiring]]) -> list[tuple[str, str, list[Wiring]]]:

@@ -1,0 +1,147 @@
+"""What sums through memory of the host should bring, and what was measured: the table of `host_goals.md`.
+
+`python scripts/write_reference.py` writes it. A row whose raw file is not there, or that has none, was not run.
+"""
+
+import json
+import statistics
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fcsd.markdown import table
+
+RESULTS = Path("benchmarks/results")
+_TWO, _FOUR, _TURNS = "host_sums_2xh200.json", "host_sums_4xh200_first.json", "vllm_turns_8b_16_2xh200.json"
+_STREAMS = "host_sums_stress_streams_1xh200.json"
+_KINDS, _TRAINING = "vllm_host_sums_kinds_one_gpu_1xh200.json", "tp_by_host_2xh200.json"
+KIB = 1 << 10
+
+
+class Goal(NamedTuple):
+    """One row.
+
+    Attributes:
+        what: is measured.
+        least: what it should be at least.
+        unit: behind both figures.
+        file: the raw file; empty if nothing measures it yet.
+        found: the figure, of the content of the file.
+    """
+
+    what: str
+    least: float
+    unit: str
+    file: str = ""
+    found: Callable[[Any], float] = float
+
+
+def _gains(raw: Any, sizes: Iterable[int], format: str = "") -> float:
+    """How many times as fast as NCCL, at the size where it is least: exact, or in a format."""
+    rows = [raw["microseconds"][str(size)] for size in sizes]
+
+    def fastest(row: dict[str, float]) -> float:
+        return min(
+            time for way, time in row.items() if way != "stock" and way.partition(":")[2].partition(":")[0] == format
+        )
+
+    return min(row["stock"] / fastest(row) for row in rows)
+
+
+def _engines(own: str, other: str, what: str) -> Callable[[Any], float]:
+    def found(raw: Any) -> float:
+        times = [statistics.median(raw["milliseconds"][name][what]) for name in (other, own)]
+        return times[0] / times[1]
+
+    return found
+
+
+def _beside(raw: Any, sums: str) -> float:
+    return raw["products, ms"]["nothing"] / raw["products, ms"][sums]
+
+
+def _without_fault(raw: Any) -> float:
+    return 0.0 if raw["wrong values"] else raw["sums"]
+
+
+def _right(raw: Any) -> float:
+    """The share of engines by the host's sums whose answers, each asked alone, are those by NCCL to the last bit."""
+    modes = [mode for kind in raw["kinds"].values() for mode in kind.values()]
+    rows = [row["alone"] for mode in modes for way, row in mode.items() if way == "host" and "alone" in row]
+    same = [row["equal answers"] == row["of"] and row["largest difference"] == 0 for row in rows]
+    return 100 * sum(same) / len(rows)
+
+
+def _trained(raw: Any, beside: str) -> float:
+    times = [statistics.median(raw["variants"][name]["ms"]) for name in (beside, "ladder, by-host")]
+    return times[0] / times[1]
+
+
+def _beside_standard(raw: Any) -> float:
+    """Beside standard at its best."""
+    ways = [name for name in raw["variants"] if name.startswith("standard, ") and not name.endswith("bound")]
+    return min(_trained(raw, name) for name in ways)
+
+
+_SMALL = [8 * KIB << n for n in range(6)]
+_LARGE = [512 * KIB << n for n in range(8)]
+_FEW, _MANY = "steps of 1 and 16", "step of 64"
+_TOKENS = "first tokens of 16 x 512", "first tokens of 16 x 2048"
+_NCCL, _ALONE = "x NCCL", "x alone"
+_STOCK = "stock 8B, half of the layers, two ranks: "
+_NVLINK = "x stock with NVLink"
+# Steps of 1 and 16 answers were the host's time in every engine of the one run, so they count as not run.
+GOALS = (
+    Goal("one sum, two ranks, exact: 16 KiB", 2.8, _NCCL, _TWO, partial(_gains, sizes=[16 * KIB])),
+    Goal("the same, 64 KiB", 2.4, _NCCL, _TWO, partial(_gains, sizes=[64 * KIB])),
+    Goal("the same, 1 MiB", 1.4, _NCCL, _TWO, partial(_gains, sizes=[1024 * KIB])),
+    Goal("the same, 16 MiB", 1.3, _NCCL, _TWO, partial(_gains, sizes=[16384 * KIB])),
+    Goal("the same, 16 MiB in INT8", 2.2, _NCCL, _TWO, partial(_gains, sizes=[16384 * KIB], format="int8")),
+    Goal("the same, 16 MiB in INT4", 3.2, _NCCL, _TWO, partial(_gains, sizes=[16384 * KIB], format="int4")),
+    Goal("one sum, four ranks, at worst to 256 KiB", 2.0, _NCCL, _FOUR, partial(_gains, sizes=_SMALL)),
+    Goal("the same, at worst above", 1.2, _NCCL, _FOUR, partial(_gains, sizes=_LARGE)),
+    Goal("products beside sums of 16 MiB", 1 / 1.05, _ALONE, _TWO, partial(_beside, sums="host, 16 MiB")),
+    Goal("products beside sums of 64 KiB", 1 / 1.05, _ALONE, _TWO, partial(_beside, sums="host, 64 KiB")),
+    Goal("random sums on a GPU without a wrong bit", 1e6, "", _STREAMS, _without_fault),
+    Goal("answers of eight kinds of stock models, to the last bit", 100, " %", _KINDS, _right),
+    Goal(_STOCK + _FEW, 1.15, _NCCL),
+    Goal(_STOCK + _MANY, 1.15, _NCCL, _TURNS, _engines("stock, host sums", "stock", _MANY)),
+    *(Goal(_STOCK + what, 1.25, _NCCL, _TURNS, _engines("stock, host sums", "stock", what)) for what in _TOKENS),
+    Goal("the same with INT8: first tokens", 1.6, _NCCL),
+    Goal("ladder by the host's sums: steps", 0.95, "x the bound"),
+    Goal("the same: first tokens, exact", 0.85, "x the bound"),
+    Goal("the same: first tokens, INT8", 0.92, "x the bound"),
+    Goal("stock and farskip: four models with experts; 70B's width in FP8 and INT4", 1.0, _NCCL),
+    Goal("random arrivals, 0.3 to 0.9 of the peak, medians and 99th percentiles", 1.0, _NCCL),
+    Goal("four ranks, 70B's width: first tokens", 1.5, _NCCL),
+    Goal("the same beside pipeline stages", 1.0, "x the stages"),
+    Goal("the same: steps", 1.15, _NCCL),
+    Goal(f"ladder by the host's sums, NVLink off: {_FEW}", 1.0, _NVLINK),
+    *(
+        Goal(f"the same: {what}", 1.0, _NVLINK, _TURNS, _engines("ladder, host sums", "stock with NVLink", what))
+        for what in (_MANY, *_TOKENS)
+    ),
+    Goal("a distillation step of ladder, two ranks", 1.35, "x standard", _TRAINING, _beside_standard),
+    Goal("the same", 0.88, "x the bound", _TRAINING, partial(_trained, beside="ladder, bound")),
+    Goal("a distillation step with divided experts, two ranks", 0.93, "x the bound"),
+)
+
+
+def goals(root: Path) -> str:
+    """The table, and how many of its rows were reached."""
+    body, reached = [], {"yes": 0, "**no**": 0, "not run": 0}
+    for goal in GOALS:
+        file, measured, met, raw = root / RESULTS / goal.file, "", "not run", ""
+        if goal.file and file.exists():
+            value = goal.found(json.loads(file.read_text()))
+            met = "yes" if value >= goal.least else "**no**"
+            measured, raw = f"{_shown(value)}{goal.unit}", f"[raw]({goal.file})"
+        reached[met] += 1
+        body.append([goal.what, f"{_shown(goal.least)}{goal.unit}", measured, met, raw])
+    counted = f"Reached {reached['yes']}, missed {reached['**no**']}, not run {reached['not run']}.\n\n"
+    return counted + table(["what", "goal", "measured", "reached", "from"], body, left=1) + "\n"
+
+
+def _shown(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"

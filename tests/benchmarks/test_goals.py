@@ -1,0 +1,32 @@
+"""The goals of sums through the host: what has no raw file was not run, and what misses its goal says so."""
+
+import json
+from pathlib import Path
+
+import pytest
+from benchmarks.comm import goals
+
+pytestmark = pytest.mark.lab
+
+
+def test_rows_are_reached_missed_or_not_run(tmp_path: Path) -> None:
+    def row(what: str) -> str:
+        return next(line for line in goals.goals(tmp_path).splitlines() if what in line)
+
+    (tmp_path / goals.RESULTS).mkdir(parents=True)
+    assert "Reached 0, missed 0" in goals.goals(tmp_path) and "not run" in row("random sums")
+    file = tmp_path / goals.RESULTS / "host_sums_stress_streams_1xh200.json"
+    for content, met in (({"sums": 1_000_000, "wrong values": 0}, "yes"), ({"sums": 999_600, "wrong values": 0}, "no"),
+                         ({"sums": 2_000_000, "wrong values": 1}, "no")):  # fmt: skip
+        file.write_text(json.dumps(content))
+        assert met in row("random sums")
+
+
+def test_answers_count_by_the_engines_that_ended() -> None:
+    alone = {"equal answers": 3, "of": 3, "largest difference": 0.0}
+    other = {**alone, "largest difference": 0.01}
+    kinds = {
+        "dense": {"graphs": {"NCCL": {"alone": other}, "host": {"alone": alone}, "NCCL again": {"alone": other}}},
+        "experts": {"graphs": {"host": {"alone": other}}, "eager": {"host": {"failed": "no time"}}},
+    }
+    assert goals._right({"kinds": kinds}) == 50
