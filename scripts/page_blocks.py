@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from studies.real import page as real
+from studies.real import quantised
 from typer.testing import CliRunner
 
 from fcsd.advise.losses import losses
@@ -33,6 +34,7 @@ ADVISED = "meta-llama/Llama-3.1-8B-Instruct"  # of which fcsd has the config, so
 
 _LOAD, _SLOW = "serve_vllm_load_slow_2xh100.json", "serve_vllm_8b_slow_2xh200.json"
 _HOST, _TTFT = "host_sums_2xh200.json", "loads/0.6/first_p50"
+_INT4 = "quantised_smollm2_1xh200.jsonl"
 _TURNS, _SHORT = "vllm_turns_8b_16_2xh200.json", "first tokens of 16 x 512"
 # What README tells of speed: the situation, the raw file, the place of the ratio in it (or of two times, the first of
 # which is divided by the second), and what it is compared with.
@@ -92,7 +94,7 @@ def page_blocks(root: Path) -> dict[str, dict[str, str]]:
     return {
         "README.md": {"advise": advised(), "situations": situations(root)},
         "docs/quality.md": {"losses": lost_points()},
-        "docs/quantised_models.md": {"nf4": in_nf4()},
+        "docs/quantised_models.md": {"int4": int4(root), "nf4": in_nf4()},
         "docs/serving.md": {"refused": refused(), "served types": served_types()},
         "benchmarks/results/all_reduce.md": {"turns": turns(root)},
     }
@@ -111,6 +113,12 @@ def advised() -> str:
         raise ValueError(done.output)
     command = " ".join(f'"{word}"' if " " in word else word for word in words)
     return f"```text\n# fcsd {command}\n{done.stdout}```\n"
+
+
+def int4(root: Path) -> str:
+    """How far each form of SmolLM2-135M that was measured is from the original."""
+    lines = (root / real.RESULTS / _INT4).read_text().splitlines()
+    return quantised.table([json.loads(line) for line in lines]) + "\n"
 
 
 def in_nf4() -> str:

@@ -128,7 +128,9 @@ def _gptq(
 ) -> Callable[[torch.Tensor], Tensors]:
     def quantise(value: torch.Tensor) -> Tensors:
         columns = value.shape[1]
-        order = torch.randperm(columns) if ordered else torch.arange(columns)
+        # One order for all that read the same input, as GPTQ makes it: vLLM joins such matrices, and keeps one.
+        own = torch.Generator().manual_seed(columns)
+        order = torch.randperm(columns, generator=own) if ordered else torch.arange(columns)
         codes, zeros, scales = _in_groups(value[:, order], bits, group, symmetric)
         back = order.argsort()
         held = {"qweight": packed(codes[:, back], bits).T, "scales": scales.T.half(), "g_idx": (back // group).int()}
