@@ -12,19 +12,30 @@ from typing import Any
 
 from benchmarks.comm.goals import goals
 from studies.real import page as real
+from studies.real import quantised
 from typer.testing import CliRunner
 
 from fcsd.advise.losses import losses
 from fcsd.cli.main import app
+from fcsd.config import load_recipe
 from fcsd.markdown import table
 from fcsd.models.archs import ARCHS
+from fcsd.plan import GIB, Hardware, plan_run
 from fcsd.plan.model import packaged_config
 from fcsd.serve.vllm.support import LOST
 
+# GPUs, GiB of each and the length of a row, for adapters beside the NF4 weights of ``IN_NF4``, half of it converted
+NF4_ON = ((2, 48, 4096), (2, 48, 1024), (4, 24, 1024), (1, 80, 4096))
+IN_NF4 = "meta-llama/Llama-3.3-70B-Instruct"
+NF4_RUN = (
+    "train.adapter={rank: 64, layers: converted, base: nf4}", "optim.train=[]", "train.tokens=100e6",
+    "train.micro_batch_size=1", "parallel.zero_stage=1",
+)  # fmt: skip
 ADVISED = "meta-llama/Llama-3.1-8B-Instruct"  # of which fcsd has the config, so that no hub is asked
 
 _LOAD, _SLOW = "serve_vllm_load_slow_2xh100.json", "serve_vllm_8b_slow_2xh200.json"
 _HOST, _TTFT = "host_sums_2xh200.json", "loads/0.6/first_p50"
+_INT4 = "quantised_smollm2_1xh200.jsonl"
 _TURNS, _SHORT = "vllm_turns_8b_16_2xh200.json", "first tokens of 16 x 512"
 # What README tells of speed: the situation, the raw file, the place of the ratio in it (or of two times, the first of
 # which is divided by the second), and what it is compared with.
@@ -84,6 +95,7 @@ def page_blocks(root: Path) -> dict[str, dict[str, str]]:
     return {
         "README.md": {"advise": advised(), "situations": situations(root)},
         "docs/quality.md": {"losses": lost_points()},
+        "docs/quantised_models.md": {"int4": int4(root), "nf4": in_nf4()},
         "docs/serving.md": {"refused": refused(), "served types": served_types()},
         "benchmarks/results/all_reduce.md": {"turns": turns(root)},
         "benchmarks/results/host_goals.md": {"goals": goals(root)},
@@ -103,6 +115,30 @@ def advised() -> str:
         raise ValueError(done.output)
     command = " ".join(f'"{word}"' if " " in word else word for word in words)
     return f"```text\n# fcsd {command}\n{done.stdout}```\n"
+
+
+def int4(root: Path) -> str:
+    """How far each form of SmolLM2-135M that was measured is from the original."""
+    lines = (root / real.RESULTS / _INT4).read_text().splitlines()
+    return quantised.table([json.loads(line) for line in lines]) + "\n"
+
+
+def in_nf4() -> str:
+    """What `fcsd plan` counts for adapters beside a model's weights in NF4, on several sorts of GPUs."""
+    body = []
+    with tempfile.TemporaryDirectory() as folder:
+        config = packaged_config(IN_NF4)
+        if config is None:
+            raise ValueError(f"fcsd has no config of {IN_NF4}")
+        config.save_pretrained(folder)
+        for gpus, memory, length in NF4_ON:
+            changes = (f"model={folder}", *NF4_RUN, f"data.seq_len={length}")
+            plan = plan_run(load_recipe("llama3.3-70b-ladder", list(changes)).recipe, Hardware(gpus, memory=memory))
+            whole, held = (f"{size / GIB:.1f}" for size in (plan.memory.total, plan.memory.peak.weights))
+            hours = f"{plan.speed.hours:.1f}" if plan.memory.fits else ""
+            body.append([f"{gpus} x {memory} GB", f"{length}", whole, held, "yes" if hours else "no", hours])
+    head = ["GPUs", "`data.seq_len`", "GiB of each", "weights", "fits", "hours, were they H200s"]
+    return table(head, body, left=1) + "\n"
 
 
 def situations(root: Path) -> str:

@@ -128,7 +128,9 @@ def _gptq(
 ) -> Callable[[torch.Tensor], Tensors]:
     def quantise(value: torch.Tensor) -> Tensors:
         columns = value.shape[1]
-        order = torch.randperm(columns) if ordered else torch.arange(columns)
+        # One order for all that read the same input, as GPTQ makes it: vLLM joins such matrices, and keeps one.
+        own = torch.Generator().manual_seed(columns)
+        order = torch.randperm(columns, generator=own) if ordered else torch.arange(columns)
         codes, zeros, scales = _in_groups(value[:, order], bits, group, symmetric)
         back = order.argsort()
         held = {"qweight": packed(codes[:, back], bits).T, "scales": scales.T.half(), "g_idx": (back // group).int()}
@@ -198,6 +200,7 @@ def methods(
     fp4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
     fp4["scale_dtype"] = "torch.float8_e4m3fn"
     gptq = {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": False, "sym": False}
+    auto_round = {"quant_method": "auto-round", "bits": 4, "group_size": group, "sym": True, "data_type": "int"}
     return {
         "packed": (_pack(True, group), _compressed("pack-quantized", **four, symmetric=True)),
         "packed_zero_points": (_pack(False, group), _compressed("pack-quantized", **four, symmetric=False)),
@@ -232,6 +235,8 @@ def methods(
             {**gptq, "desc_act": True, "sym": True},
         ),
         "gptq_8_bits": (_gptq(8, 1, group), {**gptq, "bits": 8}),
+        "auto_round": (_gptq(4, 1, group, symmetric=True), {**auto_round, "packing_format": "auto_round:auto_gptq"}),
+        "auto_round_awq": (_awq(group), {**auto_round, "sym": False, "packing_format": "auto_round:auto_awq"}),
         "modelopt_fp8": (
             _float8(0, 0, "weight_scale", torch.float32),
             {"quant_method": "modelopt", "quant_algo": "FP8"},

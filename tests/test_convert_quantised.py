@@ -92,6 +92,25 @@ def test_off_is_off_through_the_modules_of_the_method(method: str, arch: str, tm
         assert difference == 0
 
 
+def test_layers_of_auto_round_with_settings_of_their_own(tmp_path: Path) -> None:
+    """By name and by pattern: one layer as it is, and an MLP in eight bits."""
+    path = quantised.write_by("auto_round", "llama", tmp_path / "model")
+    four = load_model(path).state_dict()
+    eight = quantised.write_by("gptq_8_bits", "llama", tmp_path / "eight")
+    plain, layer, mlp = tiny.model("llama").state_dict(), "model.layers.1.self_attn.o_proj", "model.layers.2.mlp."
+    whole = {name: t for name, t in load_file(path / SINGLE).items() if not name.startswith((layer, mlp))}
+    whole |= {name: t for name, t in load_file(eight / SINGLE).items() if name.startswith(mlp)}
+    save_file(whole | {f"{layer}.weight": plain[f"{layer}.weight"].bfloat16()}, path / SINGLE)
+    config = json.loads((path / "config.json").read_text())
+    own = {layer: {"bits": 16}, r".*layers\.2\.mlp\..*": {"bits": 8, "sym": False}}
+    config["quantization_config"]["extra_config"] = own
+    (path / "config.json").write_text(json.dumps(config))
+    found, expected = load_model(path).state_dict(), load_model(eight).state_dict()
+    for name, tensor in found.items():
+        right = expected[name] if name.startswith(mlp) else four[name]
+        assert torch.equal(tensor, plain[name].bfloat16() if name.startswith(layer) else right), name
+
+
 def test_several_schemes_in_one_config(tmp_path: Path) -> None:
     """MLPs in four bits and attention in eight, one group for each; a name counts before a class."""
     path = quantised.write_by("packed", "llama", tmp_path / "model")

@@ -245,7 +245,7 @@ beside)
     ;;
 quantised)
     job dense $serve llama-awq/{bfloat16/eager/marlin,float16/eager} llama-w4a16/bfloat16/eager/marlin \
-        llama-nvfp4a16/bfloat16/eager llama-fp8-dynamic/bfloat16/eager/marlin
+        llama-nvfp4a16/bfloat16/eager llama-fp8-dynamic/bfloat16/eager/marlin llama-auto-round/bfloat16/eager
     job gptq $serve llama-gptq/{bfloat16/eager/marlin,float16/eager} llama-gptq-ordered/bfloat16/eager/{,marlin} \
         llama-w8a8/bfloat16/eager
     job experts $serve qwen3_moe-{awq,w4a16,gptq}/bfloat16/eager/marlin qwen3_moe-awq/float16/eager

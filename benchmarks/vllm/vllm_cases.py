@@ -185,7 +185,7 @@ FP8_SIZES: dict[str, Any] = dict(
 # the end of a case's name -> a method of tests/quantised.py.
 STORED = {
     "w4a16": "packed", "awq": "awq", "gptq": "gptq_symmetric", "gptq-ordered": "gptq_symmetric_ordered",
-    "w8a8": "int8", "fp8-dynamic": "float8_dynamic", "nvfp4a16": "nvfp4",
+    "auto-round": "auto_round", "w8a8": "int8", "fp8-dynamic": "float8_dynamic", "nvfp4a16": "nvfp4",
 }  # fmt: skip
 QUANTISED = {f"{arch}-{end}": method for arch in ("llama", "qwen3_moe") for end, method in STORED.items()}
 # vLLM joins matrices that read the same, and has one scale for a whole matrix of NVFP4 then.
@@ -437,6 +437,8 @@ def scheme(case: str, model: Any) -> tuple[Any, dict[str, Any]]:
     routers = [name for name, _ in model.named_modules() if name.endswith("mlp.gate")]
     if block["quant_method"] == "compressed-tensors":
         block["ignore"] += routers
+    elif block["quant_method"] == "auto-round":
+        block["extra_config"] = {name: {"bits": 16} for name in routers}
     elif routers:
         block["modules_to_not_convert"] = routers
     return stored, block

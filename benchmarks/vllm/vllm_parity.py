@@ -288,12 +288,15 @@ def answered(
 def judged(paths: dict[str, Path], plan: Row, given: list[Answer], reduce: str) -> Row:
     """Compare answers with transformers; see ``compare``. ``reduce`` is what the plugin was told to sum by."""
     import torch
-    from vllm_rounded import round_inputs, round_sums, round_to_fp8
+    from vllm_rounded import round_inputs, round_sums, round_to_fp8, round_zero_points
 
     case, role, dtype = plan["case"], plan["role"], plan["dtype"]
     references = {name: reference(path) for name, path in paths.items()}
     half = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(dtype)
-    rounded = reference(paths[role]).to(half) if half and case not in FP8 else None
+    rounded = reference(paths[role]) if half and case not in FP8 else None
+    if rounded is not None and QUANTISED.get(case) == "awq" and plan["kernels"] != "marlin":
+        round_zero_points(rounded, paths["original"], half)
+    rounded = rounded if rounded is None else rounded.to(half)
     if (to := ROUNDED_INPUTS.get(QUANTISED.get(case, ""))) and plan["kernels"] != "marlin":
         round_inputs(rounded, getattr(torch, to))
     if dtype == "fp8":

@@ -5,17 +5,23 @@ sub-block with zeros in place of the other ranks' part of that weight. Each rank
 torch, and the results are added in float32 in the order of the ranks (``fcsd.parallel.all_reduce.quantised``).
 """
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn, zeros_like
 
 from fcsd.kernels.bit_split import Format, decode, encode
 from fcsd.models.build import arch_of, decoder_layers, wiring_of
+from fcsd.models.quantised.decode import quantised_weights
+from fcsd.models.quantised.method import read_method
+from fcsd.models.quantised.values import dequantise
 from fcsd.models.schedule import Step, kind_of, layer_plans
 from fcsd.models.wiring import Parts, mixer, mlp_of, shared_of
 from fcsd.models.wiring_block import Blocks
@@ -78,6 +84,29 @@ def round_inputs(model: Any, dtype: torch.dtype) -> None:
             module.register_forward_pre_hook(lambda module, given: (rounded(given[0]), *given[1:]))
         elif name.endswith(".experts"):
             module.forward = partial(_experts, module, rounded)
+
+
+def round_zero_points(model: Any, path: Path, dtype: torch.dtype) -> None:
+    """Let the linear layers of a decoded model with zero points round as vLLM's Machete kernels do, in place.
+
+    These add the product of scale and zero point, which is rounded, to that of scale and code. Experts, which Marlin
+    kernels compute, stay.
+
+    Args:
+        path: the checkpoint, in AWQ and one file.
+        dtype: of the products, and of the scales.
+    """
+    files = load_file(path / "model.safetensors")
+    method = read_method(json.loads((path / "config.json").read_text())["quantization_config"], path)
+    modules = dict(model.named_modules())
+    for weight in quantised_weights(method, files):
+        if not isinstance(layer := modules.get(weight.name.removesuffix(".weight")), nn.Linear):
+            continue
+        stored = {suffix: files[name] for suffix, name in weight.tensors.items()}
+        stored["scales"] = stored["scales"].to(dtype).float()
+        products = dequantise(weight.scheme, stored | {"qzeros": zeros_like(stored["qzeros"])}, torch.float32)
+        offsets = dequantise(weight.scheme, stored | {"qweight": zeros_like(stored["qweight"])}, torch.float32)
+        layer.weight.data = products + offsets.to(dtype).float()
 
 
 def _experts(module: Any, rounded: Callable[[Tensor], Tensor], x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ and a pair is used if the logits stay the same when its tensors are scaled so.
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -66,7 +67,7 @@ def check_method(name: str | None, calibration: Path | None) -> None:
     """Refuse what cannot be done, before anything is read.
 
     Raises:
-        ConfigError: the method is unknown, needs a text and has none, or has one and needs none; or AWQ has no GPU.
+        ConfigError: the method is unknown, needs a text and has none, or has one and needs none.
     """
     if name is None:
         if calibration is not None:
@@ -79,8 +80,6 @@ def check_method(name: str | None, calibration: Path | None) -> None:
         raise ConfigError(f"--quantise {name} reads no text", "Leave out --calibration.")
     if reads == "always" and calibration is None:
         raise ConfigError(f"--quantise {name} needs a text", "Give one by --calibration FILE.")
-    if name == "AWQ" and not torch.accelerator.is_available():
-        raise ConfigError("llm-compressor's AWQ needs a GPU", "Use --quantise W4A16, which calibrates by GPTQ.")
 
 
 def quantise_directory(
@@ -173,7 +172,22 @@ def quantise_model(model: PreTrainedModel, source: Path, name: str, rows: Sequen
     model.config._name_or_path = str(source)  # where llm-compressor looks for a config, although it has the model
     steps = _modifiers(model, name, bool(rows))
     # The model's code is fcsd's, but llm-compressor asks by the name of a directory whether remote code may run.
-    oneshot(model=model, recipe=steps, processor=load_tokenizer(source), trust_remote_code_model=True, **data)
+    with _nothing_pinned():
+        oneshot(model=model, recipe=steps, processor=load_tokenizer(source), trust_remote_code_model=True, **data)
+
+
+@contextmanager
+def _nothing_pinned() -> Iterator[None]:
+    """Let llm-compressor's AWQ pin no memory where there is no GPU to which it would be copied: it would fail."""
+    from llmcompressor.pipelines.cache import IntermediatesCache  # pyright: ignore[reportMissingImports]
+
+    pin = IntermediatesCache.pin_memory
+    if not torch.accelerator.is_available():
+        IntermediatesCache.pin_memory = lambda *_: None
+    try:
+        yield
+    finally:
+        IntermediatesCache.pin_memory = pin
 
 
 def _modifiers(model: PreTrainedModel, name: str, calibrated: bool) -> list[Any]:

@@ -108,11 +108,17 @@ class Plan:
 
         Adapters are named first. They train less, so it also names the cheapest change that trains as much.
         """
-        if self.adapted is None:
-            return self._full_training()
+        found = self._full_training()
+        if self.adapted is not None:
+            found = (
+                f"it fits with adapters in place of a second copy and of all optimizer states: "
+                f"{self.described(self.adapted)}; to train all weights, {found}"
+            )
+        if self.method is None:
+            return found
         return (
-            f"it fits with adapters in place of a second copy and of all optimizer states: "
-            f"{self.described(self.adapted)}; to train all weights, {self._full_training()}"
+            f"{found}; training decodes the {self.method}, so they take what the bf16 release takes; beside that "
+            "release, adapters of a dense model have train.adapter.base: nf4"
         )
 
     def _full_training(self) -> str:

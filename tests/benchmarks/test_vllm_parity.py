@@ -130,6 +130,27 @@ def test_the_verdict_on_quantised_weights_knows_what_is_rounded(folder, case):
     assert verdicts["converted"]["right"] and not verdicts["original"]["right"]
 
 
+def test_zero_points_are_rounded_as_machete_rounds_them(folder):
+    """By hand for one group: its products with the codes, and that with the zero point in float16."""
+    import vllm_parity
+    import vllm_rounded
+    from safetensors.torch import load_file
+
+    path = vllm_parity.made(folder, "llama-awq")["original"]
+    exact, model, tensors = (
+        vllm_parity.reference(path),
+        vllm_parity.reference(path),
+        load_file(path / "model.safetensors"),
+    )
+    vllm_rounded.round_zero_points(model, path, torch.float16)
+    whole, found = (one.model.layers[1].mlp.down_proj.weight.data for one in (exact, model))
+    name = "model.layers.1.mlp.down_proj"
+    codes, zeros = tensors[f"{name}.qweight"][256:384, 1] & 15, tensors[f"{name}.qzeros"][2, 1] & 15  # of row 8
+    scale = tensors[f"{name}.scales"][2, 8].float()
+    expected = codes * scale - (zeros * scale).half().float()
+    assert (found[8, 256:384] - expected).abs().max() < 1e-6 < (found - whole).abs().max()
+
+
 def test_experts_one_after_the_other_are_those_of_transformers(folder, monkeypatch):
     import vllm_parity
     import vllm_rounded

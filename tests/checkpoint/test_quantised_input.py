@@ -119,6 +119,15 @@ CONFIGS = [
     ("packed", {"format": "marlin-24"}, "'compressed-tensors' (marlin-24, 4-bit integers by group) is not supported"),
     ("packed", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config (sparse-24-bitmask)"),
     ("awq", {"version": "gemv"}, "'awq' (4 bits, version gemv, zero_point True) is not supported"),
+    (
+        "auto_round",
+        {"packing_format": "auto_round:llm_compressor", "data_type": "mx_fp"},
+        "'auto-round' (packing_format auto_round:llm_compressor, data_type mx_fp, act_bits 16) is not supported",
+    ),
+    ("auto_round", {"act_bits": 8}, "data_type int, act_bits 8) is not supported"),
+    ("auto_round", {"rotation_config": {"type": "hadamard"}}, "act_bits 16, rotation_config) is not supported"),
+    ("auto_round_awq", {"bits": 8}, "'auto-round' (8 bits, auto_round:auto_awq) is not supported"),
+    ("auto_round", {"extra_config": {LAYER: {"bits": 16}}}, f"{LAYER}.weight: the files hold it quantised"),
 ]
 
 
@@ -183,7 +192,7 @@ def test_what_is_not_read_names_its_algorithm_and_a_way_out(tmp_path: Path) -> N
         with pytest.raises(BadInputError, match="quantisation 'bitsandbytes' is not supported") as refused:
             inspect_checkpoint(path)
         assert "Look for Qwen3-8B in bf16" in (refused.value.hint or "")
-        assert "Supported: awq, compressed-tensors," in (refused.value.hint or "")
+        assert "Supported: auto-round, awq, compressed-tensors," in (refused.value.hint or "")
 
 
 def test_the_line_of_the_hint_writes_a_copy_in_bf16(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 Each case has the ``quantization_config`` of a checkpoint in the file's metadata, the tensors as files have them, and
 what the library makes of them. It was run with compressed-tensors 0.20.1, GPTQModel 7.7.0 (unpacked source), AutoAWQ
-0.2.9 and Model Optimizer 0.47.0 in a folder SITE of their own, on a CPU:
+0.2.9, Model Optimizer 0.47.0 and AutoRound 0.15.1 in a folder SITE of their own, on a CPU:
 
     PYTHONPATH=SITE:SITE/gptqmodel-7.7.0 python tests/data/quantised_by_libraries.py
 """
@@ -125,6 +125,28 @@ def modelopt() -> None:
     keep("modelopt_nvfp4", {"quantization": {"quant_algo": "NVFP4", "group_size": 16}}, stored, values)
 
 
+def auto_round(case: str, bits: int, packing: str) -> None:
+    """A matrix by AutoRound's own packer. Its layer, asked for the rows of an identity, says what it decodes."""
+    from auto_round.export.export_to_autoround.export import dynamic_import_quant_linear_for_packing
+
+    rows = 64  # it packs 32 at a time
+    random = torch.Generator().manual_seed(len(CONFIGS))
+    linear = torch.nn.Linear(COLUMNS, rows, bias=False)
+    linear.weight.data = torch.randn(rows, COLUMNS, generator=random) * 0.1
+    scales = torch.rand(rows, COLUMNS // 32, generator=random) * 0.01 + 0.03
+    zeros = torch.randint(1, 2**bits, (rows, COLUMNS // 32), generator=random).float()
+    kind: Any = dynamic_import_quant_linear_for_packing(packing, bits, 32, False)
+    layer = kind(bits, 32, COLUMNS, rows, False)
+    low, high = -zeros * scales, (2**bits - 1 - zeros) * scales  # its tuning keeps values inside of these
+    linear.weight.data.clamp_(low.repeat_interleave(32, 1), high.repeat_interleave(32, 1))
+    layer.device = "cpu"  # where it packs
+    layer.pack(linear, scales, zeros.clone())
+    stored = {name: getattr(layer, name) for name in ("qweight", "qzeros", "scales", "g_idx") if hasattr(layer, name)}
+    config = {"quant_method": "auto-round", "bits": bits, "group_size": 32, "sym": False, "data_type": "int"}
+    layer.post_init()
+    keep(case, {**config, "packing_format": packing}, stored, layer(torch.eye(COLUMNS).half()).T)
+
+
 def main() -> None:
     four = {"num_bits": 4, "type": "int"}
     grouped = {**four, "strategy": "group", "group_size": 32}
@@ -154,6 +176,10 @@ def main() -> None:
     gptq("gptq_one_group", 4, -1, "gptq", False)
     gptq("gptq_8_bits", 8, 32, "gptq", True)
     modelopt()
+    auto_round("auto_round", 4, "auto_round:auto_gptq")
+    auto_round("auto_round_gptqmodel", 4, "auto_round:gptqmodel")
+    auto_round("auto_round_3_bits", 3, "auto_round:auto_gptq")
+    auto_round("auto_round_own", 8, "auto_round")
     target = Path(__file__).with_suffix(".safetensors")
     save_file(TENSORS, target, metadata={case: json.dumps(config) for case, config in CONFIGS.items()})
     print(f"{target}: {len(CONFIGS)} cases")

@@ -135,12 +135,14 @@ def text(tmp_path: Path) -> Path:
     [
         ("llama", "W4A16", True),
         ("llama", "W4A16", False),
+        ("llama", "AWQ", True),
         ("llama", "W8A8", True),
         ("llama", "FP8_DYNAMIC", False),
         ("llama", "FP8_BLOCK", False),
         ("llama", "NVFP4A16", False),
         ("gemma3_text", "W8A8", True),
         ("qwen3_moe", "W4A16", True),
+        ("qwen3_moe", "AWQ", True),
         ("qwen3_moe", "FP8_DYNAMIC", False),
     ],
 )

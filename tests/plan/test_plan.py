@@ -475,6 +475,16 @@ def test_a_model_that_no_setting_fits_is_told_how_many_gpus_it_takes(tmp_path):
     assert found == pytest.approx(held / usable, rel=0.1) and "seq_len" not in run.stderr
 
 
+def test_a_quantised_model_that_does_not_fit_is_told_that_training_decodes_it(tmp_path):
+    SHAPES["llama3-70b"](80).save_pretrained(tmp_path)
+    block = quantised.methods(128)["awq"][1]
+    config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": block}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    run = CliRunner().invoke(app, ["plan", str(tmp_path), "--gpus", "4", "--gpu-mem", "24"])
+    assert run.exit_code == 8 and "training decodes the 4-bit integers in groups of 128 (awq)" in run.stderr
+    assert "train.adapter.base: nf4" in run.stderr
+
+
 def test_the_files_of_a_quantised_model_are_told_beside_what_is_in_memory(tmp_path):
     quantised.write_by("awq", "llama", tmp_path)
     command = ["plan", str(tmp_path), "--set", "data.seq_len=128"]

@@ -270,6 +270,37 @@ def _gptq(block: dict[str, Any]) -> Method:
     return _made("gptq", [*rules, Rule(EVERY, scheme(block))], ignore)
 
 
+# How AutoRound packs -> what is added to zero points as GPTQ packs them; None where it packs as AWQ does.
+_PACKED = {"auto_round:auto_gptq": 1, "auto_round:gptqmodel": 0, "auto_round": 0, "auto_round:auto_awq": None}
+
+
+def _auto_round(block: dict[str, Any]) -> Method:
+    packing = block.get("packing_format", "auto_round:auto_gptq")
+    inputs = block.get("act_bits") or 16
+    if packing not in _PACKED or block.get("data_type", "int") != "int" or inputs < 16 or block.get("rotation_config"):
+        told = (
+            f"packing_format {_short(packing)}, data_type {_short(block.get('data_type'))}, act_bits {_short(inputs)}"
+        )
+        told += ", rotation_config" if block.get("rotation_config") else ""
+        raise _Unsupported(
+            f"quantisation 'auto-round' ({told}) is not supported; integers packed as by GPTQ or AWQ are"
+        )
+
+    def scheme(settings: dict[str, Any]) -> Scheme:
+        bits, groups, offset = settings["bits"], _groups(settings["group_size"]), _PACKED[packing]
+        if bits not in ((2, 3, 4, 8) if offset is not None else (4,)):
+            raise _Unsupported(f"quantisation 'auto-round' ({_short(bits)} bits, {packing}) is not supported")
+        if offset is None:
+            return Scheme("awq", bits, groups, symmetric=False)
+        return Scheme("gptq", bits, groups, symmetric=False, offset=offset)
+
+    rules = []
+    for name, own in (block.get("extra_config") or {}).items():  # settings of single layers, by name or by pattern
+        target = f"re:.*(?:{name})" if set(name) & set("*+?^$()[]{}|\\") else name
+        rules.append(Rule((target,), None if (own.get("bits") or block["bits"]) >= 16 else scheme(block | own)))
+    return _made("auto-round", [*rules, Rule(EVERY, scheme(block))], None)
+
+
 def _fp8(block: dict[str, Any]) -> Method:
     for key, usual in (("expert_dtype", ("fp8",)), ("fmt", ("e4m3", "float8_e4m3fn"))):
         if block.get(key) not in (None, *usual):
@@ -310,6 +341,7 @@ def _modelopt(block: dict[str, Any]) -> Method:
 
 _READERS: dict[Any, Callable[[dict[str, Any]], Method]] = {
     "compressed-tensors": _compressed,
+    "auto-round": _auto_round,
     "awq": _awq,
     "gptq": _gptq,
     "fp8": _fp8,

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import quantised
 import runs
+import tiny
 import torch
 from runs import train
 from safetensors.torch import load_file
@@ -38,6 +39,20 @@ def test_adapters_train_beside_the_decoded_weights(method: str, folder: Path, tm
             expected = weight + trained[f"{path}.lora_B.weight"] @ trained[f"{path}.lora_A.weight"]
             assert not torch.equal(final[name], weight)
         torch.testing.assert_close(final[name], expected.to(final[name].dtype))
+
+
+@pytest.mark.parametrize(("method", "exact"), [("packed", True), ("nvfp4", True), ("int8", False)])
+def test_modules_that_round_what_they_read_lose_the_gradient(method: str, exact: bool, tmp_path: Path) -> None:
+    """Why training decodes: transformers' own modules pass no gradient where they round activations."""
+    base = quantised.write_by(method, "llama", tmp_path)
+    found = []
+    for decode in (True, False):
+        model: Any = load_model(base, decode=decode).requires_grad_(False)
+        embedded = model.get_input_embeddings()(tiny.tokens()).requires_grad_()
+        model(inputs_embeds=embedded, use_cache=False).logits[..., :7].float().square().mean().backward()
+        found.append(embedded.grad.float())
+    missing = (found[0] - found[1]).norm() / found[0].norm()
+    assert missing == 0 if exact else missing > 0.5
 
 
 def test_weights_are_decoded_where_a_library_could_compute_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
