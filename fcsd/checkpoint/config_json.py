@@ -33,7 +33,10 @@ _MAX_VALUES = 100_000  # transformers copies all of them dozens of times; a conf
 # Key, at any depth -> the condition that its value must satisfy, in words. No tensor confirms these values. With a
 # value that violates its condition, transformers uses up the memory, or computes something that fcsd cannot read.
 _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("dtype", "torch_dtype"), (lambda value: _is_dtype(value), f"one of {', '.join(_DTYPES)}")),
+    **dict.fromkeys(
+        ("dtype", "torch_dtype"),
+        (lambda value: str(value).removeprefix("torch.") in _DTYPES, f"one of {', '.join(_DTYPES)}"),
+    ),
     "num_labels": (
         lambda value: type(value) is int and 0 <= value <= _MAX_LABELS,
         f"a whole number from 0 to {_MAX_LABELS}",
@@ -149,10 +152,6 @@ def _check_values(raw: dict[str, Any], where: Path) -> None:
         # transformers would read the file named here instead of the ones that are checked.
         if key == WEIGHTS_FILE and value != REFUSAL:
             raise BadInputError(f"{where}: {quoted(key)} names weights of its own", "Remove the key.")
-
-
-def _is_dtype(value: Any) -> bool:
-    return isinstance(value, str) and value.removeprefix("torch.") in _DTYPES
 
 
 def check_type(config: CheckpointConfig, where: Path) -> None:
