@@ -52,17 +52,11 @@ def losses() -> tuple[Loss, ...]:
     return tuple(Loss(**row) for row in json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8")))
 
 
-def nearest(parameters: float, moe: bool, share: float | None = None, count: int = 3) -> Sequence[Loss]:
-    """The rows nearest to a model: with experts or without, then by size, then by the share of the layers.
-
-    Args:
-        parameters: of the model, all of them.
-        share: of the layers that would be converted; None where every share is of interest.
-    """
+def nearest(parameters: float, moe: bool) -> Sequence[Loss]:
+    """The three rows nearest to a model of so many parameters: with experts or without, by size, then by tokens."""
 
     def distance(row: Loss) -> tuple[float, float]:
         other = (row.active_b < row.parameters_b) != moe
-        far = abs(math.log(row.parameters_b * 1e9 / parameters)) + 2 * other
-        return far + (0.0 if share is None else 2 * abs(row.share - share)), row.tokens_b
+        return abs(math.log(row.parameters_b * 1e9 / parameters)) + 2 * other, row.tokens_b
 
-    return sorted(losses(), key=distance)[:count]
+    return sorted(losses(), key=distance)[:3]

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from fcsd.parallel.machine import Machine
 
 Points = Sequence[tuple[float, float]]  # (bytes, seconds), ascending
@@ -55,12 +57,8 @@ class Sums(NamedTuple):
         (first, fastest), (last, slowest) = points[0], points[-1]
         if size <= first:
             return fastest
-        if size >= last:
-            return fastest + (slowest * size / last - fastest) * scale
-        above = next(n for n, (at, _) in enumerate(points) if at >= size)
-        (low, short), (high, long) = points[above - 1], points[above]
-        place = math.log(size / low) / math.log(high / low)
-        return fastest + (math.exp(math.log(short) + place * math.log(long / short)) - fastest) * scale
+        found = slowest * size / last if size >= last else math.exp(np.interp(math.log(size), *np.log(points).T))
+        return fastest + (found - fastest) * scale
 
     def of(self, method: str, ranks: int) -> Callable[[float], float]:
         """``seconds`` of one method and number of ranks; never slower than vLLM's own choice, which ``auto`` keeps."""

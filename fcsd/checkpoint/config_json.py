@@ -19,7 +19,7 @@ from fcsd.models.arch import Arch
 from fcsd.models.archs import ARCHS
 from fcsd.models.config_keys import EXPERT_COUNTS, EXPERTS_PER_TOKEN, PREFIX, REFUSAL, WEIGHTS_FILE
 from fcsd.models.export_template import CODE_FILES, auto_map
-from fcsd.models.products import family, nearest, supported, unsupported
+from fcsd.models.products import unknown_type, unsupported
 from fcsd.models.quantised.method import MODELOPT_FILE, Method, read_method
 from fcsd.models.selection import layers_text
 from fcsd.models.wiring_block import Wiring
@@ -33,7 +33,10 @@ _MAX_VALUES = 100_000  # transformers copies all of them dozens of times; a conf
 # Key, at any depth -> the condition that its value must satisfy, in words. No tensor confirms these values. With a
 # value that violates its condition, transformers uses up the memory, or computes something that fcsd cannot read.
 _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("dtype", "torch_dtype"), (lambda value: _is_dtype(value), f"one of {', '.join(_DTYPES)}")),
+    **dict.fromkeys(
+        ("dtype", "torch_dtype"),
+        (lambda value: str(value).removeprefix("torch.") in _DTYPES, f"one of {', '.join(_DTYPES)}"),
+    ),
     "num_labels": (
         lambda value: type(value) is int and 0 <= value <= _MAX_LABELS,
         f"a whole number from 0 to {_MAX_LABELS}",
@@ -151,10 +154,6 @@ def _check_values(raw: dict[str, Any], where: Path) -> None:
             raise BadInputError(f"{where}: {quoted(key)} names weights of its own", "Remove the key.")
 
 
-def _is_dtype(value: Any) -> bool:
-    return isinstance(value, str) and value.removeprefix("torch.") in _DTYPES
-
-
 def check_type(config: CheckpointConfig, where: Path) -> None:
     """Check that fcsd has the model's type.
 
@@ -166,11 +165,7 @@ def check_type(config: CheckpointConfig, where: Path) -> None:
     if has_gated_attention(config.raw) and (config.rewired is None or row is None or row.blocks.gated is None):
         raise BadInputError(f"{where}: {GATED_ATTENTION}", "Convert a model whose attention transformers implements.")
     if row is None:
-        raise BadInputError(
-            f"{where}: model_type {quoted(config.model_type)}{family(config.model_type)} is not supported"
-            + nearest(config.model_type, config.raw.get("architectures") or ()),
-            f"Supported: {supported()}. docs/adding_an_architecture.md says how to add one.",
-        )
+        raise unknown_type(config.model_type, config.raw.get("architectures"), f"{where}: ")
     text = config.text.get("model_type")
     if unsupported(row, text):
         raise BadInputError(f"{where}: {unsupported(row, quoted(str(text)))}")

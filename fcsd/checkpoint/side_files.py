@@ -5,7 +5,7 @@ an ``auto_map`` of an original is removed from the files that hold one.
 """
 
 import json
-from collections.abc import Iterator, Set
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +69,8 @@ def without_code(files: dict[str, Path]) -> dict[str, str]:
     for name, file in files.items():
         if name in _MAY_NAME_CODE:
             content = read_object(file)
-            if list(_auto_maps(content)):
-                texts[name] = json.dumps(_stripped(content), indent=2) + "\n"
+            if (plain := _stripped(content)) != content:
+                texts[name] = json.dumps(plain, indent=2) + "\n"
     return texts
 
 
@@ -81,7 +81,7 @@ def refuse_code(path: Path) -> None:
         BadInputError: a file holds an ``auto_map``.
     """
     for name in _MAY_NAME_CODE:
-        if (path / name).exists() and list(_auto_maps(read_object(contained(path, name)))):
+        if (path / name).exists() and (content := read_object(contained(path, name))) != _stripped(content):
             raise BadInputError(
                 f"{path / name}: auto_map asks for code of its own to be run",
                 "With --trust-remote-code fcsd accepts the checkpoint. It never runs that code: it uses the classes of "
@@ -105,30 +105,17 @@ def refuse_foreign_code(path: Path, own_map: dict[str, str], own_files: Set[str]
         content = read_object(contained(path, name))
         if name == "config.json" and content.get("auto_map") == own_map:
             del content["auto_map"]
-        if list(_auto_maps(content)):
+        if content != _stripped(content):
             raise BadInputError(f"{path / name}: auto_map names code that is not fcsd's", hint)
     for entry in sorted(path.iterdir()):
         if entry.name.endswith(_CODE) and entry.name not in own_files:
             raise BadInputError(f"{path}: {quoted(entry.name)} is code that is not fcsd's", hint)
 
 
-def _auto_maps(root: Any) -> Iterator[Any]:
-    """The value of every key ``auto_map`` at any depth."""
-    stack = [root]
-    while stack:
-        value = stack.pop()
-        if isinstance(value, dict):
-            if value.get("auto_map") is not None:
-                yield value["auto_map"]
-            stack += value.values()
-        elif isinstance(value, list):
-            stack += value
-
-
 def _stripped(value: Any) -> Any:
-    """A JSON value without the keys ``auto_map``. Its depth was limited by the parser."""
+    """A JSON value without the keys ``auto_map`` that name something. Its depth was limited by the parser."""
     if isinstance(value, dict):
-        return {key: _stripped(item) for key, item in value.items() if key != "auto_map"}
+        return {key: _stripped(item) for key, item in value.items() if key != "auto_map" or item is None}
     if isinstance(value, list):
         return [_stripped(item) for item in value]
     return value

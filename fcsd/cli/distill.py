@@ -253,13 +253,19 @@ def plan(
 
     named = one_recipe(recipe, recipe_name)
     if (Path(named) / "config.json").is_file():
-        layers = ["init.wiring=null", "init.layers=all"] if _is_converted(Path(named)) else ["init.layers=50%"]
+        from fcsd.checkpoint import read_config
+
+        converted = read_config(Path(named), trust_remote_code=True).rewired is not None
+        layers = ["init.wiring=null", "init.layers=all"] if converted else ["init.layers=50%"]
         sets = [f"model={named}", *layers, *_OF_A_MODEL, *sets]
         named = _FOR_A_MODEL
         log.info("a model is planned as a recipe is: fcsd plan %s %s", named, " ".join(f"--set {one}" for one in sets))
     read = load_recipe(named, sets).recipe
     memory = None if gpu_mem is None else gpu_memory(gpu_mem)
-    _require_model(named, read)
+    if conversion := _conversion(named, read):  # another model need not be here, because a plan reads no weights
+        from fcsd.distill.inputs import require_model
+
+        require_model(read, conversion)
     gpus = gpus or math.ceil(read.parallel.ep_size * read.parallel.tp_size / nodes)
 
     from fcsd.plan import Hardware, plan_run, report
@@ -277,12 +283,6 @@ def plan(
 # How a model is planned without a recipe: the last half of its layers is healed on text that it wrote.
 _FOR_A_MODEL = "smollm2-135m-ladder"
 _OF_A_MODEL = ["train.micro_batch_size=1", "train.compile=false", "train.dtype=bf16"]
-
-
-def _is_converted(path: Path) -> bool:
-    from fcsd.checkpoint import read_config
-
-    return read_config(path, trust_remote_code=True).rewired is not None
 
 
 def _require_extras(recipe: "config.Recipe") -> None:
@@ -303,17 +303,6 @@ def _require_inputs(name: str, recipe: "config.Recipe") -> None:
     from fcsd.distill.inputs import require_inputs
 
     require_inputs(recipe, _conversion(name, recipe))
-
-
-def _require_model(name: str, recipe: "config.Recipe") -> None:
-    """Check that the model exists if the recipe says how to convert it first.
-
-    Other models need not be here, because a plan reads no weights.
-    """
-    from fcsd.distill.inputs import require_model
-
-    if conversion := _conversion(name, recipe):
-        require_model(recipe, conversion)
 
 
 def _conversion(name: str, recipe: "config.Recipe") -> str | None:

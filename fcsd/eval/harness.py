@@ -127,7 +127,8 @@ def evaluate_models(
     team = team or _torchrun_team(lockstep=engine.ep_size > 1, together_on_all=engine.backend == OWN)
     with preserved_rng(), load_tasks(chosen, mirror) as loaded_tasks:
         # What follows is refused before hours of work.
-        beside = [task.benchmark for task in loaded_tasks if isinstance(task, LoadedTask) and not _counts(task)]
+        lm_eval = [task.benchmark for task in loaded_tasks if isinstance(task, LoadedTask)]
+        beside = [one for one in lm_eval if not in_mean({"metric": one.metric, "beside": one.beside})]
         if verdict and len(beside) == len(loaded_tasks):
             raise ConfigError(
                 f"no task counts in the mean, of which a verdict is asked: {', '.join(b.column for b in beside)}",
@@ -135,7 +136,7 @@ def evaluate_models(
             )
         if any(benchmark.harness in (SANDBOX, EVALPLUS) for benchmark in chosen):
             team.on_first(lambda: find_sandbox(accept_unsafe_exec=accept_unsafe_exec))
-        lost = sum(isinstance(task, LoadedTask) and bool(task.benchmark.loss) for task in loaded_tasks)
+        lost = sum(bool(benchmark.loss) for benchmark in lm_eval)
         total = len(ordered) * (len(loaded_tasks) + lost + (text is not None))
         if team.leads:
             log.info("%s", announcement(len(ordered), loaded_tasks, text, limit))
@@ -165,28 +166,27 @@ def evaluate_models(
     return results
 
 
-def _counts(task: LoadedTask) -> bool:
-    return in_mean({"metric": task.benchmark.metric, "beside": task.benchmark.beside})
-
-
 def named_models(
     models: Sequence[str | Path | Loaded], baseline: str | Path | Loaded | None
 ) -> list[tuple[str, str | Loaded]]:
-    """The models in the order of their evaluation, the baseline first: their names and themselves. Each stands once.
+    """The models in the order of their evaluation, the baseline first: their short names and themselves. Each is once.
 
     Raises:
-        ConfigError: the same model is named twice, or the baseline is the only one: a verdict would be met unasked.
+        ConfigError: the same model is named twice, a model has the name of a file beside the results, or the baseline
+            is the only one: a verdict would be met unasked.
     """
-    first = [] if baseline is None else [_spelled(baseline)]
-    others = [model for model in map(_spelled, models) if model not in first]
+    each = [str(m) if isinstance(m, Path) else m for m in (*models, *([] if baseline is None else [baseline]))]
+    first = [] if baseline is None else [each.pop()]
+    others = [model for model in each if model not in first]
     if not others:
         raise ConfigError(f"--baseline {baseline}: is the only MODEL, too", "Name another MODEL or another baseline.")
-    each = [*first, *others]
-    return list(zip(names_of([_name(model) for model in each]), each, strict=True))
-
-
-def _name(model: str | Loaded) -> str:
-    return model.name if isinstance(model, Loaded) else model
+    each, taken = [*first, *others], Path(COMPARISON).stem
+    names = short_names([model.name if isinstance(model, Loaded) else model for model in each], (taken,))
+    if len(set(names)) < len(names):
+        raise ConfigError("the same model is named twice")
+    if taken in names:
+        raise ConfigError(f"a model cannot be called {taken!r}, which is a file beside the results", "rename it")
+    return list(zip(names, each, strict=True))
 
 
 def _path(model: str | Loaded) -> str | None:
@@ -218,10 +218,6 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
-
-
-def _spelled(model: str | Path | Loaded) -> str | Loaded:
-    return str(model) if isinstance(model, Path) else model
 
 
 @contextlib.contextmanager
@@ -285,18 +281,3 @@ def summary(result: Result) -> str:
     value, answers = " ± ".join(shown(result)), shown_answers(result)
     told = f"n={result['n']}, {result['seconds']} s" + (f", answers: {answers}" if answers else "")
     return f"{result['model']}  {result['column']}  {result['metric']} {value}  ({told})"
-
-
-def names_of(paths: Sequence[str]) -> list[str]:
-    """Short, distinct names of models; see ``short_names``.
-
-    Raises:
-        ConfigError: the same model is named twice, or a model has the name of a file beside the results.
-    """
-    taken = Path(COMPARISON).stem
-    names = short_names(paths, (taken,))
-    if len(set(names)) < len(names):
-        raise ConfigError("the same model is named twice")
-    if taken in names:
-        raise ConfigError(f"a model cannot be called {taken!r}, which is a file beside the results", "rename it")
-    return names

@@ -1,5 +1,6 @@
 """Held-out loss: the mean negative log-likelihood per token of documents that no model was trained on."""
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,15 +36,17 @@ class HeldOut:
             self.files = sorted(file for file in path.iterdir() if file.name.endswith(KINDS))
             if not self.files:
                 raise BadInputError(f"{path}: this folder has no file that ends with {', '.join(KINDS)}")
-        ids = [_token_ids(file) if file.suffix == ".parquet" and file.exists() else None for file in self.files]
-        parts = [part for part in ids if part is not None] or [read_texts(file) for file in self.files]
-        if len(parts) < len(self.files):
+        parts: list[list[Any]] = [read_texts(file, (COLUMN, IDS)) for file in self.files]
+        if len({type(part[0]) for part in parts}) > 1:
             raise BadInputError(f"{path}: some files of this folder have texts, and others token ids", "Part them.")
-        self.texts: list[str] | list[list[int]] = [document for part in parts for document in part]  # type: ignore
+        self.texts = [document for part in parts for document in part]
 
 
-def read_texts(path: Path) -> list[str]:
+def read_texts(path: Path, columns: Sequence[str] = (COLUMN,)) -> list[Any]:
     """The documents in the column ``text`` of a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file, without empty ones.
+
+    Args:
+        columns: of a ``.parquet`` file, the first of these that it has is read; ``input_ids`` holds lists of token ids.
 
     Raises:
         BadInputError: the file does not exist, is damaged, has another format or no text, or a row lacks the column; or
@@ -54,80 +57,57 @@ def read_texts(path: Path) -> list[str]:
     if not path.name.endswith(KINDS):
         raise BadInputError(f"{path}: a text file must be .jsonl, .jsonl.gz or .parquet")
     try:
-        texts = _of_parquet(path) if path.suffix == ".parquet" else _of_lines(path)
+        documents = _of_parquet(path, columns) if path.suffix == ".parquet" else _of_lines(path)
+        found = [document for document in documents if document]
     except (OSError, ValueError) as error:
         raise BadInputError(f"{path}: this text file cannot be read: {reason_of(error)}") from error
-    texts = [text for text in texts if text]
-    if not texts:
+    if not found:
         raise BadInputError(f"{path}: this file has no text")
-    return texts
+    return found
 
 
-def _of_parquet(path: Path) -> list[str]:
+def _of_parquet(path: Path, columns: Sequence[str]) -> Iterator[Any]:
     import pyarrow.parquet
 
-    texts: list[str] = []
-    total = 0
+    number = total = 0
     with open_input(path) as source:
         file = pyarrow.parquet.ParquetFile(source)
-        if COLUMN not in (names := file.schema_arrow.names):
+        names = file.schema_arrow.names
+        column = next((column for column in columns if column in names), None)
+        if column is None:
             raise BadInputError(f"{path} has no column {COLUMN!r}", f"Its columns are: {', '.join(names)}")
         # A text that repeats is stored once, so a small file can hold much: few rows are expanded at once.
-        for batch in file.iter_batches(batch_size=64, columns=[COLUMN]):
-            for text in batch.column(0).to_pylist():
-                number = len(texts) + 1
-                if text is not None and not isinstance(text, str):
-                    raise BadInputError(f"{path}: {COLUMN!r} of row {number} is not a text")
-                size = len((text or "").encode())
+        for batch in file.iter_batches(batch_size=64, columns=[column]):
+            for document in batch.column(0).to_pylist():
+                number += 1
+                if column == IDS:
+                    if not isinstance(document, list) or not all(type(one) is int and one >= 0 for one in document):
+                        raise BadInputError(f"{path}: {IDS!r} of row {number} is not a list of token ids")
+                    size = 4 * len(document)
+                else:
+                    if not isinstance(document, str | None):
+                        raise BadInputError(f"{path}: {COLUMN!r} of row {number} is not a text")
+                    size = len((document or "").encode())
+                    if size > LONGEST_TEXT:
+                        raise BadInputError(f"{path}: row {number} has over {LONGEST_TEXT:,} bytes", "Split it.")
                 total += size
-                if size > LONGEST_TEXT:
-                    raise BadInputError(f"{path}: row {number} has over {LONGEST_TEXT:,} bytes", "Split it.")
                 if total > MOST_TEXT:
                     raise BadInputError(f"{path}: holds more than {MOST_TEXT >> 20} MB of text", "Split the file.")
-                texts.append(text or "")
-    return texts
+                yield document
 
 
-def _token_ids(path: Path) -> list[list[int]] | None:
-    """The documents of a parquet file of token ids, without empty ones; None if it is no such file."""
-    import pyarrow.parquet
-
-    documents: list[list[int]] = []
-    total = 0
-    try:
-        with open_input(path) as source:
-            file = pyarrow.parquet.ParquetFile(source)
-            if COLUMN in (names := file.schema_arrow.names) or IDS not in names:
-                return None
-            for batch in file.iter_batches(batch_size=64, columns=[IDS]):
-                for ids in batch.column(0).to_pylist():
-                    if not isinstance(ids, list) or not all(type(one) is int and one >= 0 for one in ids):
-                        raise BadInputError(f"{path}: {IDS!r} of row {len(documents) + 1} is not a list of token ids")
-                    total += 4 * len(ids)
-                    if total > MOST_TEXT:
-                        raise BadInputError(f"{path}: holds more than {MOST_TEXT >> 20} MB of token ids", "Split it.")
-                    documents.append(ids)
-    except (OSError, ValueError):
-        return None  # reading it as text says what is wrong
-    if not any(documents):
-        raise BadInputError(f"{path}: this file has no token ids")
-    return [ids for ids in documents if ids]
-
-
-def _of_lines(path: Path) -> list[str]:
+def _of_lines(path: Path) -> Iterator[str]:
     # A text may hold U+2028 or U+0085, which ``splitlines`` would take for the end of a line.
-    lines = enumerate(read_lines(path), 1)
-    return [_text(line, number, path) for number, line in lines if line.strip()]
-
-
-def _text(line: bytes, number: int, path: Path) -> str:
-    try:
-        text = parse(line.decode(), measured=True)[COLUMN]
-    except (StrictJsonError, KeyError, TypeError) as error:
-        raise BadInputError(f"{path}:{number}: not a JSON object with a {COLUMN!r}") from error
-    if not isinstance(text, str):
-        raise BadInputError(f"{path}:{number}: {COLUMN!r} is not a text")
-    return text
+    for number, line in enumerate(read_lines(path), 1):
+        if not line.strip():
+            continue
+        try:
+            text = parse(line.decode(), measured=True)[COLUMN]
+        except (StrictJsonError, KeyError, TypeError) as error:
+            raise BadInputError(f"{path}:{number}: not a JSON object with a {COLUMN!r}") from error
+        if not isinstance(text, str):
+            raise BadInputError(f"{path}:{number}: {COLUMN!r} is not a text")
+        yield text
 
 
 def held_out_result(text: HeldOut, lm: "Adapter") -> dict[str, Any]:

@@ -15,7 +15,9 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from fcsd.disk import json_sha256
 from fcsd.errors import BadInputError, ConfigError
@@ -67,20 +69,24 @@ def load_tasks(benchmarks: Sequence[Benchmark], mirror: Path | None) -> Iterator
         ConfigError: a task is unknown, has another version than in the suite, or needs a library that is missing.
         BadInputError: the data are missing or empty, or are too few for the examples in the prompt.
     """
+    import datasets
+
     if mirror is not None and not mirror.is_dir():
         raise BadInputError(f"data mirror {mirror} is not a directory")
     with contextlib.ExitStack() as stack:
         temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fcsd-eval-")))
         elsewhere = temporary / "empty"
         elsewhere.mkdir()
-        stack.enter_context(_no_progress_bars())
-        for owner, name, value in _swaps(None if mirror is None else temporary / "datasets"):
-            stack.enter_context(_swapped(owner, name, value))
+        if datasets.is_progress_bar_enabled():
+            datasets.disable_progress_bars()
+            stack.callback(datasets.enable_progress_bars)
+        for swap in _swaps(None if mirror is None else temporary / "datasets"):
+            stack.enter_context(patch.object(*swap))
         with contextlib.chdir(elsewhere if mirror is None else mirror):
             # All definitions are found before the data of any task are read, which may take long.
             found = [None if b.harness == EVALPLUS else task_manager(b.task, b.directory) for b in benchmarks]
-            if mirror is None:
-                stack.enter_context(_no_retries_offline())
+            for swap in _unreachable() if mirror is None else ():
+                stack.enter_context(patch.object(*swap))
             loaded = [
                 load_evalplus_task(benchmark, mirror) if defined is None else _load(benchmark, *defined, mirror)
                 for benchmark, defined in zip(benchmarks, found, strict=True)
@@ -196,7 +202,7 @@ def _swaps(cache: Path | None) -> list[tuple[Any, str, Any]]:
     """What is replaced inside of lm-eval and datasets until the tasks have run, as (owner, name, replacement).
 
     None of these libraries has an option for it. lm-eval is pinned below 0.5, and tests notice where a replacement does
-    not work any more. ``_no_retries_offline`` replaces one more name while the tasks are loaded.
+    not work any more. ``_unreachable`` may replace one more name.
 
     * lm-eval shows a progress bar per task, which are 57 for MMLU. tqdm reads its own switch when it is imported.
     * lm-eval compiles a template again for every document: 3.0 s for the bundled MMLU instead of 0.1 s.
@@ -220,8 +226,10 @@ def _swaps(cache: Path | None) -> list[tuple[Any, str, Any]]:
         raise BadInputError("the data mirror has a column of files, such as images, which may lead anywhere")
 
     def load(path: str, *args: Any, **kwargs: Any) -> Any:
-        return _NoExecution() if path == "code_eval" else load_metric(path, *args, **kwargs)
+        return unexecuted if path == "code_eval" else load_metric(path, *args, **kwargs)
 
+    # If the value in place of ``code_eval``'s ever reached a result, it would be noticed.
+    unexecuted = SimpleNamespace(compute=lambda references, predictions, k: ({"pass@1": math.nan}, None))
     load_metric, templates = evaluate.load, lm_eval.utils.env
     always = [
         (evaluate, "load", load),
@@ -237,41 +245,8 @@ def _swaps(cache: Path | None) -> list[tuple[Any, str, Any]]:
     return [*always, (datasets.config, "HF_DATASETS_CACHE", cache), *refused]
 
 
-class _NoExecution:
-    """Takes the place of lm-eval's ``code_eval`` metric."""
-
-    def compute(self, references: Any, predictions: Any, k: Any) -> tuple[dict[str, float], None]:
-        """Return NaN without executing anything. If this value ever reached a result, it would be noticed."""
-        return {"pass@1": math.nan}, None
-
-
-@contextlib.contextmanager
-def _swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-@contextlib.contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Inside the block, datasets shows no progress bars."""
-    import datasets
-
-    shown = datasets.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if shown:
-            datasets.enable_progress_bars()
-
-
-@contextlib.contextmanager
-def _no_retries_offline() -> Iterator[None]:
-    """Inside the block, data sets are read from the cache at once if the hub cannot be reached.
+def _unreachable() -> list[tuple[Any, str, Any]]:
+    """What is replaced, as in ``_swaps``, if the hub cannot be reached: data sets are then read from the cache at once.
 
     The libraries would ask six times, in half a minute, for each data set. One request says the same, through the
     proxy that theirs would use.
@@ -280,16 +255,14 @@ def _no_retries_offline() -> Iterator[None]:
     from huggingface_hub import constants, get_session
     from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
-    offline = contextlib.nullcontext()
     try:
         if not constants.HF_HUB_OFFLINE:
             get_session().head(constants.ENDPOINT, timeout=10)
     except HTTPError as error:
         if first_rank():  # once, not once for each process
             log.warning("%s cannot be reached (%s): data come from its cache", constants.ENDPOINT, reason_of(error))
-        offline = _swapped(datasets.config, "HF_HUB_OFFLINE", True)  # datasets then asks the hub for nothing
-    with offline:
-        yield
+        return [(datasets.config, "HF_HUB_OFFLINE", True)]
+    return []
 
 
 def _found_once(find: Callable[..., Any]) -> Callable[..., Any]:
@@ -351,7 +324,7 @@ def task_results(
             bootstrap_iters=0,
             apply_chat_template=benchmark.chat,
             fewshot_as_multiturn=benchmark.chat,
-            confirm_run_unsafe_code=True,  # no program runs here: see _NoExecution
+            confirm_run_unsafe_code=True,  # no program runs here: see _swaps
         )
     except BadInputError as error:
         raise BadInputError(f"{benchmark.column}: {error}", error.hint) from error

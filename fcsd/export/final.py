@@ -16,7 +16,7 @@ from fcsd.config import load_recipe
 from fcsd.disk import scratch, write_text
 from fcsd.errors import BadInputError, CheckpointError, ConfigError, FcsdError
 from fcsd.export.card import model_card
-from fcsd.export.reload import RECORD, prove_quantised, prove_reload
+from fcsd.export.reload import RECORD, prove_logits, prove_reload
 from fcsd.extras import require_extra
 
 log = logging.getLogger(__name__)
@@ -169,7 +169,8 @@ def _quantise(model: Path, stage: Path, name: str, calibration: Path | None) -> 
     copy_small(source.side_files(texts.keys() | {RECORD}), stage)
     for file, text in texts.items():
         write_text(stage / file, text)
-    record = prove_quantised(stage, ids, logits, config.text["num_hidden_layers"])
+    layers = config.text["num_hidden_layers"]
+    record = prove_logits(stage, ids, logits, layers, layers)
     write_text(stage / RECORD, json.dumps(record, indent=2) + "\n")
     log.info("reloaded without fcsd: the logits of the quantised model are equal")
 

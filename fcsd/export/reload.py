@@ -49,18 +49,15 @@ def prove_reload(source: Layout, directory: Path, config: CheckpointConfig, arch
     model = first_layers(source.path, list(source.files.values()), config, arch, proof.layers)
     ids, expected = token_ids(model), logits(model)
     del model
-    with tempfile.TemporaryDirectory() as scratch:
-        shown = directory if proof.layers == proof.of else _first_layers_of(directory, Path(scratch), proof.layers)
-        found = _in_fresh_process(shown, ids, Path(scratch))
-    return _record(directory, found, expected, proof.layers, proof.of)
+    return prove_logits(directory, ids, expected, proof.layers, proof.of)
 
 
-def prove_quantised(directory: Path, ids: "Tensor", expected: "Tensor", layers: int) -> dict[str, Any]:
+def prove_logits(directory: Path, ids: "Tensor", expected: "Tensor", layers: int, of: int) -> dict[str, Any]:
     """Compare ``directory``, loaded by its own code in a fresh process, with the logits that fcsd's classes gave.
 
     Args:
         ids: the token ids ``[1, seq]`` of ``expected``.
-        layers: the number of layers of the model, all of which are compared.
+        layers, of: the number of first layers that ``expected`` was computed with, and that of the whole model.
 
     Returns:
         The record to write to ``directory/RECORD``.
@@ -68,15 +65,12 @@ def prove_quantised(directory: Path, ids: "Tensor", expected: "Tensor", layers: 
     Raises:
         FcsdError: the directory does not load, or its logits are not equal bit for bit.
     """
-    with tempfile.TemporaryDirectory() as scratch:
-        found = _in_fresh_process(directory, ids, Path(scratch))
-    return _record(directory, found, expected, layers, layers)
-
-
-def _record(directory: Path, found: "Tensor", expected: "Tensor", layers: int, of: int) -> dict[str, Any]:
     import torch
     import transformers
 
+    with tempfile.TemporaryDirectory() as scratch:
+        shown = directory if layers == of else _first_layers_of(directory, Path(scratch), layers)
+        found = _in_fresh_process(shown, ids, Path(scratch))
     if not torch.isfinite(expected).all() or not torch.equal(found, expected):
         raise FcsdError(f"{directory}: reloaded without fcsd, its logits are not the model's")
     return {

@@ -29,15 +29,12 @@ def _row(model_type: str, stem: str, *, vllm: Mapping[str, Any] | None = None, *
     return Arch(model_type, vllm=VllmNames(**names | dict(vllm or {})), **fields)
 
 
-def _vision(stem: str, decoder: str = "language_model") -> dict[str, tuple[str, str]]:
-    """The classes of a multimodal type. One serves text and images, so that no tensor is lost for text alone."""
-    whole, bare = (f"{stem}ForConditionalGeneration", f"model.{decoder}"), (f"{stem}Model", decoder)
-    return {"AutoModel": bare, "AutoModelForCausalLM": whole, "AutoModelForImageTextToText": whole}
-
-
-def _multimodal(model_type: str, stem: str, *, decoder: str = "language_model", **fields: Any) -> Arch:
-    """The row of a multimodal type, whose language model transformers calls ``decoder``; otherwise as ``_row``."""
-    return _row(model_type, stem, **{"classes": _vision(stem, decoder), "text_config": "text_config", **fields})
+def _multimodal(model_type: str, stem: str, **fields: Any) -> Arch:
+    """The row of a multimodal type. One class serves text and images, so that no tensor is lost for text alone."""
+    whole = (f"{stem}ForConditionalGeneration", "model.language_model")
+    classes = {"AutoModel": (f"{stem}Model", "language_model"), "AutoModelForCausalLM": whole}
+    classes["AutoModelForImageTextToText"] = whole
+    return _row(model_type, stem, classes=classes, text_config="text_config", **fields)
 
 
 _NO_CLASS = "vLLM has no class of its own for this type"
@@ -142,7 +139,12 @@ _ROWS = (
     _row("nemotron", "Nemotron", norm_epsilon=None),
     _row("gemma", "Gemma", norm_epsilon="eps", norm_offset=1),
     _row("glm", "Glm", rotates_halves=False),
-    _row("phi3", "Phi3", blocks=Blocks(dropouts=("resid_attn_dropout", "resid_mlp_dropout"))),
+    _row(
+        "phi3",
+        "Phi3",
+        blocks=Blocks(dropouts=("resid_attn_dropout", "resid_mlp_dropout")),
+        tp_plan={"self_attn.qkv_proj": "heads_colwise"},
+    ),
     _row("qwen3", "Qwen3"),
     _row("qwen3_moe", "Qwen3Moe", autoep="qwen3_moe"),
     _row(

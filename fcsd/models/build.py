@@ -32,7 +32,7 @@ from .config_keys import ADAPTER, BOTH, DIVIDE, PREFIX, REFUSAL, UNTIE, WEIGHTS_
 from .export_template import auto_map, render
 from .fused.model import fuse_parts
 from .load_options import default_dtype
-from .products import family, nearest, supported, unsupported
+from .products import unknown_type, unsupported
 from .quantised.decode import plain_tensors
 from .quantised.layouts import Scheme
 from .quantised.method import Method, method_of, without_quantisation
@@ -61,10 +61,7 @@ def arch_of(config: PretrainedConfig) -> Arch:
         hint = "`fcsd convert MODEL OUT` writes a copy of Instella-MoE with its wiring, which every command takes."
         raise BadInputError("the model was trained with AMD's farskip keys, which transformers does not read", hint)
     if model_type not in ARCHS:
-        hint = f"Supported: {supported()}. docs/adding_an_architecture.md says how to add one."
-        near = nearest(model_type, getattr(config, "architectures", None) or ())
-        text = f"model_type {model_type!r}{family(model_type)} is not supported{near}"
-        raise BadInputError(text, hint)
+        raise unknown_type(model_type, getattr(config, "architectures", None))
     arch = ARCHS[model_type]
     if reason := unsupported(arch, config.get_text_config().model_type):
         raise BadInputError(reason)

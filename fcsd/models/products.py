@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+from ..errors import BadInputError
 from .arch import Arch
 from .archs import ARCHS
 from .config_keys import transformers_version
@@ -128,9 +129,12 @@ def unsupported(row: Arch, text: str | None = None) -> str | None:
     return f"{row.model_type} with text layers of {text} is not supported, only with those of {known}"
 
 
-def supported() -> str:
-    """The supported types with the names of their families, for a hint."""
-    return ", ".join(f"{model_type}{family(model_type)}" for model_type in ARCHS)
+def unknown_type(model_type: str, architectures: Iterable[str] | None, where: str = "") -> BadInputError:
+    """The error of a type that no row has, whose hint lists those that have one; see ``nearest``."""
+    text = f"{where}model_type {model_type!r}{family(model_type)} is not supported"
+    known = ", ".join(f"{name}{family(name)}" for name in ARCHS)
+    hint = f"Supported: {known}. docs/adding_an_architecture.md says how to add one."
+    return BadInputError(text + nearest(model_type, architectures or ()), hint)
 
 
 def product_hint(name: str) -> str:

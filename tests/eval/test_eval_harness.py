@@ -21,7 +21,7 @@ from fcsd.engine import logprobs
 from fcsd.errors import BadInputError, ConfigError, NonFiniteError
 from fcsd.eval.compare import compare_models
 from fcsd.eval.engines import adapter
-from fcsd.eval.harness import Loaded, evaluate_models, named_models, names_of
+from fcsd.eval.harness import Loaded, evaluate_models, named_models
 from fcsd.eval.results import read_results
 from fcsd.eval.suite import SUITES, select
 
@@ -188,6 +188,10 @@ def test_refusals():
         evaluate_models([loaded()], tasks=["piqa"], limit=0)
     with pytest.raises(ConfigError, match="no directory is given"):
         evaluate_models([loaded()], tasks=["piqa"], log_samples=True)
+
+
+def names_of(models: list[str]) -> list[str]:
+    return [name for name, _ in named_models(models, None)]
 
 
 def test_models_are_named_by_their_last_folders(tmp_path, monkeypatch):

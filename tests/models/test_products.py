@@ -13,7 +13,7 @@ from fcsd.cli.main import app
 from fcsd.errors import BadInputError
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import arch_of
-from fcsd.models.products import PRODUCTS, nearest, product_hint, supported
+from fcsd.models.products import PRODUCTS, nearest, product_hint, unknown_type
 
 NAMES = {
     "moonshotai/Kimi-K2-Instruct-0905": "kimi_k2",
@@ -118,7 +118,7 @@ def test_other_names_are_not(name: str) -> None:
 def test_every_supported_type_is_in_the_hint_with_its_product() -> None:
     for model_type in ARCHS:
         named = any(known == model_type for _, _, known in PRODUCTS)
-        assert re.search(rf"(^|, ){model_type}{r' [(]' if named else ''}", supported())
+        assert re.search(rf"(: |, ){model_type}{r' [(]' if named else ''}", str(unknown_type("other", None).hint))
 
 
 def test_inspect_and_plan_translate_a_name_that_is_no_model_here(tmp_path: Path, monkeypatch) -> None:

@@ -73,7 +73,6 @@ TpPlan = Sequence[Mapping[str, str]]
 
 _KV_HEADS = re.compile(r"\bself_attn\.[kv]_(proj|norm)\.")
 
-
 # Styles of transformers for what fcsd's ranks compute in the same way, without what its hooks do around a module.
 _SAME = {"rowwise_split_input": "rowwise", "mla_kv_a_proj": "replicated"}
 # The styles of the usual names, where neither a row nor transformers says another one. In latent attention every rank
@@ -94,16 +93,16 @@ def tp_plan_of(arch: Arch, config: PretrainedConfig) -> TpPlan:
         config: the config of a transformers model or of a converted one.
     """
     blocks, text = arch.blocks, config.get_text_config()
-    own = dict(arch.tp_plan)
+    heads = f"heads_colwise:{text.num_attention_heads}"
+    own = {"mlp.gate_up_proj": "packed_colwise"}  # two parts in one weight, whose product transformers' ranks gather
+    own |= {name: heads if style == "heads_colwise" else style for name, style in arch.tp_plan.items()}
     if arch.norms_over_heads:  # for which transformers gathers all heads
         own |= {"self_attn.[qkv]_proj": "colwise", "self_attn.o_proj": "rowwise"}
         own |= dict.fromkeys(arch.norms_over_heads, "colwise")
     if blocks.linear is not None:
         own[f"{blocks.linear}.*"] = "replicated"  # of a single rank
-    # Two parts or more in one weight, of which transformers makes its ranks gather the product.
-    own |= {"mlp.gate_up_proj": "packed_colwise", "self_attn.qkv_proj": f"heads_colwise:{text.num_attention_heads}"}
     # The attribute of the class: config.json could bring one for the object.
-    theirs = type(text).base_model_tp_plan or {}
+    theirs: dict[str, Any] = type(text).base_model_tp_plan or {}
     names = (blocks.router, f"{blocks.router}.*", blocks.router_bias, blocks.shared_gate)
     whole = [f"{blocks.mlp}.{name}" for name in names if name is not None]
     return (

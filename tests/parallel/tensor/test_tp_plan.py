@@ -95,7 +95,7 @@ def test_what_the_rows_add_to_the_plans_of_transformers() -> None:
 )
 def test_a_tensor_without_a_style_is_refused(styles: dict[str, str], name: str, message: str) -> None:
     plan = {f"layers.*.{path}": style for path, style in styles.items()}
-    config: Any = type("Config", (PretrainedConfig,), {"base_model_tp_plan": plan})(num_attention_heads=4)
+    config = type("Config", (PretrainedConfig,), {"base_model_tp_plan": plan, "num_attention_heads": 4})()
     with pytest.raises(BadInputError, match=message):
         layer_sharding(tp_plan_of(ARCHS["llama"], config), name, 2)
     row = replace(ARCHS["llama"], tp_plan={name: "colwise"})
@@ -103,7 +103,7 @@ def test_a_tensor_without_a_style_is_refused(styles: dict[str, str], name: str, 
 
 
 def test_usual_names_need_no_style_of_a_row_and_norms_over_heads_do() -> None:
-    config: Any = type("Config", (PretrainedConfig,), {"base_model_tp_plan": None})(num_attention_heads=4)
+    config: Any = type("Config", (PretrainedConfig,), {"base_model_tp_plan": None, "num_attention_heads": 4})()
     plan = tp_plan_of(ARCHS["llama"], config)
     assert layer_sharding(plan, "self_attn.k_proj.weight", 2) == Shard(0, kv=True)
     assert layer_sharding(plan, "mlp.shared_experts.down_proj.weight", 2) == Shard(1)
