@@ -40,7 +40,7 @@ from fcsd.distill.experts import expert_parallel
 from fcsd.distill.optim import update
 from fcsd.distill.step.engine import build_training, import_deepspeed
 from fcsd.distill.step.one_step import train_step
-from fcsd.distill.student import DTYPES
+from fcsd.distill.student import DTYPES, check
 from fcsd.distill.teacher.original import pack_attention
 from fcsd.distill.teacher.targets import LiveTeacher
 from fcsd.errors import ConfigError
@@ -159,7 +159,7 @@ def bench(arguments: argparse.Namespace, world: World) -> dict[str, Any]:
         config.save_pretrained(f"{folder}/teacher")
         size = (arguments.seq, arguments.micro_batch, tokens, most, world)
         recipe = random_recipe(Path(folder), "tensor-parallel", *size, sets)
-        tensor_parallel.check(recipe, world.size)
+        check(recipe, world.size)
     models = draw(recipe, config, arguments.wirings, world)
     ranks = models.teams.ranks
     assert ranks is not None

@@ -27,7 +27,7 @@ from fcsd.distill.run import checkpoints, manifest, run_dir
 from fcsd.distill.run.identity import flat, require_agreement, run_identity
 from fcsd.distill.run.saver import require_room
 from fcsd.distill.step.engine import Training, build_training, import_deepspeed, live_teacher
-from fcsd.distill.student import DTYPES, chosen_parts, load_student, student_config, train_parts
+from fcsd.distill.student import DTYPES, check, chosen_parts, load_student, student_config, train_parts
 from fcsd.distill.teacher.original import compile_layers, identify_teacher, pack_attention, teacher_name
 from fcsd.distill.teacher.shared import SharedTeacher, WithinPass, require_own_weights
 from fcsd.distill.teacher.targets import TeacherSource, expect_comparable
@@ -115,8 +115,7 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     """
     recipe, say = resolved.recipe, _say if world.rank == 0 else lambda text: None
     accumulation(recipe, world.size)
-    expert_parallel.check(recipe, world.size)
-    tensor_parallel.check(recipe, world.size)
+    check(recipe, world.size)
     import_deepspeed()
     teams = tensor_parallel.teams_of(recipe, world)
     (enable_full_determinism if recipe.deterministic else set_seed)(recipe.seed)
@@ -197,10 +196,24 @@ def find_start(recipe: Recipe, resume: str, world: World) -> Start:
     else:
         world.on_first(lambda: require_room(directory, least_disk(recipe, world.size)))
     config = student_config(recipe, source)
-    hashes = world.on_first(lambda: identify_teacher(recipe) if recipe.objective.needs_teacher else {})
-    if chosen is not None:
-        hashes |= world.on_first(lambda: identify_frozen(recipe, source, hashes))
+    hashes = world.on_first(lambda: identify(recipe, source))
     return Start(source, chosen, checkpoint, config, hashes)
+
+
+def identify(recipe: Recipe, source: Checkpoint) -> dict[str, str]:
+    """The hashes of the teacher in memory, and ``frozen.base`` where weights are frozen.
+
+    This is that of the whole model that the student starts with, its wiring and tokenizer included.
+
+    Raises:
+        BadInputError, ConfigError: see ``identify_teacher``; or the frozen weights are not the teacher's.
+    """
+    found = identify_teacher(recipe) if recipe.objective.needs_teacher else {}
+    if recipe.frozen_beside is None:
+        return found
+    if found:
+        require_own_weights(recipe, found["teacher.sample"])
+    return found | {"frozen.base": whole_sha256(source.layout)}
 
 
 def start_student(
@@ -248,20 +261,6 @@ def share_weights(
     if ranks is not None:
         rewire()  # what is not of a layer, such as marks of norms, is one again
     return shared
-
-
-def identify_frozen(recipe: Recipe, source: Checkpoint, teacher: dict[str, str]) -> dict[str, str]:
-    """``frozen.base``, the hash of the whole model that the student starts with, its wiring and tokenizer included.
-
-    Args:
-        teacher: the result of ``identify_teacher``; empty without a teacher in memory.
-
-    Raises:
-        ConfigError: these weights are not the teacher's.
-    """
-    if teacher:
-        require_own_weights(recipe, teacher["teacher.sample"])
-    return {"frozen.base": whole_sha256(source.layout)}
 
 
 def load_teacher(

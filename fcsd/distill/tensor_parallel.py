@@ -9,14 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from fcsd.checkpoint import open_checkpoint
-from fcsd.config import Init, Recipe
-from fcsd.distill.teacher.original import teacher_name
+from fcsd.config import Recipe
 from fcsd.launch.world import World
-from fcsd.models.build import register, wiring_of
-from fcsd.parallel.tensor.shard import check_sharded, prepare
+from fcsd.parallel.tensor.shard import prepare
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 
 
@@ -76,25 +73,6 @@ def teams_of(recipe: Recipe, world: World) -> Teams:
         found["data", offset] = dist.new_group(list(range(offset, world.size, degree)))
     data = World(world.rank // degree, world.size // degree, world.device, found["data", place])
     return Teams(data, TensorGroup(found["large", first], degree, place), found["small", first])
-
-
-def check(recipe: Recipe, processes: int) -> None:
-    """Checks ``parallel.tp_size`` against the number of processes and the models' configs. No weight is read.
-
-    Raises:
-        ConfigError: ``tp_size`` does not divide the number of processes, or student or teacher cannot be sharded or has
-            a Desync wiring for another number of ranks.
-    """
-    if recipe.parallel.tp_size == 1:
-        return
-    register()
-    names: list[tuple[str, Init | None]] = [(recipe.model, recipe.init)]
-    if recipe.objective.needs_teacher:
-        names.append((teacher_name(recipe), None))
-    paths = (open_checkpoint(name, weights=False).path for name, _ in names)
-    configs = (AutoConfig.from_pretrained(path, trust_remote_code=False) for path in paths)
-    models = ((name, config, wiring_of(config), init) for (name, init), config in zip(names, configs, strict=True))
-    check_sharded(models, recipe.parallel, processes)
 
 
 def make_trainable(model: PreTrainedModel, teams: Teams) -> None:
