@@ -14,7 +14,6 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from fcsd.checkpoint import Checkpoint, open_checkpoint, whole_sha256
 from fcsd.config import Recipe, ResolvedRecipe, accumulation
-from fcsd.distill import tensor_parallel
 from fcsd.distill.data.corpus import load_tokenizer
 from fcsd.distill.data.of_run import read_data
 from fcsd.distill.data.rows import Mixture, Rows
@@ -31,6 +30,7 @@ from fcsd.distill.student import DTYPES, check, chosen_parts, load_student, stud
 from fcsd.distill.teacher.original import compile_layers, identify_teacher, pack_attention, teacher_name
 from fcsd.distill.teacher.shared import SharedTeacher, WithinPass, require_own_weights
 from fcsd.distill.teacher.targets import TeacherSource, expect_comparable
+from fcsd.distill.train_engine import Teams, make_trainable, teams_of
 from fcsd.launch.world import World
 from fcsd.models.adapters.targets import Chosen
 from fcsd.models.adapters.trained import TrainedParts
@@ -117,7 +117,7 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     accumulation(recipe, world.size)
     check(recipe, world.size)
     import_deepspeed()
-    teams = tensor_parallel.teams_of(recipe, world)
+    teams = teams_of(recipe, world)
     (enable_full_determinism if recipe.deterministic else set_seed)(recipe.seed)
     start = find_start(recipe, resume, world)
     say("reading the text ...")
@@ -217,7 +217,7 @@ def identify(recipe: Recipe, source: Checkpoint) -> dict[str, str]:
 
 
 def start_student(
-    recipe: Recipe, start: Start, world: World, teams: tensor_parallel.Teams
+    recipe: Recipe, start: Start, world: World, teams: Teams
 ) -> tuple[PreTrainedModel, TrainedParts | None]:
     """Loads the student, or what a checkpoint has of it, and what trains beside its frozen weights."""
     trained = start.checkpoint / manifest.MODEL if start.checkpoint is not None and start.chosen is None else None
@@ -227,7 +227,7 @@ def start_student(
     student = load_student(recipe, dtype=DTYPES[recipe.train.dtype], config=start.config, trained=trained, **placed)
     if start.chosen is None:
         return student, None
-    tensor_parallel.make_trainable(student, teams)  # before what does not train is frozen
+    make_trainable(student, teams)  # before what does not train is frozen
     parts = train_parts(student, recipe, start.chosen)
     if start.checkpoint is not None:
         load_trained(parts, read_parts(start.checkpoint / manifest.PARTS), str(start.checkpoint), teams.ranks)

@@ -30,7 +30,9 @@ from fcsd.models.adapters.targets import Chosen, choose, choose_parts
 from fcsd.models.adapters.trained import TrainedParts
 from fcsd.models.build import arch_of, converted_config, register, wiring_of
 from fcsd.models.export_template import CODE_FILES
+from fcsd.models.quantised.method import Method
 from fcsd.models.rope import require_short_rows
+from fcsd.models.wiring import Wiring
 from fcsd.parallel.expert.autoep import expert_blocks
 from fcsd.parallel.partitions import is_partitioned
 from fcsd.parallel.tensor.tp_plan import TensorGroup
@@ -54,12 +56,19 @@ def check(recipe: Recipe, processes: int) -> None:
     if max(parallel.ep_size, parallel.tp_size) == 1 and parallel.zero_stage != 3 and not parallel.quantised.any:
         return
     register()
-    names = [recipe.model, *([teacher_name(recipe)] if recipe.objective.needs_teacher else [])]
-    sources = [open_checkpoint(name, weights=False) for name in names]
-    configs = [AutoConfig.from_pretrained(source.path, trust_remote_code=False) for source in sources]
-    found = zip(names, configs, sources, strict=True)
-    check_models(recipe, processes, [(name, config, wiring_of(config), at.config.method) for name, config, at in found])
-    if parallel.dedup != "off" and configs[0].get_text_config().num_experts_per_tok == 1 and first_rank():
+
+    def read(name: str) -> tuple[str, PretrainedConfig, Wiring, Method | None]:
+        source = open_checkpoint(name, weights=False)
+        config = AutoConfig.from_pretrained(source.path, trust_remote_code=False)
+        return name, config, wiring_of(config), source.config.method
+
+    student = read(recipe.model)
+    check_models(recipe, processes, [student])
+    if recipe.objective.needs_teacher and (
+        max(parallel.tp_size, parallel.teacher_ep_size) > 1 or parallel.zero_stage == 3
+    ):
+        check_models(recipe, processes, [student, read(teacher_name(recipe))])
+    if parallel.dedup != "off" and student[1].get_text_config().num_experts_per_tok == 1 and first_rank():
         what = f"parallel.dedup {parallel.dedup} has no effect, because each token chooses one expert"
         log.warning("%s: %s", recipe.model, what)
 

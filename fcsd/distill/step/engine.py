@@ -12,7 +12,6 @@ from torch.profiler import record_function
 from transformers import PreTrainedModel
 
 from fcsd.config import Objective, Recipe, accumulation
-from fcsd.distill import tensor_parallel
 from fcsd.distill.experts.expert_parallel import quantiser_of, wire_sharded
 from fcsd.distill.loss.losses import COMPUTED, Given
 from fcsd.distill.optim.adamw_choice import adamw_settings, own_adamw, parameter_groups, updates_alone
@@ -29,8 +28,7 @@ from fcsd.distill.teacher.targets import (
     compared_layers,
     left_out,
 )
-from fcsd.distill.tensor_parallel import Teams
-from fcsd.distill.train_engine import Trained, TrainEngine
+from fcsd.distill.train_engine import Teams, Trained, TrainEngine, make_trainable
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
 from fcsd.models.adapters.trained import TrainedParts, Twin
@@ -253,7 +251,7 @@ def build_training(
     teams, quantiser = teams or Teams(world), quantiser_of(recipe)
     alone = updates_alone(recipe, world.size) and not by_zero
     if parts is None:  # otherwise ``train_parts`` has frozen the rest
-        tensor_parallel.make_trainable(model, teams)
+        make_trainable(model, teams)
         freeze(model, recipe.objective)
     pack_attention(model, recipe)
     if recipe.train.activation_checkpointing:
