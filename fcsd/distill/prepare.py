@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, enable_full_determinism, set_seed
 
-from fcsd.checkpoint import Checkpoint, open_checkpoint, whole_sha256
+from fcsd.checkpoint import Checkpoint, whole_sha256
 from fcsd.config import Recipe, ResolvedRecipe, accumulation
 from fcsd.distill.data.corpus import load_tokenizer
 from fcsd.distill.data.of_run import read_data
@@ -25,18 +24,23 @@ from fcsd.distill.parts import read_parts
 from fcsd.distill.run import checkpoints, manifest, run_dir
 from fcsd.distill.run.identity import flat, require_agreement, run_identity
 from fcsd.distill.run.saver import require_room
-from fcsd.distill.step.engine import Training, build_training, import_deepspeed, live_teacher
+from fcsd.distill.step.engine import (
+    Training,
+    build_training,
+    import_deepspeed,
+    live_teacher,
+    load_teacher,
+    share_weights,
+    shares_weights,
+)
 from fcsd.distill.student import DTYPES, check, chosen_parts, load_student, student_config, train_parts
-from fcsd.distill.teacher.original import compile_layers, identify_teacher, pack_attention, teacher_name
-from fcsd.distill.teacher.shared import SharedTeacher, WithinPass, require_own_weights
-from fcsd.distill.teacher.targets import TeacherSource, expect_comparable
+from fcsd.distill.teacher.original import identify_teacher, teacher_name
+from fcsd.distill.teacher.shared import WithinPass, require_own_weights
+from fcsd.distill.teacher.targets import TeacherSource
 from fcsd.distill.train_engine import Teams, make_trainable, teams_of
 from fcsd.launch.world import World
 from fcsd.models.adapters.targets import Chosen
 from fcsd.models.adapters.trained import TrainedParts
-from fcsd.models.build import unwired
-from fcsd.parallel.expert.dispatcher import Dispatcher
-from fcsd.parallel.tensor.tp_plan import TensorGroup
 from fcsd.parallel.transports.traffic import Traffic
 from fcsd.parallel.weights.trained import load_trained
 from fcsd.plan import setup_for
@@ -238,61 +242,6 @@ def least_disk(recipe: Recipe, processes: int) -> int:
     """The bytes of disk without which nothing of a run can be kept."""
     model = MetaModel(recipe.model, rewired=recipe.init.wiring is not None)
     return least_disk_bytes(model.numbers, setup_for(recipe, processes, model))
-
-
-def shares_weights(recipe: Recipe) -> bool:
-    """Whether the teacher in memory is the student itself, whose frozen weights are the teacher's."""
-    return recipe.frozen_beside is not None and recipe.objective.needs_teacher
-
-
-def share_weights(
-    parts: TrainedParts,
-    recipe: Recipe,
-    traffic: Traffic | None = None,
-    dispatcher: Dispatcher | None = None,
-    ranks: TensorGroup | None = None,
-) -> SharedTeacher:
-    """The teacher that is the student with its first weights; the other arguments are those of ``load_teacher``."""
-    parallel = recipe.parallel
-    how: Any = {"traffic": traffic, "dispatcher": dispatcher, "ranks": ranks}
-    rewire = partial(expert_parallel.wire_sharded, parts.model, parallel.ep_size, parallel, **how)
-    divided = ranks is not None or parallel.ep_size > 1
-    shared = SharedTeacher(parts, recipe.objective, partial(rewire, wiring=unwired()) if divided else None)
-    if ranks is not None:
-        rewire()  # what is not of a layer, such as marks of norms, is one again
-    return shared
-
-
-def load_teacher(
-    recipe: Recipe,
-    student: PreTrainedModel,
-    world: World,
-    traffic: Traffic | None,
-    dispatcher: Dispatcher | None,
-    ranks: TensorGroup | None,
-) -> PreTrainedModel:
-    """Loads the frozen teacher. Its experts are divided as ``parallel.teacher_placement`` says.
-
-    Args:
-        traffic: counts the bytes that its dispatch and combine send; None does not count.
-        dispatcher: what the student's layers use; a teacher with divided experts uses it, too.
-        ranks: the ranks that shard its decoder layers as the student's; None if every rank has them.
-
-    Raises:
-        BadInputError: the vocabulary, the hidden size or the number of layers differs from that of ``student``; see
-            ``expect_comparable``.
-        ConfigError: the recipe compares a layer that the models do not have.
-    """
-    name, ep_size = teacher_name(recipe), recipe.parallel.teacher_ep_size
-    how: Any = {"dtype": DTYPES[recipe.train.dtype], "device": world.device, "ranks": ranks}
-    how["partitioned"] = recipe.parallel.zero_stage == 3
-    teacher = expert_parallel.load(open_checkpoint(name).path, ep_size, **how)
-    expect_comparable(student, teacher, recipe, name)
-    pack_attention(teacher, recipe)
-    wires: Any = {"traffic": traffic, "dispatcher": dispatcher if ep_size > 1 else None, "ranks": ranks}
-    expert_parallel.wire_sharded(teacher, ep_size, recipe.parallel, **wires)
-    compile_layers(teacher, recipe)
-    return teacher.requires_grad_(False)
 
 
 def hide_progress_bars(world: World) -> None:
