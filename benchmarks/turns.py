@@ -1,7 +1,7 @@
 """Ways to do the same thing, timed in turns, so that a drift of the machine affects all of them alike."""
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,3 +49,27 @@ def timings(
         quartiles = statistics.quantiles(column, n=4, method="inclusive") if repeats > 1 else column * 3
         found[name] = Timing(statistics.median(column), quartiles[0], quartiles[2])
     return found
+
+
+def ratio(part: float | None, whole: float | None, form: str = ".1%") -> str | None:
+    """``part / whole`` as text, for a cell of a table; None if either was not measured."""
+    return format(part / whole, form) if part is not None and whole else None
+
+
+def spread(values: Sequence[float]) -> float:
+    """Half the distance between the quartiles; 0 for a single value."""
+    if len(values) < 2:
+        return 0.0
+    first, _, third = statistics.quantiles(values, n=4)
+    return (third - first) / 2
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begins to observe the peak memory of a GPU."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_gib(device: torch.device) -> float | None:
+    """The GiB that torch had allocated at most since ``reset_peak``; None on CPUs."""
+    return torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 from benchmarks.out_file import out_file
+from benchmarks.turns import reset_peak
 from transformers import (
     AutoModelForCausalLM,
     ContinuousBatchingConfig,
@@ -43,7 +44,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from fcsd.bench.runner import finished, reset_peak, table, write
+from fcsd.bench.runner import finished, table, write
 from fcsd.bench.shapes import SHAPES
 from fcsd.engine.decode import GRAIN, generate_in_slots, plan_slots
 from fcsd.engine.fused import fuse

@@ -16,9 +16,10 @@ from typing import Annotated, Any
 import torch
 import typer
 from benchmarks.train.random_run import random_corpus, random_run, require_all_trained
+from benchmarks.turns import ratio
 from transformers import PretrainedConfig
 
-from fcsd.bench.runner import finished, ratio, table
+from fcsd.bench.runner import finished, table
 from fcsd.bench.shapes import SHAPES
 from fcsd.cli.bench import require_new
 from fcsd.cli.command import command, emit

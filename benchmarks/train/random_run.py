@@ -16,9 +16,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from fcsd.config import Recipe, load_recipe
 from fcsd.distill.data.corpus import Corpus, TokenSlices
-from fcsd.distill.experts.expert_parallel import check, randomise
+from fcsd.distill.experts.expert_parallel import randomise
 from fcsd.distill.step.engine import import_deepspeed
-from fcsd.distill.student import DTYPES
+from fcsd.distill.student import DTYPES, check
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
 from fcsd.models.build import converted_config, register

@@ -29,21 +29,22 @@ import torch
 import torch.distributed as dist
 from benchmarks.out_file import out_file
 from benchmarks.train.random_run import random_corpus, random_recipe
+from benchmarks.turns import peak_gib, ratio, reset_peak
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fcsd.bench.runner import peak_gib, ratio, reset_peak, say, table, together, write
+from fcsd.bench.runner import say, table, together, write
 from fcsd.bench.shapes import SHAPES
 from fcsd.config import Recipe
-from fcsd.distill import tensor_parallel
 from fcsd.distill.data.of_run import training_rows
 from fcsd.distill.experts import expert_parallel
 from fcsd.distill.optim import update
 from fcsd.distill.step.engine import build_training, import_deepspeed
 from fcsd.distill.step.one_step import train_step
-from fcsd.distill.student import DTYPES
+from fcsd.distill.student import DTYPES, check
 from fcsd.distill.teacher.original import pack_attention
 from fcsd.distill.teacher.targets import LiveTeacher
+from fcsd.distill.train_engine import Teams, teams_of
 from fcsd.errors import ConfigError
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, join_world, leave
@@ -79,7 +80,7 @@ class Models:
 
     student: PreTrainedModel
     teacher: PreTrainedModel
-    teams: tensor_parallel.Teams
+    teams: Teams
     wirings: dict[str, Wiring]
 
     def choose(self, variant: str) -> None:
@@ -92,7 +93,7 @@ class Models:
 
 def draw(recipe: Recipe, config: Any, wirings: list[str], world: World) -> Models:
     """Random models, of which this rank has its part."""
-    teams = tensor_parallel.teams_of(recipe, world)
+    teams = teams_of(recipe, world)
     assert teams.ranks is not None, "the degree is above 1"
     options: Any = {"dtype": DTYPES[recipe.train.dtype], "device": world.device, "seed": recipe.seed}
     student, teacher = (expert_parallel.randomise(config, 1, ranks=teams.ranks, **options) for _ in range(2))
@@ -164,7 +165,7 @@ def bench(arguments: argparse.Namespace, world: World) -> dict[str, Any]:
         config.save_pretrained(f"{folder}/teacher")
         size = (arguments.seq, arguments.micro_batch, tokens, most, world)
         recipe = random_recipe(Path(folder), "tensor-parallel", *size, sets)
-        tensor_parallel.check(recipe, world.size)
+        check(recipe, world.size)
     models = draw(recipe, config, arguments.wirings, world)
     ranks = models.teams.ranks
     assert ranks is not None

@@ -5,10 +5,9 @@
 
 import json
 import re
-import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -73,30 +72,6 @@ def table(rows: Mapping[str, Mapping[str, str | None]], first: str = "") -> str:
         )
         for line in lines
     )
-
-
-def ratio(part: float | None, whole: float | None, form: str = ".1%") -> str | None:
-    """``part / whole`` as text, for a cell of a table; None if either was not measured."""
-    return format(part / whole, form) if part is not None and whole else None
-
-
-def spread(values: Sequence[float]) -> float:
-    """Half the distance between the quartiles; 0 for a single value."""
-    if len(values) < 2:
-        return 0.0
-    first, _, third = statistics.quantiles(values, n=4)
-    return (third - first) / 2
-
-
-def reset_peak(device: torch.device) -> None:
-    """Begins to observe the peak memory of a GPU."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-
-
-def peak_gib(device: torch.device) -> float | None:
-    """The GiB that torch had allocated at most since ``reset_peak``; None on CPUs."""
-    return torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
 
 
 def say(world: World, text: str) -> None:

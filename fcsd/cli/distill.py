@@ -66,7 +66,7 @@ def distill(
 ) -> None:
     """Heal a converted checkpoint by self-distillation. Prints the run directory, or the table of a sweep."""
     from fcsd.config import load_recipe
-    from fcsd.config.batch import accumulation
+    from fcsd.config.recipe import accumulation
 
     named = one_recipe(recipe, recipe_name, sweep)
     flags = {"output_dir": output_dir, "seed": seed}
@@ -112,7 +112,7 @@ def distill(
 
 def _divides(recipe: "config.Recipe", gpus: int) -> bool:
     """Whether so many GPUs can divide the batch, the experts and the layers of a recipe."""
-    from fcsd.config.batch import accumulation
+    from fcsd.config.recipe import accumulation
 
     try:
         accumulation(recipe, gpus)

@@ -52,7 +52,7 @@ def recipes_copy(
     as_json: AsJson = False,
 ) -> None:
     """Write a packaged recipe, complete with what it takes from its base, to a file. Prints its path."""
-    from fcsd.recipes.copying import copy_recipe
+    from fcsd.recipes.inherit import copy_recipe
 
     written = copy_recipe(name, out)
     emit(json.dumps({"file": str(written)}) if as_json else written)

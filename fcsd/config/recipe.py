@@ -1,19 +1,19 @@
-"""The whole recipe, with its smaller sections."""
+"""The whole recipe, with its smaller sections, and the arithmetic of its batches and pauses."""
 
+import math
 import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
 from fcsd.config import exclusions
-from fcsd.config.checkpoint import Checkpoint
 from fcsd.config.data import Data
-from fcsd.config.faults import Faults
-from fcsd.config.fields import InputPath, OutputPath, Positive, Section, Weight
+from fcsd.config.fields import InputPath, NonNegative, OutputPath, Positive, Section, Weight
 from fcsd.config.objective import Objective
 from fcsd.config.optim import Optim
 from fcsd.config.parallel import Parallel
 from fcsd.config.train import Train
+from fcsd.errors import ConfigError
 
 MAX_ROWS = 2**31  # the order of all rows of a schedule is drawn at the start, 16 bytes a row
 NO_METRIC, HELD_OUT = "none", "held_out"
@@ -47,6 +47,40 @@ class Init(Section):
         if self.wiring is None and how:
             raise ValueError(f"init.wiring is null, so nothing is rewired, but init.{next(iter(how))} is set")
         return self
+
+
+class Checkpoint(Section):
+    """When a run saves, and how many checkpoints it keeps."""
+
+    every_steps: NonNegative = 100
+    """The number of optimizer steps between checkpoints; 0 saves by time or only at the last step."""
+    every_minutes: Annotated[float, Field(ge=0)] = 0.0
+    """The time between checkpoints, in minutes, besides `every_steps`; 0 saves by steps only. A long run should save by
+    time: what a kill costs is then bounded, and the disk is not kept busy by short steps."""
+    keep: Positive = 2
+    """The number of newest checkpoints to keep. The one with the best early-stopping score is always kept."""
+    overlap: bool = False
+    """Whether the run continues while a checkpoint is written. The step then waits only until each process has copied
+    its state to host memory, which holds that copy for the rest of the run; `fcsd plan` says how much. If the memory
+    is not free, a warning says so, and the run waits for every checkpoint. The last checkpoint and the one before a
+    preemption are always waited for. On GPUs only a small model has run with it, so it is off unless a recipe asks for
+    it."""
+
+
+class Faults(Section):
+    """What a run tolerates before it ends itself."""
+
+    nonfinite_skip: NonNegative = 0
+    """The number of successive optimizer steps with a NaN or infinite loss or gradient that are skipped; one more ends
+    the run. Such a step never changes a weight."""
+    save_failures: NonNegative = 3
+    """The number of successive checkpoints that may fail because the disk is full; one more ends the run."""
+    stuck_seconds: Annotated[float, Field(gt=0)] = 1800.0
+    """The longest time, in seconds, that a process may spend on one step before the run ends itself. Saving and scoring
+    count as parts of a step."""
+    grace_seconds: Annotated[float, Field(gt=0)] = 30.0
+    """The time, in seconds, between SIGTERM and the end of the process. No checkpoint is begun that would probably take
+    longer than what is left of it."""
 
 
 class EarlyStop(Section):
@@ -243,3 +277,33 @@ class Recipe(Section):
     def rows_per_step(self) -> int:
         """The rows of an optimizer step over all processes."""
         return self.train.batch_tokens // self.data.seq_len
+
+
+def accumulation(recipe: Recipe, world_size: int) -> int:
+    """The number of micro-batches per process and optimizer step. Processes that shard a model have the same rows.
+
+    Raises:
+        ConfigError: the batch cannot be split evenly.
+    """
+    degree = recipe.parallel.tp_size
+    together = recipe.train.micro_batch_size * recipe.data.seq_len * (world_size // degree or 1)
+    if recipe.train.batch_tokens % together:
+        raise ConfigError(
+            f"train.batch_tokens {recipe.train.batch_tokens} is no multiple of train.micro_batch_size * "
+            f"data.seq_len * processes{' / parallel.tp_size' if degree > 1 else ''} = {together}",
+            hint=f"Set it to a multiple, such as {max(together, recipe.train.batch_tokens // together * together)}.",
+        )
+    return recipe.train.batch_tokens // together
+
+
+def pauses(after: int, last: int, *every: int) -> int:
+    """How many steps from ``after + 1`` to ``last`` one of ``every`` divides (0 divides none), or are the last.
+
+    Args:
+        every: at most two numbers.
+    """
+    some = [each for each in every if each]
+    count = sum(last // each - after // each for each in some)
+    if len(some) > 1:
+        count -= last // math.lcm(*some) - after // math.lcm(*some)
+    return count + all(last % each for each in some)

@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,9 +11,8 @@ import torch.distributed as dist
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, enable_full_determinism, set_seed
 
-from fcsd.checkpoint import Checkpoint, open_checkpoint, whole_sha256
+from fcsd.checkpoint import Checkpoint, whole_sha256
 from fcsd.config import Recipe, ResolvedRecipe, accumulation
-from fcsd.distill import tensor_parallel
 from fcsd.distill.data.corpus import load_tokenizer
 from fcsd.distill.data.of_run import read_data
 from fcsd.distill.data.rows import Mixture, Rows
@@ -26,17 +24,23 @@ from fcsd.distill.parts import read_parts
 from fcsd.distill.run import checkpoints, manifest, run_dir
 from fcsd.distill.run.identity import flat, require_agreement, run_identity
 from fcsd.distill.run.saver import require_room
-from fcsd.distill.step.engine import Training, build_training, import_deepspeed, live_teacher
-from fcsd.distill.student import DTYPES, chosen_parts, load_student, student_config, train_parts
-from fcsd.distill.teacher.original import compile_layers, identify_teacher, pack_attention, teacher_name
-from fcsd.distill.teacher.shared import SharedTeacher, WithinPass, require_own_weights
-from fcsd.distill.teacher.targets import TeacherSource, expect_comparable
+from fcsd.distill.step.engine import (
+    Training,
+    build_training,
+    import_deepspeed,
+    live_teacher,
+    load_teacher,
+    share_weights,
+    shares_weights,
+)
+from fcsd.distill.student import DTYPES, check, chosen_parts, load_student, student_config, train_parts
+from fcsd.distill.teacher.original import identify_teacher, teacher_name
+from fcsd.distill.teacher.shared import WithinPass, require_own_weights
+from fcsd.distill.teacher.targets import TeacherSource
+from fcsd.distill.train_engine import Teams, make_trainable, teams_of
 from fcsd.launch.world import World
 from fcsd.models.adapters.targets import Chosen
 from fcsd.models.adapters.trained import TrainedParts
-from fcsd.models.build import unwired
-from fcsd.parallel.expert.dispatcher import Dispatcher
-from fcsd.parallel.tensor.tp_plan import TensorGroup
 from fcsd.parallel.transports.transport import Traffic
 from fcsd.parallel.weights.trained import load_trained
 from fcsd.plan import setup_for
@@ -115,10 +119,9 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     """
     recipe, say = resolved.recipe, _say if world.rank == 0 else lambda text: None
     accumulation(recipe, world.size)
-    expert_parallel.check(recipe, world.size)
-    tensor_parallel.check(recipe, world.size)
+    check(recipe, world.size)
     import_deepspeed()
-    teams = tensor_parallel.teams_of(recipe, world)
+    teams = teams_of(recipe, world)
     (enable_full_determinism if recipe.deterministic else set_seed)(recipe.seed)
     start = find_start(recipe, resume, world)
     say("reading the text ...")
@@ -197,14 +200,28 @@ def find_start(recipe: Recipe, resume: str, world: World) -> Start:
     else:
         world.on_first(lambda: require_room(directory, least_disk(recipe, world.size)))
     config = student_config(recipe, source)
-    hashes = world.on_first(lambda: identify_teacher(recipe) if recipe.objective.needs_teacher else {})
-    if chosen is not None:
-        hashes |= world.on_first(lambda: identify_frozen(recipe, source, hashes))
+    hashes = world.on_first(lambda: identify(recipe, source))
     return Start(source, chosen, checkpoint, config, hashes)
 
 
+def identify(recipe: Recipe, source: Checkpoint) -> dict[str, str]:
+    """The hashes of the teacher in memory, and ``frozen.base`` where weights are frozen.
+
+    This is that of the whole model that the student starts with, its wiring and tokenizer included.
+
+    Raises:
+        BadInputError, ConfigError: see ``identify_teacher``; or the frozen weights are not the teacher's.
+    """
+    found = identify_teacher(recipe) if recipe.objective.needs_teacher else {}
+    if recipe.frozen_beside is None:
+        return found
+    if found:
+        require_own_weights(recipe, found["teacher.sample"])
+    return found | {"frozen.base": whole_sha256(source.layout)}
+
+
 def start_student(
-    recipe: Recipe, start: Start, world: World, teams: tensor_parallel.Teams
+    recipe: Recipe, start: Start, world: World, teams: Teams
 ) -> tuple[PreTrainedModel, TrainedParts | None]:
     """Loads the student, or what a checkpoint has of it, and what trains beside its frozen weights."""
     trained = start.checkpoint / manifest.MODEL if start.checkpoint is not None and start.chosen is None else None
@@ -214,7 +231,7 @@ def start_student(
     student = load_student(recipe, dtype=DTYPES[recipe.train.dtype], config=start.config, trained=trained, **placed)
     if start.chosen is None:
         return student, None
-    tensor_parallel.make_trainable(student, teams)  # before what does not train is frozen
+    make_trainable(student, teams)  # before what does not train is frozen
     parts = train_parts(student, recipe, start.chosen)
     if start.checkpoint is not None:
         load_trained(parts, read_parts(start.checkpoint / manifest.PARTS), str(start.checkpoint), teams.ranks)
@@ -225,75 +242,6 @@ def least_disk(recipe: Recipe, processes: int) -> int:
     """The bytes of disk without which nothing of a run can be kept."""
     model = MetaModel(recipe.model, rewired=recipe.init.wiring is not None)
     return least_disk_bytes(model.numbers, setup_for(recipe, processes, model))
-
-
-def shares_weights(recipe: Recipe) -> bool:
-    """Whether the teacher in memory is the student itself, whose frozen weights are the teacher's."""
-    return recipe.frozen_beside is not None and recipe.objective.needs_teacher
-
-
-def share_weights(
-    parts: TrainedParts,
-    recipe: Recipe,
-    traffic: Traffic | None = None,
-    dispatcher: Dispatcher | None = None,
-    ranks: TensorGroup | None = None,
-) -> SharedTeacher:
-    """The teacher that is the student with its first weights; the other arguments are those of ``load_teacher``."""
-    parallel = recipe.parallel
-    how: Any = {"traffic": traffic, "dispatcher": dispatcher, "ranks": ranks}
-    rewire = partial(expert_parallel.wire_sharded, parts.model, parallel.ep_size, parallel, **how)
-    divided = ranks is not None or parallel.ep_size > 1
-    shared = SharedTeacher(parts, recipe.objective, partial(rewire, wiring=unwired()) if divided else None)
-    if ranks is not None:
-        rewire()  # what is not of a layer, such as marks of norms, is one again
-    return shared
-
-
-def identify_frozen(recipe: Recipe, source: Checkpoint, teacher: dict[str, str]) -> dict[str, str]:
-    """``frozen.base``, the hash of the whole model that the student starts with, its wiring and tokenizer included.
-
-    Args:
-        teacher: the result of ``identify_teacher``; empty without a teacher in memory.
-
-    Raises:
-        ConfigError: these weights are not the teacher's.
-    """
-    if teacher:
-        require_own_weights(recipe, teacher["teacher.sample"])
-    return {"frozen.base": whole_sha256(source.layout)}
-
-
-def load_teacher(
-    recipe: Recipe,
-    student: PreTrainedModel,
-    world: World,
-    traffic: Traffic | None,
-    dispatcher: Dispatcher | None,
-    ranks: TensorGroup | None,
-) -> PreTrainedModel:
-    """Loads the frozen teacher. Its experts are divided as ``parallel.teacher_placement`` says.
-
-    Args:
-        traffic: counts the bytes that its dispatch and combine send; None does not count.
-        dispatcher: what the student's layers use; a teacher with divided experts uses it, too.
-        ranks: the ranks that shard its decoder layers as the student's; None if every rank has them.
-
-    Raises:
-        BadInputError: the vocabulary, the hidden size or the number of layers differs from that of ``student``; see
-            ``expect_comparable``.
-        ConfigError: the recipe compares a layer that the models do not have.
-    """
-    name, ep_size = teacher_name(recipe), recipe.parallel.teacher_ep_size
-    how: Any = {"dtype": DTYPES[recipe.train.dtype], "device": world.device, "ranks": ranks}
-    how["partitioned"] = recipe.parallel.zero_stage == 3
-    teacher = expert_parallel.load(open_checkpoint(name).path, ep_size, **how)
-    expect_comparable(student, teacher, recipe, name)
-    pack_attention(teacher, recipe)
-    wires: Any = {"traffic": traffic, "dispatcher": dispatcher if ep_size > 1 else None, "ranks": ranks}
-    expert_parallel.wire_sharded(teacher, ep_size, recipe.parallel, **wires)
-    compile_layers(teacher, recipe)
-    return teacher.requires_grad_(False)
 
 
 def hide_progress_bars(world: World) -> None:

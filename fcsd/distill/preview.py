@@ -7,16 +7,14 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from fcsd.config import Recipe, accumulation
-from fcsd.distill import tensor_parallel
 from fcsd.distill.data.corpus import Corpus, listed, load_corpus, load_tokenizer, require_other_text
 from fcsd.distill.data.of_run import document_end
 from fcsd.distill.data.rows import Rows, batch
-from fcsd.distill.experts import expert_parallel
 from fcsd.distill.inputs import student_source
 from fcsd.distill.loss.losses import IGNORE
 from fcsd.distill.run import run_dir
 from fcsd.distill.run.saver import require_room
-from fcsd.distill.student import chosen_parts, meta_student
+from fcsd.distill.student import check, chosen_parts, meta_student
 from fcsd.distill.teacher.original import output_head, teacher_name
 from fcsd.parallel.quantised.rows import formats_of
 from fcsd.plan import plan_run
@@ -55,8 +53,7 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
     """
     data, train = recipe.data, recipe.train
     micro_steps = accumulation(recipe, world_size)
-    expert_parallel.check(recipe, world_size)
-    tensor_parallel.check(recipe, world_size)
+    check(recipe, world_size)
     source = student_source(recipe)
     model = meta_student(recipe, source)
     tokenizer, vocab_size = load_tokenizer(source.path), len(output_head(model))

@@ -3,6 +3,7 @@
 A run may freeze it but for what trains: adapters, named parts, or both.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,30 +12,65 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from fcsd.checkpoint import INDEX, Checkpoint, compare_tensors
+from fcsd.checkpoint import INDEX, Checkpoint, compare_tensors, open_checkpoint
 from fcsd.checkpoint.side_files import side_files
 from fcsd.checkpoint.staging import copy_small
 from fcsd.checkpoint.wiring_options import choose_wiring
 from fcsd.config import Recipe
 from fcsd.distill.experts import expert_parallel
 from fcsd.distill.inputs import student_source
+from fcsd.distill.teacher.original import teacher_name
 from fcsd.distill.teacher.shared import make_twins
 from fcsd.errors import BadInputError, FcsdError
 from fcsd.extras import require_extra
-from fcsd.launch.world import World
+from fcsd.launch.world import World, first_rank
 from fcsd.models.adapters.lora import add_adapters
 from fcsd.models.adapters.nf4 import load_nf4, require_nf4
 from fcsd.models.adapters.targets import Chosen, choose, choose_parts
 from fcsd.models.adapters.trained import TrainedParts
-from fcsd.models.build import arch_of, converted_config, register
+from fcsd.models.build import arch_of, converted_config, register, wiring_of
 from fcsd.models.export_template import CODE_FILES
+from fcsd.models.quantised.method import Method
 from fcsd.models.rope import require_short_rows
+from fcsd.models.wiring import Wiring
 from fcsd.parallel.expert.autoep import expert_blocks
 from fcsd.parallel.partitions import is_partitioned
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 from fcsd.parallel.weights.saving import OwnPart, write_part
+from fcsd.plan import check_models
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # of a recipe -> torch's
+
+log = logging.getLogger(__name__)
+
+
+def check(recipe: Recipe, processes: int) -> None:
+    """Checks the models' configs and the number of processes against ``parallel``. No weight is read.
+
+    Rank 0 logs a warning if ``parallel.dedup`` has no effect, because each token chooses one expert.
+
+    Raises:
+        ConfigError, BadInputError: see ``check_models``.
+    """
+    parallel = recipe.parallel
+    if max(parallel.ep_size, parallel.tp_size) == 1 and parallel.zero_stage != 3 and not parallel.quantised.any:
+        return
+    register()
+
+    def read(name: str) -> tuple[str, PretrainedConfig, Wiring, Method | None]:
+        source = open_checkpoint(name, weights=False)
+        config = AutoConfig.from_pretrained(source.path, trust_remote_code=False)
+        return name, config, wiring_of(config), source.config.method
+
+    student = read(recipe.model)
+    check_models(recipe, processes, [student])
+    if recipe.objective.needs_teacher and (
+        max(parallel.tp_size, parallel.teacher_ep_size) > 1 or parallel.zero_stage == 3
+    ):
+        check_models(recipe, processes, [student, read(teacher_name(recipe))])
+    if parallel.dedup != "off" and student[1].get_text_config().num_experts_per_tok == 1 and first_rank():
+        what = f"parallel.dedup {parallel.dedup} has no effect, because each token chooses one expert"
+        log.warning("%s: %s", recipe.model, what)
 
 
 def student_config(recipe: Recipe, source: Checkpoint) -> PretrainedConfig:

@@ -8,15 +8,17 @@ also works without the hub.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 
+from transformers import PretrainedConfig
+
 from fcsd.config import Adapter, Recipe, ResolvedRecipe, accumulation, vary
-from fcsd.errors import ConfigError, DoesNotFitError
+from fcsd.errors import BadInputError, ConfigError, DoesNotFitError
 from fcsd.models.build import arch_of
-from fcsd.models.quantised.method import Method
+from fcsd.models.quantised.method import Method, plain_copy
 from fcsd.models.rope import require_short_rows
 from fcsd.models.selection import select_layers
 from fcsd.models.wiring_block import DESYNC, Wiring
@@ -170,24 +172,16 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
         The plan, whether the recipe fits or not; ``Plan.check`` raises if it does not.
 
     Raises:
-        BadInputError: the student or the teacher is not a model.
+        BadInputError: the student or the teacher is not a model, or ZeRO-3 would divide quantised weights.
         ConfigError: the batch, the experts or the heads cannot be split evenly over the GPUs, a Desync wiring is for
             another ``parallel.tp_size``, the rows of the student cannot be rounded to the formats of
             ``parallel.quantised``, or short documents would get the rotary factors of long ones.
     """
     accumulation(recipe, hardware.world)
     model = MetaModel(recipe.model, rewired=recipe.init.wiring is not None)
-    if (formats := formats_of(recipe.parallel.quantised)) is not None:
-        check_formats(formats, model.config, recipe.model)
     teacher = model if recipe.teacher is None else MetaModel(recipe.teacher)
     named = {recipe.model: model, recipe.teacher or recipe.model: teacher}
-    if recipe.parallel.tp_size > 1:
-        models = [(name, m.config, m.wiring, recipe.init if m is model else None) for name, m in named.items()]
-        check_sharded(models, recipe.parallel, hardware.world)
-    alone = recipe.parallel.teacher_ep_size == 1 and recipe.parallel.zero_stage != 3
-    for name, one in [(recipe.model, model)] if alone else named.items():
-        hint = f"set parallel.{'ep_size: 1' if one is model else 'teacher_placement: replicated'}"
-        check_divided(one.config, name, recipe.parallel, hardware.world, hint)
+    check_models(recipe, hardware.world, [(name, m.config, m.wiring, m.method) for name, m in named.items()])
     for name, one in named.items():
         require_short_rows(one.config, recipe.data.seq_len, name)
     setup = setup_for(recipe, hardware.world, model)
@@ -198,6 +192,8 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
         offer = partial(model.parts, Adapter(), [])
 
     def accepted(values: Mapping[str, object]) -> bool:
+        if values.get("parallel.zero_stage") == 3 and not {model.method, teacher.method} <= {None}:
+            return False  # see ``check_models``
         try:
             vary(ResolvedRecipe(recipe, {}), values)
         except ConfigError:
@@ -211,6 +207,36 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
         method=model.method,
         not_counted=tuple(uncounted(recipe, hardware, ranks)),
     )
+
+
+def check_models(
+    recipe: Recipe, processes: int, models: Sequence[tuple[str, PretrainedConfig, Wiring, Method | None]]
+) -> None:
+    """Refuses models that processes cannot divide as ``parallel`` says. Only configs are read.
+
+    Args:
+        models: the name, the config, its wiring and the method of its quantised weights, of the student and, behind it,
+            of a teacher in memory if there is one.
+
+    Raises:
+        ConfigError: see ``check_formats``, ``check_sharded`` and ``check_divided``.
+        BadInputError: ZeRO-3 would divide a quantised model.
+    """
+    parallel = recipe.parallel
+    if (formats := formats_of(parallel.quantised)) is not None:
+        check_formats(formats, models[0][1], recipe.model)
+    if parallel.tp_size > 1:
+        inits = [recipe.init, *[None] * len(models)]
+        sharded = [(*model[:3], init) for model, init in zip(models, inits, strict=False)]
+        check_sharded(sharded, parallel, processes)
+    for number, (name, config, _, method) in enumerate(models):
+        if number and parallel.teacher_ep_size == 1 and parallel.zero_stage != 3:
+            continue
+        hint = f"set parallel.{'teacher_placement: replicated' if number else 'ep_size: 1'}"
+        check_divided(config, name, parallel, processes, hint)
+        if parallel.zero_stage == 3 and method is not None:
+            what = f"{name} is quantised ({method.name}), and parallel.zero_stage 3 cannot load that"
+            raise BadInputError(what, plain_copy(name))
 
 
 def plan_setup(

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 
 from fcsd.config import NO_METRIC, TERMS, Parallel, Recipe, exclusions
-from fcsd.config.batch import pauses
+from fcsd.config.recipe import pauses
 from fcsd.errors import ConfigError
 from fcsd.models.adapters.nf4 import BYTES
 from fcsd.models.adapters.targets import Chosen

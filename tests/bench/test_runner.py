@@ -5,8 +5,9 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from benchmarks.turns import ratio
 
-from fcsd.bench.runner import ratio, set_aside, table, write
+from fcsd.bench.runner import set_aside, table, write
 from fcsd.cli.bench import require_new_in
 from fcsd.errors import ConfigError
 

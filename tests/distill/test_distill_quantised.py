@@ -10,10 +10,10 @@ import torch
 from runs import outcome
 
 from fcsd.distill import loop
-from fcsd.distill.experts.expert_parallel import check
 from fcsd.distill.preview import preview
 from fcsd.distill.run.identity import run_identity
 from fcsd.distill.run.report import read_metrics
+from fcsd.distill.student import check
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
 from fcsd.plan import plan_run

@@ -17,7 +17,7 @@ from fcsd.models.adapters.targets import choose
 from fcsd.models.wiring import Wiring
 from fcsd.plan import Hardware, Setup, plan_run, plan_setup
 from fcsd.plan.activations import AdaptedLinear, measure_layer
-from fcsd.plan.memory import checkpoint_bytes, decoded_bytes, disk_bytes, moments, teacher_bytes
+from fcsd.plan.memory import checkpoint_bytes, decoded_bytes, disk_bytes, host_bytes, moments, teacher_bytes
 from fcsd.plan.model import MetaModel
 from fcsd.plan.report import to_text
 from fcsd.plan.setup import GIB, Parts, with_parts
@@ -179,6 +179,8 @@ def test_weights_in_nf4_are_counted_as_they_are_held(tmp_path: Path) -> None:
         assert other.activations - one.activations == more
         assert (one.gradients, one.optimizer, one.teacher) == (other.gradients, other.optimizer, other.teacher)
     assert decoded_bytes(rounded) >= 2 * max(layer.weight.numel() for layer in linear) > decoded_bytes(plain) == 0
+    host = [host_bytes(model.numbers, one) for one in (plain, rounded)]
+    assert host[0] - host[1] == saved  # the merged weights are made one after the other
     times = [micro_batch_seconds(model.numbers, model.numbers, one)[0] for one in (plain, rounded)]
     # Forward, backward and the teacher's pass decode every weight once; layers that are computed once do so once less.
     assert times[0] < times[1] <= times[0] + 3 * 2.5 * values / DECODE

@@ -494,6 +494,24 @@ def test_the_files_of_a_quantised_model_are_told_beside_what_is_in_memory(tmp_pa
     assert planned["stored"]["bytes"] == pytest.approx(held, rel=0.01)
     text = CliRunner().invoke(app, command).stdout
     assert "GB of 4-bit integers in groups of 16 (awq)" in text
+    refused = CliRunner().invoke(app, [*command, "--set", "parallel.zero_stage=3"])
+    assert refused.exit_code == 3 and "is quantised (awq), and parallel.zero_stage 3 cannot load that" in refused.stderr
+
+
+def test_a_stage_that_cannot_load_quantised_weights_is_not_suggested(tmp_path):
+    config = SHAPES["llama3-8b"](16)
+    config.save_pretrained(tmp_path / "student")
+    changes = {"teacher": str(tmp_path / "student"), "train__dtype": "bf16", "parallel": {"zero_stage": 2}}
+    recipe = runs.resolved(tmp_path, **changes, train__batch_tokens=512).recipe
+    parallel = recipe.parallel.model_copy(update={"zero_stage": 3})
+    needed = plan_run(recipe.model_copy(update={"parallel": parallel}), Hardware(8)).memory.total / GIB
+    tight = Hardware(8, memory=(needed + 1) / USABLE)
+    plain = plan_run(recipe, tight).change
+    assert plain is not None and plain.written[-1] == "--set parallel.zero_stage=3"
+    config.quantization_config = {"quant_method": "awq", "bits": 4, "group_size": 128}
+    config.save_pretrained(tmp_path / "student")
+    change = plan_run(recipe, tight).change
+    assert change is None or "--set parallel.zero_stage=3" not in change.written
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from fcsd.plan import Hardware, plan_run
 from fcsd.plan.model import MetaModel
 from fcsd.plan.report import to_text
 from fcsd.plan.setup import setup_of
-from fcsd.recipes.copying import copy_recipe
+from fcsd.recipes.inherit import copy_recipe
 
 NAMES = recipes.names()
 

@@ -3,6 +3,8 @@
 import statistics
 from typing import Any
 
+from benchmarks.turns import ratio
+
 from fcsd.bench import runner
 
 OWN = "fcsd"  # the name of fcsd's own side
@@ -44,11 +46,11 @@ def table(result: dict[str, Any]) -> str:
             "step ms": f"{medians[name] * 1e3:.1f}",
             "± ms": f"{(max(seconds) - min(seconds)) / 2 * 1e3:.1f}" if len(turns) > 1 else None,
             "tokens/s": f"{speed:,.0f}",
-            "fcsd x": runner.ratio(medians[name], medians.get(OWN), ".3f"),
-            "of bound": runner.ratio(speed, result["bound"]),
+            "fcsd x": ratio(medians[name], medians.get(OWN), ".3f"),
+            "of bound": ratio(speed, result["bound"]),
             "GiB above": _gib(above),
-            "fcsd mem": runner.ratio(_above(by_side[OWN][-1], result) if OWN in by_side else None, above),
-            "same mb": runner.ratio(_above(own[micro], result) if micro in own else None, above),
+            "fcsd mem": ratio(_above(by_side[OWN][-1], result) if OWN in by_side else None, above),
+            "same mb": ratio(_above(own[micro], result) if micro in own else None, above),
             **{title: None if share is None else f"{share:.1%}" for title, share in waits.items()},
         }
     if result["bound"]:

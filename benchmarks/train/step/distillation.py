@@ -13,10 +13,11 @@ from benchmarks.train.random_run import draw_models, random_corpus, random_run
 from benchmarks.train.step.model import in_phases
 from benchmarks.train.step.variants import NoExchange
 from benchmarks.train.step.workload import BLOCKING, MASKED, OVERLAPPED, Workload
+from benchmarks.turns import reset_peak
 from studies.formats.directions import parse_formats
 from transformers import PreTrainedModel
 
-from fcsd.bench.runner import finished, reset_peak
+from fcsd.bench.runner import finished
 from fcsd.checkpoint import open_checkpoint
 from fcsd.distill.data.of_run import training_rows
 from fcsd.distill.experts.expert_parallel import dispatcher_for, quantiser_of, wire_sharded

@@ -18,9 +18,10 @@ from benchmarks.train.step.table import table
 from benchmarks.train.step.workload import Workload
 from benchmarks.train.trace import files, to_json
 from benchmarks.train.trace import to_text as trace_to_text
+from benchmarks.turns import peak_gib
 from transformers import PreTrainedModel
 
-from fcsd.bench.runner import peak_gib, say, set_aside, write
+from fcsd.bench.runner import say, set_aside, write
 from fcsd.errors import FcsdError
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, barrier, join_world

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.train.step.workload import BOUND, FUSED, STANDARD, STOCK
+from benchmarks.turns import ratio, spread
 
 from fcsd.bench import runner
 
@@ -40,11 +41,11 @@ def table(
         return {
             "fwd+bwd ms": _times(found["forward_backward"]) if "forward_backward" in found else None,
             "step ms": _times(found["step"]),
-            "x stock": runner.ratio(steps.get(STOCK), steps[name], ".3f"),
-            "x std": runner.ratio(steps.get(STANDARD + fused), steps[name], ".3f"),
+            "x stock": ratio(steps.get(STOCK), steps[name], ".3f"),
+            "x std": ratio(steps.get(STANDARD + fused), steps[name], ".3f"),
             "tokens/s": f"{speed:,.0f}",
-            "of bound": runner.ratio(steps.get(BOUND + fused), steps[name]),
-            "MFU": runner.ratio(speed, full_speed),
+            "of bound": ratio(steps.get(BOUND + fused), steps[name]),
+            "MFU": ratio(speed, full_speed),
             "data": f"{statistics.median(waits):.1%}" if waits else None,
             **{title: _share(account, state) for title, state in (("comm.", "exposed"), ("host", "idle"))},
             "peak GiB": None if peak is None else f"{peak:.1f}",
@@ -55,7 +56,7 @@ def table(
 
 
 def _times(values: list[float]) -> str:
-    return f"{statistics.median(values):.1f} ± {runner.spread(values):.1f}"
+    return f"{statistics.median(values):.1f} ± {spread(values):.1f}"
 
 
 def _share(account: Mapping[str, Any] | None, state: str) -> str | None:

@@ -18,10 +18,11 @@ from benchmarks.train.step import row_counts
 from benchmarks.train.step.model import in_phases, make_engine
 from benchmarks.train.step.variants import eager_name, variants
 from benchmarks.train.step.workload import COPIES, Workload
+from benchmarks.turns import reset_peak
 from studies.formats.directions import parse_formats
 from torch import Tensor
 
-from fcsd.bench.runner import finished, reset_peak, say
+from fcsd.bench.runner import finished, say
 from fcsd.distill.train_engine import TrainEngine
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World, barrier

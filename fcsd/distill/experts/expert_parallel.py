@@ -1,4 +1,4 @@
-"""Expert parallelism of a run: the checks of the recipe, and how student and teacher are loaded and wired.
+"""Expert parallelism of a run: how student and teacher are loaded and wired.
 
 Where tensor-parallel ranks shard the models instead, ``load``, ``randomise`` and ``wire_sharded`` take these ranks.
 
@@ -9,66 +9,23 @@ processes reached the expert through the all-to-all. Both kinds of gradient are 
 and ``launch_step`` multiplies the loss by that number in advance.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from fcsd.checkpoint import open_checkpoint
 from fcsd.config import Parallel, Recipe
-from fcsd.distill.teacher.original import teacher_name
-from fcsd.errors import BadInputError, ConfigError
-from fcsd.launch.world import first_rank
-from fcsd.models.build import arch_of, load_model, register, wiring_of
+from fcsd.errors import ConfigError
+from fcsd.models.build import arch_of, load_model, wiring_of
 from fcsd.models.fused.model import fuse_parts
-from fcsd.models.quantised.method import plain_copy
 from fcsd.models.wiring import DESYNC, Wiring
-from fcsd.parallel.expert.dispatcher import Dispatcher, check_divided, check_formats
+from fcsd.parallel.expert.dispatcher import Dispatcher
 from fcsd.parallel.quantised.rows import Quantiser, formats_of
 from fcsd.parallel.tensor.layer import wire_training
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 from fcsd.parallel.transports.transport import Traffic
-
-log = logging.getLogger(__name__)
-
-
-def check(recipe: Recipe, processes: int) -> None:
-    """Checks ``parallel.ep_size`` and ``parallel.quantised`` against the number of processes and the models' configs.
-
-    Rank 0 logs a warning if ``parallel.dedup`` has no effect, because each token chooses one expert.
-
-    Raises:
-        ConfigError: ``ep_size`` does not divide the number of processes or of experts, or a model does not support
-            expert parallelism; or ZeRO-3 would divide experts; or the rows of the student cannot be rounded to the
-            formats.
-        BadInputError: ZeRO-3 would divide a quantised model.
-    """
-    ep_size = recipe.parallel.ep_size
-    if (formats := formats_of(recipe.parallel.quantised)) is not None:
-        register()
-        check_formats(formats, _config(recipe.model), recipe.model)
-    if (stage := recipe.parallel.zero_stage) != 3 and ep_size == 1:
-        return
-    register()
-    config = _config(recipe.model)
-    check_divided(config, recipe.model, recipe.parallel, processes, "set parallel.ep_size: 1")
-    names = [recipe.model]
-    if recipe.objective.needs_teacher and (stage == 3 or recipe.parallel.teacher_ep_size > 1):
-        names.append(name := teacher_name(recipe))
-        hint = "set parallel.teacher_placement: replicated"
-        check_divided(_config(name), name, recipe.parallel, processes, hint)
-    for name in names if stage == 3 else ():
-        if (found := open_checkpoint(name, weights=False).config.quantization) is not None:
-            raise BadInputError(
-                f"{name} is quantised ({found}), and parallel.zero_stage 3 cannot load that",
-                plain_copy(name),
-            )
-    dedup = recipe.parallel.dedup
-    if dedup != "off" and config.get_text_config().num_experts_per_tok == 1 and first_rank():
-        log.warning("%s: parallel.dedup %s has no effect, because each token chooses one expert", recipe.model, dedup)
 
 
 def dispatcher_for(parallel: Parallel, ep_size: int) -> Dispatcher:
@@ -76,10 +33,6 @@ def dispatcher_for(parallel: Parallel, ep_size: int) -> Dispatcher:
     from fcsd.parallel.expert.hierarchical import dispatcher_of
 
     return dispatcher_of("off", 1, None) if ep_size == 1 else dispatcher_of(parallel.dedup, ep_size, parallel.node_size)
-
-
-def _config(name: str) -> PretrainedConfig:
-    return AutoConfig.from_pretrained(open_checkpoint(name, weights=False).path, trust_remote_code=False)
 
 
 def quantiser_of(recipe: Recipe) -> Quantiser | None:

@@ -56,17 +56,9 @@ def kl_divergence(
     if _fuses(student_head) and cap is None:
         from fcsd.kernels import fused_kl
 
-        return fused_kl.kl_divergence(
-            student_hidden,
-            student_head,
-            teacher_hidden,
-            teacher_head,
-            mask,
-            temperature=temperature,
-            denominator=denominator,
-            chunk_tokens=chunk_tokens,
-            kept=kept,
-        )
+        given = (student_hidden, student_head, teacher_hidden, teacher_head, mask)
+        how: Any = {"temperature": temperature, "denominator": denominator}
+        return fused_kl.kl_divergence(*given, chunk_tokens=chunk_tokens, kept=kept, **how)
     keep = mask.flatten().nonzero().squeeze(1) if kept is None else kept
     teacher_rows = teacher_hidden.detach().flatten(0, -2)[keep]
     teacher_weight = for_matmul(teacher_head.detach())

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from fcsd.config import NO_METRIC, TERMS, Recipe, ResolvedRecipe
-from fcsd.config.batch import pauses
+from fcsd.config.recipe import pauses
 from fcsd.disk import append, write_picture, write_text
 from fcsd.distill.run.run_dir import CHECKPOINTS
 from fcsd.distill.run.trackers import Log, tracking

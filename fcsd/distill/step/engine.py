@@ -1,25 +1,30 @@
-"""Builds the DeepSpeed engine around the student, whose forward pass returns the terms of the loss."""
+"""All that is done to student and teacher between their loading and the first step; ``prepare_run`` says when.
+
+``build_training`` builds the DeepSpeed engine around the student, whose forward pass returns the terms of the loss. A
+teacher is a second model (``load_teacher``, ``live_teacher``) or the student's own weights (``share_weights``).
+"""
 
 import logging
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.profiler import record_function
 from transformers import PreTrainedModel
 
+from fcsd.checkpoint import open_checkpoint
 from fcsd.config import Objective, Recipe, accumulation
-from fcsd.distill import tensor_parallel
-from fcsd.distill.experts.expert_parallel import quantiser_of, wire_sharded
+from fcsd.distill.experts.expert_parallel import load, quantiser_of, wire_sharded
 from fcsd.distill.loss.losses import COMPUTED, Given
 from fcsd.distill.optim.adamw_choice import adamw_settings, own_adamw, parameter_groups, updates_alone
 from fcsd.distill.optim.update import judges_on_device
 from fcsd.distill.student import DTYPES
-from fcsd.distill.teacher.original import compile_layers, final_hidden, output_head, pack_attention
-from fcsd.distill.teacher.shared import in_place
+from fcsd.distill.teacher.original import compile_layers, final_hidden, output_head, pack_attention, teacher_name
+from fcsd.distill.teacher.shared import SharedTeacher, in_place
 from fcsd.distill.teacher.targets import (
     FixedLosses,
     LiveTeacher,
@@ -27,19 +32,20 @@ from fcsd.distill.teacher.targets import (
     TeacherSource,
     captured,
     compared_layers,
+    expect_comparable,
     left_out,
 )
-from fcsd.distill.tensor_parallel import Teams
-from fcsd.distill.train_engine import Trained, TrainEngine
+from fcsd.distill.train_engine import Teams, Trained, TrainEngine, make_trainable
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
 from fcsd.models.adapters.trained import TrainedParts, Twin
-from fcsd.models.build import arch_of, decoder_layers, logits_cap
+from fcsd.models.build import arch_of, decoder_layers, logits_cap, unwired
 from fcsd.models.fused.model import fuse_parts
 from fcsd.parallel.expert.autoep import frozen_experts
 from fcsd.parallel.expert.dispatcher import Dispatcher
 from fcsd.parallel.partitions import ahead_of_layers, gather_by_layer, keep_no_weights, whole_shape
 from fcsd.parallel.quantised.rows import Quantiser
+from fcsd.parallel.tensor.tp_plan import TensorGroup
 from fcsd.parallel.transports.transport import Traffic
 
 PREFIX = "fcsd.phase::"  # of the phases in traces, from which ``benchmarks.train.account`` says where time goes
@@ -253,7 +259,7 @@ def build_training(
     teams, quantiser = teams or Teams(world), quantiser_of(recipe)
     alone = updates_alone(recipe, world.size) and not by_zero
     if parts is None:  # otherwise ``train_parts`` has frozen the rest
-        tensor_parallel.make_trainable(model, teams)
+        make_trainable(model, teams)
         freeze(model, recipe.objective)
     pack_attention(model, recipe)
     if recipe.train.activation_checkpointing:
@@ -315,6 +321,38 @@ def sum_gradients(engine: TrainEngine, recipe: Recipe, alone: bool) -> None:
                 parameter.grad_dtype = DTYPES[recipe.accumulate_dtype]  # autograd and DeepSpeed sum in it
 
 
+def load_teacher(
+    recipe: Recipe,
+    student: PreTrainedModel,
+    world: World,
+    traffic: Traffic | None,
+    dispatcher: Dispatcher | None,
+    ranks: TensorGroup | None,
+) -> PreTrainedModel:
+    """Loads the frozen teacher. Its experts are divided as ``parallel.teacher_placement`` says.
+
+    Args:
+        traffic: counts the bytes that its dispatch and combine send; None does not count.
+        dispatcher: what the student's layers use; a teacher with divided experts uses it, too.
+        ranks: the ranks that shard its decoder layers as the student's; None if every rank has them.
+
+    Raises:
+        BadInputError: the vocabulary, the hidden size or the number of layers differs from that of ``student``; see
+            ``expect_comparable``.
+        ConfigError: the recipe compares a layer that the models do not have.
+    """
+    name, ep_size = teacher_name(recipe), recipe.parallel.teacher_ep_size
+    how: Any = {"dtype": DTYPES[recipe.train.dtype], "device": world.device, "ranks": ranks}
+    how["partitioned"] = recipe.parallel.zero_stage == 3
+    teacher = load(open_checkpoint(name).path, ep_size, **how)
+    expect_comparable(student, teacher, recipe, name)
+    pack_attention(teacher, recipe)
+    wires: Any = {"traffic": traffic, "dispatcher": dispatcher if ep_size > 1 else None, "ranks": ranks}
+    wire_sharded(teacher, ep_size, recipe.parallel, **wires)
+    compile_layers(teacher, recipe)
+    return teacher.requires_grad_(False)
+
+
 def live_teacher(model: PreTrainedModel, recipe: Recipe, world_size: int) -> LiveTeacher:
     """The source of targets behind a frozen teacher. If ZeRO-3 has divided its weights, it gathers them for its passes.
 
@@ -332,6 +370,29 @@ def live_teacher(model: PreTrainedModel, recipe: Recipe, world_size: int) -> Liv
         gather_by_layer(engine, layers)
         source.passes.eval()
     return source
+
+
+def shares_weights(recipe: Recipe) -> bool:
+    """Whether the teacher in memory is the student itself, whose frozen weights are the teacher's."""
+    return recipe.frozen_beside is not None and recipe.objective.needs_teacher
+
+
+def share_weights(
+    parts: TrainedParts,
+    recipe: Recipe,
+    traffic: Traffic | None = None,
+    dispatcher: Dispatcher | None = None,
+    ranks: TensorGroup | None = None,
+) -> SharedTeacher:
+    """The teacher that is the student with its first weights; the other arguments are those of ``load_teacher``."""
+    parallel = recipe.parallel
+    how: Any = {"traffic": traffic, "dispatcher": dispatcher, "ranks": ranks}
+    rewire = partial(wire_sharded, parts.model, parallel.ep_size, parallel, **how)
+    divided = ranks is not None or parallel.ep_size > 1
+    shared = SharedTeacher(parts, recipe.objective, partial(rewire, wiring=unwired()) if divided else None)
+    if ranks is not None:
+        rewire()  # what is not of a layer, such as marks of norms, is one again
+    return shared
 
 
 def import_deepspeed() -> Any:

@@ -48,11 +48,6 @@ def teacher_name(recipe: Recipe) -> str:
     return original
 
 
-def student_block(recipe: Recipe) -> dict[str, Any]:
-    """The block ``fcsd`` in the student's config, which the conversion wrote; empty for an original model."""
-    return open_checkpoint(recipe.model, weights=False).config.raw.get("fcsd") or {}
-
-
 def identify_teacher(recipe: Recipe) -> dict[str, str]:
     """Hashes of the teacher: ``teacher.fingerprint`` of its config and headers, ``teacher.sample`` of all its weights.
 
@@ -68,7 +63,14 @@ def identify_teacher(recipe: Recipe) -> dict[str, str]:
         if recipe.teacher is None:
             error.hint = f"{recipe.model} records it as its original; if it moved, set `teacher:` in the recipe"
         raise
-    expect_fingerprint(recipe, found, f"teacher {name}")
+    # The conversion has recorded the fingerprint of the original. Where nothing names one, any teacher is accepted.
+    recorded = (open_checkpoint(recipe.model, weights=False).config.raw.get("fcsd") or {}).get("base_sha256")
+    if (expected := recipe.teacher_sha256 or recorded) not in (None, found):
+        where = "the recipe asks for" if recipe.teacher_sha256 else f"{recipe.model} was made from"
+        raise BadInputError(
+            f"teacher {name} has the fingerprint {found}, {where} {expected}",
+            hint=f"it moved or changed; if it is the teacher you mean, set teacher_sha256: {found}",
+        )
     config = AutoConfig.from_pretrained(teacher.path, trust_remote_code=False)
     require_short_rows(config, recipe.data.seq_len, f"teacher {name}")
     return {"teacher.fingerprint": found, "teacher.sample": weights_sha256(teacher.layout)}
@@ -99,26 +101,6 @@ def _range_digest(place: tuple[Path, int, int]) -> bytes:
         while block := file.read(min(_BLOCK, end - file.tell())):
             digest.update(block)
     return digest.digest()
-
-
-def expect_fingerprint(recipe: Recipe, found: str, what: str) -> None:
-    """Checks the fingerprint of a teacher against that of the recipe, or else against that which the student records.
-
-    If neither names a fingerprint, any teacher is accepted.
-
-    Args:
-        what: names the teacher in the message of the error.
-
-    Raises:
-        BadInputError: the fingerprints differ.
-    """
-    expected = recipe.teacher_sha256 or student_block(recipe).get("base_sha256")
-    if expected not in (None, found):
-        source = "the recipe asks for" if recipe.teacher_sha256 else f"{recipe.model} was made from"
-        raise BadInputError(
-            f"{what} has the fingerprint {found}, {source} {expected}",
-            hint=f"it moved or changed; if it is the teacher you mean, set teacher_sha256: {found}",
-        )
 
 
 def final_hidden(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:

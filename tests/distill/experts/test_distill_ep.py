@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 from fcsd.config import Parallel, ResolvedRecipe
 from fcsd.distill import loop
 from fcsd.distill.experts import expert_parallel
-from fcsd.distill.experts.expert_parallel import check, wire_sharded
+from fcsd.distill.experts.expert_parallel import wire_sharded
 from fcsd.distill.optim import update
 from fcsd.distill.run.report import read_metrics
+from fcsd.distill.student import check
 from fcsd.errors import CheckpointError, ConfigError
 from fcsd.export.final import export_model
 from fcsd.parallel.weights.tensor_map import pieces, take

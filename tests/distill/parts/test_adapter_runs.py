@@ -256,7 +256,7 @@ def test_another_teacher_or_a_trained_student_is_refused_before_anything_loads(
     desync["model"] = str(folder / "dense" / "teacher")
     refused(runs.resolved(folder, **desync, **where), ConfigError, "cannot be combined with the wiring desync-2x")
     refused(half_run(folder, tmp_path / "run", parallel__ep_size=2), ConfigError, "divide the 1 processes")
-    monkeypatch.setattr(prepare.expert_parallel, "check", lambda *_: None)
+    monkeypatch.setattr(prepare, "check", lambda *_: None)
     named = half_run(folder, tmp_path / "run", parallel__ep_size=2, optim__train=["nrms"])
     refused(named, ConfigError, "no part 'nrms'")
     healed = {"teacher": str(finished / "final"), "optim__train": ["norms"]}

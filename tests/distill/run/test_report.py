@@ -9,7 +9,7 @@ import pytest
 import runs
 from ranks import exit_codes
 
-from fcsd.config.batch import pauses
+from fcsd.config.recipe import pauses
 from fcsd.distill.loop import distill_model
 from fcsd.distill.run import report
 from fcsd.distill.run.report import TimeLeft
