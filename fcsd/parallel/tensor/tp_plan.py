@@ -102,12 +102,12 @@ def tp_plan_of(arch: Arch, config: PretrainedConfig) -> TpPlan:
     if blocks.linear is not None:
         own[f"{blocks.linear}.*"] = "replicated"  # of a single rank
     # The attribute of the class: config.json could bring one for the object.
-    theirs: dict[str, Any] = type(text).base_model_tp_plan or {}
+    theirs = type(text).base_model_tp_plan or {}
     names = (blocks.router, f"{blocks.router}.*", blocks.router_bias, blocks.shared_gate)
     whole = [f"{blocks.mlp}.{name}" for name in names if name is not None]
     return (
         own,
-        {name.removeprefix("layers.*."): _SAME.get(style, style) for name, style in theirs.items()},
+        {name.removeprefix("layers.*."): str(_SAME.get(style, style)) for name, style in theirs.items()},
         dict.fromkeys(whole, "replicated") | _USUAL,
         {"*": "replicated"} if arch.no_tp else {},
     )
