@@ -5,9 +5,7 @@
 # OMP_NUM_THREADS where that is set, so it is taken away.)
 # tests/conftest.py orders the files, each of which runs in one of these processes.
 # FCSD_VENV=DIR uses another environment than .venv.
-# Python may write its bytecode: the tests start many processes, each of which would compile fcsd and the tests anew.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/venv.sh
-unset PYTHONDONTWRITEBYTECODE
 OMP_NUM_THREADS=1 python -m pytest -n "$(env -u OMP_NUM_THREADS nproc)" --maxprocesses 8 --dist loadscope --no-loadscope-reorder "$@"

@@ -10,6 +10,7 @@ if [ ! -x "$venv/bin/python" ]; then
   python3 -m venv "$venv"
 fi
 source "$venv/bin/activate"
+unset PYTHONDONTWRITEBYTECODE # modules are compiled when they are first imported, and not again by each further process
 here="$PWD $(cat pyproject.toml constraints.txt | sha256sum)"
 installed="$(cat "$venv/fcsd-installed" 2>/dev/null || true)"
 if [ "$installed" != "$here dev" ] && [ "$installed" != "$here $extras" ]; then  # dev has what the others need

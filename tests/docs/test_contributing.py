@@ -50,8 +50,25 @@ def test_run_and_plan_read_the_row(tmp_path, monkeypatch):
 """
 
 
+# Added to the proof of a format: what reads its row.
+USE = """
+
+def test_recipes_and_exchanges_read_the_row():
+    from fcsd.config import load_recipe
+    from fcsd.kernels.bit_split import Format
+    from fcsd.parallel.quantised.rows import RowCodec, formats_of, simulate
+
+    recipe = load_recipe("tiny", ["parallel.quantised.combine_grad=int6:g16:pow2"]).recipe
+    formats = formats_of(recipe.parallel.quantised)
+    assert formats is not None and "int6:g16:pow2 (7 bits a value)" in str(formats)
+    rows = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    arrived = simulate(rows, RowCodec(Format.parse("int8:g32:sr:pow2")), None)
+    assert not torch.equal(arrived, rows) and torch.allclose(arrived, rows, atol=0.05)
+"""
+
+
 class Followed(NamedTuple):
-    """A copy of the repository in which both pages were followed, and the tests that passed there, as MODULE::NAME."""
+    """A copy of the repository in which three pages were followed, and the tests that passed there, as MODULE::NAME."""
 
     repo: Path
     passed: list[str]
@@ -64,21 +81,22 @@ def page(repo: Path) -> str:
 
 @pytest.fixture(scope="module")
 def followed(page: str, repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Followed:
-    """The tests run in one process for both pages: to import and collect takes most of the time."""
+    """The tests run in one process for all pages: to import and collect takes most of the time."""
     ((marked, chosen),) = re.findall(r'`scripts/test\.sh tests -m "(.*?)" -k "(.*?)"`', steps_of(page))
     copy = tmp_path_factory.mktemp("copy")
     copy_repository(repo, copy)
     add_the_easy_family(page, copy)
-    proof = add_a_loss((repo / "docs/adding_a_loss.md").read_text(), copy)
+    proofs = [add_a_loss((repo / "docs/adding_a_loss.md").read_text(), copy)]
+    proofs.append(add_a_format((repo / "docs/adding_a_format.md").read_text(), copy))
     # The files that have cases of a family: to collect all others, too, would take longer still.
     named = re.compile(r"\b(CONFIGS|ARCHS|representatives|names_exist)\b")
     folders = ("models", "engine", "kernels", "parallel", "plan", "serve", "distill/step")
     files = (file for name in folders for file in (copy / "tests" / name).rglob("test_*.py"))
-    where = [proof, *sorted(str(file) for file in files if named.search(file.read_text()))]
+    where = [*map(str, proofs), *sorted(str(file) for file in files if named.search(file.read_text()))]
     run(
         copy,
         *("-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml=report.xml"),
-        *(*where, "-m", marked, "-k", f"{chosen} or {Path(proof).stem}"),
+        *(*where, "-m", marked, "-k", " or ".join([chosen, *(proof.stem for proof in proofs)])),
     )
     cases = ElementTree.parse(copy / "report.xml").iter("testcase")
     return Followed(copy, [f"{case.get('classname')}::{case.get('name')}" for case in cases if len(case) == 0])
@@ -117,7 +135,7 @@ def add_the_easy_family(page: str, copy: Path) -> None:
             (copy / name).write_text(f"{before}\n{line}\n    {entry},\n{after}")
 
 
-def add_a_loss(page: str, copy: Path) -> str:
+def add_a_loss(page: str, copy: Path) -> Path:
     """Adds the loss of the page, and returns the file of its tests."""
     row, function, proof = map(textwrap.dedent, re.findall(r"```python\n(.*?)   ```", page, re.DOTALL))
     objective, losses = copy / "fcsd/config/objective.py", copy / "fcsd/distill/loss/losses.py"
@@ -128,7 +146,24 @@ def add_a_loss(page: str, copy: Path) -> str:
     losses.write_text(f"{before}{function}\n\n# The function of each term{after}")
     test = copy / "tests/distill/loss/test_reverse_kl.py"
     test.write_text(proof + RUN)
-    return str(test)
+    return test
+
+
+def add_a_format(page: str, copy: Path) -> Path:
+    """Adds the format of the page, and returns the file of its tests."""
+    blocks = map(textwrap.dedent, re.findall(r"```python\n(.*?)   ```", page, re.DOTALL))
+    row, functions, coding, proof = blocks
+    for name, after, entry in (("format", "SCALES = {", row), ("reference", "CODINGS = {", coding)):
+        file = copy / f"fcsd/kernels/bit_split/{name}.py"
+        text = file.read_text()
+        assert text.count(f"\n{after}\n") == 1
+        file.write_text(text.replace(f"\n{after}\n", f"\n{after}\n{textwrap.indent(entry, '    ')}"))
+    reference = copy / "fcsd/kernels/bit_split/reference.py"
+    before, rest = reference.read_text().split("class Coding(")
+    reference.write_text(f"{before}{functions}\n\nclass Coding({rest}")
+    test = copy / "tests/kernels/test_pow2.py"
+    test.write_text(proof + USE)
+    return test
 
 
 def test_the_steps_add_the_easy_family(page: str, followed: Followed) -> None:
@@ -139,7 +174,7 @@ def test_the_steps_add_the_easy_family(page: str, followed: Followed) -> None:
     (script,) = re.findall(r"`python (scripts/\w+\.py)`", steps)
     family = eval(python_blocks(page)[0], vars(archs)).model_type
     assert family in chosen.split()
-    assert len([name for name in followed.passed if "test_reverse_kl" not in name]) > 40
+    assert len([name for name in followed.passed if not re.search("test_(reverse_kl|pow2)", name)]) > 40
     run(followed.repo, script)
     assert f"`{family}`" in (followed.repo / "docs/reference/architectures.md").read_text()
 
@@ -165,40 +200,8 @@ def test_every_term_of_the_table_is_computed() -> None:
     assert COMPUTED.keys() == TERMS.keys()
 
 
-# Added to the proof of the page: what reads the row.
-USE = """
-
-def test_recipes_and_exchanges_read_the_row():
-    from fcsd.config import load_recipe
-    from fcsd.kernels.bit_split import Format
-    from fcsd.parallel.quantised.rows import RowCodec, formats_of, simulate
-
-    recipe = load_recipe("tiny", ["parallel.quantised.combine_grad=int6:g16:pow2"]).recipe
-    formats = formats_of(recipe.parallel.quantised)
-    assert formats is not None and "int6:g16:pow2 (7 bits a value)" in str(formats)
-    rows = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
-    arrived = simulate(rows, RowCodec(Format.parse("int8:g32:sr:pow2")))
-    assert not torch.equal(arrived, rows) and torch.allclose(arrived, rows, atol=0.05)
-"""
-
-
-def test_a_format_is_a_row_functions_and_a_proof(repo: Path, tmp_path: Path) -> None:
-    """In a copy of the repository."""
-    page = (repo / "docs/adding_a_format.md").read_text()
-    blocks = map(textwrap.dedent, re.findall(r"```python\n(.*?)   ```", page, re.DOTALL))
-    row, functions, coding, proof = blocks
-    copy_repository(repo, tmp_path)
-    for name, after, entry in (("format", "SCALES = {", row), ("reference", "CODINGS = {", coding)):
-        file = tmp_path / f"fcsd/kernels/bit_split/{name}.py"
-        text = file.read_text()
-        assert text.count(f"\n{after}\n") == 1
-        file.write_text(text.replace(f"\n{after}\n", f"\n{after}\n{textwrap.indent(entry, '    ')}"))
-    reference = tmp_path / "fcsd/kernels/bit_split/reference.py"
-    before, rest = reference.read_text().split("class Coding(")
-    reference.write_text(f"{before}{functions}\n\nclass Coding({rest}")
-    test = tmp_path / "tests/kernels/test_pow2.py"
-    test.write_text(proof + USE)
-    assert "23 passed" in run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test))
+def test_a_format_is_a_row_functions_and_a_proof(followed: Followed) -> None:
+    assert len([name for name in followed.passed if "test_pow2" in name]) == 23
 
 
 def test_a_suite_is_a_file_of_names(repo: Path, tmp_path: Path) -> None:
