@@ -1,7 +1,7 @@
 """How often the drafts of an EAGLE head are right before and after its target was converted and healed.
 
     python -m studies.real.draft_head ORIGINAL OUT --text own=DIR [--layers 50%] [--tokens 3e6] [--head-epochs 3]
-        [--drafts 3] [--new 96] [--prompts 64] [--seeds 2] [--seconds 140]
+        [--head-batch 4] [--drafts 3] [--new 96] [--prompts 64] [--seeds 2] [--seconds 140]
 
 A head is that of EAGLE for llamas: a projection of the last hidden state of a token beside the embedding of the next
 one, and one decoder layer without its first norm, before the target's own head. It is trained by KL from the target's
@@ -59,16 +59,12 @@ class DraftHead(nn.Module):
         fields = {name: getattr(given, name) for name in names if getattr(given, name, None) is not None}
         self.config = LlamaConfig(num_hidden_layers=1, architectures=["LlamaForCausalLM"], **fields)
         self.config._attn_implementation = "sdpa"
-        width = given.hidden_size
-        self.fc = nn.Linear(2 * width, width, bias=False)
+        self.fc = nn.Linear(2 * given.hidden_size, given.hidden_size, bias=False)
         self.layer = LlamaDecoderLayer(self.config, 0)
         self.layer.input_layernorm = nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
-        with torch.no_grad():  # it begins as if the hidden state of the token before were that of the next one
-            self.fc.weight[:, :width].normal_(std=0.02)
-            self.fc.weight[:, width:].copy_(torch.eye(width))
-            own, last = self.layer.state_dict(), decoder_layers(target)[-1].state_dict()
-            same = {name: x for name, x in last.items() if name in own and own[name].shape == x.shape}
-            self.layer.load_state_dict(own | same)
+        own, last = self.layer.state_dict(), decoder_layers(target)[-1].state_dict()
+        same = {name: x for name, x in last.items() if name in own and own[name].shape == x.shape}
+        self.layer.load_state_dict(own | same)
         self.to(target.device, target.dtype)
         self.rotary = LlamaRotaryEmbedding(self.config).to(target.device)  # in fp32, as in the target
 
@@ -178,7 +174,7 @@ class HeadStudy(Study):
         original, converted = self.model(wired=False), self.model()
         head = DraftHead(original).requires_grad_(False)
         self.pair("original", original, "not trained", head, seed)
-        train(original, head, self.rows, self.given.batch, seed, self.given.head_epochs)
+        train(original, head, self.rows, self.given.head_batch, seed, self.given.head_epochs)
         self.pair("original", original, "original", head, seed)
         head.save(self.given.out / "original")
         self.pair("not healed", converted, "original", head, seed)
@@ -186,9 +182,9 @@ class HeadStudy(Study):
         self.heal(converted, original, own, RATES["layers"], seed)
         self.pair("healed", converted, "original", head, seed)
         again = deepcopy(head)
-        train(original, again, self.rows, self.given.batch, seed + 1)  # what one epoch more brings by itself
+        train(original, again, self.rows, self.given.head_batch, seed + 1)  # what one epoch more brings by itself
         self.pair("original", original, "original, one epoch more", again, seed)
-        train(converted, head, self.rows, self.given.batch, seed + 1)
+        train(converted, head, self.rows, self.given.head_batch, seed + 1)
         self.pair("healed", converted, "healed", head, seed)
         head.save(self.given.out / "healed")
 
@@ -207,7 +203,7 @@ class HeadStudy(Study):
 
     def store(self, line: dict[str, Any]) -> None:
         """Append a line to the results, and show it."""
-        names = "layers", "tokens", "batch", "head_epochs", "drafts", "new"
+        names = "layers", "tokens", "batch", "head_batch", "head_epochs", "drafts", "new"
         with self.file.open("a") as file:
             file.write(json.dumps({**line, **{name: getattr(self.given, name) for name in names}}) + "\n")
         print(line, flush=True)
@@ -218,6 +214,7 @@ def main() -> None:
     parser = arguments()
     parser.description = __doc__
     parser.add_argument("--head-epochs", type=int, default=3)
+    parser.add_argument("--head-batch", type=int, default=4, help="rows of a step of the head")
     parser.add_argument("--drafts", type=int, default=3, help="tokens that are guessed before each pass")
     parser.add_argument("--new", type=int, default=96, help="tokens of an answer")
     parser.add_argument("--prompts", type=int, default=64)
