@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
 
 from fcsd.kernels.host import compiled
 from fcsd.kernels.host.layout import BLOCKS, ONE_SHOT, total_bytes
@@ -228,7 +229,7 @@ def main() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(as_processes, (options, port), options.ranks)
+    spawn(as_processes, (options, port), options.ranks)
 
 
 if __name__ == "__main__":
