@@ -63,12 +63,12 @@ def architectures_page() -> str:
     )
     head = "| `model_type` | experts | Desync | expert parallelism | vLLM |\n|---|---|---|---|---|"
     rows = [f"| {', '.join(names)} | {cells} |" for cells, names in _grouped(_cells, " (with vision)").items()]
-    names = "## Names under which models are published\n\nA type in brackets is not supported."
-    published: dict[str, list[str]] = {}
-    for _, name, model_type in PRODUCTS:
-        published.setdefault(f"`{model_type}`" if model_type in ARCHS else f"(`{model_type}`)", []).append(name)
-    lines = [f"- {model_type}: {'; '.join(found)}" for model_type, found in sorted(published.items())]
-    parts = ["# Architectures", _GENERATED, intro, "\n".join([head, *rows]), names, "\n".join(lines)]
+    published: dict[bool, list[str]] = {True: [], False: []}
+    for _, name, model_type in sorted(PRODUCTS, key=lambda product: product[2]):
+        published[model_type in ARCHS].append(f"{name} (`{model_type}`)")
+    names = ["## Names under which models are published", f"{'; '.join(published[True])}."]
+    names += ["**Not supported**", f"{'; '.join(published[False])}."]
+    parts = ["# Architectures", _GENERATED, intro, "\n".join([head, *rows]), *names]
     return "\n\n".join(parts) + "\n"
 
 
