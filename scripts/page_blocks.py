@@ -35,6 +35,7 @@ ADVISED = "meta-llama/Llama-3.1-8B-Instruct"  # of which fcsd has the config, so
 
 _LOAD, _SLOW = "serve_vllm_load_slow_2xh100.json", "serve_vllm_8b_slow_2xh200.json"
 _HOST, _TTFT = "host_sums_2xh200.json", "loads/0.6/first_p50"
+_KERNELS = "vllm_quantised_kernels_1xh200.json"
 _INT4 = "quantised_smollm2_1xh200.jsonl"
 _TURNS, _SHORT = "vllm_turns_8b_16_2xh200.json", "first tokens of 16 x 512"
 # What README tells of speed: the situation, the raw file, the place of the ratio in it (or of two times, the first of
@@ -99,6 +100,7 @@ def page_blocks(root: Path) -> dict[str, dict[str, str]]:
         "docs/serving.md": {"refused": refused(), "served types": served_types()},
         "benchmarks/results/all_reduce.md": {"turns": turns(root)},
         "benchmarks/results/host_goals.md": {"goals": goals(root)},
+        "benchmarks/results/vllm_right.md": {"quantised kernels": quantised_kernels(root)},
     }
 
 
@@ -115,6 +117,26 @@ def advised() -> str:
         raise ValueError(done.output)
     command = " ".join(f'"{word}"' if " " in word else word for word in words)
     return f"```text\n# fcsd {command}\n{done.stdout}```\n"
+
+
+def quantised_kernels(root: Path) -> str:
+    """How far vLLM is from transformers with the same weights, by method and kernels, converted and not."""
+    parts = json.loads((root / real.RESULTS / _KERNELS).read_text()).values()
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    for row in (row for part in parts for row in part["rows"]):
+        model, _, method = row["case"].partition("-")
+        kernels = ", ".join(name.removesuffix("Kernel") for name in row["computed_by"])
+        found.setdefault((model, method, f"{row['dtype']}, {row['mode']}", kernels), {})[row["role"]] = row
+    body = []
+    for what, roles in found.items():
+        both = [roles[role] for role in ("converted", "original")]
+        shown = [
+            (f"{row['rms']:.2g}" if row["right"] else f"**{row['rms']:.2g}**", f"{row['tolerance']:.2g}")
+            for row in both
+        ]
+        body.append([*what, *(value for pair in shown for value in pair)])
+    head = ["model", "method", "dtype, mode", "kernels", "converted", "may be", "original", "may be"]
+    return table(head, body, left=4) + "\n"
 
 
 def int4(root: Path) -> str:
