@@ -20,11 +20,11 @@ from fcsd.errors import DoesNotFitError
 from fcsd.markdown import table
 from fcsd.models.build import arch_of, without_injected
 from fcsd.models.selection import ADVISED, advised_count
-from fcsd.models.wiring_block import DESYNC, Wiring
+from fcsd.models.wiring_block import Wiring
 from fcsd.plan.model import MetaModel
 from fcsd.plan.speed import SHARE
 
-WIRINGS = ("ladder", "farskip", "desync-4x")
+WIRINGS = ("ladder", "farskip")  # Desync loses more than what is as fast, and its checkpoint is for one number of GPUs
 SHARES = (ADVISED, 1.0)  # of the layers, the last ones
 RESERVE_GB = 6.0  # of a GPU, for activations, graphs and libraries
 WORTH_A_TRIAL, PAYS_CONVERSION = 1.03, 1.10  # how much faster than what is simpler it has to be
@@ -188,7 +188,7 @@ def _ways(server: Server, meta: MetaModel, host: Host, fits_one: bool) -> list[W
         for share in SHARES:
             count_of = depth if share == 1 else advised_count(depth)
             layers = tuple(range(depth - count_of, depth))
-            wiring = without_injected(meta.config, Wiring(name, layers, tp_degree=count if name in DESYNC else 1))
+            wiring = without_injected(meta.config, Wiring(name, layers))
             label = f"{name}, {'all' if share == 1 else 'half'} of the layers"
             served = server.tensor_parallel(count, wiring, exact)
             add(label, "conversion", served, share=share, wiring=name)
@@ -202,9 +202,8 @@ def _choose(
     by_kind = {way.kind: way for way in reversed(ways)}
     if speed is not None:
         order = ("stock", "replicas", "stages", "sums", "bits", "conversion")  # the simplest first
-        stock = ways[0].served  # a way that makes one of the two slower is not what was asked for
-        kept = [way for way in ways if way.served.step <= 1.02 * stock.step and way.served.first <= 1.02 * stock.first]
-        reached = [way for way in kept if way.gain >= speed]
+        # A way that makes one of the two slower is not what was asked for.
+        reached = [way for way in ways if way.gain >= speed and _nowhere_slower(way, ways[0])]
         if reached:
             first = min(reached, key=lambda way: (order.index(way.kind), way.share, -way.gain))
             return first, f"it is the simplest way that is expected to reach {speed:.2f}x in the mean of TPOT and TTFT"
@@ -253,8 +252,7 @@ def _healing(meta: MetaModel, host: Host) -> Healing:
 
 def _command(chosen: Way, model: str, host: Host) -> str:
     if chosen.kind == "conversion":
-        desync = chosen.wiring in DESYNC
-        share = "all" if chosen.share == 1 else f"{ADVISED:.0%} --gpus {host.gpus}" if desync else "auto"
+        share = "all" if chosen.share == 1 else "auto"
         return f"fcsd convert {model} OUT --wiring {chosen.wiring} --layers {share}"
     if chosen.kind == "replicas":
         return f"vllm serve {model} --data-parallel-size {host.gpus}"
