@@ -55,7 +55,6 @@ def run_and_resume(recipes: list[tuple[ResolvedRecipe, ResolvedRecipe]]) -> None
 
 def on_two(folder: Path, tmp_path: Path, cases: dict[str, dict[str, Any]]) -> None:
     """Runs all cases in one pair of processes, and holds each against its run with fp32 moments and its resumed one."""
-    pytest.importorskip("bitsandbytes", reason="the extra nf4 is not installed")
     pairs = [
         tuple(
             runs.resolved(folder, output_dir=str(tmp_path / f"{name}{end}"), **{**COMMON, **changes, **more})

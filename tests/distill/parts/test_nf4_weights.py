@@ -37,7 +37,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_its_resume_and_the_merged_model(llama: Path, tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes", reason="the extra nf4 is not installed")
     run = tmp_path / "run"
     recipe = runs.resolved(llama, output_dir=str(run), **BESIDE)
     train(recipe)
@@ -76,7 +75,8 @@ def merged_in(run: Path) -> Any:
 
 
 def test_an_adapted_layer_computes_what_it_does_beside_the_decoded_weight() -> None:
-    bitsandbytes = pytest.importorskip("bitsandbytes", reason="the extra nf4 is not installed")
+    import bitsandbytes
+
     base = bitsandbytes.nn.Linear4bit(96, 40, bias=True, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
     plain = plain_linear(base)
     plain.weight = torch.nn.Parameter(plain_weight(base), requires_grad=False)
