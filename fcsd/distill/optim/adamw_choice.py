@@ -48,7 +48,7 @@ def own_adamw(recipe: Recipe, alone: bool) -> Callable[[Any], Optimizer] | None:
 
 def _eight_bit(parameters: Any, settings: dict[str, Any]) -> Optimizer:
     """AdamW of bitsandbytes, which runs on a GPU and on a CPU."""
-    from bitsandbytes.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
+    from bitsandbytes.optim.adamw import AdamW8bit  # pyright: ignore[reportMissingImports]
     from deepspeed.moe.utils import configure_moe_param_groups, is_moe_param
 
     each = [one for group in parameters for one in (group["params"] if isinstance(group, dict) else [group])]
