@@ -11,14 +11,18 @@ import matplotlib.pyplot as plt
 from fcsd.models.wiring_block import READS
 
 COMPUTE, WIRE = "#cfe2f3", "#f6b26b"
-TEXT = {
+EXPERTS = {
     "standard": "every read waits; both collectives are exposed",
     "parallel": "the MoE reads without the attention's output; only dispatch is covered",
     "farskip": "the attention, too, reads without the routed output; both are covered",
 }
+SHARDS = {
+    "standard": "every read waits for an all-reduce",
+    "ladder": "every read goes without the last output; all-reduces are covered",
+}
 
 
-def timeline(wiring: str) -> list[tuple[str, str, float, float]]:
+def experts(wiring: str) -> list[tuple[str, str, float, float]]:
     """``(row, label, start, length)`` of two layers of expert-parallel execution, unit lengths for illustration."""
     attn_depth, mlp_depth = READS[wiring]
     bars, compute, landed = [], 0.0, 0.0
@@ -38,15 +42,31 @@ def timeline(wiring: str) -> list[tuple[str, str, float, float]]:
     return bars
 
 
+def shards(wiring: str) -> list[tuple[str, str, float, float]]:
+    """The same of tensor-parallel execution, in which every sub-block ends with an all-reduce."""
+    bars: list[tuple[str, str, float, float]] = []
+    compute, landed = 0.0, [0.0]  # when each output is there; the first is what the layers get
+    for k in ("k", "k+1"):
+        for name, depth in zip(("attention", "MLP"), READS[wiring], strict=True):
+            start = max([compute, *landed[: len(landed) - depth]])
+            compute = start + 2.0
+            sent = max(compute, landed[-1])
+            landed.append(sent + 1.2)
+            bars += [("compute", f"{name} {k}", start, 2.0), ("wire", "all-reduce", sent, 1.2)]
+    return bars
+
+
 def draw(out: Path) -> None:
-    figure, axes = plt.subplots(len(TEXT), 1, figsize=(9, 5.4), sharex=True)
-    for axis, (wiring, text) in zip(axes, TEXT.items(), strict=True):
-        for row, label, start, length in timeline(wiring):
+    pictures = [(f"Experts, {wiring}: {text}", experts(wiring)) for wiring, text in EXPERTS.items()]
+    pictures += [(f"Tensor parallelism, {wiring}: {text}", shards(wiring)) for wiring, text in SHARDS.items()]
+    figure, axes = plt.subplots(len(pictures), 1, figsize=(9, 8.4), sharex=True)
+    for axis, (title, bars) in zip(axes, pictures, strict=True):
+        for row, label, start, length in bars:
             y = 1 if row == "compute" else 0
             axis.barh(y, length, left=start, height=0.7, color=COMPUTE if y else WIRE, edgecolor="black", linewidth=0.6)
             axis.text(start + length / 2, y, label, ha="center", va="center", fontsize=7)
         axis.set_yticks([0, 1], ["wire", "compute"], fontsize=8)
-        axis.set_title(f"{wiring}: {text}", fontsize=9, loc="left")
+        axis.set_title(title, fontsize=9, loc="left")
         axis.set_ylim(-0.5, 1.5)
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)

@@ -36,6 +36,7 @@ ADVISED = "meta-llama/Llama-3.1-8B-Instruct"  # of which fcsd has the config, so
 _LOAD, _SLOW = "serve_vllm_load_slow_2xh100.json", "serve_vllm_8b_slow_2xh200.json"
 _HOST, _TTFT = "host_sums_2xh200.json", "loads/0.6/first_p50"
 _KERNELS = "vllm_quantised_kernels_1xh200.json"
+_DRAFTS = "draft_head_1xh200.jsonl"
 _INT4 = "quantised_smollm2_1xh200.jsonl"
 _TURNS, _SHORT = "vllm_turns_8b_16_2xh200.json", "first tokens of 16 x 512"
 # What README tells of speed: the situation, the raw file, the place of the ratio in it (or of two times, the first of
@@ -97,7 +98,7 @@ def page_blocks(root: Path) -> dict[str, dict[str, str]]:
         "README.md": {"advise": advised(), "situations": situations(root)},
         "docs/quality.md": {"losses": lost_points()},
         "docs/quantised_models.md": {"int4": int4(root), "nf4": in_nf4()},
-        "docs/serving.md": {"refused": refused(), "served types": served_types()},
+        "docs/serving.md": {"drafts": drafts(root), "refused": refused(), "served types": served_types()},
         "benchmarks/results/all_reduce.md": {"turns": turns(root)},
         "benchmarks/results/host_goals.md": {"goals": goals(root)},
         "benchmarks/results/vllm_right.md": {"quantised kernels": quantised_kernels(root)},
@@ -143,6 +144,13 @@ def int4(root: Path) -> str:
     """How far each form of SmolLM2-135M that was measured is from the original."""
     lines = (root / real.RESULTS / _INT4).read_text().splitlines()
     return quantised.table([json.loads(line) for line in lines]) + "\n"
+
+
+def drafts(root: Path) -> str:
+    """How many drafts of a small EAGLE head were accepted, before healing and after it."""
+    lines = map(json.loads, (root / real.RESULTS / _DRAFTS).read_text().splitlines())
+    body = [[line["target"], line["head"], f"{line['acceptance']:.1%}"] for line in lines]
+    return table(["model", "head trained on", "drafts accepted"], body, left=2) + "\n"
 
 
 def in_nf4() -> str:

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 from studies.real.heal import divergences, token_rows
-from studies.real.quantised import Batch, train
+from studies.real.quantised import Batch, common_arguments, train
 from studies.real.questions import answers, read
 from torch import Tensor
 
@@ -51,20 +51,11 @@ Layers = tuple[int, ...]
 
 def arguments() -> argparse.ArgumentParser:
     """What the command line takes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("original", type=Path, nargs="?")
-    parser.add_argument("out", type=Path, nargs="?")
-    parser.add_argument("--text", action="append", default=[], metavar="NAME=DIR")
+    parser = common_arguments(__doc__)
+    parser.set_defaults(seeds=2, tokens=8e6, batch=32)
     parser.add_argument("--questions", type=Path)
     parser.add_argument("--costs", type=Path, default=Path("benchmarks/results/real_layers_smollm2_cpu.json"))
     parser.add_argument("--ways", default=",".join(WAYS))
-    parser.add_argument("--layers", default="50%")
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--tokens", type=float, default=8e6)
-    parser.add_argument("--batch", type=int, default=32, help="rows of 1024 tokens in a step")
-    parser.add_argument("--held-out", type=int, default=96, help="rows of each divergence")
-    parser.add_argument("--seconds", type=float, default=400)
-    parser.add_argument("--table", type=Path, metavar="FILE")
     return parser
 
 

@@ -48,22 +48,28 @@ ALPHA = 32.0  # as in the runs of docs/adapters.md
 QUANTISES = 45.0  # seconds, at most, of what follows a training on one GPU: GPTQ and the divergences
 
 
-def arguments() -> argparse.ArgumentParser:
-    """What the command line takes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def common_arguments(about: str | None) -> argparse.ArgumentParser:
+    """What the command lines of the studies that heal in memory share."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("original", type=Path, nargs="?")
     parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("--text", action="append", default=[], metavar="NAME=DIR")
     parser.add_argument("--layers", default="50%")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--tokens", type=float, default=3e6)
-    parser.add_argument("--batch", type=int, default=16, help="rows of a step")
-    parser.add_argument("--group", type=int, default=64)
-    parser.add_argument("--rank", type=int, default=64)
-    parser.add_argument("--calibration", type=int, default=128, help="rows that GPTQ reads")
+    parser.add_argument("--batch", type=int, default=16, help="rows of 1024 tokens in a step")
     parser.add_argument("--held-out", type=int, default=96, help="rows of each divergence")
     parser.add_argument("--seconds", type=float, default=400)
     parser.add_argument("--table", type=Path, metavar="FILE")
+    return parser
+
+
+def arguments() -> argparse.ArgumentParser:
+    """What the command line takes."""
+    parser = common_arguments(__doc__)
+    parser.add_argument("--group", type=int, default=64)
+    parser.add_argument("--rank", type=int, default=64)
+    parser.add_argument("--calibration", type=int, default=128, help="rows that GPTQ reads")
     return parser
 
 
