@@ -7,7 +7,10 @@ here: scaled rotary embeddings, experts, files in several parts, and keys of the
 some of its versions misread of a tokenizer is set to what the file says, or refused.
 """
 
+import math
+import mmap
 import shutil
+import struct
 import sys
 from itertools import islice
 from pathlib import Path
@@ -26,6 +29,8 @@ _OTHER = "Pass the safetensors checkpoint that it was made from."
 _WORDS = 10_000  # of a vocabulary are tried: all 262,144 of Gemma take most of a minute
 _SPECIAL = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
 _NEWER = "A newer package gguf may know it: pip install -U gguf. Otherwise pass a file of another quantisation."
+
+_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # of a number, by GGUF's type
 
 # llama.cpp's architecture -> the keys of the file that transformers translates, and those without effect on the model.
 _COMMON = (
@@ -107,6 +112,7 @@ def unpack_gguf(file: Path, out: Path) -> None:
 def _read_header(file: Path) -> tuple[dict[str, Any], dict[str, int]]:
     """The short values of a file's header by key, and how many values each of its tensors has, by name."""
     try:
+        lost = _walk(file)
         reader = gguf.GGUFReader(file)
         short = {key: field for key, field in reader.fields.items() if field.types[:1] != [gguf.GGUFValueType.ARRAY]}
         sizes = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
@@ -116,11 +122,80 @@ def _read_header(file: Path) -> tuple[dict[str, Any], dict[str, int]]:
             except NotImplementedError:
                 stored = f"{tensor.name} is stored as {tensor.tensor_type.name}"
                 raise BadInputError(f"{file}: {stored}, which the package gguf cannot dequantise", _NEWER) from None
+        if lost is not None:
+            raise ValueError(f"the bytes of {lost} are not aligned, not in the file, or those of another tensor")
         return {key: field.contents() for key, field in short.items()}, sizes
-    except (ValueError, OSError, IndexError, KeyError) as error:
+    except (ValueError, OSError, IndexError, KeyError, struct.error) as error:
         if "GGMLQuantizationType" in str(error):
             raise BadInputError(f"{file}: the package gguf does not know a quantisation: {error}", _NEWER) from error
         raise BadInputError(f"{file}: this GGUF file cannot be read: {reason_of(error)}", _DAMAGED) from error
+
+
+def _walk(file: Path) -> str | None:
+    """Hold a header's counts and offsets against the size of the file, before a library believes them.
+
+    Returns:
+        A tensor whose bytes are not aligned, outside of the data or those of another tensor, too; None if none is.
+
+    Raises:
+        ValueError, struct.error: a count is larger than what is left of the file, or an array has arrays in it.
+    """
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        at = 0
+
+        def number(form: str) -> int:
+            nonlocal at
+            (value,) = struct.unpack_from(f"<{form}", data, at)
+            at += struct.calcsize(f"<{form}")
+            return value
+
+        def skip(count: int, size: int) -> bytes:
+            nonlocal at
+            if count * size > len(data) - at:
+                raise ValueError(f"a count of {count} at byte {at} goes past its end")
+            at += count * size
+            return data[at - count * size : at] if size == 1 else b""
+
+        def value(kind: int, count: int = 1) -> None:
+            if kind == gguf.GGUFValueType.STRING:
+                if 8 * count > len(data) - at:
+                    raise ValueError(f"a count of {count} at byte {at} goes past its end")
+                for _ in range(count):
+                    skip(number("Q"), 1)
+            elif kind in _BYTES:
+                skip(count, _BYTES[kind])
+            else:
+                raise ValueError(f"a value of type {kind} at byte {at}")
+
+        if skip(4, 1) != b"GGUF" or number("I") not in (2, 3):
+            raise ValueError("it is no GGUF file of version 2 or 3 in little-endian order")
+        tensors, keys = number("Q"), number("Q")
+        alignment = 32
+        for _ in range(keys):
+            key, kind = skip(number("Q"), 1), number("I")
+            if key == b"general.alignment" and kind == gguf.GGUFValueType.UINT32:
+                alignment = max(1, *struct.unpack_from("<I", data, at))
+            if key.endswith(b".block_count") and kind == gguf.GGUFValueType.UINT32:
+                (blocks,) = struct.unpack_from("<I", data, at)
+                if blocks > tensors:
+                    raise ValueError(f"it has {tensors} tensors for {blocks} layers")
+            if kind == gguf.GGUFValueType.ARRAY:
+                value(number("I"), number("Q"))
+            else:
+                value(kind)
+        parts = []
+        for _ in range(tensors):
+            name, rank = skip(number("Q"), 1).decode(), number("I")
+            values = math.prod(number("Q") for _ in range(min(rank, 5)))
+            block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(number("I"))]
+            parts.append((number("Q"), -(-values // block) * size, name))
+        begin = -(-at // alignment) * alignment
+        end = 0
+        for offset, size, name in sorted(parts):
+            if offset % alignment or offset < end or begin + offset + size > len(data):
+                return name
+            end = offset + size
+    return None
 
 
 def _check(file: Path, fields: dict[str, Any], names: list[str]) -> None:

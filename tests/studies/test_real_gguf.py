@@ -313,6 +313,43 @@ def test_damaged_files_and_existing_directories_are_refused(tmp_path: Path) -> N
         unpack_gguf(tmp_path / "text.gguf", tmp_path / "out")
 
 
+def offset_of(data: bytes, name: str) -> int:
+    """Where a header has the offset of a tensor's bytes."""
+    at = data.index(struct.pack("<Q", len(name)) + name.encode()) + 8 + len(name)
+    (rank,) = struct.unpack_from("<I", data, at)
+    return at + 4 + 8 * rank + 4
+
+
+@pytest.mark.parametrize("offset", [0, 2**64 - 32, 8, 1 << 40], ids=["another's", "negative", "not aligned", "too far"])
+def test_a_tensor_whose_bytes_are_not_its_own_is_refused(tmp_path: Path, offset: int) -> None:
+    write(tmp_path / "m.gguf")
+    data = bytearray((tmp_path / "m.gguf").read_bytes())
+    struct.pack_into("<Q", data, offset_of(data, "blk.1.attn_q.weight"), offset)
+    (tmp_path / "m.gguf").write_bytes(data)
+    with pytest.raises(BadInputError, match="the bytes of" if offset != 1 << 40 else "cannot be read"):
+        unpack_gguf(tmp_path / "m.gguf", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("key", "form", "at", "number", "reason"),
+    [
+        ("llama.block_count", "<I", 4, 10**9, "tensors for 1000000000 layers"),
+        ("tokenizer.ggml.tokens", "<Q", 8, 2**60, "goes past its end"),
+        ("tokenizer.ggml.tokens", "<I", 4, 9, "a value of type 9"),  # arrays in an array
+        ("tokenizer.ggml.model", "<Q", 4, 2**62, "goes past its end"),
+    ],
+)
+def test_counts_that_a_file_cannot_hold_are_refused(
+    tmp_path: Path, key: str, form: str, at: int, number: int, reason: str
+) -> None:
+    write(tmp_path / "m.gguf")
+    data = bytearray((tmp_path / "m.gguf").read_bytes())
+    struct.pack_into(form, data, data.index(key.encode()) + len(key) + at, number)
+    (tmp_path / "m.gguf").write_bytes(data)
+    with pytest.raises(BadInputError, match=reason):
+        unpack_gguf(tmp_path / "m.gguf", tmp_path / "out")
+
+
 def test_the_lines_that_fcsd_prints_make_a_checkpoint_that_it_converts(tmp_path: Path) -> None:
     expected = write(tmp_path / "m.gguf", quantised=gguf.GGMLQuantizationType.Q8_0)
     with pytest.raises(BadInputError, match="is a GGUF model") as caught:
