@@ -169,10 +169,13 @@ def main() -> None:
         dist.all_gather_into_tensor(out, x)
         return out
 
-    begun = time.monotonic()
-    int8, int4 = (
-        host_table.measured(sums, nccl, gathered, cpu, Format.parse(name), SIZES) for name in ("int8", "int4")
-    )
+    def scattered(x: Tensor) -> Tensor:
+        out = x.new_empty(len(x) // dist.get_world_size(), *x.shape[1:])
+        dist.reduce_scatter_tensor(out, x)
+        return out
+
+    begun, stock = time.monotonic(), host_table.Stock(nccl, gathered, scattered)
+    int8, int4 = (host_table.measured(sums, stock, cpu, Format.parse(name), SIZES) for name in ("int8", "int4"))
     found["seconds to measure"] = round((time.monotonic() - begun) / 2, 2)
     found["microseconds"] = {
         size: {name: round(value, 2) for name, value in (int8.sums.microseconds[size] | row).items()}
