@@ -61,6 +61,12 @@ class Cpu:
         for one in self._libraries.values():
             one.set_aside(microseconds)
 
+    def bytes(self, count: int) -> torch.Tensor:
+        return torch.empty(count, dtype=torch.uint8)
+
+    def replay(self, key: Any, do: Callable[[], None]) -> None:
+        do()
+
     def mapped(self, address: int, size: int) -> int:
         return address
 
