@@ -4,8 +4,11 @@
 
 The words are those of ``fcsd bench serve``, whose own loads are for what a user would serve. Alternatives are left out.
 The second original is the control: steps without a graph wait for the host, whose pace differs from server to server.
+ONLY in the environment has the names of the variants that are timed, between semicolons, and SECONDS_OF_LOAD how long
+requests arrive.
 """
 
+import os
 import sys
 from dataclasses import replace
 from typing import Any
@@ -17,15 +20,18 @@ from fcsd.cli.main import main as fcsd
 def main() -> None:
     """Run ``fcsd bench serve`` with these variants."""
     under_vllm.UNDER_LOAD = ("original", "wired", "way", "bound")
+    under_vllm.LOAD_SECONDS = int(os.environ.get("SECONDS_OF_LOAD", under_vllm.LOAD_SECONDS))
     under_vllm.core = _with_control
     under_vllm.alternatives = lambda *_, **__: ([], {})
     sys.argv[1:1] = ["bench", "serve"]
     fcsd()
 
 
-def _with_control(*given: Any) -> list[variants.Variant]:
-    first, *others = variants.core(*given)
-    return [first, *others, replace(first, name="original, again", role="way")]
+def _with_control(*given: Any, **named: Any) -> list[variants.Variant]:
+    first, *others = variants.core(*given, **named)
+    every = [first, *others, replace(first, name="original, again", role="way")]
+    only = os.environ.get("ONLY")
+    return every if only is None else [variant for variant in every if variant.name in only.split(";")]
 
 
 if __name__ == "__main__":
