@@ -20,49 +20,35 @@ from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format, decode, encode
 from fcsd.kernels.bit_split.moves import decode_ranks, encode_sum
 from fcsd.kernels.host import compiled
-from fcsd.kernels.host.layout import BLOCKS, CONTROL, EXCHANGE, GRID, LAYOUT, ONE_SHOT, PIECES, THREADS
+from fcsd.kernels.host.layout import BLOCKS, EXCHANGE, GRID, LAYOUT, ONE_SHOT, PIECES, total_bytes
 from fcsd.parallel.all_reduce.host_memory import LIMIT, HostMemory, open_memory
+from fcsd.parallel.all_reduce.one_kernel import OneKernelSums, Places
 from fcsd.parallel.all_reduce.quantised import cut
+from fcsd.parallel.transports.transport import OnStream
 
-DTYPES = tuple(compiled.KINDS)
 _PIECE = 4 << 20  # bytes of most pieces of the exchange
 # Up to so many bytes of a rank's values, by the number of ranks: measured on H200s (benchmarks/results/host_sums).
 _ONE_SHOT = {2: 128 << 10, 3: 64 << 10}
 _BLOCKS = {2: 1 << 20}
 
 
-class HostSums:
-    """Sums of one group of processes; all of them make it together, and not while a CUDA graph is captured.
-
-    All sums of a rank follow each other: a sum on another stream than the one before waits for that stream.
-
-    Args:
-        memory: what the ranks share.
-        device: where the values are: a ``compiled.Gpu``, or what tests put in its place on CPUs.
-    """
+class HostSums(OneKernelSums):
+    """The same in memory of the host, where copy engines move large tensors; see ``OneKernelSums``."""
 
     def __init__(self, memory: HostMemory, device: Any) -> None:
-        self.memory, self.device = memory, device
-        self.rank, self.size = memory.rank, memory.size
-        self._base: int = device.mapped(memory.address, CONTROL + self.size * LAYOUT.region)
-        # The numbers of calls: one for each block of two protocols, and one for the exchange.
-        self._calls = {name: device.counters(grid) for name, grid in GRID.items()} | {"exchange": device.counters(1)}
+        self._base: int = device.mapped(memory.address, total_bytes(memory.size))
+        places = {}
+        for name, offset, most in (("one_shot", LAYOUT.one_shot, ONE_SHOT), ("in_blocks", LAYOUT.blocks, BLOCKS)):
+            of = [self._base + memory.region(rank, offset) for rank in range(memory.size)]
+            places[name] = Places(of, [of[memory.rank]], most, GRID[name])
+        super().__init__(memory, device, self._base, places)
+        self._calls["exchange"] = device.counters(1)
         # The exchange sends from here and receives here, so that it can be started again as a whole. To copy what is
         # sent takes a hundredth of the time that it travels.
         self._staged: Tensor = device.bytes(2 * EXCHANGE)
 
-    def supports(self, x: Tensor) -> bool:
-        """Whether ``x`` can be summed: bf16, fp16 or fp32, contiguous, in whole lines of 16 bytes."""
-        whole = x.is_contiguous() and x.nbytes % 16 == 0 and x.data_ptr() % 16 == 0 and x.nbytes > 0
-        return whole and x.dtype in DTYPES
-
     def all_reduce(self, x: Tensor, out: Tensor, method: str | None = None, format: Format | None = None) -> None:
-        """Write the sum of ``x`` over the ranks into ``out``, which may be ``x``, on the current stream.
-
-        Args:
-            x, out: of the same shape and dtype; see ``supports``.
-            method: ``one_shot``, ``in_blocks`` or ``exchange``; None chooses by the bytes.
-            format: send records of this format; only ``exchange`` does.
+        """See ``OneKernelSums``; also by the method ``exchange``, which alone sends records of a format.
 
         Raises:
             PeerLostError: a rank has ended.
@@ -80,36 +66,6 @@ class HostSums:
         if size <= _ONE_SHOT.get(self.size, 32 << 10):
             return "one_shot"
         return "in_blocks" if size <= _BLOCKS.get(self.size, 1 << 20) else "exchange"
-
-    def one_shot(self, x: Tensor, out: Tensor, part: range | None = None, gather: bool = False) -> None:
-        """One kernel; ``x`` has at most ``ONE_SHOT`` bytes.
-
-        Args:
-            out: the sum; or its part, or with ``gather`` the values of all ranks, ``[ranks, ...]``.
-            part: pairs of words that are summed, at least one; None for all.
-        """
-        assert x.nbytes <= ONE_SHOT
-        part = range(x.nbytes // 8) if part is None else part
-        self.device.start(
-            *("one_shot", x.dtype, GRID["one_shot"], THREADS, None, x.data_ptr(), out.data_ptr(), x.nbytes // 8),
-            *(part.start, part.stop, int(gather)),
-            *(self._base + self.memory.region(0, LAYOUT.one_shot), 2 * ONE_SHOT, LAYOUT.region, self.rank),
-            *(self._calls["one_shot"].data_ptr(), self._base, self.memory.limit),
-        )
-
-    def in_blocks(self, x: Tensor, out: Tensor, gather: bool = False) -> None:
-        """One kernel with a flag for each block; ``x`` has at most ``BLOCKS`` bytes. Two steps from three ranks on.
-
-        With ``gather`` it is one step, and ``out`` has the values of all ranks, ``[ranks, ...]``.
-        """
-        assert x.nbytes <= BLOCKS
-        shares = self.size if self.size > 2 and not gather else 1
-        self.device.start(
-            *("in_blocks", x.dtype, GRID["in_blocks"], THREADS, None, x.data_ptr(), out.data_ptr(), x.nbytes // 16),
-            *(int(gather), self._base + self.memory.region(0, LAYOUT.blocks), BLOCKS),
-            *(self._base + self.memory.region(0, LAYOUT.block_flags), LAYOUT.region, self.rank, shares),
-            *(self._calls["in_blocks"].data_ptr(), self._base, self.memory.limit),
-        )
 
     def exchange(self, x: Tensor, out: Tensor) -> None:
         """By copy engines: in one step between two ranks, in two steps between more."""
@@ -354,8 +310,6 @@ def starter(group: Any, format: Format | None, otherwise: Callable[[Tensor], Any
     Raises:
         ConfigError: the ranks cannot share memory of the host.
     """
-    from fcsd.parallel.all_reduce.window import OnStream
-
     if not torch.cuda.is_available():
         raise ConfigError("sums through the host are for GPUs", "Use nccl, which is gloo on CPUs.")
     sums, stream = sums_of(group), _stream(group)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -51,6 +52,21 @@ class Several:
         for work in self._works:
             work.wait()
         self.awaited = True
+
+
+class OnStream:
+    """Work that was started on a stream. ``wait`` lets the current stream wait for it."""
+
+    def __init__(self, stream: torch.cuda.Stream, tensor: Tensor, start: Callable[[], object]) -> None:
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(stream):
+            start()
+            self._done = stream.record_event()
+        self._kept = tensor  # its memory may belong to another stream
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._done)
+        del self._kept
 
 
 # A transport takes (rows to send [sent, width], splits, group, keep). It returns a buffer [received, width] that is
