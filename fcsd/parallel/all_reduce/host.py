@@ -9,6 +9,7 @@ What is faster where depends on the machine: ``host_table`` measures it.
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -248,7 +249,7 @@ class HostSums(OneKernelSums):
         """One call of the exchange.
 
         Args:
-            ups: flag, place in this rank's slot, address on the GPU, bytes.
+            ups: flag, place in this rank's slot, address on the GPU, bytes, which may be 0.
             downs: flag that all others announce, and for each of them its rank, place, address on the GPU, bytes.
         """
         calls, dtype = self._calls["exchange"].data_ptr(), torch.bfloat16  # these kernels know no values
@@ -261,7 +262,8 @@ class HostSums(OneKernelSums):
             start("await_all", dtype, 1, 32, stream, every + LAYOUT.done, *waiting, 1, *patience)
         for number, (flag, place, address, length) in enumerate(ups):
             stream = ups_on[number % len(ups_on)]
-            copy(memory.address + memory.region(self.rank, LAYOUT.exchange) + place, address, length, stream, True)
+            if length:
+                copy(memory.address + memory.region(self.rank, LAYOUT.exchange) + place, address, length, stream, True)
             start("announce", dtype, 1, 1, stream, own + LAYOUT.piece_flag(flag), calls)
         for number, (flag, arriving) in enumerate(downs):
             stream = downs_on[number % len(downs_on)]
@@ -270,6 +272,48 @@ class HostSums(OneKernelSums):
                 copy(address, memory.address + memory.region(peer, LAYOUT.exchange) + place, length, stream, False)
         self.device.join()
         start("finish", dtype, 1, 1, None, own + LAYOUT.done, own + LAYOUT.piece_flags, PIECES, calls)
+
+    def all_to_all_uneven(
+        self, rows: Tensor, out: Tensor, sends: Sequence[int], receives: Sequence[int], most: int
+    ) -> None:
+        """Send each rank its part of ``rows``, and receive theirs in ``out``, on the current stream.
+
+        The parts are in the order of ranks. Those of this rank are not moved.
+
+        Args:
+            rows, out: contiguous, of any dtype.
+            sends, receives: bytes to each rank and from each; those of this rank itself, too.
+            most: the most bytes from any rank to another one, the same on all ranks.
+
+        Raises:
+            PeerLostError: a rank has ended.
+        """
+        self.memory.require_peers()
+        self.device.follow()
+        room = EXCHANGE // (self.size - 1) // 256 * 256  # of a receiver in a slot, the next rank's first
+        outgoing, incoming = (list(accumulate(counts, initial=0)) for counts in (sends, receives))
+        for begin in range(0, most, room):
+            # Every pair has the pieces of the largest part, because a flag is awaited from all ranks at once.
+            pieces = _pieces(begin, min(most, begin + room), PIECES // self.size)
+            ups, downs = [], []
+            for number, (at, length) in enumerate(pieces):
+                for peer in self._others:
+                    place = (peer - self.rank - 1) % self.size * room + at - begin
+                    size = max(0, min(length, sends[peer] - at))
+                    ups.append((peer * len(pieces) + number, place, rows.data_ptr() + outgoing[peer] + at, size))
+                arriving = [
+                    (
+                        peer,
+                        (self.rank - peer - 1) % self.size * room + at - begin,
+                        out.data_ptr() + incoming[peer] + at,
+                        min(length, receives[peer] - at),
+                    )
+                    for peer in self._others
+                    if receives[peer] > at
+                ]
+                if arriving:
+                    downs.append((self.rank * len(pieces) + number, arriving))
+            self._move(ups, downs)
 
 
 def _pieces(begin: int, end: int, most: int) -> list[tuple[int, int]]:

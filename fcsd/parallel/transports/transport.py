@@ -18,12 +18,14 @@ class Splits:
         receives: how many rows come from each rank.
         offsets: for each rank, the index of the first row from this rank among all rows that it receives.
         most: the largest number of rows that any rank receives; equal on all ranks.
+        between: the largest number of rows that any rank sends to another one; equal on all ranks.
     """
 
     sends: list[int]
     receives: list[int]
     offsets: list[int]
     most: int
+    between: int
 
 
 def splits_of(matrix: list[list[int]], rank: int) -> Splits:
@@ -33,6 +35,7 @@ def splits_of(matrix: list[list[int]], rank: int) -> Splits:
         receives=[row[rank] for row in matrix],
         offsets=[sum(column[:rank]) for column in zip(*matrix, strict=True)],
         most=max(sum(column) for column in zip(*matrix, strict=True)),
+        between=max((n for i, row in enumerate(matrix) for j, n in enumerate(row) if i != j), default=0),
     )
 
 
