@@ -5,6 +5,7 @@ errors. It imports torch only when a backend is opened, so that the command line
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -69,7 +70,10 @@ def _auto(group: Any, _: "Format | None") -> Start:
     from fcsd.parallel.all_reduce import symmetric
 
     nccl = _nccl(group, None)
-    return (dist.get_world_size(group) == 2 and symmetric.starter(group, nccl)) or nccl
+    if dist.get_world_size(group) == 2:
+        with suppress(ConfigError):  # on both ranks: they share no memory of the host, or NVRTC is missing
+            return symmetric.starter(group, nccl) or nccl
+    return nccl
 
 
 def _host(group: Any, format: "Format | None") -> Start:
