@@ -5,8 +5,9 @@
 # Usage: benchmarks/carried/quantised_gpu.sh COMMAND
 #   build [FOLDER]   in fcsd's own environment: packs the weights, in three parts, and the packages that the machine lacks
 #           into FOLDER/1 to FOLDER/3 of at most 40 MB each; FOLDER is .quantised, which git must not see
-#   call PART        on the GPU machine: takes a part in. With the last one it installs the packages, lets the original
-#           write OWN tokens, and measures until SECONDS_ALL after the beginning of this call. Results are in $OUT.
+#   call PART ...    on the GPU machine: takes parts in. With the last one it installs the packages, lets the original
+#           write OWN tokens, and measures until SECONDS_ALL after the beginning of this call. Results are in $OUT. With
+#           the folder of `cheap_gpu.sh build` as a part, the forms are asked its questions. MORE are further options.
 #
 # WORK is where it runs. The machine needs Python 3.12, torch 2.11 for CUDA 13, transformers 5.17, peft and pyarrow, and
 # fcsd and studies of this repository.
@@ -37,9 +38,9 @@ build() {
 say() { echo "$SECONDS s: $*"; }
 
 call() {
-    local part=${1:?PART is missing} in=$WORK/in out=${OUT:-$WORK/out}
+    local part in=$WORK/in out=${OUT:-$WORK/out} asked=
     mkdir -p "$in" "$out"
-    cp -r "$part"/. "$in"
+    for part in "$@"; do cp -r "$part"/. "$in"; done
     for n in 0 1 2; do
         [ -e "$in/weights.$n" ] || { say "waits for another part"; return; }
     done
@@ -50,15 +51,17 @@ call() {
     [ -e "$WORK/original/config.json" ] || CUDA_VISIBLE_DEVICES='' python3 -m studies.real.read_gguf "$WORK/model.gguf" "$WORK/original"
     say "the texts"
     python3 -m studies.real.texts "$WORK/original" assets/corpus/held_out.jsonl assets/corpus/held_out.jsonl "$WORK/texts"
-    python3 -m fcsd write "$WORK/original" --tokens "${OWN:-3.2M}" --batch-size "${ROWS:-1024}" --out "$WORK/own" 2> "$out/own.log"
+    [ ! -e "$in/questions.json.gz" ] || asked="--questions $in/questions.json.gz"
+    [ -e "$WORK/own/write.json" ] || python3 -m fcsd write "$WORK/original" --tokens "${OWN:-3.2M}" --batch-size "${ROWS:-1024}" --out "$WORK/own" 2> "$out/own.log"
     say "the forms"
+    # shellcheck disable=SC2086 # the options are split into words on purpose
     python3 -m studies.real.quantised "$WORK/original" "$out" --text own="$WORK/own" --text foreign="$WORK/texts/foreign" \
-        --tokens "${TOKENS:-3e6}" --seconds $((${SECONDS_ALL:-540} - SECONDS)) ${MORE:-} 2> "$out/study.log" || tail -n 20 "$out/study.log"
+        --tokens "${TOKENS:-3e6}" --seconds $((${SECONDS_ALL:-540} - SECONDS)) $asked ${MORE:-} 2> "$out/study.log" || tail -n 20 "$out/study.log"
     python3 -m studies.real.quantised --table "$out/results.jsonl" | tee "$out/table.md"
     say "ended"
 }
 
 case ${1:-} in
 build | call) "$@" ;;
-*) sed -n '2,14s/^# \{0,1\}//p' "$0" >&2 && exit 2 ;;
+*) sed -n '2,15s/^# \{0,1\}//p' "$0" >&2 && exit 2 ;;
 esac

@@ -11,7 +11,7 @@ from torch import Tensor
 from fcsd.kernels.bit_split import Format
 from fcsd.parallel.all_reduce import quantised
 from fcsd.parallel.all_reduce.reduce import reduce
-from fcsd.parallel.all_reduce.window import try_window
+from fcsd.parallel.all_reduce.symmetric import try_window
 
 
 class Way(NamedTuple):

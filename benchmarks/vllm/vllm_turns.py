@@ -1,13 +1,16 @@
 """Times stock vLLM and a wiring by NCCL and through memory of the host, and stock with NVLink, in turns on two GPUs.
 
-    python benchmarks/vllm/vllm_turns.py OUT.json SHAPE[:LAYERS] [--seconds 150]
+    python benchmarks/vllm/vllm_turns.py OUT.json SHAPE[:LAYERS[:WEIGHTS]] [--seconds 150] [--engines NAME ...]
 
-All engines run at the same time, forked from one process that has imported vLLM, and wait for their turn. Weights are
-random. A step is what one more token takes, over 64 tokens of 1, 16 and 64 answers in CUDA graphs; first tokens are
-those of 16 prompts of 512 and 2048 tokens. ``fcsd bench serve`` does this with servers and more variants, in minutes.
-What was measured is in OUT.json after every turn, and what engines say is beside it.
+WEIGHTS is a format in which linear layers are stored, by default bfloat16: w4a16, fp8, or gpt-oss's own mxfp4. The
+wiring is ladder, and for a model with experts farskip, whose experts are whole on one GPU. ``--engines`` takes other
+names, of those in ``engines``. All run at the same time, forked from one process that has imported vLLM, and wait for
+their turn. Weights are random. A step is what one more token takes, over 64 tokens of 1, 16 and 64 answers in CUDA
+graphs; first tokens are those of 16 prompts of 512 and 2048 tokens. ``fcsd bench serve`` does this with servers and
+more variants, in minutes. What was measured is in OUT.json after every turn, and what engines say is beside it.
 """
 
+import argparse
 import json
 import multiprocessing
 import os
@@ -15,35 +18,90 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-# name -> wiring, and what its environment has
-ENGINES: dict[str, tuple[str, dict[str, str]]] = {
-    "stock": ("standard", {"NCCL_P2P_DISABLE": "1"}),
-    "stock, host sums": ("standard", {"NCCL_P2P_DISABLE": "1", "FCSD_ALL_REDUCE": "host"}),
-    "ladder": ("ladder", {"NCCL_P2P_DISABLE": "1"}),
-    "ladder, host sums": ("ladder", {"NCCL_P2P_DISABLE": "1", "FCSD_ALL_REDUCE": "host"}),
-    "stock with NVLink": ("standard", {}),
+import torch
+
+_APART = {"NCCL_P2P_DISABLE": "1"}  # as GPUs without peer access
+
+
+class Engine(NamedTuple):
+    """The name of a wiring, environment variables, and further options of ``LLM``."""
+
+    wiring: str
+    environment: Mapping[str, str] = {}
+    options: Mapping[str, Any] = {}
+
+
+def _compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "format": form, "weights": weights, "input_activations": inputs}
+    kept = ["lm_head", r"re:.*mlp\.(gate|router)$"]
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}, "ignore": kept}
+
+
+_FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
+WEIGHTS: dict[str, dict[str, Any]] = {  # name -> ``quantization_config``, as published models have it
+    "w4a16": _compressed(
+        "pack-quantized", {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+    ),
+    "fp8": _compressed(
+        "float-quantized", _FLOAT8 | {"strategy": "channel"}, _FLOAT8 | {"strategy": "token", "dynamic": True}
+    ),
+    "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
 }
 STEPS, FIRST = (1, 16, 64), (512, 2048)
 BEGIN, END = 8, 72  # tokens of an answer; a step is taken between them
 
 
-def serve(turns: Connection, path: Path, log: Path, environment: dict[str, str]) -> None:
+def engines(wiring: str) -> dict[str, Engine]:
+    """What can be timed, by its name. ``bound`` leaves all sums of the wiring out, and its answers are wrong."""
+    from fcsd.bench.serve.variants import HOST_SUMS
+
+    found = {}
+    for name, own in (("stock", "standard"), (wiring, wiring)):
+        found[name] = Engine(own, _APART)
+        found |= {f"{name}, {sums}": Engine(own, _APART | asked) for sums, asked in HOST_SUMS.items()}
+        found[f"{name} with NVLink"] = Engine(own)
+    return found | {"bound": Engine(wiring, _APART, {"additional_config": {"fcsd": {"reduce": "none"}}})}
+
+
+def fill_integers() -> None:
+    """Let vLLM's random weights be random where they are stored as integers, which it leaves as the memory was.
+
+    Bytes stay below 128: as scales of mxfp4 they are at most 1, and above they could overflow.
+    """
+    from vllm.model_executor.model_loader import weight_utils  # pyright: ignore[reportMissingImports]
+
+    ordinary = weight_utils.initialize_single_dummy_weight
+
+    def initialise(param: torch.Tensor, *limits: float) -> None:
+        if param.dtype in (torch.int32, torch.uint8) and param.dim() > 1 and param.device.type != "meta":
+            generator = torch.Generator(param.device).manual_seed(1234)
+            param.data.view(torch.uint8).random_(0, 128, generator=generator)
+        else:
+            ordinary(param, *limits)
+
+    weight_utils.initialize_single_dummy_weight = initialise
+
+
+def serve(turns: Connection, path: Path, log: Path, engine: Engine, experts: bool) -> None:
     """One engine: answers each request for (prompts, tokens of each, new tokens) by its seconds and its tokens."""
     with log.open("w") as messages:
         os.dup2(messages.fileno(), 1)
         os.dup2(messages.fileno(), 2)
-    os.environ.update(environment)
+    os.environ.update(engine.environment)
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 
     llm = LLM(
-        str(path), load_format="dummy", tensor_parallel_size=2, skip_tokenizer_init=True, enable_prefix_caching=False,
-        max_model_len=2304, max_num_seqs=64, max_num_batched_tokens=8192, gpu_memory_utilization=0.15, seed=0,
-        kv_cache_memory_bytes=4 << 30, compilation_config=dict(cudagraph_capture_sizes=[1, 2, 4, 8, 16, 32, 64]),
-        disable_custom_all_reduce="NCCL_P2P_DISABLE" in environment,
+        str(path), load_format="dummy", dtype="bfloat16", tensor_parallel_size=2, skip_tokenizer_init=True,
+        enable_prefix_caching=False, max_model_len=2304, max_num_seqs=64, max_num_batched_tokens=8192,
+        gpu_memory_utilization=0.15, seed=0, kv_cache_memory_bytes=4 << 30,
+        compilation_config=dict(cudagraph_capture_sizes=[1, 2, 4, 8, 16, 32, 64]),
+        disable_custom_all_reduce="NCCL_P2P_DISABLE" in engine.environment, enable_expert_parallel=experts,
+        **engine.options,
     )  # fmt: skip
     turns.send("up")
     while (asked := turns.recv()) is not None:
@@ -72,20 +130,40 @@ def main() -> None:
     # Imported once, before the forks.
     from vllm import LLM, __version__  # noqa: F401  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 
-    from fcsd.bench.serve.model import config_of, wiring_for
+    from fcsd.bench.serve.model import config_of, usual_wirings, wiring_for
     from fcsd.bench.serve.running import write_directory
+    from fcsd.bench.serve.workload import Workload
+    from fcsd.models.build import experts_of
 
-    out, (shape, _, layers) = Path(sys.argv[1]), sys.argv[2].partition(":")
-    until = time.monotonic() + float(sys.argv[4] if sys.argv[3:4] == ["--seconds"] else 150)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("shape", help="SHAPE[:LAYERS[:WEIGHTS]]")
+    parser.add_argument("--seconds", type=float, default=150)
+    parser.add_argument("--engines", nargs="+", metavar="NAME")
+    given = parser.parse_args()
+    until, out = time.monotonic() + given.seconds, given.out
+    shape, layers, weights, *_ = (*given.shape.split(":"), "", "")
     config = config_of(shape, int(layers) if layers else None)
+    own = usual_wirings(Workload(shape), config)[0]
+    known = engines(own)
+    names = given.engines or ("stock", "stock, host sums", own, f"{own}, host sums", "stock with NVLink")
+    if unknown := set(names) - known.keys():
+        parser.error(f"{', '.join(sorted(unknown))}: the engines of {shape} are {'; '.join(known)}")
+    if weights and weights not in WEIGHTS:
+        parser.error(f"{weights}: weights are {', '.join(WEIGHTS)}")
+    fill_integers()
     found: dict[str, Any] = {"command": " ".join(sys.argv), "vllm": __version__, "milliseconds": {}, "logs": {}}
     fork, ends = multiprocessing.get_context("fork"), {}
     with tempfile.TemporaryDirectory() as scratch:
-        for number, (name, (wiring, environment)) in enumerate(ENGINES.items()):
-            path = write_directory(shape, config, wiring_for(wiring, config, 2), Path(scratch, str(number)), 2304)
+        for number, name in enumerate(names):
+            wiring = wiring_for(known[name].wiring, config, 2)
+            path = write_directory(shape, config, wiring, Path(scratch, str(number)), 2304)
+            if weights:
+                fields = json.loads((path / "config.json").read_text()) | {"quantization_config": WEIGHTS[weights]}
+                (path / "config.json").write_text(json.dumps(fields))
             ends[name], other = fork.Pipe()
             log = out.with_name(f"{name.replace(', ', '-').replace(' ', '-')}.log")
-            fork.Process(target=serve, args=(other, path, log, environment)).start()
+            fork.Process(target=serve, args=(other, path, log, known[name], experts_of(config) > 0)).start()
             other.close()
         running = {}
         for name, turns in ends.items():

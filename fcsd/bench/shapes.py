@@ -38,6 +38,11 @@ def _experts(name: str, number: int, chosen: int) -> dict[str, Any]:
     return {name: number, "num_experts_per_tok": chosen}
 
 
+def _gpt_oss(experts: int) -> dict[str, Any]:
+    """gpt-oss has transformers' own positions and windows in both sizes."""
+    return _sizes(201088, 2880, 2880, 64, 8) | _experts("num_local_experts", experts, 4) | {"head_dim": 64}
+
+
 def _llama_3(
     hidden: int, intermediate: int, heads: int, vocabulary: int = 128256, tied: bool = False
 ) -> dict[str, Any]:
@@ -101,6 +106,8 @@ SHAPES: dict[str, Shape] = {
         | {"intermediate_size_mlp": 16384, "head_dim": 128, "interleave_moe_layer_step": 1, "use_qk_norm": True}
         | {"attention_chunk_size": 8192},
     ),
+    "gpt-oss-20b": Shape("GptOssConfig", 24, _gpt_oss(32)),
+    "gpt-oss-120b": Shape("GptOssConfig", 36, _gpt_oss(128)),
     "llama3-1b": Shape("LlamaConfig", 16, _llama_3(2048, 8192, 32, tied=True)),  # Llama-3.2
     "llama3-3b": Shape("LlamaConfig", 28, _llama_3(3072, 8192, 24, tied=True)),  # Llama-3.2
     "llama3-8b": Shape("LlamaConfig", 32, _llama_3(4096, 14336, 32)),

@@ -80,9 +80,11 @@ class Parallel(Section):
     """With `tp_size` above 1: how the all-reduces travel. `host` sends them through memory of the host, between 2 to 8
     GPUs of one host without peer access, and sums in fp32 in the order of the processes. With two processes the
     results are the same; with more they differ by rounding."""
-    transport: Literal["auto", "nccl"] = "auto"
+    transport: Literal["auto", "nccl", "host"] = "auto"
     """With `ep_size` above 1: how rows travel between GPUs. `auto` copies them into symmetric memory if the GPUs of an
-    expert-parallel group are in one host, and uses NCCL otherwise; `nccl` always uses NCCL."""
+    expert-parallel group are in one host, and uses NCCL otherwise; `nccl` always uses NCCL. `host` sends them through
+    memory of the host by copy engines, between 2 to 8 GPUs of one host without peer access. The results are the
+    same."""
     quantised: Quantised = Quantised()
     """The formats of the rows that processes exchange. By default all rows are bf16. With `ep_size: 1` nothing is sent,
     but rows are rounded in the same way, so the effect on training can be studied on one GPU."""
@@ -112,6 +114,10 @@ class Parallel(Section):
             raise ValueError("parallel.placement.every needs parallel.ep_size above 1: one process has all experts")
         if self.all_reduce == "host" and self.tp_size == 1:
             raise ValueError("parallel.all_reduce host needs parallel.tp_size above 1: nothing else is summed so")
+        if self.transport == "host" and self.ep_size == 1:
+            raise ValueError("parallel.transport host needs parallel.ep_size above 1: otherwise no rows are sent")
+        if self.transport == "host" and self.overlap == "off":
+            raise ValueError("parallel.transport host needs parallel.overlap on or eager-sync: off sends by NCCL")
         if self.dedup != "off" and self.ep_size == 1:
             raise ValueError(f"parallel.dedup {self.dedup} needs parallel.ep_size above 1")
         if self.dedup == "node" and self.node_size is None:

@@ -36,6 +36,7 @@ from fcsd.parallel.expert.flat import flat
 from fcsd.parallel.partitions import is_partitioned
 from fcsd.parallel.quantised.rows import Quantiser
 from fcsd.parallel.transports.copies import CopiesTransport
+from fcsd.parallel.transports.host import HostTransport
 from fcsd.parallel.transports.transport import Traffic, Transport, all_to_all
 
 Place = Literal["before_attn", "before_rotary", "before_core", "after_core", "after_attn"]
@@ -275,7 +276,7 @@ def overlap(
     blocks = arch_of(model.config).blocks
     # Copies need no SM, so they need not be launched before core attention: the host launches core attention first, and
     # the device computes while the host launches the copies.
-    by_copies = isinstance(transport, CopiesTransport)
+    by_copies = isinstance(transport, CopiesTransport | HostTransport)
     transfer = Transfer(transport, mode, side, fused, quantiser, traffic)
     for index, layer in enumerate(cast(Any, decoder_layers(model))):
         plan = layer.fcsd

@@ -34,11 +34,10 @@ from typing import Any
 import torch
 from studies.real.heal import divergences, token_rows
 from studies.real.quantised import Batch, common_arguments, train
-from studies.real.questions import answers, read
+from studies.real.questions import answers, gap, points, read, right_shares
 from torch import Tensor
 
 from fcsd.distill.teacher.targets import Prefix, noted
-from fcsd.eval.statistics import paired_difference
 from fcsd.models.build import arch_of, decoder_layers, decoder_of, load_model, wire
 from fcsd.models.fused.model import fuse_parts
 from fcsd.models.selection import layers_text, select_layers
@@ -53,7 +52,7 @@ def arguments() -> argparse.ArgumentParser:
     """What the command line takes."""
     parser = common_arguments(__doc__)
     parser.set_defaults(seeds=2, tokens=8e6, batch=32)
-    parser.add_argument("--questions", type=Path)
+    parser.add_argument("--layers", default="50%")
     parser.add_argument("--costs", type=Path, default=Path("benchmarks/results/real_layers_smollm2_cpu.json"))
     parser.add_argument("--ways", default=",".join(WAYS))
     return parser
@@ -261,35 +260,17 @@ def table(lines: list[dict[str, Any]]) -> str:
         if "form" in line:
             forms.setdefault(line["form"], []).append(line)
     step = 2 if "task" in forms else 1
-    right = {form: _right(own, step) for form, own in forms.items()}
+    right = {form: right_shares([line["answers"] for line in own], step) for form, own in forms.items()}
     texts = list(lines[0]["kl"])
     head = ["form", "runs", *(f"KL, {text}" for text in texts), "points", "minus original", "minus base"]
     rows = [f"| {' | '.join(head)} |", "|---|" + "--:|" * (len(head) - 1)]
     for form, own in forms.items():
         kl = [statistics.mean(line["kl"][text]["kl"] for line in own) for text in texts]
-        tasks = [100 * statistics.mean(items) for items in right[form].values()]
-        shown = [form, str(len(own)), *(f"{value:.4f}" for value in kl), f"{statistics.mean(tasks):.2f}"]
+        shown = [form, str(len(own)), *(f"{value:.4f}" for value in kl), f"{points(right[form]):.2f}"]
         for other in ("original", "base"):
-            shown.append(_gap(right[form], right[other]) if other in right and form != other else "")
+            shown.append(gap(right[form], right[other]) if other in right and form != other else "")
         rows.append(f"| {' | '.join(shown)} |")
     return "\n".join(rows)
-
-
-def _right(lines: list[dict[str, Any]], step: int) -> dict[str, list[float]]:
-    """For each task, the share of runs that answer each question right."""
-    told = [line["answers"] for line in lines]
-    return {
-        task: [statistics.mean(of) for of in zip(*(one[task]["right"][::step] for one in told), strict=True)]
-        for task in told[0]
-    }
-
-
-def _gap(items: dict[str, list[float]], others: dict[str, list[float]]) -> str:
-    """The mean over the tasks of the difference, in points, with its standard error."""
-    gaps = [paired_difference(items[task], others[task]) for task in items]
-    value = statistics.mean(gap for gap, _ in gaps)
-    error = math.sqrt(sum(error**2 for _, error in gaps)) / len(gaps)
-    return f"{100 * value:+.2f} ± {100 * error:.2f}"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """How far converted models with INT4 weights are from their original, beside INT4 alone, and where adapters should go.
 
-    python -m studies.real.quantised ORIGINAL OUT --text own=DIR [--text foreign=DIR] [--layers 50%] [--seeds 3]
-        [--tokens 3e6] [--group 64] [--rank 64] [--seconds 400]
+    python -m studies.real.quantised ORIGINAL OUT --text own=DIR [--text foreign=DIR] [--layers 50% last:27]
+        [--ways layers,adapters,int4,int4-bf16-teacher] [--seeds 3] [--first-seed 0] [--questions FILE] [--tokens 3e6]
+        [--group 64] [--rank 64] [--seconds 400]
     python -m studies.real.quantised --table OUT/results.jsonl
 
 The layers are converted to ladder and healed to the original on the text `own`, in four ways: `layers` trains the
@@ -12,9 +13,9 @@ or rounded to nearest (`rtn`), both symmetric in groups of `--group` inputs.
 
 `OUT/results.jsonl` receives a line for each form: KL(original || form) in nats per token on the held-out part of every
 text, and the bytes of the whole model. A form that ends with `+gptq` or `+rtn` was healed first and quantised then.
-`int4+beside` keeps its adapters beside the INT4 weights, and `int4+rerounded` adds them to these weights and rounds the
-sums to nearest again. Seeds draw the order of the rows and the adapters. A training that would not end within
-`--seconds` from the start of the program is not begun, and the last line says so.
+`int4+beside` keeps its adapters beside the INT4 weights. With `--questions` (`studies.real.questions`) every form that
+is not rounded to nearest answers them. Seeds draw the order of the rows and the adapters. A training that would not end
+within `--seconds` from the start of the program is not begun, and the last line says so.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 from studies.real.heal import divergences, token_rows
+from studies.real.questions import answers, gap, points, read, right_shares
 from studies.real.rounded import to_int4
 from torch import Tensor, nn
 
@@ -46,6 +48,9 @@ RATES = {"layers": 1e-3, "adapters": 3e-3}
 AT_ONCE = 16  # rows that pass a layer together while GPTQ reads them
 ALPHA = 32.0  # as in the runs of docs/adapters.md
 QUANTISES = 45.0  # seconds, at most, of what follows a training on one GPU: GPTQ and the divergences
+LONGER = 1.3  # by how much a training of more layers may be longer
+ALONE = ("original", "int4 alone")  # how forms begin that have no converted layers
+WAYS = ("layers", "adapters", "int4", "int4-bf16-teacher")
 
 
 def common_arguments(about: str | None) -> argparse.ArgumentParser:
@@ -54,7 +59,7 @@ def common_arguments(about: str | None) -> argparse.ArgumentParser:
     parser.add_argument("original", type=Path, nargs="?")
     parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("--text", action="append", default=[], metavar="NAME=DIR")
-    parser.add_argument("--layers", default="50%")
+    parser.add_argument("--questions", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--tokens", type=float, default=3e6)
     parser.add_argument("--batch", type=int, default=16, help="rows of 1024 tokens in a step")
@@ -67,6 +72,9 @@ def common_arguments(about: str | None) -> argparse.ArgumentParser:
 def arguments() -> argparse.ArgumentParser:
     """What the command line takes."""
     parser = common_arguments(__doc__)
+    parser.add_argument("--layers", nargs="+", default=["50%"])
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--group", type=int, default=64)
     parser.add_argument("--rank", type=int, default=64)
     parser.add_argument("--calibration", type=int, default=128, help="rows that GPTQ reads")
@@ -82,6 +90,8 @@ def main() -> None:
         return
     if given.original is None or given.out is None:
         parser.error("ORIGINAL and OUT are needed")
+    if unknown := set(given.ways.split(",")) - set(WAYS):
+        parser.error(f"{', '.join(sorted(unknown))}: ways are {', '.join(WAYS)}")
     Study(given).run()
 
 
@@ -94,33 +104,41 @@ class Study:
         self.texts = {name: Path(folder) for name, folder in (text.split("=", 1) for text in given.text)}
         self.device, self.dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32)
         self.original = load_model(given.original, dtype=self.dtype, device=self.device)
-        self.wiring = Wiring("ladder", select_layers(given.layers, len(decoder_layers(self.original))))
+        self.questions = {} if given.questions is None else read(given.questions)
+        self.convert(given.layers[0])
         self.rows = token_rows(self.texts["own"] / "train", int(given.tokens)).to(self.device)
         given.out.mkdir(parents=True, exist_ok=True)
         self.file = given.out / "results.jsonl"
+
+    def convert(self, layers: str) -> None:
+        """From now on, students are converted in these layers."""
+        self.layers_text = layers
+        self.wiring = Wiring("ladder", select_layers(layers, len(decoder_layers(self.original))))
 
     def run(self) -> None:
         """Measure what needs no training, and then what each seed gives, as long as there is time."""
         gptq, rtn = self.gptq(self.original), self.rtn(weights_of(self.original))
         for name, weights in (("original", None), ("int4 alone: rtn", rtn), ("int4 alone: gptq", gptq)):
             self.measure(name, self.model(weights, wired=False), int4=weights is not None)
-        self.measure("untrained", self.model())
-        self.measure("untrained, int4", self.model(gptq), int4=True)
-        longest = 0.0
-        for seed in range(self.given.seeds):
-            ways: tuple[Callable[[int], None], ...] = (
-                self.layers,
-                self.adapters,
-                partial(self.int4, gptq, self.model(gptq, wired=False), ""),
-                partial(self.int4, gptq, self.model(wired=False), "-bf16-teacher"),
-            )
-            for train in ways:
-                left = self.given.seconds - (time.time() - self.began)
-                if left < longest + QUANTISES * (self.device == "cuda"):
-                    return self.store({"stopped": f"{left:.0f} seconds were left before seed {seed}"})
-                began = time.time()
-                train(seed)
-                longest = max(longest, time.time() - began)
+        ways: dict[str, Callable[[int], None]] = {
+            "layers": self.layers,
+            "adapters": self.adapters,
+            "int4": partial(self.int4, gptq, self.model(gptq, wired=False), ""),
+            "int4-bf16-teacher": partial(self.int4, gptq, self.model(wired=False), "-bf16-teacher"),
+        }
+        longest = QUANTISES if self.device == "cuda" else 0.0
+        for layers in self.given.layers:
+            self.convert(layers)
+            self.measure("untrained", self.model())
+            self.measure("untrained, int4", self.model(gptq), int4=True)
+            for seed in range(self.given.first_seed, self.given.first_seed + self.given.seeds):
+                for way in self.given.ways.split(","):
+                    left = self.given.seconds - (time.time() - self.began)
+                    if left < LONGER * longest:
+                        return self.store({"stopped": f"{left:.0f} seconds were left before {way} of seed {seed}"})
+                    began = time.time()
+                    ways[way](seed)
+                    longest = max(longest, time.time() - began)
 
     def layers(self, seed: int) -> None:
         """The converted layers train themselves."""
@@ -146,14 +164,12 @@ class Study:
             self.measure(f"{name}+{how}", self.model(weights), seed, int4=True)
 
     def int4(self, gptq: dict[str, Tensor], guide: Any, teacher: str, seed: int) -> None:
-        """Adapters train beside INT4 weights, by the teacher ``guide``, and stay or are merged by rounding again."""
+        """Adapters train beside INT4 weights, by the teacher ``guide``, and stay."""
         student = self.model(gptq)
         adapters = self.add(student, seed)
         rate = self.heal(student, guide, parameters_of(adapters), RATES["adapters"], seed)
         beside = sum(p.numel() for p in parameters_of(adapters)) * 2
         self.measure(f"int4{teacher}+beside", student, seed, int4=True, adapters=beside, tokens_per_second=rate)
-        merged = {path: merged_weight(layer) for path, layer in adapters.items()}
-        self.measure(f"int4{teacher}+rerounded", self.model(gptq | self.rtn(merged)), seed, int4=True)
 
     def model(self, weights: dict[str, Tensor] | None = None, wired: bool = True) -> Any:
         """A copy of the original, with some weights and the wiring."""
@@ -206,19 +222,23 @@ class Study:
     def measure(
         self, form: str, model: Any, seed: int | None = None, int4: bool = False, adapters: int = 0, **more: Any
     ) -> None:
-        """Store the divergences and the bytes of a form; ``adapters`` are bytes beside its weights."""
+        """Store the divergences, the answers and the bytes of a form; ``adapters`` are bytes beside its weights."""
         began = time.time()
         kl = divergences(model, self.original, self.texts, self.given.held_out)
         linear = sum(weight.numel() for weight in weights_of(self.original).values())
         whole = sum(parameter.numel() for parameter in self.original.parameters())
         per_weight = 0.5 + 2 / self.given.group if int4 else 2.0
         size = round((whole - linear) * 2 + linear * per_weight) + adapters
+        if self.questions and not form.endswith("rtn"):
+            told = answers(model, self.questions)
+            more["answers"] = {task: {"right": [int(one) for one in found["right"]]} for task, found in told.items()}
         seconds = {"measured_in": time.time() - began, "at": time.time() - self.began}
         self.store({"form": form, "seed": seed, "kl": kl, "bytes": size, **seconds, **more})
 
     def store(self, line: dict[str, Any]) -> None:
         """Append a line to the results, and show it."""
-        fixed = {key: getattr(self.given, key) for key in ("layers", "tokens", "group", "rank", "batch", "calibration")}
+        fixed = {key: getattr(self.given, key) for key in ("tokens", "group", "rank", "batch", "calibration")}
+        fixed["layers"] = self.layers_text
         with self.file.open("a") as file:
             file.write(json.dumps({**line, **fixed}) + "\n")
         found = {name: round(value["kl"], 4) for name, value in line.get("kl", {}).items()}
@@ -300,21 +320,32 @@ def parameters_of(adapters: dict[str, Any]) -> list[nn.Parameter]:
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    """Markdown with a row for each form: mean and standard deviation over the seeds, and megabytes."""
+    """Markdown with a row for each form: mean and standard deviation over the seeds, megabytes, and points if asked.
+
+    Forms of a model that is not converted are the same for all layers.
+    """
     forms: dict[str, list[dict[str, Any]]] = {}
+    several = len({line["layers"] for line in lines}) > 1
     for line in lines:
         if "form" in line:
-            forms.setdefault(line["form"], []).append(line)
+            shared = not several or line["form"].startswith(ALONE)
+            forms.setdefault(line["form"] + ("" if shared else f", {line['layers']}"), []).append(line)
     texts = list(next(iter(forms.values()))[0]["kl"])
-    head = "| form | runs |" + "".join(f" KL, {text} |" for text in texts) + " MB |"
-    rows = [head, "|---|--:|" + "--:|" * (len(texts) + 1)]
+    told = {form: [line["answers"] for line in own if "answers" in line] for form, own in forms.items()}
+    right = {form: right_shares(answered) for form, answered in told.items() if answered}
+    head = ["form", "runs", *(f"KL, {text}" for text in texts), "MB", *(["points", "minus original"] if right else [])]
+    rows = [f"| {' | '.join(head)} |", "|---|" + "--:|" * (len(head) - 1)]
     for form, own in forms.items():
-        shown = []
+        shown = [form, str(len(own))]
         for text in texts:
             values = torch.tensor([line["kl"][text]["kl"] for line in own], dtype=torch.float64)
-            spread = f" ± {values.std():.4f}" if len(own) > 1 else ""
-            shown.append(f" {values.mean():.4f}{spread} |")
-        rows.append(f"| {form} | {len(own)} |{''.join(shown)} {own[0]['bytes'] / 1e6:.1f} |")
+            shown.append(f"{values.mean():.4f}" + (f" ± {values.std():.4f}" if len(own) > 1 else ""))
+        shown.append(f"{own[0]['bytes'] / 1e6:.1f}")
+        if form in right:
+            shown += [f"{points(right[form]):.2f}", "" if form == ALONE[0] else gap(right[form], right[ALONE[0]])]
+        elif right:
+            shown += ["", ""]
+        rows.append(f"| {' | '.join(shown)} |")
     return "\n".join(rows)
 
 

@@ -9,6 +9,8 @@ one. ``answers`` scores them as lm-eval's ``acc_norm``: the ending with the larg
 import argparse
 import gzip
 import json
+import math
+import statistics
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 import torch
 
 from fcsd.engine.logprobs import continuation_logprobs
-from fcsd.eval.statistics import spread
+from fcsd.eval.statistics import paired_difference, spread
 
 TASKS = "piqa,arc_easy,hellaswag,openbookqa"
 Questions = dict[str, list[dict[str, Any]]]
@@ -94,6 +96,31 @@ def answers(model: Any, questions: Questions) -> dict[str, dict[str, list[float]
             loss.append(-float(values.log_softmax(0)[row["right"]]))
         found[name] = {"right": right, "loss": loss}
     return found
+
+
+def right_shares(told: list[dict[str, Any]], step: int = 1) -> dict[str, list[float]]:
+    """For each task, the share of runs that answer each question right, or every ``step``-th question.
+
+    Args:
+        told: what ``answers`` gave for each run.
+    """
+    return {
+        task: [statistics.mean(of) for of in zip(*(one[task]["right"][::step] for one in told), strict=True)]
+        for task in told[0]
+    }
+
+
+def gap(items: dict[str, list[float]], others: dict[str, list[float]]) -> str:
+    """The mean over the tasks of the difference, in points, with its standard error, paired over the questions."""
+    gaps = [paired_difference(items[task], others[task]) for task in items]
+    value = statistics.mean(gap for gap, _ in gaps)
+    error = math.sqrt(sum(error**2 for _, error in gaps)) / len(gaps)
+    return f"{100 * value:+.2f} ± {100 * error:.2f}"
+
+
+def points(items: dict[str, list[float]]) -> float:
+    """The mean over the tasks of the share of right answers, in percent."""
+    return 100 * statistics.mean(map(statistics.mean, items.values()))
 
 
 if __name__ == "__main__":

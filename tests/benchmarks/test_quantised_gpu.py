@@ -31,8 +31,8 @@ def test_a_run_of_carried_parts(repo: Path, tmp_path: Path) -> None:
     asked = tmp_path / "asked"
     given = dict(PATH=f"{tools}:{os.environ['PATH']}", WORK=str(work), OUT=str(out), ASKED=str(asked), TOKENS="5e5")
 
-    def call(number: str) -> str:
-        command = ["bash", "benchmarks/carried/quantised_gpu.sh", "call", str(parts / number)]
+    def call(*names: str) -> str:
+        command = ["bash", "benchmarks/carried/quantised_gpu.sh", "call", *(str(parts / name) for name in names)]
         return subprocess.run(
             command, cwd=repo, env=os.environ | given, check=True, capture_output=True, text=True
         ).stdout
@@ -50,4 +50,10 @@ def test_a_run_of_carried_parts(repo: Path, tmp_path: Path) -> None:
     assert [sum(what in line for line in words) for what in order] == [1, 1, 1, 1, 2]
     study = next(line for line in words if "studies.real.quantised" in line)
     assert "--tokens 5e5" in study and f"own={work}/own" in study
-    assert 500 < int(study.split("--seconds ")[1].split()[0]) <= 540
+    assert 500 < int(study.split("--seconds ")[1].split()[0]) <= 540 and "--questions" not in study
+
+    (parts / "cheap").mkdir()
+    (parts / "cheap/questions.json.gz").touch()
+    asked.unlink()
+    call("3", "cheap")
+    assert any(f"--questions {work}/in/questions.json.gz" in line for line in asked.read_text().splitlines())

@@ -19,8 +19,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from fcsd.kernels import adamw, copies, few_experts, gated, latent, rotary, rows, vocabulary
-from fcsd.kernels.all_reduce import programs
-from fcsd.kernels.all_reduce.memory import Memory, memory_of
 from fcsd.kernels.bit_split import Format, kernels
 
 
@@ -62,7 +60,6 @@ def compile_all(target: GPUTarget, once: bool) -> list[str]:
     token_rows()
     elementwise()
     records()
-    sums()
     return sorted({kernel.fn.__name__ for kernel in kernels})
 
 
@@ -119,14 +116,6 @@ def records() -> None:
         kernels.encode_sum(packed.view(2, 4, -1), format, 2048, packed[:4])
         kernels.decode(packed, format, 2048, torch.bfloat16, ranks=2)
     kernels.decode_dots(packed, format, x, places)
-
-
-MEMORY: Memory = memory_of(0, [0, 0, 0, 0], torch.device("cpu"))
-
-
-def sums() -> None:
-    for number in (2**12, 2**20):
-        programs.all_reduce(torch.zeros(number, dtype=torch.bfloat16), MEMORY)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """``studies.real.quantised``: every form is measured once for each seed, and forms are what they say."""
 
+import gzip
 import json
 import sys
 from pathlib import Path
@@ -10,12 +11,11 @@ import pytest
 import tiny
 import torch
 from studies.real import quantised
-from studies.real.quantised import Study, parameters_of, table, weights_of
+from studies.real.quantised import WAYS, Study, parameters_of, table, weights_of
 from studies.real.rounded import to_int4
 from torch import nn
 
 pytestmark = pytest.mark.lab
-WAYS = ("layers", "adapters", "int4", "int4-bf16-teacher")
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def run(words: list[str], monkeypatch: pytest.MonkeyPatch) -> list[dict]:
 def test_every_form_is_measured_for_every_seed(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     lines = run(words, monkeypatch)
     healed = [f"{way}{how}" for way in WAYS[:2] for how in ("", "+rtn", "+gptq")]
-    healed += [f"{way}{how}" for way in WAYS[2:] for how in ("+beside", "+rerounded")]
+    healed += [f"{way}+beside" for way in WAYS[2:]]
     alone = ["original", "int4 alone: rtn", "int4 alone: gptq", "untrained", "untrained, int4"]
     assert [line["form"] for line in lines] == alone + healed * 2
     found = {(line["form"], line["seed"]): line for line in lines}
@@ -49,7 +49,7 @@ def test_every_form_is_measured_for_every_seed(words: list[str], monkeypatch: py
     assert kl["original", None] == 0 and all(value > 1e-6 for key, value in kl.items() if key[0] != "original")
     assert kl["layers", 0] < kl["untrained", None] and kl["layers", 0] != kl["layers", 1]
     size = {form: line["bytes"] for (form, _), line in found.items()}
-    assert size["int4+rerounded"] == size["layers+gptq"] < size["int4+beside"] < size["layers"] == size["original"]
+    assert size["int4 alone: gptq"] == size["layers+gptq"] < size["int4+beside"] < size["layers"] == size["original"]
     assert len(table(lines).splitlines()) == 2 + len(alone) + len(healed)
     assert "| layers | 2 |" in table(lines)
 
@@ -63,7 +63,29 @@ def test_a_training_without_time_is_not_begun(words: list[str], monkeypatch: pyt
         "untrained",
         "untrained, int4",
     ]
-    assert lines[-1]["stopped"].endswith("seconds were left before seed 0")
+    assert lines[-1]["stopped"].endswith("seconds were left before layers of seed 0")
+
+
+def test_one_seed_of_some_ways_by_two_choices_of_layers_is_asked_questions(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"requests": [[[1, 2], [3]], [[1, 2], [4, 5]]], "lengths": [3, 4], "right": 1}
+    with gzip.open(tmp_path / "questions.json.gz", "wt") as file:
+        json.dump({"PIQA": [row, {**row, "right": 0}]}, file)
+    chosen = ["--ways", "layers", "--seeds", "1", "--first-seed", "2", "--layers", "50%", "last:3"]
+    lines = run([*words, *chosen, "--questions", str(tmp_path / "questions.json.gz")], monkeypatch)
+    trained = ["untrained", "untrained, int4", "layers", "layers+rtn", "layers+gptq"]
+    assert [line["form"] for line in lines] == ["original", "int4 alone: rtn", "int4 alone: gptq", *trained * 2]
+    assert [line["layers"] for line in lines[3:]] == ["50%"] * 5 + ["last:3"] * 5
+    assert [line["seed"] for line in lines[5:8]] == [2] * 3
+    # One of both questions is right, whichever ending a model prefers.
+    answered = {line["form"]: sum(line["answers"]["PIQA"]["right"]) for line in lines if "answers" in line}
+    assert answered == dict.fromkeys(["original", "int4 alone: gptq", *trained[:3], "layers+gptq"], 1)
+    rows = [[cell.strip() for cell in row.split("|")] for row in table(lines).splitlines()]
+    shown = {row[1]: row for row in rows}
+    assert shown["layers, 50%"][5] == "50.00" and shown["layers, 50%"][6].startswith("+0.00 ± ")
+    assert shown["original"][5:7] == ["50.00", ""] and shown["layers+rtn, last:3"][5:7] == ["", ""]
+    assert shown["layers, 50%"][3] != shown["layers, last:3"][3]
 
 
 def test_weights_and_adapters_are_found_by_the_paths_of_the_original(words: list[str]) -> None:

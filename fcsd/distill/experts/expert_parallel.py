@@ -25,7 +25,7 @@ from fcsd.parallel.expert.dispatcher import Dispatcher
 from fcsd.parallel.quantised.rows import Quantiser, formats_of
 from fcsd.parallel.tensor.layer import wire_training
 from fcsd.parallel.tensor.tp_plan import TensorGroup
-from fcsd.parallel.transports.transport import Traffic
+from fcsd.parallel.transports.transport import Traffic, Transport, all_to_all
 
 
 def dispatcher_for(parallel: Parallel, ep_size: int) -> Dispatcher:
@@ -130,7 +130,8 @@ def wire_sharded(
         ranks: the ranks that shard the decoder layers; None if every rank has them.
 
     Raises:
-        ConfigError: the wiring cannot be overlapped, its rows cannot be rounded, or the ranks cannot sum as asked.
+        ConfigError: the wiring cannot be overlapped, its rows cannot be rounded, or the ranks cannot sum, or send their
+            rows, as asked.
     """
     on_cuda, wiring = model.device.type == "cuda", wiring or wiring_of(model.config)
     if ranks is not None or (ep_size == 1 and quantiser is None):
@@ -139,22 +140,42 @@ def wire_sharded(
             wire_training(model, wiring, ranks, parallel.overlap, parallel.all_reduce)
         return
     from fcsd.parallel.overlap import overlap
-    from fcsd.parallel.transports.copies import CopiesTransport
-    from fcsd.parallel.transports.symmetric_memory import open_buffers
-    from fcsd.parallel.transports.transport import all_to_all
 
     if ep_size == 1 and (wiring.name in DESYNC or wiring.distance > 1):
         raise ConfigError(
             "parallel.quantised supports neither desync nor a distance above 1", hint="remove parallel.quantised"
         )
-    by_copies = on_cuda and parallel.transport == "auto" and ep_size > 1
     overlap(
         model,
         wiring,
         parallel.overlap if ep_size > 1 else "off",
         fused=parallel.fused and on_cuda,
-        transport=CopiesTransport(open_buffers) if by_copies else all_to_all,
+        transport=_transport(model, ep_size, parallel),
         dispatcher=dispatcher or dispatcher_for(parallel, ep_size),
         quantiser=quantiser,
         traffic=traffic,
     )
+
+
+def _transport(model: PreTrainedModel, ep_size: int, parallel: Parallel) -> Transport:
+    """How rows travel to experts.
+
+    Raises:
+        ConfigError: they shall travel through memory of the host, and the ranks cannot share any.
+    """
+    if ep_size == 1:
+        return all_to_all
+    from fcsd.parallel.expert.autoep import expert_blocks
+    from fcsd.parallel.transports import host
+    from fcsd.parallel.transports.copies import CopiesTransport
+    from fcsd.parallel.transports.symmetric_memory import open_buffers
+
+    if parallel.transport == "host":
+        from fcsd.parallel.all_reduce.host import sums_of
+
+        transport = host.HostTransport(sums_of, host.streams())
+        for block in expert_blocks(model).values():
+            sums_of(block.group)  # all ranks open it here, or it is refused before the first step
+        return transport
+    by_copies = model.device.type == "cuda" and parallel.transport == "auto"
+    return CopiesTransport(open_buffers) if by_copies else all_to_all

@@ -1,11 +1,15 @@
-"""How ranks use memory of the host that all of them have mapped, and why no value is torn, stale or overwritten.
+"""How ranks use memory that all of them have mapped, and why no value is torn, stale or overwritten.
 
-The memory begins with a control page. Then each rank has a region, which only this rank writes; all read it. Three
-protocols have parts of their own in a region, so none sees another's flags:
+Memory of the host begins with a control page. Then each rank has a region, which only this rank writes; all read it.
+Three protocols have parts of their own in a region, so none sees another's flags:
 
     one shot   two slots of lines of 16 bytes: four bytes of values, the number of the call, and both once more
     blocks     two slots for values and two for sums, a flag for each block and step
     exchange   one slot, which copy engines fill and empty in pieces, a flag for each piece, and one for "done"
+
+The kernels of the first two take the address of such a part of each rank, wherever it lies. So they also work in memory
+of GPUs that can access each other's (``parallel.all_reduce.symmetric``). In one shot a rank then writes into a part of
+its own in the memory of every other rank, so that nobody waits across the link. The control page stays in the host's.
 
 **Torn.** A GPU moves each aligned half of a line as one access (NCCL's LL protocol relies on the same). In one shot
 each half has the number of the call, so a half that has arrived says so by itself, and nothing has to be fenced. In
@@ -51,7 +55,6 @@ class Layout:
 
     one_shot: int = 0
     blocks: int = 4 * ONE_SHOT
-    block_flags: int = 4 * ONE_SHOT + 4 * BLOCKS
     piece_flags: int = 4 * ONE_SHOT + 4 * BLOCKS + 2 * 64 * _FLAG
     done: int = 4 * ONE_SHOT + 4 * BLOCKS + 2 * 64 * _FLAG + PIECES * _FLAG
     exchange: int = 4 * ONE_SHOT + 4 * BLOCKS + (64 << 10)

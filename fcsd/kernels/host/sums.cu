@@ -1,5 +1,5 @@
-// Sums over the ranks of one host through memory of the host that all GPUs have mapped. See memory.py for the layout
-// and for why no value is torn, stale or overwritten.
+// Sums over the ranks of one host through memory that all of its GPUs have mapped: the host's, or for the kernels `one_shot`
+// and `in_blocks` each other's, too. See layout.py for how it is used and for why no value is torn, stale or overwritten.
 //
 // RANKS and KIND (0 bf16, 1 fp16, 2 fp32) are given when it is compiled: by NVRTC for a GPU, without any header; and for
 // a CPU by a C++ compiler, after tests/kernels/host/on_cpu.h has defined ON_CPU and what differs there, with one thread
@@ -76,6 +76,21 @@ struct Patience {
   }
 };
 
+// Where a rank finds what each rank has written for it, and where it writes: once for all, or for each other one; then 0.
+struct Places {
+  char *of[RANKS], *to[RANKS];
+  __device__ void put(u64 at, Line v) const {
+#pragma unroll
+    for (int k = 0; k < RANKS - 1; k++)
+      if (k == 0 || to[k]) store_line(to[k] + at, v);
+  }
+  __device__ void put_flag(u64 at, u32 v) const {
+#pragma unroll
+    for (int k = 0; k < RANKS - 1; k++)
+      if (k == 0 || to[k]) store_flag(to[k] + at, v);
+  }
+};
+
 #if KIND == 2
 #define VALUES 1
 __device__ __forceinline__ void add_word(float* total, u32 word) { total[0] += FLOAT(word); }
@@ -117,22 +132,22 @@ struct Total {  // the sum of one line, in fp32
 
 // One shot. Two words of the values and the number of the call twice are one line, so that each half of it says by itself
 // whether it has arrived. `count` is the number of pairs of words; those from `from` to `to`, at least one, are summed, or
-// else gathered: `y` is [RANKS, count] then. `slots` is where rank 0 has its two slots of `slot` bytes, and the other
-// ranks have theirs `region` bytes further on each.
-extern "C" __global__ void one_shot(const uint2* x, uint2* y, int count, int from, int to, int gather, char* slots,
-                                    u64 slot, u64 region, int rank, u32* calls, Control* control, u64 limit) {
+// else gathered: `y` is [RANKS, count] then. Two slots of `slot` bytes lie at each place. Addresses are read once.
+extern "C" __global__ void one_shot(const uint2* x, uint2* y, int count, int from, int to, int gather, const Places* given,
+                                    u64 slot, int rank, u32* calls, Control* control, u64 limit) {
+  Places places = *given;
   u32 call = calls[blockIdx.x] + 1;
-  slots += (call & 1) * slot;
+  u64 here = (call & 1) * slot;
   int first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
-  for (int i = first; i < count; i += step) store_line(slots + rank * region + 16ull * i, Line{x[i].x, call, x[i].y, call});
+  for (int i = first; i < count; i += step) places.put(here + 16ull * i, Line{x[i].x, call, x[i].y, call});
   if (RENEW(call >> 1))
-    for (int i = count + first; i < slot / 16; i += step) store_line(slots + rank * region + 16ull * i, Line{0, call, 0, call});
+    for (int i = count + first; i < slot / 16; i += step) places.put(here + 16ull * i, Line{0, call, 0, call});
   Patience patience{control, rank, limit, 0, 0};
   for (int i = from + first; i < to; i += step) {
     Line got[RANKS];
 #pragma unroll
     for (int peer = 0; peer < RANKS; peer++)
-      if (peer != rank) got[peer] = load_line(slots + peer * region + 16ull * i);
+      if (peer != rank) got[peer] = load_line(places.of[peer] + here + 16ull * i);
     float low[VALUES] = {}, high[VALUES] = {};
 #pragma unroll
     for (int peer = 0; peer < RANKS; peer++) {
@@ -141,7 +156,7 @@ extern "C" __global__ void one_shot(const uint2* x, uint2* y, int count, int fro
       } else {
         while (got[peer].b != call || got[peer].d != call) {
           patience.wait(peer);
-          got[peer] = load_line(slots + peer * region + 16ull * i);
+          got[peer] = load_line(places.of[peer] + here + 16ull * i);
         }
       }
       if (gather) y[(u64)peer * count + i] = uint2{got[peer].a, got[peer].c};
@@ -162,31 +177,34 @@ __device__ __forceinline__ bool announced(const void* flag, u32 call) {
 }
 
 // Wait in thread `peer` of a block until a rank has set its flag of this block.
-__device__ __forceinline__ void await_block(char* flags, u64 region, int rank, u32 call, Control* control, u64 limit) {
+__device__ __forceinline__ void await_block(const Places* given, u64 flag, int rank, u32 call, Control* control, u64 limit) {
   Patience patience{control, rank, limit, 0, 0};
-  for (int peer = threadIdx.x; peer < RANKS; peer += blockDim.x)
-    while (peer != rank && !announced(flags + peer * region, call)) patience.wait(peer);
+  for (int peer = threadIdx.x; peer < RANKS; peer += blockDim.x) {
+    char* theirs = given->of[peer] + flag;
+    while (peer != rank && !announced(theirs, call)) patience.wait(peer);
+  }
   FENCE();
   BARRIER();
 }
 
 // Blocks with a flag each. Every block of a rank works with the same block of the others. In one step it sums all values
 // of its part; in two steps (`shares` is RANKS) it sums its share of them and hands the sums on; or it gathers, in one
-// step, and `y` is [RANKS, count]. `count` is the number of lines; `flags` is where rank 0 has its flags: one for each
-// block and step, 64 bytes apart.
-extern "C" __global__ void in_blocks(const Line* x, Line* y, int count, int gather, char* slots, u64 slot, char* flags,
-                                     u64 region, int rank, int shares, u32* calls, Control* control, u64 limit) {
+// step, and `y` is [RANKS, count]. `count` is the number of lines. At each place lie two slots for values, two for sums,
+// and flags, one for each block and step, 64 bytes apart.
+extern "C" __global__ void in_blocks(const Line* x, Line* y, int count, int gather, int shares, const Places* given,
+                                     u64 slot, int rank, u32* calls, Control* control, u64 limit) {
+  Places places = *given;
   u32 call = calls[blockIdx.x] + 1;
-  char *values = slots + (call & 1) * slot, *sums = slots + (2 + (call & 1)) * slot;
-  char *sent = flags + 64 * blockIdx.x, *summed = sent + 64 * gridDim.x;
+  u64 values = (call & 1) * slot, sums = (2 + (call & 1)) * slot;
+  u64 sent = 4 * slot + 64 * blockIdx.x, summed = sent + 64 * gridDim.x;
   int part = (count + gridDim.x - 1) / gridDim.x, first = blockIdx.x * part;
   int last = min(count, first + part), share = (part + shares - 1) / shares;
   if (first < count) {
-    for (int i = first + threadIdx.x; i < last; i += blockDim.x) store_line(values + rank * region + 16ull * i, x[i]);
+    for (int i = first + threadIdx.x; i < last; i += blockDim.x) places.put(values + 16ull * i, x[i]);
     FENCE();
     BARRIER();
-    if (threadIdx.x == 0) store_flag(sent + rank * region, call);
-    await_block(sent, region, rank, call, control, limit);
+    if (threadIdx.x == 0) places.put_flag(sent, call);
+    await_block(given, sent, rank, call, control, limit);
     int from = shares > 1 ? min(last, first + rank * share) : first, to = shares > 1 ? min(last, from + share) : last;
     for (int i = from + threadIdx.x; i < to; i += AHEAD * blockDim.x) {
       Line got[AHEAD][RANKS];  // what is asked for before the first answer has come
@@ -195,7 +213,7 @@ extern "C" __global__ void in_blocks(const Line* x, Line* y, int count, int gath
 #pragma unroll
         for (int peer = 0; peer < RANKS; peer++) {
           int at = i + k * blockDim.x;
-          if (at < to) got[k][peer] = peer == rank ? x[at] : load_line(values + peer * region + 16ull * at);
+          if (at < to) got[k][peer] = peer == rank ? x[at] : load_line(places.of[peer] + values + 16ull * at);
         }
 #pragma unroll
       for (int k = 0; k < AHEAD; k++) {
@@ -212,22 +230,22 @@ extern "C" __global__ void in_blocks(const Line* x, Line* y, int count, int gath
         for (int peer = 0; peer < RANKS; peer++) total.add(got[k][peer]);
         Line line = total.line();
         y[at] = line;
-        if (shares > 1) store_line(sums + rank * region + 16ull * at, line);
+        if (shares > 1) places.put(sums + 16ull * at, line);
       }
     }
     if (shares > 1) {
       FENCE();
       BARRIER();
-      if (threadIdx.x == 0) store_flag(summed + rank * region, call);
-      await_block(summed, region, rank, call, control, limit);
+      if (threadIdx.x == 0) places.put_flag(summed, call);
+      await_block(given, summed, rank, call, control, limit);
       for (int i = first + threadIdx.x; i < last; i += blockDim.x) {
         int owner = (i - first) / share;
-        if (owner != rank) y[i] = load_line(sums + owner * region + 16ull * i);
+        if (owner != rank) y[i] = load_line(given->of[owner] + sums + 16ull * i);
       }
     }
   } else if (threadIdx.x == 0) {  // nothing to do, and no flag grows old
-    store_flag(sent + rank * region, call);
-    store_flag(summed + rank * region, call);
+    places.put_flag(sent, call);
+    places.put_flag(summed, call);
   }
   BARRIER();
   if (threadIdx.x == 0) calls[blockIdx.x] = call;

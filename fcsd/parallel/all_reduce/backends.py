@@ -5,6 +5,7 @@ errors. It imports torch only when a backend is opened, so that the command line
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -52,26 +53,27 @@ def _nccl(group: Any, _: "Format | None") -> Start:
 
 
 def _symmetric(group: Any, _: "Format | None") -> Start:
-    """One kernel in the symmetric memory of the GPUs of one host; NCCL for messages for which it is faster."""
-    import torch.distributed as dist
+    """One kernel in the memory of the GPUs of one host; NCCL for what it does not sum, or sums more slowly."""
+    from fcsd.parallel.all_reduce import symmetric
 
-    from fcsd.parallel.all_reduce import symmetric, window
-
-    if window.try_window(group) is None:
+    if (start := symmetric.starter(group, _nccl(group, None))) is None:
         raise ConfigError(
             f"this all-reduce backend needs {PEERS}", "use --all-reduce nccl, or under vLLM the backend vllm"
         )
-    nccl, largest = _nccl(group, None), symmetric.largest(dist.get_world_size(group))
-    return lambda x: symmetric.all_reduce(x.detach(), group) if x.nbytes <= largest else nccl(x)
+    return start
 
 
 def _auto(group: Any, _: "Format | None") -> Start:
-    """``nccl`` or ``symmetric``, whichever was measured to be faster."""
-    from fcsd.parallel.all_reduce import symmetric, window
+    """``nccl`` or ``symmetric``, whichever was measured to be faster; more than two GPUs were not measured."""
+    import torch.distributed as dist
 
-    window.try_window(group)  # now, because it cannot be made while a CUDA graph is captured
+    from fcsd.parallel.all_reduce import symmetric
+
     nccl = _nccl(group, None)
-    return lambda x: symmetric.all_reduce(x.detach(), group) if symmetric.pays(x, group) else nccl(x)
+    if dist.get_world_size(group) == 2:
+        with suppress(ConfigError):  # on both ranks: they share no memory of the host, or NVRTC is missing
+            return symmetric.starter(group, nccl) or nccl
+    return nccl
 
 
 def _host(group: Any, format: "Format | None") -> Start:

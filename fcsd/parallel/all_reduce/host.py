@@ -9,6 +9,7 @@ What is faster where depends on the machine: ``host_table`` measures it.
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -20,49 +21,35 @@ from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format, decode, encode
 from fcsd.kernels.bit_split.moves import decode_ranks, encode_sum
 from fcsd.kernels.host import compiled
-from fcsd.kernels.host.layout import BLOCKS, CONTROL, EXCHANGE, GRID, LAYOUT, ONE_SHOT, PIECES, THREADS
+from fcsd.kernels.host.layout import BLOCKS, EXCHANGE, GRID, LAYOUT, ONE_SHOT, PIECES, total_bytes
 from fcsd.parallel.all_reduce.host_memory import LIMIT, HostMemory, open_memory
+from fcsd.parallel.all_reduce.one_kernel import OneKernelSums, Places
 from fcsd.parallel.all_reduce.quantised import cut
+from fcsd.parallel.transports.transport import OnStream
 
-DTYPES = tuple(compiled.KINDS)
 _PIECE = 4 << 20  # bytes of most pieces of the exchange
 # Up to so many bytes of a rank's values, by the number of ranks: measured on H200s (benchmarks/results/host_sums).
 _ONE_SHOT = {2: 128 << 10, 3: 64 << 10}
 _BLOCKS = {2: 1 << 20}
 
 
-class HostSums:
-    """Sums of one group of processes; all of them make it together, and not while a CUDA graph is captured.
-
-    All sums of a rank follow each other: a sum on another stream than the one before waits for that stream.
-
-    Args:
-        memory: what the ranks share.
-        device: where the values are: a ``compiled.Gpu``, or what tests put in its place on CPUs.
-    """
+class HostSums(OneKernelSums):
+    """The same in memory of the host, where copy engines move large tensors; see ``OneKernelSums``."""
 
     def __init__(self, memory: HostMemory, device: Any) -> None:
-        self.memory, self.device = memory, device
-        self.rank, self.size = memory.rank, memory.size
-        self._base: int = device.mapped(memory.address, CONTROL + self.size * LAYOUT.region)
-        # The numbers of calls: one for each block of two protocols, and one for the exchange.
-        self._calls = {name: device.counters(grid) for name, grid in GRID.items()} | {"exchange": device.counters(1)}
+        self._base: int = device.mapped(memory.address, total_bytes(memory.size))
+        places = {}
+        for name, offset, most in (("one_shot", LAYOUT.one_shot, ONE_SHOT), ("in_blocks", LAYOUT.blocks, BLOCKS)):
+            of = [self._base + memory.region(rank, offset) for rank in range(memory.size)]
+            places[name] = Places(of, [of[memory.rank]], most, GRID[name])
+        super().__init__(memory, device, self._base, places)
+        self._calls["exchange"] = device.counters(1)
         # The exchange sends from here and receives here, so that it can be started again as a whole. To copy what is
         # sent takes a hundredth of the time that it travels.
         self._staged: Tensor = device.bytes(2 * EXCHANGE)
 
-    def supports(self, x: Tensor) -> bool:
-        """Whether ``x`` can be summed: bf16, fp16 or fp32, contiguous, in whole lines of 16 bytes."""
-        whole = x.is_contiguous() and x.nbytes % 16 == 0 and x.data_ptr() % 16 == 0 and x.nbytes > 0
-        return whole and x.dtype in DTYPES
-
     def all_reduce(self, x: Tensor, out: Tensor, method: str | None = None, format: Format | None = None) -> None:
-        """Write the sum of ``x`` over the ranks into ``out``, which may be ``x``, on the current stream.
-
-        Args:
-            x, out: of the same shape and dtype; see ``supports``.
-            method: ``one_shot``, ``in_blocks`` or ``exchange``; None chooses by the bytes.
-            format: send records of this format; only ``exchange`` does.
+        """See ``OneKernelSums``; also by the method ``exchange``, which alone sends records of a format.
 
         Raises:
             PeerLostError: a rank has ended.
@@ -80,36 +67,6 @@ class HostSums:
         if size <= _ONE_SHOT.get(self.size, 32 << 10):
             return "one_shot"
         return "in_blocks" if size <= _BLOCKS.get(self.size, 1 << 20) else "exchange"
-
-    def one_shot(self, x: Tensor, out: Tensor, part: range | None = None, gather: bool = False) -> None:
-        """One kernel; ``x`` has at most ``ONE_SHOT`` bytes.
-
-        Args:
-            out: the sum; or its part, or with ``gather`` the values of all ranks, ``[ranks, ...]``.
-            part: pairs of words that are summed, at least one; None for all.
-        """
-        assert x.nbytes <= ONE_SHOT
-        part = range(x.nbytes // 8) if part is None else part
-        self.device.start(
-            *("one_shot", x.dtype, GRID["one_shot"], THREADS, None, x.data_ptr(), out.data_ptr(), x.nbytes // 8),
-            *(part.start, part.stop, int(gather)),
-            *(self._base + self.memory.region(0, LAYOUT.one_shot), 2 * ONE_SHOT, LAYOUT.region, self.rank),
-            *(self._calls["one_shot"].data_ptr(), self._base, self.memory.limit),
-        )
-
-    def in_blocks(self, x: Tensor, out: Tensor, gather: bool = False) -> None:
-        """One kernel with a flag for each block; ``x`` has at most ``BLOCKS`` bytes. Two steps from three ranks on.
-
-        With ``gather`` it is one step, and ``out`` has the values of all ranks, ``[ranks, ...]``.
-        """
-        assert x.nbytes <= BLOCKS
-        shares = self.size if self.size > 2 and not gather else 1
-        self.device.start(
-            *("in_blocks", x.dtype, GRID["in_blocks"], THREADS, None, x.data_ptr(), out.data_ptr(), x.nbytes // 16),
-            *(int(gather), self._base + self.memory.region(0, LAYOUT.blocks), BLOCKS),
-            *(self._base + self.memory.region(0, LAYOUT.block_flags), LAYOUT.region, self.rank, shares),
-            *(self._calls["in_blocks"].data_ptr(), self._base, self.memory.limit),
-        )
 
     def exchange(self, x: Tensor, out: Tensor) -> None:
         """By copy engines: in one step between two ranks, in two steps between more."""
@@ -292,7 +249,7 @@ class HostSums:
         """One call of the exchange.
 
         Args:
-            ups: flag, place in this rank's slot, address on the GPU, bytes.
+            ups: flag, place in this rank's slot, address on the GPU, bytes, which may be 0.
             downs: flag that all others announce, and for each of them its rank, place, address on the GPU, bytes.
         """
         calls, dtype = self._calls["exchange"].data_ptr(), torch.bfloat16  # these kernels know no values
@@ -305,7 +262,8 @@ class HostSums:
             start("await_all", dtype, 1, 32, stream, every + LAYOUT.done, *waiting, 1, *patience)
         for number, (flag, place, address, length) in enumerate(ups):
             stream = ups_on[number % len(ups_on)]
-            copy(memory.address + memory.region(self.rank, LAYOUT.exchange) + place, address, length, stream, True)
+            if length:
+                copy(memory.address + memory.region(self.rank, LAYOUT.exchange) + place, address, length, stream, True)
             start("announce", dtype, 1, 1, stream, own + LAYOUT.piece_flag(flag), calls)
         for number, (flag, arriving) in enumerate(downs):
             stream = downs_on[number % len(downs_on)]
@@ -314,6 +272,48 @@ class HostSums:
                 copy(address, memory.address + memory.region(peer, LAYOUT.exchange) + place, length, stream, False)
         self.device.join()
         start("finish", dtype, 1, 1, None, own + LAYOUT.done, own + LAYOUT.piece_flags, PIECES, calls)
+
+    def all_to_all_uneven(
+        self, rows: Tensor, out: Tensor, sends: Sequence[int], receives: Sequence[int], most: int
+    ) -> None:
+        """Send each rank its part of ``rows``, and receive theirs in ``out``, on the current stream.
+
+        The parts are in the order of ranks. Those of this rank are not moved.
+
+        Args:
+            rows, out: contiguous, of any dtype.
+            sends, receives: bytes to each rank and from each; those of this rank itself, too.
+            most: the most bytes from any rank to another one, the same on all ranks.
+
+        Raises:
+            PeerLostError: a rank has ended.
+        """
+        self.memory.require_peers()
+        self.device.follow()
+        room = EXCHANGE // (self.size - 1) // 256 * 256  # of a receiver in a slot, the next rank's first
+        outgoing, incoming = (list(accumulate(counts, initial=0)) for counts in (sends, receives))
+        for begin in range(0, most, room):
+            # Every pair has the pieces of the largest part, because a flag is awaited from all ranks at once.
+            pieces = _pieces(begin, min(most, begin + room), PIECES // self.size)
+            ups, downs = [], []
+            for number, (at, length) in enumerate(pieces):
+                for peer in self._others:
+                    place = (peer - self.rank - 1) % self.size * room + at - begin
+                    size = max(0, min(length, sends[peer] - at))
+                    ups.append((peer * len(pieces) + number, place, rows.data_ptr() + outgoing[peer] + at, size))
+                arriving = [
+                    (
+                        peer,
+                        (self.rank - peer - 1) % self.size * room + at - begin,
+                        out.data_ptr() + incoming[peer] + at,
+                        min(length, receives[peer] - at),
+                    )
+                    for peer in self._others
+                    if receives[peer] > at
+                ]
+                if arriving:
+                    downs.append((self.rank * len(pieces) + number, arriving))
+            self._move(ups, downs)
 
 
 def _pieces(begin: int, end: int, most: int) -> list[tuple[int, int]]:
@@ -354,8 +354,6 @@ def starter(group: Any, format: Format | None, otherwise: Callable[[Tensor], Any
     Raises:
         ConfigError: the ranks cannot share memory of the host.
     """
-    from fcsd.parallel.all_reduce.window import OnStream
-
     if not torch.cuda.is_available():
         raise ConfigError("sums through the host are for GPUs", "Use nccl, which is gloo on CPUs.")
     sums, stream = sums_of(group), _stream(group)

@@ -69,7 +69,7 @@ class HostMemory:
     def reason(self, lost: int) -> str:
         """One line that names the rank that was lost."""
         ended = "has ended" if self._ended(lost) else f"did not answer for {self.limit / 1e9:.0f} s"
-        return f"rank {lost} (process {self.pids[lost]}) {ended} while the ranks sum through the memory of the host"
+        return f"rank {lost} (process {self.pids[lost]}) {ended} while the ranks sum in memory that they share"
 
     def close(self) -> None:
         """Look after the other ranks no longer. The memory itself goes with the process."""

@@ -32,6 +32,7 @@ STOCK = "stock"
 SIZES = tuple(2**power for power in (13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 26))
 _BUSY = 1000.0  # microseconds: the smallest sum takes so long only if another process has one of the GPUs meanwhile
 _GRAPHED = 8 << 20  # up to so many bytes a sum is timed in a CUDA graph, as a step of decoding is
+_HIDDEN = 4096  # values of a row whose record is sent
 _MOST = {"one_shot": ONE_SHOT, "in_blocks": BLOCKS}  # bytes
 _REPEATS = 5
 _SETTINGS = ("NCCL_P2P_DISABLE", "NCCL_SHM_USE_CUDA_MEMCPY")  # of NCCL, which change what stock takes
@@ -91,7 +92,8 @@ def measured(
         runs: dict[str, Callable[[Tensor], Any]] = {STOCK: stock.sum}
         runs |= {way: lambda x, way=way: sums.all_reduce(x, torch.empty_like(x), way) for way in methods}
         if format is not None and size >= 1 << 18:
-            runs[f"exchange:{format}"] = lambda x: sums.all_reduce(x, torch.empty_like(x), format=format)
+            wide = x.view(-1, _HIDDEN)  # a record of a row of a model; many short ones take longer
+            runs[f"exchange:{format}"] = lambda _, x=wide: sums.all_reduce(x, torch.empty_like(x), format=format)
         gathers: dict[str, Callable[[Tensor], Any]] = {STOCK: stock.gather}
         gathers |= {way: lambda x, way=way: sums.gathered(x, way) for way in methods}
         scatters: dict[str, Callable[[Tensor], Any]] = {STOCK: stock.scatter}
@@ -194,6 +196,7 @@ def _microseconds(run: Callable[[Tensor], Any], x: Tensor, group: Any) -> float:
     for _ in range(_REPEATS + 1):
         dist.barrier(group)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        run(x)  # so that the GPUs begin together, which their hosts do not
         begin.record()
         many()
         end.record()

@@ -26,8 +26,7 @@ from torch import Tensor
 
 from fcsd.kernels.bit_split import Format, decode, encode
 from fcsd.kernels.bit_split.moves import decode_ranks, encode_sum
-from fcsd.parallel.all_reduce.window import OnStream
-from fcsd.parallel.transports.transport import Work
+from fcsd.parallel.transports.transport import OnStream, Work
 
 
 def all_reduce(x: Tensor, format: Format, group: Any) -> Work:

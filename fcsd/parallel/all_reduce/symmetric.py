@@ -1,54 +1,104 @@
-"""The backends ``symmetric`` and ``auto``: all-reduces between the GPUs of one host, each in one kernel.
+"""The backends ``symmetric`` and ``auto``: sums in one kernel each, in memory of GPUs that can access each other's.
 
-The kernel works in symmetric memory. NVLink multicast is never used. A kernel occupies as many SMs as it has blocks:
-few for small messages, because the fewer it takes, the less it slows the computation beside it.
+The kernels are those of ``host``. In one shot a rank writes into the memory of every other rank, and waits in its own.
+In blocks it writes into its own, and the others read it. NVLink multicast is never used. The ranks also share a page of
+the host's memory, by which a rank that was lost ends the others, as in ``host``.
+
+All sums of a group share this memory, so they run one after the other on one stream. Its high priority lets their
+blocks start before those of the computation that covers them.
 """
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fcsd.kernels.all_reduce.memory import DTYPES
-from fcsd.parallel.all_reduce.window import OnStream, try_window
-from fcsd.parallel.transports.transport import Work
+from fcsd.kernels.host.compiled import Gpu
+from fcsd.kernels.host.layout import CONTROL, MOST_RANKS
+from fcsd.parallel.all_reduce.host_memory import open_memory
+from fcsd.parallel.all_reduce.one_kernel import OneKernelSums, Places
+from fcsd.parallel.transports.copies import PeerBuffers
+from fcsd.parallel.transports.symmetric_memory import open_buffers
+from fcsd.parallel.transports.transport import OnStream
 
 # Bytes of a rank's values above which NCCL sums, by the number of ranks: measured on two H200s with nothing else on the
-# GPUs (benchmarks/results/all_reduce.md). The numbers for more ranks, which send each other more, are estimates.
+# GPUs and the kernels of that time (benchmarks/results/all_reduce.md). The numbers for more ranks are estimates.
 _LARGEST = {2: 2**22, 3: 2**18, 4: 2**18}
 _LARGEST_OF_MORE = 2**17
-_BLOCKS = ((2**16, 16), (2**20, 32), (2**22, 64))  # up to so many bytes, so many blocks
+_ONE_SHOT = 2**18  # the most bytes in one shot
+_PLACE = 4 * _ONE_SHOT  # two slots, in which values take twice their bytes
+_GRID = 32  # blocks of every launch; those of a small sum end at once
+
+
+class Window(NamedTuple):
+    """The sums of a group of GPUs, the stream on which all of them run, and what keeps their memory mapped."""
+
+    sums: OneKernelSums
+    stream: torch.cuda.Stream
+    peers: PeerBuffers
+
+
+@cache
+def try_window(group: Any) -> Window | None:
+    """The window of a group; None, on all ranks, if the ranks cannot access each other's memory.
+
+    All ranks make the first call together, and not while a CUDA graph is captured.
+
+    Raises:
+        ConfigError: see ``open_memory``, and ``compiled.Gpu``.
+    """
+    ranks = dist.get_world_size(group)
+    if not 2 <= ranks <= MOST_RANKS or "nccl" not in dist.get_backend(group):
+        return None
+    peers = open_buffers(group, total_bytes(ranks))
+    if peers is None:
+        return None
+    own = peers.buffers[peers.rank].zero_()
+    memory, gpu = open_memory(group, None), Gpu(ranks)
+    places = places_of(peers.rank, [buffer.data_ptr() for buffer in peers.buffers])
+    sums = OneKernelSums(memory, gpu, gpu.mapped(memory.address, CONTROL), places)
+    torch.cuda.synchronize()
+    dist.barrier(group, device_ids=[own.device.index])  # no rank writes before all have zeroed their memory
+    return Window(sums, torch.cuda.Stream(priority=-1), peers)
+
+
+def total_bytes(ranks: int) -> int:
+    """The memory of one rank: its places for one shot, slots for blocks, and their flags."""
+    return ranks * _PLACE + 4 * largest(ranks) + 2 * 64 * _GRID
+
+
+def places_of(rank: int, buffers: Sequence[int]) -> dict[str, Places]:
+    """The places of ``rank`` in buffers of ``total_bytes`` that begin at these addresses, which are multiples of 16."""
+    of = [buffers[rank] + peer * _PLACE for peer in range(len(buffers))]
+    to = [buffer + rank * _PLACE for buffer in (*buffers[rank + 1 :], *buffers[:rank])]
+    blocks = [buffer + len(buffers) * _PLACE for buffer in buffers]
+    return {
+        "one_shot": Places(of, to, _ONE_SHOT, _GRID),
+        "in_blocks": Places(blocks, [blocks[rank]], largest(len(buffers)), _GRID),
+    }
 
 
 def largest(ranks: int) -> int:
-    """The most bytes of a rank's values that the kernel sums among ``ranks`` ranks."""
+    """The most bytes of a rank's values that the kernels sum among ``ranks`` ranks."""
     return _LARGEST.get(ranks, _LARGEST_OF_MORE)
 
 
-def all_reduce(x: Tensor, group: Any) -> Work:
-    """Start to replace ``x`` by its sum over the ranks, in place. Every rank gets the same bits.
+def starter(group: Any, otherwise: Callable[[Tensor], Any]) -> Callable[[Tensor], Any] | None:
+    """What starts to replace a tensor by its sum, on a stream of its own; None if the ranks cannot sum so.
 
-    Args:
-        x: bf16, fp16 or fp32 of any shape, contiguous, of at most ``largest`` bytes. Nothing else may use it until the
-            work was awaited.
-        group: GPUs of one host that can access each other's memory.
-
-    Raises:
-        ConfigError: the dtype is another one.
+    A tensor that is too large or not supported goes to ``otherwise``. For the first call see ``try_window``.
     """
-    from fcsd.kernels.all_reduce import programs
+    if (window := try_window(group)) is None:
+        return None
+    sums, stream = window.sums, window.stream
 
-    window = try_window(group)
-    assert window is not None, "the backend was opened"
-    blocks = next(blocks for most, blocks in _BLOCKS if x.nbytes <= most)
-    return OnStream(window.stream, x, lambda: programs.all_reduce(x, window.memory, blocks))
+    def start(x: Tensor) -> Any:
+        if x.nbytes > largest(sums.size) or not x.is_cuda or not sums.supports(x):
+            return otherwise(x)
+        values = x.detach()
+        return OnStream(stream, values, lambda: sums.all_reduce(values, values))
 
-
-def pays(x: Tensor, group: Any) -> bool:
-    """Whether this kernel was measured to be faster than NCCL for ``x`` among so many GPUs, and they can run it.
-
-    More than two GPUs were not measured. All ranks make the first call of a group together, and not while a CUDA graph
-    is captured.
-    """
-    measured = x.nbytes <= largest(2) and dist.get_world_size(group) == 2
-    return measured and x.dtype in DTYPES and x.is_cuda and try_window(group) is not None
+    return start

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -17,12 +18,14 @@ class Splits:
         receives: how many rows come from each rank.
         offsets: for each rank, the index of the first row from this rank among all rows that it receives.
         most: the largest number of rows that any rank receives; equal on all ranks.
+        between: the largest number of rows that any rank sends to another one; equal on all ranks.
     """
 
     sends: list[int]
     receives: list[int]
     offsets: list[int]
     most: int
+    between: int
 
 
 def splits_of(matrix: list[list[int]], rank: int) -> Splits:
@@ -32,6 +35,7 @@ def splits_of(matrix: list[list[int]], rank: int) -> Splits:
         receives=[row[rank] for row in matrix],
         offsets=[sum(column[:rank]) for column in zip(*matrix, strict=True)],
         most=max(sum(column) for column in zip(*matrix, strict=True)),
+        between=max((n for i, row in enumerate(matrix) for j, n in enumerate(row) if i != j), default=0),
     )
 
 
@@ -51,6 +55,21 @@ class Several:
         for work in self._works:
             work.wait()
         self.awaited = True
+
+
+class OnStream:
+    """Work that was started on a stream. ``wait`` lets the current stream wait for it."""
+
+    def __init__(self, stream: torch.cuda.Stream, tensor: Tensor, start: Callable[[], object]) -> None:
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(stream):
+            start()
+            self._done = stream.record_event()
+        self._kept = tensor  # its memory may belong to another stream
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._done)
+        del self._kept
 
 
 # A transport takes (rows to send [sent, width], splits, group, keep). It returns a buffer [received, width] that is

@@ -194,9 +194,9 @@ def _divides(format: Format | None, x: Any) -> bool:
 
 
 def _summed(x: Any) -> bool:
-    from fcsd.parallel.all_reduce.host import DTYPES
+    from fcsd.kernels.host.compiled import KINDS
 
-    return x.dtype in DTYPES
+    return x.dtype in KINDS
 
 
 def _aligned(x: Any) -> Any:

@@ -53,8 +53,8 @@ def run_and_resume(recipes: list[tuple[ResolvedRecipe, ResolvedRecipe]]) -> None
         loop.distill_model(rounded)
 
 
-def on_two(folder: Path, tmp_path: Path, cases: dict[str, dict[str, Any]]) -> None:
-    """Runs all cases in one pair of processes, and holds each against its run with fp32 moments and its resumed one."""
+def compare(folder: Path, tmp_path: Path, cases: dict[str, dict[str, Any]], size: int = 2) -> None:
+    """Runs all cases in ``size`` processes, and holds each against its run with fp32 moments and its resumed one."""
     pairs = [
         tuple(
             runs.resolved(folder, output_dir=str(tmp_path / f"{name}{end}"), **{**COMMON, **changes, **more})
@@ -62,7 +62,7 @@ def on_two(folder: Path, tmp_path: Path, cases: dict[str, dict[str, Any]]) -> No
         )
         for name, changes in cases.items()
     ]
-    assert ranks.on_ranks(2, run_and_resume, pairs) == [None] * 2
+    assert ranks.on_ranks(size, run_and_resume, pairs) == [None] * size
     for name in cases:
         found, plain = runs.outcome(tmp_path / name), runs.outcome(tmp_path / f"{name} plain")
         assert runs.outcome(tmp_path / f"{name}.whole") == found, "resumed to the last bit"
@@ -72,7 +72,7 @@ def on_two(folder: Path, tmp_path: Path, cases: dict[str, dict[str, Any]]) -> No
         assert losses[-1] < losses[0]
         kinds = {
             kept["__bnb_optimizer_quant_state__"]["state1"].dtype
-            for rank in range(2)
+            for rank in range(size)
             for kept in moments(tmp_path / name / "checkpoints" / "step-3", rank)
         }
         assert torch.uint8 in kinds
@@ -88,7 +88,13 @@ def moments(checkpoint: Path, rank: int) -> list[dict[str, Any]]:
 
 
 def test_experts_and_fp32_weights_learn_and_resume(folder: Path, tmp_path: Path) -> None:
-    on_two(folder, tmp_path, CASES)
+    compare(folder, tmp_path, CASES)
+
+
+@pytest.mark.gpu
+def test_on_one_gpu_dense_weights_learn_and_resume(tmp_path: Path) -> None:
+    runs.write_models(tmp_path, "llama", num_hidden_layers=2)
+    compare(tmp_path, tmp_path, {"run": {"parallel__zero_stage": 1}}, size=1)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +106,7 @@ def test_divided_dense_weights_learn_and_resume_on_as_many_ranks_alone(
     tmp_path: Path, changes: dict[str, Any], other: int
 ) -> None:
     runs.write_models(tmp_path, "llama", num_hidden_layers=2)
-    on_two(tmp_path, tmp_path, {"run": changes})
+    compare(tmp_path, tmp_path, {"run": changes})
     less = {**changes, "parallel__tp_size": 1} if "parallel__tp_size" in changes else changes
     recipe = runs.resolved(tmp_path, output_dir=str(tmp_path / "run"), **{**COMMON, **less, **MOMENTS})
     for step in (2, 3):

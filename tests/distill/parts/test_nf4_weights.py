@@ -1,5 +1,6 @@
 """Adapters beside weights in NF4: a run, its resume, the merged model, and what is refused."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import quantised
 import runs
 import torch
 from runs import cut_short, outcome, train
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from fcsd import extras
 from fcsd.checkpoint import read_object
@@ -18,7 +19,7 @@ from fcsd.distill.student import chosen_parts, load_student, train_parts
 from fcsd.errors import ConfigError
 from fcsd.export.final import export_model
 from fcsd.models.adapters.lora import add_adapters, matrices
-from fcsd.models.adapters.nf4 import in_nf4, nf4_layers, plain_linear, plain_weight
+from fcsd.models.adapters.nf4 import in_nf4, load_nf4, nf4_layers, plain_linear, plain_weight
 from fcsd.models.build import load_model
 from fcsd.parallel.partitions import changed
 from fcsd.parallel.weights.trained import load_trained
@@ -48,7 +49,7 @@ def test_a_run_its_resume_and_the_merged_model(llama: Path, tmp_path: Path) -> N
     chosen = chosen_parts(recipe.recipe, student_source(recipe.recipe))
     assert chosen is not None
     student = load_student(recipe.recipe, dtype=torch.bfloat16, device=torch.device("cpu"))
-    assert {path for path, module in student.named_modules() if in_nf4(module)} == set(nf4_layers(merged_in(run)))
+    assert set(nf4_of(student)) == set(nf4_layers(merged_in(run)))
     parts = train_parts(student, recipe.recipe, chosen)
     load_trained(parts, read_parts(run / "checkpoints/step-4" / PARTS), "the checkpoint", None)
     ids = torch.randint(0, 100, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -68,6 +69,40 @@ def test_a_run_its_resume_and_the_merged_model(llama: Path, tmp_path: Path) -> N
     final, exported = (load_file(path / "model.safetensors") for path in (run / "final", tmp_path / "exported"))
     assert final.keys() == exported.keys()
     assert all(torch.equal(final[name], exported[name]) and final[name].is_floating_point() for name in final)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_adapters_learn_beside_nf4_as_beside_the_decoded_weights(llama: Path, tmp_path: Path) -> None:
+    """The losses and norms of three steps, and what the merged weights moved; sums in bf16 differ by their order."""
+    decoded, on_cpu = decoded_weights(llama, "cuda"), decoded_weights(llama, "cpu")
+    whole = load_file(llama / "student" / "model.safetensors")
+    for name, value in decoded.items():
+        # Where a value is halfway between two codes, a CPU and a GPU may choose different ones.
+        assert (on_cpu[name] - value).norm() < 0.05 * (whole[name] - value).norm() < 0.01 * whole[name].norm()
+    for name in ("teacher", "student"):
+        shutil.copytree(llama / name, tmp_path / name)
+        save_file(whole | decoded, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+    config = tmp_path / "student" / "config.json"
+    config.write_text(config.read_text().replace(str(llama), str(tmp_path)))
+    plain = {**BESIDE, "train__adapter": {**NF4["train__adapter"], "base": None}}
+    for folder, changes in ((llama, BESIDE), (tmp_path, plain)):
+        train(runs.resolved(folder, output_dir=str(folder / "three"), **{**changes, "train__steps": 3}))
+    (found, merged), (expected, weights) = (runs.numbers(folder / "three") for folder in (llama, tmp_path))
+    for own, other in zip(found, expected, strict=True):
+        assert own == pytest.approx(other, rel=1e-2)
+    moved = {name: (weights[name] - value).norm() for name, value in decoded.items()}
+    assert {name for name, far in moved.items() if far} == {name for name in moved if "self_attn" in name}
+    assert all((merged[name].float() - weights[name].float()).norm() <= 0.25 * far for name, far in moved.items())
+
+
+def decoded_weights(llama: Path, device: str) -> dict[str, torch.Tensor]:
+    """The student's weights in NF4, by name, as they are decoded on a device."""
+    model = load_nf4(llama / "student", dtype=torch.bfloat16, device=torch.device(device))
+    return {f"{path}.weight": plain_weight(model.get_submodule(path)).float().cpu() for path in nf4_of(model)}
+
+
+def nf4_of(model: torch.nn.Module) -> list[str]:
+    return [path for path, module in model.named_modules() if in_nf4(module)]
 
 
 def merged_in(run: Path) -> Any:

@@ -1,4 +1,4 @@
-"""Puts CPUs in the place of the GPU of ``HostSums``: the kernels of ``sums.cu`` as threads, two queues as streams."""
+"""Puts CPUs in the place of the GPUs of the sums: the kernels of ``sums.cu`` as threads, two queues as streams."""
 
 import ctypes
 import queue
@@ -16,6 +16,8 @@ import torch.distributed as dist
 from fcsd.kernels.host import compiled
 from fcsd.parallel.all_reduce.host import HostSums
 from fcsd.parallel.all_reduce.host_memory import open_memory
+from fcsd.parallel.all_reduce.one_kernel import OneKernelSums
+from fcsd.parallel.all_reduce.symmetric import places_of, total_bytes
 
 _FOLDER = Path(__file__).parent
 
@@ -43,6 +45,7 @@ class Cpu:
         self._delay = delay
         self._queues = [_Stream() for _ in range(4)]
         self._kept: list[torch.Tensor] = []
+        self.files: list[torch.Tensor] = []  # what has to stay mapped
 
     def follow(self) -> None:
         return None
@@ -135,7 +138,23 @@ def libraries(ranks: int) -> dict[int, Path]:
 
 
 def sums(built: dict[int, Path], limit: float = 60.0, delay: Callable[[], None] = lambda: None) -> HostSums:
-    """The sums of this rank's world."""
+    """The sums of this rank's world in memory of the host."""
     made = HostSums(open_memory(dist.group.WORLD, None, limit), Cpu(built, delay))
+    dist.barrier()
+    return made
+
+
+def peer_sums(
+    built: dict[int, Path], folder: Path, limit: float = 60.0, delay: Callable[[], None] = lambda: None
+) -> OneKernelSums:
+    """The same in buffers of the ranks, which are files of an empty folder; no two have the same distance."""
+    memory, cpu = open_memory(dist.group.WORLD, None, limit), Cpu(built, delay)
+    size, first = total_bytes(memory.size), [4096 * (peer * peer + 1) for peer in range(memory.size)]
+    cpu.files = [
+        torch.from_file(str(folder / str(peer)), shared=True, size=begin + size, dtype=torch.uint8)
+        for peer, begin in enumerate(first)
+    ]
+    buffers = [file.data_ptr() + begin for file, begin in zip(cpu.files, first, strict=True)]
+    made = OneKernelSums(memory, cpu, memory.address, places_of(memory.rank, buffers))
     dist.barrier()
     return made

@@ -1,4 +1,7 @@
-"""Sums through memory of the host, run between processes on CPUs: every rank has the bits of the sum in rank order."""
+"""Sums in memory that ranks share, run between processes on CPUs: every rank has the bits of the sum in rank order.
+
+The memory is the host's, or a buffer of each rank as the GPUs have them that can access each other's memory.
+"""
 
 import ctypes
 import os
@@ -20,6 +23,7 @@ from fcsd.kernels.host.layout import LAYOUT, LOST, STOPPED, total_bytes
 from fcsd.parallel.all_reduce import host, host_memory, quantised
 
 WAYS = ("one_shot", "in_blocks", "exchange")
+EVERY_WAY = [*(("host", way) for way in WAYS), ("peers", "one_shot"), ("peers", "in_blocks")]  # memory and way
 SIZES = (8, 256, 4096, 24, 32768, 512, 40, 8)  # values, multiples of eight; they change from call to call
 
 
@@ -36,20 +40,29 @@ def literal(call: int, size: int, dtype: torch.dtype, world: int) -> Tensor:
     return total.to(dtype)
 
 
-def differing(rank: int, world: int, built: dict[int, Path], slow: bool = False, first: int = 0) -> list[str]:
+def sums_in(folder: Path | None, built: dict[int, Path], **options: Any) -> Any:
+    """Sums in buffers of the ranks, in a folder of their own, or in memory of the host."""
+    return cpu_device.peer_sums(built, folder, **options) if folder else cpu_device.sums(built, **options)
+
+
+def differing(
+    rank: int, world: int, built: dict[int, Path], folder: Path | None, slow: bool = False, first: int = 0
+) -> list[str]:
     """What a rank finds wrong, over methods, dtypes and sizes."""
     source = random.Random(rank)
     delay = (lambda: time.sleep(source.choice((0, 0, 0.002)))) if slow else (lambda: None)
-    made = cpu_device.sums(built, delay=delay)
+    made = sums_in(folder, built, delay=delay)
     made.device.set_counters(first)
     if first:  # what the calls before would have left
-        ctypes.memset(made.memory.address + made.memory.region(rank, LAYOUT.one_shot), 0xFB, 4 * host.ONE_SHOT)
+        places = made._places["one_shot"]
+        for place in places.of:
+            ctypes.memset(place, 0xFB, 4 * places.most)
         made.memory.set_word(made.memory.region(rank, LAYOUT.done), first & 0xFFFFFFFF)
     dist.barrier()
     wrong, call = [], 0
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for size in SIZES:
-            for way in WAYS:
+            for way in WAYS[:2] if folder else WAYS:
                 call += 1
                 x = drawn(rank, call, size, dtype)
                 out = x if call % 2 else torch.empty_like(x)
@@ -59,18 +72,24 @@ def differing(rank: int, world: int, built: dict[int, Path], slow: bool = False,
     return wrong
 
 
+@pytest.fixture(params=["host", "peers"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
+    """See ``sums_in``."""
+    return tmp_path if request.param == "peers" else None
+
+
 @pytest.mark.parametrize("world", [2, 3])
-def test_every_rank_has_the_literal_sum(world: int) -> None:
-    assert ranks.in_group(world, differing, world, cpu_device.libraries(world)) == [[]] * world
+def test_every_rank_has_the_literal_sum(world: int, folder: Path | None) -> None:
+    assert ranks.in_group(world, differing, world, cpu_device.libraries(world), folder) == [[]] * world
 
 
-def test_ranks_that_are_slow_at_any_place_change_nothing() -> None:
-    assert ranks.in_group(2, differing, 2, cpu_device.libraries(2), True) == [[], []]
+def test_ranks_that_are_slow_at_any_place_change_nothing(folder: Path | None) -> None:
+    assert ranks.in_group(2, differing, 2, cpu_device.libraries(2), folder, True) == [[], []]
 
 
-def set_aside(rank: int, world: int, built: dict[int, Path], way: str) -> list[bool]:
+def set_aside(rank: int, world: int, built: dict[int, Path], folder: Path | None, way: str) -> list[bool]:
     """One rank looks so seldom that the others are in the next call when it does."""
-    made = cpu_device.sums(built, limit=10.0)
+    made = sums_in(folder, built, limit=10.0)
     made.memory.close()
     made.device.set_aside(3000 if rank == world - 1 else 0)
     found = []
@@ -81,14 +100,17 @@ def set_aside(rank: int, world: int, built: dict[int, Path], way: str) -> list[b
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("memory", "way"), EVERY_WAY)
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_rank_that_was_set_aside_finds_the_others_one_call_further(world: int, way: str) -> None:
-    assert ranks.in_group(world, set_aside, world, cpu_device.libraries(world), way) == [[True] * 7] * world
+def test_a_rank_that_was_set_aside_finds_the_others_one_call_further(
+    world: int, memory: str, way: str, tmp_path: Path
+) -> None:
+    folder = tmp_path if memory == "peers" else None
+    assert ranks.in_group(world, set_aside, world, cpu_device.libraries(world), folder, way) == [[True] * 7] * world
 
 
-def test_numbers_of_calls_wrap_around() -> None:
-    assert ranks.in_group(2, differing, 2, cpu_device.libraries(2), False, -5) == [[], []]
+def test_numbers_of_calls_wrap_around(folder: Path | None) -> None:
+    assert ranks.in_group(2, differing, 2, cpu_device.libraries(2), folder, False, -5) == [[], []]
 
 
 def in_pieces(rank: int, built: dict[int, Path], world: int) -> bool:
@@ -161,9 +183,9 @@ def test_a_format_means_the_same_as_over_nccl(world: int, name: str) -> None:
     assert ranks.in_group(world, in_format, cpu_device.libraries(world), name) == [True] * world
 
 
-def waits(rank: int, built: dict[int, Path], way: str) -> Any:
+def waits(rank: int, built: dict[int, Path], folder: Path | None, way: str) -> Any:
     """Rank 1 never calls; what rank 0 then says, after how many seconds."""
-    made = cpu_device.sums(built, limit=0.5)
+    made = sums_in(folder, built, limit=0.5)
     made.memory.close()  # or the thread would end this process
     begun = time.monotonic()
     told: Any = None
@@ -178,17 +200,18 @@ def waits(rank: int, built: dict[int, Path], way: str) -> Any:
     return told
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_rank_that_does_not_come_ends_the_sum_by_name(way: str) -> None:
-    (_, soon, stopped), nothing = ranks.in_group(2, waits, cpu_device.libraries(2), way)
+@pytest.mark.parametrize(("memory", "way"), EVERY_WAY)
+def test_a_rank_that_does_not_come_ends_the_sum_by_name(memory: str, way: str, tmp_path: Path) -> None:
+    folder = tmp_path if memory == "peers" else None
+    (_, soon, stopped), nothing = ranks.in_group(2, waits, cpu_device.libraries(2), folder, way)
     assert soon and stopped == 1 and nothing is None
 
 
-def dies(built: dict[int, Path], killed: bool) -> None:
+def dies(built: dict[int, Path], folder: Path | None, killed: bool) -> None:
     """Rank 1 ends, by a signal or of itself; rank 0 is in a sum."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    made = cpu_device.sums(built)
+    made = sums_in(folder, built)
     if rank == 1:
         if killed:
             os.kill(os.getpid(), 9)
@@ -201,9 +224,9 @@ def dies(built: dict[int, Path], killed: bool) -> None:
 
 
 @pytest.mark.parametrize("killed", [True, False])
-def test_a_rank_that_has_ended_ends_the_others_with_its_exit_code(killed: bool) -> None:
+def test_a_rank_that_has_ended_ends_the_others_with_its_exit_code(killed: bool, folder: Path | None) -> None:
     begun = time.monotonic()
-    codes, told = ranks.exit_codes(2, dies, cpu_device.libraries(2), killed)
+    codes, told = ranks.exit_codes(2, dies, cpu_device.libraries(2), folder, killed)
     assert codes[0] == PeerLostError.exit_code and "error: rank 1 (process " in told and "has ended" in told
     assert time.monotonic() - begun < 25
 
@@ -249,8 +272,7 @@ def test_several_hosts_are_refused_on_all_ranks() -> None:
 def test_the_parts_of_a_region_do_not_overlap() -> None:
     ends = [
         (LAYOUT.one_shot, 2 * 2 * host.ONE_SHOT),
-        (LAYOUT.blocks, 4 * host.BLOCKS),
-        (LAYOUT.block_flags, 2 * 64 * host.GRID["in_blocks"]),
+        (LAYOUT.blocks, 4 * host.BLOCKS + 2 * 64 * host.GRID["in_blocks"]),
         (LAYOUT.piece_flags, 64 * host.PIECES),
         (LAYOUT.done, 64),
         (LAYOUT.exchange, host.EXCHANGE),

@@ -1,18 +1,29 @@
-"""Reductions over symmetric memory in a CUDA graph give the reference's bits in every replay; who is chosen when."""
+"""Reductions over symmetric memory in a CUDA graph give the reference's bits in every replay; who is chosen when.
 
+The kernels run on CPUs in ``tests/kernels/host/test_host_sums.py``.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from ranks import exit_codes, on_ranks
 from studies.formats.simulated_all_reduce import simulate_all_reduce
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
+from fcsd.errors import ConfigError, PeerLostError
 from fcsd.kernels.bit_split import Format
-from fcsd.parallel.all_reduce import backends, symmetric, window
+from fcsd.parallel.all_reduce import backends, symmetric
+from fcsd.parallel.all_reduce.one_kernel import OneKernelSums
 from fcsd.parallel.all_reduce.reduce import reduce
 
 REPLAYS = 200
@@ -45,7 +56,7 @@ def _different() -> list[Any]:
 
     world = join_world()
     most = symmetric.largest(world.size) // (2 * 8192)
-    # One row and some rows of a decoding step, the largest message, which takes several turns, and a small one.
+    # One row and some rows of a decoding step, the largest message, and a small one.
     sizes = [(1, 8192), (most // 4, 8192), (most, 8192), (3, 128)]
     inputs = [torch.randn(*size, device=world.device, dtype=torch.bfloat16) for size in sizes]
     found: list[Any] = []
@@ -80,27 +91,89 @@ def test_every_replay_gives_the_bits_of_the_reference() -> None:
     assert on_ranks(ranks, _different) == [[]] * ranks
 
 
-def test_auto_takes_what_was_measured_as_the_fastest_and_nccl_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    def chosen(size: int, dtype: torch.dtype = torch.bfloat16, ranks: int = 2, window: Any = "window") -> bool:
-        monkeypatch.setattr(symmetric, "dist", SimpleNamespace(get_world_size=lambda _: ranks))
-        monkeypatch.setattr(symmetric, "try_window", lambda _: window)
-        with FakeTensorMode():
-            return symmetric.pays(torch.empty(size, dtype=dtype, device="cuda"), None)
+@pytest.mark.multi_gpu
+def test_gpus_sum_as_the_references() -> None:
+    # The command compares every way to reduce with its reference before it times any.
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "benchmarks.comm.all_reduce"]
+    sizes = ["--mib", "0.0625", "4", "--formats", "int8", "int5", "int3:g32:sr"]
+    subprocess.run([*command, *sizes, "--repeats", "1"], check=True, timeout=300, cwd=Path(__file__).parents[3])
 
-    assert [chosen(size) for size in (8192, 2**21, 2**21 + 1)] == [True, True, False]
-    # A dtype that the kernels do not sum, GPUs that were not measured, and GPUs that cannot access each other's memory.
-    assert {chosen(8192, torch.float64), chosen(8192, ranks=4), chosen(8192, window=None)} == {False}
+
+def _dies() -> None:
+    """Rank 1 ends while rank 0 waits for it in a sum."""
+    from fcsd.launch.world import join_world
+
+    world = join_world()
+    x = torch.ones(4096, device=world.device, dtype=torch.bfloat16)
+    reduce(x, dist.group.WORLD, "symmetric").wait()
+    torch.cuda.synchronize()
+    if world.rank == 1:
+        time.sleep(1)  # rank 0 waits by then
+        os.kill(os.getpid(), 9)
+    reduce(x, dist.group.WORLD, "symmetric").wait()
+    try:
+        torch.cuda.synchronize()
+    finally:
+        time.sleep(30)  # the thread of the memory ends this process
+
+
+@pytest.mark.multi_gpu
+def test_a_rank_that_has_ended_ends_the_others_with_its_exit_code() -> None:
+    codes, told = exit_codes(2, _dies)
+    assert codes[0] == PeerLostError.exit_code and "error: rank 1 (process " in told and "has ended" in told
+
+
+@pytest.mark.parametrize("ranks", range(2, 9))
+def test_places_do_not_overlap(ranks: int) -> None:
+    """What each kernel uses at every place, from the addresses that every rank has; buffers are far from each other."""
+    buffers = [2**30 * (rank + 1) + 4096 * rank * rank for rank in range(ranks)]
+    written: set[tuple[int, int]] = set()
+    for rank in range(ranks):
+        for name, places in symmetric.places_of(rank, buffers).items():
+            flags = 2 * 64 * places.grid if name == "in_blocks" else 0
+            spans = {(place, place + 4 * places.most + flags) for place in places.to}
+            assert not spans & written, "each place has one writer"
+            written |= spans
+            read = [symmetric.places_of(peer, buffers)[name].of[rank] for peer in range(ranks) if peer != rank]
+            assert set(read) == set(places.to)
+    for (begin, end), (after, _) in pairwise(sorted(written)):
+        assert begin % 64 == 0 and end <= after
+    for begin, end in written:
+        assert any(buffer <= begin and end <= buffer + symmetric.total_bytes(ranks) for buffer in buffers)
+
+
+def chosen(name: str, size: int, patch: pytest.MonkeyPatch, ranks: int = 2, peers: bool = True, **how: Any) -> str:
+    """Who sums so many values on GPUs that have access to each other's memory, or have not."""
+    sums = SimpleNamespace(size=ranks, supports=OneKernelSums.supports)
+    patch.setattr(symmetric, "try_window", lambda group: SimpleNamespace(sums=sums, stream=None) if peers else None)
+    patch.setattr(symmetric, "OnStream", lambda stream, x, run: "symmetric")
+    patch.setattr(dist, "all_reduce", lambda x, group, async_op: "nccl")
+    patch.setattr(dist, "get_world_size", lambda group: ranks)
+    open_backend = backends.backend_of(name, "engine")[0].open
+    assert open_backend is not None
+    with FakeTensorMode():
+        x = torch.empty(size, **{"dtype": torch.bfloat16, "device": "cuda", **how})
+    patch.setattr(x, "detach", lambda: x)
+    patch.setattr(x, "data_ptr", lambda: 512)
+    return open_backend(None, None)(x)  # type: ignore[return-value]
+
+
+def test_auto_takes_what_was_measured_as_the_fastest_and_nccl_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [chosen("auto", size, monkeypatch) for size in (8192, 2**21, 2**21 + 8)]
+    assert found == ["symmetric", "symmetric", "nccl"]
+    # A tensor of the host, GPUs that were not measured, and GPUs that cannot access each other's memory.
+    for how in ({"device": "cpu"}, {"ranks": 4}, {"peers": False}):
+        assert chosen("auto", 8192, monkeypatch, **how) == "nccl"
 
 
 @pytest.mark.parametrize(("ranks", "most"), [(2, 2**22), (4, 2**18), (8, 2**17)])
 def test_messages_above_what_pays_are_left_to_nccl(ranks: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[str] = []
-    monkeypatch.setattr(window, "try_window", lambda group: "window")
-    monkeypatch.setattr(symmetric, "all_reduce", lambda x, group: called.append("symmetric"))
-    monkeypatch.setattr(dist, "all_reduce", lambda x, group, async_op: called.append("nccl"))
-    monkeypatch.setattr(dist, "get_world_size", lambda group: ranks)
-    start = backends.backend_of("symmetric", "engine")[0].open
-    assert start is not None
-    for number in (most // 2, most // 2 + 1):  # bf16 values
-        start(None, None)(torch.empty(number, dtype=torch.bfloat16))
-    assert called == ["symmetric", "nccl"]
+    found = [chosen("symmetric", size, monkeypatch, ranks) for size in (most // 2, most // 2 + 8)]  # bf16 values
+    assert found == ["symmetric", "nccl"]
+
+
+def test_what_the_kernels_do_not_sum_is_left_to_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    for size, dtype in ((12, torch.bfloat16), (64, torch.float64), (0, torch.bfloat16)):
+        assert chosen("symmetric", size, monkeypatch, dtype=dtype) == "nccl"
+    with pytest.raises(ConfigError, match="needs 2 to 8 GPUs of one host"):
+        chosen("symmetric", 8192, monkeypatch, peers=False)
