@@ -129,7 +129,7 @@ def test_folders_do_not_import_in_a_circle(repo: Path) -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
-# The only files that import DeepSpeed, lazily or not. In `parallel/` they are one adapter each for experts and weights.
+# The only files that import DeepSpeed, lazily or not. In `parallel/` it is the adapter for experts.
 DEEPSPEED = {
     "distill/step/engine.py",
     "distill/run/resharded.py",
@@ -137,7 +137,6 @@ DEEPSPEED = {
     "distill/optim/adamw_choice.py",
     "distill/optim/adamw_norms.py",
     "parallel/expert/autoep.py",
-    "parallel/partitions.py",
 }
 
 

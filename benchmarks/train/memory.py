@@ -29,11 +29,11 @@ from fcsd.disk import write_json
 from fcsd.distill.data.of_run import training_rows
 from fcsd.distill.experts.expert_parallel import randomise, wire_sharded
 from fcsd.distill.optim import update
-from fcsd.distill.step.engine import build_training, live_teacher
+from fcsd.distill.step.engine import build_training
 from fcsd.distill.step.one_step import train_step
 from fcsd.distill.student import DTYPES
 from fcsd.distill.teacher.original import compile_layers, pack_attention
-from fcsd.distill.teacher.targets import TeacherSource
+from fcsd.distill.teacher.targets import LiveTeacher, TeacherSource
 from fcsd.distill.train_engine import TrainEngine
 from fcsd.errors import DoesNotFitError, unknown_value
 from fcsd.extras import require_extra
@@ -140,7 +140,6 @@ def _measure(recipe: Recipe, rewired: PretrainedConfig, original: PretrainedConf
 
     train, parallel = recipe.train, recipe.parallel
     draw: Any = {"dtype": DTYPES[train.dtype], "device": world.device, "seed": recipe.seed}
-    draw["partitioned"] = parallel.zero_stage == 3
     model = randomise(rewired, parallel.ep_size, **draw, dispatched=parallel.quantised.any)
     sizes, source = {"weights": since(), "teacher": 0}, TeacherSource()
     if recipe.objective.needs_teacher:
@@ -148,7 +147,7 @@ def _measure(recipe: Recipe, rewired: PretrainedConfig, original: PretrainedConf
         pack_attention(teacher, recipe)
         compile_layers(teacher, recipe)
         wire_sharded(teacher, parallel.teacher_ep_size, parallel)
-        source = live_teacher(teacher.requires_grad_(False), recipe, world.size)
+        source = LiveTeacher(teacher.requires_grad_(False), recipe.objective)
         sizes["teacher"] = since()
     built = build_training(model, source, recipe, world)
     update.install(built.engine, recipe)

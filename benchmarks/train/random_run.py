@@ -85,7 +85,6 @@ def draw_models(
     """Random weights for the student, and for the frozen teacher if the recipe needs a second model."""
     parallel = recipe.parallel
     draw: Any = {"dtype": DTYPES[recipe.train.dtype], "device": world.device, "seed": recipe.seed}
-    draw["partitioned"] = parallel.zero_stage == 3
     student = randomise(rewired, parallel.ep_size, **draw, dispatched=parallel.quantised.any)
     if not recipe.objective.needs_teacher or recipe.frozen_beside is not None:
         return student, None

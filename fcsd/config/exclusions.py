@@ -6,7 +6,6 @@ What a setting needs of the model or of the number of processes is not here; it 
 from collections.abc import Set
 
 SHARDED, EXPERTS = "parallel.tp_size above 1", "parallel.ep_size above 1 or parallel.quantised"
-DIVIDED, OTHER_STAGES = "parallel.zero_stage 3", "parallel.zero_stage 0 or 3"
 COMPILED, ON_HOST, MOVED = "train.compile", "optim.offload host", "parallel.placement.every"
 FROZEN, OWN_PARTS, ADAPTERS = "optim.train or train.adapter", "optim.train", "train.adapter"
 RANDOM, REPLICATED = "init.weights random", "parallel.teacher_placement replicated"
@@ -18,15 +17,13 @@ FREEZES_TRAINED = "objective.freeze_embeddings or objective.freeze_lm_head"
 # setting, setting, why
 EXCLUSIONS = (
     (SHARDED, EXPERTS, "shards have no experts and no dispatch"),
-    (SHARDED, OTHER_STAGES, "set it to 1 or 2"),
+    (SHARDED, UNDIVIDED, "set it to 1 or 2"),
     (SHARDED, COMPILED, "it is not proven"),
     (SHARDED, ADAPTERS, "with optim.train alone it can"),
     (SHARDED, ON_HOST, "it is not proven"),
     (SHARDED, BENCHMARK, "it is not proven"),
-    (DIVIDED, EXPERTS, "experts need stage 1 or 2"),
-    (DIVIDED, COMPILED, "it is not proven"),
-    (ON_HOST, OTHER_STAGES, "set it to 1 or 2"),
-    (ROUNDED_MOMENTS, UNDIVIDED, "set it to 1, 2 or 3"),
+    (ON_HOST, UNDIVIDED, "set it to 1 or 2"),
+    (ROUNDED_MOMENTS, UNDIVIDED, "set it to 1 or 2"),
     (ROUNDED_MOMENTS, ON_HOST, "the moments on the host are in fp32"),
     (MOVED, ROUNDED_MOMENTS, "the states of experts move in fp32"),
     (MOVED, ON_HOST, "the states of experts move between GPUs, not hosts"),
@@ -35,7 +32,6 @@ EXCLUSIONS = (
     (FROZEN, REPLICATED, "the teacher's experts are the student's"),
     (FROZEN, MOVED, "it moves experts that train"),
     (FROZEN, ALONE_ROUNDED, "it is not proven"),
-    (NF4, DIVIDED, "each process holds the whole rounded model; set it to 1 or 2"),
     (NF4, EXPERTS, "routed experts are stored stacked, and only linear layers are rounded"),
     (NF4, COMPILED, "it is not proven"),
     (OWN_PARTS, FREEZES_TRAINED, "it names embeddings or head, which would be frozen"),

@@ -46,8 +46,7 @@ class Optim(Section):
     moments: Literal["fp32", "8bit"] = "fp32"
     """What AdamW's two moments are kept in. `8bit`: AdamW of bitsandbytes (`pip install 'fcsd[nf4]'`), which rounds
     every 256 neighbouring values by a scale of their own. The moments take 2 bytes instead of 8 for each parameter that
-    a process updates. It needs `parallel.zero_stage` 1, 2 or 3, and a run resumes on as many GPUs as it was started
-    on."""
+    a process updates. It needs `parallel.zero_stage` 1 or 2, and a run resumes on as many GPUs as it was started on."""
     offload: Literal["none", "host"] = "none"
     """What is kept in host memory instead of on the GPU. `host`: AdamW's two moments and the optimizer's copy of the
     weights. AdamW runs on the CPU cores; the GPU needs 12 bytes less for each parameter that a process updates, and

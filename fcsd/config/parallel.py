@@ -60,10 +60,9 @@ class Placement(Section):
 class Parallel(Section):
     """How a run is divided among processes, and how they communicate."""
 
-    zero_stage: Literal[0, 1, 2, 3] = 1
+    zero_stage: Literal[0, 1, 2] = 1
     """The DeepSpeed ZeRO stage: 0 keeps optimizer states and gradients on every process, 1 divides the optimizer
-    states among the processes, 2 the gradients, too. 3 also divides the weights of a dense student and its teacher,
-    and gathers those of a layer for each of its passes. docs/planning.md says what it costs."""
+    states among the processes, 2 the gradients, too. Weights are divided by `tp_size` or `ep_size`."""
     ep_size: Positive = 1
     """The expert-parallel size: the number of processes that divide the experts of each MoE layer among them. It
     divides the number of processes and the number of experts. 1 keeps all experts on every process."""

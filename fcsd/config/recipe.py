@@ -208,7 +208,7 @@ class Recipe(Section):
         if self.train.dtype == "fp32" and "bf16" in (self.optim.accumulate_dtype, self.optim.reduce_dtype):
             raise ValueError("optim.accumulate_dtype and optim.reduce_dtype cannot be bf16 if train.dtype is fp32")
         if self.train.dtype == "bf16" and self.parallel.zero_stage == 1 and self.accumulate_dtype == "fp32":
-            raise ValueError("optim.accumulate_dtype fp32 needs parallel.zero_stage 0, 2 or 3: ZeRO-1 sums in bf16")
+            raise ValueError("optim.accumulate_dtype fp32 needs parallel.zero_stage 0 or 2: ZeRO-1 sums in bf16")
         if (rows := self.schedule_steps * self.rows_per_step) > MAX_ROWS:
             raise ValueError(
                 f"train.steps ({self.train.steps}) of the schedule's {self.schedule_steps} steps take {rows:,} rows of "
@@ -229,8 +229,6 @@ class Recipe(Section):
         found = {
             exclusions.SHARDED: parallel.tp_size > 1,
             exclusions.EXPERTS: parallel.ep_size > 1 or parallel.quantised.any,
-            exclusions.DIVIDED: parallel.zero_stage == 3,
-            exclusions.OTHER_STAGES: parallel.zero_stage in (0, 3),
             exclusions.COMPILED: self.train.compile,
             exclusions.ON_HOST: self.optim.offload == "host",
             exclusions.UNDIVIDED: parallel.zero_stage == 0,

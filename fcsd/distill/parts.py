@@ -22,7 +22,6 @@ from fcsd.errors import BadInputError, CheckpointError
 from fcsd.foreign_errors import reason_of
 from fcsd.launch.world import World
 from fcsd.models.adapters.trained import TrainedParts
-from fcsd.parallel.partitions import changed
 from fcsd.parallel.tensor.layer import ranks_of
 from fcsd.parallel.weights.saving import OwnPart, own_part
 from fcsd.parallel.weights.trained import load_trained
@@ -88,7 +87,7 @@ def write_merged(parts: TrainedParts, folder: Path, source: Path, directory: Pat
         source: the directory that the student was made from.
     """
     world.everywhere(lambda: load_trained(parts, read_parts(folder), str(folder), ranks_of(parts.model)))
-    write_student(own_part(parts.model, parts.merge(changed)), source, directory, world, first=True)
+    write_student(own_part(parts.model, parts.merge()), source, directory, world, first=True)
 
 
 def merge_checkpoint(recipe: Recipe, folder: Path, directory: Path) -> None:

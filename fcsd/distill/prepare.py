@@ -28,15 +28,14 @@ from fcsd.distill.step.engine import (
     Training,
     build_training,
     import_deepspeed,
-    live_teacher,
     load_teacher,
     share_weights,
     shares_weights,
 )
 from fcsd.distill.student import DTYPES, check, chosen_parts, load_student, student_config, train_parts
 from fcsd.distill.teacher.original import identify_teacher, teacher_name
-from fcsd.distill.teacher.shared import WithinPass, require_own_weights
-from fcsd.distill.teacher.targets import TeacherSource
+from fcsd.distill.teacher.shared import require_own_weights
+from fcsd.distill.teacher.targets import LiveTeacher, TeacherSource
 from fcsd.distill.train_engine import Teams, make_trainable, teams_of
 from fcsd.launch.world import World
 from fcsd.models.adapters.targets import Chosen
@@ -139,14 +138,13 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     if recipe.objective.needs_teacher and not shares_weights(recipe):
         say(f"loading the teacher {teacher_name(recipe)} ...")
         teacher = load_teacher(recipe, student, world, traffic, dispatcher, teams.ranks)
-        source = live_teacher(teacher, recipe, world.size)
+        source = LiveTeacher(teacher, recipe.objective)
     identity = run_identity(recipe, corpora, world) | start.hashes | scored_text(recipe.early_stop, held_out)
     by_zero = start.checkpoint is not None and checkpoints.of_several(start.checkpoint)
     training = build_training(student, source, recipe, world, traffic, dispatcher, by_zero, teams, parts)
     if parts is not None and shares_weights(recipe):
         shared = share_weights(parts, recipe, traffic, dispatcher, teams.ranks)
-        divided = recipe.parallel.zero_stage == 3
-        training = replace(training, source=WithinPass(shared, training.engine.module) if divided else shared)
+        training = replace(training, source=shared)
     progress = checkpoints.load(start.checkpoint, world, training, identity) if start.checkpoint else {"step": 0}
     update.install(training.engine, recipe)  # takes what a checkpoint has put into the engine
     require_agreement(world, {**identity, "vocabulary": vocab_size, "first step": progress["step"] + 1})

@@ -42,8 +42,7 @@ class Samples:
     ) -> None:
         self._path, self._tokens, self._world = run / SAMPLES, recipe.train.sample_tokens, world
         # A model whose weights are divided among processes must generate on all of them at the same time.
-        divided = recipe.parallel.ep_size > 1 or recipe.parallel.zero_stage == 3
-        self._team = Team(world, lockstep=True) if divided else ALONE
+        self._team = Team(world, lockstep=True) if recipe.parallel.ep_size > 1 else ALONE
         if recipe.parallel.tp_size > 1:
             self._team = Team(world, together_on_all=True)
         self._student = Speaker("student", student, tokenizer)

@@ -20,7 +20,6 @@ from fcsd.config import Recipe
 from fcsd.distill.experts import expert_parallel
 from fcsd.distill.inputs import student_source
 from fcsd.distill.teacher.original import teacher_name
-from fcsd.distill.teacher.shared import make_twins
 from fcsd.errors import BadInputError, FcsdError
 from fcsd.extras import require_extra
 from fcsd.launch.world import World, first_rank
@@ -34,7 +33,6 @@ from fcsd.models.quantised.method import Method
 from fcsd.models.rope import require_short_rows
 from fcsd.models.wiring import Wiring
 from fcsd.parallel.expert.autoep import expert_blocks
-from fcsd.parallel.partitions import is_partitioned
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 from fcsd.parallel.weights.saving import OwnPart, write_part
 from fcsd.plan import check_models
@@ -53,7 +51,7 @@ def check(recipe: Recipe, processes: int) -> None:
         ConfigError, BadInputError: see ``check_models``.
     """
     parallel = recipe.parallel
-    if max(parallel.ep_size, parallel.tp_size) == 1 and parallel.zero_stage != 3 and not parallel.quantised.any:
+    if max(parallel.ep_size, parallel.tp_size) == 1 and not parallel.quantised.any:
         return
     register()
 
@@ -64,9 +62,7 @@ def check(recipe: Recipe, processes: int) -> None:
 
     student = read(recipe.model)
     check_models(recipe, processes, [student])
-    if recipe.objective.needs_teacher and (
-        max(parallel.tp_size, parallel.teacher_ep_size) > 1 or parallel.zero_stage == 3
-    ):
+    if recipe.objective.needs_teacher and max(parallel.tp_size, parallel.teacher_ep_size) > 1:
         check_models(recipe, processes, [student, read(teacher_name(recipe))])
     if parallel.dedup != "off" and student[1].get_text_config().num_experts_per_tok == 1 and first_rank():
         what = f"parallel.dedup {parallel.dedup} has no effect, because each token chooses one expert"
@@ -144,7 +140,6 @@ def load_student(
     """
     parallel = recipe.parallel
     how: Any = {"dtype": dtype, "device": device, "dispatched": parallel.quantised.any, "ranks": ranks}
-    how["partitioned"] = parallel.zero_stage == 3
     if trained is not None:
         return expert_parallel.load(trained, parallel.ep_size, orders=orders, **how)
     source = student_source(recipe)
@@ -233,16 +228,12 @@ def train_parts(model: PreTrainedModel, recipe: Recipe, chosen: Chosen) -> Train
     model.requires_grad_(False)
     for name, parameter in trained.items():
         parameter.requires_grad_(asked[name])
-    originals, twins = {}, ()
-    if recipe.objective.needs_teacher and any(map(is_partitioned, trained.values())):
-        twins = make_twins(model, trained.values())
-    elif recipe.objective.needs_teacher:
-        originals = {name: p.detach().clone() for name, p in trained.items()}
+    originals = {name: p.detach().clone() for name, p in trained.items()} if recipe.objective.needs_teacher else {}
     places = {name: paths[f"{name}.weight"].removesuffix(".weight") for name in chosen.adapted}
     layers: dict[str, Any] = {}
     if (adapter := recipe.train.adapter) is not None:
         layers = add_adapters(model, places, adapter.rank, adapter.factor * adapter.rank, recipe.seed)
-    return TrainedParts(model, layers, trained, originals, twins)
+    return TrainedParts(model, layers, trained, originals)
 
 
 def _by_name(model: PreTrainedModel) -> tuple[dict[str, dict[str, nn.Parameter]], dict[str, str]]:

@@ -98,7 +98,9 @@ def _write_checkpoint(run: Path, checkpoint: str | None, out: Path, *, force: bo
             out.absolute().parent.mkdir(parents=True, exist_ok=True)
             with scratch(out.absolute().parent, ".merged-") as folder:
                 log.info("merging what was trained into the weights")
-                merge_checkpoint(load_recipe(run / RUN_RECIPE).recipe, parts, folder / "model")
+                # One process merges, whatever the stage was. Runs of earlier versions may have had stage 3.
+                recipe = load_recipe(run / RUN_RECIPE, ["parallel.zero_stage=2"]).recipe
+                merge_checkpoint(recipe, parts, folder / "model")
                 return _write(Checkpoint(folder / "model"), run, out, force=force, **how)
         except (FcsdError, OSError):
             if chosen.exists():

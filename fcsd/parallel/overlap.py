@@ -33,7 +33,6 @@ from fcsd.parallel.expert.block import ExpertBlock
 from fcsd.parallel.expert.blocking import wire_parallel
 from fcsd.parallel.expert.dispatcher import Combined, Dispatched, Dispatcher, Mode, Packed, Transfer
 from fcsd.parallel.expert.flat import flat
-from fcsd.parallel.partitions import is_partitioned
 from fcsd.parallel.quantised.rows import Quantiser
 from fcsd.parallel.transports.copies import CopiesTransport
 from fcsd.parallel.transports.host import HostTransport
@@ -253,17 +252,11 @@ def overlap(
         traffic: counts the bytes that are sent; None does not count.
 
     Raises:
-        ConfigError: the wiring, ZeRO-3 or the attention implementation does not allow it.
+        ConfigError: the wiring or the attention implementation does not allow it.
     """
     if wiring.name in DESYNC or wiring.distance > 1:
         what = wiring.name if wiring.name in DESYNC else f"distance {wiring.distance}"
         raise ConfigError(f"overlap does not support {what}", hint="set parallel.ep_size: 1")
-    if mode != "off" and any(map(is_partitioned, model.parameters())):
-        raise ConfigError(
-            "overlap does not support ZeRO-3: the backward pass runs nodes of several layers in turn, and ZeRO-3 "
-            "releases a layer's parameters before the last node of the layer has run",
-            hint="set parallel.zero_stage to 1 or 2, or parallel.overlap: off",
-        )
     join_attention(model)
     wire_parallel(model, wiring, fused, dispatcher, quantiser, traffic)
     if mode == "off":

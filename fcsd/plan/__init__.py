@@ -136,7 +136,8 @@ class Plan:
             return (
                 f"the weights and what belongs to those that train take {self.held / GIB:,.0f} GiB, and a GPU has "
                 f"{usable / GIB:.0f} for them: it takes at least {math.ceil(self.held / usable)} such GPUs, "
-                "among which they are divided (parallel.zero_stage: 3 for a dense model, parallel.ep_size for experts)"
+                "among which they are divided (parallel.tp_size for a dense model, parallel.ep_size for experts); "
+                "adapters of a dense model have train.adapter.base: nf4 instead"
             )
         if self.change is None:
             return (
@@ -172,7 +173,7 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
         The plan, whether the recipe fits or not; ``Plan.check`` raises if it does not.
 
     Raises:
-        BadInputError: the student or the teacher is not a model, or ZeRO-3 would divide quantised weights.
+        BadInputError: the student or the teacher is not a model, or ``parallel.tp_size`` would shard quantised ones.
         ConfigError: the batch, the experts or the heads cannot be split evenly over the GPUs, a Desync wiring is for
             another ``parallel.tp_size``, the rows of the student cannot be rounded to the formats of
             ``parallel.quantised``, or short documents would get the rotary factors of long ones.
@@ -181,7 +182,8 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
     model = MetaModel(recipe.model, rewired=recipe.init.wiring is not None)
     teacher = model if recipe.teacher is None else MetaModel(recipe.teacher)
     named = {recipe.model: model, recipe.teacher or recipe.model: teacher}
-    check_models(recipe, hardware.world, [(name, m.config, m.wiring, m.method) for name, m in named.items()])
+    models = [(name, m.config, m.wiring, m.method) for name, m in named.items()]
+    check_models(recipe, hardware.world, models)
     for name, one in named.items():
         require_short_rows(one.config, recipe.data.seq_len, name)
     setup = setup_for(recipe, hardware.world, model)
@@ -192,11 +194,11 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
         offer = partial(model.parts, Adapter(), [])
 
     def accepted(values: Mapping[str, object]) -> bool:
-        if values.get("parallel.zero_stage") == 3 and not {model.method, teacher.method} <= {None}:
-            return False  # see ``check_models``
         try:
-            vary(ResolvedRecipe(recipe, {}), values)
-        except ConfigError:
+            varied = vary(ResolvedRecipe(recipe, {}), values).recipe
+            if "parallel.tp_size" in values:
+                check_models(varied, hardware.world, models)
+        except (BadInputError, ConfigError):
             return False
         return True
 
@@ -220,7 +222,7 @@ def check_models(
 
     Raises:
         ConfigError: see ``check_formats``, ``check_sharded`` and ``check_divided``.
-        BadInputError: ZeRO-3 would divide a quantised model.
+        BadInputError: tensor-parallel ranks would shard a quantised model.
     """
     parallel = recipe.parallel
     if (formats := formats_of(parallel.quantised)) is not None:
@@ -230,13 +232,13 @@ def check_models(
         sharded = [(*model[:3], init) for model, init in zip(models, inits, strict=False)]
         check_sharded(sharded, parallel, processes)
     for number, (name, config, _, method) in enumerate(models):
-        if number and parallel.teacher_ep_size == 1 and parallel.zero_stage != 3:
+        if parallel.tp_size > 1 and method is not None:
+            what = f"{name} is quantised ({method.name}), and parallel.tp_size above 1 cannot load that"
+            raise BadInputError(what, plain_copy(name))
+        if number and parallel.teacher_ep_size == 1:
             continue
         hint = f"set parallel.{'teacher_placement: replicated' if number else 'ep_size: 1'}"
         check_divided(config, name, parallel, processes, hint)
-        if parallel.zero_stage == 3 and method is not None:
-            what = f"{name} is quantised ({method.name}), and parallel.zero_stage 3 cannot load that"
-            raise BadInputError(what, plain_copy(name))
 
 
 def plan_setup(
@@ -256,13 +258,16 @@ def plan_setup(
         offer: counts the adapters that are suggested if the recipe does not fit; None suggests none.
     """
 
-    own, teacher = of_rank(model.numbers, setup.tp_size), of_rank(teacher, setup.tp_size)
+    def of_ranks(new: Setup) -> tuple[ModelNumbers, ModelNumbers]:
+        return of_rank(model.numbers, new.tp_size), of_rank(teacher, new.tp_size)
 
-    def memory_of(setup: Setup, hardware: Hardware) -> Memory:
-        return memory(own, teacher, model.layer_bytes(setup), of_one_rank(setup), hardware)
+    def memory_of(new: Setup, hardware: Hardware) -> Memory:
+        own, of_teacher = of_ranks(new)
+        return memory(own, of_teacher, model.layer_bytes(new), of_one_rank(new), hardware)
 
     def speed_of(new: Setup, hardware: Hardware = hardware) -> Speed:
-        return speed(own, teacher, of_one_rank(new), hardware, utilisation)
+        own, of_teacher = of_ranks(new)
+        return speed(own, of_teacher, of_one_rank(new), hardware, utilisation)
 
     def hours_of(new: Setup, hardware: Hardware = hardware) -> float:
         return speed_of(new, hardware).hours
@@ -272,7 +277,7 @@ def plan_setup(
             written=written,
             total=memory_of(new, hardware).total,
             disk=disk_bytes(model.numbers, new),
-            host=host_bytes(own, of_one_rank(new)),
+            host=host_bytes(of_ranks(new)[0], of_one_rank(new)),
             hours=hours_of(new, hardware),
         )
 
@@ -306,7 +311,7 @@ def plan_setup(
         hardware=hardware,
         memory=needed,
         speed=time,
-        host=host_bytes(own, of_one_rank(setup)),
+        host=host_bytes(of_ranks(setup)[0], of_one_rank(setup)),
         disk=disk_bytes(model.numbers, setup),
         change=change,
         faster=faster,

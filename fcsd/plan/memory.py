@@ -8,14 +8,13 @@ them.
 
 ZeRO works as in DeepSpeed 0.19.8 (``runtime/zero/stage_1_and_2.py``) with the configuration of ``distill.step.engine``:
 dense parameters are partitioned over all processes, and routed experts over the ``world / ep_size`` processes that hold
-the same experts. For ZeRO-3 it is ``runtime/zero/stage3.py``: the gradients' partition and one bucket are allocated for
-the whole run.
+the same experts.
 """
 
 from dataclasses import dataclass
 
 from fcsd.config.objective import TERMS, automatic_chunk
-from fcsd.parallel.partitions import BUCKET, LIVE
+from fcsd.parallel.partitions import BUCKET
 from fcsd.parallel.transports import copies
 from fcsd.plan.activations import LayerBytes
 from fcsd.plan.model import FINAL_NORM, ModelNumbers
@@ -27,10 +26,8 @@ from fcsd.plan.shard import Shard, shard
 CONTEXT = int(0.8 * GIB)  # CUDA context, kernels, cuBLAS workspaces
 # NCCL's buffers of one process group. There are up to three: all ranks, expert-parallel, expert-data-parallel.
 COMMUNICATOR = int(0.5 * GIB)
-# Share of the memory that is allocated and freed within a step: blocks that the caching allocator cannot reuse. Under
-# ZeRO-3, which gathers and frees tensors of many sizes, it was more than all of it in the one measured run.
+# Share of the memory that is allocated and freed within a step: blocks that the caching allocator cannot reuse.
 SLACK = 0.1
-SLACK_ZERO_3 = 1.15
 
 
 @dataclass(frozen=True)
@@ -64,13 +61,11 @@ class Memory:
     Attributes:
         context: bytes of the CUDA context, of NCCL's buffers and of the buffers that rows are received into.
         usable: bytes that the GPU has for the run.
-        slack_share: ``SLACK`` or ``SLACK_ZERO_3``.
     """
 
     moments: tuple[Moment, ...]
     context: int
     usable: int
-    slack_share: float = SLACK
 
     @property
     def peak(self) -> Moment:
@@ -81,7 +76,7 @@ class Memory:
     def slack(self) -> int:
         """Bytes that the caching allocator holds and cannot reuse, estimated from the peak."""
         peak = self.peak
-        return int(self.slack_share * (peak.total - peak.weights - peak.optimizer - peak.teacher))
+        return int(SLACK * (peak.total - peak.weights - peak.optimizer - peak.teacher))
 
     @property
     def total(self) -> int:
@@ -124,9 +119,9 @@ def teacher_bytes(teacher: ModelNumbers, setup: Setup) -> int:
         return 0
     if setup.parts is not None:
         own = setup.parts.own - setup.parts.routed + setup.parts.routed // setup.ep_size
-        return setup.width * -(-own // setup.weight_ranks)
+        return setup.width * own
     ranks = setup.ep_size if setup.teacher == "sharded" else 1
-    return setup.width * -(-(teacher.dense + teacher.routed // ranks) // setup.weight_ranks)
+    return setup.width * (teacher.dense + teacher.routed // ranks)
 
 
 def loss_bytes(model: ModelNumbers, setup: Setup) -> tuple[int, int]:
@@ -179,10 +174,10 @@ def moments(
     Args:
         layers: bytes of a layer by its kind, from ``MetaModel.layer_bytes``.
     """
-    own, width, divided = shard(model, setup), setup.width, setup.zero_stage == 3
+    own, width = shard(model, setup), setup.width
     stream = setup.micro_batch_size * setup.seq_len * model.hidden * width
     held = {
-        "weights": width * -(-(own.trained + own.frozen) // setup.weight_ranks) - setup.spared,
+        "weights": width * (own.trained + own.frozen) - setup.spared,
         "optimizer": optimizer_bytes(own, setup),
         "teacher": teacher_bytes(teacher, setup),
     }
@@ -190,26 +185,16 @@ def moments(
     # The teacher's final hidden states, and both streams of each compared layer. The loss replaces these two streams by
     # their difference.
     targets = stream * (1 + 2 * setup.compared) if setup.teacher != "none" else 0
-    # The teacher's head is whole until the loss has read it.
-    read = targets + (width * teacher.head if divided and setup.teacher != "none" else 0)
     several = setup.accumulation > 1
     # ZeRO's partition of the gradients; with the optimizer on the host, they leave the GPU tensor by tensor.
     leaves = setup.offload == "host" and (setup.zero_stage == 1 or not several or summed_on_host(setup))
     partition = 0 if leaves else setup.gradient_width * sum(own.partition)
     whole = setup.gradient_width * own.trained
 
-    # Gradients from earlier micro-batches. ZeRO-2 and ZeRO-3 keep only this rank's partition of them.
-    before = (partition if setup.zero >= 2 else whole) if several or divided else 0
+    # Gradients from earlier micro-batches. ZeRO-2 keeps only this rank's partition of them.
+    before = (partition if setup.zero == 2 else whole) if several else 0
     buckets = BUCKET * width * (2 if setup.overlap_comm else 1) if setup.zero else 0
     flat = min(BUCKET, own.trained) * width if setup.zero or not setup.zero_stage else 0
-    always = gathered = ahead = 0
-    if divided:
-        layer = max(layer.dense for layer in model.layers)
-        always = min(BUCKET, layer) * setup.gradient_width
-        buckets = 2 * always + always // setup.world  # a bucket is copied to be sent, and this rank's part comes back
-        live = max(LIVE, 2 * layer + (0 if setup.parts is None else model.embedding))  # see ``ahead_of_layers``
-        gathered = width * min(live, own.trained + own.frozen)
-        ahead = width * min(live, teacher.total)
 
     if setup.recompute:
         kept = [stream * model.streams] * len(model.layers)
@@ -227,21 +212,18 @@ def moments(
             **held,
             gradients=before,
             activations=alive - kept[-1] + forward,
-            loss=read,
-            communication=always + gathered,
+            loss=targets,
         ),
         Moment(
             "loss",
             **held,
             gradients=before,
             activations=end,
-            loss=read + temporary + handed_out,
-            communication=always + gathered,
+            loss=targets + temporary + handed_out,
         ),
     ]
     if setup.teacher != "none":
-        activations = 2 * stream + forward
-        parts = {"gradients": before, "activations": activations, "communication": always + ahead}
+        parts = {"gradients": before, "activations": 2 * stream + forward}
         found.append(Moment("teacher's forward pass", **held, **parts))
 
     grown = setup.gradient_width * model.head * (not setup.freeze_lm_head)
@@ -251,22 +233,20 @@ def moments(
             trained = own.trained // (len(model.layers) - frozen)
         size, gradient = layers[layer.kind], setup.gradient_width * trained
         grown += gradient
-        if setup.zero >= 2:
+        if setup.zero == 2:
             # Reduced gradients are in the partition's buffer. At most one layer's gradients wait for their bucket.
-            gradients = (partition if divided else before + partition) + gradient
+            gradients = before + partition + gradient
         else:
             gradients = max(before, grown) + (gradient if several else 0)
         recomputed = size.kept if setup.recompute else 0
         parts = {"gradients": gradients, "activations": alive + recomputed + size.backward + decoded, "loss": targets}
-        found.append(Moment(f"backward pass of layer {number}", **held, **parts, communication=buckets + gathered))
+        found.append(Moment(f"backward pass of layer {number}", **held, **parts, communication=buckets))
         alive -= kept[number]
 
     reduced = before + partition if setup.zero == 2 else whole + (partition if setup.zero else 0)
-    if divided:
-        reduced, flat = partition, 0
     found.append(Moment("gradient reduction", **held, gradients=reduced, communication=buckets + flat))
     remaining = whole if setup.zero == 0 or (setup.offload == "host" and setup.zero_stage == 1) else 0
-    found.append(Moment("optimizer step", **held, gradients=remaining + step_bytes(own, setup), communication=always))
+    found.append(Moment("optimizer step", **held, gradients=remaining + step_bytes(own, setup)))
     return tuple(found)
 
 
@@ -283,8 +263,7 @@ def memory(
         # largest exchange.
         buffers = copies.BUFFERS * copies.SLACK * rows * model.hidden * setup.width
         context += int(sharded * buffers)
-    share = SLACK_ZERO_3 if setup.zero_stage == 3 else SLACK
-    return Memory(moments(model, teacher, layers, setup), context, int(USABLE * hardware.memory * GIB), share)
+    return Memory(moments(model, teacher, layers, setup), context, int(USABLE * hardware.memory * GIB))
 
 
 def host_bytes(model: ModelNumbers, setup: Setup) -> int:
@@ -294,7 +273,7 @@ def host_bytes(model: ModelNumbers, setup: Setup) -> int:
     """
     own = shard(model, setup)
     layer = max(layer.dense + layer.routed for layer in model.layers)
-    loading = setup.width * ((own.trained + own.frozen) // setup.weight_ranks + layer) - setup.spared
+    loading = setup.width * (own.trained + own.frozen + layer) - setup.spared
     return max(loading, host_optimizer_bytes(own, setup)) + 2 * GIB
 
 

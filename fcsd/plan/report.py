@@ -7,7 +7,7 @@ from fcsd.plan import Plan
 from fcsd.plan.memory import copy_bytes
 from fcsd.plan.offload import BUS, HOST
 from fcsd.plan.setup import GIB, Setup
-from fcsd.plan.speed import DECODE, GATHER, PEAK, Speed, readable, shared_layers
+from fcsd.plan.speed import DECODE, PEAK, Speed, readable, shared_layers
 
 
 def to_text(plan: Plan) -> str:
@@ -99,9 +99,6 @@ def _costs(plan: Plan) -> list[tuple[str, str]]:
     ]
     if setup.ep_size > 1:
         rows.append(("assumed", f"the GPU with the most rows for its experts receives {setup.imbalance:g}x the mean"))
-    if setup.zero_stage == 3:
-        rates = f"{GATHER['inside'] / 1e9:g} GB/s inside a node, {GATHER['between'] / 1e9:g} GB/s between nodes"
-        rows.append(("assumed", f"for the weights that ZeRO-3 gathers: {rates}; one run has measured the first"))
     if setup.parts is not None and setup.parts.rounded is not None:
         rows.append(("assumed", f"{DECODE / 1e12:g} TB/s at which NF4 is decoded in each pass; no run has measured it"))
     if setup.offload != "none":

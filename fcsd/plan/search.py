@@ -24,7 +24,7 @@ def candidates(setup: Setup, hardware: Hardware, experts: int) -> Iterator[tuple
     - recompute, which costs one more forward pass
     - smaller micro-batches, which give each kernel less work
     - ZeRO-2, which reduces gradients at every micro-batch
-    - ZeRO-3 for dense models, which gathers all weights in every pass
+    - sharding the layers of dense models over more GPUs of a node (``parallel.tp_size``), which sums in every layer
     - sharding the teacher's experts, and experts over more ranks, which both need more all-to-all
     - the optimizer on the host, which makes each step wait for the bus and the CPU cores
     - moments in 8 bits, which round each step
@@ -38,7 +38,8 @@ def candidates(setup: Setup, hardware: Hardware, experts: int) -> Iterator[tuple
         ep_sizes = list(_doubled(setup.ep_size, larger.world if experts else setup.ep_size))
         inner = list(
             product(
-                sorted({setup.zero_stage, 2, *([3] if larger.world > 1 else [])}),
+                [setup.tp_size] if experts else list(_doubled(setup.tp_size, larger.gpus)),
+                sorted({setup.zero_stage, 2}),
                 list(_halved(setup.micro_batch_size)),
                 sorted({setup.recompute, True}),
             )
@@ -46,11 +47,12 @@ def candidates(setup: Setup, hardware: Hardware, experts: int) -> Iterator[tuple
         states = _STATES[_STATES.index((setup.offload, setup.moments)) :]
         for (offload, moments), ep_size in product(states, ep_sizes):
             for teacher in _teachers(setup, ep_size):
-                for stage, rows, recompute in inner:
+                for tp_size, stage, rows, recompute in inner:
                     changed = replace(
                         setup,
                         world=larger.world,
                         ep_size=ep_size,
+                        tp_size=tp_size,
                         teacher=teacher,
                         offload=offload,
                         moments=moments,
@@ -93,6 +95,7 @@ def assignments(before: Setup, after: Setup) -> dict[str, object]:
         "train.activation_checkpointing": (before.recompute, after.recompute),
         "train.micro_batch_size": (before.micro_batch_size, after.micro_batch_size),
         "parallel.zero_stage": (before.zero_stage, after.zero_stage),
+        "parallel.tp_size": (before.tp_size, after.tp_size),
         "parallel.teacher_placement": (before.teacher, after.teacher),
         "parallel.ep_size": (before.ep_size, after.ep_size),
         "optim.offload": (before.offload, after.offload),

@@ -216,13 +216,8 @@ class Setup:
     @property
     def zero(self) -> int:
         """The stage of ZeRO that runs; 0 on one process whose weights ``OneProcessAdamW`` updates."""
-        plain = (self.dtype, self.offload, self.moments) == ("bf16", "none", "fp32") and self.zero_stage < 3
+        plain = (self.dtype, self.offload, self.moments) == ("bf16", "none", "fp32")
         return 0 if self.alone and self.world == 1 and plain else self.zero_stage
-
-    @property
-    def weight_ranks(self) -> int:
-        """The processes among which ZeRO-3 divides the weights of both models; 1 with any other stage."""
-        return self.world if self.zero_stage == 3 else 1
 
     @property
     def copies(self) -> int:
@@ -239,8 +234,6 @@ class Setup:
         settings = {
             exclusions.SHARDED: self.tp_size > 1,
             exclusions.EXPERTS: self.ep_size > 1,
-            exclusions.DIVIDED: self.zero_stage == 3,
-            exclusions.OTHER_STAGES: self.zero_stage in (0, 3),
             exclusions.ON_HOST: self.offload == "host",
             exclusions.UNDIVIDED: self.zero_stage == 0,
             exclusions.ROUNDED_MOMENTS: self.moments == "8bit",
@@ -251,7 +244,7 @@ class Setup:
         }
         if exclusions.conflict({name for name, is_set in settings.items() if is_set}):
             return False
-        if experts and self.zero_stage == 3:
+        if experts and self.tp_size > 1:
             return False
         divides = experts % self.ep_size == 0 if experts else self.ep_size == 1
         return divides and self.world % (self.ep_size * self.tp_size) == 0 and self.accumulation.is_integer()

@@ -58,11 +58,6 @@ UPDATE = 33e-12
 # The same for one process that updates its weights without ZeRO: the kernel of the update in two traced steps.
 UPDATE_ALONE = 6.92e-12
 
-# Bytes per second at which a GPU receives the weights that ZeRO-3 gathers: from the GPUs of its node, and from others.
-# The first is what a run on two H100s with NVLink took in addition to the computation, with the time of the host. The
-# other is assumed.
-GATHER = {"inside": 135e9, "between": 40e9}
-
 # Bytes per second that a node writes into a checkpoint, bytes per second that each process copies to host memory, and
 # seconds that a benchmark needs for one score. These values are assumed, not measured.
 WRITE = 2e9
@@ -230,29 +225,9 @@ def update_seconds(model: ModelNumbers, setup: Setup, gpus: int = 8) -> float:
     return UPDATE * sum(own.partition)
 
 
-def gather_seconds(model: ModelNumbers, teacher: ModelNumbers, setup: Setup, gpus: int) -> float:
-    """Seconds for which ZeRO-3 receives weights and gradients in one micro-batch.
-
-    The student's weights are gathered for the forward and for the backward pass, which recompute shares, and the
-    teacher's for its pass. The gradients are as large as what trains. No gradient passes through frozen first layers,
-    and those that both models share are gathered for the teacher's pass alone.
-    """
-    if setup.zero_stage < 3:
-        return 0.0
-    trained, without = model.total, 0
-    if setup.parts is not None:
-        trained = setup.parts.trained
-        without = sum(
-            layer.dense for count in (setup.parts.frozen, shared_layers(setup)) for layer in model.layers[:count]
-        )
-    received = 2 * model.total - without + trained + (teacher.total if setup.teacher != "none" else 0)
-    share = (setup.world - 1) / setup.world  # a GPU has its own part
-    return share * setup.width * received / GATHER["inside" if setup.world <= gpus else "between"]
-
-
 def step_seconds(model: ModelNumbers, teacher: ModelNumbers, setup: Setup, gpus: int) -> float:
     """Seconds of a step: all its micro-batches, and the optimizer; see ``update_seconds``."""
-    passes = max(*micro_batch_seconds(model, teacher, setup)) + gather_seconds(model, teacher, setup, gpus)
+    passes = max(*micro_batch_seconds(model, teacher, setup))
     return setup.accumulation * passes + update_seconds(model, setup, gpus)
 
 

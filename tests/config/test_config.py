@@ -249,7 +249,8 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
         ("optim:", "train:\n  steps: 0o17\noptim:", 10, "should be a valid integer"),
         ("optim:", "train:\n  activation_checkpointing: yes\noptim:", 10, "should be a valid boolean"),
         ("lr: 2e-5", "schedule: cosin", 10, "'cosine', 'linear' or 'constant', got 'cosin'; did you mean 'cosine'?"),
-        ("optim:", "parallel:\n  zero_stage: 4\noptim:", 10, "should be 0, 1, 2 or 3"),
+        ("optim:", "parallel:\n  zero_stage: 4\noptim:", 10, "should be 0, 1 or 2"),
+        ("optim:", "parallel:\n  zero_stage: 3\noptim:", 10, "zero_stage': it was removed; set parallel.tp_size, or "),
         ("optim:", "parallel:\n  ep_size: 0\noptim:", 10, "greater than 0"),
         ("optim:", "parallel:\n  overlap: eager\noptim:", 10, "'on', 'eager-sync' or 'off'"),
         ("optim:", "parallel:\n  teacher_placement: sharded\noptim:", 10, "needs parallel.ep_size above 1"),
@@ -410,16 +411,11 @@ def test_every_exclusion_is_found_by_one_reader(recipe: Path) -> None:
         assert exclusions.conflict({one}) is None and exclusions.conflict({other}) is None
         told = exclusions.conflict({one, other})
         assert told == f"{one} cannot be combined with {other}: {why}"
-    stages = [
-        {exclusions.OTHER_STAGES, exclusions.UNDIVIDED},
-        set(),
-        set(),
-        {exclusions.OTHER_STAGES, exclusions.DIVIDED},
-    ]
-    alone = {f"parallel.zero_stage={stage}": own for stage, own in enumerate(stages)}
+    alone = {f"parallel.zero_stage={stage}": own for stage, own in enumerate([{exclusions.UNDIVIDED}, set(), set()])}
     alone |= {"parallel.tp_size=2": {exclusions.SHARDED}, "train.compile=true": {exclusions.COMPILED}}
     alone |= {"optim.offload=host": {exclusions.ON_HOST}, "optim.moments=8bit": {exclusions.ROUNDED_MOMENTS}}
     assert {each: load_recipe(recipe, [each]).recipe.settings for each in alone} == alone
-    assert "parallel.zero_stage 3 cannot be combined with train.compile" in refused(
-        recipe, ["parallel.zero_stage=3", "train.compile=true"]
+    assert "tp_size above 1 cannot be combined with train.compile" in refused(
+        recipe, ["parallel.tp_size=2", "train.compile=true"]
     )
+    assert "'parallel.zero_stage': it was removed; set parallel.tp_size" in refused(recipe, ["parallel.zero_stage=3"])

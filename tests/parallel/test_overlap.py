@@ -298,20 +298,6 @@ def _train(rank: int, steps: int) -> list[str]:
     return problems
 
 
-def _zero_3(rank: int) -> str:
-    """What overlap says to a model whose parameters ZeRO-3 has parted; it is left as it was."""
-    import deepspeed
-
-    model = tiny.model("qwen3_moe")
-    deepspeed.zero.Init(module=model)  # as a ZeRO-3 engine does to the model it is given
-    try:
-        overlap(model, FARSKIP)
-    except ConfigError as error:
-        assert not any(isinstance(layer, WiredLayer) for layer in decoder_layers(model))
-        return str(error)
-    return "not refused"
-
-
 def _two_ranks(rank: int, folder: str) -> dict[str, Any]:
     random.seed(rank)
     return {
@@ -327,7 +313,6 @@ def _two_ranks(rank: int, folder: str) -> dict[str, Any]:
         "fused": _fused(rank),
         "hidden states": _states(rank),
         "training": _train(rank, 8),
-        "ZeRO-3": _zero_3(rank),
     }
 
 
@@ -417,10 +402,6 @@ def test_a_recompute_leaves_the_experts_gradients_where_they_were(two_ranks):
 
 def test_captured_hidden_states_are_full_streams(two_ranks):
     assert all(rank["hidden states"] for rank in two_ranks)
-
-
-def test_zero_3_is_refused(two_ranks):
-    assert all("overlap does not support ZeRO-3" in rank["ZeRO-3"] for rank in two_ranks)
 
 
 def test_what_cannot_overlap_says_why():

@@ -23,7 +23,6 @@ from fcsd.models.build import decoder_of
 from fcsd.plan import Hardware, Setup, plan_run, plan_setup
 from fcsd.plan.memory import (
     BUCKET,
-    LIVE,
     checkpoint_bytes,
     copy_bytes,
     disk_bytes,
@@ -40,7 +39,6 @@ from fcsd.plan.shard import shard
 from fcsd.plan.speed import (
     BENCHMARK,
     COPY,
-    GATHER,
     LAUNCH,
     MASKED_ATTENTION,
     MICRO_BATCH,
@@ -51,10 +49,8 @@ from fcsd.plan.speed import (
     attention_flops,
     flops_per_token,
     forward_flops,
-    gather_seconds,
     micro_batch_seconds,
     speed,
-    step_seconds,
     update_seconds,
     work_per_token,
 )
@@ -178,40 +174,22 @@ def test_each_knob_saves_memory(tmp_path):
     assert total(zero_stage=0) > whole
 
 
-def test_zero_3_divides_the_weights_of_dense_models_and_sends_them_in_every_pass(tmp_path):
+def test_shards_are_suggested_where_a_dense_model_does_not_fit_otherwise(tmp_path):
     model = meta(tmp_path, SHAPES["llama3-8b"](16))
-    numbers = model.numbers
     setup = replace(
         SMALL, world=8, seq_len=4096, batch_tokens=2**20, teacher="replicated", recompute=True, zero_stage=2
     )
 
     def planned(gib=141.0, **changes):
-        return plan_setup("x", model, numbers, replace(setup, **changes), Hardware(8, memory=gib))
+        return plan_setup("x", model, model.numbers, replace(setup, **changes), Hardware(8, memory=gib))
 
-    layer = numbers.layers[0].dense
-    assert layer < BUCKET
-    two, three = (planned(zero_stage=stage).memory for stage in (2, 3))
-    for one, other in zip(two.moments, three.moments, strict=True):
-        assert (one.weights, one.teacher) == (2 * numbers.total, 2 * numbers.total)
-        assert other.weights == other.teacher == -(-one.weights // 8) and other.optimizer == one.optimizer
-        assert other.communication >= 2 * layer  # one bucket, of a layer's gradients, stays for the whole run
-    forward = next(moment for moment in three.moments if moment.name == "forward pass")
-    assert forward.communication == 2 * layer + 2 * LIVE and forward.gradients == 2 * numbers.total // 8
-    assert forward.loss - two.moments[0].loss == 2 * numbers.head  # the teacher's head is whole until the loss
-
-    tight = planned(gib=(three.total / GIB + 1) / USABLE)
-    assert tight.change is not None and tight.change.written[-1] == "--set parallel.zero_stage=3"
-    assert any("135 GB/s inside a node" in line for line in to_text(planned(zero_stage=3)).splitlines())
-    received = 7 / 8 * 2 * 4 * numbers.total
-    slow = replace(setup, zero_stage=3)
-    for gpus, rate in ((8, GATHER["inside"]), (4, GATHER["between"])):
-        assert gather_seconds(numbers, numbers, slow, gpus) == pytest.approx(received / rate)
-        more = step_seconds(numbers, numbers, slow, gpus) - step_seconds(numbers, numbers, setup, gpus)
-        assert more == pytest.approx(slow.accumulation * received / rate)
-    assert not any(one.zero_stage == 3 for one, _ in candidates(setup, Hardware(8), experts=8))
-    alone = replace(setup, world=1, batch_tokens=2**17)
-    first = (one for one, hardware in candidates(alone, Hardware(1), experts=0) if hardware.world == 1)
-    assert not any(one.zero_stage == 3 for one in first), "one process has nothing to divide"
+    two = planned(tp_size=2)
+    tight = planned(gib=(two.memory.total / GIB + 1) / USABLE)
+    assert tight.change is not None and tight.change.written == ["--set parallel.tp_size=2"]
+    assert (tight.change.total, tight.change.hours) == (two.memory.total, two.speed.hours)
+    assert any(one.tp_size == 8 for one, _ in candidates(setup, Hardware(8), experts=0))
+    assert not any(one.tp_size > 1 for one, _ in candidates(setup, Hardware(8), experts=8))
+    assert all(one.tp_size <= 8 for one, _ in candidates(setup, Hardware(8, nodes=2), experts=0)), "inside a node"
 
 
 def test_masked_attention_weighs_every_pass_over_a_layer(tmp_path):
@@ -494,24 +472,24 @@ def test_the_files_of_a_quantised_model_are_told_beside_what_is_in_memory(tmp_pa
     assert planned["stored"]["bytes"] == pytest.approx(held, rel=0.01)
     text = CliRunner().invoke(app, command).stdout
     assert "GB of 4-bit integers in groups of 16 (awq)" in text
-    refused = CliRunner().invoke(app, [*command, "--set", "parallel.zero_stage=3"])
-    assert refused.exit_code == 3 and "is quantised (awq), and parallel.zero_stage 3 cannot load that" in refused.stderr
+    refused = CliRunner().invoke(app, [*command, "--gpus", "2", "--set", "parallel.tp_size=2"])
+    assert refused.exit_code == 3 and "is quantised (awq), and parallel.tp_size above 1 cannot load" in refused.stderr
 
 
-def test_a_stage_that_cannot_load_quantised_weights_is_not_suggested(tmp_path):
+def test_shards_that_cannot_load_quantised_weights_are_not_suggested(tmp_path):
     config = SHAPES["llama3-8b"](16)
     config.save_pretrained(tmp_path / "student")
     changes = {"teacher": str(tmp_path / "student"), "train__dtype": "bf16", "parallel": {"zero_stage": 2}}
     recipe = runs.resolved(tmp_path, **changes, train__batch_tokens=512).recipe
-    parallel = recipe.parallel.model_copy(update={"zero_stage": 3})
+    parallel = recipe.parallel.model_copy(update={"tp_size": 2})
     needed = plan_run(recipe.model_copy(update={"parallel": parallel}), Hardware(8)).memory.total / GIB
     tight = Hardware(8, memory=(needed + 1) / USABLE)
     plain = plan_run(recipe, tight).change
-    assert plain is not None and plain.written[-1] == "--set parallel.zero_stage=3"
+    assert plain is not None and plain.written[-1] == "--set parallel.tp_size=2"
     config.quantization_config = {"quant_method": "awq", "bits": 4, "group_size": 128}
     config.save_pretrained(tmp_path / "student")
     change = plan_run(recipe, tight).change
-    assert change is None or "--set parallel.zero_stage=3" not in change.written
+    assert change is None or not any("tp_size" in written for written in change.written)
 
 
 @pytest.mark.parametrize(
@@ -553,9 +531,6 @@ def test_bad_models_and_batches(tmp_path):
     changed = recipe.model_copy(update={"model": str(tmp_path / "gpt_oss"), "parallel": parallel})
     with pytest.raises(ConfigError, match="gpt_oss cannot be expert-parallel"):
         plan_run(changed, Hardware(2))
-    parallel = recipe.parallel.model_copy(update={"zero_stage": 3})
-    with pytest.raises(ConfigError, match=r"parallel\.zero_stage 3 does not divide experts"):
-        plan_run(recipe.model_copy(update={"parallel": parallel}), Hardware(2))
     parallel = recipe.parallel.model_copy(update={"tp_size": 2})
     with pytest.raises(ConfigError, match="tensor-parallel training does not shard experts"):
         plan_run(recipe.model_copy(update={"parallel": parallel}), Hardware(2))

@@ -24,13 +24,13 @@ from fcsd.distill.experts.expert_parallel import dispatcher_for, quantiser_of, w
 from fcsd.distill.metrics import full_speed_of
 from fcsd.distill.optim import update
 from fcsd.distill.prepare import shares_weights
-from fcsd.distill.step.engine import build_training, live_teacher
+from fcsd.distill.step.engine import build_training
 from fcsd.distill.step.feed import feeding
 from fcsd.distill.step.one_step import launch_step, train_step
 from fcsd.distill.student import chosen_parts, train_parts
 from fcsd.distill.teacher.original import compile_layers, pack_attention
-from fcsd.distill.teacher.shared import SharedTeacher, WithinPass
-from fcsd.distill.teacher.targets import TeacherSource
+from fcsd.distill.teacher.shared import SharedTeacher
+from fcsd.distill.teacher.targets import LiveTeacher, TeacherSource
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World, barrier
 from fcsd.models.build import unwired, wiring_of
@@ -70,7 +70,7 @@ class Distillation:
         if teacher is not None:
             compile_layers(teacher, recipe)
             self.models.append(teacher)
-            source = live_teacher(teacher, recipe, world.size)
+            source = LiveTeacher(teacher, recipe.objective)
         built = build_training(student, source, recipe, world, parts=self._parts)
         update.install(built.engine, recipe)
         self._built = self._training = replace(built, engine=in_phases(built.engine))
@@ -92,8 +92,7 @@ class Distillation:
         if self._parts is not None and shares_weights(recipe):
             rewire = partial(self._wire, variant, student, ep_sizes[0], None, unwired())
             shared = SharedTeacher(self._parts, recipe.objective, rewire if ep_sizes[0] > 1 else None)
-            divided = recipe.parallel.zero_stage == 3
-            training = replace(training, source=WithinPass(shared, training.engine.module) if divided else shared)
+            training = replace(training, source=shared)
         self._training = training
 
     def _wire(

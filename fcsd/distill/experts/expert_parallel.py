@@ -50,7 +50,6 @@ def load(
     config: PretrainedConfig | None = None,
     dispatched: bool = False,
     orders: Mapping[str, Sequence[int]] | None = None,
-    partitioned: bool = False,
     ranks: TensorGroup | None = None,
 ) -> PreTrainedModel:
     """Loads a model in eval mode with this process's share of it.
@@ -60,7 +59,6 @@ def load(
         config: is used in place of the config in the directory.
         dispatched: whether rows pass through a dispatcher even if no experts are divided, so that they can be rounded.
         orders: where the experts are if they have changed places; see ``load_expert_parallel``.
-        partitioned: whether ZeRO-3 divides the weights of a dense model.
         ranks: the ranks that shard the decoder layers; None if every rank has them.
     """
     if ranks is not None:
@@ -68,10 +66,6 @@ def load(
 
         how: Any = {"dtype": dtype, "device": device, "whole_vocabulary": True}
         return load_tensor_parallel(path, ranks=ranks, config=config, **how)
-    if partitioned:
-        from fcsd.parallel.weights.partitioned import load_partitioned
-
-        return load_partitioned(path, dtype=dtype, device=device, config=config)
     if ep_size == 1 and not dispatched:
         # What trains, or has adapters beside it, is a plain weight. Modules of a method's library have none.
         return load_model(path, dtype=dtype, device=device, config=config, decode=True)
@@ -88,7 +82,6 @@ def randomise(
     device: torch.device,
     seed: int,
     dispatched: bool = False,
-    partitioned: bool = False,
     ranks: TensorGroup | None = None,
 ) -> PreTrainedModel:
     """Like ``load``, but with random weights, which do not depend on the number of processes."""
@@ -97,10 +90,6 @@ def randomise(
 
         how: Any = {"dtype": dtype, "device": device, "whole_vocabulary": True}
         return random_tensor_parallel(config, ranks=ranks, seed=seed, **how)
-    if partitioned:
-        from fcsd.parallel.weights.partitioned import random_partitioned
-
-        return random_partitioned(config, dtype=dtype, device=device, seed=seed)
     from fcsd.parallel.weights.random_init import random_expert_parallel, random_model
 
     if ep_size == 1 and not dispatched:

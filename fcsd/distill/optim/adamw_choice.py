@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from fcsd.config import Recipe
 from fcsd.distill.optim.adamw_one_process import OneProcessAdamW
 from fcsd.parallel.expert.autoep import trains_divided
-from fcsd.parallel.partitions import GROUP, whole_shape
+from fcsd.parallel.partitions import GROUP
 
 
 def adamw_settings(recipe: Recipe) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def parameter_groups(student: nn.Module, recipe: Recipe) -> list[Any]:
     if recipe.optim.weight_decay:
         by_decay: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for name, parameter in trained:
-            by_decay[len(whole_shape(parameter)) > 1 and "bias" not in name.rpartition(".")[2]].append(parameter)
+            by_decay[parameter.ndim > 1 and "bias" not in name.rpartition(".")[2]].append(parameter)
         decayed = {"name": "decayed", "params": by_decay[True], "weight_decay": recipe.optim.weight_decay}
         spared = {"name": "not decayed", "params": by_decay[False], "weight_decay": 0.0}
         groups = [group for group in (decayed, spared) if group["params"]]
@@ -85,7 +85,7 @@ def _parts(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     parts: list[list[nn.Parameter]] = [[]]
     size = 0
     for parameter in parameters:
-        elements = whole_shape(parameter).numel()
+        elements = parameter.numel()
         if parts[-1] and size + elements > GROUP:
             parts.append([])
             size = 0

@@ -14,7 +14,6 @@ ZeRO stage, weights    the norm is computed by                    a norm that is
 1 and 2, fp32          ``partitions_norm``                        on the host, by DeepSpeed
 1 and 2, on the host   DeepSpeed, over all partitions             on the host, by DeepSpeed
 1 and 2, 8-bit         ``partitions_norm``                        on the host, by DeepSpeed
-3                      DeepSpeed, over all partitions             on the host, by DeepSpeed
 =====================  =========================================  ========================================
 
 With ``optim.offload: host`` AdamW itself runs on the host, which therefore waits for the gradients in any case.
@@ -50,7 +49,7 @@ def install(engine: TrainEngine, recipe: Recipe) -> None:
         return
     zero, limit, on_device = engine.optimizer, recipe.optim.grad_clip, recipe.optim.offload != "host"
     judged = judges_on_device(recipe)
-    if on_device and recipe.parallel.zero_stage < 3:
+    if on_device:
         dtype = torch.float32 if engine.device.type == "cuda" else torch.float64
         zero.scaled_global_norm = lambda: partitions_norm(zero, dtype)  # DeepSpeed's step calls it
 

@@ -78,8 +78,6 @@ def load(checkpoint: Path, world: World, trained: Trained, identity: dict[str, A
     """
     content = world.everywhere(lambda: manifest.read_manifest(checkpoint))[0]
     then = content["identity"]
-    if identity.get("parallel.zero_stage") == then.get("parallel.zero_stage") == 3:
-        then = {**then, "processes": identity["processes"]}  # ``repartitioned`` divides the states anew
     if changed := differences(then, identity):
         raise _of_another_run(checkpoint, changed)
     snapshot.restore(checkpoint, world, trained)
@@ -98,7 +96,8 @@ def require_model(checkpoint: Path, fields: dict[str, Any]) -> None:
         fields: the recipe as a flat mapping.
 
     Raises:
-        CheckpointError: it names another student, or wires it in another way; the message says what differs.
+        CheckpointError: it names another student, or wires it in another way; the message says what differs. Or the
+            run was one with ZeRO-3, which was removed.
     """
 
     def of_model(facts: dict[str, Any]) -> dict[str, Any]:
@@ -109,6 +108,11 @@ def require_model(checkpoint: Path, fields: dict[str, Any]) -> None:
         return {key: value for key, value in facts.items() if key.startswith(keys) and value is not None}
 
     identity = manifest.read_manifest(checkpoint)["identity"]
+    if identity.get("parallel.zero_stage") == 3:
+        raise CheckpointError(
+            f"{checkpoint} is of a run with parallel.zero_stage 3, which was removed: its optimizer cannot be read",
+            hint="export it (fcsd export --checkpoint), and start a run from the exported model in another output_dir",
+        )
     then = of_model(identity)
     now = {key: value for key, value in of_model(fields).items() if key in then}
     changed = differences(trained(identity), trained(fields)) or differences({key: then[key] for key in now}, now)

@@ -1,5 +1,4 @@
-"""Takes up the optimizer's state of a checkpoint that another tensor-parallel degree, or another number of ranks that
-divide all weights by ZeRO-3, has saved.
+"""Takes up the optimizer's state of a checkpoint that another tensor-parallel degree has saved.
 
 ZeRO's files hold flat partitions of the groups of parameters, and say where the parameters lie in them. The parts of a
 parameter are joined here over the data parallel ranks, which divide it, and over the tensor-parallel ranks, which shard
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fcsd.distill.train_engine import Trained
@@ -111,54 +109,6 @@ def resharded(trained: Trained, files: list[Path], degree: int, ranks: TensorGro
     base = {"state": groups, "param_groups": template[BASE_OPTIMIZER_STATE]["param_groups"]}
     unpadded = zero._get_groups_without_padding(masters)
     return {**template, BASE_OPTIMIZER_STATE: base, SINGLE_PARTITION_OF_FP32_GROUPS: unpadded}
-
-
-def repartitioned(trained: Trained, saved: list[Any]) -> Any:
-    """The state that ZeRO-3's optimizer of this rank takes, made from those of all ranks of a run of another size.
-
-    Every rank has an equal part of each parameter, padded with zeros, and the parts of all parameters lie behind each
-    other in groups, whose borders depend on the number of ranks.
-
-    Args:
-        saved: the states by rank, whose tensors need not be in memory.
-    """
-    from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT
-
-    zero = trained.engine.optimizer
-    template = zero.state_dict()
-    moments = [state[OPTIMIZER_STATE_DICT]["state"] for state in saved]
-    rank, world = dist.get_rank(), dist.get_world_size()
-    _require_values(moments)
-
-    def own(groups: list[list[Tensor]]) -> list[Tensor]:
-        """This rank's part of each group, from the parts of each saved rank by group."""
-        before = [torch.cat(list(of_rank)) if of_rank else torch.zeros(0) for of_rank in groups]
-        start, found = 0, []
-        for parameters in zero.fp16_groups:
-            parts = []
-            for parameter in parameters:
-                size, then = parameter.ds_numel, -(-parameter.ds_numel // len(saved))
-                whole = torch.cat([flat[start : start + then] for flat in before])[:size]
-                now = -(-size // world)
-                padded = torch.cat([whole, whole.new_zeros(now * world - size)])
-                parts.append(padded[rank * now : (rank + 1) * now])
-                start += then
-            found.append(torch.cat(parts))
-        return found
-
-    kinds = dict(moments[0].get(0, {}))
-    state: dict[int, dict[str, Any]] = {number: {} for number in range(len(zero.fp16_groups) if kinds else 0)}
-    for name, like in kinds.items():
-        flat = isinstance(like, Tensor) and like.ndim > 0
-        values = own([[of_rank[n][name] for n in sorted(of_rank)] for of_rank in moments]) if flat else None
-        for number, held in state.items():
-            held[name] = deepcopy(like) if values is None else values[number]  # each group counts its steps
-    base = {"state": state, "param_groups": template[OPTIMIZER_STATE_DICT]["param_groups"]}
-    made = {**template, OPTIMIZER_STATE_DICT: base}
-    made.pop(FP32_FLAT_GROUPS)
-    if FP32_FLAT_GROUPS in saved[0]:
-        made[FP32_FLAT_GROUPS] = own([list(one[FP32_FLAT_GROUPS]) for one in saved])
-    return made
 
 
 def _require_values(states: Iterable[Any]) -> None:

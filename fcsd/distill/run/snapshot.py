@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fcsd.disk import read_input, write_json
 from fcsd.distill.optim.host_copies import HostCopies, size_of
-from fcsd.distill.run.resharded import repartitioned, resharded
+from fcsd.distill.run.resharded import resharded
 from fcsd.distill.train_engine import Trained, TrainEngine
 from fcsd.errors import CheckpointError, DiskError
 from fcsd.foreign_errors import reason_of
@@ -109,30 +109,22 @@ def restore(checkpoint: Path, world: World, trained: Trained) -> None:
             the rank's state is damaged or holds something else.
     """
     engine, ranks = trained.engine, ranks_of(trained.model) or TensorGroup(None, 1, 0)
-    # The number of ranks that divide the rows is part of the identity, except with ZeRO-3. What is left is the degree
-    # of the saved run.
+    # The number of ranks that divide the rows is part of the identity. What is left is the degree of the saved run.
     shares, found = world.size // ranks.degree, len(list(checkpoint.glob("rank-*.json")))
-    anew = engine.zero_optimization_partition_weights() and found != world.size
-    then = ranks.degree if anew else found // shares
+    then = found // shares
     states = _states_file(checkpoint, world.rank if then == ranks.degree else world.rank // ranks.degree * then)
-    if anew:
-        states = _states_file(checkpoint, world.rank % found)
     try:
         saved = json.loads(read_input(states))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{states}: cannot be read: {reason_of(error)}") from error
     zero = engine.zero_optimization()
-    if anew:
-        state = repartitioned(trained, [_read_optimizer(_optimizer_file(checkpoint, rank)) for rank in range(found)])
-    elif then != ranks.degree:
+    if then != ranks.degree:
         files = [_optimizer_file(checkpoint, rank) for rank in range(then * shares)]
         state = resharded(trained, files, then, ranks, _read_optimizer)
     else:
         rank = world.rank if zero else world.rank % _part(trained).group_size
         state = _read_optimizer(_optimizer_file(checkpoint, rank))
     if zero:
-        if engine.zero_optimization_partition_weights():
-            state.setdefault(_master(engine), engine.optimizer.fp32_partitioned_groups_flat)  # ZeRO-3 always reads them
         # DeepSpeed expects the states of all ranks, but reads only that of this rank.
         _load_optimizer(engine, [state] * world.size, checkpoint, load_from_fp32_weights=engine.bfloat16_enabled())
     else:

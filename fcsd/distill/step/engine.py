@@ -1,12 +1,11 @@
 """All that is done to student and teacher between their loading and the first step; ``prepare_run`` says when.
 
 ``build_training`` builds the DeepSpeed engine around the student, whose forward pass returns the terms of the loss. A
-teacher is a second model (``load_teacher``, ``live_teacher``) or the student's own weights (``share_weights``).
+teacher is a second model (``load_teacher``) or the student's own weights (``share_weights``).
 """
 
 import logging
 import warnings
-from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -24,10 +23,8 @@ from fcsd.distill.optim.adamw_choice import adamw_settings, own_adamw, parameter
 from fcsd.distill.optim.update import judges_on_device
 from fcsd.distill.student import DTYPES
 from fcsd.distill.teacher.original import compile_layers, final_hidden, output_head, pack_attention, teacher_name
-from fcsd.distill.teacher.shared import SharedTeacher, in_place
+from fcsd.distill.teacher.shared import SharedTeacher
 from fcsd.distill.teacher.targets import (
-    FixedLosses,
-    LiveTeacher,
     Targets,
     TeacherSource,
     captured,
@@ -38,12 +35,10 @@ from fcsd.distill.teacher.targets import (
 from fcsd.distill.train_engine import Teams, Trained, TrainEngine, make_trainable
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
-from fcsd.models.adapters.trained import TrainedParts, Twin
-from fcsd.models.build import arch_of, decoder_layers, logits_cap, unwired
-from fcsd.models.fused.model import fuse_parts
+from fcsd.models.adapters.trained import TrainedParts
+from fcsd.models.build import logits_cap, unwired
 from fcsd.parallel.expert.autoep import frozen_experts
 from fcsd.parallel.expert.dispatcher import Dispatcher
-from fcsd.parallel.partitions import ahead_of_layers, gather_by_layer, keep_no_weights, whole_shape
 from fcsd.parallel.quantised.rows import Quantiser
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 from fcsd.parallel.transports.transport import Traffic
@@ -56,63 +51,18 @@ def phase(name: str) -> AbstractContextManager[Any]:
     return record_function(PREFIX + name)
 
 
-class Losses(nn.Module):
-    """Computes the terms of the loss from hidden states and the output head.
-
-    It is a module of its own because ZeRO-3 gathers the head for its passes; see ``build_training``.
-    """
-
-    model: PreTrainedModel
+class Student(nn.Module):
+    """A causal LM together with the objective that it is trained on."""
 
     def __init__(self, model: PreTrainedModel, objective: Objective) -> None:
         super().__init__()
-        vars(self)["model"] = model  # not as a part of this module, which only reads its head
-        self.objective = objective
-
-    def forward(
-        self,
-        hidden: Tensor,
-        streams: dict[int, Tensor],
-        batch: dict[str, Tensor],
-        targets: Targets | None,
-        denominator: Tensor,
-        terms: tuple[str, ...],
-    ) -> dict[str, Tensor]:
-        """See ``Student``.
-
-        Args:
-            hidden: ``final_hidden``, ``[batch, seq, hidden]``.
-            streams: as in ``Targets``, but the student's.
-        """
-        head = output_head(self.model)
-        how = {
-            "denominator": denominator,
-            "chunk_tokens": self.objective.chunk(len(head)),
-            "kept": batch.get("kept"),
-            "cap": logits_cap(self.model.config),
-        }
-        given = Given(self.objective, batch["labels"], how, (hidden, head), streams, targets)
-        return {name: compute(given) for name, compute in COMPUTED.items() if name in terms}
-
-
-class Student(nn.Module):
-    """A causal LM together with the objective that it is trained on.
-
-    Args:
-        twins: the modules that the teacher has in place of some of the model's. Their weights are divided, too.
-    """
-
-    def __init__(self, model: PreTrainedModel, objective: Objective, twins: Sequence[Twin] = ()) -> None:
-        super().__init__()
-        self.twins = nn.ModuleList(twin.module for twin in twins)
         self.model = model
         self.objective = objective
-        self.losses = Losses(model, objective)
 
     def forward(
         self,
         batch: dict[str, Tensor],
-        targets: Targets | FixedLosses | None,
+        targets: Targets | None,
         denominator: Tensor,
         terms: tuple[str, ...],
     ) -> dict[str, Tensor]:
@@ -121,17 +71,23 @@ class Student(nn.Module):
         Args:
             batch: ``input_ids``, ``position_ids`` and ``labels``, each ``[batch, seq]``. It may also have ``kept``, the
                 positions in the flattened batch that have a label, if the host knows them.
-            targets: the teacher's output, if a term needs it; or a function that computes the terms.
+            targets: the teacher's output, if a term needs it.
             denominator: the number by which the sums over tokens are divided.
         """
-        if targets is not None and not isinstance(targets, Targets):
-            return targets(batch, denominator, terms)
         compared = compared_layers(self.model, self.objective) if targets is not None and "hidden" in terms else ()
         prefix = None if targets is None else targets.prefix
         with captured(self.model, compared) as streams, left_out(self.model, prefix):
             hidden = final_hidden(self.model, batch)
         with phase("loss"):
-            return self.losses(hidden, streams, batch, targets, denominator, terms)
+            head = output_head(self.model)
+            how = {
+                "denominator": denominator,
+                "chunk_tokens": self.objective.chunk(len(head)),
+                "kept": batch.get("kept"),
+                "cap": logits_cap(self.model.config),
+            }
+            given = Given(self.objective, batch["labels"], how, (hidden, head), streams, targets)
+            return {name: compute(given) for name, compute in COMPUTED.items() if name in terms}
 
 
 def recompute_layers(model: PreTrainedModel) -> None:
@@ -189,24 +145,18 @@ def freeze(model: PreTrainedModel, objective: Objective) -> None:
     output_head(model).requires_grad_(not objective.freeze_lm_head)
 
 
-def deepspeed_config(
-    recipe: Recipe, world_size: int, layers: Iterable[nn.Module] = (), alone: bool = False, beside: int = 0
-) -> dict[str, Any]:
+def deepspeed_config(recipe: Recipe, world_size: int, alone: bool = False) -> dict[str, Any]:
     """The configuration of the DeepSpeed engine. Each step overwrites the learning rate in it.
 
     Args:
-        layers: the decoder layers whose weights ZeRO-3 gathers.
         alone: whether ``OneProcessAdamW`` updates the weights. DeepSpeed is then told that the model is in fp32 and
             that nothing is divided, so that it leaves weights and gradients as they are and calls the optimizer.
-        beside: see ``ahead_of_layers``.
     """
     train, optim, zero_stage = recipe.train, recipe.optim, recipe.parallel.zero_stage
     if alone:
         zero_stage = 0
     judged_on_device = zero_stage > 0 and judges_on_device(recipe)
     zero: dict[str, Any] = {"stage": zero_stage}
-    if zero_stage == 3:
-        zero |= ahead_of_layers(layers, beside)
     if optim.offload == "host":
         # Gradients travel to the host and weights back. Only memory that is pinned is copied at the speed of the bus.
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
@@ -265,15 +215,10 @@ def build_training(
     if recipe.train.activation_checkpointing:
         recompute_layers(model)
     switch_off_noise(model)
-    twins = () if parts is None else parts.twins
-    engine = start_engine(Student(model, recipe.objective, twins).train(), recipe, world, teams, parts, alone)
-    gather_weights(engine, recipe, twins)
+    engine = start_engine(Student(model, recipe.objective).train(), recipe, world, teams, parts, alone)
     sum_gradients(engine, recipe, alone)
     how: Any = {"traffic": traffic, "dispatcher": dispatcher, "ranks": teams.ranks}
     wire_sharded(model, recipe.parallel.ep_size, recipe.parallel, quantiser, **how)
-    if twins:
-        with in_place(twins):
-            fuse_parts(model, arch_of(model.config), recipe.parallel.fused and model.device.type == "cuda")
     compile_layers(model, recipe)
     return Training(engine, model, source, quantiser, parts=parts)
 
@@ -282,33 +227,14 @@ def start_engine(
     student: Student, recipe: Recipe, world: World, teams: Teams, parts: TrainedParts | None, alone: bool
 ) -> TrainEngine:
     """The DeepSpeed engine around a student, with the optimizer of its trained parameters."""
-    model = student.model
-    inputs: Any = model.get_input_embeddings()
-    # Where all weights train, the embeddings are still whole from the step before.
-    beside = 0 if parts is None else whole_shape(inputs.weight).numel()
-    with nullcontext() if parts is None else frozen_experts(model):
+    with nullcontext() if parts is None else frozen_experts(student.model):
         return import_deepspeed().initialize(
             model=student,
             model_parameters=parameter_groups(student, recipe),
-            config=deepspeed_config(recipe, world.size, decoder_layers(model), alone, beside),
+            config=deepspeed_config(recipe, world.size, alone),
             optimizer=own_adamw(recipe, alone),
             mpu=None if teams.ranks is None else teams,
         )[0]
-
-
-def gather_weights(engine: TrainEngine, recipe: Recipe, twins: Sequence[Twin] = ()) -> None:
-    """Lets ZeRO-3 gather the weights that it has divided layer by layer, and the heads for the losses."""
-    if recipe.parallel.zero_stage != 3:
-        return
-    student: Any = engine.module
-    head = output_head(student.model)
-    import_deepspeed().zero.register_external_parameter(student.losses, head)
-    with in_place(twins):
-        if output_head(student.model) is not head:
-            import_deepspeed().zero.register_external_parameter(student.losses, output_head(student.model))
-    gather_by_layer(engine, [*decoder_layers(student.model), *student.twins])
-    if not recipe.train.activation_checkpointing:
-        keep_no_weights()
 
 
 def sum_gradients(engine: TrainEngine, recipe: Recipe, alone: bool) -> None:
@@ -343,7 +269,6 @@ def load_teacher(
     """
     name, ep_size = teacher_name(recipe), recipe.parallel.teacher_ep_size
     how: Any = {"dtype": DTYPES[recipe.train.dtype], "device": world.device, "ranks": ranks}
-    how["partitioned"] = recipe.parallel.zero_stage == 3
     teacher = load(open_checkpoint(name).path, ep_size, **how)
     expect_comparable(student, teacher, recipe, name)
     pack_attention(teacher, recipe)
@@ -351,25 +276,6 @@ def load_teacher(
     wire_sharded(teacher, ep_size, recipe.parallel, **wires)
     compile_layers(teacher, recipe)
     return teacher.requires_grad_(False)
-
-
-def live_teacher(model: PreTrainedModel, recipe: Recipe, world_size: int) -> LiveTeacher:
-    """The source of targets behind a frozen teacher. If ZeRO-3 has divided its weights, it gathers them for its passes.
-
-    Args:
-        model: the teacher; no weight of it requires gradients.
-    """
-    source = LiveTeacher(model, recipe.objective)
-    if recipe.parallel.zero_stage == 3:
-        layers = decoder_layers(model)
-        config = deepspeed_config(recipe, world_size, layers)
-        config.pop("optimizer", None)  # an engine without one only has weights
-        deepspeed = import_deepspeed()
-        engine = deepspeed.initialize(model=source.passes, config=config)[0]
-        deepspeed.zero.register_external_parameter(source.passes.head, output_head(model))
-        gather_by_layer(engine, layers)
-        source.passes.eval()
-    return source
 
 
 def shares_weights(recipe: Recipe) -> bool:

@@ -20,7 +20,6 @@ from fcsd.distill.teacher.original import final_hidden, output_head
 from fcsd.errors import BadInputError
 from fcsd.models.build import decoder_layers, logits_cap
 from fcsd.models.selection import select_layers
-from fcsd.parallel.partitions import whole_shape
 
 
 class Prefix(NamedTuple):
@@ -51,10 +50,7 @@ def noted(model: PreTrainedModel, layers: int) -> Iterator[list[Prefix]]:
 
 
 class _LeftOut(nn.Module):
-    """The class of a layer that is left out: it returns what the last layer of the prefix returned.
-
-    It runs no hooks, because those of ZeRO-3 would gather weights that nothing reads.
-    """
+    """The class of a layer that is left out: it returns what the last layer of the prefix returned, without hooks."""
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         return vars(self)["_prefix_output"]
@@ -93,14 +89,10 @@ class Targets(NamedTuple):
     prefix: Prefix | None = None
 
 
-# (micro-batch, denominator, names of the terms) -> the loss terms by name; see ``Student.forward``
-FixedLosses = Callable[[dict[str, Tensor], Tensor, tuple[str, ...]], dict[str, Tensor]]
-
-
 class TeacherSource:
     """Gives the targets of the student, whatever is behind it. This class itself is the source without a teacher."""
 
-    def get_targets(self, columns: dict[str, Tensor]) -> Targets | FixedLosses | None:
+    def get_targets(self, columns: dict[str, Tensor]) -> Targets | None:
         """What ``Student.forward`` takes as the targets on a micro-batch.
 
         Args:
@@ -114,45 +106,16 @@ class TeacherSource:
         yield None
 
 
-class WholeHead(nn.Module):
-    """Gives the output head of a model. ZeRO-3 gathers it for this module while the last layers are computed."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        vars(self)["model"] = model  # not as a part of this module, which only reads its head
-
-    def forward(self) -> Tensor:
-        """An alias of ``output_head``, which stays whole when ZeRO-3 releases the weight."""
-        return output_head(vars(self)["model"]).detach()
-
-
-class Passes(nn.Module):
-    """Computes what the loss reads of a model. It is what DeepSpeed takes for a model whose passes begin and end."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.model, self.head = model, WholeHead(model)
-
-    def forward(self, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """``final_hidden``, and the output head."""
-        return final_hidden(self.model, columns), self.head()
-
-
 class LiveTeacher(TeacherSource):
-    """Computes the targets with a frozen model in memory.
-
-    Attributes:
-        passes: the module that is called for a pass.
-    """
+    """Computes the targets with a frozen model in memory."""
 
     def __init__(self, model: PreTrainedModel, objective: Objective) -> None:
         self._model, self._layers = model, compared_layers(model, objective)
-        self.passes = Passes(model)
 
     @torch.no_grad()
     def get_targets(self, columns: dict[str, Tensor]) -> Targets:
         with captured(self._model, self._layers) as streams:
-            return Targets(self.passes(columns), streams)
+            return Targets((final_hidden(self._model, columns), output_head(self._model)), streams)
 
     @contextmanager
     def teacher(self) -> Iterator[PreTrainedModel]:
@@ -202,14 +165,14 @@ def expect_comparable(student: PreTrainedModel, teacher: PreTrainedModel, recipe
     """
     both = student, teacher
     pairs: list[tuple[Any, ...]] = [
-        ("vocabulary", *(whole_shape(output_head(model))[0] for model in both)),
+        ("vocabulary", *(output_head(model).shape[0] for model in both)),
         ("cap of the logits", *(logits_cap(model.config) for model in both)),
     ]
     if recipe.objective.hidden.weight:
         compared_layers(student, recipe.objective)
         pairs += [
             ("number of layers", *(len(decoder_layers(model)) for model in both)),
-            ("hidden size", *(whole_shape(cast(Any, model.get_input_embeddings()).weight)[1] for model in both)),
+            ("hidden size", *(cast(Any, model.get_input_embeddings()).weight.shape[1] for model in both)),
         ]
     for what, ours, theirs in pairs:
         if ours != theirs:

@@ -10,7 +10,6 @@ the output's size, and in the backward pass two more of it and one of the input'
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch.nn import functional as F
 
 from .nf4 import in_nf4, plain_linear, plain_weight
 
-Changed = Callable[[Sequence[Tensor]], AbstractContextManager[Any]]  # ``fcsd.parallel.partitions.changed``
 _NAME = "default"  # of the only adapter of a layer
 MATRICES = ("lora_A", "lora_B")
 
@@ -107,7 +105,6 @@ class _AdaptedLinear(torch.autograd.Function):
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         inner = rows @ down.T
-        # ZeRO-3 empties and fills a weight itself, and not views of it.
         ctx.save_for_backward(x, weight, down, up, inner)
         ctx.factor = factor
         output = F.linear(rows, weight, bias).addmm_(inner, up.T, alpha=factor)
@@ -151,7 +148,7 @@ def merged_weight(layer: Any) -> Tensor:
     return (weight.float() + layer.scaling[_NAME] * (up @ down)).to(weight.dtype)
 
 
-def merge(model: nn.Module, layers: Sequence[Any], changed: Changed) -> dict[str, Callable[[], Tensor]]:
+def merge(model: nn.Module, layers: Sequence[Any]) -> dict[str, Callable[[], Tensor]]:
     """Replace ``peft``'s layers by the linear layers that they hold, with merged weights. The model is ordinary again.
 
     One weight is merged after the other, so little memory is needed.
@@ -166,8 +163,7 @@ def merge(model: nn.Module, layers: Sequence[Any], changed: Changed) -> dict[str
             later[f"{path}.weight"] = partial(merged_weight, layer)
             base = plain_linear(base)
         else:
-            with changed([base.weight, *matrices(layer)]):
-                base.weight.data = merged_weight(layer)
+            base.weight.data = merged_weight(layer)
         _replace(model, path, base)
     for path, module in list(model.named_modules()):
         if in_nf4(module):

@@ -2,26 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .lora import MATRICES, Changed, matrices, merge
-
-
-class Twin(NamedTuple):
-    """A module that trains, or holds parameters that do, as the teacher has it.
-
-    Attributes:
-        parent: the module that holds both, one at a time.
-        name: their name in it.
-        module: the teacher's: it has the first values of what trains, and shares all frozen weights with the student's.
-    """
-
-    parent: nn.Module
-    name: str
-    module: nn.Module
+from .lora import MATRICES, matrices, merge
 
 
 @dataclass(frozen=True)
@@ -34,14 +20,12 @@ class TrainedParts:
         layers: ``peft``'s layers, by the name of the linear layer that each holds; empty without adapters.
         trained: the parameters of the model itself that train, by name.
         originals: the values that these had before the run, which a teacher in memory has; empty without one.
-        twins: the modules that such a teacher has in place of ``originals`` if ZeRO-3 divides the weights.
     """
 
     model: PreTrainedModel
     layers: dict[str, Any]
     trained: dict[str, nn.Parameter]
     originals: dict[str, Tensor]
-    twins: tuple[Twin, ...] = ()
 
     def tensors(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Everything that trains, by the names under which checkpoints store it."""
@@ -50,12 +34,9 @@ class TrainedParts:
                 yield f"{name}.{matrix}.weight", parameter
         yield from self.trained.items()
 
-    def merge(self, changed: Changed) -> dict[str, Callable[[], Tensor]]:
+    def merge(self) -> dict[str, Callable[[], Tensor]]:
         """Makes the model an ordinary model again, with merged weights. The run is over then.
-
-        Args:
-            changed: gives a block in which weights are whole and may be changed.
 
         Returns: what makes the weights that are still to be made, by name; see ``lora.merge``.
         """
-        return merge(self.model, list(self.layers.values()), changed)
+        return merge(self.model, list(self.layers.values()))

@@ -122,20 +122,16 @@ class Dispatcher(Protocol):
 
 
 def check_divided(model: PretrainedConfig, name: str, parallel: Parallel, processes: int, hint: str) -> None:
-    """Check that processes and a model suit ``parallel.ep_size`` and ZeRO-3. Only the config is read.
+    """Check that processes and a model suit ``parallel.ep_size``. Only the config is read.
 
     Args:
         hint: what to set for a model that does not support expert parallelism.
 
     Raises:
         ConfigError: the size does not divide the number of processes or of experts, or the model does not support
-            expert parallelism; or ZeRO-3 would divide experts.
+            expert parallelism.
     """
     degree, experts = parallel.ep_size, experts_of(model)
-    if parallel.zero_stage == 3 and experts:
-        raise ConfigError(
-            f"{name}: parallel.zero_stage 3 does not divide experts", "set it to 2, and raise parallel.ep_size"
-        )
     if degree == 1:
         return
     if processes % degree:

@@ -22,7 +22,6 @@ from fcsd.checkpoint.names import Held, cut_like, names_like, stored
 from fcsd.checkpoint.weights import MAX_SHARD, NAMES, Reader, Shape, Writer
 from fcsd.models.build import arch_of, stored_config
 from fcsd.parallel.expert.autoep import expert_blocks
-from fcsd.parallel.partitions import gathered, is_partitioned, whole_shape
 from fcsd.parallel.tensor import shard
 from fcsd.parallel.tensor.layer import ranks_of
 from fcsd.parallel.tensor.tp_plan import TensorGroup, model_shardings
@@ -54,8 +53,7 @@ def own_part(model: PreTrainedModel, later: Later = MappingProxyType({})) -> Own
     """This rank's part of a model.
 
     Its experts are divided, or every rank holds the whole model, and nothing is copied. If decoder layers are sharded,
-    or ZeRO-3 divides all weights, all ranks must call this: whole tensors are gathered, and every rank gets its share
-    of them, in host memory.
+    all ranks must call this: whole tensors are gathered, and every rank gets its share of them, in host memory.
 
     Args:
         later: makes a weight that the model has on the meta device when it is written, by name. Every rank holds such a
@@ -63,8 +61,6 @@ def own_part(model: PreTrainedModel, later: Later = MappingProxyType({})) -> Own
     """
     if (ranks := ranks_of(model)) is not None:
         return _part_of_shards(model, ranks)
-    if any(map(is_partitioned, model.parameters())):
-        return _gathered_part(model, lambda _, tensor: whole_shape(tensor), _whole, dist.get_world_size())
     block = next(iter(expert_blocks(model).values()), None)
     if block is None:
         return OwnPart(model, specs_of(model), lambda: _own_part(model, later), 1)
@@ -134,11 +130,6 @@ def _part_of_shards(model: PreTrainedModel, ranks: TensorGroup) -> OwnPart:
         lambda name, tensor: shard.gather(tensor.detach(), shardings[name], ranks, kv_heads),
         ranks.degree,
     )
-
-
-def _whole(_: str, tensor: Tensor) -> Tensor:
-    with gathered(tensor):
-        return tensor.detach()
 
 
 def _gathered_part(

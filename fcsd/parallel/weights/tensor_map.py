@@ -17,7 +17,6 @@ from fcsd.checkpoint.weights import Reader
 from fcsd.models.build import arch_of
 from fcsd.parallel.expert.autoep import expert_blocks
 from fcsd.parallel.expert.block import ExpertBlock, Origin
-from fcsd.parallel.partitions import whole_shape
 
 State = Mapping[str, Tensor]
 
@@ -127,7 +126,7 @@ def outside_layers(model: PreTrainedModel) -> list[str]:
 def read_apart(model: PreTrainedModel, reader: Reader, held: Held) -> dict[str, Tensor]:
     """The values of the tensors of ``apart``, from files that hold the tensors ``held``."""
     tensors = state(model)
-    empty = {name: torch.empty(whole_shape(tensors[name]), device="meta") for name in apart(model)}
+    empty = {name: torch.empty(tensors[name].shape, device="meta") for name in apart(model)}
     return loaded(model, {name: reader.tensor(name) for name in stored(model, empty, held)})
 
 

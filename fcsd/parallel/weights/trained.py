@@ -1,7 +1,7 @@
 """The tensors of a checkpoint's ``parts/``: whole ones, under the names that transformers has for a whole model.
 
-Every rank may have all of a tensor. If not, ZeRO-3 divides it among all ranks, tensor parallelism among those of a
-model, or it has the experts that a rank holds. A whole tensor is then made when it is saved, one after the other, and
+Every rank may have all of a tensor. If not, tensor parallelism divides it among those of a model, or it has the
+experts that a rank holds. A whole tensor is then made when it is saved, one after the other, and
 the ranks take turns to keep them.
 """
 
@@ -18,7 +18,6 @@ from fcsd.models.adapters.trained import TrainedParts
 from fcsd.models.build import arch_of
 from fcsd.parallel.expert.autoep import expert_blocks
 from fcsd.parallel.expert.block import ExpertBlock
-from fcsd.parallel.partitions import changed, gathered, is_partitioned, whole_shape
 from fcsd.parallel.tensor import shard
 from fcsd.parallel.tensor.layer import ranks_of
 from fcsd.parallel.tensor.tp_plan import Sharding, TensorGroup, model_shardings, own_part
@@ -99,24 +98,10 @@ def whole_tensors(parts: TrainedParts, ranks: TensorGroup | None) -> Iterator[Wh
                 weights = [model.get_parameter(f"{path}.{part}") for part in origin.parts]
                 transposed = arch_of(model.config).blocks.prescaled
                 yield _of_experts(f"{path}.{origin.name}", weights, blocks[path], transposed)
-        elif is_partitioned(weight):
-            yield _divided(name, weight)
         elif ranks is not None:
             yield _sharded(name, weight, shardings[name], ranks, model.config.get_text_config().num_key_value_heads)
         else:
             yield WholeTensor(name, tuple(weight.shape), 1, weight.detach, weight.data.copy_)
-
-
-def _divided(name: str, weight: nn.Parameter) -> WholeTensor:
-    def read() -> Tensor:
-        with gathered(weight):
-            return weight.detach()
-
-    def take(value: Tensor) -> None:
-        with changed([weight]):
-            weight.data.copy_(value)
-
-    return WholeTensor(name, tuple(whole_shape(weight)), dist.get_world_size(), read, take)
 
 
 def _sharded(name: str, weight: nn.Parameter, sharding: Sharding, ranks: TensorGroup, kv_heads: int) -> WholeTensor:

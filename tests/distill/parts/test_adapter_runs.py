@@ -16,6 +16,7 @@ from runs import outcome, train
 from safetensors.torch import load_file
 
 from fcsd.checkpoint import read_layout
+from fcsd.checkpoint.location import RUN_RECIPE
 from fcsd.convert import convert_checkpoint
 from fcsd.distill import loop, parts, prepare
 from fcsd.distill.inputs import student_source
@@ -141,6 +142,9 @@ def test_parts_that_train_alone_are_all_that_changes_and_are_exported(
     for name, weight in base.items():
         changes = "layers.2." in name or "layers.3." in name
         assert torch.equal(final[name], weight.bfloat16().to(final[name].dtype)) != changes or weight.ndim == 1, name
+    told = tmp_path / "run" / RUN_RECIPE  # a stage that runs have no more is no reason to keep what one has trained
+    assert "zero_stage: 1" in told.read_text()
+    told.write_text(told.read_text().replace("zero_stage: 1", "zero_stage: 3"))
     export_model(tmp_path / "run", tmp_path / "out", checkpoint="latest")
     exported = load_file(tmp_path / "out" / "model.safetensors")
     assert exported.keys() == final.keys() and all(torch.equal(exported[name], final[name]) for name in final)

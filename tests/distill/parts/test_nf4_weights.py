@@ -21,7 +21,6 @@ from fcsd.export.final import export_model
 from fcsd.models.adapters.lora import add_adapters, matrices
 from fcsd.models.adapters.nf4 import in_nf4, load_nf4, nf4_layers, plain_linear, plain_weight
 from fcsd.models.build import load_model
-from fcsd.parallel.partitions import changed
 from fcsd.parallel.weights.trained import load_trained
 from fcsd.plan import Hardware, plan_run
 
@@ -60,7 +59,7 @@ def test_a_run_its_resume_and_the_merged_model(llama: Path, tmp_path: Path) -> N
     assert (rounded - merged).norm() < 0.1 * (original - merged).norm()
     assert (rounded - merged).norm() < 0.03 * rounded.norm()
 
-    later = parts.merge(changed)  # one weight after the other, when it is written
+    later = parts.merge()  # one weight after the other, when it is written
     assert {name for name, weight in student.named_parameters() if weight.is_meta} == later.keys()
     final = load_file(run / "final" / "model.safetensors")
     assert later and all(torch.equal(make(), final[name]) for name, make in later.items())
@@ -132,7 +131,6 @@ def test_an_adapted_layer_computes_what_it_does_beside_the_decoded_weight() -> N
 @pytest.mark.parametrize(
     "changes",
     [
-        {"parallel__zero_stage": 3},
         {"parallel__tp_size": 2, "parallel__zero_stage": 2},
         {"parallel__ep_size": 2},
         {"train__compile": True},

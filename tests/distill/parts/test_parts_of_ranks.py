@@ -1,7 +1,7 @@
 """Converted layers that train alone, with sharded layers and with divided experts: whole runs.
 
 They have the bits of blocking communication and of a second model as the teacher, the numbers of one process, and
-checkpoints that other numbers of ranks continue and export. ``tests/distill/test_distill_zero3.py`` has ZeRO-3.
+checkpoints that other numbers of ranks continue and export.
 """
 
 from pathlib import Path

@@ -254,6 +254,15 @@ def test_another_student_is_refused_before_it_is_loaded(single: Path) -> None:
         checkpoints.require_model(checkpoint, {**fields, "init.weights": "random"})
 
 
+def test_a_checkpoint_of_zero_3_says_that_it_was_removed(single: Path, tmp_path: Path) -> None:
+    shutil.copytree(single / "checkpoints" / "step-2", tmp_path / "step-2")
+    content = manifest.read_manifest(tmp_path / "step-2")
+    fields = content["identity"]
+    manifest.write_manifest(tmp_path / "step-2", {**content, "identity": {**fields, "parallel.zero_stage": 3}})
+    with pytest.raises(CheckpointError, match=r"is of a run with parallel\.zero_stage 3, which was removed"):
+        checkpoints.require_model(tmp_path / "step-2", fields)
+
+
 def test_an_older_checkpoint_is_refused_where_newer_ones_would_be_written_again(folder: Path, single: Path) -> None:
     before = outcome(single)
     with pytest.raises(ConfigError, match="has step-4, which a run from step 2 would have to write again"):

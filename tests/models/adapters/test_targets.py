@@ -9,7 +9,6 @@ from fcsd.errors import ConfigError
 from fcsd.models.adapters.lora import add_adapters, matrices, merge, switch
 from fcsd.models.adapters.targets import choose, choose_parts, shared_prefix
 from fcsd.models.wiring import Wiring
-from fcsd.parallel.partitions import changed
 
 DEFAULT = ["attention", "mlp", "shared_experts"]
 
@@ -107,7 +106,7 @@ def test_adapters_change_nothing_until_they_learn_and_merge_into_the_weights(dty
     assert torch.equal(model(ids).logits, before)
     switch(layers, on=True)
     assert torch.equal(model(ids).logits, learned)
-    merge(model, layers, changed)
+    merge(model, layers)
     assert list(model.state_dict()) == names
     tolerance = 1e-5 if dtype == torch.float32 else 0.1
     torch.testing.assert_close(model(ids).logits, learned, rtol=0, atol=tolerance)
