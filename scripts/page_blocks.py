@@ -29,7 +29,7 @@ NF4_ON = ((2, 48, 4096), (2, 48, 1024), (4, 24, 1024), (1, 80, 4096))
 IN_NF4 = "meta-llama/Llama-3.3-70B-Instruct"
 NF4_RUN = (
     "train.adapter={rank: 64, layers: converted, base: nf4}", "optim.train=[]", "train.tokens=100e6",
-    "train.micro_batch_size=1", "parallel.zero_stage=1",
+    "train.micro_batch_size=1", "parallel.tp_size=1",
 )  # fmt: skip
 ADVISED = "meta-llama/Llama-3.1-8B-Instruct"  # of which fcsd has the config, so that no hub is asked
 

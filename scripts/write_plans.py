@@ -22,15 +22,15 @@ MACHINES = ((8, 80), (8, 141), (4, 80), (4, 48))  # GPUs, and the memory of each
 SLOWER = 48  # GB of GPUs that compute more slowly than the plan assumes
 TOKENS = (100e6, 300e6, 1e9)
 
-SHARDED = ("parallel.zero_stage=1", "parallel.tp_size={gpus}")
+SHARDED = ("parallel.tp_size={gpus}",)
 ROUNDED = ("optim.moments=8bit",)
-ADAPTERS = ("optim.train=[]", "train.adapter={{layers: converted}}")
+ADAPTERS = ("optim.train=[]", "parallel.tp_size=1", "train.adapter={{layers: converted, base: nf4}}")
 EXPERTS = ("parallel.ep_size={gpus}",)
 SHORT = ("data.seq_len=2048",)
 # The settings to try, by recipe; {gpus} is the number of GPUs.
 SETTINGS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "llama3.3-70b-ladder": ((), (*SHARDED, *ROUNDED), (*SHARDED, "init.layers=last:28"), ADAPTERS, (*ADAPTERS, *SHORT)),
-    "qwen3-32b-ladder": ((), (*SHARDED, *ROUNDED), (*SHARDED, "init.layers=last:24"), ADAPTERS),
+    "llama3.3-70b-ladder": (SHARDED, (*SHARDED, *ROUNDED), ADAPTERS, (*ADAPTERS, *SHORT)),
+    "qwen3-32b-ladder": (SHARDED, (*SHARDED, *ROUNDED), (*SHARDED, "init.layers=last:24"), ADAPTERS),
     "qwen3-235b-a22b-farskip": (EXPERTS, (*EXPERTS, *SHORT)),
     "glm-4.5-air-farskip": (EXPERTS, (*EXPERTS, *SHORT)),
     "gpt-oss-120b-farskip": ((), SHORT),
@@ -78,8 +78,9 @@ def cells(name: str, model: MetaModel, hardware: Hardware) -> list[str]:
         taken = memory(own, own, model.layer_bytes(setup), held, hardware)
         needed.append(taken.total / GIB)
         if taken.fits:
-            default = f"parallel.ep_size={load_recipe(name).recipe.parallel.ep_size}"
-            shown = " ".join(f"`{one}`" for one in written if one != default) or "as it is"
+            own_sizes = load_recipe(name).recipe.parallel
+            default = {f"parallel.ep_size={own_sizes.ep_size}", f"parallel.tp_size={own_sizes.tp_size}"}
+            shown = " ".join(f"`{one}`" for one in written if one not in default) or "as it is"
             rate = speed(own, own, held, hardware).tokens_per_second
             return [shown, f"{needed[-1]:.0f}", *figures(rate, hardware)]
     return ["nothing that was tried fits", f"{min(needed):.0f}, too much", *[""] * (1 + len(TOKENS))]

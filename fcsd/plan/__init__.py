@@ -132,12 +132,16 @@ class Plan:
                 f"every GPU holds all weights, {peak.weights / GIB:.1f} GiB with those in NF4, which cannot be divided "
                 f"(train.adapter.base): it takes GPUs of {math.ceil(self.memory.total / USABLE / GIB)} GiB{shorter}"
             )
+        if self.change is None and self.setup.parts is not None and self.setup.parts.rank and not self.numbers.experts:
+            return (
+                "every GPU holds all weights beside adapters, which nothing divides: it takes larger GPUs, the weights "
+                "in four bits (train.adapter.base: nf4), or optim.train: [converted] with parallel.tp_size"
+            )
         if self.change is None and 0 < self.hardware.world * usable < self.held:
             return (
                 f"the weights and what belongs to those that train take {self.held / GIB:,.0f} GiB, and a GPU has "
                 f"{usable / GIB:.0f} for them: it takes at least {math.ceil(self.held / usable)} such GPUs, "
-                "among which they are divided (parallel.tp_size for a dense model, parallel.ep_size for experts); "
-                "adapters of a dense model have train.adapter.base: nf4 instead"
+                "among which they are divided (parallel.tp_size for a dense model, parallel.ep_size for experts)"
             )
         if self.change is None:
             return (

@@ -32,6 +32,12 @@ LEAST_SHARE = 0.001  # of the peak; a smaller one that is given as measured is a
 # a dense model and a mixture of experts on one H200. The shares in fp32 are assumed.
 SHARE = {(True, "bf16"): 0.432, (False, "bf16"): 0.510, (True, "fp32"): 0.35, (False, "fp32"): 0.50}
 
+# Widths of dense models between which the share in bf16 grows with the logarithm of the width, from that of ``SHARE``
+# to ``WIDE_SHARE``, because wide products reach more. The latter is that of six layers of Llama-3 70B's width on two
+# H200s, tensor-parallel or whole. Twelve layers of 8B's width, on H100s, reach what lies between. No run was wider.
+NARROW, WIDE = 2048, 8192
+WIDE_SHARE = 0.665
+
 # Seconds of the device for each micro-batch, with any number of tokens: by how much a step of eight micro-batches of
 # one row is longer than a step of one with eight rows, in a dense model and in a mixture of experts.
 MICRO_BATCH = 10.7e-3
@@ -48,7 +54,8 @@ LAUNCH = {"dense": 1.05e-3, "experts": 1.64e-3, "divided experts": 5.6e-3}
 
 # Seconds of the device for each value of the residual stream that passes through a layer, a backward pass counted as
 # two. Small models are limited by this, because they do little arithmetic for each value. Fitted to a run of the
-# bundled model, with a width of 128.
+# bundled model, with a width of 128. Most of it are values inside of layers, so tensor-parallel ranks divide it.
+# Without all-reduces a step of two such ranks took as long as one of whole layers: 462.7 and 459.5 ms at 70B's width.
 TRAFFIC = 1.01e-10
 
 # Seconds for each parameter that a GPU updates: its gradient is reduced, AdamW runs, and the weights are gathered.
@@ -176,8 +183,8 @@ def micro_batch_seconds(model: ModelNumbers, teacher: ModelNumbers, setup: Setup
     """Seconds of the device and seconds of the host for one micro-batch; the larger of them is its duration."""
     tokens = setup.micro_batch_size * setup.seq_len
     student_passes, teacher_passes = layer_passes(model, teacher, setup)
-    traffic = TRAFFIC * (student_passes * model.hidden + teacher_passes * teacher.hidden)
-    device = tokens * max(work_per_token(model, teacher, setup) / forward_rate(setup), traffic) + MICRO_BATCH
+    traffic = TRAFFIC * (student_passes * model.hidden + teacher_passes * teacher.hidden) / setup.tp_size
+    device = tokens * max(work_per_token(model, teacher, setup) / forward_rate(model, setup), traffic) + MICRO_BATCH
     device += decode_seconds(model, setup)
     host = student_passes * launch_seconds(model, setup.ep_size > 1)
     return device, host + teacher_passes * launch_seconds(teacher, setup.teacher == "sharded")
@@ -192,9 +199,13 @@ def decode_seconds(model: ModelNumbers, setup: Setup) -> float:
     return passes / len(model.layers) * 2.5 * setup.parts.rounded.values / DECODE
 
 
-def forward_rate(setup: Setup) -> float:
+def forward_rate(model: ModelNumbers, setup: Setup) -> float:
     """FLOP/s that one GPU reaches in forward and backward passes."""
-    return PEAK[setup.dtype] * SHARE[setup.ep_size > 1, setup.dtype]
+    share = SHARE[setup.ep_size > 1, setup.dtype]
+    if setup.dtype == "bf16" and not model.experts:
+        wider = math.log(model.hidden / NARROW) / math.log(WIDE / NARROW)
+        share += (WIDE_SHARE - share) * min(1.0, max(0.0, wider))
+    return PEAK[setup.dtype] * share
 
 
 def reading_seconds(model: ModelNumbers, setup: Setup, divided: bool) -> float:
@@ -204,7 +215,7 @@ def reading_seconds(model: ModelNumbers, setup: Setup, divided: bool) -> float:
         divided: whether the experts of ``model`` are divided among processes.
     """
     tokens = setup.micro_batch_size * setup.seq_len
-    device = sum(forward_flops(model, setup.seq_len)) * tokens / forward_rate(setup)
+    device = sum(forward_flops(model, setup.seq_len)) * tokens / forward_rate(model, setup)
     return max(device, len(model.layers) * launch_seconds(model, divided)) / (tokens * setup.copies)
 
 

@@ -8,7 +8,7 @@ import re
 import statistics
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 
 from fcsd.bench.shapes import SHAPES
-from fcsd.plan import Hardware, Setup, plan_setup
-from fcsd.plan.model import MetaModel
+from fcsd.models.build import converted_config
+from fcsd.models.wiring import Wiring
+from fcsd.plan import Hardware, Setup, of_one_rank, plan_setup
+from fcsd.plan.model import MetaModel, of_rank
 from fcsd.plan.offload import BUS
-from fcsd.plan.setup import GIB
+from fcsd.plan.setup import GIB, with_parts
 from fcsd.plan.shard import shard
 from fcsd.plan.speed import (
     LAUNCH,
@@ -30,9 +32,11 @@ from fcsd.plan.speed import (
     TRAFFIC,
     UPDATE,
     UPDATE_ALONE,
+    WIDE_SHARE,
     attention_flops,
     layer_passes,
     step_seconds,
+    update_seconds,
     work_per_token,
 )
 
@@ -354,3 +358,55 @@ def test_groups_without_a_bound_took_more_memory_in_an_earlier_version() -> None
         assert run["cap"] == 75
         size = re.search(r"Tried to allocate ([\d.]+) GiB", run["measured"]["out_of_memory"])
         assert size and float(size[1]) == pytest.approx(width * sum(own.partition) / GIB, rel=0.01), "the copy in fp32"
+
+
+def divided_runs() -> dict[str, dict[str, float]]:
+    """What ``divide_70b_2xh200.txt`` has of each way: its fastest steps in order, by ``GROUP: WAY``."""
+    found: dict[str, dict[str, float]] = {}
+    group = ""
+    for line in (RESULTS / "divide_70b_2xh200.txt").read_text().splitlines():
+        if named := re.match(r"(\S+): exit codes", line):
+            group = named[1]
+        if told := re.match(r"  (.+?)  +([\d.]+) ms .* ([\d,]+) tokens/s per GPU.* peak ([\d.]+) GiB", line):
+            speed = float(told[3].replace(",", ""))
+            found[f"{group}: {told[1]}"] = {"seconds": float(told[2]) / 1e3, "speed": speed, "peak": float(told[4])}
+    return found
+
+
+def test_shards_and_whole_layers_of_70b_are_planned_as_they_ran() -> None:
+    """Six layers of its width on two H200s, the last three ladder and trained alone, the teacher shared."""
+    config, wiring = SHAPES["llama3-70b"](6), Wiring("ladder", (3, 4, 5))
+    config.vocab_size = 9600
+    block = wiring.to_block(base_model="random", base_revision=None, base_sha256=None)
+    with tempfile.TemporaryDirectory() as folder:
+        converted_config(config, block).save_pretrained(folder)
+        model = MetaModel(folder)
+    plain = Setup(
+        **dict(world=2, micro_batch_size=2, seq_len=4096, batch_tokens=16384, tokens=2**20, recompute=True),
+        **dict(teacher="replicated", document=4096),
+    )
+    whole = with_parts(plain, model.parts(None, ["converted"], wiring))
+    cases = {"zero1-on: as set": whole, "tp-on: ladder, on, nccl": replace(whole, tp_size=2, micro_batch_size=4)}
+    measured = divided_runs()
+    shares = []
+    for name, setup in cases.items():
+        planned = plan_setup(name, model, model.numbers, setup, Hardware(gpus=2))
+        assert planned.speed.tokens_per_second / 2 == pytest.approx(measured[name]["speed"], rel=0.02), name
+        assert planned.memory.peak.total / GIB == pytest.approx(measured[name]["peak"], rel=MEMORY), name
+        own, parts = of_rank(model.numbers, setup.tp_size), of_one_rank(setup)
+        work = work_per_token(own, own, parts) * setup.micro_batch_size * setup.seq_len / PEAK["bf16"]
+        shares.append(work / (measured[name]["seconds"] - update_seconds(own, parts, 2) - MICRO_BATCH))
+    assert statistics.geometric_mean(shares) == pytest.approx(WIDE_SHARE, rel=0.01)
+    alone = [measured[name]["seconds"] for name in ("tp-on: ladder, off, none", "zero1-on: bound")]
+    assert alone[0] == pytest.approx(alone[1], rel=0.02), "without communication, shards compute as whole layers do"
+
+
+def test_12_layers_of_8b_reach_what_lies_between() -> None:
+    """The run with ZeRO-1 on two H100s; its first step is slow, and the last one was traced."""
+    took = statistics.median(read("memory_zero1_12_layers_2xh100")["measured"]["seconds"][1:-1])
+    setup = Setup(
+        **dict(world=2, micro_batch_size=1, seq_len=4096, batch_tokens=4 * 4096, tokens=2**20, recompute=True),
+        **dict(teacher="replicated", document=4096),
+    )
+    numbers = meta("llama3-8b", 12).numbers
+    assert step_seconds(numbers, numbers, setup, 2) == pytest.approx(took, rel=0.05)

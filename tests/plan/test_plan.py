@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from fcsd.bench.shapes import SHAPES
 from fcsd.checkpoint import read_layout
 from fcsd.cli.main import app
-from fcsd.config import load_recipe
+from fcsd.config import Adapter, load_recipe
 from fcsd.convert import convert_checkpoint
 from fcsd.distill.optim.adamw_choice import updates_alone
 from fcsd.errors import BadInputError, ConfigError, DoesNotFitError
@@ -30,11 +30,11 @@ from fcsd.plan.memory import (
     optimizer_bytes,
     state_width,
 )
-from fcsd.plan.model import MetaModel, ModelNumbers
+from fcsd.plan.model import MetaModel, ModelNumbers, of_rank
 from fcsd.plan.offload import BUS, HOST, host_optimizer_bytes
 from fcsd.plan.report import to_text
 from fcsd.plan.search import candidates, changes, larger_micro_batches
-from fcsd.plan.setup import GIB, USABLE, present, setup_of, uncounted
+from fcsd.plan.setup import GIB, USABLE, present, setup_of, uncounted, with_parts
 from fcsd.plan.shard import shard
 from fcsd.plan.speed import (
     BENCHMARK,
@@ -190,6 +190,23 @@ def test_shards_are_suggested_where_a_dense_model_does_not_fit_otherwise(tmp_pat
     assert any(one.tp_size == 8 for one, _ in candidates(setup, Hardware(8), experts=0))
     assert not any(one.tp_size > 1 for one, _ in candidates(setup, Hardware(8), experts=8))
     assert all(one.tp_size <= 8 for one, _ in candidates(setup, Hardware(8, nodes=2), experts=0)), "inside a node"
+    wide = meta(tmp_path / "wide", SHAPES["llama3-70b"](4)).numbers
+    for numbers in (model.numbers, wide):  # a rank computes, and reads and writes, its part of each layer
+        ranks = [of_rank(numbers, degree) for degree in (4, 8)]
+        four, eight = (
+            micro_batch_seconds(rank, rank, replace(setup, tp_size=degree))[0]
+            for rank, degree in zip(ranks, (4, 8), strict=True)
+        )
+        assert eight < 0.8 * four
+
+
+def test_adapters_that_do_not_fit_are_told_of_nf4(tmp_path):
+    model = meta(tmp_path, SHAPES["llama3-70b"](80))
+    setup = replace(SMALL, world=8, seq_len=4096, batch_tokens=2**20, teacher="replicated", recompute=True)
+    planned = plan_setup(
+        "x", model, model.numbers, with_parts(setup, model.parts(Adapter(), [])), Hardware(8, memory=80)
+    )
+    assert planned.change is None and "train.adapter.base: nf4" in planned.advice()
 
 
 def test_masked_attention_weighs_every_pass_over_a_layer(tmp_path):

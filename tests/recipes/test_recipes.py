@@ -155,7 +155,7 @@ def test_it_is_planned_without_the_hub(name: str, repo: Path, tmp_path: Path, mo
         block = wiring.to_block(base_model="assets/teacher", base_revision=None, base_sha256=None)
         converted_config(original, block).save_pretrained(tmp_path / "runs/tiny-farskip")
     recipe = load_recipe(name).recipe
-    planned = plan_run(recipe, Hardware(recipe.parallel.ep_size))
+    planned = plan_run(recipe, Hardware(recipe.parallel.ep_size * recipe.parallel.tp_size))
     assert planned.packaged == (() if name.startswith("tiny") else (recipe.model,))
     assert ("its packaged config.json is used" in to_text(planned)) == bool(planned.packaged)
 
