@@ -207,18 +207,12 @@ def _read_optimizer(path: Path) -> Any:
 
 
 def _optimizer_state(engine: TrainEngine) -> dict[str, Any]:
+    from deepspeed.checkpoint.constants import SINGLE_PARTITION_OF_FP32_GROUPS
+
     state = engine.optimizer.state_dict()
     if engine.zero_optimization() and not engine.bfloat16_enabled():
-        del state[_master(engine)]  # equal to the weights, see ``restore``
+        del state[SINGLE_PARTITION_OF_FP32_GROUPS]  # equal to the weights, see ``restore``
     return state
-
-
-def _master(engine: TrainEngine) -> str:
-    """The key in the state of ZeRO under which its partitions of the fp32 weights are."""
-    from deepspeed.checkpoint import constants
-
-    stage_3 = engine.zero_optimization_partition_weights()
-    return constants.FP32_FLAT_GROUPS if stage_3 else constants.SINGLE_PARTITION_OF_FP32_GROUPS
 
 
 def _mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
