@@ -177,10 +177,13 @@ def test_the_table_divides_by_the_bound_and_by_the_peak():
         ({"recompute": True, "teacher": True}, "are for steps without --teacher"),
         ({"dedup": "rank", "teacher": True}, "are for steps without --teacher"),
         ({"sets": ("optim.lr=1",)}, "--set and --accumulation are for steps with --teacher"),
+        ({"variants": ("by-host-fused",)}, "by-host needs GPUs"),
+        ({"variants": ("by-host",), "teacher": True}, "by-host needs GPUs"),
         ({"accumulation": 2}, "--set and --accumulation are for steps with --teacher"),
     ],
 )
-def test_what_it_cannot_do_is_refused(changes, message):
+def test_what_it_cannot_do_is_refused(changes, message, monkeypatch):
+    monkeypatch.setattr(workload.torch.cuda, "is_available", lambda: False)
     given: dict[str, Any] = {"shape": "tiny", "layers": 2, "micro_batch": 1, "seq": 16}
     with pytest.raises(ConfigError, match=message):
         Workload(**given | changes)

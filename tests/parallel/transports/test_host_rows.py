@@ -138,7 +138,7 @@ def _without_gpus(rank: int) -> str:
 
 def test_it_is_refused_before_the_first_step_without_gpus_and_where_nothing_would_travel_so() -> None:
     assert in_group(2, _without_gpus) == ["rows through the host are for GPUs"] * 2
-    with pytest.raises(ValueError, match="transport host needs parallel.ep_size above 1"):
+    with pytest.raises(ValueError, match=r"transport host needs .*ep_size above 1"):
         Parallel(transport="host")
-    with pytest.raises(ValueError, match="transport host needs parallel.overlap on"):
+    with pytest.raises(ValueError, match=r"transport host needs .*overlap on"):
         Parallel(ep_size=2, transport="host", overlap="off")
