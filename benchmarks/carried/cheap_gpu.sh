@@ -13,7 +13,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-WORK=${WORK:-/tmp/quantised}
+. benchmarks/carried/smollm2.sh
 
 build() {
     local mirror=${1:?MIRROR is missing} train=${2:?TRAIN is missing} held_out=${3:?HELD_OUT is missing} folder=${4:-.cheap} made
@@ -29,23 +29,12 @@ build() {
     du -sm "$folder"
 }
 
-say() { echo "$SECONDS s: $*"; }
-
 call() {
-    local part in=$WORK/in out=${OUT:-$WORK/out}
-    mkdir -p "$in" "$out" "$WORK/cheap"
-    for part in "$@"; do cp -r "$part"/. "$in"; done
-    for part in weights.0 weights.1 weights.2 questions.json.gz; do
-        [ -e "$in/$part" ] || { say "waits for another part"; return; }
-    done
-    export HF_HUB_OFFLINE=1 TQDM_DISABLE=1 HF_HUB_DISABLE_PROGRESS_BARS=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
-    export PYTHONPATH=$WORK/site:$PWD
-    [ -e "$WORK/site" ] || python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$WORK/site" "$in"/wheels/*.whl
-    [ -e "$WORK/model.gguf" ] || cat "$in"/weights.? > "$WORK/model.gguf"
-    [ -e "$WORK/original/config.json" ] || CUDA_VISIBLE_DEVICES='' python3 -m studies.real.read_gguf "$WORK/model.gguf" "$WORK/original"
+    take_in questions.json.gz "$@" || return 0
+    mkdir -p "$WORK/cheap"
+    unpack
     say "the original writes"
-    [ -e "$WORK/cheap/own/write.json" ] ||
-        python3 -m fcsd write "$WORK/original" --tokens "${OWN:-4.3M}" --batch-size "${ROWS:-1024}" --out "$WORK/cheap/own" 2> "$out/own.log"
+    write "$WORK/cheap/own" "${OWN:-4.3M}"
     cp "$WORK/cheap/own/write.json" "$out/own.json"
     say "the ways"
     python3 -m studies.real.cheap_ways "$WORK/original" "$WORK/cheap" --text own="$WORK/cheap/own" --text foreign="$in/foreign" \

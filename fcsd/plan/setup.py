@@ -240,6 +240,7 @@ class Setup:
             exclusions.SHARDED: self.tp_size > 1,
             exclusions.EXPERTS: self.ep_size > 1,
             exclusions.DIVIDED: self.zero_stage == 3,
+            exclusions.SPLIT: self.tp_size > 1 or self.zero_stage == 3,
             exclusions.OTHER_STAGES: self.zero_stage in (0, 3),
             exclusions.ON_HOST: self.offload == "host",
             exclusions.UNDIVIDED: self.zero_stage == 0,

@@ -414,11 +414,14 @@ def test_every_exclusion_is_found_by_one_reader(recipe: Path) -> None:
         {exclusions.OTHER_STAGES, exclusions.UNDIVIDED},
         set(),
         set(),
-        {exclusions.OTHER_STAGES, exclusions.DIVIDED},
+        {exclusions.OTHER_STAGES, exclusions.DIVIDED, exclusions.SPLIT},
     ]
     alone = {f"parallel.zero_stage={stage}": own for stage, own in enumerate(stages)}
-    alone |= {"parallel.tp_size=2": {exclusions.SHARDED}, "train.compile=true": {exclusions.COMPILED}}
-    alone |= {"optim.offload=host": {exclusions.ON_HOST}, "optim.moments=8bit": {exclusions.ROUNDED_MOMENTS}}
+    alone |= {"parallel.tp_size=2": {exclusions.SHARDED, exclusions.SPLIT}, "train.compile=true": {exclusions.COMPILED}}
+    alone |= {
+        "optim.offload=host": {exclusions.ON_HOST, exclusions.OTHER_STATES},
+        "optim.moments=8bit": {exclusions.ROUNDED_MOMENTS, exclusions.OTHER_STATES},
+    }
     assert {each: load_recipe(recipe, [each]).recipe.settings for each in alone} == alone
     assert "parallel.zero_stage 3 cannot be combined with train.compile" in refused(
         recipe, ["parallel.zero_stage=3", "train.compile=true"]

@@ -2,8 +2,9 @@
 
 import shutil
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,13 @@ CASES: dict[str, tuple[int | None, dict[str, Any], dict[str, Any]]] = {
     "own settings, converted layers": (2, {**BF16, **CONVERTED, "seed": OWN_SETTINGS}, {}),
     "own settings": (None, {**BF16, "seed": OWN_SETTINGS}, {}),
 }
-# Other cases have every part of these settings, every day.
-NIGHTLY = ("frozen", "adapters behind layers that both models share", "parts beside adapters")
+# Other cases have every part of these settings, every day; converted layers train alone with DeepSpeed's own settings.
+NIGHTLY = (
+    "frozen",
+    "adapters behind layers that both models share",
+    "parts beside adapters",
+    "converted layers alone",
+)
 UNTIED = ("recomputed", "frozen")  # the others train a model whose head is its embeddings
 # Families whose parts read weights of others, whose files cut a weight, or with a tower beside the decoder.
 PECULIAR = ("lfm2", "gemma3")
@@ -164,16 +170,30 @@ def run_cases(folder: Path, untied: Path, out: Path, names: Iterable[str]) -> No
 
 
 @pytest.fixture(scope="module")
-def finished(folder: Path, untied: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The runs of all cases but the nightly ones."""
-    out = tmp_path_factory.mktemp("runs")
-    run_cases(folder, untied, out, [name for name in CASES if name not in NIGHTLY])
-    return out
+def finished(folder: Path, untied: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Where the runs of a case are. All of the day, or of the night, are run when the first of them is asked for."""
+
+    @cache
+    def all_of(night: bool) -> Path:
+        out = tmp_path_factory.mktemp("runs")
+        run_cases(folder, untied, out, [name for name in CASES if (name in NIGHTLY) == night])
+        return out
+
+    return lambda name: all_of(name in NIGHTLY)
 
 
-def assert_runs_are_alike(finished: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.nightly] if name in NIGHTLY else [])
+        for name, (other, *_) in CASES.items()
+        if other is not None
+    ],
+)
+def test_runs_are_those_of_the_other_stages(finished: Callable[[str], Path], name: str) -> None:
     """Equal up to rounding: the norm is summed in another order, and AdamW meets the weights in other places."""
-    mine, reference = runs.numbers(finished / f"{name}-3"), runs.numbers(finished / f"{name}-{CASES[name][0]}")
+    out = finished(name)
+    mine, reference = runs.numbers(out / f"{name}-3"), runs.numbers(out / f"{name}-{CASES[name][0]}")
     assert len(mine[0]) == len(reference[0]) == CASES[name][1]["train__steps"]
     for one, other in zip(mine[0], reference[0], strict=True):
         assert one == pytest.approx(other, rel=1e-6, abs=1e-7)
@@ -181,21 +201,7 @@ def assert_runs_are_alike(finished: Path, name: str) -> None:
     assert ("lm_head.weight" in mine[1]) == (name in UNTIED)
     for key, weight in reference[1].items():
         torch.testing.assert_close(mine[1][key], weight, rtol=0, atol=5e-5)
-    assert (finished / f"{name}-3" / "samples.jsonl").exists() == (name == "recomputed")
-
-
-@pytest.mark.parametrize(
-    "name", [name for name, (other, *_) in CASES.items() if other is not None and name not in NIGHTLY]
-)
-def test_runs_are_those_of_the_other_stages(finished: Path, name: str) -> None:
-    assert_runs_are_alike(finished, name)
-
-
-@pytest.mark.nightly
-def test_combined_settings_give_the_runs_of_the_other_stages(folder: Path, untied: Path, tmp_path: Path) -> None:
-    run_cases(folder, untied, tmp_path, NIGHTLY)
-    for name in NIGHTLY:
-        assert_runs_are_alike(tmp_path, name)
+    assert (out / f"{name}-3" / "samples.jsonl").exists() == (name == "recomputed")
 
 
 @pytest.mark.parametrize(
@@ -207,18 +213,18 @@ def test_combined_settings_give_the_runs_of_the_other_stages(folder: Path, untie
     ids=["day", "night"],
 )
 def test_a_resumed_run_is_the_run_that_was_not_interrupted(
-    finished: Path, folder: Path, tmp_path: Path, names: tuple[str, ...]
+    finished: Callable[[str], Path], folder: Path, tmp_path: Path, names: tuple[str, ...]
 ) -> None:
     for name in names:
         steps, every = (CASES[name][1][key] for key in ("train__steps", "checkpoint__every_steps"))
         run = tmp_path / name
-        shutil.copytree(finished / f"{name}-3", run)
+        shutil.copytree(finished(name) / f"{name}-3", run)
         shutil.rmtree(run / "final")
         shutil.rmtree(run / "checkpoints" / f"step-{steps}")
         assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{steps - every}"]
     ranks.results(2, distill, [recipe(folder, tmp_path / name, name, 3) for name in names])
     for name in names:
-        assert runs.outcome(tmp_path / name) == runs.outcome(finished / f"{name}-3")
+        assert runs.outcome(tmp_path / name) == runs.outcome(finished(name) / f"{name}-3")
 
 
 @pytest.mark.parametrize(
@@ -230,7 +236,7 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(
     ids=["day", "night"],
 )
 def test_another_number_of_processes_continues_a_run(
-    finished: Path, folder: Path, tmp_path: Path, names: tuple[str, ...]
+    finished: Callable[[str], Path], folder: Path, tmp_path: Path, names: tuple[str, ...]
 ) -> None:
     """Weights, moments and fp32 weights are divided anew; what the processes compute differs by rounding."""
     for size in (1, 4):
@@ -238,14 +244,14 @@ def test_another_number_of_processes_continues_a_run(
         for name in names:
             steps, every = (CASES[name][1][key] for key in ("train__steps", "checkpoint__every_steps"))
             run = tmp_path / f"{name}-{size}"
-            shutil.copytree(finished / f"{name}-3", run)
+            shutil.copytree(finished(name) / f"{name}-3", run)
             shutil.rmtree(run / "final")
             shutil.rmtree(run / "checkpoints" / f"step-{steps}")
             assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{steps - every}"]
             recipes.append(recipe(folder, run, name, 3))
         ranks.results(size, distill, recipes)
         for name in names:
-            mine, reference = (runs.numbers(run) for run in (tmp_path / f"{name}-{size}", finished / f"{name}-3"))
+            mine, reference = (runs.numbers(run) for run in (tmp_path / f"{name}-{size}", finished(name) / f"{name}-3"))
             for one, other in zip(mine[0], reference[0], strict=True):
                 assert one == pytest.approx(other, rel=2e-2 if "settings" in name else 1e-5, abs=1e-6)
             for key, weight in reference[1].items():
