@@ -34,11 +34,11 @@ NF4_RUN = (
 ADVISED = "meta-llama/Llama-3.1-8B-Instruct"  # of which fcsd has the config, so that no hub is asked
 
 _LOAD, _SLOW = "serve_vllm_load_slow_2xh100.json", "serve_vllm_8b_slow_2xh200.json"
-_HOST, _TTFT = "host_sums_2xh200.json", "loads/0.6/first_p50"
+_HOST, _TTFT = "host_tables_2xh200.json", "loads/0.6/first_p50"
 _KERNELS = "vllm_quantised_kernels_1xh200.json"
 _DRAFTS = "draft_head_1xh200.jsonl"
 _INT4 = "quantised_smollm2_1xh200.jsonl"
-_TURNS, _SHORT = "vllm_turns_8b_16_2xh200.json", "first tokens of 16 x 512"
+_TURNS, _SHORT = "vllm_turns_8b_2xh200.json", "first tokens of 16 x 512"
 # What README tells of speed: the situation, the raw file, the place of the ratio in it (or of two times, the first of
 # which is divided by the second), and what it is compared with.
 SITUATIONS = (
@@ -67,12 +67,19 @@ SITUATIONS = (
     (
         "an all-reduce through host memory, no NVLink, 16 KiB",
         _HOST,
-        ["microseconds/16384/stock", "microseconds/16384/one_shot"],
+        ["sums/16384/stock", "sums/16384/one_shot"],
         "NCCL",
     ),
-    ("the same, 16 MiB", _HOST, ["microseconds/16777216/stock", "microseconds/16777216/exchange"], "NCCL"),
+    ("the same, 16 MiB", _HOST, ["sums/16777216/stock", "sums/16777216/exchange"], "NCCL"),
+    ("the same in INT8", _HOST, ["sums/16777216/stock", "sums/16777216/exchange:int8"], "NCCL"),
     (
-        "half of Llama-3 8B, no NVLink, these all-reduces, one short run: TPOT, many requests",
+        "Llama-3 8B, no NVLink, **nothing converted**, these all-reduces: TPOT, one request",
+        _TURNS,
+        ["milliseconds/stock/step of 1", "milliseconds/stock, host sums/step of 1"],
+        "stock vLLM",
+    ),
+    (
+        "the same: TPOT, many requests",
         _TURNS,
         ["milliseconds/stock/step of 64", "milliseconds/stock, host sums/step of 64"],
         "stock vLLM",
@@ -84,10 +91,28 @@ SITUATIONS = (
         "stock vLLM",
     ),
     (
-        "the same short prompts with `ladder` in addition: TTFT",
+        "the same, large ones in INT8",
         _TURNS,
-        [f"milliseconds/stock with NVLink/{_SHORT}", f"milliseconds/ladder, host sums/{_SHORT}"],
-        "stock vLLM with NVLink",
+        [f"milliseconds/stock/{_SHORT}", f"milliseconds/stock, host sums in int8/{_SHORT}"],
+        "stock vLLM",
+    ),
+    (
+        "`ladder` with them, no NVLink: TPOT, one request",
+        _TURNS,
+        ["milliseconds/stock with NVLink/step of 1", "milliseconds/ladder, host sums/step of 1"],
+        "stock vLLM **with** NVLink",
+    ),
+    (
+        "the same: TPOT, many requests",
+        _TURNS,
+        ["milliseconds/stock with NVLink/step of 64", "milliseconds/ladder, host sums/step of 64"],
+        "stock vLLM **with** NVLink",
+    ),
+    (
+        "the same, large ones in INT8: TTFT, short prompts at once",
+        _TURNS,
+        [f"milliseconds/stock with NVLink/{_SHORT}", f"milliseconds/ladder, host sums in int8/{_SHORT}"],
+        "stock vLLM **with** NVLink",
     ),
 )
 

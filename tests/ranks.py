@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fcsd.cli.command import report_error
 from fcsd.models.archs import ARCHS
@@ -30,25 +31,25 @@ _context = multiprocessing.get_context("forkserver")
 DRAW_CURVES = "DRAW_CURVES"
 
 _FOLDERS = {model_type.removesuffix("_text") for model_type in ARCHS}  # of transformers' modeling files
-_context.set_forkserver_preload(
-    [
-        "deepspeed.module_inject.auto_ep",
-        "deepspeed.module_inject.auto_ep_layer",
-        "deepspeed.ops.op_builder.all_ops",
-        "deepspeed.runtime.zero.muon.muon_optimizer",
-        "matplotlib.backends.backend_agg",
-        "matplotlib.figure",
-        "peft.tuners.lora",
-        "setuptools",
-        "fcsd.distill.loop",
-        "fcsd.eval.harness",
-        "lm_eval.tasks",
-        "pytest",
-        *(f"transformers.models.{folder}.modeling_{folder}" for folder in sorted(_FOLDERS)),
-        "runs",
-        "family_tables",
-    ]
-)
+_SLOW_IMPORTS = [
+    "deepspeed.module_inject.auto_ep",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.ops.op_builder.all_ops",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "peft.tuners.lora",
+    "setuptools",
+    "fcsd.distill.loop",
+    "fcsd.eval.harness",
+    "lm_eval.tasks",
+    "pytest",
+    *(f"transformers.models.{folder}.modeling_{folder}" for folder in sorted(_FOLDERS)),
+    "runs",
+    "family_tables",
+]
+if not torch.cuda.is_available():  # some of them begin to use a GPU, which a forked process then cannot
+    _context.set_forkserver_preload(_SLOW_IMPORTS)
 
 
 def start(function: Callable[..., Any], *arguments: Any, **environment: str) -> BaseProcess:

@@ -93,7 +93,7 @@ READERS = {
     "results.json": (read_results, 3, {"an empty list"}),
     "MANIFEST.json": (lambda path: read_manifest(path.parent), 4, ()),
     "sweep.json": (_known_trials, 3, ()),
-    "table.json": (lambda path: read_ways(str(path), "engine"), 3, ()),
+    "table.json": (lambda path: read_ways(str(path)), 3, ()),
     "costs.json": (lambda path: read_costs(path, 2), 2, ()),
     WRITTEN: (lambda path: plan_files(path.parent, {}, 1, 1, 1), 3, set()),
     "metrics.jsonl": (lambda path: read_metrics(path.parent), 3, _CUT),
@@ -200,11 +200,11 @@ TIMES = (
 )
 NODE = '{"gpus_per_node": NUMBER, "near": {"latency_us": 80, "gb_per_s": 360}}'
 ROW = (
-    '{"version": 1, "user": "engine", "tp": 2, "prefill": [], '
-    '"decode": [{"from": NUMBER, "reduce": "nccl", "travels": false}]}'
+    '{"version": 1, "user": "plugin", "tp": 2, "prefill": [], '
+    '"decode": [{"from": NUMBER, "reduce": "vllm", "travels": false}]}'
 )
-RANKS = '{"version": 1, "user": "engine", "tp": NUMBER, "prefill": [], "decode": []}'
-VERSION = '{"version": NUMBER, "user": "engine", "tp": 2, "prefill": [], "decode": []}'
+RANKS = '{"version": 1, "user": "plugin", "tp": NUMBER, "prefill": [], "decode": []}'
+VERSION = '{"version": NUMBER, "user": "plugin", "tp": 2, "prefill": [], "decode": []}'
 LAYER = '{"tokens": 9, "ladder": {"alone": [null, 1, NUMBER, 2]}}'
 PROBLEM = (
     '{"task_id": "HumanEval/0", "prompt": "def f(x):\\n", "entry_point": "f", "canonical_solution": "    return x\\n", '
@@ -232,7 +232,7 @@ def test_what_is_no_number_is_refused_where_a_number_stands(
     code = 2 if name in ("machine.json", "costs.json") else 3
     read = {
         "costs.json": lambda path: read_costs(path, 4),
-        "table.json": lambda path: read_ways(str(path), "engine", 2),
+        "table.json": lambda path: read_ways(str(path), 2),
         "machine.json": read_machine,
         "problems.jsonl": load_evalplus,
     }[name]

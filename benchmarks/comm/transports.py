@@ -23,7 +23,9 @@ from fcsd.bench.runner import table, write
 from fcsd.errors import FcsdError
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, join_world, leave
+from fcsd.parallel.all_reduce.host import sums_of
 from fcsd.parallel.transports.copies import CopiesTransport
+from fcsd.parallel.transports.host import HostTransport, streams
 from fcsd.parallel.transports.symmetric_memory import open_buffers
 from fcsd.parallel.transports.transport import Splits, Transport, all_to_all, splits_of
 
@@ -124,13 +126,16 @@ def main() -> None:
     world = join_world()
     found: dict[str, Any] = {"environment": snapshot(), "world": world.size, "rows": SIZES, "ms": {}}
     shown: dict[str, dict[str, str | None]] = {}
+    by_host = HostTransport(sums_of, streams())
     check(CopiesTransport(open_buffers), world)
+    check(by_host, world)
     for size, count in SIZES.items():
         splits = splits_of(uneven(world.size, count), world.rank)
         rows = torch.randn(sum(splits.sends), WIDTH, device=world.device, dtype=torch.bfloat16)
         exchanges = {
             "NCCL": launching(all_to_all, rows, splits),
             "copies": launching(CopiesTransport(open_buffers), rows, splits),
+            "host": launching(by_host, rows, splits),
         }
         found["ms"][size] = {name: measure(exchange) for name, exchange in exchanges.items()}
         for name, ms in found["ms"][size].items():

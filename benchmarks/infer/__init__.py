@@ -1,1 +1,1 @@
-"""The benchmark of fcsd's inference engine: more degrees, wirings and backends than ``fcsd bench serve`` takes."""
+"""The benchmark of fcsd's inference engine: degrees, wirings, batches and all-reduce backends."""

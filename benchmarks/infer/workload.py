@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.bench.serve.model import prompts_of
-from fcsd.bench.serve.own import Times
 from fcsd.bench.serve.workload import OWN, STANDARD
 from fcsd.bench.shapes import SHAPES
 from fcsd.errors import ConfigError, unknown_value
 from fcsd.models.wiring_block import NAMES
 from fcsd.parallel.all_reduce.backends import backend_of, is_bound
+
+Times = dict[str, list[float]]  # milliseconds in each round: of the ``prefill``, and of one step of ``decode``
 
 
 @dataclass(frozen=True)

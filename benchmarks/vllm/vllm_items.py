@@ -25,9 +25,9 @@ import torch  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
 from fcsd.engine.generate import BATCHES, ending  # noqa: E402
+from fcsd.eval.code.evalplus_tasks import EvalPlusTask, evalplus_result  # noqa: E402
 from fcsd.eval.code.sandbox import find_sandbox  # noqa: E402
 from fcsd.eval.engines.adapter import HFAdapter  # noqa: E402
-from fcsd.eval.evalplus_tasks import EvalPlusTask, evalplus_result  # noqa: E402
 from fcsd.eval.suite import EVALPLUS, SANDBOX, select_any  # noqa: E402
 from fcsd.eval.tasks import load_tasks, task_results  # noqa: E402
 from fcsd.models.build import load_model  # noqa: E402

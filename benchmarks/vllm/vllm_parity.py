@@ -345,7 +345,7 @@ def format_of(reduce: str) -> Any:
     from fcsd.kernels.bit_split.format import format_of_reduction
     from fcsd.parallel.all_reduce.ways import is_table, read_ways
 
-    return format_of_reduction(read_ways(reduce, "plugin").decode[0][1].reduce if is_table(reduce) else reduce)
+    return format_of_reduction(read_ways(reduce).decode[0][1].reduce if is_table(reduce) else reduce)
 
 
 def reference(path: Path) -> Any:

@@ -98,7 +98,7 @@ class Bench:
         longest = max(*given.tokens, given.prompt, SHORT + LONG) + 8
         model = write_directory(given.model, config, wiring, folder / "model", longest)
         if told is not None and "table" in told:
-            once = Way(PLAIN["plugin"], False)
+            once = Way(PLAIN, False)
             rows = Ways(once, ((1, once),), ((1, once),)).to_rows()
             head = {"version": VERSION, "user": "plugin", "tp": given.tp, "wiring": given.wiring}
             told = {"reduce": str(folder / "table.json")}

@@ -14,11 +14,13 @@ import argparse
 import json
 import multiprocessing
 import os
+import signal
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,6 +91,7 @@ def fill_integers() -> None:
 
 def serve(turns: Connection, path: Path, log: Path, engine: Engine, experts: bool) -> None:
     """One engine: answers each request for (prompts, tokens of each, new tokens) by its seconds and its tokens."""
+    os.setsid()  # its workers end with it
     with log.open("w") as messages:
         os.dup2(messages.fileno(), 1)
         os.dup2(messages.fileno(), 2)
@@ -153,7 +156,7 @@ def main() -> None:
         parser.error(f"{weights}: weights are {', '.join(WEIGHTS)}")
     fill_integers()
     found: dict[str, Any] = {"command": " ".join(sys.argv), "vllm": __version__, "milliseconds": {}, "logs": {}}
-    fork, ends = multiprocessing.get_context("fork"), {}
+    fork, ends, processes = multiprocessing.get_context("fork"), {}, []
     with tempfile.TemporaryDirectory() as scratch:
         for number, name in enumerate(names):
             wiring = wiring_for(known[name].wiring, config, 2)
@@ -163,7 +166,9 @@ def main() -> None:
                 (path / "config.json").write_text(json.dumps(fields))
             ends[name], other = fork.Pipe()
             log = out.with_name(f"{name.replace(', ', '-').replace(' ', '-')}.log")
-            fork.Process(target=serve, args=(other, path, log, known[name], experts_of(config) > 0)).start()
+            engine = other, path, log, known[name], experts_of(config) > 0
+            processes.append(fork.Process(target=serve, args=engine))
+            processes[-1].start()
             other.close()
         running = {}
         for name, turns in ends.items():
@@ -192,6 +197,9 @@ def main() -> None:
     for name, rows in found["milliseconds"].items():
         print(name, {what: round(statistics.median(times), 3) for what, times in rows.items()}, flush=True)
     print(found["started"], found["answers like stock"], flush=True)
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     os._exit(0)
 
 

@@ -93,7 +93,7 @@ class ServeOptions:
         ),
     ] = None
     gpus: Gpus = None
-    ep: Annotated[bool, typer.Option("--ep", help="Give each rank of vLLM whole experts.")] = False
+    ep: Annotated[bool, typer.Option("--ep", help="Give each rank whole experts.")] = False
     dp: Annotated[int, typer.Option(min=1, help="Replicas, behind one address, of so many GPUs each.")] = 1
     prompt_tokens: Annotated[str, typer.Option(metavar="N[,N...]", help="Tokens of a prompt.")] = "512,2048,8192"
     concurrency: Concurrency = 16
@@ -107,16 +107,12 @@ class ServeOptions:
     ] = None
     rounds: Annotated[int, typer.Option(min=1, help="How often the variants take turns.")] = 3
     minutes: Annotated[float, typer.Option(help="The time that everything may take.")] = 10.0
-    engine: Annotated[
-        str, typer.Option(metavar="vllm|own", help="Servers of vLLM, or fcsd's own engine where there is no vLLM.")
-    ] = "vllm"
     all_reduce: Annotated[
         str | None,
         typer.Option(
             metavar="KIND[,KIND...]",
             help="The ways to sum with which a wiring is timed, in flight and at once, such as "
-            "nccl,quantised:int8; a quantised one changes results. The default is nccl, and symmetric where it works; "
-            "under vLLM it is vllm.",
+            "vllm,quantised:int8; a quantised one changes results. The default is vllm.",
         ),
     ] = None
 
@@ -142,7 +138,6 @@ class ServeOptions:
             loads=() if self.loads == "none" else shares(self.loads),
             rounds=self.rounds,
             minutes=self.minutes,
-            engine=self.engine,
             options=tuple(options),
             sums=names(self.all_reduce),
         )
@@ -183,18 +178,13 @@ def serve(
         from fcsd.bench.serve.choice import check_table
 
         check_table(load, table)
-    if asked.engine == "own":
-        require_extra("eval", "fcsd bench serve --engine own", "accelerate", "matplotlib")
     if asked.gpus is None:
         load = replace(load, tp=max(1, gpus_here(lambda count: count % load.dp == 0) // load.dp))
-    if asked.engine == "own":
-        ensure_world(load.tp)
 
     from fcsd.bench.serve.measure import bench
 
     found, text = bench(load, out, heal_hours, table)
-    if first_rank():
-        emit(json.dumps(found, indent=2) if as_json else text)
+    emit(json.dumps(found, indent=2) if as_json else text)
     if table is not None and not found["tables"]:
         raise FcsdError("no table was written: the wiring was not timed in two ways", "The result says what failed.")
     if not found["ratios"]:

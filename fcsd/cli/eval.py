@@ -129,7 +129,6 @@ def evaluate(
     require_extra("eval", "fcsd eval", *(package for package in EXTRAS["eval"] if package != "evalplus"))
 
     from fcsd.eval.suite import EVALPLUS, LM_EVAL, select_any
-    from fcsd.eval.task_names import folders_of
 
     # What follows is checked before torch and scipy are imported, which takes seconds.
     require_models(*models, baseline)
@@ -139,6 +138,8 @@ def evaluate(
     if any(benchmark.harness == EVALPLUS for benchmark in benchmarks):
         require_extra("eval", "fcsd eval of HumanEval+ and MBPP+", "evalplus")
     if unlisted := [each.task for each in benchmarks if each.harness == LM_EVAL and not each.directory]:
+        from fcsd.eval.task_files import folders_of
+
         folders_of(unlisted)
 
     from fcsd.eval import compare

@@ -45,8 +45,7 @@ AllReduce = Annotated[
     typer.Option(
         "--all-reduce",
         metavar="KIND",
-        help=f"How the ranks of fcsd's engine sum partial results: {described('engine')}; or, in fcsd chat, "
-        "by the table FILE.json that fcsd bench serve has written. See docs/engine.md.",
+        help=f"How the ranks of fcsd's engine sum partial results: {described('engine')}. See docs/engine.md.",
     ),
 ]
 Device = Annotated[str | None, typer.Option(metavar="cuda|cpu", help="The default is cuda if there is a GPU.")]

@@ -34,7 +34,7 @@ PANELS = {
     "Layers and wiring": "layers wiring wirings variant border distance reduce",
     "Size of the work": "batch_size max_length tokens rounds prompt_tokens concurrency answer batches loads minutes "
     "depth heal_hours",
-    "Machine": "gpus launch join_timeout ep_size device dtype backend generation ep dp engine all_reduce",
+    "Machine": "gpus launch join_timeout ep_size device dtype backend generation ep dp all_reduce",
     "Output": "out log_samples dry_run as_json",
 }
 _MEANT = {"heal": "distill", "train": "distill", "rewire": "convert", "evaluate": "eval", "score": "eval"}

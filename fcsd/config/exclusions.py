@@ -12,11 +12,12 @@ RANDOM, REPLICATED = "init.weights random", "parallel.teacher_placement replicat
 ALONE_ROUNDED, BENCHMARK = "parallel.quantised with parallel.ep_size 1", "a benchmark as early_stop.metric"
 NF4 = "train.adapter.base nf4"
 UNDIVIDED, ROUNDED_MOMENTS = "parallel.zero_stage 0", "optim.moments 8bit"
+OTHER_STATES = "optim.offload host or optim.moments 8bit"
 FREEZES_TRAINED = "objective.freeze_embeddings or objective.freeze_lm_head"
 
 # setting, setting, why
 EXCLUSIONS = (
-    (SHARDED, EXPERTS, "shards have no experts and no dispatch"),
+    (SHARDED, EXPERTS, "only dense layers are divided so; parallel.ep_size divides experts"),
     (SHARDED, UNDIVIDED, "set it to 1 or 2"),
     (SHARDED, COMPILED, "it is not proven"),
     (SHARDED, ADAPTERS, "with optim.train alone it can"),
@@ -25,8 +26,7 @@ EXCLUSIONS = (
     (ON_HOST, UNDIVIDED, "set it to 1 or 2"),
     (ROUNDED_MOMENTS, UNDIVIDED, "set it to 1 or 2"),
     (ROUNDED_MOMENTS, ON_HOST, "the moments on the host are in fp32"),
-    (MOVED, ROUNDED_MOMENTS, "the states of experts move in fp32"),
-    (MOVED, ON_HOST, "the states of experts move between GPUs, not hosts"),
+    (MOVED, OTHER_STATES, "the states of experts move in fp32, between GPUs"),
     (COMPILED, EXPERTS, "layers that send or round rows cannot be compiled"),
     (FROZEN, RANDOM, "what is frozen must have learned something"),
     (FROZEN, REPLICATED, "the teacher's experts are the student's"),

@@ -233,6 +233,7 @@ class Recipe(Section):
             exclusions.ON_HOST: self.optim.offload == "host",
             exclusions.UNDIVIDED: parallel.zero_stage == 0,
             exclusions.ROUNDED_MOMENTS: self.optim.moments == "8bit",
+            exclusions.OTHER_STATES: self.optim.moments == "8bit" or self.optim.offload == "host",
             exclusions.MOVED: parallel.placement.every > 0,
             exclusions.FROZEN: self.frozen_beside is not None,
             exclusions.OWN_PARTS: bool(parts),

@@ -102,7 +102,7 @@ def _measure(model: Path, wiring: Wiring, layers: str, text: Path | None) -> Lay
     on_gpu = torch.cuda.is_available()
     device, dtype = ("cuda", "bfloat16") if on_gpu else ("cpu", "float32")
     network = load_model(model, dtype=dtype, device=device)
-    return measure_layers(network, wiring, calibration_rows(network, model, text), count)
+    return measure_layers(network, wiring, calibration_rows(network, model, text, ROWS, TOKENS), count)
 
 
 def measure_layers(

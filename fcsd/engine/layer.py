@@ -33,7 +33,6 @@ from fcsd.models.wiring import (
 )
 from fcsd.parallel.all_reduce import reduce
 from fcsd.parallel.all_reduce.backends import backend_of
-from fcsd.parallel.all_reduce.ways import Way, Ways
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 
 
@@ -43,12 +42,11 @@ class Sums:
 
     Attributes:
         ranks: the ranks that divide the model.
-        ways: how the ranks reduce in each step, and whether a reduction is awaited where it starts. The code is the
-            same then, but nothing overlaps.
+        reduce: how the ranks reduce, one of ``parallel.all_reduce.backends``.
     """
 
     ranks: TensorGroup
-    ways: Ways
+    reduce: str
 
 
 class Stream:
@@ -56,13 +54,11 @@ class Stream:
 
     Args:
         x: the embeddings ``[batch, seq, hidden]``.
-        way: the way of this pass; None chooses it by the tokens of ``x``, of which a pass may later cut some off.
     """
 
-    def __init__(self, x: Tensor, sums: Sums, way: Way | None = None) -> None:
+    def __init__(self, x: Tensor, sums: Sums) -> None:
         self._running = Running(x, None)
         self._sums = sums
-        self._way = way or sums.ways.of("decode" if x.shape[1] == 1 else "prefill", x.shape[0] * x.shape[1])
         self._leaving: tuple[SummedWiring, Any, Tensor | None] | None = None  # see ``leave``
         self._in_flight: list[Callable[[], Tensor]] = []  # oldest first; each returns its sum when it has arrived
 
@@ -80,9 +76,7 @@ class Stream:
         if sent.how == "local":
             self._in_flight.append(partial(_given, arrive(sent.out)))
             return
-        wait = reduce.reduce(sent.out, ranks.group, self._way.reduce, layer).wait
-        if not self._way.travels:
-            wait = partial(_given, wait())
+        wait = reduce.reduce(sent.out, ranks.group, self._sums.reduce, layer).wait
         self._in_flight.append((lambda: arrive(wait())) if sent.arrives else wait)
 
     def read(self, places: Sequence[int]) -> Tensor:
@@ -121,7 +115,7 @@ class Stream:
         return self._landed.shape
 
     def __getitem__(self, place: Any) -> "Stream":
-        cut = Stream(self._landed[place], self._sums, self._way)
+        cut = Stream(self._landed[place], self._sums)
         cut._in_flight = [partial(_cut, place, wait) for wait in self._in_flight]
         if self._leaving is not None:
             own, layer, given = self._leaving
@@ -180,26 +174,19 @@ class TensorParallelLayer(WiredLayer):
         stream.add(own.plan.steps[number], own.index, out, arrive)
 
 
-def wire_tensor_parallel(
-    model: PreTrainedModel,
-    wiring: Wiring,
-    ranks: TensorGroup,
-    ways: Ways = Ways(Way("nccl")),  # noqa: B008
-) -> None:
+def wire_tensor_parallel(model: PreTrainedModel, wiring: Wiring, ranks: TensorGroup, backend: str = "nccl") -> None:
     """Wire a model whose weights are divided (``weights.py``), in place. The call can be repeated on one model.
 
     Args:
         wiring: any wiring that fits the model, Desync with a degree that is the number of ranks.
-        ways: how the ranks reduce in each step. Whether a reduction is awaited where it starts changes no bit of the
-            results.
+        backend: how the ranks reduce, one of ``parallel.all_reduce.backends``.
 
     Raises:
         ConfigError: the wiring does not fit the model or the number of ranks, or a format of quantised reductions does
             not fit the width of the model.
     """
-    for backend in ways.backends:
-        if (format := backend_of(backend, "engine")[1]) is not None:
-            format.row_bytes(model.config.get_text_config().hidden_size)
+    if (format := backend_of(backend, "engine")[1]) is not None:
+        format.row_bytes(model.config.get_text_config().hidden_size)
     if wiring.name in DESYNC and wiring.tp_degree != ranks.degree:
         raise ConfigError(
             f"a {wiring.name} model of degree {wiring.tp_degree} cannot run on {ranks.degree} tensor-parallel ranks",
@@ -210,7 +197,7 @@ def wire_tensor_parallel(
     blocks = arch_of(model.config).blocks
     parts = partial(hf_parts, blocks)
     plans = plans_of(layers, parts, wiring, blocks)
-    sums = Sums(ranks, ways)
+    sums = Sums(ranks, backend)
     for index, layer in enumerate(layers):
         layer.__class__ = wired_class(TensorParallelLayer, type(layer), blocks.passes is not None)
         layer.fcsd = SummedWiring(0, 0, 1, False, parts, blocks, index, plans[index], sums)

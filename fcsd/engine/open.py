@@ -16,7 +16,6 @@ from fcsd.engine.weights import load_tensor_parallel
 from fcsd.parallel import process_settings
 from fcsd.parallel.all_reduce.backends import require_right
 from fcsd.parallel.all_reduce.reduce import Reduction
-from fcsd.parallel.all_reduce.ways import read_ways
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 
 if TYPE_CHECKING:
@@ -32,28 +31,25 @@ def open_engine(path: Path, world: "World", *, dtype: "torch.dtype", reduce: str
     Args:
         path: the checkpoint directory. A converted model has the wiring that it was converted to.
         world: this process, from ``join_world``.
-        reduce: how the ranks reduce: one of the backends that give right results, or the file of a table, see
-            ``parallel.all_reduce.ways``.
+        reduce: how the ranks reduce: one of the backends that give right results.
 
     Returns:
         A causal LM in eval mode: token ids ``[batch, seq]``, equal on all ranks, give logits ``[batch, seq, vocab]``.
 
     Raises:
-        BadInputError: the checkpoint cannot be loaded by tensor parallelism, or the table of ``reduce`` cannot be read.
-        ConfigError: the number of ranks, the all-reduce backend or its table does not fit.
+        BadInputError: the checkpoint cannot be loaded by tensor parallelism.
+        ConfigError: the number of ranks or the all-reduce backend does not fit.
     """
     import torch.distributed as dist
 
     from fcsd.models.build import wiring_of
 
     ranks = TensorGroup(dist.group.WORLD, world.size, world.rank)
-    ways = read_ways(reduce, "engine", world.size)
-    for backend in ways.backends:  # what these ranks cannot have is refused before the weights are read
-        require_right(backend)
-        Reduction(ranks.group, backend, 0)
+    require_right(reduce)
+    Reduction(ranks.group, reduce, 0)  # what these ranks cannot have is refused before the weights are read
     if world.device.type == "cuda" and world.size > 1:
         process_settings.warn(os.environ)
     model = load_tensor_parallel(path, dtype=dtype, device=world.device, ranks=ranks)
     fuse(model, world.device.type == "cuda")
-    wire_tensor_parallel(model, wiring_of(model.config), ranks, ways)
+    wire_tensor_parallel(model, wiring_of(model.config), ranks, reduce)
     return model

@@ -19,12 +19,12 @@ from fcsd.checkpoint import expect_directory, open_checkpoint
 from fcsd.checkpoint.location import short_names
 from fcsd.disk import require_folder
 from fcsd.errors import ConfigError
+from fcsd.eval.code.evalplus_tasks import EvalPlusTask, evalplus_result
 from fcsd.eval.code.sandbox import find_sandbox
 from fcsd.eval.compare import require_same_engine
 from fcsd.eval.engines.adapter import HFAdapter
 from fcsd.eval.engines.engine import OWN, Engine, opened, versions
 from fcsd.eval.engines.interface import Adapter
-from fcsd.eval.evalplus_tasks import EvalPlusTask, evalplus_result
 from fcsd.eval.perplexity import HELD_OUT, HeldOut, held_out_result
 from fcsd.eval.results import COMPARISON, Result, ResultFile, in_mean, shown, shown_answers, write_samples
 from fcsd.eval.statistics import spread

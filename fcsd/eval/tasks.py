@@ -21,10 +21,10 @@ from unittest.mock import patch
 
 from fcsd.disk import json_sha256
 from fcsd.errors import BadInputError, ConfigError
+from fcsd.eval.code.evalplus_tasks import EvalPlusTask, load_evalplus_task
 from fcsd.eval.code.judge import TIMEOUT_S, judged
 from fcsd.eval.code.problems import problem_from_tests
 from fcsd.eval.engines.interface import Adapter
-from fcsd.eval.evalplus_tasks import EvalPlusTask, load_evalplus_task
 from fcsd.eval.ifeval import AGGREGATED, aggregated_items, require_ifeval_tools
 from fcsd.eval.results import PERPLEXITIES, fields_of
 from fcsd.eval.statistics import estimate, spread

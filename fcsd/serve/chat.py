@@ -94,8 +94,7 @@ def chat(
         For each prompt, a list with one answer per model.
 
     Raises:
-        BadInputError: a model, the prompts or the table of ``reduce`` cannot be used, or a prompt leaves no room for an
-            answer.
+        BadInputError: a model or the prompts cannot be used, or a prompt leaves no room for an answer.
         ConfigError: ``dtype`` or ``device`` is unknown, a model cannot be divided over this number of processes, or
             ``reduce`` gives wrong results.
     """
@@ -103,10 +102,8 @@ def chat(
     check_device(device)
     if divided:
         from fcsd.parallel.all_reduce.backends import require_right
-        from fcsd.parallel.all_reduce.ways import read_ways
 
-        for backend in read_ways(reduce, "engine").backends:
-            require_right(backend)
+        require_right(reduce)
     elif reduce != "nccl":
         raise ConfigError("an all-reduce backend is for a divided model", "add --gpus, or leave --all-reduce out")
     interactive = prompts is None and sys.stdin.isatty()

@@ -104,7 +104,7 @@ def _further(table: Path | None, graphs: tuple[int, int] | None, gpus: int, opti
     """
     asked: dict[str, tuple[str, object]] = {}
     if table is not None:
-        read_ways(str(table), "plugin", gpus)
+        read_ways(str(table), gpus)
         asked["--additional-config"] = "--table", {"fcsd": {"reduce": str(table.resolve())}}
     if graphs is not None:
         asked["--compilation-config"] = "--prompt-tokens", {"cudagraph_capture_sizes": graph_sizes(*graphs)}

@@ -53,9 +53,9 @@ ALONE = ("original", "int4 alone")  # how forms begin that have no converted lay
 WAYS = ("layers", "adapters", "int4", "int4-bf16-teacher")
 
 
-def common_arguments(about: str | None) -> argparse.ArgumentParser:
-    """What the command lines of the studies that heal in memory share."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments() -> argparse.ArgumentParser:
+    """What the command line takes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("original", type=Path, nargs="?")
     parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("--text", action="append", default=[], metavar="NAME=DIR")
@@ -66,12 +66,6 @@ def common_arguments(about: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--held-out", type=int, default=96, help="rows of each divergence")
     parser.add_argument("--seconds", type=float, default=400)
     parser.add_argument("--table", type=Path, metavar="FILE")
-    return parser
-
-
-def arguments() -> argparse.ArgumentParser:
-    """What the command line takes."""
-    parser = common_arguments(__doc__)
     parser.add_argument("--layers", nargs="+", default=["50%"])
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--first-seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""``fcsd bench serve``: servers of a double of vLLM are asked over HTTP and ended, and fcsd's engine really runs."""
+"""``fcsd bench serve``: servers of a double of vLLM are asked over HTTP and ended."""
 
 import json
 import os
@@ -13,7 +13,6 @@ import psutil
 import pytest
 import ranks
 import tiny
-from ranks import fcsd
 from ranks import start as start_process
 from typer.testing import CliRunner
 
@@ -284,59 +283,54 @@ def test_signals_leave_no_process(asked, tmp_path, number):
     assert all(ended(pid) for server in asked() for pid in server["processes"])
 
 
-def stopped_after_a_figure(options: list[str], said: Path) -> None:
+def stopped_after_a_figure(double: str, options: list[str], said: Path) -> None:
     real = runner.write
 
-    def write(*arguments: Any) -> None:
-        real(*arguments)
-        signal.raise_signal(signal.SIGTERM)
+    def write(result: Any, *rest: Any) -> None:
+        real(result, *rest)
+        if any(row["rounds"] for row in result["variants"].values()):
+            signal.raise_signal(signal.SIGTERM)
 
+    sys.path.insert(0, double)
+    under_vllm.require_vllm = lambda what, *, rewired: None
+    client._TOGETHER = -1
     runner.write, sys.argv = write, ["fcsd", "bench", "serve", "tiny-dense", *options]
     with said.open("w") as sys.stderr:
         main()
 
 
-def test_a_figure_is_written_at_once_and_kept_when_the_run_starts_again(tmp_path):
+def test_a_figure_is_written_at_once_and_kept_when_the_run_starts_again(asked, tmp_path):
     options = ["--depth=1", "--prompt-tokens=8", "--concurrency=1", "--answer=2", "--batches=1", "--rounds=1"]
-    options += ["--engine=own", f"--out={tmp_path}"]
+    options += ["--loads=none", f"--out={tmp_path}"]
     for kept in (["serve.json"], ["serve.1.json", "serve.json"]):
-        assert ranks.exit_code(stopped_after_a_figure, options, tmp_path / "said") == 143
-        assert (tmp_path / "said").read_text().splitlines()[1:] == ["error: stopped by SIGTERM"]
+        told = os.environ["PYTHONPATH"], options, tmp_path / "said"
+        assert ranks.exit_code(stopped_after_a_figure, *told) == 143
+        assert (tmp_path / "said").read_text().splitlines()[-1:] == ["error: stopped by SIGTERM"]
         assert sorted(path.name for path in tmp_path.glob("*.json")) == kept
         for name in kept:
             stored = json.loads((tmp_path / name).read_text())
             assert stored["complete"] is False and list(stored["variants"]["original"]["rounds"]) == ["decode 1"]
 
 
-def test_the_engine_of_fcsd_is_measured_on_this_machine(tmp_path):
-    options = [
-        "--engine",
-        "own",
-        "--depth",
-        2,
-        "--prompt-tokens",
-        "8,16",
-        "--concurrency",
-        2,
-        "--answer",
-        3,
-        "--batches",
-        "1,2",
-    ]
-    options += ["--gpus", 2, "--rounds", 1, "--heal-hours", 1, "--json", "--out", tmp_path]
-    options += ["--all-reduce", "nccl,quantised:int8:g64", "--table", tmp_path / "table.json"]
-    found = fcsd("bench", "serve", "tiny-dense", *options, size=2)
-    assert found.returncode == 0, found.stderr
+def test_the_whole_command_writes_its_result_its_picture_and_a_table(asked, tmp_path, monkeypatch):
+    monkeypatch.setattr(under_vllm, "alternatives", lambda machine, load, **_: ([], {}))
+    words = ["bench", "serve", "tiny-dense", "--depth=2", "--prompt-tokens=8,16", "--concurrency=2", "--answer=3"]
+    words += ["--batches=1,2", "--loads=none", "--gpus=2", "--rounds=1", "--heal-hours=1", "--json"]
+    words += ["--all-reduce=vllm,quantised:int8:g64", "--out", str(tmp_path), "--table", str(tmp_path / "table.json")]
+    words += ["--", "--max-num-batched-tokens", "8192"]
+    monkeypatch.setattr(sys, "argv", ["fcsd", *words])
+    found = CliRunner().invoke(app, words)
+    assert found.exit_code == 0, found.stderr
     stored = json.loads((tmp_path / "serve.json").read_text())
-    assert stored["complete"] and stored["verdicts"]["ladder"].startswith("ladder ") and stored["missing"]["load"]
+    assert stored["complete"] and stored["verdicts"]["ladder"].startswith("ladder ")
     wired = {"ladder", "ladder, by its table"}
     assert json.loads(found.stdout)["ratios"] == stored["ratios"] and stored["break_even_days"].keys() == wired
     keys = {"decode 1", "decode 2", "prefill 8", "prefill 16"}
     assert {name: row["rounds"].keys() for name, row in stored["variants"].items()} == dict.fromkeys(
-        ("original", "original, quantised:int8:g64", "ladder", "ladder, quantised:int8:g64", "ladder, sums at once",
-         "ladder, quantised:int8:g64, sums at once", "bound", "ladder, by its table"), keys,
+        ("original", "ladder", "bound", "ladder, sums at once", "ladder, quantised:int8:g64",
+         "ladder, quantised:int8:g64, sums at once", "ladder, by its table"), keys,
     )  # fmt: skip
-    ways = read_ways(str(tmp_path / "table.json"), "engine", 2)
+    ways = read_ways(str(tmp_path / "table.json"), 2)
     assert ways.to_rows() == stored["tables"]["ladder"]
     assert ways.decode[0][0] == 1 and ways.prefill[0][0] == 16, "the tokens of a step"
     assert stored["command"].startswith("fcsd ") and stored["environment"]["packages"]["torch"]
@@ -366,32 +360,25 @@ def test_a_config_alone_is_enough_and_chooses_the_wiring(tmp_path):
     convert_checkpoint(tmp_path / "base", tmp_path / "wired", wiring="ladder", layers="1-2", check=False)
     load = Workload(str(tmp_path / "wired"))
     assert usual_wirings(load, config_of(load.model, None)) == ("own",)
+    with pytest.raises(ConfigError, match="own is the wiring of a converted model"):
+        wiring_for("own", config, 2)
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (["nothing"], "neither a shape nor a directory"),
-        (["tiny", "--engine", "fast"], "unknown engine 'fast'"),
         (["tiny", "--wirings", "lader"], "unknown wiring 'lader'"),
         (["tiny", "--loads", "2"], "a share of the peak"),
         (["tiny", "--loads", "half"], "not a list of numbers"),
         (["tiny", "--minutes", "0"], "--minutes is above 0"),
-        (["tiny", "--engine", "own", "--dp", "2"], "--dp needs --engine vllm"),
-        (["tiny", "--engine", "own", "--ep"], "--ep needs --engine vllm"),
-        (["tiny-dense", "--engine", "own", "--wirings", "own"], "own is the wiring of a converted model"),
-        (["tiny", "--engine", "own", "--", "--seed", "1"], "options behind -- are for"),
-        (["tiny"], "fcsd bench serve without --engine own needs vllm"),
-        (["tiny", "--engine", "own", "--all-reduce", "vllm"], "unknown all-reduce backend 'vllm'"),
-        (["tiny", "--engine", "own", "--all-reduce", "none"], "--all-reduce none gives wrong results"),
-        (["tiny", "--engine", "own", "--out", __file__], "test_bench_serve.py is not a directory"),
-        (["tiny", "--engine", "own", "--table", "t.txt"], "--table t.txt does not end in .json"),
-        (["tiny", "--engine", "own", "--table", "no/t.json"], "--table no/t.json has no directory"),
+        (["tiny"], "fcsd bench serve needs vllm"),
+        (["tiny", "--all-reduce", "nccl"], "unknown all-reduce backend 'nccl'"),
+        (["tiny", "--all-reduce", "none"], "--all-reduce none gives wrong results"),
+        (["tiny", "--out", __file__], "test_bench_serve.py is not a directory"),
+        (["tiny", "--table", "t.txt"], "--table t.txt does not end in .json"),
+        (["tiny", "--table", "no/t.json"], "--table no/t.json has no directory"),
         (["tiny", "--wirings", "ladder,farskip", "--table", "t.json"], "--table is the table of one wiring"),
-        (
-            ["tiny-dense", "--engine", "own", "--layers", "1", "--prompts", "8", "--batches", "1", "--minutes", "1e-9"],
-            "without a GPU, prefill 8 takes about",
-        ),
         (["tiny", "--table", "t.json"], "how many tokens a step of vLLM has"),
         (["tiny", "--table", "t.json", "--", "--max-num-batched-tokens=8k"], "how many tokens a step of vLLM has"),
     ],
@@ -404,7 +391,7 @@ def test_what_does_not_apply_is_refused_in_one_line(options, said):
 @pytest.mark.parametrize("name", ["serve.json", "serve.png"])
 def test_what_another_measurement_has_written_stays(name, tmp_path):
     (tmp_path / name).write_text("former")
-    found = CliRunner().invoke(app, ["bench", "serve", "tiny", "--engine", "own", "--out", str(tmp_path)])
+    found = CliRunner().invoke(app, ["bench", "serve", "tiny", "--out", str(tmp_path)])
     assert found.exit_code == 2 and f"{tmp_path / name} exists" in found.stderr
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / name]
     assert (tmp_path / name).read_text() == "former"

@@ -108,29 +108,29 @@ def test_the_break_even_is_what_the_gpus_save() -> None:
     assert figures.overall({("decode", 1): 4.0, ("decode", 2): 1.0}) == pytest.approx(2) and figures.overall({}) is None
 
 
-AT_ONCE, ROUNDED = Way("nccl", False), Way("quantised:int8")
+AT_ONCE, ROUNDED = Way("vllm", False), Way("quantised:int8")
 
 
 def test_a_table_has_the_fastest_way_for_each_number_of_tokens() -> None:
-    load = Workload("tiny-dense", engine="own", tp=2, arrivals=4)
+    load = Workload("tiny-dense", tp=2, arrivals=1)
     figures_ = [("decode", 1), ("decode", 16), ("decode", 64), ("prefill", 512), ("prefill", 2048), PEAK]
     times = {
-        Way("nccl"): [2.0, 1.0, 1.0, 10.0, 90.0, 1.0],
-        AT_ONCE: [1.0, 2.0, 2.0, 11.0, 99.0, 1.0],
-        ROUNDED: [9.0, 0.99, 3.0, 9.9, 70.0, 1.0],  # 1 % is not worth what it changes
+        Way("vllm"): [2.0, 1.0, 1.0, 10.0, 90.0, 1.0],
+        AT_ONCE: [1.0, 2.0, 2.0, 10.1, 99.0, 1.0],  # sums in flight of a step without a graph are work for the host
+        ROUNDED: [9.0, 0.99, 3.0, 9.95, 70.0, 1.0],  # 1 % is not worth what it changes
     }
     known = {way: {f: [t + 9, t, t - 9] for f, t in zip(figures_, ts, strict=True)} for way, ts in times.items()}
     ways = choice.choose(load, known)
-    assert ways.decode == ((1, AT_ONCE), (16, Way("nccl")))
-    assert ways.prefill == ((4 * 512, Way("nccl")), (4 * 2048, ROUNDED)) and ways.rest == AT_ONCE
+    assert ways.decode == ((1, AT_ONCE), (16, Way("vllm")))
+    assert ways.prefill == ((512, AT_ONCE), (2048, ROUNDED)) and ways.rest == AT_ONCE
     chosen = figures.medians(choice.by_table(load, known))
-    assert list(chosen.values()) == [1.0, 1.0, 1.0, 10.0, 70.0], "and nothing for the peak, which has many sizes"
+    assert list(chosen.values()) == [1.0, 1.0, 1.0, 10.1, 70.0], "and nothing for the peak, which has many sizes"
     assert choice.choose(load, {ROUNDED: {}}).decode == ()
 
 
 def test_the_line_of_a_table_has_times_of_rounds_that_did_not_choose() -> None:
-    load = Workload("tiny-dense", engine="own", tp=2)
-    two = {Way("nccl"): [1.0, 5.0], AT_ONCE: [4.0, 2.0]}
+    load = Workload("tiny-dense", tp=2, options=("--max-num-batched-tokens", "8192"))
+    two = {Way("vllm"): [1.0, 5.0], AT_ONCE: [4.0, 2.0]}
     for rounds, by_table, told in ((2, [4.0, 5.0], "which the other rounds chose"), (1, [1.0], "flatters the table")):
         variants = {
             str(way): {"role": role, "wiring": "ladder", **way._asdict(), "rounds": {("decode", 1): times[:rounds]}}

@@ -2,15 +2,18 @@
 
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cpu_device
 import pytest
 import torch
-from benchmarks.train.step import model, workload
+from benchmarks.train.step import model, variants, workload
 from benchmarks.train.step.__main__ import app
 from benchmarks.train.step.distillation import Distillation
 from benchmarks.train.step.table import table
+from benchmarks.train.step.training import Training
 from benchmarks.train.step.workload import FUSED, WITH_TEACHER, Workload
 from ranks import fcsd, on_ranks
 from test_levels import duplicates, expected_groups
@@ -19,6 +22,8 @@ from typer.testing import CliRunner
 
 from fcsd.errors import ConfigError
 from fcsd.launch.world import join_world
+from fcsd.parallel.all_reduce import host as host_sums
+from fcsd.parallel.transports import host
 
 pytestmark = pytest.mark.lab
 
@@ -121,11 +126,11 @@ def test_the_distillation_step_is_timed_in_one_group_of_processes(tmp_path):
     assert titles.split() == ["step", "ms", "tokens/s", "of", "bound", "data"], "no MFU, no trace and no peak memory"
 
 
-def first_losses(*sets: str) -> dict[str, float]:
+def first_losses(*sets: str, names: tuple[str, ...] = ("overlapped", "blocking")) -> dict[str, float]:
     """The loss of a step under each variant; the learning rate is too small to change a weight."""
     load = Workload("tiny", 2, 1, 16, teacher=True, sets=("optim.lr=1e-30", *sets))
     steps, found = Distillation(load, join_world()), {}
-    for name in ("overlapped", "blocking"):
+    for name in names:
         steps.choose(name)
         steps._taken = 0  # the same rows under each variant
         found[name] = steps.several(1)["loss"]
@@ -140,9 +145,43 @@ def test_a_step_with_adapters_is_that_of_one_model_under_each_variant():
     assert whole == pytest.approx(full, rel=1e-3)  # a small difference of fp32 values
 
 
+def by_host(built: dict[int, Path]) -> list[Any]:
+    """The losses of both models' steps and of one model's; a variant of the step of training, and how often it sent."""
+    world, calls = join_world(), []
+    shared = cpu_device.sums(built)
+    exchange = shared.all_to_all_uneven
+
+    def sums_of(group: Any) -> Any:
+        return SimpleNamespace(all_to_all_uneven=lambda *given: (calls.append(1), exchange(*given)))
+
+    def now(run: Any) -> Any:
+        run()
+        return SimpleNamespace(wait=lambda: None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (host_sums, variants):
+            patch.setattr(module, "sums_of", sums_of)
+        for module in (host, variants):
+            patch.setattr(module, "streams", lambda: (now, now))
+        found: list[Any] = [first_losses(*sets, names=("overlapped", "by-host")) for sets in ((), (RANK,))]
+        steps = len(calls)
+        load = Workload("tiny", 2, 1, 16, variants=("overlapped",))
+        object.__setattr__(load, "variants", ("overlapped", "by-host"))  # as where there are GPUs
+        equality = Training(load, world).check()["equality"]
+        return [*found, equality["by-host"]["equal"], min(steps, len(calls) - steps)]
+
+
+def test_steps_by_the_host_are_those_of_overlapped_ones():
+    full, adapters, equal, calls = on_ranks(2, by_host, cpu_device.libraries(2))[0]
+    assert full["by-host"] == full["overlapped"] == adapters["by-host"] == adapters["overlapped"] > 0
+    assert equal and calls > 0
+
+
+RANK = "train.adapter.rank=4"
+
+
 def losses_of_both() -> list[dict[str, float]]:
-    rank = "train.adapter.rank=4"
-    return [first_losses(), first_losses(rank), first_losses(rank, "parallel.ep_size=1")]
+    return [first_losses(), first_losses(RANK), first_losses(RANK, "parallel.ep_size=1")]
 
 
 def test_the_table_divides_by_the_bound_and_by_the_peak():
@@ -177,10 +216,13 @@ def test_the_table_divides_by_the_bound_and_by_the_peak():
         ({"recompute": True, "teacher": True}, "are for steps without --teacher"),
         ({"dedup": "rank", "teacher": True}, "are for steps without --teacher"),
         ({"sets": ("optim.lr=1",)}, "--set and --accumulation are for steps with --teacher"),
+        ({"variants": ("by-host-fused",)}, "by-host needs GPUs"),
+        ({"variants": ("by-host",), "teacher": True}, "by-host needs GPUs"),
         ({"accumulation": 2}, "--set and --accumulation are for steps with --teacher"),
     ],
 )
-def test_what_it_cannot_do_is_refused(changes, message):
+def test_what_it_cannot_do_is_refused(changes, message, monkeypatch):
+    monkeypatch.setattr(workload.torch.cuda, "is_available", lambda: False)
     given: dict[str, Any] = {"shape": "tiny", "layers": 2, "micro_batch": 1, "seq": 16}
     with pytest.raises(ConfigError, match=message):
         Workload(**given | changes)

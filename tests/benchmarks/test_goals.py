@@ -15,7 +15,7 @@ def test_rows_are_reached_missed_or_not_run(tmp_path: Path) -> None:
 
     (tmp_path / goals.RESULTS).mkdir(parents=True)
     assert "Reached 0, missed 0" in goals.goals(tmp_path) and "not run" in row("random sums")
-    file = tmp_path / goals.RESULTS / "host_sums_stress_streams_1xh200.json"
+    file = tmp_path / goals.RESULTS / "host_sums_stress_2xh200.json"
     for content, met in (({"sums": 1_000_000, "wrong values": 0}, "yes"), ({"sums": 999_600, "wrong values": 0}, "no"),
                          ({"sums": 2_000_000, "wrong values": 1}, "no")):  # fmt: skip
         file.write_text(json.dumps(content))

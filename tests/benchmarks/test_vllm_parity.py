@@ -190,7 +190,7 @@ def test_plans_say_what_the_plugin_is_told(tmp_path):
 
     assert vllm_parity.section_of(tmp_path, "beside+int4", 2) == dict(shared_experts="beside", reduce="quantised:int4")
     told = vllm_parity.section_of(tmp_path, "table-int8+beside", 2)
-    ways = read_ways(told["reduce"], "plugin", 2)
+    ways = read_ways(told["reduce"], 2)
     assert [(least, way.reduce, way.travels) for least, way in ways.decode] == [
         (1, "quantised:int8", False), (4, "quantised:int8", True)
     ]  # fmt: skip

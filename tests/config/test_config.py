@@ -413,7 +413,10 @@ def test_every_exclusion_is_found_by_one_reader(recipe: Path) -> None:
         assert told == f"{one} cannot be combined with {other}: {why}"
     alone = {f"parallel.zero_stage={stage}": own for stage, own in enumerate([{exclusions.UNDIVIDED}, set(), set()])}
     alone |= {"parallel.tp_size=2": {exclusions.SHARDED}, "train.compile=true": {exclusions.COMPILED}}
-    alone |= {"optim.offload=host": {exclusions.ON_HOST}, "optim.moments=8bit": {exclusions.ROUNDED_MOMENTS}}
+    alone |= {
+        "optim.offload=host": {exclusions.ON_HOST, exclusions.OTHER_STATES},
+        "optim.moments=8bit": {exclusions.ROUNDED_MOMENTS, exclusions.OTHER_STATES},
+    }
     assert {each: load_recipe(recipe, [each]).recipe.settings for each in alone} == alone
     assert "tp_size above 1 cannot be combined with train.compile" in refused(
         recipe, ["parallel.tp_size=2", "train.compile=true"]

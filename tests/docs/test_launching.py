@@ -114,15 +114,33 @@ def test_a_command_that_starts_runs_is_for_sweeps(repo: Path) -> None:
     assert refused.returncode == 2 and "--launch srun 'bash: " in refused.stderr
 
 
+def by_torchrun(repo: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", *words]
+    done = subprocess.run(command, cwd=repo, env={**os.environ, **more}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def words_of_torchrun(repo: Path) -> list[str]:
+    words = shlex.split(block(repo, "bash"))
+    assert words[0] == "torchrun" and words[-1] == "RECIPE"
+    return [word.replace("--nproc-per-node=8", "--nproc-per-node=2") for word in words[1:-1]]
+
+
+def test_the_line_of_torchrun_makes_one_world_of_its_processes(repo: Path, tmp_path: Path) -> None:
+    (tmp_path / "meets.py").write_text(MEETS)
+    words = ["meets" if word == "fcsd" else word for word in words_of_torchrun(repo)]
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    by_torchrun(repo, *words, "RECIPE", SEEN=str(tmp_path / "seen"), PYTHONPATH=path)
+    met = json.loads((tmp_path / "met").read_text())
+    assert met == [[0, "distill", "RECIPE"], [1, "distill", "RECIPE"]]
+
+
+@pytest.mark.nightly
 def test_the_line_of_torchrun_trains_on_two_processes(repo: Path, tmp_path: Path) -> None:
     runs.write_models(tmp_path)
     runs.resolved(tmp_path, train__steps=2, checkpoint__every_steps=0)
-    words = shlex.split(block(repo, "bash"))
-    assert words[0] == "torchrun" and words[-1] == "RECIPE"
-    words = [word.replace("--nproc-per-node=8", "--nproc-per-node=2") for word in words[1:-1]]
-    command = [sys.executable, "-m", "torch.distributed.run", *words, str(tmp_path / "recipe.yaml")]
-    done = subprocess.run(command, cwd=repo, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    done = by_torchrun(repo, *words_of_torchrun(repo), str(tmp_path / "recipe.yaml"))
     assert done.stdout == f"{tmp_path / 'run'}\n", "said once"
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2]
 

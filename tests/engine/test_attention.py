@@ -16,7 +16,6 @@ from fcsd.engine.fused import fuse
 from fcsd.engine.layer import wire_tensor_parallel
 from fcsd.engine.slots import Slots
 from fcsd.models.wiring import Wiring
-from fcsd.parallel.all_reduce.ways import Way, Ways
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 
 WINDOW: dict[str, Any] = {"sliding_window": 8}
@@ -99,7 +98,7 @@ def answers(
 )
 def test_steps_leave_latents_as_they_are(arch: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = tiny.model(arch, initializer_range=0.1, num_hidden_layers=2, **changes).to(DEVICE)
-    wire_tensor_parallel(model, Wiring("standard", ()), TensorGroup(None, 1, 0), Ways(Way("none")))
+    wire_tensor_parallel(model, Wiring("standard", ()), TensorGroup(None, 1, 0), "none")
     classes = [type(module) for module in model.modules()]
     with monkeypatch.context() as patch:
         patch.setattr(attention, "_is_plain", lambda module: False)  # latents are expanded
@@ -124,8 +123,8 @@ def test_steps_leave_latents_as_they_are(arch: str, changes: dict[str, Any], mon
 def test_a_gpu_captures_steps(arch: str, changes: dict[str, Any]) -> None:
     model: Any = tiny.model(arch, initializer_range=0.1, num_hidden_layers=2, **changes).cuda()
     wiring, alone = Wiring("ladder", ALL), TensorGroup(None, 1, 0)
-    wire_tensor_parallel(model, wiring, alone, Ways(Way("none")))
+    wire_tensor_parallel(model, wiring, alone, "none")
     first, tokens, _ = answers(model)
     fuse(model, kernels=True)
-    wire_tensor_parallel(model, wiring, alone, Ways(Way("none")))
+    wire_tensor_parallel(model, wiring, alone, "none")
     assert answers(model, graphs=True)[:2] == (first, tokens)

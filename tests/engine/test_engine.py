@@ -81,46 +81,6 @@ def _step_by_step(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return torch.cat(logits, dim=1)
 
 
-def _write_table(file: Path, decode: list[tuple[int, str, bool]], prefill: list[tuple[int, str, bool]]) -> None:
-    head = {"version": 1, "user": "engine", "tp": 2, "wiring": "ladder", "model": "", "command": ""}
-    rows = {
-        step: [{"from": least, "reduce": kind, "travels": travels} for least, kind, travels in given]
-        for step, given in (("decode", decode), ("prefill", prefill))
-    }
-    file.write_text(json.dumps(head | rows))
-
-
-def _by_table(path: Path, world: Any, file: Path, expected: torch.Tensor) -> dict[str, Any]:
-    """How far logits are from those without a table, by what the table changes; and the ways in which steps summed."""
-    from fcsd.engine import layer
-    from fcsd.engine.open import open_engine
-
-    decode = [(1, "auto", True), (2, "nccl", False)]
-    if world.rank == 0:
-        _write_table(file.with_stem("exact"), decode, [(20, "nccl", False)])
-        _write_table(file.with_stem("rounded"), decode, [(20, "quantised:int8:g64", False)])
-    torch.distributed.barrier()
-    used: set[Any] = set()
-    real = layer.reduce.reduce
-
-    def noted(x: torch.Tensor, group: Any, backend: str, index: int) -> Any:
-        used.add((x.shape[0] * x.shape[1], backend))
-        return real(x, group, backend, index)
-
-    layer.reduce.reduce = noted
-    try:
-        found: dict[str, Any] = {}
-        for name in ("exact", "rounded"):
-            model: Any = open_engine(path, world, dtype=torch.float32, reduce=str(file.with_stem(name)))
-            found[name] = float((_step_by_step(model, tiny.tokens(length=30)) - expected).abs().max())
-        used.clear()
-        found["slots"] = _in_slots(model)
-        found["used"] = used
-        return found
-    finally:
-        layer.reduce.reduce = real
-
-
 def _everything(models: dict[str, Path], mirror: Path, prompts: Path, out: Path) -> dict[str, Any]:
     from fcsd.engine.fused import First
     from fcsd.engine.open import open_engine
@@ -131,8 +91,6 @@ def _everything(models: dict[str, Path], mirror: Path, prompts: Path, out: Path)
         assert any(isinstance(module, First) for module in model.modules()), "projections are merged"
         found[arch] = {"greedy": _greedy(model), "steps": _step_by_step(model, tiny.tokens(length=30))}
         found[arch]["slots"] = _in_slots(model)
-        if arch == "llama":
-            found["table"] = _by_table(path, world, out.with_suffix(".json"), found[arch]["steps"])
     found["chat"] = [answers[0].text for answers in chat(str(models["llama"]), prompts=prompts, divided=True)]
     quantised = chat(str(models["llama"]), prompts=prompts, divided=True, reduce="quantised:int4")
     found["quantised"] = [answers[0].text for answers in quantised]
@@ -145,11 +103,9 @@ def _bench(out: Path) -> list[list[dict[str, Any]]]:
     """Rows of two runs. In the first one, ladder with two prompts does not fit; in the second one, the weights."""
     from benchmarks.infer import own_engine as infer
 
-    from fcsd.bench.serve import own
-
     rank = join_world().rank
     wired = [""]
-    wire, prefill, weights = own.wire_tensor_parallel, own.Stepper.prefill, own.random_tensor_parallel
+    wire, prefill, weights = infer.wire_tensor_parallel, infer.Stepper.prefill, infer.random_tensor_parallel
 
     def noted(model: Any, wiring: Any, *rest: Any, **options: Any) -> Any:
         wired[0] = wiring.name
@@ -167,9 +123,9 @@ def _bench(out: Path) -> list[list[dict[str, Any]]]:
 
     load = infer.Workload("tiny-dense", layers=2, degrees=(1, 2), batches=(1, 2), prompt=8, new=3, dtype="float32",
                           wirings=("standard", "ladder", "desync-2x"), rounds=1)  # fmt: skip
-    own.wire_tensor_parallel, own.Stepper.prefill = noted, small_memory
+    infer.wire_tensor_parallel, infer.Stepper.prefill = noted, small_memory
     rows = [infer.bench(load, out)["rows"]]
-    own.random_tensor_parallel = smaller_memory
+    infer.random_tensor_parallel = smaller_memory
     return [*rows, infer.bench(replace(load, degrees=(2,), batches=(1,), bounds=("standard",)))["rows"]]
 
 
@@ -187,14 +143,6 @@ def test_two_ranks_answer_and_score_as_one(models: dict[str, Path], tmp_path: Pa
             whole = reference(tiny.tokens(length=30), use_cache=False).logits
         assert max(float((found[arch]["steps"] - whole).abs().max()) for found in ranks) < 2e-5
 
-    table_ = [found["table"] for found in ranks]
-    assert [found["exact"] for found in table_] == [0.0, 0.0], "the ways of a table change no bit of exact sums"
-    assert all(0 < found["rounded"] < 1 for found in table_)
-    for found in table_:
-        # The slots, not the answers that still run, are the tokens of a step, and so of a graph.
-        rounded = "quantised:int8:g64"
-        assert found["used"] == {(3, "nccl"), (7, "nccl"), (23, rounded), (40, rounded)}
-        assert len(found["slots"]) == 3
     chatted = [answers[0].text for answers in chat(str(models["llama"]), prompts=prompts)]
     assert [found["chat"] for found in ranks] == [chatted, chatted] and any(chatted)
 
@@ -262,10 +210,9 @@ def _by_graphs(path: Path, *kinds: str) -> dict[str, tuple[list[list[int]], list
 
 
 @pytest.mark.multi_gpu
-def test_two_gpus_decode_by_graphs_as_step_by_step(models: dict[str, Path], tmp_path: Path) -> None:
+def test_two_gpus_decode_by_graphs_as_step_by_step(models: dict[str, Path]) -> None:
     expected = _greedy(load_model(models["llama"], dtype=torch.float32))
-    _write_table(tmp_path / "table.json", [(1, "nccl", False), (3, "symmetric", False)], [(9, "nccl", True)])
-    kinds = ("nccl", "symmetric", str(tmp_path / "table.json"))
+    kinds = ("nccl", "symmetric")
     for found in results(2, _by_graphs, models["llama"], *kinds):
         assert found == dict.fromkeys(kinds, (expected, expected, []))
 
@@ -274,7 +221,7 @@ def test_two_gpus_decode_by_graphs_as_step_by_step(models: dict[str, Path], tmp_
     ("words", "message"),
     [
         (["eval", "{model}", "--backend", "own", "--all-reduce", "none"], "gives wrong results"),
-        (["eval", "{model}", "--backend", "own", "--all-reduce", "t.json"], "some scores in another way"),
+        (["eval", "{model}", "--backend", "own", "--all-reduce", "t.json"], "unknown all-reduce backend"),
         (["eval", "{model}", "--all-reduce", "none"], "--all-reduce is for --backend own"),
         (["eval", "{model}", "--backend", "own", "--ep-size", "2"], "--ep-size is for --backend hf"),
         (["chat", "{model}", "--gpus", "1", "--all-reduce", "none"], "gives wrong results"),

@@ -17,7 +17,7 @@ from fcsd.launch.world import World
 from fcsd.models.archs import ARCHS
 from fcsd.models.fused import experts
 from fcsd.models.fused.experts import FusedExperts
-from fcsd.models.fused.mlps import FusedMLP
+from fcsd.models.fused.model import FusedMLP
 from fcsd.models.fused.norms import FusedNorm
 from fcsd.models.fused.rotary import FusedRotary
 from fcsd.parallel.tensor.tp_plan import TensorGroup

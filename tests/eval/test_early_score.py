@@ -15,8 +15,7 @@ import torch
 
 from fcsd.config import EarlyStop
 from fcsd.errors import FcsdError
-from fcsd.eval import evalplus_tasks
-from fcsd.eval.code import judge
+from fcsd.eval.code import evalplus_tasks, judge
 from fcsd.eval.early_score import Score, score, scorer
 from fcsd.eval.harness import Loaded, evaluate_models
 from fcsd.models.build import load_model

@@ -11,7 +11,7 @@ import tiny
 from evalplus.provider.utility import EOS, extra_eos_for_direct_completion, make_raw_chat_prompt
 
 from fcsd.errors import BadInputError, FcsdError
-from fcsd.eval import evalplus_tasks
+from fcsd.eval.code import evalplus_tasks
 from fcsd.eval.code.judge import pass_at_1, score
 from fcsd.eval.code.problems import load_evalplus
 from fcsd.eval.engines import adapter

@@ -6,7 +6,7 @@ import pytest
 
 from fcsd.errors import ConfigError
 from fcsd.eval.suite import select, select_any
-from fcsd.eval.task_names import folders_of, tasks_folder
+from fcsd.eval.task_files import folders_of, tasks_folder
 from fcsd.eval.tasks import load_tasks
 
 SUITE = "tasks:\n  - piqa\n  - {task: gsm8k, column: GSM, shots: 2, max_tokens: 8}\n  - {task: gsm8k, column: GSM 0}\n"

@@ -5,6 +5,7 @@ import tiny
 import torch
 from torch import Tensor
 
+from fcsd.distill.teacher.documents import documents_of, stay_inside_documents
 from fcsd.distill.teacher.original import _document_masks
 from fcsd.kernels.packed_attention import (
     attend,
@@ -16,7 +17,6 @@ from fcsd.kernels.packed_attention import (
 )
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import decoder_layers, decoder_of, wire
-from fcsd.models.documents import documents_of, stay_inside_documents
 from fcsd.models.wiring import Wiring
 
 POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 7]])

@@ -30,7 +30,6 @@ from fcsd.errors import BadInputError, ConfigError
 from fcsd.export.final import export_model
 from fcsd.models.adapters.lora import add_adapters
 from fcsd.models.build import load_model, unwired, wire, wiring_of
-from fcsd.parallel.all_reduce.ways import Way, Ways
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 from fcsd.plan.model import MetaModel
 from fcsd.serve.vllm.config import base_config
@@ -179,7 +178,7 @@ def test_the_engine_computes_it_on_one_rank_and_on_two(folders: tuple[Path, Path
     amd, out = folders
     expected, alone = oracle(amd, tiny.tokens()), TensorGroup(None, 1, 0)
     model: Any = load_tensor_parallel(out, dtype=torch.float32, device="cpu", ranks=alone)
-    wire_tensor_parallel(model, wiring_of(model.config), alone, Ways(Way("none")))
+    wire_tensor_parallel(model, wiring_of(model.config), alone, "none")
     with torch.no_grad():
         torch.testing.assert_close(model(tiny.tokens(), use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
     for logits in in_group(2, _sharded, out):

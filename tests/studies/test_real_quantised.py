@@ -10,10 +10,14 @@ import pyarrow.parquet as pq
 import pytest
 import tiny
 import torch
-from studies.real import quantised
+from studies.real import quantised, questions
 from studies.real.quantised import WAYS, Study, parameters_of, table, weights_of
 from studies.real.rounded import to_int4
 from torch import nn
+
+from fcsd.bundled import located
+from fcsd.eval.harness import evaluate_models
+from fcsd.models.build import load_model
 
 pytestmark = pytest.mark.lab
 
@@ -102,3 +106,11 @@ def test_weights_and_adapters_are_found_by_the_paths_of_the_original(words: list
         path: weight.shape for path, weight in before.items()
     }
     assert all(isinstance(study.original.get_submodule(path), nn.Linear) for path in before)
+
+
+def test_recorded_questions_score_as_the_evaluation_does() -> None:
+    teacher, mirror = Path(located("bundled:teacher")), Path(located("bundled:mirror"))
+    asked = questions.record(teacher, mirror, ["piqa", "arc_easy", "openbookqa"], 12)
+    found = questions.answers(load_model(teacher, dtype=torch.float32).eval(), asked)
+    results = evaluate_models([teacher], tasks=["piqa", "arc_easy", "openbookqa"], data_mirror=mirror, limit=12)
+    assert {name: task["right"] for name, task in found.items()} == {r["column"]: r["items"] for r in results}

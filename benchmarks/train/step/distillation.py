@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.train.random_run import draw_models, random_corpus, random_run
 from benchmarks.train.step.model import in_phases
 from benchmarks.train.step.variants import NoExchange
-from benchmarks.train.step.workload import BLOCKING, MASKED, OVERLAPPED, Workload
+from benchmarks.train.step.workload import BLOCKING, BY_HOST, MASKED, OVERLAPPED, Workload
 from benchmarks.turns import reset_peak
 from studies.formats.directions import parse_formats
 from transformers import PreTrainedModel
@@ -110,8 +110,9 @@ class Distillation:
         model.set_attn_implementation("sdpa")
         if variant != MASKED:
             pack_attention(model, self._recipe)
-        if variant in (OVERLAPPED, MASKED) or ep_size == 1:
-            wire_sharded(model, ep_size, parallel, quantiser, wiring=wiring)
+        if variant in (OVERLAPPED, MASKED, BY_HOST) or ep_size == 1:
+            chosen = parallel.model_copy(update={"transport": "host"}) if variant == BY_HOST else parallel
+            wire_sharded(model, ep_size, chosen, quantiser, wiring=wiring)
         elif variant == BLOCKING:
             dispatcher = dispatcher_for(parallel, ep_size)
             overlap(model, wiring, "off", fused=fused, dispatcher=dispatcher, quantiser=quantiser)

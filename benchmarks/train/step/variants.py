@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from benchmarks.train.step.workload import (
     BOUND,
+    BY_HOST,
     COPIES,
     EAGER,
     FUSED,
@@ -22,10 +23,12 @@ from transformers import PreTrainedModel
 
 from fcsd.models.build import unwired, wire
 from fcsd.models.wiring import Wiring
+from fcsd.parallel.all_reduce.host import sums_of
 from fcsd.parallel.expert.autoep import expert_block
 from fcsd.parallel.expert.dispatcher import Dispatcher
 from fcsd.parallel.overlap import overlap
 from fcsd.parallel.transports.copies import CopiesTransport
+from fcsd.parallel.transports.host import HostTransport, streams
 from fcsd.parallel.transports.symmetric_memory import open_buffers
 from fcsd.parallel.transports.transport import Several, Splits, Traffic, Work
 
@@ -55,6 +58,7 @@ def variants(model: PreTrainedModel, load: Workload, dispatcher: Dispatcher, tra
         EAGER: partial(sending, farskip, "eager-sync"),
         OVERLAPPED: partial(sending, farskip),
         COPIES: partial(sending, farskip, transport=copies),
+        BY_HOST: lambda **how: sending(farskip, transport=HostTransport(sums_of, streams()), **how),
         BOUND: partial(overlap, model, farskip, transport=NoExchange()),
     }
     fused = {name + FUSED: partial(make, fused=True) for name, make in ours.items()}

@@ -17,7 +17,8 @@ STOCK, STANDARD, EAGER, OVERLAPPED, BOUND = "stock", "standard", "eager-sync", "
 TUNED = "stock-tuned"  # AutoEP's own layer with the options that it offers for speed; on GPUs
 # Variants that copy rows into the peers' memory: overlapped, and under the standard wiring with blocking collectives.
 COPIES, STANDARD_COPIES = "copies", "standard-copies"
-OVERLAPS = (OVERLAPPED, COPIES)
+BY_HOST = "by-host"  # overlapped, with rows that go through memory of the host
+OVERLAPS = (OVERLAPPED, COPIES, BY_HOST)
 OURS = (STANDARD, STANDARD_COPIES, EAGER, BOUND, *OVERLAPS)
 FUSED = "-fused"  # suffix of the variants that run one kernel for each norm and each permutation of rows
 VARIANTS = (STOCK, TUNED, *OURS, *(name + FUSED for name in OURS))
@@ -49,8 +50,8 @@ class Workload:
         teacher: whether the step is that of ``fcsd distill``, with teacher, loss and optimizer, or that of training.
         routers: ``initialised`` keeps the random router; ``uniform`` sends equally many tokens to every expert. If
             there are none, it is both, or ``uniform`` with a teacher.
-        variants: names from ``VARIANTS``, or with a teacher from ``WITH_TEACHER``, of which ``overlapped`` is the step
-            of ``fcsd distill``. If there are none, it is the usual ones.
+        variants: names from ``VARIANTS``, or with a teacher from ``WITH_TEACHER`` and ``BY_HOST``, of which
+            ``overlapped`` is the step of ``fcsd distill``. If there are none, it is the usual ones.
         formats: formats of rows, as ``parse_formats`` reads them. Each overlapped variant is also timed with each
             of them.
         rounds: how often each variant is timed; the variants take turns.
@@ -95,7 +96,7 @@ class Workload:
         object.__setattr__(self, "variants", self.variants or (WITH_TEACHER if self.teacher else _usual()))
         for what, given, known in (
             ("router", self.routers, ROUTERS),
-            ("variant", self.variants, WITH_TEACHER if self.teacher else VARIANTS),
+            ("variant", self.variants, (*WITH_TEACHER, BY_HOST) if self.teacher else VARIANTS),
             ("dedup", (self.dedup, *self.more_dedups), DEDUPS),
         ):
             for name in given:
@@ -116,6 +117,8 @@ class Workload:
             raise ConfigError(f"{self.shape}: neither a shape ({', '.join(SHAPES)}) nor a checkpoint's directory")
         if TUNED in self.variants and not torch.cuda.is_available():
             raise ConfigError(f"{TUNED} needs GPUs: AutoEP's options for speed are CUDA's", hint=f"--variants {STOCK}")
+        if any(BY_HOST in name for name in self.variants) and not torch.cuda.is_available():
+            raise ConfigError(f"{BY_HOST} needs GPUs", hint="leave out the variants named by-host")
         if "node" in (self.dedup, *self.more_dedups) and self.node_size is None:
             raise ConfigError("dedup node needs the number of ranks of a node", hint="--node-size")
         for format in self.formats:
@@ -135,7 +138,7 @@ class Workload:
     @property
     def overlapped(self) -> tuple[str, ...]:
         """The variants that overlap. Without a teacher, each is compared with its eager-sync schedule."""
-        overlaps = (OVERLAPPED,) if self.teacher else OVERLAPS
+        overlaps = (OVERLAPPED, BY_HOST) if self.teacher else OVERLAPS
         return tuple(name for name in self.variants if name.removesuffix(FUSED) in overlaps)
 
     @property

@@ -1,7 +1,7 @@
 """Chooses, of the ways in which a wiring was timed, the fastest for each number of tokens in a step.
 
-The result is the table that fcsd's engine and the plugin for vLLM read (``parallel.all_reduce.ways``). It holds what
-was measured: a way holds from the size at which it was the fastest up to the next size that was measured.
+The result is the table that the plugin for vLLM reads (``parallel.all_reduce.ways``). It holds what was measured: a way
+holds from the size at which it was the fastest up to the next size that was measured.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from fcsd.bench.serve.figures import Figure, Rounds, medians
 from fcsd.bench.serve.workload import BUDGET, Workload
 from fcsd.errors import ConfigError
 from fcsd.parallel.all_reduce.backends import backend_of
-from fcsd.parallel.all_reduce.ways import PLAIN, SUFFIX, VERSION, Step, Way, Ways
+from fcsd.parallel.all_reduce.ways import PLAIN, SUFFIX, USER, VERSION, Step, Way, Ways
 from fcsd.serve.vllm.reduction import OVERLAP_FROM
 
 # A format changes results, and sums in flight of a step without a graph are more work for the host. Either has to take
@@ -33,7 +33,7 @@ def check_table(load: Workload, path: Path) -> None:
         raise ConfigError(f"--table {path} {why}", f"choose a new file that ends in {SUFFIX}; nothing was overwritten")
     if len(load.wirings) > 1:
         raise ConfigError("--table is the table of one wiring", "name one by --wirings")
-    if load.engine == "vllm" and load.budget is None:
+    if load.budget is None:
         raise ConfigError(
             "--table has to know how many tokens a step of vLLM has at most",
             f"add -- {BUDGET} 8192, or another number, and serve with a table of this number",
@@ -61,11 +61,11 @@ def tokens_of(load: Workload, figure: Figure) -> int:
 def choose(load: Workload, times: Mapping[Way, Rounds]) -> Ways:
     """The fastest way for each number of tokens, by the medians over the rounds.
 
-    Under vLLM, prompts that arrive together are read in several steps, the first of which has the first prompts alone.
+    Prompts that arrive together are read in several steps, the first of which has the first prompts alone.
     All were timed as one size, so below ``OVERLAP_FROM`` tokens nothing travels, as by the plugin's own choice. A
     prompt that arrives alone (``--concurrency 1``) is one step of its tokens, and its rows are as they were measured.
     """
-    together = load.user == "plugin" and load.arrivals > 1
+    together = load.arrivals > 1
     known = {way: medians(rounds) for way, rounds in times.items()}
     rows: dict[str, list[tuple[int, Way]]] = {"decode": [], "prefill": []}
     for step, chosen in rows.items():
@@ -77,20 +77,20 @@ def choose(load: Workload, times: Mapping[Way, Rounds]) -> Ways:
                 for way, found in known.items()
                 if all(figure in found for figure in same)
             }
-            way = min(spent, key=lambda way, spent=spent, step=step: spent[way] / _worth(load, step, way), default=None)
+            way = min(spent, key=lambda way, spent=spent, step=step: spent[way] / _worth(step, way), default=None)
             if way is not None and together and step == "prefill" and tokens < OVERLAP_FROM:
                 way = way._replace(travels=False)
             if way is not None and (not chosen or chosen[-1][1] != way):
                 chosen.append((tokens, way))
     if together and rows["prefill"] and rows["prefill"][0][1].travels:
         rows["prefill"][0] = (OVERLAP_FROM, rows["prefill"][0][1])
-    return Ways(Way(PLAIN[load.user], False), tuple(rows["decode"]), tuple(rows["prefill"]))
+    return Ways(Way(PLAIN, False), tuple(rows["decode"]), tuple(rows["prefill"]))
 
 
-def _worth(load: Workload, step: str, way: Way) -> float:
+def _worth(step: str, way: Way) -> float:
     """Of the time of the others, the share that this way has to take at most."""
-    exact = backend_of(way.reduce, load.user)[1] is None
-    waits = load.user == "plugin" and step == "prefill" and way.travels  # such a step waits for the host
+    exact = backend_of(way.reduce, "plugin")[1] is None
+    waits = step == "prefill" and way.travels  # such a step waits for the host
     return _WORTH if waits or not exact else 1.0
 
 
@@ -118,7 +118,7 @@ def by_table(load: Workload, times: Mapping[Way, Rounds]) -> Rounds:
 def add_tables(load: Workload, found: dict[str, Any]) -> None:
     """Add to a result the table of each wiring, and what it makes of the wiring as a variant of its own."""
     found["tables"] = {}
-    if load.engine == "vllm" and load.budget is None:
+    if load.budget is None:
         return  # nothing says how many tokens a step has
     for wiring in dict.fromkeys(row["wiring"] for row in found["variants"].values() if row["role"] == "wired"):
         times = ways_of(found, wiring)
@@ -132,5 +132,5 @@ def add_tables(load: Workload, found: dict[str, Any]) -> None:
 def file_of(load: Workload, found: Mapping[str, Any], command: str) -> dict[str, Any]:
     """The content of the file of a table, for the only wiring that ``found`` has in ``tables``."""
     ((wiring, rows),) = found["tables"].items()
-    head = {"version": VERSION, "user": load.user, "tp": load.tp, "wiring": wiring, "model": load.model}
+    head = {"version": VERSION, "user": USER, "tp": load.tp, "wiring": wiring, "model": load.model}
     return {**head, "command": command, **rows}

@@ -1,4 +1,4 @@
-"""``fcsd bench serve`` as a whole: which engine is asked, what is printed, and what the result says of the run."""
+"""``fcsd bench serve`` as a whole: what is printed, and what the result says of the run."""
 
 import shlex
 import sys
@@ -15,13 +15,12 @@ from fcsd.bench.serve.model import config_of
 from fcsd.bench.serve.workload import Workload
 from fcsd.disk import write_json
 from fcsd.launch.environment import snapshot
-from fcsd.launch.world import first_rank
 
 
 def bench(
     load: Workload, out: Path | None = None, heal_hours: float | None = None, table_file: Path | None = None
 ) -> tuple[dict[str, Any], str]:
-    """Measure a workload. With ``--engine own``, every process of the run must call this function.
+    """Measure a workload.
 
     Args:
         out: directory for ``serve.json``, which is written again as the run goes on, and for ``serve.png``. A
@@ -39,36 +38,31 @@ def bench(
         ``load_verdicts`` one for each load, and in ``break_even_days`` when healing is won back, null if never.
 
     Raises:
-        ConfigError: the engine is missing, or the model cannot have a wiring.
+        ConfigError: vLLM is missing, or the model cannot have a wiring.
         BadInputError: config.json cannot be read.
     """
     begun = time.monotonic()
     config = config_of(load.model, load.layers)
     facts: dict[str, Any] = snapshot()
-    gpus, rank = load.tp * load.dp, 0 if first_rank() else 1
+    gpus = load.tp * load.dp
     command = shlex.join(["fcsd", *(runner.without_folders(word) for word in sys.argv[1:])])
     head = {"workload": runner.without_folders(asdict(load)), "command": command, "environment": facts}
     head["link"] = under_vllm.link()
     path = None if out is None else out / "serve.json"
-    runner.set_aside(path, "serve.png", rank=rank)
+    runner.set_aside(path, "serve.png")
 
     def write(found: Mapping[str, Any], complete: bool = False) -> None:
-        runner.write(head | {"complete": complete} | stored(found, heal_hours, gpus), path, rank)
+        runner.write(head | {"complete": complete} | stored(found, heal_hours, gpus), path)
 
-    if load.engine == "own":
-        from fcsd.bench.serve import own  # needs accelerate, which an image of vLLM may lack
-
-        found = own.bench(load, config, write)
-    else:
-        cards: Any = facts["gpus"]
-        memory = int(min(card["memory_gib"] for card in cards) * 2**30) if cards else None
-        found = under_vllm.bench(load, config, memory, write)
+    cards: Any = facts["gpus"]
+    memory = int(min(card["memory_gib"] for card in cards) * 2**30) if cards else None
+    found = under_vllm.bench(load, config, memory, write)
     choice.add_tables(load, found)
     head["seconds"] = round(time.monotonic() - begun, 1)
     write(found, complete=True)
-    if table_file is not None and rank == 0 and found["tables"]:
+    if table_file is not None and found["tables"]:
         write_json(table_file, runner.without_folders(choice.file_of(load, found, command)))
-    if out is not None and rank == 0 and table.ratios_of(found):
+    if out is not None and table.ratios_of(found):
         if find_spec("matplotlib") is None:  # where fcsd was installed beside vLLM with --no-deps
             found["notes"].append("serve.png is not drawn: matplotlib is not installed")
         else:

@@ -21,7 +21,7 @@ from fcsd.models.wiring_block import DESYNC, Wiring
 
 
 def prompts_of(count: int, tokens: int, vocabulary: int, seed: int) -> list[list[int]]:
-    """``count`` prompts of ``tokens`` random token ids, the same for every variant and engine."""
+    """``count`` prompts of ``tokens`` random token ids, the same for every variant."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(vocabulary, (count, tokens), generator=generator).tolist()
 
@@ -36,7 +36,7 @@ def config_of(model: str, layers: int | None) -> PretrainedConfig:
     if model in SHAPES:
         return SHAPES[model](SHAPES[model].depth if layers is None else layers)
     if open_checkpoint(model, weights=False).config.foreign:
-        raise ConfigError(f"{model}: it was rewired by another program, whose wiring the engines do not have")
+        raise ConfigError(f"{model}: it was rewired by another program, whose wiring vLLM does not have")
     register_configs()
     return AutoConfig.from_pretrained(model, trust_remote_code=False)
 

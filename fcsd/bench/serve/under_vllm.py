@@ -82,7 +82,7 @@ def bench(
     Raises:
         ConfigError: vLLM or the plugin is missing, or the workload cannot be served.
     """
-    require_vllm("fcsd bench serve without --engine own", rewired=True)
+    require_vllm("fcsd bench serve", rewired=True)
     names, moe = usual_wirings(load, config), experts_of(config) > 0
     wirings = {name: wiring_for(name, config, load.tp) for name in (STANDARD, *names)}
     spread = moe and load.dp > 1
@@ -315,7 +315,7 @@ def _ways(load: Workload, folder: Path) -> dict[Way, str | None]:
     The first is the plugin's own choice, if no other is asked for. The likeliest gain comes first, because the last
     ones are left out where the time or the memory ends.
     """
-    first, *others = load.sums or (PLAIN["plugin"],)
+    first, *others = load.sums or (PLAIN,)
     order = [Way(first), Way(first, False), *map(Way, others), *(Way(backend, False) for backend in others)]
     found: dict[Way, str | None] = {}
     for way in order:

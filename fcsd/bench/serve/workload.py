@@ -6,9 +6,8 @@ from pathlib import Path
 from fcsd.bench.shapes import SHAPES
 from fcsd.errors import ConfigError, unknown_value
 from fcsd.models.wiring_block import NAMES
-from fcsd.parallel.all_reduce.backends import User, is_bound
+from fcsd.parallel.all_reduce.backends import is_bound
 
-ENGINES = ("vllm", "own")
 BUDGET = "--max-num-batched-tokens"
 STANDARD, OWN = "standard", "own"  # names beside those of wirings: the original, and the wiring of a converted model
 
@@ -24,7 +23,7 @@ class Workload:
             a converted model, ``farskip`` for one with experts, and ``ladder`` for a dense one.
         tp: the tensor-parallel degree.
         dp: data-parallel replicas, each of ``tp`` ranks, behind one address.
-        ep: whether ranks of vLLM hold whole experts.
+        ep: whether ranks hold whole experts.
         prompts: tokens of a prompt, of which ``arrivals`` come at once. The smallest is the prompt of decoding and
             load.
         arrivals: prompts that come at once where the time to the first token is measured.
@@ -33,10 +32,9 @@ class Workload:
         loads: rates of random arrivals, as shares of the requests per second that the original can answer at most.
         rounds: how often each variant is timed.
         minutes: the time that everything may take.
-        engine: ``vllm`` or ``own``.
         options: further options of ``vllm serve``, which every variant gets.
         sums: the all-reduce backends with which each wiring is timed, in flight and at once; the first is the one of
-            the verdict. Empty stands for ``nccl``, and ``symmetric`` where it works, or under vLLM for ``vllm``.
+            the verdict. Empty stands for ``vllm``.
 
     Raises:
         ConfigError: a value is unknown or out of range.
@@ -55,13 +53,10 @@ class Workload:
     loads: tuple[float, ...] = (0.3, 0.6, 0.9)
     rounds: int = 3
     minutes: float = 10.0
-    engine: str = "vllm"
     options: tuple[str, ...] = ()
     sums: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.engine not in ENGINES:
-            raise unknown_value("engine", self.engine, ENGINES)
         for name in self.wirings:
             known = [OWN, *(known for known in NAMES if known not in ("desync", STANDARD))]
             if name not in known:
@@ -85,24 +80,13 @@ class Workload:
             raise ConfigError("a load is a share of the peak, above 0 and at most 1: 0.3,0.6,0.9")
         if self.minutes <= 0:
             raise ConfigError("--minutes is above 0")
-        if self.options and self.engine == "own":
-            raise ConfigError("options behind -- are for --engine vllm")
         for backend in self.sums:
-            if is_bound(backend, self.user):
+            if is_bound(backend, "plugin"):
                 raise ConfigError(f"--all-reduce {backend} gives wrong results; the bound is measured in any case")
-        if self.engine == "own" and self.dp > 1:
-            raise ConfigError("--dp needs --engine vllm: fcsd's engine has no replicas")
-        if self.engine == "own" and self.ep:
-            raise ConfigError("--ep needs --engine vllm: fcsd's engine gives each rank a slice of every expert")
-
-    @property
-    def user(self) -> User:
-        """Who sums, in the table of backends."""
-        return "engine" if self.engine == "own" else "plugin"
 
     @property
     def budget(self) -> int | None:
-        """The most tokens of a step of vLLM, if the options say it; None for fcsd's engine, which reads all at once."""
+        """The most tokens of a step of vLLM, if the options say it."""
         words = " ".join(self.options).replace("=", " ").split()
         said = words[words.index(BUDGET) + 1] if BUDGET in words[:-1] else ""
         return int(said) if said.isdecimal() else None  # vLLM also takes 8k

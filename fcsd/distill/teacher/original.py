@@ -16,11 +16,11 @@ from fcsd.checkpoint import Layout, open_checkpoint
 from fcsd.checkpoint.files import open_regular
 from fcsd.config import Recipe
 from fcsd.disk import bytes_sha256
+from fcsd.distill.teacher.documents import documents_of, stay_inside_documents
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.kernels.packed_attention import packed_arguments, takes_borders, use_packed_attention
 from fcsd.models.build import arch_of, decoder_layers, decoder_of, logits_factor
 from fcsd.models.config_keys import cache_keyword
-from fcsd.models.documents import documents_of, stay_inside_documents
 from fcsd.models.rope import require_short_rows
 
 _BLOCK = 1 << 20  # bytes that are read at once

@@ -89,13 +89,7 @@ class Engine:
 
     def _check_own(self, ranks: int) -> None:
         from fcsd.parallel.all_reduce.backends import require_right
-        from fcsd.parallel.all_reduce.ways import is_table
 
-        if is_table(self.reduce):
-            raise ConfigError(
-                f"--all-reduce {self.reduce}: a table would compute some scores in another way than others",
-                "name one backend, such as nccl",
-            )
         require_right(self.reduce)
         if self.device == "auto" or self.ep_size > 1:
             name = "--device auto" if self.device == "auto" else "--ep-size"

@@ -25,12 +25,12 @@ from fcsd.parallel.transports.symmetric_memory import open_buffers
 from fcsd.parallel.transports.transport import OnStream
 
 # Bytes of a rank's values above which NCCL sums, by the number of ranks: measured on two H200s with nothing else on the
-# GPUs and the kernels of that time (benchmarks/results/all_reduce.md). The numbers for more ranks are estimates.
+# GPUs (benchmarks/results/all_reduce.md), as the next ones. The numbers for more ranks are estimates.
 _LARGEST = {2: 2**22, 3: 2**18, 4: 2**18}
 _LARGEST_OF_MORE = 2**17
-_ONE_SHOT = 2**18  # the most bytes in one shot
+_ONE_SHOT = 2**20  # the most bytes in one shot
 _PLACE = 4 * _ONE_SHOT  # two slots, in which values take twice their bytes
-_GRID = 32  # blocks of every launch; those of a small sum end at once
+_GRID = 64  # blocks of every launch; those of a small sum end at once
 
 
 class Window(NamedTuple):

@@ -2,7 +2,7 @@
 
 A converted model can always sum at once, and computes the same function. So it need never be slower than its original:
 a table of ways, which ``fcsd bench serve --table`` measures and writes, says for each number of tokens in a step what
-was fastest. fcsd's engine and the plugin for vLLM read the same file.
+was fastest. The plugin for vLLM reads it.
 
 A way is chosen once for a whole step, by the tokens of the step. A CUDA graph covers steps of one number of tokens, so
 no graph has two ways.
@@ -15,13 +15,13 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from fcsd.errors import BadInputError, FcsdError
 from fcsd.foreign_errors import reason_of
-from fcsd.parallel.all_reduce.backends import User, backend_of, is_bound
+from fcsd.parallel.all_reduce.backends import backend_of, is_bound
 from fcsd.strict_json import read_file
 
 Step = Literal["decode", "prefill"]  # one token of each answer, as a graph covers it; or anything else
 SUFFIX = ".json"  # of tables; no backend ends in it
 VERSION = 1
-PLAIN: dict[User, str] = {"engine": "nccl", "plugin": "vllm"}  # what sums where a table says nothing
+USER, PLAIN = "plugin", "vllm"  # who reads tables, and what sums where one says nothing
 _KEYS = {"version", "user", "tp", "wiring", "model", "command", "decode", "prefill"}
 
 
@@ -79,7 +79,7 @@ def is_table(reduce: str) -> bool:
     return reduce.endswith(SUFFIX)
 
 
-def read_ways(reduce: str, user: User, degree: int | None = None) -> Ways:
+def read_ways(reduce: str, degree: int | None = None) -> Ways:
     """The ways that a user has named: a backend for all steps, or the file of a table.
 
     Args:
@@ -88,35 +88,34 @@ def read_ways(reduce: str, user: User, degree: int | None = None) -> Ways:
 
     Raises:
         ConfigError: the backend is unknown.
-        BadInputError: the file is no table, or one of another engine or number of ranks.
+        BadInputError: the file is no table, or one of another number of ranks.
     """
     if not is_table(reduce):
-        backend_of(reduce, user)
+        backend_of(reduce, USER)
         return Ways(Way(reduce))
     try:
         table = read_file(Path(reduce))
         known = isinstance(table, dict) and type(table.get("version")) is int and not table.keys() - _KEYS
         if not known or table["version"] != VERSION:
             raise ValueError(f"it has not the keys of a table of version {VERSION}")
-        if (made := table["user"]) != user:
-            raise ValueError(f"it was measured for the {made}, and this is the {user}")
+        if (made := table["user"]) != USER:
+            raise ValueError(f"it was measured for the {made}, and this is the {USER}")
         if type(table["tp"]) is not int:
             raise ValueError("tp is not a number of ranks")
         if degree not in (None, table["tp"]):
             raise ValueError(f"it was measured with --gpus {table['tp']}, and there are {degree} ranks")
-        rows = {step: _rows(table[step], step, user) for step in get_args(Step)}
+        rows = {step: _rows(table[step], step) for step in get_args(Step)}
     except (OSError, ValueError, KeyError, FcsdError) as error:
         why = f"{error.args[0]} is missing" if isinstance(error, KeyError) else reason_of(error)
-        raise BadInputError(f"{reduce} is not a table of sums for this: {why}", _again(user, degree)) from None
-    return Ways(Way(PLAIN[user], False), **rows)
+        raise BadInputError(f"{reduce} is not a table of sums for this: {why}", _again(degree)) from None
+    return Ways(Way(PLAIN, False), **rows)
 
 
-def _again(user: User, degree: int | None) -> str:
-    engine = "own" if user == "engine" else "vllm"
-    return f"Measure one: fcsd bench serve MODEL --engine {engine} --gpus {degree or 'N'} --table FILE{SUFFIX}"
+def _again(degree: int | None) -> str:
+    return f"Measure one: fcsd bench serve MODEL --gpus {degree or 'N'} --table FILE{SUFFIX}"
 
 
-def _rows(given: Any, step: str, user: User) -> Rows:
+def _rows(given: Any, step: str) -> Rows:
     if not isinstance(given, list):
         raise ValueError(f"{step} is not a list")
     rows: list[tuple[int, Way]] = []
@@ -128,7 +127,7 @@ def _rows(given: Any, step: str, user: User) -> Rows:
             raise ValueError(f"a row of {step} has a value of another type: {json.dumps(row)}")
         if rows and least <= rows[-1][0]:
             raise ValueError(f"the rows of {step} do not ascend at {least} tokens")
-        if is_bound(way.reduce, user):
+        if is_bound(way.reduce, USER):
             raise ValueError(f"{way.reduce} gives wrong results")
         rows.append((least, way))
     return tuple(rows)

@@ -192,7 +192,7 @@ def read_settings(additional_config: Any, degree: int | None = None) -> Settings
         keys = " and ".join((", ".join(f'"{key}"' for key in Settings._fields[:-1]), f'"{Settings._fields[-1]}"'))
         raise ConfigError(f'--additional-config: the section "fcsd" has the keys {keys} alone')
     reduce = str(section.get("reduce", "auto"))
-    read_ways(reduce, "plugin", degree)
+    read_ways(reduce, degree)
     if is_table(reduce) and "overlap_from" in section:
         raise ConfigError(
             f"overlap_from does not go with {reduce}, which says for each size what travels; leave it out"
@@ -211,7 +211,7 @@ def read_settings(additional_config: Any, degree: int | None = None) -> Settings
 
 @cache
 def _ways(reduce: str) -> Ways:
-    return read_ways(reduce, "plugin")
+    return read_ways(reduce)
 
 
 def way_of(x: Tensor, reduce: str, overlap_from: int, within: bool) -> Way:

@@ -11,8 +11,7 @@ import pytest
 import ranks
 import runs
 import torch
-import torch.distributed as dist
-from test_optimizer_memory import stored
+from test_optimizer_memory import COMMON, cut_back, stored
 
 from fcsd.config import ResolvedRecipe
 from fcsd.distill import loop
@@ -21,17 +20,7 @@ from fcsd.errors import CheckpointError, ConfigError
 from fcsd.launch.world import World
 
 MOMENTS = {"optim__moments": "8bit"}
-COMMON: dict[str, Any] = {
-    "train__steps": 3,
-    "train__dtype": "bf16",
-    "optim__lr": 1e-2,
-    "optim__grad_clip": 0.3,
-    "optim__warmup_steps": 0,
-    "optim__schedule": "constant",
-    "checkpoint__every_steps": 1,
-    "checkpoint__keep": 9,
-    "data__held_out": None,
-}
+ROUNDED: dict[str, Any] = {**COMMON, "train__dtype": "bf16", "optim__lr": 1e-2, "checkpoint__every_steps": 1}
 CASES: dict[str, dict[str, Any]] = {
     "experts": {"parallel__ep_size": 2, "parallel__zero_stage": 2},
     "fp32 weights": {"train__dtype": "fp32", "parallel__zero_stage": 1},
@@ -44,12 +33,7 @@ def run_and_resume(recipes: list[tuple[ResolvedRecipe, ResolvedRecipe]]) -> None
         loop.distill_model(plain)
         out = Path(rounded.recipe.output_dir)
         loop.distill_model(rounded)
-        if dist.get_rank() == 0:
-            shutil.copytree(out, out.with_suffix(".whole"))
-            shutil.rmtree(out / "final")
-            for step in (2, 3):
-                shutil.rmtree(out / "checkpoints" / f"step-{step}")
-        dist.barrier()
+        cut_back(out)
         loop.distill_model(rounded)
 
 
@@ -57,7 +41,7 @@ def compare(folder: Path, tmp_path: Path, cases: dict[str, dict[str, Any]], size
     """Runs all cases in ``size`` processes, and holds each against its run with fp32 moments and its resumed one."""
     pairs = [
         tuple(
-            runs.resolved(folder, output_dir=str(tmp_path / f"{name}{end}"), **{**COMMON, **changes, **more})
+            runs.resolved(folder, output_dir=str(tmp_path / f"{name}{end}"), **{**ROUNDED, **changes, **more})
             for end, more in (("", MOMENTS), (" plain", {}))
         )
         for name, changes in cases.items()
@@ -101,7 +85,7 @@ def test_divided_dense_weights_learn_and_resume_on_as_many_ranks_alone(tmp_path:
     changes = {"parallel__zero_stage": 1, "parallel__tp_size": 2}
     compare(tmp_path, tmp_path, {"run": changes})
     less = {**changes, "parallel__tp_size": 1}
-    recipe = runs.resolved(tmp_path, output_dir=str(tmp_path / "run"), **{**COMMON, **less, **MOMENTS})
+    recipe = runs.resolved(tmp_path, output_dir=str(tmp_path / "run"), **{**ROUNDED, **less, **MOMENTS})
     for step in (2, 3):
         shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{step}", ignore_errors=True)
     with pytest.raises(CheckpointError, match=r"a run with optim\.moments 8bit resumes on as many GPUs"):

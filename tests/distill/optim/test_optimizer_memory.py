@@ -21,6 +21,14 @@ from fcsd.distill.run.report import opening
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
 
+COMMON: dict[str, Any] = {
+    "train__steps": 3,
+    "optim__grad_clip": 0.3,
+    "optim__warmup_steps": 0,
+    "optim__schedule": "constant",
+    "checkpoint__keep": 9,
+    "data__held_out": None,
+}
 HOST = {"optim__offload": "host"}
 SAVED = {"checkpoint__every_steps": 1, "checkpoint__overlap": True}
 
@@ -34,14 +42,19 @@ def distill(recipes: list[ResolvedRecipe]) -> None:
         out = Path(resolved.recipe.output_dir)
         loop.distill_model(resolved)
         if resolved.recipe.checkpoint.every_steps:
-            if dist.get_rank() == 0:
-                shutil.copytree(out, out.with_suffix(".whole"))
-                shutil.rmtree(out / "final")
-                for step in (2, 3):
-                    shutil.rmtree(out / "checkpoints" / f"step-{step}")
-            dist.barrier()
+            cut_back(out)
             waits = resolved.recipe.checkpoint.model_copy(update={"overlap": False})
             loop.distill_model(replace(resolved, recipe=resolved.recipe.model_copy(update={"checkpoint": waits})))
+
+
+def cut_back(out: Path) -> None:
+    """Keeps a copy of a run of three steps beside it, and cuts it back to its first checkpoint. All ranks call this."""
+    if dist.get_rank() == 0:
+        shutil.copytree(out, out.with_suffix(".whole"))
+        shutil.rmtree(out / "final")
+        for step in (2, 3):
+            shutil.rmtree(out / "checkpoints" / f"step-{step}")
+    dist.barrier()
 
 
 def stored(checkpoint: Path) -> dict[str, Any]:
@@ -84,8 +97,7 @@ def test_runs_on_the_host_equal_runs_beside_the_weights_and_resume(
     folder: Path, tmp_path: Path, cases: dict[str, dict[str, Any]]
 ) -> None:
     """Two processes that divide the experts; all runs in one pair of processes, which is cheaper."""
-    common = {"parallel__ep_size": 2, "optim__grad_clip": 0.3, "train__steps": 3, "checkpoint__every_steps": 0}
-    common |= {"checkpoint__keep": 9, "optim__schedule": "constant", "optim__warmup_steps": 0, "data__held_out": None}
+    common = {**COMMON, "parallel__ep_size": 2, "checkpoint__every_steps": 0}
     recipes = [
         runs.resolved(folder, output_dir=str(tmp_path / name), **{**common, **changes})
         for name, changes in cases.items()

@@ -15,9 +15,9 @@ from lm_eval.models.huggingface import HFLM
 from fcsd.distill.writer import turns_of
 from fcsd.engine.generate import SLOTS, _say_once
 from fcsd.errors import BadInputError, ConfigError, NonFiniteError
+from fcsd.eval.code.evalplus_tasks import _chat_prompt
 from fcsd.eval.engines.adapter import HFAdapter, scoring_work
 from fcsd.eval.engines.answer_cache import AnswerCache
-from fcsd.eval.evalplus_tasks import _chat_prompt
 from fcsd.models.build import wire
 from fcsd.models.wiring import Wiring
 

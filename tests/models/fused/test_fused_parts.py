@@ -6,8 +6,7 @@ import tiny
 from fcsd.models.build import arch_of
 from fcsd.models.fused.experts import FusedExperts
 from fcsd.models.fused.latent import FusedLatentAttention
-from fcsd.models.fused.mlps import FusedMLP
-from fcsd.models.fused.model import fuse_parts
+from fcsd.models.fused.model import FusedMLP, fuse_parts
 from fcsd.models.fused.norms import FusedNorm
 from fcsd.models.fused.rotary import FusedRotary
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .fused import swap_classes
-from .wiring import Blocks, LayerWiring, WiredLayer, hf_parts, is_linear, take_apart
+from fcsd.models.fused import swap_classes
+from fcsd.models.wiring import Blocks, LayerWiring, WiredLayer, hf_parts, is_linear, take_apart
 
 
 class Documents(NamedTuple):
