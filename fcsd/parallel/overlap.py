@@ -257,6 +257,8 @@ def overlap(
     if wiring.name in DESYNC or wiring.distance > 1:
         what = wiring.name if wiring.name in DESYNC else f"distance {wiring.distance}"
         raise ConfigError(f"overlap does not support {what}", hint="set parallel.ep_size: 1")
+    if any(hasattr(weight, "ds_id") for weight in model.parameters()):
+        raise ConfigError("overlap does not support weights that ZeRO-3 has divided", hint="use ZeRO stage 1 or 2")
     join_attention(model)
     wire_parallel(model, wiring, fused, dispatcher, quantiser, traffic)
     if mode == "off":

@@ -409,3 +409,10 @@ def test_what_cannot_overlap_says_why():
         overlap(tiny.model("llama"), Wiring("desync-2x", ALL, tp_degree=2))
     with pytest.raises(ConfigError, match="distance 2"):
         overlap(tiny.model("qwen3_moe"), Wiring("farskip", ALL, distance=2))
+
+
+def test_weights_that_zero_3_has_divided_are_refused() -> None:
+    model = tiny.model(DAILY[0])
+    next(model.parameters()).ds_id = 0  # DeepSpeed's mark
+    with pytest.raises(ConfigError, match="ZeRO-3 has divided"):
+        overlap(model, FARSKIP)
