@@ -16,7 +16,7 @@ _CHANGED = {
     "objective.teacher_cache": "caches were removed; train.adapter or optim.train share one copy of the weights",
     "optim.moments: bf16": "moments in bf16 were removed; set optim.moments: 8bit, or optim.offload: host",
     "optim.offload: moments": "it was removed; set optim.offload: host, or parallel.zero_stage: 2",
-    "parallel.zero_stage: 3": "it was removed; set parallel.tp_size, or where that cannot divide the model or adapters "
+    "parallel.zero_stage: 3": "3 was removed; set parallel.tp_size, or where that cannot divide the model or adapters "
     "train: train.adapter.base: nf4, optim.moments: 8bit or optim.offload: host",
     "parallel.dedup: auto": "the choice by layer was removed; set off, rank or node, see docs/slow_links.md",
     "parallel.machine": "parallel.dedup auto alone read it, and was removed; delete the line",
