@@ -250,7 +250,7 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
         ("optim:", "train:\n  activation_checkpointing: yes\noptim:", 10, "should be a valid boolean"),
         ("lr: 2e-5", "schedule: cosin", 10, "'cosine', 'linear' or 'constant', got 'cosin'; did you mean 'cosine'?"),
         ("optim:", "parallel:\n  zero_stage: 4\noptim:", 10, "should be 0, 1 or 2"),
-        ("optim:", "parallel:\n  zero_stage: 3\noptim:", 10, "zero_stage': it was removed; set parallel.tp_size, or "),
+        ("optim:", "parallel:\n  zero_stage: 3\noptim:", 10, "zero_stage': 3 was removed; set parallel.tp_size, or "),
         ("optim:", "parallel:\n  ep_size: 0\noptim:", 10, "greater than 0"),
         ("optim:", "parallel:\n  overlap: eager\noptim:", 10, "'on', 'eager-sync' or 'off'"),
         ("optim:", "parallel:\n  teacher_placement: sharded\noptim:", 10, "needs parallel.ep_size above 1"),
@@ -421,4 +421,4 @@ def test_every_exclusion_is_found_by_one_reader(recipe: Path) -> None:
     assert "tp_size above 1 cannot be combined with train.compile" in refused(
         recipe, ["parallel.tp_size=2", "train.compile=true"]
     )
-    assert "'parallel.zero_stage': it was removed; set parallel.tp_size" in refused(recipe, ["parallel.zero_stage=3"])
+    assert "'parallel.zero_stage': 3 was removed; set parallel.tp_size" in refused(recipe, ["parallel.zero_stage=3"])
