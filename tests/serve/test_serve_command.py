@@ -200,6 +200,7 @@ def test_graphs_are_closest_where_most_steps_are():
     assert {512, 528, 544, 560, 576} <= set(sizes), "one prompt beside them"
     assert {1024, 1040, 1056, 1088, 1152} <= set(sizes) and sizes == sorted(set(sizes)), "two prompts"
     assert max(server.graph_sizes(8192, 64)) < 8192, "no graph of a step that computes for long"
+    assert max(server.graph_sizes(server.MOST_GRAPHED, 64)) == server.MOST_GRAPHED
     assert server.graph_sizes(1, 1)[:2] == [1, 2]
 
 
