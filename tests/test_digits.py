@@ -32,3 +32,10 @@ def test_other_digits_than_those_of_ascii_are_refused(form: str, monkeypatch: py
 
 def test_a_number_of_layers_to_choose_has_digits_of_ascii() -> None:
     assert is_auto("auto:2") and not is_auto(f"auto:{TWO}")
+
+
+@pytest.mark.parametrize("text", ["0", "0.5", "0.9 GiB", "-80", "80 TB", ""])
+def test_a_gpu_has_at_least_one_gib(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected a number of GiB, at least 1"):
+        gpu_memory(text)
+    assert gpu_memory("80GB") == gpu_memory("80") == 80 and gpu_memory("1") == 1

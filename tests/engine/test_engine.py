@@ -16,14 +16,15 @@ from typer.testing import CliRunner
 
 from fcsd.cli.main import app
 from fcsd.convert import convert_checkpoint
-from fcsd.engine.batches import generate_in_batch
+from fcsd.engine.batches import generate_in_batch, left_padded
 from fcsd.engine.decode import generate_in_slots, plan_slots
 from fcsd.engine.slots import why_no_slots
 from fcsd.errors import ConfigError
 from fcsd.eval.engines.engine import Engine
 from fcsd.eval.harness import evaluate_models
 from fcsd.launch.world import join_world
-from fcsd.models.build import load_model
+from fcsd.models.build import load_model, wire
+from fcsd.models.wiring import Wiring
 from fcsd.serve.chat import chat
 
 NEW = 6
@@ -232,6 +233,20 @@ def test_two_gpus_decode_by_graphs_as_step_by_step(models: dict[str, Path]) -> N
 def test_what_gives_wrong_results_is_refused(models: dict[str, Path], words: list[str], message: str) -> None:
     done = CliRunner().invoke(app, [word.format(model=models["llama"]) for word in words])
     assert done.exit_code == 2 and message in done.stderr
+
+
+@torch.no_grad()
+def test_a_slot_holds_the_keys_and_values_of_every_rank_that_desync_simulates() -> None:
+    model = tiny.model("qwen3", vocab_size=400, initializer_range=0.1)
+    wire(model, Wiring("desync-2x", (0, 1, 2, 3), tp_degree=2))
+    assert _in_slots(model) == _greedy(model)
+
+
+def test_a_row_that_is_padded_on_the_left_counts_its_own_tokens() -> None:
+    """Rotary angles alone would not show it: they depend on the distance of two tokens."""
+    ids, mask, positions = left_padded([[5, 6, 7], [8]], torch.device("cpu"))
+    assert (ids.tolist(), mask.tolist()) == ([[5, 6, 7], [0, 0, 8]], [[1, 1, 1], [0, 0, 1]])
+    assert positions.tolist() == [[0, 1, 2], [0, 0, 0]]
 
 
 def test_a_slot_that_is_too_long_for_llama4_is_refused() -> None:

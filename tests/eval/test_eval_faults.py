@@ -7,7 +7,9 @@ import os
 import random
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 from unittest.mock import patch
 
 import eval_data
@@ -23,6 +25,7 @@ from fcsd.eval.engines.answer_cache import AnswerCache, is_loglikelihood
 from fcsd.eval.engines.engine import Engine
 from fcsd.eval.harness import evaluate_models
 from fcsd.eval.results import are_sound
+from fcsd.launch.world import World
 
 TASKS = ["PIQA", "HS", "GSM-8K"]
 
@@ -92,6 +95,30 @@ def test_another_cache_with_a_similar_name_is_not_read(tmp_path: Path) -> None:
     found = [cache.get(name, bool) for name in ("a[1]", "a[1].b", "a1.1")]
     cache.close()
     assert found == ["stored", None, None]
+
+
+def test_answers_on_the_disks_of_all_ranks_are_known(tmp_path: Path) -> None:
+    for rank in ("0", "1"):
+        of_rank = AnswerCache(tmp_path / rank / "answers.jsonl")
+        of_rank.add(f"asked of {rank}", "stored")
+        of_rank.close()
+
+    class Ranks:
+        rank = 0
+
+        def everywhere(self, read: Callable[[], dict[str, str]]) -> list[dict[str, str]]:
+            """Rank 1 sees its own disk in the same place."""
+            own = read()
+            (tmp_path / "0").rename(tmp_path / "disk of rank 0")
+            (tmp_path / "1").rename(tmp_path / "0")
+            other = read()
+            (tmp_path / "0").rename(tmp_path / "1")
+            (tmp_path / "disk of rank 0").rename(tmp_path / "0")
+            return [own, other]
+
+    cache = AnswerCache(tmp_path / "0" / "answers.jsonl", cast(World, Ranks()))
+    assert [cache.get(f"asked of {rank}", bool) for rank in ("0", "1")] == ["stored", "stored"]
+    cache.close()
 
 
 def test_a_fifo_in_the_place_of_stored_answers_is_refused_at_once(tmp_path: Path) -> None:

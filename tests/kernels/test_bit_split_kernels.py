@@ -8,7 +8,7 @@ import torch
 from benchmarks.kernels.formats import all_formats, differences
 from kernel_device import DEVICE
 
-from fcsd.kernels.bit_split import Format, kernels, reference
+from fcsd.kernels.bit_split import Format, kernels, reference, scale
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,21 @@ def test_steps_of_every_mantissa(name):
     assert torch.equal(kernels.encode(rows.to(DEVICE), format).cpu(), records)
     back = kernels.decode(records.to(DEVICE), format, 1024, torch.float32)
     assert torch.equal(back.cpu(), reference.decode(records, format, 1024, torch.float32))
+
+
+@pytest.mark.parametrize("name", ["int2:g16:int", "int3:g16:int"])  # both take the floor
+def test_a_step_for_which_a_scale_stands_exactly_gets_its_byte(name):
+    format, codes = Format.parse(name), torch.arange(118, 128)  # one of every mantissa
+    steps = scale.step_of(codes)
+    near = torch.stack([steps * format.levels, torch.nextafter(steps * format.levels, torch.zeros(()))])
+    exact = near * (1 / format.levels) == steps
+    chosen = exact.any(0)
+    assert chosen.sum() > 5  # of some steps no greatest value is so many
+    rows = torch.zeros(int(chosen.sum()), 16)
+    rows[:, 0] = near.gather(0, exact.int().argmax(0, keepdim=True))[0][chosen]
+    layout = format.layout(16)
+    for records in (reference.encode(rows, format), kernels.encode(rows.to(DEVICE), format).cpu()):
+        assert records[:, layout.scales : layout.zeros].flatten().tolist() == codes[chosen].tolist()
 
 
 def test_bf16_is_rounded_to_nearest_and_no_rows_are_rows():

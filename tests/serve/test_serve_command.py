@@ -126,9 +126,10 @@ def test_what_is_checked_before_vllm_starts(models, monkeypatch):
     with pytest.raises(ConfigError, match="VLLM_PLUGINS=other leaves fcsd's plugin out"):
         server.serve(str(models / "ladder"), ready=never)
     monkeypatch.delenv("VLLM_PLUGINS")
-    with pytest.raises(ConfigError, match="converted for 2 tensor-parallel ranks, not 1") as caught:
-        server.serve(str(models / "desync"), gpus=1, ready=never)
-    assert caught.value.hint == "Add --gpus 2."
+    for gpus in (1, 4):
+        with pytest.raises(ConfigError, match=f"converted for 2 tensor-parallel ranks, not {gpus}") as caught:
+            server.serve(str(models / "desync"), gpus=gpus, ready=never)
+        assert caught.value.hint == "Add --gpus 2."
     for option in ("-tp", "-tp9", "-tp=9", "--tensor_parallel_size=2", "--tensor-par", "--port", "--mod=x"):
         with pytest.raises(ConfigError, match=f"{option} behind -- is set by fcsd serve"):
             server.serve(str(models / "ladder"), options=[option, "2"], ready=never)
@@ -200,6 +201,7 @@ def test_graphs_are_closest_where_most_steps_are():
     assert {512, 528, 544, 560, 576} <= set(sizes), "one prompt beside them"
     assert {1024, 1040, 1056, 1088, 1152} <= set(sizes) and sizes == sorted(set(sizes)), "two prompts"
     assert max(server.graph_sizes(8192, 64)) < 8192, "no graph of a step that computes for long"
+    assert max(server.graph_sizes(server.MOST_GRAPHED, 64)) == server.MOST_GRAPHED
     assert server.graph_sizes(1, 1)[:2] == [1, 2]
 
 

@@ -13,9 +13,10 @@ import torch
 from fcsd.config import Checkpoint
 from fcsd.distill import loop, prepare
 from fcsd.distill.optim import host_copies
-from fcsd.distill.run import checkpoints, manifest, saver
+from fcsd.distill.run import checkpoints, manifest, saver, snapshot
 from fcsd.errors import DiskError
 from fcsd.launch.world import World
+from fcsd.parallel.weights.saving import OwnPart
 
 
 def limited(recipe: Any, first: int, last: int, rank: int, size: int) -> None:
@@ -147,6 +148,24 @@ def test_copies_stay_as_they_are_in_memory_that_is_used_again() -> None:
     assert places[0] == places[1]
     copies.restart()
     assert copies.copy(torch.ones(5)).shape == (5,)
+
+
+def test_a_snapshot_is_copied_when_its_copies_have_arrived() -> None:
+    class Late(host_copies.HostCopies):
+        """Copies that the device makes while the host waits."""
+
+        def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+            self.pairs = [*getattr(self, "pairs", []), (torch.zeros_like(tensor), tensor)]
+            return self.pairs[-1][0]
+
+        def wait(self) -> None:
+            for mine, tensor in self.pairs:
+                mine.copy_(tensor)
+
+    part: Any = OwnPart(None, {}, lambda: iter([("weight", torch.ones(3), None)]), 1)  # type: ignore[arg-type]
+    found = snapshot.copied(snapshot.Snapshot(part, {"moment": torch.ones(2)}, {}), Late())
+    ((_, weight, _),) = found.part.tensors()
+    assert weight.tolist() == [1, 1, 1] and found.optimizer["moment"].tolist() == [1, 1]
 
 
 def test_without_memory_for_a_copy_the_run_waits_for_checkpoints(

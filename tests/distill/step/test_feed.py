@@ -135,6 +135,19 @@ def test_numbers_come_back_by_name_and_exactly() -> None:
     assert list(found) == ["a", "known", "b", "bad"]
 
 
+def test_numbers_are_read_when_their_copy_has_ended() -> None:
+    readback: Any = Readback({"a": torch.tensor(0.0)})
+
+    class Copied:
+        """The event behind a copy that ends while the host waits for it."""
+
+        def synchronize(self) -> None:
+            readback._host.fill_(0.5)
+
+    readback._copied = Copied()
+    assert readback.wait() == {"a": 0.5}
+
+
 def test_waiting_for_data_is_said_once(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     recipe, _ = text_of(folder)
     world = World(0, 1, torch.device("cpu"))

@@ -315,6 +315,11 @@ def test_bad_rows_are_refused(tmp_path: Path):
         evalplus_problem({"task_id": "HumanEval/1"})
 
 
+def test_a_program_that_takes_too_long_has_not_passed():
+    passed, late = (Verdict(status, Outcome(status), None, "bwrap") for status in ("pass", "timeout"))
+    assert pass_at_1([passed, late], "base") == 0.5
+
+
 def test_no_verdict_no_number():
     error = Verdict("a", Outcome("error", "killed"), None, "bwrap")
     with pytest.raises(FcsdError, match="killed"):

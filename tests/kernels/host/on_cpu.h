@@ -34,10 +34,14 @@ template <class L> static inline L load_line_of(const void* at) {
 }
 #define load_line(at) load_line_of<Line>(at)
 #define store_line(at, ...) (store_line_of(at, __VA_ARGS__))
+// A GPU moves each half of a line by itself, and a rank may be set aside between them; here it is in every 64th line.
 template <class L> static inline void store_line_of(void* at, L v) {
-  std::atomic_signal_fence(std::memory_order_seq_cst);
-  _mm_store_si128((__m128i*)at, _mm_loadu_si128((const __m128i*)&v));
-  std::atomic_signal_fence(std::memory_order_seq_cst);
+  unsigned long long half[2];
+  memcpy(half, &v, 16);
+  auto to = (std::atomic<unsigned long long>*)at;
+  to[0].store(half[0], std::memory_order_release);
+  if (((unsigned long long)at & 0x3ff) == 0) look();
+  to[1].store(half[1], std::memory_order_release);
 }
 static inline unsigned load_flag(const void* at) { look(); return ((const std::atomic<unsigned>*)at)->load(std::memory_order_acquire); }
 static inline void store_flag(void* at, unsigned v) { ((std::atomic<unsigned>*)at)->store(v, std::memory_order_release); }

@@ -4,14 +4,16 @@ import random
 import subprocess
 import sys
 import tempfile
+import time
+from itertools import count
 
 import pytest
 import torch
 import torch.distributed as dist
-from file_buffers import opener
+from file_buffers import FileBuffers, opener
 from ranks import in_group
 
-from fcsd.parallel.transports.copies import CopiesTransport
+from fcsd.parallel.transports.copies import ARRIVED, CopiesTransport
 from fcsd.parallel.transports.transport import all_to_all, splits_of
 
 
@@ -64,6 +66,32 @@ def test_copies_bring_what_all_to_all_brings(world):
     # Torch sends what does not fit, on all ranks; the next exchange makes buffers that hold it, and is sent by copies.
     by_torch = [("uneven", True), ("all to the last", False), ("overflow", False), ("overflow", True)]
     assert [kinds for _, kinds in found] == [by_torch] * world
+
+
+class LateReader(FileBuffers):
+    """Rank 1 sees at once that rows have arrived, and reads them long after that."""
+
+    def await_flag(self, peer, flag, number):
+        super().await_flag(peer, flag, number)
+        if self.rank == 1 and flag == ARRIVED:
+            time.sleep(0.03)
+
+
+def _kept(rank, folder):
+    """The first value of each row that the caller keeps, of exchanges one after the other."""
+    numbers = count()
+    copies = CopiesTransport(lambda group, capacity: LateReader(group, capacity, f"{folder}/{next(numbers)}"))
+    splits, found = splits_of([[1, 2], [2, 1]], rank), []
+    for number in range(6):
+        received, work = copies(torch.full((3, 256), 10.0 * number + rank), splits, dist.group.WORLD, True)
+        work.wait()
+        found.append(received[:, 0].tolist())
+    return found
+
+
+def test_no_rank_writes_over_rows_that_another_has_not_read(tmp_path):
+    expected = [[[10.0 * number + peer for peer in peers] for number in range(6)] for peers in ((0, 1, 1), (0, 0, 1))]
+    assert in_group(2, _kept, tmp_path) == expected
 
 
 def test_splits_and_their_reverse():

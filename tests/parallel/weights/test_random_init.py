@@ -33,6 +33,8 @@ def _random(arches, world, folder):
                 wrong.append(f"{arch} {name}")
             if ".experts.w" in name and not torch.isclose(one.std(), deviation, rtol=0.1):
                 wrong.append(f"{arch} {name} deviates by {one.std()}")
+            if ".experts.w" in name and any(torch.equal(one[0], other) for other in one[1:]):
+                wrong.append(f"{arch} {name}: two experts are equal")
         shard_experts(plain, arch_of(config), world)
         wrong += differences(plain, share)
         if (folder / arch).exists():

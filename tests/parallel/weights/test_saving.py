@@ -13,7 +13,7 @@ from fcsd.checkpoint import INDEX, SINGLE, read_config, read_layout, verify_tens
 from fcsd.models.build import load_model
 
 
-def _save(cases, ep_size, max_shard):
+def _save(cases, ep_size, max_shard, like_source=True):
     """Load and save on every rank, expert-parallel unless ``ep_size`` is 0."""
     from fcsd.parallel.weights.loading import load_expert_parallel
     from fcsd.parallel.weights.saving import own_part, write_part
@@ -27,7 +27,7 @@ def _save(cases, ep_size, max_shard):
         if rank == 0:
             out.mkdir()
         torch.distributed.barrier()
-        write_part(own_part(model), out, source, max_shard)
+        write_part(own_part(model), out, source if like_source else None, max_shard)
         torch.distributed.barrier()
 
 
@@ -61,6 +61,14 @@ def test_ranks_write_what_save_pretrained_writes(tmp_path):
         load_model(source).save_pretrained(tmp_path / f"{source.name} reference")
         assert [file.name for file in out.glob("*.safetensors")] == [SINGLE]
         _assert_same(tmp_path / f"{source.name} reference", out)
+
+
+def test_without_files_to_follow_the_layout_is_that_of_save_pretrained(tmp_path):
+    """The experts of Llama-4 are transposed in files; experts of random weights have no files that say so."""
+    source, out = write_checkpoint(tmp_path / "source", "llama4_text"), tmp_path / "out"
+    assert on_ranks(2, _save, [(source, out)], 2, 10**9, False) == [None, None]
+    load_model(source).save_pretrained(tmp_path / "reference")
+    _assert_same(tmp_path / "reference", out)
 
 
 def test_files_are_split_and_carried_tensors_kept(tmp_path):
