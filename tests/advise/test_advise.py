@@ -11,7 +11,7 @@ from fcsd.advise.cards import card_of
 from fcsd.advise.host import host_of
 from fcsd.advise.losses import losses, nearest
 from fcsd.advise.speed import STANDARD, Load, Served, server_of
-from fcsd.advise.verdict import _command, advise, to_text
+from fcsd.advise.verdict import Way, _command, _nowhere_slower, advise, to_text
 from fcsd.bench.shapes import SHAPES
 from fcsd.cli.main import app
 from fcsd.errors import ConfigError, DoesNotFitError
@@ -247,3 +247,11 @@ def test_what_servers_were_timed_with_takes_the_place_of_predictions(tmp_path: P
 def test_gpus_are_named_once() -> None:
     with pytest.raises(ConfigError, match="--gpu and --machine"):
         host_of(2, "L4", Path("machine.json"))
+
+
+def test_a_way_is_slower_if_either_its_steps_or_its_first_tokens_are() -> None:
+    def way(step: float, first: float) -> Way:
+        return Way("", "sums", Served(step, first), 1.0, "")
+
+    found = [_nowhere_slower(way(*served), way(1.0, 1.0)) for served in ((0.5, 1.01), (0.5, 1.1), (1.1, 0.5))]
+    assert found == [True, False, False]

@@ -161,3 +161,10 @@ def test_the_command_divides_questions_over_ranks_and_a_second_run_repeats_no_an
     assert run() == two
     assert sorted((tmp_path / "out/answers").iterdir()) == files
     assert [len([line for line in file.read_text().splitlines() if line]) for file in files] == sizes
+
+
+@pytest.mark.parametrize("count", [3, 4, 5])
+def test_ranks_in_lockstep_get_equally_many_batches(count):
+    shares = [Team(World(rank, 3, torch.device("cpu")), lockstep=True).share(range(count)) for rank in range(3)]
+    assert len({len(share) for share in shares}) == 1
+    assert {batch for share in shares for batch in share} == set(range(count))
