@@ -42,7 +42,7 @@ def poisoned(recipe: Any, where: str, steps: tuple[int, ...]) -> None:
             return targets._replace(output=(hidden * factor, head))
 
     prepare.build_training, loop.launch_step = built, counted
-    prepare.live_teacher = lambda model, recipe, _: Spoilt(model, recipe.objective)
+    prepare.LiveTeacher = Spoilt
     loop.distill_model(recipe)
 
 
