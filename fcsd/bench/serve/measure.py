@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,8 @@ from fcsd.bench.serve import choice, figures, table, under_vllm
 from fcsd.bench.serve.model import config_of
 from fcsd.bench.serve.workload import Workload
 from fcsd.disk import write_json
+from fcsd.errors import ConfigError
+from fcsd.extras import require_extra
 from fcsd.launch.environment import snapshot
 
 
@@ -63,8 +64,10 @@ def bench(
     if table_file is not None and found["tables"]:
         write_json(table_file, runner.without_folders(choice.file_of(load, found, command)))
     if out is not None and table.ratios_of(found):
-        if find_spec("matplotlib") is None:  # where fcsd was installed beside vLLM with --no-deps
-            found["notes"].append("serve.png is not drawn: matplotlib is not installed")
+        try:
+            require_extra("train", "serve.png", "matplotlib")
+        except ConfigError as error:  # fcsd was installed beside vLLM with --no-deps
+            found["notes"].append(str(error))
         else:
             table.draw(found, f"{load.model}, {gpus} GPUs", out / "serve.png")
     return head | {"complete": True} | stored(found, heal_hours, gpus), table.text(found, heal_hours, gpus)
