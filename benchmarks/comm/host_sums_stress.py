@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
+from fcsd.bench.runner import without_folders
 from fcsd.kernels.host import compiled
 from fcsd.kernels.host.layout import BLOCKS, ONE_SHOT, total_bytes
 from fcsd.launch.environment import snapshot
@@ -143,7 +144,11 @@ class Rank:
 def stressed(ranks: list[Rank], options: argparse.Namespace, group: Any = None, first: bool = True) -> bool:
     """Start batches until there are enough sums or the time is over; whether all were right."""
     source, made, begun = random.Random(1), Counter(), time.monotonic()
-    found: dict[str, Any] = {"command": " ".join(sys.argv), "environment": snapshot(), "ranks": options.ranks}
+    found: dict[str, Any] = {
+        "command": without_folders(" ".join(sys.argv)),
+        "environment": snapshot(),
+        "ranks": options.ranks,
+    }
     found["a rank is"] = "a stream" if options.streams else f"a process, {torch.cuda.device_count()} GPUs"
     batches, wrong, going = ranks[0].batches, 0, True
     step = 25 if options.streams or torch.cuda.device_count() >= options.ranks else 1

@@ -1,7 +1,7 @@
 """Writes the all-reduces that ``fcsd advise`` assumes of other machines: ``python -m benchmarks.comm.sums_of_advice``.
 
-They are those of ``benchmarks/comm/host_sums.py`` on H200s: NCCL, with peer access and without, and through the host
-the fastest exact way and the fastest with INT8.
+Those of a server's table, or of ``benchmarks/comm/host_sums.py``, on H200s: NCCL, with and without peer access,
+and through the host the fastest exact way and the fastest with INT8.
 """
 
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS, FILE = Path("benchmarks/results"), Path("fcsd/advise/sums.json")
-WITHOUT_PEERS = {2: "host_sums_2xh200", 4: "host_sums_4xh200_first"}
+WITHOUT_PEERS = {2: "host_tables_2xh200", 4: "host_sums_4xh200_first"}
 WITH_PEERS = {2: "host_sums_nvlink_2xh200_first"}
 WAYS = {
     "stock": ("stock",),
@@ -22,7 +22,8 @@ def methods(repo: Path, files: dict[int, str], names: tuple[str, ...]) -> dict[s
     """Microseconds by method, number of ranks and bytes."""
     found: dict[str, Any] = {name: {} for name in names}
     for ranks, file in files.items():
-        times = json.loads((repo / RESULTS / f"{file}.json").read_text())["microseconds"]
+        raw = json.loads((repo / RESULTS / f"{file}.json").read_text())
+        times = raw.get("microseconds") or raw["sums"]
         for name in names:
             rows = {size: [row[way] for way in WAYS[name] if way in row] for size, row in times.items()}
             found[name][str(ranks)] = {size: min(row) for size, row in rows.items()}

@@ -133,6 +133,7 @@ def main() -> None:
     # Imported once, before the forks.
     from vllm import LLM, __version__  # noqa: F401  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 
+    from fcsd.bench.runner import without_folders
     from fcsd.bench.serve.model import config_of, usual_wirings, wiring_for
     from fcsd.bench.serve.running import write_directory
     from fcsd.bench.serve.workload import Workload
@@ -155,7 +156,12 @@ def main() -> None:
     if weights and weights not in WEIGHTS:
         parser.error(f"{weights}: weights are {', '.join(WEIGHTS)}")
     fill_integers()
-    found: dict[str, Any] = {"command": " ".join(sys.argv), "vllm": __version__, "milliseconds": {}, "logs": {}}
+    found: dict[str, Any] = {
+        "command": without_folders(" ".join(sys.argv)),
+        "vllm": __version__,
+        "milliseconds": {},
+        "logs": {},
+    }
     fork, ends, processes = multiprocessing.get_context("fork"), {}, []
     with tempfile.TemporaryDirectory() as scratch:
         for number, name in enumerate(names):

@@ -89,7 +89,7 @@ def choose(load: Workload, times: Mapping[Way, Rounds]) -> Ways:
 
 def _worth(step: str, way: Way) -> float:
     """Of the time of the others, the share that this way has to take at most."""
-    exact = backend_of(way.reduce, "plugin")[1] is None
+    exact = backend_of(way.reduce, USER)[1] is None
     waits = step == "prefill" and way.travels  # such a step waits for the host
     return _WORTH if waits or not exact else 1.0
 

@@ -116,7 +116,7 @@ class Gpu:
     def replay(self, key: Hashable, do: Callable[[], None]) -> None:
         """Do what is the same whenever ``key`` is, on the current stream.
 
-        The first time it is recorded as a CUDA graph, which the host starts in a tenth of the time of its parts.
+        The first time it is recorded as a CUDA graph, because the host takes longer to start its parts than they take.
         """
         if torch.cuda.is_current_stream_capturing():
             do()

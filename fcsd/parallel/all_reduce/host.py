@@ -45,7 +45,7 @@ class HostSums(OneKernelSums):
         super().__init__(memory, device, self._base, places)
         self._calls["exchange"] = device.counters(1)
         # The exchange sends from here and receives here, so that it can be started again as a whole. To copy what is
-        # sent takes a hundredth of the time that it travels.
+        # sent takes one or two hundredths of the time that it travels.
         self._staged: Tensor = device.bytes(2 * EXCHANGE)
 
     def all_reduce(self, x: Tensor, out: Tensor, method: str | None = None, format: Format | None = None) -> None:

@@ -6,7 +6,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ class Cpu:
         self._delay = delay
         self._queues = [_Stream() for _ in range(4)]
         self._kept: list[torch.Tensor] = []
+        self._recorded: dict[Any, list[Callable[[], None]]] = {}
+        self._recording: list[Callable[[], None]] | None = None
         self.files: list[torch.Tensor] = []  # what has to stay mapped
 
     def follow(self) -> None:
@@ -68,7 +70,14 @@ class Cpu:
         return torch.empty(count, dtype=torch.uint8)
 
     def replay(self, key: Any, do: Callable[[], None]) -> None:
-        do()
+        """Does what the first call of ``key`` did, with its arguments, as a recorded graph would."""
+        if (done := self._recorded.get(key)) is None:
+            done = self._recording = self._recorded[key] = []
+            do()
+            self._recording = None
+        else:
+            for again in done:
+                again()
 
     def mapped(self, address: int, size: int) -> int:
         return address
@@ -84,24 +93,26 @@ class Cpu:
             if getattr(self._libraries[dtype], f"run_{name}")(min(grid, 3), *given):
                 raise StoppedError(name)
 
-        if stream is None:
-            do()
-        else:
-            self._queues[stream].put(do)
+        self._begin(do if stream is None else partial(self._queues[stream].put, do))
 
     def copy(self, to: int, of: int, size: int, stream: int, up: bool) -> None:
         def do() -> None:
             self._delay()
             ctypes.memmove(to, of, size)
 
-        self._queues[stream].put(do)
+        self._begin(partial(self._queues[stream].put, do))
 
     def fork(self) -> tuple[list[int], list[int]]:
         return [0, 1], [2, 3]
 
     def join(self) -> None:
         for one in self._queues:
-            one.drain()
+            self._begin(one.drain)
+
+    def _begin(self, work: Callable[[], None]) -> None:
+        if self._recording is not None:
+            self._recording.append(work)
+        work()
 
 
 class _Stream:
