@@ -20,12 +20,11 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     HF_HUB_DISABLE_TELEMETRY="1",
     TOKENIZERS_PARALLELISM="false",
-    DS_ACCELERATOR="cpu",
     WANDB_MODE="offline",
     MPLBACKEND="Agg",
 )
-if not Path("/dev/nvidiactl").exists():  # Without a GPU, Triton kernels run in its interpreter (also read once).
-    os.environ["TRITON_INTERPRET"] = "1"
+if not Path("/dev/nvidiactl").exists():  # Without a GPU, Triton kernels run in its interpreter.
+    os.environ.update(TRITON_INTERPRET="1", DS_ACCELERATOR="cpu")
 # No test outlives a power cut, and a disk takes milliseconds to say that it has written. Real commands wait for it.
 os.fsync = lambda descriptor: None
 # No test depends on speed, and the cores of a machine are shared.

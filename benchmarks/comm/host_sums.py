@@ -182,7 +182,7 @@ def main() -> None:
         for size, row in int4.sums.microseconds.items()
     }
     found["ways"] = dict(zip(int8.sums.sizes, int8.sums.ways, strict=True))
-    for name, table in (("gathers", int8.gathers), ("scatters", int8.scatters)):
+    for name, table in (("eager", int8.eager), ("gathers", int8.gathers), ("scatters", int8.scatters)):
         found[f"{name}, microseconds"] = {
             size: {way: round(value, 2) for way, value in row.items()} for size, row in table.microseconds.items()
         }

@@ -23,6 +23,7 @@ TIMES = {
     16384: {"stock": 9.0, "exchange": 8.0, "exchange:int8": 1.0},
 }
 
+IN_GRAPHS = {1024: {"stock": 9.0, "in_blocks": 1.0}}
 GATHERS = {64: {"stock": 1.0, "exchange": 9.0}, 1024: {"stock": 9.0, "exchange": 1.0}}
 EVERY_WAY = {
     size: {"stock": 9.0, way: 1.0} for size, way in {256: "one_shot", 4096: "in_blocks", 1 << 20: "exchange"}.items()
@@ -70,7 +71,7 @@ class Sums:
 
 def opened(format: Format | None = None) -> Any:
     made = communicator.communicator_of(Stock)("pp:0")
-    tables = HostTables(of_times(TIMES), of_times(GATHERS), of_times(GATHERS))
+    tables = HostTables(*map(of_times, (IN_GRAPHS, TIMES, GATHERS, GATHERS)))
     made._sums, made._tables, made._format = Sums(), tables, format
     return made
 
@@ -78,7 +79,7 @@ def opened(format: Format | None = None) -> Any:
 def exchanges(rank: int, built: dict[int, Path], world: int) -> list[str]:
     """What a rank finds wrong where tokens go to experts and sums come back, in every way, evenly and not."""
     made = communicator.communicator_of(Stock)("pp:0", world)
-    made._sums, made._tables = cpu_device.sums(built), HostTables(*[of_times(EVERY_WAY)] * 3)
+    made._sums, made._tables = cpu_device.sums(built), HostTables(*[of_times(EVERY_WAY)] * 4)
     wrong = []
     for call, sizes in enumerate(([2] * world, [1, 3, 2][:world], [40, 7, 64][:world], [3000, 100, 2000][:world])):
         draw = torch.Generator().manual_seed(call)
@@ -149,6 +150,12 @@ def test_each_size_goes_its_fastest_way_and_leaves_its_input() -> None:
     # Where a tensor lies does not decide, because another rank's may lie elsewhere.
     beside = torch.ones(257)[1:].view(1, 256)
     assert torch.equal(made.all_reduce(small.t()), 2 * small.t()) and torch.equal(made.all_reduce(beside), 2 * beside)
+
+
+def test_a_graph_has_a_table_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, x = opened(), torch.ones(4, 256)
+    monkeypatch.setattr(communicator, "_captures", lambda given: given is x)
+    assert torch.equal(made.all_reduce(x), 2 * x) and made._sums.asked == [("in_blocks", None)]
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])

@@ -8,7 +8,7 @@ What is faster where depends on the machine: ``host_table`` measures it.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -106,31 +106,40 @@ class HostSums(OneKernelSums):
         """Every value is decoded from what is sent, that of the rank itself too: see ``quantised``."""
         rows, sums = x.view(-1, x.shape[-1]), out.view(-1, x.shape[-1])
         width = format.row_bytes(rows.shape[1])
-        most = EXCHANGE // (
-            width if self.size == 2 else 2 * width
-        )  # rows that are cut take more room, not twice as much
+        # Values lie behind the records of two ranks, or behind those that arrive. Rows that are cut into more records
+        # take more room, not twice as much.
+        room = (2 * EXCHANGE if self.size == 2 else EXCHANGE) - 256
+        most = room // (2 * width + rows[:1].nbytes)
+        exchange = self._records_in_one_step if self.size == 2 else self._records_in_two_steps
         for part, total in zip(rows.split(most), sums.split(most), strict=True):
-            if self.size == 2:
-                records = self._sent(self.size, len(part), width)
-                encode(part, format, out=records[self.rank])
-                self._gather(records[0].nbytes)
-                decode_ranks(records, format, total)
-            else:
-                self._in_format_in_two_steps(part, total, format)
+            at = (2 * EXCHANGE - part.nbytes) // 256 * 256
+            values = self._staged[at : at + part.nbytes].view(part.dtype).view(part.shape)
+            values.copy_(part)
+            key = "format", str(format), part.shape, part.dtype
+            self.device.replay(key, partial(exchange, values, format))
+            total.copy_(values)
 
-    def _in_format_in_two_steps(self, rows: Tensor, out: Tensor, format: Format) -> None:
-        dtype, rows = rows.dtype, cut(rows, format, self.size)
-        share = -(-len(rows) // self.size)
-        records = self._sent(self.size, share, format.row_bytes(rows.shape[1]))
+    def _records_in_one_step(self, rows: Tensor, format: Format) -> None:
+        """Replace rows by their sum over two ranks."""
+        records = self._sent(self.size, len(rows), format.row_bytes(rows.shape[1]))
+        encode(rows, format, out=records[self.rank])
+        self._gather(records[0].nbytes)
+        decode_ranks(records, format, rows)
+
+    def _records_in_two_steps(self, rows: Tensor, format: Format) -> None:
+        """The same over more ranks, a share of which each of them sums."""
+        pieces = cut(rows, format, self.size)
+        share = -(-len(pieces) // self.size)
+        records = self._sent(self.size, share, format.row_bytes(pieces.shape[1]))
         every = records.flatten(0, 1)
-        encode(rows, format, out=every[: len(rows)])
-        every[len(rows) :].zero_()
+        encode(pieces, format, out=every[: len(pieces)])
+        every[len(pieces) :].zero_()
         self._scatter(records[0].nbytes)
         arrived = self._arrived(*records.shape)
         arrived[self.rank].copy_(records[self.rank])
-        encode_sum(arrived, format, rows.shape[1], records[self.rank])
+        encode_sum(arrived, format, pieces.shape[1], records[self.rank])
         self._gather(records[0].nbytes)
-        decode(every[: len(rows)], format, rows.shape[1], dtype, out.view(rows.shape))
+        decode(every[: len(pieces)], format, pieces.shape[1], pieces.dtype, pieces)
 
     def scattered(self, x: Tensor, sizes: Sequence[int], method: str | None = None) -> Tensor:
         """This rank's rows of the sum over the ranks, on the current stream.

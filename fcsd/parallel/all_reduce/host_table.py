@@ -1,9 +1,10 @@
 """Which way through the host is fastest for how many bytes: measured where it will be used, in seconds.
 
-There is a table for sums, one for gathering what each rank has, as a server does its logits, and one for sums of which
-each rank keeps its rows, as experts need them beside data-parallel attention. What a server does without fcsd is
-measured beside it and wins where it is faster, so a server with these tables is never slower than without them, on the
-sizes that were measured.
+There is a table for sums in CUDA graphs, and one for sums that the host starts one by one, which may take it longer
+than they take; one for gathering what each rank has, as a server does its logits; and one for sums of which each rank
+keeps its rows, as experts need them beside data-parallel attention. What a server does without fcsd is measured beside
+it and wins where it is faster, so a server with these tables is never slower than without them, on the sizes that were
+measured.
 """
 
 import fcntl
@@ -31,12 +32,12 @@ from fcsd.parallel.all_reduce.host import HostSums
 STOCK = "stock"
 SIZES = tuple(2**power for power in (13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 26))
 _BUSY = 1000.0  # microseconds: the smallest sum takes so long only if another process has one of the GPUs meanwhile
-_GRAPHED = 8 << 20  # up to so many bytes a sum is timed in a CUDA graph, as a step of decoding is
+_GRAPHED = 8 << 20  # up to so many bytes a tensor is timed in a CUDA graph, as in a step of decoding
 _HIDDEN = 4096  # values of a row whose record is sent
 _MOST = {"one_shot": ONE_SHOT, "in_blocks": BLOCKS}  # bytes
 _REPEATS = 5
 _SETTINGS = ("NCCL_P2P_DISABLE", "NCCL_SHM_USE_CUDA_MEMCPY")  # of NCCL, which change what stock takes
-_VERSION = 3  # of what the names of ways mean
+_VERSION = 4  # of what the names of ways mean
 
 
 class HostTable(NamedTuple):
@@ -58,9 +59,13 @@ class HostTable(NamedTuple):
 
 
 class HostTables(NamedTuple):
-    """The tables of a machine: ``gathers`` goes by the bytes of one rank, ``scatters`` by those before the sum."""
+    """The tables of a machine: ``gathers`` goes by the bytes of one rank, ``scatters`` by those before the sum.
+
+    ``sums`` is for sums in CUDA graphs, ``eager`` for those outside of them.
+    """
 
     sums: HostTable
+    eager: HostTable
     gathers: HostTable
     scatters: HostTable
 
@@ -84,7 +89,7 @@ def measured(
     Raises:
         ConfigError: on all ranks, if another process works on one of the GPUs.
     """
-    found: tuple[dict[int, dict[str, float]], ...] = ({}, {}, {})
+    found: tuple[dict[int, dict[str, float]], ...] = ({}, {}, {}, {})
     for size in sizes:
         x = torch.randn(size // 512, 256, device="cuda").to(torch.bfloat16)
         whole = x[: len(x) - len(x) % sums.size]
@@ -99,8 +104,10 @@ def measured(
         scatters: dict[str, Callable[[Tensor], Any]] = {STOCK: stock.scatter}
         even = [len(whole) // sums.size] * sums.size
         scatters |= {way: lambda x, way=way, even=even: sums.scattered(x, even, way) for way in methods}
-        for table, ways, given in zip(found, (runs, gathers, scatters), (x, x, whole), strict=True):
-            table[size] = {name: _microseconds(run, given, group) for name, run in ways.items()}
+        every = ((runs, x, True), (runs, x, False), (gathers, x, True), (scatters, whole, True))
+        for table, (ways, given, in_graph) in zip(found, every, strict=True):
+            graphed = in_graph and size <= _GRAPHED
+            table[size] = {name: _microseconds(run, given, group, graphed) for name, run in ways.items()}
             if size == sizes[0] and min(table[size].values()) > _BUSY:
                 raise ConfigError(
                     "another process works on the GPUs, so the ways to sum cannot be timed",
@@ -179,10 +186,9 @@ def of_times(found: Mapping[int, Mapping[str, float]]) -> HostTable:
     return HostTable(found, sizes, tuple(min(found[size], key=found[size].__getitem__) for size in sizes))
 
 
-def _microseconds(run: Callable[[Tensor], Any], x: Tensor, group: Any) -> float:
-    """The median time of a sum on the slowest rank, the same on all ranks."""
-    graphed = x.nbytes <= _GRAPHED
-    count = 40 if x.nbytes <= 1 << 18 else 10 if graphed else 5
+def _microseconds(run: Callable[[Tensor], Any], x: Tensor, group: Any, graphed: bool) -> float:
+    """The median time on the slowest rank, the same on all ranks: of the GPU, or of the host where it takes longer."""
+    count = 40 if x.nbytes <= 1 << 18 else 10 if x.nbytes <= _GRAPHED else 5
     for _ in range(2):
         run(x)
     torch.cuda.synchronize()

@@ -116,7 +116,8 @@ def communicator_of(base: type[Any]) -> type[Any]:
             sums = self._sums
             if sums is None or not sums.supports(given := _aligned(input_)):
                 return super().all_reduce(input_)
-            way = self._tables.sums.way(input_.nbytes)
+            table = self._tables.sums if _captures(input_) else self._tables.eager
+            way = table.way(input_.nbytes)
             if way == "stock":
                 return super().all_reduce(input_)
             out = given.new_empty(given.shape)
@@ -187,6 +188,12 @@ def caches() -> Path:
     """The folder of vLLM's caches, as vLLM finds it."""
     general = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("VLLM_CACHE_ROOT") or Path(general, "vllm")).expanduser()
+
+
+def _captures(x: Any) -> bool:
+    import torch
+
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _divides(format: Format | None, x: Any) -> bool:

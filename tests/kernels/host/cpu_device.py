@@ -6,7 +6,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,7 @@ class Cpu:
         self._delay = delay
         self._queues = [_Stream() for _ in range(4)]
         self._kept: list[torch.Tensor] = []
-        self._recorded: dict[Any, list[Callable[[], None]]] = {}
-        self._recording: list[Callable[[], None]] | None = None
+        self._recorded: dict[Any, Callable[[], None]] = {}
         self.files: list[torch.Tensor] = []  # what has to stay mapped
 
     def follow(self) -> None:
@@ -71,13 +70,7 @@ class Cpu:
 
     def replay(self, key: Any, do: Callable[[], None]) -> None:
         """Does what the first call of ``key`` did, with its arguments, as a recorded graph would."""
-        if (done := self._recorded.get(key)) is None:
-            done = self._recording = self._recorded[key] = []
-            do()
-            self._recording = None
-        else:
-            for again in done:
-                again()
+        self._recorded.setdefault(key, do)()
 
     def mapped(self, address: int, size: int) -> int:
         return address
@@ -93,26 +86,21 @@ class Cpu:
             if getattr(self._libraries[dtype], f"run_{name}")(min(grid, 3), *given):
                 raise StoppedError(name)
 
-        self._begin(do if stream is None else partial(self._queues[stream].put, do))
+        do() if stream is None else self._queues[stream].put(do)
 
     def copy(self, to: int, of: int, size: int, stream: int, up: bool) -> None:
         def do() -> None:
             self._delay()
             ctypes.memmove(to, of, size)
 
-        self._begin(partial(self._queues[stream].put, do))
+        self._queues[stream].put(do)
 
     def fork(self) -> tuple[list[int], list[int]]:
         return [0, 1], [2, 3]
 
     def join(self) -> None:
         for one in self._queues:
-            self._begin(one.drain)
-
-    def _begin(self, work: Callable[[], None]) -> None:
-        if self._recording is not None:
-            self._recording.append(work)
-        work()
+            one.drain()
 
 
 class _Stream:

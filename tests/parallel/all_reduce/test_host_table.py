@@ -24,7 +24,7 @@ def test_a_tensor_takes_the_way_of_the_next_larger_size() -> None:
     assert [table.way(size) for size in (16, 8192, 8193, 1 << 20, 1 << 30)] == ["one_shot"] * 2 + ["stock"] * 3
 
 
-TABLES = HostTables(of_times(TIMES), *[of_times({8192: {"stock": 9.0, "exchange": 8.0}})] * 2)
+TABLES = HostTables(of_times(TIMES), *[of_times({8192: {"stock": 9.0, "exchange": 8.0}})] * 3)
 
 
 def keeps(rank: int, file: Path) -> tuple[HostTables, HostTables, int]:
@@ -53,8 +53,8 @@ ROWS = ('{"stock": NaN}', '{"one_shot": 5}', '{"stock": -1}')
             "",
             "[]",
             '{"sums": {"8192": {"stock": 5}}}',
-            '{"sums": {}, "gathers": {}, "scatters": {}}',
-            '{"sums": {"a": {}}, "gathers": 1, "scatters": 1}',
+            '{"sums": {}, "eager": {}, "gathers": {}, "scatters": {}}',
+            '{"sums": {"a": {}}, "eager": 1, "gathers": 1, "scatters": 1}',
             '{"sums": {"8192": {"stock": 5}}, "gathers": {"8192": {"stock": 5}}}',
         ),
         *(
@@ -93,15 +93,15 @@ def test_servers_measure_one_after_the_other(tmp_path: Path) -> None:
 
 
 def test_nothing_is_chosen_on_gpus_that_others_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Of three ways and vLLM's own: sums, gathers, sums of one's rows.
-    times = iter((9.0, 2000.0, 5.0, 2000.0, 7.0, 8.0, 9.0, 9.0, 9.0, 4.0, 5.0, 6.0))
+    # Of three ways and vLLM's own: sums in graphs, and eager, gathers, sums of one's rows.
+    times = iter((9.0, 2000.0, 5.0, 2000.0, 9.0, 8.0, 9.0, 9.0, 7.0, 8.0, 9.0, 9.0, 9.0, 4.0, 5.0, 6.0))
     randn = torch.randn
     monkeypatch.setattr(torch, "randn", lambda *shape, device: randn(*shape))
-    monkeypatch.setattr(host_table, "_microseconds", lambda run, x, group: next(times, 2000.0))
+    monkeypatch.setattr(host_table, "_microseconds", lambda run, x, group, graphed: next(times, 2000.0))
     sums: Any = SimpleNamespace(size=2)
     stock = host_table.Stock(*[lambda x: x] * 3)
     tables = host_table.measured(sums, stock, None, sizes=(8192,))
-    assert [table.ways for table in tables] == [("in_blocks",), ("stock",), ("one_shot",)]
+    assert [table.ways for table in tables] == [("in_blocks",), ("one_shot",), ("stock",), ("one_shot",)]
     with pytest.raises(ConfigError, match="another process works on the GPUs"):
         host_table.measured(sums, stock, None, sizes=(8192, 16384))
 
