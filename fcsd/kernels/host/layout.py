@@ -4,7 +4,7 @@ Memory of the host begins with a control page. Then each rank has a region, whic
 Three protocols have parts of their own in a region, so none sees another's flags:
 
     one shot   two slots of lines of 16 bytes: four bytes of values, the number of the call, and both once more
-    blocks     two slots for values and two for sums, a flag for each block, piece and step
+    blocks     two slots for values and two for sums, a flag for each block and step
     exchange   one slot, which copy engines fill and empty in pieces, a flag for each piece, and one for "done"
 
 The kernels of the first two take the address of such a part of each rank, wherever it lies. So they also work in memory
@@ -46,8 +46,6 @@ EXCHANGE = 68 << 20  # the most bytes that a rank shows the others at once
 PIECES = 64  # flags of the exchange
 GRID = {"one_shot": 16, "in_blocks": 16}  # blocks of every launch; few, because they wait beside other work
 THREADS = 512
-BLOCK_PIECES = 4  # into which a block cuts its part
-LEAST_PIECE = 128  # lines of a piece
 _FLAG = 64  # bytes between two flags, so that each has a line of the cache for itself
 
 
@@ -57,8 +55,8 @@ class Layout:
 
     one_shot: int = 0
     blocks: int = 4 * ONE_SHOT
-    piece_flags: int = 4 * ONE_SHOT + 4 * BLOCKS + 2 * 64 * BLOCK_PIECES * _FLAG
-    done: int = 4 * ONE_SHOT + 4 * BLOCKS + (2 * 64 * BLOCK_PIECES + PIECES) * _FLAG
+    piece_flags: int = 4 * ONE_SHOT + 4 * BLOCKS + 2 * 64 * _FLAG
+    done: int = 4 * ONE_SHOT + 4 * BLOCKS + 2 * 64 * _FLAG + PIECES * _FLAG
     exchange: int = 4 * ONE_SHOT + 4 * BLOCKS + (64 << 10)
     region: int = 4 * ONE_SHOT + 4 * BLOCKS + (64 << 10) + EXCHANGE
 

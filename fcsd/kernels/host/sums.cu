@@ -45,8 +45,6 @@ __device__ __forceinline__ u32 to_half(float v) {
 #define FLOAT(v) __uint_as_float(v)
 #define FENCE() __threadfence_system()
 #define BARRIER() __syncthreads()
-#define TEAM_BARRIER(number, threads) asm volatile("bar.sync %0, %1;" :: "r"(number), "r"(threads) : "memory")
-#define SHARED __shared__
 #define STOP() __trap()
 #endif
 
@@ -178,103 +176,76 @@ __device__ __forceinline__ bool announced(const void* flag, u32 call) {
   return found == call || found == call + 1;
 }
 
-// Threads of a block that wait for each other alone: all of them, or those of one half or of a part of it.
-struct Team {
-  int thread, threads, barrier;
-  __device__ void meet() const { TEAM_BARRIER(barrier, threads); }
-};
-
-// Wait until every other rank has set its flag, and this rank has written more pieces than `piece`.
-__device__ __forceinline__ void await_piece(Team team, const Places* given, u64 flag, int rank, u32 call, volatile int* written,
-                                            int piece, Control* control, u64 limit) {
+// Wait in thread `peer` of a block until a rank has set its flag of this block.
+__device__ __forceinline__ void await_block(const Places* given, u64 flag, int rank, u32 call, Control* control, u64 limit) {
   Patience patience{control, rank, limit, 0, 0};
-  for (int peer = team.thread; peer < RANKS; peer += team.threads) {
+  for (int peer = threadIdx.x; peer < RANKS; peer += blockDim.x) {
     char* theirs = given->of[peer] + flag;
-    while (peer == rank ? *written <= piece : !announced(theirs, call)) patience.wait(peer);
-    FENCE();
+    while (peer != rank && !announced(theirs, call)) patience.wait(peer);
   }
-  team.meet();
+  FENCE();
+  BARRIER();
 }
 
-// Blocks with flags of their own. Every block of a rank works with the same block of the others. In one step it sums all
-// values of its part; in two steps (`shares` is RANKS) it sums its share of them and hands the sums on; or it gathers, in
-// one step, and `y` is [RANKS, count]. `count` is the number of lines.
-//
-// The part of a block is cut into `pieces` of at least `least` lines, the last ones less or none, with a flag each. If there
-// is more than one, half of the threads write them one after the other, and as many teams of the other half read one each, so
-// that the link carries values in both directions at the same time. Otherwise all threads write, and then read.
-//
-// At each place lie two slots for values, two for sums, and flags, one for each block, piece and step, 64 bytes apart. A
-// flag is stored with release semantics after the threads that wrote have met, which holds for what all of them wrote.
-extern "C" __global__ void in_blocks(const Line* x, Line* y, int count, int gather, int shares, int pieces, int least,
-                                     const Places* given, u64 slot, int rank, u32* calls, Control* control, u64 limit) {
-  SHARED volatile int written;
+// Blocks with a flag each. Every block of a rank works with the same block of the others. In one step it sums all values
+// of its part; in two steps (`shares` is RANKS) it sums its share of them and hands the sums on; or it gathers, in one
+// step, and `y` is [RANKS, count]. `count` is the number of lines. At each place lie two slots for values, two for sums,
+// and flags, one for each block and step, 64 bytes apart.
+extern "C" __global__ void in_blocks(const Line* x, Line* y, int count, int gather, int shares, const Places* given,
+                                     u64 slot, int rank, u32* calls, Control* control, u64 limit) {
   Places places = *given;
   u32 call = calls[blockIdx.x] + 1;
   u64 values = (call & 1) * slot, sums = (2 + (call & 1)) * slot;
-  u64 sent = 4 * slot + 64 * pieces * blockIdx.x, summed = sent + 64 * pieces * gridDim.x;
-  int part = (count + gridDim.x - 1) / gridDim.x, first = blockIdx.x * part, last = min(count, first + part);
-  int piece = max(least, (part + pieces - 1) / pieces);
-  int half = pieces > 1 ? blockDim.x / 2 : 0;  // on a CPU, where a block is one thread, none
-  int groups = half ? pieces : 1, group = half ? ((int)threadIdx.x - half) / (half / groups) : 0;
-  if (threadIdx.x == 0) written = 0;
-  BARRIER();
-  if (!half || threadIdx.x < half) {
-    Team team{(int)threadIdx.x, half ? half : (int)blockDim.x, 1};
-    for (int p = 0; p < pieces; p++) {
-      int begin = first + p * piece, end = min(last, begin + piece);
-      for (int i = begin + team.thread; i < end; i += team.threads) places.put(values + 16ull * i, x[i]);
-      team.meet();
-      if (team.thread == 0) {
-        places.put_flag(sent + 64 * p, call);
-        if (begin >= last) places.put_flag(summed + 64 * p, call);  // nothing to do, and no flag grows old
-        written = p + 1;
+  u64 sent = 4 * slot + 64 * blockIdx.x, summed = sent + 64 * gridDim.x;
+  int part = (count + gridDim.x - 1) / gridDim.x, first = blockIdx.x * part;
+  int last = min(count, first + part), share = (part + shares - 1) / shares;
+  if (first < count) {
+    for (int i = first + threadIdx.x; i < last; i += blockDim.x) places.put(values + 16ull * i, x[i]);
+    FENCE();
+    BARRIER();
+    if (threadIdx.x == 0) places.put_flag(sent, call);
+    await_block(given, sent, rank, call, control, limit);
+    int from = shares > 1 ? min(last, first + rank * share) : first, to = shares > 1 ? min(last, from + share) : last;
+    for (int i = from + threadIdx.x; i < to; i += AHEAD * blockDim.x) {
+      Line got[AHEAD][RANKS];  // what is asked for before the first answer has come
+#pragma unroll
+      for (int k = 0; k < AHEAD; k++)
+#pragma unroll
+        for (int peer = 0; peer < RANKS; peer++) {
+          int at = i + k * blockDim.x;
+          if (at < to) got[k][peer] = peer == rank ? x[at] : load_line(places.of[peer] + values + 16ull * at);
+        }
+#pragma unroll
+      for (int k = 0; k < AHEAD; k++) {
+        int at = i + k * blockDim.x;
+        if (at >= to) break;
+        if (gather) {
+#pragma unroll
+          for (int peer = 0; peer < RANKS; peer++) y[(u64)peer * count + at] = got[k][peer];
+          continue;
+        }
+        Total total;
+        total.clear();
+#pragma unroll
+        for (int peer = 0; peer < RANKS; peer++) total.add(got[k][peer]);
+        Line line = total.line();
+        y[at] = line;
+        if (shares > 1) places.put(sums + 16ull * at, line);
       }
     }
-  }
-  if (!half || threadIdx.x >= half) {
-    Team team{(int)threadIdx.x - half - group * (half / groups), half ? half / groups : (int)blockDim.x, 2 + group};
-    for (int p = group; p < pieces; p += groups) {
-      int begin = first + p * piece, end = min(last, begin + piece), share = (end - begin + shares - 1) / shares;
-      if (begin >= last) break;
-      await_piece(team, given, sent + 64 * p, rank, call, &written, p, control, limit);
-      int from = shares > 1 ? min(end, begin + rank * share) : begin, to = min(end, from + share);
-      for (int i = from + team.thread; i < to; i += AHEAD * team.threads) {
-        Line got[AHEAD][RANKS];  // what is asked for before the first answer has come
-#pragma unroll
-        for (int k = 0; k < AHEAD; k++)
-#pragma unroll
-          for (int peer = 0; peer < RANKS; peer++) {
-            int at = i + k * team.threads;
-            if (at < to) got[k][peer] = peer == rank ? x[at] : load_line(places.of[peer] + values + 16ull * at);
-          }
-#pragma unroll
-        for (int k = 0; k < AHEAD; k++) {
-          int at = i + k * team.threads;
-          if (at >= to) break;
-          if (gather) {
-#pragma unroll
-            for (int peer = 0; peer < RANKS; peer++) y[(u64)peer * count + at] = got[k][peer];
-            continue;
-          }
-          Total total;
-          total.clear();
-#pragma unroll
-          for (int peer = 0; peer < RANKS; peer++) total.add(got[k][peer]);
-          Line line = total.line();
-          y[at] = line;
-          if (shares > 1) places.put(sums + 16ull * at, line);
-        }
-      }
-      if (shares == 1) continue;
-      team.meet();
-      if (team.thread == 0) places.put_flag(summed + 64 * p, call);
-      await_piece(team, given, summed + 64 * p, rank, call, &written, p, control, limit);
-      for (int i = begin + team.thread; i < end; i += team.threads) {
-        int owner = (i - begin) / share;
+    if (shares > 1) {
+      FENCE();
+      BARRIER();
+      if (threadIdx.x == 0) places.put_flag(summed, call);
+      await_block(given, summed, rank, call, control, limit);
+      for (int i = first + threadIdx.x; i < last; i += blockDim.x) {
+        int owner = (i - first) / share;
         if (owner != rank) y[i] = load_line(given->of[owner] + sums + 16ull * i);
       }
     }
+  } else if (threadIdx.x == 0) {  // nothing to do, and no flag grows old
+    places.put_flag(sent, call);
+    places.put_flag(summed, call);
   }
   BARRIER();
   if (threadIdx.x == 0) calls[blockIdx.x] = call;

@@ -21,7 +21,7 @@ from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format, decode, encode
 from fcsd.kernels.bit_split.moves import decode_ranks, encode_sum
 from fcsd.kernels.host import compiled
-from fcsd.kernels.host.layout import BLOCK_PIECES, BLOCKS, EXCHANGE, GRID, LAYOUT, ONE_SHOT, PIECES, total_bytes
+from fcsd.kernels.host.layout import BLOCKS, EXCHANGE, GRID, LAYOUT, ONE_SHOT, PIECES, total_bytes
 from fcsd.parallel.all_reduce.host_memory import LIMIT, HostMemory, open_memory
 from fcsd.parallel.all_reduce.one_kernel import OneKernelSums, Places
 from fcsd.parallel.all_reduce.quantised import cut
@@ -41,7 +41,7 @@ class HostSums(OneKernelSums):
         places = {}
         for name, offset, most in (("one_shot", LAYOUT.one_shot, ONE_SHOT), ("in_blocks", LAYOUT.blocks, BLOCKS)):
             of = [self._base + memory.region(rank, offset) for rank in range(memory.size)]
-            places[name] = Places(of, [of[memory.rank]], most, GRID[name], BLOCK_PIECES)
+            places[name] = Places(of, [of[memory.rank]], most, GRID[name])
         super().__init__(memory, device, self._base, places)
         self._calls["exchange"] = device.counters(1)
         # The exchange sends from here and receives here, so that it can be started again as a whole. To copy what is

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fcsd.kernels.host.compiled import KINDS
-from fcsd.kernels.host.layout import LEAST_PIECE, THREADS
+from fcsd.kernels.host.layout import THREADS
 from fcsd.parallel.all_reduce.host_memory import HostMemory
 
 
@@ -21,7 +21,6 @@ class Places(NamedTuple):
     to: list[int]  # where this rank writes: one place that all read, or a place for each of the others
     most: int  # bytes of values
     grid: int  # blocks of every launch, at most 64
-    pieces: int = 1  # into which `in_blocks` cuts the part of a block
 
 
 class OneKernelSums:
@@ -82,12 +81,12 @@ class OneKernelSums:
         self._start("one_shot", x, out, 8, part.start, part.stop, int(gather))
 
     def in_blocks(self, x: Tensor, out: Tensor, gather: bool = False) -> None:
-        """With a flag for each piece of a block. Two steps from three ranks on.
+        """With a flag for each block. Two steps from three ranks on.
 
         With ``gather`` it is one step, and ``out`` has the values of all ranks, ``[ranks, ...]``.
         """
         shares = self.size if self.size > 2 and not gather else 1
-        self._start("in_blocks", x, out, 16, int(gather), shares, self._places["in_blocks"].pieces, LEAST_PIECE)
+        self._start("in_blocks", x, out, 16, int(gather), shares)
 
     def _start(self, name: str, x: Tensor, out: Tensor, unit: int, *how: int) -> None:
         """Start a kernel on units of so many bytes, of which a slot has 16."""

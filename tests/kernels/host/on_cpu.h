@@ -11,7 +11,6 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
-using std::max;
 using std::min;
 struct uint2 { unsigned x, y; };
 struct Place { int x; };
@@ -19,8 +18,6 @@ static thread_local Place blockIdx, gridDim, blockDim{1}, threadIdx{0};
 struct Line;
 struct Stopped {};
 #define BARRIER() std::atomic_thread_fence(std::memory_order_seq_cst)
-#define TEAM_BARRIER(number, threads) BARRIER()
-#define SHARED static thread_local
 #define FENCE() std::atomic_thread_fence(std::memory_order_seq_cst)
 #define STOP() throw Stopped()
 static inline unsigned long long now() { std::this_thread::yield(); return std::chrono::steady_clock::now().time_since_epoch().count(); }
