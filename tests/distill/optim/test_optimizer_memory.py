@@ -71,7 +71,7 @@ def stored(checkpoint: Path) -> dict[str, Any]:
 def bits(value: Any) -> Any:
     """The value, with a comparable one in place of each tensor and of each object of DeepSpeed."""
     if isinstance(value, torch.Tensor):
-        return str(value.dtype), value.shape, value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return str(value.dtype), value.shape, value.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     if isinstance(value, dict):
         return {key: bits(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
