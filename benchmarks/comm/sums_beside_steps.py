@@ -20,12 +20,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from fcsd.kernels.bit_split import Format
 from fcsd.launch.environment import snapshot
 from fcsd.parallel.all_reduce import one_kernel
 from fcsd.parallel.all_reduce.host import HostSums, sums_of
 
 HIDDEN, HEADS, FFN, LAYERS = 4096, 3072, 7168, 32
-SHAPES = [(16, 512), (8, 512), (4, 512), (2, 512), (4, 1024), (2, 1024), (8, 256), (16, 128), (16, 256)]
+SHAPES = [(16, 512), (8, 512), (4, 512), (2, 512), (4, 1024), (8, 256), (4, 256), (16, 128)]
+INT8 = Format(8)
 
 
 def sized(sums: HostSums, blocks: int, threads: int, first: int) -> None:
@@ -121,6 +123,7 @@ def main() -> None:
         add("nothing", lambda y: None)
         add("NCCL", lambda y: dist.all_reduce(y))
         add("exchange", lambda y: sums.all_reduce(y, y, "exchange"))
+        add("exchange, int8", lambda y: sums.all_reduce(y, y, "exchange", INT8))
         for blocks, threads in SHAPES:
             for method in ("one_shot", "in_blocks"):
                 if method == "one_shot" and x.nbytes > 128 << 10:
@@ -128,6 +131,7 @@ def main() -> None:
                 first += 1 << 16
                 sized(sums, blocks, threads, first)
                 add(f"{method}, {blocks} x {threads}", lambda y, method=method: sums.all_reduce(y, y, method))
+            add(f"in_blocks, int8, {blocks} x {threads}", lambda y: sums.all_reduce(y, y, "in_blocks", INT8))
             if rank == 0:
                 Path(sys.argv[1]).write_text(json.dumps(found, indent=1) + "\n")
     if rank == 0:

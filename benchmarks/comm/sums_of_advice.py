@@ -14,7 +14,7 @@ WITH_PEERS = {2: "host_sums_nvlink_2xh200_first"}
 WAYS = {
     "stock": ("stock",),
     "host": ("one_shot", "in_blocks", "exchange"),
-    "host:int8": ("one_shot", "in_blocks", "exchange", "exchange:int8"),
+    "host:int8": ("one_shot", "in_blocks", "exchange", "in_blocks:int8", "exchange:int8"),
 }
 
 

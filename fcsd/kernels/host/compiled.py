@@ -21,6 +21,7 @@ _POINTER, _INT, _WORD = ctypes.c_uint64, ctypes.c_int, ctypes.c_uint32
 ARGUMENTS = {
     "one_shot": (_POINTER, _POINTER, _INT, _INT, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _POINTER),
     "in_blocks": (_POINTER, _POINTER, _INT, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _POINTER),
+    "in_codes": (_POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _POINTER),
     "announce": (_POINTER, _POINTER),
     "await_all": (_POINTER, _POINTER, _INT, _POINTER, _WORD, _POINTER, _POINTER),
     "finish": (_POINTER, _POINTER, _INT, _POINTER),

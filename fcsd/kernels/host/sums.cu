@@ -18,6 +18,10 @@ __device__ __forceinline__ Line load_line(const void* at) {
 __device__ __forceinline__ void store_line(void* at, Line v) {
   asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" :: "l"(at), "r"(v.a), "r"(v.b), "r"(v.c), "r"(v.d) : "memory");
 }
+__device__ __forceinline__ u32 load_word(const void* at) { return *(const volatile u32*)at; }
+__device__ __forceinline__ void store_word(void* at, u32 v) { *(volatile u32*)at = v; }
+__device__ __forceinline__ u64 load_pair(const void* at) { return *(const volatile u64*)at; }
+__device__ __forceinline__ void store_pair(void* at, u64 v) { *(volatile u64*)at = v; }
 __device__ __forceinline__ u32 load_flag(const void* at) {
   u32 v;
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
@@ -43,9 +47,13 @@ __device__ __forceinline__ u32 to_half(float v) {
 }
 #define BITS(v) __float_as_uint(v)
 #define FLOAT(v) __uint_as_float(v)
+#define TIMES(a, b) __fmul_rn(a, b)  // these two are never one operation, which would round once
+#define PLUS(a, b) __fadd_rn(a, b)
 #define FENCE() __threadfence_system()
 #define BARRIER() __syncthreads()
 #define STOP() __trap()
+// The value of the lane of the same group whose number differs in the bit `step`.
+#define OF_LANE(v, step) __shfl_xor_sync(LANES == 32 ? 0xffffffff : 0xffff << (threadIdx.x & 16), v, step)
 #endif
 
 // Lines of every rank that a thread asks for at once.
@@ -84,12 +92,28 @@ struct Places {
     for (int k = 0; k < RANKS - 1; k++)
       if (k == 0 || to[k]) store_line(to[k] + at, v);
   }
+  __device__ void put_pair(u64 at, u64 v) const {
+#pragma unroll
+    for (int k = 0; k < RANKS - 1; k++)
+      if (k == 0 || to[k]) store_pair(to[k] + at, v);
+  }
+  __device__ void put_word(u64 at, u32 v) const {
+#pragma unroll
+    for (int k = 0; k < RANKS - 1; k++)
+      if (k == 0 || to[k]) store_word(to[k] + at, v);
+  }
   __device__ void put_flag(u64 at, u32 v) const {
 #pragma unroll
     for (int k = 0; k < RANKS - 1; k++)
       if (k == 0 || to[k]) store_flag(to[k] + at, v);
   }
 };
+
+// In bf16: to the nearest, ties to even; not a number stays so.
+__device__ __forceinline__ u32 brain(float v) {
+  u32 bits = BITS(v);
+  return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
 
 #if KIND == 2
 #define VALUES 1
@@ -107,10 +131,6 @@ __device__ __forceinline__ u32 rounded(const float* total) { return to_half(tota
 __device__ __forceinline__ void add_word(float* total, u32 word) {
   total[0] += FLOAT(word << 16);
   total[1] += FLOAT(word & 0xffff0000);
-}
-__device__ __forceinline__ u32 brain(float v) {  // to the nearest, ties to even; not a number stays so
-  u32 bits = BITS(v);
-  return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 __device__ __forceinline__ u32 rounded(const float* total) { return brain(total[0]) | brain(total[1]) << 16; }
 #endif
@@ -246,6 +266,148 @@ extern "C" __global__ void in_blocks(const Line* x, Line* y, int count, int gath
   } else if (threadIdx.x == 0) {  // nothing to do, and no flag grows old
     places.put_flag(sent, call);
     places.put_flag(summed, call);
+  }
+  BARRIER();
+  if (threadIdx.x == 0) calls[blockIdx.x] = call;
+}
+
+// Groups of 128 values in 8 bits, as by the format int8 of kernels/bit_split, bit for bit. LANES threads share a group, whose
+// lines lie one after the other; each has OWN of them. The codes of a line take CODES bytes.
+#define GROUP (32 / VALUES)
+#ifndef LANES
+#define LANES GROUP
+#endif
+#define OWN (GROUP / LANES)
+#define CODES (4 * VALUES)
+
+struct Coded {
+  u64 codes[OWN];  // the lower half alone in fp32
+  u32 scale, zero;  // in bf16; the scale of a group that has infinities or what is not a number is not a number
+
+  __device__ void encode(const Line* lines) {
+    float low = 3.402823466e38f, high = -low;
+    u32 broken = 0;
+    for (int k = 0; k < OWN; k++)
+      for (int word = 0; word < 4; word++) {
+        float value[VALUES];
+        values_of(lines[k], word, value);
+        for (int v = 0; v < VALUES; v++) {
+          broken |= (BITS(value[v]) & 0x7f800000) == 0x7f800000;
+          low = value[v] < low ? value[v] : low;
+          high = value[v] > high ? value[v] : high;
+        }
+      }
+    for (int step = LANES / 2; step; step /= 2) {
+      float lower = OF_LANE(low, step), higher = OF_LANE(high, step);
+      low = lower < low ? lower : low;
+      high = higher > high ? higher : high;
+      broken |= OF_LANE(broken, step);
+    }
+    low = broken ? 0 : flushed(low);
+    high = broken ? 0 : flushed(high);
+    zero = brain(low);
+    float base = FLOAT(zero << 16), step = TIMES(high - base, (float)(1.0 / 255)), least = 7.888609052210118e-31f;  // 2^-100
+    scale = brain(step > least ? step : least);
+    broken |= (scale & 0x7f80) == 0x7f80 || (zero & 0x7f80) == 0x7f80;
+    float inverse = 1.0f / FLOAT(scale << 16);
+    for (int k = 0; k < OWN; k++) {
+      codes[k] = 0;
+      for (int word = 0; word < 4; word++) {
+        float value[VALUES];
+        values_of(lines[k], word, value);
+        for (int v = 0; v < VALUES; v++) {
+          float code = TIMES(value[v] - base, inverse);
+          code = code > 0 ? code : 0;
+          code = code < 255 ? code : 255;
+          u64 byte = BITS(PLUS(code, 12582912.0f)) & 255;  // from 1.5 * 2^23 on an fp32 number has no fraction bits
+          codes[k] |= (broken ? 0 : byte) << 8 * (word * VALUES + v);
+        }
+      }
+    }
+    if (broken) scale = 0x7fc0, zero = 0;
+  }
+  __device__ static void values_of(Line line, int word, float* value) {
+    for (int v = 0; v < VALUES; v++) value[v] = 0;
+    add_word(value, word == 0 ? line.a : word == 1 ? line.b : word == 2 ? line.c : line.d);
+  }
+  __device__ static float flushed(float v) { return (BITS(v) & 0x7f800000) ? v : 0; }
+  __device__ void add_to(Total& total, int k) const {
+    for (int word = 0; word < 4; word++)
+      for (int v = 0; v < VALUES; v++) {
+        float code = (float)(u32)(codes[k] >> 8 * (word * VALUES + v) & 255);
+        total.of[word][v] += PLUS(TIMES(code, FLOAT(scale << 16)), FLOAT(zero << 16));
+      }
+  }
+};
+
+// `in_blocks` in one step, for whole groups, whose codes and then scales lie where its values do.
+extern "C" __global__ void in_codes(const Line* x, Line* y, int count, const Places* given, u64 slot, int rank, u32* calls,
+                                    Control* control, u64 limit) {
+  Places places = *given;
+  u32 call = calls[blockIdx.x] + 1;
+  u64 codes = (call & 1) * slot, scales = codes + (u64)CODES * count, sent = 4 * slot + 64 * blockIdx.x;
+  int part = (count / GROUP + gridDim.x - 1) / gridDim.x * GROUP, first = blockIdx.x * part, last = min(count, first + part);
+  int units = (last - first) / OWN;  // what threads have of groups
+  for (int unit = threadIdx.x; unit < units; unit += blockDim.x) {
+    int at = first + unit / LANES * GROUP + unit % LANES;
+    Line own[OWN];
+    for (int k = 0; k < OWN; k++) own[k] = x[at + k * LANES];
+    Coded coded;
+    coded.encode(own);
+    for (int k = 0; k < OWN; k++) {
+      u64 to = codes + (u64)CODES * (at + k * LANES);
+      if (CODES == 8) places.put_pair(to, coded.codes[k]);
+      else places.put_word(to, (u32)coded.codes[k]);
+    }
+    if (unit % LANES == 0) places.put_word(scales + 4ull * (at / GROUP), coded.scale | coded.zero << 16);
+  }
+  FENCE();
+  BARRIER();
+  if (threadIdx.x == 0) {
+    places.put_flag(sent, call);
+    places.put_flag(sent + 64 * gridDim.x, call);  // of the second step of `in_blocks`: no flag grows old
+  }
+  if (units > 0) {
+    await_block(given, sent, rank, call, control, limit);
+    for (int unit = threadIdx.x; unit < units; unit += AHEAD * blockDim.x) {
+      Coded got[AHEAD][RANKS];
+#pragma unroll
+      for (int n = 0; n < AHEAD; n++)
+#pragma unroll
+        for (int peer = 0; peer < RANKS; peer++) {
+          int one = unit + n * blockDim.x, at = first + one / LANES * GROUP + one % LANES;
+          if (one >= units || peer == rank) continue;
+          const char* of = places.of[peer];
+          for (int k = 0; k < OWN; k++) {
+            const char* there = of + codes + (u64)CODES * (at + k * LANES);
+            got[n][peer].codes[k] = CODES == 8 ? load_pair(there) : load_word(there);
+          }
+          got[n][peer].scale = load_word(of + scales + 4ull * (at / GROUP));
+        }
+#pragma unroll
+      for (int n = 0; n < AHEAD; n++) {
+        int one = unit + n * blockDim.x, at = first + one / LANES * GROUP + one % LANES;
+        if (one >= units) break;
+        Line own[OWN];
+        for (int k = 0; k < OWN; k++) own[k] = x[at + k * LANES];
+#pragma unroll
+        for (int peer = 0; peer < RANKS; peer++) {
+          if (peer == rank) {
+            got[n][peer].encode(own);
+          } else {
+            got[n][peer].zero = got[n][peer].scale >> 16;
+            got[n][peer].scale &= 0xffff;
+          }
+        }
+        for (int k = 0; k < OWN; k++) {
+          Total total;
+          total.clear();
+#pragma unroll
+          for (int peer = 0; peer < RANKS; peer++) got[n][peer].add_to(total, k);
+          y[at + k * LANES] = total.line();
+        }
+      }
+    }
   }
   BARRIER();
   if (threadIdx.x == 0) calls[blockIdx.x] = call;

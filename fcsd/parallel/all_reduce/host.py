@@ -1,8 +1,9 @@
 """The backend ``host``: sums between GPUs of one host without peer access, through mapped memory of the host.
 
 Small tensors travel in one kernel, one shot; middle ones in blocks with a flag each; large ones by copy engines, which
-leave the SMs to the products beside them. In fewer bits, records of a format travel by copy engines. The sum is made in
-fp32 in the order of ranks and rounded once, so every rank has the same bits, whichever way the values travelled.
+leave the SMs to the products beside them. In fewer bits, records of a format travel by copy engines, and middle tensors
+in int8 between two ranks in blocks. The sum is made in fp32 in the order of ranks and rounded once, so every rank has
+the same bits, whichever way the values travelled.
 
 What is faster where depends on the machine: ``host_table`` measures it.
 """
@@ -27,6 +28,7 @@ from fcsd.parallel.all_reduce.one_kernel import OneKernelSums, Places
 from fcsd.parallel.all_reduce.quantised import cut
 from fcsd.parallel.transports.transport import OnStream
 
+_CODED = Format(8)  # what the kernel `in_codes` knows
 _PIECE = 4 << 20  # bytes of most pieces of the exchange
 # Up to so many bytes of a rank's values, by the number of ranks: measured on H200s (benchmarks/results/host_sums).
 _ONE_SHOT = {2: 128 << 10, 3: 64 << 10}
@@ -49,7 +51,10 @@ class HostSums(OneKernelSums):
         self._staged: Tensor = device.bytes(2 * EXCHANGE)
 
     def all_reduce(self, x: Tensor, out: Tensor, method: str | None = None, format: Format | None = None) -> None:
-        """See ``OneKernelSums``; also by the method ``exchange``, which alone sends records of a format.
+        """See ``OneKernelSums``; also by the method ``exchange``.
+
+        Args:
+            format: in which the values are sent; by ``in_blocks`` only what it ``codes``.
 
         Raises:
             PeerLostError: a rank has ended.
@@ -57,10 +62,17 @@ class HostSums(OneKernelSums):
         """
         self.memory.require_peers()
         self.device.follow()
-        if format is not None:
-            self._in_format(x, out, format)
-        else:
+        if format is None:
             getattr(self, method or self.method(x.nbytes))(x, out)
+        elif method == "in_blocks" or (method is None and self.codes(x, format)):
+            format.row_bytes(x.shape[-1])  # refuses groups that do not divide the row
+            self._start("in_blocks", x, out, 16, kernel="in_codes")
+        else:
+            self._in_format(x, out, format)
+
+    def codes(self, x: Tensor, format: Format) -> bool:
+        """Whether ``in_blocks`` sends ``x`` in this format: int8 between two ranks, up to some 8 MiB of bf16 values."""
+        return self.size == 2 and format == _CODED and x.numel() * 33 // 32 <= BLOCKS
 
     def method(self, size: int) -> str:
         """The method for ``size`` bytes."""

@@ -96,9 +96,12 @@ def measured(
         methods = [way for way in ("one_shot", "in_blocks", "exchange") if size <= _MOST.get(way, size)]
         runs: dict[str, Callable[[Tensor], Any]] = {STOCK: stock.sum}
         runs |= {way: lambda x, way=way: sums.all_reduce(x, torch.empty_like(x), way) for way in methods}
-        if format is not None and size >= 1 << 18:
+        if format is not None and size >= 1 << 16:
             wide = x.view(-1, _HIDDEN)  # a record of a row of a model; many short ones take longer
-            runs[f"exchange:{format}"] = lambda _, x=wide: sums.all_reduce(x, torch.empty_like(x), format=format)
+            for way in ("in_blocks",) * sums.codes(wide, format) + ("exchange",) * (size >= 1 << 18):
+                runs[f"{way}:{format}"] = lambda _, x=wide, way=way: sums.all_reduce(
+                    x, torch.empty_like(x), way, format
+                )
         gathers: dict[str, Callable[[Tensor], Any]] = {STOCK: stock.gather}
         gathers |= {way: lambda x, way=way: sums.gathered(x, way) for way in methods}
         scatters: dict[str, Callable[[Tensor], Any]] = {STOCK: stock.scatter}

@@ -77,6 +77,7 @@ class OneKernelSums:
             out: the sum; or its part, or with ``gather`` the values of all ranks, ``[ranks, ...]``.
             part: pairs of words that are summed, at least one; None for all.
         """
+        assert x.nbytes <= self._places["one_shot"].most
         part = range(x.nbytes // 8) if part is None else part
         self._start("one_shot", x, out, 8, part.start, part.stop, int(gather))
 
@@ -85,15 +86,16 @@ class OneKernelSums:
 
         With ``gather`` it is one step, and ``out`` has the values of all ranks, ``[ranks, ...]``.
         """
+        assert x.nbytes <= self._places["in_blocks"].most
         shares = self.size if self.size > 2 and not gather else 1
         self._start("in_blocks", x, out, 16, int(gather), shares)
 
-    def _start(self, name: str, x: Tensor, out: Tensor, unit: int, *how: int) -> None:
-        """Start a kernel on units of so many bytes, of which a slot has 16."""
+    def _start(self, name: str, x: Tensor, out: Tensor, unit: int, *how: int, kernel: str | None = None) -> None:
+        """Start a kernel on units of so many bytes, of which a slot has 16, in the places of ``name``."""
         places = self._places[name]
-        assert x.nbytes <= places.most
         self.device.start(
-            *(name, x.dtype, places.grid, THREADS, None, x.data_ptr(), out.data_ptr(), x.nbytes // unit, *how),
+            *(kernel or name, x.dtype, places.grid, THREADS, None),
+            *(x.data_ptr(), out.data_ptr(), x.nbytes // unit, *how),
             *(self._addresses[name].data_ptr(), places.most // unit * 16, self.rank),
             *(self._calls[name].data_ptr(), self._control, self.memory.limit),
         )

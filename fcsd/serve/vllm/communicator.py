@@ -123,7 +123,7 @@ def communicator_of(base: type[Any]) -> type[Any]:
             out = given.new_empty(given.shape)
             method, _, format = way.partition(":")
             if format and _divides(self._format, given):
-                sums.all_reduce(given, out, format=self._format)
+                sums.all_reduce(given, out, method, self._format)
             elif format:
                 sums.all_reduce(given, out)
             else:

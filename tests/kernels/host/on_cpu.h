@@ -43,10 +43,18 @@ template <class L> static inline void store_line_of(void* at, L v) {
   if (((unsigned long long)at & 0x3ff) == 0) look();
   to[1].store(half[1], std::memory_order_release);
 }
+static inline unsigned load_word(const void* at) { look(); return ((const std::atomic<unsigned>*)at)->load(std::memory_order_relaxed); }
+static inline void store_word(void* at, unsigned v) { ((std::atomic<unsigned>*)at)->store(v, std::memory_order_relaxed); }
+static inline unsigned long long load_pair(const void* at) { look(); return ((const std::atomic<unsigned long long>*)at)->load(std::memory_order_relaxed); }
+static inline void store_pair(void* at, unsigned long long v) { ((std::atomic<unsigned long long>*)at)->store(v, std::memory_order_relaxed); }
 static inline unsigned load_flag(const void* at) { look(); return ((const std::atomic<unsigned>*)at)->load(std::memory_order_acquire); }
 static inline void store_flag(void* at, unsigned v) { ((std::atomic<unsigned>*)at)->store(v, std::memory_order_release); }
 static inline unsigned bits_of(float v) { unsigned b; memcpy(&b, &v, 4); return b; }
 static inline float float_of(unsigned b) { float v; memcpy(&v, &b, 4); return v; }
+#define LANES 1
+#define OF_LANE(v, step) (v)
+#define TIMES(a, b) ((a) * (b))
+#define PLUS(a, b) ((a) + (b))
 #define BITS(v) bits_of(v)
 #define FLOAT(v) float_of(v)
 static inline float from_half(unsigned b) { unsigned short s = b; _Float16 h; memcpy(&h, &s, 2); return (float)h; }

@@ -166,21 +166,31 @@ def test_every_rank_has_its_rows_of_the_literal_sum(world: int, aside: int) -> N
     assert ranks.in_group(world, scatters, cpu_device.libraries(world), world, aside) == [[]] * world
 
 
-def in_format(rank: int, built: dict[int, Path], name: str) -> bool:
+def in_format(rank: int, built: dict[int, Path], name: str, way: str) -> list[str]:
     made, format = cpu_device.sums(built), Format.parse(name)
-    same = []
-    for shape in ((6, 256), (1, 256), (5, 128)):
-        x = torch.randn(*shape, generator=torch.Generator().manual_seed(rank)).bfloat16()
-        expected = x.clone()
-        quantised.all_reduce(expected, format, dist.group.WORLD).wait()
-        made.all_reduce(x, x, format=format)
-        same.append(torch.equal(x, expected))
-    return all(same)
+    wrong = []
+    for call, shape in enumerate(((6, 256), (1, 256), (5, 128), (40, 256))):
+        for dtype in (torch.bfloat16, torch.float32):
+            x = drawn(rank, call, shape[0] * shape[1], dtype).view(shape)
+            x[0, :4] = torch.tensor([1e-39, -0.0, 0.0, -1e-39])
+            if call == 1 and rank == 0:
+                x[0, 130] = float("nan")
+            if call == 3:
+                x[rank, 7], x[5 - rank, 200], x[7] = float("inf"), 3e38, -2.5
+            expected = x.clone()
+            quantised.all_reduce(expected, format, dist.group.WORLD).wait()
+            made.all_reduce(x, x, way, format)
+            if not torch.equal(x.nan_to_num(7e30), expected.nan_to_num(7e30)):
+                wrong.append(f"{shape} {dtype}")
+    return wrong
 
 
-@pytest.mark.parametrize(("world", "name"), [(2, "int8"), (3, "int4"), (2, "int6:sr")])
-def test_a_format_means_the_same_as_over_nccl(world: int, name: str) -> None:
-    assert ranks.in_group(world, in_format, cpu_device.libraries(world), name) == [True] * world
+@pytest.mark.parametrize(
+    ("world", "name", "way"),
+    [(2, "int8", "exchange"), (2, "int8", "in_blocks"), (3, "int4", "exchange"), (2, "int6:sr", "exchange")],
+)
+def test_a_format_means_the_same_as_over_nccl(world: int, name: str, way: str) -> None:
+    assert ranks.in_group(world, in_format, cpu_device.libraries(world), name, way) == [[]] * world
 
 
 def waits(rank: int, built: dict[int, Path], folder: Path | None, way: str) -> Any:

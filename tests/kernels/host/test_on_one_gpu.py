@@ -94,9 +94,12 @@ def in_format() -> list[str]:
             x = torch.randn(rows, 1024, generator=torch.Generator().manual_seed(rank)).bfloat16()
             right, format = x.clone(), Format.parse(name)
             quantised.all_reduce(right, format, dist.group.WORLD).wait()
-            out = torch.empty_like(x, device="cuda")
-            sums.all_reduce(x.cuda(), out, format=format)
-            wrong += _unless_equal(out, right, f"{name}, {rows} rows")
+            x, out = x.cuda(), torch.empty_like(x, device="cuda")
+            for way in ["exchange"] + ["in_blocks"] * sums.codes(x, format):
+                for _ in range(3):  # the second time an exchange is recorded, and then replayed
+                    out.zero_()
+                    sums.all_reduce(x, out, way, format)
+                wrong += _unless_equal(out, right, f"{name}, {rows} rows, {way}")
     return wrong
 
 
