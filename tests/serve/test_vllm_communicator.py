@@ -146,7 +146,7 @@ def test_each_size_goes_its_fastest_way_and_leaves_its_input() -> None:
     assert made.all_reduce(middle) == "stock"
     made.all_reduce(large)
     made.all_reduce(odd)  # its rows are not divided by the groups of the format
-    assert made._sums.asked == [("one_shot", None), (None, int8), (None, None)]
+    assert made._sums.asked == [("one_shot", None), ("exchange", int8), (None, None)]
     # Where a tensor lies does not decide, because another rank's may lie elsewhere.
     beside = torch.ones(257)[1:].view(1, 256)
     assert torch.equal(made.all_reduce(small.t()), 2 * small.t()) and torch.equal(made.all_reduce(beside), 2 * beside)
