@@ -1,10 +1,11 @@
 """How ranks use memory that all of them have mapped, and why no value is torn, stale or overwritten.
 
 Memory of the host begins with a control page. Then each rank has a region, which only this rank writes; all read it.
-Three protocols have parts of their own in a region, so none sees another's flags:
+Four protocols have parts of their own in a region, so none sees another's flags:
 
     one shot   two slots of lines of 16 bytes: four bytes of values, the number of the call, and both once more
     blocks     two slots for values and two for sums, a flag for each block and step
+    codes      two slots for codes and scales, a flag for each block
     exchange   one slot, which copy engines fill and empty in pieces, a flag for each piece, and one for "done"
 
 The kernels of the first two take the address of such a part of each rank, wherever it lies. So they also work in memory
@@ -23,12 +24,12 @@ order, whatever the sizes. A slot has the values of the call before the last one
 equality, and may wrap; what is seldom written is written anew every million calls, long before an old number could
 come again.
 
-**Overwritten.** In one shot and blocks, call n uses slot n mod 2. A rank that starts call n + 2 has ended call n + 1,
-for which it has read something from every other rank that was written in *its* call n + 1; that rank has therefore
-ended call n and read the slot. So a rank that has no share of what is summed has to read all of it. In the exchange a
-rank fills its slot after all others have said that they are done with the call before. This needs the calls of one
-protocol to follow each other on the device: all calls of a rank are on one stream, or on streams that wait for each
-other.
+**Overwritten.** In one shot, blocks and codes, call n uses slot n mod 2. A rank that starts call n + 2 has ended call
+n + 1, for which it has read something from every other rank that was written in *its* call n + 1; that rank has
+therefore ended call n and read the slot. So a rank that has no share of what is summed has to read all of it. In the
+exchange a rank fills its slot after all others have said that they are done with the call before. This needs the calls
+of one protocol to follow each other on the device: all calls of a rank are on one stream, or on streams that wait for
+each other.
 
 **It ends.** Every wait looks at the control page and at a clock. If it lasted too long, or a rank is known to be
 lost, the kernel notes it and stops with an error, which no later call of this process survives
@@ -41,10 +42,13 @@ MOST_RANKS = 8
 CONTROL = 4096  # bytes of the control page
 LOST, STOPPED = 0, 4  # offsets in it: the lost rank + 1, and a word for each rank that was stopped by it
 ONE_SHOT = 128 << 10  # the most bytes of values in one shot; they take twice as much room
-BLOCKS = 4608 << 10  # the most bytes of values in blocks; in int8, of codes and scales
+BLOCKS = 2 << 20  # the most bytes of values in blocks
+CODES = 4608 << 10  # the most bytes of codes and scales
 EXCHANGE = 68 << 20  # the most bytes that a rank shows the others at once
 PIECES = 64  # flags of the exchange
-GRID = {"one_shot": 16, "in_blocks": 16}  # blocks of every launch; few, because they wait beside other work
+# Blocks of every launch. They wait beside other work, so they are as few as keep the link busy; codes have to be
+# computed, too.
+GRID = {"one_shot": 4, "in_blocks": 4, "in_codes": 16}
 THREADS = 512
 _FLAG = 64  # bytes between two flags, so that each has a line of the cache for itself
 
@@ -55,10 +59,11 @@ class Layout:
 
     one_shot: int = 0
     blocks: int = 4 * ONE_SHOT
-    piece_flags: int = 4 * ONE_SHOT + 4 * BLOCKS + 2 * 64 * _FLAG
-    done: int = 4 * ONE_SHOT + 4 * BLOCKS + 2 * 64 * _FLAG + PIECES * _FLAG
-    exchange: int = 4 * ONE_SHOT + 4 * BLOCKS + (64 << 10)
-    region: int = 4 * ONE_SHOT + 4 * BLOCKS + (64 << 10) + EXCHANGE
+    codes: int = blocks + 4 * BLOCKS + 2 * 64 * _FLAG
+    piece_flags: int = codes + 2 * CODES + 64 * _FLAG
+    done: int = piece_flags + PIECES * _FLAG
+    exchange: int = -(-(done + _FLAG) // 4096) * 4096
+    region: int = exchange + EXCHANGE
 
     def piece_flag(self, piece: int) -> int:
         """The flag of a piece of the exchange."""

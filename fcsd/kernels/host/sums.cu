@@ -52,6 +52,7 @@ __device__ __forceinline__ u32 to_half(float v) {
 #define FENCE() __threadfence_system()
 #define BARRIER() __syncthreads()
 #define STOP() __trap()
+#define SHARED __shared__
 // The value of the lane of the same group whose number differs in the bit `step`.
 #define OF_LANE(v, step) __shfl_xor_sync(LANES == 32 ? 0xffffffff : 0xffff << (threadIdx.x & 16), v, step)
 #endif
@@ -163,27 +164,31 @@ extern "C" __global__ void one_shot(const uint2* x, uint2* y, int count, int fro
   if (RENEW(call >> 1))
     for (int i = count + first; i < slot / 16; i += step) places.put(here + 16ull * i, Line{0, call, 0, call});
   Patience patience{control, rank, limit, 0, 0};
-  for (int i = from + first; i < to; i += step) {
-    Line got[RANKS];
+  for (int i = from + first; i < to; i += AHEAD * step) {
+    Line got[AHEAD][RANKS];  // what is asked for before the first answer has come
 #pragma unroll
-    for (int peer = 0; peer < RANKS; peer++)
-      if (peer != rank) got[peer] = load_line(places.of[peer] + here + 16ull * i);
-    float low[VALUES] = {}, high[VALUES] = {};
+    for (int k = 0; k < AHEAD; k++)
 #pragma unroll
-    for (int peer = 0; peer < RANKS; peer++) {
-      if (peer == rank) {
-        got[peer] = Line{x[i].x, call, x[i].y, call};
-      } else {
-        while (got[peer].b != call || got[peer].d != call) {
+      for (int peer = 0; peer < RANKS; peer++)
+        if (i + k * step < to && peer != rank) got[k][peer] = load_line(places.of[peer] + here + 16ull * (i + k * step));
+#pragma unroll
+    for (int k = 0; k < AHEAD; k++) {
+      int at = i + k * step;
+      if (at >= to) break;
+      float low[VALUES] = {}, high[VALUES] = {};
+#pragma unroll
+      for (int peer = 0; peer < RANKS; peer++) {
+        Line line = peer == rank ? Line{x[at].x, call, x[at].y, call} : got[k][peer];
+        while (line.b != call || line.d != call) {
           patience.wait(peer);
-          got[peer] = load_line(places.of[peer] + here + 16ull * i);
+          line = load_line(places.of[peer] + here + 16ull * at);
         }
+        if (gather) y[(u64)peer * count + at] = uint2{line.a, line.c};
+        add_word(low, line.a);
+        add_word(high, line.c);
       }
-      if (gather) y[(u64)peer * count + i] = uint2{got[peer].a, got[peer].c};
-      add_word(low, got[peer].a);
-      add_word(high, got[peer].c);
+      if (!gather) y[at - from] = uint2{rounded(low), rounded(high)};
     }
-    if (!gather) y[i - from] = uint2{rounded(low), rounded(high)};
   }
   BARRIER();
   if (threadIdx.x == 0) calls[blockIdx.x] = call;
@@ -279,6 +284,10 @@ extern "C" __global__ void in_blocks(const Line* x, Line* y, int count, int gath
 #endif
 #define OWN (GROUP / LANES)
 #define CODES (4 * VALUES)
+#define MANY (2 * AHEAD)
+#ifndef MOST_GROUPS
+#define MOST_GROUPS 2304  // of a block, a multiple of 4
+#endif
 
 struct Coded {
   u64 codes[OWN];  // the lower half alone in fp32
@@ -340,14 +349,20 @@ struct Coded {
   }
 };
 
-// `in_blocks` in one step, for whole groups, whose codes and then scales lie where its values do.
+#if RANKS == 2
+// Blocks as in `in_blocks`, for whole groups between two ranks. Codes of all lines come first, then scales and zeros of
+// groups, which lie in shared memory on their way, because a few bytes at a time are slow on the link. At each place lie
+// two slots and flags, one for each block.
 extern "C" __global__ void in_codes(const Line* x, Line* y, int count, const Places* given, u64 slot, int rank, u32* calls,
                                     Control* control, u64 limit) {
+  SHARED u32 scale_of[MOST_GROUPS];
   Places places = *given;
   u32 call = calls[blockIdx.x] + 1;
-  u64 codes = (call & 1) * slot, scales = codes + (u64)CODES * count, sent = 4 * slot + 64 * blockIdx.x;
-  int part = (count / GROUP + gridDim.x - 1) / gridDim.x * GROUP, first = blockIdx.x * part, last = min(count, first + part);
-  int units = (last - first) / OWN;  // what threads have of groups
+  u64 codes = (call & 1) * slot, scales = codes + (u64)CODES * count, sent = 2 * slot + 64 * blockIdx.x;
+  int part = (count / GROUP + 4 * gridDim.x - 1) / (4 * gridDim.x) * 4 * GROUP, first = blockIdx.x * part;
+  int units = max(0, min(count, first + part) - first) / OWN;  // what threads have of groups
+  int lines = (units / LANES + 3) / 4;  // of scales and zeros
+  scales += 4ull * (first / GROUP);
   for (int unit = threadIdx.x; unit < units; unit += blockDim.x) {
     int at = first + unit / LANES * GROUP + unit % LANES;
     Line own[OWN];
@@ -359,59 +374,61 @@ extern "C" __global__ void in_codes(const Line* x, Line* y, int count, const Pla
       if (CODES == 8) places.put_pair(to, coded.codes[k]);
       else places.put_word(to, (u32)coded.codes[k]);
     }
-    if (unit % LANES == 0) places.put_word(scales + 4ull * (at / GROUP), coded.scale | coded.zero << 16);
+    if (unit % LANES == 0) scale_of[unit / LANES] = coded.scale | coded.zero << 16;
   }
+  BARRIER();
+  for (int i = threadIdx.x; i < lines; i += blockDim.x)
+    places.put(scales + 16ull * i, Line{scale_of[4 * i], scale_of[4 * i + 1], scale_of[4 * i + 2], scale_of[4 * i + 3]});
   FENCE();
   BARRIER();
-  if (threadIdx.x == 0) {
-    places.put_flag(sent, call);
-    places.put_flag(sent + 64 * gridDim.x, call);  // of the second step of `in_blocks`: no flag grows old
-  }
-  if (units > 0) {
-    await_block(given, sent, rank, call, control, limit);
-    for (int unit = threadIdx.x; unit < units; unit += AHEAD * blockDim.x) {
-      Coded got[AHEAD][RANKS];
+  if (threadIdx.x == 0) places.put_flag(sent, call);
+  if (units > 0) await_block(given, sent, rank, call, control, limit);
+  const char* theirs = places.of[1 - rank];
+  for (int begin = 0; begin < units; begin += MANY * blockDim.x) {
+    u64 got[MANY][OWN];  // what is asked for before the first answer has come
 #pragma unroll
-      for (int n = 0; n < AHEAD; n++)
+    for (int n = 0; n < MANY; n++) {
+      int unit = begin + n * blockDim.x + threadIdx.x, at = first + unit / LANES * GROUP + unit % LANES;
+      if (unit >= units) continue;
+      for (int k = 0; k < OWN; k++) {
+        const char* there = theirs + codes + (u64)CODES * (at + k * LANES);
+        got[n][k] = CODES == 8 ? load_pair(there) : load_word(there);
+      }
+    }
+    if (begin == 0) {
+      for (int i = threadIdx.x; i < lines; i += blockDim.x) {
+        Line line = load_line(theirs + scales + 16ull * i);
+        scale_of[4 * i] = line.a;
+        scale_of[4 * i + 1] = line.b;
+        scale_of[4 * i + 2] = line.c;
+        scale_of[4 * i + 3] = line.d;
+      }
+      BARRIER();
+    }
 #pragma unroll
-        for (int peer = 0; peer < RANKS; peer++) {
-          int one = unit + n * blockDim.x, at = first + one / LANES * GROUP + one % LANES;
-          if (one >= units || peer == rank) continue;
-          const char* of = places.of[peer];
-          for (int k = 0; k < OWN; k++) {
-            const char* there = of + codes + (u64)CODES * (at + k * LANES);
-            got[n][peer].codes[k] = CODES == 8 ? load_pair(there) : load_word(there);
-          }
-          got[n][peer].scale = load_word(of + scales + 4ull * (at / GROUP));
-        }
-#pragma unroll
-      for (int n = 0; n < AHEAD; n++) {
-        int one = unit + n * blockDim.x, at = first + one / LANES * GROUP + one % LANES;
-        if (one >= units) break;
-        Line own[OWN];
-        for (int k = 0; k < OWN; k++) own[k] = x[at + k * LANES];
-#pragma unroll
-        for (int peer = 0; peer < RANKS; peer++) {
-          if (peer == rank) {
-            got[n][peer].encode(own);
-          } else {
-            got[n][peer].zero = got[n][peer].scale >> 16;
-            got[n][peer].scale &= 0xffff;
-          }
-        }
-        for (int k = 0; k < OWN; k++) {
-          Total total;
-          total.clear();
-#pragma unroll
-          for (int peer = 0; peer < RANKS; peer++) got[n][peer].add_to(total, k);
-          y[at + k * LANES] = total.line();
-        }
+    for (int n = 0; n < MANY; n++) {
+      int unit = begin + n * blockDim.x + threadIdx.x, at = first + unit / LANES * GROUP + unit % LANES;
+      if (unit >= units) continue;
+      Line own[OWN];
+      for (int k = 0; k < OWN; k++) own[k] = x[at + k * LANES];
+      Coded mine, other;
+      mine.encode(own);
+      other.scale = scale_of[unit / LANES] & 0xffff;
+      other.zero = scale_of[unit / LANES] >> 16;
+      for (int k = 0; k < OWN; k++) {
+        other.codes[k] = got[n][k];
+        Total total;
+        total.clear();
+        mine.add_to(total, k);  // the order of two numbers does not matter
+        other.add_to(total, k);
+        y[at + k * LANES] = total.line();
       }
     }
   }
   BARRIER();
   if (threadIdx.x == 0) calls[blockIdx.x] = call;
 }
+#endif
 
 // What copy engines move is announced and awaited by these, one block each. The number of the call is `*calls` + 1.
 extern "C" __global__ void announce(char* flag, const u32* calls) {

@@ -22,7 +22,7 @@ from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format, decode, encode
 from fcsd.kernels.bit_split.moves import decode_ranks, encode_sum
 from fcsd.kernels.host import compiled
-from fcsd.kernels.host.layout import BLOCKS, EXCHANGE, GRID, LAYOUT, ONE_SHOT, PIECES, total_bytes
+from fcsd.kernels.host.layout import BLOCKS, CODES, EXCHANGE, GRID, LAYOUT, ONE_SHOT, PIECES, total_bytes
 from fcsd.parallel.all_reduce.host_memory import LIMIT, HostMemory, open_memory
 from fcsd.parallel.all_reduce.one_kernel import OneKernelSums, Places
 from fcsd.parallel.all_reduce.quantised import cut
@@ -41,7 +41,10 @@ class HostSums(OneKernelSums):
     def __init__(self, memory: HostMemory, device: Any) -> None:
         self._base: int = device.mapped(memory.address, total_bytes(memory.size))
         places = {}
-        for name, offset, most in (("one_shot", LAYOUT.one_shot, ONE_SHOT), ("in_blocks", LAYOUT.blocks, BLOCKS)):
+        parts = {"one_shot": (LAYOUT.one_shot, ONE_SHOT), "in_blocks": (LAYOUT.blocks, BLOCKS)}
+        if memory.size == 2:
+            parts["in_codes"] = LAYOUT.codes, CODES
+        for name, (offset, most) in parts.items():
             of = [self._base + memory.region(rank, offset) for rank in range(memory.size)]
             places[name] = Places(of, [of[memory.rank]], most, GRID[name])
         super().__init__(memory, device, self._base, places)
@@ -66,13 +69,13 @@ class HostSums(OneKernelSums):
             getattr(self, method or self.method(x.nbytes))(x, out)
         elif method == "in_blocks" or (method is None and self.codes(x, format)):
             format.row_bytes(x.shape[-1])  # refuses groups that do not divide the row
-            self._start("in_blocks", x, out, 16, kernel="in_codes")
+            self._start("in_codes", x, out, 16)
         else:
             self._in_format(x, out, format)
 
     def codes(self, x: Tensor, format: Format) -> bool:
         """Whether ``in_blocks`` sends ``x`` in this format: int8 between two ranks, up to some 8 MiB of bf16 values."""
-        return self.size == 2 and format == _CODED and x.numel() * 33 // 32 <= BLOCKS
+        return self.size == 2 and format == _CODED and x.numel() * 33 // 32 <= CODES
 
     def method(self, size: int) -> str:
         """The method for ``size`` bytes."""

@@ -90,11 +90,11 @@ class OneKernelSums:
         shares = self.size if self.size > 2 and not gather else 1
         self._start("in_blocks", x, out, 16, int(gather), shares)
 
-    def _start(self, name: str, x: Tensor, out: Tensor, unit: int, *how: int, kernel: str | None = None) -> None:
-        """Start a kernel on units of so many bytes, of which a slot has 16, in the places of ``name``."""
+    def _start(self, name: str, x: Tensor, out: Tensor, unit: int, *how: int) -> None:
+        """Start a kernel on units of so many bytes, of which a slot has 16."""
         places = self._places[name]
         self.device.start(
-            *(kernel or name, x.dtype, places.grid, THREADS, None),
+            *(name, x.dtype, places.grid, THREADS, None),
             *(x.data_ptr(), out.data_ptr(), x.nbytes // unit, *how),
             *(self._addresses[name].data_ptr(), places.most // unit * 16, self.rank),
             *(self._calls[name].data_ptr(), self._control, self.memory.limit),

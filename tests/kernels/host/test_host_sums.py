@@ -283,6 +283,7 @@ def test_the_parts_of_a_region_do_not_overlap() -> None:
     ends = [
         (LAYOUT.one_shot, 2 * 2 * host.ONE_SHOT),
         (LAYOUT.blocks, 4 * host.BLOCKS + 2 * 64 * host.GRID["in_blocks"]),
+        (LAYOUT.codes, 2 * host.CODES + 64 * host.GRID["in_codes"]),
         (LAYOUT.piece_flags, 64 * host.PIECES),
         (LAYOUT.done, 64),
         (LAYOUT.exchange, host.EXCHANGE),
