@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.comm.goals import goals
+from scripts.host_blocks import host_blocks
 from studies.real import page as real
 from studies.real import quantised
 from typer.testing import CliRunner
@@ -124,13 +125,9 @@ def page_blocks(root: Path) -> dict[str, dict[str, str]]:
         "docs/quality.md": {"losses": lost_points()},
         "docs/quantised_models.md": {"int4": int4(root), "nf4": in_nf4()},
         "docs/serving.md": {"drafts": drafts(root), "refused": refused(), "served types": served_types()},
-        "benchmarks/results/all_reduce.md": {
-            "turns": turns(root),
-            "host sums": host_sums(root),
-            "one kernel": one_kernel(root),
-        },
         "benchmarks/results/host_goals.md": {"goals": goals(root)},
         "benchmarks/results/vllm_right.md": {"quantised kernels": quantised_kernels(root)},
+        **host_blocks(root),
     }
 
 
@@ -215,56 +212,6 @@ def situations(root: Path) -> str:
         what = f"quality of SmolLM2-135M after healing, `ladder` on {layers}"
         body.append([what, f"{-points:.1f} ± {error:.1f} points lost", f"[page]({real.PAGE})"])
     return table(["situation", "figure", "from"], body, left=1) + "\n"
-
-
-def turns(root: Path) -> str:
-    """How many times as fast as stock vLLM by NCCL each engine of `vllm_turns.py` was, by medians."""
-    found = json.loads((root / real.RESULTS / _TURNS).read_text())["milliseconds"]
-    stock = {what: statistics.median(times) for what, times in found["stock"].items()}
-    body = [
-        [name, *(f"{stock[what] / statistics.median(times):.2f}x" for what, times in row.items())]
-        for name, row in found.items()
-        if name != "stock"
-    ]
-    return table(["", *stock], body, left=1) + "\n"
-
-
-def host_sums(root: Path) -> str:
-    """Microseconds of sums through the host beside NCCL's, of two ranks and of four."""
-
-    def read(file: str) -> dict[str, dict[str, float]]:
-        raw = json.loads((root / real.RESULTS / file).read_text())
-        return raw.get("microseconds") or raw["sums"]
-
-    def beside(row: dict[str, float], *ways: str) -> str:
-        times = [row[way] for way in ways if way in row]
-        return f"{min(times):.1f} ({row['stock'] / min(times):.2f}x)" if times else ""
-
-    exact, body = ("one_shot", "in_blocks", "exchange"), []
-    int4, four = read("host_sums_2xh200.json"), read("host_sums_4xh200_first.json")
-    for size, own in (int4 | read(_HOST)).items():
-        cells = [f"{own['stock']:.1f}", beside(own, *exact), beside(own, "exchange:int8")]
-        cells += [beside(int4[size], "exchange:int4"), f"{four[size]['stock']:.1f}", beside(four[size], *exact)]
-        body.append([_bytes(int(size)), *cells])
-    head = ["bytes of a rank", "NCCL, 2 ranks", "host, exact", "INT8", "INT4", "NCCL, 4 ranks", "host, first version"]
-    return table(head, body, left=1) + "\n"
-
-
-def one_kernel(root: Path) -> str:
-    """Microseconds of the kernels of `symmetric` beside the one before and NCCL."""
-    raw = json.loads((root / real.RESULTS / "symmetric_one_kernel_2xh200.json").read_text())["us"]
-    columns = ("nccl", "old", "new", "one_shot 64", "in_blocks 64")
-    body = [
-        [_bytes(size), *(f"{raw[str(size)][name]:.1f}" if name in raw[str(size)] else "" for name in columns)]
-        for size in sorted(map(int, raw))
-        if size & (size - 1) == 0
-    ]
-    head = ["bytes of a rank", "NCCL", "old kernel", "new, as timed", "one shot, 64 blocks", "in blocks, 64"]
-    return table(head, body, left=1) + "\n"
-
-
-def _bytes(size: int) -> str:
-    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
 
 
 def _at(raw: Any, place: str) -> float:

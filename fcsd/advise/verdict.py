@@ -22,13 +22,14 @@ from fcsd.models.build import arch_of, without_injected
 from fcsd.models.selection import ADVISED, advised_count
 from fcsd.models.wiring_block import Wiring
 from fcsd.plan.model import MetaModel
-from fcsd.plan.speed import SHARE
+from fcsd.plan.setup import Setup, with_parts
+from fcsd.plan.speed import flops_per_token, peak_share
 
 WIRINGS = ("ladder", "farskip")  # Desync loses more than what is as fast, and its checkpoint is for one number of GPUs
 SHARES = (ADVISED, 1.0)  # of the layers, the last ones
 RESERVE_GB = 6.0  # of a GPU, for activations, graphs and libraries
 WORTH_A_TRIAL, PAYS_CONVERSION = 1.03, 1.10  # how much faster than what is simpler it has to be
-HEAL_TOKENS = 100e6
+HEAL_TOKENS, HEAL_LENGTH = 100e6, 4096
 MEASURED = "measured here"  # the source of a way that a server here was timed with
 
 
@@ -232,22 +233,30 @@ def _choose(
 def _healing(meta: MetaModel, host: Host) -> Healing:
     """What healing takes.
 
-    ``convert --layers auto`` may choose the first layer, so that a token passes all layers of teacher and student and
-    comes back through all of them; the half that trains counts double there. It passes the head twice, and backward for
-    its input alone. Where the last layers are chosen, the first ones are passed once. Memory holds all weights in bf16,
-    those of the originals of converted layers too, and what trains with gradients and AdamW's moments: 16 bytes a
-    parameter.
+    ``convert --layers auto`` may choose the first layers, so that the backward pass and its recompute go through all of
+    them. This is therefore what ``fcsd plan`` counts for the first half, where arithmetic alone takes the time. Memory
+    holds all weights in bf16, those of the originals of converted layers too, and what trains with gradients and
+    AdamW's moments: 16 bytes a parameter.
     """
     numbers = meta.numbers
-    chosen = numbers.top_k / numbers.experts if numbers.experts else 0.0
-    active = sum(layer.dense + layer.routed * chosen for layer in numbers.layers)
-    operations = (2 + 2 + 2 + 1) * active + 6 * numbers.head
+    first = tuple(range(advised_count(len(numbers.layers))))
     gigabytes = (2 * numbers.total + (2 + 16) * numbers.total / 2) / 1e9
     fits = gigabytes <= 0.8 * host.card.memory_gb * host.gpus
     card = host.card if fits else H100
-    rate = SHARE[bool(numbers.experts), "bf16"] * card.tflops * 1e12
     gpus = math.ceil(gigabytes / (0.8 * card.memory_gb))
-    return Healing(card.name, gpus, operations * HEAL_TOKENS / rate / 3600)
+    run = Setup(
+        world=gpus,
+        micro_batch_size=1,
+        seq_len=HEAL_LENGTH,
+        batch_tokens=gpus * HEAL_LENGTH,
+        tokens=int(HEAL_TOKENS),
+        recompute=True,
+        ep_size=2 if numbers.experts else 1,  # the rate of experts that are divided, among however many
+        teacher="replicated",
+    )
+    run = with_parts(run, meta.parts(None, ["converted"], Wiring("ladder", first)))
+    rate = peak_share(numbers, run) * card.tflops * 1e12
+    return Healing(card.name, gpus, flops_per_token(numbers, numbers, run) * HEAL_TOKENS / rate / 3600)
 
 
 def _command(chosen: Way, model: str, host: Host) -> str:
@@ -310,7 +319,7 @@ def _healing_told(advice: Advice) -> list[str]:
     money = "" if advice.price is None else f", {heal.gpu_hours * advice.price:,.0f} at your price"
     told = [
         f"Healing half of the layers, whichever they are, with {HEAL_TOKENS / 1e6:.0f} million tokens takes at most "
-        f"{heal.gpu_hours:.0f} GPU-hours of at least {heal.gpus} x {heal.gpu}, by arithmetic{money}."
+        f"{math.ceil(heal.gpu_hours)} GPU-hours of at least {heal.gpus} x {heal.gpu}, by arithmetic{money}."
     ]
     if heal.gpu == advice.host.card.name:
         back = "never won back" if math.isinf(advice.days) else f"won back after {advice.days:.0f} days at full load"

@@ -199,13 +199,18 @@ def decode_seconds(model: ModelNumbers, setup: Setup) -> float:
     return passes / len(model.layers) * 2.5 * setup.parts.rounded.values / DECODE
 
 
-def forward_rate(model: ModelNumbers, setup: Setup) -> float:
-    """FLOP/s that one GPU reaches in forward and backward passes."""
+def peak_share(model: ModelNumbers, setup: Setup) -> float:
+    """Share of a GPU's peak that forward and backward passes reach; measured on H200s, assumed on others."""
     share = SHARE[setup.ep_size > 1, setup.dtype]
     if setup.dtype == "bf16" and not model.experts:
         wider = math.log(model.hidden / NARROW) / math.log(WIDE / NARROW)
         share += (WIDE_SHARE - share) * min(1.0, max(0.0, wider))
-    return PEAK[setup.dtype] * share
+    return share
+
+
+def forward_rate(model: ModelNumbers, setup: Setup) -> float:
+    """FLOP/s that one GPU reaches in forward and backward passes."""
+    return PEAK[setup.dtype] * peak_share(model, setup)
 
 
 def reading_seconds(model: ModelNumbers, setup: Setup, divided: bool) -> float:

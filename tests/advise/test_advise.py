@@ -17,7 +17,9 @@ from fcsd.cli.main import app
 from fcsd.errors import ConfigError, DoesNotFitError
 from fcsd.models.selection import select_layers
 from fcsd.models.wiring_block import Wiring
+from fcsd.plan import Hardware, plan_setup
 from fcsd.plan.model import MetaModel
+from fcsd.plan.setup import Setup, with_parts
 
 LOAD = Load()
 
@@ -116,6 +118,29 @@ def test_a_wiring_is_never_slower_than_sums_at_once_and_never_faster_than_no_sum
     stock = server.tensor_parallel(2, STANDARD, slow)
     ladder = server.tensor_parallel(2, Wiring("ladder", tuple(range(80))), slow)
     assert bound.step < ladder.step < stock.step and bound.first < ladder.first < stock.first
+
+
+@pytest.mark.parametrize(("shape", "depth"), [("llama3-70b", 80), ("llama3-1b", 16), ("deepseek-v2-lite", 27)])
+def test_healing_takes_the_hours_of_a_plan(shape: str, depth: int, tmp_path: Path) -> None:
+    """The first half of the layers on H200s, in micro-batches so large that the plan's constants hardly count."""
+    SHAPES[shape](depth).save_pretrained(tmp_path)
+    found, model = advise(str(tmp_path), host_of(8, "H200", None), LOAD).heal, MetaModel(str(tmp_path))
+    divided = model.numbers.experts > 0
+    run = Setup(
+        world=8,
+        micro_batch_size=64,
+        seq_len=4096,
+        batch_tokens=8 * 64 * 4096,
+        tokens=100_000_000,
+        recompute=True,
+        ep_size=8 if divided else 1,
+        teacher="sharded" if divided else "replicated",
+    )
+    half = select_layers(f"first:{(depth + 1) // 2}", depth)
+    run = with_parts(run, model.parts(None, ["converted"], Wiring("ladder", half)))
+    planned = plan_setup("run", model, model.numbers, run, Hardware(gpus=8)).speed
+    assert found.gpu == "H200"
+    assert found.gpu_hours == pytest.approx(8 * planned.parts["forward and backward"], rel=0.02)
 
 
 _FOUR = {"num_bits": 4, "strategy": "group", "group_size": 128}

@@ -32,3 +32,16 @@ def test_a_kind_counts_if_an_engine_ended_and_all_its_answers_are_nccls() -> Non
         "latent": {"graphs": {"host": {"alone": alone}}, "eager": {"host": {"failed": "no time"}}},
     }
     assert goals._right({"kinds": kinds}) == 2
+
+
+def test_training_is_beside_its_bound_and_the_best_of_standard(tmp_path: Path) -> None:
+    folder = tmp_path / goals.RESULTS
+    folder.mkdir(parents=True)
+    ways = {"standard, blocking": 300, "standard, by-host": 270, "standard, bound": 1, "ladder, by-host": 200}
+    shards = {name: {"ms": [time, time]} for name, time in {**ways, "ladder, bound": 180}.items()}
+    experts = {name: {"step": [time, 9 * time, time]} for name, time in {"by-host": 200, "comm-free": 190}.items()}
+    (folder / goals._SHARDED).write_text(json.dumps({"variants": shards}))
+    (folder / goals._EXPERTS).write_text(json.dumps({"routers": {"uniform": {"variants": experts}}}))
+    rows = [line.split(" | ") for line in goals.goals(tmp_path).splitlines() if "[raw]" in line]
+    told = [(row[2].split("x")[0], row[3].strip()) for row in rows]
+    assert told == [("1.35", "yes"), ("0.90", "yes"), ("0.95", "yes")]

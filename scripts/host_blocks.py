@@ -1,0 +1,250 @@
+"""The generated blocks about what GPUs send through memory of the host; see ``scripts/page_blocks.py``."""
+
+import json
+import re
+import statistics
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.comm.transports import WIDTH, uneven
+from benchmarks.turns import spread
+
+from fcsd.markdown import table
+
+RESULTS = Path("benchmarks/results")
+_TABLES, _TURNS = "host_tables_2xh200.json", "vllm_turns_8b_2xh200.json"
+_TRAINED, _DISTILLED = "train_v2lite_by_host_slow_2xh200.json", "distill_v2lite_by_host_slow_2xh200.json"
+_SHARDED, _WIDE = "tp_by_host_graphs_2xh200.json", "divide_70b_2xh200.txt"
+_STRESS = {
+    "host_sums_stress_2xh200.json": "two GPUs, in graphs",
+    "host_sums_stress_eager_2xh200.json": "two GPUs, one by one",
+    "host_sums_stress_streams_1xh200.json": "two streams of one GPU",
+    "host_sums_stress_processes_1xh200.json": "two processes on one GPU",
+}
+# The ways of tensor parallelism of the run at 70B's width in which nothing went over NVLink, and their bound.
+_WIDE_WAYS = {
+    "standard, own-weights": "tp-off: standard, own-weights, nccl",
+    "ladder, overlapped": "tp-off: ladder, on, nccl",
+    "ladder, by-host": "tp-off: ladder, on, host",
+    "ladder, bound": "tp-on: ladder, off, none",
+}
+
+
+def host_blocks(root: Path) -> dict[str, dict[str, str]]:
+    """The text of each block by its name, by page."""
+    folder = root / RESULTS
+    return {
+        "docs/parallel.md": {"by host": by_host(folder)},
+        "benchmarks/results/all_reduce.md": {
+            "turns": turns(folder, _TURNS, "stock"),
+            "turns with int4": turns(folder, "vllm_turns_8b_w4a16_2xh200.json", "stock with NVLink"),
+            "host sums": host_sums(folder),
+            "stress": stress(folder),
+            "graphs": graphs(folder),
+            "products": products(folder),
+            "one kernel": one_kernel(folder),
+        },
+        "benchmarks/results/overlap.md": {"rows by host": rows_by_host(folder), "steps by host": steps_by_host(folder)},
+        "benchmarks/results/tensor_parallel.md": {"sums by host": sums_by_host(folder)},
+        "benchmarks/results/LOG.md": {"divided": divided(folder)},
+    }
+
+
+def turns(folder: Path, file: str, base: str) -> str:
+    """How many times as fast as one engine of `vllm_turns.py` each other was, by medians."""
+    found = _read(folder, file)["milliseconds"]
+    times = {name: {what: statistics.median(row[what]) for what in row} for name, row in found.items()}
+    body = [
+        [name, *(f"{times[base][what] / time:.2f}x" for what, time in row.items())]
+        for name, row in times.items()
+        if name != base
+    ]
+    return _table(["", *times[base]], body)
+
+
+def host_sums(folder: Path) -> str:
+    """Microseconds of sums through the host beside NCCL's, of two ranks and of four."""
+
+    def read(file: str) -> dict[str, dict[str, float]]:
+        raw = _read(folder, file)
+        return raw.get("microseconds") or raw["sums"]
+
+    def beside(row: dict[str, float], *ways: str) -> str:
+        times = [row[way] for way in ways if way in row]
+        return f"{min(times):.1f} ({row['stock'] / min(times):.2f}x)" if times else ""
+
+    exact, body = ("one_shot", "in_blocks", "exchange"), []
+    int4, four = read("host_sums_2xh200.json"), read("host_sums_4xh200_first.json")
+    for size, own in (int4 | read(_TABLES)).items():
+        cells = [f"{own['stock']:.1f}", beside(own, *exact), beside(own, "exchange:int8")]
+        cells += [beside(int4[size], "exchange:int4"), f"{four[size]['stock']:.1f}", beside(four[size], *exact)]
+        body.append([_bytes(int(size)), *cells])
+    head = ["bytes of a rank", "NCCL, 2 ranks", "host, exact", "INT8", "INT4", "NCCL, 4 ranks", "host, first version"]
+    return _table(head, body)
+
+
+def stress(folder: Path) -> str:
+    """How many random sums were made, and how many values of them were wrong."""
+    body = []
+    for file, where in _STRESS.items():
+        raw = _read(folder, file)
+        body.append([where, f"{raw['sums']:,}", f"{raw['wrong values']}", f"[raw]({file})"])
+    return _table(["ranks", "random sums", "wrong values", "from"], body)
+
+
+def graphs(folder: Path) -> str:
+    """Microseconds of the GPU and of the host for exchanges that start part by part and as one graph."""
+    found: dict[tuple[str, str], dict[str, list[tuple[int, int]]]] = {}
+    for line in (folder / "host_sums_started_as_graphs_2xh200.txt").read_text().splitlines():
+        size, sums, way, _, gpu, _, host = line.split()
+        found.setdefault((size, sums), {}).setdefault(way, []).append((int(gpu), int(host)))
+    body = []
+    for (size, sums), ways in found.items():
+        times = [statistics.mean(times) for way in ("direct", "graph") for times in zip(*ways[way], strict=True)]
+        body.append([f"{size} MiB, {sums}", *(f"{time:.0f}" for time in times)])
+    return _table(["bytes of a rank", "part by part", "of the host", "as a graph", "of the host"], body)
+
+
+def products(folder: Path) -> str:
+    """Milliseconds of matrix products alone, and beside sums."""
+    times = _read(folder, "host_sums_2xh200.json")["products, ms"]
+    body = [[name, f"{time:.2f}", f"{time / times['nothing'] - 1:.1%}"] for name, time in times.items()]
+    return _table(["sums beside the products", "products, ms", "longer by"], body)
+
+
+def one_kernel(folder: Path) -> str:
+    """Microseconds of the kernels of `symmetric` beside the one before and NCCL."""
+    raw = _read(folder, "symmetric_one_kernel_2xh200.json")["us"]
+    columns = ("nccl", "old", "new", "one_shot 64", "in_blocks 64")
+    body = [
+        [_bytes(size), *(f"{raw[str(size)][name]:.1f}" if name in raw[str(size)] else "" for name in columns)]
+        for size in sorted(map(int, raw))
+        if size & (size - 1) == 0
+    ]
+    return _table(
+        ["bytes of a rank", "NCCL", "old kernel", "new, as timed", "one shot, 64 blocks", "in blocks, 64"], body
+    )
+
+
+def rows_by_host(folder: Path) -> str:
+    """The transports alone and beside matrix products."""
+    raw = _read(folder, "transports_by_host_slow_2xh200.json")
+    body = []
+    for size, ways in raw["ms"].items():
+        away = sum(uneven(raw["world"], raw["rows"][size])[0][1:])
+        for name, ms in ways.items():
+            speed = away * WIDTH * 2 / ms["alone"] / 1e6
+            times = [f"{ms[part]:.2f}" for part in ("products", "both")]
+            body.append([f"{size}, {name}", f"{ms['alone']:.3f}", f"{speed:.1f}", *times])
+    head = ["bytes of a rank", "alone, ms", "GB/s out", "products alone, ms", "both at once, ms"]
+    return _table(head, body)
+
+
+def steps_by_host(folder: Path) -> str:
+    """Steps with divided experts by variant, beside the first of each run and its bound."""
+    body = []
+    for what, file, base, bound in (
+        ("training", _TRAINED, "standard-fused", "comm-free-fused"),
+        ("distillation", _DISTILLED, "blocking", "comm-free"),
+    ):
+        variants = _variants(folder, file)
+        steps = {name: variants[name]["step"] for name in (base, *(name for name in variants if name != base))}
+        for name, *cells in _compared(steps, base, bound):
+            sent = variants[name].get("sent_bytes")
+            body.append([f"{what}: {name}", *cells, f"{sent / 2**20:,.0f}" if sent else ""])
+    return _table(["variant", "step, ms", "x the first", "of the bound", "MiB sent"], body)
+
+
+def sums_by_host(folder: Path) -> str:
+    """Tensor-parallel distillation steps by wiring and sums, beside the first of each run and the wiring's bound."""
+    runs = {
+        "8B": {name: one["ms"] for name, one in _read(folder, _SHARDED)["variants"].items()},
+        "70B": {name: [_of_width(folder)[way]["ms"]] for name, way in _WIDE_WAYS.items()},
+    }
+    body = []
+    for width, steps in runs.items():
+        for name, *cells in _compared(steps, next(iter(steps))):
+            body.append([f"{width}'s width: {name}", *cells])
+    return _table(["wiring, sums", "step, ms", "x the first", "of the bound"], body)
+
+
+def by_host(folder: Path) -> str:
+    """What a user chooses by: the share of the bound's speed by NCCL and through the host."""
+
+    def row(what: str, steps: Mapping[str, list[float]], bound: str, *ways: str) -> list[str]:
+        times = {name: statistics.median(steps[name]) for name in (bound, *ways)}
+        return [what, *(f"{times[bound] / times[way]:.1%}" for way in ways)]
+
+    trained, distilled, sharded = (
+        {name: one.get("step") or one["ms"] for name, one in variants.items()}
+        for variants in (
+            _variants(folder, _TRAINED),
+            _variants(folder, _DISTILLED),
+            _read(folder, _SHARDED)["variants"],
+        )
+    )
+    fused = "overlapped-fused", "by-host-fused"
+    body = [
+        row("experts, training", trained, "comm-free-fused", *fused),
+        row("`dedup: rank`, training", trained, "comm-free-fused", *(f"{way}+rank" for way in fused)),
+        row("experts, distillation", distilled, "comm-free", "overlapped", "by-host"),
+        row("`tp_size`, `ladder`", sharded, "ladder, bound", "ladder, overlapped", "ladder, by-host"),
+    ]
+    return _table(["of the bound", "NCCL", "`host`"], body)
+
+
+def divided(folder: Path) -> str:
+    """What the run at 70B's width found of each way to divide a model."""
+    groups = {"tp-off": "TP 2, no NVLink", "zero3-off": "ZeRO-3, no NVLink", "tp-on": "TP 2", "zero3-on": "ZeRO-3"}
+    groups |= {"zero1-on": "ZeRO-1", "zero3-bucket": "ZeRO-3, larger buckets"}
+    body = []
+    for name, one in _of_width(folder).items():
+        group, _, way = name.partition(": ")
+        figures = f"{one['ms']:.1f}", f"{one['tokens']:,.0f}", f"{one['mfu']:.1%}", f"{one['gib']:.2f}"
+        body.append([f"{groups[group]}: {way}", *figures])
+    return _table(["way", "step, ms", "tokens/s of a GPU", "MFU", "peak, GiB"], body)
+
+
+def _of_width(folder: Path) -> dict[str, dict[str, float]]:
+    """What ``divide_70b_2xh200.txt`` has of each way, by ``GROUP: WAY``."""
+    found: dict[str, dict[str, float]] = {}
+    group = ""
+    for line in (folder / _WIDE).read_text().splitlines():
+        if named := re.match(r"(\S+): exit codes", line):
+            group = named[1]
+        if told := re.match(r"  (.+?)  +([\d.]+) ms .* ([\d,]+) tokens/s per GPU, MFU ([\d.]+)%, peak ([\d.]+)", line):
+            way, *figures = told.groups()
+            ms, tokens, mfu, gib = (float(figure.replace(",", "")) for figure in figures)
+            found[f"{group}: {way}"] = {"ms": ms, "tokens": tokens, "mfu": mfu / 100, "gib": gib}
+    return found
+
+
+def _compared(steps: Mapping[str, list[float]], base: str, bound: str = "") -> Iterator[list[str]]:
+    """A row for each variant: its milliseconds, its speed beside ``base``, and its share of the speed of the bound.
+
+    Args:
+        bound: without a name, each wiring has its own, which may be missing.
+    """
+    times = {name: statistics.median(step) for name, step in steps.items()}
+    for name, step in steps.items():
+        spreads = f" ± {spread(step):.1f}" if len(step) > 1 else ""
+        least = times.get(bound or f"{name.partition(', ')[0]}, bound")
+        share = "" if least is None else f"{least / times[name]:.1%}"
+        yield [name, f"{times[name]:.1f}{spreads}", f"{times[base] / times[name]:.3f}", share]
+
+
+def _variants(folder: Path, file: str) -> dict[str, Any]:
+    return _read(folder, file)["routers"]["uniform"]["variants"]
+
+
+def _read(folder: Path, file: str) -> Any:
+    return json.loads((folder / file).read_text())
+
+
+def _table(head: list[str], body: list[list[str]]) -> str:
+    return table(head, body, left=1) + "\n"
+
+
+def _bytes(size: int) -> str:
+    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
