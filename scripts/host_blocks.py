@@ -43,6 +43,7 @@ def host_blocks(root: Path) -> dict[str, dict[str, str]]:
             "stress": stress(folder),
             "graphs": graphs(folder),
             "products": products(folder),
+            "steps": steps(folder),
             "one kernel": one_kernel(folder),
         },
         "benchmarks/results/overlap.md": {"rows by host": rows_by_host(folder), "steps by host": steps_by_host(folder)},
@@ -111,6 +112,19 @@ def products(folder: Path) -> str:
     times = _read(folder, "host_sums_2xh200.json")["products, ms"]
     body = [[name, f"{time:.2f}", f"{time / times['nothing'] - 1:.1%}"] for name, time in times.items()]
     return _table(["sums beside the products", "products, ms", "longer by"], body)
+
+
+def steps(folder: Path) -> str:
+    """Milliseconds of a decoding step's products beside sums in flight, by the blocks of the sums' kernels."""
+    found: dict[str, dict[str, str]] = {}
+    for line in (folder / "sums_beside_steps_one_gpu_1xh200.txt").read_text().splitlines():
+        match line.split():
+            case ["beside", answers, "nothing", ms]:
+                found.setdefault("none", {})[answers] = ms
+            case ["beside", answers, way, "None", blocks, "512", ms]:
+                found.setdefault(f"{way}, {blocks} blocks", {})[answers] = ms
+    body = [[name, *(f"{float(row[n]):.2f}" if n in row else "" for n in ("16", "64"))] for name, row in found.items()]
+    return _table(["sums", "16 answers, ms", "64 answers, ms"], body)
 
 
 def one_kernel(folder: Path) -> str:
