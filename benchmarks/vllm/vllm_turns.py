@@ -1,12 +1,13 @@
 """Times stock vLLM and a wiring by NCCL and through memory of the host, and stock with NVLink, in turns on two GPUs.
 
-    python benchmarks/vllm/vllm_turns.py OUT.json SHAPE[:LAYERS[:WEIGHTS]] [--seconds 150] [--engines NAME ...]
+    python benchmarks/vllm/vllm_turns.py OUT.json SHAPE[:LAYERS[:WEIGHTS]] ... [--seconds 150] [--engines NAME ...]
 
 WEIGHTS is a format in which linear layers are stored, by default bfloat16: w4a16, fp8, or gpt-oss's own mxfp4. The
 wiring is ladder, and for a model with experts farskip, whose experts are whole on one GPU. ``--engines`` takes other
-names, of those in ``engines``. All run at the same time, forked from one process that has imported vLLM, and wait for
-their turn. Weights are random. A step is what one more token takes, over 64 tokens of 1, 16 and 64 answers in CUDA
-graphs; first tokens are those of 16 prompts of 512 and 2048 tokens. ``fcsd bench serve`` does this with servers and
+names, of those in ``engines``, the same for all shapes. All run at the same time, forked from one process that has
+imported vLLM, and wait for their turn. Weights are random. A step is what one more token takes, over 64 tokens of 1, 16
+and 64 answers in CUDA graphs; first tokens are those of one prompt of 512 tokens, which graphs cover, and of 16 prompts
+of 512 and 2048. ``fcsd bench serve`` does this with servers and
 more variants, in minutes. What was measured is in OUT.json after every turn, and what engines say is beside it.
 """
 
@@ -54,7 +55,7 @@ WEIGHTS: dict[str, dict[str, Any]] = {  # name -> ``quantization_config``, as pu
     ),
     "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
 }
-STEPS, FIRST = (1, 16, 64), (512, 2048)
+STEPS, FIRST = (1, 16, 64), ((1, 512), (16, 512), (16, 2048))  # answers; prompts and tokens of each
 BEGIN, END = 8, 72  # tokens of an answer; a step is taken between them
 
 
@@ -63,7 +64,7 @@ def engines(wiring: str) -> dict[str, Engine]:
     from fcsd.bench.serve.variants import HOST_SUMS
 
     found = {}
-    for name, own in (("stock", "standard"), (wiring, wiring)):
+    for name, own in (("stock", "standard"), ("wired", wiring)):
         found[name] = Engine(own, _APART)
         found |= {f"{name}, {sums}": Engine(own, _APART | asked) for sums, asked in HOST_SUMS.items()}
         found[f"{name} with NVLink"] = Engine(own)
@@ -92,6 +93,7 @@ def fill_integers() -> None:
 def serve(turns: Connection, path: Path, log: Path, engine: Engine, experts: bool) -> None:
     """One engine: answers each request for (prompts, tokens of each, new tokens) by its seconds and its tokens."""
     os.setsid()  # its workers end with it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with log.open("w") as messages:
         os.dup2(messages.fileno(), 1)
         os.dup2(messages.fileno(), 2)
@@ -101,8 +103,8 @@ def serve(turns: Connection, path: Path, log: Path, engine: Engine, experts: boo
     llm = LLM(
         str(path), load_format="dummy", dtype="bfloat16", tensor_parallel_size=2, skip_tokenizer_init=True,
         enable_prefix_caching=False, max_model_len=2304, max_num_seqs=64, max_num_batched_tokens=8192,
-        gpu_memory_utilization=0.15, seed=0, kv_cache_memory_bytes=4 << 30,
-        compilation_config=dict(cudagraph_capture_sizes=[1, 2, 4, 8, 16, 32, 64]),
+        gpu_memory_utilization=0.1, seed=0, kv_cache_memory_bytes=3 << 30,
+        compilation_config=dict(cudagraph_capture_sizes=[1, 2, 4, 8, 16, 32, 64, 256, 512]),
         disable_custom_all_reduce="NCCL_P2P_DISABLE" in engine.environment, enable_expert_parallel=experts,
         **engine.options,
     )  # fmt: skip
@@ -125,7 +127,7 @@ def measured(turns: Connection) -> dict[str, float]:
         return 1e3 * turns.recv()[0]
 
     found = {f"step of {n}": (ask(n, 64, END) - ask(n, 64, BEGIN)) / (END - BEGIN) for n in STEPS}
-    return found | {f"first tokens of 16 x {tokens}": ask(16, tokens, 1) for tokens in FIRST}
+    return found | {f"first tokens of {n} x {tokens}": ask(n, tokens, 1) for n, tokens in FIRST}
 
 
 def main() -> None:
@@ -141,20 +143,14 @@ def main() -> None:
 
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
-    parser.add_argument("shape", help="SHAPE[:LAYERS[:WEIGHTS]]")
+    parser.add_argument("shapes", nargs="+", metavar="SHAPE", help="SHAPE[:LAYERS[:WEIGHTS]]")
     parser.add_argument("--seconds", type=float, default=150)
-    parser.add_argument("--engines", nargs="+", metavar="NAME")
+    names = ("stock", "stock, host sums", "wired", "wired, host sums", "stock with NVLink")
+    parser.add_argument("--engines", nargs="+", metavar="NAME", default=names)
     given = parser.parse_args()
     until, out = time.monotonic() + given.seconds, given.out
-    shape, layers, weights, *_ = (*given.shape.split(":"), "", "")
-    config = config_of(shape, int(layers) if layers else None)
-    own = usual_wirings(Workload(shape), config)[0]
-    known = engines(own)
-    names = given.engines or ("stock", "stock, host sums", own, f"{own}, host sums", "stock with NVLink")
-    if unknown := set(names) - known.keys():
-        parser.error(f"{', '.join(sorted(unknown))}: the engines of {shape} are {'; '.join(known)}")
-    if weights and weights not in WEIGHTS:
-        parser.error(f"{weights}: weights are {', '.join(WEIGHTS)}")
+    if unknown := set(given.engines) - engines("").keys():
+        parser.error(f"{', '.join(sorted(unknown))}: engines are {'; '.join(engines(''))}")
     fill_integers()
     found: dict[str, Any] = {
         "command": without_folders(" ".join(sys.argv)),
@@ -163,19 +159,35 @@ def main() -> None:
         "logs": {},
     }
     fork, ends, processes = multiprocessing.get_context("fork"), {}, []
+
+    def end(*_: Any) -> None:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, end)
     with tempfile.TemporaryDirectory() as scratch:
-        for number, name in enumerate(names):
-            wiring = wiring_for(known[name].wiring, config, 2)
-            path = write_directory(shape, config, wiring, Path(scratch, str(number)), 2304)
-            if weights:
-                fields = json.loads((path / "config.json").read_text()) | {"quantization_config": WEIGHTS[weights]}
-                (path / "config.json").write_text(json.dumps(fields))
-            ends[name], other = fork.Pipe()
-            log = out.with_name(f"{name.replace(', ', '-').replace(' ', '-')}.log")
-            engine = other, path, log, known[name], experts_of(config) > 0
-            processes.append(fork.Process(target=serve, args=engine))
-            processes[-1].start()
-            other.close()
+        for shape in given.shapes:
+            model, layers, weights, *_ = (*shape.split(":"), "", "")
+            if weights and weights not in WEIGHTS:
+                parser.error(f"{weights}: weights are {', '.join(WEIGHTS)}")
+            config = config_of(model, int(layers) if layers else None)
+            own = usual_wirings(Workload(model), config)[0]
+            for what in given.engines:
+                engine = engines(own)[what]
+                wiring = wiring_for(engine.wiring, config, 2)
+                path = write_directory(model, config, wiring, Path(scratch, str(len(ends))), 2304)
+                if weights:
+                    fields = json.loads((path / "config.json").read_text()) | {"quantization_config": WEIGHTS[weights]}
+                    (path / "config.json").write_text(json.dumps(fields))
+                name = what.replace("wired", own)
+                name = f"{shape}, {name}" if len(given.shapes) > 1 else name
+                ends[name], other = fork.Pipe()
+                log = out.with_name(f"{name.replace(', ', '-').replace(' ', '-').replace(':', '-')}.log")
+                processes.append(fork.Process(target=serve, args=(other, path, log, engine, experts_of(config) > 0)))
+                processes[-1].start()
+                other.close()
         running = {}
         for name, turns in ends.items():
             try:
@@ -186,27 +198,36 @@ def main() -> None:
         answers = {}
         for name, turns in running.items():
             turns.send((16, 40, END))
-            answers[name] = turns.recv()[1]
-        found["started"], first = list(running), answers.get("stock")
+            with suppress(EOFError):
+                answers[name] = turns.recv()[1]
+        running = {name: running[name] for name in answers}
+        found["started"], turn, took = list(running), 0, 0.0
         found["answers like stock"] = {
-            name: sum(a == b for a, b in zip(own, first or [], strict=False)) for name, own in answers.items()
+            name: sum(a == b for a, b in zip(own, answers.get(_stock_of(name), []), strict=False))
+            for name, own in answers.items()
         }
-        turn = 0
-        while running and time.monotonic() < until - 10:
-            order = list(running)
+        while running and time.monotonic() + took < until:
+            order, begun = list(running), time.monotonic()
             for name in order[turn % len(order) :] + order[: turn % len(order)]:
-                for what, time_ in measured(running[name]).items():
-                    if turn:  # the first round warms up
-                        found["milliseconds"].setdefault(name, {}).setdefault(what, []).append(round(time_, 4))
-            turn += 1
+                try:
+                    times = measured(running[name])
+                except EOFError:  # it has ended; its log says why
+                    del running[name]
+                    continue
+                for what, time_ in times.items() if turn else ():  # the first round warms up
+                    found["milliseconds"].setdefault(name, {}).setdefault(what, []).append(round(time_, 4))
+            turn, took = turn + 1, time.monotonic() - begun
             out.write_text(json.dumps(found, indent=1) + "\n")
     for name, rows in found["milliseconds"].items():
         print(name, {what: round(statistics.median(times), 3) for what, times in rows.items()}, flush=True)
     print(found["started"], found["answers like stock"], flush=True)
-    for process in processes:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    os._exit(0)
+    end()
+
+
+def _stock_of(name: str) -> str:
+    """The name of the stock engine of the same shape."""
+    shape, found, _ = name.partition(", ")
+    return f"{shape}, stock" if found and ":" in shape else "stock"
 
 
 if __name__ == "__main__":
