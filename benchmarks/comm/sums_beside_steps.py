@@ -22,7 +22,6 @@ from torch import Tensor
 
 from fcsd.kernels.bit_split import Format
 from fcsd.launch.environment import snapshot
-from fcsd.parallel.all_reduce import one_kernel
 from fcsd.parallel.all_reduce.host import HostSums, sums_of
 
 HIDDEN, HEADS, FFN, LAYERS = 4096, 3072, 7168, 32
@@ -34,9 +33,8 @@ def sized(sums: HostSums, blocks: int, threads: int, first: int) -> None:
     """Give both kernels so many blocks and threads, and numbers of calls from ``first`` on, which no flag has yet."""
     for name, places in sums._places.items():
         grid = max(blocks, 16) if name == "in_codes" else blocks  # a block has room for so many scales alone
-        sums._places[name] = places._replace(grid=grid)  # type: ignore[index]
+        sums._places[name] = places._replace(grid=grid, threads=threads)  # type: ignore[index]
         sums._calls[name] = sums.device.counters(grid).fill_(first)
-    one_kernel.THREADS = threads
 
 
 def step(rows: int, weights: list[list[Tensor]], run: Callable[[Tensor], None]) -> torch.cuda.CUDAGraph:

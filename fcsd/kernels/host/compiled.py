@@ -73,7 +73,7 @@ class Gpu:
         # Two in each direction: while a copy engine works for one, the other one waits for its flag.
         self._ups, self._downs = ([torch.cuda.Stream(device, priority=-1) for _ in range(2)] for _ in range(2))
         self._recording = torch.cuda.Stream(device, priority=-1)
-        self._graphs: dict[Hashable, ctypes.c_void_p | None] = {}
+        self._graphs: dict[Hashable, ctypes.c_void_p] = {}
 
     def follow(self) -> None:
         """Let the current stream wait for the one of the call before, if it is another one.
@@ -122,8 +122,7 @@ class Gpu:
     def replay(self, key: Hashable, do: Callable[[], None]) -> None:
         """Do what is the same whenever ``key`` is, on the current stream.
 
-        The second time it is recorded as a CUDA graph, because the host takes longer to start its parts than they take.
-        The first time compiles what has to be compiled, which cannot be recorded.
+        The first time it is recorded as a CUDA graph, because the host takes longer to start its parts than they take.
         """
         if torch.cuda.is_current_stream_capturing():
             do()
@@ -131,15 +130,12 @@ class Gpu:
         if key not in self._graphs:
             if len(self._graphs) == _MOST_GRAPHS:
                 torch.cuda.synchronize()
-                for graph in filter(None, self._graphs.values()):
+                for graph in self._graphs.values():
                     _check(self._driver.cuGraphExecDestroy(graph), "forgetting a graph")
                 self._graphs.clear()
-            self._graphs[key] = None
-            do()
-            return
-        graph = self._graphs[key] = self._graphs[key] or self._recorded(do)
+            self._graphs[key] = self._recorded(do)
         where = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        _check(self._driver.cuGraphLaunch(graph, where), "starting a graph")
+        _check(self._driver.cuGraphLaunch(self._graphs[key], where), "starting a graph")
 
     def _recorded(self, do: Callable[[], None]) -> ctypes.c_void_p:
         stream, graph, made = ctypes.c_void_p(self._recording.cuda_stream), ctypes.c_void_p(), ctypes.c_void_p()

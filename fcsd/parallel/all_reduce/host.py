@@ -9,7 +9,7 @@ What is faster where depends on the machine: ``host_table`` measures it.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -22,7 +22,7 @@ from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format, decode, encode
 from fcsd.kernels.bit_split.moves import decode_ranks, encode_sum
 from fcsd.kernels.host import compiled
-from fcsd.kernels.host.layout import BLOCKS, CODES, EXCHANGE, GRID, LAYOUT, ONE_SHOT, PIECES, total_bytes
+from fcsd.kernels.host.layout import BLOCKS, CODES, EXCHANGE, LAUNCH, LAYOUT, ONE_SHOT, PIECES, total_bytes
 from fcsd.parallel.all_reduce.host_memory import LIMIT, HostMemory, open_memory
 from fcsd.parallel.all_reduce.one_kernel import OneKernelSums, Places
 from fcsd.parallel.all_reduce.quantised import cut
@@ -46,7 +46,7 @@ class HostSums(OneKernelSums):
             parts["in_codes"] = LAYOUT.codes, CODES
         for name, (offset, most) in parts.items():
             of = [self._base + memory.region(rank, offset) for rank in range(memory.size)]
-            places[name] = Places(of, [of[memory.rank]], most, GRID[name])
+            places[name] = Places(of, [of[memory.rank]], most, *LAUNCH[name])
         super().__init__(memory, device, self._base, places)
         self._calls["exchange"] = device.counters(1)
         # The exchange sends from here and receives here, so that it can be started again as a whole. To copy what is
@@ -121,40 +121,30 @@ class HostSums(OneKernelSums):
         """Every value is decoded from what is sent, that of the rank itself too: see ``quantised``."""
         rows, sums = x.view(-1, x.shape[-1]), out.view(-1, x.shape[-1])
         width = format.row_bytes(rows.shape[1])
-        # Values lie behind the records of two ranks, or behind those that arrive. Rows that are cut into more records
-        # take more room, not twice as much.
-        room = (2 * EXCHANGE if self.size == 2 else EXCHANGE) - 256
-        most = room // (2 * width + rows[:1].nbytes)
-        exchange = self._records_in_one_step if self.size == 2 else self._records_in_two_steps
+        # Records of rows that are cut take more room, not twice as much.
+        most = EXCHANGE // (width if self.size == 2 else 2 * width)
         for part, total in zip(rows.split(most), sums.split(most), strict=True):
-            at = (2 * EXCHANGE - part.nbytes) // 256 * 256
-            values = self._staged[at : at + part.nbytes].view(part.dtype).view(part.shape)
-            values.copy_(part)
-            key = "format", str(format), part.shape, part.dtype
-            self.device.replay(key, partial(exchange, values, format))
-            total.copy_(values)
+            if self.size == 2:
+                records = self._sent(self.size, len(part), width)
+                encode(part, format, out=records[self.rank])
+                self._gather(records[0].nbytes)
+                decode_ranks(records, format, total)
+            else:
+                self._in_format_in_two_steps(part, total, format)
 
-    def _records_in_one_step(self, rows: Tensor, format: Format) -> None:
-        """Replace rows by their sum over two ranks."""
-        records = self._sent(self.size, len(rows), format.row_bytes(rows.shape[1]))
-        encode(rows, format, out=records[self.rank])
-        self._gather(records[0].nbytes)
-        decode_ranks(records, format, rows)
-
-    def _records_in_two_steps(self, rows: Tensor, format: Format) -> None:
-        """The same over more ranks, a share of which each of them sums."""
-        pieces = cut(rows, format, self.size)
-        share = -(-len(pieces) // self.size)
-        records = self._sent(self.size, share, format.row_bytes(pieces.shape[1]))
+    def _in_format_in_two_steps(self, rows: Tensor, out: Tensor, format: Format) -> None:
+        dtype, rows = rows.dtype, cut(rows, format, self.size)
+        share = -(-len(rows) // self.size)
+        records = self._sent(self.size, share, format.row_bytes(rows.shape[1]))
         every = records.flatten(0, 1)
-        encode(pieces, format, out=every[: len(pieces)])
-        every[len(pieces) :].zero_()
+        encode(rows, format, out=every[: len(rows)])
+        every[len(rows) :].zero_()
         self._scatter(records[0].nbytes)
         arrived = self._arrived(*records.shape)
         arrived[self.rank].copy_(records[self.rank])
-        encode_sum(arrived, format, pieces.shape[1], records[self.rank])
+        encode_sum(arrived, format, rows.shape[1], records[self.rank])
         self._gather(records[0].nbytes)
-        decode(every[: len(pieces)], format, pieces.shape[1], pieces.dtype, pieces)
+        decode(every[: len(rows)], format, rows.shape[1], dtype, out.view(rows.shape))
 
     def scattered(self, x: Tensor, sizes: Sequence[int], method: str | None = None) -> Tensor:
         """This rank's rows of the sum over the ranks, on the current stream.

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fcsd.kernels.host.compiled import KINDS
-from fcsd.kernels.host.layout import THREADS
 from fcsd.parallel.all_reduce.host_memory import HostMemory
 
 
@@ -21,6 +20,7 @@ class Places(NamedTuple):
     to: list[int]  # where this rank writes: one place that all read, or a place for each of the others
     most: int  # bytes of values
     grid: int  # blocks of every launch, at most 64
+    threads: int = 512  # of a block
 
 
 class OneKernelSums:
@@ -94,7 +94,7 @@ class OneKernelSums:
         """Start a kernel on units of so many bytes, of which a slot has 16."""
         places = self._places[name]
         self.device.start(
-            *(name, x.dtype, places.grid, THREADS, None),
+            *(name, x.dtype, places.grid, places.threads, None),
             *(x.data_ptr(), out.data_ptr(), x.nbytes // unit, *how),
             *(self._addresses[name].data_ptr(), places.most // unit * 16, self.rank),
             *(self._calls[name].data_ptr(), self._control, self.memory.limit),

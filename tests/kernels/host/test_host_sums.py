@@ -282,8 +282,8 @@ def test_several_hosts_are_refused_on_all_ranks() -> None:
 def test_the_parts_of_a_region_do_not_overlap() -> None:
     ends = [
         (LAYOUT.one_shot, 2 * 2 * host.ONE_SHOT),
-        (LAYOUT.blocks, 4 * host.BLOCKS + 2 * 64 * host.GRID["in_blocks"]),
-        (LAYOUT.codes, 2 * host.CODES + 64 * host.GRID["in_codes"]),
+        (LAYOUT.blocks, 4 * host.BLOCKS + 2 * 64 * host.LAUNCH["in_blocks"][0]),
+        (LAYOUT.codes, 2 * host.CODES + 64 * host.LAUNCH["in_codes"][0]),
         (LAYOUT.piece_flags, 64 * host.PIECES),
         (LAYOUT.done, 64),
         (LAYOUT.exchange, host.EXCHANGE),
