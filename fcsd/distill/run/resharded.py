@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fcsd.distill.optim.adamw_one_process import OneProcessAdamW
 from fcsd.distill.train_engine import Trained
 from fcsd.errors import CheckpointError
+from fcsd.launch.world import World
 from fcsd.models.build import arch_of
 from fcsd.parallel.expert.autoep import expert_blocks, trains_divided
 from fcsd.parallel.tensor.shard import whole_shape
@@ -26,14 +27,15 @@ Fragment = tuple[int, str, str, Tensor]  # rank, name of the parameter, kind of 
 
 
 def resharded(
-    trained: Trained, files: list[Path], degree: int, rank: int, ranks: TensorGroup, read: Callable[[Path], Any]
+    trained: Trained, files: list[Path], degree: int, world: World, ranks: TensorGroup, read: Callable[[Path], Any]
 ) -> Any:
     """The state that the optimizer of this rank takes, made from the files of all ranks of the saved run.
+
+    Every rank calls this.
 
     Args:
         files: the optimizer's files by rank. Neighbouring ranks have sharded the model.
         degree: the tensor-parallel degree of the saved run.
-        rank: this process.
         ranks: the ranks that shard the model now.
 
     Raises:
@@ -47,12 +49,14 @@ def resharded(
     block = next(iter(expert_blocks(model).values()), None)
     # So many neighbouring ranks have different parts of a parameter, or different parameters of the same name.
     over = {names[p]: block.placement.ranks if block and trains_divided(p) else degree for g in groups for p in g}
+    everything = world.everywhere(lambda: list(over))[0]  # the others do not train biases that are added once
     saved = [read(path) for path in files]
     whole_ones = _TAKEN in saved[0]
-    found = _of_one_process(saved[0], list(over)) if whole_ones else _of_partitions(files, saved)
+    found = _of_one_process(saved[0], everything) if whole_ones else _of_partitions(files, saved)
     parts: dict[tuple[int, str, str], list[Tensor]] = {}
     for writer, name, kind, values in found:
-        parts.setdefault((writer % over[name], name, kind), []).append(values)
+        if name in over:
+            parts.setdefault((writer % over[name], name, kind), []).append(values)
     kinds = {kind for _, _, kind in parts}
     shardings = {} if degree == ranks.degree else model_shardings(model, arch_of(model.config), "whole")
 
@@ -60,11 +64,11 @@ def resharded(
         """What this rank has of a parameter's state, in the shape of the parameter."""
         name = names[parameter]
         if degree == ranks.degree:
-            return torch.cat(parts[rank % over[name], name, kind]).view(parameter.shape)
+            return torch.cat(parts[world.rank % over[name], name, kind]).view(parameter.shape)
         sharding = shardings[name.removeprefix("model.")]
         kv_heads = model.config.get_text_config().num_key_value_heads
         whole = torch.zeros(whole_shape(parameter, sharding, ranks.degree))
-        for place in (TensorGroup(None, degree, number) for number in range(degree)):
+        for place in (TensorGroup(None, degree, number) for number in range(1 if sharding == "first" else degree)):
             like = own_part(whole, sharding, place, kv_heads)
             put_part(whole, torch.cat(parts[place.rank, name, kind]).view(like.shape), sharding, place, kv_heads)
         return own_part(whole, sharding, ranks, kv_heads)

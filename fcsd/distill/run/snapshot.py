@@ -129,7 +129,7 @@ def restore(checkpoint: Path, world: World, trained: Trained, shares: int) -> No
     else:
         files = [_optimizer_file(checkpoint, rank) for rank in range(found)]
         with _naming(checkpoint):
-            state = resharded(trained, files, then, world.rank, ranks, _read_optimizer)
+            state = resharded(trained, files, then, world, ranks, _read_optimizer)
     if zero:
         # DeepSpeed expects the states of all ranks, but reads only that of this rank.
         _load_optimizer(engine, [state] * world.size, checkpoint, load_from_fp32_weights=engine.bfloat16_enabled())

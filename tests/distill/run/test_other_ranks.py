@@ -6,6 +6,8 @@ gradients become steps of the size of the learning rate.
 """
 
 import shutil
+from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 import ranks
 import runs
 import torch
+from test_state import cut_first, seal
 from torch import Tensor
 
 from fcsd.config import ResolvedRecipe
@@ -24,7 +27,7 @@ from fcsd.errors import CheckpointError, ConfigError
 FP32 = {"train__dtype": "fp32", "parallel__zero_stage": 1}
 BF16 = {"train__dtype": "bf16", "parallel__zero_stage": 2}
 DECAY = {"optim__weight_decay": 0.1}
-TOLERANCE = {"fp32": 1e-5, "bf16": 2e-3}  # relative, of losses
+TOLERANCE = {"fp32": 1e-5, "bf16": 1e-3}  # relative, of losses
 ODD = {"hidden_size": 15, "head_dim": 8, "num_attention_heads": 3, "num_key_value_heads": 1, "intermediate_size": 21}
 
 
@@ -45,6 +48,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recipe(folder: Path, out: Path, **changes: Any) -> ResolvedRecipe:
     common = {"optim__schedule": "constant", "optim__grad_clip": 0.5, "train__micro_batch_size": 1}
+    common |= {"data__held_out": None}
     return runs.resolved(folder, output_dir=str(out), **{**common, **changes})
 
 
@@ -63,36 +67,41 @@ def distill(recipes: list[ResolvedRecipe]) -> None:
         loop.distill_model(each)
 
 
-def whole_state(folder: Path, degree: int = 1) -> dict[str, Tensor]:
+def whole_state(folder: Path, ep_size: int = 1) -> dict[str, Tensor]:
     """The flat state of all parameters by kind, and the count of steps: partitions in the order of ranks.
 
     Args:
-        degree: so many neighbouring ranks have experts of their own.
+        ep_size: so many neighbouring ranks have experts of their own.
     """
-    files = sorted((folder / "optimizer").iterdir(), key=lambda path: int(path.stem.removeprefix("rank-")))
+    files = [folder / "optimizer" / f"rank-{rank}.pt" for rank in range(len(list((folder / "optimizer").iterdir())))]
     saved = [torch.load(path, weights_only=False) for path in files]
-    if "taken" in saved[0]:
+    if "taken" in saved[0]:  # of OneProcessAdamW
         kept = [kept for _, kept in sorted(saved[0]["state"].items())]
         found = {kind: torch.cat([each[kind].flatten() for each in kept]) for kind in kept[0]}
         return {**found, "step": saved[0]["taken"].float()}
-    base = [state.get("base_optimizer_state", state)["state"] for state in saved]
-    if "base_optimizer_state" not in saved[0]:  # without ZeRO rank 0 has all
-        return {f"{number} {kind}": value for number, kept in base[0].items() for kind, value in kept.items()}
+    if "base_optimizer_state" not in saved[0]:  # without ZeRO
+        return dict(tensors(saved))
     lists: dict[str, list[Tensor]] = {}
+    base = [state["base_optimizer_state"]["state"] for state in saved]
     for number in base[0]:
-        # Where the ranks have fewer partitions than there are ranks, each place has parameters of its own.
-        experts = saved[0]["partition_count"][number] < len(saved)
-        for place in range(degree if experts else 1):
-            some = range(place, len(saved), degree if experts else 1)
-            paddings = [saved[rank]["group_paddings"][number] for rank in some]
+        places = ep_size if saved[0]["partition_count"][number] < len(saved) else 1
+        for rank in sorted(range(len(saved)), key=lambda rank: rank % places):
+            padding = saved[rank]["group_paddings"][number]
             for kind in ("exp_avg", "exp_avg_sq"):
-                values = [base[rank][number][kind] for rank in some]
-                whole = [value[: len(value) - padding] for value, padding in zip(values, paddings, strict=True)]
-                lists.setdefault(kind, []).extend(whole)
+                value = base[rank][number][kind]
+                lists.setdefault(kind, []).append(value[: len(value) - padding])
             if "single_partition_of_fp32_groups" in saved[0]:
-                masters = [saved[rank]["single_partition_of_fp32_groups"][number] for rank in some]
-                lists.setdefault("master", []).extend(masters)
+                lists.setdefault("master", []).append(saved[rank]["single_partition_of_fp32_groups"][number])
     return {kind: torch.cat(values) for kind, values in lists.items()} | {"step": base[0][0]["step"]}
+
+
+def tensors(value: Any, key: str = "") -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a nested state."""
+    if isinstance(value, Tensor):
+        yield key, value
+    elif isinstance(value, dict | list | tuple):
+        for name, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from tensors(each, f"{key} {name}")
 
 
 def compare(folder: Path, tmp: Path, cases: dict[str, dict[str, Any]], sizes: list[tuple[int, int]]) -> None:
@@ -109,9 +118,9 @@ def compare(folder: Path, tmp: Path, cases: dict[str, dict[str, Any]], sizes: li
     for name, changes in cases.items():
         for then, now in sizes:
             reference, resumed = tmp / f"{name}-{then}", tmp / f"{name}-{then}-{now}"
-            degree = changes.get("parallel__ep_size", 1)
-            before = whole_state(reference / "checkpoints" / "step-2", degree)
-            after = whole_state(resumed / "start", degree)
+            ep_size = changes.get("parallel__ep_size", 1)
+            before = whole_state(reference / "checkpoints" / "step-2", ep_size)
+            after = whole_state(resumed / "start", ep_size)
             assert before.keys() == after.keys() and "step" in "".join(before)
             assert all(torch.equal(before[kind], after[kind]) for kind in before), name
             files = list((resumed / "checkpoints" / "step-4").glob("rank-*.json"))
@@ -120,7 +129,6 @@ def compare(folder: Path, tmp: Path, cases: dict[str, dict[str, Any]], sizes: li
             assert [line["step"] for line in mine] == [1, 2, 3, 4]
             for one, other in zip(mine, theirs, strict=True):
                 tolerance = TOLERANCE[changes["train__dtype"]]
-                print(name, then, now, one["step"], one["loss"] / other["loss"] - 1)
                 assert one["loss"] == pytest.approx(other["loss"], rel=tolerance), f"{name} {then} -> {now}"
 
 
@@ -129,3 +137,71 @@ def test_fewer_and_more_ranks_go_on_with_the_same_state_and_rows(folder: Path, t
     compare(folder, tmp_path, {"fp32": FP32, "bf16": {**BF16, **DECAY}}, [(1, 2), (2, 1)])
     moments = whole_state(tmp_path / "fp32-2" / "checkpoints" / "step-2")["exp_avg"]
     assert len(moments) % 2 == 1 and moments.abs().min() == 0 < moments.abs().max()
+
+
+@pytest.mark.nightly
+def test_odd_numbers_of_ranks_and_all_that_may_train(folder: Path, tmp_path: Path) -> None:
+    converted = {"model": str(folder / "teacher"), "init": {"wiring": "ladder", "layers": "last:1"}}
+    cases: dict[str, dict[str, Any]] = {
+        "fp32": {**FP32, **DECAY},
+        "fp32, no ZeRO": {**FP32, "parallel__zero_stage": 0},
+        "bf16, no ZeRO": {**BF16, "parallel__zero_stage": 0},
+        "on the host": {**BF16, "optim__offload": "host"},
+        "adapters": {**BF16, **DECAY, "train__adapter": {"rank": 3, "alpha": 8.0}, "optim__train": ["norms"]},
+        "converted": {**FP32, **converted, "optim__train": ["converted"]},
+        "converted in bf16": {**BF16, **converted, "optim__train": ["converted"]},
+    }
+    rows = {"train__batch_tokens": 12 * 32}
+    cases = {name: {**changes, **rows} for name, changes in cases.items()}
+    compare(folder, tmp_path, cases, [(1, 3), (2, 3), (3, 1), (3, 2)])
+
+
+@pytest.mark.nightly
+def test_more_and_fewer_copies_of_divided_experts_go_on(experts: Path, tmp_path: Path) -> None:
+    divided = {"parallel__ep_size": 2}
+    alone = {"model": str(experts / "teacher"), "init": {"wiring": "farskip", "layers": "last:1"}}
+    cases: dict[str, dict[str, Any]] = {
+        "fp32": {**FP32, **divided, **DECAY},
+        "bf16": {**BF16, **divided},
+        "no ZeRO": {**FP32, **divided, "parallel__zero_stage": 0},
+        "converted": {**BF16, **divided, **alone, "optim__train": ["converted"]},
+        "moving": {**FP32, **divided, "parallel__placement": {"every": 1}},
+    }
+    compare(experts, tmp_path, cases, [(2, 4), (4, 2)])
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+def test_what_cannot_go_on_changes_nothing_and_names_the_reason(folder: Path, tmp_path: Path) -> None:
+    runs.train(recipe(folder, tmp_path / "run", **FP32), 2)
+    run = runs.cut_short(tmp_path / "run", tmp_path / "cut")
+    before = contents(run)
+    with pytest.raises(ConfigError, match=r"is no multiple of .* processes = 96") as caught:
+        runs.train(recipe(folder, run, **FP32), 3)
+    assert "another number of processes" in str(caught.value.hint)
+    assert contents(run) == before
+
+    checkpoint = run / "checkpoints" / "step-2"
+    file = checkpoint / "optimizer" / "rank-1.pt"
+    whole, other = file.read_bytes(), (checkpoint / "optimizer" / "rank-0.pt").read_bytes()
+
+    def refused(data: bytes | None, sealed: bool, reason: str) -> None:
+        file.unlink()
+        if data is not None:
+            file.write_bytes(data)
+        if sealed:
+            seal(checkpoint)
+        with pytest.raises(CheckpointError, match=reason) as caught:
+            loop.distill_model(recipe(folder, run, **FP32), resume=str(checkpoint))
+        assert "\n" not in str(caught.value)
+
+    short = BytesIO()
+    torch.save(cut_first(torch.load(file, weights_only=False), "exp_avg"), short)
+    refused(whole[:-1], False, r"optimizer/rank-1\.pt has the wrong size")
+    refused(None, False, r"optimizer/rank-1\.pt is missing")
+    file.touch()
+    refused(whole[: len(whole) // 2], True, r"optimizer/rank-1\.pt: cannot be read")
+    refused(short.getvalue(), True, r"optimizer: does not hold .*: rank-1\.pt has exp_avg of shape \[1\] for ")
+    refused(other, True, r"optimizer: does not hold the state of this optimizer")
