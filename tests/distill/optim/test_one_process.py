@@ -38,7 +38,7 @@ def with_and_without_zero(zero: Any, alone: Any) -> list[str]:
     made: list[str] = []
     by_zero = True
 
-    def built(model: Any, source: Any, recipe: Any, world: Any, *_: Any, **__: Any) -> Any:
+    def built(model: Any, source: Any, recipe: Any, world: Any, *_: Any) -> Any:
         result = engine.build_training(model, source, recipe, world, by_zero=by_zero)
         made.append(type(result.engine.optimizer).__name__)
         return result
