@@ -70,7 +70,7 @@ class Parallel(Section):
     """The tensor-parallel size: the number of neighbouring processes that shard the decoder layers of a dense student
     and its teacher, and compute with the same rows. It divides the number of processes, the heads, the key-value heads
     and the intermediate size. Every process has the whole embeddings and the whole output head. A run may be resumed
-    with another size, if the number of processes changes alike."""
+    with another size."""
     overlap: Literal["on", "eager-sync", "off"] = "on"
     """With `ep_size` or `tp_size` above 1: `on` runs other computation during the all-to-alls or all-reduces,
     `eager-sync` takes the same order but waits for each of them at once, and `off` runs the blocking reference. The

@@ -290,7 +290,8 @@ def accumulation(recipe: Recipe, world_size: int) -> int:
         raise ConfigError(
             f"train.batch_tokens {recipe.train.batch_tokens} is no multiple of train.micro_batch_size * "
             f"data.seq_len * processes{' / parallel.tp_size' if degree > 1 else ''} = {together}",
-            hint=f"Set it to a multiple, such as {max(together, recipe.train.batch_tokens // together * together)}.",
+            hint=f"Set it to a multiple, such as {max(together, recipe.train.batch_tokens // together * together)}, or "
+            "take another number of processes.",
         )
     return recipe.train.batch_tokens // together
 

@@ -140,8 +140,7 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
         teacher = load_teacher(recipe, student, world, traffic, dispatcher, teams.ranks)
         source = LiveTeacher(teacher, recipe.objective)
     identity = run_identity(recipe, corpora, world) | start.hashes | scored_text(recipe.early_stop, held_out)
-    by_zero = start.checkpoint is not None and checkpoints.of_several(start.checkpoint)
-    training = build_training(student, source, recipe, world, traffic, dispatcher, by_zero, teams, parts)
+    training = build_training(student, source, recipe, world, traffic, dispatcher, teams, parts)
     if parts is not None and shares_weights(recipe):
         shared = share_weights(parts, recipe, traffic, dispatcher, teams.ranks)
         training = replace(training, source=shared)

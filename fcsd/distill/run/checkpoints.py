@@ -16,7 +16,7 @@ from typing import Any
 
 from fcsd.disk import left_over, sync, sync_directories
 from fcsd.distill.run import manifest, snapshot
-from fcsd.distill.run.identity import differences
+from fcsd.distill.run.identity import PROCESSES, differences
 from fcsd.distill.run.snapshot import OPTIMIZER, Snapshot, write_states
 from fcsd.distill.train_engine import Trained
 from fcsd.errors import CheckpointError, CheckpointVersionError, ConfigError
@@ -71,22 +71,17 @@ def load(checkpoint: Path, world: World, trained: Trained, identity: dict[str, A
     The engine's model has the weights of the checkpoint's ``model/`` already.
 
     Args:
-        identity: the facts that this run and the run of the checkpoint must share.
+        identity: the facts that this run and the run of the checkpoint must share, but for the number of processes.
 
     Raises:
         CheckpointError: the checkpoint belongs to another run; the message names what differs.
     """
     content = world.everywhere(lambda: manifest.read_manifest(checkpoint))[0]
     then = content["identity"]
-    if changed := differences(then, identity):
+    if changed := differences(then, {**identity, PROCESSES: then.get(PROCESSES)}):
         raise _of_another_run(checkpoint, changed)
-    snapshot.restore(checkpoint, world, trained)
+    snapshot.restore(checkpoint, world, trained, then[PROCESSES])
     return content["progress"]
-
-
-def of_several(checkpoint: Path) -> bool:
-    """Whether several processes have saved a checkpoint. ZeRO then has its optimizer's state, if there is ZeRO."""
-    return len(list(checkpoint.glob("rank-*.json"))) > 1
 
 
 def require_model(checkpoint: Path, fields: dict[str, Any]) -> None:

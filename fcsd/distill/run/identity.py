@@ -51,13 +51,14 @@ _ENVIRONMENT = (
     "NCCL_PROTO",
 )
 _CODE = ("torch", "transformers", "deepspeed")  # other versions of these packages may give results with other bits
+PROCESSES = "processes"  # the fact how many divide the rows
 _SCHEDULE = "optim.horizon (or train.steps)"  # the number of steps of the learning-rate schedule
 
 
 def run_identity(recipe: Recipe, corpora: "list[Corpus]", world: World) -> dict[str, object]:
     """The facts that a run must have in common with the checkpoints from which it resumes, as a flat mapping.
 
-    Processes that shard a model count as one.
+    The number of processes alone may change. Processes that shard a model count as one.
     """
     fields = flat(recipe.model_dump())
     unused = tuple(key for key, is_used in _later_fields(recipe, world).items() if not is_used)
@@ -82,7 +83,7 @@ def run_identity(recipe: Recipe, corpora: "list[Corpus]", world: World) -> dict[
         **code,
         **{f"the variable {name}": os.environ[name] for name in _ENVIRONMENT if os.environ.get(name)},
         _SCHEDULE: recipe.schedule_steps,
-        "processes": world.size // recipe.parallel.tp_size,
+        PROCESSES: world.size // recipe.parallel.tp_size,
     }
 
 

@@ -3,15 +3,16 @@
 Every tensor is stored once. The weights are in ``model/``, of which each rank writes a part. The moments of the
 optimizer are in ``optimizer/rank-R.pt``, together with the fp32 weights from which bf16 weights are rounded. If the
 model is trained in fp32, these are the weights in ``model/`` and are not stored again. With ZeRO each rank has its own
-partition of the optimizer's state. Without ZeRO, all groups of ranks that hold a model together have equal states, and
-the first group writes them.
+partition of the optimizer's state, of which other ranks make theirs (``resharded``). Without ZeRO, all groups of ranks
+that hold a model together have equal states, and the first group writes them.
 """
 
 import base64
 import json
 import pickle
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fcsd.disk import read_input, write_json
+from fcsd.distill.optim.adamw_one_process import OneProcessAdamW
 from fcsd.distill.optim.host_copies import HostCopies, size_of
 from fcsd.distill.run.resharded import resharded
 from fcsd.distill.train_engine import Trained, TrainEngine
@@ -99,31 +101,35 @@ def write_states(snapshot: Snapshot, directory: Path, rank: int) -> None:
         raise
 
 
-def restore(checkpoint: Path, world: World, trained: Trained) -> None:
-    """Loads the state of this rank from a verified checkpoint.
+def restore(checkpoint: Path, world: World, trained: Trained, shares: int) -> None:
+    """Loads the state of this rank from a verified checkpoint, which any number of ranks may have saved.
 
     The engine's model has the weights of ``model/`` already.
+
+    Args:
+        shares: the number of ranks that divided the rows of the saved run.
 
     Raises:
         CheckpointError: the optimizer's file asks for a class that DeepSpeed's files do not need, or it or the file of
             the rank's state is damaged or holds something else.
     """
     engine, ranks = trained.engine, ranks_of(trained.model) or TensorGroup(None, 1, 0)
-    # The number of ranks that divide the rows is part of the identity. What is left is the degree of the saved run.
-    shares, found = world.size // ranks.degree, len(list(checkpoint.glob("rank-*.json")))
-    then = found // shares
-    states = _states_file(checkpoint, world.rank if then == ranks.degree else world.rank // ranks.degree * then)
+    found = len(list(checkpoint.glob("rank-*.json")))
+    then = found // shares  # the tensor-parallel degree of the saved run
+    same = (found, then) == (world.size, ranks.degree)
+    states = _states_file(checkpoint, world.rank if same else world.rank // ranks.degree % shares * then)
     try:
         saved = json.loads(read_input(states))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{states}: cannot be read: {reason_of(error)}") from error
     zero = engine.zero_optimization()
-    if then != ranks.degree:
-        files = [_optimizer_file(checkpoint, rank) for rank in range(then * shares)]
-        state = resharded(trained, files, then, ranks, _read_optimizer)
-    else:
+    if same or not (zero or isinstance(engine.optimizer, OneProcessAdamW)):
         rank = world.rank if zero else world.rank % _part(trained).group_size
         state = _read_optimizer(_optimizer_file(checkpoint, rank))
+    else:
+        files = [_optimizer_file(checkpoint, rank) for rank in range(found)]
+        with _naming(checkpoint):
+            state = resharded(trained, files, then, world, ranks, _read_optimizer)
     if zero:
         # DeepSpeed expects the states of all ranks, but reads only that of this rank.
         _load_optimizer(engine, [state] * world.size, checkpoint, load_from_fp32_weights=engine.bfloat16_enabled())
@@ -143,8 +149,8 @@ def _part(trained: Trained) -> OwnPart:
 
 
 def _load_optimizer(engine: Any, state: Any, checkpoint: Path, **how: Any) -> None:
-    """Loads what ``_read_optimizer`` read. Errors of devices and of other ranks pass as they are."""
-    try:
+    """Loads what ``_read_optimizer`` read."""
+    with _naming(checkpoint):
         own = _optimizer_state(engine)
         for each in state if isinstance(state, list) else [state]:
             _require_shapes(own, each)
@@ -153,6 +159,13 @@ def _load_optimizer(engine: Any, state: Any, checkpoint: Path, **how: Any) -> No
         for parameter, kept in base.state.items():  # the moments, which DeepSpeed takes over as they are
             moments = {n: t for n, t in kept.items() if _has_places(t) and not n.startswith(_OF_BLOCKS)}
             _require_shapes(dict.fromkeys(moments, parameter), moments)
+
+
+@contextmanager
+def _naming(checkpoint: Path) -> Iterator[None]:
+    """A block whose errors about the optimizer's state name it. Errors of devices and of other ranks pass."""
+    try:
+        yield
     except Exception as error:
         if type(error) not in _OF_OTHER_CONTENT:
             raise

@@ -190,9 +190,9 @@ def build_training(
     world: World,
     traffic: Traffic | None = None,
     dispatcher: Dispatcher | None = None,
-    by_zero: bool = False,
     teams: Teams | None = None,
     parts: TrainedParts | None = None,
+    by_zero: bool = False,
 ) -> Training:
     """Builds a DeepSpeed engine around ``Student(model)`` in training mode. Experts that are already sharded stay so.
 
@@ -202,9 +202,9 @@ def build_training(
     Args:
         traffic: counts the bytes that dispatch and combine send; None does not count.
         dispatcher: see ``wire_sharded``.
+        teams: how the processes of the run work together; None stands for data parallelism alone.
         parts: what trains, if the other weights are frozen.
         by_zero: whether DeepSpeed's ZeRO updates the weights also on one process, to compare with it.
-        teams: how the processes of the run work together; None stands for data parallelism alone.
     """
     teams, quantiser = teams or Teams(world), quantiser_of(recipe)
     alone = updates_alone(recipe, world.size) and not by_zero

@@ -84,12 +84,13 @@ def test_divided_dense_weights_learn_and_resume_on_as_many_ranks_alone(tmp_path:
     runs.write_models(tmp_path, "llama", num_hidden_layers=2)
     changes = {"parallel__zero_stage": 1, "parallel__tp_size": 2}
     compare(tmp_path, tmp_path, {"run": changes})
-    less = {**changes, "parallel__tp_size": 1}
-    recipe = runs.resolved(tmp_path, output_dir=str(tmp_path / "run"), **{**ROUNDED, **less, **MOMENTS})
     for step in (2, 3):
         shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{step}", ignore_errors=True)
-    with pytest.raises(CheckpointError, match=r"a run with optim\.moments 8bit resumes on as many GPUs"):
-        runs.train(recipe, 1)
+    for degree, size in ((1, 1), (1, 2), (2, 4)):
+        other = {**ROUNDED, **MOMENTS, **changes, "parallel__tp_size": degree}
+        recipe = runs.resolved(tmp_path, output_dir=str(tmp_path / "run"), **other)
+        with pytest.raises(CheckpointError, match=r"a run with optim\.moments 8bit resumes on as many GPUs"):
+            runs.train(recipe, size)
 
 
 def test_what_cannot_work_is_refused_and_another_run(folder: Path) -> None:

@@ -33,12 +33,13 @@ def tensors(micros: list[MicroBatch]) -> list[Any]:
     return [(m.rows, m.counted.item(), {name: column.tolist() for name, column in m.columns.items()}) for m in micros]
 
 
-def test_the_ranks_share_the_rows_of_a_step(folder: Path) -> None:
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_ranks_share_the_micro_batches_of_a_step_which_are_those_of_one(folder: Path, size: int) -> None:
     recipe, step = runs.resolved(folder, train__micro_batch_size=2).recipe, 3
-    of_ranks = [rows_of_step(recipe, World(rank, 2, torch.device("cpu")), step) for rank in range(2)]
-    assert {len(rows) for micros in of_ranks for rows in micros} == {2}
+    of_ranks = [rows_of_step(recipe, World(rank, size, torch.device("cpu")), step) for rank in range(size)]
     whole = recipe.rows_per_step
-    assert sorted(row for micros in of_ranks for rows in micros for row in rows) == list(range(2 * whole, 3 * whole))
+    starts = range(2 * whole, 3 * whole, 2)
+    assert sorted(list(rows) for micros in of_ranks for rows in micros) == [[start, start + 1] for start in starts]
 
 
 @pytest.mark.parametrize("first", [1, 3])
