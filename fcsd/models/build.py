@@ -30,7 +30,7 @@ from .arch import Arch
 from .archs import ARCHS
 from .config_keys import ADAPTER, BOTH, DIVIDE, PREFIX, REFUSAL, UNTIE, WEIGHTS_FILE, expert_count
 from .export_template import auto_map, render
-from .fused.model import fuse_parts
+from .fused import fuse_parts
 from .load_options import default_dtype
 from .products import unknown_type, unsupported
 from .quantised.decode import plain_tensors

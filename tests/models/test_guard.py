@@ -40,8 +40,7 @@ from fcsd.models.build import (
     unwired,
     wire,
 )
-from fcsd.models.fused.model import fuse_parts
-from fcsd.models.fused.norms import fuse_norms
+from fcsd.models.fused import fuse_norms, fuse_parts
 from fcsd.models.wiring import Blocks, WiredLayer, Wiring
 
 ALL = (0, 1, 2, 3)

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fcsd.config import Parallel, Recipe
 from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of, load_model, wiring_of
-from fcsd.models.fused.model import fuse_parts
+from fcsd.models.fused import fuse_parts
 from fcsd.models.wiring import DESYNC, Wiring
 from fcsd.parallel.expert.dispatcher import Dispatcher
 from fcsd.parallel.quantised.rows import Quantiser, formats_of

@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fcsd.models.build import arch_of, decoder_layers
-from fcsd.models.fused.norms import fuse_norms
-from fcsd.models.fused.rotary import fuse_rotary
+from fcsd.models.fused import fuse_norms, fuse_rotary
 from fcsd.models.wiring import Blocks, Parts, Wiring, mix, mixer, wire_layers
 from fcsd.parallel.expert.autoep import expert_block
 from fcsd.parallel.expert.dispatcher import Dispatcher, Transfer
