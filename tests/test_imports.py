@@ -38,7 +38,6 @@ ROOMS = [
     "strict_json",
     "disk",
     "errors",
-    "bundled",
     "markdown",
     "progress",
     "terminal",

@@ -13,10 +13,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from fcsd.checkpoint import INDEX, Checkpoint, compare_tensors, open_checkpoint
-from fcsd.checkpoint.side_files import side_files
-from fcsd.checkpoint.staging import copy_small
-from fcsd.checkpoint.wiring_options import choose_wiring
+from fcsd.checkpoint.staging import copy_small, side_files
 from fcsd.config import Recipe
+from fcsd.convert import choose_wiring
 from fcsd.distill.experts import expert_parallel
 from fcsd.distill.inputs import student_source
 from fcsd.distill.teacher.original import teacher_name

@@ -32,7 +32,7 @@ from .config_keys import ADAPTER, BOTH, DIVIDE, PREFIX, REFUSAL, UNTIE, WEIGHTS_
 from .export_template import auto_map, render
 from .fused import fuse_parts
 from .load_options import default_dtype
-from .products import unknown_type, unsupported
+from .products import unknown_type
 from .quantised.decode import plain_tensors
 from .quantised.layouts import Scheme
 from .quantised.method import Method, method_of, without_quantisation
@@ -63,7 +63,7 @@ def arch_of(config: PretrainedConfig) -> Arch:
     if model_type not in ARCHS:
         raise unknown_type(model_type, getattr(config, "architectures", None))
     arch = ARCHS[model_type]
-    if reason := unsupported(arch, config.get_text_config().model_type):
+    if reason := arch.unsupported(config.get_text_config().model_type):
         raise BadInputError(reason)
     return arch.around(config.get_text_config().model_type)
 
@@ -339,7 +339,7 @@ def register_configs(*model_types: str) -> None:
 
 
 def _usable(model_types: Sequence[str]) -> list[str]:
-    return [model_type for model_type in model_types or ARCHS if unsupported(ARCHS[model_type]) is None]
+    return [model_type for model_type in model_types or ARCHS if ARCHS[model_type].unsupported() is None]
 
 
 def converted_config(config: PretrainedConfig, block: dict[str, Any]) -> PretrainedConfig:
