@@ -32,7 +32,15 @@ from fcsd.distill.step.engine import (
     share_weights,
     shares_weights,
 )
-from fcsd.distill.student import DTYPES, check, chosen_parts, load_student, student_config, train_parts
+from fcsd.distill.student import (
+    DTYPES,
+    check,
+    chosen_parts,
+    least_disk,
+    load_student,
+    student_config,
+    train_parts,
+)
 from fcsd.distill.teacher.original import identify_teacher, teacher_name
 from fcsd.distill.teacher.shared import require_own_weights
 from fcsd.distill.teacher.targets import LiveTeacher, TeacherSource
@@ -42,9 +50,6 @@ from fcsd.models.adapters.targets import Chosen
 from fcsd.models.adapters.trained import TrainedParts
 from fcsd.parallel.transports.transport import Traffic
 from fcsd.parallel.weights.trained import load_trained
-from fcsd.plan import setup_for
-from fcsd.plan.memory import least_disk_bytes
-from fcsd.plan.model import MetaModel
 
 
 @dataclass(frozen=True)
@@ -195,9 +200,9 @@ def find_start(recipe: Recipe, resume: str, world: World) -> Start:
     checkpoint = world.on_first(lambda: checkpoints.find(directory / run_dir.CHECKPOINTS, resume, _say))
     if checkpoint:
         world.on_first(lambda: checkpoints.require_model(checkpoint, flat(recipe.model_dump())))
-    else:
-        world.on_first(lambda: require_room(directory, least_disk(recipe, world.size)))
     config = student_config(recipe, source)
+    if not checkpoint:
+        world.on_first(lambda: require_room(directory, least_disk(recipe, config, chosen)))
     hashes = world.on_first(lambda: identify(recipe, source))
     return Start(source, chosen, checkpoint, config, hashes)
 
@@ -234,12 +239,6 @@ def start_student(
     if start.checkpoint is not None:
         load_trained(parts, read_parts(start.checkpoint / manifest.PARTS), str(start.checkpoint), teams.ranks)
     return student, parts
-
-
-def least_disk(recipe: Recipe, processes: int) -> int:
-    """The bytes of disk without which nothing of a run can be kept."""
-    model = MetaModel(recipe.model, rewired=recipe.init.wiring is not None)
-    return least_disk_bytes(model.numbers, setup_for(recipe, processes, model))
 
 
 def hide_progress_bars(world: World) -> None:

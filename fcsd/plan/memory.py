@@ -277,12 +277,23 @@ def host_bytes(model: ModelNumbers, setup: Setup) -> int:
     return max(loading, host_optimizer_bytes(own, setup)) + 2 * GIB
 
 
-def checkpoint_bytes(model: ModelNumbers, setup: Setup) -> int:
-    """Bytes of a checkpoint: the model directory, or what trains of it, and the optimizer's states of what trains."""
+def checkpoint_bytes(held: int, trained: int, width: int) -> int:
+    """Bytes of a checkpoint: the weights in it, and the optimizer's states of those that train.
+
+    The states are two moments and, for weights in bf16, the fp32 weight.
+
+    Args:
+        held: parameters of the model directory, or what trains of it beside frozen weights.
+        width: bytes of a weight.
+    """
+    return width * held + (12 if width == 2 else 8) * trained
+
+
+def saved_bytes(model: ModelNumbers, setup: Setup) -> int:
+    """Bytes of a checkpoint of the run; see ``checkpoint_bytes``."""
     if setup.parts is not None:
-        return (setup.width + _stored_width(setup)) * setup.parts.trained
-    trained = model.total - shard(model, setup).frozen
-    return setup.width * model.total + _stored_width(setup) * trained
+        return checkpoint_bytes(setup.parts.trained, setup.parts.trained, setup.width)
+    return checkpoint_bytes(model.total, model.total - shard(model, setup).frozen, setup.width)
 
 
 def copy_bytes(model: ModelNumbers, setup: Setup) -> int:
@@ -293,21 +304,16 @@ def copy_bytes(model: ModelNumbers, setup: Setup) -> int:
     """
     own = shard(model, setup)
     if setup.zero_stage:
-        return checkpoint_bytes(model, setup) // setup.world
+        return saved_bytes(model, setup) // setup.world
     if setup.parts is not None:
-        return checkpoint_bytes(model, setup)
-    return setup.width * model.total // setup.world + _stored_width(setup) * own.trained
-
-
-def _stored_width(setup: Setup) -> int:
-    """Bytes of a trained parameter's states in a checkpoint: two moments and, for bf16 weights, the fp32 weight."""
-    return 8 + (4 if setup.dtype == "bf16" else 0)
+        return saved_bytes(model, setup)
+    return checkpoint_bytes(model.total // setup.world, own.trained, setup.width)
 
 
 def least_disk_bytes(model: ModelNumbers, setup: Setup) -> int:
     """Bytes of disk without which nothing of a run can be kept: one checkpoint, and the merged model beside parts."""
     merged = 0 if setup.parts is None else setup.width * model.total
-    return checkpoint_bytes(model, setup) + merged
+    return saved_bytes(model, setup) + merged
 
 
 def disk_bytes(model: ModelNumbers, setup: Setup) -> int:
@@ -315,5 +321,5 @@ def disk_bytes(model: ModelNumbers, setup: Setup) -> int:
 
     Beside checkpoints of parts the merged model takes its own place.
     """
-    more = checkpoint_bytes(model, setup) * (setup.keep + setup.best)
+    more = saved_bytes(model, setup) * (setup.keep + setup.best)
     return least_disk_bytes(model, setup) + more

@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass, replace
 
 from fcsd.errors import ConfigError
-from fcsd.plan.memory import checkpoint_bytes, copy_bytes
+from fcsd.plan.memory import copy_bytes, saved_bytes
 from fcsd.plan.model import ModelNumbers
 from fcsd.plan.offload import host_seconds, transfer_seconds
 from fcsd.plan.setup import Hardware, Setup
@@ -254,7 +254,7 @@ def checkpoint_hours(model: ModelNumbers, setup: Setup, hardware: Hardware, hour
         hours: the duration of the run without its checkpoints.
     """
     saves = setup.saves + setup.saves_per_hour * hours
-    write = setup.tp_size * checkpoint_bytes(model, setup) / (WRITE * hardware.nodes) / 3600
+    write = setup.tp_size * saved_bytes(model, setup) / (WRITE * hardware.nodes) / 3600
     if not setup.saves_beside or saves <= 1:
         return saves * write
     copy = setup.tp_size * copy_bytes(model, setup) / COPY / 3600
