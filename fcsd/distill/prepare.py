@@ -18,7 +18,7 @@ from fcsd.distill.data.of_run import read_data
 from fcsd.distill.data.rows import Mixture, Rows
 from fcsd.distill.early_stop import scored_text
 from fcsd.distill.experts import expert_parallel
-from fcsd.distill.inputs import student_source
+from fcsd.distill.inputs import student_source, teacher_name
 from fcsd.distill.optim import update
 from fcsd.distill.parts import read_parts
 from fcsd.distill.run import checkpoints, manifest, run_dir
@@ -41,9 +41,8 @@ from fcsd.distill.student import (
     student_config,
     train_parts,
 )
-from fcsd.distill.teacher.original import identify_teacher, teacher_name
 from fcsd.distill.teacher.shared import require_own_weights
-from fcsd.distill.teacher.targets import LiveTeacher, TeacherSource
+from fcsd.distill.teacher.targets import LiveTeacher, TeacherSource, identify_teacher
 from fcsd.distill.train_engine import Teams, make_trainable, teams_of
 from fcsd.launch.world import World
 from fcsd.models.adapters.targets import Chosen

@@ -17,8 +17,7 @@ from fcsd.checkpoint.staging import copy_small, side_files
 from fcsd.config import Recipe
 from fcsd.convert import choose_wiring
 from fcsd.distill.experts import expert_parallel
-from fcsd.distill.inputs import student_source
-from fcsd.distill.teacher.original import teacher_name
+from fcsd.distill.inputs import student_source, teacher_name
 from fcsd.errors import BadInputError, FcsdError
 from fcsd.extras import require_extra
 from fcsd.launch.world import World, first_rank

@@ -229,8 +229,8 @@ def check_models(
         BadInputError: tensor-parallel ranks would shard a quantised model.
     """
     parallel = recipe.parallel
-    if (formats := formats_of(parallel.quantised)) is not None:
-        check_formats(formats, models[0][1], recipe.model)
+    if parallel.quantised.any:
+        check_formats(formats_of(parallel.quantised), models[0][1], recipe.model)
     if parallel.tp_size > 1:
         inits = [recipe.init, *[None] * len(models)]
         sharded = [(*model[:3], init) for model, init in zip(models, inits, strict=False)]

@@ -16,11 +16,10 @@ from fcsd.checkpoint import read_config
 from fcsd.config import load_recipe
 from fcsd.convert import convert_checkpoint
 from fcsd.distill import loop
-from fcsd.distill.inputs import student_source
+from fcsd.distill.inputs import student_source, teacher_name
 from fcsd.distill.preview import preview
 from fcsd.distill.run.report import read_metrics
 from fcsd.distill.student import load_student, student_config
-from fcsd.distill.teacher.original import teacher_name
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.models.build import load_model
 

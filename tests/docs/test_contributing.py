@@ -60,7 +60,7 @@ def test_recipes_and_exchanges_read_the_row():
 
     recipe = load_recipe("tiny", ["parallel.quantised.combine_grad=int6:g16:pow2"]).recipe
     formats = formats_of(recipe.parallel.quantised)
-    assert formats is not None and "int6:g16:pow2 (7 bits a value)" in str(formats)
+    assert "int6:g16:pow2 (7 bits a value)" in str(formats)
     rows = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
     arrived = simulate(rows, RowCodec(Format.parse("int8:g32:sr:pow2")), None)
     assert not torch.equal(arrived, rows) and torch.allclose(arrived, rows, atol=0.05)

@@ -24,7 +24,7 @@ from representatives import representatives
 from torch import Tensor
 
 from fcsd.distill.loss.losses import logits_of
-from fcsd.distill.teacher.original import final_hidden, output_head
+from fcsd.distill.teacher.targets import final_hidden, output_head
 from fcsd.engine.logprobs import head_logits
 from fcsd.errors import ConfigError
 from fcsd.kernels.packed_attention import document_borders

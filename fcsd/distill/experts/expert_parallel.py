@@ -37,8 +37,8 @@ def dispatcher_for(parallel: Parallel, ep_size: int) -> Dispatcher:
 
 def quantiser_of(recipe: Recipe) -> Quantiser | None:
     """Rounds the rows of the student as the recipe says; None if all rows are sent as they are."""
-    formats = formats_of(recipe.parallel.quantised)
-    return None if formats is None else Quantiser(formats)
+    quantised = recipe.parallel.quantised
+    return Quantiser(formats_of(quantised)) if quantised.any else None
 
 
 def load(
