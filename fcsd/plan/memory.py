@@ -13,7 +13,7 @@ the same experts.
 
 from dataclasses import dataclass
 
-from fcsd.config.objective import TERMS, automatic_chunk
+from fcsd.config.sections import TERMS, automatic_chunk
 from fcsd.parallel.partitions import BUCKET
 from fcsd.parallel.transports import copies
 from fcsd.plan.activations import LayerBytes

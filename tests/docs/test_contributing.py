@@ -138,7 +138,7 @@ def add_the_easy_family(page: str, copy: Path) -> None:
 def add_a_loss(page: str, copy: Path) -> Path:
     """Adds the loss of the page, and returns the file of its tests."""
     row, function, proof = map(textwrap.dedent, re.findall(r"```python\n(.*?)   ```", page, re.DOTALL))
-    objective, losses = copy / "fcsd/config/objective.py", copy / "fcsd/distill/loss/losses.py"
+    objective, losses = copy / "fcsd/config/sections.py", copy / "fcsd/distill/loss/losses.py"
     before, after = objective.read_text().split("    hidden: Annotated[")
     objective.write_text(f"{before}{textwrap.indent(row, '    ')}    hidden: Annotated[{after}")
     before, after = losses.read_text().split("# The function of each term")
