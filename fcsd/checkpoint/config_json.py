@@ -17,7 +17,7 @@ from fcsd.errors import BadInputError
 from fcsd.models.arch import Arch
 from fcsd.models.archs import ARCHS
 from fcsd.models.config_keys import EXPERT_COUNTS, EXPERTS_PER_TOKEN, PREFIX, REFUSAL, WEIGHTS_FILE
-from fcsd.models.export_template import CODE_FILES, auto_map
+from fcsd.models.export_template import CODE_FILES
 from fcsd.models.products import unknown_type
 from fcsd.models.quantised.method import MODELOPT_FILE, Method, read_method
 from fcsd.models.selection import layers_text
@@ -129,7 +129,7 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> CheckpointCon
     if not config.foreign:
         check_type(config, where)  # before what another flag or another file of the same model could change
         if rewired is not None and not trust_remote_code:
-            refuse_foreign_code(path, auto_map(ARCHS[model_type]), CODE_FILES)
+            refuse_foreign_code(path, ARCHS[model_type].auto_map, CODE_FILES)
     config = replace(config, method=_method(raw, where))
     if rewired is None and not trust_remote_code:
         refuse_code(path)

@@ -16,7 +16,7 @@ from fcsd.distill.run import run_dir
 from fcsd.distill.run.saver import require_room
 from fcsd.distill.student import check, chosen_parts, meta_student
 from fcsd.distill.teacher.targets import output_head
-from fcsd.parallel.quantised.rows import formats_of
+from fcsd.parallel.quantised import formats_of
 from fcsd.plan import plan_run
 from fcsd.plan.memory import least_disk_bytes
 from fcsd.plan.report import to_text

@@ -12,6 +12,9 @@ from typing import Any, Literal
 
 from .wiring_block import DESYNC, READS, Blocks
 
+# The modules in the directory of a converted model that hold its classes; ``export_template.py`` writes them.
+CONFIGURATION, MODELING = "configuration_fcsd", "modeling_fcsd"
+
 
 @dataclass(frozen=True)
 class VllmNames:
@@ -230,6 +233,12 @@ class Arch:
     def wired_causal_lm(self) -> str:
         """The name of the class of a converted causal LM, for example ``FcsdLlamaForCausalLM``."""
         return f"Fcsd{self.causal_lm}"
+
+    @property
+    def auto_map(self) -> dict[str, str]:
+        """What a converted config.json names by ``auto_map``: for each Auto class, the module and class of its code."""
+        models = {auto: f"{MODELING}.Fcsd{name}" for auto, (name, _) in self.classes.items()}
+        return {"AutoConfig": f"{CONFIGURATION}.Fcsd{self.config}", **models}
 
 
 @cache

@@ -29,7 +29,7 @@ from ..foreign_errors import reason_of
 from .arch import Arch
 from .archs import ARCHS
 from .config_keys import ADAPTER, BOTH, DIVIDE, PREFIX, REFUSAL, UNTIE, WEIGHTS_FILE, expert_count
-from .export_template import auto_map, render
+from .export_template import render
 from .fused import fuse_parts
 from .load_options import default_dtype
 from .products import unknown_type
@@ -283,7 +283,7 @@ def _saving_with_code(base: type[PreTrainedModel], arch: Arch) -> Callable[..., 
 
     def save_pretrained(self: Any, save_directory: str | Path, is_main_process: bool = True, **kwargs: Any) -> None:
         if is_main_process and hasattr(self.config, "fcsd"):
-            self.config.auto_map = auto_map(arch)
+            self.config.auto_map = arch.auto_map
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             for name, text in render(arch).items():
                 (Path(save_directory) / name).write_text(text, "utf-8")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from fcsd.config import Quantised
 from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format
-from fcsd.parallel.quantised.rows import Formats, formats_of
+from fcsd.parallel.quantised import Formats, formats_of
 
 
 def parse_formats(text: str) -> Formats:

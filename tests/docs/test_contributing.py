@@ -56,7 +56,7 @@ USE = """
 def test_recipes_and_exchanges_read_the_row():
     from fcsd.config import load_recipe
     from fcsd.kernels.bit_split import Format
-    from fcsd.parallel.quantised.rows import RowCodec, formats_of, simulate
+    from fcsd.parallel.quantised import RowCodec, formats_of, simulate
 
     recipe = load_recipe("tiny", ["parallel.quantised.combine_grad=int6:g16:pow2"]).recipe
     formats = formats_of(recipe.parallel.quantised)

@@ -37,7 +37,7 @@ from fcsd.models.wiring import Wiring
 from fcsd.parallel.attention import join_attention
 from fcsd.parallel.expert.dispatcher import check_formats
 from fcsd.parallel.overlap import overlap
-from fcsd.parallel.quantised.rows import Quantiser
+from fcsd.parallel.quantised import Quantiser
 
 
 class Distillation:

@@ -22,7 +22,7 @@ from fcsd.models.build import arch_of, load_model, wiring_of
 from fcsd.models.fused import fuse_parts
 from fcsd.models.wiring import DESYNC, Wiring
 from fcsd.parallel.expert.dispatcher import Dispatcher
-from fcsd.parallel.quantised.rows import Quantiser, formats_of
+from fcsd.parallel.quantised import Quantiser, formats_of
 from fcsd.parallel.tensor.layer import wire_training
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 from fcsd.parallel.transports.transport import Traffic, Transport, all_to_all

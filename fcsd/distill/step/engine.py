@@ -43,7 +43,7 @@ from fcsd.models.adapters.trained import TrainedParts
 from fcsd.models.build import logits_cap, unwired
 from fcsd.parallel.expert.autoep import frozen_experts
 from fcsd.parallel.expert.dispatcher import Dispatcher
-from fcsd.parallel.quantised.rows import Quantiser
+from fcsd.parallel.quantised import Quantiser
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 from fcsd.parallel.transports.transport import Traffic
 

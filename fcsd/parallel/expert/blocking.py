@@ -15,7 +15,7 @@ from fcsd.models.wiring import Blocks, Parts, Wiring, mix, mixer, wire_layers
 from fcsd.parallel.expert.autoep import expert_block
 from fcsd.parallel.expert.dispatcher import Dispatcher, Transfer
 from fcsd.parallel.expert.flat import flat
-from fcsd.parallel.quantised.rows import Quantiser
+from fcsd.parallel.quantised import Quantiser
 from fcsd.parallel.transports.transport import Traffic
 
 
