@@ -1,4 +1,7 @@
-"""A checkpoint that a command has opened, each of whose files is read once, and the hashes that identify it."""
+"""A checkpoint that a command has opened, whether its tokenizer fits it, and the hashes that identify it.
+
+Each of its files is read once.
+"""
 
 import hashlib
 import json
@@ -29,7 +32,7 @@ from fcsd.errors import BadInputError
 _BASE_PATH = ".fcsd.json"
 _DECIDING = (".json", ".jinja", "merges.txt", "vocab.txt", ".model", ".tiktoken")  # files beside the weights
 # What to do about a tokenizer of another model.
-OTHER_TOKENIZER = (
+_OTHER_TOKENIZER = (
     "Copy the tokenizer of this model here, or give the model these rows (resize_token_embeddings of transformers)."
 )
 
@@ -94,7 +97,7 @@ class Checkpoint:
             headers: whether the weights are on this machine.
         """
         if self.size_problem:
-            raise BadInputError(f"{self.path}: {self.size_problem}", OTHER_TOKENIZER)
+            raise BadInputError(f"{self.path}: {self.size_problem}", _OTHER_TOKENIZER)
         if headers:
             _ = self.layout
 
