@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from fcsd.checkpoint import INDEX, Checkpoint, compare_tensors, open_checkpoint
 from fcsd.checkpoint.staging import copy_small, side_files
@@ -25,7 +25,7 @@ from fcsd.models.adapters.lora import add_adapters
 from fcsd.models.adapters.nf4 import load_nf4, require_nf4
 from fcsd.models.adapters.targets import Chosen, choose, choose_parts
 from fcsd.models.adapters.trained import TrainedParts
-from fcsd.models.build import arch_of, converted_config, decoder_of, register, wiring_of
+from fcsd.models.build import arch_of, causal_lm_class, converted_config, decoder_of, register, wiring_of
 from fcsd.models.export_template import CODE_FILES
 from fcsd.models.quantised.method import Method
 from fcsd.models.rope import require_short_rows
@@ -157,7 +157,7 @@ def meta_student(recipe: Recipe, source: Checkpoint) -> PreTrainedModel:
 
 def _on_meta(config: PretrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        return causal_lm_class(config)._from_config(config)
 
 
 def least_disk(recipe: Recipe, config: PretrainedConfig, chosen: Chosen | None) -> int:
