@@ -17,11 +17,10 @@ from fcsd.models.adapters.targets import choose
 from fcsd.models.wiring import Wiring
 from fcsd.plan import Hardware, Setup, plan_run, plan_setup
 from fcsd.plan.activations import AdaptedLinear, measure_layer
-from fcsd.plan.memory import decoded_bytes, disk_bytes, host_bytes, moments, saved_bytes, teacher_bytes
+from fcsd.plan.memory import decoded_bytes, disk_bytes, host_bytes, moments, saved_bytes, shard, teacher_bytes
 from fcsd.plan.model import MetaModel
 from fcsd.plan.report import to_text
 from fcsd.plan.setup import GIB, Parts, with_parts
-from fcsd.plan.shard import shard
 from fcsd.plan.speed import DECODE, flops_per_token, forward_flops, layer_passes, micro_batch_seconds
 
 DEFAULT = ("attention", "mlp", "shared_experts")

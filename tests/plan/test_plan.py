@@ -25,20 +25,22 @@ from fcsd.plan.memory import (
     BUCKET,
     copy_bytes,
     disk_bytes,
+    host_optimizer_bytes,
     loss_bytes,
     optimizer_bytes,
     saved_bytes,
+    shard,
     state_width,
 )
 from fcsd.plan.model import MetaModel, ModelNumbers, of_rank
-from fcsd.plan.offload import BUS, HOST, host_optimizer_bytes
 from fcsd.plan.report import to_text
 from fcsd.plan.search import candidates, changes, larger_micro_batches
 from fcsd.plan.setup import GIB, USABLE, present, setup_of, uncounted, with_parts
-from fcsd.plan.shard import shard
 from fcsd.plan.speed import (
     BENCHMARK,
+    BUS,
     COPY,
+    HOST,
     LAUNCH,
     MASKED_ATTENTION,
     MICRO_BATCH,
