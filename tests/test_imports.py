@@ -34,6 +34,7 @@ ROOMS = [
     "kernels",
     "foreign_errors",
     "extras",
+    "load_options",
     "input_lines",
     "strict_json",
     "disk",

@@ -24,7 +24,6 @@ from fcsd.checkpoint.config_json import CODE_ENDINGS, MAY_NAME_CODE, without_aut
 from fcsd.checkpoint.files import INDEX, check_regular, contained, read_object
 from fcsd.disk import UNFINISHED, left_over, locked, require_writable, scratch, sync, sync_directories
 from fcsd.errors import BadInputError, ConfigError, DiskError
-from fcsd.progress import progress
 
 Contents = frozenset[tuple[str, int, int, int]]  # path, inode, size and time of every entry of a directory
 
@@ -258,6 +257,8 @@ def _linked(source: Path, target: Path) -> bool:
 
 
 def _copy(files: Mapping[str, Path], into: Path, total: int) -> None:
+    from fcsd.progress import progress  # here, because vLLM's plugin reads checkpoints and needs no bar
+
     with progress("copying, GB", total / 1e9) as advance:
         for name, file in files.items():
             with file.open("rb") as source, (into / name).open("xb") as target:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from fcsd.checkpoint.location import located
-from fcsd.models.load_options import short_name
+from fcsd.load_options import short_name
 
 
 class Section(BaseModel):

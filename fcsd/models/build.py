@@ -26,12 +26,12 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from ..errors import BadInputError, ConfigError
 from ..extras import require_extra
 from ..foreign_errors import reason_of
+from ..load_options import default_dtype
 from .arch import Arch
 from .archs import ARCHS
 from .config_keys import ADAPTER, BOTH, DIVIDE, PREFIX, REFUSAL, UNTIE, WEIGHTS_FILE, expert_count
 from .export_template import render
 from .fused import fuse_parts
-from .load_options import default_dtype
 from .products import unknown_type
 from .quantised.decode import plain_tensors
 from .quantised.layouts import Scheme
