@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fcsd.checkpoint import contained
-from fcsd.checkpoint.side_files import side_files
-from fcsd.checkpoint.staging import check_out, copy_small, staged
+from fcsd.checkpoint.staging import check_out, copy_small, side_files, staged
 
 if TYPE_CHECKING:
     import torch
@@ -37,8 +36,7 @@ def write_random_checkpoint(
     """
     from transformers import AutoConfig
 
-    from fcsd.checkpoint.names import stored
-    from fcsd.checkpoint.weights import Writer
+    from fcsd.checkpoint.weights import Writer, stored
     from fcsd.models.build import register
     from fcsd.parallel.weights.loading import empty_model
     from fcsd.parallel.weights.random_init import drawn

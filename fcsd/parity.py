@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fcsd.checkpoint import CheckpointConfig, Layout
-from fcsd.checkpoint.names import LAYERS
+from fcsd.checkpoint.files import LAYERS
 from fcsd.errors import BadInputError, FcsdError
 from fcsd.foreign_errors import reason_of
 
@@ -99,9 +99,9 @@ def prove_parity(original: Layout, converted: Path, config: CheckpointConfig, ar
     """
     import torch
 
-    from fcsd.models.build import decoder_layers, unwired, wire
+    from fcsd.models.build import decoder_layers
     from fcsd.models.desync import DesyncLayer
-    from fcsd.models.wiring import WiredLayer
+    from fcsd.models.wiring import WiredLayer, unwire_layers
 
     shards = [name for name, header in original.shards.items() if _wanted(header, arch, layers)]
     expected = _original_logits(original, shards, config, arch, layers)
@@ -117,7 +117,8 @@ def prove_parity(original: Layout, converted: Path, config: CheckpointConfig, ar
         raise FcsdError(f"{converted}: layers {missing} are not rewired", _BUG)
     if not torch.isfinite(logits(model)).all():
         raise FcsdError(f"{converted}: the rewired model's logits are not finite", _BUG)
-    if not torch.equal(logits(wire(model, unwired())), expected):
+    unwire_layers(decoder_layers(model))
+    if not torch.equal(logits(model), expected):
         raise FcsdError(f"{converted}: with the wiring off, logits differ from {original.path}'s", _BUG)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-from fcsd.checkpoint.names import stored
+from fcsd.checkpoint.weights import stored
 
 BYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "U8": 1}
 

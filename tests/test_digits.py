@@ -6,7 +6,7 @@ import pytest
 
 from fcsd.cli.options import gpu_memory, numbers
 from fcsd.errors import ConfigError
-from fcsd.models.load_options import check_device
+from fcsd.load_options import check_device
 from fcsd.models.selection import is_auto, select_layers
 from fcsd.models.wiring_block import Wiring
 

@@ -9,7 +9,6 @@ import transformers
 
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import causal_lm_class
-from fcsd.models.products import unsupported
 
 VOCAB = 256
 
@@ -399,7 +398,7 @@ CONFIGS: dict[str, tuple[str, dict]] = {
         ),
     ),
 }
-CONFIGS = {arch: config for arch, config in CONFIGS.items() if unsupported(ARCHS[arch]) is None}
+CONFIGS = {arch: config for arch, config in CONFIGS.items() if ARCHS[arch].unsupported() is None}
 DENSE = tuple(arch for arch in CONFIGS if ARCHS[arch].dense)
 DESYNC = tuple(arch for arch in CONFIGS if ARCHS[arch].no_desync is None)
 # One family for each way in which layers are built, dense and with experts: for what depends on nothing else.

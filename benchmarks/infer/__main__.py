@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fcsd.bundled import located
+from fcsd.checkpoint.location import located
 from fcsd.cli.command import command, emit
 from fcsd.cli.options import AsJson, numbers
 from fcsd.extras import require_extra

@@ -51,7 +51,7 @@ from fcsd.engine.fused import fuse
 from fcsd.engine.generate import BATCHES, generate
 from fcsd.launch.environment import snapshot
 from fcsd.models.build import arch_of, wire
-from fcsd.models.fused.model import fuse_parts
+from fcsd.models.fused import fuse_parts
 from fcsd.models.wiring_block import Wiring
 
 log = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from fcsd.bench.shapes import SHAPES
 from fcsd.kernels.few_experts import few_experts
 from fcsd.launch.environment import snapshot
 from fcsd.models.build import experts_of
-from fcsd.models.fused.experts import fused_experts
+from fcsd.models.fused import fused_experts
 
 SETS = 3  # calls of a graph, each with other weights
 REPEATS = 9

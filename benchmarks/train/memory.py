@@ -32,8 +32,7 @@ from fcsd.distill.optim import update
 from fcsd.distill.step.engine import build_training
 from fcsd.distill.step.one_step import train_step
 from fcsd.distill.student import DTYPES
-from fcsd.distill.teacher.original import compile_layers, pack_attention
-from fcsd.distill.teacher.targets import LiveTeacher, TeacherSource
+from fcsd.distill.teacher.targets import LiveTeacher, TeacherSource, compile_layers, pack_attention
 from fcsd.distill.train_engine import TrainEngine
 from fcsd.errors import DoesNotFitError, unknown_value
 from fcsd.extras import require_extra

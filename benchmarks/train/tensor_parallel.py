@@ -42,8 +42,7 @@ from fcsd.distill.optim import update
 from fcsd.distill.step.engine import build_training, import_deepspeed
 from fcsd.distill.step.one_step import train_step
 from fcsd.distill.student import DTYPES, check
-from fcsd.distill.teacher.original import pack_attention
-from fcsd.distill.teacher.targets import LiveTeacher
+from fcsd.distill.teacher.targets import LiveTeacher, pack_attention
 from fcsd.distill.train_engine import Teams, teams_of
 from fcsd.errors import ConfigError
 from fcsd.launch.environment import snapshot

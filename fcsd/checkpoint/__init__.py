@@ -2,9 +2,8 @@
 
 from fcsd.checkpoint.checkpoint import Checkpoint, content_sha256, fingerprint, whole_sha256
 from fcsd.checkpoint.config_json import CheckpointConfig, read_config
-from fcsd.checkpoint.files import contained, read_object
+from fcsd.checkpoint.files import INDEX, SINGLE, Layout, contained, read_header, read_layout, read_object
 from fcsd.checkpoint.inspection import inspect_checkpoint
-from fcsd.checkpoint.layout import INDEX, SINGLE, Layout, read_header, read_layout
 from fcsd.checkpoint.location import expect_directory, open_checkpoint
 from fcsd.checkpoint.verify import Comparison, compare_tensors, verify_tensors
 

@@ -1,22 +1,40 @@
-"""A checkpoint that a command has opened, each of whose files is read once, and the hashes that identify it."""
+"""A checkpoint that a command has opened, whether its tokenizer fits it, and the hashes that identify it.
+
+Each of its files is read once.
+"""
 
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from fcsd.checkpoint.config_json import CheckpointConfig, read_config
-from fcsd.checkpoint.files import contained, open_regular, read_object, shown
-from fcsd.checkpoint.layout import INDEX, Header, Layout, read_layout
-from fcsd.checkpoint.side_files import side_files
-from fcsd.checkpoint.tokenizer import OTHER_TOKENIZER, ends_without_a_row, tokens_without_a_row
+from fcsd.checkpoint.files import (
+    INDEX,
+    MAX_JSON,
+    Header,
+    Layout,
+    contained,
+    open_regular,
+    quoted,
+    read_layout,
+    read_object,
+    shown,
+)
+from fcsd.checkpoint.staging import MAX_SIDE_FILE, side_files
 from fcsd.checkpoint.verify import Comparison, verify_tensors
 from fcsd.errors import BadInputError
 
 _BASE_PATH = ".fcsd.json"
 _DECIDING = (".json", ".jinja", "merges.txt", "vocab.txt", ".model", ".tiktoken")  # files beside the weights
+# What to do about a tokenizer of another model.
+_OTHER_TOKENIZER = (
+    "Copy the tokenizer of this model here, or give the model these rows (resize_token_embeddings of transformers)."
+)
 
 
 @dataclass(frozen=True)
@@ -79,7 +97,7 @@ class Checkpoint:
             headers: whether the weights are on this machine.
         """
         if self.size_problem:
-            raise BadInputError(f"{self.path}: {self.size_problem}", OTHER_TOKENIZER)
+            raise BadInputError(f"{self.path}: {self.size_problem}", _OTHER_TOKENIZER)
         if headers:
             _ = self.layout
 
@@ -204,3 +222,84 @@ def whole_sha256(layout: Layout) -> str:
         BadInputError: see ``content_sha256`` and ``side_files``.
     """
     return content_sha256(layout, *(name for name in side_files(layout.path) if name.endswith(_DECIDING)))
+
+
+class _Token(NamedTuple):
+    """A token of a vocabulary; ``special`` if only a text that spells it out can hold it."""
+
+    text: str
+    special: bool
+
+
+def tokens_without_a_row(path: Path, rows: int | None) -> str | None:
+    """What is wrong, in words, if a text can have tokens for which an embedding of ``rows`` rows has none; else None.
+
+    A special token counts if texts begin or end with it, or if the chat template writes it. Published models have
+    others, such as Gemma 3's for images. The tokenizer is not loaded, because it may hold anything: files that are
+    damaged or of another form are left to what reads them.
+
+    Args:
+        path: a model directory.
+        rows: None if config.json does not say it.
+    """
+    if rows is None:
+        return None
+    beyond = {number: token for number, token in _vocabulary(path).items() if number >= rows}
+    written = _written_specials(path) if beyond else ""
+    lacking = {number: token.text for number, token in beyond.items() if not token.special or token.text in written}
+    if not lacking:
+        return None
+    number = min(lacking)
+    text = f"the tokenizer has {len(lacking)} tokens more than the {rows} rows of the embedding"
+    return f"{text} ({quoted(lacking[number])} is number {number})"
+
+
+def ends_without_a_row(path: Path, text: Mapping[str, Any], rows: int | None) -> str | None:
+    """What is wrong, in words, if no token at which a model is to end a text is one that it can choose; else None.
+
+    Args:
+        text: the decoder's part of config.json; the other arguments are those of ``tokens_without_a_row``.
+    """
+    for name, content in (("generation_config.json", _content(path, "generation_config.json")), ("config.json", text)):
+        ends = content.get("eos_token_id")
+        numbers = ends if isinstance(ends, list) else [ends]
+        if rows is not None and numbers and all(type(number) is int and number >= rows for number in numbers):
+            return f"eos_token_id of {name} is {ends}, and the embedding has {rows} rows: no text would end"
+    return None
+
+
+def _vocabulary(path: Path) -> dict[int, _Token]:
+    """The tokens of tokenizer.json, or of the tables in place of it, and those added by tokenizer_config.json."""
+    whole = _content(path, "tokenizer.json")
+    model, listed = whole.get("model"), whole.get("added_tokens")
+    table = model.get("vocab") if isinstance(model, dict) else _content(path, "vocab.json")
+    if isinstance(table, list):  # pairs of a token and its score
+        table = {str(pair[0]): number for number, pair in enumerate(table) if isinstance(pair, list) and pair}
+    pairs = (table if isinstance(table, dict) else {}) | ({} if whole else _content(path, "added_tokens.json"))
+    found = {number: _Token(text, False) for text, number in pairs.items() if type(number) is int}
+    added = _content(path, "tokenizer_config.json").get("added_tokens_decoder")
+    numbered = added.items() if isinstance(added, dict) else ()
+    entries = [{**e, "id": int(number)} for number, e in numbered if isinstance(e, dict) and number.isdecimal()]
+    for entry in [*entries, *(listed if isinstance(listed, list) else [])]:
+        if isinstance(entry, dict) and type(entry.get("id")) is int:
+            found[entry["id"]] = _Token(str(entry.get("content")), entry.get("special") is True)
+    return found
+
+
+def _written_specials(path: Path) -> str:
+    """A text that holds every special token which begins or ends texts, and the chat templates."""
+    config, parts = _content(path, "tokenizer_config.json"), []
+    for content in (config, _content(path, "special_tokens_map.json")):
+        parts += [content.get(name) for name in ("bos_token", "eos_token")]
+    parts += [config.get("chat_template"), _content(path, "chat_template.json").get("chat_template")]
+    with suppress(BadInputError, UnicodeDecodeError), open_regular(contained(path, "chat_template.jinja")) as file:
+        parts.append(file.read(MAX_JSON).decode())
+    return " ".join(map(str, parts))
+
+
+def _content(path: Path, name: str) -> dict[str, Any]:
+    """A JSON object beside the weights; empty if the file is missing or damaged."""
+    try:
+        return read_object(contained(path, name), MAX_SIDE_FILE)
+    except BadInputError:
+        return {}

@@ -6,24 +6,27 @@ models have ``farskip*`` keys.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, replace
 from operator import gt, ne
 from pathlib import Path
 from typing import Any
 
 from fcsd.checkpoint.files import contained, quoted, read_object
-from fcsd.checkpoint.side_files import refuse_code, refuse_foreign_code
 from fcsd.errors import BadInputError
 from fcsd.models.arch import Arch
 from fcsd.models.archs import ARCHS
 from fcsd.models.config_keys import EXPERT_COUNTS, EXPERTS_PER_TOKEN, PREFIX, REFUSAL, WEIGHTS_FILE
-from fcsd.models.export_template import CODE_FILES, auto_map
-from fcsd.models.products import unknown_type, unsupported
+from fcsd.models.export_template import CODE_FILES
+from fcsd.models.products import unknown_type
 from fcsd.models.quantised.method import MODELOPT_FILE, Method, read_method
 from fcsd.models.selection import layers_text
 from fcsd.models.wiring_block import Wiring
 
+# The files that transformers reads as JSON objects, and may read an ``auto_map`` from.
+MAY_NAME_CODE = ("config.json", "generation_config.json", "tokenizer_config.json", "processor_config.json")
+MAY_NAME_CODE += ("preprocessor_config.json", "image_processor_config.json", "video_preprocessor_config.json")
+CODE_ENDINGS = (".py", ".pyc", ".so")
 _NAME = re.compile(r"[\w.-]{1,100}")
 _HUB_CODE_KEYS = ("attn_implementation", "experts_implementation")
 _DTYPES = ("float64", "float32", "bfloat16", "float16", "auto")
@@ -126,13 +129,60 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> CheckpointCon
     if not config.foreign:
         check_type(config, where)  # before what another flag or another file of the same model could change
         if rewired is not None and not trust_remote_code:
-            refuse_foreign_code(path, auto_map(ARCHS[model_type]), CODE_FILES)
+            refuse_foreign_code(path, ARCHS[model_type].auto_map, CODE_FILES)
     config = replace(config, method=_method(raw, where))
     if rewired is None and not trust_remote_code:
         refuse_code(path)
     for part in (raw, config.text, raw.get("vision_config", {})):
         check_numbers(part, where)
     return config
+
+
+def refuse_code(path: Path) -> None:
+    """Check that an original asks for no code of its own to be run.
+
+    Raises:
+        BadInputError: a file holds an ``auto_map``.
+    """
+    for name in MAY_NAME_CODE:
+        if (path / name).exists() and (content := read_object(contained(path, name))) != without_auto_map(content):
+            raise BadInputError(
+                f"{path / name}: auto_map asks for code of its own to be run",
+                "With --trust-remote-code fcsd accepts the checkpoint. It never runs that code: it uses the classes of "
+                "transformers, and leaves the code out of what it writes.",
+            )
+
+
+def refuse_foreign_code(path: Path, own_map: dict[str, str], own_files: Set[str]) -> None:
+    """Check that the only code of a converted directory is the code that fcsd writes.
+
+    Args:
+        own_map: the ``auto_map`` that fcsd writes into its config.json.
+
+    Raises:
+        BadInputError: a file holds another ``auto_map``, or there is another code file.
+    """
+    hint = "fcsd did not write this. Remove it, or convert the base model again."
+    for name in MAY_NAME_CODE:
+        if not (path / name).exists():
+            continue
+        content = read_object(contained(path, name))
+        if name == "config.json" and content.get("auto_map") == own_map:
+            del content["auto_map"]
+        if content != without_auto_map(content):
+            raise BadInputError(f"{path / name}: auto_map names code that is not fcsd's", hint)
+    for entry in sorted(path.iterdir()):
+        if entry.name.endswith(CODE_ENDINGS) and entry.name not in own_files:
+            raise BadInputError(f"{path}: {quoted(entry.name)} is code that is not fcsd's", hint)
+
+
+def without_auto_map(value: Any) -> Any:
+    """A JSON value without the keys ``auto_map`` that name something. Its depth was limited by the parser."""
+    if isinstance(value, dict):
+        return {key: without_auto_map(item) for key, item in value.items() if key != "auto_map" or item is None}
+    if isinstance(value, list):
+        return [without_auto_map(item) for item in value]
+    return value
 
 
 def _check_values(raw: dict[str, Any], where: Path) -> None:
@@ -167,8 +217,8 @@ def check_type(config: CheckpointConfig, where: Path) -> None:
     if row is None:
         raise unknown_type(config.model_type, config.raw.get("architectures"), f"{where}: ")
     text = config.text.get("model_type")
-    if unsupported(row, text):
-        raise BadInputError(f"{where}: {unsupported(row, quoted(str(text)))}")
+    if row.unsupported(text):
+        raise BadInputError(f"{where}: {row.unsupported(quoted(str(text)))}")
     ours = row.causal_lm
     found = config.raw.get("architectures")
     if config.rewired is None and found is not None and list(map(_plain, found)) != [_plain(ours)]:

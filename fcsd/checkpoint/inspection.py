@@ -15,17 +15,15 @@ from fcsd.checkpoint.config_json import (
     has_gated_attention,
     read_config,
 )
-from fcsd.checkpoint.files import read_object, shown
-from fcsd.checkpoint.layout import INDEX, SINGLE, Layout, read_layout
+from fcsd.checkpoint.files import INDEX, LAYERS, SINGLE, Layout, read_layout, read_object, shown
 from fcsd.checkpoint.location import open_checkpoint
-from fcsd.checkpoint.names import LAYERS
-from fcsd.checkpoint.side_files import OTHER_WEIGHTS, side_files
+from fcsd.checkpoint.staging import OTHER_WEIGHTS, side_files
 from fcsd.checkpoint.tokenizer import tokenizer_file
 from fcsd.checkpoint.verify import Comparison, compare_tensors, differing_copies
 from fcsd.errors import BadInputError
 from fcsd.models.archs import ARCHS
 from fcsd.models.config_keys import EXPERTS_PER_TOKEN, PREFIX, SHARED_EXPERTS, expert_count, first_count
-from fcsd.models.products import product, unsupported
+from fcsd.models.products import product
 
 _HUB_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
 # The files of Granite's MoE have all experts' tensors in the block itself.
@@ -214,7 +212,7 @@ def _names_another_type(path: Path) -> bool:
     declared, text = raw.get("model_type"), raw.get("text_config")
     row = ARCHS.get(str(declared).removeprefix(PREFIX))
     inside = text.get("model_type") if isinstance(text, dict) else None
-    return declared is not None and (row is None or unsupported(row, inside) is not None)
+    return declared is not None and (row is None or row.unsupported(inside) is not None)
 
 
 def _raw(path: Path) -> dict[str, Any]:

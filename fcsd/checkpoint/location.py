@@ -13,14 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from fcsd.bundled import located
 from fcsd.checkpoint.checkpoint import Checkpoint
-from fcsd.checkpoint.layout import INDEX, SINGLE, Header, parse_header
+from fcsd.checkpoint.files import INDEX, SINGLE, Header, parse_header
 from fcsd.errors import BadInputError, DiskError
 from fcsd.foreign_errors import reason_of
 from fcsd.models.config_keys import ADAPTER, BOTH, DIVIDE
 from fcsd.models.products import product_hint
 
+ASSETS = Path(__file__).parents[2] / "assets"  # only a clone of the repository has it; the wheel leaves it out
 RUN_RECIPE = "config.resolved.yaml"  # the first file that a run writes, by which its directory is known
 # The known kinds, in the order in which they are tried: globs over the top-level names -> the kind, and what to do.
 _KINDS: list[tuple[tuple[str, ...], str, str]] = [
@@ -184,6 +184,12 @@ def open_checkpoint(
     expect_directory(path, weights=whole)
     remote = partial(_remote_headers, repo, path.name) if headers else dict
     return Checkpoint(path, repo, path.name, gated, trust_remote_code, remote)
+
+
+def located(path: str) -> str:
+    """Write out a path that begins with ``bundled:``, which names what is bundled wherever fcsd is called."""
+    name = path.removeprefix("bundled:")
+    return path if name == path else str(ASSETS / name)
 
 
 def directory_of(model: str, *, weights: bool = True) -> Path | None:

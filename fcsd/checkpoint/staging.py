@@ -3,22 +3,27 @@
 Two processes may write to one OUT at the same time, and a user may put files there meanwhile. OUT is therefore checked
 twice: before the work starts, and at the rename that ends it. A file that was not there at the first check is never
 deleted.
+
+What a new directory copies from its source are the files beside the weights: tokenizer, templates, licence, card. It
+contains no code but fcsd's own. Code files and pickles of an original are not copied, and an ``auto_map`` of an
+original is removed from the files that hold one.
 """
 
 import errno
+import json
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from fcsd.checkpoint import read_object
+from fcsd.checkpoint.config_json import CODE_ENDINGS, MAY_NAME_CODE, without_auto_map
+from fcsd.checkpoint.files import INDEX, check_regular, contained, read_object
 from fcsd.disk import UNFINISHED, left_over, locked, require_writable, scratch, sync, sync_directories
-from fcsd.errors import ConfigError, DiskError
-from fcsd.progress import progress
+from fcsd.errors import BadInputError, ConfigError, DiskError
 
 Contents = frozenset[tuple[str, int, int, int]]  # path, inode, size and time of every entry of a directory
 
@@ -27,6 +32,14 @@ _CHUNK = 64 << 20  # bytes that are copied between two updates of the progress
 # The errors of os.link when two directories cannot share a file: they are on different file systems, the file system
 # has no links, the file belongs to another user, or it has too many links.
 _CANNOT_LINK = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+# Files with the same weights in another format. A new directory does not copy them.
+OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+MAX_SIDE_FILE = 256 << 20  # bytes; the longest tokenizer.json in use is below 40 MB
+_TEMPLATES = "additional_chat_templates"  # the only folder whose files are copied
+# Files that run code when they are loaded. The tokenizers that transformers builds need none of them.
+_PICKLES = (".pkl", ".pickle", ".joblib", ".dill")
+_OBJECTS = (*MAY_NAME_CODE, "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json")
 
 
 def check_out(out: Path, sources: list[Path], *, force: bool) -> Contents | None:
@@ -153,6 +166,53 @@ def _contents(directory: Path) -> Contents:
     return frozenset((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found)
 
 
+def side_files(path: Path, written: Set[str] = frozenset(), *, code: Set[str] = frozenset()) -> dict[str, Path]:
+    """The files of a checkpoint directory that a new directory copies unchanged, and the index of its weights.
+
+    Hidden files, weights, pickles and folders other than ``additional_chat_templates`` are left out.
+
+    Args:
+        written: names that the caller writes itself; they are left out, too.
+        code: names of code files to copy; all other code files are left out.
+
+    Returns:
+        Name, relative to ``path`` -> the regular file behind it.
+
+    Raises:
+        BadInputError: a file is not a regular file, is larger than ``MAX_SIDE_FILE``, leaves the directory by a link,
+            has a name that is not UTF-8, or is not the JSON object that transformers expects.
+    """
+    names = [entry.name for entry in path.iterdir() if not entry.is_dir()]
+    names = [name for name in names if not name.startswith(".") and not name.endswith(OTHER_WEIGHTS)]
+    if (path / _TEMPLATES).is_dir():
+        names += [f"{_TEMPLATES}/{entry.name}" for entry in (path / _TEMPLATES).iterdir()]
+    names = [name for name in names if name in code or not name.lower().endswith(CODE_ENDINGS + _PICKLES)]
+    found = {name: contained(path, *name.split("/", 1)) for name in sorted(set(names) - written)}
+    for name, file in found.items():
+        size = check_regular(file)
+        if size > MAX_SIDE_FILE:
+            raise BadInputError(
+                f"{path / name}: has {size} bytes; the limit for a file beside the weights is {MAX_SIDE_FILE >> 20} MB",
+                "Move it out of the directory.",
+            )
+        if name in _OBJECTS:
+            read_object(file, MAX_SIDE_FILE)
+    if (path / INDEX).exists() and INDEX not in written:
+        found[INDEX] = contained(path, INDEX)
+    return found
+
+
+def without_code(files: dict[str, Path]) -> dict[str, str]:
+    """The files of :func:`side_files` that hold an ``auto_map`` -> their JSON text without it."""
+    texts = {}
+    for name, file in files.items():
+        if name in MAY_NAME_CODE:
+            content = read_object(file)
+            if (plain := without_auto_map(content)) != content:
+                texts[name] = json.dumps(plain, indent=2) + "\n"
+    return texts
+
+
 def copy_small(files: Mapping[str, Path], into: Path) -> None:
     """Copy files, given as name relative to ``into`` -> file. They are never linked, because people edit them."""
     for name, file in files.items():
@@ -197,6 +257,8 @@ def _linked(source: Path, target: Path) -> bool:
 
 
 def _copy(files: Mapping[str, Path], into: Path, total: int) -> None:
+    from fcsd.progress import progress  # here, because vLLM's plugin reads checkpoints and needs no bar
+
     with progress("copying, GB", total / 1e9) as advance:
         for name, file in files.items():
             with file.open("rb") as source, (into / name).open("xb") as target:

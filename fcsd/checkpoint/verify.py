@@ -5,7 +5,7 @@ transformers keeps both if they differ, and other programs (vLLM, a model built 
 config. Such a checkpoint would compute different functions, so it is refused wherever tensors are verified.
 
 The expected tensors are not listed here. transformers builds the base class on the meta device, which takes no memory,
-and ``names.py`` says how files name its tensors.
+and ``weights.stored`` says how files name its tensors.
 """
 
 import math
@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fcsd.checkpoint.config_json import CheckpointConfig
-from fcsd.checkpoint.files import quoted, shown, with_floats
-from fcsd.checkpoint.layout import Layout, TensorInfo
-from fcsd.checkpoint.names import LAYERS, stored
+from fcsd.checkpoint.files import LAYERS, Layout, TensorInfo, quoted, shown, with_floats
 from fcsd.errors import BadInputError
 from fcsd.foreign_errors import reason_of
 from fcsd.models.archs import ARCHS
@@ -99,6 +97,8 @@ def compare_tensors(layout: Layout, config: CheckpointConfig) -> Comparison:
         BadInputError: transformers cannot build the config, or the config describes far more tensors than the files
             could hold.
     """
+    from fcsd.checkpoint.weights import stored
+
     tensors = layout.tensors
     held = max(len(tensors), len(layout.weight_map or ())) if layout.shards or layout.weight_map else _WITHOUT_FILES
     _refuse_inflated(held, config, layout.path)

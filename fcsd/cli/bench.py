@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fcsd.bundled import located
 from fcsd.cli.command import command, emit
 from fcsd.cli.options import AsJson, Concurrency, Gpus, Shape, names, numbers, shares
 from fcsd.cli.panels import Commands
@@ -123,6 +122,7 @@ class ServeOptions:
             ConfigError: a value is not a list of numbers, is unknown or out of range.
         """
         from fcsd.bench.serve.workload import Workload
+        from fcsd.checkpoint.location import located
 
         return Workload(
             model=located(model),

@@ -255,7 +255,7 @@ def chat(
     if gpus is not None:
         require_extra("eval", "fcsd chat --gpus", "accelerate")
     from fcsd.launch.world import ensure_world
-    from fcsd.models.load_options import check_device, check_dtype
+    from fcsd.load_options import check_device, check_dtype
 
     check_dtype(dtype)
     check_device(device)

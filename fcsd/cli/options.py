@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from fcsd.errors import ConfigError
-from fcsd.models.load_options import long_name
+from fcsd.load_options import long_name
 from fcsd.parallel.all_reduce.backends import described
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A directory, or a hub id: org/name[@revision].")]

@@ -40,7 +40,7 @@ def recipes_show(
 @command(app, "schema")
 def recipes_schema(as_json: AsJson = False) -> None:
     """Print the JSON Schema of recipes, for editors. With --json, on one line."""
-    from fcsd.config.schema import recipe_schema
+    from fcsd.config.recipe import recipe_schema
 
     emit(json.dumps(recipe_schema(), indent=None if as_json else 2))
 

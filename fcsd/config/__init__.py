@@ -1,13 +1,9 @@
 """The sections of a recipe, which holds every setting of a distillation run, and the origin of every value.
 
 The precedence of values is: default < base recipe < recipe < --set < flag. Paths are relative to the current directory
-and are taken literally. A large section has a file of its own. Other packages import everything from here.
+and are taken literally. Other packages import everything from here.
 """
 
-from fcsd.config.data import Data, Source
-from fcsd.config.objective import TERMS, Hidden, Objective
-from fcsd.config.optim import Optim
-from fcsd.config.parallel import Parallel, Quantised
 from fcsd.config.recipe import (
     HELD_OUT,
     NO_METRIC,
@@ -15,13 +11,14 @@ from fcsd.config.recipe import (
     EarlyStop,
     Faults,
     Init,
+    Optim,
     Recipe,
     Report,
     Sweep,
     accumulation,
 )
 from fcsd.config.resolve import ResolvedRecipe, load_recipe, value_of, vary
-from fcsd.config.train import Adapter, Train
+from fcsd.config.sections import TERMS, Adapter, Data, Hidden, Objective, Parallel, Quantised, Source, Train
 
 __all__ = [
     "HELD_OUT",

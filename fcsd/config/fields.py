@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from fcsd import bundled
-from fcsd.models.load_options import short_name
+from fcsd.checkpoint.location import located
+from fcsd.load_options import short_name
 
 
 class Section(BaseModel):
@@ -42,7 +42,7 @@ def whole(value: object) -> object:
 Dtype = Annotated[Literal["bf16", "fp32"], BeforeValidator(short_name)]
 DtypeOrAuto = Annotated[Literal["auto", "bf16", "fp32"], BeforeValidator(short_name)]
 PathText = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_literal_path)]
-InputPath = Annotated[PathText, AfterValidator(bundled.located)]
+InputPath = Annotated[PathText, AfterValidator(located)]
 OutputPath = Annotated[PathText, AfterValidator(_stays_below)]
 Positive = Annotated[int, Field(gt=0)]
 # The limits stand first, because pydantic writes only such limits into a JSON Schema.

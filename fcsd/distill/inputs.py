@@ -1,11 +1,13 @@
-"""Checks that the model and the data files of a recipe exist, before torch is imported, to answer a typo at once."""
+"""The models and data files that a recipe names: that they exist is checked before torch is imported."""
 
 from pathlib import Path
 
 from fcsd.checkpoint import Checkpoint, expect_directory, open_checkpoint
 from fcsd.config import Recipe
 from fcsd.distill.data.files import require_apart
-from fcsd.errors import BadInputError
+from fcsd.errors import BadInputError, ConfigError
+
+_NO_BASE = "If it is an original, convert it or set init.wiring. If not, name its original in the recipe: `teacher:`."
 
 
 def require_inputs(recipe: Recipe, conversion: str | None = None) -> None:
@@ -57,3 +59,21 @@ def _resolve_student(recipe: Recipe, *, weights: bool) -> Checkpoint:
                 f"If you mean a directory that does not exist yet, create it: {create}. {error.hint or ''}".strip()
             )
         raise
+
+
+def teacher_name(recipe: Recipe) -> str:
+    """The directory or hub id of the teacher.
+
+    It is the teacher of the recipe or, if the recipe names none, the original that the student was converted from.
+
+    Raises:
+        ConfigError: the recipe names no teacher and the student's config records no original.
+    """
+    if recipe.teacher is not None:
+        return recipe.teacher
+    if recipe.init.wiring is not None and recipe.init.weights == "loaded":
+        return recipe.model
+    original = open_checkpoint(recipe.model, weights=False).original
+    if original is None:
+        raise ConfigError(f"{recipe.model} records no base model", hint=_NO_BASE)
+    return original

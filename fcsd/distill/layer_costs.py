@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from fcsd.checkpoint import open_checkpoint
 from fcsd.checkpoint.tokenizer import load_tokenizer
-from fcsd.checkpoint.wiring_options import choose_wiring
+from fcsd.convert import choose_wiring
 from fcsd.errors import ConfigError, NonFiniteError
 from fcsd.models.build import load_model, unwired, wire
 from fcsd.models.selection import cheapest, layers_text

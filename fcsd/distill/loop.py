@@ -41,7 +41,7 @@ from fcsd.distill.samples import Samples
 from fcsd.distill.step.feed import Feed, feeding
 from fcsd.distill.step.one_step import LaunchedStep, Skips, launch_step, measure
 from fcsd.distill.student import write_student
-from fcsd.distill.teacher.original import without_compiling
+from fcsd.distill.teacher.targets import without_compiling
 from fcsd.errors import ConfigError, PreemptedError
 from fcsd.eval.score import Scorer
 from fcsd.extras import require_extra

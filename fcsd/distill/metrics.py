@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from fcsd.config import Recipe
+from fcsd.distill.inputs import teacher_name
 from fcsd.distill.step.feed import Feed
-from fcsd.distill.teacher.original import teacher_name
 from fcsd.errors import BadInputError
 from fcsd.launch.world import World
 from fcsd.parallel.trace import overlaps, read

@@ -18,7 +18,7 @@ from fcsd.distill.data.of_run import read_data
 from fcsd.distill.data.rows import Mixture, Rows
 from fcsd.distill.early_stop import scored_text
 from fcsd.distill.experts import expert_parallel
-from fcsd.distill.inputs import student_source
+from fcsd.distill.inputs import student_source, teacher_name
 from fcsd.distill.optim import update
 from fcsd.distill.parts import read_parts
 from fcsd.distill.run import checkpoints, manifest, run_dir
@@ -32,19 +32,23 @@ from fcsd.distill.step.engine import (
     share_weights,
     shares_weights,
 )
-from fcsd.distill.student import DTYPES, check, chosen_parts, load_student, student_config, train_parts
-from fcsd.distill.teacher.original import identify_teacher, teacher_name
+from fcsd.distill.student import (
+    DTYPES,
+    check,
+    chosen_parts,
+    least_disk,
+    load_student,
+    student_config,
+    train_parts,
+)
 from fcsd.distill.teacher.shared import require_own_weights
-from fcsd.distill.teacher.targets import LiveTeacher, TeacherSource
+from fcsd.distill.teacher.targets import LiveTeacher, TeacherSource, identify_teacher
 from fcsd.distill.train_engine import Teams, make_trainable, teams_of
 from fcsd.launch.world import World
 from fcsd.models.adapters.targets import Chosen
 from fcsd.models.adapters.trained import TrainedParts
 from fcsd.parallel.transports.transport import Traffic
 from fcsd.parallel.weights.trained import load_trained
-from fcsd.plan import setup_for
-from fcsd.plan.memory import least_disk_bytes
-from fcsd.plan.model import MetaModel
 
 
 @dataclass(frozen=True)
@@ -194,9 +198,9 @@ def find_start(recipe: Recipe, resume: str, world: World) -> Start:
     checkpoint = world.on_first(lambda: checkpoints.find(directory / run_dir.CHECKPOINTS, resume, _say))
     if checkpoint:
         world.on_first(lambda: checkpoints.require_model(checkpoint, flat(recipe.model_dump())))
-    else:
-        world.on_first(lambda: require_room(directory, least_disk(recipe, world.size)))
     config = student_config(recipe, source)
+    if not checkpoint:
+        world.on_first(lambda: require_room(directory, least_disk(recipe, config, chosen)))
     hashes = world.on_first(lambda: identify(recipe, source))
     return Start(source, chosen, checkpoint, config, hashes)
 
@@ -233,12 +237,6 @@ def start_student(
     if start.checkpoint is not None:
         load_trained(parts, read_parts(start.checkpoint / manifest.PARTS), str(start.checkpoint), teams.ranks)
     return student, parts
-
-
-def least_disk(recipe: Recipe, processes: int) -> int:
-    """The bytes of disk without which nothing of a run can be kept."""
-    model = MetaModel(recipe.model, rewired=recipe.init.wiring is not None)
-    return least_disk_bytes(model.numbers, setup_for(recipe, processes, model))
 
 
 def hide_progress_bars(world: World) -> None:

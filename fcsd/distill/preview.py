@@ -10,13 +10,13 @@ from fcsd.config import Recipe, accumulation
 from fcsd.distill.data.corpus import Corpus, listed, load_corpus, load_tokenizer, require_other_text
 from fcsd.distill.data.of_run import document_end
 from fcsd.distill.data.rows import Rows, batch
-from fcsd.distill.inputs import student_source
+from fcsd.distill.inputs import student_source, teacher_name
 from fcsd.distill.loss.losses import IGNORE
 from fcsd.distill.run import run_dir
 from fcsd.distill.run.saver import require_room
 from fcsd.distill.student import check, chosen_parts, meta_student
-from fcsd.distill.teacher.original import output_head, teacher_name
-from fcsd.parallel.quantised.rows import formats_of
+from fcsd.distill.teacher.targets import output_head
+from fcsd.parallel.quantised import formats_of
 from fcsd.plan import plan_run
 from fcsd.plan.memory import least_disk_bytes
 from fcsd.plan.report import to_text
@@ -84,8 +84,8 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
         first = "adapters off" if adapter else "first weights"
         shared = f"; the teacher is the student with its {first}" if recipe.objective.needs_teacher else ""
         lines.append(f"trained     {', and '.join(found)}{shared}")
-    if (formats := formats_of(recipe.parallel.quantised)) is not None:
-        lines.append(f"formats     {formats}")
+    if recipe.parallel.quantised.any:
+        lines.append(f"formats     {formats_of(recipe.parallel.quantised)}")
     if any(item.plain for item in (*data.sources, *data.measured.values())):
         lines.append(
             f"documents   of plain text end with {end.text} ({end.why}); data.document_end names another token"

@@ -10,16 +10,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from fcsd.checkpoint import INDEX, Checkpoint, compare_tensors, open_checkpoint
-from fcsd.checkpoint.side_files import side_files
-from fcsd.checkpoint.staging import copy_small
-from fcsd.checkpoint.wiring_options import choose_wiring
+from fcsd.checkpoint.staging import copy_small, side_files
 from fcsd.config import Recipe
+from fcsd.convert import choose_wiring
 from fcsd.distill.experts import expert_parallel
-from fcsd.distill.inputs import student_source
-from fcsd.distill.teacher.original import teacher_name
+from fcsd.distill.inputs import student_source, teacher_name
 from fcsd.errors import BadInputError, FcsdError
 from fcsd.extras import require_extra
 from fcsd.launch.world import World, first_rank
@@ -27,7 +25,7 @@ from fcsd.models.adapters.lora import add_adapters
 from fcsd.models.adapters.nf4 import load_nf4, require_nf4
 from fcsd.models.adapters.targets import Chosen, choose, choose_parts
 from fcsd.models.adapters.trained import TrainedParts
-from fcsd.models.build import arch_of, converted_config, register, wiring_of
+from fcsd.models.build import arch_of, causal_lm_class, converted_config, decoder_of, register, wiring_of
 from fcsd.models.export_template import CODE_FILES
 from fcsd.models.quantised.method import Method
 from fcsd.models.rope import require_short_rows
@@ -36,6 +34,7 @@ from fcsd.parallel.expert.autoep import expert_blocks
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 from fcsd.parallel.weights.saving import OwnPart, write_part
 from fcsd.plan import check_models
+from fcsd.plan.memory import checkpoint_bytes
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # of a recipe -> torch's
 
@@ -153,9 +152,34 @@ def load_student(
 
 def meta_student(recipe: Recipe, source: Checkpoint) -> PreTrainedModel:
     """The student on the meta device, where tensors have shapes but no memory."""
-    config = student_config(recipe, source)
+    return _on_meta(student_config(recipe, source))
+
+
+def _on_meta(config: PretrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        return causal_lm_class(config)._from_config(config)
+
+
+def least_disk(recipe: Recipe, config: PretrainedConfig, chosen: Chosen | None) -> int:
+    """The bytes of disk without which nothing of a run can be kept: one checkpoint, and the merged model beside parts.
+
+    Args:
+        config: the student's.
+        chosen: what trains beside frozen weights; None if all weights train.
+    """
+    model: Any = _on_meta(config)
+    inputs, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    whole = sum(weight.numel() for weight in {*decoder_of(model).parameters(), head})
+    width, objective = DTYPES[recipe.train.dtype].itemsize, recipe.objective
+    if chosen is None:
+        frozen = {inputs} if objective.freeze_embeddings else set()
+        frozen |= {head} if objective.freeze_lm_head else set()
+        return checkpoint_bytes(whole, whole - sum(weight.numel() for weight in frozen), width)
+    trained = sum(model.get_parameter(name).numel() for name in chosen.trained)
+    if recipe.train.adapter is not None:
+        adapted = map(model.get_submodule, chosen.adapted)
+        trained += recipe.train.adapter.rank * sum(layer.in_features + layer.out_features for layer in adapted)
+    return checkpoint_bytes(trained, trained, width) + width * whole
 
 
 def write_student(

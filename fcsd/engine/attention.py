@@ -24,8 +24,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fcsd.models.build import decoder_layers
-from fcsd.models.fused import swap_classes
-from fcsd.models.fused.latent import is_latent
+from fcsd.models.fused import is_latent, swap_classes
 
 ORDINARY, OF_STEPS = "sdpa", "fcsd_step"
 

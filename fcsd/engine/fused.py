@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from fcsd.models.build import arch_of
-from fcsd.models.fused.model import fuse_parts
+from fcsd.models.fused import fuse_parts
 
 # Names of linear layers that transformers calls one after the other, in this order, with the same input.
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from fcsd.checkpoint import Layout
-from fcsd.checkpoint.names import stored
-from fcsd.checkpoint.weights import Reader
+from fcsd.checkpoint.weights import Reader, stored
 from fcsd.engine.sharded_modules import replace_modules
 from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of, decoder_layers, experts_of, read_generation_config, register

@@ -18,6 +18,7 @@ from fcsd.errors import BadInputError, CheckpointError, ConfigError, FcsdError
 from fcsd.export.card import model_card
 from fcsd.export.reload import RECORD, prove_logits, prove_reload
 from fcsd.extras import require_extra
+from fcsd.models.export_template import converted_files
 
 log = logging.getLogger(__name__)
 
@@ -123,8 +124,6 @@ def _write(
     calibration: Path | None = None,
 ) -> None:
     """Export a model directory, which ``run`` trained if it is given; see ``export_model``."""
-    from fcsd.models.export_template import converted_files
-
     former = check_out(out, [source.path, *_trained(run)], force=force)
     config = source.config
     if config.rewired is None or config.foreign:
@@ -161,7 +160,6 @@ def _write(
 def _quantise(model: Path, stage: Path, name: str, calibration: Path | None) -> None:
     """Write an exported model with quantised weights into an empty directory, and prove that it reloads."""
     from fcsd.export.quantise import card_section, quantise_directory
-    from fcsd.models.export_template import converted_files
 
     source = Checkpoint(model)
     config = source.config

@@ -6,9 +6,14 @@ The rows are in ``archs.py``. docs/adding_an_architecture.md explains every fiel
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.metadata import version
 from typing import Any, Literal
 
 from .wiring_block import DESYNC, READS, Blocks
+
+# The modules in the directory of a converted model that hold its classes; ``export_template.py`` writes them.
+CONFIGURATION, MODELING = "configuration_fcsd", "modeling_fcsd"
 
 
 @dataclass(frozen=True)
@@ -166,6 +171,19 @@ class Arch:
         """The row with a language model of this type inside; the row itself for a type that takes only one."""
         return replace(self, **self.texts.get(text or "", {}))
 
+    def unsupported(self, text: str | None = None) -> str | None:
+        """Why the type is not supported by this transformers, or around a language model; None if it is.
+
+        Args:
+            text: the type of the language model inside of a type that takes any; None is the default of transformers.
+        """
+        if transformers_version() < self.since:
+            return f"{self.model_type} needs transformers {self.since[0]}.{self.since[1]} or later"
+        if not self.texts or text in (None, *self.texts):
+            return None
+        known = " or ".join(self.texts)
+        return f"{self.model_type} with text layers of {text} is not supported, only with those of {known}"
+
     @property
     def dense(self) -> bool:
         """Whether no layer has experts."""
@@ -215,3 +233,16 @@ class Arch:
     def wired_causal_lm(self) -> str:
         """The name of the class of a converted causal LM, for example ``FcsdLlamaForCausalLM``."""
         return f"Fcsd{self.causal_lm}"
+
+    @property
+    def auto_map(self) -> dict[str, str]:
+        """What a converted config.json names by ``auto_map``: for each Auto class, the module and class of its code."""
+        models = {auto: f"{MODELING}.Fcsd{name}" for auto, (name, _) in self.classes.items()}
+        return {"AutoConfig": f"{CONFIGURATION}.Fcsd{self.config}", **models}
+
+
+@cache
+def transformers_version() -> tuple[int, int]:
+    """The first two numbers of the installed version."""
+    major, minor = version("transformers").split(".")[:2]
+    return int(major), int(minor)

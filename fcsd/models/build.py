@@ -26,13 +26,13 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from ..errors import BadInputError, ConfigError
 from ..extras import require_extra
 from ..foreign_errors import reason_of
+from ..load_options import default_dtype
 from .arch import Arch
 from .archs import ARCHS
 from .config_keys import ADAPTER, BOTH, DIVIDE, PREFIX, REFUSAL, UNTIE, WEIGHTS_FILE, expert_count
-from .export_template import auto_map, render
-from .fused.model import fuse_parts
-from .load_options import default_dtype
-from .products import unknown_type, unsupported
+from .export_template import render
+from .fused import fuse_parts
+from .products import unknown_type
 from .quantised.decode import plain_tensors
 from .quantised.layouts import Scheme
 from .quantised.method import Method, method_of, without_quantisation
@@ -63,7 +63,7 @@ def arch_of(config: PretrainedConfig) -> Arch:
     if model_type not in ARCHS:
         raise unknown_type(model_type, getattr(config, "architectures", None))
     arch = ARCHS[model_type]
-    if reason := unsupported(arch, config.get_text_config().model_type):
+    if reason := arch.unsupported(config.get_text_config().model_type):
         raise BadInputError(reason)
     return arch.around(config.get_text_config().model_type)
 
@@ -283,7 +283,7 @@ def _saving_with_code(base: type[PreTrainedModel], arch: Arch) -> Callable[..., 
 
     def save_pretrained(self: Any, save_directory: str | Path, is_main_process: bool = True, **kwargs: Any) -> None:
         if is_main_process and hasattr(self.config, "fcsd"):
-            self.config.auto_map = auto_map(arch)
+            self.config.auto_map = arch.auto_map
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             for name, text in render(arch).items():
                 (Path(save_directory) / name).write_text(text, "utf-8")
@@ -339,7 +339,7 @@ def register_configs(*model_types: str) -> None:
 
 
 def _usable(model_types: Sequence[str]) -> list[str]:
-    return [model_type for model_type in model_types or ARCHS if unsupported(ARCHS[model_type]) is None]
+    return [model_type for model_type in model_types or ARCHS if ARCHS[model_type].unsupported() is None]
 
 
 def converted_config(config: PretrainedConfig, block: dict[str, Any]) -> PretrainedConfig:

@@ -4,9 +4,9 @@ Without torch and transformers, so that each package can import this file.
 """
 
 from collections.abc import Mapping
-from functools import cache
-from importlib.metadata import version
 from typing import Any
+
+from .arch import transformers_version
 
 # The model_type of a converted checkpoint is this prefix followed by that of its base.
 PREFIX = "fcsd_"
@@ -50,13 +50,6 @@ UNTIE = (
     'If the separate tensor is the right one, set "tie_word_embeddings": false in config.json; '
     "otherwise leave it out of the files."
 )
-
-
-@cache
-def transformers_version() -> tuple[int, int]:
-    """The first two numbers of the installed version."""
-    major, minor = version("transformers").split(".")[:2]
-    return int(major), int(minor)
 
 
 def cache_keyword() -> str:

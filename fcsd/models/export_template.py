@@ -12,11 +12,10 @@ from dataclasses import fields
 from importlib.resources import files
 from typing import Any
 
-from .arch import Arch
+from .arch import CONFIGURATION, MODELING, Arch
 from .config_keys import PREFIX, REFUSAL, WEIGHTS_FILE
 from .wiring_block import Blocks
 
-CONFIGURATION, MODELING = "configuration_fcsd", "modeling_fcsd"
 VERBATIM = ("wiring.py", "wiring_block.py", "desync.py")
 CODE_FILES = frozenset((f"{CONFIGURATION}.py", f"{MODELING}.py", *VERBATIM))
 # The versions of transformers with which the rendered classes are tested: from the first up to, but not including, the
@@ -94,17 +93,11 @@ def converted_files(raw: Mapping[str, Any], arch: Arch, block: Mapping[str, Any]
     own = {
         "model_type": PREFIX + arch.model_type,
         "architectures": [arch.wired_causal_lm],
-        "auto_map": auto_map(arch),
+        "auto_map": arch.auto_map,
         WEIGHTS_FILE: REFUSAL,
         "fcsd": block,
     }
     return {"config.json": json.dumps({**raw, **own}, indent=2) + "\n", **render(arch)}
-
-
-def auto_map(arch: Arch) -> dict[str, str]:
-    """The ``auto_map`` of config.json: each Auto class, and the module and class that transformers loads for it."""
-    models = {auto: f"{MODELING}.Fcsd{name}" for auto, (name, _) in arch.classes.items()}
-    return {"AutoConfig": f"{CONFIGURATION}.Fcsd{arch.config}", **models}
 
 
 def render(arch: Arch) -> Mapping[str, str]:

@@ -8,9 +8,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 from ..errors import BadInputError
-from .arch import Arch
 from .archs import ARCHS
-from .config_keys import transformers_version
 
 # (pattern of a model's name in lower case, the family's name, its model_type); the first row that matches counts
 PRODUCTS = (
@@ -113,20 +111,6 @@ def nearest(model_type: str, architectures: Iterable[str] = ()) -> str:
     close = get_close_matches(model_type, ARCHS, 1, 0.5)
     close = close or [classes[near] for one in architectures for near in get_close_matches(one, classes, 1, 0.8)]
     return f"; the supported type with the closest name is {close[0]}" if close else ""
-
-
-def unsupported(row: Arch, text: str | None = None) -> str | None:
-    """Why a type of the table is not supported by this transformers, or around a language model; None if it is.
-
-    Args:
-        text: the type of the language model inside of a type that takes any; None is the default of transformers.
-    """
-    if transformers_version() < row.since:
-        return f"{row.model_type} needs transformers {row.since[0]}.{row.since[1]} or later"
-    if not row.texts or text in (None, *row.texts):
-        return None
-    known = " or ".join(row.texts)
-    return f"{row.model_type} with text layers of {text} is not supported, only with those of {known}"
 
 
 def unknown_type(model_type: str, architectures: Iterable[str] | None, where: str = "") -> BadInputError:

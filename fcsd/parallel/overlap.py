@@ -33,7 +33,7 @@ from fcsd.parallel.expert.block import ExpertBlock
 from fcsd.parallel.expert.blocking import wire_parallel
 from fcsd.parallel.expert.dispatcher import Combined, Dispatched, Dispatcher, Mode, Packed, Transfer
 from fcsd.parallel.expert.flat import flat
-from fcsd.parallel.quantised.rows import Quantiser
+from fcsd.parallel.quantised import Quantiser
 from fcsd.parallel.transports.copies import CopiesTransport
 from fcsd.parallel.transports.host import HostTransport
 from fcsd.parallel.transports.transport import Traffic, Transport, all_to_all

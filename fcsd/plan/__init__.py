@@ -23,7 +23,7 @@ from fcsd.models.rope import require_short_rows
 from fcsd.models.selection import select_layers
 from fcsd.models.wiring_block import DESYNC, Wiring
 from fcsd.parallel.expert.dispatcher import check_divided, check_formats
-from fcsd.parallel.quantised.rows import formats_of
+from fcsd.parallel.quantised import formats_of
 from fcsd.parallel.tensor.shard import check_sharded
 from fcsd.plan.memory import Memory, disk_bytes, host_bytes, memory, state_width
 from fcsd.plan.model import MetaModel, ModelNumbers, of_rank
@@ -229,8 +229,8 @@ def check_models(
         BadInputError: tensor-parallel ranks would shard a quantised model.
     """
     parallel = recipe.parallel
-    if (formats := formats_of(parallel.quantised)) is not None:
-        check_formats(formats, models[0][1], recipe.model)
+    if parallel.quantised.any:
+        check_formats(formats_of(parallel.quantised), models[0][1], recipe.model)
     if parallel.tp_size > 1:
         inits = [recipe.init, *[None] * len(models)]
         sharded = [(*model[:3], init) for model, init in zip(models, inits, strict=False)]

@@ -8,19 +8,19 @@ them.
 
 ZeRO works as in DeepSpeed 0.19.8 (``runtime/zero/stage_1_and_2.py``) with the configuration of ``distill.step.engine``:
 dense parameters are partitioned over all processes, and routed experts over the ``world / ep_size`` processes that hold
-the same experts.
+the same experts. With the optimizer's states on the host (``optim.offload``) it keeps the fp32 weights of its
+partition, their gradients and a copy for the way back in pinned host memory, and the optimizer keeps its moments in
+ordinary memory. The GPU keeps a buffer of the size of the largest tensor.
 """
 
 from dataclasses import dataclass
 
-from fcsd.config.objective import TERMS, automatic_chunk
-from fcsd.parallel.partitions import BUCKET
+from fcsd.config.sections import TERMS, automatic_chunk
+from fcsd.parallel.partitions import BUCKET, GROUP
 from fcsd.parallel.transports import copies
 from fcsd.plan.activations import LayerBytes
 from fcsd.plan.model import FINAL_NORM, ModelNumbers
-from fcsd.plan.offload import host_optimizer_bytes, summed_on_host
-from fcsd.plan.setup import GIB, USABLE, Hardware, Setup
-from fcsd.plan.shard import Shard, shard
+from fcsd.plan.setup import GIB, USABLE, Hardware, Parts, Setup
 
 # Memory that max_memory_allocated does not count. These are assumptions; nvidia-smi and memory_reserved can check them.
 CONTEXT = int(0.8 * GIB)  # CUDA context, kernels, cuBLAS workspaces
@@ -28,6 +28,76 @@ CONTEXT = int(0.8 * GIB)  # CUDA context, kernels, cuBLAS workspaces
 COMMUNICATOR = int(0.5 * GIB)
 # Share of the memory that is allocated and freed within a step: blocks that the caching allocator cannot reuse.
 SLACK = 0.1
+EXPERT_GROUP = 178_956_971  # most parameters of one of the groups into which DeepSpeed splits experts for its optimizer
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Numbers of parameters on one GPU.
+
+    Attributes:
+        trained: parameters that are trained.
+        frozen: parameters of the student that are not trained.
+        partition: trained parameters that the optimizer of this GPU updates: dense ones, and those of experts.
+        groups: the same parameters by group of the optimizer. A group has at most ``GROUP`` parameters before ZeRO
+            divides it, but a larger tensor is a group of its own. If experts are divided, groups of experts have at
+            most ``EXPERT_GROUP`` parameters, and all dense parameters form one group.
+        largest: parameters of the largest trained tensor.
+    """
+
+    trained: int
+    frozen: int
+    partition: tuple[int, int]
+    groups: tuple[int, ...]
+    largest: int
+
+
+def shard(model: ModelNumbers, setup: Setup) -> Shard:
+    """The student's parameters on one GPU.
+
+    Args:
+        model: what one tensor-parallel rank has of the student; see ``of_rank``.
+    """
+    if setup.parts is not None:
+        return _frozen_shard(model, setup, setup.parts)
+    frozen_embedding = model.embedding if setup.freeze_embeddings else 0
+    frozen_head = model.head if setup.freeze_lm_head and not model.tied else 0
+    dense = model.dense - frozen_embedding - frozen_head
+    routed = model.routed // setup.ep_size
+    ranks = setup.copies if setup.zero_stage else 1
+    expert_ranks = setup.world // setup.ep_size if setup.zero_stage else 1
+    partition = (-(-dense // ranks), -(-routed // expert_ranks))
+    # The largest tensor of experts holds two of the three matrices of every expert in a layer.
+    tensor = 2 * max(layer.routed for layer in model.layers) // (3 * setup.ep_size)
+    largest = max(tensor, model.embedding - frozen_embedding, 0 if setup.freeze_lm_head else model.head)
+    if not setup.zero_stage:
+        groups = (sum(partition),)
+    elif setup.ep_size > 1:
+        groups = (partition[0], *_parts(partition[1], max(EXPERT_GROUP, tensor) // expert_ranks))
+    else:
+        groups = _parts(sum(partition), max(GROUP, largest) // ranks)
+    return Shard(dense + routed, frozen_embedding + frozen_head, partition, groups, largest)
+
+
+def _frozen_shard(model: ModelNumbers, setup: Setup, parts: Parts) -> Shard:
+    """What trains, and what is frozen, on one GPU; the experts that train may be divided."""
+    ranks, expert_ranks = (setup.copies, setup.world // setup.ep_size) if setup.zero_stage else (1, 1)
+    routed, dense = parts.routed // setup.ep_size, parts.trained - parts.routed
+    own = parts.own - parts.routed + routed
+    frozen = model.dense + model.routed // setup.ep_size - own
+    if not routed or setup.ep_size == 1:
+        updated = -(-parts.trained // ranks)
+        groups = _parts(updated, max(GROUP, parts.largest) // ranks) if setup.zero_stage else (updated,)
+        return Shard(parts.trained, frozen, (updated, 0), groups, parts.largest)
+    partition, largest = (-(-dense // ranks), -(-routed // expert_ranks)), parts.largest // setup.ep_size
+    groups = (partition[0], *_parts(partition[1], max(EXPERT_GROUP, largest) // expert_ranks))
+    return Shard(dense + routed, frozen, partition, groups if setup.zero_stage else (sum(partition),), largest)
+
+
+def _parts(whole: int, most: int) -> tuple[int, ...]:
+    """The sizes of parts of at most ``most``."""
+    rest = whole % most
+    return (most,) * (whole // most) + ((rest,) if rest else ())
 
 
 @dataclass(frozen=True)
@@ -166,6 +236,11 @@ def step_bytes(own: Shard, setup: Setup) -> int:
     return setup.gradient_width * updated + (setup.gradient_width + copy) * group
 
 
+def summed_on_host(setup: Setup) -> bool:
+    """Whether the gradients of micro-batches are summed in host memory: under ZeRO-2 in the weights' own dtype."""
+    return setup.zero_stage == 2 and setup.accumulation > 1 and setup.gradient_width == setup.width
+
+
 def moments(
     model: ModelNumbers, teacher: ModelNumbers, layers: dict[int, LayerBytes], setup: Setup
 ) -> tuple[Moment, ...]:
@@ -277,12 +352,41 @@ def host_bytes(model: ModelNumbers, setup: Setup) -> int:
     return max(loading, host_optimizer_bytes(own, setup)) + 2 * GIB
 
 
-def checkpoint_bytes(model: ModelNumbers, setup: Setup) -> int:
-    """Bytes of a checkpoint: the model directory, or what trains of it, and the optimizer's states of what trains."""
+def host_optimizer_bytes(own: Shard, setup: Setup) -> int:
+    """Bytes of host memory that a process needs for the optimizer's states and for the buffers beside them.
+
+    torch rounds each pinned allocation up to a power of two (pytorch issue 150517).
+    """
+    if setup.offload == "none":
+        return 0
+    widths = (4, 4, setup.width)  # weights and gradients in fp32, weights on their way to the GPU
+    pinned = sum(_power_of_two(width * group) for group in own.groups for width in widths)
+    if summed_on_host(setup):
+        pinned += setup.width * sum(own.partition)  # tensor by tensor; most experts' sizes are near a power of two
+    return pinned + _power_of_two(setup.width * own.largest) + 8 * sum(own.partition)
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length() if size > 0 else 0
+
+
+def checkpoint_bytes(held: int, trained: int, width: int) -> int:
+    """Bytes of a checkpoint: the weights in it, and the optimizer's states of those that train.
+
+    The states are two moments and, for weights in bf16, the fp32 weight.
+
+    Args:
+        held: parameters of the model directory, or what trains of it beside frozen weights.
+        width: bytes of a weight.
+    """
+    return width * held + (12 if width == 2 else 8) * trained
+
+
+def saved_bytes(model: ModelNumbers, setup: Setup) -> int:
+    """Bytes of a checkpoint of the run; see ``checkpoint_bytes``."""
     if setup.parts is not None:
-        return (setup.width + _stored_width(setup)) * setup.parts.trained
-    trained = model.total - shard(model, setup).frozen
-    return setup.width * model.total + _stored_width(setup) * trained
+        return checkpoint_bytes(setup.parts.trained, setup.parts.trained, setup.width)
+    return checkpoint_bytes(model.total, model.total - shard(model, setup).frozen, setup.width)
 
 
 def copy_bytes(model: ModelNumbers, setup: Setup) -> int:
@@ -293,21 +397,16 @@ def copy_bytes(model: ModelNumbers, setup: Setup) -> int:
     """
     own = shard(model, setup)
     if setup.zero_stage:
-        return checkpoint_bytes(model, setup) // setup.world
+        return saved_bytes(model, setup) // setup.world
     if setup.parts is not None:
-        return checkpoint_bytes(model, setup)
-    return setup.width * model.total // setup.world + _stored_width(setup) * own.trained
-
-
-def _stored_width(setup: Setup) -> int:
-    """Bytes of a trained parameter's states in a checkpoint: two moments and, for bf16 weights, the fp32 weight."""
-    return 8 + (4 if setup.dtype == "bf16" else 0)
+        return saved_bytes(model, setup)
+    return checkpoint_bytes(model.total // setup.world, own.trained, setup.width)
 
 
 def least_disk_bytes(model: ModelNumbers, setup: Setup) -> int:
     """Bytes of disk without which nothing of a run can be kept: one checkpoint, and the merged model beside parts."""
     merged = 0 if setup.parts is None else setup.width * model.total
-    return checkpoint_bytes(model, setup) + merged
+    return saved_bytes(model, setup) + merged
 
 
 def disk_bytes(model: ModelNumbers, setup: Setup) -> int:
@@ -315,5 +414,5 @@ def disk_bytes(model: ModelNumbers, setup: Setup) -> int:
 
     Beside checkpoints of parts the merged model takes its own place.
     """
-    more = checkpoint_bytes(model, setup) * (setup.keep + setup.best)
+    more = saved_bytes(model, setup) * (setup.keep + setup.best)
     return least_disk_bytes(model, setup) + more

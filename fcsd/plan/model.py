@@ -28,9 +28,7 @@ from fcsd.models.build import (
     without_further_outputs,
 )
 from fcsd.models.config_keys import EXPERTS_PER_TOKEN, WEIGHTS_FILE, expert_count, first_count
-from fcsd.models.fused.model import fuse_parts
-from fcsd.models.fused.norms import fuse_norms
-from fcsd.models.fused.rotary import fuse_rotary
+from fcsd.models.fused import fuse_norms, fuse_parts, fuse_rotary
 from fcsd.models.quantised.method import Method
 from fcsd.models.rope import rope_border
 from fcsd.models.wiring import Blocks, Wiring, hf_parts, mixer, mlp_of, shared_of

@@ -5,9 +5,8 @@ from dataclasses import asdict
 from fcsd.models.adapters.nf4 import BYTES
 from fcsd.plan import Plan
 from fcsd.plan.memory import copy_bytes
-from fcsd.plan.offload import BUS, HOST
 from fcsd.plan.setup import GIB, Setup
-from fcsd.plan.speed import DECODE, PEAK, Speed, readable, shared_layers
+from fcsd.plan.speed import BUS, DECODE, HOST, PEAK, Speed, readable, shared_layers
 
 
 def to_text(plan: Plan) -> str:

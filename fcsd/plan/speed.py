@@ -16,11 +16,9 @@ import math
 from dataclasses import dataclass, replace
 
 from fcsd.errors import ConfigError
-from fcsd.plan.memory import checkpoint_bytes, copy_bytes
+from fcsd.plan.memory import Shard, copy_bytes, saved_bytes, shard, summed_on_host
 from fcsd.plan.model import ModelNumbers
-from fcsd.plan.offload import host_seconds, transfer_seconds
 from fcsd.plan.setup import Hardware, Setup
-from fcsd.plan.shard import shard
 from fcsd.progress import duration
 
 PEAK = {"bf16": 989e12, "fp32": 67e12}  # FLOP/s of an H200 without sparsity, from its data sheet
@@ -74,6 +72,16 @@ BENCHMARK = 300.0
 
 # Bytes per second at which a GPU decodes NF4: two are written and half of one is read for each value. Assumed.
 DECODE = 2e12
+
+# With the optimizer on the host, bytes cross the bus, and AdamW and the copies around it read and write host memory.
+# One run on four H200s measured the rate of the bus, with other copies than these. The rate of the memory is assumed,
+# and so is that nothing of this overlaps with computation. AdamW there has not been timed.
+BUS = 25e9  # bytes per second between a GPU and pinned memory, in each direction
+HOST = 300e9  # bytes per second that the memory of a node delivers to all its processes: half of a common server's peak
+
+# Bytes per updated parameter that a step reads and writes in host memory. AdamW reads a weight, a gradient and two
+# moments in fp32, and writes all but the gradient. Before it, the gradient is scaled; after it, the weight is copied.
+_ADAMW, _SCALED, _COPIED = 28, 8, 6
 
 
 @dataclass(frozen=True)
@@ -227,8 +235,8 @@ def reading_seconds(model: ModelNumbers, setup: Setup, divided: bool) -> float:
 def update_seconds(model: ModelNumbers, setup: Setup, gpus: int = 8) -> float:
     """Seconds of the optimizer in a step.
 
-    With the optimizer on the host, the times of ``fcsd.plan.offload`` come on top of the time that was
-    measured with all of it on the GPU, which includes the communication.
+    With the optimizer on the host, ``transfer_seconds`` and ``host_seconds`` come on top of the time that was measured
+    with all of it on the GPU, which includes the communication.
 
     Args:
         gpus: processes of a node; they share its memory.
@@ -259,7 +267,7 @@ def checkpoint_hours(model: ModelNumbers, setup: Setup, hardware: Hardware, hour
         hours: the duration of the run without its checkpoints.
     """
     saves = setup.saves + setup.saves_per_hour * hours
-    write = setup.tp_size * checkpoint_bytes(model, setup) / (WRITE * hardware.nodes) / 3600
+    write = setup.tp_size * saved_bytes(model, setup) / (WRITE * hardware.nodes) / 3600
     if not setup.saves_beside or saves <= 1:
         return saves * write
     copy = setup.tp_size * copy_bytes(model, setup) / COPY / 3600
@@ -321,3 +329,20 @@ def speed(
 def readable(hours: float) -> str:
     """A number of hours with its unit: ``7.5 hours``, and below one hour ``12 min`` or ``45 s``."""
     return f"{hours:,.1f} hours" if hours >= 1 else duration(3600 * hours)
+
+
+def transfer_seconds(own: Shard, setup: Setup) -> float:
+    """Seconds of a step in which gradients travel to the host and weights back, if the bus carries ``BUS``.
+
+    Gradients are sent once in fp32. If they are summed on the host, each micro-batch sends them, and every one but the
+    first reads the sum back before.
+    """
+    bytes_each = 4 + setup.width
+    if summed_on_host(setup):
+        bytes_each += setup.width * (2 * setup.accumulation - 1)
+    return bytes_each * sum(own.partition) / BUS
+
+
+def host_seconds(own: Shard, gpus: int) -> float:
+    """Seconds of AdamW on the host in a step, if the ``gpus`` processes of a node share ``HOST``."""
+    return (_ADAMW + _SCALED + _COPIED) * sum(own.partition) * gpus / HOST

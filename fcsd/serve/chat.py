@@ -14,8 +14,8 @@ from fcsd.disk import read_input_text
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.foreign_errors import reason_of
 from fcsd.input_lines import LONGEST_TEXT
+from fcsd.load_options import check_device, check_dtype, default_dtype
 from fcsd.models.config_keys import cache_keyword
-from fcsd.models.load_options import check_device, check_dtype, default_dtype
 from fcsd.serve.generation_settings import UNKNOWN_TO_THE_LOOP, name_unapplied
 from fcsd.strict_json import parse
 from fcsd.terminal import printable
@@ -84,7 +84,7 @@ def chat(
             ``MAX_NEW_TOKENS``.
         device: ``cpu``, or ``cuda`` to let accelerate spread each model over GPUs and memory; None for ``cuda`` if
             there is a GPU.
-        dtype: the data type of the weights, one of ``fcsd.models.load_options.DTYPES``; None for float32 on the CPU and
+        dtype: the data type of the weights, one of ``fcsd.load_options.DTYPES``; None for float32 on the CPU and
             bfloat16 on a GPU.
         divided: whether the models are divided over the processes that torchrun started, in fcsd's own engine. Every
             process makes this call and gets the same answers; rank 0 reads what the user types.

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from fcsd.config import Quantised
 from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format
-from fcsd.parallel.quantised.rows import Formats, formats_of
+from fcsd.parallel.quantised import Formats, formats_of
 
 
 def parse_formats(text: str) -> Formats:
@@ -16,9 +16,7 @@ def parse_formats(text: str) -> Formats:
     """
     every = "=" not in text
     named = dict.fromkeys(Formats._fields, Format.parse(text)) if every else parse_directions(text, Formats._fields)
-    formats = formats_of(Quantised(**{direction: str(format) for direction, format in named.items()}))
-    assert formats is not None, "a text names a format"
-    return formats
+    return formats_of(Quantised(**{direction: str(format) for direction, format in named.items()}))
 
 
 def parse_directions(text: str, directions: Sequence[str]) -> dict[str, Format]:

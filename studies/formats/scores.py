@@ -23,8 +23,8 @@ from fcsd.eval import tables
 from fcsd.eval.compare import compare_models
 from fcsd.eval.engines.engine import Engine
 from fcsd.eval.harness import Loaded, evaluate_models
+from fcsd.load_options import default_dtype
 from fcsd.models.build import load_model
-from fcsd.models.load_options import default_dtype
 
 
 def scores(model: Loaded, formats: Sequence[QuantisedCommunication], **options: Any) -> list[dict[str, Any]]:

@@ -42,8 +42,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fcsd.checkpoint import read_config, read_layout
-from fcsd.checkpoint.side_files import side_files
-from fcsd.checkpoint.staging import copy_small, staged
+from fcsd.checkpoint.staging import copy_small, side_files, staged
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.models.build import load_model
 

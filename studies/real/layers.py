@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fcsd.checkpoint import read_config
-from fcsd.checkpoint.wiring_options import choose_wiring
+from fcsd.convert import choose_wiring
 from fcsd.distill.layer_costs import calibration_rows, divergences, measure_layers
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import load_model

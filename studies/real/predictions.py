@@ -20,7 +20,7 @@ from typing import Any
 
 from fcsd.advise.cards import H100
 from fcsd.advise.speed import STANDARD, Load, kind_of_numbers, server_of
-from fcsd.bundled import located
+from fcsd.checkpoint.location import located
 from fcsd.errors import ConfigError
 from fcsd.foreign_errors import reason_of
 from fcsd.markdown import table

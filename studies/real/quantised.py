@@ -38,7 +38,7 @@ from fcsd.distill.loss.losses import kl_divergence
 from fcsd.distill.teacher.targets import Prefix, left_out
 from fcsd.models.adapters.lora import add_adapters, merged_weight
 from fcsd.models.build import arch_of, decoder_layers, decoder_of, load_model, wire
-from fcsd.models.fused.model import fuse_parts
+from fcsd.models.fused import fuse_parts
 from fcsd.models.selection import select_layers
 from fcsd.models.wiring import Wiring
 

@@ -15,7 +15,7 @@ import pytest
 import safetensors
 
 from fcsd.checkpoint import read_header
-from fcsd.checkpoint.layout import parse_header
+from fcsd.checkpoint.files import parse_header
 from fcsd.errors import BadInputError
 
 GOOD = {

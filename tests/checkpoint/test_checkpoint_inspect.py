@@ -16,7 +16,6 @@ from fcsd.convert import convert_checkpoint
 from fcsd.errors import BadInputError
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import load_model
-from fcsd.models.export_template import auto_map
 from fcsd.models.wiring import Wiring
 from fcsd.plan.model import MetaModel
 
@@ -271,7 +270,7 @@ def test_converted_by_fcsd(tmp_path):
         tmp_path,
         model_type="fcsd_deepseek_v2",
         architectures=["FcsdDeepseekV2ForCausalLM"],
-        auto_map=auto_map(ARCHS["deepseek_v2"]),
+        auto_map=ARCHS["deepseek_v2"].auto_map,
         fcsd=block,
     )
     report = inspect_checkpoint(str(tmp_path))

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fcsd.checkpoint import SINGLE, inspect_checkpoint, read_config, read_layout, verify_tensors
-from fcsd.checkpoint.names import loaded, names_like, stored
+from fcsd.checkpoint.weights import loaded, names_like, stored
 from fcsd.convert import convert_checkpoint
 from fcsd.engine.weights import load_tensor_parallel
 from fcsd.errors import BadInputError

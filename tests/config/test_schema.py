@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from fcsd import recipes
 from fcsd.cli.main import app
 from fcsd.config import Recipe, load_recipe
-from fcsd.config.schema import recipe_schema
+from fcsd.config.recipe import recipe_schema
 from fcsd.recipes import strict_yaml
 
 TYPES = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None), "number": (int, float)}

@@ -16,13 +16,15 @@ from fcsd.checkpoint import read_config
 from fcsd.config import load_recipe
 from fcsd.convert import convert_checkpoint
 from fcsd.distill import loop
-from fcsd.distill.inputs import student_source
+from fcsd.distill.inputs import student_source, teacher_name
 from fcsd.distill.preview import preview
 from fcsd.distill.run.report import read_metrics
-from fcsd.distill.student import load_student, student_config
-from fcsd.distill.teacher.original import teacher_name
+from fcsd.distill.student import chosen_parts, least_disk, load_student, student_config
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.models.build import load_model
+from fcsd.plan import setup_for
+from fcsd.plan.memory import least_disk_bytes
+from fcsd.plan.model import MetaModel
 
 SCRATCH = {"objective__kl": 0.0, "objective__sft": 1.0}
 
@@ -71,6 +73,36 @@ def test_a_recipe_chooses_border_and_reductions(folder: Path, tmp_path: Path, in
     recipe = resolved(folder, tmp_path, "config", init={"weights": "random", **init}).recipe
     block = student_config(recipe, student_source(recipe)).fcsd
     assert {key: block[key] for key in chosen} == chosen
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes"),
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("internvl", {}),  # transformers' own table has no causal LM of it
+        ("deepseek_v2", {}),
+    ],
+)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"train__dtype": "bf16"},
+        {"objective__freeze_embeddings": True, "objective__freeze_lm_head": True},
+        {"optim__train": ["norms"]},
+        {"optim__train": ["norms"], "train__adapter": {"rank": 2, "targets": ["attention"]}},
+    ],
+)
+def test_a_run_and_its_plan_need_as_much_disk(
+    tmp_path: Path, arch: str, changes: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    tiny.model(arch, **changes).save_pretrained(tmp_path / "model")
+    texts.tokenizer().save_pretrained(tmp_path / "model")
+    init = {"wiring": "ladder"}
+    recipe = runs.resolved(tmp_path, model=str(tmp_path / "model"), init=init, **settings).recipe
+    source, model = student_source(recipe), MetaModel(recipe.model, rewired=True)
+    found = least_disk(recipe, student_config(recipe, source), chosen_parts(recipe, source))
+    assert found == least_disk_bytes(model.numbers, setup_for(recipe, 1, model))
 
 
 def fcsd(*arguments: object) -> str:

@@ -56,11 +56,11 @@ USE = """
 def test_recipes_and_exchanges_read_the_row():
     from fcsd.config import load_recipe
     from fcsd.kernels.bit_split import Format
-    from fcsd.parallel.quantised.rows import RowCodec, formats_of, simulate
+    from fcsd.parallel.quantised import RowCodec, formats_of, simulate
 
     recipe = load_recipe("tiny", ["parallel.quantised.combine_grad=int6:g16:pow2"]).recipe
     formats = formats_of(recipe.parallel.quantised)
-    assert formats is not None and "int6:g16:pow2 (7 bits a value)" in str(formats)
+    assert "int6:g16:pow2 (7 bits a value)" in str(formats)
     rows = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
     arrived = simulate(rows, RowCodec(Format.parse("int8:g32:sr:pow2")), None)
     assert not torch.equal(arrived, rows) and torch.allclose(arrived, rows, atol=0.05)
@@ -138,7 +138,7 @@ def add_the_easy_family(page: str, copy: Path) -> None:
 def add_a_loss(page: str, copy: Path) -> Path:
     """Adds the loss of the page, and returns the file of its tests."""
     row, function, proof = map(textwrap.dedent, re.findall(r"```python\n(.*?)   ```", page, re.DOTALL))
-    objective, losses = copy / "fcsd/config/objective.py", copy / "fcsd/distill/loss/losses.py"
+    objective, losses = copy / "fcsd/config/sections.py", copy / "fcsd/distill/loss/losses.py"
     before, after = objective.read_text().split("    hidden: Annotated[")
     objective.write_text(f"{before}{textwrap.indent(row, '    ')}    hidden: Annotated[{after}")
     before, after = losses.read_text().split("# The function of each term")

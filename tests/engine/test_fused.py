@@ -14,12 +14,9 @@ from test_mlps import gated_mlps
 from fcsd.engine.fused import First, fuse
 from fcsd.engine.sharded_modules import SplitNorm, _split_norm_class
 from fcsd.launch.world import World
+from fcsd.models import fused
 from fcsd.models.archs import ARCHS
-from fcsd.models.fused import experts
-from fcsd.models.fused.experts import FusedExperts
-from fcsd.models.fused.model import FusedMLP
-from fcsd.models.fused.norms import FusedNorm
-from fcsd.models.fused.rotary import FusedRotary
+from fcsd.models.fused import FusedExperts, FusedMLP, FusedNorm, FusedRotary
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 
 # One has experts with biases, one experts whose inputs are weighted, one an activation that is no module, two have
@@ -42,7 +39,7 @@ def test_a_fused_model_computes_the_same(arch: str, monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=0, atol=2e-5)
     assert (parts(model, FusedExperts) > 0) == (not ARCHS[arch].dense and arch not in OTHER_EXPERTS)
     if parts(model, FusedExperts):
-        monkeypatch.setattr(experts, "_FEW", 0)  # as for many tokens
+        monkeypatch.setattr(fused, "_FEW", 0)  # as for many tokens
         torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=0, atol=2e-5)
     assert (parts(model, First) == 0) == (arch == "phi3")
     assert (parts(model, FusedNorm) == 0) == (ARCHS[arch].norm_epsilon is None)

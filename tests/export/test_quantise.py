@@ -23,7 +23,7 @@ from fcsd.export.quantise import METHODS, check_method, group_size, ignored, qua
 from fcsd.export.reload import RECORD, check_record
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import converted_config, load_model, model_classes, register, wire
-from fcsd.models.export_template import auto_map, render
+from fcsd.models.export_template import render
 from fcsd.models.wiring import Wiring
 
 ALL = (0, 1, 2, 3)
@@ -108,7 +108,7 @@ def converted(arch: str, out: Path, wiring: Wiring, dtype: torch.dtype = torch.b
     base = tiny.model(arch, dtype=dtype, **changes)
     config = converted_config(base.config, wiring.to_block())
     own = ARCHS[base.config.model_type]
-    config.auto_map = auto_map(own)
+    config.auto_map = own.auto_map
     model = model_classes(base.config.model_type)["AutoModelForCausalLM"](config).to(dtype)
     model.load_state_dict(base.state_dict())
     model.save_pretrained(out)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fcsd.distill.teacher.documents import documents_of, stay_inside_documents
-from fcsd.distill.teacher.original import _document_masks
+from fcsd.distill.teacher.targets import _document_masks
 from fcsd.kernels.packed_attention import (
     attend,
     attend_masked,

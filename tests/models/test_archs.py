@@ -13,7 +13,6 @@ from fcsd.errors import BadInputError
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import arch_of, experts_of
 from fcsd.models.config_keys import cache_keyword
-from fcsd.models.products import unsupported
 
 # The only other files of the package with a row's ``model_type`` in quotes, and why.
 NAMED_ELSEWHERE = {
@@ -44,7 +43,7 @@ def test_the_cache_has_the_name_that_transformers_gives_it() -> None:
 
 
 def test_every_row_has_a_tiny_model() -> None:
-    supported = {arch for arch, row in ARCHS.items() if unsupported(row) is None}
+    supported = {arch for arch, row in ARCHS.items() if row.unsupported() is None}
     assert tiny.CONFIGS.keys() | {"llama4"} == supported, "llama4's is tiny.llama4_vision"
 
 

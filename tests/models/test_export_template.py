@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file
 
 import fcsd
 from fcsd.models import build
+from fcsd.models.arch import CONFIGURATION, MODELING
 from fcsd.models.archs import ARCHS
-from fcsd.models.export_template import CONFIGURATION, MODELING, auto_map, render
+from fcsd.models.export_template import render
 from fcsd.models.wiring import Wiring, refuse_unknown_backend
 
 
@@ -30,7 +31,7 @@ def wired_directory(arch: str, auto: str, out: Path) -> transformers.PreTrainedM
     arch = base.config.model_type
     base = base.model if auto == "AutoModel" else base
     config = build.converted_config(base.config, Wiring("farskip", (1, 2, 3)).to_block())
-    config.auto_map = auto_map(ARCHS[arch])
+    config.auto_map = ARCHS[arch].auto_map
     model = build.model_classes(arch)[auto](config).eval()
     model.load_state_dict(base.state_dict())
     model.save_pretrained(out)
@@ -69,9 +70,9 @@ def test_rendered_classes_equal_the_built_ones(model_type: str, tmp_path: Path) 
     assert theirs.__bases__ == ours.__bases__
     assert (theirs.model_type, theirs.fcsd) == (ours.model_type, ours.fcsd)
     assert theirs.__annotations__["fcsd"] == ours.__annotations__["fcsd"]
-    assert auto_map(arch).keys() == {"AutoConfig", *arch.classes}
+    assert arch.auto_map.keys() == {"AutoConfig", *arch.classes}
     for auto, built in build.model_classes(model_type).items():
-        module, name = auto_map(arch)[auto].split(".")
+        module, name = arch.auto_map[auto].split(".")
         rendered = getattr(modeling, name)
         assert module == MODELING and name == built.__name__
         assert rendered.__bases__ == (wiring.WiredModel, built.__bases__[1])

@@ -24,7 +24,7 @@ from representatives import representatives
 from torch import Tensor
 
 from fcsd.distill.loss.losses import logits_of
-from fcsd.distill.teacher.original import final_hidden, output_head
+from fcsd.distill.teacher.targets import final_hidden, output_head
 from fcsd.engine.logprobs import head_logits
 from fcsd.errors import ConfigError
 from fcsd.kernels.packed_attention import document_borders
@@ -40,8 +40,7 @@ from fcsd.models.build import (
     unwired,
     wire,
 )
-from fcsd.models.fused.model import fuse_parts
-from fcsd.models.fused.norms import fuse_norms
+from fcsd.models.fused import fuse_norms, fuse_parts
 from fcsd.models.wiring import Blocks, WiredLayer, Wiring
 
 ALL = (0, 1, 2, 3)

@@ -15,7 +15,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import arch_of, converted_config, decoder_layers, model_classes, wire
-from fcsd.models.export_template import auto_map, render
+from fcsd.models.export_template import render
 from fcsd.models.wiring import Wiring
 
 ALL, LATER = (0, 1, 2, 3), (2, 3)
@@ -99,7 +99,7 @@ def test_rewired_again_a_layer_takes_what_its_new_wiring_passes_on() -> None:
 def test_exported_code_refuses_it(arch: str, tmp_path: Path) -> None:
     base = tiny.model(arch)
     config = converted_config(base.config, Wiring("ladder", LATER).to_block())
-    config.auto_map = auto_map(ARCHS[arch])
+    config.auto_map = ARCHS[arch].auto_map
     model = model_classes(arch)["AutoModelForCausalLM"](config)
     model.load_state_dict(base.state_dict())
     model.save_pretrained(tmp_path)

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import converted_config, model_classes
-from fcsd.models.export_template import auto_map, render
+from fcsd.models.export_template import render
 from fcsd.models.wiring import Wiring
 
 pytestmark = pytest.mark.nightly
@@ -28,7 +28,7 @@ def saved(wiring: Wiring, out: Path) -> Path:
     """A tiny rewired llama with its code and a tokenizer, as anyone would load it."""
     base = tiny.model("llama")
     config = converted_config(base.config, wiring.to_block())
-    config.auto_map = auto_map(ARCHS["llama"])
+    config.auto_map = ARCHS["llama"].auto_map
     model = model_classes("llama")["AutoModelForCausalLM"](config)
     model.load_state_dict(base.state_dict())
     model.save_pretrained(out)

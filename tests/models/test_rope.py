@@ -12,7 +12,7 @@ import torch
 from fcsd.distill.inputs import student_source
 from fcsd.distill.run.report import read_metrics
 from fcsd.distill.student import student_config
-from fcsd.distill.teacher.original import identify_teacher
+from fcsd.distill.teacher.targets import identify_teacher
 from fcsd.distill.writer import Writer, Writing
 from fcsd.engine.batches import generate_in_batch
 from fcsd.engine.generate import BATCHES, SLOTS, generate

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fcsd.errors import ConfigError
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import decoder_layers, unwired, wire
-from fcsd.models.fused.latent import FusedLatentAttention
+from fcsd.models.fused import FusedLatentAttention
 from fcsd.models.wiring import WiredLayer, Wiring
 from fcsd.parallel.deferred import Exchange
 from fcsd.parallel.expert.dispatcher import Dispatcher

@@ -17,11 +17,10 @@ from fcsd.models.adapters.targets import choose
 from fcsd.models.wiring import Wiring
 from fcsd.plan import Hardware, Setup, plan_run, plan_setup
 from fcsd.plan.activations import AdaptedLinear, measure_layer
-from fcsd.plan.memory import checkpoint_bytes, decoded_bytes, disk_bytes, host_bytes, moments, teacher_bytes
+from fcsd.plan.memory import decoded_bytes, disk_bytes, host_bytes, moments, saved_bytes, shard, teacher_bytes
 from fcsd.plan.model import MetaModel
 from fcsd.plan.report import to_text
 from fcsd.plan.setup import GIB, Parts, with_parts
-from fcsd.plan.shard import shard
 from fcsd.plan.speed import DECODE, flops_per_token, forward_flops, layer_passes, micro_batch_seconds
 
 DEFAULT = ("attention", "mlp", "shared_experts")
@@ -52,7 +51,7 @@ def test_no_second_copy_and_states_of_what_trains_alone(model: MetaModel) -> Non
     assert sum(own.partition) == -(-parts.trained // 2)
     assert teacher_bytes(numbers, setup) == 2 * parts.own
     assert teacher_bytes(numbers, SMALL) == 2 * numbers.total
-    assert checkpoint_bytes(numbers, setup) == 14 * parts.trained
+    assert saved_bytes(numbers, setup) == 14 * parts.trained
     assert disk_bytes(numbers, setup) == 3 * 14 * parts.trained + 2 * numbers.total
     full, light = (moments(numbers, numbers, model.layer_bytes(one), one) for one in (SMALL, setup))
     assert max(moment.weights for moment in light) == 2 * (numbers.total + parts.in_adapters)

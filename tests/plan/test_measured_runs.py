@@ -19,11 +19,11 @@ from fcsd.bench.shapes import SHAPES
 from fcsd.models.build import converted_config
 from fcsd.models.wiring import Wiring
 from fcsd.plan import Hardware, Setup, of_one_rank, plan_setup
+from fcsd.plan.memory import shard
 from fcsd.plan.model import MetaModel, of_rank
-from fcsd.plan.offload import BUS
 from fcsd.plan.setup import GIB, with_parts
-from fcsd.plan.shard import shard
 from fcsd.plan.speed import (
+    BUS,
     LAUNCH,
     MASKED_ATTENTION,
     MICRO_BATCH,

@@ -23,22 +23,24 @@ from fcsd.models.build import decoder_of
 from fcsd.plan import Hardware, Setup, plan_run, plan_setup
 from fcsd.plan.memory import (
     BUCKET,
-    checkpoint_bytes,
     copy_bytes,
     disk_bytes,
+    host_optimizer_bytes,
     loss_bytes,
     optimizer_bytes,
+    saved_bytes,
+    shard,
     state_width,
 )
 from fcsd.plan.model import MetaModel, ModelNumbers, of_rank
-from fcsd.plan.offload import BUS, HOST, host_optimizer_bytes
 from fcsd.plan.report import to_text
 from fcsd.plan.search import candidates, changes, larger_micro_batches
 from fcsd.plan.setup import GIB, USABLE, present, setup_of, uncounted, with_parts
-from fcsd.plan.shard import shard
 from fcsd.plan.speed import (
     BENCHMARK,
+    BUS,
     COPY,
+    HOST,
     LAUNCH,
     MASKED_ATTENTION,
     MICRO_BATCH,
@@ -367,7 +369,7 @@ def test_hours_are_steps_and_what_runs_between_them(tmp_path):
     assert [name for name, hours in bare.parts.items() if hours] == ["forward and backward", "optimizer"]
     assert bare.hours == pytest.approx(100 * 512 / bare.tokens_per_second / 3600)
     more = parts(saves=4, evaluations=3, held_out=64, benchmarks=2)
-    written = checkpoint_bytes(model.numbers, alone)
+    written = saved_bytes(model.numbers, alone)
     assert more.parts["checkpoints"] == pytest.approx(4 * written / WRITE / 3600)
     assert more.parts["evaluations"] > 2 * BENCHMARK / 3600 and more.hours == pytest.approx(sum(more.parts.values()))
     timed = parts(saves=1, saves_per_hour=10**4)
@@ -406,7 +408,7 @@ def test_attention_of_short_documents_is_cheaper_and_a_mask_costs_more(tmp_path)
 
 def test_disk_counts_the_best_checkpoint(tmp_path):
     numbers = meta(tmp_path, tiny.config("llama")).numbers
-    one = checkpoint_bytes(numbers, SMALL)
+    one = saved_bytes(numbers, SMALL)
     assert disk_bytes(numbers, SMALL) == 3 * one
     assert disk_bytes(numbers, replace(SMALL, best=True)) == 4 * one
 

@@ -16,11 +16,7 @@ from transformers import AttentionInterface
 
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import arch_of, decoder_layers
-from fcsd.models.fused.experts import FusedExperts
-from fcsd.models.fused.latent import FusedLatentAttention
-from fcsd.models.fused.model import FusedMLP, fuse_parts
-from fcsd.models.fused.norms import fuse_norms
-from fcsd.models.fused.rotary import FusedRotary
+from fcsd.models.fused import FusedExperts, FusedLatentAttention, FusedMLP, FusedRotary, fuse_norms, fuse_parts
 from fcsd.plan.activations import MetaExperts, attention, measure_layer
 from fcsd.plan.model import own_copies
 

@@ -15,7 +15,7 @@ from studies.real.quantised import WAYS, Study, parameters_of, table, weights_of
 from studies.real.rounded import to_int4
 from torch import nn
 
-from fcsd.bundled import located
+from fcsd.checkpoint.location import located
 from fcsd.eval.harness import evaluate_models
 from fcsd.models.build import load_model
 

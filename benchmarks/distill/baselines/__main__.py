@@ -6,7 +6,7 @@ from pathlib import Path
 from benchmarks.distill.baselines.compare import BASELINES, bench
 from benchmarks.train.step.workload import Workload
 
-from fcsd.bundled import located
+from fcsd.checkpoint.location import located
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainerCallba
 from fcsd.distill.data.rows import batch
 from fcsd.distill.loss.losses import IGNORE
 from fcsd.distill.optim.adamw_choice import adamw_settings
-from fcsd.distill.teacher.original import compile_layers
+from fcsd.distill.teacher.targets import compile_layers
 
 
 def training(*, fp32_logits: bool) -> Side:

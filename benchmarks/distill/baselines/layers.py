@@ -17,7 +17,7 @@ from benchmarks.train.step.variants import tune_autoep
 from transformers import PreTrainedModel
 
 from fcsd.distill.step.engine import import_deepspeed
-from fcsd.distill.teacher.original import compile_layers
+from fcsd.distill.teacher.targets import compile_layers
 from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of
 

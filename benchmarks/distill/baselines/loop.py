@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from fcsd.distill.data.rows import Mixture
 from fcsd.distill.loss.losses import IGNORE
 from fcsd.distill.optim.adamw_choice import adamw_settings
-from fcsd.distill.teacher.original import output_head
+from fcsd.distill.teacher.targets import output_head
 
 # (student's hidden states [tokens, hidden], its head [vocab, hidden], the same of the teacher, labels [tokens])
 # -> the mean KL(teacher ‖ student) over the tokens whose label is not IGNORE

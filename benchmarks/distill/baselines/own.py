@@ -14,8 +14,7 @@ from fcsd.distill.step.engine import Training, build_training
 from fcsd.distill.step.feed import feeding
 from fcsd.distill.step.one_step import launch_step
 from fcsd.distill.student import train_parts
-from fcsd.distill.teacher.original import pack_attention
-from fcsd.distill.teacher.targets import LiveTeacher, TeacherSource
+from fcsd.distill.teacher.targets import LiveTeacher, TeacherSource, pack_attention
 from fcsd.distill.train_engine import TrainEngine
 from fcsd.models.adapters.targets import choose
 

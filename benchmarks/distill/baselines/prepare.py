@@ -12,7 +12,7 @@ from fcsd.distill.data.of_run import training_rows
 from fcsd.distill.experts.expert_parallel import randomise
 from fcsd.distill.metrics import full_speed
 from fcsd.distill.student import DTYPES
-from fcsd.distill.teacher.original import compile_layers
+from fcsd.distill.teacher.targets import compile_layers
 from fcsd.errors import ConfigError
 from fcsd.launch.world import join_world
 

@@ -18,7 +18,7 @@ from fcsd.config import Recipe, accumulation
 from fcsd.distill.data.rows import Mixture
 from fcsd.distill.experts.expert_parallel import randomise
 from fcsd.distill.student import DTYPES
-from fcsd.distill.teacher.original import compile_layers
+from fcsd.distill.teacher.targets import compile_layers
 from fcsd.launch.world import World
 from fcsd.models.build import unwired, wire
 from fcsd.parallel.trace import ON_DEVICE, read_content

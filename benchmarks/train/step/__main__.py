@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from benchmarks.train.step.workload import Workload
 
-from fcsd.bundled import located
+from fcsd.checkpoint.location import located
 from fcsd.cli.bench import require_new_in
 from fcsd.cli.command import command, emit
 from fcsd.cli.options import AsJson, Gpus, Sets, names

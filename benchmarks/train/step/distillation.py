@@ -28,9 +28,8 @@ from fcsd.distill.step.engine import build_training
 from fcsd.distill.step.feed import feeding
 from fcsd.distill.step.one_step import launch_step, train_step
 from fcsd.distill.student import chosen_parts, train_parts
-from fcsd.distill.teacher.original import compile_layers, pack_attention
 from fcsd.distill.teacher.shared import SharedTeacher
-from fcsd.distill.teacher.targets import LiveTeacher, TeacherSource
+from fcsd.distill.teacher.targets import LiveTeacher, TeacherSource, compile_layers, pack_attention
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World, barrier
 from fcsd.models.build import unwired, wiring_of
@@ -38,7 +37,7 @@ from fcsd.models.wiring import Wiring
 from fcsd.parallel.attention import join_attention
 from fcsd.parallel.expert.dispatcher import check_formats
 from fcsd.parallel.overlap import overlap
-from fcsd.parallel.quantised.rows import Quantiser
+from fcsd.parallel.quantised import Quantiser
 
 
 class Distillation:

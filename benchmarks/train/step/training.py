@@ -28,7 +28,7 @@ from fcsd.errors import ConfigError
 from fcsd.launch.world import World, barrier
 from fcsd.parallel.expert.dispatcher import check_formats
 from fcsd.parallel.expert.hierarchical import dispatcher_of
-from fcsd.parallel.quantised.rows import Quantiser
+from fcsd.parallel.quantised import Quantiser
 from fcsd.parallel.transports.transport import Traffic
 
 

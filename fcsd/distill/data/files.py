@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
-from fcsd import bundled
+from fcsd.checkpoint.location import ASSETS
 from fcsd.config import Source
 from fcsd.errors import BadInputError, ConfigError
 
@@ -160,7 +160,7 @@ def _not_files(path: str) -> list[Path]:
 def _similar(path: str) -> str:
     """A hint for a path that does not exist."""
     parent = Path(path).parent
-    if bundled.FOLDER in Path(path).parents and not bundled.FOLDER.is_dir():
+    if ASSETS in Path(path).parents and not ASSETS.is_dir():
         return "Only a clone of the fcsd repository has the bundled files; the installed package does not."
     if not parent.is_dir():
         return f"The folder {parent} does not exist. A dataset of the hub needs `format: hf` beside its path."

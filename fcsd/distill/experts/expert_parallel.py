@@ -19,10 +19,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fcsd.config import Parallel, Recipe
 from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of, load_model, wiring_of
-from fcsd.models.fused.model import fuse_parts
+from fcsd.models.fused import fuse_parts
 from fcsd.models.wiring import DESYNC, Wiring
 from fcsd.parallel.expert.dispatcher import Dispatcher
-from fcsd.parallel.quantised.rows import Quantiser, formats_of
+from fcsd.parallel.quantised import Quantiser, formats_of
 from fcsd.parallel.tensor.layer import wire_training
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 from fcsd.parallel.transports.transport import Traffic, Transport, all_to_all
@@ -37,8 +37,8 @@ def dispatcher_for(parallel: Parallel, ep_size: int) -> Dispatcher:
 
 def quantiser_of(recipe: Recipe) -> Quantiser | None:
     """Rounds the rows of the student as the recipe says; None if all rows are sent as they are."""
-    formats = formats_of(recipe.parallel.quantised)
-    return None if formats is None else Quantiser(formats)
+    quantised = recipe.parallel.quantised
+    return Quantiser(formats_of(quantised)) if quantised.any else None
 
 
 def load(

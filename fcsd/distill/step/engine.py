@@ -18,19 +18,23 @@ from transformers import PreTrainedModel
 from fcsd.checkpoint import open_checkpoint
 from fcsd.config import Objective, Recipe, accumulation
 from fcsd.distill.experts.expert_parallel import load, quantiser_of, wire_sharded
+from fcsd.distill.inputs import teacher_name
 from fcsd.distill.loss.losses import COMPUTED, Given
 from fcsd.distill.optim.adamw_choice import adamw_settings, own_adamw, parameter_groups, updates_alone
 from fcsd.distill.optim.update import judges_on_device
 from fcsd.distill.student import DTYPES
-from fcsd.distill.teacher.original import compile_layers, final_hidden, output_head, pack_attention, teacher_name
 from fcsd.distill.teacher.shared import SharedTeacher
 from fcsd.distill.teacher.targets import (
     Targets,
     TeacherSource,
     captured,
     compared_layers,
+    compile_layers,
     expect_comparable,
+    final_hidden,
     left_out,
+    output_head,
+    pack_attention,
 )
 from fcsd.distill.train_engine import Teams, Trained, TrainEngine, make_trainable
 from fcsd.errors import ConfigError
@@ -39,7 +43,7 @@ from fcsd.models.adapters.trained import TrainedParts
 from fcsd.models.build import logits_cap, unwired
 from fcsd.parallel.expert.autoep import frozen_experts
 from fcsd.parallel.expert.dispatcher import Dispatcher
-from fcsd.parallel.quantised.rows import Quantiser
+from fcsd.parallel.quantised import Quantiser
 from fcsd.parallel.tensor.tp_plan import TensorGroup
 from fcsd.parallel.transports.transport import Traffic
 

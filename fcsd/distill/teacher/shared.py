@@ -14,9 +14,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fcsd.config import Objective, Recipe
-from fcsd.distill.inputs import student_source
-from fcsd.distill.teacher.original import final_hidden, output_head, teacher_name, weights_sha256
-from fcsd.distill.teacher.targets import Targets, TeacherSource, captured, compared_layers, noted
+from fcsd.distill.inputs import student_source, teacher_name
+from fcsd.distill.teacher.targets import (
+    Targets,
+    TeacherSource,
+    captured,
+    compared_layers,
+    final_hidden,
+    noted,
+    output_head,
+    weights_sha256,
+)
 from fcsd.errors import ConfigError
 from fcsd.models.adapters.lora import switch
 from fcsd.models.adapters.targets import Chosen, shared_prefix

@@ -14,7 +14,7 @@ from fcsd.disk import file_sha256, json_sha256
 from fcsd.errors import ConfigError, unknown_value
 from fcsd.extras import require_extra
 from fcsd.launch.shared_work import Team
-from fcsd.models.load_options import check_device, check_dtype, default_dtype
+from fcsd.load_options import check_device, check_dtype, default_dtype
 from fcsd.serve.vllm.support import RIGHT_RESULTS, installed_version, require_vllm
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Engine:
         backend: ``hf`` for transformers, ``vllm``, ``own`` for fcsd's engine (``engine/open.py``).
         device: ``cuda``, ``cpu``, or ``auto`` to let accelerate spread each model over the GPUs, host memory and the
             disk, in this order. None for ``cuda`` where there is one, else ``cpu``.
-        dtype: the data type of the weights, one of ``fcsd.models.load_options.DTYPES``. None for float32 on the CPU and
+        dtype: the data type of the weights, one of ``fcsd.load_options.DTYPES``. None for float32 on the CPU and
             bfloat16 on a GPU.
         batch_size: the most sequences in one forward pass; None for as many as fit fixed token limits.
         max_length: the longest input in tokens; None for the model's own limit.

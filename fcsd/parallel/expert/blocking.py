@@ -10,13 +10,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fcsd.models.build import arch_of, decoder_layers
-from fcsd.models.fused.norms import fuse_norms
-from fcsd.models.fused.rotary import fuse_rotary
+from fcsd.models.fused import fuse_norms, fuse_rotary
 from fcsd.models.wiring import Blocks, Parts, Wiring, mix, mixer, wire_layers
 from fcsd.parallel.expert.autoep import expert_block
 from fcsd.parallel.expert.dispatcher import Dispatcher, Transfer
 from fcsd.parallel.expert.flat import flat
-from fcsd.parallel.quantised.rows import Quantiser
+from fcsd.parallel.quantised import Quantiser
 from fcsd.parallel.transports.transport import Traffic
 
 

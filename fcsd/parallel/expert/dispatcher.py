@@ -24,7 +24,7 @@ from fcsd.models.build import arch_of, experts_of
 from fcsd.parallel.deferred import Deferred, Exchange, exchange_now, launch
 from fcsd.parallel.expert.autoep import expert_parallel_config
 from fcsd.parallel.expert.block import ExpertBlock
-from fcsd.parallel.quantised.rows import Formats, Quantiser
+from fcsd.parallel.quantised import Formats, Quantiser
 from fcsd.parallel.transports.transport import Splits, Traffic, Transport, all_to_all
 
 Mode = Literal["on", "eager-sync", "off"]

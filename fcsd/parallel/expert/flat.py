@@ -15,7 +15,7 @@ from fcsd.parallel.expert.block import ExpertBlock
 from fcsd.parallel.expert.counts import gather
 from fcsd.parallel.expert.dispatcher import Packed, Transfer
 from fcsd.parallel.expert.permute import FusedPermute, Permute, RowPermute, stable_order
-from fcsd.parallel.quantised.rows import Codecs, simulate
+from fcsd.parallel.quantised import Codecs, simulate
 from fcsd.parallel.transports.transport import Splits, splits_of
 
 

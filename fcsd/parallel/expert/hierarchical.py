@@ -34,7 +34,7 @@ from fcsd.parallel.expert.dispatcher import Dispatcher, Packed, Transfer
 from fcsd.parallel.expert.flat import flat
 from fcsd.parallel.expert.levels import Levels, all_groups, one_level, row_matrices, two_levels
 from fcsd.parallel.expert.records import Layout, RecordCodec, expert_order
-from fcsd.parallel.quantised.rows import Codecs
+from fcsd.parallel.quantised import Codecs
 from fcsd.parallel.transports.transport import Splits, splits_of
 
 Dedup = Literal["off", "rank", "node"]

@@ -27,7 +27,7 @@ from fcsd.kernels.bit_split import Format
 from fcsd.kernels.bit_split.moves import decode_dots, decode_from, decode_sum, encode_at
 from fcsd.parallel.deferred import Deferred
 from fcsd.parallel.expert.block import ExpertBlock, ExpertOrder
-from fcsd.parallel.quantised.rows import Codecs, Formats
+from fcsd.parallel.quantised import Codecs, Formats
 
 
 def stable_order(numbers: Tensor, count: int) -> Tensor:

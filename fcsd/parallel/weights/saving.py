@@ -18,8 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fcsd.checkpoint import Checkpoint, compare_tensors
-from fcsd.checkpoint.names import Held, cut_like, names_like, stored
-from fcsd.checkpoint.weights import MAX_SHARD, NAMES, Reader, Shape, Writer
+from fcsd.checkpoint.weights import MAX_SHARD, NAMES, Held, Reader, Shape, Writer, cut_like, names_like, stored
 from fcsd.models.build import arch_of, stored_config
 from fcsd.parallel.expert.autoep import expert_blocks
 from fcsd.parallel.tensor import shard

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fcsd.checkpoint.names import Held, loaded, rewritten, stored
-from fcsd.checkpoint.weights import Reader
+from fcsd.checkpoint.weights import Held, Reader, loaded, rewritten, stored
 from fcsd.models.build import arch_of
 from fcsd.parallel.expert.autoep import expert_blocks
 from fcsd.parallel.expert.block import ExpertBlock, Origin

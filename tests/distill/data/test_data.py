@@ -16,7 +16,7 @@ from fcsd.config import Source
 from fcsd.distill.data.corpus import Corpus, TokenSlices, load_corpus
 from fcsd.distill.data.rows import Mixture, Rows, batch
 from fcsd.distill.loss.losses import IGNORE
-from fcsd.distill.teacher.original import final_hidden
+from fcsd.distill.teacher.targets import final_hidden
 from fcsd.errors import BadInputError, ConfigError, DiskError
 from fcsd.foreign_errors import translate
 from fcsd.models.build import logits_factor

@@ -11,9 +11,11 @@ import runs
 import torch
 
 from fcsd.config import Checkpoint
-from fcsd.distill import loop, prepare
+from fcsd.distill import loop
+from fcsd.distill.inputs import student_source
 from fcsd.distill.optim import host_copies
 from fcsd.distill.run import checkpoints, manifest, saver, snapshot
+from fcsd.distill.student import chosen_parts, least_disk, student_config
 from fcsd.errors import DiskError
 from fcsd.launch.world import World
 from fcsd.parallel.weights.saving import OwnPart
@@ -85,7 +87,8 @@ def test_a_run_whose_disk_cannot_hold_its_result_is_refused_before_its_first_ste
 ) -> None:
     changes: dict[str, Any] = {"train__adapter": {"rank": 2}} if adapter else {}
     recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), **changes)
-    need = prepare.least_disk(recipe.recipe, 1)
+    source = student_source(recipe.recipe)
+    need = least_disk(recipe.recipe, student_config(recipe.recipe, source), chosen_parts(recipe.recipe, source))
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": need - 1}))
     for dry_run in (True, False):
         with pytest.raises(DiskError, match=r"GiB, .* are free"):

@@ -11,8 +11,7 @@ import torch
 from fcsd.distill import prepare
 from fcsd.distill.inputs import student_source
 from fcsd.distill.student import chosen_parts, load_student, train_parts
-from fcsd.distill.teacher.original import compile_layers, final_hidden, without_compiling
-from fcsd.distill.teacher.targets import left_out
+from fcsd.distill.teacher.targets import compile_layers, final_hidden, left_out, without_compiling
 from fcsd.errors import ConfigError
 from fcsd.models.build import decoder_layers, wire
 from fcsd.models.wiring import Wiring

@@ -13,8 +13,7 @@ from fcsd.distill import prepare
 from fcsd.distill.inputs import student_source
 from fcsd.distill.step.engine import Student, switch_off_noise
 from fcsd.distill.student import chosen_parts, load_student, train_parts
-from fcsd.distill.teacher.original import compile_layers, final_hidden
-from fcsd.distill.teacher.targets import left_out, noted
+from fcsd.distill.teacher.targets import compile_layers, final_hidden, left_out, noted
 from fcsd.models.adapters.targets import choose, shared_prefix
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import decoder_layers, wire

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from fcsd.checkpoint import fingerprint, read_layout
 from fcsd.convert import convert_checkpoint
 from fcsd.distill import loop
-from fcsd.distill.teacher.original import identify_teacher, output_head, weights_sha256
+from fcsd.distill.teacher.targets import identify_teacher, output_head, weights_sha256
 from fcsd.errors import BadInputError, CheckpointError, ConfigError
 
 

@@ -13,8 +13,7 @@ import runs
 import torch
 from safetensors.torch import load_file, save_file
 
-from fcsd.config import ResolvedRecipe
-from fcsd.config.parallel import Parallel
+from fcsd.config import Parallel, ResolvedRecipe
 from fcsd.distill import loop
 from fcsd.distill.run.report import read_metrics
 from fcsd.errors import ConfigError

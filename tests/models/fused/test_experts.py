@@ -6,9 +6,9 @@ import torch
 from kernel_device import DEVICE
 from torch import Tensor
 
+from fcsd.models import fused as module
 from fcsd.models.build import converted_config, model_classes, unwired, wire
-from fcsd.models.fused import experts as module
-from fcsd.models.fused.experts import FusedExperts, fuse_experts
+from fcsd.models.fused import FusedExperts, fuse_experts
 from fcsd.models.wiring import Wiring
 
 # Experts of gpt_oss have biases, and those of llama4 take inputs that are already weighted.

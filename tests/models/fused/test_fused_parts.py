@@ -4,11 +4,7 @@ import pytest
 import tiny
 
 from fcsd.models.build import arch_of
-from fcsd.models.fused.experts import FusedExperts
-from fcsd.models.fused.latent import FusedLatentAttention
-from fcsd.models.fused.model import FusedMLP, fuse_parts
-from fcsd.models.fused.norms import FusedNorm
-from fcsd.models.fused.rotary import FusedRotary
+from fcsd.models.fused import FusedExperts, FusedLatentAttention, FusedMLP, FusedNorm, FusedRotary, fuse_parts
 
 
 @pytest.mark.parametrize(("arch", "attention"), [("glm4_moe", FusedRotary), ("deepseek_v2", FusedLatentAttention)])

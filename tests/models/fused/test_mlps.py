@@ -10,7 +10,7 @@ from torch import nn
 from transformers.activations import SiLUActivation
 
 from fcsd.models.build import unwired, wire
-from fcsd.models.fused.model import FusedMLP, fuse_mlps
+from fcsd.models.fused import FusedMLP, fuse_mlps
 
 SILU, DROPOUT = (nn.SiLU, SiLUActivation), "residual_dropout"
 LENGTH = 4  # the interpreter runs one program after the other for each token

@@ -13,7 +13,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import arch_of, decoder_of, unwired, wire
-from fcsd.models.fused.norms import FusedNorm, fuse_norms
+from fcsd.models.fused import FusedNorm, fuse_norms
 
 
 def run(model: nn.Module, length: int = 24) -> list[Tensor]:

@@ -14,8 +14,7 @@ from torch import Tensor
 from fcsd.kernels import rotary as kernel
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import arch_of, decoder_layers, unwired, wire
-from fcsd.models.fused.latent import FusedLatentAttention
-from fcsd.models.fused.rotary import FusedRotary, fuse_rotary
+from fcsd.models.fused import FusedLatentAttention, FusedRotary, fuse_rotary
 from fcsd.models.wiring import is_linear, mixer
 
 LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "kimi_k25"}

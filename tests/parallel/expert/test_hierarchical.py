@@ -27,7 +27,7 @@ from fcsd.parallel.expert.hierarchical import hierarchical
 from fcsd.parallel.expert.levels import Levels, one_level, two_levels
 from fcsd.parallel.expert.placement import Placement
 from fcsd.parallel.overlap import overlap
-from fcsd.parallel.quantised.rows import Quantiser
+from fcsd.parallel.quantised import Quantiser
 from fcsd.parallel.transports.copies import CopiesTransport
 from fcsd.parallel.transports.transport import Transport, all_to_all
 

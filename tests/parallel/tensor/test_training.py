@@ -15,7 +15,7 @@ from representatives import by_day_and_night
 from rewired import backward
 from torch import Tensor
 
-from fcsd.config.parallel import Parallel
+from fcsd.config import Parallel
 from fcsd.distill.experts import expert_parallel
 from fcsd.engine.weights import load_tensor_parallel
 from fcsd.errors import ConfigError

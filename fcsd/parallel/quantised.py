@@ -53,8 +53,8 @@ class Formats(NamedTuple):
             format.layout(width)
 
 
-def formats_of(quantised: Quantised) -> Formats | None:
-    """The formats of a recipe's ``parallel.quantised``; None if no direction has one.
+def formats_of(quantised: Quantised) -> Formats:
+    """The formats of a recipe's ``parallel.quantised``.
 
     Raises:
         ConfigError: the scales of a gradient's format cannot be as small as gradients need.
@@ -67,7 +67,7 @@ def formats_of(quantised: Quantised) -> Formats | None:
                 f"{direction}: the scales of the format {format} cannot express values as small as gradients",
                 hint=f"write {replace(format, meta='bf16')}",
             )
-    return formats if any(formats) else None
+    return formats
 
 
 class RowCodec:

@@ -27,7 +27,7 @@ from fcsd.parallel.expert.hierarchical import hierarchical
 from fcsd.parallel.expert.levels import one_level
 from fcsd.parallel.expert.placement import Placement
 from fcsd.parallel.overlap import overlap
-from fcsd.parallel.quantised.rows import Formats, Quantiser, RowCodec, simulate
+from fcsd.parallel.quantised import Formats, Quantiser, RowCodec, simulate
 from fcsd.parallel.transports.copies import CopiesTransport
 from fcsd.parallel.transports.transport import Traffic, all_to_all
 
