@@ -14,6 +14,7 @@ from fcsd.markdown import table
 
 RESULTS = Path("benchmarks/results")
 _TABLES, _TURNS = "host_tables_2xh200.json", "vllm_turns_8b_2xh200.json"
+_OTHERS = "vllm_turns_int4_and_experts_2xh200.json"
 _TRAINED, _DISTILLED = "train_v2lite_by_host_slow_2xh200.json", "distill_v2lite_by_host_slow_2xh200.json"
 _SHARDED, _WIDE = "tp_by_host_graphs_2xh200.json", "divide_70b_2xh200.txt"
 _STRESS = {
@@ -38,12 +39,15 @@ def host_blocks(root: Path) -> dict[str, dict[str, str]]:
         "docs/parallel.md": {"by host": by_host(folder)},
         "benchmarks/results/all_reduce.md": {
             "turns": turns(folder, _TURNS, "stock"),
-            "turns with int4": turns(folder, "vllm_turns_8b_w4a16_2xh200.json", "stock with NVLink"),
+            "turns again": turns(folder, "vllm_turns_8b_again_2xh200.json", "stock"),
+            "turns with int4": turns(folder, _OTHERS, "llama3-8b:32:w4a16, stock"),
+            "turns with experts": turns(folder, _OTHERS, "qwen3-30b-a3b:8, stock"),
             "host sums": host_sums(folder),
             "stress": stress(folder),
             "graphs": graphs(folder),
             "products": products(folder),
             "steps": steps(folder),
+            "eager": eager(folder),
             "one kernel": one_kernel(folder),
         },
         "benchmarks/results/overlap.md": {"rows by host": rows_by_host(folder), "steps by host": steps_by_host(folder)},
@@ -53,11 +57,12 @@ def host_blocks(root: Path) -> dict[str, dict[str, str]]:
 
 
 def turns(folder: Path, file: str, base: str) -> str:
-    """How many times as fast as one engine of `vllm_turns.py` each other was, by medians."""
-    found = _read(folder, file)["milliseconds"]
+    """How many times as fast as one engine of `vllm_turns.py` each other of its shape was, by medians."""
+    shape = base.rpartition(", ")[0]
+    found = {n: row for n, row in _read(folder, file)["milliseconds"].items() if n.startswith(shape)}
     times = {name: {what: statistics.median(row[what]) for what in row} for name, row in found.items()}
     body = [
-        [name, *(f"{times[base][what] / time:.2f}x" for what, time in row.items())]
+        [name.removeprefix(f"{shape}, "), *(f"{times[base][what] / time:.2f}x" for what, time in row.items())]
         for name, row in times.items()
         if name != base
     ]
@@ -76,13 +81,24 @@ def host_sums(folder: Path) -> str:
         return f"{min(times):.1f} ({row['stock'] / min(times):.2f}x)" if times else ""
 
     exact, body = ("one_shot", "in_blocks", "exchange"), []
-    int4, four = read("host_sums_2xh200.json"), read("host_sums_4xh200_first.json")
-    for size, own in (int4 | read(_TABLES)).items():
-        cells = [f"{own['stock']:.1f}", beside(own, *exact), beside(own, "exchange:int8")]
-        cells += [beside(int4[size], "exchange:int4"), f"{four[size]['stock']:.1f}", beside(four[size], *exact)]
+    coded, four = read("host_sums_2xh200.json"), read("host_sums_4xh200_first.json")
+    for size, own in (coded | read(_TABLES)).items():
+        int8 = coded[size] if "in_blocks:int8" in coded[size] else own
+        cells = [f"{own['stock']:.1f}", beside(own, *exact), beside(int8, "in_blocks:int8", "exchange:int8")]
+        cells += [beside(coded[size], "exchange:int4"), f"{four[size]['stock']:.1f}", beside(four[size], *exact)]
         body.append([_bytes(int(size)), *cells])
     head = ["bytes of a rank", "NCCL, 2 ranks", "host, exact", "INT8", "INT4", "NCCL, 4 ranks", "host, first version"]
     return _table(head, body)
+
+
+def eager(folder: Path) -> str:
+    """Microseconds of sums that the host starts one by one, of two ranks."""
+    body = []
+    for size, row in _read(folder, "host_sums_2xh200.json")["eager, microseconds"].items():
+        exact = min(row[way] for way in ("one_shot", "in_blocks", "exchange") if way in row)
+        int8 = [row[way] for way in ("in_blocks:int8", "exchange:int8") if way in row]
+        body.append([_bytes(int(size)), f"{row['stock']:.1f}", f"{exact:.1f}", f"{min(int8):.1f}" if int8 else ""])
+    return _table(["bytes of a rank", "NCCL", "host, exact", "INT8"], body)
 
 
 def stress(folder: Path) -> str:
@@ -115,16 +131,17 @@ def products(folder: Path) -> str:
 
 
 def steps(folder: Path) -> str:
-    """Milliseconds of a decoding step's products beside sums in flight, by the blocks of the sums' kernels."""
-    found: dict[str, dict[str, str]] = {}
-    for line in (folder / "sums_beside_steps_one_gpu_1xh200.txt").read_text().splitlines():
-        match line.split():
-            case ["beside", answers, "nothing", ms]:
-                found.setdefault("none", {})[answers] = ms
-            case ["beside", answers, way, "None", blocks, "512", ms]:
-                found.setdefault(f"{way}, {blocks} blocks", {})[answers] = ms
-    body = [[name, *(f"{float(row[n]):.2f}" if n in row else "" for n in ("16", "64"))] for name, row in found.items()]
-    return _table(["sums", "16 answers, ms", "64 answers, ms"], body)
+    """Milliseconds of a decoding step's products beside sums in flight, by way, blocks and threads of their kernels."""
+    raw = _read(folder, "sums_beside_steps_2xh200.json")
+    found, alone = raw["milliseconds of a step"], raw["microseconds alone"]
+    body = []
+    for name in dict.fromkeys(name for row in found.values() for name in row):
+        cells = [name]
+        for answers, row in found.items():
+            with_it = name in row and name != "nothing"
+            cells += [f"{row[name]:.2f}" if name in row else "", f"{alone[answers][name]:.1f}" if with_it else ""]
+        body.append(cells)
+    return _table(["sums", *(head for n in found for head in (f"{n} answers, ms", "a sum alone, µs"))], body)
 
 
 def one_kernel(folder: Path) -> str:

@@ -39,7 +39,9 @@ _HOST, _TTFT = "host_tables_2xh200.json", "loads/0.6/first_p50"
 _KERNELS = "vllm_quantised_kernels_1xh200.json"
 _DRAFTS = "draft_head_1xh200.jsonl"
 _INT4 = "quantised_smollm2_1xh200.jsonl"
-_TURNS, _SHORT = "vllm_turns_8b_2xh200.json", "first tokens of 16 x 512"
+_TURNS, _AGAIN = "vllm_turns_8b_2xh200.json", "vllm_turns_8b_again_2xh200.json"
+_OTHERS = "vllm_turns_int4_and_experts_2xh200.json"
+_SHORT, _LONG = "first tokens of 16 x 512", "first tokens of 16 x 2048"
 # What README tells of speed: the situation, the raw file, the place of the ratio in it (or of two times, the first of
 # which is divided by the second), and what it is compared with.
 SITUATIONS = (
@@ -73,47 +75,37 @@ SITUATIONS = (
     ),
     ("the same, 16 MiB", _HOST, ["sums/16777216/stock", "sums/16777216/exchange"], "NCCL"),
     ("the same in INT8", _HOST, ["sums/16777216/stock", "sums/16777216/exchange:int8"], "NCCL"),
-    (
-        "Llama-3 8B, no NVLink, **nothing converted**, these all-reduces: TPOT, one request",
-        _TURNS,
-        ["milliseconds/stock/step of 1", "milliseconds/stock, host sums/step of 1"],
-        "stock vLLM",
-    ),
-    (
-        "the same: TPOT, many requests",
-        _TURNS,
-        ["milliseconds/stock/step of 64", "milliseconds/stock, host sums/step of 64"],
-        "stock vLLM",
-    ),
-    (
-        "the same: TTFT, short prompts at once",
-        _TURNS,
-        [f"milliseconds/stock/{_SHORT}", f"milliseconds/stock, host sums/{_SHORT}"],
-        "stock vLLM",
-    ),
-    (
-        "the same, large ones in INT8",
-        _TURNS,
-        [f"milliseconds/stock/{_SHORT}", f"milliseconds/stock, host sums in int8/{_SHORT}"],
-        "stock vLLM",
-    ),
-    (
-        "`ladder` with them, no NVLink: TPOT, one request",
-        _TURNS,
-        ["milliseconds/stock with NVLink/step of 1", "milliseconds/ladder, host sums/step of 1"],
-        "stock vLLM **with** NVLink",
-    ),
-    (
-        "the same: TPOT, many requests",
-        _TURNS,
-        ["milliseconds/stock with NVLink/step of 64", "milliseconds/ladder, host sums/step of 64"],
-        "stock vLLM **with** NVLink",
-    ),
-    (
-        "the same, large ones in INT8: TTFT, short prompts at once",
-        _TURNS,
-        [f"milliseconds/stock with NVLink/{_SHORT}", f"milliseconds/ladder, host sums in int8/{_SHORT}"],
-        "stock vLLM **with** NVLink",
+    *(
+        (what, file, [f"milliseconds/{one}/{figure}", f"milliseconds/{other}/{figure}"], beside)
+        for what, file, figure, one, other, beside in (
+            (
+                "Llama-3 8B, no NVLink, **nothing converted**, these all-reduces: TPOT, many requests",
+                *(_TURNS, "step of 64", "stock", "stock, host sums", "stock vLLM"),
+            ),
+            ("the same in a later run", _AGAIN, "step of 64", "stock", "stock, host sums", "stock vLLM"),
+            (
+                "the same with INT4 weights",
+                *(_OTHERS, "step of 64", "llama3-8b:32:w4a16, stock", "llama3-8b:32:w4a16, stock, host sums"),
+                "stock vLLM",
+            ),
+            (
+                "with INT4 weights and INT8 all-reduces: TTFT, short prompts at once",
+                *(_OTHERS, _SHORT, "llama3-8b:32:w4a16, stock", "llama3-8b:32:w4a16, stock, host sums in int8"),
+                "stock vLLM",
+            ),
+            (
+                "eight layers of Qwen3-30B-A3B, nothing converted, these all-reduces: TTFT, long prompts",
+                *(_OTHERS, _LONG, "qwen3-30b-a3b:8, stock", "qwen3-30b-a3b:8, stock, host sums", "stock vLLM"),
+            ),
+            (
+                "Llama-3 8B, `ladder` with INT8 all-reduces, no NVLink: TTFT, long prompts",
+                *(_TURNS, _LONG, "stock with NVLink", "ladder, host sums in int8", "stock vLLM **with** NVLink"),
+            ),
+            (
+                "the same in a later run",
+                *(_AGAIN, _LONG, "stock with NVLink", "ladder, host sums in int8", "stock vLLM **with** NVLink"),
+            ),
+        )
     ),
 )
 

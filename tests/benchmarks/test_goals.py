@@ -34,6 +34,19 @@ def test_a_kind_counts_if_an_engine_ended_and_all_its_answers_are_nccls() -> Non
     assert goals._right({"kinds": kinds}) == 2
 
 
+def test_what_ran_several_times_is_reached_by_all_runs_or_not(tmp_path: Path) -> None:
+    folder = tmp_path / goals.RESULTS
+    folder.mkdir(parents=True)
+    for file, ms, met in ((goals._RUNS[0], 8.0, "yes"), (goals._RUNS[2], 9.0, "no")):
+        steps = {name: {what: [time] for what in (*goals._STEPS, *goals._TOKENS)} for name, time in
+                 {"stock": 10.0, "stock, host sums": ms, "stock, host sums in int8": ms, "ladder, host sums": ms,
+                  "ladder, host sums in int8": ms, "stock with NVLink": 9.0, "bound": 7.0}.items()}  # fmt: skip
+        (folder / file).write_text(json.dumps({"milliseconds": steps}))
+        row = next(line for line in goals.goals(tmp_path).splitlines() if "stock 8B, two ranks: step of 1 " in line)
+        assert met in row
+    assert "1.25, 1.11x NCCL" in row
+
+
 def test_training_is_beside_its_bound_and_the_best_of_standard(tmp_path: Path) -> None:
     folder = tmp_path / goals.RESULTS
     folder.mkdir(parents=True)

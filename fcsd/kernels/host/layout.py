@@ -46,9 +46,9 @@ BLOCKS = 2 << 20  # the most bytes of values in blocks
 CODES = 4608 << 10  # the most bytes of codes and scales
 EXCHANGE = 68 << 20  # the most bytes that a rank shows the others at once
 PIECES = 64  # flags of the exchange
-# Blocks of every launch and threads of a block. They wait beside other work, so they are as few as keep the link busy
-# (measured on H200s, benchmarks/results/sums_beside_steps); codes have to be computed, too.
-LAUNCH = {"one_shot": (8, 256), "in_blocks": (8, 256), "in_codes": (16, 512)}
+# Blocks of every launch and threads of a block. They wait beside other work, so they are as few as keep the link busy:
+# those that let a step beside them be, of what was tried (benchmarks/results/sums_beside_steps_2xh200.json).
+LAUNCH = {"one_shot": (16, 512), "in_blocks": (8, 256), "in_codes": (16, 512)}
 _FLAG = 64  # bytes between two flags, so that each has a line of the cache for itself
 
 
