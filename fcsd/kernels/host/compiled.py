@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fcsd.errors import ConfigError
+from fcsd.kernels.host.layout import GROUPS
 
 KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _MOST_GRAPHS = 256  # each takes some tens of kilobytes
@@ -205,7 +206,7 @@ def _compiled(ranks: int, kind: int, capability: tuple[int, int]) -> bytes:
     program = _answer(nvrtc.nvrtcCreateProgram(source().encode(), b"sums.cu", 0, [], []))
     options = [
         f"--gpu-architecture=sm_{capability[0]}{capability[1]}".encode(),
-        *(f"-D{name}={value}".encode() for name, value in (("RANKS", ranks), ("KIND", kind))),
+        *(f"-D{name}={value}".encode() for name, value in (("RANKS", ranks), ("KIND", kind), ("GROUPS", GROUPS))),
     ]
     (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     if int(result):

@@ -49,6 +49,8 @@ PIECES = 64  # flags of the exchange
 # Blocks of every launch and threads of a block. They wait beside other work, so they are as few as keep the link busy:
 # those that let a step beside them be, of what was tried (benchmarks/results/sums_beside_steps_2xh200.json).
 LAUNCH = {"one_shot": (16, 512), "in_blocks": (8, 256), "in_codes": (16, 512)}
+# Groups of codes of a block, whose scales lie in shared memory: 128 bytes and four for their scale and zero.
+GROUPS = -(-CODES // (132 * 4 * LAUNCH["in_codes"][0])) * 4
 _FLAG = 64  # bytes between two flags, so that each has a line of the cache for itself
 
 

@@ -1,9 +1,9 @@
 // Sums over the ranks of one host through memory that all of its GPUs have mapped: the host's, or for the kernels `one_shot`
 // and `in_blocks` each other's, too. See layout.py for how it is used and for why no value is torn, stale or overwritten.
 //
-// RANKS and KIND (0 bf16, 1 fp16, 2 fp32) are given when it is compiled: by NVRTC for a GPU, without any header; and for
-// a CPU by a C++ compiler, after tests/kernels/host/on_cpu.h has defined ON_CPU and what differs there, with one thread
-// for each block.
+// RANKS, KIND (0 bf16, 1 fp16, 2 fp32) and GROUPS (see layout.py) are given when it is compiled: by NVRTC for a GPU, without
+// any header; and for a CPU by a C++ compiler, after tests/kernels/host/on_cpu.h has defined ON_CPU and what differs there,
+// with one thread for each block.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -285,9 +285,6 @@ extern "C" __global__ void in_blocks(const Line* x, Line* y, int count, int gath
 #define OWN (GROUP / LANES)
 #define CODES (4 * VALUES)
 #define MANY (2 * AHEAD)
-#ifndef MOST_GROUPS
-#define MOST_GROUPS 2304  // of a block, a multiple of 4
-#endif
 
 struct Coded {
   u64 codes[OWN];  // the lower half alone in fp32
@@ -355,7 +352,7 @@ struct Coded {
 // two slots and flags, one for each block.
 extern "C" __global__ void in_codes(const Line* x, Line* y, int count, const Places* given, u64 slot, int rank, u32* calls,
                                     Control* control, u64 limit) {
-  SHARED u32 scale_of[MOST_GROUPS];
+  SHARED u32 scale_of[GROUPS];
   Places places = *given;
   u32 call = calls[blockIdx.x] + 1;
   u64 codes = (call & 1) * slot, scales = codes + (u64)CODES * count, sent = 2 * slot + 64 * blockIdx.x;

@@ -69,6 +69,7 @@ class HostSums(OneKernelSums):
             getattr(self, method or self.method(x.nbytes))(x, out)
         elif method == "in_blocks" or (method is None and self.codes(x, format)):
             format.row_bytes(x.shape[-1])  # refuses groups that do not divide the row
+            assert self.codes(x, format)
             self._start("in_codes", x, out, 16)
         else:
             self._in_format(x, out, format)

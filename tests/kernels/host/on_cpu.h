@@ -53,7 +53,7 @@ static inline void store_flag(void* at, unsigned v) { ((std::atomic<unsigned>*)a
 static inline unsigned bits_of(float v) { unsigned b; memcpy(&b, &v, 4); return b; }
 static inline float float_of(unsigned b) { float v; memcpy(&v, &b, 4); return v; }
 #define LANES 1
-#define MOST_GROUPS 16384
+#define GROUPS 16384  // for three blocks
 #define SHARED static thread_local
 #define OF_LANE(v, step) (v)
 #define TIMES(a, b) ((a) * (b))
