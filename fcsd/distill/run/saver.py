@@ -223,7 +223,7 @@ def require_room(run: Path, need: int) -> None:
 
     Args:
         run: the run directory, which need not exist.
-        need: bytes of the smallest result; see ``fcsd.plan.memory.least_disk_bytes``.
+        need: bytes of the smallest result; see ``distill.student.least_disk``.
 
     Raises:
         DiskError: less is free.
