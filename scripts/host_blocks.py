@@ -40,6 +40,7 @@ def host_blocks(root: Path) -> dict[str, dict[str, str]]:
         "benchmarks/results/all_reduce.md": {
             "turns": turns(folder, _TURNS, "stock"),
             "turns again": turns(folder, "vllm_turns_8b_again_2xh200.json", "stock"),
+            "turns once": turns(folder, "vllm_turns_8b_one_round_2xh200.json", "stock"),
             "turns with int4": turns(folder, _OTHERS, "llama3-8b:32:w4a16, stock"),
             "turns with experts": turns(folder, _OTHERS, "qwen3-30b-a3b:8, stock"),
             "host sums": host_sums(folder),

@@ -30,7 +30,7 @@ INT8 = Format(8)
 
 
 def sized(sums: HostSums, blocks: int, threads: int, first: int) -> None:
-    """Give both kernels so many blocks and threads, and numbers of calls from ``first`` on, which no flag has yet."""
+    """Give the kernels so many blocks and threads, and numbers of calls from ``first`` on, which no flag has yet."""
     for name, places in sums._places.items():
         grid = max(blocks, 16) if name == "in_codes" else blocks  # a block has room for so many scales alone
         sums._places[name] = places._replace(grid=grid, threads=threads)  # type: ignore[index]
@@ -39,10 +39,8 @@ def sized(sums: HostSums, blocks: int, threads: int, first: int) -> None:
 
 def step(rows: int, weights: list[list[Tensor]], run: Callable[[Tensor], None]) -> torch.cuda.CUDAGraph:
     """A step of ``rows`` answers, captured."""
-    x, gain = (
-        torch.randn(rows, HIDDEN, device="cuda", dtype=torch.bfloat16),
-        torch.ones(HIDDEN, device="cuda").bfloat16(),
-    )
+    x = torch.randn(rows, HIDDEN, device="cuda").bfloat16()
+    gain = torch.ones(HIDDEN, device="cuda").bfloat16()
     main, side = torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
     graph = torch.cuda.CUDAGraph()
 

@@ -179,6 +179,8 @@ def main() -> None:
     import transformers  # noqa: F401
     from vllm import LLM, __version__  # noqa: F401  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 
+    from fcsd.bench.runner import without_folders
+
     with tempfile.TemporaryDirectory(dir=options.models) as folder:
         beside = options.out.with_suffix("")
         beside.mkdir(exist_ok=True)
@@ -190,7 +192,7 @@ def main() -> None:
             time.sleep(1.0)
             files = {kind: beside / f"{kind}.json" for kind in options.kinds}
             kinds = {kind: json.loads(file.read_text()) for kind, file in files.items() if file.exists()}
-            found = {"command": " ".join(sys.argv), "vllm": __version__, "kinds": kinds}
+            found = {"command": without_folders(" ".join(sys.argv)), "vllm": __version__, "kinds": kinds}
             _write(options.out, found)
         for one in lanes:
             one.kill()

@@ -90,6 +90,7 @@ def measured(
         ConfigError: on all ranks, if another process works on one of the GPUs.
     """
     found: tuple[dict[int, dict[str, float]], ...] = ({}, {}, {}, {})
+    in_graphs, eager, gathered, scattered = found
     for size in sizes:
         x = torch.randn(size // 512, 256, device="cuda").to(torch.bfloat16)
         whole = x[: len(x) - len(x) % sums.size]
@@ -107,15 +108,19 @@ def measured(
         scatters: dict[str, Callable[[Tensor], Any]] = {STOCK: stock.scatter}
         even = [len(whole) // sums.size] * sums.size
         scatters |= {way: lambda x, way=way, even=even: sums.scattered(x, even, way) for way in methods}
-        every = ((runs, x, True), (runs, x, False), (gathers, x, True), (scatters, whole, True))
-        for table, (ways, given, in_graph) in zip(found, every, strict=True):
-            graphed = in_graph and size <= _GRAPHED
-            table[size] = {name: _microseconds(run, given, group, graphed) for name, run in ways.items()}
-            if size == sizes[0] and min(table[size].values()) > _BUSY:
-                raise ConfigError(
-                    "another process works on the GPUs, so the ways to sum cannot be timed",
-                    "Start one server while nothing else runs; what it measures is kept for the others.",
-                )
+
+        def timed(ways: dict[str, Callable[[Tensor], Any]], x: Tensor, graphed: bool) -> dict[str, float]:
+            return {name: _microseconds(run, x, group, graphed) for name, run in ways.items()}
+
+        graphed = size <= _GRAPHED
+        in_graphs[size] = timed(runs, x, graphed)
+        eager[size] = timed(runs, x, False) if graphed else in_graphs[size]
+        gathered[size], scattered[size] = timed(gathers, x, graphed), timed(scatters, whole, graphed)
+        if size == sizes[0] and any(min(table[size].values()) > _BUSY for table in found):
+            raise ConfigError(
+                "another process works on the GPUs, so the ways to sum cannot be timed",
+                "Start one server while nothing else runs; what it measures is kept for the others.",
+            )
     return HostTables(*map(of_times, found))
 
 

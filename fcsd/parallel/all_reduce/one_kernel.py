@@ -20,7 +20,7 @@ class Places(NamedTuple):
     to: list[int]  # where this rank writes: one place that all read, or a place for each of the others
     most: int  # bytes of values
     grid: int  # blocks of every launch, at most 64
-    threads: int = 512  # of a block
+    threads: int  # of a block
 
 
 class OneKernelSums:

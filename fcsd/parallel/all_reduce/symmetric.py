@@ -30,7 +30,7 @@ _LARGEST = {2: 2**22, 3: 2**18, 4: 2**18}
 _LARGEST_OF_MORE = 2**17
 _ONE_SHOT = 2**20  # the most bytes in one shot
 _PLACE = 4 * _ONE_SHOT  # two slots, in which values take twice their bytes
-_GRID = 64  # blocks of every launch; those of a small sum end at once
+_GRID, _THREADS = 64, 512  # of every launch; the blocks of a small sum end at once
 
 
 class Window(NamedTuple):
@@ -76,8 +76,8 @@ def places_of(rank: int, buffers: Sequence[int]) -> dict[str, Places]:
     to = [buffer + rank * _PLACE for buffer in (*buffers[rank + 1 :], *buffers[:rank])]
     blocks = [buffer + len(buffers) * _PLACE for buffer in buffers]
     return {
-        "one_shot": Places(of, to, _ONE_SHOT, _GRID),
-        "in_blocks": Places(blocks, [blocks[rank]], largest(len(buffers)), _GRID),
+        "one_shot": Places(of, to, _ONE_SHOT, _GRID, _THREADS),
+        "in_blocks": Places(blocks, [blocks[rank]], largest(len(buffers)), _GRID, _THREADS),
     }
 
 

@@ -95,11 +95,18 @@ def test_nothing_is_chosen_on_gpus_that_others_use(monkeypatch: pytest.MonkeyPat
     times = iter((9.0, 2000.0, 5.0, 2000.0, 9.0, 8.0, 9.0, 9.0, 7.0, 8.0, 9.0, 9.0, 9.0, 4.0, 5.0, 6.0))
     randn = torch.randn
     monkeypatch.setattr(torch, "randn", lambda *shape, device: randn(*shape))
-    monkeypatch.setattr(host_table, "_microseconds", lambda run, x, group, graphed: next(times, 2000.0))
+    asked: list[bool] = []
+
+    def timed(run: Any, x: Any, group: Any, graphed: bool) -> float:
+        asked.append(graphed)
+        return next(times, 2000.0)
+
+    monkeypatch.setattr(host_table, "_microseconds", timed)
     sums: Any = SimpleNamespace(size=2)
     stock = host_table.Stock(*[lambda x: x] * 3)
     tables = host_table.measured(sums, stock, None, sizes=(8192,))
     assert [table.ways for table in tables] == [("in_blocks",), ("one_shot",), ("stock",), ("one_shot",)]
+    assert asked == [True] * 4 + [False] * 4 + [True] * 8
     with pytest.raises(ConfigError, match="another process works on the GPUs"):
         host_table.measured(sums, stock, None, sizes=(8192, 16384))
 
