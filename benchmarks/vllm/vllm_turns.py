@@ -1,10 +1,12 @@
-"""Times stock vLLM and a wiring by NCCL and through memory of the host, and stock with NVLink, in turns on two GPUs.
+"""Times stock vLLM and a wiring by NCCL and through memory of the host, and stock with NVLink, taking turns on GPUs.
 
-    python benchmarks/vllm/vllm_turns.py OUT.json SHAPE[:LAYERS[:WEIGHTS]] ... [--seconds 150] [--engines NAME ...]
+    python benchmarks/vllm/vllm_turns.py OUT.json SHAPE[:LAYERS[:WEIGHTS]] ... [--tp 2] [--seconds 150]
+        [--engines NAME ...]
 
 WEIGHTS is a format in which linear layers are stored, by default bfloat16: w4a16, fp8, or gpt-oss's own mxfp4. The
 wiring is ladder, and for a model with experts farskip, whose experts are whole on one GPU. ``--engines`` takes other
-names, of those in ``engines``, the same for all shapes. All run at the same time, forked from one process that has
+names, of those in ``engines``, the same for all shapes; *stages* are pipeline stages of one GPU each, and *pairs* those
+of two. All run at the same time, forked from one process that has
 imported vLLM, and wait for their turn. Weights are random. A step is what one more token takes, over 64 tokens of 1, 16
 and 64 answers in CUDA graphs; first tokens are those of one prompt of 512 tokens, which graphs cover, and of 16 prompts
 of 512 and 2048. ``fcsd bench serve`` does this with servers and
@@ -59,7 +61,7 @@ STEPS, FIRST = (1, 16, 64), ((1, 512), (16, 512), (16, 2048))  # answers; prompt
 BEGIN, END = 8, 72  # tokens of an answer; a step is taken between them
 
 
-def engines(wiring: str) -> dict[str, Engine]:
+def engines(wiring: str, gpus: int) -> dict[str, Engine]:
     """What can be timed, by its name. ``bound`` leaves all sums of the wiring out, and its answers are wrong."""
     from fcsd.bench.serve.variants import HOST_SUMS
 
@@ -68,6 +70,15 @@ def engines(wiring: str) -> dict[str, Engine]:
         found[name] = Engine(own, _APART)
         found |= {f"{name}, {sums}": Engine(own, _APART | asked) for sums, asked in HOST_SUMS.items()}
         found[f"{name} with NVLink"] = Engine(own)
+    for name, degree in (("stages", 1), ("pairs", 2)):
+        stages = {"tensor_parallel_size": degree, "pipeline_parallel_size": gpus // degree}
+        stages["max_num_batched_tokens"] = 2048  # so that 16 prompts of 512 tokens fill four stages
+        found[f"stock, {name}"] = Engine("standard", _APART, stages)
+        if degree > 1:
+            found |= {
+                f"stock, {name}, {sums}": Engine("standard", _APART | asked, stages)
+                for sums, asked in HOST_SUMS.items()
+            }
     return found | {"bound": Engine(wiring, _APART, {"additional_config": {"fcsd": {"reduce": "none"}}})}
 
 
@@ -90,7 +101,7 @@ def fill_integers() -> None:
     weight_utils.initialize_single_dummy_weight = initialise
 
 
-def serve(turns: Connection, path: Path, log: Path, engine: Engine, experts: bool) -> None:
+def serve(turns: Connection, path: Path, log: Path, engine: Engine, gpus: int, experts: bool) -> None:
     """One engine: answers each request for (prompts, tokens of each, new tokens) by its seconds and its tokens."""
     os.setsid()  # its workers end with it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -101,12 +112,12 @@ def serve(turns: Connection, path: Path, log: Path, engine: Engine, experts: boo
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 
     llm = LLM(
-        str(path), load_format="dummy", dtype="bfloat16", tensor_parallel_size=2, skip_tokenizer_init=True,
-        enable_prefix_caching=False, max_model_len=2304, max_num_seqs=64, max_num_batched_tokens=8192,
-        gpu_memory_utilization=0.1, seed=0, kv_cache_memory_bytes=3 << 30,
+        str(path), load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True,
+        enable_prefix_caching=False, max_model_len=2304, max_num_seqs=64,
+        gpu_memory_utilization=0.1, seed=0, kv_cache_memory_bytes=(6 << 30) // gpus,
         compilation_config=dict(cudagraph_capture_sizes=[1, 2, 4, 8, 16, 32, 64, 256, 512]),
         disable_custom_all_reduce="NCCL_P2P_DISABLE" in engine.environment, enable_expert_parallel=experts,
-        **engine.options,
+        **{"tensor_parallel_size": gpus, "max_num_batched_tokens": 8192, **engine.options},
     )  # fmt: skip
     turns.send("up")
     while (asked := turns.recv()) is not None:
@@ -145,12 +156,13 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("shapes", nargs="+", metavar="SHAPE", help="SHAPE[:LAYERS[:WEIGHTS]]")
     parser.add_argument("--seconds", type=float, default=150)
+    parser.add_argument("--tp", type=int, default=2, help="GPUs, between which every engine divides its model")
     names = ("stock", "stock, host sums", "wired", "wired, host sums", "stock with NVLink")
     parser.add_argument("--engines", nargs="+", metavar="NAME", default=names)
     given = parser.parse_args()
     until, out = time.monotonic() + given.seconds, given.out
-    if unknown := set(given.engines) - engines("").keys():
-        parser.error(f"{', '.join(sorted(unknown))}: engines are {'; '.join(engines(''))}")
+    if unknown := set(given.engines) - engines("", 2).keys():
+        parser.error(f"{', '.join(sorted(unknown))}: engines are {'; '.join(engines('', 2))}")
     fill_integers()
     found: dict[str, Any] = {
         "command": without_folders(" ".join(sys.argv)),
@@ -175,8 +187,8 @@ def main() -> None:
             config = config_of(model, int(layers) if layers else None)
             own = usual_wirings(Workload(model), config)[0]
             for what in given.engines:
-                engine = engines(own)[what]
-                wiring = wiring_for(engine.wiring, config, 2)
+                engine = engines(own, given.tp)[what]
+                wiring = wiring_for(engine.wiring, config, given.tp)
                 path = write_directory(model, config, wiring, Path(scratch, str(len(ends))), 2304)
                 if weights:
                     fields = json.loads((path / "config.json").read_text()) | {"quantization_config": WEIGHTS[weights]}
@@ -185,7 +197,8 @@ def main() -> None:
                 name = f"{shape}, {name}" if len(given.shapes) > 1 else name
                 ends[name], other = fork.Pipe()
                 log = out.with_name(f"{name.replace(', ', '-').replace(' ', '-').replace(':', '-')}.log")
-                processes.append(fork.Process(target=serve, args=(other, path, log, engine, experts_of(config) > 0)))
+                words = (other, path, log, engine, given.tp, experts_of(config) > 0)
+                processes.append(fork.Process(target=serve, args=words))
                 processes[-1].start()
                 other.close()
         running = {}
