@@ -14,11 +14,12 @@ from fcsd.markdown import table
 
 RESULTS = Path("benchmarks/results")
 _TABLES, _TURNS = "host_tables_2xh200.json", "vllm_turns_8b_2xh200.json"
-_OTHERS = "vllm_turns_int4_and_experts_2xh200.json"
+_OTHERS, _SERVED = "vllm_turns_int4_and_experts_2xh200.json", "serve_vllm_8b_host_sums_slow_2xh200.json"
 _TRAINED, _DISTILLED = "train_v2lite_by_host_slow_2xh200.json", "distill_v2lite_by_host_slow_2xh200.json"
 _SHARDED, _WIDE = "tp_by_host_graphs_2xh200.json", "divide_70b_2xh200.txt"
 _STRESS = {
     "host_sums_stress_2xh200.json": "two GPUs, in graphs",
+    "host_sums_stress_4xh200.json": "four GPUs, in graphs",
     "host_sums_stress_eager_2xh200.json": "two GPUs, one by one",
     "host_sums_stress_streams_1xh200.json": "two streams of one GPU",
     "host_sums_stress_processes_1xh200.json": "two processes on one GPU",
@@ -42,7 +43,11 @@ def host_blocks(root: Path) -> dict[str, dict[str, str]]:
             "turns again": turns(folder, "vllm_turns_8b_again_2xh200.json", "stock"),
             "turns once": turns(folder, "vllm_turns_8b_one_round_2xh200.json", "stock"),
             "turns with int4": turns(folder, _OTHERS, "llama3-8b:32:w4a16, stock"),
-            "turns with experts": turns(folder, _OTHERS, "qwen3-30b-a3b:8, stock"),
+            "turns with 70b in int4": turns(folder, "vllm_turns_70b_int4_2xh200.json", "stock"),
+            "turns with experts": turns(folder, "vllm_turns_qwen3_experts_2xh200.json", "stock"),
+            "turns of four": turns(folder, "vllm_turns_70b_tp4_4xh200.json", "stock"),
+            "copies": copies(folder),
+            "served by host sums": served(folder),
             "host sums": host_sums(folder),
             "stress": stress(folder),
             "graphs": graphs(folder),
@@ -52,7 +57,11 @@ def host_blocks(root: Path) -> dict[str, dict[str, str]]:
             "one kernel": one_kernel(folder),
         },
         "benchmarks/results/overlap.md": {"rows by host": rows_by_host(folder), "steps by host": steps_by_host(folder)},
-        "benchmarks/results/tensor_parallel.md": {"sums by host": sums_by_host(folder)},
+        "benchmarks/results/engine.md": {"tp 4": served_by_four(folder)},
+        "benchmarks/results/tensor_parallel.md": {
+            "sums by host": sums_by_host(folder),
+            "four ranks": four_ranks(folder),
+        },
         "benchmarks/results/LOG.md": {"divided": divided(folder)},
     }
 
@@ -81,15 +90,43 @@ def host_sums(folder: Path) -> str:
         times = [row[way] for way in ways if way in row]
         return f"{min(times):.1f} ({row['stock'] / min(times):.2f}x)" if times else ""
 
-    exact, body = ("one_shot", "in_blocks", "exchange"), []
-    coded, four = read("host_sums_2xh200.json"), read("host_sums_4xh200_first.json")
+    exact, int8, body = ("one_shot", "in_blocks", "exchange"), ("in_blocks:int8", "exchange:int8"), []
+    coded, four = read("host_sums_2xh200.json"), read("host_sums_4xh200.json")
     for size, own in (coded | read(_TABLES)).items():
-        int8 = coded[size] if "in_blocks:int8" in coded[size] else own
-        cells = [f"{own['stock']:.1f}", beside(own, *exact), beside(int8, "in_blocks:int8", "exchange:int8")]
-        cells += [beside(coded[size], "exchange:int4"), f"{four[size]['stock']:.1f}", beside(four[size], *exact)]
+        newer = coded[size] if "in_blocks:int8" in coded[size] else own
+        cells = [f"{own['stock']:.1f}", beside(own, *exact), beside(newer, *int8), beside(coded[size], "exchange:int4")]
+        row = four[size]
+        cells += [f"{row['stock']:.1f}", beside(row, *exact), beside(row, *int8), beside(row, "exchange:int4")]
         body.append([_bytes(int(size)), *cells])
-    head = ["bytes of a rank", "NCCL, 2 ranks", "host, exact", "INT8", "INT4", "NCCL, 4 ranks", "host, first version"]
-    return _table(head, body)
+    ways = ["exact", "INT8", "INT4"]
+    return _table(["bytes of a rank", "NCCL, 2 ranks", *ways, "NCCL, 4 ranks", *ways], body)
+
+
+def served(folder: Path) -> str:
+    """Milliseconds of servers by ``fcsd bench serve``, and how many times as fast as stock by NCCL."""
+    rounds = {name: one["rounds"] for name, one in _read(folder, _SERVED)["variants"].items()}
+    times = {name: {what: statistics.median(ms) for what, ms in row.items()} for name, row in rounds.items()}
+    stock = times["original"]
+    body = [
+        [
+            name,
+            *(f"{ms:.1f} ({stock[what] / ms:.2f}x)" if name != "original" else f"{ms:.1f}" for what, ms in row.items()),
+        ]
+        for name, row in times.items()
+    ]
+    heads = {"decode": "step of {}, ms", "prefill": "first token after {}, ms", "peak": "request at the peak, ms"}
+    return _table(["", *(heads[what.split()[0]].format(what.split()[1]) for what in stock)], body)
+
+
+def copies(folder: Path) -> str:
+    """GB/s of each GPU that copies to or from memory of the host while others do the same."""
+    raw = _read(folder, "copies_beside_each_other_4xh200.json")
+    body = []
+    for count in (1, 2, 3, 4):
+        rows = [row for gpus, row in raw.items() if len(re.findall(r"\d", gpus)) == count]
+        means = (statistics.mean(row[way] for row in rows) for way in ("up", "down", "both"))
+        body.append([str(count), *(f"{mean:.1f}" for mean in means)])
+    return _table(["GPUs at once", "to the GPU, GB/s each", "from it", "each way, both at once"], body)
 
 
 def eager(folder: Path) -> str:
@@ -199,6 +236,59 @@ def sums_by_host(folder: Path) -> str:
         for name, *cells in _compared(steps, next(iter(steps))):
             body.append([f"{width}'s width: {name}", *cells])
     return _table(["wiring, sums", "step, ms", "x the first", "of the bound"], body)
+
+
+def four_ranks(folder: Path) -> str:
+    """Steps at 70B's width in which converted layers alone train, of four ranks; see ``train.converted_layers``."""
+    ways = {
+        "standard,own-weights,nccl": "standard, sums under weight gradients",
+        "ladder,on,nccl": "ladder",
+        "ladder,on,host": "ladder, by-host",
+        "ladder,off,none": "ladder, bound",
+    }
+    body = []
+    for where, file in (
+        ("NVLink", "converted_layers_70b_4xh200.json"),
+        ("NVLink, 8 rows", "converted_layers_70b_8_rows_4xh200.json"),
+        ("without", "converted_layers_70b_slow_4xh200.json"),
+    ):
+        raw = _read(folder, file)
+        times = {way: statistics.median(row["ms"]) for way, row in raw["ways"].items()}
+        for way, what in ways.items():
+            if way not in times:
+                continue
+            rate = 1e3 * raw["tokens"] / times[way]
+            share, gained = times["ladder,off,none"] / times[way], times["standard,own-weights,nccl"] / times[way]
+            cells = [f"{times[way]:.0f}", f"{gained:.2f}", f"{share:.1%}", f"{rate / raw['world']:,.0f}"]
+            peak = f"{raw['ways'][way]['peak_gib']:.1f}, {raw['plan_gib']:.1f}"
+            body.append([f"{where}: {what}", *cells, f"{rate / raw['full_speed']:.1%}", peak])
+    head = [
+        "link: wiring, sums",
+        "step, ms",
+        "x the first",
+        "of the bound",
+        "tokens/s of a GPU",
+        "MFU",
+        "peak, planned, GiB",
+    ]
+    return _table(head, body)
+
+
+def served_by_four(folder: Path) -> str:
+    """Prompts and steps of eight layers in the own engine, of four ranks: milliseconds, then how many times as fast."""
+    body = []
+    for link, file in (("NVLink", "infer_70b_tp4_nvlink_4xh200.json"), ("without", "infer_70b_tp4_slow_4xh200.json")):
+        rows = {(row["batch"], row["wiring"], row["exact"]): row for row in _read(folder, file)["rows"]}
+        for batch in sorted({batch for batch, *_ in rows}):
+            cells = [f"{link}, {batch}"]
+            for time in ("prefill_ms", "decode_ms"):
+                first = rows[batch, "standard", True][time]
+                cells.append(f"{first:.2f}")
+                for wiring, exact in (("ladder", True), ("desync-4x", True), ("standard", False)):
+                    cells.append(f"{first / rows[batch, wiring, exact][time]:.2f}x")
+            body.append(cells)
+    ways = ["ladder", "desync-4x", "the bound"]
+    return _table(["link, prompts", "prompts, standard, ms", *ways, "step, standard, ms", *ways], body)
 
 
 def by_host(folder: Path) -> str:

@@ -40,7 +40,8 @@ _KERNELS = "vllm_quantised_kernels_1xh200.json"
 _DRAFTS = "draft_head_1xh200.jsonl"
 _INT4 = "quantised_smollm2_1xh200.jsonl"
 _TURNS, _AGAIN = "vllm_turns_8b_2xh200.json", "vllm_turns_8b_again_2xh200.json"
-_OTHERS = "vllm_turns_int4_and_experts_2xh200.json"
+_OTHERS, _EXPERTS = "vllm_turns_int4_and_experts_2xh200.json", "vllm_turns_qwen3_experts_2xh200.json"
+_WIDE = "vllm_turns_70b_tp4_4xh200.json"
 _SHORT, _LONG = "first tokens of 16 x 512", "first tokens of 16 x 2048"
 # What README tells of speed: the situation, the raw file, the place of the ratio in it (or of two times, the first of
 # which is divided by the second), and what it is compared with.
@@ -94,8 +95,20 @@ SITUATIONS = (
                 "stock vLLM",
             ),
             (
-                "eight layers of Qwen3-30B-A3B, nothing converted, these all-reduces: TTFT, long prompts",
-                *(_OTHERS, _LONG, "qwen3-30b-a3b:8, stock", "qwen3-30b-a3b:8, stock, host sums", "stock vLLM"),
+                "16 layers of Qwen3-30B-A3B, nothing converted, these all-reduces: TTFT, short prompts at once",
+                *(_EXPERTS, _SHORT, "stock", "stock, host sums", "stock vLLM"),
+            ),
+            (
+                "width of Llama-3 70B, four GPUs, nothing converted, these all-reduces: TPOT, many requests",
+                *(_WIDE, "step of 64", "stock", "stock, host sums", "stock vLLM"),
+            ),
+            (
+                "the same, `ladder` with INT8 all-reduces: TPOT, many requests",
+                *(_WIDE, "step of 64", "stock", "ladder, host sums in int8", "stock vLLM"),
+            ),
+            (
+                "the same: TTFT, long prompts",
+                *(_WIDE, _LONG, "stock, stages", "ladder, host sums in int8", "pipeline stages"),
             ),
             (
                 "Llama-3 8B, `ladder` with INT8 all-reduces, no NVLink: TTFT, long prompts",

@@ -14,10 +14,13 @@ from typing import Any, NamedTuple
 from fcsd.markdown import table
 
 RESULTS = Path("benchmarks/results")
-_TWO, _FOUR, _TURNS = "host_sums_2xh200.json", "host_sums_4xh200_first.json", "vllm_turns_8b_2xh200.json"
-_TABLES, _STRESS = "host_tables_2xh200.json", "host_sums_stress_2xh200.json"
+_TWO, _FOUR, _TURNS = "host_sums_2xh200.json", "host_sums_4xh200.json", "vllm_turns_8b_2xh200.json"
+_TABLES, _STRESS = "host_tables_2xh200.json", ("host_sums_stress_2xh200.json", "host_sums_stress_4xh200.json")
 _KINDS, _SHARDED = "vllm_host_sums_kinds_one_gpu_1xh200.json", "tp_by_host_graphs_2xh200.json"
 _EXPERTS, _OTHERS = "distill_v2lite_by_host_slow_2xh200.json", "vllm_turns_int4_and_experts_2xh200.json"
+_WIDE, _WIDE_INT4 = "vllm_turns_70b_tp4_4xh200.json", "vllm_turns_70b_int4_2xh200.json"
+_EXPERTS_ALONE = "vllm_turns_qwen3_experts_2xh200.json"
+_8B_INT4, _QWEN3 = "llama3-8b:32:w4a16, ", "qwen3-30b-a3b:8, "
 _RUNS = (_TURNS, "vllm_turns_8b_one_round_2xh200.json", "vllm_turns_8b_again_2xh200.json")
 KIB = 1 << 10
 
@@ -102,32 +105,50 @@ _LARGE = [512 * KIB << n for n in range(8)]
 _STEPS = "step of 1", "step of 16", "step of 64"
 _TOKENS = "first tokens of 16 x 512", "first tokens of 16 x 2048"
 _NCCL, _ALONE, _BOUND, _NVLINK = "x NCCL", "x alone", "x the bound", "x stock with NVLink"
-_STOCK, _HOST, _INT8 = "stock", "host sums", "host sums in int8"
+_STOCK, _HOST, _INT8, _STAGES = "stock", "host sums", "host sums in int8", ("stock, stages", "stock, pairs")
+_LINKED = "stock with NVLink"
+_NOT_OURS = (_STOCK, _LINKED, "bound", *_STAGES)
 
 
 def _timed(name: str, least: float, unit: str, own: str, other: str, what: Sequence[str]) -> list[Goal]:
     return [Goal(f"{name}: {one}", least, unit, _RUNS, _engines(own, other, one)) for one in what]
 
 
-def _at_worst(shape: str, way: str) -> Callable[[Any], float]:
-    """The figure of a shape in which the stock model gains least by a way to sum."""
+def _at_worst(way: str, what: Sequence[str] = (), shape: str = "", beside: Sequence[str] = (_STOCK,)) -> Any:
+    """How many times as fast one engine is as the fastest of others, in the figure in which it gains least.
+
+    Args:
+        what: the figures; all of them, if empty.
+        shape: what the names of engines begin with where a run had several.
+    """
 
     def found(raw: Any) -> float:
-        rows = [raw["milliseconds"][f"{shape}, {name}"] for name in (_STOCK, f"{_STOCK}, {way}")]
-        return min(statistics.median(rows[0][what]) / statistics.median(rows[1][what]) for what in rows[0])
+        times = _medians(raw)
+        own, others = times[f"{shape}{way}"], [times[f"{shape}{name}"] for name in beside]
+        return min(min(row[one] for row in others) / own[one] for one in what or own)
 
     return found
 
 
-def _best(what: str) -> Callable[[Any], float]:
-    """What fcsd has without NVLink, at its best, beside stock with it."""
+def _best(raw: Any, beside: Sequence[str], what: Sequence[str]) -> float:
+    """What fcsd has without NVLink, with the fastest of its engines for each figure, beside the fastest of others."""
+    times = _medians(raw)
+    own = [row for name, row in times.items() if name not in _NOT_OURS]
+    return min(min(times[name][one] for name in beside) / min(row[one] for row in own) for one in what)
 
-    def found(raw: Any) -> float:
-        times = {name: statistics.median(row[what]) for name, row in raw["milliseconds"].items()}
-        own = (time for name, time in times.items() if name not in (_STOCK, "stock with NVLink", "bound"))
-        return times["stock with NVLink"] / min(own)
 
-    return found
+def _medians(raw: Any) -> dict[str, dict[str, float]]:
+    rows = raw["milliseconds"]
+    return {name: {what: statistics.median(times) for what, times in row.items()} for name, row in rows.items()}
+
+
+def _of_four() -> Iterable[Goal]:
+    """What four ranks had at 70B's width, at worst."""
+    for name, own in (("stock", f"stock, {_HOST}"), ("INT8", f"stock, {_INT8}"), ("ladder, INT8", f"ladder, {_INT8}")):
+        yield Goal(f"four ranks, 70B's width, {name}: first tokens", 1.5, _NCCL, (_WIDE,), _at_worst(own, _TOKENS))
+        yield Goal("the same: steps", 1.15, _NCCL, (_WIDE,), _at_worst(own, _STEPS))
+    stages = partial(_best, beside=_STAGES, what=_TOKENS)
+    yield Goal("fcsd at its best beside stages of stock: first tokens", 1.0, "x the stages", (_WIDE,), stages)
 
 
 GOALS = (
@@ -141,7 +162,7 @@ GOALS = (
     Goal("the same, at worst above", 1.2, _NCCL, (_FOUR,), partial(_gains, sizes=_LARGE)),
     Goal("products beside sums of 16 MiB", 1 / 1.05, _ALONE, (_TWO,), partial(_beside, sums="host, 16 MiB")),
     Goal("products beside sums of 64 KiB", 1 / 1.05, _ALONE, (_TWO,), partial(_beside, sums="host, 64 KiB")),
-    Goal("random sums between two GPUs without a wrong bit", 1e6, "", (_STRESS,), _without_fault),
+    Goal("random sums between two GPUs, and between four, without a wrong bit", 1e6, "", _STRESS, _without_fault),
     Goal("kinds of stock models whose answers are NCCL's to the last bit, of eight", 8, "", (_KINDS,), _right),
     *_timed("stock 8B, two ranks", 1.15, _NCCL, f"stock, {_HOST}", _STOCK, _STEPS),
     *_timed("the same", 1.25, _NCCL, f"stock, {_HOST}", _STOCK, _TOKENS),
@@ -149,16 +170,27 @@ GOALS = (
     *_timed("ladder", 0.95, _BOUND, f"ladder, {_HOST}", "bound", _STEPS),
     *_timed("the same", 0.85, _BOUND, f"ladder, {_HOST}", "bound", _TOKENS),
     *_timed("the same with INT8", 0.92, _BOUND, f"ladder, {_INT8}", "bound", _TOKENS),
-    Goal("stock 8B with INT4 weights, at worst", 1.0, _NCCL, (_OTHERS,), _at_worst("llama3-8b:32:w4a16", _HOST)),
-    Goal("the same with INT8", 1.0, _NCCL, (_OTHERS,), _at_worst("llama3-8b:32:w4a16", _INT8)),
-    Goal("eight layers of stock Qwen3-30B-A3B, at worst", 1.0, _NCCL, (_OTHERS,), _at_worst("qwen3-30b-a3b:8", _HOST)),
-    Goal("the same with INT8", 1.0, _NCCL, (_OTHERS,), _at_worst("qwen3-30b-a3b:8", _INT8)),
-    Goal("three more models with experts; 70B's width in FP8 and INT4", 1.0, _NCCL),
+    Goal("stock 8B with INT4 weights, at worst", 1.0, _NCCL, (_OTHERS,), _at_worst(f"stock, {_HOST}", (), _8B_INT4)),
+    Goal("the same with INT8", 1.0, _NCCL, (_OTHERS,), _at_worst(f"stock, {_INT8}", (), _8B_INT4)),
+    Goal("stock 70B's width with INT4 weights, at worst", 1.0, _NCCL, (_WIDE_INT4,), _at_worst(f"stock, {_HOST}")),
+    Goal("the same with INT8", 1.0, _NCCL, (_WIDE_INT4,), _at_worst(f"stock, {_INT8}")),
+    Goal("16 layers of stock Qwen3-30B-A3B, at worst", 1.0, _NCCL, (_EXPERTS_ALONE,), _at_worst(f"stock, {_HOST}")),
+    Goal("the same with INT8", 1.0, _NCCL, (_EXPERTS_ALONE,), _at_worst(f"stock, {_INT8}")),
+    Goal("eight of its layers, beside other engines", 1.0, _NCCL, (_OTHERS,), _at_worst(f"stock, {_HOST}", (), _QWEN3)),
+    Goal("the same with INT8", 1.0, _NCCL, (_OTHERS,), _at_worst(f"stock, {_INT8}", (), _QWEN3)),
+    Goal("three more models with experts; 70B's width in FP8", 1.0, _NCCL),
     Goal("random arrivals, 0.3 to 0.9 of the peak, medians and 99th percentiles", 1.0, _NCCL),
-    Goal("four ranks, 70B's width: first tokens", 1.5, _NCCL),
-    Goal("the same beside pipeline stages", 1.0, "x the stages"),
-    Goal("the same: steps", 1.15, _NCCL),
-    *(Goal(f"fcsd at its best, NVLink off: {what}", 1.0, _NVLINK, _RUNS, _best(what)) for what in (*_STEPS, *_TOKENS)),
+    *_of_four(),
+    *(
+        Goal(f"fcsd at its best, NVLink off: {one}", 1.0, _NVLINK, _RUNS, partial(_best, beside=[_LINKED], what=[one]))
+        for one in (*_STEPS, *_TOKENS)
+    ),
+    *(
+        Goal(
+            f"the same at worst, {name}", 1.0, _NVLINK, (file,), partial(_best, beside=[_LINKED], what=_STEPS + _TOKENS)
+        )
+        for name, file in (("the same, 70B's width with INT4 weights", _WIDE_INT4), ("the same, four ranks", _WIDE))
+    ),
     Goal("a distillation step of ladder, two ranks", 1.35, "x standard", (_SHARDED,), _beside_standard),
     Goal("the same", 0.88, "x the bound", (_SHARDED,), partial(_trained, beside="ladder, bound")),
     Goal("a distillation step with divided experts, two ranks", 0.93, "x the bound", (_EXPERTS,), _with_experts),

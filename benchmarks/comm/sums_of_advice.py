@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS, FILE = Path("benchmarks/results"), Path("fcsd/advise/sums.json")
-WITHOUT_PEERS = {2: "host_tables_2xh200", 4: "host_sums_4xh200_first"}
+WITHOUT_PEERS = {2: "host_tables_2xh200", 4: "host_sums_4xh200"}
 WITH_PEERS = {2: "host_sums_nvlink_2xh200_first"}
 LATER = {2: ("host_sums_2xh200", "in_blocks:int8")}
 WAYS = {
