@@ -15,7 +15,8 @@ from typing import Any
 from fcsd.advise import sums
 from fcsd.advise.host import Host
 from fcsd.advise.speed import Load, Served
-from fcsd.bench.serve.variants import NO_CUSTOM
+from fcsd.advise.verdict import pairs_of
+from fcsd.bench.serve.variants import NO_CUSTOM, PAIRS
 from fcsd.errors import FcsdError
 from fcsd.parallel.machine import read_machine
 
@@ -61,6 +62,7 @@ def served(result: dict[str, Any], gpus: int, load: Load) -> dict[str, Served]:
         "original": f"stock vLLM, TP {gpus}",
         "original, one replica a GPU": f"{gpus} replicas",
         "original, pipeline stages": f"{gpus} pipeline stages",
+        f"original, {PAIRS}": pairs_of(gpus),
         "original, host sums": "sums by host",
         "original, host sums in int8": "sums by host:int8",
     }

@@ -23,9 +23,14 @@ READ_SHARE, PRODUCT_SHARE, ATTENTION_SHARE = 1.9e12 / 3.35e12, 560 / 989, 380 / 
 # Seconds that computation loses for each second of a sum that it hides.
 HIDDEN_COST = 0.24
 BUDGET = 8192  # tokens of a step of vLLM that reads prompts
+CHUNK = 2048  # the same for pipeline stages, which several steps have to fill
 BYTES = 2  # of a value in bf16
 
 Sum = Callable[[float], float]  # the seconds of an all-reduce of so many bytes
+
+
+def _none(_: float) -> float:
+    return 0.0
 
 
 @dataclass(frozen=True)
@@ -93,13 +98,12 @@ class Server:
         chunks, tokens = self._chunks(share)
         return Served(step, (chunks + 1) / 2 * self.seconds(1, STANDARD, _none, tokens, prefill=True))
 
-    def stages(self, count: int) -> Served:
-        """Pipeline stages of one GPU each; requests are divided into as many micro-batches, which follow each other."""
-        step = self.seconds(1, STANDARD, _none, max(1, self.load.concurrency // count), prefill=False)
-        chunks, _ = self._chunks(self.load.concurrency)
-        pieces = max(chunks, count)
+    def stages(self, count: int, ranks: int = 1, of: Sum = _none) -> Served:
+        """``count`` stages of ``ranks`` GPUs each, filled by as many micro-batches of answers or chunks."""
+        step = self.seconds(ranks, STANDARD, of, max(1, self.load.concurrency // count), prefill=False)
         total = self.load.concurrency * self.load.prompt_tokens
-        each = self.seconds(1, STANDARD, _none, total / pieces, prefill=True) / count
+        pieces = max(-(-total // CHUNK), count)
+        each = self.seconds(ranks, STANDARD, of, total / pieces, prefill=True) / count
         return Served(step, (count + (pieces - 1) / 2) * each)
 
     def _chunks(self, prompts: int) -> tuple[int, float]:
@@ -162,10 +166,6 @@ def server_of(model: MetaModel, card: Card, load: Load) -> Server:
     arch = arch_of(model.config)
     kinds: list[Kind] = [kind_of_numbers(layer) for layer in model.numbers.layers]
     return Server(model.numbers, kinds, arch.blocks, kv_share(model.config), card, load)
-
-
-def _none(_: float) -> float:
-    return 0.0
 
 
 def kind_of_numbers(layer: LayerNumbers) -> Kind:

@@ -14,7 +14,7 @@ from typing import Any
 from fcsd.advise.cards import H100
 from fcsd.advise.host import Host
 from fcsd.advise.losses import TOLD, Loss, nearest
-from fcsd.advise.speed import STANDARD, Load, Served, Server, server_of
+from fcsd.advise.speed import CHUNK, STANDARD, Load, Served, Server, server_of
 from fcsd.bench.serve.figures import break_even_days
 from fcsd.errors import DoesNotFitError
 from fcsd.markdown import table
@@ -30,6 +30,7 @@ SHARES = (ADVISED, 1.0)  # of the layers, the last ones
 RESERVE_GB = 6.0  # of a GPU, for activations, graphs and libraries
 WORTH_A_TRIAL, PAYS_CONVERSION = 1.03, 1.10  # how much faster than what is simpler it has to be
 HEAL_TOKENS, HEAL_LENGTH = 100e6, 4096
+_CHUNKS = f"--max-num-batched-tokens {CHUNK}"
 MEASURED = "measured here"  # the source of a way that a server here was timed with
 
 
@@ -44,6 +45,7 @@ class Way:
         gain: the geometric mean of how many times as fast as stock tensor parallelism a step and first tokens are.
         source: where its figures come from.
         share: of the layers that are converted.
+        stages: pipeline stages.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Way:
     source: str
     share: float = 0.0
     wiring: str = "standard"
+    stages: int = 1
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,11 @@ def advise(
     return Advice(model, server, host, tuple(ways), chosen, why, command, trial, rows, heal, days, price)
 
 
+def pairs_of(gpus: int) -> str:
+    """The name of pipeline stages of two GPUs each."""
+    return f"{gpus // 2} stages of 2 GPUs, sums by host"
+
+
 def _with_measured(ways: Sequence[Way], measured: Mapping[str, Served]) -> list[Way]:
     """The ways with what was measured in the place of predictions."""
     found = [replace(way, served=measured[way.name], source=MEASURED) if way.name in measured else way for way in ways]
@@ -178,8 +186,10 @@ def _ways(server: Server, meta: MetaModel, host: Host, fits_one: bool) -> list[W
 
     if fits_one:
         add(f"{count} replicas", "replicas", server.replicas(count), "predicted")
-    add(f"{count} pipeline stages", "stages", server.stages(count), "predicted")
+    add(f"{count} pipeline stages", "stages", server.stages(count), "predicted", stages=count)
     methods = [method for method in sums.methods if method != "stock"]
+    if "host" in methods and count >= 4 and count % 2 == 0:
+        add(pairs_of(count), "stages", server.stages(count // 2, 2, sums.of("host", 2)), stages=count // 2)
     for method in methods:
         kind = "bits" if ":" in method else "sums"
         add(f"sums by {method}", kind, server.tensor_parallel(count, STANDARD, sums.of(method, count)))
@@ -266,7 +276,9 @@ def _command(chosen: Way, model: str, host: Host) -> str:
     if chosen.kind == "replicas":
         return f"vllm serve {model} --data-parallel-size {host.gpus}"
     if chosen.kind == "stages":
-        return f"vllm serve {model} --pipeline-parallel-size {host.gpus}"
+        ranks, stages = host.gpus // chosen.stages, f"--pipeline-parallel-size {chosen.stages} {_CHUNKS}"
+        by_host = f"fcsd serve {model} --gpus {ranks} --all-reduce host -- "
+        return (by_host if ranks > 1 else f"vllm serve {model} ") + stages
     method = chosen.name.removeprefix("sums by ") if chosen.kind in ("sums", "bits") else ""
     if method and "=" not in method:
         return f"fcsd serve {model} --gpus {host.gpus} --all-reduce {method}"

@@ -76,6 +76,22 @@ def test_a_speed_that_is_asked_for_names_the_simplest_way(large: str, tmp_path: 
     assert never.chosen.kind == "stock" and "9.00x" in never.why
 
 
+def test_stages_of_two_gpus_sum_through_the_host_where_there_are_four(large: str) -> None:
+    four, six = (advise(large, host_of(count, "L40S", None), LOAD).ways for count in (4, 6))
+    stages, pairs = (way for way in four if way.kind == "stages")
+    assert stages.served.step > pairs.served.step > four[0].served.step
+    assert _command(stages, large, host_of(4, "L40S", None)) == (
+        f"vllm serve {large} --pipeline-parallel-size 4 --max-num-batched-tokens 2048"
+    )
+    assert _command(pairs, large, host_of(4, "L40S", None)) == (
+        f"fcsd serve {large} --gpus 2 --all-reduce host -- --pipeline-parallel-size 2 --max-num-batched-tokens 2048"
+    )
+    assert [way.name for way in six if way.kind == "stages"] == [
+        "6 pipeline stages",
+        "3 stages of 2 GPUs, sums by host",
+    ]
+
+
 def test_what_does_not_fit_says_how_many_gpus_it_takes(large: str) -> None:
     with pytest.raises(DoesNotFitError, match="141 GB") as raised:
         advise(large, host_of(4, "RTX 4090", None), LOAD)

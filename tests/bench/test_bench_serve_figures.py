@@ -11,8 +11,8 @@ from fcsd.bench.serve import choice, figures, table
 from fcsd.bench.serve.figures import PEAK, Answer
 from fcsd.bench.serve.measure import stored
 from fcsd.bench.serve.running import Server, error_behind, last_error
-from fcsd.bench.serve.under_vllm import read_link
-from fcsd.bench.serve.variants import Machine, Missing, Variant, alternatives, core, groups, room_for
+from fcsd.bench.serve.under_vllm import _options, read_link
+from fcsd.bench.serve.variants import PAIRS, Machine, Missing, Variant, alternatives, core, groups, room_for
 from fcsd.bench.serve.workload import Workload
 from fcsd.parallel.all_reduce.ways import Way
 from fcsd.serve.vllm.reduction import OVERLAP_FROM
@@ -217,7 +217,11 @@ def test_what_vllm_would_leave_out_in_silence_is_not_run() -> None:
     found, missing = offered(
         peers=False, options=("--disable-custom-all-reduce",), moe=False, installed=("flashinfer",)
     )
-    assert [variant.name for variant in found] == ["original, one replica a GPU", "original, pipeline stages"]
+    names = ["original, one replica a GPU", "original, pipeline stages", f"original, {PAIRS}"]
+    assert [variant.name for variant in found] == names
+    assert found[1].options[-1] == "2048" and found[2].environment and found[2].alone
+    pairs = _options(Workload("tiny", tp=4), found[2])
+    assert pairs[:2] == ["--tensor-parallel-size", "2"] and pairs[-2:] == ["--pipeline-parallel-size", "2"]
     assert all("peer access" in missing[name] for name in ("async TP", "symmetric memory by NCCL"))
     assert missing["no custom all-reduce"] == "every variant is without it"
 

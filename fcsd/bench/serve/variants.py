@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from fcsd.bench.serve.workload import Workload
+from fcsd.bench.serve.workload import BUDGET, Workload
 from fcsd.parallel.all_reduce.ways import Way
 from fcsd.serve.vllm.communicator import ASKED
 from fcsd.serve.vllm.support import version_of
@@ -20,6 +20,8 @@ NO_CUSTOM = "--disable-custom-all-reduce"
 _NO_SEQUENCE_PARALLEL = (0, 32)  # vLLM took the passes for sequence parallelism and async TP out
 RESERVE = 6 << 30  # bytes that a server takes on a GPU for activations, graphs and libraries
 _BUDGET = 8192  # tokens of a step by vLLM's own choice on large GPUs
+_CHUNKS = (BUDGET, "2048")  # of pipeline stages, which several steps have to fill
+PAIRS = "stages of two GPUs, host sums"
 # What serves a model with sums through memory of the host, by the name of the variant; see ``serve.vllm.communicator``.
 HOST_SUMS = {"host sums": {ASKED: "host"}, "host sums in int8": {ASKED: "host:int8"}}
 _NOT_HOST = ("sums are vLLM's own",)  # what the plugin says where it leaves them out
@@ -37,7 +39,7 @@ class Variant:
         options: further options of ``vllm serve``.
         environment: environment variables.
         replicas: servers of one GPU each, between which requests are divided in turn; 0 is one server of all GPUs.
-        stages: pipeline stages of one GPU each, in the place of tensor parallelism; 0 is none.
+        stages: pipeline stages, between which the GPUs of tensor parallelism are divided; 0 is none.
         spread: whether attention is data-parallel over all GPUs, with whole experts on each.
         way: how a wiring sums; None for an original and a bound.
         ignored: what vLLM says where it leaves the options out and serves the plain original.
@@ -176,7 +178,12 @@ def alternatives(
     alone = None if tp > 1 else Missing("there is one rank, which sums nothing", needless=True)
     by_peers = alone or (None if machine.peers else Missing(IMITATED))
     offer("one replica a GPU", _no_replicas(machine), replicas=machine.gpus)
-    offer("pipeline stages", alone or (None if load.dp == 1 else Missing("it was not tested with --dp")), stages=tp)
+    untested = alone or (None if load.dp == 1 else Missing("it was not tested with --dp"))
+    chunks = () if load.budget else _CHUNKS
+    offer("pipeline stages", untested, stages=tp, options=chunks)
+    if tp >= 4 and tp % 2 == 0 and not machine.peers:
+        how: Any = {"options": chunks, "environment": HOST_SUMS["host sums"], "ignored": _NOT_HOST}
+        offer(PAIRS, untested, stages=tp // 2, **how)
     no_flashinfer = None if machine.installed("flashinfer") else Missing("flashinfer is not installed")
     offer(
         "fused all-reduce and norm",
