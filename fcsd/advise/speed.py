@@ -22,8 +22,7 @@ STANDARD = Wiring("standard", ())
 READ_SHARE, PRODUCT_SHARE, ATTENTION_SHARE = 1.9e12 / 3.35e12, 560 / 989, 380 / 989
 # Seconds that computation loses for each second of a sum that it hides.
 HIDDEN_COST = 0.24
-BUDGET = 8192  # tokens of a step of vLLM that reads prompts
-CHUNK = 2048  # the same for pipeline stages, which several steps have to fill
+CHUNK, LARGE = 2048, 8192  # tokens of a step that reads prompts
 BYTES = 2  # of a value in bf16
 
 Sum = Callable[[float], float]  # the seconds of an all-reduce of so many bytes
@@ -109,7 +108,8 @@ class Server:
     def _chunks(self, prompts: int) -> tuple[int, float]:
         """The steps in which prompts are read, and the tokens of each."""
         total = prompts * self.load.prompt_tokens
-        chunks = max(1, -(-total // BUDGET))
+        large = self.card.memory_gb * 1e9 >= 70 * 2**30 and "A100" not in self.card.name  # vLLM's choice for servers
+        chunks = max(1, -(-total // (LARGE if large else CHUNK)))
         return chunks, total / chunks
 
     def seconds(self, ranks: int, wiring: Wiring, of: Sum, rows: float, prefill: bool) -> float:
