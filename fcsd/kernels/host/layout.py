@@ -5,7 +5,7 @@ Four protocols have parts of their own in a region, so none sees another's flags
 
     one shot   two slots of lines of 16 bytes: four bytes of values, the number of the call, and both once more
     blocks     two slots for values and two for sums, a flag for each block and step
-    codes      the same for codes and scales
+    codes      two slots for codes and scales and two for those of sums, a flag for each block and step
     exchange   one slot, which copy engines fill and empty in pieces, a flag for each piece, and one for "done"
 
 The kernels of the first two take the address of such a part of each rank, wherever it lies. So they also work in memory
@@ -26,8 +26,9 @@ come again.
 
 **Overwritten.** In one shot, blocks and codes, call n uses slot n mod 2. A rank that starts call n + 2 has ended call
 n + 1, for which it has read something from every other rank that was written in *its* call n + 1; that rank has
-therefore ended call n and read the slot. So a rank that has no share of what is summed has to read all of it. In the
-exchange a rank fills its slot after all others have said that they are done with the call before. This needs the calls
+therefore ended call n and read the slot. So a rank that has no share of what is summed has to read all of it; in blocks
+and codes it awaits the flags of all, and the first block always has some work. The slots of sums are those of the same
+calls, written later and read before their end. In the exchange a rank fills its slot after all others have said that they are done with the call before. This needs the calls
 of one protocol to follow each other on the device: all calls of a rank are on one stream, or on streams that wait for
 each other.
 

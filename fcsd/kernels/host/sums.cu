@@ -372,7 +372,7 @@ __device__ __forceinline__ void hand_on(const Line* scales, int units, char* to,
 // for values, two for sums, and flags, one for each block and step.
 extern "C" __global__ void in_codes(const Line* x, Line* y, int count, const Places* given, u64 slot, int rank, u32* calls,
                                     Control* control, u64 limit) {
-  SHARED Line scales[GROUPS / 4 + RANKS];
+  SHARED Line scales[GROUPS / 4 + RANKS];  // RANKS more, because shares are rounded up
   u32* scale_of = (u32*)scales;
   char* own = given->to[0];
   u32 call = calls[blockIdx.x] + 1;

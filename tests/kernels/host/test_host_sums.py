@@ -170,8 +170,9 @@ def in_format(rank: int, built: dict[int, Path], world: int, name: str, way: str
     """What a rank finds wrong beside the same sums over gloo; the last rank may be set aside."""
     made, format = cpu_device.sums(built), Format.parse(name)
     made.device.set_aside(aside if rank == world - 1 else 0)
-    wrong, calls = [], made._calls["in_codes"]
+    calls = made._calls["in_codes"]
     calls.fill_(-3)  # so that the numbers of its calls wrap around
+    given = []
     for call, shape in enumerate(((6, 256), (1, 256), (5, 128), (40, 256))):
         for dtype in (torch.bfloat16, torch.float32):
             x = drawn(rank, call, shape[0] * shape[1], dtype).view(shape)
@@ -181,12 +182,14 @@ def in_format(rank: int, built: dict[int, Path], world: int, name: str, way: str
             if call == 3:
                 x[rank, 7], x[5 - rank, 200], x[7] = float("inf"), 3e38, -2.5
                 x[9], x[10, 5], x[11] = 1e-39 * rank, 3e38, x[11] * (-1) ** rank
+                x[12:, :128] = (1.0, 2.0**30, -(2.0**30))[rank % 3]  # the order of the ranks decides about the sum
             expected = x.clone()
             quantised.all_reduce(expected, format, dist.group.WORLD).wait()
-            out = x if call % 2 else torch.empty_like(x)
-            made.all_reduce(x, out, way, format)
-            if not torch.equal(out.nan_to_num(7e30), expected.nan_to_num(7e30)):
-                wrong.append(f"{shape} {dtype}")
+            given.append((x, x if call % 2 else torch.empty_like(x), expected))
+    for x, out, _ in given:  # nothing else keeps the ranks together
+        made.all_reduce(x, out, way, format)
+    right = [torch.equal(out.nan_to_num(7e30), expected.nan_to_num(7e30)) for _, out, expected in given]
+    wrong = [f"{tuple(x.shape)} {x.dtype}" for (x, *_), same in zip(given, right, strict=True) if not same]
     if way == "in_blocks" and calls.tolist()[:3] != [5] * 3:
         wrong.append("another way")
     return wrong
