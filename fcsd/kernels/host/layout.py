@@ -26,11 +26,11 @@ come again.
 
 **Overwritten.** In one shot, blocks and codes, call n uses slot n mod 2. A rank that starts call n + 2 has ended call
 n + 1, for which it has read something from every other rank that was written in *its* call n + 1; that rank has
-therefore ended call n and read the slot. So a rank that has no share of what is summed has to read all of it; in blocks
-and codes it awaits the flags of all, and the first block always has some work. The slots of sums are those of the same
-calls, written later and read before their end. In the exchange a rank fills its slot after all others have said that they are done with the call before. This needs the calls
-of one protocol to follow each other on the device: all calls of a rank are on one stream, or on streams that wait for
-each other.
+therefore ended call n and read the slot. So a rank that has no share of what is summed has to read all of it. In blocks
+and codes it awaits all flags of a block that has work, as the first one always has. Slots of sums are written and read
+within the same calls. In the exchange a rank fills its slot after all others have said that they are done with the call
+before. This needs the calls of one protocol to follow each other on the device: all calls of a rank are on one stream,
+or on streams that wait for each other.
 
 **It ends.** Every wait looks at the control page and at a clock. If it lasted too long, or a rank is known to be
 lost, the kernel notes it and stops with an error, which no later call of this process survives
