@@ -248,9 +248,7 @@ def waits(rank: int, built: dict[int, Path], folder: Path | None, way: str) -> A
     return told
 
 
-@pytest.mark.parametrize(
-    ("world", "memory", "way"), [*((2, *one) for one in EVERY_WAY), (3, "host", "in_blocks:int8")]
-)
+@pytest.mark.parametrize(("world", "memory", "way"), [*((2, *one) for one in EVERY_WAY), (3, "host", "in_blocks:int8")])
 def test_a_rank_that_does_not_come_ends_the_sum_by_name(world: int, memory: str, way: str, tmp_path: Path) -> None:
     folder = tmp_path if memory == "peers" else None
     first, nothing, *others = ranks.in_group(world, waits, cpu_device.libraries(world), folder, way)
