@@ -253,9 +253,23 @@ extern "C" __global__ void in_blocks(const Line* x, Line* y, int count, int gath
       BARRIER();
       if (threadIdx.x == 0) places.put_flag(summed, call);
       await_block(given, summed, rank, call, control, limit);
-      for (int i = first + threadIdx.x; i < last; i += blockDim.x) {
-        int owner = (i - first) / share;
-        if (owner != rank) y[i] = load_line(given->of[owner] + sums + 16ull * i);
+      // A thread asks for the sums that lie at the same place of each other rank's share.
+      for (int i = threadIdx.x; i < share; i += AHEAD * blockDim.x) {
+        Line got[AHEAD][RANKS];
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++)
+#pragma unroll
+          for (int peer = 0; peer < RANKS; peer++) {
+            int place = i + k * blockDim.x, at = first + peer * share + place;
+            if (peer != rank && place < share && at < last) got[k][peer] = load_line(places.of[peer] + sums + 16ull * at);
+          }
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++)
+#pragma unroll
+          for (int peer = 0; peer < RANKS; peer++) {
+            int place = i + k * blockDim.x, at = first + peer * share + place;
+            if (peer != rank && place < share && at < last) y[at] = got[k][peer];
+          }
       }
     }
   } else if (threadIdx.x == 0) {  // nothing to do, and no flag grows old
