@@ -389,6 +389,9 @@ extern "C" __global__ void in_codes(const Line* x, Line* y, int count, const Pla
   SHARED Line scales[GROUPS / 4 + RANKS];  // RANKS more, because shares are rounded up
   u32* scale_of = (u32*)scales;
   char* own = given->to[0];
+  const char* others[RANKS - 1];  // in the order of ranks
+#pragma unroll
+  for (int k = 0; k < RANKS - 1; k++) others[k] = given->of[k + (k >= rank)];
   u32 call = calls[blockIdx.x] + 1;
   u64 sent = 4 * slot + 64 * blockIdx.x, summed = sent + 64 * gridDim.x;
   // A part and a share of it have whole lines of scales. What this block and this rank have of them may be empty.
@@ -407,9 +410,6 @@ extern "C" __global__ void in_codes(const Line* x, Line* y, int count, const Pla
   }
   hand_on(scales, units, own + lines, own + sent, call);
   if (units > 0) await_block(given, sent, rank, call, control, limit);
-  const char* others[RANKS - 1];  // in the order of ranks
-#pragma unroll
-  for (int k = 0; k < RANKS - 1; k++) others[k] = given->of[k + (k >= rank)];
   for (int begin = from; begin < to; begin += UNITS * blockDim.x) {
     Coded got[UNITS][RANKS - 1];  // what is asked for before the first answer has come
 #pragma unroll
