@@ -1,9 +1,10 @@
-"""Makes random sums through memory of the host, a million by default, and compares every bit with the literal sum.
+"""Makes random sums through memory of the host, a million by default, and compares every bit with the right one.
 
     NCCL_P2P_DISABLE=1 python benchmarks/comm/host_sums_stress.py OUT.json [--ranks 2] [--sums 1000000] [--seconds 60]
         [--streams] [--eager]
 
-Every rank makes the values of all ranks itself, from a count of rounds, so the right sums need no other way to travel.
+Every rank makes the values of all ranks itself, from a count of rounds, so the right sums need no other way to travel:
+the sum in the order of ranks, or in INT8 what the records of all ranks mean (``parallel.all_reduce.quantised``).
 Sizes, ways, dtypes, and whether a sum replaces its values are drawn anew for each batch of 400 sums. The batches are
 CUDA graphs, replayed in a random order on two streams of each rank; with ``--eager`` they are started one by one.
 
@@ -31,6 +32,8 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from fcsd.bench.runner import without_folders
+from fcsd.kernels.bit_split import Format, decode, encode
+from fcsd.kernels.bit_split.moves import decode_ranks, encode_sum
 from fcsd.kernels.host import compiled
 from fcsd.kernels.host.layout import BLOCKS, ONE_SHOT, total_bytes
 from fcsd.launch.environment import snapshot
@@ -40,6 +43,7 @@ from fcsd.parallel.all_reduce.host_memory import HostMemory
 SUMS = 400  # of a batch
 BATCHES = 12
 LIMIT = 30.0  # seconds that a rank waits for another one
+CODED, INT8 = "in_blocks:int8", Format(8)
 INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
@@ -47,10 +51,11 @@ def drawn(source: random.Random, engines: bool) -> list[tuple[str, int, bool]]:
     """The sums of a batch: way, bytes, and whether a sum is written over its values. Most are small."""
     cases = []
     for _ in range(SUMS):
-        way = source.choices(("one_shot", "in_blocks", "exchange"), (90, 10, 2 if engines else 0))[0]
-        most = {"one_shot": ONE_SHOT, "in_blocks": BLOCKS}.get(way, 1 << 20)
-        largest = most if source.random() < 0.02 else min(most, 16 << source.randrange(11))
-        cases.append((way, 16 * source.randint(1, largest // 16), source.random() < 0.3))
+        way = source.choices(("one_shot", "in_blocks", CODED, "exchange"), (90, 10, 10, 2 if engines else 0))[0]
+        most = {"one_shot": ONE_SHOT, "in_blocks": BLOCKS, CODED: BLOCKS}.get(way, 1 << 20)
+        unit = 4 * INT8.group if way == CODED else 16  # whole groups of any dtype, or lines
+        largest = most if source.random() < 0.02 else min(most, unit << source.randrange(11))
+        cases.append((way, unit * source.randint(1, largest // unit), source.random() < 0.3))
     return cases
 
 
@@ -67,6 +72,7 @@ class Batch:
     def __init__(self, sums: HostSums, dtype: torch.dtype, cases: list[tuple[str, int, bool]], device: str) -> None:
         self.sums, self.dtype, self.cases = sums, dtype, cases
         count = sum(size for _, size, _ in cases) // dtype.itemsize
+        self.coded = sum(size for way, size, _ in cases if way == CODED) // dtype.itemsize  # values, before the others
         self.values = torch.zeros(sums.size, count, dtype=dtype, device=device)
         self.out = torch.zeros(count, dtype=dtype, device=device)
         self.places = torch.arange(count, dtype=torch.int32, device=device)
@@ -74,16 +80,21 @@ class Batch:
         self.wrong = torch.zeros((), dtype=torch.int64, device=device)
 
     def run(self) -> None:
-        """Make all sums once, and add the values that are not the literal sum's to ``wrong``."""
+        """Make all sums once, and add the values that are not the right sum's to ``wrong``."""
         self.fill()
-        at = 0
+        begin = {True: 0, False: self.coded}
         for way, size, in_place in self.cases:
-            here = slice(at, at + size // self.dtype.itemsize)
-            at = here.stop
+            coded = way == CODED
+            here = slice(begin[coded], begin[coded] + size // self.dtype.itemsize)
+            begin[coded] = here.stop
             x, out = self.values[self.sums.rank][here], self.out[here]
             if in_place:
                 out.copy_(x)
-            self.sums.all_reduce(out if in_place else x, out, way)
+                x = out
+            if coded:
+                self.sums.all_reduce(x.view(-1, INT8.group), out, "in_blocks", INT8)
+            else:
+                self.sums.all_reduce(x, out, way)
         self.compare()
 
     def fill(self) -> None:
@@ -96,10 +107,19 @@ class Batch:
         self.out.zero_()
 
     def compare(self) -> None:
-        """Add the number of values that differ from the sum in fp32 in the order of ranks, rounded once."""
+        """Add the number of values that differ from the right sum; see the head of this file."""
         total = torch.zeros(self.out.shape, device=self.out.device)
         for values in self.values:
             total += values.float()
+        if self.coded:
+            rows = total[: self.coded].view(-1, INT8.group)
+            records = torch.stack([encode(v[: self.coded].float().view(rows.shape), INT8) for v in self.values])
+            if len(records) == 2:
+                decode_ranks(records, INT8, rows)
+            else:
+                sums = torch.empty_like(records[0])
+                encode_sum(records, INT8, INT8.group, sums)
+                rows.copy_(decode(sums, INT8, INT8.group, rows.dtype))
         bits = INTEGERS[self.dtype.itemsize]
         self.wrong.add_((total.to(self.dtype).view(bits) != self.out.view(bits)).sum())
 

@@ -1,8 +1,8 @@
 """Writes the all-reduces that ``fcsd advise`` assumes of other machines: ``python -m benchmarks.comm.sums_of_advice``.
 
 Those of a server's table, or of ``benchmarks/comm/host_sums.py``, on H200s: NCCL, with and without peer access,
-and through the host the fastest exact way and the fastest with INT8. What sends INT8 in one kernel between two ranks
-was measured after that table.
+and through the host the fastest exact way and the fastest with INT8. What sends INT8 in one kernel was measured after
+that table, between two ranks.
 """
 
 import json

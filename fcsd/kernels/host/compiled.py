@@ -30,11 +30,6 @@ ARGUMENTS = {
 }
 
 
-def kernels(ranks: int) -> list[str]:
-    """The names of the kernels that are built for so many ranks."""
-    return [name for name in ARGUMENTS if ranks == 2 or name != "in_codes"]
-
-
 def source() -> str:
     """The text of the kernels."""
     return Path(__file__).with_name("sums.cu").read_text(encoding="utf-8")
@@ -62,7 +57,7 @@ class Gpu:
             image = _compiled(ranks, kind, torch.cuda.get_device_capability())
             _check(self._driver.cuModuleLoadData(ctypes.byref(module), image), "loading a kernel")
             self._modules.append(module)
-            for name in kernels(ranks):
+            for name in ARGUMENTS:
                 function = ctypes.c_void_p()
                 found = self._driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode())
                 _check(found, f"finding the kernel {name}")

@@ -5,7 +5,7 @@ Four protocols have parts of their own in a region, so none sees another's flags
 
     one shot   two slots of lines of 16 bytes: four bytes of values, the number of the call, and both once more
     blocks     two slots for values and two for sums, a flag for each block and step
-    codes      two slots for codes and scales, a flag for each block
+    codes      two slots for codes and scales and two for those of sums, a flag for each block and step
     exchange   one slot, which copy engines fill and empty in pieces, a flag for each piece, and one for "done"
 
 The kernels of the first two take the address of such a part of each rank, wherever it lies. So they also work in memory
@@ -26,10 +26,11 @@ come again.
 
 **Overwritten.** In one shot, blocks and codes, call n uses slot n mod 2. A rank that starts call n + 2 has ended call
 n + 1, for which it has read something from every other rank that was written in *its* call n + 1; that rank has
-therefore ended call n and read the slot. So a rank that has no share of what is summed has to read all of it. In the
-exchange a rank fills its slot after all others have said that they are done with the call before. This needs the calls
-of one protocol to follow each other on the device: all calls of a rank are on one stream, or on streams that wait for
-each other.
+therefore ended call n and read the slot. So a rank that has no share of what is summed has to read all of it. In blocks
+and codes it awaits all flags of a block that has work, as the first one always has. Slots of sums are written and read
+within the same calls. In the exchange a rank fills its slot after all others have said that they are done with the call
+before. This needs the calls of one protocol to follow each other on the device: all calls of a rank are on one stream,
+or on streams that wait for each other.
 
 **It ends.** Every wait looks at the control page and at a clock. If it lasted too long, or a rank is known to be
 lost, the kernel notes it and stops with an error, which no later call of this process survives
@@ -43,7 +44,7 @@ CONTROL = 4096  # bytes of the control page
 LOST, STOPPED = 0, 4  # offsets in it: the lost rank + 1, and a word for each rank that was stopped by it
 ONE_SHOT = 128 << 10  # the most bytes of values in one shot; they take twice as much room
 BLOCKS = 2 << 20  # the most bytes of values in blocks
-CODES = 4608 << 10  # the most bytes of codes and scales
+CODES = 4608 << 10  # the most bytes of a rank's codes and scales
 EXCHANGE = 68 << 20  # the most bytes that a rank shows the others at once
 PIECES = 64  # flags of the exchange
 # Blocks of every launch and threads of a block. They wait beside other work, so they are as few as keep the link busy:
@@ -61,7 +62,7 @@ class Layout:
     one_shot: int = 0
     blocks: int = 4 * ONE_SHOT
     codes: int = blocks + 4 * BLOCKS + 2 * 64 * _FLAG
-    piece_flags: int = codes + 2 * CODES + 64 * _FLAG
+    piece_flags: int = codes + 4 * CODES + 2 * 64 * _FLAG
     done: int = piece_flags + PIECES * _FLAG
     exchange: int = -(-(done + _FLAG) // 4096) * 4096
     region: int = exchange + EXCHANGE

@@ -93,16 +93,6 @@ struct Places {
     for (int k = 0; k < RANKS - 1; k++)
       if (k == 0 || to[k]) store_line(to[k] + at, v);
   }
-  __device__ void put_pair(u64 at, u64 v) const {
-#pragma unroll
-    for (int k = 0; k < RANKS - 1; k++)
-      if (k == 0 || to[k]) store_pair(to[k] + at, v);
-  }
-  __device__ void put_word(u64 at, u32 v) const {
-#pragma unroll
-    for (int k = 0; k < RANKS - 1; k++)
-      if (k == 0 || to[k]) store_word(to[k] + at, v);
-  }
   __device__ void put_flag(u64 at, u32 v) const {
 #pragma unroll
     for (int k = 0; k < RANKS - 1; k++)
@@ -263,9 +253,23 @@ extern "C" __global__ void in_blocks(const Line* x, Line* y, int count, int gath
       BARRIER();
       if (threadIdx.x == 0) places.put_flag(summed, call);
       await_block(given, summed, rank, call, control, limit);
-      for (int i = first + threadIdx.x; i < last; i += blockDim.x) {
-        int owner = (i - first) / share;
-        if (owner != rank) y[i] = load_line(given->of[owner] + sums + 16ull * i);
+      // A thread asks for the sums that lie at the same place of each other rank's share.
+      for (int i = threadIdx.x; i < share; i += AHEAD * blockDim.x) {
+        Line got[AHEAD][RANKS];
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++)
+#pragma unroll
+          for (int peer = 0; peer < RANKS; peer++) {
+            int place = i + k * blockDim.x, at = first + peer * share + place;
+            if (peer != rank && place < share && at < last) got[k][peer] = load_line(places.of[peer] + sums + 16ull * at);
+          }
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++)
+#pragma unroll
+          for (int peer = 0; peer < RANKS; peer++) {
+            int place = i + k * blockDim.x, at = first + peer * share + place;
+            if (peer != rank && place < share && at < last) y[at] = got[k][peer];
+          }
       }
     }
   } else if (threadIdx.x == 0) {  // nothing to do, and no flag grows old
@@ -277,32 +281,34 @@ extern "C" __global__ void in_blocks(const Line* x, Line* y, int count, int gath
 }
 
 // Groups of 128 values in 8 bits, as by the format int8 of kernels/bit_split, bit for bit. LANES threads share a group, whose
-// lines lie one after the other; each has OWN of them. The codes of a line take CODES bytes.
+// lines lie one after the other; each has a unit of OWN of them. The codes of a line take CODES bytes.
 #define GROUP (32 / VALUES)
 #ifndef LANES
 #define LANES GROUP
 #endif
 #define OWN (GROUP / LANES)
 #define CODES (4 * VALUES)
-#define MANY (2 * AHEAD)
+#define FOUR (4 * LANES)  // the units of four groups, whose scales and zeros are one line
+#define UNITS (RANKS > 2 ? AHEAD : 8)  // of every rank that a thread asks for at once
+
+// The line `k` of a unit.
+__device__ __forceinline__ int line_of(int unit, int k) { return unit / LANES * GROUP + unit % LANES + k * LANES; }
 
 struct Coded {
   u64 codes[OWN];  // the lower half alone in fp32
-  u32 scale, zero;  // in bf16; the scale of a group that has infinities or what is not a number is not a number
+  u32 scale;  // and above it zero, in bf16; the scale of a group with infinities or what is not a number is not a number
 
-  __device__ void encode(const Line* lines) {
+  __device__ void encode(const Total* values) {
     float low = 3.402823466e38f, high = -low;
     u32 broken = 0;
     for (int k = 0; k < OWN; k++)
-      for (int word = 0; word < 4; word++) {
-        float value[VALUES];
-        values_of(lines[k], word, value);
+      for (int word = 0; word < 4; word++)
         for (int v = 0; v < VALUES; v++) {
-          broken |= (BITS(value[v]) & 0x7f800000) == 0x7f800000;
-          low = value[v] < low ? value[v] : low;
-          high = value[v] > high ? value[v] : high;
+          float value = values[k].of[word][v];
+          broken |= (BITS(value) & 0x7f800000) == 0x7f800000;
+          low = value < low ? value : low;
+          high = value > high ? value : high;
         }
-      }
     for (int step = LANES / 2; step; step /= 2) {
       float lower = OF_LANE(low, step), higher = OF_LANE(high, step);
       low = lower < low ? lower : low;
@@ -311,121 +317,173 @@ struct Coded {
     }
     low = broken ? 0 : flushed(low);
     high = broken ? 0 : flushed(high);
-    zero = brain(low);
+    u32 zero = brain(low);
     float base = FLOAT(zero << 16), step = TIMES(high - base, (float)(1.0 / 255)), least = 7.888609052210118e-31f;  // 2^-100
     scale = brain(step > least ? step : least);
     broken |= (scale & 0x7f80) == 0x7f80 || (zero & 0x7f80) == 0x7f80;
     float inverse = 1.0f / FLOAT(scale << 16);
     for (int k = 0; k < OWN; k++) {
       codes[k] = 0;
-      for (int word = 0; word < 4; word++) {
-        float value[VALUES];
-        values_of(lines[k], word, value);
+      for (int word = 0; word < 4; word++)
         for (int v = 0; v < VALUES; v++) {
-          float code = TIMES(value[v] - base, inverse);
+          float code = TIMES(values[k].of[word][v] - base, inverse);
           code = code > 0 ? code : 0;
           code = code < 255 ? code : 255;
           u64 byte = BITS(PLUS(code, 12582912.0f)) & 255;  // from 1.5 * 2^23 on an fp32 number has no fraction bits
           codes[k] |= (broken ? 0 : byte) << 8 * (word * VALUES + v);
         }
-      }
     }
-    if (broken) scale = 0x7fc0, zero = 0;
+    scale = broken ? 0x7fc0 : scale | zero << 16;
   }
-  __device__ static void values_of(Line line, int word, float* value) {
-    for (int v = 0; v < VALUES; v++) value[v] = 0;
-    add_word(value, word == 0 ? line.a : word == 1 ? line.b : word == 2 ? line.c : line.d);
+  __device__ void encode(const Line* x, int unit) {
+    Total values[OWN];
+    for (int k = 0; k < OWN; k++) {
+      values[k].clear();
+      values[k].add(x[line_of(unit, k)]);
+    }
+    encode(values);
+  }
+  __device__ void add_to(Total* total) const {
+    for (int k = 0; k < OWN; k++)
+      for (int word = 0; word < 4; word++)
+        for (int v = 0; v < VALUES; v++) {
+          float code = (float)(u32)(codes[k] >> 8 * (word * VALUES + v) & 255);
+          total[k].of[word][v] += PLUS(TIMES(code, FLOAT(scale << 16)), FLOAT(scale & 0xffff0000));
+        }
+  }
+  __device__ void decode(Total* total) const {
+    for (int k = 0; k < OWN; k++) total[k].clear();
+    add_to(total);
+  }
+  __device__ void store(char* to, int unit) const {
+    for (int k = 0; k < OWN; k++) {
+      char* at = to + (u64)CODES * line_of(unit, k);
+      if (CODES == 8) store_pair(at, codes[k]);
+      else store_word(at, (u32)codes[k]);
+    }
+  }
+  __device__ void load(const char* from, int unit) {
+    for (int k = 0; k < OWN; k++) {
+      const char* at = from + (u64)CODES * line_of(unit, k);
+      codes[k] = CODES == 8 ? load_pair(at) : load_word(at);
+    }
   }
   __device__ static float flushed(float v) { return (BITS(v) & 0x7f800000) ? v : 0; }
-  __device__ void add_to(Total& total, int k) const {
-    for (int word = 0; word < 4; word++)
-      for (int v = 0; v < VALUES; v++) {
-        float code = (float)(u32)(codes[k] >> 8 * (word * VALUES + v) & 255);
-        total.of[word][v] += PLUS(TIMES(code, FLOAT(scale << 16)), FLOAT(zero << 16));
-      }
-  }
 };
 
-#if RANKS == 2
-// Blocks as in `in_blocks`, for whole groups between two ranks. Codes of all lines come first, then scales and zeros of
-// groups, which lie in shared memory on their way, because a few bytes at a time are slow on the link. At each place lie
-// two slots and flags, one for each block.
-extern "C" __global__ void in_codes(const Line* x, Line* y, int count, const Places* given, u64 slot, int rank, u32* calls,
-                                    Control* control, u64 limit) {
-  SHARED u32 scale_of[GROUPS];
-  Places places = *given;
-  u32 call = calls[blockIdx.x] + 1;
-  u64 codes = (call & 1) * slot, scales = codes + (u64)CODES * count, sent = 2 * slot + 64 * blockIdx.x;
-  int part = (count / GROUP + 4 * gridDim.x - 1) / (4 * gridDim.x) * 4 * GROUP, first = blockIdx.x * part;
-  int units = max(0, min(count, first + part) - first) / OWN;  // what threads have of groups
-  int lines = (units / LANES + 3) / 4;  // of scales and zeros
-  scales += 4ull * (first / GROUP);
-  for (int unit = threadIdx.x; unit < units; unit += blockDim.x) {
-    int at = first + unit / LANES * GROUP + unit % LANES;
-    Line own[OWN];
-    for (int k = 0; k < OWN; k++) own[k] = x[at + k * LANES];
-    Coded coded;
-    coded.encode(own);
-    for (int k = 0; k < OWN; k++) {
-      u64 to = codes + (u64)CODES * (at + k * LANES);
-      if (CODES == 8) places.put_pair(to, coded.codes[k]);
-      else places.put_word(to, (u32)coded.codes[k]);
-    }
-    if (unit % LANES == 0) scale_of[unit / LANES] = coded.scale | coded.zero << 16;
-  }
+// Send the scales and zeros of so many units, and announce them and the codes that the block has sent.
+__device__ __forceinline__ void hand_on(const Line* scales, int units, char* to, char* flag, u32 call) {
   BARRIER();
-  for (int i = threadIdx.x; i < lines; i += blockDim.x)
-    places.put(scales + 16ull * i, Line{scale_of[4 * i], scale_of[4 * i + 1], scale_of[4 * i + 2], scale_of[4 * i + 3]});
+  for (int i = threadIdx.x; i * FOUR < units; i += blockDim.x) store_line(to + 16ull * i, scales[i]);
   FENCE();
   BARRIER();
-  if (threadIdx.x == 0) places.put_flag(sent, call);
-  if (units > 0) await_block(given, sent, rank, call, control, limit);
-  const char* theirs = places.of[1 - rank];
-  for (int begin = 0; begin < units; begin += MANY * blockDim.x) {
-    u64 got[MANY][OWN];  // what is asked for before the first answer has come
+  if (threadIdx.x == 0) store_flag(flag, call);
+}
+
+// Blocks as in `in_blocks`, for whole groups in memory of the host: in one step between two ranks, in two steps among more,
+// which encode the sums, too, before they are rounded. Codes of all lines come first, then scales and zeros of groups,
+// which lie in shared memory on their way, because a few bytes at a time are slow on the link. At each place lie two slots
+// for values, two for sums, and flags, one for each block and step.
+extern "C" __global__ void in_codes(const Line* x, Line* y, int count, const Places* given, u64 slot, int rank, u32* calls,
+                                    Control* control, u64 limit) {
+  SHARED Line scales[GROUPS / 4 + RANKS];  // RANKS more, because shares are rounded up
+  u32* scale_of = (u32*)scales;
+  char* own = given->to[0];
+  const char* others[RANKS - 1];  // in the order of ranks
 #pragma unroll
-    for (int n = 0; n < MANY; n++) {
-      int unit = begin + n * blockDim.x + threadIdx.x, at = first + unit / LANES * GROUP + unit % LANES;
-      if (unit >= units) continue;
-      for (int k = 0; k < OWN; k++) {
-        const char* there = theirs + codes + (u64)CODES * (at + k * LANES);
-        got[n][k] = CODES == 8 ? load_pair(there) : load_word(there);
+  for (int k = 0; k < RANKS - 1; k++) others[k] = given->of[k + (k >= rank)];
+  u32 call = calls[blockIdx.x] + 1;
+  u64 sent = 4 * slot + 64 * blockIdx.x, summed = sent + 64 * gridDim.x;
+  // A part and a share of it have whole lines of scales. What this block and this rank have of them may be empty.
+  int part = (count / GROUP + 4 * gridDim.x - 1) / (4 * gridDim.x), share = RANKS > 2 ? (part + RANKS - 1) / RANKS : part;
+  int first = blockIdx.x * part * 4 * GROUP, units = max(0, min(count - first, part * 4 * GROUP)) / OWN;
+  int from = RANKS > 2 ? min(units, rank * share * FOUR) : 0, to = min(units, from + share * FOUR);
+  // Where the part lies at each place; its sums lie two slots further.
+  u64 codes = (call & 1) * slot + (u64)CODES * first, lines = (call & 1) * slot + (u64)CODES * count + 4ull * (first / GROUP);
+  x += first;
+  y += first;
+  for (int unit = threadIdx.x; unit < units; unit += blockDim.x) {
+    Coded coded;
+    coded.encode(x, unit);
+    coded.store(own + codes, unit);
+    if (unit % LANES == 0) scale_of[unit / LANES] = coded.scale;
+  }
+  hand_on(scales, units, own + lines, own + sent, call);
+  if (units > 0) await_block(given, sent, rank, call, control, limit);
+  for (int begin = from; begin < to; begin += UNITS * blockDim.x) {
+    Coded got[UNITS][RANKS - 1];  // what is asked for before the first answer has come
+#pragma unroll
+    for (int n = 0; n < UNITS; n++)
+#pragma unroll
+      for (int k = 0; k < RANKS - 1; k++) {
+        int unit = begin + n * blockDim.x + threadIdx.x;
+        if (unit < to) got[n][k].load(others[k] + codes, unit);
       }
-    }
-    if (begin == 0) {
-      for (int i = threadIdx.x; i < lines; i += blockDim.x) {
-        Line line = load_line(theirs + scales + 16ull * i);
-        scale_of[4 * i] = line.a;
-        scale_of[4 * i + 1] = line.b;
-        scale_of[4 * i + 2] = line.c;
-        scale_of[4 * i + 3] = line.d;
+    if (begin == from) {
+      for (int i = threadIdx.x; i < (RANKS - 1) * share; i += blockDim.x) {
+        int k = i / share, line = from / FOUR + i % share;
+        if (line * FOUR < to) scales[i] = load_line(given->of[k + (k >= rank)] + lines + 16ull * line);
       }
       BARRIER();
     }
 #pragma unroll
-    for (int n = 0; n < MANY; n++) {
-      int unit = begin + n * blockDim.x + threadIdx.x, at = first + unit / LANES * GROUP + unit % LANES;
-      if (unit >= units) continue;
-      Line own[OWN];
-      for (int k = 0; k < OWN; k++) own[k] = x[at + k * LANES];
-      Coded mine, other;
-      mine.encode(own);
-      other.scale = scale_of[unit / LANES] & 0xffff;
-      other.zero = scale_of[unit / LANES] >> 16;
-      for (int k = 0; k < OWN; k++) {
-        other.codes[k] = got[n][k];
-        Total total;
-        total.clear();
-        mine.add_to(total, k);  // the order of two numbers does not matter
-        other.add_to(total, k);
-        y[at + k * LANES] = total.line();
+    for (int n = 0; n < UNITS; n++) {
+      int unit = begin + n * blockDim.x + threadIdx.x, group = (unit - from) / LANES;
+      if (unit >= to) continue;
+      Coded coded;
+      coded.encode(x, unit);
+      Total total[OWN];
+      for (int k = 0; k < OWN; k++) total[k].clear();
+#pragma unroll
+      for (int k = 0; k < RANKS; k++) {
+        if (k == rank) coded.add_to(total);
+        if (k == RANKS - 1) break;
+        got[n][k].scale = scale_of[4 * k * share + group];
+        got[n][k].add_to(total);
       }
+      if (RANKS > 2) {
+        coded.encode(total);
+        coded.store(own + 2 * slot + codes, unit);
+        if (unit % LANES == 0) scale_of[4 * (RANKS - 1) * share + group] = coded.scale;
+        coded.decode(total);
+      }
+      for (int k = 0; k < OWN; k++) y[line_of(unit, k)] = total[k].line();
+    }
+  }
+  if (RANKS > 2) {
+    hand_on(scales + (RANKS - 1) * share, to - from, own + 2 * slot + lines + 16ull * (from / FOUR), own + summed, call);
+    if (units > 0) await_block(given, summed, rank, call, control, limit);
+    // A thread asks for the sums that lie at the same place of each other rank's share.
+    for (int begin = 0; begin < share * FOUR; begin += UNITS * blockDim.x) {
+      Coded got[UNITS][RANKS - 1];
+#pragma unroll
+      for (int n = 0; n < UNITS; n++)
+#pragma unroll
+        for (int k = 0; k < RANKS - 1; k++) {
+          int place = begin + n * blockDim.x + threadIdx.x, unit = (k + (k >= rank)) * share * FOUR + place;
+          if (place < share * FOUR && unit < units) got[n][k].load(others[k] + 2 * slot + codes, unit);
+        }
+      if (begin == 0) {
+        for (int i = threadIdx.x; i * FOUR < units; i += blockDim.x)
+          if (i / share != rank) scales[i] = load_line(given->of[i / share] + 2 * slot + lines + 16ull * i);
+        BARRIER();
+      }
+#pragma unroll
+      for (int n = 0; n < UNITS; n++)
+#pragma unroll
+        for (int k = 0; k < RANKS - 1; k++) {
+          int place = begin + n * blockDim.x + threadIdx.x, unit = (k + (k >= rank)) * share * FOUR + place;
+          if (place >= share * FOUR || unit >= units) continue;
+          Total total[OWN];
+          got[n][k].scale = scale_of[unit / LANES];
+          got[n][k].decode(total);
+          for (int i = 0; i < OWN; i++) y[line_of(unit, i)] = total[i].line();
+        }
     }
   }
   BARRIER();
   if (threadIdx.x == 0) calls[blockIdx.x] = call;
 }
-#endif
 
 // What copy engines move is announced and awaited by these, one block each. The number of the call is `*calls` + 1.
 extern "C" __global__ void announce(char* flag, const u32* calls) {

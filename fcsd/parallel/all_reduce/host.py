@@ -2,8 +2,8 @@
 
 Small tensors travel in one kernel, one shot; middle ones in blocks with a flag each; large ones by copy engines, which
 leave the SMs to the products beside them. In fewer bits, records of a format travel by copy engines, and middle tensors
-in int8 between two ranks in blocks. The sum is made in fp32 in the order of ranks and rounded once, so every rank has
-the same bits, whichever way the values travelled.
+in int8 in blocks. The sum is made in fp32 in the order of ranks and rounded once, so every rank has the same bits,
+whichever way the values travelled.
 
 What is faster where depends on the machine: ``host_table`` measures it.
 """
@@ -41,9 +41,11 @@ class HostSums(OneKernelSums):
     def __init__(self, memory: HostMemory, device: Any) -> None:
         self._base: int = device.mapped(memory.address, total_bytes(memory.size))
         places = {}
-        parts = {"one_shot": (LAYOUT.one_shot, ONE_SHOT), "in_blocks": (LAYOUT.blocks, BLOCKS)}
-        if memory.size == 2:
-            parts["in_codes"] = LAYOUT.codes, CODES
+        parts = {
+            "one_shot": (LAYOUT.one_shot, ONE_SHOT),
+            "in_blocks": (LAYOUT.blocks, BLOCKS),
+            "in_codes": (LAYOUT.codes, CODES),
+        }
         for name, (offset, most) in parts.items():
             of = [self._base + memory.region(rank, offset) for rank in range(memory.size)]
             places[name] = Places(of, [of[memory.rank]], most, *LAUNCH[name])
@@ -75,8 +77,8 @@ class HostSums(OneKernelSums):
             self._in_format(x, out, format)
 
     def codes(self, x: Tensor, format: Format) -> bool:
-        """Whether ``in_blocks`` sends ``x`` in this format: int8 between two ranks, up to some 8 MiB of bf16 values."""
-        return self.size == 2 and format == _CODED and x.numel() * 33 // 32 <= CODES
+        """Whether ``in_blocks`` sends ``x`` in this format: int8, up to some 8 MiB of bf16 values."""
+        return format == _CODED and x.numel() * 33 // 32 <= CODES
 
     def method(self, size: int) -> str:
         """The method for ``size`` bytes."""

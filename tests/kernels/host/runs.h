@@ -9,10 +9,7 @@ int run_in_blocks(int grid, A x, A y, int count, int gather, int shares, A place
   return run(grid, [=] { in_blocks((Line*)x, (Line*)y, count, gather, shares, (Places*)places, slot, rank, (u32*)calls, (Control*)control, limit); });
 }
 int run_in_codes(int grid, A x, A y, int count, A places, A slot, int rank, A calls, A control, A limit) {
-#if RANKS == 2
   return run(grid, [=] { in_codes((Line*)x, (Line*)y, count, (Places*)places, slot, rank, (u32*)calls, (Control*)control, limit); });
-#endif
-  return 1;
 }
 int run_announce(int grid, A flag, A calls) { return run(1, [=] { announce((char*)flag, (u32*)calls); }); }
 int run_await_all(int grid, A flag, A region, int rank, A calls, u32 back, A control, A limit) {

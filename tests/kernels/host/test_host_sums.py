@@ -166,9 +166,13 @@ def test_every_rank_has_its_rows_of_the_literal_sum(world: int, aside: int) -> N
     assert ranks.in_group(world, scatters, cpu_device.libraries(world), world, aside) == [[]] * world
 
 
-def in_format(rank: int, built: dict[int, Path], name: str, way: str) -> list[str]:
+def in_format(rank: int, built: dict[int, Path], world: int, name: str, way: str, aside: int = 0) -> list[str]:
+    """What a rank finds wrong beside the same sums over gloo; the last rank may be set aside."""
     made, format = cpu_device.sums(built), Format.parse(name)
-    wrong = []
+    made.device.set_aside(aside if rank == world - 1 else 0)
+    calls = made._calls["in_codes"]
+    calls.fill_(-3)  # so that the numbers of its calls wrap around
+    given = []
     for call, shape in enumerate(((6, 256), (1, 256), (5, 128), (40, 256))):
         for dtype in (torch.bfloat16, torch.float32):
             x = drawn(rank, call, shape[0] * shape[1], dtype).view(shape)
@@ -177,46 +181,80 @@ def in_format(rank: int, built: dict[int, Path], name: str, way: str) -> list[st
                 x[0, 130] = float("nan")
             if call == 3:
                 x[rank, 7], x[5 - rank, 200], x[7] = float("inf"), 3e38, -2.5
+                x[9], x[10, 5], x[11] = 1e-39 * rank, 3e38, x[11] * (-1) ** rank
+                x[12:, :128] = (1.0, 2.0**30, -(2.0**30))[rank % 3]  # the order of the ranks decides about the sum
             expected = x.clone()
             quantised.all_reduce(expected, format, dist.group.WORLD).wait()
-            made.all_reduce(x, x, way, format)
-            if not torch.equal(x.nan_to_num(7e30), expected.nan_to_num(7e30)):
-                wrong.append(f"{shape} {dtype}")
-    if way == "in_blocks" and int(made._calls["in_codes"][0]) != 8:
+            given.append((x, x if call % 2 else torch.empty_like(x), expected))
+    for x, out, _ in given:  # nothing else keeps the ranks together
+        made.all_reduce(x, out, way, format)
+    right = [torch.equal(out.nan_to_num(7e30), expected.nan_to_num(7e30)) for _, out, expected in given]
+    wrong = [f"{tuple(x.shape)} {x.dtype}" for (x, *_), same in zip(given, right, strict=True) if not same]
+    if way == "in_blocks" and calls.tolist()[:3] != [5] * 3:
         wrong.append("another way")
     return wrong
 
 
 @pytest.mark.parametrize(
     ("world", "name", "way"),
-    [(2, "int8", "exchange"), (2, "int8", "in_blocks"), (3, "int4", "exchange"), (2, "int6:sr", "exchange")],
+    [
+        *((world, "int8", "in_blocks") for world in (2, 3, 4, 8)),
+        *((2, "int8", "exchange"), (3, "int4", "exchange"), (2, "int6:sr", "exchange")),
+    ],
 )
 def test_a_format_means_the_same_as_over_nccl(world: int, name: str, way: str) -> None:
-    assert ranks.in_group(world, in_format, cpu_device.libraries(world), name, way) == [[]] * world
+    assert ranks.in_group(world, in_format, cpu_device.libraries(world), world, name, way) == [[]] * world
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_codes_are_right_if_a_rank_is_set_aside(world: int) -> None:
+    found = ranks.in_group(world, in_format, cpu_device.libraries(world), world, "int8", "in_blocks", 300)
+    assert found == [[]] * world
+
+
+def full(rank: int, built: dict[int, Path]) -> list[bool]:
+    """The largest tensor that is sent in codes, twice, so that both slots are full."""
+    made, format = cpu_device.sums(built), Format.parse("int8")
+    rows = host.CODES * 32 // 33 // 128
+    right = []
+    for call in range(2):
+        x = drawn(rank, call, 128 * rows, torch.bfloat16).view(rows, 128)
+        expected = x.clone()
+        quantised.all_reduce(expected, format, dist.group.WORLD).wait()
+        made.all_reduce(x, x, "in_blocks", format)
+        right.append(torch.equal(x, expected))
+    return [*right, made.codes(x.new_empty(rows + 1, 128), format)]
+
+
+def test_codes_fill_their_slots() -> None:
+    assert ranks.in_group(3, full, cpu_device.libraries(3)) == [[True, True, False]] * 3
 
 
 def waits(rank: int, built: dict[int, Path], folder: Path | None, way: str) -> Any:
-    """Rank 1 never calls; what rank 0 then says, after how many seconds."""
+    """Rank 1 never calls; what another one then says, after how many seconds."""
     made = sums_in(folder, built, limit=0.5)
     made.memory.close()  # or the thread would end this process
     begun = time.monotonic()
     told: Any = None
-    if rank == 0:
-        x = torch.ones(4096)
+    if rank != 1:
+        x, asked = torch.ones(32, 128), way.split(":")
+        how = (asked[0], *map(Format.parse, asked[1:]))
         with pytest.raises(cpu_device.StoppedError):
-            made.all_reduce(x, x, way)
+            made.all_reduce(x, x, *how)
         with pytest.raises(PeerLostError, match=r"rank 1 \(process \d+\) did not answer for 0 s") as raised:
-            made.all_reduce(x, x, way)
-        told = str(raised.value), time.monotonic() - begun < 30, made.memory.word(STOPPED)
+            made.all_reduce(x, x, *how)
+        told = str(raised.value), time.monotonic() - begun < 30, made.memory.word(STOPPED + 4 * rank)
     dist.barrier()
     return told
 
 
-@pytest.mark.parametrize(("memory", "way"), EVERY_WAY)
-def test_a_rank_that_does_not_come_ends_the_sum_by_name(memory: str, way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("world", "memory", "way"), [*((2, *one) for one in EVERY_WAY), (3, "host", "in_blocks:int8")])
+def test_a_rank_that_does_not_come_ends_the_sum_by_name(world: int, memory: str, way: str, tmp_path: Path) -> None:
     folder = tmp_path if memory == "peers" else None
-    (_, soon, stopped), nothing = ranks.in_group(2, waits, cpu_device.libraries(2), folder, way)
-    assert soon and stopped == 1 and nothing is None
+    first, nothing, *others = ranks.in_group(world, waits, cpu_device.libraries(world), folder, way)
+    assert nothing is None
+    for _, soon, stopped in (first, *others):
+        assert soon and stopped == 1
 
 
 def dies(built: dict[int, Path], folder: Path | None, killed: bool) -> None:
@@ -285,7 +323,7 @@ def test_the_parts_of_a_region_do_not_overlap() -> None:
     ends = [
         (LAYOUT.one_shot, 2 * 2 * host.ONE_SHOT),
         (LAYOUT.blocks, 4 * host.BLOCKS + 2 * 64 * host.LAUNCH["in_blocks"][0]),
-        (LAYOUT.codes, 2 * host.CODES + 64 * host.LAUNCH["in_codes"][0]),
+        (LAYOUT.codes, 4 * host.CODES + 2 * 64 * host.LAUNCH["in_codes"][0]),
         (LAYOUT.piece_flags, 64 * host.PIECES),
         (LAYOUT.done, 64),
         (LAYOUT.exchange, host.EXCHANGE),
