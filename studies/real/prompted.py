@@ -2,7 +2,7 @@
 
     python -m studies.real.prompted ask ORIGINAL MIRROR ASKED.json.gz [--limit 1000]
     python -m studies.real.prompted run ORIGINAL OUT --text own=DIR --text foreign=DIR --asked ASKED.json.gz
-        --questions FILE.json.gz [--ways base,reverse] [--seeds 2] [--tokens 20e6] [--written 10e6] [--seconds 500]
+        --questions FILE.json.gz [--ways base,reverse] [--seeds 2] [--tokens 20e6] [--written 10.5e6] [--seconds 500]
     python -m studies.real.prompted score OUT/results.jsonl ASKED.json.gz SCORED.jsonl
     python -m studies.real.prompted table SCORED.jsonl
 
@@ -61,6 +61,7 @@ WARMUP, LEAST = 0.1, 0.02  # shares of the tokens and of the learning rate
 SHARED = 8  # tokens in a row that no prompt shares with a question
 MOST_ASKED = 128  # tokens of a prompt
 SEED_OF_PROMPTS = 1 << 40  # no seed of a round
+TEXT = 4  # a round of text is as long as so many of answers: nothing is written in it
 LONGER = 1.3  # by how much a part may take longer than any of its kind so far
 JUDGED = {  # where the mirror has the questions, and the keys of the user's turn
     "GSM8K": ("openai/gsm8k/main/test.jsonl", "{question}"),
@@ -147,7 +148,7 @@ def arguments() -> argparse.ArgumentParser:
     part.add_argument("--layers", default="50%")
     part.add_argument("--seeds", type=int, default=2)
     part.add_argument("--tokens", type=float, default=20e6)
-    part.add_argument("--written", type=float, default=10e6, help="how many of the tokens are answers in other ways")
+    part.add_argument("--written", type=float, default=10.5e6, help="how many of the tokens are answers in other ways")
     part.add_argument("--rounds", type=int, default=8, help="in the written tokens")
     part.add_argument("--batch", type=int, default=32, help="rows of 1024 tokens in a step")
     part.add_argument("--prompts", type=int, default=24000)
@@ -322,12 +323,13 @@ class Study:
         if file := next((file for file in stored if file.exists()), None):
             training.load(file)
         while (tokens := training.counts["tokens"]) < self.total:
-            kind = "a round of text" if way == "base" or tokens < self.half else f"a round of {way}"
+            on_text, end = way == "base" or tokens < self.half, self.half if tokens < self.half else self.total
+            until = min(end, tokens + (TEXT if on_text else 1) * self.round_tokens)
+            kind, began = "text" if on_text else way, time.time()
             if self.is_late(kind):
                 return None
-            began, until = time.time(), min(self.half if tokens < self.half else self.total, tokens + self.round_tokens)
             with self.timed(kind):
-                if kind == "a round of text":
+                if on_text:
                     losses, told = self.read_text(training, seed, until), {}
                 else:
                     losses, told = self.read_answers(training, way, seed, until)
@@ -408,7 +410,7 @@ class Study:
             way=GRAPHS if cuda else SLOTS,
             batch_size=self.given.at_once,
             cache_tokens=self.given.at_once * (max(map(len, prompts)) + most + GRAIN),
-            temperatures=[heat] * len(prompts),
+            temperatures=[heat] * len(prompts) if heat else None,
         )
         found = dict(told)
         return [found[number] for number in range(len(prompts))]

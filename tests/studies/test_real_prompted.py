@@ -137,7 +137,7 @@ def test_ways_are_one_run_up_to_the_answers_and_calls_go_on(words: list[str], mo
     ways = [*words, "--ways=base,reverse,forward,taught", "--seeds=1"]
     whole = run(ways, monkeypatch)
     rounds = [line for line in whole if "round" in line]
-    assert [line["way"] for line in rounds if line["tokens"] <= 1024] == ["base"] * 2
+    assert [line["way"] for line in rounds if line["tokens"] <= 1024] == ["base"]
     forms = {line["form"]: line for line in whole if "form" in line}
     kl = [line["kl"]["own"]["kl"] for line in forms.values()]
     assert [*forms] == ["original", "base", "reverse", "forward", "taught"] and kl[0] == 0 and len({*kl}) == 5
@@ -155,7 +155,7 @@ def test_ways_are_one_run_up_to_the_answers_and_calls_go_on(words: list[str], mo
         stops += 1
         parts.clear()
         again = run([*words, "--seeds=1"], monkeypatch)
-    assert stops >= 4
+    assert stops >= 3
 
     def results(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
         timing = ("seconds", "at", "judged_in", "trained_in", "writing")
