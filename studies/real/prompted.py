@@ -260,12 +260,12 @@ class Study:
         self.rows = torch.cat(parts)
         given.out.mkdir(parents=True, exist_ok=True)
         self.file = given.out / "results.jsonl"
-        self.ended = {(line["form"], line["seed"]) for line in self.lines() if "form" in line}
+        self.fixed = {"layers": given.layers, "total": self.total, "answers_from": self.half, "batch": given.batch}
+        stored = read_lines(self.file) if self.file.exists() else []
+        if any(not self.fixed.items() <= line.items() for line in stored):
+            raise SystemExit(f"{self.file} was begun with other options; give the same ones, or another OUT")
+        self.ended = {(line["form"], line["seed"]) for line in stored if "form" in line}
         self.longest: dict[str, float] = {}  # seconds of a part, by its kind
-
-    def lines(self) -> list[Line]:
-        """What is stored so far."""
-        return read_lines(self.file) if self.file.exists() else []
 
     def run(self) -> None:
         """Measure the original and every way of every seed, as long as there is time."""
@@ -428,7 +428,8 @@ class Study:
         """Store the divergences of a form, its answers to the benchmarks, and what it writes."""
         began, model = time.time(), self.original if training is None else training.student.requires_grad_(False)
         kl = divergences(model, self.original, self.texts, self.given.held_out, SEQ)
-        chosen = {task: {"right": [int(one) for one in found["right"]]} for task, found in self.chosen(model).items()}
+        told = answers(model, self.questions)
+        chosen = {task: {"right": [int(one) for one in found["right"]]} for task, found in told.items()}
         asked = [(name, row["ids"]) for name, rows in self.asked.items() for row in rows]
         prompts = [[*self.turns.before, *ids, *self.turns.after] for _, ids in asked]
         said: dict[str, list[Any]] = {name: [] for name in self.asked}
@@ -438,15 +439,10 @@ class Study:
         self.store({"form": form, "seed": seed, "kl": kl, "chosen": chosen, "said": said, **spent,
                     "judged_in": time.time() - began, "at": self.at()})  # fmt: skip
 
-    def chosen(self, model: Any) -> Any:
-        """The answers to the benchmarks."""
-        return answers(model, self.questions)
-
     def store(self, line: Line) -> None:
         """Append a line to the results, and show it."""
-        fixed = {"layers": self.given.layers, "total": self.total, "answers_from": self.half}
         with self.file.open("a") as file:
-            file.write(json.dumps({**line, **fixed}) + "\n")
+            file.write(json.dumps({**line, **self.fixed}) + "\n")
         shown = {key: value for key, value in line.items() if key not in ("said", "chosen")}
         print(json.dumps(shown), flush=True)
 

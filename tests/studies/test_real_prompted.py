@@ -169,6 +169,8 @@ def test_ways_are_one_run_up_to_the_answers_and_calls_go_on(words: list[str], mo
 def test_a_call_without_time_begins_nothing(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     lines = run([*words, "--seconds=0"], monkeypatch)
     assert [sorted({"prompts", "stopped"} & line.keys()) for line in lines] == [["prompts"], ["stopped"]]
+    with pytest.raises(SystemExit, match="other options"):
+        run([*words, "--batch=4"], monkeypatch)
 
 
 def test_prompts_that_share_words_with_a_question_are_left_out(
