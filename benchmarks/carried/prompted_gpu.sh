@@ -70,11 +70,15 @@ call() {
     cp "$WORK/own/write.json" "$out/own.json"
     say "the ways"
     # shellcheck disable=SC2086 # the options are split into words on purpose
-    python3 -m studies.real.prompted run "$WORK/original" "$WORK/ways" --text own="$WORK/own" --text foreign="$in/foreign" \
-        --asked "$in/asked.json.gz" --questions "$in/questions.json.gz" --seconds "$(left)" ${MORE:-} 2> "$out/study.log" ||
-        tail -n 20 "$out/study.log"
+    if ! python3 -m studies.real.prompted run "$WORK/original" "$WORK/ways" --text own="$WORK/own" --text foreign="$in/foreign" \
+        --asked "$in/asked.json.gz" --questions "$in/questions.json.gz" --seconds "$(left)" ${MORE:-} 2> "$out/study.log"; then
+        say "failed: $(tail -n 5 "$out/study.log")"
+    elif tail -n 1 "$WORK/ways/results.jsonl" | grep -q '"stopped"'; then
+        say "call again"
+    else
+        say "all has ended"
+    fi
     gzip -c "$WORK/ways/results.jsonl" > "$out/results.jsonl.gz"
-    say "ended"
 }
 
 score() {
