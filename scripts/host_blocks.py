@@ -67,7 +67,7 @@ def host_blocks(root: Path) -> dict[str, dict[str, str]]:
 
 
 def turns(folder: Path, file: str, base: str) -> str:
-    """How many times as fast as one engine of `vllm_turns.py` each other of its shape was, by medians."""
+    """How many times as fast as one engine of `benchmarks.vllm turns` each other of its shape was, by medians."""
     shape = base.rpartition(", ")[0]
     found = {n: row for n, row in _read(folder, file)["milliseconds"].items() if n.startswith(shape)}
     times = {name: {what: statistics.median(row[what]) for what in row} for name, row in found.items()}

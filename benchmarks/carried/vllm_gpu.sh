@@ -15,14 +15,14 @@
 #           and by its Marlin kernels
 #   sums    on two GPUs: quantised and symmetric sums, tables of sums, and the bound, which has to be wrong
 #   exchange  on two GPUs: data-parallel attention, with divided experts and vLLM's exchange of tokens
-#   rows    on TP GPUs (two): the plans in PLANS for `vllm_parity.py serve`. Parts between semicolons run at the same
+#   rows    on TP GPUs (two): the plans in PLANS for `parity serve`. Parts between semicolons run at the same
 #           time; a part with a case for vLLM's kernels for latent attention uses them
 #   serve   times originals, wirings and bounds: `fcsd bench serve` with the words in SERVE; its files are in $OUT/serve.
 #           Several of them run at once on different GPUs, each with CUDA_VISIBLE_DEVICES and OUT of its own. BENCH is
 #           another program in the place of `python3 -m fcsd`
-#   load    the same by benchmarks/vllm/vllm_load.py, with loads for the bound and for sums at once
-#   trace   the times of single steps, and their traces: benchmarks/vllm/vllm_trace.py with the words in TRACE; its files
-#           are in $OUT/steps
+#   load    the same by `python3 -m benchmarks.vllm load`, with loads for the bound and for sums at once
+#   trace   the times of single steps, and their traces: `python3 -m benchmarks.vllm trace` with the words in TRACE;
+#           its files are in $OUT/steps
 #
 # With ONE_GPU=2 in the environment two ranks share one GPU (benchmarks/vllm/one_gpu.py): whether it is right, not how fast.
 #
@@ -91,8 +91,8 @@ items() {
     temporary=$(mktemp -d)
     mkdir -p "$folder"
     python3 -m fcsd convert assets/teacher "$temporary/teacher" --wiring farskip --layers all --no-check
-    python3 benchmarks/vllm/vllm_items.py record "$temporary/teacher" "$folder/items-teacher.json.gz" --limit "${ITEMS:-50}"
-    python3 benchmarks/vllm/vllm_items.py record assets/teacher "$folder/items-teacher.base.json.gz" --limit "${ITEMS:-50}"
+    python3 -m benchmarks.vllm items record "$temporary/teacher" "$folder/items-teacher.json.gz" --limit "${ITEMS:-50}"
+    python3 -m benchmarks.vllm items record assets/teacher "$folder/items-teacher.base.json.gz" --limit "${ITEMS:-50}"
     rm -r "$temporary"
 }
 
@@ -146,7 +146,7 @@ running() {
 }
 
 report() {
-    python3 benchmarks/vllm/vllm_report.py "$logs" "$OUT/$command"
+    python3 -m benchmarks.vllm report "$logs" "$OUT/$command"
 }
 
 # After SIGINT or SIGTERM: end the parts, give them five seconds, and report what they have found.
@@ -174,7 +174,7 @@ if [ "$command" = build ] || [ "$command" = items ]; then
     $command
     exit
 fi
-for needed in "$folder/vllm.tar.xz" "$folder/packages.tar.xz" fcsd benchmarks/vllm/vllm_parity.py tests/tiny.py assets/teacher; do
+for needed in "$folder/vllm.tar.xz" "$folder/packages.tar.xz" fcsd benchmarks/vllm/parity.py tests/tiny.py assets/teacher; do
     [ -e "$needed" ] || { echo "$PWD/$needed is missing; nothing was run" >&2 && exit 2; }
 done
 
@@ -210,7 +210,7 @@ case $command in serve | load | trace) ;; *)
     ;;
 esac
 # A part imports vLLM once (10 to 20 s) and then serves one model after the other, the most telling ones first.
-serve="python3 benchmarks/vllm/vllm_parity.py serve $models"
+serve="python3 -m benchmarks.vllm parity serve $models"
 latent="env VLLM_MLA_DISABLE=0 $serve"
 small=qwen2_moe-farskip glm=glm4_moe-farskip deepseek=deepseek_v2-farskip wide=deepseek_v2-latent dense=llama-ladder
 # shellcheck disable=SC2086 # $serve is split into words
@@ -219,11 +219,11 @@ one)
     job float32 $serve {$small,qwen3_moe-farskip,teacher,glm4_moe-farskip}/float32/eager
     job bfloat16 $serve $small/bfloat16/graph {$small,teacher}/bfloat16/default
     job fp8 $serve qwen3_moe-fp8/bfloat16/eager
-    job server python3 benchmarks/vllm/vllm_server.py "$models" --seconds $(($(left) - 8))
+    job server python3 -m benchmarks.vllm server "$models" --seconds $(($(left) - 8))
     ;;
 tasks)
     for name in teacher teacher.base; do
-        job "$name" python3 benchmarks/vllm/vllm_parity.py items "$models" $name --items "$folder" --out "$OUT"
+        job "$name" python3 -m benchmarks.vllm parity items "$models" $name --items "$folder" --out "$OUT"
     done
     ;;
 two)
@@ -267,7 +267,7 @@ exchange)
     job latent $latent --dp 2 $wide/bfloat16/{default,graph}/ep
     ;;
 rows)
-    IFS=';' read -ra parts <<< "${PLANS:?PLANS is missing: plans of vllm_parity.py serve, in parts between semicolons}"
+    IFS=';' read -ra parts <<< "${PLANS:?PLANS is missing: plans of parity serve, in parts between semicolons}"
     for part in "${!parts[@]}"; do
         program=$serve
         [[ ${parts[part]} = *-latent/* ]] && program=$latent
@@ -278,13 +278,13 @@ serve | load)
     # It imports for up to 14 s before its minutes begin, and ends its servers and prints what it has found after them.
     minutes=$(python3 -c "print(($(left) - 24) / 60)")
     program="${BENCH:-python3 -m fcsd} bench serve"
-    [ "$command" = serve ] || program="python3 benchmarks/vllm/vllm_load.py"
+    [ "$command" = serve ] || program="python3 -m benchmarks.vllm load"
     # shellcheck disable=SC2086 # the words are split
     job "$command" $program --out "$OUT/$command" --minutes "$minutes" ${SERVE:-llama3-8b --tp 2}
     ;;
 trace)
     # shellcheck disable=SC2086
-    job trace python3 benchmarks/vllm/vllm_trace.py --out "$OUT/steps" ${TRACE:-llama3-8b --layers 16 --tp 2}
+    job trace python3 -m benchmarks.vllm trace --out "$OUT/steps" ${TRACE:-llama3-8b --layers 16 --tp 2}
     ;;
 esac
 wait

@@ -15,10 +15,9 @@ pytestmark = pytest.mark.lab
 # In place of vLLM: a part that finds one row, starts a process of its own as an engine does, and does not end.
 PART = """
 import os, subprocess, sys, time
-sys.path.insert(0, "benchmarks/vllm")
-from vllm_report import begin, report
+from benchmarks.vllm.report import begin, report
 report(dict(part=1), lambda: dict(right=True))
-begin(dict(part=2, words=" ".join(sys.argv[4:])))
+begin(dict(part=2, words=" ".join(sys.argv[6:])))
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 with open(os.environ["PROCESSES"], "a") as file:
     print(os.getpid(), child.pid, file=file)
@@ -80,7 +79,7 @@ def test_two_runs_on_different_gpus_share_what_was_unpacked_alone(repo: Path, tm
 def test_a_run_that_is_stopped_leaves_its_rows_and_no_process(repo: Path, tmp_path: Path) -> None:
     processes, stored = tmp_path / "processes", tmp_path / "out" / "rows.json"
     plans = "a/float32/eager b/float32/eager/ep;c/float32/graph"
-    run = begin(repo, tmp_path, "rows", "*vllm_parity.py", PART, OUT=str(tmp_path / "out"), PLANS=plans)
+    run = begin(repo, tmp_path, "rows", '"-m benchmarks.vllm parity "', PART, OUT=str(tmp_path / "out"), PLANS=plans)
     try:
         deadline = time.monotonic() + 60
         while not processes.exists() or len(processes.read_text().splitlines()) < 2:

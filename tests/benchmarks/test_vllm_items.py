@@ -1,11 +1,11 @@
-"""``benchmarks/vllm/vllm_items.py``: recorded answers score as before, and other answers do not."""
+"""``benchmarks.vllm items``: recorded answers score as before, and other answers do not."""
 
 import gzip
 import json
 
 import eval_data
 import tiny
-from benchmarks.vllm import vllm_items as items
+from benchmarks.vllm import items
 
 
 def test_answers_score_as_the_items_that_were_recorded(tmp_path, capsys):

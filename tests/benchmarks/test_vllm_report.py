@@ -1,4 +1,4 @@
-"""``benchmarks/vllm/vllm_report.py`` says what each part of a run found, and why a part failed."""
+"""``benchmarks.vllm report`` says what each part of a run found, and why a part failed."""
 
 import json
 import subprocess
@@ -6,7 +6,7 @@ import sys
 import tarfile
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks/vllm" / "vllm_report.py"
+ROOT = Path(__file__).parents[2]
 BEGUN = dict(case="tiny", role="original", dtype="float32", mode="eager", ranks=1, experts=False)
 FAILURE = """\
 (EngineCore pid=7) ERROR 11-22 02:46:00 [core.py:9] Traceback (most recent call last):
@@ -21,8 +21,8 @@ def report(folder: Path, **logs: tuple[str, str]) -> tuple[int, str]:
     for name, (text, status) in logs.items():
         (folder / "logs" / f"{name}.log").write_text(text)
         (folder / "logs" / f"{name}.rc").write_text(status)
-    command = [sys.executable, str(SCRIPT), str(folder / "logs"), str(folder / "out" / "one")]
-    ran = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "benchmarks.vllm", "report", str(folder / "logs"), str(folder / "out" / "one")]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     return ran.returncode, ran.stdout + ran.stderr
 
 

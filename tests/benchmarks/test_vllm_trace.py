@@ -1,13 +1,10 @@
-"""``benchmarks/vllm/vllm_trace.py`` reads what the host and the GPU did in each kind of step."""
+"""``benchmarks.vllm trace`` reads what the host and the GPU did in each kind of step."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[2] / "benchmarks/vllm")]
-
-from vllm_trace import read, text  # noqa: E402  # pyright: ignore[reportMissingImports]
+from benchmarks.vllm.trace import read, text
 
 MIXED, DECODING = "execute_context_1(512)_generation_28(28)", "execute_context_0(0)_generation_28(28)"
 

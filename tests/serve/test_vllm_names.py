@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from benchmarks.vllm import vllm_names as script
+from benchmarks.vllm import names as script
 
 from fcsd.serve.vllm.support import TOO_NEW, version_of, why_unsupported
 
@@ -21,7 +21,7 @@ def test_names_exist(version: str) -> None:
     for owner, names in VERSIONS[version].items():
         module = owner.startswith("vllm")
         listed |= {f"{owner}{':' if module else '.'}{name}" for name in names.split()} | (set() if module else {owner})
-    assert not script.used_in(version) - listed, "see benchmarks/vllm/vllm_names.py"
+    assert not script.used_in(version) - listed, "see python -m benchmarks.vllm names"
 
 
 def test_every_supported_minor_version_is_listed() -> None:
@@ -57,7 +57,7 @@ def test_the_next_version_is_judged_by_its_sources_or_its_wheel(tmp_path: Path, 
 
 def breaks(repo: Path, wheel: Path) -> subprocess.CompletedProcess[str]:
     """What the program says of a wheel."""
-    command = [sys.executable, str(repo / "benchmarks/vllm/vllm_names.py"), "breaks", str(wheel)]
+    command = [sys.executable, "-m", "benchmarks.vllm", "names", "breaks", str(wheel)]
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(repo)})
 
 

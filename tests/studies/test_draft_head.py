@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import tiny
 import torch
-from benchmarks.vllm.vllm_speculation import eagle_head
+from benchmarks.vllm.speculation import eagle_head
 from safetensors.torch import load_file
 from studies.real import draft_head, quantised
 from studies.real.draft_head import DraftHead, loss_of, speculate

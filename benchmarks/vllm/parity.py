@@ -1,14 +1,14 @@
 """Compares what vLLM computes, for originals and for converted models, with what transformers computes.
 
-    python benchmarks/vllm/vllm_parity.py serve FOLDER PLAN... [--tp N] [--pp N] [--dp N]
-    python benchmarks/vllm/vllm_parity.py items FOLDER CASE... --items FOLDER --out FOLDER
-    python benchmarks/vllm/vllm_parity.py refused FOLDER CASE...
+    python -m benchmarks.vllm parity serve FOLDER PLAN... [--tp N] [--pp N] [--dp N]
+    python -m benchmarks.vllm parity items FOLDER CASE... --items FOLDER --out FOLDER
+    python -m benchmarks.vllm parity refused FOLDER CASE...
 
 ``serve`` compares log-probabilities of prompts and answers, ``items`` the requests of the eleven tasks, as
-``benchmarks/vllm/vllm_items.py record`` has written them down, with the answers of transformers. ``refused`` checks
+``items record`` has written them down, with the answers of transformers. ``refused`` checks
 that vLLM refuses converted models without fcsd's plugin.
 
-The models are those of ``benchmarks/vllm/vllm_cases.py``, and are made in FOLDER. A PLAN is ``CASE/DTYPE/MODE``, with
+The models are those of ``benchmarks/vllm/cases.py``, and are made in FOLDER. A PLAN is ``CASE/DTYPE/MODE``, with
 ``/ep`` behind it for whole experts on each rank, with ``/marlin`` for vLLM's Marlin kernels in the place of its own
 choice for quantised weights, and with settings of the plugin such as ``/beside+always``: a key of ``SETTINGS``, or
 several. A plan with settings is about the converted model alone. DTYPE is ``float32``, ``bfloat16``, ``float16`` or
@@ -26,35 +26,33 @@ stops after half of the tokens.
 Every row says by which communicators vLLM's ranks could sum (``sums``). With ``NCCL_P2P_DISABLE=1`` on GPUs there may
 be no other than NCCL's: a row that has one is an error.
 
-``benchmarks/carried/vllm_gpu.sh`` runs it on GPUs, and ``benchmarks/vllm/vllm_cpu.sh`` with a build of vLLM for CPUs.
+``benchmarks/carried/vllm_gpu.sh`` runs it on GPUs, and ``benchmarks/vllm/cpu.sh`` with a build of vLLM for CPUs.
 The exit status is 0 if every row is right.
 """
 
-import argparse
 import gc
 import gzip
 import json
-import multiprocessing
 import os
-import sys
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent)]
+from benchmarks.vllm import engines, exchange
+from benchmarks.vllm.cases import FP8, GATED, QUANTISED, made, prompts
+from benchmarks.vllm.cpu_build import attend_linearly_in_float32, score_by_sigmoid
+from benchmarks.vllm.engines import generate, sampling
+from benchmarks.vllm.report import Row, report
 
-from vllm_cases import (  # noqa: E402
-    FP8,
-    GATED,
-    QUANTISED,
-    attend_linearly_in_float32,
-    inspect_here,
-    made,
-    prompts,
-    score_by_sigmoid,
-)
-from vllm_report import Row, report  # noqa: E402
+ARGUMENTS = {
+    "part": dict(choices=("serve", "items", "refused")),
+    "folder": dict(type=Path, help="where the models are made"),
+    "words": dict(nargs="+", help="plans, or cases"),
+    "--tp": dict(type=int, default=1, help="tensor-parallel ranks"),
+    "--pp": dict(type=int, default=1, help="pipeline stages"),
+    "--dp": dict(type=int, default=1, help="data-parallel ranks"),
+    "--items": dict(type=Path, help="where items-CASE.json.gz lies"),
+    "--out": dict(type=Path, help="where the answers are written, under the same name"),
+}
 
 NEW, REPLAYS = 8, 200  # tokens of an answer, and where the same step is taken again and again
 FLOAT32_TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}  # nats; kernels on the GPU add up in another order than the CPU
@@ -92,11 +90,10 @@ Answer = tuple[list[int], list[int], list[float]]  # a prompt, its answer, and t
 
 
 def engine(path: Path, dtype: str, **options: Any) -> Any:
-    """vLLM's engine for a small model, which shares the GPU with others. It needs no tokenizer: requests are ids."""
+    """vLLM's engine for a small model, which shares the GPU with others."""
     import torch
-    from vllm import LLM  # pyright: ignore[reportMissingImports]
 
-    inspect_here()
+    engines.inspect_here()
     options.setdefault("kv_cache_memory_bytes", 1 << 28)
     if dtype == "fp8":
         dtype, options["quantization"] = "bfloat16", "fp8"
@@ -114,28 +111,12 @@ def engine(path: Path, dtype: str, **options: Any) -> Any:
         if {"kv_lora_rank", "conv_L_cache"} & keys_of(json.loads((path / "config.json").read_text())):
             # With the CPU kernels of its norms and rotary embeddings, the original is wrong as well.
             options["compilation_config"] = dict(custom_ops=["none"])
-    if os.environ.get("NCCL_P2P_DISABLE") == "1":  # vLLM's own all-reduce does not read it, and would use peer access
-        options["disable_custom_all_reduce"] = True
-    return LLM(
-        str(path), dtype=dtype, skip_tokenizer_init=True, enable_prefix_caching=False, gpu_memory_utilization=0.1,
-        **options,
-    )  # fmt: skip
+    return engines.llm(path, dtype=dtype, gpu_memory_utilization=0.1, **options)
 
 
 def keys_of(config: dict[str, Any]) -> set[str]:
     """The fields of a config and of that of its language model."""
     return config.keys() | config.get("text_config", {}).keys()
-
-
-def in_a_fork(work: Callable[..., Row], *given: Any) -> Row:
-    """What ``work`` returns in a fork of this process.
-
-    A process that has touched a GPU cannot fork an engine. After an engine and its reference this process would have.
-    """
-    from vllm import LLM  # noqa: F401  # pyright: ignore[reportMissingImports] # imported here, and not in every fork
-
-    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
-        return pool.submit(work, *given).result()
 
 
 def release() -> None:
@@ -216,15 +197,12 @@ def compare(folder: Path, plan: Row) -> Row:
     Raises:
         RuntimeError: vLLM has taken other kernels than those that the plan asks for.
     """
-    import vllm_exchange
-
     paths = made(folder, plan["case"])
     asked = prompts(paths["original"], plan["case"])
     section = section_of(folder, plan["settings"], plan["ranks"])
-    if plan["replicas"] > 1:
-        answers, chosen = vllm_exchange.answered(paths[plan["role"]], asked, plan, section)
-    else:
-        answers, chosen = answered(paths[plan["role"]], asked, plan, section)
+    given = paths[plan["role"]], asked, plan, section
+    ranks = plan["replicas"]
+    answers, chosen = exchange.together(answered, *given, ranks=ranks) if ranks > 1 else answered(*given)
     return judged(paths, plan, answers, section.get("reduce", "")) | chosen
 
 
@@ -249,8 +227,6 @@ def answered(
     path: Path, asked: list[list[int]], plan: Row, section: dict[str, Any], share: float = 1
 ) -> tuple[list[Answer], Row]:
     """What vLLM answers, and what it has chosen; ``share`` is the part of the usual number of tokens that is wanted."""
-    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
-
     mode = plan["mode"]
     parallel = dict(tensor_parallel_size=plan["ranks"], pipeline_parallel_size=plan["stages"])
     options = dict(max_model_len=256, max_num_seqs=8, enable_expert_parallel=plan["experts"])
@@ -260,13 +236,10 @@ def answered(
         # Every step of an engine is then one step of all ranks, which wait for each other in it.
         options |= dict(distributed_executor_backend="uni", async_scheduling=False)
     if plan["kernels"] == "marlin":
-        os.environ.update(MARLIN)  # of this process and the engine's alone, see ``in_a_fork``
+        os.environ.update(MARLIN)  # of this process and the engine's alone, see ``engines.in_a_fork``
     llm = engine(path, plan["dtype"], **parallel, **options, **MODES[mode])
-    sampling = SamplingParams(
-        max_tokens=int(share * (REPLAYS if mode in LONG else NEW)), temperature=0, detokenize=False,
-        prompt_logprobs=1, logprobs=1, ignore_eos=True,
-    )  # fmt: skip
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in asked], sampling, use_tqdm=False)
+    how = sampling(int(share * (REPLAYS if mode in LONG else NEW)), prompt_logprobs=1, logprobs=1)
+    outputs = generate(llm, asked, how)
     chosen = facts(llm)
     if plan["case"] in QUANTISED:
         chosen["computed_by"] = sorted({name for names in llm.collective_rpc(kernels) for name in names})
@@ -288,7 +261,7 @@ def answered(
 def judged(paths: dict[str, Path], plan: Row, given: list[Answer], reduce: str) -> Row:
     """Compare answers with transformers; see ``compare``. ``reduce`` is what the plugin was told to sum by."""
     import torch
-    from vllm_rounded import round_inputs, round_sums, round_to_fp8, round_zero_points
+    from benchmarks.vllm.rounded import round_inputs, round_sums, round_to_fp8, round_zero_points
 
     case, role, dtype = plan["case"], plan["role"], plan["dtype"]
     references = {name: reference(path) for name, path in paths.items()}
@@ -422,12 +395,8 @@ def answer_items(path: Path, file: Path, target: Path) -> list[Row]:
 
 
 def _score(llm: Any, requests: list[Row]) -> list[Row]:
-    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
-
-    sampling = SamplingParams(max_tokens=1, temperature=0, detokenize=False, prompt_logprobs=1)
-    asked = [{"prompt_token_ids": request["context"] + request["continuation"]} for request in requests]
-    found = []
-    for request, output in zip(requests, llm.generate(asked, sampling, use_tqdm=False), strict=True):
+    asked, found = [request["context"] + request["continuation"] for request in requests], []
+    for request, output in zip(requests, generate(llm, asked, sampling(1, prompt_logprobs=1)), strict=True):
         ids = request["continuation"]
         entries = [step[token] for step, token in zip(output.prompt_logprobs[-len(ids) :], ids, strict=True)]
         found.append(dict(logprob=sum(e.logprob for e in entries), greedy=all(e.rank == 1 for e in entries)))
@@ -435,17 +404,11 @@ def _score(llm: Any, requests: list[Row]) -> list[Row]:
 
 
 def _generate(llm: Any, requests: list[Row], tokenizer: Any) -> list[Row]:
-    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
-
     from fcsd.engine.generate import Ending
 
-    asked = [{"prompt_token_ids": request["prompt"]} for request in requests]
-    sampling = [
-        SamplingParams(max_tokens=request["new"], temperature=0, detokenize=False, stop_token_ids=request["ends"])
-        for request in requests
-    ]
+    how = [sampling(one["new"], stop_token_ids=one["ends"], ignore_eos=False) for one in requests]
     found = []
-    for request, output in zip(requests, llm.generate(asked, sampling, use_tqdm=False), strict=True):
+    for request, output in zip(requests, generate(llm, [one["prompt"] for one in requests], how), strict=True):
         end = Ending(tokenizer, frozenset(request["ends"]), tuple(filter(None, request["stops"])), 0)
         found.append(dict(text=end.text(list(output.outputs[0].token_ids))))
     return found
@@ -453,30 +416,15 @@ def _generate(llm: Any, requests: list[Row], tokenizer: Any) -> list[Row]:
 
 def refused(path: Path, trust: bool) -> Row:
     """Check that vLLM without fcsd's plugin (``VLLM_PLUGINS=``) does not serve a converted model."""
-    from vllm import LLM  # pyright: ignore[reportMissingImports]
-
     try:
-        LLM(
-            str(path), skip_tokenizer_init=True, trust_remote_code=trust, enforce_eager=True, dtype="float32",
-            max_model_len=128,
-        )  # fmt: skip
+        engines.llm(path, trust_remote_code=trust, enforce_eager=True, dtype="float32", max_model_len=128)
     except Exception as error:
         return dict(right=True, refusal=" ".join(str(error).split())[:300])
     return dict(right=False)
 
 
-def main() -> None:
-    """Run the part that the arguments name."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("part", choices=("serve", "items", "refused"))
-    parser.add_argument("folder", type=Path, help="where the models are made")
-    parser.add_argument("words", nargs="+", help="plans, or cases")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
-    parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
-    parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks")
-    parser.add_argument("--items", type=Path, help="where items-CASE.json.gz lies")
-    parser.add_argument("--out", type=Path, help="where the answers are written, under the same name")
-    given = parser.parse_args()
+def main(given: Any) -> bool:
+    """Run the part that the arguments name; whether a row is wrong."""
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # ``communicators`` is sent to vLLM's workers
     rows = []
     for word in given.words:
@@ -489,7 +437,7 @@ def main() -> None:
                 row = dict(case=case, role=role, dtype=dtype, mode=mode, ranks=given.tp, stages=given.pp)
                 row |= dict(replicas=given.dp, experts="ep" in further, settings=settings)
                 row["kernels"] = "marlin" if "marlin" in further else ""
-                rows.append(report(row, in_a_fork, compare, given.folder, row))
+                rows.append(report(row, engines.in_a_fork, compare, given.folder, row))
         elif given.part == "items":
             role = "original" if case.endswith(".base") else "converted"
             name = f"items-{case}.json.gz"
@@ -499,8 +447,4 @@ def main() -> None:
             for trust in (False, True):
                 path = made(given.folder, case)["converted"]
                 rows.append(report(dict(refused=case, trust_remote_code=trust), refused, path, trust))
-    sys.exit(not all(row["right"] for row in rows))
-
-
-if __name__ == "__main__":
-    main()
+    return not all(row["right"] for row in rows)

@@ -1,8 +1,8 @@
 """Checks that a converted model answers the same with drafts that read its last hidden state: EAGLE heads, MTP layers.
 
-    python benchmarks/vllm/vllm_speculation.py FOLDER OUT.json [--tp N]
+    python -m benchmarks.vllm speculation FOLDER OUT.json [--tp N]
 
-The models are two cases of ``vllm_cases.py``, and both are drafts of random weights: a head of one layer for a dense
+The models are two cases of ``cases.py``, and both are drafts of random weights: a head of one layer for a dense
 model, and a layer behind the last one of a DeepSeek model. The answers, greedy and in float32, have to be those without
 speculation, token by token, for originals and converted models, eagerly and in CUDA graphs. How many drafts were
 accepted stands beside them; with random weights it says that drafts are made, and nothing about speed.
@@ -11,15 +11,17 @@ accepted stands beside them; with random weights it says that drafts are made, a
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent)]
+from benchmarks.out_file import out_file
+from benchmarks.vllm.cases import made, prompts
+from benchmarks.vllm.engines import generate, in_a_fork, sampling
+from benchmarks.vllm.parity import MODES, engine, release
 
-from vllm_cases import made, prompts  # noqa: E402
-from vllm_parity import MODES, engine, in_a_fork, release  # noqa: E402
+from fcsd.bench.runner import write
 
+ARGUMENTS = {"folder": Path, "out": out_file, "--tp": 1, "--modes": "eager,graph"}
 METHODS = {"llama-ladder": "eagle", "deepseek_v3-farskip": "mtp"}
 NEW = 48  # tokens of an answer
 
@@ -71,11 +73,8 @@ def eagle_head(target: Path, path: Path) -> None:
 
 def answers(path: Path, asked: list[list[int]], options: dict[str, Any]) -> dict[str, Any]:
     """vLLM's greedy answers, and how many tokens were drafted and accepted."""
-    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
-
     llm = engine(path, "float32", max_model_len=256, max_num_seqs=8, disable_log_stats=False, **options)
-    sampling = SamplingParams(max_tokens=NEW, temperature=0, detokenize=False, ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in asked], sampling, use_tqdm=False)
+    outputs = generate(llm, asked, sampling(NEW))
     drafts = [m for m in llm.get_metrics() if m.name.startswith("vllm:spec_decode_num") and hasattr(m, "value")]
     counted = {m.name.removeprefix("vllm:spec_decode_"): m.value for m in drafts}
     del llm
@@ -83,10 +82,10 @@ def answers(path: Path, asked: list[list[int]], options: dict[str, Any]) -> dict
     return {"tokens": [list(output.outputs[0].token_ids) for output in outputs], "counted": counted}
 
 
-def main() -> int:
-    """See the head of this file."""
-    folder, out = Path(sys.argv[1]), Path(sys.argv[2])
-    ranks = int(sys.argv[4]) if sys.argv[3:4] == ["--tp"] else 1
+def main(given: Any) -> bool:
+    """See the head of this file; whether a row is wrong."""
+    os.environ.setdefault("VLLM_MLA_DISABLE", "1")
+    folder, ranks = given.folder, given.tp
     rows: list[dict[str, Any]] = []
     for case, method in METHODS.items():
         paths = made(folder, case)
@@ -103,7 +102,7 @@ def main() -> int:
             eagle_head(paths["original"], folder / "eagle")
             speculative["model"] = str(folder / "eagle")
         asked = prompts(paths["original"], case)
-        for mode in os.environ.get("MODES", "eager,graph").split(","):
+        for mode in given.modes.split(","):
             for role, path in paths.items():
                 row: dict[str, Any] = dict(case=case, role=role, method=method, mode=mode, ranks=ranks)
                 try:
@@ -115,10 +114,5 @@ def main() -> int:
                     row |= dict(right=False, error=f"{type(error).__name__}: {error}"[:2000])
                 rows.append(row)
                 print(row, flush=True)
-                out.write_text(json.dumps(rows, indent=1) + "\n")
-    return 0 if all(row["right"] for row in rows) else 1
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("VLLM_MLA_DISABLE", "1")
-    sys.exit(main())
+                write(rows, given.out)
+    return not all(row["right"] for row in rows)

@@ -1,10 +1,10 @@
 """Times single steps under vLLM, and says from traces what the host and the GPU do in them.
 
-    python benchmarks/vllm/vllm_trace.py llama3-8b --layers 16 --tp 2 --out FOLDER
+    python -m benchmarks.vllm trace llama3-8b --layers 16 --tp 2 --out FOLDER
 
 One engine for each of ``WAYS``: the original, and again as the control, the wiring, the wiring with sums in flight
 from 256 tokens on, without any in pieces of graphs, and with its sums at once, and its bound. They start at the same
-time, in processes of their own, and take turns, ``--rounds`` times.
+time, and take turns, ``--rounds`` times.
 FOLDER gets a file for each, written again after each turn. All times are ms:
 
 - ``single``: for each number of tokens, the median times from a prompt to its only token. Nothing else runs;
@@ -20,16 +20,20 @@ is off.
 
 import argparse
 import json
-import multiprocessing
 import os
 import re
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
+
+from benchmarks.vllm.engines import Failed, ask, forks, llm, replies, sampling, version
+
+from fcsd.bench.runner import write
 
 # What the plugin is told; None is the original, and a table of the same way for all sizes is written for "at once".
 WAYS: dict[str, dict[str, Any] | None] = {
@@ -46,48 +50,45 @@ SHORT, LONG = 16, 1024  # tokens of the prompts and answers that are decoded mea
 PAUSE = 3  # steps of these answers before each prompt
 
 
-def run(way: str, given: argparse.Namespace, folder: Path, barrier: Any, done: Any) -> None:
-    """Start one engine, take its turns, and write what is measured, or the error that ended it; then release ``done``.
+def _numbers(words: str) -> list[int]:
+    return [int(word) for word in words.split(",")]
 
-    An engine that fails still waits for the others in its turns, so that it does not end them.
-    """
-    found: dict[str, Any] = {"settings": WAYS[way]}
-    file = given.out / f"{way.replace(' ', '-')}.json"
-    bench: Bench | None = None
-    for round_ in range(-2, given.rounds + 1):  # one to start, one to warm up, and the last is traced
-        for turn in given.ways:
-            barrier.wait(given.limit)  # an engine that starts or ends would disturb a turn
-            if "failed" in found or (turn != way if round_ > -2 else turn != given.ways[0]):
-                continue
-            try:
-                if bench is None:
-                    begun = time.perf_counter()
-                    bench = Bench(way, given, folder)
-                    found |= {"start_s": round(time.perf_counter() - begun, 1), "chosen": bench.chosen()}
-                elif round_ == given.rounds:
-                    bench.trace()
-                else:
-                    for name, value in bench.times().items() if round_ >= 0 else ():
-                        found.setdefault(name, []).append(value)
-            except BaseException as error:
-                found["failed"] = f"{type(error).__name__}: {error}"[:500]
-            file.write_text(json.dumps(found, indent=1) + "\n")
-    barrier.wait(given.limit)
-    if "failed" not in found and bench is not None:
-        found["traced"] = {trace.name: read(trace) for trace in sorted(bench.traces.glob("*.json*"))}
-        file.write_text(json.dumps(found, indent=1) + "\n")
-    done.release()
-    if bench is not None:
-        bench.engine.engine_core.shutdown()  # or this process would wait for the engine's, which nothing else ends
-    raise SystemExit("failed" in found)
+
+ARGUMENTS = {
+    "model": dict(help="a name in fcsd.bench.shapes, or a directory with a config.json"),
+    "--layers": int,
+    "--wiring": "ladder",
+    "--tp": 2,
+    "--tokens": dict(type=_numbers, default=[256, 512, 544, 768, 1024, 1536, 2048, 4096]),
+    "--graphs": dict(type=_numbers, help="tokens of each CUDA graph, instead of vLLM's choice"),
+    "--custom": dict(action="store_true", help="let vLLM choose its custom all-reduce, which needs peer access"),
+    "--options": dict(type=json.loads, default={}, help="JSON of further arguments of vLLM's LLM"),
+    "--prompt": 512,
+    "--answers": 28,
+    "--rounds": 2,
+    "--repeats": dict(type=int, default=10, help="how often a prompt is timed in a turn"),
+    "--limit": dict(type=float, default=240.0, help="seconds of a turn, and of the start of all engines"),
+    "--ways": dict(
+        type=lambda words: words.replace("-", " ").split(","), default=[*WAYS],
+        help="some of: " + ",".join(WAYS).replace(" ", "-"),
+    ),
+    "--out": dict(type=Path, required=True),
+}  # fmt: skip
+
+
+def serve(way: str, given: argparse.Namespace, folder: Path) -> Iterator[Any]:
+    """One engine, which answers the name of a method of ``Bench`` by what that returns."""
+    begun = time.perf_counter()
+    bench = Bench(way, given, folder)
+    told: Any = {"start_s": round(time.perf_counter() - begun, 1), "chosen": bench.chosen()}
+    while True:
+        told = getattr(bench, (yield told))()
 
 
 class Bench:
     """vLLM's engine for one way, step by step."""
 
     def __init__(self, way: str, given: argparse.Namespace, folder: Path) -> None:
-        from vllm import LLM  # pyright: ignore[reportMissingImports]
-
         from fcsd.bench.serve.model import config_of, wiring_for
         from fcsd.bench.serve.running import write_directory
         from fcsd.parallel.all_reduce.ways import PLAIN, VERSION, Way, Ways
@@ -103,8 +104,8 @@ class Bench:
             head = {"version": VERSION, "user": "plugin", "tp": given.tp, "wiring": given.wiring}
             told = {"reduce": str(folder / "table.json")}
             (folder / "table.json").write_text(json.dumps({**head, "model": "", "command": "", **rows}))
-        self.llm: Any = LLM(
-            str(model), load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, enable_prefix_caching=False,
+        self.llm: Any = llm(
+            model, load_format="dummy", dtype="bfloat16",
             tensor_parallel_size=given.tp, max_model_len=longest, max_num_batched_tokens=8192,
             gpu_memory_utilization=0.9 / len(given.ways), kv_cache_memory_bytes=3 << 29,
             disable_custom_all_reduce=not given.custom,
@@ -146,6 +147,10 @@ class Bench:
         self.mixed(8, 24)
         self.llm.stop_profile()
 
+    def traced(self) -> dict[str, Any]:
+        """What the traces say, by their files."""
+        return {trace.name: read(trace) for trace in sorted(self.traces.glob("*.json*"))}
+
     def first(self, tokens: int) -> float:
         """Milliseconds from a prompt to its only token."""
         begun = time.perf_counter()
@@ -176,12 +181,9 @@ class Bench:
 
     def _add(self, tokens: int, new: int) -> str:
         """Send a prompt of ``tokens`` tokens; returns the name of the request."""
-        from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
-
         self.count += 1
         prompt = [1 + (self.count + n) % 100 for n in range(tokens)]
-        sampling = SamplingParams(max_tokens=new, temperature=0, detokenize=False, ignore_eos=True)
-        self.engine.add_request(str(self.count), {"prompt_token_ids": prompt}, sampling)
+        self.engine.add_request(str(self.count), {"prompt_token_ids": prompt}, sampling(new))
         return str(self.count)
 
 
@@ -295,63 +297,43 @@ def text(found: dict[str, dict[str, Any]]) -> str:
     return "\n".join([*lines, *(f"{way} failed: {own['failed']}" for way, own in found.items() if "failed" in own)])
 
 
-def main() -> None:
-    """Start the engines, and print what they measured."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("model", help="a name in fcsd.bench.shapes, or a directory with a config.json")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--wiring", default="ladder")
-    parser.add_argument("--tp", type=int, default=2)
-    parser.add_argument("--tokens", type=_numbers, default=[256, 512, 544, 768, 1024, 1536, 2048, 4096])
-    parser.add_argument("--graphs", type=_numbers, help="tokens of each CUDA graph, instead of vLLM's choice")
-    parser.add_argument(
-        "--custom", action="store_true", help="let vLLM choose its custom all-reduce, which needs peer access"
-    )
-    parser.add_argument(
-        "--options",
-        type=json.loads,
-        default={},
-        help='JSON of further arguments of vLLM\'s LLM: {"quantization": "fp8"}',
-    )
-    parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--answers", type=int, default=28)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=10, help="how often a prompt is timed in a turn")
-    parser.add_argument("--limit", type=float, default=240, help="seconds for which an engine waits for the others")
-    parser.add_argument("--ways", type=_ways, default=[*WAYS], help="some of: " + ",".join(WAYS).replace(" ", "-"))
-    parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args()
+def main(given: argparse.Namespace) -> bool:
+    """Start the engines, give them their turns, and print what they measured; whether one has failed."""
     given.out.mkdir(parents=True, exist_ok=True)
     # Random weights would choose a few experts, and other ones in each way.
     os.environ.setdefault("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
-    context = multiprocessing.get_context("spawn")
-    barrier, done = context.Barrier(len(given.ways)), context.Semaphore(0)
-    with TemporaryDirectory(prefix="fcsd-trace-") as scratch:
-        processes = []
+    version()
+    found: dict[str, dict[str, Any]] = {way: {"settings": WAYS[way]} for way in given.ways}
+    with TemporaryDirectory(prefix="fcsd-trace-") as scratch, forks() as fork:
+        running = {}
         for way in given.ways:
             folder = Path(scratch) / way.replace(" ", "-")
             folder.mkdir()
-            processes.append(context.Process(target=run, args=(way, given, folder, barrier, done)))
-            processes[-1].start()
-        for _ in processes:
-            while not done.acquire(timeout=1) and any(process.is_alive() for process in processes):
-                pass
-        files = {way: given.out / f"{way.replace(' ', '-')}.json" for way in given.ways}
-        print(text({way: json.loads(file.read_text()) for way, file in files.items() if file.exists()}), flush=True)
-        for process in processes:
-            process.join(15)  # an engine's end can hang
-            process.kill()
-            process.join()
-    raise SystemExit(any(process.exitcode for process in processes))
+            running[way] = fork(serve, way, given, folder, log=given.out / f"{folder.name}.log")
 
+        def turn(ways: list[str], asked: str | None = None) -> Iterator[tuple[str, Any]]:
+            """What these ways reply, if they have not failed, to a request or to their start; all of it is stored."""
+            some = {way: running[way] for way in ways if way in running}
+            if asked:
+                ask(some, asked)
+            for way, told in replies(some, time.monotonic() + given.limit):
+                if isinstance(told, Failed):
+                    found[way]["failed"] = str(told)
+                    del running[way]
+                else:
+                    yield way, told
+                write(found[way], given.out / f"{way.replace(' ', '-')}.json")
 
-def _ways(text_: str) -> list[str]:
-    return text_.replace("-", " ").split(",")
-
-
-def _numbers(text_: str) -> list[int]:
-    return [int(word) for word in text_.split(",")]
-
-
-if __name__ == "__main__":
-    main()
+        for way, told in turn(given.ways):  # all have started, because one that starts would disturb a turn
+            found[way] |= told
+        for round_ in range(-1, given.rounds):  # one to warm up
+            for way in given.ways:
+                for _, told in turn([way], "times"):
+                    for name, value in told.items() if round_ >= 0 else ():
+                        found[way].setdefault(name, []).append(value)
+        for way in given.ways:
+            list(turn([way], "trace"))
+        for way, told in turn(given.ways, "traced"):
+            found[way]["traced"] = told
+    print(text(found), flush=True)
+    return any("failed" in own for own in found.values())

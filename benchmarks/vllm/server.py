@@ -1,18 +1,16 @@
 """Starts `fcsd serve` for the converted teacher, asks it one question over HTTP, and stops it.
 
-    python benchmarks/vllm/vllm_server.py FOLDER --seconds N
+    python -m benchmarks.vllm server FOLDER --seconds N
 
-It prints one row for ``benchmarks/vllm/vllm_report.py``. The row is right if the server answered, gives the same answer
+It prints one row for ``report``. The row is right if the server answered, gives the same answer
 again, and left no process behind after SIGTERM. The model is made in FOLDER. The exit status is 0 if the row is right.
 """
 
-import argparse
 import contextlib
 import ctypes
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,11 +19,15 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent)]
+from benchmarks.vllm.cases import TEACHER, made
+from benchmarks.vllm.report import Row, report
 
-from vllm_cases import TEACHER, made  # noqa: E402
-from vllm_report import Row, report  # noqa: E402
+from fcsd.bench.serve.running import claim_port
 
+ARGUMENTS = {
+    "folder": Path,
+    "--seconds": dict(type=int, required=True, help="until the server is killed"),
+}
 OPTIONS = ("--max-model-len", "512", "--kv-cache-memory-bytes", str(1 << 28), "--gpu-memory-utilization", "0.1")
 QUESTION = "Question: What is 12 plus 30? Answer:"
 
@@ -36,13 +38,6 @@ def ask(url: str, path: str, **body: Any) -> Any:
     request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def adopt() -> None:
@@ -75,7 +70,8 @@ def serve(folder: Path, seconds: float) -> Row:
     model = made(folder, TEACHER)["converted"]
     adopt()
     start = time.perf_counter()
-    command = [sys.executable, "-m", "fcsd", "serve", str(model), "--port", str(free_port()), "--"]
+    port, claim = claim_port()
+    command = [sys.executable, "-m", "fcsd", "serve", str(model), "--port", str(port), "--"]
     server = subprocess.Popen(
         [*command, *OPTIONS, "--enforce-eager"], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -97,18 +93,11 @@ def serve(folder: Path, seconds: float) -> Row:
         return dict(ready_s=ready, answer=answers[0], exit_status=status, right=right)
     finally:
         limit.cancel()
+        claim.close()
         with contextlib.suppress(ProcessLookupError):  # it has ended, as it should
             os.killpg(server.pid, signal.SIGKILL)
 
 
-def main() -> None:
-    """Read the options and report the row."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--seconds", type=int, required=True, help="until the server is killed")
-    given = parser.parse_args()
-    sys.exit(not report(dict(server="fcsd serve"), serve, given.folder, given.seconds)["right"])
-
-
-if __name__ == "__main__":
-    main()
+def main(given: Any) -> bool:
+    """Report the row; whether it is wrong."""
+    return not report(dict(server="fcsd serve"), serve, given.folder, given.seconds)["right"]

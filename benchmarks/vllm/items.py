@@ -1,38 +1,40 @@
 """Asks vLLM the questions of the eleven tasks on a machine without lm-eval, and compares its scores item by item.
 
-    python benchmarks/vllm/vllm_items.py record MODEL ITEMS.json.gz [--limit N]    transformers answers, float32, on the
-    CPU python benchmarks/vllm/vllm_parity.py items FOLDER CASE --items ITEMS --out ANSWERS   vLLM answers the same
-    requests python benchmarks/vllm/vllm_items.py score MODEL ITEMS.json.gz ANSWERS.json.gz what each item scores with
-    vLLM's answers
+    python -m benchmarks.vllm items record MODEL ITEMS.json.gz [--limit N]            # transformers, float32, a CPU
+    python -m benchmarks.vllm parity items FOLDER CASE --items ITEMS --out ANSWERS    # vLLM
+    python -m benchmarks.vllm items score MODEL ITEMS.json.gz ANSWERS.json.gz         # each item by vLLM's answers
 
 ``record`` and ``score`` need fcsd's own environment and the bundled mirror; they run fcsd's tasks. ``record`` writes
 every request as token ids, with the answer of transformers, and what each item scored. ``score`` runs the tasks again
 with vLLM's answers in place of the model's, and exits with 1 unless every item scores the same.
 """
 
-import argparse
 import gzip
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT)]
+import torch
+from transformers import AutoTokenizer
 
-import torch  # noqa: E402
-from transformers import AutoTokenizer  # noqa: E402
+from fcsd.engine.generate import BATCHES, ending
+from fcsd.eval.code.evalplus_tasks import EvalPlusTask, evalplus_result
+from fcsd.eval.code.sandbox import find_sandbox
+from fcsd.eval.engines.adapter import HFAdapter
+from fcsd.eval.suite import EVALPLUS, SANDBOX, select_any
+from fcsd.eval.tasks import load_tasks, task_results
+from fcsd.models.build import load_model
 
-from fcsd.engine.generate import BATCHES, ending  # noqa: E402
-from fcsd.eval.code.evalplus_tasks import EvalPlusTask, evalplus_result  # noqa: E402
-from fcsd.eval.code.sandbox import find_sandbox  # noqa: E402
-from fcsd.eval.engines.adapter import HFAdapter  # noqa: E402
-from fcsd.eval.suite import EVALPLUS, SANDBOX, select_any  # noqa: E402
-from fcsd.eval.tasks import load_tasks, task_results  # noqa: E402
-from fcsd.models.build import load_model  # noqa: E402
-
-MIRROR = ROOT / "assets" / "mirror"
+ARGUMENTS = {
+    "part": dict(choices=("record", "score")),
+    "model": Path,
+    "items": Path,
+    "answers": dict(type=Path, nargs="?"),
+    "--limit": dict(type=int, help="questions of each task, for MMLU of each subject"),
+    "--tasks": dict(type=lambda text: text.split(","), help="some of the eleven tasks"),
+}
+MIRROR = Path(__file__).parents[2] / "assets" / "mirror"
 Answer = dict[str, Any]
 
 
@@ -129,20 +131,8 @@ def score(path: Path, file: Path, answers_file: Path, mirror: Path = MIRROR) -> 
     return equal
 
 
-def main() -> None:
-    """Run the part that the arguments name."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("part", choices=("record", "score"))
-    parser.add_argument("model", type=Path)
-    parser.add_argument("items", type=Path)
-    parser.add_argument("answers", type=Path, nargs="?")
-    parser.add_argument("--limit", type=int, help="questions of each task, for MMLU of each subject")
-    parser.add_argument("--tasks", type=lambda text: text.split(","), help="some of the eleven tasks")
-    given = parser.parse_args()
+def main(given: Any) -> bool | None:
+    """Run the part that the arguments name; whether an item scores otherwise."""
     if given.part == "record":
         return record(given.model, given.items, given.limit, given.tasks)
-    sys.exit(not score(given.model, given.items, given.answers))
-
-
-if __name__ == "__main__":
-    main()
+    return not score(given.model, given.items, given.answers)

@@ -1,7 +1,7 @@
 """Lists which of the names that fcsd's plugin uses, or could use, exist in versions of vLLM, from their sources.
 
-    python benchmarks/vllm/vllm_names.py 0.24.0=FOLDER ...      print the lists, to add to tests/serve/vllm_names.json
-    python benchmarks/vllm/vllm_names.py breaks WHEEL ...       print what the plugin would miss, a line each
+    python -m benchmarks.vllm names 0.24.0=FOLDER ...      print the lists, to add to tests/serve/vllm_names.json
+    python -m benchmarks.vllm names breaks WHEEL ...       print what the plugin would miss, a line each
 
 ``FOLDER`` holds vLLM's Python files in ``vllm/``: an installation, an unpacked wheel, or an unpacked source archive. A
 WHEEL is a file ``vllm-VERSION-*.whl``. Both commands take either. ``breaks`` ends with 1 if anything is missing. It
@@ -15,11 +15,11 @@ added without vLLM at hand. ``tests/serve/test_vllm_names.py`` compares the list
 import ast
 import json
 import re
-import sys
 import zipfile
 from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -27,6 +27,7 @@ from fcsd.models.arch import Arch, VllmNames
 from fcsd.models.archs import ARCHS
 from fcsd.serve.vllm.support import version_of
 
+ARGUMENTS = {"what": dict(nargs="+", metavar="breaks|SITE")}
 Site = Path | zipfile.Path  # a folder or a wheel that has ``vllm/``
 
 PLUGIN = Path(__file__).parents[2] / "fcsd" / "serve" / "vllm"
@@ -78,7 +79,7 @@ ATTRIBUTES = {
 }
 
 # The first arguments of functions that the plugin calls, or puts its own in the place of.
-ARGUMENTS = {
+FIRST_ARGUMENTS = {
     "vllm.model_executor.layers.fused_moe.runner.moe_runner": [
         "_maybe_reduce_final_output(self,states,trunc_size",
         "_maybe_reduce_shared_expert_output(self,shared_output",
@@ -124,7 +125,7 @@ def used() -> set[str]:
     A function with its first arguments is ``module:name(argument,argument``.
     """
     names = {f"{module}:{name}" for module, name in imported()}
-    for table in (ATTRIBUTES, ARGUMENTS):
+    for table in (ATTRIBUTES, FIRST_ARGUMENTS):
         names |= {f"{module}:{name}" for module, attributes in table.items() for name in attributes}
     for arch in ARCHS.values():
         if arch.no_vllm is not None:
@@ -207,16 +208,15 @@ def files_of(site: Site, model: str) -> Iterator[str]:
             yield text_of(site, f"vllm.model_executor.models.{other}")
 
 
-def main() -> None:
-    """Print version -> the names that exist, or what is missing."""
-    words = sys.argv[1:]
-    sites = dict(map(site_of, (word for word in words if word != "breaks")))
-    if words[:1] == ["breaks"]:
-        missing = [f"{version}: {name}" for version, site in sites.items() for name in breaks(version, site)]
-        print("\n".join(missing) or "every name exists")
-        sys.exit(bool(missing))
-    json.dump({version: listed(site) for version, site in sites.items()}, sys.stdout, indent=1)
-    print()
+def main(given: Any) -> bool:
+    """Print version -> the names that exist, or what is missing; whether anything is."""
+    sites = dict(map(site_of, (word for word in given.what if word != "breaks")))
+    if given.what[0] != "breaks":
+        print(json.dumps({version: listed(site) for version, site in sites.items()}, indent=1))
+        return False
+    missing = [f"{version}: {name}" for version, site in sites.items() for name in breaks(version, site)]
+    print("\n".join(missing) or "every name exists")
+    return bool(missing)
 
 
 def site_of(word: str) -> tuple[str, Site]:
@@ -239,7 +239,3 @@ def listed(site: Site) -> dict[str, str]:
         owner, _, inner = name.partition(":" if ":" in name else ".")
         found.setdefault(owner, []).extend([inner] if inner else [])
     return {owner: " ".join(names) for owner, names in found.items()}
-
-
-if __name__ == "__main__":
-    main()

@@ -8,10 +8,10 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # fcsd, and the tiny models of the tests
+sys.path[:0] = [str(ROOT / "tests")]  # its tiny models
 
 TEACHER = "teacher"
 TEXTS = ("Question: What is 12 plus 30? Answer:", "The capital of France is", "def add(a, b):\n    return")
@@ -475,86 +475,3 @@ def prompts(original: Path, case: str) -> list[list[int]]:
     import tiny  # pyright: ignore[reportMissingImports]
 
     return tiny.tokens(BATCH, LENGTH).tolist()
-
-
-def inspect_here() -> None:
-    """Let vLLM look at model classes in this process.
-
-    By itself it starts a process for each class, which imports everything again, in 15 to 30 s. vLLM 0.24 does not
-    touch a GPU when it looks at the classes of these models, so this process can still fork an engine afterwards.
-    """
-    import vllm.model_executor.models.registry as registry  # pyright: ignore[reportMissingImports]
-
-    registry._run_in_subprocess = lambda work: work()
-
-
-def score_by_sigmoid() -> None:
-    """Give vLLM's build for CPUs routers that score by a sigmoid without groups, as those that have a single group.
-
-    The build has them with groups alone.
-    """
-    import vllm.model_executor.layers.fused_moe.experts.cpu_moe as experts  # pyright: ignore[reportMissingImports]
-
-    stock = getattr(experts, "select_experts", None)  # 0.32 has no such function
-    if stock is None:
-        return
-
-    def select_experts(**given: Any) -> Any:
-        if given["scoring_func"] == "sigmoid" and not given["use_grouped_topk"]:
-            given |= dict(use_grouped_topk=True, num_expert_group=1, topk_group=1)
-        return stock(**given)
-
-    experts.select_experts = select_experts
-
-
-def attend_linearly_in_float32() -> None:
-    """Give vLLM's build for CPUs the gated delta rule in float32, token by token. It has it in bfloat16 alone."""
-    import torch
-    import vllm.model_executor.layers.mamba.ops.cpu.gdn_attention as build  # pyright: ignore[reportMissingImports]
-    from torch.nn.functional import silu, softplus
-
-    stock = build.cpu_gdn_attention_core
-
-    def core(mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any, layer_name: Any) -> None:
-        context = build.get_forward_context()
-        if mixed_qkv.dtype != torch.float32 or context.attn_metadata is None:
-            stock(mixed_qkv, b, a, core_attn_out, layer_name)
-            return
-        layer = context.no_compile_layers[build._resolve_layer_name(layer_name)]
-        steps = context.attn_metadata[layer.prefix]
-        starts, slots = steps.non_spec_query_start_loc.tolist(), steps.non_spec_state_indices_tensor.tolist()
-        goes_on = [True] * steps.num_decodes
-        if steps.num_prefills:
-            goes_on += steps.has_initial_state.tolist()[steps.num_decodes :]
-        for first, end, slot, before in zip(starts, starts[1:], slots, goes_on, strict=False):
-            out = one(layer, mixed_qkv[first:end], b[first:end], a[first:end], slot, before)
-            core_attn_out[first:end] = out
-
-    def one(layer: Any, x: Any, b: Any, a: Any, slot: int, before: bool) -> Any:
-        """One sequence, ``[tokens, channels]``; the convolution and the delta rule go on where its states end."""
-        past, kept = build._conv_buffer_view(layer)[slot], layer.kv_cache[1][slot]  # [channels, width - 1], [h, v, k]
-        if not before:
-            past.zero_()
-            kept.zero_()
-        state = kept.double()
-        weight = build._unpacked_conv_weight(layer)
-        whole = torch.cat((past.T, x))
-        past.copy_(whole[-past.shape[1] :].T)
-        windows = whole.unfold(0, weight.shape[1], 1)  # [tokens, channels, width]
-        query, key, value = (part.squeeze(0) for part in layer.rearrange_mixed_qkv(silu((windows * weight).sum(-1))))
-        groups = value.shape[1] // key.shape[1]
-        query, key, value = query.double(), key.double(), value.double()
-        norms = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + 1e-6) for part in (query, key))
-        query, key = (part.repeat_interleave(groups, 1) for part in norms)
-        decay, beta = torch.exp(-layer.A_log.exp() * softplus(a + layer.dt_bias)), b.sigmoid()
-        found = []
-        for t in range(len(x)):
-            state *= decay[t, :, None, None]
-            missing = value[t] - (state @ key[t, :, :, None]).squeeze(-1)
-            state += (beta[t, :, None] * missing)[..., None] * key[t, :, None]
-            found.append((state @ query[t, :, :, None]).squeeze(-1) / query.shape[-1] ** 0.5)
-        kept.copy_(state)
-        return torch.stack(found)
-
-    core.__annotations__ = get_type_hints(stock) | {"return": None}  # vLLM makes an operator of it
-    build.cpu_gdn_attention_core = core

