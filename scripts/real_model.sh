@@ -48,7 +48,7 @@ PYTHON
 fi
 
 step "convert: ladder, with the layers $layers; the original in bf16 is written beside it"
-[ -e "$out/rewired-original" ] || python -m studies.real.read_gguf "$out"/*.gguf "$out/rewired-original"
+[ -e "$out/rewired-original" ] || python -m studies.real read_gguf "$out"/*.gguf "$out/rewired-original"
 [ -e "$out/rewired" ] || fcsd convert "$out/rewired-original" "$out/rewired" --wiring ladder --layers "$layers"
 
 step "write: the original writes $write tokens"
@@ -77,7 +77,7 @@ import json
 import sys
 from pathlib import Path
 
-from studies.real.heal import measure
+from studies.real.runner import measure
 
 out = Path(sys.argv[1])
 lines = [json.loads(line) for line in (out / "run/metrics.jsonl").read_text().splitlines()]

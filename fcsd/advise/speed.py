@@ -4,7 +4,7 @@ The schedule of the wiring (``fcsd.models.schedule``) says which sums travel and
 a part is that of reading its weights or of its products, whichever is longer. What a sum takes beyond its cover is
 exposed, and what it hides costs a share. The shares of the data sheets' rates were set on fcsd's own engine with two
 H100s (``infer_slow_16_layers_2xh100.json`` in benchmarks/results); servers of vLLM had no part in them, and
-``studies.real.speeds`` holds the predictions beside nine of those.
+``studies/real/speeds.py`` holds the predictions beside nine of those.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,8 @@
-"""Prints the cases of ``studies.real.heal`` that heal the cells of the frontier, and ask them the benchmarks.
+"""Prints the cases of ``heal`` that heal the cells of the frontier, and ask them the benchmarks.
 
-    python -m studies.real.cells [WIRING ...] > CASES
+    python -m studies.real cells [WIRING ...] > CASES
 
-All cells are healed by one recipe. ``WIRING`` is a name as ``studies.real.predictions`` prints it, such as
+All cells are healed by one recipe. ``WIRING`` is a name as ``predictions`` prints it, such as
 ``desync-2x`` or ``ladder attn-only``; without one, all are printed.
 """
 
@@ -14,8 +14,10 @@ from typing import Any
 from studies.real import frontier
 from studies.real.predictions import SHARES
 
+from fcsd.errors import unknown_value
 from fcsd.models.selection import cheapest, layers_text, select_layers
 
+ARGUMENTS = {"wirings": dict(nargs="*", metavar="WIRING")}
 RECIPE: dict[str, Any] = {
     "text": "own+doc+foreign",
     "tokens": 6_000_000,
@@ -50,17 +52,11 @@ def cases(repo: Path = Path()) -> list[dict[str, Any]]:
     return found
 
 
-def main() -> None:
+def main(given: argparse.Namespace) -> None:
     """Print the cases of the wirings that the arguments name."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("wirings", nargs="*", metavar="WIRING")
-    wanted = parser.parse_args().wirings
-    if unknown := {*wanted} - {*frontier.labels()}:
-        parser.error(f"no wiring {', '.join(sorted(unknown))}; there are {', '.join(frontier.labels())}")
+    for wiring in given.wirings:
+        if wiring not in frontier.labels():
+            raise unknown_value("wiring", wiring, frontier.labels())
     for case in cases():
-        if not wanted or case["wiring"] in wanted:
+        if not given.wirings or case["wiring"] in given.wirings:
             print(json.dumps(case))
-
-
-if __name__ == "__main__":
-    main()

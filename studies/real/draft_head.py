@@ -1,12 +1,12 @@
 """How often the drafts of an EAGLE head are right before and after its target was converted and healed.
 
-    python -m studies.real.draft_head ORIGINAL OUT --text own=DIR [--layers 50%] [--tokens 3e6] [--head-epochs 3]
+    python -m studies.real draft_head ORIGINAL OUT --text own=DIR [--layers 50%] [--tokens 3e6] [--head-epochs 3]
         [--head-batch 4] [--drafts 3] [--new 96] [--prompts 64] [--seeds 2] [--seconds 140]
 
 A head is that of EAGLE for llamas: a projection of the last hidden state of a token beside the embedding of the next
 one, and one decoder layer without its first norm, before the target's own head. It is trained by KL from the target's
 next distribution, the head alone. The layers are converted to ladder and healed to the original, as in
-`studies.real.quantised`, and four pairs are measured: the original with its head, the conversion with that head before
+`quantised`, and four pairs are measured: the original with its head, the conversion with that head before
 and after it was healed, and the healed model with the head after this was trained on the healed model for one epoch.
 
 The target answers greedily, and verifies the drafts itself: `accepted` of `drafted` tokens, and how many tokens come
@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from studies.real.heal import token_rows
-from studies.real.quantised import RATES, Study, arguments, descend
+from studies.real import quantised
+from studies.real.quantised import RATES, Study, descend
+from studies.real.runner import store, token_rows
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
@@ -33,6 +34,13 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from fcsd.distill.loss.losses import kl_divergence
 from fcsd.models.build import decoder_layers, decoder_of
 
+ARGUMENTS = quantised.STUDIED | {
+    "--head-epochs": 3,
+    "--head-batch": dict(type=int, default=4, help="rows of a step of the head"),
+    "--drafts": dict(type=int, default=3, help="tokens that are guessed before each pass"),
+    "--new": dict(type=int, default=96, help="tokens of an answer"),
+    "--prompts": 64,
+}
 RATE = 1e-3
 PROMPT = 64  # tokens
 
@@ -204,25 +212,10 @@ class HeadStudy(Study):
     def store(self, line: dict[str, Any]) -> None:
         """Append a line to the results, and show it."""
         names = "layers", "tokens", "batch", "head_batch", "head_epochs", "drafts", "new"
-        with self.file.open("a") as file:
-            file.write(json.dumps({**line, **{name: getattr(self.given, name) for name in names}}) + "\n")
+        store(self.file, {**line, **{name: getattr(self.given, name) for name in names}})
         print(line, flush=True)
 
 
-def main() -> None:
+def main(given: Any) -> None:
     """Measure all pairs."""
-    parser = arguments()
-    parser.description = __doc__
-    parser.add_argument("--head-epochs", type=int, default=3)
-    parser.add_argument("--head-batch", type=int, default=4, help="rows of a step of the head")
-    parser.add_argument("--drafts", type=int, default=3, help="tokens that are guessed before each pass")
-    parser.add_argument("--new", type=int, default=96, help="tokens of an answer")
-    parser.add_argument("--prompts", type=int, default=64)
-    given = parser.parse_args()
-    if given.original is None or given.out is None:
-        parser.error("ORIGINAL and OUT are needed")
     HeadStudy(given).run()
-
-
-if __name__ == "__main__":
-    main()

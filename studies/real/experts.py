@@ -1,8 +1,8 @@
 """Makes a mixture of experts of a dense model by dividing the neurons of its MLPs. No weight is trained here.
 
-    python -m studies.real.experts DENSE OUT --experts E --active K --shared S --text NAME=DIR [--text NAME=DIR]
+    python -m studies.real experts DENSE OUT --experts E --active K --shared S --text NAME=DIR [--text NAME=DIR]
         [--split clustered|random] [--router fitted|gate-rows] [--spread 0.02] [--seed 0]
-    python -m studies.real.experts DENSE OUT.json --compare --text NAME=DIR [--text NAME=DIR]
+    python -m studies.real experts DENSE OUT.json --compare --text NAME=DIR [--text NAME=DIR]
 
 OUT becomes an ordinary directory of the family qwen2_moe, whose biases are zero. DENSE is a llama without biases. Of
 the neurons of each MLP, ``S`` become the shared expert and the others ``E`` routed experts of one size, ``K`` of which
@@ -29,18 +29,19 @@ same weight.
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.programs import TEXTS
 from safetensors.torch import load_file, save_file
-from studies.real.heal import measure, token_rows
+from studies.real.runner import machine, measure, token_rows
 from torch import Tensor
 from torch.nn import functional
 
+from fcsd.bench import runner
 from fcsd.checkpoint import read_config, read_layout
 from fcsd.checkpoint.staging import copy_small, side_files, staged
 from fcsd.errors import BadInputError, ConfigError
@@ -63,34 +64,30 @@ COMPARED: list[dict[str, Any]] = [
 ]
 
 
-def main() -> None:
+CHOICE = {"experts": 8, "active": 4, "shared": 512, "split": "clustered", "router": "fitted", "spread": 0.02, "seed": 0}
+ARGUMENTS = {
+    "dense": Path,
+    "out": Path,
+    "--text": TEXTS | {"required": True},
+    **{f"--{name}": default for name, default in CHOICE.items()},
+    "--split": dict(choices=("clustered", "random"), default=CHOICE["split"]),
+    "--router": dict(choices=("fitted", "gate-rows"), default=CHOICE["router"]),
+    "--compare": dict(action="store_true"),
+    "--rows": dict(type=int, default=4, help="held-out rows of each text that --compare measures on"),
+}
+
+
+def main(given: argparse.Namespace) -> None:
     """Write a directory, or the comparison of several."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("dense", type=Path)
-    parser.add_argument("out", type=Path)
-    for name, default in (("experts", 8), ("active", 4), ("shared", 512), ("seed", 0)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--split", choices=("clustered", "random"), default="clustered")
-    parser.add_argument("--router", choices=("fitted", "gate-rows"), default="fitted")
-    parser.add_argument("--spread", type=float, default=0.02, help="standard deviation of the router's logits")
-    parser.add_argument(
-        "--text", action="append", required=True, metavar="NAME=DIR", help="as studies.real.heal has it"
-    )
-    parser.add_argument("--compare", action="store_true")
-    parser.add_argument("--rows", type=int, default=4, help="held-out rows of each text that --compare measures on")
-    given = parser.parse_args()
-    texts = {name: Path(folder) for name, folder in (text.split("=", 1) for text in given.text)}
+    texts = dict(given.text)
     inputs = list(mlp_inputs(given.dense, texts))
-    choice = {
-        name: getattr(given, name) for name in ("experts", "active", "shared", "split", "router", "spread", "seed")
-    }
+    choice = {name: getattr(given, name) for name in CHOICE}
     if not given.compare:
         write(given.dense, given.out, inputs, **choice)
         return
     found: dict[str, Any] = {
-        "command": " ".join(["python -m studies.real.experts", *(Path(word).name for word in sys.argv[1:])]),
-        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        "torch": torch.__version__,
+        "command": given.command,
+        **machine(),
         "neurons": read_config(given.dense).raw["intermediate_size"],
         "calibration_tokens": len(inputs[0]),
         "models": [],
@@ -101,7 +98,7 @@ def main() -> None:
             kl = measure(Path(folder) / "model", given.dense, texts, given.rows)
         found["models"].append({**choice, **case, "kl": kl})
         print(json.dumps(found["models"][-1]), flush=True)
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
+        runner.write(found, given.out)
 
 
 def mlp_inputs(dense: Path, texts: dict[str, Path]) -> Iterator[Tensor]:
@@ -260,7 +257,3 @@ def scaled(router: Tensor, read: Tensor, spread: float) -> Tensor:
     """The router, scaled so that its logits have the standard deviation ``spread`` around the mean of each token."""
     logits = read @ router.T
     return router * (spread / (logits - logits.mean(1, keepdim=True)).std())
-
-
-if __name__ == "__main__":
-    main()

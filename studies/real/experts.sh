@@ -4,7 +4,7 @@
 #   DENSE     a llama without biases, the teacher of every run
 #   OUT       the directory for everything; the same command goes on after an interruption
 #   TOKENS    of each run, such as 12e6; or of the first and of those that begin from it, such as 12e6,8e6
-#   NAME=DIR  texts, as studies.real.heal takes them; the first is `own` if there are two
+#   NAME=DIR  texts, as studies.real heal takes them; the first is `own` if there are two
 # MIRROR=DIR asks benchmarks, too. EXPERTS, LAYERS, BATCH, LIMIT (of the questions) and SET (of every
 # recipe) replace the values below. PYTHON=COMMAND runs another Python.
 # What is wanted most comes first: farskip on LAYERS is healed, asked and answers before farskip on all layers begins.
@@ -28,7 +28,7 @@ run() { # NAME FROM WIRING LAYERS TOKENS SETTINGS
 }
 heal() { # FILE OF CASES, how many at once; it goes on in the background as $healing
   echo "$SECONDS s: ${1##*/}"
-  "$python" -m studies.real.heal "$dense" "$out" --cases "$1" --at-once "$2" "${texts[@]}" & healing=$!
+  "$python" -m studies.real heal "$dense" "$out" --cases "$1" --at-once "$2" "${texts[@]}" & healing=$!
 }
 healed() { # wait until a model has been healed, before it is measured
   until [ -e "$out/$1/run/final" ]; do
@@ -57,7 +57,7 @@ ask() { # benchmarks of the models that there are; a model that was asked before
 # keeps whole experts, whose passes can be captured: where experts are changes no result but by rounding.
 whole='"train.compile": false'
 divided='"train.compile": false, "parallel.ep_size": 2, "parallel.teacher_placement": "replicated"'
-[ -e "$out/divided" ] || "$python" -m studies.real.experts "$dense" "$out/divided" "${experts[@]}" "${texts[@]}"
+[ -e "$out/divided" ] || "$python" -m studies.real experts "$dense" "$out/divided" "${experts[@]}" "${texts[@]}"
 run moe divided standard all "$first" "$whole" > "$out/first.jsonl"
 {
   run farskip-2-29 moe farskip "${LAYERS:-2-29}" "$second" "$divided"

@@ -1,8 +1,8 @@
-"""What a conversion of a real model gains and loses, as tables and as a picture for ``studies.real.page``.
+"""What a conversion of a real model gains and loses, as tables and as a picture for ``page``.
 
 The speed is that of serving 16 layers of Llama-3 8B's dimensions on two H100s, as a multiple of the original's. Where
 fcsd's engine was measured with all layers converted, a share of the layers is counted to save that share of the time.
-Other wirings have what ``studies.real.predictions`` predicts. The points lost are those of SmolLM2-135M-Instruct:
+Other wirings have what ``predictions`` predicts. The points lost are those of SmolLM2-135M-Instruct:
 measured after healing with the same tokens (a *cell* is a wiring on a choice of layers), or predicted by the law of
 ``studies/real/law.py``, with this model's own costs of layers.
 """
@@ -114,7 +114,7 @@ def measured(repo: Path) -> dict[tuple[str, str], Speed]:
 
 @cache
 def predicted() -> dict[tuple[str, str], Speed]:
-    """What ``studies.real.predictions`` predicts of the same 16 layers without peer access, by wiring and share."""
+    """What ``predictions`` predicts of the same 16 layers without peer access, by wiring and share."""
     config = packaged_config("meta-llama/Llama-3.1-8B-Instruct")
     assert config is not None
     config.num_hidden_layers = 16
@@ -122,7 +122,7 @@ def predicted() -> dict[tuple[str, str], Speed]:
 
 
 def predicted_rows(config: PretrainedConfig, ranks: int = 2) -> dict[tuple[str, str], Row]:
-    """The rows of ``studies.real.predictions`` for GPUs without peer access, by wiring and share of the layers."""
+    """The rows of ``predictions`` for GPUs without peer access, by wiring and share of the layers."""
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         return {(row.wiring, row.layers.split()[0]): row for row in frontier(MetaModel(folder), ranks)}
@@ -152,7 +152,7 @@ def speeds(repo: Path = Path()) -> str:
 
 
 def labels() -> list[str]:
-    """The wirings as ``studies.real.predictions`` calls them."""
+    """The wirings as ``predictions`` calls them."""
     return [name if variant == "full" else f"{name} {variant}" for name, variant in WIRINGS]
 
 
@@ -226,7 +226,7 @@ def table_of_speeds_wanted(cells: list[Healed], repo: Path = Path()) -> str:
 
 
 def of_larger() -> str:
-    """Markdown with speed and points of larger models by prediction, as ``studies.real.predictions`` prints them."""
+    """Markdown with speed and points of larger models by prediction, as ``predictions`` prints them."""
     moe = packaged_config("Qwen/Qwen3-30B-A3B")
     assert moe is not None
     dense = {name: AutoConfig.for_model(kind, **fields) for name, (kind, fields) in LARGER.items()}

@@ -1,6 +1,6 @@
 """Heals conversions of one real model by several recipes, some runs at a time, and measures what came back.
 
-    python -m studies.real.heal TEACHER OUT --cases FILE --text own=DIR [--text foreign=DIR] [--mirror DIR]
+    python -m studies.real heal TEACHER OUT --cases FILE --text own=DIR [--text foreign=DIR] [--mirror DIR]
         [--gpus N] [--at-once N] [--tasks NAMES] [--held-out FILE]
 
 A case is a line of JSON. It has a `name`, what `fcsd convert` takes (`wiring`, with a variant behind a space, `layers`,
@@ -8,7 +8,7 @@ and `tp_degree` under Desync), the `text` (a name, or two
 with `+`), the `tokens` and the learning rate `lr`. It may have a `seed`, the tokens of a step (`batch`), and in `set`
 every other value of the recipe by its dotted key, such as `objective.temperature`, `optim.betas` or `optim.train`
 (`["converted"]` trains the converted layers alone). `untrained` measures the conversion before it is healed as well.
-`eval` asks for the benchmarks, for the last words of passages if the mirror has them (`studies.real.passages` writes
+`eval` asks for the benchmarks, for the last words of passages if the mirror has them (`passages` writes
 them), and for the loss on `--held-out`. `from` names another model than TEACHER that is converted and healed to
 TEACHER: an earlier case, whose healed model is meant, or a directory in OUT. With the wiring `standard` nothing is
 converted. `gpus` divides a run over the first of the GPUs that `CUDA_VISIBLE_DEVICES` names. All cases are checked
@@ -27,47 +27,46 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import Empty, Queue
-from typing import TYPE_CHECKING, Any
+from queue import SimpleQueue
+from typing import Any
 
+from benchmarks.programs import TEXTS
 from studies.real.passages import DATA_SET
+from studies.real.runner import SEQ, measure, store, stored
 
 from fcsd.checkpoint import fingerprint, read_layout
 from fcsd.config import Recipe
 from fcsd.eval.results import COMPARISON
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 TASKS = "piqa,arc_easy,arc_challenge,hellaswag,openbookqa,winogrande,commonsense_qa"
-SEQ, BATCH, MICRO = 1024, 131072, 32
-HELD_OUT_ROWS = 128
-LOGITS = 1 << 28  # of the rows that a GPU measures at once: 1 GiB in fp32
+BATCH, MICRO = 131072, 32
 NEEDED = {"name", "wiring", "layers", "text", "tokens", "lr"}
 POSSIBLE = {"seed", "batch", "set", "untrained", "eval", "from", "gpus", "tp_degree"}
 
 
-def main() -> None:
+ARGUMENTS = {
+    "teacher": Path,
+    "out": Path,
+    "--cases": dict(type=Path, required=True),
+    "--text": TEXTS,
+    "--mirror": Path,
+    "--gpus": 1,
+    "--at-once": dict(type=int, default=1, help="runs at a time on each GPU"),
+    "--limit": 1000,
+    "--tasks": dict(default=TASKS, help="the benchmarks that `eval` asks for"),
+    "--held-out": dict(type=Path, help="a text on which `eval` measures the loss"),
+    "--measure": dict(
+        type=Path, nargs="+", metavar="STUDENT", help="print a line with the divergences of each, and stop"
+    ),
+}
+
+
+def main(given: argparse.Namespace) -> None:
     """Run the cases that have no result yet."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("teacher", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--cases", type=Path, required=True)
-    parser.add_argument("--text", action="append", required=True, metavar="NAME=DIR")
-    parser.add_argument("--mirror", type=Path)
-    parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--at-once", type=int, default=1, help="runs at a time on each GPU")
-    parser.add_argument("--limit", type=int, default=1000)
-    parser.add_argument("--tasks", default=TASKS, help="the benchmarks that `eval` asks for")
-    parser.add_argument("--held-out", type=Path, help="a text on which `eval` measures the loss")
-    parser.add_argument(
-        "--measure", type=Path, nargs="+", metavar="STUDENT", help="print a line with the divergences of each, and stop"
-    )
-    given = parser.parse_args()
-    texts = {name: Path(folder) for name, folder in (text.split("=", 1) for text in given.text)}
+    texts = dict(given.text)
     if given.measure:
         for student in given.measure:
             print(json.dumps(measure(student, given.teacher, texts)), flush=True)
@@ -76,45 +75,32 @@ def main() -> None:
     names = gpu_names(max([given.gpus, *(case.get("gpus", 1) for case in cases)]))
     given.out.mkdir(parents=True, exist_ok=True)
     results = given.out / "results.jsonl"
-    lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    ended = {line["name"] for line in lines if "failed" not in line}
-    queue: Queue[dict[str, Any]] = Queue()
-    for case in cases:
-        if case["name"] not in ended:
-            queue.put(case)
-    writing = threading.Lock()
+    ended = {line["name"] for line in stored(results) if "failed" not in line}
+    places: SimpleQueue[int] = SimpleQueue()
+    for number in range(given.gpus * given.at_once):
+        places.put(number)
 
-    def store(found: dict[str, Any]) -> None:
-        with writing, results.open("a") as file:
-            file.write(json.dumps(found) + "\n")
-
-    def work(number: int) -> None:
+    def run(case: dict[str, Any]) -> None:
+        number = places.get()
         # Two runs of one GPU must not meet at one port. On a CPU the name of the GPU means nothing.
         port = int(os.environ.get("MASTER_PORT", "29600")) + number
         env = {**os.environ, "CUDA_VISIBLE_DEVICES": names[number % given.gpus], "MASTER_PORT": str(port)}
         env.setdefault("OMP_NUM_THREADS", "4")
-        while True:
-            try:
-                case = queue.get_nowait()
-            except Empty:
-                return
-            try:
-                found = heal(case, given.teacher, given.out, texts, env)
-                if case.get("eval") and given.mirror is not None:
-                    store({**found, "failed": "the benchmarks have not ended"})
-                    found |= scores(case, given, env)
-            except (subprocess.CalledProcessError, OSError, ValueError) as error:
-                log = given.out / case["name"] / "log.txt"
-                found = {**case, "failed": f"{error}"[-500:], "log": log.read_text()[-500:] if log.exists() else ""}
-            store(found)
-            what = found.get("failed") or ", ".join(f"KL {kl['kl']:.4f} on {text}" for text, kl in found["kl"].items())
-            print(f"{case['name']}: {what}", flush=True)
+        try:
+            found = heal(case, given.teacher, given.out, texts, env)
+            if case.get("eval") and given.mirror is not None:
+                store(results, {**found, "failed": "the benchmarks have not ended"})
+                found |= scores(case, given, env)
+        except (subprocess.CalledProcessError, OSError, ValueError) as error:
+            log = given.out / case["name"] / "log.txt"
+            found = {**case, "failed": f"{error}"[-500:], "log": log.read_text()[-500:] if log.exists() else ""}
+        places.put(number)
+        store(results, found)
+        what = found.get("failed") or ", ".join(f"KL {kl['kl']:.4f} on {text}" for text, kl in found["kl"].items())
+        print(f"{case['name']}: {what}", flush=True)
 
-    workers = [threading.Thread(target=work, args=(number,)) for number in range(given.gpus * given.at_once)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    with ThreadPoolExecutor(given.gpus * given.at_once) as pool:
+        list(pool.map(run, (case for case in cases if case["name"] not in ended)))
 
 
 def read_cases(file: Path, texts: dict[str, Path]) -> list[dict[str, Any]]:
@@ -123,7 +109,8 @@ def read_cases(file: Path, texts: dict[str, Path]) -> list[dict[str, Any]]:
     Raises:
         ValueError: a line is no case, has a key that means nothing, or two cases have one name.
     """
-    cases = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
+    if not (cases := stored(file)):
+        raise ValueError(f"{file}: there are no cases")
     for case in cases:
         if wrong := (case.keys() - NEEDED - POSSIBLE) | (NEEDED - case.keys()):
             raise ValueError(f"case {case.get('name')}: {', '.join(sorted(wrong))} missing or unknown")
@@ -171,11 +158,11 @@ def heal(case: dict[str, Any], teacher: Path, out: Path, texts: dict[str, Path],
     final = folder / "run" / "final"
     if not final.exists():
         _fcsd(folder, env, "distill", folder / "recipe.yaml", "--gpus", gpus)
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = stored(folder / "run" / "metrics.jsonl")
     rates = sorted(line["tokens_per_second"] for line in lines if "tokens_per_second" in line)
     held_out = [[line["step"], line["held_out_kl"]] for line in lines if "held_out_kl" in line]
     words = [f"--text={text}={where}" for text, where in texts.items()]
-    command = [sys.executable, "-m", "studies.real.heal", teacher, out, "--cases", os.devnull, *words, "--measure"]
+    command = [sys.executable, "-m", "studies.real", "heal", teacher, out, "--cases", os.devnull, *words, "--measure"]
     command += [student, final] if case.get("untrained") else [final]
     with (folder / "log.txt").open("a") as log:
         told = subprocess.run(list(map(str, command)), env=env, check=True, stdout=subprocess.PIPE, stderr=log).stdout
@@ -277,64 +264,3 @@ def recipe_of(case: dict[str, Any], student: Path, folder: Path, texts: dict[str
             place = place.setdefault(section, {})
         place[last] = value
     return recipe
-
-
-def measure(student: Path, teacher: Path, texts: dict[str, Path], rows: int = HELD_OUT_ROWS) -> dict[str, Any]:
-    """``divergences`` of two directories of models, on a GPU in bfloat16, on a CPU in float32."""
-    import torch
-
-    from fcsd.models.build import load_model
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    models = [load_model(path, dtype=dtype).to(device).eval() for path in (student, teacher)]
-    return divergences(*models, texts, rows)
-
-
-def divergences(
-    student: Any, teacher: Any, texts: dict[str, Path], rows: int = HELD_OUT_ROWS, seq: int = SEQ
-) -> dict[str, Any]:
-    """KL(teacher || student) and both losses in nats per token, on ``rows`` held-out rows of every text.
-
-    Rows are packed as in training, but attention reads over the borders of documents, for both models alike.
-    """
-    import torch
-    import torch.nn.functional as F
-
-    device = student.device
-    # One row is enough work for a CPU, and the host starts the kernels of a row in about the time that a GPU takes.
-    at_once = max(1, LOGITS // (seq * student.config.get_text_config().vocab_size)) if device.type == "cuda" else 1
-    found = {}
-    for name, folder in texts.items():
-        held_out = token_rows(folder / "held_out", rows * seq, seq).to(device)
-        sums = torch.zeros(3, dtype=torch.float64)
-        for batch in held_out.split(at_once):
-            with torch.no_grad():
-                own, theirs = (F.log_softmax(model(batch).logits[:, :-1].float(), -1) for model in (student, teacher))
-            kl = (theirs.exp() * (theirs - own)).sum(-1)
-            losses = [-log.gather(-1, batch[:, 1:, None]) for log in (own, theirs)]
-            sums += torch.stack([value.double().sum().cpu() for value in (kl, *losses)])
-        tokens = held_out.shape[0] * (held_out.shape[1] - 1)
-        found[name] = dict(zip(("kl", "loss", "teacher_loss"), (sums / tokens).tolist(), strict=True))
-        found[name]["tokens"] = tokens
-    return found
-
-
-def token_rows(folder: Path, tokens: int, seq: int = SEQ) -> "Tensor":
-    """The first ids of a part of a text, at most ``tokens``, in rows ``[rows, seq]``; a short text is one row."""
-    import pyarrow.parquet as pq
-    import torch
-
-    ids: list[int] = []
-    for file in sorted(folder.glob("*.parquet")):
-        for row in pq.read_table(file)["input_ids"]:
-            ids += row.as_py()
-            if len(ids) >= tokens:
-                break
-    ids = ids[:tokens]
-    seq = min(seq, len(ids))
-    return torch.tensor(ids[: len(ids) // seq * seq]).view(-1, seq)
-
-
-if __name__ == "__main__":
-    main()

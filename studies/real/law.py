@@ -1,4 +1,4 @@
-"""Fits what healing leaves to the stored runs: ``python -m studies.real.law`` writes ``studies/real/healing_law.json``.
+"""Fits what healing leaves to the stored runs, for ``studies/real/healing_law.json``.
 
 Two power laws, each a straight line in logarithms, fitted by least squares:
 
@@ -7,7 +7,7 @@ Two power laws, each a straight line in logarithms, fitted by least squares:
 
 The first takes every run by KL and AdamW that trained the converted layers alone, read text of the model's own and was
 measured to its end; KL is that on own text. The second takes every model that has scores, the untrained ones included,
-however it was trained. ``studies.real.predictions`` reads the file, whose matrix and residual give the uncertainty of
+however it was trained. ``predictions`` reads the file, whose matrix and residual give the uncertainty of
 a new value. All runs are of one model of 135 million parameters, and some have other learning rates and batches.
 
 ``checks`` says how well such a law predicts the cells of the frontier when it is fitted to other runs.
@@ -196,9 +196,3 @@ def table_of_checks(found: list[dict[str, Any]]) -> str:
 def filled(page: str, found: dict[str, Any], checked: list[dict[str, Any]]) -> str:
     """The page with the law and its checks between their marks."""
     return between_marks(page, {"law": sentence(found), "checks": table_of_checks(checked)})
-
-
-if __name__ == "__main__":
-    fitted = law()
-    OUT.write_text(json.dumps(fitted, indent=1) + "\n")
-    PAGE.write_text(filled(PAGE.read_text(), fitted, checks(stored())))

@@ -1,6 +1,6 @@
 """Measures what converting each layer of a model alone costs, beside what the layer does to the residual stream.
 
-    python -m studies.real.layers MODEL OUT.json [--text FILE] [--wirings ladder,farskip]
+    python -m studies.real layers MODEL OUT.json [--text FILE] [--wirings ladder,farskip]
 
 Every part of the stream that a read misses turns the direction of what is read, and the norm behind a read lets only
 the direction pass. ``turned`` is 1 - cos of the angle between the full stream and the stream without the output before
@@ -9,16 +9,16 @@ dearest layers, dearest first, and the divergence of all layers but the first 0,
 """
 
 import argparse
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from scipy.stats import spearmanr
+from studies.real.runner import machine
 from torch import Tensor
 from torch.nn import functional
 
+from fcsd.bench import runner
 from fcsd.checkpoint import read_config
 from fcsd.convert import choose_wiring
 from fcsd.distill.layer_costs import calibration_rows, divergences, measure_layers
@@ -28,22 +28,23 @@ from fcsd.models.build import load_model
 FIRST = 8  # queries before this position have few others to look at
 
 
-def main() -> None:
+ARGUMENTS = {
+    "model": Path,
+    "out": Path,
+    "--text": dict(type=Path, help="a text file to measure on, in place of the model's own text"),
+    "--wirings": dict(default="ladder,farskip", help='each may have a variant: "ladder attn-only"'),
+}
+
+
+def main(given: argparse.Namespace) -> None:
     """Measure, and write one JSON file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--text", type=Path, help="a text file to measure on, in place of the model's own text")
-    parser.add_argument("--wirings", default="ladder,farskip", help='each may have a variant: "ladder attn-only"')
-    given = parser.parse_args()
     config = read_config(given.model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     network = load_model(given.model, dtype="float32", device=device)
     rows = calibration_rows(network, given.model, given.text)
     found: dict[str, Any] = {
-        "command": " ".join(["python -m studies.real.layers", *(Path(word).name for word in sys.argv[1:])]),
-        "machine": torch.cuda.get_device_name() if device == "cuda" else "CPU",
-        "torch": torch.__version__,
+        "command": given.command,
+        **machine(),
         "dtype": "float32",
         "tokens": sum(row.numel() for row in rows),
         "layers": stream(network, rows, ARCHS[config.model_type].blocks),
@@ -59,7 +60,7 @@ def main() -> None:
         for measured in ("attn_turned", "mlp_turned", "first_token", "largest"):
             values = [found["layers"][layer][measured] for layer in costs.alone]
             found[name][f"rank correlation with {measured}"] = float(spearmanr(values, [*costs.alone.values()])[0])
-    given.out.write_text(json.dumps(found, indent=1) + "\n")
+    runner.write(found, given.out)
 
 
 def stream(network: Any, rows: list[Tensor], blocks: Any) -> list[dict[str, float]]:
@@ -109,7 +110,3 @@ def stream(network: Any, rows: list[Tensor], blocks: Any) -> list[dict[str, floa
 def _turned(full: Tensor, without: Tensor) -> float:
     """The mean of 1 - cos between two streams ``[1, seq, hidden]``, without the first token."""
     return float((1 - functional.cosine_similarity(full[:, 1:], without[:, 1:], dim=-1)).mean())
-
-
-if __name__ == "__main__":
-    main()

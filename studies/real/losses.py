@@ -1,4 +1,4 @@
-"""Writes what healed models lost, for ``fcsd advise``: ``python -m studies.real.losses``.
+"""What healed models lost, for ``fcsd advise``.
 
 ``fcsd/advise/losses.json`` has rows of the papers, which stay as they are, and rows of our own runs, which are made
 here from the raw files. A row has the scores of a benchmark before and after, in percent.
@@ -55,7 +55,3 @@ def updated(repo: Path = Path()) -> list[dict[str, Any]]:
     """All rows of the file, with our own made anew."""
     rows = json.loads((repo / FILE).read_text())
     return [row for row in rows if not row["source"].startswith("fcsd, ")] + own_rows(repo)
-
-
-if __name__ == "__main__":
-    FILE.write_text(json.dumps(updated(), indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Writes tables and picture of ``REAL_MODELS.md`` from the stored runs: ``python -m studies.real.page``."""
+"""The tables and the picture of ``REAL_MODELS.md``, from the stored runs."""
 
 import json
 import math
@@ -623,9 +623,3 @@ def filled(page: str, raw: dict[Path, dict[str, Any]], repo: Path = Path()) -> s
 def read(repo: Path = Path()) -> dict[Path, dict[str, Any]]:
     """The stored runs, by file."""
     return {file: json.loads((repo / file).read_text()) for file in (*RAW, *MORE)}
-
-
-if __name__ == "__main__":
-    PAGE.write_text(filled(PAGE.read_text(), read()))
-    stored_cells = read_cells()
-    frontier.draw(PICTURE, cells(stored_cells), healed(list(read().values())), tokens_of(stored_cells))

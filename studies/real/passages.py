@@ -1,6 +1,6 @@
 """Makes a LAMBADA-like task from a text where the data set itself is not at hand.
 
-    python -m studies.real.passages held_out.jsonl MIRROR [--most 20] [--last-sentence]
+    python -m studies.real passages held_out.jsonl MIRROR [--most 20] [--last-sentence]
 
 LAMBADA's passages were chosen by people, who could guess the last word from the whole passage and not from its last
 sentence (Paperno et al. 2016, arXiv 1606.06031). This program has no people. It takes passages of three to five
@@ -37,14 +37,16 @@ configs:
 """
 
 
-def main() -> None:
+ARGUMENTS = {
+    "text": Path,
+    "mirror": Path,
+    "--most": dict(type=int, default=20, help="passages of a document"),
+    "--last-sentence": dict(action="store_true", help="write the last sentence of each passage alone"),
+}
+
+
+def main(given: argparse.Namespace) -> None:
     """Write the mirror that the arguments name."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("text", type=Path)
-    parser.add_argument("mirror", type=Path)
-    parser.add_argument("--most", type=int, default=20, help="passages of a document")
-    parser.add_argument("--last-sentence", action="store_true", help="write the last sentence of each passage alone")
-    given = parser.parse_args()
     found = [passage for text in read_texts(given.text) for passage in passages(text, given.most)]
     if not found:
         raise SystemExit(f"{given.text}: no passage of this text ends as LAMBADA's do")
@@ -83,7 +85,3 @@ def _passage(sentences: list[str], length: int) -> list[str] | None:
         return None
     plain = sum(c.isascii() and (c.isalpha() or c in " ,.;:'\"?!-") for c in whole) / len(whole)
     return [*earlier, end[1] + end[2]] if plain >= PROSE else None
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """How fast a conversion would be served against what it would lose, by prediction.
 
-    python -m studies.real.predictions MODEL [--gpus N] [--machine FILE] [--costs FILE] [--json]
+    python -m studies.real predictions MODEL [--gpus N] [--machine FILE] [--costs FILE] [--json]
 
 MODEL is a directory or a hub id, of which config.json is read. Speed: the schedule of the wiring
 (``fcsd.models.schedule``) says which sums travel and what is computed meanwhile. The time of a part is that of reading
@@ -80,7 +80,7 @@ def frontier(model: MetaModel, ranks: int, machine: Machine | None = None, costs
 
     Args:
         machine: measured links; None for two H100s without peer access.
-        costs: what ``fcsd convert --layers auto --costs`` or ``python -m studies.real.layers`` wrote about this model.
+        costs: what ``fcsd convert --layers auto --costs`` or ``python -m studies.real layers`` wrote about this model.
             With it, the choices of ``auto:N``, of as many layers as the shares, are rows, too, and the law
             takes these costs in place of those of the models that were measured.
 
@@ -163,7 +163,7 @@ def law() -> dict[str, Any]:
 
 
 def read_costs(path: Path, depth: int) -> dict[str, list[float | None]]:
-    """The costs of single layers by wiring, from a file of ``fcsd convert`` or ``python -m studies.real.layers``.
+    """The costs of single layers by wiring, from a file of ``fcsd convert`` or ``python -m studies.real layers``.
 
     A layer that cannot be converted has None.
 
@@ -296,32 +296,24 @@ def _range(ends: tuple[float, float] | None) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def to_json(rows: list[Row]) -> list[dict[str, Any]]:
-    """The rows as data that can be written as JSON."""
-    return [vars(row) for row in rows]
+ARGUMENTS = {
+    "model": dict(help="a directory or a hub id, of which config.json is read"),
+    "--gpus": dict(type=int, help="ranks of the server; 2, or the fewest that divide the heads"),
+    "--machine": dict(type=Path, help="links that fcsd bench links has measured"),
+    "--costs": dict(type=Path, help="the costs of the model's layers, from convert --layers auto --costs"),
+    "--json": dict(action="store_true", help="print the rows as JSON"),
+}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(given: argparse.Namespace) -> None:
     """Prints the table of a model, or the rows as JSON.
 
     Raises:
         ConfigError: as in ``frontier``, or the machine file cannot be read.
     """
-    parser = argparse.ArgumentParser(prog="python -m studies.real.predictions")
-    parser.add_argument("model", help="a directory or a hub id, of which config.json is read")
-    parser.add_argument("--gpus", type=int, help="ranks of the server; 2, or the fewest that divide the heads")
-    parser.add_argument("--machine", type=Path, help="links that fcsd bench links has measured")
-    parser.add_argument(
-        "--costs", type=Path, help="the costs of the model's layers, from convert --layers auto --costs"
-    )
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
-    given = parser.parse_args(arguments)
     described = None if given.machine is None else read_machine(given.machine)
     known = MetaModel(located(given.model))
     gpus = given.gpus or usual_ranks(known)
     rows = frontier(known, gpus, described, given.costs)
-    print(json.dumps(to_json(rows), indent=2) if given.json else to_text(rows, gpus, described, given.costs))
-
-
-if __name__ == "__main__":
-    main()
+    data = json.dumps([vars(row) for row in rows], indent=2)
+    print(data if given.json else to_text(rows, gpus, described, given.costs))

@@ -1,9 +1,9 @@
 """How far converted models with INT4 weights are from their original, beside INT4 alone, and where adapters should go.
 
-    python -m studies.real.quantised ORIGINAL OUT --text own=DIR [--text foreign=DIR] [--layers 50% last:27]
+    python -m studies.real quantised ORIGINAL OUT --text own=DIR [--text foreign=DIR] [--layers 50% last:27]
         [--ways layers,adapters,int4,int4-bf16-teacher] [--seeds 3] [--first-seed 0] [--questions FILE] [--tokens 3e6]
         [--group 64] [--rank 64] [--seconds 400]
-    python -m studies.real.quantised --table OUT/results.jsonl
+    python -m studies.real quantised ORIGINAL OUT --table
 
 The layers are converted to ladder and healed to the original on the text `own`, in four ways: `layers` trains the
 converted layers themselves, `adapters` trains adapters beside them, `int4` trains adapters beside INT4 weights of the
@@ -13,36 +13,35 @@ or rounded to nearest (`rtn`), both symmetric in groups of `--group` inputs.
 
 `OUT/results.jsonl` receives a line for each form: KL(original || form) in nats per token on the held-out part of every
 text, and the bytes of the whole model. A form that ends with `+gptq` or `+rtn` was healed first and quantised then.
-`int4+beside` keeps its adapters beside the INT4 weights. With `--questions` (`studies.real.questions`) every form that
+`int4+beside` keeps its adapters beside the INT4 weights. With `--questions` (`questions`) every form that
 is not rounded to nearest answers them. Seeds draw the order of the rows and the adapters. A training that would not end
 within `--seconds` from the start of the program is not begun, and the last line says so.
 """
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from studies.real.heal import divergences, token_rows
+from benchmarks.programs import TEXTS
 from studies.real.questions import answers, gap, points, read, right_shares
 from studies.real.rounded import to_int4
+from studies.real.runner import divergences, loaded, store, stored, token_rows
 from torch import Tensor, nn
 
 from fcsd.distill.loss.losses import kl_divergence
-from fcsd.distill.teacher.targets import Prefix, left_out
+from fcsd.errors import unknown_value
 from fcsd.models.adapters.lora import add_adapters, merged_weight
-from fcsd.models.build import arch_of, decoder_layers, decoder_of, load_model, wire
+from fcsd.models.build import arch_of, decoder_layers, decoder_of, wire
 from fcsd.models.fused import fuse_parts
 from fcsd.models.selection import select_layers
 from fcsd.models.wiring import Wiring
 
-SEQ = 1024
 WARMUP, LEAST = 0.1, 0.02  # shares of the steps and of the learning rate
 RATES = {"layers": 1e-3, "adapters": 3e-3}
 AT_ONCE = 16  # rows that pass a layer together while GPTQ reads them
@@ -53,39 +52,36 @@ ALONE = ("original", "int4 alone")  # how forms begin that have no converted lay
 WAYS = ("layers", "adapters", "int4", "int4-bf16-teacher")
 
 
-def arguments() -> argparse.ArgumentParser:
-    """What the command line takes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("original", type=Path, nargs="?")
-    parser.add_argument("out", type=Path, nargs="?")
-    parser.add_argument("--text", action="append", default=[], metavar="NAME=DIR")
-    parser.add_argument("--questions", type=Path)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--tokens", type=float, default=3e6)
-    parser.add_argument("--batch", type=int, default=16, help="rows of 1024 tokens in a step")
-    parser.add_argument("--held-out", type=int, default=96, help="rows of each divergence")
-    parser.add_argument("--seconds", type=float, default=400)
-    parser.add_argument("--table", type=Path, metavar="FILE")
-    parser.add_argument("--layers", nargs="+", default=["50%"])
-    parser.add_argument("--ways", default=",".join(WAYS))
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--group", type=int, default=64)
-    parser.add_argument("--rank", type=int, default=64)
-    parser.add_argument("--calibration", type=int, default=128, help="rows that GPTQ reads")
-    return parser
+STUDIED: dict[str, Any] = {  # what this study and `draft_head` take
+    "original": Path,
+    "out": Path,
+    "--text": TEXTS,
+    "--questions": Path,
+    "--seeds": 3,
+    "--tokens": 3e6,
+    "--batch": dict(type=int, default=16, help="rows of 1024 tokens in a step"),
+    "--held-out": dict(type=int, default=96, help="rows of each divergence"),
+    "--seconds": 400.0,
+    "--layers": dict(nargs="+", default=["50%"]),
+}
+ARGUMENTS = STUDIED | {
+    "--ways": ",".join(WAYS),
+    "--first-seed": 0,
+    "--group": 64,
+    "--rank": 64,
+    "--calibration": dict(type=int, default=128, help="rows that GPTQ reads"),
+    "--table": dict(action="store_true", help="print the table of OUT/results.jsonl, and stop"),
+}
 
 
-def main() -> None:
-    """Measure every form, or print the table of a file."""
-    parser = arguments()
-    given = parser.parse_args()
-    if given.table is not None:
-        print(table([json.loads(line) for line in given.table.read_text().splitlines()]))
+def main(given: argparse.Namespace) -> None:
+    """Measure every form, or print the table of what was measured."""
+    if given.table:
+        print(table(stored(given.out / "results.jsonl")))
         return
-    if given.original is None or given.out is None:
-        parser.error("ORIGINAL and OUT are needed")
-    if unknown := set(given.ways.split(",")) - set(WAYS):
-        parser.error(f"{', '.join(sorted(unknown))}: ways are {', '.join(WAYS)}")
+    for way in given.ways.split(","):
+        if way not in WAYS:
+            raise unknown_value("way", way, WAYS)
     Study(given).run()
 
 
@@ -93,11 +89,9 @@ class Study:
     """The models in memory, the texts, and what all forms have in common."""
 
     def __init__(self, given: argparse.Namespace) -> None:
-        cuda = torch.cuda.is_available()
-        self.given, self.began = given, time.time()
-        self.texts = {name: Path(folder) for name, folder in (text.split("=", 1) for text in given.text)}
-        self.device, self.dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32)
-        self.original = load_model(given.original, dtype=self.dtype, device=self.device)
+        self.given, self.began, self.texts = given, time.time(), dict(given.text)
+        self.original = loaded(given.original)
+        self.device, self.dtype = self.original.device.type, self.original.dtype
         self.questions = {} if given.questions is None else read(given.questions)
         self.convert(given.layers[0])
         self.rows = token_rows(self.texts["own"] / "train", int(given.tokens)).to(self.device)
@@ -204,14 +198,18 @@ class Study:
         steps = max(1, len(self.rows) // self.given.batch)
         order = torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(seed)).to(self.device)
 
-        def batches() -> Iterator[Batch]:
+        own, head = (model.get_output_embeddings().weight for model in (student, teacher))
+
+        def losses() -> Iterator[tuple[Tensor, int]]:
             for step in range(steps):
                 batch = self.rows[order[step * self.given.batch :][: self.given.batch]]
                 with torch.no_grad():
                     target = decoder_of(teacher)(batch, use_cache=False).last_hidden_state
-                yield Batch(batch, target)
+                hidden, mask = decoder_of(student)(batch, use_cache=False).last_hidden_state, torch.ones_like(batch) > 0
+                count = mask.numel()
+                yield kl_divergence(hidden, own, target, head, mask, denominator=count, chunk_tokens=4096), count
 
-        return train(student, teacher.get_output_embeddings().weight, [(trained, lr)], batches(), steps)
+        return descend(losses(), [(trained, lr)], steps)
 
     def measure(
         self, form: str, model: Any, seed: int | None = None, int4: bool = False, adapters: int = 0, **more: Any
@@ -233,37 +231,9 @@ class Study:
         """Append a line to the results, and show it."""
         fixed = {key: getattr(self.given, key) for key in ("tokens", "group", "rank", "batch", "calibration")}
         fixed["layers"] = self.layers_text
-        with self.file.open("a") as file:
-            file.write(json.dumps({**line, **fixed}) + "\n")
+        store(self.file, {**line, **fixed})
         found = {name: round(value["kl"], 4) for name, value in line.get("kl", {}).items()}
         print(line.get("form", line), "" if line.get("seed") is None else f"seed {line['seed']}", found, flush=True)
-
-
-class Batch(NamedTuple):
-    """Token ids ``[rows, seq]``, the teacher's last hidden states, and what of the student is known already."""
-
-    ids: Tensor
-    target: Tensor
-    prefix: Prefix | None = None
-
-
-def train(
-    student: Any, head: Tensor, groups: list[tuple[list[nn.Parameter], float]], batches: Iterator[Batch], steps: int
-) -> float:
-    """Train parameters, each group at its learning rate, by the divergence from a teacher; the tokens of a second.
-
-    ``head`` are the teacher's output embeddings.
-    """
-
-    def losses() -> Iterator[tuple[Tensor, int]]:
-        for batch in batches:
-            with left_out(student, batch.prefix):
-                hidden = decoder_of(student)(batch.ids, use_cache=False).last_hidden_state
-            mask, own = torch.ones_like(batch.ids, dtype=torch.bool), student.get_output_embeddings().weight
-            count = mask.numel()
-            yield kl_divergence(hidden, own, batch.target, head, mask, denominator=count, chunk_tokens=4096), count
-
-    return descend(losses(), groups, steps)
 
 
 def descend(losses: Iterator[tuple[Tensor, int]], groups: list[tuple[list[nn.Parameter], float]], steps: int) -> float:
@@ -341,7 +311,3 @@ def table(lines: list[dict[str, Any]]) -> str:
             shown += ["", ""]
         rows.append(f"| {' | '.join(shown)} |")
     return "\n".join(rows)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """The benchmarks as token ids, for machines without lm-eval: records the questions of tasks, and asks a model them.
 
-    python -m studies.real.questions MODEL MIRROR FILE.json.gz [--tasks NAMES] [--limit N]
+    python -m studies.real questions MODEL MIRROR FILE.json.gz [--tasks NAMES] [--limit N]
 
 A question has the ids of its context and of each ending, the characters of the endings, and the number of the right
 one. ``answers`` scores them as lm-eval's ``acc_norm``: the ending with the largest log-probability of a character.
@@ -24,15 +24,17 @@ TASKS = "piqa,arc_easy,hellaswag,openbookqa"
 Questions = dict[str, list[dict[str, Any]]]
 
 
-def main() -> None:
+ARGUMENTS = {
+    "model": Path,
+    "mirror": Path,
+    "file": Path,
+    "--tasks": TASKS,
+    "--limit": dict(type=int, default=2500, help="questions of a task, spread over it"),
+}
+
+
+def main(given: argparse.Namespace) -> None:
     """Record the questions of one model's tokenizer."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("mirror", type=Path)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--tasks", default=TASKS)
-    parser.add_argument("--limit", type=int, default=2500, help="questions of a task, spread over it")
-    given = parser.parse_args()
     found = record(given.model, given.mirror.absolute(), given.tasks.split(","), given.limit)
     with gzip.open(given.file, "wt") as file:
         json.dump(found, file)
@@ -121,7 +123,3 @@ def gap(items: dict[str, list[float]], others: dict[str, list[float]]) -> str:
 def points(items: dict[str, list[float]]) -> float:
     """The mean over the tasks of the share of right answers, in percent."""
     return 100 * statistics.mean(map(statistics.mean, items.values()))
-
-
-if __name__ == "__main__":
-    main()

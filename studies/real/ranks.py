@@ -1,12 +1,12 @@
 """Rank against loss: one conversion healed by full training and by adapters of several ranks, at equal tokens.
 
-    python -m studies.real.ranks cases --tokens 10e6 > CASES
-    python -m studies.real.heal TEACHER OUT --cases CASES --text own=DIR --at-once 3
-    python -m studies.real.ranks page
+    python -m studies.real ranks --tokens 10e6 > CASES
+    python -m studies.real heal TEACHER OUT --cases CASES --text own=DIR --at-once 3
 
-The first command prints the cases that ``studies.real.heal`` runs. ``benchmarks/results/adapters.md`` receives
-the table of the stored results from the last one. TEACHER is the bundled model or a real one; ``fcsd write`` makes its
-text. For the bundled model ``python -m studies.real.ranks text DIR`` writes its corpus as token ids in the same form.
+This prints the cases that ``heal`` runs; ``pages`` writes the table of the stored results to
+``benchmarks/results/adapters.md``. TEACHER is the bundled model or a real one; ``fcsd write`` makes its text, and
+``texts assets/teacher assets/corpus/train.parquet assets/corpus/held_out.jsonl DIR --first inf`` that of the bundled
+model from its corpus.
 """
 
 import argparse
@@ -25,34 +25,26 @@ PAGE = Path("benchmarks/results/adapters.md")
 RAW = sorted(Path("benchmarks/results").glob("adapter_ranks_*.json"))
 FULL = "full"
 ALPHA = 32.0  # of every rank, so that one learning rate suits all ranks
+ARGUMENTS = {
+    "--ranks": "full,4,16,64,256",
+    "--tokens": dict(default="10e6", help="one or several numbers"),
+    "--seeds": "0",
+    "--wiring": "ladder",
+    "--layers": "all",
+    "--batch": dict(type=int, default=32768, help="tokens of a step"),
+    "--full-lr": 1e-3,
+    "--lrs": dict(default="3e-3", help="learning rates of adapters"),
+    "--set": dict(action="append", default=[], metavar="KEY=JSON", help="of every recipe"),
+}
 
 
-def main() -> None:
-    """Print cases, write the page, or write the text of the bundled model."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("cases", "page", "text"))
-    parser.add_argument("out", nargs="?", type=Path, help="the directory of `text`")
-    parser.add_argument("--ranks", default="full,4,16,64,256")
-    parser.add_argument("--tokens", default="10e6", help="one or several numbers")
-    parser.add_argument("--seeds", default="0")
-    parser.add_argument("--wiring", default="ladder")
-    parser.add_argument("--layers", default="all")
-    parser.add_argument("--batch", type=int, default=32768, help="tokens of a step")
-    parser.add_argument("--full-lr", type=float, default=1e-3)
-    parser.add_argument("--lrs", default="3e-3", help="learning rates of adapters")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=JSON", help="of every recipe")
-    given = parser.parse_args()
-    if given.what == "page":
-        PAGE.write_text(filled(PAGE.read_text(), read()))
-        return
-    if given.what == "text":
-        write_text(given.out)
-        return
+def main(given: argparse.Namespace) -> None:
+    """Print the cases."""
     print("\n".join(map(json.dumps, cases(given))))
 
 
 def cases(given: argparse.Namespace) -> list[dict[str, Any]]:
-    """The cases of a study, each as ``studies.real.heal`` reads it; the divergence before healing is measured once."""
+    """The cases of a study, each as ``heal`` reads it; the divergence before healing is measured once."""
     found: list[dict[str, Any]] = []
     settings = {key: json.loads(value) for key, _, value in (text.partition("=") for text in given.set)}
     how: dict[str, Any] = {"wiring": given.wiring, "layers": given.layers, "text": "own", "batch": given.batch}
@@ -64,28 +56,6 @@ def cases(given: argparse.Namespace) -> list[dict[str, Any]]:
                 case["set"] |= {"train.adapter.rank": int(rank), "train.adapter.alpha": ALPHA, "optim.train": ["norms"]}
             found.append(case if found else case | {"untrained": True})
     return found
-
-
-def write_text(out: Path, held_out: int = 20_000) -> None:
-    """Writes the bundled corpus as token ids, as ``fcsd write`` leaves a text; ``held_out`` is in tokens."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained("assets/teacher")
-    corpus = Path("assets/corpus")
-    texts = {
-        "train": pq.read_table(corpus / "train.parquet")["text"].to_pylist(),
-        "held_out": [json.loads(line)["text"] for line in (corpus / "held_out.jsonl").read_text().splitlines()],
-    }
-    for part, documents in texts.items():
-        ids: list[list[int]] = []
-        for document in documents:
-            if part == "held_out" and sum(map(len, ids)) > held_out:
-                break
-            ids.append([*tokenizer(document)["input_ids"], tokenizer.eos_token_id])
-        (out / part).mkdir(parents=True)
-        pq.write_table(pa.table({"input_ids": ids}), out / part / "part-00000.parquet")
 
 
 def table(raw: list[dict[str, Any]]) -> str:
@@ -147,7 +117,3 @@ def filled(page: str, raw: list[dict[str, Any]]) -> str:
 def read(repo: Path = Path()) -> list[dict[str, Any]]:
     """The stored studies."""
     return [json.loads((repo / file).read_text()) for file in RAW]
-
-
-if __name__ == "__main__":
-    main()

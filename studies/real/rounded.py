@@ -1,6 +1,6 @@
 """What models lose when their weights are rounded to INT4 after training: divergences and answers to benchmarks.
 
-    python -m studies.real.rounded TEACHER OUT NAME=DIR NAME+int4:g64=DIR ... --text NAME=DIR ... --mirror DIR
+    python -m studies.real rounded TEACHER OUT NAME=DIR NAME+int4:g64=DIR ... --text NAME=DIR ... --mirror DIR
         [--tasks NAMES] [--limit N] [--held-out FILE]
 
 A form is a model as it is, or one whose name ends with `+int4:gN`. In the latter the weights of all linear layers in
@@ -11,16 +11,17 @@ such programs may write to one OUT at the same time.
 """
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from studies.real.heal import TASKS, divergences, tasks_of
+from benchmarks.programs import TEXTS, named
+from studies.real.heal import TASKS, tasks_of
+from studies.real.runner import divergences, loaded, store
 
 from fcsd.checkpoint.tokenizer import load_tokenizer
-from fcsd.models.build import decoder_layers, load_model
+from fcsd.models.build import decoder_layers
 
 if TYPE_CHECKING:
     from fcsd.eval.harness import Loaded
@@ -29,43 +30,41 @@ ROUNDED = "+int4:g"
 LEAST = 1e-30  # a step, also of zeros
 
 
-def main() -> None:
+ARGUMENTS = {
+    "teacher": Path,
+    "out": Path,
+    "forms": dict(nargs="+", type=named, metavar="NAME[+int4:gN]=DIR"),
+    "--text": TEXTS,
+    "--mirror": dict(type=Path, required=True),
+    "--tasks": TASKS,
+    "--limit": 1000,
+    "--held-out": Path,
+}
+
+
+def main(given: argparse.Namespace) -> None:
     """Ask every form, then measure every form."""
     from fcsd.eval.harness import evaluate_models  # the package's own name for it demands evalplus
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("teacher", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("forms", nargs="+", metavar="NAME[+int4:gN]=DIR")
-    parser.add_argument("--text", action="append", default=[], metavar="NAME=DIR")
-    parser.add_argument("--mirror", type=Path, required=True)
-    parser.add_argument("--tasks", default=TASKS)
-    parser.add_argument("--limit", type=int, default=1000)
-    parser.add_argument("--held-out", type=Path)
-    given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    forms = [load(*form.split("=", 1)) for form in given.forms]
+    forms = [load(*form) for form in given.forms]
     how: dict[str, Any] = {"data_mirror": given.mirror, "held_out": given.held_out, "limit": given.limit}
     evaluate_models(forms, tasks=tasks_of(given.mirror, given.tasks).split(","), out=given.out, **how)
-    texts = {name: Path(folder) for name, folder in (text.split("=", 1) for text in given.text)}
-    teacher = load("teacher", given.teacher).model
+    teacher = loaded(given.teacher)
     for form in forms:
         began = time.time()
-        line = {"name": form.name, "kl": divergences(form.model, teacher, texts), "seconds": time.time() - began}
-        with (given.out / "kl.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        kl = divergences(form.model, teacher, dict(given.text))
+        store(given.out / "kl.jsonl", {"name": form.name, "kl": kl, "seconds": time.time() - began})
 
 
-def load(name: str, folder: str | Path) -> "Loaded":
+def load(name: str, folder: Path) -> "Loaded":
     """A form in memory, with its weights rounded if its name says so."""
     from fcsd.eval.harness import Loaded
 
-    cuda = torch.cuda.is_available()
-    model = load_model(folder, dtype=torch.bfloat16 if cuda else torch.float32, device="cuda" if cuda else "cpu").eval()
-    _, _, group = name.partition(ROUNDED)
+    model, (_, _, group) = loaded(folder), name.partition(ROUNDED)
     if group:
         round_linears(model, int(group))
-    return Loaded(name, model, load_tokenizer(Path(folder)))
+    return Loaded(name, model, load_tokenizer(folder))
 
 
 def round_linears(model: Any, group: int) -> None:
@@ -91,7 +90,3 @@ def to_int4(weight: torch.Tensor, group: int) -> torch.Tensor:
     groups = weight.float().unflatten(-1, (-1, group))
     step = (groups.abs().amax(-1, keepdim=True) / 7.5).clamp(min=LEAST).to(weight.dtype).float()
     return ((groups / step).round().clamp(-8, 7) * step).flatten(-2).to(weight.dtype)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
-"""Holds predicted speeds beside those of vLLM's servers: ``python -m studies.real.speeds`` writes it to a page.
+"""Holds predicted speeds beside those of vLLM's servers.
 
-``studies.real.predictions`` predicts them from rates that were set on fcsd's own engine with other dimensions and two
+``predictions`` predicts them from rates that were set on fcsd's own engine with other dimensions and two
 GPUs, so none of these servers had a part in them.
 """
 
@@ -8,14 +8,12 @@ import json
 from pathlib import Path
 from statistics import median
 
-from studies.blocks import between_marks
 from studies.real.frontier import predicted_rows
 from studies.real.page import RESULTS
 
 from fcsd.bench.serve.model import config_of
 from fcsd.markdown import table
 
-PAGE = Path("studies/real/PREDICTIONS.md")
 # Servers in bf16 without peer access. Each file has the original beside the wirings, all with vLLM's own sums.
 DENSE = ("", "8b_replicas_", "qwen3_32b_12_layers_", "70b_", "70b_tp4_whole_")
 EXPERTS = ("v2lite_27_layers_", "qwen3_16_layers_")
@@ -41,7 +39,3 @@ def served(repo: Path = Path()) -> str:
             body.append([load["model"], str(depth), f"TP {load['tp']}", wiring, *cells])
     head = ["shape", "layers", "GPUs", "wiring", "step, predicted", "measured", "first tokens, predicted", "measured"]
     return table(head, body, left=4) + "\n"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(between_marks(PAGE.read_text(), {"served": served()}))

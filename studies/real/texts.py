@@ -1,6 +1,6 @@
-"""Makes the texts of ``studies.real.heal`` from documents: token ids of ``foreign`` and of ``more``, and a sample.
+"""Makes the texts of ``heal`` from documents: token ids of ``foreign`` and of ``more``, and a sample.
 
-    python -m studies.real.texts MODEL TRAIN HELD_OUT OUT [--first 16e6] [--every 5] [--cut 2000]
+    python -m studies.real texts MODEL TRAIN HELD_OUT OUT [--first 16e6] [--every 5] [--cut 2000]
 
 ``TRAIN`` and ``HELD_OUT`` are JSON lines with a ``text``. ``OUT/foreign/train`` gets the first documents of ``TRAIN``,
 until they have ``--first`` tokens of MODEL's tokenizer, and ``OUT/more/train`` the others. Both have ``HELD_OUT`` as
@@ -21,17 +21,19 @@ from fcsd.eval.perplexity import read_texts
 AT_ONCE = 256  # documents
 
 
-def main() -> None:
+ARGUMENTS = {
+    "model": Path,
+    "train": Path,
+    "held_out": Path,
+    "out": Path,
+    "--first": dict(type=float, default=16e6, help="tokens of foreign"),
+    "--every": 5,
+    "--cut": 2000,
+}
+
+
+def main(given: argparse.Namespace) -> None:
     """Write the texts that the arguments name, and print how many tokens they have."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("train", type=Path)
-    parser.add_argument("held_out", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--first", type=float, default=16e6, help="tokens of foreign")
-    parser.add_argument("--every", type=int, default=5)
-    parser.add_argument("--cut", type=int, default=2000)
-    given = parser.parse_args()
     held_out = read_texts(given.held_out)
     rows, kept = (ids_of(given.model, texts) for texts in (read_texts(given.train), held_out))
     total, count = 0, 0
@@ -56,7 +58,3 @@ def ids_of(model: Path, texts: list[str]) -> list[list[int]]:
     for first in range(0, len(texts), AT_ONCE):
         found += [[*ids, tokenizer.eos_token_id] for ids in tokenizer(texts[first : first + AT_ONCE])["input_ids"]]
     return found
-
-
-if __name__ == "__main__":
-    main()

@@ -13,7 +13,7 @@ PYTHON = """#!/bin/sh
 echo "$*" >> "$ASKED"
 case "$*" in
 *--table*) echo "a table" ;;
-*studies.real.quantised*) echo '{"form": "original"}' > "$OUT/results.jsonl" ;;
+*"studies.real quantised"*) echo '{"form": "original"}' > "$OUT/results.jsonl" ;;
 esac
 """
 
@@ -45,10 +45,10 @@ def test_a_run_of_carried_parts(repo: Path, tmp_path: Path) -> None:
     assert (work / "model.gguf").read_text() == "GGUF"
     assert (out / "table.md").read_text() == "a table\n"
     words = asked.read_text().splitlines()
-    order = ("pip install", "studies.real.read_gguf", "studies.real.texts", "fcsd write", "studies.real.quantised")
+    order = ("pip install", "studies.real read_gguf", "studies.real texts", "fcsd write", "studies.real quantised")
     assert [line for line in words if not any(what in line for what in order)] == []
     assert [sum(what in line for line in words) for what in order] == [1, 1, 1, 1, 2]
-    study = next(line for line in words if "studies.real.quantised" in line)
+    study = next(line for line in words if "studies.real quantised" in line)
     assert "--tokens 5e5" in study and f"own={work}/own" in study
     assert 500 < int(study.split("--seconds ")[1].split()[0]) <= 540 and "--questions" not in study
 

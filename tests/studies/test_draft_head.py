@@ -1,7 +1,6 @@
-"""``studies.real.draft_head``: drafts change no answer, a head learns its target alone, and vLLM's names are kept."""
+"""``draft_head``: drafts change no answer, a head learns its target alone, and vLLM's names are kept."""
 
 import json
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -9,10 +8,12 @@ import pyarrow.parquet as pq
 import pytest
 import tiny
 import torch
+from benchmarks.programs import start
 from benchmarks.vllm.speculation import eagle_head
 from safetensors.torch import load_file
-from studies.real import draft_head, quantised
+from studies.real import draft_head
 from studies.real.draft_head import DraftHead, loss_of, speculate
+from studies.real.runner import SEQ
 
 pytestmark = pytest.mark.lab
 
@@ -52,12 +53,11 @@ def test_the_pairs_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     tiny.model("llama", initializer_range=0.1).save_pretrained(tmp_path / "model")
     for part, rows in (("train", 8), ("held_out", 2)):
         (tmp_path / "text" / part).mkdir(parents=True)
-        ids = tiny.tokens(rows, quantised.SEQ, seed=rows).tolist()
+        ids = tiny.tokens(rows, SEQ, seed=rows).tolist()
         table = pa.table({"input_ids": pa.array(ids, pa.list_(pa.int32()))})
         pq.write_table(table, tmp_path / "text" / part / "part-00000.parquet")
     words = ["--text", f"own={tmp_path / 'text'}", "--tokens", "8192", "--batch", "2", "--seeds", "1", "--new", "8"]
-    monkeypatch.setattr(sys, "argv", ["draft_head", str(tmp_path / "model"), str(tmp_path / "out"), *words])
-    draft_head.main()
+    start("studies.real", "draft_head", str(tmp_path / "model"), str(tmp_path / "out"), *words)
     lines = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
     assert [(line["target"], line["head"]) for line in lines] == [
         ("original", "not trained"), ("original", "original"), ("not healed", "original"), ("healed", "original"),

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import tiny
+from benchmarks.programs import start
 from studies.blocks import between_marks
 from studies.real import predictions as frontier
 from studies.real.law import OUT, PAGE, checks, filled, law, stored
@@ -14,7 +15,6 @@ from transformers import LlamaConfig
 
 from fcsd.disk import write_json
 from fcsd.distill.layer_costs import LayerCosts
-from fcsd.errors import ConfigError
 from fcsd.models.build import without_injected
 from fcsd.models.schedule import Kind
 from fcsd.models.selection import layers_text
@@ -44,8 +44,8 @@ def rows(model: Path) -> dict[tuple[str, str], frontier.Row]:
 
 def test_the_stored_law_is_the_fit_of_the_stored_runs(repo: Path) -> None:
     fitted, page = law(repo), (repo / PAGE).read_text()
-    assert frontier.law() == json.loads((repo / OUT).read_text()) == fitted, "run python -m studies.real.law"
-    assert filled(page, fitted, checks(stored(repo), repo)) == page, "run python -m studies.real.law"
+    assert frontier.law() == json.loads((repo / OUT).read_text()) == fitted, "run python -m studies.real pages"
+    assert filled(page, fitted, checks(stored(repo), repo)) == page, "run python -m studies.real pages"
 
 
 def test_the_speed_is_near_what_was_measured(repo: Path, rows: dict[tuple[str, str], frontier.Row]) -> None:
@@ -62,7 +62,7 @@ def test_the_speed_is_near_what_was_measured(repo: Path, rows: dict[tuple[str, s
 
 def test_the_page_holds_the_speeds_beside_those_of_servers(repo: Path) -> None:
     page, told = (repo / PAGE).read_text(), served(repo)
-    assert between_marks(page, {"served": told}) == page, "run python -m studies.real.speeds"
+    assert between_marks(page, {"served": told}) == page, "run python -m studies.real pages"
     cells = [line.replace("x", "").split("|")[5:-1] for line in told.splitlines()[2:]]
     steps = [float(step) / float(measured) for step, measured, *_ in cells]
     first = [float(one) / float(measured) for *_, one, both in cells for measured in both.split(",")]
@@ -138,7 +138,7 @@ def test_the_command_says_that_it_predicts_and_what_it_assumes(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def said(*options: str) -> str:
-        frontier.main([str(model), *options])
+        start("studies.real", "predictions", str(model), *options)
         return capsys.readouterr().out
 
     done = said()
@@ -202,5 +202,5 @@ def test_what_cannot_be_predicted_is_refused(
     monkeypatch.chdir(tmp_path)
     Path("text.json").write_text("[]")
     Path("short.json").write_text(json.dumps({"ladder": {"alone": [1.0, 2.0]}}))
-    with pytest.raises(ConfigError, match=words):
-        frontier.main([str(model), *options])
+    with pytest.raises(SystemExit, match=words):
+        start("studies.real", "predictions", str(model), *options)

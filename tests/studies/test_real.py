@@ -16,8 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 import tiny
 import torch
+from benchmarks.programs import start
 from studies.real import cells as frontiers_cells
-from studies.real import frontier, heal, page, passages, ranks
+from studies.real import frontier, heal, page, passages, ranks, runner
 from studies.real import law as healing
 from studies.real.heal import read_cases, recipe_of
 from studies.real.predictions import frontier as plan_rows
@@ -34,7 +35,7 @@ PARTS = page.RAW[3]  # the runs that train part of the model
 
 def test_the_page_holds_what_is_stored(repo: Path) -> None:
     text, raw = (repo / page.PAGE).read_text(), page.read(repo)
-    assert page.filled(text, raw, repo) == text, "run python -m studies.real.page"
+    assert page.filled(text, raw, repo) == text, "run python -m studies.real pages"
     rows = [line.split("|")[1:-1] for line in page.runs(list(raw.values())).splitlines()[2:]]
     shown = [[value.strip()[-5:] for cell in row[-2:] for value in cell.split(",")] for row in rows]
     runs = [run["kl"] for file in raw.values() for run in file["runs"] if "kl" in run]
@@ -150,7 +151,7 @@ def test_the_frontier_is_that_of_the_raw_files_and_of_the_law(repo: Path, tmp_pa
     frontier.draw(tmp_path / "drawn.svg", page.cells(file), longer, page.tokens_of(file), repo)
     drawn, stored = ((path).read_text() for path in (tmp_path / "drawn.svg", repo / page.PICTURE))
     said = [re.findall("<!-- (.*?) -->", text) for text in (drawn, stored)]
-    assert said[0] == said[1] and any("farskip" in one for one in said[0]), "run python -m studies.real.page"
+    assert said[0] == said[1] and any("farskip" in one for one in said[0]), "run python -m studies.real pages"
 
 
 def test_the_cells_say_what_was_concluded_from_them(repo: Path) -> None:
@@ -278,8 +279,7 @@ def test_a_mirror_of_passages_is_read_by_the_task_of_lm_eval(
     sentences += "was as clever, and the hunters who came each winter went home with nothing but cold feet and stories "
     (tmp_path / "text.jsonl").write_text(json.dumps({"text": f"{sentences}of Reynard."}) + "\n")
     for folder, *more in (["whole"], ["last", "--last-sentence"]):
-        monkeypatch.setattr(sys, "argv", ["passages", str(tmp_path / "text.jsonl"), str(tmp_path / folder), *more])
-        passages.main()
+        start("studies.real", "passages", str(tmp_path / "text.jsonl"), str(tmp_path / folder), *more)
         assert capsys.readouterr().out.startswith("1 passages in")
         with load_tasks(select_any("paper", ["lambada_openai"]), tmp_path / folder) as (task,):
             (leaf,) = task.lm_eval["tasks"].values()
@@ -393,8 +393,7 @@ def test_failed_cases_run_again_and_two_runs_of_a_gpu_have_two_ports(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")  # others use the first ones
     for expected in ("abc", "b", ""):
         before = len(ran)
-        monkeypatch.setattr(sys, "argv", words)
-        heal.main()
+        start("studies.real", *words)
         assert sorted(name for name, _ in ran[before:]) == list(expected)
     assert len({env["MASTER_PORT"] for _, env in ran[:2]}) == 2
     assert {env["CUDA_VISIBLE_DEVICES"] for _, env in ran} == {"6"}
@@ -419,7 +418,7 @@ def test_a_student_is_measured_by_the_divergence_of_all_logits(tmp_path: Path) -
     ids = tiny.tokens(4, 32)
     (tmp_path / "text/held_out").mkdir(parents=True)
     pq.write_table(pa.table({"input_ids": ids.tolist()}), tmp_path / "text/held_out/a.parquet")
-    found = [heal.measure(student, folders[0], {"text": tmp_path / "text"}) for student in folders]
+    found = [runner.measure(student, folders[0], {"text": tmp_path / "text"}) for student in folders]
     with torch.no_grad():
         theirs, *each = (model.double()(ids.view(1, -1)).logits[0, :-1].log_softmax(-1) for model in models)
     expected = [float((theirs.exp() * (theirs - own)).sum(-1).mean()) for own in each]
@@ -430,9 +429,8 @@ def test_a_student_is_measured_by_the_divergence_of_all_logits(tmp_path: Path) -
 def test_the_cases_of_the_study_of_ranks_are_taken_and_its_table_is_that_of_the_stored_runs(
     repo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = ["ranks", "cases", "--ranks", "full,4", "--lrs", "1e-3,3e-3", "--tokens", "1e6", "--set", "seed=7"]
-    monkeypatch.setattr(sys, "argv", command)
-    ranks.main()
+    command = ["ranks", "--ranks", "full,4", "--lrs", "1e-3,3e-3", "--tokens", "1e6", "--set", "seed=7"]
+    start("studies.real", *command)
     (tmp_path / "cases").write_text(capsys.readouterr().out)
     cases = read_cases(tmp_path / "cases", {"own": tmp_path})
     assert [case["set"].get("train.adapter.rank") for case in cases] == [None, 4, 4]
@@ -451,7 +449,7 @@ def test_the_cases_of_the_study_of_ranks_are_taken_and_its_table_is_that_of_the_
     last = [row.split("|")[-2].strip() for row in ranks.table([asked]).splitlines()]
     assert last[:1] + last[2:] == ["points lost", "", f"{-points:.1f} ± {error:.1f}"]
     page_of_ranks = (repo / ranks.PAGE).read_text()
-    assert ranks.filled(page_of_ranks, ranks.read(repo)) == page_of_ranks, "run python -m studies.real.ranks page"
+    assert ranks.filled(page_of_ranks, ranks.read(repo)) == page_of_ranks, "run python -m studies.real pages"
 
 
 def points_of(file: dict, model: str, column: str) -> tuple[float, float]:

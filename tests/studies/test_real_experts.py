@@ -12,6 +12,7 @@ import pytest
 import texts
 import tiny
 import torch
+from benchmarks.programs import start
 from safetensors.torch import load_file
 from studies.real import experts, page
 from torch.nn import functional
@@ -122,8 +123,7 @@ def test_choices_are_compared_by_their_divergence_from_the_dense_model(
         "--rows",
         "1",
     ]
-    monkeypatch.setattr(sys, "argv", ["experts", *words])
-    experts.main()
+    start("studies.real", "experts", *words)
     whole, some = json.loads((tmp_path / "out.json").read_text())["models"]
     assert abs(whole["kl"]["own"]["kl"]) < 1e-6 < 1e-3 < some["kl"]["own"]["kl"] and some["split"] == "random"
 

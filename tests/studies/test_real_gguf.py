@@ -3,14 +3,12 @@
 import json
 import struct
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import gguf
 import pytest
 import tiny
 import torch
-from rich.filesize import decimal
 from safetensors.torch import load_file
 from studies.real import read_gguf
 from studies.real.read_gguf import unpack_gguf
@@ -19,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fcsd.checkpoint.location import gguf_lines
 from fcsd.convert import convert_checkpoint
-from fcsd.errors import BadInputError, ConfigError, DiskError
+from fcsd.errors import BadInputError, ConfigError
 
 NAMES = {
     "input_layernorm": "attn_norm",
@@ -182,7 +180,7 @@ def test_words_of_a_file_are_merged_by_their_scores_and_the_users_words_come_fir
     assert tokenizer.decode(found, skip_special_tokens=True) == "the the  abc\n\n\u00e9"
 
     load, whole = read_gguf._load, tokenizer.backend_tokenizer.to_str()
-    fields, _ = read_gguf._read_header(tmp_path / "m.gguf")
+    fields = {key: field.contents() for key, field in gguf.GGUFReader(tmp_path / "m.gguf").fields.items()}
 
     def misread(part: str, key: str, value: Any) -> Tokenizer:
         state = json.loads(whole)
@@ -228,7 +226,6 @@ def test_each_digit_of_smollm_is_a_word(tmp_path: Path) -> None:
     ("changes", "reason"),
     [
         ({"arch": "falcon"}, "GGUF files of falcon are not proven"),
-        ({"split__count": 3}, "is one part of 3"),
         ({"pre": "llama-bpe"}, "byte-level vocabularies llama-bpe are not proven"),
         ({"llama__expert_count": 8}, "what llama.expert_count changes"),
         ({"llama__rope__scaling__factor": 8}, "what llama.rope.scaling.factor changes"),
@@ -244,31 +241,6 @@ def test_what_is_not_proven_is_refused_and_nothing_is_written(
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
 
 
-@pytest.mark.parametrize(
-    ("number", "reason"),
-    [
-        (
-            gguf.GGMLQuantizationType.Q8_1,
-            "token_embd.weight is stored as Q8_1, which the package gguf cannot dequantise",
-        ),
-        (250, "the package gguf does not know a quantisation: .*250"),
-    ],
-)
-def test_a_quantisation_that_cannot_be_undone_is_refused_by_name(tmp_path: Path, number: int, reason: str) -> None:
-    write(tmp_path / "m.gguf", quantised=gguf.GGMLQuantizationType.Q8_0)
-    tensor = next(
-        tensor for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors if tensor.name == "token_embd.weight"
-    )
-    place = tensor.field.offset + sum(part.nbytes for part in tensor.field.parts[:-2])  # the last two: type, offset
-    with (tmp_path / "m.gguf").open("r+b") as file:
-        file.seek(place)
-        file.write(int(number).to_bytes(4, "little"))
-    with pytest.raises(BadInputError, match=reason) as caught:
-        unpack_gguf(tmp_path / "m.gguf", tmp_path / "out")
-    assert "pip install -U gguf" in str(caught.value.hint)
-    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
-
-
 def test_a_scale_of_queries_that_the_file_does_not_say_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,16 +249,6 @@ def test_a_scale_of_queries_that_the_file_does_not_say_is_refused(
     write(tmp_path / "m.gguf", arch="gemma3")
     with pytest.raises(BadInputError, match="heads have 128 dimensions and queries are scaled for 256"):
         unpack_gguf(tmp_path / "m.gguf", tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
-
-
-def test_what_does_not_fit_is_refused_before_a_weight_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = sum(weight.numel() for weight in write(tmp_path / "m.gguf").values())
-    monkeypatch.setattr("studies.real.read_gguf._load", lambda file: pytest.fail("weights were read"))
-    disk = SimpleNamespace(free=2 * values - 1)
-    monkeypatch.setattr("studies.real.read_gguf.shutil.disk_usage", lambda path: disk)
-    with pytest.raises(DiskError, match=f"{decimal(2 * values)} of bf16 weights do not fit"):
-        unpack_gguf(tmp_path / "m.gguf", tmp_path / "new" / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
 
 
@@ -302,7 +264,7 @@ def test_weights_that_are_not_finite_are_refused_and_nothing_is_written(tmp_path
 
 
 def test_damaged_files_and_existing_directories_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInputError, match="there is no such file"):
+    with pytest.raises(BadInputError, match="cannot be read"):
         unpack_gguf(tmp_path / "none.gguf", tmp_path / "out")
     (tmp_path / "text.gguf").write_text("a text, which is not such a file")
     with pytest.raises(BadInputError, match="cannot be read"):
@@ -311,43 +273,6 @@ def test_damaged_files_and_existing_directories_are_refused(tmp_path: Path) -> N
     (tmp_path / "out" / "file").touch()
     with pytest.raises(ConfigError):
         unpack_gguf(tmp_path / "text.gguf", tmp_path / "out")
-
-
-def offset_of(data: bytes, name: str) -> int:
-    """Where a header has the offset of a tensor's bytes."""
-    at = data.index(struct.pack("<Q", len(name)) + name.encode()) + 8 + len(name)
-    (rank,) = struct.unpack_from("<I", data, at)
-    return at + 4 + 8 * rank + 4
-
-
-@pytest.mark.parametrize("offset", [0, 2**64 - 32, 8, 1 << 40], ids=["another's", "negative", "not aligned", "too far"])
-def test_a_tensor_whose_bytes_are_not_its_own_is_refused(tmp_path: Path, offset: int) -> None:
-    write(tmp_path / "m.gguf")
-    data = bytearray((tmp_path / "m.gguf").read_bytes())
-    struct.pack_into("<Q", data, offset_of(data, "blk.1.attn_q.weight"), offset)
-    (tmp_path / "m.gguf").write_bytes(data)
-    with pytest.raises(BadInputError, match="the bytes of" if offset != 1 << 40 else "cannot be read"):
-        unpack_gguf(tmp_path / "m.gguf", tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("key", "form", "at", "number", "reason"),
-    [
-        ("llama.block_count", "<I", 4, 10**9, "tensors for 1000000000 layers"),
-        ("tokenizer.ggml.tokens", "<Q", 8, 2**60, "goes past its end"),
-        ("tokenizer.ggml.tokens", "<I", 4, 9, "a value of type 9"),  # arrays in an array
-        ("tokenizer.ggml.model", "<Q", 4, 2**62, "goes past its end"),
-    ],
-)
-def test_counts_that_a_file_cannot_hold_are_refused(
-    tmp_path: Path, key: str, form: str, at: int, number: int, reason: str
-) -> None:
-    write(tmp_path / "m.gguf")
-    data = bytearray((tmp_path / "m.gguf").read_bytes())
-    struct.pack_into(form, data, data.index(key.encode()) + len(key) + at, number)
-    (tmp_path / "m.gguf").write_bytes(data)
-    with pytest.raises(BadInputError, match=reason):
-        unpack_gguf(tmp_path / "m.gguf", tmp_path / "out")
 
 
 def test_the_lines_that_fcsd_prints_make_a_checkpoint_that_it_converts(tmp_path: Path) -> None:

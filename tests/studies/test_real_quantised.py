@@ -1,8 +1,7 @@
-"""``studies.real.quantised``: every form is measured once for each seed, and forms are what they say."""
+"""``quantised``: every form is measured once for each seed, and forms are what they say."""
 
 import gzip
 import json
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,9 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 import tiny
 import torch
+from benchmarks.programs import parser_of, start
 from studies.real import quantised, questions
 from studies.real.quantised import WAYS, Study, parameters_of, table, weights_of
 from studies.real.rounded import to_int4
+from studies.real.runner import SEQ
 from torch import nn
 
 from fcsd.checkpoint.location import located
@@ -28,7 +29,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     tiny.model("llama", initializer_range=0.1).save_pretrained(tmp_path / "model")
     for part, rows in (("train", 8), ("held_out", 1)):
         (tmp_path / "text" / part).mkdir(parents=True)
-        ids = tiny.tokens(rows, quantised.SEQ, seed=rows).tolist()
+        ids = tiny.tokens(rows, SEQ, seed=rows).tolist()
         column = pa.array(ids, pa.list_(pa.int32()))
         pq.write_table(pa.table({"input_ids": column}), tmp_path / "text" / part / "part-00000.parquet")
     monkeypatch.setattr(Study, "gptq", lambda self, model: self.rtn(weights_of(model)))
@@ -37,8 +38,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def run(words: list[str], monkeypatch: pytest.MonkeyPatch) -> list[dict]:
-    monkeypatch.setattr(sys, "argv", ["quantised", *words])
-    quantised.main()
+    start("studies.real", "quantised", *words)
     return [json.loads(line) for line in (Path(words[1]) / "results.jsonl").read_text().splitlines()]
 
 
@@ -93,7 +93,7 @@ def test_one_seed_of_some_ways_by_two_choices_of_layers_is_asked_questions(
 
 
 def test_weights_and_adapters_are_found_by_the_paths_of_the_original(words: list[str]) -> None:
-    given = quantised.arguments().parse_args(words)
+    given = parser_of(quantised, "quantised").parse_args(words)
     study = Study(given)
     student = study.model(study.rtn(weights_of(study.original)))
     before = {path: weight.clone() for path, weight in weights_of(student).items()}

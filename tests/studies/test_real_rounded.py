@@ -1,7 +1,6 @@
 """The study of rounding rounds what it says, and asks and measures the rounded model."""
 
 import json
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -9,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import tiny
 import torch
+from benchmarks.programs import start
 from studies.real import rounded
 from torch import Tensor
 
@@ -16,10 +16,10 @@ from torch import Tensor
 def _nearest(row: list[float], group: int) -> list[float]:
     """Each value of a row as the nearest of the 16 multiples of its group's step; the slow way."""
     found = []
-    for start in range(0, len(row), group):
-        step = max(map(abs, row[start : start + group])) / 7.5
+    for begin in range(0, len(row), group):
+        step = max(map(abs, row[begin : begin + group])) / 7.5
         table = [code * step for code in range(-8, 8)]
-        found += [min(table, key=lambda near: abs(near - value)) for value in row[start : start + group]]
+        found += [min(table, key=lambda near: abs(near - value)) for value in row[begin : begin + group]]
     return found
 
 
@@ -47,8 +47,7 @@ def test_forms_are_rounded_by_their_names_then_asked_and_measured(
     monkeypatch.setattr("fcsd.eval.harness.evaluate_models", lambda forms, **how: asked.append((forms, how)))
     folder, out = tmp_path / "model", tmp_path / "out"
     words = ["rounded", folder, out, f"a={folder}", f"a+int4:g32={folder}", "--text", f"own={tmp_path / 'text'}"]
-    monkeypatch.setattr(sys, "argv", [*map(str, words), "--mirror", str(tmp_path), "--limit", "2"])
-    rounded.main()
+    start("studies.real", *map(str, words), "--mirror", str(tmp_path), "--limit", "2")
     ((forms, how),) = asked
     assert [form.name for form in forms] == ["a", "a+int4:g32"] and (how["limit"], how["out"]) == (2, out)
     as_is, low = (dict(form.model.named_parameters()) for form in forms)
