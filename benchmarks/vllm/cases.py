@@ -7,6 +7,7 @@ import fcntl
 import json
 import shutil
 import sys
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -18,160 +19,89 @@ TEXTS = ("Question: What is 12 plus 30? Answer:", "The capital of France is", "d
 BATCH, LENGTH = 3, 24
 VOCAB = 256
 HIDDEN = 128  # vLLM's kernels want more than the tests' 64
+_HEADS, _MLP, _EXPERTS = dict(head_dim=32), dict(intermediate_size=256), dict(intermediate_size=64)
+_MOE, _TIED = _MLP | dict(moe_intermediate_size=64), dict(tie_word_embeddings=True)
+_LATENT = _MOE | dict(kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32)
+_SIGMOID = dict(topk_method="noaux_tc", scoring_func="sigmoid")
+_SCALED = dict(embedding_multiplier=1.5, attention_multiplier=0.2)
+_LINEAR = dict(shared_expert_intermediate_size=64, linear_key_head_dim=64, linear_value_head_dim=64)
+
+
+def _rotary(kind: str = "default", theta: float = 1e3, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": dict(rope_type=kind, rope_theta=theta, **more)}
+
+
+_LONG = dict(original_max_position_embeddings=256, short_factor=[1.5] * 16, long_factor=[2.0] * 16)
 SIZES: dict[str, dict[str, Any]] = {
-    "llama": dict(intermediate_size=256),
-    "qwen3": dict(intermediate_size=256, head_dim=32),
-    "qwen3_moe": dict(intermediate_size=256, moe_intermediate_size=64, head_dim=32),
-    "qwen2_moe": dict(intermediate_size=256, moe_intermediate_size=64, shared_expert_intermediate_size=128),
+    **dict.fromkeys(("llama", "phi3"), _MLP),
+    **dict.fromkeys(("qwen3", "mistral", "ernie4_5", "glm", "nemotron", "glm4", "exaone4"), _MLP | _HEADS),
+    **dict.fromkeys(("qwen3_moe", "glm4_moe", "mellum", "afmoe"), _MOE | _HEADS),
+    "qwen2_moe": _MOE | dict(shared_expert_intermediate_size=128),
     "mixtral": dict(intermediate_size=128),
-    "olmoe": dict(intermediate_size=64),
-    "glm4_moe": dict(intermediate_size=256, moe_intermediate_size=64, head_dim=32),
-    "gpt_oss": dict(intermediate_size=128, head_dim=32),
-    "deepseek_v2": dict(
-        intermediate_size=256, moe_intermediate_size=64, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32,
-        v_head_dim=32, head_dim=32,
-    ),
-    "deepseek_v3": dict(
-        intermediate_size=256, moe_intermediate_size=64, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32,
-        v_head_dim=32, q_lora_rank=64, topk_method="noaux_tc", scoring_func="sigmoid",
-    ),
-    "llama4_text": dict(intermediate_size=64, intermediate_size_mlp=256, head_dim=32, attention_chunk_size=128),
-    **{
-        arch: dict(intermediate_size=256, head_dim=32)
-        for arch in ("mistral", "ernie4_5", "glm", "nemotron")
-    },
+    "olmoe": _EXPERTS,
+    "gpt_oss": _HEADS | dict(intermediate_size=128),
+    "deepseek_v2": _LATENT | _HEADS,
+    **dict.fromkeys(("deepseek_v3", "kimi_k25"), _LATENT | _SIGMOID | dict(q_lora_rank=64)),
+    "llama4_text": _EXPERTS | _HEADS | dict(intermediate_size_mlp=256, attention_chunk_size=128),
     # Queries are scaled by their position from the eighth token on.
-    "ministral3": dict(
-        intermediate_size=256, head_dim=32, rope_parameters=dict(
-            rope_type="yarn", rope_theta=1e4, factor=32.0, original_max_position_embeddings=8, beta_fast=32.0,
-            beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1,
-        ),
+    "ministral3": _MLP | _HEADS | _rotary(
+        "yarn", 1e4, factor=32.0, original_max_position_embeddings=8, beta_fast=32.0, beta_slow=1.0, mscale=1.0,
+        mscale_all_dim=1.0, llama_4_scaling_beta=0.1,
     ),
-    "phi3": dict(intermediate_size=256),
-    "gemma": dict(intermediate_size=256, head_dim=32, tie_word_embeddings=True),  # which vLLM asserts
-    "minimax_m2": dict(
-        intermediate_size=64, head_dim=32, rotary_dim=16, use_routing_bias=True, scoring_func="sigmoid"
-    ),
-    "ernie4_5_moe": dict(intermediate_size=256, moe_intermediate_size=64),
-    "mimo_v2_flash": dict(
-        intermediate_size=256, moe_intermediate_size=64, head_dim=32, v_head_dim=32, hybrid_layer_pattern=[0, 1] * 2,
-        layer_types=["full_attention", "sliding_attention"] * 2, moe_layer_freq=[0, 1, 1, 1], layernorm_epsilon=1e-5,
-        scoring_func="sigmoid", topk_method="noaux_tc", rope_theta=5e6, swa_rope_theta=1e4, partial_rotary_factor=0.334,
-        sliding_window_size=16, swa_num_attention_heads=4, swa_num_key_value_heads=4, swa_head_dim=32,
-        swa_v_head_dim=32, add_swa_attention_sink_bias=True,
+    "minimax_m2": _EXPERTS | _HEADS | dict(rotary_dim=16, use_routing_bias=True, scoring_func="sigmoid"),
+    "ernie4_5_moe": _MOE,
+    "mimo_v2_flash": _MOE | _HEADS | _SIGMOID | dict(
+        v_head_dim=32, hybrid_layer_pattern=[0, 1] * 2, layer_types=["full_attention", "sliding_attention"] * 2,
+        moe_layer_freq=[0, 1, 1, 1], layernorm_epsilon=1e-5, rope_theta=5e6, swa_rope_theta=1e4,
+        partial_rotary_factor=0.334, sliding_window_size=16, swa_num_attention_heads=4, swa_num_key_value_heads=4,
+        swa_head_dim=32, swa_v_head_dim=32, add_swa_attention_sink_bias=True,
     ),
     # vLLM norms latents with this epsilon, and transformers with 1e-6 always; for minicpm3 as well.
-    "glm4_moe_lite": dict(
-        rms_norm_eps=1e-6, intermediate_size=256, moe_intermediate_size=64, kv_lora_rank=64, qk_nope_head_dim=32,
-        qk_rope_head_dim=32, v_head_dim=32, q_lora_rank=64,
-    ),
-    "mellum": dict(intermediate_size=256, moe_intermediate_size=64, head_dim=32),
+    "glm4_moe_lite": _LATENT | dict(rms_norm_eps=1e-6, q_lora_rank=64),
     # Outputs are normed on arrival. vLLM asserts that Gemma's output head is its embedding.
-    **{
-        arch: dict(intermediate_size=256, head_dim=32, tie_word_embeddings=True)
-        for arch in ("gemma2", "gemma3_text", "gemma3")
-    },
-    "glm4": dict(intermediate_size=256, head_dim=32),
-    "afmoe": dict(intermediate_size=256, moe_intermediate_size=64, head_dim=32),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma3"), _MLP | _HEADS | _TIED),
     # vLLM's layers add their outputs to the stream themselves, and those of Granite and its like multiply them first.
-    **{arch: dict(intermediate_size=256) for arch in ("olmo2", "olmo3")},
-    "exaone4": dict(intermediate_size=256, head_dim=32),
-    "flex_olmo": dict(intermediate_size=64),
+    **dict.fromkeys(("olmo2", "olmo3"), _MLP),
+    "flex_olmo": _EXPERTS,
     # Its biases are always there in vLLM.
-    "phimoe": dict(
-        intermediate_size=64, attention_bias=True, lm_head_bias=True, max_position_embeddings=512, rope_parameters=dict(
-            rope_type="longrope", rope_theta=1e4, original_max_position_embeddings=256, short_mscale=1.1,
-            long_mscale=1.2, short_factor=[1.5] * 16, long_factor=[2.0] * 16,
-        ),
+    "phimoe": _EXPERTS | dict(attention_bias=True, lm_head_bias=True, max_position_embeddings=512)
+    | _rotary("longrope", 1e4, short_mscale=1.1, long_mscale=1.2, **_LONG),
+    "granite": _MLP | _SCALED,
+    "granitemoe": _EXPERTS | _SCALED,
+    "granitemoehybrid": _EXPERTS | _SCALED | dict(
+        shared_intermediate_size=64, mamba_n_heads=8, mamba_d_head=32, mamba_d_state=16
     ),
-    "granite": dict(intermediate_size=256, embedding_multiplier=1.5, attention_multiplier=0.2),
-    "granitemoe": dict(intermediate_size=64, embedding_multiplier=1.5, attention_multiplier=0.2),
-    "granitemoehybrid": dict(
-        intermediate_size=64, shared_intermediate_size=64, embedding_multiplier=1.5, attention_multiplier=0.2,
-        mamba_n_heads=8, mamba_d_head=32, mamba_d_state=16,
-    ),
-    "hyperclovax": dict(
-        intermediate_size=256, head_dim=32, residual_multiplier=0.5, embedding_multiplier=1.5, attention_multiplier=0.2,
-        logits_scaling=0.5,
-    ),
-    "minicpm3": dict(
-        intermediate_size=256, kv_lora_rank=64, q_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32,
-        scale_depth=0.8, rms_norm_eps=1e-6, max_position_embeddings=256, rope_parameters=dict(
-            rope_type="longrope", rope_theta=1e4, factor=1.0, original_max_position_embeddings=256,
-            short_factor=[1.5] * 16, long_factor=[2.0] * 16,
-        ),
-    ),
+    "hyperclovax": _MLP | _HEADS | _SCALED | dict(residual_multiplier=0.5, logits_scaling=0.5),
+    "minicpm3": _MLP | dict(
+        kv_lora_rank=64, q_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32, scale_depth=0.8,
+        rms_norm_eps=1e-6, max_position_embeddings=256,
+    ) | _rotary("longrope", 1e4, factor=1.0, **_LONG),
     # vLLM reads the width of an expert and the windows of layers in fields of its own.
-    "hy_v3": dict(intermediate_size=256, moe_intermediate_size=64, expert_hidden_dim=64, head_dim=32),
-    "exaone_moe": dict(
-        intermediate_size=256, moe_intermediate_size=64, head_dim=32, sliding_windows=[16, None] * 2,
-        mtp_sliding_windows=None,
-    ),
-    "qwen3_next": dict(
-        intermediate_size=256, head_dim=32, moe_intermediate_size=64, shared_expert_intermediate_size=64,
-        linear_key_head_dim=64, linear_value_head_dim=64,
-    ),
+    "hy_v3": _MOE | _HEADS | dict(expert_hidden_dim=64),
+    "exaone_moe": _MOE | _HEADS | dict(sliding_windows=[16, None] * 2, mtp_sliding_windows=None),
+    "qwen3_next": _MOE | _HEADS | _LINEAR,
     # The sections of rotary embeddings are half of the dimensions that are rotated.
-    "glm4v": dict(
-        intermediate_size=256, head_dim=32, rope_parameters=dict(
-            rope_type="default", rope_theta=1e3, partial_rotary_factor=0.5, mrope_section=[4, 2, 2],
-        ),
+    "glm4v": _MLP | _HEADS | _rotary(partial_rotary_factor=0.5, mrope_section=[4, 2, 2]),
+    "glm4v_moe": _MOE | _HEADS | dict(use_qk_norm=False)
+    | _rotary(partial_rotary_factor=0.5, mrope_section=[4, 2, 2]),
+    "qwen3_vl": _MLP | _HEADS | _rotary(mrope_section=[8, 4, 4], mrope_interleaved=True),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _MLP | _rotary(mrope_section=[4, 6, 6])),
+    "internvl": _MLP | _HEADS,  # around qwen3
+    "internvl+qwen2": _MLP,
+    "internvl+qwen3_moe": _MOE | _HEADS,
+    "mistral3": _MLP | _HEADS | dict(model_type="mistral", sliding_window=None) | _rotary(theta=1e4),
+    **dict.fromkeys(
+        ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe"),
+        _MOE | _HEADS | _LINEAR
+        | _rotary(partial_rotary_factor=0.25, mrope_section=[2, 1, 1], mrope_interleaved=True),
     ),
-    "glm4v_moe": dict(
-        use_qk_norm=False, intermediate_size=256, moe_intermediate_size=64, head_dim=32, rope_parameters=dict(
-            rope_type="default", rope_theta=1e3, partial_rotary_factor=0.5, mrope_section=[4, 2, 2],
-        ),
-    ),
-    "qwen3_vl": dict(
-        intermediate_size=256, head_dim=32, rope_parameters=dict(
-            rope_type="default", rope_theta=1e3, mrope_section=[8, 4, 4], mrope_interleaved=True,
-        ),
-    ),
-    **{
-        arch: dict(
-            intermediate_size=256, rope_parameters=dict(rope_type="default", rope_theta=1e3, mrope_section=[4, 6, 6])
-        )
-        for arch in ("qwen2_vl", "qwen2_5_vl")
-    },
-    "internvl": dict(intermediate_size=256, head_dim=32),  # around qwen3
-    "internvl+qwen2": dict(intermediate_size=256),
-    "internvl+qwen3_moe": dict(intermediate_size=256, moe_intermediate_size=64, head_dim=32),
-    "mistral3": dict(
-        model_type="mistral", intermediate_size=256, head_dim=32, sliding_window=None,
-        rope_parameters=dict(rope_type="default", rope_theta=1e4),
-    ),
-    **{
-        arch: dict(
-            intermediate_size=256, head_dim=32, moe_intermediate_size=64, shared_expert_intermediate_size=64,
-            linear_key_head_dim=64, linear_value_head_dim=64, rope_parameters=dict(
-                rope_type="default", rope_theta=1e3, partial_rotary_factor=0.25, mrope_section=[2, 1, 1],
-                mrope_interleaved=True,
-            ),
-        )
-        for arch in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
-    },
-    "laguna": dict(
-        intermediate_size=256, moe_intermediate_size=64, shared_expert_intermediate_size=64, head_dim=32,
-        mlp_only_layers=[0], decoder_sparse_step=1,
-    ),
-    **{
-        arch: dict(
-            intermediate_size=256, moe_intermediate_size=64, head_dim=32, global_head_dim=64, tie_word_embeddings=True
-        )
-        for arch in ("gemma4_text", "gemma4")
-    },
-    "qwen3_vl_moe": dict(
-        intermediate_size=256, moe_intermediate_size=96, head_dim=32, norm_topk_prob=True, rope_parameters=dict(
-            rope_type="default", rope_theta=1e3, mrope_section=[8, 4, 4], mrope_interleaved=True,
-        ),
-    ),
-    "kimi_k25": dict(
-        intermediate_size=256, moe_intermediate_size=64, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32,
-        v_head_dim=32, q_lora_rank=64, topk_method="noaux_tc", scoring_func="sigmoid",
-    ),
+    "laguna": _MOE | _HEADS | dict(shared_expert_intermediate_size=64, mlp_only_layers=[0], decoder_sparse_step=1),
+    **dict.fromkeys(("gemma4_text", "gemma4"), _MOE | _HEADS | _TIED | dict(global_head_dim=64)),
+    "qwen3_vl_moe": _MLP | _HEADS | dict(moe_intermediate_size=96, norm_topk_prob=True)
+    | _rotary(mrope_section=[8, 4, 4], mrope_interleaved=True),
     # vLLM's classes tie the output head to the embedding.
-    "lfm2": dict(intermediate_size=256, conv_dim=HIDDEN, block_dim=HIDDEN, tie_word_embeddings=True),
-    "lfm2_moe": dict(intermediate_size=256, moe_intermediate_size=64, tie_word_embeddings=True),
+    "lfm2": _MLP | _TIED | dict(conv_dim=HIDDEN, block_dim=HIDDEN),
+    "lfm2_moe": _MOE | _TIED,
     "jamba": dict(intermediate_size=128),
 }  # fmt: skip
 # Cases as AMD publishes Instella-MoE: DeepSeek-V3 with gates, trained with FarSkip. vLLM has no class of that name.
@@ -231,17 +161,8 @@ PLAIN = ("hyperclovax-plain",)
 MORE = {
     "ladder": (
         *("mistral", "gemma", "phi3", "ernie4_5", "glm", "nemotron", "gemma2", "gemma3_text", "gemma3", "glm4"),
-        *("qwen3_vl", "glm4v", "mistral3", "qwen3_5_text", "qwen3_5"),
-        *(
-            "olmo2",
-            "olmo3",
-            "exaone4",
-            "granite",
-            "hyperclovax",
-            "minicpm3",
-            "lfm2",
-        ),
-        *("qwen2_vl", "qwen2_5_vl", "internvl", "internvl+qwen2"),
+        *("qwen3_vl", "glm4v", "mistral3", "qwen3_5_text", "qwen3_5", "olmo2", "olmo3", "exaone4", "granite"),
+        *("hyperclovax", "minicpm3", "lfm2", "qwen2_vl", "qwen2_5_vl", "internvl", "internvl+qwen2"),
     ),
     "farskip": (
         *("minimax_m2", "ernie4_5_moe", "glm4_moe_lite", "mellum", "laguna", "afmoe", "hy_v3", "exaone_moe"),
@@ -324,7 +245,7 @@ def _make(case: str, original: Path, converted: Path) -> None:
     import tiny  # pyright: ignore[reportMissingImports]
 
     arch, layers, options = CASES[case]
-    sizes = FP8_SIZES if case in FP8 else dict(hidden_size=HIDDEN) | SIZES[arch]
+    sizes = FP8_SIZES if case in FP8 else dict(hidden_size=HIDDEN) | deepcopy(SIZES[arch])
     if case in QUANTISED:
         sizes |= {name: size for name, size in QUANTISED_SIZES.items() if arch != "llama" or "moe" not in name}
     if case in LATENT:

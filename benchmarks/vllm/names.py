@@ -33,65 +33,40 @@ Site = Path | zipfile.Path  # a folder or a wheel that has ``vllm/``
 PLUGIN = Path(__file__).parents[2] / "fcsd" / "serve" / "vllm"
 # What the plugin takes from objects of vLLM, by the module that defines their class.
 ATTRIBUTES = {
-    "vllm.model_executor.layers.fused_moe.runner.moe_runner": [
-        "_shared_experts",
-        "_forward_entry",
-        "_select_forward",
-        "_maybe_reduce_final_output",
-        "_maybe_reduce_shared_expert_output",
-        "_fused_output_is_reduced",
-        "layer_name",
-        "moe_config",
-    ],
-    "vllm.model_executor.layers.fused_moe.runner.shared_experts": ["_layer"],
-    "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn": ["out_proj"],
-    "vllm.model_executor.layers.linear": ["reduce_results", "input_size", "output_size", "weight_loader"],
-    "vllm.distributed.parallel_state": [
-        "_groups",
-        "_all_reduce_out_place",
-        "unique_name",
-        "device_group",
-    ],
-    "vllm.forward_context": ["cudagraph_runtime_mode"],
-    "vllm.model_executor.models.registry": ["register_model", "_try_load_model_cls", "is_backend_compatible"],
-    "vllm.model_executor.models.config": ["verify_and_update_config", "verify_and_update_model_config"],
-    "vllm.config.vllm": [
-        "DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES",
-        "additional_config",
-        "quant_config",
-        "speculative_config",
-        "kv_transfer_config",
-    ],
-    "vllm.config.model": ["runner_type"],
-    "vllm.config.parallel": [
-        "use_sequence_parallel_moe",
-        "use_ubatching",
-        "enable_eplb",
-        "enable_expert_parallel",
-        "all2all_backend",
-        "allgather_reducescatter",
-        "data_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    ],
-    "vllm.config.compilation": ["pass_config", "enable_sp", "PIECEWISE"],
-    "vllm.transformers_utils.config": ["_CONFIG_FORMAT_TO_CONFIG_PARSER", "trust_remote_code"],
+    "vllm.model_executor.layers.fused_moe.runner.moe_runner": (
+        "_shared_experts _forward_entry _select_forward _maybe_reduce_final_output "
+        "_maybe_reduce_shared_expert_output _fused_output_is_reduced layer_name moe_config"
+    ),
+    "vllm.model_executor.layers.fused_moe.runner.shared_experts": "_layer",
+    "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn": "out_proj",
+    "vllm.model_executor.layers.linear": "reduce_results input_size output_size weight_loader",
+    "vllm.distributed.parallel_state": "_groups _all_reduce_out_place unique_name device_group",
+    "vllm.forward_context": "cudagraph_runtime_mode",
+    "vllm.model_executor.models.registry": "register_model _try_load_model_cls is_backend_compatible",
+    "vllm.model_executor.models.config": "verify_and_update_config verify_and_update_model_config",
+    "vllm.config.vllm": (
+        "DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES additional_config quant_config speculative_config kv_transfer_config"
+    ),
+    "vllm.config.model": "runner_type",
+    "vllm.config.parallel": (
+        "use_sequence_parallel_moe use_ubatching enable_eplb enable_expert_parallel all2all_backend "
+        "allgather_reducescatter data_parallel_size decode_context_parallel_size prefill_context_parallel_size"
+    ),
+    "vllm.config.compilation": "pass_config enable_sp PIECEWISE",
+    "vllm.transformers_utils.config": "_CONFIG_FORMAT_TO_CONFIG_PARSER trust_remote_code",
 }
-
 # The first arguments of functions that the plugin calls, or puts its own in the place of.
 FIRST_ARGUMENTS = {
-    "vllm.model_executor.layers.fused_moe.runner.moe_runner": [
-        "_maybe_reduce_final_output(self,states,trunc_size",
-        "_maybe_reduce_shared_expert_output(self,shared_output",
-        "_select_forward(self",
-    ],
-    "vllm.distributed.parallel_state": ["_all_reduce_out_place(self,input_"],
-    "vllm.model_executor.models.registry": ["register_model(self,model_arch,model_cls"],
-    "vllm.model_executor.models.config": [
-        "verify_and_update_config(vllm_config",
-        "verify_and_update_model_config(model_config",
-    ],
-    "vllm.transformers_utils.config": ["parse(self,model,trust_remote_code,revision,code_revision"],
+    "vllm.model_executor.layers.fused_moe.runner.moe_runner": (
+        "_maybe_reduce_final_output(self,states,trunc_size _maybe_reduce_shared_expert_output(self,shared_output "
+        "_select_forward(self"
+    ),
+    "vllm.distributed.parallel_state": "_all_reduce_out_place(self,input_",
+    "vllm.model_executor.models.registry": "register_model(self,model_arch,model_cls",
+    "vllm.model_executor.models.config": (
+        "verify_and_update_config(vllm_config verify_and_update_model_config(model_config"
+    ),
+    "vllm.transformers_utils.config": "parse(self,model,trust_remote_code,revision,code_revision",
 }
 # What the plugin uses only in older versions, and the first version in which it does not.
 UNTIL = {
@@ -126,7 +101,7 @@ def used() -> set[str]:
     """
     names = {f"{module}:{name}" for module, name in imported()}
     for table in (ATTRIBUTES, FIRST_ARGUMENTS):
-        names |= {f"{module}:{name}" for module, attributes in table.items() for name in attributes}
+        names |= {f"{module}:{name}" for module, attributes in table.items() for name in attributes.split()}
     for arch in ARCHS.values():
         if arch.no_vllm is not None:
             continue

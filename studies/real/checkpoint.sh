@@ -37,17 +37,9 @@ while [ $# -gt 0 ]; do
     *) if [ -z "$model" ]; then model="$1"; elif [ -z "$out" ]; then out="$1"; else usage; fi; shift; continue ;;
   esac
   case "$1" in
-    --tokens) tokens="$2" ;;
-    --data) data="$2" ;;
-    --subset) subset="$2" ;;
-    --held-out) held_out="$2" ;;
-    --wiring) wiring="$2" ;;
-    --layers) layers="$2" ;;
-    --seq-len) seq_len="$2" ;;
-    --batch-tokens) batch_tokens="$2" ;;
-    --gpus) gpus="$2" ;;
-    --gpu-mem) gpu_mem="$2" ;;
-    --tasks) tasks="$2" ;;
+    --tokens | --data | --subset | --held-out | --wiring | --layers | --seq-len | --batch-tokens | --gpus | --gpu-mem | --tasks)
+      name=${1#--}
+      printf -v "${name//-/_}" %s "$2" ;;
     --limit) questions+=(--limit "$2") ;;
     --data-mirror) questions+=(--data-mirror "$2") ;;
     --set) sets+=(--set "$2") ;;

@@ -55,15 +55,8 @@ class DraftHead(nn.Module):
     def __init__(self, target: Any) -> None:
         super().__init__()
         given = target.config.get_text_config()
-        names = (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-        )
-        names = *names, "rms_norm_eps", "rope_parameters", "max_position_embeddings"
+        names = "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps"
+        names = [*names.split(), "rope_parameters", "max_position_embeddings"]
         fields = {name: getattr(given, name) for name in names if getattr(given, name, None) is not None}
         self.config = LlamaConfig(num_hidden_layers=1, architectures=["LlamaForCausalLM"], **fields)
         self.config._attn_implementation = "sdpa"

@@ -38,31 +38,15 @@ COLOURS = {
 WANTED = (1.05, 1.1, 1.15, 1.2, 1.3, 1.4)  # times the speed of a step
 # Larger dense models, by their published dimensions; a mixture of experts is among the packaged ones.
 LARGER: dict[str, tuple[str, dict[str, Any]]] = {
-    "SmolLM2-1.7B": (
-        "llama",
-        {
-            "num_hidden_layers": 24,
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_attention_heads": 32,
-            "vocab_size": 49152,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "Qwen3-4B": (
-        "qwen3",
-        {
-            "num_hidden_layers": 36,
-            "hidden_size": 2560,
-            "intermediate_size": 9728,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "vocab_size": 151936,
-            "tie_word_embeddings": True,
-        },
-    ),
-}
+    "SmolLM2-1.7B": ("llama", dict(
+        num_hidden_layers=24, hidden_size=2048, intermediate_size=8192, num_attention_heads=32, vocab_size=49152,
+        tie_word_embeddings=True,
+    )),
+    "Qwen3-4B": ("qwen3", dict(
+        num_hidden_layers=36, hidden_size=2560, intermediate_size=9728, num_attention_heads=32, num_key_value_heads=8,
+        head_dim=128, vocab_size=151936, tie_word_embeddings=True,
+    )),
+}  # fmt: skip
 
 
 class Speed(NamedTuple):

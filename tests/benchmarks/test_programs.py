@@ -29,5 +29,5 @@ def test_bad_words_end_in_a_line_that_names_the_fix(tmp_path: Path, capsys: pyte
     with pytest.raises(SystemExit):
         start("studies.real", "heal", "teacher", str(tmp_path), "--cases", "none", "--text", "own")
     assert "own is not NAME=DIR" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="python -m studies.real NAME"):
+    with pytest.raises(SystemExit, match="real NAME"):
         start("studies.real", "none")
