@@ -34,10 +34,10 @@ def start(package: str, *words: str) -> Any:
         shown = "\n".join(f"  {name:14}{doc.splitlines()[0]}" for name, doc in docs.items())
         raise SystemExit(f"python -m {package} NAME ...; --help behind a NAME says more\n{shown}")
     program: Any = import_module(f"{package}.{words[0]}")
-    given = argparse.Namespace()
+    given = argparse.Namespace(words=words[1:])
     if program.ARGUMENTS is not None:
         given = parser_of(program, f"python -m {package} {words[0]}").parse_intermixed_args(words[1:])
-    given.words, given.command = words[1:], f"python -m {package} {' '.join(words)}"
+    given.command = f"python -m {package} {' '.join(words)}"
     try:
         return program.main(given)
     except FcsdError as error:

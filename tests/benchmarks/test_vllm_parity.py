@@ -1,5 +1,6 @@
 """``benchmarks/vllm``: the reference of rounded sums, the verdict on a row, tables, and data-parallel ranks."""
 
+import json
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -7,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.vllm import cases, exchange, parity, rounded
+from benchmarks.programs import start
+from benchmarks.vllm import cases, engines, exchange, parity, rounded
 from benchmarks.vllm.engines import Failed
 
 from fcsd.kernels.bit_split import decode, encode
@@ -220,3 +222,46 @@ def test_data_parallel_ranks_share_the_prompts(monkeypatch):
     assert chosen == dict(shared_experts="apart")
     with pytest.raises(Failed, match=r"rank . has failed: RuntimeError: no memory"):
         exchange.together(answer, Path("model"), [[1], [2]], dict(replicas=2), dict(fails=True), ranks=2)
+
+
+class Transformers:
+    """In place of vLLM's engine: transformers' log-probabilities and likeliest tokens, whatever the kind of engine."""
+
+    def __init__(self, path: str, **options: Any) -> None:
+        assert not options["enable_prefix_caching"] and options["enforce_eager"]
+        self.model = parity.reference(Path(path))
+        compilation = SimpleNamespace(cudagraph_mode="")
+        config = SimpleNamespace(use_v2_model_runner=True, compilation_config=compilation)
+        config.attention_config = SimpleNamespace(backend=None)
+        config.parallel_config = SimpleNamespace(tensor_parallel_size=1)
+        self.llm_engine = SimpleNamespace(vllm_config=config)
+
+    def generate(self, prompts: list, how: Any, use_tqdm: bool) -> list:
+        return [self.answer(list(prompt["prompt_token_ids"]), how.max_tokens) for prompt in prompts]
+
+    def answer(self, ids: list[int], new: int) -> Any:
+        count = len(ids)
+        for _ in range(new):
+            ids.append(int(self.model(torch.tensor([ids])).logits[0, -1].argmax()))
+        values = parity.logprobs(self.model, ids)[0].tolist()
+        entries = [{token: SimpleNamespace(logprob=value)} for token, value in zip(ids[1:], values, strict=True)]
+        output = SimpleNamespace(token_ids=ids[count:], logprobs=entries[count - 1 :])
+        return SimpleNamespace(prompt_logprobs=[None, *entries[: count - 1]], outputs=[output])
+
+
+def test_plans_are_served_in_forks_and_judged(folder, monkeypatch, capfd):
+    module: Any = ModuleType("vllm")
+    module.LLM, module.__version__, module.SamplingParams = Transformers, "0.0", lambda **how: SimpleNamespace(**how)
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    monkeypatch.setattr(engines, "inspect_here", lambda: None)
+    monkeypatch.setattr(parity, "release", lambda: None)
+    monkeypatch.setattr(parity, "score_by_sigmoid", lambda: None)
+    monkeypatch.setattr(exchange, "fill_in", lambda: None)
+    for words in (["llama-ladder/float32/eager"], ["--dp", "2", "llama-ladder/float32/eager/ep"]):
+        assert not start("benchmarks.vllm", "parity", "serve", str(folder), *words)
+        rows = [json.loads(line[4:]) for line in capfd.readouterr().out.splitlines() if line.startswith("ROW ")]
+        assert [(row["role"], row["right"], row["runner"]) for row in rows] == [
+            ("converted", True, "v2"), ("original", True, "v2")
+        ]  # fmt: skip
+        tokens = 3 * (cases.LENGTH - 1 + parity.NEW)
+        assert {row["tokens"] for row in rows} == {tokens if "--dp" not in words else tokens - parity.NEW // 2}
