@@ -85,11 +85,14 @@ def forks() -> Iterator[Callable[..., Fork]]:
 
 
 def end(fork: Fork) -> None:
-    """Kill a fork and what it has started."""
+    """Kill a fork and what it has started. A second call does nothing: its number may be that of another process."""
+    if fork.turns.closed:
+        return
     fork.process.kill()  # which may not have come to a group of its own
     with suppress(ProcessLookupError):
         os.killpg(fork.process.pid, signal.SIGKILL)
     fork.process.join()
+    fork.turns.close()
 
 
 def _serve(turns: Connection, held: Any, opened: Callable[..., Any], given: Any, log: Path | None, more: Any) -> None:

@@ -22,6 +22,7 @@ from benchmarks.vllm import engines
 from benchmarks.vllm.speculation import eagle_head
 
 from fcsd.bench.runner import write
+from fcsd.errors import unknown_value
 
 LENGTHS = (3, 40, 700)
 NEW = 24  # tokens of an answer
@@ -122,6 +123,9 @@ def main(given: Any) -> None:
     """Each kind: each mode and way in turn, until the time is over."""
     import transformers  # noqa: F401 # before the forks
 
+    for kind in given.kinds:
+        if kind not in KINDS:
+            raise unknown_value("kind", kind, KINDS)
     until, beside = time.monotonic() + given.seconds, given.out.with_suffix("")
     beside.mkdir(exist_ok=True)
     found: dict[str, Any] = {"command": given.command, "vllm": engines.version(), "kinds": {}}

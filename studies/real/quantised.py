@@ -13,7 +13,7 @@ or rounded to nearest (`rtn`), both symmetric in groups of `--group` inputs.
 
 `OUT/results.jsonl` receives a line for each form: KL(original || form) in nats per token on the held-out part of every
 text, and the bytes of the whole model. A form that ends with `+gptq` or `+rtn` was healed first and quantised then.
-`int4+beside` keeps its adapters beside the INT4 weights. With `--questions` (`questions`) every form that
+`int4+beside` keeps its adapters beside the INT4 weights. With `--questions` (those of `questions`) every form that
 is not rounded to nearest answers them. Seeds draw the order of the rows and the adapters. A training that would not end
 within `--seconds` from the start of the program is not begun, and the last line says so.
 """
